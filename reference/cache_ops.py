@@ -1,0 +1,196 @@
+"""How do keys and values get into the cache, out of it, and from block to block?
+
+A step first writes the keys and values of its new tokens, each to its slot. Attention then reads
+whole sequences back through the block table. Blocks also move as blocks: a copy when two sequences
+that share one begin to differ, a swap when memory runs out and a sequence waits on the host.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from ..shared.refusals import (
+    check_block_mapping,
+    check_gather_cache,
+    check_kv_caches_alike,
+    check_reshape_and_cache,
+)
+from ..shared.shapes import (
+    BlockMapping,
+    BlockTable,
+    Key,
+    KeyCache,
+    KVCache,
+    SlotMapping,
+    StartLoc,
+    Value,
+    ValueCache,
+)
+
+
+def reshape_and_cache(
+    key: Key,
+    value: Value,
+    key_cache: KeyCache,
+    value_cache: ValueCache,
+    slot_mapping: SlotMapping,
+) -> None:
+    """Write each new token's key and value to its slot.
+
+    Args:
+        key: [tokens, kv_heads, head_size], any strides (a slice of a fused projection is fine).
+        value: [tokens, kv_heads, head_size], any strides.
+        key_cache: [num_blocks, block_size, kv_heads, head_size], changed.
+        value_cache: the same shape, changed.
+        slot_mapping: [slots] slot of the first `slots` tokens; a negative one is not stored.
+            Tokens past its end are padding and are not stored either.
+
+    Raises:
+        IndexError: a slot lies outside the cache.
+        ValueError: shapes or devices that do not fit, or two tokens for one slot.
+        TypeError: key or value of another dtype than the cache.
+
+    Source:
+        vLLM's `reshape_and_cache_flash`.
+
+    Example:
+        block_size 4, slot_mapping [9, -1]: token 0 goes to offset 1 of block 2, token 1 nowhere.
+
+        >>> key_cache = torch.zeros(3, 4, 1, 1)
+        >>> key = torch.tensor([[[5.0]], [[6.0]]])
+        >>> slot_mapping = torch.tensor([9, -1])
+        >>> reshape_and_cache(key, key, key_cache, key_cache.clone(), slot_mapping)
+        >>> key_cache.flatten()
+        tensor([0., 0., 0., 0., 0., 0., 0., 0., 0., 5., 0., 0.])
+    """
+    check_reshape_and_cache(
+        key, value, key_cache, value_cache, slot_mapping, contents=True
+    )
+    block_size = key_cache.shape[1]
+    for token, slot in enumerate(slot_mapping.tolist()):
+        # step: skip tokens without a slot
+        if slot < 0:
+            continue
+        # step: find block and offset
+        block_id, offset = divmod(slot, block_size)
+        # step: store the key and the value
+        key_cache[block_id, offset] = key[token]
+        value_cache[block_id, offset] = value[token]
+
+
+def gather_cache(
+    key_cache: KeyCache,
+    value_cache: ValueCache,
+    block_table: BlockTable,
+    seq_start_loc: StartLoc,
+    num_tokens: int,
+) -> tuple[Key, Value]:
+    """Return the keys and values of whole sequences, one after another.
+
+    Args:
+        key_cache: [num_blocks, block_size, kv_heads, head_size].
+        value_cache: the same shape.
+        block_table: [reqs, max_blocks].
+        seq_start_loc: [reqs + 1] where each sequence starts in the result.
+        num_tokens: rows of the result; what lies past the last sequence is zero.
+
+    Returns:
+        Key and value, each [num_tokens, kv_heads, head_size].
+
+    Raises:
+        IndexError: a sequence longer than its row, or a block id outside the cache.
+        ValueError: lengths or devices that do not fit.
+
+    Source:
+        vLLM's `gather_cache`.
+
+    Example:
+        >>> key_cache = torch.arange(12.0).view(3, 4, 1, 1)
+        >>> key, value = gather_cache(
+        ...     key_cache,
+        ...     key_cache,
+        ...     block_table=torch.tensor([[2, 0]], dtype=torch.int32),
+        ...     seq_start_loc=torch.tensor([0, 6], dtype=torch.int32),
+        ...     num_tokens=6,
+        ... )
+        >>> key.flatten()
+        tensor([ 8.,  9., 10., 11.,  0.,  1.])
+    """
+    check_gather_cache(
+        key_cache, value_cache, block_table, seq_start_loc, num_tokens, contents=True
+    )
+    block_size, kv_heads, head_size = key_cache.shape[1:]
+    key = key_cache.new_zeros(num_tokens, kv_heads, head_size)
+    value = value_cache.new_zeros(num_tokens, kv_heads, head_size)
+    starts = seq_start_loc.tolist()
+    for req, row in enumerate(block_table):
+        positions = torch.arange(starts[req + 1] - starts[req], device=row.device)
+        # step: look the block up
+        block_ids = row[positions // block_size].long()
+        # step: count slots into it
+        offsets = positions % block_size
+        # step: copy the key and the value
+        key[starts[req] : starts[req + 1]] = key_cache[block_ids, offsets]
+        value[starts[req] : starts[req + 1]] = value_cache[block_ids, offsets]
+    return key, value
+
+
+def copy_blocks(kv_caches: Sequence[KVCache], block_mapping: BlockMapping) -> None:
+    """Copy whole blocks to other blocks, in every layer.
+
+    Args:
+        kv_caches: for each layer [2, num_blocks, block_size, kv_heads, head_size], changed.
+        block_mapping: [pairs, 2] int64 on the host: source block, destination block.
+
+    Raises:
+        IndexError: a block id outside the cache.
+        ValueError: a block that is written twice, or written and read: the result would depend
+            on the order.
+
+    Source:
+        vLLM's `copy_blocks`, which leaves that order undefined.
+
+    Example:
+        >>> kv_cache = torch.arange(6.0).view(2, 3, 1, 1, 1)
+        >>> copy_blocks([kv_cache], torch.tensor([[2, 0]]))
+        >>> kv_cache.flatten()
+        tensor([2., 1., 2., 5., 4., 5.])
+    """
+    check_kv_caches_alike(kv_caches)
+    for kv_cache in kv_caches:
+        num_blocks = kv_cache.shape[1]
+        check_block_mapping(block_mapping, num_blocks, num_blocks, same_cache=True)
+    for kv_cache in kv_caches:
+        for source, destination in block_mapping.tolist():
+            kv_cache[:, destination] = kv_cache[:, source]
+
+
+def swap_blocks(
+    source: KVCache, destination: KVCache, block_mapping: BlockMapping
+) -> None:
+    """Copy whole blocks from one cache to another, which may lie on another device.
+
+    Args:
+        source: [2, source_blocks, block_size, kv_heads, head_size].
+        destination: [2, destination_blocks, block_size, kv_heads, head_size], changed.
+        block_mapping: [pairs, 2] int64 on the host: block of source, block of destination.
+
+    Raises:
+        IndexError: a block id outside its cache.
+        ValueError: caches that do not fit, or a block written twice.
+
+    Source:
+        vLLM's `swap_blocks`.
+
+    Example:
+        >>> on_host = torch.zeros(2, 2, 1, 1, 1)
+        >>> swap_blocks(torch.arange(6.0).view(2, 3, 1, 1, 1), on_host, torch.tensor([[2, 0]]))
+        >>> on_host.flatten()
+        tensor([2., 0., 5., 0.])
+    """
+    check_kv_caches_alike([source, destination])
+    check_block_mapping(
+        block_mapping, source.shape[1], destination.shape[1], same_cache=False
+    )
+    for taken, given in block_mapping.tolist():
+        destination[:, given] = source[:, taken].to(destination.device)

@@ -1,0 +1,1 @@
+"""What both twins obey: shapes, metadata classes, refusals, budgets, replay, commands."""

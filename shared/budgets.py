@@ -1,0 +1,93 @@
+"""How large an error is an error?
+
+A fixed tolerance is no judge: with random data, 1e-2 does not notice a key dropped among 4,096.
+So every output row gets a budget of its own, from two runs of plain torch on the same inputs: one
+in float64, which is the truth, and one in the candidate's own dtype, which shows what honest
+rounding costs this row. A kernel may lose twice that, and one rounding of the row's result.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+FACTOR = 2.0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a candidate's rows stand against their budgets.
+
+    Args:
+        worst: the largest error of a row divided by that row's budget; at most 1 is right.
+        row: that row.
+        error, budget: of that row, in the unit of the output.
+        finite: whether every element is a number.
+    """
+
+    worst: float
+    row: int
+    error: float
+    budget: float
+    finite: bool
+
+    @property
+    def ok(self) -> bool:
+        return self.finite and self.worst <= 1.0
+
+    def __str__(self) -> str:
+        if not self.finite:
+            return f"row {self.row} holds NaN or infinity"
+        return (
+            f"row {self.row}: error {self.error:.3g}, budget {self.budget:.3g}"
+            f" ({self.worst:.2f} of it)"
+        )
+
+
+def row_budgets(exact: Tensor, same_dtype: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what each row may lose.
+
+    Args:
+        exact: [rows, ...] the result in float64.
+        same_dtype: [rows, ...] plain torch's result, computed in `dtype`.
+        dtype: the candidate's element type.
+
+    Returns:
+        [rows] float64.
+    """
+    exact, same = _rows(exact), _rows(same_dtype)
+    lost = (same - exact).abs().amax(1)
+    rounding = torch.finfo(dtype).eps * exact.abs().amax(1)
+    return FACTOR * lost + rounding
+
+
+def judge_rows(
+    candidate: Tensor, exact: Tensor, same_dtype: Tensor, dtype: torch.dtype
+) -> Verdict:
+    """Return how the candidate's rows stand against their budgets.
+
+    Args:
+        candidate: [rows, ...] the result in question.
+        exact: [rows, ...] the result in float64.
+        same_dtype: [rows, ...] plain torch's result, computed in `dtype`.
+        dtype: the candidate's element type.
+    """
+    if not candidate.numel():
+        return Verdict(0.0, 0, 0.0, 0.0, True)
+    budgets = row_budgets(exact, same_dtype, dtype)
+    rows = _rows(candidate)
+    bad = ~torch.isfinite(rows).all(1)
+    if bool(bad.any()):
+        row = int(bad.nonzero()[0])
+        return Verdict(float("inf"), row, float("inf"), float(budgets[row]), False)
+    errors = (rows - _rows(exact)).abs().amax(1)
+    # a row of zeros has no budget and must be met exactly
+    shares = torch.where(errors == 0, 0.0, errors / budgets)
+    row = int(shares.argmax())
+    return Verdict(
+        float(shares[row]), row, float(errors[row]), float(budgets[row]), True
+    )
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor.reshape(tensor.shape[0], -1).to(torch.float64)

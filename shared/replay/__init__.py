@@ -1,0 +1,1 @@
+"""Real serving traffic, replayed step by step on both twins."""
