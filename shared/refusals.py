@@ -46,11 +46,11 @@ def check_block_rows(rows: Sequence[Sequence[int]], max_blocks: int) -> None:
                 f"rows[{req}] has {len(row)} blocks: expected at most max_blocks ="
                 f" {max_blocks}; make the table wider"
             )
-        for entry, block_id in enumerate(row):
-            if block_id < 0:
-                raise IndexError(
-                    f"rows[{req}][{entry}] = {block_id}: expected a block id from 0"
-                )
+        if len(row) and min(row) < 0:
+            entry = next(i for i, block_id in enumerate(row) if block_id < 0)
+            raise IndexError(
+                f"rows[{req}][{entry}] = {row[entry]}: expected a block id from 0"
+            )
 
 
 def check_append_blocks(

@@ -1,0 +1,102 @@
+"""How large are the tiles of the attention kernels?
+
+A tile is `rows` queries (of one kv head: tokens times the query heads that share it) by `keys`
+keys. Loads that go through the block table are indirect, so of `num_stages` only
+(num_stages - 1) // 2 key and value tiles are in flight.
+
+TABLE holds, for each width of a head in bytes, the decode tile and the prefill tile of a chip with
+at least 160 KiB of shared memory an SM; SMALL is for all others, unknown ones included. The
+interpreter gets small tiles, so that short sequences already cross their edges.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from ._launch import INTERPRETED
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """One launch's tile and how the chip runs it."""
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+# bytes of a padded head: decode, prefill
+TABLE = {
+    128: (Tiles(16, 128, 4, 5), Tiles(128, 64, 4, 3)),
+    256: (Tiles(16, 128, 4, 5), Tiles(128, 128, 8, 3)),
+    512: (Tiles(16, 64, 4, 3), Tiles(64, 64, 8, 2)),
+    1024: (Tiles(16, 32, 4, 2), Tiles(32, 32, 8, 2)),
+    4096: (Tiles(16, 16, 8, 1), Tiles(16, 16, 8, 1)),
+}
+SMALL = {
+    128: (Tiles(16, 64, 4, 3), Tiles(64, 64, 4, 2)),
+    256: (Tiles(16, 64, 4, 3), Tiles(64, 32, 4, 2)),
+    512: (Tiles(16, 32, 4, 2), Tiles(32, 32, 4, 1)),
+    4096: (Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1)),
+}
+# float32 products run on plain units and hold twice the registers
+FLOAT32 = {
+    256: (Tiles(16, 64, 4, 3), Tiles(64, 32, 4, 2)),
+    512: (Tiles(16, 32, 4, 2), Tiles(32, 32, 4, 2)),
+    4096: (Tiles(16, 16, 8, 1), Tiles(16, 16, 8, 1)),
+}
+IN_THE_INTERPRETER = {4096: (Tiles(16, 32, 4, 1), Tiles(32, 32, 4, 1))}
+
+SHARED_MEMORY = 160 * 1024
+MAX_HEAD_SIZE = 1024
+
+
+@dataclass(frozen=True)
+class SplitRule:
+    """When a long row is cut into parts that run side by side.
+
+    Args:
+        programs: how many programs a launch should have to fill the chip.
+        min_keys: a part is not shorter than that.
+        max_splits: a row is not cut into more parts than that.
+    """
+
+    programs: int
+    min_keys: int
+    max_splits: int = 64
+
+
+def choose_tiles(
+    head_tile: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tiles, Tiles]:
+    """Return the decode tile and the prefill tile.
+
+    Args:
+        head_tile: elements of a head, rounded up to a power of two.
+        dtype: of the cache.
+        device: where the kernels run.
+    """
+    table = _table(dtype == torch.float32, device)
+    width = head_tile * dtype.itemsize
+    return next(tiles for limit, tiles in table.items() if width <= limit)
+
+
+@cache
+def _table(is_float32: bool, device: torch.device) -> dict[int, tuple[Tiles, Tiles]]:
+    if INTERPRETED:
+        return IN_THE_INTERPRETER
+    properties = torch.cuda.get_device_properties(device)
+    if properties.shared_memory_per_block_optin < SHARED_MEMORY:
+        return SMALL
+    return FLOAT32 if is_float32 else TABLE
+
+
+@cache
+def split_rule(device: torch.device) -> SplitRule:
+    """Return when rows are split: two programs an SM, parts of at least 256 keys."""
+    if INTERPRETED:
+        return SplitRule(programs=8, min_keys=32, max_splits=4)
+    properties = torch.cuda.get_device_properties(device)
+    return SplitRule(programs=2 * properties.multi_processor_count, min_keys=256)

@@ -1,0 +1,114 @@
+"""How is xFormers' paged split-K operator called?
+
+The operator is pure Triton, but xFormers' dispatcher refuses it beside a torch of another CUDA than
+xFormers' own compiled part. So it is called directly, on a subclass that states what is true here:
+it reads `BLOCK_N` keys at once, which must divide the page.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._launch import INTERPRETED, must_widen
+
+HEAD_SIZES_OF_SPLIT_K = (32, 64, 128, 256)
+FITS = "xformers 0.0.35 with torch 2.10 to 2.13 and triton 3.6 to 3.7"
+
+
+@cache
+def why_no_xformers() -> list[str]:
+    """Return why xFormers' operator cannot be used; an empty list: it can."""
+    try:
+        import triton
+        import xformers
+        from xformers.ops.fmha import triton_splitk
+    except Exception as error:  # a broken installation fails in many ways
+        return [
+            f"xFormers cannot be imported ({type(error).__name__}: {error}): expected {FITS}"
+        ]
+    if triton_splitk.FwOp.OPERATOR is None:
+        return [
+            f"xFormers {xformers.__version__} finds no usable triton (here:"
+            f" {triton.__version__}, torch {torch.__version__}): expected {FITS}"
+        ]
+    return []
+
+
+def build_decode_bias(seq_lens: list[int], block_table: Tensor, block_size: int) -> Any:
+    """Return xFormers' mask of a batch of decodes.
+
+    Args:
+        seq_lens: [reqs] keys of each, from 1.
+        block_table: [reqs, max_blocks].
+        block_size: slots in a block.
+
+    Raises:
+        ImportError: xFormers cannot be used; the message says why.
+    """
+    if reasons := why_no_xformers():
+        raise ImportError("; ".join(reasons))
+    from xformers.ops.fmha.attn_bias import (
+        PagedBlockDiagonalCausalWithOffsetPaddedKeysMask as Mask,
+    )
+
+    return Mask.from_seqlens(
+        q_seqlen=[1] * len(seq_lens),
+        kv_seqlen=seq_lens,
+        page_size=block_size,
+        block_tables=block_table,
+        device=block_table.device,
+    )
+
+
+def split_k_attention(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, bias: Any, scale: float
+) -> Tensor:
+    """Return attention of one query a request, computed by xFormers.
+
+    Args:
+        query: [reqs, query_heads, head_size].
+        key_cache, value_cache: [num_blocks, block_size, kv_heads, head_size].
+        bias: what build_decode_bias returned.
+        scale: what scores are multiplied with.
+
+    Returns:
+        [reqs, query_heads, head_size].
+    """
+    from xformers.ops.fmha import Inputs
+
+    reqs, query_heads, head_size = query.shape
+    num_blocks, block_size, kv_heads, _ = key_cache.shape
+    group_size = query_heads // kv_heads
+    dtype = torch.float32 if must_widen(query.dtype) else query.dtype
+    # one long sequence of slots; the heads of a group read the same keys through stride 0
+    slots = (1, num_blocks * block_size, kv_heads, 1, head_size)
+    shared = (1, num_blocks * block_size, kv_heads, group_size, head_size)
+    inputs = Inputs(
+        query=query.to(dtype).view(1, reqs, kv_heads, group_size, head_size),
+        key=key_cache.to(dtype).reshape(slots).expand(shared),
+        value=value_cache.to(dtype).reshape(slots).expand(shared),
+        attn_bias=bias,
+        scale=scale,
+    )
+    result, _ = _operator(block_size).apply(inputs, needs_gradient=False)
+    return result.reshape(reqs, query_heads, head_size).to(query.dtype)
+
+
+@cache
+def _operator(block_size: int) -> Any:
+    """Return the operator whose tile of keys divides the page."""
+    from xformers.ops.fmha import triton_splitk
+
+    class PagedSplitK(triton_splitk.FwOp):
+        BLOCK_N = next(keys for keys in (64, 32, 16) if block_size % keys == 0)
+
+        @classmethod
+        def get_extra_args(cls, **shape: Any) -> dict[str, Any]:
+            # the original asks CUDA for its capability, which the interpreter has not
+            if INTERPRETED:
+                return {"BLOCK_M": cls.BLOCK_M, "BLOCK_N": cls.BLOCK_N}
+            return super().get_extra_args(**shape)
+
+    return PagedSplitK

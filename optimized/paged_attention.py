@@ -1,0 +1,611 @@
+"""What does each new token see of its sequence?
+
+One kernel, launched for two classes of requests. A program takes one kv head and a tile of its
+rows, a row being one query of one token: all query heads that share the kv head lie side by side,
+so that keys and values are read once for the group. Requests whose rows fit one small tile
+(decodes, short verifications) are cut along their keys into parts that run side by side, and a
+second kernel joins the parts by their log-sum-exp; all others are cut along their rows. Each launch
+skips the other's requests, so any mixture is right and nothing is read by the host. The softmax
+runs over tiles of keys as they come, in base 2, with sums in float32. Addresses are 64-bit.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..shared.refusals import check_paged_attention, values_checked
+from ..shared.shapes import (
+    BlockTable,
+    KeyCache,
+    LogSumExp,
+    Output,
+    Query,
+    StartLoc,
+    TokenCounts,
+    ValueCache,
+)
+from ._launch import check_launch, must_widen
+from ._tuning import MAX_HEAD_SIZE, Tiles, choose_tiles, split_rule
+
+LOG2_E = tl.constexpr(math.log2(math.e))
+LN_2 = tl.constexpr(math.log(2.0))
+
+
+def paged_attention(
+    query: Query,
+    key_cache: KeyCache,
+    value_cache: ValueCache,
+    block_table: BlockTable,
+    query_start_loc: StartLoc,
+    seq_lens: TokenCounts,
+    max_query_len: int,
+    max_seq_len: int,
+    scale: float | None = None,
+    out: Output | None = None,
+    lse: LogSumExp | None = None,
+    compute_dtype: torch.dtype = torch.float32,
+) -> Output:
+    """Return causal attention of each new token over its sequence in the paged cache.
+
+    Raises:
+        NotImplementedError: another `compute_dtype` than float32, a head of more than 1,024
+            elements, or a float64 cache; the reference takes them.
+    """
+    check_paged_attention(
+        query,
+        key_cache,
+        value_cache,
+        block_table,
+        query_start_loc,
+        seq_lens,
+        max_query_len,
+        max_seq_len,
+        out,
+        lse,
+        contents=values_checked(),
+    )
+    _check_supported(query, compute_dtype)
+    check_launch(query)
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
+    out = torch.empty_like(query) if out is None else out
+    out.zero_()
+    if lse is not None:
+        lse.fill_(-torch.inf)
+    if not query.numel() or not block_table.numel():
+        return out
+    widen = must_widen(query.dtype)
+    target = torch.zeros_like(out, dtype=torch.float32) if widen else out
+    _launch(
+        query,
+        key_cache,
+        value_cache,
+        block_table,
+        query_start_loc,
+        seq_lens,
+        max_query_len,
+        max_seq_len,
+        scale,
+        target,
+        lse,
+        widen,
+    )
+    return out.copy_(target) if widen else out
+
+
+def _check_supported(query: Tensor, compute_dtype: torch.dtype) -> None:
+    if compute_dtype != torch.float32:
+        raise NotImplementedError(
+            f"compute_dtype = {compute_dtype}: expected torch.float32, in which the kernels"
+            " add up; the reference takes any"
+        )
+    if query.dtype == torch.float64:
+        raise NotImplementedError(
+            "query is torch.float64: expected float16, bfloat16 or float32; the reference"
+            " takes float64"
+        )
+    if query.shape[-1] > MAX_HEAD_SIZE:
+        raise NotImplementedError(
+            f"head_size = {query.shape[-1]} is more than this kernel takes"
+            f" ({MAX_HEAD_SIZE}); the reference takes any"
+        )
+
+
+def _launch(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    max_query_len: int,
+    max_seq_len: int,
+    scale: float,
+    out: Tensor,
+    lse: Tensor | None,
+    widen: bool,
+) -> None:
+    num_tokens, query_heads, head_size = query.shape
+    _, block_size, kv_heads, _ = key_cache.shape
+    num_reqs = block_table.shape[0]
+    group_size = query_heads // kv_heads
+    head_tile = max(16, triton.next_power_of_2(head_size))
+    decode, prefill = choose_tiles(head_tile, query.dtype, query.device)
+    # a request is short if its rows fit one decode tile
+    short_rows = min(64, max(decode.rows, triton.next_power_of_2(group_size)))
+    longest_rows = max_query_len * group_size
+    num_splits = _choose_splits(num_reqs * kv_heads, max_seq_len, query.device)
+    part_out, part_lse = _workspace(
+        out, num_splits, num_reqs, kv_heads, min(short_rows, longest_rows), head_size
+    )
+    has_lse = lse is not None
+    lse_target = lse if lse is not None else out
+    tensors = (
+        query,
+        key_cache,
+        value_cache,
+        block_table,
+        query_start_loc,
+        seq_lens,
+        out,
+        lse_target,
+        part_out,
+        part_lse,
+    )
+    numbers = (num_reqs, num_reqs.bit_length(), short_rows, scale)
+    strides = (
+        *query.stride(),
+        *key_cache.stride(),
+        *value_cache.stride(),
+        *block_table.stride(),
+        *out.stride(),
+        *(lse_target.stride()[:2] if has_lse else (0, 0)),
+        *part_out.stride()[:4],
+        *part_lse.stride()[:3],
+    )
+    constants = {
+        "GROUP_SIZE": group_size,
+        "HEAD_SIZE": head_size,
+        "HEAD_TILE": head_tile,
+        "HAS_LSE": has_lse,
+    }
+
+    def attend(tiles: Tiles, grid: tuple[int, int, int], short: bool) -> None:
+        _attend_kernel[grid](
+            *tensors,
+            *numbers,
+            *strides,
+            **constants,
+            BLOCK_SIZE=block_size,
+            ROWS=short_rows if short else tiles.rows,
+            KEYS=tiles.keys,
+            SHORT=short,
+            SPLIT=short and num_splits > 1,
+            WIDEN=widen,
+            num_warps=tiles.num_warps,
+            num_stages=tiles.num_stages,
+        )
+
+    attend(decode, (num_reqs, kv_heads, num_splits), short=True)
+    if num_splits > 1:
+        _join_kernel[(num_reqs, kv_heads)](
+            query_start_loc,
+            out,
+            lse_target,
+            part_out,
+            part_lse,
+            short_rows,
+            *out.stride(),
+            *(lse_target.stride()[:2] if has_lse else (0, 0)),
+            *part_out.stride()[:4],
+            *part_lse.stride()[:3],
+            **constants,
+            ROWS=short_rows,
+            NUM_SPLITS=num_splits,
+        )
+    if longest_rows > short_rows:
+        # no request has more tiles than its rows fill, plus one that is not full
+        num_tiles = triton.cdiv(num_tokens * group_size, prefill.rows) + num_reqs
+        attend(prefill, (num_tiles, kv_heads, 1), short=False)
+
+
+def _choose_splits(programs: int, max_seq_len: int, device: torch.device) -> int:
+    """Return into how many parts each short row's keys are cut; a power of two."""
+    rule = split_rule(device)
+    wanted = min(
+        rule.programs // max(programs, 1),
+        max_seq_len // rule.min_keys,
+        rule.max_splits,
+    )
+    return 1 << max(wanted, 1).bit_length() - 1
+
+
+def _workspace(
+    out: Tensor,
+    num_splits: int,
+    num_reqs: int,
+    kv_heads: int,
+    rows: int,
+    head_size: int,
+) -> tuple[Tensor, Tensor]:
+    """Return where the parts leave their results: [reqs, kv_heads, splits, rows, ...]."""
+    if num_splits == 1:
+        # never written; any tensor of five and four axes will do
+        return out.view(-1)[:1].view(1, 1, 1, 1, 1), out.view(-1)[:1].view(1, 1, 1, 1)
+    shape = (num_reqs, kv_heads, num_splits, rows)
+    return (
+        out.new_empty(*shape, head_size, dtype=torch.float32),
+        out.new_empty(shape, dtype=torch.float32),
+    )
+
+
+@triton.jit
+def _attend_kernel(
+    query,
+    key_cache,
+    value_cache,
+    block_table,
+    query_start_loc,
+    seq_lens,
+    out,
+    lse,
+    part_out,
+    part_lse,
+    num_reqs,
+    num_halvings,
+    short_rows,
+    scale,
+    query_stride_token,
+    query_stride_head,
+    query_stride_element,
+    key_stride_block,
+    key_stride_slot,
+    key_stride_head,
+    key_stride_element,
+    value_stride_block,
+    value_stride_slot,
+    value_stride_head,
+    value_stride_element,
+    table_stride_req,
+    table_stride_entry,
+    out_stride_token,
+    out_stride_head,
+    out_stride_element,
+    lse_stride_head,
+    lse_stride_token,
+    part_out_stride_req,
+    part_out_stride_head,
+    part_out_stride_split,
+    part_out_stride_row,
+    part_lse_stride_req,
+    part_lse_stride_head,
+    part_lse_stride_split,
+    GROUP_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    SHORT: tl.constexpr,
+    SPLIT: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    if SHORT:
+        req = tl.program_id(0)
+        first_row = 0
+    else:
+        # the longest tiles, which come last in a causal request, start first
+        tile = tl.num_programs(0) - 1 - tl.program_id(0)
+        req, first_row = _find_tile(
+            query_start_loc, tile, num_reqs, num_halvings, GROUP_SIZE, ROWS
+        )
+        if req >= num_reqs:
+            return
+    start = tl.load(query_start_loc + req)
+    query_len = tl.load(query_start_loc + req + 1) - start
+    seq_len = tl.load(seq_lens + req)
+    num_rows = query_len * GROUP_SIZE
+    is_short = num_rows <= short_rows
+    if is_short != SHORT or first_row >= num_rows:
+        return
+
+    # a row is one query head of one token
+    row = first_row + tl.arange(0, ROWS)
+    token = row // GROUP_SIZE
+    head = kv_head * GROUP_SIZE + row % GROUP_SIZE
+    element = tl.arange(0, HEAD_TILE)
+    is_row = row < num_rows
+    is_element = element < HEAD_SIZE
+    question = tl.load(
+        query
+        + ((start + token).to(tl.int64) * query_stride_token)[:, None]
+        + (head * query_stride_head)[:, None]
+        + (element * query_stride_element)[None, :],
+        mask=is_row[:, None] & is_element[None, :],
+        other=0.0,
+    )
+    if WIDEN:
+        question = question.to(tl.float32)
+    # token j of q sees the first seq_len - q + j + 1 keys
+    context = seq_len - query_len
+    num_seen = tl.minimum(context + token + 1, seq_len)
+    last_token = tl.minimum((first_row + ROWS - 1) // GROUP_SIZE, query_len - 1)
+    seen_by_all = tl.maximum(context + first_row // GROUP_SIZE + 1, 0)
+    seen_by_any = tl.minimum(context + last_token + 1, seq_len)
+    # this program's share of the keys, cut at whole tiles
+    share = tl.cdiv(tl.cdiv(seen_by_any, tl.num_programs(2)), KEYS) * KEYS
+    begin = split * share
+    end = tl.minimum(begin + share, seen_by_any)
+    edge = tl.maximum(tl.minimum(seen_by_all // KEYS * KEYS, end), begin)
+
+    total = tl.zeros([ROWS, HEAD_TILE], dtype=tl.float32)
+    row_sum = tl.zeros([ROWS], dtype=tl.float32)
+    row_max = tl.full([ROWS], -float("inf"), dtype=tl.float32)
+    keys = key_cache + kv_head.to(tl.int64) * key_stride_head
+    values = value_cache + kv_head.to(tl.int64) * value_stride_head
+    entries = block_table + req.to(tl.int64) * table_stride_req
+    # first the tiles that every row sees whole, then those on the edge
+    total, row_sum, row_max = _attend_keys(
+        total, row_sum, row_max, question, num_seen, begin, edge, seq_len, scale,
+        keys, values, entries, table_stride_entry,
+        key_stride_block, key_stride_slot, key_stride_element,
+        value_stride_block, value_stride_slot, value_stride_element,
+        HEAD_SIZE, HEAD_TILE, BLOCK_SIZE, KEYS, False, WIDEN,
+    )  # fmt: skip
+    total, row_sum, row_max = _attend_keys(
+        total, row_sum, row_max, question, num_seen, edge, end, seq_len, scale,
+        keys, values, entries, table_stride_entry,
+        key_stride_block, key_stride_slot, key_stride_element,
+        value_stride_block, value_stride_slot, value_stride_element,
+        HEAD_SIZE, HEAD_TILE, BLOCK_SIZE, KEYS, True, WIDEN,
+    )  # fmt: skip
+
+    result, row_lse = _finish_rows(total, row_sum, row_max)
+    if SPLIT:
+        place = req.to(tl.int64) * part_lse_stride_req + kv_head * part_lse_stride_head
+        place += split * part_lse_stride_split
+        tl.store(part_lse + place + row, row_lse, mask=is_row)
+        place = req.to(tl.int64) * part_out_stride_req + kv_head * part_out_stride_head
+        place += split * part_out_stride_split
+        tl.store(
+            part_out + place + row[:, None] * part_out_stride_row + element[None, :],
+            result,
+            mask=is_row[:, None] & is_element[None, :],
+        )
+    else:
+        _store_rows(
+            out, lse, result, row_lse, start + token, head, element, is_row,
+            out_stride_token, out_stride_head, out_stride_element,
+            lse_stride_head, lse_stride_token, HEAD_SIZE, HAS_LSE,
+        )  # fmt: skip
+
+
+@triton.jit
+def _find_tile(
+    query_start_loc,
+    tile,
+    num_reqs,
+    num_halvings,
+    GROUP_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Return the request of a tile of rows and the tile's first row in it.
+
+    Request r's tiles begin at query_start_loc[r] * GROUP_SIZE // ROWS + r, which leaves each
+    request room for one tile that is not full.
+    """
+    low = 0
+    high = num_reqs
+    for _ in range(num_halvings):
+        middle = (low + high) // 2
+        search = low < high
+        start = tl.load(query_start_loc + middle + 1, mask=search, other=0)
+        begins = start * GROUP_SIZE // ROWS + middle + 1
+        low = tl.where(search & (begins <= tile), middle + 1, low)
+        high = tl.where(search & (begins > tile), middle, high)
+    start = tl.load(query_start_loc + low)
+    return low, (tile - start * GROUP_SIZE // ROWS - low) * ROWS
+
+
+@triton.jit
+def _attend_keys(
+    total,
+    row_sum,
+    row_max,
+    question,
+    num_seen,
+    begin,
+    end,
+    seq_len,
+    scale,
+    keys,
+    values,
+    entries,
+    entry_stride,
+    key_stride_block,
+    key_stride_slot,
+    key_stride_element,
+    value_stride_block,
+    value_stride_slot,
+    value_stride_element,
+    HEAD_SIZE: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
+    EDGE: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """Return the running sums of a tile of rows after the keys from `begin` to `end`."""
+    element = tl.arange(0, HEAD_TILE)
+    is_element = (element < HEAD_SIZE)[None, :]
+    for first in range(begin, end, KEYS):
+        # step: gather the sequence's keys and values
+        position = first + tl.arange(0, KEYS)
+        if EDGE:
+            is_key = position < seq_len
+            block_id = tl.load(
+                entries + (position // BLOCK_SIZE) * entry_stride, mask=is_key, other=0
+            ).to(tl.int64)
+            loaded = is_key[:, None] & is_element
+        else:
+            block_id = tl.load(entries + (position // BLOCK_SIZE) * entry_stride).to(
+                tl.int64
+            )
+            loaded = is_element
+        offset = (position % BLOCK_SIZE).to(tl.int64)
+        key_place = block_id * key_stride_block + offset * key_stride_slot
+        key = tl.load(
+            keys + key_place[:, None] + (element * key_stride_element)[None, :],
+            mask=loaded,
+            other=0.0,
+        )
+        value_place = block_id * value_stride_block + offset * value_stride_slot
+        value = tl.load(
+            values + value_place[:, None] + (element * value_stride_element)[None, :],
+            mask=loaded,
+            other=0.0,
+        )
+        if WIDEN:
+            key = key.to(tl.float32)
+            value = value.to(tl.float32)
+        # step: compare each query with every key
+        scores = tl.dot(question, tl.trans(key), input_precision="ieee")
+        scores = scores * (scale * LOG2_E)
+        # step: hide the keys behind each query
+        if EDGE:
+            scores = tl.where(
+                position[None, :] < num_seen[:, None], scores, -float("inf")
+            )
+        # step: turn scores into weights
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        # a row that has seen no key yet has the maximum -inf, and -inf - -inf is no number
+        shift = tl.where(new_max == -float("inf"), 0.0, new_max) if EDGE else new_max
+        fade = tl.exp2(row_max - shift)
+        weights = tl.exp2(scores - shift[:, None])
+        row_sum = row_sum * fade + tl.sum(weights, 1)
+        row_max = new_max
+        # step: average the values by them
+        total = total * fade[:, None]
+        total = tl.dot(weights.to(value.dtype), value, total, input_precision="ieee")
+    return total, row_sum, row_max
+
+
+@triton.jit
+def _finish_rows(total, row_sum, row_max):
+    """Return the rows' averages and their log-sum-exp in base 2.
+
+    A row that saw nothing has the sum 0: its average is 0, its log-sum-exp -inf.
+    """
+    divisor = tl.where(row_sum > 0, row_sum, 1.0)
+    return total / divisor[:, None], row_max + tl.log2(divisor)
+
+
+@triton.jit
+def _store_rows(
+    out,
+    lse,
+    result,
+    row_lse,
+    token,
+    head,
+    element,
+    is_row,
+    out_stride_token,
+    out_stride_head,
+    out_stride_element,
+    lse_stride_head,
+    lse_stride_token,
+    HEAD_SIZE: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+):
+    """Write finished rows; the log-sum-exp leaves base 2 for base e."""
+    tl.store(
+        out
+        + (token.to(tl.int64) * out_stride_token)[:, None]
+        + (head * out_stride_head)[:, None]
+        + (element * out_stride_element)[None, :],
+        result.to(out.dtype.element_ty),
+        mask=is_row[:, None] & (element < HEAD_SIZE)[None, :],
+    )
+    if HAS_LSE:
+        place = head * lse_stride_head + token.to(tl.int64) * lse_stride_token
+        tl.store(lse + place, (row_lse * LN_2).to(lse.dtype.element_ty), mask=is_row)
+
+
+@triton.jit
+def _join_kernel(
+    query_start_loc,
+    out,
+    lse,
+    part_out,
+    part_lse,
+    short_rows,
+    out_stride_token,
+    out_stride_head,
+    out_stride_element,
+    lse_stride_head,
+    lse_stride_token,
+    part_out_stride_req,
+    part_out_stride_head,
+    part_out_stride_split,
+    part_out_stride_row,
+    part_lse_stride_req,
+    part_lse_stride_head,
+    part_lse_stride_split,
+    GROUP_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    ROWS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+):
+    """Join the parts of a short request's rows, each weighted by its share of the sum."""
+    req = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    start = tl.load(query_start_loc + req)
+    num_rows = (tl.load(query_start_loc + req + 1) - start) * GROUP_SIZE
+    if num_rows > short_rows or num_rows == 0:
+        return
+    row = tl.arange(0, ROWS)
+    element = tl.arange(0, HEAD_TILE)
+    is_row = row < num_rows
+    lse_place = req.to(tl.int64) * part_lse_stride_req + kv_head * part_lse_stride_head
+    out_place = req.to(tl.int64) * part_out_stride_req + kv_head * part_out_stride_head
+    total = tl.zeros([ROWS, HEAD_TILE], dtype=tl.float32)
+    row_sum = tl.zeros([ROWS], dtype=tl.float32)
+    row_max = tl.full([ROWS], -float("inf"), dtype=tl.float32)
+    for split in range(NUM_SPLITS):
+        part = tl.load(
+            part_lse + lse_place + split * part_lse_stride_split + row,
+            mask=is_row,
+            other=-float("inf"),
+        )
+        value = tl.load(
+            part_out
+            + out_place
+            + split * part_out_stride_split
+            + row[:, None] * part_out_stride_row
+            + element[None, :],
+            mask=is_row[:, None] & (element < HEAD_SIZE)[None, :],
+            other=0.0,
+        )
+        new_max = tl.maximum(row_max, part)
+        shift = tl.where(new_max == -float("inf"), 0.0, new_max)
+        fade = tl.exp2(row_max - shift)
+        weight = tl.exp2(part - shift)
+        total = total * fade[:, None] + value * weight[:, None]
+        row_sum = row_sum * fade + weight
+        row_max = new_max
+    result, row_lse = _finish_rows(total, row_sum, row_max)
+    _store_rows(
+        out, lse, result, row_lse, start + row // GROUP_SIZE,
+        kv_head * GROUP_SIZE + row % GROUP_SIZE, element, is_row,
+        out_stride_token, out_stride_head, out_stride_element,
+        lse_stride_head, lse_stride_token, HEAD_SIZE, HAS_LSE,
+    )  # fmt: skip
