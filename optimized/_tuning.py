@@ -7,6 +7,11 @@ keys. Loads that go through the block table are indirect, so of `num_stages` onl
 TABLE holds, for each width of a head in bytes, the decode tile and the prefill tile of a chip with
 at least 160 KiB of shared memory an SM; SMALL is for all others, unknown ones included. The
 interpreter gets small tiles, so that short sequences already cross their edges.
+
+Chosen on an H200 (torch 2.11, triton 3.6, bfloat16, 32 query heads, 8 kv heads of 128, blocks of
+16, cold L2, median of 20): 64 decodes over 4,096 keys took 277 us with 16 x 128, 4 warps, 3 stages
+(5 stages: 292, 8 warps: 297, 64 keys: 338 to 363), a prefill of 8,192 tokens 1,658 us with
+128 x 64, 4 warps, 3 stages (128 x 128, 8 warps, 3 stages: 1,768 to 1,791; 64 rows: 2,297 to 3,035).
 """
 
 from dataclasses import dataclass
@@ -29,8 +34,8 @@ class Tiles:
 
 # bytes of a padded head: decode, prefill
 TABLE = {
-    128: (Tiles(16, 128, 4, 5), Tiles(128, 64, 4, 3)),
-    256: (Tiles(16, 128, 4, 5), Tiles(128, 128, 8, 3)),
+    128: (Tiles(16, 128, 4, 3), Tiles(128, 64, 4, 3)),
+    256: (Tiles(16, 128, 4, 3), Tiles(128, 64, 4, 3)),
     512: (Tiles(16, 64, 4, 3), Tiles(64, 64, 8, 2)),
     1024: (Tiles(16, 32, 4, 2), Tiles(32, 32, 8, 2)),
     4096: (Tiles(16, 16, 8, 1), Tiles(16, 16, 8, 1)),
@@ -41,10 +46,10 @@ SMALL = {
     512: (Tiles(16, 32, 4, 2), Tiles(32, 32, 4, 1)),
     4096: (Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1)),
 }
-# float32 products run on plain units and hold twice the registers
+# float32 products run on plain units and take many more registers
 FLOAT32 = {
-    256: (Tiles(16, 64, 4, 3), Tiles(64, 32, 4, 2)),
-    512: (Tiles(16, 32, 4, 2), Tiles(32, 32, 4, 2)),
+    256: (Tiles(16, 64, 8, 2), Tiles(64, 32, 8, 2)),
+    512: (Tiles(16, 64, 8, 2), Tiles(32, 32, 8, 1)),
     4096: (Tiles(16, 16, 8, 1), Tiles(16, 16, 8, 1)),
 }
 IN_THE_INTERPRETER = {4096: (Tiles(16, 32, 4, 1), Tiles(32, 32, 4, 1))}

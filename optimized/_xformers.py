@@ -5,6 +5,7 @@ xFormers' own compiled part. So it is called directly, on a subclass that states
 it reads `BLOCK_N` keys at once, which must divide the page.
 """
 
+import logging
 from functools import cache
 from typing import Any
 
@@ -14,6 +15,9 @@ from torch import Tensor
 from ._launch import INTERPRETED, must_widen
 
 HEAD_SIZES_OF_SPLIT_K = (32, 64, 128, 256)
+# importing xFormers warns at length that its compiled part does not load; it is not used here
+logging.getLogger("xformers").setLevel(logging.ERROR)
+
 FITS = "xformers 0.0.35 with torch 2.10 to 2.13 and triton 3.6 to 3.7"
 
 

@@ -222,24 +222,18 @@ def _write_kernel(
     # step: find block and offset
     block_id, offset = slot // block_size, slot % block_size
     # step: store the key and the value
-    key_from = (head * key_stride_head + part * key_stride_element)[None, :] + (
-        token * key_stride_token
-    )[:, None]
-    key_to = (head * key_cache_stride_head + part * key_cache_stride_element)[
-        None, :
-    ] + (block_id * key_cache_stride_block + offset * key_cache_stride_slot)[:, None]
-    moved = tl.load(key + key_from, mask=stored, other=0)
-    tl.store(key_cache + key_to, moved, mask=stored)
-    value_from = (head * value_stride_head + part * value_stride_element)[None, :] + (
-        token * value_stride_token
-    )[:, None]
-    value_to = (head * value_cache_stride_head + part * value_cache_stride_element)[
-        None, :
-    ] + (block_id * value_cache_stride_block + offset * value_cache_stride_slot)[
-        :, None
-    ]
-    moved = tl.load(value + value_from, mask=stored, other=0)
-    tl.store(value_cache + value_to, moved, mask=stored)
+    source = (token * key_stride_token)[:, None]
+    source += (head * key_stride_head + part * key_stride_element)[None, :]
+    slots = block_id * key_cache_stride_block + offset * key_cache_stride_slot
+    parts = head * key_cache_stride_head + part * key_cache_stride_element
+    moved = tl.load(key + source, mask=stored, other=0)
+    tl.store(key_cache + slots[:, None] + parts[None, :], moved, mask=stored)
+    source = (token * value_stride_token)[:, None]
+    source += (head * value_stride_head + part * value_stride_element)[None, :]
+    slots = block_id * value_cache_stride_block + offset * value_cache_stride_slot
+    parts = head * value_cache_stride_head + part * value_cache_stride_element
+    moved = tl.load(value + source, mask=stored, other=0)
+    tl.store(value_cache + slots[:, None] + parts[None, :], moved, mask=stored)
 
 
 @triton.jit
@@ -285,17 +279,13 @@ def _gather_kernel(
     read = owned[:, None] & (element < elements)[None, :]
     written = (token < num_tokens)[:, None] & (element < elements)[None, :]
     to = token.to(tl.int64)[:, None] * elements + element[None, :]
-    key_from = (head * key_cache_stride_head + part * key_cache_stride_element)[
-        None, :
-    ] + (block_id * key_cache_stride_block + offset * key_cache_stride_slot)[:, None]
-    moved = tl.load(key_cache + key_from, mask=read, other=0)
+    slots = block_id * key_cache_stride_block + offset * key_cache_stride_slot
+    parts = head * key_cache_stride_head + part * key_cache_stride_element
+    moved = tl.load(key_cache + slots[:, None] + parts[None, :], mask=read, other=0)
     tl.store(key + to, moved, mask=written)
-    value_from = (head * value_cache_stride_head + part * value_cache_stride_element)[
-        None, :
-    ] + (block_id * value_cache_stride_block + offset * value_cache_stride_slot)[
-        :, None
-    ]
-    moved = tl.load(value_cache + value_from, mask=read, other=0)
+    slots = block_id * value_cache_stride_block + offset * value_cache_stride_slot
+    parts = head * value_cache_stride_head + part * value_cache_stride_element
+    moved = tl.load(value_cache + slots[:, None] + parts[None, :], mask=read, other=0)
     tl.store(value + to, moved, mask=written)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from ..shared.kinds import HOST
 from ..shared.metadata_classes import CommonAttentionMetadata
 from ..shared.refusals import check_block_rows
 from .block_table import padded_rows
@@ -68,7 +69,10 @@ def _send(
     sizes = [array.nbytes for array in arrays]
     ends = np.cumsum(sizes)
     buffer = torch.empty(
-        int(ends[-1]), dtype=torch.uint8, pin_memory=device.type == "cuda"
+        int(ends[-1]),
+        dtype=torch.uint8,
+        device=HOST,
+        pin_memory=device.type == "cuda",
     )
     raw = buffer.numpy()
     for array, size, end in zip(arrays, sizes, ends, strict=True):

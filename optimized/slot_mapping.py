@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..shared.kinds import PAD_SLOT_ID
+from ..shared.kinds import HOST, PAD_SLOT_ID
 from ..shared.refusals import (
     check_batch_lengths,
     check_not_negative,
@@ -51,7 +51,7 @@ def compute_slot_mapping(
     """Return the cache slot of every new token of one sequence."""
     check_one_sequence(seq_len, context_len, block_size)
     if is_profile_run:
-        return torch.full((seq_len,), PAD_SLOT_ID, dtype=torch.int64)
+        return torch.full((seq_len,), PAD_SLOT_ID, dtype=torch.int64, device=HOST)
     if block_table is None:
         raise ValueError(
             "block_table = None: expected a row unless is_profile_run is set"

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..shared.kinds import HOST
 from ..shared.refusals import (
     check_append_blocks,
     check_block_rows,
@@ -68,9 +69,9 @@ def make_block_table(
     if max_blocks is None:
         max_blocks = max((len(row) for row in rows), default=0)
     check_block_rows(rows, max_blocks)
-    table = torch.zeros(len(rows), max_blocks, dtype=torch.int32)
+    table = torch.zeros(len(rows), max_blocks, dtype=torch.int32, device=HOST)
     for req, row in enumerate(rows):
-        table[req, : len(row)] = torch.tensor(row, dtype=torch.int32)
+        table[req, : len(row)] = torch.tensor(row, dtype=torch.int32, device=HOST)
     return table.to(device)
 
 

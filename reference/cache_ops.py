@@ -183,8 +183,9 @@ def swap_blocks(
         vLLM's `swap_blocks`.
 
     Example:
+        >>> on_device = torch.arange(6.0).view(2, 3, 1, 1, 1)
         >>> on_host = torch.zeros(2, 2, 1, 1, 1)
-        >>> swap_blocks(torch.arange(6.0).view(2, 3, 1, 1, 1), on_host, torch.tensor([[2, 0]]))
+        >>> swap_blocks(on_device, on_host, torch.tensor([[2, 0]]))
         >>> on_host.flatten()
         tensor([2., 0., 5., 0.])
     """

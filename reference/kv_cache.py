@@ -31,7 +31,9 @@ def get_kv_cache_shape(
         vLLM's method of that name on its attention backends.
 
     Example:
-        >>> get_kv_cache_shape(num_blocks=10, block_size=16, num_kv_heads=8, head_size=64)
+        >>> get_kv_cache_shape(
+        ...     num_blocks=10, block_size=16, num_kv_heads=8, head_size=64
+        ... )
         (2, 10, 16, 8, 64)
     """
     check_not_negative(num_blocks=num_blocks)
@@ -61,7 +63,8 @@ def allocate_kv_cache(
         vLLM's `_allocate_kv_cache`.
 
     Example:
-        >>> allocate_kv_cache(KVCacheSpec(16, 8, 64, torch.float16), num_blocks=10).shape
+        >>> spec = KVCacheSpec(16, 8, 64, torch.float16)
+        >>> allocate_kv_cache(spec, num_blocks=10).shape
         torch.Size([327680])
     """
     check_not_negative(num_blocks=num_blocks)

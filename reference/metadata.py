@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..shared.kinds import HOST
 from ..shared.metadata_classes import CommonAttentionMetadata
 from .block_table import make_block_table
 from .slot_mapping import compute_slot_mapping_batch
@@ -64,11 +65,12 @@ def build_common_attn_metadata(
     starts = [0]
     for query_len in query_lens:
         starts.append(starts[-1] + query_len)
-    query_start_loc = torch.tensor(starts, dtype=torch.int32)
+    query_start_loc = torch.tensor(starts, dtype=torch.int32, device=HOST)
     # step: add up how long each sequence is
     seq_lens = torch.tensor(
         [a + b for a, b in zip(num_computed_tokens, query_lens, strict=True)],
         dtype=torch.int32,
+        device=HOST,
     )
     # step: send everything to the device
     return CommonAttentionMetadata(
@@ -76,7 +78,9 @@ def build_common_attn_metadata(
         query_start_loc_cpu=query_start_loc,
         seq_lens=seq_lens.to(device),
         seq_lens_cpu=seq_lens,
-        num_computed_tokens_cpu=torch.tensor(num_computed_tokens, dtype=torch.int32),
+        num_computed_tokens_cpu=torch.tensor(
+            num_computed_tokens, dtype=torch.int32, device=HOST
+        ),
         num_reqs=len(query_lens),
         num_actual_tokens=starts[-1],
         max_query_len=max(query_lens, default=0),

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..shared.kinds import PAD_SLOT_ID
+from ..shared.kinds import HOST, PAD_SLOT_ID
 from ..shared.refusals import (
     check_batch_lengths,
     check_not_negative,
@@ -104,7 +104,7 @@ def compute_slot_mapping(
     """
     check_one_sequence(seq_len, context_len, block_size)
     if is_profile_run:
-        return torch.full((seq_len,), PAD_SLOT_ID, dtype=torch.int64)
+        return torch.full((seq_len,), PAD_SLOT_ID, dtype=torch.int64, device=HOST)
     if block_table is None:
         raise ValueError(
             "block_table = None: expected a row unless is_profile_run is set"
@@ -119,7 +119,7 @@ def compute_slot_mapping(
         block_id = int(block_table[position // block_size])
         # step: count slots into it
         slots.append(block_id * block_size + position % block_size)
-    return torch.tensor(slots, dtype=torch.int64)
+    return torch.tensor(slots, dtype=torch.int64, device=HOST)
 
 
 def compute_slot_mapping_batch(
@@ -156,7 +156,7 @@ def compute_slot_mapping_batch(
     check_batch_lengths(query_lens, num_computed_tokens)
     row_lens = [len(row) for row in block_rows]
     check_sequences_fit(query_lens, num_computed_tokens, row_lens, block_size)
-    slots = [torch.empty(0, dtype=torch.int64)]
+    slots = [torch.empty(0, dtype=torch.int64, device=HOST)]
     batch = zip(query_lens, num_computed_tokens, block_rows, strict=True)
     for query_len, computed, row in batch:
         slots.append(
@@ -224,6 +224,8 @@ def compute_slot_mapping_device(
         block_table.tolist(),
         block_size,
     )
-    slot_mapping = torch.full((num_tokens,), PAD_SLOT_ID, dtype=torch.int64)
+    slot_mapping = torch.full(
+        (num_tokens,), PAD_SLOT_ID, dtype=torch.int64, device=HOST
+    )
     slot_mapping[: len(slots)] = slots
     return slot_mapping.to(block_table.device)

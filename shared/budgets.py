@@ -3,7 +3,8 @@
 A fixed tolerance is no judge: with random data, 1e-2 does not notice a key dropped among 4,096.
 So every output row gets a budget of its own, from two runs of plain torch on the same inputs: one
 in float64, which is the truth, and one in the candidate's own dtype, which shows what honest
-rounding costs this row. A kernel may lose twice that, and one rounding of the row's result.
+rounding costs this row. A kernel may lose twice that, and a few roundings of the row's result.
+Because torch is sometimes lucky in a row, no row is taken to cost less than three rows in four do.
 """
 
 from dataclasses import dataclass
@@ -14,8 +15,9 @@ from torch import Tensor
 FACTOR = 2.0
 ROUNDINGS = {torch.float16: 1, torch.bfloat16: 1}
 """A 16-bit kernel computes in float32 inside and rounds once, at the end."""
-ROUNDINGS_INSIDE = 4
-"""A float32 kernel rounds inside too: the products, the exponent, the sums, the division."""
+ROUNDINGS_INSIDE = 16
+"""A float32 kernel rounds inside too, and the exponential of a score of size s turns one rounding
+of the score into s of the weight; scores to 16 are ordinary."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ def row_budgets(exact: Tensor, same_dtype: Tensor, dtype: torch.dtype) -> Tensor
     """
     exact, same = _rows(exact), _rows(same_dtype)
     lost = (same - exact).abs().amax(1)
+    lost = lost.clamp_min(float(lost.quantile(0.75)))
     roundings = ROUNDINGS.get(dtype, ROUNDINGS_INSIDE)
     rounding = roundings * torch.finfo(dtype).eps * exact.abs().amax(1)
     return FACTOR * lost + rounding

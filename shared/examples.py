@@ -335,7 +335,9 @@ tensor([ 8, 20, 21, 22, -1])
         "get_kv_cache_shape",
         "Ten blocks of 16 tokens, for 8 heads of 64 elements.",
         """\
->>> get_kv_cache_shape(num_blocks=10, block_size=16, num_kv_heads=8, head_size=64)
+>>> get_kv_cache_shape(
+...     num_blocks=10, block_size=16, num_kv_heads=8, head_size=64
+... )
 (2, 10, 16, 8, 64)
 """,
         (
@@ -361,7 +363,8 @@ tensor([ 8, 20, 21, 22, -1])
         "allocate_kv_cache",
         "Ten pages in float16 are 327,680 bytes.",
         """\
->>> allocate_kv_cache(KVCacheSpec(16, 8, 64, torch.float16), num_blocks=10).shape
+>>> spec = KVCacheSpec(16, 8, 64, torch.float16)
+>>> allocate_kv_cache(spec, num_blocks=10).shape
 torch.Size([327680])
 """,
         (
@@ -543,8 +546,9 @@ tensor([2., 1., 2., 5., 4., 5.])
         "swap_blocks",
         "Block 2 of one cache moves to block 0 of another.",
         """\
+>>> on_device = torch.arange(6.0).view(2, 3, 1, 1, 1)
 >>> on_host = torch.zeros(2, 2, 1, 1, 1)
->>> swap_blocks(torch.arange(6.0).view(2, 3, 1, 1, 1), on_host, torch.tensor([[2, 0]]))
+>>> swap_blocks(on_device, on_host, torch.tensor([[2, 0]]))
 >>> on_host.flatten()
 tensor([2., 0., 5., 0.])
 """,

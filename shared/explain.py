@@ -72,9 +72,11 @@ def _tell(example: Example, names: dict[str, Any]) -> RenderableType:
     parts.append(Text())
     story = Table.grid(padding=(0, 1))
     for number, step in enumerate(example.story, 1):
-        words = Text(f"{step.step}: " if step.step else "", style="italic")
-        words.append(step.text, style="not italic")
-        calculation = Text(f"{step.expression}  is  ", style=DIM)
+        words = Text()
+        if step.step:
+            words.append(f"{step.step}: ", style="italic")
+        words.append(step.text)
+        calculation = Text().append(f"{step.expression}  is  ", style=DIM)
         calculation.append(repr(eval(step.expression, dict(names))), style=NEW)
         story.add_row(f"{number}.", Group(words, calculation))
     parts.append(story)
@@ -85,7 +87,7 @@ def boxes(cells: Sequence[Cell], width: int = 4) -> list[Text]:
     """Return cells drawn as boxes side by side: three lines."""
     top = "┌" + "┬".join("─" * width for _ in cells) + "┐"
     bottom = "└" + "┴".join("─" * width for _ in cells) + "┘"
-    middle = Text("│", style=DIM)
+    middle = Text().append("│", style=DIM)
     for text, style in cells:
         middle.append(text.center(width), style=style or "default")
         middle.append("│", style=DIM)

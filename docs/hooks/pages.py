@@ -1,0 +1,235 @@
+"""How do pages get what must not drift: examples, pictures, code, tables?
+
+A line `{{ name }}` or `{{ name("argument") }}` of a page is replaced by what the function of that
+name below returns: Markdown, made from the project's own files at build time.
+"""
+
+import ast
+import json
+import re
+from collections.abc import Callable
+from dataclasses import fields
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import figures
+import refused
+import side_by_side as twins
+from pagetwin.shared import examples, operations
+from pagetwin.shared.replay import settings, step
+
+ROOT = Path(__file__).parents[2]
+CALL = re.compile(r'^\{\{ (\w+)(?:\("([^"]*)"\))? \}\}$', re.M)
+
+
+def on_page_markdown(markdown: str, **kwargs: Any) -> str:
+    """Replace every call in a page; an unknown name stops the build."""
+
+    def replaced(found: re.Match[str]) -> str:
+        name, argument = found[1], found[2]
+        return MACROS[name](*([argument] if argument is not None else []))
+
+    return CALL.sub(replaced, markdown)
+
+
+def picture(name: str) -> str:
+    """Return the picture of that name."""
+    return figures.figure(name)
+
+
+def question(concept: str) -> str:
+    """Return the question a concept answers."""
+    return f"{operations.concept(concept).question}\n{{: .question }}"
+
+
+def module_words(argument: str) -> str:
+    """Return a module's docstring after its first line: "optimized/slot_mapping"."""
+    path = ROOT / f"{argument}.py"
+    if not path.exists():
+        return ""
+    words = ast.get_docstring(ast.parse(path.read_text())) or ""
+    return words.partition("\n\n")[2]
+
+
+def example(concept: str) -> str:
+    """Return the worked examples of a concept: the call, what it shows, the story."""
+    parts = []
+    for each in examples.examples_of(concept):
+        parts.append(f"### `{each.operation}`: {_lower(each.title)}")
+        parts.append(f"```pycon\n{each.code.rstrip()}\n```")
+        parts.append("\n".join(_told(told) for told in each.story))
+    return "\n\n".join(parts)
+
+
+def _told(step: examples.StoryStep) -> str:
+    words = f"*{step.step}:* " if step.step else ""
+    return (
+        f"1.  {words}{_plain(step.text)}\n\n    `{step.expression}` is `{step.value}`\n"
+    )
+
+
+def _plain(text: str) -> str:
+    return text.replace("*", r"\*").replace("_", r"\_")
+
+
+def _lower(title: str) -> str:
+    return title.rstrip(".")
+
+
+def contract(concept: str) -> str:
+    """Return the contract of each operation, as the reference's docstrings say it."""
+    names = operations.concept(concept).operations
+    module = f"pagetwin.reference.{concept}"
+    return "\n\n".join(
+        f"::: {module}.{name}\n    options:\n      heading_level: 3\n"
+        "      show_docstring_examples: false"
+        for name in names
+    )
+
+
+def code(concept: str) -> str:
+    """Return both files of a concept, step beside step."""
+    return twins.side_by_side(concept, operations.concept(concept).operations)
+
+
+def concept_table() -> str:
+    """Return the concepts in reading order, with their questions."""
+    lines = ["| read | the question it answers | lines |", "|---|---|---|"]
+    for each in operations.CONCEPTS:
+        path = ROOT / "reference" / f"{each.name}.py"
+        count = len(path.read_text().splitlines())
+        lines.append(
+            f"| [{each.name}](concepts/{each.name}.md) | {each.question} | {count} |"
+        )
+    return "\n".join(lines)
+
+
+def feature_table() -> str:
+    """Return one row for each operation: reference, twin, laws, example, docs."""
+    tests = {
+        path: path.read_text() for path in sorted((ROOT / "tests").glob("test_*.py"))
+    }
+    shown = {each.operation for each in examples.EXAMPLES}
+    lines = [
+        "| operation | reference | twin | tested in | example | docs |",
+        "|---|---|---|---|---|---|",
+    ]
+    for concept in operations.CONCEPTS:
+        ours, theirs = (
+            _public(ROOT / twin / f"{concept.name}.py")
+            for twin in ("reference", "optimized")
+        )
+        for name in concept.operations or ("forward",):
+            laws = [
+                f"`{path.name}`"
+                for path, text in tests.items()
+                if path.name not in ("test_examples.py", "test_docs.py")
+                and re.search(rf"\b{name}\b", text)
+            ]
+            lines.append(
+                f"| `{name}` | {_mark(name in ours)} | {_mark(name in theirs)}"
+                f" | {', '.join(laws) or '-'} | {_mark(name in shown)}"
+                f" | [{concept.name}](concepts/{concept.name}.md) |"
+            )
+    return "\n".join(lines)
+
+
+def _public(path: Path) -> set[str]:
+    return {each.name for each in twins.functions_of(path)}
+
+
+def _mark(there: bool) -> str:
+    return "yes" if there else "-"
+
+
+def shape_table() -> str:
+    """Return the shape aliases: name, kind of element, axes."""
+    lines = ["| name | elements | axes |", "|---|---|---|"]
+    for node in ast.parse((ROOT / "shared" / "shapes.py").read_text()).body:
+        if not isinstance(node, ast.Assign):
+            continue
+        found = re.fullmatch(r"(\w+) = (\w+)\[Tensor, '(.*)'\]", ast.unparse(node))
+        if found is None:
+            raise ValueError(f"shared/shapes.py: {ast.unparse(node)} is no alias")
+        elements = found[2].lower().replace("float", "any float")
+        lines.append(
+            f"| `{found[1]}` | {elements} | `[{', '.join(found[3].split())}]` |"
+        )
+    return "\n".join(lines)
+
+
+def replay_laws() -> str:
+    """Return what the replay holds every twin to, as a list."""
+    return "\n".join(f"- {law.value.strip(chr(39))}" for law in step.Law)
+
+
+def replay_defaults() -> str:
+    """Return what a replay gets when nothing is said, by device."""
+    names = [each.name for each in fields(settings.Settings)]
+    lines = ["| | CPU | CUDA |", "|---|---|---|"]
+    for name in names:
+        values = [getattr(settings.DEFAULTS[each], name) for each in ("cpu", "cuda")]
+        shown = [_setting(value) for value in values]
+        lines.append(f"| `{name}` | {shown[0]} | {shown[1]} |")
+    return "\n".join(lines)
+
+
+def _setting(value: object) -> str:
+    if value is None:
+        share = settings.CACHE_SHARE
+        return f"{share:.0%} of what the traffic would use with no end of blocks"
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value))
+    if isinstance(value, float) and 0 < value < 1:
+        return f"1/{1 / value:g}"
+    return f"{value:,g}" if isinstance(value, (int, float)) else str(value)
+
+
+def gpu_records() -> str:
+    """Return a table of the runs on GPUs that are recorded under tests/gpu."""
+    records = []
+    for path in sorted((ROOT / "tests" / "gpu").glob("*.json"), reverse=True):
+        record = json.loads(path.read_text())
+        if isinstance(record, dict):
+            records.append((path.name, record))
+    if not records:
+        return "*No run on a GPU is recorded yet.*"
+    parts = []
+    for name, record in records:
+        parts.append(f"## {record.get('date', name)}: {record.get('device', '')}")
+        rows = [f"| {key} | {_value(value)} |" for key, value in record.items()]
+        parts.append("\n".join(["| what | value |", "|---|---|", *rows]))
+    return "\n\n".join(parts)
+
+
+def _value(value: object) -> str:
+    if isinstance(value, dict):
+        return "<br>".join(f"{key}: {_value(each)}" for key, each in value.items())
+    if isinstance(value, list):
+        if len(value) > 8:
+            return f"{len(value)} entries"
+        return "<br>".join(_value(each) for each in value)
+    if isinstance(value, float):
+        return f"{value:,.4g}"
+    return escape(str(value)).replace("|", "\\|").replace("\n", "<br>")
+
+
+MACROS: dict[str, Callable[..., str]] = {
+    each.__name__: each
+    for each in (
+        picture,
+        question,
+        module_words,
+        example,
+        contract,
+        code,
+        concept_table,
+        feature_table,
+        shape_table,
+        replay_laws,
+        replay_defaults,
+        gpu_records,
+        refused.refusals,
+    )
+}

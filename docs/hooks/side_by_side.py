@@ -1,0 +1,224 @@
+"""How do the two files of a concept stand beside each other?
+
+Each public operation of the reference is cut at its `# step:` comments. The twin may hold the same
+steps in a private function, mostly a kernel; so for each operation all functions of the twin's
+file that it calls are searched, in file order. Signatures and docstrings are left out here: they
+are the same, and stand in the contract.
+"""
+
+import ast
+import re
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+STEP = re.compile(r"\s*# step: (?P<words>.*)")
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Code up to the next step; `step` is empty for what stands before the first one."""
+
+    step: str
+    code: str
+
+
+@dataclass(frozen=True)
+class Function:
+    """One function or method of a file, cut at its steps."""
+
+    name: str
+    owner: str
+    chunks: tuple[Chunk, ...]
+    uses: frozenset[str]
+
+    @property
+    def title(self) -> str:
+        return f"{self.owner}.{self.name}" if self.owner else self.name
+
+    @property
+    def body(self) -> str:
+        """The whole body, its step comments included."""
+        parts = []
+        for chunk in self.chunks:
+            parts += [f"# step: {chunk.step}"] * bool(chunk.step) + [chunk.code]
+        return "\n".join(parts)
+
+
+def functions_of(path: Path) -> list[Function]:
+    """Return the functions and methods of a file, in file order; none if there is no file."""
+    if not path.exists():
+        return []
+    source = path.read_text()
+    lines = source.splitlines()
+    found = []
+    for owner, node in _definitions(ast.parse(source)):
+        body = node.body[1:] if ast.get_docstring(node) else node.body
+        if not body:
+            continue
+        first = node.body[0].end_lineno + 1 if body is not node.body else body[0].lineno
+        # comments above the first statement belong to it
+        while body is node.body and lines[first - 2].lstrip().startswith("#"):
+            first -= 1
+        uses = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+        chunks = tuple(_cut(lines[first - 1 : node.end_lineno]))
+        found.append(Function(node.name, owner, chunks, frozenset(uses)))
+    return found
+
+
+def _definitions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            yield "", node
+        elif isinstance(node, ast.ClassDef):
+            for each in node.body:
+                if isinstance(each, ast.FunctionDef):
+                    yield node.name, each
+
+
+def _cut(lines: list[str]) -> Iterator[Chunk]:
+    margin = min((len(x) - len(x.lstrip()) for x in lines if x.strip()), default=0)
+    step, held = "", []
+    for line in lines:
+        found = STEP.match(line)
+        if found is None:
+            held.append(line[margin:])
+            continue
+        yield from _chunk(step, held)
+        step, held = found["words"], []
+    yield from _chunk(step, held)
+
+
+def _chunk(step: str, lines: list[str]) -> Iterator[Chunk]:
+    code = textwrap.dedent("\n".join(lines)).strip("\n")
+    if step or code.strip():
+        yield Chunk(step, code)
+
+
+def side_by_side(concept: str, operations: tuple[str, ...]) -> str:
+    """Return both files of a concept as Markdown, step beside step.
+
+    Args:
+        concept: the name of the files.
+        operations: its public operations; methods named `forward` if there are none.
+    """
+    left = functions_of(ROOT / "reference" / f"{concept}.py")
+    right = functions_of(ROOT / "optimized" / f"{concept}.py")
+    shown: set[str] = set()
+    parts = []
+    for operation in operations or ("forward",):
+        ours, theirs = _reached(left, operation), _reached(right, operation)
+        own = [each for each in ours if each.name == operation]
+        # other operations have their own place on the page
+        theirs = [
+            each
+            for each in theirs
+            if each.name == operation or each.name not in operations
+        ]
+        # steps that the operation borrows from another one are shown if the twin's are its own
+        if _steps(own) or not _steps(theirs):
+            ours = own
+        shown |= {each.title for each in theirs}
+        parts += _operation(ours, theirs, operation)
+    rest = [each for each in right if each.title not in shown and not each.owner]
+    if rest:
+        blocks = "\n\n".join(_code(each.body, each.title) for each in rest)
+        parts.append(_details(f"The rest of optimized/{concept}.py", blocks))
+    return "\n\n".join(parts)
+
+
+def _reached(functions: list[Function], operation: str) -> list[Function]:
+    """Return the function of that name and what it calls in its file, in file order."""
+    names = {operation}
+    while True:
+        used = {
+            name for each in functions if each.name in names for name in each.uses
+        } & {each.name for each in functions if not each.owner}
+        if used <= names:
+            return [each for each in functions if each.name in names]
+        names |= used
+
+
+def _steps(functions: list[Function]) -> list[str]:
+    """Return the steps of some functions, each once, in file order."""
+    steps = [chunk.step for each in functions for chunk in each.chunks if chunk.step]
+    return list(dict.fromkeys(steps))
+
+
+def _operation(
+    ours: list[Function], theirs: list[Function], operation: str
+) -> Iterator[str]:
+    steps = _steps(ours)
+    yield f"### `{operation}`"
+    yield '<div class="twin heads"><div>reference</div><div>optimized</div></div>'
+    if not steps:
+        yield _row("", _whole(ours, operation), _whole(theirs, operation))
+        return
+    start = _before(ours, operation, steps), _before(theirs, operation, steps)
+    if any(start):
+        yield _row("", *start)
+    for step in steps:
+        yield _row(step, _at(ours, operation, step), _at(theirs, operation, step))
+
+
+def _whole(functions: list[Function], operation: str) -> str:
+    """Return the operation's body, and the bodies of what it calls folded away."""
+    blocks = [_code(each.body, "") for each in functions if each.name == operation]
+    blocks += [
+        _details(each.title, _code(each.body, ""))
+        for each in functions
+        if each.name != operation
+    ]
+    return "\n\n".join(blocks)
+
+
+def _before(functions: list[Function], operation: str, steps: list[str]) -> str:
+    """Return what stands before the first step; of what the operation calls, folded away."""
+    same = [each for each in functions if each.name == operation]
+    blocks, folded = [], []
+    for each in functions:
+        before = "\n".join(chunk.code for chunk in each.chunks if not chunk.step)
+        if not before:
+            continue
+        if each in same:
+            blocks.append(_code(before, each.title if len(same) > 1 else ""))
+            continue
+        stepped = any(chunk.step in steps for chunk in each.chunks)
+        what = f"{each.title}, up to its first step" if stepped else each.title
+        folded.append(_details(what, _code(before, "")))
+    return "\n\n".join(blocks + folded)
+
+
+def _at(functions: list[Function], operation: str, step: str) -> str:
+    """Return the code of one step, named where it stands in another function."""
+    same = [each for each in functions if each.name == operation]
+    return "\n\n".join(
+        _code(chunk.code, "" if same == [each] else each.title)
+        for each in functions
+        for chunk in each.chunks
+        if chunk.step == step
+    )
+
+
+def _row(step: str, left: str, right: str) -> str:
+    words = f'<p class="step">{escape(step)}</p>\n\n' if step else ""
+    nothing = '<p class="nothing">not a step of its own here</p>' if step else ""
+    return (
+        f'{words}<div class="twin" markdown>\n<div markdown>\n\n{left or nothing}\n\n'
+        f"</div>\n<div markdown>\n\n{right or nothing}\n\n</div>\n</div>"
+    )
+
+
+def _code(code: str, title: str) -> str:
+    named = f' title="{title}"' if title else ""
+    return f"```python{named}\n{code}\n```"
+
+
+def _details(title: str, markdown: str) -> str:
+    return (
+        f'<details markdown class="note"><summary>{escape(title)}</summary>\n\n'
+        f"{markdown}\n\n</details>"
+    )

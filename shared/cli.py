@@ -1,0 +1,319 @@
+"""What can one do with pagetwin from a terminal?
+
+Replay real traffic on both twins, run a step again on which they disagreed, and have a concept
+explained. The heavy imports wait inside the commands, so that `pagetwin --help` answers at once.
+"""
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+if TYPE_CHECKING:
+    from .replay.run import Replay, StepRecord
+
+DISAGREE = 1
+USER_ERROR = 2
+
+app = typer.Typer(
+    help="Paged attention and its bookkeeping, written twice and held equal.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"pagetwin {version('pagetwin')}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            help="Print the version and leave.",
+        ),
+    ] = False,
+) -> None:
+    """Paged attention and its bookkeeping, written twice and held equal."""
+
+
+@app.command()
+def replay(
+    trace: Annotated[
+        str, typer.Option(help="mooncake, azure, or a .csv or .jsonl file.")
+    ] = "mooncake",
+    requests: Annotated[
+        int | None, typer.Option(help="Requests at most.  (40; cuda 100)")
+    ] = None,
+    scale: Annotated[
+        float | None,
+        typer.Option(help="What lengths are multiplied with.  (1/64; cuda 1)"),
+    ] = None,
+    twins: Annotated[
+        str,
+        typer.Option(
+            help="Names with commas between them: reference, optimized, triton, xformers,"
+            " or a package that has the same files."
+        ),
+    ] = "reference,optimized",
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda.  (cuda if there is a GPU)")
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="float32, float16 or bfloat16.  (float16; cuda bfloat16)"),
+    ] = None,
+    query_heads: Annotated[
+        int | None, typer.Option(help="Of the model.  (4; cuda 32)")
+    ] = None,
+    kv_heads: Annotated[
+        int | None, typer.Option(help="Of the model.  (2; cuda 8)")
+    ] = None,
+    head_size: Annotated[
+        int | None, typer.Option(help="Elements of a head.  (16; cuda 128)")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(help="Attention layers.  (1)")] = None,
+    block_size: Annotated[
+        int | None, typer.Option(help="Slots in a block.  (8; cuda 16)")
+    ] = None,
+    num_blocks: Annotated[
+        int | None,
+        typer.Option(
+            help="Blocks in the cache.  (60 % of what the traffic would use at once)"
+        ),
+    ] = None,
+    token_budget: Annotated[
+        int | None, typer.Option(help="New tokens of a step at most.  (96; cuda 2048)")
+    ] = None,
+    max_running: Annotated[
+        int | None,
+        typer.Option(help="Requests that run at once at most.  (8; cuda 64)"),
+    ] = None,
+    steps_per_second: Annotated[
+        float | None,
+        typer.Option(help="Steps in a second of the trace.  (3; cuda 30)"),
+    ] = None,
+    check_every: Annotated[
+        int | None,
+        typer.Option(help="Compare whole caches every so many steps.  (1; cuda 16)"),
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(help="What tokens, tables and block order are drawn from.")
+    ] = 0,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write all figures to this file.")
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="Write a page with pictures to this .html file.")
+    ] = None,
+) -> None:
+    """Replay real traffic on both twins and compare them at every step.
+
+    What an option is by default stands behind it, without a GPU and with one.
+
+    Exit code 1: the twins disagree, and a file that reproduces the step has been written.
+    """
+    with _sentences_for_errors():
+        if report is not None:
+            # before the replay: afterwards it would have been for nothing
+            from .replay.report import check_report_can_be_written
+
+            check_report_can_be_written(report)
+        if json_file is not None and not json_file.parent.is_dir():
+            raise FileNotFoundError(
+                f"json = {json_file}: expected a file in a folder that exists"
+            )
+        _choose_interpreter(device)
+        from .replay.run import Replay
+        from .replay.settings import choose_settings
+
+        settings = choose_settings(
+            device,
+            trace=trace,
+            requests=requests,
+            scale=scale,
+            steps_per_second=steps_per_second,
+            twins=[name.strip() for name in twins.split(",")],
+            dtype=dtype,
+            query_heads=query_heads,
+            kv_heads=kv_heads,
+            head_size=head_size,
+            layers=layers,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            token_budget=token_budget,
+            max_running=max_running,
+            check_every=check_every,
+            seed=seed,
+        )
+        run = Replay(settings, folder=Path(), with_owners=report is not None)
+    began = time.perf_counter()
+    records = _watch(run)
+    from .replay.figures import sum_up
+    from .replay.tables import print_figures
+
+    console = Console()
+    figures = sum_up(run, records, time.perf_counter() - began)
+    print_figures(figures, console)
+    with _sentences_for_errors():
+        if json_file is not None:
+            text = json.dumps(figures, indent=2) + "\n"
+            json_file.write_text(text, encoding="utf-8")
+            console.print(f"figures: {json_file}", highlight=False, markup=False)
+        if report is not None:
+            from .replay.report import write_report
+
+            write_report(report, figures, records)
+            console.print(f"report: {report}", highlight=False, markup=False)
+    console.print(
+        f"[bold green]The twins agree[/] in all {len(records):,} steps.",
+        highlight=False,
+    )
+
+
+@app.command()
+def reproduce(
+    file: Annotated[Path, typer.Argument(help="A file that a disagreement left.")],
+) -> None:
+    """Run a step again on which the twins disagreed.
+
+    Exit code 1: they still do; 0: they no longer do.
+    """
+    with _sentences_for_errors():
+        from .replay.disagreement import load_step
+
+        stored, before = load_step(file)
+        _choose_interpreter(stored.device)
+        from .replay.reproduce import run_again
+
+        still = run_again(stored, file)
+    console = Console(soft_wrap=True)
+    console.print(
+        f"step {stored.step}, layer {stored.layer}: {len(stored.batch.query_lens)} requests,"
+        f" {stored.batch.num_tokens} new tokens; twins {', '.join(stored.twins)} on"
+        f" {stored.device}",
+        highlight=False,
+        markup=False,
+    )
+    if still is None:
+        console.print("[bold green]It no longer goes wrong.[/] What went wrong was:")
+        console.print(f"{before.law}: {before.found}", highlight=False, markup=False)
+        return
+    console.print("[bold red]It still goes wrong.[/]")
+    console.print(str(still), highlight=False, markup=False)
+    raise typer.Exit(DISAGREE)
+
+
+@app.command()
+def explain(
+    concept: Annotated[str, typer.Argument(help="A concept, such as slot_mapping.")],
+) -> None:
+    """Explain a concept with an example, in the terminal."""
+    with _sentences_for_errors(KeyError):
+        _choose_interpreter("cpu")
+        from .explain import explain as tell
+
+        tell(concept, Console())
+
+
+def _watch(run: "Replay") -> "list[StepRecord]":
+    """Run a replay behind a progress bar; a disagreement is printed and ends the command."""
+    import torch
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+    )
+
+    from .replay.disagreement import Disagreement
+
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("tokens"),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    records: list[StepRecord] = []
+    try:
+        with (
+            _sentences_for_errors(torch.OutOfMemoryError),
+            Progress(*columns, console=Console(stderr=True)) as progress,
+        ):
+            task = progress.add_task("", total=run.tokens_to_compute)
+            for record in run.steps():
+                records.append(record)
+                progress.update(
+                    task,
+                    completed=run.tokens_done,
+                    description=f"step {record.step}: {record.running} running,"
+                    f" {record.waiting} waiting",
+                )
+    except Disagreement as disagreement:
+        _print_disagreement(disagreement)
+        raise typer.Exit(DISAGREE) from None
+    return records
+
+
+def _print_disagreement(disagreement: Any) -> None:
+    console = Console(soft_wrap=True)
+    console.print("[bold red]The twins disagree.[/]")
+    console.print(str(disagreement), highlight=False, markup=False)
+    console.print(
+        f"The step is stored. To run it again:\n  pagetwin reproduce {disagreement.path}",
+        highlight=False,
+        markup=False,
+    )
+
+
+def _choose_interpreter(device: str | None) -> None:
+    """Have Triton interpret its kernels where no GPU will run them.
+
+    Triton reads the variable once, when it is first imported.
+    """
+    if device == "cuda":
+        return
+    import torch
+
+    if device is None and torch.cuda.is_available():
+        return
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    # an interpreted kernel is many tiny operations: threads cost more than they give
+    torch.set_num_threads(1)
+
+
+@contextmanager
+def _sentences_for_errors(*others: type[Exception]) -> Iterator[None]:
+    """Print what the user can mend as one sentence, and leave with USER_ERROR."""
+    mendable: tuple[type[Exception], ...] = (
+        ValueError,
+        OSError,
+        ImportError,
+        NotImplementedError,
+        *others,
+    )
+    try:
+        yield
+    except mendable as error:
+        # str of a KeyError is the repr of its message
+        sentence = error.args[0] if isinstance(error, KeyError) else error
+        console = Console(stderr=True, soft_wrap=True)
+        console.print(f"[red]{escape(str(sentence))}[/]", highlight=False)
+        raise typer.Exit(USER_ERROR) from None

@@ -1,0 +1,117 @@
+"""The worked examples are right, on both twins, and stand in the docstrings as they are."""
+
+import ast
+import inspect
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import torch
+from pagetwin.shared.examples import (
+    EXAMPLES,
+    Example,
+    example_names,
+    examples_of,
+    run_example,
+)
+from pagetwin.shared.explain import explain
+from pagetwin.shared.operations import CONCEPTS, load_implementation
+from rich.console import Console
+
+ROOT = Path(__file__).parents[1]
+each_example = pytest.mark.parametrize(
+    "example", EXAMPLES, ids=lambda example: example.operation
+)
+
+
+def steps_of(concept: str, function: str) -> list[str]:
+    """Return the `# step:` comments of a function of the reference, in file order."""
+    source = (ROOT / "reference" / f"{concept}.py").read_text()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef) and node.name == function:
+            lines = source.splitlines()[node.lineno - 1 : node.end_lineno]
+            return re.findall(r"# step: (.*)", "\n".join(lines))
+    raise AssertionError(f"reference/{concept}.py has no {function}")
+
+
+def test_every_operation_has_an_example() -> None:
+    for concept in CONCEPTS:
+        named = [each.operation for each in examples_of(concept.name)]
+        assert named == list(concept.operations or ["forward"])
+
+
+@each_example
+@pytest.mark.parametrize("twin", ["reference", "optimized"])
+def test_an_example_shows_what_it_promises(example: Example, twin: str) -> None:
+    if twin == "optimized" and torch.cuda.is_available():
+        pytest.skip("its tensors lie on the host: run once for all in the interpreter")
+    names = example_names(load_implementation(twin))
+    for source, promised, shown in run_example(example, names):
+        assert shown == promised, source
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="each example has run in the interpreter"
+)
+def test_the_examples_run_in_the_interpreter_beside_a_gpu() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", __file__, "-k", "promises"]
+    without_gpu = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        command, env=without_gpu, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+
+
+@each_example
+def test_every_number_of_a_story_is_right(example: Example) -> None:
+    names = example_names(load_implementation("reference"))
+    list(run_example(example, names))
+    for step in example.story:
+        assert repr(eval(step.expression, dict(names))) == step.value, step.expression
+
+
+@each_example
+def test_a_story_follows_the_steps_of_the_function(example: Example) -> None:
+    told = [step.step for step in example.story if step.step]
+    assert told == steps_of(example.concept, example.operation)
+
+
+@each_example
+def test_the_docstring_holds_the_example_as_it_is(example: Example) -> None:
+    if example.concept == "backend":
+        pytest.skip("a backend is many methods: its example stands in none of them")
+    operation = getattr(load_implementation("reference"), example.operation)
+    docstring = inspect.getdoc(operation) or ""
+    assert textwrap.indent(example.code.rstrip(), "    ") in docstring
+
+
+@each_example
+def test_an_example_is_told_in_sentences(example: Example) -> None:
+    assert example.title.endswith(".")
+    for step in example.story:
+        assert step.text.endswith(".")
+
+
+@pytest.mark.parametrize("concept", [each.name for each in CONCEPTS])
+def test_an_explanation_fits_into_80_columns_and_shows_every_result(
+    concept: str,
+) -> None:
+    printed = StringIO()
+    explain(concept, Console(width=80, file=printed))
+    text = printed.getvalue()
+    assert max(len(line.rstrip()) for line in text.splitlines()) <= 80
+    for example in examples_of(concept):
+        assert example.operation in text
+        for _, shown in example.calls:
+            for line in shown.splitlines():
+                assert line.strip() in text
+
+
+def test_an_unknown_concept_is_refused_with_what_there_is() -> None:
+    with pytest.raises(KeyError, match="expected one of block_table, slot_mapping"):
+        explain("paging", Console(quiet=True))
