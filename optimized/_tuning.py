@@ -93,7 +93,9 @@ def _table(is_float32: bool, device: torch.device) -> dict[int, tuple[Tiles, Til
     if INTERPRETED:
         return IN_THE_INTERPRETER
     properties = torch.cuda.get_device_properties(device)
-    if properties.shared_memory_per_block_optin < SHARED_MEMORY:
+    # torch has this property, its type stubs do not
+    shared_memory = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    if shared_memory < SHARED_MEMORY:
         return SMALL
     return FLOAT32 if is_float32 else TABLE
 

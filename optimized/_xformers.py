@@ -105,7 +105,7 @@ def _operator(block_size: int) -> Any:
     """Return the operator whose tile of keys divides the page."""
     from xformers.ops.fmha import triton_splitk
 
-    class PagedSplitK(triton_splitk.FwOp):
+    class PagedSplitK(triton_splitk.FwOp):  # type: ignore[misc]
         BLOCK_N = next(keys for keys in (64, 32, 16) if block_size % keys == 0)
 
         @classmethod

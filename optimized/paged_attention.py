@@ -9,8 +9,6 @@ skips the other's requests, so any mixture is right and nothing is read by the h
 runs over tiles of keys as they come, in base 2, with sums in float32. Addresses are 64-bit.
 """
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -28,10 +26,8 @@ from ..shared.shapes import (
     ValueCache,
 )
 from ._launch import check_launch, must_widen
+from ._rows import LOG2_E, find_tile, finish_rows, join_kernel, part_place, store_rows
 from ._tuning import MAX_HEAD_SIZE, Tiles, choose_tiles, split_rule
-
-LOG2_E = tl.constexpr(math.log2(math.e))
-LN_2 = tl.constexpr(math.log(2.0))
 
 
 def paged_attention(
@@ -138,9 +134,13 @@ def _launch(
     short_rows = min(64, max(decode.rows, triton.next_power_of_2(group_size)))
     longest_rows = max_query_len * group_size
     num_splits = _choose_splits(num_reqs * kv_heads, max_seq_len, query.device)
-    part_out, part_lse = _workspace(
-        out, num_splits, num_reqs, kv_heads, min(short_rows, longest_rows), head_size
-    )
+    part_rows = min(short_rows, longest_rows)
+    parts = (num_reqs, kv_heads, num_splits, part_rows)
+    if num_splits > 1:
+        part_out = out.new_empty(*parts, head_size, dtype=torch.float32)
+        part_lse = out.new_empty(parts, dtype=torch.float32)
+    else:
+        part_out = part_lse = out  # never written
     has_lse = lse is not None
     lse_target = lse if lse is not None else out
     tensors = (
@@ -155,7 +155,7 @@ def _launch(
         part_out,
         part_lse,
     )
-    numbers = (num_reqs, num_reqs.bit_length(), short_rows, scale)
+    numbers = (num_reqs, num_reqs.bit_length(), short_rows, part_rows, scale)
     strides = (
         *query.stride(),
         *key_cache.stride(),
@@ -163,8 +163,6 @@ def _launch(
         *block_table.stride(),
         *out.stride(),
         *(lse_target.stride()[:2] if has_lse else (0, 0)),
-        *part_out.stride()[:4],
-        *part_lse.stride()[:3],
     )
     constants = {
         "GROUP_SIZE": group_size,
@@ -191,17 +189,16 @@ def _launch(
 
     attend(decode, (num_reqs, kv_heads, num_splits), short=True)
     if num_splits > 1:
-        _join_kernel[(num_reqs, kv_heads)](
+        join_kernel[(num_reqs, kv_heads)](
             query_start_loc,
             out,
             lse_target,
             part_out,
             part_lse,
             short_rows,
+            part_rows,
             *out.stride(),
             *(lse_target.stride()[:2] if has_lse else (0, 0)),
-            *part_out.stride()[:4],
-            *part_lse.stride()[:3],
             **constants,
             ROWS=short_rows,
             NUM_SPLITS=num_splits,
@@ -223,25 +220,6 @@ def _choose_splits(programs: int, max_seq_len: int, device: torch.device) -> int
     return 1 << max(wanted, 1).bit_length() - 1
 
 
-def _workspace(
-    out: Tensor,
-    num_splits: int,
-    num_reqs: int,
-    kv_heads: int,
-    rows: int,
-    head_size: int,
-) -> tuple[Tensor, Tensor]:
-    """Return where the parts leave their results: [reqs, kv_heads, splits, rows, ...]."""
-    if num_splits == 1:
-        # never written; any tensor of five and four axes will do
-        return out.view(-1)[:1].view(1, 1, 1, 1, 1), out.view(-1)[:1].view(1, 1, 1, 1)
-    shape = (num_reqs, kv_heads, num_splits, rows)
-    return (
-        out.new_empty(*shape, head_size, dtype=torch.float32),
-        out.new_empty(shape, dtype=torch.float32),
-    )
-
-
 @triton.jit
 def _attend_kernel(
     query,
@@ -257,6 +235,7 @@ def _attend_kernel(
     num_reqs,
     num_halvings,
     short_rows,
+    part_rows,
     scale,
     query_stride_token,
     query_stride_head,
@@ -276,13 +255,6 @@ def _attend_kernel(
     out_stride_element,
     lse_stride_head,
     lse_stride_token,
-    part_out_stride_req,
-    part_out_stride_head,
-    part_out_stride_split,
-    part_out_stride_row,
-    part_lse_stride_req,
-    part_lse_stride_head,
-    part_lse_stride_split,
     GROUP_SIZE: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     HEAD_TILE: tl.constexpr,
@@ -302,7 +274,7 @@ def _attend_kernel(
     else:
         # the longest tiles, which come last in a causal request, start first
         tile = tl.num_programs(0) - 1 - tl.program_id(0)
-        req, first_row = _find_tile(
+        req, first_row = find_tile(
             query_start_loc, tile, num_reqs, num_halvings, GROUP_SIZE, ROWS
         )
         if req >= num_reqs:
@@ -366,51 +338,21 @@ def _attend_kernel(
         HEAD_SIZE, HEAD_TILE, BLOCK_SIZE, KEYS, True, WIDEN,
     )  # fmt: skip
 
-    result, row_lse = _finish_rows(total, row_sum, row_max)
+    result, row_lse = finish_rows(total, row_sum, row_max)
     if SPLIT:
-        place = req.to(tl.int64) * part_lse_stride_req + kv_head * part_lse_stride_head
-        place += split * part_lse_stride_split
-        tl.store(part_lse + place + row, row_lse, mask=is_row)
-        place = req.to(tl.int64) * part_out_stride_req + kv_head * part_out_stride_head
-        place += split * part_out_stride_split
+        place = part_place(req, kv_head, split, tl.num_programs(2), part_rows) + row
+        tl.store(part_lse + place, row_lse, mask=is_row)
         tl.store(
-            part_out + place + row[:, None] * part_out_stride_row + element[None, :],
+            part_out + place[:, None] * HEAD_SIZE + element[None, :],
             result,
             mask=is_row[:, None] & is_element[None, :],
         )
     else:
-        _store_rows(
+        store_rows(
             out, lse, result, row_lse, start + token, head, element, is_row,
             out_stride_token, out_stride_head, out_stride_element,
             lse_stride_head, lse_stride_token, HEAD_SIZE, HAS_LSE,
         )  # fmt: skip
-
-
-@triton.jit
-def _find_tile(
-    query_start_loc,
-    tile,
-    num_reqs,
-    num_halvings,
-    GROUP_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """Return the request of a tile of rows and the tile's first row in it.
-
-    Request r's tiles begin at query_start_loc[r] * GROUP_SIZE // ROWS + r, which leaves each
-    request room for one tile that is not full.
-    """
-    low = 0
-    high = num_reqs
-    for _ in range(num_halvings):
-        middle = (low + high) // 2
-        search = low < high
-        start = tl.load(query_start_loc + middle + 1, mask=search, other=0)
-        begins = start * GROUP_SIZE // ROWS + middle + 1
-        low = tl.where(search & (begins <= tile), middle + 1, low)
-        high = tl.where(search & (begins > tile), middle, high)
-    start = tl.load(query_start_loc + low)
-    return low, (tile - start * GROUP_SIZE // ROWS - low) * ROWS
 
 
 @triton.jit
@@ -494,118 +436,3 @@ def _attend_keys(
         total = total * fade[:, None]
         total = tl.dot(weights.to(value.dtype), value, total, input_precision="ieee")
     return total, row_sum, row_max
-
-
-@triton.jit
-def _finish_rows(total, row_sum, row_max):
-    """Return the rows' averages and their log-sum-exp in base 2.
-
-    A row that saw nothing has the sum 0: its average is 0, its log-sum-exp -inf.
-    """
-    divisor = tl.where(row_sum > 0, row_sum, 1.0)
-    return total / divisor[:, None], row_max + tl.log2(divisor)
-
-
-@triton.jit
-def _store_rows(
-    out,
-    lse,
-    result,
-    row_lse,
-    token,
-    head,
-    element,
-    is_row,
-    out_stride_token,
-    out_stride_head,
-    out_stride_element,
-    lse_stride_head,
-    lse_stride_token,
-    HEAD_SIZE: tl.constexpr,
-    HAS_LSE: tl.constexpr,
-):
-    """Write finished rows; the log-sum-exp leaves base 2 for base e."""
-    tl.store(
-        out
-        + (token.to(tl.int64) * out_stride_token)[:, None]
-        + (head * out_stride_head)[:, None]
-        + (element * out_stride_element)[None, :],
-        result.to(out.dtype.element_ty),
-        mask=is_row[:, None] & (element < HEAD_SIZE)[None, :],
-    )
-    if HAS_LSE:
-        place = head * lse_stride_head + token.to(tl.int64) * lse_stride_token
-        tl.store(lse + place, (row_lse * LN_2).to(lse.dtype.element_ty), mask=is_row)
-
-
-@triton.jit
-def _join_kernel(
-    query_start_loc,
-    out,
-    lse,
-    part_out,
-    part_lse,
-    short_rows,
-    out_stride_token,
-    out_stride_head,
-    out_stride_element,
-    lse_stride_head,
-    lse_stride_token,
-    part_out_stride_req,
-    part_out_stride_head,
-    part_out_stride_split,
-    part_out_stride_row,
-    part_lse_stride_req,
-    part_lse_stride_head,
-    part_lse_stride_split,
-    GROUP_SIZE: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    HEAD_TILE: tl.constexpr,
-    HAS_LSE: tl.constexpr,
-    ROWS: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
-):
-    """Join the parts of a short request's rows, each weighted by its share of the sum."""
-    req = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    start = tl.load(query_start_loc + req)
-    num_rows = (tl.load(query_start_loc + req + 1) - start) * GROUP_SIZE
-    if num_rows > short_rows or num_rows == 0:
-        return
-    row = tl.arange(0, ROWS)
-    element = tl.arange(0, HEAD_TILE)
-    is_row = row < num_rows
-    lse_place = req.to(tl.int64) * part_lse_stride_req + kv_head * part_lse_stride_head
-    out_place = req.to(tl.int64) * part_out_stride_req + kv_head * part_out_stride_head
-    total = tl.zeros([ROWS, HEAD_TILE], dtype=tl.float32)
-    row_sum = tl.zeros([ROWS], dtype=tl.float32)
-    row_max = tl.full([ROWS], -float("inf"), dtype=tl.float32)
-    for split in range(NUM_SPLITS):
-        part = tl.load(
-            part_lse + lse_place + split * part_lse_stride_split + row,
-            mask=is_row,
-            other=-float("inf"),
-        )
-        value = tl.load(
-            part_out
-            + out_place
-            + split * part_out_stride_split
-            + row[:, None] * part_out_stride_row
-            + element[None, :],
-            mask=is_row[:, None] & (element < HEAD_SIZE)[None, :],
-            other=0.0,
-        )
-        new_max = tl.maximum(row_max, part)
-        shift = tl.where(new_max == -float("inf"), 0.0, new_max)
-        fade = tl.exp2(row_max - shift)
-        weight = tl.exp2(part - shift)
-        total = total * fade[:, None] + value * weight[:, None]
-        row_sum = row_sum * fade + weight
-        row_max = new_max
-    result, row_lse = _finish_rows(total, row_sum, row_max)
-    _store_rows(
-        out, lse, result, row_lse, start + row // GROUP_SIZE,
-        kv_head * GROUP_SIZE + row % GROUP_SIZE, element, is_row,
-        out_stride_token, out_stride_head, out_stride_element,
-        lse_stride_head, lse_stride_token, HEAD_SIZE, HAS_LSE,
-    )  # fmt: skip

@@ -83,10 +83,10 @@ def compute_slot_mapping_batch(
     touched: list[int] = []
     shifts = np.empty(len(query_lens), dtype=np.int64)
     batch = zip(query_lens, num_computed_tokens, block_rows, strict=True)
-    for req, (query_len, computed, row) in enumerate(batch):
-        first = computed // block_size
-        shifts[req] = len(touched) - first
-        touched.extend(row[first : -(-(computed + query_len) // block_size)])
+    for place, (query_len, context_len, row) in enumerate(batch):
+        first = context_len // block_size
+        shifts[place] = len(touched) - first
+        touched.extend(row[first : -(-(context_len + query_len) // block_size)])
     lens = np.asarray(query_lens, dtype=np.int64)
     computed = np.asarray(num_computed_tokens, dtype=np.int64)
     req = np.repeat(np.arange(len(lens)), lens)
