@@ -109,7 +109,7 @@ def gather_cache(
     _gather_kernel[grid](
         *bits,
         block_table,
-        seq_start_loc,
+        seq_start_loc.contiguous(),
         num_tokens,
         elements,
         block_size,

@@ -148,8 +148,8 @@ def _launch(
         key_cache,
         value_cache,
         block_table,
-        query_start_loc,
-        seq_lens,
+        query_start_loc.contiguous(),
+        seq_lens.contiguous(),
         out,
         lse_target,
         part_out,
@@ -190,7 +190,7 @@ def _launch(
     attend(decode, (num_reqs, kv_heads, num_splits), short=True)
     if num_splits > 1:
         join_kernel[(num_reqs, kv_heads)](
-            query_start_loc,
+            query_start_loc.contiguous(),
             out,
             lse_target,
             part_out,

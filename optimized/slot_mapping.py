@@ -117,8 +117,8 @@ def compute_slot_mapping_device(
     grid = (triton.cdiv(num_tokens, TOKENS_PER_PROGRAM),)
     if num_tokens:
         _slot_mapping_kernel[grid](
-            query_start_loc,
-            num_computed_tokens,
+            query_start_loc.contiguous(),
+            num_computed_tokens.contiguous(),
             block_table,
             slot_mapping,
             num_tokens,

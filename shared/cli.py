@@ -204,9 +204,9 @@ def reproduce(
         still = run_again(stored, file)
     console = Console(soft_wrap=True)
     console.print(
-        f"step {stored.step}, layer {stored.layer}: {len(stored.batch.query_lens)} requests,"
-        f" {stored.batch.num_tokens} new tokens; twins {', '.join(stored.twins)} on"
-        f" {stored.device}",
+        f"step {stored.step}, layer {stored.layer}; requests:"
+        f" {len(stored.batch.query_lens)}; new tokens: {stored.batch.num_tokens}; twins:"
+        f" {', '.join(stored.twins)} on {stored.device}",
         highlight=False,
         markup=False,
     )

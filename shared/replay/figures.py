@@ -1,0 +1,112 @@
+"""What does a replay come to, in numbers?
+
+One dictionary of plain numbers: the tables print it, `--json` stores it, the report shows it.
+"""
+
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+import torch
+
+from .run import Replay, StepRecord
+from .step import Stage
+from .twins import Twin
+
+
+def label_twins(names: Sequence[str]) -> list[str]:
+    """Return a label for each twin; of two with one name the second is told apart.
+
+    Example:
+        >>> label_twins(["reference", "reference"])
+        ['reference', 'reference (2)']
+    """
+    labels: list[str] = []
+    for place, name in enumerate(names):
+        before = names[:place].count(name)
+        labels.append(f"{name} ({before + 1})" if before else name)
+    return labels
+
+
+def sum_up(
+    replay: Replay, records: Sequence[StepRecord], wall_seconds: float
+) -> dict[str, Any]:
+    """Return all figures of a replay.
+
+    Args:
+        replay: a replay that has ended.
+        records: its steps.
+        wall_seconds: how long it took, from start to end.
+    """
+    settings = replay.settings
+    labels = label_twins(settings.twins)
+    return {
+        "settings": {
+            **{name: getattr(settings, name) for name in settings.__dataclass_fields__},
+            "twins": labels,
+            "machine": _machine(settings.device),
+        },
+        "steps": len(records),
+        "requests": len(replay.requests),
+        "requests_finished": len(replay.scheduler.finished),
+        "tokens": {
+            "prefill": sum(record.prefill_tokens for record in records),
+            "decode": sum(record.decode_tokens for record in records),
+            "recomputed": sum(record.recomputed_tokens for record in records),
+            "found_in_prefix_cache": sum(record.prefix_tokens for record in records),
+            "regained_after_preemption": sum(
+                record.regained_tokens for record in records
+            ),
+        },
+        "blocks": {
+            "total": replay.num_blocks,
+            "used_at_most": max((record.used for record in records), default=0),
+        },
+        "preemptions": sum(len(record.preempted) for record in records),
+        "running_at_most": max((record.running for record in records), default=0),
+        "waiting_at_most": max((record.waiting for record in records), default=0),
+        "agreement": {
+            label: _agreement(records, place) for place, label in enumerate(labels)
+        },
+        "seconds": {
+            "wall": wall_seconds,
+            "judging": sum(record.judging for record in records),
+            "twins": {
+                label: _seconds(records, place, replay.twins[place])
+                for place, label in enumerate(labels)
+            },
+        },
+    }
+
+
+def _agreement(records: Sequence[StepRecord], place: int) -> dict[str, Any]:
+    worst = max(records, key=lambda record: record.verdicts[place].worst, default=None)
+    if worst is None:
+        return {"worst_share_of_budget": 0.0, "error": 0.0, "budget": 0.0, "step": None}
+    verdict = worst.verdicts[place]
+    return {
+        "worst_share_of_budget": verdict.worst,
+        "error": verdict.error,
+        "budget": verdict.budget,
+        "step": worst.step,
+    }
+
+
+def _seconds(
+    records: Sequence[StepRecord], place: int, twin: Twin
+) -> dict[str, dict[str, float | None]]:
+    """Return total and median of each stage; None where a backend has no such stage."""
+    times: dict[str, dict[str, float | None]] = {}
+    for stage in Stage:
+        spent = [record.seconds[place][stage] for record in records]
+        if not spent or (stage is Stage.WRITE and twin.writes_in_attend):
+            times[stage.value] = {"total": None, "median": None}
+        else:
+            times[stage.value] = {"total": sum(spent), "median": median(spent)}
+    return times
+
+
+def _machine(device: str) -> str:
+    if device == "cuda":
+        return str(torch.cuda.get_device_name())
+    return "CPU, Triton kernels interpreted"

@@ -1,0 +1,94 @@
+"""How does one show a replay to somebody else?
+
+As one page that needs nothing beside it: no network, no script, the pictures inside.
+"""
+
+import base64
+import importlib.util
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .run import StepRecord
+
+
+def check_report_can_be_written(path: Path) -> None:
+    """Refuse a report that would fail, before anything is computed for it.
+
+    Raises:
+        ImportError: jinja2 or matplotlib is not installed.
+        FileNotFoundError: the folder does not exist.
+    """
+    missing = [
+        name
+        for name in ("jinja2", "matplotlib")
+        if importlib.util.find_spec(name) is None
+    ]
+    if missing:
+        raise ImportError(
+            f"a report needs {' and '.join(missing)}: expected after"
+            " pip install 'pagetwin[report]'"
+        )
+    if path.is_dir() or not path.parent.is_dir():
+        raise FileNotFoundError(
+            f"report = {path}: expected a file in a folder that exists"
+        )
+
+
+def write_report(
+    path: Path, figures: Mapping[str, Any], records: Sequence[StepRecord]
+) -> None:
+    """Write the page; it appears whole or not at all.
+
+    Args:
+        path: where.
+        figures: what `sum_up` returned.
+        records: the steps, with owners.
+    """
+    page = render_report(figures, records)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        unfinished.write_text(page, encoding="utf-8")
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def render_report(figures: Mapping[str, Any], records: Sequence[StepRecord]) -> str:
+    """Return the page as text."""
+    import jinja2
+
+    from .pictures import (
+        draw_agreement,
+        draw_batches,
+        draw_occupancy,
+        draw_owners,
+        draw_times,
+    )
+
+    settings = figures["settings"]
+    pictures = {
+        "owners": draw_owners(records),
+        "batches": draw_batches(records, settings["token_budget"]),
+        "occupancy": draw_occupancy(records),
+        "agreement": draw_agreement(records, settings["twins"]),
+        "times": draw_times(figures),
+    }
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
+    )
+    template = (Path(__file__).parent / "report.html").read_text(encoding="utf-8")
+    return environment.from_string(template).render(
+        figures=figures,
+        settings=settings,
+        pictures={name: _inside(svg) for name, svg in pictures.items()},
+    )
+
+
+def _inside(svg: str) -> str:
+    """Return an address that holds the picture itself.
+
+    A picture of its own keeps its ids to itself; two in one page would clash.
+    """
+    return "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()

@@ -1,0 +1,93 @@
+"""How does a replay read at the end, in a terminal?"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+def print_figures(figures: Mapping[str, Any], console: Console) -> None:
+    """Print the tables of a replay."""
+    console.print(_traffic(figures))
+    console.print(_agreement(figures))
+    console.print(_times(figures))
+
+
+def _traffic(figures: Mapping[str, Any]) -> Table:
+    table = Table(title="Traffic", title_justify="left", show_header=False)
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    table.add_column(style="dim")
+    tokens, blocks = figures["tokens"], figures["blocks"]
+    table.add_row("steps", f"{figures['steps']:,}", "")
+    table.add_row(
+        "requests",
+        f"{figures['requests']:,}",
+        f"at most {figures['running_at_most']} running,"
+        f" {figures['waiting_at_most']} waiting",
+    )
+    table.add_row("prefill tokens", f"{tokens['prefill']:,}", "")
+    table.add_row("decode tokens", f"{tokens['decode']:,}", "")
+    table.add_row(
+        "recomputed tokens", f"{tokens['recomputed']:,}", "counted above, too"
+    )
+    table.add_row(
+        "prefix hits",
+        f"{tokens['found_in_prefix_cache']:,}",
+        "tokens found in the cache"
+        f" ({tokens['regained_after_preemption']:,} more after a preemption)",
+    )
+    table.add_row("preemptions", f"{figures['preemptions']:,}", "")
+    share = blocks["used_at_most"] / blocks["total"]
+    table.add_row(
+        "blocks in use",
+        f"{blocks['used_at_most']:,}",
+        f"at most, of {blocks['total']:,} ({share:.0%})",
+    )
+    return table
+
+
+def _agreement(figures: Mapping[str, Any]) -> Table:
+    table = Table(title="Agreement with the reference in float64", title_justify="left")
+    table.add_column("twin", style="bold")
+    for name in ("worst error", "its budget", "share of the budget", "in step"):
+        table.add_column(name, justify="right")
+    for label, worst in figures["agreement"].items():
+        table.add_row(
+            label,
+            f"{worst['error']:.3g}",
+            f"{worst['budget']:.3g}",
+            f"{worst['worst_share_of_budget']:.0%}",
+            str(worst["step"]),
+        )
+    return table
+
+
+def _times(figures: Mapping[str, Any]) -> Table:
+    twins = figures["seconds"]["twins"]
+    first = next(iter(twins))
+    title = f"Time ({figures['settings']['machine']})"
+    table = Table(title=title, title_justify="left")
+    table.add_column("stage", style="bold")
+    for label in twins:
+        table.add_column(f"{label}\nseconds", justify="right")
+        table.add_column("median\nms a step", justify="right")
+        if label != first:
+            # of the medians: a first step may hold the compilation of a kernel
+            table.add_column(f"{first}\n/ {label}", justify="right", style="dim")
+    for stage in twins[first]:
+        row = [stage]
+        for label, times in twins.items():
+            spent, base = times[stage], twins[first][stage]
+            if spent["total"] is None:
+                row += ["in attention", ""]
+            else:
+                row += [f"{spent['total']:.3f}", f"{spent['median'] * 1000:.3g}"]
+            if label != first:
+                both = base["median"] and spent["median"]
+                row.append(f"{base['median'] / spent['median']:.2g}x" if both else "")
+        table.add_row(*row)
+    table.add_row("judging", f"{figures['seconds']['judging']:.3f}")
+    table.add_row("wall", f"{figures['seconds']['wall']:.3f}")
+    return table

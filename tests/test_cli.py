@@ -1,0 +1,250 @@
+"""Does the command line do what it says, and say what went wrong?"""
+
+import builtins
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from pagetwin.shared.cli import DISAGREE, USER_ERROR, app
+from pagetwin.shared.operations import CONCEPTS
+from typer.testing import CliRunner
+
+SMALL = ("--device", "cpu", "--requests", "6", "--twins", "reference,reference")
+
+
+@pytest.fixture
+def pagetwin(tmp_path, monkeypatch):
+    """Return a function that runs a command in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def run(*words: object):
+        return CliRunner().invoke(app, [str(word) for word in words])
+
+    return run
+
+
+def write_twin(folder: Path, name: str, broken: str = "") -> None:
+    """Write a package that is the reference but for what `broken` defines."""
+    package = folder / name
+    package.mkdir()
+    (package / "__init__.py").touch()
+    for concept in CONCEPTS:
+        source = f"from pagetwin.reference.{concept.name} import *\n"
+        if concept.name == "paged_attention":
+            source += broken
+        (package / f"{concept.name}.py").write_text(source)
+
+
+DROPS_THE_FIRST_KEY = textwrap.dedent(
+    """
+    import pagetwin.reference.paged_attention as right
+
+    def paged_attention(query, key_cache, value_cache, block_table, *rest, **options):
+        key_cache = key_cache.clone()
+        key_cache[block_table[:, 0].long(), 0] = 0
+        return right.paged_attention(
+            query, key_cache, value_cache, block_table, *rest, **options
+        )
+    """
+)
+
+
+def test_a_replay_ends_with_tables_figures_and_a_page(pagetwin, tmp_path):
+    result = pagetwin(
+        "replay", *SMALL, "--json", "figures.json", "--report", "page.html"
+    )
+    assert result.exit_code == 0, result.output
+    for words in ("prefill tokens", "prefix hits", "preemptions", "The twins agree"):
+        assert words in result.output
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert figures["requests"] == figures["requests_finished"] == 6
+    assert figures["settings"]["twins"] == ["reference", "reference (2)"]
+    assert figures["agreement"]["reference"]["worst_share_of_budget"] <= 1
+    page = (tmp_path / "page.html").read_text()
+    assert page.count("data:image/svg+xml;base64,") == 5
+    assert sorted(each.name for each in tmp_path.iterdir()) == [
+        "figures.json",
+        "page.html",
+    ]
+
+
+def test_the_page_loads_nothing(pagetwin, tmp_path):
+    assert pagetwin("replay", *SMALL, "--report", "page.html").exit_code == 0
+    page = (tmp_path / "page.html").read_text()
+    assert not re.search(r"<script|<link|<iframe|@import|url\(", page)
+    for address in re.findall(r"""(?:src|href)\s*=\s*["']([^"']*)""", page):
+        assert address.startswith("data:")
+    assert "http" not in re.sub(r"base64,[A-Za-z0-9+/=]+", "", page)
+
+
+def test_the_default_traffic_shows_what_the_page_explains(pagetwin, tmp_path):
+    result = pagetwin(
+        "replay", "--device", "cpu", "--twins", "reference", "--json", "f.json"
+    )
+    assert result.exit_code == 0, result.output
+    figures = json.loads((tmp_path / "f.json").read_text())
+    assert figures["preemptions"] >= 2
+    assert figures["tokens"]["recomputed"] > 0
+    assert figures["tokens"]["found_in_prefix_cache"] > 0
+    assert figures["waiting_at_most"] > 0
+
+
+def test_a_disagreement_ends_with_one_and_can_be_reproduced(
+    pagetwin, tmp_path, monkeypatch
+):
+    monkeypatch.syspath_prepend(tmp_path)
+    write_twin(tmp_path, "twin_without_first_key", DROPS_THE_FIRST_KEY)
+    result = pagetwin(
+        "replay",
+        "--device",
+        "cpu",
+        "--requests",
+        6,
+        "--twins",
+        "twin_without_first_key",
+    )
+    assert result.exit_code == DISAGREE
+    assert "The twins disagree." in result.output
+    assert "attention stays within its budget" in result.output
+    assert "expected" in result.output
+    (path,) = tmp_path.glob("*.pt")
+    assert f"pagetwin reproduce {path.name}" in result.output
+    assert "Traceback" not in result.output
+    again = pagetwin("reproduce", path)
+    assert again.exit_code == DISAGREE, again.output
+    assert "It still goes wrong." in again.output
+    monkeypatch.setattr(
+        "twin_without_first_key.paged_attention.paged_attention",
+        importlib.import_module("pagetwin.reference.paged_attention").paged_attention,
+    )
+    mended = pagetwin("reproduce", path)
+    assert mended.exit_code == 0, mended.output
+    assert "It no longer goes wrong." in mended.output
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--trace", "nowhere.csv"], "nowhere.csv"),
+        (["--trace", "empty.jsonl"], "empty.jsonl holds no requests"),
+        (["--trace", "bad.jsonl"], "bad.jsonl, line 3"),
+        (["--scale", "0"], "scale = 0"),
+        (["--requests", "0"], "requests = 0"),
+        (["--twins", "nobody"], "twin = 'nobody'"),
+        (["--twins", ","], "twins"),
+        (["--query-heads", "3"], "query_heads = 3"),
+        (["--num-blocks", "3"], "num_blocks = 3: request"),
+        (["--num-blocks", "0"], "num_blocks = 0"),
+        (["--block-size", "0"], "block_size = 0"),
+        (["--dtype", "int8"], "dtype = 'int8'"),
+        (["--seed", "-1"], "seed = -1"),
+        (["--device", "tpu"], "device = 'tpu'"),
+        (["--report", "no/such/folder.html"], "no/such/folder.html"),
+        (["--json", "no/such/folder.json"], "no/such/folder.json"),
+    ],
+)
+def test_what_the_user_can_mend_is_one_sentence(pagetwin, tmp_path, words, sentence):
+    good = '{"timestamp":0,"input_length":5,"output_length":2,"hash_ids":[3]}\n'
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "bad.jsonl").write_text(good + good + "{oops\n")
+    result = pagetwin("replay", *SMALL, *words)
+    assert result.exit_code == USER_ERROR, result.output
+    assert sentence in result.output
+    assert "Traceback" not in result.output
+    assert len(result.output.strip().splitlines()) == 1
+
+
+def test_a_trace_of_ones_own_runs(pagetwin, tmp_path):
+    lines = [
+        f'{{"timestamp":{n},"input_length":900,"output_length":99,"hash_ids":[1,{n}]}}'
+        for n in range(3)
+    ]
+    (tmp_path / "mine.jsonl").write_text("\n".join(lines))
+    result = pagetwin("replay", "--trace", "mine.jsonl", "--twins", "reference")
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize("library", ["jinja2", "matplotlib"])
+def test_a_report_without_its_libraries_is_refused_before_the_replay(
+    pagetwin, monkeypatch, library
+):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *rest: None if name == library else find_spec(name, *rest),
+    )
+    result = pagetwin("replay", *SMALL, "--report", "page.html")
+    assert result.exit_code == USER_ERROR
+    assert f"a report needs {library}" in result.output
+    assert "pip install 'pagetwin[report]'" in result.output
+
+
+def test_a_replay_without_a_report_needs_no_drawing(pagetwin, monkeypatch):
+    real = builtins.__import__
+
+    def guarded(name, *rest, **options):
+        assert name.split(".")[0] not in ("jinja2", "matplotlib")
+        return real(name, *rest, **options)
+
+    monkeypatch.setattr(builtins, "__import__", guarded)
+    assert pagetwin("replay", *SMALL).exit_code == 0
+
+
+def test_a_damaged_file_cannot_be_reproduced(pagetwin, tmp_path):
+    (tmp_path / "step.pt").write_bytes(b"nonsense")
+    for name, sentence in (("step.pt", "not a stored step"), ("none.pt", "expected")):
+        result = pagetwin("reproduce", name)
+        assert result.exit_code == USER_ERROR
+        assert sentence in result.output
+        assert "Traceback" not in result.output
+
+
+def test_a_concept_is_explained_and_an_unknown_one_is_refused(pagetwin):
+    result = pagetwin("explain", "slot_mapping")
+    assert result.exit_code == 0, result.output
+    assert "block" in result.output
+    result = pagetwin("explain", "slots")
+    assert result.exit_code == USER_ERROR
+    assert "concept = 'slots': expected one of block_table" in result.output
+
+
+def test_the_version_is_the_installed_one(pagetwin):
+    result = pagetwin("--version")
+    assert result.exit_code == 0
+    assert re.fullmatch(r"pagetwin \d+\.\d+\.\d+\S*\n", result.output)
+
+
+def test_help_imports_nothing_heavy():
+    """`--help` once took the seconds that torch needs to be imported."""
+    script = (
+        "import sys; from pagetwin.shared.cli import app\n"
+        "try:\n    app(['replay', '--help'])\nexcept SystemExit: pass\n"
+        "heavy = {'torch', 'triton', 'numpy', 'matplotlib'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--token-budget" in done.stdout
+
+
+def test_shared_code_imports_no_twin():
+    script = (
+        "import sys, pagetwin.shared.cli, pagetwin.shared.replay.run\n"
+        "import pagetwin.shared.replay.reproduce, pagetwin.shared.replay.report\n"
+        "twins = [n for n in sys.modules if n.startswith(('pagetwin.reference',"
+        " 'pagetwin.optimized', 'matplotlib', 'jinja2'))]\n"
+        "assert not twins, twins\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

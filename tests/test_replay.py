@@ -1,0 +1,841 @@
+"""Does the replay show the traffic it claims to show, and does it notice a wrong twin?"""
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from pagetwin.shared.operations import CONCEPTS, Implementation, load_implementation
+from pagetwin.shared.replay.batch import keep_rows, make_batch
+from pagetwin.shared.replay.block_manager import BlockManager, OutOfBlocks
+from pagetwin.shared.replay.disagreement import Disagreement, load_step, save_step
+from pagetwin.shared.replay.figures import sum_up
+from pagetwin.shared.replay.judge import (
+    cut_into_pieces,
+    find_truth,
+    first_difference,
+    name_differences,
+)
+from pagetwin.shared.replay.model import Model
+from pagetwin.shared.replay.reproduce import reproduce
+from pagetwin.shared.replay.run import CACHED, FREE, Replay
+from pagetwin.shared.replay.scheduler import Request, Scheduler, make_requests
+from pagetwin.shared.replay.settings import Settings, choose_settings
+from pagetwin.shared.replay.step import Law, Stage
+from pagetwin.shared.replay.tokens import draw_tokens
+from pagetwin.shared.replay.trace import (
+    SHIPPED,
+    TraceError,
+    TraceRequest,
+    read_trace,
+    scale_trace,
+)
+
+REFERENCE = load_implementation("reference")
+
+
+def small(**given: object) -> Settings:
+    """Return settings of a replay that takes less than a second."""
+    defaults = {
+        "requests": 12,
+        "twins": ("reference",),
+        "head_size": 8,
+        "query_heads": 2,
+        "kv_heads": 1,
+    }
+    return choose_settings("cpu", **{**defaults, **given})
+
+
+def wrong_twin(**operations: object) -> dict[str, Implementation]:
+    """Return the reference under the name "wrong", with some operations replaced."""
+    modules = {}
+    for concept in CONCEPTS:
+        right = REFERENCE.modules[concept.name]
+        module = ModuleType(concept.name)
+        for name in concept.operations:
+            setattr(module, name, operations.get(name, getattr(right, name)))
+        modules[concept.name] = module
+    return {"wrong": Implementation("wrong", modules)}
+
+
+def drop_the_first_key(query, key_cache, *rest, **options):
+    """Attend with the first key of each sequence replaced by one that nobody looks for."""
+    block_table = rest[1]
+    key_cache = key_cache.clone()
+    key_cache[block_table[:, 0].long(), 0] = 0
+    return REFERENCE.paged_attention(query, key_cache, *rest, **options)
+
+
+def shift_a_slot(key, value, key_cache, value_cache, slot_mapping):
+    """Write the last token one slot too far."""
+    slot_mapping = slot_mapping.clone()
+    slot_mapping[-1] = (slot_mapping[-1] + 1) % key_cache[..., 0, 0].numel()
+    if slot_mapping[-1] in slot_mapping[:-1]:
+        slot_mapping[-1] = -1
+    REFERENCE.reshape_and_cache(key, value, key_cache, value_cache, slot_mapping)
+
+
+# --- the trace
+
+
+@pytest.mark.parametrize(("name", "count"), [("azure", 1000), ("mooncake", 300)])
+def test_a_shipped_trace_is_read_whole(name, count):
+    trace = read_trace(name)
+    assert len(trace) == count
+    assert [request.number for request in trace] == list(range(count))
+    assert all(a.arrival <= b.arrival for a, b in pairwise(trace))
+    assert trace[0].arrival == 0
+    assert min(request.prompt_len for request in trace) >= 1
+
+
+def test_the_shipped_traces_lie_in_the_package():
+    package = Path(importlib.import_module("pagetwin.shared.replay").__file__).parent
+    for name in SHIPPED.values():
+        assert (package / "traces" / name).is_file()
+
+
+def test_a_csv_keeps_all_seven_digits_of_a_second():
+    assert read_trace("azure")[1].arrival == pytest.approx(4.3145790, abs=1e-6)
+
+
+GOOD_LINE = '{"timestamp":0,"input_length":5,"output_length":2,"hash_ids":[3]}'
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("t.jsonl", "", ["t.jsonl", "holds no requests"]),
+        ("t.csv", "", ["t.csv", "holds no requests"]),
+        ("t.jsonl", f"{GOOD_LINE}\n{GOOD_LINE}\n{{oops\n", ["line 3", "not JSON"]),
+        ("t.jsonl", f"{GOOD_LINE}\n[1]\n", ["line 2", "JSON object"]),
+        (
+            "t.jsonl",
+            GOOD_LINE.replace("5", "-5"),
+            ["line 1", "input_length = -5", "at least 1"],
+        ),
+        ("t.jsonl", GOOD_LINE.replace("5", '"x"'), ["line 1", "input_length = 'x'"]),
+        ("t.jsonl", GOOD_LINE.replace("5", "true"), ["line 1", "input_length = True"]),
+        ("t.jsonl", GOOD_LINE.replace("[3]", "7"), ["line 1", "hash_ids = 7"]),
+        ("t.jsonl", GOOD_LINE.replace("[3]", "[-3]"), ["line 1", "hash_ids[0] = -3"]),
+        (
+            "t.jsonl",
+            GOOD_LINE.replace("5", "600"),
+            ["line 1", "1 entries", "input_length = 600", "2 entries"],
+        ),
+        (
+            "t.jsonl",
+            GOOD_LINE.replace('"output_length":2,', ""),
+            ["line 1", "output_length", "missing"],
+        ),
+        (
+            "t.csv",
+            "TIMESTAMP,ContextTokens\n2023-11-16 18:15:46,3\n",
+            ["line 1", "GeneratedTokens", "missing"],
+        ),
+        (
+            "t.csv",
+            "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.1,3,2\n"
+            "2023-11-16 18:15:47.1,-3,2\n",
+            ["line 3", "ContextTokens = '-3'"],
+        ),
+        (
+            "t.csv",
+            "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.1,3\n",
+            ["line 2", "GeneratedTokens = None"],
+        ),
+        (
+            "t.csv",
+            "TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,3,2\n",
+            ["line 2", "TIMESTAMP = 'yesterday'"],
+        ),
+        ("t.txt", GOOD_LINE, ["'.txt'", ".csv", ".jsonl"]),
+    ],
+)
+def test_a_malformed_trace_is_refused_with_the_line_and_the_value(
+    tmp_path, name, text, words
+):
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(TraceError) as refusal:
+        read_trace(str(path))
+    for word in words:
+        assert word in str(refusal.value)
+
+
+def test_a_missing_trace_is_refused_with_what_could_be_given():
+    with pytest.raises(FileNotFoundError, match="azure or mooncake"):
+        read_trace("nowhere.csv")
+
+
+def test_a_binary_trace_is_refused(tmp_path):
+    path = tmp_path / "t.jsonl"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(TraceError, match="not UTF-8"):
+        read_trace(str(path))
+
+
+@pytest.mark.parametrize("scale", [1, 1 / 3, 1 / 64, 1 / 360, 1 / 5000])
+@pytest.mark.parametrize("name", SHIPPED)
+def test_scaled_lengths_are_at_least_one_and_prefixes_stay_shared(name, scale):
+    trace = scale_trace(read_trace(name, 60), scale)
+    tokens = draw_tokens(trace, seed=1)
+    for request, sequence in zip(trace, tokens, strict=True):
+        assert request.prompt_len >= 1
+        assert request.output_len >= 1
+        assert len(sequence) == request.prompt_len + request.output_len
+    if name == "mooncake":
+        block = trace[0].tokens_per_hash
+        for a in range(20):
+            common = 0
+            for x, y in zip(trace[a].hash_ids, trace[a + 1].hash_ids, strict=False):
+                if x != y:
+                    break
+                common += 1
+            lengths = (trace[a].prompt_len, trace[a + 1].prompt_len)
+            same = min(common * block, *lengths)
+            assert same > 0
+            assert np.array_equal(tokens[a][:same], tokens[a + 1][:same])
+
+
+@pytest.mark.parametrize("scale", [0, -1, 1.5])
+def test_a_scale_out_of_range_is_refused(scale):
+    with pytest.raises(ValueError, match="scale"):
+        scale_trace(read_trace("azure", 1), scale)
+
+
+# --- the block manager
+
+
+class BlocksAgainstAModel(RuleBasedStateMachine):
+    """Requests come, grow and go; a list of rows and their tokens is the model."""
+
+    def __init__(self):
+        super().__init__()
+        self.manager = BlockManager(num_blocks=12, block_size=2, seed=3)
+        # each request: its row, its tokens, what its full blocks hold
+        self.requests: list[tuple[list[int], list[int], list[int]]] = []
+        self.content: dict[int, tuple[int, ...]] = {}
+
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9))
+    def a_request_comes(self, tokens):
+        array = np.array(tokens, dtype=np.int64)
+        shared = self.manager.find_prefix(array)
+        assert len(shared) * 2 < len(tokens), "one token is left to be computed"
+        for index, block_id in enumerate(shared):
+            assert self.content[block_id] == tuple(tokens[: (index + 1) * 2])
+        needed = -(-len(tokens) // 2) - len(shared)
+        if not self.manager.can_take(shared, needed):
+            free = self.manager.num_free + self.manager.num_cached
+            revived = sum(self.manager.users(each) == 0 for each in shared)
+            assert needed > free - revived
+            return
+        self.manager.share(shared)
+        new = self.manager.allocate(needed)
+        used = {block_id for row, _, _ in self.requests for block_id in row}
+        assert len(set(new)) == len(new)
+        assert not set(new) & (used | set(shared)), "a block handed out twice"
+        for block_id in new:
+            self.content.pop(block_id, None)
+        self.requests.append(([*shared, *new], list(tokens), []))
+        self._compute(self.requests[-1])
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), token=st.integers(0, 1))
+    def a_request_grows(self, data, token):
+        request = data.draw(st.sampled_from(self.requests))
+        row, tokens, _ = request
+        if len(tokens) == len(row) * 2:
+            if not self.manager.can_take([], 1):
+                with pytest.raises(OutOfBlocks):
+                    self.manager.allocate(1)
+                return
+            (block_id,) = self.manager.allocate(1)
+            assert all(block_id not in other for other, _, _ in self.requests)
+            self.content.pop(block_id, None)
+            row.append(block_id)
+        tokens.append(token)
+        self._compute(request)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def a_request_goes(self, data):
+        request = data.draw(st.sampled_from(self.requests))
+        self.requests = [each for each in self.requests if each is not request]
+        self.manager.release(request[0])
+
+    @rule(extra=st.integers(1, 5))
+    def too_much_is_refused_and_changes_nothing(self, extra):
+        before = self.manager.num_free, self.manager.num_cached, self.manager.num_used
+        with pytest.raises(OutOfBlocks):
+            self.manager.allocate(before[0] + before[1] + extra)
+        after = self.manager.num_free, self.manager.num_cached, self.manager.num_used
+        assert before == after
+
+    def _compute(self, request):
+        row, tokens, contents = request
+        self.manager.remember(row, np.array(tokens, dtype=np.int64), contents)
+        for index in range(len(tokens) // 2):
+            self.content[row[index]] = tuple(tokens[: (index + 1) * 2])
+
+    @invariant()
+    def nothing_is_lost(self):
+        users = Counter(each for row, _, _ in self.requests for each in row)
+        assert self.manager.num_used == len(users)
+        for block_id in range(12):
+            assert self.manager.users(block_id) == users[block_id]
+        manager = self.manager
+        assert manager.num_free + manager.num_cached + manager.num_used == 12
+        assert not set(manager.cached_blocks()) & set(users)
+
+    @invariant()
+    def a_block_is_shared_only_with_equal_content(self):
+        for row, tokens, _ in self.requests:
+            for index, block_id in enumerate(row):
+                others = [
+                    other_tokens[: (index + 1) * 2]
+                    for other_row, other_tokens, _ in self.requests
+                    if block_id in other_row
+                ]
+                if len(others) > 1:
+                    assert all(each == tokens[: (index + 1) * 2] for each in others)
+                    assert len(tokens) >= (index + 1) * 2, "only full blocks are shared"
+
+
+BlocksAgainstAModel.TestCase.settings = hypothesis_settings(
+    max_examples=60, stateful_step_count=30, deadline=None
+)
+test_blocks_are_owned_shared_and_given_back_as_in_the_model = (
+    BlocksAgainstAModel.TestCase
+)
+
+
+def test_a_full_hit_at_a_block_multiple_leaves_one_block_to_compute():
+    manager = BlockManager(num_blocks=4, block_size=2)
+    tokens = np.arange(4)
+    row = manager.allocate(2)
+    manager.remember(row, tokens, [])
+    assert manager.find_prefix(tokens) == row[:1]
+    assert manager.find_prefix(np.arange(5)[:5]) == row
+
+
+def test_the_block_used_longest_ago_is_evicted_first():
+    manager = BlockManager(num_blocks=3, block_size=1)
+    rows = []
+    for token in (5, 6, 7):
+        rows.append(manager.allocate(1))
+        manager.remember(rows[-1], np.array([token]), [])
+    for place in (1, 0, 2):
+        manager.release(rows[place])
+    assert manager.allocate(1) == rows[1]
+    assert manager.find_prefix(np.array([5, 0])) == rows[0]
+    assert manager.find_prefix(np.array([6, 0])) == []
+
+
+def test_blocks_of_equal_tokens_behind_other_prefixes_are_not_shared():
+    """Caches once named a block by its own tokens alone, or by a hash that can collide."""
+    manager = BlockManager(num_blocks=4, block_size=2)
+    manager.remember(manager.allocate(2), np.array([1, 1, 3, 3]), [])
+    assert manager.find_prefix(np.array([2, 2, 3, 3, 0])) == []
+    assert len(manager.find_prefix(np.array([1, 1, 3, 3, 0]))) == 2
+
+
+def test_equal_hashes_do_not_make_blocks_equal(monkeypatch):
+    class Collides(bytes):
+        def __hash__(self):
+            return 7
+
+    monkeypatch.setattr(
+        BlockManager, "_bytes", lambda self, t, i: Collides(t[i : i + 1].tobytes())
+    )
+    manager = BlockManager(num_blocks=4, block_size=1)
+    manager.remember(manager.allocate(1), np.array([1]), [])
+    assert manager.find_prefix(np.array([2, 0])) == []
+    assert len(manager.find_prefix(np.array([1, 0]))) == 1
+
+
+def test_what_nobody_owns_can_be_neither_released_nor_shared():
+    manager = BlockManager(num_blocks=2, block_size=2)
+    with pytest.raises(ValueError, match="nobody uses it"):
+        manager.release([0])
+    with pytest.raises(ValueError, match="no known content"):
+        manager.share(manager.allocate(1))
+
+
+# --- the scheduler
+
+
+def run_alone(settings: Settings):
+    """Return the scheduler after its last step, its steps, and each request's computed tokens."""
+    trace = scale_trace(read_trace(settings.trace, settings.requests), settings.scale)
+    requests = make_requests(
+        trace, draw_tokens(trace, settings.seed), settings.steps_per_second
+    )
+    manager = BlockManager(settings.num_blocks, settings.block_size)
+    scheduler = Scheduler(
+        requests, manager, settings.token_budget, settings.max_running
+    )
+    schedules = []
+    while (schedule := scheduler.schedule()) is not None:
+        assert sum(turn.num_tokens for turn in schedule.turns) <= settings.token_budget
+        assert len(scheduler.running) <= settings.max_running
+        for turn in schedule.turns:
+            assert turn.num_tokens >= 1
+            assert turn.request.num_computed == turn.num_computed
+            seq_len = turn.num_computed + turn.num_tokens
+            assert seq_len <= turn.request.num_known
+            assert len(turn.request.row) == -(-seq_len // settings.block_size)
+        running = [request.number for request in scheduler.running]
+        assert running == sorted(running), "who came first is served first"
+        scheduler.commit(schedule)
+        schedules.append(schedule)
+    return scheduler, schedules
+
+
+@pytest.mark.parametrize("trace", SHIPPED)
+@pytest.mark.parametrize("budget", [1, 7, 96])
+@pytest.mark.parametrize("num_blocks", [34, 60, 2000])
+def test_every_request_is_computed_to_its_end(trace, budget, num_blocks):
+    settings = small(trace=trace, token_budget=budget, num_blocks=num_blocks)
+    scheduler, schedules = run_alone(settings)
+    assert len(scheduler.finished) == 12
+    for request in scheduler.finished:
+        assert request.num_computed == request.num_to_compute == len(request.tokens) - 1
+        assert request.num_known == len(request.tokens)
+    assert scheduler.manager.num_used == 0
+    # without prefixes and preemptions each token is computed once
+    computed = sum(turn.num_tokens for each in schedules for turn in each.turns)
+    again = sum(turn.num_recomputed for each in schedules for turn in each.turns)
+    hits = sum(each.num_prefix_tokens for each in schedules)
+    wanted = sum(request.num_to_compute for request in scheduler.finished)
+    assert computed - again + hits == wanted
+
+
+def test_a_small_cache_preempts_and_a_large_one_does_not():
+    _, tight = run_alone(small(num_blocks=34))
+    _, roomy = run_alone(small(num_blocks=2000))
+    assert sum(len(each.preempted) for each in tight) > 0
+    assert sum(turn.num_recomputed for each in tight for turn in each.turns) > 0
+    assert sum(len(each.preempted) for each in roomy) == 0
+    assert len(tight) > len(roomy)
+
+
+def test_the_youngest_gives_its_blocks_back_and_is_next_to_return():
+    manager = BlockManager(num_blocks=4, block_size=2)
+    requests = [
+        Request(number, 0, np.arange(8) + 10 * number, prompt_len=4)
+        for number in range(3)
+    ]
+    scheduler = Scheduler(requests, manager, token_budget=100, max_running=8)
+    scheduler.commit(scheduler.schedule())
+    assert [each.number for each in scheduler.running] == [0, 1]
+    schedule = scheduler.schedule()
+    assert schedule.preempted == [1]
+    assert [turn.request.number for turn in schedule.turns] == [0]
+    assert [each.number for each in scheduler.waiting] == [1, 2]
+    assert requests[1].num_known == 5, "what was generated stays known"
+
+
+def test_a_request_that_can_never_fit_is_refused_before_anything_runs():
+    with pytest.raises(
+        ValueError, match=r"num_blocks = 5: request \d+ needs \d+ blocks"
+    ):
+        Replay(small(num_blocks=5))
+
+
+def test_mooncake_prompts_find_their_prefix_and_azure_prompts_find_none():
+    _, mooncake = run_alone(small(num_blocks=2000))
+    _, azure = run_alone(small(trace="azure", num_blocks=2000))
+    assert sum(each.num_prefix_tokens for each in mooncake) > 0
+    assert sum(each.num_prefix_tokens for each in azure) == 0
+
+
+def test_a_row_that_is_left_is_filled_by_the_last_one():
+    assert keep_rows([], [3, 1]) == [3, 1]
+    assert keep_rows([4, 5, 6, 7], [5, 6, 7, 8]) == [7, 5, 6, 8]
+    assert keep_rows([4, 5, 6, 7], [5]) == [5]
+    assert keep_rows([4, 5], [6]) == [6]
+
+
+# --- keys, values and queries
+
+
+def test_equal_prefixes_have_equal_keys_and_values_and_positions_matter():
+    model = Model(small(layers=2))
+    a, b = np.array([5, 6, 7, 8]), np.array([5, 6, 7, 9])
+    first, second = model.inputs([a, b], [0, 0], [4, 4]), None
+    for layer in first:
+        assert torch.equal(layer.key[:3], layer.key[4:7])
+        assert torch.equal(layer.query[:3], layer.query[4:7])
+        assert not torch.equal(layer.key[3], layer.key[7])
+    # a chunk of a sequence is the same as that part of the whole
+    second = model.inputs([a], [2], [2])
+    for whole, chunk in zip(first, second, strict=True):
+        assert torch.equal(whole.value[2:4], chunk.value)
+        assert torch.equal(whole.query[2:4], chunk.query)
+    assert not torch.equal(first[0].key, first[1].key)
+    moved = model.inputs([np.array([0, 5])], [1], [1])
+    assert not torch.equal(moved[0].key[0], first[0].key[0])
+
+
+def test_needles_look_for_the_first_key_and_for_their_own():
+    settings = small(dtype="float32")
+    model = Model(settings)
+    tokens = np.arange(100, 200)
+    (layer,) = model.inputs([tokens], [0], [100])
+    scores = torch.einsum("qhd,khd->qk", layer.query, layer.key.repeat(1, 2, 1))
+    best = scores.masked_fill(~torch.ones(100, 100).tril().bool(), -torch.inf).argmax(1)
+    assert (best == 0).sum() >= 5
+    assert (best == torch.arange(100)).sum() >= 5
+
+
+# --- the judge
+
+
+@pytest.mark.parametrize("limit", [1, 16, 64, 10**6])
+def test_a_prefill_judged_in_pieces_is_judged_alike(limit):
+    generator = torch.Generator().manual_seed(0)
+    batch = make_batch([5, 9, 1], [3, 0, 6], [[4, 1], [2, 0, 3], [5, 6]], [2, 0, 1], 4)
+    query = torch.randn(15, 2, 8, generator=generator)
+    cache = torch.randn(2, 7, 4, 1, 8, generator=generator)
+    whole = find_truth(REFERENCE, batch, query, cache)
+    pieces = find_truth(REFERENCE, batch, query, cache, scores_a_piece=limit)
+    assert torch.allclose(whole.exact, pieces.exact, rtol=0, atol=1e-14)
+    assert torch.allclose(whole.same_dtype, pieces.same_dtype, atol=1e-5)
+
+
+@pytest.mark.parametrize("limit", [1, 50, 999])
+def test_pieces_cover_every_query_once_and_stay_small(limit):
+    query_lens, computed = [7, 1, 30], [0, 90, 12]
+    pieces = cut_into_pieces(query_lens, computed, 2, limit)
+    seen = [(req, q) for req, first, last in pieces for q in range(first, last)]
+    assert seen == [(req, q) for req, n in enumerate(query_lens) for q in range(n)]
+    for req, first, last in pieces:
+        scores = 2 * (last - first) * (computed[req] + last)
+        assert scores <= limit or last - first == 1
+
+
+def test_bytes_are_compared_and_not_numbers():
+    nan = torch.tensor([torch.nan, 0.0])
+    assert first_difference(nan, nan.clone()) is None
+    assert first_difference(nan, torch.tensor([torch.nan, -0.0])) == (1,)
+    assert first_difference(nan, nan[:1]) == ()
+
+
+def test_a_field_of_another_dtype_or_value_is_named():
+    right = {"seq_lens": torch.tensor([3, 4], dtype=torch.int32), "num_reqs": 2}
+    assert name_differences(right, right) == ""
+    wide = {**right, "seq_lens": torch.tensor([3, 4])}
+    assert "torch.int64" in name_differences(wide, right)
+    off = {**right, "seq_lens": torch.tensor([3, 5], dtype=torch.int32)}
+    assert name_differences(off, right) == "seq_lens[1] = 5: expected 4"
+    assert name_differences({**right, "num_reqs": 3}, right).startswith("num_reqs = 3")
+
+
+# --- the replay
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("trace", SHIPPED)
+def test_the_reference_agrees_with_itself(trace, dtype):
+    settings = small(trace=trace, dtype=dtype, layers=2, twins=("reference",) * 2)
+    replay = Replay(settings)
+    records = list(replay.steps())
+    assert replay.tokens_done == replay.tokens_to_compute
+    assert all(verdict.ok for record in records for verdict in record.verdicts)
+    figures = sum_up(replay, records, 1.0)
+    assert figures["settings"]["twins"] == ["reference", "reference (2)"]
+    json.dumps(figures)
+
+
+class Watched(Replay):
+    """A replay that tells whose tokens a step holds."""
+
+    def _batch(self, schedule):
+        batch = super()._batch(schedule)
+        self.new_tokens = [
+            (number, computed + token)
+            for number, computed, query_len in zip(
+                self.rows, batch.num_computed_tokens, batch.query_lens, strict=True
+            )
+            for token in range(query_len)
+        ]
+        return batch
+
+
+def test_preemption_changes_no_answer():
+    """Each token's attention, by request and position, is the same in a huge cache."""
+
+    def answers(num_blocks: int):
+        found = {}
+        replay = Watched(small(num_blocks=num_blocks))
+
+        def keep(query, *rest, **options):
+            out = REFERENCE.paged_attention(query, *rest, **options)
+            for token, row in zip(replay.new_tokens, out, strict=True):
+                assert torch.allclose(found.setdefault(token, row), row, atol=2e-3)
+            return out
+
+        replay.twins[0].implementation = wrong_twin(paged_attention=keep)["wrong"]
+        records = list(replay.steps())
+        last = {(each.number, each.num_to_compute - 1) for each in replay.requests}
+        assert last <= found.keys()
+        return found, sum(len(record.preempted) for record in records)
+
+    tight, preemptions = answers(34)
+    roomy, none = answers(2000)
+    assert preemptions > 0
+    assert none == 0
+    # a prefix may be found in one cache and computed in the other
+    for token in tight.keys() & roomy.keys():
+        assert torch.allclose(tight[token], roomy[token], atol=2e-3)
+    assert len(tight.keys() & roomy.keys()) > 0.9 * len(roomy)
+
+
+def test_one_seed_gives_one_replay_and_another_gives_another():
+    def trail(seed: int):
+        replay = Replay(small(seed=seed), with_owners=True)
+        return [
+            (record.step, record.verdicts[0].worst, record.owners.tolist())
+            for record in replay.steps()
+        ]
+
+    assert trail(4) == trail(4)
+    assert trail(4) != trail(5)
+
+
+def test_records_count_what_was_scheduled():
+    replay = Replay(small(), with_owners=True)
+    for record in replay.steps():
+        assert record.used + record.cached + record.free == replay.num_blocks
+        assert (record.owners == FREE).sum() == record.free
+        assert (record.owners == CACHED).sum() == record.cached
+        assert (record.owners >= 0).sum() == record.used
+        assert set(record.seconds[0]) == set(Stage)
+
+
+def test_blocks_are_not_handed_out_in_order():
+    replay = Replay(small(num_blocks=200))
+    next(iter(replay.steps()))
+    row = replay.requests[0].row
+    assert row != sorted(row)
+
+
+WRONG = {
+    "attention drops the first key": (
+        {"paged_attention": drop_the_first_key},
+        Law.ATTENTION,
+    ),
+    "attention leaves its output as it was": (
+        {"paged_attention": lambda *tensors, **options: options["out"]},
+        Law.ATTENTION,
+    ),
+    "the write shifts a slot": ({"reshape_and_cache": shift_a_slot}, Law.WRITTEN),
+    "the device's slots start at zero": (
+        {
+            "compute_slot_mapping_device": lambda starts, computed, *rest: (
+                REFERENCE.compute_slot_mapping_device(starts, 0 * computed, *rest)
+            )
+        },
+        Law.METADATA,
+    ),
+    "the batch is not reordered": (
+        {
+            "reorder_batch_to_split_decodes_and_prefills": lambda counts: list(
+                range(len(counts))
+            )
+        },
+        Law.METADATA,
+    ),
+    "the boundary counts a decode as prefill": (
+        {"split_decodes_and_prefills": lambda common: (0, 1, 0, 1)},
+        Law.METADATA,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_twin_is_caught_stored_and_caught_again(name, tmp_path):
+    operations, law = WRONG[name]
+    implementations = wrong_twin(**operations)
+    replay = Replay(
+        small(twins=("reference", "wrong")), implementations, folder=tmp_path
+    )
+    with pytest.raises(Disagreement) as caught:
+        list(replay.steps())
+    assert caught.value.difference.law == law.value
+    assert caught.value.difference.twin == 1
+    assert "wrong" in str(caught.value)
+    assert "expected" in str(caught.value)
+    (path,) = tmp_path.iterdir()
+    assert path == caught.value.path
+    torch.load(path, weights_only=True)
+    stored, before = load_step(path)
+    assert stored.twins == ("reference", "wrong")
+    assert before.found == caught.value.difference.found
+    still = reproduce(path, implementations)
+    assert still is not None
+    assert still.difference.found == caught.value.difference.found
+    # the same step on a twin that has been mended
+    assert reproduce(path, wrong_twin()) is None
+
+
+def test_a_write_to_a_slot_of_somebody_else_is_caught(tmp_path):
+    def write_twice(key, value, key_cache, value_cache, slot_mapping):
+        REFERENCE.reshape_and_cache(key, value, key_cache, value_cache, slot_mapping)
+        free = set(range(key_cache.shape[0])) - set((slot_mapping // 8).tolist())
+        key_cache[max(free), 0] = 1.0
+
+    implementations = wrong_twin(reshape_and_cache=write_twice)
+    for check_every, place in ((1, "first"), (10**6, "last")):
+        settings = small(twins=("wrong",), check_every=check_every)
+        with pytest.raises(Disagreement) as caught:
+            list(Replay(settings, implementations, folder=tmp_path).steps())
+        assert caught.value.difference.law in (Law.REST.value, Law.ATTENTION.value)
+        assert (caught.value.stored.step == 0) == (place == "first")
+        hint = "check_every = 1 finds the step" in str(caught.value)
+        assert hint == (
+            place == "last" and caught.value.difference.law == Law.REST.value
+        )
+
+
+def test_a_twin_that_raises_disagrees(tmp_path):
+    def fail(*_, **__):
+        raise RuntimeError("an illegal memory access was encountered")
+
+    implementations = wrong_twin(paged_attention=fail)
+    with pytest.raises(Disagreement, match="illegal memory access") as caught:
+        list(Replay(small(twins=("wrong",)), implementations, tmp_path).steps())
+    assert caught.value.difference.law == Law.RUNS.value
+
+
+def test_a_twin_that_refuses_is_not_a_wrong_one():
+    def refuse(*_, **__):
+        raise NotImplementedError("head_size = 8 is less than this kernel takes (16)")
+
+    implementations = wrong_twin(paged_attention=refuse)
+    with pytest.raises(NotImplementedError):
+        list(Replay(small(twins=("wrong",)), implementations).steps())
+
+
+def test_the_cache_of_a_stored_step_is_nan_where_nobody_owned_it(tmp_path):
+    implementations = wrong_twin(paged_attention=drop_the_first_key)
+    with pytest.raises(Disagreement) as caught:
+        list(Replay(small(twins=("wrong",)), implementations, tmp_path).steps())
+    stored, _ = load_step(caught.value.path)
+    cache = stored.cache("cpu")
+    batch = stored.batch
+    slots = REFERENCE.compute_slot_mapping_batch(
+        batch.query_lens, batch.num_computed_tokens, batch.block_rows, batch.block_size
+    )
+    assert cache.flatten(1, 2)[:, slots].isnan().all(), "not written yet"
+    unowned = sorted(set(range(stored.num_blocks)) - set(batch.used_blocks()))
+    assert cache[:, unowned].isnan().all()
+
+
+def test_a_file_that_is_no_stored_step_is_refused(tmp_path):
+    path = tmp_path / "step.pt"
+    with pytest.raises(FileNotFoundError, match=re.escape(str(path))):
+        reproduce(path)
+    for content in (b"", b"nonsense", b"PK\x03\x04"):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="not a stored step"):
+            reproduce(path)
+    torch.save({"format": "pagetwin step 1"}, path)
+    with pytest.raises(ValueError, match="lacks or mangles"):
+        reproduce(path)
+    torch.save([1], path)
+    with pytest.raises(ValueError, match="not a stored step"):
+        reproduce(path)
+
+
+def test_a_step_that_cannot_be_stored_leaves_no_half_a_file(tmp_path, monkeypatch):
+    implementations = wrong_twin(paged_attention=drop_the_first_key)
+    with pytest.raises(Disagreement) as caught:
+        list(Replay(small(twins=("wrong",)), implementations).steps())
+    assert caught.value.path is None
+
+    def fail(content, path):
+        Path(path).write_bytes(b"half")
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(torch, "save", fail)
+    with pytest.raises(OSError, match="no space"):
+        save_step(tmp_path / "s.pt", caught.value.stored, caught.value.difference)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_optimized_twin_agrees():
+    if importlib.util.find_spec("pagetwin.optimized.paged_attention") is None:
+        pytest.skip("pagetwin.optimized is not there")
+    script = (
+        "import os; os.environ.setdefault('TRITON_INTERPRET', '1')\n"
+        "import torch; torch.set_num_threads(1)\n"
+        "from pagetwin.shared.replay.run import Replay\n"
+        "from pagetwin.shared.replay.settings import choose_settings\n"
+        "settings = choose_settings('cpu', requests=4, scale=1 / 300, block_size=4,\n"
+        "    kv_heads=1, query_heads=2, token_budget=24,\n"
+        "    twins=('reference', 'optimized', 'triton'))\n"
+        "records = list(Replay(settings).steps())\n"
+        "print(len(records), 'steps agree')\n"
+    )
+    # a process of its own: the interpreter has to be chosen before triton is imported
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert "steps agree" in done.stdout, done.stderr
+
+
+# --- settings
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"query_heads": 3, "kv_heads": 2}, "query_heads = 3 is not a multiple"),
+        ({"dtype": "int8"}, "dtype = 'int8'"),
+        ({"token_budget": 0}, "token_budget = 0"),
+        ({"steps_per_second": 0}, "steps_per_second = 0"),
+        ({"twins": ()}, "twins"),
+    ],
+)
+def test_settings_out_of_range_are_refused(given, words):
+    with pytest.raises(ValueError, match=words):
+        small(**given)
+
+
+def test_what_was_not_given_comes_from_the_device():
+    settings = choose_settings("cpu", block_size=4, scale=None)
+    assert settings.block_size == 4
+    assert settings.scale == 1 / 64
+    with pytest.raises(ValueError, match="device = 'tpu'"):
+        choose_settings("tpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="torch sees no GPU"):
+            choose_settings("cuda")
+
+
+def test_a_twin_of_an_unknown_name_is_refused():
+    with pytest.raises(ValueError, match="twin = 'nobody' cannot be loaded"):
+        Replay(small(twins=("nobody",)))
+
+
+def test_a_trace_of_one_token_runs():
+    request = TraceRequest(0, 0.0, 1, 1)
+    (sequence,) = draw_tokens([request], 0)
+    (made,) = make_requests([replace(request)], [sequence], 1.0)
+    assert made.num_to_compute == 1
+    scheduler = Scheduler([made], BlockManager(1, 1), 1, 1)
+    scheduler.commit(scheduler.schedule())
+    assert scheduler.schedule() is None
