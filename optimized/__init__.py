@@ -5,10 +5,17 @@ without one they run in Triton's interpreter, which is slow and exact, so that t
 tested anywhere.
 """
 
+import importlib.util
 import os
 import sys
 
 import torch
+
+if importlib.util.find_spec("triton") is None:
+    raise ImportError(
+        "pagetwin.optimized needs triton 3.6 to 3.7, which is made for Linux on x86-64;"
+        " pagetwin.reference has the same functions and runs anywhere"
+    )
 
 # The interpreter has to be chosen before triton is imported; afterwards it is too late, and the
 # first launch on a CPU tensor says so (_launch.py).

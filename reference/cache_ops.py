@@ -18,10 +18,12 @@ from ..shared.refusals import (
 from ..shared.shapes import (
     BlockMapping,
     BlockTable,
+    DestinationKVCache,
     Key,
     KeyCache,
     KVCache,
     SlotMapping,
+    SourceKVCache,
     StartLoc,
     Value,
     ValueCache,
@@ -166,7 +168,9 @@ def copy_blocks(kv_caches: Sequence[KVCache], block_mapping: BlockMapping) -> No
 
 
 def swap_blocks(
-    source: KVCache, destination: KVCache, block_mapping: BlockMapping
+    source: SourceKVCache,
+    destination: DestinationKVCache,
+    block_mapping: BlockMapping,
 ) -> None:
     """Copy whole blocks from one cache to another, which may lie on another device.
 

@@ -57,6 +57,7 @@ def check_append_blocks(
     block_table: Tensor, num_blocks: Tensor, new_blocks: Sequence[Sequence[int]]
 ) -> None:
     """Refuse blocks that do not fit behind their row."""
+    check_block_table(block_table)
     reqs, max_blocks = block_table.shape
     check_length("num_blocks", num_blocks, reqs, "rows of the block table")
     if len(new_blocks) != reqs:
@@ -73,6 +74,15 @@ def check_append_blocks(
                 f" {max_blocks}, the width of the block table"
             )
     check_block_rows(new_blocks, max_blocks)
+
+
+def check_block_table(block_table: Tensor) -> None:
+    """Refuse a table that is not one row of int32 ids a request."""
+    check_dtype("block_table", block_table, torch.int32)
+    if block_table.dim() != 2:
+        raise ValueError(
+            f"block_table has shape {list(block_table.shape)}: expected [reqs, max_blocks]"
+        )
 
 
 def check_length(name: str, tensor: Tensor, expected: int, what: str) -> None:
@@ -198,7 +208,7 @@ def check_slot_mapping_device(
     check_positive(block_size=block_size)
     check_not_negative(num_tokens=num_tokens)
     check_dtype("num_computed_tokens", num_computed_tokens, torch.int32)
-    check_dtype("block_table", block_table, torch.int32)
+    check_block_table(block_table)
     reqs, max_blocks = block_table.shape
     check_length("num_computed_tokens", num_computed_tokens, reqs, "requests")
     check_same_device(
@@ -306,7 +316,7 @@ def check_gather_cache(
     """Refuse a gather that would read outside the cache."""
     check_caches(key_cache, value_cache)
     check_not_negative(num_tokens=num_tokens)
-    check_dtype("block_table", block_table, torch.int32)
+    check_block_table(block_table)
     check_same_device(
         key_cache=key_cache, block_table=block_table, seq_start_loc=seq_start_loc
     )
@@ -403,7 +413,7 @@ def check_paged_attention(
             f"num_query_heads = {query_heads} is not a multiple of num_kv_heads ="
             f" {kv_heads}"
         )
-    check_dtype("block_table", block_table, torch.int32)
+    check_block_table(block_table)
     check_dtype("seq_lens", seq_lens, torch.int32)
     reqs, max_blocks = block_table.shape
     check_length("seq_lens", seq_lens, reqs, "rows of the block table")

@@ -19,6 +19,8 @@ from torch import Tensor
 
 RawCache = Int8[Tensor, "num_bytes"]
 KVCache = Float[Tensor, "2 num_blocks block_size kv_heads head_size"]
+SourceKVCache = Float[Tensor, "2 source_blocks block_size kv_heads head_size"]
+DestinationKVCache = Float[Tensor, "2 destination_blocks block_size kv_heads head_size"]
 KeyCache = Float[Tensor, "num_blocks block_size kv_heads head_size"]
 ValueCache = Float[Tensor, "num_blocks block_size kv_heads head_size"]
 

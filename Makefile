@@ -1,0 +1,33 @@
+# Needs python3 (3.10 or newer) and make. Each target sets up what it needs in .venv.
+PYTHON ?= python3
+TEST_WORKERS ?= 2
+
+BIN := .venv/bin
+STAMP := .venv/.installed
+TWINS := -p pagetwin.reference -p pagetwin.shared -p pagetwin.optimized
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo test docs check
+
+# one thread each: torch's own threads only get in each other's way at these sizes
+test: export OMP_NUM_THREADS := 1
+test: $(STAMP)
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) -m "not slow"
+
+demo: $(STAMP)
+	$(BIN)/pagetwin replay --report report.html
+
+docs: $(STAMP)
+	$(BIN)/python -m mkdocs build --strict --quiet
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy $(TWINS)
+	$(BIN)/python -m mkdocs build --strict --quiet
+
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q -e '.[dev,docs]'
+	touch $@

@@ -1,0 +1,353 @@
+"""Which batches are hard?
+
+A plan is a few small numbers, so that a failing example can be read; `build` turns it into tensors.
+Everything that must not be read is poisoned: NaN in every slot that no sequence owns and in padding
+rows, ids far outside the cache behind each row of the block table. Lengths lie on both sides of
+block and tile edges, blocks are scattered, shared between rows and repeated within one, caches are
+views with any strides. One key, the needle, outweighs all others: a kernel that drops it, or lets
+an earlier query see it, is wrong by the size of a value and not by a rounding.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+LAYOUTS = (
+    "separate",
+    "interleaved",
+    "hnd",
+    "interleaved hnd",
+    "padded",
+    "every other element",
+)
+TABLES = ("scattered", "shared prefix", "repeated block")
+NEEDLES = ("none", "first", "last", "first new", "block edge", "tile edge")
+GARBAGE = (2**31 - 1, -1, -(2**31), 10**6)
+NAN = float("nan")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A batch in small numbers.
+
+    Args:
+        query_lens, kv_lens: new tokens and keys of each request.
+        spare_blocks: columns of the block table behind the longest row, all garbage.
+        padding: query rows behind the last request.
+        layout, value_layout: of the key cache and the value cache; None: the same.
+        needle: where the key lies that outweighs all others of its sequence.
+        scale: of the scores; None: 1 / sqrt(head_size).
+        spare_max: what max_query_len and max_seq_len lie above the truth.
+    """
+
+    query_lens: tuple[int, ...]
+    kv_lens: tuple[int, ...]
+    block_size: int = 16
+    kv_heads: int = 2
+    group: int = 2
+    head_size: int = 16
+    dtype: torch.dtype = torch.float32
+    layout: str = "separate"
+    value_layout: str | None = None
+    table: str = "scattered"
+    needle: str = "none"
+    spare_blocks: int = 1
+    padding: int = 0
+    scale: float | None = None
+    spare_max: int = 0
+    fused: bool = True
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The tensors of a plan, and the same facts on the host."""
+
+    plan: Plan
+    query: Tensor
+    key_cache: Tensor
+    value_cache: Tensor
+    block_table: Tensor
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    max_query_len: int
+    max_seq_len: int
+    rows: list[list[int]] = field(repr=False)
+
+    def arguments(self) -> dict[str, Any]:
+        """Return what `paged_attention` takes, by name."""
+        return {
+            "query": self.query,
+            "key_cache": self.key_cache,
+            "value_cache": self.value_cache,
+            "block_table": self.block_table,
+            "query_start_loc": self.query_start_loc,
+            "seq_lens": self.seq_lens,
+            "max_query_len": self.max_query_len,
+            "max_seq_len": self.max_seq_len,
+            "scale": self.plan.scale,
+        }
+
+    def fresh(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+        """Return an output and a log-sum-exp full of NaN."""
+        out = torch.full_like(
+            self.query,
+            NAN,
+            dtype=dtype or self.plan.dtype,
+            memory_format=torch.contiguous_format,
+        )
+        tokens, heads, _ = self.query.shape
+        lse_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        return out, torch.full((heads, tokens), NAN, dtype=lse_dtype, device=out.device)
+
+    def to(self, device: torch.device) -> "Batch":
+        """Return the batch on another device, strides kept."""
+        moved = {
+            name: value.to(device)
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor)
+        }
+        if device.type != "cpu":
+            for name in ("query", "key_cache", "value_cache"):
+                moved[name] = _to_strided(getattr(self, name), device)
+        return replace(self, **moved)
+
+    @property
+    def tokens(self) -> int:
+        """New tokens, padding not counted."""
+        return sum(self.plan.query_lens)
+
+
+def _to_strided(tensor: Tensor, device: torch.device) -> Tensor:
+    # .to() packs views; the same bytes under the same strides keep a view a view
+    storage = tensor.untyped_storage().to(device=device)
+    moved = torch.empty(0, dtype=tensor.dtype, device=device)
+    return moved.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def empty_cache(
+    layout: str,
+    num_blocks: int,
+    block_size: int,
+    kv_heads: int,
+    head_size: int,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """Return a cache [2, num_blocks, block_size, kv_heads, head_size] of NaN, as some view."""
+
+    def full(*shape: int) -> Tensor:
+        return torch.full(shape, NAN, dtype=dtype, device=device)
+
+    if layout == "separate":
+        return full(2, num_blocks, block_size, kv_heads, head_size)
+    if layout == "interleaved":
+        return full(num_blocks, 2, block_size, kv_heads, head_size).transpose(0, 1)
+    if layout == "hnd":
+        return full(2, num_blocks, kv_heads, block_size, head_size).transpose(2, 3)
+    if layout == "interleaved hnd":
+        cache = full(num_blocks, 2, kv_heads, block_size, head_size)
+        return cache.permute(1, 0, 3, 2, 4)
+    if layout == "every other element":
+        cache = full(2, num_blocks, block_size, kv_heads, 2 * head_size)
+        return cache[..., ::2]
+    if layout == "padded":
+        cache = full(2, num_blocks, block_size, kv_heads, head_size + 3)
+        return cache[..., :head_size]
+    raise ValueError(f"layout = {layout!r}: expected one of {LAYOUTS}")
+
+
+def draw_rows(
+    counts: list[int], kind: str, generator: torch.Generator
+) -> tuple[list[list[int]], int]:
+    """Return rows of scattered block ids, and the blocks of the cache (three times as many)."""
+    num_blocks = 3 * sum(counts) + 1
+    free = torch.randperm(num_blocks, generator=generator).tolist()
+    rows: list[list[int]] = []
+    for count in counts:
+        rows.append([free.pop() for _ in range(count)])
+    if kind == "shared prefix":
+        for req in range(1, len(rows)):
+            shared = min(len(rows[req]), len(rows[0])) // 2
+            rows[req][:shared] = rows[0][:shared]
+    if kind == "repeated block":
+        for row in rows:
+            if len(row) > 1:
+                row[-1] = row[0]
+    return rows, num_blocks
+
+
+def needle_position(
+    needle: str, query_len: int, kv_len: int, block_size: int
+) -> int | None:
+    """Return the needle's position in a sequence; None if it has none."""
+    if needle == "none" or kv_len == 0:
+        return None
+    places = {
+        "first": 0,
+        "last": kv_len - 1,
+        "first new": kv_len - query_len,
+        "block edge": (kv_len - 1) // block_size * block_size,
+        "tile edge": (kv_len - 1) // 64 * 64,
+    }
+    return min(places[needle], kv_len - 1)
+
+
+def build(plan: Plan, device: torch.device | str = "cpu") -> Batch:
+    """Return the tensors of a plan."""
+    generator = torch.Generator().manual_seed(plan.seed)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float32)
+
+    block_size, head_size = plan.block_size, plan.head_size
+    counts = [-(-kv_len // block_size) for kv_len in plan.kv_lens]
+    rows, num_blocks = draw_rows(counts, plan.table, generator)
+    max_blocks = max(counts, default=0) + plan.spare_blocks
+    block_table = torch.tensor(GARBAGE, dtype=torch.int32).repeat(
+        len(rows), max_blocks
+    )[:, :max_blocks]
+    for req, row in enumerate(rows):
+        block_table[req, : len(row)] = torch.tensor(row, dtype=torch.int32)
+
+    sizes = (num_blocks, block_size, plan.kv_heads, head_size)
+    key_cache, _ = empty_cache(plan.layout, *sizes, plan.dtype)
+    _, value_cache = empty_cache(plan.value_layout or plan.layout, *sizes, plan.dtype)
+    query_heads = plan.kv_heads * plan.group
+    tokens = sum(plan.query_lens)
+    width = query_heads * head_size
+    spare = 2 * plan.kv_heads * head_size if plan.fused else 0
+    fused = torch.full((tokens + plan.padding, width + spare), NAN, dtype=plan.dtype)
+    query = fused[:, :width].unflatten(1, (query_heads, head_size))
+
+    scale = head_size**-0.5 if plan.scale is None else plan.scale
+    direction = torch.nn.functional.normalize(random(plan.kv_heads, head_size), dim=1)
+    values = random(tokens, query_heads, head_size)
+    needles = []
+    for kv_len, row in zip(plan.kv_lens, rows, strict=True):
+        for position in range(kv_len):
+            block_id, offset = row[position // block_size], position % block_size
+            for cache in (key_cache, value_cache):
+                cache[block_id, offset] = random(plan.kv_heads, head_size).to(
+                    plan.dtype
+                )
+    start = 0
+    for query_len, kv_len, row in zip(plan.query_lens, plan.kv_lens, rows, strict=True):
+        position = needle_position(plan.needle, query_len, kv_len, block_size)
+        if position is not None:
+            # every query leans along `direction`, and this key lies far out on it: a score of 24
+            lean = direction.repeat_interleave(plan.group, dim=0)
+            values[start : start + query_len] *= 0.25
+            values[start : start + query_len] += 2 * lean
+            needles.append((row[position // block_size], position % block_size))
+        start += query_len
+    for block_id, offset in needles:
+        key_cache[block_id, offset] = (12 / scale * direction).to(plan.dtype)
+        value_cache[block_id, offset] += 3
+    query[:tokens] = values.to(plan.dtype)
+
+    starts = [0]
+    for query_len in plan.query_lens:
+        starts.append(starts[-1] + query_len)
+    batch = Batch(
+        plan=plan,
+        query=query,
+        key_cache=key_cache,
+        value_cache=value_cache,
+        block_table=block_table,
+        query_start_loc=torch.tensor(starts, dtype=torch.int32),
+        seq_lens=torch.tensor(plan.kv_lens, dtype=torch.int32),
+        max_query_len=max(plan.query_lens, default=0) + plan.spare_max,
+        max_seq_len=min(
+            max(plan.kv_lens, default=0) + plan.spare_max, max_blocks * block_size
+        ),
+        rows=rows,
+    )
+    return batch.to(torch.device(device))
+
+
+# blocks of 544 are what a hybrid model asks for; lengths there would be long, so they are rare
+block_sizes = st.sampled_from([1, 3, 16, 16, 16, 24])
+head_sizes = st.sampled_from([1, 8, 16, 16, 24, 64])
+groups = st.sampled_from([1, 2, 3, 5, 7, 8])
+
+
+@st.composite
+def lengths(draw: st.DrawFn, block_size: int, max_reqs: int) -> list[tuple[int, int]]:
+    """Return query and key counts of a ragged batch, on both sides of every edge."""
+    edges = [0, 1, block_size - 1, block_size, block_size + 1]
+    edges += [2 * block_size, 2 * block_size + 1, 3 * block_size + 1, 63, 64, 65]
+    longest = min(5 * block_size, 70)
+    kv_edges = sorted({edge for edge in edges if edge <= longest})
+    batch = []
+    for _ in range(draw(st.integers(0, max_reqs))):
+        kv_len = draw(st.sampled_from(kv_edges) | st.integers(0, longest))
+        news = sorted(
+            {
+                new
+                for new in (0, 1, 1, 2, 5, block_size, kv_len)
+                if new <= min(kv_len, 20)
+            }
+        )
+        batch.append((draw(st.sampled_from(news)), kv_len))
+    return batch
+
+
+@st.composite
+def plans(draw: st.DrawFn, max_reqs: int = 4, dtypes: Any = DTYPES) -> Plan:
+    """Return the plan of a batch for attention."""
+    block_size = draw(block_sizes)
+    batch = draw(lengths(block_size, max_reqs))
+    return Plan(
+        query_lens=tuple(query_len for query_len, _ in batch),
+        kv_lens=tuple(kv_len for _, kv_len in batch),
+        block_size=block_size,
+        kv_heads=draw(st.sampled_from([1, 2, 3])),
+        group=draw(groups),
+        head_size=draw(head_sizes),
+        dtype=draw(st.sampled_from(dtypes)),
+        layout=draw(st.sampled_from(LAYOUTS)),
+        value_layout=draw(st.none() | st.sampled_from(LAYOUTS)),
+        table=draw(st.sampled_from(TABLES)),
+        needle=draw(st.sampled_from(NEEDLES)),
+        spare_blocks=draw(st.integers(0, 2)),
+        padding=draw(st.sampled_from([0, 0, 1, 3])),
+        scale=draw(st.sampled_from([None, None, 0.3, 1.0])),
+        spare_max=draw(st.sampled_from([0, 0, 1, 7])),
+        fused=draw(st.booleans()),
+        seed=draw(st.integers(0, 2**16)),
+    )
+
+
+# what a random draw reaches seldom: large heads, 544-token blocks, one head, block_size == kv_heads
+CORNERS = {
+    "head size 80": Plan((1, 3), (33, 17), head_size=80, group=1, needle="last"),
+    "head size 96, fp16": Plan(
+        (1, 20), (65, 20), head_size=96, dtype=torch.float16, needle="tile edge"
+    ),
+    "head size 128, bf16": Plan(
+        (2, 1), (18, 49), head_size=128, dtype=torch.bfloat16, needle="first"
+    ),
+    "blocks of 544": Plan(
+        (1, 2), (545, 544), block_size=544, kv_heads=1, needle="block edge"
+    ),
+    "blocks of 544, interleaved": Plan(
+        (3, 1), (1, 543)[::-1], block_size=544, kv_heads=1, layout="interleaved"
+    ),
+    "block_size == kv_heads": Plan(
+        (1, 5), (10, 7), block_size=3, kv_heads=3, layout="hnd", needle="first new"
+    ),
+    "one head of one element": Plan((1, 4), (9, 4), kv_heads=1, group=1, head_size=1),
+    "empty batch": Plan((), (), padding=2),
+    "empty batch without a column": Plan((), (), spare_blocks=0),
+    "no new tokens": Plan((0, 0), (5, 0)),
+    "a long row beside short ones": Plan(
+        (1, 1, 1), (1, 300, 2), kv_heads=1, needle="tile edge", dtype=torch.float16
+    ),
+    "a whole prompt": Plan((70,), (70,), kv_heads=1, needle="first new"),
+    "a chunk that ends in a block": Plan((21, 1), (43, 43), needle="first new"),
+}

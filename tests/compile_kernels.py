@@ -1,0 +1,232 @@
+"""Compile every kernel for a GPU that need not be there, and print what it uses.
+
+    python tests/compile_kernels.py 90 [80 100 ...]
+
+The public operations run on host tensors, but each launch is recorded instead of made, with the
+tiles that a chip of that kind gets. So what is compiled is what would be launched. One JSON object
+a line: kernel, case, registers, stack bytes (what spilled), shared memory, warps, seconds.
+"""
+
+import os
+
+if __name__ == "__main__":
+    os.environ.pop("TRITON_INTERPRET", None)
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+from pagetwin.shared.operations import CONCEPTS, load_implementation
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+NAMES = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.int16: "i16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+# shared memory that one program may take, and multiprocessors, of an A100, an RTX 3090 (small
+# tiles), an H100 and a B200
+CHIPS = {
+    80: (166912, 108),
+    86: (101376, 82),
+    90: (232448, 132),
+    100: (232448, 148),
+}
+Launch = tuple[str, JITFunction, dict[str, Any], dict[str, int]]
+
+
+def pretend(chip: int, launches: list[Any]) -> None:
+    """Record launches instead of making them, as on that chip."""
+    shared_memory, processors = CHIPS[chip]
+    torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(
+        shared_memory_per_block_optin=shared_memory, multi_processor_count=processors
+    )
+
+    def record(self: JITFunction, *args: Any, grid: Any, **options: Any) -> None:
+        options.pop("warmup", None)
+        names = [name for name in options if name not in self.arg_names]
+        launch = {name: options.pop(name) for name in names}
+        values = dict(zip(self.arg_names, args, strict=False)) | options
+        launches.append((self, values, launch))
+
+    JITFunction.run = record
+    for concept in CONCEPTS:
+        module = import_module(f"pagetwin.optimized.{concept.name}")
+        if hasattr(module, "check_launch"):
+            module.check_launch = lambda tensor: None
+
+
+def run_attention(
+    query_len: int, kv_len: int, head_size: int, dtype: torch.dtype, reqs: int = 4
+) -> None:
+    blocks = -(-kv_len // 16)
+    query = torch.zeros(reqs * query_len, 32, head_size, dtype=dtype)
+    cache = torch.zeros(2, blocks, 16, 8, head_size, dtype=dtype)
+    load_implementation("optimized").paged_attention(
+        query,
+        cache[0],
+        cache[1],
+        torch.zeros(reqs, blocks, dtype=torch.int32),
+        torch.arange(reqs + 1, dtype=torch.int32) * query_len,
+        torch.full((reqs,), kv_len, dtype=torch.int32),
+        query_len,
+        kv_len,
+        lse=torch.zeros(32, reqs * query_len),
+    )
+
+
+def cases() -> Iterator[tuple[str, Callable[[], None]]]:
+    """Return what is launched: a name, and how to launch it."""
+    twin = load_implementation("optimized")
+    ones = torch.ones(64, 8, 128, dtype=torch.bfloat16)
+    cache = torch.zeros(2, 16, 16, 8, 128, dtype=torch.bfloat16)
+    table = torch.zeros(4, 4, dtype=torch.int32)
+    starts = torch.arange(5, dtype=torch.int32) * 16
+    counts = torch.zeros(4, dtype=torch.int32)
+    for dtype, head_size in (
+        (torch.bfloat16, 128),
+        (torch.float16, 64),
+        (torch.bfloat16, 256),
+        (torch.float32, 128),
+    ):
+        name = f"{NAMES[dtype]} {head_size}"
+        yield (
+            f"decode, {name}",
+            lambda d=dtype, h=head_size: run_attention(1, 4096, h, d),
+        )
+        yield (
+            f"prefill, {name}",
+            lambda d=dtype, h=head_size: run_attention(99, 99, h, d),
+        )
+    yield (
+        "write, bf16 8x128",
+        lambda: twin.reshape_and_cache(
+            ones, ones, cache[0], cache[1], torch.arange(64)
+        ),
+    )
+    yield (
+        "gather, bf16 8x128",
+        lambda: twin.gather_cache(cache[0], cache[1], table, starts, 64),
+    )
+    yield (
+        "copy, bf16 8x128",
+        lambda: twin.copy_blocks([cache], torch.tensor([[1, 0]])),
+    )
+    yield (
+        "slots of 64 tokens",
+        lambda: twin.compute_slot_mapping_device(starts, counts, table, 16, 64),
+    )
+
+
+def compile_launch(
+    kernel: JITFunction, values: dict[str, Any], options: dict[str, int], chip: int
+) -> dict[str, Any]:
+    """Compile one recorded launch as triton would, and return what it uses."""
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    attributes: dict[tuple[int], list[list[Any]]] = {}
+    for place, parameter in enumerate(kernel.params):
+        name = parameter.name
+        value = values.get(name, parameter.default)
+        # triton makes a constant of an integer 1 (mostly a stride), and so do we
+        is_one = isinstance(value, int) and value == 1
+        if parameter.is_constexpr or value is None or is_one:
+            signature[name], constants[name] = "constexpr", value
+            continue
+        if isinstance(value, torch.Tensor):
+            signature[name] = f"*{NAMES[value.dtype]}"
+        elif isinstance(value, float):
+            signature[name] = "fp32"
+        else:
+            signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+        aligned = isinstance(value, torch.Tensor) or (
+            isinstance(value, int) and value % 16 == 0
+        )
+        if aligned:
+            attributes[(place,)] = [["tt.divisibility", 16]]
+    begin = time.perf_counter()
+    compiled = triton.compile(
+        ASTSource(
+            fn=kernel, signature=signature, constexprs=constants, attrs=attributes
+        ),
+        target=GPUTarget("cuda", chip, 32),
+        options=options,
+    )
+    return {
+        **resources(compiled.asm["cubin"]),
+        "shared": compiled.metadata.shared,
+        "warps": compiled.metadata.num_warps,
+        "seconds": round(time.perf_counter() - begin, 2),
+    }
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Return registers a thread, and bytes of stack a thread: what did not fit registers."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    if not tool.exists():
+        tool = Path(shutil.which("cuobjdump") or tool)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.cubin"
+        file.write_bytes(cubin)
+        text = subprocess.run(
+            [str(tool), "-res-usage", str(file)],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+    return {
+        "registers": max(map(int, re.findall(r"REG:(\d+)", text))),
+        "stack": max(map(int, re.findall(r"STACK:(\d+)", text))),
+    }
+
+
+def main(chips: list[int]) -> None:
+    """Compile every case for every chip."""
+    launches: list[Any] = []
+    for chip in chips:
+        pretend(chip, launches)
+        for value in vars(import_module("pagetwin.optimized._tuning")).values():
+            if hasattr(value, "cache_clear"):
+                value.cache_clear()
+        seen = set()
+        for case, launch in cases():
+            launches.clear()
+            launch()
+            for kernel, values, options in launches:
+                constants = {
+                    name: value
+                    for name, value in values.items()
+                    if not isinstance(value, torch.Tensor)
+                }
+                key = (kernel.__name__, str(sorted(constants.items())), case)
+                if key in seen or is_idle(case, constants):
+                    continue
+                seen.add(key)
+                used = compile_launch(kernel, values, options, chip)
+                line = {"chip": chip, "case": case, "kernel": kernel.__name__} | used
+                print(json.dumps(line), flush=True)
+
+
+def is_idle(case: str, constants: dict[str, Any]) -> bool:
+    """Tell whether a prefill's launch is the one for short requests, which decodes compile."""
+    return case.startswith("prefill") and constants.get("SHORT") is True
+
+
+if __name__ == "__main__":
+    main([int(each) for each in sys.argv[1:]] or [80, 90, 100])

@@ -1,0 +1,130 @@
+"""What every test needs: a device, both twins with their shapes enforced, Hypothesis profiles."""
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import pytest
+from beartype import beartype
+from hypothesis import HealthCheck, settings
+from jaxtyping import jaxtyped
+from pagetwin.shared.operations import CONCEPTS
+
+torch.set_num_threads(1)
+
+settings.register_profile(
+    "ci",
+    derandomize=True,
+    deadline=None,  # the interpreter's first launch of a kernel takes seconds
+    print_blob=True,
+    max_examples=40,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+settings.register_profile(
+    "dev", settings.get_profile("ci"), derandomize=False, max_examples=300
+)
+# compiled kernels: each new shape costs a compilation of about a second
+settings.register_profile("cuda", settings.get_profile("ci"), max_examples=12)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep quiet about what triton and xFormers do inside."""
+    for warning in (
+        "ignore:tl.make_block_ptr is deprecated",
+        "ignore:warmup, rep, and use_cuda_graph parameters are deprecated",
+        "ignore::RuntimeWarning:triton.runtime.interpreter",
+    ):
+        config.addinivalue_line("filterwarnings", warning)
+
+
+class Twin:
+    """Every public operation of one twin, as an attribute, with its annotations enforced.
+
+    Args:
+        name: "reference" or "optimized".
+        enforce: whether shapes and dtypes are held against the annotations. A test of a refusal
+            wants to see the operation's own error, and so goes to `raw`.
+    """
+
+    def __init__(self, name: str, enforce: bool = True) -> None:
+        self.name = name
+        self._enforce = enforce
+        self._operations: dict[str, Callable[..., Any]] = {}
+        self.raw = Twin(name, enforce=False) if enforce else self
+
+    def __getattr__(self, operation: str) -> Callable[..., Any]:
+        if operation in self._operations:
+            return self._operations[operation]
+        for concept in CONCEPTS:
+            if operation in concept.operations:
+                module = import_module(f"pagetwin.{self.name}.{concept.name}")
+                function = getattr(module, operation)
+                if self._enforce:
+                    function = jaxtyped(function, typechecker=beartype)
+                self._operations[operation] = function
+                return function
+        raise AttributeError(f"{operation!r} is not one of pagetwin's operations")
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+TWINS = {name: Twin(name) for name in ("reference", "optimized")}
+
+
+@pytest.fixture(scope="session", params=TWINS)
+def twin(request: pytest.FixtureRequest) -> Twin:
+    """Return each twin in turn."""
+    return TWINS[request.param]
+
+
+@pytest.fixture(scope="session")
+def reference() -> Twin:
+    """Return the reference, to hold something against."""
+    return TWINS["reference"]
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Return where the kernels run: CUDA if there is one, else the interpreter's CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
+def checked_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the twin read contents too, as the reference always does."""
+    monkeypatch.setenv("PAGETWIN_CHECK_VALUES", "1")
+
+
+@pytest.fixture
+def report_lines(record_property: Callable[[str, object], None]) -> Callable[..., None]:
+    """Return a function whose lines stand in the terminal's summary."""
+
+    def add(line: str) -> None:
+        record_property("report_line", line)
+
+    return add
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the lines that tests reported, such as each kernel's registers and spills."""
+    lines = [
+        value
+        for reports in terminalreporter.stats.values()
+        for report in reports
+        if getattr(report, "when", None) == "call"
+        for name, value in report.user_properties
+        if name == "report_line"
+    ]
+    if lines:
+        terminalreporter.write_sep("-", "reported by the tests")
+        for line in lines:
+            terminalreporter.write_line(str(line))

@@ -1,0 +1,78 @@
+"""Does the judge pass what is right and reject what is wrong?"""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from pagetwin.shared.budgets import FACTOR, judge_rows, row_budgets
+from torch import Tensor
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def rows_of(seed: int, rows: int = 4) -> tuple[Tensor, Tensor]:
+    """Return exact rows, and what a sloppy run of a narrow dtype makes of them."""
+    exact = torch.randn(rows, 3, 5, generator=torch.Generator().manual_seed(seed))
+    return exact.double(), exact.double() + 1e-3
+
+
+@given(seed=st.integers(0, 99), dtype=st.sampled_from(DTYPES))
+def test_the_truth_rounded_once_is_right(seed: int, dtype: torch.dtype) -> None:
+    exact, _ = rows_of(seed)
+    verdict = judge_rows(exact.to(dtype), exact, exact, dtype)
+    assert verdict.ok and verdict.worst <= 0.5 and verdict.finite
+
+
+@given(seed=st.integers(0, 99), share=st.floats(0, 3))
+def test_a_row_may_lose_twice_what_plain_torch_loses(seed: int, share: float) -> None:
+    exact, same = rows_of(seed)
+    budgets = row_budgets(exact, same, torch.float16)
+    candidate = exact.clone()
+    candidate[2, 1, 3] += share * budgets[2]
+    verdict = judge_rows(candidate, exact, same, torch.float16)
+    assert verdict.worst == pytest.approx(share, abs=1e-6)
+    assert verdict.ok == (verdict.worst <= 1)
+    assert budgets.min() >= FACTOR * 1e-3 * 0.999
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_no_number_is_wrong(bad: float) -> None:
+    exact, same = rows_of(0)
+    candidate = exact.clone()
+    candidate[3, 0, 0] = bad
+    verdict = judge_rows(candidate, exact, same, torch.float16)
+    assert not verdict.ok and verdict.row == 3
+    assert str(verdict) == "row 3 holds NaN or infinity"
+
+
+def test_a_row_of_zeros_must_be_met_exactly() -> None:
+    """A padding row has no rounding, so any old memory in it is an error."""
+    zeros = torch.zeros(2, 4, dtype=torch.float64)
+    assert judge_rows(zeros, zeros, zeros, torch.float16).ok
+    candidate = zeros.clone()
+    candidate[1, 2] = 1e-30
+    assert not judge_rows(candidate, zeros, zeros, torch.float16).ok
+
+
+def test_one_wrong_row_is_not_forgiven_for_the_others() -> None:
+    """A budget for the whole tensor lets a small row drown beside a large one."""
+    exact = torch.ones(9, 4, dtype=torch.float64)
+    exact[0] *= 1e4
+    same = exact * (1 + 1e-4)
+    candidate = exact.clone()
+    candidate[1] += 0.5
+    verdict = judge_rows(candidate, exact, same, torch.float32)
+    assert not verdict.ok and verdict.row == 1
+    assert (candidate - exact).abs().max() < 2 * (same - exact).abs().max()
+
+
+def test_nothing_is_right() -> None:
+    nothing = torch.empty(0, 4)
+    assert judge_rows(nothing, nothing.double(), nothing, torch.float32).ok
+
+
+def test_a_verdict_says_which_row_and_how_much() -> None:
+    exact = torch.ones(2, 1, dtype=torch.float64)
+    verdict = judge_rows(exact + 1, exact, exact + 0.25, torch.float32)
+    assert verdict.worst == pytest.approx(2.0, rel=1e-3)
+    assert str(verdict) == "row 0: error 1, budget 0.5 (2.00 of it)"

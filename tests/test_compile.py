@@ -1,0 +1,60 @@
+"""Does every kernel compile for the chips it is meant for, and does it fit their registers?
+
+No GPU is needed: compile_kernels.py runs in a process of its own, without the interpreter, and what
+it prints stands in the summary of the test run.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from compile_kernels import CHIPS
+from pagetwin.shared.operations import CONCEPTS
+
+SCRIPT = Path(__file__).parent / "compile_kernels.py"
+
+
+def launched_kernels() -> set[str]:
+    """Return the names of the kernels that the twin launches."""
+    return {
+        name
+        for concept in CONCEPTS
+        for name, value in vars(
+            import_module(f"pagetwin.optimized.{concept.name}")
+        ).items()
+        if name.endswith("_kernel") and hasattr(value, "fn")
+    }
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_every_kernel_compiles_for(
+    chip: int, report_lines: Callable[..., None]
+) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), str(chip)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    for line in lines:
+        report_lines(
+            f"sm_{chip:<4} {line['case']:<20} {line['kernel']:<21}"
+            f" {line['registers']:>3} registers {line['stack']:>4} bytes spilled"
+            f" {line['shared']:>7} bytes shared {line['warps']:>2} warps"
+        )
+    assert {line["kernel"] for line in lines} == launched_kernels()
+    for line in lines:
+        assert line["shared"] <= CHIPS[chip][0], line
+        # a few bytes are a few registers; more means that the tile is too large for the chip
+        assert line["stack"] <= 512, line
+        if line["case"].startswith("decode, bf16") or chip >= 90 > line["registers"]:
+            assert line["stack"] == 0, line

@@ -1,0 +1,170 @@
+"""Does xFormers' own paged operator run here, and does it read what our metadata says?
+
+Without a GPU the operator runs in Triton's interpreter, so that it is run everywhere and not only
+where somebody has the hardware.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from batches import Plan, build
+from conftest import Twin
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import judge_attention
+from pagetwin.shared.selector import load_backend
+from pagetwin.shared.specs import KVCacheSpec
+
+pytest.importorskip("xformers")
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Record each call of xFormers' operator, whichever subclass makes it."""
+    from xformers.ops.fmha import triton_splitk
+
+    calls: list[Any] = []
+    apply = triton_splitk.FwOp.apply.__func__
+
+    def recorded(cls: type, inputs: Any, needs_gradient: bool) -> Any:
+        calls.append((cls, inputs))
+        return apply(cls, inputs, needs_gradient)
+
+    monkeypatch.setattr(triton_splitk.FwOp, "apply", classmethod(recorded))
+    yield calls
+
+
+def decodes(device: torch.device, **changes: Any) -> tuple[Any, Any, Any]:
+    """Return a batch of decodes, the layer's own tokens and its metadata."""
+    numbers = {"kv_heads": 2, "group": 4, "head_size": 64, "dtype": torch.float16}
+    plan = Plan((1, 1, 1), (33, 1, 16), **(numbers | changes))
+    batch = build(plan, device)
+    spec = KVCacheSpec(plan.block_size, plan.kv_heads, plan.head_size, plan.dtype)
+    return batch, plan, spec
+
+
+def forward(batch: Any, spec: KVCacheSpec, twin: Twin) -> Any:
+    """Run the batch through a layer whose new keys are those that the cache holds already."""
+    plan = batch.plan
+    backend = load_backend("XFORMERS")
+    device = batch.query.device
+    common = twin.build_common_attn_metadata(
+        list(plan.query_lens),
+        [kv - new for kv, new in zip(plan.kv_lens, plan.query_lens, strict=True)],
+        batch.rows,
+        plan.block_size,
+        device,
+    )
+    slots = common.slot_mapping
+    places = slots // plan.block_size, slots % plan.block_size
+    key, value = batch.key_cache[places], batch.value_cache[places]
+    impl = backend.get_impl_cls()(
+        plan.kv_heads * plan.group,
+        plan.head_size,
+        plan.head_size**-0.5,
+        plan.kv_heads,
+    )
+    metadata = backend.get_builder_cls()(spec, ["layer"], device).build(0, common)
+    cache = torch.stack([batch.key_cache, batch.value_cache])
+    output = torch.full_like(batch.query, float("nan"))
+    impl.forward(object(), batch.query, key, value, cache, metadata, output)
+    return output, metadata, impl
+
+
+@pytest.mark.parametrize("head_size", [32, 64, 128])
+@pytest.mark.parametrize("block_size", [16, 32, 48])
+def test_its_operator_really_runs_and_keeps_the_budget(
+    head_size: int,
+    block_size: int,
+    launches: list[Any],
+    reference: Twin,
+    device: torch.device,
+) -> None:
+    batch, _, spec = decodes(
+        device, head_size=head_size, block_size=block_size, needle="last"
+    )
+    output, _, impl = forward(batch, spec, reference)
+    assert impl.decode_op == "xformers"
+    ((operator, _),) = launches
+    # a tile that does not divide the page reads its neighbour's keys, without a word
+    assert block_size % operator.BLOCK_N == 0
+    assert judge_attention(batch, output, reference)[0].ok
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("needle", ["none", "first", "last", "block edge"])
+def test_it_finds_the_key_that_outweighs_all_others(
+    dtype: torch.dtype,
+    needle: str,
+    launches: list[Any],
+    reference: Twin,
+    device: torch.device,
+) -> None:
+    batch, _, spec = decodes(device, dtype=dtype, needle=needle)
+    output, _, _ = forward(batch, spec, reference)
+    assert len(launches) == 1
+    verdict, _ = judge_attention(batch, output, reference)
+    assert verdict.ok, verdict
+
+
+def test_a_head_size_that_its_kernel_lacks_runs_in_triton(
+    launches: list[Any], reference: Twin, device: torch.device
+) -> None:
+    """Which operator runs is fixed when the layer is made, and can be read from it."""
+    batch, _, spec = decodes(device, head_size=80)
+    output, _, impl = forward(batch, spec, reference)
+    assert impl.decode_op == "triton" and not launches
+    assert judge_attention(batch, output, reference)[0].ok
+
+
+@settings(max_examples=30)
+@given(
+    kv_lens=st.lists(st.sampled_from([1, 2, 15, 16, 17, 40]), min_size=1, max_size=4),
+    idle=st.sets(st.integers(0, 3)),
+    seed=st.integers(0, 99),
+)
+def test_its_mask_shows_each_decode_the_slots_of_its_row(
+    kv_lens: list[int], idle: set[int], seed: int, reference: Twin
+) -> None:
+    """The mask over all slots of the cache, against positions looked up one by one."""
+    news = [0 if req in idle else 1 for req in range(len(kv_lens))]
+    plan = Plan(tuple(news), tuple(kv_lens), seed=seed, head_size=32)
+    rows = build(plan).rows
+    common = reference.build_common_attn_metadata(
+        news, [kv - new for kv, new in zip(kv_lens, news, strict=True)], rows, 16
+    )
+    spec = KVCacheSpec(16, 2, 32, torch.float16)
+    builder = load_backend("XFORMERS").get_builder_cls()(spec, ["layer"], "cpu")
+    bias = builder.build(0, common).attn_bias
+    if not any(news):
+        assert bias is None
+        return
+    live = [req for req, new in enumerate(news) if new]
+    width = common.block_table_tensor.shape[1] * 16
+    mask = bias.materialize((len(live), len(live) * width))
+    # a table's padding is block 0, which a row that owns it would then show twice
+    for place, req in enumerate(live):
+        slots = {
+            rows[req][position // 16] * 16 + position % 16
+            for position in range(kv_lens[req])
+        }
+        used = -(-kv_lens[req] // 16)
+        if 0 in rows[req][:used] and used < common.block_table_tensor.shape[1]:
+            continue
+        seen = set(torch.isfinite(mask[place]).nonzero().flatten().tolist())
+        assert seen == slots
+    assert bias.page_size == 16
+    assert bias.k_seqinfo.seqlen_py == [kv_lens[req] for req in live]
+
+
+def test_it_is_asked_for_nothing_where_nothing_decodes(
+    launches: list[Any], reference: Twin, device: torch.device
+) -> None:
+    plan = Plan((3, 17), (20, 17), head_size=64, dtype=torch.float16)
+    batch = build(plan, device)
+    spec = KVCacheSpec(16, 2, 64, torch.float16)
+    output, metadata, _ = forward(batch, spec, reference)
+    assert metadata.attn_bias is None and not launches
+    assert judge_attention(batch, output, reference)[0].ok
