@@ -24,7 +24,7 @@ settings.register_profile(
     derandomize=True,
     deadline=None,  # the interpreter's first launch of a kernel takes seconds
     print_blob=True,
-    max_examples=40,
+    max_examples=60,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.register_profile(
@@ -32,7 +32,8 @@ settings.register_profile(
 )
 # compiled kernels: each new shape costs a compilation of about a second
 settings.register_profile("cuda", settings.get_profile("ci"), max_examples=12)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+DEFAULT_PROFILE = "cuda" if torch.cuda.is_available() else "ci"
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", DEFAULT_PROFILE))
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -217,6 +217,45 @@ def test_slots_past_two_billion_elements_are_written_and_read(
     assert same_bits(gathered, caches[0][high])
 
 
+def test_tokens_that_lie_far_apart_are_found(twin: Twin, device: torch.device) -> None:
+    """A slice of a long tensor: token * stride passes 2**31 at the third token."""
+    stride = 2**30 + 64
+    long = torch.empty(2 * stride + 64, dtype=torch.float16, device=device)
+    key = long.as_strided((3, 1, 64), (stride, 64, 1))
+    key.copy_(torch.randn(3, 1, 64, generator=torch.Generator().manual_seed(5)))
+    cache = torch.zeros(2, 1, 16, 1, 64, dtype=torch.float16, device=device)
+    slots = torch.tensor([4, 9, 2], device=device)
+    twin.reshape_and_cache(key, key, cache[0], cache[1], slots)
+    assert same_bits(cache[0, 0, slots], key) and same_bits(cache[0], cache[1])
+
+
+def test_slots_may_be_a_view_with_any_strides(twin: Twin, device: torch.device) -> None:
+    cache = torch.full((2, 3, 4, 1, 8), NAN, device=device)
+    key = torch.randn(3, 1, 8, generator=torch.Generator().manual_seed(6)).to(device)
+    slots = torch.tensor([7, 0, 2, 0, 11, 0], device=device)[::2]
+    twin.reshape_and_cache(key, -key, cache[0], cache[1], slots)
+    flat = cache.flatten(1, 2)
+    assert same_bits(flat[0, slots], key) and same_bits(flat[1, slots], -key)
+    assert int(flat[0].isnan().all(-1).sum()) == 9
+
+
+def test_blocks_past_two_billion_elements_are_copied(
+    twin: Twin, device: torch.device
+) -> None:
+    """The value half alone begins past 2**31 elements here."""
+    num_blocks = 2**31 // 1024 + 5
+    shape = (2, num_blocks, 16, 1, 64)
+    cache = torch.empty(shape, dtype=torch.float16, device=device)
+    high = num_blocks - 1
+    block = torch.randn(2, 16, 1, 64, generator=torch.Generator().manual_seed(4))
+    block = block.to(device, torch.float16)
+    cache[:, high], cache[:, high - 2], cache[:, 1] = block, NAN, NAN
+    pairs = torch.tensor([[high, 1], [high, high - 2]])
+    twin.copy_blocks([cache], pairs)
+    for copied in (high, high - 2, 1):
+        assert same_bits(cache[:, copied], block)
+
+
 @st.composite
 def mappings(
     draw: st.DrawFn, num_source: int, num_destination: int, same: bool

@@ -56,5 +56,8 @@ def test_every_kernel_compiles_for(
         assert line["shared"] <= CHIPS[chip][0], line
         # a few bytes are a few registers; more means that the tile is too large for the chip
         assert line["stack"] <= 512, line
-        if line["case"].startswith("decode, bf16") or chip >= 90 > line["registers"]:
+        if line["case"].startswith("decode, bf16"):
             assert line["stack"] == 0, line
+        elif chip >= 90 > line["registers"]:
+            # triton 3.6's ptxas sets 8 bytes aside with registers to spare
+            assert line["stack"] <= 8, line

@@ -374,6 +374,34 @@ def test_blocks_past_two_billion_elements_are_found(
         assert same_bits(one, other)
 
 
+def test_queries_that_lie_far_apart_are_found(twin: Twin, device: torch.device) -> None:
+    """A slice of a long tensor: token * stride passes 2**31 at the third token."""
+    batch = build(
+        Plan((3,), (20,), kv_heads=1, group=1, head_size=64, dtype=torch.float16),
+        device,
+    )
+    stride = 2**30 + 64
+    long = torch.empty(2 * stride + 64, dtype=torch.float16, device=device)
+    query = long.as_strided((3, 1, 64), (stride, 64, 1))
+    query.copy_(batch.query)
+    for one, other in zip(run(twin, batch), run(twin, batch, query=query), strict=True):
+        assert same_bits(one, other)
+
+
+def test_lengths_and_starts_may_be_views_with_any_strides(
+    twin: Twin, device: torch.device
+) -> None:
+    batch = build(Plan((3, 1), (20, 9)), device)
+    before = run(twin, batch)
+    changes = {}
+    for name in ("query_start_loc", "seq_lens", "block_table"):
+        wide = getattr(batch, name).repeat_interleave(2, dim=-1).clone()
+        wide[..., 1::2] = 10**6
+        changes[name] = wide[..., ::2]
+    for one, other in zip(before, run(twin, batch, **changes), strict=True):
+        assert same_bits(one, other)
+
+
 BROKEN = {
     "drops the last key": {
         "sees": lambda q, k, ql, kl: sees_up_to_itself(q, k, ql, kl) and k < kl - 1

@@ -780,11 +780,11 @@ def test_the_optimized_twin_agrees():
     if importlib.util.find_spec("pagetwin.optimized.paged_attention") is None:
         pytest.skip("pagetwin.optimized is not there")
     script = (
-        "import os; os.environ.setdefault('TRITON_INTERPRET', '1')\n"
         "import torch; torch.set_num_threads(1)\n"
+        "device = 'cuda' if torch.cuda.is_available() else 'cpu'\n"
         "from pagetwin.shared.replay.run import Replay\n"
         "from pagetwin.shared.replay.settings import choose_settings\n"
-        "settings = choose_settings('cpu', requests=4, scale=1 / 300, block_size=4,\n"
+        "settings = choose_settings(device, requests=4, scale=1 / 300, block_size=4,\n"
         "    kv_heads=1, query_heads=2, token_budget=24,\n"
         "    twins=('reference', 'optimized', 'triton'))\n"
         "records = list(Replay(settings).steps())\n"

@@ -458,9 +458,17 @@ def write_record(folder: Path, record: Record) -> Path:
     """Write the record and its summary, whatever it holds so far, and return its path."""
     device = re.sub(r"[^a-z0-9]+", "-", record["device"].lower()).strip("-")
     path = folder / f"{record['date'][:10]}-{device}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    text = json.dumps(record, indent=1)
+    for place in (ROOT, sys.prefix, Path.home()):
+        text = text.replace(f"{place}/", "")
+    path.write_text(text + "\n", encoding="utf-8")
     path.with_suffix(".md").write_text(summarise(record), encoding="utf-8")
     return path
+
+
+def asked_for(asked: argparse.Namespace) -> Record:
+    """Return the options of the record, without the folder it is written to."""
+    return {k: v for k, v in vars(asked).items() if k not in ("folder", "measure")}
 
 
 def main() -> int:
@@ -487,7 +495,7 @@ def main() -> int:
     folder = asked.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     record = describe_machine(asked.commit, asked.device)
-    record |= {"smoke": asked.smoke, "command": sys.argv[1:], "parts": {}}
+    record |= {"smoke": asked.smoke, "asked": asked_for(asked), "parts": {}}
     scratch = Path(tempfile.mkdtemp())
     runs: dict[str, Callable[[], Record]] = {
         "tests": lambda: run_tests(

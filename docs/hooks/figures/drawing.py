@@ -1,0 +1,62 @@
+"""How is a picture put together from boxes, words and arrows?"""
+
+from collections.abc import Sequence
+from html import escape
+
+Cell = tuple[str, str]
+"""What stands in a box, and its class: a, b (two requests), new, off (nobody's)."""
+
+
+class Drawing:
+    """SVG elements, and the room they take."""
+
+    def __init__(self, width: int, height: int, says: str) -> None:
+        self.width, self.height, self.says = width, height, says
+        self.parts: list[str] = []
+
+    def text(self, x: float, y: float, words: str, kind: str = "label") -> None:
+        self.parts.append(
+            f'<text x="{x}" y="{y}" class="{kind}">{escape(words)}</text>'
+        )
+
+    def box(
+        self, x: float, y: float, w: float, h: float, words: str = "", kind: str = ""
+    ) -> None:
+        self.parts.append(
+            f'<rect x="{x}" y="{y}" width="{w}" height="{h}" rx="3" class="{kind}"/>'
+        )
+        if words:
+            self.text(x + w / 2, y + h / 2 + 5, words, "cell")
+
+    def row(
+        self, x: float, y: float, cells: Sequence[Cell], w: float = 44, h: float = 34
+    ) -> None:
+        for number, (words, kind) in enumerate(cells):
+            self.box(x + number * w, y, w, h, words, kind)
+
+    def captions(
+        self, x: float, y: float, words: Sequence[object], w: float = 44
+    ) -> None:
+        for number, word in enumerate(words):
+            self.text(x + (number + 0.5) * w, y, str(word), "caption")
+
+    def arrow(self, x1: float, y1: float, x2: float, y2: float) -> None:
+        middle = (y1 + y2) / 2
+        path = (
+            f"M{x1} {y1} C{x1} {middle} {x2} {middle} {x2} {y2}"
+            if x1 != x2 and y1 != y2
+            else f"M{x1} {y1} L{x2} {y2}"
+        )
+        self.parts.append(f'<path d="{path}" class="arrow" marker-end="url(#tip)"/>')
+
+    def svg(self) -> str:
+        tip = (
+            '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7"'
+            ' markerHeight="7" orient="auto"><path d="M0 0 L8 4 L0 8 z"/></marker></defs>'
+        )
+        return (
+            f'<figure class="drawing"><svg viewBox="0 0 {self.width} {self.height}"'
+            f' style="max-width:{self.width}px" role="img"'
+            f' aria-label="{escape(self.says, quote=True)}">{tip}{"".join(self.parts)}'
+            f"</svg><figcaption>{escape(self.says)}</figcaption></figure>"
+        )

@@ -1,0 +1,71 @@
+"""What does each operation do, with all its numbers?
+
+One source of worked examples for the docstrings, the documentation, `pagetwin explain` and the
+tests: a file for each concept, with its examples and a picture for the terminal.
+"""
+
+import importlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from rich.text import Text
+
+from ..operations import CONCEPTS, Implementation
+from ..specs import KVCacheSpec
+from .story import Example as Example
+from .story import StoryStep as StoryStep
+
+_FILES = {
+    each.name: importlib.import_module(f".{each.name}", __name__) for each in CONCEPTS
+}
+EXAMPLES: tuple[Example, ...] = tuple(
+    example for file in _FILES.values() for example in file.EXAMPLES
+)
+
+
+def draw(concept: str) -> list[Text]:
+    """Return a concept's picture for the terminal, at most 76 columns wide."""
+    picture: list[Text] = _FILES[concept].draw()
+    return picture
+
+
+def example_names(implementation: Implementation) -> dict[str, Any]:
+    """Return the names that examples may use, their operations taken from one twin."""
+    names: dict[str, Any] = {
+        "torch": torch,
+        "math": math,
+        "KVCacheSpec": KVCacheSpec,
+        "BACKENDS": implementation.modules["backend"].BACKENDS,
+    }
+    for module in implementation.modules.values():
+        for each in EXAMPLES:
+            if hasattr(module, each.operation):
+                names[each.operation] = getattr(module, each.operation)
+    return names
+
+
+def run_example(
+    example: Example, names: dict[str, Any]
+) -> Iterator[tuple[str, str, str]]:
+    """Run an example call by call: source text, what it promises, what it shows here.
+
+    Args:
+        example: what to run.
+        names: from `example_names`; changed: the example adds its own.
+    """
+    for source, shows in example.calls:
+        try:
+            call = compile(source, example.operation, "eval")
+        except SyntaxError:
+            exec(source, names)
+            yield source, shows, ""
+            continue
+        result = eval(call, names)
+        yield source, shows, "" if result is None else repr(result)
+
+
+def examples_of(concept: str) -> tuple[Example, ...]:
+    """Return the examples of a concept, in the order of its operations."""
+    return tuple(each for each in EXAMPLES if each.concept == concept)

@@ -1,0 +1,125 @@
+"""The worked examples and the picture of block_table."""
+
+from rich.text import Text
+
+from .drawing import DIM, A, B, beside, boxes, said, under
+from .story import Example, StoryStep
+
+
+def draw() -> list[Text]:
+    """Return the concept's picture for the terminal."""
+    rows = beside(
+        [Text(), Text("request 0"), Text(), Text()],
+        [*boxes([("7", A), ("2", A), ("", DIM)]), under(["0-3", "4-7", ""])],
+        [Text(), Text("request 1"), Text(), Text()],
+        [*boxes([("5", B), ("", DIM), ("", DIM)]), under(["0-3", "", ""])],
+    )
+    owners = {7: ("r0", A, "0-3"), 2: ("r0", A, "4-7"), 5: ("r1", B, "0-3")}
+    found = [owners.get(block, ("", DIM, "")) for block in range(8)]
+    cache = beside(
+        [Text(line) for line in ("block", "", "the cache", "", "positions")],
+        [
+            under([str(block) for block in range(8)]),
+            *boxes([(owner, style) for owner, style, _ in found]),
+            under([positions for _, _, positions in found]),
+        ],
+    )
+    return [
+        *said(
+            "Each request's row lists its blocks; under them, the positions they hold:"
+        ),
+        *rows,
+        *said("", "The same blocks where they lie:", ""),
+        *cache,
+    ]
+
+
+EXAMPLES = (
+    Example(
+        "block_table",
+        "blocks_needed",
+        "Nine tokens in blocks of four need three blocks, the last one almost empty.",
+        """\
+>>> blocks_needed(num_tokens=9, block_size=4)
+3
+""",
+        (
+            StoryStep(
+                "Eight tokens fill two blocks of four to the last slot.",
+                "9 // 4",
+                "2",
+            ),
+            StoryStep(
+                "One token is left over. It needs a whole block, as blocks are never cut.",
+                "9 % 4",
+                "1",
+            ),
+            StoryStep(
+                "So it is 9 / 4 rounded up; minus signs around // round up, with no float.",
+                "-(-9 // 4)",
+                "3",
+            ),
+        ),
+    ),
+    Example(
+        "block_table",
+        "make_block_table",
+        "Two requests, one with two blocks and one with one, become one table.",
+        """\
+>>> make_block_table([[7, 2], [5]], max_blocks=3)
+tensor([[7, 2, 0],
+        [5, 0, 0]], dtype=torch.int32)
+""",
+        (
+            StoryStep(
+                "Request 0 owns blocks 7 and 2, in this order: its first tokens lie in block"
+                " 7, although 7 is the larger number.",
+                "[[7, 2], [5]][0]",
+                "[7, 2]",
+            ),
+            StoryStep(
+                "Request 1 owns one block, 5.",
+                "[[7, 2], [5]][1]",
+                "[5]",
+            ),
+            StoryStep(
+                "The table is 3 wide, so 1 entry is free behind row 0 and 2 behind row 1."
+                " They are 0 here, but could be anything, since nobody reads them.",
+                "[3 - len(row) for row in [[7, 2], [5]]]",
+                "[1, 2]",
+            ),
+        ),
+    ),
+    Example(
+        "block_table",
+        "append_blocks",
+        "Request 0 has outgrown its two blocks and gets a third.",
+        """\
+>>> append_blocks(
+...     torch.tensor([[7, 2, 0], [5, 0, 0]], dtype=torch.int32),
+...     torch.tensor([2, 1], dtype=torch.int32),
+...     [[4], []],
+... )
+tensor([3, 1], dtype=torch.int32)
+""",
+        (
+            StoryStep(
+                "Row 0 holds 2 blocks, so the new block 4 goes to entry 2, right behind"
+                " them; the row is then 7, 2, 4.",
+                "[7, 2] + [4]",
+                "[7, 2, 4]",
+            ),
+            StoryStep(
+                "Request 1 needs nothing; its list is empty and its row stays as it was.",
+                "[5] + []",
+                "[5]",
+            ),
+            StoryStep(
+                "What comes back is how many blocks each row holds now. The table itself"
+                " cannot tell: a 0 in it may be padding or block 0.",
+                "[2 + len([4]), 1 + len([])]",
+                "[3, 1]",
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,168 @@
+"""The worked examples and the picture of cache_ops."""
+
+from rich.text import Text
+
+from .drawing import DIM, NEW, beside, boxes, said, under
+from .story import Example, StoryStep
+
+
+def draw() -> list[Text]:
+    """Return the concept's picture for the terminal."""
+    tokens = beside(
+        [Text(), Text("new keys"), Text(), Text("slots")],
+        [*boxes([("5", NEW), ("6", DIM)]), under(["9", "-1"])],
+    )
+    columns = []
+    for block in range(3):
+        slots = range(block * 4, block * 4 + 4)
+        cells = [("5", NEW) if slot == 9 else ("", DIM) for slot in slots]
+        columns.append(
+            [
+                Text(f"block {block}"),
+                *boxes(cells),
+                under([str(slot) for slot in slots]),
+            ]
+        )
+    return [
+        *tokens,
+        *said("", "Slot 9 is offset 1 of block 2; slot -1 is nowhere:", ""),
+        *beside(*columns),
+    ]
+
+
+EXAMPLES = (
+    Example(
+        "cache_ops",
+        "reshape_and_cache",
+        "Token 0 goes to slot 9, token 1 nowhere.",
+        """\
+>>> key_cache = torch.zeros(3, 4, 1, 1)
+>>> key = torch.tensor([[[5.0]], [[6.0]]])
+>>> slot_mapping = torch.tensor([9, -1])
+>>> reshape_and_cache(key, key, key_cache, key_cache.clone(), slot_mapping)
+>>> key_cache.flatten()
+tensor([0., 0., 0., 0., 0., 0., 0., 0., 0., 5., 0., 0.])
+""",
+        (
+            StoryStep(
+                "The slots are 9 and -1. Token 1 has a negative one: it is not stored, and the"
+                " 6 appears nowhere.",
+                "[slot < 0 for slot in (9, -1)]",
+                "[False, True]",
+                step="skip tokens without a slot",
+            ),
+            StoryStep(
+                "Blocks have 4 slots, so slot 9 is offset 1 of block 2.",
+                "divmod(9, 4)",
+                "(2, 1)",
+                step="find block and offset",
+            ),
+            StoryStep(
+                "Token 0's key, 5, is stored there; counted through, that is place 9 of the"
+                " 12.",
+                "float(key_cache[2, 1])",
+                "5.0",
+                step="store the key and the value",
+            ),
+        ),
+    ),
+    Example(
+        "cache_ops",
+        "gather_cache",
+        "A sequence of six tokens, read back from blocks 2 and 0.",
+        """\
+>>> key_cache = torch.arange(12.0).view(3, 4, 1, 1)
+>>> key, value = gather_cache(
+...     key_cache,
+...     key_cache,
+...     block_table=torch.tensor([[2, 0]], dtype=torch.int32),
+...     seq_start_loc=torch.tensor([0, 6], dtype=torch.int32),
+...     num_tokens=6,
+... )
+>>> key.flatten()
+tensor([ 8.,  9., 10., 11.,  0.,  1.])
+""",
+        (
+            StoryStep(
+                "Positions 0 to 3 belong to entry 0 of the row, block 2; positions 4 and 5 to"
+                " entry 1, block 0.",
+                "[[2, 0][position // 4] for position in range(6)]",
+                "[2, 2, 2, 2, 0, 0]",
+                step="look the block up",
+            ),
+            StoryStep(
+                "Within their block they are numbers 0 to 3, then 0 and 1.",
+                "[position % 4 for position in range(6)]",
+                "[0, 1, 2, 3, 0, 1]",
+                step="count slots into it",
+            ),
+            StoryStep(
+                "In this cache every slot holds its own number, so the keys tell where they"
+                " came from: slots 8 to 11, then 0 and 1.",
+                "[2 * 4, 2 * 4 + 3, 0 * 4, 0 * 4 + 1]",
+                "[8, 11, 0, 1]",
+                step="copy the key and the value",
+            ),
+        ),
+    ),
+    Example(
+        "cache_ops",
+        "copy_blocks",
+        "Block 2 is copied over block 0, keys and values.",
+        """\
+>>> kv_cache = torch.arange(6.0).view(2, 3, 1, 1, 1)
+>>> copy_blocks([kv_cache], torch.tensor([[2, 0]]))
+>>> kv_cache.flatten()
+tensor([2., 1., 2., 5., 4., 5.])
+""",
+        (
+            StoryStep(
+                "Three blocks of one slot: their keys are 0, 1, 2, their values 3, 4, 5.",
+                "torch.arange(6.0).view(2, 3).tolist()",
+                "[[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]",
+            ),
+            StoryStep(
+                "The pair (2, 0) reads block 2: key 2, value 5.",
+                "kv_cache[:, 2].flatten().tolist()",
+                "[2.0, 5.0]",
+            ),
+            StoryStep(
+                "Block 0 holds the same now. Two sequences that shared block 2 may go on in"
+                " one each.",
+                "kv_cache[:, 0].flatten().tolist()",
+                "[2.0, 5.0]",
+            ),
+        ),
+    ),
+    Example(
+        "cache_ops",
+        "swap_blocks",
+        "Block 2 of one cache moves to block 0 of another.",
+        """\
+>>> on_device = torch.arange(6.0).view(2, 3, 1, 1, 1)
+>>> on_host = torch.zeros(2, 2, 1, 1, 1)
+>>> swap_blocks(on_device, on_host, torch.tensor([[2, 0]]))
+>>> on_host.flatten()
+tensor([2., 0., 5., 0.])
+""",
+        (
+            StoryStep(
+                "The source has three blocks, keys 0, 1, 2 and values 3, 4, 5; the host has"
+                " room for two.",
+                "list(on_host.shape[:2])",
+                "[2, 2]",
+            ),
+            StoryStep(
+                "The pair (2, 0) brings key 2 and value 5 to block 0 of the host; its block 1"
+                " stays zero.",
+                "on_host[:, 0].flatten().tolist()",
+                "[2.0, 5.0]",
+            ),
+            StoryStep(
+                "When there is memory again, the pair turned round brings them back.",
+                "[2, 0][::-1]",
+                "[0, 2]",
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,91 @@
+"""The worked examples and the picture of paged_attention."""
+
+from rich.text import Text
+
+from .drawing import DIM, NEW, A, beside, boxes, said
+from .story import Example, StoryStep
+
+
+def draw() -> list[Text]:
+    """Return the concept's picture for the terminal."""
+    values = [[0, 1], [2, 3], [4, 5]]
+    cache = beside(
+        *(
+            [
+                Text(f"block {block}"),
+                *boxes([(str(each), A if block == 2 else DIM) for each in pair]),
+            ]
+            for block, pair in enumerate(values)
+        )
+    )
+    views = [
+        [Text(), Text("token 0 sees"), Text()],
+        boxes([("4", NEW), ("x", DIM)]),
+        [Text(), Text("-> 4", style=NEW), Text()],
+        [Text(), Text("  token 1 sees"), Text()],
+        boxes([("4", NEW), ("5", NEW)]),
+        [Text(), Text("-> 4.5", style=NEW), Text()],
+    ]
+    return [
+        *said("The values in the cache; the sequence's row says block 2:", ""),
+        *cache,
+        *said(""),
+        *beside(*views),
+    ]
+
+
+EXAMPLES = (
+    Example(
+        "paged_attention",
+        "paged_attention",
+        "Token 0 sees its own value, token 1 the mean of both.",
+        """\
+>>> paged_attention(
+...     query=torch.ones(2, 1, 1),
+...     key_cache=torch.ones(3, 2, 1, 1),
+...     value_cache=torch.arange(6.0).view(3, 2, 1, 1),
+...     block_table=torch.tensor([[2]], dtype=torch.int32),
+...     query_start_loc=torch.tensor([0, 2], dtype=torch.int32),
+...     seq_lens=torch.tensor([2], dtype=torch.int32),
+...     max_query_len=2,
+...     max_seq_len=2,
+... ).flatten()
+tensor([4.0000, 4.5000])
+""",
+        (
+            StoryStep(
+                "The sequence has 2 tokens, and its row says block 2. The values there are 4"
+                " and 5; the keys are all 1.",
+                "torch.arange(6.0).view(3, 2)[2].tolist()",
+                "[4.0, 5.0]",
+                step="gather the sequence's keys and values",
+            ),
+            StoryStep(
+                "Query times key times scale: 1 * 1 * 1 / sqrt(1) = 1, for every pair.",
+                "1.0 * 1.0 * 1**-0.5",
+                "1.0",
+                step="compare each query with every key",
+            ),
+            StoryStep(
+                "Token 0 stands at position 0, so position 1 is hidden from it. Token 1 sees"
+                " both.",
+                "[[key <= query for key in (0, 1)] for query in (0, 1)]",
+                "[[True, False], [True, True]]",
+                step="hide the keys behind each query",
+            ),
+            StoryStep(
+                "Token 0 has one score: weight 1. Token 1 has two equal ones; the logarithm of"
+                " their summed exponentials is 1.6931, and exp(1 - 1.6931) = 0.5.",
+                "(round(math.log(2 * math.e), 4), round(math.exp(1 - 1.6931), 2))",
+                "(1.6931, 0.5)",
+                step="turn scores into weights",
+            ),
+            StoryStep(
+                "Token 0 gets 1 * 4, token 1 gets 0.5 * 4 + 0.5 * 5.",
+                "(1 * 4.0, 0.5 * 4 + 0.5 * 5)",
+                "(4.0, 4.5)",
+                step="average the values by them",
+            ),
+        ),
+    ),
+)

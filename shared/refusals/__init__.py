@@ -1,0 +1,33 @@
+"""Which inputs are refused, and in which words?
+
+Both twins call these functions first, so both refuse the same things with the same sentence,
+before anything is written. An error gives the name, the value, what was expected and a way on.
+
+Shapes, dtypes and host numbers are always checked. Contents (does this slot lie in the cache?)
+must be read from the device, which stops the host and is illegal while a CUDA graph is captured:
+the reference always reads them, the twin only if `values_checked()`.
+"""
+
+from .attention import check_paged_attention as check_paged_attention
+from .batch import check_append_blocks as check_append_blocks
+from .batch import check_batch_lengths as check_batch_lengths
+from .batch import check_block_ids as check_block_ids
+from .batch import check_block_rows as check_block_rows
+from .batch import check_block_table as check_block_table
+from .batch import check_one_sequence as check_one_sequence
+from .batch import check_row_reaches as check_row_reaches
+from .batch import check_sequences_fit as check_sequences_fit
+from .batch import check_slot_mapping_device as check_slot_mapping_device
+from .batch import check_start_loc as check_start_loc
+from .cache import check_block_mapping as check_block_mapping
+from .cache import check_caches as check_caches
+from .cache import check_gather_cache as check_gather_cache
+from .cache import check_kv_caches_alike as check_kv_caches_alike
+from .cache import check_reshape_and_cache as check_reshape_and_cache
+from .primitives import FLOATS as FLOATS
+from .primitives import check_dtype as check_dtype
+from .primitives import check_length as check_length
+from .primitives import check_not_negative as check_not_negative
+from .primitives import check_positive as check_positive
+from .primitives import check_same_device as check_same_device
+from .primitives import values_checked as values_checked
