@@ -9,6 +9,7 @@ an earlier query see it, is wrong by the size of a value and not by a rounding.
 """
 
 from dataclasses import dataclass, field, replace
+from random import Random
 from typing import Any
 
 import torch
@@ -123,10 +124,13 @@ class Batch:
 
 
 def _to_strided(tensor: Tensor, device: torch.device) -> Tensor:
-    # .to() packs views; the same bytes under the same strides keep a view a view
-    storage = tensor.untyped_storage().to(device=device)
-    moved = torch.empty(0, dtype=tensor.dtype, device=device)
-    return moved.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+    # .to() packs views; a view of the same strides stays one, with NaN beside it
+    spans = zip(tensor.shape, tensor.stride(), strict=True)
+    extent = 1 + sum((max(size, 1) - 1) * stride for size, stride in spans)
+    offset = tensor.storage_offset()
+    base = torch.full((offset + extent,), NAN, dtype=tensor.dtype, device=device)
+    moved = base.as_strided(tensor.shape, tensor.stride(), offset)
+    return moved.copy_(tensor)
 
 
 def empty_cache(
@@ -270,56 +274,53 @@ def build(plan: Plan, device: torch.device | str = "cpu") -> Batch:
     return batch.to(torch.device(device))
 
 
-# blocks of 544 are what a hybrid model asks for; lengths there would be long, so they are rare
-block_sizes = st.sampled_from([1, 3, 16, 16, 16, 24])
-head_sizes = st.sampled_from([1, 8, 16, 16, 24, 64])
-groups = st.sampled_from([1, 2, 3, 5, 7, 8])
-
-
-@st.composite
-def lengths(draw: st.DrawFn, block_size: int, max_reqs: int) -> list[tuple[int, int]]:
-    """Return query and key counts of a ragged batch, on both sides of every edge."""
+def draw_lengths(pick: Random, block_size: int, reqs: int) -> list[tuple[int, int]]:
+    """Return new tokens and keys of a ragged batch, on both sides of every edge."""
     edges = [0, 1, block_size - 1, block_size, block_size + 1]
     edges += [2 * block_size, 2 * block_size + 1, 3 * block_size + 1, 63, 64, 65]
-    longest = min(5 * block_size, 70)
+    longest = 70
     kv_edges = sorted({edge for edge in edges if edge <= longest})
     batch = []
-    for _ in range(draw(st.integers(0, max_reqs))):
-        kv_len = draw(st.sampled_from(kv_edges) | st.integers(0, longest))
-        news = sorted(
-            {
-                new
-                for new in (0, 1, 1, 2, 5, block_size, kv_len)
-                if new <= min(kv_len, 20)
-            }
-        )
-        batch.append((draw(st.sampled_from(news)), kv_len))
+    for _ in range(reqs):
+        kv_len = pick.choice([pick.choice(kv_edges), pick.randint(1, longest)])
+        if pick.random() < 0.15:  # long enough for its keys to be split
+            kv_len += 64
+        news = [new for new in (1, 1, 2, 5, 17, 20, block_size, kv_len) if new <= 24]
+        news = [new for new in news if new <= kv_len]
+        idle = not news or pick.random() < 0.1
+        batch.append((0 if idle else pick.choice(news), kv_len))
     return batch
 
 
 @st.composite
 def plans(draw: st.DrawFn, max_reqs: int = 4, dtypes: Any = DTYPES) -> Plan:
-    """Return the plan of a batch for attention."""
-    block_size = draw(block_sizes)
-    batch = draw(lengths(block_size, max_reqs))
+    """Return the plan of a batch for attention.
+
+    Everything comes from one seed: drawn one by one, Hypothesis repeats a few values of each, and
+    half of the batches have no new token at all.
+    """
+    pick = Random(draw(st.integers(0, 2**20)))
+    reqs = 0 if pick.random() < 0.05 else pick.randint(1, max_reqs)
+    block_size = pick.choice([1, 3, 16, 16, 16, 24])
+    batch = draw_lengths(pick, block_size, reqs)
     return Plan(
         query_lens=tuple(query_len for query_len, _ in batch),
         kv_lens=tuple(kv_len for _, kv_len in batch),
         block_size=block_size,
-        kv_heads=draw(st.sampled_from([1, 2, 3])),
-        group=draw(groups),
-        head_size=draw(head_sizes),
-        dtype=draw(st.sampled_from(dtypes)),
-        layout=draw(st.sampled_from(LAYOUTS)),
-        value_layout=draw(st.none() | st.sampled_from(LAYOUTS)),
-        table=draw(st.sampled_from(TABLES)),
-        needle=draw(st.sampled_from(NEEDLES)),
-        spare_blocks=draw(st.integers(0, 2)),
-        padding=draw(st.sampled_from([0, 0, 1, 3])),
-        scale=draw(st.sampled_from([None, None, 0.3, 1.0])),
-        spare_max=draw(st.sampled_from([0, 0, 1, 7])),
-        fused=draw(st.booleans()),
-        seed=draw(st.integers(0, 2**16)),
+        kv_heads=pick.choice([1, 2, 2, 3]),
+        group=pick.choice([1, 2, 3, 5, 7, 8]),
+        head_size=pick.choice([1, 8, 16, 16, 24, 64]),
+        dtype=pick.choice(dtypes),
+        layout=pick.choice(LAYOUTS),
+        value_layout=pick.choice([None, *LAYOUTS]),
+        table=pick.choice(TABLES),
+        needle=pick.choice(["none", *NEEDLES]),
+        spare_blocks=pick.choice([0, 1, 2]),
+        padding=pick.choice([0, 0, 1, 3]),
+        scale=pick.choice([None, None, 0.3, 1.0]),
+        spare_max=pick.choice([0, 0, 1, 7]),
+        fused=pick.choice([True, False]),
+        seed=pick.randrange(2**16),
     )
 
 

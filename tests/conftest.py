@@ -36,6 +36,14 @@ DEFAULT_PROFILE = "cuda" if torch.cuda.is_available() else "ci"
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", DEFAULT_PROFILE))
 
 
+GOLDEN_LINE = pytest.StashKey[str]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let the recorded cases come from another folder."""
+    parser.addoption("--golden-dir", help="folder of recorded cases (tests/golden)")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Keep quiet about what triton and xFormers do inside."""
     for warning in (
@@ -129,3 +137,27 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_sep("-", "reported by the tests")
         for line in lines:
             terminalreporter.write_line(str(line))
+    golden = [
+        value
+        for reports in terminalreporter.stats.values()
+        for report in reports
+        if getattr(report, "when", None) == "call"
+        for name, value in report.user_properties
+        if name == "golden"
+    ]
+    failed = [
+        report
+        for report in terminalreporter.stats.get("failed", [])
+        if "test_golden.py::test_case" in report.nodeid
+    ]
+    if golden or failed:
+        terminalreporter.config.stash[GOLDEN_LINE] = (
+            f"golden: {golden.count('equal')} passed, {len(failed)} failed,"
+            f" {golden.count('deviated')} deviated"
+        )
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Say last how the recorded cases went."""
+    if line := config.stash.get(GOLDEN_LINE, None):
+        print(line)
