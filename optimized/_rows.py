@@ -41,6 +41,39 @@ def find_tile(
 
 
 @triton.jit
+def start_rows(sinks, head, is_row, ROWS: tl.constexpr):
+    """Return the sums and maxima (base 2) of rows that have seen no key yet.
+
+    A sink is a score of weight 1 at its own maximum, and adds no value.
+    """
+    if sinks is not None:
+        sink = tl.load(sinks + head, mask=is_row, other=0.0)
+        return tl.full([ROWS], 1.0, dtype=tl.float32), sink * LOG2_E
+    row_max = tl.full([ROWS], -float("inf"), dtype=tl.float32)
+    return tl.zeros([ROWS], dtype=tl.float32), row_max
+
+
+@triton.jit
+def tanh(x):
+    """Return tanh(x), to a few roundings for small x too, where 1 - 2 / (e^2x + 1) cancels."""
+    square = x * x
+    series = x * (1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315))))
+    far = 1 - 2 / (tl.exp(2 * tl.abs(x)) + 1)
+    return tl.where(tl.abs(x) < 0.125, series, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def fold_part(total, row_sum, row_max, value, part_lse):
+    """Return the running sums of rows with one more finished part (log-sum-exp in base 2)."""
+    new_max = tl.maximum(row_max, part_lse)
+    shift = tl.where(new_max == -float("inf"), 0.0, new_max)
+    fade = tl.exp2(row_max - shift)
+    weight = tl.exp2(part_lse - shift)
+    total = total * fade[:, None] + value * weight[:, None]
+    return total, row_sum * fade + weight, new_max
+
+
+@triton.jit
 def finish_rows(total, row_sum, row_max):
     """Return the rows' averages and their log-sum-exp in base 2.
 
@@ -66,7 +99,6 @@ def store_rows(
     lse_stride_head,
     lse_stride_token,
     HEAD_SIZE: tl.constexpr,
-    HAS_LSE: tl.constexpr,
 ):
     """Write finished rows; the log-sum-exp leaves base 2 for base e."""
     tl.store(
@@ -77,7 +109,7 @@ def store_rows(
         result.to(out.dtype.element_ty),
         mask=is_row[:, None] & (element < HEAD_SIZE)[None, :],
     )
-    if HAS_LSE:
+    if lse is not None:
         place = head * lse_stride_head + token.to(tl.int64) * lse_stride_token
         tl.store(lse + place, (row_lse * LN_2).to(lse.dtype.element_ty), mask=is_row)
 
@@ -89,13 +121,17 @@ def part_place(req, kv_head, split, num_splits, part_rows):
     return part * part_rows
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_splits", "part_rows", "lse_stride_head", "lse_stride_token"]
+)
 def join_kernel(
     query_start_loc,
     out,
     lse,
     part_out,
     part_lse,
+    sinks,
+    num_splits,
     short_rows,
     part_rows,
     out_stride_token,
@@ -106,9 +142,7 @@ def join_kernel(
     GROUP_SIZE: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     HEAD_TILE: tl.constexpr,
-    HAS_LSE: tl.constexpr,
     ROWS: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
 ):
     """Join the parts of a short request's rows, each weighted by its share of the sum."""
     req = tl.program_id(0)
@@ -121,27 +155,21 @@ def join_kernel(
     element = tl.arange(0, HEAD_TILE)
     is_row = row < num_rows
     total = tl.zeros([ROWS, HEAD_TILE], dtype=tl.float32)
-    row_sum = tl.zeros([ROWS], dtype=tl.float32)
-    row_max = tl.full([ROWS], -float("inf"), dtype=tl.float32)
-    for split in range(NUM_SPLITS):
-        place = part_place(req, kv_head, split, NUM_SPLITS, part_rows) + row
+    head = kv_head * GROUP_SIZE + row % GROUP_SIZE
+    row_sum, row_max = start_rows(sinks, head, is_row, ROWS)
+    for split in range(num_splits):
+        place = part_place(req, kv_head, split, num_splits, part_rows) + row
         part = tl.load(part_lse + place, mask=is_row, other=-float("inf"))
         value = tl.load(
             part_out + place[:, None] * HEAD_SIZE + element[None, :],
             mask=is_row[:, None] & (element < HEAD_SIZE)[None, :],
             other=0.0,
         )
-        new_max = tl.maximum(row_max, part)
-        shift = tl.where(new_max == -float("inf"), 0.0, new_max)
-        fade = tl.exp2(row_max - shift)
-        weight = tl.exp2(part - shift)
-        total = total * fade[:, None] + value * weight[:, None]
-        row_sum = row_sum * fade + weight
-        row_max = new_max
+        total, row_sum, row_max = fold_part(total, row_sum, row_max, value, part)
     result, row_lse = finish_rows(total, row_sum, row_max)
     store_rows(
         out, lse, result, row_lse, start + row // GROUP_SIZE,
-        kv_head * GROUP_SIZE + row % GROUP_SIZE, element, is_row,
+        head, element, is_row,
         out_stride_token, out_stride_head, out_stride_element,
-        lse_stride_head, lse_stride_token, HEAD_SIZE, HAS_LSE,
+        lse_stride_head, lse_stride_token, HEAD_SIZE,
     )  # fmt: skip

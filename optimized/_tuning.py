@@ -14,7 +14,7 @@ Chosen on an H200 (torch 2.11, triton 3.6, bfloat16, 32 query heads, 8 kv heads 
 128 x 64, 4 warps, 3 stages (128 x 128, 8 warps, 3 stages: 1,768 to 1,791; 64 rows: 2,297 to 3,035).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -74,7 +74,7 @@ class SplitRule:
 
 
 def choose_tiles(
-    head_tile: int, dtype: torch.dtype, device: torch.device
+    head_tile: int, dtype: torch.dtype, device: torch.device, bends_scores: bool
 ) -> tuple[Tiles, Tiles]:
     """Return the decode tile and the prefill tile.
 
@@ -82,10 +82,15 @@ def choose_tiles(
         head_tile: elements of a head, rounded up to a power of two.
         dtype: of the cache.
         device: where the kernels run.
+        bends_scores: whether there is a soft cap or ALiBi, whose arithmetic takes registers:
+            a prefill tile then gets 8 warps, or it spills.
     """
     table = _table(dtype == torch.float32, device)
     width = head_tile * dtype.itemsize
-    return next(tiles for limit, tiles in table.items() if width <= limit)
+    decode, prefill = next(tiles for limit, tiles in table.items() if width <= limit)
+    if bends_scores and prefill.num_warps < 8:
+        prefill = replace(prefill, num_warps=8)
+    return decode, prefill
 
 
 @cache

@@ -18,6 +18,8 @@ from ..shared.backend_interface import (
     AttentionMetadataBuilder,
     metadata_fields,
 )
+from ..shared.capabilities import MultipleOf
+from ..shared.graph_classes import AttentionCGSupport
 from ..shared.kinds import CACHE_DTYPES
 from ..shared.metadata_classes import CommonAttentionMetadata, PagedAttentionMetadata
 from ..shared.shapes import Key, KVCache, Output, Query, Value
@@ -42,6 +44,10 @@ class TritonAttentionMetadata(PagedAttentionMetadata):
 
 class TritonAttentionMetadataBuilder(AttentionMetadataBuilder):
     """Builds the metadata of the pure Triton backend."""
+
+    # its launches depend on shapes and maxima alone
+    cudagraph_support = AttentionCGSupport.ALWAYS
+    reorder_batch_threshold: int = 1
 
     def build(
         self,
@@ -69,21 +75,25 @@ class TritonAttentionImpl(AttentionImpl):
         value: Value,
         kv_cache: KVCache,
         attn_metadata: PagedAttentionMetadata | None,
-        output: Output,
+        output: Output | None = None,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
     ) -> Output:
         """Write the step's keys and values, attend, and return `output`.
 
         Decodes and prefills go out in one call, whose kernels tell them apart by themselves.
         """
+        output = self.check_forward(output, output_scale, output_block_scale)
         if attn_metadata is None:
             return output
         # step: write the new keys and values
         key_cache, value_cache = split_kv_cache(kv_cache)
-        slot_mapping = attn_metadata.slot_mapping
-        reshape_and_cache(key, value, key_cache, value_cache, slot_mapping)
+        if self.kv_sharing_target_layer_name is None:
+            slot_mapping = attn_metadata.slot_mapping
+            reshape_and_cache(key, value, key_cache, value_cache, slot_mapping)
         # step: attend for the decodes, then for the prefills
         rows = slice(0, attn_metadata.num_actual_tokens)
-        _attend(query[rows], kv_cache, attn_metadata, self.scale, output[rows])
+        _attend(self, query[rows], kv_cache, attn_metadata, output[rows])
         return output
 
 
@@ -147,9 +157,19 @@ class XFormersAttentionMetadata(PagedAttentionMetadata):
 
     attn_bias: Any = None
 
+    def _part(self, first: int, last: int) -> "XFormersAttentionMetadata":
+        part = super()._part(first, last)
+        assert isinstance(part, XFormersAttentionMetadata)
+        # the mask is that of the decodes, which come first
+        return (
+            part if first == 0 and self.num_decodes else replace(part, attn_bias=None)
+        )
+
 
 class XFormersAttentionMetadataBuilder(AttentionMetadataBuilder):
     """Builds the metadata of the xFormers backend, the decodes' mask included."""
+
+    reorder_batch_threshold: int = 1
 
     def build(
         self,
@@ -171,7 +191,7 @@ class XFormersAttentionMetadataBuilder(AttentionMetadataBuilder):
         if decodes is None or not decodes.num_actual_tokens:
             return metadata
         block_table, seq_lens = decodes.block_table, decodes.seq_lens_cpu
-        if decodes.num_actual_tokens < decodes.num_decodes:
+        if decodes.num_actual_tokens < metadata.num_decodes:
             kept = decodes.query_start_loc_cpu.diff().nonzero().flatten()
             block_table = block_table[kept.to(block_table.device)]
             seq_lens = seq_lens[kept]
@@ -184,9 +204,9 @@ class XFormersAttentionMetadataBuilder(AttentionMetadataBuilder):
 class XFormersAttentionImpl(AttentionImpl):
     """Runs a layer's decodes in xFormers' split-K operator and its prefills in Triton.
 
-    `decode_op` says which operator runs the decodes: "xformers" where the head size is a power
-    of two from 32 to 256, the only ones its kernel compiles for, and "triton" for the others
-    that vLLM's backend lists.
+    `decode_op` says which operator runs the decodes: "xformers" where it can, and "triton" where
+    the operator lacks what the layer asks for: a head size that is no power of two (its kernel
+    compiles for 32, 64, 128 and 256 alone), a sliding window, a soft cap, ALiBi or sinks.
     """
 
     def __init__(
@@ -195,10 +215,36 @@ class XFormersAttentionImpl(AttentionImpl):
         head_size: int,
         scale: float,
         num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = "decoder",
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
     ) -> None:
-        super().__init__(num_heads, head_size, scale, num_kv_heads)
+        super().__init__(
+            num_heads,
+            head_size,
+            scale,
+            num_kv_heads,
+            alibi_slopes,
+            sliding_window,
+            kv_cache_dtype,
+            logits_soft_cap,
+            attn_type,
+            kv_sharing_target_layer_name,
+            sinks,
+        )
         XFormersAttentionBackend.validate_head_size(head_size)
-        self.decode_op = "xformers" if head_size in HEAD_SIZES_OF_SPLIT_K else "triton"
+        asks_for_more = (
+            alibi_slopes is not None
+            or sliding_window is not None
+            or bool(logits_soft_cap)
+            or sinks is not None
+        )
+        can = head_size in HEAD_SIZES_OF_SPLIT_K and not asks_for_more
+        self.decode_op = "xformers" if can else "triton"
 
     def forward(
         self,
@@ -208,15 +254,19 @@ class XFormersAttentionImpl(AttentionImpl):
         value: Value,
         kv_cache: KVCache,
         attn_metadata: PagedAttentionMetadata | None,
-        output: Output,
+        output: Output | None = None,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
     ) -> Output:
         """Write the step's keys and values, attend, and return `output`."""
+        output = self.check_forward(output, output_scale, output_block_scale)
         if attn_metadata is None:
             return output
         # step: write the new keys and values
         key_cache, value_cache = split_kv_cache(kv_cache)
-        slot_mapping = attn_metadata.slot_mapping
-        reshape_and_cache(key, value, key_cache, value_cache, slot_mapping)
+        if self.kv_sharing_target_layer_name is None:
+            slot_mapping = attn_metadata.slot_mapping
+            reshape_and_cache(key, value, key_cache, value_cache, slot_mapping)
         # step: attend for the decodes, then for the prefills
         boundary = attn_metadata.num_decode_tokens
         decodes, prefills = (
@@ -230,12 +280,10 @@ class XFormersAttentionImpl(AttentionImpl):
                     query[:boundary], key_cache, value_cache, bias, self.scale
                 )
             else:
-                _attend(
-                    query[:boundary], kv_cache, decodes, self.scale, output[:boundary]
-                )
+                _attend(self, query[:boundary], kv_cache, decodes, output[:boundary])
         if prefills is not None:
             rows = slice(boundary, attn_metadata.num_actual_tokens)
-            _attend(query[rows], kv_cache, prefills, self.scale, output[rows])
+            _attend(self, query[rows], kv_cache, prefills, output[rows])
         return output
 
 
@@ -244,6 +292,7 @@ class XFormersAttentionBackend(AttentionBackend):
 
     name = "XFORMERS"
     supported_dtypes = (torch.float16, torch.bfloat16)
+    supported_kernel_block_sizes = (MultipleOf(16),)
 
     @staticmethod
     def get_supported_head_sizes() -> list[int]:
@@ -306,10 +355,10 @@ BACKENDS = (TritonAttentionBackend, XFormersAttentionBackend)
 
 
 def _attend(
+    impl: AttentionImpl,
     query: Tensor,
     kv_cache: Tensor,
     metadata: PagedAttentionMetadata,
-    scale: float,
     out: Tensor,
 ) -> None:
     key_cache, value_cache = split_kv_cache(kv_cache)
@@ -322,8 +371,8 @@ def _attend(
         metadata.seq_lens,
         metadata.max_query_len,
         metadata.max_seq_len,
-        scale=scale,
         out=out,
+        **impl.options(query.device),
     )
 
 

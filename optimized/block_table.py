@@ -1,20 +1,26 @@
 """Which blocks of the cache does each request own?
 
-Rows are written into one numpy array, a whole row at a time, and sent to the device once.
+Rows are written into one numpy array, long ones a row at a time and short ones all at once, and
+sent to the device in one copy.
 """
 
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 import torch
 
+from ..shared.kinds import HOST
 from ..shared.refusals import (
     check_append_blocks,
     check_block_rows,
     check_not_negative,
     check_positive,
+    values_checked,
 )
 from ..shared.shapes import BlockCounts, BlockTable
+
+_SHORT_ROW = 64
 
 
 def blocks_needed(num_tokens: int, block_size: int) -> int:
@@ -32,7 +38,6 @@ def make_block_table(
     """Return the rows as one table, padded with 0 behind each row."""
     if max_blocks is None:
         max_blocks = max((len(row) for row in rows), default=0)
-    check_block_rows(rows, max_blocks)
     return torch.from_numpy(padded_rows(rows, max_blocks)).to(device)
 
 
@@ -43,29 +48,42 @@ def append_blocks(
 ) -> BlockCounts:
     """Write new blocks behind the rows and return how many blocks each row holds then.
 
-    All new blocks of the batch are sent in one copy and written in one indexed store.
+    All new blocks of the batch are sent in one copy and written in one indexed store. Counts that
+    lie on the device stay there; whether a row outgrows the table is then looked at only if
+    values are checked.
     """
-    check_append_blocks(block_table, num_blocks, new_blocks)
-    added = np.fromiter(
-        (len(blocks) for blocks in new_blocks), np.int64, len(new_blocks)
-    )
-    held = num_blocks.numpy(force=True)
-    req = np.repeat(np.arange(len(added)), added)
-    column = held[req] + np.arange(added.sum()) - (added.cumsum() - added)[req]
-    block_ids = np.concatenate([np.empty(0, np.int32), *map(_as_ids, new_blocks)])
+    on_host = num_blocks.device == HOST
+    contents = on_host or values_checked()
+    check_append_blocks(block_table, num_blocks, new_blocks, contents)
+    added = np.fromiter(map(len, new_blocks), np.int64, len(new_blocks))
+    req = np.arange(len(added)).repeat(added)
+    offset = np.arange(len(req)) - (added.cumsum() - added).repeat(added)
+    block_ids = np.fromiter(chain.from_iterable(new_blocks), np.int64, len(req))
     device = block_table.device
-    entries = torch.from_numpy(np.stack([req, column, block_ids])).to(device)
-    block_table[entries[0], entries[1]] = entries[2].to(torch.int32)
-    return torch.from_numpy((held + added).astype(np.int32)).to(num_blocks.device)
+    entries = torch.from_numpy(np.stack([req, offset, block_ids])).to(device)
+    column = num_blocks.to(device)[entries[0]] + entries[1]
+    block_table[entries[0], column] = entries[2].to(torch.int32)
+    counts = torch.from_numpy(added.astype(np.int32))
+    return num_blocks + counts.to(num_blocks.device)
 
 
 def padded_rows(rows: Sequence[Sequence[int]], max_blocks: int) -> np.ndarray:
-    """Return the rows as one int32 array, padded with 0."""
+    """Return the rows as one int32 array, padded with 0.
+
+    The ids are checked in the array: looking at each in its list takes longer than all the rest.
+    """
+    lens = np.fromiter(map(len, rows), np.int64, len(rows))
+    if lens.max(initial=0) > max_blocks:
+        check_block_rows(rows, max_blocks)
     table = np.zeros((len(rows), max_blocks), dtype=np.int32)
-    for req, row in enumerate(rows):
-        table[req, : len(row)] = row
+    num_ids = int(lens.sum())
+    if num_ids <= _SHORT_ROW * len(rows):
+        # a numpy call for each row would take longer than walking over the ids
+        owned = np.arange(max_blocks) < lens[:, None]
+        table[owned] = np.fromiter(chain.from_iterable(rows), np.int32, num_ids)
+    else:
+        for req, row in enumerate(rows):
+            table[req, : len(row)] = row
+    if table.min(initial=0) < 0:
+        check_block_rows(rows, max_blocks)
     return table
-
-
-def _as_ids(blocks: Sequence[int]) -> np.ndarray:
-    return np.asarray(blocks, dtype=np.int32)

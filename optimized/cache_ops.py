@@ -186,7 +186,7 @@ def _copy_on_device(source: Tensor, destination: Tensor, block_mapping: Tensor) 
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots"])
 def _write_kernel(
     key,
     value,
@@ -240,7 +240,9 @@ def _write_kernel(
     tl.store(value_cache + slots[:, None] + parts[None, :], moved, mask=stored)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_reqs", "num_halvings", "table_stride_req"]
+)
 def _gather_kernel(
     key_cache,
     value_cache,

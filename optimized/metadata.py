@@ -9,9 +9,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ..shared.kinds import HOST
-from ..shared.metadata_classes import CommonAttentionMetadata
-from ..shared.refusals import check_block_rows
+from ..shared.backend_interface import AttentionMetadataBuilder
+from ..shared.metadata_classes import CommonAttentionMetadata, PagedAttentionMetadata
+from ..shared.refusals.step import check_attn_groups
+from ..shared.shapes import BlockTable, CountsBuffer, SlotMapping
+from ._send import send
 from .block_table import padded_rows
 from .slot_mapping import compute_slot_mapping_batch
 
@@ -31,16 +33,15 @@ def build_common_attn_metadata(
     ).numpy()
     # step: pad the rows into one table
     max_blocks = max((len(row) for row in block_rows), default=0)
-    check_block_rows(block_rows, max_blocks)
     block_table = padded_rows(block_rows, max_blocks)
     # step: add up where each request starts
     query_start_loc = np.zeros(num_reqs + 1, dtype=np.int32)
     np.cumsum(query_lens, out=query_start_loc[1:])
     # step: add up how long each sequence is
     computed = np.asarray(num_computed_tokens, dtype=np.int32)
-    seq_lens = computed + np.asarray(query_lens, dtype=np.int32)
+    seq_lens = computed + np.diff(query_start_loc)
     # step: send everything to the device
-    on_host, on_device = _send(
+    on_host, on_device = send(
         [slot_mapping, query_start_loc, seq_lens, block_table], torch.device(device)
     )
     return CommonAttentionMetadata(
@@ -58,33 +59,54 @@ def build_common_attn_metadata(
     )
 
 
-def _send(
-    arrays: list[np.ndarray], device: torch.device
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the arrays as views of one host buffer and of its copy on the device.
-
-    The slots come first: they are 64-bit, and so lie aligned at the start of the buffer.
-    Pinned memory goes back to torch's pool only after the copy from it has run.
-    """
-    sizes = [array.nbytes for array in arrays]
-    ends = np.cumsum(sizes)
-    buffer = torch.empty(
-        int(ends[-1]),
-        dtype=torch.uint8,
-        device=HOST,
-        pin_memory=device.type == "cuda",
+def build_attn_metadata(
+    attn_metadata_builders: Sequence[AttentionMetadataBuilder],
+    num_reqs: int,
+    num_tokens: int,
+    query_start_loc: CountsBuffer,
+    query_start_loc_cpu: CountsBuffer,
+    seq_lens: CountsBuffer,
+    seq_lens_cpu: CountsBuffer,
+    num_computed_tokens_cpu: CountsBuffer,
+    block_tables: Sequence[BlockTable],
+    slot_mappings: Sequence[SlotMapping],
+    layer_names: Sequence[Sequence[str]],
+) -> dict[str, PagedAttentionMetadata]:
+    """Return the metadata of every layer: one object for each group of layers."""
+    check_attn_groups(
+        len(attn_metadata_builders),
+        num_reqs,
+        num_tokens,
+        {
+            "query_start_loc": query_start_loc,
+            "query_start_loc_cpu": query_start_loc_cpu,
+            "seq_lens": seq_lens,
+            "seq_lens_cpu": seq_lens_cpu,
+            "num_computed_tokens_cpu": num_computed_tokens_cpu,
+        },
+        block_tables,
+        slot_mappings,
+        len(layer_names),
     )
-    raw = buffer.numpy()
-    for array, size, end in zip(arrays, sizes, ends, strict=True):
-        raw[end - size : end] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    copies = []
-    for place in (buffer, buffer.to(device, non_blocking=True)):
-        copies.append(
-            [
-                place[end - size : end]
-                .view(torch.from_numpy(array).dtype)
-                .view(array.shape)
-                for array, size, end in zip(arrays, sizes, ends, strict=True)
-            ]
+    # step: cut the buffers to the batch
+    starts = query_start_loc_cpu[: num_reqs + 1]
+    lens = seq_lens_cpu[:num_reqs]
+    attn_metadata: dict[str, PagedAttentionMetadata] = {}
+    # step: build once for each group, and give it to the layers
+    for group, names in enumerate(layer_names):
+        common = CommonAttentionMetadata(
+            query_start_loc=query_start_loc[: num_reqs + 1],
+            query_start_loc_cpu=starts,
+            seq_lens=seq_lens[:num_reqs],
+            seq_lens_cpu=lens,
+            num_computed_tokens_cpu=num_computed_tokens_cpu[:num_reqs],
+            num_reqs=num_reqs,
+            num_actual_tokens=num_tokens,
+            max_query_len=int(np.diff(starts.numpy()).max()),
+            max_seq_len=int(lens.numpy().max()),
+            block_table_tensor=block_tables[group][:num_reqs],
+            slot_mapping=slot_mappings[group][:num_tokens],
         )
-    return copies[0], copies[1]
+        metadata = attn_metadata_builders[group].build(0, common)
+        attn_metadata.update(dict.fromkeys(names, metadata))
+    return attn_metadata

@@ -20,14 +20,35 @@ from ..shared.shapes import (
     KeyCache,
     LogSumExp,
     Output,
+    PerHead,
     Query,
     StartLoc,
     TokenCounts,
     ValueCache,
 )
 from ._launch import check_launch, must_widen
-from ._rows import LOG2_E, find_tile, finish_rows, join_kernel, part_place, store_rows
+from ._rows import (
+    LOG2_E,
+    find_tile,
+    finish_rows,
+    join_kernel,
+    part_place,
+    start_rows,
+    store_rows,
+    tanh,
+)
 from ._tuning import MAX_HEAD_SIZE, Tiles, choose_tiles, split_rule
+
+# what changes from step to step makes no kernel of its own
+CHANGING = [
+    "num_reqs",
+    "num_halvings",
+    "num_splits",
+    "part_rows",
+    "table_stride_req",
+    "lse_stride_head",
+    "lse_stride_token",
+]
 
 
 def paged_attention(
@@ -43,6 +64,10 @@ def paged_attention(
     out: Output | None = None,
     lse: LogSumExp | None = None,
     compute_dtype: torch.dtype = torch.float32,
+    sliding_window: int | None = None,
+    logits_soft_cap: float | None = None,
+    alibi_slopes: PerHead | None = None,
+    sinks: PerHead | None = None,
 ) -> Output:
     """Return causal attention of each new token over its sequence in the paged cache.
 
@@ -61,6 +86,10 @@ def paged_attention(
         max_seq_len,
         out,
         lse,
+        sliding_window=sliding_window,
+        logits_soft_cap=logits_soft_cap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
         contents=values_checked(),
     )
     _check_supported(query, compute_dtype)
@@ -87,6 +116,10 @@ def paged_attention(
         scale,
         target,
         lse,
+        sliding_window,
+        logits_soft_cap,
+        alibi_slopes,
+        sinks,
         widen,
     )
     return out.copy_(target) if widen else out
@@ -122,6 +155,10 @@ def _launch(
     scale: float,
     out: Tensor,
     lse: Tensor | None,
+    sliding_window: int | None,
+    logits_soft_cap: float | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
     widen: bool,
 ) -> None:
     num_tokens, query_heads, head_size = query.shape
@@ -129,11 +166,15 @@ def _launch(
     num_reqs = block_table.shape[0]
     group_size = query_heads // kv_heads
     head_tile = max(16, triton.next_power_of_2(head_size))
-    decode, prefill = choose_tiles(head_tile, query.dtype, query.device)
+    bends_scores = logits_soft_cap is not None or alibi_slopes is not None
+    decode, prefill = choose_tiles(head_tile, query.dtype, query.device, bends_scores)
     # a request is short if its rows fit one decode tile
     short_rows = min(64, max(decode.rows, triton.next_power_of_2(group_size)))
     longest_rows = max_query_len * group_size
-    num_splits = _choose_splits(num_reqs * kv_heads, max_seq_len, query.device)
+    most_keys = max_seq_len
+    if sliding_window is not None:
+        most_keys = min(max_seq_len, sliding_window + short_rows)
+    num_splits = _choose_splits(num_reqs * kv_heads, most_keys, query.device)
     part_rows = min(short_rows, longest_rows)
     parts = (num_reqs, kv_heads, num_splits, part_rows)
     if num_splits > 1:
@@ -141,8 +182,7 @@ def _launch(
         part_lse = out.new_empty(parts, dtype=torch.float32)
     else:
         part_out = part_lse = out  # never written
-    has_lse = lse is not None
-    lse_target = lse if lse is not None else out
+    lse_strides = (0, 0) if lse is None else lse.stride()
     tensors = (
         query,
         key_cache,
@@ -151,9 +191,11 @@ def _launch(
         query_start_loc.contiguous(),
         seq_lens.contiguous(),
         out,
-        lse_target,
+        lse,
         part_out,
         part_lse,
+        alibi_slopes,
+        sinks,
     )
     numbers = (num_reqs, num_reqs.bit_length(), short_rows, part_rows, scale)
     strides = (
@@ -162,13 +204,12 @@ def _launch(
         *value_cache.stride(),
         *block_table.stride(),
         *out.stride(),
-        *(lse_target.stride()[:2] if has_lse else (0, 0)),
+        *lse_strides,
     )
     constants = {
         "GROUP_SIZE": group_size,
         "HEAD_SIZE": head_size,
         "HEAD_TILE": head_tile,
-        "HAS_LSE": has_lse,
     }
 
     def attend(tiles: Tiles, grid: tuple[int, int, int], short: bool) -> None:
@@ -178,6 +219,8 @@ def _launch(
             *strides,
             **constants,
             BLOCK_SIZE=block_size,
+            SLIDING_WINDOW=sliding_window or 0,
+            SOFT_CAP=logits_soft_cap or 0.0,
             ROWS=short_rows if short else tiles.rows,
             KEYS=tiles.keys,
             SHORT=short,
@@ -192,16 +235,17 @@ def _launch(
         join_kernel[(num_reqs, kv_heads)](
             query_start_loc.contiguous(),
             out,
-            lse_target,
+            lse,
             part_out,
             part_lse,
+            sinks,
+            num_splits,
             short_rows,
             part_rows,
             *out.stride(),
-            *(lse_target.stride()[:2] if has_lse else (0, 0)),
+            *lse_strides,
             **constants,
             ROWS=short_rows,
-            NUM_SPLITS=num_splits,
         )
     if longest_rows > short_rows:
         # no request has more tiles than its rows fill, plus one that is not full
@@ -220,7 +264,7 @@ def _choose_splits(programs: int, max_seq_len: int, device: torch.device) -> int
     return 1 << max(wanted, 1).bit_length() - 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=CHANGING)
 def _attend_kernel(
     query,
     key_cache,
@@ -232,6 +276,8 @@ def _attend_kernel(
     lse,
     part_out,
     part_lse,
+    alibi_slopes,
+    sinks,
     num_reqs,
     num_halvings,
     short_rows,
@@ -258,8 +304,9 @@ def _attend_kernel(
     GROUP_SIZE: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     HEAD_TILE: tl.constexpr,
-    HAS_LSE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    SLIDING_WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     SHORT: tl.constexpr,
@@ -304,38 +351,60 @@ def _attend_kernel(
     )
     if WIDEN:
         question = question.to(tl.float32)
-    # token j of q sees the first seq_len - q + j + 1 keys
+    # token j of q stands at the end of the first seq_len - q + j + 1 keys
     context = seq_len - query_len
     num_seen = tl.minimum(context + token + 1, seq_len)
+    first_token = first_row // GROUP_SIZE
     last_token = tl.minimum((first_row + ROWS - 1) // GROUP_SIZE, query_len - 1)
-    seen_by_all = tl.maximum(context + first_row // GROUP_SIZE + 1, 0)
     seen_by_any = tl.minimum(context + last_token + 1, seq_len)
+    # keys before `first` nobody sees; from `low` to `high`, whole tiles, everybody sees all
+    high = tl.maximum(context + first_token + 1, 0) // KEYS * KEYS
+    if SLIDING_WINDOW > 0:
+        first = tl.maximum(context + first_token + 1 - SLIDING_WINDOW, 0) // KEYS * KEYS
+        low = tl.maximum(context + last_token + 1 - SLIDING_WINDOW, 0)
+        low = tl.cdiv(low, KEYS) * KEYS
+    else:
+        first = 0
+        low = 0
     # this program's share of the keys, cut at whole tiles
-    share = tl.cdiv(tl.cdiv(seen_by_any, tl.num_programs(2)), KEYS) * KEYS
-    begin = split * share
+    share = tl.cdiv(tl.cdiv(seen_by_any - first, tl.num_programs(2)), KEYS) * KEYS
+    begin = first + split * share
     end = tl.minimum(begin + share, seen_by_any)
-    edge = tl.maximum(tl.minimum(seen_by_all // KEYS * KEYS, end), begin)
+    low = tl.minimum(tl.maximum(low, begin), tl.maximum(end, begin))
+    high = tl.maximum(tl.minimum(high, end), low)
 
     total = tl.zeros([ROWS, HEAD_TILE], dtype=tl.float32)
-    row_sum = tl.zeros([ROWS], dtype=tl.float32)
-    row_max = tl.full([ROWS], -float("inf"), dtype=tl.float32)
+    row_sum, row_max = start_rows(None if SPLIT else sinks, head, is_row, ROWS)
+    slope = None
+    if alibi_slopes is not None:
+        slope = tl.load(alibi_slopes + head, mask=is_row, other=0.0)
     keys = key_cache + kv_head.to(tl.int64) * key_stride_head
     values = value_cache + kv_head.to(tl.int64) * value_stride_head
     entries = block_table + req.to(tl.int64) * table_stride_req
-    # first the tiles that every row sees whole, then those on the edge
+    if SLIDING_WINDOW > 0:
+        # the tiles where the window of some row begins
+        total, row_sum, row_max = _attend_keys(
+            total, row_sum, row_max, question, num_seen, slope, begin, low, seq_len,
+            scale, keys, values, entries, table_stride_entry,
+            key_stride_block, key_stride_slot, key_stride_element,
+            value_stride_block, value_stride_slot, value_stride_element,
+            HEAD_SIZE, HEAD_TILE, BLOCK_SIZE, SLIDING_WINDOW, SOFT_CAP, KEYS, True, WIDEN,
+        )  # fmt: skip
+    # the tiles that every row sees whole
     total, row_sum, row_max = _attend_keys(
-        total, row_sum, row_max, question, num_seen, begin, edge, seq_len, scale,
-        keys, values, entries, table_stride_entry,
+        total, row_sum, row_max, question, num_seen, slope, low, high, seq_len,
+        scale, keys, values, entries, table_stride_entry,
         key_stride_block, key_stride_slot, key_stride_element,
         value_stride_block, value_stride_slot, value_stride_element,
-        HEAD_SIZE, HEAD_TILE, BLOCK_SIZE, KEYS, False, WIDEN,
+        HEAD_SIZE, HEAD_TILE, BLOCK_SIZE, SLIDING_WINDOW, SOFT_CAP, KEYS, False, WIDEN,
     )  # fmt: skip
+    # the tiles where some row's sight ends
     total, row_sum, row_max = _attend_keys(
-        total, row_sum, row_max, question, num_seen, edge, end, seq_len, scale,
-        keys, values, entries, table_stride_entry,
+        total, row_sum, row_max, question, num_seen, slope, high, end, seq_len,
+        scale, keys, values, entries, table_stride_entry,
         key_stride_block, key_stride_slot, key_stride_element,
         value_stride_block, value_stride_slot, value_stride_element,
-        HEAD_SIZE, HEAD_TILE, BLOCK_SIZE, KEYS, True, WIDEN,
+        HEAD_SIZE, HEAD_TILE, BLOCK_SIZE, SLIDING_WINDOW, SOFT_CAP, KEYS, True, WIDEN,
     )  # fmt: skip
 
     result, row_lse = finish_rows(total, row_sum, row_max)
@@ -351,7 +420,7 @@ def _attend_kernel(
         store_rows(
             out, lse, result, row_lse, start + token, head, element, is_row,
             out_stride_token, out_stride_head, out_stride_element,
-            lse_stride_head, lse_stride_token, HEAD_SIZE, HAS_LSE,
+            lse_stride_head, lse_stride_token, HEAD_SIZE,
         )  # fmt: skip
 
 
@@ -362,6 +431,7 @@ def _attend_keys(
     row_max,
     question,
     num_seen,
+    slope,
     begin,
     end,
     seq_len,
@@ -379,6 +449,8 @@ def _attend_keys(
     HEAD_SIZE: tl.constexpr,
     HEAD_TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    SLIDING_WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
     KEYS: tl.constexpr,
     EDGE: tl.constexpr,
     WIDEN: tl.constexpr,
@@ -418,12 +490,21 @@ def _attend_keys(
             value = value.to(tl.float32)
         # step: compare each query with every key
         scores = tl.dot(question, tl.trans(key), input_precision="ieee")
-        scores = scores * (scale * LOG2_E)
-        # step: hide the keys behind each query
+        if SOFT_CAP > 0:
+            scores = SOFT_CAP * tanh(scores * scale / SOFT_CAP)
+        elif slope is not None:
+            scores = scores * scale
+        if slope is not None:
+            distance = position[None, :] - (num_seen - 1)[:, None]
+            scores += slope[:, None] * distance
+        in_base_2 = LOG2_E if SOFT_CAP > 0 or slope is not None else scale * LOG2_E
+        scores = scores * in_base_2
+        # step: hide the keys that a query does not see
         if EDGE:
-            scores = tl.where(
-                position[None, :] < num_seen[:, None], scores, -float("inf")
-            )
+            seen = position[None, :] < num_seen[:, None]
+            if SLIDING_WINDOW > 0:
+                seen &= position[None, :] >= (num_seen - SLIDING_WINDOW)[:, None]
+            scores = tl.where(seen, scores, -float("inf"))
         # step: turn scores into weights
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         # a row that has seen no key yet has the maximum -inf, and -inf - -inf is no number

@@ -6,6 +6,7 @@ of which finds its tokens' requests by bisection in the starts. Addresses are 64
 """
 
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 import torch
@@ -75,24 +76,25 @@ def compute_slot_mapping_batch(
 ) -> SlotMapping:
     """Return the cache slot of every new token of a batch, computed on the host."""
     check_positive(block_size=block_size)
-    check_batch_lengths(query_lens, num_computed_tokens)
-    row_lens = [len(row) for row in block_rows]
-    check_sequences_fit(query_lens, num_computed_tokens, row_lens, block_size)
-    # the entries that hold new tokens, of all rows one after another; an entry stands at
-    # `shift` plus its place in its own row
-    touched: list[int] = []
-    shifts = np.empty(len(query_lens), dtype=np.int64)
-    batch = zip(query_lens, num_computed_tokens, block_rows, strict=True)
-    for place, (query_len, context_len, row) in enumerate(batch):
-        first = context_len // block_size
-        shifts[place] = len(touched) - first
-        touched.extend(row[first : -(-(context_len + query_len) // block_size)])
     lens = np.asarray(query_lens, dtype=np.int64)
     computed = np.asarray(num_computed_tokens, dtype=np.int64)
-    req = np.repeat(np.arange(len(lens)), lens)
-    position = np.arange(len(req)) + (computed - lens.cumsum() + lens)[req]
-    block_id = np.asarray(touched, dtype=np.int64)[position // block_size + shifts[req]]
-    return torch.from_numpy(block_id * block_size + position % block_size)
+    check_batch_lengths(lens, computed)
+    row_lens = np.fromiter(map(len, block_rows), np.int64, len(block_rows))
+    check_sequences_fit(lens, computed, row_lens, block_size)
+    # the entries that hold new tokens, of all rows one after another; an entry stands at
+    # `shift` plus its place in its own row
+    first = computed // block_size
+    behind = -(-(computed + lens) // block_size)
+    batch = zip(block_rows, first.tolist(), behind.tolist(), strict=True)
+    touched = [row[begin:end] for row, begin, end in batch]
+    counts = behind - first
+    shift = counts.cumsum() - counts - first
+    block_ids = np.fromiter(chain.from_iterable(touched), np.int64, int(counts.sum()))
+    position = np.arange(int(lens.sum()))
+    position += (computed - lens.cumsum() + lens).repeat(lens)
+    entry = position // block_size
+    block_id = block_ids[entry + shift.repeat(lens)]
+    return torch.from_numpy(block_id * block_size + position - entry * block_size)
 
 
 def compute_slot_mapping_device(
@@ -152,7 +154,9 @@ def find_request(start_loc, token, num_reqs, num_halvings):
     return low
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_reqs", "num_halvings", "table_stride_req"]
+)
 def _slot_mapping_kernel(
     query_start_loc,
     num_computed_tokens,

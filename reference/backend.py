@@ -6,6 +6,7 @@ keys and values, attend for the decodes, attend for the prefills.
 """
 
 import torch
+from torch import Tensor
 
 from ..shared.backend_interface import (
     AttentionBackend,
@@ -29,6 +30,8 @@ class ReferenceAttentionMetadata(PagedAttentionMetadata):
 
 class ReferenceAttentionMetadataBuilder(AttentionMetadataBuilder):
     """Builds the reference's metadata."""
+
+    reorder_batch_threshold: int = 1
 
     def build(
         self,
@@ -56,15 +59,19 @@ class ReferenceAttentionImpl(AttentionImpl):
         value: Value,
         kv_cache: KVCache,
         attn_metadata: PagedAttentionMetadata | None,
-        output: Output,
+        output: Output | None = None,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
     ) -> Output:
         """Write the step's keys and values, attend, and return `output`."""
+        output = self.check_forward(output, output_scale, output_block_scale)
         if attn_metadata is None:
             return output
         # step: write the new keys and values
         key_cache, value_cache = split_kv_cache(kv_cache)
-        slot_mapping = attn_metadata.slot_mapping
-        reshape_and_cache(key, value, key_cache, value_cache, slot_mapping)
+        if self.kv_sharing_target_layer_name is None:
+            slot_mapping = attn_metadata.slot_mapping
+            reshape_and_cache(key, value, key_cache, value_cache, slot_mapping)
         # step: attend for the decodes, then for the prefills
         boundary = attn_metadata.num_decode_tokens
         parts = (
@@ -86,8 +93,9 @@ class ReferenceAttentionImpl(AttentionImpl):
                 part.seq_lens,
                 part.max_query_len,
                 part.max_seq_len,
-                scale=self.scale,
                 out=output[rows],
+                compute_dtype=torch.promote_types(torch.float32, query.dtype),
+                **self.options(query.device),
             )
         return output
 

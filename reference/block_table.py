@@ -106,7 +106,7 @@ def append_blocks(
         ... )
         tensor([3, 1], dtype=torch.int32)
     """
-    check_append_blocks(block_table, num_blocks, new_blocks)
+    check_append_blocks(block_table, num_blocks, new_blocks, contents=True)
     counts = num_blocks.clone()
     for req, blocks in enumerate(new_blocks):
         held = int(num_blocks[req])

@@ -15,6 +15,7 @@ from ..shared.shapes import (
     KeyCache,
     LogSumExp,
     Output,
+    PerHead,
     Query,
     StartLoc,
     TokenCounts,
@@ -36,6 +37,10 @@ def paged_attention(
     out: Output | None = None,
     lse: LogSumExp | None = None,
     compute_dtype: torch.dtype = torch.float32,
+    sliding_window: int | None = None,
+    logits_soft_cap: float | None = None,
+    alibi_slopes: PerHead | None = None,
+    sinks: PerHead | None = None,
 ) -> Output:
     """Return causal attention of each new token over its sequence in the paged cache.
 
@@ -57,6 +62,12 @@ def paged_attention(
         lse: [query_heads, tokens] float32 or float64, changed: the natural log-sum-exp of each
             query's scaled scores, which joins partial results; None: not wanted.
         compute_dtype: the dtype of all arithmetic.
+        sliding_window: keys that a query sees, its own token included; None: all up to it.
+        logits_soft_cap: cap c turns a scaled score s into c * tanh(s / c); None: no cap.
+        alibi_slopes: [query_heads] float32; a score gets slope * (key position - query position)
+            added, after the cap.
+        sinks: [query_heads] float32; a score beside those of the keys that takes weight and
+            has no value.
 
     Returns:
         `out`. Rows past the last request are 0, their log-sum-exp -inf.
@@ -68,7 +79,9 @@ def paged_attention(
 
     Source:
         Kwon et al., "Efficient Memory Management for Large Language Model Serving with
-        PagedAttention", SOSP 2023.
+        PagedAttention", SOSP 2023. Sliding window: Beltagy et al., "Longformer", 2020. Soft cap:
+        Gemma 2, 2024. ALiBi: Press et al., "Train Short, Test Long", ICLR 2022. Sinks: Xiao et
+        al., "Efficient Streaming Language Models with Attention Sinks", ICLR 2024.
 
     Example:
         One sequence of two tokens, both new, keys all alike: token 0 sees only its own value,
@@ -97,6 +110,10 @@ def paged_attention(
         max_seq_len,
         out,
         lse,
+        sliding_window=sliding_window,
+        logits_soft_cap=logits_soft_cap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
         contents=True,
     )
     if scale is None:
@@ -120,19 +137,32 @@ def paged_attention(
             torch.tensor([0, seq_len], dtype=torch.int32, device=query.device),
             seq_len,
         )
-        # every query head gets a copy of the kv head it reads: [seq_len, query_heads, head_size]
-        key = key.repeat_interleave(group_size, dim=1).to(compute_dtype)
-        value = value.repeat_interleave(group_size, dim=1).to(compute_dtype)
+        # keys before the first query's window are seen by nobody and may hold anything
+        first = 0
+        if sliding_window is not None:
+            first = max(0, seq_len - query_len + 1 - sliding_window)
+        # every query head gets a copy of the kv head it reads: [keys, query_heads, head_size]
+        key = key[first:].repeat_interleave(group_size, dim=1).to(compute_dtype)
+        value = value[first:].repeat_interleave(group_size, dim=1).to(compute_dtype)
         # step: compare each query with every key
         question = query[rows].to(compute_dtype)
         scores = torch.einsum("qhd,khd->hqk", question, key) * scale
-        # step: hide the keys behind each query
+        if logits_soft_cap is not None:
+            scores = logits_soft_cap * torch.tanh(scores / logits_soft_cap)
         query_position = torch.arange(seq_len - query_len, seq_len, device=query.device)
-        key_position = torch.arange(seq_len, device=query.device)
-        hidden = key_position[None, :] > query_position[:, None]
+        key_position = torch.arange(first, seq_len, device=query.device)
+        distance = key_position[None, :] - query_position[:, None]  # 0: the own token
+        if alibi_slopes is not None:
+            scores = scores + alibi_slopes[:, None, None].to(compute_dtype) * distance
+        # step: hide the keys that a query does not see
+        hidden = distance > 0
+        if sliding_window is not None:
+            hidden |= distance <= -sliding_window
         scores = scores.masked_fill(hidden, -torch.inf)
         # step: turn scores into weights
         score_lse = scores.logsumexp(dim=2)  # [query_heads, query_len]
+        if sinks is not None:
+            score_lse = torch.logaddexp(score_lse, sinks[:, None].to(compute_dtype))
         weights = torch.exp(scores - score_lse[:, :, None])
         # step: average the values by them
         out[rows] = torch.einsum("hqk,khd->qhd", weights, value).to(out.dtype)

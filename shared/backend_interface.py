@@ -10,67 +10,12 @@ from typing import Any, ClassVar
 
 import torch
 
+from .attention_impl import AttentionImpl as AttentionImpl
+from .capabilities import Capabilities
+from .graph_classes import AttentionCGSupport
 from .metadata_classes import CommonAttentionMetadata, PagedAttentionMetadata
-from .refusals import check_positive
-from .shapes import Key, KVCache, Output, Query, Value
+from .refusals import check_not_negative, check_positive
 from .specs import KVCacheSpec
-
-
-class AttentionImpl(ABC):
-    """One layer's attention: write the new keys and values, then attend.
-
-    Args:
-        num_heads: query heads.
-        head_size: elements of a head.
-        scale: what scores are multiplied with.
-        num_kv_heads: key/value heads; None: as many as query heads.
-
-    Raises:
-        ValueError: heads that do not divide, or a size the backend does not take.
-    """
-
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int | None = None,
-    ) -> None:
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        check_positive(num_heads=num_heads, num_kv_heads=num_kv_heads)
-        if num_heads % num_kv_heads:
-            raise ValueError(
-                f"num_heads = {num_heads} is not a multiple of num_kv_heads ="
-                f" {num_kv_heads}"
-            )
-        self.num_heads = num_heads
-        self.head_size = head_size
-        self.scale = float(scale)
-        self.num_kv_heads = num_kv_heads
-        self.num_queries_per_kv = num_heads // num_kv_heads
-
-    @abstractmethod
-    def forward(
-        self,
-        layer: object,
-        query: Query,
-        key: Key,
-        value: Value,
-        kv_cache: KVCache,
-        attn_metadata: PagedAttentionMetadata | None,
-        output: Output,
-    ) -> Output:
-        """Write the step's keys and values, attend, and return `output`.
-
-        Args:
-            layer: the layer that calls; unused so far.
-            query: [tokens, query_heads, head_size], decodes first; rows past
-                `num_actual_tokens` are padding.
-            key, value: [tokens, kv_heads, head_size].
-            kv_cache: [2, num_blocks, block_size, kv_heads, head_size], changed.
-            attn_metadata: the step; None in a profiling run, which leaves everything as it is.
-            output: the shape of query, changed; padding rows are left as they are.
-        """
 
 
 class AttentionMetadataBuilder(ABC):
@@ -80,9 +25,15 @@ class AttentionMetadataBuilder(ABC):
         kv_cache_spec: the cache of the layers it builds for.
         layer_names: those layers.
         device: where the cache lies.
+
+    Attributes:
+        cudagraph_support: which batches its layers can capture.
+        reorder_batch_threshold: the most new tokens of a request that counts as a decode; None:
+            the backend does not mind the order of its requests.
     """
 
-    reorder_batch_threshold: ClassVar[int] = 1
+    cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+    reorder_batch_threshold: int | None = None
 
     def __init__(
         self,
@@ -113,8 +64,77 @@ class AttentionMetadataBuilder(ABC):
             ValueError: the decodes do not come first, or attention is not causal.
         """
 
+    def init_reorder_batch_threshold(
+        self,
+        reorder_batch_threshold: int | None = 1,
+        supports_spec_as_decode: bool = False,
+        supports_dcp_with_varlen: bool = False,
+        num_speculative_tokens: int | None = None,
+        decode_context_parallel_size: int = 1,
+    ) -> None:
+        """Set `reorder_batch_threshold` from what the backend and the engine can do.
 
-class AttentionBackend(ABC):
+        Args:
+            reorder_batch_threshold: what the backend takes at least.
+            supports_spec_as_decode: whether its decodes take the drafts of a request, so that
+                they verify in one step; then a decode has 1 + num_speculative_tokens.
+            supports_dcp_with_varlen: whether its decodes take several tokens where each rank
+                holds a part of the keys; if not, a decode has one token there.
+            num_speculative_tokens: drafts a step; None: the engine makes none.
+            decode_context_parallel_size: ranks that share a sequence's keys.
+
+        Raises:
+            ValueError: a number below 1; of drafts, below 0.
+
+        Source:
+            vLLM's `_init_reorder_batch_threshold`, which reads the engine's configuration.
+
+        Example:
+            Threshold 1, four drafts that the backend takes as decodes: 1 + 4 = 5.
+        """
+        check_positive(decode_context_parallel_size=decode_context_parallel_size)
+        if reorder_batch_threshold is not None:
+            check_positive(reorder_batch_threshold=reorder_batch_threshold)
+        threshold = reorder_batch_threshold
+        if num_speculative_tokens is not None:
+            check_not_negative(num_speculative_tokens=num_speculative_tokens)
+            if supports_spec_as_decode and threshold is not None:
+                threshold = max(threshold, 1 + num_speculative_tokens)
+        if decode_context_parallel_size > 1 and not supports_dcp_with_varlen:
+            threshold = 1
+        self.reorder_batch_threshold = threshold
+
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata
+    ) -> PagedAttentionMetadata:
+        """Return the metadata to capture a step with; as `build`, unless a backend differs.
+
+        Args:
+            common_attn_metadata: a step of the captured size, in memory that does not move.
+        """
+        return self.build(
+            common_prefix_len=0, common_attn_metadata=common_attn_metadata
+        )
+
+    def build_for_drafting(
+        self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
+    ) -> PagedAttentionMetadata:
+        """Return the metadata of a drafting step, built quickly.
+
+        Args:
+            common_attn_metadata: the step.
+            draft_index: which draft of the step it is, from 0; for backends that build the first
+                in another way.
+        """
+        check_not_negative(draft_index=draft_index)
+        return self.build(
+            common_prefix_len=0,
+            common_attn_metadata=common_attn_metadata,
+            fast_build=True,
+        )
+
+
+class AttentionBackend(Capabilities, ABC):
     """A family of classes that belong together, and what they can do."""
 
     name: ClassVar[str]

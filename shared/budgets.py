@@ -3,8 +3,11 @@
 A fixed tolerance is no judge: with random data, 1e-2 does not notice a key dropped among 4,096.
 So every output row gets a budget of its own, from two runs of plain torch on the same inputs: one
 in float64, which is the truth, and one in the candidate's own dtype, which shows what honest
-rounding costs this row. A kernel may lose twice that, and a few roundings of the row's result.
-Because torch is sometimes lucky in a row, no row is taken to cost less than three rows in four do.
+rounding costs this row. A kernel may lose twice that, and a few roundings.
+
+Torch is sometimes lucky in a row. So no row is taken to cost less than three rows in four of the
+batch do, unless that is more than one rounding of the values it averages: a large row lends a small
+one nothing.
 """
 
 from dataclasses import dataclass
@@ -13,8 +16,8 @@ import torch
 from torch import Tensor
 
 FACTOR = 2.0
-ROUNDINGS = {torch.float16: 1, torch.bfloat16: 1}
-"""A 16-bit kernel computes in float32 inside and rounds once, at the end."""
+ROUNDS_ONCE = (torch.float16, torch.bfloat16)
+"""A 16-bit kernel computes in float32 inside and rounds its result once, at the end."""
 ROUNDINGS_INSIDE = 16
 """A float32 kernel rounds inside too, and the exponential of a score of size s turns one rounding
 of the score into s of the weight; scores to 16 are ordinary."""
@@ -50,39 +53,52 @@ class Verdict:
         )
 
 
-def row_budgets(exact: Tensor, same_dtype: Tensor, dtype: torch.dtype) -> Tensor:
+def row_budgets(
+    exact: Tensor,
+    same_dtype: Tensor,
+    dtype: torch.dtype,
+    magnitude: Tensor | None = None,
+) -> Tensor:
     """Return what each row may lose.
 
     Args:
         exact: [rows, ...] the result in float64.
         same_dtype: [rows, ...] plain torch's result, computed in `dtype`.
         dtype: the candidate's element type.
+        magnitude: [rows, ...] the size of what is averaged: the same attention over the absolute
+            values. None: the size of the result, which is smaller where values cancel.
 
     Returns:
         [rows] float64.
     """
     exact, same = _rows(exact), _rows(same_dtype)
+    size = exact.abs().amax(1)
+    largest = size if magnitude is None else _rows(magnitude).abs().amax(1)
+    eps = torch.finfo(dtype).eps
     lost = (same - exact).abs().amax(1)
-    lost = lost.clamp_min(float(lost.quantile(0.75)))
-    roundings = ROUNDINGS.get(dtype, ROUNDINGS_INSIDE)
-    rounding = roundings * torch.finfo(dtype).eps * exact.abs().amax(1)
-    return FACTOR * lost + rounding
+    typical = lost.quantile(0.75)
+    lost = lost.maximum(torch.minimum(typical, eps * largest))
+    if dtype in ROUNDS_ONCE:
+        return FACTOR * lost + eps * size
+    return FACTOR * lost + ROUNDINGS_INSIDE * eps * largest
 
 
 def judge_rows(
-    candidate: Tensor, exact: Tensor, same_dtype: Tensor, dtype: torch.dtype
+    candidate: Tensor,
+    exact: Tensor,
+    same_dtype: Tensor,
+    dtype: torch.dtype,
+    magnitude: Tensor | None = None,
 ) -> Verdict:
     """Return how the candidate's rows stand against their budgets.
 
     Args:
         candidate: [rows, ...] the result in question.
-        exact: [rows, ...] the result in float64.
-        same_dtype: [rows, ...] plain torch's result, computed in `dtype`.
-        dtype: the candidate's element type.
+        exact, same_dtype, dtype, magnitude: what `row_budgets` takes.
     """
     if not candidate.numel():
         return Verdict(0.0, 0, 0.0, 0.0, True)
-    budgets = row_budgets(exact, same_dtype, dtype)
+    budgets = row_budgets(exact, same_dtype, dtype, magnitude)
     rows = _rows(candidate)
     bad = ~torch.isfinite(rows).all(1)
     if bool(bad.any()):

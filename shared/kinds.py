@@ -1,5 +1,7 @@
 """Which values does the whole project agree on?"""
 
+from enum import Enum
+
 import torch
 
 PAD_SLOT_ID = -1
@@ -10,3 +12,19 @@ HOST = torch.device("cpu")
 
 CACHE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """What the twin stores; the reference also takes float64."""
+
+
+class AttentionType(str, Enum):
+    """Whose tokens ask, and whose keys answer (vLLM's strings; each equals its value)."""
+
+    DECODER = "decoder"
+    """A decoder's tokens and their own sequence, cached; each sees what came before it."""
+    ENCODER = "encoder"
+    """The tokens of an encoder beside a decoder, all at once, both directions, not cached."""
+    ENCODER_ONLY = "encoder_only"
+    """The prompt of a model that has no decoder: both directions, not cached."""
+    ENCODER_DECODER = "encoder_decoder"
+    """Cross-attention: a decoder's tokens and the encoder's cached keys."""
+
+    def __str__(self) -> str:
+        return self.value

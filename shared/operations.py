@@ -32,13 +32,33 @@ CONCEPTS = (
         ),
     ),
     Concept(
+        "block_table_rows",
+        "How do rows of the block table move as requests come and go?",
+        ("BlockTable", "mamba_get_block_table_tensor"),
+    ),
+    Concept(
         "kv_cache",
         "What is the cache made of, and how is it cut into blocks?",
         (
             "get_kv_cache_shape",
             "allocate_kv_cache",
+            "view_kv_cache",
             "reshape_kv_cache",
+            "reshape_layered_kv_cache",
             "split_kv_cache",
+            "get_packed_kv_cache_shape",
+            "split_packed_kv_cache",
+        ),
+    ),
+    Concept(
+        "kv_cache_init",
+        "How does every layer of a model get its cache?",
+        (
+            "get_kv_cache_spec",
+            "allocate_kv_caches",
+            "reshape_kv_caches",
+            "bind_kv_cache",
+            "init_kv_cache",
         ),
     ),
     Concept(
@@ -49,17 +69,111 @@ CONCEPTS = (
     Concept(
         "batch_split",
         "Which requests of the batch decode, and which prefill?",
-        ("reorder_batch_to_split_decodes_and_prefills", "split_decodes_and_prefills"),
+        (
+            "reorder_batch_to_split_decodes_and_prefills",
+            "split_decodes_and_prefills",
+            "split_decodes_prefills_and_extends",
+            "split_prefill_chunks",
+        ),
     ),
     Concept(
         "metadata",
         "What does attention need to know about one step?",
-        ("build_common_attn_metadata",),
+        ("build_common_attn_metadata", "build_attn_metadata"),
+    ),
+    Concept(
+        "step_buffers",
+        "How does a step get into tensors that stay where they are?",
+        ("StepBuffers",),
+    ),
+    Concept(
+        "batch_slices",
+        "How is one step cut into micro-batches?",
+        (
+            "slice_query_start_locs",
+            "make_metadata_with_slice",
+            "split_attn_metadata",
+        ),
+    ),
+    Concept(
+        "sequence_metadata",
+        "What does a step look like to an engine that thinks in sequence groups?",
+        ("is_block_tables_empty", "make_tensor_with_pad", "CommonMetadataBuilder"),
+    ),
+    Concept(
+        "encoder_decoder",
+        "Which lengths and which tables does each kind of attention take?",
+        (
+            "is_all_encoder_attn_metadata_set",
+            "is_all_cross_attn_metadata_set",
+            "get_seq_len_block_table_args",
+            "get_num_prefill_decode_query_kv_tokens",
+        ),
     ),
     Concept(
         "paged_attention",
         "What does each new token see of its sequence?",
         ("paged_attention",),
+    ),
+    Concept(
+        "merge_states",
+        "How do partial results of attention become one?",
+        ("merge_attn_states", "lse_weighted_combine"),
+    ),
+    Concept(
+        "latent_attention",
+        "How does a layer attend whose cache holds one short vector a token instead of all"
+        " heads?",
+        ("get_mla_dims",),
+    ),
+    Concept(
+        "local_attention",
+        "How does a layer see only its own chunk of a sequence?",
+        ("make_local_attention_virtual_batches",),
+    ),
+    Concept(
+        "fast_prefill",
+        "Which tokens of a prompt still need the last layers?",
+        (
+            "make_kv_sharing_fast_prefill_common_attn_metadata",
+            "subclass_attention_backend",
+            "subclass_attention_metadata",
+            "create_fast_prefill_custom_backend",
+        ),
+    ),
+    Concept(
+        "spec_decode",
+        "How do a request's drafted tokens become a batch of their own axis?",
+        ("reshape_query_for_spec_decode", "reshape_attn_output_for_spec_decode"),
+    ),
+    Concept(
+        "causal_conv",
+        "Which program convolves which tokens of a prompt?",
+        ("compute_causal_conv1d_metadata",),
+    ),
+    Concept(
+        "layer_parameters",
+        "Do all layers attend alike, so that one plan serves them?",
+        ("get_per_layer_parameters", "infer_global_hyperparameters"),
+    ),
+    Concept(
+        "context_parallel",
+        "Which rank keeps which tokens of a long sequence?",
+        ("get_dcp_ranks", "get_dcp_local_seq_lens"),
+    ),
+    Concept(
+        "multimodal_prefix",
+        "Which tokens of a prompt see each other in both directions?",
+        (
+            "compute_mm_prefix_ranges",
+            "compute_mm_prefix_range_tensor",
+            "fill_mm_prefix_query_ranges",
+        ),
+    ),
+    Concept(
+        "graph_state",
+        "How does a step that was recorded once run again on other requests?",
+        ("get_attn_cg_support", "CommonAttentionState"),
     ),
     Concept(
         "backend",

@@ -12,6 +12,7 @@ size: `reqs` in `block_table` is `reqs` in `seq_lens`.
 | tokens | new tokens of the step, all requests one after another |
 | max_blocks | entries in a row of the block table |
 | num_blocks, block_size | blocks in the cache, slots in a block |
+| _ | a buffer that may be longer than what is used of it |
 """
 
 from jaxtyping import Float, Int8, Int32, Int64
@@ -21,6 +22,10 @@ RawCache = Int8[Tensor, "num_bytes"]
 KVCache = Float[Tensor, "2 num_blocks block_size kv_heads head_size"]
 SourceKVCache = Float[Tensor, "2 source_blocks block_size kv_heads head_size"]
 DestinationKVCache = Float[Tensor, "2 destination_blocks block_size kv_heads head_size"]
+LayeredKVCache = Float[Tensor, "layers 2 num_blocks block_size kv_heads head_size"]
+PackedKVCache = Float[Tensor, "2 num_blocks block_elements"]
+PackedKeyCache = Float[Tensor, "num_blocks kv_heads parts block_size part"]
+PackedValueCache = Float[Tensor, "num_blocks kv_heads head_size block_size"]
 KeyCache = Float[Tensor, "num_blocks block_size kv_heads head_size"]
 ValueCache = Float[Tensor, "num_blocks block_size kv_heads head_size"]
 
@@ -28,6 +33,10 @@ Query = Float[Tensor, "tokens query_heads head_size"]
 Key = Float[Tensor, "tokens kv_heads head_size"]
 Value = Float[Tensor, "tokens kv_heads head_size"]
 Output = Float[Tensor, "tokens query_heads head_size"]
+PerHead = Float[Tensor, "query_heads"]
+PartOutputs = Float[Tensor, "parts tokens query_heads head_size"]
+PartLogSumExps = Float[Tensor, "parts tokens query_heads"]
+RankLogSumExp = Float[Tensor, "tokens query_heads"]
 LogSumExp = Float[Tensor, "query_heads tokens"]
 
 BlockTable = Int32[Tensor, "reqs max_blocks"]
@@ -36,3 +45,12 @@ BlockMapping = Int64[Tensor, "pairs 2"]
 SlotMapping = Int64[Tensor, "slots"]
 StartLoc = Int32[Tensor, "starts"]
 TokenCounts = Int32[Tensor, "reqs"]
+CountsBuffer = Int32[Tensor, "_"]
+
+SpecDecodeQuery = Float[Tensor, "reqs query_len query_heads head_size"]
+RankTokenCounts = Int32[Tensor, "reqs ranks"]
+Positions = Int64[Tensor, "positions"]
+PrefixRanges = Int32[Tensor, "reqs max_ranges 2"]
+QueryRanges = Int32[Tensor, "rows 2"]
+ProgramChunks = Int32[Tensor, "programs"]
+StateBlocks = Int32[Tensor, "reqs state_blocks"]

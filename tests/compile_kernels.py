@@ -73,7 +73,12 @@ def pretend(chip: int, launches: list[Any]) -> None:
 
 
 def run_attention(
-    query_len: int, kv_len: int, head_size: int, dtype: torch.dtype, reqs: int = 4
+    query_len: int,
+    kv_len: int,
+    head_size: int,
+    dtype: torch.dtype,
+    reqs: int = 4,
+    **options: Any,
 ) -> None:
     blocks = -(-kv_len // 16)
     query = torch.zeros(reqs * query_len, 32, head_size, dtype=dtype)
@@ -88,6 +93,7 @@ def run_attention(
         query_len,
         kv_len,
         lse=torch.zeros(32, reqs * query_len),
+        **options,
     )
 
 
@@ -114,6 +120,31 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
             f"prefill, {name}",
             lambda d=dtype, h=head_size: run_attention(99, 99, h, d),
         )
+    every_option = {
+        "sliding_window": 1024,
+        "logits_soft_cap": 50.0,
+        "alibi_slopes": torch.ones(32),
+        "sinks": torch.ones(32),
+    }
+    for kind, query_len in (("decode", 1), ("prefill", 99)):
+        yield (
+            f"{kind}, all options",
+            lambda q=query_len: run_attention(
+                q, 4096, 128, torch.bfloat16, **every_option
+            ),
+        )
+    yield (
+        "merge, bf16 8x128",
+        lambda: twin.merge_attn_states(
+            ones, torch.zeros(8, 64), ones, torch.zeros(8, 64)
+        ),
+    )
+    yield (
+        "combine 4 parts",
+        lambda: twin.lse_weighted_combine(
+            torch.zeros(4, 16, 8, 128), torch.zeros(4, 16, 8)
+        ),
+    )
     yield (
         "write, bf16 8x128",
         lambda: twin.reshape_and_cache(

@@ -9,6 +9,7 @@ if not torch.cuda.is_available():
 
 from collections.abc import Callable
 from importlib import import_module
+from inspect import isclass, isfunction
 from typing import Any
 
 import pytest
@@ -54,6 +55,18 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", warning)
 
 
+def enforced(operation: Any) -> Any:
+    """Return an operation that holds its annotations; of a class, each public method does."""
+    if not isclass(operation):
+        return jaxtyped(operation, typechecker=beartype)
+    methods = {
+        name: jaxtyped(method, typechecker=beartype)
+        for name, method in vars(operation).items()
+        if isfunction(method) and (name == "__init__" or name[0] != "_")
+    }
+    return type(operation.__name__, (operation,), methods)
+
+
 class Twin:
     """Every public operation of one twin, as an attribute, with its annotations enforced.
 
@@ -77,7 +90,7 @@ class Twin:
                 module = import_module(f"pagetwin.{self.name}.{concept.name}")
                 function = getattr(module, operation)
                 if self._enforce:
-                    function = jaxtyped(function, typechecker=beartype)
+                    function = enforced(function)
                 self._operations[operation] = function
                 return function
         raise AttributeError(f"{operation!r} is not one of pagetwin's operations")

@@ -33,6 +33,15 @@ def test_a_table_is_its_rows_padded_with_zero(
     assert table.tolist() == [[*row, *[0] * (width - len(row))] for row in rows]
 
 
+@given(lens=st.lists(st.sampled_from([0, 1, 90, 300]), max_size=4))
+def test_long_rows_are_padded_like_short_ones(lens: list[int], twin: Twin) -> None:
+    """The twin writes short rows all at once and long ones row by row."""
+    rows = [[1000 * req + entry for entry in range(n)] for req, n in enumerate(lens)]
+    width = max(lens, default=0)
+    table = twin.make_block_table(rows)
+    assert table.tolist() == [[*row, *[0] * (width - len(row))] for row in rows]
+
+
 @given(rows=tables, data=st.data())
 def test_appended_blocks_stand_behind_their_row(
     rows: list[list[int]], data: st.DataObject, twin: Twin, device: torch.device

@@ -32,10 +32,11 @@ each_example = pytest.mark.parametrize(
 
 
 def steps_of(concept: str, function: str) -> list[str]:
-    """Return the `# step:` comments of a function of the reference, in file order."""
+    """Return the `# step:` comments of a function or class of the reference, in file order."""
     source = (ROOT / "reference" / f"{concept}.py").read_text()
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef) and node.name == function:
+        is_definition = isinstance(node, ast.FunctionDef | ast.ClassDef)
+        if is_definition and node.name == function:
             lines = source.splitlines()[node.lineno - 1 : node.end_lineno]
             return re.findall(r"# step: (.*)", "\n".join(lines))
     raise AssertionError(f"reference/{concept}.py has no {function}")

@@ -1,8 +1,10 @@
 """Does a step's metadata say what its requests say?"""
 
 from dataclasses import fields
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from conftest import Twin
 from hypothesis import given
@@ -61,6 +63,12 @@ def test_every_field_is_what_the_requests_say(
         ),
         "causal": True,
     }
+    # what a step has only if somebody sets it
+    expected |= {
+        field.name: None
+        for field in fields(CommonAttentionMetadata)
+        if field.default is None
+    }
     assert_says(metadata, expected)
     for field in fields(CommonAttentionMetadata):
         value = getattr(metadata, field.name)
@@ -113,7 +121,7 @@ def test_both_parts_of_a_step_are_the_step(
         (metadata.prefill_metadata, slice(num_decodes, len(news))),
     )
     for part, own in parts:
-        if own.start >= own.stop:
+        if own.start >= own.stop or (own.start == 0 and not sum(news[own])):
             assert part is None
             continue
         assert part is not None
@@ -130,11 +138,171 @@ def test_both_parts_of_a_step_are_the_step(
         assert torch.equal(part.slot_mapping, alone.slot_mapping)
         width = alone.block_table_tensor.shape[1]
         assert torch.equal(part.block_table[:, :width], alone.block_table_tensor)
-        decodes = own.start == 0 and num_decodes > 0
-        count, tokens = own.stop - own.start, alone.num_actual_tokens
-        assert (part.num_decodes, part.num_prefills) == (
-            (count, 0) if decodes else (0, count)
+        # a part has no parts of its own
+        assert (part.num_decodes, part.num_prefills) == (0, 0)
+        assert (part.num_decode_tokens, part.num_prefill_tokens) == (0, 0)
+
+
+# ---- metadata of every layer
+
+
+def layers_of(
+    twin: Twin,
+    lens: list[int],
+    spare: int,
+    groups: list[list[str]],
+    device: torch.device,
+) -> tuple[dict[str, Any], list[Any]]:
+    """Return the metadata of each layer, and each group's builder's arguments."""
+    calls: list[Any] = []
+
+    class Builder:
+        def build(self, common_prefix_len: int, common: CommonAttentionMetadata) -> Any:
+            calls.append((common_prefix_len, common))
+            return SimpleNamespace(group=len(calls) - 1)
+
+    def counts(values: list[int], where: torch.device | str = "cpu") -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=where)
+
+    starts = [sum(lens[:req]) for req in range(len(lens) + 1)] + [-7] * spare
+    seq_lens = [new + 3 for new in lens] + [-7] * spare
+    tables = [
+        counts([[group, req] for req in range(len(lens) + spare)], device)
+        for group in range(len(groups))
+    ]
+    slots = [
+        torch.arange(sum(lens) + spare, device=device) + 1000 * group
+        for group in range(len(groups))
+    ]
+    metadata = twin.raw.build_attn_metadata(
+        [Builder() for _ in groups],
+        len(lens),
+        sum(lens),
+        counts(starts, device),
+        counts(starts),
+        counts(seq_lens, device),
+        counts(seq_lens),
+        counts([3] * len(lens) + [-7] * spare),
+        tables,
+        slots,
+        groups,
+    )
+    return metadata, calls
+
+
+@given(
+    lens=st.lists(st.sampled_from([0, 1, 1, 4, 9]), min_size=1, max_size=5),
+    spare=st.integers(0, 2),
+    sizes=st.lists(st.integers(0, 3), max_size=3),
+)
+def test_layers_of_one_group_share_metadata_cut_to_the_batch(
+    lens: list[int], spare: int, sizes: list[int], twin: Twin, device: torch.device
+) -> None:
+    """The largest start once stood in for the longest query, so that decodes looked long."""
+    groups = [[f"{group}.{i}" for i in range(n)] for group, n in enumerate(sizes)]
+    metadata, calls = layers_of(twin, lens, spare, groups, device)
+    assert list(metadata) == [name for names in groups for name in names]
+    for group, names in enumerate(groups):
+        assert {metadata[name].group for name in names} <= {group}
+        prefix, common = calls[group]
+        assert prefix == 0
+        starts = [sum(lens[:req]) for req in range(len(lens) + 1)]
+        assert common.query_start_loc.tolist() == starts
+        assert common.query_start_loc_cpu.tolist() == starts
+        assert common.seq_lens.tolist() == [new + 3 for new in lens]
+        assert common.seq_lens_cpu.tolist() == [new + 3 for new in lens]
+        assert common.num_computed_tokens_cpu.tolist() == [3] * len(lens)
+        assert (common.num_reqs, common.num_actual_tokens) == (len(lens), sum(lens))
+        assert (common.max_query_len, common.max_seq_len) == (max(lens), max(lens) + 3)
+        assert common.block_table_tensor.tolist() == [
+            [group, req] for req in range(len(lens))
+        ]
+        assert common.slot_mapping.tolist() == [
+            1000 * group + token for token in range(sum(lens))
+        ]
+
+
+def test_groups_without_their_parts_are_refused(twin: Twin) -> None:
+    empty = torch.zeros(0, dtype=torch.int32)
+    two = torch.tensor([0, 1], dtype=torch.int32)
+    build = twin.raw.build_attn_metadata
+    with pytest.raises(ValueError, match="num_reqs = 0: expected at least 1"):
+        build([], 0, 0, empty, empty, empty, empty, empty, [], [], [])
+    with pytest.raises(
+        ValueError, match=r"seq_lens has shape \[0\]: expected at least"
+    ):
+        build([], 1, 1, two, two, empty, empty, two, [], [], [])
+    with pytest.raises(
+        IndexError, match="attn_metadata_builders has 0 entries: expected 1"
+    ):
+        build([], 1, 1, two, two, two, two, two, [], [], [["a"]])
+    with pytest.raises(ValueError, match="group 0 has 1 rows and 0 slots: expected at"):
+        slots = torch.zeros(0, dtype=torch.int64)
+        build(
+            [None],
+            1,
+            1,
+            two,
+            two,
+            two,
+            two,
+            two,
+            [two.view(2, 1)[:1]],
+            [slots],
+            [["a"]],
         )
-        assert (part.num_decode_tokens, part.num_prefill_tokens) == (
-            (tokens, 0) if decodes else (0, tokens)
-        )
+
+
+# ---- methods of a step
+
+
+@given(step=steps())
+def test_a_step_tells_its_own_counts_on_the_device(
+    step: Step, twin: Twin, device: torch.device
+) -> None:
+    block_size, query_lens, computed, rows = step
+    common = twin.build_common_attn_metadata(
+        query_lens, computed, rows, block_size, device
+    )
+    assert common.batch_size() == len(rows)
+    assert common.naive_query_lens().tolist() == query_lens
+    assert common.compute_num_computed_tokens().tolist() == computed
+    assert common.compute_num_computed_tokens() is common.compute_num_computed_tokens()
+    owners = [req for req, new in enumerate(query_lens) for _ in range(new)]
+    assert common.token_to_req_indices().tolist() == owners
+    padded = common.replace(num_actual_tokens=len(owners) + 2)
+    assert padded.token_to_req_indices().tolist() == [*owners, len(rows), len(rows)]
+    # a copy computes its own
+    longer = common.replace(seq_lens=common.seq_lens + 1)
+    assert longer.compute_num_computed_tokens().tolist() == [
+        old + 1 for old in computed
+    ]
+
+
+@given(step=steps(), padding=st.integers(0, 3))
+def test_padding_comes_off_as_it_went_on(step: Step, padding: int, twin: Twin) -> None:
+    block_size, query_lens, computed, rows = step
+    width = max(map(len, rows), default=0)
+    filled = [*rows, *[[0] * width] * padding]
+    common = twin.build_common_attn_metadata(
+        query_lens + [0] * padding, computed + [0] * padding, filled, block_size
+    )
+    alone = twin.build_common_attn_metadata(query_lens, computed, rows, block_size)
+    tokens = sum(query_lens)
+    common = common.replace(
+        slot_mapping=torch.cat([common.slot_mapping, torch.full((padding,), -1)]),
+        positions=torch.arange(tokens + padding),
+        is_prefilling=torch.ones(len(filled), dtype=torch.bool),
+        mm_req_doc_ranges={req: [(0, 1)] for req in range(len(filled))},
+    )
+    left = common.unpadded(tokens, len(rows))
+    expected = alone.replace(
+        positions=torch.arange(tokens),
+        is_prefilling=torch.ones(len(rows), dtype=torch.bool),
+        mm_req_doc_ranges={req: [(0, 1)] for req in range(len(rows))},
+    )
+    assert_says(
+        left, {each.name: getattr(expected, each.name) for each in fields(left)}
+    )
+    with pytest.raises(IndexError, match=r"num_actual_reqs = .* what there is"):
+        common.unpadded(0, len(filled) + 1)

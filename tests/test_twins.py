@@ -45,6 +45,8 @@ ONLY_IN_THE_TWIN = {
         "TOKENS_PER_PROGRAM": "a tile's size",
         "MAX_ELEMENTS_PER_PROGRAM": "a tile's size",
     },
+    "merge_states.py": {"TOKENS_PER_PROGRAM": "a tile's size"},
+    "paged_attention.py": {"CHANGING": "arguments that make no kernel of their own"},
     "slot_mapping.py": {
         "find_request": "a token's request, by bisection; three kernels need it",
         "TOKENS_PER_PROGRAM": "a tile's size",
@@ -54,6 +56,7 @@ ONLY_IN_THE_TWIN = {
 ONLY_IN_A_BACKEND = {
     ("XFormersAttentionBackend", "validate_head_size"): "vLLM's backend has it too",
     ("XFormersAttentionImpl", "__init__"): "chooses the decodes' operator once",
+    ("XFormersAttentionMetadata", "_part"): "keeps the mask with the decodes",
 }
 
 
@@ -90,6 +93,17 @@ def steps(text: str) -> list[str]:
     return list(dict.fromkeys(found))
 
 
+def functions_of(operation: Any) -> dict[str, Any]:
+    """Return an operation by its name; of a class, its constructor and public methods."""
+    if not inspect.isclass(operation):
+        return {operation.__name__: operation}
+    return {
+        name: method
+        for name, method in vars(operation).items()
+        if inspect.isfunction(method) and (name == "__init__" or name[0] != "_")
+    }
+
+
 def imported(tree: ast.AST, package: str) -> Iterator[str]:
     """Return what a file of `pagetwin.<package>` imports, as absolute names."""
     for node in ast.walk(tree):
@@ -123,10 +137,13 @@ def test_every_concept_is_a_file_of_both_twins() -> None:
 def test_every_public_function_is_an_operation() -> None:
     for concept in CONCEPTS:
         tree = ast.parse(source("reference", f"{concept.name}.py"))
-        functions = [
-            node.name for node in tree.body if isinstance(node, ast.FunctionDef)
+        defined = [
+            node.name
+            for node in tree.body
+            if isinstance(node, ast.FunctionDef)
+            or (isinstance(node, ast.ClassDef) and node.name in concept.operations)
         ]
-        assert tuple(functions) == concept.operations
+        assert tuple(defined) == concept.operations
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -151,15 +168,19 @@ def test_both_twins_answer_the_same_question(file: str) -> None:
     [(each.name, name) for each in CONCEPTS for name in each.operations],
 )
 def test_both_twins_have_the_same_signature(concept: str, operation: str) -> None:
-    functions = [
+    ours, theirs = (
         getattr(import_module(f"pagetwin.{twin}.{concept}"), operation)
         for twin in ("reference", "optimized")
-    ]
-    assert inspect.signature(functions[0]) == inspect.signature(functions[1])
-    assert first_line(functions[0].__doc__) == first_line(functions[1].__doc__)
-    annotations = inspect.get_annotations(functions[0])
-    parameters = inspect.signature(functions[0]).parameters
-    assert set(annotations) == {*parameters, "return"}
+    )
+    assert inspect.signature(ours) == inspect.signature(theirs)
+    assert first_line(ours.__doc__) == first_line(theirs.__doc__)
+    assert list(functions_of(ours)) == list(functions_of(theirs))
+    pairs = zip(functions_of(ours).values(), functions_of(theirs).values(), strict=True)
+    for one, other in pairs:
+        assert inspect.signature(one) == inspect.signature(other)
+        assert first_line(one.__doc__) == first_line(other.__doc__)
+        parameters = set(inspect.signature(one).parameters) - {"self"}
+        assert set(inspect.get_annotations(one)) == {*parameters, "return"}
 
 
 @pytest.mark.parametrize("file", FILES)

@@ -136,7 +136,8 @@ def feature_table() -> str:
 
 
 def _public(path: Path) -> set[str]:
-    return {each.name for each in twins.functions_of(path)}
+    functions = twins.functions_of(path)
+    return {each.name for each in functions} | {each.owner for each in functions}
 
 
 def _mark(there: bool) -> str:

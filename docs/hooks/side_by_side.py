@@ -110,6 +110,11 @@ def side_by_side(concept: str, operations: tuple[str, ...]) -> str:
     shown: set[str] = set()
     parts = []
     for operation in operations or ("forward",):
+        if methods := [each for each in left if each.owner == operation]:
+            parts += _class(
+                methods, [each for each in right if each.owner == operation]
+            )
+            continue
         ours, theirs = _reached(left, operation), _reached(right, operation)
         own = [each for each in ours if each.name == operation]
         # other operations have their own place on the page
@@ -128,6 +133,22 @@ def side_by_side(concept: str, operations: tuple[str, ...]) -> str:
         blocks = "\n\n".join(_code(each.body, each.title) for each in rest)
         parts.append(_details(f"The rest of optimized/{concept}.py", blocks))
     return "\n\n".join(parts)
+
+
+def _class(left: list[Function], right: list[Function]) -> Iterator[str]:
+    """Return a class's methods beside those of the same name; private ones stand last, folded."""
+    for ours in left:
+        theirs = [each for each in right if each.name == ours.name]
+        if ours.name[0] != "_" or ours.name == "__init__":
+            yield from _operation([ours], theirs, ours.name)
+    private = [
+        _code(each.body, f"{side}: {each.title}")
+        for side, methods in (("reference", left), ("optimized", right))
+        for each in methods
+        if each.name[0] == "_" and each.name != "__init__"
+    ]
+    if private:
+        yield _details(f"Private methods of {left[0].owner}", "\n\n".join(private))
 
 
 def _reached(functions: list[Function], operation: str) -> list[Function]:

@@ -12,8 +12,19 @@ from typing import Any
 import torch
 from rich.text import Text
 
+from ..graph_classes import AttentionCGSupport, GraphInputBuffers, GroupSupport
+from ..layer import Attention
+from ..layer_parameters import PerLayerParameters
+from ..layouts import KVCacheLayout
+from ..metadata_classes import UBatchSlice
+from ..multimodal_features import MultiModalFeature
 from ..operations import CONCEPTS, Implementation
-from ..specs import KVCacheSpec
+from ..sequence_classes import (
+    SequenceAttentionMetadata,
+    SequenceGroup,
+    SequenceInput,
+)
+from ..specs import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, KVCacheTensor
 from .story import Example as Example
 from .story import StoryStep as StoryStep
 
@@ -37,12 +48,26 @@ def example_names(implementation: Implementation) -> dict[str, Any]:
         "torch": torch,
         "math": math,
         "KVCacheSpec": KVCacheSpec,
+        "MultiModalFeature": MultiModalFeature,
+        "PerLayerParameters": PerLayerParameters,
+        "UBatchSlice": UBatchSlice,
+        "KVCacheConfig": KVCacheConfig,
+        "KVCacheGroupSpec": KVCacheGroupSpec,
+        "KVCacheTensor": KVCacheTensor,
+        "KVCacheLayout": KVCacheLayout,
+        "Attention": Attention,
         "BACKENDS": implementation.modules["backend"].BACKENDS,
+        "AttentionCGSupport": AttentionCGSupport,
+        "GraphInputBuffers": GraphInputBuffers,
+        "GroupSupport": GroupSupport,
+        "SequenceAttentionMetadata": SequenceAttentionMetadata,
+        "SequenceGroup": SequenceGroup,
+        "SequenceInput": SequenceInput,
     }
-    for module in implementation.modules.values():
-        for each in EXAMPLES:
-            if hasattr(module, each.operation):
-                names[each.operation] = getattr(module, each.operation)
+    for each in EXAMPLES:
+        module = implementation.modules[each.concept]
+        if hasattr(module, each.operation):
+            names[each.operation] = getattr(module, each.operation)
     return names
 
 

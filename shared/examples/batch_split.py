@@ -34,36 +34,50 @@ EXAMPLES = (
     Example(
         "batch_split",
         "reorder_batch_to_split_decodes_and_prefills",
-        "One swap brings both decodes to the front.",
+        "One swap brings both decodes to the front; finer regions need what is computed.",
         """\
 >>> reorder_batch_to_split_decodes_and_prefills([6, 1, 7, 1])
 [3, 1, 2, 0]
+>>> reorder_batch_to_split_decodes_and_prefills(
+...     [6, 1, 7, 1], num_computed_tokens=[0, 5, 8, 5]
+... )
+[3, 1, 2, 0]
+>>> reorder_batch_to_split_decodes_and_prefills(
+...     [6, 1, 7, 1],
+...     num_computed_tokens=[0, 5, 8, 0],
+...     num_prompt_tokens=[6, 5, 15, 1],
+... )
+[1, 2, 0, 3]
 """,
         (
             StoryStep(
-                "Requests 1 and 3 bring one token each: two decodes, so the boundary lies"
-                " before place 2.",
-                "[count <= 1 for count in [6, 1, 7, 1]]",
-                "[False, True, False, True]",
-                step="count the decodes",
+                "Requests 1 and 3 bring one token each, so they are decodes: region 0. The"
+                " others are prefills: region 1.",
+                "[int(count > 1) for count in [6, 1, 7, 1]]",
+                "[1, 0, 1, 0]",
+                step="name the region of each request",
             ),
             StoryStep(
-                "Of places 0 and 1, place 0 holds a prefill (6 tokens).",
-                "[place for place in (0, 1) if [6, 1, 7, 1][place] > 1]",
-                "[0]",
-                step="find the prefills before the boundary",
+                "In order the regions would be 0, 0, 1, 1. Places 0 and 3 hold another one;"
+                " requests 1 and 2 stand well and do not move.",
+                "[place for place in range(4) if [1, 0, 1, 0][place] != [0, 0, 1, 1][place]]",
+                "[0, 3]",
+                step="find the places that hold a request of another region",
             ),
             StoryStep(
-                "Of places 2 and 3, place 3 holds a decode.",
-                "[place for place in (3, 2) if [6, 1, 7, 1][place] <= 1]",
-                "[3]",
-                step="find the decodes behind it, the last one first",
-            ),
-            StoryStep(
-                "They change places; requests 1 and 2 stand well and do not move.",
+                "The decode of the two takes the first of the places, the prefill the other:"
+                " a swap.",
                 "[[6, 1, 7, 1][request] for request in [3, 1, 2, 0]]",
                 "[1, 1, 7, 6]",
-                step="swap them pair by pair",
+                step="fill them region by region",
+            ),
+            StoryStep(
+                "In the last call request 3 has one new token but nothing in the cache: its"
+                " prompt is one token long. With four regions it is a prefill, region 3, and"
+                " stands last.",
+                "[3 if old == 0 else 2 * (new > 1) for new, old in"
+                " zip([6, 1, 7, 1], [0, 5, 8, 0])]",
+                "[3, 0, 2, 3]",
             ),
         ),
     ),
@@ -89,11 +103,74 @@ EXAMPLES = (
                 step="find the first request that is no decode",
             ),
             StoryStep(
-                "The two decodes bring 2 tokens, the two prefills the other 10: tokens 0 and 1"
-                " of the flat batch, and tokens 2 to 11.",
+                "The two decodes bring 2 tokens, the two prefills the other 10: tokens 0 and"
+                " 1 of the flat batch, and tokens 2 to 11.",
                 "(1 + 1, 7 + 3)",
                 "(2, 10)",
                 step="count the tokens on both sides",
+            ),
+        ),
+    ),
+    Example(
+        "batch_split",
+        "split_decodes_prefills_and_extends",
+        "Two decodes, an extend of four tokens, a prefill of six.",
+        """\
+>>> split_decodes_prefills_and_extends(build_common_attn_metadata(
+...     query_lens=[1, 1, 4, 6],
+...     num_computed_tokens=[3, 4, 8, 0],
+...     block_rows=[[1], [2], [3], [4]],
+...     block_size=16,
+... ))
+(2, 1, 1, 2, 4, 6)
+""",
+        (
+            StoryStep(
+                "Request 2 is the first with more than one new token.",
+                "[count > 1 for count in [1, 1, 4, 6]].index(True)",
+                "2",
+                step="find the first request that is no decode",
+            ),
+            StoryStep(
+                "It has eight tokens in the cache, so its sequence of 12 is longer than its 4"
+                " new tokens: an extend. Request 3 has none: its sequence is its 6 new"
+                " tokens.",
+                "[new == seq for new, seq in ((4, 12), (6, 6))]",
+                "[False, True]",
+                step="find the first of them that has nothing in the cache",
+            ),
+            StoryStep(
+                "So the regions begin at tokens 0, 2 and 6 of the flat batch, which ends at"
+                " 12.",
+                "(2 - 0, 6 - 2, 12 - 6)",
+                "(2, 4, 6)",
+                step="count the tokens of each region",
+            ),
+        ),
+    ),
+    Example(
+        "batch_split",
+        "split_prefill_chunks",
+        "Sequences of 6, 5 and 2 tokens, and a workspace for ten.",
+        """\
+>>> split_prefill_chunks(
+...     torch.tensor([6, 5, 2], dtype=torch.int32), workspace_size=10
+... )
+[(0, 1), (1, 3)]
+""",
+        (
+            StoryStep(
+                "6 and 5 are 11, one more than fits, so the first run ends before request 1."
+                " 5 and 2 are 7 and stay together.",
+                "(6 + 5 > 10, 5 + 2 > 10)",
+                "(True, False)",
+                step="close a run before the sequence that does not fit",
+            ),
+            StoryStep(
+                "The runs begin at requests 0 and 1, and the last one ends at 3.",
+                "list(zip([0, 1], [1, 3]))",
+                "[(0, 1), (1, 3)]",
+                step="pair where runs begin and end",
             ),
         ),
     ),

@@ -77,6 +77,34 @@ torch.Size([327680])
     ),
     Example(
         "kv_cache",
+        "view_kv_cache",
+        "Six bytes whose first axis lies inside the second.",
+        """\
+>>> raw = torch.arange(6, dtype=torch.int8)
+>>> view_kv_cache(raw, torch.int8, shape=(2, 3), stride_order=(1, 0))
+tensor([[0, 2, 4],
+        [1, 3, 5]], dtype=torch.int8)
+""",
+        (
+            StoryStep(
+                "Axis 1 is the outermost in memory, so axis 0 lies inside it: a step along"
+                " axis 0 is one element, and a step along axis 1 passes the two elements of"
+                " axis 0.",
+                "view_kv_cache(raw, torch.int8, (2, 3), (1, 0)).stride()",
+                "(1, 2)",
+                step="let the axes lie in memory in that order",
+            ),
+            StoryStep(
+                "Code indexes row 1, column 2 as ever; it lies 1 * 1 + 2 * 2 = 5 elements into"
+                " the memory.",
+                "view_kv_cache(raw, torch.int8, (2, 3), (1, 0))[1, 2].item()",
+                "5",
+                step="index them in their own",
+            ),
+        ),
+    ),
+    Example(
+        "kv_cache",
         "reshape_kv_cache",
         "The same bytes, seen as ten blocks.",
         """\
@@ -92,17 +120,47 @@ torch.Size([2, 10, 16, 8, 64])
                 step="count the pages",
             ),
             StoryStep(
-                "Two bytes make a float16 element.",
-                "raw.view(torch.float16).numel()",
-                "163840",
-                step="look at the bytes as elements",
-            ),
-            StoryStep(
                 "The five axes multiply to exactly these elements. The view lies on the same"
                 " memory: nothing was copied.",
                 "2 * 10 * 16 * 8 * 64",
                 "163840",
                 step="cut them into the five axes",
+            ),
+        ),
+    ),
+    Example(
+        "kv_cache",
+        "reshape_layered_kv_cache",
+        "Four layers in one allocation, block by block.",
+        """\
+>>> spec = KVCacheSpec(16, 8, 64, torch.float16)
+>>> raw = torch.zeros(4 * 10 * 32768, dtype=torch.int8)
+>>> caches = reshape_layered_kv_cache(
+...     raw, spec, num_layers=4, layout=KVCacheLayout.BLNHC
+... )
+>>> caches[0].shape
+torch.Size([2, 10, 16, 8, 64])
+""",
+        (
+            StoryStep(
+                "A page of all layers has 4 * 32,768 bytes; ten of them are there.",
+                "raw.numel() // (4 * spec.page_size_bytes)",
+                "10",
+                step="count the pages",
+            ),
+            StoryStep(
+                "BLNHC: the block is outermost. So block 3 of all four layers lies together"
+                " and moves in one copy: 4 * 16,384 elements from one block to the next.",
+                "caches.stride(2)",
+                "65536",
+                step="lay out layer, block, head, slot and content",
+            ),
+            StoryStep(
+                "A slot's key and value of one head lie side by side: the value 64 elements"
+                " behind the key. A layer's cache has the same five axes as ever.",
+                "caches[0].stride(0)",
+                "64",
+                step="split the content into key and value",
             ),
         ),
     ),
@@ -127,6 +185,62 @@ torch.Size([10, 16, 8, 64])
                 " further on.",
                 "value_cache.storage_offset() - key_cache.storage_offset()",
                 "81920",
+            ),
+        ),
+    ),
+    Example(
+        "kv_cache",
+        "get_packed_kv_cache_shape",
+        "Two blocks of four tokens, for 2 heads of 16 elements.",
+        """\
+>>> get_packed_kv_cache_shape(
+...     num_blocks=2, block_size=4, num_kv_heads=2, head_size=16
+... )
+(2, 2, 128)
+""",
+        (
+            StoryStep(
+                "A block is not cut further here: keys and values are cut in different ways,"
+                " each by its view.",
+                "4 * 2 * 16",
+                "128",
+            ),
+        ),
+    ),
+    Example(
+        "kv_cache",
+        "split_packed_kv_cache",
+        "Keys in parts of 16 bytes, values element by element.",
+        """\
+>>> kv_cache = torch.zeros(2, 2, 128, dtype=torch.float16)
+>>> key_cache, value_cache = split_packed_kv_cache(
+...     kv_cache, num_kv_heads=2, head_size=16
+... )
+>>> key_cache.shape
+torch.Size([2, 2, 2, 4, 8])
+>>> value_cache.shape
+torch.Size([2, 2, 16, 4])
+""",
+        (
+            StoryStep(
+                "A token's key has 2 * 16 elements, so a block of 128 has 4 slots. A float16"
+                " element has 2 bytes, so 8 of them make 16.",
+                "(128 // (2 * 16), 16 // 2)",
+                "(4, 8)",
+                step="count the slots of a block, and the elements of 16 bytes",
+            ),
+            StoryStep(
+                "A head's key of 16 elements is 2 parts; the same part of the next slot lies 8"
+                " elements further on.",
+                "key_cache.stride(3)",
+                "8",
+                step="cut the keys into parts",
+            ),
+            StoryStep(
+                "Of the values, the same element of the next slot lies beside it.",
+                "value_cache.stride(3)",
+                "1",
+                step="cut the values into elements",
             ),
         ),
     ),

@@ -89,4 +89,49 @@ tensor([ 8, 20, 21, 22])
             ),
         ),
     ),
+    Example(
+        "metadata",
+        "build_attn_metadata",
+        "Two layers of one group share the metadata of two decodes.",
+        """\
+>>> builder = BACKENDS[0].get_builder_cls()(
+...     KVCacheSpec(16, 2, 32, torch.float16), ["layer.0", "layer.1"], "cpu"
+... )
+>>> starts = torch.tensor([0, 1, 2, 0], dtype=torch.int32)
+>>> seq_lens = torch.tensor([7, 3, 0], dtype=torch.int32)
+>>> metadata = build_attn_metadata(
+...     [builder],
+...     num_reqs=2,
+...     num_tokens=2,
+...     query_start_loc=starts,
+...     query_start_loc_cpu=starts,
+...     seq_lens=seq_lens,
+...     seq_lens_cpu=seq_lens,
+...     num_computed_tokens_cpu=torch.tensor([6, 2], dtype=torch.int32),
+...     block_tables=[torch.tensor([[4], [9], [0]], dtype=torch.int32)],
+...     slot_mappings=[torch.tensor([70, 146])],
+...     layer_names=[["layer.0", "layer.1"]],
+... )
+>>> metadata["layer.0"] is metadata["layer.1"]
+True
+>>> metadata["layer.0"].seq_lens, metadata["layer.0"].max_query_len
+(tensor([7, 3], dtype=torch.int32), 1)
+""",
+        (
+            StoryStep(
+                "The buffers have room for three requests, but the batch has two: starts 0,"
+                " 1, 2 and lengths 7, 3.",
+                "starts[: 2 + 1].tolist()",
+                "[0, 1, 2]",
+                step="cut the buffers to the batch",
+            ),
+            StoryStep(
+                "Both requests bring one token, so the longest query has 1, although the"
+                " batch has 2 tokens. Every layer of the group gets the same object.",
+                "(max(1 - 0, 2 - 1), len(metadata))",
+                "(1, 2)",
+                step="build once for each group, and give it to the layers",
+            ),
+        ),
+    ),
 )

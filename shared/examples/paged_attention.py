@@ -71,7 +71,7 @@ tensor([4.0000, 4.5000])
                 " both.",
                 "[[key <= query for key in (0, 1)] for query in (0, 1)]",
                 "[[True, False], [True, True]]",
-                step="hide the keys behind each query",
+                step="hide the keys that a query does not see",
             ),
             StoryStep(
                 "Token 0 has one score: weight 1. Token 1 has two equal ones; the logarithm of"

@@ -26,6 +26,10 @@ def check_paged_attention(
     out: Tensor | None,
     lse: Tensor | None,
     contents: bool,
+    sliding_window: int | None = None,
+    logits_soft_cap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     """Refuse a batch whose attention is not defined, before anything is computed."""
     check_caches(key_cache, value_cache)
@@ -71,6 +75,7 @@ def check_paged_attention(
             f"lse has shape {list(lse.shape)}: expected [{query_heads}, {tokens}]"
         )
     check_start_loc("query_start_loc", query_start_loc, reqs, tokens, contents)
+    check_scores(sliding_window, logits_soft_cap, alibi_slopes, sinks, query)
     if not contents:
         return
     check_block_ids(block_table, seq_lens, block_size, num_blocks)
@@ -90,3 +95,83 @@ def check_paged_attention(
             raise ValueError(
                 f"seq_lens[{req}] = {seq_len}: expected at most max_seq_len = {max_seq_len}"
             )
+
+
+def check_scores(
+    sliding_window: int | None,
+    logits_soft_cap: float | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    query: Tensor,
+) -> None:
+    """Refuse a window, a cap, slopes or sinks that no score can have."""
+    if sliding_window is not None:
+        check_positive(sliding_window=sliding_window)
+    if logits_soft_cap is not None and not logits_soft_cap > 0:
+        raise ValueError(
+            f"logits_soft_cap = {logits_soft_cap}: expected a number above 0, or None for"
+            " no cap"
+        )
+    for name, tensor in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
+        if tensor is None:
+            continue
+        check_dtype(name, tensor, torch.float32)
+        check_length(name, tensor, query.shape[1], "query heads")
+        check_same_device(query=query, **{name: tensor})
+
+
+def check_impl(
+    num_heads: int,
+    num_kv_heads: int,
+    alibi_slopes: list[float] | None,
+    sliding_window: int | None,
+    kv_cache_dtype: str,
+    logits_soft_cap: float | None,
+    attn_type: str,
+    sinks: Tensor | None,
+) -> None:
+    """Refuse a layer that no backend here runs."""
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"num_heads = {num_heads} is not a multiple of num_kv_heads = {num_kv_heads}"
+        )
+    if sliding_window is not None:
+        check_positive(sliding_window=sliding_window)
+    if logits_soft_cap is not None and logits_soft_cap < 0:
+        raise ValueError(
+            f"logits_soft_cap = {logits_soft_cap}: expected a number above 0, or None for"
+            " no cap"
+        )
+    for name, given in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
+        if given is not None and len(given) != num_heads:
+            raise ValueError(
+                f"{name} has {len(given)} entries: expected {num_heads}, one a query head"
+            )
+    if kv_cache_dtype != "auto":
+        raise NotImplementedError(
+            f"kv_cache_dtype = {kv_cache_dtype!r}: expected 'auto'; quantised caches are not"
+            " there yet"
+        )
+    if attn_type != "decoder":
+        raise NotImplementedError(
+            f"attn_type = {attn_type!r}: expected 'decoder'; encoders are not there yet"
+        )
+
+
+def check_impl_forward(
+    output: Tensor | None,
+    output_scale: Tensor | None,
+    output_block_scale: Tensor | None,
+) -> Tensor:
+    """Return the output of a layer, or refuse one that is missing or quantised."""
+    for name, scale in (
+        ("output_scale", output_scale),
+        ("output_block_scale", output_block_scale),
+    ):
+        if scale is not None:
+            raise NotImplementedError(
+                f"{name} is given: expected None; quantise the output after the call"
+            )
+    if output is None:
+        raise ValueError("output = None: expected a tensor of the shape of query")
+    return output

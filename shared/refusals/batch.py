@@ -1,7 +1,9 @@
 """Which batches are refused: rows, lengths, starts, tables?"""
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,6 +14,9 @@ from .primitives import (
     check_positive,
     check_same_device,
 )
+
+Counts: TypeAlias = Sequence[int] | np.ndarray
+"""One count a request, as the caller has them."""
 
 
 def check_block_rows(rows: Sequence[Sequence[int]], max_blocks: int) -> None:
@@ -30,7 +35,10 @@ def check_block_rows(rows: Sequence[Sequence[int]], max_blocks: int) -> None:
 
 
 def check_append_blocks(
-    block_table: Tensor, num_blocks: Tensor, new_blocks: Sequence[Sequence[int]]
+    block_table: Tensor,
+    num_blocks: Tensor,
+    new_blocks: Sequence[Sequence[int]],
+    contents: bool,
 ) -> None:
     """Refuse blocks that do not fit behind their row."""
     check_block_table(block_table)
@@ -41,6 +49,9 @@ def check_append_blocks(
             f"new_blocks has {len(new_blocks)} lists: expected {reqs}, one for each row of"
             " the block table (an empty list where nothing is added)"
         )
+    check_block_rows(new_blocks, max_blocks)
+    if not contents:
+        return
     for req, (held, row) in enumerate(
         zip(num_blocks.tolist(), new_blocks, strict=True)
     ):
@@ -49,7 +60,6 @@ def check_append_blocks(
                 f"row {req} holds {held} blocks and gets {len(row)} more: expected at most"
                 f" {max_blocks}, the width of the block table"
             )
-    check_block_rows(new_blocks, max_blocks)
 
 
 def check_block_table(block_table: Tensor) -> None:
@@ -81,9 +91,7 @@ def check_row_reaches(row_len: int, seq_len: int, block_size: int) -> None:
         )
 
 
-def check_batch_lengths(
-    query_lens: Sequence[int], num_computed_tokens: Sequence[int]
-) -> None:
+def check_batch_lengths(query_lens: Counts, num_computed_tokens: Counts) -> None:
     """Refuse two descriptions of the batch that differ in length, and negative counts."""
     if len(query_lens) != len(num_computed_tokens):
         raise ValueError(
@@ -94,15 +102,16 @@ def check_batch_lengths(
         ("query_lens", query_lens),
         ("num_computed_tokens", num_computed_tokens),
     ):
-        for req, count in enumerate(counts):
-            if count < 0:
-                raise ValueError(f"{name}[{req}] = {count}: expected at least 0")
+        negative = np.asarray(counts, dtype=np.int64) < 0
+        if negative.any():
+            req = int(negative.argmax())
+            raise ValueError(f"{name}[{req}] = {counts[req]}: expected at least 0")
 
 
 def check_sequences_fit(
-    query_lens: Sequence[int],
-    num_computed_tokens: Sequence[int],
-    row_lens: Sequence[int],
+    query_lens: Counts,
+    num_computed_tokens: Counts,
+    row_lens: Counts,
     block_size: int,
 ) -> None:
     """Refuse a request whose sequence is longer than its row of the block table."""
@@ -111,14 +120,16 @@ def check_sequences_fit(
             f"the block table has {len(row_lens)} rows: expected {len(query_lens)}, one a"
             " request"
         )
-    batch = zip(query_lens, num_computed_tokens, row_lens, strict=True)
-    for req, (query_len, computed, row_len) in enumerate(batch):
-        if computed + query_len > row_len * block_size:
-            raise IndexError(
-                f"request {req} has {computed} + {query_len} tokens but its row of the"
-                f" block table holds {row_len} blocks of {block_size}: expected at most"
-                f" {row_len * block_size} tokens; append a block first"
-            )
+    room = np.asarray(row_lens, dtype=np.int64) * block_size
+    computed = np.asarray(num_computed_tokens, dtype=np.int64)
+    outgrown = computed + np.asarray(query_lens, dtype=np.int64) > room
+    if outgrown.any():
+        req = int(outgrown.argmax())
+        raise IndexError(
+            f"request {req} has {num_computed_tokens[req]} + {query_lens[req]} tokens but its"
+            f" row of the block table holds {row_lens[req]} blocks of {block_size}: expected"
+            f" at most {room[req]} tokens; append a block first"
+        )
 
 
 def check_start_loc(

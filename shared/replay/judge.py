@@ -27,14 +27,18 @@ class Truth:
     Args:
         exact: [tokens, query_heads, head_size] float64.
         same_dtype: the same, computed in the dtype of the cache.
+        magnitude: the same over the absolute values, which says how large what is averaged is.
     """
 
     exact: Tensor
     same_dtype: Tensor
+    magnitude: Tensor
 
     def judge(self, answer: Tensor) -> Verdict:
         """Return how an answer's rows (tokens) stand against their budgets."""
-        return judge_rows(answer, self.exact, self.same_dtype, answer.dtype)
+        return judge_rows(
+            answer, self.exact, self.same_dtype, answer.dtype, self.magnitude
+        )
 
 
 def cut_into_pieces(
@@ -98,11 +102,11 @@ def find_truth(
     )
     key_cache, value_cache = reference.split_kv_cache(cache)
 
-    def attend(compute_dtype: torch.dtype, out: Tensor) -> Tensor:
+    def attend(compute_dtype: torch.dtype, out: Tensor, values: Tensor) -> Tensor:
         reference.paged_attention(
             query,
             key_cache,
-            value_cache,
+            values,
             table,
             torch.tensor(starts, dtype=torch.int32, device=device),
             torch.tensor(seq_lens, dtype=torch.int32, device=device),
@@ -114,8 +118,15 @@ def find_truth(
         return out
 
     return Truth(
-        exact=attend(torch.float64, torch.empty_like(query, dtype=torch.float64)),
-        same_dtype=attend(query.dtype, torch.empty_like(query)),
+        exact=attend(
+            torch.float64, torch.empty_like(query, dtype=torch.float64), value_cache
+        ),
+        same_dtype=attend(query.dtype, torch.empty_like(query), value_cache),
+        magnitude=attend(
+            torch.float32,
+            torch.empty_like(query, dtype=torch.float32),
+            value_cache.abs(),
+        ),
     )
 
 

@@ -1,0 +1,114 @@
+"""The worked examples and the picture of block_table_rows."""
+
+from rich.text import Text
+
+from .drawing import DIM, NEW, A, B, beside, boxes, said
+from .story import Example, StoryStep
+
+
+def draw() -> list[Text]:
+    """Return the concept's picture for the terminal."""
+
+    def table(title: str, *rows: list[tuple[str, str]]) -> list[Text]:
+        lines = [Text(title, style=DIM)]
+        for row in rows:
+            lines += boxes(row)
+        return lines
+
+    empty = ("0", DIM)
+    return [
+        *said(
+            "Request r1 gets a block; then r0 ends and r1's row moves into the gap:", ""
+        ),
+        *beside(
+            table(
+                "r0, r1 start",
+                [("7", A), ("2", A), ("4", A)],
+                [("5", B), empty, empty],
+            ),
+            table(
+                "append_row",
+                [("7", A), ("2", A), ("4", A)],
+                [("5", B), ("9", NEW), empty],
+            ),
+            table(
+                "move_row(1, 0)",
+                [("5", B), ("9", B), empty],
+                [("5", DIM), ("9", DIM), empty],
+            ),
+        ),
+    ]
+
+
+EXAMPLES = (
+    Example(
+        "block_table_rows",
+        "BlockTable",
+        "Two requests start, one grows, the other ends.",
+        """\
+>>> table = BlockTable(block_size=4, max_num_reqs=3, max_num_blocks_per_req=2)
+>>> table.add_row([7, 2], 0)
+>>> table.add_row([5], 1)
+>>> table.append_row([9], 1)
+>>> table.get_device_tensor(2)
+tensor([[7, 2],
+        [5, 9]], dtype=torch.int32)
+>>> table.compute_slot_mapping(req_indices=[0, 1, 1], positions=[5, 3, 4])
+tensor([ 9, 23, 36])
+>>> table.move_row(1, 0)
+>>> table.get_device_tensor(1)
+tensor([[5, 9]], dtype=torch.int32)
+""",
+        (
+            StoryStep(
+                "Block 9 is one entry, as the kernel's blocks are the manager's. For a kernel"
+                " with blocks of 2 it would be two, of its first and its second half.",
+                "[9 * 2 + entry for entry in range(2)]",
+                "[18, 19]",
+                step="give each block its entries",
+            ),
+            StoryStep(
+                "Position 4 of row 1 belongs to entry 4 // 4 = 1: block 9.",
+                "[5, 9][4 // 4]",
+                "9",
+                step="look the block up",
+            ),
+            StoryStep(
+                "It is the first slot of that block. With two ranks every other position would"
+                " be another rank's, and get slot -1 here.",
+                "9 * 4 + 4 % 4",
+                "36",
+                step="count slots into it, of this rank's tokens alone",
+            ),
+        ),
+    ),
+    Example(
+        "block_table_rows",
+        "mamba_get_block_table_tensor",
+        "Of each row, only the block with the last state is needed.",
+        """\
+>>> mamba_get_block_table_tensor(
+...     torch.tensor([[7, 2, 0], [5, 9, 4]], dtype=torch.int32),
+...     torch.tensor([5, 9], dtype=torch.int32),
+...     block_size=4,
+...     mamba_cache_mode="align",
+... )
+tensor([[2],
+        [4]], dtype=torch.int32)
+""",
+        (
+            StoryStep(
+                "The last tokens stand at positions 4 and 8, in entries 1 and 2.",
+                "[(5 - 1) // 4, (9 - 1) // 4]",
+                "[1, 2]",
+                step="find the block of the last token",
+            ),
+            StoryStep(
+                "Nothing is drafted, so one block each is enough.",
+                "[[7, 2, 0][1], [5, 9, 4][2]]",
+                "[2, 4]",
+                step="take it and those of the drafted tokens",
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,202 @@
+"""The worked examples and the picture of kv_cache_init."""
+
+from rich.text import Text
+
+from .drawing import DIM, A, B, beside, boxes, said, under
+from .story import Example, StoryStep
+
+
+def draw() -> list[Text]:
+    """Return the concept's picture for the terminal."""
+    first = boxes([("0", A), ("1", B), ("2", A), ("3", "")])
+    second = boxes([("0", A), ("1", B), ("2", A), ("3", "")])
+    return [
+        *said("Two groups of two layers, and two tensors of four blocks:"),
+        *beside(
+            [Text("tensor 0: layers 0 and 1", style=DIM), *first, under([""] * 4)],
+            [Text("tensor 1: layers 2 and 3", style=DIM), *second, under([""] * 4)],
+        ),
+        Text("group 0: layers 0 and 2 own blocks 0 and 2", style=A),
+        Text("group 1: layers 1 and 3 own block 1", style=B),
+        *said("Block 3 is free. Either group can get it: in both tensors at once."),
+    ]
+
+
+EXAMPLES = (
+    Example(
+        "kv_cache_init",
+        "get_kv_cache_spec",
+        "Of two layers that share a cache, one keeps it.",
+        """\
+>>> layers = {}
+>>> for name, target in (("layers.0", None), ("layers.1", "layers.0")):
+...     _ = Attention(
+...         8, 64, 0.125, num_kv_heads=2, prefix=name,
+...         kv_sharing_target_layer_name=target,
+...         attn_backend=BACKENDS[0], static_forward_context=layers,
+...     )
+>>> specs = get_kv_cache_spec(layers, block_size=16, dtype=torch.float16)
+>>> {name: spec.page_size_bytes for name, spec in specs.items()}
+{'layers.0': 8192}
+""",
+        (
+            StoryStep(
+                "Layer 0 keeps keys and values of 16 tokens, 2 heads of 64 elements, 2 bytes"
+                " each.",
+                "2 * 16 * 2 * 64 * 2",
+                "8192",
+            ),
+            StoryStep(
+                "Layer 1 reads the cache of layer 0, so it keeps nothing and costs nothing.",
+                "layers['layers.1'].get_kv_cache_spec(16, torch.float16) is None",
+                "True",
+            ),
+        ),
+    ),
+    Example(
+        "kv_cache_init",
+        "allocate_kv_caches",
+        "Two layers of different groups, one tensor.",
+        """\
+>>> spec = KVCacheSpec(16, 2, 8, torch.float16)
+>>> config = KVCacheConfig(
+...     num_blocks=2,
+...     kv_cache_tensors=[KVCacheTensor(2048, ["layers.0", "layers.1"])],
+...     kv_cache_groups=[
+...         KVCacheGroupSpec(["layers.0"], spec),
+...         KVCacheGroupSpec(["layers.1"], spec),
+...     ],
+... )
+>>> raw = allocate_kv_caches(config)
+>>> raw["layers.0"].shape, raw["layers.0"] is raw["layers.1"]
+(torch.Size([2048]), True)
+""",
+        (
+            StoryStep(
+                "Two blocks of 16 slots, 2 heads, 8 elements of 2 bytes, keys and values.",
+                "2 * (2 * 16 * 2 * 8 * 2)",
+                "2048",
+            ),
+            StoryStep(
+                "Both layers see all of the bytes. A block is handed out to one group, so they"
+                " never meet in one.",
+                "raw['layers.1'].data_ptr() == raw['layers.0'].data_ptr()",
+                "True",
+            ),
+        ),
+    ),
+    Example(
+        "kv_cache_init",
+        "reshape_kv_caches",
+        "A cache whose heads lie outside its slots.",
+        """\
+>>> spec = KVCacheSpec(16, 2, 8, torch.float16)
+>>> config = KVCacheConfig(
+...     num_blocks=2,
+...     kv_cache_tensors=[KVCacheTensor(2048, ["layers.0"])],
+...     kv_cache_groups=[KVCacheGroupSpec(["layers.0"], spec)],
+... )
+>>> kv_caches = reshape_kv_caches(
+...     config,
+...     kv_cache_raw_tensors=allocate_kv_caches(config),
+...     attn_backends={"layers.0": BACKENDS[0]},
+...     layout=KVCacheLayout.HND,
+... )
+>>> kv_caches["layers.0"].shape, kv_caches["layers.0"].stride()
+(torch.Size([2, 2, 16, 2, 8]), (512, 256, 8, 128, 1))
+""",
+        (
+            StoryStep(
+                "A page has 1,024 bytes, so 2,048 make two blocks.",
+                "2048 // spec.page_size_bytes",
+                "2",
+                step="count the pages",
+            ),
+            StoryStep(
+                "The backend keeps its five axes. Under HND a step to the next slot is the 8"
+                " elements of a head, and a step to the next head passes 16 slots.",
+                "kv_caches['layers.0'].stride()[2:4]",
+                "(8, 128)",
+                step="see them as the backend does",
+            ),
+        ),
+    ),
+    Example(
+        "kv_cache_init",
+        "bind_kv_cache",
+        "Layer 9 comes before layer 10.",
+        """\
+>>> class Layer:
+...     kv_cache = None
+>>> layers = {"layers.10.attn": Layer(), "layers.9.attn": Layer()}
+>>> caches = {
+...     "layers.10.attn": torch.zeros(1),
+...     "layers.9.attn": torch.ones(1),
+... }
+>>> list(bind_kv_cache(caches, layers))
+['layers.9.attn', 'layers.10.attn']
+>>> layers["layers.9.attn"].kv_cache
+tensor([1.])
+""",
+        (
+            StoryStep(
+                "By their letters, the names would stand the other way round.",
+                "sorted(caches)",
+                "['layers.10.attn', 'layers.9.attn']",
+                step="order the caches by the number of the layer",
+            ),
+            StoryStep(
+                "Each layer holds its own cache from now on.",
+                "layers['layers.10.attn'].kv_cache is caches['layers.10.attn']",
+                "True",
+                step="hand each layer its cache",
+            ),
+            StoryStep(
+                "A layer that named one to share with would be handed that one's; here there"
+                " is none.",
+                "[hasattr(each, 'kv_sharing_target_layer_name') for each in layers.values()]",
+                "[False, False]",
+                step="hand the others the caches they share",
+            ),
+        ),
+    ),
+    Example(
+        "kv_cache_init",
+        "init_kv_cache",
+        "A model of one layer, ready to run.",
+        """\
+>>> class Layer:
+...     kv_cache = None
+>>> layers, names = {"layers.0": Layer()}, ["layers.0"]
+>>> spec = KVCacheSpec(16, 2, 8, torch.float16)
+>>> config = KVCacheConfig(
+...     num_blocks=2,
+...     kv_cache_tensors=[KVCacheTensor(2048, names)],
+...     kv_cache_groups=[KVCacheGroupSpec(names, spec)],
+... )
+>>> kv_caches = init_kv_cache(layers, config, {"layers.0": BACKENDS[0]})
+>>> layers["layers.0"].kv_cache.shape
+torch.Size([2, 2, 16, 2, 8])
+""",
+        (
+            StoryStep(
+                "The config asks for one tensor of 2,048 bytes.",
+                "config.kv_cache_tensors[0].size",
+                "2048",
+                step="allocate",
+            ),
+            StoryStep(
+                "Seen by its backend, these are two blocks of 16 slots.",
+                "kv_caches['layers.0'].shape[1:3]",
+                "torch.Size([2, 16])",
+                step="look at the bytes as caches",
+            ),
+            StoryStep(
+                "The layer now holds that view.",
+                "layers['layers.0'].kv_cache is kv_caches['layers.0']",
+                "True",
+                step="hand them to the layers",
+            ),
+        ),
+    ),
+)

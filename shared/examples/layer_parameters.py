@@ -1,0 +1,75 @@
+"""The worked examples and the picture of layer_parameters."""
+
+from rich.text import Text
+
+from .drawing import NEW, A, B, beside, boxes, said
+from .story import Example, StoryStep
+
+
+def draw() -> list[Text]:
+    """Return the concept's picture for the terminal."""
+
+    def layer(name: str, window: str, style: str) -> list[Text]:
+        cells = [(window, style), ("none", A), ("1/8", A)]
+        return [Text(f"layer {name}", style=A), *boxes(cells, width=6)]
+
+    return [
+        *said(
+            "Window, soft cap and scale of two layers. Only the windows differ, so", ""
+        ),
+        *beside(layer("a", "all", NEW), layer("b", "127", B)),
+        *said("", "same windows: no      all the same: no"),
+    ]
+
+
+EXAMPLES = (
+    Example(
+        "layer_parameters",
+        "get_per_layer_parameters",
+        "One attention layer with a window, and one layer that is none.",
+        """\
+>>> from types import SimpleNamespace
+>>> impl = SimpleNamespace(scale=0.125, sliding_window=(127, 0))
+>>> get_per_layer_parameters(
+...     {"a": SimpleNamespace(impl=impl), "norm": object()},
+...     ["a", "norm"],
+...     SimpleNamespace,
+... )["a"].window_left
+127
+""",
+        (
+            StoryStep(
+                "A window of 128 keys is 127 to the left of the query, and the query's own.",
+                "impl.sliding_window[0] + 1",
+                "128",
+            ),
+        ),
+    ),
+    Example(
+        "layer_parameters",
+        "infer_global_hyperparameters",
+        "Two layers that differ in their window share everything else.",
+        """\
+>>> shared = infer_global_hyperparameters({
+...     "a": PerLayerParameters(-1, None, 0.125),
+...     "b": PerLayerParameters(127, None, 0.125),
+... })
+>>> shared.window_left, shared.has_same_window_lefts
+(-1, False)
+""",
+        (
+            StoryStep(
+                "Layer a sees all keys, and its numbers are what comes back.",
+                "(shared.window_left, shared.sm_scale)",
+                "(-1, 0.125)",
+                step="take the first layer as the measure",
+            ),
+            StoryStep(
+                "Layer b's window is another, so not all numbers are the same either.",
+                "(-1 == 127, shared.has_same_all_params)",
+                "(False, False)",
+                step="hold the others against it",
+            ),
+        ),
+    ),
+)

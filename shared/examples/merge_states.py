@@ -1,0 +1,92 @@
+"""The worked examples and the picture of merge_states."""
+
+from rich.text import Text
+
+from .drawing import NEW, A, B, beside, boxes, said, under
+from .story import Example, StoryStep
+
+
+def draw() -> list[Text]:
+    """Return the concept's picture for the terminal."""
+    columns = beside(
+        [*boxes([("8", A)], 8), under(["weight 1"], 8)],
+        [*boxes([("4", B)], 8), under(["weight 3"], 8)],
+        [*boxes([("5", NEW)], 8), under(["weight 4"], 8)],
+        gap=6,
+    )
+    return [
+        *said("Two averages over different keys, and the one over all of them:", ""),
+        *columns,
+    ]
+
+
+EXAMPLES = (
+    Example(
+        "merge_states",
+        "merge_attn_states",
+        "A prefix and a suffix become one; the suffix weighs three times as much.",
+        """\
+>>> merge_attn_states(
+...     prefix_output=torch.full((1, 1, 1), 8.0),
+...     prefix_lse=torch.zeros(1, 1),
+...     suffix_output=torch.full((1, 1, 1), 4.0),
+...     suffix_lse=torch.full((1, 1), 3.0).log(),
+... ).flatten()
+tensor([5.])
+""",
+        (
+            StoryStep(
+                "Both log-sum-exps are numbers, so neither part is empty.",
+                "[math.isfinite(lse) for lse in (0.0, math.log(3))]",
+                "[True, True]",
+                "count what is not finite as empty",
+            ),
+            StoryStep(
+                "The exponentials 1 and 3 are the weights that went into each part; together 4.",
+                "[1 / 4, 3 / 4]",
+                "[0.25, 0.75]",
+                "weigh each part by its share",
+            ),
+            StoryStep(
+                "A quarter of 8 and three quarters of 4.",
+                "0.25 * 8 + 0.75 * 4",
+                "5.0",
+                "add up what has weight",
+            ),
+        ),
+    ),
+    Example(
+        "merge_states",
+        "lse_weighted_combine",
+        "Two ranks with logarithms to base 2: weights 1 and 2.",
+        """\
+>>> output, lse = lse_weighted_combine(
+...     outputs=torch.tensor([8.0, 4.0]).view(2, 1, 1, 1),
+...     lses=torch.tensor([0.0, 1.0]).view(2, 1, 1),
+...     is_lse_base_on_e=False,
+... )
+>>> output.flatten()
+tensor([5.3333])
+""",
+        (
+            StoryStep(
+                "Both ranks saw keys.",
+                "lse.shape",
+                "torch.Size([1, 1])",
+                "count what is not finite as empty",
+            ),
+            StoryStep(
+                "2 ** 0 = 1 and 2 ** 1 = 2: a third and two thirds.",
+                "[round(weight / 3, 4) for weight in (2**0, 2**1)]",
+                "[0.3333, 0.6667]",
+                "weigh each part by its share",
+            ),
+            StoryStep(
+                "A third of 8 and two thirds of 4.",
+                "round(8 / 3 + 2 * 4 / 3, 4)",
+                "5.3333",
+                "add up what has weight",
+            ),
+        ),
+    ),
+)

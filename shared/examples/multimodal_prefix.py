@@ -1,0 +1,102 @@
+"""The worked examples and the picture of multimodal_prefix."""
+
+from rich.text import Text
+
+from .drawing import DIM, NEW, A, boxes, said, under
+from .story import Example, StoryStep
+
+
+def draw() -> list[Text]:
+    """Return the concept's picture for the terminal."""
+    image = {2, 3, 5, 6}
+    cells = [(f"p{p}", NEW if p in image else A) for p in range(9)]
+    seen = ["yes"] * 4 + [""] * 5
+    both = ["yes"] * 7 + [""] * 2
+    return [
+        *said("A prompt with an image in two rows, at positions 2, 3 and 5, 6:", ""),
+        *boxes(cells),
+        Text.assemble(("what position 2 sees, the first of its range (2, 3):", DIM)),
+        under(seen),
+        Text.assemble(("what position 5 sees, the first of its range (5, 6):", DIM)),
+        under(both),
+    ]
+
+
+EXAMPLES = (
+    Example(
+        "multimodal_prefix",
+        "compute_mm_prefix_ranges",
+        "An image of two rows, with a mark between them.",
+        """\
+>>> compute_mm_prefix_ranges([
+...     [MultiModalFeature("image", 2, 5, [True, True, False, True, True])]
+... ])
+{0: [(2, 3), (5, 6)]}
+""",
+        (
+            StoryStep(
+                "Positions 2 to 6 stand for the image. The one in the middle, 4, is no"
+                " embedding, so there are two runs.",
+                "[2 + i for i, flag in enumerate([1, 1, 0, 1, 1]) if flag]",
+                "[2, 3, 5, 6]",
+                step="find the runs of tokens that belong together",
+            ),
+            StoryStep(
+                "There is no window, so both stay. Under a window of 1 neither would.",
+                "[last - first + 1 for first, last in [(2, 3), (5, 6)]]",
+                "[2, 2]",
+                step="leave out what no window holds",
+            ),
+        ),
+    ),
+    Example(
+        "multimodal_prefix",
+        "compute_mm_prefix_range_tensor",
+        "Two requests; the second has no image.",
+        """\
+>>> ranges = compute_mm_prefix_range_tensor({0: [(0, 2), (6, 7)]}, num_seqs=2)
+>>> ranges.tolist()
+[[[0, 2], [6, 7]], [[0, 0], [0, 0]]]
+""",
+        (
+            StoryStep(
+                "Request 0 has two ranges, so every request gets room for two. (0, 0) fills"
+                " it: position 0 always sees itself.",
+                "max(len([(0, 2), (6, 7)]), len([]))",
+                "2",
+            ),
+        ),
+    ),
+    Example(
+        "multimodal_prefix",
+        "fill_mm_prefix_query_ranges",
+        "Three new tokens; the last two begin an image.",
+        """\
+>>> out = torch.zeros(4, 2, dtype=torch.int32)
+>>> fill_mm_prefix_query_ranges(
+...     out,
+...     {0: [(5, 9)]},
+...     torch.tensor([0, 3], dtype=torch.int32),
+...     torch.tensor([7], dtype=torch.int32),
+... )
+3
+>>> out.tolist()
+[[-1, -1], [5, 9], [5, 9], [0, 0]]
+""",
+        (
+            StoryStep(
+                "The sequence has 7 tokens, 3 of them new: positions 4, 5 and 6. The image"
+                " covers 5 to 9, so tokens 1 and 2 stand in it.",
+                "[token for token in range(3) if 5 <= 7 - 3 + token <= 9]",
+                "[1, 2]",
+                step="find the new tokens that stand in a range",
+            ),
+            StoryStep(
+                "Token 0 is text: (-1, -1). Row 3 belongs to nobody and stays as it was.",
+                "(out[0].tolist(), out[3].tolist())",
+                "([-1, -1], [0, 0])",
+                step="write a row for every new token",
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,61 @@
+"""The worked examples and the picture of spec_decode."""
+
+from rich.text import Text
+
+from .drawing import A, B, beside, boxes, said, under
+from .story import Example, StoryStep
+
+
+def draw() -> list[Text]:
+    """Return the concept's picture for the terminal."""
+    flat = boxes([("q0", A), ("q1", A), ("q2", B), ("q3", B)])
+    one, two = boxes([("q0", A), ("q1", A)]), boxes([("q2", B), ("q3", B)])
+    return [
+        *said("Four queries of two requests, one after another, and by request:", ""),
+        *beside(
+            [*flat, under(["0", "1", "2", "3"])],
+            [Text(), Text("same memory"), Text(), Text()],
+            [*one, under(["0,0", "0,1"])],
+            [*two, under(["1,0", "1,1"])],
+        ),
+    ]
+
+
+EXAMPLES = (
+    Example(
+        "spec_decode",
+        "reshape_query_for_spec_decode",
+        "Four tokens of two requests get an axis for the request.",
+        """\
+>>> query = torch.arange(4.0).view(4, 1, 1)
+>>> reshape_query_for_spec_decode(query, batch_size=2)[:, :, 0, 0]
+tensor([[0., 1.],
+        [2., 3.]])
+""",
+        (
+            StoryStep("Each request has 4 / 2 = 2 tokens.", "4 // 2", "2"),
+            StoryStep(
+                "Nothing is copied: the new tensor begins at the same address.",
+                "reshape_query_for_spec_decode(query, 2).data_ptr() == query.data_ptr()",
+                "True",
+            ),
+        ),
+    ),
+    Example(
+        "spec_decode",
+        "reshape_attn_output_for_spec_decode",
+        "And back to one row a token.",
+        """\
+>>> output = torch.arange(4.0).view(2, 2, 1, 1)
+>>> reshape_attn_output_for_spec_decode(output).flatten()
+tensor([0., 1., 2., 3.])
+""",
+        (
+            StoryStep(
+                "Token 1 of request 1 is row 1 * 2 + 1 = 3 of the flat output.",
+                "1 * 2 + 1",
+                "3",
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,96 @@
+"""Which views of a cache are refused?"""
+
+from collections.abc import Collection, Mapping, Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from .primitives import check_dtype, check_positive
+
+
+def check_whole_pages(name: str, raw: Tensor, page_size_bytes: int) -> int:
+    """Refuse bytes that are no whole number of pages; return how many pages they are."""
+    check_dtype(name, raw, torch.int8)
+    num_pages, rest = divmod(raw.numel(), page_size_bytes)
+    if rest:
+        raise ValueError(
+            f"{name} has {raw.numel()} bytes: expected a multiple of {page_size_bytes},"
+            " the bytes of a page"
+        )
+    return num_pages
+
+
+def check_enough_pages(layer: str, num_pages: int, num_blocks: int) -> None:
+    """Refuse a cache with fewer blocks than can be handed out."""
+    if num_pages < num_blocks:
+        raise ValueError(
+            f"the tensor of layer {layer!r} holds {num_pages} pages: expected at least"
+            f" num_blocks = {num_blocks}; make its size num_blocks pages"
+        )
+
+
+def check_view(
+    raw: Tensor, dtype: torch.dtype, shape: Sequence[int], stride_order: Sequence[int]
+) -> None:
+    """Refuse an order that is no permutation, and a shape that is not all of the bytes."""
+    if sorted(stride_order) != list(range(len(shape))):
+        raise ValueError(
+            f"stride_order = {tuple(stride_order)}: expected every axis from 0 to"
+            f" {len(shape) - 1} once, the outermost in memory first"
+        )
+    if prod(shape) * dtype.itemsize != raw.numel():
+        raise ValueError(
+            f"shape {tuple(shape)} of {dtype} has {prod(shape) * dtype.itemsize} bytes:"
+            f" expected {raw.numel()}, those of raw; does the backend's cache hold what"
+            " its spec says?"
+        )
+
+
+def check_packed(kv_cache: Tensor, num_kv_heads: int, head_size: int) -> None:
+    """Refuse a packed cache whose heads do not fill 16-byte parts or its blocks."""
+    check_positive(num_kv_heads=num_kv_heads, head_size=head_size)
+    part = 16 // kv_cache.element_size()
+    if head_size % part:
+        raise ValueError(
+            f"head_size = {head_size}: expected a multiple of {part}, the elements of"
+            " 16 bytes"
+        )
+    if kv_cache.dim() != 3 or kv_cache.shape[2] % (num_kv_heads * head_size):
+        raise ValueError(
+            f"kv_cache has shape {list(kv_cache.shape)}: expected [2, num_blocks,"
+            f" block_size * {num_kv_heads * head_size}]"
+        )
+
+
+def check_layers_present(
+    what: str, layers: Collection[str], wanted: Collection[str]
+) -> None:
+    """Refuse a layer that somebody needs and that is not there."""
+    for name in wanted:
+        if name not in layers:
+            raise KeyError(
+                f"layer {name!r} is missing in {what}: expected one of"
+                f" {', '.join(map(repr, layers)) or 'none'}"
+            )
+
+
+def check_shared_caches(targets: Mapping[str, str], kv_caches: Collection[str]) -> None:
+    """Refuse a layer that shares a cache which is not there."""
+    for layer, target in targets.items():
+        if target not in kv_caches:
+            raise KeyError(
+                f"layer {layer!r} shares the cache of {target!r}, which has none:"
+                f" expected one of {', '.join(map(repr, kv_caches)) or 'none'}"
+            )
+
+
+def layer_number(name: str) -> int:
+    """Return the number in a layer's name; refuse a name that has none or two."""
+    numbers = [int(part) for part in name.split(".") if part.isdecimal()]
+    if len(numbers) != 1:
+        raise ValueError(
+            f"layer {name!r} has {len(numbers)} numbers in its name: expected one between"
+            ' dots, as in "model.layers.0.attn"'
+        )
+    return numbers[0]

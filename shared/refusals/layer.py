@@ -1,0 +1,59 @@
+"""Which layers are refused?"""
+
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+
+def check_new_layer(name: str, layers: Mapping[str, Any]) -> None:
+    """Refuse a name that another layer has."""
+    if name in layers:
+        raise ValueError(
+            f"prefix = {name!r} is the name of another layer: expected a name of its own"
+        )
+
+
+def check_kv_sharing_target(layer: Any, target: str, layers: Mapping[str, Any]) -> None:
+    """Refuse to share the cache of a layer that is not there yet, or keeps another cache."""
+    if target == layer.layer_name:
+        raise ValueError(
+            f"layer {target!r} shares its cache with itself: expected an earlier layer"
+        )
+    if target not in layers:
+        raise ValueError(
+            f"layer {layer.layer_name!r} shares the cache of {target!r}: expected a layer that"
+            f" comes before it, one of {', '.join(map(repr, layers)) or 'none'}"
+        )
+    other = layers[target]
+    further = getattr(other, "kv_sharing_target_layer_name", None)
+    if further is not None:
+        raise ValueError(
+            f"layer {layer.layer_name!r} shares the cache of {target!r}, which has none of its"
+            f" own: expected {further!r}, whose cache that one shares"
+        )
+    for name in ("attn_type", "num_kv_heads", "head_size"):
+        one, its = getattr(layer, name), getattr(other, name)
+        if one != its:
+            raise ValueError(
+                f"layer {layer.layer_name!r} has {name} = {one} and shares the cache of"
+                f" {target!r}: expected {its}, as that one has"
+            )
+
+
+def refuse_option(layer: str, backend: str, name: str, value: object) -> NoReturn:
+    """Refuse an option that the backend's layers do not take."""
+    raise NotImplementedError(
+        f"layer {layer!r}: {name} = {value!r} is more than the layers of {backend} take:"
+        f" expected a backend whose layers have an argument {name}"
+    )
+
+
+def check_scale_inputs(**tensors: Tensor | None) -> None:
+    """Refuse to measure what is not there."""
+    for name, tensor in tensors.items():
+        if tensor is None or not tensor.numel():
+            shape = None if tensor is None else list(tensor.shape)
+            raise ValueError(
+                f"{name} has shape {shape}: expected at least one element to measure"
+            )

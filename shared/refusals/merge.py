@@ -1,0 +1,70 @@
+"""Which partial results cannot be joined?"""
+
+import torch
+from torch import Tensor
+
+from .primitives import FLOATS, check_dtype, check_same_device
+
+LSE_DTYPES = (torch.float32, torch.float64)
+
+
+def check_merge(
+    prefix_output: Tensor,
+    prefix_lse: Tensor,
+    suffix_output: Tensor,
+    suffix_lse: Tensor,
+    prefill_tokens_with_context: int | None,
+    output: Tensor | None,
+    output_lse: Tensor | None,
+) -> None:
+    """Refuse two states that are not over the same queries."""
+    check_dtype("prefix_output", prefix_output, *FLOATS)
+    check_dtype("suffix_output", suffix_output, prefix_output.dtype)
+    if prefix_output.dim() != 3:
+        raise ValueError(
+            f"prefix_output has shape {list(prefix_output.shape)}: expected [tokens,"
+            " query_heads, head_size]"
+        )
+    tokens, query_heads, _ = prefix_output.shape
+    for name, tensor in (("suffix_output", suffix_output), ("output", output)):
+        if tensor is not None and tensor.shape != prefix_output.shape:
+            raise ValueError(
+                f"{name} has shape {list(tensor.shape)}: expected"
+                f" {list(prefix_output.shape)}, as prefix_output has"
+            )
+    check_dtype("prefix_lse", prefix_lse, *LSE_DTYPES)
+    check_dtype("suffix_lse", suffix_lse, prefix_lse.dtype)
+    for name, tensor in (
+        ("prefix_lse", prefix_lse),
+        ("suffix_lse", suffix_lse),
+        ("output_lse", output_lse),
+    ):
+        if tensor is not None and tuple(tensor.shape) != (query_heads, tokens):
+            raise ValueError(
+                f"{name} has shape {list(tensor.shape)}: expected [{query_heads}, {tokens}]"
+            )
+    check_same_device(
+        prefix_output=prefix_output,
+        prefix_lse=prefix_lse,
+        suffix_output=suffix_output,
+        suffix_lse=suffix_lse,
+        output=output,
+        output_lse=output_lse,
+    )
+    count = prefill_tokens_with_context
+    if count is not None and not 0 <= count <= tokens:
+        raise ValueError(
+            f"prefill_tokens_with_context = {count}: expected 0 to {tokens}, the tokens"
+        )
+
+
+def check_combine(outputs: Tensor, lses: Tensor) -> None:
+    """Refuse parts that are not over the same queries."""
+    check_dtype("outputs", outputs, *FLOATS)
+    check_dtype("lses", lses, *LSE_DTYPES)
+    if outputs.dim() != 4 or lses.shape != outputs.shape[:3]:
+        raise ValueError(
+            f"outputs has shape {list(outputs.shape)} and lses {list(lses.shape)}: expected"
+            " [parts, tokens, query_heads, head_size] and [parts, tokens, query_heads]"
+        )
+    check_same_device(outputs=outputs, lses=lses)

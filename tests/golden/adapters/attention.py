@@ -1,0 +1,231 @@
+"""Attention, cache writes and the joining of partial results."""
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from golden.cases import SKIP, adapter
+
+OFF = (None, 0, 0.0)
+
+
+def starts_of(lens: list[int]) -> Tensor:
+    return torch.tensor([0, *lens]).cumsum(0).to(torch.int32)
+
+
+def per_head(slopes: Any) -> Tensor | None:
+    return None if slopes is None else torch.as_tensor(slopes, dtype=torch.float32)
+
+
+@adapter("unified_attention_paged")
+def unified_attention(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    if not inputs["causal"]:
+        raise NotImplementedError("causal = False: expected True")
+    left = inputs["window_size"][0]
+    return {
+        "out": twin.paged_attention(
+            inputs["q"],
+            inputs["k"],
+            inputs["v"],
+            inputs["block_table"],
+            inputs["cu_seqlens_q"],
+            inputs["seqused_k"],
+            inputs["max_seqlen_q"],
+            inputs["max_seqlen_k"],
+            scale=inputs["softmax_scale"],
+            sliding_window=None if left < 0 else left + 1,
+            logits_soft_cap=inputs["softcap"] or None,
+            alibi_slopes=per_head(inputs["alibi_slopes"]),
+            sinks=per_head(inputs["sinks"]),
+        )
+    }
+
+
+@adapter("context_attention_fwd_v0_paged")
+def context_attention(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """The cached context in V0's layout, then the new tokens behind it."""
+    key_cache, value_cache = inputs["k_cache"], inputs["v_cache"]
+    blocks, heads, _, block_size, _ = key_cache.shape
+    keys = key_cache.permute(0, 3, 1, 2, 4).reshape(blocks, block_size, heads, -1)
+    values = value_cache.permute(0, 3, 1, 2).contiguous()
+    starts, seq_lens = inputs["b_start_loc"].tolist(), inputs["b_seq_len"].tolist()
+    query_lens = [end - begin for begin, end in pairwise(starts)]
+    # rows of our own, so that the new tokens have slots
+    rows, count = [], 0
+    for seq_len in seq_lens:
+        needed = -(-seq_len // block_size)
+        rows.append(list(range(count, count + needed)))
+        count += needed
+    caches = torch.zeros(2, count, block_size, heads, keys.shape[-1])
+    for req, (row, seq_len, query_len) in enumerate(
+        zip(rows, seq_lens, query_lens, strict=True)
+    ):
+        for position in range(seq_len - query_len):
+            old = int(inputs["b_loc"][req, position // block_size])
+            new, offset = row[position // block_size], position % block_size
+            caches[0, new, offset] = keys[old, offset]
+            caches[1, new, offset] = values[old, offset]
+    computed = [s - q for s, q in zip(seq_lens, query_lens, strict=True)]
+    step = twin.build_common_attn_metadata(query_lens, computed, rows, block_size)
+    twin.reshape_and_cache(
+        inputs["k"], inputs["v"], caches[0], caches[1], step.slot_mapping
+    )
+    window = inputs["sliding_window"]
+    out = twin.paged_attention(
+        inputs["q"],
+        caches[0],
+        caches[1],
+        step.block_table_tensor,
+        step.query_start_loc,
+        step.seq_lens,
+        step.max_query_len,
+        step.max_seq_len,
+        scale=inputs["sm_scale"],
+        sliding_window=window if window and window > 0 else None,
+        alibi_slopes=per_head(inputs["alibi_slopes"]),
+        sinks=per_head(inputs["sinks"]),
+    )
+    if inputs["skip_decode"]:
+        # vLLM leaves the rows of decodes to another kernel
+        for begin, end in pairwise(starts):
+            if end - begin == 1:
+                out[begin] = inputs["output_fill"]
+    return {"o": out}
+
+
+@adapter("decode_attention_fwd_paged")
+def decode_attention(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    key, value = inputs["k_buffer"], inputs["v_buffer"]
+    size = max(key.shape[-1], value.shape[-1])
+    # keys and values of different sizes: what is missing is zero and adds nothing
+    grow = torch.nn.functional.pad
+    query = grow(inputs["q"], (0, size - key.shape[-1]))
+    seq_lens = inputs["b_seq_len"]
+    out = twin.paged_attention(
+        query,
+        grow(key, (0, size - key.shape[-1])),
+        grow(value, (0, size - value.shape[-1])),
+        inputs["req_to_token"],
+        torch.arange(len(seq_lens) + 1, dtype=torch.int32),
+        seq_lens.to(torch.int32),
+        1,
+        int(seq_lens.max()),
+        scale=inputs["sm_scale"],
+        logits_soft_cap=inputs["logit_cap"] if inputs["logit_cap"] > 0 else None,
+    )
+    return {"o": out[..., : value.shape[-1]]}
+
+
+@adapter("reshape_and_cache_flash")
+def reshape_and_cache(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    if inputs["kv_cache_dtype"] != "auto":
+        raise NotImplementedError(f"kv_cache_dtype = {inputs['kv_cache_dtype']!r}")
+    shape, dtype = inputs["cache_shape"], inputs["key"].dtype
+    caches = torch.full((2, *shape), inputs["cache_fill"], dtype=dtype)
+    if inputs["layout"] == "HND":
+        caches = caches.transpose(2, 3).contiguous().transpose(2, 3)
+    twin.reshape_and_cache(
+        inputs["key"], inputs["value"], caches[0], caches[1], inputs["slot_mapping"]
+    )
+    return {"key_cache": caches[0], "value_cache": caches[1]}
+
+
+def merge(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    lse = torch.empty_like(inputs["prefix_lse"]) if inputs["want_output_lse"] else None
+    output = twin.merge_attn_states(
+        inputs["prefix_output"],
+        inputs["prefix_lse"],
+        inputs["suffix_output"],
+        inputs["suffix_lse"],
+        inputs.get("prefill_tokens_with_context"),
+        output_lse=lse,
+    )
+    return {"output": output, "output_lse": lse}
+
+
+adapter("merge_attn_states_torch")(merge)
+adapter("merge_attn_states_triton_0_10_2")(merge)
+
+
+@adapter("lse_weighted_combine")
+def combine(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    output, lse = twin.lse_weighted_combine(
+        inputs["outputs"], inputs["lses"], inputs["is_lse_base_on_e"]
+    )
+    found = {"result": output}
+    return (
+        found | {"global_lse": lse}
+        if inputs["return_lse"]
+        else found | {"global_lse": None}
+    )
+
+
+@adapter("xformers_decode_attention")
+def xformers_decode(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    seq_lens = torch.tensor(inputs["seq_lens"], dtype=torch.int32)
+    query = inputs["q"]
+    if twin.name == "optimized":
+        from pagetwin.optimized._xformers import build_decode_bias, split_k_attention
+
+        block_size = inputs["key_cache"].shape[1]
+        bias = build_decode_bias(inputs["seq_lens"], inputs["block_table"], block_size)
+        return {
+            "out": split_k_attention(
+                query, inputs["key_cache"], inputs["value_cache"], bias, inputs["scale"]
+            )
+        }
+    return {
+        "out": twin.paged_attention(
+            query,
+            inputs["key_cache"],
+            inputs["value_cache"],
+            inputs["block_table"],
+            torch.arange(len(query) + 1, dtype=torch.int32),
+            seq_lens,
+            1,
+            int(seq_lens.max()),
+            scale=inputs["scale"],
+        )
+    }
+
+
+@adapter("paged_block_diagonal_causal_mask")
+def paged_mask(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """xFormers' mask against what our attention sees.
+
+    The values are one-hot in their physical slot, so a row of the output is the row of weights.
+    """
+    query_lens, seq_lens = inputs["q_seqlen"], inputs["kv_seqlen"]
+    table, page = inputs["block_tables"].to(torch.int32), inputs["page_size"]
+    blocks = int(table.max()) + 1 if table.numel() else 0
+    slots = blocks * page
+    tokens = sum(query_lens)
+    seen: list[list[int]] = []
+    if tokens:
+        eye = torch.eye(slots).view(blocks, page, 1, slots)
+        out = twin.paged_attention(
+            torch.zeros(tokens, 1, slots),
+            torch.zeros_like(eye),
+            eye,
+            table,
+            starts_of(query_lens),
+            torch.tensor(seq_lens, dtype=torch.int32),
+            max(query_lens),
+            max(seq_lens),
+        )
+        seen = [row.flatten().nonzero().flatten().tolist() for row in out]
+    width = table.shape[1] * page
+    return {
+        "class": SKIP,
+        "q_seqstart": starts_of(query_lens),
+        "k_seqlen": seq_lens,
+        "k_padding": width,
+        "k_seqstart": [width * req for req in range(len(seq_lens) + 1)],
+        "page_size": page,
+        "block_tables": inputs["block_tables"],
+        "materialized_shape": [tokens, slots],
+        "only_zero_or_minus_inf": True,
+        "visible_physical_keys": seen,
+    }

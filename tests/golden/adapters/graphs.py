@@ -1,0 +1,297 @@
+"""CUDA graphs: the state of captured steps, who can be captured, and the builders' base."""
+
+import importlib
+import pkgutil
+from dataclasses import MISSING, fields, is_dataclass
+from enum import Enum
+from typing import Any
+
+import pagetwin.shared
+import pagetwin.shared.backend_interface as interface
+import pagetwin.shared.graph_classes as graphs
+import torch
+from pagetwin.shared.sequence_classes import SequenceAttentionMetadata
+from pagetwin.shared.specs import KVCacheSpec
+
+from golden.cases import SKIP, adapter
+
+SHARED = [
+    importlib.import_module(f"pagetwin.shared.{module.name}")
+    for module in pkgutil.iter_modules(pagetwin.shared.__path__)
+    if not module.ispkg and module.name not in ("cli", "explain")
+]
+
+
+def state_of(twin: Any, inputs: dict[str, Any]) -> Any:
+    runner = inputs["runner"]
+    return twin.CommonAttentionState(
+        runner["max_block_per_batch"],
+        runner["max_seq_len_to_capture"],
+        "cpu",
+        inputs["is_encoder_decoder_model"],
+    )
+
+
+def is_refused(call: Any, *arguments: Any) -> dict[str, str] | None:
+    """Return vLLM's assertion if a call raises any error that has a name."""
+    try:
+        call(*arguments)
+    except (RuntimeError, ValueError):
+        return {"raises": "AssertionError", "message": ""}
+    return None
+
+
+def whole_buffers(state: Any, max_batch_size: int) -> Any:
+    """Return the buffers of a state that captures."""
+    return state.get_graph_input_buffers(
+        state.graph_capture_get_metadata_for_batch(max_batch_size)
+    )
+
+
+def fill_table(table: torch.Tensor, inputs: dict[str, Any]) -> None:
+    """Write the runner's block table into the state's own: in vLLM both are one."""
+    runner_table = inputs["runner"]["graph_block_tables"]
+    part = tuple(map(slice, map(min, table.shape, runner_table.shape)))
+    table[part] = runner_table[part]
+
+
+def what_is_left(state: Any) -> dict[str, Any]:
+    """Return a state's flag, and vLLM's names of its buffers if they are still there."""
+    left = ("_graph_block_tables", "_graph_seq_lens", "_graph_slot_mapping")
+    capturing = state.is_graph_capturing
+    return {
+        "_is_graph_capturing": capturing,
+        "left_attributes": list(left) if capturing else [],
+    }
+
+
+@adapter("common_attention_state_graph_capture")
+def graph_capture(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    state = state_of(twin, inputs)
+    found: dict[str, Any] = {
+        "capturing_before": state.is_graph_capturing,
+        "begin_forward_returns": SKIP,  # a hook that does nothing
+        "graph_clone_outside": is_refused(state.graph_clone, inputs["batch_size"]),
+    }
+    runner_table = inputs["runner"]["graph_block_tables"]
+    with state.graph_capture(inputs["max_batch_size"]):
+        buffers = whole_buffers(state, inputs["max_batch_size"])
+        found["inside"] = {
+            "_is_graph_capturing": state.is_graph_capturing,
+            "_graph_slot_mapping": buffers.slot_mapping,
+            "_graph_seq_lens": buffers.seq_lens_tensor,
+            "_graph_block_tables": buffers.block_tables,
+            "block_tables_alias_runner": buffers.block_tables.data_ptr()
+            == runner_table.data_ptr(),
+        }
+        clone = state.graph_clone(inputs["batch_size"])
+        settings = ("max_blocks", "max_seq_len_to_capture", "device")
+        found["clone"] = {
+            "class": type(clone).__name__,
+            "is_self": clone is state,
+            # the runner is where vLLM's state has its settings
+            "same_runner": all(
+                getattr(clone, n) == getattr(state, n) for n in settings
+            ),
+            "capturing": clone.is_graph_capturing,
+        }
+    found["after"] = what_is_left(state)
+    try:
+        with state.graph_capture(inputs["max_batch_size"]):
+            raise KeyError
+    except KeyError:
+        found["exception_inside_leaves_state"] = what_is_left(state)
+    return found
+
+
+@adapter("common_attention_state_get_metadata_for_batch")
+def get_metadata_for_batch(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    state = state_of(twin, inputs)
+    get = state.graph_capture_get_metadata_for_batch
+    outside = is_refused(get, inputs["batch_size"])
+    with state.graph_capture(inputs["max_batch_size"]):
+        whole = whole_buffers(state, inputs["max_batch_size"])
+        fill_table(whole.block_tables, inputs)
+        found = get(inputs["batch_size"])
+    return {"outside_capture": outside, "result": found.asdict_zerocopy()}
+
+
+@adapter("common_attention_state_get_graph_input_buffers")
+def get_graph_input_buffers(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    state = state_of(twin, inputs)
+    with state.graph_capture(inputs["max_batch_size"]):
+        whole = whole_buffers(state, inputs["max_batch_size"])
+        fill_table(whole.block_tables, inputs)
+        captured = state.graph_capture_get_metadata_for_batch(inputs["batch_size"])
+    buffers = state.get_graph_input_buffers(captured).present()
+    places = {name: each.data_ptr() for name, each in whole.present().items()}
+    return {
+        "keys_in_order": list(buffers),
+        "buffers": buffers,
+        "identity": {
+            name: each.data_ptr() == places[name] for name, each in buffers.items()
+        },
+    }
+
+
+@adapter("common_attention_state_prepare_graph_input_buffers")
+def prepare_graph_input_buffers(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    state = state_of(twin, inputs)
+    buffers = dict(inputs["input_buffers"])
+    if inputs["is_encoder_decoder_model"]:
+        # slots have 64 bits here
+        buffers["cross_slot_mapping"] = buffers["cross_slot_mapping"].long()
+    numbers = inputs["attn_metadata"]
+    lens = numbers.get("seq_lens_tensor")
+    batch = SequenceAttentionMetadata(
+        num_prefills=0,
+        num_prefill_tokens=0,
+        multi_modal_placeholder_index_maps=None,
+        enable_kv_scales_calculation=True,
+        max_decode_seq_len=0 if lens is None else int(lens.max()),
+        **numbers,
+    )
+    returned = state.prepare_graph_input_buffers(
+        graphs.GraphInputBuffers(**buffers), batch
+    )
+    return {"returns": returned, "input_buffers": buffers}
+
+
+@adapter("v033_attn_cg_support")
+def attn_cg_support(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    groups = [
+        [
+            graphs.GroupSupport(
+                graphs.AttentionCGSupport[each["support"]],
+                each["backend"],
+                tuple(each["layer_names"]),
+            )
+            for each in group
+        ]
+        for group in inputs["attn_groups"]
+    ]
+    checked = inputs["checked_layer_names"]
+    info = twin.get_attn_cg_support(groups, None if checked is None else set(checked))
+    if inputs["narrow"] is not None:
+        level, backend = inputs["narrow"]
+        info = info.narrow(graphs.AttentionCGSupport[level], backend)
+    return {
+        "min_cg_support": info.min_cg_support.name,
+        "min_cg_attn_backend": info.min_cg_attn_backend,
+    }
+
+
+class RecordingBuilder(interface.AttentionMetadataBuilder):
+    """A builder that notes how it was called."""
+
+    calls: list[dict[str, Any]]
+
+    def build(self, *arguments: Any, **named: Any) -> Any:
+        self.calls.append({"args": list(arguments), "kwargs": named})
+        return "BUILT"
+
+
+def recording_builder() -> RecordingBuilder:
+    spec = KVCacheSpec(16, 1, 8, torch.float32)
+    builder = RecordingBuilder(spec, ["l0"], "cpu")
+    builder.calls = []
+    return builder
+
+
+@adapter("attention_metadata_builder_defaults")
+def builder_defaults(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    builder = recording_builder()
+    if inputs["method"] == "__init__":
+        spec_kept = isinstance(builder.kv_cache_spec, KVCacheSpec)
+        device_kept = builder.device == torch.device("cpu")
+        return {
+            "attributes": {
+                "kv_cache_spec": "SPEC" if spec_kept else None,
+                "layer_names": builder.layer_names,
+                "vllm_config": SKIP,  # a builder here takes what it needs by name
+                "device": "DEV" if device_kept else None,
+            }
+        }
+    method = getattr(builder, inputs["method"])
+    if inputs["method"].startswith("build"):
+        result = method(common_attn_metadata="COMMON", **inputs["kwargs"])
+    else:
+        result = method(**inputs["kwargs"])
+    return {"result": result, "build_calls": builder.calls}
+
+
+@adapter("attention_metadata_builder_init_reorder_batch_threshold")
+def reorder_batch_threshold(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    builder = recording_builder()
+    builder.init_reorder_batch_threshold(
+        inputs["reorder_batch_threshold"],
+        inputs["supports_spec_as_decode"],
+        inputs["supports_dcp_with_varlen"],
+        (inputs["speculative_config"] or {}).get("num_speculative_tokens"),
+        inputs["decode_context_parallel_size"],
+    )
+    return {
+        "reorder_batch_threshold": builder.reorder_batch_threshold,
+        "class_attribute": RecordingBuilder.reorder_batch_threshold,
+    }
+
+
+def described(name: str) -> dict[str, Any]:
+    """Return a shared name in the ways that constants were recorded in."""
+    owner = next((each for each in SHARED if hasattr(each, name)), None)
+    if owner is None:
+        return {"present": False}
+    value = getattr(owner, name)
+    found: dict[str, Any] = {"present": True}
+    if isinstance(value, type) and issubclass(value, Enum):
+        found["members"] = {each.name: each.value for each in value}
+    elif isinstance(value, type) and is_dataclass(value):
+        found["fields"] = [
+            [
+                each.name,
+                "required" if each.default is MISSING else each.default,
+                each.compare,
+            ]
+            for each in fields(value)
+        ]
+    else:
+        found["value"] = value
+    return found
+
+
+FIELDS_OF_0_11 = (
+    "query_start_loc",
+    "query_start_loc_cpu",
+    "seq_lens",
+    "seq_lens_cpu",
+    "num_computed_tokens_cpu",
+    "num_reqs",
+    "num_actual_tokens",
+    "max_query_len",
+    "max_seq_len",
+    "block_table_tensor",
+    "slot_mapping",
+    "causal",
+    "logits_indices_padded",
+    "num_logits_indices",
+    "encoder_seq_lens",
+    "dcp_local_seq_lens",
+)
+"""vLLM's order; ours are given by name only, and newer versions' fields stand among them."""
+
+
+@adapter("v1_utils_constants")
+def v1_constants(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    found = described(inputs["name"])
+    if inputs["name"] == "CommonAttentionMetadata":
+        by_name = {each[0]: each for each in found["fields"]}
+        found["fields"] = [by_name[name] for name in FIELDS_OF_0_11]
+    return found
+
+
+@adapter("v033_constants")
+def v033_constants(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    found = described(inputs["name"])
+    if "fields" in found:
+        found["fields"] = [each[:2] for each in found["fields"]]
+    return found

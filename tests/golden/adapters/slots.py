@@ -1,0 +1,31 @@
+"""Slot mapping, one sequence at a time."""
+
+from typing import Any
+
+from golden.cases import SKIP, adapter
+
+
+@adapter("compute_slot_mapping_start_idx")
+def start_idx(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    return {"start_idx": twin.compute_slot_mapping_start_idx(**inputs)}
+
+
+@adapter("compute_slot_mapping")
+def slot_mapping(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    tables = inputs["block_tables"]
+    has_table = tables is not None and not inputs["is_profile_run"]
+    table = tables[str(inputs["seq_id"])] if has_table else None
+    slots = twin.compute_slot_mapping(
+        inputs["is_profile_run"],
+        inputs["seq_len"],
+        inputs["context_len"],
+        inputs["start_idx"],
+        inputs["block_size"],
+        table,
+    ).tolist()
+    return {
+        # vLLM appends to the list of the batch
+        "slot_mapping": inputs["slot_mapping"] + slots,
+        "path": SKIP,  # which of vLLM's two loops ran
+        "num_appended": len(slots),
+    }

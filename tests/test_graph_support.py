@@ -1,0 +1,157 @@
+"""Who can be captured, and what does every metadata builder do by itself?"""
+
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from conftest import Twin
+from hypothesis import given
+from hypothesis import strategies as st
+from pagetwin.shared.backend_interface import AttentionMetadataBuilder
+from pagetwin.shared.graph_classes import (
+    AttentionCGSupport,
+    AttentionCGSupportInfo,
+    CUDAGraphMode,
+    GroupSupport,
+)
+from pagetwin.shared.selector import load_backend
+from pagetwin.shared.specs import KVCacheSpec
+
+LEVELS = list(AttentionCGSupport)
+
+
+@st.composite
+def groups_of_layers(draw: st.DrawFn) -> list[list[GroupSupport]]:
+    pick = Random(draw(st.integers(0, 2**20)))
+    return [
+        [
+            GroupSupport(
+                pick.choice(LEVELS),
+                f"B{outer}{inner}",
+                tuple(f"l{pick.randint(0, 5)}" for _ in range(pick.randint(1, 3))),
+            )
+            for inner in range(pick.randint(0, 3))
+        ]
+        for outer in range(pick.randint(0, 3))
+    ]
+
+
+@given(groups=groups_of_layers(), checked=st.none() | st.sets(st.integers(0, 5)))
+def test_the_first_of_the_weakest_backends_is_named(
+    twin: Twin, groups: list[list[GroupSupport]], checked: set[int] | None
+) -> None:
+    names = None if checked is None else {f"l{number}" for number in checked}
+    asked = [
+        (group.support.value, place, group)
+        for place, group in enumerate(each for outer in groups for each in outer)
+        if names is None or names & set(group.layer_names)
+    ]
+    found = twin.get_attn_cg_support(groups, names)
+    weakest = min(asked)[2] if asked else None
+    if weakest is None or weakest.support is AttentionCGSupport.ALWAYS:
+        assert found == AttentionCGSupportInfo(AttentionCGSupport.ALWAYS, None)
+    else:
+        assert found == AttentionCGSupportInfo(weakest.support, weakest.backend)
+
+
+def test_another_level_only_narrows() -> None:
+    info = AttentionCGSupportInfo(AttentionCGSupport.UNIFORM_BATCH, "A")
+    for level in LEVELS:
+        narrowed = info.narrow(level, "B")
+        assert narrowed.min_cg_support.value == min(level.value, 2)
+        assert narrowed.min_cg_attn_backend == ("B" if level.value < 2 else "A")
+    assert [level.value for level in LEVELS] == [0, 1, 2, 3]
+
+
+def test_a_mode_is_one_for_decodes_and_one_for_the_rest() -> None:
+    modes = {
+        mode.name: (mode.decode_mode().name, mode.mixed_mode().name)
+        for mode in CUDAGraphMode
+    }
+    assert modes == {
+        "NONE": ("NONE", "NONE"),
+        "PIECEWISE": ("PIECEWISE", "PIECEWISE"),
+        "FULL": ("FULL", "FULL"),
+        "FULL_DECODE_ONLY": ("FULL", "NONE"),
+        "FULL_AND_PIECEWISE": ("FULL", "PIECEWISE"),
+    }
+
+
+# ---- the base of all builders
+
+
+class Recorder(AttentionMetadataBuilder):
+    """A builder that returns the arguments it was called with."""
+
+    def build(self, *arguments: Any, **named: Any) -> Any:
+        return arguments, named
+
+
+def recorder() -> Recorder:
+    spec = KVCacheSpec(16, 1, 8, torch.float32)
+    return Recorder(spec, ["layer 0"], "cpu")
+
+
+def test_a_capture_is_built_like_any_step() -> None:
+    common: Any = object()
+    built = recorder().build_for_cudagraph_capture(common)
+    assert built == ((), {"common_prefix_len": 0, "common_attn_metadata": common})
+
+
+@pytest.mark.parametrize("draft_index", [0, 3])
+def test_a_draft_is_built_quickly(draft_index: int) -> None:
+    common: Any = object()
+    _, named = recorder().build_for_drafting(common, draft_index) or ((), {})
+    assert named == {
+        "common_prefix_len": 0,
+        "common_attn_metadata": common,
+        "fast_build": True,
+    }
+    with pytest.raises(ValueError, match="draft_index = -1: expected at least 0"):
+        recorder().build_for_drafting(common, -1)
+
+
+@given(
+    threshold=st.none() | st.integers(1, 9),
+    spec=st.booleans(),
+    varlen=st.booleans(),
+    drafts=st.none() | st.integers(0, 9),
+    ranks=st.integers(1, 3),
+)
+def test_a_decode_may_bring_its_drafts_where_every_rank_takes_them(
+    threshold: int | None, spec: bool, varlen: bool, drafts: int | None, ranks: int
+) -> None:
+    builder = recorder()
+    builder.init_reorder_batch_threshold(threshold, spec, varlen, drafts, ranks)
+    takes_drafts = spec and drafts is not None and threshold is not None
+    expected = max([threshold, 1 + drafts]) if takes_drafts else threshold
+    if ranks > 1 and not varlen:
+        expected = 1
+    assert builder.reorder_batch_threshold == expected
+    assert Recorder.reorder_batch_threshold is None
+    assert recorder().reorder_batch_threshold is None
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"reorder_batch_threshold": 0},
+        {"num_speculative_tokens": -1},
+        {"decode_context_parallel_size": 0},
+    ],
+)
+def test_a_threshold_of_nonsense_is_refused(bad: dict[str, int]) -> None:
+    (name,) = bad
+    with pytest.raises(ValueError, match=f"{name} = {bad[name]}: expected at least"):
+        recorder().init_reorder_batch_threshold(**bad)
+
+
+@pytest.mark.parametrize(
+    ("name", "level"),
+    [("REFERENCE", "NEVER"), ("TRITON", "ALWAYS"), ("XFORMERS", "NEVER")],
+)
+def test_a_backend_says_what_it_can_capture(name: str, level: str) -> None:
+    builder = load_backend(name).get_builder_cls()
+    assert builder.cudagraph_support is AttentionCGSupport[level]
+    assert builder.reorder_batch_threshold == 1

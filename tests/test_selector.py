@@ -1,0 +1,202 @@
+"""Is the backend chosen that was asked for, and does it say what it can?"""
+
+import re
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from pagetwin.shared.capabilities import MultipleOf, select_common_block_size
+from pagetwin.shared.kinds import AttentionType
+from pagetwin.shared.layouts import KVCacheLayout
+from pagetwin.shared.placeholder_backend import PlaceholderAttentionBackend
+from pagetwin.shared.selector import (
+    TWIN_OF_BACKEND,
+    backends_that_can_run,
+    choose_backend_name,
+    get_attn_backend,
+    load_backend,
+)
+from pagetwin.shared.specs import KVCacheSpec
+
+SPEC = KVCacheSpec(16, 2, 64, torch.float16)
+VARIABLE = "PAGETWIN_ATTENTION_BACKEND"
+REFERENCE = load_backend("REFERENCE")
+
+
+def test_the_argument_beats_the_environment_and_that_the_configuration(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert get_attn_backend(None, SPEC, device, "REFERENCE").name == "REFERENCE"
+    monkeypatch.setenv(VARIABLE, "TRITON")
+    assert get_attn_backend(None, SPEC, device, "REFERENCE").name == "TRITON"
+    assert get_attn_backend("REFERENCE", SPEC, device).name == "REFERENCE"
+
+
+def test_a_later_choice_counts(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    """vLLM remembers its answer for these arguments, whatever is asked for afterwards."""
+    for name in ("TRITON", "REFERENCE", "TRITON"):
+        monkeypatch.setenv(VARIABLE, name)
+        assert get_attn_backend(None, SPEC, device).name == name
+
+
+def test_nobody_chooses_behind_the_callers_back(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert choose_backend_name() is None
+    with pytest.raises(ValueError, match="backend = None") as caught:
+        get_attn_backend(None, SPEC, device)
+    able = ", ".join(backends_that_can_run(SPEC, device))
+    assert str(caught.value).endswith(f"What can run here: {able}")
+    assert "REFERENCE" in able
+
+
+def test_an_unknown_name_is_refused_with_its_origin(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    monkeypatch.setenv(VARIABLE, "FLASH")
+    words = re.escape(f"{VARIABLE} = 'FLASH': expected one of REFERENCE, TRITON, XFO")
+    with pytest.raises(ValueError, match=words):
+        get_attn_backend(None, SPEC, device, "REFERENCE")
+    with pytest.raises(ValueError, match=r"^backend = 'triton'"):
+        get_attn_backend("triton", SPEC, device)
+    monkeypatch.delenv(VARIABLE)
+    with pytest.raises(ValueError, match="configured backend = 'FLASH'"):
+        get_attn_backend(None, SPEC, device, "FLASH")
+
+
+def test_a_model_without_attention_gets_a_placeholder(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    monkeypatch.setenv(VARIABLE, "no such backend")
+    backend = get_attn_backend(None, SPEC, device, is_attention_free=True)
+    assert backend is PlaceholderAttentionBackend
+    assert backend.get_name() == "NO_ATTENTION"
+    assert not backend.validate_configuration(SPEC, device)
+    for ask in ("get_impl_cls", "get_metadata_cls", "get_builder_cls"):
+        with pytest.raises(NotImplementedError, match="the model is attention-free"):
+            getattr(backend, ask)()
+    with pytest.raises(NotImplementedError, match="NO_ATTENTION has no cache"):
+        backend.get_kv_cache_shape(1, 16, 1, 64)
+
+
+# ---- what a backend can do
+
+
+sizes = st.lists(
+    st.one_of(st.integers(1, 64), st.builds(MultipleOf, st.integers(1, 64))), max_size=3
+)
+
+
+@given(supported=sizes, block_size=st.integers(1, 300))
+def test_a_block_is_taken_if_it_can_be_cut_into_blocks_of_the_kernel(
+    supported: list[int | MultipleOf], block_size: int
+) -> None:
+    class Backend(REFERENCE):
+        supported_kernel_block_sizes = tuple(supported)
+
+    bases = [each if isinstance(each, int) else each.base for each in supported]
+    cuts = [base for base in bases if block_size in range(base, 301, base)]
+    assert Backend.supports_block_size(block_size) == (bool(cuts) or not bases)
+    assert Backend.supports_block_size(None)
+    preferred = Backend.get_preferred_block_size(block_size)
+    assert preferred == (block_size if cuts or not bases else min(bases))
+    assert Backend.supports_block_size(preferred)
+
+
+@given(lists=st.lists(sizes, min_size=1, max_size=3), block_size=st.integers(1, 130))
+def test_backends_that_share_blocks_read_the_largest_part_they_all_read(
+    lists: list[list[int | MultipleOf]], block_size: int
+) -> None:
+    backends = [
+        type("Backend", (REFERENCE,), {"supported_kernel_block_sizes": tuple(each)})
+        for each in lists
+    ]
+
+    def is_read_by_all(size: int) -> bool:
+        return all(
+            not each
+            or size in each
+            or any(isinstance(x, MultipleOf) and size % x.base == 0 for x in each)
+            for each in lists
+        )
+
+    parts = [n for n in range(1, block_size + 1) if block_size % n == 0]
+    able = [size for size in parts if is_read_by_all(size)]
+    if able:
+        assert select_common_block_size(block_size, backends) == max(able)
+    else:
+        with pytest.raises(ValueError, match=f"block_size = {block_size}: expected a"):
+            select_common_block_size(block_size, backends)
+
+
+@pytest.mark.parametrize("name", TWIN_OF_BACKEND)
+def test_what_a_backend_says_it_takes_is_what_it_accepts(name: str) -> None:
+    backend = load_backend(name)
+    for block_size in (1, 8, 16, 24, 32):
+        spec = KVCacheSpec(block_size, 2, 64, torch.float16)
+        refused = [
+            each
+            for each in backend.validate_configuration(spec, "cuda")
+            if "block_size" in each
+        ]
+        assert backend.supports_block_size(block_size) == (not refused)
+    for head_size in (20, 32, 64, 257, 1025):
+        spec = KVCacheSpec(16, 2, head_size, torch.float16)
+        refused = [
+            each
+            for each in backend.validate_configuration(spec, "cuda")
+            if "head_size" in each
+        ]
+        assert backend.supports_head_size(head_size) == (not refused)
+    for dtype in (torch.float16, torch.float32, torch.float64, torch.uint8):
+        spec = KVCacheSpec(16, 2, 64, dtype)
+        refused = [
+            each
+            for each in backend.validate_configuration(spec, "cuda")
+            if "dtype" in each
+        ]
+        assert backend.supports_dtype(dtype) == (not refused)
+        cache_dtype = str(dtype).removeprefix("torch.")
+        assert backend.supports_kv_cache_dtype(cache_dtype) == (not refused)
+    assert backend.supports_kv_cache_dtype("auto")
+    assert backend.supports_kv_cache_dtype(None)
+    assert not backend.supports_kv_cache_dtype("fp8")
+    assert backend.supports_attn_type("decoder")
+    assert not backend.supports_attn_type(AttentionType.ENCODER_ONLY)
+
+
+@pytest.mark.parametrize("name", TWIN_OF_BACKEND)
+def test_an_option_is_supported_if_layers_have_an_argument_of_that_name(
+    name: str,
+) -> None:
+    backend = load_backend(name)
+    for option, question in (
+        ("sliding_window", backend.supports_sliding_window),
+        ("sinks", backend.supports_sink),
+    ):
+        assert question() == backend.supports_option(option)
+    assert backend.supports_option("num_kv_heads")
+    assert not backend.supports_option("no_such_option")
+
+
+def test_a_layer_of_its_own_memory_lies_in_the_order_of_the_layout() -> None:
+    order = REFERENCE.get_kv_cache_stride_order
+    assert order(KVCacheLayout.NHD) == (0, 1, 2, 3, 4)
+    assert order(KVCacheLayout.HND) == (0, 1, 3, 2, 4)
+    assert order(KVCacheLayout.LHBNC) == (0, 3, 1, 2, 4)
+    for layout in KVCacheLayout:
+        if not layout.is_layer_compact:
+            with pytest.raises(ValueError, match=f"layout = {layout.name}"):
+                order(layout)
+
+
+def test_a_block_size_below_one_is_refused() -> None:
+    with pytest.raises(ValueError, match="base = 0: expected at least 1"):
+        MultipleOf(0)
+    with pytest.raises(ValueError, match="block_size = 0: expected at least 1"):
+        load_backend("XFORMERS").supports_block_size(0)
