@@ -10,13 +10,11 @@ from itertools import chain
 import numpy as np
 import torch
 
-from ..shared.kinds import HOST
 from ..shared.refusals import (
     check_append_blocks,
     check_block_rows,
     check_not_negative,
     check_positive,
-    values_checked,
 )
 from ..shared.shapes import BlockCounts, BlockTable
 
@@ -48,23 +46,18 @@ def append_blocks(
 ) -> BlockCounts:
     """Write new blocks behind the rows and return how many blocks each row holds then.
 
-    All new blocks of the batch are sent in one copy and written in one indexed store. Counts that
-    lie on the device stay there; whether a row outgrows the table is then looked at only if
-    values are checked.
+    All new blocks of the batch are sent in one copy and written in one indexed store.
     """
-    on_host = num_blocks.device == HOST
-    contents = on_host or values_checked()
-    check_append_blocks(block_table, num_blocks, new_blocks, contents)
+    check_append_blocks(block_table, num_blocks, new_blocks)
     added = np.fromiter(map(len, new_blocks), np.int64, len(new_blocks))
+    held = num_blocks.numpy()
     req = np.arange(len(added)).repeat(added)
-    offset = np.arange(len(req)) - (added.cumsum() - added).repeat(added)
+    column = np.arange(len(req)) + (held - added.cumsum() + added).repeat(added)
     block_ids = np.fromiter(chain.from_iterable(new_blocks), np.int64, len(req))
-    device = block_table.device
-    entries = torch.from_numpy(np.stack([req, offset, block_ids])).to(device)
-    column = num_blocks.to(device)[entries[0]] + entries[1]
-    block_table[entries[0], column] = entries[2].to(torch.int32)
-    counts = torch.from_numpy(added.astype(np.int32))
-    return num_blocks + counts.to(num_blocks.device)
+    entries = torch.from_numpy(np.stack([req, column, block_ids]))
+    entries = entries.to(block_table.device)
+    block_table[entries[0], entries[1]] = entries[2].to(torch.int32)
+    return torch.from_numpy((held + added).astype(np.int32))
 
 
 def padded_rows(rows: Sequence[Sequence[int]], max_blocks: int) -> np.ndarray:

@@ -166,8 +166,8 @@ def _launch(
     num_reqs = block_table.shape[0]
     group_size = query_heads // kv_heads
     head_tile = max(16, triton.next_power_of_2(head_size))
-    bends_scores = logits_soft_cap is not None or alibi_slopes is not None
-    decode, prefill = choose_tiles(head_tile, query.dtype, query.device, bends_scores)
+    has_window = sliding_window is not None
+    decode, prefill = choose_tiles(head_tile, query.dtype, query.device, has_window)
     # a request is short if its rows fit one decode tile
     short_rows = min(64, max(decode.rows, triton.next_power_of_2(group_size)))
     longest_rows = max_query_len * group_size

@@ -84,16 +84,16 @@ def append_blocks(
 
     Args:
         block_table: [reqs, max_blocks], changed.
-        num_blocks: [reqs] blocks that each row holds.
+        num_blocks: [reqs] blocks that each row holds, on the host, where they are handed out.
         new_blocks: for each request the ids to append; an empty list where it needs none.
 
     Returns:
-        [reqs] int32.
+        [reqs] int32, on the host.
 
     Raises:
         IndexError: a row would outgrow the table, or a block id is negative; the table stays
             as it was.
-        ValueError: not one list a row.
+        ValueError: not one list a row, or counts that lie elsewhere.
 
     Source:
         vLLM's `BlockTable.append_row`.
@@ -106,7 +106,7 @@ def append_blocks(
         ... )
         tensor([3, 1], dtype=torch.int32)
     """
-    check_append_blocks(block_table, num_blocks, new_blocks, contents=True)
+    check_append_blocks(block_table, num_blocks, new_blocks)
     counts = num_blocks.clone()
     for req, blocks in enumerate(new_blocks):
         held = int(num_blocks[req])

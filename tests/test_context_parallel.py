@@ -68,6 +68,7 @@ def test_one_rank_keeps_its_axis(twin: Twin) -> None:
 def test_ranks_that_cannot_be_are_refused(
     arguments: dict[str, int], words: str, twin: Twin
 ) -> None:
+    arguments = dict(arguments)
     with pytest.raises(ValueError, match=words):
         twin.get_dcp_local_seq_lens(torch.tensor([7], dtype=torch.int32), **arguments)
     arguments.pop("dcp_rank", None)

@@ -15,7 +15,16 @@ from typing import Any
 import golden.adapters
 import pytest
 import torch
-from golden.cases import ADAPTERS, FOLDER, Case, decode, differences, read_cases
+from golden.cases import (
+    ADAPTERS,
+    FOLDER,
+    ON_DEVICE,
+    Case,
+    decode,
+    differences,
+    move,
+    read_cases,
+)
 
 try:
     import tomllib
@@ -76,7 +85,12 @@ def run(case: Case, name: str, version: str) -> dict[str, Any]:
     """Return what a twin makes of a case; {"raises": name} if it raises a named error."""
     try:
         # inputs are decoded anew for every run: a twin that changes one harms no other
-        return ADAPTERS[case.file, version](TWINS[name].raw, decode(case.inputs))
+        inputs = decode(case.inputs)
+        if case.file not in ON_DEVICE or not torch.cuda.is_available():
+            return ADAPTERS[case.file, version](TWINS[name].raw, inputs)
+        with torch.device("cuda"):
+            inputs = move(inputs, torch.device("cuda"))
+            return ADAPTERS[case.file, version](TWINS[name].raw, inputs)
     except NAMED_ERRORS as error:
         return {"raises": type(error).__name__, "message": str(error)}
 

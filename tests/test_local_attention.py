@@ -145,19 +145,22 @@ def test_a_padding_request_has_no_keys(twin: Twin, device: torch.device) -> None
     assert chunked.block_table_tensor[2, 0] == 4
 
 
-def test_attention_over_virtual_requests_is_chunked_attention(twin: Twin) -> None:
+def test_attention_over_virtual_requests_is_chunked_attention(
+    twin: Twin, device: torch.device
+) -> None:
     """Against a softmax over a dense mask; the key before each chunk outweighs all others."""
     block_size, chunk, seq_len, query_len = 4, 8, 21, 15
     rows = [[3, 0, 5, 1, 2, 4]]
     common = twin.build_common_attn_metadata(
-        [query_len], [seq_len - query_len], rows, block_size
+        [query_len], [seq_len - query_len], rows, block_size, device
     )
     torch.manual_seed(0)
-    keys, values = torch.randn(2, seq_len, 1, 16)
+    keys, values = torch.randn(2, seq_len, 1, 16).to(device)
     keys[[7, 15]] = 9.0
-    query = torch.rand(query_len, 1, 16)
-    cache = torch.full((2, 6, block_size, 1, 16), math.nan)
+    query = torch.rand(query_len, 1, 16).to(device)
+    cache = torch.full((2, 6, block_size, 1, 16), math.nan, device=device)
     slots = twin.compute_slot_mapping_batch([seq_len], [0], rows, block_size)
+    slots = slots.to(device)
     twin.reshape_and_cache(keys, values, cache[0], cache[1], slots)
     chunked = twin.make_local_attention_virtual_batches(chunk, common, block_size)
     found = twin.paged_attention(
@@ -173,7 +176,7 @@ def test_attention_over_virtual_requests_is_chunked_attention(twin: Twin) -> Non
     query_at = torch.arange(seq_len - query_len, seq_len)[:, None]
     key_at = torch.arange(seq_len)
     mask = (query_at // chunk == key_at // chunk) & (key_at <= query_at)
-    scores = (query[:, 0] @ keys[:, 0].T / 4).masked_fill(~mask, -math.inf)
+    scores = (query[:, 0] @ keys[:, 0].T / 4).masked_fill(~mask.to(device), -math.inf)
     expected = (scores.softmax(1) @ values[:, 0])[:, None]
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 

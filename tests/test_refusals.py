@@ -106,7 +106,7 @@ def rows(device: torch.device) -> Arguments:
 def append(device: torch.device) -> Arguments:
     return {
         "block_table": torch.tensor([[7, 2], [5, 0]], dtype=torch.int32).to(device),
-        "num_blocks": torch.tensor([1, 1], dtype=torch.int32, device=device),
+        "num_blocks": torch.tensor([1, 1], dtype=torch.int32),
         "new_blocks": [[4], []],
     }
 

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..kinds import HOST
 from .primitives import (
     check_dtype,
     check_length,
@@ -38,7 +39,6 @@ def check_append_blocks(
     block_table: Tensor,
     num_blocks: Tensor,
     new_blocks: Sequence[Sequence[int]],
-    contents: bool,
 ) -> None:
     """Refuse blocks that do not fit behind their row."""
     check_block_table(block_table)
@@ -50,8 +50,11 @@ def check_append_blocks(
             " the block table (an empty list where nothing is added)"
         )
     check_block_rows(new_blocks, max_blocks)
-    if not contents:
-        return
+    if num_blocks.device != HOST:
+        raise ValueError(
+            f"num_blocks lies on {num_blocks.device}: expected cpu, where blocks are handed"
+            " out and counted"
+        )
     for req, (held, row) in enumerate(
         zip(num_blocks.tolist(), new_blocks, strict=True)
     ):

@@ -81,6 +81,17 @@ def decode(value: Any) -> Any:
     return NUMBERS.get(value, value) if isinstance(value, str) else value
 
 
+def move(value: Any, device: torch.device, name: str = "") -> Any:
+    """Return inputs on a device; what is called `_cpu` stays on the host."""
+    if isinstance(value, dict):
+        return {key: move(each, device, key) for key, each in value.items()}
+    if isinstance(value, list):
+        return [move(each, device, name) for each in value]
+    if isinstance(value, torch.Tensor) and not name.endswith("_cpu"):
+        return value.to(device)
+    return value
+
+
 def decode_tensor(recorded: Mapping[str, Any]) -> torch.Tensor:
     """Return a recorded tensor."""
     data = _numbers(recorded["data"])
@@ -181,11 +192,15 @@ def _tensor_differences(
 
 # ---- adapters
 
+ON_DEVICE: set[str] = set()
+"""Files whose adapters launch kernels: on a machine with a GPU their inputs lie there."""
 Adapter = Callable[[Any, dict[str, Any]], dict[str, Any]]
 ADAPTERS: dict[tuple[str, str], Adapter] = {}
 
 
-def adapter(file: str, version: str = "") -> Callable[[Adapter], Adapter]:
+def adapter(
+    file: str, version: str = "", on_device: bool = False
+) -> Callable[[Adapter], Adapter]:
     """Register a function that runs a file's cases.
 
     It gets a twin (every operation as an attribute, and `twin.name`) and a case's inputs, and
@@ -195,7 +210,10 @@ def adapter(file: str, version: str = "") -> Callable[[Adapter], Adapter]:
         file: the case file's name without its ending.
         version: empty, or the vLLM version whose results (`expected_other`, or `expected` where
             that version did the same) the function gives.
+        on_device: whether it launches kernels.
     """
+    if on_device:
+        ON_DEVICE.add(file)
 
     def register(function: Adapter) -> Adapter:
         assert (file, version) not in ADAPTERS, f"two adapters of {file} {version}"

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from golden.cases import SKIP, adapter
 
-OFF = (None, 0, 0.0)
+PIECE = 256
+"""Elements of a head at most, so that the kernels take any number of slots."""
 
 
 def starts_of(lens: list[int]) -> Tensor:
@@ -19,7 +20,7 @@ def per_head(slopes: Any) -> Tensor | None:
     return None if slopes is None else torch.as_tensor(slopes, dtype=torch.float32)
 
 
-@adapter("unified_attention_paged")
+@adapter("unified_attention_paged", on_device=True)
 def unified_attention(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     if not inputs["causal"]:
         raise NotImplementedError("causal = False: expected True")
@@ -43,7 +44,7 @@ def unified_attention(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@adapter("context_attention_fwd_v0_paged")
+@adapter("context_attention_fwd_v0_paged", on_device=True)
 def context_attention(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     """The cached context in V0's layout, then the new tokens behind it."""
     key_cache, value_cache = inputs["k_cache"], inputs["v_cache"]
@@ -68,7 +69,9 @@ def context_attention(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
             caches[0, new, offset] = keys[old, offset]
             caches[1, new, offset] = values[old, offset]
     computed = [s - q for s, q in zip(seq_lens, query_lens, strict=True)]
-    step = twin.build_common_attn_metadata(query_lens, computed, rows, block_size)
+    step = twin.build_common_attn_metadata(
+        query_lens, computed, rows, block_size, inputs["q"].device
+    )
     twin.reshape_and_cache(
         inputs["k"], inputs["v"], caches[0], caches[1], step.slot_mapping
     )
@@ -95,7 +98,7 @@ def context_attention(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     return {"o": out}
 
 
-@adapter("decode_attention_fwd_paged")
+@adapter("decode_attention_fwd_paged", on_device=True)
 def decode_attention(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     key, value = inputs["k_buffer"], inputs["v_buffer"]
     size = max(key.shape[-1], value.shape[-1])
@@ -118,7 +121,7 @@ def decode_attention(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     return {"o": out[..., : value.shape[-1]]}
 
 
-@adapter("reshape_and_cache_flash")
+@adapter("reshape_and_cache_flash", on_device=True)
 def reshape_and_cache(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     if inputs["kv_cache_dtype"] != "auto":
         raise NotImplementedError(f"kv_cache_dtype = {inputs['kv_cache_dtype']!r}")
@@ -145,11 +148,11 @@ def merge(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     return {"output": output, "output_lse": lse}
 
 
-adapter("merge_attn_states_torch")(merge)
-adapter("merge_attn_states_triton_0_10_2")(merge)
+adapter("merge_attn_states_torch", on_device=True)(merge)
+adapter("merge_attn_states_triton_0_10_2", on_device=True)(merge)
 
 
-@adapter("lse_weighted_combine")
+@adapter("lse_weighted_combine", on_device=True)
 def combine(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     output, lse = twin.lse_weighted_combine(
         inputs["outputs"], inputs["lses"], inputs["is_lse_base_on_e"]
@@ -162,7 +165,7 @@ def combine(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-@adapter("xformers_decode_attention")
+@adapter("xformers_decode_attention", on_device=True)
 def xformers_decode(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     seq_lens = torch.tensor(inputs["seq_lens"], dtype=torch.int32)
     query = inputs["q"]
@@ -191,7 +194,7 @@ def xformers_decode(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@adapter("paged_block_diagonal_causal_mask")
+@adapter("paged_block_diagonal_causal_mask", on_device=True)
 def paged_mask(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     """xFormers' mask against what our attention sees.
 
@@ -202,20 +205,23 @@ def paged_mask(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     blocks = int(table.max()) + 1 if table.numel() else 0
     slots = blocks * page
     tokens = sum(query_lens)
-    seen: list[list[int]] = []
-    if tokens:
-        eye = torch.eye(slots).view(blocks, page, 1, slots)
+    seen: list[list[int]] = [[] for _ in range(tokens)]
+    eye = torch.eye(slots).view(blocks, page, 1, slots)
+    for first in range(0, slots if tokens else 0, PIECE):
+        values = eye[..., first : first + PIECE].contiguous()
         out = twin.paged_attention(
-            torch.zeros(tokens, 1, slots),
-            torch.zeros_like(eye),
-            eye,
+            torch.zeros(tokens, 1, values.shape[-1]),
+            torch.zeros_like(values),
+            values,
             table,
             starts_of(query_lens),
             torch.tensor(seq_lens, dtype=torch.int32),
             max(query_lens),
             max(seq_lens),
         )
-        seen = [row.flatten().nonzero().flatten().tolist() for row in out]
+        for row, weights in zip(seen, out, strict=True):
+            found = weights.flatten().nonzero().flatten().tolist()
+            row += [first + place for place in found]
     width = table.shape[1] * page
     return {
         "class": SKIP,

@@ -120,7 +120,7 @@ def impl_init(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     return {"attributes": {name: getattr(impl, name) for name in names}}
 
 
-@adapter("xformers_impl_forward")
+@adapter("xformers_impl_forward", on_device=True)
 def impl_forward(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     backend = backend_of(twin)
     impl = backend.get_impl_cls()(**inputs["impl"])
