@@ -225,7 +225,9 @@ class CommonAttentionState:
             with torch.cuda.graph(graph, pool=self._pool, stream=stream):
                 output = function(attn_metadata, *places)
         buffers = self.get_graph_input_buffers(attn_metadata)
-        self._steps[batch_size] = CapturedStep(buffers, places, output, graph.replay)
+        self._steps[batch_size] = CapturedStep(
+            attn_metadata, buffers, places, output, graph.replay
+        )
 
     def replay(
         self, attn_metadata: SequenceAttentionMetadata, *inputs: Tensor

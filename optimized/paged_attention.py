@@ -360,10 +360,12 @@ def _attend_kernel(
     # keys before `first` nobody sees; from `low` to `high`, whole tiles, everybody sees all
     high = tl.maximum(context + first_token + 1, 0) // KEYS * KEYS
     if SLIDING_WINDOW > 0:
-        first = tl.maximum(context + first_token + 1 - SLIDING_WINDOW, 0) // KEYS * KEYS
+        first_seen = tl.maximum(context + first_token + 1 - SLIDING_WINDOW, 0)
+        first = first_seen // KEYS * KEYS
         low = tl.maximum(context + last_token + 1 - SLIDING_WINDOW, 0)
         low = tl.cdiv(low, KEYS) * KEYS
     else:
+        first_seen = 0
         first = 0
         low = 0
     # this program's share of the keys, cut at whole tiles
@@ -384,24 +386,24 @@ def _attend_kernel(
     if SLIDING_WINDOW > 0:
         # the tiles where the window of some row begins
         total, row_sum, row_max = _attend_keys(
-            total, row_sum, row_max, question, num_seen, slope, begin, low, seq_len,
-            scale, keys, values, entries, table_stride_entry,
+            total, row_sum, row_max, question, num_seen, slope, begin, low, first_seen,
+            seq_len, scale, keys, values, entries, table_stride_entry,
             key_stride_block, key_stride_slot, key_stride_element,
             value_stride_block, value_stride_slot, value_stride_element,
             HEAD_SIZE, HEAD_TILE, BLOCK_SIZE, SLIDING_WINDOW, SOFT_CAP, KEYS, True, WIDEN,
         )  # fmt: skip
     # the tiles that every row sees whole
     total, row_sum, row_max = _attend_keys(
-        total, row_sum, row_max, question, num_seen, slope, low, high, seq_len,
-        scale, keys, values, entries, table_stride_entry,
+        total, row_sum, row_max, question, num_seen, slope, low, high, first_seen,
+        seq_len, scale, keys, values, entries, table_stride_entry,
         key_stride_block, key_stride_slot, key_stride_element,
         value_stride_block, value_stride_slot, value_stride_element,
         HEAD_SIZE, HEAD_TILE, BLOCK_SIZE, SLIDING_WINDOW, SOFT_CAP, KEYS, False, WIDEN,
     )  # fmt: skip
     # the tiles where some row's sight ends
     total, row_sum, row_max = _attend_keys(
-        total, row_sum, row_max, question, num_seen, slope, high, end, seq_len,
-        scale, keys, values, entries, table_stride_entry,
+        total, row_sum, row_max, question, num_seen, slope, high, end, first_seen,
+        seq_len, scale, keys, values, entries, table_stride_entry,
         key_stride_block, key_stride_slot, key_stride_element,
         value_stride_block, value_stride_slot, value_stride_element,
         HEAD_SIZE, HEAD_TILE, BLOCK_SIZE, SLIDING_WINDOW, SOFT_CAP, KEYS, True, WIDEN,
@@ -434,6 +436,7 @@ def _attend_keys(
     slope,
     begin,
     end,
+    first_seen,
     seq_len,
     scale,
     keys,
@@ -462,7 +465,8 @@ def _attend_keys(
         # step: gather the sequence's keys and values
         position = first + tl.arange(0, KEYS)
         if EDGE:
-            is_key = position < seq_len
+            # what nobody sees may hold anything, and 0 * NaN is no 0
+            is_key = (position < seq_len) & (position >= first_seen)
             block_id = tl.load(
                 entries + (position // BLOCK_SIZE) * entry_stride, mask=is_key, other=0
             ).to(tl.int64)

@@ -349,7 +349,9 @@ class CommonAttentionState:
             output.copy_(function(attn_metadata, *places))
 
         buffers = self.get_graph_input_buffers(attn_metadata)
-        self._steps[batch_size] = CapturedStep(buffers, places, output, run)
+        self._steps[batch_size] = CapturedStep(
+            attn_metadata, buffers, places, output, run
+        )
 
     def replay(
         self, attn_metadata: SequenceAttentionMetadata, *inputs: Tensor

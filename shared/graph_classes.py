@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .kinds import PAD_SLOT_ID
+from .sequence_classes import SequenceAttentionMetadata
 from .shapes import BlockTable, SlotMapping, TokenCounts
 
 
@@ -182,12 +183,15 @@ class CapturedStep:
     """A recorded step of one batch size.
 
     Args:
+        metadata: what it was recorded with. A graph remembers addresses and keeps nothing
+            alive, so every tensor that the step reads has to be kept here.
         input_buffers: where it reads the batch from.
         inputs: [batch_size, ...] where it reads everything else from.
         output: [batch_size, ...] where its result stands once it has run.
         run: runs it on what the buffers hold.
     """
 
+    metadata: SequenceAttentionMetadata
     input_buffers: GraphInputBuffers
     inputs: tuple[Tensor, ...]
     output: Tensor

@@ -124,24 +124,26 @@ def test_a_window_hides_the_same_keys_in_prefill_and_decode(
     assert_right(twin, reference, batch, {"sliding_window": window})
 
 
+@pytest.mark.parametrize("lens", [(200, 170), (133, 141), (90, 75), (1000, 511)])
 def test_keys_before_every_window_are_never_read(
-    twin: Twin, device: torch.device
+    lens: tuple[int, int], twin: Twin, device: torch.device
 ) -> None:
-    """A window's blocks are given away behind it, and then hold anything."""
-    plan = Plan((1, 3), (200, 170), kv_heads=1, dtype=torch.float32)
+    """A window's blocks are given away behind it, and then hold anything.
+
+    A tile that began before the window once brought their NaN in, with weight 0.
+    """
+    plan = Plan((1, 3), lens, kv_heads=1, dtype=torch.float32)
     batch = build(plan, device)
     options = {"sliding_window": 8}
     before = twin.paged_attention(**batch.arguments(), **options)
-    table = batch.block_table.clone()
     for req, (query_len, kv_len) in enumerate(
         zip(plan.query_lens, plan.kv_lens, strict=True)
     ):
         gone = (kv_len - query_len + 1 - 8) // 16
         batch.key_cache[batch.rows[req][:gone]] = NAN
         batch.value_cache[batch.rows[req][:gone]] = NAN
-        assert gone > 8
+        assert gone > 2
     after = twin.paged_attention(**batch.arguments(), **options)
-    assert torch.equal(table, batch.block_table)
     assert torch.equal(before, after)
 
 
