@@ -113,8 +113,6 @@ def _operator(block_size: int) -> Any:
             # the original asks CUDA for its capability, which the interpreter has not
             if INTERPRETED:
                 return {"BLOCK_M": cls.BLOCK_M, "BLOCK_N": cls.BLOCK_N}
-            # float32 in full, where triton's default keeps 10 bits of each factor
-            full: dict[str, Any] = {"default_dot_input_precision": "ieee"}
-            return super().get_extra_args(**shape) | full
+            return super().get_extra_args(**shape)
 
     return PagedSplitK

@@ -466,7 +466,9 @@ def _attend_keys(
         position = first + tl.arange(0, KEYS)
         if EDGE:
             # what nobody sees may hold anything, and 0 * NaN is no 0
-            is_key = (position < seq_len) & (position >= first_seen)
+            is_key = position < seq_len
+            if SLIDING_WINDOW > 0:
+                is_key &= position >= first_seen
             block_id = tl.load(
                 entries + (position // BLOCK_SIZE) * entry_stride, mask=is_key, other=0
             ).to(tl.int64)

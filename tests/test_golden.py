@@ -18,6 +18,7 @@ import torch
 from golden.cases import (
     ADAPTERS,
     FOLDER,
+    INTERPRETER_ONLY,
     ON_DEVICE,
     Case,
     decode,
@@ -121,6 +122,9 @@ def is_excused(difference: str, rules: list[dict[str, str]]) -> bool:
 
 
 def test_case(case: Case, name: str, version: str, record_property: Any) -> None:
+    why = INTERPRETER_ONLY.get(case.file)
+    if why and name == "optimized" and torch.cuda.is_available():
+        pytest.skip(why)
     found = run(case, name, version)
     rules = rules_for(case, name)
     parted = False

@@ -194,12 +194,14 @@ def _tensor_differences(
 
 ON_DEVICE: set[str] = set()
 """Files whose adapters launch kernels: on a machine with a GPU their inputs lie there."""
+INTERPRETER_ONLY: dict[str, str] = {}
+"""Files that compiled kernels cannot run on the optimized twin, and why."""
 Adapter = Callable[[Any, dict[str, Any]], dict[str, Any]]
 ADAPTERS: dict[tuple[str, str], Adapter] = {}
 
 
 def adapter(
-    file: str, version: str = "", on_device: bool = False
+    file: str, version: str = "", on_device: bool = False, interpreter_only: str = ""
 ) -> Callable[[Adapter], Adapter]:
     """Register a function that runs a file's cases.
 
@@ -211,7 +213,10 @@ def adapter(
         version: empty, or the vLLM version whose results (`expected_other`, or `expected` where
             that version did the same) the function gives.
         on_device: whether it launches kernels.
+        interpreter_only: why compiled kernels cannot run it on the optimized twin.
     """
+    if interpreter_only:
+        INTERPRETER_ONLY[file] = interpreter_only
     if on_device:
         ON_DEVICE.add(file)
 

@@ -165,7 +165,12 @@ def combine(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-@adapter("xformers_decode_attention", on_device=True)
+NO_FLOAT32 = (
+    "on a GPU xFormers' operator multiplies float32 in tf32; it is made for 16 bits"
+)
+
+
+@adapter("xformers_decode_attention", on_device=True, interpreter_only=NO_FLOAT32)
 def xformers_decode(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     seq_lens = torch.tensor(inputs["seq_lens"], dtype=torch.int32)
     query = inputs["q"]

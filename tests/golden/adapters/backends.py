@@ -7,7 +7,7 @@ import torch
 from pagetwin.shared.metadata_classes import CommonAttentionMetadata
 from pagetwin.shared.specs import KVCacheSpec
 
-from golden.adapters.attention import starts_of
+from golden.adapters.attention import NO_FLOAT32, starts_of
 from golden.cases import SKIP, adapter
 
 XFORMERS_MASK = "PagedBlockDiagonalCausalWithOffsetPaddedKeysMask"
@@ -120,7 +120,7 @@ def impl_init(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     return {"attributes": {name: getattr(impl, name) for name in names}}
 
 
-@adapter("xformers_impl_forward", on_device=True)
+@adapter("xformers_impl_forward", on_device=True, interpreter_only=NO_FLOAT32)
 def impl_forward(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     backend = backend_of(twin)
     impl = backend.get_impl_cls()(**inputs["impl"])
