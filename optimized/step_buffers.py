@@ -73,6 +73,8 @@ class StepBuffers:
             _PinnedBuffer(num_bytes, self.device) for _ in range(_NUM_PINNED_BUFFERS)
         ]
         self._num_steps = 0
+        is_power_of_two = block_size & (block_size - 1) == 0
+        self._block_shift = block_size.bit_length() - 1 if is_power_of_two else None
 
         def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=self.device)
@@ -115,7 +117,6 @@ class StepBuffers:
         """Write one step into the buffers and return its metadata."""
         lens = np.asarray(query_lens, dtype=np.int64)
         computed = np.asarray(num_computed_tokens, dtype=np.int64)
-        check_batch_lengths(lens, computed)
         num_reqs, num_tokens = len(lens), int(lens.sum())
         check_step_fits(
             num_reqs,
@@ -130,7 +131,10 @@ class StepBuffers:
             check_rows("rows", rows, self.max_num_reqs)
             own_rows = np.asarray(rows, dtype=np.int64)
         row_lens = self._num_blocks[own_rows]
-        check_sequences_fit(lens, computed, row_lens, self.block_size)
+        if not self._fit(lens, computed, row_lens):
+            # which request it is, and in which words, takes longer to find
+            check_batch_lengths(lens, computed)
+            check_sequences_fit(lens, computed, row_lens, self.block_size)
         reqs = num_reqs if num_reqs_padded is None else num_reqs_padded
         tokens = num_tokens if num_tokens_padded is None else num_tokens_padded
         starts = np.zeros(reqs + 1, dtype=np.int32)
@@ -178,6 +182,17 @@ class StepBuffers:
             slot_mapping=self._slot_mapping[:tokens],
         )
 
+    def _fit(
+        self, lens: np.ndarray, computed: np.ndarray, row_lens: np.ndarray
+    ) -> bool:
+        """Tell whether no count is negative and no sequence longer than its row."""
+        if not len(lens) == len(computed) == len(row_lens):
+            return False
+        # the sign of either shows in both
+        negative = (lens | computed) < 0
+        outgrown = lens + computed > row_lens * self.block_size
+        return not (negative | outgrown).any()
+
     def _find_slots(
         self,
         slots: np.ndarray,
@@ -191,11 +206,15 @@ class StepBuffers:
         """
         block_size = self.block_size
         position = self._token_numbers[: len(slots)] + first_positions.repeat(lens)
-        entry = position // block_size
-        block_id = self._host_table.reshape(-1).take(
-            entry + self._row_places[own_rows].repeat(lens)
-        )
-        position -= entry * block_size
+        if self._block_shift is None:
+            entry = position // block_size
+            position -= entry * block_size
+        else:
+            # a shift is quicker than a division
+            entry = position >> self._block_shift
+            position &= block_size - 1
+        entry += self._row_places[own_rows].repeat(lens)
+        block_id = self._host_table.reshape(-1).take(entry)
         np.multiply(block_id, block_size, out=slots, dtype=np.int64)
         slots += position
 

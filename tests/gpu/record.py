@@ -404,6 +404,42 @@ def describe_machine(commit: str | None, device: str) -> Record:
     return found
 
 
+def summarise_replays(part: Record) -> list[str]:
+    """Return the lines of a table of the replays: one row a trace."""
+    lines = [
+        "| trace | requests | steps | prefill tokens | decode tokens | preemptions | worst"
+        " share of a row's budget | ended |",
+        "|---|---:|---:|---:|---:|---:|---:|---|",
+    ]
+    stages = []
+    for trace in ("mooncake", "azure"):
+        ended = part.get(trace, {}).get("ended", "not run")
+        figures = part.get(trace, {}).get("figures")
+        if not figures:
+            lines.append(f"| {trace} | | | | | | | {ended} |")
+            continue
+        tokens = figures["tokens"]
+        worst = max(
+            each["worst_share_of_budget"] for each in figures["agreement"].values()
+        )
+        lines.append(
+            f"| {trace} | {figures['requests']} | {figures['steps']:,} |"
+            f" {tokens['prefill']:,} | {tokens['decode']:,} | {figures['preemptions']} |"
+            f" {worst:.0%} | {ended} |"
+        )
+        for twin, seconds in figures["seconds"]["twins"].items():
+            medians = " | ".join(
+                f"{1e3 * seconds[stage]['median']:.3f}"
+                for stage in ("metadata", "cache write", "attention")
+            )
+            stages.append(f"| {trace} | {twin} | {medians} |")
+    if stages:
+        lines += ["", "Median milliseconds of a step:", ""]
+        lines += ["| trace | twin | metadata | cache write | attention |"]
+        lines += ["|---|---|---:|---:|---:|", *stages]
+    return lines
+
+
 def summarise(record: Record) -> str:
     """Return the record as a page of markdown."""
     versions = ", ".join(f"{k} {v}" for k, v in record["versions"].items() if v)
@@ -426,14 +462,12 @@ def summarise(record: Record) -> str:
         lines += [f"- failed: {each['test']}" for each in part.get("failures", [])]
         lines += [f"- {part['error']}"] if "error" in part else []
     if "replay" in parts:
-        lines += ["", "## Replays", ""]
-        for trace in ("mooncake", "azure"):
-            part = parts["replay"].get(trace, {})
-            figures = part.get("figures", {})
-            lines.append(
-                f"- {trace}: {part.get('ended', 'not run')}, {figures.get('steps')} steps,"
-                f" {figures.get('tokens')}, agreement {figures.get('agreement')}"
-            )
+        lines += [
+            "",
+            "## Replays at full length",
+            "",
+            *summarise_replays(parts["replay"]),
+        ]
     if "times" in parts:
         lines += ["", f"## Times ({parts['times'].get('ended')})", ""]
         lines += ["| case | implementation | median us | TB/s | TFLOP/s | runs |"]
