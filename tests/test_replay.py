@@ -777,8 +777,6 @@ def test_a_step_that_cannot_be_stored_leaves_no_half_a_file(tmp_path, monkeypatc
 
 
 def test_the_optimized_twin_agrees():
-    if importlib.util.find_spec("pagetwin.optimized.paged_attention") is None:
-        pytest.skip("pagetwin.optimized is not there")
     script = (
         "import torch; torch.set_num_threads(1)\n"
         "device = 'cuda' if torch.cuda.is_available() else 'cpu'\n"
