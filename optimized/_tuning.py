@@ -11,7 +11,8 @@ interpreter gets small tiles, so that short sequences already cross their edges.
 Chosen on an H200 (torch 2.11, triton 3.6, bfloat16, 32 query heads, 8 kv heads of 128, blocks of
 16, cold L2, median of 20): 64 decodes over 4,096 keys took 277 us with 16 x 128, 4 warps, 3 stages
 (5 stages: 292, 8 warps: 297, 64 keys: 338 to 363), a prefill of 8,192 tokens 1,658 us with
-128 x 64, 4 warps, 3 stages (128 x 128, 8 warps, 3 stages: 1,768 to 1,791; 64 rows: 2,297 to 3,035).
+128 x 64, 4 warps, 3 stages (128 x 128, 8 warps, 3 stages: 1,768 to 1,791, with 5 stages 1,645,
+which holds twice the shared memory for 1 %; 64 rows: 2,297 to 3,035).
 """
 
 from dataclasses import dataclass, replace
@@ -44,7 +45,7 @@ SMALL = {
     128: (Tiles(16, 64, 4, 3), Tiles(64, 64, 4, 2)),
     256: (Tiles(16, 64, 4, 3), Tiles(64, 32, 4, 2)),
     512: (Tiles(16, 32, 4, 2), Tiles(32, 32, 4, 1)),
-    4096: (Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1)),
+    2048: (Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1)),
 }
 # float32 products run on plain units and take many more registers
 FLOAT32 = {
@@ -93,6 +94,12 @@ def choose_tiles(
     if has_window and prefill.num_warps < 8:
         prefill = replace(prefill, num_warps=8)
     return decode, prefill
+
+
+def max_head_size(dtype: torch.dtype, device: torch.device) -> int:
+    """Return the largest head whose smallest tile fits the chip."""
+    widest = max(_table(dtype == torch.float32, device))
+    return min(MAX_HEAD_SIZE, widest // dtype.itemsize)
 
 
 @cache

@@ -25,7 +25,7 @@ from ..shared.metadata_classes import CommonAttentionMetadata, PagedAttentionMet
 from ..shared.shapes import Key, KVCache, Output, Query, Value
 from ..shared.specs import KVCacheSpec
 from ._launch import INTERPRETED
-from ._tuning import MAX_HEAD_SIZE
+from ._tuning import MAX_HEAD_SIZE, max_head_size
 from ._xformers import (
     HEAD_SIZES_OF_SPLIT_K,
     build_decode_bias,
@@ -139,11 +139,13 @@ class TritonAttentionBackend(AttentionBackend):
         if spec.dtype not in cls.supported_dtypes:
             names = ", ".join(str(dtype) for dtype in cls.supported_dtypes)
             reasons.append(f"dtype = {spec.dtype}: expected one of {names}")
-        if spec.head_size > MAX_HEAD_SIZE:
-            reasons.append(
-                f"head_size = {spec.head_size}: expected at most {MAX_HEAD_SIZE}"
-            )
-        return reasons + _why_no_device(device)
+        reasons += _why_no_device(device)
+        largest = MAX_HEAD_SIZE
+        if not reasons:
+            largest = max_head_size(spec.dtype, torch.device(device))
+        if spec.head_size > largest:
+            reasons.append(f"head_size = {spec.head_size}: expected at most {largest}")
+        return reasons
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,7 +37,7 @@ from ._rows import (
     store_rows,
     tanh,
 )
-from ._tuning import MAX_HEAD_SIZE, Tiles, choose_tiles, split_rule
+from ._tuning import Tiles, choose_tiles, max_head_size, split_rule
 
 # what changes from step to step makes no kernel of its own
 CHANGING = [
@@ -92,8 +92,8 @@ def paged_attention(
         sinks=sinks,
         contents=values_checked(),
     )
-    _check_supported(query, compute_dtype)
     check_launch(query)
+    _check_supported(query, compute_dtype)
     if scale is None:
         scale = query.shape[-1] ** -0.5
     out = torch.empty_like(query) if out is None else out
@@ -136,10 +136,11 @@ def _check_supported(query: Tensor, compute_dtype: torch.dtype) -> None:
             "query is torch.float64: expected float16, bfloat16 or float32; the reference"
             " takes float64"
         )
-    if query.shape[-1] > MAX_HEAD_SIZE:
+    largest = max_head_size(query.dtype, query.device)
+    if query.shape[-1] > largest:
         raise NotImplementedError(
-            f"head_size = {query.shape[-1]} is more than this kernel takes"
-            f" ({MAX_HEAD_SIZE}); the reference takes any"
+            f"head_size = {query.shape[-1]} is more than this kernel takes in"
+            f" {query.dtype} on {query.device} ({largest}); the reference takes any"
         )
 
 

@@ -9,7 +9,7 @@ from batches import NAN, Batch, Plan, build, plans
 from conftest import Twin
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import judge_rows
+from oracles import judge_rows, score_size
 from torch import Tensor
 
 FEWER = settings(max_examples=min(25, settings().max_examples))
@@ -92,10 +92,14 @@ def assert_right(
     twin.paged_attention(**arguments, out=out, lse=lse)
     verdict = judge_rows(out.cpu(), exact, same.cpu(), batch.plan.dtype, sizes.cpu())
     assert verdict.ok, verdict
-    live = torch.isfinite(exact_lse)
-    assert torch.equal(live, torch.isfinite(lse.cpu()))
-    error = (lse.cpu().double() - exact_lse)[live].abs()
-    assert bool((error <= 2e-5 * (1 + exact_lse[live].abs())).all()), error.max()
+    # padding rows behind the last request saw nothing
+    assert bool((lse.cpu()[:, batch.tokens :] == -torch.inf).all())
+    exact_lse, lse = exact_lse[:, : batch.tokens], lse.cpu()[:, : batch.tokens]
+    # a score is off by roundings of its products, an ALiBi bias and a sink by one of themselves
+    budget = 1 + score_size(batch) + exact_lse.abs()
+    budget = 8 * torch.finfo(torch.float32).eps * budget
+    error = (lse.double() - exact_lse).abs()
+    assert bool((error <= budget).all()), (error / budget).max()
 
 
 @FEWER

@@ -11,8 +11,10 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from compile_kernels import CHIPS
 from pagetwin.shared.operations import CONCEPTS
 
@@ -61,3 +63,25 @@ def test_every_kernel_compiles_for(
         elif chip >= 90 > line["registers"]:
             # triton 3.6's ptxas sets 8 bytes aside with registers to spare
             assert line["stack"] <= 8, line
+
+
+@pytest.mark.parametrize(("chip", "largest"), [(86, 512), (90, 1024)])
+def test_a_head_whose_tile_does_not_fit_the_chip_is_refused(
+    chip: int, largest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A float32 head of 1,024 once asked a small chip for 128 KiB, and the launch failed."""
+    tuning = import_module("pagetwin.optimized._tuning")
+    shared_memory, _ = CHIPS[chip]
+    monkeypatch.setattr(tuning, "INTERPRETED", False)
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda device: SimpleNamespace(shared_memory_per_block_optin=shared_memory),
+    )
+    device = torch.device("cuda", 7)  # asked about nowhere else: answers are remembered
+    tuning._table.cache_clear()
+    try:
+        assert tuning.max_head_size(torch.float32, device) == largest
+        assert tuning.max_head_size(torch.bfloat16, device) == 1024
+    finally:
+        tuning._table.cache_clear()
