@@ -1,8 +1,9 @@
 """How do keys and values get into the cache, out of it, and from block to block?
 
 Each loop over tokens becomes one launch whose programs move a tile of tokens by elements, through
-whatever strides the tensors have, bit for bit: 16-bit and 32-bit elements travel as integers, so
-no rounding can touch them. Addresses are 64-bit.
+whatever strides the tensors have, bit for bit: elements travel as integers of their width, so no
+rounding can touch them. Only where a cache is FP8 and the other side is not are they numbers on the
+way, and then both twins agree in every bit too. Addresses are 64-bit.
 """
 
 from collections.abc import Sequence
@@ -26,19 +27,27 @@ from ..shared.shapes import (
     Key,
     KeyCache,
     KVCache,
+    Scale,
     SlotMapping,
     SourceKVCache,
     StartLoc,
     Value,
     ValueCache,
 )
-from ._launch import check_launch
+from ._fp8 import (
+    decode_fp8,
+    encode_fp8,
+    has_native_fp8,
+    load_scale,
+    scale_arguments,
+)
+from ._launch import check_launch, must_widen
 from .slot_mapping import find_request
 
 TOKENS_PER_PROGRAM = 4
 MAX_ELEMENTS_PER_PROGRAM = 1024
 
-AS_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def reshape_and_cache(
@@ -47,18 +56,31 @@ def reshape_and_cache(
     key_cache: KeyCache,
     value_cache: ValueCache,
     slot_mapping: SlotMapping,
+    k_scale: Scale | float | None = None,
+    v_scale: Scale | float | None = None,
 ) -> None:
     """Write each new token's key and value to its slot."""
     check_reshape_and_cache(
-        key, value, key_cache, value_cache, slot_mapping, contents=values_checked()
+        key,
+        value,
+        key_cache,
+        value_cache,
+        slot_mapping,
+        k_scale,
+        v_scale,
+        contents=values_checked(),
     )
     check_launch(key_cache)
     num_slots = slot_mapping.shape[0]
     _, block_size, kv_heads, head_size = key_cache.shape
-    elements = kv_heads * head_size
-    if not num_slots or not key_cache.numel():
+    value_head_size = value_cache.shape[3]
+    elements = kv_heads * max(head_size, value_head_size)
+    if not num_slots or not key_cache.numel() or not value_cache.numel():
         return
-    key, value, key_cache, value_cache = as_bits(key, value, key_cache, value_cache)
+    dtype = key_cache.dtype
+    if k_scale is None:
+        key, value = as_bits(key, value)
+    key_cache, value_cache = as_bits(key_cache, value_cache)
     tile = min(MAX_ELEMENTS_PER_PROGRAM, triton.next_power_of_2(elements))
     grid = (triton.cdiv(num_slots, TOKENS_PER_PROGRAM), triton.cdiv(elements, tile))
     _write_kernel[grid](
@@ -67,8 +89,10 @@ def reshape_and_cache(
         key_cache,
         value_cache,
         slot_mapping,
+        *scale_arguments(k_scale),
+        *scale_arguments(v_scale),
         num_slots,
-        elements,
+        kv_heads,
         block_size,
         slot_mapping.stride(0),
         *key.stride(),
@@ -76,6 +100,8 @@ def reshape_and_cache(
         *key_cache.stride(),
         *value_cache.stride(),
         HEAD_SIZE=head_size,
+        VALUE_HEAD_SIZE=value_head_size,
+        E5M2=dtype == torch.float8_e5m2,
         TOKENS=TOKENS_PER_PROGRAM,
         ELEMENTS=tile,
     )
@@ -87,6 +113,9 @@ def gather_cache(
     block_table: BlockTable,
     seq_start_loc: StartLoc,
     num_tokens: int,
+    k_scale: Scale | float | None = None,
+    v_scale: Scale | float | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Key, Value]:
     """Return the keys and values of whole sequences, one after another."""
     check_gather_cache(
@@ -95,25 +124,34 @@ def gather_cache(
         block_table,
         seq_start_loc,
         num_tokens,
+        k_scale,
+        v_scale,
+        dtype,
         contents=values_checked(),
     )
     check_launch(key_cache)
     _, block_size, kv_heads, head_size = key_cache.shape
-    key = key_cache.new_empty(num_tokens, kv_heads, head_size)
-    value = torch.empty_like(key)
-    elements = kv_heads * head_size
-    if not key.numel():
-        return key, value
-    bits = as_bits(key_cache, value_cache, key, value)
+    value_head_size = value_cache.shape[3]
+    result_dtype = key_cache.dtype if dtype is None else dtype
+    buffer_dtype = torch.float32 if must_widen(result_dtype) and dtype else result_dtype
+    key = key_cache.new_empty(num_tokens, kv_heads, head_size, dtype=buffer_dtype)
+    value = key.new_empty(num_tokens, kv_heads, value_head_size)
+    elements = kv_heads * max(head_size, value_head_size)
+    if not key.numel() or not value.numel():
+        return key.to(result_dtype), value.to(result_dtype)
+    results = (key, value) if dtype else as_bits(key, value)
     num_reqs = block_table.shape[0]
     tile = min(MAX_ELEMENTS_PER_PROGRAM, triton.next_power_of_2(elements))
     grid = (triton.cdiv(num_tokens, TOKENS_PER_PROGRAM), triton.cdiv(elements, tile))
     _gather_kernel[grid](
-        *bits,
+        *as_bits(key_cache, value_cache),
+        *results,
         block_table,
         seq_start_loc.contiguous(),
+        *scale_arguments(k_scale),
+        *scale_arguments(v_scale),
         num_tokens,
-        elements,
+        kv_heads,
         block_size,
         num_reqs,
         num_reqs.bit_length(),
@@ -121,10 +159,13 @@ def gather_cache(
         *key_cache.stride(),
         *value_cache.stride(),
         HEAD_SIZE=head_size,
+        VALUE_HEAD_SIZE=value_head_size,
+        E5M2=key_cache.dtype == torch.float8_e5m2,
+        NATIVE_FP8=dtype is not None and has_native_fp8(key_cache.device),
         TOKENS=TOKENS_PER_PROGRAM,
         ELEMENTS=tile,
     )
-    return key, value
+    return key.to(result_dtype), value.to(result_dtype)
 
 
 def copy_blocks(kv_caches: Sequence[KVCache], block_mapping: BlockMapping) -> None:
@@ -156,6 +197,7 @@ def swap_blocks(
         return
     taken = block_mapping[:, 0].to(source.device)
     given = block_mapping[:, 1].to(destination.device)
+    source, destination = as_bits(source, destination)
     destination[:, given] = source[:, taken].to(destination.device)
 
 
@@ -193,8 +235,12 @@ def _write_kernel(
     key_cache,
     value_cache,
     slot_mapping,
+    k_scale,
+    k_scale_stride,
+    v_scale,
+    v_scale_stride,
     num_slots,
-    elements,
+    kv_heads,
     block_size,
     mapping_stride,
     key_stride_token,
@@ -212,32 +258,47 @@ def _write_kernel(
     value_cache_stride_head,
     value_cache_stride_element,
     HEAD_SIZE: tl.constexpr,
+    VALUE_HEAD_SIZE: tl.constexpr,
+    E5M2: tl.constexpr,
     TOKENS: tl.constexpr,
     ELEMENTS: tl.constexpr,
 ):
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS).to(tl.int64)
     element = tl.program_id(1) * ELEMENTS + tl.arange(0, ELEMENTS)
     head, part = element // HEAD_SIZE, element % HEAD_SIZE
+    value_head, value_part = element // VALUE_HEAD_SIZE, element % VALUE_HEAD_SIZE
     slot = tl.load(
         slot_mapping + token * mapping_stride, mask=token < num_slots, other=-1
     )
     # step: skip tokens without a slot
-    stored = (slot >= 0)[:, None] & (element < elements)[None, :]
+    stored = (slot >= 0)[:, None] & (head < kv_heads)[None, :]
+    value_stored = (slot >= 0)[:, None] & (value_head < kv_heads)[None, :]
     # step: find block and offset
     block_id, offset = slot // block_size, slot % block_size
-    # step: store the key and the value
     source = (token * key_stride_token)[:, None]
     source += (head * key_stride_head + part * key_stride_element)[None, :]
+    new_key = tl.load(key + source, mask=stored, other=0)
+    source = (token * value_stride_token)[:, None]
+    source += (value_head * value_stride_head + value_part * value_stride_element)[
+        None, :
+    ]
+    new_value = tl.load(value + source, mask=value_stored, other=0)
+    # step: divide by the scales where the cache is FP8
+    if k_scale is not None:
+        scale = load_scale(k_scale, k_scale_stride, head, head < kv_heads)
+        new_key = encode_fp8(tl.div_rn(new_key.to(tl.float32), scale), E5M2)
+        scale = load_scale(v_scale, v_scale_stride, value_head, value_head < kv_heads)
+        new_value = encode_fp8(tl.div_rn(new_value.to(tl.float32), scale), E5M2)
+    # step: store the key and the value
     slots = block_id * key_cache_stride_block + offset * key_cache_stride_slot
     parts = head * key_cache_stride_head + part * key_cache_stride_element
-    moved = tl.load(key + source, mask=stored, other=0)
-    tl.store(key_cache + slots[:, None] + parts[None, :], moved, mask=stored)
-    source = (token * value_stride_token)[:, None]
-    source += (head * value_stride_head + part * value_stride_element)[None, :]
+    tl.store(key_cache + slots[:, None] + parts[None, :], new_key, mask=stored)
     slots = block_id * value_cache_stride_block + offset * value_cache_stride_slot
-    parts = head * value_cache_stride_head + part * value_cache_stride_element
-    moved = tl.load(value + source, mask=stored, other=0)
-    tl.store(value_cache + slots[:, None] + parts[None, :], moved, mask=stored)
+    parts = value_head * value_cache_stride_head
+    parts += value_part * value_cache_stride_element
+    tl.store(
+        value_cache + slots[:, None] + parts[None, :], new_value, mask=value_stored
+    )
 
 
 @triton.jit(
@@ -250,8 +311,12 @@ def _gather_kernel(
     value,
     block_table,
     seq_start_loc,
+    k_scale,
+    k_scale_stride,
+    v_scale,
+    v_scale_stride,
     num_tokens,
-    elements,
+    kv_heads,
     block_size,
     num_reqs,
     num_halvings,
@@ -266,12 +331,16 @@ def _gather_kernel(
     value_cache_stride_head,
     value_cache_stride_element,
     HEAD_SIZE: tl.constexpr,
+    VALUE_HEAD_SIZE: tl.constexpr,
+    E5M2: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
     TOKENS: tl.constexpr,
     ELEMENTS: tl.constexpr,
 ):
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     element = tl.program_id(1) * ELEMENTS + tl.arange(0, ELEMENTS)
     head, part = element // HEAD_SIZE, element % HEAD_SIZE
+    value_head, value_part = element // VALUE_HEAD_SIZE, element % VALUE_HEAD_SIZE
     req = find_request(seq_start_loc, token, num_reqs, num_halvings)
     owned = (token < num_tokens) & (req < num_reqs)
     position = token - tl.load(seq_start_loc + req, mask=owned, other=0)
@@ -282,17 +351,29 @@ def _gather_kernel(
     # step: count slots into it
     offset = (position % block_size).to(tl.int64)
     # step: copy the key and the value
-    read = owned[:, None] & (element < elements)[None, :]
-    written = (token < num_tokens)[:, None] & (element < elements)[None, :]
-    to = token.to(tl.int64)[:, None] * elements + element[None, :]
+    inside, value_inside = head < kv_heads, value_head < kv_heads
     slots = block_id * key_cache_stride_block + offset * key_cache_stride_slot
     parts = head * key_cache_stride_head + part * key_cache_stride_element
-    moved = tl.load(key_cache + slots[:, None] + parts[None, :], mask=read, other=0)
-    tl.store(key + to, moved, mask=written)
+    read = owned[:, None] & inside[None, :]
+    one_key = tl.load(key_cache + slots[:, None] + parts[None, :], mask=read, other=0)
     slots = block_id * value_cache_stride_block + offset * value_cache_stride_slot
-    parts = head * value_cache_stride_head + part * value_cache_stride_element
-    moved = tl.load(value_cache + slots[:, None] + parts[None, :], mask=read, other=0)
-    tl.store(value + to, moved, mask=written)
+    parts = value_head * value_cache_stride_head
+    parts += value_part * value_cache_stride_element
+    read = owned[:, None] & value_inside[None, :]
+    one_value = tl.load(
+        value_cache + slots[:, None] + parts[None, :], mask=read, other=0
+    )
+    # step: multiply by the scales where another dtype is wanted
+    if k_scale is not None:
+        scale = load_scale(k_scale, k_scale_stride, head, inside)
+        one_key = decode_fp8(one_key, E5M2, NATIVE_FP8).to(tl.float32) * scale
+        scale = load_scale(v_scale, v_scale_stride, value_head, value_inside)
+        one_value = decode_fp8(one_value, E5M2, NATIVE_FP8).to(tl.float32) * scale
+    written = (token < num_tokens)[:, None]
+    to = token.to(tl.int64)[:, None] * (kv_heads * HEAD_SIZE) + element[None, :]
+    tl.store(key + to, one_key, mask=written & inside[None, :])
+    to = token.to(tl.int64)[:, None] * (kv_heads * VALUE_HEAD_SIZE) + element[None, :]
+    tl.store(value + to, one_value, mask=written & value_inside[None, :])
 
 
 @triton.jit

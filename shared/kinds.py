@@ -13,6 +13,9 @@ HOST = torch.device("cpu")
 CACHE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """What the twin stores; the reference also takes float64."""
 
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+"""What a quantised cache stores: numbers that stand for themselves times a scale."""
+
 
 class AttentionType(str, Enum):
     """Whose tokens ask, and whose keys answer (vLLM's strings; each equals its value)."""
@@ -28,3 +31,30 @@ class AttentionType(str, Enum):
 
     def __str__(self) -> str:
         return self.value
+
+
+CACHE_DTYPE_NAMES = {
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+"""vLLM's names of quantised caches."""
+
+
+def cache_dtype_of(name: str, model_dtype: torch.dtype) -> torch.dtype:
+    """Return the element type of a cache by vLLM's name.
+
+    Args:
+        name: "auto" for the model's own, "fp8", "fp8_e4m3" or "fp8_e5m2".
+        model_dtype: of the keys and values.
+
+    Raises:
+        ValueError: another name.
+    """
+    if name == "auto":
+        return model_dtype
+    if name not in CACHE_DTYPE_NAMES:
+        raise ValueError(
+            f"kv_cache_dtype = {name!r}: expected auto, {', '.join(CACHE_DTYPE_NAMES)}"
+        )
+    return CACHE_DTYPE_NAMES[name]

@@ -12,10 +12,14 @@ size: `reqs` in `block_table` is `reqs` in `seq_lens`.
 | tokens | new tokens of the step, all requests one after another |
 | max_blocks | entries in a row of the block table |
 | num_blocks, block_size | blocks in the cache, slots in a block |
+| value_head_size | elements of a value, which may be others than those of a key |
+| latent_width | kv_lora_rank + qk_rope_head_dim: what a latent cache keeps of a token |
+| ... | one number for all, or one a kv head |
+| *any | axes of any number and size |
 | _ | a buffer that may be longer than what is used of it |
 """
 
-from jaxtyping import Float, Int8, Int32, Int64
+from jaxtyping import Bool, Float, Int8, Int32, Int64
 from torch import Tensor
 
 RawCache = Int8[Tensor, "num_bytes"]
@@ -27,17 +31,32 @@ PackedKVCache = Float[Tensor, "2 num_blocks block_elements"]
 PackedKeyCache = Float[Tensor, "num_blocks kv_heads parts block_size part"]
 PackedValueCache = Float[Tensor, "num_blocks kv_heads head_size block_size"]
 KeyCache = Float[Tensor, "num_blocks block_size kv_heads head_size"]
-ValueCache = Float[Tensor, "num_blocks block_size kv_heads head_size"]
+ValueCache = Float[Tensor, "num_blocks block_size kv_heads value_head_size"]
 
 Query = Float[Tensor, "tokens query_heads head_size"]
 Key = Float[Tensor, "tokens kv_heads head_size"]
-Value = Float[Tensor, "tokens kv_heads head_size"]
-Output = Float[Tensor, "tokens query_heads head_size"]
+Value = Float[Tensor, "tokens kv_heads value_head_size"]
+RaggedKey = Float[Tensor, "key_tokens kv_heads head_size"]
+RaggedValue = Float[Tensor, "key_tokens kv_heads value_head_size"]
+Output = Float[Tensor, "tokens query_heads value_head_size"]
 PerHead = Float[Tensor, "query_heads"]
+PositionBias = Float[Tensor, "query_heads distances"]
+Scale = Float[Tensor, "..."]
+CausalFlags = Bool[Tensor, "reqs"]
+TreeMask = Bool[Tensor, "reqs tree tree"]
 PartOutputs = Float[Tensor, "parts tokens query_heads head_size"]
 PartLogSumExps = Float[Tensor, "parts tokens query_heads"]
 RankLogSumExp = Float[Tensor, "tokens query_heads"]
 LogSumExp = Float[Tensor, "query_heads tokens"]
+AnyLogSumExp = Float[Tensor, "*any"]
+
+LatentCache = Float[Tensor, "num_blocks block_size latent_width"]
+Latent = Float[Tensor, "tokens kv_lora_rank"]
+RopeKey = Float[Tensor, "tokens qk_rope_head_dim"]
+NopeQuery = Float[Tensor, "tokens query_heads qk_nope_head_dim"]
+RopeQuery = Float[Tensor, "tokens query_heads qk_rope_head_dim"]
+KeyUpProjection = Float[Tensor, "query_heads qk_nope_head_dim kv_lora_rank"]
+ValueUpProjection = Float[Tensor, "query_heads kv_lora_rank value_head_size"]
 
 BlockTable = Int32[Tensor, "reqs max_blocks"]
 BlockCounts = Int32[Tensor, "reqs"]
@@ -52,5 +71,6 @@ RankTokenCounts = Int32[Tensor, "reqs ranks"]
 Positions = Int64[Tensor, "positions"]
 PrefixRanges = Int32[Tensor, "reqs max_ranges 2"]
 QueryRanges = Int32[Tensor, "rows 2"]
+TokenRanges = Int32[Tensor, "tokens 2"]
 ProgramChunks = Int32[Tensor, "programs"]
 StateBlocks = Int32[Tensor, "reqs state_blocks"]

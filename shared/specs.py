@@ -22,13 +22,15 @@ class KVCacheSpec:
         block_size: slots (tokens) in a block, any number from 1.
         num_kv_heads: key/value heads of the layer.
         head_size: elements of one head's key, and of its value.
-        dtype: element type of the cache.
+        dtype: element type of the cache; an FP8 dtype is one byte an element. Its scales lie
+            with the layer and take no room in a page.
 
     Raises:
         ValueError: a number below 1.
 
     Example:
-        16 slots of 8 heads of 128 bfloat16 elements, keys and values: 65,536 bytes a page.
+        16 slots of 8 heads of 128 bfloat16 elements, keys and values: 65,536 bytes a page; of
+        float8_e4m3fn elements 32,768.
     """
 
     block_size: int
@@ -197,7 +199,7 @@ class CacheConfig:
 
     Args:
         block_size: slots in a block.
-        cache_dtype: "auto": that of the model; else a dtype's name.
+        cache_dtype: "auto": that of the model; else "fp8", "fp8_e4m3" or "fp8_e5m2".
         sliding_window: of every layer that has none of its own; None: everything is seen.
         calculate_kv_scales: measure the scales of a quantised cache in the first step.
         is_attention_free: no layer of the model attends.

@@ -8,6 +8,8 @@ import torch
 from conftest import TWINS, Twin
 from hypothesis import given
 from hypothesis import strategies as st
+from oracles import same_bits
+from pagetwin.shared.kinds import FP8_DTYPES, cache_dtype_of
 from pagetwin.shared.layouts import KVCacheLayout
 from pagetwin.shared.specs import KVCacheSpec, MLAAttentionSpec
 
@@ -16,7 +18,7 @@ specs = st.builds(
     block_size=st.sampled_from([1, 3, 16, 24]),
     num_kv_heads=st.sampled_from([1, 2, 3]),
     head_size=st.sampled_from([1, 8, 24]),
-    dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),
+    dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32, *FP8_DTYPES]),
 )
 
 
@@ -38,15 +40,51 @@ def test_a_cache_is_a_view_of_its_bytes(
     if not num_blocks:
         return
     key_cache.fill_(1)
-    assert bool((cache[0] == 1).all()) and not cache[1].any()
+    numbers = cache.float()
+    assert bool((numbers[0] == 1).all()) and not numbers[1].any()
     value_cache.fill_(2)
-    assert bool((raw.view(spec.dtype)[-key_cache.numel() :] == 2).all())
+    last = raw.view(spec.dtype)[-key_cache.numel() :].float()
+    assert bool((last == 2).all())
 
 
 @given(spec=specs)
 def test_a_page_counts_keys_and_values(spec: KVCacheSpec) -> None:
     elements = torch.empty(2, spec.block_size, spec.num_kv_heads, spec.head_size)
     assert spec.page_size_bytes == elements.to(spec.dtype).nbytes
+
+
+@pytest.mark.parametrize("dtype", FP8_DTYPES)
+def test_eight_bits_are_half_the_bytes_of_sixteen(
+    dtype: torch.dtype, twin: Twin
+) -> None:
+    """And the same bytes hold twice the blocks."""
+    half, whole = (KVCacheSpec(16, 2, 8, each) for each in (dtype, torch.float16))
+    assert 2 * half.page_size_bytes == whole.page_size_bytes == 1024
+    raw = twin.allocate_kv_cache(whole, 3)
+    assert twin.reshape_kv_cache(raw, half).shape[1] == 6
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("auto", torch.bfloat16),
+        ("fp8", torch.float8_e4m3fn),
+        ("fp8_e4m3", torch.float8_e4m3fn),
+        ("fp8_e5m2", torch.float8_e5m2),
+    ],
+)
+def test_a_cache_dtype_has_the_name_that_vllm_gives_it(
+    name: str, dtype: torch.dtype
+) -> None:
+    assert cache_dtype_of(name, torch.bfloat16) == dtype
+
+
+@pytest.mark.parametrize("name", ["fp4", "", "FP8", "float8_e4m3fn"])
+def test_an_unknown_cache_dtype_is_refused_with_those_there_are(name: str) -> None:
+    with pytest.raises(
+        ValueError, match=f"{name!r}: expected auto, fp8, fp8_e4m3, fp8_e"
+    ):
+        cache_dtype_of(name, torch.bfloat16)
 
 
 def test_part_of_a_page_is_refused(twin: Twin) -> None:
@@ -185,18 +223,22 @@ def test_every_layout_serves_reads_and_writes_alike(
 ) -> None:
     """A cache of any layout goes into the write and comes out of the gather."""
     layout = data.draw(st.sampled_from(KVCacheLayout))
-    spec = KVCacheSpec(4, 2, 8, torch.float32)
+    dtype = data.draw(st.sampled_from([torch.float32, *FP8_DTYPES]))
+    scales = (0.5, 0.25) if dtype in FP8_DTYPES else ()
+    spec = KVCacheSpec(4, 2, 8, dtype)
     raw = torch.zeros(2 * 3 * spec.page_size_bytes, dtype=torch.int8, device=device)
     caches = twin.reshape_layered_kv_cache(raw, spec, 2, layout)
     key, value = torch.randn(2, 5, 2, 8, device=device)
     slots = torch.tensor([8, 9, 10, 11, 4], device=device)
     key_cache, value_cache = twin.split_kv_cache(caches[1])
-    twin.reshape_and_cache(key, value, key_cache, value_cache, slots)
+    twin.reshape_and_cache(key, value, key_cache, value_cache, slots, *scales)
     table = torch.tensor([[2, 1]], dtype=torch.int32, device=device)
     starts = torch.tensor([0, 5], dtype=torch.int32, device=device)
     keys, values = twin.gather_cache(key_cache, value_cache, table, starts, 5)
-    assert torch.equal(keys, key) and torch.equal(values, value)
-    assert not caches[0].any()
+    if scales:
+        key, value = key * 2, value * 4
+    assert same_bits(keys, key.to(dtype)) and same_bits(values, value.to(dtype))
+    assert not caches[0].float().any()
 
 
 def test_part_of_a_page_of_all_layers_is_refused(twin: Twin) -> None:
@@ -211,7 +253,7 @@ def test_part_of_a_page_of_all_layers_is_refused(twin: Twin) -> None:
 # ---- the form of the first kernels
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, *FP8_DTYPES])
 def test_a_packed_cache_holds_parts_of_sixteen_bytes(
     dtype: torch.dtype, twin: Twin
 ) -> None:
@@ -219,8 +261,10 @@ def test_a_packed_cache_holds_parts_of_sixteen_bytes(
     part = 16 // dtype.itemsize
     shape = twin.get_packed_kv_cache_shape(blocks, slots, heads, size)
     assert shape == (2, blocks, slots * heads * size)
-    cache = torch.arange(prod(shape)).to(dtype).view(shape)
-    key_cache, value_cache = twin.split_packed_kv_cache(cache, heads, size)
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    cache = torch.arange(prod(shape)).to(integer).view(shape)
+    halves = twin.split_packed_kv_cache(cache.view(dtype), heads, size)
+    key_cache, value_cache = (half.view(integer) for half in halves)
     for block, head, at, slot in product(
         range(blocks), range(heads), range(size), range(slots)
     ):

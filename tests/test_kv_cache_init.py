@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pagetwin.shared.backend_groups import AttentionGroup, init_attn_backend
 from pagetwin.shared.backend_interface import AttentionBackend
-from pagetwin.shared.kinds import AttentionType
+from pagetwin.shared.kinds import FP8_DTYPES, AttentionType, cache_dtype_of
 from pagetwin.shared.layer import Attention
 from pagetwin.shared.layouts import KVCacheLayout
 from pagetwin.shared.selector import load_backend
@@ -127,6 +127,47 @@ def test_init_gives_what_the_three_steps_give(twin: Twin, device: torch.device) 
     assert all(cache.device.type == device.type for cache in caches.values())
 
 
+@pytest.mark.parametrize("dtype", FP8_DTYPES)
+@pytest.mark.parametrize("layout", [NHD, HND])
+def test_layers_of_eight_and_of_sixteen_bits_see_their_own_bytes(
+    dtype: torch.dtype, layout: KVCacheLayout, twin: Twin, device: torch.device
+) -> None:
+    """In one tensor, where a page of eight bits has twice the slots of one of sixteen."""
+    eight = replace(SPEC, dtype=dtype, block_size=2 * SPEC.block_size)
+    assert eight.page_size_bytes == PAGE
+    config = KVCacheConfig(
+        3,
+        [KVCacheTensor(3 * PAGE, ["m.0", "m.1"])],
+        [KVCacheGroupSpec(["m.0"], eight), KVCacheGroupSpec(["m.1"], SPEC)],
+    )
+    raw = twin.allocate_kv_caches(config, device)
+    backends = dict.fromkeys(raw, REFERENCE)
+    caches = twin.reshape_kv_caches(config, raw, backends, layout)
+    cache = caches["m.0"]
+    assert cache.dtype == dtype and tuple(cache.shape) == (2, 3, 8, 2, 8)
+    assert not cache.float().any() and caches["m.1"].dtype == SPEC.dtype
+    key, value = torch.ones(2, 1, 2, 8, device=device)
+    slots = torch.tensor([2 * 8 + 5], device=device)
+    twin.reshape_and_cache(key, value, cache[0], cache[1], slots, 0.5, 0.25)
+    strides = (1, 8) if layout == HND else (2, 1)
+    for half, number in enumerate((2, 4)):
+        for head in range(2):
+            slot = (half * 3 + 2) * 16 + 5 * strides[0] + head * strides[1]
+            held = raw["m.0"].view(dtype).float()[8 * slot : 8 * slot + 8]
+            assert held.tolist() == [number] * 8
+    assert int(raw["m.0"].count_nonzero()) == 32
+
+
+def test_a_spec_takes_the_dtype_that_vllms_name_stands_for(twin: Twin) -> None:
+    layers: dict[str, Any] = {}
+    any_layer(layers, "m.0")
+    (spec,) = twin.get_kv_cache_spec(
+        layers, 16, cache_dtype_of("fp8_e5m2", torch.bfloat16)
+    ).values()
+    assert spec == FullAttentionSpec(16, 2, 8, torch.float8_e5m2)
+    assert spec.page_size_bytes == 2 * 16 * 2 * 8
+
+
 def test_a_layer_that_shares_is_handed_the_other_ones_cache(twin: Twin) -> None:
     layers = {"m.0": Layer(), "m.1": Layer(kv_sharing_target_layer_name="m.0")}
     caches = twin.init_kv_cache(layers, config_of([["m.0"]]), {"m.0": REFERENCE})
@@ -215,6 +256,8 @@ def test_a_config_keeps_no_list_of_its_caller() -> None:
         (ChunkedLocalAttentionSpec(16, 2, 8, attention_chunk_size=32), 1024),
         (CrossAttentionSpec(16, 2, 8, torch.float32), 2048),
         (MLAAttentionSpec(16, 1, 576, torch.bfloat16), 18432),
+        (FullAttentionSpec(16, 2, 8, torch.float8_e4m3fn), 512),
+        (MLAAttentionSpec(16, 1, 576, torch.float8_e5m2), 9216),
     ],
 )
 def test_a_page_has_the_bytes_of_its_kind(spec: KVCacheSpec, page: int) -> None:

@@ -34,7 +34,7 @@ EXAMPLES = (
     Example(
         "cache_ops",
         "reshape_and_cache",
-        "Token 0 goes to slot 9, token 1 nowhere.",
+        "Token 0 goes to slot 9, token 1 nowhere; then the same into a cache of eight bits.",
         """\
 >>> key_cache = torch.zeros(3, 4, 1, 1)
 >>> key = torch.tensor([[[5.0]], [[6.0]]])
@@ -42,6 +42,14 @@ EXAMPLES = (
 >>> reshape_and_cache(key, key, key_cache, key_cache.clone(), slot_mapping)
 >>> key_cache.flatten()
 tensor([0., 0., 0., 0., 0., 0., 0., 0., 0., 5., 0., 0.])
+>>> key_cache = torch.zeros(3, 4, 1, 1, dtype=torch.float8_e4m3fn)
+>>> value_cache = key_cache.clone()
+>>> reshape_and_cache(
+...     key, key, key_cache, value_cache, slot_mapping,
+...     k_scale=0.5, v_scale=0.01,
+... )
+>>> float(key_cache[2, 1]), float(value_cache[2, 1])
+(10.0, 448.0)
 """,
         (
             StoryStep(
@@ -58,9 +66,18 @@ tensor([0., 0., 0., 0., 0., 0., 0., 0., 0., 5., 0., 0.])
                 step="find block and offset",
             ),
             StoryStep(
-                "Token 0's key, 5, is stored there; counted through, that is place 9 of the"
-                " 12.",
-                "float(key_cache[2, 1])",
+                "The first cache is float32 and takes the 5 as it is. The second is FP8: its key"
+                " becomes 5 / 0.5 = 10. The value would become 5 / 0.01 = 500, which is more"
+                " than the largest number of float8_e4m3fn, and becomes that number.",
+                "torch.finfo(torch.float8_e4m3fn).max",
+                "448.0",
+                step="divide by the scales where the cache is FP8",
+            ),
+            StoryStep(
+                "Both are stored there; counted through, that is place 9 of the 12. Read back"
+                " and multiplied by its scale, the key is 5 again; the scale of the value was"
+                " too small.",
+                "float(key_cache[2, 1]) * 0.5",
                 "5.0",
                 step="store the key and the value",
             ),
@@ -69,7 +86,7 @@ tensor([0., 0., 0., 0., 0., 0., 0., 0., 0., 5., 0., 0.])
     Example(
         "cache_ops",
         "gather_cache",
-        "A sequence of six tokens, read back from blocks 2 and 0.",
+        "A sequence of six tokens, read back from blocks 2 and 0; then from eight bits.",
         """\
 >>> key_cache = torch.arange(12.0).view(3, 4, 1, 1)
 >>> key, value = gather_cache(
@@ -81,6 +98,18 @@ tensor([0., 0., 0., 0., 0., 0., 0., 0., 0., 5., 0., 0.])
 ... )
 >>> key.flatten()
 tensor([ 8.,  9., 10., 11.,  0.,  1.])
+>>> key, value = gather_cache(
+...     key_cache.to(torch.float8_e4m3fn),
+...     key_cache.to(torch.float8_e4m3fn),
+...     block_table=torch.tensor([[2, 0]], dtype=torch.int32),
+...     seq_start_loc=torch.tensor([0, 6], dtype=torch.int32),
+...     num_tokens=6,
+...     k_scale=0.5,
+...     v_scale=1.0,
+...     dtype=torch.float32,
+... )
+>>> key.flatten()
+tensor([4.0000, 4.5000, 5.0000, 5.5000, 0.0000, 0.5000])
 """,
         (
             StoryStep(
@@ -102,6 +131,13 @@ tensor([ 8.,  9., 10., 11.,  0.,  1.])
                 "[2 * 4, 2 * 4 + 3, 0 * 4, 0 * 4 + 1]",
                 "[8, 11, 0, 1]",
                 step="copy the key and the value",
+            ),
+            StoryStep(
+                "The FP8 cache holds the same numbers. Asked for float32, it gives what they"
+                " stand for: times 0.5 the keys, times 1 the values.",
+                "value.flatten().tolist()",
+                "[8.0, 9.0, 10.0, 11.0, 0.0, 1.0]",
+                step="multiply by the scales where another dtype is wanted",
             ),
         ),
     ),

@@ -5,20 +5,31 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..attention_options import AttentionOptions
+from ..kinds import FP8_DTYPES
+from .attention_options import check_cache_scales
 from .batch import check_block_ids, check_block_table, check_start_loc
-from .primitives import FLOATS, check_dtype, check_not_negative, check_same_device
+from .primitives import (
+    FLOATS,
+    check_dtype,
+    check_not_negative,
+    check_positive,
+    check_same_device,
+)
 
 
 def check_caches(key_cache: Tensor, value_cache: Tensor) -> None:
     """Refuse a key cache and a value cache that do not belong together."""
-    check_dtype("key_cache", key_cache, *FLOATS)
+    check_dtype("key_cache", key_cache, *FLOATS, *FP8_DTYPES)
     check_dtype("value_cache", value_cache, key_cache.dtype)
-    if key_cache.dim() != 4 or key_cache.shape != value_cache.shape:
+    shapes = key_cache.shape, value_cache.shape
+    if {len(shape) for shape in shapes} != {4} or shapes[0][:3] != shapes[1][:3]:
         raise ValueError(
-            f"key_cache has shape {list(key_cache.shape)} and value_cache"
-            f" {list(value_cache.shape)}: expected the same"
-            " [num_blocks, block_size, kv_heads, head_size]"
+            f"key_cache has shape {list(shapes[0])} and value_cache {list(shapes[1])}:"
+            " expected [num_blocks, block_size, kv_heads, head_size], alike but for the"
+            " head size"
         )
+    check_positive(head_size=shapes[0][3], value_head_size=shapes[1][3])
     check_same_device(key_cache=key_cache, value_cache=value_cache)
 
 
@@ -28,13 +39,19 @@ def check_reshape_and_cache(
     key_cache: Tensor,
     value_cache: Tensor,
     slot_mapping: Tensor,
+    k_scale: Tensor | float | None,
+    v_scale: Tensor | float | None,
     contents: bool,
 ) -> None:
     """Refuse a write that does not fit the cache, before any of it is done."""
     check_caches(key_cache, value_cache)
-    num_blocks, block_size, kv_heads, head_size = key_cache.shape
-    for name, tensor in (("key", key), ("value", value)):
-        check_dtype(name, tensor, key_cache.dtype)
+    num_blocks, block_size, kv_heads, _ = key_cache.shape
+    for name, tensor, cache in (
+        ("key", key, key_cache),
+        ("value", value, value_cache),
+    ):
+        _check_new_dtype(name, tensor, cache)
+        head_size = cache.shape[3]
         if tensor.dim() != 3 or tuple(tensor.shape[1:]) != (kv_heads, head_size):
             raise ValueError(
                 f"{name} has shape {list(tensor.shape)}: expected [tokens, {kv_heads},"
@@ -50,6 +67,7 @@ def check_reshape_and_cache(
             f"slot_mapping has shape {list(slot_mapping.shape)}: expected at most"
             f" [{tokens}], the tokens of key and value"
         )
+    _check_scales(key_cache, k_scale, v_scale, contents)
     if not contents:
         return
     num_slots = num_blocks * block_size
@@ -70,12 +88,38 @@ def check_reshape_and_cache(
         owner[slot] = token
 
 
+def _check_new_dtype(name: str, tensor: Tensor, cache: Tensor) -> None:
+    if cache.dtype not in FP8_DTYPES:
+        check_dtype(name, tensor, cache.dtype)
+    elif tensor.dtype in FP8_DTYPES:
+        raise TypeError(
+            f"{name} is {tensor.dtype}: expected {' or '.join(map(str, FLOATS))}, which the"
+            " write divides by the scale and rounds; numbers that are FP8 already would be"
+            " divided twice"
+        )
+    else:
+        check_dtype(name, tensor, *FLOATS)
+
+
+def _check_scales(
+    key_cache: Tensor,
+    k_scale: Tensor | float | None,
+    v_scale: Tensor | float | None,
+    contents: bool,
+) -> None:
+    scales = AttentionOptions(k_scale=k_scale, v_scale=v_scale)
+    check_cache_scales(scales, key_cache, contents)
+
+
 def check_gather_cache(
     key_cache: Tensor,
     value_cache: Tensor,
     block_table: Tensor,
     seq_start_loc: Tensor,
     num_tokens: int,
+    k_scale: Tensor | float | None,
+    v_scale: Tensor | float | None,
+    dtype: torch.dtype | None,
     contents: bool,
 ) -> None:
     """Refuse a gather that would read outside the cache."""
@@ -88,9 +132,35 @@ def check_gather_cache(
     check_start_loc(
         "seq_start_loc", seq_start_loc, block_table.shape[0], num_tokens, contents
     )
+    if dtype is not None or key_cache.dtype not in FP8_DTYPES:
+        _check_scales(key_cache, k_scale, v_scale, contents)
+    _check_result_dtype(key_cache, k_scale, v_scale, dtype)
     if contents:
         num_blocks, block_size = key_cache.shape[:2]
         check_block_ids(block_table, seq_start_loc.diff(), block_size, num_blocks)
+
+
+def _check_result_dtype(
+    key_cache: Tensor,
+    k_scale: Tensor | float | None,
+    v_scale: Tensor | float | None,
+    dtype: torch.dtype | None,
+) -> None:
+    if dtype is None:
+        for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+            if scale is not None:
+                raise ValueError(
+                    f"{name} is given but dtype = None: expected the dtype of the result;"
+                    " without one an FP8 cache's bytes come as they are"
+                )
+    elif key_cache.dtype not in FP8_DTYPES:
+        raise ValueError(
+            f"dtype = {dtype} but the cache is {key_cache.dtype}: expected None, as only"
+            " FP8 numbers are turned into others"
+        )
+    elif dtype not in FLOATS:
+        names = " or ".join(map(str, FLOATS))
+        raise TypeError(f"dtype = {dtype}: expected {names}")
 
 
 def check_block_mapping(

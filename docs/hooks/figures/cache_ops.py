@@ -26,7 +26,9 @@ def draw() -> Drawing:
     d.arrow(132, 78, 110 + 2 * 196 + 66, 116)
     d.text(20, 269, "gathered")
     d.row(330, 246, [(str(s), "new" if s == 9 else "a") for s in (8, 9, 10, 11, 0, 1)])
-    d.text(110, 269, "through the row 2, 0", "note")
+    d.text(110, 261, "through the row 2, 0", "note")
+    d.text(330, 84, "FP8: divided by the scale, rounded", "note")
+    d.text(110, 279, "FP8: times the scale", "note")
     d.arrow(110 + 2 * 196 + 88, 184, 418, 242)
     d.arrow(198, 184, 550, 242)
     return d

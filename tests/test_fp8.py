@@ -1,0 +1,208 @@
+"""Is every number the one that its eight bits stand for?
+
+    python tests/test_fp8.py 80 90 100
+
+compiles the conversions for those chips, without a GPU.
+"""
+
+import os
+
+if __name__ == "__main__":
+    os.environ["TRITON_INTERPRET"] = "0"
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from oracles import same_bits
+from pagetwin.optimized._fp8 import decode_fp8, encode_fp8, has_native_fp8
+from pagetwin.reference._fp8 import quantise
+from pagetwin.shared.kinds import FP8_DTYPES
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+E5M2 = torch.float8_e5m2
+INFINITY = torch.tensor(torch.inf)
+
+
+@triton.jit
+def decode_kernel(
+    codes, numbers, IS_E5M2: tl.constexpr, NATIVE: tl.constexpr, SIZE: tl.constexpr
+):
+    at = tl.arange(0, SIZE)
+    tl.store(numbers + at, decode_fp8(tl.load(codes + at), IS_E5M2, NATIVE))
+
+
+@triton.jit
+def encode_kernel(numbers, codes, size, IS_E5M2: tl.constexpr, SIZE: tl.constexpr):
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    loaded = tl.load(numbers + at, mask=at < size, other=0.0)
+    tl.store(codes + at, encode_fp8(loaded, IS_E5M2), mask=at < size)
+
+
+def encode(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what a kernel makes of float32 numbers."""
+    codes = torch.empty(numbers.numel(), dtype=torch.uint8, device=numbers.device)
+    # the interpreter is paid by the program, whatever its size
+    size = 1024 if numbers.is_cuda else triton.next_power_of_2(numbers.numel())
+    grid = (triton.cdiv(numbers.numel(), size),)
+    encode_kernel[grid](
+        numbers, codes, numbers.numel(), IS_E5M2=dtype == E5M2, SIZE=size
+    )
+    return codes.view(dtype)
+
+
+def all_codes(dtype: torch.dtype) -> Tensor:
+    return torch.arange(256, dtype=torch.uint8).view(dtype)
+
+
+def edges(dtype: torch.dtype) -> Tensor:
+    """Return the float32 numbers at which something could go wrong."""
+    finite = all_codes(dtype).float()
+    finite = finite[finite.isfinite()].unique()
+    largest = float(finite.max())
+    halfway = (finite[1:] + finite[:-1]) / 2
+    points = torch.cat(
+        [
+            finite,
+            halfway,
+            # what would round to the next number, were there one
+            torch.tensor([1.0, -1.0]) * (largest + (largest - float(finite[-2])) / 2),
+            torch.tensor([0.0, -0.0, 1e-45, -1e-45, 1e-38, -1e-38, 3e38, -3e38]),
+        ]
+    )
+    patterns = torch.tensor(
+        [0x7F800000, -0x800000, 0x7FC00000, -0x400000, 0x7F800001, -0x7FFFFF, -1],
+        dtype=torch.int32,
+    )
+    every_half = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.float16)
+    anything = torch.randint(
+        -(2**31), 2**31, (4096,), generator=torch.Generator().manual_seed(0)
+    )
+    return torch.cat(
+        [
+            points,
+            points.nextafter(INFINITY),
+            points.nextafter(-INFINITY),
+            patterns.view(torch.float32),
+            every_half.float(),
+            anything.to(torch.int32).view(torch.float32),
+        ]
+    )
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("dtype", FP8_DTYPES)
+def test_every_code_decodes_to_its_number(
+    dtype: torch.dtype, native: bool, device: torch.device
+) -> None:
+    if native and not has_native_fp8(device):
+        pytest.skip("this device has no instruction for it")
+    codes = all_codes(dtype)
+    numbers = torch.empty(256, dtype=torch.float16, device=device)
+    decode_kernel[(1,)](
+        codes.view(torch.uint8).to(device),
+        numbers,
+        IS_E5M2=dtype == E5M2,
+        NATIVE=native,
+        SIZE=256,
+    )
+    numbers, expected = numbers.cpu(), codes.to(torch.float16)
+    is_nan = expected.isnan()
+    assert int(is_nan.sum()) == (6 if dtype == E5M2 else 2)
+    assert torch.equal(numbers.isnan(), is_nan)
+    assert same_bits(numbers[~is_nan], expected[~is_nan])
+
+
+@pytest.mark.parametrize("dtype", FP8_DTYPES)
+def test_every_number_is_rounded_as_the_reference_rounds_it(
+    dtype: torch.dtype, device: torch.device
+) -> None:
+    """All float16 numbers, all points halfway, their neighbours, infinities and NaN."""
+    numbers = edges(dtype)
+    expected = quantise(numbers, 1.0, dtype)
+    assert same_bits(encode(numbers.to(device), dtype), expected)
+    largest = torch.finfo(dtype).max
+    assert float(expected.float().nan_to_num().abs().max()) == largest
+    assert expected.view(torch.uint8).unique().numel() == (
+        250 if dtype == E5M2 else 256
+    )
+
+
+@pytest.mark.parametrize("dtype", FP8_DTYPES)
+def test_every_code_is_what_its_number_becomes(
+    dtype: torch.dtype, device: torch.device
+) -> None:
+    codes = all_codes(dtype)
+    codes = codes[codes.float().isfinite()]
+    assert same_bits(encode(codes.float().to(device), dtype), codes)
+
+
+@pytest.mark.parametrize("dtype", FP8_DTYPES)
+def test_a_half_is_rounded_to_even_and_not_away(
+    dtype: torch.dtype, device: torch.device
+) -> None:
+    """The edges tell the roundings apart: a tie away from zero differs in every second one."""
+    codes = all_codes(dtype)[: 124 if dtype == E5M2 else 127].float()
+    halfway = (codes[1:] + codes[:-1]) / 2
+    rounded = encode(halfway.to(device), dtype).cpu().float()
+    assert torch.equal(
+        rounded,
+        codes[:-1] + (codes[1:] - codes[:-1]) * (torch.arange(len(halfway)) % 2),
+    )
+
+
+@pytest.mark.parametrize("chip", [80, 89, 90, 100])
+def test_the_conversions_compile_for(chip: int) -> None:
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__)), str(chip)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = done.stdout.splitlines()
+    assert len(lines) == 4 if chip < 89 else 6
+    for line in lines:
+        assert ("cvt.rn.f16x2" in line) == ("native" in line), line
+
+
+def main(chip: int) -> None:
+    """Compile each conversion for a chip, and print the instructions that convert."""
+    for kernel in (decode_kernel, encode_kernel):
+        for is_e5m2 in (False, True):
+            for native in (False, True):
+                if native and (kernel is encode_kernel or chip < 89):
+                    continue
+                constants = {"IS_E5M2": is_e5m2, "NATIVE": native, "SIZE": 1024}
+                pointers = {"codes": "*u8", "size": "i32"}
+                pointers["numbers"] = "*fp16" if kernel is decode_kernel else "*fp32"
+                source = ASTSource(
+                    fn=kernel,
+                    signature={
+                        name: pointers.get(name, "constexpr")
+                        for name in kernel.arg_names
+                    },
+                    constexprs={
+                        name: constants[name]
+                        for name in kernel.arg_names
+                        if name in constants
+                    },
+                )
+                compiled = triton.compile(source, target=GPUTarget("cuda", chip, 32))
+                used = {
+                    each for each in compiled.asm["ptx"].split() if "cvt.rn" in each
+                }
+                print(
+                    kernel.__name__, is_e5m2, "native" if native else "", *sorted(used)
+                )
+
+
+if __name__ == "__main__":
+    for each in sys.argv[1:]:
+        main(int(each))
