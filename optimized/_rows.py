@@ -9,6 +9,8 @@ import math
 import triton
 import triton.language as tl
 
+from ._fp8 import encode_fp8, load_scale
+
 LOG2_E = tl.constexpr(math.log2(math.e))
 LN_2 = tl.constexpr(math.log(2.0))
 
@@ -87,6 +89,8 @@ def finish_rows(total, row_sum, row_max):
 def store_rows(
     out,
     lse,
+    out_scale,
+    out_scale_stride,
     result,
     row_lse,
     token,
@@ -98,16 +102,20 @@ def store_rows(
     out_stride_element,
     lse_stride_head,
     lse_stride_token,
-    HEAD_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    OUT_FP8: tl.constexpr,
 ):
     """Write finished rows; the log-sum-exp leaves base 2 for base e."""
+    if OUT_FP8:
+        result = result / load_scale(out_scale, out_scale_stride, 0, True)
+        result = encode_fp8(result, OUT_FP8 == 2)
     tl.store(
         out
         + (token.to(tl.int64) * out_stride_token)[:, None]
         + (head * out_stride_head)[:, None]
         + (element * out_stride_element)[None, :],
         result.to(out.dtype.element_ty),
-        mask=is_row[:, None] & (element < HEAD_SIZE)[None, :],
+        mask=is_row[:, None] & (element < VALUE_SIZE)[None, :],
     )
     if lse is not None:
         place = head * lse_stride_head + token.to(tl.int64) * lse_stride_token
@@ -131,6 +139,8 @@ def join_kernel(
     part_out,
     part_lse,
     sinks,
+    out_scale,
+    out_scale_stride,
     num_splits,
     short_rows,
     part_rows,
@@ -140,8 +150,9 @@ def join_kernel(
     lse_stride_head,
     lse_stride_token,
     GROUP_SIZE: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    HEAD_TILE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    VALUE_TILE: tl.constexpr,
+    OUT_FP8: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """Join the parts of a short request's rows, each weighted by its share of the sum."""
@@ -152,24 +163,24 @@ def join_kernel(
     if num_rows > short_rows or num_rows == 0:
         return
     row = tl.arange(0, ROWS)
-    element = tl.arange(0, HEAD_TILE)
+    element = tl.arange(0, VALUE_TILE)
     is_row = row < num_rows
-    total = tl.zeros([ROWS, HEAD_TILE], dtype=tl.float32)
+    total = tl.zeros([ROWS, VALUE_TILE], dtype=tl.float32)
     head = kv_head * GROUP_SIZE + row % GROUP_SIZE
     row_sum, row_max = start_rows(sinks, head, is_row, ROWS)
     for split in range(num_splits):
         place = part_place(req, kv_head, split, num_splits, part_rows) + row
         part = tl.load(part_lse + place, mask=is_row, other=-float("inf"))
         value = tl.load(
-            part_out + place[:, None] * HEAD_SIZE + element[None, :],
-            mask=is_row[:, None] & (element < HEAD_SIZE)[None, :],
+            part_out + place[:, None] * VALUE_SIZE + element[None, :],
+            mask=is_row[:, None] & (element < VALUE_SIZE)[None, :],
             other=0.0,
         )
         total, row_sum, row_max = fold_part(total, row_sum, row_max, value, part)
     result, row_lse = finish_rows(total, row_sum, row_max)
     store_rows(
-        out, lse, result, row_lse, start + row // GROUP_SIZE,
+        out, lse, out_scale, out_scale_stride, result, row_lse, start + row // GROUP_SIZE,
         head, element, is_row,
         out_stride_token, out_stride_head, out_stride_element,
-        lse_stride_head, lse_stride_token, HEAD_SIZE,
+        lse_stride_head, lse_stride_token, VALUE_SIZE, OUT_FP8,
     )  # fmt: skip

@@ -57,6 +57,8 @@ IN_THE_INTERPRETER = {4096: (Tiles(16, 32, 4, 1), Tiles(32, 32, 4, 1))}
 
 SHARED_MEMORY = 160 * 1024
 MAX_HEAD_SIZE = 1024
+DECODE_ROWS = 16
+"""Rows of every decode tile, the fewest that a product of tiles has."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,13 @@ class SplitRule:
 
 
 def choose_tiles(
-    head_tile: int, dtype: torch.dtype, device: torch.device, has_window: bool
+    head_tile: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    has_window: bool,
+    has_bias: bool = False,
+    has_tree: bool = False,
+    has_bit_decoding: bool = False,
 ) -> tuple[Tiles, Tiles]:
     """Return the decode tile and the prefill tile.
 
@@ -87,12 +95,30 @@ def choose_tiles(
             which takes registers, and it gets 8 warps (8,192 tokens, window 1,024: 538 us
             against 560 with 4, with cap, ALiBi and sinks 1,041 against 1,236; without a
             window 4 warps are ahead, with a soft cap by 10 %).
+        has_bias: whether a position bias is loaded for each score, whose addresses take
+            registers: a prefill gets 8 warps (8,192 tokens: 3,498 us; 64 x 32 tiles 4,159 with
+            4 warps and 4,679 with 8, 64 x 64 tiles with 8 warps 4,966).
+        has_tree: whether a tree's mask is loaded too: a prefill gets half the rows, and beside
+            a bias every tile half the keys (sm_90, 128 x 64: 808 bytes spilled, with both
+            1,384; halved: 48 and none).
+        has_bit_decoding: whether FP8 numbers are decoded without an instruction for it, which
+            takes registers too (sm_80, 128 x 64: 6,608 bytes spilled; 64 x 64: none).
     """
     table = _table(dtype == torch.float32, device)
     width = head_tile * dtype.itemsize
     decode, prefill = next(tiles for limit, tiles in table.items() if width <= limit)
     if has_window and prefill.num_warps < 8:
         prefill = replace(prefill, num_warps=8)
+    if has_bit_decoding:
+        prefill = replace(prefill, rows=min(64, prefill.rows), num_warps=8)
+    if has_bias:
+        prefill = replace(prefill, num_warps=8)
+    if has_tree:
+        rows = max(16, prefill.rows // 2)
+        prefill = replace(prefill, rows=rows, num_warps=8, num_stages=2)
+    if has_bias and has_tree:
+        decode = replace(decode, keys=max(16, decode.keys // 2))
+        prefill = replace(prefill, keys=max(16, prefill.keys // 2))
     return decode, prefill
 
 

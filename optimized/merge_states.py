@@ -4,12 +4,15 @@ One program joins a tile of tokens of one head, part after part, with running su
 part is looked at twice. Sums are float32. Every tensor has strides of its own.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 
-from ..shared.refusals.merge import check_combine, check_merge
+from ..shared.refusals.merge import check_combine, check_lse, check_merge
 from ..shared.shapes import (
+    AnyLogSumExp,
     LogSumExp,
     Output,
     PartLogSumExps,
@@ -30,6 +33,8 @@ def merge_attn_states(
     prefill_tokens_with_context: int | None = None,
     output: Output | None = None,
     output_lse: LogSumExp | None = None,
+    prefix_lse_base: float = math.e,
+    suffix_lse_base: float = math.e,
 ) -> Output:
     """Return attention over two sets of keys, joined from the results over each."""
     check_merge(
@@ -40,6 +45,8 @@ def merge_attn_states(
         prefill_tokens_with_context,
         output,
         output_lse,
+        prefix_lse_base,
+        suffix_lse_base,
     )
     check_launch(prefix_output)
     output = torch.empty_like(prefix_output) if output is None else output
@@ -66,6 +73,7 @@ def merge_attn_states(
         *suffix_lse.stride(),
         *target.stride(),
         *((0, 0) if output_lse is None else output_lse.stride()),
+        BASE_E=prefix_lse_base == math.e,
         HEAD_SIZE=head_size,
         HEAD_TILE=triton.next_power_of_2(head_size),
         TOKENS=TOKENS_PER_PROGRAM,
@@ -106,6 +114,12 @@ def lse_weighted_combine(
     return output.to(outputs.dtype), lse
 
 
+def log2_lse_to_ln(lse: AnyLogSumExp) -> AnyLogSumExp:
+    """Return log-sum-exps of base 2 as natural ones."""
+    check_lse(lse)
+    return lse * math.log(2)
+
+
 @triton.jit(do_not_specialize=["tokens", "with_prefix"])
 def _merge_kernel(
     prefix_output,
@@ -131,6 +145,7 @@ def _merge_kernel(
     output_stride_element,
     output_lse_stride_head,
     output_lse_stride_token,
+    BASE_E: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     HEAD_TILE: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -154,7 +169,8 @@ def _merge_kernel(
     ).to(tl.float32)
     second = tl.where(second == float("inf"), -float("inf"), second)
     # step: weigh each part by its share
-    first_in_base_2, second_in_base_2 = first * LOG2_E, second * LOG2_E
+    first_in_base_2 = first * LOG2_E if BASE_E else first
+    second_in_base_2 = second * LOG2_E if BASE_E else second
     # step: add up what has weight
     total = tl.zeros([TOKENS, HEAD_TILE], dtype=tl.float32)
     row_sum = tl.zeros([TOKENS], dtype=tl.float32)
@@ -187,7 +203,7 @@ def _merge_kernel(
             output_lse
             + head * output_lse_stride_head
             + token * output_lse_stride_token,
-            (joint * LN_2).to(output_lse.dtype.element_ty),
+            (joint * LN_2 if BASE_E else joint).to(output_lse.dtype.element_ty),
             mask=is_token,
         )
 

@@ -6,10 +6,13 @@ into the state over all of them: each average counts by its share of the weight.
 into parts (a shared prefix, chunks, ranks), each computed alone, in any order.
 """
 
+import math
+
 import torch
 
-from ..shared.refusals.merge import check_combine, check_merge
+from ..shared.refusals.merge import check_combine, check_lse, check_merge
 from ..shared.shapes import (
+    AnyLogSumExp,
     LogSumExp,
     Output,
     PartLogSumExps,
@@ -26,24 +29,28 @@ def merge_attn_states(
     prefill_tokens_with_context: int | None = None,
     output: Output | None = None,
     output_lse: LogSumExp | None = None,
+    prefix_lse_base: float = math.e,
+    suffix_lse_base: float = math.e,
 ) -> Output:
     """Return attention over two sets of keys, joined from the results over each.
 
     Args:
         prefix_output: [tokens, query_heads, head_size] over the first set.
-        prefix_lse: [query_heads, tokens] natural log-sum-exp of its scores; -inf (or inf, as some
+        prefix_lse: [query_heads, tokens] log-sum-exp of its scores; -inf (or inf, as some
             kernels write) where it is empty: its output is not read then.
         suffix_output, suffix_lse: the same over the second set.
         prefill_tokens_with_context: tokens that have a prefix; those behind them take the suffix
             as it is. None: all.
         output: the shape of the outputs, changed; None: a new tensor.
-        output_lse: [query_heads, tokens], changed: the joint log-sum-exp; None: not wanted.
+        output_lse: [query_heads, tokens], changed: the joint log-sum-exp, in the same base; None:
+            not wanted.
+        prefix_lse_base, suffix_lse_base: math.e or 2: of which logarithm each is.
 
     Returns:
         `output`; where both sets are empty 0, with log-sum-exp -inf.
 
     Raises:
-        ValueError: shapes or devices that do not fit.
+        ValueError: shapes or devices that do not fit, or logarithms to different bases.
         TypeError: outputs of different dtypes, or a log-sum-exp that is not float32 or float64.
 
     Source:
@@ -68,6 +75,8 @@ def merge_attn_states(
         prefill_tokens_with_context,
         output,
         output_lse,
+        prefix_lse_base,
+        suffix_lse_base,
     )
     output = torch.empty_like(prefix_output) if output is None else output
     tokens = prefix_output.shape[0]
@@ -76,7 +85,8 @@ def merge_attn_states(
         with_prefix = prefill_tokens_with_context
     # step: count what is not finite as empty
     lses = torch.stack([prefix_lse, suffix_lse])
-    lses = torch.where(lses.isinf(), -torch.inf, lses)
+    base = math.log(prefix_lse_base)
+    lses = torch.where(lses.isinf(), -torch.inf, lses * base)
     lses[0, :, with_prefix:] = -torch.inf
     # step: weigh each part by its share
     joint = lses.logsumexp(0)  # [query_heads, tokens]
@@ -88,7 +98,7 @@ def merge_attn_states(
         total += torch.where(weight > 0, weight * part.to(lses.dtype), 0.0)
     output.copy_(total)
     if output_lse is not None:
-        output_lse.copy_(joint)
+        output_lse.copy_(joint / base)
     return output
 
 
@@ -126,7 +136,7 @@ def lse_weighted_combine(
         tensor([5.3333])
     """
     check_combine(outputs, lses)
-    base = 1.0 if is_lse_base_on_e else torch.log(torch.tensor(2.0)).item()
+    base = 1.0 if is_lse_base_on_e else math.log(2)
     # step: count what is not finite as empty
     natural = torch.where(lses.isfinite(), lses * base, -torch.inf)
     # step: weigh each part by its share
@@ -137,3 +147,27 @@ def lse_weighted_combine(
     for part, weight in zip(outputs, weights[:, :, :, None], strict=True):
         total += torch.where(weight > 0, weight * part.to(lses.dtype), 0.0)
     return total.to(outputs.dtype), joint / base
+
+
+def log2_lse_to_ln(lse: AnyLogSumExp) -> AnyLogSumExp:
+    """Return log-sum-exps of base 2 as natural ones.
+
+    Args:
+        lse: float32 or float64, in any shape, logarithms to base 2: what kernels that compute
+            with powers of 2 leave.
+
+    Returns:
+        A new tensor of the same shape and dtype; what is infinite stays so.
+
+    Raises:
+        TypeError: another dtype.
+
+    Source:
+        vLLM's function of that name.
+
+    Example:
+        >>> log2_lse_to_ln(torch.tensor([0.0, 1.0, float("-inf")]))
+        tensor([0.0000, 0.6931,   -inf])
+    """
+    check_lse(lse)
+    return lse * math.log(2)

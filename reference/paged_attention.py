@@ -4,23 +4,31 @@ Every new token asks a question (its query) of all tokens up to itself. Their ke
 the cache, scattered over blocks, the new token's own among them: it was written just before. So
 attention gathers the sequence through its row of the block table and then does what attention
 always does: compare the query with every key, turn the scores into weights, and average the values
-by them. Prefills, decodes and everything between differ only in how many queries there are.
+by them. Prefills, decodes and everything between differ only in how many queries there are; options
+change which keys a query sees, or what a score is, and mean the same in all of them.
 """
 
 import torch
 
+from ..shared.attention_options import AttentionOptions
 from ..shared.refusals import check_paged_attention
 from ..shared.shapes import (
     BlockTable,
+    CausalFlags,
     KeyCache,
     LogSumExp,
     Output,
     PerHead,
+    PositionBias,
     Query,
+    Scale,
     StartLoc,
     TokenCounts,
+    TokenRanges,
+    TreeMask,
     ValueCache,
 )
+from ._attend import attend_to_keys, store_rows
 from .cache_ops import gather_cache
 
 
@@ -41,47 +49,74 @@ def paged_attention(
     logits_soft_cap: float | None = None,
     alibi_slopes: PerHead | None = None,
     sinks: PerHead | None = None,
+    causal: bool | CausalFlags = True,
+    attention_chunk_size: int | None = None,
+    tree_mask: TreeMask | None = None,
+    query_ranges: TokenRanges | None = None,
+    position_bias: PositionBias | None = None,
+    k_scale: Scale | float | None = None,
+    v_scale: Scale | float | None = None,
+    out_scale: Scale | float | None = None,
 ) -> Output:
-    """Return causal attention of each new token over its sequence in the paged cache.
+    """Return attention of each new token over its sequence in the paged cache.
 
-    The new tokens are the last ones of their sequence, so query j of q sees the first
-    seq_len - q + j + 1 keys.
+    The new tokens are the last ones of their sequence: query j of q stands at position
+    seq_len - q + j, and sees the keys up to there.
 
     Args:
         query: [tokens, query_heads, head_size], request after request. `query_heads` is a
             multiple of `kv_heads`; query head h reads kv head h * kv_heads // query_heads.
         key_cache: [num_blocks, block_size, kv_heads, head_size], the new tokens' keys included.
-        value_cache: the same shape.
+        value_cache: [num_blocks, block_size, kv_heads, value_head_size].
         block_table: [reqs, max_blocks]; entries past a sequence's end are never read.
         query_start_loc: [reqs + 1] where each request's queries start.
         seq_lens: [reqs] keys of each sequence, the new ones included; 0 where there is none.
         max_query_len: at least the queries of every request.
         max_seq_len: at least every entry of `seq_lens`.
         scale: what scores are multiplied with; None: 1 / sqrt(head_size).
-        out: [tokens, query_heads, head_size], changed; None: a new tensor.
+        out: [tokens, query_heads, value_head_size], changed; None: a new tensor.
         lse: [query_heads, tokens] float32 or float64, changed: the natural log-sum-exp of each
             query's scaled scores, which joins partial results; None: not wanted.
         compute_dtype: the dtype of all arithmetic.
-        sliding_window: keys that a query sees, its own token included; None: all up to it.
+        sliding_window: keys that a query sees to each side, its own token included; None: all.
         logits_soft_cap: cap c turns a scaled score s into c * tanh(s / c); None: no cap.
         alibi_slopes: [query_heads] float32; a score gets slope * (key position - query position)
             added, after the cap.
         sinks: [query_heads] float32; a score beside those of the keys that takes weight and
             has no value.
+        causal: whether a query sees no further than itself; [reqs] bool: for each request. One
+            that is not causal may have more queries than keys: cross-attention to an encoder.
+        attention_chunk_size: positions in a chunk; a query sees its own chunk only.
+        tree_mask: [reqs, tree, tree] bool: new token i of a request sees new token j, beside all
+            that came before the new ones. A token stands one behind those it sees. Requests with
+            more new tokens than `tree` are causal.
+        query_ranges: [tokens, 2] int32 first and last position of a range that the query sees
+            whatever else hides it, such as the image it belongs to; (-1, -1), or a first behind
+            the last: none.
+        position_bias: [query_heads, 2 * reach + 1] float32, added to the score: entry reach + d
+            for a key d positions behind the query (before it: d < 0), -reach or reach for
+            those further away.
+        k_scale, v_scale: what the numbers of an FP8 cache are multiplied with, one for all or
+            [kv_heads] float32; None: the cache is not quantised.
+        out_scale: what the numbers of an FP8 `out` will be multiplied with; None: `out` is not
+            quantised.
 
     Returns:
-        `out`. Rows past the last request are 0, their log-sum-exp -inf.
+        `out`. Queries that see nothing get 0 and the log-sum-exp -inf (that of their sink, if
+        there is one); so do rows past the last request, without a sink.
 
     Raises:
         IndexError: a length or a block id outside the table or the cache.
-        ValueError: shapes that do not fit, heads that do not divide, more queries than keys.
+        ValueError: shapes that do not fit, heads that do not divide, more queries than keys,
+            options out of range or without meaning beside each other.
         TypeError: dtypes that do not fit.
 
     Source:
         Kwon et al., "Efficient Memory Management for Large Language Model Serving with
         PagedAttention", SOSP 2023. Sliding window: Beltagy et al., "Longformer", 2020. Soft cap:
         Gemma 2, 2024. ALiBi: Press et al., "Train Short, Test Long", ICLR 2022. Sinks: Xiao et
-        al., "Efficient Streaming Language Models with Attention Sinks", ICLR 2024.
+        al., "Efficient Streaming Language Models with Attention Sinks", ICLR 2024. Trees: Miao et
+        al., "SpecInfer", ASPLOS 2024. Bias: Raffel et al., "T5", JMLR 2020.
 
     Example:
         One sequence of two tokens, both new, keys all alike: token 0 sees only its own value,
@@ -99,6 +134,20 @@ def paged_attention(
         ... ).flatten()
         tensor([4.0000, 4.5000])
     """
+    options = AttentionOptions(
+        causal=causal,
+        sliding_window=sliding_window,
+        attention_chunk_size=attention_chunk_size,
+        tree_mask=tree_mask,
+        query_ranges=query_ranges,
+        logits_soft_cap=logits_soft_cap,
+        alibi_slopes=alibi_slopes,
+        position_bias=position_bias,
+        sinks=sinks,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        out_scale=out_scale,
+    )
     check_paged_attention(
         query,
         key_cache,
@@ -110,25 +159,18 @@ def paged_attention(
         max_seq_len,
         out,
         lse,
-        sliding_window=sliding_window,
-        logits_soft_cap=logits_soft_cap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
+        options,
         contents=True,
     )
-    if scale is None:
-        scale = query.shape[-1] ** -0.5
-    out = torch.empty_like(query) if out is None else out
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if out is None:
+        out = query.new_empty(*query.shape[:2], value_cache.shape[-1])
     out.zero_()
     if lse is not None:
         lse.fill_(-torch.inf)
-    group_size = query.shape[1] // key_cache.shape[2]
     starts = query_start_loc.tolist()
     for req, seq_len in enumerate(seq_lens.tolist()):
         rows = slice(starts[req], starts[req + 1])
-        query_len = starts[req + 1] - starts[req]
-        if query_len == 0:
-            continue
         # step: gather the sequence's keys and values
         key, value = gather_cache(
             key_cache,
@@ -137,35 +179,10 @@ def paged_attention(
             torch.tensor([0, seq_len], dtype=torch.int32, device=query.device),
             seq_len,
         )
-        # keys before the first query's window are seen by nobody and may hold anything
-        first = 0
-        if sliding_window is not None:
-            first = max(0, seq_len - query_len + 1 - sliding_window)
-        # every query head gets a copy of the kv head it reads: [keys, query_heads, head_size]
-        key = key[first:].repeat_interleave(group_size, dim=1).to(compute_dtype)
-        value = value[first:].repeat_interleave(group_size, dim=1).to(compute_dtype)
-        # step: compare each query with every key
-        question = query[rows].to(compute_dtype)
-        scores = torch.einsum("qhd,khd->hqk", question, key) * scale
-        if logits_soft_cap is not None:
-            scores = logits_soft_cap * torch.tanh(scores / logits_soft_cap)
-        query_position = torch.arange(seq_len - query_len, seq_len, device=query.device)
-        key_position = torch.arange(first, seq_len, device=query.device)
-        distance = key_position[None, :] - query_position[:, None]  # 0: the own token
-        if alibi_slopes is not None:
-            scores = scores + alibi_slopes[:, None, None].to(compute_dtype) * distance
-        # step: hide the keys that a query does not see
-        hidden = distance > 0
-        if sliding_window is not None:
-            hidden |= distance <= -sliding_window
-        scores = scores.masked_fill(hidden, -torch.inf)
-        # step: turn scores into weights
-        score_lse = scores.logsumexp(dim=2)  # [query_heads, query_len]
-        if sinks is not None:
-            score_lse = torch.logaddexp(score_lse, sinks[:, None].to(compute_dtype))
-        weights = torch.exp(scores - score_lse[:, :, None])
-        # step: average the values by them
-        out[rows] = torch.einsum("hqk,khd->qhd", weights, value).to(out.dtype)
+        result, row_lse = attend_to_keys(
+            query[rows], key, value, req, rows, scale, options, compute_dtype
+        )
+        store_rows(result, out[rows], options)
         if lse is not None:
-            lse[:, rows] = score_lse.to(lse.dtype)
+            lse[:, rows] = row_lse.to(lse.dtype)
     return out

@@ -59,6 +59,7 @@ def row_budgets(
     same_dtype: Tensor,
     dtype: torch.dtype,
     magnitude: Tensor | None = None,
+    joined_lse: Tensor | None = None,
 ) -> Tensor:
     """Return what each row may lose.
 
@@ -68,6 +69,9 @@ def row_budgets(
         dtype: the candidate's element type.
         magnitude: [rows, ...] the size of what is averaged: the same attention over the absolute
             values. None: the size of the result, which is smaller where values cancel.
+        joined_lse: [rows, ...] the log-sum-exp of rows that were joined from parts. Each part's
+            was rounded to float32, and a rounding of a logarithm of size s is s roundings of
+            the part's weight. None: the rows were computed in one piece.
 
     Returns:
         [rows] float64.
@@ -81,7 +85,11 @@ def row_budgets(
     lost = lost.maximum(torch.minimum(typical, eps * largest))
     if dtype in ROUNDS_ONCE:
         return FACTOR * lost + eps * size
-    return FACTOR * lost + ROUNDINGS_INSIDE * eps * largest
+    roundings = largest.new_full(largest.shape, ROUNDINGS_INSIDE)
+    if joined_lse is not None:
+        size = _rows(joined_lse).abs()
+        roundings += torch.where(size.isfinite(), size, 0.0).amax(1)
+    return FACTOR * lost + roundings * eps * largest
 
 
 def judge_rows(
@@ -90,16 +98,17 @@ def judge_rows(
     same_dtype: Tensor,
     dtype: torch.dtype,
     magnitude: Tensor | None = None,
+    joined_lse: Tensor | None = None,
 ) -> Verdict:
     """Return how the candidate's rows stand against their budgets.
 
     Args:
         candidate: [rows, ...] the result in question.
-        exact, same_dtype, dtype, magnitude: what `row_budgets` takes.
+        exact, same_dtype, dtype, magnitude, joined_lse: what `row_budgets` takes.
     """
     if not candidate.numel():
         return Verdict(0.0, 0, 0.0, 0.0, True)
-    budgets = row_budgets(exact, same_dtype, dtype, magnitude)
+    budgets = row_budgets(exact, same_dtype, dtype, magnitude, joined_lse)
     rows = _rows(candidate)
     bad = ~torch.isfinite(rows).all(1)
     if bool(bad.any()):

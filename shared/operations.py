@@ -116,15 +116,30 @@ CONCEPTS = (
         ("paged_attention",),
     ),
     Concept(
+        "encoder_attention",
+        "What does a token see that is not cached?",
+        ("encoder_attention",),
+    ),
+    Concept(
         "merge_states",
         "How do partial results of attention become one?",
-        ("merge_attn_states", "lse_weighted_combine"),
+        ("merge_attn_states", "lse_weighted_combine", "log2_lse_to_ln"),
+    ),
+    Concept(
+        "cascade_attention",
+        "How is a prefix that all requests share read only once?",
+        ("cascade_attention",),
     ),
     Concept(
         "latent_attention",
         "How does a layer attend whose cache holds one short vector a token instead of all"
         " heads?",
-        ("get_mla_dims",),
+        (
+            "get_mla_dims",
+            "concat_and_cache_mla",
+            "latent_decode_attention",
+            "latent_prefill_attention",
+        ),
     ),
     Concept(
         "local_attention",
@@ -159,7 +174,7 @@ CONCEPTS = (
     Concept(
         "context_parallel",
         "Which rank keeps which tokens of a long sequence?",
-        ("get_dcp_ranks", "get_dcp_local_seq_lens"),
+        ("get_dcp_ranks", "get_dcp_local_seq_lens", "dcp_attention"),
     ),
     Concept(
         "multimodal_prefix",

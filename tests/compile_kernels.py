@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 import triton
+from pagetwin.shared.kinds import FP8_DTYPES
 from pagetwin.shared.operations import CONCEPTS, load_implementation
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -39,6 +40,7 @@ NAMES = {
     torch.int16: "i16",
     torch.int32: "i32",
     torch.int64: "i64",
+    torch.uint8: "u8",
 }
 # shared memory that one program may take, and multiprocessors, of an A100, an RTX 3090 (small
 # tiles), an H100 and a B200
@@ -48,6 +50,8 @@ CHIPS = {
     90: (232448, 132),
     100: (232448, 148),
 }
+# what takes long to compile, and differs little from what is compiled for every chip
+ONLY_FOR_ONE_CHIP = ("all options", "flags", "not causal", "e5m2 cache", "base 2")
 Launch = tuple[str, JITFunction, dict[str, Any], dict[str, int]]
 
 
@@ -55,7 +59,10 @@ def pretend(chip: int, launches: list[Any]) -> None:
     """Record launches instead of making them, as on that chip."""
     shared_memory, processors = CHIPS[chip]
     torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(
-        shared_memory_per_block_optin=shared_memory, multi_processor_count=processors
+        shared_memory_per_block_optin=shared_memory,
+        multi_processor_count=processors,
+        major=chip // 10,
+        minor=chip % 10,
     )
 
     def record(self: JITFunction, *args: Any, grid: Any, **options: Any) -> None:
@@ -78,22 +85,36 @@ def run_attention(
     head_size: int,
     dtype: torch.dtype,
     reqs: int = 4,
+    heads: tuple[int, int] = (32, 8),
+    value_size: int | None = None,
+    cache_dtype: torch.dtype | None = None,
     **options: Any,
 ) -> None:
+    """Launch attention over a paged cache, log-sum-exp included."""
+    query_heads, kv_heads = heads
     blocks = -(-kv_len // 16)
-    query = torch.zeros(reqs * query_len, 32, head_size, dtype=dtype)
-    cache = torch.zeros(2, blocks, 16, 8, head_size, dtype=dtype)
+    query = torch.zeros(reqs * query_len, query_heads, head_size, dtype=dtype)
+    cache = torch.zeros(2, blocks, 16, kv_heads, head_size, dtype=cache_dtype or dtype)
     load_implementation("optimized").paged_attention(
         query,
         cache[0],
-        cache[1],
+        cache[1][..., : value_size or head_size],
         torch.zeros(reqs, blocks, dtype=torch.int32),
         torch.arange(reqs + 1, dtype=torch.int32) * query_len,
         torch.full((reqs,), kv_len, dtype=torch.int32),
         query_len,
         kv_len,
-        lse=torch.zeros(32, reqs * query_len),
+        lse=torch.zeros(query_heads, reqs * query_len),
         **options,
+    )
+
+
+def run_encoder(query_len: int, head_size: int, **options: Any) -> None:
+    """Launch attention over keys that are not cached."""
+    query = torch.zeros(2 * query_len, 8, head_size, dtype=torch.bfloat16)
+    starts = torch.arange(3, dtype=torch.int32) * query_len
+    load_implementation("optimized").encoder_attention(
+        query, query, query, starts, starts, query_len, query_len, **options
     )
 
 
@@ -120,19 +141,124 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
             f"prefill, {name}",
             lambda d=dtype, h=head_size: run_attention(99, 99, h, d),
         )
-    every_option = {
+    every_score = {
         "sliding_window": 1024,
         "logits_soft_cap": 50.0,
         "alibi_slopes": torch.ones(32),
         "sinks": torch.ones(32),
     }
+    every_mask = {
+        "attention_chunk_size": 2048,
+        "tree_mask": torch.ones(4, 32, 32, dtype=torch.bool),
+        "position_bias": torch.ones(32, 257),
+    }
     for kind, query_len in (("decode", 1), ("prefill", 99)):
+        rest = {
+            "query_ranges": torch.zeros(4 * query_len, 2, dtype=torch.int32),
+            "out_scale": 2.0,
+            "out": torch.zeros(4 * query_len, 32, 128).to(torch.float8_e5m2),
+        }
+        for name, options in (
+            ("window, cap, ALiBi, sinks", every_score),
+            ("chunk, tree, bias", every_mask),
+            ("all options", every_score | every_mask | rest),
+            ("flags", {"causal": torch.ones(4, dtype=torch.bool)}),
+            ("not causal", {"causal": False}),
+        ):
+            yield (
+                f"{kind}, {name}",
+                lambda q=query_len, o=options: run_attention(
+                    q, 4096, 128, torch.bfloat16, **o
+                ),
+            )
+        for dtype in FP8_DTYPES:
+            options = {"cache_dtype": dtype, "k_scale": torch.ones(8), "v_scale": 0.5}
+            yield (
+                f"{kind}, {str(dtype).removeprefix('torch.')} cache",
+                lambda q=query_len, o=options: run_attention(
+                    q, 4096, 128, torch.bfloat16, **o
+                ),
+            )
+        latent = {"heads": (16, 1), "value_size": 512}
         yield (
-            f"{kind}, all options",
-            lambda q=query_len: run_attention(
-                q, 4096, 128, torch.bfloat16, **every_option
+            f"{kind}, latent 576 of 512",
+            lambda q=query_len, o=latent: run_attention(
+                q, 4096, 576, torch.bfloat16, **o
             ),
         )
+    yield "prefill, encoder 64", lambda: run_encoder(99, 64)
+    yield (
+        "prefill, encoder 64, window",
+        lambda: run_encoder(99, 64, sliding_window=16, logits_soft_cap=30.0),
+    )
+    latents = torch.zeros(64, 576, dtype=torch.bfloat16)
+    latent_cache = torch.zeros(16, 16, 576, dtype=torch.bfloat16)
+    for dtype, scale in ((torch.bfloat16, None), (torch.float8_e4m3fn, torch.ones(1))):
+        yield (
+            f"latent write, {str(dtype).removeprefix('torch.')}",
+            lambda d=dtype, s=scale: twin.concat_and_cache_mla(
+                latents[:, :512],
+                latents[:, 512:],
+                latent_cache.to(d),
+                torch.arange(64),
+                s,
+            ),
+        )
+    yield (
+        "prefill, latent, 16 heads",
+        lambda: twin.latent_prefill_attention(
+            q_nope=torch.zeros(64, 16, 128, dtype=torch.bfloat16),
+            q_pe=torch.zeros(64, 16, 64, dtype=torch.bfloat16),
+            kv_c=latents[:, :512],
+            k_pe=latents[:, 512:],
+            kv_cache=latent_cache,
+            w_uk=torch.zeros(16, 128, 512, dtype=torch.bfloat16),
+            w_uv=torch.zeros(16, 512, 128, dtype=torch.bfloat16),
+            block_table=torch.zeros(4, 8, dtype=torch.int32),
+            query_start_loc=starts,
+            seq_lens=torch.full((4,), 99, dtype=torch.int32),
+            max_query_len=16,
+            max_seq_len=99,
+            num_context_tokens=332,
+        ),
+    )
+    yield (
+        "merge, base 2",
+        lambda: twin.merge_attn_states(
+            ones,
+            torch.zeros(8, 64),
+            ones,
+            torch.zeros(8, 64),
+            prefix_lse_base=2.0,
+            suffix_lse_base=2.0,
+            output_lse=torch.zeros(8, 64),
+        ),
+    )
+    yield (
+        "write, e4m3 8x128",
+        lambda: twin.reshape_and_cache(
+            ones,
+            ones,
+            cache[0].to(torch.float8_e4m3fn),
+            cache[1].to(torch.float8_e4m3fn),
+            torch.arange(64),
+            torch.ones(8),
+            0.5,
+        ),
+    )
+    yield (
+        "gather, e5m2 8x128",
+        lambda: twin.gather_cache(
+            cache[0].to(torch.float8_e5m2),
+            cache[1].to(torch.float8_e5m2),
+            table,
+            starts,
+            64,
+            k_scale=torch.ones(8),
+            v_scale=0.5,
+            dtype=torch.bfloat16,
+        ),
+    )
     yield (
         "merge, bf16 8x128",
         lambda: twin.merge_attn_states(
@@ -232,11 +358,14 @@ def main(chips: list[int]) -> None:
     launches: list[Any] = []
     for chip in chips:
         pretend(chip, launches)
-        for value in vars(import_module("pagetwin.optimized._tuning")).values():
-            if hasattr(value, "cache_clear"):
-                value.cache_clear()
+        for module in ("_tuning", "_fp8"):
+            for value in vars(import_module(f"pagetwin.optimized.{module}")).values():
+                if hasattr(value, "cache_clear"):
+                    value.cache_clear()
         seen = set()
         for case, launch in cases():
+            if chip != 90 and case.endswith(ONLY_FOR_ONE_CHIP):
+                continue
             launches.clear()
             launch()
             for kernel, values, options in launches:

@@ -7,7 +7,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from inspect import isclass, isfunction
 from typing import Any
@@ -118,6 +118,20 @@ def reference() -> Twin:
 def device() -> torch.device:
     """Return where the kernels run: CUDA if there is one, else the interpreter's CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def same_interpreter() -> Iterator[None]:
+    """Put back how kernels run, which the command chooses for a process of its own.
+
+    What is imported later would else be interpreted beside a GPU.
+    """
+    name = "TRITON_INTERPRET"
+    chosen = os.environ.get(name)
+    yield
+    os.environ.pop(name, None)
+    if chosen is not None:
+        os.environ[name] = chosen
 
 
 @pytest.fixture

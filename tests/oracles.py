@@ -102,7 +102,7 @@ def judge_lse(batch: Batch, lse: Tensor, exact: Tensor) -> float:
 
 
 def judge_attention(
-    batch: Batch, out: Tensor, reference: Any
+    batch: Batch, out: Tensor, reference: Any, is_joined: bool = False
 ) -> tuple[Verdict, Tensor]:
     """Return the verdict on an output, and the exact log-sum-exp.
 
@@ -110,6 +110,7 @@ def judge_attention(
         batch: the inputs.
         out: the candidate's output.
         reference: the readable twin, run in float64 and in the candidate's own dtype.
+        is_joined: whether the candidate joined parts by log-sum-exps of 32 bits.
     """
     dtype = batch.plan.dtype
     exact, exact_lse = batch.fresh(torch.float64)
@@ -123,7 +124,8 @@ def judge_attention(
         out=sizes,
         compute_dtype=torch.float64,
     )
-    return judge_rows(out, exact, same, dtype, sizes), exact_lse
+    joined_lse = exact_lse.T if is_joined else None
+    return judge_rows(out, exact, same, dtype, sizes, joined_lse), exact_lse
 
 
 def bits(tensor: Tensor) -> Tensor:

@@ -76,3 +76,19 @@ def test_a_verdict_says_which_row_and_how_much() -> None:
     verdict = judge_rows(exact + 1, exact, exact + 0.25, torch.float32)
     assert verdict.worst == pytest.approx(2.0, rel=1e-3)
     assert str(verdict) == "row 0: error 1, budget 0.5 (2.00 of it)"
+
+
+def test_a_joined_row_may_lose_what_its_parts_logarithms_lost() -> None:
+    """Two parts of equal weight at a log-sum-exp of 24: rounding one shifts their shares."""
+    exact = torch.tensor([[1.0], [1.0]], dtype=torch.float64)
+    eps = torch.finfo(torch.float32).eps
+    alone = row_budgets(exact, exact, torch.float32)
+    lse = torch.tensor([[24.0, -3.0], [-torch.inf, -torch.inf]])
+    joined = row_budgets(exact, exact, torch.float32, joined_lse=lse)
+    assert (joined - alone).tolist() == pytest.approx([24 * eps, 0.0])
+    # sixteen bits are coarser than any of that
+    for dtype in (torch.float16, torch.bfloat16):
+        budgets = [
+            row_budgets(exact, exact, dtype, joined_lse=each) for each in (lse, None)
+        ]
+        assert torch.equal(*budgets)

@@ -26,19 +26,28 @@ from pagetwin.shared.operations import CONCEPTS, load_implementation
 from rich.console import Console
 
 ROOT = Path(__file__).parents[1]
+PRIVATE = re.compile(r"^from \.(_\w+) import (\([^)]*\)|.*)", re.MULTILINE)
 each_example = pytest.mark.parametrize(
     "example", EXAMPLES, ids=lambda example: example.operation
 )
 
 
 def steps_of(concept: str, function: str) -> list[str]:
-    """Return the `# step:` comments of a function or class of the reference, in file order."""
+    """Return the `# step:` comments of a function or class of the reference, in file order.
+
+    A function that calls one of a private file goes on with the steps of that one.
+    """
     source = (ROOT / "reference" / f"{concept}.py").read_text()
     for node in ast.walk(ast.parse(source)):
         is_definition = isinstance(node, ast.FunctionDef | ast.ClassDef)
         if is_definition and node.name == function:
             lines = source.splitlines()[node.lineno - 1 : node.end_lineno]
-            return re.findall(r"# step: (.*)", "\n".join(lines))
+            found = re.findall(r"# step: (.*)", "\n".join(lines))
+            called = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+            for private, names in PRIVATE.findall(source):
+                for name in called & set(re.findall(r"\w+", names)):
+                    found += steps_of(private, name)
+            return found
     raise AssertionError(f"reference/{concept}.py has no {function}")
 
 

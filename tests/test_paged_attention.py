@@ -30,7 +30,7 @@ from pagetwin.shared.budgets import judge_rows
 from torch import Tensor
 
 # each example runs a twin at least twice, and the interpreter is slow
-FEWER = settings(max_examples=settings().max_examples * 5 // 8)
+FEWER = settings(max_examples=max(6, settings().max_examples // 3))
 
 
 def run(twin: Twin, batch: Batch, **changes: Any) -> tuple[Tensor, Tensor]:

@@ -193,7 +193,7 @@ ALWAYS: dict[str, Case] = {
         "paged_attention",
         changed("value_cache", lambda t: t[:-1]),
         ValueError,
-        "expected the same [num_blocks, block_size, kv_heads, head_size]",
+        "expected [num_blocks, block_size, kv_heads, head_size], alike but for the head size",
     ),
     "a table of 64-bit ids": (
         "paged_attention",
@@ -229,7 +229,7 @@ ALWAYS: dict[str, Case] = {
         "paged_attention",
         changed("out", lambda t: t[:3]),
         ValueError,
-        "out has shape [3, 4, 16]: expected [4, 4, 16], as query has",
+        "out has shape [3, 4, 16]: expected [4, 4, 16], queries by the elements of a value",
     ),
     "a log-sum-exp of another shape": (
         "paged_attention",
@@ -451,8 +451,8 @@ CONTENTS: dict[str, Case] = {
         "paged_attention",
         put("seq_lens", 0, 2),
         ValueError,
-        "request 0 has 3 new tokens but seq_lens[0] = 2: expected the new tokens to be"
-        " part of the sequence",
+        "request 0 has 3 queries on 2 keys and is causal: expected its queries to be the"
+        " last tokens of its sequence",
     ),
     "a query longer than the bound": (
         "paged_attention",

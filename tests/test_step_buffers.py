@@ -10,7 +10,7 @@ import torch
 from conftest import Twin
 from hypothesis import given
 from hypothesis import strategies as st
-from pagetwin.optimized import paged_attention as optimized_attention
+from pagetwin.optimized import _attend as optimized_attention
 from pagetwin.shared.kinds import PAD_SLOT_ID
 from pagetwin.shared.metadata_classes import CommonAttentionMetadata, UBatchSlice
 from pagetwin.shared.selector import load_backend

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import figures
+import option_table
 import refused
 import side_by_side as twins
 from pagetwin.shared import examples, operations
@@ -214,5 +215,8 @@ MACROS: dict[str, Callable[..., str]] = {
         replay_defaults,
         gpu_records,
         refused.refusals,
+        option_table.option_runs,
+        option_table.option_table,
+        option_table.option_pairs,
     )
 }

@@ -49,9 +49,21 @@ class Function:
 
 
 def functions_of(path: Path) -> list[Function]:
-    """Return the functions and methods of a file, in file order; none if there is no file."""
+    """Return the functions and methods of a file, in file order; none if there is no file.
+
+    Those of private files beside it follow, where they take steps for it.
+    """
     if not path.exists():
         return []
+    private = [
+        each
+        for name in re.findall(r"^from \.(_\w+) import", path.read_text(), re.M)
+        if STEP.search((each := path.with_name(f"{name}.py")).read_text())
+    ]
+    return [function for each in [path, *private] for function in _functions_in(each)]
+
+
+def _functions_in(path: Path) -> list[Function]:
     source = path.read_text()
     lines = source.splitlines()
     found = []

@@ -75,6 +75,13 @@ tensor([20.0000,  4.0000,  5.5000])
                 "(1, 1)",
             ),
             StoryStep(
+                "The layer is a decoder's, so what it sees is cached. An encoder's would attend"
+                " here, among the tokens that the step brings, and write nothing.",
+                "(layer.attn_type, layer.is_uncached)",
+                "('decoder', False)",
+                step="attend inside an encoder, which keeps nothing",
+            ),
+            StoryStep(
                 "The new values 30, 4 and 7 go to slots 2, 4 and 5: 2 is the start of block"
                 " 1, and block 2 is 4 and 5.",
                 "kv_cache[1].flatten().tolist()",

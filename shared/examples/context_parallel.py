@@ -67,4 +67,45 @@ tensor([[4, 3]], dtype=torch.int32)
             ),
         ),
     ),
+    Example(
+        "context_parallel",
+        "dcp_attention",
+        "Rank 0 of two keeps positions 0 and 2; two new tokens ask for them.",
+        """\
+>>> dcp_attention(
+...     query=torch.ones(2, 1, 1),
+...     key_cache=torch.ones(3, 2, 1, 1),
+...     value_cache=torch.arange(6.0).view(3, 2, 1, 1),
+...     block_table=torch.tensor([[2]], dtype=torch.int32),
+...     query_start_loc=torch.tensor([0, 2], dtype=torch.int32),
+...     seq_lens=torch.tensor([3], dtype=torch.int32),
+...     max_query_len=2,
+...     max_seq_len=3,
+...     dcp_world_size=2,
+...     dcp_rank=0,
+... ).flatten()
+tensor([4.0000, 4.5000])
+""",
+        (
+            StoryStep(
+                "Three tokens on both ranks together, the last two new.",
+                "[3 - 2 + new for new in (0, 1)]",
+                "[1, 2]",
+                step="find each token's position",
+            ),
+            StoryStep(
+                "Of positions 0 and 1 rank 0 keeps one; of 0, 1 and 2 it keeps two.",
+                "[sum(get_dcp_ranks(torch.arange(n), 2).eq(0)).item() for n in (2, 3)]",
+                "[1, 2]",
+                step="count the rank's keys up to there",
+            ),
+            StoryStep(
+                "They lie side by side in block 2, values 4 and 5, and the keys are all alike:"
+                " the first new token gets 4, the second the mean. Rank 1 has the rest.",
+                "(4 / 1, (4 + 5) / 2)",
+                "(4.0, 4.5)",
+                step="attend to those, every token a request of its own",
+            ),
+        ),
+    ),
 )

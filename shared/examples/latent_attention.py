@@ -51,4 +51,147 @@ EXAMPLES = (
             ),
         ),
     ),
+    Example(
+        "latent_attention",
+        "concat_and_cache_mla",
+        "Token 0 goes to slot 3, token 1 nowhere.",
+        """\
+>>> kv_cache = torch.zeros(2, 2, 3)
+>>> concat_and_cache_mla(
+...     kv_c=torch.tensor([[1.0, 2.0], [3.0, 4.0]]),
+...     k_pe=torch.tensor([[5.0], [6.0]]),
+...     kv_cache=kv_cache,
+...     slot_mapping=torch.tensor([3, -1]),
+... )
+>>> kv_cache.flatten()
+tensor([0., 0., 0., 0., 0., 0., 0., 0., 0., 1., 2., 5.])
+""",
+        (
+            StoryStep(
+                "The slots are 3 and -1. Token 1 has a negative one: it is not stored.",
+                "[slot < 0 for slot in (3, -1)]",
+                "[False, True]",
+                step="skip tokens without a slot",
+            ),
+            StoryStep(
+                "Blocks have 2 slots, so slot 3 is offset 1 of block 1.",
+                "divmod(3, 2)",
+                "(1, 1)",
+                step="find block and offset",
+            ),
+            StoryStep(
+                "The latent 1, 2 stands there, and behind it the rope key 5.",
+                "kv_cache[1, 1].tolist()",
+                "[1.0, 2.0, 5.0]",
+                step="store the latent and the rope key",
+            ),
+        ),
+    ),
+    Example(
+        "latent_attention",
+        "latent_decode_attention",
+        "A query in the space of the latents: a quarter of 8 and three quarters of 4.",
+        """\
+>>> latent_decode_attention(
+...     q_nope=torch.tensor([[[3.0]]]).log(),
+...     q_pe=torch.zeros(1, 1, 1),
+...     kv_cache=torch.tensor([[[8.0, 0.0, 9.0], [4.0, 1.0, 9.0]]]),
+...     w_uk=torch.tensor([[[0.0, 1.0]]]),
+...     w_uv=torch.tensor([[[1.0], [0.0]]]),
+...     block_table=torch.tensor([[0]], dtype=torch.int32),
+...     query_start_loc=torch.tensor([0, 1], dtype=torch.int32),
+...     seq_lens=torch.tensor([2], dtype=torch.int32),
+...     max_query_len=1,
+...     max_seq_len=2,
+...     scale=1.0,
+... ).flatten()
+tensor([5.])
+""",
+        (
+            StoryStep(
+                "The query 1.0986 has one element, the latents have two. w_uk makes a key of"
+                " a latent's second element, so the query goes there; its rope part, 0, stands"
+                " behind.",
+                "[round(math.log(3) * weight, 4) for weight in (0, 1)] + [0.0]",
+                "[0.0, 1.0986, 0.0]",
+                step="carry the queries into the space of the latents",
+            ),
+            StoryStep(
+                "Against the cached rows 8, 0, 9 and 4, 1, 9 it scores 0 and 1.0986: weights"
+                " 1/4 and 3/4. The mean is taken of the latents, without the rope keys.",
+                "[0.25 * 8 + 0.75 * 4, 0.25 * 0 + 0.75 * 1]",
+                "[5.0, 0.75]",
+                step="attend to them as to the keys and values of one head",
+            ),
+            StoryStep(
+                "w_uv makes a value of a latent's first element.",
+                "5.0 * 1 + 0.75 * 0",
+                "5.0",
+                step="expand each head's mean latent to its value",
+            ),
+        ),
+    ),
+    Example(
+        "latent_attention",
+        "latent_prefill_attention",
+        "The same, with keys and values expanded first: one cached token, one new.",
+        """\
+>>> latent_prefill_attention(
+...     q_nope=torch.tensor([[[3.0]]]).log(),
+...     q_pe=torch.zeros(1, 1, 1),
+...     kv_c=torch.tensor([[4.0, 1.0]]),
+...     k_pe=torch.tensor([[9.0]]),
+...     kv_cache=torch.tensor([[[8.0, 0.0, 9.0], [0.0, 0.0, 0.0]]]),
+...     w_uk=torch.tensor([[[0.0, 1.0]]]),
+...     w_uv=torch.tensor([[[1.0], [0.0]]]),
+...     block_table=torch.tensor([[0]], dtype=torch.int32),
+...     query_start_loc=torch.tensor([0, 1], dtype=torch.int32),
+...     seq_lens=torch.tensor([2], dtype=torch.int32),
+...     max_query_len=1,
+...     max_seq_len=2,
+...     num_context_tokens=1,
+...     scale=1.0,
+... ).flatten()
+tensor([5.])
+""",
+        (
+            StoryStep(
+                "The new token's latent 4, 1 becomes the key 1, with the rope key 9 behind it,"
+                " and the value 4.",
+                "[[4 * 0 + 1 * 1, 9], [4 * 1 + 1 * 0]]",
+                "[[1, 9], [4]]",
+                step="expand the new tokens' latents to keys and values",
+            ),
+            StoryStep(
+                "The query 1.0986, 0 sees itself alone: the result is 4, the weight e^1.0986.",
+                "round(math.exp(1 * math.log(3)), 4)",
+                "3.0",
+                step="attend to the new tokens, each up to itself",
+            ),
+            StoryStep(
+                "One token came before: what slot 0 holds.",
+                "[8.0, 0.0, 9.0][:2]",
+                "[8.0, 0.0]",
+                step="gather the next chunk of the context",
+            ),
+            StoryStep(
+                "Its key is 0, with the rope key 9; its value is 8.",
+                "[[8 * 0 + 0 * 1, 9], [8 * 1 + 0 * 0]]",
+                "[[0, 9], [8]]",
+                step="expand its latents to keys and values",
+            ),
+            StoryStep(
+                "The query sees all of the context: the result is 8, the weight e^0.",
+                "math.exp(0 * math.log(3))",
+                "1.0",
+                step="attend to all of it",
+            ),
+            StoryStep(
+                "Weights 1 and 3: a quarter of 8 and three quarters of 4.",
+                "1 / 4 * 8 + 3 / 4 * 4",
+                "5.0",
+                step="join it with what is there",
+            ),
+        ),
+    ),
 )

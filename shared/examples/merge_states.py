@@ -89,4 +89,20 @@ tensor([5.3333])
             ),
         ),
     ),
+    Example(
+        "merge_states",
+        "log2_lse_to_ln",
+        "Weights 1, 2 and nothing, as powers of 2 and of e.",
+        """\
+>>> log2_lse_to_ln(torch.tensor([0.0, 1.0, float("-inf")]))
+tensor([0.0000, 0.6931,   -inf])
+""",
+        (
+            StoryStep(
+                "2 ** 1 is 2, and so is e ** 0.6931. What is empty stays empty.",
+                "(2**1.0, round(math.exp(math.log(2)), 4))",
+                "(2.0, 2.0)",
+            ),
+        ),
+    ),
 )

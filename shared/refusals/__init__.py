@@ -8,6 +8,7 @@ must be read from the device, which stops the host and is illegal while a CUDA g
 the reference always reads them, the twin only if `values_checked()`.
 """
 
+from .attention import check_encoder_attention as check_encoder_attention
 from .attention import check_paged_attention as check_paged_attention
 from .batch import check_append_blocks as check_append_blocks
 from .batch import check_batch_lengths as check_batch_lengths

@@ -5,6 +5,8 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
+from .attention_options import check_scale
+
 
 def check_new_layer(name: str, layers: Mapping[str, Any]) -> None:
     """Refuse a name that another layer has."""
@@ -32,7 +34,13 @@ def check_kv_sharing_target(layer: Any, target: str, layers: Mapping[str, Any]) 
             f"layer {layer.layer_name!r} shares the cache of {target!r}, which has none of its"
             f" own: expected {further!r}, whose cache that one shares"
         )
-    for name in ("attn_type", "num_kv_heads", "head_size"):
+    for name in (
+        "attn_type",
+        "num_kv_heads",
+        "head_size",
+        "head_size_v",
+        "kv_cache_dtype",
+    ):
         one, its = getattr(layer, name), getattr(other, name)
         if one != its:
             raise ValueError(
@@ -57,3 +65,8 @@ def check_scale_inputs(**tensors: Tensor | None) -> None:
             raise ValueError(
                 f"{name} has shape {shape}: expected at least one element to measure"
             )
+
+
+def check_new_scale(name: str, scale: Tensor, num_kv_heads: int) -> None:
+    """Refuse a scale that is not one number, or one a kv head."""
+    check_scale(name, scale, {}, num_kv_heads, contents=True)

@@ -1,5 +1,7 @@
 """Which partial results cannot be joined?"""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -16,8 +18,10 @@ def check_merge(
     prefill_tokens_with_context: int | None,
     output: Tensor | None,
     output_lse: Tensor | None,
+    prefix_lse_base: float,
+    suffix_lse_base: float,
 ) -> None:
-    """Refuse two states that are not over the same queries."""
+    """Refuse two states that are not over the same queries, or whose logarithms differ."""
     check_dtype("prefix_output", prefix_output, *FLOATS)
     check_dtype("suffix_output", suffix_output, prefix_output.dtype)
     if prefix_output.dim() != 3:
@@ -56,6 +60,18 @@ def check_merge(
         raise ValueError(
             f"prefill_tokens_with_context = {count}: expected 0 to {tokens}, the tokens"
         )
+    for name, base in (
+        ("prefix_lse_base", prefix_lse_base),
+        ("suffix_lse_base", suffix_lse_base),
+    ):
+        if base not in (math.e, 2):
+            raise ValueError(f"{name} = {base}: expected math.e or 2")
+    if prefix_lse_base != suffix_lse_base:
+        raise ValueError(
+            f"prefix_lse_base = {prefix_lse_base} but suffix_lse_base = {suffix_lse_base}:"
+            " expected the same; log2_lse_to_ln turns a log-sum-exp of base 2 into a natural"
+            " one"
+        )
 
 
 def check_combine(outputs: Tensor, lses: Tensor) -> None:
@@ -68,3 +84,8 @@ def check_combine(outputs: Tensor, lses: Tensor) -> None:
             " [parts, tokens, query_heads, head_size] and [parts, tokens, query_heads]"
         )
     check_same_device(outputs=outputs, lses=lses)
+
+
+def check_lse(lse: Tensor) -> None:
+    """Refuse a log-sum-exp of too few bits."""
+    check_dtype("lse", lse, *LSE_DTYPES)

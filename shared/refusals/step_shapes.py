@@ -46,6 +46,7 @@ def check_local_attention(
             f"mm_req_doc_ranges = {common.mm_req_doc_ranges}: expected none, since a chunk"
             " that ends within an image cannot see both ways; run these layers unchunked"
         )
+    check_no_tree(common)
     check_query_lens(common.query_start_loc_cpu, common.seq_lens_cpu)
     max_blocks = common.block_table_tensor.shape[1]
     for req, seq_len in enumerate(common.seq_lens_cpu.tolist()):
@@ -71,8 +72,18 @@ def check_query_lens(query_start_loc_cpu: Tensor, seq_lens_cpu: Tensor) -> None:
             )
 
 
+def check_no_tree(common: CommonAttentionMetadata) -> None:
+    """Refuse to change the new tokens of a step while a mask counts them."""
+    if common.tree_mask is not None:
+        raise NotImplementedError(
+            "tree_mask is given: expected None, since a tree counts the new tokens of a"
+            " request as they are; run these layers on the whole step"
+        )
+
+
 def check_has_logits_indices(common: CommonAttentionMetadata) -> None:
     """Refuse a step that does not say for which tokens logits are wanted."""
+    check_no_tree(common)
     indices, count = common.logits_indices_padded, common.num_logits_indices
     if indices is None or count is None:
         missing = "logits_indices_padded" if indices is None else "num_logits_indices"

@@ -6,14 +6,14 @@ from .drawing import Drawing
 def draw() -> Drawing:
     d = Drawing(
         720,
-        190,
+        330,
         "What the cache keeps of one token: a latent and one key part, whatever the number"
-        " of heads.",
+        " of heads. A prompt expands them to heads; a decode carries its query to them.",
     )
     d.text(20, 43, "kept")
     d.box(110, 20, 384, 34, "latent of keys and values: 512", "a")
     d.box(494, 20, 96, 34, "position: 64", "b")
-    d.text(20, 133, "computed")
+    d.text(20, 133, "prompt")
     for head in range(3):
         x = 110 + head * 200
         d.box(x, 110, 72, 34, "key", "a")
@@ -22,4 +22,12 @@ def draw() -> Drawing:
         d.text(x + 93, 166, f"head {head}", "caption")
         d.arrow(302, 58, x + 36, 106)
         d.arrow(542, 58, x + 90, 106)
+    d.text(20, 223, "decode")
+    d.box(110, 200, 384, 34, "one head's query * w_uk: 512", "new")
+    d.box(494, 200, 96, 34, "query: 64", "new")
+    d.text(600, 223, "asks what is kept")
+    d.text(20, 293, "its result")
+    d.box(110, 270, 384, 34, "mean of the latents: 512", "a")
+    d.arrow(498, 287, 546, 287)
+    d.box(550, 270, 110, 34, "* w_uv: value", "new")
     return d

@@ -1,0 +1,149 @@
+"""Which options of attention ran, where, and beside which others?
+
+All of it is read from tests/option_runs.json, which the tests write.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+RECORD = Path(__file__).parents[2] / "tests" / "option_runs.json"
+OFF = ("none", "as the query", "as the keys")
+KINDS = (
+    ("prefill", "batch", ("prefill",)),
+    ("decode", "batch", ("decode",)),
+    ("drafts", "batch", ("verification",)),
+    ("mixed", "batch", ("mixed",)),
+    ("encoder", "operation", ("encoder_attention",)),
+    ("across", "causal", ("cross",)),
+)
+BESIDE = (
+    *KINDS,
+    ("both ways", "causal", ("no",)),
+    ("flags", "causal", ("each request",)),
+    ("window", "sliding_window", None),
+    ("chunks", "attention_chunk_size", None),
+    ("tree", "tree_mask", None),
+    ("ranges", "query_ranges", None),
+    ("cap", "logits_soft_cap", None),
+    ("ALiBi", "alibi_slopes", None),
+    ("bias", "position_bias", None),
+    ("sinks", "sinks", None),
+    ("FP8 cache", "cache", None),
+    ("FP8 output", "out", ("e4m3", "e5m2")),
+    ("lse", "lse", ("given",)),
+    ("value size", "value_head_size", None),
+)
+"""Heading, option and values of what is set beside each other; None: whatever is not off."""
+
+
+def option_runs() -> str:
+    """Return what ran on which twin and where, as a list."""
+    record = _record()
+    count = len(record["choices"])
+    return "\n".join(
+        f"- {name}: {len(run['passed'])} of {count} calls right"
+        for name, run in record["runs"].items()
+    )
+
+
+def option_table() -> str:
+    """Return one row for each option: what it means, its values, where it ran."""
+    record = _record()
+    headings = [heading for heading, _, _ in KINDS]
+    lines = [
+        f"| option | meaning | if not given | calls with | {' | '.join(headings)} |",
+        "|---|---|---|---|" + "---|" * len(headings),
+    ]
+    for name, option in record["options"].items():
+        counts = [
+            f"`{value}` {_count(record, (name, (value,)))}"
+            for value in option["values"]
+            if value not in OFF
+        ]
+        held = [_cell(record, (name, None), kind, values) for _, kind, values in KINDS]
+        lines.append(
+            f"| `{name}` | {option['meaning']} | {option['default']}"
+            f" | {', '.join(counts)} | {' | '.join(held)} |"
+        )
+    return "\n".join(lines)
+
+
+def option_pairs() -> str:
+    """Return how many calls had both of two options, or a letter for why none may."""
+    record = _record()
+    reasons = list(dict.fromkeys(each["reason"] for each in record["refused"]))
+    lines = [
+        "| |" + "".join(f" {heading} |" for heading, _, _ in BESIDE[:-1]),
+        "|---|" + "---|" * (len(BESIDE) - 1),
+    ]
+    for place, (heading, name, values) in enumerate(BESIDE[1:], 1):
+        cells = [
+            _cell(record, (name, values), other, its)
+            for _, other, its in BESIDE[:place]
+        ]
+        cells += [""] * (len(BESIDE) - 1 - place)
+        lines.append(f"| **{heading}** | {' | '.join(cells)} |")
+    lines.append("")
+    for number, reason in enumerate(reasons):
+        refused = [each for each in record["refused"] if each["reason"] == reason]
+        ones, others = (
+            ", ".join(dict.fromkeys(_named(record, each[side]) for each in refused))
+            for side in ("one", "other")
+        )
+        lines.append(f"- *{_letter(number)}*: {ones} beside {others}: {reason}.")
+    return "\n".join(lines)
+
+
+Side = tuple[str, tuple[str, ...] | None]
+
+
+def _record() -> dict[str, Any]:
+    record: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8"))
+    return record
+
+
+def _named(record: dict[str, Any], side: list[Any]) -> str:
+    """Return an option as it is refused: with its value, if only that one is."""
+    name, values = side
+    every = [value for value in record["options"][name]["values"] if value not in OFF]
+    return f"`{name}`" if values == every else f"`{name}` ({', '.join(values)})"
+
+
+def _letter(number: int) -> str:
+    return chr(ord("a") + number)
+
+
+def _values(record: dict[str, Any], side: Side) -> list[str]:
+    name, values = side
+    every = record["options"][name]["values"]
+    return [v for v in every if (v not in OFF if values is None else v in values)]
+
+
+def _count(record: dict[str, Any], *sides: Side) -> int:
+    names = list(record["options"])
+    wanted = [(names.index(side[0]), _values(record, side)) for side in sides]
+    return sum(
+        all(choice[place] in values for place, values in wanted)
+        for choice in record["choices"]
+    )
+
+
+def _cell(
+    record: dict[str, Any], side: Side, name: str, values: tuple[str, ...] | None
+) -> str:
+    """Return a count; or the letter of the reason, if no value goes with any; or a dash."""
+    other = name, values
+    if side[0] == name:
+        return "-"  # two values of one option
+    if count := _count(record, side, other):
+        return str(count)
+    sides = {each[0]: _values(record, each) for each in (side, other)}
+    reasons = list(dict.fromkeys(each["reason"] for each in record["refused"]))
+    for each in record["refused"]:
+        one, its = each["one"], each["other"]
+        if {one[0], its[0]} == set(sides) and all(
+            set(sides[option]) <= set(refused) for option, refused in (one, its)
+        ):
+            return f"*{_letter(reasons.index(each['reason']))}*"
+    raise ValueError(f"{side} and {other} are neither drawn together nor refused")

@@ -1,0 +1,95 @@
+"""What does a token see that is not cached?
+
+The kernel of `_attend.py` again, which finds key p of a request p rows behind its first one instead
+of through a block table.
+"""
+
+import torch
+
+from ..shared.attention_options import AttentionOptions
+from ..shared.refusals import check_encoder_attention, values_checked
+from ..shared.shapes import (
+    CausalFlags,
+    LogSumExp,
+    Output,
+    PerHead,
+    PositionBias,
+    Query,
+    RaggedKey,
+    RaggedValue,
+    Scale,
+    StartLoc,
+    TokenRanges,
+)
+from ._attend import attend, check_supported
+from ._launch import check_launch
+
+
+def encoder_attention(
+    query: Query,
+    key: RaggedKey,
+    value: RaggedValue,
+    query_start_loc: StartLoc,
+    key_start_loc: StartLoc,
+    max_query_len: int,
+    max_key_len: int,
+    scale: float | None = None,
+    out: Output | None = None,
+    lse: LogSumExp | None = None,
+    compute_dtype: torch.dtype = torch.float32,
+    sliding_window: int | None = None,
+    logits_soft_cap: float | None = None,
+    alibi_slopes: PerHead | None = None,
+    sinks: PerHead | None = None,
+    causal: bool | CausalFlags = False,
+    attention_chunk_size: int | None = None,
+    query_ranges: TokenRanges | None = None,
+    position_bias: PositionBias | None = None,
+    out_scale: Scale | float | None = None,
+) -> Output:
+    """Return attention of each request's queries over its keys, which lie one after another.
+
+    Raises:
+        NotImplementedError: another `compute_dtype` than float32, a head of more than 1,024
+            elements, or float64 inputs; the reference takes them.
+    """
+    options = AttentionOptions(
+        causal=causal,
+        sliding_window=sliding_window,
+        attention_chunk_size=attention_chunk_size,
+        query_ranges=query_ranges,
+        logits_soft_cap=logits_soft_cap,
+        alibi_slopes=alibi_slopes,
+        position_bias=position_bias,
+        sinks=sinks,
+        out_scale=out_scale,
+    )
+    check_encoder_attention(
+        query,
+        key,
+        value,
+        query_start_loc,
+        key_start_loc,
+        max_query_len,
+        max_key_len,
+        out,
+        lse,
+        options,
+        contents=values_checked(),
+    )
+    check_launch(query)
+    check_supported(query, value, compute_dtype)
+    return attend(
+        query,
+        key,
+        value,
+        None,
+        query_start_loc,
+        key_start_loc,
+        max_query_len,
+        max_key_len,
+        scale,
+        out,
+        lse,
+        options,
+    )

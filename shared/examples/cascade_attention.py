@@ -1,0 +1,72 @@
+"""The worked example and the picture of cascade_attention."""
+
+from rich.text import Text
+
+from .drawing import NEW, A, B, beside, boxes, said, under
+from .story import Example, StoryStep
+
+
+def draw() -> list[Text]:
+    """Return the concept's picture for the terminal."""
+    columns = beside(
+        [*boxes([("4", NEW), ("5", NEW)]), under(["block 2"], 9)],
+        [*boxes([("0", A)], 7), under(["block 0"], 7)],
+        [*boxes([("2", B)], 7), under(["block 1"], 7)],
+        gap=8,
+    )
+    return [
+        *said(
+            "Both requests begin with block 2: it is read once, by both queries. Then each",
+            "reads its own:",
+            "",
+        ),
+        *columns,
+        *said(
+            "", "4.5 weighs 2, the own value 1: 3 for request 0, 3.6667 for request 1."
+        ),
+    ]
+
+
+EXAMPLES = (
+    Example(
+        "cascade_attention",
+        "cascade_attention",
+        "Two requests read their common block once, then each its own.",
+        """\
+>>> cascade_attention(
+...     query=torch.ones(2, 1, 1),
+...     key_cache=torch.ones(3, 2, 1, 1),
+...     value_cache=torch.arange(6.0).view(3, 2, 1, 1),
+...     block_table=torch.tensor([[2, 0], [2, 1]], dtype=torch.int32),
+...     query_start_loc=torch.tensor([0, 1, 2], dtype=torch.int32),
+...     seq_lens=torch.tensor([3, 3], dtype=torch.int32),
+...     max_query_len=1,
+...     max_seq_len=3,
+...     common_prefix_len=2,
+... ).flatten()
+tensor([3.0000, 3.6667])
+""",
+        (
+            StoryStep(
+                "The first 2 keys lie in block 2, for both. All keys are 1, so both queries get"
+                " the mean of 4 and 5; the scores 1 and 1 leave the log-sum-exp 1.6931.",
+                "((4 + 5) / 2, round(math.log(2 * math.e), 4))",
+                "(4.5, 1.6931)",
+                step="attend to the shared prefix, all queries as one request",
+            ),
+            StoryStep(
+                "Without the prefix each sequence is 3 - 2 = 1 long, and its row begins with"
+                " block 0 or block 1: the values 0 and 2, log-sum-exp 1.",
+                "[torch.arange(6.0).view(3, 2)[block, 0].item() for block in (0, 1)]",
+                "[0.0, 2.0]",
+                step="attend to the rest of each sequence",
+            ),
+            StoryStep(
+                "exp(1.6931) to exp(1) is 2 to 1: two thirds of 4.5 and a third of the own value.",
+                "[round(2 / 3 * 4.5 + own / 3, 4) for own in (0, 2)]",
+                "[3.0, 3.6667]",
+                step="join both by their log-sum-exp",
+            ),
+        ),
+    ),
+)

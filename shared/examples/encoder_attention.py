@@ -1,0 +1,78 @@
+"""The worked examples and the picture of encoder_attention."""
+
+from rich.text import Text
+
+from .drawing import DIM, NEW, A, beside, boxes, said
+from .story import Example, StoryStep
+
+
+def draw() -> list[Text]:
+    """Return the concept's picture for the terminal."""
+    views = [
+        [Text(), Text("token 0 sees"), Text()],
+        boxes([("7", NEW), ("2", DIM), ("4", DIM)]),
+        [Text(), Text("-> 7", style=NEW), Text()],
+        [Text(), Text("  tokens 1 and 2 see"), Text()],
+        boxes([("7", DIM), ("2", A), ("4", A)]),
+        [Text(), Text("-> 3", style=NEW), Text()],
+    ]
+    return [
+        *said("The values of two requests, one behind the other; no block table:", ""),
+        *boxes([("7", NEW), ("2", A), ("4", A)]),
+        *said(""),
+        *beside(*views),
+    ]
+
+
+EXAMPLES = (
+    Example(
+        "encoder_attention",
+        "encoder_attention",
+        "The lone token sees its own value, the other two the mean of both of theirs.",
+        """\
+>>> encoder_attention(
+...     query=torch.ones(3, 1, 1),
+...     key=torch.ones(3, 1, 1),
+...     value=torch.tensor([7.0, 2.0, 4.0]).view(3, 1, 1),
+...     query_start_loc=torch.tensor([0, 1, 3], dtype=torch.int32),
+...     key_start_loc=torch.tensor([0, 1, 3], dtype=torch.int32),
+...     max_query_len=2,
+...     max_key_len=2,
+... ).flatten()
+tensor([7., 3., 3.])
+""",
+        (
+            StoryStep(
+                "The second request's keys and values begin at 1 and end before 3.",
+                "torch.tensor([7.0, 2.0, 4.0])[1:3].tolist()",
+                "[2.0, 4.0]",
+                step="gather the sequence's keys and values",
+            ),
+            StoryStep(
+                "Query times key times scale: 1 * 1 * 1 / sqrt(1) = 1, for every pair.",
+                "1.0 * 1.0 * 1**-0.5",
+                "1.0",
+                step="compare each query with every key",
+            ),
+            StoryStep(
+                "Nothing is hidden: a token sees what comes before it and what comes after.",
+                "[[True for key in (0, 1)] for query in (0, 1)]",
+                "[[True, True], [True, True]]",
+                step="hide the keys that a query does not see",
+            ),
+            StoryStep(
+                "Two equal scores: the logarithm of their summed exponentials is 1.6931, and"
+                " exp(1 - 1.6931) = 0.5.",
+                "(round(math.log(2 * math.e), 4), round(math.exp(1 - 1.6931), 2))",
+                "(1.6931, 0.5)",
+                step="turn scores into weights",
+            ),
+            StoryStep(
+                "The lone token gets 1 * 7, the others 0.5 * 2 + 0.5 * 4.",
+                "(1 * 7.0, 0.5 * 2 + 0.5 * 4)",
+                "(7.0, 3.0)",
+                step="average the values by them",
+            ),
+        ),
+    ),
+)
