@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..shared.attention_impl import AttentionImpl
+from ..shared.metadata_classes import PagedAttentionMetadata
 from ._launch import INTERPRETED, must_widen
 
 HEAD_SIZES_OF_SPLIT_K = (32, 64, 128, 256)
@@ -40,11 +42,57 @@ def why_no_xformers() -> list[str]:
     return []
 
 
+def why_no_split_k(impl: AttentionImpl) -> str:
+    """Return why a layer's decodes cannot run in the operator; empty: they can.
+
+    Its kernel compiles for heads of 32, 64, 128 and 256 alone, reads keys and values of one size
+    and of the query's dtype, and knows neither windows nor anything else that changes a score.
+    """
+    if impl.is_uncached:
+        return f"attn_type = '{impl.attn_type}': nothing is cached, and nothing decodes"
+    sizes = ", ".join(map(str, HEAD_SIZES_OF_SPLIT_K))
+    if impl.head_size not in HEAD_SIZES_OF_SPLIT_K:
+        return f"head_size = {impl.head_size}: its kernel takes {sizes}"
+    if impl.head_size_v != impl.head_size:
+        return (
+            f"head_size_v = {impl.head_size_v}: its kernel takes values as long as keys"
+        )
+    if impl.kv_cache_dtype.startswith("fp8"):
+        return f"kv_cache_dtype = '{impl.kv_cache_dtype}': its kernel has no scales"
+    lacking = {
+        "sliding_window": impl.sliding_window != (-1, -1),
+        "logits_soft_cap": bool(impl.logits_soft_cap),
+        "alibi_slopes": impl.alibi_slopes is not None,
+        "sinks": impl.sinks is not None,
+        "attention_chunk_size": impl.attention_chunk_size is not None,
+        "position_bias": impl.position_bias is not None,
+    }
+    for name, is_given in lacking.items():
+        if is_given:
+            return f"{name} is given, which its kernel lacks"
+    return ""
+
+
+def why_no_mask(decodes: PagedAttentionMetadata) -> str:
+    """Return why a step's decodes cannot run in the operator; empty: they can.
+
+    Whether they are causal does not matter: a decode's one query is the last of its sequence.
+    """
+    if decodes.max_query_len > 1:
+        return (
+            f"a decode brings {decodes.max_query_len} tokens: the mask here is of one"
+        )
+    for name in ("tree_mask", "query_ranges"):
+        if getattr(decodes, name) is not None:
+            return f"{name} is given, for which xFormers has no paged mask"
+    return ""
+
+
 def build_decode_bias(seq_lens: list[int], block_table: Tensor, block_size: int) -> Any:
     """Return xFormers' mask of a batch of decodes.
 
     Args:
-        seq_lens: [reqs] keys of each, from 1.
+        seq_lens: [reqs] keys of each, from 0; where there is none the operator gives zeros.
         block_table: [reqs, max_blocks].
         block_size: slots in a block.
 
@@ -79,11 +127,19 @@ def split_k_attention(
 
     Returns:
         [reqs, query_heads, head_size].
+
+    Raises:
+        ValueError: the mask was built for blocks of another size.
     """
     from xformers.ops.fmha import Inputs
 
     reqs, query_heads, head_size = query.shape
     num_blocks, block_size, kv_heads, _ = key_cache.shape
+    if bias.page_size != block_size:
+        raise ValueError(
+            f"the metadata was built for blocks of {bias.page_size}: expected"
+            f" {block_size}, as the cache has; build it for the group of this layer"
+        )
     group_size = query_heads // kv_heads
     dtype = torch.float32 if must_widen(query.dtype) else query.dtype
     # one long sequence of slots; the heads of a group read the same keys through stride 0

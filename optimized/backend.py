@@ -2,7 +2,8 @@
 
 Two backends stand here. TRITON runs everything in this package's own kernels. XFORMERS runs its
 decodes in xFormers' paged split-K operator and its prefills in Triton, as vLLM's V1 backend of that
-name did. Which part runs where is fixed when the layer is made and can be read from the layer.
+name did. What a layer asks for decides which operator runs its decodes, and what a step asks for
+may send its decodes to Triton; both can be read, from the layer and from the metadata.
 """
 
 from dataclasses import dataclass, replace
@@ -20,22 +21,54 @@ from ..shared.backend_interface import (
 )
 from ..shared.capabilities import MultipleOf
 from ..shared.graph_classes import AttentionCGSupport
-from ..shared.kinds import CACHE_DTYPES
+from ..shared.kinds import CACHE_DTYPES, FP8_DTYPES, HOST, AttentionType
 from ..shared.metadata_classes import CommonAttentionMetadata, PagedAttentionMetadata
 from ..shared.shapes import Key, KVCache, Output, Query, Value
-from ..shared.specs import KVCacheSpec
+from ..shared.specs import CrossAttentionSpec, KVCacheSpec
 from ._launch import INTERPRETED
+from ._send import send
 from ._tuning import MAX_HEAD_SIZE, max_head_size
 from ._xformers import (
-    HEAD_SIZES_OF_SPLIT_K,
     build_decode_bias,
     split_k_attention,
+    why_no_mask,
+    why_no_split_k,
     why_no_xformers,
 )
 from .batch_split import split_decodes_and_prefills
 from .cache_ops import reshape_and_cache
+from .encoder_attention import encoder_attention
 from .kv_cache import get_kv_cache_shape, split_kv_cache
+from .multimodal_prefix import fill_mm_prefix_query_ranges
 from .paged_attention import paged_attention
+
+
+def _fields(
+    builder: AttentionMetadataBuilder, common: CommonAttentionMetadata
+) -> dict[str, Any]:
+    """Return what the metadata of every backend here says of a step."""
+    # step: find where the prefills begin
+    if builder.kv_cache_spec is None:
+        boundary = (0, common.num_reqs, 0, common.num_actual_tokens)
+    else:
+        threshold = builder.reorder_batch_threshold
+        assert threshold is not None
+        boundary = split_decodes_and_prefills(common, threshold)
+    # step: find the image that each token stands in
+    query_ranges = None
+    if common.mm_req_doc_ranges:
+        ranges = torch.full(
+            (common.num_actual_tokens, 2), -1, dtype=torch.int32, device=HOST
+        )
+        rows = fill_mm_prefix_query_ranges(
+            ranges,
+            common.mm_req_doc_ranges,
+            common.query_start_loc_cpu,
+            common.seq_lens_cpu,
+        )
+        if rows:
+            _, (query_ranges,) = send([ranges.numpy()], builder.device)
+    return metadata_fields(common, boundary, query_ranges)
 
 
 class TritonAttentionMetadata(PagedAttentionMetadata):
@@ -56,12 +89,7 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder):
         fast_build: bool = False,
     ) -> TritonAttentionMetadata:
         """Return the metadata of a step whose decodes come first."""
-        boundary = split_decodes_and_prefills(
-            common_attn_metadata, self.reorder_batch_threshold
-        )
-        return TritonAttentionMetadata(
-            **metadata_fields(common_attn_metadata, boundary)
-        )
+        return TritonAttentionMetadata(**_fields(self, common_attn_metadata))
 
 
 class TritonAttentionImpl(AttentionImpl):
@@ -71,8 +99,8 @@ class TritonAttentionImpl(AttentionImpl):
         self,
         layer: object,
         query: Query,
-        key: Key,
-        value: Value,
+        key: Key | None,
+        value: Value | None,
         kv_cache: KVCache,
         attn_metadata: PagedAttentionMetadata | None,
         output: Output | None = None,
@@ -86,14 +114,16 @@ class TritonAttentionImpl(AttentionImpl):
         output = self.check_forward(output, output_scale, output_block_scale)
         if attn_metadata is None:
             return output
+        # step: attend inside an encoder, which keeps nothing
+        if self.is_uncached:
+            _attend_inside(self, query, key, value, attn_metadata, output, output_scale)
+            return output
         # step: write the new keys and values
-        key_cache, value_cache = split_kv_cache(kv_cache)
-        if self.kv_sharing_target_layer_name is None:
-            slot_mapping = attn_metadata.slot_mapping
-            reshape_and_cache(key, value, key_cache, value_cache, slot_mapping)
+        step = attn_metadata.cross_metadata if self.crosses else attn_metadata
+        caches = _write(self, layer, query, key, value, kv_cache, attn_metadata)
         # step: attend for the decodes, then for the prefills
-        rows = slice(0, attn_metadata.num_actual_tokens)
-        _attend(self, query[rows], kv_cache, attn_metadata, output[rows])
+        rows = slice(0, step.num_actual_tokens)
+        _attend(self, query[rows], caches, step, output[rows], output_scale)
         return output
 
 
@@ -102,6 +132,8 @@ class TritonAttentionBackend(AttentionBackend):
 
     name = "TRITON"
     supported_dtypes = CACHE_DTYPES
+    supported_kv_cache_dtypes = FP8_DTYPES
+    supported_attn_types = tuple(AttentionType)
 
     @staticmethod
     def get_supported_head_sizes() -> list[int]:
@@ -135,41 +167,45 @@ class TritonAttentionBackend(AttentionBackend):
         cls, spec: KVCacheSpec, device: torch.device | str
     ) -> list[str]:
         """Return every reason why it cannot run such a cache there."""
-        reasons = []
-        if spec.dtype not in cls.supported_dtypes:
-            names = ", ".join(str(dtype) for dtype in cls.supported_dtypes)
-            reasons.append(f"dtype = {spec.dtype}: expected one of {names}")
-        reasons += _why_no_device(device)
-        largest = MAX_HEAD_SIZE
+        # the largest head that fits is the device's to say, which may not be there
+        reasons = cls.why_not(spec) + _why_no_device(device)
         if not reasons:
             largest = max_head_size(spec.dtype, torch.device(device))
-        if spec.head_size > largest:
-            reasons.append(f"head_size = {spec.head_size}: expected at most {largest}")
+            if spec.head_size > largest:
+                reasons.append(
+                    f"head_size = {spec.head_size}: expected at most {largest}"
+                )
         return reasons
 
 
 @dataclass(frozen=True, kw_only=True)
 class XFormersAttentionMetadata(PagedAttentionMetadata):
-    """One step's batch, and xFormers' mask of its decodes.
+    """One step's batch, and xFormers' masks of its decodes.
 
     Args:
-        attn_bias: xFormers' PagedBlockDiagonalCausalWithOffsetPaddedKeysMask of the decodes;
-            None if there are none.
+        attn_bias: xFormers' PagedBlockDiagonalCausalWithOffsetPaddedKeysMask of the decodes'
+            own keys; None: there are no decodes, or they run in Triton.
+        attn_bias_reason: why they run in Triton; empty: the step asks for nothing that xFormers
+            lacks.
+        cross_attn_bias, cross_attn_bias_reason: the same for the encoders' keys.
     """
 
     attn_bias: Any = None
+    attn_bias_reason: str = ""
+    cross_attn_bias: Any = None
+    cross_attn_bias_reason: str = ""
 
     def _part(self, first: int, last: int) -> "XFormersAttentionMetadata":
         part = super()._part(first, last)
         assert isinstance(part, XFormersAttentionMetadata)
-        # the mask is that of the decodes, which come first
-        return (
-            part if first == 0 and self.num_decodes else replace(part, attn_bias=None)
-        )
+        # the masks are those of the decodes, which come first
+        if first == 0 and self.num_decodes:
+            return part
+        return replace(part, attn_bias=None, cross_attn_bias=None)
 
 
 class XFormersAttentionMetadataBuilder(AttentionMetadataBuilder):
-    """Builds the metadata of the xFormers backend, the decodes' mask included."""
+    """Builds the metadata of the xFormers backend, the decodes' masks included."""
 
     reorder_batch_threshold: int = 1
 
@@ -181,34 +217,33 @@ class XFormersAttentionMetadataBuilder(AttentionMetadataBuilder):
     ) -> XFormersAttentionMetadata:
         """Return the metadata of a step whose decodes come first.
 
-        A request without new tokens is padding; xFormers knows none, so the mask leaves it out.
+        A request without new tokens is padding; xFormers knows none, so the masks leave it out.
+        A group of cross-attention layers gets the mask of the encoders' keys alone.
         """
-        boundary = split_decodes_and_prefills(
-            common_attn_metadata, self.reorder_batch_threshold
-        )
-        metadata = XFormersAttentionMetadata(
-            **metadata_fields(common_attn_metadata, boundary)
-        )
-        decodes = metadata.decode_metadata
-        if decodes is None or not decodes.num_actual_tokens:
+        metadata = XFormersAttentionMetadata(**_fields(self, common_attn_metadata))
+        spec, decodes = self.kv_cache_spec, metadata.decode_metadata
+        if spec is None or decodes is None or not decodes.num_actual_tokens:
             return metadata
-        block_table, seq_lens = decodes.block_table, decodes.seq_lens_cpu
-        if decodes.num_actual_tokens < metadata.num_decodes:
-            kept = decodes.query_start_loc_cpu.diff().nonzero().flatten()
-            block_table = block_table[kept.to(block_table.device)]
-            seq_lens = seq_lens[kept]
-        bias = build_decode_bias(
-            seq_lens.tolist(), block_table, self.kv_cache_spec.block_size
-        )
-        return replace(metadata, attn_bias=bias)
+        masks: dict[str, Any] = {}
+        if not isinstance(spec, CrossAttentionSpec):
+            masks["attn_bias_reason"] = why_no_mask(decodes)
+            if not masks["attn_bias_reason"]:
+                masks["attn_bias"] = _mask(decodes, spec.block_size)
+        if decodes.cross_block_table is not None:
+            crossing = decodes.cross_metadata
+            masks["cross_attn_bias_reason"] = why_no_mask(crossing)
+            if not masks["cross_attn_bias_reason"]:
+                masks["cross_attn_bias"] = _mask(crossing, spec.block_size)
+        return replace(metadata, **masks)
 
 
 class XFormersAttentionImpl(AttentionImpl):
-    """Runs a layer's decodes in xFormers' split-K operator and its prefills in Triton.
+    """Runs a layer's decodes in xFormers' split-K operator and all else in Triton.
 
-    `decode_op` says which operator runs the decodes: "xformers" where it can, and "triton" where
-    the operator lacks what the layer asks for: a head size that is no power of two (its kernel
-    compiles for 32, 64, 128 and 256 alone), a sliding window, a soft cap, ALiBi or sinks.
+    `decode_op` says which operator runs the decodes, those of cross-attention included: "xformers"
+    where it can, and "triton" where the operator lacks what the layer asks for; then
+    `decode_op_reason` says what that is. A step sends its decodes to Triton if its metadata says so
+    (`attn_bias_reason`), or if its output is FP8. Prefills and encoders always run in Triton.
     """
 
     def __init__(
@@ -224,6 +259,9 @@ class XFormersAttentionImpl(AttentionImpl):
         attn_type: str = "decoder",
         kv_sharing_target_layer_name: str | None = None,
         sinks: Tensor | None = None,
+        attention_chunk_size: int | None = None,
+        head_size_v: int | None = None,
+        position_bias: Tensor | None = None,
     ) -> None:
         super().__init__(
             num_heads,
@@ -237,23 +275,20 @@ class XFormersAttentionImpl(AttentionImpl):
             attn_type,
             kv_sharing_target_layer_name,
             sinks,
+            attention_chunk_size,
+            head_size_v,
+            position_bias,
         )
         XFormersAttentionBackend.validate_head_size(head_size)
-        asks_for_more = (
-            alibi_slopes is not None
-            or sliding_window is not None
-            or bool(logits_soft_cap)
-            or sinks is not None
-        )
-        can = head_size in HEAD_SIZES_OF_SPLIT_K and not asks_for_more
-        self.decode_op = "xformers" if can else "triton"
+        self.decode_op_reason = why_no_split_k(self)
+        self.decode_op = "triton" if self.decode_op_reason else "xformers"
 
     def forward(
         self,
         layer: object,
         query: Query,
-        key: Key,
-        value: Value,
+        key: Key | None,
+        value: Value | None,
         kv_cache: KVCache,
         attn_metadata: PagedAttentionMetadata | None,
         output: Output | None = None,
@@ -264,37 +299,41 @@ class XFormersAttentionImpl(AttentionImpl):
         output = self.check_forward(output, output_scale, output_block_scale)
         if attn_metadata is None:
             return output
+        # step: attend inside an encoder, which keeps nothing
+        if self.is_uncached:
+            _attend_inside(self, query, key, value, attn_metadata, output, output_scale)
+            return output
         # step: write the new keys and values
-        key_cache, value_cache = split_kv_cache(kv_cache)
-        if self.kv_sharing_target_layer_name is None:
-            slot_mapping = attn_metadata.slot_mapping
-            reshape_and_cache(key, value, key_cache, value_cache, slot_mapping)
+        step = attn_metadata.cross_metadata if self.crosses else attn_metadata
+        caches = _write(self, layer, query, key, value, kv_cache, attn_metadata)
         # step: attend for the decodes, then for the prefills
-        boundary = attn_metadata.num_decode_tokens
-        decodes, prefills = (
-            attn_metadata.decode_metadata,
-            attn_metadata.prefill_metadata,
+        boundary, decodes = step.num_decode_tokens, step.decode_metadata
+        bias = getattr(
+            attn_metadata, "cross_attn_bias" if self.crosses else "attn_bias", None
         )
-        if boundary and decodes is not None:
-            if self.decode_op == "xformers":
-                bias = getattr(attn_metadata, "attn_bias", None)
-                output[:boundary] = split_k_attention(
-                    query[:boundary], key_cache, value_cache, bias, self.scale
+        if decodes is not None:
+            rows = slice(0, boundary)
+            if self.decode_op == "xformers" and output_scale is None and bias:
+                key_cache, value_cache, _ = caches
+                output[rows] = split_k_attention(
+                    query[rows], key_cache, value_cache, bias, self.scale
                 )
             else:
-                _attend(self, query[:boundary], kv_cache, decodes, output[:boundary])
-        if prefills is not None:
-            rows = slice(boundary, attn_metadata.num_actual_tokens)
-            _attend(self, query[rows], kv_cache, prefills, output[rows])
+                _attend(self, query[rows], caches, decodes, output[rows], output_scale)
+        if step.prefill_metadata is not None:
+            rows, part = slice(boundary, step.num_actual_tokens), step.prefill_metadata
+            _attend(self, query[rows], caches, part, output[rows], output_scale)
         return output
 
 
 class XFormersAttentionBackend(AttentionBackend):
-    """xFormers' paged split-K for decodes, Triton for prefills."""
+    """xFormers' paged split-K for decodes, Triton for prefills and encoders."""
 
     name = "XFORMERS"
     supported_dtypes = (torch.float16, torch.bfloat16)
+    supported_kv_cache_dtypes = FP8_DTYPES
     supported_kernel_block_sizes = (MultipleOf(16),)
+    supported_attn_types = tuple(AttentionType)
 
     @staticmethod
     def get_supported_head_sizes() -> list[int]:
@@ -356,25 +395,86 @@ class XFormersAttentionBackend(AttentionBackend):
 BACKENDS = (TritonAttentionBackend, XFormersAttentionBackend)
 
 
+_Caches = tuple[Tensor, Tensor, dict[str, Any]]
+"""A layer's key cache and value cache, and the scales of their numbers by argument name."""
+
+
+def _mask(decodes: PagedAttentionMetadata, block_size: int) -> Any:
+    """Return xFormers' mask of the decodes that have a token."""
+    block_table, seq_lens = decodes.block_table, decodes.seq_lens_cpu
+    if decodes.num_actual_tokens < len(seq_lens):
+        kept = decodes.query_start_loc_cpu.diff().nonzero().flatten()
+        block_table = block_table[kept.to(block_table.device)]
+        seq_lens = seq_lens[kept]
+    return build_decode_bias(seq_lens.tolist(), block_table, block_size)
+
+
+def _write(
+    impl: AttentionImpl,
+    layer: object,
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    kv_cache: Tensor,
+    metadata: PagedAttentionMetadata,
+) -> _Caches:
+    """Write the step's keys and values, if there are any, and return the caches."""
+    key_cache, value_cache = split_kv_cache(kv_cache)
+    value_cache = value_cache[..., : impl.head_size_v]
+    scales = impl.scales(layer, kv_cache, query.dtype)
+    slots = impl.slots(metadata, key, value)
+    if slots is not None:
+        assert key is not None and value is not None
+        reshape_and_cache(key, value, key_cache, value_cache, slots, **scales)
+    return key_cache, value_cache, scales
+
+
 def _attend(
     impl: AttentionImpl,
     query: Tensor,
-    kv_cache: Tensor,
-    metadata: PagedAttentionMetadata,
+    caches: _Caches,
+    step: PagedAttentionMetadata,
     out: Tensor,
+    output_scale: Tensor | None,
 ) -> None:
-    key_cache, value_cache = split_kv_cache(kv_cache)
+    key_cache, value_cache, scales = caches
     paged_attention(
         query,
         key_cache,
         value_cache,
-        metadata.block_table,
-        metadata.query_start_loc,
-        metadata.seq_lens,
-        metadata.max_query_len,
-        metadata.max_seq_len,
+        step.block_table,
+        step.query_start_loc,
+        step.seq_lens,
+        step.max_query_len,
+        step.max_seq_len,
         out=out,
-        **impl.options(query.device),
+        causal=step.causal,
+        tree_mask=step.tree_mask,
+        query_ranges=step.query_ranges,
+        **scales,
+        **impl.options(query.device, output_scale),
+    )
+
+
+def _attend_inside(
+    impl: AttentionImpl,
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    metadata: PagedAttentionMetadata,
+    output: Tensor,
+    output_scale: Tensor | None,
+) -> None:
+    """Attend among the tokens of each prompt, of which nothing is kept."""
+    tokens, prompts = impl.whole_prompts(metadata, key, value)
+    assert key is not None and value is not None
+    encoder_attention(
+        query[:tokens],
+        key[:tokens],
+        value[:tokens],
+        out=output[:tokens],
+        **prompts,
+        **impl.options(query.device, output_scale),
     )
 
 

@@ -47,7 +47,6 @@ def make_kv_sharing_fast_prefill_common_attn_metadata(
         query_start_loc_cpu=query_start_loc,
         num_actual_tokens=len(wanted),
         max_query_len=int(counts.max(initial=0)),
-        causal=True,
         logits_indices_padded=None,
         num_logits_indices=None,
         max_logits_per_req=None,

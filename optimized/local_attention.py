@@ -47,6 +47,7 @@ def make_local_attention_virtual_batches(
     np.cumsum(query_lens, out=starts[1:])
     query_start_loc, lens = torch.from_numpy(starts), torch.from_numpy(seq_lens)
     is_prefilling = common_attn_metadata.is_prefilling
+    causal = common_attn_metadata.causal
     return common_attn_metadata.replace(
         query_start_loc=query_start_loc.to(table.device, non_blocking=True),
         query_start_loc_cpu=query_start_loc,
@@ -57,9 +58,16 @@ def make_local_attention_virtual_batches(
         max_query_len=int(query_lens.max(initial=0)),
         max_seq_len=int(seq_lens.max(initial=0)),
         block_table_tensor=block_table,
-        causal=True,
+        causal=causal[torch.from_numpy(req).to(causal.device)]
+        if isinstance(causal, torch.Tensor)
+        else causal,
         encoder_seq_lens=None,
         encoder_seq_lens_cpu=None,
+        max_encoder_seq_len=None,
+        encoder_query_start_loc=None,
+        encoder_query_start_loc_cpu=None,
+        cross_block_table_tensor=None,
+        cross_slot_mapping=None,
         dcp_local_seq_lens=None,
         dcp_local_seq_lens_cpu=None,
         is_prefilling=None

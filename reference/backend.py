@@ -2,7 +2,9 @@
 
 A backend bundles a cache shape, a metadata builder and a layer implementation, so that an engine
 can swap one for another. A layer's forward is then always the same three steps: write the new
-keys and values, attend for the decodes, attend for the prefills.
+keys and values, attend for the decodes, attend for the prefills. Cross-attention takes them too,
+with the encoders' keys in place of the sequences'; inside an encoder nothing is kept, so there is
+one step alone.
 """
 
 import torch
@@ -14,13 +16,16 @@ from ..shared.backend_interface import (
     AttentionMetadataBuilder,
     metadata_fields,
 )
+from ..shared.kinds import FP8_DTYPES, HOST, AttentionType
 from ..shared.metadata_classes import CommonAttentionMetadata, PagedAttentionMetadata
 from ..shared.refusals import FLOATS
 from ..shared.shapes import Key, KVCache, Output, Query, Value
 from ..shared.specs import KVCacheSpec
 from .batch_split import split_decodes_and_prefills
 from .cache_ops import reshape_and_cache
+from .encoder_attention import encoder_attention
 from .kv_cache import get_kv_cache_shape, split_kv_cache
+from .multimodal_prefix import fill_mm_prefix_query_ranges
 from .paged_attention import paged_attention
 
 
@@ -40,11 +45,25 @@ class ReferenceAttentionMetadataBuilder(AttentionMetadataBuilder):
         fast_build: bool = False,
     ) -> ReferenceAttentionMetadata:
         """Return the metadata of a step whose decodes come first."""
-        boundary = split_decodes_and_prefills(
-            common_attn_metadata, self.reorder_batch_threshold
+        common = common_attn_metadata
+        # step: find where the prefills begin
+        if self.kv_cache_spec is None:
+            boundary = (0, common.num_reqs, 0, common.num_actual_tokens)
+        else:
+            boundary = split_decodes_and_prefills(common, self.reorder_batch_threshold)
+        # step: find the image that each token stands in
+        ranges = torch.full(
+            (common.num_actual_tokens, 2), -1, dtype=torch.int32, device=HOST
         )
+        rows = fill_mm_prefix_query_ranges(
+            ranges,
+            common.mm_req_doc_ranges,
+            common.query_start_loc_cpu,
+            common.seq_lens_cpu,
+        )
+        query_ranges = ranges.to(self.device) if rows else None
         return ReferenceAttentionMetadata(
-            **metadata_fields(common_attn_metadata, boundary)
+            **metadata_fields(common, boundary, query_ranges)
         )
 
 
@@ -55,8 +74,8 @@ class ReferenceAttentionImpl(AttentionImpl):
         self,
         layer: object,
         query: Query,
-        key: Key,
-        value: Value,
+        key: Key | None,
+        value: Value | None,
         kv_cache: KVCache,
         attn_metadata: PagedAttentionMetadata | None,
         output: Output | None = None,
@@ -67,19 +86,35 @@ class ReferenceAttentionImpl(AttentionImpl):
         output = self.check_forward(output, output_scale, output_block_scale)
         if attn_metadata is None:
             return output
+        options = self.options(query.device, output_scale)
+        options["compute_dtype"] = torch.promote_types(torch.float32, query.dtype)
+        # step: attend inside an encoder, which keeps nothing
+        if self.is_uncached:
+            tokens, prompts = self.whole_prompts(attn_metadata, key, value)
+            assert key is not None and value is not None
+            encoder_attention(
+                query[:tokens],
+                key[:tokens],
+                value[:tokens],
+                out=output[:tokens],
+                **prompts,
+                **options,
+            )
+            return output
         # step: write the new keys and values
+        step = attn_metadata.cross_metadata if self.crosses else attn_metadata
         key_cache, value_cache = split_kv_cache(kv_cache)
-        if self.kv_sharing_target_layer_name is None:
-            slot_mapping = attn_metadata.slot_mapping
-            reshape_and_cache(key, value, key_cache, value_cache, slot_mapping)
+        value_cache = value_cache[..., : self.head_size_v]
+        scales = self.scales(layer, kv_cache, query.dtype)
+        slots = self.slots(attn_metadata, key, value)
+        if slots is not None:
+            assert key is not None and value is not None
+            reshape_and_cache(key, value, key_cache, value_cache, slots, **scales)
         # step: attend for the decodes, then for the prefills
-        boundary = attn_metadata.num_decode_tokens
+        boundary = step.num_decode_tokens
         parts = (
-            (slice(0, boundary), attn_metadata.decode_metadata),
-            (
-                slice(boundary, attn_metadata.num_actual_tokens),
-                attn_metadata.prefill_metadata,
-            ),
+            (slice(0, boundary), step.decode_metadata),
+            (slice(boundary, step.num_actual_tokens), step.prefill_metadata),
         )
         for rows, part in parts:
             if part is None:
@@ -94,8 +129,11 @@ class ReferenceAttentionImpl(AttentionImpl):
                 part.max_query_len,
                 part.max_seq_len,
                 out=output[rows],
-                compute_dtype=torch.promote_types(torch.float32, query.dtype),
-                **self.options(query.device),
+                causal=part.causal,
+                tree_mask=part.tree_mask,
+                query_ranges=part.query_ranges,
+                **scales,
+                **options,
             )
         return output
 
@@ -105,6 +143,8 @@ class ReferenceAttentionBackend(AttentionBackend):
 
     name = "REFERENCE"
     supported_dtypes = FLOATS
+    supported_kv_cache_dtypes = FP8_DTYPES
+    supported_attn_types = tuple(AttentionType)
 
     @staticmethod
     def get_supported_head_sizes() -> list[int]:

@@ -28,19 +28,21 @@ def make_kv_sharing_fast_prefill_common_attn_metadata(
         common_attn_metadata: the step; its `logits_indices_padded` may lie on the host.
 
     Returns:
-        The same object if no request brings more than one token. Else a causal step whose new
-        tokens are the wanted ones, one request after another: starts, counts and positions are
-        theirs, `max_query_len` is exact, and it has no logits fields any more, since all of its
-        tokens are wanted. Lengths, rows and slots stay: these layers read the cache of another
+        The same object if no request brings more than one token. Else a step whose new tokens
+        are the wanted ones, one request after another: starts, counts and positions are theirs,
+        `max_query_len` is exact, and it has no logits fields any more, since all of its tokens
+        are wanted. Lengths, rows, slots and flags stay: these layers read the cache of another
         and store nothing.
 
     Raises:
         ValueError: no wanted tokens are given, or they are not the last of their request, in
             order: causal attention would place their queries elsewhere.
+        NotImplementedError: trees of drafts.
         IndexError: a token that the step does not have.
 
     Source:
-        vLLM's function of that name, which counts whatever tokens it is given.
+        vLLM's function of that name, which counts whatever tokens it is given, and makes every
+        step causal.
 
     Example:
         Of 15 and 5 new tokens, the last one and the last two go on.
@@ -84,7 +86,6 @@ def make_kv_sharing_fast_prefill_common_attn_metadata(
         query_start_loc_cpu=query_start_loc,
         num_actual_tokens=len(wanted),
         max_query_len=max(counts, default=0),
-        causal=True,
         logits_indices_padded=None,
         num_logits_indices=None,
         max_logits_per_req=None,

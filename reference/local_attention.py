@@ -7,6 +7,7 @@ Since a chunk is a whole number of blocks, its keys are a piece of the request's
 """
 
 import torch
+from torch import Tensor
 
 from ..shared.kinds import HOST
 from ..shared.metadata_classes import CommonAttentionMetadata
@@ -26,16 +27,16 @@ def make_local_attention_virtual_batches(
         block_size: slots in a block.
 
     Returns:
-        The step's virtual requests, chunk after chunk of request after request, causal; its
-        maxima are exact. The new tokens are the same in the same order, so slots, positions
-        and logits stay. A request without new tokens keeps one virtual request, on its last
-        chunk; a padding request has an empty one. Lengths that describe whole requests, of
-        encoders and of ranks, are left out.
+        The step's virtual requests, chunk after chunk of request after request, each causal
+        where its request is; its maxima are exact. The new tokens are the same in the same
+        order, so slots, positions and logits stay. A request without new tokens keeps one
+        virtual request, on its last chunk; a padding request has an empty one. What describes
+        whole requests, of encoders and of ranks, is left out.
 
     Raises:
         ValueError: chunks that are not whole blocks, or more new tokens than a sequence has.
         IndexError: a sequence is longer than its row.
-        NotImplementedError: images whose tokens see each other both ways.
+        NotImplementedError: images whose tokens see each other both ways, or trees of drafts.
 
     Source:
         vLLM's function of that name, which gives a padding request a whole chunk of keys.
@@ -89,6 +90,7 @@ def make_local_attention_virtual_batches(
     query_start_loc = queries.cumsum(0, dtype=torch.int32)
     lens = torch.tensor(seq_lens, dtype=torch.int32, device=HOST)
     is_prefilling = common_attn_metadata.is_prefilling
+    causal = common_attn_metadata.causal
     return common_attn_metadata.replace(
         query_start_loc=query_start_loc.to(table.device),
         query_start_loc_cpu=query_start_loc,
@@ -99,9 +101,14 @@ def make_local_attention_virtual_batches(
         max_query_len=max(query_lens, default=0),
         max_seq_len=max(seq_lens, default=0),
         block_table_tensor=block_table,
-        causal=True,
+        causal=causal[reqs] if isinstance(causal, Tensor) else causal,
         encoder_seq_lens=None,
         encoder_seq_lens_cpu=None,
+        max_encoder_seq_len=None,
+        encoder_query_start_loc=None,
+        encoder_query_start_loc_cpu=None,
+        cross_block_table_tensor=None,
+        cross_slot_mapping=None,
         dcp_local_seq_lens=None,
         dcp_local_seq_lens_cpu=None,
         is_prefilling=None if is_prefilling is None else is_prefilling[reqs],

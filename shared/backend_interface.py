@@ -9,12 +9,14 @@ from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from .attention_impl import AttentionImpl as AttentionImpl
 from .capabilities import Capabilities
 from .graph_classes import AttentionCGSupport
 from .metadata_classes import CommonAttentionMetadata, PagedAttentionMetadata
 from .refusals import check_not_negative, check_positive
+from .refusals.impl import check_encoder_starts
 from .specs import KVCacheSpec
 
 
@@ -22,7 +24,8 @@ class AttentionMetadataBuilder(ABC):
     """Turns one step into the metadata of a backend.
 
     Args:
-        kv_cache_spec: the cache of the layers it builds for.
+        kv_cache_spec: the cache of the layers it builds for; None: they keep none, as in a model
+            without decoder, so that all requests are prefills in any order.
         layer_names: those layers.
         device: where the cache lies.
 
@@ -37,7 +40,7 @@ class AttentionMetadataBuilder(ABC):
 
     def __init__(
         self,
-        kv_cache_spec: KVCacheSpec,
+        kv_cache_spec: KVCacheSpec | None,
         layer_names: list[str],
         device: torch.device | str,
     ) -> None:
@@ -61,7 +64,8 @@ class AttentionMetadataBuilder(ABC):
             fast_build: prefer a quick build over a fast step.
 
         Raises:
-            ValueError: the decodes do not come first, or attention is not causal.
+            ValueError: the decodes do not come first, or the step says only half of what its
+                encoders compute.
         """
 
     def init_reorder_batch_threshold(
@@ -186,8 +190,9 @@ class AttentionBackend(Capabilities, ABC):
     def why_not(cls, spec: KVCacheSpec) -> list[str]:
         """Return the reasons that follow from the dtype and the head size alone."""
         reasons = []
-        if spec.dtype not in cls.supported_dtypes:
-            names = ", ".join(str(dtype) for dtype in cls.supported_dtypes)
+        taken = (*cls.supported_dtypes, *cls.supported_kv_cache_dtypes)
+        if spec.dtype not in taken:
+            names = ", ".join(map(str, taken))
             reasons.append(f"dtype = {spec.dtype}: expected one of {names}")
         sizes = cls.get_supported_head_sizes()
         if sizes and spec.head_size not in sizes:
@@ -199,22 +204,26 @@ class AttentionBackend(Capabilities, ABC):
 
 
 def metadata_fields(
-    common: CommonAttentionMetadata, boundary: tuple[int, int, int, int]
+    common: CommonAttentionMetadata,
+    boundary: tuple[int, int, int, int],
+    query_ranges: Tensor | None,
 ) -> dict[str, Any]:
-    """Return the fields of PagedAttentionMetadata, after the boundary has been checked.
+    """Return the fields of PagedAttentionMetadata.
 
     Args:
         common: the step.
         boundary: what split_decodes_and_prefills says of it.
+        query_ranges: [tokens, 2] what fill_mm_prefix_query_ranges says of it; None: no token
+            stands in an image.
 
     Raises:
-        ValueError: a decode stands behind the boundary, or attention is not causal.
+        ValueError: slots of an encoder's tokens without their starts.
     """
-    if not common.causal:
-        raise ValueError(
-            "causal = False: expected causal attention, the only kind these backends run"
-        )
+    check_encoder_starts(common)
     num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens = boundary
+    longest, lens = common.max_encoder_seq_len, common.encoder_seq_lens_cpu
+    if longest is None and lens is not None:
+        longest = int(lens.max()) if lens.numel() else 0
     return {
         "num_actual_tokens": common.num_actual_tokens,
         "max_query_len": common.max_query_len,
@@ -229,4 +238,14 @@ def metadata_fields(
         "num_prefill_tokens": num_prefill_tokens,
         "query_start_loc_cpu": common.query_start_loc_cpu,
         "seq_lens_cpu": common.seq_lens_cpu,
+        "causal": common.causal,
+        "tree_mask": common.tree_mask,
+        "query_ranges": query_ranges,
+        "encoder_seq_lens": common.encoder_seq_lens,
+        "encoder_seq_lens_cpu": lens,
+        "max_encoder_seq_len": longest,
+        "encoder_query_start_loc": common.encoder_query_start_loc,
+        "encoder_query_start_loc_cpu": common.encoder_query_start_loc_cpu,
+        "cross_block_table": common.cross_block_table_tensor,
+        "cross_slot_mapping": common.cross_slot_mapping,
     }

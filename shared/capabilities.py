@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from .kinds import AttentionType
+from .kinds import AttentionType, cache_dtype_of
 from .layouts import BLOCK, HEAD, SLOT, KVCacheLayout
 from .refusals import check_positive
 
@@ -32,6 +32,7 @@ class Capabilities:
     Args:
         accept_output_buffer: its layers write into a tensor they are given.
         supported_dtypes: of the model, and so of a cache whose dtype is "auto".
+        supported_kv_cache_dtypes: of a cache beside those: quantised ones.
         supported_kernel_block_sizes: blocks its kernels read; empty: any. A block of the engine
             may be cut into several of theirs.
         supported_kv_cache_layouts: most preferred first; None: any.
@@ -43,6 +44,7 @@ class Capabilities:
         torch.float16,
         torch.bfloat16,
     )
+    supported_kv_cache_dtypes: ClassVar[tuple[torch.dtype, ...]] = ()
     supported_kernel_block_sizes: ClassVar[tuple[int | MultipleOf, ...]] = ()
     supported_kv_cache_layouts: ClassVar[tuple[KVCacheLayout, ...] | None] = None
     supported_attn_types: ClassVar[tuple[str, ...]] = (AttentionType.DECODER,)
@@ -94,9 +96,20 @@ class Capabilities:
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
-        """Tell whether it takes caches of that dtype: its name, "auto" or None (the model's)."""
+        """Tell whether it takes caches of that dtype: its name, "auto" or None (the model's).
+
+        Quantised ones have the names of `cache_dtype_of`: "fp8", "fp8_e4m3", "fp8_e5m2".
+        """
+        if kv_cache_dtype is None or kv_cache_dtype == "auto":
+            return True
         names = {str(dtype).removeprefix("torch.") for dtype in cls.supported_dtypes}
-        return kv_cache_dtype in {None, "auto", *names}
+        if kv_cache_dtype in names:
+            return True
+        try:
+            dtype = cache_dtype_of(kv_cache_dtype, cls.supported_dtypes[0])
+        except ValueError:
+            return False
+        return dtype in cls.supported_kv_cache_dtypes
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:

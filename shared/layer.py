@@ -3,7 +3,8 @@
 An `Attention` module stands in each layer of a model. It holds the layer's cache and scales, turns
 flat activations into heads, and lets a backend's implementation write the new keys and values and
 attend. Layers are registered by name in a dictionary that the model's builder makes and passes on,
-so that caches can be handed out by name, and a later layer may share the cache of an earlier one.
+so that caches can be handed out by name, and a later layer may share the cache of an earlier one;
+what it reads there are the earlier layer's numbers, so it reads them with that layer's scales.
 """
 
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -14,18 +15,20 @@ import torch
 from torch import Tensor, nn
 
 from .backend_interface import AttentionBackend
-from .kinds import AttentionType
+from .kinds import AttentionType, cache_dtype_of
 from .metadata_classes import PagedAttentionMetadata
 from .refusals import check_positive
 from .refusals.layer import (
     check_kv_sharing_target,
     check_new_layer,
+    check_new_scale,
     check_scale_inputs,
     refuse_option,
 )
 from .selector import get_attn_backend
 from .specs import (
     CacheConfig,
+    ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheSpec,
@@ -61,7 +64,10 @@ class Attention(nn.Module):
         attn_backend: a backend, or its name; None: what get_attn_backend chooses.
         static_forward_context: the model's layers by name, changed: the layer is added. None:
             the layer belongs to no model.
-        extra_impl_args: passed on to the backend's implementation.
+        attention_chunk_size: positions in a chunk, of which a token sees its own; None: all.
+        head_size_v: elements of a value's head; None: as many as of a key's.
+        extra_impl_args: passed on to the backend's implementation, such as `sinks` and
+            `position_bias`.
 
     Raises:
         ValueError: heads that do not divide, a name that is taken, a layer to share with that is
@@ -88,6 +94,8 @@ class Attention(nn.Module):
         kv_sharing_target_layer_name: str | None = None,
         attn_backend: type[AttentionBackend] | str | None = None,
         static_forward_context: MutableMapping[str, "Attention"] | None = None,
+        attention_chunk_size: int | None = None,
+        head_size_v: int | None = None,
         **extra_impl_args: Any,
     ) -> None:
         super().__init__()
@@ -95,7 +103,9 @@ class Attention(nn.Module):
         window = per_layer_sliding_window
         self.num_heads = num_heads
         self.head_size = head_size
+        self.head_size_v = head_size if head_size_v is None else head_size_v
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.attention_chunk_size = attention_chunk_size
         self.sliding_window = config.sliding_window if window is None else window
         self.kv_cache_dtype = config.cache_dtype
         self.calculate_kv_scales = config.calculate_kv_scales
@@ -108,8 +118,11 @@ class Attention(nn.Module):
         self._check_heads()
         layers = {} if static_forward_context is None else static_forward_context
         check_new_layer(prefix, layers)
+        # in a tuple: a module that stands in an attribute would be a part of this one
+        self._target: tuple[Attention, ...] = ()
         if kv_sharing_target_layer_name is not None:
             check_kv_sharing_target(self, kv_sharing_target_layer_name, layers)
+            self._target = (layers[kv_sharing_target_layer_name],)
         self.attn_backend = self._choose_backend(attn_backend, config)
         self.backend = self.attn_backend.get_name()
         self.use_output = self.attn_backend.accept_output_buffer
@@ -122,6 +135,12 @@ class Attention(nn.Module):
             "kv_sharing_target_layer_name": kv_sharing_target_layer_name,
             **extra_impl_args,
         }
+        for name, value in (
+            ("attention_chunk_size", attention_chunk_size),
+            ("head_size_v", head_size_v),
+        ):
+            if value is not None:
+                options[name] = value
         self.impl = self._make_impl(float(scale), options)
         self._hides_slots = (
             kv_sharing_target_layer_name is not None
@@ -136,6 +155,7 @@ class Attention(nn.Module):
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_size=self.head_size,
+            head_size_v=self.head_size_v,
         )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
@@ -184,7 +204,10 @@ class Attention(nn.Module):
         for name, number in numbers.items():
             scalar = torch.tensor(number, dtype=torch.float32)
             self.register_buffer(name, scalar, persistent=False)
-        self._q_scale_float = self._k_scale_float = self._v_scale_float = 1.0
+        self._q_scale_float = 1.0
+        # None where each kv head has a scale of its own
+        self._k_scale_float: float | None = 1.0
+        self._v_scale_float: float | None = 1.0
 
     def forward(
         self,
@@ -198,10 +221,12 @@ class Attention(nn.Module):
 
         Args:
             query: [tokens, num_heads * head_size].
-            key, value: [tokens, num_kv_heads * head_size].
+            key, value: [tokens, num_kv_heads * head_size] and [tokens, num_kv_heads *
+                head_size_v]. In cross-attention the tokens are those that encoders compute in
+                this step; None where they compute none.
             attn_metadata: the step, or one by layer name, where a layer that shares a cache may
                 be left out: it takes its target's. None in a profiling run.
-            output_shape: of the output; None: the query's.
+            output_shape: of the output; None: [tokens, num_heads * head_size_v].
 
         Returns:
             [tokens, hidden]; rows of padding are zero.
@@ -212,7 +237,8 @@ class Attention(nn.Module):
         # step: find the layer's metadata
         metadata = self._metadata_of_layer(attn_metadata)
         # step: measure the scales, once
-        if self.calculate_kv_scales and metadata is not None:
+        gives_keys = key is not None and not self._target
+        if self.calculate_kv_scales and metadata is not None and gives_keys:
             self.calc_kv_scales(query, key, value)
         # step: give a layer that shares a cache nothing to write
         metadata = self._without_slots(metadata)
@@ -222,18 +248,24 @@ class Attention(nn.Module):
             )
             return result
         # step: see the activations as heads
-        shape = query.shape if output_shape is None else output_shape
-        output = query.new_zeros(tuple(shape))
+        if output_shape is not None:
+            shape = tuple(output_shape)
+        elif self.use_mla or self.head_size_v == self.head_size:
+            shape = tuple(query.shape)
+        else:
+            shape = (*query.shape[:-1], self.num_heads * self.head_size_v)
+        output = query.new_zeros(shape)
         hidden = output.shape[-1]
         heads = output
         if not self.use_mla:
             query = query.view(-1, self.num_heads, self.head_size)
-            heads = output.view(-1, self.num_heads, self.head_size)
+            heads = output.view(-1, self.num_heads, self.head_size_v)
             if key is not None and value is not None:
                 key = key.view(-1, self.num_kv_heads, self.head_size)
-                value = value.view(-1, self.num_kv_heads, self.head_size)
+                value = value.view(-1, self.num_kv_heads, self.head_size_v)
         # step: write and attend
-        self.impl.forward(self, query, key, value, self.kv_cache, metadata, heads)
+        owner = self._target[0] if self._target else self
+        self.impl.forward(owner, query, key, value, self.kv_cache, metadata, heads)
         return output.view(-1, hidden)
 
     def _metadata_of_layer(self, attn_metadata: Any) -> Any:
@@ -252,16 +284,20 @@ class Attention(nn.Module):
         """Return metadata under which nothing is written, if the implementation would write."""
         if not self._hides_slots or metadata is None:
             return metadata
-        return replace(metadata, slot_mapping=metadata.slot_mapping[:0])
+        nothing = metadata.slot_mapping[:0]
+        if self.attn_type == AttentionType.ENCODER_DECODER:
+            return replace(metadata, cross_slot_mapping=nothing)
+        return replace(metadata, slot_mapping=nothing)
 
     def calc_kv_scales(
         self, query: Tensor, key: Tensor | None, value: Tensor | None
     ) -> None:
         """Set the scales of a quantised cache from the largest query, key and value.
 
-        Runs in the first step only, and there waits for the device: the numbers are kept on the
-        host too. What is all zero leaves its scale at 1: a scale of 0 would make every later
-        number infinite.
+        Runs in the first step only, before its keys are written, and there waits for the device:
+        the numbers are kept on the host too. A layer that shares a cache measures nothing; the
+        one that writes does. What is all zero leaves its scale at 1: a scale of 0 would make
+        every later number infinite.
 
         Raises:
             ValueError: nothing to measure.
@@ -276,6 +312,32 @@ class Attention(nn.Module):
             setattr(self, f"_{name}_scale_float", float(scale))
         self.calculate_kv_scales = False
 
+    def load_kv_scales(
+        self, k_scale: Tensor | float | None, v_scale: Tensor | float | None
+    ) -> None:
+        """Set the scales of a quantised cache to numbers measured before, such as a checkpoint's.
+
+        Nothing is measured after that. Numbers that were written under other scales stay what
+        they are, so this comes before the first step.
+
+        Args:
+            k_scale, v_scale: what the cache's numbers are multiplied with, one for all or
+                [num_kv_heads]; None: it stays as it is.
+
+        Raises:
+            ValueError: another shape, or a number that is not finite and above 0.
+        """
+        for name, given in (("_k_scale", k_scale), ("_v_scale", v_scale)):
+            if given is None:
+                continue
+            old: Tensor = getattr(self, name)
+            scale = torch.as_tensor(given, dtype=torch.float32, device=old.device)
+            check_new_scale(name[1:], scale, self.num_kv_heads)
+            setattr(self, name, scale.clone())
+            number = float(scale) if scale.numel() == 1 else None
+            setattr(self, f"{name}_float", number)
+        self.calculate_kv_scales = False
+
     def get_attn_backend(self) -> type[AttentionBackend]:
         """Return the backend that runs the layer."""
         return self.attn_backend
@@ -287,9 +349,10 @@ class Attention(nn.Module):
 
         Args:
             block_size: slots in a block.
-            dtype: of the cache.
+            dtype: of the model, and so of a cache that is not quantised.
         """
-        sizes = block_size, self.num_kv_heads, self.head_size, dtype
+        cache_dtype = cache_dtype_of(self.kv_cache_dtype, dtype)
+        sizes = block_size, self.num_kv_heads, self.head_size, cache_dtype
         uncached = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
         if self.kv_sharing_target_layer_name is not None or self.attn_type in uncached:
             return None
@@ -297,6 +360,9 @@ class Attention(nn.Module):
             return CrossAttentionSpec(*sizes)
         if self.use_mla:
             return MLAAttentionSpec(*sizes, sliding_window=self.sliding_window)
+        if self.attention_chunk_size is not None:
+            chunk = self.attention_chunk_size
+            return ChunkedLocalAttentionSpec(*sizes, attention_chunk_size=chunk)
         if self.sliding_window is not None:
             return SlidingWindowSpec(*sizes, sliding_window=self.sliding_window)
         return FullAttentionSpec(*sizes)

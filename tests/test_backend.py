@@ -12,7 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import judge_attention, same_bits
 from pagetwin.shared.backend_interface import AttentionBackend
-from pagetwin.shared.metadata_classes import PagedAttentionMetadata
+from pagetwin.shared.kinds import FP8_DTYPES
+from pagetwin.shared.metadata_classes import (
+    PART_FIELDS_PER_REQUEST,
+    PagedAttentionMetadata,
+)
 from pagetwin.shared.selector import TWIN_OF_BACKEND, load_backend
 from pagetwin.shared.specs import KVCacheSpec
 from torch import Tensor
@@ -225,9 +229,11 @@ def test_a_sequence_served_in_steps_is_the_sequence_at_once(
     spec = KVCacheSpec(16, 1, 32, torch.float16)
     whole = Engine(load_backend("REFERENCE"), Step(((38, 0),), spec), reference, device)
     query, key, value = whole.projection(38)
-    outputs = torch.full_like(query, NAN), torch.full_like(query, NAN)
+    output = torch.full_like(query, NAN)
     metadata, _ = whole.metadata()
-    whole.impl.forward(object(), query, key, value, whole.cache, metadata, outputs[0])
+    whole.impl.forward(
+        object(), query, key, value, whole.cache, metadata, torch.empty_like(query)
+    )
     steps = Engine(load_backend(name), Step(((38, 0),), spec), reference, device)
     edges = [0, 18, 35, 36, 37, 38]
     for begin, end in pairwise(edges):
@@ -242,10 +248,23 @@ def test_a_sequence_served_in_steps_is_the_sequence_at_once(
             value[own],
             steps.cache,
             steps.builder.build(0, common),
-            outputs[1][own],
+            output[own],
         )
     assert same_bits(whole.cache, steps.cache)
-    assert torch.allclose(outputs[0], outputs[1], atol=2e-3)
+    batch = Batch(
+        plan=Plan((38,), (38,), 16, kv_heads=1, head_size=32, dtype=spec.dtype),
+        query=query,
+        key_cache=whole.cache[0],
+        value_cache=whole.cache[1],
+        block_table=metadata.block_table,
+        query_start_loc=metadata.query_start_loc,
+        seq_lens=metadata.seq_lens,
+        max_query_len=38,
+        max_seq_len=38,
+        rows=whole.rows,
+    )
+    verdict, _ = judge_attention(batch, output, reference)
+    assert verdict.ok, verdict
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -257,6 +276,7 @@ def test_the_metadata_names_every_field_of_the_step(
     metadata, order = Engine(load_backend(name), step, reference, device).metadata()
     assert order == [1, 0]
     expected: dict[str, Any] = {
+        "causal": True,
         "num_actual_tokens": 6,
         "max_query_len": 5,
         "query_start_loc": [0, 1, 6],
@@ -272,21 +292,120 @@ def test_the_metadata_names_every_field_of_the_step(
     for each, value in expected.items():
         found = getattr(metadata, each)
         assert (found.tolist() if isinstance(found, Tensor) else found) == value, each
-    left = {each.name for each in fields(metadata)} - set(expected)
-    assert left - {"attn_bias"} == {"block_table", "slot_mapping"}
+    # what a step has only if somebody sets it
+    for each in fields(metadata):
+        if each.name not in {*expected, "block_table", "slot_mapping", "attn_bias"}:
+            assert not getattr(metadata, each.name), each.name
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_a_batch_that_is_not_causal_is_refused(
+def test_both_parts_of_a_step_keep_what_belongs_to_their_requests(
     name: str, reference: Twin, device: torch.device
 ) -> None:
-    from dataclasses import replace
-
+    """Flags, trees, images and encoders of a decode, a padding request and two prefills."""
     spec = KVCacheSpec(16, 2, 64, torch.float16)
-    engine = Engine(load_backend(name), Step(((5, 12),), spec), reference, device)
-    common = reference.build_common_attn_metadata([5], [12], engine.rows, 16, device)
-    with pytest.raises(ValueError, match="causal = False: expected causal attention"):
-        engine.builder.build(0, replace(common, causal=False))
+    builder = load_backend(name).get_builder_cls()(spec, ["layer"], device)
+    news, rows = [1, 0, 3, 2], [[3], [], [5], [7]]
+    common = reference.build_common_attn_metadata(news, [8, 0, 0, 4], rows, 16, device)
+
+    def counts(*values: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
+    lens, starts = counts(9, 0, 4, 2), counts(0, 0, 0, 4, 6)
+    step = common.replace(
+        causal=torch.tensor([True, True, False, True], device=device),
+        tree_mask=torch.arange(4, device=device).view(4, 1, 1) % 2 == 0,
+        mm_req_doc_ranges={2: [(1, 2)], 0: [(8, 9)]},
+        encoder_seq_lens=lens.to(device),
+        encoder_seq_lens_cpu=lens,
+        encoder_query_start_loc=starts.to(device),
+        encoder_query_start_loc_cpu=starts,
+        cross_block_table_tensor=counts(30, 31, 32, 33)[:, None].to(device),
+        cross_slot_mapping=torch.arange(500, 506, device=device),
+    )
+    metadata = builder.build(0, step)
+    decodes, prefills = metadata.decode_metadata, metadata.prefill_metadata
+    assert decodes is not None and prefills is not None
+    assert metadata.max_encoder_seq_len == 9 and metadata.causal is step.causal
+    expected: dict[str, tuple[Any, Any]] = {
+        "causal": ([True, True], [False, True]),
+        "tree_mask": ([[[True]], [[False]]], [[[True]], [[False]]]),
+        "query_ranges": ([[8, 9]], [[-1, -1], [1, 2], [1, 2], [-1, -1], [-1, -1]]),
+        "encoder_seq_lens": ([9, 0], [4, 2]),
+        "encoder_seq_lens_cpu": ([9, 0], [4, 2]),
+        "max_encoder_seq_len": (9, 4),
+        "encoder_query_start_loc": ([0, 0, 0], [0, 4, 6]),
+        "encoder_query_start_loc_cpu": ([0, 0, 0], [0, 4, 6]),
+        "cross_block_table": ([[30], [31]], [[32], [33]]),
+        "cross_slot_mapping": ([], [500, 501, 502, 503, 504, 505]),
+    }
+    for field_name, both in expected.items():
+        for part, value in zip((decodes, prefills), both, strict=True):
+            found = getattr(part, field_name)
+            found = found.tolist() if isinstance(found, Tensor) else found
+            assert found == value, field_name
+    crossing = prefills.cross_metadata
+    assert crossing.seq_lens.tolist() == [4, 2] and crossing.max_seq_len == 4
+    assert crossing.block_table.tolist() == [[32], [33]]
+    assert (crossing.causal, crossing.tree_mask, crossing.query_ranges) == (
+        False,
+        None,
+        None,
+    )
+    assert builder.build(0, common.replace(causal=False)).causal is False
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_bound_on_the_encoders_is_kept_as_it_is_given(
+    name: str, reference: Twin, device: torch.device
+) -> None:
+    """A captured step is replayed with longer encoders than it was captured with."""
+    spec = KVCacheSpec(16, 2, 64, torch.float16)
+    builder = load_backend(name).get_builder_cls()(spec, ["layer"], device)
+    common = reference.build_common_attn_metadata([1], [8], [[3]], 16, device)
+    lens = torch.tensor([5], dtype=torch.int32)
+    step = common.replace(encoder_seq_lens_cpu=lens, max_encoder_seq_len=77)
+    assert builder.build(0, step).max_encoder_seq_len == 77
+    with pytest.raises(ValueError, match="encoder_query_start_loc = None: expected"):
+        builder.build(0, common.replace(cross_slot_mapping=torch.tensor([4])))
+
+
+def test_every_field_of_a_request_is_cut_in_both_parts() -> None:
+    """A field that is added later must be named here, or a part would keep the whole."""
+    cut_by_hand = {
+        "num_actual_tokens",
+        "max_query_len",
+        "query_start_loc",
+        "query_start_loc_cpu",
+        "max_seq_len",
+        "slot_mapping",
+        "num_decodes",
+        "num_decode_tokens",
+        "num_prefills",
+        "num_prefill_tokens",
+        "query_ranges",
+        "max_encoder_seq_len",
+        "encoder_query_start_loc",
+        "encoder_query_start_loc_cpu",
+        "cross_slot_mapping",
+    }
+    names = {each.name for each in fields(PagedAttentionMetadata)}
+    assert not cut_by_hand & set(PART_FIELDS_PER_REQUEST)
+    assert names == cut_by_hand | set(PART_FIELDS_PER_REQUEST)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_backend_takes_quantised_caches_and_says_once_what_it_does_not_take(
+    name: str, device: torch.device
+) -> None:
+    backend = load_backend(name)
+    for dtype in FP8_DTYPES:
+        spec = KVCacheSpec(16, 2, 64, dtype)
+        assert not backend.validate_configuration(spec, device)
+    wrong = KVCacheSpec(16, 2, 64, torch.int8)
+    (reason,) = backend.validate_configuration(wrong, device)
+    assert reason.startswith("dtype = torch.int8: expected one of torch.float16")
+    assert str(FP8_DTYPES[0]) in reason
 
 
 @pytest.mark.parametrize("name", BACKENDS)

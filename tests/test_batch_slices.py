@@ -1,7 +1,8 @@
 """Is a micro-batch the same as a step of its own requests and tokens?"""
 
+from collections.abc import Iterable
 from dataclasses import fields, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -50,6 +51,16 @@ def counts(values: list[int]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
+def encoder_starts(reqs: Iterable[int]) -> torch.Tensor:
+    """Return where the tokens of some encoders start; every third request brings none."""
+    return counts([0, *accumulate(req % 3 for req in reqs)])
+
+
+def encoder_slots(reqs: Iterable[int]) -> torch.Tensor:
+    slots = [1000 * req + i for req in reqs for i in range(req % 3)]
+    return torch.tensor(slots, dtype=torch.int64)
+
+
 def full_step(
     twin: Twin, lens: list[int], computed: list[int], device: Any = "cpu"
 ) -> CommonAttentionMetadata:
@@ -61,6 +72,9 @@ def full_step(
     logits = [*range(0, tokens, 2), 99, 99]
     on_device = {
         "encoder_seq_lens": counts([70 + req for req in range(reqs)]),
+        "encoder_query_start_loc": encoder_starts(range(reqs)),
+        "cross_block_table_tensor": counts([[7 * req] for req in range(reqs)]),
+        "cross_slot_mapping": encoder_slots(range(reqs)),
         "positions": torch.tensor(
             [
                 old + i
@@ -76,6 +90,8 @@ def full_step(
         num_logits_indices=len(logits) - 2,
         max_logits_per_req=5,
         encoder_seq_lens_cpu=counts([70 + req for req in range(reqs)]),
+        max_encoder_seq_len=99,
+        encoder_query_start_loc_cpu=encoder_starts(range(reqs)),
         is_prefilling=torch.tensor([req % 2 == 0 for req in range(reqs)]),
         mm_req_doc_ranges={req: [(req, req + 2)] for req in range(0, reqs, 2)},
         **{name: value.to(device) for name, value in on_device.items()},
@@ -100,6 +116,8 @@ def test_each_micro_batch_is_the_step_of_its_own_tokens(
         seq_lens = counts([a + b for a, b in zip(new, old, strict=True)])
         starts = counts([sum(new[:i]) for i in range(len(new) + 1)])
         encoder = counts([70 + req for req in reqs])
+        # an encoder's tokens are in the cache before the rest of a cut request runs
+        brought = [req if own[req][0] == first[req] else 0 for req in reqs]
         wanted = [t - begin for t in range(0, sum(lens), 2) if begin <= t < end]
         assert_says(
             part,
@@ -123,6 +141,12 @@ def test_each_micro_batch_is_the_step_of_its_own_tokens(
                 "max_logits_per_req": 5,
                 "encoder_seq_lens": encoder,
                 "encoder_seq_lens_cpu": encoder,
+                "max_encoder_seq_len": 99,
+                "encoder_query_start_loc": encoder_starts(brought),
+                "encoder_query_start_loc_cpu": encoder_starts(brought),
+                "cross_block_table_tensor": counts([[7 * req] for req in reqs]),
+                "cross_slot_mapping": encoder_slots(brought),
+                "tree_mask": None,
                 "dcp_local_seq_lens": None,
                 "dcp_local_seq_lens_cpu": None,
                 "positions": torch.tensor(
@@ -198,6 +222,43 @@ def test_sliced_starts_begin_with_zero(
     assert sliced.tolist() == [sum(own[:i]) for i in range(len(own) + 1)]
     sliced += 1
     assert torch.equal(starts, before)
+
+
+def test_a_tree_goes_with_its_request_and_is_not_cut(twin: Twin) -> None:
+    """A draft behind the cut would take its siblings for its context."""
+    step = twin.build_common_attn_metadata([3, 2, 4], [0] * 3, [[1], [2], [3]], 4)
+    tree = torch.arange(27).view(3, 3, 3) % 2 == 0
+    step = step.replace(tree_mask=tree)
+    part = twin.make_metadata_with_slice(UBatchSlice(slice(1, 3), slice(3, 9)), step)
+    assert torch.equal(part.tree_mask, tree[1:])
+    assert torch.equal(step.unpadded(5, 2).tree_mask, tree[:2])
+    for requests, tokens, words in (
+        (slice(0, 2), slice(1, 5), "the first request is cut"),
+        (slice(0, 2), slice(0, 4), "the last request is cut"),
+    ):
+        with pytest.raises(NotImplementedError, match=words):
+            twin.make_metadata_with_slice(UBatchSlice(requests, tokens), step)
+
+
+def test_flags_of_each_request_are_cut_and_one_flag_is_not(twin: Twin) -> None:
+    step = twin.build_common_attn_metadata([3, 2], [0] * 2, [[1], [2]], 4)
+    half = UBatchSlice(slice(1, 2), slice(3, 5))
+    flags = torch.tensor([True, False])
+    part = twin.make_metadata_with_slice(half, step.replace(causal=flags))
+    assert part.causal.tolist() == [False]
+    assert twin.make_metadata_with_slice(half, step).causal is True
+
+
+def test_slots_of_an_encoder_are_not_cut_without_its_starts(twin: Twin) -> None:
+    step = twin.build_common_attn_metadata([3, 2], [0] * 2, [[1], [2]], 4)
+    step = step.replace(cross_slot_mapping=torch.arange(4))
+    half = UBatchSlice(slice(1, 2), slice(3, 5))
+    starts = counts([0, 4, 4])
+    with pytest.raises(ValueError, match="encoder_query_start_loc = None: expected"):
+        twin.make_metadata_with_slice(half, step)
+    step = step.replace(encoder_query_start_loc=starts)
+    with pytest.raises(ValueError, match="encoder_query_start_loc_cpu = None"):
+        twin.make_metadata_with_slice(half, step)
 
 
 REFUSED = {

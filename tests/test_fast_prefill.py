@@ -10,6 +10,7 @@ from conftest import TWINS, Twin
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pagetwin.shared.backend_interface import AttentionBackend
+from pagetwin.shared.budgets import judge_rows
 from pagetwin.shared.fast_prefill_metadata import (
     KV_SHARING_FAST_PREFILL_METADATA_FIELDS,
     KVSharingFastPrefillMetadata,
@@ -17,6 +18,7 @@ from pagetwin.shared.fast_prefill_metadata import (
 from pagetwin.shared.metadata_classes import CommonAttentionMetadata
 from pagetwin.shared.operations import load_implementation
 from pagetwin.shared.specs import KVCacheSpec
+from torch import Tensor
 
 BLOCK_SIZE = 4
 EACH_BACKEND = [
@@ -89,9 +91,9 @@ REWRITTEN = {
     "query_start_loc_cpu",
     "num_actual_tokens",
     "max_query_len",
-    "causal",
     "positions",
 }
+REFUSED = {"tree_mask"}
 LEFT_OUT = {"logits_indices_padded", "num_logits_indices", "max_logits_per_req"}
 KEPT = {
     "seq_lens",
@@ -101,8 +103,14 @@ KEPT = {
     "max_seq_len",
     "block_table_tensor",
     "slot_mapping",
+    "causal",
     "encoder_seq_lens",
     "encoder_seq_lens_cpu",
+    "max_encoder_seq_len",
+    "encoder_query_start_loc",
+    "encoder_query_start_loc_cpu",
+    "cross_block_table_tensor",
+    "cross_slot_mapping",
     "dcp_local_seq_lens",
     "dcp_local_seq_lens_cpu",
     "is_prefilling",
@@ -122,9 +130,9 @@ def wanting(query_lens: list[int], logits: list[int], **more: Any) -> Any:
 
 
 def test_no_field_of_the_step_is_forgotten(twin: Twin) -> None:
-    """Each one is counted anew, left out, or still true as it is."""
+    """Each one is counted anew, left out, refused, or still true as it is."""
     names = {each.name for each in dataclasses.fields(CommonAttentionMetadata)}
-    assert names == REWRITTEN | LEFT_OUT | KEPT
+    assert names == REWRITTEN | LEFT_OUT | REFUSED | KEPT
     more = dict.fromkeys(
         ("encoder_seq_lens", "dcp_local_seq_lens"), torch.ones(2, dtype=torch.int32)
     )
@@ -166,6 +174,8 @@ def test_a_step_that_names_no_logits_is_refused(twin: Twin) -> None:
         make(common.replace(num_logits_indices=None))
     with pytest.raises(ValueError, match="num_logits_indices = 3: expected 0 to 2"):
         make(common.replace(num_logits_indices=3))
+    with pytest.raises(NotImplementedError, match="tree_mask is given: expected None"):
+        make(common.replace(tree_mask=torch.ones(2, 4, 4, dtype=torch.bool)))
 
 
 @pytest.mark.parametrize(("name", "backend"), EACH_BACKEND, ids=str)
@@ -196,24 +206,34 @@ def test_the_wanted_tokens_attend_as_in_the_whole_step(
         last = seq_len - 1
         cache[0, table[last // BLOCK_SIZE], last % BLOCK_SIZE] = 9
     query = torch.rand(common.num_actual_tokens, 1, 16, device=device)
-    full, some = (
-        twin.paged_attention(
+
+    def attend(by: Twin, rows: Tensor, metadata: Any, **more: Any) -> Tensor:
+        attended: Tensor = by.paged_attention(
             rows,
             cache[0],
-            cache[1],
+            more.pop("values", cache[1]),
             metadata.block_table,
             metadata.query_start_loc,
             metadata.seq_lens,
             metadata.max_query_len,
             metadata.max_seq_len,
+            **more,
         )
-        for rows, metadata in (
-            (query, whole),
-            (query[wanted] if common.max_query_len > 1 else query, part),
+        return attended
+
+    kept = wanted if common.max_query_len > 1 else slice(None)
+    some = attend(twin, query[kept], part)
+    double = {"out": query.double(), "compute_dtype": torch.float64}
+    exact, same, sizes = (
+        attend(TWINS["reference"], query, whole, **more)[kept]
+        for more in (
+            double,
+            {},
+            {"values": cache[1].abs()},
         )
     )
-    kept = full[wanted] if common.max_query_len > 1 else full
-    torch.testing.assert_close(some, kept, rtol=1e-5, atol=1e-5)
+    verdict = judge_rows(some, exact, same, torch.float32, sizes)
+    assert verdict.ok, verdict
 
 
 def test_a_derived_backend_differs_in_its_builder_alone(twin: Twin) -> None:

@@ -6,7 +6,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from pagetwin.shared.capabilities import MultipleOf, select_common_block_size
+from pagetwin.shared.capabilities import (
+    Capabilities,
+    MultipleOf,
+    select_common_block_size,
+)
 from pagetwin.shared.kinds import AttentionType
 from pagetwin.shared.layouts import KVCacheLayout
 from pagetwin.shared.placeholder_backend import PlaceholderAttentionBackend
@@ -165,9 +169,14 @@ def test_what_a_backend_says_it_takes_is_what_it_accepts(name: str) -> None:
         assert backend.supports_kv_cache_dtype(cache_dtype) == (not refused)
     assert backend.supports_kv_cache_dtype("auto")
     assert backend.supports_kv_cache_dtype(None)
-    assert not backend.supports_kv_cache_dtype("fp8")
-    assert backend.supports_attn_type("decoder")
-    assert not backend.supports_attn_type(AttentionType.ENCODER_ONLY)
+    for quantised in ("fp8", "fp8_e4m3", "fp8_e5m2"):
+        assert backend.supports_kv_cache_dtype(quantised)
+    assert not backend.supports_kv_cache_dtype("int4")
+    for kind in AttentionType:
+        assert backend.supports_attn_type(kind)
+    assert not backend.supports_attn_type("sideways")
+    assert not Capabilities.supports_kv_cache_dtype("fp8")
+    assert not Capabilities.supports_attn_type(AttentionType.ENCODER_ONLY)
 
 
 @pytest.mark.parametrize("name", TWIN_OF_BACKEND)

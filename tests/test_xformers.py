@@ -5,6 +5,7 @@ where somebody has the hardware.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import judge_attention
 from pagetwin.shared.selector import load_backend
-from pagetwin.shared.specs import KVCacheSpec
+from pagetwin.shared.specs import CrossAttentionSpec, KVCacheSpec
 
 pytest.importorskip("xformers")
 
@@ -168,3 +169,102 @@ def test_it_is_asked_for_nothing_where_nothing_decodes(
     output, metadata, _ = forward(batch, spec, reference)
     assert metadata.attn_bias is None and not launches
     assert judge_attention(batch, output, reference)[0].ok
+
+
+# ---- cross-attention, and steps that ask for more than the operator has
+
+
+def cross_step(
+    news: list[int], encoders: list[int], twin: Twin, device: torch.device
+) -> tuple[Any, Any]:
+    """Return encoders' keys in a cache, and the metadata of a step that reads them."""
+    plan = Plan(tuple(news), tuple(encoders), head_size=64, dtype=torch.float16)
+    batch = build(plan, device)
+    lens = torch.tensor(encoders, dtype=torch.int32)
+    common = twin.build_common_attn_metadata(
+        news, [0] * len(news), [[req] for req in range(len(news))], 16, device
+    ).replace(
+        encoder_seq_lens=lens.to(device),
+        encoder_seq_lens_cpu=lens,
+        cross_block_table_tensor=batch.block_table,
+    )
+    spec = CrossAttentionSpec(16, plan.kv_heads, 64, torch.float16)
+    builder = load_backend("XFORMERS").get_builder_cls()(spec, ["layer"], device)
+    return batch, builder.build(0, common)
+
+
+def cross_forward(batch: Any, metadata: Any) -> Any:
+    plan = batch.plan
+    impl = load_backend("XFORMERS").get_impl_cls()(
+        plan.kv_heads * plan.group,
+        64,
+        64**-0.5,
+        plan.kv_heads,
+        attn_type="encoder_decoder",
+    )
+    assert impl.decode_op == "xformers"
+    cache = torch.stack([batch.key_cache, batch.value_cache])
+    output = torch.full_like(batch.query, float("nan"))
+    impl.forward(object(), batch.query, None, None, cache, metadata, output)
+    return output
+
+
+def test_decodes_of_cross_attention_run_in_it(
+    launches: list[Any], reference: Twin, device: torch.device
+) -> None:
+    """A padding request between them brings no query and is left out of the mask."""
+    batch, metadata = cross_step([1, 0, 1], [33, 5, 16], reference, device)
+    output = cross_forward(batch, metadata)
+    assert len(launches) == 1
+    assert metadata.attn_bias is None, "nobody here reads the sequence's own keys"
+    # one query sees all keys, whether it counts as the last of them or not
+    assert judge_attention(batch, output, reference)[0].ok
+
+
+@pytest.mark.parametrize("encoders", [[33, 0, 7], [0, 0]])
+def test_a_decode_of_a_request_without_encoder_gets_zeros_from_it(
+    encoders: list[int], launches: list[Any], reference: Twin, device: torch.device
+) -> None:
+    """Its kernel says so itself: no weight at all, and no division by it."""
+    news = [1] * len(encoders)
+    batch, metadata = cross_step(news, encoders, reference, device)
+    output = cross_forward(batch, metadata)
+    assert len(launches) == 1
+    for row, length in zip(output, encoders, strict=True):
+        assert bool(row.isfinite().all()) and bool(row.any()) == bool(length)
+
+
+def test_a_step_says_why_its_decodes_run_in_triton(
+    launches: list[Any], reference: Twin, device: torch.device
+) -> None:
+    batch, _, spec = decodes(device)
+    builder = load_backend("XFORMERS").get_builder_cls()(spec, ["layer"], device)
+    common = reference.build_common_attn_metadata(
+        [1, 1, 1], [32, 0, 15], batch.rows, 16, device
+    )
+    tree = torch.ones(3, 1, 1, dtype=torch.bool, device=device)
+    for changes, reason in (
+        ({"tree_mask": tree}, "tree_mask is given"),
+        ({"mm_req_doc_ranges": {0: [(30, 34)]}}, "query_ranges is given"),
+    ):
+        metadata = builder.build(0, common.replace(**changes))
+        assert metadata.attn_bias is None
+        assert metadata.attn_bias_reason.startswith(reason)
+    for causal in (True, False, torch.tensor([True, False, True])):
+        metadata = builder.build(0, common.replace(causal=causal))
+        assert metadata.attn_bias is not None and not metadata.attn_bias_reason
+    builder.init_reorder_batch_threshold(3)
+    common = reference.build_common_attn_metadata([3], [7], [[1]], 16, device)
+    metadata = builder.build(0, common)
+    assert metadata.num_decodes == 1 and metadata.attn_bias is None
+    assert metadata.attn_bias_reason.startswith("a decode brings 3 tokens")
+
+
+def test_a_mask_for_blocks_of_another_size_is_refused(
+    reference: Twin, device: torch.device
+) -> None:
+    """Its rows would be read as if they counted other blocks."""
+    batch, _, spec = decodes(device)
+    wrong = replace(spec, block_size=32)
+    with pytest.raises(ValueError, match="built for blocks of 32: expected 16"):
+        forward(batch, wrong, reference)
