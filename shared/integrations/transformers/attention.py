@@ -1,0 +1,226 @@
+"""What does a model of the library call where it attends?
+
+The library looks its attention function up by name. `register` puts one under "pagetwin_reference"
+or "pagetwin_optimized", and beside it a function that makes the masks. What the function gets
+decides what it does: a batch of pages (`pagetwin=`), keys that lie in a `PagedCache`, or keys and
+values as plain tensors, padded to one length, which become one ragged batch. Whatever it cannot do
+exactly it refuses.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+from ...operations import Implementation
+from ...refusals.integrations import (
+    check_causal_batch,
+    check_inference,
+    check_layer_kind,
+    check_same_implementation,
+    load_named,
+)
+from .masks import Sight, Spans, read_position_bias, read_spans
+from .paged_cache import KeysInPages, attend_pages
+
+CALLS: ContextVar[Counter[nn.Module] | None] = ContextVar(
+    "pagetwin_calls", default=None
+)
+
+
+def attention_name(implementation: str) -> str:
+    """Return the name under which a twin is registered."""
+    return f"pagetwin_{implementation}"
+
+
+def register(implementation: str = "optimized") -> str:
+    """Make a twin known to the library, and return its name there.
+
+    Doing so again changes nothing.
+
+    Args:
+        implementation: "reference", "optimized", or the dotted name of a package with the same
+            files.
+
+    Returns:
+        The name for `model.set_attn_implementation(...)`.
+
+    Raises:
+        ValueError: an implementation that cannot be loaded.
+    """
+    run = load_named(implementation)
+
+    def attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        **given: Any,
+    ) -> tuple[Tensor, None]:
+        check_inference(query, dropout)
+        _count(module)
+        bias = read_position_bias(given.get("position_bias"))
+        sight = _sight(module, given, bias is not None)
+        options = _options(query, scaling, sight, bias, given)
+        batch = given.get("pagetwin")
+        if batch is not None:
+            check_same_implementation(batch.name, implementation)
+            check_causal_batch(module, sight.causal)
+            out = batch.attend(module, query, key, value, options)
+        elif isinstance(key, KeysInPages):
+            out = attend_pages(run, query, key, attention_mask, sight, options)
+        else:
+            shape = (query.shape[0], query.shape[2], key.shape[2])
+            spans = read_spans(attention_mask, *shape, sight)
+            options["causal"] = sight.causal
+            out = _attend_padded(run, query, key, value, spans, options)
+        return out, None
+
+    name = attention_name(implementation)
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, _whole_mask)
+    return name
+
+
+def register_all() -> tuple[str, str]:
+    """Make both twins known to the library, and return their names there."""
+    return register("reference"), register("optimized")
+
+
+@contextmanager
+def count_calls(model: nn.Module) -> Iterator[Counter[str]]:
+    """Count how often each attention module of a model runs on a twin.
+
+    Args:
+        model: whose modules give the names.
+
+    Returns:
+        The counts by module name, filled when the block ends.
+
+    Example:
+        >>> with count_calls(model) as calls:  # doctest: +SKIP
+        ...     model(input_ids)
+        >>> calls  # doctest: +SKIP
+        Counter({'model.layers.0.self_attn': 1, 'model.layers.1.self_attn': 1})
+    """
+    counted: Counter[nn.Module] = Counter()
+    calls: Counter[str] = Counter()
+    token = CALLS.set(counted)
+    try:
+        yield calls
+    finally:
+        CALLS.reset(token)
+        names = {module: name for name, module in model.named_modules()}
+        for module, count in counted.items():
+            calls[names.get(module, type(module).__name__)] += count
+
+
+def _count(module: nn.Module) -> None:
+    counted = CALLS.get()
+    if counted is not None:
+        counted[module] += 1
+
+
+def _whole_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """Return the library's mask, causality included even where it could be left out."""
+    kwargs["allow_is_causal_skip"] = False
+    mask: Tensor | None = sdpa_mask(*args, **kwargs)
+    return mask
+
+
+def _sight(module: nn.Module, given: Mapping[str, Any], biased: bool) -> Sight:
+    """Return what a layer's positions decide."""
+    causal = given.get("is_causal")
+    if causal is None:
+        causal = getattr(module, "is_causal", True)
+    window = given.get("sliding_window")
+    chunk = check_layer_kind(module, window)
+    return Sight(bool(causal), window, chunk, biased)
+
+
+def _options(
+    query: Tensor,
+    scaling: float | None,
+    sight: Sight,
+    bias: Tensor | None,
+    given: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return what both kinds of attention are told beside their tensors."""
+    sinks = given.get("s_aux")
+    options = {
+        "scale": scaling,
+        "sliding_window": sight.sliding_window,
+        "attention_chunk_size": sight.attention_chunk_size,
+        "logits_soft_cap": given.get("softcap"),
+        "sinks": None if sinks is None else sinks.detach().float(),
+        "position_bias": bias,
+        "compute_dtype": torch.float64 if query.dtype == torch.float64 else None,
+    }
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _attend_padded(
+    run: Implementation,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    spans: Spans,
+    options: dict[str, Any],
+) -> Tensor:
+    """Return attention of a padded batch; rows of padding are 0.
+
+    Args:
+        query: [reqs, query_heads, query_len, head_size].
+        key: [reqs, kv_heads, key_len, head_size].
+        value: [reqs, kv_heads, key_len, value_head_size].
+        spans: which of them are no padding.
+        options: passed on to `encoder_attention`.
+
+    Returns:
+        [reqs, query_len, query_heads, value_head_size].
+    """
+    num_reqs, query_heads, query_len, _ = query.shape
+    # step: take the padding out, so that the batch is ragged
+    query_rows, query_start_loc, max_query_len = _rows(spans.queries, query)
+    key_rows, key_start_loc, max_key_len = _rows(spans.keys, key)
+    # step: attend
+    ragged = run.encoder_attention(
+        _flat(query)[query_rows],
+        _flat(key)[key_rows],
+        _flat(value)[key_rows],
+        query_start_loc,
+        key_start_loc,
+        max_query_len,
+        max_key_len,
+        **options,
+    )
+    # step: put it back
+    out = value.new_zeros(num_reqs * query_len, query_heads, value.shape[-1])
+    out[query_rows] = ragged
+    return out.view(num_reqs, query_len, query_heads, -1)
+
+
+def _flat(padded: Tensor) -> Tensor:
+    """Return [reqs * columns, heads, elements] of [reqs, heads, columns, elements]."""
+    return padded.transpose(1, 2).flatten(0, 1)
+
+
+def _rows(spans: list[tuple[int, int]], padded: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Return the rows of the flat batch that are no padding, their starts, the longest count."""
+    column = torch.arange(padded.shape[2])
+    first, end = torch.tensor(spans, dtype=torch.int64).reshape(-1, 2).unbind(1)
+    is_token = (column >= first[:, None]) & (column < end[:, None])
+    lengths = is_token.sum(1)
+    starts = nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+    rows = is_token.flatten().nonzero().flatten()
+    longest = max(lengths.tolist(), default=0)
+    return rows.to(padded.device), starts.to(padded.device), longest

@@ -1,0 +1,193 @@
+"""How do requests of an encoder-decoder model run, their encoder's keys in pages?
+
+A wave is as many requests as fit. Their inputs are padded and encoded together; the encoder's keys
+and values are written to pages once, without the padding, and each decoder step reads them through
+a block table of its own. A request that has ended leaves its wave and gives its blocks back.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import EncoderDecoderCache
+from transformers.modeling_outputs import BaseModelOutput
+
+from ...refusals.integrations import (
+    check_calls,
+    check_decoder_prompt,
+    check_features,
+    check_prompts,
+    check_wave_fits,
+)
+from .attention import count_calls
+from .paged_cache import PagedCache
+from .statistics import Statistics
+
+
+@dataclass
+class _Request:
+    """A request of a wave: its place among the prompts, its encoder's keys, its new tokens."""
+
+    number: int
+    encoder_len: int
+    tokens: list[int]
+    logits: list[Tensor]
+
+
+def run_waves(
+    model: Any,
+    prompts: Sequence[Any],
+    implementation: str,
+    max_new_tokens: int,
+    block_size: int,
+    num_blocks: int | None,
+    max_batch_tokens: int,
+    max_running: int,
+    ends: frozenset[int],
+    decoder_prompt: Sequence[int] | None,
+    statistics: Statistics,
+) -> list[list[int]]:
+    """Return each prompt's new tokens; the arguments are those of `generate`."""
+    config = model.config
+    if decoder_prompt is None:
+        decoder_prompt = [config.decoder_start_token_id]
+    beginning = check_decoder_prompt(decoder_prompt, config.vocab_size)
+    is_speech = any(isinstance(prompt, Tensor) for prompt in prompts)
+    if is_speech:
+        check_features(prompts)
+    else:
+        check_prompts(prompts, config.vocab_size, 0, None)
+    decoder_len = len(beginning) + max_new_tokens - 1
+    requests = [
+        _Request(number, _encoder_len(model, prompt), [], [])
+        for number, prompt in enumerate(prompts)
+    ]
+    for wave in _cut_into_waves(
+        requests, decoder_len, block_size, num_blocks, max_batch_tokens, max_running
+    ):
+        # step: encode the wave's inputs, padded to one length
+        inputs, mask = _encoder_inputs(model, [prompts[each.number] for each in wave])
+        with count_calls(model) as calls:
+            encoded = model.get_encoder()(**inputs)[0]
+        check_calls(type(model).__name__, calls, _num_layers(model.get_encoder()))
+        statistics.calls.update(calls)
+        statistics.encoder_runs += 1
+        # step: make pages for the wave's decoder, and for what it reads of the encoder
+        lengths = [each.encoder_len for each in wave]
+        caches = [
+            PagedCache(max(1, count), block_size, implementation, lengths=of)
+            for count, of in (
+                (len(wave) * -(-decoder_len // block_size), None),
+                (sum(-(-length // block_size) for length in lengths), lengths),
+            )
+        ]
+        cache = EncoderDecoderCache(*caches)
+        tokens = torch.tensor([beginning] * len(wave), device=model.device)
+        # step: decode until every request of the wave has ended
+        while wave:
+            logits = _decode(model, tokens, encoded, mask, cache, statistics)
+            chosen = logits.argmax(1).tolist()
+            for request, scores, token in zip(wave, logits, chosen, strict=True):
+                request.tokens.append(token)
+                if statistics.keep_logits:
+                    request.logits.append(scores)
+            stays = [
+                place
+                for place, request in enumerate(wave)
+                if request.tokens[-1] not in ends
+                and len(request.tokens) < max_new_tokens
+            ]
+            if len(stays) < len(wave):
+                index = torch.tensor(stays, dtype=torch.int64, device=model.device)
+                wave = [wave[place] for place in stays]
+                encoded = encoded[index]
+                mask = None if mask is None else mask[index]
+                for each in caches:
+                    each.batch_select_indices(index)
+            tokens = torch.tensor(
+                [[request.tokens[-1]] for request in wave], device=model.device
+            )
+    if statistics.keep_logits:
+        statistics.logits += [torch.stack(each.logits) for each in requests]
+    return [request.tokens for request in requests]
+
+
+def _decode(
+    model: Any,
+    tokens: Tensor,
+    encoded: Tensor,
+    mask: Tensor | None,
+    cache: EncoderDecoderCache,
+    statistics: Statistics,
+) -> Tensor:
+    """Return [reqs, vocabulary] the logits behind each request's last token."""
+    with count_calls(model) as calls:
+        answer: Tensor = model(
+            encoder_outputs=BaseModelOutput(last_hidden_state=encoded),
+            attention_mask=mask,
+            decoder_input_ids=tokens,
+            past_key_values=cache,
+            use_cache=True,
+        ).logits[:, -1]
+    # each layer attends to the decoder's own tokens and to the encoder's
+    check_calls(type(model).__name__, calls, 2 * _num_layers(model.get_decoder()))
+    statistics.calls.update(calls)
+    statistics.steps += 1
+    return answer
+
+
+def _cut_into_waves(
+    requests: Sequence[_Request],
+    decoder_len: int,
+    block_size: int,
+    num_blocks: int | None,
+    max_batch_tokens: int,
+    max_running: int,
+) -> Iterator[list[_Request]]:
+    """Yield as many requests at once as fit, the first ones first."""
+    waiting = list(requests)
+    of_decoder = -(-decoder_len // block_size)
+    while waiting:
+        count, of_encoder, longest = 0, 0, 0
+        for request in waiting[:max_running]:
+            blocks = -(-request.encoder_len // block_size)
+            check_wave_fits(request.number, blocks, of_decoder, num_blocks)
+            longest = max(longest, request.encoder_len)
+            used = max(of_encoder + blocks, (count + 1) * of_decoder)
+            is_full = num_blocks is not None and used > num_blocks
+            if count and (is_full or (count + 1) * longest > max_batch_tokens):
+                break
+            count, of_encoder = count + 1, of_encoder + blocks
+        yield waiting[:count]
+        waiting = waiting[count:]
+
+
+def _encoder_inputs(
+    model: Any, prompts: Sequence[Any]
+) -> tuple[dict[str, Tensor], Tensor | None]:
+    """Return what the encoder is called with, and which of its columns are no padding."""
+    device = model.device
+    if isinstance(prompts[0], Tensor):
+        features = torch.stack([prompt.to(device, model.dtype) for prompt in prompts])
+        return {"input_features": features}, None
+    longest = max(len(prompt) for prompt in prompts)
+    padding = model.config.pad_token_id or 0
+    ids = [[*prompt, *[padding] * (longest - len(prompt))] for prompt in prompts]
+    shown = [[column < len(prompt) for column in range(longest)] for prompt in prompts]
+    mask = torch.tensor(shown, dtype=torch.int64, device=device)
+    input_ids = torch.tensor(ids, device=device)
+    return {"input_ids": input_ids, "attention_mask": mask}, mask
+
+
+def _encoder_len(model: Any, prompt: Any) -> int:
+    """Return how many keys the encoder makes of a prompt."""
+    if not isinstance(prompt, Tensor):
+        return len(prompt)
+    return int(model._get_feat_extract_output_lengths(torch.tensor(prompt.shape[-1])))
+
+
+def _num_layers(stack: Any) -> int:
+    """Return the layers of an encoder or a decoder."""
+    return len(stack.layers if hasattr(stack, "layers") else stack.block)
