@@ -18,7 +18,6 @@ import os
 import platform
 import re
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -31,7 +30,6 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("tests", "replay", "times")
-FLUSH_BYTES = 1 << 30
 Record = dict[str, Any]
 
 
@@ -151,8 +149,9 @@ def run_times(folder: Path, limit: float, device: str, smoke: bool) -> Record:
     """Return the times, measured in a process of its own that may crash."""
     lines = folder / "times.jsonl"
     lines.unlink(missing_ok=True)
-    command = [sys.executable, str(Path(__file__).resolve()), str(lines)]
-    command += ["--measure", "--device", device] + ["--smoke"] * smoke
+    script = Path(__file__).with_name("timing.py").resolve()
+    command = [sys.executable, str(script), str(lines), "--device", device]
+    command += ["--smoke"] * smoke
     code, output = run_limited(command, limit, folder / "times.log")
     rows = []
     if lines.exists():
@@ -172,192 +171,6 @@ def run_times(folder: Path, limit: float, device: str, smoke: bool) -> Record:
 def describe(code: int | None, limit: float) -> str:
     """Return in words how a command ended."""
     return f"stopped after its {limit:.0f} s" if code is None else f"exit code {code}"
-
-
-# what is timed: a name, and functions that return (implementation, call, bytes, flops)
-Timed = tuple[str, Callable[[], Any]]
-
-
-def attention_case(
-    queries: list[int], keys: list[int], device: str, heads: tuple[int, int, int]
-) -> tuple[list[Timed], dict[str, float]]:
-    """Return the attention of one batch by every implementation, and its bytes and flops."""
-    import torch
-    from pagetwin.shared.operations import load_implementation
-
-    query_heads, kv_heads, head_size = heads
-    dtype, block_size = torch.bfloat16, 16
-    torch.manual_seed(0)
-    blocks = [-(-count // block_size) for count in keys]
-    order = torch.randperm(sum(blocks)).tolist()
-    rows = [[order.pop() for _ in range(count)] for count in blocks]
-    cache = torch.randn(
-        2, sum(blocks), block_size, kv_heads, head_size, dtype=dtype, device=device
-    )
-    query = torch.randn(
-        sum(queries), query_heads, head_size, dtype=dtype, device=device
-    )
-    out = torch.empty_like(query)
-    computed = [kv - new for kv, new in zip(keys, queries, strict=True)]
-    step = load_implementation("reference").build_common_attn_metadata(
-        queries, computed, rows, block_size, device
-    )
-
-    def attend(twin: str) -> Callable[[], Any]:
-        operation = load_implementation(twin).paged_attention
-        return lambda: operation(
-            query,
-            cache[0],
-            cache[1],
-            step.block_table_tensor,
-            step.query_start_loc,
-            step.seq_lens,
-            step.max_query_len,
-            step.max_seq_len,
-            out=out,
-        )
-
-    cases: list[Timed] = [("reference", attend("reference"))]
-    cases.append(("triton", attend("optimized")))
-    if set(queries) == {1}:
-        from pagetwin.optimized._xformers import build_decode_bias, split_k_attention
-
-        bias = build_decode_bias(keys, step.block_table_tensor, block_size)
-        scale = head_size**-0.5
-        cases.append(
-            (
-                "xformers",
-                lambda: split_k_attention(query, cache[0], cache[1], bias, scale),
-            )
-        )
-    pairs = sum(
-        new * kv - new * (new - 1) / 2 for new, kv in zip(queries, keys, strict=True)
-    )
-    width = head_size * dtype.itemsize
-    moved = 2 * sum(keys) * kv_heads * width + 2 * sum(queries) * query_heads * width
-    return cases, {"bytes": moved, "flops": 4 * pairs * query_heads * head_size}
-
-
-def write_case(
-    tokens: int, device: str, heads: tuple[int, int, int]
-) -> tuple[list[Timed], dict[str, float]]:
-    """Return the write of that many tokens to scattered slots."""
-    import torch
-    from pagetwin.shared.operations import load_implementation
-
-    _, kv_heads, head_size = heads
-    torch.manual_seed(0)
-    sizes = (kv_heads, head_size)
-    key = torch.randn(tokens, *sizes, dtype=torch.bfloat16, device=device)
-    cache = torch.zeros(
-        2, tokens // 16 + 4, 16, *sizes, dtype=torch.bfloat16, device=device
-    )
-    slots = torch.randperm(tokens).to(device)
-
-    def write(twin: str) -> Callable[[], Any]:
-        operation = load_implementation(twin).reshape_and_cache
-        return lambda: operation(key, key, cache[0], cache[1], slots)
-
-    cases = [("reference", write("reference")), ("triton", write("optimized"))]
-    return cases, {"bytes": 4 * key.nbytes, "flops": 0}
-
-
-def slot_case(reqs: int, device: str) -> tuple[list[Timed], dict[str, float]]:
-    """Return the slots of a step: a prefill chunk among each 32 decodes."""
-    import torch
-    from pagetwin.shared.operations import load_implementation
-
-    queries = [128 if req % 32 == 31 else 1 for req in range(reqs)]
-    starts = torch.tensor([0, *queries], dtype=torch.int32).cumsum(0).int().to(device)
-    computed = torch.full((reqs,), 2048, dtype=torch.int32, device=device)
-    table = torch.randint(0, 10**6, (reqs, 160), dtype=torch.int32, device=device)
-
-    def compute(twin: str) -> Callable[[], Any]:
-        operation = load_implementation(twin).compute_slot_mapping_device
-        return lambda: operation(starts, computed, table, 16, sum(queries))
-
-    cases = [("reference", compute("reference")), ("triton", compute("optimized"))]
-    return cases, {"bytes": 8 * sum(queries), "flops": 0}
-
-
-def measure(file: Path, device: str, smoke: bool) -> int:
-    """Time every case and write one line of JSON each; return 1 if one failed."""
-    heads = (4, 2, 32) if smoke else (32, 8, 128)
-    few = 16 if smoke else 1
-    kv = 4096 // few**2 * (2 if smoke else 1)
-    chunk = 1024 // few // (4 if smoke else 1)
-    cases: dict[str, Callable[[], tuple[list[Timed], dict[str, float]]]] = {
-        f"decode, {64 // few} rows x {kv} keys": lambda: attention_case(
-            [1] * (64 // few), [kv] * (64 // few), device, heads
-        ),
-        f"prefill, 1 x {8192 // few**2}": lambda: attention_case(
-            [8192 // few**2], [8192 // few**2], device, heads
-        ),
-        f"mixed, {32 // few} decodes of {kv} keys, 2 chunks of {chunk}": lambda: (
-            attention_case(
-                [1] * (32 // few) + [chunk] * 2,
-                [kv] * (32 // few) + [2 * chunk] * 2,
-                device,
-                heads,
-            )
-        ),
-        f"cache write, {8192 // few} tokens": lambda: write_case(
-            8192 // few, device, heads
-        ),
-        f"slot mapping, {256 // few} rows": lambda: slot_case(256 // few, device),
-    }
-    failed = False
-    with file.open("w", encoding="utf-8") as sink:
-        for name, make in cases.items():
-            try:
-                timed, work = make()
-            except Exception as error:
-                timed, work = [], {}
-                row = {"case": name, "failed": f"{type(error).__name__}: {error}"}
-                print(json.dumps(row), file=sink, flush=True)
-                failed = True
-            for implementation, call in timed:
-                row = {"case": name, "implementation": implementation, **work}
-                try:
-                    row |= time_call(call, device, repeats=3 if smoke else 30)
-                except Exception as error:
-                    row["failed"] = f"{type(error).__name__}: {error}"[:600]
-                    failed = True
-                print(json.dumps(row), file=sink, flush=True)
-    return int(failed)
-
-
-def time_call(call: Callable[[], Any], device: str, repeats: int) -> dict[str, float]:
-    """Return median and quartiles in microseconds, fewer runs if one takes long."""
-    import torch
-
-    on_gpu = device == "cuda"
-    flush = torch.empty(FLUSH_BYTES if on_gpu else 1, dtype=torch.int8, device=device)
-
-    def once() -> float:
-        # the flush keeps the device busy while the host launches what is timed
-        flush.zero_()
-        if not on_gpu:
-            begin = time.perf_counter()
-            call()
-            return 1e6 * (time.perf_counter() - begin)
-        begins, ends = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begins.record()
-        call()
-        ends.record()
-        torch.cuda.synchronize()
-        return 1e3 * begins.elapsed_time(ends)
-
-    for _ in range(2):  # compiles the kernels, and finds out how long a run takes
-        took = once()
-    repeats = max(3, min(repeats, int(5e6 / max(took, 1))))
-    times = [once() for _ in range(repeats)]
-    low, median, high = statistics.quantiles(times, n=4)
-    return {
-        "median_us": round(median, 2),
-        "quartiles_us": [round(low, 2), round(high, 2)],
-        "runs": repeats,
-    }
 
 
 def describe_machine(commit: str | None, device: str) -> Record:
@@ -502,7 +315,7 @@ def write_record(folder: Path, record: Record) -> Path:
 
 def asked_for(asked: argparse.Namespace) -> Record:
     """Return the options of the record, without the folder it is written to."""
-    return {k: v for k, v in vars(asked).items() if k not in ("folder", "measure")}
+    return {k: v for k, v in vars(asked).items() if k != "folder"}
 
 
 def main() -> int:
@@ -519,10 +332,7 @@ def main() -> int:
     parser.add_argument("--limit-times", type=float, default=120)
     parser.add_argument("--select", default="", help="further options of pytest")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, no figures")
-    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
-    if asked.measure:
-        return measure(asked.folder, asked.device, asked.smoke)
     parts = asked.parts.split(",")
     if unknown := set(parts) - set(PARTS):
         parser.error(f"--parts {', '.join(unknown)}: expected some of {PARTS}")
