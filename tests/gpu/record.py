@@ -161,7 +161,9 @@ def run_times(folder: Path, limit: float, device: str, smoke: bool) -> Record:
         "ended": describe(code, limit),
         "rows": rows,
         "method": "median of up to 30 runs between CUDA events, the L2 cache flushed before"
-        " each; a run is the whole call, checks and launches included",
+        " each; a run is the replay of the call's captured graph, or the call itself where it"
+        " cannot be captured; host us: the median time until a call returns, checks and"
+        " launches included",
     }
     if code != 0:
         found["tail"] = output[-2000:]
@@ -283,19 +285,22 @@ def summarise(record: Record) -> str:
         ]
     if "times" in parts:
         lines += ["", f"## Times ({parts['times'].get('ended')})", ""]
-        lines += ["| case | implementation | median us | TB/s | TFLOP/s | runs |"]
-        lines += ["|---|---|---:|---:|---:|---:|"]
+        lines += [
+            "| case | implementation | median us | TB/s | TFLOP/s | runs | host us |",
+            "|---|---|---:|---:|---:|---:|---:|",
+        ]
         for row in parts["times"].get("rows", []):
             median = row.get("median_us")
             if median is None:
                 words = f"| {row['case']} | {row.get('implementation', '')} |"
-                lines.append(f"{words} failed: {row['failed'][:80]} | | | |")
+                lines.append(f"{words} failed: {row['failed'][:80]} | | | | |")
                 continue
             speed = f"{row['bytes'] / median / 1e6:.2f}"
             flops = f"{row['flops'] / median / 1e6:.0f}" if row["flops"] else ""
             lines.append(
                 f"| {row['case']} | {row['implementation']} | {median:,.1f} | {speed}"
-                f" | {flops} | {row['runs']} |"
+                f" | {flops} | {row['runs']}{'' if row['graph'] else ', no graph'}"
+                f" | {row['host_us']:,.0f} |"
             )
         lines += ["", str(parts["times"].get("method", ""))]
     return "\n".join(lines) + "\n"
