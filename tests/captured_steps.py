@@ -8,9 +8,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from batches import NAN, Batch, Plan
 from conftest import Twin
-from oracles import judge_attention
+from pagetwin.shared.conformance.batches import NAN, Batch, Plan
+from pagetwin.shared.conformance.oracles import judge_attention
 from pagetwin.shared.graph_classes import GraphInputBuffers
 from pagetwin.shared.sequence_classes import SequenceAttentionMetadata
 from torch import Tensor

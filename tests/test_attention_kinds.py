@@ -13,13 +13,18 @@ from typing import Any
 
 import pytest
 import torch
-from batches import GARBAGE, LAYOUTS, NAN, empty_cache
-from brute_force import Request, attend_by_hand, judge_out, quantise_by_hand
 from conftest import Twin
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import same_bits
 from pagetwin.shared.budgets import Verdict
+from pagetwin.shared.conformance.batches import GARBAGE, LAYOUTS, NAN, empty_cache
+from pagetwin.shared.conformance.brute_force import (
+    Request,
+    attend_by_hand,
+    judge_out,
+    quantise_by_hand,
+)
+from pagetwin.shared.conformance.oracles import same_bits
 from pagetwin.shared.kinds import FP8_DTYPES, HOST, cache_dtype_of
 from pagetwin.shared.metadata_classes import CommonAttentionMetadata
 from pagetwin.shared.selector import TWIN_OF_BACKEND, load_backend

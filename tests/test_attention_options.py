@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from batches import DTYPES, NAN, Plan
-from brute_force import judge_log_sum_exp, places, sees
 from conftest import Twin
-from options import (
+from pagetwin.shared.conformance.batches import DTYPES, NAN, Plan
+from pagetwin.shared.conformance.brute_force import judge_log_sum_exp, places, sees
+from pagetwin.shared.conformance.options import (
     Call,
     bias_table,
     paged_call,
@@ -23,7 +23,7 @@ from options import (
     slopes,
     tree_of,
 )
-from oracles import same_bits
+from pagetwin.shared.conformance.oracles import same_bits
 from torch import Tensor
 
 OPERATIONS = ("paged_attention", "encoder_attention")

@@ -6,12 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from batches import DTYPES, LAYOUTS, NAN, Batch, Plan, empty_cache
 from conftest import Twin
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import judge_attention, same_bits
 from pagetwin.shared.backend_interface import AttentionBackend
+from pagetwin.shared.conformance.batches import (
+    DTYPES,
+    LAYOUTS,
+    NAN,
+    Batch,
+    Plan,
+    empty_cache,
+)
+from pagetwin.shared.conformance.oracles import judge_attention, same_bits
 from pagetwin.shared.kinds import FP8_DTYPES
 from pagetwin.shared.metadata_classes import (
     PART_FIELDS_PER_REQUEST,

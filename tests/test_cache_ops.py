@@ -4,11 +4,20 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from batches import DTYPES, GARBAGE, LAYOUTS, NAN, Plan, build, empty_cache, plans
 from conftest import Twin
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import same_bits
+from pagetwin.shared.conformance.batches import (
+    DTYPES,
+    GARBAGE,
+    LAYOUTS,
+    NAN,
+    Plan,
+    build,
+    empty_cache,
+    plans,
+)
+from pagetwin.shared.conformance.oracles import same_bits
 from pagetwin.shared.kinds import FP8_DTYPES
 from torch import Tensor
 

@@ -7,12 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from batches import DTYPES, GARBAGE, LAYOUTS, Batch, Plan, build
 from conftest import TWINS, Twin
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import judge_lse, same_bits
 from pagetwin.shared.budgets import judge_rows
+from pagetwin.shared.conformance.batches import (
+    DTYPES,
+    GARBAGE,
+    LAYOUTS,
+    Batch,
+    Plan,
+    build,
+)
+from pagetwin.shared.conformance.oracles import judge_lse, same_bits
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 

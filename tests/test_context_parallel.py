@@ -9,7 +9,11 @@ import pytest
 import torch
 import torch.distributed
 import torch.multiprocessing
-from batches import (
+from conftest import TWINS, Twin
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from pagetwin.shared.budgets import judge_rows
+from pagetwin.shared.conformance.batches import (
     GARBAGE,
     NEEDLES,
     Batch,
@@ -19,11 +23,7 @@ from batches import (
     empty_cache,
     plans,
 )
-from conftest import TWINS, Twin
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
-from oracles import judge_attention, judge_lse
-from pagetwin.shared.budgets import judge_rows
+from pagetwin.shared.conformance.oracles import judge_attention, judge_lse
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from batches import CORNERS, DTYPES, NAN, Plan, plans
 from conftest import Twin
 from hypothesis import given, settings
-from options import (
+from pagetwin.shared.conformance.batches import CORNERS, DTYPES, NAN, Plan, plans
+from pagetwin.shared.conformance.options import (
     PLAIN,
     Call,
     bias_table,
@@ -22,7 +22,7 @@ from options import (
     slopes,
     starts_of,
 )
-from oracles import same_bits
+from pagetwin.shared.conformance.oracles import same_bits
 from torch import Tensor
 
 FEWER = settings(max_examples=min(12, settings().max_examples))

@@ -18,7 +18,7 @@ from captured_steps import (
 from conftest import Twin
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import same_bits
+from pagetwin.shared.conformance.oracles import same_bits
 from pagetwin.shared.graph_classes import (
     CAPTURE_VALUES,
     GraphInputBuffers,

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from batches import NAN, Batch, Plan
 from captured_steps import (
     GARBAGE,
     LONGEST,
@@ -25,7 +24,8 @@ from captured_steps import (
 from conftest import TWINS, Twin
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import judge_attention, same_bits
+from pagetwin.shared.conformance.batches import NAN, Batch, Plan
+from pagetwin.shared.conformance.oracles import judge_attention, same_bits
 from pagetwin.shared.selector import load_backend
 from pagetwin.shared.sequence_classes import SequenceAttentionMetadata
 from pagetwin.shared.specs import KVCacheSpec

@@ -8,7 +8,7 @@ import torch
 from conftest import TWINS, Twin
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import same_bits
+from pagetwin.shared.conformance.oracles import same_bits
 from pagetwin.shared.kinds import FP8_DTYPES, cache_dtype_of
 from pagetwin.shared.layouts import KVCacheLayout
 from pagetwin.shared.specs import KVCacheSpec, MLAAttentionSpec

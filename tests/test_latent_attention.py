@@ -13,7 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from batches import (
+from conftest import Twin
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pagetwin.shared.budgets import Verdict, judge_rows
+from pagetwin.shared.conformance.batches import (
     DTYPES,
     GARBAGE,
     NAN,
@@ -23,11 +27,7 @@ from batches import (
     draw_rows,
     needle_position,
 )
-from conftest import Twin
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from oracles import bits, same_bits
-from pagetwin.shared.budgets import Verdict, judge_rows
+from pagetwin.shared.conformance.oracles import bits, same_bits
 from pagetwin.shared.kinds import FP8_DTYPES
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -19,7 +19,7 @@ import pytest
 import torch
 from conftest import Twin
 from hypothesis import given, settings
-from options import (
+from pagetwin.shared.conformance.options import (
     DESIGN,
     OPTIONS,
     PLAIN,

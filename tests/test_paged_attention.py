@@ -6,7 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from batches import (
+from conftest import Twin
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from pagetwin.shared.budgets import judge_rows
+from pagetwin.shared.conformance.batches import (
     CORNERS,
     DTYPES,
     NAN,
@@ -16,17 +20,13 @@ from batches import (
     build,
     plans,
 )
-from conftest import Twin
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
-from oracles import (
+from pagetwin.shared.conformance.oracles import (
     attend,
     judge_attention,
     judge_lse,
     same_bits,
     sees_up_to_itself,
 )
-from pagetwin.shared.budgets import judge_rows
 from torch import Tensor
 
 # each example runs a twin at least twice, and the interpreter is slow

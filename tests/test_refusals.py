@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from batches import Plan, build
 from conftest import Twin
-from oracles import bits
+from pagetwin.shared.conformance.batches import Plan, build
+from pagetwin.shared.conformance.oracles import bits
 from pagetwin.shared.refusals import values_checked
 from pagetwin.shared.selector import get_attn_backend, load_backend
 from pagetwin.shared.specs import KVCacheSpec

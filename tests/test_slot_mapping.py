@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from batches import GARBAGE
 from conftest import Twin
 from hypothesis import given
 from hypothesis import strategies as st
+from pagetwin.shared.conformance.batches import GARBAGE
 from pagetwin.shared.kinds import PAD_SLOT_ID
 
 block_sizes = st.sampled_from([1, 3, 16, 24, 544])

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from batches import Plan, build
 from conftest import Twin
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import judge_attention
+from pagetwin.shared.conformance.batches import Plan, build
+from pagetwin.shared.conformance.oracles import judge_attention
 from pagetwin.shared.selector import load_backend
 from pagetwin.shared.specs import CrossAttentionSpec, KVCacheSpec
 

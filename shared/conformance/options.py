@@ -13,7 +13,11 @@ from random import Random
 from typing import Any
 
 import torch
-from batches import (
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ..operations import Implementation
+from .batches import (
     GARBAGE,
     LAYOUTS,
     NAN,
@@ -22,8 +26,9 @@ from batches import (
     build,
     draw_rows,
     empty_cache,
+    heads_of,
 )
-from brute_force import (
+from .brute_force import (
     Answer,
     Flip,
     Request,
@@ -32,9 +37,6 @@ from brute_force import (
     judge_out,
     quantise_by_hand,
 )
-from conftest import Twin
-from hypothesis import strategies as st
-from torch import Tensor
 
 Choice = dict[str, str]
 """One value for each option."""
@@ -319,21 +321,26 @@ class Call:
                 given[name] = value
         return replace(self, arguments=given)
 
-    def run(self, twin: Twin) -> tuple[Tensor, Tensor | None]:
+    def run(self, twin: Implementation) -> tuple[Tensor, Tensor | None]:
         """Return output and log-sum-exp of one twin, written over NaN where given."""
         return self.run_into(twin, self.out_dtype, self.wants_lse)
 
-    def run_both(self, twin: Twin) -> tuple[Tensor, Tensor]:
+    def run_both(self, twin: Implementation) -> tuple[Tensor, Tensor]:
         """Return output and log-sum-exp, both wanted."""
         out, lse = self.run_into(twin, self.out_dtype or self.dtype, True)
         assert lse is not None
         return out, lse
 
     def run_into(
-        self, twin: Twin, out_dtype: torch.dtype | None, wants_lse: bool, **more: Any
+        self,
+        twin: Implementation,
+        out_dtype: torch.dtype | None,
+        wants_lse: bool,
+        **more: Any,
     ) -> tuple[Tensor, Tensor | None]:
         tokens, heads, _ = self.query.shape
-        values = self.arguments.get("value_cache", self.arguments.get("value"))
+        name = "value_cache" if "value_cache" in self.arguments else "value"
+        values = self.arguments[name]
         given: dict[str, Any] = {}
         if out_dtype is not None:
             given["out"] = torch.full(
@@ -351,7 +358,9 @@ class Call:
 
     def requests(self) -> list[Request]:
         """Return queries, keys and values of each request on the host, as stored."""
-        queries = self.query.cpu()[: sum(self.query_lens)].split(list(self.query_lens))
+        queries = torch.split(
+            self.query.cpu()[: sum(self.query_lens)], list(self.query_lens)
+        )
         if "key" in self.arguments:
             pair = [self.arguments[name].cpu() for name in ("key", "value")]
             found = [
@@ -383,13 +392,15 @@ class Call:
         options |= self.arguments | changes
         return attend_by_hand(self.requests(), options, len(self.query), flip)
 
-    def judge(self, out: Tensor, answer: Answer, reference: Twin) -> Any:
+    def judge(self, out: Tensor, answer: Answer, reference: Implementation) -> Any:
         """Return the verdict on an output."""
         plain = self.changed(out_scale=None)
         same, _ = plain.run_into(reference, None, False, compute_dtype=self.dtype)
         return judge_out(out, answer, same, self.dtype, self.arguments.get("out_scale"))
 
-    def assert_right(self, out: Tensor, lse: Tensor | None, reference: Twin) -> Answer:
+    def assert_right(
+        self, out: Tensor, lse: Tensor | None, reference: Implementation
+    ) -> Answer:
         """Assert that a result keeps its budgets; return the answer it was held against."""
         answer = self.answer()
         verdict = self.judge(out, answer, reference)
@@ -481,14 +492,15 @@ def build_call(choice: Choice, seed: int, device: torch.device) -> Call:
     # step: lay them out
     wide = heads * size + (24 if choice["query"] == "fused" else 0)
     query = torch.full((tokens + padding, wide), NAN, dtype=dtype, device=device)
-    query = query[:, : heads * size].unflatten(1, (heads, size))
+    query = heads_of(query[:, : heads * size], heads)
     query[:tokens] = questions.to(dtype).to(device)
     arguments |= {
         "query": query,
         "query_start_loc": starts_of(query_lens, device),
         "max_query_len": max(query_lens) + pick.choice([0, 3]),
     }
-    sizes, rows, block_size = (size, value_size), [], int(choice["block_size"])
+    sizes, block_size = (size, value_size), int(choice["block_size"])
+    rows: list[list[int]] = []
     if choice["operation"] == "encoder_attention":
         count = sum(key_lens) + padding
         key, value = (

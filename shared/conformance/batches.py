@@ -107,7 +107,7 @@ class Batch:
 
     def to(self, device: torch.device) -> "Batch":
         """Return the batch on another device, strides kept."""
-        moved = {
+        moved: dict[str, Any] = {
             name: value.to(device)
             for name, value in vars(self).items()
             if isinstance(value, Tensor)
@@ -131,6 +131,13 @@ def _to_strided(tensor: Tensor, device: torch.device) -> Tensor:
     base = torch.full((offset + extent,), NAN, dtype=tensor.dtype, device=device)
     moved = base.as_strided(tensor.shape, tensor.stride(), offset)
     return moved.copy_(tensor)
+
+
+def heads_of(flat: Tensor, heads: int) -> Tensor:
+    """Return [tokens, heads, elements] of [tokens, heads * elements], a view of the same memory."""
+    shape = (flat.shape[0], heads, flat.shape[1] // heads)
+    strides = (flat.stride(0), shape[2] * flat.stride(1), flat.stride(1))
+    return flat.as_strided(shape, strides, flat.storage_offset())
 
 
 def empty_cache(
@@ -226,7 +233,7 @@ def build(plan: Plan, device: torch.device | str = "cpu") -> Batch:
     width = query_heads * head_size
     spare = 2 * plan.kv_heads * head_size if plan.fused else 0
     fused = torch.full((tokens + plan.padding, width + spare), NAN, dtype=plan.dtype)
-    query = fused[:, :width].unflatten(1, (query_heads, head_size))
+    query = heads_of(fused[:, :width], query_heads)
 
     scale = head_size**-0.5 if plan.scale is None else plan.scale
     direction = torch.nn.functional.normalize(random(plan.kv_heads, head_size), dim=1)
@@ -241,13 +248,13 @@ def build(plan: Plan, device: torch.device | str = "cpu") -> Batch:
                 )
     start = 0
     for query_len, kv_len, row in zip(plan.query_lens, plan.kv_lens, rows, strict=True):
-        position = needle_position(plan.needle, query_len, kv_len, block_size)
-        if position is not None:
+        needle = needle_position(plan.needle, query_len, kv_len, block_size)
+        if needle is not None:
             # every query leans along `direction`, and this key lies far out on it: a score of 24
             lean = direction.repeat_interleave(plan.group, dim=0)
             values[start : start + query_len] *= 0.25
             values[start : start + query_len] += 2 * lean
-            needles.append((row[position // block_size], position % block_size))
+            needles.append((row[needle // block_size], needle % block_size))
         start += query_len
     for block_id, offset in needles:
         key_cache[block_id, offset] = (12 / scale * direction).to(plan.dtype)

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from pagetwin.shared.budgets import Verdict, judge_rows, row_budgets
 from torch import Tensor
+
+from ..budgets import Verdict, judge_rows, row_budgets
 
 Flip = Callable[[int, int, int], bool]
 """From (request, query, key): whether that key is hidden if seen, and seen if hidden."""

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from batches import Batch
-from pagetwin.shared.budgets import Verdict, judge_rows
 from torch import Tensor
+
+from ..budgets import Verdict, judge_rows
+from .batches import Batch
 
 Sees = Callable[[int, int, int, int], bool]
 

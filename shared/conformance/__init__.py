@@ -1,0 +1,16 @@
+"""How does one find out that a kernel is wrong?
+
+The judge that compares the twins, for kernels of other people: laws, each a sentence with the cases
+it is tried on, and a report that shows for every law that is broken the smallest input found, both
+answers at the worst place, and how to see it again. It needs no GPU and shares no code with what it
+judges.
+
+    >>> from pagetwin.shared.conformance import check_implementation
+    >>> report = check_implementation("my_kernels")  # doctest: +SKIP
+"""
+
+from .report import Report as Report
+from .report import Result as Result
+from .report import Status as Status
+from .runner import check_implementation as check_implementation
+from .runner import reproduce as reproduce
