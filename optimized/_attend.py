@@ -15,6 +15,7 @@ see need no mask. Trees and ranges see more than an interval: they widen what is
 mask of their own.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -81,6 +82,12 @@ def attend(
         scale, out, lse: as in `paged_attention`.
         options: the rest.
     """
+    # kernels step from head to head by one element
+    options = replace(
+        options,
+        alibi_slopes=_packed(options.alibi_slopes),
+        sinks=_packed(options.sinks),
+    )
     if scale is None:
         scale = query.shape[-1] ** -0.5
     if out is None:
@@ -269,6 +276,10 @@ def _scale(name: str, scale: Tensor | float | None) -> dict[str, Any]:
     """Return a scale and its stride by argument."""
     given, stride = scale_arguments(scale)
     return {name: given, f"{name}_stride": stride}
+
+
+def _packed(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
 
 
 def _as_bits(tensor: Tensor) -> Tensor:

@@ -264,7 +264,7 @@ def _write_kernel(
     ELEMENTS: tl.constexpr,
 ):
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS).to(tl.int64)
-    element = tl.program_id(1) * ELEMENTS + tl.arange(0, ELEMENTS)
+    element = tl.program_id(1) * ELEMENTS + tl.arange(0, ELEMENTS).to(tl.int64)
     head, part = element // HEAD_SIZE, element % HEAD_SIZE
     value_head, value_part = element // VALUE_HEAD_SIZE, element % VALUE_HEAD_SIZE
     slot = tl.load(
@@ -338,7 +338,7 @@ def _gather_kernel(
     ELEMENTS: tl.constexpr,
 ):
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    element = tl.program_id(1) * ELEMENTS + tl.arange(0, ELEMENTS)
+    element = tl.program_id(1) * ELEMENTS + tl.arange(0, ELEMENTS).to(tl.int64)
     head, part = element // HEAD_SIZE, element % HEAD_SIZE
     value_head, value_part = element // VALUE_HEAD_SIZE, element % VALUE_HEAD_SIZE
     req = find_request(seq_start_loc, token, num_reqs, num_halvings)
@@ -400,7 +400,8 @@ def _copy_kernel(
     half = tl.program_id(1).to(tl.int64)
     element = tl.program_id(2) * ELEMENTS + tl.arange(0, ELEMENTS)
     slot = (element // (KV_HEADS * HEAD_SIZE)).to(tl.int64)
-    head, part = element // HEAD_SIZE % KV_HEADS, element % HEAD_SIZE
+    head = (element // HEAD_SIZE % KV_HEADS).to(tl.int64)
+    part = (element % HEAD_SIZE).to(tl.int64)
     taken = tl.load(block_mapping + 2 * pair)
     given = tl.load(block_mapping + 2 * pair + 1)
     inside = element < elements

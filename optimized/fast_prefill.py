@@ -80,13 +80,15 @@ def subclass_attention_metadata(
         (name, kind, field(default=default, kw_only=True))
         for name, kind, default in fields
     ]
-    return make_dataclass(
+    made = make_dataclass(
         name_prefix + metadata_cls.__name__,
         added,
         bases=(metadata_cls,),
         frozen=metadata_cls.__dataclass_params__.frozen,
-        namespace={"__module__": metadata_cls.__module__},
     )
+    # from Python 3.12 on make_dataclass names the module that calls it
+    made.__module__ = metadata_cls.__module__
+    return made
 
 
 def create_fast_prefill_custom_backend(

@@ -1,27 +1,26 @@
 """What can one do with pagetwin from a terminal?
 
-Replay real traffic on both twins, run a step again on which they disagreed, and have a concept
-explained. The heavy imports wait inside the commands, so that `pagetwin --help` answers at once.
+Replay real traffic on both twins, run a step again on which they disagreed, have a concept
+explained, and hold a kernel of one's own to every law. The heavy imports wait inside the commands,
+so that `pagetwin --help` answers at once.
 """
 
 import json
-import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
+
+from .command_line import DISAGREE as DISAGREE
+from .command_line import USER_ERROR as USER_ERROR
+from .command_line import choose_interpreter, sentences_for_errors
+from .conformance_commands import check, fuzz
 
 if TYPE_CHECKING:
     from .replay.run import Replay, StepRecord
-
-DISAGREE = 1
-USER_ERROR = 2
 
 app = typer.Typer(
     help="Paged attention and its bookkeeping, written twice and held equal.",
@@ -128,7 +127,7 @@ def replay(
 
     Exit code 1: the twins disagree, and a file that reproduces the step has been written.
     """
-    with _sentences_for_errors():
+    with sentences_for_errors():
         if report is not None:
             # before the replay: afterwards it would have been for nothing
             from .replay.report import check_report_can_be_written
@@ -138,7 +137,7 @@ def replay(
             raise FileNotFoundError(
                 f"json = {json_file}: expected a file in a folder that exists"
             )
-        _choose_interpreter(device)
+        choose_interpreter(device)
         from .replay.run import Replay
         from .replay.settings import choose_settings
 
@@ -170,7 +169,7 @@ def replay(
     console = Console()
     figures = sum_up(run, records, time.perf_counter() - began)
     print_figures(figures, console)
-    with _sentences_for_errors():
+    with sentences_for_errors():
         if json_file is not None:
             text = json.dumps(figures, indent=2) + "\n"
             json_file.write_text(text, encoding="utf-8")
@@ -194,11 +193,11 @@ def reproduce(
 
     Exit code 1: they still do; 0: they no longer do.
     """
-    with _sentences_for_errors():
+    with sentences_for_errors():
         from .replay.disagreement import load_step
 
         stored, before = load_step(file)
-        _choose_interpreter(stored.device)
+        choose_interpreter(stored.device)
         from .replay.reproduce import run_again
 
         still = run_again(stored, file)
@@ -224,11 +223,15 @@ def explain(
     concept: Annotated[str, typer.Argument(help="A concept, such as slot_mapping.")],
 ) -> None:
     """Explain a concept with an example, in the terminal."""
-    with _sentences_for_errors(KeyError):
-        _choose_interpreter("cpu")
+    with sentences_for_errors(KeyError):
+        choose_interpreter("cpu")
         from .explain import explain as tell
 
         tell(concept, Console())
+
+
+app.command()(check)
+app.command()(fuzz)
 
 
 def _watch(run: "Replay") -> "list[StepRecord]":
@@ -254,7 +257,7 @@ def _watch(run: "Replay") -> "list[StepRecord]":
     records: list[StepRecord] = []
     try:
         with (
-            _sentences_for_errors(torch.OutOfMemoryError),
+            sentences_for_errors(torch.OutOfMemoryError),
             Progress(*columns, console=Console(stderr=True)) as progress,
         ):
             task = progress.add_task("", total=run.tokens_to_compute)
@@ -281,39 +284,3 @@ def _print_disagreement(disagreement: Any) -> None:
         highlight=False,
         markup=False,
     )
-
-
-def _choose_interpreter(device: str | None) -> None:
-    """Have Triton interpret its kernels where no GPU will run them.
-
-    Triton reads the variable once, when it is first imported.
-    """
-    if device == "cuda":
-        return
-    import torch
-
-    if device is None and torch.cuda.is_available():
-        return
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-    # an interpreted kernel is many tiny operations: threads cost more than they give
-    torch.set_num_threads(1)
-
-
-@contextmanager
-def _sentences_for_errors(*others: type[Exception]) -> Iterator[None]:
-    """Print what the user can mend as one sentence, and leave with USER_ERROR."""
-    mendable: tuple[type[Exception], ...] = (
-        ValueError,
-        OSError,
-        ImportError,
-        NotImplementedError,
-        *others,
-    )
-    try:
-        yield
-    except mendable as error:
-        # str of a KeyError is the repr of its message
-        sentence = error.args[0] if isinstance(error, KeyError) else error
-        console = Console(stderr=True, soft_wrap=True)
-        console.print(f"[red]{escape(str(sentence))}[/]", highlight=False)
-        raise typer.Exit(USER_ERROR) from None

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import figures
+import law_table
+import mutant_table
 import option_table
 import refused
 import side_by_side as twins
@@ -214,6 +216,9 @@ MACROS: dict[str, Callable[..., str]] = {
         replay_laws,
         replay_defaults,
         gpu_records,
+        law_table.law_table,
+        law_table.adapter,
+        mutant_table.mutant_table,
         refused.refusals,
         option_table.option_runs,
         option_table.option_table,

@@ -9,6 +9,9 @@ judges.
     >>> report = check_implementation("my_kernels")  # doctest: +SKIP
 """
 
+from .candidate import Support as Support
+from .fuzz import fuzz_implementation as fuzz_implementation
+from .pytest_support import parametrize_with_laws as parametrize_with_laws
 from .report import Report as Report
 from .report import Result as Result
 from .report import Status as Status

@@ -6,12 +6,22 @@ declare in SUPPORT what its kernel takes; outside of that it may refuse, but nev
 """
 
 import importlib
-from collections.abc import Callable, Collection
+import inspect
+import sys
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import cache, wraps
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ..operations import CONCEPTS
+from torch import Tensor
+
+from ..operations import CONCEPTS, load_implementation
+
+
+class OutsideSupport(NotImplementedError):
+    """A call that lies outside of what the candidate declares, and that it refused."""
 
 
 @dataclass(frozen=True)
@@ -19,15 +29,18 @@ class Support:
     """What an adapter's kernel takes; what is not named is not limited.
 
     Args:
+        operations: which operations it is about; laws that need others are left out.
         dtypes: names of element types of queries, such as "bfloat16".
         cache_dtypes: of caches.
         block_sizes: slots in a block.
         head_sizes: elements of a head.
         max_query_len: new tokens of a request.
         options: names of the arguments of `paged_attention` and `encoder_attention` that it
-            obeys, beyond those that every call gives.
+            obeys, of those that may be left out: `scale`, `out` and `lse` among them; and
+            "value_head_size" where values may have another size than keys.
     """
 
+    operations: Collection[str] | None = None
     dtypes: Collection[str] | None = None
     cache_dtypes: Collection[str] | None = None
     block_sizes: Collection[int] | None = None
@@ -76,7 +89,8 @@ class Candidate:
     Args:
         name: its dotted name.
         operations: functions and classes by the name of the operation.
-        support: what it declares.
+        support: what it declares. An error of a call that lies outside is a refusal, and becomes
+            OutsideSupport; of one that does not it is an error.
     """
 
     def __init__(
@@ -90,7 +104,10 @@ class Candidate:
         operations: dict[str, Callable[..., Any]] = self.__dict__["operations"]
         if operation not in operations:
             raise AttributeError(f"{self.name} has no {operation}")
-        return operations[operation]
+        found = operations[operation]
+        if self.support == Support() or inspect.isclass(found):
+            return found
+        return _declared(operation, found, self.support)
 
     def missing(self, needs: Collection[str]) -> list[str]:
         """Return which of some operations it has not."""
@@ -104,15 +121,15 @@ def load_candidate(name: str) -> Candidate:
     """Return an implementation by its dotted name, with what it has of the operations.
 
     Args:
-        name: "reference", "optimized", a package with files named after the concepts, or a
-            module that defines operations itself.
+        name: "reference", "optimized", a package with files named after the concepts, a module
+            that defines operations itself, or the path of a .py file. Modules of the current
+            folder are found.
 
     Raises:
-        ModuleNotFoundError: there is no such module.
-        ValueError: it has none of the operations.
+        ModuleNotFoundError: there is no such module or file.
+        ValueError: it has none of the operations, or a SUPPORT that is none.
     """
-    name = f"pagetwin.{name}" if name in ("reference", "optimized") else name
-    top = importlib.import_module(name)
+    name, top = _import(name)
     operations: dict[str, Callable[..., Any]] = {}
     for concept in CONCEPTS:
         places = [top]
@@ -123,11 +140,42 @@ def load_candidate(name: str) -> Candidate:
                 if callable(getattr(place, operation, None)):
                     operations[operation] = getattr(place, operation)
     if not operations:
-        known = ", ".join(each for concept in CONCEPTS for each in concept.operations)
         raise ValueError(
-            f"{name} has none of the operations: expected functions named after some of {known}"
+            f"{name} has none of the operations: expected functions with names such as"
+            " paged_attention, reshape_and_cache or compute_slot_mapping_device"
         )
-    return Candidate(name, operations, getattr(top, "SUPPORT", Support()))
+    support = getattr(top, "SUPPORT", Support())
+    if not isinstance(support, Support):
+        raise ValueError(
+            f"{name}.SUPPORT is {support!r}: expected a pagetwin.shared.conformance.Support"
+        )
+    return Candidate(name, operations, support)
+
+
+def _import(name: str) -> tuple[str, ModuleType]:
+    """Return a module and its dotted name."""
+    folder = Path.cwd()
+    if name.endswith(".py"):
+        file = Path(name).resolve()
+        if not file.is_file():
+            raise ModuleNotFoundError(
+                f"implementation = {name!r}: there is no such file"
+            )
+        folder, name = file.parent, file.stem
+    elif name in ("reference", "optimized"):
+        name = f"pagetwin.{name}"
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    try:
+        return name, importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        raise ModuleNotFoundError(
+            f"implementation = {name!r}: there is no module {error.name} here; expected"
+            " reference, optimized, a module or package that can be imported, or a .py file",
+            name=error.name,
+        ) from None
 
 
 def _submodule(name: str) -> list[ModuleType]:
@@ -138,3 +186,79 @@ def _submodule(name: str) -> list[ModuleType]:
         if error.name == name:
             return []
         raise
+
+
+@cache
+def _signature(operation: str) -> inspect.Signature:
+    return inspect.signature(getattr(load_implementation("reference"), operation))
+
+
+def _declared(
+    operation: str, function: Callable[..., Any], support: Support
+) -> Callable[..., Any]:
+    """Return an operation whose refusals are told apart: inside and outside of the declared."""
+    taken = inspect.signature(function).parameters
+    takes_any = any(each.kind == each.VAR_KEYWORD for each in taken.values())
+
+    @wraps(function)
+    def call(*args: Any, **given: Any) -> Any:
+        try:
+            arguments = _signature(operation).bind(*args, **given).arguments
+        except TypeError:
+            return function(*args, **given)
+        why = why_outside(operation, arguments, support)
+        lacking = [name for name in given if name not in taken and not takes_any]
+        for name in lacking:
+            # an option that is off need not be known
+            if given[name] is _signature(operation).parameters[name].default:
+                del given[name]
+        if why and any(name in given for name in lacking):
+            raise OutsideSupport(why)
+        try:
+            return function(*args, **given)
+        except Exception as error:
+            # outside of what is declared any error is a refusal: it is no wrong answer
+            if why is None:
+                raise
+            raise OutsideSupport(why) from error
+
+    return call
+
+
+def why_outside(
+    operation: str, arguments: Mapping[str, Any], support: Support
+) -> str | None:
+    """Return the first reason why a call lies outside of what is declared, or None.
+
+    Args:
+        operation: its name.
+        arguments: what the call gives, by name.
+        support: what is declared.
+    """
+    options = [
+        name
+        for name, each in _signature(operation).parameters.items()
+        if each.default is not each.empty
+        and name in arguments
+        and arguments[name] is not each.default
+    ]
+    first = arguments.get("query", arguments.get("key"))
+    cache = arguments.get("key_cache")
+    key = first if cache is None else cache
+    if not isinstance(first, Tensor) or not isinstance(key, Tensor):
+        return None
+    values = arguments.get("value_cache", arguments.get("value"))
+    if isinstance(values, Tensor) and values.shape[-1] != key.shape[-1]:
+        options.append("value_head_size")
+    return support.why_not(
+        dtype=_name(first),
+        cache_dtype=_name(key),
+        block_size=None if cache is None else cache.shape[1],
+        head_size=first.shape[-1],
+        max_query_len=int(arguments.get("max_query_len", 0)),
+        options=options,
+    )
+
+
+def _name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -44,7 +44,8 @@ def expect_same(what: str, found: Any, right: Any) -> None:
         for place, (one, other) in enumerate(zip(found, right, strict=True)):
             expect_same(f"{what}[{place}]", one, other)
         return
-    if type(found) is bool is not type(right) is bool or found != right:
+    is_flag = type(found) is bool, type(right) is bool
+    if isinstance(found, Tensor) or is_flag[0] != is_flag[1] or found != right:
         raise Disagreement(what, "as a whole", repr(found), repr(right))
 
 
@@ -67,7 +68,9 @@ def _expect_same_tensor(what: str, found: Any, right: Tensor) -> None:
 
 def bytes_of(tensor: Tensor) -> Tensor:
     """Return [..., bytes of an element] of a tensor on the host, in which NaN equals itself."""
-    flat = tensor.contiguous().view(*tensor.shape, 1)
+    # an axis of one element may keep any stride, which a view of bytes does not take
+    packed = tensor.clone(memory_format=torch.contiguous_format)
+    flat = packed.view(*tensor.shape, 1)
     return flat.view(torch.uint8)
 
 

@@ -390,7 +390,16 @@ class Call:
         """Return what is right, or what would be with other options."""
         options = {"causal": self.operation == "paged_attention"}
         options |= self.arguments | changes
-        return attend_by_hand(self.requests(), options, len(self.query), flip)
+        requests = self.requests()
+        if not requests:  # of an empty batch only the shapes are known
+            given = self.arguments
+            keys = given["key_cache"][0] if "key_cache" in given else given["key"]
+            values = (
+                given["value_cache"][0] if "value_cache" in given else given["value"]
+            )
+            empty = (each.cpu()[:0] for each in (self.query, keys, values))
+            requests = [Request(*empty)]
+        return attend_by_hand(requests, options, len(self.query), flip)
 
     def judge(self, out: Tensor, answer: Answer, reference: Implementation) -> Any:
         """Return the verdict on an output."""

@@ -131,7 +131,9 @@ def judge_attention(
 
 def bits(tensor: Tensor) -> Tensor:
     """Return the bytes of a tensor, in which NaN equals itself."""
-    return tensor.cpu().contiguous().view(torch.uint8)
+    # an axis of one element may keep any stride, which a view of bytes does not take
+    packed = tensor.cpu().clone(memory_format=torch.contiguous_format)
+    return packed.view(torch.uint8)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

@@ -14,6 +14,7 @@ class Status(str, Enum):
     BROKEN = "broken"
     CRASHED = "crashed"
     MISSING = "missing"
+    OUTSIDE = "undeclared"
     KNOWN = "known failure"
     UNEXPECTED = "known failure that holds"
 
@@ -29,13 +30,14 @@ class Result:
         law: its sentence.
         area: what it is about.
         status: how it ended.
-        cases: how many were tried.
+        cases: how many were tried before one failed.
         seconds: how long that took.
         refused: cases outside of what the implementation declares, which it refused.
-        case: the smallest input on which the law is broken, as Python; empty if it is not.
+        case: the smallest input on which the law is broken, or the one that crashed, as Python;
+            empty if there is none.
         what, where, found, right: what was compared, the worst place, both answers there.
         message: the error, where an answer was none.
-        reason: which operations are missing, or why a failure is known.
+        reason: which operations are missing, what was refused, or why a failure is known.
     """
 
     law: str
@@ -51,6 +53,18 @@ class Result:
     right: str = ""
     message: str = ""
     reason: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong, or nothing but what is known."""
+        return self.status in (Status.HELD, Status.OUTSIDE, Status.KNOWN)
+
+    @property
+    def count(self) -> str:
+        """How many cases were tried, and how many of them refused."""
+        return (
+            f"{self.cases}, {self.refused} refused" if self.refused else f"{self.cases}"
+        )
 
 
 @dataclass(frozen=True)
@@ -71,10 +85,8 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether every law holds or is a known failure that fails."""
-        return bool(self.results) and all(
-            each.status in (Status.HELD, Status.KNOWN) for each in self.results
-        )
+        """Whether every law holds, is refused as a whole, or is a known failure that fails."""
+        return bool(self.results) and all(each.ok for each in self.results)
 
     def counts(self) -> Counter[str]:
         """Return how many laws ended how."""
@@ -82,10 +94,15 @@ class Report:
 
     def reproducer(self, result: Result) -> str:
         """Return a program that runs a broken law on its smallest input again."""
+        interpreted = (
+            'import os\n\nos.environ.setdefault("TRITON_INTERPRET", "1")\n'
+            if self.device == "cpu"
+            else ""
+        )
         return (
-            "from pagetwin.shared.conformance import reproduce\n\n"
-            f"reproduce({self.implementation!r}, {result.law!r}, {result.case!r},"
-            f" device={self.device!r})\n"
+            f"{interpreted}from pagetwin.shared.conformance import reproduce\n\n"
+            f"reproduce(\n    {self.implementation!r},\n    {result.law!r},\n"
+            f"    {result.case!r},\n    device={self.device!r},\n)\n"
         )
 
     def to_json(self) -> str:
@@ -114,12 +131,12 @@ class Report:
             "|---|---|---|---:|---:|",
         ]
         lines += [
-            f"| {each.law} | {each.area.replace('_', ' ')} | {each.status} | {each.cases}"
+            f"| {each.law} | {each.area.replace('_', ' ')} | {each.status} | {each.count}"
             f" | {each.seconds:.1f} |"
             for each in self.results
         ]
         for each in self.results:
-            if each.status not in (Status.HELD, Status.KNOWN):
+            if not each.ok:
                 lines += ["", f"## {each.law}: {each.status}", "", self.describe(each)]
         return "\n".join(lines) + "\n"
 
@@ -127,7 +144,8 @@ class Report:
         """Return, as Markdown, what is to be known about a law that does not hold."""
         parts = [result.reason] if result.reason else []
         if result.case:
-            parts.append(f"smallest input: `{result.case}`")
+            which = "input" if result.status == Status.CRASHED else "smallest input"
+            parts.append(f"{which}: `{result.case}`")
         if result.what:
             parts.append(f"worst place: {result.what}, {result.where}")
             parts.append(f"found {result.found}, right is {result.right}")

@@ -2,29 +2,34 @@
 
 Each law gets its cases one after another until one breaks it; then Hypothesis looks for a smaller
 one. All of this runs in a process of its own: a kernel that crashes takes that process down, which
-is reported as a failure of the law at hand, and a new process goes on with the next.
+is reported as a failure of the law at hand, with the input at which it happened, and a new process
+goes on with the next.
 """
 
-import multiprocessing
+import builtins
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 from hypothesis import HealthCheck, given, seed, settings
+from hypothesis.errors import HypothesisException
 from hypothesis.strategies import SearchStrategy
 
 from ..operations import load_implementation
 from .all_laws import ALL_LAWS
-from .candidate import Candidate, load_candidate
+from .candidate import Candidate, OutsideSupport, load_candidate
 from .expect import Disagreement
+from .fitting import fit_case
 from .law import Law, Setting
 from .report import Report, Result, Status
+from .shrinking import shrink
+from .worker import SECONDS_OF_A_LAW, Job, Worker
 
-SECONDS_OF_A_LAW = 300.0
-"""A law that takes longer is stopped, and counts as crashed."""
+SECONDS_TO_SHRINK = 60.0
+"""How long a smaller input is looked for."""
 
 
 def check_implementation(
@@ -35,12 +40,14 @@ def check_implementation(
     device: str | None = None,
     known_failures: Mapping[str, str] | None = None,
     isolated: bool = True,
+    seconds_of_a_law: float = SECONDS_OF_A_LAW,
+    on_result: Callable[[Result], None] = lambda result: None,
 ) -> Report:
     """Return how an implementation does on every law.
 
     Args:
-        implementation: "reference", "optimized", or the dotted name of a package or module that
-            has some of the operations under their names.
+        implementation: "reference", "optimized", the dotted name of a package or module that has
+            some of the operations under their names, or the path of a .py file.
         only: words that the sentence or the area of a law must contain; None: all laws.
         seed: what drawn cases are drawn from.
         examples: drawn cases of a law.
@@ -49,27 +56,25 @@ def check_implementation(
             is a failure.
         isolated: whether laws run in a process of their own; False: in this one, which a
             crash then ends.
+        seconds_of_a_law: a law that takes longer counts as crashed, if it is isolated.
+        on_result: called with what became of each law, as soon as that is known.
 
     Raises:
-        ModuleNotFoundError: no such implementation.
-        ValueError: it has none of the operations, no law contains the words, or a known failure
-            names no law.
+        ModuleNotFoundError, ImportError: no such implementation, or it cannot be imported.
+        ValueError: it has none of the operations, no law contains the words, a known failure names
+            no law, or a number is out of range.
     """
     laws = choose_laws(only)
-    known = dict(known_failures or {})
-    if unknown := set(known) - {law.name for law in ALL_LAWS}:
-        raise ValueError(
-            f"known_failures names {sorted(unknown)}: expected names of laws"
-        )
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    load_candidate(implementation)
-    names = [law.name for law in laws]
-    run = _in_processes if isolated else _in_this_process
-    results = [
-        _with_known(result, known.get(result.law))
-        for result in run(implementation, names, seed, examples, device)
-    ]
+    known = check_known_failures(known_failures)
+    if examples < 1:
+        raise ValueError(f"examples = {examples}: expected at least 1")
+    device = choose_device(device)
+    results = []
+    with _trying(implementation, device, isolated, seconds_of_a_law) as try_one:
+        for law in laws:
+            result = try_one(law, Job(law.name, seed, examples))
+            results.append(with_known(result, known.get(law.name)))
+            on_result(results[-1])
     options = {"seed": seed, "examples": examples}
     return Report(implementation, device, tuple(results), options)
 
@@ -88,6 +93,35 @@ def choose_laws(only: str | None) -> list[Law]:
     return chosen
 
 
+def choose_device(device: str | None) -> str:
+    """Return where tensors lie: CUDA, if nothing is said and there is one.
+
+    Raises:
+        ValueError: no such device here.
+    """
+    if device is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device.partition(":")[0] not in ("cpu", "cuda"):
+        raise ValueError(f"device = {device!r}: expected cpu or cuda")
+    if device != "cpu" and not torch.cuda.is_available():
+        raise ValueError(f"device = {device!r}: no GPU is usable here; expected cpu")
+    return device
+
+
+def check_known_failures(known_failures: Mapping[str, str] | None) -> dict[str, str]:
+    """Return what is known to fail, by law.
+
+    Raises:
+        ValueError: a name of no law.
+    """
+    known = dict(known_failures or {})
+    if unknown := sorted(set(known) - {law.name for law in ALL_LAWS}):
+        raise ValueError(
+            f"known_failures names {unknown}: expected sentences of laws, as a report shows them"
+        )
+    return known
+
+
 def reproduce(
     implementation: str, law: str, case: str, device: str | None = None
 ) -> None:
@@ -101,13 +135,30 @@ def reproduce(
 
     Raises:
         Disagreement: the law is broken.
+        ValueError: there is no such law.
     """
-    (found,) = [each for each in ALL_LAWS if each.name == law]
-    names = dict(vars(torch)) | {"torch": torch, "inf": float("inf")}
-    names |= found.body.__globals__
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    found.body(make_setting(load_candidate(implementation), device), eval(case, names))
+    found = find_law(law)
+    setting = make_setting(load_candidate(implementation), choose_device(device))
+    found.body(setting, make_case(found, case))
+
+
+def find_law(name: str) -> Law:
+    """Return a law by its sentence.
+
+    Raises:
+        ValueError: there is none.
+    """
+    for law in ALL_LAWS:
+        if law.name == name:
+            return law
+    raise ValueError(f"law = {name!r}: expected the sentence of a law")
+
+
+def make_case(law: Law, case: str) -> Any:
+    """Return a case from the Python that a report shows."""
+    names = vars(torch) | vars(builtins) | {"torch": torch, "inf": float("inf")}
+    names |= {"nan": float("nan")} | law.body.__globals__
+    return eval(case, names)
 
 
 def make_setting(candidate: Candidate, device: str) -> Setting:
@@ -115,35 +166,150 @@ def make_setting(candidate: Candidate, device: str) -> Setting:
     return Setting(candidate, load_implementation("reference"), torch.device(device))
 
 
-def try_law(law: Law, setting: Setting, seed_of_cases: int, examples: int) -> Result:
-    """Return what becomes of one law, tried in this process."""
-    if missing := setting.candidate.missing(law.needs):
-        reason = f"{setting.candidate.name} has no {', '.join(missing)}"
-        return Result(law.name, law.area, Status.MISSING, reason=reason)
-    begin = time.perf_counter()
-    tried: list[Any] = []
-    failed: BaseException | None = None
+def try_law(
+    law: Law,
+    setting: Setting,
+    seed_of_cases: int,
+    examples: int,
+    at: Callable[[str], None] = lambda case: None,
+) -> Result:
+    """Return what becomes of one law, tried in this process.
 
-    def once(case: Any) -> None:
-        tried.append(case)
-        law.body(setting, case)
+    Args:
+        law: the law.
+        setting: what it is given.
+        seed_of_cases: what drawn cases are drawn from.
+        examples: drawn cases.
+        at: called with each case, as Python, before it is tried.
+    """
 
-    try:
+    def go(once: Callable[[Any], None]) -> None:
         if isinstance(law.cases, SearchStrategy):
             _drawn(once, law.cases, seed_of_cases, examples)()
         else:
             for case in law.cases:
                 once(case)
+
+    return _watched(law, setting, go, at)
+
+
+def try_case(
+    law: Law, setting: Setting, case: str, at: Callable[[str], None]
+) -> Result:
+    """Return what becomes of one law on one case, as `try_law` does on drawn ones."""
+    return _watched(law, setting, lambda once: once(make_case(law, case)), at)
+
+
+def _watched(
+    law: Law,
+    setting: Setting,
+    go: Callable[[Callable[[Any], None]], None],
+    at: Callable[[str], None],
+) -> Result:
+    """Return what becomes of a law on the cases that `go` tries one after another."""
+    if missing := setting.candidate.missing(law.needs):
+        declared = setting.candidate.support.operations
+        if declared is not None and not set(missing) & set(declared):
+            reason = f"needs {', '.join(missing)}, which is not declared"
+            return Result(law.name, law.area, Status.OUTSIDE, reason=reason)
+        reason = f"{setting.candidate.name} has no {', '.join(missing)}"
+        return Result(law.name, law.area, Status.MISSING, reason=reason)
+    begin = time.perf_counter()
+    tried, refused = 0, 0
+    outside: set[str] = set()
+    failures: dict[str, Exception] = {}
+    first_failure = 0.0
+
+    def once(case: Any) -> None:
+        if not attempt(case):
+            fitted = fit_case(case, setting.candidate.support)
+            if fitted is not case:
+                attempt(fitted)
+
+    def attempt(case: Any) -> bool:
+        """Try a case; tell whether the candidate took it."""
+        nonlocal tried, refused, first_failure
+        shown = repr(case)
+        late = time.perf_counter() - first_failure > SECONDS_TO_SHRINK
+        if failures and late and shown not in failures:
+            return True  # no longer looked at: what is known to fail is small enough
+        at(shown)
+        tried += not failures
+        try:
+            law.body(setting, case)
+        except OutsideSupport as error:
+            refused += not failures
+            outside.add(str(error))
+            return False
+        except Exception as error:
+            first_failure = first_failure if failures else time.perf_counter()
+            # the last one is the smallest
+            failures.pop(shown, None)
+            failures[shown] = error
+            raise
+        return True
+
+    failed: Exception | None = None
+    try:
+        go(once)
     except Exception as error:
         failed = error
     result = Result(
         law.name,
         law.area,
-        Status.HELD if failed is None else Status.BROKEN,
-        cases=len(tried),
+        Status.HELD,
+        cases=tried,
+        refused=refused,
+        seconds=round(time.perf_counter() - begin, 2),
+        reason="; ".join(sorted(outside)[:3]),
+    )
+    if failed is None:
+        all_outside = tried > 0 and tried == refused
+        return replace(result, status=Status.OUTSIDE) if all_outside else result
+    result = replace(result, status=Status.BROKEN, reason="")
+    if not failures:
+        return _with_failure(result, "", failed)
+    shown, last = list(failures.items())[-1]
+    if not _is_flaky(failed):
+        shown, last = _smaller(law, setting, shown, last, at)
+    result = replace(
+        _with_failure(result, shown, last),
         seconds=round(time.perf_counter() - begin, 2),
     )
-    return result if failed is None else _with_failure(result, tried[-1:], failed)
+    if _is_flaky(failed):
+        again = "tried again on the same input, it did not break the law"
+        result = replace(result, message=f"{result.message}; {again}".strip("; "))
+    return result
+
+
+def _smaller(
+    law: Law,
+    setting: Setting,
+    shown: str,
+    last: Exception,
+    at: Callable[[str], None],
+) -> tuple[str, Exception]:
+    """Return a simpler case that breaks a law in the same way, and how it does."""
+    errors = {shown: last}
+
+    def fails(case: Any) -> bool:
+        at(repr(case))
+        try:
+            law.body(setting, case)
+        except Exception as error:
+            errors[repr(case)] = error
+            return type(error) is type(last)
+        return False
+
+    smallest = repr(shrink(make_case(law, shown), fails, SECONDS_TO_SHRINK / 4))
+    return smallest, errors.get(smallest, last)
+
+
+def _is_flaky(error: Exception) -> bool:
+    """Tell whether Hypothesis saw a case fail once and hold then."""
+    return isinstance(error, HypothesisException) or type(error).__name__.startswith(
+        "Flaky"
+    )
 
 
 def _drawn(once: Any, cases: SearchStrategy[Any], seed_of: int, examples: int) -> Any:
@@ -163,80 +329,43 @@ def _drawn(once: Any, cases: SearchStrategy[Any], seed_of: int, examples: int) -
     return options(seed(seed_of)(given(case=cases)(drawn)))
 
 
-def _with_failure(result: Result, case: list[Any], error: BaseException) -> Result:
+def _with_failure(result: Result, case: str, error: Exception) -> Result:
     """Return a result with the case that broke the law and what was wrong."""
-    shown = repr(case[0]) if case else ""
     if isinstance(error, Disagreement):
         return replace(
             result,
-            case=shown,
+            case=case,
             what=error.what,
             where=error.where,
             found=error.found,
             right=error.right,
         )
     message = f"{type(error).__name__}: {error}".split("\n")[0][:500]
-    return replace(result, case=shown, message=message)
+    return replace(result, case=case, message=message)
 
 
-def _with_known(result: Result, reason: str | None) -> Result:
+def with_known(result: Result, reason: str | None) -> Result:
     """Return a result in the light of what is known to fail."""
     if reason is None:
         return result
-    holds = result.status == Status.HELD
+    holds = result.status in (Status.HELD, Status.OUTSIDE)
     return replace(
         result, status=Status.UNEXPECTED if holds else Status.KNOWN, reason=reason
     )
 
 
-def _in_this_process(
-    implementation: str, names: Sequence[str], seed: int, examples: int, device: str
-) -> Iterator[Result]:
-    setting = make_setting(load_candidate(implementation), device)
-    by_name = {law.name: law for law in ALL_LAWS}
-    for name in names:
-        yield try_law(by_name[name], setting, seed, examples)
-
-
-def _in_processes(
-    implementation: str, names: Sequence[str], seed: int, examples: int, device: str
-) -> Iterator[Result]:
-    """Yield the results from a process of its own, and from new ones after each that crashed."""
-    by_name = {law.name: law for law in ALL_LAWS}
-    left = list(names)
-    while left:
-        ours, theirs = multiprocessing.Pipe(duplex=False)
-        process = multiprocessing.get_context("spawn").Process(
-            target=_work,
-            args=(theirs, implementation, left, seed, examples, device),
-            daemon=True,
-        )
-        process.start()
-        theirs.close()
-        try:
-            while left and ours.poll(SECONDS_OF_A_LAW):
-                yield ours.recv()
-                left.pop(0)
-            ended = f"took more than {SECONDS_OF_A_LAW:.0f} seconds"
-        except EOFError:
-            process.join()
-            ended = f"the process ended with code {process.exitcode}"
-        process.kill()
-        if left:
-            law = by_name[left.pop(0)]
-            yield Result(law.name, law.area, Status.CRASHED, message=ended)
-
-
-def _work(
-    results: Connection,
-    implementation: str,
-    names: Sequence[str],
-    seed: int,
-    examples: int,
-    device: str,
-) -> None:
-    """Try laws one after another and send what became of each."""
-    torch.set_num_threads(1)
-    for result in _in_this_process(implementation, names, seed, examples, device):
-        results.send(result)
-    results.close()
+@contextmanager
+def _trying(
+    implementation: str, device: str, isolated: bool, seconds: float
+) -> Iterator[Callable[[Law, Job], Result]]:
+    """Yield what tries a job: in a process of its own, or in this one."""
+    if not isolated:
+        setting = make_setting(load_candidate(implementation), device)
+        yield lambda law, job: try_law(law, setting, job.seed, job.examples)
+        return
+    worker = Worker(implementation, device, seconds)
+    worker.start()
+    try:
+        yield lambda law, job: worker.try_law(job, law.area)
+    finally:
+        worker.stop()

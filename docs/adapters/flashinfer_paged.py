@@ -1,0 +1,107 @@
+"""How is FlashInfer's paged attention put to the test?
+
+Written from FlashInfer's documented signatures; it needs a GPU and has not been run here. The
+wrapper is planned anew for each call, which is slow and right. FlashInfer lists the blocks of all
+requests one after another instead of in a table, and its log-sum-exp is of base 2.
+"""
+
+import math
+
+import torch
+from pagetwin.shared.conformance import Support
+
+try:
+    import flashinfer
+except ImportError as error:
+    raise ImportError(
+        "this adapter needs FlashInfer and a GPU: pip install flashinfer-python"
+    ) from error
+
+SUPPORT = Support(
+    operations=["paged_attention"],
+    dtypes=["float16", "bfloat16"],
+    cache_dtypes=["float16", "bfloat16"],
+    block_sizes=[1, 8, 16, 32],
+    head_sizes=[64, 128, 256],
+    options=["scale", "out", "lse", "sliding_window", "logits_soft_cap", "causal"],
+)
+
+
+def paged_attention(
+    query,  # [tokens, query_heads, head_size]
+    key_cache,  # [num_blocks, block_size, kv_heads, head_size]
+    value_cache,
+    block_table,  # [reqs, max_blocks]
+    query_start_loc,  # [reqs + 1]
+    seq_lens,  # [reqs]
+    max_query_len,
+    max_seq_len,
+    scale=None,
+    out=None,
+    lse=None,  # [query_heads, tokens] natural
+    sliding_window=None,
+    logits_soft_cap=None,
+    causal=True,
+):
+    """Return attention of each new token over its sequence in the paged cache."""
+    if not isinstance(causal, bool) or (sliding_window is not None and not causal):
+        raise NotImplementedError("one flag for all requests; windows are causal")
+    out = torch.empty_like(query) if out is None else out
+    out.zero_()
+    if lse is not None:
+        lse.fill_(-torch.inf)
+    # step: leave out requests without queries or keys
+    starts, lens = query_start_loc.tolist(), seq_lens.tolist()
+    rows = [
+        req for req in range(len(lens)) if starts[req] < starts[req + 1] and lens[req]
+    ]
+    if not rows:
+        return out
+    block_size = key_cache.shape[1]
+    counts = [-(-lens[req] // block_size) for req in rows]
+    queries = [starts[req + 1] - starts[req] for req in rows]
+    tokens = torch.cat([torch.arange(starts[req], starts[req + 1]) for req in rows])
+
+    # step: plan, with the rows of the table one after another
+    def running(numbers):
+        total = torch.tensor([0, *numbers]).cumsum(0)
+        return total.to(device=query.device, dtype=torch.int32)
+
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+        torch.empty(128 << 20, dtype=torch.uint8, device=query.device), "NHD"
+    )
+    wrapper.plan(
+        running(queries),
+        running(counts),
+        torch.cat(
+            [block_table[req, :count] for req, count in zip(rows, counts, strict=True)]
+        ),
+        torch.tensor(
+            [(lens[req] - 1) % block_size + 1 for req in rows],
+            dtype=torch.int32,
+            device=query.device,
+        ),
+        query.shape[1],
+        key_cache.shape[2],
+        query.shape[2],
+        block_size,
+        causal=causal,
+        sm_scale=scale,
+        # keys to the left beside one's own
+        window_left=-1 if sliding_window is None else sliding_window - 1,
+        logits_soft_cap=logits_soft_cap,
+        q_data_type=query.dtype,
+        kv_data_type=key_cache.dtype,
+    )
+
+    # step: attend
+    result, base_2 = wrapper.run(
+        query[tokens].contiguous(),
+        (key_cache.contiguous(), value_cache.contiguous()),
+        return_lse=True,
+    )
+    out[tokens] = result
+    if lse is not None:
+        # [tokens, query_heads], of base 2
+        lse[:, tokens] = base_2.T * math.log(2)
+    return out

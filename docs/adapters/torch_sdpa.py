@@ -1,0 +1,52 @@
+"""How is a decode written with nothing but torch's own attention put to the test?
+
+Each request has one new token. Its keys are gathered through its row of the block table, and
+torch's scaled_dot_product_attention does the rest.
+"""
+
+import torch
+from pagetwin.shared.conformance import Support
+
+SUPPORT = Support(
+    operations=["paged_attention"],
+    dtypes=["float32", "float16"],
+    cache_dtypes=["float32", "float16"],
+    max_query_len=1,
+    options=["scale", "out"],
+)
+
+
+def paged_attention(
+    query,  # [tokens, query_heads, head_size]
+    key_cache,  # [num_blocks, block_size, kv_heads, head_size]
+    value_cache,
+    block_table,  # [reqs, max_blocks]
+    query_start_loc,  # [reqs + 1]
+    seq_lens,  # [reqs]
+    max_query_len,
+    max_seq_len,
+    scale=None,
+    out=None,
+):
+    """Return attention of one new token of each request over its sequence."""
+    if max_query_len > 1:
+        raise NotImplementedError(f"max_query_len = {max_query_len}: decodes only")
+    out = torch.empty_like(query) if out is None else out
+    out.zero_()
+    group = query.shape[1] // key_cache.shape[2]
+    starts = query_start_loc.tolist()
+    for req, seq_len in enumerate(seq_lens.tolist()):
+        if starts[req] == starts[req + 1]:
+            continue
+        blocks = block_table[req, : -(-seq_len // key_cache.shape[1])].long()
+        key, value = (
+            cache[blocks].flatten(0, 1)[:seq_len].repeat_interleave(group, 1)
+            for cache in (key_cache, value_cache)
+        )  # [seq_len, query_heads, head_size]
+        out[starts[req]] = torch.nn.functional.scaled_dot_product_attention(
+            query[starts[req], :, None],  # [query_heads, 1, head_size]
+            key.transpose(0, 1),
+            value.transpose(0, 1),
+            scale=scale,
+        )[:, 0]
+    return out

@@ -1,0 +1,78 @@
+"""How is vLLM's Triton kernel, `unified_attention`, put to the test?
+
+Written from vLLM's own signature; vLLM is not installed here, and this has not been run. The kernel
+is causal, writes no log-sum-exp and reads the block table a tile at a time, so that entries behind
+a row's end have to be blocks that are there.
+"""
+
+import torch
+from pagetwin.shared.conformance import Support
+
+try:
+    from vllm.v1.attention.ops.triton_unified_attention import unified_attention
+except ImportError as error:
+    raise ImportError("this adapter needs vLLM and a GPU: pip install vllm") from error
+
+SUPPORT = Support(
+    operations=["paged_attention"],
+    dtypes=["float16", "bfloat16"],
+    cache_dtypes=["float16", "bfloat16"],
+    block_sizes=[16, 32, 64],
+    head_sizes=[64, 80, 128, 256],
+    options=[
+        "scale",
+        "out",
+        "sliding_window",
+        "logits_soft_cap",
+        "alibi_slopes",
+        "sinks",
+    ],
+)
+
+
+def paged_attention(
+    query,  # [tokens, query_heads, head_size]
+    key_cache,  # [num_blocks, block_size, kv_heads, head_size]
+    value_cache,
+    block_table,  # [reqs, max_blocks]
+    query_start_loc,  # [reqs + 1]
+    seq_lens,  # [reqs]
+    max_query_len,
+    max_seq_len,
+    scale=None,
+    out=None,
+    sliding_window=None,
+    logits_soft_cap=None,
+    alibi_slopes=None,  # [query_heads] float32
+    sinks=None,  # [query_heads]
+):
+    """Return attention of each new token over its sequence in the paged cache."""
+    out = torch.empty_like(query) if out is None else out
+    out.zero_()
+    tokens = int(query_start_loc[-1])
+    if not tokens:
+        return out
+    behind = torch.arange(block_table.shape[1], device=query.device)
+    owned = behind < -(-seq_lens // key_cache.shape[1])[:, None]
+    # its bias counts from the context's end: a constant for a query, which softmax takes away
+    unified_attention(
+        q=query[:tokens],
+        k=key_cache,
+        v=value_cache,
+        out=out[:tokens],
+        cu_seqlens_q=query_start_loc,
+        max_seqlen_q=max_query_len,
+        seqused_k=seq_lens,
+        max_seqlen_k=max_seq_len,
+        softmax_scale=query.shape[2] ** -0.5 if scale is None else scale,
+        causal=True,
+        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+        block_table=torch.where(owned, block_table, 0),
+        softcap=logits_soft_cap or 0.0,
+        q_descale=None,
+        k_descale=None,
+        v_descale=None,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+    )
+    return out

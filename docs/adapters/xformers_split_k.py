@@ -1,0 +1,107 @@
+"""How is xFormers' paged split-K decode put to the test?
+
+The operator is written in Triton. xFormers' dispatcher asks for a GPU, so the adapter calls the
+operator itself: on the host it runs in Triton's interpreter, where only float32 is sound.
+"""
+
+import logging
+
+import torch
+from pagetwin.shared.conformance import Support
+
+# importing xFormers warns at length that its compiled part does not load; it is not used here
+logging.getLogger("xformers").setLevel(logging.ERROR)
+try:
+    from xformers.ops.fmha import Inputs, triton_splitk
+    from xformers.ops.fmha.attn_bias import (
+        PagedBlockDiagonalCausalWithOffsetPaddedKeysMask as Mask,
+    )
+except ImportError as error:
+    raise ImportError(
+        "this adapter needs xFormers 0.0.35 with Triton: pip install xformers==0.0.35"
+    ) from error
+
+ON_HOST = not torch.cuda.is_available()
+DTYPES = ["float32"] if ON_HOST else ["float16", "bfloat16"]
+SUPPORT = Support(
+    operations=["paged_attention"],
+    dtypes=DTYPES,
+    cache_dtypes=DTYPES,
+    block_sizes=[16, 32, 64],
+    head_sizes=[32, 64, 128, 256],
+    max_query_len=1,
+    options=["scale", "out", "lse"],
+)
+
+
+def paged_attention(
+    query,  # [tokens, query_heads, head_size]
+    key_cache,  # [num_blocks, block_size, kv_heads, head_size]
+    value_cache,
+    block_table,  # [reqs, max_blocks]
+    query_start_loc,  # [reqs + 1]
+    seq_lens,  # [reqs]
+    max_query_len,
+    max_seq_len,
+    scale=None,
+    out=None,
+    lse=None,  # [query_heads, tokens] natural
+):
+    """Return attention of one new token of each request over its sequence."""
+    num_blocks, block_size, kv_heads, head_size = key_cache.shape
+    if (
+        max_query_len > 1
+        or str(query.dtype).removeprefix("torch.") not in DTYPES
+        or key_cache.dtype != query.dtype
+        or head_size not in SUPPORT.head_sizes
+        or block_size not in SUPPORT.block_sizes
+        or value_cache.shape != key_cache.shape
+    ):
+        raise NotImplementedError("outside of what split-K takes")
+    out = torch.empty_like(query) if out is None else out
+    out.zero_()
+    if lse is not None:
+        lse.fill_(-torch.inf)
+    # step: leave out requests without a new token
+    rows = [req for req, count in enumerate(query_start_loc.diff().tolist()) if count]
+    if not rows:
+        return out
+    lens = seq_lens[rows].tolist()
+    bias = Mask.from_seqlens(
+        q_seqlen=[1] * len(rows),
+        kv_seqlen=lens,
+        page_size=block_size,
+        block_tables=block_table[rows],
+        device=query.device,
+    )
+    # step: show the cache as one long sequence of slots; a group's heads share it by stride 0
+    group = query.shape[1] // kv_heads
+    slots = (1, num_blocks * block_size, kv_heads, 1, head_size)
+    shared = (1, num_blocks * block_size, kv_heads, group, head_size)
+    tokens = query_start_loc[:-1][rows].long()
+    inputs = Inputs(
+        query=query[tokens].view(1, len(rows), kv_heads, group, head_size),
+        key=key_cache.reshape(slots).expand(shared),
+        value=value_cache.reshape(slots).expand(shared),
+        attn_bias=bias,
+        scale=scale,
+    )
+
+    class PagedSplitK(triton_splitk.FwOp):
+        # keys that are read at once, which must divide the page
+        BLOCK_N = next(keys for keys in (64, 32, 16) if block_size % keys == 0)
+
+        @classmethod
+        def get_extra_args(cls, **shape):
+            # the original asks CUDA for its capability
+            if ON_HOST:
+                return {"BLOCK_M": cls.BLOCK_M, "BLOCK_N": cls.BLOCK_N}
+            return super().get_extra_args(**shape)
+
+    # step: attend
+    result, context = PagedSplitK.apply(inputs, needs_gradient=lse is not None)
+    out[tokens] = result.reshape(len(rows), -1, head_size)
+    if lse is not None:
+        # [1, kv_heads, group, reqs], natural, in float64
+        lse[:, tokens] = context.lse.reshape(-1, len(rows)).to(lse.dtype)
+    return out

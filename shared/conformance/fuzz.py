@@ -1,0 +1,188 @@
+"""How does one keep looking for what breaks a kernel?
+
+Round after round, every law that still holds is tried on new seeds. What breaks or crashes is kept
+in a folder: the corpus, which the next run goes through first, and a program for each broken law
+that shows it again. A law that is broken is not tried on more seeds until its case is mended.
+"""
+
+import json
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hypothesis.strategies import SearchStrategy
+
+from .report import Report, Result, Status
+from .runner import choose_device, choose_laws
+from .worker import SECONDS_OF_A_LAW, Job, Worker
+
+CORPUS = Path(".pagetwin") / "fuzz"
+"""Where the corpus lies unless another folder is named."""
+
+
+@dataclass
+class Fuzzing:
+    """What a run came to.
+
+    Args:
+        implementation: what was tried.
+        device: where its tensors lay.
+        cases: how many were tried, those of the corpus not counted.
+        rounds: how often all laws were gone through.
+        broken: by law, the result that broke it.
+        mended: laws whose case in the corpus no longer breaks them.
+        missing: laws that need an operation that it has not.
+        programs: files that show broken laws again.
+    """
+
+    implementation: str
+    device: str
+    cases: int = 0
+    rounds: int = 0
+    broken: dict[str, Result] = field(default_factory=dict)
+    mended: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    programs: list[Path] = field(default_factory=list)
+
+
+def fuzz_implementation(
+    implementation: str,
+    minutes: float,
+    corpus: Path = CORPUS,
+    only: str | None = None,
+    examples: int = 50,
+    device: str | None = None,
+    seconds_of_a_law: float = SECONDS_OF_A_LAW,
+    on_result: Callable[[Fuzzing, Result], None] = lambda run, result: None,
+) -> Fuzzing:
+    """Return what was found in some minutes of trying laws on ever new seeds.
+
+    Args:
+        implementation: as of `check_implementation`.
+        minutes: when to stop; the law at hand is stopped too. Cases of the corpus come first,
+            and all of them are tried.
+        corpus: folder of what broke or crashed before, changed; made if it is not there.
+        only: words that the sentence or the area of a law must contain; None: all laws.
+        examples: drawn cases of a law in each round.
+        device: where tensors lie; None: CUDA if there is one.
+        seconds_of_a_law: a law that takes longer counts as crashed.
+        on_result: called with the run so far and what became of a law.
+
+    Raises:
+        ModuleNotFoundError, ImportError: no such implementation, or it cannot be imported.
+        ValueError: it has none of the operations, no law contains the words, the corpus cannot be
+            read, or a number is out of range.
+    """
+    if not minutes > 0:
+        raise ValueError(f"minutes = {minutes:g}: expected more than 0")
+    laws = choose_laws(only)
+    device = choose_device(device)
+    run = Fuzzing(implementation, device)
+    folder = corpus / re.sub(r"\W+", "_", implementation).strip("_")
+    stored, seed = _read(folder / "corpus.json")
+    by_name = {law.name: law for law in laws}
+    worker = Worker(implementation, device, seconds_of_a_law)
+    try:
+        worker.start()
+        # step: go through what broke before
+        for name, case in stored.items():
+            if name not in by_name:
+                continue  # left out by `only`, and kept
+            result = worker.try_law(Job(name, case=case), by_name[name].area)
+            if result.ok:
+                run.mended.append(name)
+            else:
+                run.broken[name] = result
+            on_result(run, result)
+        deadline = time.monotonic() + 60 * minutes
+        # step: try new seeds until the time is over
+        while time.monotonic() < deadline:
+            for law in laws:
+                drawn = isinstance(law.cases, SearchStrategy)
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    break
+                if law.name in run.broken or law.name in run.missing:
+                    continue
+                if run.rounds and not drawn:
+                    continue  # a list of cases is no other in the next round
+                worker.seconds_of_a_law = min(seconds_of_a_law, left)
+                result = worker.try_law(Job(law.name, seed, examples), law.area)
+                run.cases += result.cases
+                cut_short = time.monotonic() >= deadline
+                if result.status == Status.MISSING:
+                    run.missing.append(law.name)
+                elif not result.ok and not (
+                    cut_short and result.status == Status.CRASHED
+                ):
+                    run.broken[law.name] = result
+                on_result(run, result)
+            run.rounds += 1
+            seed += 1
+            if all(
+                law.name in run.broken
+                or law.name in run.missing
+                or not isinstance(law.cases, SearchStrategy)
+                for law in laws
+            ):
+                break  # nothing is left to be tried on new seeds
+    finally:
+        worker.stop()
+        # step: keep what broke, and forget what is mended
+        kept = {name: case for name, case in stored.items() if name not in run.mended}
+        kept |= {
+            name: result.case for name, result in run.broken.items() if result.case
+        }
+        if kept or folder.exists():
+            _write(folder, run, kept, seed)
+    return run
+
+
+def _read(file: Path) -> tuple[dict[str, str], int]:
+    """Return the cases of a corpus by law, and the next seed."""
+    if not file.exists():
+        return {}, 0
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        return dict(found["cases"]), int(found["next_seed"])
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(
+            f"corpus = {file}: expected a file that `pagetwin fuzz` wrote; remove it to start anew"
+        ) from None
+
+
+def _write(folder: Path, run: Fuzzing, cases: dict[str, str], seed: int) -> None:
+    """Write the corpus, and a program for each law that this run saw broken."""
+    folder.mkdir(parents=True, exist_ok=True)
+    words = {"next_seed": seed, "cases": cases}
+    (folder / "corpus.json").write_text(
+        json.dumps(words, indent=1) + "\n", encoding="utf-8"
+    )
+    report = Report(run.implementation, run.device, (), {})
+    for law in run.mended:
+        if law not in run.broken:
+            _program(folder, law).unlink(missing_ok=True)
+    for law, result in run.broken.items():
+        if result.case:
+            path = _program(folder, law)
+            path.write_text(_words(report, result), encoding="utf-8")
+            run.programs.append(path)
+
+
+def _program(folder: Path, law: str) -> Path:
+    return folder / f"{re.sub(r'[^a-z0-9]+', '_', law.lower())}.py"
+
+
+def _words(report: Report, result: Result) -> str:
+    """Return a program that shows a broken law again, with what it showed in its docstring."""
+    told = [f"{result.law}: {result.status}"]
+    if result.what:
+        told.append(
+            f"{result.what}, {result.where}: {result.found}, right is {result.right}"
+        )
+    if result.message:
+        told.append(result.message)
+    words = "\n\n".join(told).replace("\\", "\\\\").replace('"""', "'''")
+    return f'"""{words}\n"""\n\n{report.reproducer(result)}'

@@ -1,0 +1,75 @@
+"""How is a changed twin imported beside the real ones?
+
+The changed file lies in a folder of its own, in front of the twin's folder, so that all other files
+are the twin's own; Triton wants to read a kernel from a real file. The package gets another name,
+and what it takes from `shared` is what everybody else has, not a second copy: an exception or a
+metadata class must be the same one.
+"""
+
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+from .mutant import Mutant
+
+NAME = "mutated"
+"""The package in the place of `pagetwin`; there is one in a process."""
+
+
+class _SharedAlias:
+    """Finds `mutated.shared.x` in `pagetwin.shared.x`, and is its loader too."""
+
+    def find_spec(
+        self,
+        name: str,
+        path: Sequence[str] | None = None,
+        target: ModuleType | None = None,
+    ) -> ModuleSpec | None:
+        if name != f"{NAME}.shared" and not name.startswith(f"{NAME}.shared."):
+            return None
+        return ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        real = importlib.import_module("pagetwin" + spec.name.removeprefix(NAME))
+        spec.loader_state = real.__spec__
+        return real
+
+    def exec_module(self, module: ModuleType) -> None:
+        # the import has given the real module the alias's spec
+        assert module.__spec__ is not None
+        module.__spec__ = module.__spec__.loader_state
+
+
+def graft(package: str, mutant: Mutant | None, folder: Path) -> str:
+    """Import a twin with one file changed, and return its dotted name.
+
+    Args:
+        package: "reference" or "optimized".
+        mutant: the change; None: there is none.
+        folder: an empty one, for the changed file; it has to stay.
+    """
+    original = importlib.import_module(f"pagetwin.{package}")
+    if mutant is not None:
+        place = folder / f"{mutant.module}.py"
+        place.write_text(mutant.source(), encoding="utf-8")
+    sys.dont_write_bytecode = True
+    root = ModuleType(NAME)
+    root.__path__ = []
+    sys.modules[NAME] = root
+    sys.meta_path.insert(0, _SharedAlias())  # type: ignore[arg-type]
+    name = f"{NAME}.{package}"
+    spec = spec_from_file_location(
+        name,
+        original.__file__,
+        submodule_search_locations=[str(folder), *original.__path__],
+    )
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    setattr(root, package, module)
+    return name

@@ -1,0 +1,231 @@
+"""Does the suite find a mutant broken?
+
+Each mutant is tried in a process forked for it, so that one that writes where it should not, hangs
+or crashes takes nobody along. The laws come in the order of how near they are to the changed file,
+and the first that breaks ends it. Nothing else judges: no test of this repository, and the truth
+stays the real reference.
+"""
+
+import ast
+import math
+import multiprocessing
+import tempfile
+import time
+import warnings
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from hypothesis import Phase, settings
+from pagetwin.shared.conformance import runner
+from pagetwin.shared.conformance.candidate import load_candidate
+from pagetwin.shared.conformance.law import Law
+from pagetwin.shared.conformance.report import Status
+from pagetwin.shared.operations import CONCEPTS
+
+from .graft import graft
+from .mutant import ROOT, Mutant
+
+SECONDS = 20.0
+"""What one law may take before it counts as hanging; as much and thrice what it takes on the
+unchanged twin, where that is known."""
+
+SLOW = 5.0
+"""A law that takes longer on an unchanged twin is asked after its neighbours."""
+
+SECONDS_UNCHANGED = 600.0
+"""What one law may take on the unchanged twin."""
+
+
+@dataclass
+class Trial:
+    """One twin, changed or not, and what became of it.
+
+    Args:
+        package: the twin.
+        laws: what it is asked, in that order.
+        mutant: the change, at whose first broken law the trial ends; None: there is none, and
+            it goes on.
+        broken: the sentences of the laws that broke.
+        how: "broken", "crashed" or "hung"; empty if no law broke.
+        what: what was wrong, in a line.
+        seconds: how long it took, its process included.
+        seconds_of: how long each law took that held.
+    """
+
+    package: str
+    laws: Sequence[Law]
+    mutant: Mutant | None = None
+    broken: list[str] = field(default_factory=list)
+    how: str = ""
+    what: str = ""
+    seconds: float = 0.0
+    seconds_of: dict[str, float] = field(default_factory=dict)
+
+
+def laws_near(
+    mutant: Mutant, laws: Iterable[Law], usual: Mapping[str, float]
+) -> list[Law]:
+    """Return the laws that can notice a change, those first whose operations are nearest to it.
+
+    A law whose operations do not import the changed file, directly or not, cannot. Of those that
+    are as near the slow ones come last.
+    """
+    steps = _steps_to(mutant.package, mutant.module)
+    home = {name: each.name for each in CONCEPTS for name in each.operations}
+
+    def distance(law: Law) -> float:
+        found = [steps.get(home[need], math.inf) for need in law.needs]
+        # a law that names no operation looks at more than one
+        return min(found, default=len(steps))
+
+    return sorted(
+        (law for law in laws if distance(law) < math.inf),
+        key=lambda law: (distance(law), usual.get(law.name, 0.0) > SLOW),
+    )
+
+
+@cache
+def _steps_to(package: str, module: str) -> dict[str, int]:
+    """Return how many imports lie between each module of a twin and one of them."""
+    imports: dict[str, set[str]] = {}
+    for path in (ROOT / package).glob("*.py"):
+        imports[path.stem] = {
+            node.module
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module
+        }
+    steps, frontier = {module: 0}, deque([module])
+    while frontier:
+        reached = frontier.popleft()
+        for name, imported in imports.items():
+            if reached in imported and name not in steps:
+                steps[name] = steps[reached] + 1
+                frontier.append(name)
+    return steps
+
+
+def judge(
+    trials: Iterable[Trial],
+    workers: int,
+    examples: int,
+    usual: Mapping[str, float] | None = None,
+) -> Iterator[Trial]:
+    """Yield the trials as they end.
+
+    Args:
+        trials: what is to be tried.
+        workers: processes at a time.
+        examples: drawn cases of a law.
+        usual: how long each law takes on the unchanged twin; None: nothing hangs.
+    """
+    trials = list(trials)
+    yield from (trial for trial in trials if not trial.laws)
+    waiting, running = deque(trial for trial in trials if trial.laws), []
+    while waiting or running:
+        while waiting and len(running) < workers:
+            running.append(_Running(waiting.popleft(), examples, usual))
+        limit = min(each.deadline for each in running) - time.monotonic()
+        wait([each.reports for each in running], timeout=max(0.0, limit))
+        for each in list(running):
+            if each.has_ended():
+                running.remove(each)
+                yield each.trial
+
+
+class _Running:
+    """A trial in its process."""
+
+    def __init__(
+        self, trial: Trial, examples: int, usual: Mapping[str, float] | None
+    ) -> None:
+        self.trial = trial
+        self.usual = usual
+        self.begin = time.monotonic()
+        self.place = -1
+        self.folder = tempfile.TemporaryDirectory()
+        self.reports, theirs = multiprocessing.Pipe(duplex=False)
+        self.process: BaseProcess = multiprocessing.get_context("fork").Process(
+            target=_try_laws,
+            args=(theirs, trial, Path(self.folder.name), examples),
+            daemon=True,
+        )
+        self.process.start()
+        theirs.close()
+        self._set_deadline()
+
+    def _set_deadline(self) -> None:
+        usual = SECONDS_UNCHANGED
+        if self.usual is not None:
+            law = self.trial.laws[max(self.place, 0)].name
+            usual = SECONDS + 3 * self.usual.get(law, 0.0)
+        self.deadline = time.monotonic() + usual
+
+    def has_ended(self) -> bool:
+        """Read what there is to read, and tell whether that was all."""
+        trial = self.trial
+        try:
+            while self.reports.poll():
+                report: dict[str, Any] = self.reports.recv()
+                if "raised" in report:
+                    raise RuntimeError(report["raised"])
+                if "begins" in report:
+                    self.place = report["begins"]
+                    self._set_deadline()
+                elif report["broke"]:
+                    trial.broken.append(trial.laws[self.place].name)
+                    trial.how, trial.what = "broken", report["what"]
+                else:
+                    law = trial.laws[self.place].name
+                    trial.seconds_of[law] = report["seconds"]
+                if report.get("last"):
+                    return self._end()
+        except EOFError:
+            return self._end("crashed")
+        if time.monotonic() > self.deadline:
+            return self._end("hung")
+        return False
+
+    def _end(self, how: str = "") -> bool:
+        self.process.kill()
+        self.process.join()
+        if how:
+            self.trial.broken.append(self.trial.laws[max(self.place, 0)].name)
+            self.trial.how = how
+            self.trial.what = f"the process {how}"
+        self.trial.seconds = time.monotonic() - self.begin
+        self.folder.cleanup()
+        return True
+
+
+def _try_laws(reports: Connection, trial: Trial, folder: Path, examples: int) -> None:
+    """Try laws one after another, in a process of its own, until one breaks."""
+    try:
+        setting = runner.make_setting(
+            load_candidate(graft(trial.package, trial.mutant, folder)), "cpu"
+        )
+    except BaseException as error:
+        reports.send({"raised": f"{trial.mutant}: {type(error).__name__}: {error}"})
+        return
+    # nobody reads the smallest input
+    runner.SECONDS_TO_SHRINK = 0.0
+    generate_only = settings(phases=[Phase.explicit, Phase.generate])
+    settings.register_profile("mutants", generate_only)
+    settings.load_profile("mutants")
+    warnings.simplefilter("ignore")  # of the interpreter, about numbers that overflow
+    for place, law in enumerate(trial.laws):
+        reports.send({"begins": place})
+        result = runner.try_law(law, setting, 0, examples)
+        broke = result.status == Status.BROKEN
+        last = place + 1 == len(trial.laws) or (broke and trial.mutant is not None)
+        what = result.message or f"{result.what}, {result.where}"
+        reports.send(
+            {"broke": broke, "what": what, "seconds": result.seconds, "last": last}
+        )
+        if last:
+            return

@@ -1,0 +1,158 @@
+"""Which bugs are planted, and where?
+
+The catalogue is a folder of TOML files. An entry names the bug of the field that it brings back
+(bugs.toml says where that one happened), says by which kind of change, and gives the text that is
+replaced, which stands once in its file.
+"""
+
+import ast
+import hashlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[2]
+CATALOGUE = Path(__file__).parent / "catalogue"
+BUGS = Path(__file__).parent / "bugs.toml"
+PACKAGES = ("reference", "optimized")
+
+OPERATORS = {
+    "index type": "an index is kept in fewer bits",
+    "sentinel": "a sentinel is used as an index or a number, or not used at all",
+    "edge": "floor for ceiling, < for <=, one too many or too few",
+    "wrong field": "another field of the same kind: the maximum for the row's, all for new",
+    "wrong row": "another request, head, rank or group",
+    "rebase": "a running sum where one request's own is meant, or the other way round",
+    "stride": "an order of axes, or a stride taken from a shape",
+    "granularity": "block, page, tile or chunk in each other's place",
+    "mask": "something is not hidden on one path",
+    "order": "two operations change places",
+    "dropped argument": "one path does not pass on what it was given",
+    "constant": "a number where something has to be computed",
+    "unit": "another base, the inverse of a scale, a scale too many",
+    "empty case": "nothing is not thought of",
+    "buffer": "a fresh tensor for a lasting one, or a stale part of a lasting one",
+    "class": "a request is told apart by the wrong sign",
+    "aliasing": "two share what each should own",
+    "other requests": "what a request gets depends on its neighbours",
+}
+"""What a change does, by the name of the operator."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One small change of one file.
+
+    Args:
+        id: where and what goes wrong: "reference/block_table/blocks-rounded-down".
+        bug: what it brings back: the number of a bug in bugs.toml, or "cousin of" one.
+        thread: where that bug happened.
+        operator: one of OPERATORS.
+        file: which file of which package, such as "reference/block_table.py".
+        old, new: the text that stands once in that file, and what takes its place.
+        equivalent: why no output can show the change; empty if one has to.
+    """
+
+    id: str
+    bug: str
+    thread: str
+    operator: str
+    file: str
+    old: str
+    new: str
+    equivalent: str
+
+    @property
+    def package(self) -> str:
+        """Which twin is changed."""
+        return self.file.partition("/")[0]
+
+    @property
+    def module(self) -> str:
+        """Which of its modules is changed."""
+        return Path(self.file).stem
+
+    @property
+    def origin(self) -> str:
+        """The thread of its bug, or that it is a cousin of that one."""
+        return f"{self.bug.rpartition(' ')[0]} {self.thread}".strip()
+
+    @property
+    def digest(self) -> str:
+        """A few characters that change with the change."""
+        text = "\0".join((self.file, self.old, self.new, self.equivalent))
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    def source(self) -> str:
+        """Return the changed file.
+
+        Raises:
+            ValueError: the old text does not stand once in it, or the new file is no Python.
+        """
+        text = (ROOT / self.file).read_text(encoding="utf-8")
+        count = text.count(self.old)
+        if count != 1 or self.new == self.old:
+            raise ValueError(
+                f"mutant {self.id!r}: its old text stands {count} times in {self.file}:"
+                " expected once, and another text for it"
+            )
+        changed = text.replace(self.old, self.new)
+        ast.parse(changed)
+        return changed
+
+
+def load_catalogue(folder: Path = CATALOGUE) -> list[Mutant]:
+    """Return all mutants, concept by concept.
+
+    Raises:
+        ValueError: an entry names an unknown operator, bug or package, or bears the name of
+            another one.
+        KeyError: it lacks something.
+    """
+    threads = tomllib.loads(BUGS.read_text(encoding="utf-8"))
+    found: dict[str, Mutant] = {}
+    for path in sorted(folder.glob("*.toml")):
+        for mutant in _of_file(path, threads):
+            if mutant.id in found:
+                raise ValueError(f"mutant {mutant.id!r}: expected one of that name")
+            found[mutant.id] = mutant
+    return list(found.values())
+
+
+def _of_file(path: Path, threads: dict[str, str]) -> Iterator[Mutant]:
+    entries: list[dict[str, Any]] = tomllib.loads(path.read_text(encoding="utf-8"))[
+        "mutant"
+    ]
+    for entry in entries:
+        # the same text may stand in both twins
+        files = entry["file"] if isinstance(entry["file"], list) else [entry["file"]]
+        bug = entry["bug"].removeprefix("cousin of ")
+        for file in files:
+            package = file.partition("/")[0]
+            for name, value, known in (
+                ("file", package, PACKAGES),
+                ("operator", entry["operator"], OPERATORS),
+                ("bug", bug, threads),
+            ):
+                if value not in known:
+                    raise ValueError(
+                        f"{path.name}: {entry['id']}: {name} = {value!r}: expected one of"
+                        f" {', '.join(known)}"
+                    )
+            yield Mutant(
+                id=f"{file.removesuffix('.py')}/{entry['id']}",
+                bug=entry["bug"],
+                thread=threads[bug],
+                operator=entry["operator"],
+                file=file,
+                old=entry["old"].strip("\n"),
+                new=entry["new"].strip("\n"),
+                equivalent=" ".join(entry.get("equivalent", "").split()),
+            )

@@ -1,0 +1,690 @@
+"""Does the suite itself do what it says: try, catch, shrink, report, go on?
+
+The laws have tests of their own. Here they are judged by what happens around them: kernels that
+crash, hang, are missing or refuse, and everything that tells about it.
+"""
+
+import json
+import subprocess
+import sys
+import textwrap
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from pagetwin.shared.cli import DISAGREE, USER_ERROR, app
+from pagetwin.shared.conformance import (
+    Status,
+    Support,
+    check_implementation,
+    fuzz_implementation,
+    reproduce,
+)
+from pagetwin.shared.conformance.all_laws import ALL_LAWS
+from pagetwin.shared.conformance.batches import LAYOUTS, Plan
+from pagetwin.shared.conformance.candidate import (
+    Candidate,
+    OutsideSupport,
+    load_candidate,
+)
+from pagetwin.shared.conformance.expect import Disagreement
+from pagetwin.shared.conformance.fitting import fit_case
+from pagetwin.shared.conformance.law import Law
+from pagetwin.shared.conformance.laws_of_histories import TOLD, histories
+from pagetwin.shared.conformance.machine import KINDS, Machine
+from pagetwin.shared.conformance.options import PLAIN, build_call, draw_choice
+from pagetwin.shared.conformance.report import Report, Result
+from pagetwin.shared.conformance.runner import (
+    choose_laws,
+    find_law,
+    make_case,
+    make_setting,
+    try_case,
+    try_law,
+)
+from pagetwin.shared.conformance.worker import Job, Worker
+from typer.testing import CliRunner
+
+ROOT = Path(__file__).parents[1]
+ADAPTERS = ROOT / "docs" / "adapters"
+SLOTS = "every new token gets the slot that its row says"
+HISTORY = "a cache stays right whatever is done to it"
+
+RIGHT = """
+from pagetwin.reference.slot_mapping import compute_slot_mapping_batch as right
+"""
+OFF_BY_ONE = (
+    RIGHT
+    + """
+def compute_slot_mapping_batch(query_lens, computed, rows, block_size):
+    slots = right(query_lens, computed, rows, block_size)
+    if block_size == 3 and len(slots) > 4:
+        slots[4] += 1
+    return slots
+"""
+)
+ENDS_THE_PROCESS = """
+import os
+
+def compute_slot_mapping_batch(query_lens, computed, rows, block_size):
+    os._exit(7)
+"""
+READS_ADDRESS_ZERO = """
+import ctypes
+
+def compute_slot_mapping_batch(query_lens, computed, rows, block_size):
+    ctypes.string_at(0)
+"""
+HANGS = """
+import time
+
+def compute_slot_mapping_batch(query_lens, computed, rows, block_size):
+    time.sleep(100)
+"""
+DIES_WHEN_IMPORTED = "import os\nos._exit(3)\n"
+
+
+@pytest.fixture
+def kernels(tmp_path, monkeypatch):
+    """Return a function that writes a module into the current folder and returns its name."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.syspath_prepend(tmp_path)
+    written = []
+
+    def write(source: str) -> str:
+        name = f"kernels_{tmp_path.name}_{len(written)}".replace("-", "_")
+        (tmp_path / f"{name}.py").write_text(source)
+        written.append(name)
+        return name
+
+    yield write
+    for name in written:
+        sys.modules.pop(name, None)
+
+
+def check(*words: object):
+    return CliRunner().invoke(app, ["check", *map(str, words), "--device", "cpu"])
+
+
+def only_result(report: Report) -> Result:
+    (result,) = report.results
+    return result
+
+
+def test_a_wrong_answer_comes_with_a_small_input_and_both_answers(kernels):
+    report = check_implementation(
+        kernels(OFF_BY_ONE), only=SLOTS, examples=60, device="cpu"
+    )
+    result = only_result(report)
+    assert result.status == Status.BROKEN and not report.ok
+    assert (result.what, result.where) == ("slots", "at [4]")
+    assert int(result.found) == int(result.right) + 1
+    assert make_case(find_law(SLOTS), result.case).block_size == 3
+
+
+def test_the_program_that_is_shown_shows_the_failure_again(kernels, tmp_path):
+    name = kernels(OFF_BY_ONE)
+    report = check_implementation(
+        name, only=SLOTS, examples=60, device="cpu", isolated=False
+    )
+    program = tmp_path / "again.py"
+    program.write_text(report.reproducer(only_result(report)))
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True)
+    assert done.returncode == 1
+    result = only_result(report)
+    assert f"Disagreement: slots, at [4]: {result.found}" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (ENDS_THE_PROCESS, "the process ended with code 7"),
+        (READS_ADDRESS_ZERO, "Segmentation fault"),
+    ],
+    ids=["ends the process", "reads address 0"],
+)
+def test_a_crash_is_the_failure_of_one_law_and_names_the_input(kernels, source, words):
+    name = kernels(source)
+    worker = Worker(name, "cpu")
+    try:
+        first = worker.try_law(Job(SLOTS, examples=3), "slots")
+        again = worker.try_law(Job(SLOTS, case=first.case), "slots")
+        other = worker.try_law(Job(HISTORY), "histories")
+    finally:
+        worker.stop()
+    assert first.status == again.status == Status.CRASHED
+    assert words in first.message and words in again.message
+    assert first.cases == 1 and make_case(find_law(SLOTS), first.case)
+    assert other.status == Status.MISSING and "StepBuffers" in other.reason
+
+
+@pytest.mark.slow
+def test_a_kernel_that_hangs_is_stopped(kernels):
+    report = check_implementation(
+        kernels(HANGS), only=SLOTS, device="cpu", seconds_of_a_law=1
+    )
+    result = only_result(report)
+    assert result.status == Status.CRASHED
+    assert result.message == "it took more than 1 seconds"
+
+
+def test_a_module_that_dies_when_it_is_imported_is_an_import_error(kernels):
+    with pytest.raises(ImportError, match=r"cannot be imported: .*code 3"):
+        check_implementation(kernels(DIES_WHEN_IMPORTED), only="slots", device="cpu")
+
+
+def test_what_is_printed_does_not_disturb(kernels):
+    name = kernels(
+        "print('hello')\n"
+        + RIGHT
+        + "def compute_slot_mapping_batch(*a):\n    print(1)\n    return right(*a)\n"
+    )
+    assert check_implementation(name, only=SLOTS, examples=3, device="cpu").ok
+
+
+def test_a_failure_that_does_not_come_back_says_so(kernels):
+    name = kernels(
+        RIGHT
+        + textwrap.dedent(
+            """
+            calls = []
+
+            def compute_slot_mapping_batch(*arguments):
+                calls.append(1)
+                return right(*arguments) + (len(calls) == 3)
+            """
+        )
+    )
+    setting = make_setting(load_candidate(name), "cpu")
+    law = Law("a law", "area", (), st.integers(0, 50), lambda s, c: once(c))
+    seen = []
+
+    def once(case):
+        seen.append(case)
+        if len(seen) == 5:
+            raise Disagreement("answer", "as a whole", case, 0)
+
+    result = try_law(law, setting, 0, 20)
+    assert result.status == Status.BROKEN
+    assert "did not break the law" in result.message
+
+
+def test_a_known_failure_is_fine_until_it_holds(kernels):
+    name = kernels(OFF_BY_ONE)
+    known = {SLOTS: "blocks of 3"}
+    options = {"only": SLOTS, "examples": 60, "device": "cpu", "isolated": False}
+    report = check_implementation(name, known_failures=known, **options)
+    result = only_result(report)
+    assert report.ok and result.status == Status.KNOWN
+    assert result.reason == "blocks of 3" and result.case
+    report = check_implementation("reference", known_failures=known, **options)
+    assert not report.ok and only_result(report).status == Status.UNEXPECTED
+    with pytest.raises(ValueError, match="expected sentences of laws"):
+        check_implementation("reference", known_failures={"no law": "-"})
+
+
+def test_a_report_is_json_and_markdown(kernels):
+    report = check_implementation(
+        kernels(OFF_BY_ONE),
+        only=SLOTS,
+        examples=60,
+        device="cpu",
+        isolated=False,
+    )
+    words = json.loads(report.to_json())
+    assert words["ok"] is False and words["counts"] == {"broken": 1}
+    assert words["settings"] == {"seed": 0, "examples": 60}
+    assert words["results"][0]["case"] == only_result(report).case
+    page = report.to_markdown()
+    assert f"| {SLOTS} | slots | broken |" in page
+    assert f"## {SLOTS}: broken" in page and "```python" in page
+    assert only_result(report).right in page
+
+
+def test_the_command_ends_with_0_only_if_all_is_well(kernels, tmp_path):
+    good = check("reference", "--only", SLOTS, "--examples", 3)
+    assert good.exit_code == 0, good.output
+    assert "reference on cpu: 1 held." in good.output
+    name = kernels(OFF_BY_ONE)
+    words = [name, "--only", SLOTS, "--examples", 60]
+    bad = check(*words, "--json", "r.json", "--markdown", "r.md")
+    assert bad.exit_code == DISAGREE
+    result = json.loads((tmp_path / "r.json").read_text())["results"][0]
+    for part in (SLOTS, "slots, at [4]", result["found"], result["right"]):
+        assert part in bad.output
+    assert f"input {result['case']}" in bad.output
+    assert "from pagetwin.shared.conformance import reproduce" in bad.output
+    assert "## " in (tmp_path / "r.md").read_text()
+    known = check(*words, "--known", f"{SLOTS}=blocks of 3")
+    assert known.exit_code == 0, known.output
+    assert "1 known failure" in known.output
+    missing = check(name, "--only", "slots on the device")
+    assert missing.exit_code == DISAGREE
+    assert f"{name} has no compute_slot_mapping_device" in missing.output
+
+
+def test_a_file_elsewhere_is_a_module_too(kernels, tmp_path):
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / "my_far_kernels.py").write_text(OFF_BY_ONE)
+    result = check("far/my_far_kernels.py", "--only", SLOTS, "--examples", 60)
+    assert result.exit_code == DISAGREE, result.output
+    assert "slots, at [4]" in result.output
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["nobody"], "there is no module nobody here"),
+        (["nobody.py"], "there is no such file"),
+        (["json"], "json has none of the operations"),
+        (["reference", "--only", "no such words"], "no law contains it; areas are"),
+        (["reference", "--known", "a law"], "expected LAW=REASON"),
+        (["reference", "--known", "a law=why"], "expected sentences of laws"),
+        (["reference", "--examples", "0"], "examples = 0"),
+        (["reference", "--json", "no/folder.json"], "no/folder.json"),
+    ],
+)
+def test_what_the_user_can_mend_is_one_sentence(kernels, words, sentence):
+    result = check(*words)
+    assert result.exit_code == USER_ERROR, result.output
+    assert sentence in result.output
+    assert "Traceback" not in result.output
+    assert len(result.output.strip().splitlines()) == 1
+
+
+# what a module declares
+
+
+def declared(source: str, support: Support) -> Candidate:
+    names: dict = {}
+    exec(source, names)
+    return Candidate("mine", {"paged_attention": names["paged_attention"]}, support)
+
+
+REFUSES_ALL = "def paged_attention(*a, **k): raise NotImplementedError('no')"
+TAKES_LITTLE = """
+def paged_attention(query, key_cache, value_cache, block_table, query_start_loc,
+                    seq_lens, max_query_len, max_seq_len):
+    return query
+"""
+
+
+def arguments(**changes):
+    call = build_call(PLAIN | changes, 0, torch.device("cpu"))
+    return call.arguments
+
+
+def test_a_refusal_is_one_only_outside_of_what_is_declared():
+    candidate = declared(REFUSES_ALL, Support(head_sizes=[16], options=["causal"]))
+    with pytest.raises(OutsideSupport, match="head size 24"):
+        candidate.paged_attention(**arguments(head_size="24"))
+    with pytest.raises(OutsideSupport, match="option sinks"):
+        candidate.paged_attention(**arguments(sinks="sinks"))
+    with pytest.raises(OutsideSupport, match="option value_head_size"):
+        candidate.paged_attention(**arguments(value_head_size="other"))
+    with pytest.raises(NotImplementedError, match="no") as raised:
+        candidate.paged_attention(**arguments())
+    assert not isinstance(raised.value, OutsideSupport)
+
+
+def test_an_option_that_is_off_need_not_be_known():
+    candidate = declared(TAKES_LITTLE, Support(options=[]))
+    given = arguments()
+    assert given["causal"] is True
+    assert candidate.paged_attention(**given, lse=None) is given["query"]
+    with pytest.raises(OutsideSupport, match="option sliding_window"):
+        candidate.paged_attention(**given, sliding_window=3)
+
+
+def test_a_case_is_brought_inside_of_what_is_declared():
+    support = Support(
+        dtypes=["float16"],
+        block_sizes=[32],
+        head_sizes=[64, 128],
+        max_query_len=1,
+        options=["sinks"],
+    )
+    plan = Plan((3, 0), (9, 4), head_size=16, dtype=torch.float32, scale=0.5)
+    fitted = fit_case((plan, 3), support)[0]
+    assert fitted == replace(
+        plan,
+        query_lens=(1, 0),
+        block_size=32,
+        head_size=fitted.head_size,
+        dtype=torch.float16,
+        scale=None,
+    )
+    assert fitted.head_size in (64, 128)
+    assert fit_case(fitted, support) is fitted
+    from random import Random
+
+    for seed in range(40):
+        choice = draw_choice(Random(seed), [("operation", "paged_attention")])
+        fitted = fit_case(choice, support)
+        assert fit_case(fitted, support) == fitted
+        call = build_call(fitted, seed, torch.device("cpu"))
+        taken = declared("def paged_attention(*a, **k): return 1", support)
+        given = {"lse": 1} if call.wants_lse else {}
+        assert call.query.dtype == torch.float16
+        assert taken.paged_attention(**call.arguments, **given) == 1
+        assert not {"alibi_slopes", "k_scale", "tree_mask"} & set(call.arguments)
+
+
+def test_a_law_all_of_whose_cases_are_refused_is_listed_and_not_held(kernels):
+    def refuse(setting, case):
+        raise OutsideSupport("dtype float32")
+
+    law = Law("a law", "area", (), [1, 2], refuse)
+    setting = make_setting(load_candidate("reference"), "cpu")
+    result = try_law(law, setting, 0, 5)
+    assert result.status == Status.OUTSIDE and result.ok
+    assert (result.cases, result.refused, result.reason) == (2, 2, "dtype float32")
+    name = kernels(
+        "from pagetwin.shared.conformance import Support\n"
+        "SUPPORT = Support(operations=['compute_slot_mapping_batch'])\n" + OFF_BY_ONE
+    )
+    setting = make_setting(load_candidate(name), "cpu")
+    result = try_law(find_law(HISTORY), setting, 0, 5)
+    assert result.status == Status.OUTSIDE and "not declared" in result.reason
+
+
+# histories
+
+
+@pytest.mark.parametrize("twin", ["reference", "optimized"])
+def test_both_twins_keep_a_cache_right_whatever_is_done_to_it(twin, device):
+    setting = make_setting(load_candidate(twin), str(device))
+    for law in choose_laws("histories"):
+        result = try_law(law, setting, 1, 12)
+        assert result.status == Status.HELD, result
+
+
+def drop_copies(reference):
+    return {"copy_blocks": lambda caches, mapping: None}
+
+
+def copy_keys_only(reference):
+    def copy_blocks(caches, mapping):
+        for cache in caches:
+            for source, destination in mapping.tolist():
+                cache[0, destination] = cache[0, source]
+
+    return {"copy_blocks": copy_blocks}
+
+
+def swap_reversed(reference):
+    def swap_blocks(source, destination, mapping):
+        reference.swap_blocks(source, destination, mapping.flip(0) * 1)
+        if len(mapping) > 1:
+            destination[:, mapping[0, 1]] = source[:, mapping[1, 0]]
+
+    return {"swap_blocks": swap_blocks}
+
+
+def write_padding(reference):
+    def reshape_and_cache(key, value, key_cache, value_cache, slots):
+        reference.reshape_and_cache(key, value, key_cache, value_cache, slots)
+        if bool((slots < 0).any()):
+            key_cache[-1, -1] = 0
+
+    return {"reshape_and_cache": reshape_and_cache}
+
+
+def keep_cleared_rows(reference):
+    class StepBuffers(reference.StepBuffers):
+        def clear_rows(self, rows):
+            super().clear_rows([row for row in rows if row != 2])
+
+        def append_blocks(self, rows, new_blocks):
+            if rows == [2] and len(self._rows[2]) + len(new_blocks[0]) > 6:
+                super().clear_rows(rows)
+            super().append_blocks(rows, new_blocks)
+
+    return {"StepBuffers": StepBuffers}
+
+
+def stale_slots(reference):
+    class StepBuffers(reference.StepBuffers):
+        def build(self, lens, *rest, **padded):
+            before = self._slot_mapping.clone()
+            step = super().build(lens, *rest, **padded)
+            behind = slice(sum(lens), len(step.slot_mapping))
+            step.slot_mapping[behind] = before[behind]
+            return step
+
+    return {"StepBuffers": StepBuffers}
+
+
+def new_tensors(reference):
+    class StepBuffers(reference.StepBuffers):
+        def build(self, *rest, **padded):
+            step = super().build(*rest, **padded)
+            return replace(step, seq_lens=step.seq_lens.clone())
+
+    return {"StepBuffers": StepBuffers}
+
+
+def wrong_order(reference):
+    class StepBuffers(reference.StepBuffers):
+        def build(self, lens, computed, rows=None, **padded):
+            step = super().build(lens, computed, rows, **padded)
+            table = self._block_table[: len(step.block_table_tensor)]
+            return replace(step, block_table_tensor=table)
+
+    return {"StepBuffers": StepBuffers}
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        drop_copies,
+        copy_keys_only,
+        swap_reversed,
+        write_padding,
+        keep_cleared_rows,
+        stale_slots,
+        new_tensors,
+        wrong_order,
+    ],
+    ids=lambda fault: fault.__name__,
+)
+def test_a_fault_in_a_cache_shows_in_its_history(fault, reference):
+    right = load_candidate("reference")
+    broken = Candidate("broken", right.operations | fault(reference.raw), Support())
+    setting = make_setting(broken, "cpu")
+    for law in reversed(choose_laws("histories")):
+        result = try_law(law, setting, 0, 40)
+        if result.status == Status.BROKEN:
+            break
+    assert result.status == Status.BROKEN
+    again = try_case(law, setting, result.case, lambda case: None)
+    assert again.status == Status.BROKEN
+
+
+def test_histories_reach_every_action_and_end_with_requests():
+    kinds, layouts, forked = set(), set(), 0
+    setting = make_setting(load_candidate("reference"), "cpu")
+
+    class Watched(Machine):
+        def compare(self, action):
+            nonlocal forked
+            forked += any(count > 1 for count in self.pool.owners)
+            kinds.add(action.kind)
+
+    from hypothesis import HealthCheck, given, seed, settings
+
+    @seed(3)
+    @settings(
+        max_examples=60,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(histories())
+    def watch(history):
+        layouts.add(history.layout)
+        machine = Watched(setting, history)
+        machine.run()
+        owned = [block for each in machine.sequences for block in each.blocks]
+        assert len(owned) == sum(machine.pool.owners) + sum(machine.host_pool.owners)
+
+    watch()
+    assert kinds == set(KINDS) and forked > 20
+    assert layouts == set(LAYOUTS)
+    assert all(eval(repr(each), vars(sys.modules[Machine.__module__])) for each in TOLD)
+
+
+# fuzzing
+
+
+@pytest.mark.slow
+def test_fuzzing_keeps_what_broke_and_begins_with_it(kernels, tmp_path):
+    name = kernels(OFF_BY_ONE)
+    options = {"only": SLOTS, "examples": 60, "device": "cpu"}
+    run = fuzz_implementation(name, 1.0, corpus=tmp_path / "kept", **options)
+    assert set(run.broken) == {SLOTS} and run.rounds == 1
+    (program,) = run.programs
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True)
+    assert done.returncode == 1 and "slots, at [4]" in done.stderr
+    corpus = json.loads((program.parent / "corpus.json").read_text())
+    assert corpus == {"next_seed": 1, "cases": {SLOTS: run.broken[SLOTS].case}}
+    again = fuzz_implementation(name, 1.0, corpus=tmp_path / "kept", **options)
+    assert set(again.broken) == {SLOTS} and again.cases == 0
+    (tmp_path / f"{name}.py").write_text(OFF_BY_ONE.replace("+= 1", "+= 0"))
+    mended = fuzz_implementation(name, 0.02, corpus=tmp_path / "kept", **options)
+    assert mended.mended == [SLOTS] and not mended.broken and mended.cases > 0
+    assert not program.exists()
+    assert json.loads((program.parent / "corpus.json").read_text())["cases"] == {}
+    (program.parent / "corpus.json").write_text("{")
+    with pytest.raises(ValueError, match="remove it to start anew"):
+        fuzz_implementation(name, 1.0, corpus=tmp_path / "kept", **options)
+
+
+@pytest.mark.slow
+def test_the_fuzzing_command_says_what_it_found(kernels, tmp_path):
+    name = kernels(ENDS_THE_PROCESS)
+    words = ["fuzz", name, "--only", SLOTS, "--minutes", "1", "--device", "cpu"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == DISAGREE, result.output
+    assert f"crashed: {SLOTS}" in result.output and "1 laws broken" in result.output
+    (program,) = (tmp_path / ".pagetwin" / "fuzz").rglob("*.py")
+    assert f"python {program.relative_to(tmp_path)}" in result.output
+    assert "the process ended with code 7" in program.read_text()
+    wrong = CliRunner().invoke(app, ["fuzz", name, "--minutes", "0"])
+    assert wrong.exit_code == USER_ERROR and "minutes = 0" in wrong.output
+
+
+# pytest
+
+TESTS_OF_ONES_OWN = """
+from functools import partial
+from pagetwin.shared.conformance import parametrize_with_laws
+
+MINE, SLOTS = {name!r}, {slots!r}
+tested = partial(parametrize_with_laws, only=SLOTS, examples=60, device="cpu")
+
+@tested(MINE)
+def test_broken(law):
+    law()
+
+@tested(MINE, known_failures={{SLOTS: "blocks of 3"}})
+def test_known(law):
+    law()
+
+@tested("reference", known_failures={{SLOTS: "it was"}})
+def test_mended(law):
+    law()
+
+@tested("reference")
+def test_held(law):
+    assert law().cases == 60
+
+@tested(MINE, only="slots on the device")
+def test_missing(law):
+    law()
+"""
+
+
+@pytest.mark.slow
+def test_each_law_is_a_test_of_a_project_of_ones_own(kernels, tmp_path):
+    name = kernels(OFF_BY_ONE)
+    file = tmp_path / "test_mine.py"
+    file.write_text(TESTS_OF_ONES_OWN.format(name=name, slots=SLOTS))
+    words = [sys.executable, "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider"]
+    done = subprocess.run([*words, file], capture_output=True, text=True, cwd=tmp_path)
+    output = done.stdout
+    assert done.returncode == 1, output
+    assert f"FAILED test_mine.py::test_broken[{SLOTS}]" in output
+    assert "slots, at [4]" in output and "reproduce(" in output
+    assert f"XFAIL test_mine.py::test_known[{SLOTS}] - blocks of 3" in output
+    assert f"FAILED test_mine.py::test_mended[{SLOTS}]" in output
+    assert "known failure that holds" in output and "it was" in output
+    assert f"PASSED test_mine.py::test_held[{SLOTS}]" in output
+    assert "FAILED test_mine.py::test_missing[slots on the device" in output
+    assert f"{name} has no compute_slot_mapping_device" in output
+    assert "worker.py" not in output  # no traceback of ours
+
+
+# adapters
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "torch_sdpa",
+        pytest.param("flex_paged", marks=pytest.mark.slow),
+        pytest.param("xformers_split_k", marks=pytest.mark.slow),
+    ],
+)
+def test_an_adapter_that_runs_here_answers_what_it_declares(name):
+    if name == "xformers_split_k":
+        pytest.importorskip("xformers")
+    candidate = load_candidate(str(ADAPTERS / f"{name}.py"))
+    assert candidate.missing(candidate.support.operations) == []
+    setting = make_setting(candidate, "cpu")
+    laws = [
+        find_law("every new token sees its sequence up to itself"),
+        find_law("paged attention is right under any options"),
+        find_law("large heads odd blocks and long rows are right"),
+    ]
+    results = [try_law(law, setting, 0, 8) for law in laws]
+    assert [each for each in results if not each.ok] == []
+    # what is refused as drawn is fitted; half of the bounds are larger than the truth, and refused
+    assert all(each.cases > each.refused for each in results)
+    assert sum(each.cases - each.refused for each in results) >= 20
+
+
+@pytest.mark.parametrize(
+    ("name", "library"),
+    [
+        ("flashinfer_paged", "flashinfer"),
+        ("flash_attention_paged", "flash_attn"),
+        ("vllm_unified", "vllm"),
+    ],
+)
+def test_an_adapter_without_its_library_says_what_it_needs(name, library, monkeypatch):
+    for module in [each for each in sys.modules if each.split(".")[0] == library]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, library, None)
+    result = CliRunner().invoke(app, ["check", str(ADAPTERS / f"{name}.py")])
+    assert result.exit_code == USER_ERROR
+    assert "this adapter needs" in result.output and "pip install" in result.output
+
+
+def test_every_law_is_a_sentence_with_a_case_that_can_be_made_again():
+    assert len({law.name for law in ALL_LAWS}) == len(ALL_LAWS)
+    for law in ALL_LAWS:
+        if isinstance(law.cases, (list, tuple)):
+            for case in law.cases[:3]:
+                assert repr(make_case(law, repr(case))) == repr(case), law.name
+
+
+def test_a_result_survives_the_way_from_process_to_process():
+    result = Result("a law", "area", Status.BROKEN, cases=3, case="Step()", what="x")
+    words = json.loads(json.dumps(asdict(result) | {"status": result.status.value}))
+    assert Result(**{**words, "status": Status(words["status"])}) == result
+    with pytest.raises(ValueError, match="law = 'none'"):
+        reproduce("reference", "none", "0")
