@@ -18,7 +18,7 @@ test: $(STAMP)
 demo: $(STAMP)
 	$(BIN)/pagetwin replay --report report.html
 
-# plant every bug of tests/mutants, and see which law finds it; about 20 minutes on two cores
+# plant every bug of tests/mutants, and see which law finds it; takes a while
 mutants: $(STAMP)
 	PYTHONPATH=tests $(BIN)/python -m mutants.run --workers $(TEST_WORKERS)
 

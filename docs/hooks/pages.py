@@ -13,7 +13,6 @@ from typing import Any
 
 import figures
 import law_table
-import mutant_table
 import option_table
 import refused
 import side_by_side as twins
@@ -218,7 +217,6 @@ MACROS: dict[str, Callable[..., str]] = {
         gpu_records,
         law_table.law_table,
         law_table.adapter,
-        mutant_table.mutant_table,
         refused.refusals,
         option_table.option_runs,
         option_table.option_table,

@@ -204,8 +204,7 @@ def numbers_of_each_head_may_be_views_with_any_strides(
 
 
 def expect_same_from_views(setting: Setting, call: Call, names: list[str]) -> None:
-    """Refuse another answer where small tensors are views with garbage between them."""
-    before = ask(setting, call)
+    """Refuse a wrong answer where small tensors are views with garbage between them."""
     changes: dict[str, Tensor] = {}
     for name in ("query_start_loc", "seq_lens", "block_table", *names):
         each = call.arguments[name]
@@ -219,8 +218,8 @@ def expect_same_from_views(setting: Setting, call: Call, names: list[str]) -> No
             changes[name] = apart(each.T).T
         else:
             changes[name] = apart(each[:, None], NAN)[:, 0]
-    found = ask(setting, call.changed(**changes))
-    expect_same_results("from views", found, before)
+    # a compiler may add up in another order for another stride, so no bits are compared
+    expect_right(setting, call, ask(setting, call.changed(**changes)))
 
 
 @law("paged_attention", cases=[0, 1])
