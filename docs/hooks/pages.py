@@ -13,6 +13,7 @@ from typing import Any
 
 import figures
 import law_table
+import mutant_table
 import option_table
 import refused
 import side_by_side as twins
@@ -216,6 +217,7 @@ MACROS: dict[str, Callable[..., str]] = {
         replay_defaults,
         gpu_records,
         law_table.law_table,
+        mutant_table.mutant_table,
         law_table.adapter,
         refused.refusals,
         option_table.option_runs,

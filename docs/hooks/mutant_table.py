@@ -1,0 +1,79 @@
+"""Which planted bugs does the conformance suite find, and which law finds them?
+
+All of it is read from tests/mutants/report.json, which `make mutants` writes.
+"""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+RECORD = Path(__file__).parents[2] / "tests" / "mutants" / "report.json"
+ENDS = ("killed", "alive", "equivalent")
+
+
+def mutant_table(part: str) -> str:
+    """Return a part of the report: "counts", "operators", "laws", "alive" or "equivalent"."""
+    if not RECORD.exists():
+        return "*No full run is recorded yet.*"
+    record: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8"))
+    mutants = record["mutants"]
+    if part == "counts":
+        return _counts(record)
+    if part == "operators":
+        return _operators(record)
+    if part == "laws":
+        laws = Counter(each["law"] for each in mutants if each["law"])
+        rows = [f"| {law} | {count} |" for law, count in laws.most_common()]
+        return "\n".join(["| the law | mutants it killed |", "|---|---:|", *rows])
+    if part in ("alive", "equivalent"):
+        return _named([each for each in mutants if each["ended"] == part])
+    raise ValueError(
+        f"part = {part!r}: expected counts, operators, laws, alive or equivalent"
+    )
+
+
+def _counts(record: dict[str, Any]) -> str:
+    mutants = record["mutants"]
+    ends = Counter(each["ended"] for each in mutants)
+    times = sorted(each["seconds"] for each in mutants)
+    packages = Counter(each["id"].partition("/")[0] for each in mutants)
+    return (
+        f"Of {len(mutants)} mutants ({packages['reference']} of the reference,"
+        f" {packages['optimized']} of the twin) the suite killed **{ends['killed']}**;"
+        f" **{ends['alive']}** live; {ends['equivalent']} are equivalent. It has"
+        f" {record['laws']} laws, and drew {record['examples']} cases of each. The run took"
+        f" {record['seconds'] / 60:.0f} minutes, a mutant {times[len(times) // 2]:.1f} s in the"
+        " median."
+    )
+
+
+def _operators(record: dict[str, Any]) -> str:
+    lines = [
+        "| the change | for instance | killed | alive | equivalent |",
+        "|---|---|---:|---:|---:|",
+    ]
+    for name, meaning in record["operators"].items():
+        own = [each for each in record["mutants"] if each["operator"] == name]
+        ends = Counter(each["ended"] for each in own)
+        instance = next(each for each in own if not each["bug"].startswith("cousin"))
+        counts = " | ".join(str(ends[end]) for end in ENDS)
+        lines.append(f"| {name}: {meaning} | {_title(instance)} | {counts} |")
+    return "\n".join(lines)
+
+
+def _named(mutants: list[dict[str, Any]]) -> str:
+    if not mutants:
+        return "None."
+    lines = []
+    for each in mutants:
+        reason = f": {each['reason']}" if each["reason"] else "."
+        lines.append(
+            f"- {_title(each)}, in `{each['id'].rpartition('/')[0]}.py`{reason}"
+        )
+    return "\n".join(lines)
+
+
+def _title(mutant: dict[str, Any]) -> str:
+    words = mutant["id"].rpartition("/")[2].replace("-", " ")
+    return f"*{words}* ({mutant['bug']})"
