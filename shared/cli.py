@@ -1,8 +1,8 @@
 """What can one do with pagetwin from a terminal?
 
 Replay real traffic on both twins, run a step again on which they disagreed, have a concept
-explained, and hold a kernel of one's own to every law. The heavy imports wait inside the commands,
-so that `pagetwin --help` answers at once.
+explained, hold a kernel of one's own to every law, and time attention. The heavy imports wait
+inside the commands, so that `pagetwin --help` answers at once.
 """
 
 import json
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from .bench_commands import bench
 from .command_line import DISAGREE as DISAGREE
 from .command_line import USER_ERROR as USER_ERROR
 from .command_line import choose_interpreter, sentences_for_errors
@@ -232,6 +233,7 @@ def explain(
 
 app.command()(check)
 app.command()(fuzz)
+app.command()(bench)
 
 
 def _watch(run: "Replay") -> "list[StepRecord]":

@@ -285,6 +285,14 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
         "copy, bf16 8x128",
         lambda: twin.copy_blocks([cache], torch.tensor([[1, 0]])),
     )
+    ceilings = import_module("pagetwin.optimized._ceilings")
+    words, sums = torch.zeros(8, 8192, dtype=torch.int32), torch.zeros(4).int()
+    yield "ceiling, in a row", lambda: ceilings.read(words, sums)
+    yield (
+        "ceiling, through a table",
+        lambda: ceilings.read_pages(words, torch.arange(8).int(), sums),
+    )
+    yield "ceiling, nothing", lambda: ceilings.do_nothing(sums)
     yield (
         "slots of 64 tokens",
         lambda: twin.compute_slot_mapping_device(starts, counts, table, 16, 64),

@@ -11,6 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import bench_table
 import figures
 import law_table
 import mutant_table
@@ -194,6 +195,8 @@ def gpu_records() -> str:
     summaries = [
         path.with_suffix(".md").read_text(encoding="utf-8")
         for path in sorted(folder.glob("*.json"), reverse=True)
+        # a benchmark's record has a page of its own
+        if not path.stem.endswith("-bench")
     ]
     if not summaries:
         return "*No run on a GPU is recorded yet.*"
@@ -216,6 +219,9 @@ MACROS: dict[str, Callable[..., str]] = {
         replay_laws,
         replay_defaults,
         gpu_records,
+        bench_table.bench_table,
+        bench_table.bench_workloads,
+        bench_table.bench_published,
         law_table.law_table,
         mutant_table.mutant_table,
         law_table.adapter,

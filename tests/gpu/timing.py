@@ -9,14 +9,13 @@ as a process of its own, which may crash:
 
 import argparse
 import json
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from pagetwin.shared.bench.timing import Stopwatch, captured, quartiles, time_host
 from pagetwin.shared.operations import load_implementation
 
 FLUSH_BYTES = 1 << 30
@@ -323,62 +322,19 @@ def time_call(call: Callable[[], Any], device: str, repeats: int) -> dict[str, A
     On a GPU what is timed is a captured graph where the call can be captured, so that the host's
     share does not show; that is timed by itself.
     """
-    on_gpu = device == "cuda"
-    flush = torch.empty(FLUSH_BYTES if on_gpu else 1, dtype=torch.int8, device=device)
+    stopwatch = Stopwatch(device, FLUSH_BYTES)
     host = time_host(call)
-    timed = captured(call) if on_gpu else None
-
-    def once() -> float:
-        # the flush keeps the device busy while the host launches what is timed
-        flush.zero_()
-        if not on_gpu:
-            begin = time.perf_counter()
-            call()
-            return 1e6 * (time.perf_counter() - begin)
-        begins, ends = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begins.record()
-        (timed or call)()
-        ends.record()
-        torch.cuda.synchronize()
-        return 1e3 * begins.elapsed_time(ends)
-
-    repeats = max(3, min(repeats, int(5e6 / max(once(), 1))))
-    times = [once() for _ in range(repeats)]
-    low, median, high = statistics.quantiles(times, n=4)
+    graph = captured(call) if stopwatch.on_gpu else None
+    timed = call if graph is None else graph.replay
+    repeats = max(3, min(repeats, int(5e6 / max(stopwatch.time(timed), 1))))
+    low, median, high = quartiles([stopwatch.time(timed) for _ in range(repeats)])
     return {
         "median_us": round(median, 2),
         "quartiles_us": [round(low, 2), round(high, 2)],
         "runs": repeats,
-        "graph": timed is not None,
+        "graph": graph is not None,
         "host_us": round(host, 1),
     }
-
-
-def time_host(call: Callable[[], Any]) -> float:
-    """Return the median microseconds until a call returns, whatever it has launched."""
-    call()  # compiles the kernels
-    times = []
-    for _ in range(7):
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        begin = time.perf_counter()
-        call()
-        times.append(1e6 * (time.perf_counter() - begin))
-        if sum(times) > 2e6:
-            break
-    return statistics.median(times)
-
-
-def captured(call: Callable[[], Any]) -> Callable[[], Any] | None:
-    """Return the replay of a call's graph; None: it cannot be captured."""
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
-            call()
-    except RuntimeError:
-        torch.cuda.synchronize()
-        return None
-    return graph.replay
 
 
 def main() -> int:

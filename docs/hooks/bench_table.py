@@ -1,0 +1,91 @@
+"""How fast was attention when it was last timed on a GPU, and what is timed at all?
+
+Read from the newest record that `pagetwin bench --json` left under tests/gpu, and from the files of
+the benchmark itself.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from pagetwin.shared.bench.tables import ceiling_words, markdown_table, reasons
+from pagetwin.shared.bench.workloads import (
+    best_published,
+    load_workloads,
+    published_figures,
+)
+
+FOLDER = Path(__file__).parents[2] / "tests" / "gpu"
+NOTHING = "*No run is recorded yet.*"
+
+
+def bench_table(folder: Path = FOLDER) -> str:
+    """Return the newest record's table, its ceilings, and who was not timed and why."""
+    # a date begins each name
+    files = sorted(folder.glob("*-bench.json"))
+    if not files:
+        return NOTHING
+    record: dict[str, Any] = json.loads(files[-1].read_text(encoding="utf-8"))
+    machine = record["machine"]
+    commit = (machine["commit"] or "unknown").split(",")[0][:12]
+    parts = [
+        f"{machine['device']}, {machine['date'][:10]}, commit {commit}, torch"
+        f" {machine['versions']['torch']}; microseconds, the median of"
+        f" {record['settings']['rounds']} rounds of {record['settings']['repeats']} runs."
+        f" {ceiling_words(record)}"
+    ]
+    if not record["complete"]:
+        parts.append(f"This run is not complete: {record['ended']}.")
+    if record["meaningless"]:
+        parts.append("These are tiny workloads, whose times mean nothing.")
+    parts.append("\n".join(markdown_table(record)))
+    parts.append("\n".join(f"- {_plain(line)}" for line in reasons(record)))
+    return "\n\n".join(part for part in parts if part)
+
+
+def bench_workloads() -> str:
+    """Return one row for each workload: its batch, its bytes and its operations."""
+    lines = [
+        "| workload | what it is | heads, size | GB | GFLOP |",
+        "|---|---|---|---:|---:|",
+    ]
+    for each in load_workloads().values():
+        heads = f"{each.query_heads} on {each.kv_heads}, {each.head_size}"
+        flops = f"{each.flops / 1e9:,.0f}" if each.flops else "-"
+        lines.append(
+            f"| `{each.name}` | {each.about} | {heads} | {each.bytes / 1e9:,.3f} | {flops} |"
+        )
+    return "\n".join(lines)
+
+
+def bench_published() -> str:
+    """Return what others reach, as it is stored: one row for each workload."""
+    stored = published_figures("NVIDIA H200")
+    assert stored is not None
+    names = ("fa3", "flashinfer", "xqa", "vllm", "xformers")
+    lines = [
+        f"{stored['source']}. {stored['about']}",
+        "",
+        f"| workload | {' | '.join(names)} | best |",
+        "|---|" + "---:|" * (len(names) + 1),
+    ]
+    for name, figures in stored["workloads"].items():
+        best = best_published(stored, name)
+        off = figures.get("inaccurate", {})
+        cells = [
+            f"{figures[peer]:g}"
+            if peer in figures
+            else f"({off[peer]:g})"
+            if peer in off
+            else ""
+            for peer in names
+        ]
+        shown = "" if best is None else f"{best[1]:g} ({best[0]})"
+        lines.append(f"| `{name}` | {' | '.join(cells)} | {shown} |")
+    return "\n".join(lines)
+
+
+def _plain(words: str) -> str:
+    """Return words in which no path or name is taken for Markdown."""
+    return re.sub(r"([*_<])", r"\\\1", words)

@@ -1,0 +1,211 @@
+"""How is FlashAttention-3 called?
+
+Either through its own package, or through the operators in vLLM's wheel, one file that needs
+nothing else of vLLM. That file's operators are asked for their argument lists, so that one that
+gains an argument still works as long as the argument may be left out.
+"""
+
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .implementations import (
+    Declined,
+    Implementation,
+    Prepared,
+    has_module,
+    library_error,
+)
+from .inputs import Inputs
+
+VARIABLE = "PAGETWIN_FA3"
+INSIDE_VLLM = Path("vllm_flash_attn", "_vllm_fa3_C.abi3.so")
+SETTINGS: dict[str, Any] = {
+    "softcap": 0.0,
+    "has_softcap": False,
+    "attention_chunk": 0,
+    "is_rotary_interleaved": True,
+    "num_splits": 0,
+    "sm_margin": 0,
+    "max_seqlen_k_new": 0,
+    "cp_world_size": 1,
+    "cp_rank": 0,
+}
+"""What the operators want to be told though it is not used here; num_splits 0: it chooses."""
+
+
+class FlashAttention3(Implementation):
+    """FlashAttention-3 with a block table.
+
+    Args:
+        device: where it shall run.
+        path: vLLM's `_vllm_fa3_C.abi3.so`; None: what PAGETWIN_FA3 names, or an installed one.
+    """
+
+    name, title = "fa3", "FlashAttention-3"
+
+    def __init__(self, device: str, path: str | None = None) -> None:
+        super().__init__(device)
+        self.path = path or os.environ.get(VARIABLE) or self._installed()
+        self._operators: Any = None
+
+    def version(self) -> str | None:
+        """Return where it comes from: neither source says its version."""
+        if self.path is None:
+            return None
+        return f"operators of {Path(self.path).name}"
+
+    def missing(self) -> str:
+        if self.device == "cpu":
+            return "needs a CUDA device"
+        if torch.cuda.get_device_capability()[0] != 9:
+            return "needs a GPU of compute capability 9"
+        if self.path is None and not has_module("flash_attn_interface"):
+            return (
+                "neither the module flash_attn_interface nor vLLM's _vllm_fa3_C.abi3.so is"
+                f" here: name the file with --fa3 or {VARIABLE}"
+            )
+        if self.path is not None:
+            try:
+                libraries: Any = torch.ops
+                libraries.load_library(self.path)
+                self._operators = libraries._vllm_fa3_C
+                self._operators.fwd  # noqa: B018
+            except (OSError, AttributeError, RuntimeError) as error:
+                return library_error(self.path, error)
+        return ""
+
+    def prepare(self, inputs: Inputs) -> Prepared:
+        workload = inputs.workload
+        if workload.kind == "write":
+            raise Declined("it writes no cache by slots")
+        if self._operators is None:
+            return self._by_module(inputs)
+        out = inputs.fresh()
+        query, note = inputs.query, "plan made beforehand"
+        what: dict[str, Any] = SETTINGS | self._batch(inputs)
+        if workload.is_quantised:
+            ones = torch.ones(
+                len(workload.kv_lens), workload.kv_heads, device=inputs.device
+            )
+            query = query.to(workload.kv_dtype)
+            what |= {"q_descale": ones, "k_descale": ones, "v_descale": ones}
+            note += "; takes an FP8 cache only with FP8 queries, rounded beforehand"
+        if workload.kind != "encoder":
+            plan = self._ask("get_scheduler_metadata", what | self._plan(inputs))
+            what["scheduler_metadata"] = plan()
+        keys = (
+            {"k": inputs.key, "v": inputs.value}
+            if workload.kind == "encoder"
+            else {"k": inputs.key_cache, "v": inputs.value_cache}
+        )
+        attend = self._ask("fwd", what | keys | {"q": query, "out": out})
+
+        def call() -> Tensor:
+            attend()
+            return out
+
+        return Prepared(call, note=note)
+
+    @staticmethod
+    def _installed() -> str | None:
+        """Return the file in an installed vLLM, which is not imported for it."""
+        if not has_module("vllm"):
+            return None
+        spec = importlib.util.find_spec("vllm")
+        assert spec is not None
+        for folder in spec.submodule_search_locations or ():
+            if (path := Path(folder) / INSIDE_VLLM).is_file():
+                return str(path)
+        return None
+
+    @staticmethod
+    def _batch(inputs: Inputs) -> dict[str, Any]:
+        """Return a batch under the names of the operators' arguments."""
+        workload = inputs.workload
+        window = workload.sliding_window
+        batch: dict[str, Any] = {
+            "cu_seqlens_q": inputs.query_start_loc,
+            "max_seqlen_q": inputs.max_query_len,
+            "max_seqlen_k": inputs.max_seq_len,
+            "softmax_scale": workload.head_size**-0.5,
+            "is_causal": workload.causal,
+            "window_size_left": -1 if window is None else window - 1,
+            "window_size_right": -1 if window is None else 0,
+        }
+        if workload.kind == "encoder":
+            return batch | {"cu_seqlens_k": inputs.query_start_loc}
+        return batch | {"seqused_k": inputs.seq_lens, "page_table": inputs.block_table}
+
+    @staticmethod
+    def _plan(inputs: Inputs) -> dict[str, Any]:
+        """Return what the plan is told beside the batch."""
+        workload = inputs.workload
+        return {
+            "batch_size": len(workload.kv_lens),
+            "num_heads": workload.query_heads,
+            "num_heads_k": workload.kv_heads,
+            "headdim": workload.head_size,
+            "headdim_v": workload.head_size,
+            "qkv_dtype": workload.kv_dtype,
+            "page_size": workload.block_size,
+        }
+
+    def _ask(self, operator: str, what: dict[str, Any]) -> Callable[[], Any]:
+        """Return a call of an operator with these of its arguments, by their names."""
+        call = getattr(self._operators, operator)
+        given = []
+        for argument in call.default._schema.arguments:
+            may_be_left_out = str(argument.type).startswith("Optional")
+            if argument.name not in what and not may_be_left_out:
+                raise Declined(
+                    f"its operator {operator} wants {argument.name}, which is not known here"
+                )
+            given.append(what.get(argument.name))
+        return lambda: call(*given)
+
+    def _by_module(self, inputs: Inputs) -> Prepared:
+        """Return a workload for the functions of FlashAttention-3's own package."""
+        module = importlib.import_module("flash_attn_interface")
+        workload = inputs.workload
+        if workload.is_quantised:
+            raise Declined("it takes an FP8 cache only with FP8 queries")
+        window = workload.sliding_window
+        lens: dict[str, Any] = {
+            "cu_seqlens_q": inputs.query_start_loc,
+            "max_seqlen_q": inputs.max_query_len,
+            "causal": workload.causal,
+            "window_size": (-1, -1) if window is None else (window - 1, 0),
+        }
+        if workload.kind == "encoder":
+            lens |= {
+                "cu_seqlens_k": inputs.query_start_loc,
+                "max_seqlen_k": inputs.max_seq_len,
+            }
+            return Prepared(
+                lambda: _first(
+                    module.flash_attn_varlen_func(
+                        inputs.query, inputs.key, inputs.value, **lens
+                    )
+                )
+            )
+        lens |= {"cache_seqlens": inputs.seq_lens, "page_table": inputs.block_table}
+        return Prepared(
+            lambda: _first(
+                module.flash_attn_with_kvcache(
+                    inputs.query, inputs.key_cache, inputs.value_cache, **lens
+                )
+            ),
+            note="no plan made beforehand",
+        )
+
+
+def _first(result: Any) -> Any:
+    """Return the output, with or without a log-sum-exp beside it."""
+    return result[0] if isinstance(result, tuple) else result

@@ -1,0 +1,91 @@
+"""How is FlashInfer called?
+
+A wrapper plans a batch once and runs it many times. It lists the blocks of all requests one after
+another instead of in a table. It compiles its kernels when they are first asked for, which takes
+minutes where they are not in its cache.
+"""
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .implementations import (
+    Declined,
+    Implementation,
+    Prepared,
+    has_module,
+    library_error,
+)
+from .inputs import Inputs
+
+WORKSPACE_BYTES = 256 << 20
+
+
+class FlashInfer(Implementation):
+    """FlashInfer's wrappers: decodes on tensor cores, all else as prefills."""
+
+    name, title, package = "flashinfer", "FlashInfer", "flashinfer-python"
+
+    def missing(self) -> str:
+        if self.device == "cpu":
+            return "needs a CUDA device"
+        if not has_module("flashinfer"):
+            return "not installed (pip install flashinfer-python)"
+        try:
+            importlib.import_module("flashinfer")
+        except Exception as error:  # a broken installation fails in many ways
+            return library_error("flashinfer", error)
+        return ""
+
+    def prepare(self, inputs: Inputs) -> Prepared:
+        workload = inputs.workload
+        if workload.kind == "write":
+            raise Declined("it appends by request and position, not by slots")
+        library: Any = importlib.import_module("flashinfer")
+        workspace = torch.empty(
+            WORKSPACE_BYTES, dtype=torch.uint8, device=inputs.device
+        )
+        out = inputs.fresh()
+        heads = (workload.query_heads, workload.kv_heads, workload.head_size)
+        dtypes = {"q_data_type": workload.dtype, "kv_data_type": workload.kv_dtype}
+        if workload.kind == "encoder":
+            wrapper = library.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
+            starts = inputs.query_start_loc
+            wrapper.plan(starts, starts, *heads, causal=False, **dtypes)
+            return Prepared(
+                lambda: wrapper.run(inputs.query, inputs.key, inputs.value, out=out),
+                note="plan made beforehand",
+            )
+        window = workload.sliding_window
+        asked = {"window_left": -1 if window is None else window - 1, **dtypes}
+        sizes = (*heads, workload.block_size)
+        blocks = _blocks_in_a_row(inputs)
+        if inputs.max_query_len == 1:
+            wrapper = library.BatchDecodeWithPagedKVCacheWrapper(
+                workspace, "NHD", use_tensor_cores=True
+            )
+            wrapper.plan(*blocks, *sizes, **asked)
+        else:
+            wrapper = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+            starts = inputs.query_start_loc
+            wrapper.plan(starts, *blocks, *sizes, causal=workload.causal, **asked)
+        caches = (inputs.key_cache, inputs.value_cache)
+        return Prepared(
+            lambda: wrapper.run(inputs.query, caches, out=out),
+            note="plan made beforehand",
+        )
+
+
+def _blocks_in_a_row(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """Return where each request's blocks start, all blocks, and tokens in each last one."""
+    workload = inputs.workload
+    size = workload.block_size
+    counts = [-(-kv // size) for kv in workload.kv_lens]
+    blocks = torch.cat(
+        [row[:count] for row, count in zip(inputs.block_table, counts, strict=True)]
+    )
+    starts = torch.tensor([0, *counts]).cumsum(0).int().to(inputs.device)
+    last = torch.tensor([(kv - 1) % size + 1 for kv in workload.kv_lens])
+    return starts, blocks, last.int().to(inputs.device)

@@ -1,0 +1,138 @@
+"""Which tensors does every implementation get?
+
+One set for all of them, drawn anew in each round. Nothing is zero, blocks are scattered, and what
+an implementation needs beside it (a mask, a plan, gathered keys) it makes of these beforehand.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from .workloads import Workload
+
+SPARE_BLOCKS = 4
+"""Blocks that a write leaves alone: there its canaries lie."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The tensors of one workload in one round.
+
+    Args:
+        workload: the batch.
+        query: [tokens, query_heads, head_size].
+        key, value: [tokens, kv_heads, head_size] new tokens that are not cached yet, or never;
+            of kinds "encoder" and "write".
+        key_cache, value_cache: [num_blocks, block_size, kv_heads, head_size].
+        block_table: [reqs, max_blocks] int32; entries behind a row's end are 0.
+        query_start_loc: [reqs + 1] int32.
+        seq_lens: [reqs] int32.
+        slot_mapping: [tokens] int64, of kind "write".
+    """
+
+    workload: Workload
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    key_cache: Tensor
+    value_cache: Tensor
+    block_table: Tensor
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    slot_mapping: Tensor
+
+    @property
+    def device(self) -> torch.device:
+        return self.query.device
+
+    @property
+    def max_query_len(self) -> int:
+        return max(self.workload.query_lens)
+
+    @property
+    def max_seq_len(self) -> int:
+        return max(self.workload.kv_lens)
+
+    def fresh(self) -> Tensor:
+        """Return an output that nobody has written yet: NaN."""
+        return torch.full_like(self.query, torch.nan)
+
+    def poison_cache(self) -> None:
+        """Make every slot one that nobody has written yet, before a write."""
+        self.key_cache.fill_(torch.nan)
+        self.value_cache.fill_(torch.nan)
+
+    @cached_property
+    def dense(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values as [reqs, heads, length, head_size] of requests that are alike.
+
+        Of a decode in a window only the keys that it sees are there.
+        """
+        reqs = len(self.workload.kv_lens)
+        kv_len, window = self.max_seq_len, self.workload.sliding_window
+
+        def batched(rows: Tensor) -> Tensor:
+            batch = rows.view(reqs, -1, *rows.shape[1:])
+            return batch.transpose(1, 2).contiguous()
+
+        if self.workload.kind == "encoder":
+            return batched(self.query), batched(self.key), batched(self.value)
+
+        def gathered(cache: Tensor) -> Tensor:
+            rows = cache[self.block_table.long()].flatten(1, 2)[:, :kv_len]
+            rows = rows if window is None else rows[:, -window:]
+            return rows.transpose(1, 2).contiguous()
+
+        return (
+            batched(self.query),
+            gathered(self.key_cache),
+            gathered(self.value_cache),
+        )
+
+
+def draw_inputs(workload: Workload, seed: int, device: torch.device | str) -> Inputs:
+    """Return the tensors of a workload, all of them drawn from the seed."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    dtype, kv_dtype = workload.dtype, workload.kv_dtype
+    heads = (workload.kv_heads, workload.head_size)
+
+    def normal(*sizes: int) -> Tensor:
+        return torch.randn(sizes, dtype=dtype, device=device, generator=generator)
+
+    def shuffled(count: int) -> Tensor:
+        return torch.randperm(count, device=device, generator=generator)
+
+    counts = [-(-kv // workload.block_size) for kv in workload.kv_lens]
+    starts = torch.tensor([0, *workload.query_lens]).cumsum(0).int().to(device)
+    query = normal(workload.tokens, workload.query_heads, workload.head_size)
+    is_uncached = workload.kind in ("encoder", "write")
+    new_tokens = workload.tokens if is_uncached else 0
+    key, value = normal(new_tokens, *heads), normal(new_tokens, *heads)
+    num_blocks = 0 if workload.kind == "encoder" else sum(counts)
+    num_blocks += SPARE_BLOCKS if workload.kind == "write" else 0
+    caches = [
+        normal(num_blocks, workload.block_size, *heads).to(kv_dtype) for _ in range(2)
+    ]
+    table = torch.zeros(len(counts), max(counts), dtype=torch.int32, device=device)
+    slots = torch.zeros(0, dtype=torch.int64, device=device)
+    if workload.kind == "write":
+        slots = shuffled(num_blocks * workload.block_size)[: workload.tokens]
+    elif workload.kind != "encoder":
+        blocks, begin = shuffled(num_blocks).int(), 0
+        for row, count in zip(table, counts, strict=True):
+            row[:count] = blocks[begin : begin + count]
+            begin += count
+    return Inputs(
+        workload=workload,
+        query=query,
+        key=key,
+        value=value,
+        key_cache=caches[0],
+        value_cache=caches[1],
+        block_table=table,
+        query_start_loc=starts,
+        seq_lens=torch.tensor(workload.kv_lens, dtype=torch.int32, device=device),
+        slot_mapping=slots,
+    )

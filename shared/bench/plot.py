@@ -1,0 +1,269 @@
+"""What does a benchmark look like?
+
+On the left the roofline: how much arithmetic a byte carries, and how much of it is done in a
+second; no dot can lie above the line. On the right each workload's share of its ceiling: a bar for
+ours, a mark for everyone else. Drawn once for light pages and once for dark ones.
+"""
+
+import importlib.util
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .tables import timed_names
+
+SUFFIXES = (".svg", ".png")
+LIGHT = {
+    "ink": "#1f2933",
+    "quiet": "#66717e",
+    "line": "#d9dee5",
+    "grid": "#edf0f4",
+    "page": "#ffffff",
+    "ours": "#2f6fb0",
+}
+DARK = {
+    "ink": "#e8ebee",
+    "quiet": "#a4adb6",
+    "line": "#4a535e",
+    "grid": "#2a323b",
+    "page": "#16202a",
+    "ours": "#6aa5dc",
+}
+PEERS = {
+    "fa3": ("#e08a2e", "o"),
+    "flashinfer": ("#4d9a6a", "s"),
+    "vllm": ("#c8414b", "^"),
+    "xformers": ("#8a63b8", "v"),
+    "torch-flash": ("#8b95a1", "P"),
+    "torch-cudnn": ("#b08968", "X"),
+}
+
+
+def check_plot_can_be_drawn(path: Path) -> None:
+    """Refuse a plot that would fail, before anything is measured for it.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: another kind of file than .svg or .png.
+    """
+    if path.suffix not in SUFFIXES:
+        raise ValueError(f"plot = {path}: expected a file that ends in .svg or .png")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ImportError(
+            "a plot needs matplotlib: expected after pip install 'pagetwin[report]'"
+        )
+
+
+def write_plots(record: Mapping[str, Any], path: Path) -> list[Path]:
+    """Write the light plot to a path and the dark one beside it, and return both paths."""
+    paths = [path, path.with_stem(f"{path.stem}-dark")]
+    for colors, file in zip((LIGHT, DARK), paths, strict=True):
+        figure = draw_benchmark(record, colors)
+        has_date = {"metadata": {"Date": None}} if file.suffix == ".svg" else {}
+        figure.savefig(file, dpi=160, facecolor=colors["page"], **has_date)
+    return paths
+
+
+def draw_benchmark(record: Mapping[str, Any], colors: Mapping[str, str]) -> Any:
+    """Return the figure of a record.
+
+    Args:
+        record: what a benchmark returned.
+        colors: LIGHT or DARK.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    style: Any = {
+        "font.family": "DejaVu Sans",
+        "font.size": 9.5,
+        "axes.facecolor": colors["page"],
+        "axes.edgecolor": colors["line"],
+        "axes.labelcolor": colors["ink"],
+        "axes.titlecolor": colors["ink"],
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "grid.color": colors["grid"],
+        "xtick.color": colors["quiet"],
+        "ytick.color": colors["quiet"],
+        "text.color": colors["ink"],
+        "legend.frameon": False,
+        "svg.hashsalt": "pagetwin",
+    }
+    rows = [
+        each for each in record["workloads"] if each["results"]["ours"].get("median_us")
+    ]
+    with matplotlib.rc_context(style):
+        height = 1.9 + 0.31 * max(len(rows), 6)
+        figure = Figure(figsize=(13, height), layout="constrained")
+        title = f"{record['machine']['device']}, {record['machine']['date'][:10]}"
+        if record["meaningless"]:
+            title = "tiny workloads in an interpreter: these times mean nothing"
+        figure.suptitle(title, x=0.01, ha="left", color=colors["quiet"])
+        if record["ceilings"] is None:
+            _draw_shares(figure.subplots(), record, rows, colors)
+        else:
+            left, right = figure.subplots(1, 2, width_ratios=(5, 7))
+            _draw_roofline(left, record, rows, colors)
+            _draw_shares(right, record, rows, colors)
+    return figure
+
+
+def _draw_roofline(
+    axes: Any,
+    record: Mapping[str, Any],
+    rows: list[Mapping[str, Any]],
+    colors: Mapping[str, str],
+) -> None:
+    ceilings = record["ceilings"]
+    peak = ceilings["matmul_tflop_per_s"]
+    read = ceilings["read_gb_per_s"] / 1e3
+    dots = [
+        (number, each["flops"] / each["bytes"], each["results"]["ours"])
+        for number, each in enumerate(rows, 1)
+        if each["flops"]
+    ]
+    ends = [intensity for _, intensity, _ in dots] or [1.0]
+    begin, end = min(*ends, 1.0) / 2, max(*ends, peak / read) * 4
+    ridge = peak / read
+    axes.plot(
+        [begin, ridge, end], [begin * read, peak, peak], color=colors["ink"], lw=1.4
+    )
+    axes.text(end, peak * 1.08, f"{peak:,.0f} TFLOP/s", ha="right", color=colors["ink"])
+    middle = (begin * ridge) ** 0.5
+    axes.text(
+        middle * 0.8,
+        middle * read * 1.1,
+        f"{1e3 * read:,.0f} GB/s",
+        ha="right",
+        color=colors["ink"],
+    )
+    for _, intensity, ours in dots:
+        axes.plot(intensity, ours["tflop_per_s"], "o", ms=6, color=colors["ours"])
+    for numbers, intensity, speed in _neighbours(dots):
+        is_high = speed > peak / 3
+        axes.annotate(
+            ", ".join(map(str, numbers)),
+            (intensity, speed),
+            xytext=(0, -15) if is_high else (9, -4),
+            textcoords="offset points",
+            ha="center" if is_high else "left",
+            fontsize=8.5,
+            color=colors["quiet"],
+        )
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("operations a byte (numbers: see the right)")
+    axes.set_ylabel("TFLOP/s of ours")
+    axes.set_title("roofline", loc="left")
+    axes.minorticks_off()
+
+
+def _neighbours(
+    dots: list[tuple[int, float, Mapping[str, Any]]],
+) -> list[tuple[list[int], float, float]]:
+    """Return numbers, middle and least speed of dots so near that they share one label."""
+    groups: list[list[tuple[int, float, float]]] = []
+    for number, intensity, ours in sorted(dots, key=lambda dot: (dot[1], dot[0])):
+        speed = ours["tflop_per_s"]
+        for group in groups:
+            _, first_intensity, first_speed = group[0]
+            if intensity < first_intensity * 2.5 and (
+                1 / 1.35 < speed / first_speed < 1.35
+            ):
+                group.append((number, intensity, speed))
+                break
+        else:
+            groups.append([(number, intensity, speed)])
+    found = []
+    for group in groups:
+        # logarithmic axes: the middle of two dots is their geometric mean
+        middle = math.prod(each[1] for each in group) ** (1 / len(group))
+        lowest = min(each[2] for each in group)
+        found.append((sorted(each[0] for each in group), middle, lowest))
+    return found
+
+
+def _draw_shares(
+    axes: Any,
+    record: Mapping[str, Any],
+    rows: list[Mapping[str, Any]],
+    colors: Mapping[str, str],
+) -> None:
+    names = timed_names(record)
+    has_floor = record["ceilings"] is not None
+    seen = set()
+    for place, each in enumerate(rows):
+        times = {
+            name: each["results"][name]["median_us"]
+            for name in names
+            if each["results"][name]["status"] == "timed"
+        }
+        best = each["floor_us"] if has_floor else min(times.values())
+        for name, us in times.items():
+            seen.add(name)
+            if name == "ours":
+                axes.barh(place, best / us, 0.62, color=colors["ours"], label="")
+                continue
+            color, marker = PEERS.get(name, (colors["quiet"], "D"))
+            axes.plot(
+                best / us,
+                place,
+                marker,
+                ms=6,
+                color=color,
+                markeredgecolor=colors["page"],
+                markeredgewidth=0.8,
+            )
+        if each["published"] is not None:
+            axes.plot(
+                best / each["published"]["us"],
+                place,
+                "|",
+                ms=15,
+                mew=1.8,
+                color=colors["ink"],
+            )
+    labels = [f"{each['name']}  {number}" for number, each in enumerate(rows, 1)]
+    axes.set_yticks(range(len(rows)), labels)
+    axes.tick_params(axis="y", length=0, labelcolor=colors["ink"])
+    axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")
+    axes.set_xlim(0, 1.02)
+    axes.set_xlabel(
+        "share of the ceiling (floor / time)" if has_floor else "fastest / time"
+    )
+    axes.xaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+    _legend(axes, [name for name in names if name in seen], record, colors)
+
+
+def _legend(
+    axes: Any, names: list[str], record: Mapping[str, Any], colors: Mapping[str, str]
+) -> None:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    handles: list[Any] = []
+    for name in names:
+        if name == "ours":
+            handles.append(Patch(facecolor=colors["ours"], label="ours"))
+            continue
+        color, marker = PEERS.get(name, (colors["quiet"], "D"))
+        handles.append(Line2D([], [], marker=marker, ls="", color=color, label=name))
+    if record["published"] is not None:
+        handles.append(
+            Line2D([], [], marker="|", ls="", ms=12, mew=1.8, color=colors["ink"])
+        )
+        handles[-1].set_label("best published")
+    axes.legend(
+        handles=handles,
+        loc="lower right",
+        bbox_to_anchor=(1, 1),
+        ncols=min(len(handles), 5),
+        borderaxespad=0.2,
+        columnspacing=1.2,
+        handletextpad=0.4,
+    )

@@ -1,0 +1,174 @@
+"""What became of each implementation in each workload?
+
+Gathered while the benchmark runs, and turned into one record that says everything: what was asked,
+on what, what the machine can do, and one entry for each pair, whether it was timed or not.
+"""
+
+import statistics
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from .ceilings import Ceilings
+from .timing import quartiles
+from .truth import Finding
+from .workloads import Workload, best_published
+
+FORMAT = 1
+
+
+class Status(str, Enum):
+    """What became of one implementation in one workload."""
+
+    TIMED = "timed"
+    WRONG = "wrong"
+    DECLINED = "declined"
+    MISSING = "missing"
+    FAILED = "failed"
+    NOT_RUN = "not run"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass
+class Entry:
+    """One implementation in one workload.
+
+    Args:
+        status: what became of it.
+        reason: why it was not timed.
+        note: what was done beforehand.
+        finding: how its worst output stood.
+        rounds: microseconds of all runs, a list a round.
+        host_us: microseconds until a call returns.
+        graph: whether a captured graph was timed.
+        same_work: whether what was timed is what the others do.
+    """
+
+    status: Status = Status.NOT_RUN
+    reason: str = ""
+    note: str = ""
+    finding: Finding | None = None
+    rounds: list[list[float]] = field(default_factory=list)
+    host_us: float | None = None
+    graph: bool = False
+    same_work: bool = True
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a point in asking again in the next round."""
+        return self.status in (Status.TIMED, Status.NOT_RUN)
+
+    def close(self, status: Status, reason: str) -> None:
+        """Say why it is not timed; times of earlier rounds count no more."""
+        self.status, self.reason, self.rounds = status, reason, []
+
+    @property
+    def median(self) -> float | None:
+        """The median microseconds of all runs; None: it was not timed."""
+        times = [time for each in self.rounds for time in each]
+        return statistics.median(times) if times else None
+
+
+def ratio(one: Entry, other: Entry) -> float | None:
+    """Return how much longer one takes than another: the median of the rounds' ratios.
+
+    Both ran in the same turns of each round, so what slows the card down slows both.
+    """
+    pairs = list(zip(one.rounds, other.rounds, strict=False))
+    if not pairs:
+        return None
+    return statistics.median(
+        statistics.median(mine) / statistics.median(theirs) for mine, theirs in pairs
+    )
+
+
+def workload_record(
+    workload: Workload,
+    entries: dict[str, Entry],
+    seeds: list[int],
+    ceilings: Ceilings | None,
+    published: dict[str, Any] | None,
+    meaningless: bool = False,
+) -> dict[str, Any]:
+    """Return all that is known of one workload, as JSON; without ratios if they say nothing."""
+    floor_us, floor_of = ceilings.floor(workload) if ceilings else (None, None)
+    ours = entries["ours"]
+    peers = {
+        name: each
+        for name, each in entries.items()
+        if name != "ours" and each.median is not None and not meaningless
+    }
+    best = _fastest({name: each for name, each in peers.items() if each.same_work})
+    found: dict[str, Any] = {
+        "name": workload.name,
+        "kind": workload.kind,
+        "about": workload.about,
+        "requests": len(workload.kv_lens),
+        "new_tokens": workload.tokens,
+        "keys": sum(workload.kv_lens),
+        "heads": [workload.query_heads, workload.kv_heads, workload.head_size],
+        "bytes": workload.bytes,
+        "flops": workload.flops,
+        "seeds": seeds,
+        "floor_us": _rounded(floor_us),
+        "floor_of": floor_of,
+        "fastest": _fastest(peers | ({"ours": ours} if peers else {})),
+        "best_peer": best,
+        "ratio_to_best_peer": _rounded(ratio(ours, peers[best]) if best else None, 4),
+        "ratio_to_fa3": _rounded(
+            ratio(ours, peers["fa3"]) if "fa3" in peers else None, 4
+        ),
+        "published": None,
+        "results": {
+            name: _entry_record(each, workload, floor_us)
+            for name, each in entries.items()
+        },
+    }
+    best_known = best_published(published, workload.name) if published else None
+    if best_known is not None:
+        peer, us = best_known
+        share = None if ours.median is None else ours.median / us
+        found["published"] = {"by": peer, "us": us, "ratio": _rounded(share, 4)}
+    return found
+
+
+def _fastest(entries: dict[str, Entry]) -> str | None:
+    """Return whose median is least; None: nobody was timed."""
+    medians = {name: each.median for name, each in entries.items()}
+    timed = {name: us for name, us in medians.items() if us is not None}
+    return min(timed, key=lambda name: timed[name]) if timed else None
+
+
+def _entry_record(
+    entry: Entry, workload: Workload, floor_us: float | None
+) -> dict[str, Any]:
+    found: dict[str, Any] = {"status": str(entry.status)}
+    for name in ("reason", "note"):
+        if words := getattr(entry, name):
+            found[name] = words
+    if entry.finding is not None:
+        found["error"] = float(f"{entry.finding.error:.3g}")
+        found["share_of_budget"] = float(f"{entry.finding.share:.3g}")
+    median = entry.median
+    if median is None:
+        return found
+    times = [time for each in entry.rounds for time in each]
+    low, _, high = quartiles(times)
+    return found | {
+        "median_us": _rounded(median),
+        "quartiles_us": [_rounded(low), _rounded(high)],
+        "rounds_us": [_rounded(statistics.median(each)) for each in entry.rounds],
+        "runs": len(times),
+        "graph": entry.graph,
+        "same_work": entry.same_work,
+        "host_us": _rounded(entry.host_us, 1),
+        "gb_per_s": _rounded(workload.bytes / median / 1e3, 1),
+        "tflop_per_s": _rounded(workload.flops / median / 1e6, 1),
+        "share_of_ceiling": _rounded(floor_us / median if floor_us else None, 4),
+    }
+
+
+def _rounded(number: float | None, places: int = 2) -> float | None:
+    return None if number is None else round(number, places)

@@ -1,0 +1,331 @@
+"""How does a benchmark run?
+
+A round goes through all workloads; each gets new inputs, everyone's output is judged, and those who
+are right are timed in turns. The record is complete after each workload of each round, so what ends
+a run (a limit, an impatient user, a peer that takes the process with it) costs only what was not
+measured yet.
+"""
+
+import json
+import os
+import random
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .ceilings import Ceilings, measure_ceilings
+from .implementations import (
+    Declined,
+    Implementation,
+    Prepared,
+    all_implementations,
+    choose_implementations,
+)
+from .inputs import Inputs, draw_inputs
+from .machine import describe_card, describe_machine
+from .results import FORMAT, Entry, Status, workload_record
+from .settings import Settings
+from .timing import Stopwatch, captured, time_host, time_interleaved
+from .truth import Finding, Truth, find_truth, judge_write
+from .workloads import Workload, published_figures
+
+METHOD = (
+    "the replay of a captured graph between two CUDA events, the L2 cache flushed before each; the"
+    " implementations take turns in random order; median and quartiles over all rounds, each with"
+    " new inputs; host: the median time until a call returns, by itself; ratios: the median of the"
+    " rounds' ratios; floor: bytes at the measured reading rate, or operations at the measured"
+    " matrix rate, or an empty graph, whichever is longest"
+)
+HOST_REPEATS = 15
+Tell = Callable[[Workload, int, dict[str, Any]], None]
+
+
+class DeviceLost(RuntimeError):
+    """The device answers nobody any more: a kernel went where it must not."""
+
+
+class Benchmark:
+    """One run of the benchmark.
+
+    Args:
+        settings: what was asked for.
+        implementations: who is asked; None: everyone the settings name.
+        json_file: where the record is written after each step; None: nowhere.
+        tell: called with each workload, its round and its record so far, once measured.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        implementations: list[Implementation] | None = None,
+        json_file: Path | None = None,
+        tell: Tell | None = None,
+    ) -> None:
+        self.settings = settings
+        self.implementations = (
+            choose_implementations(
+                all_implementations(settings.device, settings.fa3),
+                list(settings.implementations),
+            )
+            if implementations is None
+            else implementations
+        )
+        self.json_file, self.tell = json_file, tell
+        self.ended = "began"
+        self.ceilings: Ceilings | None = None
+        self.machine = describe_machine(settings.device)
+        self.missing = {each.name: each.missing() for each in self.implementations}
+        self.entries = {
+            workload.name: {each.name: Entry() for each in self.implementations}
+            for workload in settings.workloads
+        }
+        self.seeds: dict[str, list[int]] = {
+            workload.name: [] for workload in settings.workloads
+        }
+        known = None if settings.smoke else published_figures(self.machine["device"])
+        self.published = known
+        self.seconds = 0.0
+        for entries in self.entries.values():
+            for name, reason in self.missing.items():
+                if reason:
+                    entries[name].close(Status.MISSING, reason)
+
+    def run(self) -> dict[str, Any]:
+        """Run all rounds and return the record; what ends a run early stands in it."""
+        began = time.monotonic()
+        order = random.Random(self.settings.seed)
+        stopwatch = Stopwatch(self.settings.device)
+        self._write()
+        try:
+            if self.settings.device == "cuda":
+                self.ceilings = self._measure_ceilings(stopwatch)
+            self.ended = self._run_rounds(began, order, stopwatch)
+        except KeyboardInterrupt:
+            self.ended = "interrupted"
+        except DeviceLost as error:
+            self.ended = str(error)
+        self.seconds = time.monotonic() - began
+        if self.settings.device == "cuda":
+            self.machine["card_after"] = describe_card()
+        return self._write()
+
+    @staticmethod
+    def _measure_ceilings(stopwatch: Stopwatch) -> Ceilings | None:
+        """Return what the GPU can do; None: it has no room to show it."""
+        try:
+            return measure_ceilings(stopwatch)
+        except torch.OutOfMemoryError:
+            return None
+        finally:
+            torch.cuda.empty_cache()
+
+    def _run_rounds(
+        self, began: float, order: random.Random, stopwatch: Stopwatch
+    ) -> str:
+        """Go through all workloads in every round, and return how that ended."""
+        limit = self.settings.limit
+        for turn in range(self.settings.rounds):
+            for workload in self.settings.workloads:
+                self.seconds = time.monotonic() - began
+                if limit is not None and self.seconds > limit:
+                    return f"the limit of {limit:g} s, in round {turn + 1}"
+                self.ended = f"stopped in {workload.name}, in round {turn + 1}"
+                self._measure(workload, turn, order, stopwatch)
+                self.seconds = time.monotonic() - began
+                self._write()
+                if self.tell is not None:
+                    self.tell(workload, turn, self._workload_record(workload))
+        return "complete"
+
+    def _measure(
+        self, workload: Workload, turn: int, order: random.Random, stopwatch: Stopwatch
+    ) -> None:
+        """Judge and time everyone in one workload, on inputs of this round."""
+        # the same inputs whichever other workloads are run
+        seed = zlib.crc32(f"{self.settings.seed} {workload.name} {turn}".encode())
+        self.seeds[workload.name].append(seed)
+        entries = self.entries[workload.name]
+        try:
+            inputs = draw_inputs(workload, seed, self.settings.device)
+            truth = None if workload.kind == "write" else find_truth(inputs)
+        except torch.OutOfMemoryError as error:
+            for entry in entries.values():
+                if entry.is_open:
+                    entry.close(Status.FAILED, _in_one_line(error))
+            return
+        calls: dict[str, Callable[[], Any]] = {}
+        for each in self.implementations:
+            entry = entries[each.name]
+            if not entry.is_open:
+                continue
+            if turn == 0:
+                # what a peer that takes the process with it leaves behind
+                self.ended = f"stopped during {each.name} in {workload.name}"
+                self._write()
+            try:
+                call = self._judge(each, inputs, truth, entry, stopwatch)
+            except Declined as reason:
+                entry.close(Status.DECLINED, str(reason))
+            except (
+                Exception
+            ) as error:  # a peer may fail in any way, and the others go on
+                entry.close(Status.FAILED, _in_one_line(error))
+                self._check_device(each.name, workload)
+            else:
+                if call is not None:
+                    calls[each.name] = call
+        repeats = self.settings.repeats
+        try:
+            times = time_interleaved(calls, repeats, order, stopwatch)
+        except RuntimeError as error:
+            for name in calls:
+                entries[name].close(Status.FAILED, _in_one_line(error))
+            self._check_device(f"one of {', '.join(calls)}", workload)
+            return
+        for name, own in times.items():
+            entries[name].rounds.append(own)
+            entries[name].status = Status.TIMED
+        del calls, inputs, truth
+        if stopwatch.on_gpu:
+            torch.cuda.empty_cache()
+
+    def _judge(
+        self,
+        implementation: Implementation,
+        inputs: Inputs,
+        truth: Truth | None,
+        entry: Entry,
+        stopwatch: Stopwatch,
+    ) -> Callable[[], Any] | None:
+        """Return what is to be timed; None: its output is wrong, as its entry now says.
+
+        What is judged is what is timed: on a GPU the output of the captured graph.
+        """
+        prepared = implementation.prepare(inputs)
+        entry.note, entry.same_work = prepared.note, prepared.same_work
+        call = prepared.call
+        if truth is None:
+            inputs.poison_cache()
+        result = call()
+        stopwatch.wait()
+        if stopwatch.on_gpu:
+            graph = captured(call)
+            entry.graph = graph is not None
+            if graph is not None:
+                call, result = graph.replay, graph.result
+            if truth is None:
+                inputs.poison_cache()
+            else:
+                result.fill_(torch.nan)
+            if graph is None:
+                result = call()
+            else:
+                graph.replay()
+            stopwatch.wait()
+        found = _find(prepared, result, inputs, truth)
+        if entry.finding is None or found.share >= entry.finding.share or not found.ok:
+            entry.finding = found
+        if not found.ok:
+            entry.close(Status.WRONG, found.words)
+            return None
+        if entry.host_us is None and stopwatch.on_gpu:
+            entry.host_us = time_host(prepared.call, HOST_REPEATS)
+        return call
+
+    def _check_device(self, who: str, workload: Workload) -> None:
+        """End the run if nothing can be computed any more."""
+        if self.settings.device != "cuda":
+            return
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            raise DeviceLost(
+                f"the device was lost to {who} in {workload.name}"
+                f" ({_in_one_line(error)}): run again without it"
+            ) from error
+
+    def record(self) -> dict[str, Any]:
+        """Return everything that is known by now, as JSON."""
+        settings = self.settings
+        return {
+            "format": FORMAT,
+            "ended": self.ended,
+            "complete": self.ended == "complete",
+            "smoke": settings.smoke,
+            "meaningless": self._why_meaningless(),
+            "seconds": round(self.seconds, 1),
+            "machine": self.machine,
+            "settings": {
+                "device": settings.device,
+                "workloads": [each.name for each in settings.workloads],
+                "rounds": settings.rounds,
+                "repeats": settings.repeats,
+                "seed": settings.seed,
+                "limit": settings.limit,
+            },
+            "method": METHOD,
+            "ceilings": None if self.ceilings is None else self.ceilings.to_record(),
+            "published": None
+            if self.published is None
+            else {
+                "source": self.published["source"],
+                "ceilings": self.published["ceilings"],
+            },
+            "implementations": {
+                each.name: {
+                    "title": each.title,
+                    "version": each.version(),
+                    "missing": self.missing[each.name] or None,
+                }
+                for each in self.implementations
+            },
+            "workloads": [self._workload_record(each) for each in settings.workloads],
+        }
+
+    def _why_meaningless(self) -> str | None:
+        """Return the word that stands beside times that mean nothing; None: they do."""
+        if not self.settings.smoke:
+            return None
+        return "interpreter" if self.settings.device == "cpu" else "tiny"
+
+    def _workload_record(self, workload: Workload) -> dict[str, Any]:
+        return workload_record(
+            workload,
+            self.entries[workload.name],
+            self.seeds[workload.name],
+            self.ceilings,
+            self.published,
+            meaningless=self.settings.smoke,
+        )
+
+    def _write(self) -> dict[str, Any]:
+        """Write the record, whole or not at all, and return it."""
+        record = self.record()
+        if self.json_file is not None:
+            unfinished = self.json_file.with_name(
+                f".{self.json_file.name}.{os.getpid()}"
+            )
+            try:
+                text = json.dumps(record, indent=1) + "\n"
+                unfinished.write_text(text, encoding="utf-8")
+                unfinished.replace(self.json_file)
+            finally:
+                unfinished.unlink(missing_ok=True)
+        return record
+
+
+def _find(
+    prepared: Prepared, result: Any, inputs: Inputs, truth: Truth | None
+) -> Finding:
+    if truth is None:
+        return judge_write(inputs, (inputs.key_cache, inputs.value_cache))
+    return truth.judge(prepared.rows(result), inputs.workload.dtype)
+
+
+def _in_one_line(error: BaseException) -> str:
+    words = str(error).strip().split("\n")[0][:300]
+    return f"{type(error).__name__}: {words}" if words else type(error).__name__

@@ -1,0 +1,209 @@
+"""How does a benchmark read, in a terminal and on a page?"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.table import Table
+
+Record = Mapping[str, Any]
+
+
+def timed_names(record: Record) -> list[str]:
+    """Return who was timed in at least one workload, ours first."""
+    return [
+        name
+        for name in record["implementations"]
+        if any(
+            each["results"].get(name, {}).get("status") == "timed"
+            for each in record["workloads"]
+        )
+    ]
+
+
+def one_line(workload: Record, meaningless: str | None) -> str:
+    """Return one workload's medians so far, in one line."""
+    parts = []
+    for name, entry in workload["results"].items():
+        if entry["status"] == "timed":
+            parts.append(f"{name} {show_us(entry['median_us'], meaningless)}")
+        elif entry["status"] in ("wrong", "failed"):
+            parts.append(f"{name} {entry['status'].upper()}: {entry['reason']}")
+    return f"{workload['name']}: {', '.join(parts) or 'nobody'}"
+
+
+def show_us(us: float, meaningless: str | None = None) -> str:
+    """Return microseconds as they are read: three or four digits, no more.
+
+    Example:
+        19.07 is "19.1 us", 261.7 "262 us"; 131,000 of an interpreter "interpreter 131 ms".
+    """
+    if meaningless:
+        return f"{meaningless} {us / 1e3:.3g} ms"
+    return f"{us:,.1f} us" if us < 100 else f"{us:,.0f} us"
+
+
+def result_table(record: Record) -> Table:
+    """Return one line for each workload, one column for everyone who was timed."""
+    names = timed_names(record)
+    meaningless = record["meaningless"]
+    device = record["machine"]["device"]
+    title = f"Attention on {device}" + (
+        ": tiny versions, whose times mean nothing" if meaningless else ", microseconds"
+    )
+    table = Table(title=title, title_justify="left")
+    table.add_column("workload", style="bold", no_wrap=True)
+    for name in names:
+        table.add_column(name, justify="right")
+    if record["ceilings"] is not None:
+        for heading in ("floor", "of it", "GB/s", "TFLOP/s"):
+            table.add_column(heading, justify="right", style="dim")
+    if len(names) > 1 and not meaningless:
+        table.add_column("ours / best", justify="right")
+        if "fa3" in names:
+            table.add_column("ours / fa3", justify="right")
+    if record["published"] is not None:
+        table.add_column("ours / published", justify="right")
+    for each in record["workloads"]:
+        table.add_row(*_cells(record, each, names))
+    return table
+
+
+def _cells(record: Record, each: Record, names: list[str]) -> list[str]:
+    meaningless = record["meaningless"]
+    ours = each["results"]["ours"]
+    row = [each["name"]]
+    row += [_cell(each["results"][name], meaningless) for name in names]
+    if record["ceilings"] is not None:
+        share = ours.get("share_of_ceiling")
+        row += [
+            f"{each['floor_us']:,.1f}",
+            "" if share is None else f"{share:.0%}",
+            f"{ours.get('gb_per_s', 0):,.0f}" if "gb_per_s" in ours else "",
+            f"{ours.get('tflop_per_s', 0):,.0f}" if each["flops"] and share else "",
+        ]
+    if len(names) > 1 and not meaningless:
+        best = each["best_peer"]
+        value = each["ratio_to_best_peer"]
+        row.append("" if value is None else f"{_ratio(value)} {best}")
+        if "fa3" in names:
+            row.append(_ratio(each["ratio_to_fa3"]))
+    if record["published"] is not None:
+        known = each["published"]
+        missing = known is None or known["ratio"] is None
+        row.append("" if missing else f"{_ratio(known['ratio'])} {known['by']}")
+    return row
+
+
+def _cell(entry: Record, meaningless: str | None) -> str:
+    if entry["status"] == "timed":
+        return show_us(entry["median_us"], meaningless).removesuffix(" us")
+    if entry["status"] in ("wrong", "failed"):
+        return f"[bold red]{entry['status']}[/]"
+    return f"[dim]{'-' if entry['status'] == 'declined' else entry['status']}[/]"
+
+
+def _ratio(value: float | None) -> str:
+    if value is None:
+        return ""
+    colour = "green" if value <= 1 else "yellow"
+    return f"[{colour}]{value:.3f}[/]"
+
+
+def reasons(record: Record) -> list[str]:
+    """Return why somebody was not timed, a line for each reason."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for name, each in record["implementations"].items():
+        if each["missing"]:
+            found[name, "missing", each["missing"]] = []
+    for workload in record["workloads"]:
+        for name, entry in workload["results"].items():
+            if entry["status"] in ("wrong", "failed", "declined"):
+                key = (name, entry["status"], entry["reason"])
+                found.setdefault(key, []).append(workload["name"])
+            elif entry["status"] == "not run":
+                key = (name, "not run", record["ended"])
+                found.setdefault(key, []).append(workload["name"])
+    return [
+        f"{name} {status}{' in ' if where else ''}{', '.join(where)}: {reason}"
+        for (name, status, reason), where in found.items()
+    ]
+
+
+def ceiling_words(record: Record) -> str:
+    """Return the ceilings of a run as a sentence."""
+    ceilings = record["ceilings"]
+    if ceilings is None:
+        return "No ceilings: there is no GPU to measure, or it has no room for it."
+    return (
+        f"Ceilings of this run: reading {ceilings['read_gb_per_s']:,.0f} GB/s, through a block"
+        f" table {ceilings['read_pages_gb_per_s']:,.0f}, copying"
+        f" {ceilings['copy_gb_per_s']:,.0f}, bf16 products"
+        f" {ceilings['matmul_tflop_per_s']:,.0f} TFLOP/s, an empty kernel"
+        f" {ceilings['empty_us']:.1f} us."
+    )
+
+
+def markdown(record: Record) -> str:
+    """Return a record as a page of Markdown."""
+    machine = record["machine"]
+    versions = ", ".join(f"{k} {v}" for k, v in machine["versions"].items() if v)
+    card = machine.get("card_before") or {}
+    commit, *changed = (machine["commit"] or "unknown").split(",")
+    words = [
+        ", ".join([f"Commit {commit[:12]}", *changed]).replace(",  ", ", "),
+        versions,
+    ]
+    if card:
+        words.append(f"driver {card['driver']}, power limit {card['power_limit']}")
+    lines = [
+        f"# Attention on {machine['device']}, {machine['date'][:10]}",
+        "",
+        f"{'; '.join(words)}.",
+        "",
+    ]
+    if record["meaningless"]:
+        lines += ["Tiny versions of all workloads: the times mean nothing.", ""]
+    if not record["complete"]:
+        lines += [f"This run is not complete: {record['ended']}.", ""]
+    lines += [ceiling_words(record), "", *markdown_table(record), ""]
+    lines += [f"- {line}" for line in reasons(record)]
+    if record["published"] is not None:
+        lines += ["", f"Published: {record['published']['source']}."]
+    lines += ["", f"Method: {record['method']}."]
+    return "\n".join(lines) + "\n"
+
+
+def markdown_table(record: Record) -> list[str]:
+    """Return the lines of a table: a row for each workload, medians in microseconds."""
+    names, meaningless = timed_names(record), record["meaningless"]
+    headings = ["workload", *names, "ours, quartiles", "host us", "of the ceiling"]
+    headings += ["ours / best peer", "ours / published"]
+    lines = [
+        f"| {' | '.join(headings)} |",
+        "|---|" + "---:|" * (len(headings) - 1),
+    ]
+    for each in record["workloads"]:
+        ours = each["results"]["ours"]
+        cells = [each["name"]]
+        for name in names:
+            entry = each["results"][name]
+            cells.append(
+                show_us(entry["median_us"], meaningless).removesuffix(" us")
+                if entry["status"] == "timed"
+                else {"declined": "-"}.get(entry["status"], entry["status"])
+            )
+        is_shown = ours["status"] == "timed" and not meaningless
+        cells.append(
+            " to ".join(show_us(us).removesuffix(" us") for us in ours["quartiles_us"])
+            if is_shown
+            else ""
+        )
+        cells.append(f"{ours['host_us']:,.0f}" if is_shown else "")
+        share = ours.get("share_of_ceiling")
+        cells.append("" if share is None else f"{share:.0%} ({each['floor_of']})")
+        value, known = each["ratio_to_best_peer"], each["published"]
+        cells.append("" if value is None else f"{value:.3f} ({each['best_peer']})")
+        has_ratio = known is not None and known["ratio"] is not None
+        cells.append(f"{known['ratio']:.3f} ({known['by']})" if has_ratio else "")
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines

@@ -1,0 +1,141 @@
+"""How is a call timed?
+
+On a GPU what is timed is the replay of the call's captured graph, between two events, after the L2
+cache has been flushed; so the host's share does not show, and is measured by itself. Candidates for
+one work take turns in an order drawn anew for each turn, because a hot card is a slower card.
+"""
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+FLUSH_BYTES = 256 << 20
+"""Four times the largest L2 cache there is in a Hopper."""
+SECONDS_AT_MOST = 2.0
+"""What one candidate may take of a round."""
+LEAST_REPEATS = 3
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A call's graph.
+
+    Args:
+        replay: runs it again, on the same memory.
+        result: what the captured call returned; each replay fills it anew.
+    """
+
+    replay: Callable[[], Any]
+    result: Any
+
+
+def captured(call: Callable[[], Any]) -> Captured | None:
+    """Return a call's graph; None: it cannot be captured. It must have run before."""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            result = call()
+    except RuntimeError:
+        torch.cuda.synchronize()
+        return None
+    return Captured(graph.replay, result)
+
+
+def time_host(call: Callable[[], Any], repeats: int = 7) -> float:
+    """Return the median microseconds until a call returns, whatever it has launched."""
+    call()  # compiles the kernels
+    times = []
+    for _ in range(repeats):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        call()
+        times.append(1e6 * (time.perf_counter() - begin))
+        if sum(times) > 2e6:
+            break
+    return statistics.median(times)
+
+
+class Stopwatch:
+    """Times calls on one device, each with a cold L2 cache.
+
+    Args:
+        device: where the calls run.
+        flush_bytes: what is written before each call on a GPU.
+    """
+
+    def __init__(self, device: str, flush_bytes: int = FLUSH_BYTES) -> None:
+        self.on_gpu = torch.device(device).type == "cuda"
+        size = flush_bytes if self.on_gpu else 1
+        self._flush = torch.empty(size, dtype=torch.int8, device=device)
+
+    def start(self, call: Callable[[], Any]) -> Callable[[], float]:
+        """Run a call and return what gives its microseconds, once the device is done."""
+        if not self.on_gpu:
+            begin = time.perf_counter()
+            call()
+            passed = 1e6 * (time.perf_counter() - begin)
+            return lambda: passed
+        # the flush keeps the device busy while the host launches what is timed
+        self._flush.zero_()
+        event: Any = torch.cuda.Event
+        begins, ends = event(enable_timing=True), event(enable_timing=True)
+        begins.record()
+        call()
+        ends.record()
+        return lambda: 1e3 * float(begins.elapsed_time(ends))
+
+    def time(self, call: Callable[[], Any]) -> float:
+        """Return the microseconds of one run."""
+        took = self.start(call)
+        self.wait()
+        return took()
+
+    def wait(self) -> None:
+        """Wait until the device is done."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
+
+def time_interleaved(
+    calls: Mapping[str, Callable[[], Any]],
+    repeats: int,
+    order: random.Random,
+    stopwatch: Stopwatch,
+) -> dict[str, list[float]]:
+    """Return the microseconds of each call's runs, one of each in every turn.
+
+    Args:
+        calls: what is timed, by name.
+        repeats: turns; a call that takes long gets fewer, but LEAST_REPEATS.
+        order: what the order within a turn is drawn from.
+        stopwatch: of their device.
+    """
+    budgets = {}
+    for name, call in calls.items():
+        if not stopwatch.on_gpu:
+            budgets[name] = repeats
+            continue
+        once = max(stopwatch.time(call), 1.0)
+        budgets[name] = max(LEAST_REPEATS, int(1e6 * SECONDS_AT_MOST / once))
+    started: dict[str, list[Callable[[], float]]] = {name: [] for name in calls}
+    for turn in range(repeats):
+        names = [name for name in calls if turn < budgets[name]]
+        order.shuffle(names)
+        for name in names:
+            started[name].append(stopwatch.start(calls[name]))
+    stopwatch.wait()
+    return {name: [took() for took in each] for name, each in started.items()}
+
+
+def quartiles(times: Sequence[float]) -> tuple[float, float, float]:
+    """Return the lower quartile, the median and the upper quartile."""
+    if len(times) == 1:
+        return times[0], times[0], times[0]
+    low, median, high = statistics.quantiles(times, n=4, method="inclusive")
+    return low, median, high

@@ -1,0 +1,908 @@
+"""Does the benchmark time the right thing, and say so when something else is wrong?"""
+
+import dataclasses
+import json
+import random
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pagetwin.shared.bench import Benchmark, choose_settings, load_workloads
+from pagetwin.shared.bench.ceilings import Ceilings
+from pagetwin.shared.bench.flash_attention_3 import FlashAttention3
+from pagetwin.shared.bench.implementations import (
+    Declined,
+    Implementation,
+    Ours,
+    Prepared,
+    all_implementations,
+    choose_implementations,
+)
+from pagetwin.shared.bench.inputs import draw_inputs
+from pagetwin.shared.bench.results import Entry, Status, ratio, workload_record
+from pagetwin.shared.bench.run import DeviceLost
+from pagetwin.shared.bench.settings import Settings
+from pagetwin.shared.bench.tables import markdown, reasons
+from pagetwin.shared.bench.timing import (
+    Stopwatch,
+    captured,
+    quartiles,
+    time_interleaved,
+)
+from pagetwin.shared.bench.truth import Finding, choose_rows, find_truth, judge_write
+from pagetwin.shared.bench.workloads import (
+    Workload,
+    best_published,
+    published_figures,
+)
+from pagetwin.shared.cli import USER_ERROR, app
+from typer.testing import CliRunner
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="it is the run without a GPU that is tried"
+)
+CEILINGS = Ceilings(4000.0, 3900.0, 3800.0, 800.0, 4.0)
+NAMES = [
+    "decode-64x4k",
+    "decode-256-ragged",
+    "decode-8x32k",
+    "decode-1x128k",
+    "decode-16x512",
+    "decode-64x4k-mha",
+    "decode-64x4k-fp8",
+    "decode-64x4k-swa",
+    "verify-64x4k-q4",
+    "cross-64x1500",
+    "prefill-1x8k",
+    "prefill-8x2k",
+    "prefill-1x8k-d64",
+    "chunk-2k-on-30k",
+    "mixed-128x4k+2k",
+    "encoder-32x1500",
+    "write-8k",
+]
+
+
+def run(*words: object) -> Any:
+    return CliRunner().invoke(app, ["bench", *(str(word) for word in words)])
+
+
+def small(name: str) -> Workload:
+    return load_workloads()[name].tiny()
+
+
+def settings_of(*names: str, **others: Any) -> Settings:
+    return choose_settings(names, device="cpu", smoke=True, **others)
+
+
+class Plain(Implementation):
+    """Right, by the reference; a child of it breaks something."""
+
+    name, title = "plain", "the reference"
+
+    def prepare(self, inputs: Any) -> Prepared:
+        from pagetwin.reference.paged_attention import paged_attention
+
+        if inputs.workload.kind in ("encoder", "write"):
+            raise Declined("only pages")
+        out = inputs.fresh()
+        batch = (inputs.block_table, inputs.query_start_loc, inputs.seq_lens)
+        lens = (inputs.max_query_len, inputs.max_seq_len)
+        return Prepared(
+            lambda: self.change(
+                paged_attention(
+                    inputs.query,
+                    inputs.key_cache,
+                    inputs.value_cache,
+                    *batch,
+                    *lens,
+                    out=out,
+                    causal=inputs.workload.causal,
+                    sliding_window=inputs.workload.sliding_window,
+                )
+            )
+        )
+
+    def change(self, out: torch.Tensor) -> torch.Tensor:
+        return out
+
+
+class AsOurs(Plain):
+    """Under our name, so that a run needs no interpreter."""
+
+    name = "ours"
+
+
+# the workloads
+
+
+def test_the_workloads_are_the_seventeen_that_were_agreed_on() -> None:
+    workloads = load_workloads()
+    assert list(workloads) == NAMES
+    assert set(published_figures("NVIDIA H200")["workloads"]) == set(NAMES)
+    lens = {
+        name: set(zip(w.query_lens, w.kv_lens, strict=True))
+        for name, w in workloads.items()
+    }
+    assert lens["decode-64x4k"] == {(1, 4096)}
+    assert lens["verify-64x4k-q4"] == {(4, 4096)}
+    assert lens["chunk-2k-on-30k"] == {(2048, 32768)}
+    assert workloads["mixed-128x4k+2k"].kv_lens == (4096,) * 128 + (8192,)
+    assert workloads["mixed-128x4k+2k"].query_lens == (1,) * 128 + (2048,)
+    assert workloads["decode-64x4k-fp8"].is_quantised
+    assert workloads["decode-64x4k-swa"].sliding_window == 1024
+    assert not workloads["cross-64x1500"].causal
+    heads = {(w.query_heads, w.kv_heads, w.head_size) for w in workloads.values()}
+    assert heads == {(32, 8, 128), (32, 32, 128), (64, 8, 64), (20, 20, 64)}
+    assert {w.block_size for w in workloads.values()} == {16}
+
+
+def test_the_ragged_lengths_are_those_of_the_distribution_that_is_named() -> None:
+    drawn = np.random.default_rng(0).lognormal(np.log(1500), 0.8, 256)
+    right = np.clip(np.round(drawn), 16, 16384).astype(int).tolist()
+    found = load_workloads()["decode-256-ragged"]
+    assert list(found.kv_lens) == right
+    assert set(found.query_lens) == {1}
+
+
+def test_bytes_and_operations_are_those_counted_by_hand() -> None:
+    one = Workload("", "decode", "", (2,), (10,), 2, 1, 8, sliding_window=4)
+    assert one.bytes == 5 * (8 + 8) * 2 + 2 * 2 * (8 + 8) * 2 == 288
+    assert one.flops == 4 * 8 * 2 * (4 + 4) == 512
+    prefill = Workload("", "prefill", "", (3, 1), (3, 2), 4, 2, 8)
+    assert prefill.flops == 4 * 8 * 4 * ((1 + 2 + 3) + 2)
+    assert prefill.bytes == (3 + 2) * 2 * 16 * 2 + 4 * 4 * 16 * 2
+    cross = Workload("", "cross", "", (2,), (5,), 1, 1, 8, causal=False)
+    assert cross.flops == 4 * 8 * 2 * 5
+    write = Workload("", "write", "", (3,), (3,), 1, 2, 8)
+    assert (write.bytes, write.flops) == (3 * 2 * 16 * (2 + 2), 0)
+    eight_bits = Workload(
+        "", "decode", "", (1,), (10,), 1, 1, 8, kv_dtype=torch.float8_e4m3fn
+    )
+    assert eight_bits.bytes == 10 * 16 + 16 * 2
+
+
+def test_bytes_and_operations_of_the_workloads_are_those_counted_by_hand() -> None:
+    workloads = load_workloads()
+    decode = workloads["decode-64x4k"]
+    assert decode.bytes == 64 * (4096 * 8 * 256 * 2 + 32 * 256 * 2)
+    assert decode.flops == 64 * 4096 * 32 * 4 * 128
+    assert workloads["decode-64x4k-fp8"].bytes == 64 * (4096 * 8 * 256 + 32 * 256 * 2)
+    window = workloads["decode-64x4k-swa"]
+    assert window.bytes == 64 * (1024 * 8 * 256 * 2 + 32 * 256 * 2)
+    prefill = workloads["prefill-1x8k"]
+    assert prefill.flops == 8192 * 8193 // 2 * 32 * 4 * 128
+    chunk = workloads["chunk-2k-on-30k"]
+    seen = sum(range(32768 - 2048 + 1, 32768 + 1))
+    assert chunk.flops == seen * 32 * 4 * 128
+    encoder = workloads["encoder-32x1500"]
+    assert encoder.flops == 32 * 1500 * 1500 * 20 * 4 * 64
+    assert workloads["write-8k"].bytes == 8192 * 8 * 256 * (2 + 2)
+
+
+def test_the_floor_is_the_longest_of_reads_operations_and_launch() -> None:
+    workloads = load_workloads()
+    us, what = CEILINGS.floor(workloads["decode-64x4k"])
+    assert what == "reads"
+    assert us == pytest.approx(workloads["decode-64x4k"].bytes / 4e6)
+    us, what = CEILINGS.floor(workloads["prefill-1x8k"])
+    assert what == "operations"
+    assert us == pytest.approx(workloads["prefill-1x8k"].flops / 8e8)
+    us, what = CEILINGS.floor(workloads["write-8k"])
+    assert what == "copies"
+    assert us == pytest.approx(workloads["write-8k"].bytes / 3.8e6)
+    assert CEILINGS.floor(small("decode-16x512")) == (4.0, "launch")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_tiny_workload_keeps_what_makes_it_one(name: str) -> None:
+    full, tiny = load_workloads()[name], small(name)
+    assert tiny.kind == full.kind and tiny.causal == full.causal
+    assert tiny.is_ragged == full.is_ragged and tiny.kv_dtype == full.kv_dtype
+    assert (tiny.sliding_window is None) == (full.sliding_window is None)
+    assert (tiny.query_heads > tiny.kv_heads) == (full.query_heads > full.kv_heads)
+    assert max(tiny.kv_lens) <= 48 and len(tiny.kv_lens) <= 2
+    assert all(new <= kv for new, kv in zip(tiny.query_lens, tiny.kv_lens, strict=True))
+    same = [new == kv for new, kv in zip(full.query_lens, full.kv_lens, strict=True)]
+    assert all(same) == all(
+        new == kv for new, kv in zip(tiny.query_lens, tiny.kv_lens, strict=True)
+    )
+
+
+def test_published_figures_are_of_one_gpu_and_leave_out_what_is_inaccurate() -> None:
+    assert published_figures("NVIDIA A100") is None
+    stored = published_figures("NVIDIA H200")
+    assert best_published(stored, "decode-64x4k") == ("flashinfer", 262)
+    assert best_published(stored, "decode-64x4k-fp8") == ("flashinfer", 261)
+    assert best_published(stored, "decode-16x512") == ("xqa", 20.3)
+    assert best_published(stored, "write-8k") == ("vllm", 30.7)
+    assert stored["source"] == "NVIDIA H200, torch 2.11+cu130, Triton 3.6, 2026-11-20"
+
+
+# inputs and judging
+
+
+def test_inputs_are_drawn_from_their_seed_and_scatter_the_blocks() -> None:
+    workload = small("decode-256-ragged")
+    one, again, other = (draw_inputs(workload, seed, "cpu") for seed in (1, 1, 2))
+    assert torch.equal(one.query, again.query)
+    assert torch.equal(one.block_table, again.block_table)
+    assert not torch.equal(one.query, other.query)
+    counts = [-(-kv // 16) for kv in workload.kv_lens]
+    owned = [
+        block
+        for row, count in zip(one.block_table.tolist(), counts, strict=True)
+        for block in row[:count]
+    ]
+    assert sorted(owned) == list(range(len(one.key_cache)))
+    assert owned != sorted(owned)
+
+
+def test_rows_are_judged_all_over_a_batch() -> None:
+    for name, workload in load_workloads().items():
+        rows = choose_rows(workload)
+        assert len(rows) <= 14 and rows == sorted(set(rows)), name
+        assert 0 in rows and workload.tokens - 1 in rows
+    ragged = load_workloads()["decode-256-ragged"]
+    rows = choose_rows(ragged)
+    for extreme in (min, max):
+        wanted = extreme(ragged.kv_lens)
+        assert wanted in [ragged.kv_lens[row] for row in rows]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["decode-256-ragged", "decode-64x4k-swa", "cross-64x1500", "mixed-128x4k+2k"],
+)
+def test_a_row_alone_is_right_as_it_is_in_its_batch(name: str) -> None:
+    inputs = draw_inputs(small(name), 3, "cpu")
+    truth = find_truth(inputs)
+    prepared = Plain("cpu").prepare(inputs)
+    found = truth.judge(prepared.rows(prepared.call()), torch.bfloat16)
+    assert found.ok and found.error < 5e-3
+
+
+def test_a_row_that_was_not_written_is_found_wherever_it_is() -> None:
+    inputs = draw_inputs(small("prefill-8x2k"), 0, "cpu")
+    prepared = Plain("cpu").prepare(inputs)
+    out = prepared.call()
+    truth = find_truth(inputs)
+    row = next(row for row in range(len(out)) if row not in truth.rows.tolist())
+    out[row, 1] = torch.nan
+    found = truth.judge(out, torch.bfloat16)
+    assert not found.ok and found.words.startswith(f"row {row} ")
+
+
+def test_a_write_is_judged_by_every_byte() -> None:
+    inputs = draw_inputs(small("write-8k"), 0, "cpu")
+    inputs.poison_cache()
+    rows = inputs.key_cache.flatten(0, 1), inputs.value_cache.flatten(0, 1)
+    rows[0][inputs.slot_mapping] = inputs.key
+    rows[1][inputs.slot_mapping] = inputs.value
+    caches = (inputs.key_cache, inputs.value_cache)
+    assert judge_write(inputs, caches).ok
+    nobodys = next(
+        slot for slot in range(len(rows[0])) if slot not in inputs.slot_mapping.tolist()
+    )
+    rows[1][nobodys, 0, 0] = 0
+    assert judge_write(inputs, caches).words == f"value at slot {nobodys} is wrong"
+
+
+# timing
+
+
+def test_everyone_has_one_turn_after_the_other() -> None:
+    seen: list[str] = []
+    calls = {name: lambda name=name: seen.append(name) for name in ("a", "b", "c")}
+    times = time_interleaved(calls, 8, random.Random(0), Stopwatch("cpu"))
+    assert {name: len(each) for name, each in times.items()} == {
+        name: 8 for name in calls
+    }
+    turns = [tuple(seen[place : place + 3]) for place in range(0, 24, 3)]
+    assert all(sorted(turn) == ["a", "b", "c"] for turn in turns)
+    assert len(set(turns)) > 2
+
+
+def test_quartiles_stay_within_what_was_measured() -> None:
+    assert quartiles([3.0]) == (3.0, 3.0, 3.0)
+    assert quartiles([1.0, 2.0, 3.0, 4.0, 5.0]) == (2.0, 3.0, 4.0)
+    assert quartiles([1.0, 2.0]) == (1.25, 1.5, 1.75)
+
+
+def test_a_ratio_is_taken_round_by_round() -> None:
+    """A card that grew hot in the last round slowed both, and says nothing of either."""
+    ours = Entry(rounds=[[10.0], [10.0], [20.0]])
+    peer = Entry(rounds=[[20.0], [20.0], [40.0]])
+    assert ratio(ours, peer) == 0.5
+    assert ratio(Entry(), peer) is None
+
+
+def test_a_call_that_cannot_be_captured_is_no_error(monkeypatch: Any) -> None:
+    class Graph:
+        def __init__(self) -> None:
+            self.replay = lambda: None
+
+    class Capturing:
+        def __init__(self, graph: Graph) -> None:
+            self.graph = graph
+
+        def __enter__(self) -> None:
+            return None
+
+        def __exit__(self, *error: object) -> None:
+            return None
+
+    def refuse() -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", Capturing)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert captured(refuse) is None
+    found = captured(lambda: 7)
+    assert found is not None and found.result == 7
+
+
+# a run
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return a smoke run of everything from the command line: what it printed and wrote."""
+    folder = tmp_path_factory.mktemp("bench")
+    files = {name: folder / f"bench.{name}" for name in ("json", "md", "svg")}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "150")
+        patch.setenv("TRITON_INTERPRET", "1")
+        result = run(
+            "--smoke",
+            *("--device", "cpu", "--implementations", "torch,fa3", "--repeats", 1),
+            *("--json", files["json"], "--markdown", files["md"]),
+            *("--plot", files["svg"], "--commit", "0123456789abcdef"),
+        )
+    record = json.loads(files["json"].read_text())
+    return SimpleNamespace(result=result, record=record, folder=folder, files=files)
+
+
+def test_a_smoke_run_does_every_workload_right(smoke: Any) -> None:
+    assert smoke.result.exit_code == 0, smoke.result.output
+    record = smoke.record
+    assert record["complete"] and record["smoke"]
+    assert [each["name"] for each in record["workloads"]] == NAMES
+    for each in record["workloads"]:
+        ours = each["results"]["ours"]
+        assert ours["status"] == "timed", each["name"]
+        assert ours["share_of_budget"] <= 1
+        assert ours["median_us"] > 0
+
+
+def test_a_smoke_run_says_that_its_times_mean_nothing(smoke: Any) -> None:
+    assert smoke.record["meaningless"] == "interpreter"
+    assert "whose times mean nothing" in smoke.result.output
+    for line in smoke.result.output.splitlines():
+        if line.startswith("decode-64x4k:"):
+            assert "ours interpreter" in line and " us" not in line
+    page = smoke.files["md"].read_text()
+    assert "the times mean nothing" in page
+    assert not any(each["best_peer"] for each in smoke.record["workloads"])
+
+
+def test_who_is_missing_or_declines_is_listed_with_the_reason(smoke: Any) -> None:
+    for text in (smoke.result.output, smoke.files["md"].read_text()):
+        assert "fa3 missing: needs a CUDA device" in text
+        assert "torch-flash declined in write-8k" in text
+    entries = {
+        each["name"]: each["results"]["torch-flash"]
+        for each in smoke.record["workloads"]
+    }
+    assert entries["decode-256-ragged"]["status"] == "declined"
+    assert "differ in length" in entries["decode-256-ragged"]["reason"]
+    assert entries["decode-64x4k"]["note"] == "dense: keys gathered beforehand"
+    assert not entries["decode-64x4k"]["same_work"]
+    assert entries["encoder-32x1500"]["same_work"]
+
+
+def test_a_record_says_with_what_it_was_made(smoke: Any) -> None:
+    record = smoke.record
+    assert set(record) == {
+        "format",
+        "ended",
+        "complete",
+        "smoke",
+        "meaningless",
+        "seconds",
+        "machine",
+        "settings",
+        "method",
+        "ceilings",
+        "published",
+        "implementations",
+        "workloads",
+    }
+    assert {"date", "device", "commit", "versions", "cuda"} <= set(record["machine"])
+    assert record["machine"]["versions"]["torch"] == torch.__version__
+    assert record["machine"]["commit"] == "0123456789abcdef"
+    assert "Commit 0123456789ab;" in smoke.files["md"].read_text()
+    assert record["settings"]["repeats"] == 1
+    assert all(len(each["seeds"]) == 1 for each in record["workloads"])
+    assert record["implementations"]["fa3"]["missing"] == "needs a CUDA device"
+    assert {
+        "status",
+        "error",
+        "share_of_budget",
+        "median_us",
+        "quartiles_us",
+        "rounds_us",
+        "runs",
+        "graph",
+        "host_us",
+        "gb_per_s",
+        "tflop_per_s",
+        "share_of_ceiling",
+    } <= set(record["workloads"][0]["results"]["ours"])
+
+
+def test_a_plot_is_drawn_for_light_and_for_dark_pages(smoke: Any) -> None:
+    light, dark = (
+        (smoke.folder / f"bench{name}.svg").read_text() for name in ("", "-dark")
+    )
+    assert "<svg" in light and "<svg" in dark and light != dark
+
+
+def test_xformers_is_asked_as_the_backend_asks_it() -> None:
+    pytest.importorskip("xformers")
+    everyone = choose_implementations(all_implementations("cpu"), ["xformers"])
+    assert [each.name for each in everyone] == ["ours", "xformers"]
+    xformers = [AsOurs("cpu"), everyone[1]]
+    record = Benchmark(settings_of("decode-16x512", "write-8k"), xformers).run()
+    decode, write = (each["results"]["xformers"] for each in record["workloads"])
+    assert decode["status"] == "timed", decode
+    assert write["reason"] == "its paged operator is for decodes"
+
+
+class DropsTheLastKey(Plain):
+    name = "drops"
+
+    def prepare(self, inputs: Any) -> Prepared:
+        inputs.seq_lens.sub_(1)
+        try:
+            prepared = super().prepare(inputs)
+            out = prepared.call().clone()
+        finally:
+            inputs.seq_lens.add_(1)
+        return Prepared(lambda: out)
+
+
+class WritesNothing(Plain):
+    name = "silent"
+
+    def prepare(self, inputs: Any) -> Prepared:
+        out = inputs.fresh()
+        return Prepared(lambda: out)
+
+
+class Scales(Plain):
+    name = "scales"
+
+    def change(self, out: torch.Tensor) -> torch.Tensor:
+        return out.mul_(1.5)
+
+
+class Raises(Plain):
+    name = "raises"
+
+    def change(self, out: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no kernel image is available\nsecond line")
+
+
+def test_who_is_wrong_is_reported_and_not_timed() -> None:
+    everyone = [AsOurs("cpu"), Plain("cpu")]
+    everyone += [each("cpu") for each in (Scales, WritesNothing, Raises)]
+    record = Benchmark(settings_of("decode-16x512"), everyone).run()
+    results = record["workloads"][0]["results"]
+    assert results["ours"]["status"] == results["plain"]["status"] == "timed"
+    for name, words in (("scales", "budget"), ("silent", "was not written")):
+        assert results[name]["status"] == "wrong"
+        assert words in results[name]["reason"]
+        assert "median_us" not in results[name]
+    assert results["raises"]["status"] == "failed"
+    assert results["raises"]["reason"] == "RuntimeError: no kernel image is available"
+    assert sum("wrong in decode-16x512" in line for line in reasons(record)) == 2
+
+
+def test_a_kernel_that_forgets_a_key_of_eight_is_wrong() -> None:
+    """8 keys: with 4,096 random ones nobody could tell, which is why there are laws."""
+    everyone = [AsOurs("cpu"), DropsTheLastKey("cpu")]
+    record = Benchmark(settings_of("decode-16x512"), everyone).run()
+    assert record["workloads"][0]["results"]["drops"]["status"] == "wrong"
+
+
+def test_the_command_fails_when_ours_is_wrong(monkeypatch: Any) -> None:
+    monkeypatch.setattr(Ours, "prepare", Scales("cpu").prepare)
+    result = run(
+        "--smoke", "--device", "cpu", "decode-16x512", "--implementations", "ours"
+    )
+    assert result.exit_code == 1
+    assert "Ours is wrong or fails in decode-16x512" in result.output
+
+
+def test_an_interrupted_run_keeps_what_it_has(tmp_path: Path) -> None:
+    class Impatient(Plain):
+        def prepare(self, inputs: Any) -> Prepared:
+            if inputs.workload.name == "decode-64x4k-swa":
+                raise KeyboardInterrupt
+            return super().prepare(inputs)
+
+    file = tmp_path / "record.json"
+    names = ("decode-16x512", "decode-64x4k-swa", "write-8k")
+    everyone = [AsOurs("cpu"), Impatient("cpu")]
+    Benchmark(settings_of(*names), everyone, json_file=file).run()
+    record = json.loads(file.read_text())
+    assert record["ended"] == "interrupted" and not record["complete"]
+    statuses = [each["results"]["plain"]["status"] for each in record["workloads"]]
+    assert statuses == ["timed", "not run", "not run"]
+    assert "plain not run in decode-64x4k-swa, write-8k: interrupted" in reasons(record)
+    assert [each.name for each in tmp_path.iterdir()] == ["record.json"]
+
+
+def test_a_peer_that_takes_the_process_with_it_leaves_the_record(
+    tmp_path: Path,
+) -> None:
+    """What a segmentation fault would leave is what stands in the file when it is called."""
+    file, found = tmp_path / "record.json", []
+
+    class Deadly(Plain):
+        def prepare(self, inputs: Any) -> Prepared:
+            found.append(json.loads(file.read_text()))
+            return super().prepare(inputs)
+
+    names = ("decode-16x512", "decode-64x4k-swa")
+    Benchmark(settings_of(*names), [AsOurs("cpu"), Deadly("cpu")], json_file=file).run()
+    last = found[-1]
+    assert last["ended"] == "stopped during plain in decode-64x4k-swa"
+    assert last["workloads"][0]["results"]["plain"]["status"] == "timed"
+
+
+def test_a_limit_ends_a_run_in_order() -> None:
+    run = Benchmark(settings_of(*NAMES[:3], limit=1e-9), [AsOurs("cpu")])
+    record = run.run()
+    assert record["ended"] == "the limit of 1e-09 s, in round 1"
+    assert {each["results"]["ours"]["status"] for each in record["workloads"]} == {
+        "not run"
+    }
+
+
+def test_every_round_has_inputs_of_its_own_that_other_workloads_do_not_change() -> None:
+    alone = Benchmark(settings_of("decode-16x512", rounds=2), [AsOurs("cpu")]).run()
+    beside = Benchmark(
+        settings_of("decode-64x4k-swa", "decode-16x512", rounds=2), [AsOurs("cpu")]
+    ).run()
+    seeds = alone["workloads"][0]["seeds"]
+    assert len(set(seeds)) == 2
+    assert beside["workloads"][0]["seeds"] == seeds
+    ours = alone["workloads"][0]["results"]["ours"]
+    assert ours["runs"] == 4 and len(ours["rounds_us"]) == 2
+
+
+@pytest.fixture
+def pretended(monkeypatch: Any) -> Any:
+    """Let a run on the host go the ways of one on a GPU; return how graphs are captured."""
+    from pagetwin.shared.bench import run, timing
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            self.when = 0.0
+
+        def record(self) -> None:
+            self.when = time.perf_counter()
+
+        def elapsed_time(self, other: "Event") -> float:
+            return 1e3 * (other.when - self.when)
+
+    def capture(call: Any) -> timing.Captured:
+        result = call()
+        if result is None:
+            return timing.Captured(call, None)
+        return timing.Captured(lambda: result.copy_(call().clone()), result)
+
+    chosen = SimpleNamespace(capture=capture)
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(run, "captured", lambda call: chosen.capture(call))
+    return chosen
+
+
+def measure_as_on_a_gpu(*everyone: Implementation, name: str = "decode-16x512") -> Any:
+    """Return the results of one round, judged and timed as on a GPU."""
+    bench = Benchmark(settings_of(name, repeats=4), list(everyone))
+    stopwatch = Stopwatch("cpu")
+    stopwatch.on_gpu = True
+    bench._measure(bench.settings.workloads[0], 0, random.Random(0), stopwatch)
+    return bench.record()["workloads"][0]["results"]
+
+
+def test_on_a_gpu_what_is_timed_is_the_graph_that_was_judged(pretended: Any) -> None:
+    results = measure_as_on_a_gpu(AsOurs("cpu"), Plain("cpu"))
+    for entry in results.values():
+        assert entry["status"] == "timed", entry
+        assert entry["graph"] and entry["runs"] == 4 and entry["host_us"] > 0
+
+
+def test_a_graph_that_computes_nothing_is_wrong(pretended: Any) -> None:
+    """It would be the fastest of all: its output is still right from the call before."""
+    from pagetwin.shared.bench.timing import Captured
+
+    pretended.capture = lambda call: Captured(lambda: None, call())
+    results = measure_as_on_a_gpu(AsOurs("cpu"))
+    assert results["ours"]["status"] == "wrong"
+    assert "row 0 was not written" in results["ours"]["reason"]
+
+
+def test_what_cannot_be_captured_is_timed_as_a_call_and_says_so(pretended: Any) -> None:
+    pretended.capture = lambda call: None
+    results = measure_as_on_a_gpu(AsOurs("cpu"))
+    assert results["ours"]["status"] == "timed" and not results["ours"]["graph"]
+
+
+def test_a_write_is_judged_after_the_graph_too(pretended: Any) -> None:
+    results = measure_as_on_a_gpu(Ours("cpu"), name="write-8k")
+    assert results["ours"]["status"] == "timed", results
+    assert results["ours"]["graph"]
+
+
+def test_a_lost_device_ends_the_run_and_names_who_lost_it(
+    pretended: Any, monkeypatch: Any
+) -> None:
+    run = Benchmark(settings_of("decode-16x512"), [AsOurs("cpu"), Raises("cpu")])
+    monkeypatch.setattr(
+        run, "settings", dataclasses.replace(run.settings, device="cuda")
+    )
+
+    def lost() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lost)
+    with pytest.raises(DeviceLost, match="lost to raises in decode-16x512"):
+        run._check_device("raises", run.settings.workloads[0])
+
+
+# a record of a GPU, which there is none of here
+
+
+@pytest.fixture
+def gpu_record() -> dict[str, Any]:
+    """Return a record as a GPU would leave it, with times that were made up."""
+    run = Benchmark(settings_of("decode-16x512"), [AsOurs("cpu")])
+    record = run.record()
+    workloads = load_workloads()
+    names = ("decode-64x4k", "prefill-1x8k", "write-8k")
+    published = published_figures("NVIDIA H200")
+    times = {
+        "ours": (260.0, 850.0, 25.0),
+        "fa3": (265.0, 859.0, None),
+        "torch-flash": (200.0, 900.0, None),
+    }
+    record["workloads"] = []
+    for place, name in enumerate(names):
+        entries = {}
+        for peer, each in times.items():
+            us = each[place]
+            entries[peer] = Entry(Status.DECLINED, "no cache")
+            if us is not None:
+                entries[peer] = Entry(
+                    Status.TIMED,
+                    finding=Finding(True),
+                    rounds=[[us] * 3] * 2,
+                    host_us=20.0,
+                    same_work=peer != "torch-flash",
+                )
+        record["workloads"].append(
+            workload_record(workloads[name], entries, [1, 2], CEILINGS, published)
+        )
+    record |= {"ceilings": CEILINGS.to_record(), "published": published}
+    record |= {"meaningless": None, "complete": True, "ended": "complete"}
+    record["implementations"] = {
+        name: {"title": name, "version": None, "missing": None} for name in times
+    }
+    record["machine"]["device"] = "NVIDIA H200"
+    return record
+
+
+def test_ratios_stand_beside_the_best_peer_and_beside_what_was_published(
+    gpu_record: dict[str, Any],
+) -> None:
+    decode, prefill, write = gpu_record["workloads"]
+    # what torch was timed on had its keys gathered for it
+    assert (decode["fastest"], decode["best_peer"]) == ("torch-flash", "fa3")
+    assert decode["ratio_to_best_peer"] == decode["ratio_to_fa3"]
+    assert decode["ratio_to_best_peer"] == pytest.approx(260 / 265, abs=1e-4)
+    assert decode["published"] == {"by": "flashinfer", "us": 262.0, "ratio": 0.9924}
+    ours = decode["results"]["ours"]
+    assert ours["gb_per_s"] == pytest.approx(1074.8e6 / 260e3, rel=1e-3)
+    assert ours["share_of_ceiling"] == pytest.approx(1074.8 / 4 / 260, rel=1e-3)
+    assert prefill["floor_of"] == "operations"
+    assert prefill["results"]["ours"]["tflop_per_s"] == pytest.approx(647, rel=1e-3)
+    assert write["best_peer"] is None and write["ratio_to_best_peer"] is None
+    page = markdown(gpu_record)
+    assert "| 0.981 (fa3) | 0.992 (flashinfer) |" in page
+    assert "reading 4,000 GB/s" in page
+
+
+def test_a_record_of_a_gpu_is_drawn_with_its_roofline(
+    gpu_record: dict[str, Any], tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    from pagetwin.shared.bench.plot import LIGHT, draw_benchmark, write_plots
+
+    figure = draw_benchmark(gpu_record, LIGHT)
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["roofline", ""]
+    paths = write_plots(gpu_record, tmp_path / "bench.png")
+    assert [path.name for path in paths] == ["bench.png", "bench-dark.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
+
+
+def test_the_page_shows_the_newest_record_or_says_that_there_is_none(
+    gpu_record: dict[str, Any], tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "docs" / "hooks"))
+    import bench_table
+
+    assert bench_table.bench_table(tmp_path) == "*No run is recorded yet.*"
+    (tmp_path / "2026-11-20-a-bench.json").write_text("{}")
+    newest = tmp_path / "2026-11-21-a-bench.json"
+    newest.write_text(json.dumps(gpu_record))
+    page = bench_table.bench_table(tmp_path)
+    assert "NVIDIA H200" in page and "| decode-64x4k | 260 | 265 | 200 |" in page
+    assert all(name in bench_table.bench_workloads() for name in NAMES)
+    assert "(176)" in bench_table.bench_published()
+
+
+# a peer that is not here
+
+
+def test_arguments_of_flash_attention_3_go_by_their_names() -> None:
+    """An operator that gained an argument that may be left out still gets the others right."""
+    library = torch.library.Library("pagetwin_fake_fa3", "DEF")
+    library.define(
+        "fwd(Tensor q, Tensor k, Tensor v, Tensor? later, Tensor? out, Tensor?"
+        " cu_seqlens_q, Tensor? seqused_k, int? max_seqlen_q, int? max_seqlen_k, Tensor?"
+        " page_table, float softmax_scale, bool is_causal, int window_size_left, int"
+        " window_size_right, float softcap, Tensor? scheduler_metadata, int num_splits)"
+        " -> Tensor"
+    )
+    library.define(
+        "get_scheduler_metadata(int batch_size, int num_heads, int num_heads_k, int"
+        " headdim, ScalarType qkv_dtype, Tensor seqused_k, int? page_size, bool is_causal,"
+        " bool? pack_gqa) -> Tensor"
+    )
+    seen: dict[str, Any] = {}
+
+    def fwd(q, k, v, later, out, starts, lens, most_q, most_k, table, *rest):  # type: ignore[no-untyped-def]
+        from pagetwin.reference.paged_attention import paged_attention
+
+        seen["rest"], seen["later"] = rest, later
+        out.copy_(paged_attention(q, k, v, table, starts, lens, most_q, most_k))
+        return out.clone()
+
+    def plan(batch, heads, kv_heads, size, dtype, lens, page, causal, pack):  # type: ignore[no-untyped-def]
+        seen["plan"] = (batch, heads, kv_heads, size, page, causal, pack)
+        return torch.zeros(1)
+
+    library.impl("fwd", fwd, "CPU")
+    library.impl("get_scheduler_metadata", plan, "CPU")
+    peer = FlashAttention3("cpu")
+    peer._operators = torch.ops.pagetwin_fake_fa3
+    inputs = draw_inputs(small("decode-256-ragged"), 0, "cpu")
+    prepared = peer.prepare(inputs)
+    found = find_truth(inputs).judge(prepared.call(), torch.bfloat16)
+    assert found.ok, found.words
+    assert seen["later"] is None
+    assert seen["plan"] == (2, 4, 2, 32, 16, True, None)
+    scale, causal, left, right, cap, metadata, splits = seen["rest"]
+    assert (causal, left, right, cap, splits) == (True, -1, -1, 0.0, 0)
+    assert scale == pytest.approx(32**-0.5) and metadata is not None
+
+
+def test_an_operator_that_wants_what_nobody_knows_is_declined() -> None:
+    library = torch.library.Library("pagetwin_new_fa3", "DEF")
+    library.define("fwd(Tensor q, int unheard_of) -> Tensor")
+    peer = FlashAttention3("cpu")
+    peer._operators = torch.ops.pagetwin_new_fa3
+    inputs = draw_inputs(small("encoder-32x1500"), 0, "cpu")
+    with pytest.raises(Declined, match="fwd wants unheard_of"):
+        peer.prepare(inputs)
+
+
+def test_vllms_kernel_gets_the_arguments_that_it_takes(monkeypatch: Any) -> None:
+    from pagetwin.reference.paged_attention import paged_attention
+    from pagetwin.shared.bench import vllm_attention
+
+    def unified_attention(
+        q, k, v, out, cu_seqlens_q, max_seqlen_q, seqused_k, max_seqlen_k, window_size,
+        block_table, causal, k_descale,
+    ):  # type: ignore[no-untyped-def] # fmt: skip
+        window = None if window_size[0] < 0 else window_size[0] + 1
+        paged_attention(
+            q, k, v, block_table, cu_seqlens_q, seqused_k, max_seqlen_q, max_seqlen_k,
+            out=out, causal=causal, sliding_window=window,
+        )  # fmt: skip
+
+    module = SimpleNamespace(unified_attention=unified_attention)
+    monkeypatch.setitem(sys.modules, vllm_attention.ATTEND, module)
+    for name in ("decode-64x4k-swa", "mixed-128x4k+2k"):
+        inputs = draw_inputs(small(name), 0, "cpu")
+        prepared = vllm_attention.VLLMTriton("cpu").prepare(inputs)
+        found = find_truth(inputs).judge(prepared.call(), torch.bfloat16)
+        assert found.ok, found.words
+
+
+def test_flashinfer_is_told_where_blocks_begin_and_how_full_the_last_one_is() -> None:
+    from pagetwin.shared.bench.flashinfer_attention import _blocks_in_a_row
+
+    workload = Workload("", "decode", "", (1, 1, 1), (16, 17, 40), 2, 1, 32)
+    inputs = draw_inputs(workload, 0, "cpu")
+    starts, blocks, last = _blocks_in_a_row(inputs)
+    assert starts.tolist() == [0, 1, 3, 6]
+    assert last.tolist() == [16, 1, 8]
+    assert blocks.tolist() == [
+        *inputs.block_table[0, :1],
+        *inputs.block_table[1, :2],
+        *inputs.block_table[2, :3],
+    ]
+
+
+# refusals
+
+
+def test_an_unknown_workload_is_answered_with_those_that_are_near() -> None:
+    result = run("--smoke", "--device", "cpu", "decode-64x4")
+    assert result.exit_code == USER_ERROR
+    words = " ".join(result.output.split())
+    assert "'decode-64x4': did you mean decode-64x4k" in words
+    with pytest.raises(ValueError, match="expected some of decode-64x4k, decode-256"):
+        choose_settings(["quantum"], device="cpu", smoke=True)
+
+
+def test_a_pattern_names_several_workloads_in_their_order() -> None:
+    chosen = settings_of("write-8k", "decode-64x4k*")
+    assert [each.name for each in chosen.workloads] == [
+        "decode-64x4k",
+        "decode-64x4k-mha",
+        "decode-64x4k-fp8",
+        "decode-64x4k-swa",
+        "write-8k",
+    ]
+
+
+def test_without_a_gpu_full_workloads_are_refused_and_smoke_is_named() -> None:
+    result = run()
+    assert result.exit_code == USER_ERROR
+    assert "--smoke" in result.output and "CUDA device" in result.output
+    assert run("--device", "cuda").exit_code == USER_ERROR
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--implementations", "ours,flashy"), "implementations = 'flashy'"),
+        (("--rounds", "-1"), "rounds = -1"),
+        (("--limit", "0"), "limit = 0"),
+        (("--device", "tpu"), "device = 'tpu'"),
+        (("--json", "nowhere/record.json"), "json = nowhere/record.json"),
+        (("--plot", "plot.pdf"), "plot = plot.pdf"),
+        (("--fa3", "nowhere.so"), "fa3 = nowhere.so"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_measured(
+    words: tuple[str, ...], said: str
+) -> None:
+    device = () if "--device" in words else ("--device", "cpu")
+    result = run("--smoke", *device, *words)
+    assert result.exit_code == USER_ERROR
+    assert said in result.output
