@@ -13,6 +13,7 @@ from typing import Any
 
 import bench_table
 import figures
+import ladder_table
 import law_table
 import mutant_table
 import option_table
@@ -224,6 +225,11 @@ MACROS: dict[str, Callable[..., str]] = {
         bench_table.bench_published,
         law_table.law_table,
         mutant_table.mutant_table,
+        ladder_table.ladder_run,
+        ladder_table.ladder_table,
+        ladder_table.ladder_tried,
+        ladder_table.ladder_resources,
+        ladder_table.ladder_rung,
         law_table.adapter,
         refused.refusals,
         option_table.option_runs,

@@ -1,0 +1,91 @@
+"""What does it gain to read many keys at once?
+
+The same program, one for each query head of each request, but a step takes a tile of 64 keys,
+whose blocks are looked up together: the block table is read as a vector, and the addresses of all
+keys are known at once. So 32 KiB are asked for before the program waits, where the rung below
+asks for 8; and the maximum, the exponentials and the two sums, each of which waits for the one
+before, come in turn a quarter as often.
+"""
+
+from collections.abc import Callable
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .batches import Batch
+
+
+@triton.jit
+def wide_tiles_kernel(
+    query,  # [reqs, QUERY_HEADS, HEAD_SIZE]
+    key_cache,  # [num_blocks, BLOCK_SIZE, KV_HEADS, HEAD_SIZE]
+    value_cache,
+    block_table,  # [reqs, table_width]
+    seq_lens,
+    out,
+    table_width,
+    scale,
+    QUERY_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    req = tl.program_id(0)
+    head = tl.program_id(1)
+    kv_head = head // (QUERY_HEADS // KV_HEADS)
+    element = tl.arange(0, HEAD_SIZE)
+    row = (req * QUERY_HEADS + head) * HEAD_SIZE + element
+    question = tl.load(query + row).to(tl.float32)
+    seq_len = tl.load(seq_lens + req)
+    total = tl.zeros([HEAD_SIZE], dtype=tl.float32)
+    row_sum = 0.0
+    row_max = -float("inf")
+    for first in range(0, seq_len, KEYS):
+        # step: look the blocks up, count slots into them
+        position = first + tl.arange(0, KEYS)
+        is_key = position < seq_len
+        entry = block_table + req * table_width + position // BLOCK_SIZE
+        block_id = tl.load(entry, mask=is_key, other=0).to(tl.int64)
+        slot = block_id * BLOCK_SIZE + position % BLOCK_SIZE
+        place = (slot * KV_HEADS + kv_head)[:, None] * HEAD_SIZE + element[None, :]
+        key = tl.load(key_cache + place, mask=is_key[:, None], other=0)
+        value = tl.load(value_cache + place, mask=is_key[:, None], other=0)
+        # step: compare the query with every key
+        scores = tl.sum(key.to(tl.float32) * question[None, :], 1) * scale
+        scores = tl.where(is_key, scores, -float("inf"))
+        # step: turn scores into weights
+        new_max = tl.maximum(row_max, tl.max(scores, 0))
+        fade = tl.exp(row_max - new_max)
+        weights = tl.exp(scores - new_max)
+        row_sum = row_sum * fade + tl.sum(weights, 0)
+        row_max = new_max
+        # step: average the values by them
+        total = total * fade + tl.sum(weights[:, None] * value.to(tl.float32), 0)
+    tl.store(out + row, (total / row_sum).to(out.dtype.element_ty))
+
+
+def prepare(
+    batch: Batch, out: Tensor, keys: int = 64, num_warps: int = 4
+) -> Callable[[], None]:
+    """Return what launches the kernel."""
+    grid = (batch.reqs, batch.query.shape[1])
+
+    def launch() -> None:
+        wide_tiles_kernel[grid](
+            batch.query,
+            batch.key_cache,
+            batch.value_cache,
+            batch.block_table,
+            batch.seq_lens,
+            out,
+            batch.table_width,
+            batch.scale,
+            **batch.sizes,
+            KEYS=keys,
+            num_warps=num_warps,
+            num_stages=1,
+        )
+
+    return launch
