@@ -81,6 +81,38 @@ def decode_fp8(bits, E5M2: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
+def decode_values(bits, E5M2: tl.constexpr, NATIVE: tl.constexpr):
+    """Return what `decode_fp8` returns, where the numbers are the second factor of a product.
+
+    The compiler would move the conversion behind the change of layout that such a factor needs, and
+    there each thread would read single bytes; it leaves a conversion alone that may have effects.
+    """
+    if not NATIVE:
+        numbers = decode_fp8(bits, E5M2, NATIVE)
+    elif E5M2:
+        numbers = tl.inline_asm_elementwise(
+            "{ .reg .b16 low, high; mov.b32 {low, high}, $2;"
+            " cvt.rn.f16x2.e5m2x2 $0, low; cvt.rn.f16x2.e5m2x2 $1, high; }",
+            "=r,=r,r",
+            [bits],
+            dtype=tl.float16,
+            is_pure=False,
+            pack=4,
+        )
+    else:
+        numbers = tl.inline_asm_elementwise(
+            "{ .reg .b16 low, high; mov.b32 {low, high}, $2;"
+            " cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }",
+            "=r,=r,r",
+            [bits],
+            dtype=tl.float16,
+            is_pure=False,
+            pack=4,
+        )
+    return numbers
+
+
+@triton.jit
 def encode_fp8(numbers, E5M2: tl.constexpr):
     """Return float32 numbers as uint8 bits, rounded to nearest even.
 

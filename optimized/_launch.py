@@ -1,9 +1,13 @@
 """Where and how do the kernels run?"""
 
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
 import torch
 import triton
 from torch import Tensor
 
+HOOKS = triton.knobs.runtime
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether kernels run in Triton's interpreter, on any tensor, or compiled, on CUDA tensors."""
 
@@ -22,6 +26,11 @@ def check_launch(tensor: Tensor) -> None:
         )
 
 
+def next_power_of_2(number: int) -> int:
+    """Return the smallest power of two that is not below a number from 1."""
+    return 1 << (number - 1).bit_length()
+
+
 def must_widen(dtype: torch.dtype) -> bool:
     """Tell whether a kernel has to compute in float32 what it would compute in `dtype`.
 
@@ -30,3 +39,96 @@ def must_widen(dtype: torch.dtype) -> bool:
     a float32 buffer that torch rounds.
     """
     return INTERPRETED and dtype == torch.bfloat16
+
+
+# what torch's public functions wrap, whose cost a launch would feel; absent without CUDA
+current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+is_capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
+
+
+class Launcher:
+    """One kernel on arguments of one kind, of which some change from launch to launch.
+
+    Triton looks at every argument of every launch to find the right compiled kernel, which costs
+    more than the launch itself. Here the caller promises that all are of the kind of the first
+    launch: the same dtypes, strides and constants. What it does not promise is looked at: pointers
+    that are not aligned to 16 bytes, another device, and hooks of a profiler take Triton's way.
+
+    Args:
+        kernel: a function of triton, whose changing arguments come first: pointers, pointers or
+            numbers of options, and numbers, which must not be specialised.
+        lower: makes the tensors that the pointers point to of those that a launch is given.
+        fixed: arguments that never change, by name; those that are not named are None.
+        num_warps, num_stages: of the launch.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        lower: Callable[..., Sequence[Tensor | None]],
+        fixed: Mapping[str, Any],
+        num_warps: int,
+        num_stages: int,
+    ) -> None:
+        self._kernel = kernel
+        self._lower = lower
+        self._fixed = fixed
+        self._chosen = {"num_warps": num_warps, "num_stages": num_stages}
+        self._rest: tuple[Any, ...] = ()
+        self._run: Any = None
+        self._function: Any = None
+        self._metadata: Any = None
+        self._device = -1
+
+    def __call__(
+        self,
+        grid: tuple[int, int, int],
+        pointers: Sequence[int],
+        options: Sequence[Tensor | float | None],
+        numbers: Sequence[float],
+        tensors: Sequence[Any],
+    ) -> None:
+        """Launch the kernel.
+
+        Args:
+            grid: programs along each axis.
+            pointers: 0 for those that are absent.
+            options: tensors and numbers of options.
+            numbers: sizes and strides.
+            tensors: what the pointers point to, before it is lowered.
+        """
+        union = 0
+        for pointer in pointers:
+            union |= pointer
+        for option in options:
+            if option is not None and not isinstance(option, float):
+                union |= option.data_ptr()
+        if (
+            self._run is not None
+            and not union & 15
+            and current_device() == self._device
+            and not HOOKS.launch_enter_hook.calls
+        ):
+            self._run(
+                *grid,
+                current_stream(self._device),
+                self._function,
+                self._metadata,
+                None,
+                None,
+                None,
+                *pointers,
+                *options,
+                *numbers,
+                *self._rest,
+            )
+            return
+        changing = (*self._lower(*tensors), *options, *numbers)
+        names = self._kernel.arg_names[len(changing) :]
+        self._rest = tuple(self._fixed.get(name) for name in names)
+        compiled = self._kernel[grid](*changing, *self._rest, **self._chosen)
+        if compiled is not None and not union & 15 and not INTERPRETED:
+            self._run, self._device = compiled.run, current_device()
+            self._function = compiled.function
+            self._metadata = compiled.packed_metadata

@@ -1,4 +1,4 @@
-"""How are a tile's rows found, finished, stored, and joined from parts?
+"""How are a tile's rows found, begun, finished, and stored?
 
 A row is one query head of one new token. The rows of one kv head of a request are numbered token by
 token, and within a token head by head.
@@ -43,16 +43,19 @@ def find_tile(
 
 
 @triton.jit
-def start_rows(sinks, head, is_row, ROWS: tl.constexpr):
+def start_rows(sinks, head, is_row, is_first, ROWS: tl.constexpr):
     """Return the sums and maxima (base 2) of rows that have seen no key yet.
 
-    A sink is a score of weight 1 at its own maximum, and adds no value.
+    A sink is a score of weight 1 at its own maximum, and adds no value; where a row is joined from
+    parts, it is counted once, where `is_first`.
     """
+    row_sum = tl.zeros([ROWS], dtype=tl.float32)
+    row_max = tl.full([ROWS], -float("inf"), dtype=tl.float32)
     if sinks is not None:
         sink = tl.load(sinks + head, mask=is_row, other=0.0)
-        return tl.full([ROWS], 1.0, dtype=tl.float32), sink * LOG2_E
-    row_max = tl.full([ROWS], -float("inf"), dtype=tl.float32)
-    return tl.zeros([ROWS], dtype=tl.float32), row_max
+        row_sum = tl.where(is_first, row_sum + 1.0, row_sum)
+        row_max = tl.where(is_first, sink * LOG2_E, row_max)
+    return row_sum, row_max
 
 
 @triton.jit
@@ -73,6 +76,17 @@ def fold_part(total, row_sum, row_max, value, part_lse):
     weight = tl.exp2(part_lse - shift)
     total = total * fade[:, None] + value * weight[:, None]
     return total, row_sum * fade + weight, new_max
+
+
+@triton.jit
+def fold_parts(total, row_sum, row_max, values, part_lse):
+    """Return the running sums of rows with finished parts, which lie along the first axis."""
+    new_max = tl.maximum(row_max, tl.max(part_lse, 0))
+    shift = tl.where(new_max == -float("inf"), 0.0, new_max)
+    fade = tl.exp2(row_max - shift)
+    weights = tl.exp2(part_lse - shift[None, :])
+    total = total * fade[:, None] + tl.sum(values * weights[:, :, None], 0)
+    return total, row_sum * fade + tl.sum(weights, 0), new_max
 
 
 @triton.jit
@@ -112,38 +126,26 @@ def store_rows(
     tl.store(
         out
         + (token.to(tl.int64) * out_stride_token)[:, None]
-        + (head * out_stride_head)[:, None]
+        + (head.to(tl.int64) * out_stride_head)[:, None]
         + (element * out_stride_element)[None, :],
         result.to(out.dtype.element_ty),
         mask=is_row[:, None] & (element < VALUE_SIZE)[None, :],
     )
     if lse is not None:
-        place = head * lse_stride_head + token.to(tl.int64) * lse_stride_token
+        place = (
+            head.to(tl.int64) * lse_stride_head + token.to(tl.int64) * lse_stride_token
+        )
         tl.store(lse + place, (row_lse * LN_2).to(lse.dtype.element_ty), mask=is_row)
 
 
 @triton.jit
-def part_place(req, kv_head, split, num_splits, part_rows):
-    """Return where a part's first row lies in [reqs, kv_heads, splits, part_rows]."""
-    part = (req.to(tl.int64) * tl.num_programs(1) + kv_head) * num_splits + split
-    return part * part_rows
-
-
-@triton.jit(
-    do_not_specialize=["num_splits", "part_rows", "lse_stride_head", "lse_stride_token"]
-)
-def join_kernel(
-    query_start_loc,
+def clear_tokens(
     out,
     lse,
-    part_out,
-    part_lse,
-    sinks,
-    out_scale,
-    out_scale_stride,
-    num_splits,
-    short_rows,
-    part_rows,
+    first,
+    end,
+    step,
+    kv_head,
     out_stride_token,
     out_stride_head,
     out_stride_element,
@@ -152,35 +154,28 @@ def join_kernel(
     GROUP_SIZE: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
     VALUE_TILE: tl.constexpr,
-    OUT_FP8: tl.constexpr,
-    ROWS: tl.constexpr,
+    HEADS: tl.constexpr,
 ):
-    """Join the parts of a short request's rows, each weighted by its share of the sum."""
-    req = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    start = tl.load(query_start_loc + req)
-    num_rows = (tl.load(query_start_loc + req + 1) - start) * GROUP_SIZE
-    if num_rows > short_rows or num_rows == 0:
-        return
-    row = tl.arange(0, ROWS)
+    """Write what tokens of no request have: 0, and a log-sum-exp of -inf."""
     element = tl.arange(0, VALUE_TILE)
-    is_row = row < num_rows
-    total = tl.zeros([ROWS, VALUE_TILE], dtype=tl.float32)
-    head = kv_head * GROUP_SIZE + row % GROUP_SIZE
-    row_sum, row_max = start_rows(sinks, head, is_row, ROWS)
-    for split in range(num_splits):
-        place = part_place(req, kv_head, split, num_splits, part_rows) + row
-        part = tl.load(part_lse + place, mask=is_row, other=-float("inf"))
-        value = tl.load(
-            part_out + place[:, None] * VALUE_SIZE + element[None, :],
-            mask=is_row[:, None] & (element < VALUE_SIZE)[None, :],
-            other=0.0,
-        )
-        total, row_sum, row_max = fold_part(total, row_sum, row_max, value, part)
-    result, row_lse = finish_rows(total, row_sum, row_max)
-    store_rows(
-        out, lse, out_scale, out_scale_stride, result, row_lse, start + row // GROUP_SIZE,
-        head, element, is_row,
-        out_stride_token, out_stride_head, out_stride_element,
-        lse_stride_head, lse_stride_token, VALUE_SIZE, OUT_FP8,
-    )  # fmt: skip
+    for token in range(first, end, step):
+        for place in range(0, GROUP_SIZE, HEADS):
+            of_group = place + tl.arange(0, HEADS)
+            head = (kv_head * GROUP_SIZE + of_group).to(tl.int64)
+            is_head = of_group < GROUP_SIZE
+            at = tl.cast(token, tl.int64) * out_stride_token + head * out_stride_head
+            nothing = tl.zeros([HEADS, VALUE_TILE], dtype=tl.float32)
+            tl.store(
+                out + at[:, None] + (element * out_stride_element)[None, :],
+                nothing.to(out.dtype.element_ty),
+                mask=is_head[:, None] & (element < VALUE_SIZE)[None, :],
+            )
+            if lse is not None:
+                unseen = tl.full([HEADS], -float("inf"), dtype=tl.float32)
+                tl.store(
+                    lse
+                    + head * lse_stride_head
+                    + tl.cast(token, tl.int64) * lse_stride_token,
+                    unseen.to(lse.dtype.element_ty),
+                    mask=is_head,
+                )

@@ -57,23 +57,10 @@ IN_THE_INTERPRETER = {4096: (Tiles(16, 32, 4, 1), Tiles(32, 32, 4, 1))}
 
 SHARED_MEMORY = 160 * 1024
 MAX_HEAD_SIZE = 1024
+PROGRAMS = 2
+"""Programs of decodes on a multiprocessor."""
 DECODE_ROWS = 16
 """Rows of every decode tile, the fewest that a product of tiles has."""
-
-
-@dataclass(frozen=True)
-class SplitRule:
-    """When a long row is cut into parts that run side by side.
-
-    Args:
-        programs: how many programs a launch should have to fill the chip.
-        min_keys: a part is not shorter than that.
-        max_splits: a row is not cut into more parts than that.
-    """
-
-    programs: int
-    min_keys: int
-    max_splits: int = 64
 
 
 def choose_tiles(
@@ -84,8 +71,9 @@ def choose_tiles(
     has_bias: bool = False,
     has_tree: bool = False,
     has_bit_decoding: bool = False,
-) -> tuple[Tiles, Tiles]:
-    """Return the decode tile and the prefill tile.
+    has_native_fp8: bool = False,
+) -> tuple[Tiles, Tiles, Tiles]:
+    """Return the tile of decodes, of decodes too few to fill the chip, and of prefills.
 
     Args:
         head_tile: elements of a head, rounded up to a power of two.
@@ -103,6 +91,8 @@ def choose_tiles(
             1,384; halved: 48 and none).
         has_bit_decoding: whether FP8 numbers are decoded without an instruction for it, which
             takes registers too (sm_80, 128 x 64: 6,608 bytes spilled; 64 x 64: none).
+        has_native_fp8: whether FP8 numbers are decoded by an instruction: a tile takes half the
+            bytes, and a decode has one more in flight.
     """
     table = _table(dtype == torch.float32, device)
     width = head_tile * dtype.itemsize
@@ -119,7 +109,13 @@ def choose_tiles(
     if has_bias and has_tree:
         decode = replace(decode, keys=max(16, decode.keys // 2))
         prefill = replace(prefill, keys=max(16, prefill.keys // 2))
-    return decode, prefill
+    lone = decode
+    if decode.num_stages == 3 and not INTERPRETED:
+        # two programs share a multiprocessor, or one has it alone and twice as much in flight
+        lone = replace(decode, num_stages=5)
+        if has_native_fp8 or width <= 128:
+            decode = lone
+    return decode, lone, prefill
 
 
 def max_head_size(dtype: torch.dtype, device: torch.device) -> int:
@@ -141,9 +137,8 @@ def _table(is_float32: bool, device: torch.device) -> dict[int, tuple[Tiles, Til
 
 
 @cache
-def split_rule(device: torch.device) -> SplitRule:
-    """Return when rows are split: two programs an SM, parts of at least 256 keys."""
+def count_processors(device: torch.device) -> int:
+    """Return how many multiprocessors a chip has."""
     if INTERPRETED:
-        return SplitRule(programs=8, min_keys=32, max_splits=4)
-    properties = torch.cuda.get_device_properties(device)
-    return SplitRule(programs=2 * properties.multi_processor_count, min_keys=256)
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -42,6 +42,7 @@ from ._fp8 import (
     scale_arguments,
 )
 from ._launch import check_launch, must_widen
+from ._operators import operator
 from .slot_mapping import find_request
 
 TOKENS_PER_PROGRAM = 4
@@ -50,6 +51,7 @@ MAX_ELEMENTS_PER_PROGRAM = 1024
 AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+@operator(changed=["key_cache", "value_cache"])
 def reshape_and_cache(
     key: Key,
     value: Value,
@@ -107,6 +109,7 @@ def reshape_and_cache(
     )
 
 
+@operator(sizes={"tokens": "num_tokens"})
 def gather_cache(
     key_cache: KeyCache,
     value_cache: ValueCache,
@@ -168,6 +171,7 @@ def gather_cache(
     return key.to(result_dtype), value.to(result_dtype)
 
 
+@operator(changed=["kv_caches"])
 def copy_blocks(kv_caches: Sequence[KVCache], block_mapping: BlockMapping) -> None:
     """Copy whole blocks to other blocks, in every layer."""
     check_kv_caches_alike(kv_caches)
@@ -178,6 +182,7 @@ def copy_blocks(kv_caches: Sequence[KVCache], block_mapping: BlockMapping) -> No
         _copy_on_device(kv_cache, kv_cache, block_mapping)
 
 
+@operator(changed=["destination"])
 def swap_blocks(
     source: SourceKVCache,
     destination: DestinationKVCache,

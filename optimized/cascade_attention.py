@@ -27,11 +27,13 @@ from ..shared.shapes import (
     TreeMask,
     ValueCache,
 )
-from ._tuning import DECODE_ROWS, split_rule
+from ._operators import operator
+from ._tuning import DECODE_ROWS, PROGRAMS, count_processors
 from .merge_states import merge_attn_states
 from .paged_attention import paged_attention
 
 
+@operator(out=["out", "lse"])
 def cascade_attention(
     query: Query,
     key_cache: KeyCache,
@@ -182,5 +184,6 @@ def _queries_per_piece(query: Tensor, key_cache: Tensor) -> int:
     kv_heads = key_cache.shape[2]
     group_size = query_heads // kv_heads
     per_piece = max(1, DECODE_ROWS // group_size)
-    fills_chip = -(-tokens // per_piece) * kv_heads >= split_rule(query.device).programs
+    wanted = PROGRAMS * count_processors(query.device)
+    fills_chip = -(-tokens // per_piece) * kv_heads >= wanted
     return max(tokens, 1) if fills_chip else per_piece

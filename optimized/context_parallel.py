@@ -27,6 +27,7 @@ from ..shared.shapes import (
     TokenRanges,
     ValueCache,
 )
+from ._operators import operator
 from .paged_attention import paged_attention
 
 
@@ -57,6 +58,7 @@ def get_dcp_local_seq_lens(
     return counts if dcp_rank is None else counts[:, dcp_rank]
 
 
+@operator(out=["out", "lse"])
 def dcp_attention(
     query: Query,
     key_cache: KeyCache,

@@ -21,10 +21,20 @@ from ..shared.shapes import (
     StartLoc,
     TokenRanges,
 )
-from ._attend import attend, check_supported
+from ._attend import (
+    KNOWN,
+    PLAIN,
+    attend,
+    check_compute_dtype,
+    check_supported,
+    sign,
+    sizes_fit,
+)
 from ._launch import check_launch
+from ._operators import operator
 
 
+@operator(out=["out", "lse"])
 def encoder_attention(
     query: Query,
     key: RaggedKey,
@@ -46,6 +56,7 @@ def encoder_attention(
     query_ranges: TokenRanges | None = None,
     position_bias: PositionBias | None = None,
     out_scale: Scale | float | None = None,
+    batch_invariant: bool = False,
 ) -> Output:
     """Return attention of each request's queries over its keys, which lie one after another.
 
@@ -53,43 +64,61 @@ def encoder_attention(
         NotImplementedError: another `compute_dtype` than float32, a head of more than 1,024
             elements, or float64 inputs; the reference takes them.
     """
-    options = AttentionOptions(
-        causal=causal,
-        sliding_window=sliding_window,
-        attention_chunk_size=attention_chunk_size,
-        query_ranges=query_ranges,
-        logits_soft_cap=logits_soft_cap,
-        alibi_slopes=alibi_slopes,
-        position_bias=position_bias,
-        sinks=sinks,
-        out_scale=out_scale,
+    is_plain = (
+        isinstance(causal, bool)
+        and sliding_window is None
+        and attention_chunk_size is None
+        and query_ranges is None
+        and logits_soft_cap is None
+        and alibi_slopes is None
+        and position_bias is None
+        and sinks is None
+        and out_scale is None
+        and not batch_invariant
     )
-    check_encoder_attention(
-        query,
-        key,
-        value,
-        query_start_loc,
-        key_start_loc,
-        max_query_len,
-        max_key_len,
-        out,
-        lse,
-        options,
-        contents=values_checked(),
+    options = (
+        PLAIN[causal]  # type: ignore[index]
+        if is_plain
+        else AttentionOptions(
+            causal=causal,
+            sliding_window=sliding_window,
+            attention_chunk_size=attention_chunk_size,
+            query_ranges=query_ranges,
+            logits_soft_cap=logits_soft_cap,
+            alibi_slopes=alibi_slopes,
+            position_bias=position_bias,
+            sinks=sinks,
+            out_scale=out_scale,
+            batch_invariant=batch_invariant,
+        )
     )
-    check_launch(query)
-    check_supported(query, value, compute_dtype)
+    starts = (query_start_loc, key_start_loc)
+    bounds = (max_query_len, max_key_len)
+    signature = sign(query, key, value, None, *starts, out, lse, options)
+    launches = None if signature is None else KNOWN.get(signature)
+    contents = values_checked()
+    if (
+        launches is None
+        or contents
+        or not sizes_fit(query, value, None, *starts, *bounds, out, lse)
+    ):
+        check_encoder_attention(
+            query, key, value, *starts, *bounds, out, lse, options, contents=contents
+        )
+        check_launch(query)
+        check_supported(query, value)
+    check_compute_dtype(compute_dtype)
     return attend(
         query,
         key,
         value,
         None,
-        query_start_loc,
-        key_start_loc,
-        max_query_len,
-        max_key_len,
+        *starts,
+        *bounds,
         scale,
         out,
         lse,
         options,
+        signature,
+        launches,
     )

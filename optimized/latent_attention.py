@@ -40,6 +40,7 @@ from ..shared.shapes import (
 )
 from ._fp8 import encode_fp8, load_scale, scale_arguments
 from ._launch import check_launch
+from ._operators import operator
 from .cache_ops import as_bits
 from .encoder_attention import encoder_attention
 from .merge_states import merge_attn_states
@@ -62,6 +63,7 @@ def get_mla_dims(hf_text_config: Any) -> MLADims:
     )
 
 
+@operator(changed=["kv_cache"])
 def concat_and_cache_mla(
     kv_c: Latent,
     k_pe: RopeKey,
@@ -153,6 +155,7 @@ def _write_kernel(
     tl.store(kv_cache + place, moved, mask=stored)
 
 
+@operator(out=["out", "lse"])
 def latent_decode_attention(
     q_nope: NopeQuery,
     q_pe: RopeQuery,
@@ -227,6 +230,7 @@ def latent_decode_attention(
     return out
 
 
+@operator(out=["out", "lse"])
 def latent_prefill_attention(
     q_nope: NopeQuery,
     q_pe: RopeQuery,

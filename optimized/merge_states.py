@@ -20,11 +20,13 @@ from ..shared.shapes import (
     RankLogSumExp,
 )
 from ._launch import check_launch, must_widen
+from ._operators import operator
 from ._rows import LN_2, LOG2_E, finish_rows, fold_part
 
 TOKENS_PER_PROGRAM = 8
 
 
+@operator(out=["output", "output_lse"])
 def merge_attn_states(
     prefix_output: Output,
     prefix_lse: LogSumExp,
@@ -49,7 +51,7 @@ def merge_attn_states(
         suffix_lse_base,
     )
     check_launch(prefix_output)
-    output = torch.empty_like(prefix_output) if output is None else output
+    output = prefix_output.new_empty(prefix_output.shape) if output is None else output
     tokens, query_heads, head_size = prefix_output.shape
     if not output.numel():
         return output
@@ -81,6 +83,7 @@ def merge_attn_states(
     return output.copy_(target) if widen else output
 
 
+@operator(like=["outputs", "lses"])
 def lse_weighted_combine(
     outputs: PartOutputs,
     lses: PartLogSumExps,

@@ -24,10 +24,20 @@ from ..shared.shapes import (
     TreeMask,
     ValueCache,
 )
-from ._attend import attend, check_supported
+from ._attend import (
+    KNOWN,
+    PLAIN,
+    attend,
+    check_compute_dtype,
+    check_supported,
+    sign,
+    sizes_fit,
+)
 from ._launch import check_launch
+from ._operators import operator
 
 
+@operator(out=["out", "lse"])
 def paged_attention(
     query: Query,
     key_cache: KeyCache,
@@ -53,6 +63,7 @@ def paged_attention(
     k_scale: Scale | float | None = None,
     v_scale: Scale | float | None = None,
     out_scale: Scale | float | None = None,
+    batch_invariant: bool = False,
 ) -> Output:
     """Return attention of each new token over its sequence in the paged cache.
 
@@ -60,47 +71,73 @@ def paged_attention(
         NotImplementedError: another `compute_dtype` than float32, a head of more than 1,024
             elements, or a float64 cache; the reference takes them.
     """
-    options = AttentionOptions(
-        causal=causal,
-        sliding_window=sliding_window,
-        attention_chunk_size=attention_chunk_size,
-        tree_mask=tree_mask,
-        query_ranges=query_ranges,
-        logits_soft_cap=logits_soft_cap,
-        alibi_slopes=alibi_slopes,
-        position_bias=position_bias,
-        sinks=sinks,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        out_scale=out_scale,
+    is_plain = (
+        isinstance(causal, bool)
+        and sliding_window is None
+        and attention_chunk_size is None
+        and tree_mask is None
+        and query_ranges is None
+        and logits_soft_cap is None
+        and alibi_slopes is None
+        and position_bias is None
+        and sinks is None
+        and k_scale is None
+        and v_scale is None
+        and out_scale is None
+        and not batch_invariant
     )
-    check_paged_attention(
-        query,
-        key_cache,
-        value_cache,
-        block_table,
-        query_start_loc,
-        seq_lens,
-        max_query_len,
-        max_seq_len,
-        out,
-        lse,
-        options,
-        contents=values_checked(),
+    options = (
+        PLAIN[causal]  # type: ignore[index]
+        if is_plain
+        else AttentionOptions(
+            causal=causal,
+            sliding_window=sliding_window,
+            attention_chunk_size=attention_chunk_size,
+            tree_mask=tree_mask,
+            query_ranges=query_ranges,
+            logits_soft_cap=logits_soft_cap,
+            alibi_slopes=alibi_slopes,
+            position_bias=position_bias,
+            sinks=sinks,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            out_scale=out_scale,
+            batch_invariant=batch_invariant,
+        )
     )
-    check_launch(query)
-    check_supported(query, value_cache, compute_dtype)
+    tensors = (query, key_cache, value_cache, block_table, query_start_loc, seq_lens)
+    signature = sign(*tensors, out, lse, options)
+    launches = None if signature is None else KNOWN.get(signature)
+    contents = values_checked()
+    if (
+        launches is None
+        or contents
+        or not sizes_fit(
+            query,
+            value_cache,
+            block_table,
+            query_start_loc,
+            seq_lens,
+            max_query_len,
+            max_seq_len,
+            out,
+            lse,
+        )
+    ):
+        check_paged_attention(
+            *tensors, max_query_len, max_seq_len, out, lse, options, contents=contents
+        )
+        check_launch(query)
+        check_supported(query, value_cache)
+    check_compute_dtype(compute_dtype)
     return attend(
-        query,
-        key_cache,
-        value_cache,
-        block_table,
-        query_start_loc,
-        seq_lens,
+        *tensors,
         max_query_len,
         max_seq_len,
         scale,
         out,
         lse,
         options,
+        signature,
+        launches,
     )

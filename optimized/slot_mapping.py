@@ -26,6 +26,7 @@ from ..shared.refusals import (
 )
 from ..shared.shapes import BlockTable, SlotMapping, StartLoc, TokenCounts
 from ._launch import check_launch
+from ._operators import operator
 
 TOKENS_PER_PROGRAM = 256
 
@@ -97,6 +98,7 @@ def compute_slot_mapping_batch(
     return torch.from_numpy(block_id * block_size + position - entry * block_size)
 
 
+@operator(sizes={"slots": "num_tokens"})
 def compute_slot_mapping_device(
     query_start_loc: StartLoc,
     num_computed_tokens: TokenCounts,

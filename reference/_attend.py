@@ -62,17 +62,55 @@ def attend_to_keys(
     key = key.repeat_interleave(group_size, dim=1)
     value = value.repeat_interleave(group_size, dim=1)
     place = find_positions(req, len(question), len(key), options, question.device)
+    seen = see_keys(req, rows, place, options)
+    if not options.batch_invariant:
+        return weigh_keys(question, key, value, place, seen, scale, options)
+    # each query by itself, over no keys but those it sees: then nothing around it, not even the
+    # shape of a product, has a part in its result
+    alone = [
+        weigh_keys(
+            question[row : row + 1],
+            key[own],
+            value[own],
+            Positions(place.query[row : row + 1], place.key[own], None),
+            own[None, own],
+            scale,
+            options,
+        )
+        for row, own in enumerate(seen)
+    ]
+    outputs, lses = zip(*alone, strict=True)
+    return torch.cat(outputs), torch.cat(lses, dim=1)
+
+
+def weigh_keys(
+    question: Tensor,
+    key: Tensor,
+    value: Tensor,
+    place: Positions,
+    seen: Tensor,
+    scale: float,
+    options: AttentionOptions,
+) -> tuple[Tensor, Tensor]:
+    """Return [queries, query_heads, value_head_size] and [query_heads, queries] of some queries.
+
+    Args:
+        question: [queries, query_heads, head_size].
+        key, value: [keys, query_heads, their size].
+        place: where they stand.
+        seen: [queries, keys] which query sees which key.
+        scale, options: as in `attend_to_keys`.
+    """
     # step: compare each query with every key
     scores = score_keys(question, key, place, scale, options)
     # step: hide the keys that a query does not see
-    seen = see_keys(req, rows, place, options)
     scores = scores.masked_fill(~seen, -torch.inf)
     # what nobody sees may hold anything, and 0 * NaN is no 0
     value = value.masked_fill(~seen.any(0)[:, None, None], 0.0)
     # step: turn scores into weights
     lse = scores.logsumexp(dim=2)  # [query_heads, queries]
     if options.sinks is not None:
-        lse = torch.logaddexp(lse, options.sinks[:, None].to(compute_dtype))
+        lse = torch.logaddexp(lse, options.sinks[:, None].to(lse.dtype))
     # a query that sees nothing has the log-sum-exp -inf, and -inf - -inf is no number
     weights = torch.exp(scores - lse.masked_fill(lse.isinf(), 0.0)[:, :, None])
     # step: average the values by them

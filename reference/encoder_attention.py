@@ -47,6 +47,7 @@ def encoder_attention(
     query_ranges: TokenRanges | None = None,
     position_bias: PositionBias | None = None,
     out_scale: Scale | float | None = None,
+    batch_invariant: bool = False,
 ) -> Output:
     """Return attention of each request's queries over its keys, which lie one after another.
 
@@ -62,7 +63,7 @@ def encoder_attention(
         scale, out, lse, compute_dtype: as in `paged_attention`.
         sliding_window, attention_chunk_size, query_ranges: as there; a window has as many keys
             on the right as on the left unless the request is causal.
-        logits_soft_cap, alibi_slopes, sinks, position_bias, out_scale: as there.
+        logits_soft_cap, alibi_slopes, sinks, position_bias, out_scale, batch_invariant: as there.
         causal: whether a query sees no further than itself; [reqs] bool: for each request. The
             queries of a causal request stand at the end of its keys.
 
@@ -102,6 +103,7 @@ def encoder_attention(
         position_bias=position_bias,
         sinks=sinks,
         out_scale=out_scale,
+        batch_invariant=batch_invariant,
     )
     check_encoder_attention(
         query,

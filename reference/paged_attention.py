@@ -57,6 +57,7 @@ def paged_attention(
     k_scale: Scale | float | None = None,
     v_scale: Scale | float | None = None,
     out_scale: Scale | float | None = None,
+    batch_invariant: bool = False,
 ) -> Output:
     """Return attention of each new token over its sequence in the paged cache.
 
@@ -100,6 +101,8 @@ def paged_attention(
             [kv_heads] float32; None: the cache is not quantised.
         out_scale: what the numbers of an FP8 `out` will be multiplied with; None: `out` is not
             quantised.
+        batch_invariant: whether a row's result has the same bits whatever else is in the batch, in
+            whatever pieces its sequence is computed, and in whatever blocks it lies. It costs time.
 
     Returns:
         `out`. Queries that see nothing get 0 and the log-sum-exp -inf (that of their sink, if
@@ -147,6 +150,7 @@ def paged_attention(
         k_scale=k_scale,
         v_scale=v_scale,
         out_scale=out_scale,
+        batch_invariant=batch_invariant,
     )
     check_paged_attention(
         query,

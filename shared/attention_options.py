@@ -24,6 +24,7 @@ class AttentionOptions:
     k_scale: Tensor | float | None = None
     v_scale: Tensor | float | None = None
     out_scale: Tensor | float | None = None
+    batch_invariant: bool = False
 
     @property
     def counting_positions(self) -> list[str]:

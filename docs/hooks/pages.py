@@ -16,6 +16,7 @@ import figures
 import ladder_table
 import law_table
 import mutant_table
+import operator_table
 import option_table
 import refused
 import side_by_side as twins
@@ -235,5 +236,6 @@ MACROS: dict[str, Callable[..., str]] = {
         option_table.option_runs,
         option_table.option_table,
         option_table.option_pairs,
+        operator_table.operator_table,
     )
 }

@@ -110,6 +110,9 @@ OPTIONS = {
         "the output: given, made, or in FP8 with an `out_scale`",
         "made",
     ),
+    "batch_invariant": Option(
+        ("no", "yes"), "the same bits whatever else is in the batch", "no"
+    ),
     "lse": Option(("given", "none"), "the log-sum-exp is wanted", "none"),
     "value_head_size": Option(
         ("as the keys", "other"), "elements of a value", "as the keys"
@@ -636,6 +639,8 @@ def make_options(
         )
     if choice["tree_mask"] != "none":
         made["tree_mask"] = draw_trees(pick, query_lens).to(device)
+    if choice["batch_invariant"] != "no":
+        made["batch_invariant"] = True
     if choice["query_ranges"] != "none":
         made["query_ranges"] = draw_ranges(pick, query_lens, key_lens, padding).to(
             device

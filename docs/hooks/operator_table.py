@@ -1,0 +1,30 @@
+"""Which operations are operators of torch, and what do they write?"""
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def operator_table() -> str:
+    """Return one row for each operator: its name, what it writes, what may be an output."""
+    lines = ["| operator | always writes | writes where given |", "|---|---|---|"]
+    for path in sorted((ROOT / "optimized").glob("[!_]*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if not isinstance(node, ast.FunctionDef):
+                continue
+            for call in node.decorator_list:
+                if (
+                    not isinstance(call, ast.Call)
+                    or ast.unparse(call.func) != "operator"
+                ):
+                    continue
+                said = {each.arg: each.value for each in call.keywords}
+                changed, out = (
+                    ", ".join(f"`{name}`" for name in ast.literal_eval(said[key]))
+                    if key in said
+                    else "-"
+                    for key in ("changed", "out")
+                )
+                lines.append(f"| `{node.name}` | {changed} | {out} |")
+    return "\n".join(lines)
