@@ -16,10 +16,18 @@ from torch import Tensor
 
 from ..shared.attention_options import AttentionOptions
 from ..shared.kinds import FP8_DTYPES
+from . import _prefill_sm90
 from ._attend_kernel import attend_kernel
 from ._fp8 import has_native_fp8, scale_arguments
 from ._launch import INTERPRETED, Launcher, must_widen, next_power_of_2
-from ._tuning import PROGRAMS, Tiles, choose_tiles, count_processors, max_head_size
+from ._tuning import (
+    PROGRAMS,
+    Tiles,
+    choose_tiles,
+    count_processors,
+    is_hopper,
+    max_head_size,
+)
 from ._workspace import find_workspace
 
 # CAUSAL in the kernel: 0 no, 1 yes, and this
@@ -91,7 +99,7 @@ def attend(
     options_given = NO_OPTIONS
     if options is not PLAIN[True] and options is not PLAIN[False]:
         options_given = _option_values(options)
-    # step: cut the keys of short requests into spans, the rows of long ones into tiles
+    # cut the keys of short requests into spans, the rows of long ones into tiles
     longest_rows = max_query_len * launches.group_size
     part_rows = min(launches.short_rows, longest_rows)
     spans = parts = 0
@@ -153,7 +161,26 @@ def attend(
     if decode is not None:
         grid = (launches.kv_heads, spans, 1)
         decode(grid, pointers, options_given, numbers, tensors)
-    if longest_rows > launches.short_rows or decode is None:
+    if longest_rows <= launches.short_rows and decode is not None:
+        pass  # there are no long requests
+    elif launches.is_for_sm90 and _prefill_sm90.takes(
+        query, key, value, block_table, target, lse, options, scale
+    ):
+        _prefill_sm90.launch(
+            query,
+            key,
+            value,
+            block_table,
+            query_start_loc,
+            lengths,
+            max_query_len,
+            launches.short_rows,
+            scale,
+            target,
+            lse,
+            options.causal is True,
+        )
+    else:
         # no request has more tiles than its rows fill, plus one that is not full
         tiles = -(-num_tokens * launches.group_size // launches.rows) + num_reqs
         grid = (tiles, launches.kv_heads, 1)
@@ -283,6 +310,7 @@ class Launches:
         one_loop: whether a decode masks every tile of keys, or has loops with and without masks.
         lone_reqs: fewer requests than that do not fill the chip.
         processors: multiprocessors of the chip.
+        is_for_sm90: whether long requests may be `_prefill_sm90`'s.
         widens: whether the output is written in float32 first.
     """
 
@@ -300,6 +328,7 @@ class Launches:
     one_loop: bool
     lone_reqs: int
     processors: int
+    is_for_sm90: bool
     widens: bool
     decodes: dict[tuple[int, int, bool, bool, bool], tuple[Launcher, int, int]] = field(
         default_factory=dict
@@ -445,6 +474,8 @@ def _prepare(
         or options.query_ranges is not None,
         lone_reqs=processors // kv_heads + 1,
         processors=processors,
+        # what no request owns is cleared by the launch for short ones
+        is_for_sm90=has_decode and is_hopper(query.device),
         widens=must_widen(out.dtype),
     )
 

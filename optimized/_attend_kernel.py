@@ -372,7 +372,7 @@ def attend_kernel(
                     result,
                     mask=is_row[:, None] & (element < VALUE_SIZE)[None, :],
                 )
-                # step: join the parts, if this is the last one to arrive
+                # join the parts, if this is the last one to arrive
                 first_span = line // span
                 last_span = (line + tiles - 1) // span
                 counter = arrivals + first_span * num_kv_heads + kv_head

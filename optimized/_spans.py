@@ -149,7 +149,7 @@ def own_span(
     span = 1
     begin = 0
     end = 0
-    # step: count all tiles
+    # count all tiles
     if MANY:
         for base in range(0, num_reqs, WIDTH):
             req = base + tl.arange(0, WIDTH)
@@ -168,7 +168,7 @@ def own_span(
     first_req = 0
     end_req = 0
     line = 0
-    # step: find the requests of the span
+    # find the requests of the span
     for base in range(0, num_reqs if MANY else 1, WIDTH):
         req = base + tl.arange(0, WIDTH)
         is_req = req < num_reqs

@@ -142,3 +142,12 @@ def count_processors(device: torch.device) -> int:
     if INTERPRETED:
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def is_hopper(device: torch.device) -> bool:
+    """Tell whether a device is a chip of compute capability 9.0."""
+    if INTERPRETED or device.type != "cuda":
+        return False
+    properties = torch.cuda.get_device_properties(device)
+    return (properties.major, properties.minor) == (9, 0)

@@ -13,6 +13,7 @@ from ._launch import current_stream, is_capturing
 
 ROOM = 1 << 20
 """Counters of a device that are kept for captured launches, 4 MiB."""
+LINE = 32
 COUNTERS = 1 << 12
 NUMBERS = 1 << 20
 """What a stream gets at first; more when a launch needs more."""
@@ -34,7 +35,9 @@ def find_workspace(
     if device.type != "cuda":
         zeros = torch.zeros(counters, dtype=torch.int32, device=device)
         return zeros, torch.empty(numbers, dtype=torch.float32, device=device)
-    place = device.index
+    place = torch.cuda.current_device() if device.index is None else device.index
+    # a line of memory each, so that no two launches share one
+    counters = -(-counters // LINE) * LINE
     if is_capturing():
         # numbers belong to the graph; counters outlive it, as they must be 0 before it first runs
         kept = _for_graphs.get(place)

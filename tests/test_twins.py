@@ -88,10 +88,16 @@ def first_line(docstring: str | None) -> str:
 
 
 def told(twin: str, file: str) -> str:
-    """Return a file, and behind it the private files beside it that it imports."""
-    text = source(twin, file)
-    private = re.findall(r"^from \.(_\w+) import", text, re.MULTILINE)
-    return "\n".join([text, *(source(twin, f"{name}.py") for name in private)])
+    """Return a file, and behind it the private files beside it that it imports, and so on."""
+    texts: dict[str, str] = {}
+    waiting = [file]
+    while waiting:
+        name = waiting.pop(0)
+        if name not in texts:
+            texts[name] = source(twin, name)
+            private = re.findall(r"^from \.(_\w+) import", texts[name], re.MULTILINE)
+            waiting += [f"{each}.py" for each in private]
+    return "\n".join(texts.values())
 
 
 def steps(text: str) -> list[str]:

@@ -55,12 +55,14 @@ def functions_of(path: Path) -> list[Function]:
     """
     if not path.exists():
         return []
-    private = [
-        each
-        for name in re.findall(r"^from \.(_\w+) import", path.read_text(), re.M)
-        if STEP.search((each := path.with_name(f"{name}.py")).read_text())
-    ]
-    return [function for each in [path, *private] for function in _functions_in(each)]
+    files = [path]
+    for file in files:
+        for name in re.findall(r"^from \.(_\w+) import", file.read_text(), re.M):
+            private = path.with_name(f"{name}.py")
+            if private not in files:
+                files.append(private)
+    taken = [each for each in files if each == path or STEP.search(each.read_text())]
+    return [function for each in taken for function in _functions_in(each)]
 
 
 def _functions_in(path: Path) -> list[Function]:

@@ -1,0 +1,459 @@
+"""Does the Hopper kernel take what it should, compile well, and compute what the reference does?"""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compile_prefill_sm90 import EVERY_DAY
+from conftest import Twin
+from pagetwin.optimized import _workspace
+from pagetwin.optimized._prefill_sm90 import (
+    GIVEN,
+    OPTIONS,
+    Plane,
+    _lay_out,
+    _layouts,
+    _plane,
+    launch,
+    takes,
+)
+from pagetwin.shared.attention_options import AttentionOptions
+from pagetwin.shared.conformance.batches import Batch, Plan, build
+from pagetwin.shared.conformance.oracles import judge_attention, judge_lse, same_bits
+from torch import Tensor
+
+SCRIPT = Path(__file__).parent / "compile_prefill_sm90.py"
+BF16, FP16 = torch.bfloat16, torch.float16
+NAN = float("nan")
+IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+def needs_hopper(test: Callable[..., None]) -> Callable[..., None]:
+    """Skip a test anywhere but on a CUDA device of capability 9.0."""
+    reason = "needs a CUDA device of capability 9.0"
+    return pytest.mark.cuda(pytest.mark.skipif(not IS_HOPPER, reason=reason)(test))
+
+
+def test_the_assembler_lets_products_and_softmax_overlap(
+    report_lines: Callable[..., None],
+) -> None:
+    """What once went wrong: products one after the other, 16-bit numbers taken apart, spills."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *map(str, range(EVERY_DAY))],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(lines) == EVERY_DAY
+    for line in lines:
+        report_lines(
+            f"sm_90   {line['case']:<40} {line['registers']:>3} registers"
+            f" {line['spilled']:>4} bytes spilled {line['shared']:>7} bytes shared"
+        )
+        assert not line["complaints"], line
+        assert line["shared"] <= 232448, line
+        # what spills is what the loading warps and the ends of a tile need
+        assert line["spilled"] <= 256, line
+        groups = 3 if " 64," in line["case"] else 2
+        assert len(line["loops"]) == 2 * groups, line
+        for place, loop in enumerate(line["loops"]):
+            # products are in flight within one stretch, and nothing is repacked or spilled
+            assert loop["HGMMA"] == 8, line
+            assert loop["PRMT"] <= 1, line
+            assert loop["BAR"] <= 1, line
+            # a loop with a mask comes first and may reload a little: it has few turns
+            assert loop["STL"] == 0 and loop["LDL"] <= (1 if place % 2 else 8), line
+
+
+CACHE = (100, 16, 8, 128)
+PLANES = {
+    "contiguous": (CACHE, (16384, 1024, 128, 1), Plane(1600, 1024, 1024, 16, 0, 128)),
+    "heads before slots": (
+        CACHE,
+        (16384, 128, 2048, 1),
+        Plane(99 * 128 + 16 + 7 * 16, 128, 128, 128, 16, 0),
+    ),
+    "keys and values interleaved": (
+        CACHE,
+        (32768, 1024, 128, 1),
+        Plane(99 * 32 + 16, 1024, 1024, 32, 0, 128),
+    ),
+    "keys beside values": (
+        CACHE,
+        (32768, 256, 4096, 1),
+        Plane(99 * 128 + 16 + 7 * 16, 128, 256, 128, 16, 0),
+    ),
+    "ragged": ((99, 8, 128), (1024, 128, 1), Plane(99, 1024, 1024, 0, 0, 128)),
+    "heads before tokens": (
+        (99, 8, 128),
+        (128, 99 * 128, 1),
+        Plane(99 + 7 * 99, 128, 128, 0, 99, 0),
+    ),
+    "every other element": (CACHE, (32768, 2048, 256, 2), None),
+    "a row that is not aligned": ((99, 8, 128), (1028, 128, 1), None),
+    "blocks that begin between rows": (CACHE, (16384 + 512, 1024, 128, 1), None),
+    "one token for all": ((99, 8, 128), (0, 128, 1), None),
+    "no rows": ((0, 8, 128), (1024, 128, 1), None),
+    "more rows than a coordinate holds": (
+        (2**28, 16, 8, 128),
+        (16384, 1024, 128, 1),
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANES)
+def test_a_plane_holds_every_head_and_block_where_the_strides_say(name: str) -> None:
+    shape, strides, expected = PLANES[name]
+    assert _plane(shape, strides) == expected
+
+
+@pytest.mark.parametrize("name", [name for name, each in PLANES.items() if each[2]])
+def test_an_element_lies_in_its_plane_at_the_row_and_column_that_tma_is_given(
+    name: str,
+) -> None:
+    shape, strides, plane = PLANES[name]
+    assert plane is not None
+    blocks = shape[0] if len(shape) == 4 else 1
+    for block in {0, 1, blocks - 1} & set(range(blocks)):
+        for slot in (0, shape[-3] - 1):
+            for head in (0, shape[-2] - 1):
+                index = (block, slot, head, 5)[-len(shape) :]
+                row = block * plane.block_rows + slot + head * plane.head_rows
+                column = head * plane.head_columns + 5
+                address = sum(
+                    i * stride for i, stride in zip(index, strides, strict=True)
+                )
+                assert row * plane.stride + column == address
+                assert row < plane.rows and column < plane.width
+
+
+def test_blocks_that_a_box_would_cross_are_left_to_others() -> None:
+    query = torch.zeros(8, 8, 128, dtype=BF16)
+    for block_size, is_taken in ((16, True), (48, True), (24, False), (8, False)):
+        keys = torch.zeros(2, block_size, 2, 128, dtype=BF16)
+        planes = _lay_out(*_layouts(query, keys, keys, query), True)
+        assert (planes is not None) == is_taken
+
+
+@pytest.mark.parametrize(
+    "given", [{"sinks": torch.ones(3)}, {"sliding_window": 0}, {"k_scale": 1.0}]
+)
+def test_an_option_is_noticed_whatever_its_value(given: dict[str, Any]) -> None:
+    """A tensor compared with None is neither true nor false, and 0 is not None."""
+    assert GIVEN(AttentionOptions()).count(None) == len(OPTIONS)
+    assert GIVEN(AttentionOptions(**given)).count(None) == len(OPTIONS) - 1
+
+
+def test_nothing_is_taken_off_the_chip() -> None:
+    batch = build(Plan((8,), (8,), head_size=128, dtype=BF16))
+    caches = (batch.key_cache, batch.value_cache)
+    options = AttentionOptions()
+    assert not takes(
+        batch.query, *caches, batch.block_table, batch.query, None, options, 0.1
+    )
+
+
+def run(
+    batch: Batch, short_rows: int = 0, causal: bool = True, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Launch the kernel into an output and a log-sum-exp full of NaN."""
+    plan = batch.plan
+    fresh, lse = batch.fresh()
+    out = fresh if out is None else out
+    scale = plan.head_size**-0.5 if plan.scale is None else plan.scale
+    inputs = (batch.query, batch.key_cache, batch.value_cache, batch.block_table)
+    options = AttentionOptions(causal=causal)
+    assert takes(*inputs, out, lse, options, scale)
+    launch(
+        *inputs, batch.query_start_loc, batch.seq_lens, batch.max_query_len,
+        short_rows, scale, out, lse, causal,
+    )  # fmt: skip
+    return out, lse
+
+
+def assert_right(batch: Batch, reference: Twin, short_rows: int = 0) -> None:
+    """Assert that what was computed keeps its budgets, and the rest is as it was."""
+    out, lse = run(batch, short_rows)
+    start = 0
+    skipped = torch.ones(batch.query.shape[0], dtype=torch.bool, device=out.device)
+    for query_len in batch.plan.query_lens:
+        if query_len * batch.plan.group > short_rows:
+            skipped[start : start + query_len] = False
+        start += query_len
+    assert bool(out[skipped].isnan().all())
+    assert bool(lse[:, skipped].isnan().all())
+    right, right_lse = batch.fresh()
+    reference.paged_attention(**batch.arguments(), out=right, lse=right_lse)
+    out[skipped] = right[skipped]
+    lse[:, skipped] = right_lse[:, skipped]
+    verdict, exact_lse = judge_attention(batch, out, reference)
+    assert verdict.ok, verdict
+    share = judge_lse(batch, lse, exact_lse)
+    assert share <= 1, f"log-sum-exp: {share:.2f} of its budget"
+
+
+BATCHES = {
+    "one tile": Plan((64,), (64,)),
+    "a prompt": Plan((400,), (400,), needle="first"),
+    "a chunk of a prompt": Plan((130,), (515,), needle="tile edge"),
+    "ragged": Plan(
+        (1, 200, 0, 77, 129, 3), (50, 200, 40, 300, 129, 260), needle="last"
+    ),
+    "queries that see no key are not asked for": Plan((17, 65), (17, 1000)),
+    "many requests": Plan((2,) * 70 + (100,), (5,) * 70 + (300,), needle="first new"),
+    "blocks of 48": Plan((150,), (333,), block_size=48, needle="block edge"),
+    "blocks of 64": Plan((150, 9), (333, 70), block_size=64),
+    "blocks of 256": Plan((150, 9), (600, 70), block_size=256, needle="block edge"),
+    "heads before slots": Plan((150, 66), (333, 66), layout="hnd"),
+    "interleaved": Plan((150, 66), (333, 66), layout="interleaved"),
+    "both": Plan((150, 66), (333, 66), layout="interleaved hnd", fused=False),
+    "two layouts": Plan((150, 66), (333, 66), layout="hnd", value_layout="interleaved"),
+    "shared blocks": Plan((90, 66), (333, 400), table="shared prefix"),
+    "one head each": Plan((150,), (333,), group=1, kv_heads=3),
+    "seven heads to one": Plan((150,), (333,), group=7, kv_heads=1, padding=3),
+    "a large scale": Plan((150,), (333,), scale=1.0, spare_max=7),
+}
+
+
+@needs_hopper
+@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("name", BATCHES)
+def test_every_row_keeps_its_budget(name: str, head_size: int, reference: Twin) -> None:
+    plan = replace(BATCHES[name], head_size=head_size, dtype=BF16)
+    assert_right(build(plan, "cuda"), reference)
+
+
+@needs_hopper
+@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("name", ["ragged", "a chunk of a prompt", "a large scale"])
+def test_every_row_of_float16_keeps_its_budget(
+    name: str, head_size: int, reference: Twin
+) -> None:
+    plan = replace(BATCHES[name], head_size=head_size, dtype=FP16)
+    assert_right(build(plan, "cuda"), reference)
+
+
+@needs_hopper
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_short_requests_are_left_as_they_are(head_size: int, reference: Twin) -> None:
+    plan = replace(BATCHES["ragged"], head_size=head_size, dtype=BF16)
+    for short_rows in (2, 16, 154, 258):
+        assert_right(build(plan, "cuda"), reference, short_rows)
+
+
+@needs_hopper
+@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("poison", [0.0, float("inf"), 1e4])
+def test_what_nobody_owns_never_shows(head_size: int, poison: float) -> None:
+    """NaN or anything else behind a sequence's end: not a bit changes."""
+    plan = Plan((40, 150, 7), (40, 333, 129), head_size=head_size, dtype=BF16)
+    batch = build(plan, "cuda")
+    before = run(batch)
+    caches = [
+        torch.where(cache.isnan(), poison, cache)
+        for cache in (batch.key_cache, batch.value_cache)
+    ]
+    table = batch.block_table.clone()
+    for req, row in enumerate(batch.rows):
+        table[req, len(row) :] = 0
+    after = run(
+        replace(batch, key_cache=caches[0], value_cache=caches[1], block_table=table)
+    )
+    for one, other in zip(before, after, strict=True):
+        assert bool(one.isfinite().all())
+        assert same_bits(one, other)
+
+
+@needs_hopper
+def test_a_query_that_sees_no_key_gets_zero() -> None:
+    """A sequence shorter than its queries: the first of them stand before its first key."""
+    plan = Plan((300, 40), (300, 40), head_size=128, dtype=BF16)
+    batch = build(plan, "cuda")
+    whole, whole_lse = run(batch)
+    short = torch.tensor([100, 0], dtype=torch.int32, device="cuda")
+    out, lse = run(replace(batch, seq_lens=short))
+    assert bool((out[:200] == 0).all() and (lse[:, :200] == -torch.inf).all())
+    assert bool((out[300:] == 0).all() and (lse[:, 300:] == -torch.inf).all())
+    assert bool(out[200:300].isfinite().all() and lse[:, 200:300].isfinite().all())
+    assert bool(whole.isfinite().all() and whole_lse.isfinite().all())
+
+
+def ragged(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a batch's keys and values request after request, and where each request's start."""
+    rows = []
+    for kv_len, row in zip(batch.plan.kv_lens, batch.rows, strict=True):
+        size = batch.plan.block_size
+        rows += [row[p // size] * size + p % size for p in range(kv_len)]
+    rows += [0] * 40  # padding
+    index = torch.tensor(rows, device=batch.query.device)
+    keys, values = (
+        cache.reshape(-1, *cache.shape[2:])[index]
+        for cache in (batch.key_cache, batch.value_cache)
+    )
+    keys[-40:] = NAN
+    values[-40:] = NAN
+    starts = torch.tensor([0, *batch.plan.kv_lens], device=batch.query.device)
+    return keys, values, starts.cumsum(0).int()
+
+
+@needs_hopper
+@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("causal", [True, False])
+def test_keys_that_lie_request_after_request_give_the_same(
+    head_size: int, causal: bool
+) -> None:
+    plan = replace(BATCHES["ragged"], head_size=head_size, dtype=BF16)
+    batch = build(plan, "cuda")
+    expected, expected_lse = run(batch, causal=causal)
+    keys, values, starts = ragged(batch)
+    out, lse = batch.fresh()
+    scale = head_size**-0.5
+    assert takes(
+        batch.query,
+        keys,
+        values,
+        None,
+        out,
+        lse,
+        AttentionOptions(causal=causal),
+        scale,
+    )
+    launch(
+        batch.query, keys, values, None, batch.query_start_loc, starts,
+        batch.max_query_len, 0, scale, out, lse, causal,
+    )  # fmt: skip
+    assert same_bits(out, expected)
+    assert same_bits(lse, expected_lse)
+
+
+@needs_hopper
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_without_a_mask_every_query_sees_its_whole_sequence(head_size: int) -> None:
+    plan = Plan((200, 5, 90), (300, 0, 129), head_size=head_size, dtype=BF16)
+    batch = build(plan, "cuda")
+    out, lse = run(batch, causal=False)
+    keys, values, starts = ragged(batch)
+    begins = batch.query_start_loc.tolist()
+    for req, (begin, end) in enumerate(itertools.pairwise(begins)):
+        own = slice(int(starts[req]), int(starts[req + 1]))
+        if own.start == own.stop:
+            assert bool((out[begin:end] == 0).all())
+            assert bool((lse[:, begin:end] == -torch.inf).all())
+            continue
+        key, value = (
+            each[own].double().repeat_interleave(plan.group, 1)
+            for each in (keys, values)
+        )
+        scores = torch.einsum("qhd,khd->hqk", batch.query[begin:end].double(), key)
+        scores *= head_size**-0.5
+        exact = torch.einsum("hqk,khd->qhd", scores.softmax(2), value)
+        # one rounding of the result, and of each weight
+        budget = 4 * torch.finfo(BF16).eps * value.abs().amax()
+        assert float((out[begin:end].double() - exact).abs().max()) < float(budget) / 4
+        assert torch.allclose(
+            lse[:, begin:end].double(), scores.logsumexp(2), atol=1e-5
+        )
+
+
+@needs_hopper
+@pytest.mark.parametrize("layout", ["heads first", "padded rows"])
+def test_the_output_may_lie_anywhere(layout: str) -> None:
+    batch = build(Plan((150, 20), (333, 20), head_size=128, dtype=BF16), "cuda")
+    expected, _ = run(batch)
+    tokens, heads, size = expected.shape
+    if layout == "heads first":
+        memory = torch.full((heads, tokens, size), NAN, dtype=BF16, device="cuda")
+        out = memory.transpose(0, 1)
+    else:
+        memory = torch.full(
+            (tokens + 2, heads, size + 8), NAN, dtype=BF16, device="cuda"
+        )
+        out = memory[1:-1, :, :size]
+    run(batch, out=out)
+    assert same_bits(out, expected)
+    assert int(memory.isnan().sum()) == memory.numel() - out.numel()
+
+
+@needs_hopper
+def test_one_captured_launch_serves_other_lengths(reference: Twin) -> None:
+    plans = [
+        Plan((200, 3, 90), (300, 40, 129), head_size=128, dtype=BF16),
+        Plan((93, 0, 200), (129, 40, 300), head_size=128, dtype=BF16, seed=1),
+        Plan((50, 50, 193), (50, 200, 300), head_size=128, dtype=BF16, seed=2),
+    ]
+    batches = [build(plan, "cuda") for plan in plans]
+    blocks = max(batch.key_cache.shape[0] for batch in batches)
+    columns = max(batch.block_table.shape[1] for batch in batches)
+    first = batches[0]
+    caches = [
+        torch.full((blocks, *first.key_cache.shape[1:]), NAN, dtype=BF16, device="cuda")
+        for _ in range(2)
+    ]
+    table = torch.zeros(3, columns, dtype=torch.int32, device="cuda")
+    live = replace(
+        first,
+        query=torch.empty_like(first.query),
+        key_cache=caches[0],
+        value_cache=caches[1],
+        block_table=table,
+        query_start_loc=first.query_start_loc.clone(),
+        seq_lens=first.seq_lens.clone(),
+        max_query_len=200,
+    )
+    out, lse = first.fresh()
+    run(live, out=out)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch(
+            live.query, *caches, table, live.query_start_loc, live.seq_lens, 200, 0,
+            128**-0.5, out, lse, True,
+        )  # fmt: skip
+    for _ in range(2):
+        for batch in batches:
+            live.query.copy_(batch.query)
+            for cache, content in zip(
+                caches, (batch.key_cache, batch.value_cache), strict=True
+            ):
+                cache[: content.shape[0]] = content
+            table[:, : batch.block_table.shape[1]] = batch.block_table
+            live.query_start_loc.copy_(batch.query_start_loc)
+            live.seq_lens.copy_(batch.seq_lens)
+            out.fill_(NAN)
+            lse.fill_(NAN)
+            graph.replay()
+            verdict, exact_lse = judge_attention(batch, out, reference)
+            assert verdict.ok, verdict
+            assert judge_lse(batch, lse, exact_lse) <= 1
+
+
+@needs_hopper
+def test_many_launches_in_a_row_give_the_same_bits() -> None:
+    """Each draws its tiles from the counter that the one before left at zero."""
+    plan = Plan((300, 5, 170), (400, 40, 300), head_size=64, dtype=BF16, kv_heads=4)
+    batch = build(plan, "cuda")
+    expected = run(batch)
+    for _ in range(50):
+        for one, other in zip(run(batch), expected, strict=True):
+            assert torch.equal(one, other)
+    for counter in _workspace._of_streams.values():
+        assert not bool(counter[0].any())
+
+
+@pytest.fixture(autouse=True)
+def own_counters() -> Iterator[None]:
+    """Start every test without counters, so that one test's failure stays its own."""
+    _workspace._of_streams.clear()
+    yield
