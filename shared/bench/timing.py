@@ -43,7 +43,12 @@ def captured(call: Callable[[], Any]) -> Captured | None:
     except RuntimeError:
         torch.cuda.synchronize()
         return None
-    return Captured(graph.replay, result)
+
+    def replay(_needed: object = call) -> None:
+        # a graph knows addresses only: what they belong to must live as long
+        graph.replay()
+
+    return Captured(replay, result)
 
 
 def time_host(call: Callable[[], Any], repeats: int = 7) -> float:
