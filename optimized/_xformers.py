@@ -105,13 +105,15 @@ def build_decode_bias(seq_lens: list[int], block_table: Tensor, block_size: int)
         PagedBlockDiagonalCausalWithOffsetPaddedKeysMask as Mask,
     )
 
-    return Mask.from_seqlens(
-        q_seqlen=[1] * len(seq_lens),
-        kv_seqlen=seq_lens,
-        page_size=block_size,
-        block_tables=block_table,
-        device=block_table.device,
-    )
+    # a part of the mask is made on the default device, whatever `device` says
+    with torch.device(block_table.device):
+        return Mask.from_seqlens(
+            q_seqlen=[1] * len(seq_lens),
+            kv_seqlen=seq_lens,
+            page_size=block_size,
+            block_tables=block_table,
+            device=block_table.device,
+        )
 
 
 def split_k_attention(

@@ -192,5 +192,7 @@ def fill_mm_prefix_query_ranges(
         return 0
     # step: write a row for every new token
     for token in range(starts[-1]):
-        out[token] = torch.tensor(written.get(token, (-1, -1)), dtype=torch.int32)
+        out[token] = torch.tensor(
+            written.get(token, (-1, -1)), dtype=torch.int32, device=HOST
+        )
     return int(starts[-1])

@@ -272,7 +272,7 @@ OTHERS: dict[str, tuple[str, Fault, list[str]]] = {
     "encoder: causal": (
         "encoder_attention",
         changed(causal=lambda named: True),
-        ["a decoder sees all keys of its own encoder"],
+        ["a decoder sees all keys in a row of its own encoder"],
     ),
     "encoder: starts of the queries for the keys": (
         "encoder_attention",

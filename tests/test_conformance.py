@@ -583,7 +583,7 @@ TESTS_OF_ONES_OWN = """
 from functools import partial
 from pagetwin.shared.conformance import parametrize_with_laws
 
-MINE, SLOTS = {name!r}, {slots!r}
+MINE, NARROW, SLOTS = {name!r}, {narrow!r}, {slots!r}
 tested = partial(parametrize_with_laws, only=SLOTS, examples=60, device="cpu")
 
 @tested(MINE)
@@ -605,14 +605,27 @@ def test_held(law):
 @tested(MINE, only="slots on the device")
 def test_missing(law):
     law()
+
+@tested(NARROW, only="slots on the device")
+def test_undeclared(law):
+    law()
 """
+NARROW = (
+    RIGHT
+    + """
+from pagetwin.shared.conformance import Support
+
+SUPPORT = Support(operations=["compute_slot_mapping_batch"])
+compute_slot_mapping_batch = right
+"""
+)
 
 
 @pytest.mark.slow
 def test_each_law_is_a_test_of_a_project_of_ones_own(kernels, tmp_path):
-    name = kernels(OFF_BY_ONE)
+    name, narrow = kernels(OFF_BY_ONE), kernels(NARROW)
     file = tmp_path / "test_mine.py"
-    file.write_text(TESTS_OF_ONES_OWN.format(name=name, slots=SLOTS))
+    file.write_text(TESTS_OF_ONES_OWN.format(name=name, narrow=narrow, slots=SLOTS))
     words = [sys.executable, "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider"]
     done = subprocess.run([*words, file], capture_output=True, text=True, cwd=tmp_path)
     output = done.stdout
@@ -625,6 +638,8 @@ def test_each_law_is_a_test_of_a_project_of_ones_own(kernels, tmp_path):
     assert f"PASSED test_mine.py::test_held[{SLOTS}]" in output
     assert "FAILED test_mine.py::test_missing[slots on the device" in output
     assert f"{name} has no compute_slot_mapping_device" in output
+    assert "SKIPPED" in output and "which is not declared" in output
+    assert "FAILED test_mine.py::test_undeclared" not in output
     assert "worker.py" not in output  # no traceback of ours
 
 

@@ -30,6 +30,7 @@ SUPPORT = Support(
         "logits_soft_cap",
         "alibi_slopes",
     ],
+    refuses=[],
 )
 
 

@@ -28,6 +28,7 @@ SUPPORT = Support(
         "logits_soft_cap",
         "alibi_slopes",
     ],
+    refuses=[],
 )
 
 

@@ -27,6 +27,7 @@ SUPPORT = Support(
         "alibi_slopes",
         "sinks",
     ],
+    refuses=[],
 )
 
 

@@ -31,6 +31,7 @@ SUPPORT = Support(
     head_sizes=[32, 64, 128, 256],
     max_query_len=1,
     options=["scale", "out", "lse"],
+    refuses=[],
 )
 
 
@@ -67,13 +68,15 @@ def paged_attention(
     if not rows:
         return out
     lens = seq_lens[rows].tolist()
-    bias = Mask.from_seqlens(
-        q_seqlen=[1] * len(rows),
-        kv_seqlen=lens,
-        page_size=block_size,
-        block_tables=block_table[rows],
-        device=query.device,
-    )
+    # a part of the mask is made on the default device, whatever `device` says
+    with torch.device(query.device):
+        bias = Mask.from_seqlens(
+            q_seqlen=[1] * len(rows),
+            kv_seqlen=lens,
+            page_size=block_size,
+            block_tables=block_table[rows],
+            device=query.device,
+        )
     # step: show the cache as one long sequence of slots; a group's heads share it by stride 0
     group = query.shape[1] // kv_heads
     slots = (1, num_blocks * block_size, kv_heads, 1, head_size)

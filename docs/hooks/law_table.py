@@ -1,8 +1,10 @@
 """Which laws are there, and what do the adapters look like?"""
 
 import ast
+from functools import cache
 from pathlib import Path
 
+from pagetwin.shared.conformance import check_implementation
 from pagetwin.shared.conformance.all_laws import ALL_LAWS
 from pagetwin.shared.conformance.law import Law
 
@@ -20,9 +22,25 @@ def law_table() -> str:
         lines = ["| law | needs |", "|---|---|"]
         for law in laws:
             needs = ", ".join(f"`{name}`" for name in law.needs)
+            if law.claim is not None:
+                needs += f"; *{law.claim.replace('_', ' ')}*"
             lines.append(f"| {law.name} | {needs} |")
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
+
+
+@cache
+def count_of(name: str) -> str:
+    """Return the last line of a check of an adapter of docs/adapters, measured here and now.
+
+    Raises:
+        AssertionError: a law is broken, and the page says that none is.
+    """
+    file = ROOT / "docs" / "adapters" / f"{name}.py"
+    report = check_implementation(str(file), isolated=False, device="cpu")
+    assert report.ok, report.to_markdown()
+    counts = ", ".join(f"{count} {status}" for status, count in report.counts().items())
+    return f"```\nmy_kernels on cpu: {counts}.\n```"
 
 
 def adapter(name: str) -> str:

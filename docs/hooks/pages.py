@@ -232,6 +232,7 @@ MACROS: dict[str, Callable[..., str]] = {
         ladder_table.ladder_resources,
         ladder_table.ladder_rung,
         law_table.adapter,
+        law_table.count_of,
         refused.refusals,
         option_table.option_runs,
         option_table.option_table,

@@ -10,7 +10,7 @@ import inspect
 import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,6 +18,11 @@ from typing import Any
 from torch import Tensor
 
 from ..operations import CONCEPTS, load_implementation
+
+BATCH_INVARIANT = "batch_invariant"
+"""Name of the argument that asks an operation for the same bits in any company."""
+CLAIMS = ("refuses shapes", "refuses contents", BATCH_INVARIANT)
+"""What a law may ask for that not every right implementation has."""
 
 
 class OutsideSupport(NotImplementedError):
@@ -38,6 +43,15 @@ class Support:
         options: names of the arguments of `paged_attention` and `encoder_attention` that it
             obeys, of those that may be left out: `scale`, `out` and `lse` among them; and
             "value_head_size" where values may have another size than keys.
+        refuses: which input that makes no sense it refuses: "shapes" is what can be told from
+            shapes, dtypes, devices and numbers, "contents" what stands in tensors, where
+            PAGETWIN_CHECK_VALUES=1 asks for it. Such a call must raise, or give the answer of the
+            call that was meant. None: both; an empty list: it checks nothing, and the laws about
+            refusals are left out.
+        batch_invariant: whether a token's result has the same bits whatever else is in the batch,
+            in how many steps its prompt is computed, and where its pages lie. Or what has to be
+            called for that, with the arguments of `paged_attention`. False: only if the operation
+            has an argument `batch_invariant`, which is then set.
     """
 
     operations: Collection[str] | None = None
@@ -47,6 +61,8 @@ class Support:
     head_sizes: Collection[int] | None = None
     max_query_len: int | None = None
     options: Collection[str] | None = None
+    refuses: Collection[str] | None = None
+    batch_invariant: bool | Callable[..., Any] = False
 
     def why_not(
         self,
@@ -91,23 +107,66 @@ class Candidate:
         operations: functions and classes by the name of the operation.
         support: what it declares. An error of a call that lies outside is a refusal, and becomes
             OutsideSupport; of one that does not it is an error.
+
     """
 
-    def __init__(
-        self, name: str, operations: dict[str, Callable[..., Any]], support: Support
-    ) -> None:
+    def __init__(self, name: str, operations: dict[str, Any], support: Support) -> None:
         self.name = name
         self.operations = operations
         self.support = support
+        self._asked = [0]
 
-    def __getattr__(self, operation: str) -> Callable[..., Any]:
-        operations: dict[str, Callable[..., Any]] = self.__dict__["operations"]
+    def __getattr__(self, operation: str) -> Any:
+        operations: dict[str, Any] = self.__dict__["operations"]
         if operation not in operations:
             raise AttributeError(f"{self.name} has no {operation}")
+        self._asked[0] += 1
         found = operations[operation]
-        if self.support == Support() or inspect.isclass(found):
+        if self.support == Support() or inspect.isclass(found) or not callable(found):
             return found
         return _declared(operation, found, self.support)
+
+    @property
+    def asked(self) -> int:
+        """How often somebody took one of its operations.
+
+        A case after which this is what it was before says nothing about the candidate.
+        """
+        return self._asked[0]
+
+    def with_operations(self, **operations: Any) -> "Candidate":
+        """Return the candidate with some operations exchanged; one count for both."""
+        found = Candidate(self.name, self.operations | operations, self.support)
+        found._asked = self._asked
+        return found
+
+    @property
+    def promises_all(self) -> bool:
+        """Whether it declares nothing, and so promises all that the twins do."""
+        return self.support == Support()
+
+    def why_unclaimed(self, claim: str | None) -> str | None:
+        """Return why a law that asks for a claim is not about it; None: it claims that."""
+        if claim is None:
+            return None
+        if claim == BATCH_INVARIANT:
+            return None if self.batch_invariant() else "no batch invariance is claimed"
+        what, refuses = claim.removeprefix("refuses "), self.support.refuses
+        if refuses is None or what in refuses:
+            return None
+        return f"it declares that it does not check {what}"
+
+    def batch_invariant(self) -> "Candidate | None":
+        """Return the candidate as it gives the same bits in any company; None: it never does."""
+        claim = self.support.batch_invariant
+        operation = self.operations.get("paged_attention")
+        if operation is None or not (claim or _takes(operation, BATCH_INVARIANT)):
+            return None
+        if callable(claim):
+            operation = claim
+        elif not claim:
+            operation = partial(operation, **{BATCH_INVARIANT: True})
+        return self.with_operations(paged_attention=operation)
 
     def missing(self, needs: Collection[str]) -> list[str]:
         """Return which of some operations it has not."""
@@ -130,11 +189,14 @@ def load_candidate(name: str) -> Candidate:
         ValueError: it has none of the operations, or a SUPPORT that is none.
     """
     name, top = _import(name)
-    operations: dict[str, Callable[..., Any]] = {}
+    operations: dict[str, Any] = {}
     for concept in CONCEPTS:
         places = [top]
         if hasattr(top, "__path__"):
             places += _submodule(f"{name}.{concept.name}")
+        for place in places:
+            if concept.name == "backend" and hasattr(place, "BACKENDS"):
+                operations["BACKENDS"] = tuple(place.BACKENDS)
         for operation in concept.operations:
             for place in places:
                 if callable(getattr(place, operation, None)):
@@ -191,6 +253,14 @@ def _submodule(name: str) -> list[ModuleType]:
 @cache
 def _signature(operation: str) -> inspect.Signature:
     return inspect.signature(getattr(load_implementation("reference"), operation))
+
+
+def _takes(operation: Callable[..., Any], argument: str) -> bool:
+    """Tell whether an operation has an argument of that name."""
+    try:
+        return argument in inspect.signature(operation).parameters
+    except ValueError:  # made in another language, it tells nobody
+        return False
 
 
 def _declared(

@@ -12,6 +12,10 @@ import torch
 from torch import Tensor
 
 from ..budgets import judge_rows
+from .candidate import OutsideSupport
+
+REFUSALS = (ValueError, IndexError, TypeError, NotImplementedError, KeyError)
+"""What says that an input makes no sense."""
 
 
 class Disagreement(AssertionError):
@@ -130,14 +134,38 @@ def expect_refusal(
         what: the input, in words.
         call: what must raise a ValueError, IndexError, TypeError or NotImplementedError.
         unchanged: tensors that must be as they were afterwards, by name.
+
+    Raises:
+        OutsideSupport: it refused something else than the input: what it does not declare.
     """
     before = {name: each.clone() for name, each in (unchanged or {}).items()}
     try:
         found = call()
-    except (ValueError, IndexError, TypeError, NotImplementedError, KeyError):
+    except OutsideSupport:
+        raise
+    except REFUSALS:
         for name, each in before.items():
             expect_same(f"{name} after the refusal", (unchanged or {})[name], each)
         return
     raise Disagreement(
         what, "as a whole", f"returned {type(found).__name__}", "an error"
+    )
+
+
+def expect_untimely(what: str, call: Callable[[], Any]) -> None:
+    """Refuse a call that returns though its time has not come, or is over.
+
+    Args:
+        what: the call, in words.
+        call: what must raise a RuntimeError. NotImplementedError is one too, and says something
+            else: that there will never be a time.
+    """
+    try:
+        found = call()
+    except NotImplementedError:
+        raise
+    except RuntimeError:
+        return
+    raise Disagreement(
+        what, "as a whole", f"returned {type(found).__name__}", "a RuntimeError"
     )

@@ -8,13 +8,22 @@ poison, with sizes and options that the kernel takes.
 
 from collections.abc import Collection
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from .batches import Plan
 from .candidate import Support
 from .options import DTYPES, OPTIONS, Choice
 
 Value = TypeVar("Value")
+
+
+@runtime_checkable
+class Fitted(Protocol):
+    """A case that knows how it is brought inside of what is declared."""
+
+    def within(self, support: Support) -> Any:
+        """Return the nearest case inside."""
+
 
 NEEDED = {
     "sliding_window": "sliding_window",
@@ -35,20 +44,26 @@ def fit_case(case: Any, support: Support) -> Any:
     """Return a case as the nearest one inside of what is declared; itself, if it lies there.
 
     Args:
-        case: a plan, a choice of options, or a tuple or dataclass with some in it.
+        case: a plan, a choice of options, a case that knows by itself, or a tuple or dataclass
+            with some in it.
         support: what is declared.
     """
     if isinstance(case, Plan):
         return _fit_plan(case, support)
     if isinstance(case, dict) and case.keys() == OPTIONS.keys():
         return _fit_choice(case, support)
+    if isinstance(case, Fitted):
+        found = case.within(support)
+        return case if found == case else found
     if type(case) is tuple:
-        return tuple(fit_case(each, support) for each in case)
+        parts = tuple(fit_case(each, support) for each in case)
+        is_same = all(one is other for one, other in zip(parts, case, strict=True))
+        return case if is_same else parts
     if is_dataclass(case) and not isinstance(case, type):
-        found = {each.name: getattr(case, each.name) for each in fields(case)}
-        fitted = {name: fit_case(each, support) for name, each in found.items()}
+        given = {each.name: getattr(case, each.name) for each in fields(case)}
+        fitted = {name: fit_case(each, support) for name, each in given.items()}
         changed = {
-            name: each for name, each in fitted.items() if each is not found[name]
+            name: each for name, each in fitted.items() if each is not given[name]
         }
         return replace(case, **changed) if changed else case
     return case

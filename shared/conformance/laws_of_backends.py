@@ -5,8 +5,6 @@ slot by slot, all else of it is NaN; what each query must answer is the referenc
 bits. A backend that refuses a layer's cache is not asked.
 """
 
-import importlib
-from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from random import Random
@@ -21,7 +19,7 @@ from ..backend_interface import AttentionBackend, AttentionMetadataBuilder
 from ..metadata_classes import CommonAttentionMetadata, PagedAttentionMetadata
 from ..specs import CrossAttentionSpec, KVCacheSpec
 from .batches import LAYOUTS, NAN, empty_cache
-from .candidate import Candidate
+from .candidate import OutsideSupport
 from .expect import expect_budget, expect_same
 from .law import Setting, law
 from .steps import (
@@ -96,24 +94,24 @@ def layers(draw: st.DrawFn) -> Layer:
     )
 
 
-def backends_of(candidate: Candidate) -> tuple[type[AttentionBackend], ...]:
-    """Return the candidate's backends: those it was given, or those of its file."""
-    found: Any = candidate.operations.get("BACKENDS")
-    if found is None:
-        try:
-            found = getattr(
-                importlib.import_module(f"{candidate.name}.backend"), "BACKENDS", ()
-            )
-        except ModuleNotFoundError:
-            found = ()
-    return tuple(found)
+def that_take(setting: Setting, spec: KVCacheSpec) -> list[type[AttentionBackend]]:
+    """Return the candidate's backends that take such a cache.
 
-
-def that_take(setting: Setting, spec: KVCacheSpec) -> Iterator[type[AttentionBackend]]:
-    """Yield the candidate's backends that take such a cache."""
-    for backend in backends_of(setting.candidate):
-        if not backend.validate_configuration(spec, setting.device):
-            yield backend
+    Raises:
+        OutsideSupport: none of them does, so that the case says nothing.
+    """
+    backends = setting.candidate.BACKENDS
+    taken = [
+        backend
+        for backend in backends
+        if not backend.validate_configuration(spec, setting.device)
+    ]
+    if not taken:
+        raise OutsideSupport(
+            f"no backend for heads of {spec.head_size} in {spec.dtype}, blocks of"
+            f" {spec.block_size}"
+        )
+    return taken
 
 
 class Run:
@@ -255,7 +253,7 @@ def spec_of(layer: Layer, kind: type[KVCacheSpec] = KVCacheSpec) -> KVCacheSpec:
     return kind(layer.step.block_size, layer.kv_heads, head_size, dtype)
 
 
-@law(cases=layers())
+@law("BACKENDS", cases=layers())
 def a_layer_writes_its_keys_and_then_attends(setting: Setting, layer: Layer) -> None:
     """A layer that shares a cache only attends; a profiling run does neither."""
     for backend in that_take(setting, spec_of(layer)):
@@ -297,7 +295,7 @@ def a_layer_writes_its_keys_and_then_attends(setting: Setting, layer: Layer) -> 
         run.judge(backend.name, query, out, run.rows, step.seq_lens, True)
 
 
-@law(cases=layers())
+@law("BACKENDS", cases=layers())
 def an_encoders_keys_are_written_once_and_read_by_every_later_step(
     setting: Setting, layer: Layer
 ) -> None:
@@ -364,7 +362,7 @@ RENAMED = {"block_table": "block_table_tensor"} | {
 COUNTED = ("num_decodes", "num_decode_tokens", "num_prefills", "num_prefill_tokens")
 
 
-@law(cases=layers())
+@law("BACKENDS", cases=layers())
 def every_field_of_a_layers_metadata_says_what_the_step_says(
     setting: Setting, layer: Layer
 ) -> None:
@@ -410,7 +408,7 @@ def every_field_of_a_layers_metadata_says_what_the_step_says(
         expect_same("longest encoder", found.max_encoder_seq_len, longest)
 
 
-@law(cases=layers())
+@law("BACKENDS", cases=layers())
 def inside_an_encoder_nothing_is_kept(setting: Setting, layer: Layer) -> None:
     """Whole prompts, each of whose tokens sees all others; or the encoders' own tokens."""
     heads, device = layer.kv_heads * layer.group, setting.device

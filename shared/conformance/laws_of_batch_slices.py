@@ -348,7 +348,7 @@ def call_of(
     return lambda: operation(part, whole)
 
 
-@law("make_metadata_with_slice", cases=REFUSED)
+@law("make_metadata_with_slice", cases=REFUSED, claim="refuses shapes")
 def tokens_that_are_not_those_of_the_requests_are_refused(
     setting: Setting, nonsense: Nonsense
 ) -> None:

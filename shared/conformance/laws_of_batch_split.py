@@ -307,6 +307,7 @@ def counts_that_do_not_belong_together_are_not_put_into_order(
         Nonsense("split_prefill_chunks", "a sequence larger than the workspace"),
         Nonsense("split_prefill_chunks", "a workspace of no token"),
     ],
+    claim="refuses shapes",
 )
 def boundaries_that_cannot_be_found_are_refused(
     setting: Setting, nonsense: Nonsense

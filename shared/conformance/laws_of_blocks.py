@@ -161,7 +161,13 @@ def append(candidate: Any, table: Tensor, held: list[int], new: list[list[int]])
     return candidate.append_blocks(table, torch.tensor(held, dtype=torch.int32), new)
 
 
-@law("blocks_needed", "make_block_table", "append_blocks", cases=list(REFUSED_ROWS))
+@law(
+    "blocks_needed",
+    "make_block_table",
+    "append_blocks",
+    cases=list(REFUSED_ROWS),
+    claim="refuses contents",
+)
 def blocks_that_no_table_can_hold_are_refused(setting: Setting, case: str) -> None:
     """Nothing is written before all is checked, of the other rows neither."""
     table = TABLE.table(setting.device)
@@ -385,7 +391,7 @@ REFUSED_MOVES: dict[str, Callable[[Any], Any]] = {
 IN_KERNEL_BLOCKS = "an id of more than 31 bits in blocks of the kernel"
 
 
-@law("BlockTable", cases=[*REFUSED_MOVES, IN_KERNEL_BLOCKS])
+@law("BlockTable", cases=[*REFUSED_MOVES, IN_KERNEL_BLOCKS], claim="refuses shapes")
 def a_refused_move_changes_no_row(setting: Setting, case: str) -> None:
     """Whether a block of the manager is one of the kernel, or two."""
     for kernel_block_size in (None, 2):
@@ -422,7 +428,7 @@ REFUSED_TABLES: dict[str, tuple[Sequence[int], dict[str, int]]] = {
 }
 
 
-@law("BlockTable", cases=list(REFUSED_TABLES))
+@law("BlockTable", cases=list(REFUSED_TABLES), claim="refuses shapes")
 def sizes_that_do_not_divide_are_refused(setting: Setting, case: str) -> None:
     sizes, options = REFUSED_TABLES[case]
     expect_refusal(case, lambda: setting.candidate.BlockTable(*sizes, **options))
@@ -513,8 +519,7 @@ REFUSED_STATES: dict[str, tuple[list[int], int, int, str]] = {
 
 
 @law(
-    "mamba_get_block_table_tensor",
-    cases=list(REFUSED_STATES),
+    "mamba_get_block_table_tensor", cases=list(REFUSED_STATES), claim="refuses contents"
 )
 def states_that_no_row_holds_are_refused(setting: Setting, case: str) -> None:
     seq_lens, block_size, drafts, mode = REFUSED_STATES[case]

@@ -984,6 +984,7 @@ REFUSED: dict[str, tuple[torch.dtype, Callable[[Any, Tensor], Any]]] = {
     "copy_blocks",
     "swap_blocks",
     cases=list(REFUSED),
+    claim="refuses contents",
 )
 def what_would_leave_the_cache_is_refused_and_nothing_written(
     setting: Setting, case: str

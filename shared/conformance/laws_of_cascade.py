@@ -270,12 +270,12 @@ def expect_refused(setting: Setting, what: str, change: Change) -> None:
         )
 
 
-@law("cascade_attention", cases=[*UNFIT])
+@law("cascade_attention", cases=[*UNFIT], claim="refuses shapes")
 def a_prefix_that_cannot_be_is_refused(setting: Setting, what: str) -> None:
     expect_refused(setting, what, UNFIT[what])
 
 
-@law("cascade_attention", cases=[*CONTENTS])
+@law("cascade_attention", cases=[*CONTENTS], claim="refuses contents")
 def a_prefix_that_is_not_shared_is_refused_if_asked(
     setting: Setting, what: str
 ) -> None:

@@ -80,7 +80,11 @@ def every_chunk_of_every_prompt_has_its_program(
         expect_same("kinds of the numbers", kinds, [int, int])
 
 
-@law("compute_causal_conv1d_metadata", cases=[Prompts((8, -3)), Prompts((-1,))])
+@law(
+    "compute_causal_conv1d_metadata",
+    cases=[Prompts((8, -3)), Prompts((-1,))],
+    claim="refuses shapes",
+)
 def prompts_whose_starts_fall_are_refused(setting: Setting, prompts: Prompts) -> None:
     starts = counts(Requests(prompts.lens, (0,) * len(prompts.lens)).starts)
     compute = setting.candidate.compute_causal_conv1d_metadata
@@ -202,6 +206,7 @@ class Ranks:
         Ranks(2, -1, 1),
         Ranks(1, None, -1),
     ],
+    claim="refuses shapes",
 )
 def ranks_that_are_not_there_are_refused(setting: Setting, ranks: Ranks) -> None:
     lens = counts([5], setting.device)
@@ -355,6 +360,7 @@ def a_plan_knows_in_what_its_layers_differ(
     "get_per_layer_parameters",
     "infer_global_hyperparameters",
     cases=[Model((Layer(1.0),))],
+    claim="refuses shapes",
 )
 def layers_of_which_no_plan_can_be_made_are_refused(
     setting: Setting, model: Model

@@ -314,12 +314,12 @@ def expect_refused(setting: Setting, what: str, change: Change) -> None:
         )
 
 
-@law("dcp_attention", cases=[*UNFIT])
+@law("dcp_attention", cases=[*UNFIT], claim="refuses shapes")
 def a_share_that_cannot_be_is_refused(setting: Setting, what: str) -> None:
     expect_refused(setting, what, UNFIT[what])
 
 
-@law("dcp_attention", cases=[*CONTENTS])
+@law("dcp_attention", cases=[*CONTENTS], claim="refuses contents")
 def a_share_that_makes_no_sense_is_refused_if_asked(
     setting: Setting, what: str
 ) -> None:

@@ -160,7 +160,7 @@ def each_kind_of_attention_reads_its_own_lengths_and_table(
     expect_unchanged("the metadata", metadata, before)
 
 
-@law("get_seq_len_block_table_args", cases=KINDS)
+@law("get_seq_len_block_table_args", cases=KINDS, claim="refuses shapes")
 def a_kind_that_lacks_its_lengths_is_refused(setting: Setting, kind: Kind) -> None:
     """And no other kind is: what the encoder lacks does not matter to the decoder."""
     get = setting.candidate.get_seq_len_block_table_args

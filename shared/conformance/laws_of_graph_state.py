@@ -6,7 +6,8 @@ called on the batch alone.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
 from typing import Any
@@ -18,7 +19,8 @@ from torch import Tensor
 from ..graph_classes import AttentionCGSupport, GroupSupport
 from ..kinds import PAD_SLOT_ID
 from ..sequence_classes import SequenceAttentionMetadata
-from .expect import Disagreement, expect_refusal, expect_same
+from .canaries import checked_values
+from .expect import expect_refusal, expect_same, expect_untimely
 from .law import Setting, law
 from .steps import counts, expect_fields, expect_unchanged, packed, remember, several
 
@@ -380,7 +382,7 @@ REFUSED = [Nonsense(what) for what in list(CHANGES)[:12]] + [
 ]
 
 
-@law("CommonAttentionState", cases=REFUSED)
+@law("CommonAttentionState", cases=REFUSED, claim="refuses shapes")
 def a_batch_that_does_not_fit_is_refused_before_anything_is_written(
     setting: Setting, nonsense: Nonsense
 ) -> None:
@@ -401,13 +403,159 @@ def a_batch_that_does_not_fit_is_refused_before_anything_is_written(
     )
 
 
-def expect_untimely(what: str, call: Callable[[], Any]) -> None:
-    """Refuse a call that returns although it is made on the wrong side of a block."""
+LENGTHS = [
+    (name, lens)
+    for name in ("seq_lens_tensor", "encoder_seq_lens_tensor")
+    for lens in ((0, 5), (5, -1), (5, LONGEST + 1))
+]
+
+
+@law("CommonAttentionState", cases=LENGTHS, claim="refuses contents")
+def lengths_that_no_step_was_captured_for_are_refused_if_asked(
+    setting: Setting, case: tuple[str, tuple[int, int]]
+) -> None:
+    """Of sequences and of encoders; the longest that was captured is one that fits."""
+    name, lens = case
+    state = state_of(setting, History((2,), 3, True, ()))
+    with state.graph_capture(2):
+        captured = state.graph_capture_get_metadata_for_batch(2)
+    buffers = state.get_graph_input_buffers(captured)
+    good = Batch((LONGEST, 1), 2, 3).metadata(setting.device, True)
+    fits: dict[str, Any] = {name: counts((LONGEST, 1), setting.device)}
+    fits_not: dict[str, Any] = {name: counts(lens, setting.device)}
+    good, bad = replace(good, **fits), replace(good, **fits_not)
+    with checked_values():
+        state.prepare_graph_input_buffers(buffers, good)
+        expect_same(name, getattr(captured, name), counts((LONGEST, 1)))
+        expect_refusal(
+            f"{name} of {lens}",
+            lambda: state.prepare_graph_input_buffers(buffers, bad),
+            buffers.present(),
+        )
+
+
+@law(
+    "CommonAttentionState",
+    cases=[Nonsense(name) for name in list(HARMLESS)[:3]]
+    + [Nonsense(name, True) for name in HARMLESS],
+    claim="refuses shapes",
+)
+def metadata_without_a_buffer_is_of_no_captured_step(
+    setting: Setting, nonsense: Nonsense
+) -> None:
+    """A step that reads no encoder needs none of an encoder's buffers."""
+    state = state_of(setting, History((2,), 3, nonsense.has_encoder, ()))
+    with state.graph_capture(2):
+        whole = state.graph_capture_get_metadata_for_batch(2)
+    for other in (None, [1, 2]):
+        lacking = replace(whole, **{nonsense.what: other})
+        expect_refusal(
+            f"{nonsense.what} = {other}",
+            partial(state.get_graph_input_buffers, lacking),
+        )
+    if not nonsense.has_encoder:
+        cross: dict[str, Any] = dict.fromkeys(list(HARMLESS)[3:])
+        found = state.get_graph_input_buffers(replace(whole, **cross)).present()
+        expect_same("buffers", sorted(found), sorted(list(HARMLESS)[:3]))
+
+
+INPUTS: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
+    "no input": lambda x: (),
+    "one input more": lambda x: (x, x),
+    "an input of fewer rows": lambda x: (x[:1],),
+    "an input of more rows": lambda x: (torch.cat([x, x[:1]]),),
+    "an input of other columns": lambda x: (x[:, :1],),
+    "an input of one axis": lambda x: (x[:, 0],),
+    "an input without an axis": lambda x: (x[0, 0],),
+    "an input of another dtype": lambda x: (x.float(),),
+}
+"""What does not fit a step that was captured with one input [2, 2] of integers."""
+REPLAYED = [
+    Nonsense(what, has_encoder)
+    for what in (*CHANGES, *INPUTS)
+    for has_encoder in (False, True)
+    if has_encoder or what not in list(CHANGES)[12:]
+]
+
+
+@law("CommonAttentionState", cases=REPLAYED, claim="refuses shapes")
+def a_replay_that_is_refused_leaves_its_step_as_it_was(
+    setting: Setting, nonsense: Nonsense
+) -> None:
+    """Its batch does not fit, or its inputs do not; the next replay is right again."""
+    history = History((2,), 3, nonsense.has_encoder, ())
+    state, device = state_of(setting, history), setting.device
+    seen: list[SequenceAttentionMetadata] = []
+
+    def step(metadata: SequenceAttentionMetadata, x: Tensor) -> Tensor:
+        seen.append(metadata)
+        return mixed([], metadata, x)
+
+    x = torch.tensor([[3, 4], [5, 6]], device=device)
+    good = Batch((5, 9), 2, 3).metadata(device, nonsense.has_encoder)
     try:
-        call()
-    except RuntimeError:
+        with state.graph_capture(2):
+            state.capture(step, 2, x + 1)
+    except NotImplementedError:
+        # no graphs there, and so no step that could run
+        expect_refusal(nonsense.what, lambda: state.replay(good, x))
         return
-    raise Disagreement(what, "as a whole", "returned", "a RuntimeError")
+    right = packed(state.replay(good, x)).cpu()
+    buffers = state.get_graph_input_buffers(seen[0]).present()
+    other = Batch((7, 3), 2, 3).metadata(device, nonsense.has_encoder)
+    inputs: tuple[Tensor, ...] = (x + 2,)
+    if nonsense.what in INPUTS:
+        inputs = INPUTS[nonsense.what](x + 2)
+    else:
+        other = replace(other, **CHANGES[nonsense.what](other))
+    expect_refusal(nonsense.what, lambda: state.replay(other, *inputs), buffers)
+    expect_same("the next result", packed(state.replay(good, x)), right)
+
+
+CAPTURED: dict[str, tuple[Callable[..., Any], int, tuple[Tensor, ...]]] = {
+    "no request": (lambda step, x: x, 0, (torch.ones(0, 1),)),
+    "more requests than there is room for": (
+        lambda step, x: x,
+        4,
+        (torch.ones(4, 1),),
+    ),
+    "a result of fewer rows": (lambda step: step.seq_lens_tensor[:1], 2, ()),
+    "a result of more rows": (
+        lambda step: step.seq_lens_tensor.repeat(2),
+        2,
+        (),
+    ),
+    "a result without an axis": (lambda step: step.seq_lens_tensor.sum(), 2, ()),
+    "no result": (lambda step: None, 2, ()),
+    "a list of results": (lambda step: [1, 2], 2, ()),
+    "inputs of fewer rows": (lambda step, x: x, 2, (torch.ones(1, 1),)),
+    "inputs of more rows": (lambda step, x: x[:2], 2, (torch.ones(3, 1),)),
+    "an input without an axis": (
+        lambda step, x: step.seq_lens_tensor,
+        2,
+        (torch.tensor(1),),
+    ),
+}
+
+
+@law("CommonAttentionState", cases=[*CAPTURED], claim="refuses shapes")
+def a_capture_that_is_refused_leaves_the_steps_captured_before(
+    setting: Setting, what: str
+) -> None:
+    """Also one of the same size."""
+    function, size, inputs = CAPTURED[what]
+    inputs = tuple(each.to(setting.device) for each in inputs)
+    state = state_of(setting, History((2,), 3, False, ()))
+    with state.graph_capture(3):
+        with suppress(NotImplementedError):
+            # where there are no graphs, there is no capture of nonsense either
+            state.capture(lambda metadata: metadata.seq_lens_tensor * 3, 2)
+        before = state.captured_batch_sizes
+        expect_refusal(what, partial(state.capture, function, size, *inputs))
+        expect_same("sizes", state.captured_batch_sizes, before)
+    if before:
+        batch = Batch((5, 9), 2).metadata(setting.device, False)
+        expect_same("the result", packed(state.replay(batch)), counts([15, 27]))
 
 
 @law("CommonAttentionState", cases=[History((2, 4), 3, False, (Batch((5, 9), 2),))])

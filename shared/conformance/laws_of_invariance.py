@@ -6,7 +6,7 @@ budget that it had.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from random import Random
 from typing import Any
@@ -138,6 +138,8 @@ def a_prompt_in_chunks_is_the_prompt_in_one(setting: Setting, case: Drawn) -> No
 def token_by_token_is_the_prompt_in_one(setting: Setting, seed: int) -> None:
     """Every query is a request of its own, and all read the same row."""
     plan = Plan((18,), (18,), group=3, needle="block edge", seed=seed)
+    if setting.is_fitting:
+        plan = replace(setting.fit(plan), query_lens=(18,))
     call = paged_call(plan, setting.device)
     part = of_parts(call, [(0, own, own + 1) for own in range(18)])
     expect_right(setting, part, ask(setting, part), call.answer())
@@ -159,9 +161,10 @@ def larger_bounds_change_nothing_beyond_rounding(
     """They may cut a row's keys into more parts, most of which are empty then."""
     query_lens, query_bound, key_bound, name = case
     plan = Plan(query_lens, (40, 70), spare_blocks=300, kv_heads=1, needle="last")
+    plan = setting.fit(plan)
     call = paged_call(plan, setting.device)
     call = call.changed(
-        max_query_len=max(query_lens) + query_bound, max_seq_len=70 + key_bound
+        max_query_len=max(plan.query_lens) + query_bound, max_seq_len=70 + key_bound
     )
     if name == "window":
         call = call.changed(sliding_window=9)
@@ -175,10 +178,11 @@ def lengths_and_flags_may_be_views_with_any_strides(
     setting: Setting, seed: int
 ) -> None:
     """Lengths, starts, rows of blocks, flags, biases, trees and ranges."""
-    plan = Plan((3, 1, 5), (20, 9, 33), seed=seed, padding=seed % 2)
+    plan = setting.fit(Plan((3, 1, 5), (20, 9, 33), seed=seed, padding=seed % 2))
     flags = torch.tensor([True, False, True])
     tree = torch.ones(3, 6, 6, dtype=torch.bool).tril()
-    ranges = torch.tensor([[2, 5]] * (9 + seed % 2), dtype=torch.int32)
+    tokens = sum(plan.query_lens) + plan.padding
+    ranges = torch.tensor([[2, 5]] * tokens, dtype=torch.int32)
     choices: list[dict[str, Any]] = [
         {"causal": flags},
         {"tree_mask": tree, "position_bias": bias_table(4)},
@@ -196,7 +200,8 @@ def numbers_of_each_head_may_be_views_with_any_strides(
     setting: Setting, name: str
 ) -> None:
     """NaN lies between them; a row is short and is cut, or is long."""
-    call = paged_call(Plan((3, 1, 20), (20, 300, 33)), setting.device)
+    plan = setting.fit(Plan((3, 1, 20), (20, 300, 33)))
+    call = paged_call(plan, setting.device)
     numbers = slopes(2, 0.3) if name.endswith("scale") else slopes(4)
     if name.endswith("scale"):
         call = quantised_call(call, torch.float8_e4m3fn, 0.1, 0.1)
@@ -225,9 +230,8 @@ def expect_same_from_views(setting: Setting, call: Call, names: list[str]) -> No
 @law("paged_attention", cases=[0, 1])
 def contents_may_be_looked_at_without_a_change(setting: Setting, seed: int) -> None:
     """PAGETWIN_CHECK_VALUES=1 refuses what makes no sense, and nothing else."""
-    call = paged_call(
-        Plan((3, 0, 1), (20, 0, 40), padding=seed, spare_blocks=2), setting.device
-    )
+    plan = Plan((3, 0, 1), (20, 0, 40), padding=seed, spare_blocks=2)
+    call = paged_call(setting.fit(plan), setting.device)
     before = ask(setting, call)
     with checked_values():
         found = ask(setting, call)
@@ -256,7 +260,7 @@ class Far:
     cases=[
         Far(what, query_len)
         for what in ("pages", "query", "output")
-        for query_len in (3, 20)
+        for query_len in (1, 3, 20)
         if what == "pages" or query_len == 3
     ],
 )
@@ -357,6 +361,6 @@ CHANGES = [
 def every_argument_of_attention_is_obeyed(setting: Setting, change: Change) -> None:
     """A decode beside a few new tokens, on some tens and on some hundreds of keys."""
     key_lens = (45, 20) if change.seed == 0 else (300, 150)
-    plan = Plan((1, 5), key_lens, seed=change.seed, kv_heads=1)
+    plan = setting.fit(Plan((1, 5), key_lens, seed=change.seed, kv_heads=1))
     call = change.of(paged_call(plan, setting.device))
     expect_right(setting, call, ask(setting, call))

@@ -269,6 +269,7 @@ def expect_refused(setting: Setting, way: str, what: str, change: Change) -> Non
         *((WAYS[0], what) for what in DECODE),
         *((WAYS[1], what) for what in PREFILL),
     ],
+    claim="refuses shapes",
 )
 def latent_attention_refuses_what_does_not_fit(
     setting: Setting, case: tuple[str, str]
@@ -283,6 +284,7 @@ def latent_attention_refuses_what_does_not_fit(
         *((way, what) for way in WAYS for what in CONTENTS),
         *((WAYS[1], what) for what in PREFILL_CONTENTS),
     ],
+    claim="refuses contents",
 )
 def batches_of_latents_that_make_no_sense_are_refused_if_asked(
     setting: Setting, case: tuple[str, str]
@@ -335,12 +337,12 @@ def expect_unwritten(setting: Setting, what: str, changes: dict[str, Any]) -> No
         expect_refusal(what, lambda: setting.candidate.concat_and_cache_mla(**moved))
 
 
-@law("concat_and_cache_mla", cases=[*UNWRITABLE])
+@law("concat_and_cache_mla", cases=[*UNWRITABLE], claim="refuses shapes")
 def latents_that_do_not_fit_the_cache_are_refused(setting: Setting, what: str) -> None:
     expect_unwritten(setting, what, UNWRITABLE[what])
 
 
-@law("concat_and_cache_mla", cases=[*UNWRITABLE_CONTENTS])
+@law("concat_and_cache_mla", cases=[*UNWRITABLE_CONTENTS], claim="refuses contents")
 def slots_of_latents_that_make_no_sense_are_refused_if_asked(
     setting: Setting, what: str
 ) -> None:

@@ -417,6 +417,7 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     "reshape_layered_kv_cache",
     "split_packed_kv_cache",
     cases=list(REFUSED),
+    claim="refuses shapes",
 )
 def bytes_that_are_no_cache_are_refused(setting: Setting, case: str) -> None:
     expect_refusal(case, lambda: REFUSED[case](setting.candidate))
@@ -766,7 +767,12 @@ REFUSED_MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-@law("reshape_kv_caches", "bind_kv_cache", cases=list(REFUSED_MODELS))
+@law(
+    "reshape_kv_caches",
+    "bind_kv_cache",
+    cases=list(REFUSED_MODELS),
+    claim="refuses shapes",
+)
 def a_model_that_lacks_something_is_refused_and_no_layer_changed(
     setting: Setting, case: str
 ) -> None:

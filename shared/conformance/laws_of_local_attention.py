@@ -197,6 +197,7 @@ class Nonsense:
         Nonsense(8, 4, "images", "mm_req_doc_ranges"),
         Nonsense(8, 4, "trees of drafts", "tree_mask"),
     ],
+    claim="refuses shapes",
 )
 def a_step_that_has_no_chunks_is_refused(setting: Setting, nonsense: Nonsense) -> None:
     step = Requests((3, 2), (9, 4), seed=1)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .asking import ask, expect_right, expect_same_results
 from .batches import DTYPES, Plan
+from .candidate import Support
 from .law import Setting, law
 from .options import Call, bias_table, paged_call, ragged_call, slopes, tree_of
 from .rearranging import given_away
@@ -31,6 +32,22 @@ KINDS = (
     "tree",
     "window in a tree",
 )
+
+HIDDEN_BY: dict[str, tuple[str, ...]] = {
+    "causal": (),
+    "not causal": ("causal",),
+    "flags": ("causal",),
+    "window": ("sliding_window",),
+    "window to both sides": ("sliding_window", "causal"),
+    "chunks": ("attention_chunk_size",),
+    "window and chunks": ("sliding_window", "attention_chunk_size"),
+    "range": ("query_ranges", "sliding_window"),
+    "tree": ("tree_mask",),
+    "window in a tree": ("tree_mask", "sliding_window"),
+}
+"""Options that each kind gives."""
+ALIKE = (KINDS[:3], KINDS[3:7], KINDS[7:8], KINDS[8:])
+"""Kinds that one law is about."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +102,36 @@ class Sight:
             options["tree_mask"] = tree_of(parents, len(parents) + self.seed % 2)[None]
         return options
 
-    def call(self, device: torch.device) -> Call:
+    def within(self, support: Support) -> "Sight":
+        """Return the sight of a query that is among the last its request may bring.
+
+        It stands where it stood, so the needle lies as near to the edge; what hides keys is
+        something that is declared, if the same law knows any.
+        """
+        longest, taken = support.max_query_len, support.options
+        if longest is None or self.query_len <= longest:
+            longest = self.query_len
+        place = self.key_len - self.query_len + self.own
+        is_cut = longest < self.query_len
+        key_len = place + 1 if is_cut else self.key_len
+        kind = self.kind
+        if taken is not None and not set(HIDDEN_BY[kind]) <= set(taken):
+            alike = next(group for group in ALIKE if kind in group)
+            others = [each for each in alike if set(HIDDEN_BY[each]) <= set(taken)]
+            kind = others[self.seed % len(others)] if others else kind
+        return replace(
+            self,
+            query_len=longest,
+            key_len=max(key_len, longest),
+            kind=kind,
+            own=longest - 1 if is_cut else self.own,
+            needle=min(self.needle, key_len - 1),
+            first=min(self.first, key_len - 1),
+            last=min(self.last, key_len - 1),
+            parents=self.parents[:longest],
+        )
+
+    def call(self, setting: Setting) -> Call:
         """Return the call, over pages or over keys in a row."""
         plan = Plan(
             (self.query_len,),
@@ -97,7 +143,9 @@ class Sight:
             spare_blocks=self.seed % 2,
             seed=self.seed,
         )
-        call = paged_call(plan, device, [(0, self.needle)], **self.options())
+        plan = setting.fit(plan)
+        needles = [(0, self.needle)]
+        call = paged_call(plan, setting.device, needles, **self.options())
         return call if self.is_paged else ragged_call(call)
 
 
@@ -166,11 +214,11 @@ def sights(
 
 
 def expect_right_sight(setting: Setting, sight: Sight) -> None:
-    call = sight.call(setting.device)
+    call = sight.call(setting)
     expect_right(setting, call, ask(setting, call))
 
 
-@law("paged_attention", cases=sights(KINDS[:3]))
+@law("paged_attention", cases=sights(ALIKE[0]))
 def a_query_sees_all_up_to_itself_and_nothing_behind(
     setting: Setting, sight: Sight
 ) -> None:
@@ -178,20 +226,20 @@ def a_query_sees_all_up_to_itself_and_nothing_behind(
     expect_right_sight(setting, sight)
 
 
-@law("paged_attention", cases=sights(KINDS[3:7]))
+@law("paged_attention", cases=sights(ALIKE[1]))
 def a_query_sees_no_key_outside_of_its_window_or_chunk(
     setting: Setting, sight: Sight
 ) -> None:
     expect_right_sight(setting, sight)
 
 
-@law("paged_attention", cases=sights(KINDS[7:8]))
+@law("paged_attention", cases=sights(ALIKE[2]))
 def a_query_sees_its_range_whatever_hides_it(setting: Setting, sight: Sight) -> None:
     """From its first to its last position, behind the window or ahead of the query."""
     expect_right_sight(setting, sight)
 
 
-@law("paged_attention", cases=sights(KINDS[8:]))
+@law("paged_attention", cases=sights(ALIKE[3]))
 def a_new_token_of_a_tree_sees_its_ancestors_and_no_sibling(
     setting: Setting, sight: Sight
 ) -> None:
@@ -246,27 +294,38 @@ class Across:
 
 
 @st.composite
-def crossings(draw: st.DrawFn) -> Across:
+def crossings(draw: st.DrawFn, is_paged: bool = True) -> Across:
     """Return ragged queries on ragged keys, needles at either end."""
     pick = Random(draw(st.integers(0, 2**20)))
     reqs = pick.randint(1, 3)
     query_lens = tuple(pick.choice([0, 1, 1, 5, 20]) for _ in range(reqs))
     key_lens = tuple(pick.choice([0, 1, 3, 16, 17, 33, 65]) for _ in range(reqs))
     needles = tuple(pick.choice([0, count - 1]) if count else -1 for count in key_lens)
-    is_paged = pick.random() < 0.5
     return Across(query_lens, key_lens, needles, is_paged, pick.randrange(2**16))
 
 
-@law("paged_attention", "encoder_attention", cases=crossings())
-def a_decoder_sees_all_keys_of_its_own_encoder(
-    setting: Setting, across: Across
-) -> None:
-    """However many queries there are beside the keys, and none of another request's."""
+def expect_right_across(setting: Setting, across: Across) -> None:
     plan = Plan(across.query_lens, across.key_lens, seed=across.seed, padding=1)
+    plan = setting.fit(plan)
     needles = [(req, key) for req, key in enumerate(across.needles) if key >= 0]
     call = paged_call(plan, setting.device, needles, causal=False)
     call = call if across.is_paged else ragged_call(call)
     expect_right(setting, call, ask(setting, call))
+
+
+@law("paged_attention", cases=crossings())
+def a_decoder_sees_all_keys_of_its_own_encoder(
+    setting: Setting, across: Across
+) -> None:
+    """However many queries there are beside the keys, and none of another request's."""
+    expect_right_across(setting, across)
+
+
+@law("encoder_attention", cases=crossings(is_paged=False))
+def a_decoder_sees_all_keys_in_a_row_of_its_own_encoder(
+    setting: Setting, across: Across
+) -> None:
+    expect_right_across(setting, across)
 
 
 @law(
@@ -282,7 +341,7 @@ def keys_before_every_window_and_chunk_are_never_read(
 ) -> None:
     """Their blocks belong to somebody else by then, and may hold anything."""
     name, key_lens = case
-    plan = Plan((1, 3), key_lens, kv_heads=1)
+    plan = setting.fit(Plan((1, 3), key_lens, kv_heads=1))
     call = paged_call(plan, setting.device).changed(**{name: 16})
     found = ask(setting, call)
     expect_right(setting, call, found)
@@ -312,7 +371,8 @@ def a_bias_counts_from_the_query_to_the_key(
     """In both directions; those further away than the table reaches get its last entry."""
     name, reach, (query_lens, key_lens) = case
     for causal in (True, False):
-        call = paged_call(Plan(query_lens, key_lens), setting.device, causal=causal)
+        plan = setting.fit(Plan(query_lens, key_lens))
+        call = paged_call(plan, setting.device, causal=causal)
         call = call.changed(**{name: distances(reach)[name]})
         expect_right(setting, call, ask(setting, call))
 
@@ -322,7 +382,8 @@ def entries_of_distances_that_do_not_occur_are_never_read(
     setting: Setting, seed: int
 ) -> None:
     """Twelve keys lie 0 to 11 before their queries; the table holds NaN for all others."""
-    call = paged_call(Plan((3, 12), (10, 12), seed=seed), setting.device)
+    plan = setting.fit(Plan((3, 12), (10, 12), seed=seed))
+    call = paged_call(plan, setting.device)
     table = bias_table(4, 20)
     table[:, :9] = table[:, 21:] = float("nan")
     call = call.changed(position_bias=table)
@@ -333,7 +394,9 @@ def entries_of_distances_that_do_not_occur_are_never_read(
 def a_tree_that_is_a_chain_is_causal(setting: Setting, case: tuple[int, int]) -> None:
     """And a request with more new tokens than the tree is wide is causal whatever it holds."""
     query_len, width = case
-    causal = paged_call(Plan((query_len, 1), (30, 18)), setting.device)
+    plan = setting.fit(Plan((query_len, 1), (30, 18)))
+    query_len = plan.query_lens[0]
+    causal = paged_call(plan, setting.device)
     chain = torch.ones(2, width, width, dtype=torch.bool).tril()
     if query_len > width:
         chain[0] = False

@@ -327,7 +327,7 @@ UNFIT: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-@law("merge_attn_states", cases=[*UNFIT])
+@law("merge_attn_states", cases=[*UNFIT], claim="refuses shapes")
 def states_that_do_not_fit_are_refused(setting: Setting, what: str) -> None:
     states = {
         name: each.to(setting.device) if isinstance(each, Tensor) else each
@@ -341,7 +341,12 @@ def states_that_do_not_fit_are_refused(setting: Setting, what: str) -> None:
         expect_refusal(what, lambda: setting.candidate.merge_attn_states(**states))
 
 
-@law("lse_weighted_combine", "log2_lse_to_ln", cases=["heads", "axes", "dtype", "bits"])
+@law(
+    "lse_weighted_combine",
+    "log2_lse_to_ln",
+    cases=["heads", "axes", "dtype", "bits"],
+    claim="refuses shapes",
+)
 def parts_that_do_not_fit_are_refused(setting: Setting, what: str) -> None:
     outputs = torch.zeros(2, 3, 4, 5, device=setting.device)
     lses = torch.zeros(2, 3, 4, device=setting.device)

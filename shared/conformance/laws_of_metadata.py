@@ -17,6 +17,7 @@ from ..backend_interface import AttentionMetadataBuilder
 from ..metadata_classes import CommonAttentionMetadata
 from ..operations import CONCEPTS
 from .batches import GARBAGE
+from .candidate import OutsideSupport
 from .expect import Disagreement, expect_refusal, expect_same
 from .law import Setting, law
 from .steps import (
@@ -129,7 +130,11 @@ STEPS_REFUSED = {
 }
 
 
-@law("build_common_attn_metadata", cases=[Nonsense(each) for each in STEPS_REFUSED])
+@law(
+    "build_common_attn_metadata",
+    cases=[Nonsense(each) for each in STEPS_REFUSED],
+    claim="refuses shapes",
+)
 def a_step_that_cannot_be_is_refused(setting: Setting, nonsense: Nonsense) -> None:
     new, computed, rows, size = STEPS_REFUSED[nonsense.what]
     expect_refusal(
@@ -318,7 +323,11 @@ GROUPS_REFUSED = (
 )
 
 
-@law("build_attn_metadata", cases=[Nonsense(each) for each in GROUPS_REFUSED])
+@law(
+    "build_attn_metadata",
+    cases=[Nonsense(each) for each in GROUPS_REFUSED],
+    claim="refuses shapes",
+)
 def buffers_shorter_than_the_batch_are_refused(
     setting: Setting, nonsense: Nonsense
 ) -> None:
@@ -389,10 +398,10 @@ def an_argument_that_is_left_out_means_the_same(
     setting: Setting, operation: Operation
 ) -> None:
     """In every public method, too; an operation may lack arguments, and may have more."""
-    own = setting.candidate.operations.get(operation.name)
+    if setting.candidate.missing([operation.name]):
+        raise OutsideSupport(f"there is no {operation.name}")
+    own = getattr(setting.candidate, operation.name)
     right = getattr(setting.truth, operation.name)
-    if own is None:
-        return
     pairs: list[tuple[str, Any, Any]] = [(operation.name, own, right)]
     if isclass(right):
         pairs += [

@@ -286,6 +286,7 @@ REFUSED = [
     "compute_mm_prefix_range_tensor",
     "fill_mm_prefix_query_ranges",
     cases=REFUSED,
+    claim="refuses shapes",
 )
 def images_that_cannot_be_there_are_refused(
     setting: Setting, nonsense: Nonsense

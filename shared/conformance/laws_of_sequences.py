@@ -23,7 +23,7 @@ from ..sequence_classes import (
     SequenceGroup,
     SequenceInput,
 )
-from .expect import Disagreement, expect_refusal, expect_same
+from .expect import expect_refusal, expect_same, expect_untimely
 from .law import Setting, law
 from .steps import counts, expect_fields, padded, several
 
@@ -375,7 +375,11 @@ GROUPS_REFUSED = {
 }
 
 
-@law("CommonMetadataBuilder", cases=[Nonsense(each) for each in GROUPS_REFUSED])
+@law(
+    "CommonMetadataBuilder",
+    cases=[Nonsense(each) for each in GROUPS_REFUSED],
+    claim="refuses shapes",
+)
 def a_group_that_is_refused_leaves_the_step_as_it_was(
     setting: Setting, nonsense: Nonsense
 ) -> None:
@@ -389,15 +393,6 @@ def a_group_that_is_refused_leaves_the_step_as_it_was(
     expect_refusal(nonsense.what, lambda: builder.add_seq_group(bad))
     found = build(builder, step)
     expect_fields("the step afterwards", found, expected(step), setting.device)
-
-
-def expect_untimely(what: str, call: Any) -> None:
-    """Refuse a call that returns though its time has not come, or is over."""
-    try:
-        call()
-    except RuntimeError:
-        return
-    raise Disagreement(what, "as a whole", "returned", "a RuntimeError")
 
 
 @law("CommonMetadataBuilder", cases=[Groups((GOOD, DECODE), 4, None, True)])

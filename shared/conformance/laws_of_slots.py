@@ -343,6 +343,7 @@ REFUSED = {
     "compute_slot_mapping_batch",
     "compute_slot_mapping_device",
     cases=list(REFUSED),
+    claim="refuses contents",
 )
 def lengths_that_no_step_can_have_are_refused(setting: Setting, case: str) -> None:
     operation, arguments = REFUSED[case]

@@ -339,7 +339,7 @@ REFUSED = [
 ]
 
 
-@law("StepBuffers", cases=REFUSED)
+@law("StepBuffers", cases=REFUSED, claim="refuses shapes")
 def what_the_buffers_refuse_leaves_them_as_they_are(
     setting: Setting, nonsense: Nonsense
 ) -> None:
@@ -383,6 +383,7 @@ class Sizes:
         Sizes(2, 8, -1, 4),
         Sizes(2, 8, 2, 0),
     ],
+    claim="refuses shapes",
 )
 def buffers_without_room_are_refused(setting: Setting, sizes: Sizes) -> None:
     make = setting.candidate.StepBuffers

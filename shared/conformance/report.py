@@ -32,7 +32,8 @@ class Result:
         status: how it ended.
         cases: how many were tried before one failed.
         seconds: how long that took.
-        refused: cases outside of what the implementation declares, which it refused.
+        refused: cases that say nothing: outside of what the implementation declares, and refused
+            by it, or with nothing in them to ask of it.
         case: the smallest input on which the law is broken, or the one that crashed, as Python;
             empty if there is none.
         what, where, found, right: what was compared, the worst place, both answers there.

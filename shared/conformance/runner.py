@@ -139,7 +139,15 @@ def reproduce(
     """
     found = find_law(law)
     setting = make_setting(load_candidate(implementation), choose_device(device))
-    found.body(setting, make_case(found, case))
+    _run(found, setting, make_case(found, case))
+
+
+def _run(law: Law, setting: Setting, case: Any) -> None:
+    """Run a law on a case: as it is, and if that is refused, inside of what is declared."""
+    try:
+        law.body(setting, case)
+    except OutsideSupport:
+        law.body(setting.fitting(), fit_case(case, setting.candidate.support))
 
 
 def find_law(name: str) -> Law:
@@ -214,6 +222,8 @@ def _watched(
             return Result(law.name, law.area, Status.OUTSIDE, reason=reason)
         reason = f"{setting.candidate.name} has no {', '.join(missing)}"
         return Result(law.name, law.area, Status.MISSING, reason=reason)
+    if unclaimed := setting.candidate.why_unclaimed(law.claim):
+        return Result(law.name, law.area, Status.OUTSIDE, reason=unclaimed)
     begin = time.perf_counter()
     tried, refused = 0, 0
     outside: set[str] = set()
@@ -221,12 +231,15 @@ def _watched(
     first_failure = 0.0
 
     def once(case: Any) -> None:
-        if not attempt(case):
-            fitted = fit_case(case, setting.candidate.support)
-            if fitted is not case:
-                attempt(fitted)
+        nonlocal tried, refused
+        if attempt(case, setting) or setting.candidate.promises_all:
+            return
+        fitted = fit_case(case, setting.candidate.support)
+        # the law may also make a plan of its own, which is fitted then
+        if not attempt(fitted, setting.fitting()) and fitted is case:
+            tried, refused = tried - (not failures), refused - (not failures)
 
-    def attempt(case: Any) -> bool:
+    def attempt(case: Any, setting: Setting) -> bool:
         """Try a case; tell whether the candidate took it."""
         nonlocal tried, refused, first_failure
         shown = repr(case)
@@ -235,8 +248,11 @@ def _watched(
             return True  # no longer looked at: what is known to fail is small enough
         at(shown)
         tried += not failures
+        asked = setting.candidate.asked
         try:
             law.body(setting, case)
+            if setting.candidate.asked == asked:
+                raise OutsideSupport("the law had nothing to ask")
         except OutsideSupport as error:
             refused += not failures
             outside.add(str(error))
@@ -295,7 +311,7 @@ def _smaller(
     def fails(case: Any) -> bool:
         at(repr(case))
         try:
-            law.body(setting, case)
+            _run(law, setting, case)
         except Exception as error:
             errors[repr(case)] = error
             return type(error) is type(last)
