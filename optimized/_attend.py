@@ -9,7 +9,7 @@ filling in pointers and sizes.
 """
 
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from ._tuning import (
     is_hopper,
     max_head_size,
 )
-from ._workspace import find_workspace
+from ._workspace import find_workspace, side_stream
 
 # CAUSAL in the kernel: 0 no, 1 yes, and this
 FLAG_OF_EACH_REQUEST = 2
@@ -36,6 +36,11 @@ PLAIN = {causal: AttentionOptions(causal=causal) for causal in (True, False)}
 """Options of calls that ask for nothing else; they are told by their identity."""
 OPTION_NAMES = tuple(field.name for field in fields(AttentionOptions))
 NO_OPTIONS: tuple[Any, ...] = (None,) * 6
+
+FEW_OTHERS = 8
+"""Requests beside a long one that are worth a stream of their own."""
+SHARE_OF_LONG = 60
+"""Of the multiprocessors, in percent, what long requests get while short ones run."""
 
 Signature: TypeAlias = tuple[Any, ...]
 
@@ -99,41 +104,106 @@ def attend(
     options_given = NO_OPTIONS
     if options is not PLAIN[True] and options is not PLAIN[False]:
         options_given = _option_values(options)
-    # cut the keys of short requests into spans, the rows of long ones into tiles
-    longest_rows = max_query_len * launches.group_size
-    part_rows = min(launches.short_rows, longest_rows)
-    spans = parts = 0
-    arrivals = room = None
-    decode: Launcher | None = None
-    if launches.has_decode:
-        decode, keys, most_spans = launches.decode(
-            num_reqs, part_rows, max_query_len, max_key_len
-        )
-        most_keys = max_key_len
-        if launches.most_seen is not None:
-            # a window's first key lies anywhere in its tile
-            most_keys = min(most_keys, launches.most_seen + keys)
-        tiles = num_reqs * max(1, -(-most_keys // keys))
-        spans = min(most_spans, tiles)
-        counters = spans * launches.kv_heads
-        # a multiple of 16 bytes, at which their values begin
-        parts = -(-2 * counters * part_rows // 4) * 4
-        arrivals, room = find_workspace(
-            query.device, counters, parts * (launches.value_size + 1)
-        )
-    tensors = (
+    call = Call(
         query,
         key,
         value,
         block_table,
         query_start_loc,
         lengths,
+        max_query_len,
+        max_key_len,
+        scale,
         target,
         lse,
-        room,
-        parts,
-        arrivals,
+        options,
+        options_given,
+        launches,
     )
+    has_long = max_query_len * launches.group_size > launches.short_rows
+    is_for_sm90 = (
+        has_long
+        and launches.is_for_sm90
+        and _prefill_sm90.takes(
+            query, key, value, block_table, target, lse, options, scale
+        )
+    )
+    if is_for_sm90 and _is_mixed(call):
+        _start_side_by_side(call)
+    else:
+        if launches.has_decode:
+            _start_decode(call)
+        if is_for_sm90:
+            _start_sm90(call)
+        elif has_long or not launches.has_decode:
+            _start_prefill(call)
+    return out.copy_(target) if launches.widens else out
+
+
+class Call(NamedTuple):
+    """What one call launches kernels on."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    block_table: Tensor | None
+    query_start_loc: Tensor
+    lengths: Tensor
+    max_query_len: int
+    max_key_len: int
+    scale: float
+    out: Tensor
+    lse: Tensor | None
+    options: AttentionOptions
+    options_given: tuple[Any, ...]
+    launches: "Launches"
+
+
+def _start_decode(call: Call) -> None:
+    """Launch what attends with short requests, whose keys are cut into spans."""
+    launches = call.launches
+    num_reqs = call.query_start_loc.shape[0] - 1
+    part_rows = min(launches.short_rows, call.max_query_len * launches.group_size)
+    decode, keys, most_spans = launches.decode(
+        num_reqs, part_rows, call.max_query_len, call.max_key_len
+    )
+    most_keys = call.max_key_len
+    if launches.most_seen is not None:
+        # a window's first key lies anywhere in its tile
+        most_keys = min(most_keys, launches.most_seen + keys)
+    tiles = num_reqs * max(1, -(-most_keys // keys))
+    spans = min(most_spans, tiles)
+    counters = spans * launches.kv_heads
+    # a multiple of 16 bytes, at which their values begin
+    parts = -(-2 * counters * part_rows // 4) * 4
+    arrivals, room = find_workspace(
+        call.query.device, counters, parts * (launches.value_size + 1)
+    )
+    grid = (launches.kv_heads, spans, 1)
+    _start(decode, grid, call, part_rows, room, parts, arrivals)
+
+
+def _start_prefill(call: Call) -> None:
+    """Launch what attends with long requests, whose rows are cut into tiles."""
+    launches = call.launches
+    num_reqs = call.query_start_loc.shape[0] - 1
+    # no request has more tiles than its rows fill, plus one that is not full
+    rows = call.query.shape[0] * launches.group_size
+    grid = (-(-rows // launches.rows) + num_reqs, launches.kv_heads, 1)
+    _start(launches.prefill, grid, call, 0, None, 0, None)
+
+
+def _start(
+    launcher: Launcher,
+    grid: tuple[int, int, int],
+    call: Call,
+    part_rows: int,
+    room: Tensor | None,
+    parts: int,
+    arrivals: Tensor | None,
+) -> None:
+    query, key, value, block_table, query_start_loc, lengths = call[:6]
+    out, lse = call.out, call.lse
     at = 0 if room is None else room.data_ptr()
     pointers = (
         query.data_ptr(),
@@ -142,50 +212,70 @@ def attend(
         0 if block_table is None else block_table.data_ptr(),
         query_start_loc.data_ptr(),
         lengths.data_ptr(),
-        target.data_ptr(),
+        out.data_ptr(),
         0 if lse is None else lse.data_ptr(),
         at + 4 * parts,
         at,
         0 if arrivals is None else arrivals.data_ptr(),
     )
+    num_reqs = query_start_loc.shape[0] - 1
     numbers = (
-        num_tokens,
+        query.shape[0],
         num_reqs,
         num_reqs.bit_length(),
         part_rows,
-        scale,
+        call.scale,
         0 if block_table is None else block_table.stride(0),
         *((0, 0) if lse is None else lse.stride()),
     )
+    tensors = (*call[:6], out, lse, room, parts, arrivals)
+    launcher(grid, pointers, call.options_given, numbers, tensors)
 
-    if decode is not None:
-        grid = (launches.kv_heads, spans, 1)
-        decode(grid, pointers, options_given, numbers, tensors)
-    if longest_rows <= launches.short_rows and decode is not None:
-        pass  # there are no long requests
-    elif launches.is_for_sm90 and _prefill_sm90.takes(
-        query, key, value, block_table, target, lse, options, scale
-    ):
-        _prefill_sm90.launch(
-            query,
-            key,
-            value,
-            block_table,
-            query_start_loc,
-            lengths,
-            max_query_len,
-            launches.short_rows,
-            scale,
-            target,
-            lse,
-            options.causal is True,
-        )
-    else:
-        # no request has more tiles than its rows fill, plus one that is not full
-        tiles = -(-num_tokens * launches.group_size // launches.rows) + num_reqs
-        grid = (tiles, launches.kv_heads, 1)
-        launches.prefill(grid, pointers, options_given, numbers, tensors)
-    return out.copy_(target) if launches.widens else out
+
+def _start_sm90(call: Call, share: _prefill_sm90.Share | None = None) -> None:
+    """Launch what attends with long requests on a Hopper chip, or a share of it."""
+    _prefill_sm90.launch(
+        *call[:6],
+        call.max_query_len,
+        call.launches.short_rows,
+        call.scale,
+        call.out,
+        call.lse,
+        call.options.causal is True,
+        share,
+    )
+
+
+def _is_mixed(call: Call) -> bool:
+    """Tell whether a batch looks like many short requests beside a few long ones.
+
+    Only sums are known here. If one request has all the tokens it may have, the others have this
+    many among them.
+    """
+    others = call.query_start_loc.shape[0] - 2
+    rest = (call.query.shape[0] - call.max_query_len) * call.launches.group_size
+    return others >= FEW_OTHERS and rest <= others * call.launches.short_rows
+
+
+def _start_side_by_side(call: Call) -> None:
+    """Launch both kernels so that they run at the same time.
+
+    Long requests keep the tensor cores busy, short ones the memory. The kernel for long requests
+    gets some of the chip at once, the one for short ones the rest, and what that leaves goes to
+    the former again.
+    """
+    device = call.query.device
+    processors = call.launches.processors
+    first = processors * SHARE_OF_LONG // 100
+    main, side = torch.cuda.current_stream(device), side_stream(device)
+    counter, _ = find_workspace(device, _prefill_sm90.COUNTERS, 0)
+    share = _prefill_sm90.Share(first, processors, counter)
+    side.wait_stream(main)
+    _start_sm90(call, share)
+    with torch.cuda.stream(side):
+        _start_decode(call)
+        _start_sm90(call, share._replace(is_first=False))
+    main.wait_stream(side)
 
 
 def sign(
@@ -339,7 +429,7 @@ class Launches:
     ) -> tuple[Launcher, int, int]:
         """Return the launch for short requests, the keys of its tiles, and its most spans."""
         join_rows = next_power_of_2(max(part_rows, 1))
-        width = FEW if num_reqs <= FEW else MANY
+        width = next((each for each in COUNTED if num_reqs <= each), COUNTED[-1])
         is_lone = num_reqs < self.lone_reqs
         # the code of a second loop costs short sequences more than its masks
         one_loop = self.one_loop or max_query_len > 1 or max_key_len <= BRIEF
@@ -377,8 +467,8 @@ class Launches:
 
 KNOWN: dict[Signature, "Launches"] = {}
 """What calls of each kind need; an entry for each, so a few in a program's life."""
-FEW, MANY = (32, 64) if INTERPRETED else (128, 1024)
-"""Requests that a program counts at once, in a small batch and in all others."""
+COUNTED = (8, 32, 64) if INTERPRETED else (32, 128, 1024)
+"""Requests that a program counts at once: no more than a warp has lanes, in a batch so small."""
 MIN_SPAN = 32 if INTERPRETED else 512
 """Keys of a span at least: shorter ones are not worth a join."""
 BRIEF = 2048
@@ -413,6 +503,7 @@ def _prepare(
         has_tree=options.tree_mask is not None,
         has_bit_decoding=lowered["CACHE_FP8"] > 0 and not lowered["NATIVE_FP8"],
         has_native_fp8=lowered["NATIVE_FP8"],
+        is_paged=block_table is not None,
     )
     # a request is short if its rows fit one decode tile
     short_rows = min(64, max(decode.rows, next_power_of_2(group_size)))

@@ -72,6 +72,7 @@ def choose_tiles(
     has_tree: bool = False,
     has_bit_decoding: bool = False,
     has_native_fp8: bool = False,
+    is_paged: bool = True,
 ) -> tuple[Tiles, Tiles, Tiles]:
     """Return the tile of decodes, of decodes too few to fill the chip, and of prefills.
 
@@ -93,6 +94,7 @@ def choose_tiles(
             takes registers too (sm_80, 128 x 64: 6,608 bytes spilled; 64 x 64: none).
         has_native_fp8: whether FP8 numbers are decoded by an instruction: a tile takes half the
             bytes, and a decode has one more in flight.
+        is_paged: whether loads go through the block table. If not, all stages are in flight.
     """
     table = _table(dtype == torch.float32, device)
     width = head_tile * dtype.itemsize
@@ -110,7 +112,7 @@ def choose_tiles(
         decode = replace(decode, keys=max(16, decode.keys // 2))
         prefill = replace(prefill, keys=max(16, prefill.keys // 2))
     lone = decode
-    if decode.num_stages == 3 and not INTERPRETED:
+    if decode.num_stages == 3 and is_paged and not INTERPRETED:
         # two programs share a multiprocessor, or one has it alone and twice as much in flight
         lone = replace(decode, num_stages=5)
         if has_native_fp8 or width <= 128:
