@@ -28,7 +28,7 @@ from ._tuning import (
     is_hopper,
     max_head_size,
 )
-from ._workspace import find_workspace, side_stream
+from ._workspace import find_workspace
 
 # CAUSAL in the kernel: 0 no, 1 yes, and this
 FLAG_OF_EACH_REQUEST = 2
@@ -36,11 +36,6 @@ PLAIN = {causal: AttentionOptions(causal=causal) for causal in (True, False)}
 """Options of calls that ask for nothing else; they are told by their identity."""
 OPTION_NAMES = tuple(field.name for field in fields(AttentionOptions))
 NO_OPTIONS: tuple[Any, ...] = (None,) * 6
-
-FEW_OTHERS = 8
-"""Requests beside a long one that are worth a stream of their own."""
-SHARE_OF_LONG = 60
-"""Of the multiprocessors, in percent, what long requests get while short ones run."""
 
 Signature: TypeAlias = tuple[Any, ...]
 
@@ -128,15 +123,12 @@ def attend(
             query, key, value, block_table, target, lse, options, scale
         )
     )
-    if is_for_sm90 and _is_mixed(call):
-        _start_side_by_side(call)
-    else:
-        if launches.has_decode:
-            _start_decode(call)
-        if is_for_sm90:
-            _start_sm90(call)
-        elif has_long or not launches.has_decode:
-            _start_prefill(call)
+    if launches.has_decode:
+        _start_decode(call)
+    if is_for_sm90:
+        _start_sm90(call)
+    elif has_long or not launches.has_decode:
+        _start_prefill(call)
     return out.copy_(target) if launches.widens else out
 
 
@@ -232,8 +224,8 @@ def _start(
     launcher(grid, pointers, call.options_given, numbers, tensors)
 
 
-def _start_sm90(call: Call, share: _prefill_sm90.Share | None = None) -> None:
-    """Launch what attends with long requests on a Hopper chip, or a share of it."""
+def _start_sm90(call: Call) -> None:
+    """Launch what attends with long requests on a Hopper chip."""
     _prefill_sm90.launch(
         *call[:6],
         call.max_query_len,
@@ -242,40 +234,7 @@ def _start_sm90(call: Call, share: _prefill_sm90.Share | None = None) -> None:
         call.out,
         call.lse,
         call.options.causal is True,
-        share,
     )
-
-
-def _is_mixed(call: Call) -> bool:
-    """Tell whether a batch looks like many short requests beside a few long ones.
-
-    Only sums are known here. If one request has all the tokens it may have, the others have this
-    many among them.
-    """
-    others = call.query_start_loc.shape[0] - 2
-    rest = (call.query.shape[0] - call.max_query_len) * call.launches.group_size
-    return others >= FEW_OTHERS and rest <= others * call.launches.short_rows
-
-
-def _start_side_by_side(call: Call) -> None:
-    """Launch both kernels so that they run at the same time.
-
-    Long requests keep the tensor cores busy, short ones the memory. The kernel for long requests
-    gets some of the chip at once, the one for short ones the rest, and what that leaves goes to
-    the former again.
-    """
-    device = call.query.device
-    processors = call.launches.processors
-    first = processors * SHARE_OF_LONG // 100
-    main, side = torch.cuda.current_stream(device), side_stream(device)
-    counter, _ = find_workspace(device, _prefill_sm90.COUNTERS, 0)
-    share = _prefill_sm90.Share(first, processors, counter)
-    side.wait_stream(main)
-    _start_sm90(call, share)
-    with torch.cuda.stream(side):
-        _start_decode(call)
-        _start_sm90(call, share._replace(is_first=False))
-    main.wait_stream(side)
 
 
 def sign(

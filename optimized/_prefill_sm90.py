@@ -72,9 +72,6 @@ CHANGING = [
     "num_heads",
     "group_size",
     "short_rows",
-    "num_first",
-    "num_programs",
-    "is_late",
     "query_head_rows",
     "query_head_columns",
     "key_block_rows",
@@ -130,25 +127,6 @@ class Call(NamedTuple):
     block_size: int
     tile_rows: int
     steps: tuple[int, ...]
-
-
-class Share(NamedTuple):
-    """What a launch has of the chip, if another kernel runs beside it.
-
-    Its programs come in two launches, which draw tiles from one counter: the first ones at once,
-    the others when the other kernel has left them room.
-
-    Args:
-        first: programs of the first launch.
-        all: of both.
-        counter: what both draw from; None: the launch is the only one, and finds its own.
-        is_first: whether this is the first launch.
-    """
-
-    first: int
-    all: int
-    counter: Tensor | None = None
-    is_first: bool = True
 
 
 class Place(NamedTuple):
@@ -214,7 +192,6 @@ def launch(
     out: Tensor,
     lse: Tensor | None,
     causal: bool,
-    share: "Share | None" = None,
 ) -> None:
     """Attend with every request of more than `short_rows` rows; change nothing of the others.
 
@@ -235,7 +212,6 @@ def launch(
         out: [tokens, query_heads, head_size], changed.
         lse: None, or [query_heads, tokens] in base e, changed.
         causal: whether a query sees no later key than its own.
-        share: of the chip; None: all of it.
     """
     call = _lay_out(*_layouts(query, key, value, out), block_table is not None)
     assert call is not None  # `takes` has said so
@@ -246,13 +222,7 @@ def launch(
     device, dtype = query.device, query.dtype
     # no request has more tiles than its tokens fill, plus one that is not full
     num_tiles = (num_tokens // call.tile_rows + num_reqs) * call.num_heads
-    share = share or Share(count_processors(device), count_processors(device))
-    programs = share.first if share.is_first else share.all - share.first
-    if share.first == share.all:
-        # nobody else draws: no more programs than there are tiles
-        programs = min(num_tiles, programs)
-        share = Share(programs, programs)
-    grid = (programs, 1, 1)
+    grid = (min(num_tiles, count_processors(device)), 1, 1)
     stream = driver.active.get_current_stream(device.index)
     arguments = (
         _describe(query.data_ptr(), dtype, call.planes[0], call.boxes[0]),
@@ -264,17 +234,12 @@ def launch(
         block_table,
         query_start_loc,
         lengths,
-        find_workspace(device, COUNTERS, 0)[0]
-        if share.counter is None
-        else share.counter,
+        find_workspace(device, 2, 0)[0],
         scale * LOG2_E,
         num_reqs,
         call.num_heads,
         call.group_size,
         short_rows,
-        share.first,
-        share.all,
-        int(not share.is_first),
         *call.steps,
         *((0, 0) if lse is None else lse.stride()),
         0 if block_table is None else block_table.stride(0),
@@ -301,8 +266,6 @@ def launch(
         COMPILED[kind] = attend_tiles[grid](*arguments, num_warps=4)
 
 
-COUNTERS = 2
-"""Counters of a launch: tiles drawn, and programs that have drawn their last."""
 COMPILED: dict[tuple[Any, ...], Any] = {}
 
 
@@ -440,15 +403,6 @@ class Batch(NamedTuple):
     num_heads: Any
     group_size: Any
     short_rows: Any
-
-
-class Draw(NamedTuple):
-    """How tiles are drawn: the first programs have one each, all others come from the counter."""
-
-    counter: Any
-    num_first: Any
-    num_programs: Any
-    is_late: Any
 
 
 class Heads(NamedTuple):
@@ -667,7 +621,7 @@ def _draw_and_load_keys(
     batch,
     queries,
     keys,
-    draw,
+    counter,
     HEAD_SIZE: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
     CAUSAL: gl.constexpr,
@@ -678,8 +632,6 @@ def _draw_and_load_keys(
     BOXES: gl.constexpr = KEYS // keys.desc.block_type.shape[0]
     num_rows = GROUPS * GROUP_ROWS
     ticket = gl.program_id(0)
-    if draw.is_late != 0:
-        ticket = draw.num_first + _first(_count_up(draw.counter))
     turn = 0
     key_turn = 0
     question_turn = 0
@@ -691,7 +643,7 @@ def _draw_and_load_keys(
     start, query_len, seq_len, key_start = _measure(batch, req, BLOCK_SIZE)
     while req >= 0:
         # the next ticket is drawn now, and looked at after this tile's keys
-        drawn = _count_up(draw.counter)
+        drawn = _count_up(counter)
         # find the tile's rows; a request's last come first
         number = ticket - begin_ticket
         head = number % batch.num_heads
@@ -767,7 +719,7 @@ def _draw_and_load_keys(
                 key_turn += 1
                 rows = next_rows
         # draw the next tile
-        ticket = draw.num_first + _first(drawn)
+        ticket = gl.num_programs(0) + _first(drawn)
         if ticket >= end_ticket:
             req, begin_ticket, end_ticket, first, passed = _find_request(
                 batch, ticket, first, passed, num_rows
@@ -778,9 +730,9 @@ def _draw_and_load_keys(
     _tell(shared, turn, 7, LAST)
     mbarrier.arrive(shared.told.index(turn & 1), count=1)
     # the last program to draw none leaves the counter as it was
-    if _first(_count_up(draw.counter + 1)) == draw.num_programs - 1:
-        gl.store(draw.counter, 0)
-        gl.store(draw.counter + 1, 0)
+    if _first(_count_up(counter + 1)) == gl.num_programs(0) - 1:
+        gl.store(counter, 0)
+        gl.store(counter + 1, 0)
 
 
 @gluon.jit
@@ -1210,9 +1162,6 @@ def attend_tiles(
     num_heads,
     group_size,
     short_rows,
-    num_first,
-    num_programs,
-    is_late,
     query_head_rows,
     query_head_columns,
     key_block_rows,
@@ -1275,7 +1224,6 @@ def attend_tiles(
         group_size,
         short_rows,
     )
-    draw = Draw(counter, num_first, num_programs, is_late)
     queries = Heads(query_desc, 0, query_head_rows, query_head_columns)
     keys = Heads(key_desc, key_block_rows, key_head_rows, key_head_columns)
     values = Heads(value_desc, value_block_rows, value_head_rows, value_head_columns)
@@ -1301,7 +1249,7 @@ def attend_tiles(
                         batch,
                         queries,
                         keys,
-                        draw,
+                        counter,
                         HEAD_SIZE,
                         BLOCK_SIZE,
                         CAUSAL,
@@ -1326,7 +1274,7 @@ def attend_tiles(
                         batch,
                         queries,
                         keys,
-                        draw,
+                        counter,
                         HEAD_SIZE,
                         BLOCK_SIZE,
                         CAUSAL,

@@ -6,8 +6,6 @@ launches that may run at the same time share it: each stream has a workspace of 
 each launch that a CUDA graph captures, as nobody knows on which streams the graph will run.
 """
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
@@ -65,9 +63,3 @@ def find_workspace(
             torch.empty(max(numbers, NUMBERS), dtype=torch.float32, device=device),
         )
     return workspace
-
-
-@cache
-def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return a device's stream for what runs beside the current one."""
-    return torch.cuda.Stream(device)
