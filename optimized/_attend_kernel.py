@@ -570,7 +570,8 @@ def _attend_keys(
                 key_position = tl.where(of_tree, context + depth, place)
         # step: compare each query with every key
         if SUMS:
-            scores = tl.sum(question[:, None, :] * key[None, :, :], 2)
+            wide = key.to(tl.float32)
+            scores = tl.sum(question.to(tl.float32)[:, None, :] * wide[None, :, :], 2)
         else:
             scores = tl.dot(question, tl.trans(key), input_precision="ieee")
         if SOFT_CAP > 0:
@@ -616,7 +617,8 @@ def _attend_keys(
         total = total * fade[:, None]
         weights = weights.to(value.dtype)
         if SUMS:
-            total += tl.sum(weights[:, :, None] * value[None, :, :], 1)
+            wide = value.to(tl.float32)
+            total += tl.sum(weights.to(tl.float32)[:, :, None] * wide[None, :, :], 1)
         else:
             total = tl.dot(weights, value, total, input_precision="ieee")
     return total, row_sum, row_max

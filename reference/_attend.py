@@ -63,7 +63,7 @@ def attend_to_keys(
     value = value.repeat_interleave(group_size, dim=1)
     place = find_positions(req, len(question), len(key), options, question.device)
     seen = see_keys(req, rows, place, options)
-    if not options.batch_invariant:
+    if not options.batch_invariant or not len(question):
         return weigh_keys(question, key, value, place, seen, scale, options)
     # each query by itself, over no keys but those it sees: then nothing around it, not even the
     # shape of a product, has a part in its result
