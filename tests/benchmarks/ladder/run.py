@@ -205,7 +205,12 @@ def captured(launch: Callable[[], Any]) -> Callable[[], None]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         launch()
-    return graph.replay
+
+    def replay(_needed: object = launch) -> None:
+        # a graph knows addresses only: what they belong to must live as long
+        graph.replay()
+
+    return replay
 
 
 def time_in_turn(
