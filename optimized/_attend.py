@@ -72,8 +72,8 @@ def attend(
         launches: what is known of such calls; None: nothing.
     """
     num_tokens, query_heads, head_size = query.shape
-    if scale is None:
-        scale = head_size**-0.5
+    # a whole number would be a constant of the compiled kernel
+    scale = head_size**-0.5 if scale is None else float(scale)
     if out is None:
         out = query.new_empty(num_tokens, query_heads, value.shape[-1])
     num_reqs = query_start_loc.shape[0] - 1
@@ -432,7 +432,7 @@ MIN_SPAN = 32 if INTERPRETED else 512
 """Keys of a span at least: shorter ones are not worth a join."""
 BRIEF = 2048
 """Keys of sequences that are short enough for the size of the kernel's code to matter."""
-JOINED_AT_ONCE = 8192
+JOINED_AT_ONCE = 4096
 """Numbers of parts that a program holds while it joins them."""
 
 
@@ -446,6 +446,10 @@ def _prepare(
     options: AttentionOptions,
 ) -> Launches:
     """Work out what follows from the kind of a call."""
+    widens = must_widen(out.dtype)
+    if widens:
+        # as what is written in its place, which need not lie as it does
+        out = torch.zeros_like(out, dtype=torch.float32)
     _, query_heads, head_size = query.shape
     kv_heads, value_size = value.shape[-2:]
     group_size = query_heads // kv_heads
@@ -526,7 +530,7 @@ def _prepare(
         processors=processors,
         # what no request owns is cleared by the launch for short ones
         is_for_sm90=has_decode and is_hopper(query.device),
-        widens=must_widen(out.dtype),
+        widens=widens,
     )
 
 

@@ -309,7 +309,7 @@ def attend_kernel(
                     key_stride_block, key_stride_slot, key_stride_element,
                     value_stride_block, value_stride_slot, value_stride_element,
                     HEAD_SIZE, HEAD_TILE, VALUE_SIZE, VALUE_TILE, BLOCK_SIZE, SOFT_CAP,
-                    CACHE_FP8, NATIVE_FP8, WIDE, KEYS, True, IS_CUT, WIDEN, SUMS,
+                    CACHE_FP8, NATIVE_FP8, WIDE, SHORT, KEYS, True, IS_CUT, WIDEN, SUMS,
                 )  # fmt: skip
             else:
                 if IS_CUT:
@@ -323,7 +323,7 @@ def attend_kernel(
                         key_stride_block, key_stride_slot, key_stride_element,
                         value_stride_block, value_stride_slot, value_stride_element,
                         HEAD_SIZE, HEAD_TILE, VALUE_SIZE, VALUE_TILE, BLOCK_SIZE, SOFT_CAP,
-                        CACHE_FP8, NATIVE_FP8, WIDE, KEYS, True, True, WIDEN, SUMS,
+                        CACHE_FP8, NATIVE_FP8, WIDE, SHORT, KEYS, True, True, WIDEN, SUMS,
                     )  # fmt: skip
                 # the tiles that every row sees whole
                 total, row_sum, row_max = _attend_keys(
@@ -335,7 +335,7 @@ def attend_kernel(
                     key_stride_block, key_stride_slot, key_stride_element,
                     value_stride_block, value_stride_slot, value_stride_element,
                     HEAD_SIZE, HEAD_TILE, VALUE_SIZE, VALUE_TILE, BLOCK_SIZE, SOFT_CAP,
-                    CACHE_FP8, NATIVE_FP8, WIDE, KEYS, False, False, WIDEN, SUMS,
+                    CACHE_FP8, NATIVE_FP8, WIDE, SHORT, KEYS, False, False, WIDEN, SUMS,
                 )  # fmt: skip
                 # the tiles where some row's sight ends
                 total, row_sum, row_max = _attend_keys(
@@ -347,7 +347,7 @@ def attend_kernel(
                     key_stride_block, key_stride_slot, key_stride_element,
                     value_stride_block, value_stride_slot, value_stride_element,
                     HEAD_SIZE, HEAD_TILE, VALUE_SIZE, VALUE_TILE, BLOCK_SIZE, SOFT_CAP,
-                    CACHE_FP8, NATIVE_FP8, WIDE, KEYS, True, IS_CUT, WIDEN, SUMS,
+                    CACHE_FP8, NATIVE_FP8, WIDE, SHORT, KEYS, True, IS_CUT, WIDEN, SUMS,
                 )  # fmt: skip
 
             result, row_lse = finish_rows(total, row_sum, row_max)
@@ -495,6 +495,7 @@ def _attend_keys(
     CACHE_FP8: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
     WIDE: tl.constexpr,
+    SHORT: tl.constexpr,
     KEYS: tl.constexpr,
     EDGE: tl.constexpr,
     CUT: tl.constexpr,
@@ -556,7 +557,11 @@ def _attend_keys(
         )
         if CACHE_FP8:
             key = decode_fp8(key, CACHE_FP8 == 2, NATIVE_FP8).to(question.dtype)
-            value = decode_values(value, CACHE_FP8 == 2, NATIVE_FP8).to(question.dtype)
+            if SHORT:
+                value = decode_values(value, CACHE_FP8 == 2, NATIVE_FP8)
+            else:
+                value = decode_fp8(value, CACHE_FP8 == 2, NATIVE_FP8)
+            value = value.to(question.dtype)
         elif WIDEN:
             key = key.to(tl.float32)
             value = value.to(tl.float32)

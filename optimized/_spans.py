@@ -102,12 +102,14 @@ def choose_span(total, requests, most, num_spans, MIN_TILES: tl.constexpr):
         MIN_TILES: a shorter span is not worth a join.
     """
     span = tl.maximum(tl.cdiv(total, num_spans), MIN_TILES)
-    if most * requests == total:
-        whole = tl.cdiv(span, most) * most
-        part = tl.cdiv(most, tl.maximum(most // span, 1))
-        even = tl.where(span >= most, whole, part)
-        span = tl.where(even * 8 <= span * 9, even, span)
-    return span
+    longest = tl.maximum(most, 1)
+    whole = tl.cdiv(span, longest) * longest
+    part = tl.cdiv(longest, tl.maximum(longest // span, 1))
+    even = tl.where(span >= longest, whole, part)
+    is_even = (most * requests == total) & (even * 8 <= span * 9)
+    # no branch: behind one, triton 3.7 no longer sees that keys lie side by side, and loads each
+    # element by itself
+    return tl.where(is_even, even, span)
 
 
 @triton.jit
@@ -143,14 +145,11 @@ def own_span(
         begin, end: where in the line the span begins and ends.
         span: tiles of a span.
     """
-    counted = 0
-    requests = 0
-    most = 0
-    span = 1
-    begin = 0
-    end = 0
-    # count all tiles
     if MANY:
+        # count all tiles, then go through them again
+        counted = 0
+        requests = 0
+        most = 0
         for base in range(0, num_reqs, WIDTH):
             req = base + tl.arange(0, WIDTH)
             _, tiles = count_tiles(
@@ -165,35 +164,56 @@ def own_span(
         begin = tl.minimum(place * span, counted)
         end = tl.minimum(begin + span, counted)
         counted = 0
-    first_req = 0
-    end_req = 0
-    line = 0
-    # find the requests of the span
-    for base in range(0, num_reqs if MANY else 1, WIDTH):
-        req = base + tl.arange(0, WIDTH)
-        is_req = req < num_reqs
+        first_req = 0
+        end_req = 0
+        line = 0
+        for base in range(0, num_reqs, WIDTH):
+            req = base + tl.arange(0, WIDTH)
+            _, tiles = count_tiles(
+                req, req < num_reqs, query_start_loc, lengths, causal, causal_stride,
+                short_rows, GROUP_SIZE, BLOCK_SIZE, CAUSAL, SLIDING_WINDOW, CHUNK_SIZE,
+                WIDENED, KEYS,
+            )  # fmt: skip
+            reaches = counted + tl.cumsum(tiles, 0)
+            counted = tl.max(reaches, 0)
+            before, within, last = _compare(reaches, req < num_reqs, begin, end)
+            first_req += before
+            end_req += within
+            line = tl.maximum(line, last)
+    else:
+        req = tl.arange(0, WIDTH)
         _, tiles = count_tiles(
-            req, is_req, query_start_loc, lengths, causal, causal_stride, short_rows,
-            GROUP_SIZE, BLOCK_SIZE, CAUSAL, SLIDING_WINDOW, CHUNK_SIZE, WIDENED, KEYS,
+            req, req < num_reqs, query_start_loc, lengths, causal, causal_stride,
+            short_rows, GROUP_SIZE, BLOCK_SIZE, CAUSAL, SLIDING_WINDOW, CHUNK_SIZE,
+            WIDENED, KEYS,
         )  # fmt: skip
-        reaches = counted + tl.cumsum(tiles, 0)
+        reaches = tl.cumsum(tiles, 0)
         counted = tl.max(reaches, 0)
-        if not MANY:
-            requests = tl.sum((tiles > 0).to(tl.int32), 0)
-            most = tl.max(tiles, 0)
-            span = choose_span(counted, requests, most, num_spans, MIN_TILES)
-            begin = tl.minimum(place * span, counted)
-            end = tl.minimum(begin + span, counted)
-        is_before = (reaches <= begin) & is_req
-        is_within = (reaches < end) & is_req
-        # one sum for two counts
-        counts = tl.sum(is_before.to(tl.int32) + is_within.to(tl.int32) * 65536, 0)
-        first_req += counts % 65536
-        end_req += counts // 65536
-        line = tl.maximum(line, tl.max(tl.where(is_before, reaches, 0), 0))
+        requests = tl.sum((tiles > 0).to(tl.int32), 0)
+        most = tl.max(tiles, 0)
+        span = choose_span(counted, requests, most, num_spans, MIN_TILES)
+        begin = tl.minimum(place * span, counted)
+        end = tl.minimum(begin + span, counted)
+        first_req, end_req, line = _compare(reaches, req < num_reqs, begin, end)
     # the request that reaches over the end lies in the span too
     end_req = tl.where(begin < end, end_req + 1, first_req)
     return first_req, end_req, line, begin, end, span
+
+
+@triton.jit
+def _compare(reaches, is_req, begin, end):
+    """Return how many requests end before a span begins, before it ends, and where the former end.
+
+    Args:
+        reaches, is_req: where in the line requests end, and which of them there are.
+        begin, end: of the span.
+    """
+    is_before = (reaches <= begin) & is_req
+    is_within = (reaches < end) & is_req
+    # one sum for two counts
+    counts = tl.sum(is_before.to(tl.int32) + is_within.to(tl.int32) * 65536, 0)
+    line = tl.max(tl.where(is_before, reaches, 0), 0)
+    return counts % 65536, counts // 65536, line
 
 
 @triton.jit

@@ -58,6 +58,11 @@ FLOAT32 = {
     512: (Tiles(16, 64, 8, 2), Tiles(32, 32, 8, 1)),
     4096: (Tiles(16, 16, 8, 1), Tiles(16, 16, 8, 1)),
 }
+SMALL_FLOAT32 = {
+    256: (Tiles(16, 64, 8, 2), Tiles(64, 32, 8, 1)),
+    512: (Tiles(16, 32, 8, 2), Tiles(32, 32, 8, 1)),
+    2048: (Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1)),
+}
 IN_THE_INTERPRETER = {4096: (Tiles(16, 32, 4, 1), Tiles(32, 32, 4, 1))}
 
 SHARED_MEMORY = 160 * 1024
@@ -139,7 +144,7 @@ def _table(is_float32: bool, device: torch.device) -> dict[int, tuple[Tiles, Til
     # torch has this property, its type stubs do not
     shared_memory = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
     if shared_memory < SHARED_MEMORY:
-        return SMALL
+        return SMALL_FLOAT32 if is_float32 else SMALL
     return FLOAT32 if is_float32 else TABLE
 
 

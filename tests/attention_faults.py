@@ -122,6 +122,27 @@ def without_answer(operation: Operation) -> Operation:
     return spoilt
 
 
+def left_behind(operation: Operation) -> Operation:
+    """Add up what earlier calls left, as counters do that nobody sets back."""
+    calls = [0]
+
+    def spoilt(*given: Any, **named: Any) -> Any:
+        found = operation(*given, **named)
+        calls[0] += 1
+        found[:1] += (calls[0] - 1) * 0.5
+        return found
+
+    return spoilt
+
+
+def requests_left(found: Tensor, named: dict[str, Any]) -> None:
+    found[int(named["query_start_loc"][:65][-1]) :] = torch.tensor(0.0).to(found.dtype)
+
+
+def heads_left(found: Tensor, named: dict[str, Any]) -> None:
+    found[:, 32:] = torch.tensor(0.0).to(found.dtype)
+
+
 def tanh_without_cap(operation: Operation) -> Operation:
     def spoilt(*given: Any, **named: Any) -> Any:
         if named.get("logits_soft_cap") is not None:
@@ -138,6 +159,34 @@ PAGED: dict[str, tuple[Fault, list[str]]] = {
             "every new token sees its sequence up to itself",
             "a query sees all up to itself and nothing behind",
         ],
+    ),
+    "a last tile that is full is hidden where all are alike": (
+        only_if(
+            lambda named: len(set(named["seq_lens"].tolist())) == 1,
+            changed(
+                seq_lens=lambda named: torch.where(
+                    named["seq_lens"] % 32 == 0,
+                    (named["seq_lens"] - 32).maximum(named["query_start_loc"].diff()),
+                    named["seq_lens"],
+                )
+            ),
+        ),
+        [
+            "equal requests are right at every length",
+            "requests are right however their lengths share the work",
+        ],
+    ),
+    "requests behind the 64th are left out": (
+        after(requests_left),
+        ["there may be any number of requests"],
+    ),
+    "heads behind the 32nd are left out": (
+        after(heads_left),
+        ["groups and heads may be larger than a tile"],
+    ),
+    "something is left to the next call": (
+        left_behind,
+        ["a batch leaves nothing to the next"],
     ),
     "a window of one key more": (
         changed(sliding_window=lambda named: named["sliding_window"] + 1),
@@ -269,6 +318,17 @@ PAGED: dict[str, tuple[Fault, list[str]]] = {
     ),
 }
 OTHERS: dict[str, tuple[str, Fault, list[str]]] = {
+    "encoder: sinks dropped where a row is long": (
+        "encoder_attention",
+        only_if(
+            lambda named: (
+                int(named["key_start_loc"].diff().max()) > 64
+                and named.get("sinks") is not None
+            ),
+            dropped("sinks"),
+        ),
+        ["requests on keys in a row are right however long each is"],
+    ),
     "encoder: causal": (
         "encoder_attention",
         changed(causal=lambda named: True),

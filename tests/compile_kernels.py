@@ -43,12 +43,13 @@ NAMES = {
     torch.uint8: "u8",
 }
 # shared memory that one program may take, and multiprocessors, of an A100, an RTX 3090 (small
-# tiles), an H100 and a B200
+# tiles), an H100, a B200 and an RTX 5090 (small tiles)
 CHIPS = {
     80: (166912, 108),
     86: (101376, 82),
     90: (232448, 132),
     100: (232448, 148),
+    120: (101376, 170),
 }
 # what takes long to compile, and differs little from what is compiled for every chip
 ONLY_FOR_ONE_CHIP = ("all options", "flags", "not causal", "e5m2 cache", "base 2")

@@ -33,6 +33,8 @@ AREAS = (
     "attention",
     "masks",
     "invariance",
+    "large_batches",
+    "trees",
     "attention_refusals",
     "merging",
     "cascade",

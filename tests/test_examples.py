@@ -35,7 +35,8 @@ each_example = pytest.mark.parametrize(
 def steps_of(concept: str, function: str) -> list[str]:
     """Return the `# step:` comments of a function or class of the reference, in file order.
 
-    A function that calls one of a private file goes on with the steps of that one.
+    A function that calls one of a private file goes on with the steps of that one, and of those
+    that it calls there.
     """
     source = (ROOT / "reference" / f"{concept}.py").read_text()
     for node in ast.walk(ast.parse(source)):
@@ -47,6 +48,10 @@ def steps_of(concept: str, function: str) -> list[str]:
             for private, names in PRIVATE.findall(source):
                 for name in called & set(re.findall(r"\w+", names)):
                     found += steps_of(private, name)
+            if concept[0] == "_":
+                own = re.findall(r"^def (\w+)", source, re.MULTILINE)
+                for name in called & set(own) - {function}:
+                    found += steps_of(concept, name)
             return found
     raise AssertionError(f"reference/{concept}.py has no {function}")
 

@@ -22,7 +22,7 @@ SAMPLE = (
     "optimized/step_buffers/stale-slots-behind-a-smaller-step",
     "reference/batch_slices/a-cut-request-forgets-its-first-half",
     "reference/_attend/window-one-too-wide",
-    "optimized/_attend/block-looked-up-once-a-tile",
+    "optimized/_attend_kernel/block-looked-up-once-a-tile",
     "optimized/merge_states/prefix-strides-for-both",
 )
 

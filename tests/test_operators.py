@@ -18,7 +18,7 @@ import torch
 from pagetwin.optimized import _operators
 from pagetwin.shared.conformance import latent_batches
 from pagetwin.shared.conformance.batches import Plan, build
-from pagetwin.shared.conformance.laws_of_attention import SMALL
+from pagetwin.shared.conformance.laws_of_attention import SMALL, SMALL_RAGGED
 from pagetwin.shared.conformance.options import Call, build_call
 from pagetwin.shared.conformance.oracles import same_bits
 from pagetwin.shared.kinds import FP8_DTYPES
@@ -79,8 +79,8 @@ def buffers_of(arguments: Arguments, value_size: int | None = None) -> Arguments
 
 
 def draw_attention(name: str, device: torch.device) -> list[Arguments]:
-    calls = [build_call(*each, device) for each in SMALL[::2]]
-    return [with_buffers(each) for each in calls if each.operation == name]
+    own = SMALL[::2] if name == "paged_attention" else SMALL_RAGGED
+    return [with_buffers(build_call(*each, device)) for each in own]
 
 
 def draw_batch(seed: int, device: torch.device) -> Arguments:

@@ -72,7 +72,8 @@ def test_the_assembler_lets_products_and_softmax_overlap(
             # products are in flight within one stretch, and nothing is repacked or spilled
             assert loop["HGMMA"] == 8, line
             assert loop["PRMT"] <= 1, line
-            assert loop["BAR"] <= 1, line
+            # three groups also pass turns on
+            assert loop["BAR"] <= (2 if groups == 3 else 1), line
             # a loop with a mask comes first and may spill a little: it has few turns
             assert loop["STL"] <= (0 if place % 2 else 8), line
             assert loop["LDL"] <= (1 if place % 2 else 8), line

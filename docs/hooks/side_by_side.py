@@ -51,18 +51,25 @@ class Function:
 def functions_of(path: Path) -> list[Function]:
     """Return the functions and methods of a file, in file order; none if there is no file.
 
-    Those of private files beside it follow, where they take steps for it.
+    Those of private files beside it follow, where they, or what they import, take steps for it.
     """
     if not path.exists():
         return []
     files = [path]
     for file in files:
-        for name in re.findall(r"^from \.(_\w+) import", file.read_text(), re.M):
-            private = path.with_name(f"{name}.py")
-            if private not in files:
-                files.append(private)
-    taken = [each for each in files if each == path or STEP.search(each.read_text())]
+        files += [each for each in _private_imports(file) if each not in files]
+    taken = [each for each in files if each == path or _takes_steps(each)]
     return [function for each in taken for function in _functions_in(each)]
+
+
+def _private_imports(path: Path) -> list[Path]:
+    names = re.findall(r"^from \.(_\w+) import", path.read_text(), re.M)
+    return [path.with_name(f"{name}.py") for name in names]
+
+
+def _takes_steps(path: Path) -> bool:
+    own = any(STEP.match(line) for line in path.read_text().splitlines())
+    return own or any(_takes_steps(each) for each in _private_imports(path))
 
 
 def _functions_in(path: Path) -> list[Function]:

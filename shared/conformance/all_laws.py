@@ -20,6 +20,7 @@ from . import laws_of_fast_prefill as laws_of_fast_prefill
 from . import laws_of_graph_state as laws_of_graph_state
 from . import laws_of_histories as laws_of_histories
 from . import laws_of_invariance as laws_of_invariance
+from . import laws_of_large_batches as laws_of_large_batches
 from . import laws_of_latent_cache as laws_of_latent_cache
 from . import laws_of_latents as laws_of_latents
 from . import laws_of_layer_options as laws_of_layer_options
@@ -32,6 +33,7 @@ from . import laws_of_multimodal_prefix as laws_of_multimodal_prefix
 from . import laws_of_sequences as laws_of_sequences
 from . import laws_of_slots as laws_of_slots
 from . import laws_of_step_buffers as laws_of_step_buffers
+from . import laws_of_trees as laws_of_trees
 from .law import LAWS
 
 ALL_LAWS = tuple(LAWS)

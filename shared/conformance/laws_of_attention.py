@@ -377,7 +377,29 @@ def scores_of_any_size_are_weighed_by_their_differences(
     keys = call.arguments["key_cache"]
     for place, level in enumerate(levels):
         keys[call.rows[0][place // 16], place % 16, 0, 0] = level
-    expect_right(setting, call, ask(setting, call))
+    # a score of that size may be rounded once, to another base, before it is a weight
+    expect_right(setting, call, ask(setting, call), is_joined=True)
+
+
+CAPS = [(50.0, 3.0), (50.0, -3.0), (1000.0, 20.0), (1000.0, -20.0), (1e4, 300.0)]
+
+
+@law("paged_attention", cases=CAPS)
+def a_cap_far_above_the_scores_keeps_their_digits(
+    setting: Setting, case: tuple[float, float]
+) -> None:
+    """Where tanh is nearly a line, and a formula that subtracts from 1 loses what differs."""
+    cap, base = case
+    for count in (2, 5, 40):
+        plan = Plan((1,), (count,), kv_heads=1, group=1, scale=1.0, seed=count)
+        call = paged_call(plan, setting.device, logits_soft_cap=cap)
+        call.query.zero_()
+        call.query[..., 0] = 1.0
+        keys = call.arguments["key_cache"]
+        for place in range(count):
+            level = base + (place * 7 % 11) / 10
+            keys[call.rows[0][place // 16], place % 16, 0, 0] = level
+        expect_right(setting, call, ask(setting, call), is_joined=True)
 
 
 @law("paged_attention", cases=[(0, 1), (3, 20), (6, 7)])

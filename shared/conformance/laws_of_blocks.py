@@ -261,8 +261,11 @@ def lives(draw: st.DrawFn) -> Life:
     top = pick.choice([64, LARGEST // per_block + 1])
     rows: list[list[int]] = [[] for _ in range(reqs)]
     moves: list[Move] = []
-    for _ in range(pick.randint(1, 9)):
-        req, other = pick.randrange(reqs), pick.randrange(reqs)
+    req = other = 0
+    for _ in range(pick.choice([1, 5, 9, 25])):
+        # what was copied is changed next, on either side
+        again = [req, other] if pick.random() < 0.5 else range(reqs)
+        req, other = pick.choice(again), pick.randrange(reqs)
         name = pick.choice(["append_row"] * 3 + ["add_row"] * 3 + ["move", "swap"] * 2)
         room = width - len(rows[req]) if name == "append_row" else width
         count = pick.choice([room, pick.randint(0, room)])

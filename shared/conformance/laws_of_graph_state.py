@@ -340,6 +340,39 @@ def a_replay_is_the_function_of_the_batch_alone(
             expect_same("the result", packed(found), right)
 
 
+def summed(metadata: SequenceAttentionMetadata, x: Tensor) -> Tensor:
+    """Return for each request what is summed over all, padding rows too."""
+    lens, tables = metadata.seq_lens_tensor, metadata.block_tables
+    assert lens is not None and tables is not None
+    total = x.sum(0) + 3 * lens.sum() + 5 * metadata.slot_mapping.sum() + tables.sum()
+    return x * 0 + total
+
+
+@law("CommonAttentionState", cases=several(histories()))
+def a_replay_depends_on_no_older_one(setting: Setting, cases: list[History]) -> None:
+    """Even if the step adds up all its rows; and what it was captured with stays as it was."""
+    for history in cases:
+        device, most = setting.device, max(history.sizes)
+        last = history.batches[-1]
+        results = []
+        for batches in (history.batches, (last,)):
+            state = state_of(setting, history)
+            example = torch.full((most, 2), 9, device=device)
+            try:
+                with state.graph_capture(most):
+                    state.capture(summed, most, example)
+            except NotImplementedError:
+                return  # no graphs there
+            for batch in batches:
+                reqs = len(batch.lens)
+                x = torch.arange(2 * reqs, device=device).view(reqs, 2) + 3
+                metadata = batch.metadata(device, history.has_encoder)
+                results.append(packed(state.replay(metadata, x)).cpu())
+            right = torch.full((most, 2), 9)
+            expect_same("what it was captured with", example.cpu(), right)
+        expect_same("the result alone", results[-1], results[-2])
+
+
 @dataclass(frozen=True)
 class Nonsense:
     """A refill that does not fit, of a state with two rows of three blocks.

@@ -69,7 +69,7 @@ def writes(draw: st.DrawFn) -> Write:
         blocks,
         size,
         pick.choice([1, 5, 16, 40]),
-        pick.choice([1, 3, 8]),
+        pick.choice([1, 24, 40]),
         pick.choice(DTYPES),
         pick.choice([None, None, *FP8_DTYPES]),
         pick.choice([0.5, 0.03, 1.7]),
@@ -152,6 +152,23 @@ def latents_past_two_billion_elements_are_found(setting: Setting, block: int) ->
     changes = {"kv_cache": far, "block_table": table}
     found = ask_latents(setting, batch, WAYS[0], **changes)
     expect_latents(setting, batch, WAYS[0], found)
+
+
+@law("latent_prefill_attention", cases=[2, 1])
+def latents_past_two_billion_elements_are_gathered(
+    setting: Setting, block: int
+) -> None:
+    """The third block is the first of the context, or its last."""
+    plan = Plan((3,), (36,), heads=1, dtype=torch.float16, needle="first")
+    batch = build_latents(plan, setting.device)
+    memory = torch.empty(2 * FAR + 2**12, dtype=torch.float16, device=setting.device)
+    far = memory.as_strided((3, 16, 24), (FAR, 24, 1)).fill_(NAN)
+    order = [2, 1, 0] if block == 2 else [0, 1, 2]
+    far[order] = batch.kv_cache[batch.rows[0]]
+    table = torch.tensor([order], dtype=torch.int32, device=setting.device)
+    changes = {"kv_cache": far, "block_table": table}
+    found = ask_latents(setting, batch, WAYS[1], **changes)
+    expect_latents(setting, batch, WAYS[1], found)
 
 
 WIDTHS = {

@@ -154,14 +154,19 @@ def draw_sight(pick: Random, kinds: tuple[str, ...], is_paged: bool) -> Sight:
     kind = pick.choice(kinds)
     query_len = pick.choice([1, 1, 3, 5, 20, 33])
     if "tree" in kind:
-        query_len = pick.randint(2, 7)
+        query_len = pick.choice([2, 3, 5, 7, 7, 40, 70])
+    if kind == "range":
+        query_len = pick.choice([1, 3, 20, 33, 40, 40])
     context = pick.choice([0, 1, 15, 16, 31, 50, 63, 64, 65, 100, 130])
     key_len = query_len + context
     own = pick.choice([0, query_len - 1, pick.randrange(query_len)])
     place = context + own
     size = pick.choice([1, 2, 7, 16, 17, 33, 64])
-    first = min(max(0, pick.choice([0, place - 20, place + 1, place - 3])), key_len - 1)
-    last = min(first + pick.choice([0, 3, 20]), key_len - 1)
+    first = min(
+        max(0, pick.choice([0, place - 20, *[place + 1] * 3, place - 3])), key_len - 1
+    )
+    # a range may reach past what there is of the sequence
+    last = first + pick.choice([0, 3, 20, 40, 40])
     chunk = 2 * size + 1 if kind == "window and chunks" else size
     edges = [
         0,

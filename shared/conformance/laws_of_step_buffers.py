@@ -89,9 +89,13 @@ def histories(draw: st.DrawFn) -> History:
                 held[row] += gain
             actions.append(Action(tuple(rows), blocks))
         elif kind == "clear":
-            row = pick.randrange(MAX_REQS)
-            held[row] = 0
-            actions.append(Action((row,)))
+            # several requests may leave at once, and most rows are owned anew
+            rows = pick.sample(range(MAX_REQS), pick.choice([1, 2, MAX_REQS]))
+            gains = [min(pick.choice([1, 2]), MAX_BLOCKS) for _ in rows]
+            blocks = tuple(tuple(ids.pop() for _ in range(gain)) for gain in gains)
+            actions += [Action(tuple(rows)), Action(tuple(rows), blocks)]
+            for row, gain in zip(rows, gains, strict=True):
+                held[row] = gain
         else:
             actions.append(draw_step(pick, held, size, max_tokens))
     return History(

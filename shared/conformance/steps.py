@@ -196,7 +196,7 @@ def whole_step(
     tree = torch.tensor([req % 2 == 0 for req in range(9 * reqs)]).view(reqs, 3, 3)
     fields_beside: dict[str, Any] = {
         "causal": torch.tensor(flags_of(step, 1), dtype=torch.bool, device=device),
-        "logits_indices_padded": torch.tensor([*wanted, *[10**6] * 2]),
+        "logits_indices_padded": torch.tensor([*wanted, *_padding(wanted)]),
         "num_logits_indices": len(wanted),
         "max_logits_per_req": 50,
         "encoder_seq_lens": counts([70 + req for req in range(reqs)], device),
@@ -224,6 +224,11 @@ def whole_step(
     for name in without:
         del fields_beside[name]
     return bare_step(step, device).replace(**fields_beside)
+
+
+def _padding(wanted: Sequence[int]) -> list[int]:
+    """Return what may stand behind the tokens that are wanted: tokens once more, and garbage."""
+    return [*wanted[:1], 0, *wanted[-1:], 10**6]
 
 
 def logits_of(step: Requests) -> list[int]:

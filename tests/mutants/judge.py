@@ -2,8 +2,9 @@
 
 Each mutant is tried in a process forked for it, so that one that writes where it should not, hangs
 or crashes takes nobody along. The laws come in the order of how near they are to the changed file,
-and the first that breaks ends it. Nothing else judges: no test of this repository, and the truth
-stays the real reference.
+first each with a few of its cases, then each with all; where few break it, all are tried at once.
+The first that breaks on all of them ends it. Nothing else judges: no test of this repository, and
+the truth stays the real reference.
 """
 
 import ast
@@ -14,7 +15,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -22,9 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from hypothesis import Phase, settings
+from hypothesis.strategies import SearchStrategy
 from pagetwin.shared.conformance import runner
 from pagetwin.shared.conformance.candidate import load_candidate
-from pagetwin.shared.conformance.law import Law
+from pagetwin.shared.conformance.law import Law, Setting
 from pagetwin.shared.conformance.report import Status
 from pagetwin.shared.operations import CONCEPTS
 
@@ -37,6 +39,9 @@ unchanged twin, where that is known."""
 
 SLOW = 5.0
 """A law that takes longer on an unchanged twin is asked after its neighbours."""
+
+FEW = 1
+"""Cases of a law that are tried before all cases of the others."""
 
 SECONDS_UNCHANGED = 600.0
 """What one law may take on the unchanged twin."""
@@ -74,20 +79,22 @@ def laws_near(
     """Return the laws that can notice a change, those first whose operations are nearest to it.
 
     A law whose operations do not import the changed file, directly or not, cannot. Of those that
-    are as near the slow ones come last.
+    are as near the slow ones come last. Where a law is named in the catalogue, it is the first.
     """
     steps = _steps_to(mutant.package, mutant.module)
     home = {name: each.name for each in CONCEPTS for name in each.operations}
 
     def distance(law: Law) -> float:
-        found = [steps.get(home[need], math.inf) for need in law.needs]
+        # what no concept has is the backends
+        found = [steps.get(home.get(need, "backend"), math.inf) for need in law.needs]
         # a law that names no operation looks at more than one
         return min(found, default=len(steps))
 
-    return sorted(
-        (law for law in laws if distance(law) < math.inf),
-        key=lambda law: (distance(law), usual.get(law.name, 0.0) > SLOW),
-    )
+    def rank(law: Law) -> tuple[bool, float, bool]:
+        is_named = bool(mutant.ask_first) and mutant.ask_first in law.name
+        return not is_named, distance(law), usual.get(law.name, 0.0) > SLOW
+
+    return sorted((law for law in laws if distance(law) < math.inf), key=rank)
 
 
 @cache
@@ -177,10 +184,10 @@ class _Running:
                 if "begins" in report:
                     self.place = report["begins"]
                     self._set_deadline()
-                elif report["broke"]:
+                elif report.get("broke"):
                     trial.broken.append(trial.laws[self.place].name)
                     trial.how, trial.what = "broken", report["what"]
-                else:
+                elif "seconds" in report:
                     law = trial.laws[self.place].name
                     trial.seconds_of[law] = report["seconds"]
                 if report.get("last"):
@@ -218,14 +225,47 @@ def _try_laws(reports: Connection, trial: Trial, folder: Path, examples: int) ->
     settings.register_profile("mutants", generate_only)
     settings.load_profile("mutants")
     warnings.simplefilter("ignore")  # of the interpreter, about numbers that overflow
-    for place, law in enumerate(trial.laws):
+    laws: Iterable[tuple[int, Law]] = enumerate(trial.laws)
+    if trial.mutant is not None:
+        laws = _telling_first(reports, trial, setting)
+    for place, law in laws:
         reports.send({"begins": place})
         result = runner.try_law(law, setting, 0, examples)
         broke = result.status == Status.BROKEN
-        last = place + 1 == len(trial.laws) or (broke and trial.mutant is not None)
+        last = broke and trial.mutant is not None
         what = result.message or f"{result.what}, {result.where}"
         reports.send(
             {"broke": broke, "what": what, "seconds": result.seconds, "last": last}
         )
         if last:
             return
+    reports.send({"last": True})
+
+
+def _telling_first(
+    reports: Connection, trial: Trial, setting: Setting
+) -> Iterator[tuple[int, Law]]:
+    """Yield laws and where they stand: as they break on few cases, and then the others.
+
+    Many laws take seconds, and most mutants break one of them at once. Of the others those come
+    first that took the least.
+    """
+    others: list[tuple[float, int, Law]] = []
+    assert trial.mutant is not None
+    for place, law in enumerate(trial.laws):
+        if trial.mutant.ask_first and trial.mutant.ask_first in law.name:
+            yield place, law
+            continue
+        reports.send({"begins": place})
+        cases, is_whole = law.cases, False
+        if not isinstance(cases, SearchStrategy):
+            is_whole = len(cases) <= FEW
+            # the first ones are the plainest
+            cases = cases[len(cases) // 2 :][:FEW]
+        few = runner.try_law(replace(law, cases=cases), setting, 0, FEW)
+        if few.status == Status.BROKEN:
+            yield place, law
+        elif not is_whole:
+            others.append((few.seconds, place, law))
+    for _, place, law in sorted(others, key=lambda each: each[0]):
+        yield place, law

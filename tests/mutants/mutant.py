@@ -58,6 +58,8 @@ class Mutant:
         file: which file of which package, such as "reference/block_table.py".
         old, new: the text that stands once in that file, and what takes its place.
         equivalent: why no output can show the change; empty if one has to.
+        ask_first: words of the law that is asked before all others, where the order of nearness
+            would take long; empty: none.
     """
 
     id: str
@@ -68,6 +70,7 @@ class Mutant:
     old: str
     new: str
     equivalent: str
+    ask_first: str = ""
 
     @property
     def package(self) -> str:
@@ -155,4 +158,5 @@ def _of_file(path: Path, threads: dict[str, str]) -> Iterator[Mutant]:
                 old=entry["old"].strip("\n"),
                 new=entry["new"].strip("\n"),
                 equivalent=" ".join(entry.get("equivalent", "").split()),
+                ask_first=entry.get("ask_first", ""),
             )
