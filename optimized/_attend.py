@@ -432,7 +432,7 @@ MIN_SPAN = 32 if INTERPRETED else 512
 """Keys of a span at least: shorter ones are not worth a join."""
 BRIEF = 2048
 """Keys of sequences that are short enough for the size of the kernel's code to matter."""
-JOINED_AT_ONCE = 4096
+JOINED_AT_ONCE = 8192
 """Numbers of parts that a program holds while it joins them."""
 
 
