@@ -91,7 +91,7 @@ def draw_batch(seed: int, device: torch.device) -> Arguments:
     plan = Plan(tuple(new), tuple(lens), group=pick.choice([1, 3]), seed=seed)
     batch = build(plan, device)
     # every request begins with the same block, for the cascade
-    batch.block_table[:, 0] = batch.block_table[0, 0]
+    batch.block_table[:, 0] = batch.block_table[0, 0].clone()
     return batch.arguments()
 
 

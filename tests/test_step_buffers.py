@@ -282,13 +282,14 @@ def test_a_step_is_planned_without_reading_the_device(optimized: Twin) -> None:
 
 @pytest.fixture
 def grids(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """Return the grids that attention launches; no kernel runs."""
+    """Return what attention launches on, grids or whole calls; no kernel runs."""
     found: list[Any] = []
 
     def note(_launcher: Any, grid: tuple[int, int, int], *_: Any) -> None:
         found.append(grid)
 
     monkeypatch.setattr(optimized_attention, "_start", note)
+    monkeypatch.setattr(optimized_attention, "_start_sm90", found.append)
     yield found
 
 
