@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from mutants.mutant import OPERATORS, PACKAGES, Mutant, load_catalogue
@@ -41,6 +42,26 @@ def test_few_mutants_are_called_equivalent_and_all_say_why() -> None:
     reasons = [mutant.equivalent for mutant in CATALOGUE if mutant.equivalent]
     assert len(reasons) * 20 < len(CATALOGUE)
     assert all(len(reason.split()) > 8 for reason in reasons)
+
+
+@pytest.fixture(scope="module")
+def report() -> dict[str, Any]:
+    """Return what `make mutants` wrote last."""
+    found: dict[str, Any] = json.loads((FOLDER / "mutants/report.json").read_text())
+    return found
+
+
+def test_the_report_is_about_this_catalogue(report: dict[str, Any]) -> None:
+    tried = {each["id"]: each["digest"] for each in report["mutants"]}
+    assert tried == {mutant.id: mutant.digest for mutant in CATALOGUE}, (
+        "tests/mutants/report.json is out of date: run make mutants"
+    )
+
+
+def test_every_mutant_is_dead_or_equivalent(report: dict[str, Any]) -> None:
+    assert not report["laws broken by the unchanged twins"]
+    for each in report["mutants"]:
+        assert each["ended"] == ("equivalent" if each["reason"] else "killed"), each
 
 
 def test_a_sample_of_mutants_dies_at_once(tmp_path: Path) -> None:

@@ -233,6 +233,9 @@ def build(plan: Plan, device: torch.device | str = "cpu") -> Batch:
     width = query_heads * head_size
     spare = 2 * plan.kv_heads * head_size if plan.fused else 0
     fused = torch.full((tokens + plan.padding, width + spare), NAN, dtype=plan.dtype)
+    if plan.seed % 2:
+        # queries of no request, as an earlier step left them: NaN would hide that they attend
+        fused[tokens:] = 0.5
     query = heads_of(fused[:, :width], query_heads)
 
     scale = head_size**-0.5 if plan.scale is None else plan.scale

@@ -499,6 +499,27 @@ def a_gathered_sequence_is_its_slots_in_order(setting: Setting, read: Read) -> N
     expect_gathered(setting, read, lambda rows, _: rows)
 
 
+@law("gather_cache", cases=list(FP8_DTYPES))
+def every_code_is_read_as_what_it_stands_for(
+    setting: Setting, dtype: torch.dtype
+) -> None:
+    """NaN as NaN, the smallest as themselves, zeros with their sign."""
+    codes = torch.arange(256, dtype=torch.uint8).view(dtype).view(2, 16, 1, 8)
+    cache = codes.to(setting.device)
+    table = torch.tensor([[1, 0]], dtype=torch.int32, device=setting.device)
+    starts = torch.tensor([0, 32], dtype=torch.int32, device=setting.device)
+    found = setting.candidate.gather_cache(
+        cache, cache, table, starts, 32, k_scale=1.0, v_scale=1.0, dtype=torch.float32
+    )
+    right = codes.flip(0).float().flatten(0, 1)
+    for read in found:
+        read, wanted = read.cpu().clone(), right.clone()
+        expect_same("where NaN stands", read.isnan(), wanted.isnan())
+        for each in (read, wanted):
+            each[right.isnan()] = 0
+        expect_same("gathered", packed(read), packed(wanted))
+
+
 @law("gather_cache", cases=reads(FP8_DTYPES))
 def gathered_codes_are_their_numbers_times_the_scale(
     setting: Setting, read: Read
