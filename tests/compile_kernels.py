@@ -335,6 +335,7 @@ def compile_launch(
         options=options,
     )
     return {
+        "cubin": compiled.asm["cubin"],
         **resources(compiled.asm["cubin"]),
         "shared": compiled.metadata.shared,
         "warps": compiled.metadata.num_warps,
@@ -342,20 +343,46 @@ def compile_launch(
     }
 
 
-def resources(cubin: bytes) -> dict[str, int]:
-    """Return registers a thread, and bytes of stack a thread: what did not fit registers."""
+def dump(cubin: bytes, what: str) -> str:
+    """Return what cuobjdump says of a kernel."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     if not tool.exists():
         tool = Path(shutil.which("cuobjdump") or tool)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.cubin"
         file.write_bytes(cubin)
-        text = subprocess.run(
-            [str(tool), "-res-usage", str(file)],
-            capture_output=True,
-            text=True,
-            check=True,
+        return subprocess.run(
+            [str(tool), what, str(file)], capture_output=True, text=True, check=True
         ).stdout
+
+
+def reloads_over_keys(cubin: bytes) -> int:
+    """Return how often a turn of the loops over keys goes to the stack: for what was spilled.
+
+    They are the innermost loops with products of tiles.
+    """
+    found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", dump(cubin, "-sass"))
+    code = [(int(place, 16), words) for place, words in found]
+    loops = []
+    for place, words in code:
+        target = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", words)
+        if target and int(target[1], 16) < place:
+            loops.append((int(target[1], 16), place))
+    reloads = products = 0
+    for begin, end in loops:
+        if any(begin <= a and b <= end and (a, b) != (begin, end) for a, b in loops):
+            continue
+        body = [words for place, words in code if begin <= place <= end]
+        if any(re.search(r"\b[A-Z]*MMA", words) for words in body):
+            products += 1
+            reloads += sum(bool(re.search(r"\b(LDL|STL)\b", each)) for each in body)
+    assert products, "no loop with products was found"
+    return reloads
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Return registers a thread, and bytes of stack a thread: what did not fit registers."""
+    text = dump(cubin, "-res-usage")
     return {
         "registers": max(map(int, re.findall(r"REG:(\d+)", text))),
         "stack": max(map(int, re.findall(r"STACK:(\d+)", text))),
@@ -388,6 +415,9 @@ def main(chips: list[int]) -> None:
                     continue
                 seen.add(key)
                 used = compile_launch(kernel, values, options, chip)
+                cubin = used.pop("cubin")
+                if case.startswith("decode, bf16"):
+                    used["reloads"] = reloads_over_keys(cubin)
                 line = {"chip": chip, "case": case, "kernel": kernel.__name__} | used
                 print(json.dumps(line), flush=True)
 

@@ -25,7 +25,7 @@ settings.register_profile(
     derandomize=True,
     deadline=None,  # the interpreter's first launch of a kernel takes seconds
     print_blob=True,
-    max_examples=60,
+    max_examples=36,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.register_profile(

@@ -60,7 +60,8 @@ def test_every_kernel_compiles_for(
         # a few bytes are a few registers; more means that the tile is too large for the chip
         assert line["stack"] <= 512, line
         if line["case"].startswith("decode, bf16"):
-            assert line["stack"] == 0, line
+            # a few numbers may wait on the stack for a request's last key, none within its keys
+            assert line["reloads"] == 0 and line["stack"] <= 16, line
         elif chip >= 90 > line["registers"]:
             # triton 3.6's ptxas sets 8 bytes aside with registers to spare
             assert line["stack"] <= 8, line

@@ -366,7 +366,14 @@ INVARIANT = Support(operations=["paged_attention"], options=PLAIN, batch_invaria
 ALONE, CUT, CROWD = (each.name for each in COMPANY)
 
 
-@pytest.mark.parametrize("name", ["reference", "optimized"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "reference",
+        # bit for bit over many batches, in the interpreter
+        pytest.param("optimized", marks=pytest.mark.slow),
+    ],
+)
 def test_both_twins_keep_what_they_claim(name: str, device: torch.device) -> None:
     twin = load_candidate(name)
     is_claimed = twin.why_unclaimed(BATCH_INVARIANT) is None

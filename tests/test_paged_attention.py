@@ -30,7 +30,7 @@ from pagetwin.shared.conformance.oracles import (
 from torch import Tensor
 
 # each example runs a twin at least twice, and the interpreter is slow
-FEWER = settings(max_examples=max(6, settings().max_examples // 3))
+FEWER = settings(max_examples=max(6, settings().max_examples // 4))
 
 
 def run(twin: Twin, batch: Batch, **changes: Any) -> tuple[Tensor, Tensor]:
