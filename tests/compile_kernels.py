@@ -356,10 +356,12 @@ def dump(cubin: bytes, what: str) -> str:
         ).stdout
 
 
-def reloads_over_keys(cubin: bytes) -> int:
-    """Return how often a turn of the loops over keys goes to the stack: for what was spilled.
+def walk_over_keys(cubin: bytes) -> dict[str, int]:
+    """Return what the loops over keys do: the innermost loops with products of tiles.
 
-    They are the innermost loops with products of tiles.
+    Returns:
+        reloads: how often they go to the stack, for what was spilled.
+        copies: how many copies to shared memory each starts and does not wait for, at least.
     """
     found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", dump(cubin, "-sass"))
     code = [(int(place, 16), words) for place, words in found]
@@ -368,16 +370,17 @@ def reloads_over_keys(cubin: bytes) -> int:
         target = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", words)
         if target and int(target[1], 16) < place:
             loops.append((int(target[1], 16), place))
-    reloads = products = 0
+    reloads = 0
+    copies = []
     for begin, end in loops:
         if any(begin <= a and b <= end and (a, b) != (begin, end) for a, b in loops):
             continue
         body = [words for place, words in code if begin <= place <= end]
         if any(re.search(r"\b[A-Z]*MMA", words) for words in body):
-            products += 1
+            copies.append(sum("LDGSTS" in each for each in body))
             reloads += sum(bool(re.search(r"\b(LDL|STL)\b", each)) for each in body)
-    assert products, "no loop with products was found"
-    return reloads
+    assert copies, "no loop with products was found"
+    return {"reloads": reloads, "copies": min(copies)}
 
 
 def resources(cubin: bytes) -> dict[str, int]:
@@ -417,7 +420,7 @@ def main(chips: list[int]) -> None:
                 used = compile_launch(kernel, values, options, chip)
                 cubin = used.pop("cubin")
                 if case.startswith("decode, bf16"):
-                    used["reloads"] = reloads_over_keys(cubin)
+                    used |= walk_over_keys(cubin)
                 line = {"chip": chip, "case": case, "kernel": kernel.__name__} | used
                 print(json.dumps(line), flush=True)
 
