@@ -42,6 +42,7 @@ def main(chip: int) -> None:
         rung.prepare(batch, torch.empty_like(batch.query))()
         for kernel, values, options in launches:
             used = compile_launch(kernel, values, options, chip)
+            del used["cubin"]
             line = {"rung": rung.name, "kernel": kernel.__name__} | used
             print(json.dumps(line), flush=True)
 
