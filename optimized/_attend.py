@@ -1,7 +1,8 @@
 """How is a call of attention launched?
 
 What attends is one kernel (`_attend_kernel.py`), launched for the short requests of a batch and
-again for the long ones. Nothing is read from the device, so that a call can be captured.
+again for the long ones, which a Hopper chip has another one for (`_prefill_sm90.py`). Nothing is
+read from the device, so that a call can be captured.
 
 Most calls are like an earlier one: the same strides, dtypes and options, other sizes. What follows
 from the former is worked out once and kept (`Launches`), and then a call costs little more than
@@ -38,6 +39,17 @@ OPTION_NAMES = tuple(field.name for field in fields(AttentionOptions))
 NO_OPTIONS: tuple[Any, ...] = (None,) * 6
 
 Signature: TypeAlias = tuple[Any, ...]
+
+KNOWN: dict[Signature, "Launches"] = {}
+"""What calls of each kind need; an entry for each, so a few in a program's life."""
+COUNTED = (8, 32, 64) if INTERPRETED else (32, 128, 1024)
+"""Requests that a program counts at once: no more than a warp has lanes, in a batch so small."""
+MIN_SPAN = 32 if INTERPRETED else 512
+"""Keys of a span at least: shorter ones are not worth a join."""
+BRIEF = 2048
+"""Keys of sequences that are short enough for the size of the kernel's code to matter."""
+JOINED_AT_ONCE = 8192
+"""Numbers of parts that a program holds while it joins them."""
 
 
 def attend(
@@ -194,6 +206,7 @@ def _start(
     parts: int,
     arrivals: Tensor | None,
 ) -> None:
+    """Launch the portable kernel, with room for parts of `part_rows` rows if any are joined."""
     query, key, value, block_table, query_start_loc, lengths = call[:6]
     out, lse = call.out, call.lse
     at = 0 if room is None else room.data_ptr()
@@ -352,8 +365,9 @@ class Launches:
         prefill: the launch for long requests.
         group_size: query heads of a kv head.
         kv_heads, value_size: of the cache.
-        has_decode: whether one token's rows fit a short request's tile.
-        short_rows: rows of a short request, at most.
+        has_decode: whether there are short requests: one token's rows fit their tile, and rows are
+            not asked to be the same in any batch.
+        short_rows: rows of a short request, at most; 0 without them.
         rows: of a prefill tile.
         most_seen: keys that the rows of a short request see, at most; None: all there are.
         one_loop: whether a decode masks every tile of keys, or has loops with and without masks.
@@ -422,18 +436,6 @@ class Launches:
                 max(1, programs // self.kv_heads),
             )
         return known
-
-
-KNOWN: dict[Signature, "Launches"] = {}
-"""What calls of each kind need; an entry for each, so a few in a program's life."""
-COUNTED = (8, 32, 64) if INTERPRETED else (32, 128, 1024)
-"""Requests that a program counts at once: no more than a warp has lanes, in a batch so small."""
-MIN_SPAN = 32 if INTERPRETED else 512
-"""Keys of a span at least: shorter ones are not worth a join."""
-BRIEF = 2048
-"""Keys of sequences that are short enough for the size of the kernel's code to matter."""
-JOINED_AT_ONCE = 8192
-"""Numbers of parts that a program holds while it joins them."""
 
 
 def _prepare(

@@ -5,7 +5,8 @@ a row being one query of one token: all query heads that share the kv head lie s
 keys and values are read once for the group. Requests whose rows fit one small tile (SHORT: decodes,
 short verifications) are shared out by their keys, as `_spans.py` tells; all others by their rows.
 Each launch skips the other's requests, so any mixture is right and nothing is read by the host. The
-softmax runs over tiles of keys as they come, in base 2, with sums in float32. Addresses are 64-bit.
+softmax runs over tiles of keys as they come, in base 2, with sums in float32. Addresses have 64
+bits; within keys and values 32 do, where these hold no more.
 
 Options are constants or absent pointers, so what a call does not use is compiled away. A row sees
 an interval of positions. `sight` says which, for each row and, as the interval only moves forward
@@ -130,6 +131,14 @@ def attend_kernel(
     WIDEN: tl.constexpr,
     SUMS: tl.constexpr,
 ):
+    """Attend with all short requests of a batch, or with all long ones.
+
+    ROWS, KEYS: of a tile. SHORT: whether short requests are meant; of them MIN_TILES, WIDTH and
+    MANY are those of `own_span`, JOIN_ROWS and JOIN_PARTS the rows and parts joined at once.
+    CLEAR: whether this launch writes what tokens of no request have. ONE_LOOP: whether all tiles
+    are masked. WIDE: whether places in keys and values need 64 bits. WIDEN: whether 16-bit numbers
+    are computed with in float32. SUMS: see `_attend_keys`.
+    """
     IS_CUT: tl.constexpr = SLIDING_WINDOW > 0 or CHUNK_SIZE > 0
     if SHORT:
         # the kv heads of a span run side by side, as their keys lie in the same blocks

@@ -7,8 +7,8 @@ import torch
 import triton
 from torch import Tensor
 
-HOOKS = triton.knobs.runtime
-INTERPRETED: bool = triton.knobs.runtime.interpret
+RUNTIME = triton.knobs.runtime
+INTERPRETED: bool = RUNTIME.interpret
 """Whether kernels run in Triton's interpreter, on any tensor, or compiled, on CUDA tensors."""
 
 
@@ -108,7 +108,7 @@ class Launcher:
             self._run is not None
             and not union & 15
             and current_device() == self._device
-            and not HOOKS.launch_enter_hook.calls
+            and not RUNTIME.launch_enter_hook.calls
         ):
             self._run(
                 *grid,

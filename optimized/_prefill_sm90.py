@@ -8,11 +8,11 @@ rows at a time: a box never crosses a block, so a tile of 128 keys may lie in ei
 cores read queries, keys and values where they lie, and the weights from registers.
 
 A group works on two tiles of keys at a time: it starts the products for a tile's scores and for the
-last tile's values together, and turns the scores into weights while the values are still being
-averaged. The other groups keep the tensor cores busy meanwhile. Keys are walked from the last to
-the first, so that the tiles that need a mask come first. Values past a sequence's end may hold
-anything, even NaN, which a weight of 0 does not silence: the warp that sends for the values clears
-them in shared memory before anyone sees them.
+last tile's values together, and, with heads of 128, turns the scores into weights while the values
+are still being averaged. The other groups keep the tensor cores busy meanwhile. Keys are walked
+from the last to the first, so that the tiles that need a mask come first. Values past a sequence's
+end may hold anything, even NaN, which a weight of 0 does not silence: the warp that sends for the
+values clears them in shared memory before anyone sees them.
 
 A request with few rows is another kernel's: it gets no tile here. Tiles are drawn from a counter,
 so no program waits for another, however ragged the batch; the longest of a request are drawn first.

@@ -9,15 +9,15 @@ at least 160 KiB of shared memory an SM; SMALL is for all others, unknown ones i
 interpreter gets small tiles, so that short sequences already cross their edges.
 
 Chosen on an H200 (torch 2.11, triton 3.6, bfloat16, 32 query heads, 8 kv heads of 128, blocks of
-16, cold L2, medians of 30 in one run). Decodes with tiles of 16 x 128 and 4 warps, two programs a
-multiprocessor with 3 stages against one with 5: 64 over 4,096 keys 263 us and 266, 256 of ragged
-lengths 526 and 554, with a window of 1,024 82.5 and 89.8, 4 drafts each 264 and 272. Where there
-is one row or less for each program, one with 5 stages is ahead: 8 over 32,768 keys 260 against 266,
-one over 131,072 keys 142 against 148, 16 over 512 keys 20.8 against 24.2. With heads of 64 (20 over
-1,500 keys) 5 stages and two programs: 140, against 157 with 3. 8 warps and three programs lost by
-a fifth and more. A prefill of 8,192 tokens took 1,658 us with 128 x 64, 4 warps, 3 stages
-(128 x 128, 8 warps, 3 stages: 1,768 to 1,791, with 5 stages 1,645, which holds twice the shared
-memory for 1 %; 64 rows: 2,297 to 3,035); the kernel of its own that Hopper has, 830.
+16, cold L2, medians of 30; each pair from one run). Decodes with tiles of 16 x 128 and 4 warps, two
+programs a multiprocessor with 3 stages against one with 5: 64 over 4,096 keys 263 us and 266, 256
+of ragged lengths 526 and 554, with a window of 1,024 82.5 and 89.8, 4 drafts each 264 and 272.
+Where there is one row or less for each program, one with 5 stages is ahead: 8 over 32,768 keys 260
+against 266, one over 131,072 keys 142 against 148, 16 over 512 keys 20.8 against 24.2. With heads
+of 64 (20 over 1,500 keys) 5 stages and two programs: 146, against 157 with 3. 8 warps and three
+programs lost by a fifth and more. A prefill of 8,192 tokens took 1,658 us with 128 x 64, 4 warps, 3
+stages (128 x 128, 8 warps, 3 stages: 1,768 to 1,791, with 5 stages 1,645, which holds twice the
+shared memory for 1 %; 64 rows: 2,297 to 3,035); the kernel of its own that Hopper has, 830.
 """
 
 from dataclasses import dataclass, replace

@@ -14,8 +14,8 @@ from ._launch import current_stream, is_capturing
 ROOM = 1 << 20
 """Counters of a device that are kept for captured launches, 4 MiB."""
 LINE = 32
-COUNTERS = 1 << 12
-NUMBERS = 1 << 20
+"""Counters of a line of memory, 128 bytes."""
+COUNTERS, NUMBERS = 1 << 12, 1 << 20
 """What a stream gets at first; more when a launch needs more."""
 
 _of_streams: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
