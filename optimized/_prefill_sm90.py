@@ -51,7 +51,8 @@ GROUP_ROWS = gl.constexpr(64)  # rows of a group of four warps
 HALF = gl.constexpr(64)  # elements of a box's row: 128 bytes, the widest swizzle
 CHUNK = gl.constexpr(8)  # rows after which the swizzle repeats
 REQS = gl.constexpr(32)  # requests that the drawing warp looks at together
-FACTS = gl.constexpr(8)  # room for what is said of a tile, in numbers
+FACTS = gl.constexpr(8)  # what is said of a tile, in numbers
+LANES = gl.constexpr(32)
 LAST = gl.constexpr(-1)  # said instead of a number of key tiles: there is no tile left
 LOG2_E = math.log2(math.e)
 LN_2 = gl.constexpr(math.log(2.0))
@@ -438,7 +439,7 @@ class Shared(NamedTuple):
         questions: [2 * groups, 64, head_size] the queries of this tile of rows and the next;
             finished rows leave from there.
         key_boxes, value_boxes: [.., box rows, 64] the stages as TMA fills them.
-        facts: [2 * 8, 1] what is said of this tile and the next.
+        facts: [2, 32 * 8] what each lane of a warp says of this tile and the next.
         question_full, question_free: of this tile's queries and of the next's.
         keys_full, values_full: of each stage; one more of the values', for a tile whose end
             must be cleared before it is shown.
@@ -523,17 +524,32 @@ def _first(numbers):
 
 
 @gluon.jit
-def _tell(shared, turn, place: gl.constexpr, fact):
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    line = shared.facts.index((turn & 1) * FACTS + place)
-    line.store(gl.full([1], fact, gl.int32, one))
+def _tell(
+    shared, turn, req, head, token, num_tokens, position, seq_len, key_start, num_tiles
+):
+    """Say what the tile of a turn is, once the one before the last has been heard by all.
+
+    Each lane writes to a place of its own, and what lane 0 wrote is read, which also arrives for
+    its warp. So what is read is in order with the arrival by itself.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([FACTS], [LANES], [gl.num_warps()], [0])
+    place = gl.arange(0, LANES * FACTS, layout) % FACTS
+    facts = gl.where(place == 0, req, num_tiles)
+    facts = gl.where(place == 1, head, facts)
+    facts = gl.where(place == 2, token, facts)
+    facts = gl.where(place == 3, num_tokens, facts)
+    facts = gl.where(place == 4, position, facts)
+    facts = gl.where(place == 5, seq_len, facts)
+    facts = gl.where(place == 6, key_start, facts)
+    mbarrier.wait(shared.heard.index(turn & 1), ((turn >> 1) & 1) ^ 1)
+    shared.facts.index(turn & 1).store(facts)
+    mbarrier.arrive(shared.told.index(turn & 1), count=1)
 
 
 @gluon.jit
 def _hear(shared, turn, place: gl.constexpr):
     one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    line = shared.facts.index((turn & 1) * FACTS + place)
-    return gl.max(line.load(one), 0)
+    return gl.max(shared.facts.index(turn & 1).slice(place, 1).load(one), 0)
 
 
 @gluon.jit
@@ -661,17 +677,10 @@ def _draw_and_load_keys(
         if CAUSAL:
             end = gl.minimum(gl.maximum(position + num_rows, 0), seq_len)
         num_tiles = (end + KEYS - 1) // KEYS
-        # say so
-        mbarrier.wait(shared.heard.index(turn & 1), ((turn >> 1) & 1) ^ 1)
-        _tell(shared, turn, 0, req)
-        _tell(shared, turn, 1, head)
-        _tell(shared, turn, 2, start + first_row)
-        _tell(shared, turn, 3, query_len - first_row)
-        _tell(shared, turn, 4, position)
-        _tell(shared, turn, 5, seq_len)
-        _tell(shared, turn, 6, key_start)
-        _tell(shared, turn, 7, num_tiles)
-        mbarrier.arrive(shared.told.index(turn & 1), count=1)
+        _tell(
+            shared, turn, req, head, start + first_row, query_len - first_row,
+            position, seq_len, key_start, num_tiles,
+        )  # fmt: skip
         turn += 1
         if num_tiles > 0:
             # send for the queries
@@ -732,9 +741,7 @@ def _draw_and_load_keys(
             )
             start, query_len, seq_len, key_start = _measure(batch, req, BLOCK_SIZE)
     # say that there is none
-    mbarrier.wait(shared.heard.index(turn & 1), ((turn >> 1) & 1) ^ 1)
-    _tell(shared, turn, 7, LAST)
-    mbarrier.arrive(shared.told.index(turn & 1), count=1)
+    _tell(shared, turn, 0, 0, 0, 0, 0, 0, 0, LAST)
     # the last program to draw none leaves the counter as it was
     if _first(_count_up(counter + 1)) == gl.num_programs(0) - 1:
         gl.store(counter, 0)
@@ -1237,7 +1244,7 @@ def attend_tiles(
         gl.allocate_shared_memory(dtype, [2 * GROUPS, GROUP_ROWS, HEAD_SIZE], SWIZZLED),
         gl.allocate_shared_memory(dtype, [boxes, KEY_BOX, HALF], SWIZZLED),
         gl.allocate_shared_memory(dtype, [boxes, KEY_BOX, HALF], SWIZZLED),
-        gl.allocate_shared_memory(gl.int32, [2 * FACTS, 1], LINE),
+        gl.allocate_shared_memory(gl.int32, [2, LANES * FACTS], LINE),
         gl.allocate_shared_memory(gl.int64, [2, 1], barrier),
         gl.allocate_shared_memory(gl.int64, [2, 1], barrier),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),

@@ -55,6 +55,9 @@ def check(
             help="LAW=REASON: a law that is known to be broken, and why. Once for each."
         ),
     ] = None,
+    workers: Annotated[
+        int, typer.Option(help="Processes that share the laws out.")
+    ] = 1,
 ) -> None:
     """Hold an implementation to every law, in a process of its own.
 
@@ -69,7 +72,7 @@ def check(
                 )
         choose_interpreter(device)
         known_failures = dict(_law_and_reason(each) for each in known or ())
-        report = _watch(module, only, seed, examples, device, known_failures)
+        report = _watch(module, only, seed, examples, device, known_failures, workers)
         if json_file is not None:
             json_file.write_text(report.to_json(), encoding="utf-8")
         if markdown is not None:
@@ -174,6 +177,7 @@ def _watch(
     examples: int,
     device: str | None,
     known_failures: dict[str, str],
+    workers: int,
 ) -> "Report":
     """Try all laws behind a progress bar."""
     from rich.progress import (
@@ -208,6 +212,7 @@ def _watch(
             device=device,
             known_failures=known_failures,
             on_result=tell,
+            workers=workers,
         )
 
 

@@ -71,6 +71,13 @@ import os
 def compute_slot_mapping_batch(query_lens, computed, rows, block_size):
     os._exit(7)
 """
+ENDS_THE_PROCESS_IN_A_DRY_RUN = """
+import os
+from pagetwin.reference.slot_mapping import compute_slot_mapping_start_idx
+
+def compute_slot_mapping(is_profile_run, *arguments):
+    os._exit(7)
+"""
 READS_ADDRESS_ZERO = """
 import ctypes
 
@@ -174,6 +181,41 @@ def test_a_kernel_that_hangs_is_stopped(kernels):
 def test_a_module_that_dies_when_it_is_imported_is_an_import_error(kernels):
     with pytest.raises(ImportError, match=r"cannot be imported: .*code 3"):
         check_implementation(kernels(DIES_WHEN_IMPORTED), only="slots", device="cpu")
+
+
+def test_workers_share_the_laws_out_and_a_crash_takes_only_one_down(kernels):
+    name = kernels(OFF_BY_ONE + ENDS_THE_PROCESS_IN_A_DRY_RUN)
+    told = []
+    one, three = (
+        check_implementation(
+            name,
+            only="slot",
+            examples=60,
+            device="cpu",
+            workers=workers,
+            on_result=told.append,
+        ).results
+        for workers in (1, 3)
+    )
+    assert [replace(each, seconds=0) for each in one] == [
+        replace(each, seconds=0) for each in three
+    ]
+    assert set(told) == {*one, *three}
+    ends = {each.status for each in three}
+    assert {Status.CRASHED, Status.BROKEN, Status.HELD, Status.MISSING} <= ends
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"workers": 0}, "workers = 0: expected at least 1"),
+        ({"workers": 2, "isolated": False}, "expected 1, which is this process"),
+        ({"examples": 0}, "examples = 0: expected at least 1"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        check_implementation("reference", only=SLOTS, device="cpu", **options)
 
 
 def test_what_is_printed_does_not_disturb(kernels):

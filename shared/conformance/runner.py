@@ -3,14 +3,16 @@
 Each law gets its cases one after another until one breaks it; then Hypothesis looks for a smaller
 one. All of this runs in a process of its own: a kernel that crashes takes that process down, which
 is reported as a failure of the law at hand, with the input at which it happened, and a new process
-goes on with the next.
+goes on with the next. Several processes share the laws out, if asked to.
 """
 
 import builtins
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -42,6 +44,7 @@ def check_implementation(
     isolated: bool = True,
     seconds_of_a_law: float = SECONDS_OF_A_LAW,
     on_result: Callable[[Result], None] = lambda result: None,
+    workers: int = 1,
 ) -> Report:
     """Return how an implementation does on every law.
 
@@ -58,6 +61,7 @@ def check_implementation(
             crash then ends.
         seconds_of_a_law: a law that takes longer counts as crashed, if it is isolated.
         on_result: called with what became of each law, as soon as that is known.
+        workers: processes that share the laws out. The report does not depend on them.
 
     Raises:
         ModuleNotFoundError, ImportError: no such implementation, or it cannot be imported.
@@ -66,17 +70,24 @@ def check_implementation(
     """
     laws = choose_laws(only)
     known = check_known_failures(known_failures)
-    if examples < 1:
-        raise ValueError(f"examples = {examples}: expected at least 1")
+    for name, number in (("examples", examples), ("workers", workers)):
+        if number < 1:
+            raise ValueError(f"{name} = {number}: expected at least 1")
+    if workers > 1 and not isolated:
+        raise ValueError(
+            f"workers = {workers} with isolated = False: expected 1, which is this process"
+        )
     device = choose_device(device)
-    results = []
-    with _trying(implementation, device, isolated, seconds_of_a_law) as try_one:
-        for law in laws:
-            result = try_one(law, Job(law.name, seed, examples))
-            results.append(with_known(result, known.get(law.name)))
-            on_result(results[-1])
+    results: dict[str, Result] = {}
+    with _trying(
+        implementation, device, isolated, seconds_of_a_law, min(workers, len(laws))
+    ) as try_all:
+        for law, result in try_all(laws, seed, examples):
+            results[law.name] = with_known(result, known.get(law.name))
+            on_result(results[law.name])
     options = {"seed": seed, "examples": examples}
-    return Report(implementation, device, tuple(results), options)
+    in_order = tuple(results[law.name] for law in laws)
+    return Report(implementation, device, in_order, options)
 
 
 def choose_laws(only: str | None) -> list[Law]:
@@ -372,16 +383,41 @@ def with_known(result: Result, reason: str | None) -> Result:
 
 @contextmanager
 def _trying(
-    implementation: str, device: str, isolated: bool, seconds: float
-) -> Iterator[Callable[[Law, Job], Result]]:
-    """Yield what tries a job: in a process of its own, or in this one."""
+    implementation: str, device: str, isolated: bool, seconds: float, workers: int
+) -> Iterator[Callable[[list[Law], int, int], Iterator[tuple[Law, Result]]]]:
+    """Yield what tries laws: in processes of their own, or in this one."""
     if not isolated:
         setting = make_setting(load_candidate(implementation), device)
-        yield lambda law, job: try_law(law, setting, job.seed, job.examples)
+        yield lambda laws, seed, examples: (
+            (law, try_law(law, setting, seed, examples)) for law in laws
+        )
         return
-    worker = Worker(implementation, device, seconds)
-    worker.start()
-    try:
-        yield lambda law, job: worker.try_law(job, law.area)
-    finally:
-        worker.stop()
+    with ExitStack() as ended:
+        free: SimpleQueue[Worker] = SimpleQueue()
+        for _ in range(workers):
+            worker = Worker(implementation, device, seconds)
+            ended.callback(worker.stop)
+            free.put(worker)
+        # what cannot be imported is told before anything is tried
+        worker.start()
+        pool = ThreadPoolExecutor(workers)
+        ended.callback(pool.shutdown, cancel_futures=True)
+
+        def try_one(law: Law, job: Job) -> Result:
+            worker = free.get()
+            try:
+                return worker.try_law(job, law.area)
+            finally:
+                free.put(worker)
+
+        def try_all(
+            laws: list[Law], seed: int, examples: int
+        ) -> Iterator[tuple[Law, Result]]:
+            tried = {
+                pool.submit(try_one, law, Job(law.name, seed, examples)): law
+                for law in laws
+            }
+            for each in as_completed(tried):
+                yield tried[each], each.result()
+
+        yield try_all

@@ -1,0 +1,127 @@
+"""What runs under compute-sanitizer? Small batches of every path of paged attention.
+
+    compute-sanitizer --tool memcheck python tests/gpu/sanitized.py portable
+    compute-sanitizer --tool racecheck python tests/gpu/sanitized.py hopper
+    compute-sanitizer --tool racecheck python tests/gpu/sanitized.py handover
+
+`portable` keeps to the kernel that runs on every chip; `hopper` takes the one for prompts on Hopper
+where it fits. `handover` is no kernel of ours: a warp hands numbers over to others through shared
+memory and two mbarriers, in as few lines as that takes. It shows what the tool makes of a pattern
+that is right by the book. Each ends with the word `done`; the tool prints what it found.
+"""
+
+import sys
+
+import torch
+from pagetwin.optimized import _attend, paged_attention
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+)
+
+TURNS = gl.constexpr(6)
+LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+BATCHES = (
+    # new tokens and lengths of the requests, options
+    ([1] * 9, [300, 17, 700, 1, 0, 128, 64, 2000, 5], {}),
+    ([4] * 3, [300, 17, 700], {"sliding_window": 50}),
+    ([1] * 3, [5000, 3, 900], {}),
+    ([1, 200, 7], [90, 333, 70], {}),
+    ([1] * 4, [64] * 4, {"batch_invariant": True}),
+)
+
+
+@gluon.jit
+def _hand_over(line, full, free):
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    for turn in range(TURNS):
+        mbarrier.wait(free, (turn & 1) ^ 1)
+        line.store(gl.full([1], turn, gl.int32, one))
+        mbarrier.arrive(full, count=1)
+
+
+@gluon.jit
+def _take_over(line, full, free, out):
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    total = gl.to_tensor(0)
+    for turn in range(TURNS):
+        mbarrier.wait(full, turn & 1)
+        total += gl.max(line.load(one), 0)
+        mbarrier.arrive(free, count=1)
+    gl.store(out, total)
+
+
+@gluon.jit
+def hand_over_kernel(out):
+    """Hand the numbers below TURNS over from one warp to four, which add them up."""
+    line = gl.allocate_shared_memory(gl.int32, [1], LINE)
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [1], barrier)
+    free = gl.allocate_shared_memory(gl.int64, [1], barrier)
+    mbarrier.init(full, count=1)
+    mbarrier.init(free, count=1)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_take_over, (line, full, free, out)),
+            (_hand_over, (line, full, free)),
+        ],
+        [1],
+        [24],
+    )
+
+
+def run_handover() -> None:
+    """Hand over, and look at what arrived."""
+    out = torch.zeros(1, dtype=torch.int32, device="cuda")
+    hand_over_kernel[(1,)](out, num_warps=4)
+    assert out.item() == sum(range(TURNS.value))
+
+
+def run_batches() -> None:
+    """Attend with every batch, in two dtypes and head sizes."""
+    for head_size, dtype in ((128, torch.bfloat16), (64, torch.float16)):
+        for query_lens, seq_lens, options in BATCHES:
+            arguments = _draw(query_lens, seq_lens, head_size, dtype)
+            lse = torch.empty(8, sum(query_lens) + 2, device="cuda")
+            for _ in range(2):
+                out = paged_attention.paged_attention(*arguments, lse=lse, **options)
+            assert out.isfinite().all()
+
+
+def _draw(
+    query_lens: list[int], seq_lens: list[int], head_size: int, dtype: torch.dtype
+) -> tuple[Tensor | int, ...]:
+    """Return a batch whose blocks of 16 lie in random order, and two tokens that nobody owns."""
+    torch.manual_seed(0)
+    num_blocks = [-(-seq_len // 16) for seq_len in seq_lens]
+    block_table = torch.zeros(len(seq_lens), max(num_blocks) + 1, dtype=torch.int32)
+    ids = torch.randperm(sum(num_blocks)).int().split(num_blocks)
+    for row, own in zip(block_table, ids, strict=True):
+        row[: len(own)] = own
+    cache = torch.randn(2, sum(num_blocks), 16, 2, head_size).to("cuda", dtype)
+    query = torch.randn(sum(query_lens) + 2, 8, head_size).to("cuda", dtype)
+    starts = torch.tensor([0, *query_lens]).cumsum(0).int()
+    lengths = torch.tensor(seq_lens, dtype=torch.int32)
+    in_order = (block_table.cuda(), starts.cuda(), lengths.cuda())
+    return query, cache[0], cache[1], *in_order, max(query_lens), max(seq_lens)
+
+
+def main() -> None:
+    """Run what the first word of the command line names."""
+    what = sys.argv[1]
+    if what == "portable":
+        _attend.is_hopper = lambda device: False
+    if what == "handover":
+        run_handover()
+    else:
+        run_batches()
+    torch.cuda.synchronize()
+    print("done")
+
+
+if __name__ == "__main__":
+    main()
