@@ -178,22 +178,32 @@ def test_a_base_is_left_for_the_other_by_one_rounding(
     assert judge_rows(out.cpu(), two_thirds, two_thirds.float(), torch.float32).ok
 
 
+@pytest.mark.parametrize("level", [0.0, -9e4])
 @pytest.mark.parametrize("mark", [INF, -INF])
 @pytest.mark.parametrize("side", ["prefix", "suffix"])
 def test_an_empty_part_leaves_the_other_as_it_is(
-    mark: float, side: str, twin: Twin, device: torch.device
+    level: float, mark: float, side: str, twin: Twin, device: torch.device
 ) -> None:
-    """Some kernels write +inf where a query saw nothing; its output may be anything."""
-    kept = torch.randn(3, 2, 4, device=device)
-    kept_lse = torch.randn(2, 3, device=device)
+    """Some kernels write +inf where a query saw nothing; its output may be anything.
+
+    All the weight is one part's, however large its log-sum-exp, so its bits do not change.
+    """
+    kept = torch.randn(17, 2, 24, device=device)
+    kept_lse = level + 5 * torch.randn(2, 17, device=device)
     nothing = torch.full_like(kept, float("nan"))
     parts = [(nothing, torch.full_like(kept_lse, mark)), (kept, kept_lse)]
     if side == "suffix":
         parts.reverse()
     joint = torch.full_like(kept_lse, float("nan"))
     out = twin.merge_attn_states(*parts[0], *parts[1], output_lse=joint)
-    assert judge_rows(out.cpu(), kept.cpu().double(), kept.cpu(), torch.float32).ok
+    assert torch.equal(out, kept)
     assert_same_lse(joint, kept_lse.cpu().double(), kept_lse.cpu().abs())
+    for is_base_e in (True, False):
+        alone, its_lse = twin.lse_weighted_combine(
+            kept[None], kept_lse.T[None], is_lse_base_on_e=is_base_e
+        )
+        assert torch.equal(alone, kept)
+        assert_same_lse(its_lse, kept_lse.T.cpu().double(), kept_lse.T.cpu().abs())
 
 
 def test_two_empty_parts_give_zero_and_minus_infinity(
