@@ -1,5 +1,7 @@
 """Where and how do the kernels run?"""
 
+import copy
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -56,9 +58,10 @@ class Launcher:
     that are not aligned to 16 bytes, another device, and hooks of a profiler take Triton's way.
 
     Args:
-        kernel: a function of triton, whose changing arguments come first: pointers, pointers or
-            numbers of options, and numbers, which must not be specialised.
-        lower: makes the tensors that the pointers point to of those that a launch is given.
+        kernel: a function of triton, whose changing arguments come first: tensor maps, pointers,
+            pointers or numbers of options, and numbers, which must not be specialised.
+        lower: makes the kernel's tensors, and what its maps describe, of the tensors that a launch
+            is given.
         fixed: arguments that never change, by name; those that are not named are None.
         num_warps, num_stages: of the launch.
     """
@@ -66,7 +69,7 @@ class Launcher:
     def __init__(
         self,
         kernel: Any,
-        lower: Callable[..., Sequence[Tensor | None]],
+        lower: Callable[..., Sequence[Any]],
         fixed: Mapping[str, Any],
         num_warps: int,
         num_stages: int,
@@ -80,6 +83,24 @@ class Launcher:
         self._function: Any = None
         self._metadata: Any = None
         self._device = -1
+        self._map_kinds: Sequence[Any] = ()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a launch was made before, so that its kernel is known."""
+        return self._run is not None
+
+    def encode(self, number: int, descriptor: Any) -> list[Any]:
+        """Return a tensor map and what goes with it, for a launch that is ready.
+
+        Args:
+            number: which of the kernel's maps it is.
+            descriptor: what it describes.
+        """
+        from triton.backends.nvidia.driver import make_tensordesc_arg
+
+        made: list[Any] = make_tensordesc_arg(descriptor, self._map_kinds[number])
+        return made
 
     def __call__(
         self,
@@ -88,6 +109,7 @@ class Launcher:
         options: Sequence[Tensor | float | None],
         numbers: Sequence[float],
         tensors: Sequence[Any],
+        maps: Sequence[Any] = (),
     ) -> None:
         """Launch the kernel.
 
@@ -96,7 +118,8 @@ class Launcher:
             pointers: 0 for those that are absent.
             options: tensors and numbers of options.
             numbers: sizes and strides.
-            tensors: what the pointers point to, before it is lowered.
+            tensors: what the pointers point to and the maps describe, before it is lowered.
+            maps: of a kernel with maps, what `encode` returned for each; empty: not ready yet.
         """
         union = 0
         for pointer in pointers:
@@ -118,6 +141,7 @@ class Launcher:
                 None,
                 None,
                 None,
+                *maps,
                 *pointers,
                 *options,
                 *numbers,
@@ -129,6 +153,26 @@ class Launcher:
         self._rest = tuple(self._fixed.get(name) for name in names)
         compiled = self._kernel[grid](*changing, *self._rest, **self._chosen)
         if compiled is not None and not union & 15 and not INTERPRETED:
+            self._map_kinds = getattr(compiled.metadata, "tensordesc_meta", None) or ()
             self._run, self._device = compiled.run, current_device()
+            if self._map_kinds:
+                self._run = _with_ready_maps(compiled.run)
             self._function = compiled.function
             self._metadata = compiled.packed_metadata
+
+
+def _with_ready_maps(run: Any) -> Any:
+    """Return what launches a kernel with tensor maps that are encoded already.
+
+    Triton wraps the launch of such a kernel in a function that encodes all maps anew each time;
+    beneath it lies the launch itself. None: it does not lie there, so each launch must go
+    Triton's way.
+    """
+    if not inspect.isfunction(run.launch):
+        return None
+    beneath = inspect.getclosurevars(run.launch).nonlocals.get("launcher")
+    if beneath is None:
+        return None
+    run = copy.copy(run)
+    run.launch = beneath
+    return run

@@ -6,8 +6,7 @@ of through a block table.
 
 import torch
 
-from ..shared.attention_options import AttentionOptions
-from ..shared.refusals import check_encoder_attention, values_checked
+from ..shared.refusals import check_encoder_attention
 from ..shared.shapes import (
     CausalFlags,
     LogSumExp,
@@ -21,16 +20,7 @@ from ..shared.shapes import (
     StartLoc,
     TokenRanges,
 )
-from ._attend import (
-    KNOWN,
-    PLAIN,
-    attend,
-    check_compute_dtype,
-    check_supported,
-    sign,
-    sizes_fit,
-)
-from ._launch import check_launch
+from ._attend import attend, check_compute_dtype, choose_options
 from ._operators import operator
 
 
@@ -64,61 +54,27 @@ def encoder_attention(
         NotImplementedError: another `compute_dtype` than float32, a head of more than 1,024
             elements, or float64 inputs; the reference takes them.
     """
-    is_plain = (
-        isinstance(causal, bool)
-        and sliding_window is None
-        and attention_chunk_size is None
-        and query_ranges is None
-        and logits_soft_cap is None
-        and alibi_slopes is None
-        and position_bias is None
-        and sinks is None
-        and out_scale is None
-        and not batch_invariant
-    )
-    options = (
-        PLAIN[causal]  # type: ignore[index]
-        if is_plain
-        else AttentionOptions(
-            causal=causal,
-            sliding_window=sliding_window,
-            attention_chunk_size=attention_chunk_size,
-            query_ranges=query_ranges,
-            logits_soft_cap=logits_soft_cap,
-            alibi_slopes=alibi_slopes,
-            position_bias=position_bias,
-            sinks=sinks,
-            out_scale=out_scale,
-            batch_invariant=batch_invariant,
-        )
+    check_compute_dtype(compute_dtype)
+    options = choose_options(
+        causal=causal,
+        sliding_window=sliding_window,
+        attention_chunk_size=attention_chunk_size,
+        query_ranges=query_ranges,
+        logits_soft_cap=logits_soft_cap,
+        alibi_slopes=alibi_slopes,
+        position_bias=position_bias,
+        sinks=sinks,
+        out_scale=out_scale,
+        batch_invariant=batch_invariant,
     )
     starts = (query_start_loc, key_start_loc)
     bounds = (max_query_len, max_key_len)
-    signature = sign(query, key, value, None, *starts, out, lse, options)
-    launches = None if signature is None else KNOWN.get(signature)
-    contents = values_checked()
-    if (
-        launches is None
-        or contents
-        or not sizes_fit(query, value, None, *starts, *bounds, out, lse)
-    ):
+
+    def check(contents: bool) -> None:
         check_encoder_attention(
             query, key, value, *starts, *bounds, out, lse, options, contents=contents
         )
-        check_launch(query)
-        check_supported(query, value)
-    check_compute_dtype(compute_dtype)
+
     return attend(
-        query,
-        key,
-        value,
-        None,
-        *starts,
-        *bounds,
-        scale,
-        out,
-        lse,
-        options,
-        signature,
-        launches,
+        query, key, value, None, *starts, *bounds, scale, out, lse, options, check
     )

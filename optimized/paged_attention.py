@@ -6,8 +6,7 @@ does, and how a batch is cut into programs, stands there.
 
 import torch
 
-from ..shared.attention_options import AttentionOptions
-from ..shared.refusals import check_paged_attention, values_checked
+from ..shared.refusals import check_paged_attention
 from ..shared.shapes import (
     BlockTable,
     CausalFlags,
@@ -24,16 +23,7 @@ from ..shared.shapes import (
     TreeMask,
     ValueCache,
 )
-from ._attend import (
-    KNOWN,
-    PLAIN,
-    attend,
-    check_compute_dtype,
-    check_supported,
-    sign,
-    sizes_fit,
-)
-from ._launch import check_launch
+from ._attend import attend, check_compute_dtype, choose_options
 from ._operators import operator
 
 
@@ -71,73 +61,26 @@ def paged_attention(
         NotImplementedError: another `compute_dtype` than float32, a head of more than 1,024
             elements, or a float64 cache; the reference takes them.
     """
-    is_plain = (
-        isinstance(causal, bool)
-        and sliding_window is None
-        and attention_chunk_size is None
-        and tree_mask is None
-        and query_ranges is None
-        and logits_soft_cap is None
-        and alibi_slopes is None
-        and position_bias is None
-        and sinks is None
-        and k_scale is None
-        and v_scale is None
-        and out_scale is None
-        and not batch_invariant
-    )
-    options = (
-        PLAIN[causal]  # type: ignore[index]
-        if is_plain
-        else AttentionOptions(
-            causal=causal,
-            sliding_window=sliding_window,
-            attention_chunk_size=attention_chunk_size,
-            tree_mask=tree_mask,
-            query_ranges=query_ranges,
-            logits_soft_cap=logits_soft_cap,
-            alibi_slopes=alibi_slopes,
-            position_bias=position_bias,
-            sinks=sinks,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            out_scale=out_scale,
-            batch_invariant=batch_invariant,
-        )
+    check_compute_dtype(compute_dtype)
+    options = choose_options(
+        causal=causal,
+        sliding_window=sliding_window,
+        attention_chunk_size=attention_chunk_size,
+        tree_mask=tree_mask,
+        query_ranges=query_ranges,
+        logits_soft_cap=logits_soft_cap,
+        alibi_slopes=alibi_slopes,
+        position_bias=position_bias,
+        sinks=sinks,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        out_scale=out_scale,
+        batch_invariant=batch_invariant,
     )
     tensors = (query, key_cache, value_cache, block_table, query_start_loc, seq_lens)
-    signature = sign(*tensors, out, lse, options)
-    launches = None if signature is None else KNOWN.get(signature)
-    contents = values_checked()
-    if (
-        launches is None
-        or contents
-        or not sizes_fit(
-            query,
-            value_cache,
-            block_table,
-            query_start_loc,
-            seq_lens,
-            max_query_len,
-            max_seq_len,
-            out,
-            lse,
-        )
-    ):
-        check_paged_attention(
-            *tensors, max_query_len, max_seq_len, out, lse, options, contents=contents
-        )
-        check_launch(query)
-        check_supported(query, value_cache)
-    check_compute_dtype(compute_dtype)
-    return attend(
-        *tensors,
-        max_query_len,
-        max_seq_len,
-        scale,
-        out,
-        lse,
-        options,
-        signature,
-        launches,
-    )
+    bounds = (max_query_len, max_seq_len)
+
+    def check(contents: bool) -> None:
+        check_paged_attention(*tensors, *bounds, out, lse, options, contents=contents)
+
+    return attend(*tensors, *bounds, scale, out, lse, options, check)

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import triton
 from pagetwin.optimized import _prefill_sm90
+from pagetwin.shared.attention_options import AttentionOptions
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -74,9 +75,6 @@ def record(case: Case) -> dict[str, Any]:
     properties = SimpleNamespace(multi_processor_count=132, major=9, minor=0)
     torch.cuda.get_device_properties = lambda device=None: properties
     GluonJITFunction.run = keep
-    _prefill_sm90.driver = SimpleNamespace(
-        active=SimpleNamespace(get_current_stream=id)
-    )
     query = torch.zeros(256, 8, head_size, dtype=dtype)
     starts = torch.tensor([0, 100, 256], dtype=torch.int32)
     keys = torch.zeros(512, 2, head_size, dtype=dtype)
@@ -86,10 +84,12 @@ def record(case: Case) -> dict[str, Any]:
         table = torch.zeros(2, 2, dtype=torch.int32)
         lengths = torch.tensor([block_size, 2 * block_size], dtype=torch.int32)
     lse = torch.zeros(8, 256) if has_lse else None
+    options = AttentionOptions(causal=causal)
+    prompts = _prefill_sm90.lay_out(query, keys, keys, table, query, options)
+    assert prompts is not None
     _prefill_sm90.launch(
-        query, keys, keys, table, starts, lengths, 156, 16, 0.1, query, lse, causal
+        prompts, query, keys, keys, table, starts, lengths, 156, 16, 0.1, query, lse
     )
-    _prefill_sm90.COMPILED.clear()
     return launches[0]
 
 
@@ -154,15 +154,17 @@ def main_loops(cubin: bytes) -> Iterator[dict[str, int]]:
             check=True,
         ).stdout
     for stretch in re.split(r"^\.L_x_\d+:$", text, flags=re.M):
-        found = Counter(
-            re.findall(
-                r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+ )?([A-Z0-9]+)", stretch, re.M
-            )
+        in_order = re.findall(
+            r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+ )?([A-Z0-9]+)", stretch, re.M
         )
+        found = Counter(in_order)
         if found["HGMMA"] and found["MUFU"] > 50:
+            behind = "".join(in_order).rpartition("BAR")[0]
             yield {
                 "instructions": found.total(),
                 **{each: found[each] for each in COUNTED},
+                # exponentials that the next group's turn waits for
+                "MUFU before BAR": behind.count("MUFU"),
             }
 
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,14 +16,15 @@ import torch
 from compile_prefill_sm90 import EVERY_DAY
 from conftest import Twin
 from pagetwin.optimized import _workspace
+from pagetwin.optimized._launch import _with_ready_maps
 from pagetwin.optimized._prefill_sm90 import (
     GIVEN,
     OPTIONS,
     Plane,
-    _lay_out,
-    _layouts,
     _plane,
     launch,
+    lay_out,
+    prepare,
     takes,
 )
 from pagetwin.shared.attention_options import AttentionOptions
@@ -72,8 +74,10 @@ def test_the_assembler_lets_products_and_softmax_overlap(
             # products are in flight within one stretch, and nothing is repacked or spilled
             assert loop["HGMMA"] == 8, line
             assert loop["PRMT"] <= 1, line
-            # three groups also pass turns on
+            # three groups also pass turns on, and not only when their exponentials are done
             assert loop["BAR"] <= (2 if groups == 3 else 1), line
+            if groups == 3 and place % 2:
+                assert loop["MUFU before BAR"] < loop["MUFU"] * 0.8, line
             # a loop with a mask comes first and may spill a little: it has few turns
             assert loop["STL"] <= (0 if place % 2 else 8), line
             assert loop["LDL"] <= (1 if place % 2 else 8), line
@@ -146,8 +150,9 @@ def test_blocks_that_a_box_would_cross_are_left_to_others() -> None:
     query = torch.zeros(8, 8, 128, dtype=BF16)
     for block_size, is_taken in ((16, True), (48, True), (24, False), (8, False)):
         keys = torch.zeros(2, block_size, 2, 128, dtype=BF16)
-        planes = _lay_out(*_layouts(query, keys, keys, query), True)
-        assert (planes is not None) == is_taken
+        table = torch.zeros(1, 2, dtype=torch.int32)
+        prompts = lay_out(query, keys, keys, table, query, AttentionOptions())
+        assert (prompts is not None) == is_taken
 
 
 @pytest.mark.parametrize(
@@ -162,10 +167,8 @@ def test_an_option_is_noticed_whatever_its_value(given: dict[str, Any]) -> None:
 def test_nothing_is_taken_off_the_chip() -> None:
     batch = build(Plan((8,), (8,), head_size=128, dtype=BF16))
     caches = (batch.key_cache, batch.value_cache)
-    options = AttentionOptions()
-    assert not takes(
-        batch.query, *caches, batch.block_table, batch.query, None, options, 0.1
-    )
+    inputs = (batch.query, *caches, batch.block_table, batch.query)
+    assert prepare(*inputs, AttentionOptions()) is None
 
 
 def run(
@@ -177,12 +180,16 @@ def run(
     out = fresh if out is None else out
     scale = plan.head_size**-0.5 if plan.scale is None else plan.scale
     inputs = (batch.query, batch.key_cache, batch.value_cache, batch.block_table)
-    options = AttentionOptions(causal=causal)
-    assert takes(*inputs, out, lse, options, scale)
-    launch(
-        *inputs, batch.query_start_loc, batch.seq_lens, batch.max_query_len,
-        short_rows, scale, out, lse, causal,
-    )  # fmt: skip
+    prompts = prepare(*inputs, out, AttentionOptions(causal=causal))
+    assert prompts is not None
+    for _ in range(2):  # as triton launches it, and then as it is launched here
+        out.fill_(NAN)
+        lse.fill_(NAN)
+        assert takes(prompts, *inputs, out, lse, scale)
+        launch(
+            prompts, *inputs, batch.query_start_loc, batch.seq_lens, batch.max_query_len,
+            short_rows, scale, out, lse,
+        )  # fmt: skip
     return out, lse
 
 
@@ -323,19 +330,12 @@ def test_keys_that_lie_request_after_request_give_the_same(
     keys, values, starts = ragged(batch)
     out, lse = batch.fresh()
     scale = head_size**-0.5
-    assert takes(
-        batch.query,
-        keys,
-        values,
-        None,
-        out,
-        lse,
-        AttentionOptions(causal=causal),
-        scale,
-    )
+    inputs = (batch.query, keys, values, None)
+    prompts = prepare(*inputs, out, AttentionOptions(causal=causal))
+    assert prompts is not None and takes(prompts, *inputs, out, lse, scale)
     launch(
-        batch.query, keys, values, None, batch.query_start_loc, starts,
-        batch.max_query_len, 0, scale, out, lse, causal,
+        prompts, *inputs, batch.query_start_loc, starts, batch.max_query_len, 0, scale,
+        out, lse,
     )  # fmt: skip
     assert same_bits(out, expected)
     assert same_bits(lse, expected_lse)
@@ -417,11 +417,14 @@ def test_one_captured_launch_serves_other_lengths(reference: Twin) -> None:
     )
     out, lse = first.fresh()
     run(live, out=out)  # compiles
+    inputs = (live.query, *caches, table)
+    prompts = prepare(*inputs, out, AttentionOptions())
+    assert prompts is not None
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         launch(
-            live.query, *caches, table, live.query_start_loc, live.seq_lens, 200, 0,
-            128**-0.5, out, lse, True,
+            prompts, *inputs, live.query_start_loc, live.seq_lens, 200, 0, 128**-0.5,
+            out, lse,
         )  # fmt: skip
     for _ in range(2):
         for batch in batches:
@@ -439,6 +442,46 @@ def test_one_captured_launch_serves_other_lengths(reference: Twin) -> None:
             verdict, exact_lse = judge_attention(batch, out, reference)
             assert verdict.ok, verdict
             assert judge_lse(batch, lse, exact_lse) <= 1
+
+
+@needs_hopper
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_calls_of_one_kind_may_have_any_number_of_tokens(
+    head_size: int, reference: Twin
+) -> None:
+    """What is kept of the first call says nothing of the tokens and addresses of the next."""
+    prompts = None
+    for query_len in (40, 500, 1, 130):
+        plan = Plan((query_len,), (500,), head_size=head_size, dtype=BF16)
+        batch = build(replace(plan, seed=query_len), "cuda")
+        out, lse = batch.fresh()
+        inputs = (batch.query, batch.key_cache, batch.value_cache, batch.block_table)
+        prompts = prompts or prepare(*inputs, out, AttentionOptions())
+        assert prompts is not None
+        scale = head_size**-0.5
+        assert takes(prompts, *inputs, out, lse, scale)
+        launch(
+            prompts, *inputs, batch.query_start_loc, batch.seq_lens, query_len, 0, scale,
+            out, lse,
+        )  # fmt: skip
+        verdict, exact_lse = judge_attention(batch, out, reference)
+        assert verdict.ok, verdict
+        assert judge_lse(batch, lse, exact_lse) <= 1
+
+
+def test_a_kernel_whose_launch_cannot_be_found_is_left_to_triton() -> None:
+    """Triton's launcher is looked into; a version that is built otherwise still has to work."""
+    maker: Any = SimpleNamespace(launch=print)
+    assert _with_ready_maps(maker) is None
+    maker.launch = lambda *arguments: arguments
+    assert _with_ready_maps(maker) is None
+
+    def wrap(launcher: Any) -> Any:
+        return lambda *arguments: launcher(*arguments)
+
+    maker.launch = wrap(print)
+    assert _with_ready_maps(maker).launch is print
+    assert maker.launch is not print
 
 
 @needs_hopper

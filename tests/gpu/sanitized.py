@@ -13,7 +13,7 @@ that is right by the book. Each ends with the word `done`; the tool prints what 
 import sys
 
 import torch
-from pagetwin.optimized import _attend, paged_attention
+from pagetwin.optimized import _prefill_sm90, paged_attention
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -114,7 +114,7 @@ def main() -> None:
     """Run what the first word of the command line names."""
     what = sys.argv[1]
     if what == "portable":
-        _attend.is_hopper = lambda device: False
+        _prefill_sm90.is_hopper = lambda device: False
     if what == "handover":
         run_handover()
     else:
