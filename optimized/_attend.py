@@ -21,7 +21,7 @@ from ..shared.refusals import values_checked
 from . import _prefill_sm90
 from ._fp8 import scale_arguments
 from ._launch import INTERPRETED, Launcher, check_launch
-from ._prepare import Launches, prepare
+from ._prepare import MOST_ROOM, Launches, prepare
 from ._tuning import max_head_size
 from ._workspace import find_workspace
 
@@ -189,8 +189,22 @@ def _start_prefill(call: Call) -> None:
     num_reqs = call.query_start_loc.shape[0] - 1
     # no request has more tiles than its rows fill, plus one that is not full
     rows = call.query.shape[0] * launches.group_size
-    grid = (-(-rows // launches.rows) + num_reqs, launches.kv_heads, 1)
-    _start(launches.prefill, grid, call, 0, None, 0, None)
+    tiles = rows // launches.rows + num_reqs
+    alone, spread = launches.prefills
+    if launches.span:
+        # where tiles do not fill the chip, their parts do
+        spans = -(-call.max_key_len // launches.span)
+        counters = tiles * launches.kv_heads
+        part_rows = min(launches.rows, call.max_query_len * launches.group_size)
+        parts = -(-counters * spans * part_rows // 4) * 4
+        numbers = parts * (launches.value_size + 1)
+        if spans > 1 and counters < launches.processors and numbers <= MOST_ROOM:
+            arrivals, room = find_workspace(call.query.device, counters, numbers)
+            grid = (tiles, launches.kv_heads, spans)
+            _start(spread, grid, call, part_rows, room, parts, arrivals)
+            return
+    grid = (tiles, launches.kv_heads, 1)
+    _start(alone, grid, call, 0, None, 0, None)
 
 
 def _start(

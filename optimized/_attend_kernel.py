@@ -24,6 +24,7 @@ from ._rows import (
     clear_tokens,
     find_tile,
     finish_rows,
+    fold_part,
     start_rows,
     store_rows,
     tanh,
@@ -128,6 +129,8 @@ def attend_kernel(
     WIDE: tl.constexpr,
     JOIN_ROWS: tl.constexpr,
     JOIN_PARTS: tl.constexpr,
+    SPAN: tl.constexpr,
+    IS_SPREAD: tl.constexpr,
     WIDEN: tl.constexpr,
     SUMS: tl.constexpr,
 ):
@@ -135,6 +138,8 @@ def attend_kernel(
 
     ROWS, KEYS: of a tile. SHORT: whether short requests are meant; of them MIN_TILES, WIDTH and
     MANY are those of `own_span`, JOIN_ROWS and JOIN_PARTS the rows and parts joined at once.
+    SPAN: of long ones, keys of a part of each row, a multiple of KEYS; 0: rows have no parts.
+    IS_SPREAD: whether each part has a program of its own, and JOIN_ROWS rows are joined at once.
     CLEAR: whether this launch writes what tokens of no request have. ONE_LOOP: whether all tiles
     are masked. WIDE: whether places in keys and values need 64 bits. WIDEN: whether 16-bit numbers
     are computed with in float32. SUMS: see `_attend_keys`.
@@ -299,15 +304,59 @@ def attend_kernel(
             high = tl.maximum(high, 0) // KEYS * KEYS
             high = tl.maximum(tl.minimum(high, end), low)
 
-            total = tl.zeros([ROWS, VALUE_TILE], dtype=tl.float32)
-            row_sum, row_max = start_rows(sinks, head, is_row, whole, ROWS)
             slope = None
             if alibi_slopes is not None:
                 slope = tl.load(alibi_slopes + head, mask=is_row, other=0.0)
             bias = None
             if position_bias is not None:
                 bias = position_bias + head.to(tl.int64) * bias_stride_head
-            if ONE_LOOP:
+            total = tl.zeros([ROWS, VALUE_TILE], dtype=tl.float32)
+            row_sum, row_max = start_rows(sinks, head, is_row, whole, ROWS)
+            if SPAN > 0:
+                # parts begin at the same keys whoever computes them, and are joined in order
+                first_part = begin // SPAN
+                parts = tl.maximum(tl.cdiv(end, SPAN) - first_part, 1)
+                own_part = 0
+                own_end = parts
+                if IS_SPREAD:
+                    own_part = tl.program_id(2)
+                    own_end = tl.minimum(own_part + 1, parts)
+                    whole = (parts == 1) & (own_part == 0)
+                    at = _span_place(place, kv_head, num_kv_heads, own_part, part_rows)
+                for part in range(own_part, own_end):
+                    part_begin = (first_part + part) * SPAN
+                    part_total = tl.zeros([ROWS, VALUE_TILE], dtype=tl.float32)
+                    part_sum, part_max = start_rows(None, head, is_row, True, ROWS)
+                    part_total, part_sum, part_max = _attend_keys(
+                        part_total, part_sum, part_max, question,
+                        tl.maximum(begin, part_begin), tl.minimum(end, part_begin + SPAN),
+                        position, row_first, row_end, first_seen, last_seen, row_scale,
+                        slope, bias, bias_reach, bias_stride_entry,
+                        context, is_tree, tree, tree_stride_key, depths, range_first, range_last,
+                        keys, values, entries, table_stride_entry,
+                        key_stride_block, key_stride_slot, key_stride_element,
+                        value_stride_block, value_stride_slot, value_stride_element,
+                        HEAD_SIZE, HEAD_TILE, VALUE_SIZE, VALUE_TILE, BLOCK_SIZE, SOFT_CAP,
+                        CACHE_FP8, NATIVE_FP8, WIDE, SHORT, KEYS, True, IS_CUT, WIDEN, SUMS,
+                    )  # fmt: skip
+                    result, row_lse = finish_rows(part_total, part_sum, part_max)
+                    if CACHE_FP8:
+                        result *= load_scale(v_scale, v_scale_stride, kv_head, True)
+                    if IS_SPREAD:  # noqa: SIM102 (a constant, which leaves the rest out)
+                        if parts > 1:
+                            _store_part(
+                                part_out,
+                                part_lse,
+                                at,
+                                result,
+                                row_lse,
+                                is_row,
+                                VALUE_SIZE,
+                            )
+                    total, row_sum, row_max = fold_part(
+                        total, row_sum, row_max, result, row_lse
+                    )
+            elif ONE_LOOP:
                 # a program waits for memory, not for its masks: one loop, which is never drained
                 total, row_sum, row_max = _attend_keys(
                     total, row_sum, row_max, question, begin, end,
@@ -360,7 +409,7 @@ def attend_kernel(
                 )  # fmt: skip
 
             result, row_lse = finish_rows(total, row_sum, row_max)
-            if CACHE_FP8:
+            if CACHE_FP8 and SPAN == 0:
                 result *= load_scale(v_scale, v_scale_stride, kv_head, True)
             element = tl.arange(0, VALUE_TILE)
             if whole:
@@ -375,12 +424,7 @@ def attend_kernel(
                 at = part_place(
                     place, begins_here.to(tl.int32), kv_head, num_kv_heads, part_rows
                 )
-                tl.store(part_lse + at + row, row_lse, mask=is_row)
-                tl.store(
-                    part_out + (at + row)[:, None] * VALUE_SIZE + element[None, :],
-                    result,
-                    mask=is_row[:, None] & (element < VALUE_SIZE)[None, :],
-                )
+                _store_part(part_out, part_lse, at, result, row_lse, is_row, VALUE_SIZE)
                 # join the parts, if this is the last one to arrive
                 first_span = line // span
                 last_span = (line + tiles - 1) // span
@@ -397,8 +441,109 @@ def attend_kernel(
                         lse_stride_head, lse_stride_token, GROUP_SIZE, VALUE_SIZE, VALUE_TILE,
                         OUT_FP8, JOIN_ROWS, JOIN_PARTS,
                     )  # fmt: skip
+            elif IS_SPREAD:  # noqa: SIM102
+                if own_part < parts:
+                    # join the parts, if this is the last one to arrive
+                    counter = arrivals + place * num_kv_heads + kv_head
+                    tl.debug_barrier()
+                    before = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+                    if before == parts - 1:
+                        tl.store(counter, 0)
+                        _join_spans(
+                            out, lse, sinks, out_scale, out_scale_stride, part_out, part_lse,
+                            place, parts, kv_head, num_kv_heads, part_rows, start,
+                            first_row, num_rows,
+                            out_stride_token, out_stride_head, out_stride_element,
+                            lse_stride_head, lse_stride_token, GROUP_SIZE, VALUE_SIZE,
+                            VALUE_TILE, OUT_FP8, ROWS, JOIN_ROWS,
+                        )  # fmt: skip
             if SHORT:
                 line += tiles
+
+
+@triton.jit
+def _span_place(place, kv_head, num_kv_heads, part, part_rows):
+    """Return where a part's first row lies in [tiles, kv_heads, parts, part_rows]."""
+    tile = tl.cast(place, tl.int64) * num_kv_heads + kv_head
+    return (tile * tl.num_programs(2) + part) * part_rows
+
+
+@triton.jit
+def _store_part(
+    part_out, part_lse, at, result, row_lse, is_row, VALUE_SIZE: tl.constexpr
+):
+    """Leave a part of a tile's rows where the last one to arrive will look for it."""
+    place = at + tl.arange(0, result.shape[0])
+    element = tl.arange(0, result.shape[1])
+    tl.store(part_lse + place, row_lse, mask=is_row)
+    tl.store(
+        part_out + place[:, None] * VALUE_SIZE + element[None, :],
+        result,
+        mask=is_row[:, None] & (element < VALUE_SIZE)[None, :],
+    )
+
+
+@triton.jit
+def _join_spans(
+    out,
+    lse,
+    sinks,
+    out_scale,
+    out_scale_stride,
+    part_out,
+    part_lse,
+    place,
+    parts,
+    kv_head,
+    num_kv_heads,
+    part_rows,
+    start,
+    first_row,
+    num_rows,
+    out_stride_token,
+    out_stride_head,
+    out_stride_element,
+    lse_stride_head,
+    lse_stride_token,
+    GROUP_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    VALUE_TILE: tl.constexpr,
+    OUT_FP8: tl.constexpr,
+    ROWS: tl.constexpr,
+    JOIN_ROWS: tl.constexpr,
+):
+    """Write a tile's rows, some at a time, each joined from its parts in order of their keys."""
+    element = tl.arange(0, VALUE_TILE)
+    for first in range(0, tl.minimum(num_rows - first_row, ROWS), JOIN_ROWS):
+        own = first + tl.arange(0, JOIN_ROWS)
+        row = first_row + own
+        is_row = row < num_rows
+        head = kv_head * GROUP_SIZE + row % GROUP_SIZE
+        total = tl.zeros([JOIN_ROWS, VALUE_TILE], dtype=tl.float32)
+        row_sum, row_max = start_rows(sinks, head, is_row, True, JOIN_ROWS)
+        for part in range(parts):
+            at = own + _span_place(place, kv_head, num_kv_heads, part, part_rows)
+            # other programs wrote these: not from this one's own cache
+            its_lse = tl.load(
+                part_lse + at,
+                mask=is_row,
+                other=-float("inf"),
+                cache_modifier=".cg",
+            )
+            value = tl.load(
+                part_out + at[:, None] * VALUE_SIZE + element[None, :],
+                mask=is_row[:, None] & (element < VALUE_SIZE)[None, :],
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            total, row_sum, row_max = fold_part(total, row_sum, row_max, value, its_lse)
+        result, row_lse = finish_rows(total, row_sum, row_max)
+        store_rows(
+            out, lse, out_scale, out_scale_stride, result, row_lse, start + row // GROUP_SIZE,
+            head, element, is_row,
+            out_stride_token, out_stride_head, out_stride_element,
+            lse_stride_head, lse_stride_token, VALUE_SIZE, OUT_FP8,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -68,6 +68,22 @@ def tanh(x):
 
 
 @triton.jit
+def fold_part(total, row_sum, row_max, value, part_lse):
+    """Return the running sums of rows with one more finished part (log-sum-exp in base 2).
+
+    Wherever this is compiled the same roundings are made: each sum fuses one product, named here.
+    """
+    new_max = tl.maximum(row_max, part_lse)
+    shift = tl.where(new_max == -float("inf"), 0.0, new_max)
+    fade = tl.exp2(row_max - shift)
+    weight = tl.exp2(part_lse - shift)
+    total = tl.fma(
+        total, tl.broadcast_to(fade[:, None], total.shape), value * weight[:, None]
+    )
+    return total, tl.fma(row_sum, fade, weight), new_max
+
+
+@triton.jit
 def fold_parts(total, row_sum, row_max, values, part_lse):
     """Return the running sums of rows with finished parts, which lie along the first axis."""
     new_max = tl.maximum(row_max, tl.max(part_lse, 0))

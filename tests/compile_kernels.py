@@ -74,8 +74,8 @@ def pretend(chip: int, launches: list[Any]) -> None:
         launches.append((self, values, launch))
 
     JITFunction.run = record
-    for concept in CONCEPTS:
-        module = import_module(f"pagetwin.optimized.{concept.name}")
+    for name in ("_attend", *(concept.name for concept in CONCEPTS)):
+        module = import_module(f"pagetwin.optimized.{name}")
         if hasattr(module, "check_launch"):
             module.check_launch = lambda tensor: None
 
@@ -185,6 +185,13 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
             f"{kind}, latent 576 of 512",
             lambda q=query_len, o=latent: run_attention(
                 q, 4096, 576, torch.bfloat16, **o
+            ),
+        )
+    for kind, query_len, kv_len in (("alone", 99, 4096), ("spread", 1, 32768)):
+        yield (
+            f"prefill, batch invariant, {kind}",
+            lambda q=query_len, k=kv_len: run_attention(
+                q, k, 128, torch.bfloat16, batch_invariant=True
             ),
         )
     yield "prefill, encoder 64", lambda: run_encoder(99, 64)

@@ -10,6 +10,7 @@ an argument of that name.
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from random import Random
+from typing import Any
 
 from hypothesis import strategies as st
 
@@ -142,6 +143,7 @@ class Company:
     Args:
         query_len, key_len: of the request.
         before, behind: keys of the requests on both sides, which decode.
+        window: how far a query sees; None: everything. Keys may be split where it ends, too.
     """
 
     query_len: int
@@ -151,11 +153,20 @@ class Company:
     block_size: int
     layout: str
     seed: int
+    window: int | None = None
 
     def within(self, support: Support) -> "Company":
-        """Return a request that brings no more tokens than are taken; the rest fits the plan."""
-        longest = support.max_query_len or self.query_len
-        return replace(self, query_len=min(self.query_len, longest))
+        """Return a request that brings no more tokens than are taken; the rest fits the plan.
+
+        Where no window is declared, there is none.
+        """
+        longest, taken = support.max_query_len or self.query_len, support.options
+        is_taken = taken is None or "sliding_window" in taken
+        return replace(
+            self,
+            query_len=min(self.query_len, longest),
+            window=self.window if is_taken else None,
+        )
 
     def plan(self) -> Plan:
         """Return the batch."""
@@ -178,19 +189,24 @@ def companies(draw: st.DrawFn) -> Company:
     """Return long requests among short ones, short ones among long ones, and crowds."""
     pick = Random(draw(st.integers(0, 2**20)))
     key_len = pick.choice([17, 63, 64, 65, 128, 257, 520])
+    query_len = pick.choice([1, 1, 3, 5, 17])
     others = [1, 16, 64, 300, 600]
     sides = [
         tuple(pick.choice(others) for _ in range(pick.choice([0, 1, 2, 5])))
         for _ in range(2)
     ]
+    # the rows' windows begin on both sides of where a kernel may cut the keys
+    begin = pick.choice([32, 64, 128, 256]) * pick.randint(1, 3)
+    begin += pick.randint(0, max(query_len - 2, 0))
     return Company(
-        pick.choice([1, 1, 3, 5, 17]),
+        query_len,
         key_len,
         sides[0],
         sides[1],
         block_size=pick.choice([16, 16, 3, 24]),
         layout=pick.choice(LAYOUTS),
         seed=pick.randrange(2**16),
+        window=key_len - begin if key_len > begin and pick.random() < 0.7 else None,
     )
 
 
@@ -200,7 +216,10 @@ def a_long_row_keeps_its_claimed_bits_in_any_crowd(
 ) -> None:
     """How many rows there are, and how long the longest, decides nothing about another."""
     setting = claimed(setting)
-    call = paged_call(setting.fit(company.plan()), setting.device)
+    options: dict[str, Any] = {}
+    if company.window is not None:
+        options["sliding_window"] = company.window
+    call = paged_call(setting.fit(company.plan()), setting.device, **options)
     req = len(company.before)
     rows = rows_of(call, [req])
     whole = ask(setting, call)
