@@ -6,9 +6,11 @@ the benchmark itself.
 
 import json
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
+from pagetwin.shared.bench.plot import write_plots
 from pagetwin.shared.bench.tables import ceiling_words, markdown_table, reasons
 from pagetwin.shared.bench.workloads import (
     best_published,
@@ -20,13 +22,44 @@ FOLDER = Path(__file__).parents[2] / "tests" / "gpu"
 NOTHING = "*No run is recorded yet.*"
 
 
-def bench_table(folder: Path = FOLDER) -> str:
-    """Return the newest record's table, its ceilings, and who was not timed and why."""
+def newest_record(folder: Path = FOLDER) -> dict[str, Any] | None:
+    """Return the newest record; None: there is none."""
     # a date begins each name
     files = sorted(folder.glob("*-bench.json"))
     if not files:
-        return NOTHING
+        return None
     record: dict[str, Any] = json.loads(files[-1].read_text(encoding="utf-8"))
+    return record
+
+
+def bench_plots(folder: Path = FOLDER) -> dict[str, bytes]:
+    """Return the newest record's plots, by file name: one for light pages, one for dark ones."""
+    record = newest_record(folder)
+    if record is None:
+        return {}
+    with tempfile.TemporaryDirectory() as place:
+        drawn = write_plots(record, Path(place) / "bench.svg")
+        return {path.name: path.read_bytes() for path in drawn}
+
+
+def bench_plot(folder: Path = FOLDER) -> str:
+    """Return what shows the newest record's plot."""
+    if newest_record(folder) is None:
+        return NOTHING
+    what = (
+        "Roofline of all workloads, and the share of its ceiling that each one reaches"
+    )
+    return "\n".join(
+        f"![{what}](pictures/bench{dark}.svg#only-{page})"
+        for dark, page in (("", "light"), ("-dark", "dark"))
+    )
+
+
+def bench_table(folder: Path = FOLDER) -> str:
+    """Return the newest record's table, its ceilings, and who was not timed and why."""
+    record = newest_record(folder)
+    if record is None:
+        return NOTHING
     machine = record["machine"]
     commit = (machine["commit"] or "unknown").split(",")[0][:12]
     parts = [

@@ -20,11 +20,20 @@ import operator_table
 import option_table
 import refused
 import side_by_side as twins
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
 from pagetwin.shared import examples, operations
 from pagetwin.shared.replay import settings, step
 
 ROOT = Path(__file__).parents[2]
 CALL = re.compile(r'^\{\{ (\w+)(?:\("([^"]*)"\))? \}\}$', re.M)
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pictures that are drawn from records of runs."""
+    for name, content in bench_table.bench_plots().items():
+        files.append(File.generated(config, f"pictures/{name}", content=content))
+    return files
 
 
 def on_page_markdown(markdown: str, **kwargs: Any) -> str:
@@ -222,6 +231,7 @@ MACROS: dict[str, Callable[..., str]] = {
         replay_defaults,
         gpu_records,
         bench_table.bench_table,
+        bench_table.bench_plot,
         bench_table.bench_workloads,
         bench_table.bench_published,
         law_table.law_table,
