@@ -310,8 +310,6 @@ def attend_kernel(
             bias = None
             if position_bias is not None:
                 bias = position_bias + head.to(tl.int64) * bias_stride_head
-            total = tl.zeros([ROWS, VALUE_TILE], dtype=tl.float32)
-            row_sum, row_max = start_rows(sinks, head, is_row, whole, ROWS)
             if SPAN > 0:
                 # parts begin at the same keys whoever computes them, and are joined in order
                 first_part = begin // SPAN
@@ -320,9 +318,15 @@ def attend_kernel(
                 own_end = parts
                 if IS_SPREAD:
                     own_part = tl.program_id(2)
-                    own_end = tl.minimum(own_part + 1, parts)
+                    last_part = tl.num_programs(2) - 1
+                    # a sequence longer than it was said to be is right too: the last one takes more
+                    own_end = tl.where(own_part < last_part, own_part + 1, parts)
+                    own_end = tl.minimum(own_end, parts)
+                    parts = tl.minimum(parts, last_part + 1)
                     whole = (parts == 1) & (own_part == 0)
-                    at = _span_place(place, kv_head, num_kv_heads, own_part, part_rows)
+            total = tl.zeros([ROWS, VALUE_TILE], dtype=tl.float32)
+            row_sum, row_max = start_rows(sinks, head, is_row, whole, ROWS)
+            if SPAN > 0:
                 for part in range(own_part, own_end):
                     part_begin = (first_part + part) * SPAN
                     part_total = tl.zeros([ROWS, VALUE_TILE], dtype=tl.float32)
@@ -339,22 +343,11 @@ def attend_kernel(
                         HEAD_SIZE, HEAD_TILE, VALUE_SIZE, VALUE_TILE, BLOCK_SIZE, SOFT_CAP,
                         CACHE_FP8, NATIVE_FP8, WIDE, SHORT, KEYS, True, IS_CUT, WIDEN, SUMS,
                     )  # fmt: skip
-                    result, row_lse = finish_rows(part_total, part_sum, part_max)
+                    value, value_lse = finish_rows(part_total, part_sum, part_max)
                     if CACHE_FP8:
-                        result *= load_scale(v_scale, v_scale_stride, kv_head, True)
-                    if IS_SPREAD:  # noqa: SIM102 (a constant, which leaves the rest out)
-                        if parts > 1:
-                            _store_part(
-                                part_out,
-                                part_lse,
-                                at,
-                                result,
-                                row_lse,
-                                is_row,
-                                VALUE_SIZE,
-                            )
+                        value *= load_scale(v_scale, v_scale_stride, kv_head, True)
                     total, row_sum, row_max = fold_part(
-                        total, row_sum, row_max, result, row_lse
+                        total, row_sum, row_max, value, value_lse
                     )
             elif ONE_LOOP:
                 # a program waits for memory, not for its masks: one loop, which is never drained
@@ -441,8 +434,12 @@ def attend_kernel(
                         lse_stride_head, lse_stride_token, GROUP_SIZE, VALUE_SIZE, VALUE_TILE,
                         OUT_FP8, JOIN_ROWS, JOIN_PARTS,
                     )  # fmt: skip
-            elif IS_SPREAD:  # noqa: SIM102
+            elif IS_SPREAD:  # noqa: SIM102 (a constant, which leaves the rest out)
                 if own_part < parts:
+                    at = _span_place(place, kv_head, num_kv_heads, own_part, part_rows)
+                    _store_part(
+                        part_out, part_lse, at, result, row_lse, is_row, VALUE_SIZE
+                    )
                     # join the parts, if this is the last one to arrive
                     counter = arrivals + place * num_kv_heads + kv_head
                     tl.debug_barrier()

@@ -121,6 +121,25 @@ def test_parts_give_the_same_bits_wherever_they_are_computed(
     assert min(spreads) == 1 < max(spreads)
 
 
+def test_a_sequence_longer_than_it_was_said_to_be_harms_nobody(
+    optimized: Twin, reference: Twin, device: torch.device, spreads: list[int]
+) -> None:
+    """There are fewer programs than parts; rows are right, and so are those of the next call."""
+    batch = build(Plan((1,), (LONG,), dtype=torch.bfloat16, kv_heads=2), device)
+    right, right_lse = batch.fresh()
+    given = batch.arguments()
+    optimized.paged_attention(**given, out=right, lse=right_lse, batch_invariant=True)
+    for bound in (FIXED_SPAN + 1, 3 * FIXED_SPAN, given["max_seq_len"]):
+        out, lse = batch.fresh()
+        told = given | {"max_seq_len": bound}
+        optimized.paged_attention(**told, out=out, lse=lse, batch_invariant=True)
+        verdict, exact_lse = judge_attention(batch, out, reference)
+        assert verdict.ok, verdict
+        assert judge_lse(batch, lse, exact_lse) <= 1
+    assert spreads == [4, 2, 3, 4]
+    assert same_bits(out, right) and same_bits(lse, right_lse)
+
+
 @pytest.mark.parametrize("crowd", [0, CROWD])
 def test_joined_parts_keep_their_budget(
     crowd: int, optimized: Twin, reference: Twin, device: torch.device
