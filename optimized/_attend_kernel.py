@@ -343,11 +343,11 @@ def attend_kernel(
                         HEAD_SIZE, HEAD_TILE, VALUE_SIZE, VALUE_TILE, BLOCK_SIZE, SOFT_CAP,
                         CACHE_FP8, NATIVE_FP8, WIDE, SHORT, KEYS, True, IS_CUT, WIDEN, SUMS,
                     )  # fmt: skip
-                    value, value_lse = finish_rows(part_total, part_sum, part_max)
+                    mean, mean_lse = finish_rows(part_total, part_sum, part_max)
                     if CACHE_FP8:
-                        value *= load_scale(v_scale, v_scale_stride, kv_head, True)
+                        mean *= load_scale(v_scale, v_scale_stride, kv_head, True)
                     total, row_sum, row_max = fold_part(
-                        total, row_sum, row_max, value, value_lse
+                        total, row_sum, row_max, mean, mean_lse
                     )
             elif ONE_LOOP:
                 # a program waits for memory, not for its masks: one loop, which is never drained
