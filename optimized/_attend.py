@@ -33,7 +33,8 @@ NO_OPTIONS: tuple[Any, ...] = (None,) * 6
 Signature: TypeAlias = tuple[Any, ...]
 
 KNOWN: dict[Signature, Launches] = {}
-"""What calls of each kind need; an entry for each, so a few in a program's life."""
+"""What calls of each kind need; an entry for each, so a few in a program's life. Keys that are not
+cached are of another kind whenever their number changes."""
 
 
 def choose_options(**options: Any) -> AttentionOptions:

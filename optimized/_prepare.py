@@ -31,7 +31,7 @@ JOINED_AT_ONCE = 8192
 """Numbers of parts that a program holds while it joins them."""
 FIXED_SPAN = 64 if INTERPRETED else 4096
 """Keys of a part where rows have to be the same in any batch. With 2,048 one decode over 131,072
-keys takes 184 us instead of 168, with the time of all others within 4 %."""
+keys takes 184 us instead of 168, and the other batches in docs/benchmark.md lose up to 4.5 %."""
 MOST_ROOM = 1 << 26
 """Numbers of parts, 256 MiB, that are worth to be kept for them."""
 

@@ -108,9 +108,10 @@ def choose_tiles(
         is_paged: whether loads go through the block table. If not, all stages are in flight.
         has_parts: whether one tile serves decodes and prefills, and holds the parts of its rows
             that are joined beside the one at hand. It gets 64 rows: 64 decodes over 4,096 keys
-            take 296 us, one over 131,072 168, a prefill of 8,192 tokens 1,781 (128 x 64, 4 warps:
-            573, 301 and 1,978, 880 bytes spilled; with 8 warps 508, 296 and 1,744; 128 x 128, 8
-            warps: 466, 279 and 1,633; 64 x 128, 8 warps: 426, 248 and 2,791).
+            take 296 us, one over 131,072 168, a prefill of 8,192 tokens 1,781 (each tile in a run
+            of its own; 128 x 64, 4 warps: 573, 301 and 1,978, 880 bytes spilled; with 8 warps 508,
+            296 and 1,744; 128 x 128, 8 warps: 466, 279 and 1,633; 64 x 128, 8 warps: 426, 248 and
+            2,791).
     """
     table = _table(dtype == torch.float32, device)
     width = head_tile * dtype.itemsize
