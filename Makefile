@@ -4,7 +4,7 @@ TEST_WORKERS ?= 2
 
 BIN := .venv/bin
 STAMP := .venv/.installed
-TWINS := -p pagetwin.reference -p pagetwin.shared -p pagetwin.optimized
+TWINS := $(addprefix -p pagetwin.,reference optimized $(notdir $(patsubst %/,%,$(wildcard shared/*/))))
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 

@@ -1,15 +1,11 @@
-"""Paged attention to be run: numpy on the host, Triton and xFormers on the device.
+"""Paged attention for production: numpy on the host, Triton, Gluon and xFormers on the device.
 
-The same files, names and signatures as `pagetwin.reference`. The kernels need a CUDA device;
-without one they run in Triton's interpreter, which is slow and exact, so that the real twin is
-tested anywhere.
+The same operations, names and signatures as `pagetwin.reference`. The kernels run on CUDA devices
+of compute capability 8.0 and newer. Without a GPU they run in Triton's interpreter, which is
+slow and exact, if TRITON_INTERPRET=1 is set before triton is imported.
 """
 
 import importlib.util
-import os
-import sys
-
-import torch
 
 if importlib.util.find_spec("triton") is None:
     raise ImportError(
@@ -17,7 +13,168 @@ if importlib.util.find_spec("triton") is None:
         " pagetwin.reference has the same functions and runs anywhere"
     )
 
-# The interpreter has to be chosen before triton is imported; afterwards it is too late, and the
-# first launch on a CPU tensor says so (_launch.py).
-if not torch.cuda.is_available() and "triton" not in sys.modules:
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+from .attention.cascade import cascade_attention
+from .attention.context_parallel import (
+    dcp_attention,
+    get_dcp_local_seq_lens,
+    get_dcp_ranks,
+)
+from .attention.encoder import encoder_attention
+from .attention.latent import (
+    concat_and_cache_mla,
+    get_mla_dims,
+    latent_decode_attention,
+    latent_prefill_attention,
+)
+from .attention.merge_states import (
+    log2_lse_to_ln,
+    lse_weighted_combine,
+    merge_attn_states,
+)
+from .attention.paged import paged_attention
+from .batch.batch_slices import (
+    make_metadata_with_slice,
+    slice_query_start_locs,
+    split_attn_metadata,
+)
+from .batch.batch_split import (
+    reorder_batch_to_split_decodes_and_prefills,
+    split_decodes_and_prefills,
+    split_decodes_prefills_and_extends,
+    split_prefill_chunks,
+)
+from .batch.causal_conv import compute_causal_conv1d_metadata
+from .batch.fast_prefill import (
+    create_fast_prefill_custom_backend,
+    make_kv_sharing_fast_prefill_common_attn_metadata,
+    subclass_attention_backend,
+    subclass_attention_metadata,
+)
+from .batch.layer_parameters import (
+    get_per_layer_parameters,
+    infer_global_hyperparameters,
+)
+from .batch.local_attention import make_local_attention_virtual_batches
+from .batch.metadata import build_attn_metadata, build_common_attn_metadata
+from .batch.multimodal_prefix import (
+    compute_mm_prefix_range_tensor,
+    compute_mm_prefix_ranges,
+    fill_mm_prefix_query_ranges,
+)
+from .batch.spec_decode import (
+    reshape_attn_output_for_spec_decode,
+    reshape_query_for_spec_decode,
+)
+from .batch.step_buffers import StepBuffers
+from .cache.block_table import append_blocks, blocks_needed, make_block_table
+from .cache.block_table_rows import BlockTable, mamba_get_block_table_tensor
+from .cache.cache_ops import copy_blocks, gather_cache, reshape_and_cache, swap_blocks
+from .cache.kv_cache import (
+    allocate_kv_cache,
+    get_kv_cache_shape,
+    get_packed_kv_cache_shape,
+    reshape_kv_cache,
+    reshape_layered_kv_cache,
+    split_kv_cache,
+    split_packed_kv_cache,
+    view_kv_cache,
+)
+from .cache.kv_cache_init import (
+    allocate_kv_caches,
+    bind_kv_cache,
+    get_kv_cache_spec,
+    init_kv_cache,
+    reshape_kv_caches,
+)
+from .cache.slot_mapping import (
+    compute_slot_mapping,
+    compute_slot_mapping_batch,
+    compute_slot_mapping_device,
+    compute_slot_mapping_start_idx,
+)
+from .v0.encoder_decoder import (
+    get_num_prefill_decode_query_kv_tokens,
+    get_seq_len_block_table_args,
+    is_all_cross_attn_metadata_set,
+    is_all_encoder_attn_metadata_set,
+)
+from .v0.graph_state import CommonAttentionState, get_attn_cg_support
+from .v0.sequence_metadata import (
+    CommonMetadataBuilder,
+    is_block_tables_empty,
+    make_tensor_with_pad,
+)
+
+__all__ = [
+    "BlockTable",
+    "CommonAttentionState",
+    "CommonMetadataBuilder",
+    "StepBuffers",
+    "allocate_kv_cache",
+    "allocate_kv_caches",
+    "append_blocks",
+    "bind_kv_cache",
+    "blocks_needed",
+    "build_attn_metadata",
+    "build_common_attn_metadata",
+    "cascade_attention",
+    "compute_causal_conv1d_metadata",
+    "compute_mm_prefix_range_tensor",
+    "compute_mm_prefix_ranges",
+    "compute_slot_mapping",
+    "compute_slot_mapping_batch",
+    "compute_slot_mapping_device",
+    "compute_slot_mapping_start_idx",
+    "concat_and_cache_mla",
+    "copy_blocks",
+    "create_fast_prefill_custom_backend",
+    "dcp_attention",
+    "encoder_attention",
+    "fill_mm_prefix_query_ranges",
+    "gather_cache",
+    "get_attn_cg_support",
+    "get_dcp_local_seq_lens",
+    "get_dcp_ranks",
+    "get_kv_cache_shape",
+    "get_kv_cache_spec",
+    "get_mla_dims",
+    "get_num_prefill_decode_query_kv_tokens",
+    "get_packed_kv_cache_shape",
+    "get_per_layer_parameters",
+    "get_seq_len_block_table_args",
+    "infer_global_hyperparameters",
+    "init_kv_cache",
+    "is_all_cross_attn_metadata_set",
+    "is_all_encoder_attn_metadata_set",
+    "is_block_tables_empty",
+    "latent_decode_attention",
+    "latent_prefill_attention",
+    "log2_lse_to_ln",
+    "lse_weighted_combine",
+    "make_block_table",
+    "make_kv_sharing_fast_prefill_common_attn_metadata",
+    "make_local_attention_virtual_batches",
+    "make_metadata_with_slice",
+    "make_tensor_with_pad",
+    "mamba_get_block_table_tensor",
+    "merge_attn_states",
+    "paged_attention",
+    "reorder_batch_to_split_decodes_and_prefills",
+    "reshape_and_cache",
+    "reshape_attn_output_for_spec_decode",
+    "reshape_kv_cache",
+    "reshape_kv_caches",
+    "reshape_layered_kv_cache",
+    "reshape_query_for_spec_decode",
+    "slice_query_start_locs",
+    "split_attn_metadata",
+    "split_decodes_and_prefills",
+    "split_decodes_prefills_and_extends",
+    "split_kv_cache",
+    "split_packed_kv_cache",
+    "split_prefill_chunks",
+    "subclass_attention_backend",
+    "subclass_attention_metadata",
+    "swap_blocks",
+    "view_kv_cache",
+]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from pagetwin.shared.conformance.candidate import load_candidate
+from pagetwin.conformance.harness.candidate import load_candidate
 from torch import Tensor
 
 RIGHT = load_candidate("reference")

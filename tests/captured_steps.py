@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from conftest import Twin
-from pagetwin.shared.conformance.batches import NAN, Batch, Plan
-from pagetwin.shared.conformance.oracles import judge_attention
-from pagetwin.shared.graph_classes import GraphInputBuffers
-from pagetwin.shared.sequence_classes import SequenceAttentionMetadata
+from pagetwin.conformance.generators.batches import NAN, Batch, Plan
+from pagetwin.conformance.oracles.dense import judge_attention
+from pagetwin.contract.graph_classes import GraphInputBuffers
+from pagetwin.contract.sequence_classes import SequenceAttentionMetadata
 from torch import Tensor
 
 GARBAGE = 10**6

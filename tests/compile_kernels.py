@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 import triton
-from pagetwin.shared.kinds import FP8_DTYPES
-from pagetwin.shared.operations import CONCEPTS, load_implementation
+from pagetwin.contract.kinds import FP8_DTYPES
+from pagetwin.contract.operations import CONCEPTS, load_implementation
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
@@ -293,7 +293,7 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
         "copy, bf16 8x128",
         lambda: twin.copy_blocks([cache], torch.tensor([[1, 0]])),
     )
-    ceilings = import_module("pagetwin.optimized._ceilings")
+    ceilings = import_module("pagetwin.optimized.kernels.ceilings")
     words, sums = torch.zeros(8, 8192, dtype=torch.int32), torch.zeros(4).int()
     yield "ceiling, in a row", lambda: ceilings.read(words, sums)
     yield (

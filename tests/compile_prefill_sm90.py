@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 import triton
-from pagetwin.optimized import _prefill_sm90
-from pagetwin.shared.attention_options import AttentionOptions
+from pagetwin.contract.attention_options import AttentionOptions
+from pagetwin.optimized.kernels.sm90 import prefill as _prefill_sm90
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor

@@ -16,7 +16,7 @@ import pytest
 from beartype import beartype
 from hypothesis import HealthCheck, settings
 from jaxtyping import jaxtyped
-from pagetwin.shared.operations import CONCEPTS
+from pagetwin.contract.operations import CONCEPTS
 
 torch.set_num_threads(1)
 
@@ -87,7 +87,7 @@ class Twin:
             return self._operations[operation]
         for concept in CONCEPTS:
             if operation in concept.operations:
-                module = import_module(f"pagetwin.{self.name}.{concept.name}")
+                module = import_module(f"pagetwin.{self.name}.{concept.module}")
                 function = getattr(module, operation)
                 if self._enforce:
                     function = enforced(function)

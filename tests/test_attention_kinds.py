@@ -16,19 +16,19 @@ import torch
 from conftest import Twin
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pagetwin.shared.budgets import Verdict
-from pagetwin.shared.conformance.batches import GARBAGE, LAYOUTS, NAN, empty_cache
-from pagetwin.shared.conformance.brute_force import (
+from pagetwin.conformance.generators.batches import GARBAGE, LAYOUTS, NAN, empty_cache
+from pagetwin.conformance.oracles.brute_force import (
     Request,
     attend_by_hand,
     judge_out,
     quantise_by_hand,
 )
-from pagetwin.shared.conformance.oracles import same_bits
-from pagetwin.shared.kinds import FP8_DTYPES, HOST, cache_dtype_of
-from pagetwin.shared.metadata_classes import CommonAttentionMetadata
-from pagetwin.shared.selector import TWIN_OF_BACKEND, load_backend
-from pagetwin.shared.specs import CrossAttentionSpec, KVCacheSpec
+from pagetwin.conformance.oracles.dense import same_bits
+from pagetwin.contract.budgets import Verdict
+from pagetwin.contract.kinds import FP8_DTYPES, HOST, cache_dtype_of
+from pagetwin.contract.metadata_classes import CommonAttentionMetadata
+from pagetwin.contract.specs import CrossAttentionSpec, KVCacheSpec
+from pagetwin.engine.selector import TWIN_OF_BACKEND, load_backend
 from torch import Tensor
 
 BACKENDS = sorted(TWIN_OF_BACKEND)

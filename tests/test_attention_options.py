@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import Twin
-from pagetwin.shared.conformance.batches import DTYPES, NAN, Plan
-from pagetwin.shared.conformance.brute_force import judge_log_sum_exp, places, sees
-from pagetwin.shared.conformance.options import (
+from pagetwin.conformance.generators.batches import DTYPES, NAN, Plan
+from pagetwin.conformance.generators.options import (
     Call,
     bias_table,
     paged_call,
@@ -23,7 +22,8 @@ from pagetwin.shared.conformance.options import (
     slopes,
     tree_of,
 )
-from pagetwin.shared.conformance.oracles import same_bits
+from pagetwin.conformance.oracles.brute_force import judge_log_sum_exp, places, sees
+from pagetwin.conformance.oracles.dense import same_bits
 from torch import Tensor
 
 OPERATIONS = ("paged_attention", "encoder_attention")

@@ -9,8 +9,7 @@ import torch
 from conftest import Twin
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pagetwin.shared.backend_interface import AttentionBackend
-from pagetwin.shared.conformance.batches import (
+from pagetwin.conformance.generators.batches import (
     DTYPES,
     LAYOUTS,
     NAN,
@@ -18,14 +17,15 @@ from pagetwin.shared.conformance.batches import (
     Plan,
     empty_cache,
 )
-from pagetwin.shared.conformance.oracles import judge_attention, same_bits
-from pagetwin.shared.kinds import FP8_DTYPES
-from pagetwin.shared.metadata_classes import (
+from pagetwin.conformance.oracles.dense import judge_attention, same_bits
+from pagetwin.contract.kinds import FP8_DTYPES
+from pagetwin.contract.metadata_classes import (
     PART_FIELDS_PER_REQUEST,
     PagedAttentionMetadata,
 )
-from pagetwin.shared.selector import TWIN_OF_BACKEND, load_backend
-from pagetwin.shared.specs import KVCacheSpec
+from pagetwin.contract.specs import KVCacheSpec
+from pagetwin.engine.backend_interface import AttentionBackend
+from pagetwin.engine.selector import TWIN_OF_BACKEND, load_backend
 from torch import Tensor
 
 BACKENDS = sorted(TWIN_OF_BACKEND)

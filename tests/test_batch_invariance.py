@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from conftest import Twin
-from pagetwin.optimized import _attend as how_it_attends
-from pagetwin.optimized._launch import INTERPRETED
-from pagetwin.optimized._prepare import FIXED_SPAN
-from pagetwin.shared.conformance.batches import Batch, Plan, build
-from pagetwin.shared.conformance.oracles import judge_attention, judge_lse, same_bits
+from pagetwin.conformance.generators.batches import Batch, Plan, build
+from pagetwin.conformance.oracles.dense import judge_attention, judge_lse, same_bits
+from pagetwin.optimized.launch import dispatch as how_it_attends
+from pagetwin.optimized.launch.launcher import INTERPRETED
+from pagetwin.optimized.launch.prepare import FIXED_SPAN
 from torch import Tensor
 
 LONG = 3 * FIXED_SPAN + 17

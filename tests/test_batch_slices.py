@@ -10,8 +10,8 @@ import torch
 from conftest import Twin
 from hypothesis import given
 from hypothesis import strategies as st
-from pagetwin.shared import metadata_classes
-from pagetwin.shared.metadata_classes import CommonAttentionMetadata, UBatchSlice
+from pagetwin.contract import metadata_classes
+from pagetwin.contract.metadata_classes import CommonAttentionMetadata, UBatchSlice
 from test_metadata import assert_says
 
 BLOCK_SIZE = 4

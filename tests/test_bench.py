@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pagetwin.shared.bench import Benchmark, choose_settings, load_workloads
-from pagetwin.shared.bench.ceilings import Ceilings
-from pagetwin.shared.bench.flash_attention_3 import FlashAttention3
-from pagetwin.shared.bench.implementations import (
+from pagetwin.tools.bench import Benchmark, choose_settings, load_workloads
+from pagetwin.tools.bench.ceilings import Ceilings
+from pagetwin.tools.bench.flash_attention_3 import FlashAttention3
+from pagetwin.tools.bench.implementations import (
     Declined,
     Implementation,
     Ours,
@@ -23,24 +23,15 @@ from pagetwin.shared.bench.implementations import (
     all_implementations,
     choose_implementations,
 )
-from pagetwin.shared.bench.inputs import draw_inputs
-from pagetwin.shared.bench.results import Entry, Status, ratio, workload_record
-from pagetwin.shared.bench.run import DeviceLost
-from pagetwin.shared.bench.settings import Settings
-from pagetwin.shared.bench.tables import markdown, reasons
-from pagetwin.shared.bench.timing import (
-    Stopwatch,
-    captured,
-    quartiles,
-    time_interleaved,
-)
-from pagetwin.shared.bench.truth import Finding, choose_rows, find_truth, judge_write
-from pagetwin.shared.bench.workloads import (
-    Workload,
-    best_published,
-    published_figures,
-)
-from pagetwin.shared.cli import USER_ERROR, app
+from pagetwin.tools.bench.inputs import draw_inputs
+from pagetwin.tools.bench.results import Entry, Status, ratio, workload_record
+from pagetwin.tools.bench.run import DeviceLost
+from pagetwin.tools.bench.settings import Settings
+from pagetwin.tools.bench.tables import markdown, reasons
+from pagetwin.tools.bench.timing import Stopwatch, captured, quartiles, time_interleaved
+from pagetwin.tools.bench.truth import Finding, choose_rows, find_truth, judge_write
+from pagetwin.tools.bench.workloads import Workload, best_published, published_figures
+from pagetwin.tools.cli import USER_ERROR, app
 from typer.testing import CliRunner
 
 pytestmark = pytest.mark.skipif(
@@ -86,7 +77,7 @@ class Plain(Implementation):
     name, title = "plain", "the reference"
 
     def prepare(self, inputs: Any) -> Prepared:
-        from pagetwin.reference.paged_attention import paged_attention
+        from pagetwin.reference.attention.paged import paged_attention
 
         if inputs.workload.kind in ("encoder", "write"):
             raise Declined("only pages")
@@ -592,7 +583,7 @@ def test_every_round_has_inputs_of_its_own_that_other_workloads_do_not_change() 
 @pytest.fixture
 def pretended(monkeypatch: Any) -> Any:
     """Let a run on the host go the ways of one on a GPU; return how graphs are captured."""
-    from pagetwin.shared.bench import run, timing
+    from pagetwin.tools.bench import run, timing
 
     class Event:
         def __init__(self, enable_timing: bool) -> None:
@@ -636,7 +627,7 @@ def test_on_a_gpu_what_is_timed_is_the_graph_that_was_judged(pretended: Any) -> 
 
 def test_a_graph_that_computes_nothing_is_wrong(pretended: Any) -> None:
     """It would be the fastest of all: its output is still right from the call before."""
-    from pagetwin.shared.bench.timing import Captured
+    from pagetwin.tools.bench.timing import Captured
 
     pretended.capture = lambda call: Captured(lambda: None, call())
     results = measure_as_on_a_gpu(AsOurs("cpu"))
@@ -738,7 +729,7 @@ def test_a_record_of_a_gpu_is_drawn_with_its_roofline(
     gpu_record: dict[str, Any], tmp_path: Path
 ) -> None:
     pytest.importorskip("matplotlib")
-    from pagetwin.shared.bench.plot import LIGHT, draw_benchmark, write_plots
+    from pagetwin.tools.bench.plot import LIGHT, draw_benchmark, write_plots
 
     figure = draw_benchmark(gpu_record, LIGHT)
     assert [axes.get_title(loc="left") for axes in figure.axes] == ["roofline", ""]
@@ -784,7 +775,7 @@ def test_arguments_of_flash_attention_3_go_by_their_names() -> None:
     seen: dict[str, Any] = {}
 
     def fwd(q, k, v, later, out, starts, lens, most_q, most_k, table, *rest):  # type: ignore[no-untyped-def]
-        from pagetwin.reference.paged_attention import paged_attention
+        from pagetwin.reference.attention.paged import paged_attention
 
         seen["rest"], seen["later"] = rest, later
         out.copy_(paged_attention(q, k, v, table, starts, lens, most_q, most_k))
@@ -820,8 +811,8 @@ def test_an_operator_that_wants_what_nobody_knows_is_declined() -> None:
 
 
 def test_vllms_kernel_gets_the_arguments_that_it_takes(monkeypatch: Any) -> None:
-    from pagetwin.reference.paged_attention import paged_attention
-    from pagetwin.shared.bench import vllm_attention
+    from pagetwin.reference.attention.paged import paged_attention
+    from pagetwin.tools.bench import vllm_attention
 
     def unified_attention(
         q, k, v, out, cu_seqlens_q, max_seqlen_q, seqused_k, max_seqlen_k, window_size,
@@ -843,7 +834,7 @@ def test_vllms_kernel_gets_the_arguments_that_it_takes(monkeypatch: Any) -> None
 
 
 def test_flashinfer_is_told_where_blocks_begin_and_how_full_the_last_one_is() -> None:
-    from pagetwin.shared.bench.flashinfer_attention import _blocks_in_a_row
+    from pagetwin.tools.bench.flashinfer_attention import _blocks_in_a_row
 
     workload = Workload("", "decode", "", (1, 1, 1), (16, 17, 40), 2, 1, 32)
     inputs = draw_inputs(workload, 0, "cpu")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from pagetwin.shared.budgets import FACTOR, judge_rows, row_budgets
+from pagetwin.contract.budgets import FACTOR, judge_rows, row_budgets
 from torch import Tensor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)

@@ -7,7 +7,7 @@ import torch
 from conftest import Twin
 from hypothesis import given
 from hypothesis import strategies as st
-from pagetwin.shared.conformance.batches import (
+from pagetwin.conformance.generators.batches import (
     DTYPES,
     GARBAGE,
     LAYOUTS,
@@ -17,8 +17,8 @@ from pagetwin.shared.conformance.batches import (
     empty_cache,
     plans,
 )
-from pagetwin.shared.conformance.oracles import same_bits
-from pagetwin.shared.kinds import FP8_DTYPES
+from pagetwin.conformance.oracles.dense import same_bits
+from pagetwin.contract.kinds import FP8_DTYPES
 from torch import Tensor
 
 

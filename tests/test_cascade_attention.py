@@ -11,8 +11,7 @@ import torch
 from conftest import TWINS, Twin
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pagetwin.shared.budgets import judge_rows
-from pagetwin.shared.conformance.batches import (
+from pagetwin.conformance.generators.batches import (
     DTYPES,
     GARBAGE,
     LAYOUTS,
@@ -20,7 +19,8 @@ from pagetwin.shared.conformance.batches import (
     Plan,
     build,
 )
-from pagetwin.shared.conformance.oracles import judge_lse, same_bits
+from pagetwin.conformance.oracles.dense import judge_lse, same_bits
+from pagetwin.contract.budgets import judge_rows
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -231,7 +231,7 @@ def test_the_prefix_is_read_through_row_0_alone(device: torch.device) -> None:
 def test_each_key_of_the_prefix_is_gathered_once(
     monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
-    module = import_module("pagetwin.reference.paged_attention")
+    module = import_module("pagetwin.reference.attention.paged")
     gather, counts = module.gather_cache, []
 
     def counting(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -249,7 +249,7 @@ def test_the_twin_reads_nothing_on_the_host(
     monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     """Its own lines run on tensors without contents, which cannot be read."""
-    module = import_module("pagetwin.optimized.cascade_attention")
+    module = import_module("pagetwin.optimized.attention.cascade")
     passes = []
     monkeypatch.setattr(module, "paged_attention", lambda *a, **k: passes.append(k))
     monkeypatch.setattr(module, "merge_attn_states", lambda *a, **k: k["output"])

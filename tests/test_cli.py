@@ -11,8 +11,8 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from pagetwin.shared.cli import DISAGREE, USER_ERROR, app
-from pagetwin.shared.operations import CONCEPTS
+from pagetwin.contract.operations import CONCEPTS
+from pagetwin.tools.cli import DISAGREE, USER_ERROR, app
 from typer.testing import CliRunner
 
 SMALL = ("--device", "cpu", "--requests", "6", "--twins", "reference,reference")
@@ -52,7 +52,7 @@ def write_twin(folder: Path, name: str, broken: str = "") -> None:
 
 DROPS_THE_FIRST_KEY = textwrap.dedent(
     """
-    import pagetwin.reference.paged_attention as right
+    import pagetwin.reference.attention.paged as right
 
     def paged_attention(query, key_cache, value_cache, block_table, *rest, **options):
         key_cache = key_cache.clone()
@@ -130,7 +130,7 @@ def test_a_disagreement_ends_with_one_and_can_be_reproduced(
     assert "It still goes wrong." in again.output
     monkeypatch.setattr(
         "twin_without_first_key.paged_attention.paged_attention",
-        importlib.import_module("pagetwin.reference.paged_attention").paged_attention,
+        importlib.import_module("pagetwin.reference.attention.paged").paged_attention,
     )
     mended = pagetwin("reproduce", path)
     assert mended.exit_code == 0, mended.output
@@ -236,7 +236,7 @@ def test_the_version_is_the_installed_one(pagetwin):
 def test_help_imports_nothing_heavy():
     """`--help` once took the seconds that torch needs to be imported."""
     script = (
-        "import sys; from pagetwin.shared.cli import app\n"
+        "import sys; from pagetwin.tools.cli import app\n"
         "try:\n    app(['replay', '--help'])\nexcept SystemExit: pass\n"
         "heavy = {'torch', 'triton', 'numpy', 'matplotlib'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
@@ -250,8 +250,8 @@ def test_help_imports_nothing_heavy():
 
 def test_shared_code_imports_no_twin():
     script = (
-        "import sys, pagetwin.shared.cli, pagetwin.shared.replay.run\n"
-        "import pagetwin.shared.replay.reproduce, pagetwin.shared.replay.report\n"
+        "import sys, pagetwin.tools.cli, pagetwin.tools.replay.run\n"
+        "import pagetwin.tools.replay.reproduce, pagetwin.tools.replay.report\n"
         "twins = [n for n in sys.modules if n.startswith(('pagetwin.reference',"
         " 'pagetwin.optimized', 'matplotlib', 'jinja2'))]\n"
         "assert not twins, twins\n"

@@ -74,7 +74,7 @@ def test_a_head_whose_tile_does_not_fit_the_chip_is_refused(
     chip: int, largest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A float32 head of 1,024 once asked a small chip for 128 KiB, and the launch failed."""
-    tuning = import_module("pagetwin.optimized._tuning")
+    tuning = import_module("pagetwin.optimized.launch.tuning")
     shared_memory, _ = CHIPS[chip]
     monkeypatch.setattr(tuning, "INTERPRETED", False)
     monkeypatch.setattr(

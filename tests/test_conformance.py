@@ -14,29 +14,26 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import strategies as st
-from pagetwin.shared.cli import DISAGREE, USER_ERROR, app
-from pagetwin.shared.conformance import (
+from pagetwin.conformance import (
     Status,
     Support,
     check_implementation,
     fuzz_implementation,
     reproduce,
 )
-from pagetwin.shared.conformance.all_laws import ALL_LAWS
-from pagetwin.shared.conformance.batches import LAYOUTS, Plan
-from pagetwin.shared.conformance.candidate import (
+from pagetwin.conformance.generators.batches import LAYOUTS, Plan
+from pagetwin.conformance.generators.machine import KINDS, Machine
+from pagetwin.conformance.generators.options import PLAIN, build_call, draw_choice
+from pagetwin.conformance.harness.candidate import (
     Candidate,
     OutsideSupport,
     load_candidate,
 )
-from pagetwin.shared.conformance.expect import Disagreement
-from pagetwin.shared.conformance.fitting import fit_case
-from pagetwin.shared.conformance.law import Law
-from pagetwin.shared.conformance.laws_of_histories import TOLD, histories
-from pagetwin.shared.conformance.machine import KINDS, Machine
-from pagetwin.shared.conformance.options import PLAIN, build_call, draw_choice
-from pagetwin.shared.conformance.report import Report, Result
-from pagetwin.shared.conformance.runner import (
+from pagetwin.conformance.harness.expect import Disagreement
+from pagetwin.conformance.harness.fitting import fit_case
+from pagetwin.conformance.harness.law import Law
+from pagetwin.conformance.harness.report import Report, Result
+from pagetwin.conformance.harness.runner import (
     choose_laws,
     find_law,
     make_case,
@@ -44,7 +41,10 @@ from pagetwin.shared.conformance.runner import (
     try_case,
     try_law,
 )
-from pagetwin.shared.conformance.worker import Job, Worker
+from pagetwin.conformance.harness.worker import Job, Worker
+from pagetwin.conformance.laws.all_laws import ALL_LAWS
+from pagetwin.conformance.laws.histories import TOLD, histories
+from pagetwin.tools.cli import DISAGREE, USER_ERROR, app
 from typer.testing import CliRunner
 
 ROOT = Path(__file__).parents[1]
@@ -53,7 +53,7 @@ SLOTS = "every new token gets the slot that its row says"
 HISTORY = "a cache stays right whatever is done to it"
 
 RIGHT = """
-from pagetwin.reference.slot_mapping import compute_slot_mapping_batch as right
+from pagetwin.reference.cache.slot_mapping import compute_slot_mapping_batch as right
 """
 OFF_BY_ONE = (
     RIGHT
@@ -73,7 +73,7 @@ def compute_slot_mapping_batch(query_lens, computed, rows, block_size):
 """
 ENDS_THE_PROCESS_IN_A_DRY_RUN = """
 import os
-from pagetwin.reference.slot_mapping import compute_slot_mapping_start_idx
+from pagetwin.reference.cache.slot_mapping import compute_slot_mapping_start_idx
 
 def compute_slot_mapping(is_profile_run, *arguments):
     os._exit(7)
@@ -298,7 +298,7 @@ def test_the_command_ends_with_0_only_if_all_is_well(kernels, tmp_path):
     for part in (SLOTS, "slots, at [4]", result["found"], result["right"]):
         assert part in bad.output
     assert f"input {result['case']}" in bad.output
-    assert "from pagetwin.shared.conformance import reproduce" in bad.output
+    assert "from pagetwin.conformance import reproduce" in bad.output
     assert "## " in (tmp_path / "r.md").read_text()
     known = check(*words, "--known", f"{SLOTS}=blocks of 3")
     assert known.exit_code == 0, known.output
@@ -425,7 +425,7 @@ def test_a_law_all_of_whose_cases_are_refused_is_listed_and_not_held(kernels):
     assert result.status == Status.OUTSIDE and result.ok
     assert (result.cases, result.refused, result.reason) == (2, 2, "dtype float32")
     name = kernels(
-        "from pagetwin.shared.conformance import Support\n"
+        "from pagetwin.conformance import Support\n"
         "SUPPORT = Support(operations=['compute_slot_mapping_batch'])\n" + OFF_BY_ONE
     )
     setting = make_setting(load_candidate(name), "cpu")
@@ -623,7 +623,7 @@ def test_the_fuzzing_command_says_what_it_found(kernels, tmp_path):
 
 TESTS_OF_ONES_OWN = """
 from functools import partial
-from pagetwin.shared.conformance import parametrize_with_laws
+from pagetwin.conformance import parametrize_with_laws
 
 MINE, NARROW, SLOTS = {name!r}, {narrow!r}, {slots!r}
 tested = partial(parametrize_with_laws, only=SLOTS, examples=60, device="cpu")
@@ -655,7 +655,7 @@ def test_undeclared(law):
 NARROW = (
     RIGHT
     + """
-from pagetwin.shared.conformance import Support
+from pagetwin.conformance import Support
 
 SUPPORT = Support(operations=["compute_slot_mapping_batch"])
 compute_slot_mapping_batch = right

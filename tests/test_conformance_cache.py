@@ -7,24 +7,20 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.strategies import SearchStrategy
-from pagetwin.shared.conformance.all_laws import ALL_LAWS
-from pagetwin.shared.conformance.candidate import (
-    Candidate,
-    Support,
-    load_candidate,
-)
-from pagetwin.shared.conformance.expect import Disagreement
-from pagetwin.shared.conformance.law import Law, Setting
-from pagetwin.shared.conformance.report import Status
-from pagetwin.shared.conformance.runner import (
+from pagetwin.conformance.harness.candidate import Candidate, Support, load_candidate
+from pagetwin.conformance.harness.expect import Disagreement
+from pagetwin.conformance.harness.law import Law, Setting
+from pagetwin.conformance.harness.report import Status
+from pagetwin.conformance.harness.runner import (
     find_law,
     make_case,
     make_setting,
     try_law,
 )
-from pagetwin.shared.kinds import FP8_DTYPES
-from pagetwin.shared.layouts import KVCacheLayout
-from pagetwin.shared.operations import CONCEPTS
+from pagetwin.conformance.laws.all_laws import ALL_LAWS
+from pagetwin.contract.kinds import FP8_DTYPES
+from pagetwin.contract.layouts import KVCacheLayout
+from pagetwin.contract.operations import CONCEPTS
 from torch import Tensor
 
 CONCEPTS_OF_CACHES = (

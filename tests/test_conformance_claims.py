@@ -14,33 +14,33 @@ from typing import Any
 import pytest
 import torch
 from hypothesis.strategies import SearchStrategy
-from pagetwin.reference import graph_state
-from pagetwin.shared.conformance.all_laws import ALL_LAWS
-from pagetwin.shared.conformance.candidate import (
+from pagetwin.conformance.harness.candidate import (
     BATCH_INVARIANT,
     Candidate,
     OutsideSupport,
     Support,
     load_candidate,
 )
-from pagetwin.shared.conformance.expect import (
+from pagetwin.conformance.harness.expect import (
     Disagreement,
     expect_refusal,
     expect_untimely,
 )
-from pagetwin.shared.conformance.fitting import fit_case
-from pagetwin.shared.conformance.law import Law, law
-from pagetwin.shared.conformance.laws_of_masks import Sight
-from pagetwin.shared.conformance.pytest_support import LawToTry
-from pagetwin.shared.conformance.report import Result, Status
-from pagetwin.shared.conformance.runner import (
+from pagetwin.conformance.harness.fitting import fit_case
+from pagetwin.conformance.harness.law import Law, law
+from pagetwin.conformance.harness.pytest_support import LawToTry
+from pagetwin.conformance.harness.report import Result, Status
+from pagetwin.conformance.harness.runner import (
     choose_laws,
     find_law,
     make_case,
     make_setting,
     try_law,
 )
-from pagetwin.shared.refusals import graph as graph_refusals
+from pagetwin.conformance.laws.all_laws import ALL_LAWS
+from pagetwin.conformance.laws.masks import Sight
+from pagetwin.reference.v0 import graph_state
+from pagetwin.validation import graph as graph_refusals
 from torch import Tensor
 
 ADAPTERS = Path(__file__).parents[1] / "docs" / "adapters"

@@ -8,16 +8,16 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.strategies import SearchStrategy
-from pagetwin.shared.backend_interface import AttentionBackend
-from pagetwin.shared.conformance.all_laws import ALL_LAWS
-from pagetwin.shared.conformance.candidate import Candidate, Support, load_candidate
-from pagetwin.shared.conformance.expect import Disagreement
-from pagetwin.shared.conformance.law import Law, Setting
-from pagetwin.shared.conformance.report import Status
-from pagetwin.shared.conformance.runner import make_case, make_setting, try_law
-from pagetwin.shared.conformance.steps import Requests, expect_fields, whole_step
-from pagetwin.shared.metadata_classes import CommonAttentionMetadata
-from pagetwin.shared.operations import CONCEPTS, load_implementation
+from pagetwin.conformance.generators.steps import Requests, expect_fields, whole_step
+from pagetwin.conformance.harness.candidate import Candidate, Support, load_candidate
+from pagetwin.conformance.harness.expect import Disagreement
+from pagetwin.conformance.harness.law import Law, Setting
+from pagetwin.conformance.harness.report import Status
+from pagetwin.conformance.harness.runner import make_case, make_setting, try_law
+from pagetwin.conformance.laws.all_laws import ALL_LAWS
+from pagetwin.contract.metadata_classes import CommonAttentionMetadata
+from pagetwin.contract.operations import CONCEPTS, load_implementation
+from pagetwin.engine.backend_interface import AttentionBackend
 from torch import Tensor
 
 AREAS = (

@@ -13,8 +13,7 @@ import torch.multiprocessing
 from conftest import TWINS, Twin
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from pagetwin.shared.budgets import judge_rows
-from pagetwin.shared.conformance.batches import (
+from pagetwin.conformance.generators.batches import (
     GARBAGE,
     NEEDLES,
     Batch,
@@ -24,7 +23,8 @@ from pagetwin.shared.conformance.batches import (
     empty_cache,
     plans,
 )
-from pagetwin.shared.conformance.oracles import judge_attention, judge_lse
+from pagetwin.conformance.oracles.dense import judge_attention, judge_lse
+from pagetwin.contract.budgets import judge_rows
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -328,7 +328,7 @@ def test_the_twin_attends_without_reading_on_the_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its own lines run on tensors without contents, which cannot be read."""
-    module = import_module("pagetwin.optimized.context_parallel")
+    module = import_module("pagetwin.optimized.attention.context_parallel")
     monkeypatch.setattr(module, "paged_attention", lambda *a, **k: (a, k))
     batch = build(Plan((3, 1), (40, 9), padding=2))
     with FakeTensorMode() as mode:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from pagetwin.shared.operations import CONCEPTS
+from pagetwin.contract.operations import CONCEPTS
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))

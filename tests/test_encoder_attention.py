@@ -11,8 +11,8 @@ import pytest
 import torch
 from conftest import Twin
 from hypothesis import given, settings
-from pagetwin.shared.conformance.batches import CORNERS, DTYPES, NAN, Plan, plans
-from pagetwin.shared.conformance.options import (
+from pagetwin.conformance.generators.batches import CORNERS, DTYPES, NAN, Plan, plans
+from pagetwin.conformance.generators.options import (
     PLAIN,
     Call,
     bias_table,
@@ -22,7 +22,7 @@ from pagetwin.shared.conformance.options import (
     slopes,
     starts_of,
 )
-from pagetwin.shared.conformance.oracles import same_bits
+from pagetwin.conformance.oracles.dense import same_bits
 from torch import Tensor
 
 FEWER = settings(max_examples=min(12, settings().max_examples))

@@ -7,8 +7,8 @@ import torch
 from conftest import Twin
 from hypothesis import given
 from hypothesis import strategies as st
-from pagetwin.shared.kinds import AttentionType
-from pagetwin.shared.sequence_classes import SequenceAttentionMetadata
+from pagetwin.contract.kinds import AttentionType
+from pagetwin.contract.sequence_classes import SequenceAttentionMetadata
 
 ENCODER_FIELDS = ("encoder_seq_lens", "encoder_seq_lens_tensor", "max_encoder_seq_len")
 CROSS_FIELDS = ("cross_slot_mapping", "cross_block_tables")

@@ -14,15 +14,9 @@ import numpy
 import pytest
 import torch
 import triton
-from pagetwin.shared.examples import (
-    EXAMPLES,
-    Example,
-    example_names,
-    examples_of,
-    run_example,
-)
-from pagetwin.shared.explain import explain
-from pagetwin.shared.operations import CONCEPTS, load_implementation
+from pagetwin.contract.operations import CONCEPTS, load_implementation
+from pagetwin.examples import EXAMPLES, Example, example_names, examples_of, run_example
+from pagetwin.tools.explain import explain
 from rich.console import Console
 
 ROOT = Path(__file__).parents[1]

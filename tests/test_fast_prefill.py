@@ -9,15 +9,15 @@ import torch
 from conftest import TWINS, Twin
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pagetwin.shared.backend_interface import AttentionBackend
-from pagetwin.shared.budgets import judge_rows
-from pagetwin.shared.fast_prefill_metadata import (
+from pagetwin.contract.budgets import judge_rows
+from pagetwin.contract.fast_prefill_metadata import (
     KV_SHARING_FAST_PREFILL_METADATA_FIELDS,
     KVSharingFastPrefillMetadata,
 )
-from pagetwin.shared.metadata_classes import CommonAttentionMetadata
-from pagetwin.shared.operations import load_implementation
-from pagetwin.shared.specs import KVCacheSpec
+from pagetwin.contract.metadata_classes import CommonAttentionMetadata
+from pagetwin.contract.operations import load_implementation
+from pagetwin.contract.specs import KVCacheSpec
+from pagetwin.engine.backend_interface import AttentionBackend
 from torch import Tensor
 
 BLOCK_SIZE = 4

@@ -18,8 +18,8 @@ from captured_steps import (
 from conftest import Twin
 from hypothesis import given
 from hypothesis import strategies as st
-from pagetwin.shared.conformance.oracles import same_bits
-from pagetwin.shared.graph_classes import (
+from pagetwin.conformance.oracles.dense import same_bits
+from pagetwin.contract.graph_classes import (
     CAPTURE_VALUES,
     GraphInputBuffers,
     buffer_names,

@@ -24,11 +24,11 @@ from captured_steps import (
 from conftest import TWINS, Twin
 from hypothesis import given
 from hypothesis import strategies as st
-from pagetwin.shared.conformance.batches import NAN, Batch, Plan
-from pagetwin.shared.conformance.oracles import judge_attention, same_bits
-from pagetwin.shared.selector import load_backend
-from pagetwin.shared.sequence_classes import SequenceAttentionMetadata
-from pagetwin.shared.specs import KVCacheSpec
+from pagetwin.conformance.generators.batches import NAN, Batch, Plan
+from pagetwin.conformance.oracles.dense import judge_attention, same_bits
+from pagetwin.contract.sequence_classes import SequenceAttentionMetadata
+from pagetwin.contract.specs import KVCacheSpec
+from pagetwin.engine.selector import load_backend
 from torch import Tensor
 
 needs_cuda = [

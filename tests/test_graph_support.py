@@ -8,15 +8,15 @@ import torch
 from conftest import Twin
 from hypothesis import given
 from hypothesis import strategies as st
-from pagetwin.shared.backend_interface import AttentionMetadataBuilder
-from pagetwin.shared.graph_classes import (
+from pagetwin.contract.graph_classes import (
     AttentionCGSupport,
     AttentionCGSupportInfo,
     CUDAGraphMode,
     GroupSupport,
 )
-from pagetwin.shared.selector import load_backend
-from pagetwin.shared.specs import KVCacheSpec
+from pagetwin.contract.specs import KVCacheSpec
+from pagetwin.engine.backend_interface import AttentionMetadataBuilder
+from pagetwin.engine.selector import load_backend
 
 LEVELS = list(AttentionCGSupport)
 

@@ -8,10 +8,10 @@ import torch
 from conftest import TWINS, Twin
 from hypothesis import given
 from hypothesis import strategies as st
-from pagetwin.shared.conformance.oracles import same_bits
-from pagetwin.shared.kinds import FP8_DTYPES, cache_dtype_of
-from pagetwin.shared.layouts import KVCacheLayout
-from pagetwin.shared.specs import KVCacheSpec, MLAAttentionSpec
+from pagetwin.conformance.oracles.dense import same_bits
+from pagetwin.contract.kinds import FP8_DTYPES, cache_dtype_of
+from pagetwin.contract.layouts import KVCacheLayout
+from pagetwin.contract.specs import KVCacheSpec, MLAAttentionSpec
 
 specs = st.builds(
     KVCacheSpec,

@@ -9,13 +9,9 @@ import torch
 from conftest import Twin
 from hypothesis import given
 from hypothesis import strategies as st
-from pagetwin.shared.backend_groups import AttentionGroup, init_attn_backend
-from pagetwin.shared.backend_interface import AttentionBackend
-from pagetwin.shared.kinds import FP8_DTYPES, AttentionType, cache_dtype_of
-from pagetwin.shared.layer import Attention
-from pagetwin.shared.layouts import KVCacheLayout
-from pagetwin.shared.selector import load_backend
-from pagetwin.shared.specs import (
+from pagetwin.contract.kinds import FP8_DTYPES, AttentionType, cache_dtype_of
+from pagetwin.contract.layouts import KVCacheLayout
+from pagetwin.contract.specs import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
@@ -26,6 +22,10 @@ from pagetwin.shared.specs import (
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
+from pagetwin.engine.backend_groups import AttentionGroup, init_attn_backend
+from pagetwin.engine.backend_interface import AttentionBackend
+from pagetwin.engine.layer import Attention
+from pagetwin.engine.selector import load_backend
 
 SPEC = KVCacheSpec(4, 2, 8, torch.float16)
 PAGE = SPEC.page_size_bytes

@@ -187,7 +187,7 @@ def test_kernels_for_one_chip_are_left_out_whoever_asks_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shipped = import_module("benchmarks.ladder.shipped")
-    attend = import_module("pagetwin.optimized._attend")
+    attend = import_module("pagetwin.optimized.launch.dispatch")
     only = ModuleType("_prefill_sm90")
     only.takes = lambda query: True  # type: ignore[attr-defined]
     monkeypatch.setattr(attend, "takes_prefill", only.takes, raising=False)

@@ -16,8 +16,7 @@ import torch
 from conftest import Twin
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pagetwin.shared.budgets import Verdict, judge_rows
-from pagetwin.shared.conformance.batches import (
+from pagetwin.conformance.generators.batches import (
     DTYPES,
     GARBAGE,
     NAN,
@@ -27,8 +26,9 @@ from pagetwin.shared.conformance.batches import (
     draw_rows,
     needle_position,
 )
-from pagetwin.shared.conformance.oracles import bits, same_bits
-from pagetwin.shared.kinds import FP8_DTYPES
+from pagetwin.conformance.oracles.dense import bits, same_bits
+from pagetwin.contract.budgets import Verdict, judge_rows
+from pagetwin.contract.kinds import FP8_DTYPES
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -5,13 +5,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import TWINS, Twin
-from pagetwin.shared.backend_interface import AttentionBackend
-from pagetwin.shared.budgets import judge_rows
-from pagetwin.shared.kinds import AttentionType
-from pagetwin.shared.layer import Attention
-from pagetwin.shared.layouts import KVCacheLayout
-from pagetwin.shared.selector import load_backend
-from pagetwin.shared.specs import (
+from pagetwin.contract.budgets import judge_rows
+from pagetwin.contract.kinds import AttentionType
+from pagetwin.contract.layouts import KVCacheLayout
+from pagetwin.contract.specs import (
     CacheConfig,
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -19,6 +16,9 @@ from pagetwin.shared.specs import (
     KVCacheGroupSpec,
     KVCacheTensor,
 )
+from pagetwin.engine.backend_interface import AttentionBackend
+from pagetwin.engine.layer import Attention
+from pagetwin.engine.selector import load_backend
 from torch import Tensor, nn
 
 HEADS, KV_HEADS, SIZE, BLOCK = 4, 2, 32, 16

@@ -8,7 +8,7 @@ import pytest
 from conftest import Twin
 from hypothesis import given
 from hypothesis import strategies as st
-from pagetwin.shared.layer_parameters import PerLayerParameters
+from pagetwin.contract.layer_parameters import PerLayerParameters
 
 COMPARED = {
     "window_left": st.sampled_from([-1, 127]),

@@ -4,7 +4,7 @@ from itertools import permutations
 
 import pytest
 import torch
-from pagetwin.shared.layouts import (
+from pagetwin.contract.layouts import (
     DEFAULT_PREFERENCE,
     KVCacheLayout,
     get_flashinfer_layout_string,

@@ -10,8 +10,8 @@ import torch
 from conftest import TWINS, Twin
 from hypothesis import given
 from hypothesis import strategies as st
-from pagetwin.shared.budgets import judge_rows
-from pagetwin.shared.metadata_classes import CommonAttentionMetadata
+from pagetwin.contract.budgets import judge_rows
+from pagetwin.contract.metadata_classes import CommonAttentionMetadata
 
 GARBAGE = 10**6
 

@@ -8,7 +8,7 @@ import torch
 from conftest import Twin
 from hypothesis import given
 from hypothesis import strategies as st
-from pagetwin.shared.budgets import ROUNDINGS_INSIDE, judge_rows
+from pagetwin.contract.budgets import ROUNDINGS_INSIDE, judge_rows
 from torch import Tensor
 
 INF = float("inf")

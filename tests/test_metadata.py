@@ -9,9 +9,9 @@ import torch
 from conftest import Twin
 from hypothesis import given
 from hypothesis import strategies as st
-from pagetwin.shared.metadata_classes import CommonAttentionMetadata
-from pagetwin.shared.selector import TWIN_OF_BACKEND, load_backend
-from pagetwin.shared.specs import KVCacheSpec
+from pagetwin.contract.metadata_classes import CommonAttentionMetadata
+from pagetwin.contract.specs import KVCacheSpec
+from pagetwin.engine.selector import TWIN_OF_BACKEND, load_backend
 from test_slot_mapping import by_hand, steps
 from torch import Tensor
 

@@ -7,7 +7,7 @@ import torch
 from conftest import Twin
 from hypothesis import given
 from hypothesis import strategies as st
-from pagetwin.shared.multimodal_features import MultiModalFeature
+from pagetwin.contract.multimodal_features import MultiModalFeature
 
 
 @st.composite

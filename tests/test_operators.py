@@ -15,17 +15,17 @@ from typing import Any
 
 import pytest
 import torch
-from pagetwin.optimized import _operators
-from pagetwin.shared.conformance import latent_batches
-from pagetwin.shared.conformance.batches import Plan, build
-from pagetwin.shared.conformance.laws_of_attention import SMALL, SMALL_RAGGED
-from pagetwin.shared.conformance.options import Call, build_call
-from pagetwin.shared.conformance.oracles import same_bits
-from pagetwin.shared.kinds import FP8_DTYPES
-from pagetwin.shared.layer import Attention
-from pagetwin.shared.operations import CONCEPTS, Implementation, load_implementation
-from pagetwin.shared.selector import load_backend
-from pagetwin.shared.shapes import KVCache
+from pagetwin.conformance.generators import latent_batches
+from pagetwin.conformance.generators.batches import Plan, build
+from pagetwin.conformance.generators.options import Call, build_call
+from pagetwin.conformance.laws.attention import SMALL, SMALL_RAGGED
+from pagetwin.conformance.oracles.dense import same_bits
+from pagetwin.contract.kinds import FP8_DTYPES
+from pagetwin.contract.operations import CONCEPTS, Implementation, load_implementation
+from pagetwin.contract.shapes import KVCache
+from pagetwin.engine.layer import Attention
+from pagetwin.engine.selector import load_backend
+from pagetwin.optimized.launch import operators as _operators
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode

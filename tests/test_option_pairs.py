@@ -19,7 +19,7 @@ import pytest
 import torch
 from conftest import Twin
 from hypothesis import given, settings
-from pagetwin.shared.conformance.options import (
+from pagetwin.conformance.generators.options import (
     DESIGN,
     OPTIONS,
     PLAIN,

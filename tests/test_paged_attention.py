@@ -9,8 +9,7 @@ import torch
 from conftest import Twin
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from pagetwin.shared.budgets import judge_rows
-from pagetwin.shared.conformance.batches import (
+from pagetwin.conformance.generators.batches import (
     CORNERS,
     DTYPES,
     NAN,
@@ -20,13 +19,14 @@ from pagetwin.shared.conformance.batches import (
     build,
     plans,
 )
-from pagetwin.shared.conformance.oracles import (
+from pagetwin.conformance.oracles.dense import (
     attend,
     judge_attention,
     judge_lse,
     same_bits,
     sees_up_to_itself,
 )
+from pagetwin.contract.budgets import judge_rows
 from torch import Tensor
 
 # each example runs a twin at least twice, and the interpreter is slow

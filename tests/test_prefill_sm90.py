@@ -15,9 +15,10 @@ import pytest
 import torch
 from compile_prefill_sm90 import EVERY_DAY
 from conftest import Twin
-from pagetwin.optimized import _workspace
-from pagetwin.optimized._launch import _with_ready_maps
-from pagetwin.optimized._prefill_sm90 import (
+from pagetwin.conformance.generators.batches import Batch, Plan, build
+from pagetwin.conformance.oracles.dense import judge_attention, judge_lse, same_bits
+from pagetwin.contract.attention_options import AttentionOptions
+from pagetwin.optimized.kernels.sm90.prefill import (
     GIVEN,
     OPTIONS,
     Plane,
@@ -27,9 +28,8 @@ from pagetwin.optimized._prefill_sm90 import (
     prepare,
     takes,
 )
-from pagetwin.shared.attention_options import AttentionOptions
-from pagetwin.shared.conformance.batches import Batch, Plan, build
-from pagetwin.shared.conformance.oracles import judge_attention, judge_lse, same_bits
+from pagetwin.optimized.launch import workspace as _workspace
+from pagetwin.optimized.launch.launcher import _with_ready_maps
 from torch import Tensor
 from triton.backends.nvidia.driver import wrap_handle_tensordesc
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from conftest import Twin
-from pagetwin.shared.conformance.batches import Plan, build
-from pagetwin.shared.conformance.oracles import bits
-from pagetwin.shared.refusals import values_checked
-from pagetwin.shared.selector import get_attn_backend, load_backend
-from pagetwin.shared.specs import KVCacheSpec
+from pagetwin.conformance.generators.batches import Plan, build
+from pagetwin.conformance.oracles.dense import bits
+from pagetwin.contract.specs import KVCacheSpec
+from pagetwin.engine.selector import get_attn_backend, load_backend
+from pagetwin.validation import values_checked
 
 Arguments = dict[str, Any]
 
@@ -654,7 +654,7 @@ def test_xformers_is_never_replaced_silently(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where it cannot be imported, asking for it is an error that says what fits."""
-    from pagetwin.optimized import _xformers
+    from pagetwin.optimized.launch import xformers_split_k as _xformers
 
     monkeypatch.setitem(__import__("sys").modules, "xformers", None)
     _xformers.why_no_xformers.cache_clear()

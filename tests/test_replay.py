@@ -17,25 +17,25 @@ import torch
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from pagetwin.shared.operations import CONCEPTS, Implementation, load_implementation
-from pagetwin.shared.replay.batch import keep_rows, make_batch
-from pagetwin.shared.replay.block_manager import BlockManager, OutOfBlocks
-from pagetwin.shared.replay.disagreement import Disagreement, load_step, save_step
-from pagetwin.shared.replay.figures import sum_up
-from pagetwin.shared.replay.judge import (
+from pagetwin.contract.operations import CONCEPTS, Implementation, load_implementation
+from pagetwin.tools.replay.batch import keep_rows, make_batch
+from pagetwin.tools.replay.block_manager import BlockManager, OutOfBlocks
+from pagetwin.tools.replay.disagreement import Disagreement, load_step, save_step
+from pagetwin.tools.replay.figures import sum_up
+from pagetwin.tools.replay.judge import (
     cut_into_pieces,
     find_truth,
     first_difference,
     name_differences,
 )
-from pagetwin.shared.replay.model import Model
-from pagetwin.shared.replay.reproduce import reproduce
-from pagetwin.shared.replay.run import CACHED, FREE, Replay
-from pagetwin.shared.replay.scheduler import Request, Scheduler, make_requests
-from pagetwin.shared.replay.settings import Settings, choose_settings
-from pagetwin.shared.replay.step import Law, Stage
-from pagetwin.shared.replay.tokens import draw_tokens
-from pagetwin.shared.replay.trace import (
+from pagetwin.tools.replay.model import Model
+from pagetwin.tools.replay.reproduce import reproduce
+from pagetwin.tools.replay.run import CACHED, FREE, Replay
+from pagetwin.tools.replay.scheduler import Request, Scheduler, make_requests
+from pagetwin.tools.replay.settings import Settings, choose_settings
+from pagetwin.tools.replay.step import Law, Stage
+from pagetwin.tools.replay.tokens import draw_tokens
+from pagetwin.tools.replay.trace import (
     SHIPPED,
     TraceError,
     TraceRequest,
@@ -101,7 +101,7 @@ def test_a_shipped_trace_is_read_whole(name, count):
 
 
 def test_the_shipped_traces_lie_in_the_package():
-    package = Path(importlib.import_module("pagetwin.shared.replay").__file__).parent
+    package = Path(importlib.import_module("pagetwin.tools.replay").__file__).parent
     for name in SHIPPED.values():
         assert (package / "traces" / name).is_file()
 
@@ -780,8 +780,8 @@ def test_the_optimized_twin_agrees():
     script = (
         "import torch; torch.set_num_threads(1)\n"
         "device = 'cuda' if torch.cuda.is_available() else 'cpu'\n"
-        "from pagetwin.shared.replay.run import Replay\n"
-        "from pagetwin.shared.replay.settings import choose_settings\n"
+        "from pagetwin.tools.replay.run import Replay\n"
+        "from pagetwin.tools.replay.settings import choose_settings\n"
         "settings = choose_settings(device, requests=4, scale=1 / 300, block_size=4,\n"
         "    kv_heads=1, query_heads=2, token_budget=24,\n"
         "    twins=('reference', 'optimized', 'triton'))\n"

@@ -6,22 +6,22 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from pagetwin.shared.capabilities import (
+from pagetwin.contract.kinds import AttentionType
+from pagetwin.contract.layouts import KVCacheLayout
+from pagetwin.contract.specs import KVCacheSpec
+from pagetwin.engine.capabilities import (
     Capabilities,
     MultipleOf,
     select_common_block_size,
 )
-from pagetwin.shared.kinds import AttentionType
-from pagetwin.shared.layouts import KVCacheLayout
-from pagetwin.shared.placeholder_backend import PlaceholderAttentionBackend
-from pagetwin.shared.selector import (
+from pagetwin.engine.placeholder_backend import PlaceholderAttentionBackend
+from pagetwin.engine.selector import (
     TWIN_OF_BACKEND,
     backends_that_can_run,
     choose_backend_name,
     get_attn_backend,
     load_backend,
 )
-from pagetwin.shared.specs import KVCacheSpec
 
 SPEC = KVCacheSpec(16, 2, 64, torch.float16)
 VARIABLE = "PAGETWIN_ATTENTION_BACKEND"

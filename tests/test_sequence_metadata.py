@@ -9,9 +9,9 @@ import torch
 from conftest import Twin
 from hypothesis import given
 from hypothesis import strategies as st
-from pagetwin.shared import sequence_classes
-from pagetwin.shared.kinds import PAD_SLOT_ID
-from pagetwin.shared.sequence_classes import (
+from pagetwin.contract import sequence_classes
+from pagetwin.contract.kinds import PAD_SLOT_ID
+from pagetwin.contract.sequence_classes import (
     IndexMap,
     MultiModalPlaceholderMap,
     SequenceAttentionMetadata,

@@ -5,8 +5,8 @@ import torch
 from conftest import Twin
 from hypothesis import given
 from hypothesis import strategies as st
-from pagetwin.shared.conformance.batches import GARBAGE
-from pagetwin.shared.kinds import PAD_SLOT_ID
+from pagetwin.conformance.generators.batches import GARBAGE
+from pagetwin.contract.kinds import PAD_SLOT_ID
 
 block_sizes = st.sampled_from([1, 3, 16, 24, 544])
 

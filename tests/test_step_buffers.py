@@ -11,11 +11,11 @@ import torch
 from conftest import Twin
 from hypothesis import given
 from hypothesis import strategies as st
-from pagetwin.optimized import _attend as optimized_attention
-from pagetwin.shared.kinds import PAD_SLOT_ID
-from pagetwin.shared.metadata_classes import CommonAttentionMetadata, UBatchSlice
-from pagetwin.shared.selector import load_backend
-from pagetwin.shared.specs import KVCacheSpec
+from pagetwin.contract.kinds import PAD_SLOT_ID
+from pagetwin.contract.metadata_classes import CommonAttentionMetadata, UBatchSlice
+from pagetwin.contract.specs import KVCacheSpec
+from pagetwin.engine.selector import load_backend
+from pagetwin.optimized.launch import dispatch as optimized_attention
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 MAX_REQS, MAX_TOKENS, MAX_BLOCKS = 5, 60, 9
@@ -345,7 +345,7 @@ def test_planning_touches_the_same_bytes_at_any_context(optimized: Twin) -> None
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs pinned memory")
 def test_a_pinned_buffer_is_not_filled_before_its_copy_has_run() -> None:
     """The copies wait behind a long kernel; each step must still send its own numbers."""
-    from pagetwin.optimized.step_buffers import StepBuffers
+    from pagetwin.optimized.batch.step_buffers import StepBuffers
 
     device = torch.device("cuda")
     buffers = StepBuffers(1, 8, 4, 16, device)

@@ -16,14 +16,14 @@ from typing import Any
 
 import pytest
 import torch
-from pagetwin.shared.budgets import judge_rows
+from pagetwin.contract.budgets import judge_rows
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 pytest.importorskip("transformers")
 
 import transformers
-from pagetwin.shared.integrations.transformers import (
+from pagetwin.integrations.transformers import (
     PagedBatch,
     PagedCache,
     Statistics,
@@ -32,7 +32,7 @@ from pagetwin.shared.integrations.transformers import (
     register,
     register_all,
 )
-from pagetwin.shared.integrations.transformers.masks import (
+from pagetwin.integrations.transformers.masks import (
     Sight,
     read_position_bias,
     read_spans,
@@ -214,7 +214,7 @@ def test_an_attention_that_gets_an_option_wrong_answers_otherwise(
     name: str, option: str, wrong: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that equal tokens mean something."""
-    module = import_module("pagetwin.reference.paged_attention")
+    module = import_module("pagetwin.reference.attention.paged")
     right = module.paged_attention
 
     def attend(*args: Any, **options: Any) -> Tensor:
@@ -236,7 +236,7 @@ def test_an_attention_that_gets_an_option_wrong_answers_otherwise(
 def test_a_read_past_the_end_of_a_sequence_meets_nan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    module = import_module("pagetwin.reference.paged_attention")
+    module = import_module("pagetwin.reference.attention.paged")
     right = module.paged_attention
 
     def attend(query: Tensor, *args: Any, **options: Any) -> Tensor:
@@ -783,8 +783,8 @@ def test_both_twins_are_registered_under_their_names() -> None:
 def test_without_the_library_the_error_says_what_to_install() -> None:
     program = (
         "import sys; sys.modules['transformers'] = None\n"
-        "import pagetwin.shared, pagetwin.shared.integrations\n"
-        "try:\n    import pagetwin.shared.integrations.transformers\n"
+        "import pagetwin.shared, pagetwin.integrations\n"
+        "try:\n    import pagetwin.integrations.transformers\n"
         "except ImportError as error:\n    print(error)"
     )
     done = subprocess.run(

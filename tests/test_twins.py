@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pagetwin.shared import operations
-from pagetwin.shared.backend_interface import AttentionBackend
-from pagetwin.shared.operations import CONCEPTS
+from pagetwin.contract import operations
+from pagetwin.contract.operations import CONCEPTS
+from pagetwin.engine.backend_interface import AttentionBackend
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted(
@@ -146,7 +146,7 @@ def test_every_concept_is_a_file_of_both_twins() -> None:
     for concept in CONCEPTS:
         for twin in ("reference", "optimized"):
             module = import_module(f"pagetwin.{twin}.{concept.name}")
-            assert first_line(module.__doc__) == concept.question
+            assert first_line(module.__doc__) == concept.summary
             for name in concept.operations:
                 assert callable(getattr(module, name)), f"{twin}.{concept.name}.{name}"
 
@@ -275,13 +275,13 @@ def test_the_three_packages_import_each_other_relatively() -> None:
 def test_the_reference_needs_neither_triton_nor_xformers() -> None:
     """In a fresh process in which neither can be imported."""
     modules = [f"pagetwin.reference.{Path(file).stem}" for file in FILES]
-    modules += ["pagetwin.shared.operations", "pagetwin.shared.selector"]
+    modules += ["pagetwin.contract.operations", "pagetwin.engine.selector"]
     program = "\n".join(
         [
             "import sys",
             "sys.modules['triton'] = sys.modules['xformers'] = None",
             *(f"import {module}" for module in modules),
-            "from pagetwin.shared.operations import load_implementation",
+            "from pagetwin.contract.operations import load_implementation",
             "print(load_implementation('reference').blocks_needed(9, 4))",
         ]
     )
@@ -295,7 +295,7 @@ def test_the_reference_needs_neither_triton_nor_xformers() -> None:
 def test_loading_one_twin_does_not_import_the_other() -> None:
     for twin, other in (("reference", "optimized"), ("optimized", "reference")):
         program = (
-            "import sys; from pagetwin.shared.operations import load_implementation;"
+            "import sys; from pagetwin.contract.operations import load_implementation;"
             f" load_implementation({twin!r});"
             f" print([m for m in sys.modules if m.startswith('pagetwin.{other}')])"
         )

@@ -13,10 +13,10 @@ import torch
 from conftest import Twin
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pagetwin.shared.conformance.batches import Plan, build
-from pagetwin.shared.conformance.oracles import judge_attention
-from pagetwin.shared.selector import load_backend
-from pagetwin.shared.specs import CrossAttentionSpec, KVCacheSpec
+from pagetwin.conformance.generators.batches import Plan, build
+from pagetwin.conformance.oracles.dense import judge_attention
+from pagetwin.contract.specs import CrossAttentionSpec, KVCacheSpec
+from pagetwin.engine.selector import load_backend
 
 pytest.importorskip("xformers")
 

@@ -6,7 +6,7 @@ to the end of the keys, as is meant here.
 """
 
 import torch
-from pagetwin.shared.conformance import Support
+from pagetwin.conformance import Support
 
 try:
     from flash_attn import flash_attn_varlen_func

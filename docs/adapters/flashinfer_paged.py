@@ -8,7 +8,7 @@ requests one after another instead of in a table, and its log-sum-exp is of base
 import math
 
 import torch
-from pagetwin.shared.conformance import Support
+from pagetwin.conformance import Support
 
 try:
     import flashinfer

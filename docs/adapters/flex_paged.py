@@ -8,7 +8,7 @@ what hides keys a part of the mask. Runs on the host, uncompiled.
 import warnings
 
 import torch
-from pagetwin.shared.conformance import Support
+from pagetwin.conformance import Support
 from torch.nn.attention.flex_attention import AuxRequest, create_mask, flex_attention
 
 warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")

@@ -5,7 +5,7 @@ torch's scaled_dot_product_attention does the rest.
 """
 
 import torch
-from pagetwin.shared.conformance import Support
+from pagetwin.conformance import Support
 
 SUPPORT = Support(
     operations=["paged_attention"],

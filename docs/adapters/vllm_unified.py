@@ -6,7 +6,7 @@ a row's end have to be blocks that are there.
 """
 
 import torch
-from pagetwin.shared.conformance import Support
+from pagetwin.conformance import Support
 
 try:
     from vllm.v1.attention.ops.triton_unified_attention import unified_attention

@@ -7,7 +7,7 @@ operator itself: on the host it runs in Triton's interpreter, where only float32
 import logging
 
 import torch
-from pagetwin.shared.conformance import Support
+from pagetwin.conformance import Support
 
 # importing xFormers warns at length that its compiled part does not load; it is not used here
 logging.getLogger("xformers").setLevel(logging.ERROR)

@@ -10,9 +10,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from pagetwin.shared.bench.plot import write_plots
-from pagetwin.shared.bench.tables import ceiling_words, markdown_table, reasons
-from pagetwin.shared.bench.workloads import (
+from pagetwin.tools.bench.plot import write_plots
+from pagetwin.tools.bench.tables import ceiling_words, markdown_table, reasons
+from pagetwin.tools.bench.workloads import (
     best_published,
     load_workloads,
     published_figures,

@@ -4,9 +4,9 @@ import ast
 from functools import cache
 from pathlib import Path
 
-from pagetwin.shared.conformance import check_implementation
-from pagetwin.shared.conformance.all_laws import ALL_LAWS
-from pagetwin.shared.conformance.law import Law
+from pagetwin.conformance import check_implementation
+from pagetwin.conformance.harness.law import Law
+from pagetwin.conformance.laws.all_laws import ALL_LAWS
 
 ROOT = Path(__file__).parents[2]
 

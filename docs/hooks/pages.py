@@ -22,8 +22,9 @@ import refused
 import side_by_side as twins
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
-from pagetwin.shared import examples, operations
-from pagetwin.shared.replay import settings, step
+from pagetwin import examples
+from pagetwin.contract import operations
+from pagetwin.tools.replay import settings, step
 
 ROOT = Path(__file__).parents[2]
 CALL = re.compile(r'^\{\{ (\w+)(?:\("([^"]*)"\))? \}\}$', re.M)
@@ -53,7 +54,7 @@ def picture(name: str) -> str:
 
 def question(concept: str) -> str:
     """Return the question a concept answers."""
-    return f"{operations.concept(concept).question}\n{{: .question }}"
+    return f"{operations.concept(concept).summary}\n{{: .summary }}"
 
 
 def module_words(argument: str) -> str:
@@ -93,7 +94,7 @@ def _lower(title: str) -> str:
 def contract(concept: str) -> str:
     """Return the contract of each operation, as the reference's docstrings say it."""
     names = operations.concept(concept).operations
-    module = f"pagetwin.reference.{concept}"
+    module = f"pagetwin.reference.{operations.concept(concept).module}"
     return "\n\n".join(
         f"::: {module}.{name}\n    options:\n      heading_level: 3\n"
         "      show_docstring_examples: false"
@@ -103,17 +104,17 @@ def contract(concept: str) -> str:
 
 def code(concept: str) -> str:
     """Return both files of a concept, step beside step."""
-    return twins.side_by_side(concept, operations.concept(concept).operations)
+    return twins.side_by_side(operations.concept(concept))
 
 
 def concept_table() -> str:
     """Return the concepts in reading order, with their questions."""
     lines = ["| read | the question it answers | lines |", "|---|---|---|"]
     for each in operations.CONCEPTS:
-        path = ROOT / "reference" / f"{each.name}.py"
+        path = ROOT / each.path("reference")
         count = len(path.read_text().splitlines())
         lines.append(
-            f"| [{each.name}](concepts/{each.name}.md) | {each.question} | {count} |"
+            f"| [{each.name}](concepts/{each.name}.md) | {each.summary} | {count} |"
         )
     return "\n".join(lines)
 
@@ -130,8 +131,7 @@ def feature_table() -> str:
     ]
     for concept in operations.CONCEPTS:
         ours, theirs = (
-            _public(ROOT / twin / f"{concept.name}.py")
-            for twin in ("reference", "optimized")
+            _public(ROOT / concept.path(twin)) for twin in ("reference", "optimized")
         )
         for name in concept.operations or ("forward",):
             laws = [
@@ -160,12 +160,14 @@ def _mark(there: bool) -> str:
 def shape_table() -> str:
     """Return the shape aliases: name, kind of element, axes."""
     lines = ["| name | elements | axes |", "|---|---|---|"]
-    for node in ast.parse((ROOT / "shared" / "shapes.py").read_text()).body:
+    for node in ast.parse((ROOT / "shared/contract/shapes.py").read_text()).body:
         if not isinstance(node, ast.Assign):
             continue
         found = re.fullmatch(r"(\w+) = (\w+)\[Tensor, '(.*)'\]", ast.unparse(node))
         if found is None:
-            raise ValueError(f"shared/shapes.py: {ast.unparse(node)} is no alias")
+            raise ValueError(
+                f"shared/contract/shapes.py: {ast.unparse(node)} is no alias"
+            )
         elements = found[2].lower().replace("float", "any float")
         lines.append(
             f"| `{found[1]}` | {elements} | `[{', '.join(found[3].split())}]` |"

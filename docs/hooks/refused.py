@@ -5,9 +5,9 @@ Each call below is made while the page is built, and its error is shown.
 
 import logging
 
-from pagetwin.shared.examples import example_names
-from pagetwin.shared.operations import load_implementation
-from pagetwin.shared.selector import get_attn_backend
+from pagetwin.contract.operations import load_implementation
+from pagetwin.engine.selector import get_attn_backend
+from pagetwin.examples import example_names
 
 # it would tell every build that its compiled part is not used
 logging.getLogger("xformers").setLevel(logging.ERROR)

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
+from pagetwin.contract.operations import Concept
+
 ROOT = Path(__file__).parents[2]
 STEP = re.compile(r"\s*# step: (?P<words>.*)")
 
@@ -119,15 +121,15 @@ def _chunk(step: str, lines: list[str]) -> Iterator[Chunk]:
         yield Chunk(step, code)
 
 
-def side_by_side(concept: str, operations: tuple[str, ...]) -> str:
+def side_by_side(concept: Concept) -> str:
     """Return both files of a concept as Markdown, step beside step.
 
     Args:
-        concept: the name of the files.
-        operations: its public operations; methods named `forward` if there are none.
+        concept: whose files; if it has no operations, methods named `forward` are shown.
     """
-    left = functions_of(ROOT / "reference" / f"{concept}.py")
-    right = functions_of(ROOT / "optimized" / f"{concept}.py")
+    operations = concept.operations
+    left = functions_of(ROOT / concept.path("reference"))
+    right = functions_of(ROOT / concept.path("optimized"))
     shown: set[str] = set()
     parts = []
     for operation in operations or ("forward",):
@@ -152,7 +154,7 @@ def side_by_side(concept: str, operations: tuple[str, ...]) -> str:
     rest = [each for each in right if each.title not in shown and not each.owner]
     if rest:
         blocks = "\n\n".join(_code(each.body, each.title) for each in rest)
-        parts.append(_details(f"The rest of optimized/{concept}.py", blocks))
+        parts.append(_details(f"The rest of {concept.path('optimized')}", blocks))
     return "\n\n".join(parts)
 
 

@@ -12,19 +12,19 @@ from typing import Any
 import torch
 from rich.text import Text
 
-from ..graph_classes import AttentionCGSupport, GraphInputBuffers, GroupSupport
-from ..layer import Attention
-from ..layer_parameters import PerLayerParameters
-from ..layouts import KVCacheLayout
-from ..metadata_classes import UBatchSlice
-from ..multimodal_features import MultiModalFeature
-from ..operations import CONCEPTS, Implementation
-from ..sequence_classes import (
+from ..contract.graph_classes import AttentionCGSupport, GraphInputBuffers, GroupSupport
+from ..contract.layer_parameters import PerLayerParameters
+from ..contract.layouts import KVCacheLayout
+from ..contract.metadata_classes import UBatchSlice
+from ..contract.multimodal_features import MultiModalFeature
+from ..contract.operations import CONCEPTS, Implementation
+from ..contract.sequence_classes import (
     SequenceAttentionMetadata,
     SequenceGroup,
     SequenceInput,
 )
-from ..specs import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, KVCacheTensor
+from ..contract.specs import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, KVCacheTensor
+from ..engine.layer import Attention
 from .story import Example as Example
 from .story import StoryStep as StoryStep
 
@@ -56,7 +56,7 @@ def example_names(implementation: Implementation) -> dict[str, Any]:
         "KVCacheTensor": KVCacheTensor,
         "KVCacheLayout": KVCacheLayout,
         "Attention": Attention,
-        "BACKENDS": implementation.modules["backend"].BACKENDS,
+        "BACKENDS": implementation.backends,
         "AttentionCGSupport": AttentionCGSupport,
         "GraphInputBuffers": GraphInputBuffers,
         "GroupSupport": GroupSupport,
@@ -64,11 +64,7 @@ def example_names(implementation: Implementation) -> dict[str, Any]:
         "SequenceGroup": SequenceGroup,
         "SequenceInput": SequenceInput,
     }
-    for each in EXAMPLES:
-        module = implementation.modules[each.concept]
-        if hasattr(module, each.operation):
-            names[each.operation] = getattr(module, each.operation)
-    return names
+    return names | implementation.operations
 
 
 def run_example(

@@ -9,7 +9,7 @@ the key that is dropped outweighs all others, as it does in the suite's data.
 """
 
 import torch
-from pagetwin.shared.budgets import judge_rows
+from pagetwin.contract.budgets import judge_rows
 
 KV_LENS = (128, 1328, 4096)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

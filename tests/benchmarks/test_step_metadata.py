@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from pagetwin.shared.operations import load_implementation
+from pagetwin.contract.operations import load_implementation
 
 pytest.importorskip("pytest_benchmark", reason="the dev extra is not installed")
 pytestmark = pytest.mark.slow

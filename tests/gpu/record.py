@@ -126,7 +126,7 @@ def run_replays(folder: Path, requests: int, limit: float, device: str) -> Recor
     found: Record = {"ok": True}
     for trace in ("mooncake", "azure"):
         figures = folder / f"replay-{trace}.json"
-        command = [sys.executable, "-c", "from pagetwin.shared.cli import app; app()"]
+        command = [sys.executable, "-c", "from pagetwin.tools.cli import app; app()"]
         command += ["replay", "--device", device, "--trace", trace]
         command += ["--requests", str(requests), "--json", str(figures)]
         begin = time.perf_counter()

@@ -13,7 +13,8 @@ that is right by the book. Each ends with the word `done`; the tool prints what 
 import sys
 
 import torch
-from pagetwin.optimized import _prefill_sm90, paged_attention
+from pagetwin.optimized.attention import paged as paged_attention
+from pagetwin.optimized.kernels.sm90 import prefill as _prefill_sm90
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

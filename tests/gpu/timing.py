@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pagetwin.shared.bench.timing import Stopwatch, captured, quartiles, time_host
-from pagetwin.shared.operations import load_implementation
+from pagetwin.contract.operations import load_implementation
+from pagetwin.tools.bench.timing import Stopwatch, captured, quartiles, time_host
 
 FLUSH_BYTES = 1 << 30
 BLOCK_SIZE = 16
@@ -114,7 +114,10 @@ def xformers_decode(
     query: torch.Tensor, cache: torch.Tensor, keys: list[int], table: torch.Tensor
 ) -> Callable[[], Any]:
     """Return xFormers' split-K over a batch of decodes."""
-    from pagetwin.optimized._xformers import build_decode_bias, split_k_attention
+    from pagetwin.optimized.launch.xformers_split_k import (
+        build_decode_bias,
+        split_k_attention,
+    )
 
     bias = build_decode_bias(keys, table, BLOCK_SIZE)
     scale = query.shape[-1] ** -0.5

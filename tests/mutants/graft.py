@@ -1,8 +1,8 @@
 """How is a changed twin imported beside the real ones?
 
-The changed file lies in a folder of its own, in front of the twin's folder, so that all other files
-are the twin's own; Triton wants to read a kernel from a real file. The package gets another name,
-and what it takes from `shared` is what everybody else has, not a second copy: an exception or a
+The changed file is written to a folder of its own, since Triton reads a kernel from a real file, and
+found before the twin's; all other files are the twin's own. The package gets another name, and what
+it takes from the other packages is what everybody else has, not a second copy: an exception or a
 metadata class must be the same one.
 """
 
@@ -20,8 +20,11 @@ NAME = "mutated"
 """The package in the place of `pagetwin`; there is one in a process."""
 
 
-class _SharedAlias:
-    """Finds `mutated.shared.x` in `pagetwin.shared.x`, and is its loader too."""
+class _Alias:
+    """Finds `mutated.x` in `pagetwin.x`, and is its loader too; the twin itself is not found."""
+
+    def __init__(self, twin: str) -> None:
+        self.twin = twin
 
     def find_spec(
         self,
@@ -29,7 +32,7 @@ class _SharedAlias:
         path: Sequence[str] | None = None,
         target: ModuleType | None = None,
     ) -> ModuleSpec | None:
-        if name != f"{NAME}.shared" and not name.startswith(f"{NAME}.shared."):
+        if not name.startswith(f"{NAME}.") or f"{name}.".startswith(f"{self.twin}."):
             return None
         return ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
 
@@ -44,6 +47,24 @@ class _SharedAlias:
         module.__spec__ = module.__spec__.loader_state
 
 
+class _Changed:
+    """Finds the changed file in the place of the twin's own."""
+
+    def __init__(self, module: str, path: Path) -> None:
+        self.module = module
+        self.path = path
+
+    def find_spec(
+        self,
+        name: str,
+        path: Sequence[str] | None = None,
+        target: ModuleType | None = None,
+    ) -> ModuleSpec | None:
+        if name != self.module:
+            return None
+        return spec_from_file_location(name, self.path)
+
+
 def graft(package: str, mutant: Mutant | None, folder: Path) -> str:
     """Import a twin with one file changed, and return its dotted name.
 
@@ -53,19 +74,19 @@ def graft(package: str, mutant: Mutant | None, folder: Path) -> str:
         folder: an empty one, for the changed file; it has to stay.
     """
     original = importlib.import_module(f"pagetwin.{package}")
-    if mutant is not None:
-        place = folder / f"{mutant.module}.py"
-        place.write_text(mutant.source(), encoding="utf-8")
+    name = f"{NAME}.{package}"
     sys.dont_write_bytecode = True
     root = ModuleType(NAME)
     root.__path__ = []
     sys.modules[NAME] = root
-    sys.meta_path.insert(0, _SharedAlias())  # type: ignore[arg-type]
-    name = f"{NAME}.{package}"
+    sys.meta_path.insert(0, _Alias(name))  # type: ignore[arg-type]
+    if mutant is not None:
+        place = folder / f"{mutant.module.rpartition('.')[2]}.py"
+        place.write_text(mutant.source(), encoding="utf-8")
+        changed = _Changed(f"{name}.{mutant.module}", place)
+        sys.meta_path.insert(0, changed)  # type: ignore[arg-type]
     spec = spec_from_file_location(
-        name,
-        original.__file__,
-        submodule_search_locations=[str(folder), *original.__path__],
+        name, original.__file__, submodule_search_locations=list(original.__path__)
     )
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)

@@ -24,11 +24,11 @@ from typing import Any
 
 from hypothesis import Phase, settings
 from hypothesis.strategies import SearchStrategy
-from pagetwin.shared.conformance import runner
-from pagetwin.shared.conformance.candidate import load_candidate
-from pagetwin.shared.conformance.law import Law, Setting
-from pagetwin.shared.conformance.report import Status
-from pagetwin.shared.operations import CONCEPTS
+from pagetwin.conformance.harness import runner
+from pagetwin.conformance.harness.candidate import load_candidate
+from pagetwin.conformance.harness.law import Law, Setting
+from pagetwin.conformance.harness.report import Status
+from pagetwin.contract.operations import CONCEPTS
 
 from .graft import graft
 from .mutant import ROOT, Mutant
@@ -39,6 +39,9 @@ unchanged twin, where that is known."""
 
 SLOW = 5.0
 """A law that takes longer on an unchanged twin is asked after its neighbours."""
+
+BACKENDS = "backends.backend"
+"""The file of what no concept names: the backends."""
 
 FEW = 1
 """Cases of a law that are tried before all cases of the others."""
@@ -82,11 +85,11 @@ def laws_near(
     are as near the slow ones come last. Where a law is named in the catalogue, it is the first.
     """
     steps = _steps_to(mutant.package, mutant.module)
-    home = {name: each.name for each in CONCEPTS for name in each.operations}
+    home = {name: each.module for each in CONCEPTS for name in each.operations}
 
     def distance(law: Law) -> float:
         # what no concept has is the backends
-        found = [steps.get(home.get(need, "backend"), math.inf) for need in law.needs]
+        found = [steps.get(home.get(need, BACKENDS), math.inf) for need in law.needs]
         # a law that names no operation looks at more than one
         return min(found, default=len(steps))
 
@@ -101,11 +104,19 @@ def laws_near(
 def _steps_to(package: str, module: str) -> dict[str, int]:
     """Return how many imports lie between each module of a twin and one of them."""
     imports: dict[str, set[str]] = {}
-    for path in (ROOT / package).glob("*.py"):
-        imports[path.stem] = {
-            node.module
+    for path in (ROOT / package).rglob("*.py"):
+        parts = path.relative_to(ROOT / package).with_suffix("").parts
+        imports[".".join(parts)] = {
+            ".".join(
+                [*parts[: len(parts) - node.level], *(part for part in more if part)]
+            )
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-            if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module
+            if isinstance(node, ast.ImportFrom) and 1 <= node.level <= len(parts)
+            # `from . import kernel` names a module, `from .kernel import name` lies in one
+            for more in [
+                (node.module,),
+                *((node.module, each.name) for each in node.names),
+            ]
         }
     steps, frontier = {module: 0}, deque([module])
     while frontier:

@@ -55,7 +55,7 @@ class Mutant:
         bug: what it brings back: the number of a bug in bugs.toml, or "cousin of" one.
         thread: where that bug happened.
         operator: one of OPERATORS.
-        file: which file of which package, such as "reference/block_table.py".
+        file: which file of which package, such as "reference/cache/block_table.py".
         old, new: the text that stands once in that file, and what takes its place.
         equivalent: why no output can show the change; empty if one has to.
         ask_first: words of the law that is asked before all others, where the order of nearness
@@ -79,8 +79,8 @@ class Mutant:
 
     @property
     def module(self) -> str:
-        """Which of its modules is changed."""
-        return Path(self.file).stem
+        """Which of its modules is changed, such as "cache.slot_mapping"."""
+        return ".".join(Path(self.file).with_suffix("").parts[1:])
 
     @property
     def origin(self) -> str:

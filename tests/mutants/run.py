@@ -24,8 +24,8 @@ os.environ["OPENBLAS_NUM_THREADS"] = "1"
 os.environ["MKL_NUM_THREADS"] = "1"
 
 import torch
-from pagetwin.shared.conformance.all_laws import ALL_LAWS
-from pagetwin.shared.conformance.law import Law
+from pagetwin.conformance.harness.law import Law
+from pagetwin.conformance.laws.all_laws import ALL_LAWS
 
 from .judge import Trial, judge, laws_near
 from .mutant import OPERATORS, PACKAGES, Mutant, load_catalogue
@@ -75,7 +75,7 @@ def run(
     begin = time.monotonic()
     torch.set_num_threads(1)
     for package in PACKAGES:  # once, before processes are forked
-        importlib.import_module(f"pagetwin.{package}.backend")
+        importlib.import_module(f"pagetwin.{package}.backends.backend")
     broken: set[str] = set()
     usual: dict[str, float] = {}
 

@@ -19,7 +19,7 @@ try:
     import transformers as _transformers  # noqa: F401
 except ImportError as error:
     raise ImportError(
-        "pagetwin.shared.integrations.transformers needs the library transformers:"
+        "pagetwin.integrations.transformers needs the library transformers:"
         " pip install 'pagetwin[transformers]'"
     ) from error
 

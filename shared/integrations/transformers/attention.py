@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from ...operations import Implementation
-from ...refusals.integrations import (
+from ...contract.operations import Implementation
+from ...validation.integrations import (
     check_causal_batch,
     check_inference,
     check_layer_kind,

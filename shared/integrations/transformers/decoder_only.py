@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...refusals.integrations import (
+from ...tools.replay.block_manager import BlockManager
+from ...tools.replay.scheduler import Request, Schedule, Scheduler
+from ...validation.integrations import (
     check_calls,
     check_keeps_only_keys,
     check_prompts,
     check_takes_keywords,
 )
-from ...replay.block_manager import BlockManager
-from ...replay.scheduler import Request, Schedule, Scheduler
 from .attention import count_calls
 from .paged_batch import PagedBatch
 from .statistics import Statistics

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
-from ...refusals.integrations import (
+from ...validation.integrations import (
     check_calls,
     check_decoder_prompt,
     check_features,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...refusals.integrations import (
+from ...validation.integrations import (
     check_arrivals,
     check_attention_is_ours,
     check_limits,

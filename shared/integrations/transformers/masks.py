@@ -11,11 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...refusals.integrations import (
-    check_mask,
-    refuse_bias,
-    refuse_mask,
-)
+from ...validation.integrations import check_mask, refuse_bias, refuse_mask
 
 
 @dataclass(frozen=True)

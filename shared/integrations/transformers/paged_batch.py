@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...metadata_classes import CommonAttentionMetadata
-from ...refusals.integrations import check_flat_batch, load_named
+from ...contract.metadata_classes import CommonAttentionMetadata
+from ...validation.integrations import check_flat_batch, load_named
 from .pages import Pages
 
 

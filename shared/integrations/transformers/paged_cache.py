@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from ...metadata_classes import CommonAttentionMetadata
-from ...operations import Implementation
-from ...refusals.integrations import (
+from ...contract.metadata_classes import CommonAttentionMetadata
+from ...contract.operations import Implementation
+from ...tools.replay.block_manager import BlockManager
+from ...validation.integrations import (
     check_paged_lengths,
     check_paged_spans,
     check_reorder,
@@ -26,7 +27,6 @@ from ...refusals.integrations import (
     refuse_crop,
     refuse_reading,
 )
-from ...replay.block_manager import BlockManager
 from .masks import Sight, read_spans
 from .pages import Pages
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from pagetwin.shared.budgets import Verdict, judge_rows
-from pagetwin.shared.operations import load_implementation
+from pagetwin.contract.budgets import Verdict, judge_rows
+from pagetwin.contract.operations import load_implementation
 from torch import Tensor
 
 BLOCK_SIZE = 16

@@ -4,7 +4,7 @@
 
 from the root of a checkout, on a machine with a CUDA device. First all kernels are compiled, in
 processes side by side. Then each workload is drawn, every rung is judged on some of its tokens by
-the budgets of pagetwin.shared.budgets, and what is right is captured as a CUDA graph. The graphs
+the budgets of pagetwin.contract.budgets, and what is right is captured as a CUDA graph. The graphs
 are replayed in turn, in an order that is drawn anew each time, each after 256 MiB were written,
 so that nothing of the batch is left in the L2 cache. What counts is the median of 30.
 

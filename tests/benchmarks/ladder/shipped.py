@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import pagetwin.optimized
-from pagetwin.shared.operations import load_implementation
+from pagetwin.contract.operations import load_implementation
 from torch import Tensor
 
 from .batches import Batch
@@ -34,7 +34,7 @@ def kernels_of_one_chip() -> list[ModuleType]:
 def left_out(modules: list[ModuleType]) -> Iterator[None]:
     """Let these modules take nothing, whoever asks them."""
     takes = [each.takes for each in modules if hasattr(each, "takes")]
-    attend = import_module("pagetwin.optimized._attend")
+    attend = import_module("pagetwin.optimized.launch.dispatch")
     replaced = [
         (module, name, value)
         for module in (*modules, attend)

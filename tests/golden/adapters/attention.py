@@ -175,7 +175,10 @@ def xformers_decode(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     seq_lens = torch.tensor(inputs["seq_lens"], dtype=torch.int32)
     query = inputs["q"]
     if twin.name == "optimized":
-        from pagetwin.optimized._xformers import build_decode_bias, split_k_attention
+        from pagetwin.optimized.launch.xformers_split_k import (
+            build_decode_bias,
+            split_k_attention,
+        )
 
         block_size = inputs["key_cache"].shape[1]
         bias = build_decode_bias(inputs["seq_lens"], inputs["block_table"], block_size)

@@ -4,8 +4,8 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from pagetwin.shared.metadata_classes import CommonAttentionMetadata
-from pagetwin.shared.specs import KVCacheSpec
+from pagetwin.contract.metadata_classes import CommonAttentionMetadata
+from pagetwin.contract.specs import KVCacheSpec
 
 from golden.adapters.attention import NO_FLOAT32, starts_of
 from golden.cases import SKIP, adapter

@@ -6,12 +6,12 @@ from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from typing import Any
 
+import pagetwin.contract.graph_classes as graphs
+import pagetwin.engine.backend_interface as interface
 import pagetwin.shared
-import pagetwin.shared.backend_interface as interface
-import pagetwin.shared.graph_classes as graphs
 import torch
-from pagetwin.shared.sequence_classes import SequenceAttentionMetadata
-from pagetwin.shared.specs import KVCacheSpec
+from pagetwin.contract.sequence_classes import SequenceAttentionMetadata
+from pagetwin.contract.specs import KVCacheSpec
 
 from golden.cases import SKIP, adapter
 

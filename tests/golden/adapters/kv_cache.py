@@ -6,10 +6,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from pagetwin.shared.backend_groups import init_attn_backend
-from pagetwin.shared.capabilities import Capabilities, MultipleOf
-from pagetwin.shared.layer import Attention
-from pagetwin.shared.layouts import (
+from pagetwin.contract.layouts import (
     KV_CACHE_LAYOUT_VARIABLE,
     KVCacheLayout,
     get_flashinfer_layout_string,
@@ -18,8 +15,7 @@ from pagetwin.shared.layouts import (
     is_valid_kv_cache_layout,
     layout_from_name,
 )
-from pagetwin.shared.selector import load_backend
-from pagetwin.shared.specs import (
+from pagetwin.contract.specs import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -28,6 +24,10 @@ from pagetwin.shared.specs import (
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
+from pagetwin.engine.backend_groups import init_attn_backend
+from pagetwin.engine.capabilities import Capabilities, MultipleOf
+from pagetwin.engine.layer import Attention
+from pagetwin.engine.selector import load_backend
 
 from golden.cases import DTYPES, SKIP, adapter
 

@@ -6,16 +6,16 @@ from typing import Any
 from unittest import mock
 
 import torch
-from pagetwin.shared.kinds import AttentionType
-from pagetwin.shared.layer import Attention
-from pagetwin.shared.placeholder_backend import PlaceholderAttentionBackend
-from pagetwin.shared.selector import (
+from pagetwin.contract.kinds import AttentionType
+from pagetwin.contract.specs import CacheConfig, KVCacheSpec
+from pagetwin.engine.layer import Attention
+from pagetwin.engine.placeholder_backend import PlaceholderAttentionBackend
+from pagetwin.engine.selector import (
     ATTENTION_BACKEND_VARIABLE,
     choose_backend_name,
     get_attn_backend,
     load_backend,
 )
-from pagetwin.shared.specs import CacheConfig, KVCacheSpec
 
 from golden.cases import SKIP, adapter
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from pagetwin.shared.kinds import PAD_SLOT_ID
-from pagetwin.shared.sequence_classes import (
+from pagetwin.contract.kinds import PAD_SLOT_ID
+from pagetwin.contract.sequence_classes import (
     AttentionMetadata,
     MultiModalPlaceholderMap,
     SequenceAttentionMetadata,

@@ -5,12 +5,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from pagetwin.shared.backend_interface import AttentionBackend, AttentionMetadataBuilder
-from pagetwin.shared.fast_prefill_metadata import KVSharingFastPrefillMetadata
-from pagetwin.shared.kinds import PAD_SLOT_ID
-from pagetwin.shared.layer_parameters import PerLayerParameters
-from pagetwin.shared.metadata_classes import CommonAttentionMetadata
-from pagetwin.shared.multimodal_features import MultiModalFeature
+from pagetwin.contract.fast_prefill_metadata import KVSharingFastPrefillMetadata
+from pagetwin.contract.kinds import PAD_SLOT_ID
+from pagetwin.contract.layer_parameters import PerLayerParameters
+from pagetwin.contract.metadata_classes import CommonAttentionMetadata
+from pagetwin.contract.multimodal_features import MultiModalFeature
+from pagetwin.engine.backend_interface import AttentionBackend, AttentionMetadataBuilder
 
 from golden.cases import SKIP, adapter
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from pagetwin.shared.metadata_classes import CommonAttentionMetadata, UBatchSlice
+from pagetwin.contract.metadata_classes import CommonAttentionMetadata, UBatchSlice
 
 from golden.cases import SKIP, adapter
 

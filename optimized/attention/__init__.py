@@ -1,0 +1,1 @@
+"""The public attention operations of the optimized twin."""

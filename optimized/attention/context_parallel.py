@@ -1,0 +1,153 @@
+"""Which rank keeps which tokens of a long sequence?
+
+Nothing is dealt out: whole rounds are counted by a division, and the rest of a sequence goes to the
+first ranks. All of it runs where the lengths lie, also what becomes of a step's tokens: each finds
+its request by bisection, and the host waits for nothing.
+"""
+
+import torch
+
+from ...contract.attention_options import AttentionOptions
+from ...contract.shapes import (
+    BlockTable,
+    KeyCache,
+    LogSumExp,
+    Output,
+    PerHead,
+    PositionBias,
+    Positions,
+    Query,
+    RankTokenCounts,
+    Scale,
+    StartLoc,
+    TokenCounts,
+    TokenRanges,
+    ValueCache,
+)
+from ...validation import values_checked
+from ...validation.cascade import check_dcp_attention
+from ...validation.step_shapes import check_ranks
+from ..launch.operators import operator
+from .paged import paged_attention
+
+
+def get_dcp_ranks(
+    positions: Positions, dcp_world_size: int, dcp_kv_cache_interleave_size: int = 1
+) -> Positions:
+    """Return the rank that keeps each position."""
+    check_ranks(dcp_world_size, None, dcp_kv_cache_interleave_size)
+    return positions // dcp_kv_cache_interleave_size % dcp_world_size
+
+
+def get_dcp_local_seq_lens(
+    seq_lens: TokenCounts,
+    dcp_world_size: int = 1,
+    dcp_rank: int | None = None,
+    dcp_kv_cache_interleave_size: int = 1,
+) -> RankTokenCounts | TokenCounts:
+    """Return how many tokens of each sequence lie on a rank, or on every rank."""
+    check_ranks(dcp_world_size, dcp_rank, dcp_kv_cache_interleave_size)
+    # step: deal the positions out and count each rank's
+    in_a_row = dcp_kv_cache_interleave_size
+    dealt_in_a_round = in_a_row * dcp_world_size
+    rounds = seq_lens // dealt_in_a_round
+    ranks = torch.arange(dcp_world_size, dtype=torch.int32, device=seq_lens.device)
+    rest = (seq_lens % dealt_in_a_round)[:, None] - ranks * in_a_row
+    counts = rounds[:, None] * in_a_row + rest.clamp(0, in_a_row)
+    # step: keep the rank that was asked for
+    return counts if dcp_rank is None else counts[:, dcp_rank]
+
+
+@operator(out=["out", "lse"])
+def dcp_attention(
+    query: Query,
+    key_cache: KeyCache,
+    value_cache: ValueCache,
+    block_table: BlockTable,
+    query_start_loc: StartLoc,
+    seq_lens: TokenCounts,
+    max_query_len: int,
+    max_seq_len: int,
+    dcp_world_size: int,
+    dcp_rank: int,
+    dcp_kv_cache_interleave_size: int = 1,
+    scale: float | None = None,
+    out: Output | None = None,
+    lse: LogSumExp | None = None,
+    compute_dtype: torch.dtype = torch.float32,
+    logits_soft_cap: float | None = None,
+    sinks: PerHead | None = None,
+    k_scale: Scale | float | None = None,
+    v_scale: Scale | float | None = None,
+    sliding_window: int | None = None,
+    attention_chunk_size: int | None = None,
+    alibi_slopes: PerHead | None = None,
+    position_bias: PositionBias | None = None,
+    query_ranges: TokenRanges | None = None,
+) -> Output:
+    """Return one rank's partial attention of each new token, over the keys that the rank keeps.
+
+    Raises:
+        NotImplementedError: what the twin's `paged_attention` does not take either.
+    """
+    of_rank = (dcp_world_size, dcp_rank, dcp_kv_cache_interleave_size)
+    max_local_len = check_dcp_attention(
+        query,
+        key_cache,
+        value_cache,
+        block_table,
+        query_start_loc,
+        seq_lens,
+        max_query_len,
+        max_seq_len,
+        *of_rank,
+        out,
+        lse,
+        AttentionOptions(
+            sliding_window=sliding_window,
+            attention_chunk_size=attention_chunk_size,
+            query_ranges=query_ranges,
+            logits_soft_cap=logits_soft_cap,
+            alibi_slopes=alibi_slopes,
+            position_bias=position_bias,
+            sinks=sinks,
+            k_scale=k_scale,
+            v_scale=v_scale,
+        ),
+        contents=values_checked(),
+    )
+    # step: find each token's position
+    reqs = len(block_table)
+    tokens = query.shape[0] if reqs else 0
+    token = torch.arange(tokens + 1, dtype=torch.int32, device=query.device)
+    starts = query_start_loc.contiguous()
+    # rows behind the last request stay nobody's: their requests have no token
+    token_starts = torch.minimum(token, starts[-1])
+    token = token[:tokens]
+    req = torch.searchsorted(starts[1:], token, right=True).clamp(max=reqs - 1)
+    position = seq_lens[req] - starts[req + 1] + token
+    # step: count the rank's keys up to there
+    is_token = token_starts[1:] > token
+    local_lens = get_dcp_local_seq_lens((position + 1) * is_token, *of_rank)
+    # step: attend to those, every token a request of its own
+    return paged_attention(
+        query,
+        key_cache,
+        value_cache,
+        block_table[req],
+        token_starts,
+        local_lens,
+        max_query_len=1,
+        max_seq_len=max_local_len,
+        scale=scale,
+        out=out,
+        lse=lse,
+        compute_dtype=compute_dtype,
+        logits_soft_cap=logits_soft_cap,
+        # every rank's would make them count as often as there are ranks
+        sinks=sinks if dcp_rank == 0 else None,
+        # a token's own length hides what comes behind it
+        causal=False,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )

@@ -1,0 +1,494 @@
+"""How does an engine run all of this as one object?
+
+Two backends stand here. TRITON runs everything in this package's own kernels. XFORMERS runs its
+decodes in xFormers' paged split-K operator and its prefills in Triton, as vLLM's V1 backend of that
+name did. What a layer asks for decides which operator runs its decodes, and what a step asks for
+may send its decodes to Triton; both can be read, from the layer and from the metadata.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...contract.graph_classes import AttentionCGSupport
+from ...contract.kinds import CACHE_DTYPES, FP8_DTYPES, HOST, AttentionType
+from ...contract.metadata_classes import CommonAttentionMetadata, PagedAttentionMetadata
+from ...contract.shapes import Key, KVCache, Output, Query, Value
+from ...contract.specs import CrossAttentionSpec, KVCacheSpec
+from ...engine.backend_interface import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    metadata_fields,
+)
+from ...engine.capabilities import MultipleOf
+from ..attention.encoder import encoder_attention
+from ..attention.paged import paged_attention
+from ..batch.batch_split import split_decodes_and_prefills
+from ..batch.multimodal_prefix import fill_mm_prefix_query_ranges
+from ..cache.cache_ops import reshape_and_cache
+from ..cache.kv_cache import get_kv_cache_shape, split_kv_cache
+from ..launch.host_to_device import send
+from ..launch.launcher import INTERPRETED
+from ..launch.tuning import MAX_HEAD_SIZE, max_head_size
+from ..launch.xformers_split_k import (
+    build_decode_bias,
+    split_k_attention,
+    why_no_mask,
+    why_no_split_k,
+    why_no_xformers,
+)
+
+
+def _fields(
+    builder: AttentionMetadataBuilder, common: CommonAttentionMetadata
+) -> dict[str, Any]:
+    """Return what the metadata of every backend here says of a step."""
+    # step: find where the prefills begin
+    if builder.kv_cache_spec is None:
+        boundary = (0, common.num_reqs, 0, common.num_actual_tokens)
+    else:
+        threshold = builder.reorder_batch_threshold
+        assert threshold is not None
+        boundary = split_decodes_and_prefills(common, threshold)
+    # step: find the image that each token stands in
+    query_ranges = None
+    if common.mm_req_doc_ranges:
+        ranges = torch.full(
+            (common.num_actual_tokens, 2), -1, dtype=torch.int32, device=HOST
+        )
+        rows = fill_mm_prefix_query_ranges(
+            ranges,
+            common.mm_req_doc_ranges,
+            common.query_start_loc_cpu,
+            common.seq_lens_cpu,
+        )
+        if rows:
+            _, (query_ranges,) = send([ranges.numpy()], builder.device)
+    return metadata_fields(common, boundary, query_ranges)
+
+
+class TritonAttentionMetadata(PagedAttentionMetadata):
+    """One step's batch; the kernels need nothing beyond what all backends need."""
+
+
+class TritonAttentionMetadataBuilder(AttentionMetadataBuilder):
+    """Builds the metadata of the pure Triton backend."""
+
+    # its launches depend on shapes and maxima alone
+    cudagraph_support = AttentionCGSupport.ALWAYS
+    reorder_batch_threshold: int = 1
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> TritonAttentionMetadata:
+        """Return the metadata of a step whose decodes come first."""
+        return TritonAttentionMetadata(**_fields(self, common_attn_metadata))
+
+
+class TritonAttentionImpl(AttentionImpl):
+    """Runs a layer in this package's own kernels."""
+
+    def forward(
+        self,
+        layer: object,
+        query: Query,
+        key: Key | None,
+        value: Value | None,
+        kv_cache: KVCache,
+        attn_metadata: PagedAttentionMetadata | None,
+        output: Output | None = None,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Output:
+        """Write the step's keys and values, attend, and return `output`.
+
+        Decodes and prefills go out in one call, whose kernels tell them apart by themselves.
+        """
+        output = self.check_forward(output, output_scale, output_block_scale)
+        if attn_metadata is None:
+            return output
+        # step: attend inside an encoder, which keeps nothing
+        if self.is_uncached:
+            _attend_inside(self, query, key, value, attn_metadata, output, output_scale)
+            return output
+        # step: write the new keys and values
+        step = attn_metadata.cross_metadata if self.crosses else attn_metadata
+        caches = _write(self, layer, query, key, value, kv_cache, attn_metadata)
+        # step: attend for the decodes, then for the prefills
+        rows = slice(0, step.num_actual_tokens)
+        _attend(self, query[rows], caches, step, output[rows], output_scale)
+        return output
+
+
+class TritonAttentionBackend(AttentionBackend):
+    """Pure Triton: any block size, head sizes to 1,024, float16, bfloat16 and float32."""
+
+    name = "TRITON"
+    supported_dtypes = CACHE_DTYPES
+    supported_kv_cache_dtypes = FP8_DTYPES
+    supported_attn_types = tuple(AttentionType)
+
+    @staticmethod
+    def get_supported_head_sizes() -> list[int]:
+        """Return every head size it takes."""
+        return list(range(1, MAX_HEAD_SIZE + 1))
+
+    @staticmethod
+    def get_impl_cls() -> type[TritonAttentionImpl]:
+        """Return the class that runs a layer."""
+        return TritonAttentionImpl
+
+    @staticmethod
+    def get_metadata_cls() -> type[TritonAttentionMetadata]:
+        """Return the class of its metadata."""
+        return TritonAttentionMetadata
+
+    @staticmethod
+    def get_builder_cls() -> type[TritonAttentionMetadataBuilder]:
+        """Return the class that builds its metadata."""
+        return TritonAttentionMetadataBuilder
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
+    ) -> tuple[int, ...]:
+        """Return the shape of a layer's cache."""
+        return get_kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size)
+
+    @classmethod
+    def validate_configuration(
+        cls, spec: KVCacheSpec, device: torch.device | str
+    ) -> list[str]:
+        """Return every reason why it cannot run such a cache there."""
+        # the largest head that fits is the device's to say, which may not be there
+        reasons = cls.why_not(spec) + _why_no_device(device)
+        if not reasons:
+            largest = max_head_size(spec.dtype, torch.device(device))
+            if spec.head_size > largest:
+                reasons.append(
+                    f"head_size = {spec.head_size}: expected at most {largest}"
+                )
+        return reasons
+
+
+@dataclass(frozen=True, kw_only=True)
+class XFormersAttentionMetadata(PagedAttentionMetadata):
+    """One step's batch, and xFormers' masks of its decodes.
+
+    Args:
+        attn_bias: xFormers' PagedBlockDiagonalCausalWithOffsetPaddedKeysMask of the decodes'
+            own keys; None: there are no decodes, or they run in Triton.
+        attn_bias_reason: why they run in Triton; empty: the step asks for nothing that xFormers
+            lacks.
+        cross_attn_bias, cross_attn_bias_reason: the same for the encoders' keys.
+    """
+
+    attn_bias: Any = None
+    attn_bias_reason: str = ""
+    cross_attn_bias: Any = None
+    cross_attn_bias_reason: str = ""
+
+    def _part(self, first: int, last: int) -> "XFormersAttentionMetadata":
+        part = super()._part(first, last)
+        assert isinstance(part, XFormersAttentionMetadata)
+        # the masks are those of the decodes, which come first
+        if first == 0 and self.num_decodes:
+            return part
+        return replace(part, attn_bias=None, cross_attn_bias=None)
+
+
+class XFormersAttentionMetadataBuilder(AttentionMetadataBuilder):
+    """Builds the metadata of the xFormers backend, the decodes' masks included."""
+
+    reorder_batch_threshold: int = 1
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> XFormersAttentionMetadata:
+        """Return the metadata of a step whose decodes come first.
+
+        A request without new tokens is padding; xFormers knows none, so the masks leave it out.
+        A group of cross-attention layers gets the mask of the encoders' keys alone.
+        """
+        metadata = XFormersAttentionMetadata(**_fields(self, common_attn_metadata))
+        spec, decodes = self.kv_cache_spec, metadata.decode_metadata
+        if spec is None or decodes is None or not decodes.num_actual_tokens:
+            return metadata
+        masks: dict[str, Any] = {}
+        if not isinstance(spec, CrossAttentionSpec):
+            masks["attn_bias_reason"] = why_no_mask(decodes)
+            if not masks["attn_bias_reason"]:
+                masks["attn_bias"] = _mask(decodes, spec.block_size)
+        if decodes.cross_block_table is not None:
+            crossing = decodes.cross_metadata
+            masks["cross_attn_bias_reason"] = why_no_mask(crossing)
+            if not masks["cross_attn_bias_reason"]:
+                masks["cross_attn_bias"] = _mask(crossing, spec.block_size)
+        return replace(metadata, **masks)
+
+
+class XFormersAttentionImpl(AttentionImpl):
+    """Runs a layer's decodes in xFormers' split-K operator and all else in Triton.
+
+    `decode_op` says which operator runs the decodes, those of cross-attention included: "xformers"
+    where it can, and "triton" where the operator lacks what the layer asks for; then
+    `decode_op_reason` says what that is. A step sends its decodes to Triton if its metadata says so
+    (`attn_bias_reason`), or if its output is FP8. Prefills and encoders always run in Triton.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = "decoder",
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+        attention_chunk_size: int | None = None,
+        head_size_v: int | None = None,
+        position_bias: Tensor | None = None,
+    ) -> None:
+        super().__init__(
+            num_heads,
+            head_size,
+            scale,
+            num_kv_heads,
+            alibi_slopes,
+            sliding_window,
+            kv_cache_dtype,
+            logits_soft_cap,
+            attn_type,
+            kv_sharing_target_layer_name,
+            sinks,
+            attention_chunk_size,
+            head_size_v,
+            position_bias,
+        )
+        XFormersAttentionBackend.validate_head_size(head_size)
+        self.decode_op_reason = why_no_split_k(self)
+        self.decode_op = "triton" if self.decode_op_reason else "xformers"
+
+    def forward(
+        self,
+        layer: object,
+        query: Query,
+        key: Key | None,
+        value: Value | None,
+        kv_cache: KVCache,
+        attn_metadata: PagedAttentionMetadata | None,
+        output: Output | None = None,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Output:
+        """Write the step's keys and values, attend, and return `output`."""
+        output = self.check_forward(output, output_scale, output_block_scale)
+        if attn_metadata is None:
+            return output
+        # step: attend inside an encoder, which keeps nothing
+        if self.is_uncached:
+            _attend_inside(self, query, key, value, attn_metadata, output, output_scale)
+            return output
+        # step: write the new keys and values
+        step = attn_metadata.cross_metadata if self.crosses else attn_metadata
+        caches = _write(self, layer, query, key, value, kv_cache, attn_metadata)
+        # step: attend for the decodes, then for the prefills
+        boundary, decodes = step.num_decode_tokens, step.decode_metadata
+        bias = getattr(
+            attn_metadata, "cross_attn_bias" if self.crosses else "attn_bias", None
+        )
+        if decodes is not None:
+            rows = slice(0, boundary)
+            if self.decode_op == "xformers" and output_scale is None and bias:
+                key_cache, value_cache, _ = caches
+                output[rows] = split_k_attention(
+                    query[rows], key_cache, value_cache, bias, self.scale
+                )
+            else:
+                _attend(self, query[rows], caches, decodes, output[rows], output_scale)
+        if step.prefill_metadata is not None:
+            rows, part = slice(boundary, step.num_actual_tokens), step.prefill_metadata
+            _attend(self, query[rows], caches, part, output[rows], output_scale)
+        return output
+
+
+class XFormersAttentionBackend(AttentionBackend):
+    """xFormers' paged split-K for decodes, Triton for prefills and encoders."""
+
+    name = "XFORMERS"
+    supported_dtypes = (torch.float16, torch.bfloat16)
+    supported_kv_cache_dtypes = FP8_DTYPES
+    supported_kernel_block_sizes = (MultipleOf(16),)
+    supported_attn_types = tuple(AttentionType)
+
+    @staticmethod
+    def get_supported_head_sizes() -> list[int]:
+        """Return the head sizes it takes: multiples of 8 from 32 to 256."""
+        return list(range(32, 257, 8))
+
+    @classmethod
+    def validate_head_size(cls, head_size: int) -> None:
+        """Refuse a head size it does not take.
+
+        Raises:
+            ValueError: the size is none of get_supported_head_sizes().
+        """
+        if head_size not in cls.get_supported_head_sizes():
+            raise ValueError(
+                f"head_size = {head_size}: expected a multiple of 8 from 32 to 256; the"
+                f" TRITON backend takes any to {MAX_HEAD_SIZE}"
+            )
+
+    @staticmethod
+    def get_impl_cls() -> type[XFormersAttentionImpl]:
+        """Return the class that runs a layer."""
+        return XFormersAttentionImpl
+
+    @staticmethod
+    def get_metadata_cls() -> type[XFormersAttentionMetadata]:
+        """Return the class of its metadata."""
+        return XFormersAttentionMetadata
+
+    @staticmethod
+    def get_builder_cls() -> type[XFormersAttentionMetadataBuilder]:
+        """Return the class that builds its metadata."""
+        return XFormersAttentionMetadataBuilder
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
+    ) -> tuple[int, ...]:
+        """Return the shape of a layer's cache.
+
+        Raises:
+            ValueError: a block size that is no multiple of 16, the keys its kernel reads at once.
+        """
+        if block_size < 16 or block_size % 16:
+            raise ValueError(f"block_size = {block_size}: expected a multiple of 16")
+        return get_kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size)
+
+    @classmethod
+    def validate_configuration(
+        cls, spec: KVCacheSpec, device: torch.device | str
+    ) -> list[str]:
+        """Return every reason why it cannot run such a cache there."""
+        reasons = cls.why_not(spec)
+        if spec.block_size % 16:
+            reasons.append(f"block_size = {spec.block_size}: expected a multiple of 16")
+        return reasons + _why_no_device(device) + why_no_xformers()
+
+
+BACKENDS = (TritonAttentionBackend, XFormersAttentionBackend)
+
+
+_Caches = tuple[Tensor, Tensor, dict[str, Any]]
+"""A layer's key cache and value cache, and the scales of their numbers by argument name."""
+
+
+def _mask(decodes: PagedAttentionMetadata, block_size: int) -> Any:
+    """Return xFormers' mask of the decodes that have a token."""
+    block_table, seq_lens = decodes.block_table, decodes.seq_lens_cpu
+    if decodes.num_actual_tokens < len(seq_lens):
+        kept = decodes.query_start_loc_cpu.diff().nonzero().flatten()
+        block_table = block_table[kept.to(block_table.device)]
+        seq_lens = seq_lens[kept]
+    return build_decode_bias(seq_lens.tolist(), block_table, block_size)
+
+
+def _write(
+    impl: AttentionImpl,
+    layer: object,
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    kv_cache: Tensor,
+    metadata: PagedAttentionMetadata,
+) -> _Caches:
+    """Write the step's keys and values, if there are any, and return the caches."""
+    key_cache, value_cache = split_kv_cache(kv_cache)
+    value_cache = value_cache[..., : impl.head_size_v]
+    scales = impl.scales(layer, kv_cache, query.dtype)
+    slots = impl.slots(metadata, key, value)
+    if slots is not None:
+        assert key is not None and value is not None
+        reshape_and_cache(key, value, key_cache, value_cache, slots, **scales)
+    return key_cache, value_cache, scales
+
+
+def _attend(
+    impl: AttentionImpl,
+    query: Tensor,
+    caches: _Caches,
+    step: PagedAttentionMetadata,
+    out: Tensor,
+    output_scale: Tensor | None,
+) -> None:
+    key_cache, value_cache, scales = caches
+    paged_attention(
+        query,
+        key_cache,
+        value_cache,
+        step.block_table,
+        step.query_start_loc,
+        step.seq_lens,
+        step.max_query_len,
+        step.max_seq_len,
+        out=out,
+        causal=step.causal,
+        tree_mask=step.tree_mask,
+        query_ranges=step.query_ranges,
+        **scales,
+        **impl.options(query.device, output_scale),
+    )
+
+
+def _attend_inside(
+    impl: AttentionImpl,
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    metadata: PagedAttentionMetadata,
+    output: Tensor,
+    output_scale: Tensor | None,
+) -> None:
+    """Attend among the tokens of each prompt, of which nothing is kept."""
+    tokens, prompts = impl.whole_prompts(metadata, key, value)
+    assert key is not None and value is not None
+    encoder_attention(
+        query[:tokens],
+        key[:tokens],
+        value[:tokens],
+        out=output[:tokens],
+        **prompts,
+        **impl.options(query.device, output_scale),
+    )
+
+
+@cache
+def _why_no_device(device: torch.device | str) -> list[str]:
+    """Return why kernels cannot run on that device."""
+    device = torch.device(device)
+    if INTERPRETED:
+        return []
+    if device.type != "cuda":
+        return [
+            f"device = {device}: expected cuda, or Triton's interpreter"
+            " (TRITON_INTERPRET=1 before triton is imported)"
+        ]
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return [f"device = {device}: expected compute capability 8.0 or newer"]
+    return []

@@ -1,0 +1,108 @@
+"""How is one step cut into micro-batches?
+
+The clipping of each request is one expression over all of them. What lies on the device is clipped
+there, with the two ends of the slice as plain numbers, so nothing is sent and nothing is read.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ...contract.metadata_classes import (
+    CommonAttentionMetadata,
+    UBatchSlice,
+    cut_fields,
+)
+from ...contract.shapes import CountsBuffer, StartLoc
+from ...validation.step import (
+    check_cut_of_last_request,
+    check_micro_batch,
+    check_request_slice,
+)
+
+
+def slice_query_start_locs(
+    query_start_loc: StartLoc, request_slice: slice
+) -> CountsBuffer:
+    """Return the starts of some requests, counted from the first one's."""
+    check_request_slice(query_start_loc, request_slice)
+    # step: take the starts and the last end
+    starts = query_start_loc[request_slice.start : request_slice.stop + 1]
+    # step: count them from the first
+    return starts - starts[0]
+
+
+def make_metadata_with_slice(
+    ubatch_slice: UBatchSlice, attn_metadata: CommonAttentionMetadata
+) -> CommonAttentionMetadata:
+    """Return one micro-batch of a step as a step of its own.
+
+    Raises:
+        NotImplementedError: `logits_indices_padded` lies on a device other than the host: how
+            many of them fall into a micro-batch is not known without waiting for the device.
+    """
+    check_micro_batch(ubatch_slice, attn_metadata)
+    requests, tokens = ubatch_slice.request_slice, ubatch_slice.token_slice
+    # step: cut what has an entry for each request or token
+    changes = cut_fields(attn_metadata, requests, tokens)
+    # step: clip each request to the tokens
+    rows = slice(requests.start, requests.stop + 1)
+    starts = attn_metadata.query_start_loc_cpu[rows]
+    starts_on_device = attn_metadata.query_start_loc[rows]
+    query_start_loc_cpu = _clipped(starts, tokens)
+    left_out = _behind(starts, tokens)
+    check_cut_of_last_request(attn_metadata, int(left_out[-1]))
+    # step: shorten what is cut at the end, advance what is cut at the front
+    changes["seq_lens"] = changes["seq_lens"] - _behind(starts_on_device, tokens)
+    changes["seq_lens_cpu"] = changes["seq_lens_cpu"] - left_out
+    skipped = (tokens.start - starts[:-1]).clamp(min=0)
+    changes["num_computed_tokens_cpu"] = changes["num_computed_tokens_cpu"] + skipped
+    # step: pick the tokens whose logits are wanted
+    changes |= _own_logits(attn_metadata, tokens)
+    return attn_metadata.replace(
+        **changes,
+        query_start_loc=_clipped(starts_on_device, tokens),
+        query_start_loc_cpu=query_start_loc_cpu,
+        num_reqs=requests.stop - requests.start,
+        num_actual_tokens=min(tokens.stop, attn_metadata.num_actual_tokens)
+        - tokens.start,
+        max_query_len=int(query_start_loc_cpu.diff().max()),
+        max_seq_len=int(changes["seq_lens_cpu"].max()),
+    )
+
+
+def split_attn_metadata(
+    ubatch_slices: Sequence[UBatchSlice],
+    common_attn_metadata: CommonAttentionMetadata,
+) -> list[CommonAttentionMetadata]:
+    """Return every micro-batch of a step as a step of its own."""
+    return [
+        make_metadata_with_slice(ubatch_slice, common_attn_metadata)
+        for ubatch_slice in ubatch_slices
+    ]
+
+
+def _clipped(starts: Tensor, tokens: slice) -> Tensor:
+    return starts.clamp(tokens.start, tokens.stop) - tokens.start
+
+
+def _behind(starts: Tensor, tokens: slice) -> Tensor:
+    """Return how many tokens of each request lie behind the slice."""
+    return (starts[1:] - tokens.stop).clamp(min=0)
+
+
+def _own_logits(
+    attn_metadata: CommonAttentionMetadata, tokens: slice
+) -> dict[str, Tensor | int]:
+    wanted = attn_metadata.logits_indices_padded
+    if wanted is None:
+        return {}
+    if wanted.device.type != "cpu":
+        raise NotImplementedError(
+            f"logits_indices_padded lies on {wanted.device}: expected it on the host, as"
+            " counting those of a micro-batch would wait for the device; set it after the"
+            " batch is cut"
+        )
+    wanted = wanted[: attn_metadata.num_logits_indices]
+    own = wanted[(wanted >= tokens.start) & (wanted < tokens.stop)] - tokens.start
+    return {"logits_indices_padded": own, "num_logits_indices": len(own)}

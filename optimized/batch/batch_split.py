@@ -1,0 +1,131 @@
+"""Which requests of the batch decode, and which prefill?
+
+Every answer is a few numpy operations on the host; nothing is read from the device. Runs of
+prefills are found by bisection in the running total of the lengths, one search for each run.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from ...contract.metadata_classes import CommonAttentionMetadata
+from ...contract.shapes import TokenCounts
+from ...validation import check_not_negative
+from ...validation.step import check_is_prefilling, check_prefill_chunks, check_regions
+
+
+def reorder_batch_to_split_decodes_and_prefills(
+    num_scheduled_tokens: Sequence[int],
+    decode_threshold: int = 1,
+    num_computed_tokens: Sequence[int] | None = None,
+    num_prompt_tokens: Sequence[int] | None = None,
+) -> list[int]:
+    """Return the order of the batch that has its decodes first, moving as few as possible."""
+    check_regions(
+        num_scheduled_tokens, decode_threshold, num_computed_tokens, num_prompt_tokens
+    )
+    # step: name the region of each request
+    is_long = np.asarray(num_scheduled_tokens, dtype=np.int64) > decode_threshold
+    region = is_long.astype(np.int8)
+    if num_computed_tokens is not None:
+        computed = np.asarray(num_computed_tokens, dtype=np.int64)
+        if num_prompt_tokens is None:
+            region += is_long & (computed <= 0)
+        else:
+            in_prompt = computed < np.asarray(num_prompt_tokens, dtype=np.int64)
+            region = np.where(is_long, 2, in_prompt)
+            region[computed == 0] = 3
+    # step: find the places that hold a request of another region
+    places = np.flatnonzero(region != np.sort(region))
+    # step: fill them region by region
+    # with two regions the last one first, so that every move is a swap of two rows
+    waiting = places[::-1] if num_computed_tokens is None else places
+    order = np.arange(len(region))
+    order[places] = waiting[np.argsort(region[waiting], kind="stable")]
+    return order.tolist()
+
+
+def split_decodes_and_prefills(
+    common_attn_metadata: CommonAttentionMetadata,
+    decode_threshold: int = 1,
+    require_uniform: bool = False,
+    treat_short_extends_as_decodes: bool = True,
+) -> tuple[int, int, int, int]:
+    """Return where the decodes end in a batch that has them first."""
+    check_not_negative(decode_threshold=decode_threshold)
+    starts = common_attn_metadata.query_start_loc_cpu.numpy()
+    query_lens = starts[1:] - starts[:-1]
+    # step: find the first request that is no decode
+    is_prefill = query_lens > decode_threshold
+    if require_uniform and len(query_lens):
+        first_len = query_lens[(query_lens != 0).argmax()]
+        is_prefill |= (query_lens != first_len) & (query_lens != 0)
+    if not treat_short_extends_as_decodes:
+        is_prefilling = common_attn_metadata.is_prefilling
+        is_prefill |= check_is_prefilling(is_prefilling, len(query_lens)).numpy()
+    num_decodes = _first(is_prefill)
+    # step: count the tokens on both sides
+    num_tokens = common_attn_metadata.num_actual_tokens
+    # without a prefill, tokens behind the last request are padding of the decodes
+    whole = num_decodes == len(query_lens)
+    num_decode_tokens = num_tokens if whole else int(starts[num_decodes])
+    return (
+        num_decodes,
+        len(query_lens) - num_decodes,
+        num_decode_tokens,
+        num_tokens - num_decode_tokens,
+    )
+
+
+def split_decodes_prefills_and_extends(
+    common_attn_metadata: CommonAttentionMetadata, decode_threshold: int = 1
+) -> tuple[int, int, int, int, int, int]:
+    """Return where the decodes and the extends end in a batch in three regions."""
+    check_not_negative(decode_threshold=decode_threshold)
+    starts = common_attn_metadata.query_start_loc_cpu.numpy()
+    query_lens = starts[1:] - starts[:-1]
+    num_reqs = len(query_lens)
+    # step: find the first request that is no decode
+    is_long = query_lens > decode_threshold
+    first_extend = _first(is_long)
+    # step: find the first of them that has nothing in the cache
+    seq_lens = common_attn_metadata.seq_lens_cpu.numpy()
+    first_prefill = _first(is_long & (query_lens == seq_lens))
+    # step: count the tokens of each region
+    num_tokens = common_attn_metadata.num_actual_tokens
+    # tokens behind the last request are padding of the last region
+    extend_at, prefill_at = (
+        num_tokens if each == num_reqs else int(starts[each])
+        for each in (first_extend, first_prefill)
+    )
+    return (
+        first_extend,
+        first_prefill - first_extend,
+        num_reqs - first_prefill,
+        extend_at,
+        prefill_at - extend_at,
+        num_tokens - prefill_at,
+    )
+
+
+def split_prefill_chunks(
+    seq_lens_cpu: TokenCounts, workspace_size: int, request_offset: int = 0
+) -> list[tuple[int, int]]:
+    """Return runs of requests whose sequences fit into a workspace together."""
+    seq_lens = seq_lens_cpu.numpy()
+    check_prefill_chunks(seq_lens, workspace_size)
+    totals = np.cumsum(seq_lens, dtype=np.int64)
+    # step: close a run before the sequence that does not fit
+    bounds, before = [0], 0
+    while bounds[-1] < len(totals):
+        end = int(totals.searchsorted(before + workspace_size, side="right"))
+        bounds.append(end)
+        before = int(totals[end - 1])
+    # step: pair where runs begin and end
+    return [(request_offset + a, request_offset + b) for a, b in pairwise(bounds)]
+
+
+def _first(found: np.ndarray) -> int:
+    """Return the place of the first True; the length if there is none."""
+    return int(found.argmax()) if found.any() else len(found)

@@ -1,0 +1,117 @@
+"""Which tokens of a prompt see each other in both directions?
+
+Runs are found where a mask changes, and a range is written to all of its tokens at once.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from ...contract.multimodal_features import PREFIX_MODALITIES, MultiModalFeature
+from ...contract.shapes import PrefixRanges, QueryRanges, StartLoc, TokenCounts
+from ...validation import check_not_negative
+from ...validation.step_shapes import (
+    check_features,
+    check_query_lens,
+    check_query_ranges,
+    check_range_owners,
+)
+
+
+def compute_mm_prefix_ranges(
+    mm_features: Sequence[Sequence[MultiModalFeature]],
+    sliding_window: int | None = None,
+    clamp_sliding_window: bool = False,
+    span_leading_pad_modulus: int = 0,
+) -> dict[int, list[tuple[int, int]]]:
+    """Return the ranges of each request's images and videos."""
+    check_not_negative(span_leading_pad_modulus=span_leading_pad_modulus)
+    if sliding_window is not None:
+        check_not_negative(sliding_window=sliding_window)
+    check_features(mm_features)
+    found: dict[int, list[tuple[int, int]]] = {}
+    for req, features in enumerate(mm_features):
+        found[req] = []
+        for feature in features:
+            if feature.modality not in PREFIX_MODALITIES:
+                continue
+            # step: find the runs of tokens that belong together
+            runs = _runs(feature, span_leading_pad_modulus)
+            # step: leave out what no window holds
+            found[req] += [
+                (first, last)
+                for first, last in runs
+                if clamp_sliding_window
+                or sliding_window is None
+                or last - first < sliding_window
+            ]
+    return found
+
+
+def compute_mm_prefix_range_tensor(
+    mm_prefix_range: Mapping[int, Sequence[tuple[int, int]]] | None,
+    num_seqs: int,
+    device: torch.device | str = "cpu",
+) -> PrefixRanges | None:
+    """Return the ranges of a batch as one tensor."""
+    if mm_prefix_range is None:
+        return None
+    check_range_owners(mm_prefix_range, num_seqs)
+    rows = {req: row for req, row in mm_prefix_range.items() if row}
+    if all(list(row) == [(0, 0)] for row in rows.values()):
+        return None
+    padded = np.zeros((num_seqs, max(map(len, rows.values())), 2), dtype=np.int32)
+    for req, row in rows.items():
+        padded[req, : len(row)] = row
+    return torch.from_numpy(padded).to(device, non_blocking=True)
+
+
+def fill_mm_prefix_query_ranges(
+    out: QueryRanges,
+    mm_prefix_range: Mapping[int, Sequence[tuple[int, int]]] | None,
+    query_start_loc_cpu: StartLoc,
+    seq_lens_cpu: TokenCounts,
+) -> int:
+    """Write the range of each new token and return how many rows were written."""
+    if mm_prefix_range is None:
+        return 0
+    check_query_lens(query_start_loc_cpu, seq_lens_cpu)
+    check_range_owners(mm_prefix_range, len(seq_lens_cpu))
+    starts, seq_lens = query_start_loc_cpu.tolist(), seq_lens_cpu.tolist()
+    check_query_ranges(out, starts[-1])
+    # step: find the new tokens that stand in a range
+    pieces = []
+    for req, ranges in mm_prefix_range.items():
+        # the token that would have position 0, if it were new
+        origin = starts[req + 1] - seq_lens[req]
+        for first, last in ranges:
+            begin = max(starts[req], origin + first)
+            end = min(starts[req + 1], origin + last + 1)
+            if first < last and begin < end:
+                pieces.append((slice(begin, end), (first, last)))
+    if not pieces:
+        return 0
+    # step: write a row for every new token
+    rows = out.numpy()
+    rows[: starts[-1]] = -1
+    for tokens, positions in pieces:
+        rows[tokens] = positions
+    return int(starts[-1])
+
+
+def _runs(feature: MultiModalFeature, modulus: int) -> list[tuple[int, int]]:
+    first, end = feature.offset, feature.offset + feature.length
+    if modulus:
+        first += -(first + 1) % modulus
+    if modulus or feature.is_embed is None:
+        return [(first, end - 1)] if first < end else []
+    # a run begins where the mask rises, and ends before it falls
+    flags = np.zeros(feature.length + 2, dtype=np.int8)
+    flags[1:-1] = np.asarray(feature.is_embed, dtype=bool)
+    change = np.diff(flags)
+    begins, ends = np.flatnonzero(change == 1), np.flatnonzero(change == -1)
+    return [
+        (first + int(begin), first + int(stop) - 1)
+        for begin, stop in zip(begins, ends, strict=True)
+    ]

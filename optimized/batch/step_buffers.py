@@ -1,0 +1,275 @@
+"""How does a step get into tensors that stay where they are?
+
+The rows of block ids live twice: in numpy, where slots are looked up, and on the device. A step
+writes starts, lengths, slots and the new blocks into one pinned buffer and sends its filled part in
+one copy that the host does not wait for; the device then puts the new blocks into its table. There
+are two pinned buffers, and one is filled again only after the copy from it has run. Nothing is read
+from the device.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from ...contract.kinds import HOST, PAD_SLOT_ID
+from ...contract.metadata_classes import CommonAttentionMetadata
+from ...validation import (
+    check_batch_lengths,
+    check_not_negative,
+    check_positive,
+    check_sequences_fit,
+)
+from ...validation.step import check_new_blocks, check_rows, check_step_fits
+
+_INT32, _INT64 = 4, 8  # bytes
+_NUM_PINNED_BUFFERS = 2
+
+
+class StepBuffers:
+    """The tensors of an engine's steps, allocated once and written in place.
+
+    One buffer on the device holds, in this order: starts, lengths, rows, slots. What is new in
+    the block table travels behind the slots of the step, where no graph reads.
+    """
+
+    def __init__(
+        self,
+        max_num_reqs: int,
+        max_num_tokens: int,
+        max_blocks: int,
+        block_size: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Allocate the tensors of the largest step."""
+        check_positive(
+            max_num_reqs=max_num_reqs,
+            max_num_tokens=max_num_tokens,
+            block_size=block_size,
+        )
+        check_not_negative(max_blocks=max_blocks)
+        self.max_num_reqs = max_num_reqs
+        self.max_num_tokens = max_num_tokens
+        self.max_blocks = max_blocks
+        self.block_size = block_size
+        self.device = torch.device(device)
+        self._host_table = np.zeros((max_num_reqs, max_blocks), dtype=np.int32)
+        self._num_blocks = np.zeros(max_num_reqs, dtype=np.int64)
+        self._row_places = np.arange(max_num_reqs, dtype=np.int64) * max_blocks
+        self._token_numbers = np.arange(max_num_tokens, dtype=np.int64)
+        # new blocks, as runs of places in the flat table: where each begins, how long it is
+        self._new_places: list[int] = []
+        self._new_counts: list[int] = []
+        # bytes: where each part of the buffer begins
+        self._lens_at = (max_num_reqs + 1) * _INT32
+        self._rows_at = self._lens_at + max_num_reqs * _INT32
+        rows_end = self._rows_at + max_num_reqs * _INT32
+        self._slots_at = -(-rows_end // _INT64) * _INT64
+        slots_end = self._slots_at + max_num_tokens * _INT64
+        # room for the blocks that a step's own tokens can need; more go on their own
+        self._max_new = max_num_reqs + -(-max_num_tokens // block_size)
+        num_bytes = slots_end + self._max_new * (_INT64 + _INT32)
+        self._pinned = [
+            _PinnedBuffer(num_bytes, self.device) for _ in range(_NUM_PINNED_BUFFERS)
+        ]
+        self._num_steps = 0
+        is_power_of_two = block_size & (block_size - 1) == 0
+        self._block_shift = block_size.bit_length() - 1 if is_power_of_two else None
+
+        def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=self.device)
+
+        self._block_table = zeros(max_num_reqs, max_blocks, dtype=torch.int32)
+        self._ordered_table = zeros(max_num_reqs, max_blocks, dtype=torch.int32)
+        self._bytes = zeros(num_bytes, dtype=torch.uint8)
+        self._query_start_loc = self._bytes[: self._lens_at].view(torch.int32)
+        self._seq_lens = self._bytes[self._lens_at : self._rows_at].view(torch.int32)
+        self._rows = self._bytes[self._rows_at : rows_end].view(torch.int32)
+        self._slot_mapping = self._bytes[self._slots_at : slots_end].view(torch.int64)
+        self._slot_mapping.fill_(PAD_SLOT_ID)
+
+    def append_blocks(
+        self, rows: Sequence[int], new_blocks: Sequence[Sequence[int]]
+    ) -> None:
+        """Write new blocks behind some rows; the next step knows of them."""
+        check_new_blocks(rows, new_blocks, self._num_blocks, self.max_blocks)
+        # step: write the new ids behind each row
+        for row, blocks in zip(rows, new_blocks, strict=True):
+            held = int(self._num_blocks[row])
+            self._host_table[row, held : held + len(blocks)] = blocks
+            self._num_blocks[row] = held + len(blocks)
+            self._new_places.append(row * self.max_blocks + held)
+            self._new_counts.append(len(blocks))
+
+    def clear_rows(self, rows: Sequence[int]) -> None:
+        """Empty some rows, whose requests have left."""
+        check_rows("rows", rows, self.max_num_reqs)
+        self._num_blocks[np.asarray(rows, dtype=np.int64)] = 0
+
+    def build(
+        self,
+        query_lens: Sequence[int],
+        num_computed_tokens: Sequence[int],
+        rows: Sequence[int] | None = None,
+        num_reqs_padded: int | None = None,
+        num_tokens_padded: int | None = None,
+    ) -> CommonAttentionMetadata:
+        """Write one step into the buffers and return its metadata."""
+        lens = np.asarray(query_lens, dtype=np.int64)
+        computed = np.asarray(num_computed_tokens, dtype=np.int64)
+        num_reqs, num_tokens = len(lens), int(lens.sum())
+        check_step_fits(
+            num_reqs,
+            num_tokens,
+            self.max_num_reqs,
+            self.max_num_tokens,
+            num_reqs_padded,
+            num_tokens_padded,
+        )
+        own_rows: slice | np.ndarray = slice(num_reqs)
+        if rows is not None:
+            check_rows("rows", rows, self.max_num_reqs)
+            own_rows = np.asarray(rows, dtype=np.int64)
+        row_lens = self._num_blocks[own_rows]
+        if not self._fit(lens, computed, row_lens):
+            # which request it is, and in which words, takes longer to find
+            check_batch_lengths(lens, computed)
+            check_sequences_fit(lens, computed, row_lens, self.block_size)
+        reqs = num_reqs if num_reqs_padded is None else num_reqs_padded
+        tokens = num_tokens if num_tokens_padded is None else num_tokens_padded
+        starts = np.zeros(reqs + 1, dtype=np.int32)
+        lens.cumsum(out=starts[1 : num_reqs + 1])
+        pinned = self._pinned[self._num_steps % _NUM_PINNED_BUFFERS]
+        self._num_steps += 1
+        pinned.wait()
+        # step: find the slots of the new tokens
+        slots_end = self._slots_at + tokens * _INT64
+        slots = pinned.array[self._slots_at : slots_end].view(np.int64)
+        first_positions = computed - starts[:num_reqs]
+        self._find_slots(slots[:num_tokens], lens, first_positions, own_rows)
+        # step: fill up to the size of the captured graph
+        slots[num_tokens:] = PAD_SLOT_ID
+        starts[num_reqs + 1 :] = num_tokens
+        host_counts = np.zeros((2, reqs), dtype=np.int32)
+        host_counts[0, :num_reqs] = computed
+        np.add(computed, lens, out=host_counts[1, :num_reqs], casting="unsafe")
+        # step: send everything to the device
+        ints = pinned.array[: self._slots_at].view(np.int32)
+        ints[: reqs + 1] = starts
+        ints[self._lens_at // _INT32 :][:reqs] = host_counts[1]
+        if rows is not None:
+            ints[self._rows_at // _INT32 :][:num_reqs] = np.asarray(rows)
+        self._send(pinned, slots_end)
+        # step: put the rows into the order of the batch
+        block_table = self._block_table
+        if rows is not None:
+            block_table = self._ordered_table
+            torch.index_select(
+                self._block_table, 0, self._rows[:num_reqs], out=block_table[:num_reqs]
+            )
+        counts_cpu = torch.from_numpy(host_counts)
+        return CommonAttentionMetadata(
+            query_start_loc=self._query_start_loc[: reqs + 1],
+            query_start_loc_cpu=torch.from_numpy(starts),
+            seq_lens=self._seq_lens[:reqs],
+            seq_lens_cpu=counts_cpu[1],
+            num_computed_tokens_cpu=counts_cpu[0],
+            num_reqs=reqs,
+            num_actual_tokens=num_tokens,
+            max_query_len=int(lens.max(initial=0)),
+            max_seq_len=int(host_counts[1].max(initial=0)),
+            block_table_tensor=block_table[:reqs],
+            slot_mapping=self._slot_mapping[:tokens],
+        )
+
+    def _fit(
+        self, lens: np.ndarray, computed: np.ndarray, row_lens: np.ndarray
+    ) -> bool:
+        """Tell whether no count is negative and no sequence longer than its row."""
+        if not len(lens) == len(computed) == len(row_lens):
+            return False
+        # the sign of either shows in both
+        negative = (lens | computed) < 0
+        outgrown = lens + computed > row_lens * self.block_size
+        return not (negative | outgrown).any()
+
+    def _find_slots(
+        self,
+        slots: np.ndarray,
+        lens: np.ndarray,
+        first_positions: np.ndarray,
+        own_rows: slice | np.ndarray,
+    ) -> None:
+        """Write the slot of every new token; `slots` is changed.
+
+        `first_positions`: what to add to a token's number to get its position.
+        """
+        block_size = self.block_size
+        position = self._token_numbers[: len(slots)] + first_positions.repeat(lens)
+        if self._block_shift is None:
+            entry = position // block_size
+            position -= entry * block_size
+        else:
+            # a shift is quicker than a division
+            entry = position >> self._block_shift
+            position &= block_size - 1
+        entry += self._row_places[own_rows].repeat(lens)
+        block_id = self._host_table.reshape(-1).take(entry)
+        np.multiply(block_id, block_size, out=slots, dtype=np.int64)
+        slots += position
+
+    def _send(self, pinned: "_PinnedBuffer", end: int) -> None:
+        """Send the filled part of a buffer and the new blocks behind it, in one copy."""
+        if not self._new_places:
+            pinned.send(self._bytes, end)
+            return
+        counts = np.asarray(self._new_counts, dtype=np.int64)
+        ends = counts.cumsum()
+        total = int(ends[-1])
+        firsts = np.asarray(self._new_places, dtype=np.int64) - (ends - counts)
+        places: np.ndarray = firsts.repeat(counts) + np.arange(total)
+        block_ids = self._host_table.reshape(-1).take(places)
+        self._new_places.clear()
+        self._new_counts.clear()
+        table = self._block_table.view(-1)
+        if total > self._max_new:
+            pinned.send(self._bytes, end)
+            table.scatter_(
+                0,
+                torch.from_numpy(places).to(self.device),
+                torch.from_numpy(block_ids).to(self.device),
+            )
+            return
+        ids_at = end + total * _INT64
+        last = ids_at + total * _INT32
+        pinned.array[end:ids_at].view(np.int64)[:] = places
+        pinned.array[ids_at:last].view(np.int32)[:] = block_ids
+        pinned.send(self._bytes, last)
+        table.scatter_(
+            0,
+            self._bytes[end:ids_at].view(torch.int64),
+            self._bytes[ids_at:last].view(torch.int32),
+        )
+
+
+class _PinnedBuffer:
+    """Host memory that the device copies from on its own, and whether it has done so."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        on_cuda = device.type == "cuda"
+        self._bytes = torch.zeros(
+            num_bytes, dtype=torch.uint8, device=HOST, pin_memory=on_cuda
+        )
+        self.array: np.ndarray = self._bytes.numpy()
+        self._copied = torch.cuda.Event() if on_cuda else None
+
+    def wait(self) -> None:
+        """Return once the last copy from here has run; at once if there was none."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def send(self, target: torch.Tensor, num_bytes: int) -> None:
+        """Copy the first bytes to the start of `target`, which is changed."""
+        target[:num_bytes].copy_(self._bytes[:num_bytes], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record(torch.cuda.current_stream(target.device))

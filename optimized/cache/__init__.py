@@ -1,0 +1,1 @@
+"""The KV cache: block tables and slot mapping in numpy and Triton, Triton cache kernels."""

@@ -1,0 +1,82 @@
+"""Which blocks of the cache does each request own?
+
+Rows are written into one numpy array, long ones a row at a time and short ones all at once, and
+sent to the device in one copy.
+"""
+
+from collections.abc import Sequence
+from itertools import chain
+
+import numpy as np
+import torch
+
+from ...contract.shapes import BlockCounts, BlockTable
+from ...validation import (
+    check_append_blocks,
+    check_block_rows,
+    check_not_negative,
+    check_positive,
+)
+
+_SHORT_ROW = 64
+
+
+def blocks_needed(num_tokens: int, block_size: int) -> int:
+    """Return how many blocks hold that many tokens."""
+    check_not_negative(num_tokens=num_tokens)
+    check_positive(block_size=block_size)
+    return -(-num_tokens // block_size)
+
+
+def make_block_table(
+    rows: Sequence[Sequence[int]],
+    max_blocks: int | None = None,
+    device: torch.device | str = "cpu",
+) -> BlockTable:
+    """Return the rows as one table, padded with 0 behind each row."""
+    if max_blocks is None:
+        max_blocks = max((len(row) for row in rows), default=0)
+    return torch.from_numpy(padded_rows(rows, max_blocks)).to(device)
+
+
+def append_blocks(
+    block_table: BlockTable,
+    num_blocks: BlockCounts,
+    new_blocks: Sequence[Sequence[int]],
+) -> BlockCounts:
+    """Write new blocks behind the rows and return how many blocks each row holds then.
+
+    All new blocks of the batch are sent in one copy and written in one indexed store.
+    """
+    check_append_blocks(block_table, num_blocks, new_blocks)
+    added = np.fromiter(map(len, new_blocks), np.int64, len(new_blocks))
+    held = num_blocks.numpy()
+    req = np.arange(len(added)).repeat(added)
+    column = np.arange(len(req)) + (held - added.cumsum() + added).repeat(added)
+    block_ids = np.fromiter(chain.from_iterable(new_blocks), np.int64, len(req))
+    entries = torch.from_numpy(np.stack([req, column, block_ids]))
+    entries = entries.to(block_table.device)
+    block_table[entries[0], entries[1]] = entries[2].to(torch.int32)
+    return torch.from_numpy((held + added).astype(np.int32))
+
+
+def padded_rows(rows: Sequence[Sequence[int]], max_blocks: int) -> np.ndarray:
+    """Return the rows as one int32 array, padded with 0.
+
+    The ids are checked in the array: looking at each in its list takes longer than all the rest.
+    """
+    lens = np.fromiter(map(len, rows), np.int64, len(rows))
+    if lens.max(initial=0) > max_blocks:
+        check_block_rows(rows, max_blocks)
+    table = np.zeros((len(rows), max_blocks), dtype=np.int32)
+    num_ids = int(lens.sum())
+    if num_ids <= _SHORT_ROW * len(rows):
+        # a numpy call for each row would take longer than walking over the ids
+        owned = np.arange(max_blocks) < lens[:, None]
+        table[owned] = np.fromiter(chain.from_iterable(rows), np.int32, num_ids)
+    else:
+        for req, row in enumerate(rows):
+            table[req, : len(row)] = row
+    if table.min(initial=0) < 0:
+        check_block_rows(rows, max_blocks)
+    return table

@@ -1,0 +1,190 @@
+"""Where does each new token's key and value go?
+
+On the host the loop over tokens becomes numpy over the whole batch, and only those entries of the
+rows are looked at that hold new tokens. On the device it becomes one program per 256 tokens, each
+of which finds its tokens' requests by bisection in the starts. Addresses are 64-bit.
+"""
+
+from collections.abc import Sequence
+from itertools import chain
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from ...contract.kinds import HOST, PAD_SLOT_ID
+from ...contract.shapes import BlockTable, SlotMapping, StartLoc, TokenCounts
+from ...validation import (
+    check_batch_lengths,
+    check_not_negative,
+    check_one_sequence,
+    check_positive,
+    check_row_reaches,
+    check_sequences_fit,
+    check_slot_mapping_device,
+    values_checked,
+)
+from ..launch.launcher import check_launch
+from ..launch.operators import operator
+
+TOKENS_PER_PROGRAM = 256
+
+
+def compute_slot_mapping_start_idx(
+    is_prompt: bool, query_len: int, context_len: int, sliding_window: int | None
+) -> int:
+    """Return the first position whose key and value need to be stored."""
+    check_not_negative(query_len=query_len, context_len=context_len)
+    if not is_prompt or sliding_window is None:
+        return 0
+    check_not_negative(sliding_window=sliding_window)
+    return max(0, context_len + query_len - sliding_window)
+
+
+def compute_slot_mapping(
+    is_profile_run: bool,
+    seq_len: int,
+    context_len: int,
+    start_idx: int,
+    block_size: int,
+    block_table: Sequence[int] | None,
+) -> SlotMapping:
+    """Return the cache slot of every new token of one sequence."""
+    check_one_sequence(seq_len, context_len, block_size)
+    if is_profile_run:
+        return torch.full((seq_len,), PAD_SLOT_ID, dtype=torch.int64, device=HOST)
+    if block_table is None:
+        raise ValueError(
+            "block_table = None: expected a row unless is_profile_run is set"
+        )
+    check_row_reaches(len(block_table), seq_len, block_size)
+    slots = np.full(seq_len - context_len, PAD_SLOT_ID, dtype=np.int64)
+    position = np.arange(max(context_len, start_idx), seq_len)
+    row = np.asarray(block_table[: -(-seq_len // block_size)], dtype=np.int64)
+    # step: look the block up
+    block_id = row[position // block_size]
+    # step: count slots into it
+    slots[len(slots) - len(position) :] = block_id * block_size + position % block_size
+    return torch.from_numpy(slots)
+
+
+def compute_slot_mapping_batch(
+    query_lens: Sequence[int],
+    num_computed_tokens: Sequence[int],
+    block_rows: Sequence[Sequence[int]],
+    block_size: int,
+) -> SlotMapping:
+    """Return the cache slot of every new token of a batch, computed on the host."""
+    check_positive(block_size=block_size)
+    lens = np.asarray(query_lens, dtype=np.int64)
+    computed = np.asarray(num_computed_tokens, dtype=np.int64)
+    check_batch_lengths(lens, computed)
+    row_lens = np.fromiter(map(len, block_rows), np.int64, len(block_rows))
+    check_sequences_fit(lens, computed, row_lens, block_size)
+    # the entries that hold new tokens, of all rows one after another; an entry stands at
+    # `shift` plus its place in its own row
+    first = computed // block_size
+    behind = -(-(computed + lens) // block_size)
+    batch = zip(block_rows, first.tolist(), behind.tolist(), strict=True)
+    touched = [row[begin:end] for row, begin, end in batch]
+    counts = behind - first
+    shift = counts.cumsum() - counts - first
+    block_ids = np.fromiter(chain.from_iterable(touched), np.int64, int(counts.sum()))
+    position = np.arange(int(lens.sum()))
+    position += (computed - lens.cumsum() + lens).repeat(lens)
+    entry = position // block_size
+    block_id = block_ids[entry + shift.repeat(lens)]
+    return torch.from_numpy(block_id * block_size + position - entry * block_size)
+
+
+@operator(sizes={"slots": "num_tokens"})
+def compute_slot_mapping_device(
+    query_start_loc: StartLoc,
+    num_computed_tokens: TokenCounts,
+    block_table: BlockTable,
+    block_size: int,
+    num_tokens: int,
+) -> SlotMapping:
+    """Return the cache slot of every new token of a batch, computed where the table lies."""
+    check_slot_mapping_device(
+        query_start_loc,
+        num_computed_tokens,
+        block_table,
+        block_size,
+        num_tokens,
+        contents=values_checked(),
+    )
+    check_launch(block_table)
+    slot_mapping = block_table.new_empty(num_tokens, dtype=torch.int64)
+    num_reqs = block_table.shape[0]
+    grid = (triton.cdiv(num_tokens, TOKENS_PER_PROGRAM),)
+    if num_tokens:
+        _slot_mapping_kernel[grid](
+            query_start_loc.contiguous(),
+            num_computed_tokens.contiguous(),
+            block_table,
+            slot_mapping,
+            num_tokens,
+            num_reqs,
+            num_reqs.bit_length(),
+            block_size,
+            block_table.stride(0),
+            block_table.stride(1),
+            PAD=PAD_SLOT_ID,
+            TOKENS=TOKENS_PER_PROGRAM,
+        )
+    return slot_mapping
+
+
+@triton.jit
+def find_request(start_loc, token, num_reqs, num_halvings):
+    """Return the request that each token belongs to; num_reqs if it lies past the last one.
+
+    `start_loc`: [num_reqs + 1] rising starts. `num_halvings`: bits of num_reqs.
+    """
+    # the number of requests that end at or before the token, by bisection
+    low = tl.zeros_like(token)
+    high = low + num_reqs
+    for _ in range(num_halvings):
+        middle = (low + high) // 2
+        search = low < high
+        end = tl.load(start_loc + middle + 1, mask=search, other=0)
+        ended = search & (end <= token)
+        low = tl.where(ended, middle + 1, low)
+        high = tl.where(search & (end > token), middle, high)
+    return low
+
+
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_reqs", "num_halvings", "table_stride_req"]
+)
+def _slot_mapping_kernel(
+    query_start_loc,
+    num_computed_tokens,
+    block_table,
+    slot_mapping,
+    num_tokens,
+    num_reqs,
+    num_halvings,
+    block_size,
+    table_stride_req,
+    table_stride_entry,
+    PAD: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    req = find_request(query_start_loc, token, num_reqs, num_halvings)
+    owned = (token < num_tokens) & (req < num_reqs)
+    start = tl.load(query_start_loc + req, mask=owned, other=0)
+    computed = tl.load(num_computed_tokens + req, mask=owned, other=0)
+    position = computed + token - start
+    # step: look the block up
+    row = block_table + req.to(tl.int64) * table_stride_req
+    entry = (position // block_size).to(tl.int64) * table_stride_entry
+    block_id = tl.load(row + entry, mask=owned, other=0)
+    # step: count slots into it
+    # 64-bit: block_id * block_size passes 2**31 at two billion slots
+    slot = block_id.to(tl.int64) * block_size + position % block_size
+    slot = tl.where(owned, slot, PAD)
+    tl.store(slot_mapping + token, slot, mask=token < num_tokens)

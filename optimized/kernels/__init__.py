@@ -1,0 +1,1 @@
+"""The attention kernels: portable Triton kernels, and a folder per chip family."""

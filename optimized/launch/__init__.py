@@ -1,0 +1,1 @@
+"""The host side of kernel launches: dispatch, plans, tuning tables, workspace."""

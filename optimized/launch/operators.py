@@ -1,0 +1,272 @@
+"""How does a compiler of torch see a public operation?
+
+As one operator of `torch.ops.pagetwin`, which is not looked into. `operator` registers a function
+under its own name; all it takes is read from the function's signature. A tensor that is written is
+declared so. What comes back has the axes of the return annotation, whose sizes are those of the
+arguments (`shared/contract/shapes.py` gives the axes their names), so a compiler knows it without
+contents.
+
+Two rules of torch shape the operators. An operator returns none of its arguments: with an output of
+the caller's it is the overload `out`, which returns nothing. And an argument has one type: what may
+be a number or a tensor becomes two arguments, `causal` and `causal_tensor`.
+
+A call that nobody traces does not come here: it runs the function, without torch's dispatcher.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import NoneType, UnionType
+from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin
+
+import torch
+from jaxtyping import AbstractArray
+from torch import Tensor
+from torch._C import _len_torch_dispatch_stack as count_modes
+from torch.compiler import is_compiling
+
+NAMESPACE = __name__.partition(".")[0]
+"""Of the operators; a copy of the package under another name has its own."""
+
+LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+
+# torch's modes that record calls, or make them with tensors without contents; other modes, such as
+# those that count or watch, see what an operation does inside
+TRACING_MODES = (
+    torch._C._TorchDispatchModeKey.FAKE,
+    torch._C._TorchDispatchModeKey.PROXY,
+    torch._C._TorchDispatchModeKey.FUNCTIONAL,
+)
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+def operator(
+    changed: Sequence[str] = (),
+    out: Sequence[str] = (),
+    like: Sequence[str] = (),
+    sizes: Mapping[str, str] | None = None,
+) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
+    """Register a public operation, which may then be called in compiled code.
+
+    Args:
+        changed: the arguments that are always written.
+        out: those that are written where they are given; the first one is then returned.
+        like: for each result, the argument whose dtype it has; none: that of the first tensor. An
+            argument `dtype` that is given goes before.
+        sizes: axis of a result -> the argument that is its size, where no tensor has that axis.
+
+    Returns:
+        what makes of a function one that is the same until it is traced.
+    """
+
+    def register(function: Any) -> Any:
+        name, signature = function.__name__, inspect.signature(function)
+        lowered = tuple(_lower(signature, out))
+        names = [each.name for each in lowered]
+        unions = [each for each in signature.parameters if f"{each}_tensor" in names]
+        results = _Results(signature, like, sizes or {})
+
+        def given(args: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
+            found = dict(zip(names, args, strict=False)) | named
+            for each in unions:
+                tensor = found.pop(f"{each}_tensor", None)
+                if tensor is not None:
+                    found[each] = tensor
+            return found
+
+        def run(*args: Any, **named: Any) -> Any:
+            return function(**given(args, named))
+
+        def run_out(*args: Any, **named: Any) -> None:
+            function(**given(args, named))
+
+        def fake(*args: Any, **named: Any) -> Any:
+            return results.empty(given(args, named))
+
+        returned = _plain(signature.return_annotation)
+        _define(name, lowered, returned, changed, run, fake)
+        if out:
+            buffers = [
+                inspect.Parameter(
+                    each,
+                    inspect.Parameter.KEYWORD_ONLY,
+                    annotation=Tensor if each == out[0] else Tensor | None,
+                    default=signature.empty if each == out[0] else None,
+                )
+                for each in out
+            ]
+            with_out = (*lowered, *buffers)
+            _define(f"{name}.out", with_out, None, [*changed, *out], run_out, _nothing)
+        packet = getattr(getattr(torch.ops, NAMESPACE), name)
+
+        def trace(*args: Any) -> Any:
+            named = dict(zip(signature.parameters, args, strict=True))
+            buffers = {each: named.pop(each) for each in out}
+            is_given = any(each is not None for each in buffers.values())
+            if is_given and buffers[out[0]] is None:
+                buffers[out[0]] = results.empty(named)
+            for each in unions:
+                if isinstance(named[each], Tensor):
+                    named[f"{each}_tensor"] = named.pop(each)
+            if not is_given:
+                return packet.default(**named)
+            packet.out(**named, **buffers)
+            return buffers[out[0]]
+
+        return _fork(function, ", ".join(signature.parameters), trace)
+
+    return register
+
+
+def _fork(function: Any, arguments: str, trace: Callable[..., Any]) -> Any:
+    """Return a function that runs another, or `trace` while calls are recorded.
+
+    It is written out with the function's own arguments, as dataclasses write theirs: to pack them
+    into a tuple and a dictionary, and out again, costs several times the question.
+    """
+    # nearly always both are false: no mode is on at all
+    source = f"""
+def {function.__name__}({arguments}):
+    if is_compiling() or count_modes() and _is_recorded():
+        return trace({arguments})
+    return function({arguments})
+"""
+    names: dict[str, Any] = {
+        "function": function,
+        "trace": trace,
+        "is_compiling": is_compiling,
+        "count_modes": count_modes,
+        "_is_recorded": _is_recorded,
+    }
+    exec(source, names)
+    forked: Any = functools.wraps(function)(names[function.__name__])
+    forked.__defaults__ = function.__defaults__
+    return forked
+
+
+def _is_recorded() -> bool:
+    """Tell whether one of the modes that are on is a tracing one."""
+    return any(map(torch._C._get_dispatch_mode, TRACING_MODES))
+
+
+class _Results:
+    """Makes an operation's results, without contents, from the names of the axes."""
+
+    def __init__(
+        self,
+        signature: inspect.Signature,
+        like: Sequence[str],
+        sizes: Mapping[str, str],
+    ) -> None:
+        self.sizes = sizes
+        self.axes = {
+            name: each.annotation.dim_str.split()
+            for name, each in signature.parameters.items()
+            if _is_array(each.annotation)
+        }
+        returned = signature.return_annotation
+        self.is_many = get_origin(returned) is tuple
+        arrays = [
+            each
+            for each in (get_args(returned) if self.is_many else [returned])
+            if _is_array(each)
+        ]
+        like = like or [next(iter(self.axes), "")] * len(arrays)
+        self.results = [
+            (each.dim_str.split(), name, _only_dtype(each))
+            for each, name in zip(arrays, like, strict=True)
+        ]
+
+    def empty(self, given: Mapping[str, Any]) -> Any:
+        """Return what an operation returns, given its arguments."""
+        if not self.results:
+            return None
+        sizes = {axis: given[name] for axis, name in self.sizes.items()}
+        for name, axes in self.axes.items():
+            shape = given[name].shape
+            if len(axes) != len(shape):
+                raise ValueError(
+                    f"{name} has shape {list(shape)}: expected [{', '.join(axes)}]"
+                )
+            for axis, size in zip(axes, shape, strict=True):
+                sizes.setdefault(axis, size)
+        made = []
+        for axes, name, only in self.results:
+            dtype = only or given.get("dtype") or given[name].dtype
+            shape = [sizes[axis] for axis in axes]
+            made.append(given[name].new_empty(shape, dtype=dtype))
+        return tuple(made) if self.is_many else made[0]
+
+
+def _define(
+    name: str,
+    parameters: Sequence[inspect.Parameter],
+    returned: Any,
+    changed: Sequence[str],
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+) -> None:
+    """Add one overload of an operator, for tensors of any device."""
+
+    def prototype() -> None: ...
+
+    signature = inspect.Signature(parameters, return_annotation=returned)
+    prototype.__signature__ = signature  # type: ignore[attr-defined]
+    schema = torch.library.infer_schema(prototype, op_name=name, mutates_args=changed)
+    LIBRARY.define(schema, tags=torch.Tag.pt2_compliant_tag)
+    LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=LIBRARY)
+
+
+def _lower(
+    signature: inspect.Signature, left_out: Sequence[str]
+) -> Iterator[inspect.Parameter]:
+    """Yield a signature's parameters as an operator has them."""
+    for each in signature.parameters.values():
+        if each.name in left_out:
+            continue
+        kinds = _kinds(each.annotation)
+        optional = NoneType in kinds
+        kinds = [kind for kind in kinds if kind is not NoneType]
+        numbers = [kind for kind in kinds if kind is not Tensor]
+        if Tensor in kinds and numbers:
+            (number,) = numbers
+            annotation = number | None if optional else number
+            yield each.replace(annotation=annotation)
+            tensor = each.replace(name=f"{each.name}_tensor", default=None)
+            yield tensor.replace(annotation=Tensor | None)
+        else:
+            (kind,) = kinds
+            yield each.replace(annotation=kind | None if optional else kind)
+
+
+def _kinds(annotation: Any) -> list[Any]:
+    """Return the types that an argument may have, arrays as Tensor."""
+    is_union = get_origin(annotation) in (Union, UnionType)
+    members = get_args(annotation) if is_union else (annotation,)
+    return [_plain(each) for each in members]
+
+
+def _plain(annotation: Any) -> Any:
+    """Return an annotation with Tensor for every array."""
+    if _is_array(annotation):
+        return Tensor
+    if origin := get_origin(annotation):
+        return origin[tuple(map(_plain, get_args(annotation)))]
+    return annotation
+
+
+def _is_array(annotation: Any) -> bool:
+    return inspect.isclass(annotation) and issubclass(annotation, AbstractArray)
+
+
+def _only_dtype(annotation: Any) -> torch.dtype | None:
+    """Return the dtype that every such array has; None: there are several."""
+    dtypes = annotation.dtypes
+    return getattr(torch, dtypes[0]) if len(dtypes) == 1 else None
+
+
+def _nothing(*args: Any, **named: Any) -> None:
+    """Return what an operator returns that only writes."""

@@ -1,0 +1,252 @@
+"""What does a step look like to an engine that thinks in sequence groups?
+
+A group that is added leaves only numbers and references to its rows behind. Slots are computed with
+numpy for all sequences at once when the step is built, and one copy takes everything to the device.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...contract.kinds import HOST, PAD_SLOT_ID
+from ...contract.sequence_classes import (
+    BlockTables,
+    MultiModalPlaceholderMap,
+    SequenceAttentionMetadata,
+    SequenceGroup,
+    SequenceInput,
+)
+from ...validation import check_block_rows, check_not_negative, check_positive
+from ...validation.sequences import (
+    check_begun,
+    check_captured_step,
+    check_collecting,
+    check_rows_padded,
+    check_seq_group,
+    check_sequence_step,
+)
+from ..cache.block_table import blocks_needed, padded_rows
+from ..cache.slot_mapping import (
+    compute_slot_mapping_batch,
+    compute_slot_mapping_start_idx,
+)
+from ..launch.host_to_device import send
+
+
+def is_block_tables_empty(block_tables: BlockTables | Sequence[int] | None) -> bool:
+    """Return whether a group has no cache: no tables at all, or None for every sequence."""
+    if block_tables is None:
+        return True
+    if not isinstance(block_tables, Mapping):
+        return False
+    return all(row is None for row in block_tables.values())
+
+
+def make_tensor_with_pad(
+    x: Sequence[Sequence[int | float]],
+    pad: int | float,
+    dtype: torch.dtype,
+    max_len: int | None = None,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """Return rows of different lengths as one tensor, padded behind each row.
+
+    All rows are converted as one list and stored through one mask.
+    """
+    check_rows_padded(x, max_len)
+    lens = np.fromiter(map(len, x), np.int64, len(x))
+    width = int(lens.max(initial=0)) if max_len is None else max_len
+    owned = torch.from_numpy(np.arange(width) < lens[:, None])
+    padded = torch.full((len(x), width), pad, dtype=dtype, device=HOST)
+    numbers = list(chain.from_iterable(x))
+    padded[owned] = torch.tensor(numbers, dtype=dtype, device=HOST)
+    return padded.to(device)
+
+
+class CommonMetadataBuilder:
+    """Collects a step's sequence groups and builds its metadata."""
+
+    def __init__(
+        self,
+        block_size: int,
+        sliding_window: int | None = None,
+        chunked_prefill_enabled: bool = False,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Remember what is the same in every step."""
+        check_positive(block_size=block_size)
+        if sliding_window is not None:
+            check_not_negative(sliding_window=sliding_window)
+        self.block_size = block_size
+        self.sliding_window = sliding_window
+        self.chunked_prefill_enabled = chunked_prefill_enabled
+        self.device = device
+        self._stage = "new"
+
+    def prepare(self) -> None:
+        """Begin a step: forget the groups of the last one."""
+        self.context_lens: list[int] = []
+        self.block_tables: list[list[int]] = []
+        self.prefill_seq_lens: list[int] = []
+        self.curr_seq_lens: list[int] = []
+        self.num_prefills = 0
+        self.num_prefill_tokens = 0
+        self.num_decode_tokens = 0
+        self.multimodal_placeholder_maps: dict[str, MultiModalPlaceholderMap] = {}
+        self._query_lens: list[int] = []
+        # of each sequence: the position of its first new token with a slot, and the entries of
+        # its row from that token's block on
+        self._first_stored: list[int] = []
+        self._stored_rows: list[list[int]] = []
+        self._stage = "collecting"
+
+    def add_seq_group(self, group: SequenceGroup) -> None:
+        """Add a group to the step, or refuse it and leave the step as it was."""
+        check_collecting(self._stage)
+        check_seq_group(group, self.num_decode_tokens, self.block_size)
+        # step: count the placeholders on
+        if group.is_prompt and group.multi_modal_placeholder_maps:
+            self._count_placeholders(group)
+        has_cache = not is_block_tables_empty(group.block_tables)
+        block_size = self.block_size
+        for sequence in group.sequences:
+            # step: keep the blocks that attention reads
+            whole = group.row(sequence)
+            dropped = self._blocks_dropped(group, sequence) if has_cache else 0
+            reads_cache = (
+                self.chunked_prefill_enabled
+                or not group.is_prompt
+                or group.prefix_cache_hit
+                or sequence.context_len > 0
+            )
+            self.block_tables.append(list(whole[dropped:]) if reads_cache else [])
+            # step: count the tokens
+            seq_len = sequence.orig_seq_len
+            self._query_lens.append(sequence.query_len)
+            self.context_lens.append(sequence.context_len)
+            if group.is_prompt:
+                self.num_prefills += 1
+                self.num_prefill_tokens += sequence.query_len
+                self.prefill_seq_lens.append(seq_len)
+            else:
+                self.num_decode_tokens += 1
+                self.curr_seq_lens.append(seq_len - dropped * block_size)
+            # step: find the slots of the new tokens
+            start_idx = compute_slot_mapping_start_idx(
+                group.is_prompt,
+                sequence.query_len,
+                sequence.context_len,
+                self.sliding_window,
+            )
+            first = max(start_idx, sequence.context_len) if has_cache else seq_len
+            touched = whole[first // block_size : -(-seq_len // block_size)]
+            self._first_stored.append(first)
+            self._stored_rows.append(list(touched) if first < seq_len else [])
+
+    def build(
+        self,
+        seq_lens: Sequence[int],
+        query_lens: Sequence[int],
+        cuda_graph_pad_size: int = -1,
+        batch_size: int | None = None,
+        max_blocks: int | None = None,
+    ) -> SequenceAttentionMetadata:
+        """Return the metadata of the groups that were added."""
+        check_begun(self._stage)
+        check_sequence_step(
+            [*self.prefill_seq_lens, *self.curr_seq_lens],
+            self._query_lens,
+            seq_lens,
+            query_lens,
+            cuda_graph_pad_size,
+        )
+        check_captured_step(
+            self.num_prefills,
+            len(query_lens),
+            cuda_graph_pad_size,
+            batch_size,
+            max_blocks,
+        )
+        # step: fill the batch up to the captured size
+        padding = max(cuda_graph_pad_size, 0)
+        slot_mapping = np.pad(self._slots(), (0, padding), constant_values=PAD_SLOT_ID)
+        context_lens = np.asarray([*self.context_lens, *[0] * padding], dtype=np.int32)
+        query_lens = [*query_lens, *[1] * padding]
+        rows = [*self.block_tables, *[[]] * padding]
+        # step: pad the rows into one table
+        if max_blocks is None:
+            max_blocks = max(map(len, rows))
+        check_block_rows(rows, max_blocks)
+        block_tables = padded_rows(rows, max_blocks)
+        # step: add up where each sequence starts
+        starts = np.zeros((2, len(query_lens) + 1), dtype=np.int32)
+        np.cumsum([query_lens, seq_lens], axis=1, out=starts[:, 1:])
+        # step: write the placeholders out
+        placeholders = {
+            modality: each.index_map()
+            for modality, each in self.multimodal_placeholder_maps.items()
+        }
+        # step: send everything to the device
+        seq_lens_array = np.asarray(seq_lens, dtype=np.int32)
+        _, sent = send(
+            [slot_mapping, seq_lens_array, context_lens, starts, block_tables],
+            torch.device(self.device),
+        )
+        self._stage = "built"
+        return SequenceAttentionMetadata(
+            num_prefills=self.num_prefills,
+            num_prefill_tokens=self.num_prefill_tokens,
+            num_decode_tokens=self.num_decode_tokens + padding,
+            slot_mapping=sent[0],
+            multi_modal_placeholder_index_maps=placeholders,
+            enable_kv_scales_calculation=True,
+            seq_lens=list(seq_lens),
+            seq_lens_tensor=sent[1],
+            max_prefill_seq_len=max(self.prefill_seq_lens, default=0),
+            max_decode_seq_len=max(self.curr_seq_lens, default=0),
+            max_query_len=max(query_lens),
+            query_start_loc=sent[3][0],
+            seq_start_loc=sent[3][1],
+            context_lens_tensor=sent[2],
+            block_tables=sent[4],
+            use_cuda_graph=cuda_graph_pad_size >= 0,
+        )
+
+    @property
+    def slot_mapping(self) -> list[int]:
+        """The slots of the groups that were added."""
+        slots: list[int] = self._slots().tolist()
+        return slots
+
+    def _slots(self) -> np.ndarray:
+        first = np.asarray(self._first_stored, dtype=np.int64)
+        before = first - np.asarray(self.context_lens, dtype=np.int64)
+        stored = np.asarray(self._query_lens, dtype=np.int64) - before
+        counts = np.stack([before, stored], axis=1).reshape(-1)
+        is_stored = np.repeat(np.tile([False, True], len(first)), counts)
+        slots = np.full(len(is_stored), PAD_SLOT_ID, dtype=np.int64)
+        slots[is_stored] = compute_slot_mapping_batch(
+            stored.tolist(),
+            np.where(stored > 0, first % self.block_size, 0).tolist(),
+            self._stored_rows,
+            self.block_size,
+        ).numpy()
+        return slots
+
+    def _blocks_dropped(self, group: SequenceGroup, sequence: SequenceInput) -> int:
+        """Return how many blocks lie before what a decode's window lets attention read."""
+        if group.is_prompt or not sequence.curr_sliding_window_block:
+            return 0
+        used = blocks_needed(sequence.orig_seq_len, self.block_size)
+        return max(0, used - sequence.curr_sliding_window_block)
+
+    def _count_placeholders(self, group: SequenceGroup) -> None:
+        maps = self.multimodal_placeholder_maps
+        for modality, placeholders in group.multi_modal_placeholder_maps.items():
+            before = maps.get(modality, MultiModalPlaceholderMap())
+            before = replace(before, dest_len=self.num_prefill_tokens)
+            maps[modality] = before.extend(placeholders.repeat(len(group.sequences)))

@@ -1,0 +1,3 @@
+"""Attention in plain torch: paged, encoder, latent, cascade, context parallel, and the merge of
+partial results.
+"""

@@ -1,0 +1,187 @@
+"""How is one step cut into micro-batches?
+
+Two halves of a step can overlap, one computing while the other communicates. Each half is a batch
+of its own: some of the requests, some of the flat tokens. A cut may fall inside a request. Then
+its first part ends earlier, as if the sequence were shorter; and its second part starts later, as
+if the tokens of the first were already in the cache, which they are once it has run.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from ...contract.kinds import HOST
+from ...contract.metadata_classes import (
+    CommonAttentionMetadata,
+    UBatchSlice,
+    cut_fields,
+)
+from ...contract.shapes import CountsBuffer, StartLoc
+from ...validation.step import (
+    check_cut_of_last_request,
+    check_micro_batch,
+    check_request_slice,
+)
+
+
+def slice_query_start_locs(
+    query_start_loc: StartLoc, request_slice: slice
+) -> CountsBuffer:
+    """Return the starts of some requests, counted from the first one's.
+
+    Args:
+        query_start_loc: [reqs + 1] where each request's new tokens start.
+        request_slice: the requests; a stop past the last one means the end.
+
+    Returns:
+        [requests of the slice + 1] int32, a new tensor that begins with 0.
+
+    Raises:
+        ValueError: a slice without start or stop, or one that begins behind the end.
+
+    Source:
+        vLLM's function of that name.
+
+    Example:
+        >>> slice_query_start_locs(
+        ...     torch.tensor([0, 3, 7, 12], dtype=torch.int32), slice(1, 3)
+        ... )
+        tensor([0, 4, 9], dtype=torch.int32)
+    """
+    check_request_slice(query_start_loc, request_slice)
+    # step: take the starts and the last end
+    starts = query_start_loc[request_slice.start : request_slice.stop + 1]
+    # step: count them from the first
+    return starts - starts[0]
+
+
+def make_metadata_with_slice(
+    ubatch_slice: UBatchSlice, attn_metadata: CommonAttentionMetadata
+) -> CommonAttentionMetadata:
+    """Return one micro-batch of a step as a step of its own.
+
+    Args:
+        ubatch_slice: its requests and its tokens. The tokens begin in the first of the requests
+            and end in the last one; either may be cut.
+        attn_metadata: the step.
+
+    Returns:
+        The micro-batch; its maxima are exact. A request cut at the end has a shorter sequence,
+        one cut at the front has more computed tokens. Every field is cut or carried over.
+
+    Raises:
+        ValueError: an empty slice, or tokens that are not those of the requests.
+        NotImplementedError: the last request is cut while `dcp_local_seq_lens` is set.
+
+    Source:
+        vLLM's `_make_metadata_with_slice`, whose lengths are wrong where both ends are cut or
+        the slice does not begin with the step, which does not advance the computed tokens, and
+        which drops `causal` and all fields after it.
+
+    Example:
+        Tokens 2 to 5 of one request that brings ten and has eight in the cache.
+
+        >>> step = build_common_attn_metadata(
+        ...     query_lens=[10],
+        ...     num_computed_tokens=[8],
+        ...     block_rows=[[7, 2]],
+        ...     block_size=16,
+        ... )
+        >>> part = make_metadata_with_slice(
+        ...     UBatchSlice(slice(0, 1), slice(2, 6)), step
+        ... )
+        >>> part.query_start_loc, part.seq_lens
+        (tensor([0, 4], dtype=torch.int32), tensor([14], dtype=torch.int32))
+        >>> part.num_computed_tokens_cpu
+        tensor([10], dtype=torch.int32)
+        >>> part.slot_mapping
+        tensor([122, 123, 124, 125])
+    """
+    check_micro_batch(ubatch_slice, attn_metadata)
+    requests, tokens = ubatch_slice.request_slice, ubatch_slice.token_slice
+    # step: cut what has an entry for each request or token
+    changes = cut_fields(attn_metadata, requests, tokens)
+    # step: clip each request to the tokens
+    starts = attn_metadata.query_start_loc_cpu.tolist()
+    new_starts, front, back = [0], [], []
+    for req in range(requests.start, requests.stop):
+        begin = max(starts[req], tokens.start)
+        end = min(starts[req + 1], tokens.stop)
+        new_starts.append(new_starts[-1] + end - begin)
+        front.append(begin - starts[req])
+        back.append(starts[req + 1] - end)
+    check_cut_of_last_request(attn_metadata, back[-1])
+    # step: shorten what is cut at the end, advance what is cut at the front
+    device = attn_metadata.seq_lens.device
+    query_start_loc = torch.tensor(new_starts, dtype=torch.int32, device=HOST)
+    left_out = torch.tensor(back, dtype=torch.int32, device=HOST)
+    skipped = torch.tensor(front, dtype=torch.int32, device=HOST)
+    changes["seq_lens"] = changes["seq_lens"] - left_out.to(device)
+    changes["seq_lens_cpu"] = changes["seq_lens_cpu"] - left_out
+    changes["num_computed_tokens_cpu"] = changes["num_computed_tokens_cpu"] + skipped
+    # step: pick the tokens whose logits are wanted
+    wanted = attn_metadata.logits_indices_padded
+    if wanted is not None:
+        own = []
+        for token in wanted[: attn_metadata.num_logits_indices].tolist():
+            if tokens.start <= token < tokens.stop:
+                own.append(token - tokens.start)
+        changes["logits_indices_padded"] = wanted.new_tensor(own)
+        changes["num_logits_indices"] = len(own)
+    return attn_metadata.replace(
+        **changes,
+        query_start_loc=query_start_loc.to(device),
+        query_start_loc_cpu=query_start_loc,
+        num_reqs=requests.stop - requests.start,
+        num_actual_tokens=min(tokens.stop, attn_metadata.num_actual_tokens)
+        - tokens.start,
+        max_query_len=int(query_start_loc.diff().max()),
+        max_seq_len=int(changes["seq_lens_cpu"].max()),
+    )
+
+
+def split_attn_metadata(
+    ubatch_slices: Sequence[UBatchSlice],
+    common_attn_metadata: CommonAttentionMetadata,
+) -> list[CommonAttentionMetadata]:
+    """Return every micro-batch of a step as a step of its own.
+
+    Args:
+        ubatch_slices: the micro-batches, in any order.
+        common_attn_metadata: the step, left as it is.
+
+    Returns:
+        One metadata a slice.
+
+    Raises:
+        ValueError: as `make_metadata_with_slice`.
+        NotImplementedError: as `make_metadata_with_slice`.
+
+    Source:
+        vLLM's function of that name.
+
+    Example:
+        New tokens [3, 1], cut behind the second token.
+
+        >>> step = build_common_attn_metadata(
+        ...     query_lens=[3, 1],
+        ...     num_computed_tokens=[0, 4],
+        ...     block_rows=[[5], [7, 2]],
+        ...     block_size=4,
+        ... )
+        >>> halves = split_attn_metadata(
+        ...     [
+        ...         UBatchSlice(slice(0, 1), slice(0, 2)),
+        ...         UBatchSlice(slice(0, 2), slice(2, 4)),
+        ...     ],
+        ...     step,
+        ... )
+        >>> [half.query_start_loc_cpu.tolist() for half in halves]
+        [[0, 2], [0, 1, 2]]
+        >>> [half.seq_lens_cpu.tolist() for half in halves]
+        [[2], [3, 5]]
+    """
+    return [
+        make_metadata_with_slice(ubatch_slice, common_attn_metadata)
+        for ubatch_slice in ubatch_slices
+    ]

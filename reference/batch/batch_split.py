@@ -1,0 +1,257 @@
+"""Which requests of the batch decode, and which prefill?
+
+A request that brings one new token (a decode) wants another kernel than one that brings many (a
+prefill). So a step puts the decodes first; then one boundary tells both parts apart, and each is a
+plain slice of the batch. Some kernels want more parts: an extend is a prefill with tokens in the
+cache already, such as the later chunks of a long prompt.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from ...contract.metadata_classes import CommonAttentionMetadata
+from ...contract.shapes import TokenCounts
+from ...validation import check_not_negative
+from ...validation.step import check_is_prefilling, check_prefill_chunks, check_regions
+
+
+def reorder_batch_to_split_decodes_and_prefills(
+    num_scheduled_tokens: Sequence[int],
+    decode_threshold: int = 1,
+    num_computed_tokens: Sequence[int] | None = None,
+    num_prompt_tokens: Sequence[int] | None = None,
+) -> list[int]:
+    """Return the order of the batch that has its decodes first, moving as few as possible.
+
+    Two regions by default: decodes, prefills. With `num_computed_tokens` three: decodes,
+    extends, prefills. With `num_prompt_tokens` too four: decodes, short extends, long extends,
+    prefills; then a request with nothing computed is a prefill however short it is, and one
+    that is still in its prompt is no decode.
+
+    Args:
+        num_scheduled_tokens: [reqs] new tokens of each request.
+        decode_threshold: a request with at most that many new tokens is short.
+        num_computed_tokens: [reqs] tokens already in the cache.
+        num_prompt_tokens: [reqs] tokens of each prompt.
+
+    Returns:
+        [reqs] order[i] is the request that stands at place i afterwards. Requests that stand
+        in their region already stay where they are.
+
+    Raises:
+        ValueError: a negative threshold, counts of different lengths, or prompts without
+            computed tokens.
+
+    Source:
+        vLLM's function of that name, which swaps the rows of its input batch: two regions up to
+        0.11.0, three in 0.11.1, four later.
+
+    Example:
+        >>> reorder_batch_to_split_decodes_and_prefills([6, 1, 7, 1])
+        [3, 1, 2, 0]
+        >>> reorder_batch_to_split_decodes_and_prefills(
+        ...     [6, 1, 7, 1], num_computed_tokens=[0, 5, 8, 5]
+        ... )
+        [3, 1, 2, 0]
+        >>> reorder_batch_to_split_decodes_and_prefills(
+        ...     [6, 1, 7, 1],
+        ...     num_computed_tokens=[0, 5, 8, 0],
+        ...     num_prompt_tokens=[6, 5, 15, 1],
+        ... )
+        [1, 2, 0, 3]
+    """
+    check_regions(
+        num_scheduled_tokens, decode_threshold, num_computed_tokens, num_prompt_tokens
+    )
+    # step: name the region of each request
+    region = []
+    for req, count in enumerate(num_scheduled_tokens):
+        short = count <= decode_threshold
+        if num_computed_tokens is None:
+            region.append(0 if short else 1)
+        elif num_prompt_tokens is None:
+            region.append(0 if short else 1 if num_computed_tokens[req] > 0 else 2)
+        elif num_computed_tokens[req] == 0:
+            region.append(3)
+        elif not short:
+            region.append(2)
+        else:
+            region.append(int(num_computed_tokens[req] < num_prompt_tokens[req]))
+    # step: find the places that hold a request of another region
+    wanted = sorted(region)
+    places = [place for place in range(len(region)) if region[place] != wanted[place]]
+    # step: fill them region by region
+    # with two regions the last one first, so that every move is a swap of two rows
+    waiting = places[::-1] if num_computed_tokens is None else places
+    order = list(range(len(region)))
+    for place, req in zip(places, sorted(waiting, key=region.__getitem__), strict=True):
+        order[place] = req
+    return order
+
+
+def split_decodes_and_prefills(
+    common_attn_metadata: CommonAttentionMetadata,
+    decode_threshold: int = 1,
+    require_uniform: bool = False,
+    treat_short_extends_as_decodes: bool = True,
+) -> tuple[int, int, int, int]:
+    """Return where the decodes end in a batch that has them first.
+
+    Args:
+        common_attn_metadata: the step's batch.
+        decode_threshold: a request with at most that many new tokens is a decode.
+        require_uniform: decodes must all have as many new tokens as the first request that has
+            any; requests without new tokens are padding and count as decodes.
+        treat_short_extends_as_decodes: a short request that is still in its prompt is a decode
+            too; if off, the batch's `is_prefilling` says which ones are.
+
+    Returns:
+        Decodes, prefills, new tokens of the decodes, new tokens of the prefills. Everything
+        from the first request that is no decode on counts as prefill.
+
+    Raises:
+        ValueError: a negative threshold, or no `is_prefilling` where it is needed.
+
+    Source:
+        vLLM's function of that name.
+
+    Example:
+        New tokens [1, 1, 7, 3], threshold 1: the boundary lies before the 7.
+
+        >>> split_decodes_and_prefills(build_common_attn_metadata(
+        ...     query_lens=[1, 1, 7, 3],
+        ...     num_computed_tokens=[5, 5, 5, 5],
+        ...     block_rows=[[1], [2], [3], [4]],
+        ...     block_size=16,
+        ... ))
+        (2, 2, 2, 10)
+    """
+    check_not_negative(decode_threshold=decode_threshold)
+    starts = common_attn_metadata.query_start_loc_cpu
+    query_lens = starts.diff().tolist()
+    in_prompt = [False] * len(query_lens)
+    if not treat_short_extends_as_decodes:
+        is_prefilling = common_attn_metadata.is_prefilling
+        in_prompt = check_is_prefilling(is_prefilling, len(query_lens)).tolist()
+    # step: find the first request that is no decode
+    first_len = next((query_len for query_len in query_lens if query_len), 0)
+    num_decodes = 0
+    for query_len, prefilling in zip(query_lens, in_prompt, strict=True):
+        if query_len > decode_threshold or prefilling:
+            break
+        if require_uniform and query_len not in (first_len, 0):
+            break
+        num_decodes += 1
+    # step: count the tokens on both sides
+    num_tokens = common_attn_metadata.num_actual_tokens
+    # without a prefill, tokens behind the last request are padding of the decodes
+    whole = num_decodes == len(query_lens)
+    num_decode_tokens = num_tokens if whole else int(starts[num_decodes])
+    return (
+        num_decodes,
+        len(query_lens) - num_decodes,
+        num_decode_tokens,
+        num_tokens - num_decode_tokens,
+    )
+
+
+def split_decodes_prefills_and_extends(
+    common_attn_metadata: CommonAttentionMetadata, decode_threshold: int = 1
+) -> tuple[int, int, int, int, int, int]:
+    """Return where the decodes and the extends end in a batch in three regions.
+
+    Args:
+        common_attn_metadata: the step's batch: decodes, then extends, then prefills.
+        decode_threshold: a request with at most that many new tokens is a decode.
+
+    Returns:
+        Decodes, extends, prefills, then the new tokens of each. Everything from the first
+        longer request on is an extend, everything from the first longer one with nothing in the
+        cache on is a prefill.
+
+    Raises:
+        ValueError: a negative threshold.
+
+    Source:
+        vLLM's function of that name.
+
+    Example:
+        New tokens [1, 1, 4, 6]; the 4 has eight tokens in the cache, the 6 none.
+
+        >>> split_decodes_prefills_and_extends(build_common_attn_metadata(
+        ...     query_lens=[1, 1, 4, 6],
+        ...     num_computed_tokens=[3, 4, 8, 0],
+        ...     block_rows=[[1], [2], [3], [4]],
+        ...     block_size=16,
+        ... ))
+        (2, 1, 1, 2, 4, 6)
+    """
+    check_not_negative(decode_threshold=decode_threshold)
+    starts = common_attn_metadata.query_start_loc_cpu
+    query_lens = starts.diff().tolist()
+    seq_lens = common_attn_metadata.seq_lens_cpu.tolist()
+    num_reqs = len(query_lens)
+    # step: find the first request that is no decode
+    first_extend = num_reqs
+    for req in reversed(range(num_reqs)):
+        if query_lens[req] > decode_threshold:
+            first_extend = req
+    # step: find the first of them that has nothing in the cache
+    first_prefill = num_reqs
+    for req in reversed(range(first_extend, num_reqs)):
+        if query_lens[req] > decode_threshold and query_lens[req] == seq_lens[req]:
+            first_prefill = req
+    # step: count the tokens of each region
+    num_tokens = common_attn_metadata.num_actual_tokens
+    bounds = [0, first_extend, first_prefill, num_reqs]
+    # tokens behind the last request are padding of the last region
+    places = [num_tokens if each == num_reqs else int(starts[each]) for each in bounds]
+    return (
+        first_extend,
+        first_prefill - first_extend,
+        num_reqs - first_prefill,
+        places[1],
+        places[2] - places[1],
+        num_tokens - places[2],
+    )
+
+
+def split_prefill_chunks(
+    seq_lens_cpu: TokenCounts, workspace_size: int, request_offset: int = 0
+) -> list[tuple[int, int]]:
+    """Return runs of requests whose sequences fit into a workspace together.
+
+    Args:
+        seq_lens_cpu: [reqs] tokens of each sequence, on the host.
+        workspace_size: tokens that fit at once.
+        request_offset: number of the first request.
+
+    Returns:
+        First request and the one behind the last, for each run. A run takes requests as long
+        as they fit.
+
+    Raises:
+        ValueError: a sequence alone is larger than the workspace.
+
+    Source:
+        vLLM's function of that name.
+
+    Example:
+        >>> split_prefill_chunks(
+        ...     torch.tensor([6, 5, 2], dtype=torch.int32), workspace_size=10
+        ... )
+        [(0, 1), (1, 3)]
+    """
+    seq_lens = seq_lens_cpu.tolist()
+    check_prefill_chunks(seq_lens, workspace_size)
+    # step: close a run before the sequence that does not fit
+    bounds, total = [0], 0
+    for req, seq_len in enumerate(seq_lens):
+        if total + seq_len > workspace_size:
+            bounds.append(req)
+            total = 0
+        total += seq_len
+    if seq_lens:
+        bounds.append(len(seq_lens))
+    # step: pair where runs begin and end
+    return [(request_offset + a, request_offset + b) for a, b in pairwise(bounds)]

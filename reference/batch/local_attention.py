@@ -1,0 +1,115 @@
+"""How does a layer see only its own chunk of a sequence?
+
+Chunked local attention cuts every sequence into chunks of `attn_chunk_size` positions; a query sees
+the keys of its own chunk, up to itself. No kernel needs to know: each chunk that holds new tokens
+is handed over as a request of its own, a virtual one, whose sequence begins where the chunk begins.
+Since a chunk is a whole number of blocks, its keys are a piece of the request's row.
+"""
+
+import torch
+from torch import Tensor
+
+from ...contract.kinds import HOST
+from ...contract.metadata_classes import CommonAttentionMetadata
+from ...validation.step_shapes import check_local_attention
+
+
+def make_local_attention_virtual_batches(
+    attn_chunk_size: int,
+    common_attn_metadata: CommonAttentionMetadata,
+    block_size: int,
+) -> CommonAttentionMetadata:
+    """Return the step with one virtual request for each chunk that holds new tokens.
+
+    Args:
+        attn_chunk_size: positions in a chunk, a multiple of `block_size`.
+        common_attn_metadata: the step.
+        block_size: slots in a block.
+
+    Returns:
+        The step's virtual requests, chunk after chunk of request after request, each causal
+        where its request is; its maxima are exact. The new tokens are the same in the same
+        order, so slots, positions and logits stay. A request without new tokens keeps one
+        virtual request, on its last chunk; a padding request has an empty one. What describes
+        whole requests, of encoders and of ranks, is left out.
+
+    Raises:
+        ValueError: chunks that are not whole blocks, or more new tokens than a sequence has.
+        IndexError: a sequence is longer than its row.
+        NotImplementedError: images whose tokens see each other both ways, or trees of drafts.
+
+    Source:
+        vLLM's function of that name, which gives a padding request a whole chunk of keys.
+
+    Example:
+        Chunk 4, block 2: of 6 tokens the last 4 are new, in chunks 0 and 1.
+
+        >>> chunked = make_local_attention_virtual_batches(
+        ...     attn_chunk_size=4,
+        ...     common_attn_metadata=build_common_attn_metadata(
+        ...         query_lens=[4],
+        ...         num_computed_tokens=[2],
+        ...         block_rows=[[7, 2, 5]],
+        ...         block_size=2,
+        ...     ),
+        ...     block_size=2,
+        ... )
+        >>> chunked.query_start_loc, chunked.seq_lens
+        (tensor([0, 2, 4], dtype=torch.int32), tensor([4, 2], dtype=torch.int32))
+        >>> chunked.block_table_tensor
+        tensor([[7, 2],
+                [5, 5]], dtype=torch.int32)
+    """
+    check_local_attention(attn_chunk_size, common_attn_metadata, block_size)
+    starts = common_attn_metadata.query_start_loc_cpu.tolist()
+    reqs, chunks, query_lens, seq_lens = [], [], [], []
+    for req, seq_len in enumerate(common_attn_metadata.seq_lens_cpu.tolist()):
+        context_len = seq_len - (starts[req + 1] - starts[req])
+        # step: find the chunks that hold new tokens
+        last = max(seq_len - 1, 0) // attn_chunk_size
+        first = min(context_len // attn_chunk_size, last)
+        for chunk in range(first, last + 1):
+            # step: count each chunk's new tokens and keys
+            begin = chunk * attn_chunk_size
+            end = min(begin + attn_chunk_size, seq_len)
+            query_lens.append(max(0, end - max(begin, context_len)))
+            seq_lens.append(end - begin)
+            reqs.append(req)
+            chunks.append(chunk)
+    # step: cut its blocks out of the row
+    table = common_attn_metadata.block_table_tensor
+    blocks_per_chunk = attn_chunk_size // block_size
+    block_table = table.new_zeros(len(reqs), blocks_per_chunk)
+    for virtual, (req, chunk) in enumerate(zip(reqs, chunks, strict=True)):
+        for place in range(blocks_per_chunk if table.shape[1] else 0):
+            # the last chunk may reach past the row; what stands there is never read
+            entry = min(chunk * blocks_per_chunk + place, table.shape[1] - 1)
+            block_table[virtual, place] = table[req, entry]
+    # step: send the virtual requests to the device
+    queries = torch.tensor([0, *query_lens], dtype=torch.int32, device=HOST)
+    query_start_loc = queries.cumsum(0, dtype=torch.int32)
+    lens = torch.tensor(seq_lens, dtype=torch.int32, device=HOST)
+    is_prefilling = common_attn_metadata.is_prefilling
+    causal = common_attn_metadata.causal
+    return common_attn_metadata.replace(
+        query_start_loc=query_start_loc.to(table.device),
+        query_start_loc_cpu=query_start_loc,
+        seq_lens=lens.to(table.device),
+        seq_lens_cpu=lens,
+        num_computed_tokens_cpu=lens - queries[1:],
+        num_reqs=len(reqs),
+        max_query_len=max(query_lens, default=0),
+        max_seq_len=max(seq_lens, default=0),
+        block_table_tensor=block_table,
+        causal=causal[reqs] if isinstance(causal, Tensor) else causal,
+        encoder_seq_lens=None,
+        encoder_seq_lens_cpu=None,
+        max_encoder_seq_len=None,
+        encoder_query_start_loc=None,
+        encoder_query_start_loc_cpu=None,
+        cross_block_table_tensor=None,
+        cross_slot_mapping=None,
+        dcp_local_seq_lens=None,
+        dcp_local_seq_lens_cpu=None,
+        is_prefilling=None if is_prefilling is None else is_prefilling[reqs],
+    )

@@ -1,0 +1,198 @@
+"""Which tokens of a prompt see each other in both directions?
+
+Some models let the tokens of an image see each other both ways, while text stays causal: a prefix
+language model. Each image is then a range of positions, its first and its last, and a key is seen
+if it lies before the query or in the query's own range. The ranges of a request never overlap.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ...contract.kinds import HOST
+from ...contract.multimodal_features import PREFIX_MODALITIES, MultiModalFeature
+from ...contract.shapes import PrefixRanges, QueryRanges, StartLoc, TokenCounts
+from ...validation import check_not_negative
+from ...validation.step_shapes import (
+    check_features,
+    check_query_lens,
+    check_query_ranges,
+    check_range_owners,
+)
+
+
+def compute_mm_prefix_ranges(
+    mm_features: Sequence[Sequence[MultiModalFeature]],
+    sliding_window: int | None = None,
+    clamp_sliding_window: bool = False,
+    span_leading_pad_modulus: int = 0,
+) -> dict[int, list[tuple[int, int]]]:
+    """Return the ranges of each request's images and videos.
+
+    Args:
+        mm_features: [reqs] what stands in each prompt; sounds are left out.
+        sliding_window: keys a query sees under a window; a range longer than that is left out,
+            or its first token would see past the window. None: no window.
+        clamp_sliding_window: keep such ranges, for kernels that apply the window within them.
+        span_leading_pad_modulus: 0: a range is a run of embeddings. Else it is all of a
+            feature, marks included, without the padding in front, which ends before the first
+            position that is one less than a multiple of this.
+
+    Returns:
+        Request -> its ranges, first and last position, both inside; an empty list if it has
+        none.
+
+    Raises:
+        ValueError: a negative number, or a mask of another length than its feature.
+
+    Source:
+        vLLM's function of that name (0.33).
+
+    Example:
+        Of five tokens from position 2, the third separates two rows of an image.
+
+        >>> compute_mm_prefix_ranges([
+        ...     [MultiModalFeature("image", 2, 5, [True, True, False, True, True])]
+        ... ])
+        {0: [(2, 3), (5, 6)]}
+    """
+    check_not_negative(span_leading_pad_modulus=span_leading_pad_modulus)
+    if sliding_window is not None:
+        check_not_negative(sliding_window=sliding_window)
+    check_features(mm_features)
+    found: dict[int, list[tuple[int, int]]] = {}
+    for req, features in enumerate(mm_features):
+        found[req] = []
+        for feature in features:
+            if feature.modality not in PREFIX_MODALITIES:
+                continue
+            end = feature.offset + feature.length
+            # step: find the runs of tokens that belong together
+            if span_leading_pad_modulus:
+                first = feature.offset
+                while (first + 1) % span_leading_pad_modulus:
+                    first += 1
+                runs = [(first, end - 1)] if first < end else []
+            else:
+                runs = []
+                flags = feature.is_embed
+                for position in range(feature.offset, end):
+                    if flags is not None and not flags[position - feature.offset]:
+                        continue
+                    if runs and runs[-1][1] == position - 1:
+                        runs[-1] = (runs[-1][0], position)
+                    else:
+                        runs.append((position, position))
+            # step: leave out what no window holds
+            for first, last in runs:
+                too_long = sliding_window is not None and (
+                    last - first + 1 > sliding_window
+                )
+                if clamp_sliding_window or not too_long:
+                    found[req].append((first, last))
+    return found
+
+
+def compute_mm_prefix_range_tensor(
+    mm_prefix_range: Mapping[int, Sequence[tuple[int, int]]] | None,
+    num_seqs: int,
+    device: torch.device | str = "cpu",
+) -> PrefixRanges | None:
+    """Return the ranges of a batch as one tensor.
+
+    Args:
+        mm_prefix_range: request -> its ranges; one that is not named has none. None: none has.
+        num_seqs: requests in the batch.
+        device: where attention runs.
+
+    Returns:
+        [num_seqs, max_ranges, 2] int32 first and last position, (0, 0) behind a request's
+        ranges: a range of one token adds nothing to what causal attention sees. None if the
+        batch has no other.
+
+    Raises:
+        IndexError: ranges of a request that the batch does not have.
+
+    Source:
+        vLLM's function of that name (0.33).
+
+    Example:
+        >>> ranges = compute_mm_prefix_range_tensor({0: [(0, 2), (6, 7)]}, num_seqs=2)
+        >>> ranges.tolist()
+        [[[0, 2], [6, 7]], [[0, 0], [0, 0]]]
+    """
+    if mm_prefix_range is None:
+        return None
+    check_range_owners(mm_prefix_range, num_seqs)
+    rows = [list(mm_prefix_range.get(req, [])) for req in range(num_seqs)]
+    if all(row in ([], [(0, 0)]) for row in rows):
+        return None
+    max_ranges = max(len(row) for row in rows)
+    padded = [row + [(0, 0)] * (max_ranges - len(row)) for row in rows]
+    return torch.tensor(padded, dtype=torch.int32, device=HOST).to(device)
+
+
+def fill_mm_prefix_query_ranges(
+    out: QueryRanges,
+    mm_prefix_range: Mapping[int, Sequence[tuple[int, int]]] | None,
+    query_start_loc_cpu: StartLoc,
+    seq_lens_cpu: TokenCounts,
+) -> int:
+    """Write the range of each new token and return how many rows were written.
+
+    Args:
+        out: [rows, 2] int32 on the host, changed: the first and last position of the range
+            that a new token stands in, (-1, -1) outside of all. Rows behind the new tokens
+            stay; all do if no new token stands in a range.
+        mm_prefix_range: request -> its ranges; ranges of one token say nothing that causal
+            attention does not, and are passed over. None: there are none.
+        query_start_loc_cpu: [reqs + 1] where each request's new tokens start.
+        seq_lens_cpu: [reqs] tokens of each sequence, the new ones included.
+
+    Returns:
+        The new tokens of the step, or 0 if none stands in a range.
+
+    Raises:
+        IndexError: too few rows, or ranges of a request that the batch does not have.
+        ValueError: more new tokens than a sequence has, or tensors on a device.
+
+    Source:
+        vLLM's function of that name (0.33), which fills a numpy array.
+
+    Example:
+        Positions 4 to 6 are new; the image stands at 5 to 9, of which two are here.
+
+        >>> out = torch.zeros(4, 2, dtype=torch.int32)
+        >>> fill_mm_prefix_query_ranges(
+        ...     out,
+        ...     {0: [(5, 9)]},
+        ...     torch.tensor([0, 3], dtype=torch.int32),
+        ...     torch.tensor([7], dtype=torch.int32),
+        ... )
+        3
+        >>> out.tolist()
+        [[-1, -1], [5, 9], [5, 9], [0, 0]]
+    """
+    if mm_prefix_range is None:
+        return 0
+    check_query_lens(query_start_loc_cpu, seq_lens_cpu)
+    check_range_owners(mm_prefix_range, len(seq_lens_cpu))
+    starts = query_start_loc_cpu.tolist()
+    check_query_ranges(out, starts[-1])
+    written: dict[int, tuple[int, int]] = {}
+    for req, ranges in mm_prefix_range.items():
+        context_len = int(seq_lens_cpu[req]) - (starts[req + 1] - starts[req])
+        # step: find the new tokens that stand in a range
+        for token in range(starts[req], starts[req + 1]):
+            position = context_len + token - starts[req]
+            for first, last in ranges:
+                if first < last and first <= position <= last:
+                    written[token] = (first, last)
+    if not written:
+        return 0
+    # step: write a row for every new token
+    for token in range(starts[-1]):
+        out[token] = torch.tensor(
+            written.get(token, (-1, -1)), dtype=torch.int32, device=HOST
+        )
+    return int(starts[-1])

@@ -1,0 +1,210 @@
+"""How does a step get into tensors that stay where they are?
+
+A captured CUDA graph reads the addresses it was captured with, so an engine keeps one set of
+tensors and writes every step into them. The block table stays too: from step to step it only gains
+the blocks that were handed out in between, so that a step costs the same after a hundred tokens of
+context and after a hundred thousand.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from ...contract.kinds import HOST, PAD_SLOT_ID
+from ...contract.metadata_classes import CommonAttentionMetadata
+from ...validation import (
+    check_batch_lengths,
+    check_not_negative,
+    check_positive,
+    check_sequences_fit,
+)
+from ...validation.step import check_new_blocks, check_rows, check_step_fits
+from ..cache.slot_mapping import compute_slot_mapping_batch
+
+
+class StepBuffers:
+    """The tensors of an engine's steps, allocated once and written in place.
+
+    Args:
+        max_num_reqs: requests in the largest step, and rows of the block table.
+        max_num_tokens: new tokens in the largest step.
+        max_blocks: blocks of the longest sequence.
+        block_size: slots in a block.
+        device: where the cache lies.
+
+    Raises:
+        ValueError: a size below 1 (0 for `max_blocks`).
+
+    Source:
+        What vLLM's runner keeps as its input batch, block tables and CpuGpuBuffers.
+
+    Example:
+        Row 0 starts with three tokens, then decodes its fourth and fifth; block 2 comes in time.
+
+        >>> buffers = StepBuffers(
+        ...     max_num_reqs=2, max_num_tokens=8, max_blocks=2, block_size=4
+        ... )
+        >>> buffers.append_blocks([0], [[7]])
+        >>> buffers.build([3], [0]).slot_mapping
+        tensor([28, 29, 30])
+        >>> buffers.build([1], [3]).slot_mapping
+        tensor([31])
+        >>> buffers.append_blocks([0], [[2]])
+        >>> step = buffers.build([1], [4], num_reqs_padded=2, num_tokens_padded=2)
+        >>> step.slot_mapping, step.seq_lens
+        (tensor([ 8, -1]), tensor([5, 0], dtype=torch.int32))
+        >>> step.block_table_tensor[0]
+        tensor([7, 2], dtype=torch.int32)
+    """
+
+    def __init__(
+        self,
+        max_num_reqs: int,
+        max_num_tokens: int,
+        max_blocks: int,
+        block_size: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Allocate the tensors of the largest step."""
+        check_positive(
+            max_num_reqs=max_num_reqs,
+            max_num_tokens=max_num_tokens,
+            block_size=block_size,
+        )
+        check_not_negative(max_blocks=max_blocks)
+        self.max_num_reqs = max_num_reqs
+        self.max_num_tokens = max_num_tokens
+        self.max_blocks = max_blocks
+        self.block_size = block_size
+        self.device = torch.device(device)
+        self._rows: list[list[int]] = [[] for _ in range(max_num_reqs)]
+
+        def zeros(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=self.device)
+
+        self._block_table = zeros(max_num_reqs, max_blocks)
+        self._ordered_table = zeros(max_num_reqs, max_blocks)
+        self._query_start_loc = zeros(max_num_reqs + 1)
+        self._seq_lens = zeros(max_num_reqs)
+        self._slot_mapping = torch.full(
+            (max_num_tokens,), PAD_SLOT_ID, dtype=torch.int64, device=self.device
+        )
+
+    def append_blocks(
+        self, rows: Sequence[int], new_blocks: Sequence[Sequence[int]]
+    ) -> None:
+        """Write new blocks behind some rows; the next step knows of them.
+
+        Args:
+            rows: rows of the table, each once.
+            new_blocks: for each of them the ids to append.
+
+        Raises:
+            IndexError: a row that is not there or would outgrow the table, or a negative id.
+            ValueError: not one list a row, or a row twice.
+        """
+        held = [len(row) for row in self._rows]
+        check_new_blocks(rows, new_blocks, held, self.max_blocks)
+        # step: write the new ids behind each row
+        for row, blocks in zip(rows, new_blocks, strict=True):
+            for offset, block_id in enumerate(blocks):
+                self._block_table[row, held[row] + offset] = block_id
+            self._rows[row].extend(blocks)
+
+    def clear_rows(self, rows: Sequence[int]) -> None:
+        """Empty some rows, whose requests have left.
+
+        Args:
+            rows: rows of the table. What stood in them is no longer read, and so not erased.
+
+        Raises:
+            IndexError: a row that is not there.
+        """
+        check_rows("rows", rows, self.max_num_reqs)
+        for row in rows:
+            self._rows[row] = []
+
+    def build(
+        self,
+        query_lens: Sequence[int],
+        num_computed_tokens: Sequence[int],
+        rows: Sequence[int] | None = None,
+        num_reqs_padded: int | None = None,
+        num_tokens_padded: int | None = None,
+    ) -> CommonAttentionMetadata:
+        """Write one step into the buffers and return its metadata.
+
+        Args:
+            query_lens: [reqs] new tokens of each request.
+            num_computed_tokens: [reqs] tokens already in the cache.
+            rows: [reqs] row of the table that each request owns; None: request i owns row i, and
+                the table needs no copy.
+            num_reqs_padded, num_tokens_padded: the size of a captured graph, to which the step is
+                filled up with empty requests and tokens without a slot; None: as many as there
+                are.
+
+        Returns:
+            The metadata. Its tensors on the device are views of the buffers, and hold this
+            step until the next one is built; those on the host are its own. Its maxima are exact;
+            `num_reqs` counts padding, `num_actual_tokens` does not.
+
+        Raises:
+            IndexError: a sequence longer than its row, or a row that is not there.
+            ValueError: lists of different lengths, a negative count, or more than there is
+                room for.
+        """
+        check_batch_lengths(query_lens, num_computed_tokens)
+        num_reqs, num_tokens = len(query_lens), sum(query_lens)
+        check_step_fits(
+            num_reqs,
+            num_tokens,
+            self.max_num_reqs,
+            self.max_num_tokens,
+            num_reqs_padded,
+            num_tokens_padded,
+        )
+        own_rows = range(num_reqs) if rows is None else rows
+        check_rows("rows", own_rows, self.max_num_reqs)
+        block_rows = [self._rows[row] for row in own_rows]
+        row_lens = [len(row) for row in block_rows]
+        check_sequences_fit(query_lens, num_computed_tokens, row_lens, self.block_size)
+        # step: find the slots of the new tokens
+        slot_mapping = compute_slot_mapping_batch(
+            query_lens, num_computed_tokens, block_rows, self.block_size
+        )
+        # step: fill up to the size of the captured graph
+        reqs = num_reqs if num_reqs_padded is None else num_reqs_padded
+        tokens = num_tokens if num_tokens_padded is None else num_tokens_padded
+        lens = torch.zeros(reqs, dtype=torch.int32, device=HOST)
+        computed = torch.zeros(reqs, dtype=torch.int32, device=HOST)
+        lens[:num_reqs] = torch.tensor(query_lens, dtype=torch.int32, device=HOST)
+        computed[:num_reqs] = torch.tensor(
+            num_computed_tokens, dtype=torch.int32, device=HOST
+        )
+        starts = torch.zeros(reqs + 1, dtype=torch.int32, device=HOST)
+        starts[1:] = lens.cumsum(0)
+        seq_lens = lens + computed
+        # step: send everything to the device
+        self._query_start_loc[: reqs + 1] = starts
+        self._seq_lens[:reqs] = seq_lens
+        self._slot_mapping[:tokens] = PAD_SLOT_ID
+        self._slot_mapping[:num_tokens] = slot_mapping
+        # step: put the rows into the order of the batch
+        block_table = self._block_table
+        if rows is not None:
+            block_table = self._ordered_table
+            for req, row in enumerate(rows):
+                block_table[req] = self._block_table[row]
+        return CommonAttentionMetadata(
+            query_start_loc=self._query_start_loc[: reqs + 1],
+            query_start_loc_cpu=starts,
+            seq_lens=self._seq_lens[:reqs],
+            seq_lens_cpu=seq_lens,
+            num_computed_tokens_cpu=computed,
+            num_reqs=reqs,
+            num_actual_tokens=num_tokens,
+            max_query_len=int(max(query_lens, default=0)),
+            max_seq_len=max(seq_lens.tolist(), default=0),
+            block_table_tensor=block_table[:reqs],
+            slot_mapping=self._slot_mapping[:tokens],
+        )

@@ -1,0 +1,1 @@
+"""The KV cache in plain torch: block tables, slot mapping, layouts, writes and copies."""

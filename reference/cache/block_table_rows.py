@@ -1,0 +1,277 @@
+"""How do rows of the block table move as requests come and go?
+
+An engine keeps one table for as long as it runs. A request gets a row when it starts and gives it
+up when it ends; then the last row moves into the gap, so that the rows in use stay together. Rows
+grow by a block when a sequence does. What stood in a row before is gone when the row is used again.
+
+A kernel may want smaller blocks than the manager hands out: each of those is then several entries.
+And where ranks share a sequence (context_parallel.py), a row holds this rank's blocks, each of
+which covers as many positions as all ranks together keep in one.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from ...contract import shapes
+from ...contract.kinds import HOST, PAD_SLOT_ID
+from ...validation import check_not_negative
+from ...validation.step_shapes import (
+    check_block_table_sizes,
+    check_mamba_block_table,
+    check_positions,
+    check_ranks,
+    check_row_indices,
+    check_row_takes,
+)
+from .block_table import make_block_table
+
+
+class BlockTable:
+    """The rows of all requests of an engine, for one group of layers.
+
+    Args:
+        block_size: slots in a block of the manager.
+        max_num_reqs: rows.
+        max_num_blocks_per_req: blocks of the manager that a row holds.
+        device: where the cache lies.
+        kernel_block_size: slots in a block as the kernel sees it, which divides `block_size`;
+            None: the same.
+        dcp_world_size, dcp_rank: ranks that share each sequence, and which one this is.
+        dcp_kv_cache_interleave_size: positions in a row that go to the same rank, which divides
+            the kernel's block.
+
+    Raises:
+        ValueError: numbers out of range, or that do not divide as they must.
+
+    Source:
+        vLLM's class of that name, which leaves old ids behind a row's end and looks a position
+        past it up in the next row.
+
+    Example:
+        >>> table = BlockTable(block_size=4, max_num_reqs=3, max_num_blocks_per_req=2)
+        >>> table.add_row([7, 2], 0)
+        >>> table.add_row([5], 1)
+        >>> table.append_row([9], 1)
+        >>> table.get_device_tensor(2)
+        tensor([[7, 2],
+                [5, 9]], dtype=torch.int32)
+        >>> table.compute_slot_mapping(req_indices=[0, 1, 1], positions=[5, 3, 4])
+        tensor([ 9, 23, 36])
+        >>> table.move_row(1, 0)
+        >>> table.get_device_tensor(1)
+        tensor([[5, 9]], dtype=torch.int32)
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        max_num_reqs: int,
+        max_num_blocks_per_req: int,
+        device: torch.device | str = "cpu",
+        kernel_block_size: int | None = None,
+        dcp_world_size: int = 1,
+        dcp_rank: int = 0,
+        dcp_kv_cache_interleave_size: int = 1,
+    ) -> None:
+        """Make a table whose rows are all empty; `block_size` is the kernel's from here on."""
+        self.block_size = block_size if kernel_block_size is None else kernel_block_size
+        check_ranks(dcp_world_size, dcp_rank, dcp_kv_cache_interleave_size)
+        check_block_table_sizes(
+            block_size,
+            max_num_reqs,
+            max_num_blocks_per_req,
+            self.block_size,
+            dcp_kv_cache_interleave_size,
+        )
+        self.entries_per_block = block_size // self.block_size
+        self.max_num_reqs = max_num_reqs
+        self.max_num_blocks_per_req = max_num_blocks_per_req * self.entries_per_block
+        self.device = torch.device(device)
+        self.dcp_world_size = dcp_world_size
+        self.dcp_rank = dcp_rank
+        self.dcp_kv_cache_interleave_size = dcp_kv_cache_interleave_size
+        self._rows: list[list[int]] = [[] for _ in range(max_num_reqs)]
+
+    @property
+    def num_blocks_per_row(self) -> list[int]:
+        """Entries that each row holds, in blocks of the kernel."""
+        return [len(row) for row in self._rows]
+
+    def append_row(self, block_ids: Sequence[int], row_idx: int) -> None:
+        """Write blocks behind what a row holds.
+
+        Args:
+            block_ids: blocks of the manager, in sequence order.
+            row_idx: the row.
+
+        Raises:
+            IndexError: no such row, no room in it, or no block id; the row stays as it was.
+        """
+        check_row_indices(self.max_num_reqs, row_idx=row_idx)
+        row = self._rows[row_idx]
+        check_row_takes(
+            block_ids, len(row), self.max_num_blocks_per_req, self.entries_per_block
+        )
+        for block_id in block_ids:
+            # step: give each block its entries
+            for entry in range(self.entries_per_block):
+                row.append(block_id * self.entries_per_block + entry)
+
+    def add_row(self, block_ids: Sequence[int], row_idx: int) -> None:
+        """Start a row anew; nothing of what it held is left.
+
+        Args:
+            block_ids: blocks of the manager, in sequence order.
+            row_idx: the row.
+
+        Raises:
+            IndexError: no such row, no room in it, or no block id; the row stays as it was.
+        """
+        check_row_indices(self.max_num_reqs, row_idx=row_idx)
+        check_row_takes(
+            block_ids, 0, self.max_num_blocks_per_req, self.entries_per_block
+        )
+        self._rows[row_idx] = []
+        self.append_row(block_ids, row_idx)
+
+    def move_row(self, src: int, tgt: int) -> None:
+        """Copy a row over another one, of which nothing is left.
+
+        Args:
+            src: the row to copy; it keeps its blocks until it is used again.
+            tgt: the row to overwrite.
+
+        Raises:
+            IndexError: no such row.
+        """
+        check_row_indices(self.max_num_reqs, src=src, tgt=tgt)
+        self._rows[tgt] = list(self._rows[src])
+
+    def swap_row(self, src: int, tgt: int) -> None:
+        """Exchange two rows.
+
+        Args:
+            src, tgt: the rows.
+
+        Raises:
+            IndexError: no such row.
+        """
+        check_row_indices(self.max_num_reqs, src=src, tgt=tgt)
+        self._rows[src], self._rows[tgt] = self._rows[tgt], self._rows[src]
+
+    def clear(self) -> None:
+        """Empty all rows."""
+        self._rows = [[] for _ in range(self.max_num_reqs)]
+
+    def compute_slot_mapping(
+        self, req_indices: Sequence[int], positions: Sequence[int]
+    ) -> shapes.SlotMapping:
+        """Return this rank's slot of each token.
+
+        Args:
+            req_indices: [tokens] the row of each token.
+            positions: [tokens] its position in the sequence.
+
+        Returns:
+            [tokens] int64 on the host; PAD_SLOT_ID where another rank keeps the token.
+
+        Raises:
+            IndexError: no such row, or a position that its blocks do not reach.
+            ValueError: lists of different lengths.
+        """
+        tokens_per_entry = self.block_size * self.dcp_world_size
+        check_positions(
+            req_indices, positions, self.num_blocks_per_row, tokens_per_entry
+        )
+        in_a_row = self.dcp_kv_cache_interleave_size
+        slots = []
+        for req, position in zip(req_indices, positions, strict=True):
+            # step: look the block up
+            block_id = self._rows[req][position // tokens_per_entry]
+            # step: count slots into it, of this rank's tokens alone
+            turn, place = divmod(position % tokens_per_entry, in_a_row)
+            rounds, rank = divmod(turn, self.dcp_world_size)
+            slot = block_id * self.block_size + rounds * in_a_row + place
+            slots.append(slot if rank == self.dcp_rank else PAD_SLOT_ID)
+        return torch.tensor(slots, dtype=torch.int64, device=HOST)
+
+    def get_device_tensor(self, num_reqs: int) -> shapes.BlockTable:
+        """Return a copy of the first rows where the cache lies.
+
+        Args:
+            num_reqs: rows.
+
+        Returns:
+            [num_reqs, max_num_blocks_per_req] int32, 0 behind each row.
+
+        Raises:
+            IndexError: more rows than there are.
+            ValueError: less than none.
+        """
+        check_not_negative(num_reqs=num_reqs)
+        check_row_indices(self.max_num_reqs + 1, num_reqs=num_reqs)
+        rows = self._rows[:num_reqs]
+        return make_block_table(rows, self.max_num_blocks_per_req, self.device)
+
+
+def mamba_get_block_table_tensor(
+    block_table: shapes.BlockTable,
+    seq_lens: shapes.TokenCounts,
+    block_size: int,
+    num_speculative_blocks: int = 0,
+    mamba_cache_mode: str = "none",
+) -> shapes.StateBlocks:
+    """Return the blocks that hold the states of Mamba layers in this step.
+
+    A state stands for all tokens before it, so a layer needs the last one alone, and one more for
+    each drafted token.
+
+    Args:
+        block_table: [reqs, max_blocks].
+        seq_lens: [reqs] tokens of each sequence.
+        block_size: tokens between two states that are kept.
+        num_speculative_blocks: blocks for drafted tokens, behind the last one.
+        mamba_cache_mode: "none": a row holds just these blocks; "all": every block of a row
+            holds a state, and the layer picks; "align": a row is as long as the sequence, and
+            they have to be picked here.
+
+    Returns:
+        [reqs, 1 + num_speculative_blocks] int32 with "align"; else the table itself.
+
+    Raises:
+        ValueError: another mode, or a number out of range.
+        IndexError: a row ends before its last blocks.
+
+    Source:
+        vLLM's function of that name (0.33).
+
+    Example:
+        5 tokens end in block 1 of 4 tokens each, 9 tokens in block 2.
+
+        >>> mamba_get_block_table_tensor(
+        ...     torch.tensor([[7, 2, 0], [5, 9, 4]], dtype=torch.int32),
+        ...     torch.tensor([5, 9], dtype=torch.int32),
+        ...     block_size=4,
+        ...     mamba_cache_mode="align",
+        ... )
+        tensor([[2],
+                [4]], dtype=torch.int32)
+    """
+    check_mamba_block_table(
+        block_table,
+        seq_lens,
+        block_size,
+        num_speculative_blocks,
+        mamba_cache_mode,
+        contents=True,
+    )
+    if mamba_cache_mode != "align":
+        return block_table
+    picked = block_table.new_zeros(len(seq_lens), 1 + num_speculative_blocks)
+    for req, seq_len in enumerate(seq_lens.tolist()):
+        # step: find the block of the last token
+        last = max(seq_len - 1, 0) // block_size
+        # step: take it and those of the drafted tokens
+        picked[req] = block_table[req, last : last + 1 + num_speculative_blocks]
+    return picked

@@ -1,0 +1,231 @@
+"""Where does each new token's key and value go?
+
+The cache is one long shelf of slots, cut into blocks of `block_size`. A sequence owns blocks
+scattered over the shelf, listed in order in its row of the block table. So a token's address has
+two halves: its position picks an entry of that row, and the remainder counts slots into the block
+found there.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from ...contract.kinds import HOST, PAD_SLOT_ID
+from ...contract.shapes import BlockTable, SlotMapping, StartLoc, TokenCounts
+from ...validation import (
+    check_batch_lengths,
+    check_not_negative,
+    check_one_sequence,
+    check_positive,
+    check_row_reaches,
+    check_sequences_fit,
+    check_slot_mapping_device,
+)
+
+
+def compute_slot_mapping_start_idx(
+    is_prompt: bool, query_len: int, context_len: int, sliding_window: int | None
+) -> int:
+    """Return the first position whose key and value need to be stored.
+
+    A prompt under a sliding window leaves only its last `sliding_window` tokens to be seen by
+    later ones, so what lies before them gets no slot. A decode stores its token always.
+
+    Args:
+        is_prompt: whether the sequence is still in its prompt.
+        query_len: new tokens.
+        context_len: tokens already in the cache.
+        sliding_window: keys a query sees, itself included; None: all.
+
+    Returns:
+        A position in the sequence.
+
+    Raises:
+        ValueError: a negative length.
+
+    Source:
+        vLLM's function of that name, which leaves the context out and so finds no token to
+        skip in the later chunks of a prompt.
+
+    Example:
+        >>> compute_slot_mapping_start_idx(
+        ...     is_prompt=True, query_len=6, context_len=4, sliding_window=8
+        ... )
+        2
+    """
+    check_not_negative(query_len=query_len, context_len=context_len)
+    if not is_prompt or sliding_window is None:
+        return 0
+    check_not_negative(sliding_window=sliding_window)
+    return max(0, context_len + query_len - sliding_window)
+
+
+def compute_slot_mapping(
+    is_profile_run: bool,
+    seq_len: int,
+    context_len: int,
+    start_idx: int,
+    block_size: int,
+    block_table: Sequence[int] | None,
+) -> SlotMapping:
+    """Return the cache slot of every new token of one sequence.
+
+    Args:
+        is_profile_run: a dry run that measures memory; there is no cache yet, so every token of
+            the sequence is new and none has a slot.
+        seq_len: tokens of the sequence, the new ones included.
+        context_len: tokens already in the cache.
+        start_idx: position from which on tokens are stored; new tokens before it get
+            PAD_SLOT_ID.
+        block_size: slots in a block.
+        block_table: [max_blocks] block ids, in sequence order; entries past the end are never
+            read. Not needed in a profile run.
+
+    Returns:
+        [tokens] int64 slot numbers, or PAD_SLOT_ID.
+
+    Raises:
+        IndexError: a position lies past the end of the block table.
+        ValueError: a length out of range, or no block table.
+
+    Source:
+        vLLM's function of that name, which appends to a list.
+
+    Example:
+        >>> compute_slot_mapping(
+        ...     is_profile_run=False,
+        ...     seq_len=10,
+        ...     context_len=3,
+        ...     start_idx=4,
+        ...     block_size=4,
+        ...     block_table=[7, 2, 5],
+        ... )
+        tensor([-1,  8,  9, 10, 11, 20, 21])
+    """
+    check_one_sequence(seq_len, context_len, block_size)
+    if is_profile_run:
+        return torch.full((seq_len,), PAD_SLOT_ID, dtype=torch.int64, device=HOST)
+    if block_table is None:
+        raise ValueError(
+            "block_table = None: expected a row unless is_profile_run is set"
+        )
+    check_row_reaches(len(block_table), seq_len, block_size)
+    slots = []
+    for position in range(context_len, seq_len):
+        if position < start_idx:
+            slots.append(PAD_SLOT_ID)
+            continue
+        # step: look the block up
+        block_id = int(block_table[position // block_size])
+        # step: count slots into it
+        slots.append(block_id * block_size + position % block_size)
+    return torch.tensor(slots, dtype=torch.int64, device=HOST)
+
+
+def compute_slot_mapping_batch(
+    query_lens: Sequence[int],
+    num_computed_tokens: Sequence[int],
+    block_rows: Sequence[Sequence[int]],
+    block_size: int,
+) -> SlotMapping:
+    """Return the cache slot of every new token of a batch, computed on the host.
+
+    Args:
+        query_lens: [reqs] new tokens of each request.
+        num_computed_tokens: [reqs] tokens already in the cache.
+        block_rows: [reqs] rows of block ids; entries past a sequence's end are never read.
+        block_size: slots in a block.
+
+    Returns:
+        [tokens] int64, request after request.
+
+    Raises:
+        IndexError: a sequence is longer than its row.
+        ValueError: lists of different lengths, or a negative count.
+
+    Example:
+        >>> compute_slot_mapping_batch(
+        ...     query_lens=[1, 3],
+        ...     num_computed_tokens=[4, 0],
+        ...     block_rows=[[7, 2], [5]],
+        ...     block_size=4,
+        ... )
+        tensor([ 8, 20, 21, 22])
+    """
+    check_positive(block_size=block_size)
+    check_batch_lengths(query_lens, num_computed_tokens)
+    row_lens = [len(row) for row in block_rows]
+    check_sequences_fit(query_lens, num_computed_tokens, row_lens, block_size)
+    slots = [torch.empty(0, dtype=torch.int64, device=HOST)]
+    batch = zip(query_lens, num_computed_tokens, block_rows, strict=True)
+    for query_len, computed, row in batch:
+        slots.append(
+            compute_slot_mapping(
+                is_profile_run=False,
+                seq_len=computed + query_len,
+                context_len=computed,
+                start_idx=0,
+                block_size=block_size,
+                block_table=row,
+            )
+        )
+    return torch.cat(slots)
+
+
+def compute_slot_mapping_device(
+    query_start_loc: StartLoc,
+    num_computed_tokens: TokenCounts,
+    block_table: BlockTable,
+    block_size: int,
+    num_tokens: int,
+) -> SlotMapping:
+    """Return the cache slot of every new token of a batch, computed where the table lies.
+
+    Args:
+        query_start_loc: [reqs + 1] where each request's new tokens start.
+        num_computed_tokens: [reqs] tokens already in the cache.
+        block_table: [reqs, max_blocks].
+        block_size: slots in a block.
+        num_tokens: slots to return; what lies past the last request (a batch padded to a
+            captured size) gets PAD_SLOT_ID.
+
+    Returns:
+        [num_tokens] int64, on the device of the block table.
+
+    Raises:
+        IndexError: a sequence is longer than its row.
+        ValueError: lengths that do not fit each other.
+        TypeError: starts, counts or table that are not int32.
+
+    Source:
+        What vLLM's V1 runner computes each step before it writes the cache.
+
+    Example:
+        >>> compute_slot_mapping_device(
+        ...     query_start_loc=torch.tensor([0, 1, 4], dtype=torch.int32),
+        ...     num_computed_tokens=torch.tensor([4, 0], dtype=torch.int32),
+        ...     block_table=torch.tensor([[7, 2], [5, 0]], dtype=torch.int32),
+        ...     block_size=4,
+        ...     num_tokens=5,
+        ... )
+        tensor([ 8, 20, 21, 22, -1])
+    """
+    check_slot_mapping_device(
+        query_start_loc,
+        num_computed_tokens,
+        block_table,
+        block_size,
+        num_tokens,
+        contents=True,
+    )
+    slots = compute_slot_mapping_batch(
+        query_start_loc.diff().tolist(),
+        num_computed_tokens.tolist(),
+        block_table.tolist(),
+        block_size,
+    )
+    slot_mapping = torch.full(
+        (num_tokens,), PAD_SLOT_ID, dtype=torch.int64, device=HOST
+    )
+    slot_mapping[: len(slots)] = slots
+    return slot_mapping.to(block_table.device)

@@ -1,0 +1,1 @@
+"""The forms of vLLM V0: sequence groups, encoder-decoder lengths, graph state."""

@@ -1,0 +1,348 @@
+"""What does a step look like to an engine that thinks in sequence groups?
+
+One user's request may run as several sequences (beams, samples): a group. A step takes some groups
+still in their prompt and some that decode, and puts the prompts first. What attention needs is
+then collected group by group: each new token's slot, each sequence's row of blocks, its lengths.
+A prompt whose keys are all new needs no row, since nothing of it is read from the cache; a chunk of
+a longer prompt, a prompt whose beginning was found in the cache, and every decode do.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ...contract.kinds import HOST, PAD_SLOT_ID
+from ...contract.sequence_classes import (
+    BlockTables,
+    MultiModalPlaceholderMap,
+    SequenceAttentionMetadata,
+    SequenceGroup,
+    SequenceInput,
+)
+from ...validation import check_not_negative, check_positive
+from ...validation.sequences import (
+    check_begun,
+    check_captured_step,
+    check_collecting,
+    check_rows_padded,
+    check_seq_group,
+    check_sequence_step,
+)
+from ..cache.block_table import blocks_needed, make_block_table
+from ..cache.slot_mapping import compute_slot_mapping, compute_slot_mapping_start_idx
+
+
+def is_block_tables_empty(block_tables: BlockTables | Sequence[int] | None) -> bool:
+    """Return whether a group has no cache: no tables at all, or None for every sequence.
+
+    Args:
+        block_tables: rows of block ids by sequence id. A row of no blocks is a row, and so is
+            anything that is not a mapping.
+
+    Source:
+        vLLM's function of that name; a run that measures memory has such tables.
+
+    Example:
+        >>> is_block_tables_empty({0: None, 1: None}), is_block_tables_empty({0: []})
+        (True, False)
+    """
+    if block_tables is None:
+        return True
+    if not isinstance(block_tables, Mapping):
+        return False
+    return all(row is None for row in block_tables.values())
+
+
+def make_tensor_with_pad(
+    x: Sequence[Sequence[int | float]],
+    pad: int | float,
+    dtype: torch.dtype,
+    max_len: int | None = None,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """Return rows of different lengths as one tensor, padded behind each row.
+
+    Args:
+        x: rows of numbers.
+        pad: what stands behind a row.
+        dtype: element type of the tensor.
+        max_len: its width; None: the longest row.
+        device: where it shall lie.
+
+    Returns:
+        [rows, max_len]; [0, 0] if there are no rows.
+
+    Raises:
+        IndexError: a row is longer than `max_len`.
+
+    Source:
+        vLLM's function of that name.
+
+    Example:
+        >>> make_tensor_with_pad(
+        ...     [[7, 2], [5]], pad=-1, dtype=torch.int64, max_len=3
+        ... )
+        tensor([[ 7,  2, -1],
+                [ 5, -1, -1]])
+    """
+    check_rows_padded(x, max_len)
+    width = max((len(row) for row in x), default=0) if max_len is None else max_len
+    padded = torch.full((len(x), width), pad, dtype=dtype, device=HOST)
+    for place, row in enumerate(x):
+        padded[place, : len(row)] = torch.tensor(row, dtype=dtype, device=HOST)
+    return padded.to(device)
+
+
+class CommonMetadataBuilder:
+    """Collects a step's sequence groups and builds its metadata.
+
+    `prepare()` begins a step, `add_seq_group()` adds to it, prompts first, and `build()` returns
+    the metadata. Building again returns the same once more; a group is taken only by a step that
+    has begun and is not yet built.
+
+    The lists that have grown so far may be read under vLLM's names: `slot_mapping`,
+    `context_lens`, `block_tables`, `prefill_seq_lens`, `curr_seq_lens` (of the decodes, what
+    attention reads), and the counts `num_prefills`, `num_prefill_tokens`, `num_decode_tokens`.
+
+    Source:
+        vLLM's class of that name, which asks a model runner for what is an argument here.
+
+    Example:
+        >>> builder = CommonMetadataBuilder(block_size=4)
+        >>> builder.prepare()
+        >>> builder.add_seq_group(SequenceGroup(
+        ...     is_prompt=True,
+        ...     sequences=(SequenceInput(seq_id=0, query_len=3),),
+        ...     block_tables={0: [5]},
+        ... ))
+        >>> builder.add_seq_group(SequenceGroup(
+        ...     is_prompt=False,
+        ...     sequences=(SequenceInput(seq_id=1, query_len=1, context_len=4),),
+        ...     block_tables={1: [7, 2]},
+        ... ))
+        >>> step = builder.build([3, 5], [3, 1])
+        >>> step.slot_mapping
+        tensor([20, 21, 22,  8])
+        >>> step.block_tables
+        tensor([[0, 0],
+                [7, 2]], dtype=torch.int32)
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        sliding_window: int | None = None,
+        chunked_prefill_enabled: bool = False,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Remember what is the same in every step.
+
+        Args:
+            block_size: slots in a block.
+            sliding_window: keys a query sees, itself included; None: all.
+            chunked_prefill_enabled: prompts may come in chunks, so each one gets its row.
+            device: where the metadata shall lie.
+
+        Raises:
+            ValueError: a number out of range.
+        """
+        check_positive(block_size=block_size)
+        if sliding_window is not None:
+            check_not_negative(sliding_window=sliding_window)
+        self.block_size = block_size
+        self.sliding_window = sliding_window
+        self.chunked_prefill_enabled = chunked_prefill_enabled
+        self.device = device
+        self._stage = "new"
+
+    def prepare(self) -> None:
+        """Begin a step: forget the groups of the last one."""
+        self.slot_mapping: list[int] = []
+        self.context_lens: list[int] = []
+        self.block_tables: list[list[int]] = []
+        self.prefill_seq_lens: list[int] = []
+        self.curr_seq_lens: list[int] = []
+        self.num_prefills = 0
+        self.num_prefill_tokens = 0
+        self.num_decode_tokens = 0
+        self.multimodal_placeholder_maps: dict[str, MultiModalPlaceholderMap] = {}
+        self._query_lens: list[int] = []
+        self._stage = "collecting"
+
+    def add_seq_group(self, group: SequenceGroup) -> None:
+        """Add a group to the step, or refuse it and leave the step as it was.
+
+        Under a sliding window a prompt's tokens that no later one can see get no slot. So
+        attention takes a prompt's new keys from the layer, and only its context from the cache.
+
+        Args:
+            group: prompts come before decodes.
+
+        Raises:
+            RuntimeError: no step has begun, or it is built.
+            IndexError: a sequence is longer than its row.
+            KeyError: a sequence has no row.
+            ValueError: a decode of several tokens, a prompt behind a decode, a placeholder map
+                of another length than its sequence, a negative length.
+        """
+        check_collecting(self._stage)
+        check_seq_group(group, self.num_decode_tokens, self.block_size)
+        # step: count the placeholders on
+        for modality, placeholders in group.multi_modal_placeholder_maps.items():
+            if not group.is_prompt:
+                continue
+            before = self.multimodal_placeholder_maps.get(
+                modality, MultiModalPlaceholderMap()
+            )
+            # tokens of groups without such placeholders lie between
+            before = replace(before, dest_len=self.num_prefill_tokens)
+            self.multimodal_placeholder_maps[modality] = before.extend(
+                placeholders.repeat(len(group.sequences))
+            )
+        for sequence in group.sequences:
+            # step: keep the blocks that attention reads
+            row, dropped = self._row_to_read(group, sequence)
+            self.block_tables.append(row)
+            # step: count the tokens
+            self._query_lens.append(sequence.query_len)
+            self.context_lens.append(sequence.context_len)
+            if group.is_prompt:
+                self.num_prefills += 1
+                self.num_prefill_tokens += sequence.query_len
+                self.prefill_seq_lens.append(sequence.orig_seq_len)
+            else:
+                self.num_decode_tokens += 1
+                seq_len = sequence.orig_seq_len - dropped * self.block_size
+                self.curr_seq_lens.append(seq_len)
+            # step: find the slots of the new tokens
+            self.slot_mapping.extend(self._slots(group, sequence))
+
+    def build(
+        self,
+        seq_lens: Sequence[int],
+        query_lens: Sequence[int],
+        cuda_graph_pad_size: int = -1,
+        batch_size: int | None = None,
+        max_blocks: int | None = None,
+    ) -> SequenceAttentionMetadata:
+        """Return the metadata of the groups that were added.
+
+        Args:
+            seq_lens: [batch] tokens attention may read of each sequence, in the order they were
+                added; 1 for each sequence that fills a graph.
+            query_lens: [seqs] new tokens of each sequence, without those that fill a graph.
+            cuda_graph_pad_size: sequences that fill a captured graph; -1: no graph is replayed.
+            batch_size: sequences of the captured graph; not looked at without one.
+            max_blocks: width of the block table; None: the longest row. A graph needs its own.
+
+        Returns:
+            Metadata that owns its tensors: a later step does not change them. Sequences that
+            fill a graph bring one token without a slot and have a row of zeros.
+
+        Raises:
+            RuntimeError: no step has begun.
+            ValueError: no group, lengths that are not the groups', a step that does not fit the
+                graph.
+            IndexError: a row is longer than `max_blocks`.
+        """
+        check_begun(self._stage)
+        check_sequence_step(
+            [*self.prefill_seq_lens, *self.curr_seq_lens],
+            self._query_lens,
+            seq_lens,
+            query_lens,
+            cuda_graph_pad_size,
+        )
+        check_captured_step(
+            self.num_prefills,
+            len(query_lens),
+            cuda_graph_pad_size,
+            batch_size,
+            max_blocks,
+        )
+        # step: fill the batch up to the captured size
+        padding = max(cuda_graph_pad_size, 0)
+        slot_mapping = [*self.slot_mapping, *[PAD_SLOT_ID] * padding]
+        context_lens = [*self.context_lens, *[0] * padding]
+        query_lens = [*query_lens, *[1] * padding]
+        rows = [*self.block_tables, *[[]] * padding]
+        # step: pad the rows into one table
+        block_tables = make_block_table(rows, max_blocks)
+        # step: add up where each sequence starts
+        query_start_loc, seq_start_loc = [0], [0]
+        for query_len, seq_len in zip(query_lens, seq_lens, strict=True):
+            query_start_loc.append(query_start_loc[-1] + query_len)
+            seq_start_loc.append(seq_start_loc[-1] + seq_len)
+        # step: write the placeholders out
+        placeholders = {
+            modality: each.index_map()
+            for modality, each in self.multimodal_placeholder_maps.items()
+        }
+        # step: send everything to the device
+        metadata = SequenceAttentionMetadata(
+            num_prefills=self.num_prefills,
+            num_prefill_tokens=self.num_prefill_tokens,
+            num_decode_tokens=self.num_decode_tokens + padding,
+            slot_mapping=torch.tensor(slot_mapping, dtype=torch.int64, device=HOST).to(
+                self.device
+            ),
+            multi_modal_placeholder_index_maps=placeholders,
+            enable_kv_scales_calculation=True,
+            seq_lens=list(seq_lens),
+            seq_lens_tensor=self._sent(seq_lens),
+            max_prefill_seq_len=max(self.prefill_seq_lens, default=0),
+            max_decode_seq_len=max(self.curr_seq_lens, default=0),
+            max_query_len=max(query_lens),
+            query_start_loc=self._sent(query_start_loc),
+            seq_start_loc=self._sent(seq_start_loc),
+            context_lens_tensor=self._sent(context_lens),
+            block_tables=block_tables.to(self.device),
+            use_cuda_graph=cuda_graph_pad_size >= 0,
+        )
+        self._stage = "built"
+        return metadata
+
+    def _row_to_read(
+        self, group: SequenceGroup, sequence: SequenceInput
+    ) -> tuple[list[int], int]:
+        """Return the row that attention reads, and how many blocks were left out before it."""
+        reads_cache = (
+            self.chunked_prefill_enabled
+            or not group.is_prompt
+            or group.prefix_cache_hit
+            or sequence.context_len > 0
+        )
+        if is_block_tables_empty(group.block_tables) or not reads_cache:
+            return [], 0
+        row = list(group.row(sequence))
+        if group.is_prompt or not sequence.curr_sliding_window_block:
+            return row, 0
+        # counted from the sequence's last block: a row may have spare entries behind it
+        used = blocks_needed(sequence.orig_seq_len, self.block_size)
+        dropped = max(0, used - sequence.curr_sliding_window_block)
+        return row[dropped:], dropped
+
+    def _slots(self, group: SequenceGroup, sequence: SequenceInput) -> list[int]:
+        """Return the slots of a sequence's new tokens: of its whole row, window or not."""
+        if is_block_tables_empty(group.block_tables):
+            return [PAD_SLOT_ID] * sequence.query_len
+        start_idx = compute_slot_mapping_start_idx(
+            group.is_prompt,
+            sequence.query_len,
+            sequence.context_len,
+            self.sliding_window,
+        )
+        slots: list[int] = compute_slot_mapping(
+            is_profile_run=False,
+            seq_len=sequence.orig_seq_len,
+            context_len=sequence.context_len,
+            start_idx=start_idx,
+            block_size=self.block_size,
+            block_table=group.row(sequence),
+        ).tolist()
+        return slots
+
+    def _sent(self, numbers: Sequence[int]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int32, device=HOST).to(self.device)

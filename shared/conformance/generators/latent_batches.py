@@ -1,0 +1,314 @@
+"""Which batches are hard for latent attention, and what do they come to?
+
+As in `batches`, but the cache holds one latent and one rope key a token. What is right is full
+multi-head attention: every latent is expanded to the keys and values of all heads in float64, and
+these attend key by key. Needles stand out by their latent or by their rope key.
+"""
+
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from random import Random
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ...contract.kinds import FP8_DTYPES
+from ..oracles.brute_force import Answer, Request, attend_by_hand, quantise_by_hand
+from .batches import (
+    DTYPES,
+    GARBAGE,
+    NAN,
+    NEEDLES,
+    TABLES,
+    draw_lengths,
+    draw_rows,
+    needle_position,
+)
+
+LAYOUTS = ("packed", "padded", "every other element", "slots first")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A batch in small numbers.
+
+    Args:
+        query_lens, key_lens: new tokens and keys of each request.
+        rank, rope, nope, value: widths of the latent, the rope key, the rest of a head's key,
+            and a head's value.
+        cache_dtype: of an FP8 cache; None: as the inputs.
+        layout: strides of the cache.
+        needle: where the key lies that outweighs all others of its sequence.
+        is_rope: whether it does so by its rope key.
+        padding: query rows behind the last request.
+        spare_max: what upper bounds lie above the truth.
+    """
+
+    query_lens: tuple[int, ...]
+    key_lens: tuple[int, ...]
+    block_size: int = 16
+    heads: int = 3
+    rank: int = 16
+    rope: int = 8
+    nope: int = 16
+    value: int = 16
+    dtype: torch.dtype = torch.float32
+    cache_dtype: torch.dtype | None = None
+    k_scale: float = 0.5
+    layout: str = "packed"
+    table: str = "scattered"
+    needle: str = "none"
+    is_rope: bool = False
+    scale: float | None = None
+    sliding_window: int | None = None
+    padding: int = 0
+    spare_max: int = 0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The tensors of a plan, and the same facts on the host."""
+
+    plan: Plan
+    q_nope: Tensor
+    q_pe: Tensor
+    kv_c: Tensor
+    k_pe: Tensor
+    kv_cache: Tensor
+    w_uk: Tensor
+    w_uv: Tensor
+    block_table: Tensor
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    rows: list[list[int]] = field(repr=False)
+
+    @property
+    def tokens(self) -> int:
+        """New tokens, padding not counted."""
+        return sum(self.plan.query_lens)
+
+    def decode_arguments(self) -> dict[str, Any]:
+        """Return what `latent_decode_attention` takes, by name."""
+        plan = self.plan
+        names = ["q_nope", "q_pe", "kv_cache", "w_uk", "w_uv", "block_table"]
+        names += ["query_start_loc", "seq_lens"]
+        given: dict[str, Any] = {name: getattr(self, name) for name in names}
+        most = self.block_table.shape[1] * plan.block_size
+        given["max_query_len"] = max(plan.query_lens, default=0) + plan.spare_max
+        longest = max(plan.key_lens, default=0) + plan.spare_max
+        given["max_seq_len"] = min(longest, most)
+        if plan.scale is not None:
+            given["scale"] = plan.scale
+        if plan.cache_dtype is not None:
+            given["k_scale"] = plan.k_scale
+        if plan.sliding_window is not None:
+            given["sliding_window"] = plan.sliding_window
+        return given
+
+    def prefill_arguments(self) -> dict[str, Any]:
+        """Return what `latent_prefill_attention` takes, by name."""
+        context = sum(self.plan.key_lens) - self.tokens
+        given = self.decode_arguments() | {"kv_c": self.kv_c, "k_pe": self.k_pe}
+        given.pop("sliding_window", None)
+        return given | {"num_context_tokens": context + self.plan.spare_max}
+
+    def latents(self, req: int, is_prefill: bool) -> Tensor:
+        """Return [keys, rank + rope] of a sequence in float64, as one way or the other reads them.
+
+        A prefill takes its new tokens as they are, all else is as the cache holds it.
+        """
+        cache = self.kv_cache.cpu().double()
+        if self.plan.cache_dtype is not None:
+            cache = cache * self.plan.k_scale
+        size, row = self.plan.block_size, self.rows[req]
+        places = range(self.plan.key_lens[req])
+        blocks = [row[place // size] for place in places]
+        line = cache[blocks, [place % size for place in places]]
+        if is_prefill:
+            first = sum(self.plan.query_lens[:req])
+            own = slice(first, first + self.plan.query_lens[req])
+            new = torch.cat([self.kv_c, self.k_pe], 1).cpu().double()[own]
+            line = torch.cat([line[: len(line) - len(new)], new])
+        return line
+
+    def answer(self, is_prefill: bool) -> Answer:
+        """Return full multi-head attention of every new token."""
+        plan = self.plan
+        w_uk, w_uv = self.w_uk.cpu().double(), self.w_uv.cpu().double()
+        queries = torch.cat([self.q_nope, self.q_pe], 2).cpu().double()[: self.tokens]
+        window = None if is_prefill else plan.sliding_window
+        options = {"causal": True, "scale": plan.scale, "sliding_window": window}
+        requests, sizes, largest = [], [], []
+        parts = torch.split(queries, list(plan.query_lens))
+        empty = queries.new_empty(0, plan.rank + plan.rope)
+        latents = [self.latents(req, is_prefill) for req in range(len(parts))]
+        for question, line in zip(parts, latents, strict=True):
+            latent, rope = line[:, : plan.rank], line[:, plan.rank :]
+            shared = rope[:, None].expand(-1, plan.heads, -1)
+            key = torch.cat([torch.einsum("tl,hnl->thn", latent, w_uk), shared], 2)
+            value = torch.einsum("tl,hlv->thv", latent, w_uv)
+            size = torch.einsum("tl,hlv->thv", latent.abs(), w_uv.abs())
+            requests.append(Request(question, key, value))
+            sizes.append(Request(question, key, size))
+            nope = torch.einsum("tl,hnl->thn", latent.abs(), w_uk.abs())
+            most = torch.cat([nope, shared.abs()], 2)
+            scores = torch.einsum("qhn,thn->hqt", question.abs(), most)
+            largest.append(
+                scores.amax(2) if len(line) else scores.new_zeros(scores.shape[:2])
+            )
+        if not requests:
+            key = empty.new_empty(0, plan.heads, plan.nope + plan.rope)
+            requests = sizes = [
+                Request(key, key, key.new_empty(0, plan.heads, plan.value))
+            ]
+        tokens = len(self.q_nope)
+        found = attend_by_hand(requests, options, tokens)
+        scale = plan.scale or (plan.nope + plan.rope) ** -0.5
+        scores = torch.zeros_like(found.lse)
+        scores[:, : self.tokens] = torch.cat([found.lse[:, :0], *largest], 1) * scale
+        of_sizes = attend_by_hand(sizes, options, tokens).out
+        return Answer(found.out, found.lse, of_sizes, scores)
+
+
+def empty_latent_cache(plan: Plan, num_blocks: int) -> Tensor:
+    """Return a latent cache of NaN, as some view."""
+    width = plan.rank + plan.rope
+    dtype = plan.cache_dtype or plan.dtype
+
+    def full(*shape: int) -> Tensor:
+        return torch.full(shape, NAN).to(dtype)
+
+    if plan.layout == "padded":
+        return full(num_blocks, plan.block_size, width + 3)[..., :width]
+    if plan.layout == "every other element":
+        return full(num_blocks, plan.block_size, 2 * width)[..., ::2]
+    if plan.layout == "slots first":
+        return full(plan.block_size, num_blocks, width).transpose(0, 1)
+    return full(num_blocks, plan.block_size, width)
+
+
+def build_latents(plan: Plan, device: torch.device) -> Batch:
+    """Return the tensors of a plan: NaN in slots that nobody owns, garbage behind the table."""
+    generator = torch.Generator().manual_seed(plan.seed)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    size, rank, rope = plan.block_size, plan.rank, plan.rope
+    counts = [-(-key_len // size) for key_len in plan.key_lens]
+    rows, num_blocks = draw_rows(counts, plan.table, generator)
+    max_blocks = max(counts, default=0) + 1
+    table = torch.tensor(GARBAGE, dtype=torch.int32).repeat(len(rows), max_blocks)
+    table = table[:, :max_blocks].contiguous()
+    for req, row in enumerate(rows):
+        table[req, : len(row)] = torch.tensor(row, dtype=torch.int32)
+
+    # step: draw queries, projections and latents, and hide needles among these
+    tokens = sum(plan.query_lens)
+    w_uk = random(plan.heads, plan.nope, rank) / rank**0.5
+    w_uv = random(plan.heads, rank, plan.value) / rank**0.5
+    queries = random(tokens + plan.padding, plan.heads, plan.nope + rope)
+    latents = random(num_blocks, size, rank + rope)
+    scale = plan.scale or (plan.nope + rope) ** -0.5
+    lean = torch.nn.functional.normalize(random(rank), dim=0)
+    rope_lean = torch.nn.functional.normalize(random(rope), dim=0)
+    starts = [0, *accumulate(plan.query_lens)]
+    for req, (query_len, key_len) in enumerate(
+        zip(plan.query_lens, plan.key_lens, strict=True)
+    ):
+        place = needle_position(plan.needle, query_len, key_len, size)
+        own = queries[starts[req] : starts[req + 1]]
+        if place is None:
+            continue
+        # every query leans along this key, which lies far out: a score of 24
+        key = latents[rows[req][place // size], place % size]
+        own *= 0.25
+        key[:rank] += 3 * random(rank)
+        if plan.is_rope:
+            own[..., plan.nope :] += 2 * rope_lean
+            key[rank:] = 12 / scale * rope_lean
+        else:
+            towards = w_uk @ lean  # [heads, nope]
+            length = towards.square().sum(1, keepdim=True)
+            own[..., : plan.nope] += 2 * towards / length
+            key[:rank] = 12 / scale * lean
+    queries[tokens:] = NAN
+
+    # step: store what sequences own
+    kv_cache = empty_latent_cache(plan, num_blocks)
+    for row, key_len in zip(rows, plan.key_lens, strict=True):
+        for place in range(key_len):
+            at = row[place // size], place % size
+            if plan.cache_dtype is None:
+                kv_cache[at] = latents[at].to(plan.dtype)
+            else:
+                stored = quantise_by_hand(
+                    latents[at][None, None], plan.k_scale, plan.cache_dtype
+                )
+                kv_cache[at] = stored[0, 0]
+    queries = queries.to(plan.dtype)
+    batch = Batch(
+        plan=plan,
+        q_nope=queries[..., : plan.nope],
+        q_pe=queries[..., plan.nope :],
+        kv_c=queries,
+        k_pe=queries,
+        kv_cache=kv_cache,
+        w_uk=w_uk.to(plan.dtype),
+        w_uv=w_uv.to(plan.dtype),
+        block_table=table,
+        query_start_loc=torch.tensor(starts, dtype=torch.int32),
+        seq_lens=torch.tensor(plan.key_lens, dtype=torch.int32),
+        rows=rows,
+    )
+    # step: give the new tokens' latents once more, as slices of one projection
+    new = [
+        latents[row[place // size], place % size]
+        for row, query_len, key_len in zip(
+            rows, plan.query_lens, plan.key_lens, strict=True
+        )
+        for place in range(key_len - query_len, key_len)
+    ]
+    fused = torch.full((tokens + plan.padding, rank + rope + 5), NAN)
+    fused[:tokens, : rank + rope] = torch.stack(new) if new else latents[0, :0]
+    fused = fused.to(plan.dtype)
+    batch = replace(batch, kv_c=fused[:, :rank], k_pe=fused[:, rank : rank + rope])
+    moved: dict[str, Any] = {
+        name: each.to(device)
+        for name, each in vars(batch).items()
+        if isinstance(each, Tensor)
+    }
+    return batch if device.type == "cpu" else replace(batch, **moved)
+
+
+@st.composite
+def latent_plans(draw: st.DrawFn, max_reqs: int = 3) -> Plan:
+    """Return the plan of a batch; everything comes from one seed."""
+    pick = Random(draw(st.integers(0, 2**20)))
+    reqs = 0 if pick.random() < 0.05 else pick.randint(1, max_reqs)
+    block_size = pick.choice([1, 3, 16, 16])
+    batch = draw_lengths(pick, block_size, reqs)
+    return Plan(
+        query_lens=tuple(query_len for query_len, _ in batch),
+        key_lens=tuple(key_len for _, key_len in batch),
+        block_size=block_size,
+        heads=pick.choice([1, 2, 3, 5]),
+        rank=pick.choice([16, 24, 1]),
+        rope=pick.choice([8, 24, 1]),
+        nope=pick.choice([16, 16, 5]),
+        value=pick.choice([16, 16, 7]),
+        dtype=pick.choice(DTYPES),
+        cache_dtype=pick.choice([None, None, *FP8_DTYPES]),
+        k_scale=pick.choice([0.5, 0.03, 1.7]),
+        layout=pick.choice(LAYOUTS),
+        table=pick.choice(TABLES),
+        needle=pick.choice(["none", *NEEDLES]),
+        is_rope=pick.random() < 0.5,
+        scale=pick.choice([None, None, 0.3]),
+        padding=pick.choice([0, 0, 1, 3]),
+        spare_max=pick.choice([0, 0, 5]),
+        seed=pick.randrange(2**16),
+    )

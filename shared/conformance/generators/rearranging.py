@@ -1,0 +1,220 @@
+"""Which other calls must have the same answer?
+
+Pages moved elsewhere, other numbers where nobody looks, requests in another order or alone, a
+prompt cut into chunks: each function returns a call that means the same to the rows it keeps.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..oracles.brute_force import Answer, places, sees
+from .batches import NAN
+from .options import Call, starts_of
+
+CACHES = ("key_cache", "value_cache")
+
+
+def rows_of(call: Call, reqs: Sequence[int]) -> list[int]:
+    """Return the rows of the output that belong to some requests."""
+    starts = [0, *accumulate(call.query_lens)]
+    return [token for req in reqs for token in range(starts[req], starts[req + 1])]
+
+
+def rows_of_answer(answer: Answer, rows: list[int]) -> Answer:
+    """Return what is right for some rows."""
+    return Answer(
+        answer.out[rows],
+        answer.lse[:, rows],
+        answer.sizes[rows],
+        answer.scores[:, rows],
+    )
+
+
+def only(call: Call, reqs: Sequence[int]) -> Call:
+    """Return a paged call of some requests, in that order, without padding."""
+    cuts = [(req, 0, call.query_lens[req]) for req in reqs]
+    return of_parts(call, cuts)
+
+
+def of_parts(call: Call, parts: Sequence[tuple[int, int, int]]) -> Call:
+    """Return a paged call of parts of its requests, each a request of its own.
+
+    Args:
+        call: without trees, if a part is not whole.
+        parts: request, first query and end of each; its keys end with its last query. The keys of
+            a whole request are all that it has.
+    """
+    starts = [0, *accumulate(call.query_lens)]
+    rows = [starts[req] + own for req, begin, end in parts for own in range(begin, end)]
+    reqs = [req for req, _, _ in parts]
+    key_lens = [
+        call.key_lens[req] - call.query_lens[req] + end for req, _, end in parts
+    ]
+    given, device = call.arguments, call.query.device
+    each_token = {
+        name: given[name][rows] for name in ("query", "query_ranges") if name in given
+    }
+    each_request = {
+        name: given[name][reqs]
+        for name in ("block_table", "tree_mask", "causal")
+        if isinstance(given.get(name), Tensor)
+    }
+    query_lens = tuple(end - begin for _, begin, end in parts)
+    return replace(
+        call.changed(
+            **each_token,
+            **each_request,
+            query_start_loc=starts_of(query_lens, device),
+            seq_lens=torch.tensor(key_lens, dtype=torch.int32, device=device),
+            max_query_len=max(query_lens, default=0),
+            max_seq_len=max(key_lens, default=0),
+        ),
+        query_lens=query_lens,
+        key_lens=tuple(key_lens),
+        rows=[call.rows[req] for req in reqs],
+    )
+
+
+def moved_pages(call: Call, pick: Random) -> Call:
+    """Return a paged call whose blocks lie elsewhere; where none lies is NaN."""
+    num_blocks = call.arguments["key_cache"].shape[0]
+    order = list(range(num_blocks))
+    pick.shuffle(order)
+    moved_to = torch.tensor(order, device=call.query.device)
+    changes: dict[str, Tensor] = {}
+    for name in CACHES:
+        cache = call.arguments[name]
+        changes[name] = copy_of(cache)
+        changes[name][moved_to] = cache
+    table = call.arguments["block_table"].clone()
+    for req, row in enumerate(call.rows):
+        table[req, : len(row)] = moved_to[row].int()
+    return replace(
+        call.changed(**changes, block_table=table),
+        rows=[[order[block_id] for block_id in row] for row in call.rows],
+    )
+
+
+def copy_of(tensor: Tensor) -> Tensor:
+    """Return a copy with the same strides, NaN or 0 between its elements."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    extent = 1 + sum((max(size, 1) - 1) * stride for size, stride in sizes)
+    number = NAN if tensor.dtype.is_floating_point else 0
+    memory = torch.full((extent,), number, device=tensor.device).to(tensor.dtype)
+    return memory.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
+
+
+def copied(call: Call) -> Call:
+    """Return a call on copies of its tensors."""
+    return replace(
+        call,
+        arguments={
+            name: copy_of(each) if isinstance(each, Tensor) else each
+            for name, each in call.arguments.items()
+        },
+    )
+
+
+def poisoned(call: Call, poison: float) -> Call:
+    """Return a call with other numbers wherever no query may look.
+
+    That is every slot and row that nobody owns, the tail of the block table, entries of trees
+    past a request's new tokens, and ranges of rows behind the last request.
+    """
+    call = copied(call)
+    given, tokens = call.arguments, sum(call.query_lens)
+    for name in (*CACHES, "key", "value"):
+        if name in given:
+            numbers = given[name].float()
+            others = torch.where(numbers.isnan(), poison, numbers)
+            given[name].copy_(others.to(given[name].dtype))
+    given["query"][tokens:] = poison
+    if "block_table" in given and given["block_table"] is not None:
+        for req, row in enumerate(call.rows):
+            given["block_table"][req, len(row) :] = 0
+    if "query_ranges" in given:
+        given["query_ranges"][tokens:] = -1
+    if "tree_mask" in given:
+        for req, query_len in enumerate(call.query_lens):
+            given["tree_mask"][req, query_len:] = False
+            given["tree_mask"][req, :, query_len:] = False
+    return call
+
+
+def given_away(call: Call) -> Call:
+    """Return a paged call whose blocks before every window or chunk hold NaN."""
+    call = copied(call)
+    block_size = call.arguments["key_cache"].shape[1]
+    kept: set[int] = set()
+    token = 0
+    options = {
+        name: each.cpu() if isinstance(each, Tensor) else each
+        for name, each in call.arguments.items()
+        if each is not None
+    }
+    for req, (query_len, key_len) in enumerate(
+        zip(call.query_lens, call.key_lens, strict=True)
+    ):
+        both = places(req, query_len, key_len, options)
+        first = min(
+            (
+                key
+                for own in range(query_len)
+                for key in range(key_len)
+                if sees(req, token + own, own, key, *both, options)
+            ),
+            default=key_len,
+        )
+        kept |= set(call.rows[req][first // block_size :])
+        token += query_len
+    gone = [
+        block_id
+        for block_id in range(call.arguments["key_cache"].shape[0])
+        if block_id not in kept
+    ]
+    for name in CACHES:
+        cache = call.arguments[name]
+        cache[gone] = torch.tensor(NAN, device=cache.device).to(cache.dtype)
+    return call
+
+
+def with_other_requests(call: Call, kept: int, pick: Random) -> Call:
+    """Return a paged call in which all but one request ask and hold other numbers.
+
+    Blocks that the kept request owns stay as they are.
+    """
+    call = copied(call)
+    rows = set(rows_of(call, [kept]))
+    others = [row for row in range(sum(call.query_lens)) if row not in rows]
+    call.query[others] = call.query[others] * -0.5
+    own = set(call.rows[kept])
+    theirs = sorted(
+        {block_id for row in call.rows for block_id in row if block_id not in own}
+    )
+    order = list(theirs)
+    pick.shuffle(order)
+    for name in CACHES:
+        cache = call.arguments[name]
+        cache[theirs] = cache[order].clone()
+    return call
+
+
+def with_strided(tensor: Tensor, garbage: int) -> Tensor:
+    """Return the same integers with garbage between them."""
+    wide = tensor.repeat_interleave(2, dim=-1).clone()
+    wide[..., 1::2] = garbage
+    return wide[..., ::2]
+
+
+def apart(tensor: Tensor, garbage: Any = NAN) -> Tensor:
+    """Return the same numbers with garbage behind the last axis of each row."""
+    wide = torch.full((*tensor.shape[:-1], tensor.shape[-1] + 3), garbage)
+    wide = wide.to(tensor.dtype).to(tensor.device)
+    wide[..., : tensor.shape[-1]] = tensor
+    return wide[..., : tensor.shape[-1]]

@@ -1,0 +1,345 @@
+"""Which steps are hard to keep the books of?
+
+A step is a few small numbers, so that a failing example can be read. Its blocks are scattered, some
+shared between requests, some rows longer than needed; garbage stands behind every row. What the
+books must say is written out here token by token, and so is the question that all of them answer:
+in which slots do a new token's keys lie?
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, fields
+from itertools import accumulate
+from random import Random
+from typing import Any, TypeVar
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ...contract.kinds import PAD_SLOT_ID
+from ...contract.metadata_classes import CommonAttentionMetadata
+from ..harness.expect import Disagreement, expect_same
+from .batches import GARBAGE
+
+Case = TypeVar("Case")
+
+
+@dataclass(frozen=True)
+class Requests:
+    """A step's requests in numbers.
+
+    Args:
+        new, computed: new tokens, and tokens in the cache, of each request.
+        block_size: slots in a block.
+        seed: of the block ids, and of what the step says beside its lengths.
+    """
+
+    new: tuple[int, ...]
+    computed: tuple[int, ...]
+    block_size: int = 4
+    seed: int = 0
+
+    @property
+    def seq_lens(self) -> list[int]:
+        """Tokens of each sequence."""
+        return [a + b for a, b in zip(self.new, self.computed, strict=True)]
+
+    @property
+    def starts(self) -> list[int]:
+        """Where each request's new tokens start."""
+        return [0, *accumulate(self.new)]
+
+    def owners(self) -> list[int]:
+        """Return the request of every new token."""
+        return [req for req, count in enumerate(self.new) for _ in range(count)]
+
+    def positions(self) -> list[int]:
+        """Return the position of every new token in its sequence."""
+        return [
+            old + token
+            for old, new in zip(self.computed, self.new, strict=True)
+            for token in range(new)
+        ]
+
+    def rows(self) -> list[list[int]]:
+        """Return each request's block ids; some have one more than they need."""
+        pick = Random(self.seed)
+        ids = pick.sample(range(1, 2**20), sum(self.seq_lens) + 2 * len(self.new))
+        rows: list[list[int]] = []
+        for seq_len in self.seq_lens:
+            count = -(-seq_len // self.block_size) + pick.choice([0, 0, 1])
+            row = [ids.pop() for _ in range(count)]
+            if rows and len(row) > 1 and len(rows[0]) > 1 and pick.random() < 0.3:
+                row[0] = rows[0][0]
+            rows.append(row)
+        return rows
+
+    def slot(self, req: int, position: int) -> int:
+        """Return where a request's key of that position lies."""
+        block_id = self.rows()[req][position // self.block_size]
+        return block_id * self.block_size + position % self.block_size
+
+    def slots(self) -> list[int]:
+        """Return the slot of every new token."""
+        rows, size = self.rows(), self.block_size
+        return [
+            rows[req][place // size] * size + place % size
+            for req, place in zip(self.owners(), self.positions(), strict=True)
+        ]
+
+    def seen(self, chunk: int | None = None) -> list[list[int]]:
+        """Return the slots of the keys that each new token sees, up to itself.
+
+        Args:
+            chunk: positions in a chunk, of which only its own is seen; None: all.
+        """
+        rows, size = self.rows(), self.block_size
+        found = []
+        for req, last in zip(self.owners(), self.positions(), strict=True):
+            first = 0 if chunk is None else last // chunk * chunk
+            found.append(
+                [
+                    rows[req][place // size] * size + place % size
+                    for place in range(first, last + 1)
+                ]
+            )
+        return found
+
+
+def draw_requests(pick: Random, most: int = 4, fewest: int = 0) -> Requests:
+    """Return requests whose lengths lie on both sides of block edges, 0 and 1 among them."""
+    size = pick.choice([1, 2, 3, 4, 4, 5, 16])
+    edges = [0, 1, 1, size - 1, size, size + 1, 2 * size, 2 * size + 1, 3 * size - 1]
+    reqs = pick.choice(range(fewest, most + 1))
+    return Requests(
+        tuple(pick.choice([*edges, 7]) for _ in range(reqs)),
+        tuple(pick.choice([*edges, pick.randint(0, 20)]) for _ in range(reqs)),
+        size,
+        pick.randrange(1000),
+    )
+
+
+@st.composite
+def requests(draw: st.DrawFn, most: int = 4, fewest: int = 0) -> Requests:
+    """Return the requests of a step, all from one seed."""
+    return draw_requests(Random(draw(st.integers(0, 2**20))), most, fewest)
+
+
+@st.composite
+def several(draw: st.DrawFn, cases: st.SearchStrategy[Case]) -> list[Case]:
+    """Return many cases at once, of a law that costs little; of a failure few will be left."""
+    return [draw(cases) for _ in range(draw(st.integers(1, 24)))]
+
+
+def counts(values: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
+    """Return int32 numbers as a tensor."""
+    return torch.tensor(list(values), dtype=torch.int32, device=device)
+
+
+def table_of(
+    rows: Sequence[Sequence[int]], device: torch.device, spare: int = 1
+) -> Tensor:
+    """Return rows as one table, garbage behind each."""
+    width = max(map(len, rows), default=0) + spare
+    table = torch.tensor(GARBAGE, dtype=torch.int32).repeat(len(rows), width)
+    table = table[:, :width].clone()
+    for req, row in enumerate(rows):
+        table[req, : len(row)] = counts(row)
+    return table.to(device)
+
+
+def bare_step(step: Requests, device: torch.device) -> CommonAttentionMetadata:
+    """Return the step's metadata, built here and not by an implementation."""
+    return CommonAttentionMetadata(
+        query_start_loc=counts(step.starts, device),
+        query_start_loc_cpu=counts(step.starts),
+        seq_lens=counts(step.seq_lens, device),
+        seq_lens_cpu=counts(step.seq_lens),
+        num_computed_tokens_cpu=counts(step.computed),
+        num_reqs=len(step.new),
+        num_actual_tokens=sum(step.new),
+        max_query_len=max(step.new, default=0),
+        max_seq_len=max(step.seq_lens, default=0),
+        block_table_tensor=table_of(step.rows(), device),
+        slot_mapping=torch.tensor(step.slots(), dtype=torch.int64, device=device),
+    )
+
+
+def encoder_lens(reqs: int) -> list[int]:
+    """Return the tokens that each request's encoder computes in the step: none, one or two."""
+    return [(req + 1) % 3 for req in range(reqs)]
+
+
+def encoder_slots(step: Requests) -> list[list[int]]:
+    """Return where those of each request go."""
+    lens = encoder_lens(len(step.new))
+    return [[1000 * req + each for each in range(n)] for req, n in enumerate(lens)]
+
+
+def flags_of(step: Requests, salt: int) -> list[bool]:
+    """Return a flag for each request, both kinds among them in most steps."""
+    pick = Random(step.seed + salt)
+    return [pick.random() < 0.5 for _ in step.new]
+
+
+def whole_step(
+    step: Requests, device: torch.device, without: Collection[str] = ()
+) -> CommonAttentionMetadata:
+    """Return the step with something in every field, but for some that are named.
+
+    No two fields hold the same numbers, so that none can stand for another.
+    """
+    reqs = len(step.new)
+    wanted = logits_of(step)
+    lens = encoder_lens(reqs)
+    tree = torch.tensor([req % 2 == 0 for req in range(9 * reqs)]).view(reqs, 3, 3)
+    fields_beside: dict[str, Any] = {
+        "causal": torch.tensor(flags_of(step, 1), dtype=torch.bool, device=device),
+        "logits_indices_padded": torch.tensor([*wanted, *_padding(wanted)]),
+        "num_logits_indices": len(wanted),
+        "max_logits_per_req": 50,
+        "encoder_seq_lens": counts([70 + req for req in range(reqs)], device),
+        "encoder_seq_lens_cpu": counts([70 + req for req in range(reqs)]),
+        "max_encoder_seq_len": 99,
+        "encoder_query_start_loc": counts([0, *accumulate(lens)], device),
+        "encoder_query_start_loc_cpu": counts([0, *accumulate(lens)]),
+        "cross_block_table_tensor": counts(
+            [500 + each for each in range(80 * reqs)], device
+        ).view(reqs, 80),
+        "cross_slot_mapping": torch.tensor(
+            [slot for own in encoder_slots(step) for slot in own],
+            dtype=torch.int64,
+            device=device,
+        ),
+        "dcp_local_seq_lens": counts([300 + req for req in range(reqs)], device),
+        "dcp_local_seq_lens_cpu": counts([300 + req for req in range(reqs)]),
+        "positions": torch.tensor(
+            [100 + each for each in step.positions()], dtype=torch.int64, device=device
+        ),
+        "is_prefilling": torch.tensor(flags_of(step, 2), dtype=torch.bool),
+        "mm_req_doc_ranges": {req: [(req, req + 2)] for req in range(0, reqs, 2)},
+        "tree_mask": tree.to(device),
+    }
+    for name in without:
+        del fields_beside[name]
+    return bare_step(step, device).replace(**fields_beside)
+
+
+def _padding(wanted: Sequence[int]) -> list[int]:
+    """Return what may stand behind the tokens that are wanted: tokens once more, and garbage."""
+    return [*wanted[:1], 0, *wanted[-1:], 10**6]
+
+
+def logits_of(step: Requests) -> list[int]:
+    """Return the tokens whose logits are wanted: the last ones of each request, or none."""
+    pick = Random(step.seed + 3)
+    return [
+        token
+        for begin, end in zip(step.starts[:-1], step.starts[1:], strict=True)
+        for token in range(end - pick.randint(0, min(3, end - begin)), end)
+    ]
+
+
+def values_of(metadata: Any) -> dict[str, Any]:
+    """Return the fields of some metadata by name."""
+    return {each.name: getattr(metadata, each.name) for each in fields(metadata)}
+
+
+def remember(metadata: Any) -> dict[str, Any]:
+    """Return copies of the fields, to hold against them later."""
+    return deepcopy(values_of(metadata))
+
+
+def expect_fields(
+    what: str, found: Any, right: Mapping[str, Any], device: torch.device
+) -> None:
+    """Refuse metadata of which one field is not exactly what it should be.
+
+    Numbers must be Python's, tensors on the host where their name ends in `_cpu` or they are
+    for the host alone, else on the device.
+
+    Args:
+        what: the metadata, in words.
+        found: an instance of a dataclass.
+        right: every field by name; those left out must be what the class says without them.
+        device: where the others lie.
+    """
+    for each in fields(found):
+        value = right.get(each.name, each.default)
+        expect_field(f"{what}.{each.name}", getattr(found, each.name), value, device)
+    if unknown := set(right) - {each.name for each in fields(found)}:
+        raise Disagreement(what, "as a whole", "no such fields", sorted(unknown))
+
+
+ON_THE_HOST = ("_cpu", "is_prefilling", "logits_indices_padded")
+
+
+def expect_field(what: str, found: Any, right: Any, device: torch.device) -> None:
+    """Refuse a value of another kind, on another device, or that is another one."""
+    if isinstance(right, Tensor):
+        expect_same(what, packed(found), packed(right))
+        place = "cpu" if what.endswith(ON_THE_HOST) else device.type
+        if found.device.type != place:
+            raise Disagreement(what, "where it lies", found.device, place)
+        return
+    if type(found) is not type(right):
+        raise Disagreement(what, "as a whole", repr(found), repr(right))
+    expect_same(what, found, right)
+
+
+def packed(tensor: Any) -> Any:
+    """Return a copy of a tensor in which nothing lies between its elements."""
+    if not isinstance(tensor, Tensor):
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def expect_unchanged(what: str, metadata: Any, before: Mapping[str, Any]) -> None:
+    """Refuse metadata that is no longer what `remember` saw."""
+    for name, value in before.items():
+        expect_same(f"{what}.{name} afterwards", getattr(metadata, name), value)
+
+
+def seen_by(
+    metadata: CommonAttentionMetadata, block_size: int
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the slots of the keys that each new token sees, once by each copy of the lengths.
+
+    A token of causal attention stands as far from its sequence's end as from its request's last
+    token, so starts, lengths and table say it all.
+    """
+    table = metadata.block_table_tensor.tolist()
+    copies = []
+    for starts, lens in (
+        (metadata.query_start_loc, metadata.seq_lens),
+        (metadata.query_start_loc_cpu, metadata.seq_lens_cpu),
+    ):
+        found = []
+        begins = starts.tolist()
+        for req, seq_len in enumerate(lens.tolist()):
+            for token in range(begins[req], begins[req + 1]):
+                last = seq_len - begins[req + 1] + token
+                found.append(
+                    [
+                        table[req][place // block_size] * block_size
+                        + place % block_size
+                        for place in range(last + 1)
+                    ]
+                )
+        copies.append(found)
+    return copies[0], copies[1]
+
+
+def expect_rows(what: str, table: Tensor, rows: Sequence[Sequence[int]]) -> None:
+    """Refuse a table whose rows do not begin with these ids."""
+    expect_same(f"{what}, its element type", str(table.dtype), "torch.int32")
+    expect_same(f"{what}, its rows", table.shape[0], len(rows))
+    for req, row in enumerate(rows):
+        found = table[req, : len(row)].tolist()
+        expect_same(f"row {req} of {what}", found, list(row))
+
+
+def padded(values: Sequence[int], length: int, value: int = PAD_SLOT_ID) -> list[int]:
+    """Return numbers filled up to a length."""
+    return [*values, *[value] * (length - len(values))]

@@ -1,0 +1,1 @@
+"""What runs the laws: candidate, worker process, shrinking, report."""

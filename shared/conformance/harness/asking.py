@@ -1,0 +1,194 @@
+"""How is an implementation asked to attend, and when may it refuse?
+
+Results are written into tensors full of NaN, so that what is not written shows. What a module does
+not declare it may refuse, and then the case says nothing; a result that can be left out, such as
+the log-sum-exp, is left out where it is not declared, and the rest is judged.
+"""
+
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ...contract.budgets import judge_rows
+from ..generators.batches import NAN
+from ..generators.options import Call
+from ..oracles.brute_force import Answer, judge_log_sum_exp
+from .candidate import OutsideSupport
+from .expect import Disagreement, expect_same
+from .law import Setting
+
+Result: TypeAlias = tuple[Tensor, Tensor | None]
+"""An output, and a log-sum-exp if it was wanted."""
+
+EVERY_CALL = (
+    "query",
+    "key_cache",
+    "value_cache",
+    "block_table",
+    "seq_lens",
+    "max_seq_len",
+    "key",
+    "value",
+    "key_start_loc",
+    "max_key_len",
+    "query_start_loc",
+    "max_query_len",
+)
+"""Arguments that every call gives and nobody declares."""
+REFUSES = (NotImplementedError, TypeError, ValueError)
+
+
+def options_of(call: Call) -> set[str]:
+    """Return the names of the options of a call that are not as if they were left out."""
+    default = call.operation != "encoder_attention"
+    named = set(call.arguments) - set(EVERY_CALL)
+    if call.arguments.get("causal", default) is default:
+        named.discard("causal")
+    if call.out_dtype == call.dtype:
+        named.add("out")
+    if value_size_of(call) != call.query.shape[2]:
+        named.add("value_head_size")
+    return named
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return a dtype's name as `Support` has it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def why_outside(setting: Setting, call: Call) -> str | None:
+    """Return why a call lies outside of what the candidate declares; None: it is declared."""
+    keys = call.arguments.get("key_cache", call.arguments.get("key"))
+    assert keys is not None
+    return setting.candidate.support.why_not(
+        name_of(call.dtype),
+        name_of(keys.dtype),
+        keys.shape[1] if "key_cache" in call.arguments else None,
+        call.query.shape[2],
+        max(call.query_lens, default=0),
+        options_of(call) | ({"lse"} if call.wants_lse else set()),
+    )
+
+
+def declared(setting: Setting, call: Call) -> Call:
+    """Return the call without the results that the candidate does not declare to write."""
+    taken = setting.candidate.support.options
+    if taken is None:
+        return call
+    if "lse" not in taken:
+        call = replace(call, wants_lse=False)
+    if "out" not in taken and call.out_dtype == call.dtype:
+        call = replace(call, out_dtype=None)
+    return call
+
+
+def ask(setting: Setting, call: Call, out: Tensor | None = None) -> Result:
+    """Return what the candidate answers.
+
+    Args:
+        setting: the candidate and where it runs.
+        call: what is asked; a log-sum-exp and an output are given as it says.
+        out: where the output goes; None: a packed tensor of NaN, if the call gives one.
+
+    Raises:
+        OutsideSupport: it refused what it does not declare.
+    """
+    if out is None:
+        call = declared(setting, call)
+    tokens, heads, _ = call.query.shape
+    given: dict[str, Any] = {}
+    size = value_size_of(call)
+    if out is not None:
+        given["out"] = out
+    elif call.out_dtype is not None:
+        given["out"] = call.query.new_full((tokens, heads, size), NAN).to(
+            call.out_dtype
+        )
+    if call.wants_lse:
+        given["lse"] = torch.full((heads, tokens), NAN, device=call.query.device)
+    operation = getattr(setting.candidate, call.operation)
+    try:
+        found = operation(**call.arguments, **given)
+    except REFUSES as error:
+        reason = why_outside(setting, call)
+        if reason is None:
+            raise
+        raise OutsideSupport(reason) from error
+    if "out" in given and found is not given["out"]:
+        if not isinstance(found, Tensor) or found.data_ptr() != given["out"].data_ptr():
+            raise Disagreement("output", "as a whole", "another tensor", "out")
+        found = given["out"]
+    expect_same("shape of the output", list(found.shape), [tokens, heads, size])
+    expect_same("dtype of the output", found.dtype, call.out_dtype or call.dtype)
+    expect_same("device of the output", found.device.type, call.query.device.type)
+    return found, given.get("lse")
+
+
+def value_size_of(call: Call) -> int:
+    """Return how many elements a value of the call has."""
+    values = call.arguments.get("value_cache", call.arguments.get("value"))
+    assert values is not None
+    return int(values.shape[-1])
+
+
+def expect_right(
+    setting: Setting,
+    call: Call,
+    found: Result,
+    answer: Answer | None = None,
+    is_joined: bool = False,
+) -> None:
+    """Refuse an answer that does not keep its rows' budgets.
+
+    Args:
+        setting: who computes what plain torch would lose.
+        call: what was asked.
+        found: the answer.
+        answer: what is right; None: what the brute force says.
+        is_joined: whether the answer is made of parts, weighed by rounded log-sum-exps.
+    """
+    out, lse = found
+    answer = call.answer() if answer is None else answer
+    if is_joined:
+        same, _ = call.run_into(setting.truth, None, False, compute_dtype=call.dtype)
+        joined = (answer.sizes, answer.lse.T)
+        verdict = judge_rows(out.cpu(), answer.out, same.cpu(), call.dtype, *joined)
+    else:
+        verdict = call.judge(out, answer, setting.truth)
+    if not verdict.ok:
+        stored = out.cpu()[verdict.row].double()
+        scale = call.arguments.get("out_scale", 1.0)
+        right = answer.out[verdict.row] / float(scale)
+        off = (stored - right).abs().nan_to_num(torch.inf).flatten()
+        place = int(off.argmax())
+        raise Disagreement(
+            "output",
+            f"at token {verdict.row}, element {place} of its heads, {verdict.worst:.3g} of"
+            " the row's budget",
+            stored.flatten()[place].item(),
+            right.flatten()[place].item(),
+        )
+    if lse is None:
+        return
+    expect_same("dtype of the log-sum-exp", lse.dtype, torch.float32)
+    share = judge_log_sum_exp(lse, answer)
+    if share > 1:
+        stored = lse.cpu().double()
+        same = stored == answer.lse  # -inf among them
+        off = (stored - answer.lse).abs().nan_to_num(torch.inf).masked_fill(same, 0.0)
+        head, token = divmod(int(off.argmax()), off.shape[1])
+        raise Disagreement(
+            "log-sum-exp",
+            f"at [{head}, {token}], {share:.3g} of its budget",
+            stored[head, token].item(),
+            answer.lse[head, token].item(),
+        )
+
+
+def expect_same_results(what: str, found: Result, before: Result) -> None:
+    """Refuse two answers that are not the same bit by bit."""
+    expect_same(f"output {what}", found[0], before[0].cpu())
+    if found[1] is not None and before[1] is not None:
+        expect_same(f"log-sum-exp {what}", found[1], before[1].cpu())

@@ -1,0 +1,133 @@
+"""How is a case brought inside of what a kernel takes?
+
+Cases are drawn from everything that attention may be asked for, and a kernel that takes heads of
+128 and blocks of 16 would refuse nearly all of them. So a case that was refused is tried again as
+the nearest one that lies inside of what is declared: the same lengths, the same tables, the same
+poison, with sizes and options that the kernel takes.
+"""
+
+from collections.abc import Collection
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+from ..generators.batches import Plan
+from ..generators.options import DTYPES, OPTIONS, Choice
+from .candidate import Support
+
+Value = TypeVar("Value")
+
+
+@runtime_checkable
+class Fitted(Protocol):
+    """A case that knows how it is brought inside of what is declared."""
+
+    def within(self, support: Support) -> Any:
+        """Return the nearest case inside."""
+
+
+NEEDED = {
+    "sliding_window": "sliding_window",
+    "attention_chunk_size": "attention_chunk_size",
+    "tree_mask": "tree_mask",
+    "query_ranges": "query_ranges",
+    "logits_soft_cap": "logits_soft_cap",
+    "alibi_slopes": "alibi_slopes",
+    "position_bias": "position_bias",
+    "sinks": "sinks",
+    "value_head_size": "value_head_size",
+    "scale": "scale",
+}
+"""By option of a choice, what has to be declared for any value but the plain one."""
+
+
+def fit_case(case: Any, support: Support) -> Any:
+    """Return a case as the nearest one inside of what is declared; itself, if it lies there.
+
+    Args:
+        case: a plan, a choice of options, a case that knows by itself, or a tuple or dataclass
+            with some in it.
+        support: what is declared.
+    """
+    if isinstance(case, Plan):
+        return _fit_plan(case, support)
+    if isinstance(case, dict) and case.keys() == OPTIONS.keys():
+        return _fit_choice(case, support)
+    if isinstance(case, Fitted):
+        found = case.within(support)
+        return case if found == case else found
+    if type(case) is tuple:
+        parts = tuple(fit_case(each, support) for each in case)
+        is_same = all(one is other for one, other in zip(parts, case, strict=True))
+        return case if is_same else parts
+    if is_dataclass(case) and not isinstance(case, type):
+        given = {each.name: getattr(case, each.name) for each in fields(case)}
+        fitted = {name: fit_case(each, support) for name, each in given.items()}
+        changed = {
+            name: each for name, each in fitted.items() if each is not given[name]
+        }
+        return replace(case, **changed) if changed else case
+    return case
+
+
+def _nearest(value: Value, taken: Collection[Value] | None, turn: int) -> Value:
+    """Return a value if it is taken, or one that is; another one each turn."""
+    if taken is None or value in taken:
+        return value
+    return list(taken)[turn % len(taken)]
+
+
+def _fit_plan(plan: Plan, support: Support) -> Plan:
+    """Return a plan with sizes, dtype and lengths that are declared."""
+    longest = support.max_query_len
+    lens = plan.query_lens
+    if longest is not None:
+        lens = tuple(min(length, longest) for length in lens)
+    head_size = _nearest(plan.head_size, support.head_sizes, plan.seed)
+    given = support.options is None or "scale" in support.options
+    # a scale that was drawn for small heads makes scores of large ones huge
+    keeps_scale = given and head_size == plan.head_size
+    dtype = str(plan.dtype).removeprefix("torch.")
+    fitted = replace(
+        plan,
+        query_lens=lens,
+        block_size=_nearest(plan.block_size, support.block_sizes, plan.seed),
+        head_size=head_size,
+        dtype=DTYPES[_nearest(dtype, support.dtypes, plan.seed)],
+        scale=plan.scale if keeps_scale else None,
+    )
+    return plan if fitted == plan else fitted
+
+
+def _fit_choice(choice: Choice, support: Support) -> Choice:
+    """Return a choice without the options that are not declared."""
+    fitted = dict(choice)
+    options = support.options
+    turn = sum(map(len, choice.values()))
+    for name, taken in (
+        ("block_size", support.block_sizes),
+        ("head_size", support.head_sizes),
+    ):
+        sizes = None if taken is None else [str(each) for each in taken]
+        fitted[name] = _nearest(choice[name], sizes, turn)
+    if fitted["head_size"] != choice["head_size"]:
+        fitted["scale"] = "none"
+    fitted["dtype"] = _nearest(choice["dtype"], support.dtypes, turn)
+    longest = support.max_query_len
+    if longest is not None and longest < 128 and choice["batch"] != "decode":
+        fitted["batch"] = "decode"
+    if options is not None:
+        for name, needed in NEEDED.items():
+            if needed not in options:
+                fitted[name] = OPTIONS[name].values[0]
+        if "causal" not in options:
+            encodes = choice["operation"] == "encoder_attention"
+            fitted["causal"] = "no" if encodes else "yes"
+        if "k_scale" not in options:
+            fitted["cache"], fitted["scales"] = "as the query", "none"
+        if "lse" not in options:
+            fitted["lse"] = "none"
+        if "out_scale" not in options and choice["out"] not in ("given", "made"):
+            fitted["out"] = "given"
+        if "out" not in options:
+            fitted["out"] = "made"
+    return choice if fitted == choice else fitted

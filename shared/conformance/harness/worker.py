@@ -1,0 +1,233 @@
+"""How is a law tried where a crash does no harm?
+
+A process of its own takes jobs one after another, a line of JSON each, and tells on another pipe
+which case it is at and what became of the law. So the one who waits knows, when the process dies,
+on which input it did.
+"""
+
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .report import Result, Status
+
+SECONDS_OF_A_LAW = 300.0
+"""A law that takes longer is stopped, and counts as crashed."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One law to be tried.
+
+    Args:
+        law: its sentence.
+        seed: what drawn cases are drawn from.
+        examples: drawn cases.
+        case: the one case to try, as Python; None: draw them.
+    """
+
+    law: str
+    seed: int = 0
+    examples: int = 25
+    case: str | None = None
+
+
+class Worker:
+    """A process that tries laws on one implementation, started anew whenever it has died.
+
+    Args:
+        implementation: what `load_candidate` takes.
+        device: where tensors lie.
+        seconds_of_a_law: how long a law may take.
+    """
+
+    def __init__(
+        self,
+        implementation: str,
+        device: str,
+        seconds_of_a_law: float = SECONDS_OF_A_LAW,
+    ) -> None:
+        self.implementation = implementation
+        self.device = device
+        self.seconds_of_a_law = seconds_of_a_law
+        self._process: subprocess.Popen[str] | None = None
+
+    def start(self) -> None:
+        """Start the process, which imports the implementation.
+
+        Raises:
+            ModuleNotFoundError, ImportError, ValueError: it cannot be imported, or has none of the
+                operations.
+        """
+        if self._process is not None:
+            return
+        ours, theirs = os.pipe()
+        environment = dict(os.environ)
+        # the same modules as here, those of a test's own folder among them
+        environment["PYTHONPATH"] = os.pathsep.join(each or "." for each in sys.path)
+        if self.device == "cpu":
+            environment.setdefault("TRITON_INTERPRET", "1")
+        # as long-lived as the process
+        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", f"from {__name__} import main; main({theirs})"],
+            stdin=subprocess.PIPE,
+            stdout=self._said,
+            stderr=subprocess.STDOUT,
+            pass_fds=[theirs],
+            env=environment,
+            text=True,
+        )
+        os.close(theirs)
+        self._lines = os.fdopen(ours, "rb", buffering=0)
+        self._unread = b""
+        self._send({"implementation": self.implementation, "device": self.device})
+        found = self._next(time.monotonic() + SECONDS_OF_A_LAW)
+        if found is None:
+            ended = self._ended()
+            self.stop()
+            raise ImportError(f"{self.implementation} cannot be imported: {ended}")
+        if "error" in found:
+            self.stop()
+            errors = {each.__name__: each for each in (ModuleNotFoundError, ValueError)}
+            raise errors.get(found["kind"], ImportError)(found["error"])
+
+    def try_law(self, job: Job, area: str) -> Result:
+        """Return what becomes of a law.
+
+        Args:
+            job: the law and its cases.
+            area: what it is about.
+        """
+        self.start()
+        began = time.monotonic()
+        self._send(asdict(job))
+        case, tried = "", 0
+        while found := self._next(began + self.seconds_of_a_law):
+            if "result" in found:
+                status = Status(found["result"].pop("status"))
+                return Result(status=status, **found["result"])
+            case, tried = found["case"], tried + 1
+        ended = self._ended()
+        self.stop()
+        return Result(
+            job.law,
+            area,
+            Status.CRASHED,
+            cases=tried,
+            seconds=round(time.monotonic() - began, 2),
+            case=case,
+            message=ended,
+        )
+
+    def stop(self) -> None:
+        """End the process."""
+        if self._process is None:
+            return
+        process, self._process = self._process, None
+        process.kill()
+        process.wait()
+        assert process.stdin is not None
+        with _nobody_reads():
+            process.stdin.close()
+        self._lines.close()
+        self._said.close()
+
+    def _send(self, words: dict[str, Any]) -> None:
+        assert self._process is not None and self._process.stdin is not None
+        with _nobody_reads():
+            self._process.stdin.write(json.dumps(words) + "\n")
+            self._process.stdin.flush()
+
+    def _next(self, deadline: float) -> dict[str, Any] | None:
+        """Return what the process says next; None: it has ended, or the time is over."""
+        while b"\n" not in self._unread:
+            left = deadline - time.monotonic()
+            ready, _, _ = select.select([self._lines], [], [], max(left, 0))
+            if not ready:
+                return None
+            more = self._lines.read(1 << 16)
+            if not more:
+                return None
+            self._unread += more
+        line, _, self._unread = self._unread.partition(b"\n")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def _ended(self) -> str:
+        """Return how the process ended, with the last thing it said."""
+        assert self._process is not None
+        try:
+            code = self._process.wait(1)
+        except subprocess.TimeoutExpired:
+            return f"it took more than {self.seconds_of_a_law:g} seconds"
+        self._said.seek(0)
+        said = [line for line in self._said.read().splitlines() if line.strip()]
+        # the fault handler's first line says what happened, and then where
+        fatal = [line for line in said if line.startswith("Fatal Python error")]
+        last = (fatal or said)[-1:]
+        return ": ".join([f"the process ended with code {code}", *last])
+
+
+@contextmanager
+def _nobody_reads() -> Iterator[None]:
+    """Let a process that has died be noticed by what it does not say."""
+    try:
+        yield
+    except BrokenPipeError:
+        return
+
+
+def main(pipe: int) -> None:
+    """Take jobs from standard input until it ends.
+
+    Args:
+        pipe: where to say what became of them.
+    """
+    import faulthandler
+
+    faulthandler.enable()
+    with os.fdopen(pipe, "w") as lines:
+
+        def say(**words: Any) -> None:
+            lines.write(json.dumps(words) + "\n")
+            lines.flush()
+
+        first = json.loads(sys.stdin.readline())
+        try:
+            from .candidate import load_candidate
+            from .runner import make_setting, try_case, try_law
+
+            setting = make_setting(
+                load_candidate(first["implementation"]), first["device"]
+            )
+        except Exception as error:
+            say(kind=type(error).__name__, error=str(error))
+            return
+        import torch
+
+        from ..laws.all_laws import ALL_LAWS
+
+        torch.set_num_threads(1)
+        by_name = {law.name: law for law in ALL_LAWS}
+        say(ready=True)
+        for line in sys.stdin:
+            job = Job(**json.loads(line))
+            law = by_name[job.law]
+
+            def at(case: str) -> None:
+                say(case=case)
+
+            if job.case is None:
+                result = try_law(law, setting, job.seed, job.examples, at)
+            else:
+                result = try_case(law, setting, job.case, at)
+            say(result=asdict(result) | {"status": result.status.value})

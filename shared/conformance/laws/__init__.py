@@ -1,0 +1,1 @@
+"""The laws, one file per subject; each law is one function."""

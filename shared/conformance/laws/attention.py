@@ -1,0 +1,413 @@
+"""Which laws hold for attention, over pages and over keys in a row?
+
+What is right is counted key by key in float64, under any options (`brute_force`); each row has a
+budget from what plain torch loses in the same dtype. DESIGN holds every pair of options; drawn
+choices and batches hold the rest.
+"""
+
+from dataclasses import replace
+from random import Random
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ..generators.batches import CORNERS, DTYPES, LAYOUTS, NAN, NEEDLES, Plan, plans
+from ..generators.options import (
+    DESIGN,
+    Choice,
+    build_call,
+    draw_choice,
+    paged_call,
+    ragged_call,
+)
+from ..harness.asking import ask, expect_right, expect_same_results, value_size_of
+from ..harness.canaries import kept
+from ..harness.expect import expect_same
+from ..harness.law import Setting, law
+
+Drawn = tuple[Choice, int]
+"""What is asked for, and the seed of its batch."""
+
+
+def designed(operation: str) -> list[Drawn]:
+    """Return the choices that hold every pair of options of an operation."""
+    return [
+        (choice, seed)
+        for seed, choice in enumerate(DESIGN)
+        if choice["operation"] == operation
+    ]
+
+
+@st.composite
+def drawn_calls(
+    draw: st.DrawFn,
+    operation: str = "paged_attention",
+    fixed: dict[str, str] | None = None,
+) -> Drawn:
+    """Return any choice for an operation that means something, and a seed for its batch."""
+    seed = draw(st.integers(0, 2**20))
+    start = {"operation": operation} | (fixed or {})
+    return draw_choice(Random(seed), start.items()), seed
+
+
+PAGED, RAGGED = designed("paged_attention"), designed("encoder_attention")
+
+
+def expect_right_answer(setting: Setting, case: Drawn) -> None:
+    call = build_call(*case, setting.device)
+    expect_right(setting, call, ask(setting, call))
+
+
+@law("paged_attention", cases=PAGED)
+def paged_attention_is_right_for_every_pair_of_options(
+    setting: Setting, case: Drawn
+) -> None:
+    """The rows behind the last request and those that see nothing are rows like any other."""
+    expect_right_answer(setting, case)
+
+
+@law("encoder_attention", cases=RAGGED)
+def encoder_attention_is_right_for_every_pair_of_options(
+    setting: Setting, case: Drawn
+) -> None:
+    expect_right_answer(setting, case)
+
+
+@law("paged_attention", cases=drawn_calls())
+def paged_attention_is_right_under_any_options(setting: Setting, case: Drawn) -> None:
+    expect_right_answer(setting, case)
+
+
+@law("encoder_attention", cases=drawn_calls("encoder_attention"))
+def encoder_attention_is_right_under_any_options(setting: Setting, case: Drawn) -> None:
+    expect_right_answer(setting, case)
+
+
+@law("paged_attention", cases=plans(max_reqs=3))
+def every_new_token_sees_its_sequence_up_to_itself(
+    setting: Setting, plan: Plan
+) -> None:
+    """Ragged lengths on both sides of every edge, blocks anywhere, idle and empty requests."""
+    call = paged_call(plan, setting.device)
+    expect_right(setting, call, ask(setting, call))
+
+
+@law("encoder_attention", cases=plans(max_reqs=3))
+def every_token_of_an_encoder_sees_its_whole_input(
+    setting: Setting, plan: Plan
+) -> None:
+    call = paged_call(plan, setting.device, causal=False)
+    if plan.kv_lens:
+        call = ragged_call(call)
+    expect_right(setting, call, ask(setting, call))
+
+
+LONG = {
+    "a row of many tiles": Plan((1,), (600,), kv_heads=1, needle="first"),
+    "drafts on many tiles": Plan((3,), (530,), kv_heads=1, needle="first new"),
+    "long beside short": Plan((1, 4, 1), (400, 9, 1), group=3, needle="last"),
+    "other values than keys": Plan(
+        (2, 17), (40, 17), layout="hnd", value_layout="padded"
+    ),
+    "all kv heads, odd groups": Plan((1, 9), (33, 20), kv_heads=3, group=7),
+}
+
+
+@law("paged_attention", cases=[*CORNERS.values(), *LONG.values()])
+def large_heads_odd_blocks_and_long_rows_are_right(
+    setting: Setting, plan: Plan
+) -> None:
+    call = paged_call(plan, setting.device)
+    expect_right(setting, call, ask(setting, call))
+
+
+@st.composite
+def wide_values(draw: st.DrawFn) -> tuple[Plan, int]:
+    """Return a plan, and another size for its values."""
+    pick = Random(draw(st.integers(0, 2**20)))
+    plan = Plan(
+        pick.choice([(1, 2), (17, 1)]),
+        (20, 33),
+        head_size=pick.choice([8, 24, 48]),
+        layout=pick.choice(LAYOUTS),
+        value_layout=pick.choice(LAYOUTS),
+        needle=pick.choice(NEEDLES),
+        dtype=pick.choice(DTYPES),
+        seed=pick.randrange(2**16),
+    )
+    return plan, pick.choice([1, 5, plan.head_size - 1])
+
+
+@law("paged_attention", cases=wide_values())
+def values_may_be_smaller_than_keys(setting: Setting, case: tuple[Plan, int]) -> None:
+    """A slice of the values, as latents are read whose keys hold a position too."""
+    plan, size = case
+    call = paged_call(plan, setting.device)
+    call = call.changed(value_cache=call.arguments["value_cache"][..., :size])
+    expect_right(setting, call, ask(setting, call))
+
+
+def small_calls(operation: str) -> list[Drawn]:
+    """Return every third designed choice of an operation, for laws that ask twice."""
+    return designed(operation)[::3]
+
+
+SMALL = small_calls("paged_attention")
+SMALL_RAGGED = small_calls("encoder_attention")[:2]
+
+
+def expect_reads_kept(setting: Setting, case: Drawn) -> None:
+    call = build_call(*case, setting.device)
+    tensors = {
+        name: each for name, each in call.arguments.items() if isinstance(each, Tensor)
+    }
+    with kept(**tensors):
+        ask(setting, call)
+
+
+@law("paged_attention", cases=SMALL)
+def attention_changes_nothing_that_it_reads(setting: Setting, case: Drawn) -> None:
+    expect_reads_kept(setting, case)
+
+
+@law("encoder_attention", cases=SMALL_RAGGED)
+def attention_over_keys_in_a_row_changes_nothing_that_it_reads(
+    setting: Setting, case: Drawn
+) -> None:
+    expect_reads_kept(setting, case)
+
+
+def expect_same_bits(setting: Setting, case: Drawn) -> None:
+    call = build_call(*case, setting.device)
+    expect_same_results("once more", ask(setting, call), ask(setting, call))
+
+
+@law("paged_attention", cases=SMALL)
+def the_same_attention_gives_the_same_bits(setting: Setting, case: Drawn) -> None:
+    expect_same_bits(setting, case)
+
+
+@law("encoder_attention", cases=SMALL_RAGGED)
+def the_same_attention_over_keys_in_a_row_gives_the_same_bits(
+    setting: Setting, case: Drawn
+) -> None:
+    expect_same_bits(setting, case)
+
+
+def expect_nothing_beside(setting: Setting, case: Drawn) -> None:
+    call = build_call(*case, setting.device)
+    tokens, heads, _ = call.query.shape
+    size, dtype = value_size_of(call), call.out_dtype or call.dtype
+    canary = torch.full((tokens + 4, 2 * heads + 1, size + 5), 7.0)
+    wide = canary.to(dtype).to(setting.device)
+    out = wide[2 : tokens + 2, 1::2, 2 : size + 2]
+    found = ask(setting, call, out=out)
+    expect_right(setting, call, found)
+    around = wide.float()
+    around[2 : tokens + 2, 1::2, 2 : size + 2] = 7.0
+    expect_same("what lies around the output", around.cpu(), canary)
+
+
+@law("paged_attention", cases=SMALL)
+def nothing_is_written_beside_the_output(setting: Setting, case: Drawn) -> None:
+    """The output is every other head of a larger tensor; the rest of it must stay."""
+    expect_nothing_beside(setting, case)
+
+
+@law("encoder_attention", cases=SMALL_RAGGED)
+def nothing_is_written_beside_the_output_of_keys_in_a_row(
+    setting: Setting, case: Drawn
+) -> None:
+    expect_nothing_beside(setting, case)
+
+
+@law("paged_attention", cases=[(1, 0), (7, 0), (1, 2), (20, 3)])
+def nothing_is_written_beside_the_log_sum_exp(
+    setting: Setting, case: tuple[int, int]
+) -> None:
+    """It may be a view too: of as many heads as there are, of tokens in a longer row."""
+    query_len, padding = case
+    plan = setting.fit(Plan((query_len, 1), (40, 9), padding=padding))
+    call = paged_call(plan, setting.device)
+    tokens, heads, size = call.query.shape
+    wide = torch.full((heads + 2, 2 * tokens + 1), 7.0, device=setting.device)
+    lse = wide[1 : heads + 1, 1::2]
+    out = torch.full((tokens, heads, size), NAN, device=setting.device)
+    out = out.to(plan.dtype)
+    taken = setting.candidate.support.options
+    if taken is not None and "lse" not in taken:
+        return
+    setting.candidate.paged_attention(**call.arguments, out=out, lse=lse)
+    expect_right(setting, call, (out, lse))
+    lse.fill_(7.0)
+    expect_same(
+        "what lies around the log-sum-exp", wide.cpu(), torch.full(wide.shape, 7.0)
+    )
+
+
+@st.composite
+def sink_levels(draw: st.DrawFn) -> tuple[int, float, int]:
+    """Return new tokens, how far the sinks lie above the keys' weight, and a seed."""
+    pick = Random(draw(st.integers(0, 2**20)))
+    level = pick.choice([-20.0, -1.0, 0.0, 1.0, 20.0, 1e4])
+    return pick.choice([1, 3, 17]), level, pick.randrange(2**16)
+
+
+@law("paged_attention", cases=sink_levels())
+def a_sink_takes_its_share_of_the_weight_once(
+    setting: Setting, case: tuple[int, float, int]
+) -> None:
+    """Far below the keys, as heavy as all of them, and far above; cut rows among them."""
+    query_len, level, seed = case
+    plan = Plan((query_len, 1), (40, 300), kv_heads=1, group=3, seed=seed, padding=1)
+    plan = setting.fit(plan)
+    call = paged_call(plan, setting.device)
+    heaviest = call.answer().lse[:, : sum(plan.query_lens)].amax(1)
+    call = call.changed(sinks=(heaviest + level).float())
+    expect_right(setting, call, ask(setting, call))
+
+
+EMPTY = [
+    (options, queries, keys)
+    for options in ("plain", "sinks", "flags", "cap")
+    for queries, keys in (((3, 1), (0, 9)), ((1, 0, 1), (0, 0, 0)), ((20, 1), (0, 70)))
+]
+
+
+Empty = tuple[str, tuple[int, ...], tuple[int, ...]]
+"""Options, new tokens and keys of requests some of which have no key."""
+
+
+def expect_nothing_seen(setting: Setting, operation: str, case: Empty) -> None:
+    options, query_lens, key_lens = case
+    plan = Plan(query_lens, key_lens, kv_heads=1, padding=2, spare_blocks=1)
+    plan = setting.fit(plan)
+    call = paged_call(plan, setting.device, causal=False)
+    if options == "sinks":
+        call = call.changed(sinks=torch.tensor([-2.0, 3.0]))
+    if options == "flags":
+        call = call.changed(causal=torch.tensor([False] * len(query_lens)))
+    if options == "cap":
+        call = call.changed(logits_soft_cap=3.0)
+    if operation == "encoder_attention":
+        call = ragged_call(call)
+    expect_right(setting, call, ask(setting, call))
+
+
+@law("paged_attention", cases=EMPTY)
+def a_query_without_a_key_gets_zero_and_no_weight(
+    setting: Setting, case: Empty
+) -> None:
+    """But for its sink's. So do rows behind the last request, and those without a sink."""
+    expect_nothing_seen(setting, "paged_attention", case)
+
+
+@law("encoder_attention", cases=EMPTY)
+def a_query_without_a_key_in_a_row_gets_zero_and_no_weight(
+    setting: Setting, case: Empty
+) -> None:
+    expect_nothing_seen(setting, "encoder_attention", case)
+
+
+def expect_zeros(setting: Setting, operation: str, rows: int) -> None:
+    plan = setting.fit(Plan((), (), padding=rows))
+    call = paged_call(plan, setting.device)
+    size, dtype = plan.head_size, plan.dtype
+    if operation == "encoder_attention":
+        keys = torch.full((2, 2, size), NAN, dtype=dtype)
+        starts = torch.zeros(1, dtype=torch.int32)
+        paged = ("key_cache", "value_cache", "block_table", "seq_lens", "max_seq_len")
+        call = call.changed(**dict.fromkeys(paged), key=keys, value=keys, max_key_len=0)
+        call = replace(call.changed(key_start_loc=starts), operation=operation)
+    zeros = torch.zeros(rows, 4, size, dtype=dtype)
+    lse = torch.full((4, rows), -torch.inf)
+    found = ask(setting, call)
+    expect_same("output", found[0].cpu(), zeros)
+    if found[1] is not None:
+        expect_same("log-sum-exp", found[1].cpu(), lse)
+
+
+@law("paged_attention", cases=[1, 3])
+def an_empty_batch_leaves_rows_of_zeros(setting: Setting, rows: int) -> None:
+    expect_zeros(setting, "paged_attention", rows)
+
+
+@law("encoder_attention", cases=[1, 3])
+def an_empty_batch_over_keys_in_a_row_leaves_rows_of_zeros(
+    setting: Setting, rows: int
+) -> None:
+    expect_zeros(setting, "encoder_attention", rows)
+
+
+@st.composite
+def score_levels(draw: st.DrawFn) -> tuple[tuple[float, ...], int, int | None]:
+    """Return the score of each key, new tokens, and a window."""
+    pick = Random(draw(st.integers(0, 2**20)))
+    base = pick.choice([-9e4, -6e4, -1e4, 0.0, 3e4, 6e4])
+    count = pick.choice([1, 5, 16, 17, 40, 70])
+    steps = [0.0, 0.0, -1.0, -100.0, -4096.0]
+    levels = [base + pick.choice(steps) for _ in range(count)]
+    window = pick.choice([None, 3, 17])
+    if window is not None:  # what is hidden would outweigh all that is seen
+        levels = [
+            level + (3e4 if place <= count - window - 2 else 0.0)
+            for place, level in enumerate(levels)
+        ]
+    return tuple(levels), pick.choice([1, min(2, count)]), window
+
+
+@law("paged_attention", cases=score_levels())
+def scores_of_any_size_are_weighed_by_their_differences(
+    setting: Setting, case: tuple[tuple[float, ...], int, int | None]
+) -> None:
+    """Far below any number that stands for minus infinity, and far above exp's reach."""
+    levels, query_len, window = case
+    plan = Plan((query_len,), (len(levels),), kv_heads=1, group=1, scale=1.0)
+    call = paged_call(plan, setting.device, sliding_window=window)
+    call.query.zero_()
+    call.query[..., 0] = 1.0
+    keys = call.arguments["key_cache"]
+    for place, level in enumerate(levels):
+        keys[call.rows[0][place // 16], place % 16, 0, 0] = level
+    # a score of that size may be rounded once, to another base, before it is a weight
+    expect_right(setting, call, ask(setting, call), is_joined=True)
+
+
+CAPS = [(50.0, 3.0), (50.0, -3.0), (1000.0, 20.0), (1000.0, -20.0), (1e4, 300.0)]
+
+
+@law("paged_attention", cases=CAPS)
+def a_cap_far_above_the_scores_keeps_their_digits(
+    setting: Setting, case: tuple[float, float]
+) -> None:
+    """Where tanh is nearly a line, and a formula that subtracts from 1 loses what differs."""
+    cap, base = case
+    for count in (2, 5, 40):
+        plan = Plan((1,), (count,), kv_heads=1, group=1, scale=1.0, seed=count)
+        call = paged_call(plan, setting.device, logits_soft_cap=cap)
+        call.query.zero_()
+        call.query[..., 0] = 1.0
+        keys = call.arguments["key_cache"]
+        for place in range(count):
+            level = base + (place * 7 % 11) / 10
+            keys[call.rows[0][place // 16], place % 16, 0, 0] = level
+        expect_right(setting, call, ask(setting, call), is_joined=True)
+
+
+@law("paged_attention", cases=[(0, 1), (3, 20), (6, 7)])
+def a_query_that_is_no_number_stays_in_its_row(
+    setting: Setting, case: tuple[int, int]
+) -> None:
+    token, query_len = case
+    plan = setting.fit(Plan((1, query_len, 1), (9, 40, 33)))
+    call = paged_call(plan, setting.device)
+    token %= len(call.query)
+    before = ask(setting, call)
+    query = call.query.clone()
+    query[token] = NAN
+    found = ask(setting, call.changed(query=query))
+    rows = [row for row in range(len(query)) if row != token]
+    expect_same("output of other rows", found[0][rows], before[0][rows].cpu())
+    if found[1] is not None and before[1] is not None:
+        expect_same("their log-sum-exp", found[1][:, rows], before[1][:, rows].cpu())

@@ -1,0 +1,404 @@
+"""Which laws hold for calls of attention that make no sense?
+
+They raise, and nothing is written before they do. What shows only in the contents of tensors is
+refused if PAGETWIN_CHECK_VALUES=1 asks for it: to look costs time, and cannot be part of a graph.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..generators.batches import NAN, Plan
+from ..generators.options import (
+    Call,
+    bias_table,
+    paged_call,
+    quantised_call,
+    ragged_call,
+)
+from ..harness.asking import ask, declared, expect_right
+from ..harness.canaries import checked_values, copy_of, expect_memory
+from ..harness.expect import Disagreement, expect_refusal
+from ..harness.fitting import fit_case
+from ..harness.law import Setting, law
+
+Changes = dict[str, Any]
+Change = Callable[[Call], Changes]
+"""What makes a call senseless: other arguments, or `out` and `lse`."""
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+TREE = torch.ones(2, 4, 4, dtype=torch.bool).tril()
+
+
+def ints(*numbers: int) -> Tensor:
+    """Return int32 numbers."""
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def cache_of(call: Call, name: str = "key_cache") -> Tensor:
+    """Return a cache of a call."""
+    cache: Tensor = call.arguments[name]
+    return cache
+
+
+def out_of(call: Call, more: int = 0) -> Tensor:
+    """Return an output for a call, with more elements in a head than there should be."""
+    tokens, heads, size = call.query.shape
+    return torch.zeros(tokens, heads, size + more, dtype=call.dtype)
+
+
+def ranges_of(call: Call, numbers: int = 2) -> Tensor:
+    """Return ranges that fit a call, if they are of two numbers."""
+    return torch.zeros(len(call.query), numbers, dtype=torch.int32)
+
+
+def narrowed(tensor: Tensor) -> Tensor:
+    """Return numbers in another dtype of 16 bits."""
+    is_half = tensor.dtype == torch.float16
+    return tensor.to(torch.bfloat16 if is_half else torch.float16)
+
+
+SHAPES: dict[str, Change] = {
+    "queries of two axes": lambda call: {"query": call.query[:, 0]},
+    "queries of another size": lambda call: {"query": call.query[..., :-1]},
+    "heads that do not divide": lambda call: {
+        "query": torch.cat([call.query, call.query[:, :1]], 1)
+    },
+    "no query heads": lambda call: {"query": call.query[:, :0]},
+    "queries of another dtype": lambda call: {"query": narrowed(call.query)},
+    "queries of integers": lambda call: {"query": call.query.int()},
+    "starts of 64 bits": lambda call: {
+        "query_start_loc": call.arguments["query_start_loc"].long()
+    },
+    "too few starts": lambda call: {
+        "query_start_loc": call.arguments["query_start_loc"][:-1]
+    },
+    "starts of two axes": lambda call: {
+        "query_start_loc": call.arguments["query_start_loc"][None]
+    },
+    "a negative bound of queries": lambda call: {"max_query_len": -1},
+    "an output of too few rows": lambda call: {"out": out_of(call)[1:]},
+    "an output of too few heads": lambda call: {"out": out_of(call)[:, 2:]},
+    "an output of another size": lambda call: {"out": out_of(call, 1)},
+    "an output without heads": lambda call: {"out": out_of(call).flatten(1)},
+    "a log-sum-exp of tokens by heads": lambda call: {
+        "lse": torch.zeros(len(call.query), 5)
+    },
+    "a log-sum-exp of too few heads": lambda call: {
+        "lse": torch.zeros(3, len(call.query))
+    },
+    "a log-sum-exp of three axes": lambda call: {
+        "lse": torch.zeros(4, len(call.query), 1)
+    },
+    "a window of nothing": lambda call: {"sliding_window": 0},
+    "a negative window": lambda call: {"sliding_window": -3},
+    "a chunk of nothing": lambda call: {"attention_chunk_size": 0},
+    "a cap of nothing": lambda call: {"logits_soft_cap": 0.0},
+    "a negative cap": lambda call: {"logits_soft_cap": -2.0},
+    "an infinite cap": lambda call: {"logits_soft_cap": float("inf")},
+    "a cap that is no number": lambda call: {"logits_soft_cap": NAN},
+    "slopes for other heads": lambda call: {"alibi_slopes": torch.ones(3)},
+    "slopes in float16": lambda call: {"alibi_slopes": torch.ones(4).half()},
+    "sinks for other heads": lambda call: {"sinks": torch.ones(5)},
+    "sinks of two axes": lambda call: {"sinks": torch.ones(4, 1)},
+    "sinks in float64": lambda call: {"sinks": torch.ones(4).double()},
+    "flags for other requests": lambda call: {"causal": torch.ones(3).bool()},
+    "flags that are numbers": lambda call: {"causal": torch.ones(2)},
+    "ranges for other tokens": lambda call: {"query_ranges": ranges_of(call)[1:]},
+    "ranges of three numbers": lambda call: {"query_ranges": ranges_of(call, 3)},
+    "ranges of 64 bits": lambda call: {"query_ranges": ranges_of(call).long()},
+    "a bias for other heads": lambda call: {"position_bias": bias_table(3)},
+    "a bias without a middle": lambda call: {"position_bias": torch.ones(4, 6)},
+    "a bias in float16": lambda call: {"position_bias": bias_table(4).half()},
+    "an FP8 output without a scale": lambda call: {"out": out_of(call).to(E4M3)},
+    "a scale of an output that has none": lambda call: {"out_scale": 0.5},
+    "an output scale of nothing": lambda call: {
+        "out": out_of(call).to(E4M3),
+        "out_scale": 0.0,
+    },
+    "an output scale for each head": lambda call: {
+        "out": out_of(call).to(E5M2),
+        "out_scale": torch.ones(4),
+    },
+    "slopes on another device": lambda call: {
+        "alibi_slopes": torch.ones(4, device="meta")
+    },
+    "sinks on another device": lambda call: {"sinks": torch.ones(4, device="meta")},
+}
+PAGED_SHAPES: dict[str, Change] = {
+    "keys of three axes": lambda call: {"key_cache": cache_of(call)[0]},
+    "values of other blocks": lambda call: {
+        "value_cache": cache_of(call, "value_cache")[:-1]
+    },
+    "values of other heads": lambda call: {
+        "value_cache": cache_of(call, "value_cache")[:, :, :1]
+    },
+    "values of shorter blocks": lambda call: {
+        "value_cache": cache_of(call, "value_cache")[:, :-1]
+    },
+    "values of another dtype": lambda call: {
+        "value_cache": narrowed(cache_of(call, "value_cache"))
+    },
+    "caches of integers": lambda call: {
+        name: cache_of(call, name).nan_to_num().int()
+        for name in ("key_cache", "value_cache")
+    },
+    "a table of 64 bits": lambda call: {
+        "block_table": call.arguments["block_table"].long()
+    },
+    "a table of one axis": lambda call: {
+        "block_table": call.arguments["block_table"][0]
+    },
+    "a table for other requests": lambda call: {
+        "block_table": call.arguments["block_table"][:1]
+    },
+    "lengths of 64 bits": lambda call: {"seq_lens": call.arguments["seq_lens"].long()},
+    "lengths of other requests": lambda call: {"seq_lens": ints(20, 9, 1)},
+    "a negative bound of keys": lambda call: {"max_seq_len": -1},
+    "a bound that no row holds": lambda call: {"max_seq_len": 10**6},
+    "a tree beside flags": lambda call: {
+        "tree_mask": TREE,
+        "causal": torch.tensor([True, True]),
+    },
+    "a tree that is not causal": lambda call: {"tree_mask": TREE, "causal": False},
+    "a tree that is no square": lambda call: {"tree_mask": TREE[:, :3]},
+    "a tree for other requests": lambda call: {"tree_mask": TREE[:1]},
+    "a tree of numbers": lambda call: {"tree_mask": TREE.float()},
+    "a scale of keys that have none": lambda call: {"k_scale": 1.0},
+    "a scale of values that have none": lambda call: {"v_scale": 1.0},
+    "lengths on another device": lambda call: {
+        "seq_lens": torch.ones(2, dtype=torch.int32, device="meta")
+    },
+}
+SCALES: dict[str, Change] = {
+    f"{name}: {words}": lambda call, name=name, scale=scale: {name: scale}  # type: ignore[misc]
+    for name in ("k_scale", "v_scale")
+    for words, scale in (
+        ("none", None),
+        ("zero", 0.0),
+        ("negative", -0.5),
+        ("no number", NAN),
+        ("infinite", float("inf")),
+        ("of other heads", torch.ones(3)),
+        ("of each query head", torch.ones(4)),
+        ("float16", torch.ones(2).half()),
+        ("of two axes", torch.ones(1, 2)),
+    )
+}
+CONTENTS: dict[str, Change] = {
+    "starts that do not begin at 0": lambda call: {
+        "query_start_loc": changed_number(call, "query_start_loc", 0, 1)
+    },
+    "starts that fall": lambda call: {
+        "query_start_loc": changed_number(
+            call, "query_start_loc", -1, call.query_lens[0] - 1
+        )
+    },
+    "starts past the tokens": lambda call: {
+        "query_start_loc": changed_number(
+            call, "query_start_loc", -1, len(call.query) + 1
+        )
+    },
+    "a bound below the queries": lambda call: {"max_query_len": call.query_lens[0] - 1},
+}
+PAGED_CONTENTS: dict[str, Change] = {
+    "a block that is not there": lambda call: {
+        "block_table": changed_entry(call, len(cache_of(call)))
+    },
+    "a negative block": lambda call: {"block_table": changed_entry(call, -1)},
+    "a length below 0": lambda call: {"seq_lens": ints(20, -1), "causal": False},
+    "a bound below the keys": lambda call: {"max_seq_len": 19},
+    "more new tokens than keys": lambda call: {
+        "seq_lens": ints(call.query_lens[0] - 1, 9)
+    },
+    "more queries than keys in a window": lambda call: {
+        "seq_lens": ints(call.query_lens[0] - 1, 9),
+        "causal": False,
+        "sliding_window": 4,
+    },
+    "more queries than keys under a bias": lambda call: {
+        "seq_lens": ints(20, 0),
+        "causal": False,
+        "position_bias": bias_table(4),
+    },
+    "a tree in which a token misses itself": lambda call: {
+        "tree_mask": TREE & ~torch.eye(4).bool()
+    },
+}
+
+
+MEANT: dict[str, Change] = dict.fromkeys(
+    (
+        "starts of 64 bits",
+        "a negative bound of queries",
+        "an infinite cap",
+        "a table of 64 bits",
+        "lengths of 64 bits",
+        "a negative bound of keys",
+        "a bound that no row holds",
+        "a scale of keys that have none",
+        "a scale of values that have none",
+        "starts of keys of 64 bits",
+        "a bound below the queries",
+        "a bound below the keys",
+    ),
+    lambda call: {},
+) | {
+    "slopes in float16": lambda call: {"alibi_slopes": torch.ones(4)},
+    "sinks in float64": lambda call: {"sinks": torch.ones(4)},
+    "flags that are numbers": lambda call: {"causal": True},
+    "ranges of 64 bits": lambda call: {"query_ranges": ranges_of(call)},
+    "a bias in float16": lambda call: {"position_bias": bias_table(4).half().float()},
+    "a tree of numbers": lambda call: {"tree_mask": TREE},
+    "k_scale: float16": lambda call: {"k_scale": torch.ones(2)},
+    "v_scale: float16": lambda call: {"v_scale": torch.ones(2)},
+}
+"""By input that should be refused, what it can only mean: changes of the good call.
+
+A kernel that need not know the number, or reads any dtype, may answer that.
+"""
+
+
+def changed_entry(call: Call, block_id: int) -> Tensor:
+    """Return the block table with another id in an entry that is used."""
+    table: Tensor = call.arguments["block_table"].clone()
+    table[0, len(call.rows[0]) - 1] = block_id
+    return table
+
+
+def changed_number(call: Call, name: str, place: int, number: int) -> Tensor:
+    """Return a tensor of a call with another number in one place."""
+    numbers: Tensor = call.arguments[name].clone()
+    numbers[place] = number
+    return numbers
+
+
+def base_call(setting: Setting) -> Call:
+    """Return a good call: 3 + 1 new tokens of 20 + 9 keys, blocks of NaN around its cache.
+
+    So one who reads a block outside of the cache reads nobody's memory but ours. It lies inside
+    of what the candidate declares: what is refused is the nonsense and nothing else.
+    """
+    plan = fit_case(Plan((3, 1), (20, 9)), setting.candidate.support)
+    call = paged_call(plan, setting.device)
+    wide = {
+        name: torch.nn.functional.pad(
+            cache_of(call, name), (0, 0, 0, 0, 0, 0, 2, 2), value=NAN
+        )[2:-2]
+        for name in ("key_cache", "value_cache")
+    }
+    return declared(setting, call.changed(**wide))
+
+
+def expect_refused(setting: Setting, what: str, call: Call, change: Change) -> None:
+    """Refuse a call that makes no sense and returns, or that writes before it raises.
+
+    One who declares little may also give the answer of the call that was meant. Who promises all
+    that the twins do has promised their refusals too.
+    """
+    if not setting.candidate.promises_all:
+        ask(setting, call)  # else it might refuse something else
+    changes = change(call)
+    shape = call.query.shape
+    results: dict[str, Tensor] = {}
+    if call.out_dtype is not None:
+        results["out"] = torch.full(shape, 7.0, dtype=call.out_dtype)
+    if call.wants_lse:
+        results["lse"] = torch.full((shape[1], shape[0]), 7.0)
+    results |= {name: changes.pop(name) for name in ("out", "lse") if name in changes}
+    results = {name: each.to(setting.device) for name, each in results.items()}
+    removed = [name for name, value in changes.items() if value is None]
+    bad = call.changed(**changes)
+    arguments = bad.arguments | dict.fromkeys(removed)
+    tensors = {
+        name: each
+        for name, each in (arguments | results).items()
+        if isinstance(each, Tensor) and each.device.type != "meta"
+    }
+    operation = getattr(setting.candidate, call.operation)
+    before = {name: copy_of(each) for name, each in tensors.items()}
+    answers: list[Any] = []
+
+    def asked() -> Any:
+        answers.append(operation(**arguments, **results))
+        return answers[0]
+
+    try:
+        expect_refusal(what, asked)
+    except Disagreement:
+        if setting.candidate.promises_all or what not in MEANT:
+            raise
+        meant = call.changed(**MEANT[what](call))
+        expect_right(setting, meant, (answers[0], results.get("lse")))
+        return
+    for name, tensor in tensors.items():
+        expect_memory(f"{name} after the refusal", tensor, before[name])
+
+
+@law("paged_attention", cases=[*SHAPES, *PAGED_SHAPES], claim="refuses shapes")
+def attention_over_pages_refuses_what_does_not_fit(setting: Setting, what: str) -> None:
+    """Shapes, dtypes, devices and numbers; a good call of the same form is not refused."""
+    change = (SHAPES | PAGED_SHAPES)[what]
+    expect_refused(setting, what, base_call(setting), change)
+
+
+@law("paged_attention", cases=[*SCALES], claim="refuses shapes")
+def scales_of_a_cache_that_make_no_sense_are_refused(
+    setting: Setting, what: str
+) -> None:
+    call = quantised_call(base_call(setting), E4M3, 0.1, 0.1)
+    expect_refused(setting, what, call, SCALES[what])
+
+
+@law("paged_attention", cases=[*CONTENTS, *PAGED_CONTENTS], claim="refuses contents")
+def contents_that_make_no_sense_are_refused_if_asked(
+    setting: Setting, what: str
+) -> None:
+    with checked_values():
+        change = (CONTENTS | PAGED_CONTENTS)[what]
+        expect_refused(setting, what, base_call(setting), change)
+
+
+RAGGED: dict[str, Change] = {
+    "keys of four axes": lambda call: {"key": call.arguments["key"][None]},
+    "values of other tokens": lambda call: {"value": call.arguments["value"][:-1]},
+    "values of other heads": lambda call: {"value": call.arguments["value"][:, :1]},
+    "values of another dtype": lambda call: {
+        "value": narrowed(call.arguments["value"])
+    },
+    "FP8 keys": lambda call: {
+        name: call.arguments[name].to(E4M3) for name in ("key", "value")
+    },
+    "too few starts of keys": lambda call: {"key_start_loc": ints(0, 29)},
+    "starts of keys of 64 bits": lambda call: {
+        "key_start_loc": call.arguments["key_start_loc"].long()
+    },
+    "a negative bound of keys": lambda call: {"max_key_len": -1},
+}
+RAGGED_CONTENTS: dict[str, Change] = {
+    "starts of keys that fall": lambda call: {"key_start_loc": ints(0, 30, 29)},
+    "starts of keys past the keys": lambda call: {"key_start_loc": ints(0, 20, 30)},
+    "a bound below the keys": lambda call: {"max_key_len": 19},
+    "a causal request with too few keys": lambda call: {
+        "key_start_loc": ints(0, 2, 29),
+        "max_key_len": 27,
+    },
+}
+
+
+@law("encoder_attention", cases=[*SHAPES, *RAGGED], claim="refuses shapes")
+def attention_over_keys_in_a_row_refuses_what_does_not_fit(
+    setting: Setting, what: str
+) -> None:
+    call = ragged_call(base_call(setting))
+    expect_refused(setting, what, call, (SHAPES | RAGGED)[what])
+
+
+@law("encoder_attention", cases=[*CONTENTS, *RAGGED_CONTENTS], claim="refuses contents")
+def starts_that_make_no_sense_are_refused_if_asked(setting: Setting, what: str) -> None:
+    with checked_values():
+        call = ragged_call(base_call(setting))
+        change = (CONTENTS | RAGGED_CONTENTS)[what]
+        expect_refused(setting, what, call, change)

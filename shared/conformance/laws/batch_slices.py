@@ -1,0 +1,386 @@
+"""Which laws hold for the micro-batches of a step?
+
+A micro-batch is what is left of the step when all other tokens are taken away. That is written out
+here token by token, for every field there is.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from random import Random
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ...contract.metadata_classes import CommonAttentionMetadata, UBatchSlice
+from ..generators.steps import (
+    Requests,
+    bare_step,
+    counts,
+    draw_requests,
+    encoder_slots,
+    expect_fields,
+    expect_unchanged,
+    flags_of,
+    logits_of,
+    remember,
+    seen_by,
+    several,
+    whole_step,
+)
+from ..harness.expect import Disagreement, expect_refusal, expect_same
+from ..harness.law import Setting, law
+
+WHOLE_REQUESTS_ONLY = ("tree_mask", "dcp_local_seq_lens", "dcp_local_seq_lens_cpu")
+"""Fields of a step whose requests are not cut."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A step that is cut.
+
+    Args:
+        step: the requests.
+        cuts: token numbers from 0 to the last one, at which it is cut.
+        padding: tokens behind the last request; the last micro-batch takes them.
+        idle: where requests without tokens at a cut go: "before" it, "behind" it, or "nowhere".
+        flag: one `causal` for all; None: one a request.
+    """
+
+    step: Requests
+    cuts: tuple[int, ...]
+    padding: int = 0
+    idle: str = "nowhere"
+    flag: bool | None = None
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether no request is cut."""
+        return set(self.cuts) <= set(self.step.starts)
+
+    def slices(self) -> list[UBatchSlice]:
+        """Return the micro-batches."""
+        owners, reqs = self.step.owners(), len(self.step.new)
+        found = []
+        for begin, end in pairwise(self.cuts):
+            first, last = owners[begin], owners[end - 1] + 1
+            is_whole = end == self.step.starts[last]
+            while self.idle == "before" and is_whole and self._is_idle(last):
+                last += 1
+            is_whole = begin == self.step.starts[first]
+            while self.idle == "behind" and is_whole and self._is_idle(first - 1):
+                first -= 1
+            if end == self.cuts[-1] and self.padding:
+                last, end = reqs, end + self.padding
+            found.append(UBatchSlice(slice(first, last), slice(begin, end)))
+        return found
+
+    def _is_idle(self, req: int) -> bool:
+        return 0 <= req < len(self.step.new) and not self.step.new[req]
+
+    def metadata(self, device: torch.device) -> CommonAttentionMetadata:
+        """Return the step with something in every field that may stand in it."""
+        without = () if self.is_clean else WHOLE_REQUESTS_ONLY
+        whole = whole_step(self.step, device, without)
+        pad = torch.full((self.padding,), -1, dtype=torch.int64, device=device)
+        if self.flag is not None:
+            whole = whole.replace(causal=self.flag)
+        assert whole.positions is not None
+        return whole.replace(
+            slot_mapping=torch.cat([whole.slot_mapping, pad]),
+            positions=torch.cat([whole.positions, pad]),
+        )
+
+
+@st.composite
+def cuts(draw: st.DrawFn) -> Cut:
+    """Return steps cut between requests, inside of them, and twice inside of one."""
+    pick = Random(draw(st.integers(0, 2**20)))
+    step = draw_requests(pick, most=5, fewest=1)
+    if not sum(step.new):
+        step = replace(step, new=(*step.new[:-1], 5))
+    total = sum(step.new)
+    is_clean = pick.random() < 0.35
+    places = sorted(set(step.starts)) if is_clean else list(range(total + 1))
+    chosen = {pick.choice(places) for _ in range(pick.choice([0, 1, 2, 4]))}
+    return Cut(
+        step,
+        tuple(sorted({0, *chosen, total})),
+        pick.choice([0, 0, 2]),
+        pick.choice(["nowhere", "before", "behind"]),
+        pick.choice([None, True, False]),
+    )
+
+
+def rows_of(tensor: Any, part: UBatchSlice) -> Any:
+    """Return the rows of a micro-batch's requests."""
+    return tensor[part.request_slice] if isinstance(tensor, Tensor) else tensor
+
+
+def expected(
+    cut: Cut, whole: CommonAttentionMetadata, part: UBatchSlice
+) -> dict[str, Any]:
+    """Return every field of a micro-batch, from what its tokens are."""
+    step, tokens = cut.step, part.token_slice
+    owners, positions = step.owners(), step.positions()
+    begin, end = tokens.start, min(tokens.stop, sum(step.new))
+    reqs = range(part.request_slice.start, part.request_slice.stop)
+    own = {req: [t for t in range(begin, end) if owners[t] == req] for req in reqs}
+    new = [len(own[req]) for req in reqs]
+    computed = [
+        positions[own[req][0]] if own[req] else step.computed[req] for req in reqs
+    ]
+    lens = [a + b for a, b in zip(new, computed, strict=True)]
+    starts = counts([0, *accumulate(new)])
+    # an encoder's tokens go with the first token of their request
+    slots = encoder_slots(step)
+    brought = [
+        slots[req] if not own[req] or own[req][0] == step.starts[req] else []
+        for req in reqs
+    ]
+    encoder_starts = counts([0, *accumulate(map(len, brought))])
+    wanted = [token - begin for token in logits_of(step) if begin <= token < end]
+    images = whole.mm_req_doc_ranges or {}
+    right = {
+        name: rows_of(getattr(whole, name), part)
+        for name in (
+            "block_table_tensor",
+            "encoder_seq_lens",
+            "encoder_seq_lens_cpu",
+            "cross_block_table_tensor",
+            *WHOLE_REQUESTS_ONLY,
+        )
+    }
+    return right | {
+        "query_start_loc": starts,
+        "query_start_loc_cpu": starts,
+        "seq_lens": counts(lens),
+        "seq_lens_cpu": counts(lens),
+        "num_computed_tokens_cpu": counts(computed),
+        "num_reqs": len(reqs),
+        "num_actual_tokens": max(0, end - begin),
+        "max_query_len": max(new),
+        "max_seq_len": max(lens),
+        "slot_mapping": whole.slot_mapping[tokens],
+        "positions": whole.positions[tokens] if whole.positions is not None else None,
+        "causal": torch.tensor([flags_of(step, 1)[req] for req in reqs])
+        if cut.flag is None
+        else cut.flag,
+        "is_prefilling": torch.tensor([flags_of(step, 2)[req] for req in reqs]),
+        "logits_indices_padded": torch.tensor(wanted, dtype=torch.int64),
+        "num_logits_indices": len(wanted),
+        "max_logits_per_req": 50,
+        "max_encoder_seq_len": 99,
+        "encoder_query_start_loc": encoder_starts,
+        "encoder_query_start_loc_cpu": encoder_starts,
+        "cross_slot_mapping": torch.tensor(
+            [slot for each in brought for slot in each], dtype=torch.int64
+        ),
+        "mm_req_doc_ranges": {
+            req - reqs.start: images[req] for req in reqs if req in images
+        },
+    }
+
+
+@law("split_attn_metadata", cases=several(cuts()))
+def a_micro_batch_is_the_step_of_its_own_tokens(
+    setting: Setting, cases: list[Cut]
+) -> None:
+    """Requests cut once, twice or not at all, beside requests and tokens of padding."""
+    for cut in cases:
+        whole = cut.metadata(setting.device)
+        before = remember(whole)
+        parts = setting.candidate.split_attn_metadata(cut.slices(), whole)
+        expect_unchanged("the step", whole, before)
+        expect_same("micro-batches", len(parts), len(cut.cuts) - 1)
+        for part, found in zip(cut.slices(), parts, strict=True):
+            right = expected(cut, whole, part)
+            expect_fields(f"micro-batch {part}", found, right, setting.device)
+
+
+@law("make_metadata_with_slice", cases=several(cuts()))
+def one_micro_batch_alone_is_the_step_of_its_own_tokens(
+    setting: Setting, cases: list[Cut]
+) -> None:
+    for cut in cases:
+        whole = cut.metadata(setting.device)
+        before = remember(whole)
+        for part in cut.slices():
+            found = setting.candidate.make_metadata_with_slice(part, whole)
+            right = expected(cut, whole, part)
+            expect_fields(f"micro-batch {part}", found, right, setting.device)
+        expect_unchanged("the step", whole, before)
+
+
+@law("split_attn_metadata", cases=several(cuts()))
+def micro_batches_together_are_the_step(setting: Setting, cases: list[Cut]) -> None:
+    """In any order, each token is in one of them, and there sees what it saw, and no more."""
+    for cut in cases:
+        step = cut.step
+        whole = bare_step(step, setting.device)
+        plain = replace(cut, padding=0)
+        order = list(range(len(cut.cuts) - 1))
+        Random(step.seed).shuffle(order)
+        slices = plain.slices()
+        parts = setting.candidate.split_attn_metadata([slices[i] for i in order], whole)
+        found = dict(zip(order, parts, strict=True))
+        for copy in (0, 1):
+            seen = [
+                slots
+                for place in range(len(slices))
+                for slots in seen_by(found[place], step.block_size)[copy]
+            ]
+            expect_same("the slots that each token sees", seen, step.seen())
+        written = torch.cat([found[place].slot_mapping for place in range(len(slices))])
+        expect_same("the slots that are written", written.tolist(), step.slots())
+
+
+@law("split_attn_metadata", cases=several(cuts()))
+def a_cut_of_a_cut_is_the_cut_of_the_step(setting: Setting, cases: list[Cut]) -> None:
+    """The last part of a step, cut again."""
+    for cut in cases:
+        step, total = cut.step, sum(cut.step.new)
+        whole = bare_step(step, setting.device)
+        middle = cut.cuts[len(cut.cuts) // 2 - 1]
+        make = setting.candidate.make_metadata_with_slice
+        (rest,) = Cut(step, (middle, total)).slices()
+        behind = make(rest, whole)
+        first = rest.request_slice.start
+        for part in Cut(step, tuple(t for t in cut.cuts if t >= middle)).slices():
+            requests, tokens = part.request_slice, part.token_slice
+            found = make(
+                UBatchSlice(
+                    slice(requests.start - first, requests.stop - first),
+                    slice(tokens.start - middle, tokens.stop - middle),
+                ),
+                behind,
+            )
+            right = {
+                name: value
+                for name, value in vars(make(part, whole)).items()
+                if name[0] != "_"
+            }
+            expect_fields(f"micro-batch {part}", found, right, setting.device)
+
+
+@dataclass(frozen=True)
+class Starts:
+    """Starts of which some are taken.
+
+    Args:
+        new: new tokens of each request.
+        first, last: the requests, the last one left out.
+    """
+
+    new: tuple[int, ...]
+    first: int
+    last: int
+
+
+@st.composite
+def starts_of(draw: st.DrawFn) -> Starts:
+    """Return requests, some of which are taken, or none, or more than there are."""
+    pick = Random(draw(st.integers(0, 2**20)))
+    reqs = pick.choice([0, 1, 3, 6])
+    first = pick.randint(0, reqs)
+    last = first + pick.choice([0, 1, 2, 9])
+    return Starts(tuple(pick.choice([0, 1, 5]) for _ in range(reqs)), first, last)
+
+
+@law("slice_query_start_locs", cases=several(starts_of()))
+def sliced_starts_count_from_the_first_and_are_a_new_tensor(
+    setting: Setting, cases: list[Starts]
+) -> None:
+    for case in cases:
+        starts = counts([0, *accumulate(case.new)], setting.device)
+        before = starts.clone()
+        found = setting.candidate.slice_query_start_locs(
+            starts, slice(case.first, case.last)
+        )
+        own = case.new[case.first : case.last]
+        expect_same("starts", found, counts([0, *accumulate(own)]))
+        found += 1
+        expect_same("the step's starts afterwards", starts, before)
+
+
+@dataclass(frozen=True)
+class Nonsense:
+    """A micro-batch that the step does not have.
+
+    Args:
+        requests, tokens: first and last of them, the last one left out.
+        what: why not.
+        given: what the step says that forbids it.
+    """
+
+    requests: tuple[int | None, int | None]
+    tokens: tuple[int | None, int | None]
+    what: str
+    given: str = ""
+
+
+REFUSED = [
+    Nonsense((0, 0), (0, 0), "no request"),
+    Nonsense((0, 1), (2, 2), "no token"),
+    Nonsense((0, 4), (0, 9), "more requests than there are"),
+    Nonsense((0, 3), (0, 10), "more tokens than there are"),
+    Nonsense((-1, 3), (0, 9), "a request before the first"),
+    Nonsense((None, 3), (0, 9), "a slice without start"),
+    Nonsense((0, 3), (0, None), "a slice without stop"),
+    Nonsense((0, 2), (3, 5), "tokens that begin behind the first request"),
+    Nonsense((1, 2), (2, 5), "tokens that begin before the first request"),
+    Nonsense((0, 2), (0, 6), "tokens that end behind the last request"),
+    Nonsense((0, 2), (0, 3), "tokens that end before the last request"),
+    Nonsense((0, 2), (1, 5), "a tree whose first request is cut", "tree_mask"),
+    Nonsense((0, 2), (0, 4), "a tree whose last request is cut", "tree_mask"),
+    Nonsense((0, 2), (0, 4), "a rank's share of a cut", "dcp_local_seq_lens"),
+    Nonsense((0, 2), (0, 4), "a rank's share of a cut", "dcp_local_seq_lens_cpu"),
+    Nonsense((0, 1), (0, 3), "slots of encoders without starts", "cross_slot_mapping"),
+]
+
+
+def call_of(
+    operation: Callable[..., Any], nonsense: Nonsense, whole: CommonAttentionMetadata
+) -> Callable[[], Any]:
+    part = UBatchSlice(slice(*nonsense.requests), slice(*nonsense.tokens))
+    return lambda: operation(part, whole)
+
+
+@law("make_metadata_with_slice", cases=REFUSED, claim="refuses shapes")
+def tokens_that_are_not_those_of_the_requests_are_refused(
+    setting: Setting, nonsense: Nonsense
+) -> None:
+    step = Requests((3, 2, 4), (0, 4, 5))
+    whole = bare_step(step, setting.device)
+    if nonsense.given:
+        full = whole_step(step, setting.device)
+        whole = whole.replace(**{nonsense.given: getattr(full, nonsense.given)})
+    make = setting.candidate.make_metadata_with_slice
+    expect_refusal(nonsense.what, call_of(make, nonsense, whole))
+
+
+@law(
+    "slice_query_start_locs",
+    cases=[
+        Nonsense((None, 2), (0, 0), "a slice without start"),
+        Nonsense((0, None), (0, 0), "a slice without stop"),
+        Nonsense((-1, 2), (0, 0), "a request before the first"),
+        Nonsense((2, 1), (0, 0), "a slice that ends before it begins"),
+        Nonsense((4, 5), (0, 0), "requests behind the last"),
+    ],
+)
+def requests_that_are_not_there_have_no_starts(
+    setting: Setting, nonsense: Nonsense
+) -> None:
+    starts = counts([0, 3, 5, 9], setting.device)
+    found = setting.candidate.slice_query_start_locs
+    expect_refusal(nonsense.what, lambda: found(starts, slice(*nonsense.requests)))
+
+
+@law("split_attn_metadata", cases=[Requests((3, 2), (0, 4))])
+def a_step_without_micro_batches_has_none(setting: Setting, step: Requests) -> None:
+    found = setting.candidate.split_attn_metadata([], bare_step(step, setting.device))
+    if found != []:
+        raise Disagreement("micro-batches", "as a whole", found, [])

@@ -1,0 +1,327 @@
+"""Which laws hold for the order of a batch and the boundaries in it?
+
+Every answer is a list of numbers. What is right is counted here request by request.
+"""
+
+from dataclasses import dataclass
+from random import Random
+
+import torch
+from hypothesis import strategies as st
+
+from ..generators.steps import Requests, bare_step, counts, several
+from ..harness.expect import Disagreement, expect_refusal, expect_same
+from ..harness.law import Setting, law
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch that is put into order.
+
+    Args:
+        new, computed, prompts: new tokens, tokens in the cache, and tokens of the prompt.
+        regions: 2, 3 or 4: how much the engine tells.
+        threshold: the most new tokens of a decode.
+    """
+
+    new: tuple[int, ...]
+    computed: tuple[int, ...]
+    prompts: tuple[int, ...]
+    regions: int
+    threshold: int
+
+    def region(self, req: int) -> int:
+        """Return the place of a request's region in the order of the batch."""
+        new, computed = self.new[req], self.computed[req]
+        is_short, is_fresh = new <= self.threshold, computed == 0
+        if self.regions == 2:
+            return 0 if is_short else 1
+        if self.regions == 3:
+            if is_short:
+                return 0
+            return 2 if is_fresh else 1
+        if is_fresh:
+            return 3
+        if not is_short:
+            return 2
+        return 1 if computed < self.prompts[req] else 0
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> Batch:
+    """Return a batch with requests on both sides of every boundary, in any order."""
+    pick = Random(draw(st.integers(0, 2**20)))
+    threshold = pick.choice([0, 1, 1, 2, 5])
+    edges = [0, 1, 2, threshold, threshold + 1, 9]
+    reqs = pick.choice([0, 1, 2, 3, 5, 8, 12])
+    computed = tuple(pick.choice([0, 0, 1, 5, 6]) for _ in range(reqs))
+    return Batch(
+        tuple(pick.choice(edges) for _ in range(reqs)),
+        computed,
+        tuple(max(1, each + pick.choice([-1, 0, 1, 4])) for each in computed),
+        pick.choice([2, 3, 4]),
+        threshold,
+    )
+
+
+EXAMPLES = [
+    Batch((6, 1, 7, 1), (0, 5, 8, 5), (6, 5, 15, 5), 2, 1),
+    Batch((6, 1, 7, 1), (0, 5, 8, 0), (6, 5, 15, 1), 4, 1),
+]
+
+
+@law("reorder_batch_to_split_decodes_and_prefills", cases=several(batches()))
+def the_regions_of_a_batch_come_in_order_and_requests_stay_whole(
+    setting: Setting, cases: list[Batch]
+) -> None:
+    """State moves with its request: every request stands somewhere, and only once."""
+    for batch in cases:
+        asked = [list(batch.new), list(batch.computed), list(batch.prompts)]
+        beside = [
+            None if batch.regions <= 2 + each else asked[1 + each] for each in (0, 1)
+        ]
+        order = setting.candidate.reorder_batch_to_split_decodes_and_prefills(
+            asked[0], batch.threshold, *beside
+        )
+        right = [list(batch.new), list(batch.computed), list(batch.prompts)]
+        expect_same("counts afterwards", asked, right)
+        state = [object() for _ in batch.new]
+        moved = [state[int(req)] for req in order]
+        expect_same("the requests", sorted(map(id, moved)), sorted(map(id, state)))
+        regions = [batch.region(int(req)) for req in order]
+        expect_same("regions in the order", regions, sorted(regions))
+        own = [batch.region(req) for req in range(len(batch.new))]
+        for place, req in enumerate(order):
+            if own[place] == regions[place] and req != place:
+                raise Disagreement(
+                    "the order", f"at {place}", req, f"{place}, in place"
+                )
+        if batch.regions == 2:
+            # rows are moved by swaps, and of two regions each request needs one at most
+            back = [int(order[int(req)]) for req in order]
+            expect_same("the order of the order", back, list(range(len(order))))
+
+
+@law("reorder_batch_to_split_decodes_and_prefills", cases=EXAMPLES)
+def an_order_in_which_little_can_move_is_the_only_one(
+    setting: Setting, batch: Batch
+) -> None:
+    beside = (batch.computed, batch.prompts) if batch.regions == 4 else ()
+    order = setting.candidate.reorder_batch_to_split_decodes_and_prefills(
+        batch.new, batch.threshold, *beside
+    )
+    right = [3, 1, 2, 0] if batch.regions == 2 else [1, 2, 0, 3]
+    expect_same("the order", list(order), right)
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """A batch whose parts are told apart, whatever its order.
+
+    Args:
+        step: its requests.
+        threshold: the most new tokens of a decode.
+        uniform: whether decodes must be alike.
+        in_prompt: requests that have not computed their prompt; None: it does not matter.
+        spare: tokens of padding behind the last request.
+    """
+
+    step: Requests
+    threshold: int
+    uniform: bool
+    in_prompt: tuple[bool, ...] | None
+    spare: int
+
+
+@st.composite
+def boundaries(draw: st.DrawFn) -> Boundary:
+    """Return batches in order and out of it, with padding requests in between."""
+    pick = Random(draw(st.integers(0, 2**20)))
+    threshold = pick.choice([0, 1, 2, 3, 3, 5])
+    reqs = pick.choice([0, 1, 2, 4, 6, 6])
+    usual = pick.choice([1, threshold, 2])
+    alike = [usual] * 6 + [0, threshold, threshold + 1]
+    edges = pick.choice([alike, [0, 1, 1, 2, threshold, threshold + 1, 6]])
+    new = [pick.choice(edges) for _ in range(reqs)]
+    computed = [pick.choice([0, 0, 1, 4]) for _ in range(reqs)]
+    if pick.random() < 0.6:  # as an engine orders them
+        kinds = sorted(
+            zip(new, computed, strict=True),
+            key=lambda each: (each[0] > threshold, each[1] == 0),
+        )
+        new, computed = [each[0] for each in kinds], [each[1] for each in kinds]
+    flags = tuple(pick.random() < 0.3 for _ in range(reqs))
+    return Boundary(
+        Requests(tuple(new), tuple(computed), 4, pick.randrange(100)),
+        threshold,
+        pick.choice([True, False]),
+        pick.choice([None, flags]),
+        pick.choice([0, 0, 3]),
+    )
+
+
+@law("split_decodes_and_prefills", cases=several(boundaries()))
+def the_decodes_end_before_the_first_request_that_is_none(
+    setting: Setting, cases: list[Boundary]
+) -> None:
+    for boundary in cases:
+        step, in_prompt = boundary.step, boundary.in_prompt
+        common = bare_step(step, setting.device)
+        # flags that nobody asks about say the opposite of what they should
+        flags = [not each for each in step.new] if in_prompt is None else in_prompt
+        common = common.replace(
+            num_actual_tokens=common.num_actual_tokens + boundary.spare,
+            is_prefilling=torch.tensor(flags, dtype=torch.bool),
+        )
+        found = setting.candidate.split_decodes_and_prefills(
+            common, boundary.threshold, boundary.uniform, in_prompt is None
+        )
+        with_tokens = [each for each in step.new if each]
+        decodes = 0
+        while decodes < len(step.new):
+            new = step.new[decodes]
+            if new > boundary.threshold or (in_prompt and in_prompt[decodes]):
+                break
+            if boundary.uniform and new and new != with_tokens[0]:
+                break
+            decodes += 1
+        total = sum(step.new) + boundary.spare
+        tokens = sum(step.new[:decodes]) if decodes < len(step.new) else total
+        right = (decodes, len(step.new) - decodes, tokens, total - tokens)
+        expect_same("decodes, prefills and their tokens", tuple(found), right)
+        expect_same("their kinds", [type(each) for each in found], [int] * 4)
+
+
+@law("split_decodes_prefills_and_extends", cases=several(boundaries()))
+def extends_lie_between_decodes_and_requests_with_nothing_cached(
+    setting: Setting, cases: list[Boundary]
+) -> None:
+    for boundary in cases:
+        step, reqs = boundary.step, len(boundary.step.new)
+        common = bare_step(step, setting.device)
+        total = sum(step.new) + boundary.spare
+        found = setting.candidate.split_decodes_prefills_and_extends(
+            common.replace(num_actual_tokens=total), boundary.threshold
+        )
+        long = [req for req in range(reqs) if step.new[req] > boundary.threshold]
+        fresh = [req for req in long if step.computed[req] == 0]
+        extend = long[0] if long else reqs
+        prefill = fresh[0] if fresh else reqs
+        places = [
+            total if each == reqs else sum(step.new[:each])
+            for each in (extend, prefill)
+        ]
+        right = [extend, prefill - extend, reqs - prefill]
+        right += [places[0], places[1] - places[0], total - places[1]]
+        expect_same("decodes, extends, prefills and tokens", list(found), right)
+        expect_same("their kinds", [type(each) for each in found], [int] * 6)
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Sequences that are worked on together, as far as they fit.
+
+    Args:
+        seq_lens: tokens of each.
+        size: tokens that fit.
+        offset: number of the first.
+    """
+
+    seq_lens: tuple[int, ...]
+    size: int
+    offset: int
+
+
+@st.composite
+def workspaces(draw: st.DrawFn) -> Workspace:
+    """Return sequences that fill a workspace to the last token, or miss it by one."""
+    pick = Random(draw(st.integers(0, 2**20)))
+    size = pick.choice([1, 2, 5, 10])
+    lens = [0, 1, size // 2, size - size // 2, size - 1, size]
+    return Workspace(
+        tuple(pick.choice(lens) for _ in range(pick.choice([0, 1, 2, 4, 7]))),
+        size,
+        pick.choice([0, 0, 3]),
+    )
+
+
+@law("split_prefill_chunks", cases=several(workspaces()))
+def a_run_takes_requests_as_long_as_they_fit(
+    setting: Setting, cases: list[Workspace]
+) -> None:
+    for work in cases:
+        lens = counts(work.seq_lens)
+        found = setting.candidate.split_prefill_chunks(lens, work.size, work.offset)
+        right: list[tuple[int, int]] = []
+        first, held = 0, 0
+        for req, length in enumerate(work.seq_lens):
+            if held + length > work.size:
+                right.append((work.offset + first, work.offset + req))
+                first, held = req, 0
+            held += length
+        if work.seq_lens:
+            right.append((work.offset + first, work.offset + len(work.seq_lens)))
+        expect_same("runs", [tuple(each) for each in found], right)
+        expect_same("lengths afterwards", lens, counts(work.seq_lens))
+
+
+@dataclass(frozen=True)
+class Nonsense:
+    """A call that makes no sense.
+
+    Args:
+        operation: whose.
+        what: why not.
+    """
+
+    operation: str
+    what: str
+
+
+@law(
+    "reorder_batch_to_split_decodes_and_prefills",
+    cases=[
+        Nonsense("reorder", "a negative threshold"),
+        Nonsense("reorder", "computed tokens of fewer requests"),
+        Nonsense("reorder", "prompts of more requests"),
+        Nonsense("reorder", "prompts without computed tokens"),
+    ],
+)
+def counts_that_do_not_belong_together_are_not_put_into_order(
+    setting: Setting, nonsense: Nonsense
+) -> None:
+    reorder = setting.candidate.reorder_batch_to_split_decodes_and_prefills
+    arguments: dict[str, tuple[object, ...]] = {
+        "a negative threshold": ([1, 2], -1),
+        "computed tokens of fewer requests": ([1, 2], 1, [3]),
+        "prompts of more requests": ([1, 2], 1, [3, 4], [5, 6, 7]),
+        "prompts without computed tokens": ([1, 2], 1, None, [5, 6]),
+    }
+    expect_refusal(nonsense.what, lambda: reorder(*arguments[nonsense.what]))
+
+
+@law(
+    "split_decodes_and_prefills",
+    "split_decodes_prefills_and_extends",
+    "split_prefill_chunks",
+    cases=[
+        Nonsense("split_decodes_and_prefills", "a negative threshold"),
+        Nonsense("split_decodes_and_prefills", "no word on who is in the prompt"),
+        Nonsense("split_decodes_prefills_and_extends", "a negative threshold"),
+        Nonsense("split_prefill_chunks", "a sequence larger than the workspace"),
+        Nonsense("split_prefill_chunks", "a workspace of no token"),
+    ],
+    claim="refuses shapes",
+)
+def boundaries_that_cannot_be_found_are_refused(
+    setting: Setting, nonsense: Nonsense
+) -> None:
+    common = bare_step(Requests((1, 3), (4, 0)), setting.device)
+    arguments: dict[str, tuple[object, ...]] = {
+        "a negative threshold": (common, -1),
+        "no word on who is in the prompt": (common, 1, False, False),
+        "a sequence larger than the workspace": (counts([3, 6, 2]), 5),
+        "a workspace of no token": (counts([0]), 0),
+    }
+    operation = getattr(setting.candidate, nonsense.operation)
+    expect_refusal(nonsense.what, lambda: operation(*arguments[nonsense.what]))

@@ -1,0 +1,534 @@
+"""Which laws hold for block tables and their rows?
+
+All of it is integers. A table that lives as long as an engine is held, move after move, against a
+few Python lists that are changed in the plainest way.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from random import Random
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ...contract.kinds import PAD_SLOT_ID
+from ..generators.batches import GARBAGE
+from ..harness.canaries import (
+    copy_of,
+    expect_all_refused,
+    expect_memory,
+    expect_own_memory,
+    kept,
+    packed,
+)
+from ..harness.expect import expect_refusal, expect_same
+from ..harness.law import Setting, law
+
+LARGEST = 2**31 - 1
+
+
+@st.composite
+def token_counts(draw: st.DrawFn) -> tuple[int, int]:
+    """Return tokens and slots of a block: few, and more than 32 or 53 bits can count."""
+    pick = Random(draw(st.integers(0, 2**20)))
+    size = pick.choice([1, 2, 3, 16, 24, 544])
+    blocks = pick.choice([0, 1, 2, 5, 2**27, 2**31, 2**55])
+    return max(0, blocks * size + pick.choice([-1, 0, 1])), size
+
+
+@law("blocks_needed", cases=token_counts())
+def blocks_needed_are_the_fewest_that_hold_the_tokens(
+    setting: Setting, case: tuple[int, int]
+) -> None:
+    num_tokens, size = case
+    found = setting.candidate.blocks_needed(num_tokens=num_tokens, block_size=size)
+    right = num_tokens // size
+    while right * size < num_tokens:
+        right += 1
+    expect_same("blocks", int(found), right)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of block ids, and what is appended to them.
+
+    Args:
+        rows, new: block ids of each request: those it holds, and those it gets.
+        width: entries of a row of the table.
+        stride: elements from one entry to the next.
+    """
+
+    rows: tuple[tuple[int, ...], ...]
+    new: tuple[tuple[int, ...], ...]
+    width: int
+    stride: int = 1
+
+    def table(self, device: torch.device) -> Tensor:
+        """Return the table as a view, with garbage behind each row and between entries."""
+        wide = torch.tensor(GARBAGE, dtype=torch.int32)
+        wide = wide.repeat(len(self.rows), self.width * self.stride + 3)
+        table = wide[:, 2 : 2 + self.width * self.stride : self.stride]
+        for req, row in enumerate(self.rows):
+            table[req, : len(row)] = torch.tensor(row, dtype=torch.int32)
+        if device.type == "cpu":
+            return table
+        moved = wide.to(device)
+        return moved.as_strided(table.shape, table.stride(), table.storage_offset())
+
+
+@st.composite
+def row_sets(draw: st.DrawFn) -> Rows:
+    """Return rows of any lengths, the width of the table among them; ids of any size."""
+    pick = Random(draw(st.integers(0, 2**20)))
+    reqs, width = pick.choice([0, 1, 2, 3, 6]), pick.choice([0, 1, 2, 5])
+
+    def ids(count: int) -> tuple[int, ...]:
+        return tuple(
+            pick.choice([0, LARGEST, pick.randrange(100)]) for _ in range(count)
+        )
+
+    held = [pick.choice([0, width, pick.randint(0, width)]) for _ in range(reqs)]
+    more = [pick.choice([0, 0, width - n, pick.randint(0, width - n)]) for n in held]
+    return Rows(
+        tuple(map(ids, held)), tuple(map(ids, more)), width, pick.choice([1, 1, 2])
+    )
+
+
+@law("make_block_table", cases=row_sets())
+def a_table_holds_the_rows_and_zero_behind_them(setting: Setting, case: Rows) -> None:
+    """It is as wide as asked, or as the longest row; the lists stay as they are."""
+    rows = [list(row) for row in case.rows]
+    longest = max(map(len, rows), default=0)
+    for width in (None, case.width, case.width + 3):
+        found = setting.candidate.make_block_table(
+            rows, max_blocks=width, device=setting.device
+        )
+        columns = longest if width is None else width
+        right = torch.zeros(len(rows), columns, dtype=torch.int32)
+        for req, row in enumerate(case.rows):
+            for entry, block_id in enumerate(row):
+                right[req, entry] = block_id
+        expect_same("block table", packed(found), right)
+        expect_same("device of the table", found.device.type, setting.device.type)
+    expect_same("rows, which are only read", rows, [list(row) for row in case.rows])
+
+
+@law("append_blocks", cases=row_sets())
+def new_blocks_stand_behind_what_a_row_held_and_nothing_else_changes(
+    setting: Setting, case: Rows
+) -> None:
+    """The table is a view of a wider one; the counts that are given stay as they were."""
+    table = case.table(setting.device)
+    held = torch.tensor([len(row) for row in case.rows], dtype=torch.int32)
+    right, counts = copy_of(table), held.tolist()
+    for req, blocks in enumerate(case.new):
+        for block_id in blocks:
+            right[req, counts[req]] = block_id
+            counts[req] += 1
+    new = [list(blocks) for blocks in case.new]
+    with kept(num_blocks=held):
+        found = setting.candidate.append_blocks(table, held, new)
+    expect_memory("block table", table, right)
+    expect_same("blocks that each row holds", found, torch.tensor(counts).int())
+    expect_own_memory("counts", found, num_blocks=held)
+    expect_same("new_blocks, which are only read", new, [list(b) for b in case.new])
+
+
+TABLE = Rows(((7, 2), (5,)), ((), ()), 3)
+REFUSED_ROWS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "a negative number of tokens": lambda c, _: c.blocks_needed(-1, 4),
+    "a block without slots": lambda c, _: c.blocks_needed(3, 0),
+    "a row longer than the table is wide": lambda c, _: c.make_block_table([[1, 2]], 1),
+    "a negative block id": lambda c, _: c.make_block_table([[3], [1, -1]]),
+    "a row that outgrows the table": lambda c, t: append(
+        c, t, [2, 1], [[9], [1, 2, 3]]
+    ),
+    "a full row that gets one more": lambda c, t: append(c, t, [2, 3], [[9], [4]]),
+    "a negative id to append": lambda c, t: append(c, t, [2, 1], [[9], [-1]]),
+    "a row that holds less than nothing": lambda c, t: append(
+        c, t, [2, -1], [[9], [4]]
+    ),
+    "one list too few": lambda c, t: append(c, t, [2, 1], [[9]]),
+    "one count too few": lambda c, t: append(c, t, [2], [[9], [4]]),
+}
+
+
+def append(candidate: Any, table: Tensor, held: list[int], new: list[list[int]]) -> Any:
+    """Call append_blocks."""
+    return candidate.append_blocks(table, torch.tensor(held, dtype=torch.int32), new)
+
+
+@law(
+    "blocks_needed",
+    "make_block_table",
+    "append_blocks",
+    cases=list(REFUSED_ROWS),
+    claim="refuses contents",
+)
+def blocks_that_no_table_can_hold_are_refused(setting: Setting, case: str) -> None:
+    """Nothing is written before all is checked, of the other rows neither."""
+    table = TABLE.table(setting.device)
+    expect_all_refused(
+        case, lambda: REFUSED_ROWS[case](setting.candidate, table), block_table=table
+    )
+
+
+Move = tuple[Any, ...]
+"""A method of a BlockTable, and what it is called with."""
+
+
+@dataclass(frozen=True)
+class Life:
+    """What happens to a table while an engine runs.
+
+    Args:
+        block_size, kernel_block_size: slots in a block of the manager, and of the kernel.
+        reqs, width: rows, and blocks of the manager that each holds.
+        ranks, interleave: ranks that share each sequence, and positions in a row of each turn.
+        moves: what is called, one after another.
+    """
+
+    block_size: int
+    kernel_block_size: int | None
+    reqs: int
+    width: int
+    ranks: int
+    interleave: int
+    moves: tuple[Move, ...]
+
+    def table(self, candidate: Any, device: torch.device, rank: int) -> Any:
+        """Return a table of empty rows."""
+        options: dict[str, Any] = {}
+        if self.kernel_block_size is not None:
+            options["kernel_block_size"] = self.kernel_block_size
+        if self.ranks > 1 or self.interleave > 1:
+            options["dcp_world_size"] = self.ranks
+            options["dcp_rank"] = rank
+            options["dcp_kv_cache_interleave_size"] = self.interleave
+        return candidate.BlockTable(
+            self.block_size, self.reqs, self.width, device=device, **options
+        )
+
+    def entries(self, blocks: list[int]) -> list[int]:
+        """Return a row of the manager's blocks in blocks of the kernel."""
+        per_block = self.block_size // (self.kernel_block_size or self.block_size)
+        return [
+            block * per_block + part for block in blocks for part in range(per_block)
+        ]
+
+    def slots(self, blocks: list[int], rank: int) -> list[int]:
+        """Return a rank's slot of every position that a row of the manager's blocks holds.
+
+        A rank fills its blocks one slot after another, with each position that is its own.
+        """
+        size = self.kernel_block_size or self.block_size
+        entries, slots, filled = self.entries(blocks), [], 0
+        for position in range(len(entries) * size * self.ranks):
+            if position // self.interleave % self.ranks == rank:
+                slots.append(entries[filled // size] * size + filled % size)
+                filled += 1
+            else:
+                slots.append(PAD_SLOT_ID)
+        return slots
+
+
+def make_move(rows: list[list[int]], move: Move) -> None:
+    """Do to plain lists what a table's method does to its rows."""
+    name, *given = move
+    if name == "append_row":
+        rows[given[1]] = rows[given[1]] + list(given[0])
+    elif name == "add_row":
+        rows[given[1]] = list(given[0])
+    elif name == "move_row":
+        rows[given[1]] = list(rows[given[0]])
+    elif name == "swap_row":
+        rows[given[0]], rows[given[1]] = rows[given[1]], rows[given[0]]
+    else:
+        rows[:] = [[] for _ in rows]
+
+
+@st.composite
+def lives(draw: st.DrawFn) -> Life:
+    """Return moves that fill rows to the brim, reuse them after longer ones, and copy them."""
+    pick = Random(draw(st.integers(0, 2**20)))
+    kernel = pick.choice([1, 2, 4, 6])
+    interleave = pick.choice([each for each in (1, 2, 3, 4) if kernel % each == 0])
+    per_block = pick.choice([1, 1, 2, 3])
+    reqs, width = pick.choice([1, 2, 3, 4]), pick.choice([1, 2, 3])
+    top = pick.choice([64, LARGEST // per_block + 1])
+    rows: list[list[int]] = [[] for _ in range(reqs)]
+    moves: list[Move] = []
+    req = other = 0
+    for _ in range(pick.choice([1, 5, 9, 25])):
+        # what was copied is changed next, on either side
+        again = [req, other] if pick.random() < 0.5 else range(reqs)
+        req, other = pick.choice(again), pick.randrange(reqs)
+        name = pick.choice(["append_row"] * 3 + ["add_row"] * 3 + ["move", "swap"] * 2)
+        room = width - len(rows[req]) if name == "append_row" else width
+        count = pick.choice([room, pick.randint(0, room)])
+        blocks = tuple(pick.randrange(top - 64, top) for _ in range(count))
+        move: Move = (f"{name}_row", req, other)
+        if name in ("append_row", "add_row"):
+            move = (name, blocks, req)
+        elif pick.random() < 0.1:
+            move = ("clear",)
+        moves.append(move)
+        make_move(rows, move)
+    is_same = per_block == 1 and pick.random() < 0.5
+    return Life(
+        block_size=kernel * per_block,
+        kernel_block_size=None if is_same else kernel,
+        reqs=reqs,
+        width=width,
+        ranks=pick.choice([1, 1, 2, 3]),
+        interleave=interleave,
+        moves=tuple(moves),
+    )
+
+
+def expect_rows(table: Any, life: Life, rows: list[list[int]]) -> None:
+    """Refuse a table whose rows are not these, or that has anything behind them."""
+    entries = [life.entries(row) for row in rows]
+    counts = [int(count) for count in table.num_blocks_per_row]
+    expect_same("num_blocks_per_row", counts, [len(row) for row in entries])
+    width = len(life.entries([0])) * life.width
+    right = torch.tensor(
+        [row + [0] * (width - len(row)) for row in entries], dtype=torch.int32
+    )
+    for num_reqs in {0, 1, life.reqs - 1, life.reqs}:
+        found = table.get_device_tensor(num_reqs)
+        expect_same(f"the first {num_reqs} rows", found.cpu(), right[:num_reqs])
+
+
+@law("BlockTable", cases=lives())
+def rows_are_what_was_last_done_to_them(setting: Setting, life: Life) -> None:
+    """After each move, every row is compared, and the zeros behind it."""
+    table = life.table(setting.candidate, setting.device, rank=0)
+    expect_same(
+        "block_size", table.block_size, life.kernel_block_size or life.block_size
+    )
+    rows: list[list[int]] = [[] for _ in range(life.reqs)]
+    expect_rows(table, life, rows)
+    for move in life.moves:
+        name, *given = move
+        given = [list(each) if isinstance(each, tuple) else each for each in given]
+        getattr(table, name)(*given)
+        make_move(rows, move)
+        expect_rows(table, life, rows)
+
+
+@law("BlockTable", cases=lives())
+def the_ranks_slots_of_a_row_are_filled_one_after_another(
+    setting: Setting, life: Life
+) -> None:
+    """Tokens come in any order, of any rows; what another rank keeps has no slot."""
+    rows: list[list[int]] = [[] for _ in range(life.reqs)]
+    for move in life.moves:
+        make_move(rows, move)
+    for rank in range(life.ranks):
+        table = life.table(setting.candidate, setting.device, rank)
+        for name, *given in life.moves:
+            getattr(table, name)(*given)
+        slots = [life.slots(row, rank) for row in rows]
+        tokens = [(req, p) for req, own in enumerate(slots) for p in range(len(own))]
+        Random(len(tokens)).shuffle(tokens)
+        for some in (tokens, tokens[:1], []):
+            reqs, positions = [req for req, _ in some], [place for _, place in some]
+            found = table.compute_slot_mapping(req_indices=reqs, positions=positions)
+            right = [slots[req][place] for req, place in some]
+            expect_same(
+                f"slots of rank {rank}", found, torch.tensor(right, dtype=torch.int64)
+            )
+            expect_same("req_indices, which are only read", reqs, [r for r, _ in some])
+
+
+@law("BlockTable", cases=[Life(4, 2, 3, 3, 1, 1, (("add_row", (7, 2), 0),))])
+def a_tensor_of_the_rows_stays_as_it_was_made(setting: Setting, life: Life) -> None:
+    """A step in flight still reads it; and writing to it changes no row."""
+    table = life.table(setting.candidate, setting.device, rank=0)
+    table.add_row([7, 2], 0)
+    first = table.get_device_tensor(3)
+    before = first.cpu().clone()
+    table.append_row([5], 0)
+    table.add_row([9], 1)
+    expect_same("the rows of the step before", first.cpu(), before)
+    second = table.get_device_tensor(3)
+    second.fill_(77)
+    expect_rows(table, life, [[7, 2, 5], [9], []])
+    table.clear()
+    expect_rows(table, life, [[], [], []])
+    expect_same("the rows of the step before", first.cpu(), before)
+
+
+REFUSED_MOVES: dict[str, Callable[[Any], Any]] = {
+    "a block too many behind a row": lambda t: t.append_row([1, 2], 0),
+    "a row that is too long": lambda t: t.add_row([1, 2, 3, 4], 0),
+    "a row past the last": lambda t: t.append_row([1], 4),
+    "a new row past the last": lambda t: t.add_row([1], 4),
+    "a negative row": lambda t: t.append_row([1], -1),
+    "a negative new row": lambda t: t.add_row([1], -1),
+    "a negative block id": lambda t: t.append_row([-1], 1),
+    "an id of more than 31 bits": lambda t: t.add_row([2**31], 1),
+    "a negative block id behind a good one": lambda t: t.add_row([4, -1], 0),
+    "a move from a row that is not there": lambda t: t.move_row(4, 0),
+    "a move to a row that is not there": lambda t: t.move_row(0, 4),
+    "a move from a negative row": lambda t: t.move_row(-1, 0),
+    "a move to a negative row": lambda t: t.move_row(0, -1),
+    "a swap with a row that is not there": lambda t: t.swap_row(0, 4),
+    "a swap with a negative row": lambda t: t.swap_row(-1, 0),
+    "a swap of a negative row": lambda t: t.swap_row(0, -1),
+    "more rows than there are": lambda t: t.get_device_tensor(5),
+    "less than no rows": lambda t: t.get_device_tensor(-1),
+    "the first position past a row's end": lambda t: t.compute_slot_mapping([0], [8]),
+    "a position of an empty row": lambda t: t.compute_slot_mapping([0, 2], [0, 0]),
+    "a negative position": lambda t: t.compute_slot_mapping([0, 0], [1, -1]),
+    "a token of no row": lambda t: t.compute_slot_mapping([4], [0]),
+    "a token of a negative row": lambda t: t.compute_slot_mapping([-1], [0]),
+    "a row without a position": lambda t: t.compute_slot_mapping([0, 1], [0]),
+}
+
+
+IN_KERNEL_BLOCKS = "an id of more than 31 bits in blocks of the kernel"
+
+
+@law("BlockTable", cases=[*REFUSED_MOVES, IN_KERNEL_BLOCKS], claim="refuses shapes")
+def a_refused_move_changes_no_row(setting: Setting, case: str) -> None:
+    """Whether a block of the manager is one of the kernel, or two."""
+    for kernel_block_size in (None, 2):
+        life = Life(4, kernel_block_size, 4, 3, 1, 1, ())
+        table = life.table(setting.candidate, setting.device, rank=0)
+        table.add_row([7, 2], 0)
+        table.add_row([5], 1)
+        table.add_row([8], 3)
+        if case != IN_KERNEL_BLOCKS:
+            expect_refusal(case, partial(REFUSED_MOVES[case], table))
+        elif kernel_block_size is not None:
+            expect_refusal(case, partial(table.add_row, [2**30], 1))
+        expect_rows(table, life, [[7, 2], [5], [], [8]])
+
+
+REFUSED_TABLES: dict[str, tuple[Sequence[int], dict[str, int]]] = {
+    "blocks without slots": ((0, 2, 2), {}),
+    "less than no rows": ((4, -1, 2), {}),
+    "less than no blocks in a row": ((4, 2, -1), {}),
+    "a kernel's block that does not divide": ((4, 2, 2), {"kernel_block_size": 3}),
+    "a kernel's block that is larger": ((4, 2, 2), {"kernel_block_size": 8}),
+    "a kernel's block without slots": ((4, 2, 2), {"kernel_block_size": 0}),
+    "no ranks": ((4, 2, 2), {"dcp_world_size": 0}),
+    "a rank past the last": ((4, 2, 2), {"dcp_world_size": 2, "dcp_rank": 2}),
+    "a negative rank": ((4, 2, 2), {"dcp_world_size": 2, "dcp_rank": -1}),
+    "turns that do not divide a block": (
+        (4, 2, 2),
+        {"dcp_world_size": 2, "dcp_kv_cache_interleave_size": 3},
+    ),
+    "turns that divide the manager's block alone": (
+        (4, 2, 2),
+        {"kernel_block_size": 2, "dcp_kv_cache_interleave_size": 4},
+    ),
+}
+
+
+@law("BlockTable", cases=list(REFUSED_TABLES), claim="refuses shapes")
+def sizes_that_do_not_divide_are_refused(setting: Setting, case: str) -> None:
+    sizes, options = REFUSED_TABLES[case]
+    expect_refusal(case, lambda: setting.candidate.BlockTable(*sizes, **options))
+
+
+@dataclass(frozen=True)
+class States:
+    """Rows whose blocks hold states.
+
+    Args:
+        seq_lens: tokens of each request.
+        block_size: tokens between two states.
+        drafts: blocks for drafted tokens.
+        spare: columns behind the longest row.
+        stride: elements from one entry to the next.
+    """
+
+    seq_lens: tuple[int, ...]
+    block_size: int
+    drafts: int
+    spare: int
+    stride: int
+
+    def rows(self) -> Rows:
+        """Return rows of ids that are all different, as long as they have to be."""
+        needed = [
+            max(1, -(-seq_len // self.block_size)) + self.drafts
+            for seq_len in self.seq_lens
+        ]
+        pick = Random(len(needed))
+        rows = tuple(tuple(pick.sample(range(2**30), count)) for count in needed)
+        none: tuple[int, ...] = ()
+        width = max(needed, default=0) + self.spare
+        return Rows(rows, (none,) * len(rows), width, self.stride)
+
+
+@st.composite
+def states(draw: st.DrawFn) -> States:
+    """Return sequences that end on both sides of a block's edge."""
+    pick = Random(draw(st.integers(0, 2**20)))
+    size = pick.choice([1, 2, 4, 16, 24])
+    edges = [0, 1, size - 1, size, size + 1, 2 * size, 5 * size + 1]
+    return States(
+        tuple(pick.choice(edges) for _ in range(pick.choice([0, 1, 3, 5]))),
+        size,
+        pick.choice([0, 0, 1, 3]),
+        pick.choice([0, 1, 4]),
+        pick.choice([1, 2]),
+    )
+
+
+@law("mamba_get_block_table_tensor", cases=states())
+def a_state_is_read_from_the_block_of_the_last_token(
+    setting: Setting, case: States
+) -> None:
+    """Those of the drafts stand behind it; in the other modes the table is as it should be."""
+    rows = case.rows()
+    table = rows.table(setting.device)
+    seq_lens = torch.tensor(case.seq_lens, dtype=torch.int32).to(setting.device)
+    right = torch.zeros(len(rows.rows), 1 + case.drafts, dtype=torch.int32)
+    for req, (seq_len, row) in enumerate(zip(case.seq_lens, rows.rows, strict=True)):
+        last = 0
+        while (last + 1) * case.block_size < seq_len:
+            last += 1
+        for draft in range(1 + case.drafts):
+            right[req, draft] = row[last + draft]
+    call = setting.candidate.mamba_get_block_table_tensor
+    with kept(block_table=table, seq_lens=seq_lens):
+        found = call(table, seq_lens, case.block_size, case.drafts, "align")
+        expect_same("blocks of the states", packed(found), right)
+        if not case.drafts:
+            found = call(table, seq_lens, case.block_size, mamba_cache_mode="align")
+            expect_same("blocks of the states, no drafts", packed(found), right)
+        expect_same("device of the blocks", found.device.type, setting.device.type)
+        for mode in ({}, {"mamba_cache_mode": "none"}, {"mamba_cache_mode": "all"}):
+            whole = call(table, seq_lens, case.block_size, case.drafts, **mode)
+            expect_same("table", packed(whole), packed(table))
+
+
+REFUSED_STATES: dict[str, tuple[list[int], int, int, str]] = {
+    "another mode": ([5, 4], 4, 0, "some"),
+    "blocks without tokens": ([5, 4], 0, 0, "align"),
+    "less than no drafts": ([5, 4], 4, -1, "align"),
+    "one length too few": ([5], 4, 0, "align"),
+    "a sequence longer than its row": ([5, 13], 4, 0, "align"),
+    "a draft past the end of the row": ([9, 4], 4, 1, "align"),
+}
+
+
+@law(
+    "mamba_get_block_table_tensor", cases=list(REFUSED_STATES), claim="refuses contents"
+)
+def states_that_no_row_holds_are_refused(setting: Setting, case: str) -> None:
+    seq_lens, block_size, drafts, mode = REFUSED_STATES[case]
+    table = TABLE.table(setting.device)
+    lens = torch.tensor(seq_lens, dtype=torch.int32, device=setting.device)
+    call = setting.candidate.mamba_get_block_table_tensor
+    expect_all_refused(
+        case, lambda: call(table, lens, block_size, drafts, mode), block_table=table
+    )

@@ -1,0 +1,283 @@
+"""Which laws hold for a prefix that all requests share?
+
+Read once or with every request, it is the same attention: what is right is counted without it, key
+by key. Needles lie on both sides of its end.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ..generators.batches import DTYPES, LAYOUTS, NAN, Plan
+from ..generators.options import Call, paged_call, quantised_call, slopes, tree_of
+from ..harness.asking import Result, ask, expect_right, expect_same_results
+from ..harness.canaries import checked_values, kept
+from ..harness.expect import expect_refusal
+from ..harness.law import Setting, law
+
+KINDS = ("plain", "cap", "sinks", "not causal", "flags", "tree", "fp8", "values")
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A batch whose requests begin alike, in small numbers.
+
+    Args:
+        prefix_blocks: blocks that all live requests begin with, and that `common_prefix_len` says.
+        query_lens, own_lens: new tokens of each request, and keys that only it has, those of its
+            new tokens not counted.
+        kind: of option.
+        needle: the key that outweighs all others, counted from the end of the prefix; None: none.
+    """
+
+    prefix_blocks: int
+    query_lens: tuple[int, ...]
+    own_lens: tuple[int, ...]
+    kind: str = "plain"
+    needle: int | None = None
+    block_size: int = 16
+    kv_heads: int = 1
+    group: int = 2
+    head_size: int = 16
+    dtype: torch.dtype = torch.float32
+    layout: str = "separate"
+    padding: int = 0
+    spare_max: int = 0
+    seed: int = 0
+
+    @property
+    def prefix_len(self) -> int:
+        return self.prefix_blocks * self.block_size
+
+    def call(self, device: torch.device) -> Call:
+        """Return attention over the whole sequences, of which the first blocks are the same."""
+        key_lens = tuple(
+            own + query_len + (self.prefix_len if query_len or not req else 0)
+            for req, (query_len, own) in enumerate(
+                zip(self.query_lens, self.own_lens, strict=True)
+            )
+        )
+        plan = Plan(
+            self.query_lens,
+            key_lens,
+            block_size=self.block_size,
+            kv_heads=self.kv_heads,
+            group=self.group,
+            head_size=self.head_size,
+            dtype=self.dtype,
+            layout=self.layout,
+            padding=self.padding,
+            spare_max=self.spare_max,
+            seed=self.seed,
+        )
+        plain = paged_call(plan, device)
+        # step: let all live requests begin with the blocks of the first
+        rows, table = [list(row) for row in plain.rows], plain.arguments["block_table"]
+        for req, query_len in enumerate(self.query_lens):
+            if query_len:
+                rows[req][: self.prefix_blocks] = rows[0][: self.prefix_blocks]
+                table[req, : self.prefix_blocks] = table[0, : self.prefix_blocks]
+        call = replace(plain, rows=rows)
+        # step: put the needle where each live request has it
+        if self.needle is not None:
+            generator = torch.Generator().manual_seed(self.seed)
+            lean = torch.randn(self.kv_heads, self.head_size, generator=generator)
+            lean = torch.nn.functional.normalize(lean, dim=1).to(device)
+            live = call.query[: sum(self.query_lens)]
+            leaning = 0.25 * live.float() + 2 * lean.repeat_interleave(self.group, 0)
+            live.copy_(leaning.to(self.dtype))
+            places: set[tuple[int, int]] = set()
+            for row, query_len, key_len in zip(
+                rows, self.query_lens, key_lens, strict=True
+            ):
+                if query_len:
+                    place = min(max(self.prefix_len + self.needle, 0), key_len - 1)
+                    block_id = row[place // self.block_size]
+                    places.add((block_id, place % self.block_size))
+            for at in sorted(places):
+                far_out = 12 * self.head_size**0.5 * lean
+                call.arguments["key_cache"][at] = far_out.to(self.dtype)
+                call.arguments["value_cache"][at] += 3
+        return self.with_option(call)
+
+    def with_option(self, call: Call) -> Call:
+        """Return the call with the option of this kind."""
+        heads, reqs = self.kv_heads * self.group, len(self.query_lens)
+        if self.kind == "fp8":
+            return quantised_call(
+                call, torch.float8_e4m3fn, 0.5, slopes(self.kv_heads, 0.1)
+            )
+        if self.kind == "sinks":  # as heavy as all that the heaviest query sees
+            level = call.answer().lse.amax(1) + slopes(heads, 2.0) - 1
+            return call.changed(sinks=level.clamp(min=-9.0).float())
+        if self.kind == "values" and self.head_size > 3:
+            values = call.arguments["value_cache"][..., : self.head_size - 3]
+            return call.changed(value_cache=values)
+        tree = tree_of([None, 0, 0, 1, 2], 6).repeat(reqs, 1, 1)
+        options: dict[str, dict[str, Any]] = {
+            "cap": {"logits_soft_cap": 1.5},
+            "not causal": {"causal": False},
+            "flags": {"causal": torch.tensor([req % 2 == 0 for req in range(reqs)])},
+            "tree": {"tree_mask": tree},
+        }
+        return call.changed(**options.get(self.kind, {}))
+
+
+@st.composite
+def shared_prefixes(draw: st.DrawFn) -> Shared:
+    """Return a ragged batch with idle requests beside live ones; all of it from one seed."""
+    pick = Random(draw(st.integers(0, 2**20)))
+    block_size = pick.choice([1, 3, 16, 16, 24])
+    reqs = pick.randint(1, 4)
+    kind = pick.choice([*KINDS, "plain"])
+    news = [0, 1, 1, 1, 2, 5, 17] if kind != "tree" else [1, 2, 5]
+    owns = [0, 0, 1, block_size - 1, block_size, 33]
+    return Shared(
+        prefix_blocks=pick.choice([0, 1, 1, 2, 3]),
+        query_lens=tuple(pick.choice(news) for _ in range(reqs)),
+        own_lens=tuple(pick.choice(owns) for _ in range(reqs)),
+        kind=kind,
+        needle=pick.choice([None, None, None, -100, -1, 0, 1, 15]),
+        block_size=block_size,
+        kv_heads=pick.choice([1, 2]),
+        group=pick.choice([1, 2, 5]),
+        head_size=pick.choice([8, 16, 24]),
+        dtype=pick.choice(DTYPES),
+        layout=pick.choice(LAYOUTS),
+        padding=pick.choice([0, 2]),
+        spare_max=pick.choice([0, 7]),
+        seed=pick.randrange(2**16),
+    )
+
+
+def cascade(call: Call, prefix_len: int) -> Call:
+    """Return the call with its prefix read once."""
+    call = call.changed(common_prefix_len=prefix_len)
+    return replace(call, operation="cascade_attention")
+
+
+def ask_cascade(setting: Setting, call: Call, prefix_len: int) -> Result:
+    return ask(setting, cascade(call, prefix_len))
+
+
+@law("cascade_attention", cases=shared_prefixes())
+def a_prefix_read_once_is_a_prefix_read_with_every_request(
+    setting: Setting, shared: Shared
+) -> None:
+    call = shared.call(setting.device)
+    found = ask_cascade(setting, call, shared.prefix_len)
+    expect_right(setting, call, found, is_joined=True)
+
+
+NEEDLES = [
+    Shared(2, (3, 1, 20), (14, 15, 14), needle=needle, dtype=dtype, seed=needle + 40)
+    for needle in (-32, -17, -16, -1, 0, 1, 13, 14, 15, 16)
+    for dtype in DTYPES
+    if dtype == torch.float32 or needle in (-1, 0)
+]
+
+
+@law("cascade_attention", cases=NEEDLES)
+def no_key_is_lost_at_the_end_of_the_prefix(setting: Setting, shared: Shared) -> None:
+    """Nor counted in both parts, nor seen by new tokens that stand before it."""
+    call = shared.call(setting.device)
+    found = ask_cascade(setting, call, shared.prefix_len)
+    expect_right(setting, call, found, is_joined=True)
+
+
+@law("cascade_attention", cases=shared_prefixes())
+def a_shorter_prefix_gives_the_same(setting: Setting, shared: Shared) -> None:
+    """Whatever part of what is shared is read once, down to nothing."""
+    call = shared.call(setting.device)
+    answer = call.answer()
+    for blocks in {shared.prefix_blocks // 2, 0}:
+        found = ask_cascade(setting, call, blocks * shared.block_size)
+        expect_right(setting, call, found, answer, is_joined=True)
+
+
+TWO = Shared(2, (3, 1), (6, 3), kv_heads=2, padding=1)
+
+
+@law("cascade_attention", cases=[replace(TWO, kind=kind) for kind in KINDS])
+def a_cascade_changes_nothing_that_it_reads(setting: Setting, shared: Shared) -> None:
+    """And makes an output where none is given."""
+    call = shared.call(setting.device)
+    tensors = {
+        name: each for name, each in call.arguments.items() if isinstance(each, Tensor)
+    }
+    with kept(**tensors):
+        once = ask_cascade(setting, call, shared.prefix_len)
+    again = ask_cascade(setting, call, shared.prefix_len)
+    expect_same_results("once more", again, once)
+    made = replace(call, out_dtype=None, wants_lse=False)
+    found = ask_cascade(setting, made, shared.prefix_len)
+    expect_same_results("made", found, once)
+
+
+Change = Callable[[Call], dict[str, Any]]
+UNFIT: dict[str, Change] = {
+    "a negative prefix": lambda call: {"common_prefix_len": -16},
+    "a prefix of half a block": lambda call: {"common_prefix_len": 20},
+    "a prefix of one key less": lambda call: {"common_prefix_len": 31},
+    "a prefix longer than the rows": lambda call: {"common_prefix_len": 160},
+    "a window": lambda call: {"sliding_window": 8},
+    "chunks": lambda call: {"attention_chunk_size": 16},
+    "slopes": lambda call: {"alibi_slopes": torch.ones(4)},
+    "a bias": lambda call: {"position_bias": torch.ones(4, 3)},
+    "ranges": lambda call: {"query_ranges": torch.zeros(5, 2, dtype=torch.int32)},
+    "sinks for other heads": lambda call: {"sinks": torch.ones(3)},
+    "an FP8 output": lambda call: {"out": torch.zeros(5, 4, 16).to(torch.float8_e5m2)},
+    "an output of another shape": lambda call: {"out": torch.zeros(5, 4, 15)},
+    "a scale of a cache that has none": lambda call: {"k_scale": 1.0},
+}
+
+
+def other_block(call: Call) -> dict[str, Any]:
+    table = call.arguments["block_table"].clone()
+    table[1, 1] = table[0, 0]
+    return {"block_table": table}
+
+
+CONTENTS: dict[str, Change] = {
+    "rows that do not share it": other_block,
+    "a prefix that reaches into the new tokens": lambda call: {
+        "seq_lens": torch.tensor([34, 36], dtype=torch.int32)
+    },
+    "a prefix longer than a sequence": lambda call: {
+        "seq_lens": torch.tensor([41, 20], dtype=torch.int32),
+        "causal": False,
+    },
+}
+
+
+def expect_refused(setting: Setting, what: str, change: Change) -> None:
+    call = cascade(TWO.call(setting.device), TWO.prefix_len)
+    changes = change(call)
+    out = changes.pop("out", torch.full((5, 4, 16), 7.0)).to(setting.device)
+    lse = torch.full((4, 5), NAN, device=setting.device)
+    call = call.changed(**changes)
+    with kept(out=out, lse=lse):
+        expect_refusal(
+            what,
+            lambda: setting.candidate.cascade_attention(
+                **call.arguments, out=out, lse=lse
+            ),
+        )
+
+
+@law("cascade_attention", cases=[*UNFIT], claim="refuses shapes")
+def a_prefix_that_cannot_be_is_refused(setting: Setting, what: str) -> None:
+    expect_refused(setting, what, UNFIT[what])
+
+
+@law("cascade_attention", cases=[*CONTENTS], claim="refuses contents")
+def a_prefix_that_is_not_shared_is_refused_if_asked(
+    setting: Setting, what: str
+) -> None:
+    with checked_values():
+        expect_refused(setting, what, CONTENTS[what])

@@ -1,0 +1,390 @@
+"""Which laws hold for what is counted once a step: chunks, ranks, layers?
+
+Cards are dealt, tokens counted and layers compared one by one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from ...contract.kinds import PAD_SLOT_ID
+from ...contract.layer_parameters import PerLayerParameters
+from ..generators.steps import Requests, counts, packed, padded, several
+from ..harness.expect import Disagreement, expect_refusal, expect_same
+from ..harness.law import Setting, law
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Prompts that are convolved.
+
+    Args:
+        lens: new tokens of each.
+    """
+
+    lens: tuple[int, ...]
+
+
+@st.composite
+def prompts(draw: st.DrawFn) -> Prompts:
+    """Return prompts of whole chunks of 8, of one token more and of one less; some long."""
+    pick = Random(draw(st.integers(0, 2**20)))
+    lens = [0, 1, 7, 8, 9, 16, 17, pick.randint(1, 60)]
+    if pick.random() < 0.15:  # more chunks than there is room for in every step
+        lens.append(pick.choice([8 * 1024, 8 * 1024 + 1, 9000]))
+    return Prompts(tuple(pick.choice(lens) for _ in range(pick.choice([0, 1, 3, 6]))))
+
+
+@law("compute_causal_conv1d_metadata", cases=several(prompts()))
+def every_chunk_of_every_prompt_has_its_program(
+    setting: Setting, cases: list[Prompts]
+) -> None:
+    for prompts in cases:
+        starts = counts(Requests(prompts.lens, (0,) * len(prompts.lens)).starts)
+        before = starts.clone()
+        found, batch, offset = setting.candidate.compute_causal_conv1d_metadata(
+            starts, setting.device
+        )
+        expect_same("the starts afterwards", starts, before)
+        expect_same("sizes of chunks", list(found), [8])
+        nums = [len(range(0, length, 8)) for length in prompts.lens]
+        owners = [req for req, num in enumerate(nums) for _ in range(num)]
+        numbers = [number for num in nums for number in range(num)]
+        room = 2 * max(1024, len(owners))
+        right = {
+            "nums": counts(nums),
+            "tot": len(owners),
+            "mlist": torch.tensor(owners, dtype=torch.int64),
+            "mlist_len": len(owners),
+            "offsetlist": counts(numbers),
+            "batch_ptr": counts(padded(owners, room, PAD_SLOT_ID)),
+            "token_chunk_offset_ptr": counts(padded(numbers, room, PAD_SLOT_ID)),
+        }
+        chunks = found[8]
+        expect_same("names", sorted(chunks), sorted(right))
+        for name, value in right.items():
+            expect_same(name, chunks[name], value)
+            if isinstance(value, torch.Tensor):
+                on_device = name.endswith("_ptr")
+                place = setting.device.type if on_device else "cpu"
+                expect_same(f"where {name} lies", chunks[name].device.type, place)
+        expect_same("the programs' requests", batch, right["batch_ptr"])
+        expect_same("the programs' chunks", offset, right["token_chunk_offset_ptr"])
+        kinds = [type(chunks[name]) for name in ("tot", "mlist_len")]
+        expect_same("kinds of the numbers", kinds, [int, int])
+
+
+@law(
+    "compute_causal_conv1d_metadata",
+    cases=[Prompts((8, -3)), Prompts((-1,))],
+    claim="refuses shapes",
+)
+def prompts_whose_starts_fall_are_refused(setting: Setting, prompts: Prompts) -> None:
+    starts = counts(Requests(prompts.lens, (0,) * len(prompts.lens)).starts)
+    compute = setting.candidate.compute_causal_conv1d_metadata
+    expect_refusal("starts that fall", lambda: compute(starts, setting.device))
+    expect_refusal(
+        "starts that begin behind 0",
+        lambda: compute(starts.clamp(min=0) + 1, setting.device),
+    )
+
+
+@dataclass(frozen=True)
+class Deal:
+    """Sequences that are dealt out to ranks.
+
+    Args:
+        seq_lens: tokens of each.
+        ranks: how many there are.
+        in_a_row: positions in a row that go to the same rank.
+    """
+
+    seq_lens: tuple[int, ...]
+    ranks: int
+    in_a_row: int
+
+    def ranks_of(self, length: int) -> list[int]:
+        """Return the rank of each position, dealt out like cards."""
+        found: list[int] = []
+        rank = 0
+        while len(found) < length:
+            found += [rank] * self.in_a_row
+            rank = rank + 1 if rank + 1 < self.ranks else 0
+        return found[:length]
+
+
+@st.composite
+def deals(draw: st.DrawFn) -> Deal:
+    """Return sequences that end before, at and behind the end of a round."""
+    pick = Random(draw(st.integers(0, 2**20)))
+    ranks, in_a_row = pick.choice([1, 2, 3, 4, 8]), pick.choice([1, 1, 2, 3, 16])
+    whole = ranks * in_a_row
+    edges = [0, 1, in_a_row - 1, in_a_row, in_a_row + 1, whole - 1, whole, whole + 1]
+    edges += [2 * whole + in_a_row, 3 * whole - 1, pick.randint(0, 100)]
+    reqs = pick.choice([0, 1, 2, 5])
+    return Deal(tuple(pick.choice(edges) for _ in range(reqs)), ranks, in_a_row)
+
+
+@law("get_dcp_ranks", cases=several(deals()))
+def positions_are_dealt_out_to_ranks_in_turn(
+    setting: Setting, cases: list[Deal]
+) -> None:
+    for deal in cases:
+        length = max(deal.seq_lens, default=0)
+        pick = Random(length)
+        places = list(range(length))
+        pick.shuffle(places)  # a position has its rank wherever it stands
+        positions = torch.tensor(places, dtype=torch.int64, device=setting.device)
+        before = positions.clone()
+        found = setting.candidate.get_dcp_ranks(positions, deal.ranks, deal.in_a_row)
+        dealt = deal.ranks_of(length)
+        right = torch.tensor([dealt[place] for place in places], dtype=torch.int64)
+        expect_same("ranks", found, right)
+        expect_same("where they lie", found.device.type, setting.device.type)
+        expect_same("positions afterwards", positions, before)
+        if deal.in_a_row == 1:
+            plain = setting.candidate.get_dcp_ranks(positions, deal.ranks)
+            expect_same("ranks, one position in a row", plain, right)
+        far = torch.tensor([2**40 + 7], device=setting.device)
+        rank = (2**40 + 7) // deal.in_a_row % deal.ranks
+        found = setting.candidate.get_dcp_ranks(far, deal.ranks, deal.in_a_row)
+        expect_same("the rank of a far position", found.tolist(), [rank])
+
+
+@law("get_dcp_local_seq_lens", cases=several(deals()))
+def every_token_is_counted_on_one_rank(setting: Setting, cases: list[Deal]) -> None:
+    """What one rank is told is its column of what all are told, also if it is the only one."""
+    for deal in cases:
+        lens = counts(deal.seq_lens, setting.device)
+        before = lens.clone()
+        of_ranks = (deal.ranks, None, deal.in_a_row)
+        found = setting.candidate.get_dcp_local_seq_lens(lens, *of_ranks)
+        dealt = [deal.ranks_of(length) for length in deal.seq_lens]
+        ranks = range(deal.ranks)
+        right = counts([own.count(rank) for own in dealt for rank in ranks])
+        right = right.view(len(dealt), deal.ranks)
+        expect_same("tokens of each rank", found, right)
+        expect_same("where they lie", found.device.type, setting.device.type)
+        for rank in ranks:
+            column = setting.candidate.get_dcp_local_seq_lens(
+                lens, deal.ranks, rank, deal.in_a_row
+            )
+            expect_same(
+                f"tokens of rank {rank}", packed(column), packed(right[:, rank])
+            )
+        expect_same("the lengths afterwards", lens, before)
+        alone = setting.candidate.get_dcp_local_seq_lens(lens)
+        expect_same("tokens without ranks", alone, before.view(-1, 1))
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Ranks that there are not.
+
+    Args:
+        ranks, rank, in_a_row: as they are asked for.
+    """
+
+    ranks: int
+    rank: int | None
+    in_a_row: int
+
+
+@law(
+    "get_dcp_local_seq_lens",
+    "get_dcp_ranks",
+    cases=[
+        Ranks(0, None, 1),
+        Ranks(2, None, 0),
+        Ranks(2, 2, 1),
+        Ranks(2, -1, 1),
+        Ranks(1, None, -1),
+    ],
+    claim="refuses shapes",
+)
+def ranks_that_are_not_there_are_refused(setting: Setting, ranks: Ranks) -> None:
+    lens = counts([5], setting.device)
+    local = setting.candidate.get_dcp_local_seq_lens
+    expect_refusal(
+        repr(ranks), lambda: local(lens, ranks.ranks, ranks.rank, ranks.in_a_row)
+    )
+    if ranks.rank is None:
+        dealt = setting.candidate.get_dcp_ranks
+        positions = torch.arange(5, device=setting.device)
+        expect_refusal(
+            repr(ranks), lambda: dealt(positions, ranks.ranks, ranks.in_a_row)
+        )
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What a layer's implementation says of itself; a name that is None is not there.
+
+    Args:
+        scale: of its scores; None: it is no attention layer.
+        window: the keys it sees to the left and to the right.
+        cap: of its scores.
+        sinks: whether each head has a score of its own.
+    """
+
+    scale: float | None
+    window: tuple[int, int] | None = None
+    cap: float | None = None
+    sinks: bool = False
+
+    def as_layer(self) -> Any:
+        """Return a layer of a model."""
+        if self.scale is None:
+            return SimpleNamespace()
+        impl = SimpleNamespace(scale=self.scale)
+        if self.window is not None:
+            impl.sliding_window = self.window
+        if self.cap is not None:
+            impl.logits_soft_cap = self.cap
+        impl.sinks = torch.zeros(2) if self.sinks else None
+        return SimpleNamespace(impl=impl)
+
+    def numbers(self) -> PerLayerParameters:
+        """Return what a plan would have to fix."""
+        assert self.scale is not None
+        left = -1 if self.window is None else self.window[0]
+        return PerLayerParameters(left, self.cap, self.scale, self.sinks)
+
+
+@dataclass(frozen=True)
+class Model:
+    """Layers, in the order in which they are asked for.
+
+    Args:
+        layers: at least one of them attends.
+    """
+
+    layers: tuple[Layer, ...]
+
+
+@st.composite
+def models(draw: st.DrawFn) -> Model:
+    """Return models whose layers are alike, or differ in one number."""
+    pick = Random(draw(st.integers(0, 2**20)))
+    first = Layer(
+        pick.choice([0.125, 1.0]),
+        pick.choice([None, (-1, -1), (127, 0), (0, 0)]),
+        pick.choice([None, 30.0, 0]),
+        pick.random() < 0.3,
+    )
+    layers = [first]
+    for _ in range(pick.choice([0, 1, 2, 4])):
+        kind = pick.choice(["same", "same", "norm", "window", "cap", "scale", "sinks"])
+        kinds: dict[str, dict[str, Any]] = {
+            "same": {},
+            "norm": {"scale": None},
+            "window": {"window": (31, 0)},
+            "cap": {"cap": 50.0},
+            "scale": {"scale": 0.5},
+            "sinks": {"sinks": not first.sinks},
+        }
+        layers.append(replace(first, **kinds[kind]))
+    return Model(tuple(layers))
+
+
+def alike(numbers: Sequence[PerLayerParameters]) -> bool:
+    """Tell whether all layers have the first one's numbers, flags left out."""
+    return all(
+        (each.window_left, each.logits_soft_cap, each.sm_scale, each.has_sinks)
+        == (
+            numbers[0].window_left,
+            numbers[0].logits_soft_cap,
+            numbers[0].sm_scale,
+            numbers[0].has_sinks,
+        )
+        for each in numbers
+    )
+
+
+@law(
+    "get_per_layer_parameters", "infer_global_hyperparameters", cases=several(models())
+)
+def a_plan_knows_in_what_its_layers_differ(
+    setting: Setting, cases: list[Model]
+) -> None:
+    """Layers that do not attend have no say; the entries of the layers stay as they are."""
+    for model in cases:
+        layers = {f"layer {n}": each.as_layer() for n, each in enumerate(model.layers)}
+        names = list(layers)[::-1]
+        found = setting.candidate.get_per_layer_parameters(
+            layers | {"not asked for": object()}, names, SimpleNamespace
+        )
+        right = {
+            f"layer {n}": each.numbers()
+            for n, each in reversed(list(enumerate(model.layers)))
+            if each.scale is not None
+        }
+        expect_same("layers, in the order of the names", list(found), list(right))
+        for name, numbers in right.items():
+            expect_same(name, vars(found[name]), vars(numbers))
+        # flags of another model say nothing of this one
+        marked = {
+            name: replace(
+                each, has_same_window_lefts=n % 2 == 0, has_same_all_params=True
+            )
+            for n, (name, each) in enumerate(right.items())
+        }
+        before = {name: dict(vars(each)) for name, each in marked.items()}
+        shared = setting.candidate.infer_global_hyperparameters(marked)
+        after = {name: dict(vars(each)) for name, each in marked.items()}
+        expect_same("entries afterwards", after, before)
+        plans = list(right.values())
+        lefts = {each.window_left for each in plans}
+        expect_same(
+            "numbers of the plan",
+            vars(shared),
+            vars(plans[0])
+            | {
+                "has_same_window_lefts": len(lefts) == 1,
+                "has_same_all_params": alike(plans),
+            },
+        )
+        if any(shared is each for each in marked.values()):
+            raise Disagreement(
+                "the plan", "as a whole", "a layer's own entry", "a copy"
+            )
+
+
+@law(
+    "get_per_layer_parameters",
+    "infer_global_hyperparameters",
+    cases=[Model((Layer(1.0),))],
+    claim="refuses shapes",
+)
+def layers_of_which_no_plan_can_be_made_are_refused(
+    setting: Setting, model: Model
+) -> None:
+    read = setting.candidate.get_per_layer_parameters
+    (layer,) = model.layers
+    layers = {
+        "a": layer.as_layer(),
+        "no scale": SimpleNamespace(impl=SimpleNamespace()),
+        "a number": SimpleNamespace(impl=SimpleNamespace(scale=1.0, sliding_window=7)),
+        "three": SimpleNamespace(
+            impl=SimpleNamespace(scale=1.0, sliding_window=(1,) * 3)
+        ),
+    }
+    for names, impl_cls in (
+        (["a", "b"], SimpleNamespace),
+        (["a"], Model),
+        (["no scale"], SimpleNamespace),
+        (["a number"], SimpleNamespace),
+        (["three"], SimpleNamespace),
+    ):
+        expect_refusal(
+            f"layers {names} of {impl_cls.__name__}",
+            partial(read, layers, names, impl_cls),
+        )
+    infer = setting.candidate.infer_global_hyperparameters
+    expect_refusal("no layer", lambda: infer({}))

@@ -1,0 +1,335 @@
+"""Which laws hold for attention over a sequence that several ranks share?
+
+Positions are dealt out here one by one, and what a rank should answer is counted over the keys it
+got. Joined in float64, all ranks' answers are attention over the whole, which is counted too. Slots
+that a rank does not own hold NaN.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ..generators.batches import (
+    DTYPES,
+    GARBAGE,
+    LAYOUTS,
+    NAN,
+    Plan,
+    draw_rows,
+    empty_cache,
+)
+from ..generators.options import Call, paged_call, slopes
+from ..harness.asking import Result, ask, expect_right, expect_same_results
+from ..harness.canaries import checked_values, kept
+from ..harness.expect import Disagreement, expect_budget, expect_refusal
+from ..harness.law import Setting, law
+from ..oracles.brute_force import Answer, Request, attend_by_hand, judge_log_sum_exp
+
+KINDS = ("plain", "plain", "cap", "sinks", "values")
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """A batch whose keys are dealt out to ranks, in small numbers.
+
+    Args:
+        query_lens, key_lens: new tokens and keys of each request, on all ranks together.
+        ranks, in_a_row: how many ranks there are, and positions in a row that go to the same one.
+        kind: of option.
+        needles: for each request the key that outweighs all others; -1: none.
+    """
+
+    query_lens: tuple[int, ...]
+    key_lens: tuple[int, ...]
+    ranks: int
+    in_a_row: int
+    kind: str = "plain"
+    needles: tuple[int, ...] = ()
+    block_size: int = 16
+    group: int = 2
+    dtype: torch.dtype = torch.float32
+    layout: str = "separate"
+    padding: int = 0
+    spare_max: int = 0
+    seed: int = 0
+
+    def whole(self, device: torch.device) -> Call:
+        """Return attention over the whole sequences."""
+        plan = Plan(
+            self.query_lens,
+            self.key_lens,
+            kv_heads=1 + self.seed % 2,
+            group=self.group,
+            dtype=self.dtype,
+            padding=self.padding,
+            seed=self.seed,
+        )
+        needles = [(req, key) for req, key in enumerate(self.needles) if key >= 0]
+        call = paged_call(plan, device, needles)
+        # as heavy as all that the heaviest query sees
+        level = call.answer().lse.amax(1) if len(call.query) else torch.zeros(1)
+        level = level + slopes(call.query.shape[1], 2.0) - 1
+        options: dict[str, dict[str, Any]] = {
+            "cap": {"logits_soft_cap": 3.0},
+            "sinks": {"sinks": level.clamp(min=-9.0).float()},
+        }
+        if self.kind == "values":
+            values = call.arguments["value_cache"][..., :11]
+            call = call.changed(value_cache=values)
+        return call.changed(**options.get(self.kind, {}))
+
+    def places_of(self, rank: int, count: int) -> list[int]:
+        """Return which of the first positions a rank keeps."""
+        return [
+            place
+            for place in range(count)
+            if place // self.in_a_row % self.ranks == rank
+        ]
+
+    def share(self, call: Call, rank: int) -> Call:
+        """Return the call of one rank: its own cache, blocks and table."""
+        requests, size = call.requests(), self.block_size
+        owned = [self.places_of(rank, key_len) for key_len in self.key_lens]
+        counts = [-(-len(each) // size) for each in owned]
+        generator = torch.Generator().manual_seed(self.seed + rank)
+        rows, num_blocks = draw_rows(counts, "scattered", generator)
+        longest = max(self.key_lens, default=0) + self.spare_max
+        width = -(-len(self.places_of(rank, longest)) // size) + rank % 2
+        table = torch.tensor(GARBAGE, dtype=torch.int32).repeat(len(rows), width)
+        table = table[:, :width].contiguous()
+        caches = {}
+        for half, name in enumerate(("key_cache", "value_cache")):
+            like = call.arguments[name]
+            cache = empty_cache(
+                self.layout, num_blocks, size, like.shape[2], like.shape[3], like.dtype
+            )[half]
+            for row, places, request in zip(rows, owned, requests, strict=True):
+                numbers = request.value if half else request.key
+                for index, place in enumerate(places):
+                    cache[row[index // size], index % size] = numbers[place]
+            caches[name] = cache
+        for req, row in enumerate(rows):
+            table[req, : len(row)] = torch.tensor(row, dtype=torch.int32)
+        changes = {
+            **caches,
+            "block_table": table,
+            "max_seq_len": longest,
+            "max_query_len": max(self.query_lens, default=0) + self.spare_max,
+            "dcp_world_size": self.ranks,
+            "dcp_rank": rank,
+            "dcp_kv_cache_interleave_size": self.in_a_row,
+            "causal": None,
+        }
+        return replace(call.changed(**changes), operation="dcp_attention", rows=rows)
+
+    def answer_of(self, call: Call, rank: int) -> Answer:
+        """Return what one rank should answer: each token sees its keys up to itself."""
+        requests = []
+        for request, key_len in zip(call.requests(), self.key_lens, strict=True):
+            context = key_len - len(request.query)
+            for own in range(len(request.query)):
+                places = self.places_of(rank, context + own + 1)
+                one = request.query[own : own + 1]
+                requests.append(
+                    Request(one, request.key[places], request.value[places])
+                )
+        given = call.arguments
+        names = ("scale", "logits_soft_cap", "k_scale", "v_scale")
+        options = {name: given[name] for name in names if name in given}
+        if rank == 0 and "sinks" in given:
+            options["sinks"] = given["sinks"]
+        options["causal"] = False
+        if not requests:
+            empty = call.query.cpu()[:0]
+            requests = [
+                Request(
+                    empty,
+                    *(
+                        given[name].cpu()[0, :0]
+                        for name in ("key_cache", "value_cache")
+                    ),
+                )
+            ]
+        return attend_by_hand(requests, options, len(call.query))
+
+
+@st.composite
+def deals(draw: st.DrawFn) -> Dealt:
+    """Return a ragged batch and its ranks; all of it from one seed."""
+    pick = Random(draw(st.integers(0, 2**20)))
+    reqs = pick.randint(1, 3)
+    query_lens = tuple(pick.choice([0, 1, 1, 2, 5]) for _ in range(reqs))
+    contexts = [0, 1, 2, 7, 15, 16, 17, 31, 40, 64]
+    key_lens = tuple(query_len + pick.choice(contexts) for query_len in query_lens)
+    needles = tuple(
+        pick.choice([-1, 0, key_len - 1, key_len - query_len, key_len // 2])
+        for query_len, key_len in zip(query_lens, key_lens, strict=True)
+    )
+    return Dealt(
+        query_lens,
+        key_lens,
+        ranks=pick.choice([1, 2, 2, 3, 4]),
+        in_a_row=pick.choice([1, 1, 2, 3, 16]),
+        kind=pick.choice(KINDS),
+        needles=tuple(
+            min(needle, key_len - 1)
+            for needle, key_len in zip(needles, key_lens, strict=True)
+        ),
+        block_size=pick.choice([16, 16, 1, 3]),
+        group=pick.choice([1, 2, 3]),
+        dtype=pick.choice(DTYPES),
+        layout=pick.choice(LAYOUTS),
+        padding=pick.choice([0, 0, 2]),
+        spare_max=pick.choice([0, 0, 5]),
+        seed=pick.randrange(2**16),
+    )
+
+
+@law("dcp_attention", cases=deals())
+def a_rank_attends_to_the_keys_that_it_keeps(setting: Setting, dealt: Dealt) -> None:
+    """Zero and minus infinity where it keeps none; sinks take their weight on rank 0 alone."""
+    whole = dealt.whole(setting.device)
+    # one rank a case; another law asks them all
+    rank = Random(dealt.seed).randrange(dealt.ranks)
+    call = dealt.share(whole, rank)
+    answer = dealt.answer_of(whole, rank)
+    expect_right(setting, call, ask(setting, call), answer)
+
+
+def ask_all(setting: Setting, dealt: Dealt, whole: Call) -> list[Result]:
+    """Return every rank's answer, the output in float32, so that it is rounded once."""
+    tokens, heads, _ = whole.query.shape
+    size = whole.arguments["value_cache"].shape[-1]
+    shape = (tokens, heads, size)
+    found: list[Result] = []
+    for rank in range(dealt.ranks):
+        out = torch.full(shape, NAN, device=setting.device)
+        lse = torch.full((heads, tokens), NAN, device=setting.device)
+        call = dealt.share(whole, rank)
+        setting.candidate.dcp_attention(**call.arguments, out=out, lse=lse)
+        found.append((out, lse))
+    return found
+
+
+@law("dcp_attention", cases=deals())
+def all_ranks_together_attend_to_the_whole(setting: Setting, dealt: Dealt) -> None:
+    # every token is a program on every rank: few of each
+    few = tuple(min(each, 2) for each in dealt.query_lens)
+    dealt = replace(dealt, ranks=min(dealt.ranks, 3), query_lens=few)
+    whole = dealt.whole(setting.device)
+    found = ask_all(setting, dealt, whole)
+    # step: join the ranks' parts in float64
+    lses = torch.stack([lse for _, lse in found if lse is not None]).cpu().double()
+    joint = lses.logsumexp(0)
+    shares = torch.exp(lses - joint.masked_fill(joint == -torch.inf, 0.0))
+    outs = torch.stack([out for out, _ in found]).cpu().double()
+    total = (shares.transpose(1, 2)[..., None] * outs).sum(0)
+    # step: hold it against the whole
+    answer = whole.answer()
+    same, _ = whole.run_into(setting.truth, None, False, compute_dtype=whole.dtype)
+    stored, joined = total.to(whole.dtype), answer.lse.T
+    expect_budget("joint output", stored, answer.out, same, answer.sizes, joined)
+    share = judge_log_sum_exp(joint.float(), answer)
+    if share > 1:
+        raise Disagreement(
+            "joint log-sum-exp", f"{share:.3g} of its budget", joint, answer.lse
+        )
+
+
+EDGES = [
+    Dealt((8, 1), (37, 20), ranks, in_a_row, needles=(needle, 19), seed=needle)
+    for ranks, in_a_row in ((2, 1), (3, 2), (2, 16))
+    for needle in (0, 15, 16, 32, 36)
+]
+
+
+@law("dcp_attention", cases=EDGES)
+def a_new_token_sees_no_key_behind_it_on_any_rank(
+    setting: Setting, dealt: Dealt
+) -> None:
+    whole = dealt.whole(setting.device)
+    keeper = dealt.needles[0] // dealt.in_a_row % dealt.ranks
+    call = dealt.share(whole, keeper)
+    expect_right(setting, call, ask(setting, call), dealt.answer_of(whole, keeper))
+
+
+TWO = Dealt((3, 1), (40, 9), 2, 1)
+
+
+@law("dcp_attention", cases=[0, 1])
+def a_rank_changes_nothing_that_it_reads(setting: Setting, rank: int) -> None:
+    """One position in a row is the default, and an output is made where none is given."""
+    call = TWO.share(TWO.whole(setting.device), rank)
+    tensors = {
+        name: each for name, each in call.arguments.items() if isinstance(each, Tensor)
+    }
+    with kept(**tensors):
+        once = ask(setting, call)
+    made = replace(call, out_dtype=None, wants_lse=False)
+    made = made.changed(dcp_kv_cache_interleave_size=None)
+    expect_same_results("made", ask(setting, made), once)
+
+
+Change = Callable[[Call], dict[str, Any]]
+UNFIT: dict[str, Change] = {
+    "a rank that is not there": lambda call: {"dcp_rank": 2},
+    "a negative rank": lambda call: {"dcp_rank": -1},
+    "no ranks": lambda call: {"dcp_world_size": 0, "dcp_rank": 0},
+    "nothing in a row": lambda call: {"dcp_kv_cache_interleave_size": 0},
+    "a bound that no row holds": lambda call: {"max_seq_len": 10**4},
+    "a negative bound": lambda call: {"max_seq_len": -1},
+    "a window": lambda call: {"sliding_window": 8},
+    "chunks": lambda call: {"attention_chunk_size": 16},
+    "slopes": lambda call: {"alibi_slopes": torch.ones(2)},
+    "a bias": lambda call: {"position_bias": torch.ones(2, 3)},
+    "ranges": lambda call: {"query_ranges": torch.zeros(4, 2, dtype=torch.int32)},
+    "lengths of 64 bits": lambda call: {"seq_lens": call.arguments["seq_lens"].long()},
+    "sinks for other heads": lambda call: {"sinks": torch.ones(3)},
+}
+CONTENTS: dict[str, Change] = {
+    "more new tokens than keys": lambda call: {
+        "seq_lens": torch.tensor([2, 9], dtype=torch.int32)
+    },
+    "a length above its bound": lambda call: {
+        "seq_lens": torch.tensor([41, 9], dtype=torch.int32)
+    },
+    "a negative length": lambda call: {
+        "seq_lens": torch.tensor([40, -1], dtype=torch.int32)
+    },
+    "starts that fall": lambda call: {
+        "query_start_loc": torch.tensor([0, 3, 2], dtype=torch.int32)
+    },
+    "a block that is not there": lambda call: {
+        "block_table": call.arguments["block_table"].clamp(max=0) + 10**6
+    },
+}
+
+
+def expect_refused(setting: Setting, what: str, change: Change) -> None:
+    call = TWO.share(TWO.whole(setting.device), 1)
+    call = call.changed(**change(call))
+    out = torch.full(call.query.shape, 7.0, device=setting.device)
+    lse = torch.full((call.query.shape[1], 4), NAN, device=setting.device)
+    with kept(out=out, lse=lse):
+        expect_refusal(
+            what,
+            lambda: setting.candidate.dcp_attention(**call.arguments, out=out, lse=lse),
+        )
+
+
+@law("dcp_attention", cases=[*UNFIT], claim="refuses shapes")
+def a_share_that_cannot_be_is_refused(setting: Setting, what: str) -> None:
+    expect_refused(setting, what, UNFIT[what])
+
+
+@law("dcp_attention", cases=[*CONTENTS], claim="refuses contents")
+def a_share_that_makes_no_sense_is_refused_if_asked(
+    setting: Setting, what: str
+) -> None:
+    with checked_values():
+        expect_refused(setting, what, CONTENTS[what])

@@ -1,0 +1,171 @@
+"""Which laws hold whatever torch's defaults are?
+
+An engine sets a default device and a default dtype while it builds a model, and leaves them set. An
+operation makes its tensors where its inputs lie and in the dtype that it needs; what it leaves to
+the defaults lands elsewhere. So laws of every operation are tried once more, and each call runs
+under other defaults: a device that holds no numbers, and a dtype of 16 bits.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import wraps
+from typing import Any
+
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis.strategies import SearchStrategy
+
+from ...contract.operations import CONCEPTS
+from ..harness.candidate import Candidate, OutsideSupport
+from ..harness.fitting import fit_case
+from ..harness.law import LAWS, Law, Setting, law
+
+DEFAULTS = ("device", "dtype")
+FEW = 3
+"""Cases of a law that are tried again; of layers, which may have several backends, four times
+as many."""
+OPERATIONS = [name for concept in CONCEPTS for name in concept.operations]
+
+
+@dataclass(frozen=True)
+class Default:
+    """A default, and an operation that shall not mind it.
+
+    Args:
+        name: one of DEFAULTS.
+        operation: of the candidate; "BACKENDS" stands for its layers.
+    """
+
+    name: str
+    operation: str
+
+    @contextmanager
+    def changed(self) -> Iterator[None]:
+        """Let the default be another."""
+        if self.name == "device":
+            with torch.device("meta"):
+                yield
+            return
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float16)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
+
+
+def function_under(default: Default, function: Callable[..., Any]) -> Any:
+    """Return a function that runs under another default."""
+
+    @wraps(function)
+    def call(*given: Any, **named: Any) -> Any:
+        with default.changed():
+            return function(*given, **named)
+
+    return call
+
+
+def class_under(default: Default, made: type) -> type:
+    """Return a class all of whose methods run under another default."""
+    methods: dict[str, Any] = {}
+    for name in dir(made):
+        found = inspect.getattr_static(made, name)
+        is_ours = not hasattr(object, name) or name == "__init__"
+        if inspect.isfunction(found) and is_ours:
+            methods[name] = function_under(default, found)
+    return type(made.__name__, (made,), methods)
+
+
+def backend_under(default: Default, backend: Any) -> type:
+    """Return a backend whose layers and builders run under another default."""
+    impl = class_under(default, backend.get_impl_cls())
+    builder = class_under(default, backend.get_builder_cls())
+    methods = {
+        "get_impl_cls": staticmethod(lambda: impl),
+        "get_builder_cls": staticmethod(lambda: builder),
+    }
+    return type(backend.__name__, (backend,), methods)
+
+
+def candidate_under(default: Default, candidate: Candidate) -> Candidate:
+    """Return a candidate all of whose operations run under another default."""
+    changed: dict[str, Any] = {}
+    for name, found in candidate.operations.items():
+        if name == "BACKENDS":
+            changed[name] = tuple(backend_under(default, each) for each in found)
+        elif inspect.isclass(found):
+            changed[name] = class_under(default, found)
+        else:
+            changed[name] = function_under(default, found)
+    return candidate.with_operations(**changed)
+
+
+def law_about(operation: str, candidate: Candidate) -> Law:
+    """Return the first law about an operation that needs nothing the candidate has not.
+
+    Raises:
+        OutsideSupport: there is none.
+    """
+    for each in LAWS:
+        is_about = operation in each.needs and each.claim is None
+        if is_about and not candidate.missing(each.needs):
+            return each
+    raise OutsideSupport(f"there is no {operation}")
+
+
+def few_cases(about: Law, few: int) -> list[Any]:
+    """Return some cases of a law, the same ones each time."""
+    if not isinstance(about.cases, SearchStrategy):
+        return list(about.cases)[:: max(1, len(about.cases) // few)][:few]
+    drawn: list[Any] = []
+
+    @settings(
+        max_examples=2 * few,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=about.cases)
+    def draw(case: Any) -> None:
+        drawn.append(case)
+
+    draw()
+    # the first ones are the plainest
+    return drawn[-few:]
+
+
+def expect_no_change(setting: Setting, default: Default) -> None:
+    about = law_about(default.operation, setting.candidate)
+    under = replace(setting, candidate=candidate_under(default, setting.candidate))
+    refused: list[OutsideSupport] = []
+    few = 4 * FEW if default.operation == "BACKENDS" else FEW
+    cases = few_cases(about, few)
+    for case in cases:
+        try:
+            about.body(under, case)
+        except OutsideSupport:
+            try:
+                fitted = fit_case(case, setting.candidate.support)
+                about.body(under.fitting(), fitted)
+            except OutsideSupport as error:
+                refused.append(error)
+    if len(refused) == len(cases):
+        raise refused[0]
+
+
+@law(cases=[Default("device", name) for name in (*OPERATIONS, "BACKENDS")])
+def tensors_are_made_where_the_inputs_lie_whatever_the_default_device_is(
+    setting: Setting, default: Default
+) -> None:
+    expect_no_change(setting, default)
+
+
+@law(cases=[Default("dtype", name) for name in (*OPERATIONS, "BACKENDS")])
+def tensors_have_the_dtype_they_need_whatever_the_default_is(
+    setting: Setting, default: Default
+) -> None:
+    expect_no_change(setting, default)

@@ -1,0 +1,302 @@
+"""Which laws hold for the lengths and tables of an encoder and a decoder, and for padded rows?
+
+The answers are fields of the metadata, the very objects. Which field answers for which kind of
+attention is written out here as a table.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain, combinations
+from random import Random
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from ...contract.kinds import AttentionType
+from ...contract.sequence_classes import SequenceAttentionMetadata
+from ..generators.steps import counts, expect_unchanged, padded, remember, several
+from ..harness.expect import expect_refusal, expect_same
+from ..harness.law import Setting, law
+
+OF_THE_ENCODER = (
+    "encoder_seq_lens",
+    "encoder_seq_lens_tensor",
+    "max_encoder_seq_len",
+)
+OF_THE_CROSS = ("cross_slot_mapping", "cross_block_tables")
+
+
+def both_sides(device: torch.device) -> SequenceAttentionMetadata:
+    """Return metadata with something in every field; no two fields say the same."""
+    return SequenceAttentionMetadata(
+        num_prefills=2,
+        num_prefill_tokens=5,
+        num_decode_tokens=3,
+        slot_mapping=torch.arange(8, device=device),
+        seq_lens=[2, 3, 14, 15, 16],
+        seq_lens_tensor=counts([2, 3, 14, 15, 16], device),
+        max_prefill_seq_len=31,
+        max_decode_seq_len=32,
+        max_query_len=33,
+        max_decode_query_len=1,
+        query_start_loc=counts([0, 2, 5, 6, 7, 8], device),
+        block_tables=counts(range(10), device).view(5, 2),
+        encoder_seq_lens=[4, 6, 7, 8, 9],
+        encoder_seq_lens_tensor=counts([4, 6, 7, 8, 9], device),
+        max_encoder_seq_len=34,
+        num_encoder_tokens=10,
+        cross_slot_mapping=torch.arange(50, 60, device=device),
+        cross_block_tables=counts(range(20, 35), device).view(5, 3),
+    )
+
+
+@dataclass(frozen=True)
+class Missing:
+    """Fields that the metadata does not have.
+
+    Args:
+        names: of the fields.
+        empty: names of fields that are there and hold nothing.
+    """
+
+    names: tuple[str, ...]
+    empty: tuple[str, ...] = ()
+
+
+ALL_FIELDS = OF_THE_ENCODER + OF_THE_CROSS
+EVERY_WAY = [
+    Missing(names)
+    for names in chain.from_iterable(
+        combinations(ALL_FIELDS, count) for count in range(len(ALL_FIELDS) + 1)
+    )
+] + [Missing((), ALL_FIELDS), Missing(OF_THE_CROSS, OF_THE_ENCODER)]
+
+
+@law(
+    "is_all_encoder_attn_metadata_set",
+    "is_all_cross_attn_metadata_set",
+    cases=EVERY_WAY,
+)
+def metadata_is_complete_if_no_field_of_its_side_is_missing(
+    setting: Setting, missing: Missing
+) -> None:
+    """An empty list, a tensor of nothing and a longest length of 0 are there."""
+    nothing: dict[str, Any] = {
+        "encoder_seq_lens": [],
+        "encoder_seq_lens_tensor": counts([]),
+        "max_encoder_seq_len": 0,
+        "cross_slot_mapping": torch.zeros(0, dtype=torch.int64),
+        "cross_block_tables": torch.zeros(0, 0, dtype=torch.int32),
+    }
+    changes: dict[str, Any] = {name: nothing[name] for name in missing.empty}
+    changes |= dict.fromkeys(missing.names)
+    metadata = replace(
+        both_sides(setting.device),
+        **changes,
+    )
+    encoder = not set(missing.names) & set(OF_THE_ENCODER)
+    found = setting.candidate.is_all_encoder_attn_metadata_set(metadata)
+    expect_same("complete for the encoder", found, encoder)
+    found = setting.candidate.is_all_cross_attn_metadata_set(metadata)
+    expect_same("complete for both", found, not missing.names)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of attention that is asked for.
+
+    Args:
+        attn_type: its string.
+        is_prompt: whether the prompts' longest length is wanted.
+    """
+
+    attn_type: str
+    is_prompt: bool = True
+
+
+KINDS = [Kind(each.value, prompt) for each in AttentionType for prompt in (True, False)]
+LENGTHS = {
+    ("decoder", True): ("seq_lens_tensor", "max_prefill_seq_len", "block_tables"),
+    ("decoder", False): ("seq_lens_tensor", "max_decode_seq_len", "block_tables"),
+    ("encoder_only", True): ("seq_lens_tensor", "max_prefill_seq_len", ""),
+    ("encoder", True): ("encoder_seq_lens_tensor", "max_encoder_seq_len", ""),
+    ("encoder", False): ("encoder_seq_lens_tensor", "max_encoder_seq_len", ""),
+    ("encoder_decoder", True): (
+        "encoder_seq_lens_tensor",
+        "max_encoder_seq_len",
+        "cross_block_tables",
+    ),
+    ("encoder_decoder", False): (
+        "encoder_seq_lens_tensor",
+        "max_encoder_seq_len",
+        "cross_block_tables",
+    ),
+}
+"""Which fields answer: lengths, the longest, and the table; a model without decoder decodes not."""
+
+
+@law("get_seq_len_block_table_args", cases=KINDS)
+def each_kind_of_attention_reads_its_own_lengths_and_table(
+    setting: Setting, kind: Kind
+) -> None:
+    metadata = both_sides(setting.device)
+    before = remember(metadata)
+    get = setting.candidate.get_seq_len_block_table_args
+    names = LENGTHS.get((kind.attn_type, kind.is_prompt))
+    for attn_type in (kind.attn_type, AttentionType(kind.attn_type)):
+        if names is None:
+            expect_refusal(
+                repr(kind), partial(get, metadata, kind.is_prompt, attn_type)
+            )
+            continue
+        found = get(metadata, kind.is_prompt, attn_type)
+        right = [getattr(metadata, name) if name else None for name in names]
+        expect_same("answers", len(found), 3)
+        for name, one, other in zip(names, found, right, strict=True):
+            expect_same(
+                f"the very {name or 'table that is not there'}", one is other, True
+            )
+    expect_unchanged("the metadata", metadata, before)
+
+
+@law("get_seq_len_block_table_args", cases=KINDS, claim="refuses shapes")
+def a_kind_that_lacks_its_lengths_is_refused(setting: Setting, kind: Kind) -> None:
+    """And no other kind is: what the encoder lacks does not matter to the decoder."""
+    get = setting.candidate.get_seq_len_block_table_args
+    names = LENGTHS.get((kind.attn_type, kind.is_prompt), ())
+    for name in (
+        "encoder_seq_lens_tensor",
+        "max_encoder_seq_len",
+        "cross_block_tables",
+    ):
+        change: dict[str, Any] = {name: None}
+        lacking = replace(both_sides(setting.device), **change)
+        if name in names or not names:
+            expect_refusal(
+                f"{kind} without {name}",
+                partial(get, lacking, kind.is_prompt, kind.attn_type),
+            )
+        else:
+            get(lacking, kind.is_prompt, kind.attn_type)
+    for other in ("", "cross", "Decoder"):
+        expect_refusal(
+            f"attn_type = {other!r}",
+            partial(get, both_sides(setting.device), True, other),
+        )
+
+
+TOKENS = {
+    "decoder": (5, 5, 3),
+    "encoder_only": (5, 5, 3),
+    "encoder": (10, 10, 0),
+    "encoder_decoder": (5, 10, 3),
+}
+
+
+@law("get_num_prefill_decode_query_kv_tokens", cases=KINDS[::2])
+def each_kind_of_attention_counts_its_own_tokens(setting: Setting, kind: Kind) -> None:
+    """Queries and keys of the prompts, then queries of the decodes."""
+    metadata = both_sides(setting.device)
+    get = setting.candidate.get_num_prefill_decode_query_kv_tokens
+    right = TOKENS[kind.attn_type]
+    for attn_type in (kind.attn_type, AttentionType(kind.attn_type)):
+        expect_same("tokens", tuple(get(metadata, attn_type)), right)
+    idle = replace(metadata, num_encoder_tokens=0)
+    none = tuple(0 if each == 10 else each for each in right)
+    expect_same("tokens beside no encoder's", tuple(get(idle, kind.attn_type)), none)
+    lacking = replace(metadata, num_encoder_tokens=None)
+    if kind.attn_type.startswith("encoder") and kind.attn_type != "encoder_only":
+        expect_refusal("no encoder tokens", lambda: get(lacking, kind.attn_type))
+    else:
+        found = tuple(get(lacking, kind.attn_type))
+        expect_same("tokens", found, TOKENS[kind.attn_type])
+    expect_refusal("no such kind", lambda: get(metadata, "self"))
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Rows by sequence id, or what stands in their place.
+
+    Args:
+        tables: as they are asked about.
+        is_empty: whether they say that there is no cache.
+    """
+
+    tables: Any
+    is_empty: bool
+
+
+@law(
+    "is_block_tables_empty",
+    cases=[
+        Tables(None, True),
+        Tables({}, True),
+        Tables({0: None}, True),
+        Tables({0: None, 1: None}, True),
+        Tables({0: []}, False),
+        Tables({0: [], 1: None}, False),
+        Tables({0: None, 1: [3]}, False),
+        Tables({0: None, 1: []}, False),
+        Tables({0: [0]}, False),
+        Tables([], False),
+        Tables([None], False),
+    ],
+)
+def there_is_no_cache_if_no_sequence_has_a_row(setting: Setting, case: Tables) -> None:
+    """A row of no blocks is a row."""
+    found = setting.candidate.is_block_tables_empty(case.tables)
+    expect_same("empty", type(found) is bool and found, case.is_empty)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows that are padded.
+
+    Args:
+        rows: of numbers.
+        pad: what stands behind a row.
+        dtype: of the tensor.
+        max_len: its width; None: the longest row.
+    """
+
+    rows: tuple[tuple[int, ...], ...]
+    pad: int
+    dtype: torch.dtype
+    max_len: int | None
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> Rows:
+    """Return rows of no, one and more numbers, up to the width and shorter."""
+    pick = Random(draw(st.integers(0, 2**20)))
+    lens = [pick.choice([0, 1, 2, 5]) for _ in range(pick.choice([0, 1, 2, 4]))]
+    width = max(lens, default=0)
+    return Rows(
+        tuple(tuple(pick.randint(1, 99) for _ in range(count)) for count in lens),
+        pick.choice([0, -1, 7]),
+        pick.choice([torch.int32, torch.int64, torch.float32]),
+        pick.choice([None, width, width + 3]),
+    )
+
+
+@law("make_tensor_with_pad", cases=several(rows()))
+def rows_stand_in_one_tensor_with_padding_behind(
+    setting: Setting, cases: list[Rows]
+) -> None:
+    for rows in cases:
+        given = [list(row) for row in rows.rows]
+        make = setting.candidate.make_tensor_with_pad
+        found = make(given, rows.pad, rows.dtype, rows.max_len, setting.device)
+        longest = max(map(len, given), default=0)
+        width = longest if rows.max_len is None else rows.max_len
+        flat = [each for row in rows.rows for each in padded(row, width, rows.pad)]
+        right = torch.tensor(flat, dtype=rows.dtype).view(len(given), width)
+        expect_same("the tensor", found, right)
+        expect_same("where it lies", found.device.type, setting.device.type)
+        expect_same("the rows afterwards", given, [list(row) for row in rows.rows])
+        for short in {longest - 1, -1} - ({-1} if not given else set()):
+            expect_refusal(
+                f"max_len = {short}",
+                partial(make, given, rows.pad, rows.dtype, short),
+            )

@@ -1,0 +1,404 @@
+"""Which laws hold for layers that run only on the tokens whose logits are wanted?
+
+Which tokens go on is counted here one by one. The classes that are made for such layers are held
+against those that they are made of.
+"""
+
+from dataclasses import FrozenInstanceError, dataclass, replace
+from functools import partial
+from itertools import accumulate
+from random import Random
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from ...contract.fast_prefill_metadata import KVSharingFastPrefillMetadata
+from ...contract.metadata_classes import CommonAttentionMetadata, PagedAttentionMetadata
+from ...engine.backend_interface import (
+    AttentionBackend,
+    AttentionMetadataBuilder,
+    metadata_fields,
+)
+from ..generators.batches import heads_of
+from ..generators.steps import (
+    Requests,
+    counts,
+    expect_fields,
+    expect_unchanged,
+    logits_of,
+    remember,
+    requests,
+    seen_by,
+    several,
+    values_of,
+    whole_step,
+)
+from ..harness.expect import Disagreement, expect_refusal, expect_same
+from ..harness.law import Setting, law
+
+
+def wanted_step(step: Requests, setting: Setting) -> CommonAttentionMetadata:
+    """Return the step with everything in it, its wanted tokens on the device."""
+    whole = whole_step(step, setting.device, ("tree_mask",))
+    indices = whole.logits_indices_padded
+    assert indices is not None
+    return whole.replace(logits_indices_padded=indices.to(setting.device))
+
+
+def logits_per_request(step: Requests) -> list[int]:
+    """Return how many of each request's tokens are wanted."""
+    owners = step.owners()
+    wanted = [owners[token] for token in logits_of(step)]
+    return [wanted.count(req) for req in range(len(step.new))]
+
+
+@law(
+    "make_kv_sharing_fast_prefill_common_attn_metadata", cases=several(requests(most=5))
+)
+def only_the_wanted_tokens_of_a_prompt_go_on(
+    setting: Setting, cases: list[Requests]
+) -> None:
+    """Of decodes all do: the very same step comes back."""
+    for step in cases:
+        whole = wanted_step(step, setting)
+        before = remember(whole)
+        make = setting.candidate.make_kv_sharing_fast_prefill_common_attn_metadata
+        found = make(whole)
+        expect_unchanged("the step", whole, before)
+        if max(step.new, default=0) <= 1:
+            if found is not whole:
+                raise Disagreement(
+                    "a step of decodes", "as a whole", "another", "the same"
+                )
+            continue
+        wanted, own = logits_of(step), logits_per_request(step)
+        starts = counts([0, *accumulate(own)])
+        assert whole.positions is not None
+        right = values_of(whole) | {
+            "query_start_loc": starts,
+            "query_start_loc_cpu": starts,
+            "num_actual_tokens": len(wanted),
+            "max_query_len": max(own),
+            "logits_indices_padded": None,
+            "num_logits_indices": None,
+            "max_logits_per_req": None,
+            "positions": whole.positions[wanted],
+        }
+        expect_fields("the step of wanted tokens", found, right, setting.device)
+        bare = make(whole.replace(positions=None))
+        right["positions"] = None
+        expect_fields("the step without positions", bare, right, setting.device)
+
+
+@law(
+    "make_kv_sharing_fast_prefill_common_attn_metadata",
+    cases=several(requests(fewest=1).filter(lambda step: max(step.new) > 1)),
+)
+def a_wanted_token_sees_what_it_saw_in_the_whole_step(
+    setting: Setting, cases: list[Requests]
+) -> None:
+    for step in cases:
+        whole = wanted_step(step, setting)
+        make = setting.candidate.make_kv_sharing_fast_prefill_common_attn_metadata
+        right = [step.seen()[token] for token in logits_of(step)]
+        for copy in seen_by(make(whole), step.block_size):
+            expect_same("the slots that each wanted token sees", copy, right)
+
+
+@dataclass(frozen=True)
+class Nonsense:
+    """Tokens that cannot go on alone, of requests that bring four tokens and three.
+
+    Args:
+        wanted: the tokens; None: the step does not say.
+        count: how many of them count; None: the step does not say.
+        what: why not.
+    """
+
+    wanted: tuple[int, ...] | None
+    count: int | None
+    what: str
+
+
+@law(
+    "make_kv_sharing_fast_prefill_common_attn_metadata",
+    cases=[
+        Nonsense(None, 2, "no word on which tokens are wanted"),
+        Nonsense((3, 6), None, "no word on how many are wanted"),
+        Nonsense((3, 6), 3, "more tokens than are named"),
+        Nonsense((3, 6), -1, "a negative count"),
+        Nonsense((2, 6), 2, "a token before the last of its request"),
+        Nonsense((3, 4, 6), 3, "a gap among a request's tokens"),
+        Nonsense((6, 3), 2, "tokens of a later request first"),
+        Nonsense((3, 6, 5), 3, "tokens of a request out of order"),
+        Nonsense((3, 3, 6), 3, "a token twice"),
+        Nonsense((3, 7), 2, "a token behind the last"),
+        Nonsense((-1, 6), 2, "a token before the first"),
+        Nonsense((3, 6), 2, "a tree of drafts"),
+    ],
+    claim="refuses shapes",
+)
+def tokens_that_cannot_go_on_alone_are_refused(
+    setting: Setting, nonsense: Nonsense
+) -> None:
+    step = Requests((4, 3), (0, 6))
+    beside = () if nonsense.what == "a tree of drafts" else ("tree_mask",)
+    whole = whole_step(step, setting.device, beside).replace(
+        logits_indices_padded=None
+        if nonsense.wanted is None
+        else torch.tensor(nonsense.wanted),
+        num_logits_indices=nonsense.count,
+    )
+    make = setting.candidate.make_kv_sharing_fast_prefill_common_attn_metadata
+    expect_refusal(nonsense.what, lambda: make(whole))
+
+
+class PlainBuilder(AttentionMetadataBuilder):
+    """Builds what every backend's metadata says, and counts nothing as a decode."""
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> PagedAttentionMetadata:
+        common = common_attn_metadata
+        boundary = (0, common.num_reqs, common_prefix_len, int(fast_build))
+        return PagedAttentionMetadata(**metadata_fields(common, boundary, None))
+
+
+class OtherBuilder(PlainBuilder):
+    """Another class than the plain one."""
+
+
+class PlainBackend(AttentionBackend):
+    """A backend that has metadata, and a builder of it."""
+
+    name = "PLAIN"
+
+    @staticmethod
+    def get_metadata_cls() -> type[PagedAttentionMetadata]:
+        return PagedAttentionMetadata
+
+    @staticmethod
+    def get_builder_cls() -> type[AttentionMetadataBuilder]:
+        return PlainBuilder
+
+
+@law("create_fast_prefill_custom_backend", cases=several(requests(most=5)))
+def such_a_layer_gets_the_wanted_tokens_and_knows_of_the_whole_step(
+    setting: Setting, cases: list[Requests]
+) -> None:
+    """Its metadata is what its backend builds of the wanted tokens, and two fields more."""
+    for step in cases:
+        make = setting.truth.make_kv_sharing_fast_prefill_common_attn_metadata
+        whole = wanted_step(step, setting)
+        before = remember(whole)
+        fast = setting.candidate.create_fast_prefill_custom_backend(
+            "Fast", PlainBackend
+        )
+        builder = fast.get_builder_cls()(None, ["layer"], setting.device)
+        found = builder.build(2, whole, True)
+        expect_unchanged("the step", whole, before)
+        right = values_of(PlainBuilder(None, [], "cpu").build(2, make(whole), True))
+        if not isinstance(found, fast.get_metadata_cls()):
+            raise Disagreement(
+                "metadata", "its class", type(found), fast.get_metadata_cls()
+            )
+        if not isinstance(found, KVSharingFastPrefillMetadata):
+            raise Disagreement(
+                "metadata", "its fields", "some", "those of the whole step"
+            )
+        for name, value in right.items():
+            expect_same(f"metadata.{name}", getattr(found, name), value)
+        for name in ("logits_indices_padded", "num_logits_indices"):
+            expect_same(f"metadata.{name}", getattr(found, name), getattr(whole, name))
+        expect_same("layers", builder.layer_names, ["layer"])
+        expect_same("builder's device", str(builder.device), str(setting.device))
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """What stands before the name of a class.
+
+    Args:
+        text: the letters.
+    """
+
+    text: str
+
+
+PREFIXES = [Prefix("Fast"), Prefix("KVSharing")]
+
+
+@law("subclass_attention_backend", "create_fast_prefill_custom_backend", cases=PREFIXES)
+def a_derived_backend_differs_in_its_builder_alone(
+    setting: Setting, prefix: Prefix
+) -> None:
+    derive = setting.candidate.subclass_attention_backend
+    found = derive(prefix.text, PlainBackend, OtherBuilder)
+    other = derive(prefix.text, PlainBackend, OtherBuilder)
+    fast = setting.candidate.create_fast_prefill_custom_backend(
+        prefix.text, PlainBackend
+    )
+    for each in (found, fast):
+        expect_same("its name", each.__name__, f"{prefix.text}PlainBackend")
+        expect_same("its backend's name", each.get_name(), "PLAIN")
+        expect_same("derived", issubclass(each, PlainBackend), True)
+    expect_same("its module", found.__module__, PlainBackend.__module__)
+    answers = [
+        ("a second class", found is not other),
+        ("its builder", found.get_builder_cls() is OtherBuilder),
+        ("an instance's builder", found.get_builder_cls is not None),
+        ("its metadata", found.get_metadata_cls() is PagedAttentionMetadata),
+        ("the other's builder", PlainBackend.get_builder_cls() is PlainBuilder),
+        ("derived builder", issubclass(fast.get_builder_cls(), PlainBuilder)),
+        ("derived metadata", fast.get_metadata_cls() is not PagedAttentionMetadata),
+        (
+            "the other's metadata",
+            PlainBackend.get_metadata_cls() is PagedAttentionMetadata,
+        ),
+    ]
+    for what, holds in answers:
+        expect_same(what, holds, True)
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """Metadata that cannot be changed."""
+
+    tokens: int
+    reach: int = 3
+
+
+@dataclass
+class Open:
+    """Metadata that can be changed."""
+
+    tokens: int
+    reach: int = 3
+
+
+@law("subclass_attention_metadata", cases=PREFIXES)
+def derived_metadata_has_some_more_fields(setting: Setting, prefix: Prefix) -> None:
+    """A field that is there already keeps its place and gets the new default."""
+    derive = setting.candidate.subclass_attention_metadata
+    added = [("images", int, 5), ("reach", int, 8)]
+    for base in (Frozen, Open):
+        found = derive(prefix.text, base, added)
+        expect_same("its name", found.__name__, prefix.text + base.__name__)
+        expect_same("its module", found.__module__, base.__module__)
+        expect_same("derived", issubclass(found, base), True)
+        made = found(7)
+        right = {"tokens": 7, "reach": 8, "images": 5}
+        expect_same("its values", vars(made), right)
+        expect_same("the order of its fields", list(values_of(made)), list(right))
+        expect_same("the other's values", vars(base(7)), {"tokens": 7, "reach": 3})
+        given = found(tokens=1, images=2, reach=4)
+        expect_same("given values", [given.images, given.reach], [2, 4])
+        expect_same("a second class", derive(prefix.text, base, added) is found, False)
+        try:
+            made.tokens = 9
+            is_frozen = False
+        except FrozenInstanceError:
+            is_frozen = True
+        expect_same("whether it is frozen", is_frozen, base is Frozen)
+        expect_refusal("a default that changes", lambda: derive("", Frozen, LISTED))
+        expect_refusal("a field by its place", partial(found, 7, 8, 9))
+
+
+LISTED: list[tuple[str, Any, Any]] = [("names", list, [])]
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """Queries of requests that all bring as many tokens.
+
+    Args:
+        reqs, query_len, heads, head_size: their shape.
+        spare: elements between two tokens: queries are a part of a larger tensor.
+    """
+
+    reqs: int
+    query_len: int
+    heads: int
+    head_size: int
+    spare: int
+
+
+@st.composite
+def drafts(draw: st.DrawFn) -> Drafts:
+    """Return queries of few tokens, none among them."""
+    pick = Random(draw(st.integers(0, 2**20)))
+    return Drafts(
+        pick.choice([1, 2, 3, 5]),
+        pick.choice([0, 1, 2, 4]),
+        pick.choice([1, 2, 3]),
+        pick.choice([1, 8]),
+        pick.choice([0, 0, 7]),
+    )
+
+
+def numbered(drafts: Drafts, device: torch.device) -> torch.Tensor:
+    """Return [tokens, heads, head_size] numbers that tell where each of them stands."""
+    tokens, width = drafts.reqs * drafts.query_len, drafts.heads * drafts.head_size
+    fused = torch.arange(tokens * (width + drafts.spare), device=device).double()
+    flat = fused.view(tokens, width + drafts.spare)[:, :width]
+    return heads_of(flat, drafts.heads)
+
+
+@law(
+    "reshape_query_for_spec_decode",
+    "reshape_attn_output_for_spec_decode",
+    cases=several(drafts()),
+)
+def drafts_get_an_axis_of_their_own_and_lose_it_without_a_copy(
+    setting: Setting, cases: list[Drafts]
+) -> None:
+    for case in cases:
+        query = numbered(case, setting.device)
+        found = setting.candidate.reshape_query_for_spec_decode(query, case.reqs)
+        rows = [
+            [query[req * case.query_len + token] for token in range(case.query_len)]
+            for req in range(case.reqs)
+        ]
+        shape = (case.reqs, case.query_len, case.heads, case.head_size)
+        expect_same("shape", tuple(found.shape), shape)
+        for req, row in enumerate(rows):
+            for token, right in enumerate(row):
+                expect_same(f"draft {token} of request {req}", found[req, token], right)
+        back = setting.candidate.reshape_attn_output_for_spec_decode(found)
+        expect_same("drafts one after another", back, query)
+        same = setting.candidate.reshape_attn_output_for_spec_decode(query)
+        expect_same("the very output of three axes", same is query, True)
+        for each in (found, back):
+            expect_same("the same memory", each.data_ptr(), query.data_ptr())
+
+
+@law(
+    "reshape_query_for_spec_decode",
+    "reshape_attn_output_for_spec_decode",
+    cases=[Drafts(2, 3, 2, 4, 0)],
+    claim="refuses shapes",
+)
+def drafts_that_do_not_divide_evenly_are_refused(
+    setting: Setting, case: Drafts
+) -> None:
+    query = numbered(case, setting.device)
+    split = setting.candidate.reshape_query_for_spec_decode
+    join = setting.candidate.reshape_attn_output_for_spec_decode
+    apart = query.view(2, 3, 2, 4)[:, :2]
+    for what, call in (
+        ("six tokens of four requests", lambda: split(query, 4)),
+        ("no request", lambda: split(query, 0)),
+        ("a negative number of requests", lambda: split(query, -2)),
+        ("queries of two axes", lambda: split(query[0], 2)),
+        ("queries of four axes", lambda: split(query[None], 1)),
+        ("an output of two axes", lambda: join(query[0])),
+        ("an output of five axes", lambda: join(query[None, None])),
+        ("requests with a gap between them", lambda: join(apart)),
+    ):
+        expect_refusal(what, call)
+    plain = replace(case, query_len=1)
+    expect_same("one draft", split(numbered(plain, setting.device), 2).shape[1], 1)

@@ -1,0 +1,134 @@
+"""Which laws hold for a cache over its whole life?
+
+One action at a time an operation may be right and the cache still go wrong: a block that was given
+up and is written once more, a row that kept an entry of the request before, a copy on write that
+comes too late. So here whole histories are run (`machine`), and everything is compared after each
+action.
+"""
+
+from random import Random
+
+from hypothesis import strategies as st
+
+from ..generators.batches import LAYOUTS
+from ..generators.machine import KINDS, Action, History, Machine
+from ..harness.law import Setting, law
+
+OFTEN = (*KINDS, "start", "step", "append", "append")
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> History:
+    """Return a history; Hypothesis drops actions from it one by one when it breaks a law."""
+    actions = draw(
+        st.lists(
+            st.builds(
+                Action,
+                st.sampled_from(OFTEN),
+                st.integers(0, 3),
+                st.sampled_from([1, 1, 2, 3, 4, 5, 8, 9]),
+            ),
+            min_size=2,
+            max_size=24,
+        )
+    )
+    pick = Random(draw(st.integers(0, 2**16)))
+    return History(
+        actions=(Action("start", 0, pick.choice([1, 4, 5, 7])), *actions),
+        block_size=pick.choice([1, 2, 3, 4, 4]),
+        layout=pick.choice(LAYOUTS),
+        filled=pick.choice([True, True, False]),
+        shuffled=pick.choice([True, False]),
+    )
+
+
+@law(
+    "StepBuffers",
+    "reshape_and_cache",
+    "gather_cache",
+    "copy_blocks",
+    "swap_blocks",
+    cases=histories(),
+)
+def a_cache_stays_right_whatever_is_done_to_it(
+    setting: Setting, history: History
+) -> None:
+    Machine(setting, history).run()
+
+
+TOLD = (
+    # a fork parts from its origin in the middle of a block, first the one, then the other
+    History(
+        (
+            Action("start", 0, 6),
+            Action("fork", 0),
+            Action("append", 1, 3),
+            Action("append", 0, 3),
+        )
+    ),
+    # a row is used again by a shorter request, in a step of a smaller size
+    History(
+        (
+            Action("start", 0, 13),
+            Action("start", 0, 5),
+            Action("free", 0),
+            Action("start", 0, 1),
+            Action("step"),
+        ),
+        shuffled=True,
+    ),
+    # a shared prefix outlives the request that computed it
+    History(
+        (
+            Action("start", 0, 9),
+            Action("share", 0, 2),
+            Action("free", 0),
+            Action("start", 0, 8),
+            Action("append", 0, 5),
+        )
+    ),
+    # what comes back from the host comes to other blocks
+    History(
+        (
+            Action("start", 0, 7),
+            Action("swap out", 0),
+            Action("start", 0, 10),
+            Action("swap in", 0),
+            Action("step"),
+            Action("preempt", 1),
+        ),
+        block_size=3,
+        layout="interleaved",
+    ),
+    # three requests in a step for four, then two in one for two, then four
+    History(
+        (
+            Action("start", 0, 2),
+            Action("start", 0, 3),
+            Action("start", 0, 4),
+            Action("step"),
+            Action("free", 1),
+            Action("append", 1, 5),
+            Action("fork", 0),
+            Action("fork", 1),
+            Action("step"),
+            Action("step"),
+        ),
+        layout="hnd",
+        shuffled=True,
+    ),
+)
+
+
+@law(
+    "StepBuffers",
+    "reshape_and_cache",
+    "gather_cache",
+    "copy_blocks",
+    "swap_blocks",
+    cases=TOLD,
+)
+def a_cache_stays_right_in_the_stories_that_went_wrong_before(
+    setting: Setting, history: History
+) -> None:
+    Machine(setting, history).run()

@@ -1,0 +1,366 @@
+"""Which changes of a call change nothing of its answer?
+
+Where pages lie, what nobody owns and what other requests hold moves no bit. Requests in another
+order or alone, a prompt in chunks and larger bounds may round otherwise: then each row keeps the
+budget that it had.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..generators.batches import NAN, Plan
+from ..generators.options import (
+    Call,
+    bias_table,
+    build_call,
+    paged_call,
+    quantised_call,
+    slopes,
+)
+from ..generators.rearranging import (
+    apart,
+    moved_pages,
+    of_parts,
+    only,
+    poisoned,
+    rows_of,
+    rows_of_answer,
+    with_other_requests,
+    with_strided,
+)
+from ..harness.asking import ask, expect_right, expect_same_results
+from ..harness.canaries import checked_values
+from ..harness.expect import expect_same
+from ..harness.law import Setting, law
+from ..oracles.brute_force import Answer
+from .attention import Drawn, designed, drawn_calls
+
+PAGED = designed("paged_attention")
+POISONS = (0.0, float("inf"), 1e4, -3e38)
+
+
+@law("paged_attention", cases=drawn_calls(fixed={"batch": "verification"}))
+def where_a_page_lies_moves_no_bit(setting: Setting, case: Drawn) -> None:
+    call = build_call(*case, setting.device)
+    moved = moved_pages(call, Random(case[1]))
+    found = ask(setting, call)
+    expect_same_results("with its pages elsewhere", ask(setting, moved), found)
+
+
+@law("paged_attention", cases=PAGED[::2])
+def what_nobody_owns_moves_no_bit(setting: Setting, case: Drawn) -> None:
+    """Free slots, tails of rows and trees, rows behind the last request: anything may be there."""
+    call = build_call(*case, setting.device)
+    other = poisoned(call, POISONS[case[1] % len(POISONS)])
+    expect_same_results("with other poison", ask(setting, other), ask(setting, call))
+
+
+@law("encoder_attention", cases=designed("encoder_attention"))
+def what_lies_behind_the_last_key_moves_no_bit(setting: Setting, case: Drawn) -> None:
+    call = build_call(*case, setting.device)
+    other = poisoned(call, POISONS[case[1] % len(POISONS)])
+    expect_same_results("with other poison", ask(setting, other), ask(setting, call))
+
+
+def same_rows(what: str, setting: Setting, call: Call, other: Call, req: int) -> None:
+    """Refuse a change of the bits of one request's rows."""
+    rows = rows_of(call, [req])
+    (out, lse), (before, lse_before) = ask(setting, other), ask(setting, call)
+    expect_same(f"output {what}", out[rows], before[rows].cpu())
+    if lse is not None and lse_before is not None:
+        expect_same(f"log-sum-exp {what}", lse[:, rows], lse_before[:, rows].cpu())
+
+
+@law("paged_attention", cases=drawn_calls(fixed={"batch": "verification"}))
+def what_other_requests_ask_and_hold_moves_no_bit(
+    setting: Setting, case: Drawn
+) -> None:
+    """NaN among them."""
+    call = build_call(*case, setting.device)
+    pick = Random(case[1])
+    kept = pick.randrange(len(call.query_lens))
+    other = with_other_requests(call, kept, pick)
+    same_rows("with other neighbours", setting, call, other, kept)
+
+
+@law("paged_attention", cases=drawn_calls(fixed={"batch": "mixed"}))
+def neither_order_nor_neighbours_matter(setting: Setting, case: Drawn) -> None:
+    """Some of the requests, in another order, and one of them twice."""
+    call = build_call(*case, setting.device)
+    pick = Random(case[1])
+    reqs = list(range(len(call.query_lens)))
+    pick.shuffle(reqs)
+    reqs = reqs[: pick.randint(1, len(reqs))]
+    reqs += pick.choice([[], reqs[:1]])
+    part = only(call, reqs)
+    answer = rows_of_answer(call.answer(), rows_of(call, reqs))
+    expect_right(setting, part, ask(setting, part), answer)
+
+
+WHOLE = {
+    "batch": "prefill",
+    "causal": "yes",
+    "tree_mask": "none",
+    "query_ranges": "none",
+}
+
+
+@law("paged_attention", cases=drawn_calls(fixed=WHOLE))
+def a_prompt_in_chunks_is_the_prompt_in_one(setting: Setting, case: Drawn) -> None:
+    """Each chunk asks the keys that are there by then, chunk after chunk or all in one batch."""
+    call = build_call(*case, setting.device)
+    pick = Random(case[1])
+    parts: list[tuple[int, int, int]] = []
+    for req, query_len in enumerate(call.query_lens):
+        cuts = {0, query_len, *(pick.randint(0, query_len) for _ in range(2))}
+        edges = sorted(cuts)
+        parts += [(req, *edge) for edge in pairwise(edges)]
+    answer = call.answer()
+    batches = [parts] if pick.random() < 0.5 else [[part] for part in parts]
+    starts = [rows_of(call, range(req))[-1:] for req in range(len(call.query_lens))]
+    for batch in batches:
+        rows = [
+            (starts[req][0] + 1 if starts[req] else 0) + own
+            for req, begin, end in batch
+            for own in range(begin, end)
+        ]
+        part = of_parts(call, batch)
+        expect_right(setting, part, ask(setting, part), rows_of_answer(answer, rows))
+
+
+@law("paged_attention", cases=[0, 1])
+def token_by_token_is_the_prompt_in_one(setting: Setting, seed: int) -> None:
+    """Every query is a request of its own, and all read the same row."""
+    plan = Plan((18,), (18,), group=3, needle="block edge", seed=seed)
+    if setting.is_fitting:
+        plan = replace(setting.fit(plan), query_lens=(18,))
+    call = paged_call(plan, setting.device)
+    part = of_parts(call, [(0, own, own + 1) for own in range(18)])
+    expect_right(setting, part, ask(setting, part), call.answer())
+
+
+BOUNDS = [
+    (query_lens, query_bound, key_bound, name)
+    for query_lens in ((1, 1), (3, 1), (20, 1))
+    for query_bound, key_bound in ((0, 0), (1, 30), (40, 230), (0, 3930))
+    for name in ("plain", "window", "sinks")
+    if key_bound < 3000 or query_lens == (1, 1)
+]
+
+
+@law("paged_attention", cases=BOUNDS)
+def larger_bounds_change_nothing_beyond_rounding(
+    setting: Setting, case: tuple[tuple[int, int], int, int, str]
+) -> None:
+    """They may cut a row's keys into more parts, most of which are empty then."""
+    query_lens, query_bound, key_bound, name = case
+    plan = Plan(query_lens, (40, 70), spare_blocks=300, kv_heads=1, needle="last")
+    plan = setting.fit(plan)
+    call = paged_call(plan, setting.device)
+    call = call.changed(
+        max_query_len=max(plan.query_lens) + query_bound, max_seq_len=70 + key_bound
+    )
+    if name == "window":
+        call = call.changed(sliding_window=9)
+    if name == "sinks":
+        call = call.changed(sinks=torch.tensor([0.0, 3.0]))
+    expect_right(setting, call, ask(setting, call))
+
+
+@law("paged_attention", cases=[0, 1, 2, 3])
+def lengths_and_flags_may_be_views_with_any_strides(
+    setting: Setting, seed: int
+) -> None:
+    """Lengths, starts, rows of blocks, flags, biases, trees and ranges."""
+    plan = setting.fit(Plan((3, 1, 5), (20, 9, 33), seed=seed, padding=seed % 2))
+    flags = torch.tensor([True, False, True])
+    tree = torch.ones(3, 6, 6, dtype=torch.bool).tril()
+    tokens = sum(plan.query_lens) + plan.padding
+    ranges = torch.tensor([[2, 5]] * tokens, dtype=torch.int32)
+    choices: list[dict[str, Any]] = [
+        {"causal": flags},
+        {"tree_mask": tree, "position_bias": bias_table(4)},
+        {"query_ranges": ranges, "sliding_window": 3, "position_bias": bias_table(4)},
+        {"tree_mask": tree, "query_ranges": ranges},
+    ]
+    options = choices[seed]
+    expect_same_from_views(
+        setting, paged_call(plan, setting.device, **options), list(options)
+    )
+
+
+@law("paged_attention", cases=["alibi_slopes", "sinks", "k_scale", "v_scale"])
+def numbers_of_each_head_may_be_views_with_any_strides(
+    setting: Setting, name: str
+) -> None:
+    """NaN lies between them; a row is short and is cut, or is long."""
+    plan = setting.fit(Plan((3, 1, 20), (20, 300, 33)))
+    call = paged_call(plan, setting.device)
+    numbers = slopes(2, 0.3) if name.endswith("scale") else slopes(4)
+    if name.endswith("scale"):
+        call = quantised_call(call, torch.float8_e4m3fn, 0.1, 0.1)
+    expect_same_from_views(setting, call.changed(**{name: numbers}), [name])
+
+
+def expect_same_from_views(setting: Setting, call: Call, names: list[str]) -> None:
+    """Refuse a wrong answer where small tensors are views with garbage between them."""
+    changes: dict[str, Tensor] = {}
+    for name in ("query_start_loc", "seq_lens", "block_table", *names):
+        each = call.arguments[name]
+        if not isinstance(each, Tensor):
+            continue
+        if each.dtype == torch.int32:
+            changes[name] = with_strided(each, 10**6)
+        elif each.dtype == torch.bool:
+            changes[name] = with_strided(each, 1)
+        elif each.dim() == 2:
+            changes[name] = apart(each.T).T
+        else:
+            changes[name] = apart(each[:, None], NAN)[:, 0]
+    # a compiler may add up in another order for another stride, so no bits are compared
+    expect_right(setting, call, ask(setting, call.changed(**changes)))
+
+
+@law("paged_attention", cases=[0, 1])
+def contents_may_be_looked_at_without_a_change(setting: Setting, seed: int) -> None:
+    """PAGETWIN_CHECK_VALUES=1 refuses what makes no sense, and nothing else."""
+    plan = Plan((3, 0, 1), (20, 0, 40), padding=seed, spare_blocks=2)
+    call = paged_call(setting.fit(plan), setting.device)
+    before = ask(setting, call)
+    with checked_values():
+        found = ask(setting, call)
+    expect_same_results("with its contents checked", found, before)
+
+
+FAR = 2**30 + 64
+"""Elements between two neighbours of an axis: twice that does not fit 32 bits."""
+
+
+@dataclass(frozen=True)
+class Far:
+    """What lies far apart, and on which way.
+
+    Args:
+        what: "pages", "query" or "output".
+        query_len: new tokens.
+    """
+
+    what: str
+    query_len: int
+
+
+@law(
+    "paged_attention",
+    cases=[
+        Far(what, query_len)
+        for what in ("pages", "query", "output")
+        for query_len in (1, 3, 20)
+        if what == "pages" or query_len == 3
+    ],
+)
+def addresses_of_attention_have_64_bits(setting: Setting, far: Far) -> None:
+    """The third of anything lies past 2**31 elements; in 32 bits that wraps to before the first."""
+    plan = Plan(
+        (far.query_len,),
+        (33,),
+        kv_heads=1,
+        group=1,
+        head_size=16,
+        dtype=torch.float16,
+        seed=far.query_len,
+    )
+    call = paged_call(plan, setting.device, [(0, 32)])
+    tokens = len(call.query)
+    # only what is touched takes memory on a host
+    memory = torch.empty(2 * FAR + 2**12, dtype=torch.float16, device=setting.device)
+    if far.what == "output":
+        out = memory.as_strided((tokens, 1, 16), (FAR, 16, 1)).fill_(NAN)
+        expect_right(setting, call, ask(setting, call, out=out))
+        return
+    if far.what == "query":
+        query = memory.as_strided((tokens, 1, 16), (FAR, 16, 1))
+        query.copy_(call.query)
+        call = call.changed(query=query)
+        expect_right(setting, call, ask(setting, call))
+        return
+    names = ("key_cache", "value_cache")
+    caches = {
+        name: memory.as_strided((3, 16, 1, 16), (FAR, 32, 16, 1), 16 * half)
+        for half, name in enumerate(names)
+    }
+    table = torch.tensor([[2, 1, 0]], dtype=torch.int32)
+    for name, cache in caches.items():
+        cache.copy_(call.arguments[name][call.rows[0]].flip(0))
+    answer: Answer = call.answer()
+    call = call.changed(**caches, block_table=table)
+    expect_right(setting, call, ask(setting, call), answer)
+
+
+@dataclass(frozen=True)
+class Change:
+    """An argument of attention, and another value of it."""
+
+    name: str
+    seed: int = 0
+
+    def of(self, call: Call) -> Call:
+        """Return the call with that argument changed, so that its answer is another."""
+        given, heads = call.arguments, call.query.shape[1]
+        tokens = len(call.query)
+        others: dict[str, Callable[[], Any]] = {
+            "query": lambda: given["query"] * -1.5,
+            "key_cache": lambda: given["key_cache"] * -1.5,
+            "value_cache": lambda: given["value_cache"] * 1.5,
+            "scale": lambda: 0.9,
+            "sliding_window": lambda: 5,
+            "attention_chunk_size": lambda: 8,
+            "logits_soft_cap": lambda: 0.3,
+            "alibi_slopes": lambda: slopes(heads),
+            "sinks": lambda: slopes(heads, 2.0),
+            "causal": lambda: False,
+            "flags": lambda: torch.tensor([True, False]),
+            "tree_mask": lambda: torch.eye(6).bool().repeat(2, 1, 1),
+            "query_ranges": lambda: torch.tensor(
+                [[17, 19]] * tokens, dtype=torch.int32
+            ),
+            "position_bias": lambda: bias_table(heads),
+        }
+        name = "causal" if self.name == "flags" else self.name
+        return call.changed(**{name: others[self.name]()})
+
+
+CHANGES = [
+    Change(name, seed)
+    for name in (
+        "query",
+        "key_cache",
+        "value_cache",
+        "scale",
+        "sliding_window",
+        "attention_chunk_size",
+        "logits_soft_cap",
+        "alibi_slopes",
+        "sinks",
+        "causal",
+        "flags",
+        "tree_mask",
+        "query_ranges",
+        "position_bias",
+    )
+    for seed in (0, 1)
+]
+
+
+@law("paged_attention", cases=CHANGES)
+def every_argument_of_attention_is_obeyed(setting: Setting, change: Change) -> None:
+    """A decode beside a few new tokens, on some tens and on some hundreds of keys."""
+    key_lens = (45, 20) if change.seed == 0 else (300, 150)
+    plan = setting.fit(Plan((1, 5), key_lens, seed=change.seed, kv_heads=1))
+    call = change.of(paged_call(plan, setting.device))
+    expect_right(setting, call, ask(setting, call))

@@ -1,0 +1,217 @@
+"""Which laws hold for batches that are larger than what a program takes at once?
+
+Kernels work in pieces: some requests, some heads, some keys at a time. So there are more requests
+than any such piece, all as long as each other or one much longer, idle ones, empty ones and prompts
+among them; more heads in a group; heads so large that few parts of a row fit; and windows that are
+wider than a piece, but narrower than the sequence.
+"""
+
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from ..generators.batches import DTYPES, LAYOUTS, NEEDLES, Plan
+from ..generators.options import paged_call, ragged_call, slopes
+from ..generators.rearranging import only
+from ..harness.asking import ask, expect_right, expect_same_results
+from ..harness.law import Setting, law
+
+EVEN = (1, 16, 64, 96, 128, 640)
+"""Keys of requests that are all alike."""
+RAGGED = (0, 1, 31, 32, 33, 64, 65, 97, 130, 300)
+
+
+@dataclass(frozen=True)
+class Crowd:
+    """Requests that share a launch.
+
+    Args:
+        plan: new tokens and keys of each.
+        option: what hides keys or takes weight: one of OPTIONS.
+        is_paged: whether keys lie in pages; else request after request.
+    """
+
+    plan: Plan
+    option: str = "none"
+    is_paged: bool = True
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "a window": {"sliding_window": 100},
+    "a short window": {"sliding_window": 20},
+    "a window of few tokens": {"sliding_window": 3},
+    "chunks": {"attention_chunk_size": 150},
+    "not causal": {"causal": False},
+}
+
+
+def option_of(name: str, heads: int, reqs: int) -> dict[str, Any]:
+    """Return the arguments that an option of a crowd stands for."""
+    if name == "sinks":
+        return {"sinks": slopes(heads, 3.0)}
+    if name == "flags":
+        return {"causal": torch.tensor([req % 2 == 0 for req in range(reqs)])}
+    return OPTIONS[name]
+
+
+def draw_crowd(pick: Random, counts: tuple[int, ...]) -> tuple[list[int], list[int]]:
+    """Return new tokens and keys of requests: alike, ragged, or one of them much longer."""
+    count = pick.choice(counts)
+    kind = pick.choice(["even", "even", "ragged", "one long", "some idle", "prompts"])
+    lens = [pick.choice(RAGGED[: 10 if count < 10 else 5]) for _ in range(count)]
+    if kind == "even":
+        lens = [pick.choice(EVEN[: 6 if count < 10 else 3])] * count
+    drafts = pick.choice([1, 1, 1, 2, 5])
+    news = [min(drafts, length) for length in lens]
+    place = pick.randrange(count)
+    if kind == "one long":
+        lens[place] = pick.choice([300, 520, 640])
+        news[place] = drafts
+    for req in range(count):
+        if kind == "some idle" and pick.random() < 0.3:
+            news[req] = 0
+        if kind == "prompts" and (req == place or pick.random() < 0.1):
+            news[req] = lens[req] = pick.choice([33, 40, 70])
+    return news, lens
+
+
+@st.composite
+def crowds(draw: st.DrawFn, counts: tuple[int, ...], is_paged: bool = True) -> Crowd:
+    """Return a crowd of one of some sizes; all of it from one seed."""
+    pick = Random(draw(st.integers(0, 2**20)))
+    news, lens = draw_crowd(pick, counts)
+    option = pick.choice([*OPTIONS, "none", "none", "sinks", "sinks", "flags"])
+    plan = Plan(
+        tuple(news),
+        tuple(lens),
+        block_size=pick.choice([16, 16, 3, 32]),
+        kv_heads=pick.choice([1, 1, 2, 3]),
+        group=pick.choice([1, 2, 3, 8]),
+        head_size=pick.choice([8, 16]),
+        dtype=pick.choice(DTYPES),
+        layout=pick.choice(LAYOUTS),
+        needle=pick.choice(["none", *NEEDLES]),
+        padding=pick.choice([0, 1, 5]),
+        spare_max=pick.choice([0, 0, 7]),
+        seed=pick.randrange(2**16),
+    )
+    return Crowd(plan, option, is_paged)
+
+
+def expect_right_crowd(setting: Setting, crowd: Crowd) -> None:
+    heads = crowd.plan.kv_heads * crowd.plan.group
+    options = option_of(crowd.option, heads, len(crowd.plan.query_lens))
+    call = paged_call(crowd.plan, setting.device, **options)
+    call = call if crowd.is_paged else ragged_call(call)
+    expect_right(setting, call, ask(setting, call))
+
+
+@law("paged_attention", cases=crowds((1, 2, 3, 5, 9, 13)))
+def requests_are_right_however_their_lengths_share_the_work(
+    setting: Setting, crowd: Crowd
+) -> None:
+    """All alike, ragged, or one as long as all others; idle ones and prompts among them."""
+    expect_right_crowd(setting, crowd)
+
+
+@law("encoder_attention", cases=crowds((2, 3, 5), is_paged=False))
+def requests_on_keys_in_a_row_are_right_however_long_each_is(
+    setting: Setting, crowd: Crowd
+) -> None:
+    expect_right_crowd(setting, crowd)
+
+
+def many(count: int, idle: int = 1, **changes: Any) -> Plan:
+    """Return a plan of many decodes of up to two tiles, idle ones and a prompt among them.
+
+    For three decodes there are so many idle ones.
+    """
+    pick = Random(count)
+    lens = [pick.choice(RAGGED[1:5]) for _ in range(count)]
+    news = [pick.choice([1] * 3 + [0] * idle) for _ in range(count)]
+    news[-1] = 1
+    lens[count // 2] = news[count // 2] = 20
+    return Plan(tuple(news), tuple(lens), **{"kv_heads": 1, "head_size": 8, **changes})
+
+
+ALIKE = Plan((1,) * 66, (33,) * 66, kv_heads=1, group=1, head_size=8, needle="last")
+MANY = {
+    "a few more than 64": Crowd(many(67, group=1, padding=1, needle="last"), "sinks"),
+    "more than 128": Crowd(many(131, idle=6, group=1, needle="first")),
+    "all alike": Crowd(ALIKE),
+    "none with a key behind the 64th": Crowd(
+        Plan((1,) * 60 + (0,) * 10, (40,) * 60 + (9,) * 10, kv_heads=1, head_size=8)
+    ),
+    "prompts and idle ones up to the 64th": Crowd(
+        Plan((0,) * 65 + (1, 1), (3,) * 65 + (200, 9), kv_heads=1, head_size=8)
+    ),
+}
+
+
+@law("paged_attention", cases=[*MANY.values()])
+def there_may_be_any_number_of_requests(setting: Setting, crowd: Crowd) -> None:
+    expect_right_crowd(setting, crowd)
+
+
+@law(
+    "paged_attention",
+    cases=[(1, 32 * tiles) for tiles in range(1, 25)]
+    + [(count, 32 * tiles) for count in (2, 3, 5) for tiles in (4, 7, 8, 10)],
+)
+def equal_requests_are_right_at_every_length(
+    setting: Setting, case: tuple[int, int]
+) -> None:
+    """A whole number of tiles; its needle is the last key."""
+    count, length = case
+    plan = Plan((1,) * count, (length,) * count, kv_heads=1, group=2, head_size=8)
+    plan = replace(plan, needle="last", seed=length)
+    call = paged_call(plan, setting.device)
+    expect_right(setting, call, ask(setting, call))
+
+
+LARGE = {
+    "71 heads share a kv head": Crowd(
+        Plan((1, 3), (40, 9), kv_heads=1, group=71, head_size=8, padding=2)
+    ),
+    "33 heads share one, of two": Crowd(
+        Plan((1, 2), (130, 9), group=33, head_size=8, padding=3), "sinks"
+    ),
+    "20 heads share one, and much padding": Crowd(
+        Plan((1,), (9,), group=20, head_size=8, padding=12)
+    ),
+    "heads of 256 on many keys": Crowd(
+        Plan((3, 1), (300, 20), kv_heads=1, group=5, head_size=256), "sinks"
+    ),
+    "heads of 256 and a window that ends far back": Crowd(
+        Plan((5,), (400,), kv_heads=1, group=3, head_size=256), "a window"
+    ),
+    "heads of 600 and drafts that outgrow their window": Crowd(
+        Plan((5,), (259,), kv_heads=1, group=3, head_size=600), "a window of few tokens"
+    ),
+    "heads of 600 on many keys": Crowd(
+        Plan((5, 1), (260, 130), kv_heads=1, group=3, head_size=600), "a short window"
+    ),
+}
+
+
+@law("paged_attention", cases=[*LARGE.values()])
+def groups_and_heads_may_be_larger_than_a_tile(setting: Setting, crowd: Crowd) -> None:
+    expect_right_crowd(setting, crowd)
+
+
+@law("paged_attention", cases=[0, 1, 2])
+def a_batch_leaves_nothing_to_the_next(setting: Setting, seed: int) -> None:
+    """After other lengths, fewer requests and another order, the same batch has the same bits."""
+    lens = ((200, 20, 70), (130, 130, 130), (320, 2, 33))[seed]
+    plan = Plan((1, 2, 1), lens, group=3, head_size=8, needle="last", seed=seed)
+    call = paged_call(plan, setting.device)
+    before = ask(setting, call)
+    expect_right(setting, call, before)
+    for reqs in ([2], [2, 1, 0]):
+        other = only(call, reqs)
+        expect_right(setting, other, ask(setting, other))
+        expect_same_results(f"after {reqs}", ask(setting, call), before)

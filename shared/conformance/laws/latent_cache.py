@@ -1,0 +1,367 @@
+"""Which laws hold for a cache of latents?
+
+What is written is exact, byte by byte, and everything beside it stays. The widths are those of the
+configuration. Calls that make no sense are refused before anything is written.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ...contract.kinds import FP8_DTYPES, PAD_SLOT_ID
+from ..generators.batches import DTYPES, NAN
+from ..generators.latent_batches import LAYOUTS, Plan, build_latents, empty_latent_cache
+from ..harness.canaries import checked_values, copy_of, expect_memory, kept
+from ..harness.expect import expect_refusal, expect_same
+from ..harness.law import Setting, law
+from ..oracles.brute_force import quantise_by_hand
+from .invariance import FAR
+from .latents import WAYS, arguments_of, ask_latents, expect_latents
+
+
+@dataclass(frozen=True)
+class Write:
+    """New tokens and where they go, in small numbers.
+
+    Args:
+        slots: of each token that has an entry; negative: not stored.
+        padding: tokens behind the last entry.
+        blocks, block_size: of the cache.
+        scale: of an FP8 cache; a tensor if `is_tensor`.
+        wide: whether latents and rope keys are slices of one projection.
+    """
+
+    slots: tuple[int, ...]
+    padding: int
+    blocks: int
+    block_size: int
+    rank: int
+    rope: int
+    dtype: torch.dtype
+    cache_dtype: torch.dtype | None
+    scale: float
+    is_tensor: bool
+    layout: str
+    wide: bool
+    seed: int
+
+
+@st.composite
+def writes(draw: st.DrawFn) -> Write:
+    """Return a write, slots at both ends of the cache among them; all of it from one seed."""
+    pick = Random(draw(st.integers(0, 2**20)))
+    blocks, size = pick.choice([1, 3, 7]), pick.choice([1, 3, 16, 24])
+    count = min(pick.choice([0, 1, 2, blocks * size // 2]), blocks * size)
+    slots = pick.sample(range(blocks * size), count)
+    if count and pick.random() < 0.5:
+        slots[0] = blocks * size - 1 if blocks * size - 1 not in slots else slots[0]
+    skipped = pick.choice([PAD_SLOT_ID, PAD_SLOT_ID, -7, -(2**40)])
+    kept_slots = [skipped if pick.random() < 0.2 else slot for slot in slots]
+    return Write(
+        tuple(kept_slots),
+        pick.choice([0, 0, 2]),
+        blocks,
+        size,
+        pick.choice([1, 5, 16, 40]),
+        pick.choice([1, 24, 40]),
+        pick.choice(DTYPES),
+        pick.choice([None, None, *FP8_DTYPES]),
+        pick.choice([0.5, 0.03, 1.7]),
+        pick.random() < 0.5,
+        pick.choice(LAYOUTS),
+        pick.random() < 0.5,
+        pick.randrange(2**16),
+    )
+
+
+@law("concat_and_cache_mla", cases=writes())
+def a_latent_and_its_rope_key_are_written_to_their_slot(
+    setting: Setting, write: Write
+) -> None:
+    """One behind the other, and nothing else; numbers too large for FP8 stop at its largest."""
+    plan = Plan(
+        (),
+        (),
+        block_size=write.block_size,
+        rank=write.rank,
+        rope=write.rope,
+        dtype=write.dtype,
+        cache_dtype=write.cache_dtype,
+        layout=write.layout,
+    )
+    generator = torch.Generator().manual_seed(write.seed)
+    tokens, width = len(write.slots) + write.padding, write.rank + write.rope
+    numbers = 9 * torch.randn(tokens, width, generator=generator)
+    numbers[:, 0] *= 1e3
+    new = numbers.to(write.dtype)
+    fused = torch.full((tokens, width + 3), NAN, dtype=write.dtype)
+    fused[:, :width] = new
+    source = (fused if write.wide else new).to(setting.device)
+    parts = source[:, : write.rank], source[:, write.rank : width]
+    if not write.wide:
+        parts = parts[0].contiguous(), parts[1].contiguous()
+    cache = empty_latent_cache(plan, write.blocks).to(setting.device)
+    right = copy_of(cache)
+    for token, slot in enumerate(write.slots):
+        if slot < 0:
+            continue
+        row = new[token]
+        if write.cache_dtype is not None:
+            # the scale has 32 bits, and so has what is divided
+            scale = torch.tensor(write.scale)
+            divided = row.float() / scale
+            row = quantise_by_hand(divided[None, None], 1.0, write.cache_dtype)[0, 0]
+        right[slot // write.block_size, slot % write.block_size] = row
+    scale = torch.tensor(write.scale, device=setting.device)
+    given = (scale if write.is_tensor else write.scale,)
+    mapping = torch.tensor(write.slots, dtype=torch.int64, device=setting.device)
+    with kept(kv_c=parts[0], k_pe=parts[1], slot_mapping=mapping):
+        found = setting.candidate.concat_and_cache_mla(
+            *parts, cache, mapping, *(given if write.cache_dtype else ())
+        )
+    expect_same("what it returns", found, None)
+    expect_memory("kv_cache", cache, right)
+
+
+@law("concat_and_cache_mla", "latent_decode_attention", cases=[2, 1])
+def latents_past_two_billion_elements_are_found(setting: Setting, block: int) -> None:
+    """The third block lies past 2**31 elements; in 32 bits that wraps to before the first."""
+    plan = Plan((1,), (33,), heads=1, dtype=torch.float16, needle="last")
+    batch = build_latents(plan, setting.device)
+    # only what is touched takes memory on a host
+    memory = torch.empty(2 * FAR + 2**12, dtype=torch.float16, device=setting.device)
+    far = memory.as_strided((3, 16, 24), (FAR, 24, 1)).fill_(NAN)
+    order = [2, 1, 0] if block == 2 else [0, 2, 1]
+    own = batch.kv_cache[batch.rows[0]].flatten(0, 1)[:33]
+    slots = [order[place // 16] * 16 + place % 16 for place in range(33)]
+    setting.candidate.concat_and_cache_mla(
+        own[:, :16],
+        own[:, 16:],
+        far,
+        torch.tensor(slots, dtype=torch.int64, device=setting.device),
+    )
+    for place, slot in enumerate(slots):
+        expect_same(f"slot {slot}", far[slot // 16, slot % 16], own[place])
+    table = torch.tensor([order], dtype=torch.int32, device=setting.device)
+    changes = {"kv_cache": far, "block_table": table}
+    found = ask_latents(setting, batch, WAYS[0], **changes)
+    expect_latents(setting, batch, WAYS[0], found)
+
+
+@law("latent_prefill_attention", cases=[2, 1])
+def latents_past_two_billion_elements_are_gathered(
+    setting: Setting, block: int
+) -> None:
+    """The third block is the first of the context, or its last."""
+    plan = Plan((3,), (36,), heads=1, dtype=torch.float16, needle="first")
+    batch = build_latents(plan, setting.device)
+    memory = torch.empty(2 * FAR + 2**12, dtype=torch.float16, device=setting.device)
+    far = memory.as_strided((3, 16, 24), (FAR, 24, 1)).fill_(NAN)
+    order = [2, 1, 0] if block == 2 else [0, 1, 2]
+    far[order] = batch.kv_cache[batch.rows[0]]
+    table = torch.tensor([order], dtype=torch.int32, device=setting.device)
+    changes = {"kv_cache": far, "block_table": table}
+    found = ask_latents(setting, batch, WAYS[1], **changes)
+    expect_latents(setting, batch, WAYS[1], found)
+
+
+WIDTHS = {
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 96,
+}
+
+
+@law("get_mla_dims", cases=["missing", None, 7, 1536])
+def latent_widths_are_those_of_the_configuration(
+    setting: Setting, query: int | str | None
+) -> None:
+    """A model that does not compress its queries says None, or nothing."""
+    named = {} if query == "missing" else {"q_lora_rank": query}
+    dims = setting.candidate.get_mla_dims(SimpleNamespace(**WIDTHS, **named))
+    for name, width in WIDTHS.items():
+        expect_same(name, getattr(dims, name), width)
+    expect_same("q_lora_rank", dims.q_lora_rank, named.get("q_lora_rank"))
+
+
+@law(
+    "get_mla_dims",
+    cases=[(name, width) for name in WIDTHS for width in ("missing", None, 0, -1)],
+)
+def a_model_without_latents_has_no_widths(
+    setting: Setting, case: tuple[str, int | str | None]
+) -> None:
+    name, width = case
+    widths: dict[str, Any] = WIDTHS | {name: width}
+    if width == "missing":
+        del widths[name]
+    config = SimpleNamespace(**widths)
+    expect_refusal(f"{name} of {width}", lambda: setting.candidate.get_mla_dims(config))
+
+
+Change = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def ints(*numbers: int) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+UNFIT: dict[str, Change] = {
+    "a cache of four axes": lambda given: {"kv_cache": given["kv_cache"][None]},
+    "a cache of another width": lambda given: {"kv_cache": given["kv_cache"][..., :23]},
+    "a cache of another dtype": lambda given: {"kv_cache": given["kv_cache"].half()},
+    "an FP8 cache without a scale": lambda given: {
+        "kv_cache": given["kv_cache"].to(FP8_DTYPES[0])
+    },
+    "a scale of a cache that has none": lambda given: {"k_scale": 0.5},
+    "rope queries of other heads": lambda given: {"q_pe": given["q_pe"][:, :2]},
+    "rope queries of other tokens": lambda given: {"q_pe": given["q_pe"][:3]},
+    "rope queries of another dtype": lambda given: {"q_pe": given["q_pe"].half()},
+    "keys' projection of other heads": lambda given: {"w_uk": given["w_uk"][:2]},
+    "keys' projection turned round": lambda given: {
+        "w_uk": given["w_uk"][:, :5].transpose(1, 2)
+    },
+    "values' projection of other latents": lambda given: {
+        "w_uv": given["w_uv"][:, :15]
+    },
+    "values' projection of another dtype": lambda given: {
+        "w_uv": given["w_uv"].double()
+    },
+    "a table of 64 bits": lambda given: {"block_table": given["block_table"].long()},
+    "lengths of other requests": lambda given: {"seq_lens": ints(20)},
+    "lengths of 64 bits": lambda given: {"seq_lens": given["seq_lens"].long()},
+    "too few starts": lambda given: {"query_start_loc": ints(0, 3)},
+    "a negative bound": lambda given: {"max_query_len": -1},
+    "a bound that no row holds": lambda given: {"max_seq_len": 10**6},
+    "an output of another width": lambda given: {"out": torch.zeros(4, 3, 15)},
+    "an FP8 output": lambda given: {"out": torch.zeros(4, 3, 16).to(FP8_DTYPES[0])},
+    "a log-sum-exp of tokens by heads": lambda given: {"lse": torch.zeros(4, 3)},
+    "a log-sum-exp of 16 bits": lambda given: {"lse": torch.zeros(3, 4).half()},
+}
+DECODE: dict[str, Change] = {"a window of nothing": lambda given: {"sliding_window": 0}}
+PREFILL: dict[str, Change] = {
+    "latents of other tokens": lambda given: {"kv_c": given["kv_c"][:3]},
+    "latents of another width": lambda given: {"kv_c": given["kv_c"][:, :15]},
+    "rope keys of another dtype": lambda given: {"k_pe": given["k_pe"].half()},
+    "a negative context": lambda given: {"num_context_tokens": -1},
+    "chunks of nothing": lambda given: {"max_context_chunk": 0},
+}
+CONTENTS: dict[str, Change] = {
+    "starts that fall": lambda given: {"query_start_loc": ints(0, 3, 2)},
+    "starts past the tokens": lambda given: {"query_start_loc": ints(0, 3, 5)},
+    "more new tokens than keys": lambda given: {"seq_lens": ints(2, 9)},
+    "a bound below the queries": lambda given: {"max_query_len": 2},
+    "a bound below the keys": lambda given: {"max_seq_len": 19},
+}
+PREFILL_CONTENTS: dict[str, Change] = {
+    "a context longer than it says": lambda given: {"num_context_tokens": 24}
+}
+
+
+def expect_refused(setting: Setting, way: str, what: str, change: Change) -> None:
+    batch = build_latents(Plan((3, 1), (20, 9)), setting.device)
+    given = arguments_of(batch, way)
+    given |= {"out": torch.full((4, 3, 16), 7.0), "lse": torch.full((3, 4), 7.0)}
+    given |= change(given)
+    moved = {
+        name: each.to(setting.device) if isinstance(each, Tensor) else each
+        for name, each in given.items()
+    }
+    operation = getattr(setting.candidate, way)
+    with kept(out=moved["out"], lse=moved["lse"]):
+        expect_refusal(what, lambda: operation(**moved))
+
+
+@law(
+    *WAYS,
+    cases=[
+        *((way, what) for way in WAYS for what in UNFIT),
+        *((WAYS[0], what) for what in DECODE),
+        *((WAYS[1], what) for what in PREFILL),
+    ],
+    claim="refuses shapes",
+)
+def latent_attention_refuses_what_does_not_fit(
+    setting: Setting, case: tuple[str, str]
+) -> None:
+    way, what = case
+    expect_refused(setting, way, what, (UNFIT | DECODE | PREFILL)[what])
+
+
+@law(
+    *WAYS,
+    cases=[
+        *((way, what) for way in WAYS for what in CONTENTS),
+        *((WAYS[1], what) for what in PREFILL_CONTENTS),
+    ],
+    claim="refuses contents",
+)
+def batches_of_latents_that_make_no_sense_are_refused_if_asked(
+    setting: Setting, case: tuple[str, str]
+) -> None:
+    way, what = case
+    with checked_values():
+        expect_refused(setting, way, what, (CONTENTS | PREFILL_CONTENTS)[what])
+
+
+UNWRITABLE: dict[str, dict[str, Any]] = {
+    "latents of two widths": {"kv_c": torch.zeros(3, 5)},
+    "rope keys of other tokens": {"k_pe": torch.zeros(2, 2)},
+    "rope keys of another dtype": {"k_pe": torch.zeros(3, 2).half()},
+    "latents of another dtype": {
+        "kv_c": torch.zeros(3, 4).half(),
+        "k_pe": torch.zeros(3, 2).half(),
+    },
+    "slots of 32 bits": {"slot_mapping": ints(0, 1, 2)},
+    "more slots than tokens": {"slot_mapping": torch.arange(4)},
+    "slots of two axes": {"slot_mapping": torch.arange(3)[None]},
+    "a scale of a cache that has none": {"scale": 0.5},
+    "an FP8 cache without a scale": {
+        "kv_cache": torch.zeros(2, 4, 6).to(FP8_DTYPES[0])
+    },
+    "a scale of nothing": {
+        "kv_cache": torch.zeros(2, 4, 6).to(FP8_DTYPES[0]),
+        "scale": 0.0,
+    },
+    "a cache of four axes": {"kv_cache": torch.zeros(2, 4, 1, 6)},
+}
+UNWRITABLE_CONTENTS: dict[str, dict[str, Any]] = {
+    "a slot past the cache": {"slot_mapping": torch.tensor([0, 8, 1])},
+    "two tokens for one slot": {"slot_mapping": torch.tensor([0, 5, 5])},
+}
+
+
+def expect_unwritten(setting: Setting, what: str, changes: dict[str, Any]) -> None:
+    wide = torch.full((4, 4, 6), 7.0)
+    given: dict[str, Any] = {
+        "kv_c": torch.zeros(3, 4),
+        "k_pe": torch.zeros(3, 2),
+        "kv_cache": wide[1:3],
+        "slot_mapping": torch.arange(3),
+    }
+    moved = {
+        name: each.to(setting.device) if isinstance(each, Tensor) else each
+        for name, each in (given | changes).items()
+    }
+    with kept(kv_cache=moved["kv_cache"]):
+        expect_refusal(what, lambda: setting.candidate.concat_and_cache_mla(**moved))
+
+
+@law("concat_and_cache_mla", cases=[*UNWRITABLE], claim="refuses shapes")
+def latents_that_do_not_fit_the_cache_are_refused(setting: Setting, what: str) -> None:
+    expect_unwritten(setting, what, UNWRITABLE[what])
+
+
+@law("concat_and_cache_mla", cases=[*UNWRITABLE_CONTENTS], claim="refuses contents")
+def slots_of_latents_that_make_no_sense_are_refused_if_asked(
+    setting: Setting, what: str
+) -> None:
+    with checked_values():
+        expect_unwritten(setting, what, UNWRITABLE_CONTENTS[what])

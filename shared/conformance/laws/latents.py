@@ -1,0 +1,285 @@
+"""Which laws hold for latent attention?
+
+Both ways, carrying queries to the latents or expanding these, come to full multi-head attention,
+which is counted key by key in float64. What is written to the cache is exact.
+"""
+
+from dataclasses import replace
+from itertools import pairwise
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...contract.budgets import judge_rows
+from ..generators.batches import DTYPES, NAN, NEEDLES
+from ..generators.latent_batches import (
+    LAYOUTS,
+    Batch,
+    Plan,
+    build_latents,
+    latent_plans,
+)
+from ..generators.options import starts_of
+from ..harness.asking import Result, expect_same_results
+from ..harness.canaries import kept
+from ..harness.candidate import OutsideSupport
+from ..harness.expect import Disagreement, expect_budget, expect_same
+from ..harness.law import Setting, law
+from ..oracles.brute_force import Answer
+
+WAYS = ("latent_decode_attention", "latent_prefill_attention")
+
+
+def arguments_of(batch: Batch, way: str) -> dict[str, Any]:
+    """Return what one way takes, by name."""
+    is_decode = way == WAYS[0]
+    return batch.decode_arguments() if is_decode else batch.prefill_arguments()
+
+
+def ask_latents(setting: Setting, batch: Batch, way: str, **changes: Any) -> Result:
+    """Return what the candidate answers, either way, written over NaN."""
+    tokens, heads, _ = batch.q_nope.shape
+    out = batch.q_nope.new_full((tokens, heads, batch.plan.value), NAN)
+    lse = torch.full((heads, tokens), NAN, device=setting.device)
+    given = arguments_of(batch, way) | changes
+    operation = getattr(setting.candidate, way)
+    try:
+        found = operation(**given, out=out, lse=lse)
+    except NotImplementedError as error:
+        plan = batch.plan
+        reason = setting.candidate.support.why_not(
+            str(plan.dtype).removeprefix("torch."),
+            str(plan.cache_dtype or plan.dtype).removeprefix("torch."),
+            plan.block_size,
+            plan.nope + plan.rope,
+            max(plan.query_lens, default=0),
+            (),
+        )
+        if reason is None:
+            raise
+        raise OutsideSupport(reason) from error
+    if found is not out:
+        raise Disagreement("output", "as a whole", "another tensor", "out")
+    return out, lse
+
+
+def expect_latents(
+    setting: Setting,
+    batch: Batch,
+    way: str,
+    found: Result,
+    answer: Answer | None = None,
+    **changes: Any,
+) -> None:
+    """Refuse an answer that does not keep its rows' budgets, rows behind the last among them."""
+    out, lse = found
+    assert lse is not None
+    answer = batch.answer(way == WAYS[1]) if answer is None else answer
+    dtype, live = batch.plan.dtype, slice(0, batch.tokens)
+    same, same_lse = torch.empty_like(out), torch.empty_like(lse)
+    getattr(setting.truth, way)(
+        **(arguments_of(batch, way) | changes),
+        out=same,
+        lse=same_lse,
+        compute_dtype=dtype,
+    )
+    expect_budget("output", out, answer.out, same, answer.sizes)
+    behind = lse[:, batch.tokens :].cpu()
+    expect_same(
+        "log-sum-exp behind the last request",
+        behind,
+        behind.new_full(behind.shape, -torch.inf),
+    )
+    if not batch.tokens:
+        return
+    verdict = judge_rows(
+        lse.T[live].cpu(),
+        answer.lse.T[live],
+        same_lse.T[live].cpu(),
+        dtype,
+        1 + answer.scores.T[live],
+    )
+    if not verdict.ok:
+        token = verdict.row
+        raise Disagreement(
+            "log-sum-exp",
+            f"of token {token}, {verdict.worst:.3g} of its budget",
+            lse[:, token].tolist(),
+            answer.lse[:, token].tolist(),
+        )
+
+
+@law("latent_decode_attention", cases=latent_plans())
+def a_decode_over_latents_is_full_multi_head_attention(
+    setting: Setting, plan: Plan
+) -> None:
+    batch = build_latents(plan, setting.device)
+    expect_latents(setting, batch, WAYS[0], ask_latents(setting, batch, WAYS[0]))
+
+
+@law("latent_decode_attention", cases=latent_plans())
+def a_decode_over_latents_sees_its_window_only(setting: Setting, plan: Plan) -> None:
+    window = Random(plan.seed).choice([1, 2, 7, 16, 17, 33])
+    batch = build_latents(replace(plan, sliding_window=window), setting.device)
+    expect_latents(setting, batch, WAYS[0], ask_latents(setting, batch, WAYS[0]))
+
+
+@law("latent_prefill_attention", cases=latent_plans())
+def a_prefill_over_latents_is_full_multi_head_attention(
+    setting: Setting, plan: Plan
+) -> None:
+    """Its context in chunks of any length, which end in the middle of requests."""
+    batch = build_latents(plan, setting.device)
+    context = sum(plan.key_lens) - batch.tokens
+    pick = Random(plan.seed)
+    # at most three chunks
+    chunk = pick.choice([None, context // 3 + 1, context // 2 + 1, context + 5])
+    changes: dict[str, Any] = {} if chunk is None else {"max_context_chunk": chunk}
+    found = ask_latents(setting, batch, WAYS[1], **changes)
+    expect_latents(setting, batch, WAYS[1], found, **changes)
+
+
+CORNERS = [
+    Plan((1, 3), (65, 36), heads=2, needle=needle, is_rope=is_rope)
+    for needle in NEEDLES[1:]
+    for is_rope in (False, True)
+]
+CORNERS += [
+    Plan((1, 9), (40, 9), heads=1, needle="first"),
+    Plan((1, 4), (40, 17), heads=16, needle="tile edge"),
+    Plan((3, 0, 1), (20, 0, 17), padding=1),
+    Plan((0, 0), (5, 0)),
+    Plan((1, 37, 1), (50, 37, 2), heads=2, needle="first new"),
+    Plan((1, 1), (200, 2), heads=2, dtype=torch.float16, needle="tile edge"),
+    Plan((2,), (20,), heads=2, rank=40, rope=24, nope=33, value=48),
+]
+
+
+@law(*WAYS, cases=[(way, plan) for way in WAYS for plan in CORNERS])
+def a_latent_that_outweighs_all_others_is_found(
+    setting: Setting, case: tuple[str, Plan]
+) -> None:
+    """By its latent or its rope key, at the edges of blocks, tiles and chunks of the context."""
+    way, plan = case
+    batch = build_latents(plan, setting.device)
+    changes: dict[str, Any] = {"max_context_chunk": 64} if way == WAYS[1] else {}
+    found = ask_latents(setting, batch, way, **changes)
+    expect_latents(setting, batch, way, found, **changes)
+
+
+def pieces(batch: Batch, cuts: list[int]) -> list[tuple[slice, Batch]]:
+    """Return the one request of a batch in chunks, each with its rows."""
+    length = batch.plan.key_lens[0]
+    edges = [0, *cuts, length]
+    found = []
+    for begin, end in pairwise(edges):
+        rows, device = slice(begin, end), batch.q_pe.device
+        part = replace(
+            batch,
+            plan=replace(batch.plan, query_lens=(end - begin,), key_lens=(end,)),
+            q_nope=batch.q_nope[rows],
+            q_pe=batch.q_pe[rows],
+            kv_c=batch.kv_c[rows],
+            k_pe=batch.k_pe[rows],
+            query_start_loc=starts_of([end - begin], device),
+            seq_lens=starts_of([end], device)[1:],
+        )
+        found.append((rows, part))
+    return found
+
+
+@law(*WAYS, cases=[(way, seed) for way in WAYS for seed in range(4)])
+def a_prompt_of_latents_in_chunks_is_the_prompt_in_one(
+    setting: Setting, case: tuple[str, int]
+) -> None:
+    """However it is cut, and whichever way the last piece takes."""
+    way, seed = case
+    pick = Random(seed)
+    length = pick.choice([2, 17, 30])
+    needle = pick.choice(NEEDLES)
+    plan = Plan((length,), (length,), heads=2, dtype=DTYPES[seed % 3], needle=needle)
+    batch = build_latents(replace(plan, seed=seed), setting.device)
+    cuts = sorted({pick.randint(1, length - 1) for _ in range(2)})
+    answer = batch.answer(True)
+    for rows, part in pieces(batch, cuts):
+        own = Answer(
+            answer.out[rows],
+            answer.lse[:, rows],
+            answer.sizes[rows],
+            answer.scores[:, rows],
+        )
+        its = way if rows.stop == length else WAYS[pick.randrange(2)]
+        expect_latents(setting, part, its, ask_latents(setting, part, its), own)
+
+
+@law(*WAYS, cases=[(way, poison) for way in WAYS for poison in (0.0, torch.inf, 1e4)])
+def what_nobody_owns_of_latents_moves_no_bit(
+    setting: Setting, case: tuple[str, float]
+) -> None:
+    """Free slots, tails of rows and padding; a prefill does not read its new tokens' slots."""
+    way, poison = case
+    plan = Plan((3, 1, 0), (20, 9, 4), layout="padded", padding=2, needle="last")
+    batch = build_latents(plan, setting.device)
+    before = ask_latents(setting, batch, way)
+    cache, table = batch.kv_cache.clone(), batch.block_table.clone()
+    for req, row in enumerate(batch.rows):
+        table[req, len(row) :] = 0
+        if way == WAYS[1]:
+            first = plan.key_lens[req] - plan.query_lens[req]
+            for place in range(first, plan.key_lens[req]):
+                cache[row[place // 16], place % 16] = NAN
+    changes: dict[str, Any] = {
+        name: torch.where(each.isnan(), poison, each)
+        for name, each in arguments_of(batch, way).items()
+        if isinstance(each, Tensor) and each.dtype.is_floating_point
+    }
+    changes["kv_cache"] = torch.where(cache.isnan(), poison, cache)
+    found = ask_latents(setting, batch, way, **changes, block_table=table)
+    expect_same_results("with other poison", found, before)
+
+
+@law(*WAYS, cases=[(WAYS[1], LAYOUTS[3]), *((WAYS[0], layout) for layout in LAYOUTS)])
+def latent_attention_changes_nothing_that_it_reads(
+    setting: Setting, case: tuple[str, str]
+) -> None:
+    """And does the same once more, from blocks that lie elsewhere, and in an output of its own."""
+    way, layout = case
+    plan = Plan((3, 1, 5), (20, 9, 40), layout=layout, padding=1)
+    batch = build_latents(plan, setting.device)
+    given = arguments_of(batch, way)
+    tensors = {name: each for name, each in given.items() if isinstance(each, Tensor)}
+    with kept(**tensors):
+        before = ask_latents(setting, batch, way)
+    expect_same_results("once more", ask_latents(setting, batch, way), before)
+    order = torch.randperm(
+        len(batch.kv_cache), generator=torch.Generator().manual_seed(1)
+    )
+    order = order.to(setting.device)
+    cache, table = batch.kv_cache.clone(), batch.block_table.clone()
+    cache[order] = batch.kv_cache
+    for req, row in enumerate(batch.rows):
+        table[req, : len(row)] = order[row].int()
+    found = ask_latents(setting, batch, way, kv_cache=cache, block_table=table)
+    expect_same_results("with blocks elsewhere", found, before)
+    made = getattr(setting.candidate, way)(**given)
+    expect_same("output that was made", made, before[0].cpu())
+
+
+@law(*WAYS, cases=[(way, padding) for way in WAYS for padding in (0, 2)])
+def nothing_is_written_beside_the_values_of_latents(
+    setting: Setting, case: tuple[str, int]
+) -> None:
+    way, padding = case
+    batch = build_latents(Plan((3, 1), (20, 9), padding=padding), setting.device)
+    tokens, heads, _ = batch.q_nope.shape
+    wide = torch.full((tokens + 2, 2 * heads, 16 + 3), 7.0, device=setting.device)
+    tall = torch.full((heads + 1, 2 * tokens), 7.0, device=setting.device)
+    out, lse = wide[1:-1, ::2, 1:17], tall[1:, ::2]
+    getattr(setting.candidate, way)(**arguments_of(batch, way), out=out, lse=lse)
+    expect_latents(setting, batch, way, (out, lse))
+    out.fill_(7.0)
+    lse.fill_(7.0)
+    expect_same("around the output", wide.cpu(), torch.full(wide.shape, 7.0))
+    expect_same("around the log-sum-exp", tall.cpu(), torch.full(tall.shape, 7.0))

@@ -1,0 +1,295 @@
+"""Which laws hold for what a layer and its step ask of attention?
+
+Options reach attention on three ways: some are the layer's own, some come with the step through the
+builder's metadata, and the scales of FP8 lie with the layer and the output. Any of them together
+must mean what they mean where attention is called by itself, and the cache afterwards is written
+out byte by byte.
+"""
+
+from dataclasses import dataclass
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ...contract.kinds import PAD_SLOT_ID
+from ...contract.metadata_classes import CommonAttentionMetadata
+from ...contract.specs import KVCacheSpec
+from ...engine.backend_interface import AttentionBackend
+from ..generators.batches import LAYOUTS, NAN, empty_cache
+from ..generators.options import Call, build_call, draw_choice, starts_of, stored_as
+from ..generators.rearranging import only
+from ..generators.steps import counts
+from ..harness.asking import expect_right
+from ..harness.candidate import OutsideSupport
+from ..harness.expect import expect_same
+from ..harness.law import Setting, law
+from ..oracles.brute_force import column
+from .attention import Drawn
+from .backends import make_builder, that_take
+
+OF_LAYERS = (
+    "sliding_window",
+    "attention_chunk_size",
+    "logits_soft_cap",
+    "alibi_slopes",
+    "position_bias",
+    "sinks",
+)
+"""Options that a layer is made with, named as attention names them."""
+CACHE_DTYPES = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
+Images = dict[int, list[tuple[int, int]]]
+
+
+@st.composite
+def asked(draw: st.DrawFn, fixed: tuple[tuple[str, str], ...] = ()) -> Drawn:
+    """Return any choice of options that a layer can be asked for, and a seed."""
+    seed = draw(st.integers(0, 2**20))
+    pick = Random(seed)
+    start = {
+        "operation": "paged_attention",
+        "query_ranges": "none",
+        "lse": "none",
+        "value_head_size": "as the keys",
+        "causal": pick.choice(["yes", "yes", "no", "each request"]),
+        "group": pick.choice(["1", "2"]),
+    } | dict(fixed)
+    if pick.random() < 0.6:  # whole prompts take long in an interpreter
+        start["batch"] = pick.choice(["decode", "verification"])
+    if pick.random() < 0.3:  # what backends take that are choosy
+        start |= {"head_size": "80", "block_size": "16"}
+        start["dtype"] = pick.choice(["float16", "bfloat16"])
+    return draw_choice(pick, start.items()), seed
+
+
+@dataclass(frozen=True)
+class LayerStep:
+    """A step of a layer, and the call of attention that it comes to.
+
+    Args:
+        call: attention over the cache as it must be after the step's writes, the requests with
+            the fewest new tokens first.
+        images: spans of each request whose tokens see each other both ways.
+        before, after: [2, num_blocks, block_size, kv_heads, head_size] the cache on the host.
+        key, value: [tokens, kv_heads, head_size] and [..., value_head_size] what the step brings.
+        slots: where that goes; PAD_SLOT_ID where an earlier token of the step has that slot.
+    """
+
+    call: Call
+    images: Images
+    before: Tensor
+    after: Tensor
+    key: Tensor
+    value: Tensor
+    slots: list[int]
+
+
+def build_step(case: Drawn, device: torch.device, has_images: bool) -> LayerStep:
+    """Return the step of a choice: the last keys of each request are those that it brings."""
+    call = build_call(*case, device)
+    pick = Random(f"layer {case[1]}")
+    # two requests are enough to mix them up, and do not take long
+    reqs = pick.sample(range(len(call.query_lens)), 2)
+    call = only(call, sorted(reqs, key=lambda req: call.query_lens[req]))
+    images = draw_images(pick, call) if has_images else {}
+    ranges = ranges_of(call, images)
+    if ranges is not None:
+        call = call.changed(query_ranges=ranges)
+    size = call.query.shape[2]
+    value_size = pick.choice([size, size, max(1, size - 3)])
+    scales = [call.arguments.get(name, 1.0) for name in ("k_scale", "v_scale")]
+    after = torch.stack(
+        [call.arguments[name].cpu() for name in ("key_cache", "value_cache")]
+    )
+    after[1, ..., value_size:] = torch.tensor(NAN).to(after.dtype)
+    block_size, kv_heads = after.shape[2:4]
+    slots = [
+        row[place // block_size] * block_size + place % block_size
+        for row, new, total in zip(
+            call.rows, call.query_lens, call.key_lens, strict=True
+        )
+        for place in range(total - new, total)
+    ]
+    flat, before = after.flatten(1, 2), after.clone()
+    brought = []
+    for side, scale in enumerate(scales):
+        width = value_size if side else size
+        stored = flat[side, slots][..., :width]
+        numbers = (stored.double() * column(_on_host(scale), kv_heads)).to(call.dtype)
+        flat[side, slots, :, :width] = stored_as(numbers, scale, after.dtype)
+        brought.append(numbers.to(device))
+    before.flatten(1, 2)[:, slots] = torch.tensor(NAN).to(after.dtype)
+    # a slot that two requests share is written once
+    slots = [
+        PAD_SLOT_ID if slot in slots[:token] else slot
+        for token, slot in enumerate(slots)
+    ]
+    call = call.changed(key_cache=after[0], value_cache=after[1][..., :value_size])
+    key, value = brought
+    return LayerStep(call, images, before, after, key, value, slots)
+
+
+def _on_host(scale: Any) -> Any:
+    return scale.cpu() if isinstance(scale, Tensor) else scale
+
+
+def draw_images(pick: Random, call: Call) -> Images:
+    """Return spans that lie apart; the last one of a request holds some of its new tokens.
+
+    One that holds two of them lets the first see the second; behind a window or a chunk it lets
+    them see the context.
+    """
+    images: Images = {}
+    for req, (new, total) in enumerate(
+        zip(call.query_lens, call.key_lens, strict=True)
+    ):
+        if total < 2 or not new or pick.random() < 0.2:
+            continue
+        last = pick.randrange(max(1, total - new), total)
+        first = pick.randrange(last)
+        images[req] = [(first, last)]
+        if first > 2:
+            before = sorted(pick.sample(range(first), 2))
+            images[req].insert(0, (before[0], before[1]))
+    return images
+
+
+def ranges_of(call: Call, images: Images) -> Tensor | None:
+    """Return [tokens, 2] the image that each new token stands in; None: none stands in one."""
+    found = []
+    for req, (new, total) in enumerate(
+        zip(call.query_lens, call.key_lens, strict=True)
+    ):
+        for place in range(total - new, total):
+            own = [each for each in images.get(req, []) if each[0] <= place <= each[1]]
+            found.append(own[0] if own else (-1, -1))
+    if all(each == (-1, -1) for each in found):
+        return None
+    return torch.tensor(found, dtype=torch.int32)
+
+
+def metadata_of(step: LayerStep, device: torch.device) -> CommonAttentionMetadata:
+    """Return what the engine says of the step."""
+    call, given = step.call, step.call.arguments
+    computed = [
+        total - new for new, total in zip(call.query_lens, call.key_lens, strict=True)
+    ]
+    host = torch.device("cpu")
+    return CommonAttentionMetadata(
+        query_start_loc=given["query_start_loc"],
+        query_start_loc_cpu=starts_of(call.query_lens, host),
+        seq_lens=given["seq_lens"],
+        seq_lens_cpu=counts(call.key_lens),
+        num_computed_tokens_cpu=counts(computed),
+        num_reqs=len(call.query_lens),
+        num_actual_tokens=len(step.slots),
+        max_query_len=given["max_query_len"],
+        max_seq_len=given["max_seq_len"],
+        block_table_tensor=given["block_table"],
+        slot_mapping=torch.tensor(step.slots, dtype=torch.int64, device=device),
+        causal=given["causal"],
+        tree_mask=given.get("tree_mask"),
+        mm_req_doc_ranges=step.images or None,
+    )
+
+
+def layer_options(call: Call) -> dict[str, Any]:
+    """Return what the layer is made with beside its sizes."""
+    given = call.arguments
+    made = {name: given[name] for name in OF_LAYERS if name in given}
+    if "alibi_slopes" in made:
+        made["alibi_slopes"] = made["alibi_slopes"].tolist()
+    size, value_size = call.query.shape[2], given["value_cache"].shape[3]
+    if value_size != size:
+        made["head_size_v"] = value_size
+    stored = given["key_cache"].dtype
+    if stored in CACHE_DTYPES:
+        made["kv_cache_dtype"] = CACHE_DTYPES[stored]
+    return made
+
+
+def expect_right_layer(setting: Setting, case: Drawn, has_images: bool = False) -> None:
+    step = build_step(case, setting.device, has_images)
+    call, size = step.call, step.call.query.shape[2]
+    options = layer_options(call)
+    block_size, kv_heads = step.after.shape[2:4]
+    spec = KVCacheSpec(block_size, kv_heads, size, step.after.dtype)
+    able = [
+        backend
+        for backend in that_take(setting, spec)
+        if all(backend.supports_option(name) for name in options)
+    ]
+    if not able:
+        raise OutsideSupport(f"no backend takes {', '.join(options)}")
+    for backend in able:
+        run_layer(setting, step, backend, spec, options, case[1])
+
+
+def run_layer(
+    setting: Setting,
+    step: LayerStep,
+    backend: type[AttentionBackend],
+    spec: KVCacheSpec,
+    options: dict[str, Any],
+    seed: int,
+) -> None:
+    """Refuse a layer of one backend that answers or writes something else."""
+    call, device = step.call, setting.device
+    given, (tokens, heads, size) = call.arguments, call.query.shape
+    num_blocks, block_size, kv_heads = step.after.shape[1:4]
+    layout, stored = LAYOUTS[seed % len(LAYOUTS)], step.after.dtype
+    cache = empty_cache(layout, num_blocks, block_size, kv_heads, size, stored, device)
+    cache.copy_(step.before)
+    padding = seed % 3
+    query, key, value = (
+        torch.cat([each, each.new_full((padding, *each.shape[1:]), NAN)])
+        for each in (call.query, step.key, step.value)
+    )
+    value_size = value.shape[2]
+    out = query.new_full((tokens + padding, heads, value_size), NAN)
+    out = out.to(call.out_dtype or call.dtype)
+    out_scale = given.get("out_scale")
+    if out_scale is not None:
+        out_scale = torch.as_tensor(out_scale, dtype=torch.float32, device=device)
+    scale = given.get("scale", size**-0.5)
+    impl = backend.get_impl_cls()(heads, size, scale, spec.num_kv_heads, **options)
+    builder = make_builder(backend, spec, device)
+    metadata = builder.build(0, metadata_of(step, device))
+    place = SimpleNamespace(
+        _k_scale=given.get("k_scale"), _v_scale=given.get("v_scale")
+    )
+    found = impl.forward(place, query, key, value, cache, metadata, out, out_scale)
+    expect_same(f"{backend.name}: the very output", found is out, True)
+    expect_same(f"{backend.name}: the cache", cache, step.after)
+    expect_right(setting, call, (out[:tokens], None))
+    behind = out[tokens:].float().isnan().all()
+    expect_same(f"{backend.name}: padding rows, still NaN", bool(behind), True)
+
+
+@law("BACKENDS", cases=asked())
+def a_layer_obeys_what_it_and_its_step_ask_for(setting: Setting, case: Drawn) -> None:
+    """Windows, chunks, caps, biases and sinks; flags and trees; outputs in FP8."""
+    expect_right_layer(setting, case)
+
+
+@law("BACKENDS", cases=asked())
+def a_layer_sees_the_images_of_its_step(setting: Setting, case: Drawn) -> None:
+    """Under any other options; tokens outside of all images see what they would see."""
+    expect_right_layer(setting, case, has_images=True)
+
+
+@law("BACKENDS", cases=asked((("tree_mask", "tree"), ("causal", "yes"))))
+def a_layer_sees_the_trees_of_its_step(setting: Setting, case: Drawn) -> None:
+    """In decodes and in prefills, whose trees stand behind those of the decodes."""
+    expect_right_layer(setting, case)
+
+
+@law("BACKENDS", cases=st.one_of(*(asked((("cache", c),)) for c in ("e4m3", "e5m2"))))
+def a_layer_keeps_its_cache_in_fp8_under_its_scales(
+    setting: Setting, case: Drawn
+) -> None:
+    """One scale for all heads or one for each; it writes with them and reads with them."""
+    expect_right_layer(setting, case)

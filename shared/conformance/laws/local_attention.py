@@ -1,0 +1,217 @@
+"""Which laws hold for layers that see only their own chunk?
+
+A chunk that holds new tokens becomes a request of its own. Which chunks these are, and which keys
+a token then sees, is written out here position by position.
+"""
+
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from random import Random
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from ..generators.steps import (
+    Requests,
+    bare_step,
+    counts,
+    draw_requests,
+    expect_fields,
+    expect_rows,
+    expect_unchanged,
+    flags_of,
+    remember,
+    seen_by,
+    several,
+    table_of,
+    values_of,
+    whole_step,
+)
+from ..harness.expect import expect_refusal, expect_same
+from ..harness.law import Setting, law
+
+REFUSED_BESIDE = ("mm_req_doc_ranges", "tree_mask")
+LEFT_OUT = (
+    "encoder_seq_lens",
+    "encoder_seq_lens_cpu",
+    "max_encoder_seq_len",
+    "encoder_query_start_loc",
+    "encoder_query_start_loc_cpu",
+    "cross_block_table_tensor",
+    "cross_slot_mapping",
+    "dcp_local_seq_lens",
+    "dcp_local_seq_lens_cpu",
+)
+"""What describes whole requests, of encoders and of ranks."""
+
+
+@dataclass(frozen=True)
+class Chunked:
+    """A step whose layers see chunks.
+
+    Args:
+        step: the requests.
+        blocks: blocks in a chunk.
+        spare: columns of the block table behind the longest row.
+        flag: one `causal` for all; None: one a request.
+    """
+
+    step: Requests
+    blocks: int
+    spare: int = 0
+    flag: bool | None = None
+
+    @property
+    def chunk(self) -> int:
+        """Positions in a chunk."""
+        return self.blocks * self.step.block_size
+
+    def virtual(self) -> list[tuple[int, int, int, int]]:
+        """Return of each virtual request its owner, its chunk, its new tokens and its keys."""
+        found = []
+        for req, seq_len in enumerate(self.step.seq_lens):
+            own = range(self.step.computed[req], seq_len)
+            chunks = sorted({place // self.chunk for place in own})
+            for number in chunks or [max(seq_len - 1, 0) // self.chunk]:
+                places = range(number * self.chunk, (number + 1) * self.chunk)
+                new = sum(place in own for place in places)
+                keys = sum(place < seq_len for place in places)
+                found.append((req, number, new, keys))
+        return found
+
+
+@st.composite
+def chunked(draw: st.DrawFn) -> Chunked:
+    """Return steps whose contexts end before, at and behind the edge of a chunk."""
+    pick = Random(draw(st.integers(0, 2**20)))
+    step = draw_requests(pick)
+    blocks = pick.choice([1, 1, 2, 3])
+    chunk = blocks * step.block_size
+    edges = [0, 1, chunk - 1, chunk, chunk + 1, 2 * chunk, 3 * chunk - 1]
+    if pick.random() < 0.7:
+        step = replace(
+            step,
+            computed=tuple(pick.choice(edges) for _ in step.new),
+            new=tuple(pick.choice([*edges, 1]) for _ in step.new),
+        )
+    return Chunked(step, blocks, pick.choice([0, 1]), pick.choice([None, True, False]))
+
+
+@law("make_local_attention_virtual_batches", cases=several(chunked()))
+def every_chunk_with_new_tokens_is_a_request(
+    setting: Setting, cases: list[Chunked]
+) -> None:
+    """Tokens stay what and where they are; a request without new ones keeps its last chunk."""
+    for case in cases:
+        step, device = case.step, setting.device
+        table = table_of(step.rows(), device, case.spare)
+        whole = whole_step(step, device, REFUSED_BESIDE).replace(
+            block_table_tensor=table
+        )
+        if case.flag is not None:
+            whole = whole.replace(causal=case.flag)
+        before = remember(whole)
+        make = setting.candidate.make_local_attention_virtual_batches
+        found = make(case.chunk, whole, step.block_size)
+        expect_unchanged("the step", whole, before)
+        virtual = case.virtual()
+        reqs = [req for req, _, _, _ in virtual]
+        new = [each for _, _, each, _ in virtual]
+        lens = [keys for _, _, _, keys in virtual]
+        starts = counts([0, *accumulate(new)])
+        size, rows = step.block_size, step.rows()
+        pieces = [
+            rows[req][number * case.blocks :][: -(-keys // size)]
+            for req, number, _, keys in virtual
+        ]
+        expect_rows("block_table_tensor", found.block_table_tensor.cpu(), pieces)
+        expect_same("its width", found.block_table_tensor.shape[1], case.blocks)
+        right: dict[str, Any] = values_of(whole) | dict.fromkeys(LEFT_OUT)
+        right |= {
+            "query_start_loc": starts,
+            "query_start_loc_cpu": starts,
+            "seq_lens": counts(lens),
+            "seq_lens_cpu": counts(lens),
+            "num_computed_tokens_cpu": counts(
+                [keys - own for own, keys in zip(new, lens, strict=True)]
+            ),
+            "num_reqs": len(virtual),
+            "max_query_len": max(new, default=0),
+            "max_seq_len": max(lens, default=0),
+            "block_table_tensor": found.block_table_tensor,
+            "causal": torch.tensor(
+                [flags_of(step, 1)[r] for r in reqs], dtype=torch.bool
+            )
+            if case.flag is None
+            else case.flag,
+            "is_prefilling": torch.tensor(
+                [flags_of(step, 2)[req] for req in reqs], dtype=torch.bool
+            ),
+        }
+        expect_fields("virtual requests", found, right, device)
+
+
+@law("make_local_attention_virtual_batches", cases=several(chunked()))
+def a_token_of_a_virtual_request_sees_its_own_chunk(
+    setting: Setting, cases: list[Chunked]
+) -> None:
+    """Each new token by its position: the keys from where its chunk begins, up to itself."""
+    for case in cases:
+        step = case.step
+        found = setting.candidate.make_local_attention_virtual_batches(
+            case.chunk, bare_step(step, setting.device), step.block_size
+        )
+        for copy in seen_by(found, step.block_size):
+            expect_same("the slots that each token sees", copy, step.seen(case.chunk))
+        expect_same(
+            "the slots that are written", found.slot_mapping.tolist(), step.slots()
+        )
+
+
+@dataclass(frozen=True)
+class Nonsense:
+    """A step that is not cut into chunks.
+
+    Args:
+        chunk, block_size: as they are asked for.
+        what: why not.
+        given: what the step says that forbids it.
+    """
+
+    chunk: int
+    block_size: int
+    what: str
+    given: str = ""
+
+
+@law(
+    "make_local_attention_virtual_batches",
+    cases=[
+        Nonsense(6, 4, "chunks that are not whole blocks"),
+        Nonsense(2, 4, "chunks smaller than a block"),
+        Nonsense(0, 4, "chunks of no token"),
+        Nonsense(4, 0, "blocks of no slot"),
+        Nonsense(4, 2, "a sequence longer than its row"),
+        Nonsense(8, 4, "more new tokens than tokens", "seq_lens_cpu"),
+        Nonsense(8, 4, "images", "mm_req_doc_ranges"),
+        Nonsense(8, 4, "trees of drafts", "tree_mask"),
+    ],
+    claim="refuses shapes",
+)
+def a_step_that_has_no_chunks_is_refused(setting: Setting, nonsense: Nonsense) -> None:
+    step = Requests((3, 2), (9, 4), seed=1)
+    width = max(map(len, step.rows()))
+    whole = bare_step(step, setting.device)
+    whole = whole.replace(block_table_tensor=whole.block_table_tensor[:, :width])
+    if nonsense.given == "seq_lens_cpu":
+        whole = whole.replace(seq_lens_cpu=counts([12, 1]))
+    elif nonsense.given:
+        full = whole_step(step, setting.device)
+        whole = whole.replace(**{nonsense.given: getattr(full, nonsense.given)})
+    expect_refusal(
+        nonsense.what,
+        lambda: setting.candidate.make_local_attention_virtual_batches(
+            nonsense.chunk, whole, nonsense.block_size
+        ),
+    )

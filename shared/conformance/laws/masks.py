@@ -1,0 +1,416 @@
+"""Which laws hold for what a query sees?
+
+Needles: a key that outweighs all others of its sequence lies right at an edge, of a window, a
+chunk, a tile, a block, a tree or a range, or right behind it. Whoever sees one key too many or too
+few is wrong by the size of a value.
+"""
+
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ..generators.batches import DTYPES, Plan
+from ..generators.options import (
+    Call,
+    bias_table,
+    paged_call,
+    ragged_call,
+    slopes,
+    tree_of,
+)
+from ..generators.rearranging import given_away
+from ..harness.asking import ask, expect_right, expect_same_results
+from ..harness.candidate import Support
+from ..harness.law import Setting, law
+
+KINDS = (
+    "causal",
+    "not causal",
+    "flags",
+    "window",
+    "window to both sides",
+    "chunks",
+    "window and chunks",
+    "range",
+    "tree",
+    "window in a tree",
+)
+
+HIDDEN_BY: dict[str, tuple[str, ...]] = {
+    "causal": (),
+    "not causal": ("causal",),
+    "flags": ("causal",),
+    "window": ("sliding_window",),
+    "window to both sides": ("sliding_window", "causal"),
+    "chunks": ("attention_chunk_size",),
+    "window and chunks": ("sliding_window", "attention_chunk_size"),
+    "range": ("query_ranges", "sliding_window"),
+    "tree": ("tree_mask",),
+    "window in a tree": ("tree_mask", "sliding_window"),
+}
+"""Options that each kind gives."""
+ALIKE = (KINDS[:3], KINDS[3:7], KINDS[7:8], KINDS[8:])
+"""Kinds that one law is about."""
+
+
+@dataclass(frozen=True)
+class Sight:
+    """One request, what hides its keys, and where a needle lies.
+
+    Args:
+        query_len, key_len: new tokens and keys.
+        kind: what hides keys.
+        size: of the window or the chunk.
+        own: a query.
+        needle: the key that outweighs all others, near an edge of what that query sees.
+        first, last: of the range that the query sees too.
+        parents: of each new token in a tree; -1: it has none.
+        flag: whether the request is causal, of those that have a flag each.
+        seed: of the batch.
+    """
+
+    query_len: int
+    key_len: int
+    kind: str
+    size: int
+    own: int
+    needle: int
+    first: int = -1
+    last: int = -1
+    parents: tuple[int, ...] = ()
+    flag: bool = True
+    is_paged: bool = True
+    block_size: int = 16
+    seed: int = 0
+
+    def options(self) -> dict[str, Any]:
+        """Return the options of the call."""
+        options: dict[str, Any] = {}
+        if self.kind in ("not causal", "window to both sides"):
+            options["causal"] = False
+        if self.kind == "flags":
+            options["causal"] = torch.tensor([self.flag])
+        if "window" in self.kind or self.kind == "range":
+            options["sliding_window"] = self.size
+        if "chunks" in self.kind:
+            options["attention_chunk_size"] = max(self.size, 1)
+        if self.kind == "window and chunks":
+            options["attention_chunk_size"] = 2 * self.size + 1
+        if self.kind == "range":
+            ranges = torch.full((self.query_len, 2), -1, dtype=torch.int32)
+            ranges[self.own] = torch.tensor([self.first, self.last])
+            options["query_ranges"] = ranges
+        if "tree" in self.kind:
+            parents = [None if each < 0 else each for each in self.parents]
+            options["tree_mask"] = tree_of(parents, len(parents) + self.seed % 2)[None]
+        return options
+
+    def within(self, support: Support) -> "Sight":
+        """Return the sight of a query that is among the last its request may bring.
+
+        It stands where it stood, so the needle lies as near to the edge; what hides keys is
+        something that is declared, if the same law knows any.
+        """
+        longest, taken = support.max_query_len, support.options
+        if longest is None or self.query_len <= longest:
+            longest = self.query_len
+        place = self.key_len - self.query_len + self.own
+        is_cut = longest < self.query_len
+        key_len = place + 1 if is_cut else self.key_len
+        kind = self.kind
+        if taken is not None and not set(HIDDEN_BY[kind]) <= set(taken):
+            alike = next(group for group in ALIKE if kind in group)
+            others = [each for each in alike if set(HIDDEN_BY[each]) <= set(taken)]
+            kind = others[self.seed % len(others)] if others else kind
+        return replace(
+            self,
+            query_len=longest,
+            key_len=max(key_len, longest),
+            kind=kind,
+            own=longest - 1 if is_cut else self.own,
+            needle=min(self.needle, key_len - 1),
+            first=min(self.first, key_len - 1),
+            last=min(self.last, key_len - 1),
+            parents=self.parents[:longest],
+        )
+
+    def call(self, setting: Setting) -> Call:
+        """Return the call, over pages or over keys in a row."""
+        plan = Plan(
+            (self.query_len,),
+            (self.key_len,),
+            block_size=self.block_size,
+            kv_heads=1,
+            group=1 + self.seed % 3,
+            dtype=DTYPES[self.seed % 3],
+            spare_blocks=self.seed % 2,
+            seed=self.seed,
+        )
+        plan = setting.fit(plan)
+        needles = [(0, self.needle)]
+        call = paged_call(plan, setting.device, needles, **self.options())
+        return call if self.is_paged else ragged_call(call)
+
+
+def draw_sight(pick: Random, kinds: tuple[str, ...], is_paged: bool) -> Sight:
+    """Return a needle beside an edge of what one query of a request sees."""
+    kind = pick.choice(kinds)
+    query_len = pick.choice([1, 1, 3, 5, 20, 33])
+    if "tree" in kind:
+        query_len = pick.choice([2, 3, 5, 7, 7, 40, 70])
+    if kind == "range":
+        query_len = pick.choice([1, 3, 20, 33, 40, 40])
+    context = pick.choice([0, 1, 15, 16, 31, 50, 63, 64, 65, 100, 130])
+    key_len = query_len + context
+    own = pick.choice([0, query_len - 1, pick.randrange(query_len)])
+    place = context + own
+    size = pick.choice([1, 2, 7, 16, 17, 33, 64])
+    first = min(
+        max(0, pick.choice([0, place - 20, *[place + 1] * 3, place - 3])), key_len - 1
+    )
+    # a range may reach past what there is of the sequence
+    last = first + pick.choice([0, 3, 20, 40, 40])
+    chunk = 2 * size + 1 if kind == "window and chunks" else size
+    edges = [
+        0,
+        place,
+        context - 1,
+        context,
+        key_len - 1,
+        place - size,
+        place - size + 1,
+        place + size,
+        place // chunk * chunk,
+        (place // chunk + 1) * chunk,
+        place // 16 * 16,
+        place // 32 * 32,
+        place // 64 * 64,
+        first,
+        last,
+        pick.randrange(key_len),
+    ]
+    if kind == "range":
+        edges = [first, last]
+    if "tree" in kind:
+        edges = [*range(context, key_len), context - 1, 0]
+    needle = pick.choice(edges) + pick.choice([-1, 0, 0, 1])
+    parents = [-1] if pick.random() < 0.8 else [-1, -1]
+    parents += [pick.randrange(each) for each in range(len(parents), query_len)]
+    return Sight(
+        query_len,
+        key_len,
+        kind,
+        size,
+        own,
+        min(max(needle, 0), key_len - 1),
+        first if kind == "range" else -1,
+        last if kind == "range" else -1,
+        tuple(parents[:query_len]) if "tree" in kind else (),
+        pick.random() < 0.5,
+        is_paged,
+        pick.choice([16, 16, 1, 3, 24]),
+        pick.randrange(2**16),
+    )
+
+
+@st.composite
+def sights(
+    draw: st.DrawFn, kinds: tuple[str, ...] = KINDS, is_paged: bool = True
+) -> Sight:
+    """Return a needle beside an edge; all of it from one seed."""
+    return draw_sight(Random(draw(st.integers(0, 2**20))), kinds, is_paged)
+
+
+def expect_right_sight(setting: Setting, sight: Sight) -> None:
+    call = sight.call(setting)
+    expect_right(setting, call, ask(setting, call))
+
+
+@law("paged_attention", cases=sights(ALIKE[0]))
+def a_query_sees_all_up_to_itself_and_nothing_behind(
+    setting: Setting, sight: Sight
+) -> None:
+    """Unless it is not causal: then it sees every key."""
+    expect_right_sight(setting, sight)
+
+
+@law("paged_attention", cases=sights(ALIKE[1]))
+def a_query_sees_no_key_outside_of_its_window_or_chunk(
+    setting: Setting, sight: Sight
+) -> None:
+    expect_right_sight(setting, sight)
+
+
+@law("paged_attention", cases=sights(ALIKE[2]))
+def a_query_sees_its_range_whatever_hides_it(setting: Setting, sight: Sight) -> None:
+    """From its first to its last position, behind the window or ahead of the query."""
+    expect_right_sight(setting, sight)
+
+
+@law("paged_attention", cases=sights(ALIKE[3]))
+def a_new_token_of_a_tree_sees_its_ancestors_and_no_sibling(
+    setting: Setting, sight: Sight
+) -> None:
+    """It stands one behind those it sees, which a window counts from."""
+    expect_right_sight(setting, sight)
+
+
+@law("encoder_attention", cases=sights(KINDS[:8], is_paged=False))
+def keys_in_a_row_are_hidden_as_keys_in_pages_are(
+    setting: Setting, sight: Sight
+) -> None:
+    expect_right_sight(setting, sight)
+
+
+TILES = [
+    Sight(query_len, key_len, "causal", 1, own, needle, seed=needle)
+    for query_len, key_len, own in ((1, 300, 0), (4, 300, 1), (20, 300, 7))
+    for edge in (32, 64, 128, 256)
+    for needle in (edge - 1, edge)
+]
+SPLITS = [
+    Sight(1, 1100, "causal", 1, 0, needle, seed=needle)
+    for edge in (512, 550, 1024)
+    for needle in (edge - 1, edge)
+]
+
+
+@law("paged_attention", cases=[*TILES, *SPLITS])
+def no_key_is_lost_between_two_tiles_or_parts(setting: Setting, sight: Sight) -> None:
+    expect_right_sight(setting, sight)
+
+
+@law("encoder_attention", cases=[replace(sight, is_paged=False) for sight in TILES])
+def no_key_in_a_row_is_lost_between_two_tiles(setting: Setting, sight: Sight) -> None:
+    expect_right_sight(setting, sight)
+
+
+@dataclass(frozen=True)
+class Across:
+    """Queries of a decoder on the keys of an encoder.
+
+    Args:
+        query_lens, key_lens: of each request; either may be the longer.
+        needles: the key that outweighs all others of each request; -1: none.
+    """
+
+    query_lens: tuple[int, ...]
+    key_lens: tuple[int, ...]
+    needles: tuple[int, ...]
+    is_paged: bool
+    seed: int
+
+
+@st.composite
+def crossings(draw: st.DrawFn, is_paged: bool = True) -> Across:
+    """Return ragged queries on ragged keys, needles at either end."""
+    pick = Random(draw(st.integers(0, 2**20)))
+    reqs = pick.randint(1, 3)
+    query_lens = tuple(pick.choice([0, 1, 1, 5, 20]) for _ in range(reqs))
+    key_lens = tuple(pick.choice([0, 1, 3, 16, 17, 33, 65]) for _ in range(reqs))
+    needles = tuple(pick.choice([0, count - 1]) if count else -1 for count in key_lens)
+    return Across(query_lens, key_lens, needles, is_paged, pick.randrange(2**16))
+
+
+def expect_right_across(setting: Setting, across: Across) -> None:
+    plan = Plan(across.query_lens, across.key_lens, seed=across.seed, padding=1)
+    plan = setting.fit(plan)
+    needles = [(req, key) for req, key in enumerate(across.needles) if key >= 0]
+    call = paged_call(plan, setting.device, needles, causal=False)
+    call = call if across.is_paged else ragged_call(call)
+    expect_right(setting, call, ask(setting, call))
+
+
+@law("paged_attention", cases=crossings())
+def a_decoder_sees_all_keys_of_its_own_encoder(
+    setting: Setting, across: Across
+) -> None:
+    """However many queries there are beside the keys, and none of another request's."""
+    expect_right_across(setting, across)
+
+
+@law("encoder_attention", cases=crossings(is_paged=False))
+def a_decoder_sees_all_keys_in_a_row_of_its_own_encoder(
+    setting: Setting, across: Across
+) -> None:
+    expect_right_across(setting, across)
+
+
+@law(
+    "paged_attention",
+    cases=[
+        (name, lens)
+        for name in ("sliding_window", "attention_chunk_size")
+        for lens in ((200, 170), (133, 141), (90, 75), (500, 67))
+    ],
+)
+def keys_before_every_window_and_chunk_are_never_read(
+    setting: Setting, case: tuple[str, tuple[int, int]]
+) -> None:
+    """Their blocks belong to somebody else by then, and may hold anything."""
+    name, key_lens = case
+    plan = setting.fit(Plan((1, 3), key_lens, kv_heads=1))
+    call = paged_call(plan, setting.device).changed(**{name: 16})
+    found = ask(setting, call)
+    expect_right(setting, call, found)
+    again = ask(setting, given_away(call))
+    expect_same_results("with NaN before what is seen", again, found)
+
+
+def distances(reach: int) -> dict[str, Tensor]:
+    """Return what is added to scores by distance."""
+    return {"alibi_slopes": slopes(4), "position_bias": bias_table(4, reach)}
+
+
+@law(
+    "paged_attention",
+    cases=[
+        (name, reach, lens)
+        for name in ("alibi_slopes", "position_bias")
+        for reach in (0, 1, 7, 40)
+        for lens in (((1, 20), (45, 33)), ((17, 1), (17, 1)))
+        if name == "position_bias" or reach == 1
+    ],
+)
+def a_bias_counts_from_the_query_to_the_key(
+    setting: Setting,
+    case: tuple[str, int, tuple[tuple[int, int], tuple[int, int]]],
+) -> None:
+    """In both directions; those further away than the table reaches get its last entry."""
+    name, reach, (query_lens, key_lens) = case
+    for causal in (True, False):
+        plan = setting.fit(Plan(query_lens, key_lens))
+        call = paged_call(plan, setting.device, causal=causal)
+        call = call.changed(**{name: distances(reach)[name]})
+        expect_right(setting, call, ask(setting, call))
+
+
+@law("paged_attention", cases=[0, 1, 2])
+def entries_of_distances_that_do_not_occur_are_never_read(
+    setting: Setting, seed: int
+) -> None:
+    """Twelve keys lie 0 to 11 before their queries; the table holds NaN for all others."""
+    plan = setting.fit(Plan((3, 12), (10, 12), seed=seed))
+    call = paged_call(plan, setting.device)
+    table = bias_table(4, 20)
+    table[:, :9] = table[:, 21:] = float("nan")
+    call = call.changed(position_bias=table)
+    expect_right(setting, call, ask(setting, call))
+
+
+@law("paged_attention", cases=[(5, 8), (1, 1), (12, 12), (12, 6), (9, 8)])
+def a_tree_that_is_a_chain_is_causal(setting: Setting, case: tuple[int, int]) -> None:
+    """And a request with more new tokens than the tree is wide is causal whatever it holds."""
+    query_len, width = case
+    plan = setting.fit(Plan((query_len, 1), (30, 18)))
+    query_len = plan.query_lens[0]
+    causal = paged_call(plan, setting.device)
+    chain = torch.ones(2, width, width, dtype=torch.bool).tril()
+    if query_len > width:
+        chain[0] = False
+    found = ask(setting, causal.changed(tree_mask=chain))
+    expect_right(setting, causal, found)

@@ -1,0 +1,361 @@
+"""Which laws hold for partial results that become one?
+
+What is right is a weighted mean in float64. Parts are empty in some rows, and then hold NaN; they
+are views with strides of their own; their log-sum-exps lie close together, far apart, far from 0.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ...contract.budgets import ROUNDINGS_INSIDE
+from ..generators.batches import DTYPES, NAN
+from ..harness.canaries import expect_own_memory, kept
+from ..harness.expect import Disagreement, expect_budget, expect_refusal, expect_same
+from ..harness.law import Setting, law
+
+INF = math.inf
+VIEWS = ("packed", "heads first", "padded", "every other element")
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Results over several sets of keys, in small numbers.
+
+    Args:
+        parts, tokens, heads, size: how many there are, and elements of a head.
+        views: how each part lies in memory.
+        spread: how far log-sum-exps lie apart.
+        level: where they lie.
+        empty: the share of rows in which a part is empty.
+        mark: what an empty row's log-sum-exp is.
+        base_2: whether they are logarithms to base 2.
+        with_prefix: tokens that have a first part; None: all.
+        wants_lse: whether the joint log-sum-exp is wanted.
+    """
+
+    parts: int
+    tokens: int
+    heads: int
+    size: int
+    dtype: torch.dtype
+    views: tuple[str, ...]
+    spread: float
+    level: float
+    empty: float
+    mark: float
+    base_2: bool
+    with_prefix: int | None = None
+    wants_lse: bool = True
+    lse_dtype: torch.dtype = torch.float32
+    seed: int = 0
+
+    def draw(self, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
+        """Return outputs [tokens, heads, size] and log-sum-exps [heads, tokens] of each part."""
+        generator = torch.Generator().manual_seed(self.seed)
+        outputs, lses = [], []
+        for part in range(self.parts):
+            shape = (self.tokens, self.heads, self.size)
+            output = torch.randn(shape, generator=generator)
+            lse = torch.randn(shape[:2], generator=generator) * self.spread + self.level
+            is_empty = torch.rand(shape[:2], generator=generator) < self.empty
+            output[is_empty], lse[is_empty] = NAN, self.mark
+            view = self.views[part]
+            outputs.append(viewed(output.to(self.dtype).to(device), view))
+            lses.append(viewed(lse.T.to(self.lse_dtype).to(device), view))
+        return outputs, lses
+
+
+def viewed(tensor: Tensor, view: str) -> Tensor:
+    """Return the same numbers as a view, NaN between them."""
+    if view == "heads first":
+        return tensor.transpose(0, 1).contiguous().transpose(0, 1)
+    if view == "packed":
+        return tensor.contiguous()
+    step, more = (2, 0) if view == "every other element" else (1, 3)
+    width = tensor.shape[-1]
+    wide = tensor.new_full((*tensor.shape[:-1], step * width + more), NAN)
+    found = wide[..., : step * width : step]
+    return found.copy_(tensor)
+
+
+@st.composite
+def all_parts(draw: st.DrawFn, parts: int | None = None) -> Parts:
+    """Return parts; all of it from one seed."""
+    pick = Random(draw(st.integers(0, 2**20)))
+    count = pick.choice([1, 2, 3, 5]) if parts is None else parts
+    tokens = pick.choice([0, 1, 2, 7, 8, 9, 17, 33])
+    return Parts(
+        parts=count,
+        tokens=tokens,
+        heads=pick.choice([1, 2, 3, 5]),
+        size=pick.choice([1, 5, 16, 24, 80]),
+        dtype=pick.choice(DTYPES),
+        views=tuple(pick.choice(VIEWS) for _ in range(count)),
+        spread=pick.choice([0.0, 0.5, 5.0, 60.0, 1e4]),
+        level=pick.choice([0.0, 0.0, 7.0, -300.0, 3e4, -9e4]),
+        empty=pick.choice([0.0, 0.3, 0.8, 1.0]),
+        mark=pick.choice([-INF, -INF, INF]),
+        base_2=pick.random() < 0.4,
+        with_prefix=pick.choice([None, None, 0, tokens, pick.randint(0, tokens)]),
+        wants_lse=pick.random() < 0.8,
+        lse_dtype=pick.choice([torch.float32, torch.float32, torch.float64]),
+        seed=pick.randrange(2**16),
+    )
+
+
+def join(outputs: Tensor, natural: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return parts joined by natural log-sum-exps, and the size of what was averaged.
+
+    Args:
+        outputs: [parts, tokens, heads, size], read only where the part is not empty.
+        natural: [parts, tokens, heads], -inf where it is.
+    """
+    joint = natural.logsumexp(0)
+    shares = torch.exp(natural - joint.masked_fill(joint == -INF, 0.0))[..., None]
+    read = outputs.masked_fill((natural == -INF)[..., None], 0.0)
+    return (shares * read).sum(0), joint, (shares * read.abs()).sum(0)
+
+
+def expect_joined(
+    parts: Parts,
+    outputs: list[Tensor],
+    lses: list[Tensor],
+    output: Tensor,
+    lse: Tensor | None,
+) -> None:
+    """Refuse what is not the parts joined.
+
+    Args:
+        parts: what they are.
+        outputs: [tokens, heads, size] of each part.
+        lses, lse: [tokens, heads] of each part, and of all.
+        output: [tokens, heads, size] of all.
+    """
+    unit = math.log(2) if parts.base_2 else 1.0
+    stacked = torch.stack(outputs).cpu()
+    given = torch.stack(lses).cpu()
+    given = given.masked_fill(~given.isfinite(), -INF)
+    exact, joint, sizes = join(stacked.double(), given.double() * unit)
+    same, _, _ = join(stacked.float(), given.float() * unit)
+    expect_same("dtype of the output", output.dtype, parts.dtype)
+    # each weight rounds with the log-sum-exps it comes from
+    largest = given.masked_fill(given == -INF, 0.0).abs().amax(0)
+    weight = (largest.double() * unit)[..., None]
+    expect_budget("joint output", output, exact, same.to(parts.dtype), sizes, weight)
+    if lse is None:
+        return
+    expect_same("dtype of the joint log-sum-exp", lse.dtype, parts.lse_dtype)
+    expect_same("shape of the joint log-sum-exp", lse.shape, joint.shape)
+    found, right = lse.cpu().double(), joint / unit
+    expect_same("empty rows of the log-sum-exp", found == -INF, right == -INF)
+    off = torch.where(right == -INF, 0.0, found - right).abs().nan_to_num(INF)
+    # a kernel may join in 32 bits whatever it is given
+    budget = ROUNDINGS_INSIDE * torch.finfo(torch.float32).eps * (1 + largest.double())
+    if bool((off > budget).any()):
+        worst = int((off / budget).argmax())
+        raise Disagreement(
+            "joint log-sum-exp",
+            f"at {list(divmod(worst, off.shape[1]))}",
+            found.flatten()[worst].item(),
+            right.flatten()[worst].item(),
+        )
+
+
+@law("merge_attn_states", cases=all_parts(2))
+def two_parts_join_by_their_weight(setting: Setting, parts: Parts) -> None:
+    """What an empty part holds is not read; tokens behind those with a prefix take the suffix."""
+    (prefix, suffix), lses = parts.draw(setting.device)
+    base = 2.0 if parts.base_2 else math.e
+    shape = (parts.heads, parts.tokens)
+    lse = torch.full(shape, NAN, dtype=parts.lse_dtype, device=setting.device)
+    wide = torch.full((parts.tokens, 2 * parts.heads, parts.size), 7.0)
+    wide = wide.to(parts.dtype).to(setting.device)
+    output = wide[:, ::2]
+    with kept(prefix=prefix, suffix=suffix, first=lses[0], second=lses[1]):
+        found = setting.candidate.merge_attn_states(
+            prefix,
+            lses[0],
+            suffix,
+            lses[1],
+            prefill_tokens_with_context=parts.with_prefix,
+            output=output,
+            output_lse=lse if parts.wants_lse else None,
+            prefix_lse_base=base,
+            suffix_lse_base=base,
+        )
+    if found is not output:
+        raise Disagreement("output", "as a whole", "another tensor", "output")
+    beside = wide[:, 1::2].float().cpu()
+    expect_same("heads beside the output", beside, torch.full(beside.shape, 7.0))
+    first = lses[0].T.clone()
+    if parts.with_prefix is not None:
+        first[parts.with_prefix :] = -INF
+    ours = [first, lses[1].T]
+    joint = lse.T if parts.wants_lse else None
+    expect_joined(parts, [prefix, suffix], ours, output, joint)
+    if not parts.wants_lse:
+        expect_same(
+            "a log-sum-exp that was not given",
+            lse.isnan().cpu(),
+            torch.ones(shape).bool(),
+        )
+
+
+@law("merge_attn_states", cases=all_parts(2))
+def a_joint_output_is_made_where_none_is_given(setting: Setting, parts: Parts) -> None:
+    """In memory of its own, and the natural logarithm is the default."""
+    (prefix, suffix), lses = parts.draw(setting.device)
+    output = setting.candidate.merge_attn_states(prefix, lses[0], suffix, lses[1])
+    expect_own_memory("output", output, prefix=prefix, suffix=suffix)
+    natural = Parts(**(vars(parts) | {"base_2": False}))
+    ours = [each.T for each in lses]
+    expect_joined(natural, [prefix, suffix], ours, output, None)
+
+
+@law("merge_attn_states", cases=all_parts(2))
+def a_part_may_be_joined_into_itself(setting: Setting, parts: Parts) -> None:
+    """Chunk after chunk is joined into what is there, log-sum-exp and all."""
+    (prefix, suffix), lses = parts.draw(setting.device)
+    into, into_lse = suffix.clone(), lses[1].clone()
+    setting.candidate.merge_attn_states(
+        prefix, lses[0], into, into_lse, output=into, output_lse=into_lse
+    )
+    natural = Parts(**(vars(parts) | {"base_2": False}))
+    ours = [each.T for each in lses]
+    expect_joined(natural, [prefix, suffix], ours, into, into_lse.T)
+
+
+@law("lse_weighted_combine", cases=all_parts())
+def any_number_of_parts_joins_by_their_weight(setting: Setting, parts: Parts) -> None:
+    """In any order, and what is not finite is empty."""
+    outputs, lses = parts.draw(setting.device)
+    if parts.mark == INF and parts.parts > 1:
+        empty = ~lses[0].isfinite()
+        lses[0] = lses[0].masked_fill(empty, NAN)
+    stacked = viewed(torch.stack(outputs), parts.views[0])
+    weights = viewed(torch.stack([each.T for each in lses]), parts.views[-1])
+    ours = [each.T for each in lses]
+    for order in (list(range(parts.parts)), list(range(parts.parts))[::-1]):
+        given, its = stacked[order], weights[order]
+        if order[0] == 0:
+            given, its = stacked, weights
+        with kept(outputs=given, lses=its):
+            output, lse = setting.candidate.lse_weighted_combine(
+                given, its, is_lse_base_on_e=not parts.base_2
+            )
+        expect_own_memory("joint output", output, outputs=given)
+        expect_own_memory("joint log-sum-exp", lse, lses=its)
+        expect_joined(parts, outputs, ours, output, lse)
+
+
+@law("lse_weighted_combine", cases=all_parts(2))
+def the_natural_logarithm_is_the_default(setting: Setting, parts: Parts) -> None:
+    outputs, lses = parts.draw(setting.device)
+    ours = [each.T for each in lses]
+    output, lse = setting.candidate.lse_weighted_combine(
+        torch.stack(outputs), torch.stack(ours)
+    )
+    natural = Parts(**(vars(parts) | {"base_2": False}))
+    expect_joined(natural, outputs, ours, output, lse)
+
+
+@law("log2_lse_to_ln", cases=all_parts(1))
+def a_logarithm_changes_its_base_by_one_rounding(
+    setting: Setting, parts: Parts
+) -> None:
+    """What is infinite stays so; the shape and the dtype too."""
+    _, (lse,) = parts.draw(setting.device)
+    with kept(lse=lse):
+        natural = setting.candidate.log2_lse_to_ln(lse)
+    expect_own_memory("natural log-sum-exp", natural, lse=lse)
+    expect_same("shape", natural.shape, lse.shape)
+    expect_same("dtype", natural.dtype, lse.dtype)
+    found, right = natural.cpu().double(), lse.cpu().double() * math.log(2)
+    is_infinite = right.isinf()
+    expect_same("infinite ones", found[is_infinite], right[is_infinite])
+    off = (found - right)[~is_infinite].abs()
+    budget = torch.finfo(lse.dtype).eps * right[~is_infinite].abs()
+    if bool((off > budget).any()) or bool(off.isnan().any()):
+        worst = int((off - budget).nan_to_num(INF).argmax())
+        raise Disagreement(
+            "natural log-sum-exp",
+            f"number {worst}",
+            found[~is_infinite][worst].item(),
+            right[~is_infinite][worst].item(),
+        )
+
+
+def good_states() -> dict[str, Any]:
+    """Return two states that fit."""
+    return {
+        "prefix_output": torch.zeros(2, 3, 4),
+        "prefix_lse": torch.zeros(3, 2),
+        "suffix_output": torch.zeros(2, 3, 4),
+        "suffix_lse": torch.zeros(3, 2),
+        "output": torch.full((2, 3, 4), 7.0),
+        "output_lse": torch.full((3, 2), 7.0),
+    }
+
+
+UNFIT: dict[str, Callable[[], dict[str, Any]]] = {
+    "suffix of another size": lambda: {"suffix_output": torch.zeros(2, 3, 5)},
+    "suffix of other tokens": lambda: {"suffix_output": torch.zeros(3, 3, 4)},
+    "suffix of another dtype": lambda: {"suffix_output": torch.zeros(2, 3, 4).half()},
+    "prefix of two axes": lambda: {"prefix_output": torch.zeros(2, 12)},
+    "prefix of integers": lambda: {"prefix_output": torch.zeros(2, 3, 4).int()},
+    "output of another shape": lambda: {"output": torch.zeros(2, 4, 3)},
+    "log-sum-exp of tokens by heads": lambda: {"prefix_lse": torch.zeros(2, 3)},
+    "second log-sum-exp of tokens by heads": lambda: {"suffix_lse": torch.zeros(2, 3)},
+    "joint log-sum-exp of tokens by heads": lambda: {"output_lse": torch.zeros(2, 3)},
+    "log-sum-exp of 16 bits": lambda: {"prefix_lse": torch.zeros(3, 2).half()},
+    "log-sum-exps of two dtypes": lambda: {"suffix_lse": torch.zeros(3, 2).double()},
+    "more tokens with a prefix than there are": lambda: {
+        "prefill_tokens_with_context": 3
+    },
+    "fewer than no tokens with a prefix": lambda: {"prefill_tokens_with_context": -1},
+    "two bases": lambda: {"suffix_lse_base": 2.0},
+    "the other two bases": lambda: {"prefix_lse_base": 2.0},
+    "base 10": lambda: {"prefix_lse_base": 10.0, "suffix_lse_base": 10.0},
+    "another device": lambda: {"suffix_output": torch.zeros(2, 3, 4, device="meta")},
+}
+
+
+@law("merge_attn_states", cases=[*UNFIT], claim="refuses shapes")
+def states_that_do_not_fit_are_refused(setting: Setting, what: str) -> None:
+    states = {
+        name: each.to(setting.device) if isinstance(each, Tensor) else each
+        for name, each in good_states().items()
+    }
+    for name, each in UNFIT[what]().items():
+        on_device = isinstance(each, Tensor) and each.device.type != "meta"
+        states[name] = each.to(setting.device) if on_device else each
+    results = {name: states[name] for name in ("output", "output_lse")}
+    with kept(**results):
+        expect_refusal(what, lambda: setting.candidate.merge_attn_states(**states))
+
+
+@law(
+    "lse_weighted_combine",
+    "log2_lse_to_ln",
+    cases=["heads", "axes", "dtype", "bits"],
+    claim="refuses shapes",
+)
+def parts_that_do_not_fit_are_refused(setting: Setting, what: str) -> None:
+    outputs = torch.zeros(2, 3, 4, 5, device=setting.device)
+    lses = torch.zeros(2, 3, 4, device=setting.device)
+    pairs = {
+        "heads": (outputs, lses[:, :, :3]),
+        "axes": (outputs[0], lses[0]),
+        "dtype": (outputs.int(), lses),
+        "bits": (outputs, lses.half()),
+    }
+    expect_refusal(what, lambda: setting.candidate.lse_weighted_combine(*pairs[what]))
+    if what == "bits":
+        expect_refusal(what, lambda: setting.candidate.log2_lse_to_ln(lses.half()))

@@ -1,0 +1,428 @@
+"""Which laws hold for what attention is told about a step?
+
+Every field is exactly right or wrong. What is right is written out token by token, from the
+requests alone.
+"""
+
+from dataclasses import dataclass
+from inspect import isclass, isfunction, signature
+from random import Random
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ...contract.metadata_classes import CommonAttentionMetadata
+from ...contract.operations import CONCEPTS
+from ...engine.backend_interface import AttentionMetadataBuilder
+from ..generators.batches import GARBAGE
+from ..generators.steps import (
+    Requests,
+    counts,
+    draw_requests,
+    expect_fields,
+    expect_rows,
+    requests,
+    seen_by,
+    several,
+    table_of,
+    values_of,
+)
+from ..harness.candidate import OutsideSupport
+from ..harness.expect import Disagreement, expect_refusal, expect_same
+from ..harness.law import Setting, law
+
+
+def build(setting: Setting, step: Requests) -> CommonAttentionMetadata:
+    """Return what the candidate makes of a step."""
+    found: CommonAttentionMetadata = setting.candidate.build_common_attn_metadata(
+        list(step.new),
+        list(step.computed),
+        step.rows(),
+        step.block_size,
+        setting.device,
+    )
+    return found
+
+
+@law("build_common_attn_metadata", cases=several(requests(most=5)))
+def every_field_of_a_step_says_what_its_requests_say(
+    setting: Setting, cases: list[Requests]
+) -> None:
+    for step in cases:
+        found = build(setting, step)
+        starts, lens = counts(step.starts), counts(step.seq_lens)
+        rows = step.rows()
+        expect_rows("block_table_tensor", found.block_table_tensor.cpu(), rows)
+        width = max(map(len, rows), default=0)
+        expect_same("its width", found.block_table_tensor.shape[1], width)
+        expect_fields(
+            "metadata",
+            found,
+            {
+                "query_start_loc": starts,
+                "query_start_loc_cpu": starts,
+                "seq_lens": lens,
+                "seq_lens_cpu": lens,
+                "num_computed_tokens_cpu": counts(step.computed),
+                "num_reqs": len(step.new),
+                "num_actual_tokens": sum(step.new),
+                "max_query_len": max(step.new, default=0),
+                "max_seq_len": max(step.seq_lens, default=0),
+                "block_table_tensor": found.block_table_tensor,
+                "slot_mapping": torch.tensor(step.slots(), dtype=torch.int64),
+            },
+            setting.device,
+        )
+
+
+@law("build_common_attn_metadata", cases=several(requests(most=5, fewest=1)))
+def a_token_is_written_where_it_is_read(
+    setting: Setting, cases: list[Requests]
+) -> None:
+    """The slot of a new token is that of the last key it sees; both copies say the same."""
+    for step in cases:
+        found = build(setting, step)
+        for copy in seen_by(found, step.block_size):
+            expect_same("the slots that each token sees", copy, step.seen())
+            own = [slots[-1] for slots in copy]
+            expect_same("the slots that are written", found.slot_mapping.tolist(), own)
+
+
+@law("build_common_attn_metadata", cases=several(requests(fewest=1)))
+def building_a_step_leaves_its_lists_as_they_are(
+    setting: Setting, cases: list[Requests]
+) -> None:
+    for step in cases:
+        new, computed, rows = list(step.new), list(step.computed), step.rows()
+        build_step = setting.candidate.build_common_attn_metadata
+        first = build_step(new, computed, rows, step.block_size, setting.device)
+        expect_same("the lists", [new, computed], [list(step.new), list(step.computed)])
+        expect_same("the rows", rows, step.rows())
+        before = {name: each for name, each in values_of(first).items()}
+        copies = {k: v.clone() for k, v in before.items() if isinstance(v, Tensor)}
+        build_step([1], [0], [[7]], step.block_size, setting.device)
+        for name, copy in copies.items():
+            expect_same(f"{name} after the next step is built", before[name], copy)
+
+
+@dataclass(frozen=True)
+class Nonsense:
+    """Numbers of which no step is made.
+
+    Args:
+        what: why not.
+    """
+
+    what: str
+
+
+STEPS_REFUSED = {
+    "a sequence longer than its row": ([1, 5], [0, 4], [[1], [2, 3]], 4),
+    "a context longer than its row": ([1], [8], [[1, 2]], 4),
+    "a negative count": ([-1], [4], [[1]], 4),
+    "a negative context": ([2], [-1], [[1]], 4),
+    "a negative block id": ([5], [0], [[1, -1]], 4),
+    "more requests than contexts": ([1, 1], [0], [[1], [2]], 4),
+    "more requests than rows": ([1, 1], [0, 0], [[1]], 4),
+    "a block of no slots": ([1], [0], [[1]], 0),
+}
+
+
+@law(
+    "build_common_attn_metadata",
+    cases=[Nonsense(each) for each in STEPS_REFUSED],
+    claim="refuses shapes",
+)
+def a_step_that_cannot_be_is_refused(setting: Setting, nonsense: Nonsense) -> None:
+    new, computed, rows, size = STEPS_REFUSED[nonsense.what]
+    expect_refusal(
+        nonsense.what,
+        lambda: setting.candidate.build_common_attn_metadata(
+            new, computed, rows, size, setting.device
+        ),
+    )
+
+
+class Recorder(AttentionMetadataBuilder):
+    """Builds nothing: what it is given is its metadata."""
+
+    asked: list[int]
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> Any:
+        self.asked = [*getattr(self, "asked", []), common_prefix_len]
+        return common_attn_metadata
+
+
+@dataclass(frozen=True)
+class Groups:
+    """A step whose layers have several block tables.
+
+    Args:
+        step: the requests; the tables and slots of group g are those of seed + g.
+        groups: layers of each group.
+        spare: entries of the buffers behind the batch, all garbage.
+        padding: tokens of the batch behind the last request.
+    """
+
+    step: Requests
+    groups: tuple[int, ...]
+    spare: int
+    padding: int = 0
+
+    def of(self, group: int) -> Requests:
+        """Return the step with a group's own blocks."""
+        step = self.step
+        return Requests(step.new, step.computed, step.block_size, step.seed + group)
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> Groups:
+    """Return a step of one to three groups, in buffers that are longer than it."""
+    pick = Random(draw(st.integers(0, 2**20)))
+    return Groups(
+        draw_requests(pick, fewest=1),
+        tuple(pick.choice([0, 1, 2, 3]) for _ in range(pick.choice([1, 1, 2, 3]))),
+        pick.choice([0, 1, 3]),
+        pick.choice([0, 0, 2]),
+    )
+
+
+def longer(tensor: Tensor, spare: int) -> Tensor:
+    """Return a tensor with garbage behind it."""
+    behind = torch.tensor(GARBAGE, dtype=tensor.dtype, device=tensor.device)[:spare]
+    if tensor.dim() == 2:
+        behind = behind[:, None].expand(-1, tensor.shape[1])
+    return torch.cat([tensor, behind])
+
+
+def attn_arguments(case: Groups, device: torch.device) -> dict[str, Any]:
+    """Return what `build_attn_metadata` takes, but for the builders."""
+    step, spare = case.step, case.spare
+    tokens = sum(step.new) + case.padding
+    starts, lens = (counts(each) for each in (step.starts, step.seq_lens))
+    pad = [-1] * case.padding
+    every = range(len(case.groups))
+    return {
+        "num_reqs": len(step.new),
+        "num_tokens": tokens,
+        "query_start_loc": longer(starts, spare).to(device),
+        "query_start_loc_cpu": longer(starts, spare),
+        "seq_lens": longer(lens, spare).to(device),
+        "seq_lens_cpu": longer(lens, spare),
+        "num_computed_tokens_cpu": longer(counts(step.computed), spare),
+        "block_tables": [
+            longer(table_of(case.of(group).rows(), device), spare) for group in every
+        ],
+        "slot_mappings": [
+            longer(torch.tensor([*case.of(group).slots(), *pad]), spare).to(device)
+            for group in every
+        ],
+        "layer_names": [
+            [f"layer {group} {place}" for place in range(case.groups[group])]
+            for group in every
+        ],
+    }
+
+
+@law("build_attn_metadata", cases=several(groups()))
+def every_group_of_layers_is_built_from_its_own_table(
+    setting: Setting, cases: list[Groups]
+) -> None:
+    """What lies behind the batch in the buffers does not come through."""
+    for case in cases:
+        step, device = case.step, setting.device
+        given = attn_arguments(case, device)
+        builders = [Recorder(None, [], device) for _ in case.groups]
+        before = attn_arguments(case, device)
+        found = setting.candidate.build_attn_metadata(builders, **given)
+        for name, value in before.items():
+            expect_same(f"{name} afterwards", given[name], value)
+        names = [name for own in given["layer_names"] for name in own]
+        expect_same("layers", sorted(found), sorted(names))
+        starts, lens = counts(step.starts), counts(step.seq_lens)
+        for group, own in enumerate(given["layer_names"]):
+            if any(found[name] is not found[own[0]] for name in own):
+                raise Disagreement(
+                    "metadata of a group", "as a whole", "several", "one"
+                )
+            if own:
+                expect_same("prefix that all share", builders[group].asked, [0])
+            for name in own[:1]:
+                expect_fields(
+                    f"metadata of group {group}",
+                    found[name],
+                    {
+                        "query_start_loc": starts,
+                        "query_start_loc_cpu": starts,
+                        "seq_lens": lens,
+                        "seq_lens_cpu": lens,
+                        "num_computed_tokens_cpu": counts(step.computed),
+                        "num_reqs": len(step.new),
+                        "num_actual_tokens": sum(step.new) + case.padding,
+                        "max_query_len": max(step.new),
+                        "max_seq_len": max(step.seq_lens),
+                        "block_table_tensor": table_of(case.of(group).rows(), device),
+                        "slot_mapping": torch.tensor(
+                            [*case.of(group).slots(), *[-1] * case.padding]
+                        ),
+                    },
+                    device,
+                )
+
+
+class Spoiler(Recorder):
+    """Changes, in metadata of its own, what another group would then see."""
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> Any:
+        return common_attn_metadata.replace(max_query_len=10**6, num_reqs=0)
+
+
+@law("build_attn_metadata", cases=several(groups()))
+def no_group_sees_what_another_made_of_the_step(
+    setting: Setting, cases: list[Groups]
+) -> None:
+    for case in cases:
+        given = attn_arguments(case, setting.device)
+        alone = [Recorder(None, [], setting.device) for _ in case.groups]
+        right = setting.candidate.build_attn_metadata(alone, **given)
+        builders = [
+            (Spoiler if group % 2 == 0 else Recorder)(None, [], setting.device)
+            for group in range(len(case.groups))
+        ]
+        found = setting.candidate.build_attn_metadata(builders, **given)
+        for group, own in enumerate(given["layer_names"]):
+            for name in own if group % 2 else []:
+                values = values_of(right[name])
+                expect_fields(
+                    f"metadata of {name}", found[name], values, setting.device
+                )
+
+
+GROUPS_REFUSED = (
+    "no request",
+    "starts shorter than the batch",
+    "lengths shorter than the batch",
+    "computed tokens shorter than the batch",
+    "a table shorter than the batch",
+    "slots shorter than the batch",
+    "a group without a table",
+    "a group without slots",
+    "a group without a builder",
+)
+
+
+@law(
+    "build_attn_metadata",
+    cases=[Nonsense(each) for each in GROUPS_REFUSED],
+    claim="refuses shapes",
+)
+def buffers_shorter_than_the_batch_are_refused(
+    setting: Setting, nonsense: Nonsense
+) -> None:
+    case = Groups(Requests((1, 3), (4, 0)), (1, 1), 0)
+    given = attn_arguments(case, setting.device)
+    builders = [Recorder(None, [], setting.device) for _ in case.groups]
+    tables, slots = given["block_tables"], given["slot_mappings"]
+    changes: dict[str, dict[str, Any]] = {
+        "no request": {"num_reqs": 0, "num_tokens": 0},
+        "starts shorter than the batch": {
+            "query_start_loc_cpu": given["query_start_loc_cpu"][:2]
+        },
+        "lengths shorter than the batch": {"seq_lens": given["seq_lens"][:1]},
+        "computed tokens shorter than the batch": {
+            "num_computed_tokens_cpu": given["num_computed_tokens_cpu"][:1]
+        },
+        "a table shorter than the batch": {"block_tables": [tables[0], tables[1][:1]]},
+        "slots shorter than the batch": {"slot_mappings": [slots[0][:3], slots[1]]},
+        "a group without a table": {"block_tables": tables[:1]},
+        "a group without slots": {"slot_mappings": slots[:1]},
+        "a group without a builder": {},
+    }
+    if nonsense.what == "a group without a builder":
+        builders.pop()
+    given |= changes[nonsense.what]
+    expect_refusal(
+        nonsense.what, lambda: setting.candidate.build_attn_metadata(builders, **given)
+    )
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation that may be called with less than all of its arguments.
+
+    Args:
+        name: the operation's.
+    """
+
+    name: str
+
+
+COUNTING = (
+    "batch_split",
+    "metadata",
+    "step_buffers",
+    "batch_slices",
+    "sequence_metadata",
+    "encoder_decoder",
+    "local_attention",
+    "fast_prefill",
+    "spec_decode",
+    "causal_conv",
+    "layer_parameters",
+    "multimodal_prefix",
+    "graph_state",
+)
+
+
+@law(
+    cases=[
+        Operation(name)
+        for concept in CONCEPTS
+        if concept.name in COUNTING
+        for name in concept.operations
+    ]
+)
+def an_argument_that_is_left_out_means_the_same(
+    setting: Setting, operation: Operation
+) -> None:
+    """In every public method, too; an operation may lack arguments, and may have more."""
+    if setting.candidate.missing([operation.name]):
+        raise OutsideSupport(f"there is no {operation.name}")
+    own = getattr(setting.candidate, operation.name)
+    right = getattr(setting.truth, operation.name)
+    pairs: list[tuple[str, Any, Any]] = [(operation.name, own, right)]
+    if isclass(right):
+        pairs += [
+            (f"{operation.name}.{name}", getattr(own, name, None), method)
+            for name, method in vars(right).items()
+            if isfunction(method) and name[0] != "_"
+        ]
+    for name, one, other in pairs:
+        taken = signature(one).parameters if callable(one) else {}
+        for each in signature(other).parameters.values():
+            if each.default is not each.empty and each.name in taken:
+                found = taken[each.name].default
+                expect_same(f"{each.name} of {name}", found, each.default)
+
+
+@law("build_common_attn_metadata", cases=several(requests()))
+def a_step_is_planned_on_the_host_whatever_the_default_device_is(
+    setting: Setting, cases: list[Requests]
+) -> None:
+    for step in cases:
+        right = values_of(build(setting, step))
+        with torch.device("meta"):
+            found = build(setting, step)
+        expect_fields("metadata", found, right, setting.device)

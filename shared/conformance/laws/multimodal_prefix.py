@@ -1,0 +1,307 @@
+"""Which laws hold for tokens that see each other in both directions?
+
+Every token of every prompt is looked at by itself: does it belong to an image, and where do the
+tokens begin and end that stand beside it?
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from ...contract.multimodal_features import MultiModalFeature
+from ..generators.steps import Requests, counts, draw_requests, several
+from ..harness.expect import expect_refusal, expect_same
+from ..harness.law import Setting, law
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What stands in each prompt, and how ranges are asked for.
+
+    Args:
+        features: [reqs] of each.
+        window: keys that a query sees; None: all.
+        clamp: whether ranges longer than the window stay.
+        modulus: 0, or what the padding in front of a feature is a multiple of.
+    """
+
+    features: tuple[tuple[MultiModalFeature, ...], ...]
+    window: int | None
+    clamp: bool
+    modulus: int
+
+
+@st.composite
+def prompts(draw: st.DrawFn) -> Prompts:
+    """Return prompts with images cut by marks, sounds between them, features of no token."""
+    pick = Random(draw(st.integers(0, 2**20)))
+    rows = []
+    for _ in range(pick.choice([0, 1, 2, 3])):
+        offset, row = 0, []
+        for _ in range(pick.choice([0, 1, 2, 3])):
+            offset += pick.choice([0, 0, 1, 5])
+            length = pick.choice([0, 1, 2, 5, 9])
+            flags = [pick.random() < 0.7 for _ in range(length)]
+            mask = pick.choice([None, flags, flags, [True] * length, [False] * length])
+            kind = pick.choice(["image", "image", "video", "audio"])
+            row.append(MultiModalFeature(kind, offset, length, mask))
+            offset += length
+        rows.append(tuple(row))
+    return Prompts(
+        tuple(rows),
+        pick.choice([None, None, 0, 1, 2, 3, 5]),
+        pick.choice([True, False]),
+        pick.choice([0, 0, 0, 1, 2, 4, 8]),
+    )
+
+
+def runs_of(places: Sequence[int]) -> list[tuple[int, int]]:
+    """Return first and last of each run of positions that follow each other."""
+    firsts = [place for place in places if place - 1 not in places]
+    lasts = [place for place in places if place + 1 not in places]
+    return list(zip(firsts, lasts, strict=True))
+
+
+def ranges_of(feature: MultiModalFeature, prompts: Prompts) -> list[tuple[int, int]]:
+    """Return a feature's ranges, token by token."""
+    if feature.modality not in ("image", "video"):
+        return []
+    places = list(range(feature.offset, feature.offset + feature.length))
+    if prompts.modulus:
+        while places and places[0] % prompts.modulus != prompts.modulus - 1:
+            places.pop(0)
+    elif feature.is_embed is not None:
+        flags = list(feature.is_embed)
+        places = [place for place in places if flags[place - feature.offset]]
+    return [
+        (first, last)
+        for first, last in runs_of(places)
+        if prompts.clamp
+        or prompts.window is None
+        or len(range(first, last + 1)) <= prompts.window
+    ]
+
+
+@law("compute_mm_prefix_ranges", cases=several(prompts()))
+def ranges_are_the_runs_of_an_images_tokens(
+    setting: Setting, cases: list[Prompts]
+) -> None:
+    """Whatever kind of list the masks are."""
+    for prompts in cases:
+        right = {
+            req: [each for feature in row for each in ranges_of(feature, prompts)]
+            for req, row in enumerate(prompts.features)
+        }
+        as_tensors = [
+            [
+                MultiModalFeature(
+                    each.modality,
+                    each.offset,
+                    each.length,
+                    None
+                    if each.is_embed is None
+                    else torch.tensor(each.is_embed, dtype=torch.bool),
+                )
+                for each in row
+            ]
+            for row in prompts.features
+        ]
+        for features in (prompts.features, as_tensors):
+            found = setting.candidate.compute_mm_prefix_ranges(
+                features, prompts.window, prompts.clamp, prompts.modulus
+            )
+            as_lists = {
+                req: [(int(first), int(last)) for first, last in ranges]
+                for req, ranges in found.items()
+            }
+            expect_same("ranges", as_lists, right)
+
+
+Ranges = tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
+
+
+@dataclass(frozen=True)
+class Images:
+    """A step in whose prompts images stand.
+
+    Args:
+        step: the requests.
+        ranges: request and its ranges, in any order of requests; None: there are none.
+        spare: rows of the buffer behind the new tokens.
+    """
+
+    step: Requests
+    ranges: Ranges | None
+    spare: int
+
+    def mapping(self) -> dict[int, list[tuple[int, int]]] | None:
+        """Return the ranges as they are asked for."""
+        if self.ranges is None:
+            return None
+        return {req: list(ranges) for req, ranges in self.ranges}
+
+
+@st.composite
+def images(draw: st.DrawFn) -> Images:
+    """Return images before, in and behind the new tokens, some of one token, some at 0."""
+    pick = Random(draw(st.integers(0, 2**20)))
+    step = draw_requests(pick)
+    ranges = []
+    for req in pick.sample(range(len(step.new)), pick.randint(0, len(step.new))):
+        own, first = [], pick.choice([0, 0, step.computed[req], 3])
+        for _ in range(pick.choice([0, 1, 1, 2])):
+            last = first + pick.choice([0, 1, 2, 6])
+            own.append((first, last))
+            first = last + pick.choice([1, 2, 4])
+        ranges.append((req, tuple(own)))
+    return Images(
+        step, pick.choice([None, *[tuple(ranges)] * 5]), pick.choice([0, 0, 3])
+    )
+
+
+@law("compute_mm_prefix_range_tensor", cases=several(images()))
+def ranges_stand_in_one_tensor_with_ranges_of_one_token_behind(
+    setting: Setting, cases: list[Images]
+) -> None:
+    for images in cases:
+        reqs = len(images.step.new)
+        asked = images.mapping()
+        found = setting.candidate.compute_mm_prefix_range_tensor(
+            asked, reqs, setting.device
+        )
+        expect_same("the ranges afterwards", asked, images.mapping())
+        own: Mapping[int, Any] = asked or {}
+        rows = [list(own.get(req, [])) for req in range(reqs)]
+        if not any(row and row != [(0, 0)] for row in rows):
+            expect_same("ranges that say nothing", found, None)
+            continue
+        longest = max(map(len, rows))
+        flat = [
+            number
+            for row in rows
+            for each in [*row, *[(0, 0)] * (longest - len(row))]
+            for number in each
+        ]
+        expect_same("ranges", found, counts(flat).view(reqs, longest, 2))
+        expect_same("where they lie", found.device.type, setting.device.type)
+
+
+UNTOUCHED = -99
+
+
+@law("fill_mm_prefix_query_ranges", cases=several(images()))
+def every_new_token_gets_the_range_it_stands_in(
+    setting: Setting, cases: list[Images]
+) -> None:
+    """Rows behind the new tokens stay as they are, and all do if no image is here."""
+    for images in cases:
+        step, total = images.step, sum(images.step.new)
+        out = torch.full((total + images.spare, 2), UNTOUCHED, dtype=torch.int32)
+        starts, lens = counts(step.starts), counts(step.seq_lens)
+        asked = images.mapping()
+        written = setting.candidate.fill_mm_prefix_query_ranges(
+            out, asked, starts, lens
+        )
+        expect_same("the ranges afterwards", asked, images.mapping())
+        expect_same("the lengths afterwards", lens, counts(step.seq_lens))
+        own: Mapping[int, Any] = asked or {}
+        right, is_any = [], False
+        for req, place in zip(step.owners(), step.positions(), strict=True):
+            inside = [
+                each
+                for each in own.get(req, [])
+                if each[0] <= place <= each[1] and each[0] != each[1]
+            ]
+            is_any = is_any or bool(inside)
+            right.append(inside[0] if inside else (-1, -1))
+        if not is_any:
+            right = [(UNTOUCHED, UNTOUCHED)] * total
+        right += [(UNTOUCHED, UNTOUCHED)] * images.spare
+        expect_same("rows that were written", written, total if is_any else 0)
+        flat = counts([number for each in right for number in each])
+        expect_same("ranges of the new tokens", out, flat.view(-1, 2))
+
+
+@dataclass(frozen=True)
+class Nonsense:
+    """A call that makes no sense.
+
+    Args:
+        operation: whose.
+        arguments: of the call.
+        what: why not.
+    """
+
+    operation: str
+    arguments: tuple[Any, ...]
+    what: str
+
+
+REFUSED = [
+    Nonsense("compute_mm_prefix_ranges", ([], -1), "a negative window"),
+    Nonsense("compute_mm_prefix_ranges", ([], None, False, -1), "a negative modulus"),
+    Nonsense(
+        "compute_mm_prefix_ranges",
+        ([[MultiModalFeature("image", 0, 3, [True])]],),
+        "a mask shorter than its feature",
+    ),
+    Nonsense(
+        "compute_mm_prefix_ranges",
+        ([[MultiModalFeature("image", -1, 3)]],),
+        "a feature before its prompt",
+    ),
+    Nonsense(
+        "compute_mm_prefix_ranges",
+        ([[MultiModalFeature("image", 1, -3)]],),
+        "a negative length",
+    ),
+    Nonsense(
+        "compute_mm_prefix_range_tensor", ({2: [(0, 3)]}, 2), "a request too many"
+    ),
+    Nonsense(
+        "compute_mm_prefix_range_tensor", ({-1: [(0, 3)]}, 2), "a negative request"
+    ),
+    Nonsense(
+        "fill_mm_prefix_query_ranges", (3, {0: [(0, 3)]}, (0, 4), (4,)), "too few rows"
+    ),
+    Nonsense(
+        "fill_mm_prefix_query_ranges",
+        (4, {1: [(0, 3)]}, (0, 4), (4,)),
+        "a request too many",
+    ),
+    Nonsense(
+        "fill_mm_prefix_query_ranges",
+        (4, {0: [(0, 3)]}, (0, 4), (3,)),
+        "more new tokens than tokens",
+    ),
+]
+
+
+@law(
+    "compute_mm_prefix_ranges",
+    "compute_mm_prefix_range_tensor",
+    "fill_mm_prefix_query_ranges",
+    cases=REFUSED,
+    claim="refuses shapes",
+)
+def images_that_cannot_be_there_are_refused(
+    setting: Setting, nonsense: Nonsense
+) -> None:
+    operation, given = (
+        getattr(setting.candidate, nonsense.operation),
+        nonsense.arguments,
+    )
+    out = None
+    if nonsense.operation == "fill_mm_prefix_query_ranges":
+        rows, asked, starts, lens = given
+        out = torch.full((rows, 2), UNTOUCHED, dtype=torch.int32)
+        given = (out, asked, counts(starts), counts(lens))
+    expect_refusal(
+        nonsense.what,
+        lambda: operation(*given),
+        {} if out is None else {"the rows": out},
+    )

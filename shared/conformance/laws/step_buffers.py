@@ -1,0 +1,399 @@
+"""Which laws hold for a step that is written into tensors which stay where they are?
+
+A history of one engine: rows gain blocks, are emptied and owned anew, steps grow and shrink, are
+filled up to a captured size or not. A list of rows says what every step must say; the tensors of
+all steps must lie at the same addresses, and nothing of an older step may shine through.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from random import Random
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from ...contract.metadata_classes import CommonAttentionMetadata
+from ..generators.steps import (
+    counts,
+    expect_fields,
+    expect_rows,
+    expect_unchanged,
+    padded,
+    remember,
+    seen_by,
+    several,
+)
+from ..harness.expect import Disagreement, expect_refusal, expect_same
+from ..harness.law import Setting, law
+
+MAX_REQS, MAX_BLOCKS = 5, 6
+
+
+@dataclass(frozen=True)
+class Action:
+    """One thing that happens to an engine's buffers.
+
+    Args:
+        rows: of the table; of a step in its order: the requests'.
+        blocks: for each row the ids it gains; none: rows are emptied, or a step is built.
+        new, computed: of a step's requests; neither: no step is built.
+        in_order: whether the step says which rows its requests own.
+        padding: requests and tokens by which a step is filled up; None: it is not.
+    """
+
+    rows: tuple[int, ...]
+    blocks: tuple[tuple[int, ...], ...] = ()
+    new: tuple[int, ...] | None = None
+    computed: tuple[int, ...] = ()
+    in_order: bool = False
+    padding: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class History:
+    """What happens to one engine's buffers, in order.
+
+    Args:
+        block_size: slots in a block.
+        max_tokens: new tokens of the largest step.
+        actions: one after another.
+    """
+
+    block_size: int
+    max_tokens: int
+    actions: tuple[Action, ...]
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> History:
+    """Return a history whose steps lie at the edges of rows, and whose rows change owners."""
+    pick = Random(draw(st.integers(0, 2**20)))
+    size = pick.choice([1, 2, 3, 4, 16])
+    max_tokens = pick.choice([8, 20, MAX_BLOCKS * size + 3])
+    held = [0] * MAX_REQS
+    ids = pick.sample(range(1, 2**20), 400)
+    actions = []
+    for _ in range(pick.choice([3, 6, 10])):
+        kind = pick.choice(["append", "step", "step", "step", "clear"])
+        if not any(held):
+            kind = "append"
+        if kind == "append":
+            rows = pick.sample(range(MAX_REQS), pick.randint(1, MAX_REQS))
+            gains = [
+                min(pick.choice([0, 1, 2, 6]), MAX_BLOCKS - held[each]) for each in rows
+            ]
+            blocks = tuple(tuple(ids.pop() for _ in range(gain)) for gain in gains)
+            for row, gain in zip(rows, gains, strict=True):
+                held[row] += gain
+            actions.append(Action(tuple(rows), blocks))
+        elif kind == "clear":
+            # several requests may leave at once, and most rows are owned anew
+            rows = pick.sample(range(MAX_REQS), pick.choice([1, 2, MAX_REQS]))
+            gains = [min(pick.choice([1, 2]), MAX_BLOCKS) for _ in rows]
+            blocks = tuple(tuple(ids.pop() for _ in range(gain)) for gain in gains)
+            actions += [Action(tuple(rows)), Action(tuple(rows), blocks)]
+            for row, gain in zip(rows, gains, strict=True):
+                held[row] = gain
+        else:
+            actions.append(draw_step(pick, held, size, max_tokens))
+    return History(
+        size, max_tokens, (*actions, draw_step(pick, held, size, max_tokens))
+    )
+
+
+def draw_step(pick: Random, held: Sequence[int], size: int, max_tokens: int) -> Action:
+    """Return a step of requests that their rows can hold."""
+    in_order = pick.random() < 0.5
+    count = pick.randint(0, MAX_REQS)
+    rows = pick.sample(range(MAX_REQS), count) if in_order else list(range(count))
+    new, computed, room = [], [], max_tokens
+    for row in rows:
+        reach = held[row] * size
+        length = pick.choice([reach, pick.randint(0, reach), min(reach, size + 1)])
+        own = min(room, pick.choice([1, 1, 0, length, pick.randint(0, length)]), length)
+        new.append(own)
+        computed.append(length - own)
+        room -= own
+    padding = (pick.randint(0, MAX_REQS - count), pick.choice([0, room, min(room, 2)]))
+    return Action(
+        tuple(rows),
+        (),
+        tuple(new),
+        tuple(computed),
+        in_order,
+        pick.choice([None, padding]),
+    )
+
+
+@dataclass
+class Engine:
+    """The candidate's buffers, and what they ought to hold.
+
+    Args:
+        setting: whose buffers.
+        history: their sizes.
+        rows: block ids of each row of the table.
+    """
+
+    setting: Setting
+    history: History
+    rows: list[list[int]] = field(default_factory=lambda: [[] for _ in range(MAX_REQS)])
+
+    def __post_init__(self) -> None:
+        self.buffers = self.setting.candidate.StepBuffers(
+            MAX_REQS,
+            self.history.max_tokens,
+            MAX_BLOCKS,
+            self.history.block_size,
+            self.setting.device,
+        )
+
+    def do(self, action: Action) -> CommonAttentionMetadata | None:
+        """Let it happen to the buffers and to the rows; return the step, if one is built."""
+        if action.new is not None:
+            return self.build(action)
+        if action.blocks:
+            given = [list(each) for each in action.blocks]
+            self.buffers.append_blocks(list(action.rows), given)
+            for row, blocks in zip(action.rows, action.blocks, strict=True):
+                self.rows[row] += blocks
+            for each in given:
+                each.append(-7)  # the caller's lists are the caller's
+            return None
+        self.buffers.clear_rows(list(action.rows))
+        for row in action.rows:
+            self.rows[row] = []
+        return None
+
+    def build(self, action: Action) -> CommonAttentionMetadata:
+        """Return the candidate's step."""
+        assert action.new is not None
+        sizes: list[int | None] = [None, None]
+        if action.padding is not None:
+            sizes = [
+                len(action.new) + action.padding[0],
+                sum(action.new) + action.padding[1],
+            ]
+        found: CommonAttentionMetadata = self.buffers.build(
+            list(action.new),
+            list(action.computed),
+            list(action.rows) if action.in_order else None,
+            *sizes,
+        )
+        return found
+
+    def right(self, action: Action, found: CommonAttentionMetadata) -> dict[str, Any]:
+        """Return every field that the step must have; of its table, the rows are judged here."""
+        assert action.new is not None
+        size = self.history.block_size
+        more_reqs, more_tokens = action.padding or (0, 0)
+        reqs, tokens = len(action.new) + more_reqs, sum(action.new) + more_tokens
+        rows = [self.rows[row] for row in action.rows]
+        table = found.block_table_tensor
+        expect_rows("the table", table.cpu(), [*rows, *[[]] * more_reqs])
+        expect_same("its width", table.shape[1], MAX_BLOCKS)
+        slots = [
+            row[place // size] * size + place % size
+            for row, new, old in zip(rows, action.new, action.computed, strict=True)
+            for place in range(old, old + new)
+        ]
+        lens = [a + b for a, b in zip(action.new, action.computed, strict=True)]
+        idle = [0] * more_reqs
+        starts = counts([0, *accumulate([*action.new, *idle])])
+        return {
+            "query_start_loc": starts,
+            "query_start_loc_cpu": starts,
+            "seq_lens": counts([*lens, *idle]),
+            "seq_lens_cpu": counts([*lens, *idle]),
+            "num_computed_tokens_cpu": counts([*action.computed, *idle]),
+            "num_reqs": reqs,
+            "num_actual_tokens": sum(action.new),
+            "max_query_len": max(action.new, default=0),
+            "max_seq_len": max(lens, default=0),
+            "block_table_tensor": table,
+            "slot_mapping": torch.tensor(padded(slots, tokens), dtype=torch.int64),
+        }
+
+
+@law("StepBuffers", cases=several(histories()))
+def every_step_in_the_buffers_is_its_own_and_no_older_one(
+    setting: Setting, cases: list[History]
+) -> None:
+    """After a larger step, after longer owners of a row, filled up or not."""
+    for history in cases:
+        engine = Engine(setting, history)
+        for action in history.actions:
+            found = engine.do(action)
+            if found is not None:
+                right = engine.right(action, found)
+                expect_fields("the step", found, right, setting.device)
+                live = sum(action.new or ())
+                for copy in seen_by(found, history.block_size):
+                    own = [slots[-1] for slots in copy]
+                    expect_same("slots", own, found.slot_mapping.tolist()[:live])
+
+
+ON_THE_DEVICE = ("query_start_loc", "seq_lens", "slot_mapping")
+
+
+@law("StepBuffers", cases=several(histories()))
+def the_tensors_of_a_step_stay_where_a_graph_saw_them(
+    setting: Setting, cases: list[History]
+) -> None:
+    """A view of the largest step shows every later one; the host's copies stay as they were."""
+    for history in cases:
+        engine = Engine(setting, history)
+        most = (MAX_REQS, history.max_tokens)
+        captured = {
+            in_order: engine.build(
+                Action((), (), (), (), in_order=in_order, padding=most)
+            )
+            for in_order in (False, True)
+        }
+        earlier: list[tuple[CommonAttentionMetadata, dict[str, Any]]] = []
+        for action in history.actions:
+            found = engine.do(action)
+            if found is None:
+                continue
+            seen_at_capture = captured[action.in_order]
+            for name in (*ON_THE_DEVICE, "block_table_tensor"):
+                tensor, place = getattr(found, name), getattr(seen_at_capture, name)
+                if tensor.numel() and tensor.data_ptr() != place.data_ptr():
+                    raise Disagreement(
+                        name, "its address", "another", "that of the capture"
+                    )
+                expect_same(f"strides of {name}", tensor.stride(), place.stride())
+                front = place[: tensor.shape[0]]
+                expect_same(f"what a captured graph sees of {name}", front, tensor)
+            for step, copy in earlier:
+                expect_unchanged("an older step on the host", step, copy)
+            on_host = {k: v for k, v in remember(found).items() if k.endswith("_cpu")}
+            earlier.append((found, on_host))
+
+
+@law("StepBuffers", cases=several(histories()))
+def a_captured_size_shows_no_request_and_no_slot_behind_the_batch(
+    setting: Setting, cases: list[History]
+) -> None:
+    """Each step at the largest size, so that all of what an older one left must be gone."""
+    for history in cases:
+        engine = Engine(setting, history)
+        for action in history.actions:
+            if action.new is not None:
+                most = (
+                    MAX_REQS - len(action.new),
+                    history.max_tokens - sum(action.new),
+                )
+                action = Action(
+                    action.rows, (), action.new, action.computed, action.in_order, most
+                )
+            found = engine.do(action)
+            if found is not None:
+                right = engine.right(action, found)
+                expect_fields("the step", found, right, setting.device)
+
+
+@dataclass(frozen=True)
+class Nonsense:
+    """A call that the buffers refuse.
+
+    Args:
+        method: whose.
+        arguments: of the call, in buffers of five rows and six blocks of four slots; row 0
+            holds two blocks, row 1 one.
+        what: why not.
+    """
+
+    method: str
+    arguments: tuple[Any, ...]
+    what: str
+
+
+REFUSED = [
+    Nonsense("append_blocks", ([5], [[1]]), "a row behind the last"),
+    Nonsense("append_blocks", ([-1], [[1]]), "a row before the first"),
+    Nonsense(
+        "append_blocks", ([0], [[1, 2, 3, 4, 5]]), "a row that outgrows the table"
+    ),
+    Nonsense(
+        "append_blocks", ([2, 0], [[9], [1] * 5]), "a second row that outgrows it"
+    ),
+    Nonsense("append_blocks", ([2, 2], [[1], [2]]), "a row twice"),
+    Nonsense("append_blocks", ([2, 3], [[1]]), "more rows than lists"),
+    Nonsense("append_blocks", ([2], [[1], [2]]), "more lists than rows"),
+    Nonsense("append_blocks", ([3, 2], [[9], [-1]]), "a negative id"),
+    Nonsense("clear_rows", ([5],), "a row behind the last"),
+    Nonsense("clear_rows", ([0, -1],), "a row before the first"),
+    Nonsense("build", ([1], [8]), "a sequence longer than its row"),
+    Nonsense("build", ([1, 4], [7, 1]), "a second sequence longer than its row"),
+    Nonsense("build", ([1], [0], [2]), "a row without blocks"),
+    Nonsense("build", ([1], [0], [5]), "a row behind the last"),
+    Nonsense("build", ([1], [0], [-1]), "a row before the first"),
+    Nonsense("build", ([1, 1], [0]), "more requests than contexts"),
+    Nonsense("build", ([-1], [3]), "a negative count"),
+    Nonsense("build", ([1], [-1]), "a negative context"),
+    Nonsense("build", ([0] * 6, [0] * 6), "more requests than rows"),
+    Nonsense("build", ([5, 4], [0, 0]), "more tokens than there is room for"),
+    Nonsense("build", ([1, 1], [0, 0], None, 1), "padding to fewer requests"),
+    Nonsense("build", ([2], [0], None, None, 1), "padding to fewer tokens"),
+    Nonsense("build", ([1], [0], None, 6), "padding to more requests than rows"),
+    Nonsense("build", ([1], [0], None, None, 9), "padding to more tokens than room"),
+]
+
+
+@law("StepBuffers", cases=REFUSED, claim="refuses shapes")
+def what_the_buffers_refuse_leaves_them_as_they_are(
+    setting: Setting, nonsense: Nonsense
+) -> None:
+    engine = Engine(setting, History(4, 8, ()))
+    engine.do(Action((0, 1), ((7, 2), (5,))))
+    step = Action((0, 1), (), (1, 3), (6, 0), padding=(3, 4))
+    before = engine.build(step)
+    tensors = {name: getattr(before, name) for name in ON_THE_DEVICE}
+    method = getattr(engine.buffers, nonsense.method)
+    expect_refusal(
+        f"{nonsense.method}: {nonsense.what}",
+        lambda: method(*nonsense.arguments),
+        {**tensors, "block_table_tensor": before.block_table_tensor[:2, :1]},
+    )
+    # rows that a refused call named have gained nothing and lost nothing
+    engine.do(Action((2, 3), ((11, 12), (13,))))
+    after = Action((3, 0, 2, 1), (), (2, 1, 2, 1), (2, 7, 6, 3), in_order=True)
+    found = engine.build(after)
+    expect_fields("the next step", found, engine.right(after, found), setting.device)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of buffers that cannot be made.
+
+    Args:
+        reqs, tokens, blocks, block_size: as the buffers take them.
+    """
+
+    reqs: int
+    tokens: int
+    blocks: int
+    block_size: int
+
+
+@law(
+    "StepBuffers",
+    cases=[
+        Sizes(0, 8, 2, 4),
+        Sizes(2, 0, 2, 4),
+        Sizes(2, 8, -1, 4),
+        Sizes(2, 8, 2, 0),
+    ],
+    claim="refuses shapes",
+)
+def buffers_without_room_are_refused(setting: Setting, sizes: Sizes) -> None:
+    make = setting.candidate.StepBuffers
+    expect_refusal(
+        repr(sizes),
+        lambda: make(
+            sizes.reqs, sizes.tokens, sizes.blocks, sizes.block_size, setting.device
+        ),
+    )

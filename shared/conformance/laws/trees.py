@@ -1,0 +1,96 @@
+"""Which laws hold where each request brings a tree of drafts of its own?
+
+Trees of several shapes stand in one batch, beside a request with more new tokens than the mask is
+wide, which has none. What lies outside of a tree in the mask is garbage. Options that count
+positions count along the branches.
+"""
+
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from ..generators.batches import DTYPES, Plan
+from ..generators.options import bias_table, paged_call, slopes, tree_of
+from ..harness.asking import ask, expect_right
+from ..harness.law import Setting, law
+
+
+@dataclass(frozen=True)
+class Grove:
+    """A tree for each request.
+
+    Args:
+        plan: new tokens and keys of each.
+        parents: of each new token of each request; -1: it has none.
+        width: of the mask.
+        option: what else is asked for: one of OPTIONS.
+    """
+
+    plan: Plan
+    parents: tuple[tuple[int, ...], ...]
+    width: int
+    option: str
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "a window": {"sliding_window": 3},
+    "chunks": {"attention_chunk_size": 8},
+    "a cap": {"logits_soft_cap": 2.0},
+}
+
+
+def draw_parents(pick: Random, count: int) -> tuple[int, ...]:
+    """Return the parent of each of some tokens: a chain, a bush, or anything between."""
+    kind = pick.choice(["chain", "bush", "any", "any"])
+    if kind == "chain":
+        return tuple(range(-1, count - 1))
+    if kind == "bush":
+        return tuple(min(0, each - 1) for each in range(count))
+    return tuple(pick.randrange(-1, each) for each in range(count))
+
+
+@st.composite
+def groves(draw: st.DrawFn) -> Grove:
+    """Return trees of several sizes; all of it from one seed."""
+    pick = Random(draw(st.integers(0, 2**20)))
+    news = [pick.choice([1, 2, 3, 5, 7]) for _ in range(pick.choice([2, 3]))]
+    width = max(news) + pick.choice([0, 0, 2])
+    if pick.random() < 0.3:
+        news[pick.randrange(len(news))] = width + pick.choice([1, 4, 30])
+    contexts = [pick.choice([0, 1, 15, 16, 31, 40, 64, 100]) for _ in news]
+    plan = Plan(
+        tuple(news),
+        tuple(new + context for new, context in zip(news, contexts, strict=True)),
+        kv_heads=pick.choice([1, 2]),
+        group=pick.choice([1, 2, 3]),
+        dtype=pick.choice(DTYPES),
+        needle=pick.choice(["none", "last", "first new"]),
+        padding=pick.choice([0, 2]),
+        seed=pick.randrange(2**16),
+    )
+    parents = tuple(draw_parents(pick, new) for new in news)
+    return Grove(plan, parents, width, pick.choice([*OPTIONS, "slopes", "a bias"]))
+
+
+@law("paged_attention", cases=groves())
+def every_request_has_a_tree_of_its_own(setting: Setting, grove: Grove) -> None:
+    heads = grove.plan.kv_heads * grove.plan.group
+    generator = torch.Generator().manual_seed(grove.plan.seed)
+    shape = (len(grove.parents), grove.width, grove.width)
+    mask = torch.randint(0, 2, shape, generator=generator).bool()
+    for req, parents in enumerate(grove.parents):
+        if len(parents) <= grove.width:
+            tree = tree_of([None if each < 0 else each for each in parents])
+            mask[req, : len(parents), : len(parents)] = tree
+    options = OPTIONS | {
+        "slopes": {"alibi_slopes": slopes(heads)},
+        "a bias": {"position_bias": bias_table(heads)},
+    }
+    call = paged_call(
+        grove.plan, setting.device, tree_mask=mask, **options[grove.option]
+    )
+    expect_right(setting, call, ask(setting, call))

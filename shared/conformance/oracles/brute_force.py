@@ -1,0 +1,251 @@
+"""What does attention come to, key by key?
+
+Every option of attention once more, from its meaning alone: one loop over requests, one over
+queries, one over keys, plain Python numbers for positions, float64 for scores. It shares no code
+with either twin and touches no key that its query does not see, so what nobody sees may hold NaN.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...contract.budgets import Verdict, judge_rows, row_budgets
+
+Flip = Callable[[int, int, int], bool]
+"""From (request, query, key): whether that key is hidden if seen, and seen if hidden."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What one request asks, and whom, on the host and as stored.
+
+    Args:
+        query: [queries, query_heads, head_size].
+        key: [keys, kv_heads, head_size].
+        value: [keys, kv_heads, value_head_size].
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What attention comes to, in float64 on the host.
+
+    Args:
+        out: [tokens, query_heads, value_head_size].
+        lse: [query_heads, tokens] natural log-sum-exp.
+        sizes: as `out`, over absolute values: the size of what was averaged.
+        scores: [query_heads, tokens] size of the largest score, products added up unsigned.
+    """
+
+    out: Tensor
+    lse: Tensor
+    sizes: Tensor
+    scores: Tensor
+
+
+def attend_by_hand(
+    requests: Sequence[Request],
+    options: dict[str, Any],
+    tokens: int,
+    flip: Flip = lambda req, own, key: False,
+) -> Answer:
+    """Return attention of a batch under any options.
+
+    Args:
+        requests: queries and keys of each.
+        options: arguments of `paged_attention` or `encoder_attention`, by name; what is not
+            named or None is off, `causal` must be named.
+        tokens: rows of the result, those behind the last request included.
+        flip: keys on which the answer is wrong on purpose.
+    """
+    given = {
+        name: value.cpu() if isinstance(value, Tensor) else value
+        for name, value in options.items()
+        if value is not None
+    }
+    query_heads, head_size = (1, 1) if not requests else requests[0].query.shape[1:]
+    value_size = requests[0].value.shape[-1] if requests else 1
+    out = torch.zeros(tokens, query_heads, value_size, dtype=torch.float64)
+    lse = torch.full((query_heads, tokens), -torch.inf, dtype=torch.float64)
+    sizes, scores = torch.zeros_like(out), torch.zeros_like(lse)
+    scale = given.get("scale", head_size**-0.5)
+    token = 0
+    for req, request in enumerate(requests):
+        kv_heads = request.key.shape[1]
+        # query head h reads the kv head in whose share of the heads it lies
+        reads = [head * kv_heads // query_heads for head in range(query_heads)]
+        key = request.key.double() * column(given.get("k_scale", 1.0), kv_heads)
+        value = request.value.double() * column(given.get("v_scale", 1.0), kv_heads)
+        queries, keys = places(req, len(request.query), len(request.key), given)
+        for own, place in enumerate(queries):
+            seen = [
+                number
+                for number in range(len(keys))
+                if sees(req, token, own, number, queries, keys, given)
+                != flip(req, own, number)
+            ]
+            distances = [keys[number] - place for number in seen]
+            question = request.query[own].double()[:, None]
+            products = (
+                question * key[seen].transpose(0, 1)[reads]
+            )  # [heads, keys, size]
+            score = products.sum(2) * scale
+            size = products.abs().sum(2) * scale
+            if "logits_soft_cap" in given:
+                cap = given["logits_soft_cap"]
+                score = cap * torch.tanh(score / cap)
+            for added in biases(distances, query_heads, given):
+                score, size = score + added, size + added.abs()
+            if "sinks" in given:
+                score = torch.cat([score, given["sinks"].double()[:, None]], 1)
+            if score.shape[1]:
+                lse[:, token] = score.logsumexp(1)
+                # [heads, keys]; a sink takes weight and has no value
+                weights = torch.exp(score - lse[:, token, None])[:, : len(seen)]
+                answers = value[seen].transpose(0, 1)[reads]  # [heads, keys, size]
+                out[token] = (weights[:, :, None] * answers).sum(1)
+                sizes[token] = (weights[:, :, None] * answers.abs()).sum(1)
+            if seen:
+                scores[:, token] = size.amax(1)
+            token += 1
+    return Answer(out, lse, sizes, scores)
+
+
+def places(
+    req: int, query_len: int, key_len: int, given: dict[str, Any]
+) -> tuple[list[int], list[int]]:
+    """Return the positions of one request's queries and of its keys."""
+    context = key_len - query_len
+    mask = given.get("tree_mask")
+    if mask is None or query_len > mask.shape[1]:
+        return list(range(context, key_len)), list(range(key_len))
+    # a token of a tree stands one behind the last of those it sees
+    seen = [sum(mask[req, own, :query_len].tolist()) for own in range(query_len)]
+    queries = [context + count - 1 for count in seen]
+    return queries, [*range(context), *queries]
+
+
+def sees(
+    req: int,
+    token: int,
+    own: int,
+    number: int,
+    queries: list[int],
+    keys: list[int],
+    given: dict[str, Any],
+) -> bool:
+    """Tell whether a request's query `own` sees its key of that number."""
+    here, there = queries[own], keys[number]
+    if "query_ranges" in given:
+        first, last = given["query_ranges"][token].tolist()
+        if first >= 0 and first <= there <= last:
+            return True
+    mask, causal = given.get("tree_mask"), given["causal"]
+    new = number - (len(keys) - len(queries))
+    if mask is not None and len(queries) <= mask.shape[1]:
+        if new >= 0 and not mask[req, own, new]:
+            return False
+    elif (causal[req] if isinstance(causal, Tensor) else causal) and there > here:
+        return False
+    window = given.get("sliding_window")
+    if window is not None and abs(here - there) >= window:
+        return False
+    chunk = given.get("attention_chunk_size")
+    return chunk is None or here // chunk == there // chunk
+
+
+def biases(
+    distances: list[int], query_heads: int, given: dict[str, Any]
+) -> list[Tensor]:
+    """Return what is added to the scores, each [query_heads, keys]."""
+    added = []
+    if "alibi_slopes" in given:
+        slopes = given["alibi_slopes"].double()
+        added.append(slopes[:, None] * torch.tensor(distances, dtype=torch.float64))
+    if "position_bias" in given:
+        bias = given["position_bias"].double()
+        reach = bias.shape[1] // 2
+        entries = [reach + max(-reach, min(reach, away)) for away in distances]
+        added.append(bias[:, entries])
+    return added
+
+
+def column(scale: Tensor | float, kv_heads: int) -> Tensor:
+    """Return [kv_heads, 1] what each head's numbers are multiplied with."""
+    numbers = torch.as_tensor(scale, dtype=torch.float64).flatten()
+    return numbers.expand(kv_heads)[:, None]
+
+
+def quantise_by_hand(
+    tensor: Tensor, scale: Tensor | float, dtype: torch.dtype
+) -> Tensor:
+    """Return the stored numbers of [..., kv_heads, size]: divided, cut off, rounded."""
+    largest = torch.finfo(dtype).max
+    divided = tensor.double() / column(scale, tensor.shape[-2])
+    return divided.clamp(-largest, largest).float().to(dtype)
+
+
+def judge_out(
+    out: Tensor,
+    answer: Answer,
+    same_dtype: Tensor,
+    dtype: torch.dtype,
+    out_scale: Tensor | float | None = None,
+) -> Verdict:
+    """Return the verdict on an output.
+
+    Args:
+        out: the candidate's.
+        answer: what is right.
+        same_dtype: the reference's output, computed and stored in `dtype`.
+        dtype: of the queries.
+        out_scale: what the numbers of an FP8 output stand for. Such an output is right if it is
+            the rounding of something that keeps the row's budget.
+    """
+    out, same = out.cpu(), same_dtype.cpu()
+    if out_scale is None:
+        return judge_rows(out, answer.out, same, dtype, answer.sizes)
+    if not out.numel():
+        return Verdict(0.0, 0, 0.0, 0.0, True)
+    budgets = row_budgets(answer.out, same, dtype, answer.sizes)[:, None, None]
+    out_scale = out_scale.cpu() if isinstance(out_scale, Tensor) else out_scale
+    low, high = (
+        quantise_by_hand(answer.out + sign * budgets, out_scale, out.dtype).double()
+        for sign in (-1, 1)
+    )
+    stored = out.double()
+    finite = bool(stored.isfinite().all())
+    outside = ((stored < low) | (stored > high)).flatten(1).any(1)
+    row = int(outside.double().argmax())
+    return Verdict(
+        float("inf") if bool(outside.any()) else 0.0,
+        row,
+        float((stored - answer.out / float(out_scale))[row].abs().max()),
+        float(budgets[row].max()),
+        finite,
+    )
+
+
+def judge_log_sum_exp(lse: Tensor, answer: Answer) -> float:
+    """Return the largest error of a log-sum-exp divided by its budget; at most 1 is right.
+
+    As in `oracles.judge_lse`: eight roundings of the largest score, of what is added to it, and
+    of the result. Where a query sees nothing, nothing but -inf is right.
+    """
+    lse = lse.cpu().double()
+    empty = answer.lse == -torch.inf
+    if bool((lse[empty] != -torch.inf).any()):
+        return float("inf")
+    error = torch.where(empty, 0.0, lse - answer.lse).abs()
+    if not error.numel():
+        return 0.0
+    size = 1 + answer.scores + torch.where(empty, 0.0, answer.lse).abs()
+    share = float((error / (8 * torch.finfo(torch.float32).eps * size)).max())
+    return float("inf") if share != share else share

@@ -1,0 +1,1 @@
+"""What both implementations obey: operations, shapes, kinds, specs, metadata classes, budgets."""

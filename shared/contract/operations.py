@@ -1,0 +1,334 @@
+"""Which operations exist, and how does one get them from an implementation by name?"""
+
+import importlib
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Concept:
+    """One file of each twin.
+
+    Args:
+        name: of the concept; its page and its worked examples have that name.
+        module: its file in both packages, such as "cache.slot_mapping".
+        summary: the first line of that file.
+        operations: its public functions and classes.
+    """
+
+    name: str
+    module: str
+    summary: str
+    operations: tuple[str, ...]
+
+    def path(self, twin: str) -> str:
+        """Return the concept's file in one of the twins, such as "reference/cache/kv_cache.py"."""
+        return f"{twin}/{self.module.replace('.', '/')}.py"
+
+
+CONCEPTS = (
+    Concept(
+        "block_table",
+        "cache.block_table",
+        "Which blocks of the cache does each request own?",
+        ("blocks_needed", "make_block_table", "append_blocks"),
+    ),
+    Concept(
+        "slot_mapping",
+        "cache.slot_mapping",
+        "Where does each new token's key and value go?",
+        (
+            "compute_slot_mapping_start_idx",
+            "compute_slot_mapping",
+            "compute_slot_mapping_batch",
+            "compute_slot_mapping_device",
+        ),
+    ),
+    Concept(
+        "block_table_rows",
+        "cache.block_table_rows",
+        "How do rows of the block table move as requests come and go?",
+        ("BlockTable", "mamba_get_block_table_tensor"),
+    ),
+    Concept(
+        "kv_cache",
+        "cache.kv_cache",
+        "What is the cache made of, and how is it cut into blocks?",
+        (
+            "get_kv_cache_shape",
+            "allocate_kv_cache",
+            "view_kv_cache",
+            "reshape_kv_cache",
+            "reshape_layered_kv_cache",
+            "split_kv_cache",
+            "get_packed_kv_cache_shape",
+            "split_packed_kv_cache",
+        ),
+    ),
+    Concept(
+        "kv_cache_init",
+        "cache.kv_cache_init",
+        "How does every layer of a model get its cache?",
+        (
+            "get_kv_cache_spec",
+            "allocate_kv_caches",
+            "reshape_kv_caches",
+            "bind_kv_cache",
+            "init_kv_cache",
+        ),
+    ),
+    Concept(
+        "cache_ops",
+        "cache.cache_ops",
+        "How do keys and values get into the cache, out of it, and from block to block?",
+        ("reshape_and_cache", "gather_cache", "copy_blocks", "swap_blocks"),
+    ),
+    Concept(
+        "batch_split",
+        "batch.batch_split",
+        "Which requests of the batch decode, and which prefill?",
+        (
+            "reorder_batch_to_split_decodes_and_prefills",
+            "split_decodes_and_prefills",
+            "split_decodes_prefills_and_extends",
+            "split_prefill_chunks",
+        ),
+    ),
+    Concept(
+        "metadata",
+        "batch.metadata",
+        "What does attention need to know about one step?",
+        ("build_common_attn_metadata", "build_attn_metadata"),
+    ),
+    Concept(
+        "step_buffers",
+        "batch.step_buffers",
+        "How does a step get into tensors that stay where they are?",
+        ("StepBuffers",),
+    ),
+    Concept(
+        "batch_slices",
+        "batch.batch_slices",
+        "How is one step cut into micro-batches?",
+        (
+            "slice_query_start_locs",
+            "make_metadata_with_slice",
+            "split_attn_metadata",
+        ),
+    ),
+    Concept(
+        "sequence_metadata",
+        "v0.sequence_metadata",
+        "What does a step look like to an engine that thinks in sequence groups?",
+        ("is_block_tables_empty", "make_tensor_with_pad", "CommonMetadataBuilder"),
+    ),
+    Concept(
+        "encoder_decoder",
+        "v0.encoder_decoder",
+        "Which lengths and which tables does each kind of attention take?",
+        (
+            "is_all_encoder_attn_metadata_set",
+            "is_all_cross_attn_metadata_set",
+            "get_seq_len_block_table_args",
+            "get_num_prefill_decode_query_kv_tokens",
+        ),
+    ),
+    Concept(
+        "paged_attention",
+        "attention.paged",
+        "What does each new token see of its sequence?",
+        ("paged_attention",),
+    ),
+    Concept(
+        "encoder_attention",
+        "attention.encoder",
+        "What does a token see that is not cached?",
+        ("encoder_attention",),
+    ),
+    Concept(
+        "merge_states",
+        "attention.merge_states",
+        "How do partial results of attention become one?",
+        ("merge_attn_states", "lse_weighted_combine", "log2_lse_to_ln"),
+    ),
+    Concept(
+        "cascade_attention",
+        "attention.cascade",
+        "How is a prefix that all requests share read only once?",
+        ("cascade_attention",),
+    ),
+    Concept(
+        "latent_attention",
+        "attention.latent",
+        "How does a layer attend whose cache holds one short vector a token instead of all"
+        " heads?",
+        (
+            "get_mla_dims",
+            "concat_and_cache_mla",
+            "latent_decode_attention",
+            "latent_prefill_attention",
+        ),
+    ),
+    Concept(
+        "local_attention",
+        "batch.local_attention",
+        "How does a layer see only its own chunk of a sequence?",
+        ("make_local_attention_virtual_batches",),
+    ),
+    Concept(
+        "fast_prefill",
+        "batch.fast_prefill",
+        "Which tokens of a prompt still need the last layers?",
+        (
+            "make_kv_sharing_fast_prefill_common_attn_metadata",
+            "subclass_attention_backend",
+            "subclass_attention_metadata",
+            "create_fast_prefill_custom_backend",
+        ),
+    ),
+    Concept(
+        "spec_decode",
+        "batch.spec_decode",
+        "How do a request's drafted tokens become a batch of their own axis?",
+        ("reshape_query_for_spec_decode", "reshape_attn_output_for_spec_decode"),
+    ),
+    Concept(
+        "causal_conv",
+        "batch.causal_conv",
+        "Which program convolves which tokens of a prompt?",
+        ("compute_causal_conv1d_metadata",),
+    ),
+    Concept(
+        "layer_parameters",
+        "batch.layer_parameters",
+        "Do all layers attend alike, so that one plan serves them?",
+        ("get_per_layer_parameters", "infer_global_hyperparameters"),
+    ),
+    Concept(
+        "context_parallel",
+        "attention.context_parallel",
+        "Which rank keeps which tokens of a long sequence?",
+        ("get_dcp_ranks", "get_dcp_local_seq_lens", "dcp_attention"),
+    ),
+    Concept(
+        "multimodal_prefix",
+        "batch.multimodal_prefix",
+        "Which tokens of a prompt see each other in both directions?",
+        (
+            "compute_mm_prefix_ranges",
+            "compute_mm_prefix_range_tensor",
+            "fill_mm_prefix_query_ranges",
+        ),
+    ),
+    Concept(
+        "graph_state",
+        "v0.graph_state",
+        "How does a step that was recorded once run again on other requests?",
+        ("get_attn_cg_support", "CommonAttentionState"),
+    ),
+    Concept(
+        "backend",
+        "backends.backend",
+        "How does an engine run all of this as one object?",
+        (),
+    ),
+)
+
+
+def concept(name: str) -> Concept:
+    """Return the concept of that name.
+
+    Raises:
+        KeyError: there is none; the message lists what there is.
+    """
+    for candidate in CONCEPTS:
+        if candidate.name == name:
+            return candidate
+    names = ", ".join(each.name for each in CONCEPTS)
+    raise KeyError(f"concept = {name!r}: expected one of {names}")
+
+
+class Implementation:
+    """Every public operation of one twin, as an attribute: `twin.reshape_and_cache(...)`."""
+
+    def __init__(self, name: str, top: ModuleType) -> None:
+        self.name = name
+        self.operations = find_operations(top)
+        self._top = top
+
+    @property
+    def backends(self) -> tuple[Any, ...]:
+        """Its attention backends; empty if it has none."""
+        return find_backends(self._top)
+
+    def __getattr__(self, operation: str) -> Any:
+        operations: dict[str, Any] = self.__dict__.get("operations", {})
+        if operation in operations:
+            return operations[operation]
+        if any(operation in each.operations for each in CONCEPTS):
+            raise AttributeError(f"{self.name} has no {operation}")
+        raise AttributeError(f"{operation!r} is not one of pagetwin's operations")
+
+    def __repr__(self) -> str:
+        return f"Implementation({self.name!r})"
+
+
+def load_implementation(name: str) -> Implementation:
+    """Return an implementation by name, importing nothing but that one.
+
+    Args:
+        name: "reference", "optimized", or the dotted name of a module or package that has
+            functions with the names of operations, or files with the paths of the twins.
+
+    Raises:
+        ModuleNotFoundError: there is no such module.
+        ValueError: it has none of the operations.
+    """
+    package = f"pagetwin.{name}" if name in ("reference", "optimized") else name
+    implementation = Implementation(name, importlib.import_module(package))
+    if not implementation.operations:
+        raise ValueError(
+            f"{package} has none of the operations: expected functions with names such as"
+            " paged_attention, reshape_and_cache or compute_slot_mapping_device"
+        )
+    return implementation
+
+
+def find_operations(top: ModuleType) -> dict[str, Any]:
+    """Return the operations of a module or package by name.
+
+    Args:
+        top: a module. An operation is taken from the file of its concept, such as
+            `cache/slot_mapping.py`, if `top` is a package that has it; else from `top` itself.
+    """
+    found: dict[str, Any] = {}
+    for concept in CONCEPTS:
+        places = [top]
+        if hasattr(top, "__path__"):
+            places = [*_submodule(f"{top.__name__}.{concept.module}"), top]
+        for operation in concept.operations:
+            for place in places:
+                if callable(getattr(place, operation, None)):
+                    found.setdefault(operation, getattr(place, operation))
+    return found
+
+
+def find_backends(top: ModuleType) -> tuple[Any, ...]:
+    """Return the backends of a module or package: those of its own, or of its backend file."""
+    places = [top]
+    if hasattr(top, "__path__"):
+        places += _submodule(f"{top.__name__}.{concept('backend').module}")
+    found: list[Any] = [getattr(each, "BACKENDS", ()) for each in places]
+    return tuple(next((each for each in found if each), ()))
+
+
+def _submodule(name: str) -> list[ModuleType]:
+    """Return one module of a package; nothing if there is none."""
+    try:
+        return [importlib.import_module(name)]
+    except ModuleNotFoundError as error:
+        # the file or its folder is missing; anything else is an error inside of it
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        return []

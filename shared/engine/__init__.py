@@ -1,0 +1,1 @@
+"""What an engine uses: the attention layer, the backend interface, the backend selector."""

@@ -1,0 +1,383 @@
+"""What does a model call where it attends?
+
+An `Attention` module stands in each layer of a model. It holds the layer's cache and scales, turns
+flat activations into heads, and lets a backend's implementation write the new keys and values and
+attend. Layers are registered by name in a dictionary that the model's builder makes and passes on,
+so that caches can be handed out by name, and a later layer may share the cache of an earlier one;
+what it reads there are the earlier layer's numbers, so it reads them with that layer's scales.
+"""
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..contract.kinds import AttentionType, cache_dtype_of
+from ..contract.metadata_classes import PagedAttentionMetadata
+from ..contract.specs import (
+    CacheConfig,
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+from ..validation import check_positive
+from ..validation.layer import (
+    check_kv_sharing_target,
+    check_new_layer,
+    check_new_scale,
+    check_scale_inputs,
+    refuse_option,
+)
+from .backend_interface import AttentionBackend
+from .selector import get_attn_backend
+
+Q_SCALE_RANGE, K_SCALE_RANGE, V_SCALE_RANGE = 200.0, 200.0, 100.0
+"""What the largest query, key and value become in a quantised cache (vLLM's constants)."""
+
+NEUTRAL_OPTIONS = {"kv_cache_dtype": "auto", "attn_type": AttentionType.DECODER}
+"""Options that ask for nothing where a layer does not know them; of all others None does."""
+
+
+class Attention(nn.Module):
+    """One layer's attention, whatever backend runs it.
+
+    Args:
+        num_heads: query heads.
+        head_size: elements of a head.
+        scale: what scores are multiplied with.
+        num_kv_heads: key/value heads; None: as many as query heads.
+        alibi_slopes: [num_heads] of the position's penalty; None: there is none.
+        cache_config: what holds for all layers; None: its defaults.
+        logits_soft_cap: scores are squeezed into plus or minus this; None: they are not.
+        per_layer_sliding_window: keys a token sees, itself included; None: the config's.
+        use_mla: query, key and value have the shapes of latent attention and are passed on as
+            they are.
+        prefix: the layer's name, which no other layer of the model has.
+        attn_type: whose tokens ask, and whose keys answer.
+        kv_sharing_target_layer_name: an earlier layer, whose cache this one reads; it then writes
+            nothing.
+        attn_backend: a backend, or its name; None: what get_attn_backend chooses.
+        static_forward_context: the model's layers by name, changed: the layer is added. None:
+            the layer belongs to no model.
+        attention_chunk_size: positions in a chunk, of which a token sees its own; None: all.
+        head_size_v: elements of a value's head; None: as many as of a key's.
+        extra_impl_args: passed on to the backend's implementation, such as `sinks` and
+            `position_bias`.
+
+    Raises:
+        ValueError: heads that do not divide, a name that is taken, a layer to share with that is
+            not there or keeps another kind of cache; nothing is registered then.
+        NotImplementedError: an option that the backend's implementation does not take.
+
+    Source:
+        vLLM's `Attention`, which takes layers and metadata from global state.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: Sequence[float] | None = None,
+        cache_config: CacheConfig | None = None,
+        logits_soft_cap: float | None = None,
+        per_layer_sliding_window: int | None = None,
+        use_mla: bool = False,
+        prefix: str = "",
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        attn_backend: type[AttentionBackend] | str | None = None,
+        static_forward_context: MutableMapping[str, "Attention"] | None = None,
+        attention_chunk_size: int | None = None,
+        head_size_v: int | None = None,
+        **extra_impl_args: Any,
+    ) -> None:
+        super().__init__()
+        config = cache_config or CacheConfig()
+        window = per_layer_sliding_window
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.head_size_v = head_size if head_size_v is None else head_size_v
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.attention_chunk_size = attention_chunk_size
+        self.sliding_window = config.sliding_window if window is None else window
+        self.kv_cache_dtype = config.cache_dtype
+        self.calculate_kv_scales = config.calculate_kv_scales
+        self.use_mla = use_mla
+        self.layer_name = prefix
+        self.attn_type = AttentionType(attn_type)
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.has_sink = extra_impl_args.get("sinks") is not None
+        self.dtype = torch.get_default_dtype()
+        self._check_heads()
+        layers = {} if static_forward_context is None else static_forward_context
+        check_new_layer(prefix, layers)
+        # in a tuple: a module that stands in an attribute would be a part of this one
+        self._target: tuple[Attention, ...] = ()
+        if kv_sharing_target_layer_name is not None:
+            check_kv_sharing_target(self, kv_sharing_target_layer_name, layers)
+            self._target = (layers[kv_sharing_target_layer_name],)
+        self.attn_backend = self._choose_backend(attn_backend, config)
+        self.backend = self.attn_backend.get_name()
+        self.use_output = self.attn_backend.accept_output_buffer
+        options = {
+            "alibi_slopes": alibi_slopes,
+            "sliding_window": self.sliding_window,
+            "kv_cache_dtype": self.kv_cache_dtype,
+            "logits_soft_cap": logits_soft_cap,
+            "attn_type": self.attn_type,
+            "kv_sharing_target_layer_name": kv_sharing_target_layer_name,
+            **extra_impl_args,
+        }
+        for name, value in (
+            ("attention_chunk_size", attention_chunk_size),
+            ("head_size_v", head_size_v),
+        ):
+            if value is not None:
+                options[name] = value
+        self.impl = self._make_impl(float(scale), options)
+        self._hides_slots = (
+            kv_sharing_target_layer_name is not None
+            and not self.attn_backend.supports_option("kv_sharing_target_layer_name")
+        )
+        self.kv_cache: Tensor = torch.empty(0)
+        self._init_scales()
+        layers[prefix] = self
+
+    def _check_heads(self) -> None:
+        check_positive(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            head_size_v=self.head_size_v,
+        )
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads = {self.num_heads} is not a multiple of num_kv_heads ="
+                f" {self.num_kv_heads}"
+            )
+
+    def _choose_backend(
+        self, asked: type[AttentionBackend] | str | None, config: CacheConfig
+    ) -> type[AttentionBackend]:
+        if asked is not None and not isinstance(asked, str):
+            return asked
+        spec = KVCacheSpec(
+            config.block_size, self.num_kv_heads, self.head_size, self.dtype
+        )
+        device = torch.get_default_device()
+        free = config.is_attention_free
+        return get_attn_backend(asked, spec, device, is_attention_free=free)
+
+    def _make_impl(self, scale: float, options: dict[str, Any]) -> Any:
+        """Return the backend's implementation, given what it takes; refuse what it does not."""
+        taken = {name for name in options if self.attn_backend.supports_option(name)}
+        for name, value in options.items():
+            # forward gives a layer that shares a cache no slots, so any implementation will do
+            is_needed = name != "kv_sharing_target_layer_name"
+            if is_needed and name not in taken and not _is_neutral(name, value):
+                refuse_option(self.layer_name, self.backend, name, value)
+        return self.attn_backend.get_impl_cls()(
+            self.num_heads,
+            self.head_size,
+            scale,
+            self.num_kv_heads,
+            **{name: value for name, value in options.items() if name in taken},
+        )
+
+    def _init_scales(self) -> None:
+        numbers = {
+            "_q_scale": 1.0,
+            "_k_scale": 1.0,
+            "_v_scale": 1.0,
+            "_prob_scale": 1.0,
+            "q_range": Q_SCALE_RANGE,
+            "k_range": K_SCALE_RANGE,
+            "v_range": V_SCALE_RANGE,
+        }
+        for name, number in numbers.items():
+            scalar = torch.tensor(number, dtype=torch.float32)
+            self.register_buffer(name, scalar, persistent=False)
+        self._q_scale_float = 1.0
+        # None where each kv head has a scale of its own
+        self._k_scale_float: float | None = 1.0
+        self._v_scale_float: float | None = 1.0
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        attn_metadata: PagedAttentionMetadata | Mapping[str, Any] | None,
+        output_shape: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Return what each new token sees.
+
+        Args:
+            query: [tokens, num_heads * head_size].
+            key, value: [tokens, num_kv_heads * head_size] and [tokens, num_kv_heads *
+                head_size_v]. In cross-attention the tokens are those that encoders compute in
+                this step; None where they compute none.
+            attn_metadata: the step, or one by layer name, where a layer that shares a cache may
+                be left out: it takes its target's. None in a profiling run.
+            output_shape: of the output; None: [tokens, num_heads * head_size_v].
+
+        Returns:
+            [tokens, hidden]; rows of padding are zero.
+
+        Raises:
+            KeyError: metadata by layer name, and none for this layer.
+        """
+        # step: find the layer's metadata
+        metadata = self._metadata_of_layer(attn_metadata)
+        # step: measure the scales, once
+        gives_keys = key is not None and not self._target
+        if self.calculate_kv_scales and metadata is not None and gives_keys:
+            self.calc_kv_scales(query, key, value)
+        # step: give a layer that shares a cache nothing to write
+        metadata = self._without_slots(metadata)
+        if not self.use_output:
+            result: Tensor = self.impl.forward(
+                self, query, key, value, self.kv_cache, metadata
+            )
+            return result
+        # step: see the activations as heads
+        if output_shape is not None:
+            shape = tuple(output_shape)
+        elif self.use_mla or self.head_size_v == self.head_size:
+            shape = tuple(query.shape)
+        else:
+            shape = (*query.shape[:-1], self.num_heads * self.head_size_v)
+        output = query.new_zeros(shape)
+        hidden = output.shape[-1]
+        heads = output
+        if not self.use_mla:
+            query = query.view(-1, self.num_heads, self.head_size)
+            heads = output.view(-1, self.num_heads, self.head_size_v)
+            if key is not None and value is not None:
+                key = key.view(-1, self.num_kv_heads, self.head_size)
+                value = value.view(-1, self.num_kv_heads, self.head_size_v)
+        # step: write and attend
+        owner = self._target[0] if self._target else self
+        self.impl.forward(owner, query, key, value, self.kv_cache, metadata, heads)
+        return output.view(-1, hidden)
+
+    def _metadata_of_layer(self, attn_metadata: Any) -> Any:
+        """Return the layer's entry of metadata by name; by the target's if it shares a cache."""
+        if not isinstance(attn_metadata, Mapping):
+            return attn_metadata
+        for name in (self.layer_name, self.kv_sharing_target_layer_name):
+            if name in attn_metadata:
+                return attn_metadata[name]
+        raise KeyError(
+            f"attn_metadata has no entry {self.layer_name!r}: expected one of"
+            f" {', '.join(map(repr, attn_metadata)) or 'none'}"
+        )
+
+    def _without_slots(self, metadata: Any) -> Any:
+        """Return metadata under which nothing is written, if the implementation would write."""
+        if not self._hides_slots or metadata is None:
+            return metadata
+        nothing = metadata.slot_mapping[:0]
+        if self.attn_type == AttentionType.ENCODER_DECODER:
+            return replace(metadata, cross_slot_mapping=nothing)
+        return replace(metadata, slot_mapping=nothing)
+
+    def calc_kv_scales(
+        self, query: Tensor, key: Tensor | None, value: Tensor | None
+    ) -> None:
+        """Set the scales of a quantised cache from the largest query, key and value.
+
+        Runs in the first step only, before its keys are written, and there waits for the device:
+        the numbers are kept on the host too. A layer that shares a cache measures nothing; the
+        one that writes does. What is all zero leaves its scale at 1: a scale of 0 would make
+        every later number infinite.
+
+        Raises:
+            ValueError: nothing to measure.
+        """
+        check_scale_inputs(query=query, key=key, value=value)
+        for name, tensor in (("q", query), ("k", key), ("v", value)):
+            assert tensor is not None
+            largest: Tensor = getattr(self, f"{name}_range").to(tensor.device)
+            scale = tensor.abs().max().float() / largest.float()
+            scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+            setattr(self, f"_{name}_scale", scale)
+            setattr(self, f"_{name}_scale_float", float(scale))
+        self.calculate_kv_scales = False
+
+    def load_kv_scales(
+        self, k_scale: Tensor | float | None, v_scale: Tensor | float | None
+    ) -> None:
+        """Set the scales of a quantised cache to numbers measured before, such as a checkpoint's.
+
+        Nothing is measured after that. Numbers that were written under other scales stay what
+        they are, so this comes before the first step.
+
+        Args:
+            k_scale, v_scale: what the cache's numbers are multiplied with, one for all or
+                [num_kv_heads]; None: it stays as it is.
+
+        Raises:
+            ValueError: another shape, or a number that is not finite and above 0.
+        """
+        for name, given in (("_k_scale", k_scale), ("_v_scale", v_scale)):
+            if given is None:
+                continue
+            old: Tensor = getattr(self, name)
+            scale = torch.as_tensor(given, dtype=torch.float32, device=old.device)
+            check_new_scale(name[1:], scale, self.num_kv_heads)
+            setattr(self, name, scale.clone())
+            number = float(scale) if scale.numel() == 1 else None
+            setattr(self, f"{name}_float", number)
+        self.calculate_kv_scales = False
+
+    def get_attn_backend(self) -> type[AttentionBackend]:
+        """Return the backend that runs the layer."""
+        return self.attn_backend
+
+    def get_kv_cache_spec(
+        self, block_size: int, dtype: torch.dtype
+    ) -> KVCacheSpec | None:
+        """Return what a block of the layer's cache holds; None: the layer keeps none.
+
+        Args:
+            block_size: slots in a block.
+            dtype: of the model, and so of a cache that is not quantised.
+        """
+        cache_dtype = cache_dtype_of(self.kv_cache_dtype, dtype)
+        sizes = block_size, self.num_kv_heads, self.head_size, cache_dtype
+        uncached = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
+        if self.kv_sharing_target_layer_name is not None or self.attn_type in uncached:
+            return None
+        if self.attn_type == AttentionType.ENCODER_DECODER:
+            return CrossAttentionSpec(*sizes)
+        if self.use_mla:
+            return MLAAttentionSpec(*sizes, sliding_window=self.sliding_window)
+        if self.attention_chunk_size is not None:
+            chunk = self.attention_chunk_size
+            return ChunkedLocalAttentionSpec(*sizes, attention_chunk_size=chunk)
+        if self.sliding_window is not None:
+            return SlidingWindowSpec(*sizes, sliding_window=self.sliding_window)
+        return FullAttentionSpec(*sizes)
+
+    def extra_repr(self) -> str:
+        """Return the layer's numbers and what runs it."""
+        return (
+            f"head_size={self.head_size}, num_heads={self.num_heads},"
+            f" num_kv_heads={self.num_kv_heads}, scale={self.impl.scale},"
+            f" backend={type(self.impl).__name__}"
+        )
+
+
+def _is_neutral(name: str, value: Any) -> bool:
+    """Tell whether an option asks for nothing."""
+    if value is None:
+        return True
+    return isinstance(value, str) and value == NEUTRAL_OPTIONS.get(name)

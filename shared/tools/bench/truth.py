@@ -1,0 +1,170 @@
+"""Who is right, before anybody is timed?
+
+The reference in float64 says it, on about twelve rows of each batch: rows all over the batch, and
+the last one of requests all over it, the shortest and the longest among them. Each row has the
+budget of `budgets.py`. Beyond these rows every element has to be a number. A write is compared as a
+whole, bit for bit.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...contract.budgets import judge_rows
+from ...contract.operations import load_implementation
+from .inputs import Inputs
+from .workloads import Workload
+
+ROWS = 6
+"""Rows spread over the tokens, and once more over the requests."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """How an implementation's output stands.
+
+    Args:
+        ok: whether it is right.
+        words: what is wrong; empty: nothing.
+        share: the worst error as a share of its row's budget.
+        error: the norm of all rows' errors over the norm of what is right.
+    """
+
+    ok: bool
+    words: str = ""
+    share: float = 0.0
+    error: float = 0.0
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What some rows of the output have to be.
+
+    Args:
+        rows: [rows] tokens.
+        exact: [rows, query_heads, head_size] float64.
+        same_dtype: [rows, query_heads, head_size] what plain torch makes of it in the dtype.
+        sizes: [rows, query_heads, head_size] the same average of the values' sizes.
+    """
+
+    rows: Tensor
+    exact: Tensor
+    same_dtype: Tensor
+    sizes: Tensor
+
+    def judge(self, out: Tensor, dtype: torch.dtype) -> Finding:
+        """Return how an output [tokens, query_heads, head_size] stands."""
+        if out.shape[1:] != self.exact.shape[1:]:
+            return Finding(False, f"its output has shape {list(out.shape)}")
+        if not bool(torch.isfinite(out).all()):
+            token = int((~torch.isfinite(out)).flatten(1).any(1).nonzero()[0])
+            return Finding(False, f"row {token} was not written, or is no number")
+        found = out[self.rows]
+        verdict = judge_rows(found, self.exact, self.same_dtype, dtype, self.sizes)
+        error = float((found.double() - self.exact).norm() / self.exact.norm())
+        row = int(self.rows[verdict.row])
+        words = (
+            ""
+            if verdict.ok
+            else f"row {row}: error {verdict.error:.3g}, budget {verdict.budget:.3g}"
+            f" ({verdict.worst:.2f} of it)"
+        )
+        return Finding(verdict.ok, words, verdict.worst, error)
+
+
+def choose_rows(workload: Workload) -> list[int]:
+    """Return about twelve tokens of a batch."""
+    tokens, reqs = workload.tokens, len(workload.query_lens)
+    last = torch.tensor(workload.query_lens).cumsum(0) - 1
+    by_length = sorted(range(reqs), key=lambda req: workload.kv_lens[req])
+    between = {(2 * turn + 1) * reqs // (2 * ROWS) for turn in range(ROWS)}
+    chosen = {turn * (tokens - 1) // (ROWS - 1) for turn in range(ROWS)}
+    for req in between | {by_length[0], by_length[-1]}:
+        chosen.add(int(last[req]))
+    return sorted(chosen)
+
+
+def find_truth(inputs: Inputs) -> Truth:
+    """Return what the reference says of about twelve rows, one after another."""
+    rows = choose_rows(inputs.workload)
+    found = [_attend_alone(inputs, row) for row in rows]
+    exact, same_dtype, sizes = (
+        torch.cat([each[part] for each in found]) for part in range(3)
+    )
+    return Truth(torch.tensor(rows, device=exact.device), exact, same_dtype, sizes)
+
+
+def _attend_alone(inputs: Inputs, token: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return one row: exactly, in its own dtype, and of the values' sizes."""
+    workload, device = inputs.workload, inputs.device
+    starts = torch.tensor([0, *workload.query_lens]).cumsum(0)
+    req = int(torch.searchsorted(starts, token, right=True)) - 1
+    new, kv_len = workload.query_lens[req], workload.kv_lens[req]
+    # alone, a token is the last one of what it sees
+    seen = kv_len - new + token - int(starts[req]) + 1 if workload.causal else kv_len
+    query = inputs.query[token : token + 1]
+    one = torch.tensor([0, 1], dtype=torch.int32, device=device)
+    reference = load_implementation("reference")
+    if workload.kind == "encoder":
+        rows = slice(int(starts[req]), int(starts[req]) + kv_len)
+        key, value = inputs.key[rows], inputs.value[rows]
+        ends = torch.tensor([0, kv_len], dtype=torch.int32, device=device)
+
+        def attend(values: Tensor, dtype: torch.dtype) -> Tensor:
+            out = torch.empty_like(query, dtype=dtype)
+            result: Tensor = reference.encoder_attention(
+                query, key, values, one, ends, 1, kv_len, out=out, compute_dtype=dtype
+            )
+            return result
+
+    else:
+        blocks = -(-seen // workload.block_size)
+        own = inputs.block_table[req, :blocks].long()
+        # float64 holds any cache's numbers, an FP8 cache's at scale 1 too
+        key, value = (
+            cache[own].to(torch.float32)
+            for cache in (inputs.key_cache, inputs.value_cache)
+        )
+        table = torch.arange(blocks, dtype=torch.int32, device=device)[None]
+        length = torch.tensor([seen], dtype=torch.int32, device=device)
+
+        def attend(values: Tensor, dtype: torch.dtype) -> Tensor:
+            out = torch.empty_like(query, dtype=dtype)
+            result: Tensor = reference.paged_attention(
+                query.to(key.dtype),
+                key,
+                values,
+                table,
+                one,
+                length,
+                1,
+                seen,
+                out=out,
+                compute_dtype=dtype,
+                causal=workload.causal,
+                sliding_window=workload.sliding_window,
+            )
+            return result
+
+    return (
+        attend(value, torch.float64),
+        attend(value, workload.dtype),
+        attend(value.abs(), torch.float64),
+    )
+
+
+def judge_write(inputs: Inputs, caches: tuple[Tensor, Tensor]) -> Finding:
+    """Return how caches stand that were NaN before the write, all of their bytes."""
+    for name, new, cache in zip(
+        ("key", "value"), (inputs.key, inputs.value), caches, strict=True
+    ):
+        right = torch.full_like(cache, torch.nan)
+        right.flatten(0, 1)[inputs.slot_mapping] = new
+        wrong = (right.view(torch.uint8) != cache.view(torch.uint8)).flatten(2)
+        if bool(wrong.any()):
+            block, offset = wrong.any(2).nonzero()[0].tolist()
+            return Finding(
+                False, f"{name} at slot {block * cache.shape[1] + offset} is wrong"
+            )
+    return Finding(True)

@@ -1,0 +1,261 @@
+"""How are other people's kernels held to the laws from a terminal?
+
+`check` goes through all laws once; `fuzz` goes on with new seeds.
+"""
+
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from .command_line import DISAGREE, choose_interpreter, sentences_for_errors
+
+if TYPE_CHECKING:
+    from ..conformance.harness.report import Report, Result
+
+OUTSIDE = "undeclared"
+COLOURS = {
+    "held": "green",
+    OUTSIDE: "yellow",
+    "known failure": "yellow",
+}
+Module = Annotated[
+    str,
+    typer.Argument(
+        help="reference, optimized, a package or module with operations under their names,"
+        " or a .py file."
+    ),
+]
+Only = Annotated[
+    str | None, typer.Option(help="Words of a law's sentence or area.  (all laws)")
+]
+Device = Annotated[
+    str | None, typer.Option(help="cpu or cuda.  (cuda if there is a GPU)")
+]
+
+
+def check(
+    module: Module,
+    only: Only = None,
+    seed: Annotated[int, typer.Option(help="What cases are drawn from.")] = 0,
+    examples: Annotated[int, typer.Option(help="Drawn cases of a law.")] = 25,
+    device: Device = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the report to this file.")
+    ] = None,
+    markdown: Annotated[
+        Path | None, typer.Option(help="Write the report to this file.")
+    ] = None,
+    known: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="LAW=REASON: a law that is known to be broken, and why. Once for each."
+        ),
+    ] = None,
+    workers: Annotated[
+        int, typer.Option(help="Processes that share the laws out.")
+    ] = 1,
+) -> None:
+    """Hold an implementation to every law, in a process of its own.
+
+    Exit code 1: a law is broken, crashes or lacks an operation, or a known failure holds.
+    """
+    with sentences_for_errors():
+        _check_hypothesis("check")
+        for name, file in (("json", json_file), ("markdown", markdown)):
+            if file is not None and not file.parent.is_dir():
+                raise FileNotFoundError(
+                    f"{name} = {file}: expected a file in a folder that exists"
+                )
+        choose_interpreter(device)
+        known_failures = dict(_law_and_reason(each) for each in known or ())
+        report = _watch(module, only, seed, examples, device, known_failures, workers)
+        if json_file is not None:
+            json_file.write_text(report.to_json(), encoding="utf-8")
+        if markdown is not None:
+            markdown.write_text(report.to_markdown(), encoding="utf-8")
+    console = Console()
+    console.print(_table(report))
+    for result in report.results:
+        if not result.ok:
+            _print_failure(report, result, Console(soft_wrap=True))
+    counts = ", ".join(f"{count} {name}" for name, count in report.counts().items())
+    for file in (json_file, markdown):
+        if file is not None:
+            console.print(f"report: {file}", highlight=False, markup=False)
+    colour = "green" if report.ok else "red"
+    console.print(
+        f"[bold {colour}]{module} on {report.device}: {counts}.[/]", highlight=False
+    )
+    if not report.ok:
+        raise typer.Exit(DISAGREE)
+
+
+def fuzz(
+    module: Module,
+    minutes: Annotated[float, typer.Option(help="How long to look.")] = 10.0,
+    corpus: Annotated[
+        Path | None,
+        typer.Option(help="Folder of what broke before.  (.pagetwin/fuzz)"),
+    ] = None,
+    only: Only = None,
+    examples: Annotated[
+        int, typer.Option(help="Drawn cases of a law in each round.")
+    ] = 50,
+    device: Device = None,
+) -> None:
+    """Try laws on ever new seeds; keep what breaks them, and begin with it the next time.
+
+    Exit code 1: a law is broken; a program for each shows it again.
+    """
+    with sentences_for_errors():
+        _check_hypothesis("fuzz")
+        choose_interpreter(device)
+        from ..conformance.harness.fuzz import CORPUS, Fuzzing, fuzz_implementation
+
+        errors = Console(stderr=True)
+        with errors.status("") as status:
+
+            def tell(run: Fuzzing, result: "Result") -> None:
+                status.update(
+                    f"round {run.rounds + 1}, {run.cases:,} cases,"
+                    f" {len(run.broken)} broken: {result.law}"
+                )
+
+            run = fuzz_implementation(
+                module,
+                minutes,
+                corpus=CORPUS if corpus is None else corpus,
+                only=only,
+                examples=examples,
+                device=device,
+                on_result=tell,
+            )
+    console = Console(soft_wrap=True)
+    for law in run.mended:
+        console.print(f"[green]mended:[/] {law}", highlight=False)
+    for law in run.missing:
+        console.print(f"[yellow]missing:[/] {law}", highlight=False)
+    for law, result in run.broken.items():
+        console.print(f"[bold red]{result.status}:[/] {law}", highlight=False)
+        if result.case:
+            console.print(f"  {result.case}", highlight=False, markup=False)
+    for path in run.programs:
+        console.print(f"to see it again: python {path}", highlight=False, markup=False)
+    colour = "red" if run.broken else "green"
+    console.print(
+        f"[bold {colour}]{run.cases:,} cases in {run.rounds} rounds:"
+        f" {len(run.broken)} laws broken.[/]",
+        highlight=False,
+    )
+    if run.broken:
+        raise typer.Exit(DISAGREE)
+
+
+def _check_hypothesis(command: str) -> None:
+    if importlib.util.find_spec("hypothesis") is None:
+        raise ImportError(
+            f"pagetwin {command} needs hypothesis, which draws the cases:"
+            " pip install 'pagetwin[conformance]'"
+        )
+
+
+def _law_and_reason(words: str) -> tuple[str, str]:
+    law, equals, reason = words.partition("=")
+    if not equals or not reason.strip():
+        raise ValueError(f"known = {words!r}: expected LAW=REASON")
+    return law.strip(), reason.strip()
+
+
+def _watch(
+    module: str,
+    only: str | None,
+    seed: int,
+    examples: int,
+    device: str | None,
+    known_failures: dict[str, str],
+    workers: int,
+) -> "Report":
+    """Try all laws behind a progress bar."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+    )
+
+    from ..conformance.harness.runner import check_implementation, choose_laws
+
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("laws"),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    laws = choose_laws(only)
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=len(laws))
+
+        def tell(result: "Result") -> None:
+            progress.update(task, advance=1, description=result.law)
+
+        return check_implementation(
+            module,
+            only=only,
+            seed=seed,
+            examples=examples,
+            device=device,
+            known_failures=known_failures,
+            on_result=tell,
+            workers=workers,
+        )
+
+
+def _table(report: "Report") -> Table:
+    """Return one line for each law."""
+    table = Table(title=f"{report.implementation} on {report.device}")
+    table.add_column("law")
+    table.add_column("ended")
+    table.add_column("cases", justify="right")
+    table.add_column("seconds", justify="right")
+    undeclared, area = 0, ""
+    for each in report.results:
+        if str(each.status) == OUTSIDE and not each.cases:
+            undeclared += 1
+            continue
+        colour = COLOURS.get(str(each.status), "red")
+        if each.area != area:
+            area = each.area
+            table.add_row(f"[bold]{area.replace('_', ' ')}[/]")
+        table.add_row(
+            f"  {each.law}",
+            f"[{colour}]{each.status}[/]",
+            each.count,
+            f"{each.seconds:.1f}",
+        )
+    if undeclared:
+        table.caption = f"{undeclared} laws need operations that are not declared"
+    return table
+
+
+def _print_failure(report: "Report", result: "Result", console: Console) -> None:
+    """Print all there is to know about a law that does not hold."""
+    console.print(f"\n[bold red]{result.status}:[/] {result.law}", highlight=False)
+    lines = [result.reason, result.message]
+    if result.what:
+        lines.append(f"{result.what}, {result.where}")
+        lines.append(f"found {result.found}")
+        lines.append(f"right {result.right}")
+    if result.case:
+        lines.append(f"input {result.case}")
+    for line in lines:
+        if line:
+            console.print(f"  {line}", highlight=False, markup=False)
+    if result.case:
+        console.print("  to see it again:\n", highlight=False)
+        console.print(report.reproducer(result), highlight=False, markup=False)

@@ -1,0 +1,78 @@
+"""How does a concept work, step by step, in the terminal?
+
+The worked examples of `examples/`, told with a picture and with results that are computed while
+you read.
+"""
+
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.syntax import Syntax
+from rich.table import Table
+from rich.text import Text
+
+from ..contract.operations import CONCEPTS, load_implementation
+from ..contract.operations import concept as concept_of
+from ..examples import Example, draw, example_names, examples_of, run_example
+from ..examples.drawing import DIM, NEW
+
+
+def explain(concept: str, console: Console) -> None:
+    """Walk through a concept's worked examples on the console.
+
+    Args:
+        concept: a name from `operations.CONCEPTS`.
+        console: where to print; 80 columns are enough.
+
+    Raises:
+        KeyError: no such concept; the message lists what there is.
+    """
+    topic = concept_of(concept)
+    examples = examples_of(concept)
+    reference = load_implementation("reference")
+    console.print()
+    console.print(Panel(Text(topic.summary, style="bold"), title=concept, width=80))
+    console.print()
+    console.print(Padding(Group(*draw(concept)), (0, 2)))
+    for number, example in enumerate(examples, 1):
+        console.print()
+        heading = Text(f" {number}  {example.operation} ", style="reverse bold")
+        console.print(heading)
+        console.print(_tell(example, example_names(reference)))
+    names = [each.name for each in CONCEPTS]
+    following = names[names.index(concept) + 1 :]
+    console.print()
+    console.print(Text(f"To read on: {topic.path('reference')}", style=DIM))
+    if following:
+        console.print(Text(f"Next:       pagetwin explain {following[0]}", style=DIM))
+
+
+def _tell(example: Example, names: dict[str, Any]) -> RenderableType:
+    parts: list[RenderableType] = [Text(example.title), Text()]
+    # the call comes first: the story speaks of its names and numbers
+    for source, _, shown in run_example(example, names):
+        parts.append(
+            Syntax(
+                source,
+                "python",
+                theme="ansi_dark",
+                background_color="default",
+                word_wrap=True,
+            )
+        )
+        if shown:
+            parts.append(Text(shown, style=NEW))
+    parts.append(Text())
+    story = Table.grid(padding=(0, 1))
+    for number, step in enumerate(example.story, 1):
+        words = Text()
+        if step.step:
+            words.append(f"{step.step}: ", style="italic")
+        words.append(step.text)
+        calculation = Text().append(f"{step.expression}  is  ", style=DIM)
+        calculation.append(repr(eval(step.expression, dict(names))), style=NEW)
+        story.add_row(f"{number}.", Group(words, calculation))
+    parts.append(story)
+    return Padding(Group(*parts), (1, 2, 0, 3))

@@ -1,0 +1,80 @@
+"""Does a stored step still go wrong?
+
+The cache is rebuilt as it was before the step: NaN everywhere, and the blocks that the batch owned.
+Then the step runs on the same twins and is compared by the same laws.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from ...contract.operations import Implementation
+from ...contract.specs import KVCacheSpec
+from .disagreement import Disagreement, StoredStep, load_step
+from .model import LayerInputs
+from .step import run_step
+from .twins import ImplementationTwin, load_reference, make_twin
+
+
+def reproduce(
+    path: Path, implementations: Mapping[str, Implementation] | None = None
+) -> Disagreement | None:
+    """Run the step in a file again; see `run_again`.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is damaged, or as in `run_again`.
+    """
+    stored, _ = load_step(path)
+    return run_again(stored, path, implementations)
+
+
+def run_again(
+    stored: StoredStep,
+    path: Path | None = None,
+    implementations: Mapping[str, Implementation] | None = None,
+) -> Disagreement | None:
+    """Run a stored step again on its twins.
+
+    Args:
+        stored: the step.
+        path: the file it comes from, for the message.
+        implementations: implementations that are loaded already, by name.
+
+    Returns:
+        What is still wrong; None: nothing is.
+
+    Raises:
+        ValueError: a twin cannot be loaded, or the step ran on a GPU and there is none here.
+        NotImplementedError: a twin does not take such a step.
+    """
+    device, inputs = stored.device, stored.inputs
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            f"step {stored.step} was stored by a replay on cuda and torch sees no GPU here:"
+            " expected to run it where it was stored"
+        )
+    block_size, kv_heads, head_size = stored.blocks.shape[2:]
+    spec = KVCacheSpec(block_size, kv_heads, head_size, stored.blocks.dtype)
+    twins = [
+        make_twin(name, spec, inputs.query.shape[1], device, implementations)
+        for name in stored.twins
+    ]
+    on_device = LayerInputs(
+        query=inputs.query.to(device),
+        key=inputs.key.to(device),
+        value=inputs.value.to(device),
+    )
+    result = run_step(
+        ImplementationTwin("reference", load_reference(implementations), device),
+        twins,
+        stored.batch,
+        [on_device],
+        [stored.cache(device)],
+        [[stored.cache(device)] for _ in twins],
+        check_whole_cache=True,
+    )
+    if result.difference is None:
+        return None
+    return Disagreement(result.difference, stored, path)

@@ -1,0 +1,211 @@
+"""How does a name become something that can run a step?
+
+Two kinds of names exist. An implementation (reference, optimized, a package of one's own) is run
+operation by operation. A backend (triton, xformers) is run as an engine would: its builder makes
+metadata of the step, and its layer writes the cache and attends in one call.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...contract.metadata_classes import CommonAttentionMetadata
+from ...contract.operations import Implementation, load_implementation
+from ...contract.specs import KVCacheSpec
+from ...engine.selector import TWIN_OF_BACKEND, get_attn_backend
+from .batch import Batch
+from .model import LayerInputs
+
+BACKEND_OF_NAME = {"triton": "TRITON", "xformers": "XFORMERS"}
+
+
+@dataclass(frozen=True)
+class StepMetadata:
+    """What a twin made of a batch.
+
+    Args:
+        order: the batch's order, decodes first.
+        common: the step's metadata.
+        boundary: decodes, prefills, new tokens of the decodes, new tokens of the prefills.
+        slots_on_device: the slots once more, computed where the table lies.
+        of_backend: what the backend's builder made of it; None for an implementation.
+    """
+
+    order: list[int]
+    common: CommonAttentionMetadata
+    boundary: tuple[int, int, int, int]
+    slots_on_device: Tensor
+    of_backend: Any = None
+
+
+class Twin(ABC):
+    """One way to run a step; every method works on that step alone."""
+
+    writes_in_attend = False
+
+    def __init__(
+        self,
+        name: str,
+        implementation: Implementation,
+        device: torch.device | str,
+    ) -> None:
+        self.name = name
+        self.implementation = implementation
+        self.device = torch.device(device)
+
+    def metadata(self, batch: Batch) -> StepMetadata:
+        """Return what it makes of a batch."""
+        run = self.implementation
+        common = run.build_common_attn_metadata(
+            query_lens=batch.query_lens,
+            num_computed_tokens=batch.num_computed_tokens,
+            block_rows=batch.block_rows,
+            block_size=batch.block_size,
+            device=self.device,
+        )
+        return StepMetadata(
+            order=run.reorder_batch_to_split_decodes_and_prefills(
+                batch.scheduled_tokens
+            ),
+            common=common,
+            boundary=run.split_decodes_and_prefills(common),
+            slots_on_device=run.compute_slot_mapping_device(
+                common.query_start_loc,
+                common.num_computed_tokens_cpu.to(self.device),
+                common.block_table_tensor,
+                batch.block_size,
+                batch.num_tokens,
+            ),
+        )
+
+    @abstractmethod
+    def write(self, inputs: LayerInputs, cache: Tensor, step: StepMetadata) -> None:
+        """Write the new keys and values; `cache` is changed."""
+
+    @abstractmethod
+    def attend(self, inputs: LayerInputs, cache: Tensor, step: StepMetadata) -> Tensor:
+        """Return the step's attention."""
+
+
+class ImplementationTwin(Twin):
+    """Runs the operations of an implementation one by one."""
+
+    def write(self, inputs: LayerInputs, cache: Tensor, step: StepMetadata) -> None:
+        """Write the new keys and values; `cache` is changed."""
+        key_cache, value_cache = self.implementation.split_kv_cache(cache)
+        self.implementation.reshape_and_cache(
+            inputs.key, inputs.value, key_cache, value_cache, step.common.slot_mapping
+        )
+
+    def attend(self, inputs: LayerInputs, cache: Tensor, step: StepMetadata) -> Tensor:
+        """Return the step's attention."""
+        key_cache, value_cache = self.implementation.split_kv_cache(cache)
+        out = torch.full_like(inputs.query, torch.nan)
+        self.implementation.paged_attention(
+            inputs.query,
+            key_cache,
+            value_cache,
+            step.common.block_table_tensor,
+            step.common.query_start_loc,
+            step.common.seq_lens,
+            step.common.max_query_len,
+            step.common.max_seq_len,
+            out=out,
+        )
+        return out
+
+
+class BackendTwin(Twin):
+    """Runs a backend through its builder and its layer, as an engine does."""
+
+    writes_in_attend = True
+
+    def __init__(
+        self,
+        name: str,
+        implementation: Implementation,
+        spec: KVCacheSpec,
+        query_heads: int,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__(name, implementation, device)
+        backend = get_attn_backend(BACKEND_OF_NAME[name], spec, device)
+        self._builder = backend.get_builder_cls()(spec, ["layer"], self.device)
+        self._layer = backend.get_impl_cls()(
+            query_heads, spec.head_size, spec.head_size**-0.5, spec.num_kv_heads
+        )
+
+    def metadata(self, batch: Batch) -> StepMetadata:
+        """Return what it makes of a batch."""
+        step = super().metadata(batch)
+        built = self._builder.build(0, step.common)
+        boundary = (
+            built.num_decodes,
+            built.num_prefills,
+            built.num_decode_tokens,
+            built.num_prefill_tokens,
+        )
+        return StepMetadata(
+            step.order, step.common, boundary, step.slots_on_device, built
+        )
+
+    def write(self, inputs: LayerInputs, cache: Tensor, step: StepMetadata) -> None:
+        """Do nothing: the layer writes when it attends."""
+
+    def attend(self, inputs: LayerInputs, cache: Tensor, step: StepMetadata) -> Tensor:
+        """Return the step's attention; `cache` is changed."""
+        out = torch.full_like(inputs.query, torch.nan)
+        self._layer.forward(
+            None, inputs.query, inputs.key, inputs.value, cache, step.of_backend, out
+        )
+        return out
+
+
+def make_twin(
+    name: str,
+    spec: KVCacheSpec,
+    query_heads: int,
+    device: torch.device | str,
+    implementations: Mapping[str, Implementation] | None = None,
+) -> Twin:
+    """Return the twin of that name.
+
+    Args:
+        name: "reference", "optimized", "triton", "xformers", or a dotted package name.
+        spec: one layer's cache.
+        query_heads: query heads of the model.
+        device: where the cache lies.
+        implementations: implementations that are loaded already, by name.
+
+    Raises:
+        ValueError: a name that stands for nothing, or a backend that cannot run such a cache.
+    """
+    if name in BACKEND_OF_NAME:
+        carrier = _load(TWIN_OF_BACKEND[BACKEND_OF_NAME[name]], implementations)
+        return BackendTwin(name, carrier, spec, query_heads, device)
+    return ImplementationTwin(name, _load(name, implementations), device)
+
+
+def load_reference(
+    implementations: Mapping[str, Implementation] | None = None,
+) -> Implementation:
+    """Return the implementation that is right by definition."""
+    return _load("reference", implementations)
+
+
+def _load(
+    name: str, implementations: Mapping[str, Implementation] | None
+) -> Implementation:
+    if implementations and name in implementations:
+        return implementations[name]
+    try:
+        return load_implementation(name)
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"twin = {name!r} cannot be loaded ({error}): expected reference, optimized,"
+            f" {', '.join(BACKEND_OF_NAME)}, or a package that has the same files"
+        ) from error

@@ -1,0 +1,219 @@
+"""Which writes, gathers and copies are refused?"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..contract.attention_options import AttentionOptions
+from ..contract.kinds import FP8_DTYPES
+from .attention_options import check_cache_scales
+from .batch import check_block_ids, check_block_table, check_start_loc
+from .primitives import (
+    FLOATS,
+    check_dtype,
+    check_not_negative,
+    check_positive,
+    check_same_device,
+)
+
+
+def check_caches(key_cache: Tensor, value_cache: Tensor) -> None:
+    """Refuse a key cache and a value cache that do not belong together."""
+    check_dtype("key_cache", key_cache, *FLOATS, *FP8_DTYPES)
+    check_dtype("value_cache", value_cache, key_cache.dtype)
+    shapes = key_cache.shape, value_cache.shape
+    if {len(shape) for shape in shapes} != {4} or shapes[0][:3] != shapes[1][:3]:
+        raise ValueError(
+            f"key_cache has shape {list(shapes[0])} and value_cache {list(shapes[1])}:"
+            " expected [num_blocks, block_size, kv_heads, head_size], alike but for the"
+            " head size"
+        )
+    check_positive(head_size=shapes[0][3], value_head_size=shapes[1][3])
+    check_same_device(key_cache=key_cache, value_cache=value_cache)
+
+
+def check_reshape_and_cache(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | float | None,
+    v_scale: Tensor | float | None,
+    contents: bool,
+) -> None:
+    """Refuse a write that does not fit the cache, before any of it is done."""
+    check_caches(key_cache, value_cache)
+    num_blocks, block_size, kv_heads, _ = key_cache.shape
+    for name, tensor, cache in (
+        ("key", key, key_cache),
+        ("value", value, value_cache),
+    ):
+        _check_new_dtype(name, tensor, cache)
+        head_size = cache.shape[3]
+        if tensor.dim() != 3 or tuple(tensor.shape[1:]) != (kv_heads, head_size):
+            raise ValueError(
+                f"{name} has shape {list(tensor.shape)}: expected [tokens, {kv_heads},"
+                f" {head_size}], as the cache has"
+            )
+    check_same_device(
+        key_cache=key_cache, key=key, value=value, slot_mapping=slot_mapping
+    )
+    check_dtype("slot_mapping", slot_mapping, torch.int64)
+    tokens = min(key.shape[0], value.shape[0])
+    if slot_mapping.dim() != 1 or slot_mapping.shape[0] > tokens:
+        raise ValueError(
+            f"slot_mapping has shape {list(slot_mapping.shape)}: expected at most"
+            f" [{tokens}], the tokens of key and value"
+        )
+    _check_scales(key_cache, k_scale, v_scale, contents)
+    if not contents:
+        return
+    num_slots = num_blocks * block_size
+    owner: dict[int, int] = {}
+    for token, slot in enumerate(slot_mapping.tolist()):
+        if slot < 0:
+            continue
+        if slot >= num_slots:
+            raise IndexError(
+                f"slot_mapping[{token}] = {slot} is outside the cache: expected -1 (do not"
+                f" store) or 0 <= slot < {num_slots}"
+            )
+        if slot in owner:
+            raise ValueError(
+                f"slot_mapping[{token}] = {slot} is also slot_mapping[{owner[slot]}]:"
+                " expected one token a slot, since the order of two writes is not defined"
+            )
+        owner[slot] = token
+
+
+def _check_new_dtype(name: str, tensor: Tensor, cache: Tensor) -> None:
+    if cache.dtype not in FP8_DTYPES:
+        check_dtype(name, tensor, cache.dtype)
+    elif tensor.dtype in FP8_DTYPES:
+        raise TypeError(
+            f"{name} is {tensor.dtype}: expected {' or '.join(map(str, FLOATS))}, which the"
+            " write divides by the scale and rounds; numbers that are FP8 already would be"
+            " divided twice"
+        )
+    else:
+        check_dtype(name, tensor, *FLOATS)
+
+
+def _check_scales(
+    key_cache: Tensor,
+    k_scale: Tensor | float | None,
+    v_scale: Tensor | float | None,
+    contents: bool,
+) -> None:
+    scales = AttentionOptions(k_scale=k_scale, v_scale=v_scale)
+    check_cache_scales(scales, key_cache, contents)
+
+
+def check_gather_cache(
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    seq_start_loc: Tensor,
+    num_tokens: int,
+    k_scale: Tensor | float | None,
+    v_scale: Tensor | float | None,
+    dtype: torch.dtype | None,
+    contents: bool,
+) -> None:
+    """Refuse a gather that would read outside the cache."""
+    check_caches(key_cache, value_cache)
+    check_not_negative(num_tokens=num_tokens)
+    check_block_table(block_table)
+    check_same_device(
+        key_cache=key_cache, block_table=block_table, seq_start_loc=seq_start_loc
+    )
+    check_start_loc(
+        "seq_start_loc", seq_start_loc, block_table.shape[0], num_tokens, contents
+    )
+    if dtype is not None or key_cache.dtype not in FP8_DTYPES:
+        _check_scales(key_cache, k_scale, v_scale, contents)
+    _check_result_dtype(key_cache, k_scale, v_scale, dtype)
+    if contents:
+        num_blocks, block_size = key_cache.shape[:2]
+        check_block_ids(block_table, seq_start_loc.diff(), block_size, num_blocks)
+
+
+def _check_result_dtype(
+    key_cache: Tensor,
+    k_scale: Tensor | float | None,
+    v_scale: Tensor | float | None,
+    dtype: torch.dtype | None,
+) -> None:
+    if dtype is None:
+        for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+            if scale is not None:
+                raise ValueError(
+                    f"{name} is given but dtype = None: expected the dtype of the result;"
+                    " without one an FP8 cache's bytes come as they are"
+                )
+    elif key_cache.dtype not in FP8_DTYPES:
+        raise ValueError(
+            f"dtype = {dtype} but the cache is {key_cache.dtype}: expected None, as only"
+            " FP8 numbers are turned into others"
+        )
+    elif dtype not in FLOATS:
+        names = " or ".join(map(str, FLOATS))
+        raise TypeError(f"dtype = {dtype}: expected {names}")
+
+
+def check_block_mapping(
+    block_mapping: Tensor, num_source: int, num_destination: int, same_cache: bool
+) -> None:
+    """Refuse pairs of blocks whose copies would leave the cache or depend on their order."""
+    check_dtype("block_mapping", block_mapping, torch.int64)
+    if block_mapping.dim() != 2 or block_mapping.shape[1] != 2:
+        raise ValueError(
+            f"block_mapping has shape {list(block_mapping.shape)}: expected [pairs, 2],"
+            " source and destination"
+        )
+    if block_mapping.device.type != "cpu":
+        raise ValueError(
+            f"block_mapping lies on {block_mapping.device}: expected cpu, where the block"
+            " manager made it"
+        )
+    sources = {source for source, _ in block_mapping.tolist()}
+    taken: set[int] = set()
+    for pair, (source, destination) in enumerate(block_mapping.tolist()):
+        if not 0 <= source < num_source:
+            raise IndexError(
+                f"block_mapping[{pair}] copies from block {source}: expected 0 <= block id"
+                f" < {num_source}"
+            )
+        if not 0 <= destination < num_destination:
+            raise IndexError(
+                f"block_mapping[{pair}] copies to block {destination}: expected"
+                f" 0 <= block id < {num_destination}"
+            )
+        if destination in taken:
+            raise ValueError(
+                f"block_mapping[{pair}] copies to block {destination}, as an earlier pair"
+                " does: expected every destination once"
+            )
+        if same_cache and destination in sources:
+            raise ValueError(
+                f"block_mapping[{pair}] copies to block {destination}, which another pair"
+                " copies from: expected no block on both sides; make two calls"
+            )
+        taken.add(destination)
+
+
+def check_kv_caches_alike(caches: Sequence[Tensor]) -> None:
+    """Refuse layers whose caches differ in shape or element type."""
+    for layer, cache in enumerate(caches):
+        if cache.dim() != 5 or cache.shape[0] != 2:
+            raise ValueError(
+                f"cache {layer} has shape {list(cache.shape)}: expected"
+                " [2, num_blocks, block_size, kv_heads, head_size]"
+            )
+        if cache.dtype != caches[0].dtype or cache.shape[2:] != caches[0].shape[2:]:
+            raise ValueError(
+                f"cache {layer} is {list(cache.shape)} {cache.dtype} and cache 0"
+                f" {list(caches[0].shape)} {caches[0].dtype}: expected blocks alike"
+            )

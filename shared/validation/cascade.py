@@ -1,0 +1,156 @@
+"""Which keys cannot be attended to in parts?"""
+
+from torch import Tensor
+
+from ..contract.attention_options import AttentionOptions
+from .attention import check_bound, check_paged_attention
+from .attention_options import check_positions
+from .batch import check_block_ids, check_start_loc
+from .primitives import FLOATS, check_dtype, check_not_negative
+from .step_shapes import check_multiple, check_ranks
+
+
+def check_cascade(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    max_query_len: int,
+    max_seq_len: int,
+    common_prefix_len: int,
+    out: Tensor | None,
+    lse: Tensor | None,
+    options: AttentionOptions,
+    contents: bool,
+) -> None:
+    """Refuse a prefix that is not whole blocks, or that not every new token lies behind."""
+    _check_plain(options, out, "the shared prefix is read once for all queries")
+    check_paged_attention(
+        query,
+        key_cache,
+        value_cache,
+        block_table,
+        query_start_loc,
+        seq_lens,
+        max_query_len,
+        max_seq_len,
+        out,
+        lse,
+        options,
+        contents,
+    )
+    check_not_negative(common_prefix_len=common_prefix_len)
+    block_size, max_blocks = key_cache.shape[1], block_table.shape[1]
+    check_multiple("common_prefix_len", common_prefix_len, "block_size", block_size)
+    if common_prefix_len > max_blocks * block_size:
+        raise IndexError(
+            f"common_prefix_len = {common_prefix_len}: expected at most"
+            f" {max_blocks * block_size}, what a row of {max_blocks} blocks of"
+            f" {block_size} holds"
+        )
+    if not contents or not common_prefix_len:
+        return
+    prefix_blocks = common_prefix_len // block_size
+    rows = block_table[:, :prefix_blocks].tolist()
+    lens = zip(query_start_loc.diff().tolist(), seq_lens.tolist(), strict=True)
+    for req, (query_len, seq_len) in enumerate(lens):
+        if not query_len:
+            continue
+        causal = options.causal
+        sees_all = not (causal[req] if isinstance(causal, Tensor) else causal)
+        shared = seq_len if sees_all else seq_len - query_len
+        if shared < common_prefix_len:
+            which = "keys" if sees_all else "keys before its new tokens"
+            raise ValueError(
+                f"request {req} has {shared} {which}: expected at least common_prefix_len ="
+                f" {common_prefix_len}, since every new token sees the whole prefix; give a"
+                " shorter one"
+            )
+        for entry, (own, first) in enumerate(zip(rows[req], rows[0], strict=True)):
+            if own != first:
+                raise ValueError(
+                    f"block_table[{req}, {entry}] = {own}: expected {first}, as in row 0,"
+                    f" since all requests share the first common_prefix_len ="
+                    f" {common_prefix_len} keys; give a shorter one"
+                )
+
+
+def check_dcp_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    max_query_len: int,
+    max_seq_len: int,
+    dcp_world_size: int,
+    dcp_rank: int,
+    dcp_kv_cache_interleave_size: int,
+    out: Tensor | None,
+    lse: Tensor | None,
+    options: AttentionOptions,
+    contents: bool,
+) -> int:
+    """Return the most keys that a rank can have of a sequence, or refuse ranks and shares.
+
+    Refused are ranks that do not exist, and sequences whose share the rank's rows do not hold.
+    """
+    check_ranks(dcp_world_size, dcp_rank, dcp_kv_cache_interleave_size)
+    _check_plain(options, out, "a rank packs its share of the keys without gaps")
+    # the rows hold a rank's share of the keys, so only the share is held against them
+    check_paged_attention(
+        query,
+        key_cache,
+        value_cache,
+        block_table,
+        query_start_loc,
+        seq_lens,
+        max_query_len,
+        0,
+        out,
+        lse,
+        options,
+        contents=False,
+    )
+    check_not_negative(max_seq_len=max_seq_len)
+    num_blocks, block_size, _, _ = key_cache.shape
+    reqs, max_blocks = block_table.shape
+    of_rank = (dcp_world_size, dcp_rank, dcp_kv_cache_interleave_size)
+    share = _count_share(max_seq_len, *of_rank)
+    if share > max_blocks * block_size:
+        raise IndexError(
+            f"max_seq_len = {max_seq_len} gives rank {dcp_rank} {share} keys: expected at most"
+            f" {max_blocks * block_size}, what a row of {max_blocks} blocks of"
+            f" {block_size} holds"
+        )
+    if not contents:
+        return share
+    check_start_loc("query_start_loc", query_start_loc, reqs, query.shape[0], True)
+    query_lens, lens = query_start_loc.diff().tolist(), seq_lens.tolist()
+    check_positions(options, query_lens, lens)
+    check_bound(
+        "max_query_len", max_query_len, query_lens, "request {} has {} new tokens"
+    )
+    check_bound("max_seq_len", max_seq_len, lens, "seq_lens[{}] = {}")
+    shares = [_count_share(seq_len, *of_rank) for seq_len in lens]
+    check_block_ids(block_table, seq_lens.new_tensor(shares), block_size, num_blocks)
+    return share
+
+
+def _check_plain(options: AttentionOptions, out: Tensor | None, why: str) -> None:
+    """Refuse options for which a query must know how far away each key stands."""
+    for name in options.counting_positions:
+        raise NotImplementedError(
+            f"{name} is given: expected None, since {why}, and then a key no longer says where"
+            " it stands; paged_attention takes it"
+        )
+    if out is not None:
+        check_dtype("out", out, *FLOATS)
+
+
+def _count_share(seq_len: int, ranks: int, rank: int, in_a_row: int) -> int:
+    rounds, rest = divmod(seq_len, ranks * in_a_row)
+    return rounds * in_a_row + min(max(rest - rank * in_a_row, 0), in_a_row)

@@ -1,0 +1,246 @@
+"""Which layers' attention is refused, and which of their steps?"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..contract.kinds import FP8_DTYPES, AttentionType, cache_dtype_of
+from .primitives import check_not_negative, check_positive
+
+UNCACHED = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
+"""Kinds whose tokens see each other at once, so that nothing is kept."""
+
+
+def check_impl(
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    head_size_v: int,
+    alibi_slopes: list[float] | None,
+    sliding_window: int | None,
+    kv_cache_dtype: str,
+    logits_soft_cap: float | None,
+    attn_type: str,
+    kv_sharing_target_layer_name: str | None,
+    sinks: Tensor | None,
+    attention_chunk_size: int | None,
+    position_bias: Tensor | None,
+) -> None:
+    """Refuse a layer that has no meaning."""
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"num_heads = {num_heads} is not a multiple of num_kv_heads = {num_kv_heads}"
+        )
+    if sliding_window is not None:
+        check_positive(sliding_window=sliding_window)
+    if attention_chunk_size is not None:
+        check_positive(attention_chunk_size=attention_chunk_size)
+    if logits_soft_cap is not None and logits_soft_cap < 0:
+        raise ValueError(
+            f"logits_soft_cap = {logits_soft_cap}: expected a number above 0, or None for"
+            " no cap"
+        )
+    for name, given in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
+        if given is not None and len(given) != num_heads:
+            raise ValueError(
+                f"{name} has {len(given)} entries: expected {num_heads}, one a query head"
+            )
+    if position_bias is not None and (
+        position_bias.dim() != 2
+        or position_bias.shape[0] != num_heads
+        or position_bias.shape[1] % 2 == 0
+    ):
+        raise ValueError(
+            f"position_bias has shape {list(position_bias.shape)}: expected [{num_heads},"
+            " 2 * reach + 1], an entry for each distance from -reach to reach"
+        )
+    # any float will do: only the name is looked at
+    cache_dtype_of(kv_cache_dtype, torch.float16)
+    kinds = [each.value for each in AttentionType]
+    if attn_type not in kinds:
+        raise ValueError(
+            f"attn_type = {attn_type!r}: expected one of {', '.join(kinds)}"
+        )
+    counting: dict[str, object] = {
+        "sliding_window": sliding_window,
+        "alibi_slopes": alibi_slopes,
+        "attention_chunk_size": attention_chunk_size,
+        "position_bias": position_bias,
+    }
+    if attn_type == AttentionType.ENCODER_DECODER:
+        for name, number in counting.items():
+            if number is not None:
+                raise ValueError(
+                    f"{name} is given and attn_type = '{attn_type}': expected None, since"
+                    " queries and keys count positions in different sequences"
+                )
+    check_positive(head_size=head_size, head_size_v=head_size_v)
+    if attn_type in UNCACHED:
+        if kv_sharing_target_layer_name is not None:
+            raise ValueError(
+                "kv_sharing_target_layer_name ="
+                f" {kv_sharing_target_layer_name!r} and attn_type = '{attn_type}': expected"
+                " None, since such a layer keeps no cache that could be shared"
+            )
+    elif head_size_v > head_size:
+        raise ValueError(
+            f"head_size_v = {head_size_v}: expected at most head_size = {head_size}, the"
+            " elements of a slot of the cache"
+        )
+
+
+def check_impl_forward(
+    output: Tensor | None,
+    output_scale: Tensor | None,
+    output_block_scale: Tensor | None,
+) -> Tensor:
+    """Return the output of a layer, or refuse one that is missing or does not fit its scale."""
+    if output_block_scale is not None:
+        raise NotImplementedError(
+            "output_block_scale is given: expected None; one scale for the whole output is"
+            " output_scale, and blocks are quantised after the call"
+        )
+    if output is None:
+        raise ValueError("output = None: expected a tensor of the shape of query")
+    is_quantised = output.dtype in FP8_DTYPES
+    if is_quantised and output_scale is None:
+        raise ValueError(
+            f"output_scale = None: expected a scale, as output is {output.dtype}"
+        )
+    if output_scale is not None and not is_quantised:
+        raise ValueError(
+            f"output_scale is given but output is {output.dtype}: expected a tensor of"
+            f" {' or '.join(map(str, FP8_DTYPES))}"
+        )
+    return output
+
+
+def check_new_keys(
+    key: Tensor | None, value: Tensor | None, slots: Tensor | None, crosses: bool
+) -> None:
+    """Refuse keys without a place, and places without keys.
+
+    Args:
+        key, value: what the layer was given.
+        slots: where the step's keys and values go.
+        crosses: they are an encoder's, which come once.
+    """
+    if (key is None) != (value is None):
+        raise ValueError(
+            f"{'key' if key is None else 'value'} = None: expected both, or neither"
+        )
+    if key is not None:
+        if slots is None:
+            raise ValueError(
+                "cross_slot_mapping = None but the encoder's keys are given: expected the slot"
+                " of each; keys that lie in the cache already are left out (key = None)"
+            )
+        return
+    if not crosses or (slots is not None and slots.numel()):
+        what = "cross_slot_mapping" if crosses else "slot_mapping"
+        count = 0 if slots is None else slots.shape[0]
+        raise ValueError(
+            f"key = None but {what} has {count} slots: expected the keys that go there"
+        )
+
+
+def check_own_keys(attn_type: str, **tensors: Tensor | None) -> None:
+    """Refuse an encoder's step that brings no keys, as no cache holds them."""
+    for name, tensor in tensors.items():
+        if tensor is None:
+            raise ValueError(
+                f"{name} = None and attn_type = '{attn_type}': expected a tensor, as no cache"
+                " holds what the step does not bring"
+            )
+
+
+def check_cache_dtype(
+    kv_cache: Tensor, kv_cache_dtype: str, model_dtype: torch.dtype
+) -> None:
+    """Refuse a cache that is not what the layer was made for."""
+    expected = cache_dtype_of(kv_cache_dtype, model_dtype)
+    if kv_cache.dtype != expected:
+        raise TypeError(
+            f"kv_cache is {kv_cache.dtype} and kv_cache_dtype = {kv_cache_dtype!r}: expected"
+            f" {expected}"
+        )
+
+
+def check_layer_scale(layer: object, name: str) -> Any:
+    """Return a scale of a layer, or refuse a layer that has none."""
+    scale = getattr(layer, name, None)
+    if scale is None:
+        raise ValueError(
+            f"layer has no {name}: expected a layer with scales, as its cache is quantised"
+        )
+    return scale
+
+
+def check_cross_fields(metadata: Any) -> None:
+    """Refuse cross-attention in a step that does not say where the encoders' keys lie."""
+    for name in (
+        "encoder_seq_lens",
+        "encoder_seq_lens_cpu",
+        "max_encoder_seq_len",
+        "cross_block_table",
+    ):
+        if getattr(metadata, name) is None:
+            raise ValueError(
+                f"{name} = None: expected it in a step with cross-attention (of"
+                " CommonAttentionMetadata: encoder_seq_lens, encoder_seq_lens_cpu and"
+                " cross_block_table_tensor)"
+            )
+    check_not_negative(max_encoder_seq_len=metadata.max_encoder_seq_len)
+
+
+def check_encoder_fields(metadata: Any) -> None:
+    """Refuse an encoder's attention in a step that does not say where its tokens start."""
+    for name in ("encoder_query_start_loc", "encoder_query_start_loc_cpu"):
+        if getattr(metadata, name) is None:
+            raise ValueError(
+                f"{name} = None: expected where the tokens of each request's encoder start,"
+                " as attn_type = 'encoder'"
+            )
+
+
+def check_encoder_starts(metadata: Any) -> None:
+    """Refuse an encoder's slots and starts of which a half is missing."""
+    starts = metadata.encoder_query_start_loc, metadata.encoder_query_start_loc_cpu
+    slots = metadata.cross_slot_mapping
+    if all(each is None for each in starts) and (slots is None or not slots.numel()):
+        return
+    for each, name in zip(starts, ("", "_cpu"), strict=True):
+        if each is None:
+            raise ValueError(
+                f"encoder_query_start_loc{name} = None: expected where the tokens of each"
+                " request's encoder start, as the step has some"
+            )
+
+
+def check_whole_prompts(metadata: Any) -> None:
+    """Refuse prompts of a model without decoder that come in chunks."""
+    query_lens, seq_lens = metadata.query_start_loc_cpu.diff(), metadata.seq_lens_cpu
+    # a request without new tokens is padding, whatever its length says
+    chunks = ((query_lens != seq_lens) & (query_lens > 0)).nonzero()
+    if chunks.numel():
+        req = int(chunks[0])
+        raise ValueError(
+            f"request {req} brings {int(query_lens[req])} of {int(seq_lens[req])} tokens and"
+            " attn_type = 'encoder_only': expected the whole prompt in one step, since its"
+            " tokens see each other both ways and no cache holds the others"
+        )
+    if metadata.tree_mask is not None:
+        raise ValueError(
+            "tree_mask is given and attn_type = 'encoder_only': expected None, since drafts"
+            " are a decoder's"
+        )
+
+
+def check_tree_is_whole(is_begun: bool, is_open: bool) -> None:
+    """Refuse to cut a request while a step has trees."""
+    if is_begun or is_open:
+        raise NotImplementedError(
+            f"tree_mask is set and the {'first' if is_begun else 'last'} request is cut:"
+            " expected micro-batches of whole requests, since a tree cannot be cut"
+        )

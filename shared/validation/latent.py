@@ -1,0 +1,311 @@
+"""Which configurations have no latent attention, and which calls of it are refused?"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..contract.attention_options import AttentionOptions
+from ..contract.kinds import FP8_DTYPES
+from .attention import check_bound
+from .attention_options import check_numbers, check_positions, check_scale
+from .batch import check_block_ids, check_block_table, check_start_loc
+from .merge import LSE_DTYPES
+from .primitives import (
+    FLOATS,
+    check_dtype,
+    check_length,
+    check_not_negative,
+    check_positive,
+    check_same_device,
+)
+
+
+def check_mla_config(hf_text_config: Any) -> None:
+    """Refuse the configuration of a model without latent attention."""
+    for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+        if getattr(hf_text_config, name, None) is None:
+            raise ValueError(
+                f"hf_text_config has no {name}: expected the configuration of a model"
+                " with multi-head latent attention"
+            )
+
+
+def check_concat_and_cache_mla(
+    kv_c: Tensor,
+    k_pe: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    scale: Tensor | float | None,
+    contents: bool,
+) -> None:
+    """Refuse a write that does not fit the latent cache, before any of it is done."""
+    _check_cache(kv_cache, "scale", scale, contents)
+    dtypes = FLOATS if kv_cache.dtype in FP8_DTYPES else (kv_cache.dtype,)
+    check_dtype("kv_c", kv_c, *dtypes)
+    check_dtype("k_pe", k_pe, kv_c.dtype)
+    _check_new_tokens(kv_c, k_pe)
+    _check_width(kv_cache, kv_c.shape[1], k_pe.shape[1])
+    check_same_device(
+        kv_cache=kv_cache, kv_c=kv_c, k_pe=k_pe, slot_mapping=slot_mapping
+    )
+    check_dtype("slot_mapping", slot_mapping, torch.int64)
+    tokens = kv_c.shape[0]
+    if slot_mapping.dim() != 1 or slot_mapping.shape[0] > tokens:
+        raise ValueError(
+            f"slot_mapping has shape {list(slot_mapping.shape)}: expected at most"
+            f" [{tokens}], the tokens of kv_c and k_pe"
+        )
+    if contents:
+        num_slots = kv_cache.shape[0] * kv_cache.shape[1]
+        _check_slots(slot_mapping.tolist(), num_slots)
+
+
+def check_latent_decode_attention(
+    q_nope: Tensor,
+    q_pe: Tensor,
+    kv_cache: Tensor,
+    w_uk: Tensor,
+    w_uv: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    max_query_len: int,
+    max_seq_len: int,
+    out: Tensor | None,
+    lse: Tensor | None,
+    sliding_window: int | None,
+    k_scale: Tensor | float | None,
+    contents: bool,
+) -> None:
+    """Refuse a batch whose attention to its latents is not defined."""
+    _check_cache(kv_cache, "k_scale", k_scale, contents)
+    dtypes = FLOATS if kv_cache.dtype in FP8_DTYPES else (kv_cache.dtype,)
+    check_dtype("q_nope", q_nope, *dtypes)
+    _check_heads(q_nope, q_pe, w_uk, w_uv, out, lse)
+    _check_width(kv_cache, w_uk.shape[2], q_pe.shape[2])
+    check_numbers(sliding_window, None)
+    _check_batch(
+        q_nope,
+        kv_cache,
+        block_table,
+        query_start_loc,
+        seq_lens,
+        max_query_len,
+        max_seq_len,
+        contents,
+    )
+
+
+def check_latent_prefill_attention(
+    q_nope: Tensor,
+    q_pe: Tensor,
+    kv_c: Tensor,
+    k_pe: Tensor,
+    kv_cache: Tensor,
+    w_uk: Tensor,
+    w_uv: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    max_query_len: int,
+    max_seq_len: int,
+    num_context_tokens: int,
+    max_context_chunk: int | None,
+    out: Tensor | None,
+    lse: Tensor | None,
+    k_scale: Tensor | float | None,
+    contents: bool,
+) -> None:
+    """Refuse new tokens whose attention to themselves and their context is not defined."""
+    check_latent_decode_attention(
+        q_nope,
+        q_pe,
+        kv_cache,
+        w_uk,
+        w_uv,
+        block_table,
+        query_start_loc,
+        seq_lens,
+        max_query_len,
+        max_seq_len,
+        out,
+        lse,
+        None,
+        k_scale,
+        contents,
+    )
+    check_dtype("kv_c", kv_c, q_nope.dtype)
+    check_dtype("k_pe", k_pe, q_nope.dtype)
+    _check_new_tokens(kv_c, k_pe)
+    tokens, rank, rope = q_nope.shape[0], w_uk.shape[2], q_pe.shape[2]
+    for name, tensor, width in (("kv_c", kv_c, rank), ("k_pe", k_pe, rope)):
+        if tuple(tensor.shape) != (tokens, width):
+            raise ValueError(
+                f"{name} has shape {list(tensor.shape)}: expected [{tokens}, {width}], as"
+                " many tokens as queries"
+            )
+    check_same_device(q_nope=q_nope, kv_c=kv_c, k_pe=k_pe)
+    check_not_negative(num_context_tokens=num_context_tokens)
+    if max_context_chunk is not None:
+        check_positive(max_context_chunk=max_context_chunk)
+    if contents:
+        context = int((seq_lens - query_start_loc.diff()).sum())
+        if context > num_context_tokens:
+            raise ValueError(
+                f"num_context_tokens = {num_context_tokens}: expected at least {context},"
+                " the tokens that all requests have in the cache before their new ones"
+            )
+
+
+def _check_cache(
+    kv_cache: Tensor, name: str, scale: Tensor | float | None, contents: bool
+) -> None:
+    """Refuse a tensor that is no latent cache, and a scale it has not or lacks."""
+    check_dtype("kv_cache", kv_cache, *FLOATS, *FP8_DTYPES)
+    if kv_cache.dim() != 3:
+        raise ValueError(
+            f"kv_cache has shape {list(kv_cache.shape)}: expected [num_blocks, block_size,"
+            " kv_lora_rank + qk_rope_head_dim]"
+        )
+    is_quantised = kv_cache.dtype in FP8_DTYPES
+    if scale is None and is_quantised:
+        raise ValueError(
+            f"{name} = None: expected a scale, as kv_cache is {kv_cache.dtype}; 1.0 takes"
+            " its numbers as they are"
+        )
+    if scale is not None and not is_quantised:
+        raise ValueError(
+            f"{name} is given but kv_cache is {kv_cache.dtype}: expected None, as only an"
+            " FP8 cache has a scale"
+        )
+    check_scale(name, scale, {"kv_cache": kv_cache}, None, contents)
+
+
+def _check_slots(slots: list[int], num_slots: int) -> None:
+    """Refuse slots that the cache does not have, and one that two tokens have."""
+    owner: dict[int, int] = {}
+    for token, slot in enumerate(slots):
+        if slot < 0:
+            continue
+        if slot >= num_slots:
+            raise IndexError(
+                f"slot_mapping[{token}] = {slot} is outside the cache: expected -1 (do not"
+                f" store) or 0 <= slot < {num_slots}"
+            )
+        if slot in owner:
+            raise ValueError(
+                f"slot_mapping[{token}] = {slot} is also slot_mapping[{owner[slot]}]:"
+                " expected one token a slot, since the order of two writes is not defined"
+            )
+        owner[slot] = token
+
+
+def _check_new_tokens(kv_c: Tensor, k_pe: Tensor) -> None:
+    if kv_c.dim() != 2 or k_pe.dim() != 2 or kv_c.shape[0] != k_pe.shape[0]:
+        raise ValueError(
+            f"kv_c has shape {list(kv_c.shape)} and k_pe {list(k_pe.shape)}: expected"
+            " [tokens, kv_lora_rank] and [tokens, qk_rope_head_dim]"
+        )
+
+
+def _check_width(kv_cache: Tensor, rank: int, rope: int) -> None:
+    if kv_cache.shape[2] != rank + rope:
+        raise ValueError(
+            f"kv_cache keeps {kv_cache.shape[2]} elements a token: expected {rank + rope},"
+            f" kv_lora_rank = {rank} and qk_rope_head_dim = {rope}"
+        )
+
+
+def _check_heads(
+    q_nope: Tensor,
+    q_pe: Tensor,
+    w_uk: Tensor,
+    w_uv: Tensor,
+    out: Tensor | None,
+    lse: Tensor | None,
+) -> None:
+    """Refuse queries, projections and results whose heads or widths differ."""
+    for name, tensor in (("q_pe", q_pe), ("w_uk", w_uk), ("w_uv", w_uv)):
+        check_dtype(name, tensor, q_nope.dtype)
+    if q_nope.dim() != 3 or q_pe.dim() != 3 or q_nope.shape[:2] != q_pe.shape[:2]:
+        raise ValueError(
+            f"q_nope has shape {list(q_nope.shape)} and q_pe {list(q_pe.shape)}: expected"
+            " [tokens, query_heads, qk_nope_head_dim] and [tokens, query_heads,"
+            " qk_rope_head_dim]"
+        )
+    tokens, heads, nope = q_nope.shape
+    if w_uk.dim() != 3 or tuple(w_uk.shape[:2]) != (heads, nope):
+        raise ValueError(
+            f"w_uk has shape {list(w_uk.shape)}: expected [{heads}, {nope}, kv_lora_rank],"
+            " heads and width of q_nope"
+        )
+    rank = w_uk.shape[2]
+    if w_uv.dim() != 3 or tuple(w_uv.shape[:2]) != (heads, rank):
+        raise ValueError(
+            f"w_uv has shape {list(w_uv.shape)}: expected [{heads}, {rank}, v_head_dim],"
+            " heads and latent width of w_uk"
+        )
+    check_positive(
+        num_query_heads=heads,
+        kv_lora_rank=rank,
+        qk_nope_head_dim=nope,
+        qk_rope_head_dim=q_pe.shape[2],
+        v_head_dim=w_uv.shape[2],
+    )
+    expected = (tokens, heads, w_uv.shape[2])
+    if out is not None:
+        check_dtype("out", out, *FLOATS)
+        if tuple(out.shape) != expected:
+            raise ValueError(
+                f"out has shape {list(out.shape)}: expected {list(expected)}, queries by"
+                " v_head_dim"
+            )
+    if lse is not None:
+        check_dtype("lse", lse, *LSE_DTYPES)
+        if tuple(lse.shape) != (heads, tokens):
+            raise ValueError(
+                f"lse has shape {list(lse.shape)}: expected [{heads}, {tokens}]"
+            )
+    check_same_device(q_nope=q_nope, q_pe=q_pe, w_uk=w_uk, w_uv=w_uv, out=out, lse=lse)
+
+
+def _check_batch(
+    q_nope: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    max_query_len: int,
+    max_seq_len: int,
+    contents: bool,
+) -> None:
+    """Refuse lengths, starts and blocks that the table or the cache does not have."""
+    check_block_table(block_table)
+    check_dtype("seq_lens", seq_lens, torch.int32)
+    reqs, max_blocks = block_table.shape
+    num_blocks, block_size, _ = kv_cache.shape
+    check_length("seq_lens", seq_lens, reqs, "rows of the block table")
+    check_same_device(
+        kv_cache=kv_cache,
+        q_nope=q_nope,
+        block_table=block_table,
+        query_start_loc=query_start_loc,
+        seq_lens=seq_lens,
+    )
+    check_not_negative(max_query_len=max_query_len, max_seq_len=max_seq_len)
+    if max_seq_len > max_blocks * block_size:
+        raise IndexError(
+            f"max_seq_len = {max_seq_len}: expected at most {max_blocks * block_size}, what"
+            f" a row of {max_blocks} blocks of {block_size} holds"
+        )
+    check_start_loc("query_start_loc", query_start_loc, reqs, q_nope.shape[0], contents)
+    if not contents:
+        return
+    check_block_ids(block_table, seq_lens, block_size, num_blocks)
+    query_lens, key_lens = query_start_loc.diff().tolist(), seq_lens.tolist()
+    check_positions(AttentionOptions(), query_lens, key_lens)
+    check_bound(
+        "max_query_len", max_query_len, query_lens, "request {} has {} new tokens"
+    )
+    check_bound("max_seq_len", max_seq_len, key_lens, "seq_lens[{}] = {}")

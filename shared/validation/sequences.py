@@ -1,0 +1,211 @@
+"""Which sequence groups are refused, and which lengths do not fit them?"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..contract.kinds import AttentionType
+from .batch import check_row_reaches
+from .primitives import check_not_negative
+
+
+def check_begun(stage: str) -> None:
+    """Refuse a builder in which no step has begun."""
+    if stage == "new":
+        raise RuntimeError(
+            "no step has begun: call prepare() before add_seq_group() and build()"
+        )
+
+
+def check_collecting(stage: str) -> None:
+    """Refuse a group for a step that has not begun, or that is built."""
+    check_begun(stage)
+    if stage == "built":
+        raise RuntimeError(
+            "this step's metadata is built: call prepare() before the next step's groups,"
+            " or they would be added to the old ones"
+        )
+
+
+def check_seq_group(group: Any, num_decode_tokens: int, block_size: int) -> None:
+    """Refuse a group that no step can have at this place, before any of it is added."""
+    if not group.sequences:
+        raise ValueError("sequences = (): expected at least one in a group")
+    if group.is_prompt and num_decode_tokens:
+        raise ValueError(
+            f"a prompt comes behind {num_decode_tokens} decodes: expected prompts first;"
+            " sort the groups"
+        )
+    tables = group.block_tables or {}
+    has_cache = any(row is not None for row in tables.values())
+    if group.prefix_cache_hit and not has_cache:
+        raise ValueError(
+            f"prefix_cache_hit = True with block_tables = {group.block_tables}: expected a"
+            " row, since the context lies in the cache"
+        )
+    for each in group.sequences:
+        check_not_negative(
+            query_len=each.query_len,
+            context_len=each.context_len,
+            curr_sliding_window_block=each.curr_sliding_window_block,
+        )
+        if not group.is_prompt and each.query_len != 1:
+            raise ValueError(
+                f"sequence {each.seq_id} decodes query_len = {each.query_len} tokens:"
+                " expected 1; a prompt may bring more"
+            )
+        if has_cache:
+            _check_row(group, each, block_size)
+        if group.is_prompt:
+            _check_placeholders(group, each)
+
+
+def _check_row(group: Any, sequence: Any, block_size: int) -> None:
+    if sequence.seq_id not in group.block_tables:
+        known = ", ".join(map(str, group.block_tables))
+        raise KeyError(
+            f"block_tables has no row of sequence {sequence.seq_id}: expected one beside"
+            f" those of {known}"
+        )
+    row = group.block_tables[sequence.seq_id]
+    if row is None:
+        raise ValueError(
+            f"block_tables[{sequence.seq_id}] = None: expected a row, as other sequences of"
+            " the group have; None for all means that there is no cache"
+        )
+    check_row_reaches(len(row), sequence.orig_seq_len, block_size)
+
+
+def _check_placeholders(group: Any, sequence: Any) -> None:
+    for modality, placeholders in group.multi_modal_placeholder_maps.items():
+        if placeholders.dest_len != sequence.query_len:
+            raise ValueError(
+                f"multi_modal_placeholder_maps[{modality!r}].dest_len ="
+                f" {placeholders.dest_len}: expected {sequence.query_len}, the new tokens"
+                f" of sequence {sequence.seq_id}"
+            )
+
+
+def check_sequence_step(
+    own_seq_lens: Sequence[int],
+    own_query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    query_lens: Sequence[int],
+    cuda_graph_pad_size: int,
+) -> None:
+    """Refuse lengths that are not those of the groups that were added.
+
+    Args:
+        own_seq_lens, own_query_lens: [seqs] what the groups say.
+        seq_lens, query_lens, cuda_graph_pad_size: what the caller says.
+    """
+    if cuda_graph_pad_size < -1:
+        raise ValueError(
+            f"cuda_graph_pad_size = {cuda_graph_pad_size}: expected -1 (no graph) or the"
+            " sequences that fill it, from 0"
+        )
+    if not own_query_lens:
+        raise ValueError("the step has no sequence: expected a group before build()")
+    _check_alike("query_lens", query_lens, own_query_lens, "new tokens")
+    if not max(query_lens):
+        raise ValueError(
+            f"query_lens = {list(query_lens)}: expected a new token in the step"
+        )
+    padding = [1] * max(cuda_graph_pad_size, 0)
+    _check_alike(
+        "seq_lens",
+        seq_lens,
+        [*own_seq_lens, *padding],
+        "tokens that attention reads, 1 where padding fills a graph",
+    )
+
+
+def _check_alike(
+    name: str, given: Sequence[int], own: Sequence[int], what: str
+) -> None:
+    if len(given) != len(own):
+        raise ValueError(
+            f"{name} has {len(given)} entries: expected {len(own)}, the sequences of the"
+            " groups and the padding behind them"
+        )
+    for place, (one, other) in enumerate(zip(given, own, strict=True)):
+        if one != other:
+            raise ValueError(
+                f"{name}[{place}] = {one}: expected {other}, what its group says ({what})"
+            )
+
+
+def check_captured_step(
+    num_prefills: int,
+    num_sequences: int,
+    cuda_graph_pad_size: int,
+    batch_size: int | None,
+    max_blocks: int | None,
+) -> None:
+    """Refuse a step that does not fit the graph it shall replay."""
+    if cuda_graph_pad_size < 0:
+        return
+    if num_prefills:
+        raise ValueError(
+            f"cuda_graph_pad_size = {cuda_graph_pad_size} in a step with {num_prefills}"
+            " prompts: expected decodes alone, as a graph is captured for one new token a"
+            " sequence; -1 runs without a graph"
+        )
+    if batch_size != num_sequences + cuda_graph_pad_size:
+        raise ValueError(
+            f"batch_size = {batch_size}: expected {num_sequences + cuda_graph_pad_size},"
+            f" {num_sequences} sequences and {cuda_graph_pad_size} that fill the graph"
+        )
+    if max_blocks is None:
+        raise ValueError(
+            "max_blocks = None: expected the width of the captured graph's block table"
+        )
+
+
+def check_rows_padded(rows: Sequence[Sequence[Any]], max_len: int | None) -> None:
+    """Refuse a row that is longer than the tensor shall be wide."""
+    if max_len is None:
+        return
+    check_not_negative(max_len=max_len)
+    for place, row in enumerate(rows):
+        if len(row) > max_len:
+            raise IndexError(
+                f"x[{place}] has {len(row)} entries: expected at most max_len = {max_len}"
+            )
+
+
+def check_attn_type(attn_type: str) -> None:
+    """Refuse a kind of attention that there is not."""
+    kinds = [each.value for each in AttentionType]
+    if attn_type not in kinds:
+        raise ValueError(f"attn_type = {attn_type!r}: expected one of {kinds}")
+
+
+def check_encoder_only_prompt(is_prompt: bool) -> None:
+    """Refuse the decodes of a model that has no decoder."""
+    if not is_prompt:
+        raise ValueError(
+            "is_prompt = False with attn_type = 'encoder_only': expected True, as a model"
+            " without a decoder does not decode"
+        )
+
+
+def check_encoder_fields(
+    attn_metadata: Any, attn_type: str, cross_block_tables: bool
+) -> None:
+    """Refuse metadata that does not say how long the encoder's sequences are."""
+    needed = ["encoder_seq_lens_tensor", "max_encoder_seq_len"]
+    for name in needed + ["cross_block_tables"] * cross_block_tables:
+        if getattr(attn_metadata, name) is None:
+            raise ValueError(
+                f"{name} = None with attn_type = {str(attn_type)!r}: expected the"
+                " encoder's, from the step's metadata"
+            )
+
+
+def check_encoder_tokens(attn_metadata: Any, attn_type: str) -> None:
+    """Refuse metadata that does not say how many tokens the encoder takes."""
+    if attn_metadata.num_encoder_tokens is None:
+        raise ValueError(
+            f"num_encoder_tokens = None with attn_type = {str(attn_type)!r}: expected the"
+            " tokens of the step that go through the encoder, 0 if there are none"
+        )

@@ -1,0 +1,226 @@
+"""Which steps are refused: orders, boundaries, micro-batches, groups, buffers?"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from ..contract.metadata_classes import CommonAttentionMetadata, UBatchSlice
+from .batch import Counts
+from .primitives import check_length, check_not_negative, check_positive
+
+
+def check_regions(
+    num_scheduled_tokens: Sequence[int],
+    decode_threshold: int,
+    num_computed_tokens: Sequence[int] | None,
+    num_prompt_tokens: Sequence[int] | None,
+) -> None:
+    """Refuse counts of different lengths, and prompts without the tokens computed of them."""
+    check_not_negative(decode_threshold=decode_threshold)
+    if num_prompt_tokens is not None and num_computed_tokens is None:
+        raise ValueError(
+            "num_computed_tokens = None: expected one count a request, as num_prompt_tokens is"
+            " given; a prompt is done when that many tokens are computed"
+        )
+    for name, counts in (
+        ("num_computed_tokens", num_computed_tokens),
+        ("num_prompt_tokens", num_prompt_tokens),
+    ):
+        if counts is not None and len(counts) != len(num_scheduled_tokens):
+            raise ValueError(
+                f"{name} has {len(counts)} entries: expected {len(num_scheduled_tokens)}, one"
+                " a request"
+            )
+
+
+def check_is_prefilling(is_prefilling: Tensor | None, num_reqs: int) -> Tensor:
+    """Return the flags; refuse a batch that does not say who is still in the prompt."""
+    if is_prefilling is None:
+        raise ValueError(
+            "is_prefilling = None: expected one bool a request, as short extends shall not"
+            " count as decodes; set it, or leave treat_short_extends_as_decodes on"
+        )
+    check_length("is_prefilling", is_prefilling, num_reqs, "requests")
+    return is_prefilling
+
+
+def check_prefill_chunks(seq_lens: Counts, workspace_size: int) -> None:
+    """Refuse a workspace that cannot take every sequence on its own."""
+    check_positive(workspace_size=workspace_size)
+    for req, seq_len in enumerate(seq_lens):
+        if not 0 <= seq_len <= workspace_size:
+            raise ValueError(
+                f"seq_lens[{req}] = {seq_len}: expected 0 to workspace_size ="
+                f" {workspace_size}; a sequence is never cut, so make the workspace larger"
+            )
+
+
+def check_request_slice(starts: Tensor, request_slice: slice) -> None:
+    """Refuse a slice that does not count requests from front to back."""
+    first, last = request_slice.start, request_slice.stop
+    if request_slice.step not in (None, 1) or first is None or last is None:
+        raise ValueError(
+            f"request_slice = {request_slice}: expected slice(start, stop), both given"
+        )
+    if not 0 <= first <= last or first >= len(starts):
+        raise ValueError(
+            f"request_slice = {request_slice}: expected 0 <= start <= stop and a start of at"
+            f" most {len(starts) - 1}, the number of requests"
+        )
+
+
+def check_micro_batch(
+    ubatch_slice: UBatchSlice, common_attn_metadata: CommonAttentionMetadata
+) -> None:
+    """Refuse tokens that are not those of the requests they are said to belong to."""
+    requests, tokens = ubatch_slice.request_slice, ubatch_slice.token_slice
+    starts = common_attn_metadata.query_start_loc_cpu
+    num_reqs = common_attn_metadata.num_reqs
+    for name, kept, there in (
+        ("request_slice", requests, num_reqs),
+        ("token_slice", tokens, common_attn_metadata.slot_mapping.shape[0]),
+    ):
+        if kept.start is None or kept.stop is None or kept.step not in (None, 1):
+            raise ValueError(
+                f"{name} = {kept}: expected slice(start, stop), both given"
+            )
+        if not 0 <= kept.start < kept.stop <= there:
+            raise ValueError(
+                f"{name} = {kept}: expected 0 <= start < stop <= {there}, at least one of"
+                " what there is"
+            )
+    begin, end = int(starts[requests.start]), int(starts[requests.start + 1])
+    if not begin <= tokens.start < max(end, begin + 1):
+        raise ValueError(
+            f"token_slice = {tokens} starts outside request {requests.start}: expected a"
+            f" start from {begin} to {max(end - 1, begin)}, as request_slice = {requests}"
+            " begins with it"
+        )
+    begin, end = int(starts[requests.stop - 1]), int(starts[requests.stop])
+    # an empty request at the end is padding, and so are tokens behind the last request
+    first = begin + 1 if begin < end else end
+    if requests.stop == num_reqs:
+        end = common_attn_metadata.slot_mapping.shape[0]
+    if not first <= tokens.stop <= end:
+        raise ValueError(
+            f"token_slice = {tokens} ends outside request {requests.stop - 1}: expected a"
+            f" stop from {first} to {end}, as request_slice = {requests} ends with it"
+        )
+
+
+def check_cut_of_last_request(
+    common_attn_metadata: CommonAttentionMetadata, tokens_left_out: int
+) -> None:
+    """Refuse to cut a sequence whose keys lie on several ranks."""
+    local = (
+        common_attn_metadata.dcp_local_seq_lens,
+        common_attn_metadata.dcp_local_seq_lens_cpu,
+    )
+    if tokens_left_out and any(each is not None for each in local):
+        raise NotImplementedError(
+            f"the micro-batch leaves out {tokens_left_out} tokens of its last request, so"
+            " that this rank's share of its keys (dcp_local_seq_lens) changes; cut the batch"
+            " between requests, or set dcp_local_seq_lens after it is cut"
+        )
+
+
+def check_attn_groups(
+    num_builders: int,
+    num_reqs: int,
+    num_tokens: int,
+    buffers: dict[str, Tensor],
+    block_tables: Sequence[Tensor],
+    slot_mappings: Sequence[Tensor] | Tensor,
+    num_groups: int,
+) -> None:
+    """Refuse buffers shorter than the batch, and groups without builder, table or slots."""
+    check_positive(num_reqs=num_reqs)
+    check_not_negative(num_tokens=num_tokens)
+    for name, buffer in buffers.items():
+        expected = num_reqs + name.startswith("query_start_loc")
+        if buffer.dim() != 1 or buffer.shape[0] < expected:
+            raise ValueError(
+                f"{name} has shape {list(buffer.shape)}: expected at least [{expected}], as"
+                f" num_reqs = {num_reqs}"
+            )
+    for name, count in (
+        ("attn_metadata_builders", num_builders),
+        ("block_tables", len(block_tables)),
+        ("slot_mappings", len(slot_mappings)),
+    ):
+        if count < num_groups:
+            raise IndexError(
+                f"{name} has {count} entries: expected {num_groups}, one for each group of"
+                " layers that share a block table"
+            )
+    for group, (table, slots) in enumerate(
+        zip(block_tables, slot_mappings, strict=False)
+    ):
+        if table.shape[0] < num_reqs or slots.shape[0] < num_tokens:
+            raise ValueError(
+                f"group {group} has {table.shape[0]} rows and {slots.shape[0]} slots:"
+                f" expected at least num_reqs = {num_reqs} and num_tokens = {num_tokens}"
+            )
+
+
+def check_rows(name: str, rows: Counts, num_rows: int) -> None:
+    """Refuse a row that the persistent table does not have."""
+    found = np.asarray(rows, dtype=np.int64)
+    outside = (found < 0) | (found >= num_rows)
+    if outside.any():
+        place = int(outside.argmax())
+        raise IndexError(
+            f"{name}[{place}] = {found[place]}: expected 0 <= row < {num_rows}, the rows of"
+            " the table"
+        )
+
+
+def check_new_blocks(
+    rows: Sequence[int],
+    new_blocks: Sequence[Sequence[int]],
+    num_blocks: Any,
+    max_blocks: int,
+) -> None:
+    """Refuse blocks that do not fit behind their row, before any is written."""
+    if len(rows) != len(new_blocks):
+        raise ValueError(
+            f"new_blocks has {len(new_blocks)} lists: expected {len(rows)}, one for each of"
+            " rows"
+        )
+    check_rows("rows", rows, len(num_blocks))
+    if len(set(rows)) != len(rows):
+        raise ValueError(f"rows = {list(rows)}: expected each row once")
+    for row, blocks in zip(rows, new_blocks, strict=True):
+        held = int(num_blocks[row])
+        if held + len(blocks) > max_blocks:
+            raise IndexError(
+                f"row {row} holds {held} blocks and gets {len(blocks)} more: expected at most"
+                f" {max_blocks}, the width of the table"
+            )
+        if len(blocks) and min(blocks) < 0:
+            raise IndexError(
+                f"row {row} gets block {min(blocks)}: expected a block id from 0"
+            )
+
+
+def check_step_fits(
+    num_reqs: int,
+    num_tokens: int,
+    max_num_reqs: int,
+    max_num_tokens: int,
+    num_reqs_padded: int | None,
+    num_tokens_padded: int | None,
+) -> None:
+    """Refuse a step larger than the buffers, or than the size it shall be padded to."""
+    for name, count, padded, room in (
+        ("num_reqs", num_reqs, num_reqs_padded, max_num_reqs),
+        ("num_tokens", num_tokens, num_tokens_padded, max_num_tokens),
+    ):
+        wanted = count if padded is None else padded
+        if not count <= wanted <= room:
+            raise ValueError(
+                f"{name}_padded = {wanted} for {count}: expected {count} to {room}, the room"
+                f" of the buffers (max_{name})"
+            )
