@@ -671,7 +671,7 @@ def test_a_class_with_a_fault_breaks_its_law(
     breaks(operation, broken, law)
 
 
-RightBackend: Any = load_implementation("reference").modules["backend"].BACKENDS[0]
+RightBackend: Any = load_implementation("reference").backends[0]
 RightImpl: Any = RightBackend.get_impl_cls()
 RightBuilder: Any = RightBackend.get_builder_cls()
 

@@ -17,7 +17,7 @@ import torch
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from pagetwin.contract.operations import CONCEPTS, Implementation, load_implementation
+from pagetwin.contract.operations import Implementation, load_implementation
 from pagetwin.tools.replay.batch import keep_rows, make_batch
 from pagetwin.tools.replay.block_manager import BlockManager, OutOfBlocks
 from pagetwin.tools.replay.disagreement import Disagreement, load_step, save_step
@@ -60,14 +60,9 @@ def small(**given: object) -> Settings:
 
 def wrong_twin(**operations: object) -> dict[str, Implementation]:
     """Return the reference under the name "wrong", with some operations replaced."""
-    modules = {}
-    for concept in CONCEPTS:
-        right = REFERENCE.modules[concept.name]
-        module = ModuleType(concept.name)
-        for name in concept.operations:
-            setattr(module, name, operations.get(name, getattr(right, name)))
-        modules[concept.name] = module
-    return {"wrong": Implementation("wrong", modules)}
+    module = ModuleType("wrong")
+    vars(module).update(REFERENCE.operations | operations)
+    return {"wrong": Implementation("wrong", module)}
 
 
 def drop_the_first_key(query, key_cache, *rest, **options):
