@@ -74,8 +74,8 @@ def count_tiles(batch, req, is_req, config: tl.constexpr, ALL_KEYS: tl.constexpr
         seq_len = tl.load(batch.seq_lens + req + 1, mask=is_req, other=0) - seq_len
     is_causal = load_is_causal(batch.causal, req, is_req, config.options.CAUSAL)
     context = seq_len - query_len
-    begin, _ = visible_range(context, seq_len, is_causal, config.options)
-    _, end = visible_range(seq_len - 1, seq_len, is_causal, config.options)
+    begin, _ = visible_range(context, seq_len, is_causal, config)
+    _, end = visible_range(seq_len - 1, seq_len, is_causal, config)
     if ALL_KEYS:
         begin = begin * 0
         end = seq_len

@@ -61,22 +61,24 @@ class KVTileKeys(NamedTuple):
 
 
 @triton.jit
-def noncausal_range(position, seq_len, constants: tl.constexpr):
+def noncausal_range(position, seq_len, config: tl.constexpr):
     """Return the first key that a query at `position` attends to and the end, if not causal."""
     begin = position * 0
     end = begin + seq_len
-    if constants.SLIDING_WINDOW > 0:
-        begin, end = limit_to_window(begin, end, position, constants.SLIDING_WINDOW)
-    if constants.CHUNK_SIZE > 0:
-        begin, end = limit_to_chunk(begin, end, position, constants.CHUNK_SIZE)
+    if config.options.SLIDING_WINDOW > 0:
+        begin, end = limit_to_window(
+            begin, end, position, config.options.SLIDING_WINDOW
+        )
+    if config.options.CHUNK_SIZE > 0:
+        begin, end = limit_to_chunk(begin, end, position, config.options.CHUNK_SIZE)
     return begin, end
 
 
 @triton.jit
-def visible_range(position, seq_len, is_causal, constants: tl.constexpr):
+def visible_range(position, seq_len, is_causal, config: tl.constexpr):
     """Return the first key that a query at `position` attends to, and the end of its interval."""
-    begin, end = noncausal_range(position, seq_len, constants)
-    end = limit_to_past(end, position, seq_len, is_causal, constants.CAUSAL)
+    begin, end = noncausal_range(position, seq_len, config)
+    end = limit_to_past(end, position, seq_len, is_causal, config.options.CAUSAL)
     return begin, end
 
 
@@ -91,7 +93,6 @@ def find_visible_keys(call, req, rows, seq_len, config: tl.constexpr):
         req: index of the request.
         rows: QueryRows of the tile.
     """
-    constants: tl.constexpr = config.options
     options = call.options
     context = seq_len - rows.query_len
     position = context + rows.token  # [BLOCK_M]
@@ -101,16 +102,16 @@ def find_visible_keys(call, req, rows, seq_len, config: tl.constexpr):
             options.tree, req, rows, context, position, call.tree_stride_req,
             call.tree_width,
         )  # fmt: skip
-    is_causal = load_is_causal(options.causal, req, True, constants.CAUSAL)
-    row_begin, row_end = visible_range(position, seq_len, is_causal, constants)
+    is_causal = load_is_causal(options.causal, req, True, config.options.CAUSAL)
+    row_begin, row_end = visible_range(position, seq_len, is_causal, config)
     first = context + rows.first_row // config.GROUP_SIZE
     last_token = (rows.first_row + config.BLOCK_M - 1) // config.GROUP_SIZE
     last = context + tl.minimum(last_token, rows.query_len - 1)
-    begin, full_end = visible_range(first, seq_len, is_causal, constants)
-    full_begin, end = visible_range(last, seq_len, is_causal, constants)
+    begin, full_end = visible_range(first, seq_len, is_causal, config)
+    full_begin, end = visible_range(last, seq_len, is_causal, config)
     if options.tree is not None:
         # in a tree the mask replaces the causal order
-        tree_begin, tree_end = noncausal_range(position, seq_len, constants)
+        tree_begin, tree_end = noncausal_range(position, seq_len, config)
         row_begin = tl.where(tree.in_tree, tree_begin, row_begin)
         row_end = tl.where(tree.in_tree, tree_end, row_end)
         begin, end, full_begin, full_end = widen_to_tree(
