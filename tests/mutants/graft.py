@@ -2,8 +2,8 @@
 
 The changed file is written to a folder of its own, since Triton reads a kernel from a real file.
 It is found before the twin's; all other files are the twin's own. The package gets another name,
-and what it takes from the other packages is what everybody else has, not a second copy: an exception or a
-metadata class must be the same one.
+and what it takes from the other packages is not a second copy: an exception or a metadata class
+must be the same one.
 """
 
 import importlib
