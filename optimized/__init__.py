@@ -13,6 +13,7 @@ if importlib.util.find_spec("triton") is None:
         " pagetwin.reference has the same functions and runs anywhere"
     )
 
+from ..contract.attention_options import AttentionOptions
 from .attention.cascade import cascade_attention
 from .attention.context_parallel import (
     dcp_attention,
@@ -106,6 +107,7 @@ from .v0.sequence_metadata import (
 )
 
 __all__ = [
+    "AttentionOptions",
     "BlockTable",
     "CommonAttentionState",
     "CommonMetadataBuilder",

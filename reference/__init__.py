@@ -5,6 +5,7 @@ reading order for one evening: cache/block_table, cache/slot_mapping, cache/kv_c
 cache/cache_ops, batch/batch_split, batch/metadata, attention/paged, backends/backend.
 """
 
+from ..contract.attention_options import AttentionOptions
 from .attention.cascade import cascade_attention
 from .attention.context_parallel import (
     dcp_attention,
@@ -98,6 +99,7 @@ from .v0.sequence_metadata import (
 )
 
 __all__ = [
+    "AttentionOptions",
     "BlockTable",
     "CommonAttentionState",
     "CommonMetadataBuilder",
