@@ -1,4 +1,4 @@
-"""How is one step cut into micro-batches?
+"""Micro-batches: one step cut into slices of its requests and tokens.
 
 The clipping of each request is one expression over all of them. What lies on the device is clipped
 there, with the two ends of the slice as plain numbers, so nothing is sent and nothing is read.

@@ -1,4 +1,4 @@
-"""Which requests of the batch decode, and which prefill?
+"""Batch order: decodes first, then prefills, and the boundary between them.
 
 Every answer is a few numpy operations on the host; nothing is read from the device. Runs of
 prefills are found by bisection in the running total of the lengths, one search for each run.

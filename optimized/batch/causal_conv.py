@@ -1,4 +1,4 @@
-"""Which program convolves which tokens of a prompt?
+"""Causal convolution: the chunk of tokens that each program processes.
 
 Both lists are made at once with numpy and sent to the device in one copy, padding included.
 """

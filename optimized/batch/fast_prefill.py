@@ -1,4 +1,4 @@
-"""Which tokens of a prompt still need the last layers?
+"""Fast prefill: the last layers run only on tokens whose logits are wanted.
 
 The logits of all requests are counted in one histogram on the host. The tokens whose logits are
 wanted are needed there, so they are fetched once if they lie on a device; a caller that keeps

@@ -1,4 +1,4 @@
-"""How does a layer see only its own chunk of a sequence?
+"""Chunked local attention: each chunk of a sequence as a request of its own.
 
 The chunks of all requests are found at once with numpy. The device gets their requests and entries
 in one copy and picks the blocks itself, so the block table is never read on the host.

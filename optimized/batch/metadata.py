@@ -1,4 +1,4 @@
-"""What does attention need to know about one step?
+"""Attention metadata of one step: start locations, lengths, block table and slots.
 
 Everything is computed with numpy in one pinned buffer and sent to the device in one copy, which the
 host does not wait for. The tensors of the metadata are views of that buffer and of its copy.

@@ -1,4 +1,4 @@
-"""Which tokens of a prompt see each other in both directions?
+"""Multimodal prefixes: bidirectional attention among the tokens of one image.
 
 Runs are found where a mask changes, and a range is written to all of its tokens at once.
 """

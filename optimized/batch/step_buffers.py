@@ -1,4 +1,4 @@
-"""How does a step get into tensors that stay where they are?
+"""Step buffers: tensors with fixed addresses that hold each step's metadata.
 
 The rows of block ids live twice: in numpy, where slots are looked up, and on the device. A step
 writes starts, lengths, slots and the new blocks into one pinned buffer and sends its filled part in

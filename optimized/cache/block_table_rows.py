@@ -1,4 +1,4 @@
-"""How do rows of the block table move as requests come and go?
+"""Persistent block-table rows: append, move, swap and clear as requests come and go.
 
 The rows are one numpy array, written in place. A step copies its live part into pinned memory
 of its own and sends that, so the host neither waits nor overwrites what is still on its way.

@@ -1,4 +1,4 @@
-"""How do keys and values get into the cache, out of it, and from block to block?
+"""Cache operations: write, gather, copy and swap keys and values.
 
 Each loop over tokens becomes one launch whose programs move a tile of tokens by elements, through
 whatever strides the tensors have, bit for bit: elements travel as integers of their width, so no

@@ -1,4 +1,4 @@
-"""Where does each new token's key and value go?
+"""Slot mapping: the cache slot of every new token.
 
 On the host the loop over tokens becomes numpy over the whole batch, and only those entries of the
 rows are looked at that hold new tokens. On the device it becomes one program per 256 tokens, each

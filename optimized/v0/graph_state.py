@@ -1,4 +1,4 @@
-"""How does a step that was recorded once run again on other requests?
+"""CUDA graph state: captured decode steps and the buffers they read.
 
 Here a step really is recorded, as a CUDA graph. A trial run on a stream of its own compiles the
 kernels first, since a compilation cannot be recorded. All graphs take their memory from one pool:

@@ -1,4 +1,4 @@
-"""What does a step look like to an engine that thinks in sequence groups?
+"""Attention metadata from sequence groups, the form of vLLM V0.
 
 A group that is added leaves only numbers and references to its rows behind. Slots are computed with
 numpy for all sequences at once when the step is built, and one copy takes everything to the device.

@@ -1,4 +1,4 @@
-"""How is one step cut into micro-batches?
+"""Micro-batches: one step cut into slices of its requests and tokens.
 
 Two halves of a step can overlap, one computing while the other communicates. Each half is a batch
 of its own: some of the requests, some of the flat tokens. A cut may fall inside a request. Then

@@ -1,4 +1,4 @@
-"""Which requests of the batch decode, and which prefill?
+"""Batch order: decodes first, then prefills, and the boundary between them.
 
 A request that brings one new token (a decode) wants another kernel than one that brings many (a
 prefill). So a step puts the decodes first; then one boundary tells both parts apart, and each is a

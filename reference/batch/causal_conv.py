@@ -1,4 +1,4 @@
-"""Which program convolves which tokens of a prompt?
+"""Causal convolution: the chunk of tokens that each program processes.
 
 A causal convolution (the short one in Mamba layers) runs over each prompt by itself, in chunks of 8
 tokens, one program a chunk. A program is only a number, so two lists tell it who it is: the request

@@ -1,4 +1,4 @@
-"""Which tokens of a prompt still need the last layers?
+"""Fast prefill: the last layers run only on tokens whose logits are wanted.
 
 In some models the last layers keep no keys and values of their own: they read the cache of an
 earlier layer. During a prefill nobody reads what they make of a prompt's token, except where its

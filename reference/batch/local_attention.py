@@ -1,4 +1,4 @@
-"""How does a layer see only its own chunk of a sequence?
+"""Chunked local attention: each chunk of a sequence as a request of its own.
 
 Chunked local attention cuts every sequence into chunks of `attn_chunk_size` positions; a query sees
 the keys of its own chunk, up to itself. No kernel needs to know: each chunk that holds new tokens

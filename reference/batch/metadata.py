@@ -1,4 +1,4 @@
-"""What does attention need to know about one step?
+"""Attention metadata of one step: start locations, lengths, block table and slots.
 
 The scheduler decides who computes how many tokens. This file turns that decision, three lists, into
 the tensors that the cache write and attention read: starts, lengths, block table, slot mapping. It

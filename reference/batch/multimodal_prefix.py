@@ -1,4 +1,4 @@
-"""Which tokens of a prompt see each other in both directions?
+"""Multimodal prefixes: bidirectional attention among the tokens of one image.
 
 Some models let the tokens of an image see each other both ways, while text stays causal: a prefix
 language model. Each image is then a range of positions, its first and its last, and a key is seen

@@ -1,4 +1,4 @@
-"""How does a step get into tensors that stay where they are?
+"""Step buffers: tensors with fixed addresses that hold each step's metadata.
 
 A captured CUDA graph reads the addresses it was captured with, so an engine keeps one set of
 tensors and writes every step into them. The block table stays too: from step to step it only gains

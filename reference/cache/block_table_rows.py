@@ -1,4 +1,4 @@
-"""How do rows of the block table move as requests come and go?
+"""Persistent block-table rows: append, move, swap and clear as requests come and go.
 
 An engine keeps one table for as long as it runs. A request gets a row when it starts and gives it
 up when it ends; then the last row moves into the gap, so that the rows in use stay together. Rows

@@ -1,4 +1,4 @@
-"""How do keys and values get into the cache, out of it, and from block to block?
+"""Cache operations: write, gather, copy and swap keys and values.
 
 A step first writes the keys and values of its new tokens, each to its slot. Attention then reads
 whole sequences back through the block table. Blocks also move as blocks: a copy when two sequences

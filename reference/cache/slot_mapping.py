@@ -1,4 +1,4 @@
-"""Where does each new token's key and value go?
+"""Slot mapping: the cache slot of every new token.
 
 The cache is one long shelf of slots, cut into blocks of `block_size`. A sequence owns blocks
 scattered over the shelf, listed in order in its row of the block table. So a token's address has

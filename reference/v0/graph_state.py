@@ -1,4 +1,4 @@
-"""How does a step that was recorded once run again on other requests?
+"""CUDA graph state: captured decode steps and the buffers they read.
 
 A decode launches many small kernels, and launching them takes longer than running them. A CUDA
 graph records the launches once and replays them as one. But a replay repeats them exactly: the same

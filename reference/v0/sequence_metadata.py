@@ -1,4 +1,4 @@
-"""What does a step look like to an engine that thinks in sequence groups?
+"""Attention metadata from sequence groups, the form of vLLM V0.
 
 One user's request may run as several sequences (beams, samples): a group. A step takes some groups
 still in their prompt and some that decode, and puts the prompts first. What attention needs is

@@ -1,4 +1,4 @@
-"""Do all layers attend alike, so that one plan serves them?
+"""Layer parameters: the attention settings that one plan must fix for all layers.
 
 Some kernels are planned once a step for all layers. Such a plan fixes window, soft cap and scale,
 so it is right only where the layers share them. These numbers are read off the layers once, when

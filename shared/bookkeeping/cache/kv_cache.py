@@ -1,4 +1,4 @@
-"""What is the cache made of, and how is it cut into blocks?
+"""KV cache: its shape, memory layout and views.
 
 The memory of the cache is taken once, as raw bytes, when the engine starts; every layer then looks
 at its bytes through a view. The view has five axes: keys and values, block, slot within the block,

@@ -1,4 +1,4 @@
-"""How does every layer of a model get its cache?
+"""KV caches of a model: allocation, reshaping and binding to layers.
 
 An engine asks the layers what they keep, measures how many blocks fit, and writes both into a
 config. From the config everything follows: each tensor is allocated once, each layer looks at its

@@ -1,4 +1,4 @@
-"""Which lengths and which tables does each kind of attention take?
+"""Encoder-decoder models: the lengths and block table of each attention type.
 
 A decoder's tokens read their own sequence through the block table. In a model with an encoder they
 also read the encoder's tokens, through a second table (cross-attention). The encoder's tokens read
