@@ -52,7 +52,7 @@ def compute_causal_conv1d_metadata(
     check_conv_starts(query_start_loc_p)
     nums, requests, offsets = [], [], []
     for req, query_len in enumerate(query_start_loc_p.diff().tolist()):
-        # step: cut each prompt into chunks
+        # step: divide each prompt into chunks
         num_chunks = -(-query_len // CONV_BLOCK_M)
         nums.append(num_chunks)
         # step: number the chunks of each prompt

@@ -90,9 +90,9 @@ def infer_global_hyperparameters(
         (-1, False)
     """
     check_has_layers(per_layer_params)
-    # step: take the first layer as the measure
+    # step: take the first layer's parameters
     first, *others = per_layer_params.values()
-    # step: hold the others against it
+    # step: compare the others with it
     return replace(
         first,
         has_same_window_lefts=all(
