@@ -31,13 +31,15 @@ class Job:
         law: its sentence.
         seed: what drawn cases are drawn from.
         examples: drawn cases.
-        case: the one case to try, as Python; None: draw them.
+        case: Optional. The one case to try, as Python. If None, cases are drawn or listed.
+        listed: Optional. The most cases of a law that lists them. If None, all of them.
     """
 
     law: str
     seed: int = 0
     examples: int = 25
     case: str | None = None
+    listed: int | None = None
 
 
 class Worker:
@@ -227,7 +229,9 @@ def main(pipe: int) -> None:
                 say(case=case)
 
             if job.case is None:
-                result = try_law(law, setting, job.seed, job.examples, at)
+                result = try_law(
+                    law, setting, job.seed, job.examples, at, job.listed
+                )
             else:
                 result = try_case(law, setting, job.case, at)
             say(result=asdict(result) | {"status": result.status.value})
