@@ -15,7 +15,8 @@ from pagetwin.contract.kinds import PAD_SLOT_ID
 from pagetwin.contract.metadata_classes import CommonAttentionMetadata, UBatchSlice
 from pagetwin.contract.specs import KVCacheSpec
 from pagetwin.engine.selector import load_backend
-from pagetwin.optimized.launch import dispatch as optimized_attention
+from pagetwin.optimized.kernels.sm90.family import Sm90Plan
+from pagetwin.optimized.launch.portable import PortablePlan
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 MAX_REQS, MAX_TOKENS, MAX_BLOCKS = 5, 60, 9
@@ -285,11 +286,11 @@ def grids(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """Return what attention launches on, grids or whole calls; no kernel runs."""
     found: list[Any] = []
 
-    def note(_launcher: Any, grid: tuple[int, int, int], *_: Any) -> None:
+    def note(_plan: Any, _launcher: Any, grid: tuple[int, int, int], *_: Any) -> None:
         found.append(grid)
 
-    monkeypatch.setattr(optimized_attention, "_start", note)
-    monkeypatch.setattr(optimized_attention, "_start_sm90", found.append)
+    monkeypatch.setattr(PortablePlan, "_start", note)
+    monkeypatch.setattr(Sm90Plan, "launch_prefill", lambda *call: found.append(call))
     yield found
 
 
