@@ -140,18 +140,56 @@ def _chunk(step: str, lines: list[str]) -> Iterator[Chunk]:
         yield Chunk(step, code)
 
 
+def shared_file(path: Path) -> Path:
+    """Return the file of `bookkeeping` with the bodies that both twins of a file re-export."""
+    parts = path.relative_to(ROOT).parts[1:]
+    return ROOT.joinpath("shared", "bookkeeping", *parts)
+
+
+def home(concept: Concept, operation: str) -> str:
+    """Return the module that defines an operation, such as "pagetwin.reference.cache.cache_ops"."""
+    found = functions_of(ROOT / concept.path("reference"))
+    if any(operation in (each.name, each.owner) for each in found):
+        return f"{concept.package('reference')}.{concept.module}"
+    return f"pagetwin.bookkeeping.{concept.module}"
+
+
 def side_by_side(concept: Concept) -> str:
     """Return both files of a concept as Markdown, step beside step.
+
+    What has one body for both twins is shown in one column.
 
     Args:
         concept: whose files; if it has no operations, methods named `forward` are shown.
     """
+    if concept.is_single:
+        return _one_column(ROOT / concept.path("reference"))
+    parts = [_two_columns(concept)]
+    shared = shared_file(ROOT / concept.path("reference"))
+    if shared.exists():
+        parts += ["### One body for both twins", _one_column(shared)]
+    return "\n\n".join(parts)
+
+
+def _one_column(path: Path) -> str:
+    """Return the functions of a file as Markdown, one after another."""
+    blocks = []
+    for each in functions_of(path):
+        if each.name[0] != "_" or each.name == "__init__":
+            blocks += [f"### `{each.title}`", _code(each.body, "")]
+    return "\n\n".join(blocks)
+
+
+def _two_columns(concept: Concept) -> str:
     operations = concept.operations
     left = functions_of(ROOT / concept.path("reference"))
     right = functions_of(ROOT / concept.path("optimized"))
     shown: set[str] = set()
     parts = []
+    names = {each.name for each in left} | {each.owner for each in left}
     for operation in operations or ("forward",):
+        if operation not in names:
+            continue
         if methods := [each for each in left if each.owner == operation]:
             parts += _class(
                 methods, [each for each in right if each.owner == operation]

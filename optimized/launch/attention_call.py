@@ -1,15 +1,13 @@
 """Description of one attention call, and the signature that selects its launch plan."""
 
-from dataclasses import fields
 from operator import attrgetter, mul
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from ...contract.attention_options import AttentionOptions
+from ...contract.attention_options import OPTION_NAMES, AttentionOptions
 from .launcher import INTERPRETED
 
-OPTION_NAMES = tuple(field.name for field in fields(AttentionOptions))
 COMPILED_IN = (
     "causal",
     "sliding_window",

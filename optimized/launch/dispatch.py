@@ -11,12 +11,12 @@ To add kernels for a chip, write a module with `supports(call)` and `plan(call)`
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ...contract.attention_options import AttentionOptions
+from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
 from ...validation import values_checked
 from ..kernels.sm90 import family as sm90
 from . import portable
@@ -55,7 +55,8 @@ MAX_PLANS = 512
 memory, and making one takes 0.1 to 0.3 ms."""
 
 PLAIN = {causal: AttentionOptions(causal=causal) for causal in (True, False)}
-"""Options of calls that set nothing but `causal`."""
+"""Options of calls that set none."""
+_CAUSAL_MEMOS = {True: "_causal", False: "_not_causal"}
 
 
 @dataclass(frozen=True)
@@ -84,14 +85,25 @@ class LaunchPlan:
 PLANS: PlanCache[LaunchPlan] = PlanCache(MAX_PLANS)
 
 
-def choose_options(**options: Any) -> AttentionOptions:
-    """Return the options of a call: one of PLAIN if nothing but `causal` is set."""
-    causal = options["causal"]
-    # all others but `batch_invariant` default to None
-    is_plain = type(causal) is bool and not options["batch_invariant"]
-    if is_plain and list(options.values()).count(None) == len(options) - 2:
+def choose_options(options: AttentionOptions, causal: bool) -> AttentionOptions:
+    """Return the options of a call with `causal` set.
+
+    The result is kept in the options' own dictionary (see `compiled_in`), so a layer that passes
+    the same options in every step gets the same object.
+
+    Args:
+        options: as the caller gave them.
+        causal: the operation's default.
+    """
+    if options is DEFAULT_OPTIONS:
         return PLAIN[causal]
-    return AttentionOptions(**options)
+    if options.causal is not None:
+        return options
+    memo, name = options.__dict__, _CAUSAL_MEMOS[causal]
+    if name not in memo:
+        memo[name] = options.with_causal(causal)
+    found: AttentionOptions = memo[name]
+    return found
 
 
 def attend(

@@ -1,1 +1,1 @@
-"""Replay: real serving traffic, run step by step on several implementations and compared."""
+"""Real serving traffic, replayed step by step on both twins."""

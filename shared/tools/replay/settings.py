@@ -1,7 +1,8 @@
-"""Settings of a replay, and their defaults for a CPU and for a GPU.
+"""How large is the replay, and where does it run?
 
-Without a GPU the kernels are interpreted, so everything is small. With a GPU the traffic runs at its
-full length. A setting that is not given is taken from DEFAULTS for the device.
+Without a GPU the twin's kernels are interpreted, so everything is small; with one, the traffic runs
+at its full length. What a user leaves open is taken from the row of DEFAULTS for the device, and
+from nowhere else.
 """
 
 from collections.abc import Sequence
@@ -18,26 +19,27 @@ DTYPES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplaySettings:
+class Settings:
     """Everything a replay depends on.
 
     Args:
         trace: "mooncake", "azure" or a path.
-        requests: requests of the trace that are replayed at most, from the first.
-        scale: factor of all lengths.
-        steps_per_second: steps in one second of the trace; arrivals are counted in steps.
+        requests: how many of the trace at most, from the front.
+        scale: what lengths are multiplied with.
+        steps_per_second: steps of the batch in one second of the trace; arrivals are counted in
+            them.
         twins: the implementations to compare: "reference", "optimized", "triton", "xformers", or
             the dotted name of a package with the same files.
         device: "cpu" or "cuda".
         dtype: "float32", "float16" or "bfloat16".
-        query_heads, kv_heads, head_size, layers: sizes of the model.
-        block_size: slots per block.
-        num_blocks: Optional. Blocks in the cache. If None, CACHE_SHARE of the blocks that the
-            traffic would use at once in an unlimited cache, so that some requests have to wait.
-        token_budget: new tokens per step at most.
-        max_running: running requests at most.
-        check_every: steps from one comparison of the whole caches to the next.
-        seed: seed of tokens, tables and block order.
+        query_heads, kv_heads, head_size, layers: the model.
+        block_size: slots in a block.
+        num_blocks: blocks in the cache; None: CACHE_SHARE of what the traffic would use at once if
+            there were no end of them, so that some of it has to wait.
+        token_budget: new tokens of a step at most.
+        max_running: requests that run at once at most.
+        check_every: steps between two comparisons of the whole cache.
+        seed: what tokens, tables and block order are drawn from.
     """
 
     trace: str = "mooncake"
@@ -86,21 +88,20 @@ class ReplaySettings:
             )
         if not self.twins or not all(self.twins):
             raise ValueError(
-                f"twins = {','.join(self.twins)!r}: expected names separated by"
-                " commas, such as reference,optimized"
+                f"twins = {','.join(self.twins)!r}: expected names with commas between"
+                " them, such as reference,optimized"
             )
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The element type of queries and caches."""
         return DTYPES[self.dtype]
 
 
 CACHE_SHARE = 0.6
-"""Default size of the cache, as a share of the blocks that the traffic would use at once."""
+"""Part of the blocks that endless traffic would use which a replay gets by default."""
 
 DEFAULTS = {
-    "cpu": ReplaySettings(
+    "cpu": Settings(
         requests=40,
         scale=1 / 64,
         steps_per_second=3.0,
@@ -114,7 +115,7 @@ DEFAULTS = {
         max_running=8,
         check_every=1,
     ),
-    "cuda": ReplaySettings(
+    "cuda": Settings(
         requests=100,
         scale=1.0,
         steps_per_second=30.0,
@@ -129,18 +130,18 @@ DEFAULTS = {
         check_every=16,
     ),
 }
-"""Default settings, by device."""
+"""What a user who says nothing gets, by device."""
 
 
-def choose_settings(device: str | None = None, **given: Any) -> ReplaySettings:
-    """Return the settings of a replay: those given, and the device's defaults for the rest.
+def choose_settings(device: str | None = None, **given: Any) -> Settings:
+    """Return the settings of a replay: what was given, and the device's defaults for the rest.
 
     Args:
-        device: Optional. "cpu" or "cuda". If None, "cuda" if there is a GPU.
-        given: fields of ReplaySettings. None means that a field is not given.
+        device: "cpu" or "cuda"; None: cuda if there is a GPU.
+        given: fields of Settings; None: not given.
 
     Raises:
-        ValueError: the device is unknown, there is no GPU, or a field is out of range.
+        ValueError: an unknown device, a GPU that is not there, or a field out of range.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
