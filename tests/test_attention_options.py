@@ -928,9 +928,7 @@ def refuse(
             results[name] = given if given is None else given.to(device)
     before = [None if each is None else each.clone() for each in results.values()]
     with pytest.raises(error) as caught:
-        getattr(twin.raw, call.operation)(
-            **call.changed(**changes).arguments, **results
-        )
+        getattr(twin.raw, call.operation)(**call.changed(**changes).keywords, **results)
     assert str(caught.value) == words
     for one, other in zip(before, results.values(), strict=True):
         assert one is None or same_bits(one, other)

@@ -183,11 +183,11 @@ def test_values_may_have_another_size_than_keys(
 ) -> None:
     batch = share_prefix(build(Plan((2, 1), (20, 17)), device), 16)
     narrow = batch.arguments() | {"value_cache": batch.value_cache[..., :5]}
-    found = twin.cascade_attention(common_prefix_len=16, **pack_options(**narrow))
+    found = twin.cascade_attention(**narrow, common_prefix_len=16)
     assert tuple(found.shape) == (3, 4, 5)
-    same = reference.paged_attention(**pack_options(**narrow))
+    same = reference.paged_attention(**narrow)
     exact = reference.paged_attention(
-        out=found.double(), compute_dtype=torch.float64, **pack_options(**narrow)
+        **narrow, out=found.double(), compute_dtype=torch.float64
     )
     assert judge_rows(found, exact, same, torch.float32).ok
 

@@ -273,7 +273,15 @@ def test_sinks_count_once_whatever_the_number_of_ranks(
         out, lse = batch.fresh()
         names = ("key_cache", "value_cache", "block_table")
         arguments = batch.arguments() | dict(zip(names, share, strict=True))
-        twin.dcp_attention(dcp_world_size=3, dcp_rank=rank, dcp_kv_cache_interleave_size=2, out=out, lse=lse, **pack_options(**arguments, **options))  # fmt: skip
+        twin.dcp_attention(
+            **arguments,
+            dcp_world_size=3,
+            dcp_rank=rank,
+            dcp_kv_cache_interleave_size=2,
+            out=out,
+            lse=lse,
+            **pack_options(**options),
+        )
         outs.append(out)
         lses.append(lse.T)
     joint, lse = twin.lse_weighted_combine(torch.stack(outs), torch.stack(lses))
