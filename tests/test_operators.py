@@ -24,6 +24,7 @@ from pagetwin.conformance.oracles.dense import same_bits
 from pagetwin.contract.attention_options import (
     OPTION_NAMES,
     AttentionOptions,
+    pack_options,
     unpack_options,
 )
 from pagetwin.contract.kinds import FP8_DTYPES
