@@ -75,7 +75,7 @@ def pretend(chip: int, launches: list[Any]) -> None:
         launches.append((self, values, launch))
 
     JITFunction.run = record
-    for name in ("_attend", *(concept.name for concept in CONCEPTS)):
+    for name in ("launch.dispatch", *(concept.module for concept in CONCEPTS)):
         module = import_module(f"pagetwin.optimized.{name}")
         if hasattr(module, "check_launch"):
             module.check_launch = lambda tensor: None
@@ -412,7 +412,7 @@ def main(chips: list[int]) -> None:
     launches: list[Any] = []
     for chip in chips:
         pretend(chip, launches)
-        for module in ("_tuning", "_fp8"):
+        for module in ("launch.tuning", "kernels.fp8"):
             for value in vars(import_module(f"pagetwin.optimized.{module}")).values():
                 if hasattr(value, "cache_clear"):
                     value.cache_clear()

@@ -33,8 +33,8 @@ from pagetwin.conformance.harness.expect import Disagreement
 from pagetwin.conformance.harness.fitting import fit_case
 from pagetwin.conformance.harness.law import Law
 from pagetwin.conformance.harness.report import Report, Result
-from pagetwin.conformance.harness.runner import (
-    choose_laws,
+from pagetwin.conformance.harness.runner import choose_laws
+from pagetwin.conformance.harness.trial import (
     find_law,
     make_case,
     make_setting,

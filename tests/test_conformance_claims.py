@@ -30,8 +30,8 @@ from pagetwin.conformance.harness.fitting import fit_case
 from pagetwin.conformance.harness.law import Law, law
 from pagetwin.conformance.harness.pytest_support import LawToTry
 from pagetwin.conformance.harness.report import Result, Status
-from pagetwin.conformance.harness.runner import (
-    choose_laws,
+from pagetwin.conformance.harness.runner import choose_laws
+from pagetwin.conformance.harness.trial import (
     find_law,
     make_case,
     make_setting,

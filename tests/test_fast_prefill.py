@@ -24,7 +24,7 @@ BLOCK_SIZE = 4
 EACH_BACKEND = [
     (name, backend)
     for name in TWINS
-    for backend in load_implementation(name).modules["backend"].BACKENDS
+    for backend in load_implementation(name).backends
     if backend.name in ("REFERENCE", "TRITON")
 ]
 
@@ -237,7 +237,7 @@ def test_the_wanted_tokens_attend_as_in_the_whole_step(
 
 
 def test_a_derived_backend_differs_in_its_builder_alone(twin: Twin) -> None:
-    backend = load_implementation(twin.name).modules["backend"].BACKENDS[0]
+    backend = load_implementation(twin.name).backends[0]
     other = type("Other", (backend.get_builder_cls(),), {})
     made = twin.subclass_attention_backend("My", backend, other)
     assert made.__name__ == f"My{backend.__name__}" and made.__bases__ == (backend,)
@@ -248,7 +248,7 @@ def test_a_derived_backend_differs_in_its_builder_alone(twin: Twin) -> None:
 
 
 def test_derived_metadata_is_a_dataclass_like_its_parent(twin: Twin) -> None:
-    backend = load_implementation(twin.name).modules["backend"].BACKENDS[0]
+    backend = load_implementation(twin.name).backends[0]
     parent = backend.get_metadata_cls()
     made = twin.subclass_attention_metadata(
         "Fast", parent, KV_SHARING_FAST_PREFILL_METADATA_FIELDS

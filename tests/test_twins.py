@@ -6,7 +6,6 @@ question that each file answers, its steps, and who imports whom.
 
 import ast
 import inspect
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,12 +20,16 @@ from pagetwin.engine.backend_interface import AttentionBackend
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted(
-    path.name for path in (ROOT / "reference").glob("*.py") if path.name[0] != "_"
+    path.relative_to(ROOT / "reference").as_posix()
+    for path in (ROOT / "reference").rglob("*.py")
+    if path.name[0] != "_"
 )
+# folders of the twin that have no counterpart: kernels, and what launches them
+ONLY_FOLDERS_OF_THE_TWIN = ("kernels/", "launch/")
 
 # names that only one twin has, and why
 ONLY_IN_THE_REFERENCE = {
-    "backend.py": {
+    "backends/backend.py": {
         "ReferenceAttentionMetadata": "a backend is named after what runs it",
         "ReferenceAttentionMetadataBuilder": "a backend is named after what runs it",
         "ReferenceAttentionImpl": "a backend is named after what runs it",
@@ -34,24 +37,24 @@ ONLY_IN_THE_REFERENCE = {
     },
 }
 ONLY_IN_THE_TWIN = {
-    "backend.py": {
+    "backends/backend.py": {
         f"{library}Attention{part}": "a backend is named after what runs it"
         for library in ("Triton", "XFormers")
         for part in ("Metadata", "MetadataBuilder", "Impl", "Backend")
     },
-    "block_table.py": {"padded_rows": "metadata.py pads its rows with it too"},
-    "cache_ops.py": {
+    "cache/block_table.py": {"padded_rows": "metadata.py pads its rows with it too"},
+    "cache/cache_ops.py": {
         "as_bits": "moves bytes, whatever the element type",
         "AS_INTEGERS": "the integer of each width",
         "TOKENS_PER_PROGRAM": "a tile's size",
         "MAX_ELEMENTS_PER_PROGRAM": "a tile's size",
     },
-    "latent_attention.py": {
+    "attention/latent.py": {
         "TOKENS_PER_PROGRAM": "a tile's size",
         "ELEMENTS_PER_PROGRAM": "a tile's size",
     },
-    "merge_states.py": {"TOKENS_PER_PROGRAM": "a tile's size"},
-    "slot_mapping.py": {
+    "attention/merge_states.py": {"TOKENS_PER_PROGRAM": "a tile's size"},
+    "cache/slot_mapping.py": {
         "find_request": "a token's request, by bisection; three kernels need it",
         "TOKENS_PER_PROGRAM": "a tile's size",
     },
@@ -95,9 +98,20 @@ def told(twin: str, file: str) -> str:
         name = waiting.pop(0)
         if name not in texts:
             texts[name] = source(twin, name)
-            private = re.findall(r"^from \.(_\w+) import", texts[name], re.MULTILINE)
-            waiting += [f"{each}.py" for each in private]
+            waiting += private_imports(twin, name)
     return "\n".join(texts.values())
+
+
+def private_imports(twin: str, file: str) -> Iterator[str]:
+    """Return the files that a file imports and that are not concepts, kernels among them."""
+    inside = ".".join([twin, *Path(file).parts[:-1]])
+    concepts = {concept.path(twin) for concept in CONCEPTS}
+    for name in imported(ast.parse(source(twin, file)), inside):
+        parts = name.split(".")[1:]
+        for end in (len(parts), len(parts) - 1):
+            path = "/".join(parts[:end]) + ".py"
+            if parts[:1] == [twin] and (ROOT / path).is_file() and path not in concepts:
+                yield path.removeprefix(f"{twin}/")
 
 
 def steps(text: str) -> list[str]:
@@ -137,23 +151,30 @@ def imported(tree: ast.AST, package: str) -> Iterator[str]:
 
 
 def test_both_twins_have_the_same_files() -> None:
-    twin = {path.name for path in (ROOT / "optimized").glob("*.py")}
-    assert {name for name in twin if not name.startswith("_")} == set(FILES)
+    folder = ROOT / "optimized"
+    twin = {path.relative_to(folder).as_posix() for path in folder.rglob("[!_]*.py")}
+    assert {
+        name for name in twin if not name.startswith(ONLY_FOLDERS_OF_THE_TWIN)
+    } == set(FILES)
 
 
 def test_every_concept_is_a_file_of_both_twins() -> None:
-    assert {f"{concept.name}.py" for concept in CONCEPTS} == set(FILES)
+    assert {concept.path("reference") for concept in CONCEPTS} == {
+        f"reference/{file}" for file in FILES
+    }
     for concept in CONCEPTS:
         for twin in ("reference", "optimized"):
-            module = import_module(f"pagetwin.{twin}.{concept.name}")
+            module = import_module(f"pagetwin.{twin}.{concept.module}")
             assert first_line(module.__doc__) == concept.summary
             for name in concept.operations:
-                assert callable(getattr(module, name)), f"{twin}.{concept.name}.{name}"
+                assert callable(getattr(module, name)), (
+                    f"{twin}.{concept.module}.{name}"
+                )
 
 
 def test_every_public_function_is_an_operation() -> None:
     for concept in CONCEPTS:
-        tree = ast.parse(source("reference", f"{concept.name}.py"))
+        tree = ast.parse((ROOT / concept.path("reference")).read_text(encoding="utf-8"))
         defined = [
             node.name
             for node in tree.body
@@ -182,7 +203,7 @@ def test_both_twins_answer_the_same_question(file: str) -> None:
 
 @pytest.mark.parametrize(
     ("concept", "operation"),
-    [(each.name, name) for each in CONCEPTS for name in each.operations],
+    [(each.module, name) for each in CONCEPTS for name in each.operations],
 )
 def test_both_twins_have_the_same_signature(concept: str, operation: str) -> None:
     ours, theirs = (
@@ -218,7 +239,7 @@ def methods(cls: type) -> dict[str, Any]:
 
 
 def backends(twin: str) -> tuple[type[AttentionBackend], ...]:
-    return import_module(f"pagetwin.{twin}.backend").BACKENDS
+    return import_module(f"pagetwin.{twin}.backends.backend").BACKENDS
 
 
 @pytest.mark.parametrize("backend", backends("optimized"), ids=lambda each: each.name)
@@ -249,32 +270,58 @@ def test_every_backend_has_the_methods_of_the_reference(
                 assert lines[1].startswith(lines[0].rstrip(".")), name
 
 
+def packages_of_shared() -> list[str]:
+    return sorted(path.parent.name for path in (ROOT / "shared").glob("*/__init__.py"))
+
+
+def sources() -> Iterator[tuple[str, Path]]:
+    """Return each package of pagetwin with its files."""
+    for package in ("reference", "optimized"):
+        yield from ((package, path) for path in (ROOT / package).rglob("*.py"))
+    for package in packages_of_shared():
+        folder = ROOT / "shared" / package
+        yield from ((package, path) for path in folder.rglob("*.py"))
+
+
 def test_imports_run_from_the_twins_to_shared() -> None:
+    twins = ("pagetwin.reference", "pagetwin.optimized", "triton", "xformers")
     forbidden = {
+        **dict.fromkeys(packages_of_shared(), twins),
         "reference": ("pagetwin.optimized", "triton", "xformers"),
         "optimized": ("pagetwin.reference",),
-        "shared": ("pagetwin.reference", "pagetwin.optimized", "triton", "xformers"),
     }
-    for package, banned in forbidden.items():
-        for path in (ROOT / package).rglob("*.py"):
-            inside = ".".join([package, *path.relative_to(ROOT / package).parts[:-1]])
-            for name in imported(ast.parse(path.read_text(encoding="utf-8")), inside):
-                for each in banned:
-                    assert not f"{name}.".startswith(f"{each}."), f"{path}: {name}"
+    for package, path in sources():
+        parts = path.relative_to(ROOT).parts
+        inside = ".".join(parts[parts.index(package) : -1])
+        for name in imported(ast.parse(path.read_text(encoding="utf-8")), inside):
+            for each in forbidden[package]:
+                assert not f"{name}.".startswith(f"{each}."), f"{path}: {name}"
 
 
-def test_the_three_packages_import_each_other_relatively() -> None:
-    """So that a copy of the three folders works under another name."""
-    for package in ("reference", "optimized", "shared"):
-        for path in (ROOT / package).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.ImportFrom) and not node.level:
-                    assert (node.module or "").split(".")[0] != "pagetwin", path
+def test_all_packages_import_each_other_relatively() -> None:
+    """So that a copy of the folders works under another name."""
+    for _, path in sources():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                assert (node.module or "").split(".")[0] != "pagetwin", path
+
+
+def test_the_old_package_says_what_to_import() -> None:
+    for old, new in (
+        ("pagetwin.shared.conformance", "pagetwin.conformance"),
+        (
+            "pagetwin.shared.integrations.transformers",
+            "pagetwin.integrations.transformers",
+        ),
+        ("pagetwin.shared.layer", "pagetwin.engine.layer"),
+    ):
+        with pytest.raises(ImportError, match=rf"{new} \(was {old}\)"):
+            import_module(old)
 
 
 def test_the_reference_needs_neither_triton_nor_xformers() -> None:
     """In a fresh process in which neither can be imported."""
-    modules = [f"pagetwin.reference.{Path(file).stem}" for file in FILES]
+    modules = [f"pagetwin.reference.{each.module}" for each in CONCEPTS]
     modules += ["pagetwin.contract.operations", "pagetwin.engine.selector"]
     program = "\n".join(
         [
