@@ -8,7 +8,7 @@ the block table. Every block is in one of three states:
 - **free**: nothing is known about its content.
 
 **Prefix caching.** The content of a full block is identified by its tokens and by all tokens before
-them (`prefix_tree.py`). A request that begins with the same tokens takes the same blocks and
+them (`prefix_cache.py`). A request that begins with the same tokens takes the same blocks and
 computes nothing for them.
 
 **Eviction.** When no block is free, the cached block that was released longest ago is handed out.
@@ -33,7 +33,7 @@ from ...validation.block_manager import (
     check_request_known,
 )
 from ...validation.primitives import check_positive
-from .prefix_tree import PrefixTree
+from .prefix_cache import PrefixCache
 
 
 class BlockManager:
@@ -87,7 +87,7 @@ class BlockManager:
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._ref_cnts = [0] * num_blocks
         self._rows: dict[Hashable, list[int]] = {}
-        self._prefixes = PrefixTree(block_size)
+        self._prefix_cache = PrefixCache(block_size)
 
     def get_computed_blocks(self, token_ids: Sequence[int]) -> list[int]:
         """Return the cached blocks that hold the beginning of a sequence.
@@ -100,7 +100,7 @@ class BlockManager:
             left to be computed, because its output is needed for the next token.
         """
         # step: look up the full blocks of all tokens but the last one
-        return self._prefixes.find(token_ids, max(0, len(token_ids) - 1))
+        return self._prefix_cache.find(token_ids, max(0, len(token_ids) - 1))
 
     def allocate_slots(
         self,
@@ -135,14 +135,14 @@ class BlockManager:
             computed_blocks,
             self.block_size,
         )
-        check_chain(computed_blocks, self._prefixes.is_path(computed_blocks))
+        check_chain(computed_blocks, self._prefix_cache.is_sequence(computed_blocks))
         row = list(computed_blocks) if row is None else row
         # step: find the blocks that may not be written, and how many more are needed
         first_written = num_computed_tokens // self.block_size
         replaced = [
             index
             for index in range(first_written, len(row))
-            if self._ref_cnts[row[index]] > 1 or row[index] in self._prefixes
+            if self._ref_cnts[row[index]] > 1 or row[index] in self._prefix_cache
         ]
         num_slots_needed = num_computed_tokens + num_new_tokens
         num_appended = max(0, -(-num_slots_needed // self.block_size) - len(row))
@@ -196,7 +196,7 @@ class BlockManager:
             num_computed_tokens, len(token_ids), len(row), self.block_size
         )
         # step: enter each full block after the one before it
-        self._prefixes.add(row, token_ids, num_computed_tokens)
+        self._prefix_cache.add(row, token_ids, num_computed_tokens)
 
     def fork(self, parent_id: Hashable, child_id: Hashable) -> None:
         """Let a new request hold the same blocks, for parallel sampling or beam search.
@@ -271,7 +271,7 @@ class BlockManager:
             block_id = self._free.popleft()
         else:
             block_id, _ = self._cached.popitem(last=False)
-            self._prefixes.remove(block_id)
+            self._prefix_cache.remove(block_id)
         self._ref_cnts[block_id] = 1
         return block_id
 
@@ -281,7 +281,7 @@ class BlockManager:
             self._ref_cnts[block_id] -= 1
             if self._ref_cnts[block_id]:
                 continue
-            if block_id in self._prefixes:
+            if block_id in self._prefix_cache:
                 self._cached[block_id] = None
             else:
                 self._free.append(block_id)
