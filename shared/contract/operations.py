@@ -59,6 +59,13 @@ CONCEPTS = (
         ),
     ),
     Concept(
+        "block_manager",
+        "cache.block_manager",
+        "Block manager: which request holds which block, and which blocks are shared.",
+        ("BlockManager",),
+        is_single=True,
+    ),
+    Concept(
         "block_table_rows",
         "cache.block_table_rows",
         "How do rows of the block table move as requests come and go?",
@@ -98,6 +105,13 @@ CONCEPTS = (
         "cache.cache_ops",
         "How do keys and values get into the cache, out of it, and from block to block?",
         ("reshape_and_cache", "gather_cache", "copy_blocks", "swap_blocks"),
+    ),
+    Concept(
+        "scheduler",
+        "batch.scheduler",
+        "Scheduler: which request computes how many tokens in the next step.",
+        ("Scheduler",),
+        is_single=True,
     ),
     Concept(
         "batch_split",

@@ -66,10 +66,16 @@ class BlockManager:
         [3, 3, 2, 1, 0]
         >>> manager.allocate_slots("c", num_computed_tokens=5, num_new_tokens=1).blocks_to_copy
         [(2, 4)]
-        >>> for request_id in ("c", "a", "b"):
+        >>> manager.get_block_ids("a"), manager.get_block_ids("b"), manager.get_block_ids("c")
+        ([0, 1, 2], [0, 1, 3], [0, 1, 4])
+        >>> for request_id in ("b", "c", "a"):
         ...     manager.free(request_id)
         >>> manager.num_free_blocks, manager.cached_blocks()
         (3, [1, 0])
+        >>> manager.allocate_slots("d", num_computed_tokens=0, num_new_tokens=8).new_block_ids
+        [3, 4, 2, 1]
+        >>> manager.get_computed_blocks([7, 8, 7, 9, 6, 6])
+        [0]
     """
 
     def __init__(
@@ -210,7 +216,7 @@ class BlockManager:
             ValueError: the child holds blocks already.
         """
         check_fork(parent_id, child_id, self._rows)
-        # step: share every block, the last one included; who writes first gets a copy
+        # step: share every block, the last one too; the first request that writes to it gets a copy
         self._rows[child_id] = list(self._rows[parent_id])
         for block_id in self._rows[child_id]:
             self._ref_cnts[block_id] += 1
@@ -270,6 +276,7 @@ class BlockManager:
         if self._free:
             block_id = self._free.popleft()
         else:
+            # step: evict the cached block that was released longest ago
             block_id, _ = self._cached.popitem(last=False)
             self._prefix_cache.remove(block_id)
         self._ref_cnts[block_id] = 1
