@@ -1,9 +1,9 @@
 """Prefix cache: which block holds which tokens, so that equal beginnings are computed once.
 
 The content of a full block is identified by its tokens and by all tokens before them. Each content
-gets a number, and the content after it is found by that number and its own tokens. So a lookup costs
-one dictionary access per block, whatever the length of the sequence. The dictionary compares the
-tokens themselves, not their hashes, so two contents are never confused.
+gets a number, and the content after it is found by that number and its own tokens. So a lookup
+costs one dictionary access per block, whatever the length of the sequence. The dictionary compares
+the tokens themselves, not their hashes, so two contents are never confused.
 """
 
 from collections.abc import Sequence

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...contract.attention_options import AttentionOptions
 from ...contract.operations import load_implementation
 from .inputs import Inputs
 
@@ -115,7 +116,13 @@ class Ours(Implementation):
                     out=out,
                 )
             )
-        scales = {"k_scale": 1.0, "v_scale": 1.0} if workload.is_quantised else {}
+        scale = 1.0 if workload.is_quantised else None
+        options = AttentionOptions(
+            causal=workload.causal,
+            sliding_window=workload.sliding_window,
+            k_scale=scale,
+            v_scale=scale,
+        )
         return Prepared(
             lambda: twin.paged_attention(
                 inputs.query,
@@ -126,9 +133,7 @@ class Ours(Implementation):
                 inputs.seq_lens,
                 *lens,
                 out=out,
-                causal=workload.causal,
-                sliding_window=workload.sliding_window,
-                **scales,
+                options=options,
             )
         )
 

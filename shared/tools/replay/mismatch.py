@@ -67,7 +67,7 @@ class StoredStep:
     blocks: Tensor
 
     def cache(self, device: str) -> Tensor:
-        """Return the whole cache before the step; NaN in every block that the batch does not use."""
+        """Return the whole cache before the step, NaN in all blocks that the batch does not use."""
         shape = (2, self.num_blocks, *self.blocks.shape[2:])
         cache = torch.full(shape, torch.nan, dtype=self.blocks.dtype, device=device)
         cache[:, self.block_ids.to(device)] = self.blocks.to(device)
