@@ -17,7 +17,7 @@ from torch import Tensor
 from .batch import ReplayBatch
 from .model import LayerInputs
 
-FORMAT = "pagetwin step 1"
+FORMAT = "pagetwin step 2"
 
 
 @dataclass(frozen=True)
