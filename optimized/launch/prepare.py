@@ -18,7 +18,6 @@ from ..kernels.decode import decode_kernel
 from ..kernels.fp8 import has_native_fp8
 from ..kernels.options import OptionTensors, lower_options
 from ..kernels.prefill import prefill_kernel
-from ..kernels.sm90 import prefill as _prefill_sm90
 from ..kernels.split_kv import split_kv_kernel, split_rows_kernel
 from .launcher import INTERPRETED, Launcher, must_widen, next_power_of_2
 from .tuning import PROGRAMS, Tiles, choose_tiles, count_processors
@@ -61,7 +60,6 @@ class Launches:
         one_loop: whether a decode masks every KV tile.
         lone_reqs: fewer requests than that do not fill the chip.
         processors: multiprocessors of the chip.
-        prompts: launches of the Hopper kernel. None if it does not take such calls.
         widens: whether the output is written in float32 first.
     """
 
@@ -81,7 +79,6 @@ class Launches:
     one_loop: bool
     lone_reqs: int
     processors: int
-    prompts: _prefill_sm90.Prompts | None
     widens: bool
     decodes: dict[tuple[int, int, bool, bool, bool], tuple[Launcher, int, int]] = field(
         default_factory=dict
@@ -206,10 +203,6 @@ def prepare(
         one_loop=is_cut or tree is not None or options.query_ranges is not None,
         lone_reqs=processors // kv_heads + 1,
         processors=processors,
-        # the decode kernel clears the rows of padding tokens
-        prompts=_prefill_sm90.prepare(query, key, value, block_table, out, options)
-        if has_decode
-        else None,
         widens=widens,
     )
 
