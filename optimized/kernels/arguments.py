@@ -4,14 +4,15 @@ Triton passes a NamedTuple to a kernel, and from function to function, as its fi
 is None is absent: the code that would use it is not compiled. Integer fields are specialized one by
 one, as plain arguments are: 1 becomes a constant, and a multiple of 16 is known as such.
 
+A jit function cannot return None, nor a NamedTuple with a field that is None (triton 3.6). So the
+NamedTuples that functions return have `()` in absent fields; whether a field is absent is told by
+the argument it comes from.
+
 All kernels have the same arguments up to `config`, in the same order: launch/prepare.py provides
 them once for all. Those that change from launch to launch come first.
 """
 
 from typing import Any, NamedTuple
-
-import triton
-import triton.language as tl  # noqa: F401 (the interpreter requires it beside a jit function)
 
 # These arguments change from step to step. No kernel is specialized on them. They are not grouped,
 # because `do_not_specialize` does not reach into a tuple.
@@ -85,7 +86,9 @@ class Call(NamedTuple):
         strides: Strides.
         option_tensors, options: OptionTensors and OptionArguments, see options/.
         scale: scale of the dot products.
-        table_stride_req, tree_stride_req, tree_width: sizes and strides that change.
+        partial_rows: rows of a partial result in the workspace.
+        table_stride_req, lse_stride_head, lse_stride_token, tree_stride_req, tree_width: strides
+            and sizes that change.
     """
 
     tensors: Any
@@ -93,23 +96,12 @@ class Call(NamedTuple):
     option_tensors: Any
     options: Any
     scale: Any
+    partial_rows: Any
     table_stride_req: Any
-    tree_stride_req: Any
-    tree_width: Any
-
-
-class Output(NamedTuple):
-    """Where finished rows are stored: pointers, strides and the scale of an FP8 output."""
-
-    out: Any
-    lse: Any
-    scale: Any
-    scale_stride: Any
-    stride_token: Any
-    stride_head: Any
-    stride_element: Any
     lse_stride_head: Any
     lse_stride_token: Any
+    tree_stride_req: Any
+    tree_width: Any
 
 
 class Config(NamedTuple):
@@ -169,21 +161,3 @@ class StreamK(NamedTuple):
     MANY_REQS: bool
     COMBINE_ROWS: int
     COMBINE_SPLITS: int
-
-
-@triton.jit
-def group_arguments(
-    tensors, option_tensors, strides, options, scale, table_stride_req,
-    lse_stride_head, lse_stride_token, tree_stride_req, tree_width,
-):  # fmt: skip
-    """Return the arguments of a kernel as Call and Output."""
-    call = Call(
-        tensors, strides, option_tensors, options, scale,
-        table_stride_req, tree_stride_req, tree_width,
-    )  # fmt: skip
-    output = Output(
-        tensors.out, tensors.lse, option_tensors.out_scale, options.scales.out,
-        strides.out_token, strides.out_head, strides.out_element,
-        lse_stride_head, lse_stride_token,
-    )  # fmt: skip
-    return call, output

@@ -49,24 +49,21 @@ def load_query_tile(
         start, query_len: its first token in the batch, and how many it has.
         first_row: first row of the tile in the request.
     """
-    kv, seq_len = locate_kv(
-        call.tensors, call.strides, req, kv_head, call.table_stride_req,
-        config.BLOCK_SIZE,
-    )  # fmt: skip
+    kv, seq_len = locate_kv(call, req, kv_head, config)
     rows = find_rows(start, query_len, first_row, kv_head, config)
     q, qk_scale = load_q(call, rows, kv_head, config)
     visible = find_visible_keys(call, req, rows, seq_len, config)
-    terms = load_score_terms(call.option_tensors, call.options, rows)
+    terms = load_score_terms(call, rows)
     return QueryTile(rows, q, qk_scale, visible, terms, kv)
 
 
 @triton.jit
-def attend_to_keys(acc, l_i, m_i, tile, begin, end, config: tl.constexpr):
+def attend_to_keys(acc, l_i, m_i, call, tile, begin, end, config: tl.constexpr):
     """Return acc, l_i and m_i after the keys from `begin` to `end`.
 
     Args:
         acc: [BLOCK_M, BLOCK_DV] float32; l_i, m_i: [BLOCK_M] float32.
-        tile: QueryTile.
+        call, tile: Call, QueryTile.
         begin, end: a multiple of BLOCK_N, and any index.
     """
     HAS_LOWER_BOUND: tl.constexpr = (
@@ -75,26 +72,26 @@ def attend_to_keys(acc, l_i, m_i, tile, begin, end, config: tl.constexpr):
     if config.MASK_ALL_TILES:
         # a decode waits for memory, not for its masks: one loop, whose pipeline is never drained
         acc, l_i, m_i = loop_over_kv_tiles(
-            acc, l_i, m_i, tile, begin, end, config, True, HAS_LOWER_BOUND
+            acc, l_i, m_i, call, tile, begin, end, config, True, HAS_LOWER_BOUND
         )
     else:
         full_begin, full_end = full_tiles(tile.visible, begin, end, config.BLOCK_N)
         if HAS_LOWER_BOUND:
             acc, l_i, m_i = loop_over_kv_tiles(
-                acc, l_i, m_i, tile, begin, full_begin, config, True, True
+                acc, l_i, m_i, call, tile, begin, full_begin, config, True, True
             )
         acc, l_i, m_i = loop_over_kv_tiles(
-            acc, l_i, m_i, tile, full_begin, full_end, config, False, False
+            acc, l_i, m_i, call, tile, full_begin, full_end, config, False, False
         )
         acc, l_i, m_i = loop_over_kv_tiles(
-            acc, l_i, m_i, tile, full_end, end, config, True, HAS_LOWER_BOUND
+            acc, l_i, m_i, call, tile, full_end, end, config, True, HAS_LOWER_BOUND
         )
     return acc, l_i, m_i
 
 
 @triton.jit
 def loop_over_kv_tiles(
-    acc, l_i, m_i, tile, begin, end,
+    acc, l_i, m_i, call, tile, begin, end,
     config: tl.constexpr, MASKED: tl.constexpr, HAS_LOWER_BOUND: tl.constexpr,
 ):  # fmt: skip
     """Return acc, l_i and m_i after the KV tiles from `begin` to `end`.
@@ -106,18 +103,20 @@ def loop_over_kv_tiles(
     visible = tile.visible
     for start_n in range(begin, end, config.BLOCK_N):
         # step: gather the sequence's keys and values
-        keys = locate_keys(visible, start_n, config.BLOCK_N, MASKED, HAS_LOWER_BOUND)
+        keys = locate_keys(
+            call, visible, start_n, config.BLOCK_N, MASKED, HAS_LOWER_BOUND
+        )
         # [BLOCK_N, BLOCK_D], [BLOCK_N, BLOCK_DV]
-        k, v = load_kv_tile(tile.kv, keys, tile.q.dtype, config, MASKED)
+        k, v = load_kv_tile(tile.kv, call.strides, keys, tile.q.dtype, config, MASKED)
         # step: compare each query with every key
         qk = multiply_qk(tile.q, k, config.ROW_SUMS)  # [BLOCK_M, BLOCK_N]
         qk = modify_scores(
-            qk, tile.qk_scale, tile.terms, visible.position, keys.position,
+            qk, tile.qk_scale, call, tile.terms, visible.position, keys.position,
             config.options.SOFT_CAP,
         )  # fmt: skip
         # step: hide the keys that a query does not see
         if MASKED:
-            mask = element_mask(visible, keys, HAS_LOWER_BOUND)
+            mask = element_mask(call, visible, keys, HAS_LOWER_BOUND)
             qk = tl.where(mask, qk, -float("inf"))
         # step: turn scores into weights
         p, acc, l_i, m_i = update_softmax(acc, l_i, m_i, qk, MASKED)

@@ -16,7 +16,7 @@ from .softmax import finite, normalize, start_softmax
 
 
 @triton.jit
-def store_partial(tensors, offset, result, lse, is_row, config: tl.constexpr):
+def store_partial(call, offset, result, lse, is_row, config: tl.constexpr):
     """Store a partial result.
 
     Args:
@@ -26,9 +26,9 @@ def store_partial(tensors, offset, result, lse, is_row, config: tl.constexpr):
     """
     row = offset + tl.arange(0, config.BLOCK_M)  # [BLOCK_M]
     dv = tl.arange(0, config.BLOCK_DV)
-    tl.store(tensors.partial_lse + row, lse, mask=is_row)
+    tl.store(call.tensors.partial_lse + row, lse, mask=is_row)
     tl.store(
-        tensors.partial_out + row[:, None] * config.V_HEAD_DIM + dv[None, :],
+        call.tensors.partial_out + row[:, None] * config.V_HEAD_DIM + dv[None, :],
         result,
         mask=is_row[:, None] & (dv < config.V_HEAD_DIM)[None, :],
     )
@@ -90,8 +90,7 @@ def segment_offset(segment, begins_here, kv_head, num_kv_heads, partial_rows):
 
 @triton.jit
 def combine_segments(
-    tensors, output, sinks, start, query_len, first_segment, last_segment,
-    kv_head, num_kv_heads, partial_rows,
+    call, start, query_len, first_segment, last_segment, kv_head, num_kv_heads,
     config: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Store a decode request's rows, combined from the segments they are split over.
@@ -106,26 +105,26 @@ def combine_segments(
     is_row = row < num_rows
     head = kv_head * config.GROUP_SIZE + row % config.GROUP_SIZE
     acc, l_i, m_i = start_softmax(ROWS, config.BLOCK_DV)
-    l_i, m_i = start_with_sinks(l_i, m_i, sinks, head, is_row, True)
+    l_i, m_i = start_with_sinks(l_i, m_i, call.option_tensors.sinks, head, is_row, True)
     is_value = is_row[:, None] & (dv < config.V_HEAD_DIM)[None, :]
     for first in range(first_segment, last_segment + 1, SPLITS):
         segment = first + tl.arange(0, SPLITS)  # [SPLITS]
         is_split = segment <= last_segment
         begins_here = (segment == first_segment).to(tl.int32)
         offset = segment_offset(
-            segment, begins_here, kv_head, num_kv_heads, partial_rows
+            segment, begins_here, kv_head, num_kv_heads, call.partial_rows
         )
         offset = offset[:, None] + row[None, :]  # [SPLITS, ROWS]
         # other programs stored these, so they are not loaded from this one's L1 cache
         lse = tl.load(
-            tensors.partial_lse + offset,
+            call.tensors.partial_lse + offset,
             mask=is_split[:, None] & is_row[None, :],
             other=-float("inf"),
             cache_modifier=".cg",
         )
         # [SPLITS, ROWS, BLOCK_DV]
         results = tl.load(
-            tensors.partial_out
+            call.tensors.partial_out
             + offset[:, :, None] * config.V_HEAD_DIM
             + dv[None, None, :],
             mask=is_split[:, None, None] & is_value[None, :, :],
@@ -136,7 +135,7 @@ def combine_segments(
     result, lse = normalize(acc, l_i, m_i)
     token = row // config.GROUP_SIZE
     rows = QueryRows(query_len, 0, num_rows, token, start + token, head, is_row)
-    store_rows(output, result, lse, rows, config)
+    store_rows(call, result, lse, rows, config)
 
 
 @triton.jit
@@ -148,8 +147,8 @@ def split_offset(tile, kv_head, num_kv_heads, split, num_splits, partial_rows):
 
 @triton.jit
 def combine_splits(
-    tensors, output, sinks, start, query_len, first_row, tile, num_splits, kv_head,
-    num_kv_heads, partial_rows, config: tl.constexpr, ROWS: tl.constexpr,
+    call, start, query_len, first_row, tile, num_splits, kv_head, num_kv_heads,
+    config: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Store a query tile's rows, combined from their splits in order, ROWS rows at a time."""
     dv = tl.arange(0, config.BLOCK_DV)
@@ -160,20 +159,24 @@ def combine_splits(
         is_row = row < num_rows
         head = kv_head * config.GROUP_SIZE + row % config.GROUP_SIZE
         acc, l_i, m_i = start_softmax(ROWS, config.BLOCK_DV)
-        l_i, m_i = start_with_sinks(l_i, m_i, sinks, head, is_row, True)
+        l_i, m_i = start_with_sinks(
+            l_i, m_i, call.option_tensors.sinks, head, is_row, True
+        )
         for split in range(num_splits):
             offset = in_tile + split_offset(
-                tile, kv_head, num_kv_heads, split, tl.num_programs(2), partial_rows
-            )
+                tile, kv_head, num_kv_heads, split, tl.num_programs(2), call.partial_rows
+            )  # fmt: skip
             # other programs stored these, so they are not loaded from this one's L1 cache
             lse = tl.load(
-                tensors.partial_lse + offset,
+                call.tensors.partial_lse + offset,
                 mask=is_row,
                 other=-float("inf"),
                 cache_modifier=".cg",
             )
             result = tl.load(
-                tensors.partial_out + offset[:, None] * config.V_HEAD_DIM + dv[None, :],
+                call.tensors.partial_out
+                + offset[:, None] * config.V_HEAD_DIM
+                + dv[None, :],
                 mask=is_row[:, None] & (dv < config.V_HEAD_DIM)[None, :],
                 other=0.0,
                 cache_modifier=".cg",
@@ -184,4 +187,4 @@ def combine_splits(
         rows = QueryRows(
             query_len, first_row, num_rows, token, start + token, head, is_row
         )
-        store_rows(output, result, lse, rows, config)
+        store_rows(call, result, lse, rows, config)

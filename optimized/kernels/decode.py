@@ -8,7 +8,7 @@ are skipped; prefill.py computes them.
 import triton
 import triton.language as tl
 
-from .arguments import CHANGING, group_arguments
+from .arguments import CHANGING, Call
 from .attention_tile import attend_to_keys, load_query_tile
 from .combine import arrive, combine_segments, segment_offset, store_partial
 from .epilogue import clear_padding, scale_values, store_rows
@@ -49,8 +49,8 @@ def decode_kernel(
     kv_head = tl.program_id(0)
     num_kv_heads = tl.num_programs(0)
     index = tl.program_id(1)
-    call, output = group_arguments(
-        tensors, option_tensors, strides, options, scale, table_stride_req,
+    call = Call(
+        tensors, strides, option_tensors, options, scale, partial_rows, table_stride_req,
         lse_stride_head, lse_stride_token, tree_stride_req, tree_width,
     )  # fmt: skip
     batch = Batch(
@@ -68,7 +68,7 @@ def decode_kernel(
     if config.CLEAR_PADDING:
         first_padding = tl.load(tensors.query_start_loc + num_reqs) + index
         clear_padding(
-            output, first_padding, num_tokens, tl.num_programs(1), kv_head, config, 16
+            call, first_padding, num_tokens, tl.num_programs(1), kv_head, config, 16
         )
     tile_index = segment.first_tile
     for req in range(segment.first_req, segment.end_req):
@@ -92,25 +92,26 @@ def decode_kernel(
                 l_i, m_i, option_tensors.sinks, tile.rows.head, tile.rows.is_row,
                 is_whole,
             )  # fmt: skip
-            acc, l_i, m_i = attend_to_keys(acc, l_i, m_i, tile, begin, end, config)
+            acc, l_i, m_i = attend_to_keys(
+                acc, l_i, m_i, call, tile, begin, end, config
+            )
             result, lse = normalize(acc, l_i, m_i)
             result = scale_values(result, call, kv_head, config.CACHE_FP8)
             if is_whole:
-                store_rows(output, result, lse, tile.rows, config)
+                store_rows(call, result, lse, tile.rows, config)
             else:
                 begins_here = (tile_index >= segment.begin).to(tl.int32)
                 offset = segment_offset(
                     index, begins_here, kv_head, num_kv_heads, partial_rows
                 )
-                store_partial(tensors, offset, result, lse, tile.rows.is_row, config)
+                store_partial(call, offset, result, lse, tile.rows.is_row, config)
                 first = tile_index // segment.length
                 last = (tile_index + num_tiles - 1) // segment.length
                 semaphore = tensors.semaphores + first * num_kv_heads + kv_head
                 if arrive(semaphore, last - first + 1):
                     tl.store(semaphore, 0)  # for the next launch
                     combine_segments(
-                        tensors, output, option_tensors.sinks, start, query_len,
-                        first, last, kv_head, num_kv_heads, partial_rows,
+                        call, start, query_len, first, last, kv_head, num_kv_heads,
                         config, plan.COMBINE_ROWS, plan.COMBINE_SPLITS,
                     )  # fmt: skip
             tile_index += num_tiles

@@ -17,38 +17,42 @@ def scale_values(result, call, kv_head, CACHE_FP8: tl.constexpr):
 
 
 @triton.jit
-def store_rows(output, result, lse, rows, config: tl.constexpr):
+def store_rows(call, result, lse, rows, config: tl.constexpr):
     """Store finished rows.
 
     Args:
-        output: Output.
+        call: Call.
         result: [BLOCK_M, BLOCK_DV].
         lse: [BLOCK_M] log-sum-exp in base 2; it is stored in base e.
         rows: QueryRows.
     """
+    out, lse_out, strides = call.tensors.out, call.tensors.lse, call.strides
     dv = tl.arange(0, config.BLOCK_DV)
     if config.OUT_FP8:
-        result = result / load_scale(output.scale, output.scale_stride, 0, True)
+        scale = load_scale(
+            call.option_tensors.out_scale, call.options.scales.out, 0, True
+        )
+        result = result / scale
         result = encode_fp8(result, config.OUT_FP8 == 2)
     token = rows.token_index.to(tl.int64)  # [BLOCK_M]
     head = rows.head.to(tl.int64)  # [BLOCK_M]
     tl.store(
-        output.out
-        + (token * output.stride_token)[:, None]
-        + (head * output.stride_head)[:, None]
-        + (dv * output.stride_element)[None, :],
-        result.to(output.out.dtype.element_ty),
+        out
+        + (token * strides.out_token)[:, None]
+        + (head * strides.out_head)[:, None]
+        + (dv * strides.out_element)[None, :],
+        result.to(out.dtype.element_ty),
         mask=rows.is_row[:, None] & (dv < config.V_HEAD_DIM)[None, :],
     )
-    if output.lse is not None:
-        offset = head * output.lse_stride_head + token * output.lse_stride_token
-        lse = (lse * LN_2).to(output.lse.dtype.element_ty)
-        tl.store(output.lse + offset, lse, mask=rows.is_row)
+    if lse_out is not None:
+        offset = head * call.lse_stride_head + token * call.lse_stride_token
+        lse = (lse * LN_2).to(lse_out.dtype.element_ty)
+        tl.store(lse_out + offset, lse, mask=rows.is_row)
 
 
 @triton.jit
 def clear_padding(
-    output, first, end, step, kv_head, config: tl.constexpr, BLOCK_H: tl.constexpr
+    call, first, end, step, kv_head, config: tl.constexpr, BLOCK_H: tl.constexpr
 ):
     """Store the rows of tokens that belong to no request: 0, and a log-sum-exp of -inf.
 
@@ -57,6 +61,7 @@ def clear_padding(
         BLOCK_H: heads that are cleared at once.
     """
     BLOCK_DV: tl.constexpr = config.BLOCK_DV
+    out, lse_out, strides = call.tensors.out, call.tensors.lse, call.strides
     dv = tl.arange(0, BLOCK_DV)
     for token in range(first, end, step):
         for first_head in range(0, config.GROUP_SIZE, BLOCK_H):
@@ -64,21 +69,20 @@ def clear_padding(
             head = (kv_head * config.GROUP_SIZE + in_group).to(tl.int64)
             is_head = in_group < config.GROUP_SIZE
             offset = (
-                tl.cast(token, tl.int64) * output.stride_token
-                + head * output.stride_head
+                tl.cast(token, tl.int64) * strides.out_token + head * strides.out_head
             )
             zeros = tl.zeros([BLOCK_H, BLOCK_DV], dtype=tl.float32)
             tl.store(
-                output.out + offset[:, None] + (dv * output.stride_element)[None, :],
-                zeros.to(output.out.dtype.element_ty),
+                out + offset[:, None] + (dv * strides.out_element)[None, :],
+                zeros.to(out.dtype.element_ty),
                 mask=is_head[:, None] & (dv < config.V_HEAD_DIM)[None, :],
             )
-            if output.lse is not None:
+            if lse_out is not None:
                 empty = tl.full([BLOCK_H], -float("inf"), dtype=tl.float32)
                 tl.store(
-                    output.lse
-                    + head * output.lse_stride_head
-                    + tl.cast(token, tl.int64) * output.lse_stride_token,
-                    empty.to(output.lse.dtype.element_ty),
+                    lse_out
+                    + head * call.lse_stride_head
+                    + tl.cast(token, tl.int64) * call.lse_stride_token,
+                    empty.to(lse_out.dtype.element_ty),
                     mask=is_head,
                 )

@@ -13,42 +13,41 @@ class KVSource(NamedTuple):
 
     Args:
         k, v: pointers to the head: in the cache, or to the request's first key.
-        block_table: Optional. Pointer to the request's row.
-        strides: Strides of the call.
+        block_table: Pointer to the request's row; () without a block table.
     """
 
     k: Any
     v: Any
     block_table: Any
-    strides: Any
 
 
 @triton.jit
-def locate_kv(
-    tensors, strides, req, kv_head, table_stride_req, BLOCK_SIZE: tl.constexpr
-):
+def locate_kv(call, req, kv_head, config: tl.constexpr):
     """Return the keys and values of one kv head of a request, and their number."""
+    tensors, strides = call.tensors, call.strides
     k = tensors.k + kv_head.to(tl.int64) * strides.k_head
     v = tensors.v + kv_head.to(tl.int64) * strides.v_head
-    block_table = None
-    if BLOCK_SIZE > 0:
+    block_table = ()
+    if config.BLOCK_SIZE > 0:
         seq_len = tl.load(tensors.seq_lens + req)
-        block_table = tensors.block_table + tl.cast(req, tl.int64) * table_stride_req
+        block_table = (
+            tensors.block_table + tl.cast(req, tl.int64) * call.table_stride_req
+        )
     else:
         key_start = tl.load(tensors.seq_lens + req)
         seq_len = tl.load(tensors.seq_lens + req + 1) - key_start
         k += key_start.to(tl.int64) * strides.k_slot
         v += key_start.to(tl.int64) * strides.v_slot
-    return KVSource(k, v, block_table, strides), seq_len
+    return KVSource(k, v, block_table), seq_len
 
 
 @triton.jit
-def kv_offsets(kv, keys, config: tl.constexpr, MASKED: tl.constexpr):
+def kv_offsets(kv, strides, keys, config: tl.constexpr, MASKED: tl.constexpr):
     """Return the offsets of a tile's keys and of its values: [BLOCK_N] each."""
     n = keys.n
     is_key = keys.is_key
     if config.BLOCK_SIZE > 0:
-        entry = kv.block_table + (n // config.BLOCK_SIZE) * kv.strides.table_entry
+        entry = kv.block_table + (n // config.BLOCK_SIZE) * strides.table_entry
         block_id = tl.load(entry, mask=is_key, other=0) if MASKED else tl.load(entry)
         # tiles begin at multiples of their size
         in_tile = tl.arange(0, config.BLOCK_N)
@@ -57,23 +56,23 @@ def kv_offsets(kv, keys, config: tl.constexpr, MASKED: tl.constexpr):
         if config.INDEX_64:
             block_id = block_id.to(tl.int64)
             slot = slot.to(tl.int64)
-        k_offset = block_id * kv.strides.k_block + slot * kv.strides.k_slot
-        v_offset = block_id * kv.strides.v_block + slot * kv.strides.v_slot
+        k_offset = block_id * strides.k_block + slot * strides.k_slot
+        v_offset = block_id * strides.v_block + slot * strides.v_slot
     else:
         index = n.to(tl.int64) if config.INDEX_64 else n
-        k_offset = index * kv.strides.k_slot
-        v_offset = index * kv.strides.v_slot
+        k_offset = index * strides.k_slot
+        v_offset = index * strides.v_slot
     return k_offset, v_offset
 
 
 @triton.jit
-def load_kv_tile(kv, keys, dtype, config: tl.constexpr, MASKED: tl.constexpr):
+def load_kv_tile(kv, strides, keys, dtype, config: tl.constexpr, MASKED: tl.constexpr):
     """Return a tile of keys, [BLOCK_N, BLOCK_D], and of values, [BLOCK_N, BLOCK_DV].
 
     Masked rows of V may hold NaN, and 0 * NaN = NaN, so they are loaded as 0.
 
     Args:
-        kv: KVSource.
+        kv, strides: KVSource, Strides.
         keys: KVTileKeys.
         dtype: of the queries, in which both are returned.
     """
@@ -84,14 +83,14 @@ def load_kv_tile(kv, keys, dtype, config: tl.constexpr, MASKED: tl.constexpr):
     if MASKED:
         k_mask = keys.is_key[:, None] & k_mask
         v_mask = keys.is_key[:, None] & v_mask
-    k_offset, v_offset = kv_offsets(kv, keys, config, MASKED)
+    k_offset, v_offset = kv_offsets(kv, strides, keys, config, MASKED)
     k = tl.load(
-        kv.k + k_offset[:, None] + (d * kv.strides.k_element)[None, :],
+        kv.k + k_offset[:, None] + (d * strides.k_element)[None, :],
         mask=k_mask,
         other=0,
     )
     v = tl.load(
-        kv.v + v_offset[:, None] + (dv * kv.strides.v_element)[None, :],
+        kv.v + v_offset[:, None] + (dv * strides.v_element)[None, :],
         mask=v_mask,
         other=0,
     )

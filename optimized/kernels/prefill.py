@@ -8,7 +8,7 @@ batch, split_kv.py computes all requests.
 import triton
 import triton.language as tl
 
-from .arguments import CHANGING, group_arguments
+from .arguments import CHANGING, Call
 from .attention_tile import attend_to_keys, load_query_tile
 from .epilogue import clear_padding, scale_values, store_rows
 from .options.sinks import start_with_sinks
@@ -84,8 +84,8 @@ def prefill_kernel(
     """
     kv_head = tl.program_id(1)
     index = tl.program_id(0)
-    call, output = group_arguments(
-        tensors, option_tensors, strides, options, scale, table_stride_req,
+    call = Call(
+        tensors, strides, option_tensors, options, scale, partial_rows, table_stride_req,
         lse_stride_head, lse_stride_token, tree_stride_req, tree_width,
     )  # fmt: skip
     first_req, end_req, first_row = find_request(
@@ -94,7 +94,7 @@ def prefill_kernel(
     if config.CLEAR_PADDING:
         first_padding = tl.load(tensors.query_start_loc + num_reqs) + index
         clear_padding(
-            output, first_padding, num_tokens, tl.num_programs(0), kv_head, config, 16
+            call, first_padding, num_tokens, tl.num_programs(0), kv_head, config, 16
         )
     for req in range(first_req, end_req):
         start = tl.load(tensors.query_start_loc + req)
@@ -110,8 +110,8 @@ def prefill_kernel(
                 l_i, m_i, option_tensors.sinks, tile.rows.head, tile.rows.is_row, True
             )
             acc, l_i, m_i = attend_to_keys(
-                acc, l_i, m_i, tile, begin, tile.visible.end, config
+                acc, l_i, m_i, call, tile, begin, tile.visible.end, config
             )
             result, lse = normalize(acc, l_i, m_i)
             result = scale_values(result, call, kv_head, config.CACHE_FP8)
-            store_rows(output, result, lse, tile.rows, config)
+            store_rows(call, result, lse, tile.rows, config)

@@ -9,7 +9,7 @@ the two kernels computes it. `split_rows_kernel` computes all splits of a query 
 import triton
 import triton.language as tl
 
-from .arguments import CHANGING, group_arguments
+from .arguments import CHANGING, Call
 from .attention_tile import attend_to_keys, load_query_tile
 from .combine import arrive, combine_splits, fold_partial, split_offset, store_partial
 from .epilogue import clear_padding, scale_values, store_rows
@@ -49,7 +49,7 @@ def attend_to_splits(
         split_begin = (first_split + own) * SPLIT_SIZE
         split_acc, split_l, split_m = start_softmax(config.BLOCK_M, config.BLOCK_DV)
         split_acc, split_l, split_m = attend_to_keys(
-            split_acc, split_l, split_m, tile, tl.maximum(begin, split_begin),
+            split_acc, split_l, split_m, call, tile, tl.maximum(begin, split_begin),
             tl.minimum(tile.visible.end, split_begin + SPLIT_SIZE), config,
         )  # fmt: skip
         result, lse = normalize(split_acc, split_l, split_m)
@@ -84,8 +84,8 @@ def split_rows_kernel(
     """
     kv_head = tl.program_id(1)
     index = tl.program_id(0)
-    call, output = group_arguments(
-        tensors, option_tensors, strides, options, scale, table_stride_req,
+    call = Call(
+        tensors, strides, option_tensors, options, scale, partial_rows, table_stride_req,
         lse_stride_head, lse_stride_token, tree_stride_req, tree_width,
     )  # fmt: skip
     first_req, end_req, first_row = find_request(
@@ -94,7 +94,7 @@ def split_rows_kernel(
     if config.CLEAR_PADDING:
         first_padding = tl.load(tensors.query_start_loc + num_reqs) + index
         clear_padding(
-            output, first_padding, num_tokens, tl.num_programs(0), kv_head, config, 16
+            call, first_padding, num_tokens, tl.num_programs(0), kv_head, config, 16
         )
     for req in range(first_req, end_req):
         start = tl.load(tensors.query_start_loc + req)
@@ -110,7 +110,7 @@ def split_rows_kernel(
                 call, tile, begin, first_split, 0, num_splits, True, kv_head,
                 config, SPLIT_SIZE,
             )  # fmt: skip
-            store_rows(output, result, lse, tile.rows, config)
+            store_rows(call, result, lse, tile.rows, config)
 
 
 @triton.jit(do_not_specialize=CHANGING)
@@ -142,8 +142,8 @@ def split_kv_kernel(
     kv_head = tl.program_id(1)
     num_kv_heads = tl.num_programs(1)
     index = tl.program_id(0)
-    call, output = group_arguments(
-        tensors, option_tensors, strides, options, scale, table_stride_req,
+    call = Call(
+        tensors, strides, option_tensors, options, scale, partial_rows, table_stride_req,
         lse_stride_head, lse_stride_token, tree_stride_req, tree_width,
     )  # fmt: skip
     first_req, end_req, first_row = find_request(
@@ -152,7 +152,7 @@ def split_kv_kernel(
     if config.CLEAR_PADDING:
         first_padding = tl.load(tensors.query_start_loc + num_reqs) + index
         clear_padding(
-            output, first_padding, num_tokens, tl.num_programs(0), kv_head, config, 16
+            call, first_padding, num_tokens, tl.num_programs(0), kv_head, config, 16
         )
     for req in range(first_req, end_req):
         start = tl.load(tensors.query_start_loc + req)
@@ -176,18 +176,17 @@ def split_kv_kernel(
                 config, SPLIT_SIZE,
             )  # fmt: skip
             if is_whole:
-                store_rows(output, result, lse, tile.rows, config)
+                store_rows(call, result, lse, tile.rows, config)
             elif split < num_splits:
                 offset = split_offset(
                     index, kv_head, num_kv_heads, split, tl.num_programs(2),
                     partial_rows,
                 )  # fmt: skip
-                store_partial(tensors, offset, result, lse, tile.rows.is_row, config)
+                store_partial(call, offset, result, lse, tile.rows.is_row, config)
                 semaphore = tensors.semaphores + index * num_kv_heads + kv_head
                 if arrive(semaphore, num_splits):
                     tl.store(semaphore, 0)  # for the next launch
                     combine_splits(
-                        tensors, output, option_tensors.sinks, start, query_len,
-                        first_row, index, num_splits, kv_head, num_kv_heads,
-                        partial_rows, config, COMBINE_ROWS,
+                        call, start, query_len, first_row, index, num_splits, kv_head,
+                        num_kv_heads, config, COMBINE_ROWS,
                     )  # fmt: skip

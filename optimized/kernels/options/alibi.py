@@ -6,11 +6,8 @@ import triton.language as tl
 
 @triton.jit
 def load_slopes(alibi_slopes, rows):
-    """Return the slope of each row's head: [BLOCK_M]; None without ALiBi."""
-    slope = None
-    if alibi_slopes is not None:
-        slope = tl.load(alibi_slopes + rows.head, mask=rows.is_row, other=0.0)
-    return slope
+    """Return the slope of each row's head: [BLOCK_M]."""
+    return tl.load(alibi_slopes + rows.head, mask=rows.is_row, other=0.0)
 
 
 @triton.jit

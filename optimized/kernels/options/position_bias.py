@@ -24,11 +24,8 @@ def lower(position_bias: Tensor | None) -> BiasTable | None:
 
 @triton.jit
 def find_bias_rows(position_bias, table, rows):
-    """Return a pointer to the entries of each row's head: [BLOCK_M]; None without a table."""
-    bias = None
-    if position_bias is not None:
-        bias = position_bias + rows.head.to(tl.int64) * table.stride_head
-    return bias
+    """Return a pointer to the entries of each row's head: [BLOCK_M]."""
+    return position_bias + rows.head.to(tl.int64) * table.stride_head
 
 
 @triton.jit

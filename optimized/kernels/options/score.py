@@ -18,43 +18,50 @@ class ScoreTerms(NamedTuple):
     """What is added to the scores of a query tile.
 
     Args:
-        slope: Optional. [BLOCK_M] ALiBi slope of each row.
-        bias: Optional. [BLOCK_M] pointer to the position biases of each row.
-        bias_table: Optional. BiasTable.
+        slope: [BLOCK_M] ALiBi slope of each row; () without ALiBi.
+        bias: [BLOCK_M] pointer to the position biases of each row; () without them.
     """
 
     slope: Any
     bias: Any
-    bias_table: Any
 
 
 @triton.jit
-def load_score_terms(option_tensors, options, rows):
+def load_score_terms(call, rows):
     """Return what is added to the scores of a query tile."""
-    slope = load_slopes(option_tensors.alibi_slopes, rows)
-    bias = find_bias_rows(option_tensors.position_bias, options.position_bias, rows)
-    return ScoreTerms(slope, bias, options.position_bias)
+    tensors = call.option_tensors
+    slope = ()
+    if tensors.alibi_slopes is not None:
+        slope = load_slopes(tensors.alibi_slopes, rows)
+    bias = ()
+    if tensors.position_bias is not None:
+        bias = find_bias_rows(tensors.position_bias, call.options.position_bias, rows)
+    return ScoreTerms(slope, bias)
 
 
 @triton.jit
-def modify_scores(qk, qk_scale, terms, position, key_position, SOFT_CAP: tl.constexpr):
+def modify_scores(
+    qk, qk_scale, call, terms, position, key_position, SOFT_CAP: tl.constexpr
+):
     """Return scores in base 2: [BLOCK_M, BLOCK_N].
 
     Args:
         qk: [BLOCK_M, BLOCK_N] dot products.
         qk_scale: scale of the dot products: a number, or [BLOCK_M, 1].
+        call, terms: Call, ScoreTerms.
         position, key_position: [BLOCK_M], [BLOCK_N].
     """
-    HAS_TERMS: tl.constexpr = terms.slope is not None or terms.bias is not None
+    HAS_SLOPES: tl.constexpr = call.option_tensors.alibi_slopes is not None
+    HAS_BIAS: tl.constexpr = call.option_tensors.position_bias is not None
     if SOFT_CAP > 0:
         qk = cap_scores(qk, qk_scale, SOFT_CAP)
-    elif HAS_TERMS:
+    elif HAS_SLOPES or HAS_BIAS:
         qk = qk * qk_scale
-    if HAS_TERMS:
+    if HAS_SLOPES or HAS_BIAS:
         distance = key_position[None, :] - position[:, None]  # [BLOCK_M, BLOCK_N]
-        if terms.slope is not None:
+        if HAS_SLOPES:
             qk = add_alibi(qk, terms.slope, distance)
-        if terms.bias is not None:
-            qk = add_position_bias(qk, terms.bias, terms.bias_table, distance)
-    IS_SCALED: tl.constexpr = SOFT_CAP > 0 or HAS_TERMS
+        if HAS_BIAS:
+            qk = add_position_bias(qk, terms.bias, call.options.position_bias, distance)
+    IS_SCALED: tl.constexpr = SOFT_CAP > 0 or HAS_SLOPES or HAS_BIAS
     return qk * (LOG2_E if IS_SCALED else qk_scale * LOG2_E)

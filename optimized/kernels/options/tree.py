@@ -31,15 +31,13 @@ class TreeTile(NamedTuple):
         is_tree: whether this request has a tree: no more new tokens than the mask has.
         in_tree: [BLOCK_M] rows of the tree.
         mask: [BLOCK_M] pointers to each row's entries.
-        stride_key: of the mask.
-        depth: Optional. Pointer to the depth of the request's first token.
+        depth: pointer to the depth of the request's first token; () without depths.
         context: position of the first new token.
     """
 
     is_tree: Any
     in_tree: Any
     mask: Any
-    stride_key: Any
     depth: Any
     context: Any
 
@@ -67,13 +65,13 @@ def load_tree(tree, req, rows, context, position, tree_stride_req, tree_width):
     in_tree = rows.is_row & is_tree
     # [BLOCK_M]
     mask += tl.where(in_tree, rows.token, 0).to(tl.int64) * tree.stride_query
-    depths = None
+    depths = ()
     if tree.depth is not None:
         # siblings have the same position: the number of their ancestors is their depth
         depths = tree.depth + req * tree_width
         depth = tl.load(depths + rows.token, mask=in_tree, other=0)
         position = tl.where(in_tree, context + depth, position)
-    tile = TreeTile(is_tree, in_tree, mask, tree.stride_key, depths, context)
+    tile = TreeTile(is_tree, in_tree, mask, depths, context)
     return tile, position
 
 
@@ -94,29 +92,29 @@ def widen_to_tree(tile, rows, begin, end, full_begin, full_end, row_begin, seq_l
 
 
 @triton.jit
-def find_tree_keys(tile, n, is_key):
+def find_tree_keys(tree, tile, n, is_key):
     """Return which keys of a KV tile belong to the tree, and the positions of all of them.
 
     Args:
-        tile: the query tile's tree.
+        tree, tile: TreeMask, TreeTile.
         n: [BLOCK_N] indices of the keys in the sequence.
         is_key: [BLOCK_N] keys that are loaded.
     """
     new = n - tile.context
     of_tree = (new >= 0) & is_key & tile.is_tree
     key_position = n
-    if tile.depth is not None:
+    if tree.depth is not None:
         depth = tl.load(tile.depth + new, mask=of_tree, other=0)
         key_position = tl.where(of_tree, tile.context + depth, n)
     return of_tree, key_position
 
 
 @triton.jit
-def tree_element_mask(tile, n, of_tree):
+def tree_element_mask(tile, stride_key, n, of_tree):
     """Return which keys of a KV tile the tree leaves visible: [BLOCK_M, BLOCK_N]."""
     new = n - tile.context
     is_ancestor = tl.load(
-        tile.mask[:, None] + (new * tile.stride_key)[None, :],
+        tile.mask[:, None] + (new * stride_key)[None, :],
         mask=of_tree[None, :],
         other=1,
     )

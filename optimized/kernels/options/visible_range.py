@@ -29,8 +29,8 @@ class VisibleKeys(NamedTuple):
         row_begin, row_end: [BLOCK_M] interval of each row.
         begin, end: bounds of the keys that some row attends to.
         full_begin, full_end: bounds of the keys that every row attends to.
-        tree: Optional. TreeTile.
-        ranges: Optional. RangeTile.
+        tree: TreeTile; () without a tree mask.
+        ranges: RangeTile; () without ranges.
     """
 
     position: Any
@@ -49,9 +49,9 @@ class KVTileKeys(NamedTuple):
 
     Args:
         n: [BLOCK_N] indices in the sequence.
-        is_key: [BLOCK_N] keys that some row attends to. None in a tile without masks.
+        is_key: [BLOCK_N] keys that some row attends to; () in a tile without masks.
         position: [BLOCK_N] indices too, except in a tree, where siblings share a position.
-        of_tree: Optional. [BLOCK_N] keys that belong to the tree.
+        of_tree: [BLOCK_N] keys that belong to the tree; () without a tree mask.
     """
 
     n: Any
@@ -96,7 +96,7 @@ def find_visible_keys(call, req, rows, seq_len, config: tl.constexpr):
     options = call.options
     context = seq_len - rows.query_len
     position = context + rows.token  # [BLOCK_M]
-    tree = None
+    tree = ()
     if options.tree is not None:
         tree, position = load_tree(
             options.tree, req, rows, context, position, call.tree_stride_req,
@@ -117,7 +117,7 @@ def find_visible_keys(call, req, rows, seq_len, config: tl.constexpr):
         begin, end, full_begin, full_end = widen_to_tree(
             tree, rows, begin, end, full_begin, full_end, row_begin, seq_len
         )
-    ranges = None
+    ranges = ()
     if options.query_ranges is not None:
         ranges = load_ranges(options.query_ranges, rows)
         begin, end = widen_to_ranges(ranges, begin, end, seq_len)
@@ -138,31 +138,32 @@ def full_tiles(visible, begin, end, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def locate_keys(
-    visible, start_n, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+    call, visible, start_n, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
     HAS_LOWER_BOUND: tl.constexpr,
 ):  # fmt: skip
     """Return the keys of the KV tile that begins at `start_n`."""
     n = start_n + tl.arange(0, BLOCK_N)  # [BLOCK_N]
-    is_key = None
+    is_key = ()
     if MASKED:
         is_key = n < visible.end
         if HAS_LOWER_BOUND:
             is_key &= n >= visible.begin
     position = n
-    of_tree = None
-    if MASKED and visible.tree is not None:
-        of_tree, position = find_tree_keys(visible.tree, n, is_key)
+    of_tree = ()
+    if MASKED and call.options.tree is not None:
+        of_tree, position = find_tree_keys(call.options.tree, visible.tree, n, is_key)
     return KVTileKeys(n, is_key, position, of_tree)
 
 
 @triton.jit
-def element_mask(visible, keys, HAS_LOWER_BOUND: tl.constexpr):
+def element_mask(call, visible, keys, HAS_LOWER_BOUND: tl.constexpr):
     """Return which keys of a KV tile each row attends to: [BLOCK_M, BLOCK_N]."""
     mask = keys.position[None, :] < visible.row_end[:, None]
     if HAS_LOWER_BOUND:
         mask &= keys.position[None, :] >= visible.row_begin[:, None]
-    if visible.tree is not None:
-        mask &= tree_element_mask(visible.tree, keys.n, keys.of_tree)
-    if visible.ranges is not None:
+    tree = call.options.tree
+    if tree is not None:
+        mask &= tree_element_mask(visible.tree, tree.stride_key, keys.n, keys.of_tree)
+    if call.options.query_ranges is not None:
         mask |= range_element_mask(visible.ranges, keys.position, keys.is_key)
     return mask
