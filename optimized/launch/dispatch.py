@@ -1,7 +1,7 @@
 """How is a call of attention launched?
 
 What attends is one kernel (`_attend_kernel.py`), launched for the short requests of a batch and
-again for the long ones, which a Hopper chip has another one for (`_prefill_sm90.py`). Nothing is
+again for the long ones, which a Hopper chip has another one for (`kernels/sm90/`). Nothing is
 read from the device, so that a call can be captured.
 
 Most calls are like an earlier one: the same strides, dtypes and options, other sizes. What follows
@@ -19,7 +19,7 @@ from torch import Tensor
 from ...contract.attention_options import AttentionOptions
 from ...validation import values_checked
 from ..kernels.fp8 import scale_arguments
-from ..kernels.sm90 import prefill as _prefill_sm90
+from ..kernels.sm90 import host as sm90
 from .launcher import INTERPRETED, Launcher, check_launch
 from .prepare import MOST_ROOM, Launches, prepare
 from .tuning import max_head_size
@@ -251,7 +251,7 @@ def _start(
 def _is_for_sm90(call: Call) -> bool:
     """Tell whether the kernel for Hopper attends with the long requests of a call."""
     prompts = call.launches.prompts
-    return prompts is not None and _prefill_sm90.takes(
+    return prompts is not None and sm90.accepts(
         prompts, *call[:4], call.out, call.lse, call.scale
     )
 
@@ -260,7 +260,7 @@ def _start_sm90(call: Call) -> None:
     """Launch what attends with long requests on a Hopper chip."""
     prompts = call.launches.prompts
     assert prompts is not None  # `_is_for_sm90` has said so
-    _prefill_sm90.launch(
+    sm90.launch(
         prompts,
         *call[:6],
         call.max_query_len,
