@@ -15,7 +15,7 @@ import torch
 
 from ...contract import shapes
 from ...contract.kinds import HOST, PAD_SLOT_ID
-from ...validation import check_not_negative
+from ...validation import check_not_negative, validated
 from ...validation.step_shapes import (
     check_block_table_sizes,
     check_mamba_block_table,
@@ -215,6 +215,7 @@ class BlockTable:
         return make_block_table(rows, self.max_num_blocks_per_req, self.device)
 
 
+@validated(check_mamba_block_table)
 def mamba_get_block_table_tensor(
     block_table: shapes.BlockTable,
     seq_lens: shapes.TokenCounts,
@@ -258,14 +259,6 @@ def mamba_get_block_table_tensor(
         tensor([[2],
                 [4]], dtype=torch.int32)
     """
-    check_mamba_block_table(
-        block_table,
-        seq_lens,
-        block_size,
-        num_speculative_blocks,
-        mamba_cache_mode,
-        contents=True,
-    )
     if mamba_cache_mode != "align":
         return block_table
     picked = block_table.new_zeros(len(seq_lens), 1 + num_speculative_blocks)

@@ -30,10 +30,12 @@ from ...validation import (
     check_gather_cache,
     check_kv_caches_alike,
     check_reshape_and_cache,
+    validated,
 )
 from ._fp8 import dequantise, quantise
 
 
+@validated(check_reshape_and_cache)
 def reshape_and_cache(
     key: Key,
     value: Value,
@@ -84,16 +86,6 @@ def reshape_and_cache(
         >>> float(key_cache[2, 1]), float(value_cache[2, 1])
         (10.0, 448.0)
     """
-    check_reshape_and_cache(
-        key,
-        value,
-        key_cache,
-        value_cache,
-        slot_mapping,
-        k_scale,
-        v_scale,
-        contents=True,
-    )
     block_size = key_cache.shape[1]
     for token, slot in enumerate(slot_mapping.tolist()):
         # step: skip tokens without a slot
@@ -111,6 +103,7 @@ def reshape_and_cache(
         value_cache[block_id, offset] = new_value
 
 
+@validated(check_gather_cache)
 def gather_cache(
     key_cache: KeyCache,
     value_cache: ValueCache,
@@ -169,17 +162,6 @@ def gather_cache(
         >>> key.flatten()
         tensor([4.0000, 4.5000, 5.0000, 5.5000, 0.0000, 0.5000])
     """
-    check_gather_cache(
-        key_cache,
-        value_cache,
-        block_table,
-        seq_start_loc,
-        num_tokens,
-        k_scale,
-        v_scale,
-        dtype,
-        contents=True,
-    )
     block_size, kv_heads, head_size = key_cache.shape[1:]
     key = key_cache.new_zeros(num_tokens, kv_heads, head_size)
     value = value_cache.new_zeros(num_tokens, kv_heads, value_cache.shape[-1])

@@ -22,6 +22,7 @@ from ...validation import (
     check_row_reaches,
     check_sequences_fit,
     check_slot_mapping_device,
+    validated,
 )
 
 
@@ -137,6 +138,7 @@ def compute_slot_mapping_batch(
     return torch.cat(slots)
 
 
+@validated(check_slot_mapping_device)
 def compute_slot_mapping_device(
     query_start_loc: StartLoc,
     num_computed_tokens: TokenCounts,
@@ -175,14 +177,6 @@ def compute_slot_mapping_device(
         ... )
         tensor([ 8, 20, 21, 22, -1])
     """
-    check_slot_mapping_device(
-        query_start_loc,
-        num_computed_tokens,
-        block_table,
-        block_size,
-        num_tokens,
-        contents=True,
-    )
     slots = compute_slot_mapping_batch(
         query_start_loc.diff().tolist(),
         num_computed_tokens.tolist(),
