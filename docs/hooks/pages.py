@@ -178,12 +178,12 @@ def shape_table() -> str:
 
 def replay_laws() -> str:
     """Return what the replay holds every twin to, as a list."""
-    return "\n".join(f"- {law.value.strip(chr(39))}" for law in step.Law)
+    return "\n".join(f"- {law.value.strip(chr(39))}" for law in step.ReplayLaw)
 
 
 def replay_defaults() -> str:
     """Return what a replay gets when nothing is said, by device."""
-    names = [each.name for each in fields(settings.Settings)]
+    names = [each.name for each in fields(settings.ReplaySettings)]
     lines = ["| | CPU | CUDA |", "|---|---|---|"]
     for name in names:
         values = [getattr(settings.DEFAULTS[each], name) for each in ("cpu", "cuda")]
