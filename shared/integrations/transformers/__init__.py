@@ -1,8 +1,8 @@
-"""Can a model that nobody here wrote run on the twins?
+"""Hugging Face transformers: any model of the library on either twin.
 
-Hugging Face transformers lets a model's attention be replaced by name. `register` puts a twin under
-a name, and `generate` runs a model over a paged cache with it: many requests in one flat batch,
-long prompts in chunks, equal beginnings shared, requests that start over when blocks run out.
+transformers looks its attention function up by name. `register` registers a twin under a name, and
+`generate` runs a model over a paged KV cache with it: continuous batching, chunked prefill, prefix
+caching, and preemption when blocks run out.
 """
 
 import os
@@ -10,8 +10,8 @@ import sys
 
 import torch
 
-# transformers imports triton, and Triton's interpreter has to be chosen before: without a GPU the
-# fast twin runs in nothing else
+# transformers imports triton, and Triton reads TRITON_INTERPRET at import. Without a GPU the
+# optimized twin runs only in the interpreter.
 if not torch.cuda.is_available() and "triton" not in sys.modules:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
