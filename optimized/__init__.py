@@ -101,6 +101,7 @@ from .cache.slot_mapping import (
     compute_slot_mapping_device,
     compute_slot_mapping_start_idx,
 )
+from .launch.workspace import release_workspace
 from .v0.graph_state import CommonAttentionState, get_attn_cg_support
 from .v0.sequence_metadata import (
     CommonMetadataBuilder,
@@ -165,6 +166,7 @@ __all__ = [
     "mamba_get_block_table_tensor",
     "merge_attn_states",
     "paged_attention",
+    "release_workspace",
     "reorder_batch_to_split_decodes_and_prefills",
     "reshape_and_cache",
     "reshape_attn_output_for_spec_decode",

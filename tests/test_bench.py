@@ -15,14 +15,13 @@ import torch
 from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.tools.bench import Benchmark, choose_settings, load_workloads
 from pagetwin.tools.bench.ceilings import Ceilings
+from pagetwin.tools.bench.choice import all_implementations, choose_implementations
 from pagetwin.tools.bench.flash_attention_3 import FlashAttention3
 from pagetwin.tools.bench.implementations import (
     Declined,
     Implementation,
     Ours,
     Prepared,
-    all_implementations,
-    choose_implementations,
 )
 from pagetwin.tools.bench.inputs import draw_inputs
 from pagetwin.tools.bench.results import Entry, Status, ratio, workload_record
@@ -822,7 +821,10 @@ def test_vllms_kernel_gets_the_arguments_that_it_takes(monkeypatch: Any) -> None
         block_table, causal, k_descale,
     ):  # type: ignore[no-untyped-def] # fmt: skip
         window = None if window_size[0] < 0 else window_size[0] + 1
-        paged_attention(q, k, v, block_table, cu_seqlens_q, seqused_k, max_seqlen_q, max_seqlen_k, out=out, options=AttentionOptions(causal=causal, sliding_window=window))  # fmt: skip
+        paged_attention(
+            q, k, v, block_table, cu_seqlens_q, seqused_k, max_seqlen_q, max_seqlen_k,
+            out=out, options=AttentionOptions(causal=causal, sliding_window=window),
+        )  # fmt: skip
 
     module = SimpleNamespace(unified_attention=unified_attention)
     monkeypatch.setitem(sys.modules, vllm_attention.ATTEND, module)

@@ -53,7 +53,7 @@ def picture(name: str) -> str:
 
 
 def question(concept: str) -> str:
-    """Return the question a concept answers."""
+    """Return the summary of a concept: the first line of its file."""
     return f"{operations.concept(concept).summary}\n{{: .summary }}"
 
 
@@ -107,8 +107,8 @@ def code(concept: str) -> str:
 
 
 def concept_table() -> str:
-    """Return the concepts in reading order, with their questions."""
-    lines = ["| read | the question it answers | lines |", "|---|---|---|"]
+    """Return the concepts in reading order, with their summaries."""
+    lines = ["| concept | content | lines |", "|---|---|---|"]
     for each in operations.CONCEPTS:
         path = ROOT / each.path("reference")
         count = len(path.read_text().splitlines())

@@ -3,17 +3,11 @@
 transformers looks its attention function up by name. `register` registers a twin under a name, and
 `generate` runs a model over a paged KV cache with it: continuous batching, chunked prefill, prefix
 caching, and preemption when blocks run out.
+
+transformers imports triton. Without a GPU, set TRITON_INTERPRET=1 in the environment before this
+import to run the Triton kernels in the interpreter; otherwise their first launch raises. The
+reference needs neither.
 """
-
-import os
-import sys
-
-import torch
-
-# transformers imports triton, and Triton reads TRITON_INTERPRET at import. Without a GPU the
-# optimized twin runs only in the interpreter.
-if not torch.cuda.is_available() and "triton" not in sys.modules:
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 try:
     import transformers as _transformers  # noqa: F401
