@@ -288,7 +288,7 @@ def _allocate(
     copies = list(found.blocks_to_copy)
     row = list(manager.get_block_ids(request_id))
     handed_out = [*found.new_block_ids, *(target for _, target in copies)]
-    model.cached = cached
+    model.cached = list(cached)
     model.rows[request_id] = row
     contents = {target: dict(model.slots.get(source, {})) for source, target in copies}
     for block_id in handed_out:

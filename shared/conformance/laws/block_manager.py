@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from ...contract.block_classes import OutOfBlocks
 from ..generators.block_histories import (
     DIRECTED_HISTORIES,
+    BlockAction,  # noqa: F401 (a failing case is evaluated here)
     BlockHistory,
     Moment,
     block_histories,
