@@ -15,14 +15,13 @@ import torch
 from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.tools.bench import Benchmark, choose_settings, load_workloads
 from pagetwin.tools.bench.ceilings import Ceilings
+from pagetwin.tools.bench.choice import all_implementations, choose_implementations
 from pagetwin.tools.bench.flash_attention_3 import FlashAttention3
 from pagetwin.tools.bench.implementations import (
     Declined,
     Implementation,
     Ours,
     Prepared,
-    all_implementations,
-    choose_implementations,
 )
 from pagetwin.tools.bench.inputs import draw_inputs
 from pagetwin.tools.bench.results import Entry, Status, ratio, workload_record

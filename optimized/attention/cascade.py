@@ -1,4 +1,4 @@
-"""How is a prefix that all requests share read only once?
+"""Cascade attention: a prefix that all requests share is read once.
 
 The twin's own kernels make both parts and join them. Lengths are shortened where they lie, so the
 host waits for nothing and a CUDA graph may hold it all. That the rows share the prefix is believed:

@@ -1,4 +1,4 @@
-"""Which rank keeps which tokens of a long sequence?
+"""Decode context parallelism: one sequence's keys distributed over ranks.
 
 Nothing is dealt out: whole rounds are counted by a division, and the rest of a sequence goes to the
 first ranks. All of it runs where the lengths lie, also what becomes of a step's tokens: each finds

@@ -1,4 +1,4 @@
-"""What does a token see that is not cached?
+"""Encoder attention: tokens attend to each other without a cache.
 
 The kernel of `_attend.py` again, which finds key p of a request p rows behind its first one instead
 of through a block table.

@@ -1,4 +1,4 @@
-"""How does a layer attend whose cache holds one short vector a token instead of all heads?
+"""Multi-head latent attention: the cache holds one latent vector per token.
 
 Projections are products of torch's, written to where they are needed. Attention to the latents is
 `paged_attention` with one kv head, whose values are a view of its keys: nothing is copied, and a

@@ -1,4 +1,4 @@
-"""What does each new token see of its sequence?
+"""Paged attention: new tokens attend to keys and values in cache blocks.
 
 Nothing is gathered: the kernel of `_attend.py` follows the block table while it attends. What it
 does, and how a batch is cut into programs, stands there.

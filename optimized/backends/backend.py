@@ -1,4 +1,4 @@
-"""How does an engine run all of this as one object?
+"""Attention backend: all operations as one object with an engine's interface.
 
 Two backends stand here. TRITON runs everything in this package's own kernels. XFORMERS runs its
 decodes in xFormers' paged split-K operator and its prefills in Triton, as vLLM's V1 backend of that

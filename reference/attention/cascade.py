@@ -1,4 +1,4 @@
-"""How is a prefix that all requests share read only once?
+"""Cascade attention: a prefix that all requests share is read once.
 
 Requests that begin alike (the same system prompt, the same document) have the same first blocks in
 their rows. Attention request by request reads those keys again for each. But every new token stands

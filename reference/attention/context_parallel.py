@@ -1,4 +1,4 @@
-"""Which rank keeps which tokens of a long sequence?
+"""Decode context parallelism: one sequence's keys distributed over ranks.
 
 Decode context parallelism spreads one sequence's keys and values over several devices, so that each
 reads only its share. Positions are dealt out like cards: `interleave_size` in a row to rank 0, as

@@ -1,4 +1,4 @@
-"""What does a token see that is not cached?
+"""Encoder attention: tokens attend to each other without a cache.
 
 An encoder reads its whole input at once: every token sees every other, in both directions, and
 nothing is kept for later. So keys and values lie one after another, request after request, and need

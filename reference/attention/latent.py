@@ -1,4 +1,4 @@
-"""How does a layer attend whose cache holds one short vector a token instead of all heads?
+"""Multi-head latent attention: the cache holds one latent vector per token.
 
 Multi-head latent attention compresses each token to a latent, from which every head's key and value
 can be computed again, plus one key part that carries the position (rope) and that all heads share.

@@ -1,4 +1,4 @@
-"""What does each new token see of its sequence?
+"""Paged attention: new tokens attend to keys and values in cache blocks.
 
 Every new token asks a question (its query) of all tokens up to itself. Their keys and values lie in
 the cache, scattered over blocks, the new token's own among them: it was written just before. So

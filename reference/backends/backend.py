@@ -1,4 +1,4 @@
-"""How does an engine run all of this as one object?
+"""Attention backend: all operations as one object with an engine's interface.
 
 A backend bundles a cache shape, a metadata builder and a layer implementation, so that an engine
 can swap one for another. A layer's forward is then always the same three steps: write the new
