@@ -31,7 +31,7 @@ from ...validation import (
     check_kv_caches_alike,
     check_reshape_and_cache,
 )
-from ._fp8 import dequantise, quantise
+from .fp8 import dequantise, quantise
 
 
 def reshape_and_cache(
