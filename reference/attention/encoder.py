@@ -21,9 +21,9 @@ from ...validation import check_encoder_attention, validated
 from .heads import upcast_heads
 from .masks import visible_keys, zero_masked
 from .output import start_output, write_output
+from .requests.split_requests import split_requests
 from .scores import modify_scores
 from .softmax import softmax
-from .split_requests import split_requests
 
 
 @validated(check_encoder_attention)

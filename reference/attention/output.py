@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ...contract.attention_options import AttentionOptions
 from ..cache.fp8 import quantise
-from .request import Request
+from .requests.request import Request
 
 
 def start_output(

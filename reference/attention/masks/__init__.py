@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ....contract.attention_options import AttentionOptions
-from ..request import Request
+from ..requests.request import Request
 from . import attention_chunk, causal, query_ranges, sliding_window, tree
 
 LIMITS = {

@@ -5,7 +5,7 @@ Source: Llama 4, 2025 (its layers with local attention).
 
 from torch import Tensor
 
-from ..request import Request
+from ..requests.request import Request
 
 
 def visible(attention_chunk_size: int, request: Request) -> Tensor:

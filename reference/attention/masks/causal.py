@@ -6,7 +6,7 @@ Source: Vaswani et al., "Attention Is All You Need", NeurIPS 2017, section 3.2.3
 import torch
 from torch import Tensor
 
-from ..request import Request
+from ..requests.request import Request
 
 
 def visible(causal: bool | Tensor, request: Request) -> Tensor:

@@ -7,7 +7,7 @@ Source: vLLM's `mm_prefix_range`; Gemma 3, 2025.
 
 from torch import Tensor
 
-from ..request import Request
+from ..requests.request import Request
 
 
 def visible(query_ranges: Tensor, request: Request) -> Tensor:

@@ -5,7 +5,7 @@ Source: Beltagy et al., "Longformer", 2020, section 3.1.
 
 from torch import Tensor
 
-from ..request import Request
+from ..requests.request import Request
 
 
 def visible(sliding_window: int, request: Request) -> Tensor:

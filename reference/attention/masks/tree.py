@@ -6,7 +6,7 @@ Source: Miao et al., "SpecInfer", ASPLOS 2024, section 4.2 (tree-based parallel 
 import torch
 from torch import Tensor
 
-from ..request import Request
+from ..requests.request import Request
 
 
 def visible(tree_mask: Tensor, request: Request) -> Tensor:

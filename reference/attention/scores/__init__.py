@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from ....contract.attention_options import AttentionOptions
-from ..request import Request
+from ..requests.request import Request
 from . import alibi, position_bias, soft_cap
 
 MODIFICATIONS = {

@@ -5,7 +5,7 @@ Source: Press et al., "Train Short, Test Long", ICLR 2022.
 
 from torch import Tensor
 
-from ..request import Request
+from ..requests.request import Request
 
 
 def modify(scores: Tensor, alibi_slopes: Tensor, request: Request) -> Tensor:

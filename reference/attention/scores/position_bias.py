@@ -5,7 +5,7 @@ Source: Raffel et al., "Exploring the Limits of Transfer Learning" (T5), JMLR 20
 
 from torch import Tensor
 
-from ..request import Request
+from ..requests.request import Request
 
 
 def modify(scores: Tensor, position_bias: Tensor, request: Request) -> Tensor:

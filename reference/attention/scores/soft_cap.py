@@ -5,7 +5,7 @@ Source: Gemma 2, 2024, section 2 ("logit soft-capping").
 
 from torch import Tensor
 
-from ..request import Request
+from ..requests.request import Request
 
 
 def modify(scores: Tensor, cap: float, request: Request) -> Tensor:

@@ -7,8 +7,8 @@ row depend on the other rows and on masked keys. A product of one row over the s
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ...contract.attention_options import AttentionOptions
-from .masks import visible_keys
+from ....contract.attention_options import AttentionOptions
+from ..masks import visible_keys
 from .request import Request
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ...contract.attention_options import AttentionOptions
+from ....contract.attention_options import AttentionOptions
 from .batch_invariance import one_request_per_query
 from .request import Request
 
