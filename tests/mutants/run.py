@@ -30,7 +30,7 @@ from pagetwin.conformance.laws.all_laws import ALL_LAWS
 from .judge import Trial, judge, laws_near
 from .mutant import OPERATORS, PACKAGES, Mutant, load_catalogue
 
-REPORT = Path(__file__).parent / "report.json"
+REPORT = Path(__file__).parents[1] / "records" / "mutants.json"
 EXAMPLES = 25
 
 

@@ -44,7 +44,7 @@ from benchmarks.ladder.shipped import kernels_of_one_chip
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[2]
 HEADS = (32, 8, 128)
-RECORD = FOLDER / "ladder.json"
+RECORD = ROOT / "tests" / "records" / "ladder.json"
 FLUSH_BYTES = 256 << 20
 REPEATS = 30
 FEWEST_REPEATS = 5
