@@ -11,7 +11,7 @@ from law_faults import ANY, SINGLE, broken
 from pagetwin.conformance.harness.candidate import Candidate, Support, load_candidate
 from pagetwin.conformance.harness.expect import Disagreement
 from pagetwin.conformance.harness.law import Law
-from pagetwin.conformance.harness.runner import make_setting
+from pagetwin.conformance.harness.trial import make_setting
 from pagetwin.conformance.laws.all_laws import ALL_LAWS
 
 RIGHT = load_candidate("reference")

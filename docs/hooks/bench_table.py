@@ -1,7 +1,7 @@
 """How fast was attention when it was last timed on a GPU, and what is timed at all?
 
-Read from the newest record that `pagetwin bench --json` left in tests/records, and from the files of
-the benchmark itself.
+Read from the newest record that `pagetwin bench --json` left in tests/records, and from the files
+of the benchmark itself.
 """
 
 import json

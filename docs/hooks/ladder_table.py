@@ -1,7 +1,7 @@
 """How long does each rung of the ladder take, and what does its kernel look like?
 
-The figures are read from tests/records/ladder.json, which tests/benchmarks/ladder/run.py writes; the
-kernels are shown from their files.
+The figures are read from tests/records/ladder.json, which tests/benchmarks/ladder/run.py writes;
+the kernels are shown from their files.
 """
 
 import ast
