@@ -14,16 +14,16 @@ from pagetwin.conformance.oracles.dense import judge_attention, judge_lse, same_
 from pagetwin.contract.attention_options import AttentionOptions, pack_options
 from pagetwin.optimized.launch.launcher import INTERPRETED
 from pagetwin.optimized.launch.portable import PortablePlan
-from pagetwin.optimized.launch.prepare import FIXED_SPAN
+from pagetwin.optimized.launch.prepare import SPLIT_SIZE
 from torch import Tensor
 
-LONG = 3 * FIXED_SPAN + 17
+LONG = 3 * SPLIT_SIZE + 17
 CROWD = 5 if INTERPRETED else 70
 """Requests that leave no program to parts: a chip has many more programs than the interpreter."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "sinks": {"sinks": torch.linspace(-1, 3, 8)},
-    "window": {"sliding_window": FIXED_SPAN + 5},
+    "window": {"sliding_window": SPLIT_SIZE + 5},
     "cap": {"logits_soft_cap": 5.0},
 }
 WAYS = [
@@ -135,7 +135,7 @@ def test_a_sequence_longer_than_it_was_said_to_be_harms_nobody(
     optimized.paged_attention(
         out=right, lse=right_lse, **pack_options(**given, batch_invariant=True)
     )
-    for bound in (FIXED_SPAN + 1, 3 * FIXED_SPAN, given["max_seq_len"]):
+    for bound in (SPLIT_SIZE + 1, 3 * SPLIT_SIZE, given["max_seq_len"]):
         out, lse = batch.fresh()
         told = given | {"max_seq_len": bound}
         optimized.paged_attention(

@@ -1,4 +1,4 @@
-"""Kernel family of the portable Triton kernel: decode and prefill launches on any CUDA device.
+"""Kernel family of the portable Triton kernels: decode and prefill launches on any CUDA device.
 
 A batch may mix requests of any length. Requests whose rows (queries times the query heads that
 share a kv head) fit one decode tile are computed by the decode launch, in split-KV form. All
@@ -6,15 +6,13 @@ others are computed by the prefill launch, one program per tile of rows. Each la
 requests of the other one, so nothing has to be read from the device to separate them.
 """
 
-from typing import Any
-
 from torch import Tensor
 
-from ...contract.attention_options import AttentionOptions
-from ..kernels.fp8 import scale_arguments
+from ..kernels.arguments import Tensors
+from ..kernels.options import lower_tensors
 from .attention_call import AttentionCall, compiled_in
 from .launcher import NO_OPTIONS, Launcher
-from .prepare import MOST_ROOM, Launches, prepare
+from .prepare import MAX_WORKSPACE, Launches, prepare
 from .workspace import find_workspace
 
 
@@ -59,7 +57,7 @@ class PortablePlan:
         self.has_decode = launches.has_decode
         self.short_rows = launches.short_rows
         self.group_size = launches.group_size
-        self.upcasts_output = launches.widens
+        self.upcasts_output = launches.upcasts_output
 
     def takes(self, call: AttentionCall) -> bool:
         """Return True: this kernel takes any address and any scale."""
@@ -78,9 +76,9 @@ class PortablePlan:
             num_reqs, split_rows, call.max_query_len, call.max_key_len
         )
         max_keys = call.max_key_len
-        if launches.most_seen is not None:
+        if launches.max_visible_keys is not None:
             # a window may begin anywhere within its first tile
-            max_keys = min(max_keys, launches.most_seen + block_n)
+            max_keys = min(max_keys, launches.max_visible_keys + block_n)
         tiles = num_reqs * max(1, -(-max_keys // block_n))
         splits = min(max_splits, tiles)
         counters = splits * launches.kv_heads
@@ -98,16 +96,20 @@ class PortablePlan:
         num_reqs = call.query_start_loc.shape[0] - 1
         # each request has at most the tiles that its rows fill, and one that is not full
         rows = call.query.shape[0] * launches.group_size
-        tiles = rows // launches.rows + num_reqs
+        tiles = rows // launches.block_m + num_reqs
         alone, spread = launches.prefills
-        if launches.span:
+        if launches.split_size:
             # if the tiles do not fill the chip, their splits get programs of their own
-            splits = -(-call.max_key_len // launches.span)
+            splits = -(-call.max_key_len // launches.split_size)
             counters = tiles * launches.kv_heads
-            split_rows = min(launches.rows, call.max_query_len * launches.group_size)
+            split_rows = min(launches.block_m, call.max_query_len * launches.group_size)
             partials = -(-counters * splits * split_rows // 4) * 4
             numbers = partials * (launches.value_size + 1)
-            if splits > 1 and counters < launches.processors and numbers <= MOST_ROOM:
+            if (
+                splits > 1
+                and counters < launches.processors
+                and numbers <= MAX_WORKSPACE
+            ):
                 arrivals, workspace = find_workspace(
                     call.query.device, counters, numbers
                 )
@@ -156,20 +158,21 @@ class PortablePlan:
             _,
         ) = call
         at = 0 if workspace is None else workspace.data_ptr()
-        pointers = (
-            query.data_ptr(),
-            key.data_ptr(),
-            value.data_ptr(),
-            0 if block_table is None else block_table.data_ptr(),
-            query_start_loc.data_ptr(),
-            lengths.data_ptr(),
-            out.data_ptr(),
-            0 if lse is None else lse.data_ptr(),
-            at + 4 * partials,
-            at,
-            0 if arrivals is None else arrivals.data_ptr(),
+        pointers = Tensors(
+            q=query.data_ptr(),
+            k=key.data_ptr(),
+            v=value.data_ptr(),
+            block_table=0 if block_table is None else block_table.data_ptr(),
+            query_start_loc=query_start_loc.data_ptr(),
+            seq_lens=lengths.data_ptr(),
+            out=out.data_ptr(),
+            lse=0 if lse is None else lse.data_ptr(),
+            partial_out=at + 4 * partials,
+            partial_lse=at,
+            semaphores=0 if arrivals is None else arrivals.data_ptr(),
         )
         num_reqs = query_start_loc.shape[0] - 1
+        # the kernels' arguments from `num_tokens` to `lse_stride_token`
         numbers = (
             query.shape[0],
             num_reqs,
@@ -183,17 +186,5 @@ class PortablePlan:
             query, key, value, block_table, query_start_loc, lengths, out, lse,
             workspace, partials, arrivals,
         )  # fmt: skip
-        values = _option_values(call.options) if self._has_values else NO_OPTIONS
+        values = lower_tensors(call.options) if self._has_values else NO_OPTIONS
         launcher(grid, pointers, values, numbers, tensors)
-
-
-def _option_values(options: AttentionOptions) -> tuple[Any, ...]:
-    """Return the options that the kernel receives anew at each call, in its order."""
-    return (
-        None if options.alibi_slopes is None else options.alibi_slopes.contiguous(),
-        None if options.sinks is None else options.sinks.contiguous(),
-        options.position_bias,
-        scale_arguments(options.k_scale)[0],
-        scale_arguments(options.v_scale)[0],
-        scale_arguments(options.out_scale)[0],
-    )

@@ -30,10 +30,10 @@ BRIEF = 2048
 """Keys of sequences that are so short that the size of the kernel's code matters."""
 COMBINED_AT_ONCE = 8192
 """Numbers of partial results that a program holds while it combines them."""
-FIXED_SPAN = 64 if INTERPRETED else 4096
+SPLIT_SIZE = 64 if INTERPRETED else 4096
 """Keys per split of batch-invariant rows. With 2,048 one decode over 131,072 keys takes 184 us
 instead of 168, and the other batches in docs/benchmark.md lose up to 4.5 %."""
-MOST_ROOM = 1 << 26
+MAX_WORKSPACE = 1 << 26
 """Numbers of partial results, 256 MiB, for which a workspace is worth its memory."""
 
 
@@ -44,7 +44,7 @@ class Launches:
     Args:
         fixed: arguments of all launches, by name.
         config: constants of all launches; those of tiles are the prefill's.
-        decode_tiles, lone_tiles: tiles of decodes, and of decodes too few to fill the chip.
+        decode_tiles, small_batch_tiles: tiles of decodes, and of decodes too few to fill the chip.
         decodes: launches of the decode kernel, made when they are first needed.
         prefills: launches for all other requests: one program per query tile, and one per split
             of its keys. The second one is launched only for batch-invariant rows.
@@ -53,70 +53,73 @@ class Launches:
         has_decode: whether the decode kernel is used: the rows of one token fit its tile, and rows
             need not be batch-invariant.
         short_rows: rows of a decode request, at most; 0 if the decode kernel is not used.
-        rows: rows of a prefill tile.
-        span: keys per split of batch-invariant rows; 0 if rows are not split.
-        most_seen: keys that the rows of a decode request attend to, at most. None if there is no
-            such limit.
-        one_loop: whether a decode masks every KV tile.
-        lone_reqs: fewer requests than that do not fill the chip.
+        block_m: rows of a prefill tile.
+        split_size: keys per split of batch-invariant rows; 0 if rows are not split.
+        max_visible_keys: keys that the rows of a decode request attend to, at most. None if there
+            is no such limit.
+        masks_all_tiles: whether a decode masks every KV tile.
+        full_reqs: fewer requests than that are a small batch, which does not fill the chip.
         processors: multiprocessors of the chip.
-        widens: whether the output is written in float32 first.
+        upcasts_output: whether the output is written in float32 first.
     """
 
     fixed: dict[str, Any]
     config: Config
     decode_tiles: Tiles
-    lone_tiles: Tiles
+    small_batch_tiles: Tiles
     prefills: tuple[Launcher, Launcher]
     group_size: int
     kv_heads: int
     value_size: int
     has_decode: bool
     short_rows: int
-    rows: int
-    span: int
-    most_seen: int | None
-    one_loop: bool
-    lone_reqs: int
+    block_m: int
+    split_size: int
+    max_visible_keys: int | None
+    masks_all_tiles: bool
+    full_reqs: int
     processors: int
-    widens: bool
+    upcasts_output: bool
     decodes: dict[tuple[int, int, bool, bool, bool], tuple[Launcher, int, int]] = field(
         default_factory=dict
     )
 
     def decode(
-        self, num_reqs: int, part_rows: int, max_query_len: int, max_key_len: int
+        self, num_reqs: int, partial_rows: int, max_query_len: int, max_key_len: int
     ) -> tuple[Launcher, int, int]:
         """Return the launch of the decode kernel, the keys of its tiles, and its most segments."""
-        combine_rows = next_power_of_2(max(part_rows, 1))
+        combine_rows = next_power_of_2(max(partial_rows, 1))
         per_pass = next((n for n in REQS_PER_PASS if num_reqs <= n), REQS_PER_PASS[-1])
-        is_lone = num_reqs < self.lone_reqs
+        is_small_batch = num_reqs < self.full_reqs
         # the code of a second loop costs short sequences more than the masks of one
-        one_loop = self.one_loop or max_query_len > 1 or max_key_len <= BRIEF
-        key = (combine_rows, per_pass, num_reqs > per_pass, is_lone, one_loop)
+        masks_all_tiles = (
+            self.masks_all_tiles or max_query_len > 1 or max_key_len <= BRIEF
+        )
+        has_many_reqs = num_reqs > per_pass
+        key = (combine_rows, per_pass, has_many_reqs, is_small_batch, masks_all_tiles)
         known = self.decodes.get(key)
         if known is None:
-            tiles = self.lone_tiles if is_lone else self.decode_tiles
-            programs = self.processors * (1 if is_lone else PROGRAMS)
+            tiles = self.small_batch_tiles if is_small_batch else self.decode_tiles
+            programs = self.processors * (1 if is_small_batch else PROGRAMS)
             numbers = combine_rows * self.config.BLOCK_DV
             config = self.config._replace(
                 BLOCK_M=self.short_rows,
-                BLOCK_N=tiles.keys,
+                BLOCK_N=tiles.block_n,
                 PIN_FP8_V=True,
                 CLEAR_PADDING=True,
-                MASK_ALL_TILES=one_loop,
+                MASK_ALL_TILES=masks_all_tiles,
             )
             plan = StreamK(
-                MIN_TILES=max(1, MIN_SEGMENT // tiles.keys),
+                MIN_TILES=max(1, MIN_SEGMENT // tiles.block_n),
                 REQS_PER_PASS=per_pass,
-                MANY_REQS=num_reqs > per_pass,
+                MANY_REQS=has_many_reqs,
                 COMBINE_ROWS=combine_rows,
                 COMBINE_SPLITS=max(1, min(16, COMBINED_AT_ONCE // numbers)),
             )
             launcher = _launcher(
                 decode_kernel, self.fixed, tiles, config=config, plan=plan
             )
-            known = (launcher, tiles.keys, max(1, programs // self.kv_heads))
+            known = (launcher, tiles.block_n, max(1, programs // self.kv_heads))
             self.decodes[key] = known
         return known
 
@@ -131,8 +134,8 @@ def prepare(
     options: AttentionOptions,
 ) -> Launches:
     """Return the launches of calls with this one's signature."""
-    widens = must_widen(out.dtype)
-    if widens:
+    upcasts_output = must_widen(out.dtype)
+    if upcasts_output:
         # the float32 output need not have the strides of the given one
         out = torch.zeros_like(out, dtype=torch.float32)
     kv_heads, value_size = value.shape[-2:]
@@ -140,7 +143,7 @@ def prepare(
     arguments, constants = lower_options(options, query_start_loc)
     config = _make_config(query, key, value, block_table, out, options, constants)
     is_cut = bool(options.sliding_window or options.attention_chunk_size)
-    decode, lone, prefill = choose_tiles(
+    decode, small_batch, prefill = choose_tiles(
         max(config.BLOCK_D, config.BLOCK_DV),
         query.dtype,
         query.device,
@@ -150,10 +153,10 @@ def prepare(
         has_bit_decoding=config.CACHE_FP8 > 0 and not config.NATIVE_FP8,
         has_native_fp8=config.NATIVE_FP8,
         is_paged=block_table is not None,
-        has_parts=options.batch_invariant,
+        has_splits=options.batch_invariant,
     )
     # the rows of a decode request fit one decode tile
-    short_rows = min(64, max(decode.rows, next_power_of_2(group_size)))
+    short_rows = min(64, max(decode.block_m, next_power_of_2(group_size)))
     has_decode = group_size <= short_rows and not options.batch_invariant
     if not has_decode:
         short_rows = 0
@@ -166,15 +169,15 @@ def prepare(
         "decode_rows": short_rows,
     }
     config = config._replace(
-        BLOCK_M=prefill.rows,
-        BLOCK_N=prefill.keys,
+        BLOCK_M=prefill.block_m,
+        BLOCK_N=prefill.block_n,
         CLEAR_PADDING=not has_decode,
         # with one loop each key is weighted by the same instructions in every tile
         MASK_ALL_TILES=options.batch_invariant,
     )
     if options.batch_invariant:
-        size = FIXED_SPAN
-        rows = min(16, prefill.rows)
+        size = SPLIT_SIZE
+        rows = min(16, prefill.block_m)
         prefills = (
             _launcher(split_rows_kernel, fixed, prefill, config=config, SPLIT_SIZE=size),
             _launcher(
@@ -190,20 +193,20 @@ def prepare(
         fixed=fixed,
         config=config,
         decode_tiles=decode,
-        lone_tiles=lone,
+        small_batch_tiles=small_batch,
         prefills=prefills,
         group_size=group_size,
         kv_heads=kv_heads,
         value_size=value_size,
         has_decode=has_decode,
         short_rows=short_rows,
-        rows=prefill.rows,
-        span=FIXED_SPAN if options.batch_invariant else 0,
-        most_seen=_most_seen(short_rows, options),
-        one_loop=is_cut or tree is not None or options.query_ranges is not None,
-        lone_reqs=processors // kv_heads + 1,
+        block_m=prefill.block_m,
+        split_size=SPLIT_SIZE if options.batch_invariant else 0,
+        max_visible_keys=_max_visible_keys(short_rows, options),
+        masks_all_tiles=is_cut or tree is not None or options.query_ranges is not None,
+        full_reqs=processors // kv_heads + 1,
         processors=processors,
-        widens=widens,
+        upcasts_output=upcasts_output,
     )
 
 
@@ -248,13 +251,13 @@ def _make_config(
         BLOCK_N=0,
         MASK_ALL_TILES=False,
         CLEAR_PADDING=False,
-        INDEX_64=INTERPRETED or max(_reach(key), _reach(value)) >= 2**31,
+        INDEX_64=INTERPRETED or max(_extent(key), _extent(value)) >= 2**31,
         UPCAST=must_widen(query.dtype),
         ROW_SUMS=INTERPRETED and options.batch_invariant,
     )
 
 
-def _reach(tensor: Tensor) -> int:
+def _extent(tensor: Tensor) -> int:
     """Return an upper bound of the elements between a tensor's first and its last one."""
     return sum(
         size * abs(stride)
@@ -262,7 +265,7 @@ def _reach(tensor: Tensor) -> int:
     )
 
 
-def _most_seen(short_rows: int, options: AttentionOptions) -> int | None:
+def _max_visible_keys(short_rows: int, options: AttentionOptions) -> int | None:
     """Return an upper bound of the keys that a decode request attends to. None: all keys."""
     if options.query_ranges is not None or options.tree_mask is not None:
         return None

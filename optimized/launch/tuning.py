@@ -1,23 +1,26 @@
-"""How large are the tiles of the attention kernels?
+"""Tuning constants: tile sizes, warps and stages of the portable attention kernels, per chip.
 
-A tile is `rows` queries (of one kv head: tokens times the query heads that share it) by `keys`
+A tile has `block_m` rows (of one kv head: tokens times the query heads that share it) and `block_n`
 keys. Loads that go through the block table are indirect, so of `num_stages` only
-(num_stages - 1) // 2 key and value tiles are in flight.
+(num_stages - 1) // 2 KV tiles are in flight.
 
-TABLE holds, for each width of a head in bytes, the decode tile and the prefill tile of a chip with
-at least 160 KiB of shared memory an SM; SMALL is for all others, unknown ones included. The
-interpreter gets small tiles, so that short sequences already cross their edges.
+TABLE holds, for each size of a head in bytes, the decode tile and the prefill tile of a chip with
+at least 160 KiB of shared memory per SM. SMALL is for all others, unknown ones included. The
+interpreter has small tiles, so that short sequences already cross their edges.
 
-Chosen on an H200 (torch 2.11, triton 3.6, bfloat16, 32 query heads, 8 kv heads of 128, blocks of
-16, cold L2, medians of 30; each pair from one run). Decodes with tiles of 16 x 128 and 4 warps, two
-programs a multiprocessor with 3 stages against one with 5: 64 over 4,096 keys 263 us and 266, 256
-of ragged lengths 526 and 554, with a window of 1,024 82.5 and 89.8, 4 drafts each 264 and 272.
-Where there is one row or less for each program, one with 5 stages is ahead: 8 over 32,768 keys 260
-against 266, one over 131,072 keys 142 against 148, 16 over 512 keys 20.8 against 24.2. With heads
-of 64 (20 over 1,500 keys) 5 stages and two programs: 146, against 157 with 3. 8 warps and three
-programs lost by a fifth and more. A prefill of 8,192 tokens took 1,658 us with 128 x 64, 4 warps, 3
-stages (128 x 128, 8 warps, 3 stages: 1,768 to 1,791, with 5 stages 1,645, which holds twice the
-shared memory for 1 %; 64 rows: 2,297 to 3,035); the kernel of its own that Hopper has, 830.
+Measured on an H200 (torch 2.11, triton 3.6, bfloat16, 32 query heads, 8 kv heads of 128, blocks of
+16, cold L2, medians of 30; each pair from one run):
+
+- Decodes with tiles of 16 x 128 and 4 warps, two programs per SM with 3 stages against one with 5:
+  64 over 4,096 keys 263 us and 266, 256 of ragged lengths 526 and 554, with a window of 1,024 82.5
+  and 89.8, 4 drafts each 264 and 272.
+- If there is at most one row per program, one program with 5 stages is faster: 8 over 32,768 keys
+  260 us against 266, one over 131,072 keys 142 against 148, 16 over 512 keys 20.8 against 24.2.
+- With heads of 64 (20 over 1,500 keys), 5 stages and two programs: 146 us, against 157 with 3. 8
+  warps and three programs were slower by a fifth and more.
+- A prefill of 8,192 tokens took 1,658 us with 128 x 64, 4 warps, 3 stages. With 128 x 128, 8 warps,
+  3 stages it took 1,768 to 1,791; with 5 stages 1,645, with twice the shared memory for 1 %. With
+  64 rows it took 2,297 to 3,035. Hopper's own kernel took 830.
 """
 
 from dataclasses import dataclass, replace
@@ -30,10 +33,10 @@ from .launcher import INTERPRETED
 
 @dataclass(frozen=True)
 class Tiles:
-    """One launch's tile and how the chip runs it."""
+    """Rows and keys of a launch's tiles, its warps and pipeline stages."""
 
-    rows: int
-    keys: int
+    block_m: int
+    block_n: int
     num_warps: int
     num_stages: int
 
@@ -52,7 +55,7 @@ SMALL = {
     512: (Tiles(16, 32, 4, 2), Tiles(32, 32, 4, 1)),
     2048: (Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1)),
 }
-# float32 products run on plain units and take many more registers
+# float32 products do not run on tensor cores and take many more registers
 FLOAT32 = {
     256: (Tiles(16, 64, 8, 2), Tiles(64, 32, 8, 2)),
     512: (Tiles(16, 64, 8, 2), Tiles(32, 32, 8, 1)),
@@ -68,9 +71,9 @@ IN_THE_INTERPRETER = {4096: (Tiles(16, 32, 4, 1), Tiles(32, 32, 4, 1))}
 SHARED_MEMORY = 160 * 1024
 MAX_HEAD_SIZE = 1024
 PROGRAMS = 2
-"""Programs of decodes on a multiprocessor."""
+"""Decode programs per SM."""
 DECODE_ROWS = 16
-"""Rows of every decode tile, the fewest that a product of tiles has."""
+"""Rows of a decode tile, the fewest that `tl.dot` takes."""
 
 
 def choose_tiles(
@@ -83,32 +86,32 @@ def choose_tiles(
     has_bit_decoding: bool = False,
     has_native_fp8: bool = False,
     is_paged: bool = True,
-    has_parts: bool = False,
+    has_splits: bool = False,
 ) -> tuple[Tiles, Tiles, Tiles]:
-    """Return the tile of decodes, of decodes too few to fill the chip, and of prefills.
+    """Return the tiles of decodes, of decodes in a small batch, and of prefills.
 
     Args:
         head_tile: elements of a head, rounded up to a power of two.
-        dtype: of the cache.
+        dtype: of the queries.
         device: where the kernels run.
-        has_window: whether queries see a window: many of a prefill's tiles are then masked,
-            which takes registers, and it gets 8 warps (8,192 tokens, window 1,024: 538 us
-            against 560 with 4, with cap, ALiBi and sinks 1,041 against 1,236; without a
-            window 4 warps are ahead, with a soft cap by 10 %).
+        has_window: whether there is a sliding window or a chunk. Many of a prefill's tiles are then
+            masked, which takes registers, and it gets 8 warps (8,192 tokens, window 1,024: 538 us
+            against 560 with 4; with cap, ALiBi and sinks 1,041 against 1,236. Without a window 4
+            warps are faster, with a soft cap by 10 %).
         has_bias: whether a position bias is loaded for each score, whose addresses take
             registers: a prefill gets 8 warps (8,192 tokens: 3,498 us; 64 x 32 tiles 4,159 with
             4 warps and 4,679 with 8, 64 x 64 tiles with 8 warps 4,966).
-        has_tree: whether a tree's mask is loaded too: a prefill gets half the rows, and beside
-            a bias every tile half the keys (sm_90, 128 x 64: 808 bytes spilled, with both
+        has_tree: whether a tree mask is loaded too: a prefill gets half the rows. With a bias
+            too, every tile gets half the keys (sm_90, 128 x 64: 808 bytes spilled, with both
             1,384; halved: 48 and none).
         has_bit_decoding: whether FP8 numbers are decoded without an instruction for it, which
             takes registers too (sm_80, 128 x 64: 6,608 bytes spilled; 64 x 64: none).
-        has_native_fp8: whether FP8 numbers are decoded by an instruction: a tile takes half the
+        has_native_fp8: whether FP8 numbers are decoded by an instruction. A tile takes half the
             bytes, and a decode has one more in flight.
         is_paged: whether loads go through the block table. If not, all stages are in flight.
-        has_parts: whether one tile serves decodes and prefills, and holds the parts of its rows
-            that are joined beside the one at hand. It gets 64 rows: 64 decodes over 4,096 keys
-            take 296 us, one over 131,072 168, a prefill of 8,192 tokens 1,781 (each tile in a run
+        has_splits: whether rows are batch-invariant. One tile then serves decodes and prefills,
+            and a program holds two accumulators. It gets 64 rows: 64 decodes over 4,096 keys take
+            296 us, one over 131,072 168, a prefill of 8,192 tokens 1,781 (each tile in a run
             of its own; 128 x 64, 4 warps: 573, 301 and 1,978, 880 bytes spilled; with 8 warps 508,
             296 and 1,744; 128 x 128, 8 warps: 466, 279 and 1,633; 64 x 128, 8 warps: 426, 248 and
             2,791).
@@ -116,31 +119,31 @@ def choose_tiles(
     table = _table(dtype == torch.float32, device)
     width = head_tile * dtype.itemsize
     decode, prefill = next(tiles for limit, tiles in table.items() if width <= limit)
-    if has_parts:
-        prefill = replace(prefill, rows=min(64, prefill.rows))
+    if has_splits:
+        prefill = replace(prefill, block_m=min(64, prefill.block_m))
     if has_window and prefill.num_warps < 8:
         prefill = replace(prefill, num_warps=8)
     if has_bit_decoding:
-        prefill = replace(prefill, rows=min(64, prefill.rows), num_warps=8)
+        prefill = replace(prefill, block_m=min(64, prefill.block_m), num_warps=8)
     if has_bias:
         prefill = replace(prefill, num_warps=8)
     if has_tree:
-        rows = max(16, prefill.rows // 2)
-        prefill = replace(prefill, rows=rows, num_warps=8, num_stages=2)
+        block_m = max(16, prefill.block_m // 2)
+        prefill = replace(prefill, block_m=block_m, num_warps=8, num_stages=2)
     if has_bias and has_tree:
-        decode = replace(decode, keys=max(16, decode.keys // 2))
-        prefill = replace(prefill, keys=max(16, prefill.keys // 2))
-    lone = decode
+        decode = replace(decode, block_n=max(16, decode.block_n // 2))
+        prefill = replace(prefill, block_n=max(16, prefill.block_n // 2))
+    small_batch = decode
     if decode.num_stages == 3 and is_paged and not INTERPRETED:
-        # two programs share a multiprocessor, or one has it alone and twice as much in flight
-        lone = replace(decode, num_stages=5)
+        # two programs share an SM, or one has it to itself and twice as much in flight
+        small_batch = replace(decode, num_stages=5)
         if has_native_fp8 or width <= 128:
-            decode = lone
-    return decode, lone, prefill
+            decode = small_batch
+    return decode, small_batch, prefill
 
 
 def max_head_size(dtype: torch.dtype, device: torch.device) -> int:
-    """Return the largest head whose smallest tile fits the chip."""
+    """Return the largest head size whose smallest tile fits the chip."""
     widest = max(_table(dtype == torch.float32, device))
     return min(MAX_HEAD_SIZE, widest // dtype.itemsize)
 
@@ -159,7 +162,7 @@ def _table(is_float32: bool, device: torch.device) -> dict[int, tuple[Tiles, Til
 
 @cache
 def count_processors(device: torch.device) -> int:
-    """Return how many multiprocessors a chip has."""
+    """Return the number of SMs of a chip."""
     if INTERPRETED:
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -167,7 +170,7 @@ def count_processors(device: torch.device) -> int:
 
 @cache
 def is_hopper(device: torch.device) -> bool:
-    """Tell whether a device is a chip of compute capability 9.0."""
+    """Return whether a device is a chip of compute capability 9.0."""
     if INTERPRETED or device.type != "cuda":
         return False
     properties = torch.cuda.get_device_properties(device)

@@ -52,9 +52,6 @@ class OptionConstants(NamedTuple):
     SOFT_CAP: float
 
 
-NO_OPTION_TENSORS = OptionTensors(*(None,) * len(OptionTensors._fields))
-
-
 def lower_tensors(options: AttentionOptions) -> OptionTensors:
     """Return the options that are passed anew at each launch."""
     return OptionTensors(
