@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 import triton
+from pagetwin.contract.attention_options import pack_options
 from pagetwin.contract.kinds import FP8_DTYPES
 from pagetwin.contract.operations import CONCEPTS, load_implementation
 from triton.backends.compiler import GPUTarget
@@ -74,7 +75,7 @@ def pretend(chip: int, launches: list[Any]) -> None:
         launches.append((self, values, launch))
 
     JITFunction.run = record
-    for name in ("_attend", *(concept.name for concept in CONCEPTS)):
+    for name in ("launch.dispatch", *(concept.module for concept in CONCEPTS)):
         module = import_module(f"pagetwin.optimized.{name}")
         if hasattr(module, "check_launch"):
             module.check_launch = lambda tensor: None
@@ -106,7 +107,7 @@ def run_attention(
         query_len,
         kv_len,
         lse=torch.zeros(query_heads, reqs * query_len),
-        **options,
+        **pack_options(**options),
     )
 
 
@@ -115,7 +116,14 @@ def run_encoder(query_len: int, head_size: int, **options: Any) -> None:
     query = torch.zeros(2 * query_len, 8, head_size, dtype=torch.bfloat16)
     starts = torch.arange(3, dtype=torch.int32) * query_len
     load_implementation("optimized").encoder_attention(
-        query, query, query, starts, starts, query_len, query_len, **options
+        query,
+        query,
+        query,
+        starts,
+        starts,
+        query_len,
+        query_len,
+        **pack_options(**options),
     )
 
 
@@ -404,7 +412,7 @@ def main(chips: list[int]) -> None:
     launches: list[Any] = []
     for chip in chips:
         pretend(chip, launches)
-        for module in ("_tuning", "_fp8"):
+        for module in ("launch.tuning", "kernels.fp8"):
             for value in vars(import_module(f"pagetwin.optimized.{module}")).values():
                 if hasattr(value, "cache_clear"):
                     value.cache_clear()

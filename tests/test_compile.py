@@ -22,12 +22,13 @@ SCRIPT = Path(__file__).parent / "compile_kernels.py"
 
 def launched_kernels() -> set[str]:
     """Return the names of the kernels that the twin launches."""
-    files = (Path(__file__).parents[1] / "optimized").glob("*.py")
+    folder = Path(__file__).parents[1] / "optimized"
+    files = [path.relative_to(folder).with_suffix("") for path in folder.rglob("*.py")]
     return {
         name
         for file in files
         for name, value in vars(
-            import_module(f"pagetwin.optimized.{file.stem}")
+            import_module(".".join(("pagetwin.optimized", *file.parts)))
         ).items()
         if name.endswith("_kernel") and hasattr(value, "fn")
     }

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_faults import FAULTS, dropped
+from attention_faults import FAULTS, by_keyword, dropped
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.strategies import SearchStrategy
 from pagetwin.conformance.harness.candidate import (
@@ -19,13 +19,14 @@ from pagetwin.conformance.harness.candidate import (
 )
 from pagetwin.conformance.harness.law import Law, Setting
 from pagetwin.conformance.harness.report import Status
-from pagetwin.conformance.harness.runner import (
+from pagetwin.conformance.harness.trial import (
     find_law,
     make_case,
     make_setting,
     try_law,
 )
 from pagetwin.conformance.laws.all_laws import ALL_LAWS
+from pagetwin.contract.attention_options import pack_options
 from pagetwin.contract.operations import CONCEPTS
 from torch import Tensor
 
@@ -120,7 +121,9 @@ def broken_by(law: Law, setting: Setting) -> bool:
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_small_fault_breaks_the_laws_that_name_it(name: str) -> None:
     operation, fault, laws = FAULTS[name]
-    operations = RIGHT.operations | {operation: fault(RIGHT.operations[operation])}
+    operations = RIGHT.operations | {
+        operation: fault(by_keyword(RIGHT.operations[operation]))
+    }
     setting = make_setting(Candidate("broken", operations, Support()), "cpu")
     for law in laws:
         assert broken_by(find_law(law), setting), law
@@ -133,7 +136,7 @@ def narrow(query: Tensor, *given: Any, **named: Any) -> Tensor:
             raise NotImplementedError(name)
     if query.dtype != torch.float16 or named["max_query_len"] > 4:
         raise NotImplementedError("not a decode in float16")
-    out: Tensor = RIGHT.paged_attention(query, *given, **named)
+    out: Tensor = RIGHT.paged_attention(query, *given, **pack_options(**named))
     return out
 
 

@@ -30,8 +30,8 @@ from pagetwin.conformance.harness.fitting import fit_case
 from pagetwin.conformance.harness.law import Law, law
 from pagetwin.conformance.harness.pytest_support import LawToTry
 from pagetwin.conformance.harness.report import Result, Status
-from pagetwin.conformance.harness.runner import (
-    choose_laws,
+from pagetwin.conformance.harness.runner import choose_laws
+from pagetwin.conformance.harness.trial import (
     find_law,
     make_case,
     make_setting,
@@ -39,6 +39,7 @@ from pagetwin.conformance.harness.runner import (
 )
 from pagetwin.conformance.laws.all_laws import ALL_LAWS
 from pagetwin.conformance.laws.masks import Sight
+from pagetwin.contract.attention_options import pack_options
 from pagetwin.reference.v0 import graph_state
 from pagetwin.validation import graph as graph_refusals
 from torch import Tensor
@@ -229,7 +230,7 @@ DECODES = Support(operations=["paged_attention"], max_query_len=1, options=PLAIN
 def checks_nothing(query: Tensor, *given: Any, **named: Any) -> Tensor:
     """Return zeros whatever is asked, unless it is a good call."""
     try:
-        found: Tensor = RIGHT.paged_attention(query, *given, **named)
+        found: Tensor = RIGHT.paged_attention(query, *given, **pack_options(**named))
     except (ValueError, TypeError, IndexError, NotImplementedError):
         return torch.zeros_like(query)
     return found
@@ -242,7 +243,7 @@ def reads_any_integer(*given: Any, **named: Any) -> Any:
     longest = named["block_table"].shape[-1] * named["key_cache"].shape[-3]
     named["max_seq_len"] = min(abs(named["max_seq_len"]) * 99, longest)
     named["max_query_len"] = abs(named["max_query_len"])
-    return RIGHT.paged_attention(*given, **named)
+    return RIGHT.paged_attention(*given, **pack_options(**named))
 
 
 def test_nonsense_is_refused_or_means_what_it_can_only_mean() -> None:
@@ -341,7 +342,7 @@ def token_by_token(
                 keys,
                 out=out[token : token + 1],
                 lse=own,
-                **options,
+                **pack_options(**options),
             )
             if lse is not None and own is not None:
                 lse[:, token : token + 1] = own
@@ -413,8 +414,9 @@ def test_a_last_bit_that_minds_its_company_breaks_the_claim(
 
 def test_the_claim_may_be_an_argument_or_another_callable() -> None:
     def attend(*given: Any, batch_invariant: bool = False, **named: Any) -> Any:
-        right = token_by_token if batch_invariant else RIGHT.paged_attention
-        return right(*given, **named)
+        if batch_invariant:
+            return token_by_token(*given, **named)
+        return RIGHT.paged_attention(*given, **pack_options(**named))
 
     by_argument = replace(INVARIANT, batch_invariant=False)
     assert tried(CUT, by_argument, paged_attention=attend).status == Status.HELD
@@ -449,12 +451,21 @@ def forgets(name: str) -> type:
 def is_not_asked(name: str) -> type:
     """Return a layer that leaves an option of its own out."""
 
-    def options(self: Any, *given: Any) -> Any:
-        found = RightImpl.options(self, *given)
-        found[name] = 1.0 if found.get(name) is not None and name[-1] == "e" else None
-        return found
+    def options(self: Any, *given: Any, **of_step: Any) -> Any:
+        found = RightImpl.options(self, *given, **of_step)
+        # an FP8 output needs some scale
+        other = 1.0 if name == "out_scale" and found.out_scale is not None else None
+        return replace(found, **{name: other})
 
     return type("IsNotAsked", (RightImpl,), {"options": options})
+
+
+class ForgetsItsScale(RightImpl):
+    """Every layer has the same scale."""
+
+    def forward(self, *given: Any) -> Any:
+        self.scale = 1.0
+        return super().forward(*given)
 
 
 class SwapsScales(RightImpl):
@@ -472,6 +483,7 @@ LAYERS: dict[str, tuple[type, str]] = {
     "tree": (forgets("tree_mask"), "a layer sees the trees of its step"),
     "ranges": (forgets("query_ranges"), "a layer sees the images of its step"),
     "flags": (forgets("causal"), OBEYS),
+    "scale": (ForgetsItsScale, OBEYS),
     "scales": (SwapsScales, "a layer keeps its cache in fp8 under its scales"),
 } | {
     name: (is_not_asked(name), OBEYS)
@@ -482,7 +494,6 @@ LAYERS: dict[str, tuple[type, str]] = {
         "alibi_slopes",
         "position_bias",
         "sinks",
-        "scale",
         "out_scale",
     )
 }

@@ -13,7 +13,7 @@ from pagetwin.conformance.harness.candidate import Candidate, Support, load_cand
 from pagetwin.conformance.harness.expect import Disagreement
 from pagetwin.conformance.harness.law import Law, Setting
 from pagetwin.conformance.harness.report import Status
-from pagetwin.conformance.harness.runner import make_case, make_setting, try_law
+from pagetwin.conformance.harness.trial import make_case, make_setting, try_law
 from pagetwin.conformance.laws.all_laws import ALL_LAWS
 from pagetwin.contract.metadata_classes import CommonAttentionMetadata
 from pagetwin.contract.operations import CONCEPTS, load_implementation
@@ -671,7 +671,7 @@ def test_a_class_with_a_fault_breaks_its_law(
     breaks(operation, broken, law)
 
 
-RightBackend: Any = load_implementation("reference").modules["backend"].BACKENDS[0]
+RightBackend: Any = load_implementation("reference").backends[0]
 RightImpl: Any = RightBackend.get_impl_cls()
 RightBuilder: Any = RightBackend.get_builder_cls()
 

@@ -53,7 +53,7 @@ def picture(name: str) -> str:
 
 
 def question(concept: str) -> str:
-    """Return the question a concept answers."""
+    """Return the summary of a concept: the first line of its file."""
     return f"{operations.concept(concept).summary}\n{{: .summary }}"
 
 
@@ -93,12 +93,11 @@ def _lower(title: str) -> str:
 
 def contract(concept: str) -> str:
     """Return the contract of each operation, as the reference's docstrings say it."""
-    names = operations.concept(concept).operations
-    module = f"pagetwin.reference.{operations.concept(concept).module}"
+    topic = operations.concept(concept)
     return "\n\n".join(
-        f"::: {module}.{name}\n    options:\n      heading_level: 3\n"
+        f"::: {twins.home(topic, name)}.{name}\n    options:\n      heading_level: 3\n"
         "      show_docstring_examples: false"
-        for name in names
+        for name in topic.operations
     )
 
 
@@ -108,8 +107,8 @@ def code(concept: str) -> str:
 
 
 def concept_table() -> str:
-    """Return the concepts in reading order, with their questions."""
-    lines = ["| read | the question it answers | lines |", "|---|---|---|"]
+    """Return the concepts in reading order, with their summaries."""
+    lines = ["| concept | content | lines |", "|---|---|---|"]
     for each in operations.CONCEPTS:
         path = ROOT / each.path("reference")
         count = len(path.read_text().splitlines())
@@ -150,6 +149,8 @@ def feature_table() -> str:
 
 def _public(path: Path) -> set[str]:
     functions = twins.functions_of(path)
+    if path.relative_to(ROOT).parts[0] != "shared":
+        functions += twins.functions_of(twins.shared_file(path))
     return {each.name for each in functions} | {each.owner for each in functions}
 
 
@@ -177,12 +178,12 @@ def shape_table() -> str:
 
 def replay_laws() -> str:
     """Return what the replay holds every twin to, as a list."""
-    return "\n".join(f"- {law.value.strip(chr(39))}" for law in step.Law)
+    return "\n".join(f"- {law.value.strip(chr(39))}" for law in step.ReplayLaw)
 
 
 def replay_defaults() -> str:
     """Return what a replay gets when nothing is said, by device."""
-    names = [each.name for each in fields(settings.Settings)]
+    names = [each.name for each in fields(settings.ReplaySettings)]
     lines = ["| | CPU | CUDA |", "|---|---|---|"]
     for name in names:
         values = [getattr(settings.DEFAULTS[each], name) for each in ("cpu", "cuda")]

@@ -1,4 +1,4 @@
-"""How does a layer attend whose cache holds one short vector a token instead of all heads?
+"""Multi-head latent attention: the cache holds one latent vector per token.
 
 Projections are products of torch's, written to where they are needed. Attention to the latents is
 `paged_attention` with one kv head, whose values are a view of its keys: nothing is copied, and a
@@ -7,13 +7,13 @@ request by bisection; where requests begin in a chunk is computed on the device,
 by the host. Chunks are joined in float32, however many there are. Addresses are 64-bit.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...bookkeeping.attention.latent import get_mla_dims as get_mla_dims
+from ...contract.attention_options import AttentionOptions
 from ...contract.latent_classes import MLADims as MLADims
 from ...contract.shapes import (
     BlockTable,
@@ -36,7 +36,6 @@ from ...validation.latent import (
     check_concat_and_cache_mla,
     check_latent_decode_attention,
     check_latent_prefill_attention,
-    check_mla_config,
 )
 from ..cache.cache_ops import as_bits
 from ..cache.slot_mapping import find_request
@@ -49,18 +48,6 @@ from .paged import paged_attention
 
 TOKENS_PER_PROGRAM = 16
 ELEMENTS_PER_PROGRAM = 64
-
-
-def get_mla_dims(hf_text_config: Any) -> MLADims:
-    """Return the widths of a model's latent attention."""
-    check_mla_config(hf_text_config)
-    return MLADims(
-        q_lora_rank=getattr(hf_text_config, "q_lora_rank", None),
-        kv_lora_rank=hf_text_config.kv_lora_rank,
-        qk_nope_head_dim=hf_text_config.qk_nope_head_dim,
-        qk_rope_head_dim=hf_text_config.qk_rope_head_dim,
-        v_head_dim=hf_text_config.v_head_dim,
-    )
 
 
 @operator(changed=["kv_cache"])
@@ -221,9 +208,9 @@ def latent_decode_attention(
         scale=scale,
         lse=lse,
         compute_dtype=compute_dtype,
-        sliding_window=sliding_window,
-        k_scale=k_scale,
-        v_scale=k_scale,
+        options=AttentionOptions(
+            sliding_window=sliding_window, k_scale=k_scale, v_scale=k_scale
+        ),
     )
     # step: expand each head's mean latent to its value
     _project(mean.transpose(0, 1), w_uv, out.transpose(0, 1))
@@ -301,7 +288,7 @@ def latent_prefill_attention(
         out=total,
         lse=lse,
         compute_dtype=compute_dtype,
-        causal=True,
+        options=AttentionOptions(causal=True),
     )
     context_lens = seq_lens - query_start_loc.diff()
     context_start_loc = torch.nn.functional.pad(

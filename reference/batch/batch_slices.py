@@ -1,4 +1,4 @@
-"""How is one step cut into micro-batches?
+"""Micro-batches: one step cut into slices of its requests and tokens.
 
 Two halves of a step can overlap, one computing while the other communicates. Each half is a batch
 of its own: some of the requests, some of the flat tokens. A cut may fall inside a request. Then
@@ -10,49 +10,19 @@ from collections.abc import Sequence
 
 import torch
 
+from ...bookkeeping.batch.batch_slices import (
+    slice_query_start_locs as slice_query_start_locs,
+)
 from ...contract.kinds import HOST
 from ...contract.metadata_classes import (
     CommonAttentionMetadata,
     UBatchSlice,
     cut_fields,
 )
-from ...contract.shapes import CountsBuffer, StartLoc
 from ...validation.step import (
     check_cut_of_last_request,
     check_micro_batch,
-    check_request_slice,
 )
-
-
-def slice_query_start_locs(
-    query_start_loc: StartLoc, request_slice: slice
-) -> CountsBuffer:
-    """Return the starts of some requests, counted from the first one's.
-
-    Args:
-        query_start_loc: [reqs + 1] where each request's new tokens start.
-        request_slice: the requests; a stop past the last one means the end.
-
-    Returns:
-        [requests of the slice + 1] int32, a new tensor that begins with 0.
-
-    Raises:
-        ValueError: a slice without start or stop, or one that begins behind the end.
-
-    Source:
-        vLLM's function of that name.
-
-    Example:
-        >>> slice_query_start_locs(
-        ...     torch.tensor([0, 3, 7, 12], dtype=torch.int32), slice(1, 3)
-        ... )
-        tensor([0, 4, 9], dtype=torch.int32)
-    """
-    check_request_slice(query_start_loc, request_slice)
-    # step: take the starts and the last end
-    starts = query_start_loc[request_slice.start : request_slice.stop + 1]
-    # step: count them from the first
-    return starts - starts[0]
 
 
 def make_metadata_with_slice(
@@ -99,9 +69,9 @@ def make_metadata_with_slice(
     """
     check_micro_batch(ubatch_slice, attn_metadata)
     requests, tokens = ubatch_slice.request_slice, ubatch_slice.token_slice
-    # step: cut what has an entry for each request or token
+    # step: slice the fields that have an entry per request or token
     changes = cut_fields(attn_metadata, requests, tokens)
-    # step: clip each request to the tokens
+    # step: clip each request to the token slice
     starts = attn_metadata.query_start_loc_cpu.tolist()
     new_starts, front, back = [0], [], []
     for req in range(requests.start, requests.stop):
@@ -111,7 +81,7 @@ def make_metadata_with_slice(
         front.append(begin - starts[req])
         back.append(starts[req + 1] - end)
     check_cut_of_last_request(attn_metadata, back[-1])
-    # step: shorten what is cut at the end, advance what is cut at the front
+    # step: shorten requests cut at the end, advance requests cut at the front
     device = attn_metadata.seq_lens.device
     query_start_loc = torch.tensor(new_starts, dtype=torch.int32, device=HOST)
     left_out = torch.tensor(back, dtype=torch.int32, device=HOST)
@@ -119,7 +89,7 @@ def make_metadata_with_slice(
     changes["seq_lens"] = changes["seq_lens"] - left_out.to(device)
     changes["seq_lens_cpu"] = changes["seq_lens_cpu"] - left_out
     changes["num_computed_tokens_cpu"] = changes["num_computed_tokens_cpu"] + skipped
-    # step: pick the tokens whose logits are wanted
+    # step: select the tokens whose logits are wanted
     wanted = attn_metadata.logits_indices_padded
     if wanted is not None:
         own = []

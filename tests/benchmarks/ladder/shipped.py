@@ -14,7 +14,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-import pagetwin.optimized
+import pagetwin.optimized.kernels
 from pagetwin.contract.operations import load_implementation
 from torch import Tensor
 
@@ -24,9 +24,11 @@ from .batches import Batch
 def kernels_of_one_chip() -> list[ModuleType]:
     """Return the modules with kernels for one chip only; each says by `takes` what it takes."""
     return [
-        import_module(f"pagetwin.optimized.{found.name}")
-        for found in pkgutil.iter_modules(pagetwin.optimized.__path__)
-        if found.name[0] == "_" and "_sm" in found.name
+        import_module(found.name)
+        for found in pkgutil.walk_packages(
+            pagetwin.optimized.kernels.__path__, "pagetwin.optimized.kernels."
+        )
+        if ".sm" in found.name and not found.ispkg
     ]
 
 

@@ -28,7 +28,7 @@ SHARED_FIELDS = (
 
 def backend_of(twin: Any) -> Any:
     """The backend that mirrors vLLM's: XFORMERS, and the one backend of the reference."""
-    module = import_module(f"pagetwin.{twin.name}.backend")
+    module = import_module(f"pagetwin.{twin.name}.backends.backend")
     wanted = "XFORMERS" if twin.name == "optimized" else "REFERENCE"
     return next(each for each in module.BACKENDS if each.name == wanted)
 

@@ -6,9 +6,10 @@ from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from typing import Any
 
+import pagetwin.contract
 import pagetwin.contract.graph_classes as graphs
+import pagetwin.engine
 import pagetwin.engine.backend_interface as interface
-import pagetwin.shared
 import torch
 from pagetwin.contract.sequence_classes import SequenceAttentionMetadata
 from pagetwin.contract.specs import KVCacheSpec
@@ -16,9 +17,9 @@ from pagetwin.contract.specs import KVCacheSpec
 from golden.cases import SKIP, adapter
 
 SHARED = [
-    importlib.import_module(f"pagetwin.shared.{module.name}")
-    for module in pkgutil.iter_modules(pagetwin.shared.__path__)
-    if not module.ispkg and module.name not in ("cli", "explain")
+    importlib.import_module(f"{package.__name__}.{module.name}")
+    for package in (pagetwin.contract, pagetwin.engine)
+    for module in pkgutil.iter_modules(package.__path__)
 ]
 
 

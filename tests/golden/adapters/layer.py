@@ -265,12 +265,12 @@ def selector(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 OURS = {
-    "Attention": "layer.Attention",
-    "AttentionBackend": "backend_interface.AttentionBackend",
-    "AttentionMetadata": "metadata_classes.PagedAttentionMetadata",
-    "AttentionType": "kinds.AttentionType",
-    "AttentionMetadataBuilder": "backend_interface.AttentionMetadataBuilder",
-    "get_attn_backend": "selector.get_attn_backend",
+    "Attention": "engine.layer.Attention",
+    "AttentionBackend": "engine.backend_interface.AttentionBackend",
+    "AttentionMetadata": "contract.metadata_classes.PagedAttentionMetadata",
+    "AttentionType": "contract.kinds.AttentionType",
+    "AttentionMetadataBuilder": "engine.backend_interface.AttentionMetadataBuilder",
+    "get_attn_backend": "engine.selector.get_attn_backend",
 }
 
 
@@ -279,8 +279,8 @@ def package_constants(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     name = inputs["name"]
     if name == "__all__":
         for place in OURS.values():
-            module, attribute = place.split(".")
-            loaded = importlib.import_module(f"pagetwin.shared.{module}")
+            module, _, attribute = place.rpartition(".")
+            loaded = importlib.import_module(f"pagetwin.{module}")
             assert callable(getattr(loaded, attribute))
         # an operation of both twins, not a shared class
         assert twin.CommonAttentionState

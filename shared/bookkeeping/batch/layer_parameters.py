@@ -1,0 +1,102 @@
+"""Layer parameters: the attention settings that one plan must fix for all layers.
+
+Some kernels are planned once a step for all layers. Such a plan fixes window, soft cap and scale,
+so it is right only where the layers share them. These numbers are read off the layers once, when
+the engine starts, and compared.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from ...contract.layer_parameters import PerLayerParameters
+from ...validation.step_shapes import check_has_layers, check_layer_impl
+
+
+def get_per_layer_parameters(
+    layers: Mapping[str, object], layer_names: Sequence[str], impl_cls: type
+) -> dict[str, PerLayerParameters]:
+    """Return what each layer's plan would have to fix.
+
+    Args:
+        layers: all layers of the model by name.
+        layer_names: those to look at; one without an `impl` is no attention layer and is left
+            out.
+        impl_cls: the class that all of them must run.
+
+    Returns:
+        Layer name -> its numbers, in the order of the names. A `sliding_window` of an
+        implementation is the pair of keys seen to the left and to the right.
+
+    Raises:
+        KeyError: a layer that the model does not have.
+        TypeError: an implementation of another class, without a scale, or with a window that
+            is no pair.
+
+    Source:
+        vLLM's function of that name, which finds the layers in its configuration.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> impl = SimpleNamespace(scale=0.125, sliding_window=(127, 0))
+        >>> get_per_layer_parameters(
+        ...     {"a": SimpleNamespace(impl=impl), "norm": object()},
+        ...     ["a", "norm"],
+        ...     SimpleNamespace,
+        ... )["a"].window_left
+        127
+    """
+    found = {}
+    for name in layer_names:
+        if name not in layers:
+            raise KeyError(f"layer {name!r}: expected one of {', '.join(layers)}")
+        impl = getattr(layers[name], "impl", None)
+        if impl is None:
+            continue
+        check_layer_impl(name, impl, impl_cls)
+        window = getattr(impl, "sliding_window", None)
+        found[name] = PerLayerParameters(
+            window_left=-1 if window is None else window[0],
+            logits_soft_cap=getattr(impl, "logits_soft_cap", None),
+            sm_scale=impl.scale,
+            has_sinks=getattr(impl, "sinks", None) is not None,
+        )
+    return found
+
+
+def infer_global_hyperparameters(
+    per_layer_params: Mapping[str, PerLayerParameters],
+) -> PerLayerParameters:
+    """Return the first layer's numbers, and whether all layers have them.
+
+    Args:
+        per_layer_params: from `get_per_layer_parameters`, not empty.
+
+    Returns:
+        A copy of the first entry with both flags set. A difference is no error: whether it
+        matters is the kernel's business, so whoever plans looks at the flags.
+
+    Raises:
+        ValueError: no layer.
+
+    Source:
+        vLLM's function of that name, which sets the flags in the caller's own entry.
+
+    Example:
+        >>> shared = infer_global_hyperparameters({
+        ...     "a": PerLayerParameters(-1, None, 0.125),
+        ...     "b": PerLayerParameters(127, None, 0.125),
+        ... })
+        >>> shared.window_left, shared.has_same_window_lefts
+        (-1, False)
+    """
+    check_has_layers(per_layer_params)
+    # step: take the first layer's parameters
+    first, *others = per_layer_params.values()
+    # step: compare the others with it
+    return replace(
+        first,
+        has_same_window_lefts=all(
+            other.window_left == first.window_left for other in others
+        ),
+        has_same_all_params=all(other == first for other in others),
+    )

@@ -1,0 +1,64 @@
+"""Speculative decoding: the draft tokens of a request as a batch axis.
+
+Speculative decoding checks several drafted tokens of each request in one step. If all bring
+the same number, the flat tokens can be seen as [reqs, query_len]: nothing moves, only the shape
+says more. Decode kernels that take several queries a request want it so.
+"""
+
+from ...contract.shapes import Output, Query, SpecDecodeQuery
+from ...validation.step_shapes import check_spec_decode_output, check_spec_decode_query
+
+
+def reshape_query_for_spec_decode(query: Query, batch_size: int) -> SpecDecodeQuery:
+    """Return the queries with an axis for the requests.
+
+    Args:
+        query: [tokens, query_heads, head_size], the same number of tokens for each request.
+        batch_size: requests, from 1.
+
+    Returns:
+        [batch_size, query_len, query_heads, head_size], a view.
+
+    Raises:
+        ValueError: another number of axes, or tokens that do not divide evenly.
+
+    Source:
+        vLLM's function of that name.
+
+    Example:
+        >>> query = torch.arange(4.0).view(4, 1, 1)
+        >>> reshape_query_for_spec_decode(query, batch_size=2)[:, :, 0, 0]
+        tensor([[0., 1.],
+                [2., 3.]])
+    """
+    check_spec_decode_query(query, batch_size)
+    query_len = query.shape[0] // batch_size
+    return query.view(batch_size, query_len, *query.shape[1:])
+
+
+def reshape_attn_output_for_spec_decode(
+    attn_output: Output | SpecDecodeQuery,
+) -> Output:
+    """Return attention's output with one row a token again.
+
+    Args:
+        attn_output: [reqs, query_len, query_heads, head_size]; three axes are taken as they are.
+
+    Returns:
+        [tokens, query_heads, head_size], a view; the same object if it had three axes.
+
+    Raises:
+        ValueError: another number of axes, or requests that do not lie one behind the other.
+
+    Source:
+        vLLM's function of that name.
+
+    Example:
+        >>> output = torch.arange(4.0).view(2, 2, 1, 1)
+        >>> reshape_attn_output_for_spec_decode(output).flatten()
+        tensor([0., 1., 2., 3.])
+    """
+    check_spec_decode_output(attn_output)
+    if attn_output.dim() == 3:
+        return attn_output
+    return attn_output.view(-1, *attn_output.shape[2:])

@@ -1,0 +1,193 @@
+"""The file that stores a step on which the twins differ.
+
+The step can be run again from this file alone. It contains the batch, the queries, keys and values,
+the blocks of the cache that the batch uses (all others held NaN), the output of the twin, and the
+law that was violated. It holds plain tensors, lists and strings, so loading it runs no code.
+"""
+
+import os
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .batch import ReplayBatch
+from .model import LayerInputs
+
+FORMAT = "pagetwin step 2"
+
+
+@dataclass(frozen=True)
+class Violation:
+    """A law that a twin violates in a step.
+
+    Args:
+        twin: index of the twin.
+        law: the law.
+        found: index of the first difference, value found and value expected, in words.
+        output: Optional. [tokens, query_heads, head_size] the twin's attention. None if the twin
+            computed none.
+        exact: Optional. The same in float64. None if attention was not compared.
+    """
+
+    twin: int
+    law: str
+    found: str
+    output: Tensor | None = None
+    exact: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class StoredStep:
+    """A step that can be run again.
+
+    Args:
+        step: number of the step in the replay.
+        layer: the layer.
+        twins: names of the twins.
+        device: the device on which it ran.
+        batch: the requests.
+        inputs: the layer's queries, keys and values.
+        num_blocks: blocks in the cache.
+        block_ids: [used] the blocks in the batch's block table.
+        blocks: [2, used, block_size, kv_heads, head_size] their content before the step.
+    """
+
+    step: int
+    layer: int
+    twins: tuple[str, ...]
+    device: str
+    batch: ReplayBatch
+    inputs: LayerInputs
+    num_blocks: int
+    block_ids: Tensor
+    blocks: Tensor
+
+    def cache(self, device: str) -> Tensor:
+        """Return the whole cache before the step, NaN in all blocks that the batch does not use."""
+        shape = (2, self.num_blocks, *self.blocks.shape[2:])
+        cache = torch.full(shape, torch.nan, dtype=self.blocks.dtype, device=device)
+        cache[:, self.block_ids.to(device)] = self.blocks.to(device)
+        return cache
+
+
+class TwinMismatch(Exception):
+    """The twins differ in a step; the message says which law is violated and where.
+
+    Args:
+        violation: the law that is violated.
+        stored: the step.
+        path: the file that reproduces it. None if none was written.
+    """
+
+    def __init__(
+        self, violation: Violation, stored: StoredStep, path: Path | None
+    ) -> None:
+        self.violation = violation
+        self.stored = stored
+        self.path = path
+        name = stored.twins[violation.twin]
+        super().__init__(
+            f"step {stored.step}, layer {stored.layer}, {name}: {violation.law} does not"
+            f" hold: {violation.found}"
+        )
+
+
+def save_step(path: Path, stored: StoredStep, violation: Violation) -> None:
+    """Write a step and its violation; the file appears complete or not at all."""
+    batch, inputs = stored.batch, stored.inputs
+    content = {
+        "format": FORMAT,
+        "step": stored.step,
+        "layer": stored.layer,
+        "twins": list(stored.twins),
+        "device": stored.device,
+        "scheduled_tokens": batch.scheduled_tokens,
+        "order": batch.order,
+        "query_lens": batch.query_lens,
+        "num_computed_tokens": batch.num_computed_tokens,
+        "block_rows": batch.block_rows,
+        "block_size": batch.block_size,
+        "query": inputs.query.cpu(),
+        "key": inputs.key.cpu(),
+        "value": inputs.value.cpu(),
+        "num_blocks": stored.num_blocks,
+        "block_ids": stored.block_ids.cpu(),
+        "blocks": stored.blocks.cpu(),
+        "twin": violation.twin,
+        "law": violation.law,
+        "found": violation.found,
+        "output": _on_cpu(violation.output),
+        "exact": _on_cpu(violation.exact),
+    }
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        torch.save(content, unfinished)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def load_step(path: Path) -> tuple[StoredStep, Violation]:
+    """Return a stored step and its violation.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is not a stored step, or it is damaged.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: expected a file that `pagetwin replay` wrote")
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError):
+        content = None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ValueError(
+            f"{path} is not a stored step, or it is damaged: expected a file that"
+            " `pagetwin replay` wrote"
+        )
+    try:
+        return _read(content)
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} is a stored step with a missing or damaged entry ({error}): expected it as"
+            " `pagetwin replay` wrote it"
+        ) from None
+
+
+def _read(content: dict[str, Any]) -> tuple[StoredStep, Violation]:
+    stored = StoredStep(
+        step=content["step"],
+        layer=content["layer"],
+        twins=tuple(content["twins"]),
+        device=content["device"],
+        batch=ReplayBatch(
+            scheduled_tokens=content["scheduled_tokens"],
+            order=content["order"],
+            query_lens=content["query_lens"],
+            num_computed_tokens=content["num_computed_tokens"],
+            block_rows=content["block_rows"],
+            block_size=content["block_size"],
+        ),
+        inputs=LayerInputs(
+            query=content["query"], key=content["key"], value=content["value"]
+        ),
+        num_blocks=content["num_blocks"],
+        block_ids=content["block_ids"],
+        blocks=content["blocks"],
+    )
+    violation = Violation(
+        twin=content["twin"],
+        law=content["law"],
+        found=content["found"],
+        output=content["output"],
+        exact=content["exact"],
+    )
+    return stored, violation
+
+
+def _on_cpu(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.cpu()
