@@ -78,7 +78,7 @@ class Strides(NamedTuple):
     out_element: Any
 
 
-class Call(NamedTuple):
+class KernelCall(NamedTuple):
     """The arguments of a call that all steps of a kernel use.
 
     Args:

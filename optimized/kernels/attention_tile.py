@@ -44,7 +44,7 @@ def load_query_tile(
     """Return a query tile.
 
     Args:
-        call: Call.
+        call: KernelCall.
         req: index of the request.
         start, query_len: its first token in the batch, and how many it has.
         first_row: first row of the tile in the request.
@@ -63,7 +63,7 @@ def attend_to_keys(acc, l_i, m_i, call, tile, begin, end, config: tl.constexpr):
 
     Args:
         acc: [BLOCK_M, BLOCK_DV] float32; l_i, m_i: [BLOCK_M] float32.
-        call, tile: Call, QueryTile.
+        call, tile: KernelCall, QueryTile.
         begin, end: a multiple of BLOCK_N, and any index.
     """
     HAS_LOWER_BOUND: tl.constexpr = (

@@ -8,13 +8,45 @@ are skipped; prefill.py computes them.
 import triton
 import triton.language as tl
 
-from .arguments import CHANGING, Call
+from .arguments import CHANGING, KernelCall
 from .attention_tile import attend_to_keys, load_query_tile
 from .combine import arrive, combine_segments, segment_offset, store_partial
 from .epilogue import clear_padding, scale_values, store_rows
 from .options.sinks import start_with_sinks
 from .softmax import normalize, start_softmax
 from .stream_k import Batch, count_tiles, find_segment, find_segment_of_many
+
+
+@triton.jit
+def store_split_request(
+    call, segment, index, tile_index, num_tiles, start, query_len,
+    result, lse, is_row, kv_head, num_kv_heads,
+    config: tl.constexpr, plan: tl.constexpr,
+):  # fmt: skip
+    """Store the partial result of a request that spans several segments.
+
+    The program that arrives last combines the partial results of all segments.
+
+    Args:
+        segment, index: this program's segment.
+        tile_index, num_tiles: first of the request's KV tiles, and how many it has.
+        start, query_len: first token of the request in the batch, and how many it has.
+        result, lse, is_row: [BLOCK_M, BLOCK_DV], [BLOCK_M], [BLOCK_M].
+    """
+    begins_here = (tile_index >= segment.begin).to(tl.int32)
+    offset = segment_offset(
+        index, begins_here, kv_head, num_kv_heads, call.partial_rows
+    )
+    store_partial(call, offset, result, lse, is_row, config)
+    first = tile_index // segment.length
+    last = (tile_index + num_tiles - 1) // segment.length
+    semaphore = call.tensors.semaphores + first * num_kv_heads + kv_head
+    if arrive(semaphore, last - first + 1):
+        tl.store(semaphore, 0)  # for the next launch
+        combine_segments(
+            call, start, query_len, first, last, kv_head, num_kv_heads,
+            config, plan.COMBINE_ROWS, plan.COMBINE_SPLITS,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=CHANGING)
@@ -49,7 +81,7 @@ def decode_kernel(
     kv_head = tl.program_id(0)
     num_kv_heads = tl.num_programs(0)
     index = tl.program_id(1)
-    call = Call(
+    call = KernelCall(
         tensors, strides, option_tensors, options, scale, partial_rows, table_stride_req,
         lse_stride_head, lse_stride_token, tree_stride_req, tree_width,
     )  # fmt: skip
@@ -100,18 +132,8 @@ def decode_kernel(
             if is_whole:
                 store_rows(call, result, lse, tile.rows, config)
             else:
-                begins_here = (tile_index >= segment.begin).to(tl.int32)
-                offset = segment_offset(
-                    index, begins_here, kv_head, num_kv_heads, partial_rows
-                )
-                store_partial(call, offset, result, lse, tile.rows.is_row, config)
-                first = tile_index // segment.length
-                last = (tile_index + num_tiles - 1) // segment.length
-                semaphore = tensors.semaphores + first * num_kv_heads + kv_head
-                if arrive(semaphore, last - first + 1):
-                    tl.store(semaphore, 0)  # for the next launch
-                    combine_segments(
-                        call, start, query_len, first, last, kv_head, num_kv_heads,
-                        config, plan.COMBINE_ROWS, plan.COMBINE_SPLITS,
-                    )  # fmt: skip
+                store_split_request(
+                    call, segment, index, tile_index, num_tiles, start, query_len,
+                    result, lse, tile.rows.is_row, kv_head, num_kv_heads, config, plan,
+                )  # fmt: skip
             tile_index += num_tiles

@@ -21,7 +21,7 @@ def store_rows(call, result, lse, rows, config: tl.constexpr):
     """Store finished rows.
 
     Args:
-        call: Call.
+        call: KernelCall.
         result: [BLOCK_M, BLOCK_DV].
         lse: [BLOCK_M] log-sum-exp in base 2; it is stored in base e.
         rows: QueryRows.

@@ -8,7 +8,7 @@ batch, split_kv.py computes all requests.
 import triton
 import triton.language as tl
 
-from .arguments import CHANGING, Call
+from .arguments import CHANGING, KernelCall
 from .attention_tile import attend_to_keys, load_query_tile
 from .epilogue import clear_padding, scale_values, store_rows
 from .options.sinks import start_with_sinks
@@ -84,7 +84,7 @@ def prefill_kernel(
     """
     kv_head = tl.program_id(1)
     index = tl.program_id(0)
-    call = Call(
+    call = KernelCall(
         tensors, strides, option_tensors, options, scale, partial_rows, table_stride_req,
         lse_stride_head, lse_stride_token, tree_stride_req, tree_width,
     )  # fmt: skip

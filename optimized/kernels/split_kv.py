@@ -9,7 +9,7 @@ the two kernels computes it. `split_rows_kernel` computes all splits of a query 
 import triton
 import triton.language as tl
 
-from .arguments import CHANGING, Call
+from .arguments import CHANGING, KernelCall
 from .attention_tile import attend_to_keys, load_query_tile
 from .combine import arrive, combine_splits, fold_partial, split_offset, store_partial
 from .epilogue import clear_padding, scale_values, store_rows
@@ -84,7 +84,7 @@ def split_rows_kernel(
     """
     kv_head = tl.program_id(1)
     index = tl.program_id(0)
-    call = Call(
+    call = KernelCall(
         tensors, strides, option_tensors, options, scale, partial_rows, table_stride_req,
         lse_stride_head, lse_stride_token, tree_stride_req, tree_width,
     )  # fmt: skip
@@ -142,7 +142,7 @@ def split_kv_kernel(
     kv_head = tl.program_id(1)
     num_kv_heads = tl.num_programs(1)
     index = tl.program_id(0)
-    call = Call(
+    call = KernelCall(
         tensors, strides, option_tensors, options, scale, partial_rows, table_stride_req,
         lse_stride_head, lse_stride_token, tree_stride_req, tree_width,
     )  # fmt: skip

@@ -48,7 +48,7 @@ def modify_scores(
     Args:
         qk: [BLOCK_M, BLOCK_N] dot products.
         qk_scale: scale of the dot products: a number, or [BLOCK_M, 1].
-        call, terms: Call, ScoreTerms.
+        call, terms: KernelCall, ScoreTerms.
         position, key_position: [BLOCK_M], [BLOCK_N].
     """
     HAS_SLOPES: tl.constexpr = call.option_tensors.alibi_slopes is not None

@@ -89,7 +89,7 @@ def find_visible_keys(call, req, rows, seq_len, config: tl.constexpr):
     Token j of a request with q new tokens has position seq_len - q + j.
 
     Args:
-        call: Call.
+        call: KernelCall.
         req: index of the request.
         rows: QueryRows of the tile.
     """
