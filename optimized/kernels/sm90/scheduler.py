@@ -13,7 +13,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .config import BLOCK_N, WARP_SIZE, warp_layout
-from .pipeline import PipelineState
 
 WORK_FIELDS = gl.constexpr(8)
 """Fields of a `WorkItem`."""
@@ -64,7 +63,7 @@ class ItemRange(NamedTuple):
 
     Args:
         req: the request; negative if no work item is left.
-        first_item, end_item: its work items are first_item <= item < end_item.
+        first_item, end_item: its work items i are those with first_item <= i < end_item.
         scanned_reqs: requests that precede the 32 requests with `req`, in the order of the items.
         scanned_items: work items of those.
     """
@@ -240,7 +239,7 @@ def publish_work(shared, state, work):
 
 @gluon.jit
 def publish_end(shared, state):
-    """Tell the other warps that no work item is left."""
+    """Publish that no work item is left."""
     publish_work(shared, state, WorkItem(0, 0, 0, 0, 0, 0, 0, NO_WORK))
 
 
@@ -267,9 +266,3 @@ def receive_work(shared, state):
     )
     shared.work_pipe.consumer_release(state)
     return work
-
-
-@gluon.jit
-def start_work_state():
-    """Return the position in the ring of published work items."""
-    return PipelineState.start(2)
