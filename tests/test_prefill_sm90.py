@@ -211,9 +211,8 @@ def run(
     out = fresh if out is None else out
     call = to_call(batch, out, lse, causal)
     plan = make_plan(call)
-    for _ in range(
-        2
-    ):  # the first launch goes through Triton, the second through `Launcher`
+    # the first launch goes through Triton, the second through `Launcher`
+    for _ in range(2):
         out.fill_(NAN)
         lse.fill_(NAN)
         plan.launch_prefill(call, short_rows)

@@ -46,10 +46,13 @@ class BatchArgs(NamedTuple):
     max_decode_rows: Any
 
 
-class Request(NamedTuple):
-    """One request's first query, its numbers of queries and keys, and the row of its first key.
+class RequestBounds(NamedTuple):
+    """One request's queries and keys.
 
-    With a block table, `kv_start` is 0.
+    Args:
+        query_start, query_len: index of its first query in the batch, and its number of queries.
+        seq_len: its number of keys.
+        kv_start: row of its first key; 0 with a block table.
     """
 
     query_start: Any
@@ -146,7 +149,7 @@ def find_request(batch, item, scanned_reqs, scanned_items, BLOCK_M: gl.constexpr
 
 @gluon.jit
 def load_request(batch, req, PAGED: gl.constexpr):
-    """Return the `Request` with this index; zeros if the index is negative."""
+    """Return the `RequestBounds` with this index; zeros if the index is negative."""
     is_req = req >= 0
     start = gl.load(batch.query_start_loc + req, mask=is_req, other=0).to(gl.int32)
     end = gl.load(batch.query_start_loc + req + 1, mask=is_req, other=0).to(gl.int32)
@@ -156,7 +159,7 @@ def load_request(batch, req, PAGED: gl.constexpr):
         kv_start = seq_len
         kv_end = gl.load(batch.kv_lens + req + 1, mask=is_req, other=0).to(gl.int32)
         seq_len = kv_end - kv_start
-    return Request(start, end - start, seq_len, kv_start)
+    return RequestBounds(start, end - start, seq_len, kv_start)
 
 
 @gluon.jit
