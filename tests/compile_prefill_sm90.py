@@ -90,9 +90,7 @@ def record(case: Case) -> dict[str, Any]:
         query, keys, keys, table, starts, lengths, 156, 512, 0.1, query, lse,
         AttentionOptions(causal=causal),
     )  # fmt: skip
-    plan = family.plan(call)
-    assert plan is not None
-    plan.launch_prefill(call, 16)
+    family.plan(call).launch_prefill(call, 16)
     return launches[0]
 
 

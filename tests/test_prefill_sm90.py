@@ -140,7 +140,9 @@ def test_an_element_has_the_row_and_column_of_its_plane_that_tma_is_given(
                 assert row < plane.rows and column < plane.width
 
 
-def test_blocks_that_a_box_would_cross_are_not_supported() -> None:
+def test_blocks_that_a_box_would_cross_are_not_supported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     query = torch.zeros(8, 8, 128, dtype=BF16)
     starts = torch.tensor([0, 8], dtype=torch.int32)
     for block_size, is_supported in ((16, True), (48, True), (24, False), (8, False)):
@@ -149,7 +151,11 @@ def test_blocks_that_a_box_would_cross_are_not_supported() -> None:
             query, keys, keys, torch.zeros(1, 2, dtype=torch.int32), starts, starts[1:],
             8, 8, 0.1, query, None, AttentionOptions(causal=True),
         )  # fmt: skip
-        assert (family.plan(call) is not None) == is_supported
+        monkeypatch.setattr(family, "is_hopper", lambda device: True)
+        assert family.supports(call) == is_supported
+        if not is_supported:
+            with pytest.raises(NotImplementedError, match="does not support this call"):
+                family.plan(call)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +199,7 @@ def make_plan(call: AttentionCall) -> family.Sm90Plan:
     """Return the Hopper family's launch plan of a call that it supports."""
     assert family.supports(call)
     plan = family.plan(call)
-    assert plan is not None and plan.takes(call)
+    assert plan.takes(call)
     return plan
 
 
@@ -205,9 +211,8 @@ def run(
     out = fresh if out is None else out
     call = to_call(batch, out, lse, causal)
     plan = make_plan(call)
-    for _ in range(
-        2
-    ):  # the first launch goes through Triton, the second through `Launcher`
+    # the first launch goes through Triton, the second through `Launcher`
+    for _ in range(2):
         out.fill_(NAN)
         lse.fill_(NAN)
         plan.launch_prefill(call, short_rows)

@@ -12,14 +12,18 @@ from triton.experimental.gluon import language as gl
 WARPGROUP_M = gl.constexpr(64)
 """Query rows per consumer warpgroup: the M of one wgmma instruction."""
 BLOCK_N = gl.constexpr(128)
-"""Keys per KV tile, the widest tile that was measured. The dot products of a warpgroup with it
-take 64 registers per thread."""
+"""Keys per KV tile. A warpgroup's qk takes 64 registers per thread. No other width is recorded."""
 BOX_COLUMNS = gl.constexpr(64)
 """Elements per row of a TMA box of K or V: 128 bytes, the widest swizzle."""
 SWIZZLE_ROWS = gl.constexpr(8)
 """Rows after which the 128-byte swizzle repeats."""
-WARP_SIZE = gl.constexpr(32)
+Q_STAGES = gl.constexpr(2)
+"""Query tiles per warpgroup: the next work item's is loaded while this one's output is stored."""
+WORK_STAGES = gl.constexpr(2)
+"""Published work items: the next one is published while this one is computed."""
 MAX_CONSUMERS = gl.constexpr(3)
+"""The largest `count_consumers`."""
+WARP_SIZE = gl.constexpr(32)
 LN_2 = gl.constexpr(math.log(2.0))
 
 SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
@@ -65,8 +69,8 @@ def uses_ping_pong(head_dim):
 def consumer_registers(head_dim):
     """Return the registers per thread of the consumer warpgroups after the first.
 
-    The first warpgroup gets what is left, which is as much. The split decides the speed: at head
-    size 64, 152 for consumers and 40 for producers is 45 % slower than 160 and 24.
+    The first warpgroup gets what is left, which is at least as much. At head size 64, 152 for
+    consumers and 40 for producers is 45 % slower than 160 and 24.
     """
     return 160 if head_dim == 64 else 240
 

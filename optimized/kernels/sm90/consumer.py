@@ -5,7 +5,7 @@ issues Q @ K of a KV tile and P @ V of the tile before, so that the softmax of o
 the products of the other. KV tiles are processed from the last to the first: tiles that need a
 mask come first, then the rest in a loop without masks.
 
-The two head sizes overlap differently, and `PING_PONG` says which way it is:
+The two head sizes overlap differently, and `uses_ping_pong` selects the way:
 - Head size 128, two warpgroups: the softmax runs between the issue of P @ V and the wait for it.
   p stays in float32 until Q @ K of the next tile is issued, where rounding it costs no time.
 - Head size 64, three warpgroups with 160 registers per thread: one warpgroup's softmax overlaps
@@ -27,8 +27,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .config import (
     BLOCK_N,
+    Q_STAGES,
     SWIZZLED,
     WARPGROUP_M,
+    WORK_STAGES,
     acc_layout,
     count_stages,
     qk_layout,
@@ -36,7 +38,7 @@ from .config import (
 )
 from .epilogue import normalize, store_tile
 from .pipeline import PipelineState, ping_pong_arrive, ping_pong_wait
-from .scheduler import NO_WORK, receive_work, start_work_state
+from .scheduler import NO_WORK, receive_work
 from .softmax import mask_qk, online_softmax, pack_p, rescale, round_p, unpack_p
 
 
@@ -94,9 +96,9 @@ def consume(
     if PING_PONG and CONSUMER == NUM_CONSUMERS - 1:
         # the first warpgroup begins
         ping_pong_arrive(0)
-    work_state = start_work_state()
+    work_state = PipelineState.start(WORK_STAGES)
     kv_state = PipelineState.start(STAGES)
-    q_state = PipelineState.start(2)
+    q_state = PipelineState.start(Q_STAGES)
     work = receive_work(shared, work_state)
     while work.num_kv_tiles != NO_WORK:
         acc = gl.zeros([WARPGROUP_M, HEAD_DIM], gl.float32, acc_layout(HEAD_DIM))
@@ -185,7 +187,7 @@ def _first_tile(
     qk = warpgroup_mma_wait(0, deps=[qk])
     shared.k_pipe.consumer_release(kv_state)
     if q_state.count > 0:
-        # the output of the item before has left the place where the next queries go
+        # the previous work item's output has been stored: its stage may take the next queries
         tma.store_wait(0)
         shared.q_pipe.consumer_release(q_state.previous())
     m_i = gl.full(
@@ -226,12 +228,12 @@ def _kv_iteration(
     PING_PONG: gl.constexpr = uses_ping_pong(HEAD_DIM)
     dtype: gl.constexpr = tiles.q.dtype
     acc, p, alpha, m_i, l_i = carry
-    # step: issue Q @ K of this tile
+    # issue Q @ K of this tile
     shared.k_pipe.consumer_wait(kv_state)
     if PING_PONG:
         ping_pong_wait(CONSUMER)
     qk = _issue_qk(tiles, kv_state)  # [WARPGROUP_M, BLOCK_N]
-    # step: issue P @ V of the tile before
+    # issue P @ V of the tile before
     shared.v_pipe.consumer_wait(kv_state.previous())
     if PING_PONG:
         p = unpack_p(p, dtype, HEAD_DIM)
@@ -239,7 +241,7 @@ def _kv_iteration(
         acc = rescale(acc, alpha, HEAD_DIM)
         p = round_p(p, dtype, HEAD_DIM)
     acc = _issue_pv(tiles, p, acc, kv_state.previous())  # [WARPGROUP_M, HEAD_DIM]
-    # step: softmax of this tile, while P @ V is in flight
+    # softmax of this tile, while P @ V is in flight
     qk = warpgroup_mma_wait(1, deps=[qk])
     if PING_PONG:
         ping_pong_arrive((CONSUMER + 1) % NUM_CONSUMERS)
@@ -248,7 +250,7 @@ def _kv_iteration(
     p_next, alpha, m_i, l_i = online_softmax(
         qk, m_i, l_i, scale_log2, False, MASKED, not MASKED and not PING_PONG
     )
-    # step: wait for P @ V, and release K of this tile with V of the tile before
+    # wait for P @ V, and release K of this tile with V of the tile before
     if not PING_PONG:
         # This wait is over at once, but it begins a basic block. Without it ptxas moves the wait
         # for P @ V before the softmax, and nothing overlaps: 4 % slower at head size 128 (912 to

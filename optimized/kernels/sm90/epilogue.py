@@ -13,13 +13,13 @@ class OutputArgs(NamedTuple):
     """The output and its log-sum-exp, as the kernel's arguments describe them.
 
     Args:
-        tma: `TmaTensor` of the output.
+        plane: `TmaTensor` of the output.
         out: [tokens, heads, HEAD_DIM].
         lse: [heads, tokens], or None.
         out_stride_token, out_stride_head, lse_stride_token, lse_stride_head: in elements.
     """
 
-    tma: Any
+    plane: Any
     out: Any
     lse: Any
     out_stride_token: Any
@@ -79,10 +79,10 @@ def store_tile(
         staging.store(acc.to(dtype))
         fence_async_shared()
         tma.async_copy_shared_to_global(
-            output.tma.desc,
+            output.plane.desc,
             [
-                work.query_start + FIRST_ROW + work.head * output.tma.head_rows,
-                work.head * output.tma.head_columns,
+                work.query_start + FIRST_ROW + work.head * output.plane.head_rows,
+                work.head * output.plane.head_columns,
             ],
             staging,
         )

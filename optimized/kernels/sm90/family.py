@@ -72,55 +72,44 @@ class Address(NamedTuple):
 
 
 def supports(call: AttentionCall) -> bool:
-    """Return whether the call runs on a Hopper chip, with options that `plan` may support.
+    """Return whether the kernel computes long requests of calls with this signature.
 
     The kernel is not batch-invariant: it and the portable decode kernel add up in different
     orders.
     """
-    return is_hopper(call.query.device) and not call.options.batch_invariant
+    return (
+        is_hopper(call.query.device)
+        and not call.options.batch_invariant
+        and _find_planes(call) is not None
+    )
 
 
-def plan(call: AttentionCall) -> "Sm90Plan | None":
+def plan(call: AttentionCall) -> "Sm90Plan":
     """Return the launch plan of all calls with this call's signature, whatever their device.
 
-    Returns:
-        an `Sm90Plan`. None if the kernel does not support the call's options, dtypes, shapes or
-        strides.
-    Example:
-        Keys [100 blocks, 16 slots, 8 heads, 128], contiguous: a row is a slot, and rows are 1,024
-        elements apart. The next block begins 16 rows further, the next head 128 columns further.
-        With the heads before the slots in memory, rows are 128 elements apart. The next block
-        begins 128 rows further, the next head 16 rows further.
+    Raises:
+        NotImplementedError: options, a dtype, shapes or strides that the kernel does not support.
     """
-    query, key, value, block_table = call[:4]
-    dtype, (_, num_heads, head_size) = query.dtype, query.shape
-    if type(call.options.causal) is not bool:
-        return None
-    if get_other_options(call.options).count(None) < len(OTHER_OPTIONS):
-        return None
-    if dtype not in DTYPES or not dtype == key.dtype == value.dtype == call.out.dtype:
-        return None
-    if head_size not in HEAD_SIZES or value.shape[-1] != head_size:
-        return None
-    # a box has at least 16 rows and does not cross a block
-    block_size = 0 if block_table is None else key.shape[1]
-    if block_size % 16 or (block_table is not None and block_table.stride(1) != 1):
-        return None
-    q_plane, k_plane, v_plane, out_plane = (
-        _find_plane(each.shape, each.stride()) for each in (query, key, value, call.out)
-    )
-    if q_plane is None or k_plane is None or v_plane is None or out_plane is None:
-        return None
+    planes = _find_planes(call)
+    if planes is None:
+        raise NotImplementedError(
+            "the Hopper prefill kernel does not support this call: expected one for which"
+            " supports(call) is True; use the portable kernel"
+        )
+    q_plane, k_plane, v_plane, out_plane = planes
+    _, num_heads, head_size = call.query.shape
+    block_size = 0 if call.block_table is None else call.key.shape[1]
     q_box = (WARPGROUP_M.value, head_size)
+    # a box has at least 16 rows and does not cross a block
     kv_box = (math.gcd(block_size, BLOCK_N.value), BOX_COLUMNS.value)
     return Sm90Plan(
-        dtype=dtype,
-        planes=(q_plane, k_plane, v_plane, out_plane),
+        dtype=call.query.dtype,
+        planes=planes,
         boxes=(q_box, kv_box, kv_box, q_box),
-        tokens=query.shape[0],
-        keys=key.shape[0],
+        tokens=call.query.shape[0],
+        keys=call.key.shape[0],
         num_heads=num_heads,
-        group_size=num_heads // key.shape[-2],
+        group_size=num_heads // call.key.shape[-2],
         tile_rows=WARPGROUP_M.value * count_consumers(head_size),
         strides=(
             *q_plane[4:],
@@ -298,8 +287,38 @@ class Sm90Plan:
         return (*descriptors, out, *others)
 
 
+def _find_planes(call: AttentionCall) -> tuple[Plane, Plane, Plane, Plane] | None:
+    """Return the planes of a call's tensors, or None if the kernel does not support the call."""
+    query, key, value, block_table = call[:4]
+    if type(call.options.causal) is not bool:
+        return None
+    if get_other_options(call.options).count(None) < len(OTHER_OPTIONS):
+        return None
+    dtype, head_size = query.dtype, query.shape[-1]
+    if dtype not in DTYPES or not dtype == key.dtype == value.dtype == call.out.dtype:
+        return None
+    if head_size not in HEAD_SIZES or value.shape[-1] != head_size:
+        return None
+    block_size = 0 if block_table is None else key.shape[1]
+    if block_size % 16 or (block_table is not None and block_table.stride(1) != 1):
+        return None
+    q_plane, k_plane, v_plane, out_plane = (
+        _find_plane(each.shape, each.stride()) for each in (query, key, value, call.out)
+    )
+    if q_plane is None or k_plane is None or v_plane is None or out_plane is None:
+        return None
+    return q_plane, k_plane, v_plane, out_plane
+
+
 def _find_plane(shape: tuple[int, ...], strides: tuple[int, ...]) -> Plane | None:
-    """Return a tensor as a plane, or None if TMA cannot address it."""
+    """Return a tensor as a plane, or None if TMA cannot address it.
+
+    Example:
+        Keys [100 blocks, 16 slots, 8 heads, 128], contiguous: a row is a slot, and rows are 1,024
+        elements apart. The next block begins 16 rows further, the next head 128 columns further.
+        With the heads before the slots in memory, rows are 128 elements apart. The next block
+        begins 128 rows further, the next head 16 rows further.
+    """
     *_, rows, heads, head_size = shape
     stride, head_stride = strides[-3:-1]
     block_rows = blocks = 0

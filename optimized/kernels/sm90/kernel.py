@@ -24,9 +24,11 @@ from .config import (
     LINEAR,
     MAX_CONSUMERS,
     PRODUCER_REGISTERS,
+    Q_STAGES,
     SWIZZLED,
     WARP_SIZE,
     WARPGROUP_M,
+    WORK_STAGES,
     consumer_registers,
     count_consumers,
     count_stages,
@@ -76,18 +78,22 @@ def _allocate(
     K_BOXES: gl.constexpr = STAGES * (BLOCK_N // k_box_rows) * COLUMN_BOXES
     V_BOXES: gl.constexpr = STAGES * (BLOCK_N // v_box_rows) * COLUMN_BOXES
     q = gl.allocate_shared_memory(
-        dtype, [2 * NUM_CONSUMERS, WARPGROUP_M, HEAD_DIM], SWIZZLED
+        dtype, [Q_STAGES * NUM_CONSUMERS, WARPGROUP_M, HEAD_DIM], SWIZZLED
     )
     k = gl.allocate_shared_memory(dtype, [K_BOXES, k_box_rows, BOX_COLUMNS], SWIZZLED)
     v = gl.allocate_shared_memory(dtype, [V_BOXES, v_box_rows, BOX_COLUMNS], SWIZZLED)
-    work = gl.allocate_shared_memory(gl.int32, [2, WARP_SIZE * WORK_FIELDS], LINEAR)
-    q_pipe = Pipeline(allocate_barriers(2), allocate_barriers(2))
+    work = gl.allocate_shared_memory(
+        gl.int32, [WORK_STAGES, WARP_SIZE * WORK_FIELDS], LINEAR
+    )
+    q_pipe = Pipeline(allocate_barriers(Q_STAGES), allocate_barriers(Q_STAGES))
     k_pipe = Pipeline(allocate_barriers(STAGES), allocate_barriers(STAGES))
     v_pipe = Pipeline(allocate_barriers(STAGES + 1), k_pipe.empty)
-    work_pipe = Pipeline(allocate_barriers(2), allocate_barriers(2))
+    work_pipe = Pipeline(allocate_barriers(WORK_STAGES), allocate_barriers(WORK_STAGES))
     never = allocate_barriers(1)
-    # stage by stage, because triton 3.6 synchronizes the CTA between two writes to one array
-    for i in gl.static_range(2):
+    # Full and empty barriers alternate, and the two rings share a loop, because triton 3.6
+    # synchronizes the CTA between two writes to one array.
+    gl.static_assert(Q_STAGES == WORK_STAGES)
+    for i in gl.static_range(Q_STAGES):
         q_pipe.init_stage(i, NUM_CONSUMERS)
         # read by the consumers and by the warp that loads V
         work_pipe.init_stage(i, NUM_CONSUMERS + 1)
@@ -138,7 +144,17 @@ def prefill_kernel(
     BLOCK_SIZE: gl.constexpr,
     CAUSAL: gl.constexpr,
 ):
-    """Attend with the query rows of all prefill requests of a batch."""
+    """Compute the attention of all prefill requests of a batch.
+
+    Args:
+        q_desc, k_desc, v_desc, out_desc: tensor maps; `TmaTensor` has their block and head steps.
+        out, lse: `OutputArgs`.
+        block_table, query_start_loc, kv_lens: `BatchArgs`.
+        work_counter: [2] int32, 0 before and after the launch.
+        scale_log2: the scale of the dot products times log2(e), positive.
+        BLOCK_SIZE: tokens per cache block, a multiple of 16; 0 without a block table.
+        CAUSAL: whether a query attends only to keys up to its own position.
+    """
     N: gl.constexpr = count_consumers(HEAD_DIM)
     batch = BatchArgs(
         block_table,

@@ -121,16 +121,16 @@ class SharedStorage(NamedTuple):
     """Shared memory that the warps of a program have in common.
 
     Args:
-        q: [2 * consumers, WARPGROUP_M, HEAD_DIM] query tiles of two work items. A finished
-            output tile is stored from the place of its query tile.
+        q: [Q_STAGES * consumers, WARPGROUP_M, HEAD_DIM] query tiles. A finished output tile
+            overwrites its query tile, and is stored from there.
         k, v: [boxes, box rows, BOX_COLUMNS] the stages of the KV tiles, as TMA fills them.
-        work: [2, 32 * WORK_FIELDS] the published work items, one copy per lane.
-        q_pipe: 2 stages, one per work item.
+        work: [WORK_STAGES, 32 * WORK_FIELDS] the published work items, one copy per lane.
+        q_pipe: Q_STAGES stages, one per work item.
         k_pipe: one stage per K tile. Its empty barrier i covers K tile i and V tile i - 1, so
             that consumers arrive once per iteration.
         v_pipe: one stage per V tile, with the empty barriers of `k_pipe`. One full barrier more,
             the last, is for the loads of a tile whose last rows must be cleared.
-        work_pipe: 2 stages.
+        work_pipe: WORK_STAGES stages, one per work item.
         never: [1, 1] no warp arrives at this barrier.
     """
 

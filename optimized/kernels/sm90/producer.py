@@ -18,9 +18,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .config import (
     BLOCK_N,
     BOX_COLUMNS,
+    Q_STAGES,
     SWIZZLE_ROWS,
     SWIZZLED_32_BIT,
     WARPGROUP_M,
+    WORK_STAGES,
     count_stages,
 )
 from .pipeline import PipelineState
@@ -35,7 +37,6 @@ from .scheduler import (
     publish_work,
     receive_work,
     reset_counter,
-    start_work_state,
 )
 
 
@@ -69,9 +70,9 @@ def produce_q_and_k(
     """Run producer warp 0: schedule the work items, and load their Q and K tiles."""
     BLOCK_M: gl.constexpr = NUM_CONSUMERS * WARPGROUP_M
     PAGED: gl.constexpr = BLOCK_SIZE > 0
-    work_state = start_work_state()
+    work_state = PipelineState.start(WORK_STAGES)
     k_state = PipelineState.start(count_stages(HEAD_DIM))
-    q_state = PipelineState.start(2)
+    q_state = PipelineState.start(Q_STAGES)
     item = gl.program_id(0)
     zero = gl.to_tensor(0)
     items = find_request(batch, item, zero, zero, BLOCK_M)
@@ -99,7 +100,7 @@ def produce_q_and_k(
 @gluon.jit
 def produce_v(shared, batch, v, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr):
     """Run producer warp 1: load the V tiles of the published work items."""
-    work_state = start_work_state()
+    work_state = PipelineState.start(WORK_STAGES)
     v_state = PipelineState.start(count_stages(HEAD_DIM))
     tail_state = PipelineState.start(1)
     work = receive_work(shared, work_state)

@@ -13,7 +13,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .config import BLOCK_N, WARP_SIZE, warp_layout
-from .pipeline import PipelineState
 
 WORK_FIELDS = gl.constexpr(8)
 """Fields of a `WorkItem`."""
@@ -47,10 +46,13 @@ class BatchArgs(NamedTuple):
     max_decode_rows: Any
 
 
-class Request(NamedTuple):
-    """One request's first query, its numbers of queries and keys, and the row of its first key.
+class RequestBounds(NamedTuple):
+    """One request's queries and keys.
 
-    With a block table, `kv_start` is 0.
+    Args:
+        query_start, query_len: index of its first query in the batch, and its number of queries.
+        seq_len: its number of keys.
+        kv_start: row of its first key; 0 with a block table.
     """
 
     query_start: Any
@@ -64,7 +66,7 @@ class ItemRange(NamedTuple):
 
     Args:
         req: the request; negative if no work item is left.
-        first_item, end_item: its work items are first_item <= item < end_item.
+        first_item, end_item: its work items i are those with first_item <= i < end_item.
         scanned_reqs: requests that precede the 32 requests with `req`, in the order of the items.
         scanned_items: work items of those.
     """
@@ -147,7 +149,7 @@ def find_request(batch, item, scanned_reqs, scanned_items, BLOCK_M: gl.constexpr
 
 @gluon.jit
 def load_request(batch, req, PAGED: gl.constexpr):
-    """Return the `Request` with this index; zeros if the index is negative."""
+    """Return the `RequestBounds` with this index; zeros if the index is negative."""
     is_req = req >= 0
     start = gl.load(batch.query_start_loc + req, mask=is_req, other=0).to(gl.int32)
     end = gl.load(batch.query_start_loc + req + 1, mask=is_req, other=0).to(gl.int32)
@@ -157,7 +159,7 @@ def load_request(batch, req, PAGED: gl.constexpr):
         kv_start = seq_len
         kv_end = gl.load(batch.kv_lens + req + 1, mask=is_req, other=0).to(gl.int32)
         seq_len = kv_end - kv_start
-    return Request(start, end - start, seq_len, kv_start)
+    return RequestBounds(start, end - start, seq_len, kv_start)
 
 
 @gluon.jit
@@ -240,7 +242,7 @@ def publish_work(shared, state, work):
 
 @gluon.jit
 def publish_end(shared, state):
-    """Tell the other warps that no work item is left."""
+    """Publish that no work item is left."""
     publish_work(shared, state, WorkItem(0, 0, 0, 0, 0, 0, 0, NO_WORK))
 
 
@@ -267,9 +269,3 @@ def receive_work(shared, state):
     )
     shared.work_pipe.consumer_release(state)
     return work
-
-
-@gluon.jit
-def start_work_state():
-    """Return the position in the ring of published work items."""
-    return PipelineState.start(2)

@@ -131,7 +131,7 @@ def _reduce_columns(qk, TAKE_MAX: gl.constexpr):
 
     Reductions over registers alone form a tree and need no shuffle.
     """
-    # columns are [group of 32 or 64 .., every eight, thread, neighbour]
+    # columns are [quarter of the tile, eight columns, thread, neighbour]
     qk = gl.reshape(qk, [WARPGROUP_M, 4, BLOCK_N // 32, 4, 2])
     if TAKE_MAX:
         return gl.max(gl.max(gl.max(qk, 4), 2), 1)
