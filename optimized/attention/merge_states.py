@@ -22,7 +22,7 @@ from ...contract.shapes import (
     RankLogSumExp,
 )
 from ...validation.merge import check_combine, check_merge
-from ..kernels.rows import LN_2, LOG2_E
+from ..kernels.softmax import LN_2, LOG2_E
 from ..launch.launcher import check_launch, must_widen
 from ..launch.operators import operator
 

@@ -1,4 +1,4 @@
-"""Kernel family of the portable Triton kernel: decode and prefill launches on any CUDA device.
+"""Kernel family of the portable Triton kernels: decode and prefill launches on any CUDA device.
 
 A batch may mix requests of any length. Requests whose rows (queries times the query heads that
 share a kv head) fit one decode tile are computed by the decode launch, in split-KV form. All
@@ -6,12 +6,9 @@ others are computed by the prefill launch, one program per tile of rows. Each la
 requests of the other one, so nothing has to be read from the device to separate them.
 """
 
-from typing import Any
-
 from torch import Tensor
 
-from ...contract.attention_options import AttentionOptions
-from ..kernels.fp8 import scale_arguments
+from ..kernels.options import lower_tensors
 from .attention_call import AttentionCall, compiled_in
 from .launcher import NO_OPTIONS, Launcher
 from .prepare import MOST_ROOM, Launches, prepare
@@ -183,17 +180,5 @@ class PortablePlan:
             query, key, value, block_table, query_start_loc, lengths, out, lse,
             workspace, partials, arrivals,
         )  # fmt: skip
-        values = _option_values(call.options) if self._has_values else NO_OPTIONS
+        values = lower_tensors(call.options) if self._has_values else NO_OPTIONS
         launcher(grid, pointers, values, numbers, tensors)
-
-
-def _option_values(options: AttentionOptions) -> tuple[Any, ...]:
-    """Return the options that the kernel receives anew at each call, in its order."""
-    return (
-        None if options.alibi_slopes is None else options.alibi_slopes.contiguous(),
-        None if options.sinks is None else options.sinks.contiguous(),
-        options.position_bias,
-        scale_arguments(options.k_scale)[0],
-        scale_arguments(options.v_scale)[0],
-        scale_arguments(options.out_scale)[0],
-    )
