@@ -75,7 +75,8 @@ def pretend(chip: int, launches: list[Any]) -> None:
         launches.append((self, values, launch))
 
     JITFunction.run = record
-    for name in ("launch.dispatch", *(concept.module for concept in CONCEPTS)):
+    twins = (concept.module for concept in CONCEPTS if not concept.is_single)
+    for name in ("launch.dispatch", *twins):
         module = import_module(f"pagetwin.optimized.{name}")
         if hasattr(module, "check_launch"):
             module.check_launch = lambda tensor: None
