@@ -58,7 +58,7 @@ def concat_and_cache_mla(
     slot_mapping: SlotMapping,
     scale: Scale | float | None = None,
 ) -> None:
-    """Write each new token's latent and rope key, one behind the other, to its slot."""
+    """Write each new token's latent and rope key, one after the other, to its slot."""
     check_concat_and_cache_mla(
         kv_c, k_pe, kv_cache, slot_mapping, scale, contents=values_checked()
     )

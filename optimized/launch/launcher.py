@@ -67,8 +67,8 @@ class Launcher:
         lower: converts the tensors of a launch to the kernel's tensors and tensor descriptors.
         fixed: constant arguments by name. Those that are not named are None.
         num_warps, num_stages: launch options.
-        groups: NamedTuples in which the kernel takes its pointers and its option values. Optional.
-            If None, each of them is an argument of its own.
+        groups: Optional. NamedTuples in which the kernel takes its pointers and its options. If
+            None, each is an argument of its own.
     """
 
     def __init__(
