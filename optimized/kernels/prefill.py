@@ -68,7 +68,7 @@ def prefill_kernel(
     lse_stride_head,
     lse_stride_token,
     strides,
-    options,
+    option_arguments,
     tree_stride_req,
     tree_width,
     decode_rows,
@@ -77,7 +77,7 @@ def prefill_kernel(
     """Attend with all requests of more than `decode_rows` rows. Grid: (query tiles, kv_heads).
 
     Args:
-        tensors, option_tensors, strides, options, config: Tensors, OptionTensors, Strides,
+        tensors, option_tensors, strides, option_arguments, config: Tensors, OptionTensors, Strides,
             OptionArguments, Config.
         num_search_steps: steps of the binary search for a tile's request.
         partial_rows: not used here.
@@ -85,7 +85,7 @@ def prefill_kernel(
     kv_head = tl.program_id(1)
     index = tl.program_id(0)
     call = KernelCall(
-        tensors, strides, option_tensors, options, scale, partial_rows, table_stride_req,
+        tensors, strides, option_tensors, option_arguments, scale, partial_rows, table_stride_req,
         lse_stride_head, lse_stride_token, tree_stride_req, tree_width,
     )  # fmt: skip
     first_req, end_req, first_row = find_request(

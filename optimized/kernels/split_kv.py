@@ -71,7 +71,7 @@ def split_rows_kernel(
     lse_stride_head,
     lse_stride_token,
     strides,
-    options,
+    option_arguments,
     tree_stride_req,
     tree_width,
     config: tl.constexpr,
@@ -85,7 +85,7 @@ def split_rows_kernel(
     kv_head = tl.program_id(1)
     index = tl.program_id(0)
     call = KernelCall(
-        tensors, strides, option_tensors, options, scale, partial_rows, table_stride_req,
+        tensors, strides, option_tensors, option_arguments, scale, partial_rows, table_stride_req,
         lse_stride_head, lse_stride_token, tree_stride_req, tree_width,
     )  # fmt: skip
     first_req, end_req, first_row = find_request(
@@ -126,7 +126,7 @@ def split_kv_kernel(
     lse_stride_head,
     lse_stride_token,
     strides,
-    options,
+    option_arguments,
     tree_stride_req,
     tree_width,
     config: tl.constexpr,
@@ -143,7 +143,7 @@ def split_kv_kernel(
     num_kv_heads = tl.num_programs(1)
     index = tl.program_id(0)
     call = KernelCall(
-        tensors, strides, option_tensors, options, scale, partial_rows, table_stride_req,
+        tensors, strides, option_tensors, option_arguments, scale, partial_rows, table_stride_req,
         lse_stride_head, lse_stride_token, tree_stride_req, tree_width,
     )  # fmt: skip
     first_req, end_req, first_row = find_request(

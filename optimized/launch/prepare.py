@@ -163,7 +163,8 @@ def prepare(
     tree = options.tree_mask
     fixed = {
         "strides": _strides(query, key, value, block_table, out),
-        "options": arguments,
+        # Triton reserves the parameter name "options"
+        "option_arguments": arguments,
         "tree_stride_req": 0 if tree is None else tree.stride(0),
         "tree_width": 0 if tree is None else tree.shape[1],
         "decode_rows": short_rows,
