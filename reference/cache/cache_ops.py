@@ -31,7 +31,7 @@ from ...validation import (
     check_reshape_and_cache,
     validated,
 )
-from ._fp8 import dequantise, quantise
+from .fp8 import dequantise, quantise
 
 
 @validated(check_reshape_and_cache)

@@ -15,9 +15,10 @@ def validated(
     """Return a decorator that calls `check` with an operation's arguments, contents included.
 
     Args:
-        check: takes the operation's arguments by name, and `contents=True`. It raises if they
-            are invalid.
+        check: takes those of the operation's arguments that it names, and `contents=True`. It
+            raises if they are invalid.
     """
+    names = signature(check).parameters
 
     def decorate(operation: Callable[P, R]) -> Callable[P, R]:
         parameters = signature(operation)
@@ -26,7 +27,8 @@ def validated(
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
             given = parameters.bind(*args, **kwargs)
             given.apply_defaults()
-            check(**given.arguments, contents=True)
+            found = {name: x for name, x in given.arguments.items() if name in names}
+            check(**found, contents=True)
             return operation(*args, **kwargs)
 
         return checked
