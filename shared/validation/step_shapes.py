@@ -178,7 +178,7 @@ def check_block_table_sizes(
     kernel_block_size: int,
     dcp_kv_cache_interleave_size: int,
 ) -> None:
-    """Raise an error for sizes that are not multiples of the kernel's block or the interleave size."""
+    """Raise an error for sizes that are not multiples of the kernel block or interleave size."""
     check_positive(block_size=block_size, kernel_block_size=kernel_block_size)
     check_not_negative(
         max_num_reqs=max_num_reqs, max_num_blocks_per_req=max_num_blocks_per_req
