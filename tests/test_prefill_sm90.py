@@ -504,21 +504,12 @@ def test_many_launches_in_a_row_give_the_same_bits() -> None:
     for _ in range(50):
         for one, other in zip(run(batch), expected, strict=True):
             assert torch.equal(one, other)
-<<<<<<< HEAD
-    for kept in _workspace._streams.values():
-=======
     for kept in workspace._streams.values():
->>>>>>> hopper
         assert not bool(kept.counters.any())
 
 
 @pytest.fixture(autouse=True)
 def own_counters() -> Iterator[None]:
-<<<<<<< HEAD
-    """Start every test without counters, so that one test's failure stays its own."""
-    _workspace._streams.clear()
-=======
     """Start every test without counters, so that a failed test does not affect the next."""
     workspace.release_workspace()
->>>>>>> hopper
     yield

@@ -13,17 +13,12 @@ from torch import Tensor
 
 from ...contract.attention_options import AttentionOptions
 from ...contract.kinds import FP8_DTYPES
-<<<<<<< HEAD
 from ..kernels.arguments import Config, StreamK, Strides, Tensors
 from ..kernels.decode import decode_kernel
 from ..kernels.fp8 import has_native_fp8
 from ..kernels.options import OptionTensors, lower_options
 from ..kernels.prefill import prefill_kernel
 from ..kernels.split_kv import split_kv_kernel, split_rows_kernel
-=======
-from ..kernels.attention_kernel import attend_kernel
-from ..kernels.fp8 import has_native_fp8, scale_arguments
->>>>>>> hopper
 from .launcher import INTERPRETED, Launcher, must_widen, next_power_of_2
 from .tuning import PROGRAMS, Tiles, choose_tiles, count_processors
 

@@ -17,25 +17,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ....contract.attention_options import AttentionOptions
 from ...launch.attention_call import AttentionCall
-<<<<<<< HEAD
-from . import host
-
-
-def supports(call: AttentionCall) -> bool:
-    """Return whether the kernel can run calls with this call's signature on its device."""
-    return host.supports(
-        call.query, call.key, call.value, call.block_table, call.out, call.options
-    )
-
-
-def plan(call: AttentionCall) -> "Sm90Plan":
-    """Return the launch plan of all calls with this call's signature."""
-    return Sm90Plan(
-        host.plan(
-            call.query, call.key, call.value, call.block_table, call.out, call.options
-        )
-    )
-=======
 from ...launch.launcher import Launcher
 from ...launch.tuning import count_processors, is_hopper
 from ...launch.workspace import find_workspace
@@ -154,7 +135,6 @@ def plan(call: AttentionCall) -> "Sm90Plan | None":
             "CAUSAL": call.options.causal,
         },
     )
->>>>>>> hopper
 
 
 @dataclass
@@ -162,25 +142,6 @@ class Sm90Plan:
     """Launches of the Hopper prefill kernel for all calls with one signature.
 
     Args:
-<<<<<<< HEAD
-        prefill: the launcher, and the layout of the tensors.
-    """
-
-    def __init__(self, prefill: host.PrefillPlan) -> None:
-        self._prefill = prefill
-
-    def takes(self, call: AttentionCall) -> bool:
-        """Return whether the kernel takes this call's addresses, sizes and scale."""
-        return host.accepts(
-            self._prefill,
-            call.query,
-            call.key,
-            call.value,
-            call.block_table,
-            call.out,
-            call.lse,
-            call.scale,
-=======
         dtype: dtype of the queries, keys, values and the output.
         planes: the planes of those four, with the sizes of the first call.
         boxes: the TMA box of each.
@@ -234,27 +195,10 @@ class Sm90Plan:
             for plane, extra in zip(
                 self.planes, self.extra_rows(query, key), strict=True
             )
->>>>>>> hopper
         )
         return rows + BOX_MARGIN <= MAX_COORDINATE
 
     def launch_prefill(self, call: AttentionCall, short_rows: int) -> None:
-<<<<<<< HEAD
-        """Compute all requests of more than `short_rows` rows (queries times group size)."""
-        host.launch(
-            self._prefill,
-            call.query,
-            call.key,
-            call.value,
-            call.block_table,
-            call.query_start_loc,
-            call.lengths,
-            call.max_query_len,
-            short_rows,
-            call.scale,
-            call.out,
-            call.lse,
-=======
         """Compute all requests of more than `short_rows` rows (queries times group size).
 
         The outputs of the other requests are not written. A query without a visible key gets the
@@ -277,7 +221,6 @@ class Sm90Plan:
         pointers = (
             out.data_ptr(),
             *(0 if each is None else each.data_ptr() for each in others),
->>>>>>> hopper
         )
         numbers = (
             num_reqs,
