@@ -40,6 +40,7 @@ PENDING_STRINGS = {
 PENDING_NAMES = {
     "Action",
     "Batch",
+    "Call",
     "Far",
     "Groups",
     "History",

@@ -51,7 +51,7 @@ def check_seq_group(group: Any, num_decode_tokens: int, block_size: int) -> None
         if not group.is_prompt and each.query_len != 1:
             raise ValueError(
                 f"sequence {each.seq_id} decodes query_len = {each.query_len} tokens:"
-                " expected 1; a prompt may bring more"
+                " expected 1; a prompt may have more"
             )
         if has_cache:
             _check_row(group, each, block_size)
