@@ -86,6 +86,9 @@ ONLY_IN_THE_TWIN = {
         "TOKENS_PER_PROGRAM": "a tile's size",
         "MAX_ELEMENTS_PER_PROGRAM": "a tile's size",
     },
+    "attention/latent.py": {
+        "latent_prefill_attention": "the reference's is in latent_prefill.py",
+    },
     "attention/merge_states.py": {"TOKENS_PER_PROGRAM": "a tile's size"},
     "cache/slot_mapping.py": {
         "find_request": "a token's request, by bisection; three kernels need it",
