@@ -125,9 +125,12 @@ def imported_names(module: str) -> dict[str, tuple[str, str]]:
 
 def resolve(module: str, name: str) -> Definition | None:
     """Return where a name of a module is defined; None if outside pagetwin or not a function."""
-    while module in modules():
+    seen: set[tuple[str, str]] = set()
+    # a package imports its own modules: their names lead back to it
+    while module in modules() and (module, name) not in seen:
         if name in definitions(module):
             return Definition(module, name)
+        seen.add((module, name))
         if name not in imported_names(module):
             return None
         module, name = imported_names(module)[name]

@@ -42,7 +42,7 @@ def test_what_is_no_number_is_wrong(bad: float) -> None:
     candidate[3, 0, 0] = bad
     verdict = judge_rows(candidate, exact, same, torch.float16)
     assert not verdict.ok and verdict.row == 3
-    assert str(verdict) == "row 3 holds NaN or infinity"
+    assert str(verdict) == "row 3 contains NaN or infinity"
 
 
 def test_a_row_of_zeros_must_be_met_exactly() -> None:

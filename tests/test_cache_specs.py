@@ -71,13 +71,13 @@ def test_the_layout_is_an_argument_or_comes_from_the_environment(
 
 def test_a_config_whose_lists_differ_is_refused() -> None:
     group, tensor = KVCacheGroupSpec(["m.0"], SPEC), KVCacheTensor(PAGE, ["m.0"])
-    with pytest.raises(ValueError, match="stands in kv_cache_groups but not in"):
+    with pytest.raises(ValueError, match="is in kv_cache_groups but not in"):
         KVCacheConfig(1, [], [group])
-    with pytest.raises(ValueError, match="stands in kv_cache_tensors but not in"):
+    with pytest.raises(ValueError, match="is in kv_cache_tensors but not in"):
         KVCacheConfig(1, [tensor], [])
-    with pytest.raises(ValueError, match="stands 2 times in kv_cache_tensors"):
+    with pytest.raises(ValueError, match="is 2 times in kv_cache_tensors"):
         KVCacheConfig(1, [tensor, tensor], [group])
-    with pytest.raises(ValueError, match="stands 2 times in kv_cache_groups"):
+    with pytest.raises(ValueError, match="is 2 times in kv_cache_groups"):
         KVCacheConfig(1, [tensor], [group, group])
     with pytest.raises(ValueError, match="size = -1: expected at least 0"):
         KVCacheTensor(-1, [])

@@ -157,5 +157,5 @@ def mamba_get_block_table_tensor(
     # step: find the block of the last token
     last = (seq_lens - 1).clamp(min=0) // block_size
     # step: take it and the blocks of the draft tokens
-    behind = torch.arange(1 + num_speculative_blocks, device=seq_lens.device)
-    return block_table.gather(1, last[:, None] + behind)
+    offsets = torch.arange(1 + num_speculative_blocks, device=seq_lens.device)
+    return block_table.gather(1, last[:, None] + offsets)

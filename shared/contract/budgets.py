@@ -1,13 +1,14 @@
-"""How large an error is an error?
+"""Error budgets: the error that each output row may have, and the verdict on a candidate.
 
-A fixed tolerance is no judge: with random data, 1e-2 does not notice a key dropped among 4,096.
-So every output row gets a budget of its own, from two runs of plain torch on the same inputs: one
-in float64, which is the truth, and one in the candidate's own dtype, which shows what honest
-rounding costs this row. A kernel may lose twice that, and a few roundings.
+A fixed tolerance is not sufficient: with random data, 1e-2 does not notice one dropped key in
+4,096. Each output row therefore has an error budget of its own, from two runs of plain torch on
+the same inputs. One run in float64 gives the exact result. One in the candidate's dtype gives the
+rounding error of this row. A kernel may have twice that error, plus a few roundings.
 
-Torch is sometimes lucky in a row. So no row is taken to cost less than three rows in four of the
-batch do, unless that is more than one rounding of the values it averages: a large row lends a small
-one nothing.
+The error of torch may be small in a row by chance. The error of each row is therefore assumed to
+be at least the 75th percentile over the batch, but not more than one rounding of the averaged
+values of this row, so that a row of large numbers does not enlarge the budget of a row of small
+ones.
 """
 
 from dataclasses import dataclass
@@ -17,22 +18,22 @@ from torch import Tensor
 
 FACTOR = 2.0
 ROUNDS_ONCE = (torch.float16, torch.bfloat16)
-"""A 16-bit kernel computes in float32 inside and rounds its result once, at the end."""
+"""A 16-bit kernel computes in float32 and rounds its result once, at the end."""
 ROUNDINGS_INSIDE = 8
-"""A float32 kernel rounds inside too, and the exponential of a score of size s turns one rounding
-of the score into s of the weight. Chosen by trial: with 4, right kernels exceed the budget by up to
-13 % in rows of one or two elements, where torch's own loss is luck; with 8 they use 55 % of it."""
+"""A float32 kernel also rounds intermediate results. The exponential of a score of size s turns one
+rounding of the score into s roundings of the weight. Measured: with 4, correct kernels exceed the
+budget by up to 13 % in rows of one or two elements; with 8 they use 55 % of it."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a candidate's rows stand against their budgets.
+    """The errors of a candidate's rows relative to their budgets.
 
     Args:
-        worst: the largest error of a row divided by that row's budget; at most 1 is right.
-        row: that row.
+        worst: largest ratio of a row's error to its budget. At most 1 is correct.
+        row: index of that row.
         error, budget: of that row, in the unit of the output.
-        finite: whether every element is a number.
+        finite: whether every element is finite.
     """
 
     worst: float
@@ -47,7 +48,7 @@ class Verdict:
 
     def __str__(self) -> str:
         if not self.finite:
-            return f"row {self.row} holds NaN or infinity"
+            return f"row {self.row} contains NaN or infinity"
         return (
             f"row {self.row}: error {self.error:.3g}, budget {self.budget:.3g}"
             f" ({self.worst:.2f} of it)"
@@ -61,17 +62,18 @@ def row_budgets(
     magnitude: Tensor | None = None,
     joined_lse: Tensor | None = None,
 ) -> Tensor:
-    """Return what each row may lose.
+    """Return the error budget of each row.
 
     Args:
         exact: [rows, ...] the result in float64.
         same_dtype: [rows, ...] plain torch's result, computed in `dtype`.
-        dtype: the candidate's element type.
-        magnitude: [rows, ...] the size of what is averaged: the same attention over the absolute
-            values. None: the size of the result, which is smaller where values cancel.
-        joined_lse: [rows, ...] the log-sum-exp of rows that were joined from parts. Each part's
-            was rounded to float32, and a rounding of a logarithm of size s is s roundings of
-            the part's weight. None: the rows were computed in one piece.
+        dtype: the candidate's dtype.
+        magnitude: Optional. [rows, ...] the magnitude of the averaged values: the same attention
+            over their absolute values. If None, the magnitude of the result, which is smaller
+            if values cancel.
+        joined_lse: Optional. [rows, ...] the log-sum-exp of rows that were merged from partial
+            results. That of each partial result was rounded to float32, and one rounding of a
+            logarithm of size s is s roundings of the weight. If None, the rows were not merged.
 
     Returns:
         [rows] float64.
@@ -100,11 +102,11 @@ def judge_rows(
     magnitude: Tensor | None = None,
     joined_lse: Tensor | None = None,
 ) -> Verdict:
-    """Return how the candidate's rows stand against their budgets.
+    """Return the errors of the candidate's rows relative to their budgets.
 
     Args:
-        candidate: [rows, ...] the result in question.
-        exact, same_dtype, dtype, magnitude, joined_lse: what `row_budgets` takes.
+        candidate: [rows, ...] the result to judge.
+        exact, same_dtype, dtype, magnitude, joined_lse: as in `row_budgets`.
     """
     if not candidate.numel():
         return Verdict(0.0, 0, 0.0, 0.0, True)
@@ -115,7 +117,7 @@ def judge_rows(
         row = int(bad.nonzero()[0])
         return Verdict(float("inf"), row, float("inf"), float(budgets[row]), False)
     errors = (rows - _rows(exact)).abs().amax(1)
-    # a row of zeros has no budget and must be met exactly
+    # the budget of a row of zeros is 0: it must be equal
     shares = torch.where(errors == 0, 0.0, errors / budgets)
     row = int(shares.argmax())
     return Verdict(

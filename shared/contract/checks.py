@@ -4,21 +4,21 @@ from typing import Any
 
 
 def check_positive(**numbers: int) -> None:
-    """Refuse a number below 1."""
+    """Raise an error for a number below 1."""
     for name, number in numbers.items():
         if number < 1:
             raise ValueError(f"{name} = {number}: expected at least 1")
 
 
 def check_not_negative(**numbers: int) -> None:
-    """Refuse a number below 0."""
+    """Raise an error for a number below 0."""
     for name, number in numbers.items():
         if number < 0:
             raise ValueError(f"{name} = {number}: expected at least 0")
 
 
 def check_cross_fields(metadata: Any) -> None:
-    """Refuse cross-attention in a step that does not say where the encoders' keys lie."""
+    """Raise an error for cross-attention without the location of the encoders' keys."""
     for name in (
         "encoder_seq_lens",
         "encoder_seq_lens_cpu",
@@ -35,7 +35,7 @@ def check_cross_fields(metadata: Any) -> None:
 
 
 def check_encoder_starts(metadata: Any) -> None:
-    """Refuse an encoder's slots and starts of which a half is missing."""
+    """Raise an error if only some of an encoder's slots and starts are given."""
     starts = metadata.encoder_query_start_loc, metadata.encoder_query_start_loc_cpu
     slots = metadata.cross_slot_mapping
     if all(each is None for each in starts) and (slots is None or not slots.numel()):
@@ -49,7 +49,7 @@ def check_encoder_starts(metadata: Any) -> None:
 
 
 def check_tree_is_whole(is_begun: bool, is_open: bool) -> None:
-    """Refuse to cut a request while a step has trees."""
+    """Raise an error if a request with a tree mask is cut."""
     if is_begun or is_open:
         raise NotImplementedError(
             f"tree_mask is set and the {'first' if is_begun else 'last'} request is cut:"

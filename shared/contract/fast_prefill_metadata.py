@@ -1,4 +1,4 @@
-"""What does attention metadata carry when only some tokens go on to the logits?"""
+"""The metadata fields of fast prefill."""
 
 from typing import Any, Protocol, runtime_checkable
 
@@ -8,18 +8,18 @@ KV_SHARING_FAST_PREFILL_METADATA_FIELDS: tuple[tuple[str, Any, Any], ...] = (
     ("logits_indices_padded", Tensor | None, None),
     ("num_logits_indices", int | None, None),
 )
-"""Name, type and default of the fields that fast prefill adds (vLLM's name)."""
+"""Name, type and default of the additional fields (vLLM's name)."""
 
 
 @runtime_checkable
 class KVSharingFastPrefillMetadata(Protocol):
-    """Metadata that says whose logits are wanted (vLLM's name).
+    """Metadata with the tokens whose logits are wanted (vLLM's name).
 
-    Whoever has both fields is an instance, whatever its class.
+    Every object with both fields is an instance.
 
     Args:
-        logits_indices_padded: [padded] tokens of the step, those past the count repeat.
-        num_logits_indices: how many of them are meant.
+        logits_indices_padded: [padded] tokens of the step. Entries past the count are repeats.
+        num_logits_indices: number of wanted tokens.
     """
 
     logits_indices_padded: Tensor | None

@@ -1,7 +1,7 @@
-"""Which steps can be captured, and what does a captured step hold on to?
+"""CUDA graphs: levels of support, modes, input buffers and captured steps.
 
-A CUDA graph is a recording of kernel launches. Replaying it costs one launch, but every address and
-every size is as it was: a replay sees new numbers only if they were written into the same memory.
+A CUDA graph is a recording of kernel launches. A replay costs one launch, but uses the recorded
+addresses and sizes. It sees new numbers only if they were written to the same memory.
 """
 
 from collections.abc import Callable
@@ -17,27 +17,27 @@ from .shapes import BlockTable, SlotMapping, TokenCounts
 
 
 class AttentionCGSupport(Enum):
-    """Which batches of a backend a CUDA graph can hold (vLLM's name), the weakest first."""
+    """The batches of a backend that can be captured (vLLM's name), the weakest level first."""
 
     NEVER = 0
     """None."""
     UNIFORM_SINGLE_TOKEN_DECODE = 1
-    """One new token a request."""
+    """One new token per request."""
     UNIFORM_BATCH = 2
-    """As many new tokens for one request as for any other: decodes that verify drafts."""
+    """The same number of new tokens for all requests, as in speculative decoding."""
     ALWAYS = 3
     """Any mixture of prefills and decodes."""
 
 
 class CUDAGraphMode(Enum):
-    """Which parts of a step run from a graph (vLLM's name).
+    """The parts of a step that run from a graph (vLLM's name).
 
-    A pair holds the mode of a batch of decodes only, and that of any other batch.
+    A pair is the mode of a batch of decodes only, and the mode of any other batch.
     """
 
     NONE = 0
     PIECEWISE = 1
-    """What lies between the attention layers."""
+    """Everything between the attention layers."""
     FULL = 2
     """The whole step."""
     FULL_DECODE_ONLY = (2, 0)
@@ -54,10 +54,10 @@ class CUDAGraphMode(Enum):
 
 @dataclass(frozen=True)
 class GroupSupport:
-    """What the layers that share one metadata builder can capture.
+    """The level of support of the layers that share one metadata builder.
 
     Args:
-        support: the level of the builder.
+        support: level of the builder.
         backend: name of the backend.
         layer_names: the layers.
     """
@@ -69,7 +69,7 @@ class GroupSupport:
 
 @dataclass(frozen=True)
 class AttentionCGSupportInfo:
-    """The weakest level among some backends, and who is to blame (vLLM's name).
+    """The weakest level among some backends, and the backend with it (vLLM's name).
 
     Args:
         min_cg_support: the level.
@@ -102,32 +102,32 @@ CAPTURE_VALUES = {
     "cross_slot_mapping": PAD_SLOT_ID,
     "cross_block_tables": 1,
 }
-"""What stands in each buffer where no request does.
+"""The value of each buffer in padding rows.
 
-A request of these numbers stores nothing and sees one key, the first of a block that every cache
-has: one that holds an encoder's keys too has at least two. Lengths are not 0, since a request has
-its new token at least.
+A request with these values stores nothing and reads one key, the first of a block that every cache
+has. A cache that also holds an encoder's keys has at least two blocks. Lengths are not 0, since a
+request has at least its new token.
 """
 
 
 def buffer_names(is_encoder_decoder_model: bool) -> tuple[str, ...]:
-    """Return the names of the buffers that a step reads: metadata's own, in one order."""
+    """Return the names of the metadata fields that are buffers of a step, in order."""
     names = tuple(CAPTURE_VALUES)
     return names if is_encoder_decoder_model else names[:3]
 
 
 @dataclass(frozen=True, eq=False)
 class GraphInputBuffers:
-    """The memory that one captured step reads its batch from, named as in the metadata.
+    """The buffers from which a captured step reads its batch, named as in the metadata.
 
     Args:
         slot_mapping: [batch_size] slot of each request's new token.
         seq_lens_tensor: [batch_size] tokens of each sequence, the new one included.
         block_tables: [batch_size, max_blocks].
-        encoder_seq_lens_tensor: [batch_size] tokens of each encoder sequence; None without an
-            encoder, as the two below.
-        cross_slot_mapping: [0]: a decode writes no encoder token.
-        cross_block_tables: [batch_size, max_blocks] blocks that hold the encoder's keys.
+        encoder_seq_lens_tensor: Optional. [batch_size] tokens of each encoder sequence. None
+            without an encoder, as the following two.
+        cross_slot_mapping: Optional. [0], as a decode writes no encoder token.
+        cross_block_tables: Optional. [batch_size, max_blocks] blocks of the encoder's keys.
     """
 
     slot_mapping: SlotMapping
@@ -145,12 +145,12 @@ class GraphInputBuffers:
         is_encoder_decoder_model: bool,
         device: torch.device,
     ) -> "GraphInputBuffers":
-        """Return new buffers that hold CAPTURE_VALUES and no request.
+        """Return new buffers filled with CAPTURE_VALUES.
 
         Args:
-            batch_size, max_blocks: their rows, and the width of the tables.
+            batch_size, max_blocks: number of rows, and width of the tables.
             is_encoder_decoder_model: whether there are buffers for an encoder's keys.
-            device: where they shall lie.
+            device: device of the buffers.
         """
         buffers = {}
         for name in buffer_names(is_encoder_decoder_model):
@@ -164,11 +164,11 @@ class GraphInputBuffers:
 
     @property
     def batch_size(self) -> int:
-        """Requests that they have room for."""
+        """Number of requests that the buffers hold."""
         return self.seq_lens_tensor.shape[0]
 
     def present(self) -> dict[str, Tensor]:
-        """Return the buffers there are, by name."""
+        """Return the buffers that are not None, by name."""
         found = {each.name: getattr(self, each.name) for each in fields(self)}
         return {name: buffer for name, buffer in found.items() if buffer is not None}
 
@@ -183,12 +183,12 @@ class CapturedStep:
     """A recorded step of one batch size.
 
     Args:
-        metadata: what it was recorded with. A graph remembers addresses and keeps nothing
-            alive, so every tensor that the step reads has to be kept here.
-        input_buffers: where it reads the batch from.
-        inputs: [batch_size, ...] where it reads everything else from.
-        output: [batch_size, ...] where its result stands once it has run.
-        run: runs it on what the buffers hold.
+        metadata: metadata of the capture. A graph does not keep its tensors alive, so every
+            tensor that the step reads is referenced here.
+        input_buffers: buffers of the batch.
+        inputs: [batch_size, ...] buffers of the other inputs.
+        output: [batch_size, ...] buffer of the result.
+        run: runs the step on the content of the buffers.
     """
 
     metadata: SequenceAttentionMetadata

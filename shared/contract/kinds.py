@@ -1,4 +1,4 @@
-"""Which values does the whole project agree on?"""
+"""Constants of the whole project: special values, dtypes, attention types."""
 
 from enum import Enum
 
@@ -8,26 +8,26 @@ PAD_SLOT_ID = -1
 """The slot of a token whose key and value are not stored (vLLM's name)."""
 
 HOST = torch.device("cpu")
-"""Where a step is planned, whatever torch's default device is."""
+"""The device on which a step is planned, independent of torch's default device."""
 
 CACHE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-"""What the twin stores; the reference also takes float64."""
+"""Dtypes of the optimized twin's caches; the reference also takes float64."""
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
-"""What a quantised cache stores: numbers that stand for themselves times a scale."""
+"""Dtypes of a quantized cache, whose numbers are multiplied by a scale."""
 
 
 class AttentionType(str, Enum):
-    """Whose tokens ask, and whose keys answer (vLLM's strings; each equals its value)."""
+    """Which tokens attend to which keys (vLLM's strings; each member equals its value)."""
 
     DECODER = "decoder"
-    """A decoder's tokens and their own sequence, cached; each sees what came before it."""
+    """A decoder's tokens attend to their own sequence, causally, with a cache."""
     ENCODER = "encoder"
-    """The tokens of an encoder beside a decoder, all at once, both directions, not cached."""
+    """The tokens of an encoder-decoder model's encoder, in both directions, not cached."""
     ENCODER_ONLY = "encoder_only"
-    """The prompt of a model that has no decoder: both directions, not cached."""
+    """The prompt of a model without a decoder, in both directions, not cached."""
     ENCODER_DECODER = "encoder_decoder"
-    """Cross-attention: a decoder's tokens and the encoder's cached keys."""
+    """Cross-attention: a decoder's tokens attend to the encoder's cached keys."""
 
     def __str__(self) -> str:
         return self.value
@@ -38,15 +38,15 @@ CACHE_DTYPE_NAMES = {
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
 }
-"""vLLM's names of quantised caches."""
+"""vLLM's names of quantized caches."""
 
 
 def cache_dtype_of(name: str, model_dtype: torch.dtype) -> torch.dtype:
-    """Return the element type of a cache by vLLM's name.
+    """Return the dtype of a cache by vLLM's name.
 
     Args:
-        name: "auto" for the model's own, "fp8", "fp8_e4m3" or "fp8_e5m2".
-        model_dtype: of the keys and values.
+        name: "auto" for the model's dtype, "fp8", "fp8_e4m3" or "fp8_e5m2".
+        model_dtype: dtype of the keys and values.
 
     Raises:
         ValueError: another name.

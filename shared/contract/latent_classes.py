@@ -1,7 +1,7 @@
-"""What does multi-head latent attention keep for each token?
+"""The widths of multi-head latent attention.
 
-Not the keys and values of every head, but one short vector from which all of them are computed
-(the latent), and one key part that carries the position (rope) and that all heads share.
+The cache holds, per token, one vector from which the keys and values of all heads are computed
+(the latent), and one rotary (rope) part of the key, which all heads share.
 """
 
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ class MLADims:
     """The widths of a layer with multi-head latent attention (vLLM's name).
 
     Args:
-        q_lora_rank: width of the query's latent; None: queries are not compressed.
-        kv_lora_rank: width of the latent that keys and values are computed from.
-        qk_nope_head_dim: of one head's query and key, the part without position.
-        qk_rope_head_dim: of one head's query, and of the shared key, the part with position.
-        v_head_dim: of one head's value.
+        q_lora_rank: Optional. Width of the query's latent. If None, queries are not compressed.
+        kv_lora_rank: width of the latent from which keys and values are computed.
+        qk_nope_head_dim: width of the part of a head's query and key without position.
+        qk_rope_head_dim: width of the rotary part of a head's query and of the shared key.
+        v_head_dim: width of a head's value.
 
     Raises:
-        ValueError: a width below 1.
+        ValueError: a width is below 1.
     """
 
     q_lora_rank: int | None
@@ -42,10 +42,10 @@ class MLADims:
 
     @property
     def qk_head_dim(self) -> int:
-        """Elements of one head's query: both parts."""
+        """Width of one head's query: both parts."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
     def cached_width(self) -> int:
-        """Elements that the cache keeps for one token, whatever the number of heads."""
+        """Elements per token in the cache, independent of the number of heads."""
         return self.kv_lora_rank + self.qk_rope_head_dim

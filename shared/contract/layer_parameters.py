@@ -1,20 +1,21 @@
-"""What can differ from layer to layer, although one plan serves them all?"""
+"""The attention settings of one layer that a kernel's plan depends on."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
 class PerLayerParameters:
-    """One layer's numbers that a kernel's plan depends on (vLLM's name).
+    """The attention settings of one layer (vLLM's name).
 
     Args:
-        window_left: keys seen to the left of a query, itself not counted; -1: all.
-        logits_soft_cap: scores are squeezed into plus or minus this; None: they are not.
-        sm_scale: what scores are multiplied with.
-        has_sinks: each head has a score of its own that takes weight and gives no value.
-        has_same_window_lefts: whether all layers of the model have this window; None: not
-            asked yet. Says nothing about the layer, so two layers are equal without it.
-        has_same_all_params: whether all layers have all of these numbers.
+        window_left: number of visible keys to the left of a query, without the query's own; -1
+            if all are visible.
+        logits_soft_cap: Optional. Bound of the scores. If None, they are not capped.
+        sm_scale: factor of the scores.
+        has_sinks: whether each head has a sink: a score with weight and without a value.
+        has_same_window_lefts: Optional. Whether all layers of the model have this window. If
+            None, it is unknown. It is not a property of the layer and does not affect equality.
+        has_same_all_params: Optional. Whether all layers have all of these settings.
     """
 
     window_left: int

@@ -1,10 +1,10 @@
-"""In which order do the axes of a cache lie in memory?
+"""KV-cache layouts: the order of the cache's axes in memory.
 
-The caches of a model have five axes: layer (L), block (B), head (H), slot (N), content (C: a
-slot's key and value of one head, side by side). Code always indexes them in this order; a layout
-says in which order they lie in memory, the outermost first. So a layout never changes what is
-computed. It changes what lies together: all heads of a token (..N, H, C), all tokens of a head
-(..H, N, C), or all layers of a block (B, L, ..), which then moves in one copy.
+The caches of a model have five axes: layer (L), block (B), head (H), slot (N), content (C: the key
+and value of one slot and head). Code always indexes them in this order. A layout is their order in
+memory, outermost first. It never changes a result. It changes what is contiguous: all heads of a
+token (..N, H, C), all tokens of a head (..H, N, C), or all layers of a block (B, L, ..), which
+then moves in one copy.
 """
 
 import os
@@ -16,11 +16,11 @@ LAYER, BLOCK, HEAD, SLOT, CONTENT = range(5)
 
 
 class KVCacheLayout(Enum):
-    """The orders in which vLLM 0.33 lays out the caches of all layers.
+    """The layouts of vLLM 0.33 for the caches of all layers.
 
     A member's value lists the logical axes, 0 for L to 4 for C, the outermost in memory first.
-    NHD and HND, the older names, say how one layer's cache lies: a token's heads together, or a
-    head's tokens together.
+    NHD and HND are the older names for one layer's cache: the heads of a token are contiguous, or
+    the tokens of a head.
     """
 
     LBHNC = (LAYER, BLOCK, HEAD, SLOT, CONTENT)
@@ -45,27 +45,27 @@ class KVCacheLayout(Enum):
 
     @property
     def is_layer_compact(self) -> bool:
-        """A layer's bytes lie in one piece."""
+        """Whether the bytes of a layer are contiguous."""
         return self.stride_order[0] == LAYER
 
     @property
     def is_block_compact(self) -> bool:
-        """A block of one layer lies in one piece."""
+        """Whether a block of one layer is contiguous in memory."""
         return set(self.stride_order[:2]) == {LAYER, BLOCK}
 
     @property
     def is_block_contiguous(self) -> bool:
-        """A block of one layer lies in one piece, in the logical order [H, N, C]."""
+        """Whether a block of one layer is contiguous, in the logical order [H, N, C]."""
         return self.stride_order[2:] == (HEAD, SLOT, CONTENT)
 
     @property
     def is_block_outermost(self) -> bool:
-        """A block of all layers lies in one piece."""
+        """Whether a block of all layers is contiguous in memory."""
         return self.stride_order[0] == BLOCK
 
     @property
     def slots_before_heads(self) -> bool:
-        """A token's heads lie together (NHD), not a head's tokens (HND)."""
+        """Whether the heads of a token are contiguous (NHD), not the tokens of a head (HND)."""
         return self.stride_order.index(SLOT) < self.stride_order.index(HEAD)
 
 
@@ -77,14 +77,14 @@ DEFAULT_PREFERENCE = (
     KVCacheLayout.BHLNC,
     KVCacheLayout.LHBNC,
 )
-"""What is tried first where no backend says what it prefers: vLLM's default is NHD."""
+"""Preferred layouts if no backend declares any; vLLM's default is NHD."""
 
 
 def layout_from_name(name: str) -> KVCacheLayout:
     """Return the layout of that name.
 
     Raises:
-        ValueError: there is none; the message lists what there is.
+        ValueError: there is none. The message lists all layouts.
     """
     if not is_valid_kv_cache_layout(name):
         raise ValueError(
@@ -95,7 +95,7 @@ def layout_from_name(name: str) -> KVCacheLayout:
 
 
 def is_valid_kv_cache_layout(name: str) -> bool:
-    """Tell whether a layout has that name."""
+    """Return whether a layout has that name."""
     return name in KVCacheLayout.__members__
 
 
@@ -103,20 +103,19 @@ def get_kv_cache_layout(
     override: str | KVCacheLayout | None = None,
     connector_layout: str | KVCacheLayout = KVCacheLayout.NHD,
 ) -> KVCacheLayout:
-    """Return the layout that was asked for: by argument, by environment, by connector.
+    """Return the layout chosen by argument, else by environment, else by connector.
 
-    The environment is read at every call; nothing is remembered. To set a layout, pass it.
+    The environment is read at every call. To set a layout, pass it.
 
     Args:
-        override: the caller's choice; None: he has none.
-        connector_layout: what the transfer of caches to other machines wants.
+        override: Optional. The caller's choice.
+        connector_layout: layout that the transfer of caches to other machines needs.
 
     Raises:
-        ValueError: the name of no layout; the message says where it came from.
+        ValueError: not the name of a layout. The message names its origin.
 
     Source:
-        vLLM's function of that name, which remembers its first answer, so that a later choice has
-        no effect, and its set_kv_cache_layout, which takes any word.
+        vLLM's function of that name, and its set_kv_cache_layout.
 
     Example:
         PAGETWIN_KV_CACHE_LAYOUT=HND: get_kv_cache_layout() is LBHNC, and
@@ -140,17 +139,17 @@ def get_kv_cache_layout(
 def get_supported_kv_cache_layouts(
     declared: Iterable[Sequence[KVCacheLayout] | None],
 ) -> list[KVCacheLayout]:
-    """Return the layouts that every backend takes, the most preferred first.
+    """Return the layouts that every backend supports, the most preferred first.
 
     Args:
-        declared: what each backend takes, most preferred first; None: any.
+        declared: the layouts of each backend, most preferred first. If None, all.
 
     Returns:
-        Where all agree, their list; else the common layouts, those first that most backends put
-        first, ties in the enum's order.
+        If all lists are equal, that list. Otherwise the common layouts, sorted by the number of
+        backends that prefer them, ties in the enum's order.
 
     Raises:
-        ValueError: no layout suits them all.
+        ValueError: the backends have no common layout.
 
     Source:
         vLLM 0.33's function of that name.
@@ -165,16 +164,16 @@ def get_supported_kv_cache_layouts(
     ]
     if not common:
         said = "; ".join(", ".join(layout.name for layout in each) for each in lists)
-        raise ValueError(f"the backends take no layout in common: {said}")
+        raise ValueError(f"the backends have no common layout: {said}")
     firsts = [each[0] for each in lists]
     return sorted(common, key=lambda layout: -firsts.count(layout))
 
 
 def get_flashinfer_layout_string(layout: KVCacheLayout) -> str:
-    """Return the name that FlashInfer gives to the order of slots and heads.
+    """Return FlashInfer's name of the order of slots and heads.
 
     Raises:
-        ValueError: the heads lie outside the blocks, which it cannot read.
+        ValueError: the heads are outside the blocks, which FlashInfer does not support.
     """
     if layout is KVCacheLayout.LHBNC:
         raise ValueError(

@@ -1,8 +1,8 @@
-"""What does attention need to know about one step?
+"""Metadata classes of a step: the common one, a backend's, and a micro-batch's slice.
 
-A step computes a batch of requests at once. Their new tokens lie one after another in one flat
-tensor, so everything else is bookkeeping: where each request starts, how long its sequence is,
-where its keys and values lie.
+A step computes a batch of requests at once. Their new tokens are concatenated in one tensor. The
+metadata holds where each request starts, how long its sequence is, and where its keys and values
+are stored.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,13 +25,13 @@ from .shapes import BlockTable, SlotMapping, StartLoc, TokenCounts
 class CommonAttentionMetadata:
     """One step's batch, the same for every layer and backend (vLLM's V1 name).
 
-    Tensors whose name ends in `_cpu` are the host's copy, for planning without a
-    synchronisation; the others lie on the device of the cache.
+    Tensors whose name ends in `_cpu` are copies on the host, for planning without a
+    synchronization. The others are on the device of the cache.
 
     Args:
-        query_start_loc: [reqs + 1] where each request's new tokens start; the last entry is
-            their total.
-        seq_lens: [reqs] tokens of each sequence in the cache once this step has written its own.
+        query_start_loc: [reqs + 1] start of each request's new tokens. The last entry is their
+            total.
+        seq_lens: [reqs] tokens of each sequence in the cache after this step's cache write.
         num_computed_tokens_cpu: [reqs] tokens that were in the cache before the step.
         num_reqs: requests in the batch.
         num_actual_tokens: new tokens in the batch, padding not counted.
@@ -39,29 +39,30 @@ class CommonAttentionMetadata:
         max_seq_len: an upper bound on `seq_lens`.
         block_table_tensor: [reqs, max_blocks] block ids; entries past a row's end are never read.
         slot_mapping: [tokens] slot of every new token, or PAD_SLOT_ID.
-        causal: a query sees the keys up to its own position; [reqs] bool: it does where the flag
-            of its request is set.
-        logits_indices_padded: [logits] tokens whose logits are wanted, rising; entries from
-            `num_logits_indices` on are padding.
-        num_logits_indices: how many of them count; None: not known, as there are none.
-        max_logits_per_req: an upper bound on the wanted logits of one request.
-        encoder_seq_lens, encoder_seq_lens_cpu: [reqs] tokens of each request's encoder, for
-            cross-attention; 0 where it has none.
-        max_encoder_seq_len: an upper bound on them; None: the longest of them.
-        encoder_query_start_loc, encoder_query_start_loc_cpu: [reqs + 1] where the tokens start
-            that each request's encoder computes in this step. Encoders are computed once, so
-            these are all of a request's or none: a decode brings none.
-        cross_block_table_tensor: [reqs, max_blocks] where the encoders' keys and values lie.
-        cross_slot_mapping: [encoder tokens] slot of every token that an encoder computes in this
-            step; None or empty: none does.
-        dcp_local_seq_lens, dcp_local_seq_lens_cpu: [reqs] the keys of each sequence that this
-            rank of a decode context parallel group holds.
-        positions: [tokens] position of every new token in its sequence.
-        is_prefilling: [reqs] on the host: the request has not computed its whole prompt yet.
-        mm_req_doc_ranges: for each request that has images, their spans: first and last
-            position; within a span tokens see each other both ways.
-        tree_mask: [reqs, tree, tree] which new token sees which, where a request verifies
-            several drafts at once; requests that bring more tokens than `tree` are causal.
+        causal: whether a query sees only the keys up to its own position; one bool, or [reqs]
+            bool per request.
+        logits_indices_padded: Optional. [logits] tokens whose logits are wanted, in rising
+            order. Entries from `num_logits_indices` on are padding.
+        num_logits_indices: Optional. Number of wanted tokens. None if there are none.
+        max_logits_per_req: Optional. An upper bound on the wanted logits of one request.
+        encoder_seq_lens, encoder_seq_lens_cpu: Optional. [reqs] tokens of each request's encoder,
+            for cross-attention; 0 for a request without one.
+        max_encoder_seq_len: Optional. An upper bound on them. If None, their maximum.
+        encoder_query_start_loc, encoder_query_start_loc_cpu: Optional. [reqs + 1] start of the
+            tokens that each request's encoder computes in this step. Encoders run once, so these
+            are all tokens of a request or none; a decode has none.
+        cross_block_table_tensor: Optional. [reqs, max_blocks] blocks of the encoders' keys and
+            values.
+        cross_slot_mapping: Optional. [encoder tokens] slot of every token that an encoder
+            computes in this step. None or empty if there are none.
+        dcp_local_seq_lens, dcp_local_seq_lens_cpu: Optional. [reqs] number of keys of each
+            sequence on this rank of a decode context parallel group.
+        positions: Optional. [tokens] position of every new token in its sequence.
+        is_prefilling: Optional. [reqs] on the host: whether a request is within its prompt.
+        mm_req_doc_ranges: Optional. Ranges of the images per request: first and last position.
+            Tokens within a range see each other in both directions.
+        tree_mask: Optional. [reqs, tree, tree] visibility among new tokens, for requests that
+            verify a tree of draft tokens. Requests with more new tokens than `tree` are causal.
     """
 
     query_start_loc: StartLoc
@@ -95,11 +96,11 @@ class CommonAttentionMetadata:
 
     @property
     def seq_lens_cpu_upper_bound(self) -> TokenCounts:
-        """`seq_lens_cpu` under vLLM's newer name: it is exact here, so it bounds itself."""
+        """`seq_lens_cpu` under vLLM's newer name; the bound is exact."""
         return self.seq_lens_cpu
 
     def batch_size(self) -> int:
-        """Return how many requests the tensors describe, padding included."""
+        """Return the number of requests in the tensors, padding included."""
         return self.seq_lens.shape[0]
 
     def naive_query_lens(self) -> TokenCounts:
@@ -117,7 +118,7 @@ class CommonAttentionMetadata:
     def token_to_req_indices(self) -> Tensor:
         """Return the request of each new token: [num_actual_tokens] int32 on the device.
 
-        A token behind the last request gets the number of requests.
+        A token after the last request gets the number of requests.
         """
         ends = self.query_start_loc[1:]
         tokens = torch.arange(
@@ -126,29 +127,27 @@ class CommonAttentionMetadata:
         return torch.bucketize(tokens, ends, out_int32=True, right=True)
 
     def replace(self, **changes: Any) -> "CommonAttentionMetadata":
-        """Return a copy with some fields changed; nothing computed from the old ones is kept."""
+        """Return a copy with some fields changed and without cached properties."""
         return replace(self, **changes)
 
     def unpadded(
         self, num_actual_tokens: int, num_actual_reqs: int
     ) -> "CommonAttentionMetadata":
-        """Return the first requests and tokens alone, without the padding behind them.
+        """Return the first requests and tokens, without the padding after them.
 
         Args:
             num_actual_tokens: tokens to keep.
             num_actual_reqs: requests to keep; all of their tokens are kept.
 
         Raises:
-            IndexError: more than the batch has.
+            IndexError: the batch has fewer.
         """
         for name, count, there in (
             ("num_actual_reqs", num_actual_reqs, self.num_reqs),
             ("num_actual_tokens", num_actual_tokens, self.slot_mapping.shape[0]),
         ):
             if not 0 <= count <= there:
-                raise IndexError(
-                    f"{name} = {count}: expected 0 to {there}, what there is"
-                )
+                raise IndexError(f"{name} = {count}: expected 0 to {there}")
         changes = cut_fields(
             self, slice(0, num_actual_reqs), slice(0, num_actual_tokens)
         )
@@ -162,8 +161,8 @@ class CommonAttentionMetadata:
         )
 
 
-# What becomes of each field of CommonAttentionMetadata when a batch is cut. Every field stands in
-# exactly one of these, which a test holds: a field added later cannot be forgotten.
+# How each field of CommonAttentionMetadata is handled when a batch is sliced. Every field is in
+# exactly one of these tuples; a test enforces it, so that a new field cannot be forgotten.
 FIELDS_PER_REQUEST = (
     "causal",
     "seq_lens",
@@ -199,21 +198,21 @@ FIELDS_CUT_BY_HAND = (
 def cut_fields(
     metadata: CommonAttentionMetadata, request_slice: slice, token_slice: slice
 ) -> dict[str, Any]:
-    """Return the fields that have an entry for each request or token, cut to some of them.
+    """Return the fields that have an entry per request or token, sliced.
 
-    What a request's encoder computes in the step stays with the request's first token: whoever
-    takes only later ones reads what is in the cache by then.
+    The tokens that a request's encoder computes in the step belong to the slice with the request's
+    first token. A slice with later tokens reads them from the cache.
 
     Args:
         metadata: the batch.
-        request_slice, token_slice: what is kept, as start and stop.
+        request_slice, token_slice: requests and tokens to keep, with start and stop.
 
     Returns:
-        Views by field name; the keys of `mm_req_doc_ranges` count from the first kept request.
+        Views by field name. The keys of `mm_req_doc_ranges` are relative to the first request.
 
     Raises:
-        ValueError: `cross_slot_mapping` without the starts by which it is cut.
-        NotImplementedError: a request that is cut while `tree_mask` is set.
+        ValueError: `cross_slot_mapping` is given without its starts.
+        NotImplementedError: a request is cut and `tree_mask` is set.
     """
     cut: dict[str, Any] = {}
     first, last = request_slice.start, request_slice.stop
@@ -228,7 +227,7 @@ def cut_fields(
     ):
         for name in names:
             value = getattr(metadata, name)
-            # `causal` may be one flag for all
+            # `causal` may be one flag for all requests
             cut[name] = value[kept] if isinstance(value, Tensor) else value
     cut |= cut_encoder_tokens(metadata, first, last, is_begun)
     if metadata.mm_req_doc_ranges is not None:
@@ -243,18 +242,18 @@ def cut_fields(
 def cut_encoder_tokens(
     metadata: Any, first: int, last: int, is_begun: bool
 ) -> dict[str, Any]:
-    """Return what the encoders of some requests compute in the step, counted from 0.
+    """Return the encoder tokens of some requests, with starts relative to the first.
 
     Args:
         metadata: the step.
-        first, last: the requests, the last one left out.
-        is_begun: the first request's encoder was computed before.
+        first, last: the requests, `last` exclusive.
+        is_begun: whether the first request's encoder was computed before.
 
     Returns:
-        The starts on both sides and `cross_slot_mapping`; nothing if no encoder is computed.
+        The starts on host and device and `cross_slot_mapping`; empty if no encoder is computed.
 
     Raises:
-        ValueError: slots without starts.
+        ValueError: slots are given without starts.
     """
     check_encoder_starts(metadata)
     starts = metadata.encoder_query_start_loc_cpu
@@ -270,11 +269,11 @@ def cut_encoder_tokens(
 
 @dataclass(frozen=True)
 class UBatchSlice:
-    """One micro-batch of a step: which requests it touches, and which tokens it takes.
+    """One micro-batch of a step: its requests and its tokens.
 
     Args:
-        request_slice: requests, the cut ones at either end included.
-        token_slice: new tokens, counted over the whole batch.
+        request_slice: requests, those that are cut included.
+        token_slice: new tokens, indexed over the whole batch.
     """
 
     request_slice: slice
@@ -287,7 +286,7 @@ class UBatchSlice:
 
 @dataclass(frozen=True, kw_only=True)
 class PagedAttentionMetadata:
-    """One step's batch as a backend uses it: decodes first, then prefills.
+    """One step's batch in the form of a backend: decodes first, then prefills.
 
     Args:
         num_actual_tokens: new tokens, padding not counted.
@@ -296,18 +295,20 @@ class PagedAttentionMetadata:
         seq_lens: [reqs].
         block_table: [reqs, max_blocks].
         slot_mapping: [tokens].
-        num_decodes, num_decode_tokens: the part that comes first.
-        num_prefills, num_prefill_tokens: the part behind it.
-        query_start_loc_cpu, seq_lens_cpu: the host's copies, for planning.
-        causal: whether a query sees no further than itself; [reqs] bool: for each request.
-        tree_mask: [reqs, tree, tree] which new token sees which; None: there is no tree.
-        query_ranges: [tokens, 2] int32 first and last position of the image that a token stands
-            in, (-1, -1) outside of all; None: no token stands in one.
-        encoder_seq_lens, encoder_seq_lens_cpu, max_encoder_seq_len: the keys of cross-attention.
-        encoder_query_start_loc, encoder_query_start_loc_cpu: [reqs + 1] where the tokens start
-            that encoders compute in this step.
-        cross_block_table: [reqs, max_blocks] where the encoders' keys lie.
-        cross_slot_mapping: [encoder tokens] where those of this step go.
+        num_decodes, num_decode_tokens: number of decodes, which come first, and their tokens.
+        num_prefills, num_prefill_tokens: number of prefills and their tokens.
+        query_start_loc_cpu, seq_lens_cpu: copies on the host, for planning.
+        causal: whether a query sees only the keys up to its own position; one bool, or [reqs]
+            bool per request.
+        tree_mask: Optional. [reqs, tree, tree] visibility among new tokens.
+        query_ranges: Optional. [tokens, 2] int32 first and last position of the image that
+            contains a token, (-1, -1) for tokens outside all images.
+        encoder_seq_lens, encoder_seq_lens_cpu, max_encoder_seq_len: Optional. Lengths of the keys
+            of cross-attention.
+        encoder_query_start_loc, encoder_query_start_loc_cpu: Optional. [reqs + 1] start of the
+            tokens that encoders compute in this step.
+        cross_block_table: Optional. [reqs, max_blocks] blocks of the encoders' keys.
+        cross_slot_mapping: Optional. [encoder tokens] slots of this step's encoder tokens.
     """
 
     num_actual_tokens: int
@@ -336,12 +337,12 @@ class PagedAttentionMetadata:
 
     @cached_property
     def cross_metadata(self) -> "PagedAttentionMetadata":
-        """The step as cross-attention sees it: the same queries, the encoders' keys.
+        """The step for cross-attention: the same queries with the encoders' keys.
 
-        Every query sees all of them, as their positions are those of another sequence.
+        Every query sees all keys of its encoder.
 
         Raises:
-            ValueError: the step does not say where the encoders' keys lie.
+            ValueError: the metadata has no lengths or blocks of the encoders' keys.
         """
         check_cross_fields(self)
         encoders: dict[str, Any] = {
@@ -356,12 +357,12 @@ class PagedAttentionMetadata:
 
     @cached_property
     def decode_metadata(self) -> "PagedAttentionMetadata | None":
-        """The requests before the boundary; None if they bring no token."""
+        """The decodes; None if they have no token."""
         return self._part(0, self.num_decodes) if self.num_decode_tokens else None
 
     @cached_property
     def prefill_metadata(self) -> "PagedAttentionMetadata | None":
-        """The requests behind the boundary, starts counted from 0; None if there are none."""
+        """The prefills, with starts relative to the first; None if there are none."""
         if not self.num_prefills:
             return None
         return self._part(self.num_decodes, self.num_decodes + self.num_prefills)
@@ -371,7 +372,7 @@ class PagedAttentionMetadata:
         begin, end = int(starts[0]), int(starts[-1])
         cut = {name: getattr(self, name) for name in PART_FIELDS_PER_REQUEST}
         lens = self.encoder_seq_lens_cpu
-        # a part has no parts, so its counters are 0
+        # a slice is not split again, so its counters are 0
         return replace(
             self,
             # `causal` may be one flag for all

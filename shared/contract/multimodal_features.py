@@ -1,4 +1,4 @@
-"""Where in a prompt do an image's tokens stand?"""
+"""The images, videos and sounds of a prompt."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,19 +6,19 @@ from dataclasses import dataclass
 from torch import Tensor
 
 PREFIX_MODALITIES = ("image", "video")
-"""What a prompt's tokens may look at in both directions; sound stays causal."""
+"""Modalities with bidirectional attention; audio stays causal."""
 
 
 @dataclass(frozen=True)
 class MultiModalFeature:
-    """One image, video or sound, and the tokens that stand for it.
+    """One image, video or sound, and its placeholder tokens.
 
     Args:
         modality: "image", "video" or another kind.
         offset: position of its first token in the prompt.
-        length: how many tokens it takes.
-        is_embed: [length] which of them are its embeddings and not marks between them; None:
-            all.
+        length: number of its tokens.
+        is_embed: Optional. [length] whether each token is an embedding, rather than a separator.
+            If None, all are.
     """
 
     modality: str

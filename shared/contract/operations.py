@@ -271,7 +271,7 @@ def concept(name: str) -> Concept:
     """Return the concept of that name.
 
     Raises:
-        KeyError: there is none; the message lists what there is.
+        KeyError: there is none. The message lists all concepts.
     """
     for candidate in CONCEPTS:
         if candidate.name == name:
@@ -290,7 +290,7 @@ class Implementation:
 
     @property
     def backends(self) -> tuple[Any, ...]:
-        """Its attention backends; empty if it has none."""
+        """The attention backends of the implementation; empty if it has none."""
         return find_backends(self._top)
 
     def __getattr__(self, operation: str) -> Any:
@@ -330,36 +330,36 @@ def find_operations(top: ModuleType) -> dict[str, Any]:
     """Return the operations of a module or package by name.
 
     Args:
-        top: a module. An operation is taken from the file of its concept, such as
-            `cache/slot_mapping.py`, if `top` is a package that has it; else from `top` itself.
+        top: a module or package. An operation is taken from the file of its concept, such as
+            `cache/slot_mapping.py`, if the package has it. Otherwise it is taken from `top`.
     """
     found: dict[str, Any] = {}
     for concept in CONCEPTS:
-        places = [top]
+        modules = [top]
         if hasattr(top, "__path__"):
-            places = [*_submodule(f"{top.__name__}.{concept.module}"), top]
+            modules = [*_submodule(f"{top.__name__}.{concept.module}"), top]
         for operation in concept.operations:
-            for place in places:
-                if callable(getattr(place, operation, None)):
-                    found.setdefault(operation, getattr(place, operation))
+            for module in modules:
+                if callable(getattr(module, operation, None)):
+                    found.setdefault(operation, getattr(module, operation))
     return found
 
 
 def find_backends(top: ModuleType) -> tuple[Any, ...]:
-    """Return the backends of a module or package: those of its own, or of its backend file."""
-    places = [top]
+    """Return the backends of a module, or of a package's backend file."""
+    modules = [top]
     if hasattr(top, "__path__"):
-        places += _submodule(f"{top.__name__}.{concept('backend').module}")
-    found: list[Any] = [getattr(each, "BACKENDS", ()) for each in places]
+        modules += _submodule(f"{top.__name__}.{concept('backend').module}")
+    found: list[Any] = [getattr(each, "BACKENDS", ()) for each in modules]
     return tuple(next((each for each in found if each), ()))
 
 
 def _submodule(name: str) -> list[ModuleType]:
-    """Return one module of a package; nothing if there is none."""
+    """Return a module in a list, which is empty if there is no such module."""
     try:
         return [importlib.import_module(name)]
     except ModuleNotFoundError as error:
-        # the file or its folder is missing; anything else is an error inside of it
+        # the file or its folder is missing; other errors come from inside the file
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
         return []

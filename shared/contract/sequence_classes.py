@@ -1,7 +1,7 @@
-"""What goes into the sequence-group form of a step, and what comes out?
+"""Sequence groups and their metadata, the forms of vLLM's V0 engine.
 
-In: groups of sequences, one group a user's request. Out: metadata with the prompts first and the
-decodes behind them. vLLM's V0 engine worked this way, and models built on it still speak of it.
+The input is groups of sequences, one group per user request. The output is metadata with the
+prompts first and the decodes after them.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -12,19 +12,19 @@ from typing import Any
 from .shapes import BlockTable, SlotMapping, StartLoc, TokenCounts
 
 BlockTables = Mapping[int, Sequence[int] | None]
-"""Each sequence's row of block ids, by its id; None where it has no cache."""
+"""Row of block ids per sequence id; None for a sequence without a cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceInput:
-    """One sequence of a group: what vLLM keeps in parallel lists.
+    """One sequence of a group.
 
     Args:
-        seq_id: which row of the group's `block_tables` is its own.
+        seq_id: key of its row in the group's `block_tables`.
         query_len: new tokens.
         context_len: tokens already in the cache.
-        curr_sliding_window_block: of a decode under a sliding window, how many of its last
-            blocks attention may read; 0: all.
+        curr_sliding_window_block: number of last blocks that attention may read, for a decode
+            with a sliding window; 0 if all.
     """
 
     seq_id: int
@@ -34,13 +34,13 @@ class SequenceInput:
 
     @property
     def orig_seq_len(self) -> int:
-        """Tokens of the sequence, whatever part of them attention may read."""
+        """Tokens of the sequence, independent of a sliding window."""
         return self.context_len + self.query_len
 
 
 @dataclass(frozen=True)
 class IndexMap:
-    """Of each embedding that replaces a placeholder: its row, and its token in the batch."""
+    """Row and token of each embedding that replaces a placeholder."""
 
     src: list[int]
     dest: list[int]
@@ -48,13 +48,13 @@ class IndexMap:
 
 @dataclass(frozen=True, kw_only=True)
 class MultiModalPlaceholderMap:
-    """Which rows of the image (or audio) embeddings replace which placeholder tokens.
+    """The rows of image (or audio) embeddings that replace placeholder tokens.
 
     Args:
-        src_ranges: rows of the embeddings, as ranges.
-        src_len: rows of the embeddings there are, wanted or not.
-        dest_ranges: tokens, as ranges; together as long as the rows.
-        dest_len: tokens there are, placeholders or not.
+        src_ranges: ranges of rows of the embeddings.
+        src_len: number of all rows of the embeddings.
+        dest_ranges: ranges of tokens, together as long as the rows.
+        dest_len: number of all tokens.
     """
 
     src_ranges: tuple[range, ...] = ()
@@ -63,7 +63,7 @@ class MultiModalPlaceholderMap:
     dest_len: int = 0
 
     def extend(self, other: "MultiModalPlaceholderMap") -> "MultiModalPlaceholderMap":
-        """Return one map of both, the other's rows and tokens counted on behind these."""
+        """Return the concatenation of both maps, with the other's indices shifted."""
         return MultiModalPlaceholderMap(
             src_ranges=(*self.src_ranges, *_shifted(other.src_ranges, self.src_len)),
             src_len=self.src_len + other.src_len,
@@ -75,9 +75,9 @@ class MultiModalPlaceholderMap:
         )
 
     def repeat(self, count: int) -> "MultiModalPlaceholderMap":
-        """Return the map of `count` sequences that show the same images.
+        """Return the map of `count` sequences with the same images.
 
-        Each has placeholders of its own; the embeddings are there once.
+        Each has placeholders of its own. They share the embeddings.
         """
         copies = [_shifted(self.dest_ranges, i * self.dest_len) for i in range(count)]
         return MultiModalPlaceholderMap(
@@ -88,10 +88,10 @@ class MultiModalPlaceholderMap:
         )
 
     def index_map(self) -> IndexMap:
-        """Return the ranges written out.
+        """Return the ranges as lists of indices.
 
         Raises:
-            ValueError: more rows than placeholders, or fewer.
+            ValueError: the number of rows is not the number of placeholders.
         """
         src = [row for rows in self.src_ranges for row in rows]
         dest = [token for tokens in self.dest_ranges for token in tokens]
@@ -104,7 +104,7 @@ class MultiModalPlaceholderMap:
 
 
 def _shifted(ranges: Sequence[range], by: int) -> tuple[range, ...]:
-    """Return ranges that begin so much later."""
+    """Return ranges that are shifted by an offset."""
     return tuple(range(each.start + by, each.stop + by) for each in ranges)
 
 
@@ -113,14 +113,14 @@ class SequenceGroup:
     """The sequences of one user's request in one step.
 
     Args:
-        is_prompt: whether they are still in their prompt; a decode brings one token each.
-        sequences: at least one.
-        block_tables: each sequence's row of block ids, by its id; entries past its end are
-            never read. None, or all rows None: there is no cache (a run that measures memory,
-            or a model that needs none).
-        prefix_cache_hit: the context of the prompt was found in the cache.
-        multi_modal_placeholder_maps: of a prompt, each modality's map for one of its
-            sequences; the embeddings are there once a group.
+        is_prompt: whether they are within their prompt. A decode has one new token per sequence.
+        sequences: at least one sequence.
+        block_tables: Optional. Row of block ids per sequence id. Entries past the end of the
+            sequence are never read. If None, or if all rows are None, there is no cache (in a
+            profile run, or for a model that needs none).
+        prefix_cache_hit: whether the context of the prompt was found in the cache.
+        multi_modal_placeholder_maps: map per modality for one sequence of a prompt. The sequences
+            of a group share the embeddings.
     """
 
     is_prompt: bool
@@ -132,20 +132,21 @@ class SequenceGroup:
     )
 
     def row(self, sequence: SequenceInput) -> Sequence[int]:
-        """Return a sequence's row of block ids; an empty one if there is no cache."""
+        """Return a sequence's row of block ids; it is empty if there is no cache."""
         return (self.block_tables or {}).get(sequence.seq_id) or ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionMetadata:
-    """What all metadata of the sequence-group form has (vLLM's name).
+    """The fields of all metadata of the sequence-group form (vLLM's name).
 
     Args:
-        num_prefills: sequences in their prompt; they come first.
+        num_prefills: sequences within their prompt, which come first.
         num_prefill_tokens: their new tokens.
-        num_decode_tokens: new tokens of the decodes behind them, one a sequence.
+        num_decode_tokens: new tokens of the decodes, one per sequence.
         slot_mapping: [tokens] slot of every new token, or PAD_SLOT_ID.
-        multi_modal_placeholder_index_maps: by modality, which embedding replaces which token.
+        multi_modal_placeholder_index_maps: Optional. Per modality, the embeddings that replace
+            tokens.
         enable_kv_scales_calculation: whether a layer may measure its scales in this step.
     """
 
@@ -159,10 +160,10 @@ class AttentionMetadata:
     def asdict_zerocopy(
         self, skip_fields: Collection[str] | None = None
     ) -> dict[str, Any]:
-        """Return the fields by name, each the very object that is stored.
+        """Return the fields by name, without copies.
 
         Args:
-            skip_fields: names to leave out; names of no field are ignored.
+            skip_fields: Optional. Names to exclude. Unknown names are ignored.
         """
         skipped = skip_fields or ()
         return {
@@ -186,26 +187,27 @@ class AttentionMetadata:
 class SequenceAttentionMetadata(AttentionMetadata):
     """One step's batch in the sequence-group form: prompts first, then decodes.
 
-    Sequences that fill a captured CUDA graph stand last and count as decodes.
+    Padding sequences of a captured CUDA graph come last and count as decodes.
 
     Args:
-        seq_lens: [seqs] tokens that attention may read of each sequence, on the host.
+        seq_lens: [seqs] tokens of each sequence that attention may read, on the host.
         seq_lens_tensor: [seqs] the same, on the device.
-        max_prefill_seq_len, max_decode_seq_len: the longest of each part; 0 where it is empty.
+        max_prefill_seq_len, max_decode_seq_len: maximum length of the prompts and of the decodes;
+            0 if there are none.
         max_query_len: an upper bound on the new tokens of one sequence.
-        max_decode_query_len: the same of the decodes alone; None: 1.
-        query_start_loc: [seqs + 1] where each sequence's new tokens start.
-        seq_start_loc: [seqs + 1] where each sequence starts if all `seq_lens` tokens lie one
-            after another.
+        max_decode_query_len: Optional. The same for the decodes. If None, 1.
+        query_start_loc: [seqs + 1] start of each sequence's new tokens.
+        seq_start_loc: [seqs + 1] start of each sequence if all `seq_lens` tokens are
+            concatenated.
         context_lens_tensor: [seqs] tokens in the cache before the step.
         block_tables: [seqs, max_blocks]; entries past a row's end are 0 and never read.
         use_cuda_graph: whether the step replays a captured graph.
         encoder_seq_lens, encoder_seq_lens_tensor: [seqs] tokens of each sequence's encoder.
-        encoder_seq_start_loc: [seqs + 1] where each of them starts.
+        encoder_seq_start_loc: [seqs + 1] start of each of them.
         max_encoder_seq_len: an upper bound on them.
-        num_encoder_tokens: tokens that go through the encoder in this step.
-        cross_slot_mapping: [encoder tokens] where each one's key and value go.
-        cross_block_tables: [seqs, max_blocks] where cross-attention reads.
+        num_encoder_tokens: tokens that the encoder computes in this step.
+        cross_slot_mapping: [encoder tokens] slot of each of these tokens.
+        cross_block_tables: [seqs, max_blocks] blocks that cross-attention reads.
     """
 
     seq_lens: list[int] | None = None
@@ -229,7 +231,7 @@ class SequenceAttentionMetadata(AttentionMetadata):
 
     @cached_property
     def prefill_metadata(self) -> "SequenceAttentionMetadata | None":
-        """The prompts alone; None if there are none."""
+        """The prompts; None if there are none."""
         if not self.num_prefills:
             return None
         return replace(
@@ -244,10 +246,10 @@ class SequenceAttentionMetadata(AttentionMetadata):
 
     @cached_property
     def decode_metadata(self) -> "SequenceAttentionMetadata | None":
-        """The decodes alone, starts counted from 0; None if there are none."""
+        """The decodes, with starts relative to the first; None if there are none."""
         if not self.num_decode_tokens:
             return None
-        # what encoders write in a step belongs to its prompts
+        # the encoder tokens of a step belong to its prompts
         encoders: dict[str, Any] = {}
         if self.num_prefills:
             encoders["num_encoder_tokens"] = _none_or(self.num_encoder_tokens, 0)
@@ -265,7 +267,7 @@ class SequenceAttentionMetadata(AttentionMetadata):
         )
 
     def _rows(self, rows: slice) -> dict[str, Any]:
-        """Return the fields that have an entry for each sequence, cut to some of them."""
+        """Return the fields that have an entry per sequence, sliced."""
         starts = slice(rows.start, None if rows.stop is None else rows.stop + 1)
         cut = {name: _cut(getattr(self, name), rows) for name in FIELDS_PER_SEQUENCE}
         for name in FIELDS_OF_STARTS:
@@ -282,8 +284,8 @@ def _none_or(value: Any, other: Any) -> Any:
     return None if value is None else other
 
 
-# What becomes of each field when the prompts and the decodes are told apart. Every field stands in
-# exactly one of these, which a test holds: a field added later cannot be forgotten.
+# How each field is handled when prompts and decodes are separated. Every field is in exactly one of
+# these tuples; a test enforces it, so that a new field cannot be forgotten.
 FIELDS_PER_SEQUENCE = (
     "seq_lens",
     "seq_lens_tensor",

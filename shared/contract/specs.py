@@ -1,8 +1,8 @@
-"""What does one layer's KV cache look like?
+"""KV-cache specs: the page of a layer, and the tensors and groups of a model.
 
-A spec says what a block of a layer holds, and so how many bytes a page is. A config says how a
-whole model's caches lie in memory: layers whose pages are alike make a group, which shares one
-block table; layers of different groups may share one tensor.
+A spec describes the content of a layer's block and thereby the size of a page. A config describes
+the memory of a whole model's caches. Layers with equal pages form a group with one block table.
+Layers of different groups may share one tensor.
 """
 
 from collections import Counter
@@ -16,21 +16,21 @@ from .checks import check_not_negative, check_positive
 
 @dataclass(frozen=True)
 class KVCacheSpec:
-    """The page of one attention layer: what a block holds, and how many bytes that is.
+    """The page of one attention layer: the content of a block and its size in bytes.
 
     Args:
-        block_size: slots (tokens) in a block, any number from 1.
+        block_size: slots (tokens) in a block, at least 1.
         num_kv_heads: key/value heads of the layer.
         head_size: elements of one head's key, and of its value.
-        dtype: element type of the cache; an FP8 dtype is one byte an element. Its scales lie
-            with the layer and take no room in a page.
+        dtype: dtype of the cache. An FP8 dtype has one byte per element. Its scales are stored
+            with the layer, not in a page.
 
     Raises:
-        ValueError: a number below 1.
+        ValueError: a number is below 1.
 
     Example:
-        16 slots of 8 heads of 128 bfloat16 elements, keys and values: 65,536 bytes a page; of
-        float8_e4m3fn elements 32,768.
+        16 slots of 8 heads of 128 bfloat16 elements, keys and values: 65,536 bytes per page. With
+        float8_e4m3fn elements: 32,768 bytes.
     """
 
     block_size: int
@@ -54,11 +54,12 @@ class KVCacheSpec:
 
 @dataclass(frozen=True)
 class FullAttentionSpec(KVCacheSpec):
-    """A layer that keeps the keys and values of its whole sequence.
+    """A layer that stores the keys and values of its whole sequence.
 
     Args:
-        sliding_window, attention_chunk_size: what the layer sees, where an engine keeps all blocks
-            of a layer that needs only some, to have fewer groups; None: everything.
+        sliding_window, attention_chunk_size: Optional. Visible range of the layer, if the engine
+            stores all blocks of a layer that needs only some, to have fewer groups. If None, all
+            keys are visible.
     """
 
     sliding_window: int | None = field(default=None, kw_only=True)
@@ -67,7 +68,7 @@ class FullAttentionSpec(KVCacheSpec):
 
 @dataclass(frozen=True)
 class SlidingWindowSpec(KVCacheSpec):
-    """A layer whose tokens see the last `sliding_window` keys, themselves included."""
+    """A layer whose tokens see the last `sliding_window` keys, their own included."""
 
     sliding_window: int = field(kw_only=True)
 
@@ -89,34 +90,34 @@ class ChunkedLocalAttentionSpec(KVCacheSpec):
 
 @dataclass(frozen=True)
 class CrossAttentionSpec(KVCacheSpec):
-    """A decoder's layer that keeps the keys and values of the encoder's tokens."""
+    """A decoder layer that stores the keys and values of the encoder's tokens."""
 
 
 @dataclass(frozen=True)
 class MLAAttentionSpec(FullAttentionSpec):
-    """A layer that keeps one latent vector a token, from which keys and values are made.
+    """A layer that stores one latent vector per token, from which keys and values are computed.
 
     `head_size` is the latent's length, its rotary part included.
 
     Example:
-        16 slots of one latent of 576 bfloat16 elements: 18,432 bytes a page.
+        16 slots of one latent of 576 bfloat16 elements: 18,432 bytes per page.
     """
 
     @property
     def page_size_bytes(self) -> int:
-        """Bytes of one block: a latent stands for key and value, so it is counted once."""
+        """Bytes of one block. A latent represents key and value, so it is counted once."""
         elements = self.block_size * self.num_kv_heads * self.head_size
         return elements * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class KVCacheTensor:
-    """One allocation, and the layers that see it.
+    """One allocation, and the layers that share it.
 
     Args:
-        size: bytes.
-        shared_by: layers of different groups; each sees all of the bytes, and a block belongs to
-            the group that it was handed out to.
+        size: size in bytes.
+        shared_by: layers of different groups. Each has a view of all bytes, and a block belongs
+            to the group to which it is allocated.
     """
 
     size: int
@@ -129,11 +130,11 @@ class KVCacheTensor:
 
 @dataclass(frozen=True)
 class KVCacheGroupSpec:
-    """Layers whose pages are alike: they share one block table.
+    """Layers with equal pages, which share one block table.
 
     Args:
-        layer_names: at least one.
-        kv_cache_spec: the page of each of them.
+        layer_names: names of at least one layer.
+        kv_cache_spec: page of each of them.
     """
 
     layer_names: tuple[str, ...]
@@ -145,15 +146,15 @@ class KVCacheGroupSpec:
 
 @dataclass(frozen=True)
 class KVCacheConfig:
-    """How the caches of all layers lie in memory.
+    """The tensors and groups of all layers' caches.
 
     Args:
-        num_blocks: blocks that can be handed out.
-        kv_cache_tensors: what is allocated.
-        kv_cache_groups: every layer once, as in the tensors.
+        num_blocks: number of blocks that can be allocated.
+        kv_cache_tensors: the allocations.
+        kv_cache_groups: the groups. Every layer is in one tensor and one group.
 
     Raises:
-        ValueError: a layer stands in two tensors or groups, or only in one of the two lists.
+        ValueError: a layer is in two tensors or groups, or missing in one of the lists.
     """
 
     num_blocks: int
@@ -176,18 +177,18 @@ class KVCacheConfig:
         ):
             if names:
                 raise ValueError(
-                    f"layer {min(names)!r} stands in {here} but not in {there}: expected"
+                    f"layer {min(names)!r} is in {here} but not in {there}: expected"
                     " every layer in one tensor and one group"
                 )
 
 
 def _each_once(what: str, lists: Iterable[tuple[str, ...]]) -> set[str]:
-    """Return the layers of some lists, none of them named twice."""
+    """Return the layers of some lists; raise if one is listed twice."""
     counts = Counter(name for names in lists for name in names)
     for name, count in counts.items():
         if count > 1:
             raise ValueError(
-                f"layer {name!r} stands {count} times in {what}: expected once, since a"
+                f"layer {name!r} is {count} times in {what}: expected once, since a"
                 " layer has one cache"
             )
     return set(counts)
@@ -195,14 +196,15 @@ def _each_once(what: str, lists: Iterable[tuple[str, ...]]) -> set[str]:
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """What an engine says about the caches of all layers (vLLM's name).
+    """The engine's settings for the caches of all layers (vLLM's name).
 
     Args:
         block_size: slots in a block.
-        cache_dtype: "auto": that of the model; else "fp8", "fp8_e4m3" or "fp8_e5m2".
-        sliding_window: of every layer that has none of its own; None: everything is seen.
-        calculate_kv_scales: measure the scales of a quantised cache in the first step.
-        is_attention_free: no layer of the model attends.
+        cache_dtype: "auto" for the model's dtype, "fp8", "fp8_e4m3" or "fp8_e5m2".
+        sliding_window: Optional. Window of layers without one of their own. If None, all keys
+            are visible.
+        calculate_kv_scales: whether the first step measures the scales of a quantized cache.
+        is_attention_free: whether the model has no attention layer.
     """
 
     block_size: int = 16

@@ -1,7 +1,7 @@
-"""What does each operation do, with all its numbers?
+"""Worked examples of every operation, with all their numbers.
 
-One source of worked examples for the docstrings, the documentation, `pagetwin explain` and the
-tests: a file for each concept, with its examples and a picture for the terminal.
+The docstrings, the documentation, `pagetwin explain` and the tests use them. Each concept has one
+file with its examples and a picture for the terminal.
 """
 
 import importlib
@@ -72,11 +72,11 @@ def example_names(implementation: Implementation) -> dict[str, Any]:
 def run_example(
     example: Example, names: dict[str, Any]
 ) -> Iterator[tuple[str, str, str]]:
-    """Run an example call by call: source text, what it promises, what it shows here.
+    """Run an example call by call: source text, what it promises, its output here.
 
     Args:
         example: what to run.
-        names: from `example_names`; changed: the example adds its own.
+        names: result of `example_names`, modified in place: the example adds its own.
     """
     for source, shows in example.calls:
         try:

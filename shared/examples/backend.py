@@ -68,15 +68,15 @@ tensor([20.0000,  4.0000,  5.5000])
 """,
         (
             StoryStep(
-                "Request 0 wrote values 10 and 20 to block 3 in earlier steps. It brings one"
-                " token, a decode; request 1 brings two, a prefill. All keys are 0, so all"
+                "Request 0 wrote values 10 and 20 to block 3 in earlier steps. It has one"
+                " new token, a decode; request 1 has two, a prefill. All keys are 0, so all"
                 " weights are equal and attention is a plain mean.",
                 "(metadata.num_decodes, metadata.num_prefills)",
                 "(1, 1)",
             ),
             StoryStep(
                 "The layer is a decoder's, so what it sees is cached. An encoder's would attend"
-                " here, among the tokens that the step brings, and write nothing.",
+                " here, among the new tokens of the step, and write nothing.",
                 "(layer.attn_type, layer.is_uncached)",
                 "('decoder', False)",
                 step="attend inside an encoder, which keeps nothing",

@@ -11,7 +11,7 @@ def draw() -> list[Text]:
     first = [("r0", A), ("r0", A)]
     second = [("r0", A), ("r1", B)]
     return [
-        *said("Four new tokens, cut behind the second. The cut falls inside r0:", ""),
+        *said("Four new tokens, cut after the second. The cut is inside r0:", ""),
         *beside(
             [Text(), Text("micro-batch 0"), Text(), Text("position")],
             [*boxes(first), under(["0", "1"])],
@@ -76,28 +76,28 @@ tensor([122, 123, 124, 125])
 """,
         (
             StoryStep(
-                "Tokens 2 to 5 have positions 10 to 13, which lie in block 7 at slots 122 to"
+                "Tokens 2 to 5 have positions 10 to 13, which are in block 7 at slots 122 to"
                 " 125.",
                 "[7 * 16 + 8 + token for token in range(2, 6)]",
                 "[122, 123, 124, 125]",
                 step="slice the fields that have an entry per request or token",
             ),
             StoryStep(
-                "Of the request's tokens 0 to 9 the slice keeps 4; it leaves out 2 in front"
-                " and 4 behind.",
+                "Of the request's tokens 0 to 9 the slice has 4; it excludes 2 before it"
+                " and 4 after it.",
                 "(2 - 0, 10 - 6)",
                 "(2, 4)",
                 step="clip each request to the token slice",
             ),
             StoryStep(
-                "Without the 4 behind, the sequence has 18 - 4 tokens. The 2 in front are"
+                "Without the 4 after it, the sequence has 18 - 4 tokens. The 2 before it are"
                 " computed by then: 8 + 2.",
                 "(18 - 4, 8 + 2)",
                 "(14, 10)",
                 step="shorten requests cut at the end, advance requests cut at the front",
             ),
             StoryStep(
-                "No logits were asked for, so there are none to share out.",
+                "No logits are wanted, so there are none to select.",
                 "step.logits_indices_padded is None",
                 "True",
                 step="select the tokens whose logits are wanted",
@@ -107,7 +107,7 @@ tensor([122, 123, 124, 125])
     Example(
         "batch_slices",
         "split_attn_metadata",
-        "Two micro-batches whose cut falls inside a request.",
+        "Two micro-batches with a cut inside a request.",
         """\
 >>> step = build_common_attn_metadata(
 ...     query_lens=[3, 1],

@@ -34,7 +34,7 @@ EXAMPLES = (
     Example(
         "batch_split",
         "reorder_batch_to_split_decodes_and_prefills",
-        "One swap brings both decodes to the front; finer regions need what is computed.",
+        "One swap moves both decodes to the front; more regions need the computed tokens.",
         """\
 >>> reorder_batch_to_split_decodes_and_prefills([6, 1, 7, 1])
 [3, 1, 2, 0]
@@ -51,7 +51,7 @@ EXAMPLES = (
 """,
         (
             StoryStep(
-                "Requests 1 and 3 bring one token each, so they are decodes: region 0. The"
+                "Requests 1 and 3 have one new token each, so they are decodes: region 0. The"
                 " others are prefills: region 1.",
                 "[int(count > 1) for count in [6, 1, 7, 1]]",
                 "[1, 0, 1, 0]",
@@ -59,7 +59,7 @@ EXAMPLES = (
             ),
             StoryStep(
                 "In order the regions would be 0, 0, 1, 1. Places 0 and 3 hold another one;"
-                " requests 1 and 2 stand well and do not move.",
+                " requests 1 and 2 are in their region and do not move.",
                 "[place for place in range(4) if [1, 0, 1, 0][place] != [0, 0, 1, 1][place]]",
                 "[0, 3]",
                 step="find the positions with a request of another region",
@@ -74,7 +74,7 @@ EXAMPLES = (
             StoryStep(
                 "In the last call request 3 has one new token but nothing in the cache: its"
                 " prompt is one token long. With four regions it is a prefill, region 3, and"
-                " stands last.",
+                " comes last.",
                 "[3 if old == 0 else 2 * (new > 1) for new, old in"
                 " zip([6, 1, 7, 1], [0, 5, 8, 0])]",
                 "[3, 0, 2, 3]",
@@ -96,14 +96,14 @@ EXAMPLES = (
 """,
         (
             StoryStep(
-                "The first request with more than one new token is number 2, which brings 7."
-                " Two decodes stand before it.",
+                "The first request with more than one new token is request 2, which has 7."
+                " Two decodes come before it.",
                 "[count > 1 for count in [1, 1, 7, 3]].index(True)",
                 "2",
                 step="find the first request that is not a decode",
             ),
             StoryStep(
-                "The two decodes bring 2 tokens, the two prefills the other 10: tokens 0 and"
+                "The two decodes have 2 tokens, the two prefills the other 10: tokens 0 and"
                 " 1 of the flat batch, and tokens 2 to 11.",
                 "(1 + 1, 7 + 3)",
                 "(2, 10)",

@@ -29,7 +29,7 @@ def draw() -> list[Text]:
             "Each request's row lists its blocks; under them, the positions they hold:"
         ),
         *rows,
-        *said("", "The same blocks where they lie:", ""),
+        *said("", "The same blocks in the cache:", ""),
         *cache,
     ]
 
@@ -50,12 +50,12 @@ EXAMPLES = (
                 "2",
             ),
             StoryStep(
-                "One token is left over. It needs a whole block, as blocks are never cut.",
+                "One token is left over. It needs a whole block, as blocks are never split.",
                 "9 % 4",
                 "1",
             ),
             StoryStep(
-                "So it is 9 / 4 rounded up; minus signs around // round up, with no float.",
+                "The result is 9 / 4 rounded up. Minus signs around // round up without floats.",
                 "-(-9 // 4)",
                 "3",
             ),
@@ -72,19 +72,19 @@ tensor([[7, 2, 0],
 """,
         (
             StoryStep(
-                "Request 0 owns blocks 7 and 2, in this order: its first tokens lie in block"
+                "Request 0 has blocks 7 and 2, in this order: its first tokens are in block"
                 " 7, although 7 is the larger number.",
                 "[[7, 2], [5]][0]",
                 "[7, 2]",
             ),
             StoryStep(
-                "Request 1 owns one block, 5.",
+                "Request 1 has one block, 5.",
                 "[[7, 2], [5]][1]",
                 "[5]",
             ),
             StoryStep(
-                "The table is 3 wide, so 1 entry is free behind row 0 and 2 behind row 1."
-                " They are 0 here, but could be anything, since nobody reads them.",
+                "The table is 3 wide, so row 0 has 1 padding entry and row 1 has 2."
+                " They are 0 here. Any value is allowed, since they are never read.",
                 "[3 - len(row) for row in [[7, 2], [5]]]",
                 "[1, 2]",
             ),
@@ -93,7 +93,7 @@ tensor([[7, 2, 0],
     Example(
         "block_table",
         "append_blocks",
-        "Request 0 has outgrown its two blocks and gets a third.",
+        "Request 0 needs more than its two blocks and gets a third.",
         """\
 >>> append_blocks(
 ...     torch.tensor([[7, 2, 0], [5, 0, 0]], dtype=torch.int32),
@@ -104,19 +104,19 @@ tensor([3, 1], dtype=torch.int32)
 """,
         (
             StoryStep(
-                "Row 0 holds 2 blocks, so the new block 4 goes to entry 2, right behind"
-                " them; the row is then 7, 2, 4.",
+                "Row 0 holds 2 blocks, so the new block 4 goes to entry 2, after"
+                " them. The row is then 7, 2, 4.",
                 "[7, 2] + [4]",
                 "[7, 2, 4]",
             ),
             StoryStep(
-                "Request 1 needs nothing; its list is empty and its row stays as it was.",
+                "Request 1 needs no block: its list is empty and its row does not change.",
                 "[5] + []",
                 "[5]",
             ),
             StoryStep(
-                "What comes back is how many blocks each row holds now. The table itself"
-                " cannot tell: a 0 in it may be padding or block 0.",
+                "The result is the number of blocks per row. It does not follow from the"
+                " table: a 0 in it may be padding or block 0.",
                 "[2 + len([4]), 1 + len([])]",
                 "[3, 1]",
             ),

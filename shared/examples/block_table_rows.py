@@ -98,13 +98,13 @@ tensor([[2],
 """,
         (
             StoryStep(
-                "The last tokens stand at positions 4 and 8, in entries 1 and 2.",
+                "The last tokens have positions 4 and 8, in entries 1 and 2.",
                 "[(5 - 1) // 4, (9 - 1) // 4]",
                 "[1, 2]",
                 step="find the block of the last token",
             ),
             StoryStep(
-                "Nothing is drafted, so one block each is enough.",
+                "There are no draft tokens, so one block per request is enough.",
                 "[[7, 2, 0][1], [5, 9, 4][2]]",
                 "[2, 4]",
                 step="take it and the blocks of the draft tokens",

@@ -189,13 +189,13 @@ tensor([2., 0., 5., 0.])
                 "[2, 2]",
             ),
             StoryStep(
-                "The pair (2, 0) brings key 2 and value 5 to block 0 of the host; its block 1"
+                "The pair (2, 0) copies key 2 and value 5 to block 0 of the host; its block 1"
                 " stays zero.",
                 "on_host[:, 0].flatten().tolist()",
                 "[2.0, 5.0]",
             ),
             StoryStep(
-                "When there is memory again, the pair turned round brings them back.",
+                "When memory is free again, the reversed pair copies them back.",
                 "[2, 0][::-1]",
                 "[0, 2]",
             ),

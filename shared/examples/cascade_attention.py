@@ -48,7 +48,7 @@ tensor([3.0000, 3.6667])
 """,
         (
             StoryStep(
-                "The first 2 keys lie in block 2, for both. All keys are 1, so both queries get"
+                "The first 2 keys are in block 2, for both. All keys are 1, so both queries get"
                 " the mean of 4 and 5; the scores 1 and 1 leave the log-sum-exp 1.6931.",
                 "((4 + 5) / 2, round(math.log(2 * math.e), 4))",
                 "(4.5, 1.6931)",

@@ -24,7 +24,7 @@ EXAMPLES = (
     Example(
         "causal_conv",
         "compute_causal_conv1d_metadata",
-        "Two prompts make four chunks; the programs behind them have nothing to do.",
+        "Two prompts have four chunks; the programs after them return at once.",
         """\
 >>> chunks, request, offset = compute_causal_conv1d_metadata(
 ...     torch.tensor([0, 8, 25], dtype=torch.int32)
@@ -48,7 +48,7 @@ tensor([1, 3], dtype=torch.int32)
                 step="number the chunks of each prompt",
             ),
             StoryStep(
-                "There is room for twice 1,024 chunks, so most steps find the same buffers.",
+                "The lists hold twice 1,024 chunks, so most steps use the same buffers.",
                 "(len(request), 2 * 1024)",
                 "(2048, 2048)",
                 step="write both lists into padded buffers",

@@ -11,9 +11,9 @@ def draw() -> list[Text]:
     cells = [(f"p{p}", B if p // 2 % 2 else A) for p in range(7)]
     return [
         *said(
-            "Seven positions dealt out to two ranks, two in a row (under the boxes the"
+            "Seven positions distributed over two ranks, two in a row (under the boxes the"
         ),
-        *said("rank, then the place among what that rank keeps):", ""),
+        *said("rank, then the index among that rank's positions):", ""),
         *boxes(cells),
         under([str(p // 2 % 2) for p in range(7)]),
         under([str(p // 4 * 2 + p % 2) for p in range(7)]),
@@ -60,7 +60,7 @@ tensor([[4, 3]], dtype=torch.int32)
                 step="deal the positions out and count each rank's",
             ),
             StoryStep(
-                "Nobody asked for one rank, so both counts come back; they add up to 7.",
+                "No rank is given, so both counts are returned; their sum is 7.",
                 "4 + 3",
                 "7",
                 step="keep the rank that was asked for",
@@ -70,7 +70,7 @@ tensor([[4, 3]], dtype=torch.int32)
     Example(
         "context_parallel",
         "dcp_attention",
-        "Rank 0 of two keeps positions 0 and 2; two new tokens ask for them.",
+        "Rank 0 of two stores positions 0 and 2; two new tokens attend to them.",
         """\
 >>> dcp_attention(
 ...     query=torch.ones(2, 1, 1),
@@ -94,13 +94,13 @@ tensor([4.0000, 4.5000])
                 step="find each token's position",
             ),
             StoryStep(
-                "Of positions 0 and 1 rank 0 keeps one; of 0, 1 and 2 it keeps two.",
+                "Of positions 0 and 1 rank 0 stores one; of 0, 1 and 2 it stores two.",
                 "[sum(get_dcp_ranks(torch.arange(n), 2).eq(0)).item() for n in (2, 3)]",
                 "[1, 2]",
                 step="count the rank's keys up to there",
             ),
             StoryStep(
-                "They lie side by side in block 2, values 4 and 5, and the keys are all alike:"
+                "They are adjacent in block 2, with values 4 and 5, and all keys are equal:"
                 " the first new token gets 4, the second the mean. Rank 1 has the rest.",
                 "(4 / 1, (4 + 5) / 2)",
                 "(4.0, 4.5)",

@@ -1,11 +1,11 @@
-"""How are blocks and slots drawn in the terminal?"""
+"""Drawings of blocks and slots for the terminal."""
 
 from collections.abc import Sequence
 
 from rich.text import Text
 
 Cell = tuple[str, str]
-"""What stands in a box, and the style it is written in."""
+"""The text of a box and its style."""
 
 A, B, NEW, DIM, PLAIN = "cyan", "magenta", "bold green", "dim", ""
 
@@ -22,7 +22,7 @@ def boxes(cells: Sequence[Cell], width: int = 4) -> list[Text]:
 
 
 def under(cells: Sequence[str], width: int = 4) -> Text:
-    """Return captions that stand under (or over) such boxes."""
+    """Return captions for the line under (or over) such boxes."""
     words = " ".join(text.center(width) for text in cells)
     return Text(f" {words} ", style=DIM)
 

@@ -17,7 +17,7 @@ def draw() -> list[Text]:
         [Text(), Text("-> 3", style=NEW), Text()],
     ]
     return [
-        *said("The values of two requests, one behind the other; no block table:", ""),
+        *said("The concatenated values of two requests; no block table:", ""),
         *boxes([("7", NEW), ("2", A), ("4", A)]),
         *said(""),
         *beside(*views),
@@ -55,7 +55,7 @@ tensor([7., 3., 3.])
                 step="compare each query with every key",
             ),
             StoryStep(
-                "Nothing is hidden: a token sees what comes before it and what comes after.",
+                "Nothing is masked: a token sees the tokens before it and after it.",
                 "[[True for key in (0, 1)] for query in (0, 1)]",
                 "[[True, True], [True, True]]",
                 step="hide the keys that a query does not see",

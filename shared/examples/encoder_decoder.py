@@ -19,7 +19,7 @@ def draw() -> list[Text]:
         ),
         *said(
             "",
-            "kind             who asks       whose keys     where they lie",
+            "type             queries        keys           key location",
             "decoder          d0, d1         d0, d1         block table",
             "encoder          e0, e1, e2     e0, e1, e2     in the step itself",
             "encoder_decoder  d0, d1         e0, e1, e2     the cross block table",
@@ -55,7 +55,7 @@ True
     Example(
         "encoder_decoder",
         "is_all_cross_attn_metadata_set",
-        "Lengths alone do not say where the encoder's keys lie.",
+        "Lengths alone do not determine the location of the encoder's keys.",
         """\
 >>> is_all_cross_attn_metadata_set(SequenceAttentionMetadata(
 ...     num_prefills=1,
@@ -106,7 +106,7 @@ False
                 step="select the sequence's own tokens",
             ),
             StoryStep(
-                "The encoder has 3 tokens. With blocks of 4 they lie in block 6, slots 24 to 26.",
+                "The encoder has 3 tokens. With blocks of 4 they are in block 6, slots 24 to 26.",
                 "[6 * 4 + token for token in range(3)]",
                 "[24, 25, 26]",
                 step="select the encoder's tokens",
@@ -116,7 +116,7 @@ False
     Example(
         "encoder_decoder",
         "get_num_prefill_decode_query_kv_tokens",
-        "Two prompt tokens ask, three encoder tokens answer.",
+        "Two prompt tokens attend to three encoder tokens.",
         """\
 >>> get_num_prefill_decode_query_kv_tokens(
 ...     SequenceAttentionMetadata(
@@ -131,7 +131,7 @@ False
 """,
         (
             StoryStep(
-                "In a decoder each new token brings a query and a key: 2 and 2. Across, the"
+                "In a decoder each new token has a query and a key: 2 and 2. Across, the"
                 " keys are the encoder's: 2 and 3. Nothing decodes in this step.",
                 "(2, 3, 0)",
                 "(2, 3, 0)",

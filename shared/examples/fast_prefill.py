@@ -124,7 +124,7 @@ EXAMPLES = (
                 step="add two fields to the metadata",
             ),
             StoryStep(
-                "The builder cuts the step down and leaves the rest to the backend's own.",
+                "The builder selects the wanted tokens and calls the backend's own builder.",
                 "issubclass(fast.get_builder_cls(), BACKENDS[0].get_builder_cls())",
                 "True",
                 step="build the metadata from the wanted tokens alone",

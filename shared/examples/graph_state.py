@@ -13,8 +13,8 @@ def draw() -> list[Text]:
     names = ["req 0", "req 1", "", ""]
     return [
         *said(
-            "A step captured for four requests runs two. The batch stands at the front of",
-            "the buffers; the rows behind it store nothing and see one key:",
+            "A step captured for four requests runs two. The batch is in the first rows of",
+            "the buffers; the rows after it store nothing and see one key:",
             "",
         ),
         *beside(
@@ -40,7 +40,7 @@ EXAMPLES = (
 """,
         (
             StoryStep(
-                "Nobody asks for certain layers only, so both groups count.",
+                "No layers are selected, so both groups count.",
                 'len(["layer 0", "layer 1"])',
                 "2",
                 step="skip groups without a requested layer",
@@ -89,7 +89,7 @@ tensor([[7, 2, 0],
 """,
         (
             StoryStep(
-                "A new buffer of slots holds -1 only: a step that runs now stores nothing.",
+                "A new slot buffer contains only -1: a step that runs now stores nothing.",
                 "GraphInputBuffers.harmless(4, 3, False, torch.device('cpu'))"
                 ".slot_mapping.tolist()",
                 "[-1, -1, -1, -1]",
@@ -116,8 +116,8 @@ tensor([[7, 2, 0],
                 step="copy the live batch to the first rows",
             ),
             StoryStep(
-                "Rows 2 and 3 belong to nobody. They get slot -1 and length 1, whatever an"
-                " older batch had left there.",
+                "Rows 2 and 3 are padding. They get slot -1 and length 1, whatever an"
+                " older batch had written there.",
                 "[buffers.slot_mapping[2:].tolist(), buffers.seq_lens_tensor[2:].tolist()]",
                 "[[-1, -1], [1, 1]]",
                 step="fill the padding with harmless values",
@@ -136,7 +136,7 @@ tensor([[7, 2, 0],
                 step="run the step once with harmless values",
             ),
             StoryStep(
-                "Then it is recorded, launch by launch; here every launch has room for all"
+                "Then it is recorded, launch by launch; here every launch covers all"
                 " four requests.",
                 "captured.num_decode_tokens",
                 "4",

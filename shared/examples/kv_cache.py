@@ -78,7 +78,7 @@ torch.Size([327680])
     Example(
         "kv_cache",
         "view_kv_cache",
-        "Six bytes whose first axis lies inside the second.",
+        "Six bytes with the second axis outermost in memory.",
         """\
 >>> raw = torch.arange(6, dtype=torch.int8)
 >>> view_kv_cache(raw, torch.int8, shape=(2, 3), stride_order=(1, 0))
@@ -87,7 +87,7 @@ tensor([[0, 2, 4],
 """,
         (
             StoryStep(
-                "Axis 1 is the outermost in memory, so axis 0 lies inside it: a step along"
+                "Axis 1 is the outermost in memory, so axis 0 is inner: a step along"
                 " axis 0 is one element, and a step along axis 1 passes the two elements of"
                 " axis 0.",
                 "view_kv_cache(raw, torch.int8, (2, 3), (1, 0)).stride()",
@@ -95,8 +95,8 @@ tensor([[0, 2, 4],
                 step="view the bytes with the axes in memory order",
             ),
             StoryStep(
-                "Code indexes row 1, column 2 as ever; it lies 1 * 1 + 2 * 2 = 5 elements into"
-                " the memory.",
+                "Code indexes row 1, column 2 as always; its offset in memory is"
+                " 1 * 1 + 2 * 2 = 5 elements.",
                 "view_kv_cache(raw, torch.int8, (2, 3), (1, 0))[1, 2].item()",
                 "5",
                 step="permute the axes to the order of the shape",
@@ -120,7 +120,7 @@ torch.Size([2, 10, 16, 8, 64])
                 step="count the pages",
             ),
             StoryStep(
-                "The five axes multiply to exactly these elements. The view lies on the same"
+                "The five axes multiply to exactly these elements. The view is on the same"
                 " memory: nothing was copied.",
                 "2 * 10 * 16 * 8 * 64",
                 "163840",
@@ -149,15 +149,15 @@ torch.Size([2, 10, 16, 8, 64])
                 step="count the pages",
             ),
             StoryStep(
-                "BLNHC: the block is outermost. So block 3 of all four layers lies together"
+                "BLNHC: the block is outermost. So block 3 of all four layers is contiguous"
                 " and moves in one copy: 4 * 16,384 elements from one block to the next.",
                 "caches.stride(2)",
                 "65536",
                 step="view layer, block, head, slot and content",
             ),
             StoryStep(
-                "A slot's key and value of one head lie side by side: the value 64 elements"
-                " behind the key. A layer's cache has the same five axes as ever.",
+                "Key and value of a slot and head are adjacent: the value 64 elements"
+                " after the key. A layer's cache has the same five axes as always.",
                 "caches[0].stride(0)",
                 "64",
                 step="split the content into key and value",
@@ -200,7 +200,7 @@ torch.Size([10, 16, 8, 64])
 """,
         (
             StoryStep(
-                "A block is not cut further here: keys and values are cut in different ways,"
+                "A block has no further axes here: keys and values are ordered differently,"
                 " each by its view.",
                 "4 * 2 * 16",
                 "128",
@@ -230,14 +230,14 @@ torch.Size([2, 2, 16, 4])
                 step="compute the block size and the elements per 16 bytes",
             ),
             StoryStep(
-                "A head's key of 16 elements is 2 parts; the same part of the next slot lies 8"
+                "A head's key of 16 elements is 2 groups; the same group of the next slot is 8"
                 " elements further on.",
                 "key_cache.stride(3)",
                 "8",
                 step="view the keys in groups of 16 bytes",
             ),
             StoryStep(
-                "Of the values, the same element of the next slot lies beside it.",
+                "Of the values, the same element of the next slot is adjacent.",
                 "value_cache.stride(3)",
                 "1",
                 step="view the values by element",

@@ -26,7 +26,7 @@ EXAMPLES = (
     Example(
         "kv_cache_init",
         "get_kv_cache_spec",
-        "Of two layers that share a cache, one keeps it.",
+        "Of two layers that share a cache, one has the spec.",
         """\
 >>> layers = {}
 >>> for name, target in (("layers.0", None), ("layers.1", "layers.0")):
@@ -41,13 +41,13 @@ EXAMPLES = (
 """,
         (
             StoryStep(
-                "Layer 0 keeps keys and values of 16 tokens, 2 heads of 64 elements, 2 bytes"
+                "Layer 0 stores keys and values of 16 tokens, 2 heads of 64 elements, 2 bytes"
                 " each.",
                 "2 * 16 * 2 * 64 * 2",
                 "8192",
             ),
             StoryStep(
-                "Layer 1 reads the cache of layer 0, so it keeps nothing and costs nothing.",
+                "Layer 1 reads the cache of layer 0, so it needs no memory.",
                 "layers['layers.1'].get_kv_cache_spec(16, torch.float16) is None",
                 "True",
             ),
@@ -78,7 +78,7 @@ EXAMPLES = (
                 "2048",
             ),
             StoryStep(
-                "Both layers see all of the bytes. A block is handed out to one group, so they"
+                "Both layers see all of the bytes. A block is allocated to one group, so they"
                 " never meet in one.",
                 "raw['layers.1'].data_ptr() == raw['layers.0'].data_ptr()",
                 "True",
@@ -88,7 +88,7 @@ EXAMPLES = (
     Example(
         "kv_cache_init",
         "reshape_kv_caches",
-        "A cache whose heads lie outside its slots.",
+        "A cache with the heads outside the slots (HND).",
         """\
 >>> spec = KVCacheSpec(16, 2, 8, torch.float16)
 >>> config = KVCacheConfig(
@@ -113,7 +113,7 @@ EXAMPLES = (
                 step="count the pages",
             ),
             StoryStep(
-                "The backend keeps its five axes. Under HND a step to the next slot is the 8"
+                "The backend's five axes do not change. Under HND a step to the next slot is the 8"
                 " elements of a head, and a step to the next head passes 16 slots.",
                 "kv_caches['layers.0'].stride()[2:4]",
                 "(8, 128)",
@@ -140,7 +140,7 @@ tensor([1.])
 """,
         (
             StoryStep(
-                "By their letters, the names would stand the other way round.",
+                "In alphabetical order, the names would be the other way round.",
                 "sorted(caches)",
                 "['layers.10.attn', 'layers.9.attn']",
                 step="sort the caches by layer number",
@@ -152,7 +152,7 @@ tensor([1.])
                 step="bind each layer's cache",
             ),
             StoryStep(
-                "A layer that named one to share with would be handed that one's; here there"
+                "A layer that shares another one's cache would get that tensor; here there"
                 " is none.",
                 "[hasattr(each, 'kv_sharing_target_layer_name') for each in layers.values()]",
                 "[False, False]",
@@ -180,7 +180,7 @@ torch.Size([2, 2, 16, 2, 8])
 """,
         (
             StoryStep(
-                "The config asks for one tensor of 2,048 bytes.",
+                "The config has one tensor of 2,048 bytes.",
                 "config.kv_cache_tensors[0].size",
                 "2048",
                 step="allocate",

@@ -9,10 +9,10 @@ from .story import Example, StoryStep
 def draw() -> list[Text]:
     """Return the concept's picture for the terminal."""
     return [
-        *said("What the cache keeps of one token, whatever the number of heads:"),
+        *said("What the cache stores per token, for any number of heads:"),
         *boxes([("latent of keys and values", A), ("key with position", B)], width=28),
         under(["512", "64"], width=28),
-        *said("", "What 128 heads would keep without compression:"),
+        *said("", "What 128 heads would store without compression:"),
         *boxes(
             [("128 keys", NEW), ("128 values", NEW)],
             width=28,
@@ -39,12 +39,12 @@ EXAMPLES = (
         (
             StoryStep(
                 "Keys and values of all heads are computed from a latent of 512; one key part"
-                " of 64 carries the position. That is all the cache keeps of a token.",
+                " of 64 carries the position. That is all the cache stores per token.",
                 "512 + 64",
                 "576",
             ),
             StoryStep(
-                "128 heads that keep their own keys of 128 + 64 and values of 128 would keep 71"
+                "128 heads with their own keys of 128 + 64 and values of 128 would store 71"
                 " times as much.",
                 "128 * (128 + 64 + 128) // 576",
                 "71",
@@ -80,7 +80,7 @@ tensor([0., 0., 0., 0., 0., 0., 0., 0., 0., 1., 2., 5.])
                 step="find block and offset",
             ),
             StoryStep(
-                "The latent 1, 2 stands there, and behind it the rope key 5.",
+                "The latent 1, 2 is stored there, followed by the rope key 5.",
                 "kv_cache[1, 1].tolist()",
                 "[1.0, 2.0, 5.0]",
                 step="store the latent and the rope key",

@@ -31,7 +31,7 @@ EXAMPLES = (
     Example(
         "local_attention",
         "make_local_attention_virtual_batches",
-        "Four new tokens lie in two chunks, so they become two requests.",
+        "Four new tokens are in two chunks, so they become two requests.",
         """\
 >>> chunked = make_local_attention_virtual_batches(
 ...     attn_chunk_size=4,
@@ -51,7 +51,7 @@ tensor([[7, 2],
 """,
         (
             StoryStep(
-                "Positions 2 to 5 are new. They lie in chunks 2 // 4 = 0 to 5 // 4 = 1.",
+                "Positions 2 to 5 are new. They are in chunks 2 // 4 = 0 to 5 // 4 = 1.",
                 "sorted({position // 4 for position in range(2, 6)})",
                 "[0, 1]",
                 step="find the chunks that hold new tokens",

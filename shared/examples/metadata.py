@@ -26,7 +26,7 @@ def draw() -> list[Text]:
         ],
     )
     return [
-        *said("The new tokens of all requests lie in one flat batch:", ""),
+        *said("The new tokens of all requests are one flat batch:", ""),
         *batch,
         *said(
             "",
@@ -62,7 +62,7 @@ tensor([ 8, 20, 21, 22])
                 step="compute the slots of the new tokens",
             ),
             StoryStep(
-                "The rows have 2 and 1 entries, so the table is 2 wide; the 0 behind row 1"
+                "The rows have 2 and 1 entries, so the table is 2 wide; the 0 after row 1"
                 " means nothing.",
                 "step.block_table_tensor.tolist()",
                 "[[7, 2], [5, 0]]",
@@ -119,14 +119,14 @@ True
 """,
         (
             StoryStep(
-                "The buffers have room for three requests, but the batch has two: starts 0,"
+                "The buffers hold three requests, but the batch has two: starts 0,"
                 " 1, 2 and lengths 7, 3.",
                 "starts[: 2 + 1].tolist()",
                 "[0, 1, 2]",
                 step="slice the buffers to the batch",
             ),
             StoryStep(
-                "Both requests bring one token, so the longest query has 1, although the"
+                "Both requests have one new token, so the longest query has 1, although the"
                 " batch has 2 tokens. Every layer of the group gets the same object.",
                 "(max(1 - 0, 2 - 1), len(metadata))",
                 "(1, 2)",

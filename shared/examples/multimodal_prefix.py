@@ -35,14 +35,14 @@ EXAMPLES = (
 """,
         (
             StoryStep(
-                "Positions 2 to 6 stand for the image. The one in the middle, 4, is no"
+                "Positions 2 to 6 are the image. The one in the middle, 4, is no"
                 " embedding, so there are two runs.",
                 "[2 + i for i, flag in enumerate([1, 1, 0, 1, 1]) if flag]",
                 "[2, 3, 5, 6]",
                 step="find the runs of consecutive tokens",
             ),
             StoryStep(
-                "There is no window, so both stay. Under a window of 1 neither would.",
+                "There is no window, so both are kept. With a window of 1 both are dropped.",
                 "[last - first + 1 for first, last in [(2, 3), (5, 6)]]",
                 "[2, 2]",
                 step="drop ranges longer than the window",
@@ -60,7 +60,7 @@ EXAMPLES = (
 """,
         (
             StoryStep(
-                "Request 0 has two ranges, so every request gets room for two. (0, 0) fills"
+                "Request 0 has two ranges, so every request gets two entries. (0, 0) fills"
                 " it: position 0 always sees itself.",
                 "max(len([(0, 2), (6, 7)]), len([]))",
                 "2",
@@ -86,13 +86,13 @@ EXAMPLES = (
         (
             StoryStep(
                 "The sequence has 7 tokens, 3 of them new: positions 4, 5 and 6. The image"
-                " covers 5 to 9, so tokens 1 and 2 stand in it.",
+                " covers 5 to 9, so tokens 1 and 2 are in it.",
                 "[token for token in range(3) if 5 <= 7 - 3 + token <= 9]",
                 "[1, 2]",
                 step="find the new tokens inside a range",
             ),
             StoryStep(
-                "Token 0 is text: (-1, -1). Row 3 belongs to nobody and stays as it was.",
+                "Token 0 is text: (-1, -1). Row 3 is not used and does not change.",
                 "(out[0].tolist(), out[3].tolist())",
                 "([-1, -1], [0, 0])",
                 step="write a row for every new token",

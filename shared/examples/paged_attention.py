@@ -67,7 +67,7 @@ tensor([4.0000, 4.5000])
                 step="compare each query with every key",
             ),
             StoryStep(
-                "Token 0 stands at position 0, so position 1 is hidden from it. Token 1 sees"
+                "Token 0 has position 0, so position 1 is masked for it. Token 1 sees"
                 " both.",
                 "[[key <= query for key in (0, 1)] for query in (0, 1)]",
                 "[[True, False], [True, True]]",

@@ -24,7 +24,7 @@ def draw() -> list[Text]:
         boxes([("7", B), ("2", B)]),
     )
     return [
-        *said("Prompts come first (s0), decodes behind them (s1):", ""),
+        *said("Prompts come first (s0), decodes after them (s1):", ""),
         *batch,
         *said("", "A prompt whose keys are all new reads nothing from the cache:"),
         *tables,
@@ -35,7 +35,7 @@ EXAMPLES = (
     Example(
         "sequence_metadata",
         "is_block_tables_empty",
-        "No row for any sequence means that there is no cache; a row of no blocks is a row.",
+        "No row for any sequence means that there is no cache; an empty row is a row.",
         """\
 >>> is_block_tables_empty({0: None, 1: None}), is_block_tables_empty({0: []})
 (True, False)
@@ -57,7 +57,7 @@ EXAMPLES = (
     Example(
         "sequence_metadata",
         "make_tensor_with_pad",
-        "Two rows become one tensor, -1 behind each.",
+        "Two rows become one tensor, padded with -1.",
         """\
 >>> make_tensor_with_pad(
 ...     [[7, 2], [5]], pad=-1, dtype=torch.int64, max_len=3
@@ -67,7 +67,7 @@ tensor([[ 7,  2, -1],
 """,
         (
             StoryStep(
-                "The tensor is 3 wide, so 1 place is free behind row 0 and 2 behind row 1.",
+                "The tensor is 3 wide, so row 0 has 1 padding entry and row 1 has 2.",
                 "[3 - len(row) for row in [[7, 2], [5]]]",
                 "[1, 2]",
             ),
@@ -104,7 +104,7 @@ tensor([[0, 0],
 """,
         (
             StoryStep(
-                "Neither group shows images, so there are no placeholders to count.",
+                "Neither group has images, so there are no placeholders to count.",
                 "builder.multimodal_placeholder_maps",
                 "{}",
                 step="count the placeholders",
@@ -137,7 +137,7 @@ tensor([[0, 0],
                 step="pad the batch to the captured size",
             ),
             StoryStep(
-                "The longest row has 2 entries; zeros stand behind the others.",
+                "The longest row has 2 entries; shorter rows are padded with zeros.",
                 "[row + [0] * (2 - len(row)) for row in builder.block_tables]",
                 "[[0, 0], [7, 2]]",
                 step="pad the rows to one table",
@@ -150,13 +150,13 @@ tensor([[0, 0],
                 step="compute the start of each sequence",
             ),
             StoryStep(
-                "With images, each embedding's row and token would stand here.",
+                "With images, this holds each embedding's row and token.",
                 "step.multi_modal_placeholder_index_maps",
                 "{}",
                 step="convert the placeholders to index maps",
             ),
             StoryStep(
-                "The metadata can be cut where the decodes begin; their starts count from 0.",
+                "The metadata can be split where the decodes begin; their starts begin at 0.",
                 "step.decode_metadata.query_start_loc.tolist()",
                 "[0, 1]",
                 step="copy everything to the device",

@@ -32,7 +32,7 @@ EXAMPLES = (
     Example(
         "slot_mapping",
         "compute_slot_mapping_start_idx",
-        "Under a window of 8, the first two tokens of a prompt of 10 are never seen again.",
+        "With a window of 8, the first two tokens of a prompt of 10 are never read again.",
         """\
 >>> compute_slot_mapping_start_idx(
 ...     is_prompt=True, query_len=6, context_len=4, sliding_window=8
@@ -41,12 +41,12 @@ EXAMPLES = (
 """,
         (
             StoryStep(
-                "4 tokens lie in the cache and 6 are new: the sequence has 10.",
+                "4 tokens are in the cache and 6 are new: the sequence has 10.",
                 "4 + 6",
                 "10",
             ),
             StoryStep(
-                "The next token will see 8 keys, itself included; of these 10 tokens it sees"
+                "The next token sees 8 keys, its own included; of these 10 tokens it sees"
                 " at most the last 8, which begin at position 2.",
                 "10 - 8",
                 "2",
@@ -76,7 +76,7 @@ tensor([-1,  8,  9, 10, 11, 20, 21])
 """,
         (
             StoryStep(
-                "3 of 10 tokens are in the cache, so positions 3 to 9 are new. Position 3 lies"
+                "3 of 10 tokens are in the cache, so positions 3 to 9 are new. Position 3 is"
                 " before start_idx = 4: it is not stored, and its slot is -1.",
                 "list(range(3, 10))",
                 "[3, 4, 5, 6, 7, 8, 9]",
@@ -105,7 +105,7 @@ tensor([-1,  8,  9, 10, 11, 20, 21])
     Example(
         "slot_mapping",
         "compute_slot_mapping_batch",
-        "One request brings its fifth token, another starts with three.",
+        "One request has its fifth token, another starts with three.",
         """\
 >>> compute_slot_mapping_batch(
 ...     query_lens=[1, 3],

@@ -55,7 +55,7 @@ tensor([7, 2], dtype=torch.int32)
 """,
         (
             StoryStep(
-                "Row 0 gets block 7 before the first step, and block 2 behind it before the"
+                "Row 0 gets block 7 before the first step, and block 2 after it before the"
                 " third.",
                 "[7] + [2]",
                 "[7, 2]",
@@ -76,13 +76,13 @@ tensor([7, 2], dtype=torch.int32)
                 step="pad to the size of the captured graph",
             ),
             StoryStep(
-                "The step lies where the one before it lay, at the same address.",
+                "The step is stored at the same address as the one before it.",
                 "step.slot_mapping.data_ptr() == buffers.build([1], [4]).slot_mapping.data_ptr()",
                 "True",
                 step="copy everything to the device",
             ),
             StoryStep(
-                "Request 0 owns row 0, so the table is in order as it stands.",
+                "Request 0 has row 0, so the table needs no reordering.",
                 "step.block_table_tensor[0].tolist()",
                 "[7, 2]",
                 step="copy the rows in batch order",

@@ -1,7 +1,7 @@
-"""What is a worked example?
+"""Worked examples: the classes of an example and of its story.
 
-A doctest that both twins must pass, and a story that walks through it. Every number of a story is
-an expression which the tests evaluate, so no step can be wrong.
+An example is a doctest that both twins must pass, and a story that explains it step by step. Every
+number of a story is an expression that the tests evaluate, so no step can be wrong.
 """
 
 import doctest
@@ -15,8 +15,8 @@ class StoryStep:
     Args:
         text: what happens, in a sentence with its numbers.
         expression: the same as Python; it may use every name of the example.
-        value: what the expression shows.
-        step: the words of the `# step:` comment this tells of; empty: the function has none.
+        value: repr of the expression's value.
+        step: words of the `# step:` comment that it explains; empty if there is none.
     """
 
     text: str
@@ -30,11 +30,11 @@ class Example:
     """One call of an operation, what it shows, and why.
 
     Args:
-        concept: the file it belongs to.
-        operation: what it calls; "forward" for the backend.
-        title: what it shows, in a sentence.
-        code: the doctest, as it stands in the docstring of the reference.
-        story: how the result comes about.
+        concept: name of its concept.
+        operation: the operation that it calls; "forward" for the backend.
+        title: its content, in a sentence.
+        code: the doctest, as in the docstring of the reference.
+        story: the steps to the result.
     """
 
     concept: str
@@ -45,6 +45,6 @@ class Example:
 
     @property
     def calls(self) -> tuple[tuple[str, str], ...]:
-        """The doctest as pairs: source text, and what it shows (empty: nothing)."""
+        """The doctest as pairs of source text and output, which may be empty."""
         parsed = doctest.DocTestParser().get_examples(self.code)
         return tuple((each.source.rstrip(), each.want.rstrip()) for each in parsed)

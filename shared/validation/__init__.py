@@ -1,11 +1,11 @@
-"""Which inputs are refused, and in which words?
+"""Validation of arguments: functions that raise an error for invalid input.
 
-Both twins call these functions first, so both refuse the same things with the same sentence,
-before anything is written. An error gives the name, the value, what was expected and a way on.
+Both twins call these functions first, so both raise the same errors, before anything is written.
+An error gives the name, the value, the expected value and what to do.
 
-Shapes, dtypes and host numbers are always checked. Contents (does this slot lie in the cache?)
-must be read from the device, which stops the host and is illegal while a CUDA graph is captured:
-the reference always reads them, the twin only if `values_checked()`.
+Shapes, dtypes and host numbers are always validated. Contents (is this slot inside the cache?)
+must be read from the device. That synchronizes the host and is not allowed during the capture of a
+CUDA graph. The reference always reads them, the optimized twin only if `values_checked()`.
 """
 
 from .attention import check_encoder_attention as check_encoder_attention

@@ -1,4 +1,4 @@
-"""Which batches are refused: rows, lengths, starts, tables?"""
+"""Validation of block tables, lengths and start locations."""
 
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -17,11 +17,11 @@ from .primitives import (
 )
 
 Counts: TypeAlias = Sequence[int] | np.ndarray
-"""One count a request, as the caller has them."""
+"""One count per request."""
 
 
 def check_block_rows(rows: Sequence[Sequence[int]], max_blocks: int) -> None:
-    """Refuse a row longer than the table is wide, and a negative block id."""
+    """Raise an error for a row longer than the table is wide, and a negative block id."""
     for req, row in enumerate(rows):
         if len(row) > max_blocks:
             raise IndexError(
@@ -40,7 +40,7 @@ def check_append_blocks(
     num_blocks: Tensor,
     new_blocks: Sequence[Sequence[int]],
 ) -> None:
-    """Refuse blocks that do not fit behind their row."""
+    """Raise an error for blocks that do not fit in their row."""
     check_block_table(block_table)
     reqs, max_blocks = block_table.shape
     check_length("num_blocks", num_blocks, reqs, "rows of the block table")
@@ -52,8 +52,8 @@ def check_append_blocks(
     check_block_rows(new_blocks, max_blocks)
     if num_blocks.device != HOST:
         raise ValueError(
-            f"num_blocks lies on {num_blocks.device}: expected cpu, where blocks are handed"
-            " out and counted"
+            f"num_blocks is on {num_blocks.device}: expected cpu, where blocks are"
+            " allocated"
         )
     for req, (held, row) in enumerate(
         zip(num_blocks.tolist(), new_blocks, strict=True)
@@ -66,7 +66,7 @@ def check_append_blocks(
 
 
 def check_block_table(block_table: Tensor) -> None:
-    """Refuse a table that is not one row of int32 ids a request."""
+    """Raise an error for a table that is not one row of int32 ids per request."""
     check_dtype("block_table", block_table, torch.int32)
     if block_table.dim() != 2:
         raise ValueError(
@@ -98,7 +98,7 @@ def check_one_sequence(
 
 
 def check_row_reaches(row_len: int, seq_len: int, block_size: int) -> None:
-    """Refuse a sequence that needs more blocks than its row has entries."""
+    """Raise an error for a sequence that needs more blocks than its row has entries."""
     if seq_len > row_len * block_size:
         raise IndexError(
             f"position {seq_len - 1} needs entry {(seq_len - 1) // block_size} of the block"
@@ -108,11 +108,11 @@ def check_row_reaches(row_len: int, seq_len: int, block_size: int) -> None:
 
 
 def check_batch_lengths(query_lens: Counts, num_computed_tokens: Counts) -> None:
-    """Refuse two descriptions of the batch that differ in length, and negative counts."""
+    """Raise an error for lists of different lengths, and for negative counts."""
     if len(query_lens) != len(num_computed_tokens):
         raise ValueError(
             f"query_lens has {len(query_lens)} entries but num_computed_tokens has"
-            f" {len(num_computed_tokens)}: expected one of each a request"
+            f" {len(num_computed_tokens)}: expected one of each per request"
         )
     for name, counts in (
         ("query_lens", query_lens),
@@ -130,10 +130,10 @@ def check_sequences_fit(
     row_lens: Counts,
     block_size: int,
 ) -> None:
-    """Refuse a request whose sequence is longer than its row of the block table."""
+    """Raise an error for a request whose sequence is longer than its row of the block table."""
     if len(row_lens) != len(query_lens):
         raise ValueError(
-            f"the block table has {len(row_lens)} rows: expected {len(query_lens)}, one a"
+            f"the block table has {len(row_lens)} rows: expected {len(query_lens)}, one per"
             " request"
         )
     room = np.asarray(row_lens, dtype=np.int64) * block_size
@@ -151,7 +151,7 @@ def check_sequences_fit(
 def check_start_loc(
     name: str, starts: Tensor, reqs: int, num_tokens: int, contents: bool
 ) -> None:
-    """Refuse starts that do not begin at 0, fall, or end past the tokens there are."""
+    """Raise an error for starts that do not begin at 0, decrease, or end past the last token."""
     check_dtype(name, starts, torch.int32)
     check_length(name, starts, reqs + 1, "requests + 1")
     if not contents:
@@ -163,7 +163,7 @@ def check_start_loc(
         if values[req + 1] < values[req]:
             raise ValueError(
                 f"{name}[{req + 1}] = {values[req + 1]} is less than {name}[{req}] ="
-                f" {values[req]}: expected starts that never fall"
+                f" {values[req]}: expected starts that never decrease"
             )
     if values[-1] > num_tokens:
         raise ValueError(
@@ -180,7 +180,7 @@ def check_slot_mapping_device(
     num_tokens: int,
     contents: bool,
 ) -> None:
-    """Refuse a batch whose slots cannot be computed."""
+    """Raise an error for a batch whose slots cannot be computed."""
     check_positive(block_size=block_size)
     check_not_negative(num_tokens=num_tokens)
     check_dtype("num_computed_tokens", num_computed_tokens, torch.int32)
@@ -203,7 +203,7 @@ def check_slot_mapping_device(
 def check_block_ids(
     block_table: Tensor, seq_lens: Tensor, block_size: int, num_blocks: int
 ) -> None:
-    """Refuse a length its row cannot hold, and a used entry that names no block."""
+    """Raise an error for a sequence longer than its row, and for an invalid block id in it."""
     max_blocks = block_table.shape[1]
     rows, lens = block_table.tolist(), seq_lens.tolist()
     for req, (row, seq_len) in enumerate(zip(rows, lens, strict=True)):

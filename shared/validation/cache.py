@@ -1,4 +1,4 @@
-"""Which writes, gathers and copies are refused?"""
+"""Validation of cache writes, gathers and block copies."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,7 @@ from .primitives import (
 
 
 def check_caches(key_cache: Tensor, value_cache: Tensor) -> None:
-    """Refuse a key cache and a value cache that do not belong together."""
+    """Raise an error for a key cache and a value cache that do not belong together."""
     check_dtype("key_cache", key_cache, *FLOATS, *FP8_DTYPES)
     check_dtype("value_cache", value_cache, key_cache.dtype)
     shapes = key_cache.shape, value_cache.shape
@@ -43,7 +43,7 @@ def check_reshape_and_cache(
     v_scale: Tensor | float | None,
     contents: bool,
 ) -> None:
-    """Refuse a write that does not fit the cache, before any of it is done."""
+    """Raise an error for a write that does not fit the cache, before any of it is done."""
     check_caches(key_cache, value_cache)
     num_blocks, block_size, kv_heads, _ = key_cache.shape
     for name, tensor, cache in (
@@ -83,7 +83,7 @@ def check_reshape_and_cache(
         if slot in owner:
             raise ValueError(
                 f"slot_mapping[{token}] = {slot} is also slot_mapping[{owner[slot]}]:"
-                " expected one token a slot, since the order of two writes is not defined"
+                " expected one token per slot, since the order of two writes is not defined"
             )
         owner[slot] = token
 
@@ -122,7 +122,7 @@ def check_gather_cache(
     dtype: torch.dtype | None,
     contents: bool,
 ) -> None:
-    """Refuse a gather that would read outside the cache."""
+    """Raise an error for a gather that would read outside the cache."""
     check_caches(key_cache, value_cache)
     check_not_negative(num_tokens=num_tokens)
     check_block_table(block_table)
@@ -166,7 +166,7 @@ def _check_result_dtype(
 def check_block_mapping(
     block_mapping: Tensor, num_source: int, num_destination: int, same_cache: bool
 ) -> None:
-    """Refuse pairs of blocks whose copies would leave the cache or depend on their order."""
+    """Raise an error for copies outside the cache, or with an order-dependent result."""
     check_dtype("block_mapping", block_mapping, torch.int64)
     if block_mapping.dim() != 2 or block_mapping.shape[1] != 2:
         raise ValueError(
@@ -175,7 +175,7 @@ def check_block_mapping(
         )
     if block_mapping.device.type != "cpu":
         raise ValueError(
-            f"block_mapping lies on {block_mapping.device}: expected cpu, where the block"
+            f"block_mapping is on {block_mapping.device}: expected cpu, where the block"
             " manager made it"
         )
     sources = {source for source, _ in block_mapping.tolist()}
@@ -205,7 +205,7 @@ def check_block_mapping(
 
 
 def check_kv_caches_alike(caches: Sequence[Tensor]) -> None:
-    """Refuse layers whose caches differ in shape or element type."""
+    """Raise an error for layers whose caches differ in shape or dtype."""
     for layer, cache in enumerate(caches):
         if cache.dim() != 5 or cache.shape[0] != 2:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Which captures, refills and replays are refused?"""
+"""Validation of captures, refills and replays of CUDA graphs."""
 
 from collections.abc import Iterable, Sequence
 
@@ -11,7 +11,7 @@ from .primitives import check_dtype, check_positive
 
 
 def check_capturing(what: str, is_graph_capturing: bool, expected: bool = True) -> None:
-    """Refuse a call on the wrong side of `graph_capture`."""
+    """Raise an error for a call outside, or inside, of `graph_capture`."""
     if is_graph_capturing != expected:
         where, way = (
             ("outside of", "call it in its with block")
@@ -22,7 +22,7 @@ def check_capturing(what: str, is_graph_capturing: bool, expected: bool = True) 
 
 
 def check_capture_size(batch_size: int, max_batch_size: int) -> None:
-    """Refuse a batch that the buffers cannot hold."""
+    """Raise an error for a batch that the buffers cannot hold."""
     check_positive(batch_size=batch_size)
     if batch_size > max_batch_size:
         raise ValueError(
@@ -32,7 +32,7 @@ def check_capture_size(batch_size: int, max_batch_size: int) -> None:
 
 
 def check_decodes(attn_metadata: SequenceAttentionMetadata) -> None:
-    """Refuse a batch that is not made of decodes."""
+    """Raise an error for a batch that is not made of decodes."""
     if attn_metadata.num_prefills:
         raise ValueError(
             f"num_prefills = {attn_metadata.num_prefills}: expected 0; a captured step"
@@ -47,7 +47,7 @@ def check_decodes(attn_metadata: SequenceAttentionMetadata) -> None:
 def check_has_buffers(
     attn_metadata: SequenceAttentionMetadata, names: Sequence[str]
 ) -> None:
-    """Refuse metadata that lacks a tensor which a refill writes to."""
+    """Raise an error for metadata that lacks a tensor which a refill writes to."""
     for name in names:
         tensor = getattr(attn_metadata, name)
         if not isinstance(tensor, Tensor):
@@ -61,7 +61,7 @@ def check_refill(
     is_encoder_decoder_model: bool,
     contents: bool,
 ) -> None:
-    """Refuse a batch that does not fit a captured step, before anything is copied.
+    """Raise an error for a batch that does not fit a captured step, before anything is copied.
 
     Args:
         input_buffers, attn_metadata: what would be filled, and from what.
@@ -122,7 +122,7 @@ def _check_vector(
         what = (
             "a decode writes no encoder token"
             if name == "cross_slot_mapping"
-            else "one entry a request"
+            else "one entry per request"
         )
         raise ValueError(
             f"{name} has shape {list(source.shape)}: expected [{length}] ({what})"
@@ -140,7 +140,7 @@ def _check_table(
     if source.dim() != 2 or source.shape[0] != live or source.shape[1] > width:
         raise ValueError(
             f"{name} has shape {list(source.shape)}: expected [{live}, at most {width}],"
-            " one row a request, no wider than the buffer"
+            " one row per request, no wider than the buffer"
         )
 
 
@@ -156,7 +156,7 @@ def _check_lengths(name: str, lengths: Tensor, longest: int) -> None:
 def check_step_inputs(
     inputs: Sequence[Tensor], batch_size: int, buffers: Sequence[Tensor] | None = None
 ) -> None:
-    """Refuse inputs that are not one row a request, or not as they were captured."""
+    """Raise an error for inputs without one row per request, or other than those of the capture."""
     if buffers is not None and len(inputs) != len(buffers):
         raise ValueError(
             f"{len(inputs)} inputs were given: expected {len(buffers)}, as at the capture"
@@ -167,13 +167,13 @@ def check_step_inputs(
         if tensor.dim() == 0 or list(tensor.shape) != [batch_size, *rest]:
             raise ValueError(
                 f"inputs[{place}] has shape {list(tensor.shape)}: expected"
-                f" {[batch_size, *rest]}, one row a request"
+                f" {[batch_size, *rest]}, one row per request"
             )
         check_dtype(f"inputs[{place}]", tensor, expected.dtype)
 
 
 def check_step_output(output: object, batch_size: int) -> None:
-    """Refuse a step whose result cannot be cut down to the live requests."""
+    """Raise an error for a step whose result cannot be cut down to the live requests."""
     if not isinstance(output, Tensor):
         raise TypeError(
             f"function returned {type(output).__name__}: expected a tensor [batch_size, ...]"
@@ -181,12 +181,12 @@ def check_step_output(output: object, batch_size: int) -> None:
     if output.dim() == 0 or output.shape[0] != batch_size:
         raise ValueError(
             f"function returned shape {list(output.shape)}: expected [{batch_size}, ...],"
-            " one row a request"
+            " one row per request"
         )
 
 
 def check_captured(live: int, captured: Iterable[int]) -> None:
-    """Refuse a batch that no captured step is large enough for."""
+    """Raise an error for a batch that no captured step is large enough for."""
     sizes = sorted(captured)
     if not sizes or sizes[-1] < live:
         raise ValueError(
@@ -196,7 +196,7 @@ def check_captured(live: int, captured: Iterable[int]) -> None:
 
 
 def check_can_record(device: torch.device, contents: bool) -> None:
-    """Refuse to record where there are no graphs, or where the host would wait in one."""
+    """Raise an error if the device has no graphs, or if validation reads tensors during capture."""
     if device.type != "cuda":
         raise NotImplementedError(
             f"device = {device}: expected cuda, where graphs are recorded; the reference"

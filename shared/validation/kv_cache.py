@@ -1,4 +1,4 @@
-"""Which views of a cache are refused?"""
+"""Validation of cache views and of the caches of a model."""
 
 from collections.abc import Collection, Mapping, Sequence
 from math import prod
@@ -10,7 +10,7 @@ from .primitives import check_dtype, check_positive
 
 
 def check_whole_pages(name: str, raw: Tensor, page_size_bytes: int) -> int:
-    """Refuse bytes that are no whole number of pages; return how many pages they are."""
+    """Return the number of pages; raise an error if the bytes are not a whole number of them."""
     check_dtype(name, raw, torch.int8)
     num_pages, rest = divmod(raw.numel(), page_size_bytes)
     if rest:
@@ -22,7 +22,7 @@ def check_whole_pages(name: str, raw: Tensor, page_size_bytes: int) -> int:
 
 
 def check_enough_pages(layer: str, num_pages: int, num_blocks: int) -> None:
-    """Refuse a cache with fewer blocks than can be handed out."""
+    """Raise an error for a cache with fewer blocks than can be allocated."""
     if num_pages < num_blocks:
         raise ValueError(
             f"the tensor of layer {layer!r} holds {num_pages} pages: expected at least"
@@ -33,7 +33,7 @@ def check_enough_pages(layer: str, num_pages: int, num_blocks: int) -> None:
 def check_view(
     raw: Tensor, dtype: torch.dtype, shape: Sequence[int], stride_order: Sequence[int]
 ) -> None:
-    """Refuse an order that is no permutation, and a shape that is not all of the bytes."""
+    """Raise an error if the order is not a permutation or the shape does not cover all bytes."""
     if sorted(stride_order) != list(range(len(shape))):
         raise ValueError(
             f"stride_order = {tuple(stride_order)}: expected every axis from 0 to"
@@ -48,7 +48,7 @@ def check_view(
 
 
 def check_packed(kv_cache: Tensor, num_kv_heads: int, head_size: int) -> None:
-    """Refuse a packed cache whose heads do not fill 16-byte parts or its blocks."""
+    """Raise an error if the heads do not fill groups of 16 bytes, or the blocks."""
     check_positive(num_kv_heads=num_kv_heads, head_size=head_size)
     part = 16 // kv_cache.element_size()
     if head_size % part:
@@ -66,7 +66,7 @@ def check_packed(kv_cache: Tensor, num_kv_heads: int, head_size: int) -> None:
 def check_layers_present(
     what: str, layers: Collection[str], wanted: Collection[str]
 ) -> None:
-    """Refuse a layer that somebody needs and that is not there."""
+    """Raise an error for a needed layer that is missing."""
     for name in wanted:
         if name not in layers:
             raise KeyError(
@@ -76,7 +76,7 @@ def check_layers_present(
 
 
 def check_shared_caches(targets: Mapping[str, str], kv_caches: Collection[str]) -> None:
-    """Refuse a layer that shares a cache which is not there."""
+    """Raise an error for a layer that shares a missing cache."""
     for layer, target in targets.items():
         if target not in kv_caches:
             raise KeyError(
@@ -86,7 +86,7 @@ def check_shared_caches(targets: Mapping[str, str], kv_caches: Collection[str]) 
 
 
 def layer_number(name: str) -> int:
-    """Return the number in a layer's name; refuse a name that has none or two."""
+    """Return the number in a layer's name; raise an error if it has none or two."""
     numbers = [int(part) for part in name.split(".") if part.isdecimal()]
     if len(numbers) != 1:
         raise ValueError(

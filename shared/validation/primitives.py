@@ -1,4 +1,4 @@
-"""How is one number or one tensor refused?"""
+"""Validation of single numbers and tensors."""
 
 import os
 
@@ -13,12 +13,12 @@ FLOATS = (*CACHE_DTYPES, torch.float64)
 
 
 def values_checked() -> bool:
-    """Tell whether the twin reads contents too: PAGETWIN_CHECK_VALUES=1."""
+    """Return whether the optimized twin validates contents too: PAGETWIN_CHECK_VALUES=1."""
     return os.environ.get("PAGETWIN_CHECK_VALUES") == "1"
 
 
 def check_length(name: str, tensor: Tensor, expected: int, what: str) -> None:
-    """Refuse a vector of another length than the thing it describes."""
+    """Raise an error for a vector of another length than the thing it describes."""
     if tensor.dim() != 1 or tensor.shape[0] != expected:
         raise ValueError(
             f"{name} has shape {list(tensor.shape)}: expected [{expected}] ({what})"
@@ -26,19 +26,19 @@ def check_length(name: str, tensor: Tensor, expected: int, what: str) -> None:
 
 
 def check_dtype(name: str, tensor: Tensor, *expected: torch.dtype) -> None:
-    """Refuse a tensor of another element type."""
+    """Raise an error for a tensor of another element type."""
     if tensor.dtype not in expected:
         names = " or ".join(str(dtype) for dtype in expected)
         raise TypeError(f"{name} is {tensor.dtype}: expected {names}")
 
 
 def check_same_device(**tensors: Tensor | None) -> None:
-    """Refuse tensors that do not all lie on the first one's device."""
+    """Raise an error for tensors that are not all on the first one's device."""
     present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     first, leader = next(iter(present.items()))
     for name, tensor in present.items():
         if tensor.device != leader.device:
             raise ValueError(
-                f"{name} lies on {tensor.device}: expected {leader.device}, where {first}"
+                f"{name} is on {tensor.device}: expected {leader.device}, where {first}"
                 f" is; move it there first"
             )

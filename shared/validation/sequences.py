@@ -1,4 +1,4 @@
-"""Which sequence groups are refused, and which lengths do not fit them?"""
+"""Validation of sequence groups and their lengths."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,15 +9,15 @@ from .primitives import check_not_negative
 
 
 def check_begun(stage: str) -> None:
-    """Refuse a builder in which no step has begun."""
+    """Raise an error for a builder in which no step has begun."""
     if stage == "new":
         raise RuntimeError(
-            "no step has begun: call prepare() before add_seq_group() and build()"
+            "no step is started: call prepare() before add_seq_group() and build()"
         )
 
 
 def check_collecting(stage: str) -> None:
-    """Refuse a group for a step that has not begun, or that is built."""
+    """Raise an error for a group for a step that has not begun, or that is built."""
     check_begun(stage)
     if stage == "built":
         raise RuntimeError(
@@ -27,12 +27,12 @@ def check_collecting(stage: str) -> None:
 
 
 def check_seq_group(group: Any, num_decode_tokens: int, block_size: int) -> None:
-    """Refuse a group that no step can have at this place, before any of it is added."""
+    """Raise an error for a group that the step cannot take, before any of it is added."""
     if not group.sequences:
         raise ValueError("sequences = (): expected at least one in a group")
     if group.is_prompt and num_decode_tokens:
         raise ValueError(
-            f"a prompt comes behind {num_decode_tokens} decodes: expected prompts first;"
+            f"a prompt comes after {num_decode_tokens} decodes: expected prompts first;"
             " sort the groups"
         )
     tables = group.block_tables or {}
@@ -40,7 +40,7 @@ def check_seq_group(group: Any, num_decode_tokens: int, block_size: int) -> None
     if group.prefix_cache_hit and not has_cache:
         raise ValueError(
             f"prefix_cache_hit = True with block_tables = {group.block_tables}: expected a"
-            " row, since the context lies in the cache"
+            " row, since the context is in the cache"
         )
     for each in group.sequences:
         check_not_negative(
@@ -51,7 +51,7 @@ def check_seq_group(group: Any, num_decode_tokens: int, block_size: int) -> None
         if not group.is_prompt and each.query_len != 1:
             raise ValueError(
                 f"sequence {each.seq_id} decodes query_len = {each.query_len} tokens:"
-                " expected 1; a prompt may bring more"
+                " expected 1; a prompt may have more"
             )
         if has_cache:
             _check_row(group, each, block_size)
@@ -92,7 +92,7 @@ def check_sequence_step(
     query_lens: Sequence[int],
     cuda_graph_pad_size: int,
 ) -> None:
-    """Refuse lengths that are not those of the groups that were added.
+    """Raise an error for lengths that are not those of the groups that were added.
 
     Args:
         own_seq_lens, own_query_lens: [seqs] what the groups say.
@@ -125,7 +125,7 @@ def _check_alike(
     if len(given) != len(own):
         raise ValueError(
             f"{name} has {len(given)} entries: expected {len(own)}, the sequences of the"
-            " groups and the padding behind them"
+            " groups and the padding after them"
         )
     for place, (one, other) in enumerate(zip(given, own, strict=True)):
         if one != other:
@@ -141,7 +141,7 @@ def check_captured_step(
     batch_size: int | None,
     max_blocks: int | None,
 ) -> None:
-    """Refuse a step that does not fit the graph it shall replay."""
+    """Raise an error for a step that does not fit the graph it shall replay."""
     if cuda_graph_pad_size < 0:
         return
     if num_prefills:
@@ -162,7 +162,7 @@ def check_captured_step(
 
 
 def check_rows_padded(rows: Sequence[Sequence[Any]], max_len: int | None) -> None:
-    """Refuse a row that is longer than the tensor shall be wide."""
+    """Raise an error for a row that is longer than the tensor shall be wide."""
     if max_len is None:
         return
     check_not_negative(max_len=max_len)
@@ -174,14 +174,14 @@ def check_rows_padded(rows: Sequence[Sequence[Any]], max_len: int | None) -> Non
 
 
 def check_attn_type(attn_type: str) -> None:
-    """Refuse a kind of attention that there is not."""
+    """Raise an error for an unknown attention type."""
     kinds = [each.value for each in AttentionType]
     if attn_type not in kinds:
         raise ValueError(f"attn_type = {attn_type!r}: expected one of {kinds}")
 
 
 def check_encoder_only_prompt(is_prompt: bool) -> None:
-    """Refuse the decodes of a model that has no decoder."""
+    """Raise an error for the decodes of a model that has no decoder."""
     if not is_prompt:
         raise ValueError(
             "is_prompt = False with attn_type = 'encoder_only': expected True, as a model"
@@ -192,7 +192,7 @@ def check_encoder_only_prompt(is_prompt: bool) -> None:
 def check_encoder_fields(
     attn_metadata: Any, attn_type: str, cross_block_tables: bool
 ) -> None:
-    """Refuse metadata that does not say how long the encoder's sequences are."""
+    """Raise an error for metadata without the lengths of the encoder's sequences."""
     needed = ["encoder_seq_lens_tensor", "max_encoder_seq_len"]
     for name in needed + ["cross_block_tables"] * cross_block_tables:
         if getattr(attn_metadata, name) is None:
@@ -203,7 +203,7 @@ def check_encoder_fields(
 
 
 def check_encoder_tokens(attn_metadata: Any, attn_type: str) -> None:
-    """Refuse metadata that does not say how many tokens the encoder takes."""
+    """Raise an error for metadata without the number of encoder tokens."""
     if attn_metadata.num_encoder_tokens is None:
         raise ValueError(
             f"num_encoder_tokens = None with attn_type = {str(attn_type)!r}: expected the"

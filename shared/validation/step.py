@@ -1,4 +1,4 @@
-"""Which steps are refused: orders, boundaries, micro-batches, groups, buffers?"""
+"""Validation of steps: batch order, micro-batches, groups and buffers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,11 +17,11 @@ def check_regions(
     num_computed_tokens: Sequence[int] | None,
     num_prompt_tokens: Sequence[int] | None,
 ) -> None:
-    """Refuse counts of different lengths, and prompts without the tokens computed of them."""
+    """Raise an error for counts of different lengths, or prompts without computed tokens."""
     check_not_negative(decode_threshold=decode_threshold)
     if num_prompt_tokens is not None and num_computed_tokens is None:
         raise ValueError(
-            "num_computed_tokens = None: expected one count a request, as num_prompt_tokens is"
+            "num_computed_tokens = None: expected one count per request, as num_prompt_tokens is"
             " given; a prompt is done when that many tokens are computed"
         )
     for name, counts in (
@@ -31,15 +31,15 @@ def check_regions(
         if counts is not None and len(counts) != len(num_scheduled_tokens):
             raise ValueError(
                 f"{name} has {len(counts)} entries: expected {len(num_scheduled_tokens)}, one"
-                " a request"
+                " per request"
             )
 
 
 def check_is_prefilling(is_prefilling: Tensor | None, num_reqs: int) -> Tensor:
-    """Return the flags; refuse a batch that does not say who is still in the prompt."""
+    """Return the flags; raise an error for a batch without them."""
     if is_prefilling is None:
         raise ValueError(
-            "is_prefilling = None: expected one bool a request, as short extends shall not"
+            "is_prefilling = None: expected one bool per request, as short extends shall not"
             " count as decodes; set it, or leave treat_short_extends_as_decodes on"
         )
     check_length("is_prefilling", is_prefilling, num_reqs, "requests")
@@ -47,18 +47,18 @@ def check_is_prefilling(is_prefilling: Tensor | None, num_reqs: int) -> Tensor:
 
 
 def check_prefill_chunks(seq_lens: Counts, workspace_size: int) -> None:
-    """Refuse a workspace that cannot take every sequence on its own."""
+    """Raise an error for a workspace that cannot take every sequence on its own."""
     check_positive(workspace_size=workspace_size)
     for req, seq_len in enumerate(seq_lens):
         if not 0 <= seq_len <= workspace_size:
             raise ValueError(
                 f"seq_lens[{req}] = {seq_len}: expected 0 to workspace_size ="
-                f" {workspace_size}; a sequence is never cut, so make the workspace larger"
+                f" {workspace_size}; a sequence is never split, so make the workspace larger"
             )
 
 
 def check_request_slice(starts: Tensor, request_slice: slice) -> None:
-    """Refuse a slice that does not count requests from front to back."""
+    """Raise an error for a slice without start or stop, or outside the requests."""
     first, last = request_slice.start, request_slice.stop
     if request_slice.step not in (None, 1) or first is None or last is None:
         raise ValueError(
@@ -74,7 +74,7 @@ def check_request_slice(starts: Tensor, request_slice: slice) -> None:
 def check_micro_batch(
     ubatch_slice: UBatchSlice, common_attn_metadata: CommonAttentionMetadata
 ) -> None:
-    """Refuse tokens that are not those of the requests they are said to belong to."""
+    """Raise an error for tokens that do not belong to the requests."""
     requests, tokens = ubatch_slice.request_slice, ubatch_slice.token_slice
     starts = common_attn_metadata.query_start_loc_cpu
     num_reqs = common_attn_metadata.num_reqs
@@ -99,7 +99,7 @@ def check_micro_batch(
             " begins with it"
         )
     begin, end = int(starts[requests.stop - 1]), int(starts[requests.stop])
-    # an empty request at the end is padding, and so are tokens behind the last request
+    # an empty request at the end is padding, and so are tokens after the last request
     first = begin + 1 if begin < end else end
     if requests.stop == num_reqs:
         end = common_attn_metadata.slot_mapping.shape[0]
@@ -113,14 +113,14 @@ def check_micro_batch(
 def check_cut_of_last_request(
     common_attn_metadata: CommonAttentionMetadata, tokens_left_out: int
 ) -> None:
-    """Refuse to cut a sequence whose keys lie on several ranks."""
+    """Raise an error if a sequence is cut whose keys are distributed over ranks."""
     local = (
         common_attn_metadata.dcp_local_seq_lens,
         common_attn_metadata.dcp_local_seq_lens_cpu,
     )
     if tokens_left_out and any(each is not None for each in local):
         raise NotImplementedError(
-            f"the micro-batch leaves out {tokens_left_out} tokens of its last request, so"
+            f"the micro-batch excludes {tokens_left_out} tokens of its last request, so"
             " that this rank's share of its keys (dcp_local_seq_lens) changes; cut the batch"
             " between requests, or set dcp_local_seq_lens after it is cut"
         )
@@ -135,7 +135,7 @@ def check_attn_groups(
     slot_mappings: Sequence[Tensor] | Tensor,
     num_groups: int,
 ) -> None:
-    """Refuse buffers shorter than the batch, and groups without builder, table or slots."""
+    """Raise an error for short buffers, and for groups without builder, table or slots."""
     check_positive(num_reqs=num_reqs)
     check_not_negative(num_tokens=num_tokens)
     for name, buffer in buffers.items():
@@ -166,7 +166,7 @@ def check_attn_groups(
 
 
 def check_rows(name: str, rows: Counts, num_rows: int) -> None:
-    """Refuse a row that the persistent table does not have."""
+    """Raise an error for a row that the persistent table does not have."""
     found = np.asarray(rows, dtype=np.int64)
     outside = (found < 0) | (found >= num_rows)
     if outside.any():
@@ -183,7 +183,7 @@ def check_new_blocks(
     num_blocks: Any,
     max_blocks: int,
 ) -> None:
-    """Refuse blocks that do not fit behind their row, before any is written."""
+    """Raise an error for blocks that do not fit in their row, before any is written."""
     if len(rows) != len(new_blocks):
         raise ValueError(
             f"new_blocks has {len(new_blocks)} lists: expected {len(rows)}, one for each of"
@@ -213,7 +213,7 @@ def check_step_fits(
     num_reqs_padded: int | None,
     num_tokens_padded: int | None,
 ) -> None:
-    """Refuse a step larger than the buffers, or than the size it shall be padded to."""
+    """Raise an error for a step larger than the buffers, or than the size it shall be padded to."""
     for name, count, padded, room in (
         ("num_reqs", num_reqs, num_reqs_padded, max_num_reqs),
         ("num_tokens", num_tokens, num_tokens_padded, max_num_tokens),

@@ -1,4 +1,4 @@
-"""Which chunks, drafts, ranks, ranges and rows are refused?"""
+"""Validation of chunks, draft tokens, ranks, ranges and rows."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,17 +13,17 @@ from .primitives import check_dtype, check_length, check_not_negative, check_pos
 
 
 def check_on_host(**tensors: Tensor) -> None:
-    """Refuse a tensor that planning would have to fetch from a device."""
+    """Raise an error for a tensor that planning would have to fetch from a device."""
     for name, tensor in tensors.items():
         if tensor.device.type != HOST.type:
             raise ValueError(
-                f"{name} lies on {tensor.device}: expected cpu, where a step is planned;"
+                f"{name} is on {tensor.device}: expected cpu, where a step is planned;"
                 " pass the host's copy"
             )
 
 
 def check_multiple(name: str, number: int, divisor_name: str, divisor: int) -> None:
-    """Refuse a number that another one does not divide."""
+    """Raise an error for a number that another one does not divide."""
     if number % divisor:
         raise ValueError(
             f"{name} = {number} is not a multiple of {divisor_name} = {divisor}"
@@ -33,7 +33,7 @@ def check_multiple(name: str, number: int, divisor_name: str, divisor: int) -> N
 def check_local_attention(
     attn_chunk_size: int, common: CommonAttentionMetadata, block_size: int
 ) -> None:
-    """Refuse chunks that are not whole blocks, and sequences longer than their row."""
+    """Raise an error for chunks that are not whole blocks, and sequences longer than their row."""
     check_positive(attn_chunk_size=attn_chunk_size, block_size=block_size)
     check_multiple("attn_chunk_size", attn_chunk_size, "block_size", block_size)
     if common.mm_req_doc_ranges:
@@ -53,7 +53,7 @@ def check_local_attention(
 
 
 def check_query_lens(query_start_loc_cpu: Tensor, seq_lens_cpu: Tensor) -> None:
-    """Refuse requests with more new tokens than tokens."""
+    """Raise an error for requests with more new tokens than tokens."""
     check_on_host(query_start_loc_cpu=query_start_loc_cpu, seq_lens_cpu=seq_lens_cpu)
     check_dtype("seq_lens_cpu", seq_lens_cpu, torch.int32)
     reqs = len(seq_lens_cpu)
@@ -68,7 +68,7 @@ def check_query_lens(query_start_loc_cpu: Tensor, seq_lens_cpu: Tensor) -> None:
 
 
 def check_no_tree(common: CommonAttentionMetadata) -> None:
-    """Refuse to change the new tokens of a step while a mask counts them."""
+    """Raise an error if a step has a tree mask, which counts its new tokens."""
     if common.tree_mask is not None:
         raise NotImplementedError(
             "tree_mask is given: expected None, since a tree counts the new tokens of a"
@@ -77,7 +77,7 @@ def check_no_tree(common: CommonAttentionMetadata) -> None:
 
 
 def check_has_logits_indices(common: CommonAttentionMetadata) -> None:
-    """Refuse a step that does not say for which tokens logits are wanted."""
+    """Raise an error for a step without the tokens whose logits are wanted."""
     check_no_tree(common)
     indices, count = common.logits_indices_padded, common.num_logits_indices
     if indices is None or count is None:
@@ -94,7 +94,7 @@ def check_has_logits_indices(common: CommonAttentionMetadata) -> None:
 
 
 def check_logits_indices(query_start_loc: Tensor, indices: Tensor) -> None:
-    """Refuse logits of other tokens than the last ones of each request, in order.
+    """Raise an error for logits of other tokens than the last ones of each request, in order.
 
     Args:
         query_start_loc: [reqs + 1], on the host.
@@ -119,7 +119,7 @@ def check_logits_indices(query_start_loc: Tensor, indices: Tensor) -> None:
 
 
 def check_spec_decode_query(query: Tensor, batch_size: int) -> None:
-    """Refuse queries that do not divide evenly among the requests."""
+    """Raise an error for queries that do not divide evenly among the requests."""
     if query.dim() != 3:
         raise ValueError(
             f"query has shape {list(query.shape)}: expected [tokens, query_heads, head_size]"
@@ -133,7 +133,7 @@ def check_spec_decode_query(query: Tensor, batch_size: int) -> None:
 
 
 def check_spec_decode_output(attn_output: Tensor) -> None:
-    """Refuse an output that is not one row a token, or cannot be viewed so."""
+    """Raise an error for an output that cannot be viewed with one row per token."""
     if attn_output.dim() not in (3, 4):
         raise ValueError(
             f"attn_output has shape {list(attn_output.shape)}: expected"
@@ -146,12 +146,12 @@ def check_spec_decode_output(attn_output: Tensor) -> None:
     if reqs > 1 and query_len > 1 and req_stride != query_len * token_stride:
         raise ValueError(
             f"attn_output has strides {list(attn_output.stride())}: expected requests that"
-            " lie one behind the other, so that no copy is needed; call .contiguous() first"
+            " are contiguous, so that no copy is needed; call .contiguous() first"
         )
 
 
 def check_conv_starts(query_start_loc_p: Tensor) -> None:
-    """Refuse starts that lie on a device, do not begin at 0, or fall."""
+    """Raise an error for starts that are on a device, do not begin at 0, or decrease."""
     check_on_host(query_start_loc_p=query_start_loc_p)
     reqs = max(query_start_loc_p.numel() - 1, 0)
     check_start_loc("query_start_loc_p", query_start_loc_p, reqs, 2**31, True)
@@ -160,7 +160,7 @@ def check_conv_starts(query_start_loc_p: Tensor) -> None:
 def check_ranks(
     dcp_world_size: int, dcp_rank: int | None, interleave_size: int
 ) -> None:
-    """Refuse a rank that does not exist, and a split without ranks."""
+    """Raise an error for a rank that does not exist, and a split without ranks."""
     check_positive(
         dcp_world_size=dcp_world_size, dcp_kv_cache_interleave_size=interleave_size
     )
@@ -178,7 +178,7 @@ def check_block_table_sizes(
     kernel_block_size: int,
     dcp_kv_cache_interleave_size: int,
 ) -> None:
-    """Refuse blocks that kernel blocks or the ranks' runs do not divide."""
+    """Raise an error for sizes that are not multiples of the kernel block or interleave size."""
     check_positive(block_size=block_size, kernel_block_size=kernel_block_size)
     check_not_negative(
         max_num_reqs=max_num_reqs, max_num_blocks_per_req=max_num_blocks_per_req
@@ -193,7 +193,7 @@ def check_block_table_sizes(
 
 
 def check_row_indices(max_num_reqs: int, **rows: int) -> None:
-    """Refuse a row that the table does not have."""
+    """Raise an error for a row that the table does not have."""
     for name, row in rows.items():
         if not 0 <= row < max_num_reqs:
             raise IndexError(
@@ -204,7 +204,7 @@ def check_row_indices(max_num_reqs: int, **rows: int) -> None:
 def check_row_takes(
     block_ids: Sequence[int], held: int, width: int, blocks_per_entry: int
 ) -> None:
-    """Refuse blocks that do not fit behind what a row holds, or that are no block ids."""
+    """Raise an error for blocks that do not fit in a row, or that are not block ids."""
     if held + len(block_ids) * blocks_per_entry > width:
         raise IndexError(
             f"the row holds {held // blocks_per_entry} blocks and gets {len(block_ids)}"
@@ -225,11 +225,11 @@ def check_positions(
     num_blocks_per_row: Sequence[int] | np.ndarray,
     tokens_per_block: int,
 ) -> None:
-    """Refuse a position past its row's end, which is where the next row begins."""
+    """Raise an error for a position past the end of its row."""
     if len(req_indices) != len(positions):
         raise ValueError(
             f"req_indices has {len(req_indices)} entries but positions has"
-            f" {len(positions)}: expected one of each a token"
+            f" {len(positions)}: expected one of each per token"
         )
     reqs, places = np.asarray(req_indices, np.int64), np.asarray(positions, np.int64)
     outside = (reqs < 0) | (reqs >= len(num_blocks_per_row))
@@ -254,7 +254,7 @@ def check_mamba_block_table(
     mamba_cache_mode: str,
     contents: bool,
 ) -> None:
-    """Refuse a mode that does not exist, and rows that end before the last blocks."""
+    """Raise an error for a mode that does not exist, and rows that end before the last blocks."""
     check_positive(block_size=block_size)
     check_not_negative(num_speculative_blocks=num_speculative_blocks)
     if mamba_cache_mode not in ("none", "all", "align"):
@@ -276,7 +276,7 @@ def check_mamba_block_table(
 
 
 def check_features(features: Sequence[Sequence[object]]) -> None:
-    """Refuse a feature whose mask has another length, or that begins before its prompt."""
+    """Raise an error for a feature with a mask of another length, or a negative offset."""
     for req, row in enumerate(features):
         for place, feature in enumerate(row):
             offset, length = (
@@ -292,14 +292,14 @@ def check_features(features: Sequence[Sequence[object]]) -> None:
             if is_embed is not None and len(is_embed) != length:
                 raise ValueError(
                     f"feature {place} of request {req} has length = {length} but a mask of"
-                    f" {len(is_embed)}: expected one flag a token"
+                    f" {len(is_embed)}: expected one flag per token"
                 )
 
 
 def check_range_owners(
     mm_prefix_range: Mapping[int, Sequence[tuple[int, int]]], reqs: int
 ) -> None:
-    """Refuse ranges of a request that the batch does not have."""
+    """Raise an error for ranges of a request that the batch does not have."""
     for req in mm_prefix_range:
         if not 0 <= req < reqs:
             raise IndexError(
@@ -308,7 +308,7 @@ def check_range_owners(
 
 
 def check_query_ranges(out: Tensor, num_tokens: int) -> None:
-    """Refuse a buffer with too few rows, or one that does not lie on the host."""
+    """Raise an error for a buffer with too few rows, or not on the host."""
     check_on_host(out=out)
     check_dtype("out", out, torch.int32)
     if out.dim() != 2 or out.shape[1] != 2:
@@ -321,13 +321,13 @@ def check_query_ranges(out: Tensor, num_tokens: int) -> None:
 
 
 def check_has_layers(per_layer_params: Mapping[str, object]) -> None:
-    """Refuse to say what no layer has."""
+    """Raise an error if there is no layer."""
     if not per_layer_params:
         raise ValueError("per_layer_params = {}: expected at least one layer")
 
 
 def check_layer_impl(name: str, impl: object, impl_cls: type) -> None:
-    """Refuse a layer of another class, without a scale, or with a window that is no pair."""
+    """Raise an error for a layer of another class, without a scale, or with an invalid window."""
     if not isinstance(impl, impl_cls):
         raise TypeError(
             f"layer {name!r} runs {type(impl).__name__}: expected {impl_cls.__name__}"
