@@ -192,7 +192,7 @@ def computed_blocks_hold_the_longest_known_prefix(
     for moment in _play(setting, history):
         manager, model = moment.manager, moment.model
         sequences = [list(tokens) for tokens in model.tokens.values()]
-        sequences += [list(tokens) for tokens in model.known.values()]
+        sequences += [list(tokens) for tokens in sorted(model.once_known)]
         for tokens in sequences:
             for probe in (tokens, [*tokens, 1], [*tokens[:-1], 1 - tokens[-1], 0]):
                 found = [

@@ -44,6 +44,10 @@ DIRECTED_TRAFFIC = (
     ),
     # more running requests than tokens in the budget
     Traffic(tuple(Arrival(0, 1, 6, family) for family in range(3)), 60, 2, 2, 8),
+    # two requests compute equal tokens; once preempted, the second would find those of the first
+    Traffic((Arrival(0, 4, 6), Arrival(0, 4, 6)), num_blocks=5),
+    # a preempted request is computed again in chunks, of which the first ends after its prompt
+    Traffic((Arrival(0, 4, 8), Arrival(0, 1, 8, family=1)), 4, 3, 3),
     # one request at a time
     Traffic((Arrival(0, 5, 2), Arrival(0, 5, 2)), 60, 2, 64, 1),
 )
@@ -129,6 +133,22 @@ def a_scheduled_request_computes_its_next_known_tokens(
 
 
 @law("Scheduler", cases=TRAFFIC)
+def a_chunk_ends_with_the_known_tokens_or_with_the_budget(
+    setting: Setting, traffic: Traffic
+) -> None:
+    for step in _serve(setting, traffic):
+        left = traffic.token_budget
+        for each in step.output.scheduled_requests:
+            missing = each.request.num_tokens - each.num_computed_tokens
+            expect_same(
+                f"tokens of request {each.request.request_id}",
+                each.num_scheduled_tokens,
+                min(missing, left),
+            )
+            left -= each.num_scheduled_tokens
+
+
+@law("Scheduler", cases=TRAFFIC)
 def the_rows_of_a_step_hold_its_tokens_and_no_block_more(
     setting: Setting, traffic: Traffic
 ) -> None:
@@ -175,9 +195,6 @@ def a_running_request_goes_before_every_waiting_one(
             # only an empty budget stops them
             count = step.output.total_num_scheduled_tokens
             expect_same("tokens of the step", count, traffic.token_budget)
-        for each in step.output.scheduled_requests[: max(0, len(running) - 1)]:
-            missing = each.request.num_tokens - each.num_computed_tokens
-            expect_same("tokens", each.num_scheduled_tokens, missing)
 
 
 @law("Scheduler", cases=TRAFFIC)
