@@ -5,6 +5,7 @@ a law in some step, or leaves a request unfinished.
 """
 
 from collections.abc import Callable, Iterator
+from functools import wraps
 from typing import Any
 
 from hypothesis import strategies as st
@@ -51,7 +52,21 @@ DIRECTED_TRAFFIC = (
     # one request at a time
     Traffic((Arrival(0, 5, 2), Arrival(0, 5, 2)), 60, 2, 64, 1),
 )
-TRAFFIC = st.one_of(st.sampled_from(DIRECTED_TRAFFIC), traffics())
+TRAFFIC = st.one_of(st.just(DIRECTED_TRAFFIC), st.tuples(traffics()))
+"""All directed cases at once, or one that is drawn."""
+
+
+def _for_each(
+    body: Callable[[Setting, Traffic], None],
+) -> Callable[[Setting, tuple[Traffic, ...]], None]:
+    """Return a law's function for several cases from its function for one."""
+
+    @wraps(body)
+    def run(setting: Setting, cases: tuple[Traffic, ...]) -> None:
+        for case in cases:
+            body(setting, case)
+
+    return run
 
 
 def _serve(
@@ -63,6 +78,7 @@ def _serve(
 
 
 @law("Scheduler", cases=TRAFFIC)
+@_for_each
 def a_step_stays_within_the_token_budget_and_the_number_of_running_requests(
     setting: Setting, traffic: Traffic
 ) -> None:
@@ -85,6 +101,7 @@ def a_step_stays_within_the_token_budget_and_the_number_of_running_requests(
 
 
 @law("Scheduler", cases=TRAFFIC)
+@_for_each
 def every_request_finishes_with_the_tokens_that_were_sampled_for_it(
     setting: Setting, traffic: Traffic
 ) -> None:
@@ -100,6 +117,7 @@ def every_request_finishes_with_the_tokens_that_were_sampled_for_it(
 
 
 @law("Scheduler", cases=TRAFFIC)
+@_for_each
 def a_scheduled_request_computes_its_next_known_tokens(
     setting: Setting, traffic: Traffic
 ) -> None:
@@ -133,6 +151,7 @@ def a_scheduled_request_computes_its_next_known_tokens(
 
 
 @law("Scheduler", cases=TRAFFIC)
+@_for_each
 def a_chunk_ends_with_the_known_tokens_or_with_the_budget(
     setting: Setting, traffic: Traffic
 ) -> None:
@@ -149,6 +168,7 @@ def a_chunk_ends_with_the_known_tokens_or_with_the_budget(
 
 
 @law("Scheduler", cases=TRAFFIC)
+@_for_each
 def the_rows_of_a_step_hold_its_tokens_and_no_block_more(
     setting: Setting, traffic: Traffic
 ) -> None:
@@ -162,6 +182,7 @@ def the_rows_of_a_step_hold_its_tokens_and_no_block_more(
 
 
 @law("Scheduler", cases=TRAFFIC)
+@_for_each
 def a_step_lists_every_block_that_it_writes_for_the_first_time(
     setting: Setting, traffic: Traffic
 ) -> None:
@@ -180,6 +201,7 @@ def a_step_lists_every_block_that_it_writes_for_the_first_time(
 
 
 @law("Scheduler", cases=TRAFFIC)
+@_for_each
 def a_running_request_goes_before_every_waiting_one(
     setting: Setting, traffic: Traffic
 ) -> None:
@@ -198,6 +220,7 @@ def a_running_request_goes_before_every_waiting_one(
 
 
 @law("Scheduler", cases=TRAFFIC)
+@_for_each
 def requests_are_admitted_in_the_order_in_which_they_wait(
     setting: Setting, traffic: Traffic
 ) -> None:
@@ -220,6 +243,7 @@ def requests_are_admitted_in_the_order_in_which_they_wait(
 
 
 @law("Scheduler", cases=TRAFFIC)
+@_for_each
 def a_request_waits_only_for_budget_blocks_or_a_free_place(
     setting: Setting, traffic: Traffic
 ) -> None:
@@ -248,6 +272,7 @@ def a_request_waits_only_for_budget_blocks_or_a_free_place(
 
 
 @law("Scheduler", cases=TRAFFIC)
+@_for_each
 def the_request_admitted_last_is_preempted_first(
     setting: Setting, traffic: Traffic
 ) -> None:
@@ -272,6 +297,7 @@ def the_request_admitted_last_is_preempted_first(
 
 
 @law("Scheduler", cases=TRAFFIC)
+@_for_each
 def no_request_is_preempted_while_enough_blocks_are_left(
     setting: Setting, traffic: Traffic
 ) -> None:
@@ -303,6 +329,7 @@ def no_request_is_preempted_while_enough_blocks_are_left(
 
 
 @law("Scheduler", cases=TRAFFIC)
+@_for_each
 def nothing_is_preempted_if_all_requests_fit(
     setting: Setting, traffic: Traffic
 ) -> None:
@@ -319,6 +346,7 @@ def nothing_is_preempted_if_all_requests_fit(
 
 
 @law("Scheduler", cases=TRAFFIC)
+@_for_each
 def a_token_is_computed_once_unless_it_is_found_or_lost(
     setting: Setting, traffic: Traffic
 ) -> None:
