@@ -271,7 +271,7 @@ def _allocate(
     ]
     num_needed = max(0, written.stop - len(before)) + len(replaced)
     cached = [each for each in model.cached if each not in (hits or ())]
-    call = {
+    call: dict[str, Any] = {
         "request_id": request_id,
         "free": model.free,
         "cached": cached,

@@ -4,7 +4,7 @@ Whole histories of requests are run, and the state is compared with a plain mode
 """
 
 from collections.abc import Callable, Iterator
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 from hypothesis import strategies as st
@@ -150,7 +150,7 @@ def an_allocation_takes_exactly_the_blocks_that_it_needs(
         if call.request_id not in moment.model.rows:
             expect_refusal(
                 "free of a request whose allocation failed",
-                lambda manager=manager, each=call.request_id: manager.free(each),
+                partial(manager.free, call.request_id),
             )
 
 

@@ -5,7 +5,7 @@ a law in some step, or leaves a request unfinished.
 """
 
 from collections.abc import Callable, Iterator
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 from hypothesis import strategies as st
@@ -225,7 +225,7 @@ def requests_are_admitted_in_the_order_in_which_they_wait(
     setting: Setting, traffic: Traffic
 ) -> None:
     """A preempted request waits before all others."""
-    admitted_before: list[int] = []
+    admitted_before: list[Any] = []
     for step in _serve(setting, traffic):
         scheduled = [each.request.request_id for each in step.output.scheduled_requests]
         admitted = [number for number in scheduled if number not in step.running]
@@ -290,9 +290,7 @@ def the_request_admitted_last_is_preempted_first(
             expect_same("computed tokens", request.num_computed_tokens, 0)
             expect_refusal(
                 "row of a waiting request",
-                lambda step=step, request=request: step.manager.get_block_ids(
-                    request.request_id
-                ),
+                partial(step.manager.get_block_ids, request.request_id),
             )
 
 
