@@ -127,11 +127,11 @@ class ServedStep:
     scheduler: Any
     manager: Any
     output: SchedulerOutput
-    running: list[int]
-    waiting: list[int]
-    computed: dict[int, int]
-    recomputable: dict[int, int]
-    rows: dict[int, list[int]]
+    running: list[Any]
+    waiting: list[Any]
+    computed: dict[Any, int]
+    recomputable: dict[Any, int]
+    rows: dict[Any, list[int]]
 
 
 def make_requests(traffic: Traffic) -> list[Request]:

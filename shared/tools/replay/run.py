@@ -270,7 +270,7 @@ class Replay:
         holders[self.manager.cached_blocks()] = CACHED
         for request in reversed(self.scheduler.running):
             row = self.manager.get_block_ids(request.request_id)
-            holders[row] = request.request_id
+            holders[row] = request.request_id  # type: ignore[call-overload]
         ref_cnts = [self.manager.ref_cnt(block) for block in range(self.num_blocks)]
         return holders, np.array(ref_cnts) > 1
 
