@@ -210,7 +210,7 @@ class AttentionImpl(ABC):
             "sinks": self.sinks,
             "position_bias": self.position_bias,
         }
-        per_head = {
+        per_head: dict[str, Any] = {
             name: torch.as_tensor(given, dtype=torch.float32, device=device)
             for name, given in tensors.items()
             if given is not None

@@ -8,9 +8,10 @@ from torch import Tensor
 from ..contract.attention_options import AttentionOptions
 from ..contract.kinds import FP8_DTYPES
 from .attention import check_bound
-from .attention_options import check_numbers, check_positions, check_scale
+from .attention_options import check_positions, check_scale
 from .batch import check_block_ids, check_block_table, check_start_loc
 from .merge import LSE_DTYPES
+from .options.sliding_window import validate as check_window
 from .primitives import (
     FLOATS,
     check_dtype,
@@ -84,7 +85,8 @@ def check_latent_decode_attention(
     check_dtype("q_nope", q_nope, *dtypes)
     _check_heads(q_nope, q_pe, w_uk, w_uv, out, lse)
     _check_width(kv_cache, w_uk.shape[2], q_pe.shape[2])
-    check_numbers(sliding_window, None)
+    if sliding_window is not None:
+        check_window(sliding_window)
     _check_batch(
         q_nope,
         kv_cache,
