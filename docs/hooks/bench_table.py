@@ -1,7 +1,7 @@
 """How fast was attention when it was last timed on a GPU, and what is timed at all?
 
-Read from the newest record that `pagetwin bench --json` left under tests/gpu, and from the files of
-the benchmark itself.
+Read from the newest record that `pagetwin bench --json` left in tests/records, and from the files
+of the benchmark itself.
 """
 
 import json
@@ -18,7 +18,7 @@ from pagetwin.tools.bench.workloads import (
     published_figures,
 )
 
-FOLDER = Path(__file__).parents[2] / "tests" / "gpu"
+FOLDER = Path(__file__).parents[2] / "tests" / "records"
 NOTHING = "*No run is recorded yet.*"
 
 

@@ -1,7 +1,7 @@
 """How long does each rung of the ladder take, and what does its kernel look like?
 
-The figures are read from tests/benchmarks/ladder/ladder.json, which run.py beside it writes; the
-kernels are shown from their files.
+The figures are read from tests/records/ladder.json, which tests/benchmarks/ladder/run.py writes;
+the kernels are shown from their files.
 """
 
 import ast
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parents[2] / "tests" / "benchmarks" / "ladder"
-RECORD = FOLDER / "ladder.json"
+RECORD = Path(__file__).parents[2] / "tests" / "records" / "ladder.json"
 NO_RUN = "*No run is recorded yet.*"
 Record = dict[str, Any]
 

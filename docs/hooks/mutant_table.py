@@ -1,6 +1,6 @@
 """Which planted bugs does the conformance suite find, and which law finds them?
 
-All of it is read from tests/mutants/report.json, which `make mutants` writes.
+All of it is read from tests/records/mutants.json, which `make mutants` writes.
 """
 
 import json
@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-RECORD = Path(__file__).parents[2] / "tests" / "mutants" / "report.json"
+RECORD = Path(__file__).parents[2] / "tests" / "records" / "mutants.json"
 ENDS = ("killed", "alive", "equivalent")
 
 

@@ -1,13 +1,13 @@
 """Which options of attention ran, where, and beside which others?
 
-All of it is read from tests/option_runs.json, which the tests write.
+All of it is read from tests/records/option_runs.json, which tests/record_options.py writes.
 """
 
 import json
 from pathlib import Path
 from typing import Any
 
-RECORD = Path(__file__).parents[2] / "tests" / "option_runs.json"
+RECORD = Path(__file__).parents[2] / "tests" / "records" / "option_runs.json"
 OFF = ("none", "as the query", "as the keys")
 KINDS = (
     ("prefill", "batch", ("prefill",)),

@@ -204,11 +204,11 @@ def _setting(value: object) -> str:
 
 
 def gpu_records() -> str:
-    """Return the summaries of the runs on GPUs under tests/gpu, the newest first."""
-    folder = ROOT / "tests" / "gpu"
+    """Return the summaries of the runs on GPUs in tests/records, the newest first."""
+    folder = ROOT / "tests" / "records"
     summaries = [
         path.with_suffix(".md").read_text(encoding="utf-8")
-        for path in sorted(folder.glob("*.json"), reverse=True)
+        for path in sorted(folder.glob("20*.json"), reverse=True)
         # a benchmark's record has a page of its own
         if not path.stem.endswith("-bench")
     ]
