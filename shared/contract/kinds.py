@@ -1,4 +1,4 @@
-"""Which values does the whole project agree on?"""
+"""Constants and kinds that the whole project shares."""
 
 from enum import Enum
 
@@ -8,20 +8,20 @@ PAD_SLOT_ID = -1
 """The slot of a token whose key and value are not stored (vLLM's name)."""
 
 HOST = torch.device("cpu")
-"""Where a step is planned, whatever torch's default device is."""
+"""The device on which a step is planned, whatever torch's default device is."""
 
 CACHE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-"""What the twin stores; the reference also takes float64."""
+"""Element types of the optimized twin's caches; the reference also takes float64."""
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
-"""What a quantised cache stores: numbers that stand for themselves times a scale."""
+"""Element types of a quantised cache, whose elements are multiplied by a scale."""
 
 
 class AttentionType(str, Enum):
-    """Whose tokens ask, and whose keys answer (vLLM's strings; each equals its value)."""
+    """The tokens that attend, and the keys that they attend to (vLLM's strings)."""
 
     DECODER = "decoder"
-    """A decoder's tokens and their own sequence, cached; each sees what came before it."""
+    """A decoder's tokens and their own sequence, cached; causal."""
     ENCODER = "encoder"
     """The tokens of an encoder beside a decoder, all at once, both directions, not cached."""
     ENCODER_ONLY = "encoder_only"

@@ -1,6 +1,6 @@
-"""Which inputs are refused, and in which words?
+"""Validation of inputs, and the words of its errors.
 
-Both twins call these functions first, so both refuse the same things with the same sentence,
+Both twins call these functions first, so both reject the same inputs with the same sentence,
 before anything is written. An error gives the name, the value, what was expected and a way on.
 
 Shapes, dtypes and host numbers are always checked. Contents (does this slot lie in the cache?)
