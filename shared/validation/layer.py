@@ -17,7 +17,7 @@ def check_new_layer(name: str, layers: Mapping[str, Any]) -> None:
 
 
 def check_kv_sharing_target(layer: Any, target: str, layers: Mapping[str, Any]) -> None:
-    """Raise on an attempt to share the cache of a layer that is not there yet, or keeps another cache."""
+    """Raise if the layer whose cache is shared is missing, or its cache is a different one."""
     if target == layer.layer_name:
         raise ValueError(
             f"layer {target!r} shares its cache with itself: expected an earlier layer"
@@ -58,7 +58,7 @@ def refuse_option(layer: str, backend: str, name: str, value: object) -> NoRetur
 
 
 def check_scale_inputs(**tensors: Tensor | None) -> None:
-    """Raise on an attempt to measure what is not there."""
+    """Raise if there is nothing to measure."""
     for name, tensor in tensors.items():
         if tensor is None or not tensor.numel():
             shape = None if tensor is None else list(tensor.shape)
