@@ -1,7 +1,7 @@
 """Encoder attention: tokens attend to each other without a cache.
 
-The kernel of `_attend.py` again, which finds key p of a request p rows behind its first one instead
-of through a block table.
+The kernels of paged attention without a block table: key p of a request is p rows after its first
+one.
 """
 
 import torch
@@ -38,8 +38,8 @@ def encoder_attention(
     """Return attention of each request's queries over its keys, which lie one after another.
 
     Raises:
-        NotImplementedError: another `compute_dtype` than float32, a head of more than 1,024
-            elements, or float64 inputs; the reference takes them.
+        NotImplementedError: `compute_dtype` is not float32, a head has more than 1,024 elements,
+            or inputs are float64. The reference supports them.
     """
     check_compute_dtype(compute_dtype)
     options = choose_options(options, causal=False)

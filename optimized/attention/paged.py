@@ -1,7 +1,7 @@
 """Paged attention: new tokens attend to keys and values in cache blocks.
 
-Nothing is gathered: the kernel of `_attend.py` follows the block table while it attends. What it
-does, and how a batch is cut into programs, stands there.
+The kernels in `kernels/` follow the block table while they attend; nothing is gathered first.
+`launch/dispatch.py` chooses between decode, split-KV and prefill kernels.
 """
 
 import torch
@@ -41,8 +41,8 @@ def paged_attention(
     """Return attention of each new token over its sequence in the paged cache.
 
     Raises:
-        NotImplementedError: another `compute_dtype` than float32, a head of more than 1,024
-            elements, or a float64 cache; the reference takes them.
+        NotImplementedError: `compute_dtype` is not float32, a head has more than 1,024 elements,
+            or there is a float64 cache. The reference supports them.
     """
     check_compute_dtype(compute_dtype)
     options = choose_options(options, causal=True)

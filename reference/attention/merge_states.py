@@ -1,9 +1,9 @@
 """Merging of partial attention results by their log-sum-exp.
 
-Attention over some of the keys leaves two things: an average of their values, and the log-sum-exp
-of their scores, which says how much weight went into it. Two such states over different keys join
-into the state over all of them: each average counts by its share of the weight. So keys can be cut
-into parts (a shared prefix, chunks, ranks), each computed alone, in any order.
+Attention over some of the keys gives two results: an average of their values, and the log-sum-exp
+of their scores, which is the logarithm of the total weight. Partial results over disjoint sets of
+keys combine into the result over all of them: each average is weighted by its share of the total
+weight. So the keys can be split (a shared prefix, chunks, ranks) and computed in any order.
 """
 
 import math
@@ -18,9 +18,11 @@ from ...contract.shapes import (
     PartOutputs,
     RankLogSumExp,
 )
+from ...validation import validated
 from ...validation.merge import check_combine, check_merge
 
 
+@validated(check_merge)
 def merge_attn_states(
     prefix_output: Output,
     prefix_lse: LogSumExp,
@@ -36,22 +38,22 @@ def merge_attn_states(
 
     Args:
         prefix_output: [tokens, query_heads, head_size] over the first set.
-        prefix_lse: [query_heads, tokens] log-sum-exp of its scores; -inf (or inf, as some
-            kernels write) where it is empty: its output is not read then.
-        suffix_output, suffix_lse: the same over the second set.
-        prefill_tokens_with_context: tokens that have a prefix; those behind them take the suffix
-            as it is. None: all.
-        output: the shape of the outputs, changed; None: a new tensor.
-        output_lse: [query_heads, tokens], changed: the joint log-sum-exp, in the same base; None:
-            not wanted.
-        prefix_lse_base, suffix_lse_base: math.e or 2: of which logarithm each is.
+        prefix_lse: [query_heads, tokens] log-sum-exp of its scores. -inf (or inf, as some kernels
+            write) means that the set is empty; then its output is not read.
+        suffix_output, suffix_lse: The same over the second set.
+        prefill_tokens_with_context: Tokens that have a prefix; those after them get the suffix
+            unchanged. If None, all have one.
+        output: Optional. Modified in place. If None, a new tensor like `prefix_output` is made.
+        output_lse: Optional. [query_heads, tokens], modified in place: the log-sum-exp over both
+            sets, in the same base.
+        prefix_lse_base, suffix_lse_base: math.e or 2, the base of each logarithm.
 
     Returns:
-        `output`; where both sets are empty 0, with log-sum-exp -inf.
+        `output`. Where both sets are empty it is 0, with log-sum-exp -inf.
 
     Raises:
-        ValueError: shapes or devices that do not fit, or logarithms to different bases.
-        TypeError: outputs of different dtypes, or a log-sum-exp that is not float32 or float64.
+        ValueError: Shapes or devices do not match, or the bases differ.
+        TypeError: Outputs have different dtypes, or a log-sum-exp is not float32 or float64.
 
     Source:
         vLLM's function of that name; section 2.2 of Juravsky et al., "Hydragen", 2024.
@@ -67,17 +69,6 @@ def merge_attn_states(
         ... ).flatten()
         tensor([5.])
     """
-    check_merge(
-        prefix_output,
-        prefix_lse,
-        suffix_output,
-        suffix_lse,
-        prefill_tokens_with_context,
-        output,
-        output_lse,
-        prefix_lse_base,
-        suffix_lse_base,
-    )
     output = torch.empty_like(prefix_output) if output is None else output
     tokens = prefix_output.shape[0]
     with_prefix = tokens
@@ -102,6 +93,7 @@ def merge_attn_states(
     return output
 
 
+@validated(check_combine)
 def lse_weighted_combine(
     outputs: PartOutputs,
     lses: PartLogSumExps,
@@ -110,21 +102,21 @@ def lse_weighted_combine(
     """Return attention over any number of sets of keys, joined from the results over each.
 
     Args:
-        outputs: [parts, tokens, query_heads, head_size].
-        lses: [parts, tokens, query_heads] log-sum-exps; what is not finite counts as -inf, an
-            empty part, whose output is not read.
-        is_lse_base_on_e: natural logarithms; False: logarithms to base 2.
+        outputs: [parts, tokens, query_heads, head_size], the partial results.
+        lses: [parts, tokens, query_heads] log-sum-exps. One that is not finite counts as -inf:
+            the set is empty, and its output is not read.
+        is_lse_base_on_e: Whether the logarithms are natural. If False, they are to base 2.
 
     Returns:
-        The joint output [tokens, query_heads, head_size] and log-sum-exp [tokens, query_heads],
-        in the base of `lses`; 0 and -inf where every part is empty.
+        The output [tokens, query_heads, head_size] and log-sum-exp [tokens, query_heads] over all
+        sets, in the base of `lses`; 0 and -inf where every set is empty.
 
     Raises:
-        ValueError: shapes or devices that do not fit.
-        TypeError: log-sum-exps that are not float32 or float64.
+        ValueError: Shapes or devices do not match.
+        TypeError: The log-sum-exps are not float32 or float64.
 
     Source:
-        vLLM's `_lse_weighted_combine`, with which the ranks of decode context parallelism join.
+        vLLM's `_lse_weighted_combine`, which combines the ranks of decode context parallelism.
 
     Example:
         >>> output, lse = lse_weighted_combine(
@@ -135,7 +127,6 @@ def lse_weighted_combine(
         >>> output.flatten()
         tensor([5.3333])
     """
-    check_combine(outputs, lses)
     base = 1.0 if is_lse_base_on_e else math.log(2)
     # step: count what is not finite as empty
     natural = torch.where(lses.isfinite(), lses * base, -torch.inf)

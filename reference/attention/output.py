@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ...contract.attention_options import AttentionOptions
 from ..cache.fp8 import quantise
-from .requests.request import Request
+from .requests.request import RequestView
 
 
 def start_output(
@@ -31,7 +31,7 @@ def write_output(
     result_lse: Tensor,
     out: Tensor,
     lse: Tensor | None,
-    request: Request,
+    request: RequestView,
     options: AttentionOptions,
 ) -> None:
     """Write the rows of one request in the dtype of the output, FP8 with its scale.

@@ -1,9 +1,8 @@
-"""What shape and dtype does each tensor have?
+"""Shapes and dtypes of all tensors, as type aliases.
 
-These aliases annotate both twins, so a shape is written once and read everywhere. They cost
-nothing at run time; the tests enforce them (jaxtyping and beartype), so that a shape in the
-documentation cannot go stale. An axis name that appears twice in one signature must have one
-size: `reqs` in `block_table` is `reqs` in `seq_lens`.
+These aliases annotate both twins, so a shape is written once. They cost nothing at run time; the
+tests enforce them (jaxtyping and beartype). An axis name that appears twice in one signature must
+have one size: `reqs` in `block_table` is `reqs` in `seq_lens`.
 
 | axis | counts |
 |---|---|
@@ -14,7 +13,7 @@ size: `reqs` in `block_table` is `reqs` in `seq_lens`.
 | num_blocks, block_size | blocks in the cache, slots in a block |
 | value_head_size | elements of a value, which may be others than those of a key |
 | latent_width | kv_lora_rank + qk_rope_head_dim: what a latent cache keeps of a token |
-| ... | one number for all, or one a kv head |
+| ... | one number for all, or one per kv head |
 | *any | axes of any number and size |
 | _ | a buffer that may be longer than what is used of it; blocks of one of several layers |
 """

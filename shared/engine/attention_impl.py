@@ -1,4 +1,4 @@
-"""What does one layer's attention have in common in every backend?"""
+"""AttentionImpl: one layer's attention, as all backends have it in common."""
 
 from abc import ABC, abstractmethod
 from dataclasses import replace
@@ -36,46 +36,43 @@ from ..validation.impl import (
 class AttentionImpl(ABC):
     """One layer's attention: write the new keys and values, then attend.
 
-    Whatever is asked for here holds in prefill and decode alike.
+    Every option has the same meaning in prefill and decode.
 
-    The kind of attention says whose keys answer. "decoder": those of the sequence, through its
-    cache. "encoder" and "encoder_only": those that the step brings itself, of the encoder beside a
-    decoder or of the whole prompt; each token sees the others in both directions, and nothing is
-    cached, so `kv_cache` and its dtype mean nothing. "encoder_decoder": those of the encoder,
-    which are written once, when they are given, and read by every later step, which gives none.
+    The kind of attention says which keys the queries attend to. "decoder": those of the sequence,
+    through its cache. "encoder" and "encoder_only": those of the step itself, of the encoder beside
+    a decoder or of the whole prompt. Each token attends to the others in both directions, and
+    nothing is cached, so `kv_cache` and its dtype have no meaning. "encoder_decoder": those of the
+    encoder, which are written once, when they are given, and read by every later step.
 
     Args:
-        num_heads: query heads.
-        head_size: elements of a query's and of a key's head.
-        scale: what scores are multiplied with.
-        num_kv_heads: key/value heads; None: as many as query heads.
-        alibi_slopes: [num_heads] slopes; None: no bias.
-        sliding_window: keys that a query sees to each side, itself included; None: all. Of a
-            decoder's queries the side behind them is hidden anyway.
-        kv_cache_dtype: "auto": the cache holds what the keys are; "fp8" or "fp8_e4m3",
-            "fp8_e5m2": it holds FP8 numbers, which stand for themselves times the layer's
-            `_k_scale` and `_v_scale`.
-        logits_soft_cap: cap of the scores; None or 0: no cap.
+        num_heads: Query heads.
+        head_size: Elements of a query's and of a key's head.
+        scale: Factor of the dot products.
+        num_kv_heads: Key/value heads. If None, as many as query heads.
+        alibi_slopes: [num_heads] slopes. If None, there is no bias.
+        sliding_window: Keys that a query attends to on each side, its own included. If None, all.
+        kv_cache_dtype: "auto" if the cache has the dtype of the keys; "fp8", "fp8_e4m3" or
+            "fp8_e5m2" if it has FP8 elements, which are multiplied by the layer's `_k_scale` and
+            `_v_scale`.
+        logits_soft_cap: Cap of the scores. If None or 0, scores are not capped.
         attn_type: "decoder", "encoder", "encoder_only" or "encoder_decoder".
-        kv_sharing_target_layer_name: an earlier layer whose cache this one reads; it then
-            writes nothing. None: the layer has a cache of its own.
-        sinks: [num_heads] a score beside those of the keys that takes weight and has no value;
-            None: no sink.
-        attention_chunk_size: positions in a chunk; a query sees the keys of its own chunk. None:
-            of all.
-        head_size_v: elements of a value's head; None: as many as of a key's. In a cache a value
-            takes the first elements of its slot, so it has no more than a key.
-        position_bias: [num_heads, 2 * reach + 1] added to the scores by distance, as
-            `paged_attention` does; None: no bias.
+        kv_sharing_target_layer_name: An earlier layer whose cache this one reads; it then writes
+            nothing. If None, the layer has a cache of its own.
+        sinks: [num_heads] one score per head that has no value. If None, there is no sink.
+        attention_chunk_size: Positions per chunk; a query attends to the keys of its own chunk. If
+            None, there are no chunks.
+        head_size_v: Elements of a value's head. If None, as many as of a key's. In a cache a value
+            occupies the first elements of its slot, so it has no more than a key.
+        position_bias: [num_heads, 2 * reach + 1] added to the scores by distance, as in
+            `AttentionOptions`. If None, there is no bias.
 
     Raises:
-        ValueError: heads that do not divide, a number out of range, no such kind or dtype, or
-            options without meaning beside each other: in cross-attention whatever counts
-            positions (window, chunk, ALiBi, bias), in an encoder a shared cache.
+        ValueError: Heads do not divide, a number is out of range, a kind or dtype is unknown, or
+            options are meaningless together: in cross-attention those that depend on distances
+            (window, chunk, ALiBi, bias), in an encoder a shared cache.
 
     Source:
-        vLLM's AttentionImpl, whose xFormers backend left window, cap and the scales of FP8 out of
-        decodes, and refused all kinds but "decoder", ALiBi and shared caches.
+        vLLM's AttentionImpl (docs/vllm-map.md says what differs).
     """
 
     def __init__(
@@ -179,7 +176,7 @@ class AttentionImpl(ABC):
         output_scale: Tensor | None,
         output_block_scale: Tensor | None,
     ) -> Output:
-        """Return the output, or refuse what no backend here does."""
+        """Return the output, or raise on what no backend here supports."""
         return check_impl_forward(output, output_scale, output_block_scale)
 
     def options(
@@ -210,7 +207,7 @@ class AttentionImpl(ABC):
             "sinks": self.sinks,
             "position_bias": self.position_bias,
         }
-        per_head = {
+        per_head: dict[str, Any] = {
             name: torch.as_tensor(given, dtype=torch.float32, device=device)
             for name, given in tensors.items()
             if given is not None

@@ -1,4 +1,4 @@
-"""Which layers get their metadata from one builder?
+"""Layers that get their metadata from one builder.
 
 Layers of one group of caches have one block table, and so one metadata a step. Where they run on
 different backends, each backend makes its own. Backends that work in a large scratch buffer need

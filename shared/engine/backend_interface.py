@@ -1,4 +1,4 @@
-"""What does every attention backend have in common?
+"""The interface of an attention backend: cache shape, metadata builder, layer, capabilities.
 
 An engine asks a backend for four things: the shape of its cache, a builder that turns a step into
 metadata, an implementation that runs a layer, and the reasons why it cannot run here. The names

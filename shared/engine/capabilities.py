@@ -1,4 +1,4 @@
-"""What can a backend do?
+"""Capabilities that a backend declares, and the checks that read them.
 
 A backend states a few facts as class attributes; the questions that an engine asks (vLLM 0.33's
 `supports_...`) are answered from them, and from the arguments that its layers take.

@@ -1,4 +1,4 @@
-"""What does a model call where it attends?
+"""Attention: the layer of a model that calls a backend.
 
 An `Attention` module stands in each layer of a model. It holds the layer's cache and scales, turns
 flat activations into heads, and lets a backend's implementation write the new keys and values and
@@ -176,7 +176,7 @@ class Attention(nn.Module):
         return get_attn_backend(asked, spec, device, is_attention_free=free)
 
     def _make_impl(self, scale: float, options: dict[str, Any]) -> Any:
-        """Return the backend's implementation, given what it takes; refuse what it does not."""
+        """Return the backend's implementation. Raise on an option that it does not take."""
         taken = {name for name in options if self.attn_backend.supports_option(name)}
         for name, value in options.items():
             # forward gives a layer that shares a cache no slots, so any implementation will do

@@ -1,4 +1,4 @@
-"""Which backend has a model without attention?"""
+"""The placeholder backend of a model without attention."""
 
 from typing import NoReturn
 
@@ -20,24 +20,24 @@ class PlaceholderAttentionBackend(AttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> NoReturn:
-        """Refuse: there is nothing to run."""
+        """Raise: there is nothing to run."""
         raise _nothing("layer")
 
     @staticmethod
     def get_metadata_cls() -> NoReturn:
-        """Refuse: there is nothing to describe."""
+        """Raise: there is nothing to describe."""
         raise _nothing("metadata")
 
     @staticmethod
     def get_builder_cls() -> NoReturn:
-        """Refuse: there is nothing to build."""
+        """Raise: there is nothing to build."""
         raise _nothing("builder")
 
     @staticmethod
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
     ) -> NoReturn:
-        """Refuse: there is nothing to keep."""
+        """Raise: there is nothing to keep."""
         raise _nothing("cache")
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Which backend runs?
+"""Backend selection: by the caller, the environment or the configuration.
 
 The one that was asked for: by the caller, else by the environment, else by the configuration. A
 request that cannot be met raises an error that says why, and which backends could take its place;

@@ -1,4 +1,4 @@
-"""Which keys cannot be attended to in parts?"""
+"""Validation of attention that combines partial results: cascade and context parallel."""
 
 from torch import Tensor
 
@@ -25,7 +25,7 @@ def check_cascade(
     options: AttentionOptions,
     contents: bool,
 ) -> None:
-    """Refuse a prefix that is not whole blocks, or that not every new token lies behind."""
+    """Reject a prefix that is not whole blocks, or that not every new token lies behind."""
     _check_plain(options, out, "the shared prefix is read once for all queries")
     options = options.with_causal(True)
     check_paged_attention(
@@ -95,9 +95,9 @@ def check_dcp_attention(
     options: AttentionOptions,
     contents: bool,
 ) -> int:
-    """Return the most keys that a rank can have of a sequence, or refuse ranks and shares.
+    """Return the most keys that a rank can have of a sequence, or reject ranks and shares.
 
-    Refused are ranks that do not exist, and sequences whose share the rank's rows do not hold.
+    Rejected are ranks that do not exist, and sequences whose share the rank's rows do not hold.
     """
     check_ranks(dcp_world_size, dcp_rank, dcp_kv_cache_interleave_size)
     _check_plain(options, out, "a rank packs its share of the keys without gaps")

@@ -15,8 +15,8 @@ def validated(
     """Return a decorator that calls `check` with an operation's arguments, contents included.
 
     Args:
-        check: takes those of the operation's arguments that it names, and `contents=True`. It
-            raises if they are invalid.
+        check: Raises if the arguments are invalid. It gets those that it names, and
+            `contents=True` if it has such a parameter.
     """
     names = signature(check).parameters
 
@@ -27,8 +27,8 @@ def validated(
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
             given = parameters.bind(*args, **kwargs)
             given.apply_defaults()
-            found = {name: x for name, x in given.arguments.items() if name in names}
-            check(**found, contents=True)
+            every = given.arguments | {"contents": True}
+            check(**{name: each for name, each in every.items() if name in names})
             return operation(*args, **kwargs)
 
         return checked

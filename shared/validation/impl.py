@@ -1,4 +1,4 @@
-"""Which layers' attention is refused, and which of their steps?"""
+"""Validation of a backend's layers and of their steps."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def check_impl(
     attention_chunk_size: int | None,
     position_bias: Tensor | None,
 ) -> None:
-    """Refuse a layer that has no meaning."""
+    """Reject a layer that has no meaning."""
     if num_heads % num_kv_heads:
         raise ValueError(
             f"num_heads = {num_heads} is not a multiple of num_kv_heads = {num_kv_heads}"
@@ -95,7 +95,7 @@ def check_impl_forward(
     output_scale: Tensor | None,
     output_block_scale: Tensor | None,
 ) -> Tensor:
-    """Return the output of a layer, or refuse one that is missing or does not fit its scale."""
+    """Return the output of a layer, or reject one that is missing or does not fit its scale."""
     if output_block_scale is not None:
         raise NotImplementedError(
             "output_block_scale is given: expected None; one scale for the whole output is"
@@ -119,7 +119,7 @@ def check_impl_forward(
 def check_new_keys(
     key: Tensor | None, value: Tensor | None, slots: Tensor | None, crosses: bool
 ) -> None:
-    """Refuse keys without a place, and places without keys.
+    """Reject keys without a place, and places without keys.
 
     Args:
         key, value: what the layer was given.
@@ -146,7 +146,7 @@ def check_new_keys(
 
 
 def check_own_keys(attn_type: str, **tensors: Tensor | None) -> None:
-    """Refuse an encoder's step that brings no keys, as no cache holds them."""
+    """Reject an encoder's step that brings no keys, as no cache holds them."""
     for name, tensor in tensors.items():
         if tensor is None:
             raise ValueError(
@@ -158,7 +158,7 @@ def check_own_keys(attn_type: str, **tensors: Tensor | None) -> None:
 def check_cache_dtype(
     kv_cache: Tensor, kv_cache_dtype: str, model_dtype: torch.dtype
 ) -> None:
-    """Refuse a cache that is not what the layer was made for."""
+    """Reject a cache that is not what the layer was made for."""
     expected = cache_dtype_of(kv_cache_dtype, model_dtype)
     if kv_cache.dtype != expected:
         raise TypeError(
@@ -168,7 +168,7 @@ def check_cache_dtype(
 
 
 def check_layer_scale(layer: object, name: str) -> Any:
-    """Return a scale of a layer, or refuse a layer that has none."""
+    """Return a scale of a layer, or reject a layer that has none."""
     scale = getattr(layer, name, None)
     if scale is None:
         raise ValueError(
@@ -178,7 +178,7 @@ def check_layer_scale(layer: object, name: str) -> Any:
 
 
 def check_encoder_fields(metadata: Any) -> None:
-    """Refuse an encoder's attention in a step that does not say where its tokens start."""
+    """Reject an encoder's attention in a step that does not say where its tokens start."""
     for name in ("encoder_query_start_loc", "encoder_query_start_loc_cpu"):
         if getattr(metadata, name) is None:
             raise ValueError(
@@ -188,7 +188,7 @@ def check_encoder_fields(metadata: Any) -> None:
 
 
 def check_whole_prompts(metadata: Any) -> None:
-    """Refuse prompts of a model without decoder that come in chunks."""
+    """Reject prompts of a model without decoder that come in chunks."""
     query_lens, seq_lens = metadata.query_start_loc_cpu.diff(), metadata.seq_lens_cpu
     # a request without new tokens is padding, whatever its length says
     chunks = ((query_lens != seq_lens) & (query_lens > 0)).nonzero()

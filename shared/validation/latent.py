@@ -1,4 +1,4 @@
-"""Which configurations have no latent attention, and which calls of it are refused?"""
+"""Validation of latent attention: model configurations and calls."""
 
 from typing import Any
 
@@ -8,9 +8,10 @@ from torch import Tensor
 from ..contract.attention_options import AttentionOptions
 from ..contract.kinds import FP8_DTYPES
 from .attention import check_bound
-from .attention_options import check_numbers, check_positions, check_scale
+from .attention_options import check_positions, check_scale
 from .batch import check_block_ids, check_block_table, check_start_loc
 from .merge import LSE_DTYPES
+from .options.sliding_window import validate as check_window
 from .primitives import (
     FLOATS,
     check_dtype,
@@ -22,7 +23,7 @@ from .primitives import (
 
 
 def check_mla_config(hf_text_config: Any) -> None:
-    """Refuse the configuration of a model without latent attention."""
+    """Reject the configuration of a model without latent attention."""
     for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
         if getattr(hf_text_config, name, None) is None:
             raise ValueError(
@@ -39,7 +40,7 @@ def check_concat_and_cache_mla(
     scale: Tensor | float | None,
     contents: bool,
 ) -> None:
-    """Refuse a write that does not fit the latent cache, before any of it is done."""
+    """Reject a write that does not fit the latent cache, before any of it is done."""
     _check_cache(kv_cache, "scale", scale, contents)
     dtypes = FLOATS if kv_cache.dtype in FP8_DTYPES else (kv_cache.dtype,)
     check_dtype("kv_c", kv_c, *dtypes)
@@ -78,13 +79,14 @@ def check_latent_decode_attention(
     k_scale: Tensor | float | None,
     contents: bool,
 ) -> None:
-    """Refuse a batch whose attention to its latents is not defined."""
+    """Reject a batch whose attention to its latents is not defined."""
     _check_cache(kv_cache, "k_scale", k_scale, contents)
     dtypes = FLOATS if kv_cache.dtype in FP8_DTYPES else (kv_cache.dtype,)
     check_dtype("q_nope", q_nope, *dtypes)
     _check_heads(q_nope, q_pe, w_uk, w_uv, out, lse)
     _check_width(kv_cache, w_uk.shape[2], q_pe.shape[2])
-    check_numbers(sliding_window, None)
+    if sliding_window is not None:
+        check_window(sliding_window)
     _check_batch(
         q_nope,
         kv_cache,
@@ -117,7 +119,7 @@ def check_latent_prefill_attention(
     k_scale: Tensor | float | None,
     contents: bool,
 ) -> None:
-    """Refuse new tokens whose attention to themselves and their context is not defined."""
+    """Reject new tokens whose attention to themselves and their context is not defined."""
     check_latent_decode_attention(
         q_nope,
         q_pe,
@@ -161,7 +163,7 @@ def check_latent_prefill_attention(
 def _check_cache(
     kv_cache: Tensor, name: str, scale: Tensor | float | None, contents: bool
 ) -> None:
-    """Refuse a tensor that is no latent cache, and a scale it has not or lacks."""
+    """Reject a tensor that is no latent cache, and a scale it has not or lacks."""
     check_dtype("kv_cache", kv_cache, *FLOATS, *FP8_DTYPES)
     if kv_cache.dim() != 3:
         raise ValueError(
@@ -183,7 +185,7 @@ def _check_cache(
 
 
 def _check_slots(slots: list[int], num_slots: int) -> None:
-    """Refuse slots that the cache does not have, and one that two tokens have."""
+    """Reject slots that the cache does not have, and one that two tokens have."""
     owner: dict[int, int] = {}
     for token, slot in enumerate(slots):
         if slot < 0:
@@ -225,7 +227,7 @@ def _check_heads(
     out: Tensor | None,
     lse: Tensor | None,
 ) -> None:
-    """Refuse queries, projections and results whose heads or widths differ."""
+    """Reject queries, projections and results whose heads or widths differ."""
     for name, tensor in (("q_pe", q_pe), ("w_uk", w_uk), ("w_uv", w_uv)):
         check_dtype(name, tensor, q_nope.dtype)
     if q_nope.dim() != 3 or q_pe.dim() != 3 or q_nope.shape[:2] != q_pe.shape[:2]:
@@ -280,7 +282,7 @@ def _check_batch(
     max_seq_len: int,
     contents: bool,
 ) -> None:
-    """Refuse lengths, starts and blocks that the table or the cache does not have."""
+    """Reject lengths, starts and blocks that the table or the cache does not have."""
     check_block_table(block_table)
     check_dtype("seq_lens", seq_lens, torch.int32)
     reqs, max_blocks = block_table.shape

@@ -1,4 +1,4 @@
-"""Which layers are refused?"""
+"""Validation of attention layers and of their scales."""
 
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -9,7 +9,7 @@ from .attention_options import check_scale
 
 
 def check_new_layer(name: str, layers: Mapping[str, Any]) -> None:
-    """Refuse a name that another layer has."""
+    """Reject a name that another layer has."""
     if name in layers:
         raise ValueError(
             f"prefix = {name!r} is the name of another layer: expected a name of its own"
@@ -17,7 +17,7 @@ def check_new_layer(name: str, layers: Mapping[str, Any]) -> None:
 
 
 def check_kv_sharing_target(layer: Any, target: str, layers: Mapping[str, Any]) -> None:
-    """Refuse to share the cache of a layer that is not there yet, or keeps another cache."""
+    """Raise if the layer whose cache is shared is missing, or its cache is a different one."""
     if target == layer.layer_name:
         raise ValueError(
             f"layer {target!r} shares its cache with itself: expected an earlier layer"
@@ -50,7 +50,7 @@ def check_kv_sharing_target(layer: Any, target: str, layers: Mapping[str, Any]) 
 
 
 def refuse_option(layer: str, backend: str, name: str, value: object) -> NoReturn:
-    """Refuse an option that the backend's layers do not take."""
+    """Reject an option that the backend's layers do not take."""
     raise NotImplementedError(
         f"layer {layer!r}: {name} = {value!r} is more than the layers of {backend} take:"
         f" expected a backend whose layers have an argument {name}"
@@ -58,7 +58,7 @@ def refuse_option(layer: str, backend: str, name: str, value: object) -> NoRetur
 
 
 def check_scale_inputs(**tensors: Tensor | None) -> None:
-    """Refuse to measure what is not there."""
+    """Raise if there is nothing to measure."""
     for name, tensor in tensors.items():
         if tensor is None or not tensor.numel():
             shape = None if tensor is None else list(tensor.shape)
@@ -68,5 +68,5 @@ def check_scale_inputs(**tensors: Tensor | None) -> None:
 
 
 def check_new_scale(name: str, scale: Tensor, num_kv_heads: int) -> None:
-    """Refuse a scale that is not one number, or one a kv head."""
+    """Reject a scale that is not one number, or one a kv head."""
     check_scale(name, scale, {}, num_kv_heads, contents=True)

@@ -14,7 +14,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
-from .mutant import Mutant
+from .mutant import ROOT, Mutant
 
 NAME = "mutated"
 """The package in the place of `pagetwin`; there is one in a process."""
@@ -50,9 +50,11 @@ class _Alias:
 class _Changed:
     """Finds the changed file in the place of the twin's own."""
 
-    def __init__(self, module: str, path: Path) -> None:
+    def __init__(self, module: str, path: Path, folder: Path | None) -> None:
         self.module = module
         self.path = path
+        # a package finds its modules in the twin's own folder
+        self.locations = None if folder is None else [str(folder)]
 
     def find_spec(
         self,
@@ -62,7 +64,9 @@ class _Changed:
     ) -> ModuleSpec | None:
         if name != self.module:
             return None
-        return spec_from_file_location(name, self.path)
+        return spec_from_file_location(
+            name, self.path, submodule_search_locations=self.locations
+        )
 
 
 def graft(twin: str, mutant: Mutant | None, folder: Path) -> str:
@@ -82,7 +86,12 @@ def graft(twin: str, mutant: Mutant | None, folder: Path) -> str:
     if mutant is not None:
         place = folder / f"{mutant.module.rpartition('.')[2]}.py"
         place.write_text(mutant.source(), encoding="utf-8")
-        changed = _Changed(f"{NAME}.{mutant.package}.{mutant.module}", place)
+        own = ROOT / mutant.file
+        changed = _Changed(
+            f"{NAME}.{mutant.package}.{mutant.module}",
+            place,
+            own.parent if own.name == "__init__.py" else None,
+        )
         sys.meta_path.insert(0, changed)  # type: ignore[arg-type]
     for package in copied:
         original = importlib.import_module(f"pagetwin.{package}")

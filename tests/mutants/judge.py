@@ -116,7 +116,9 @@ def _steps_to(twin: str, module: str) -> dict[str, int]:
         folder = ROOT / PACKAGES[package]
         for path in folder.rglob("*.py"):
             parts = (package, *path.relative_to(folder).with_suffix("").parts)
-            imports[".".join(parts)] = {
+            # `__init__.py` is the package itself
+            own = parts[:-1] if parts[-1] == "__init__" else parts
+            imports[".".join(own)] = {
                 ".".join(
                     [
                         *parts[: len(parts) - node.level],

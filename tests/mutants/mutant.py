@@ -90,7 +90,7 @@ class Mutant:
     def module(self) -> str:
         """Which of its modules is changed, such as "cache.slot_mapping"."""
         path = self.file.removeprefix(PACKAGES[self.package])
-        return ".".join(Path(path).with_suffix("").parts)
+        return ".".join(Path(path.removesuffix("__init__.py")).with_suffix("").parts)
 
     @property
     def origin(self) -> str:

@@ -1,13 +1,19 @@
 """Masks: which keys each query attends to. One file per option, composed here."""
 
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
 import torch
 from torch import Tensor
 
 from ....contract.attention_options import AttentionOptions
-from ..requests.request import Request
+from ..requests.request import RequestView
 from . import attention_chunk, causal, query_ranges, sliding_window, tree
 
-LIMITS = {
+Mask: TypeAlias = Callable[[Any, RequestView], Tensor]
+"""Takes an option's value and a request; returns [queries, keys] bool."""
+
+LIMITS: dict[str, Mask] = {
     "causal": causal.visible,
     "tree_mask": tree.visible,
     "sliding_window": sliding_window.visible,
@@ -15,11 +21,11 @@ LIMITS = {
 }
 """Masks by option. A key is visible if all of these agree..."""
 
-ADDITIONS = {"query_ranges": query_ranges.visible}
+ADDITIONS: dict[str, Mask] = {"query_ranges": query_ranges.visible}
 """...or if one of these does."""
 
 
-def visible_keys(request: Request, options: AttentionOptions) -> Tensor:
+def visible_keys(request: RequestView, options: AttentionOptions) -> Tensor:
     """Return [queries, keys] bool, which query attends to which key."""
     shape = len(request.query_position), len(request.key_position)
     visible = torch.ones(shape, dtype=torch.bool, device=request.keys.device)

@@ -6,10 +6,10 @@ Source: Vaswani et al., "Attention Is All You Need", NeurIPS 2017, section 3.2.3
 import torch
 from torch import Tensor
 
-from ..requests.request import Request
+from ..requests.request import RequestView
 
 
-def visible(causal: bool | Tensor, request: Request) -> Tensor:
+def visible(causal: bool | Tensor, request: RequestView) -> Tensor:
     """Return [queries, keys]: key position <= query position, if the request is causal.
 
     Args:

@@ -7,10 +7,10 @@ Source: vLLM's `mm_prefix_range`; Gemma 3, 2025.
 
 from torch import Tensor
 
-from ..requests.request import Request
+from ..requests.request import RequestView
 
 
-def visible(query_ranges: Tensor, request: Request) -> Tensor:
+def visible(query_ranges: Tensor, request: RequestView) -> Tensor:
     """Return [queries, keys]: first <= key position <= last.
 
     Args:
@@ -19,4 +19,5 @@ def visible(query_ranges: Tensor, request: Request) -> Tensor:
     """
     first, last = query_ranges[request.rows].T[:, :, None]  # [queries, 1] each
     key_position = request.key_position[None, :]
-    return (first >= 0) & (first <= key_position) & (key_position <= last)
+    visible: Tensor = (first >= 0) & (first <= key_position) & (key_position <= last)
+    return visible

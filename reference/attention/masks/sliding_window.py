@@ -5,9 +5,9 @@ Source: Beltagy et al., "Longformer", 2020, section 3.1.
 
 from torch import Tensor
 
-from ..requests.request import Request
+from ..requests.request import RequestView
 
 
-def visible(sliding_window: int, request: Request) -> Tensor:
+def visible(sliding_window: int, request: RequestView) -> Tensor:
     """Return [queries, keys]: |key position - query position| < W."""
     return request.distance.abs() < sliding_window

@@ -6,10 +6,10 @@ Source: Miao et al., "SpecInfer", ASPLOS 2024, section 4.2 (tree-based parallel 
 import torch
 from torch import Tensor
 
-from ..requests.request import Request
+from ..requests.request import RequestView
 
 
-def visible(tree_mask: Tensor, request: Request) -> Tensor:
+def visible(tree_mask: Tensor, request: RequestView) -> Tensor:
     """Return [queries, keys]: all keys of the context, and the new ones that the tree names.
 
     Args:

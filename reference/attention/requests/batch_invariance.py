@@ -9,12 +9,12 @@ from dataclasses import replace
 
 from ....contract.attention_options import AttentionOptions
 from ..masks import visible_keys
-from .request import Request
+from .request import RequestView
 
 
 def one_request_per_query(
-    request: Request, options: AttentionOptions
-) -> Iterator[Request]:
+    request: RequestView, options: AttentionOptions
+) -> Iterator[RequestView]:
     """Yield each query as a request of its own, over the keys that it attends to."""
     first = request.rows.start
     for row, visible in enumerate(visible_keys(request, options)):

@@ -1,4 +1,4 @@
-"""Request: the queries of one request, its keys, and their positions in the sequence."""
+"""RequestView: the queries of one request, its keys, and their positions in the sequence."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Request:
+class RequestView:
     """Queries of one request, and the keys that they are compared with.
 
     Args:

@@ -7,12 +7,12 @@ from torch import Tensor
 
 from ....contract.attention_options import AttentionOptions
 from .batch_invariance import one_request_per_query
-from .request import Request
+from .request import RequestView
 
 
 def split_requests(
     query_start_loc: Tensor, key_lens: Tensor, options: AttentionOptions
-) -> Iterator[Request]:
+) -> Iterator[RequestView]:
     """Yield the requests of a batch.
 
     The queries are the last tokens of their sequence: query j of q has position
@@ -37,7 +37,7 @@ def split_requests(
             # the depth of a token is the number of its ancestors
             query_position = context_len + tree.sum(1) - 1
             key_position = torch.cat([keys[:context_len], query_position])
-        request = Request(index, rows, keys, query_position, key_position, tree)
+        request = RequestView(index, rows, keys, query_position, key_position, tree)
         if options.batch_invariant:
             yield from one_request_per_query(request, options)
         else:

@@ -1,12 +1,18 @@
 """Scores: what is done to the scaled dot products. One file per option, composed here."""
 
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
 from torch import Tensor
 
 from ....contract.attention_options import AttentionOptions
-from ..requests.request import Request
+from ..requests.request import RequestView
 from . import alibi, position_bias, soft_cap
 
-MODIFICATIONS = {
+ScoreFunction: TypeAlias = Callable[[Tensor, Any, RequestView], Tensor]
+"""Takes scores, an option's value and a request; returns scores."""
+
+MODIFICATIONS: dict[str, ScoreFunction] = {
     "logits_soft_cap": soft_cap.modify,
     "alibi_slopes": alibi.modify,
     "position_bias": position_bias.modify,
@@ -15,7 +21,7 @@ MODIFICATIONS = {
 
 
 def modify_scores(
-    scores: Tensor, request: Request, options: AttentionOptions
+    scores: Tensor, request: RequestView, options: AttentionOptions
 ) -> Tensor:
     """Return [query_heads, queries, keys], scaled scores with all modifications."""
     for name, modify in MODIFICATIONS.items():

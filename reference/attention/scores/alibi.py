@@ -5,10 +5,10 @@ Source: Press et al., "Train Short, Test Long", ICLR 2022.
 
 from torch import Tensor
 
-from ..requests.request import Request
+from ..requests.request import RequestView
 
 
-def modify(scores: Tensor, alibi_slopes: Tensor, request: Request) -> Tensor:
+def modify(scores: Tensor, alibi_slopes: Tensor, request: RequestView) -> Tensor:
     """Return [query_heads, queries, keys], scores with a bias that falls with the distance.
 
     Args:

@@ -5,10 +5,10 @@ Source: Raffel et al., "Exploring the Limits of Transfer Learning" (T5), JMLR 20
 
 from torch import Tensor
 
-from ..requests.request import Request
+from ..requests.request import RequestView
 
 
-def modify(scores: Tensor, position_bias: Tensor, request: Request) -> Tensor:
+def modify(scores: Tensor, position_bias: Tensor, request: RequestView) -> Tensor:
     """Return [query_heads, queries, keys], scores with the bias of their distance.
 
     Args:

@@ -5,9 +5,9 @@ Source: Gemma 2, 2024, section 2 ("logit soft-capping").
 
 from torch import Tensor
 
-from ..requests.request import Request
+from ..requests.request import RequestView
 
 
-def modify(scores: Tensor, cap: float, request: Request) -> Tensor:
+def modify(scores: Tensor, cap: float, request: RequestView) -> Tensor:
     """Return [query_heads, queries, keys], capped scores."""
     return cap * (scores / cap).tanh()

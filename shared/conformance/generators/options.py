@@ -1,9 +1,10 @@
-"""Which options can be asked for together, and what does a batch with them look like?
+"""Calls with options of attention: every two values together, and random ones.
 
-OPTIONS names every option and the values the tests draw. A choice gives each option one value.
-DESIGN is a list of choices in which every pair of values stands together at least once, but for
-the pairs in REFUSED, which mean nothing: those raise. `build_call` turns a choice into tensors,
-poisoned as in `batches`: what nobody may read is NaN or far out of range.
+OPTIONS names everything that calls differ in, and the values the tests draw. What is drawn for an
+option is in its file in `validation/options`. A choice gives each option one value. DESIGN is a
+list of choices that contains every pair of values at least once, except the pairs in REFUSED, which
+are meaningless and raise. `build_call` turns a choice into tensors, with poison (NaN, ids out of
+range) in everything that must not be read.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,6 +19,10 @@ from torch import Tensor
 
 from ...contract.attention_options import pack_options
 from ...contract.operations import Implementation
+from ...validation.options import OPTIONS as OPTION_FILES
+from ...validation.options import Drawing, Option
+from ...validation.options.alibi import slopes as slopes
+from ...validation.options.position_bias import bias_table as bias_table
 from ..oracles.brute_force import (
     Answer,
     Flip,
@@ -44,13 +49,13 @@ Choice = dict[str, str]
 
 
 @dataclass(frozen=True)
-class Option:
-    """One thing that a call can be asked for.
+class Axis:
+    """Something that calls differ in, beside the options.
 
     Args:
-        values: what the tests draw; the first is the plain one.
-        meaning: of the option, in a few words.
-        default: what a call gets that does not name it.
+        values: Names of the values that the tests draw. The first one is the plain one.
+        meaning: Its meaning in a few words.
+        default: What a call gets that does not set it, in a few words.
     """
 
     values: tuple[str, ...]
@@ -65,66 +70,53 @@ DTYPES = {
     "e4m3": torch.float8_e4m3fn,
     "e5m2": torch.float8_e5m2,
 }
-OPTIONS = {
-    "operation": Option(
+OPTIONS: dict[str, Axis | Option] = {
+    "operation": Axis(
         ("paged_attention", "encoder_attention"),
         "keys in pages, or one after another",
         "-",
     ),
-    "causal": Option(
-        ("yes", "no", "each request", "cross"),
-        "a query sees no further than itself; cross: not causal, more queries than keys",
-        "yes in pages, no in an encoder",
-    ),
-    "batch": Option(
+    "causal": OPTION_FILES["causal"],
+    "batch": Axis(
         ("mixed", "prefill", "decode", "verification"),
         "whole prompts, single tokens, a few drafts, or all of it",
         "-",
     ),
-    "sliding_window": Option(
-        ("none", "1", "7", "33"), "keys seen to each side, own included", "all"
-    ),
-    "attention_chunk_size": Option(
-        ("none", "8", "33"), "positions in a chunk; a query sees its own", "no chunks"
-    ),
-    "tree_mask": Option(("none", "tree"), "which new token sees which", "no tree"),
-    "query_ranges": Option(
-        ("none", "ranges"), "a range seen whatever else hides it", "no range"
-    ),
-    "logits_soft_cap": Option(("none", "2.0"), "bounds every score", "no cap"),
-    "alibi_slopes": Option(
-        ("none", "slopes"), "a bias that grows with the distance", "no bias"
-    ),
-    "position_bias": Option(("none", "reach 4"), "a bias per distance", "no bias"),
-    "sinks": Option(("none", "sinks"), "a score that takes weight only", "no sink"),
-    "cache": Option(
+    "sliding_window": OPTION_FILES["sliding_window"],
+    "attention_chunk_size": OPTION_FILES["attention_chunk_size"],
+    "tree_mask": OPTION_FILES["tree_mask"],
+    "query_ranges": OPTION_FILES["query_ranges"],
+    "logits_soft_cap": OPTION_FILES["logits_soft_cap"],
+    "alibi_slopes": OPTION_FILES["alibi_slopes"],
+    "position_bias": OPTION_FILES["position_bias"],
+    "sinks": OPTION_FILES["sinks"],
+    "cache": Axis(
         ("as the query", "e4m3", "e5m2"), "dtype of keys and values", "as the query"
     ),
-    "scales": Option(
+    "scales": Axis(
         ("none", "numbers", "one element", "each head"),
         "`k_scale`, `v_scale`: what an FP8 cache's numbers stand for",
         "none",
     ),
-    "dtype": Option(("float32", "float16", "bfloat16"), "dtype of the queries", "-"),
-    "out": Option(
+    "dtype": Axis(("float32", "float16", "bfloat16"), "dtype of the queries", "-"),
+    "out": Axis(
         ("given", "made", "e4m3", "e5m2"),
         "the output: given, made, or in FP8 with an `out_scale`",
         "made",
     ),
-    "batch_invariant": Option(
-        ("no", "yes"), "the same bits whatever else is in the batch", "no"
-    ),
-    "lse": Option(("given", "none"), "the log-sum-exp is wanted", "none"),
-    "value_head_size": Option(
+    "batch_invariant": OPTION_FILES["batch_invariant"],
+    "lse": Axis(("given", "none"), "the log-sum-exp is wanted", "none"),
+    "value_head_size": Axis(
         ("as the keys", "other"), "elements of a value", "as the keys"
     ),
-    "layout": Option(LAYOUTS, "strides of keys and values", "any"),
-    "block_size": Option(("16", "1", "3", "24"), "slots in a block", "any"),
-    "group": Option(("2", "1", "3", "8"), "query heads that share a kv head", "any"),
-    "head_size": Option(("16", "1", "24", "80"), "elements of a head", "any"),
-    "query": Option(("fused", "apart"), "a slice of a projection, or packed", "any"),
-    "scale": Option(("none", "0.3"), "what scores are multiplied with", "1/sqrt(size)"),
+    "layout": Axis(LAYOUTS, "strides of keys and values", "any"),
+    "block_size": Axis(("16", "1", "3", "24"), "slots in a block", "any"),
+    "group": Axis(("2", "1", "3", "8"), "query heads that share a kv head", "any"),
+    "head_size": Axis(("16", "1", "24", "80"), "elements of a head", "any"),
+    "query": Axis(("fused", "apart"), "a slice of a projection, or packed", "any"),
+    "scale": Axis(("none", "0.3"), "what scores are multiplied with", "1/sqrt(size)"),
 }
+"""What is drawn, in the order of the tables in the documentation."""
 PLAIN: Choice = {name: option.values[0] for name, option in OPTIONS.items()}
 
 
@@ -570,9 +562,8 @@ def build_call(choice: Choice, seed: int, device: torch.device) -> Call:
         }
 
     # step: make the options
-    arguments |= make_options(
-        choice, pick, query_lens, key_lens, heads, padding, device
-    )
+    drawing = Drawing(pick, query_lens, key_lens, heads, padding, device)
+    arguments |= make_options(choice, drawing)
     out_dtype = {"given": dtype, "made": None}.get(
         choice["out"], DTYPES.get(choice["out"])
     )
@@ -609,80 +600,13 @@ def stored_as(tensor: Tensor, scale: Tensor | float, dtype: torch.dtype) -> Tens
     return quantise_by_hand(tensor, scale, dtype)
 
 
-def make_options(
-    choice: Choice,
-    pick: Random,
-    query_lens: tuple[int, ...],
-    key_lens: tuple[int, ...],
-    heads: int,
-    padding: int,
-    device: torch.device,
-) -> dict[str, Any]:
-    """Return the options that hide keys or change scores, by the names of their arguments."""
+def make_options(choice: Choice, drawing: Drawing) -> dict[str, Any]:
+    """Return the options of a choice by name; only those that are not off."""
     made: dict[str, Any] = {}
-    flags = [bool(req % 2) for req in range(len(query_lens))]
-    pick.shuffle(flags)
-    made["causal"] = {
-        "yes": True,
-        "no": False,
-        "cross": False,
-        "each request": torch.tensor(flags, device=device),
-    }[choice["causal"]]
-    for name, kind in (
-        ("sliding_window", int),
-        ("attention_chunk_size", int),
-        ("logits_soft_cap", float),
-    ):
-        if choice[name] != "none":
-            made[name] = kind(choice[name])
-    if choice["alibi_slopes"] != "none":
-        made["alibi_slopes"] = slopes(heads, pick.choice([0.02, 0.5])).to(device)
-    if choice["position_bias"] != "none":
-        made["position_bias"] = bias_table(heads).to(device)
-    if choice["sinks"] != "none":
-        made["sinks"] = slopes(heads, heads / 4).to(device) + pick.choice(
-            [-3.0, 0.0, 6.0]
-        )
-    if choice["tree_mask"] != "none":
-        made["tree_mask"] = draw_trees(pick, query_lens).to(device)
-    if choice["batch_invariant"] != "no":
-        made["batch_invariant"] = True
-    if choice["query_ranges"] != "none":
-        made["query_ranges"] = draw_ranges(pick, query_lens, key_lens, padding).to(
-            device
-        )
+    for name, option in OPTION_FILES.items():
+        if name == "causal" or choice[name] != option.values[0]:
+            made[name] = option.draw(choice[name], drawing)
     return made
-
-
-def draw_trees(pick: Random, query_lens: tuple[int, ...], width: int = 8) -> Tensor:
-    """Return [reqs, width, width] which new token sees which; garbage past a request's own."""
-    mask = torch.ones(len(query_lens), width, width, dtype=torch.bool)
-    for req, query_len in enumerate(query_lens):
-        own = min(query_len, width)
-        mask[req, :own, :own] = False
-        for token in range(own):
-            if token:
-                mask[req, token, :own] = mask[req, pick.randrange(token), :own]
-            mask[req, token, token] = True
-    return mask
-
-
-def draw_ranges(
-    pick: Random,
-    query_lens: tuple[int, ...],
-    key_lens: tuple[int, ...],
-    padding: int,
-) -> Tensor:
-    """Return [tokens, 2] ranges: most tokens stand in theirs, some have none, some another's."""
-    ranges = []
-    for query_len, key_len in zip(query_lens, key_lens, strict=True):
-        for token in range(query_len):
-            place = max(0, key_len - query_len + token)
-            around = (max(0, place - 9) // 4 * 4, min(place + 6, key_len - 1))
-            other = sorted(pick.choices(range(max(key_len, 1)), k=2))
-            ranges.append(pick.choice([(-1, -1), around, around, tuple(other)]))
-    ranges += [(0, 2**31 - 1)] * padding
-    return torch.tensor(ranges, dtype=torch.int32).view(-1, 2)
 
 
 def paged_call(
@@ -750,17 +674,6 @@ def quantised_call(
         for name, scale in (("key_cache", k_scale), ("value_cache", v_scale))
     }
     return call.changed(**caches, k_scale=k_scale, v_scale=v_scale)
-
-
-def slopes(heads: int, steepest: float = 0.5) -> Tensor:
-    """Return [heads] slopes for ALiBi, all different."""
-    return steepest * torch.arange(1.0, heads + 1) / heads
-
-
-def bias_table(heads: int, reach: int = 4) -> Tensor:
-    """Return [heads, 2 * reach + 1] biases, all different."""
-    entries = torch.arange(heads * (2 * reach + 1))
-    return torch.sin(7.0 * entries).view(heads, -1)
 
 
 def tree_of(parents: list[int | None], width: int | None = None) -> Tensor:

@@ -1,0 +1,31 @@
+"""Validation and generator of `sinks`: one score per query head that has no value."""
+
+import torch
+from torch import Tensor
+
+from ..primitives import check_dtype, check_length, check_same_device
+from .alibi import slopes
+from .option import Drawing, Option, OptionCall
+
+
+def validate(sinks: Tensor, call: OptionCall) -> None:
+    """Raise if the sinks are not [query_heads] float32 on the device of the queries."""
+    check_dtype("sinks", sinks, torch.float32)
+    check_length("sinks", sinks, call.heads, "query heads")
+    check_same_device(query=call.query, sinks=sinks)
+
+
+def draw(name: str, drawing: Drawing) -> Tensor:
+    """Return sinks, all different: lighter than the keys, as heavy, or heavier."""
+    sinks = slopes(drawing.heads, drawing.heads / 4).to(drawing.device)
+    return sinks + drawing.pick.choice([-3.0, 0.0, 6.0])
+
+
+OPTION = Option(
+    "sinks",
+    "a score that takes weight only",
+    "no sink",
+    ("none", "sinks"),
+    draw,
+    validate,
+)

@@ -1,0 +1,24 @@
+"""Validation and generator of `sliding_window`: keys on each side of a query."""
+
+from ..primitives import check_positive
+from .option import Drawing, Option, OptionCall
+
+
+def validate(sliding_window: int, call: OptionCall | None = None) -> None:
+    """Raise if the window is not positive: a query attends at least to itself."""
+    check_positive(sliding_window=sliding_window)
+
+
+def draw(name: str, drawing: Drawing) -> int:
+    """Return the window: one key, fewer keys than a tile has, or more."""
+    return int(name)
+
+
+OPTION = Option(
+    "sliding_window",
+    "keys on each side of a query, its own included",
+    "all",
+    ("none", "1", "7", "33"),
+    draw,
+    validate,
+)

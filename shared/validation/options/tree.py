@@ -1,0 +1,66 @@
+"""Validation and generator of `tree_mask`: which new token attends to which."""
+
+import torch
+from torch import Tensor
+
+from ..primitives import check_dtype, check_same_device
+from .option import Drawing, Option, OptionCall
+
+
+def validate(tree_mask: Tensor, call: OptionCall) -> None:
+    """Raise if the mask is not [reqs, tree, tree] bool, or if `causal` is set beside it."""
+    check_dtype("tree_mask", tree_mask, torch.bool)
+    shape = tree_mask.shape
+    if tree_mask.dim() != 3 or shape[0] != call.reqs or shape[1] != shape[2]:
+        raise ValueError(
+            f"tree_mask has shape {list(shape)}: expected [{call.reqs}, tree, tree], a"
+            " square of new tokens for each request"
+        )
+    check_same_device(query=call.query, tree_mask=tree_mask)
+    if call.options.causal is not True:
+        raise ValueError(
+            "tree_mask is given beside causal: expected causal = True, since the mask says"
+            " what is seen; a request without a tree has a lower triangle"
+        )
+
+
+def validate_diagonal(tree_mask: Tensor, query_lens: list[int]) -> None:
+    """Raise if a new token does not attend to itself: its position follows from its ancestors."""
+    width = tree_mask.shape[1]
+    for req, own in enumerate(tree_mask.diagonal(dim1=1, dim2=2).tolist()):
+        if query_lens[req] > width or all(own[: query_lens[req]]):
+            continue
+        token = own.index(False)
+        raise ValueError(
+            f"tree_mask[{req}, {token}, {token}] = False: expected True, as every new token"
+            " sees itself"
+        )
+
+
+def draw_trees(drawing: Drawing, width: int = 8) -> Tensor:
+    """Return [reqs, width, width]; entries past a request's own tokens are set."""
+    pick, query_lens = drawing.pick, drawing.query_lens
+    mask = torch.ones(len(query_lens), width, width, dtype=torch.bool)
+    for req, query_len in enumerate(query_lens):
+        own = min(query_len, width)
+        mask[req, :own, :own] = False
+        for token in range(own):
+            if token:
+                mask[req, token, :own] = mask[req, pick.randrange(token), :own]
+            mask[req, token, token] = True
+    return mask
+
+
+def draw(name: str, drawing: Drawing) -> Tensor:
+    """Return a tree for each request that has no more new tokens than it has nodes."""
+    return draw_trees(drawing).to(drawing.device)
+
+
+OPTION = Option(
+    "tree_mask",
+    "which new token attends to which",
+    "no tree",
+    ("none", "tree"),
+    draw,
+    validate,
+)
