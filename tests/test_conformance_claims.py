@@ -35,7 +35,7 @@ from pagetwin.conformance.harness.trial import (
     try_law,
 )
 from pagetwin.conformance.laws.all_laws import ALL_LAWS
-from pagetwin.conformance.laws.masks import Sight
+from pagetwin.conformance.laws.masks import MaskCase
 from pagetwin.contract.attention_options import pack_options
 from torch import Tensor
 
@@ -161,7 +161,7 @@ def test_a_decode_adapter_is_judged_on_masks_and_on_plans_of_a_laws_own() -> Non
 
 def test_a_sight_is_cut_where_its_query_stands() -> None:
     support = Support(max_query_len=1, options=["sliding_window"])
-    sight = Sight(5, 40, "window to both sides", 7, 2, 37)
+    sight = MaskCase(5, 40, "window to both sides", 7, 2, 37)
     fitted = fit_case(sight, support)
     assert (fitted.query_len, fitted.key_len, fitted.own) == (1, 38, 0)
     assert (fitted.kind, fitted.needle) == ("window", 37)

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import Twin
-from pagetwin.conformance.generators.batches import Plan, build
-from pagetwin.conformance.generators.latent_batches import Plan as LatentPlan
-from pagetwin.conformance.generators.latent_batches import build_latents
+from pagetwin.conformance.generators.batches import BatchPlan, build
+from pagetwin.conformance.generators.latent_batches import LatentPlan, build_latents
 from pagetwin.contract.metadata_classes import UBatchSlice
 from pagetwin.contract.specs import KVCacheSpec
 from pagetwin.engine.selector import load_backend
@@ -146,7 +145,7 @@ def test_cascade_attention_reads_nothing_on_the_host(
     passes = []
     monkeypatch.setattr(module, "paged_attention", lambda *a, **k: passes.append(k))
     monkeypatch.setattr(module, "merge_attn_states", lambda *a, **k: k["output"])
-    batch = build(Plan((1, 3, 1), (40, 50, 33)), device)
+    batch = build(BatchPlan((1, 3, 1), (40, 50, 33)), device)
     with FakeTensorMode() as mode:
         fake = {
             name: mode.from_tensor(value) if isinstance(value, Tensor) else value
@@ -163,7 +162,7 @@ def test_attention_of_a_rank_reads_nothing_on_the_host(
     """Its own lines run on tensors without contents, which cannot be read."""
     module = import_module("pagetwin.optimized.attention.context_parallel")
     monkeypatch.setattr(module, "paged_attention", lambda *a, **k: (a, k))
-    batch = build(Plan((3, 1), (40, 9), padding=2))
+    batch = build(BatchPlan((3, 1), (40, 9), padding=2))
     with FakeTensorMode() as mode:
         fake = {
             name: mode.from_tensor(value) if isinstance(value, Tensor) else value

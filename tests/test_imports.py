@@ -42,29 +42,8 @@ PENDING_STRINGS = {
 }
 # public classes that still have the name of another one
 PENDING_NAMES = {
-    "Action",
-    "Batch",
-    "Call",
-    "Disagreement",
-    "Far",
-    "Groups",
-    "History",
     "Implementation",
-    "Law",
-    "Layer",
-    "Model",
-    "Nonsense",
-    "Plan",
-    "Prompts",
-    "Request",
-    "Rows",
-    "Settings",
-    "Shared",
-    "Sight",
-    "Sizes",
     "Status",
-    "Truth",
-    "Write",
 }
 LIBRARIES = {"triton", "xformers"}
 # more files than a dozen in one folder, and why

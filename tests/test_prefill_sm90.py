@@ -15,7 +15,7 @@ import pytest
 import torch
 from compile_prefill_sm90 import EVERY_DAY
 from conftest import Twin
-from pagetwin.conformance.generators.batches import Batch, Plan, build
+from pagetwin.conformance.generators.batches import BatchPlan, BatchTensors, build
 from pagetwin.conformance.oracles.dense import judge_attention, judge_lse, same_bits
 from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.optimized.kernels.sm90.prefill import (
@@ -168,14 +168,17 @@ def test_an_option_is_noticed_whatever_its_value(given: dict[str, Any]) -> None:
 
 
 def test_nothing_is_taken_off_the_chip() -> None:
-    batch = build(Plan((8,), (8,), head_size=128, dtype=BF16))
+    batch = build(BatchPlan((8,), (8,), head_size=128, dtype=BF16))
     caches = (batch.key_cache, batch.value_cache)
     inputs = (batch.query, *caches, batch.block_table, batch.query)
     assert prepare(*inputs, AttentionOptions(causal=True)) is None
 
 
 def run(
-    batch: Batch, short_rows: int = 0, causal: bool = True, out: Tensor | None = None
+    batch: BatchTensors,
+    short_rows: int = 0,
+    causal: bool = True,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launch the kernel into an output and a log-sum-exp full of NaN."""
     plan = batch.plan
@@ -196,7 +199,7 @@ def run(
     return out, lse
 
 
-def assert_right(batch: Batch, reference: Twin, short_rows: int = 0) -> None:
+def assert_right(batch: BatchTensors, reference: Twin, short_rows: int = 0) -> None:
     """Assert that what was computed keeps its budgets, and the rest is as it was."""
     out, lse = run(batch, short_rows)
     start = 0
@@ -218,25 +221,31 @@ def assert_right(batch: Batch, reference: Twin, short_rows: int = 0) -> None:
 
 
 BATCHES = {
-    "one tile": Plan((64,), (64,)),
-    "a prompt": Plan((400,), (400,), needle="first"),
-    "a chunk of a prompt": Plan((130,), (515,), needle="tile edge"),
-    "ragged": Plan(
+    "one tile": BatchPlan((64,), (64,)),
+    "a prompt": BatchPlan((400,), (400,), needle="first"),
+    "a chunk of a prompt": BatchPlan((130,), (515,), needle="tile edge"),
+    "ragged": BatchPlan(
         (1, 200, 0, 77, 129, 3), (50, 200, 40, 300, 129, 260), needle="last"
     ),
-    "queries that see no key are not asked for": Plan((17, 65), (17, 1000)),
-    "many requests": Plan((2,) * 70 + (100,), (5,) * 70 + (300,), needle="first new"),
-    "blocks of 48": Plan((150,), (333,), block_size=48, needle="block edge"),
-    "blocks of 64": Plan((150, 9), (333, 70), block_size=64),
-    "blocks of 256": Plan((150, 9), (600, 70), block_size=256, needle="block edge"),
-    "heads before slots": Plan((150, 66), (333, 66), layout="hnd"),
-    "interleaved": Plan((150, 66), (333, 66), layout="interleaved"),
-    "both": Plan((150, 66), (333, 66), layout="interleaved hnd", fused=False),
-    "two layouts": Plan((150, 66), (333, 66), layout="hnd", value_layout="interleaved"),
-    "shared blocks": Plan((90, 66), (333, 400), table="shared prefix"),
-    "one head each": Plan((150,), (333,), group=1, kv_heads=3),
-    "seven heads to one": Plan((150,), (333,), group=7, kv_heads=1, padding=3),
-    "a large scale": Plan((150,), (333,), scale=1.0, spare_max=7),
+    "queries that see no key are not asked for": BatchPlan((17, 65), (17, 1000)),
+    "many requests": BatchPlan(
+        (2,) * 70 + (100,), (5,) * 70 + (300,), needle="first new"
+    ),
+    "blocks of 48": BatchPlan((150,), (333,), block_size=48, needle="block edge"),
+    "blocks of 64": BatchPlan((150, 9), (333, 70), block_size=64),
+    "blocks of 256": BatchPlan(
+        (150, 9), (600, 70), block_size=256, needle="block edge"
+    ),
+    "heads before slots": BatchPlan((150, 66), (333, 66), layout="hnd"),
+    "interleaved": BatchPlan((150, 66), (333, 66), layout="interleaved"),
+    "both": BatchPlan((150, 66), (333, 66), layout="interleaved hnd", fused=False),
+    "two layouts": BatchPlan(
+        (150, 66), (333, 66), layout="hnd", value_layout="interleaved"
+    ),
+    "shared blocks": BatchPlan((90, 66), (333, 400), table="shared prefix"),
+    "one head each": BatchPlan((150,), (333,), group=1, kv_heads=3),
+    "seven heads to one": BatchPlan((150,), (333,), group=7, kv_heads=1, padding=3),
+    "a large scale": BatchPlan((150,), (333,), scale=1.0, spare_max=7),
 }
 
 
@@ -271,7 +280,7 @@ def test_short_requests_are_left_as_they_are(head_size: int, reference: Twin) ->
 @pytest.mark.parametrize("poison", [0.0, float("inf"), 1e4])
 def test_what_nobody_owns_never_shows(head_size: int, poison: float) -> None:
     """NaN or anything else behind a sequence's end: not a bit changes."""
-    plan = Plan((40, 150, 7), (40, 333, 129), head_size=head_size, dtype=BF16)
+    plan = BatchPlan((40, 150, 7), (40, 333, 129), head_size=head_size, dtype=BF16)
     batch = build(plan, "cuda")
     before = run(batch)
     caches = [
@@ -292,7 +301,7 @@ def test_what_nobody_owns_never_shows(head_size: int, poison: float) -> None:
 @needs_hopper
 def test_a_query_that_sees_no_key_gets_zero() -> None:
     """A sequence shorter than its queries: the first of them stand before its first key."""
-    plan = Plan((300, 40), (300, 40), head_size=128, dtype=BF16)
+    plan = BatchPlan((300, 40), (300, 40), head_size=128, dtype=BF16)
     batch = build(plan, "cuda")
     whole, whole_lse = run(batch)
     short = torch.tensor([100, 0], dtype=torch.int32, device="cuda")
@@ -303,7 +312,7 @@ def test_a_query_that_sees_no_key_gets_zero() -> None:
     assert bool(whole.isfinite().all() and whole_lse.isfinite().all())
 
 
-def ragged(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+def ragged(batch: BatchTensors) -> tuple[Tensor, Tensor, Tensor]:
     """Return a batch's keys and values request after request, and where each request's start."""
     rows = []
     for kv_len, row in zip(batch.plan.kv_lens, batch.rows, strict=True):
@@ -347,7 +356,7 @@ def test_keys_that_lie_request_after_request_give_the_same(
 @needs_hopper
 @pytest.mark.parametrize("head_size", [64, 128])
 def test_without_a_mask_every_query_sees_its_whole_sequence(head_size: int) -> None:
-    plan = Plan((200, 5, 90), (300, 0, 129), head_size=head_size, dtype=BF16)
+    plan = BatchPlan((200, 5, 90), (300, 0, 129), head_size=head_size, dtype=BF16)
     batch = build(plan, "cuda")
     out, lse = run(batch, causal=False)
     keys, values, starts = ragged(batch)
@@ -376,7 +385,7 @@ def test_without_a_mask_every_query_sees_its_whole_sequence(head_size: int) -> N
 @needs_hopper
 @pytest.mark.parametrize("layout", ["heads first", "padded rows"])
 def test_the_output_may_lie_anywhere(layout: str) -> None:
-    batch = build(Plan((150, 20), (333, 20), head_size=128, dtype=BF16), "cuda")
+    batch = build(BatchPlan((150, 20), (333, 20), head_size=128, dtype=BF16), "cuda")
     expected, _ = run(batch)
     tokens, heads, size = expected.shape
     if layout == "heads first":
@@ -395,9 +404,9 @@ def test_the_output_may_lie_anywhere(layout: str) -> None:
 @needs_hopper
 def test_one_captured_launch_serves_other_lengths(reference: Twin) -> None:
     plans = [
-        Plan((200, 3, 90), (300, 40, 129), head_size=128, dtype=BF16),
-        Plan((93, 0, 200), (129, 40, 300), head_size=128, dtype=BF16, seed=1),
-        Plan((50, 50, 193), (50, 200, 300), head_size=128, dtype=BF16, seed=2),
+        BatchPlan((200, 3, 90), (300, 40, 129), head_size=128, dtype=BF16),
+        BatchPlan((93, 0, 200), (129, 40, 300), head_size=128, dtype=BF16, seed=1),
+        BatchPlan((50, 50, 193), (50, 200, 300), head_size=128, dtype=BF16, seed=2),
     ]
     batches = [build(plan, "cuda") for plan in plans]
     blocks = max(batch.key_cache.shape[0] for batch in batches)
@@ -455,7 +464,7 @@ def test_calls_of_one_kind_may_have_any_number_of_tokens(
     """What is kept of the first call says nothing of the tokens and addresses of the next."""
     prompts = None
     for query_len in (40, 500, 1, 130):
-        plan = Plan((query_len,), (500,), head_size=head_size, dtype=BF16)
+        plan = BatchPlan((query_len,), (500,), head_size=head_size, dtype=BF16)
         batch = build(replace(plan, seed=query_len), "cuda")
         out, lse = batch.fresh()
         inputs = (batch.query, batch.key_cache, batch.value_cache, batch.block_table)
@@ -489,7 +498,9 @@ def test_a_kernel_whose_launch_cannot_be_found_is_left_to_triton() -> None:
 @needs_hopper
 def test_many_launches_in_a_row_give_the_same_bits() -> None:
     """Each draws its tiles from the counter that the one before left at zero."""
-    plan = Plan((300, 5, 170), (400, 40, 300), head_size=64, dtype=BF16, kv_heads=4)
+    plan = BatchPlan(
+        (300, 5, 170), (400, 40, 300), head_size=64, dtype=BF16, kv_heads=4
+    )
     batch = build(plan, "cuda")
     expected = run(batch)
     for _ in range(50):

@@ -21,7 +21,7 @@ from ...contract.operations import Implementation
 from ..oracles.brute_force import (
     Answer,
     Flip,
-    Request,
+    OracleRequest,
     attend_by_hand,
     judge_log_sum_exp,
     judge_out,
@@ -32,7 +32,7 @@ from .batches import (
     LAYOUTS,
     NAN,
     TABLES,
-    Plan,
+    BatchPlan,
     build,
     draw_rows,
     empty_cache,
@@ -365,7 +365,7 @@ class Call:
         assert given.get("out", out) is out
         return out, given.get("lse")
 
-    def requests(self) -> list[Request]:
+    def requests(self) -> list[OracleRequest]:
         """Return queries, keys and values of each request on the host, as stored."""
         queries = torch.split(
             self.query.cpu()[: sum(self.query_lens)], list(self.query_lens)
@@ -379,7 +379,7 @@ class Call:
                 ]
                 for req in range(len(self.key_lens))
             ]
-            return [Request(q, *kv) for q, kv in zip(queries, found, strict=True)]
+            return [OracleRequest(q, *kv) for q, kv in zip(queries, found, strict=True)]
         pair = [self.arguments[name].cpu() for name in ("key_cache", "value_cache")]
         block_size = pair[0].shape[1]
         requests = []
@@ -389,7 +389,7 @@ class Call:
             blocks = [row[place // block_size] for place in range(key_len)]
             offsets = [place % block_size for place in range(key_len)]
             requests.append(
-                Request(question, *(each[blocks, offsets] for each in pair))
+                OracleRequest(question, *(each[blocks, offsets] for each in pair))
             )
         return requests
 
@@ -407,7 +407,7 @@ class Call:
                 given["value_cache"][0] if "value_cache" in given else given["value"]
             )
             empty = (each.cpu()[:0] for each in (self.query, keys, values))
-            requests = [Request(*empty)]
+            requests = [OracleRequest(*empty)]
         return attend_by_hand(requests, options, len(self.query), flip)
 
     def judge(self, out: Tensor, answer: Answer, reference: Implementation) -> Any:
@@ -686,7 +686,7 @@ def draw_ranges(
 
 
 def paged_call(
-    plan: Plan,
+    plan: BatchPlan,
     device: torch.device,
     needles: Iterable[tuple[int, int]] = (),
     **options: Any,

@@ -12,7 +12,15 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ..generators.batches import CORNERS, DTYPES, LAYOUTS, NAN, NEEDLES, Plan, plans
+from ..generators.batches import (
+    CORNERS,
+    DTYPES,
+    LAYOUTS,
+    NAN,
+    NEEDLES,
+    BatchPlan,
+    plans,
+)
 from ..generators.options import (
     DESIGN,
     Choice,
@@ -86,7 +94,7 @@ def encoder_attention_is_right_under_any_options(setting: Setting, case: Drawn) 
 
 @law("paged_attention", cases=plans(max_reqs=3))
 def every_new_token_sees_its_sequence_up_to_itself(
-    setting: Setting, plan: Plan
+    setting: Setting, plan: BatchPlan
 ) -> None:
     """Ragged lengths on both sides of every edge, blocks anywhere, idle and empty requests."""
     call = paged_call(plan, setting.device)
@@ -95,7 +103,7 @@ def every_new_token_sees_its_sequence_up_to_itself(
 
 @law("encoder_attention", cases=plans(max_reqs=3))
 def every_token_of_an_encoder_sees_its_whole_input(
-    setting: Setting, plan: Plan
+    setting: Setting, plan: BatchPlan
 ) -> None:
     call = paged_call(plan, setting.device, causal=False)
     if plan.kv_lens:
@@ -104,29 +112,29 @@ def every_token_of_an_encoder_sees_its_whole_input(
 
 
 LONG = {
-    "a row of many tiles": Plan((1,), (600,), kv_heads=1, needle="first"),
-    "drafts on many tiles": Plan((3,), (530,), kv_heads=1, needle="first new"),
-    "long beside short": Plan((1, 4, 1), (400, 9, 1), group=3, needle="last"),
-    "other values than keys": Plan(
+    "a row of many tiles": BatchPlan((1,), (600,), kv_heads=1, needle="first"),
+    "drafts on many tiles": BatchPlan((3,), (530,), kv_heads=1, needle="first new"),
+    "long beside short": BatchPlan((1, 4, 1), (400, 9, 1), group=3, needle="last"),
+    "other values than keys": BatchPlan(
         (2, 17), (40, 17), layout="hnd", value_layout="padded"
     ),
-    "all kv heads, odd groups": Plan((1, 9), (33, 20), kv_heads=3, group=7),
+    "all kv heads, odd groups": BatchPlan((1, 9), (33, 20), kv_heads=3, group=7),
 }
 
 
 @law("paged_attention", cases=[*CORNERS.values(), *LONG.values()])
 def large_heads_odd_blocks_and_long_rows_are_right(
-    setting: Setting, plan: Plan
+    setting: Setting, plan: BatchPlan
 ) -> None:
     call = paged_call(plan, setting.device)
     expect_right(setting, call, ask(setting, call))
 
 
 @st.composite
-def wide_values(draw: st.DrawFn) -> tuple[Plan, int]:
+def wide_values(draw: st.DrawFn) -> tuple[BatchPlan, int]:
     """Return a plan, and another size for its values."""
     pick = Random(draw(st.integers(0, 2**20)))
-    plan = Plan(
+    plan = BatchPlan(
         pick.choice([(1, 2), (17, 1)]),
         (20, 33),
         head_size=pick.choice([8, 24, 48]),
@@ -140,7 +148,9 @@ def wide_values(draw: st.DrawFn) -> tuple[Plan, int]:
 
 
 @law("paged_attention", cases=wide_values())
-def values_may_be_smaller_than_keys(setting: Setting, case: tuple[Plan, int]) -> None:
+def values_may_be_smaller_than_keys(
+    setting: Setting, case: tuple[BatchPlan, int]
+) -> None:
     """A slice of the values, as latents are read whose keys hold a position too."""
     plan, size = case
     call = paged_call(plan, setting.device)
@@ -228,7 +238,7 @@ def nothing_is_written_beside_the_log_sum_exp(
 ) -> None:
     """It may be a view too: of as many heads as there are, of tokens in a longer row."""
     query_len, padding = case
-    plan = setting.fit(Plan((query_len, 1), (40, 9), padding=padding))
+    plan = setting.fit(BatchPlan((query_len, 1), (40, 9), padding=padding))
     call = paged_call(plan, setting.device)
     tokens, heads, size = call.query.shape
     wide = torch.full((heads + 2, 2 * tokens + 1), 7.0, device=setting.device)
@@ -260,7 +270,9 @@ def a_sink_takes_its_share_of_the_weight_once(
 ) -> None:
     """Far below the keys, as heavy as all of them, and far above; cut rows among them."""
     query_len, level, seed = case
-    plan = Plan((query_len, 1), (40, 300), kv_heads=1, group=3, seed=seed, padding=1)
+    plan = BatchPlan(
+        (query_len, 1), (40, 300), kv_heads=1, group=3, seed=seed, padding=1
+    )
     plan = setting.fit(plan)
     call = paged_call(plan, setting.device)
     heaviest = call.answer().lse[:, : sum(plan.query_lens)].amax(1)
@@ -281,7 +293,7 @@ Empty = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 def expect_nothing_seen(setting: Setting, operation: str, case: Empty) -> None:
     options, query_lens, key_lens = case
-    plan = Plan(query_lens, key_lens, kv_heads=1, padding=2, spare_blocks=1)
+    plan = BatchPlan(query_lens, key_lens, kv_heads=1, padding=2, spare_blocks=1)
     plan = setting.fit(plan)
     call = paged_call(plan, setting.device, causal=False)
     if options == "sinks":
@@ -311,7 +323,7 @@ def a_query_without_a_key_in_a_row_gets_zero_and_no_weight(
 
 
 def expect_zeros(setting: Setting, operation: str, rows: int) -> None:
-    plan = setting.fit(Plan((), (), padding=rows))
+    plan = setting.fit(BatchPlan((), (), padding=rows))
     call = paged_call(plan, setting.device)
     size, dtype = plan.head_size, plan.dtype
     if operation == "encoder_attention":
@@ -363,7 +375,7 @@ def scores_of_any_size_are_weighed_by_their_differences(
 ) -> None:
     """Far below any number that stands for minus infinity, and far above exp's reach."""
     levels, query_len, window = case
-    plan = Plan((query_len,), (len(levels),), kv_heads=1, group=1, scale=1.0)
+    plan = BatchPlan((query_len,), (len(levels),), kv_heads=1, group=1, scale=1.0)
     call = paged_call(plan, setting.device, sliding_window=window)
     call.query.zero_()
     call.query[..., 0] = 1.0
@@ -384,7 +396,7 @@ def a_cap_far_above_the_scores_keeps_their_digits(
     """Where tanh is nearly a line, and a formula that subtracts from 1 loses what differs."""
     cap, base = case
     for count in (2, 5, 40):
-        plan = Plan((1,), (count,), kv_heads=1, group=1, scale=1.0, seed=count)
+        plan = BatchPlan((1,), (count,), kv_heads=1, group=1, scale=1.0, seed=count)
         call = paged_call(plan, setting.device, logits_soft_cap=cap)
         call.query.zero_()
         call.query[..., 0] = 1.0
@@ -400,7 +412,7 @@ def a_query_that_is_no_number_stays_in_its_row(
     setting: Setting, case: tuple[int, int]
 ) -> None:
     token, query_len = case
-    plan = setting.fit(Plan((1, query_len, 1), (9, 40, 33)))
+    plan = setting.fit(BatchPlan((1, query_len, 1), (9, 40, 33)))
     call = paged_call(plan, setting.device)
     token %= len(call.query)
     before = ask(setting, call)

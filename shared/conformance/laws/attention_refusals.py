@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...contract.attention_options import pack_options
-from ..generators.batches import NAN, Plan
+from ..generators.batches import NAN, BatchPlan
 from ..generators.options import (
     Call,
     bias_table,
@@ -282,7 +282,7 @@ def base_call(setting: Setting) -> Call:
     So one who reads a block outside of the cache reads nobody's memory but ours. It lies inside
     of what the candidate declares: what is refused is the nonsense and nothing else.
     """
-    plan = fit_case(Plan((3, 1), (20, 9)), setting.candidate.support)
+    plan = fit_case(BatchPlan((3, 1), (20, 9)), setting.candidate.support)
     call = paged_call(plan, setting.device)
     wide = {
         name: torch.nn.functional.pad(

@@ -14,7 +14,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from ..generators.batches import DTYPES, LAYOUTS, Plan
+from ..generators.batches import DTYPES, LAYOUTS, BatchPlan
 from ..generators.options import Call, build_call, paged_call
 from ..generators.rearranging import moved_pages, of_parts, only, rows_of
 from ..harness.asking import Result, ask
@@ -168,10 +168,10 @@ class Company:
             window=self.window if is_taken else None,
         )
 
-    def plan(self) -> Plan:
+    def plan(self) -> BatchPlan:
         """Return the batch."""
         before, behind = (1,) * len(self.before), (1,) * len(self.behind)
-        return Plan(
+        return BatchPlan(
             (*before, self.query_len, *behind),
             (*self.before, self.key_len, *self.behind),
             block_size=self.block_size,

@@ -19,7 +19,7 @@ from ..generators.batches import (
     GARBAGE,
     LAYOUTS,
     NAN,
-    Plan,
+    BatchPlan,
     draw_rows,
     empty_cache,
 )
@@ -28,7 +28,12 @@ from ..harness.asking import Result, ask, expect_right, expect_same_results
 from ..harness.canaries import checked_values, kept
 from ..harness.expect import Disagreement, expect_budget, expect_refusal
 from ..harness.law import Setting, law
-from ..oracles.brute_force import Answer, Request, attend_by_hand, judge_log_sum_exp
+from ..oracles.brute_force import (
+    Answer,
+    OracleRequest,
+    attend_by_hand,
+    judge_log_sum_exp,
+)
 
 KINDS = ("plain", "plain", "cap", "sinks", "values")
 
@@ -60,7 +65,7 @@ class Dealt:
 
     def whole(self, device: torch.device) -> Call:
         """Return attention over the whole sequences."""
-        plan = Plan(
+        plan = BatchPlan(
             self.query_lens,
             self.key_lens,
             kv_heads=1 + self.seed % 2,
@@ -136,7 +141,7 @@ class Dealt:
                 places = self.places_of(rank, context + own + 1)
                 one = request.query[own : own + 1]
                 requests.append(
-                    Request(one, request.key[places], request.value[places])
+                    OracleRequest(one, request.key[places], request.value[places])
                 )
         given = call.arguments
         names = ("scale", "logits_soft_cap", "k_scale", "v_scale")
@@ -147,7 +152,7 @@ class Dealt:
         if not requests:
             empty = call.query.cpu()[:0]
             requests = [
-                Request(
+                OracleRequest(
                     empty,
                     *(
                         given[name].cpu()[0, :0]

@@ -250,7 +250,7 @@ def there_is_no_cache_if_no_sequence_has_a_row(setting: Setting, case: Tables) -
 
 
 @dataclass(frozen=True)
-class Rows:
+class UnevenRows:
     """Rows that are padded.
 
     Args:
@@ -267,12 +267,12 @@ class Rows:
 
 
 @st.composite
-def rows(draw: st.DrawFn) -> Rows:
+def rows(draw: st.DrawFn) -> UnevenRows:
     """Return rows of no, one and more numbers, up to the width and shorter."""
     pick = Random(draw(st.integers(0, 2**20)))
     lens = [pick.choice([0, 1, 2, 5]) for _ in range(pick.choice([0, 1, 2, 4]))]
     width = max(lens, default=0)
-    return Rows(
+    return UnevenRows(
         tuple(tuple(pick.randint(1, 99) for _ in range(count)) for count in lens),
         pick.choice([0, -1, 7]),
         pick.choice([torch.int32, torch.int64, torch.float32]),
@@ -282,7 +282,7 @@ def rows(draw: st.DrawFn) -> Rows:
 
 @law("make_tensor_with_pad", cases=several(rows()))
 def rows_stand_in_one_tensor_with_padding_behind(
-    setting: Setting, cases: list[Rows]
+    setting: Setting, cases: list[UnevenRows]
 ) -> None:
     for rows in cases:
         given = [list(row) for row in rows.rows]

@@ -107,7 +107,7 @@ def a_wanted_token_sees_what_it_saw_in_the_whole_step(
 
 
 @dataclass(frozen=True)
-class Nonsense:
+class BadFastPrefill:
     """Tokens that cannot go on alone, of requests that bring four tokens and three.
 
     Args:
@@ -124,23 +124,23 @@ class Nonsense:
 @law(
     "make_kv_sharing_fast_prefill_common_attn_metadata",
     cases=[
-        Nonsense(None, 2, "no word on which tokens are wanted"),
-        Nonsense((3, 6), None, "no word on how many are wanted"),
-        Nonsense((3, 6), 3, "more tokens than are named"),
-        Nonsense((3, 6), -1, "a negative count"),
-        Nonsense((2, 6), 2, "a token before the last of its request"),
-        Nonsense((3, 4, 6), 3, "a gap among a request's tokens"),
-        Nonsense((6, 3), 2, "tokens of a later request first"),
-        Nonsense((3, 6, 5), 3, "tokens of a request out of order"),
-        Nonsense((3, 3, 6), 3, "a token twice"),
-        Nonsense((3, 7), 2, "a token behind the last"),
-        Nonsense((-1, 6), 2, "a token before the first"),
-        Nonsense((3, 6), 2, "a tree of drafts"),
+        BadFastPrefill(None, 2, "no word on which tokens are wanted"),
+        BadFastPrefill((3, 6), None, "no word on how many are wanted"),
+        BadFastPrefill((3, 6), 3, "more tokens than are named"),
+        BadFastPrefill((3, 6), -1, "a negative count"),
+        BadFastPrefill((2, 6), 2, "a token before the last of its request"),
+        BadFastPrefill((3, 4, 6), 3, "a gap among a request's tokens"),
+        BadFastPrefill((6, 3), 2, "tokens of a later request first"),
+        BadFastPrefill((3, 6, 5), 3, "tokens of a request out of order"),
+        BadFastPrefill((3, 3, 6), 3, "a token twice"),
+        BadFastPrefill((3, 7), 2, "a token behind the last"),
+        BadFastPrefill((-1, 6), 2, "a token before the first"),
+        BadFastPrefill((3, 6), 2, "a tree of drafts"),
     ],
     claim="refuses shapes",
 )
 def tokens_that_cannot_go_on_alone_are_refused(
-    setting: Setting, nonsense: Nonsense
+    setting: Setting, nonsense: BadFastPrefill
 ) -> None:
     step = Requests((4, 3), (0, 6))
     beside = () if nonsense.what == "a tree of drafts" else ("tree_mask",)
