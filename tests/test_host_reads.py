@@ -16,7 +16,8 @@ from pagetwin.conformance.generators.latent_batches import LatentPlan, build_lat
 from pagetwin.contract.metadata_classes import UBatchSlice
 from pagetwin.contract.specs import KVCacheSpec
 from pagetwin.engine.selector import load_backend
-from pagetwin.optimized.launch import dispatch as optimized_attention
+from pagetwin.optimized.kernels.sm90 import host as sm90
+from pagetwin.optimized.launch import portable
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -78,14 +79,14 @@ def test_a_step_is_planned_without_reading_the_device(optimized: Twin) -> None:
 
 @pytest.fixture
 def grids(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """Return what attention launches on, grids or whole calls; no kernel runs."""
+    """Return the grids, or the whole calls, that attention launches; no kernel runs."""
     found: list[Any] = []
 
-    def note(_launcher: Any, grid: tuple[int, int, int], *_: Any) -> None:
+    def note(_plan: Any, _launcher: Any, grid: tuple[int, int, int], *_: Any) -> None:
         found.append(grid)
 
-    monkeypatch.setattr(optimized_attention, "_start", note)
-    monkeypatch.setattr(optimized_attention, "_start_sm90", found.append)
+    monkeypatch.setattr(portable.PortablePlan, "_start", note)
+    monkeypatch.setattr(sm90, "launch", lambda *call: found.append(call))
     yield found
 
 

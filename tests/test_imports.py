@@ -38,7 +38,9 @@ PENDING_STRINGS = {
 }
 # public classes that still have the name of another one
 PENDING_NAMES = {
+    "Call",
     "Implementation",
+    "Request",
     "Status",
 }
 LIBRARIES = {"triton", "xformers"}
