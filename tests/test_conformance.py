@@ -593,7 +593,7 @@ def test_an_adapter_that_runs_here_answers_what_it_declares(name):
     assert candidate.missing(candidate.support.operations) == []
     setting = make_setting(candidate, "cpu")
     laws = [
-        find_law("every new token sees its sequence up to itself"),
+        find_law("every new token attends to its sequence up to itself"),
         find_law("paged attention is right under any options"),
         find_law("large heads odd blocks and long rows are right"),
     ]

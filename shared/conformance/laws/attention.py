@@ -93,7 +93,7 @@ def encoder_attention_is_right_under_any_options(setting: Setting, case: Drawn) 
 
 
 @law("paged_attention", cases=plans(max_reqs=3))
-def every_new_token_sees_its_sequence_up_to_itself(
+def every_new_token_attends_to_its_sequence_up_to_itself(
     setting: Setting, plan: BatchPlan
 ) -> None:
     """Ragged lengths on both sides of every edge, blocks anywhere, idle and empty requests."""
@@ -102,7 +102,7 @@ def every_new_token_sees_its_sequence_up_to_itself(
 
 
 @law("encoder_attention", cases=plans(max_reqs=3))
-def every_token_of_an_encoder_sees_its_whole_input(
+def every_token_of_an_encoder_attends_to_its_whole_input(
     setting: Setting, plan: BatchPlan
 ) -> None:
     call = paged_call(plan, setting.device, causal=False)
@@ -182,7 +182,7 @@ def attention_changes_nothing_that_it_reads(setting: Setting, case: Drawn) -> No
 
 
 @law("encoder_attention", cases=SMALL_RAGGED)
-def attention_over_keys_in_a_row_changes_nothing_that_it_reads(
+def ragged_attention_changes_nothing_that_it_reads(
     setting: Setting, case: Drawn
 ) -> None:
     expect_reads_kept(setting, case)
@@ -199,7 +199,7 @@ def the_same_attention_gives_the_same_bits(setting: Setting, case: Drawn) -> Non
 
 
 @law("encoder_attention", cases=SMALL_RAGGED)
-def the_same_attention_over_keys_in_a_row_gives_the_same_bits(
+def the_same_ragged_attention_gives_the_same_bits(
     setting: Setting, case: Drawn
 ) -> None:
     expect_same_bits(setting, case)
@@ -226,7 +226,7 @@ def nothing_is_written_beside_the_output(setting: Setting, case: Drawn) -> None:
 
 
 @law("encoder_attention", cases=SMALL_RAGGED)
-def nothing_is_written_beside_the_output_of_keys_in_a_row(
+def nothing_is_written_beside_the_output_of_ragged_attention(
     setting: Setting, case: Drawn
 ) -> None:
     expect_nothing_beside(setting, case)
@@ -316,7 +316,7 @@ def a_query_without_a_key_gets_zero_and_no_weight(
 
 
 @law("encoder_attention", cases=EMPTY)
-def a_query_without_a_key_in_a_row_gets_zero_and_no_weight(
+def a_query_without_a_ragged_key_gets_zero_and_no_weight(
     setting: Setting, case: Empty
 ) -> None:
     expect_nothing_seen(setting, "encoder_attention", case)
@@ -346,9 +346,7 @@ def an_empty_batch_leaves_rows_of_zeros(setting: Setting, rows: int) -> None:
 
 
 @law("encoder_attention", cases=[1, 3])
-def an_empty_batch_over_keys_in_a_row_leaves_rows_of_zeros(
-    setting: Setting, rows: int
-) -> None:
+def an_empty_ragged_batch_leaves_rows_of_zeros(setting: Setting, rows: int) -> None:
     expect_zeros(setting, "encoder_attention", rows)
 
 
@@ -408,7 +406,7 @@ def a_cap_far_above_the_scores_keeps_their_digits(
 
 
 @law("paged_attention", cases=[(0, 1), (3, 20), (6, 7)])
-def a_query_that_is_no_number_stays_in_its_row(
+def a_query_that_is_not_a_number_stays_in_its_row(
     setting: Setting, case: tuple[int, int]
 ) -> None:
     token, query_len = case

@@ -90,7 +90,9 @@ def expect_alone_as_in_company(setting: Setting, call: Call, pick: Random) -> No
 
 
 @law("paged_attention", cases=drawn_calls(), claim=BATCH_INVARIANT)
-def in_claimed_company_a_request_keeps_its_bits(setting: Setting, case: Drawn) -> None:
+def a_request_keeps_its_claimed_bits_in_any_batch(
+    setting: Setting, case: Drawn
+) -> None:
     """Under any options, among prompts, decodes and drafts."""
     call = build_call(*case, setting.device)
     expect_alone_as_in_company(claimed(setting), call, Random(case[1]))
@@ -211,7 +213,7 @@ def companies(draw: st.DrawFn) -> Company:
 
 
 @law("paged_attention", cases=companies(), claim=BATCH_INVARIANT)
-def a_long_row_keeps_its_claimed_bits_in_any_crowd(
+def a_long_row_keeps_its_claimed_bits_in_any_large_batch(
     setting: Setting, company: Company
 ) -> None:
     """How many rows there are, and how long the longest, decides nothing about another."""

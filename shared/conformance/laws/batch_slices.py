@@ -349,9 +349,7 @@ def call_of(
 
 
 @law("make_metadata_with_slice", cases=REFUSED, claim="refuses shapes")
-def tokens_that_are_not_those_of_the_requests_are_refused(
-    setting: Setting, nonsense: BadSlice
-) -> None:
+def tokens_of_other_requests_are_rejected(setting: Setting, nonsense: BadSlice) -> None:
     step = Requests((3, 2, 4), (0, 4, 5))
     whole = bare_step(step, setting.device)
     if nonsense.given:
@@ -380,7 +378,7 @@ def requests_that_are_not_there_have_no_starts(
 
 
 @law("split_attn_metadata", cases=[Requests((3, 2), (0, 4))])
-def a_step_without_micro_batches_has_none(setting: Setting, step: Requests) -> None:
+def no_cuts_give_no_micro_batches(setting: Setting, step: Requests) -> None:
     found = setting.candidate.split_attn_metadata([], bare_step(step, setting.device))
     if found != []:
         raise Disagreement("micro-batches", "as a whole", found, [])

@@ -161,7 +161,7 @@ def boundaries(draw: st.DrawFn) -> Boundary:
 
 
 @law("split_decodes_and_prefills", cases=several(boundaries()))
-def the_decodes_end_before_the_first_request_that_is_none(
+def the_decodes_end_before_the_first_other_request(
     setting: Setting, cases: list[Boundary]
 ) -> None:
     for boundary in cases:
@@ -193,7 +193,7 @@ def the_decodes_end_before_the_first_request_that_is_none(
 
 
 @law("split_decodes_prefills_and_extends", cases=several(boundaries()))
-def extends_lie_between_decodes_and_requests_with_nothing_cached(
+def extends_come_between_decodes_and_prefills(
     setting: Setting, cases: list[Boundary]
 ) -> None:
     for boundary in cases:
@@ -313,7 +313,7 @@ def counts_that_do_not_belong_together_are_not_put_into_order(
     ],
     claim="refuses shapes",
 )
-def boundaries_that_cannot_be_found_are_refused(
+def boundaries_that_cannot_be_found_are_rejected(
     setting: Setting, nonsense: BadCounts
 ) -> None:
     common = bare_step(Requests((1, 3), (4, 0)), setting.device)

@@ -98,9 +98,7 @@ def row_sets(draw: st.DrawFn) -> TableRows:
 
 
 @law("make_block_table", cases=row_sets())
-def a_table_holds_the_rows_and_zero_behind_them(
-    setting: Setting, case: TableRows
-) -> None:
+def a_table_holds_the_rows_and_then_zeros(setting: Setting, case: TableRows) -> None:
     """It is as wide as asked, or as the longest row; the lists stay as they are."""
     rows = [list(row) for row in case.rows]
     longest = max(map(len, rows), default=0)
@@ -119,7 +117,7 @@ def a_table_holds_the_rows_and_zero_behind_them(
 
 
 @law("append_blocks", cases=row_sets())
-def new_blocks_stand_behind_what_a_row_held_and_nothing_else_changes(
+def new_blocks_are_appended_to_their_row_and_nothing_else_changes(
     setting: Setting, case: TableRows
 ) -> None:
     """The table is a view of a wider one; the counts that are given stay as they were."""
@@ -170,7 +168,7 @@ def append(candidate: Any, table: Tensor, held: list[int], new: list[list[int]])
     cases=list(REFUSED_ROWS),
     claim="refuses contents",
 )
-def blocks_that_no_table_can_hold_are_refused(setting: Setting, case: str) -> None:
+def blocks_that_no_table_can_hold_are_rejected(setting: Setting, case: str) -> None:
     """Nothing is written before all is checked, of the other rows neither."""
     table = TABLE.table(setting.device)
     expect_all_refused(
@@ -397,7 +395,7 @@ IN_KERNEL_BLOCKS = "an id of more than 31 bits in blocks of the kernel"
 
 
 @law("BlockTable", cases=[*REFUSED_MOVES, IN_KERNEL_BLOCKS], claim="refuses shapes")
-def a_refused_move_changes_no_row(setting: Setting, case: str) -> None:
+def a_rejected_move_changes_no_row(setting: Setting, case: str) -> None:
     """Whether a block of the manager is one of the kernel, or two."""
     for kernel_block_size in (None, 2):
         life = Life(4, kernel_block_size, 4, 3, 1, 1, ())
@@ -434,7 +432,7 @@ REFUSED_TABLES: dict[str, tuple[Sequence[int], dict[str, int]]] = {
 
 
 @law("BlockTable", cases=list(REFUSED_TABLES), claim="refuses shapes")
-def sizes_that_do_not_divide_are_refused(setting: Setting, case: str) -> None:
+def sizes_that_do_not_divide_are_rejected(setting: Setting, case: str) -> None:
     sizes, options = REFUSED_TABLES[case]
     expect_refusal(case, lambda: setting.candidate.BlockTable(*sizes, **options))
 
@@ -526,7 +524,7 @@ REFUSED_STATES: dict[str, tuple[list[int], int, int, str]] = {
 @law(
     "mamba_get_block_table_tensor", cases=list(REFUSED_STATES), claim="refuses contents"
 )
-def states_that_no_row_holds_are_refused(setting: Setting, case: str) -> None:
+def states_that_no_row_holds_are_rejected(setting: Setting, case: str) -> None:
     seq_lens, block_size, drafts, mode = REFUSED_STATES[case]
     table = TABLE.table(setting.device)
     lens = torch.tensor(seq_lens, dtype=torch.int32, device=setting.device)

@@ -502,9 +502,7 @@ def a_gathered_sequence_is_its_slots_in_order(
 
 
 @law("gather_cache", cases=list(FP8_DTYPES))
-def every_code_is_read_as_what_it_stands_for(
-    setting: Setting, dtype: torch.dtype
-) -> None:
+def every_fp8_code_is_read_as_its_number(setting: Setting, dtype: torch.dtype) -> None:
     """NaN as NaN, the smallest as themselves, zeros with their sign."""
     codes = torch.arange(256, dtype=torch.uint8).view(dtype).view(2, 16, 1, 8)
     cache = codes.to(setting.device)
@@ -808,7 +806,7 @@ def blocks_past_two_billion_elements_are_moved(setting: Setting, far: FarSlots) 
 
 
 @law("reshape_and_cache", cases=["token", "head"])
-def new_tokens_that_lie_far_apart_are_found(setting: Setting, axis: str) -> None:
+def new_tokens_far_apart_in_memory_are_found(setting: Setting, axis: str) -> None:
     """A slice of a long tensor, of which nothing else is touched."""
     shape, strides, compact = (3, 3, 3), [0, 0, 0], 1
     names = ("token", "head", "element")
@@ -1011,7 +1009,7 @@ REFUSED: dict[str, tuple[torch.dtype, Callable[[Any, Tensor], Any]]] = {
     cases=list(REFUSED),
     claim="refuses contents",
 )
-def what_would_leave_the_cache_is_refused_and_nothing_written(
+def what_would_leave_the_cache_is_rejected_and_nothing_written(
     setting: Setting, case: str
 ) -> None:
     """The cache lies in the middle of memory that is watched, so that a kernel that writes past

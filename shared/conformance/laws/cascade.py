@@ -277,12 +277,12 @@ def expect_refused(setting: Setting, what: str, change: Change) -> None:
 
 
 @law("cascade_attention", cases=[*UNFIT], claim="refuses shapes")
-def a_prefix_that_cannot_be_is_refused(setting: Setting, what: str) -> None:
+def an_invalid_prefix_is_rejected(setting: Setting, what: str) -> None:
     expect_refused(setting, what, UNFIT[what])
 
 
 @law("cascade_attention", cases=[*CONTENTS], claim="refuses contents")
-def a_prefix_that_is_not_shared_is_refused_if_asked(
+def a_prefix_that_is_not_shared_is_rejected_if_contents_are_checked(
     setting: Setting, what: str
 ) -> None:
     with checked_values():

@@ -87,7 +87,7 @@ def every_chunk_of_every_prompt_has_its_program(
     cases=[ChunkedPrompts((8, -3)), ChunkedPrompts((-1,))],
     claim="refuses shapes",
 )
-def prompts_whose_starts_fall_are_refused(
+def prompts_with_decreasing_starts_are_rejected(
     setting: Setting, prompts: ChunkedPrompts
 ) -> None:
     starts = counts(Requests(prompts.lens, (0,) * len(prompts.lens)).starts)
@@ -212,7 +212,7 @@ class Ranks:
     ],
     claim="refuses shapes",
 )
-def ranks_that_are_not_there_are_refused(setting: Setting, ranks: Ranks) -> None:
+def ranks_that_do_not_exist_are_rejected(setting: Setting, ranks: Ranks) -> None:
     lens = counts([5], setting.device)
     local = setting.candidate.get_dcp_local_seq_lens
     expect_refusal(
@@ -314,7 +314,7 @@ def alike(numbers: Sequence[PerLayerParameters]) -> bool:
 @law(
     "get_per_layer_parameters", "infer_global_hyperparameters", cases=several(models())
 )
-def a_plan_knows_in_what_its_layers_differ(
+def a_plan_says_in_what_its_layers_differ(
     setting: Setting, cases: list[PlannedModel]
 ) -> None:
     """Layers that do not attend have no say; the entries of the layers stay as they are."""
@@ -366,9 +366,7 @@ def a_plan_knows_in_what_its_layers_differ(
     cases=[PlannedModel((PlannedLayer(1.0),))],
     claim="refuses shapes",
 )
-def layers_of_which_no_plan_can_be_made_are_refused(
-    setting: Setting, model: PlannedModel
-) -> None:
+def layers_without_a_plan_are_rejected(setting: Setting, model: PlannedModel) -> None:
     read = setting.candidate.get_per_layer_parameters
     (layer,) = model.layers
     layers = {

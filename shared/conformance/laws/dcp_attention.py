@@ -254,7 +254,7 @@ EDGES = [
 
 
 @law("dcp_attention", cases=EDGES)
-def a_new_token_sees_no_key_behind_it_on_any_rank(
+def a_new_token_attends_to_no_later_key_on_any_rank(
     setting: Setting, dealt: Dealt
 ) -> None:
     whole = dealt.whole(setting.device)
@@ -328,12 +328,12 @@ def expect_refused(setting: Setting, what: str, change: Change) -> None:
 
 
 @law("dcp_attention", cases=[*UNFIT], claim="refuses shapes")
-def a_share_that_cannot_be_is_refused(setting: Setting, what: str) -> None:
+def an_invalid_share_of_a_rank_is_rejected(setting: Setting, what: str) -> None:
     expect_refused(setting, what, UNFIT[what])
 
 
 @law("dcp_attention", cases=[*CONTENTS], claim="refuses contents")
-def a_share_that_makes_no_sense_is_refused_if_asked(
+def an_invalid_share_of_a_rank_is_rejected_if_contents_are_checked(
     setting: Setting, what: str
 ) -> None:
     with checked_values():

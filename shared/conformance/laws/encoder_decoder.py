@@ -161,7 +161,7 @@ def each_kind_of_attention_reads_its_own_lengths_and_table(
 
 
 @law("get_seq_len_block_table_args", cases=KINDS, claim="refuses shapes")
-def a_kind_that_lacks_its_lengths_is_refused(setting: Setting, kind: Kind) -> None:
+def a_kind_without_its_lengths_is_rejected(setting: Setting, kind: Kind) -> None:
     """And no other kind is: what the encoder lacks does not matter to the decoder."""
     get = setting.candidate.get_seq_len_block_table_args
     names = LENGTHS.get((kind.attn_type, kind.is_prompt), ())
@@ -281,9 +281,7 @@ def rows(draw: st.DrawFn) -> UnevenRows:
 
 
 @law("make_tensor_with_pad", cases=several(rows()))
-def rows_stand_in_one_tensor_with_padding_behind(
-    setting: Setting, cases: list[UnevenRows]
-) -> None:
+def rows_are_padded_into_one_tensor(setting: Setting, cases: list[UnevenRows]) -> None:
     for rows in cases:
         given = [list(row) for row in rows.rows]
         make = setting.candidate.make_tensor_with_pad

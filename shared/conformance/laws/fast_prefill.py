@@ -95,7 +95,7 @@ def only_the_wanted_tokens_of_a_prompt_go_on(
     "make_kv_sharing_fast_prefill_common_attn_metadata",
     cases=several(requests(fewest=1).filter(lambda step: max(step.new) > 1)),
 )
-def a_wanted_token_sees_what_it_saw_in_the_whole_step(
+def a_wanted_token_attends_to_the_same_keys_as_in_the_whole_step(
     setting: Setting, cases: list[Requests]
 ) -> None:
     for step in cases:
@@ -139,7 +139,7 @@ class BadFastPrefill:
     ],
     claim="refuses shapes",
 )
-def tokens_that_cannot_go_on_alone_are_refused(
+def tokens_that_cannot_go_on_alone_are_rejected(
     setting: Setting, nonsense: BadFastPrefill
 ) -> None:
     step = Requests((4, 3), (0, 6))
@@ -187,7 +187,7 @@ class PlainBackend(AttentionBackend):
 
 
 @law("create_fast_prefill_custom_backend", cases=several(requests(most=5)))
-def such_a_layer_gets_the_wanted_tokens_and_knows_of_the_whole_step(
+def such_a_layer_gets_the_wanted_tokens_and_the_whole_step(
     setting: Setting, cases: list[Requests]
 ) -> None:
     """Its metadata is what its backend builds of the wanted tokens, and two fields more."""
@@ -382,7 +382,7 @@ def drafts_get_an_axis_of_their_own_and_lose_it_without_a_copy(
     cases=[Drafts(2, 3, 2, 4, 0)],
     claim="refuses shapes",
 )
-def drafts_that_do_not_divide_evenly_are_refused(
+def drafts_that_do_not_divide_evenly_are_rejected(
     setting: Setting, case: Drafts
 ) -> None:
     query = numbered(case, setting.device)

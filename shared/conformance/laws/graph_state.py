@@ -425,7 +425,7 @@ REFUSED = [BadCapture(what) for what in list(CHANGES)[:12]] + [
 
 
 @law("CommonAttentionState", cases=REFUSED, claim="refuses shapes")
-def a_batch_that_does_not_fit_is_refused_before_anything_is_written(
+def a_batch_that_does_not_fit_is_rejected_before_anything_is_written(
     setting: Setting, nonsense: BadCapture
 ) -> None:
     history = GraphHistory((2,), 3, nonsense.has_encoder, ())
@@ -453,7 +453,7 @@ LENGTHS = [
 
 
 @law("CommonAttentionState", cases=LENGTHS, claim="refuses contents")
-def lengths_that_no_step_was_captured_for_are_refused_if_asked(
+def lengths_that_no_step_was_captured_for_are_rejected_if_contents_are_checked(
     setting: Setting, case: tuple[str, tuple[int, int]]
 ) -> None:
     """Of sequences and of encoders; the longest that was captured is one that fits."""
@@ -521,7 +521,7 @@ REPLAYED = [
 
 
 @law("CommonAttentionState", cases=REPLAYED, claim="refuses shapes")
-def a_replay_that_is_refused_leaves_its_step_as_it_was(
+def a_rejected_replay_leaves_its_step_as_it_was(
     setting: Setting, nonsense: BadCapture
 ) -> None:
     """Its batch does not fit, or its inputs do not; the next replay is right again."""
@@ -581,7 +581,7 @@ CAPTURED: dict[str, tuple[Callable[..., Any], int, tuple[Tensor, ...]]] = {
 
 
 @law("CommonAttentionState", cases=[*CAPTURED], claim="refuses shapes")
-def a_capture_that_is_refused_leaves_the_steps_captured_before(
+def a_rejected_capture_leaves_the_steps_captured_before(
     setting: Setting, what: str
 ) -> None:
     """Also one of the same size."""

@@ -46,7 +46,7 @@ POISONS = (0.0, float("inf"), 1e4, -3e38)
 
 
 @law("paged_attention", cases=drawn_calls(fixed={"batch": "verification"}))
-def where_a_page_lies_moves_no_bit(setting: Setting, case: Drawn) -> None:
+def the_address_of_a_page_changes_no_bit(setting: Setting, case: Drawn) -> None:
     call = build_call(*case, setting.device)
     moved = moved_pages(call, Random(case[1]))
     found = ask(setting, call)
@@ -54,7 +54,7 @@ def where_a_page_lies_moves_no_bit(setting: Setting, case: Drawn) -> None:
 
 
 @law("paged_attention", cases=PAGED[::2])
-def what_nobody_owns_moves_no_bit(setting: Setting, case: Drawn) -> None:
+def unallocated_slots_change_no_bit(setting: Setting, case: Drawn) -> None:
     """Free slots, tails of rows and trees, rows behind the last request: anything may be there."""
     call = build_call(*case, setting.device)
     other = poisoned(call, POISONS[case[1] % len(POISONS)])
@@ -62,7 +62,7 @@ def what_nobody_owns_moves_no_bit(setting: Setting, case: Drawn) -> None:
 
 
 @law("encoder_attention", cases=designed("encoder_attention"))
-def what_lies_behind_the_last_key_moves_no_bit(setting: Setting, case: Drawn) -> None:
+def what_follows_the_last_key_changes_no_bit(setting: Setting, case: Drawn) -> None:
     call = build_call(*case, setting.device)
     other = poisoned(call, POISONS[case[1] % len(POISONS)])
     expect_same_results("with other poison", ask(setting, other), ask(setting, call))
@@ -78,9 +78,7 @@ def same_rows(what: str, setting: Setting, call: Call, other: Call, req: int) ->
 
 
 @law("paged_attention", cases=drawn_calls(fixed={"batch": "verification"}))
-def what_other_requests_ask_and_hold_moves_no_bit(
-    setting: Setting, case: Drawn
-) -> None:
+def other_requests_change_no_bit(setting: Setting, case: Drawn) -> None:
     """NaN among them."""
     call = build_call(*case, setting.device)
     pick = Random(case[1])
@@ -228,7 +226,7 @@ def expect_same_from_views(setting: Setting, call: Call, names: list[str]) -> No
 
 
 @law("paged_attention", cases=[0, 1])
-def contents_may_be_looked_at_without_a_change(setting: Setting, seed: int) -> None:
+def checking_contents_changes_nothing(setting: Setting, seed: int) -> None:
     """PAGETWIN_CHECK_VALUES=1 refuses what makes no sense, and nothing else."""
     plan = BatchPlan((3, 0, 1), (20, 0, 40), padding=seed, spare_blocks=2)
     call = paged_call(setting.fit(plan), setting.device)

@@ -119,7 +119,7 @@ def requests_are_right_however_their_lengths_share_the_work(
 
 
 @law("encoder_attention", cases=crowds((2, 3, 5), is_paged=False))
-def requests_on_keys_in_a_row_are_right_however_long_each_is(
+def ragged_requests_are_right_however_long_each_is(
     setting: Setting, crowd: Crowd
 ) -> None:
     expect_right_crowd(setting, crowd)

@@ -293,7 +293,7 @@ def expect_refused(setting: Setting, way: str, what: str, change: Change) -> Non
     ],
     claim="refuses shapes",
 )
-def latent_attention_refuses_what_does_not_fit(
+def latent_attention_rejects_what_does_not_fit(
     setting: Setting, case: tuple[str, str]
 ) -> None:
     way, what = case
@@ -308,7 +308,7 @@ def latent_attention_refuses_what_does_not_fit(
     ],
     claim="refuses contents",
 )
-def batches_of_latents_that_make_no_sense_are_refused_if_asked(
+def invalid_batches_of_latents_are_rejected_if_contents_are_checked(
     setting: Setting, case: tuple[str, str]
 ) -> None:
     way, what = case
@@ -360,12 +360,12 @@ def expect_unwritten(setting: Setting, what: str, changes: dict[str, Any]) -> No
 
 
 @law("concat_and_cache_mla", cases=[*UNWRITABLE], claim="refuses shapes")
-def latents_that_do_not_fit_the_cache_are_refused(setting: Setting, what: str) -> None:
+def latents_that_do_not_fit_the_cache_are_rejected(setting: Setting, what: str) -> None:
     expect_unwritten(setting, what, UNWRITABLE[what])
 
 
 @law("concat_and_cache_mla", cases=[*UNWRITABLE_CONTENTS], claim="refuses contents")
-def slots_of_latents_that_make_no_sense_are_refused_if_asked(
+def invalid_slots_of_latents_are_rejected_if_contents_are_checked(
     setting: Setting, what: str
 ) -> None:
     with checked_values():

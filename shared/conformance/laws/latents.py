@@ -122,7 +122,7 @@ def a_decode_over_latents_is_full_multi_head_attention(
 
 
 @law("latent_decode_attention", cases=latent_plans())
-def a_decode_over_latents_sees_its_window_only(
+def a_decode_over_latents_attends_to_its_window_only(
     setting: Setting, plan: LatentPlan
 ) -> None:
     window = Random(plan.seed).choice([1, 2, 7, 16, 17, 33])
@@ -221,7 +221,7 @@ def a_prompt_of_latents_in_chunks_is_the_prompt_in_one(
 
 
 @law(*WAYS, cases=[(way, poison) for way in WAYS for poison in (0.0, torch.inf, 1e4)])
-def what_nobody_owns_of_latents_moves_no_bit(
+def unallocated_slots_of_latents_change_no_bit(
     setting: Setting, case: tuple[str, float]
 ) -> None:
     """Free slots, tails of rows and padding; a prefill does not read its new tokens' slots."""

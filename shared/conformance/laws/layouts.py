@@ -119,9 +119,7 @@ def views(draw: st.DrawFn) -> View:
 
 
 @law("view_kv_cache", cases=views())
-def axes_lie_in_memory_in_the_order_that_is_asked_for(
-    setting: Setting, view: View
-) -> None:
+def axes_are_in_memory_in_the_requested_order(setting: Setting, view: View) -> None:
     raw = view.raw(setting.device)
     with kept(raw=raw):
         found = setting.candidate.view_kv_cache(raw, view.dtype, view.shape, view.order)
@@ -245,7 +243,7 @@ def a_layers_cache_is_its_bytes_in_the_order_of_its_axes(
 
 
 @law("reshape_layered_kv_cache", cases=pages())
-def each_layer_of_one_allocation_lies_where_its_layout_says(
+def each_layer_of_one_allocation_is_where_its_layout_says(
     setting: Setting, case: Paged
 ) -> None:
     """A letter of the layout's name is an axis; a head's key and value lie side by side."""
@@ -419,7 +417,7 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     cases=list(REFUSED),
     claim="refuses shapes",
 )
-def bytes_that_are_no_cache_are_refused(setting: Setting, case: str) -> None:
+def bytes_that_are_not_a_cache_are_rejected(setting: Setting, case: str) -> None:
     expect_refusal(case, lambda: REFUSED[case](setting.candidate))
 
 
@@ -641,7 +639,7 @@ def each_tensor_is_allocated_once_and_is_zero(
 
 
 @law("reshape_kv_caches", cases=models())
-def each_layer_sees_its_bytes_as_its_backend_says(
+def each_layer_gets_its_bytes_in_the_layout_of_its_backend(
     setting: Setting, model: CachedModel
 ) -> None:
     """An argument beats the environment, which is read at every call."""
@@ -715,9 +713,7 @@ def a_model_gets_caches_that_are_zero_in_the_order_of_its_layers(
 
 
 @law("get_kv_cache_spec", cases=DTYPES)
-def layers_that_keep_a_cache_are_asked_and_others_passed_over(
-    setting: Setting, dtype: torch.dtype
-) -> None:
+def only_layers_with_a_cache_have_a_spec(setting: Setting, dtype: torch.dtype) -> None:
     """In the order of the layers; each is asked once, with what the engine says."""
     layers: dict[str, Any] = {
         "model.layers.9": CachedLayer(GROUP_SPECS[0]),
@@ -779,7 +775,7 @@ REFUSED_MODELS: dict[str, dict[str, Any]] = {
     cases=list(REFUSED_MODELS),
     claim="refuses shapes",
 )
-def a_model_that_lacks_something_is_refused_and_no_layer_changed(
+def an_incomplete_model_is_rejected_and_no_layer_changed(
     setting: Setting, case: str
 ) -> None:
     """All is checked before the first layer is handed its cache."""

@@ -153,7 +153,7 @@ def every_chunk_with_new_tokens_is_a_request(
 
 
 @law("make_local_attention_virtual_batches", cases=several(chunked()))
-def a_token_of_a_virtual_request_sees_its_own_chunk(
+def a_token_of_a_virtual_request_attends_to_its_own_chunk(
     setting: Setting, cases: list[Chunked]
 ) -> None:
     """Each new token by its position: the keys from where its chunk begins, up to itself."""
@@ -199,7 +199,7 @@ class BadChunks:
     ],
     claim="refuses shapes",
 )
-def a_step_that_has_no_chunks_is_refused(setting: Setting, nonsense: BadChunks) -> None:
+def a_step_without_chunks_is_rejected(setting: Setting, nonsense: BadChunks) -> None:
     step = Requests((3, 2), (9, 4), seed=1)
     width = max(map(len, step.rows()))
     whole = bare_step(step, setting.device)

@@ -231,7 +231,7 @@ def expect_right_sight(setting: Setting, sight: MaskCase) -> None:
 
 
 @law("paged_attention", cases=sights(ALIKE[0]))
-def a_query_sees_all_up_to_itself_and_nothing_behind(
+def a_query_attends_to_all_keys_up_to_itself_and_none_after(
     setting: Setting, sight: MaskCase
 ) -> None:
     """Unless it is not causal: then it sees every key."""
@@ -239,20 +239,22 @@ def a_query_sees_all_up_to_itself_and_nothing_behind(
 
 
 @law("paged_attention", cases=sights(ALIKE[1]))
-def a_query_sees_no_key_outside_of_its_window_or_chunk(
+def a_query_attends_to_no_key_outside_of_its_window_or_chunk(
     setting: Setting, sight: MaskCase
 ) -> None:
     expect_right_sight(setting, sight)
 
 
 @law("paged_attention", cases=sights(ALIKE[2]))
-def a_query_sees_its_range_whatever_hides_it(setting: Setting, sight: MaskCase) -> None:
+def a_query_attends_to_its_range_whatever_else_masks_it(
+    setting: Setting, sight: MaskCase
+) -> None:
     """From its first to its last position, behind the window or ahead of the query."""
     expect_right_sight(setting, sight)
 
 
 @law("paged_attention", cases=sights(ALIKE[3]))
-def a_new_token_of_a_tree_sees_its_ancestors_and_no_sibling(
+def a_new_token_of_a_tree_attends_to_its_ancestors_and_no_sibling(
     setting: Setting, sight: MaskCase
 ) -> None:
     """It stands one behind those it sees, which a window counts from."""
@@ -260,9 +262,7 @@ def a_new_token_of_a_tree_sees_its_ancestors_and_no_sibling(
 
 
 @law("encoder_attention", cases=sights(KINDS[:8], is_paged=False))
-def keys_in_a_row_are_hidden_as_keys_in_pages_are(
-    setting: Setting, sight: MaskCase
-) -> None:
+def ragged_keys_are_masked_as_paged_keys_are(setting: Setting, sight: MaskCase) -> None:
     expect_right_sight(setting, sight)
 
 
@@ -280,16 +280,14 @@ SPLITS = [
 
 
 @law("paged_attention", cases=[*TILES, *SPLITS])
-def no_key_is_lost_between_two_tiles_or_parts(
+def no_key_is_lost_between_two_tiles_or_splits(
     setting: Setting, sight: MaskCase
 ) -> None:
     expect_right_sight(setting, sight)
 
 
 @law("encoder_attention", cases=[replace(sight, is_paged=False) for sight in TILES])
-def no_key_in_a_row_is_lost_between_two_tiles(
-    setting: Setting, sight: MaskCase
-) -> None:
+def no_ragged_key_is_lost_between_two_tiles(setting: Setting, sight: MaskCase) -> None:
     expect_right_sight(setting, sight)
 
 
@@ -330,7 +328,7 @@ def expect_right_across(setting: Setting, across: Across) -> None:
 
 
 @law("paged_attention", cases=crossings())
-def a_decoder_sees_all_keys_of_its_own_encoder(
+def a_decoder_attends_to_all_keys_of_its_own_encoder(
     setting: Setting, across: Across
 ) -> None:
     """However many queries there are beside the keys, and none of another request's."""
@@ -338,7 +336,7 @@ def a_decoder_sees_all_keys_of_its_own_encoder(
 
 
 @law("encoder_attention", cases=crossings(is_paged=False))
-def a_decoder_sees_all_keys_in_a_row_of_its_own_encoder(
+def a_decoder_attends_to_all_ragged_keys_of_its_own_encoder(
     setting: Setting, across: Across
 ) -> None:
     expect_right_across(setting, across)

@@ -135,7 +135,7 @@ STEPS_REFUSED = {
     cases=[BadStep(each) for each in STEPS_REFUSED],
     claim="refuses shapes",
 )
-def a_step_that_cannot_be_is_refused(setting: Setting, nonsense: BadStep) -> None:
+def an_invalid_step_is_rejected(setting: Setting, nonsense: BadStep) -> None:
     new, computed, rows, size = STEPS_REFUSED[nonsense.what]
     expect_refusal(
         nonsense.what,
@@ -290,7 +290,7 @@ class Spoiler(RecordingBuilder):
 
 
 @law("build_attn_metadata", cases=several(groups()))
-def no_group_sees_what_another_made_of_the_step(
+def no_group_changes_the_step_of_another(
     setting: Setting, cases: list[LayerGroups]
 ) -> None:
     for case in cases:
@@ -328,7 +328,7 @@ GROUPS_REFUSED = (
     cases=[BadStep(each) for each in GROUPS_REFUSED],
     claim="refuses shapes",
 )
-def buffers_shorter_than_the_batch_are_refused(
+def buffers_shorter_than_the_batch_are_rejected(
     setting: Setting, nonsense: BadStep
 ) -> None:
     case = LayerGroups(Requests((1, 3), (4, 0)), (1, 1), 0)

@@ -166,7 +166,7 @@ def images(draw: st.DrawFn) -> Images:
 
 
 @law("compute_mm_prefix_range_tensor", cases=several(images()))
-def ranges_stand_in_one_tensor_with_ranges_of_one_token_behind(
+def ranges_are_padded_with_ranges_of_one_token(
     setting: Setting, cases: list[Images]
 ) -> None:
     for images in cases:
@@ -196,7 +196,7 @@ UNTOUCHED = -99
 
 
 @law("fill_mm_prefix_query_ranges", cases=several(images()))
-def every_new_token_gets_the_range_it_stands_in(
+def every_new_token_gets_the_range_that_holds_it(
     setting: Setting, cases: list[Images]
 ) -> None:
     """Rows behind the new tokens stay as they are, and all do if no image is here."""
@@ -290,9 +290,7 @@ REFUSED = [
     cases=REFUSED,
     claim="refuses shapes",
 )
-def images_that_cannot_be_there_are_refused(
-    setting: Setting, nonsense: BadImages
-) -> None:
+def impossible_images_are_rejected(setting: Setting, nonsense: BadImages) -> None:
     operation, given = (
         getattr(setting.candidate, nonsense.operation),
         nonsense.arguments,

@@ -314,7 +314,7 @@ def two_steps(draw: st.DrawFn) -> Steps:
 
 
 @law("CommonMetadataBuilder", cases=several(two_steps()))
-def a_step_of_groups_knows_nothing_of_the_one_before(
+def a_step_of_groups_holds_nothing_of_the_one_before(
     setting: Setting, cases: list[Steps]
 ) -> None:
     """And leaves that one's metadata as it was."""
@@ -380,7 +380,7 @@ GROUPS_REFUSED = {
     cases=[BadGroup(each) for each in GROUPS_REFUSED],
     claim="refuses shapes",
 )
-def a_group_that_is_refused_leaves_the_step_as_it_was(
+def a_rejected_group_leaves_the_step_as_it_was(
     setting: Setting, nonsense: BadGroup
 ) -> None:
     bad, step = GROUPS_REFUSED[nonsense.what], StepOfGroups((GOOD,), 4, None, False)

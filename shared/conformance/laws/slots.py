@@ -141,7 +141,7 @@ def slots_on_the_device_are_those_of_the_host(setting: Setting, step: SlotStep) 
     "compute_slot_mapping_device",
     cases=[SlotStep((9, 9), (4, 7), ((1, 5), (9, 3)), 16)],
 )
-def a_smaller_step_after_a_larger_one_leaves_no_slot_behind(
+def a_smaller_step_after_a_larger_one_leaves_no_old_slot(
     setting: Setting, step: SlotStep
 ) -> None:
     """The tail is padding again, and the larger step's slots stay what they were."""
@@ -348,7 +348,7 @@ REFUSED = {
     cases=list(REFUSED),
     claim="refuses contents",
 )
-def lengths_that_no_step_can_have_are_refused(setting: Setting, case: str) -> None:
+def lengths_that_no_step_can_have_are_rejected(setting: Setting, case: str) -> None:
     operation, arguments = REFUSED[case]
     if operation == "compute_slot_mapping_device":
         dtype = arguments.get("dtype", torch.int32)

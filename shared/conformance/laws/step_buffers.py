@@ -243,7 +243,7 @@ ON_THE_DEVICE = ("query_start_loc", "seq_lens", "slot_mapping")
 
 
 @law("StepBuffers", cases=several(histories()))
-def the_tensors_of_a_step_stay_where_a_graph_saw_them(
+def the_tensors_of_a_step_keep_their_addresses(
     setting: Setting, cases: list[BufferHistory]
 ) -> None:
     """A view of the largest step shows every later one; the host's copies stay as they were."""
@@ -278,7 +278,7 @@ def the_tensors_of_a_step_stay_where_a_graph_saw_them(
 
 
 @law("StepBuffers", cases=several(histories()))
-def a_captured_size_shows_no_request_and_no_slot_behind_the_batch(
+def a_captured_size_holds_no_request_and_no_slot_after_the_batch(
     setting: Setting, cases: list[BufferHistory]
 ) -> None:
     """Each step at the largest size, so that all of what an older one left must be gone."""
@@ -350,7 +350,7 @@ REFUSED = [
 
 
 @law("StepBuffers", cases=REFUSED, claim="refuses shapes")
-def what_the_buffers_refuse_leaves_them_as_they_are(
+def what_the_buffers_reject_leaves_them_as_they_are(
     setting: Setting, nonsense: BadBufferStep
 ) -> None:
     engine = Engine(setting, BufferHistory(4, 8, ()))
@@ -395,7 +395,7 @@ class BufferSizes:
     ],
     claim="refuses shapes",
 )
-def buffers_without_room_are_refused(setting: Setting, sizes: BufferSizes) -> None:
+def buffers_without_space_are_rejected(setting: Setting, sizes: BufferSizes) -> None:
     make = setting.candidate.StepBuffers
     expect_refusal(
         repr(sizes),
