@@ -16,7 +16,7 @@ from pagetwin.conformance.generators.latent_batches import LatentPlan, build_lat
 from pagetwin.contract.metadata_classes import UBatchSlice
 from pagetwin.contract.specs import KVCacheSpec
 from pagetwin.engine.selector import load_backend
-from pagetwin.optimized.kernels.sm90 import host as sm90
+from pagetwin.optimized.kernels.sm90 import family as sm90
 from pagetwin.optimized.launch import portable
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -86,7 +86,11 @@ def grids(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         found.append(grid)
 
     monkeypatch.setattr(portable.PortablePlan, "_start", note)
-    monkeypatch.setattr(sm90, "launch", lambda *call: found.append(call))
+    for each in vars(sm90).values():
+        if hasattr(each, "launch_prefill"):
+            monkeypatch.setattr(
+                each, "launch_prefill", lambda *call: found.append(call)
+            )
     yield found
 
 
