@@ -15,7 +15,7 @@ test test-quick: export OMP_NUM_THREADS := 1
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) -m "not slow"
 
-# structure, recorded cases, every law on the reference and one law per area on the other twin
+# structure, recorded cases, and one law per area on each twin
 test-quick: $(STAMP)
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) -m "quick and not slow"
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from conftest import Twin
-from pagetwin.conformance.generators.batches import NAN, Batch, Plan
+from pagetwin.conformance.generators.batches import NAN, BatchPlan, BatchTensors
 from pagetwin.conformance.oracles.dense import judge_attention
 from pagetwin.contract.graph_classes import GraphInputBuffers
 from pagetwin.contract.sequence_classes import SequenceAttentionMetadata
@@ -69,7 +69,7 @@ def tensors(metadata: SequenceAttentionMetadata) -> dict[str, Tensor]:
 
 
 @dataclass
-class Layer:
+class CapturedLayer:
     """A cache, and a step that writes the new tokens to it and attends.
 
     Args:
@@ -183,8 +183,8 @@ class Layer:
         if self.crossed:
             lens, tables = metadata.encoder_seq_lens_tensor, metadata.cross_block_tables
         reqs = lens.shape[0]
-        batch = Batch(
-            plan=Plan(
+        batch = BatchTensors(
+            plan=BatchPlan(
                 (1,) * reqs, tuple(lens.tolist()), self.block_size, dtype=self.dtype
             ),
             query=query,

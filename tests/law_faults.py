@@ -339,9 +339,9 @@ def metadata_without_trees(backends: Any) -> Any:
 
 
 SINGLE: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "a step without micro batches has none": ("split_attn_metadata", one_for_none),
-    "new tokens that lie far apart are found": ("reshape_and_cache", reversed_tokens),
-    "such a layer gets the wanted tokens and knows of the whole step": (
+    "no cuts give no micro batches": ("split_attn_metadata", one_for_none),
+    "new tokens far apart in memory are found": ("reshape_and_cache", reversed_tokens),
+    "such a layer gets the wanted tokens and the whole step": (
         "create_fast_prefill_custom_backend",
         same_backend,
     ),
@@ -353,7 +353,10 @@ SINGLE: dict[str, tuple[str, Callable[[Any], Any]]] = {
         "reshape_query_for_spec_decode",
         copied,
     ),
-    "each layer sees its bytes as its backend says": ("reshape_kv_caches", one_layout),
+    "each layer gets its bytes in the layout of its backend": (
+        "reshape_kv_caches",
+        one_layout,
+    ),
     "each layer is handed its own cache or the one it shares": (
         "bind_kv_cache",
         sorted_by_name,
@@ -370,7 +373,7 @@ SINGLE: dict[str, tuple[str, Callable[[Any], Any]]] = {
         "CommonMetadataBuilder",
         one_token_more,
     ),
-    "the tensors of a step stay where a graph saw them": ("StepBuffers", new_tensors),
+    "the tensors of a step keep their addresses": ("StepBuffers", new_tensors),
     "every field of a step says what its requests say": (
         "build_common_attn_metadata",
         reversed_slots,
@@ -379,15 +382,15 @@ SINGLE: dict[str, tuple[str, Callable[[Any], Any]]] = {
         "BACKENDS",
         metadata_without_trees,
     ),
-    "a layer sees the trees of its step": (
+    "a layer obeys the trees of its step": (
         "BACKENDS",
         of_layers(step_without("tree_mask")),
     ),
-    "a layer sees the images of its step": (
+    "a layer obeys the images of its step": (
         "BACKENDS",
         of_layers(step_without("query_ranges")),
     ),
-    "a layer obeys what it and its step ask for": (
+    "a layer obeys its options and those of its step": (
         "BACKENDS",
         of_layers(step_without("causal", True)),
     ),

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pagetwin.conformance.generators.batches import GARBAGE, LAYOUTS, NAN, empty_cache
 from pagetwin.conformance.oracles.brute_force import (
-    Request,
+    OracleRequest,
     attend_by_hand,
     judge_out,
     quantise_by_hand,
@@ -216,7 +216,7 @@ class Served:
             options |= self.options | self.scales | changes
             options.pop("head_size_v", None)
             requests = [
-                Request(own, *pair)
+                OracleRequest(own, *pair)
                 for own, pair in zip(query.split(asking), stored, strict=True)
             ]
             answer = attend_by_hand(requests, options, len(query))

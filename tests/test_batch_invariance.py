@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Twin
-from pagetwin.conformance.generators.batches import Batch, Plan, build
+from pagetwin.conformance.generators.batches import BatchPlan, BatchTensors, build
 from pagetwin.conformance.oracles.dense import judge_attention, judge_lse, same_bits
 from pagetwin.contract.attention_options import AttentionOptions, pack_options
 from pagetwin.optimized.launch.launcher import INTERPRETED
@@ -58,7 +58,7 @@ def spreads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def attend(
-    twin: Twin, batch: Batch, first: int, end: int, reqs: int, **options: Any
+    twin: Twin, batch: BatchTensors, first: int, end: int, reqs: int, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """Return outputs and log-sum-exps of tokens `first` to `end`, which end request 0, and others.
 
@@ -101,7 +101,7 @@ def test_parts_give_the_same_bits_wherever_they_are_computed(
     spreads: list[int],
 ) -> None:
     """Alone and in a crowd, at the end of a chunk and as a token of its own."""
-    plan = Plan(
+    plan = BatchPlan(
         (9, *[1] * CROWD), (LONG, *[17] * CROWD), head_size=head_size, dtype=dtype,
         kv_heads=2, group=4, needle="last",
     )  # fmt: skip
@@ -129,7 +129,7 @@ def test_a_sequence_longer_than_it_was_said_to_be_harms_nobody(
     optimized: Twin, reference: Twin, device: torch.device, spreads: list[int]
 ) -> None:
     """There are fewer programs than parts; rows are right, and so are those of the next call."""
-    batch = build(Plan((1,), (LONG,), dtype=torch.bfloat16, kv_heads=2), device)
+    batch = build(BatchPlan((1,), (LONG,), dtype=torch.bfloat16, kv_heads=2), device)
     right, right_lse = batch.fresh()
     given = batch.arguments()
     optimized.paged_attention(
@@ -152,7 +152,7 @@ def test_a_sequence_longer_than_it_was_said_to_be_harms_nobody(
 def test_joined_parts_keep_their_budget(
     crowd: int, optimized: Twin, reference: Twin, device: torch.device
 ) -> None:
-    plan = Plan(
+    plan = BatchPlan(
         (3, *[1] * crowd), (LONG, *[17] * crowd), dtype=torch.bfloat16, kv_heads=2,
         needle="first",
     )  # fmt: skip

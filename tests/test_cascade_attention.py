@@ -9,15 +9,15 @@ import torch
 from conftest import TWINS
 from pagetwin.conformance.generators.batches import (
     GARBAGE,
-    Batch,
-    Plan,
+    BatchPlan,
+    BatchTensors,
     build,
 )
 from pagetwin.conformance.oracles.dense import same_bits
 from torch import Tensor
 
 
-def share_prefix(batch: Batch, prefix_len: int) -> Batch:
+def share_prefix(batch: BatchTensors, prefix_len: int) -> BatchTensors:
     """Return the batch with row 0's first blocks in the rows of all that have new tokens."""
     entries = prefix_len // batch.plan.block_size
     rows, table = [list(row) for row in batch.rows], batch.block_table.clone()
@@ -31,7 +31,7 @@ def share_prefix(batch: Batch, prefix_len: int) -> Batch:
 def test_the_prefix_is_read_through_row_0_alone(device: torch.device) -> None:
     """The twin believes that rows begin alike, so what stands in the others is never read."""
     twin = TWINS["optimized"]
-    batch = share_prefix(build(Plan((1, 3, 1), (40, 50, 33)), device), 32)
+    batch = share_prefix(build(BatchPlan((1, 3, 1), (40, 50, 33)), device), 32)
     before = twin.cascade_attention(**batch.arguments(), common_prefix_len=32)
     garbage = torch.tensor(GARBAGE[:2], dtype=torch.int32, device=device)
     batch.block_table[1:, :2] = garbage
@@ -51,6 +51,6 @@ def test_each_key_of_the_prefix_is_gathered_once(
         return found
 
     monkeypatch.setattr(module, "gather_cache", counting)
-    batch = share_prefix(build(Plan((1, 3, 1), (40, 50, 33)), device), 32)
+    batch = share_prefix(build(BatchPlan((1, 3, 1), (40, 50, 33)), device), 32)
     TWINS["reference"].cascade_attention(**batch.arguments(), common_prefix_len=32)
     assert counts == [32, 40 - 32, 50 - 32, 33 - 32]

@@ -21,7 +21,7 @@ from pagetwin.conformance import (
     fuzz_implementation,
     reproduce,
 )
-from pagetwin.conformance.generators.batches import LAYOUTS, Plan
+from pagetwin.conformance.generators.batches import LAYOUTS, BatchPlan
 from pagetwin.conformance.generators.machine import KINDS, Machine
 from pagetwin.conformance.generators.options import PLAIN, build_call, draw_choice
 from pagetwin.conformance.harness.candidate import (
@@ -389,7 +389,7 @@ def test_a_case_is_brought_inside_of_what_is_declared():
         max_query_len=1,
         options=["sinks"],
     )
-    plan = Plan((3, 0), (9, 4), head_size=16, dtype=torch.float32, scale=0.5)
+    plan = BatchPlan((3, 0), (9, 4), head_size=16, dtype=torch.float32, scale=0.5)
     fitted = fit_case((plan, 3), support)[0]
     assert fitted == replace(
         plan,
@@ -593,7 +593,7 @@ def test_an_adapter_that_runs_here_answers_what_it_declares(name):
     assert candidate.missing(candidate.support.operations) == []
     setting = make_setting(candidate, "cpu")
     laws = [
-        find_law("every new token sees its sequence up to itself"),
+        find_law("every new token attends to its sequence up to itself"),
         find_law("paged attention is right under any options"),
         find_law("large heads odd blocks and long rows are right"),
     ]

@@ -35,14 +35,14 @@ from pagetwin.conformance.harness.trial import (
     try_law,
 )
 from pagetwin.conformance.laws.all_laws import ALL_LAWS
-from pagetwin.conformance.laws.masks import Sight
+from pagetwin.conformance.laws.masks import MaskCase
 from pagetwin.contract.attention_options import pack_options
 from torch import Tensor
 
 ADAPTERS = Path(__file__).parents[1] / "docs" / "adapters"
 RIGHT = load_candidate("reference")
 COMPANY = [law for law in ALL_LAWS if law.area == "batch_invariance"]
-SHAPES = "attention over pages refuses what does not fit"
+SHAPES = "paged attention rejects what does not fit"
 PLAIN = [
     "scale",
     "out",
@@ -129,10 +129,10 @@ def test_a_decode_adapter_is_judged_on_masks_and_on_plans_of_a_laws_own() -> Non
     """Its cases were needles beside prompts, which it refuses, so that no law was about it."""
     adapter = load_candidate(str(ADAPTERS / "torch_sdpa.py"))
     for sentence in (
-        "a query sees all up to itself and nothing behind",
-        "no key is lost between two tiles or parts",
+        "a query attends to all keys up to itself and none after",
+        "no key is lost between two tiles or splits",
         "every argument of attention is obeyed",
-        "contents may be looked at without a change",
+        "checking contents changes nothing",
     ):
         result = try_law(find_law(sentence), make_setting(adapter, "cpu"), 0, 12)
         assert result.status == Status.HELD and result.refused < result.cases, result
@@ -144,7 +144,7 @@ def test_a_decode_adapter_is_judged_on_masks_and_on_plans_of_a_laws_own() -> Non
         return found
 
     result = tried(
-        "a query sees all up to itself and nothing behind",
+        "a query attends to all keys up to itself and none after",
         adapter.support,
         12,
         paged_attention=one_key_less,
@@ -161,7 +161,7 @@ def test_a_decode_adapter_is_judged_on_masks_and_on_plans_of_a_laws_own() -> Non
 
 def test_a_sight_is_cut_where_its_query_stands() -> None:
     support = Support(max_query_len=1, options=["sliding_window"])
-    sight = Sight(5, 40, "window to both sides", 7, 2, 37)
+    sight = MaskCase(5, 40, "window to both sides", 7, 2, 37)
     fitted = fit_case(sight, support)
     assert (fitted.query_len, fitted.key_len, fitted.own) == (1, 38, 0)
     assert (fitted.kind, fitted.needle) == ("window", 37)

@@ -14,14 +14,14 @@ import torch
 from captured_steps import (
     GARBAGE,
     LONGEST,
-    Layer,
+    CapturedLayer,
     decodes,
     int32,
     make_state,
     poison,
 )
 from conftest import TWINS, Twin
-from pagetwin.conformance.generators.batches import NAN, Batch, Plan
+from pagetwin.conformance.generators.batches import NAN, BatchPlan, BatchTensors
 from pagetwin.conformance.oracles.dense import judge_attention, same_bits
 from pagetwin.contract.sequence_classes import SequenceAttentionMetadata
 from pagetwin.contract.specs import KVCacheSpec
@@ -40,7 +40,7 @@ SIZES = (5, 2)
 
 
 def expected_cache(
-    layer: Layer, batch: SequenceAttentionMetadata, key: Tensor, value: Tensor
+    layer: CapturedLayer, batch: SequenceAttentionMetadata, key: Tensor, value: Tensor
 ) -> Tensor:
     cache = layer.cache.clone()
     if not layer.crossed:
@@ -51,7 +51,7 @@ def expected_cache(
 
 
 def run_batches(
-    layer: Layer,
+    layer: CapturedLayer,
     reference: Twin,
     run: Callable[..., Tensor],
     poison_all: Callable[[], None],
@@ -73,7 +73,7 @@ def test_a_layer_replays_batches_of_other_sizes_and_lengths(
     reference: Twin, crossed: bool
 ) -> None:
     """Whatever older batches left in the buffers."""
-    layer = Layer(reference, torch.device("cpu"), crossed=crossed)
+    layer = CapturedLayer(reference, torch.device("cpu"), crossed=crossed)
     state = make_state(reference, encoder=crossed)
     layer.cache.zero_()
     with state.graph_capture(max(SIZES)):
@@ -92,7 +92,7 @@ def test_padding_rows_do_no_harm_to_a_layer(
     twin: Twin, reference: Twin, device: torch.device, crossed: bool, size: int
 ) -> None:
     """The step as it would be recorded, run without a graph on both twins."""
-    layer = Layer(twin, device, crossed=crossed)
+    layer = CapturedLayer(twin, device, crossed=crossed)
     state = make_state(twin, encoder=crossed, device=device)
     with state.graph_capture(size):
         captured = state.graph_capture_get_metadata_for_batch(size)
@@ -173,7 +173,7 @@ def test_a_graph_replays_batches_of_other_sizes_and_lengths(
     reference: Twin, cuda: torch.device, dtype: torch.dtype, crossed: bool
 ) -> None:
     """Right by the float64 reference, whatever older batches left in the buffers."""
-    layer = Layer(TWINS["optimized"], cuda, dtype, crossed=crossed)
+    layer = CapturedLayer(TWINS["optimized"], cuda, dtype, crossed=crossed)
     state = make_state(TWINS["optimized"], encoder=crossed, device=cuda)
     layer.cache.zero_()
     with state.graph_capture(max(SIZES)):
@@ -193,7 +193,7 @@ def test_a_graph_does_bit_for_bit_what_its_launches_do(
 ) -> None:
     """Against the same step, refilled in the same way, launched without a graph."""
     twin = TWINS["optimized"]
-    layer = Layer(twin, cuda, dtype)
+    layer = CapturedLayer(twin, cuda, dtype)
     state = make_state(twin, device=cuda)
     eager = make_state(twin, device=cuda)
     with state.graph_capture(5):
@@ -225,7 +225,7 @@ def test_long_rows_are_split_in_a_graph_too(
 ) -> None:
     """Captured for 2,048 tokens, a row's keys are cut into parts; a short row leaves some empty."""
     twin = TWINS["optimized"]
-    layer = Layer(twin, cuda, torch.float16, max_blocks=512, num_blocks=2048)
+    layer = CapturedLayer(twin, cuda, torch.float16, max_blocks=512, num_blocks=2048)
     state = twin.CommonAttentionState(512, 2048, cuda)
     with state.graph_capture(3):
         state.capture(layer.step, 3, *layer.inputs(3))
@@ -252,7 +252,7 @@ def test_the_triton_backend_takes_any_mixture_in_the_memory_of_one_step(
     reference: Twin, device: torch.device, recorded: bool
 ) -> None:
     """Its builder says ALWAYS: a step captured for 4 requests and 12 tokens runs all of these."""
-    layer = Layer(TWINS["optimized"], device, torch.float16)
+    layer = CapturedLayer(TWINS["optimized"], device, torch.float16)
     backend = load_backend("TRITON")
     spec = KVCacheSpec(4, layer.kv_heads, layer.head_size, layer.dtype)
     builder = backend.get_builder_cls()(spec, ["layer 0"], device)
@@ -310,8 +310,8 @@ def test_the_triton_backend_takes_any_mixture_in_the_memory_of_one_step(
         query[tokens:] = key[tokens:] = value[tokens:] = NAN
         output.fill_(NAN)
         run()
-        batch = Batch(
-            plan=Plan(news, lens, 4, dtype=layer.dtype),
+        batch = BatchTensors(
+            plan=BatchPlan(news, lens, 4, dtype=layer.dtype),
             query=query[:tokens],
             key_cache=layer.cache[0],
             value_cache=layer.cache[1],

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 from conftest import Twin
-from pagetwin.conformance.generators.batches import Plan, build
-from pagetwin.conformance.generators.latent_batches import Plan as LatentPlan
-from pagetwin.conformance.generators.latent_batches import build_latents
+from pagetwin.conformance.generators.batches import BatchPlan, build
+from pagetwin.conformance.generators.latent_batches import LatentPlan, build_latents
 from pagetwin.contract.metadata_classes import UBatchSlice
 from pagetwin.contract.specs import KVCacheSpec
 from pagetwin.engine.selector import load_backend
-from pagetwin.optimized.launch import dispatch as optimized_attention
+from pagetwin.optimized.kernels.sm90 import family as sm90
+from pagetwin.optimized.launch import portable
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -79,14 +79,18 @@ def test_a_step_is_planned_without_reading_the_device(optimized: Twin) -> None:
 
 @pytest.fixture
 def grids(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """Return what attention launches on, grids or whole calls; no kernel runs."""
+    """Return the grids, or the whole calls, that attention launches; no kernel runs."""
     found: list[Any] = []
 
-    def note(_launcher: Any, grid: tuple[int, int, int], *_: Any) -> None:
+    def note(_plan: Any, _launcher: Any, grid: tuple[int, int, int], *_: Any) -> None:
         found.append(grid)
 
-    monkeypatch.setattr(optimized_attention, "_start", note)
-    monkeypatch.setattr(optimized_attention, "_start_sm90", found.append)
+    monkeypatch.setattr(portable.PortablePlan, "_start", note)
+    for each in vars(sm90).values():
+        if hasattr(each, "launch_prefill"):
+            monkeypatch.setattr(
+                each, "launch_prefill", lambda *call: found.append(call)
+            )
     yield found
 
 
@@ -146,7 +150,7 @@ def test_cascade_attention_reads_nothing_on_the_host(
     passes = []
     monkeypatch.setattr(module, "paged_attention", lambda *a, **k: passes.append(k))
     monkeypatch.setattr(module, "merge_attn_states", lambda *a, **k: k["output"])
-    batch = build(Plan((1, 3, 1), (40, 50, 33)), device)
+    batch = build(BatchPlan((1, 3, 1), (40, 50, 33)), device)
     with FakeTensorMode() as mode:
         fake = {
             name: mode.from_tensor(value) if isinstance(value, Tensor) else value
@@ -163,7 +167,7 @@ def test_attention_of_a_rank_reads_nothing_on_the_host(
     """Its own lines run on tensors without contents, which cannot be read."""
     module = import_module("pagetwin.optimized.attention.context_parallel")
     monkeypatch.setattr(module, "paged_attention", lambda *a, **k: (a, k))
-    batch = build(Plan((3, 1), (40, 9), padding=2))
+    batch = build(BatchPlan((3, 1), (40, 9), padding=2))
     with FakeTensorMode() as mode:
         fake = {
             name: mode.from_tensor(value) if isinstance(value, Tensor) else value

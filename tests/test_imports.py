@@ -38,23 +38,10 @@ PENDING_STRINGS = {
 }
 # public classes that still have the name of another one
 PENDING_NAMES = {
-    "Action",
-    "Batch",
     "Call",
-    "Far",
-    "Groups",
-    "History",
     "Implementation",
-    "Layer",
-    "Model",
-    "Nonsense",
-    "Plan",
-    "Prompts",
     "Request",
-    "Rows",
-    "Sizes",
     "Status",
-    "Write",
 }
 LIBRARIES = {"triton", "xformers"}
 # more files than a dozen in one folder, and why

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from benchmarks.ladder import run
-from benchmarks.ladder.batches import Batch, num_processors, random_batch, truth
+from benchmarks.ladder.batches import LadderBatch, num_processors, random_batch, truth
 from benchmarks.ladder.rungs import RUNGS, Rung
 from pagetwin.optimized.launch import dispatch
 from pagetwin.optimized.launch.plan_cache import PlanCache
@@ -46,7 +46,7 @@ DIFFERENT = list({as_interpreted(rung): rung for rung in reversed(RUNGS)}.values
 ]
 
 
-def batch_of(rung: Rung) -> Batch:
+def batch_of(rung: Rung) -> LadderBatch:
     lens = FEW if rung.file == "prefill_1_tokens" else LENS[rung.kind]
     return random_batch(*lens, HEADS, torch.float16, DEVICE, seed=3)
 
@@ -79,7 +79,7 @@ def test_a_second_launch_finds_the_counters_at_zero(file: str, reqs: int) -> Non
     assert torch.equal(first, out)
     assert truth(batch).judge(out).ok
     batch.seq_lens[0] = 40
-    shorter = Batch(**{**vars(batch), "kv_lens": (40, *batch.kv_lens[1:])})
+    shorter = LadderBatch(**{**vars(batch), "kv_lens": (40, *batch.kv_lens[1:])})
     launch()
     assert truth(shorter).judge(out).ok
 
@@ -98,7 +98,7 @@ def test_the_judge_refuses_a_dropped_key_and_a_token_left_out() -> None:
     batch = random_batch(*LENS["decode"], HEADS, torch.float16, "cpu", seed=3)
     right = truth(batch)
     assert right.judge(right.exact.half().view(batch.query.shape)).ok
-    shorter = Batch(
+    shorter = LadderBatch(
         **{**vars(batch), "kv_lens": tuple(max(1, n - 1) for n in batch.kv_lens)}
     )
     assert not right.judge(truth(shorter).exact.half().view(batch.query.shape)).ok

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from pagetwin.conformance.generators import latent_batches
-from pagetwin.conformance.generators.batches import Plan, build
+from pagetwin.conformance.generators.batches import BatchPlan, build
 from pagetwin.conformance.generators.options import Call, build_call
 from pagetwin.conformance.laws.attention import SMALL, SMALL_RAGGED
 from pagetwin.conformance.oracles.dense import same_bits
@@ -95,7 +95,7 @@ def draw_batch(seed: int, device: torch.device) -> Arguments:
     pick = random.Random(seed)
     new = [pick.randint(1, 5) for _ in range(pick.randint(1, 3))]
     lens = [query_len + 16 + pick.randint(0, 20) for query_len in new]
-    plan = Plan(tuple(new), tuple(lens), group=pick.choice([1, 3]), seed=seed)
+    plan = BatchPlan(tuple(new), tuple(lens), group=pick.choice([1, 3]), seed=seed)
     batch = build(plan, device)
     # every request begins with the same block, for the cascade
     batch.block_table[:, 0] = batch.block_table[0, 0].clone()

@@ -15,7 +15,7 @@ import pytest
 import torch
 from compile_prefill_sm90 import EVERY_DAY
 from conftest import Twin
-from pagetwin.conformance.generators.batches import Batch, Plan, build
+from pagetwin.conformance.generators.batches import BatchPlan, BatchTensors, build
 from pagetwin.conformance.oracles.dense import judge_attention, judge_lse, same_bits
 from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.optimized.kernels.sm90 import family
@@ -170,12 +170,12 @@ def test_an_option_is_noticed_whatever_its_value(given: dict[str, Any]) -> None:
 
 
 def test_no_call_is_supported_on_another_device() -> None:
-    batch = build(Plan((8,), (8,), head_size=128, dtype=BF16))
+    batch = build(BatchPlan((8,), (8,), head_size=128, dtype=BF16))
     assert not family.supports(to_call(batch, *batch.fresh()))
 
 
 def to_call(
-    batch: Batch, out: Tensor, lse: Tensor | None, causal: bool = True
+    batch: BatchTensors, out: Tensor, lse: Tensor | None, causal: bool = True
 ) -> AttentionCall:
     """Return the call that computes a batch."""
     plan = batch.plan
@@ -204,7 +204,10 @@ def make_plan(call: AttentionCall) -> family.Sm90Plan:
 
 
 def run(
-    batch: Batch, short_rows: int = 0, causal: bool = True, out: Tensor | None = None
+    batch: BatchTensors,
+    short_rows: int = 0,
+    causal: bool = True,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launch the kernel into an output and a log-sum-exp full of NaN."""
     fresh, lse = batch.fresh()
@@ -219,7 +222,7 @@ def run(
     return out, lse
 
 
-def assert_right(batch: Batch, reference: Twin, short_rows: int = 0) -> None:
+def assert_right(batch: BatchTensors, reference: Twin, short_rows: int = 0) -> None:
     """Assert that computed rows are within their error budgets, and others are unchanged."""
     out, lse = run(batch, short_rows)
     start = 0
@@ -241,25 +244,31 @@ def assert_right(batch: Batch, reference: Twin, short_rows: int = 0) -> None:
 
 
 BATCHES = {
-    "one tile": Plan((64,), (64,)),
-    "a prompt": Plan((400,), (400,), needle="first"),
-    "a chunk of a prompt": Plan((130,), (515,), needle="tile edge"),
-    "ragged": Plan(
+    "one tile": BatchPlan((64,), (64,)),
+    "a prompt": BatchPlan((400,), (400,), needle="first"),
+    "a chunk of a prompt": BatchPlan((130,), (515,), needle="tile edge"),
+    "ragged": BatchPlan(
         (1, 200, 0, 77, 129, 3), (50, 200, 40, 300, 129, 260), needle="last"
     ),
-    "fewer queries than keys": Plan((17, 65), (17, 1000)),
-    "many requests": Plan((2,) * 70 + (100,), (5,) * 70 + (300,), needle="first new"),
-    "blocks of 48": Plan((150,), (333,), block_size=48, needle="block edge"),
-    "blocks of 64": Plan((150, 9), (333, 70), block_size=64),
-    "blocks of 256": Plan((150, 9), (600, 70), block_size=256, needle="block edge"),
-    "heads before slots": Plan((150, 66), (333, 66), layout="hnd"),
-    "interleaved": Plan((150, 66), (333, 66), layout="interleaved"),
-    "both": Plan((150, 66), (333, 66), layout="interleaved hnd", fused=False),
-    "two layouts": Plan((150, 66), (333, 66), layout="hnd", value_layout="interleaved"),
-    "shared blocks": Plan((90, 66), (333, 400), table="shared prefix"),
-    "one head each": Plan((150,), (333,), group=1, kv_heads=3),
-    "seven heads to one": Plan((150,), (333,), group=7, kv_heads=1, padding=3),
-    "a large scale": Plan((150,), (333,), scale=1.0, spare_max=7),
+    "fewer queries than keys": BatchPlan((17, 65), (17, 1000)),
+    "many requests": BatchPlan(
+        (2,) * 70 + (100,), (5,) * 70 + (300,), needle="first new"
+    ),
+    "blocks of 48": BatchPlan((150,), (333,), block_size=48, needle="block edge"),
+    "blocks of 64": BatchPlan((150, 9), (333, 70), block_size=64),
+    "blocks of 256": BatchPlan(
+        (150, 9), (600, 70), block_size=256, needle="block edge"
+    ),
+    "heads before slots": BatchPlan((150, 66), (333, 66), layout="hnd"),
+    "interleaved": BatchPlan((150, 66), (333, 66), layout="interleaved"),
+    "both": BatchPlan((150, 66), (333, 66), layout="interleaved hnd", fused=False),
+    "two layouts": BatchPlan(
+        (150, 66), (333, 66), layout="hnd", value_layout="interleaved"
+    ),
+    "shared blocks": BatchPlan((90, 66), (333, 400), table="shared prefix"),
+    "one head each": BatchPlan((150,), (333,), group=1, kv_heads=3),
+    "seven heads to one": BatchPlan((150,), (333,), group=7, kv_heads=1, padding=3),
+    "a large scale": BatchPlan((150,), (333,), scale=1.0, spare_max=7),
 }
 
 
@@ -296,7 +305,7 @@ def test_short_requests_are_not_written(head_size: int, reference: Twin) -> None
 @pytest.mark.parametrize("poison", [0.0, float("inf"), 1e4])
 def test_unallocated_slots_do_not_change_a_bit(head_size: int, poison: float) -> None:
     """NaN or another value past a sequence's end gives bitwise equal results."""
-    plan = Plan((40, 150, 7), (40, 333, 129), head_size=head_size, dtype=BF16)
+    plan = BatchPlan((40, 150, 7), (40, 333, 129), head_size=head_size, dtype=BF16)
     batch = build(plan, "cuda")
     before = run(batch)
     caches = [
@@ -317,7 +326,7 @@ def test_unallocated_slots_do_not_change_a_bit(head_size: int, poison: float) ->
 @needs_hopper
 def test_a_query_without_a_visible_key_gets_zero() -> None:
     """A sequence shorter than its queries: the first of them precede its first key."""
-    plan = Plan((300, 40), (300, 40), head_size=128, dtype=BF16)
+    plan = BatchPlan((300, 40), (300, 40), head_size=128, dtype=BF16)
     batch = build(plan, "cuda")
     whole, whole_lse = run(batch)
     short = torch.tensor([100, 0], dtype=torch.int32, device="cuda")
@@ -328,7 +337,7 @@ def test_a_query_without_a_visible_key_gets_zero() -> None:
     assert bool(whole.isfinite().all() and whole_lse.isfinite().all())
 
 
-def ragged(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+def ragged(batch: BatchTensors) -> tuple[Tensor, Tensor, Tensor]:
     """Return a batch's keys and values concatenated, and the index of each request's first."""
     rows = []
     for kv_len, row in zip(batch.plan.kv_lens, batch.rows, strict=True):
@@ -370,7 +379,7 @@ def test_ragged_keys_give_the_same_bits_as_a_cache(
 def test_without_a_mask_every_query_attends_to_its_whole_sequence(
     head_size: int,
 ) -> None:
-    plan = Plan((200, 5, 90), (300, 0, 129), head_size=head_size, dtype=BF16)
+    plan = BatchPlan((200, 5, 90), (300, 0, 129), head_size=head_size, dtype=BF16)
     batch = build(plan, "cuda")
     out, lse = run(batch, causal=False)
     keys, values, starts = ragged(batch)
@@ -399,7 +408,7 @@ def test_without_a_mask_every_query_attends_to_its_whole_sequence(
 @needs_hopper
 @pytest.mark.parametrize("layout", ["heads first", "padded rows"])
 def test_the_output_may_have_any_strides(layout: str) -> None:
-    batch = build(Plan((150, 20), (333, 20), head_size=128, dtype=BF16), "cuda")
+    batch = build(BatchPlan((150, 20), (333, 20), head_size=128, dtype=BF16), "cuda")
     expected, _ = run(batch)
     tokens, heads, size = expected.shape
     if layout == "heads first":
@@ -418,9 +427,9 @@ def test_the_output_may_have_any_strides(layout: str) -> None:
 @needs_hopper
 def test_one_captured_launch_serves_other_lengths(reference: Twin) -> None:
     plans = [
-        Plan((200, 3, 90), (300, 40, 129), head_size=128, dtype=BF16),
-        Plan((93, 0, 200), (129, 40, 300), head_size=128, dtype=BF16, seed=1),
-        Plan((50, 50, 193), (50, 200, 300), head_size=128, dtype=BF16, seed=2),
+        BatchPlan((200, 3, 90), (300, 40, 129), head_size=128, dtype=BF16),
+        BatchPlan((93, 0, 200), (129, 40, 300), head_size=128, dtype=BF16, seed=1),
+        BatchPlan((50, 50, 193), (50, 200, 300), head_size=128, dtype=BF16, seed=2),
     ]
     batches = [build(plan, "cuda") for plan in plans]
     blocks = max(batch.key_cache.shape[0] for batch in batches)
@@ -474,7 +483,7 @@ def test_calls_of_one_plan_may_have_any_number_of_tokens(
     """A plan does not depend on the tokens and addresses of the first call."""
     launch_plan = None
     for query_len in (40, 500, 1, 130):
-        plan = Plan((query_len,), (500,), head_size=head_size, dtype=BF16)
+        plan = BatchPlan((query_len,), (500,), head_size=head_size, dtype=BF16)
         batch = build(replace(plan, seed=query_len), "cuda")
         out, lse = batch.fresh()
         call = to_call(batch, out, lse)
@@ -503,7 +512,9 @@ def test_a_kernel_whose_launch_cannot_be_found_is_left_to_triton() -> None:
 @needs_hopper
 def test_many_launches_in_a_row_give_the_same_bits() -> None:
     """Each takes its work items from the counter that the launch before set back to 0."""
-    plan = Plan((300, 5, 170), (400, 40, 300), head_size=64, dtype=BF16, kv_heads=4)
+    plan = BatchPlan(
+        (300, 5, 170), (400, 40, 300), head_size=64, dtype=BF16, kv_heads=4
+    )
     batch = build(plan, "cuda")
     expected = run(batch)
     for _ in range(50):

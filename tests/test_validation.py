@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import TWINS
-from pagetwin.conformance.generators.batches import Plan, build
+from pagetwin.conformance.generators.batches import BatchPlan, build
 from pagetwin.conformance.harness import expect
 from pagetwin.conformance.harness.candidate import load_candidate
 from pagetwin.conformance.harness.law import Law
@@ -83,7 +83,7 @@ def test_the_twin_reads_contents_only_when_told(
 
 def good_call(device: torch.device) -> dict[str, Any]:
     """Return arguments of paged attention: two requests, 3 + 1 new tokens and 20 + 9 keys."""
-    batch = build(Plan((3, 1), (20, 9)), device)
+    batch = build(BatchPlan((3, 1), (20, 9)), device)
     return batch.arguments() | {
         "out": torch.zeros_like(batch.query, memory_format=torch.contiguous_format)
     }
@@ -104,7 +104,7 @@ def test_the_twin_says_what_only_the_reference_takes(
 
 
 def test_a_head_too_large_for_the_kernel_is_refused(device: torch.device) -> None:
-    plan = Plan((1,), (2,), kv_heads=1, group=1, head_size=1025, block_size=2)
+    plan = BatchPlan((1,), (2,), kv_heads=1, group=1, head_size=1025, block_size=2)
     batch = build(plan, device)
     words = "head_size = 1025 is more than this kernel takes in torch.float32 on"
     with pytest.raises(NotImplementedError, match=re.escape(words)):

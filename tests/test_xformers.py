@@ -13,7 +13,7 @@ import torch
 from conftest import Twin
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pagetwin.conformance.generators.batches import Plan, build
+from pagetwin.conformance.generators.batches import BatchPlan, build
 from pagetwin.conformance.oracles.dense import judge_attention
 from pagetwin.contract.specs import CrossAttentionSpec, KVCacheSpec
 from pagetwin.engine.selector import load_backend
@@ -40,7 +40,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 def decodes(device: torch.device, **changes: Any) -> tuple[Any, Any, Any]:
     """Return a batch of decodes, the layer's own tokens and its metadata."""
     numbers = {"kv_heads": 2, "group": 4, "head_size": 64, "dtype": torch.float16}
-    plan = Plan((1, 1, 1), (33, 1, 16), **(numbers | changes))
+    plan = BatchPlan((1, 1, 1), (33, 1, 16), **(numbers | changes))
     batch = build(plan, device)
     spec = KVCacheSpec(plan.block_size, plan.kv_heads, plan.head_size, plan.dtype)
     return batch, plan, spec
@@ -131,7 +131,7 @@ def test_its_mask_shows_each_decode_the_slots_of_its_row(
 ) -> None:
     """The mask over all slots of the cache, against positions looked up one by one."""
     news = [0 if req in idle else 1 for req in range(len(kv_lens))]
-    plan = Plan(tuple(news), tuple(kv_lens), seed=seed, head_size=32)
+    plan = BatchPlan(tuple(news), tuple(kv_lens), seed=seed, head_size=32)
     rows = build(plan).rows
     common = reference.build_common_attn_metadata(
         news, [kv - new for kv, new in zip(kv_lens, news, strict=True)], rows, 16
@@ -163,7 +163,7 @@ def test_its_mask_shows_each_decode_the_slots_of_its_row(
 def test_it_is_asked_for_nothing_where_nothing_decodes(
     launches: list[Any], reference: Twin, device: torch.device
 ) -> None:
-    plan = Plan((3, 17), (20, 17), head_size=64, dtype=torch.float16)
+    plan = BatchPlan((3, 17), (20, 17), head_size=64, dtype=torch.float16)
     batch = build(plan, device)
     spec = KVCacheSpec(16, 2, 64, torch.float16)
     output, metadata, _ = forward(batch, spec, reference)
@@ -178,7 +178,7 @@ def cross_step(
     news: list[int], encoders: list[int], twin: Twin, device: torch.device
 ) -> tuple[Any, Any]:
     """Return encoders' keys in a cache, and the metadata of a step that reads them."""
-    plan = Plan(tuple(news), tuple(encoders), head_size=64, dtype=torch.float16)
+    plan = BatchPlan(tuple(news), tuple(encoders), head_size=64, dtype=torch.float16)
     batch = build(plan, device)
     lens = torch.tensor(encoders, dtype=torch.int32)
     common = twin.build_common_attn_metadata(

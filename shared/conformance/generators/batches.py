@@ -32,7 +32,7 @@ NAN = float("nan")
 
 
 @dataclass(frozen=True)
-class Plan:
+class BatchPlan:
     """A batch in small numbers.
 
     Args:
@@ -65,10 +65,10 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchTensors:
     """The tensors of a plan, and the same facts on the host."""
 
-    plan: Plan
+    plan: BatchPlan
     query: Tensor
     key_cache: Tensor
     value_cache: Tensor
@@ -105,7 +105,7 @@ class Batch:
         lse_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         return out, torch.full((heads, tokens), NAN, dtype=lse_dtype, device=out.device)
 
-    def to(self, device: torch.device) -> "Batch":
+    def to(self, device: torch.device) -> "BatchTensors":
         """Return the batch on another device, strides kept."""
         moved: dict[str, Any] = {
             name: value.to(device)
@@ -208,7 +208,7 @@ def needle_position(
     return min(places[needle], kv_len - 1)
 
 
-def build(plan: Plan, device: torch.device | str = "cpu") -> Batch:
+def build(plan: BatchPlan, device: torch.device | str = "cpu") -> BatchTensors:
     """Return the tensors of a plan."""
     generator = torch.Generator().manual_seed(plan.seed)
 
@@ -267,7 +267,7 @@ def build(plan: Plan, device: torch.device | str = "cpu") -> Batch:
     starts = [0]
     for query_len in plan.query_lens:
         starts.append(starts[-1] + query_len)
-    batch = Batch(
+    batch = BatchTensors(
         plan=plan,
         query=query,
         key_cache=key_cache,
@@ -303,7 +303,7 @@ def draw_lengths(pick: Random, block_size: int, reqs: int) -> list[tuple[int, in
 
 
 @st.composite
-def plans(draw: st.DrawFn, max_reqs: int = 4, dtypes: Any = DTYPES) -> Plan:
+def plans(draw: st.DrawFn, max_reqs: int = 4, dtypes: Any = DTYPES) -> BatchPlan:
     """Return the plan of a batch for attention.
 
     Everything comes from one seed: drawn one by one, Hypothesis repeats a few values of each, and
@@ -313,7 +313,7 @@ def plans(draw: st.DrawFn, max_reqs: int = 4, dtypes: Any = DTYPES) -> Plan:
     reqs = 0 if pick.random() < 0.05 else pick.randint(1, max_reqs)
     block_size = pick.choice([1, 3, 16, 16, 16, 24])
     batch = draw_lengths(pick, block_size, reqs)
-    return Plan(
+    return BatchPlan(
         query_lens=tuple(query_len for query_len, _ in batch),
         kv_lens=tuple(kv_len for _, kv_len in batch),
         block_size=block_size,
@@ -336,29 +336,31 @@ def plans(draw: st.DrawFn, max_reqs: int = 4, dtypes: Any = DTYPES) -> Plan:
 
 # what a random draw reaches seldom: large heads, 544-token blocks, one head, block_size == kv_heads
 CORNERS = {
-    "head size 80": Plan((1, 3), (33, 17), head_size=80, group=1, needle="last"),
-    "head size 96, fp16": Plan(
+    "head size 80": BatchPlan((1, 3), (33, 17), head_size=80, group=1, needle="last"),
+    "head size 96, fp16": BatchPlan(
         (1, 20), (65, 20), head_size=96, dtype=torch.float16, needle="tile edge"
     ),
-    "head size 128, bf16": Plan(
+    "head size 128, bf16": BatchPlan(
         (2, 1), (18, 49), head_size=128, dtype=torch.bfloat16, needle="first"
     ),
-    "blocks of 544": Plan(
+    "blocks of 544": BatchPlan(
         (1, 2), (545, 544), block_size=544, kv_heads=1, needle="block edge"
     ),
-    "blocks of 544, interleaved": Plan(
+    "blocks of 544, interleaved": BatchPlan(
         (3, 1), (1, 543)[::-1], block_size=544, kv_heads=1, layout="interleaved"
     ),
-    "block_size == kv_heads": Plan(
+    "block_size == kv_heads": BatchPlan(
         (1, 5), (10, 7), block_size=3, kv_heads=3, layout="hnd", needle="first new"
     ),
-    "one head of one element": Plan((1, 4), (9, 4), kv_heads=1, group=1, head_size=1),
-    "empty batch": Plan((), (), padding=2),
-    "empty batch without a column": Plan((), (), spare_blocks=0),
-    "no new tokens": Plan((0, 0), (5, 0)),
-    "a long row beside short ones": Plan(
+    "one head of one element": BatchPlan(
+        (1, 4), (9, 4), kv_heads=1, group=1, head_size=1
+    ),
+    "empty batch": BatchPlan((), (), padding=2),
+    "empty batch without a column": BatchPlan((), (), spare_blocks=0),
+    "no new tokens": BatchPlan((0, 0), (5, 0)),
+    "a long row beside short ones": BatchPlan(
         (1, 1, 1), (1, 300, 2), kv_heads=1, needle="tile edge", dtype=torch.float16
     ),
-    "a whole prompt": Plan((70,), (70,), kv_heads=1, needle="first new"),
-    "a chunk that ends in a block": Plan((21, 1), (43, 43), needle="first new"),
+    "a whole prompt": BatchPlan((70,), (70,), kv_heads=1, needle="first new"),
+    "a chunk that ends in a block": BatchPlan((21, 1), (43, 43), needle="first new"),
 }

@@ -15,7 +15,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ...contract.kinds import FP8_DTYPES
-from ..oracles.brute_force import Answer, Request, attend_by_hand, quantise_by_hand
+from ..oracles.brute_force import (
+    Answer,
+    OracleRequest,
+    attend_by_hand,
+    quantise_by_hand,
+)
 from .batches import (
     DTYPES,
     GARBAGE,
@@ -31,7 +36,7 @@ LAYOUTS = ("packed", "padded", "every other element", "slots first")
 
 
 @dataclass(frozen=True)
-class Plan:
+class LatentPlan:
     """A batch in small numbers.
 
     Args:
@@ -69,10 +74,10 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Batch:
+class LatentBatch:
     """The tensors of a plan, and the same facts on the host."""
 
-    plan: Plan
+    plan: LatentPlan
     q_nope: Tensor
     q_pe: Tensor
     kv_c: Tensor
@@ -151,8 +156,8 @@ class Batch:
             key = torch.cat([torch.einsum("tl,hnl->thn", latent, w_uk), shared], 2)
             value = torch.einsum("tl,hlv->thv", latent, w_uv)
             size = torch.einsum("tl,hlv->thv", latent.abs(), w_uv.abs())
-            requests.append(Request(question, key, value))
-            sizes.append(Request(question, key, size))
+            requests.append(OracleRequest(question, key, value))
+            sizes.append(OracleRequest(question, key, size))
             nope = torch.einsum("tl,hnl->thn", latent.abs(), w_uk.abs())
             most = torch.cat([nope, shared.abs()], 2)
             scores = torch.einsum("qhn,thn->hqt", question.abs(), most)
@@ -162,7 +167,7 @@ class Batch:
         if not requests:
             key = empty.new_empty(0, plan.heads, plan.nope + plan.rope)
             requests = sizes = [
-                Request(key, key, key.new_empty(0, plan.heads, plan.value))
+                OracleRequest(key, key, key.new_empty(0, plan.heads, plan.value))
             ]
         tokens = len(self.q_nope)
         found = attend_by_hand(requests, options, tokens)
@@ -173,7 +178,7 @@ class Batch:
         return Answer(found.out, found.lse, of_sizes, scores)
 
 
-def empty_latent_cache(plan: Plan, num_blocks: int) -> Tensor:
+def empty_latent_cache(plan: LatentPlan, num_blocks: int) -> Tensor:
     """Return a latent cache of NaN, as some view."""
     width = plan.rank + plan.rope
     dtype = plan.cache_dtype or plan.dtype
@@ -190,7 +195,7 @@ def empty_latent_cache(plan: Plan, num_blocks: int) -> Tensor:
     return full(num_blocks, plan.block_size, width)
 
 
-def build_latents(plan: Plan, device: torch.device) -> Batch:
+def build_latents(plan: LatentPlan, device: torch.device) -> LatentBatch:
     """Return the tensors of a plan: NaN in slots that nobody owns, garbage behind the table."""
     generator = torch.Generator().manual_seed(plan.seed)
 
@@ -250,7 +255,7 @@ def build_latents(plan: Plan, device: torch.device) -> Batch:
                 )
                 kv_cache[at] = stored[0, 0]
     queries = queries.to(plan.dtype)
-    batch = Batch(
+    batch = LatentBatch(
         plan=plan,
         q_nope=queries[..., : plan.nope],
         q_pe=queries[..., plan.nope :],
@@ -285,13 +290,13 @@ def build_latents(plan: Plan, device: torch.device) -> Batch:
 
 
 @st.composite
-def latent_plans(draw: st.DrawFn, max_reqs: int = 3) -> Plan:
+def latent_plans(draw: st.DrawFn, max_reqs: int = 3) -> LatentPlan:
     """Return the plan of a batch; everything comes from one seed."""
     pick = Random(draw(st.integers(0, 2**20)))
     reqs = 0 if pick.random() < 0.05 else pick.randint(1, max_reqs)
     block_size = pick.choice([1, 3, 16, 16])
     batch = draw_lengths(pick, block_size, reqs)
-    return Plan(
+    return LatentPlan(
         query_lens=tuple(query_len for query_len, _ in batch),
         key_lens=tuple(key_len for _, key_len in batch),
         block_size=block_size,

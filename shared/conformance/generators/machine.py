@@ -43,7 +43,7 @@ CAPTURED_TOKENS = (1, 2, 4, 8, 16, 32)
 
 
 @dataclass(frozen=True)
-class Action:
+class CacheAction:
     """One thing that happens.
 
     Args:
@@ -58,7 +58,7 @@ class Action:
 
 
 @dataclass(frozen=True)
-class History:
+class CacheHistory:
     """All that happens to one cache.
 
     Args:
@@ -69,7 +69,7 @@ class History:
         shuffled: whether a step's requests come in another order than their rows.
     """
 
-    actions: tuple[Action, ...]
+    actions: tuple[CacheAction, ...]
     block_size: int = 4
     layout: str = "separate"
     filled: bool = True
@@ -127,7 +127,7 @@ class Machine:
     """
 
     setting: Setting
-    history: History
+    history: CacheHistory
     sequences: list[Sequence] = field(default_factory=list)
     next_token: int = 1
 
@@ -155,18 +155,18 @@ class Machine:
             getattr(self, action.kind.replace(" ", "_"))(action)
             self.compare(action)
 
-    def start(self, action: Action) -> None:
+    def start(self, action: CacheAction) -> None:
         """Begin a request with a prompt of so many tokens."""
         self._begin([], [], action.tokens)
 
-    def share(self, action: Action) -> None:
+    def share(self, action: CacheAction) -> None:
         """Begin a request whose first blocks are another's full ones."""
         if other := self._one(action, waiting=False):
             full = len(other.tokens) // self.history.block_size
             tokens = other.tokens[: full * self.history.block_size]
             self._begin(other.blocks[:full], tokens, action.tokens)
 
-    def fork(self, action: Action) -> None:
+    def fork(self, action: CacheAction) -> None:
         """Begin a request that is another's double, its last block included."""
         row = self._free_row()
         if (other := self._one(action, waiting=False)) and row is not None:
@@ -175,18 +175,18 @@ class Machine:
             self._set_row(row, other.blocks)
             self.sequences.append(Sequence(row, list(other.tokens), list(other.blocks)))
 
-    def step(self, action: Action) -> None:
+    def step(self, action: CacheAction) -> None:
         """Give every request that runs one new token, in one step."""
         self._step([(each, 1) for each in self._running()])
 
-    def append(self, action: Action) -> None:
+    def append(self, action: CacheAction) -> None:
         """Give one request some new tokens, and every other one."""
         chosen = self._one(action, waiting=False)
         self._step(
             [(each, action.tokens if each is chosen else 1) for each in self._running()]
         )
 
-    def free(self, action: Action) -> None:
+    def free(self, action: CacheAction) -> None:
         """End a request."""
         if (chosen := self._one(action, waiting=False)) and chosen.row is not None:
             self.buffers.clear_rows([chosen.row])
@@ -194,14 +194,14 @@ class Machine:
                 self.pool.leave(block)
             self._drop(chosen)
 
-    def preempt(self, action: Action) -> None:
+    def preempt(self, action: CacheAction) -> None:
         """Take everything from a request, and let it begin again with all it had."""
         if chosen := self._one(action, waiting=False):
             count = len(chosen.tokens)
             self.free(action)
             self._begin([], [], count)
 
-    def swap_out(self, action: Action) -> None:
+    def swap_out(self, action: CacheAction) -> None:
         """Move a request's blocks to the host; it waits."""
         chosen = self._one(action, waiting=False)
         if chosen is None or len(self.host_pool.free) < len(chosen.blocks):
@@ -216,7 +216,7 @@ class Machine:
         self.buffers.clear_rows([chosen.row])
         chosen.row, chosen.blocks, chosen.on_host = None, there, True
 
-    def swap_in(self, action: Action) -> None:
+    def swap_in(self, action: CacheAction) -> None:
         """Move a waiting request's blocks back, to other ones."""
         chosen, row = self._one(action, waiting=True), self._free_row()
         if chosen is None or row is None:
@@ -237,7 +237,7 @@ class Machine:
     def _running(self) -> list[Sequence]:
         return [each for each in self.sequences if each.row is not None]
 
-    def _one(self, action: Action, waiting: bool) -> Sequence | None:
+    def _one(self, action: CacheAction, waiting: bool) -> Sequence | None:
         there = [each for each in self.sequences if each.on_host == waiting]
         return there[action.which % len(there)] if there else None
 
@@ -412,7 +412,7 @@ class Machine:
         both = min(len(old), len(new))
         expect_same("the first step's table, now", old[:both], new[:both].cpu())
 
-    def compare(self, action: Action) -> None:
+    def compare(self, action: CacheAction) -> None:
         """Compare both caches as a whole, and every sequence as it is gathered."""
         expect_same(f"the cache after {action.kind}", self.cache, self.right)
         expect_same(

@@ -26,7 +26,7 @@ from ...validation.options.position_bias import bias_table as bias_table
 from ..oracles.brute_force import (
     Answer,
     Flip,
-    Request,
+    OracleRequest,
     attend_by_hand,
     judge_log_sum_exp,
     judge_out,
@@ -37,7 +37,7 @@ from .batches import (
     LAYOUTS,
     NAN,
     TABLES,
-    Plan,
+    BatchPlan,
     build,
     draw_rows,
     empty_cache,
@@ -357,7 +357,7 @@ class Call:
         assert given.get("out", out) is out
         return out, given.get("lse")
 
-    def requests(self) -> list[Request]:
+    def requests(self) -> list[OracleRequest]:
         """Return queries, keys and values of each request on the host, as stored."""
         queries = torch.split(
             self.query.cpu()[: sum(self.query_lens)], list(self.query_lens)
@@ -371,7 +371,7 @@ class Call:
                 ]
                 for req in range(len(self.key_lens))
             ]
-            return [Request(q, *kv) for q, kv in zip(queries, found, strict=True)]
+            return [OracleRequest(q, *kv) for q, kv in zip(queries, found, strict=True)]
         pair = [self.arguments[name].cpu() for name in ("key_cache", "value_cache")]
         block_size = pair[0].shape[1]
         requests = []
@@ -381,7 +381,7 @@ class Call:
             blocks = [row[place // block_size] for place in range(key_len)]
             offsets = [place % block_size for place in range(key_len)]
             requests.append(
-                Request(question, *(each[blocks, offsets] for each in pair))
+                OracleRequest(question, *(each[blocks, offsets] for each in pair))
             )
         return requests
 
@@ -399,7 +399,7 @@ class Call:
                 given["value_cache"][0] if "value_cache" in given else given["value"]
             )
             empty = (each.cpu()[:0] for each in (self.query, keys, values))
-            requests = [Request(*empty)]
+            requests = [OracleRequest(*empty)]
         return attend_by_hand(requests, options, len(self.query), flip)
 
     def judge(self, out: Tensor, answer: Answer, reference: Implementation) -> Any:
@@ -610,7 +610,7 @@ def make_options(choice: Choice, drawing: Drawing) -> dict[str, Any]:
 
 
 def paged_call(
-    plan: Plan,
+    plan: BatchPlan,
     device: torch.device,
     needles: Iterable[tuple[int, int]] = (),
     **options: Any,

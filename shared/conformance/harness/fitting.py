@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from ..generators.batches import Plan
+from ..generators.batches import BatchPlan
 from ..generators.options import DTYPES, OPTIONS, Choice
 from .candidate import Support
 
@@ -48,7 +48,7 @@ def fit_case(case: Any, support: Support) -> Any:
             with some in it.
         support: what is declared.
     """
-    if isinstance(case, Plan):
+    if isinstance(case, BatchPlan):
         return _fit_plan(case, support)
     if isinstance(case, dict) and case.keys() == OPTIONS.keys():
         return _fit_choice(case, support)
@@ -76,7 +76,7 @@ def _nearest(value: Value, taken: Collection[Value] | None, turn: int) -> Value:
     return list(taken)[turn % len(taken)]
 
 
-def _fit_plan(plan: Plan, support: Support) -> Plan:
+def _fit_plan(plan: BatchPlan, support: Support) -> BatchPlan:
     """Return a plan with sizes, dtype and lengths that are declared."""
     longest = support.max_query_len
     lens = plan.query_lens

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from typing import Any
 
-from ..generators.batches import Plan
+from ..generators.batches import BatchPlan
 from ..generators.options import OPTIONS, PLAIN, Choice, allowed
 
 
@@ -41,11 +41,13 @@ def shrink(case: Any, fails: Callable[[Any], bool], seconds: float) -> Any:
 
 def simpler(case: Any) -> Iterator[Any]:
     """Yield cases that are simpler by one change, those that save most first."""
-    if isinstance(case, Plan):
+    if isinstance(case, BatchPlan):
         yield from _simpler_plans(case)
     elif isinstance(case, dict) and case.keys() == OPTIONS.keys():
         yield from _simpler_choices(case)
-    elif type(case) is tuple and any(isinstance(each, (Plan, dict)) for each in case):
+    elif type(case) is tuple and any(
+        isinstance(each, (BatchPlan, dict)) for each in case
+    ):
         for place, each in enumerate(case):
             smaller = simpler(each)
             if type(each) is int and place:
@@ -54,11 +56,11 @@ def simpler(case: Any) -> Iterator[Any]:
                 yield (*case[:place], other, *case[place + 1 :])
 
 
-def _simpler_plans(plan: Plan) -> Iterator[Plan]:
+def _simpler_plans(plan: BatchPlan) -> Iterator[BatchPlan]:
     """Yield plans with a request less, plainer fields, or shorter lengths."""
     lens = list(zip(plan.query_lens, plan.kv_lens, strict=True))
 
-    def with_lens(pairs: list[tuple[int, int]]) -> Plan:
+    def with_lens(pairs: list[tuple[int, int]]) -> BatchPlan:
         return replace(
             plan,
             query_lens=tuple(query_len for query_len, _ in pairs),
@@ -67,7 +69,7 @@ def _simpler_plans(plan: Plan) -> Iterator[Plan]:
 
     for req in range(len(lens)):
         yield with_lens(lens[:req] + lens[req + 1 :])
-    plain = Plan((), ())
+    plain = BatchPlan((), ())
     for each in fields(plan):
         if each.name not in ("query_lens", "kv_lens"):
             yield replace(plan, **{each.name: getattr(plain, each.name)})

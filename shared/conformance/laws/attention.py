@@ -12,7 +12,15 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ..generators.batches import CORNERS, DTYPES, LAYOUTS, NAN, NEEDLES, Plan, plans
+from ..generators.batches import (
+    CORNERS,
+    DTYPES,
+    LAYOUTS,
+    NAN,
+    NEEDLES,
+    BatchPlan,
+    plans,
+)
 from ..generators.options import (
     DESIGN,
     Choice,
@@ -85,8 +93,8 @@ def encoder_attention_is_right_under_any_options(setting: Setting, case: Drawn) 
 
 
 @law("paged_attention", cases=plans(max_reqs=3))
-def every_new_token_sees_its_sequence_up_to_itself(
-    setting: Setting, plan: Plan
+def every_new_token_attends_to_its_sequence_up_to_itself(
+    setting: Setting, plan: BatchPlan
 ) -> None:
     """Ragged lengths on both sides of every edge, blocks anywhere, idle and empty requests."""
     call = paged_call(plan, setting.device)
@@ -94,8 +102,8 @@ def every_new_token_sees_its_sequence_up_to_itself(
 
 
 @law("encoder_attention", cases=plans(max_reqs=3))
-def every_token_of_an_encoder_sees_its_whole_input(
-    setting: Setting, plan: Plan
+def every_token_of_an_encoder_attends_to_its_whole_input(
+    setting: Setting, plan: BatchPlan
 ) -> None:
     call = paged_call(plan, setting.device, causal=False)
     if plan.kv_lens:
@@ -104,29 +112,29 @@ def every_token_of_an_encoder_sees_its_whole_input(
 
 
 LONG = {
-    "a row of many tiles": Plan((1,), (600,), kv_heads=1, needle="first"),
-    "drafts on many tiles": Plan((3,), (530,), kv_heads=1, needle="first new"),
-    "long beside short": Plan((1, 4, 1), (400, 9, 1), group=3, needle="last"),
-    "other values than keys": Plan(
+    "a row of many tiles": BatchPlan((1,), (600,), kv_heads=1, needle="first"),
+    "drafts on many tiles": BatchPlan((3,), (530,), kv_heads=1, needle="first new"),
+    "long beside short": BatchPlan((1, 4, 1), (400, 9, 1), group=3, needle="last"),
+    "other values than keys": BatchPlan(
         (2, 17), (40, 17), layout="hnd", value_layout="padded"
     ),
-    "all kv heads, odd groups": Plan((1, 9), (33, 20), kv_heads=3, group=7),
+    "all kv heads, odd groups": BatchPlan((1, 9), (33, 20), kv_heads=3, group=7),
 }
 
 
 @law("paged_attention", cases=[*CORNERS.values(), *LONG.values()])
 def large_heads_odd_blocks_and_long_rows_are_right(
-    setting: Setting, plan: Plan
+    setting: Setting, plan: BatchPlan
 ) -> None:
     call = paged_call(plan, setting.device)
     expect_right(setting, call, ask(setting, call))
 
 
 @st.composite
-def wide_values(draw: st.DrawFn) -> tuple[Plan, int]:
+def wide_values(draw: st.DrawFn) -> tuple[BatchPlan, int]:
     """Return a plan, and another size for its values."""
     pick = Random(draw(st.integers(0, 2**20)))
-    plan = Plan(
+    plan = BatchPlan(
         pick.choice([(1, 2), (17, 1)]),
         (20, 33),
         head_size=pick.choice([8, 24, 48]),
@@ -140,7 +148,9 @@ def wide_values(draw: st.DrawFn) -> tuple[Plan, int]:
 
 
 @law("paged_attention", cases=wide_values())
-def values_may_be_smaller_than_keys(setting: Setting, case: tuple[Plan, int]) -> None:
+def values_may_be_smaller_than_keys(
+    setting: Setting, case: tuple[BatchPlan, int]
+) -> None:
     """A slice of the values, as latents are read whose keys hold a position too."""
     plan, size = case
     call = paged_call(plan, setting.device)
@@ -172,7 +182,7 @@ def attention_changes_nothing_that_it_reads(setting: Setting, case: Drawn) -> No
 
 
 @law("encoder_attention", cases=SMALL_RAGGED)
-def attention_over_keys_in_a_row_changes_nothing_that_it_reads(
+def ragged_attention_changes_nothing_that_it_reads(
     setting: Setting, case: Drawn
 ) -> None:
     expect_reads_kept(setting, case)
@@ -189,7 +199,7 @@ def the_same_attention_gives_the_same_bits(setting: Setting, case: Drawn) -> Non
 
 
 @law("encoder_attention", cases=SMALL_RAGGED)
-def the_same_attention_over_keys_in_a_row_gives_the_same_bits(
+def the_same_ragged_attention_gives_the_same_bits(
     setting: Setting, case: Drawn
 ) -> None:
     expect_same_bits(setting, case)
@@ -216,7 +226,7 @@ def nothing_is_written_beside_the_output(setting: Setting, case: Drawn) -> None:
 
 
 @law("encoder_attention", cases=SMALL_RAGGED)
-def nothing_is_written_beside_the_output_of_keys_in_a_row(
+def nothing_is_written_beside_the_output_of_ragged_attention(
     setting: Setting, case: Drawn
 ) -> None:
     expect_nothing_beside(setting, case)
@@ -228,7 +238,7 @@ def nothing_is_written_beside_the_log_sum_exp(
 ) -> None:
     """It may be a view too: of as many heads as there are, of tokens in a longer row."""
     query_len, padding = case
-    plan = setting.fit(Plan((query_len, 1), (40, 9), padding=padding))
+    plan = setting.fit(BatchPlan((query_len, 1), (40, 9), padding=padding))
     call = paged_call(plan, setting.device)
     tokens, heads, size = call.query.shape
     wide = torch.full((heads + 2, 2 * tokens + 1), 7.0, device=setting.device)
@@ -260,7 +270,9 @@ def a_sink_takes_its_share_of_the_weight_once(
 ) -> None:
     """Far below the keys, as heavy as all of them, and far above; cut rows among them."""
     query_len, level, seed = case
-    plan = Plan((query_len, 1), (40, 300), kv_heads=1, group=3, seed=seed, padding=1)
+    plan = BatchPlan(
+        (query_len, 1), (40, 300), kv_heads=1, group=3, seed=seed, padding=1
+    )
     plan = setting.fit(plan)
     call = paged_call(plan, setting.device)
     heaviest = call.answer().lse[:, : sum(plan.query_lens)].amax(1)
@@ -281,7 +293,7 @@ Empty = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 def expect_nothing_seen(setting: Setting, operation: str, case: Empty) -> None:
     options, query_lens, key_lens = case
-    plan = Plan(query_lens, key_lens, kv_heads=1, padding=2, spare_blocks=1)
+    plan = BatchPlan(query_lens, key_lens, kv_heads=1, padding=2, spare_blocks=1)
     plan = setting.fit(plan)
     call = paged_call(plan, setting.device, causal=False)
     if options == "sinks":
@@ -304,14 +316,14 @@ def a_query_without_a_key_gets_zero_and_no_weight(
 
 
 @law("encoder_attention", cases=EMPTY)
-def a_query_without_a_key_in_a_row_gets_zero_and_no_weight(
+def a_query_without_a_ragged_key_gets_zero_and_no_weight(
     setting: Setting, case: Empty
 ) -> None:
     expect_nothing_seen(setting, "encoder_attention", case)
 
 
 def expect_zeros(setting: Setting, operation: str, rows: int) -> None:
-    plan = setting.fit(Plan((), (), padding=rows))
+    plan = setting.fit(BatchPlan((), (), padding=rows))
     call = paged_call(plan, setting.device)
     size, dtype = plan.head_size, plan.dtype
     if operation == "encoder_attention":
@@ -334,9 +346,7 @@ def an_empty_batch_leaves_rows_of_zeros(setting: Setting, rows: int) -> None:
 
 
 @law("encoder_attention", cases=[1, 3])
-def an_empty_batch_over_keys_in_a_row_leaves_rows_of_zeros(
-    setting: Setting, rows: int
-) -> None:
+def an_empty_ragged_batch_leaves_rows_of_zeros(setting: Setting, rows: int) -> None:
     expect_zeros(setting, "encoder_attention", rows)
 
 
@@ -363,7 +373,7 @@ def scores_of_any_size_are_weighed_by_their_differences(
 ) -> None:
     """Far below any number that stands for minus infinity, and far above exp's reach."""
     levels, query_len, window = case
-    plan = Plan((query_len,), (len(levels),), kv_heads=1, group=1, scale=1.0)
+    plan = BatchPlan((query_len,), (len(levels),), kv_heads=1, group=1, scale=1.0)
     call = paged_call(plan, setting.device, sliding_window=window)
     call.query.zero_()
     call.query[..., 0] = 1.0
@@ -384,7 +394,7 @@ def a_cap_far_above_the_scores_keeps_their_digits(
     """Where tanh is nearly a line, and a formula that subtracts from 1 loses what differs."""
     cap, base = case
     for count in (2, 5, 40):
-        plan = Plan((1,), (count,), kv_heads=1, group=1, scale=1.0, seed=count)
+        plan = BatchPlan((1,), (count,), kv_heads=1, group=1, scale=1.0, seed=count)
         call = paged_call(plan, setting.device, logits_soft_cap=cap)
         call.query.zero_()
         call.query[..., 0] = 1.0
@@ -396,11 +406,11 @@ def a_cap_far_above_the_scores_keeps_their_digits(
 
 
 @law("paged_attention", cases=[(0, 1), (3, 20), (6, 7)])
-def a_query_that_is_no_number_stays_in_its_row(
+def a_query_that_is_not_a_number_stays_in_its_row(
     setting: Setting, case: tuple[int, int]
 ) -> None:
     token, query_len = case
-    plan = setting.fit(Plan((1, query_len, 1), (9, 40, 33)))
+    plan = setting.fit(BatchPlan((1, query_len, 1), (9, 40, 33)))
     call = paged_call(plan, setting.device)
     token %= len(call.query)
     before = ask(setting, call)

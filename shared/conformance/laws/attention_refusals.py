@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...contract.attention_options import pack_options
-from ..generators.batches import NAN, Plan
+from ..generators.batches import NAN, BatchPlan
 from ..generators.options import (
     Call,
     bias_table,
@@ -282,7 +282,7 @@ def base_call(setting: Setting) -> Call:
     So one who reads a block outside of the cache reads nobody's memory but ours. It lies inside
     of what the candidate declares: what is refused is the nonsense and nothing else.
     """
-    plan = fit_case(Plan((3, 1), (20, 9)), setting.candidate.support)
+    plan = fit_case(BatchPlan((3, 1), (20, 9)), setting.candidate.support)
     call = paged_call(plan, setting.device)
     wide = {
         name: torch.nn.functional.pad(
@@ -339,22 +339,20 @@ def expect_refused(setting: Setting, what: str, call: Call, change: Change) -> N
 
 
 @law("paged_attention", cases=[*SHAPES, *PAGED_SHAPES], claim="refuses shapes")
-def attention_over_pages_refuses_what_does_not_fit(setting: Setting, what: str) -> None:
+def paged_attention_rejects_what_does_not_fit(setting: Setting, what: str) -> None:
     """Shapes, dtypes, devices and numbers; a good call of the same form is not refused."""
     change = (SHAPES | PAGED_SHAPES)[what]
     expect_refused(setting, what, base_call(setting), change)
 
 
 @law("paged_attention", cases=[*SCALES], claim="refuses shapes")
-def scales_of_a_cache_that_make_no_sense_are_refused(
-    setting: Setting, what: str
-) -> None:
+def invalid_scales_of_a_cache_are_rejected(setting: Setting, what: str) -> None:
     call = quantised_call(base_call(setting), E4M3, 0.1, 0.1)
     expect_refused(setting, what, call, SCALES[what])
 
 
 @law("paged_attention", cases=[*CONTENTS, *PAGED_CONTENTS], claim="refuses contents")
-def contents_that_make_no_sense_are_refused_if_asked(
+def invalid_contents_are_rejected_if_they_are_checked(
     setting: Setting, what: str
 ) -> None:
     with checked_values():
@@ -390,15 +388,15 @@ RAGGED_CONTENTS: dict[str, Change] = {
 
 
 @law("encoder_attention", cases=[*SHAPES, *RAGGED], claim="refuses shapes")
-def attention_over_keys_in_a_row_refuses_what_does_not_fit(
-    setting: Setting, what: str
-) -> None:
+def ragged_attention_rejects_what_does_not_fit(setting: Setting, what: str) -> None:
     call = ragged_call(base_call(setting))
     expect_refused(setting, what, call, (SHAPES | RAGGED)[what])
 
 
 @law("encoder_attention", cases=[*CONTENTS, *RAGGED_CONTENTS], claim="refuses contents")
-def starts_that_make_no_sense_are_refused_if_asked(setting: Setting, what: str) -> None:
+def invalid_starts_are_rejected_if_contents_are_checked(
+    setting: Setting, what: str
+) -> None:
     with checked_values():
         call = ragged_call(base_call(setting))
         change = (CONTENTS | RAGGED_CONTENTS)[what]

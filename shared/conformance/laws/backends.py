@@ -44,7 +44,7 @@ PROFILES = (
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerCase:
     """A step of one layer.
 
     Args:
@@ -71,7 +71,7 @@ class Layer:
 
 
 @st.composite
-def layers(draw: st.DrawFn) -> Layer:
+def layers(draw: st.DrawFn) -> LayerCase:
     """Return steps of decodes, of prompts and of both, over any layout of the cache."""
     pick = Random(draw(st.integers(0, 2**20)))
     profile = pick.choice([0, 0, 1, 2])
@@ -84,7 +84,7 @@ def layers(draw: st.DrawFn) -> Layer:
         "both": sorted(step.new),
     }[kind]
     step = replace(step, new=tuple(min(each, 6) for each in new), block_size=size)
-    return Layer(
+    return LayerCase(
         step,
         profile,
         pick.choice([1, 2]),
@@ -123,7 +123,7 @@ class Run:
         layer: the step.
     """
 
-    def __init__(self, setting: Setting, layer: Layer) -> None:
+    def __init__(self, setting: Setting, layer: LayerCase) -> None:
         self.setting, self.layer, self.device = setting, layer, setting.device
         self.generator = torch.Generator().manual_seed(layer.step.seed)
         # small ids, scattered: the cache has three times as many blocks as are needed
@@ -229,7 +229,7 @@ class Run:
         expect_same(f"{name}: the cache", self.cache, self.expected)
 
 
-def make_impl(backend: type[AttentionBackend], layer: Layer, **options: Any) -> Any:
+def make_impl(backend: type[AttentionBackend], layer: LayerCase, **options: Any) -> Any:
     """Return a layer of a backend."""
     head_size, _ = layer.sizes
     return backend.get_impl_cls()(
@@ -248,14 +248,16 @@ def make_builder(
     return backend.get_builder_cls()(spec, ["layer"], device)
 
 
-def spec_of(layer: Layer, kind: type[KVCacheSpec] = KVCacheSpec) -> KVCacheSpec:
+def spec_of(layer: LayerCase, kind: type[KVCacheSpec] = KVCacheSpec) -> KVCacheSpec:
     """Return what a layer keeps."""
     head_size, dtype = layer.sizes
     return kind(layer.step.block_size, layer.kv_heads, head_size, dtype)
 
 
 @law("BACKENDS", cases=layers())
-def a_layer_writes_its_keys_and_then_attends(setting: Setting, layer: Layer) -> None:
+def a_layer_writes_its_keys_and_then_attends(
+    setting: Setting, layer: LayerCase
+) -> None:
     """A layer that shares a cache only attends; a profiling run does neither."""
     for backend in that_take(setting, spec_of(layer)):
         run = Run(setting, layer)
@@ -298,7 +300,7 @@ def a_layer_writes_its_keys_and_then_attends(setting: Setting, layer: Layer) -> 
 
 @law("BACKENDS", cases=layers())
 def an_encoders_keys_are_written_once_and_read_by_every_later_step(
-    setting: Setting, layer: Layer
+    setting: Setting, layer: LayerCase
 ) -> None:
     """Cross-attention: every query sees all keys of its own request's encoder."""
     spec = spec_of(layer, CrossAttentionSpec)
@@ -365,7 +367,7 @@ COUNTED = ("num_decodes", "num_decode_tokens", "num_prefills", "num_prefill_toke
 
 @law("BACKENDS", cases=layers())
 def every_field_of_a_layers_metadata_says_what_the_step_says(
-    setting: Setting, layer: Layer
+    setting: Setting, layer: LayerCase
 ) -> None:
     """Two groups of layers build theirs from one step, which stays as it is."""
     step, device = layer.step, setting.device
@@ -410,7 +412,7 @@ def every_field_of_a_layers_metadata_says_what_the_step_says(
 
 
 @law("BACKENDS", cases=layers())
-def inside_an_encoder_nothing_is_kept(setting: Setting, layer: Layer) -> None:
+def inside_an_encoder_nothing_is_kept(setting: Setting, layer: LayerCase) -> None:
     """Whole prompts, each of whose tokens sees all others; or the encoders' own tokens."""
     heads, device = layer.kv_heads * layer.group, setting.device
     for backend in that_take(setting, spec_of(layer)):

@@ -14,7 +14,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from ..generators.batches import DTYPES, LAYOUTS, Plan
+from ..generators.batches import DTYPES, LAYOUTS, BatchPlan
 from ..generators.options import Call, build_call, paged_call
 from ..generators.rearranging import moved_pages, of_parts, only, rows_of
 from ..harness.asking import Result, ask
@@ -90,7 +90,9 @@ def expect_alone_as_in_company(setting: Setting, call: Call, pick: Random) -> No
 
 
 @law("paged_attention", cases=drawn_calls(), claim=BATCH_INVARIANT)
-def in_claimed_company_a_request_keeps_its_bits(setting: Setting, case: Drawn) -> None:
+def a_request_keeps_its_claimed_bits_in_any_batch(
+    setting: Setting, case: Drawn
+) -> None:
     """Under any options, among prompts, decodes and drafts."""
     call = build_call(*case, setting.device)
     expect_alone_as_in_company(claimed(setting), call, Random(case[1]))
@@ -168,10 +170,10 @@ class Company:
             window=self.window if is_taken else None,
         )
 
-    def plan(self) -> Plan:
+    def plan(self) -> BatchPlan:
         """Return the batch."""
         before, behind = (1,) * len(self.before), (1,) * len(self.behind)
-        return Plan(
+        return BatchPlan(
             (*before, self.query_len, *behind),
             (*self.before, self.key_len, *self.behind),
             block_size=self.block_size,
@@ -211,7 +213,7 @@ def companies(draw: st.DrawFn) -> Company:
 
 
 @law("paged_attention", cases=companies(), claim=BATCH_INVARIANT)
-def a_long_row_keeps_its_claimed_bits_in_any_crowd(
+def a_long_row_keeps_its_claimed_bits_in_any_large_batch(
     setting: Setting, company: Company
 ) -> None:
     """How many rows there are, and how long the longest, decides nothing about another."""

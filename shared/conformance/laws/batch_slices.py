@@ -306,7 +306,7 @@ def sliced_starts_count_from_the_first_and_are_a_new_tensor(
 
 
 @dataclass(frozen=True)
-class Nonsense:
+class BadSlice:
     """A micro-batch that the step does not have.
 
     Args:
@@ -322,36 +322,34 @@ class Nonsense:
 
 
 REFUSED = [
-    Nonsense((0, 0), (0, 0), "no request"),
-    Nonsense((0, 1), (2, 2), "no token"),
-    Nonsense((0, 4), (0, 9), "more requests than there are"),
-    Nonsense((0, 3), (0, 10), "more tokens than there are"),
-    Nonsense((-1, 3), (0, 9), "a request before the first"),
-    Nonsense((None, 3), (0, 9), "a slice without start"),
-    Nonsense((0, 3), (0, None), "a slice without stop"),
-    Nonsense((0, 2), (3, 5), "tokens that begin behind the first request"),
-    Nonsense((1, 2), (2, 5), "tokens that begin before the first request"),
-    Nonsense((0, 2), (0, 6), "tokens that end behind the last request"),
-    Nonsense((0, 2), (0, 3), "tokens that end before the last request"),
-    Nonsense((0, 2), (1, 5), "a tree whose first request is cut", "tree_mask"),
-    Nonsense((0, 2), (0, 4), "a tree whose last request is cut", "tree_mask"),
-    Nonsense((0, 2), (0, 4), "a rank's share of a cut", "dcp_local_seq_lens"),
-    Nonsense((0, 2), (0, 4), "a rank's share of a cut", "dcp_local_seq_lens_cpu"),
-    Nonsense((0, 1), (0, 3), "slots of encoders without starts", "cross_slot_mapping"),
+    BadSlice((0, 0), (0, 0), "no request"),
+    BadSlice((0, 1), (2, 2), "no token"),
+    BadSlice((0, 4), (0, 9), "more requests than there are"),
+    BadSlice((0, 3), (0, 10), "more tokens than there are"),
+    BadSlice((-1, 3), (0, 9), "a request before the first"),
+    BadSlice((None, 3), (0, 9), "a slice without start"),
+    BadSlice((0, 3), (0, None), "a slice without stop"),
+    BadSlice((0, 2), (3, 5), "tokens that begin behind the first request"),
+    BadSlice((1, 2), (2, 5), "tokens that begin before the first request"),
+    BadSlice((0, 2), (0, 6), "tokens that end behind the last request"),
+    BadSlice((0, 2), (0, 3), "tokens that end before the last request"),
+    BadSlice((0, 2), (1, 5), "a tree whose first request is cut", "tree_mask"),
+    BadSlice((0, 2), (0, 4), "a tree whose last request is cut", "tree_mask"),
+    BadSlice((0, 2), (0, 4), "a rank's share of a cut", "dcp_local_seq_lens"),
+    BadSlice((0, 2), (0, 4), "a rank's share of a cut", "dcp_local_seq_lens_cpu"),
+    BadSlice((0, 1), (0, 3), "slots of encoders without starts", "cross_slot_mapping"),
 ]
 
 
 def call_of(
-    operation: Callable[..., Any], nonsense: Nonsense, whole: CommonAttentionMetadata
+    operation: Callable[..., Any], nonsense: BadSlice, whole: CommonAttentionMetadata
 ) -> Callable[[], Any]:
     part = UBatchSlice(slice(*nonsense.requests), slice(*nonsense.tokens))
     return lambda: operation(part, whole)
 
 
 @law("make_metadata_with_slice", cases=REFUSED, claim="refuses shapes")
-def tokens_that_are_not_those_of_the_requests_are_refused(
-    setting: Setting, nonsense: Nonsense
-) -> None:
+def tokens_of_other_requests_are_rejected(setting: Setting, nonsense: BadSlice) -> None:
     step = Requests((3, 2, 4), (0, 4, 5))
     whole = bare_step(step, setting.device)
     if nonsense.given:
@@ -364,15 +362,15 @@ def tokens_that_are_not_those_of_the_requests_are_refused(
 @law(
     "slice_query_start_locs",
     cases=[
-        Nonsense((None, 2), (0, 0), "a slice without start"),
-        Nonsense((0, None), (0, 0), "a slice without stop"),
-        Nonsense((-1, 2), (0, 0), "a request before the first"),
-        Nonsense((2, 1), (0, 0), "a slice that ends before it begins"),
-        Nonsense((4, 5), (0, 0), "requests behind the last"),
+        BadSlice((None, 2), (0, 0), "a slice without start"),
+        BadSlice((0, None), (0, 0), "a slice without stop"),
+        BadSlice((-1, 2), (0, 0), "a request before the first"),
+        BadSlice((2, 1), (0, 0), "a slice that ends before it begins"),
+        BadSlice((4, 5), (0, 0), "requests behind the last"),
     ],
 )
 def requests_that_are_not_there_have_no_starts(
-    setting: Setting, nonsense: Nonsense
+    setting: Setting, nonsense: BadSlice
 ) -> None:
     starts = counts([0, 3, 5, 9], setting.device)
     found = setting.candidate.slice_query_start_locs
@@ -380,7 +378,7 @@ def requests_that_are_not_there_have_no_starts(
 
 
 @law("split_attn_metadata", cases=[Requests((3, 2), (0, 4))])
-def a_step_without_micro_batches_has_none(setting: Setting, step: Requests) -> None:
+def no_cuts_give_no_micro_batches(setting: Setting, step: Requests) -> None:
     found = setting.candidate.split_attn_metadata([], bare_step(step, setting.device))
     if found != []:
         raise Disagreement("micro-batches", "as a whole", found, [])

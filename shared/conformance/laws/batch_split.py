@@ -15,7 +15,7 @@ from ..harness.law import Setting, law
 
 
 @dataclass(frozen=True)
-class Batch:
+class UnsortedBatch:
     """A batch that is put into order.
 
     Args:
@@ -48,14 +48,14 @@ class Batch:
 
 
 @st.composite
-def batches(draw: st.DrawFn) -> Batch:
+def batches(draw: st.DrawFn) -> UnsortedBatch:
     """Return a batch with requests on both sides of every boundary, in any order."""
     pick = Random(draw(st.integers(0, 2**20)))
     threshold = pick.choice([0, 1, 1, 2, 5])
     edges = [0, 1, 2, threshold, threshold + 1, 9]
     reqs = pick.choice([0, 1, 2, 3, 5, 8, 12])
     computed = tuple(pick.choice([0, 0, 1, 5, 6]) for _ in range(reqs))
-    return Batch(
+    return UnsortedBatch(
         tuple(pick.choice(edges) for _ in range(reqs)),
         computed,
         tuple(max(1, each + pick.choice([-1, 0, 1, 4])) for each in computed),
@@ -65,14 +65,14 @@ def batches(draw: st.DrawFn) -> Batch:
 
 
 EXAMPLES = [
-    Batch((6, 1, 7, 1), (0, 5, 8, 5), (6, 5, 15, 5), 2, 1),
-    Batch((6, 1, 7, 1), (0, 5, 8, 0), (6, 5, 15, 1), 4, 1),
+    UnsortedBatch((6, 1, 7, 1), (0, 5, 8, 5), (6, 5, 15, 5), 2, 1),
+    UnsortedBatch((6, 1, 7, 1), (0, 5, 8, 0), (6, 5, 15, 1), 4, 1),
 ]
 
 
 @law("reorder_batch_to_split_decodes_and_prefills", cases=several(batches()))
 def the_regions_of_a_batch_come_in_order_and_requests_stay_whole(
-    setting: Setting, cases: list[Batch]
+    setting: Setting, cases: list[UnsortedBatch]
 ) -> None:
     """State moves with its request: every request stands somewhere, and only once."""
     for batch in cases:
@@ -104,7 +104,7 @@ def the_regions_of_a_batch_come_in_order_and_requests_stay_whole(
 
 @law("reorder_batch_to_split_decodes_and_prefills", cases=EXAMPLES)
 def an_order_in_which_little_can_move_is_the_only_one(
-    setting: Setting, batch: Batch
+    setting: Setting, batch: UnsortedBatch
 ) -> None:
     beside = (batch.computed, batch.prompts) if batch.regions == 4 else ()
     order = setting.candidate.reorder_batch_to_split_decodes_and_prefills(
@@ -161,7 +161,7 @@ def boundaries(draw: st.DrawFn) -> Boundary:
 
 
 @law("split_decodes_and_prefills", cases=several(boundaries()))
-def the_decodes_end_before_the_first_request_that_is_none(
+def the_decodes_end_before_the_first_other_request(
     setting: Setting, cases: list[Boundary]
 ) -> None:
     for boundary in cases:
@@ -193,7 +193,7 @@ def the_decodes_end_before_the_first_request_that_is_none(
 
 
 @law("split_decodes_prefills_and_extends", cases=several(boundaries()))
-def extends_lie_between_decodes_and_requests_with_nothing_cached(
+def extends_come_between_decodes_and_prefills(
     setting: Setting, cases: list[Boundary]
 ) -> None:
     for boundary in cases:
@@ -266,7 +266,7 @@ def a_run_takes_requests_as_long_as_they_fit(
 
 
 @dataclass(frozen=True)
-class Nonsense:
+class BadCounts:
     """A call that makes no sense.
 
     Args:
@@ -281,14 +281,14 @@ class Nonsense:
 @law(
     "reorder_batch_to_split_decodes_and_prefills",
     cases=[
-        Nonsense("reorder", "a negative threshold"),
-        Nonsense("reorder", "computed tokens of fewer requests"),
-        Nonsense("reorder", "prompts of more requests"),
-        Nonsense("reorder", "prompts without computed tokens"),
+        BadCounts("reorder", "a negative threshold"),
+        BadCounts("reorder", "computed tokens of fewer requests"),
+        BadCounts("reorder", "prompts of more requests"),
+        BadCounts("reorder", "prompts without computed tokens"),
     ],
 )
 def counts_that_do_not_belong_together_are_not_put_into_order(
-    setting: Setting, nonsense: Nonsense
+    setting: Setting, nonsense: BadCounts
 ) -> None:
     reorder = setting.candidate.reorder_batch_to_split_decodes_and_prefills
     arguments: dict[str, tuple[object, ...]] = {
@@ -305,16 +305,16 @@ def counts_that_do_not_belong_together_are_not_put_into_order(
     "split_decodes_prefills_and_extends",
     "split_prefill_chunks",
     cases=[
-        Nonsense("split_decodes_and_prefills", "a negative threshold"),
-        Nonsense("split_decodes_and_prefills", "no word on who is in the prompt"),
-        Nonsense("split_decodes_prefills_and_extends", "a negative threshold"),
-        Nonsense("split_prefill_chunks", "a sequence larger than the workspace"),
-        Nonsense("split_prefill_chunks", "a workspace of no token"),
+        BadCounts("split_decodes_and_prefills", "a negative threshold"),
+        BadCounts("split_decodes_and_prefills", "no word on who is in the prompt"),
+        BadCounts("split_decodes_prefills_and_extends", "a negative threshold"),
+        BadCounts("split_prefill_chunks", "a sequence larger than the workspace"),
+        BadCounts("split_prefill_chunks", "a workspace of no token"),
     ],
     claim="refuses shapes",
 )
-def boundaries_that_cannot_be_found_are_refused(
-    setting: Setting, nonsense: Nonsense
+def boundaries_that_cannot_be_found_are_rejected(
+    setting: Setting, nonsense: BadCounts
 ) -> None:
     common = bare_step(Requests((1, 3), (4, 0)), setting.device)
     arguments: dict[str, tuple[object, ...]] = {

@@ -52,7 +52,7 @@ def blocks_needed_are_the_fewest_that_hold_the_tokens(
 
 
 @dataclass(frozen=True)
-class Rows:
+class TableRows:
     """Rows of block ids, and what is appended to them.
 
     Args:
@@ -80,7 +80,7 @@ class Rows:
 
 
 @st.composite
-def row_sets(draw: st.DrawFn) -> Rows:
+def row_sets(draw: st.DrawFn) -> TableRows:
     """Return rows of any lengths, the width of the table among them; ids of any size."""
     pick = Random(draw(st.integers(0, 2**20)))
     reqs, width = pick.choice([0, 1, 2, 3, 6]), pick.choice([0, 1, 2, 5])
@@ -92,13 +92,13 @@ def row_sets(draw: st.DrawFn) -> Rows:
 
     held = [pick.choice([0, width, pick.randint(0, width)]) for _ in range(reqs)]
     more = [pick.choice([0, 0, width - n, pick.randint(0, width - n)]) for n in held]
-    return Rows(
+    return TableRows(
         tuple(map(ids, held)), tuple(map(ids, more)), width, pick.choice([1, 1, 2])
     )
 
 
 @law("make_block_table", cases=row_sets())
-def a_table_holds_the_rows_and_zero_behind_them(setting: Setting, case: Rows) -> None:
+def a_table_holds_the_rows_and_then_zeros(setting: Setting, case: TableRows) -> None:
     """It is as wide as asked, or as the longest row; the lists stay as they are."""
     rows = [list(row) for row in case.rows]
     longest = max(map(len, rows), default=0)
@@ -117,8 +117,8 @@ def a_table_holds_the_rows_and_zero_behind_them(setting: Setting, case: Rows) ->
 
 
 @law("append_blocks", cases=row_sets())
-def new_blocks_stand_behind_what_a_row_held_and_nothing_else_changes(
-    setting: Setting, case: Rows
+def new_blocks_are_appended_to_their_row_and_nothing_else_changes(
+    setting: Setting, case: TableRows
 ) -> None:
     """The table is a view of a wider one; the counts that are given stay as they were."""
     table = case.table(setting.device)
@@ -137,7 +137,7 @@ def new_blocks_stand_behind_what_a_row_held_and_nothing_else_changes(
     expect_same("new_blocks, which are only read", new, [list(b) for b in case.new])
 
 
-TABLE = Rows(((7, 2), (5,)), ((), ()), 3)
+TABLE = TableRows(((7, 2), (5,)), ((), ()), 3)
 REFUSED_ROWS: dict[str, Callable[[Any, Tensor], Any]] = {
     "a negative number of tokens": lambda c, _: c.blocks_needed(-1, 4),
     "a block without slots": lambda c, _: c.blocks_needed(3, 0),
@@ -168,7 +168,7 @@ def append(candidate: Any, table: Tensor, held: list[int], new: list[list[int]])
     cases=list(REFUSED_ROWS),
     claim="refuses contents",
 )
-def blocks_that_no_table_can_hold_are_refused(setting: Setting, case: str) -> None:
+def blocks_that_no_table_can_hold_are_rejected(setting: Setting, case: str) -> None:
     """Nothing is written before all is checked, of the other rows neither."""
     table = TABLE.table(setting.device)
     expect_all_refused(
@@ -395,7 +395,7 @@ IN_KERNEL_BLOCKS = "an id of more than 31 bits in blocks of the kernel"
 
 
 @law("BlockTable", cases=[*REFUSED_MOVES, IN_KERNEL_BLOCKS], claim="refuses shapes")
-def a_refused_move_changes_no_row(setting: Setting, case: str) -> None:
+def a_rejected_move_changes_no_row(setting: Setting, case: str) -> None:
     """Whether a block of the manager is one of the kernel, or two."""
     for kernel_block_size in (None, 2):
         life = Life(4, kernel_block_size, 4, 3, 1, 1, ())
@@ -432,7 +432,7 @@ REFUSED_TABLES: dict[str, tuple[Sequence[int], dict[str, int]]] = {
 
 
 @law("BlockTable", cases=list(REFUSED_TABLES), claim="refuses shapes")
-def sizes_that_do_not_divide_are_refused(setting: Setting, case: str) -> None:
+def sizes_that_do_not_divide_are_rejected(setting: Setting, case: str) -> None:
     sizes, options = REFUSED_TABLES[case]
     expect_refusal(case, lambda: setting.candidate.BlockTable(*sizes, **options))
 
@@ -455,7 +455,7 @@ class States:
     spare: int
     stride: int
 
-    def rows(self) -> Rows:
+    def rows(self) -> TableRows:
         """Return rows of ids that are all different, as long as they have to be."""
         needed = [
             max(1, -(-seq_len // self.block_size)) + self.drafts
@@ -465,7 +465,7 @@ class States:
         rows = tuple(tuple(pick.sample(range(2**30), count)) for count in needed)
         none: tuple[int, ...] = ()
         width = max(needed, default=0) + self.spare
-        return Rows(rows, (none,) * len(rows), width, self.stride)
+        return TableRows(rows, (none,) * len(rows), width, self.stride)
 
 
 @st.composite
@@ -524,7 +524,7 @@ REFUSED_STATES: dict[str, tuple[list[int], int, int, str]] = {
 @law(
     "mamba_get_block_table_tensor", cases=list(REFUSED_STATES), claim="refuses contents"
 )
-def states_that_no_row_holds_are_refused(setting: Setting, case: str) -> None:
+def states_that_no_row_holds_are_rejected(setting: Setting, case: str) -> None:
     seq_lens, block_size, drafts, mode = REFUSED_STATES[case]
     table = TABLE.table(setting.device)
     lens = torch.tensor(seq_lens, dtype=torch.int32, device=setting.device)

@@ -35,7 +35,7 @@ HEAD_SIZES = (1, 8, 8, 24, 80)
 
 
 @dataclass(frozen=True)
-class Sizes:
+class CacheSizes:
     """A cache in numbers.
 
     Args:
@@ -78,7 +78,7 @@ def any_bytes(shape: Sequence[int], dtype: torch.dtype, seed: int) -> Tensor:
     return torch.where(finite.unsqueeze(-1), drawn, 1).view(dtype).squeeze(-1)
 
 
-def draw_sizes(pick: Random, dtypes: Sequence[torch.dtype]) -> Sizes:
+def draw_sizes(pick: Random, dtypes: Sequence[torch.dtype]) -> CacheSizes:
     """Return a cache of odd sizes as some view."""
     block_size, head_size = pick.choice(BLOCK_SIZES), pick.choice(HEAD_SIZES)
     kv_heads, layout = pick.choice([1, 2, 3, 3]), pick.choice(LAYOUTS)
@@ -87,7 +87,7 @@ def draw_sizes(pick: Random, dtypes: Sequence[torch.dtype]) -> Sizes:
         block_size, kv_heads, head_size = 3, 3, 400
     elif corner < 0.2:
         block_size, kv_heads, head_size = 544, 1, 8
-    return Sizes(
+    return CacheSizes(
         num_blocks=pick.choice([1, 2, 4, 5]),
         block_size=block_size,
         kv_heads=kv_heads,
@@ -100,7 +100,7 @@ def draw_sizes(pick: Random, dtypes: Sequence[torch.dtype]) -> Sizes:
 
 
 @dataclass(frozen=True)
-class Write:
+class CacheWrite:
     """What to write where.
 
     Args:
@@ -113,7 +113,7 @@ class Write:
 
     slots: tuple[int, ...]
     padding: int
-    sizes: Sizes
+    sizes: CacheSizes
     forms: tuple[str, str]
     stride: int
     seed: int
@@ -171,7 +171,7 @@ FORMS = ("packed", "fused", "heads first", "every other element")
 @st.composite
 def writes(
     draw: st.DrawFn, dtypes: Sequence[torch.dtype] = (*DTYPES[:3], *DTYPES)
-) -> Write:
+) -> CacheWrite:
     """Return a write whose slots are scattered, first and last among them, some of them none."""
     pick = Random(draw(st.integers(0, 2**20)))
     sizes = draw_sizes(pick, dtypes)
@@ -184,7 +184,7 @@ def writes(
     for place in range(len(slots) + 1):
         if pick.random() < 0.2:
             slots.insert(place, pick.choice(PADDING))
-    return Write(
+    return CacheWrite(
         tuple(slots),
         pick.choice([0, 0, 1, 4]),
         sizes,
@@ -196,7 +196,7 @@ def writes(
 
 def expect_written(
     setting: Setting,
-    write: Write,
+    write: CacheWrite,
     dtype: torch.dtype,
     stored: Callable[[Tensor, int], Tensor],
     tokens: list[Tensor],
@@ -230,7 +230,7 @@ def expect_written(
 
 @law("reshape_and_cache", cases=writes())
 def each_token_lands_in_its_slot_and_all_else_stays(
-    setting: Setting, write: Write
+    setting: Setting, write: CacheWrite
 ) -> None:
     """Tokens behind the last slot are padding; a negative slot stores nothing."""
     dtype = write.sizes.dtype
@@ -325,7 +325,7 @@ def scale_column(scale: Tensor | float) -> Tensor:
 
 @law("reshape_and_cache", cases=writes(dtypes=FP8_DTYPES))
 def an_eight_bit_cache_holds_the_codes_next_to_the_quotients(
-    setting: Setting, write: Write
+    setting: Setting, write: CacheWrite
 ) -> None:
     """Numbers lie at codes, halfway between two, beside that, and past the largest."""
     pick = Random(write.seed)
@@ -375,7 +375,7 @@ def numbers_past_the_largest_become_it_and_nan_stays(
 
 
 @dataclass(frozen=True)
-class Read:
+class CacheRead:
     """What to gather.
 
     Args:
@@ -389,7 +389,7 @@ class Read:
 
     lens: tuple[int, ...]
     rows: tuple[tuple[int, ...], ...]
-    sizes: Sizes
+    sizes: CacheSizes
     padding: int
     spare: int
     stride: int
@@ -441,7 +441,7 @@ class Read:
 
 
 @st.composite
-def reads(draw: st.DrawFn, dtypes: Sequence[torch.dtype]) -> Read:
+def reads(draw: st.DrawFn, dtypes: Sequence[torch.dtype]) -> CacheRead:
     """Return ragged sequences, on both sides of block edges, of blocks in any order."""
     pick = Random(draw(st.integers(0, 2**20)))
     sizes = draw_sizes(pick, dtypes)
@@ -457,7 +457,7 @@ def reads(draw: st.DrawFn, dtypes: Sequence[torch.dtype]) -> Read:
         )
         for length in lens
     )
-    return Read(
+    return CacheRead(
         lens,
         rows,
         sizes,
@@ -470,7 +470,7 @@ def reads(draw: st.DrawFn, dtypes: Sequence[torch.dtype]) -> Read:
 
 def expect_gathered(
     setting: Setting,
-    read: Read,
+    read: CacheRead,
     right: Callable[[Tensor, int], Tensor],
     **options: Any,
 ) -> None:
@@ -494,15 +494,15 @@ def expect_gathered(
 
 
 @law("gather_cache", cases=reads((*DTYPES, *FP8_DTYPES)))
-def a_gathered_sequence_is_its_slots_in_order(setting: Setting, read: Read) -> None:
+def a_gathered_sequence_is_its_slots_in_order(
+    setting: Setting, read: CacheRead
+) -> None:
     """Rows behind the last sequence are zero; an FP8 cache's bytes come as they are."""
     expect_gathered(setting, read, lambda rows, _: rows)
 
 
 @law("gather_cache", cases=list(FP8_DTYPES))
-def every_code_is_read_as_what_it_stands_for(
-    setting: Setting, dtype: torch.dtype
-) -> None:
+def every_fp8_code_is_read_as_its_number(setting: Setting, dtype: torch.dtype) -> None:
     """NaN as NaN, the smallest as themselves, zeros with their sign."""
     codes = torch.arange(256, dtype=torch.uint8).view(dtype).view(2, 16, 1, 8)
     cache = codes.to(setting.device)
@@ -522,7 +522,7 @@ def every_code_is_read_as_what_it_stands_for(
 
 @law("gather_cache", cases=reads(FP8_DTYPES))
 def gathered_codes_are_their_numbers_times_the_scale(
-    setting: Setting, read: Read
+    setting: Setting, read: CacheRead
 ) -> None:
     """The product is one of float32, rounded once more to the dtype that is asked for."""
     pick = Random(read.seed)
@@ -631,7 +631,7 @@ class Moves:
     """
 
     pairs: tuple[tuple[int, int], ...]
-    sizes: Sizes
+    sizes: CacheSizes
     others: int
     layers: int
     seed: int
@@ -731,7 +731,7 @@ FAR_AXES = AXES[:4]
 
 
 @dataclass(frozen=True)
-class Far:
+class FarSlots:
     """A cache in which one axis strides so far that its last entry lies past 2**31 elements.
 
     In front of it lies as much memory again, so that an address that wraps stays inside. All of it
@@ -756,11 +756,13 @@ class Far:
         return cache.copy_(any_bytes(shape, torch.float8_e5m2, 3))
 
 
-FAR = [Far(axis) for axis in FAR_AXES]
+FAR = [FarSlots(axis) for axis in FAR_AXES]
 
 
 @law("reshape_and_cache", cases=FAR)
-def slots_past_two_billion_elements_are_written(setting: Setting, far: Far) -> None:
+def slots_past_two_billion_elements_are_written(
+    setting: Setting, far: FarSlots
+) -> None:
     cache, device = far.cache(setting.device), setting.device
     right = cache.cpu().clone()
     new = any_bytes((2, 3, 3, 3), torch.float8_e5m2, 9)
@@ -777,7 +779,7 @@ def slots_past_two_billion_elements_are_written(setting: Setting, far: Far) -> N
 
 
 @law("gather_cache", cases=FAR)
-def slots_past_two_billion_elements_are_read(setting: Setting, far: Far) -> None:
+def slots_past_two_billion_elements_are_read(setting: Setting, far: FarSlots) -> None:
     cache, device = far.cache(setting.device), setting.device
     table = torch.tensor([[2, 0, 1]], dtype=torch.int32, device=device)
     starts = torch.tensor([0, 9], dtype=torch.int32, device=device)
@@ -788,7 +790,7 @@ def slots_past_two_billion_elements_are_read(setting: Setting, far: Far) -> None
 
 
 @law("copy_blocks", "swap_blocks", cases=FAR)
-def blocks_past_two_billion_elements_are_moved(setting: Setting, far: Far) -> None:
+def blocks_past_two_billion_elements_are_moved(setting: Setting, far: FarSlots) -> None:
     """Within a cache, out of it, and into it."""
     cache = far.cache(setting.device)
     small = torch.zeros(2, 3, 3, 3, 3, device=setting.device).to(cache.dtype)
@@ -804,7 +806,7 @@ def blocks_past_two_billion_elements_are_moved(setting: Setting, far: Far) -> No
 
 
 @law("reshape_and_cache", cases=["token", "head"])
-def new_tokens_that_lie_far_apart_are_found(setting: Setting, axis: str) -> None:
+def new_tokens_far_apart_in_memory_are_found(setting: Setting, axis: str) -> None:
     """A slice of a long tensor, of which nothing else is touched."""
     shape, strides, compact = (3, 3, 3), [0, 0, 0], 1
     names = ("token", "head", "element")
@@ -1007,7 +1009,7 @@ REFUSED: dict[str, tuple[torch.dtype, Callable[[Any, Tensor], Any]]] = {
     cases=list(REFUSED),
     claim="refuses contents",
 )
-def what_would_leave_the_cache_is_refused_and_nothing_written(
+def what_would_leave_the_cache_is_rejected_and_nothing_written(
     setting: Setting, case: str
 ) -> None:
     """The cache lies in the middle of memory that is watched, so that a kernel that writes past

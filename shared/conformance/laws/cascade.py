@@ -13,7 +13,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ..generators.batches import DTYPES, LAYOUTS, NAN, Plan
+from ..generators.batches import DTYPES, LAYOUTS, NAN, BatchPlan
 from ..generators.options import Call, paged_call, quantised_call, slopes, tree_of
 from ..harness.asking import Result, ask, expect_right, expect_same_results
 from ..harness.canaries import checked_values, kept
@@ -24,7 +24,7 @@ KINDS = ("plain", "cap", "sinks", "not causal", "flags", "tree", "fp8", "values"
 
 
 @dataclass(frozen=True)
-class Shared:
+class SharedPrefix:
     """A batch whose requests begin alike, in small numbers.
 
     Args:
@@ -62,7 +62,7 @@ class Shared:
                 zip(self.query_lens, self.own_lens, strict=True)
             )
         )
-        plan = Plan(
+        plan = BatchPlan(
             self.query_lens,
             key_lens,
             block_size=self.block_size,
@@ -129,7 +129,7 @@ class Shared:
 
 
 @st.composite
-def shared_prefixes(draw: st.DrawFn) -> Shared:
+def shared_prefixes(draw: st.DrawFn) -> SharedPrefix:
     """Return a ragged batch with idle requests beside live ones; all of it from one seed."""
     pick = Random(draw(st.integers(0, 2**20)))
     block_size = pick.choice([1, 3, 16, 16, 24])
@@ -137,7 +137,7 @@ def shared_prefixes(draw: st.DrawFn) -> Shared:
     kind = pick.choice([*KINDS, "plain"])
     news = [0, 1, 1, 1, 2, 5, 17] if kind != "tree" else [1, 2, 5]
     owns = [0, 0, 1, block_size - 1, block_size, 33]
-    return Shared(
+    return SharedPrefix(
         prefix_blocks=pick.choice([0, 1, 1, 2, 3]),
         query_lens=tuple(pick.choice(news) for _ in range(reqs)),
         own_lens=tuple(pick.choice(owns) for _ in range(reqs)),
@@ -167,7 +167,7 @@ def ask_cascade(setting: Setting, call: Call, prefix_len: int) -> Result:
 
 @law("cascade_attention", cases=shared_prefixes())
 def a_prefix_read_once_is_a_prefix_read_with_every_request(
-    setting: Setting, shared: Shared
+    setting: Setting, shared: SharedPrefix
 ) -> None:
     call = shared.call(setting.device)
     found = ask_cascade(setting, call, shared.prefix_len)
@@ -175,7 +175,9 @@ def a_prefix_read_once_is_a_prefix_read_with_every_request(
 
 
 NEEDLES = [
-    Shared(2, (3, 1, 20), (14, 15, 14), needle=needle, dtype=dtype, seed=needle + 40)
+    SharedPrefix(
+        2, (3, 1, 20), (14, 15, 14), needle=needle, dtype=dtype, seed=needle + 40
+    )
     for needle in (-32, -17, -16, -1, 0, 1, 13, 14, 15, 16)
     for dtype in DTYPES
     if dtype == torch.float32 or needle in (-1, 0)
@@ -183,7 +185,9 @@ NEEDLES = [
 
 
 @law("cascade_attention", cases=NEEDLES)
-def no_key_is_lost_at_the_end_of_the_prefix(setting: Setting, shared: Shared) -> None:
+def no_key_is_lost_at_the_end_of_the_prefix(
+    setting: Setting, shared: SharedPrefix
+) -> None:
     """Nor counted in both parts, nor seen by new tokens that stand before it."""
     call = shared.call(setting.device)
     found = ask_cascade(setting, call, shared.prefix_len)
@@ -191,7 +195,7 @@ def no_key_is_lost_at_the_end_of_the_prefix(setting: Setting, shared: Shared) ->
 
 
 @law("cascade_attention", cases=shared_prefixes())
-def a_shorter_prefix_gives_the_same(setting: Setting, shared: Shared) -> None:
+def a_shorter_prefix_gives_the_same(setting: Setting, shared: SharedPrefix) -> None:
     """Whatever part of what is shared is read once, down to nothing."""
     call = shared.call(setting.device)
     answer = call.answer()
@@ -200,11 +204,13 @@ def a_shorter_prefix_gives_the_same(setting: Setting, shared: Shared) -> None:
         expect_right(setting, call, found, answer, is_joined=True)
 
 
-TWO = Shared(2, (3, 1), (6, 3), kv_heads=2, padding=1)
+TWO = SharedPrefix(2, (3, 1), (6, 3), kv_heads=2, padding=1)
 
 
 @law("cascade_attention", cases=[replace(TWO, kind=kind) for kind in KINDS])
-def a_cascade_changes_nothing_that_it_reads(setting: Setting, shared: Shared) -> None:
+def a_cascade_changes_nothing_that_it_reads(
+    setting: Setting, shared: SharedPrefix
+) -> None:
     """And makes an output where none is given."""
     call = shared.call(setting.device)
     tensors = {
@@ -271,12 +277,12 @@ def expect_refused(setting: Setting, what: str, change: Change) -> None:
 
 
 @law("cascade_attention", cases=[*UNFIT], claim="refuses shapes")
-def a_prefix_that_cannot_be_is_refused(setting: Setting, what: str) -> None:
+def an_invalid_prefix_is_rejected(setting: Setting, what: str) -> None:
     expect_refused(setting, what, UNFIT[what])
 
 
 @law("cascade_attention", cases=[*CONTENTS], claim="refuses contents")
-def a_prefix_that_is_not_shared_is_refused_if_asked(
+def a_prefix_that_is_not_shared_is_rejected_if_contents_are_checked(
     setting: Setting, what: str
 ) -> None:
     with checked_values():

@@ -21,7 +21,7 @@ from ..harness.law import Setting, law
 
 
 @dataclass(frozen=True)
-class Prompts:
+class ChunkedPrompts:
     """Prompts that are convolved.
 
     Args:
@@ -32,18 +32,20 @@ class Prompts:
 
 
 @st.composite
-def prompts(draw: st.DrawFn) -> Prompts:
+def prompts(draw: st.DrawFn) -> ChunkedPrompts:
     """Return prompts of whole chunks of 8, of one token more and of one less; some long."""
     pick = Random(draw(st.integers(0, 2**20)))
     lens = [0, 1, 7, 8, 9, 16, 17, pick.randint(1, 60)]
     if pick.random() < 0.15:  # more chunks than there is room for in every step
         lens.append(pick.choice([8 * 1024, 8 * 1024 + 1, 9000]))
-    return Prompts(tuple(pick.choice(lens) for _ in range(pick.choice([0, 1, 3, 6]))))
+    return ChunkedPrompts(
+        tuple(pick.choice(lens) for _ in range(pick.choice([0, 1, 3, 6])))
+    )
 
 
 @law("compute_causal_conv1d_metadata", cases=several(prompts()))
 def every_chunk_of_every_prompt_has_its_program(
-    setting: Setting, cases: list[Prompts]
+    setting: Setting, cases: list[ChunkedPrompts]
 ) -> None:
     for prompts in cases:
         starts = counts(Requests(prompts.lens, (0,) * len(prompts.lens)).starts)
@@ -82,10 +84,12 @@ def every_chunk_of_every_prompt_has_its_program(
 
 @law(
     "compute_causal_conv1d_metadata",
-    cases=[Prompts((8, -3)), Prompts((-1,))],
+    cases=[ChunkedPrompts((8, -3)), ChunkedPrompts((-1,))],
     claim="refuses shapes",
 )
-def prompts_whose_starts_fall_are_refused(setting: Setting, prompts: Prompts) -> None:
+def prompts_with_decreasing_starts_are_rejected(
+    setting: Setting, prompts: ChunkedPrompts
+) -> None:
     starts = counts(Requests(prompts.lens, (0,) * len(prompts.lens)).starts)
     compute = setting.candidate.compute_causal_conv1d_metadata
     expect_refusal("starts that fall", lambda: compute(starts, setting.device))
@@ -208,7 +212,7 @@ class Ranks:
     ],
     claim="refuses shapes",
 )
-def ranks_that_are_not_there_are_refused(setting: Setting, ranks: Ranks) -> None:
+def ranks_that_do_not_exist_are_rejected(setting: Setting, ranks: Ranks) -> None:
     lens = counts([5], setting.device)
     local = setting.candidate.get_dcp_local_seq_lens
     expect_refusal(
@@ -223,7 +227,7 @@ def ranks_that_are_not_there_are_refused(setting: Setting, ranks: Ranks) -> None
 
 
 @dataclass(frozen=True)
-class Layer:
+class PlannedLayer:
     """What a layer's implementation says of itself; a name that is None is not there.
 
     Args:
@@ -258,21 +262,21 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Model:
+class PlannedModel:
     """Layers, in the order in which they are asked for.
 
     Args:
         layers: at least one of them attends.
     """
 
-    layers: tuple[Layer, ...]
+    layers: tuple[PlannedLayer, ...]
 
 
 @st.composite
-def models(draw: st.DrawFn) -> Model:
+def models(draw: st.DrawFn) -> PlannedModel:
     """Return models whose layers are alike, or differ in one number."""
     pick = Random(draw(st.integers(0, 2**20)))
-    first = Layer(
+    first = PlannedLayer(
         pick.choice([0.125, 1.0]),
         pick.choice([None, (-1, -1), (127, 0), (0, 0)]),
         pick.choice([None, 30.0, 0]),
@@ -290,7 +294,7 @@ def models(draw: st.DrawFn) -> Model:
             "sinks": {"sinks": not first.sinks},
         }
         layers.append(replace(first, **kinds[kind]))
-    return Model(tuple(layers))
+    return PlannedModel(tuple(layers))
 
 
 def alike(numbers: Sequence[PerLayerParameters]) -> bool:
@@ -310,8 +314,8 @@ def alike(numbers: Sequence[PerLayerParameters]) -> bool:
 @law(
     "get_per_layer_parameters", "infer_global_hyperparameters", cases=several(models())
 )
-def a_plan_knows_in_what_its_layers_differ(
-    setting: Setting, cases: list[Model]
+def a_plan_says_in_what_its_layers_differ(
+    setting: Setting, cases: list[PlannedModel]
 ) -> None:
     """Layers that do not attend have no say; the entries of the layers stay as they are."""
     for model in cases:
@@ -359,12 +363,10 @@ def a_plan_knows_in_what_its_layers_differ(
 @law(
     "get_per_layer_parameters",
     "infer_global_hyperparameters",
-    cases=[Model((Layer(1.0),))],
+    cases=[PlannedModel((PlannedLayer(1.0),))],
     claim="refuses shapes",
 )
-def layers_of_which_no_plan_can_be_made_are_refused(
-    setting: Setting, model: Model
-) -> None:
+def layers_without_a_plan_are_rejected(setting: Setting, model: PlannedModel) -> None:
     read = setting.candidate.get_per_layer_parameters
     (layer,) = model.layers
     layers = {
@@ -377,7 +379,7 @@ def layers_of_which_no_plan_can_be_made_are_refused(
     }
     for names, impl_cls in (
         (["a", "b"], SimpleNamespace),
-        (["a"], Model),
+        (["a"], PlannedModel),
         (["no scale"], SimpleNamespace),
         (["a number"], SimpleNamespace),
         (["three"], SimpleNamespace),

@@ -19,7 +19,7 @@ from ..generators.batches import (
     GARBAGE,
     LAYOUTS,
     NAN,
-    Plan,
+    BatchPlan,
     draw_rows,
     empty_cache,
 )
@@ -28,7 +28,12 @@ from ..harness.asking import Result, ask, expect_right, expect_same_results
 from ..harness.canaries import checked_values, kept
 from ..harness.expect import Disagreement, expect_budget, expect_refusal
 from ..harness.law import Setting, law
-from ..oracles.brute_force import Answer, Request, attend_by_hand, judge_log_sum_exp
+from ..oracles.brute_force import (
+    Answer,
+    OracleRequest,
+    attend_by_hand,
+    judge_log_sum_exp,
+)
 
 KINDS = ("plain", "plain", "cap", "sinks", "values")
 
@@ -60,7 +65,7 @@ class Dealt:
 
     def whole(self, device: torch.device) -> Call:
         """Return attention over the whole sequences."""
-        plan = Plan(
+        plan = BatchPlan(
             self.query_lens,
             self.key_lens,
             kv_heads=1 + self.seed % 2,
@@ -136,7 +141,7 @@ class Dealt:
                 places = self.places_of(rank, context + own + 1)
                 one = request.query[own : own + 1]
                 requests.append(
-                    Request(one, request.key[places], request.value[places])
+                    OracleRequest(one, request.key[places], request.value[places])
                 )
         given = call.arguments
         names = ("scale", "logits_soft_cap", "k_scale", "v_scale")
@@ -147,7 +152,7 @@ class Dealt:
         if not requests:
             empty = call.query.cpu()[:0]
             requests = [
-                Request(
+                OracleRequest(
                     empty,
                     *(
                         given[name].cpu()[0, :0]
@@ -249,7 +254,7 @@ EDGES = [
 
 
 @law("dcp_attention", cases=EDGES)
-def a_new_token_sees_no_key_behind_it_on_any_rank(
+def a_new_token_attends_to_no_later_key_on_any_rank(
     setting: Setting, dealt: Dealt
 ) -> None:
     whole = dealt.whole(setting.device)
@@ -323,12 +328,12 @@ def expect_refused(setting: Setting, what: str, change: Change) -> None:
 
 
 @law("dcp_attention", cases=[*UNFIT], claim="refuses shapes")
-def a_share_that_cannot_be_is_refused(setting: Setting, what: str) -> None:
+def an_invalid_share_of_a_rank_is_rejected(setting: Setting, what: str) -> None:
     expect_refused(setting, what, UNFIT[what])
 
 
 @law("dcp_attention", cases=[*CONTENTS], claim="refuses contents")
-def a_share_that_makes_no_sense_is_refused_if_asked(
+def an_invalid_share_of_a_rank_is_rejected_if_contents_are_checked(
     setting: Setting, what: str
 ) -> None:
     with checked_values():

@@ -158,7 +158,7 @@ def expect_no_change(setting: Setting, default: Default) -> None:
 
 
 @law(cases=[Default("device", name) for name in (*OPERATIONS, "BACKENDS")])
-def tensors_are_made_where_the_inputs_lie_whatever_the_default_device_is(
+def tensors_are_made_on_the_device_of_the_inputs_whatever_the_default_is(
     setting: Setting, default: Default
 ) -> None:
     expect_no_change(setting, default)

@@ -161,7 +161,7 @@ def each_kind_of_attention_reads_its_own_lengths_and_table(
 
 
 @law("get_seq_len_block_table_args", cases=KINDS, claim="refuses shapes")
-def a_kind_that_lacks_its_lengths_is_refused(setting: Setting, kind: Kind) -> None:
+def a_kind_without_its_lengths_is_rejected(setting: Setting, kind: Kind) -> None:
     """And no other kind is: what the encoder lacks does not matter to the decoder."""
     get = setting.candidate.get_seq_len_block_table_args
     names = LENGTHS.get((kind.attn_type, kind.is_prompt), ())
@@ -250,7 +250,7 @@ def there_is_no_cache_if_no_sequence_has_a_row(setting: Setting, case: Tables) -
 
 
 @dataclass(frozen=True)
-class Rows:
+class UnevenRows:
     """Rows that are padded.
 
     Args:
@@ -267,12 +267,12 @@ class Rows:
 
 
 @st.composite
-def rows(draw: st.DrawFn) -> Rows:
+def rows(draw: st.DrawFn) -> UnevenRows:
     """Return rows of no, one and more numbers, up to the width and shorter."""
     pick = Random(draw(st.integers(0, 2**20)))
     lens = [pick.choice([0, 1, 2, 5]) for _ in range(pick.choice([0, 1, 2, 4]))]
     width = max(lens, default=0)
-    return Rows(
+    return UnevenRows(
         tuple(tuple(pick.randint(1, 99) for _ in range(count)) for count in lens),
         pick.choice([0, -1, 7]),
         pick.choice([torch.int32, torch.int64, torch.float32]),
@@ -281,9 +281,7 @@ def rows(draw: st.DrawFn) -> Rows:
 
 
 @law("make_tensor_with_pad", cases=several(rows()))
-def rows_stand_in_one_tensor_with_padding_behind(
-    setting: Setting, cases: list[Rows]
-) -> None:
+def rows_are_padded_into_one_tensor(setting: Setting, cases: list[UnevenRows]) -> None:
     for rows in cases:
         given = [list(row) for row in rows.rows]
         make = setting.candidate.make_tensor_with_pad

@@ -95,7 +95,7 @@ def only_the_wanted_tokens_of_a_prompt_go_on(
     "make_kv_sharing_fast_prefill_common_attn_metadata",
     cases=several(requests(fewest=1).filter(lambda step: max(step.new) > 1)),
 )
-def a_wanted_token_sees_what_it_saw_in_the_whole_step(
+def a_wanted_token_attends_to_the_same_keys_as_in_the_whole_step(
     setting: Setting, cases: list[Requests]
 ) -> None:
     for step in cases:
@@ -107,7 +107,7 @@ def a_wanted_token_sees_what_it_saw_in_the_whole_step(
 
 
 @dataclass(frozen=True)
-class Nonsense:
+class BadFastPrefill:
     """Tokens that cannot go on alone, of requests that bring four tokens and three.
 
     Args:
@@ -124,23 +124,23 @@ class Nonsense:
 @law(
     "make_kv_sharing_fast_prefill_common_attn_metadata",
     cases=[
-        Nonsense(None, 2, "no word on which tokens are wanted"),
-        Nonsense((3, 6), None, "no word on how many are wanted"),
-        Nonsense((3, 6), 3, "more tokens than are named"),
-        Nonsense((3, 6), -1, "a negative count"),
-        Nonsense((2, 6), 2, "a token before the last of its request"),
-        Nonsense((3, 4, 6), 3, "a gap among a request's tokens"),
-        Nonsense((6, 3), 2, "tokens of a later request first"),
-        Nonsense((3, 6, 5), 3, "tokens of a request out of order"),
-        Nonsense((3, 3, 6), 3, "a token twice"),
-        Nonsense((3, 7), 2, "a token behind the last"),
-        Nonsense((-1, 6), 2, "a token before the first"),
-        Nonsense((3, 6), 2, "a tree of drafts"),
+        BadFastPrefill(None, 2, "no word on which tokens are wanted"),
+        BadFastPrefill((3, 6), None, "no word on how many are wanted"),
+        BadFastPrefill((3, 6), 3, "more tokens than are named"),
+        BadFastPrefill((3, 6), -1, "a negative count"),
+        BadFastPrefill((2, 6), 2, "a token before the last of its request"),
+        BadFastPrefill((3, 4, 6), 3, "a gap among a request's tokens"),
+        BadFastPrefill((6, 3), 2, "tokens of a later request first"),
+        BadFastPrefill((3, 6, 5), 3, "tokens of a request out of order"),
+        BadFastPrefill((3, 3, 6), 3, "a token twice"),
+        BadFastPrefill((3, 7), 2, "a token behind the last"),
+        BadFastPrefill((-1, 6), 2, "a token before the first"),
+        BadFastPrefill((3, 6), 2, "a tree of drafts"),
     ],
     claim="refuses shapes",
 )
-def tokens_that_cannot_go_on_alone_are_refused(
-    setting: Setting, nonsense: Nonsense
+def tokens_that_cannot_go_on_alone_are_rejected(
+    setting: Setting, nonsense: BadFastPrefill
 ) -> None:
     step = Requests((4, 3), (0, 6))
     beside = () if nonsense.what == "a tree of drafts" else ("tree_mask",)
@@ -187,7 +187,7 @@ class PlainBackend(AttentionBackend):
 
 
 @law("create_fast_prefill_custom_backend", cases=several(requests(most=5)))
-def such_a_layer_gets_the_wanted_tokens_and_knows_of_the_whole_step(
+def such_a_layer_gets_the_wanted_tokens_and_the_whole_step(
     setting: Setting, cases: list[Requests]
 ) -> None:
     """Its metadata is what its backend builds of the wanted tokens, and two fields more."""
@@ -382,7 +382,7 @@ def drafts_get_an_axis_of_their_own_and_lose_it_without_a_copy(
     cases=[Drafts(2, 3, 2, 4, 0)],
     claim="refuses shapes",
 )
-def drafts_that_do_not_divide_evenly_are_refused(
+def drafts_that_do_not_divide_evenly_are_rejected(
     setting: Setting, case: Drafts
 ) -> None:
     query = numbered(case, setting.device)

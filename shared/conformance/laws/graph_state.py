@@ -106,7 +106,7 @@ def a_step_captures_what_its_weakest_group_does(
 
 
 @dataclass(frozen=True)
-class Batch:
+class DecodeBatch:
     """A batch of decodes.
 
     Args:
@@ -165,7 +165,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class History:
+class GraphHistory:
     """Steps that are captured, and batches that are run in them.
 
     Args:
@@ -178,11 +178,11 @@ class History:
     sizes: tuple[int, ...]
     max_blocks: int
     has_encoder: bool
-    batches: tuple[Batch, ...]
+    batches: tuple[DecodeBatch, ...]
 
 
 @st.composite
-def histories(draw: st.DrawFn) -> History:
+def histories(draw: st.DrawFn) -> GraphHistory:
     """Return batches that fill a step, that leave one row, and that follow longer ones."""
     pick = Random(draw(st.integers(0, 2**20)))
     sizes = pick.sample(range(1, 8), pick.choice([1, 2, 3]))
@@ -191,30 +191,30 @@ def histories(draw: st.DrawFn) -> History:
     for _ in range(pick.choice([1, 3, 4])):
         reqs = pick.choice([most, 1, pick.randint(1, most), pick.choice(sizes)])
         made.append(
-            Batch(
+            DecodeBatch(
                 tuple(pick.choice([1, LONGEST, 5]) for _ in range(reqs)),
                 pick.choice([width, 1, pick.randint(0, width)]),
                 pick.choice([width, 1]),
             )
         )
-    return History(tuple(sizes), width, pick.choice([True, False]), tuple(made))
+    return GraphHistory(tuple(sizes), width, pick.choice([True, False]), tuple(made))
 
 
-def state_of(setting: Setting, history: History) -> Any:
+def state_of(setting: Setting, history: GraphHistory) -> Any:
     """Return the candidate's state."""
     return setting.candidate.CommonAttentionState(
         history.max_blocks, LONGEST, setting.device, history.has_encoder
     )
 
 
-def names_of(history: History) -> tuple[str, ...]:
+def names_of(history: GraphHistory) -> tuple[str, ...]:
     """Return the fields that a captured step reads."""
     return tuple(HARMLESS)[: 6 if history.has_encoder else 3]
 
 
 @law("CommonAttentionState", cases=several(histories()))
 def a_step_is_captured_with_numbers_that_do_no_harm(
-    setting: Setting, cases: list[History]
+    setting: Setting, cases: list[GraphHistory]
 ) -> None:
     """In the first rows of memory that all sizes share."""
     for history in cases:
@@ -272,7 +272,7 @@ def a_step_is_captured_with_numbers_that_do_no_harm(
 
 @law("CommonAttentionState", cases=several(histories()))
 def a_refill_leaves_nothing_of_an_older_batch(
-    setting: Setting, cases: list[History]
+    setting: Setting, cases: list[GraphHistory]
 ) -> None:
     """In the same memory, whatever stood there; the batch stays as it is."""
     for history in cases:
@@ -311,7 +311,7 @@ def mixed(
 
 @law("CommonAttentionState", cases=several(histories()))
 def a_replay_is_the_function_of_the_batch_alone(
-    setting: Setting, cases: list[History]
+    setting: Setting, cases: list[GraphHistory]
 ) -> None:
     """In the smallest step that holds it; large ones are captured first, or small ones."""
     for history in cases:
@@ -356,7 +356,9 @@ def summed(metadata: SequenceAttentionMetadata, x: Tensor) -> Tensor:
 
 
 @law("CommonAttentionState", cases=several(histories()))
-def a_replay_depends_on_no_older_one(setting: Setting, cases: list[History]) -> None:
+def a_replay_depends_on_no_older_one(
+    setting: Setting, cases: list[GraphHistory]
+) -> None:
     """Even if the step adds up all its rows; and what it was captured with stays as it was."""
     for history in cases:
         device, most = setting.device, max(history.sizes)
@@ -381,7 +383,7 @@ def a_replay_depends_on_no_older_one(setting: Setting, cases: list[History]) -> 
 
 
 @dataclass(frozen=True)
-class Nonsense:
+class BadCapture:
     """A refill that does not fit, of a state with two rows of three blocks.
 
     Args:
@@ -417,23 +419,23 @@ CHANGES: dict[str, Callable[[Any], dict[str, Any]]] = {
         "cross_block_tables": counts(range(8)).view(2, 4)
     },
 }
-REFUSED = [Nonsense(what) for what in list(CHANGES)[:12]] + [
-    Nonsense(what, True) for what in CHANGES
+REFUSED = [BadCapture(what) for what in list(CHANGES)[:12]] + [
+    BadCapture(what, True) for what in CHANGES
 ]
 
 
 @law("CommonAttentionState", cases=REFUSED, claim="refuses shapes")
-def a_batch_that_does_not_fit_is_refused_before_anything_is_written(
-    setting: Setting, nonsense: Nonsense
+def a_batch_that_does_not_fit_is_rejected_before_anything_is_written(
+    setting: Setting, nonsense: BadCapture
 ) -> None:
-    history = History((2,), 3, nonsense.has_encoder, ())
+    history = GraphHistory((2,), 3, nonsense.has_encoder, ())
     state = state_of(setting, history)
     with state.graph_capture(2):
         captured = state.graph_capture_get_metadata_for_batch(2)
     buffers = state.get_graph_input_buffers(captured)
-    good = Batch((5, 9), 2, 3).metadata(setting.device, nonsense.has_encoder)
+    good = DecodeBatch((5, 9), 2, 3).metadata(setting.device, nonsense.has_encoder)
     state.prepare_graph_input_buffers(buffers, good)
-    other = Batch((7, 3), 2, 3).metadata(setting.device, nonsense.has_encoder)
+    other = DecodeBatch((7, 3), 2, 3).metadata(setting.device, nonsense.has_encoder)
     values = {**vars(other), **CHANGES[nonsense.what](other)}
     bad = SequenceAttentionMetadata(**values)
     expect_refusal(
@@ -451,16 +453,16 @@ LENGTHS = [
 
 
 @law("CommonAttentionState", cases=LENGTHS, claim="refuses contents")
-def lengths_that_no_step_was_captured_for_are_refused_if_asked(
+def lengths_that_no_step_was_captured_for_are_rejected_if_contents_are_checked(
     setting: Setting, case: tuple[str, tuple[int, int]]
 ) -> None:
     """Of sequences and of encoders; the longest that was captured is one that fits."""
     name, lens = case
-    state = state_of(setting, History((2,), 3, True, ()))
+    state = state_of(setting, GraphHistory((2,), 3, True, ()))
     with state.graph_capture(2):
         captured = state.graph_capture_get_metadata_for_batch(2)
     buffers = state.get_graph_input_buffers(captured)
-    good = Batch((LONGEST, 1), 2, 3).metadata(setting.device, True)
+    good = DecodeBatch((LONGEST, 1), 2, 3).metadata(setting.device, True)
     fits: dict[str, Any] = {name: counts((LONGEST, 1), setting.device)}
     fits_not: dict[str, Any] = {name: counts(lens, setting.device)}
     good, bad = replace(good, **fits), replace(good, **fits_not)
@@ -476,15 +478,15 @@ def lengths_that_no_step_was_captured_for_are_refused_if_asked(
 
 @law(
     "CommonAttentionState",
-    cases=[Nonsense(name) for name in list(HARMLESS)[:3]]
-    + [Nonsense(name, True) for name in HARMLESS],
+    cases=[BadCapture(name) for name in list(HARMLESS)[:3]]
+    + [BadCapture(name, True) for name in HARMLESS],
     claim="refuses shapes",
 )
 def metadata_without_a_buffer_is_of_no_captured_step(
-    setting: Setting, nonsense: Nonsense
+    setting: Setting, nonsense: BadCapture
 ) -> None:
     """A step that reads no encoder needs none of an encoder's buffers."""
-    state = state_of(setting, History((2,), 3, nonsense.has_encoder, ()))
+    state = state_of(setting, GraphHistory((2,), 3, nonsense.has_encoder, ()))
     with state.graph_capture(2):
         whole = state.graph_capture_get_metadata_for_batch(2)
     for other in (None, [1, 2]):
@@ -511,7 +513,7 @@ INPUTS: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
 }
 """What does not fit a step that was captured with one input [2, 2] of integers."""
 REPLAYED = [
-    Nonsense(what, has_encoder)
+    BadCapture(what, has_encoder)
     for what in (*CHANGES, *INPUTS)
     for has_encoder in (False, True)
     if has_encoder or what not in list(CHANGES)[12:]
@@ -519,11 +521,11 @@ REPLAYED = [
 
 
 @law("CommonAttentionState", cases=REPLAYED, claim="refuses shapes")
-def a_replay_that_is_refused_leaves_its_step_as_it_was(
-    setting: Setting, nonsense: Nonsense
+def a_rejected_replay_leaves_its_step_as_it_was(
+    setting: Setting, nonsense: BadCapture
 ) -> None:
     """Its batch does not fit, or its inputs do not; the next replay is right again."""
-    history = History((2,), 3, nonsense.has_encoder, ())
+    history = GraphHistory((2,), 3, nonsense.has_encoder, ())
     state, device = state_of(setting, history), setting.device
     seen: list[SequenceAttentionMetadata] = []
 
@@ -532,7 +534,7 @@ def a_replay_that_is_refused_leaves_its_step_as_it_was(
         return mixed([], metadata, x)
 
     x = torch.tensor([[3, 4], [5, 6]], device=device)
-    good = Batch((5, 9), 2, 3).metadata(device, nonsense.has_encoder)
+    good = DecodeBatch((5, 9), 2, 3).metadata(device, nonsense.has_encoder)
     try:
         with state.graph_capture(2):
             state.capture(step, 2, x + 1)
@@ -542,7 +544,7 @@ def a_replay_that_is_refused_leaves_its_step_as_it_was(
         return
     right = packed(state.replay(good, x)).cpu()
     buffers = state.get_graph_input_buffers(seen[0]).present()
-    other = Batch((7, 3), 2, 3).metadata(device, nonsense.has_encoder)
+    other = DecodeBatch((7, 3), 2, 3).metadata(device, nonsense.has_encoder)
     inputs: tuple[Tensor, ...] = (x + 2,)
     if nonsense.what in INPUTS:
         inputs = INPUTS[nonsense.what](x + 2)
@@ -579,13 +581,13 @@ CAPTURED: dict[str, tuple[Callable[..., Any], int, tuple[Tensor, ...]]] = {
 
 
 @law("CommonAttentionState", cases=[*CAPTURED], claim="refuses shapes")
-def a_capture_that_is_refused_leaves_the_steps_captured_before(
+def a_rejected_capture_leaves_the_steps_captured_before(
     setting: Setting, what: str
 ) -> None:
     """Also one of the same size."""
     function, size, inputs = CAPTURED[what]
     inputs = tuple(each.to(setting.device) for each in inputs)
-    state = state_of(setting, History((2,), 3, False, ()))
+    state = state_of(setting, GraphHistory((2,), 3, False, ()))
     with state.graph_capture(3):
         with suppress(NotImplementedError):
             # where there are no graphs, there is no capture of nonsense either
@@ -594,13 +596,16 @@ def a_capture_that_is_refused_leaves_the_steps_captured_before(
         expect_refusal(what, partial(state.capture, function, size, *inputs))
         expect_same("sizes", state.captured_batch_sizes, before)
     if before:
-        batch = Batch((5, 9), 2).metadata(setting.device, False)
+        batch = DecodeBatch((5, 9), 2).metadata(setting.device, False)
         expect_same("the result", packed(state.replay(batch)), counts([15, 27]))
 
 
-@law("CommonAttentionState", cases=[History((2, 4), 3, False, (Batch((5, 9), 2),))])
+@law(
+    "CommonAttentionState",
+    cases=[GraphHistory((2, 4), 3, False, (DecodeBatch((5, 9), 2),))],
+)
 def buffers_are_there_within_their_block_and_no_longer(
-    setting: Setting, history: History
+    setting: Setting, history: GraphHistory
 ) -> None:
     """Also after an exception, which forgets what its block captured."""
     state, device = state_of(setting, history), setting.device
@@ -640,9 +645,12 @@ def buffers_are_there_within_their_block_and_no_longer(
         expect_refusal(f"a state of {sizes}", partial(make, *sizes))
 
 
-@law("CommonAttentionState", cases=[History((1, 3), 2, False, (Batch((7,), 1),))])
+@law(
+    "CommonAttentionState",
+    cases=[GraphHistory((1, 3), 2, False, (DecodeBatch((7,), 1),))],
+)
 def an_exception_forgets_only_what_its_own_block_captured(
-    setting: Setting, history: History
+    setting: Setting, history: GraphHistory
 ) -> None:
     state = state_of(setting, history)
 
@@ -664,7 +672,7 @@ def an_exception_forgets_only_what_its_own_block_captured(
     expect_same("sizes", state.captured_batch_sizes, [1])
     found = state.replay(history.batches[0].metadata(setting.device, False))
     expect_same("the result", packed(found), counts([70]))
-    long = Batch((1, 2), 1).metadata(setting.device, False)
+    long = DecodeBatch((1, 2), 1).metadata(setting.device, False)
     expect_refusal("a batch larger than all steps", lambda: state.replay(long))
     with state.graph_capture(3):
         state.capture(lambda metadata: metadata.seq_lens_tensor * 3, 1)

@@ -11,19 +11,19 @@ from random import Random
 from hypothesis import strategies as st
 
 from ..generators.batches import LAYOUTS
-from ..generators.machine import KINDS, Action, History, Machine
+from ..generators.machine import KINDS, CacheAction, CacheHistory, Machine
 from ..harness.law import Setting, law
 
 OFTEN = (*KINDS, "start", "step", "append", "append")
 
 
 @st.composite
-def histories(draw: st.DrawFn) -> History:
+def histories(draw: st.DrawFn) -> CacheHistory:
     """Return a history; Hypothesis drops actions from it one by one when it breaks a law."""
     actions = draw(
         st.lists(
             st.builds(
-                Action,
+                CacheAction,
                 st.sampled_from(OFTEN),
                 st.integers(0, 3),
                 st.sampled_from([1, 1, 2, 3, 4, 5, 8, 9]),
@@ -33,8 +33,8 @@ def histories(draw: st.DrawFn) -> History:
         )
     )
     pick = Random(draw(st.integers(0, 2**16)))
-    return History(
-        actions=(Action("start", 0, pick.choice([1, 4, 5, 7])), *actions),
+    return CacheHistory(
+        actions=(CacheAction("start", 0, pick.choice([1, 4, 5, 7])), *actions),
         block_size=pick.choice([1, 2, 3, 4, 4]),
         layout=pick.choice(LAYOUTS),
         filled=pick.choice([True, True, False]),
@@ -51,68 +51,68 @@ def histories(draw: st.DrawFn) -> History:
     cases=histories(),
 )
 def a_cache_stays_right_whatever_is_done_to_it(
-    setting: Setting, history: History
+    setting: Setting, history: CacheHistory
 ) -> None:
     Machine(setting, history).run()
 
 
 TOLD = (
     # a fork parts from its origin in the middle of a block, first the one, then the other
-    History(
+    CacheHistory(
         (
-            Action("start", 0, 6),
-            Action("fork", 0),
-            Action("append", 1, 3),
-            Action("append", 0, 3),
+            CacheAction("start", 0, 6),
+            CacheAction("fork", 0),
+            CacheAction("append", 1, 3),
+            CacheAction("append", 0, 3),
         )
     ),
     # a row is used again by a shorter request, in a step of a smaller size
-    History(
+    CacheHistory(
         (
-            Action("start", 0, 13),
-            Action("start", 0, 5),
-            Action("free", 0),
-            Action("start", 0, 1),
-            Action("step"),
+            CacheAction("start", 0, 13),
+            CacheAction("start", 0, 5),
+            CacheAction("free", 0),
+            CacheAction("start", 0, 1),
+            CacheAction("step"),
         ),
         shuffled=True,
     ),
     # a shared prefix outlives the request that computed it
-    History(
+    CacheHistory(
         (
-            Action("start", 0, 9),
-            Action("share", 0, 2),
-            Action("free", 0),
-            Action("start", 0, 8),
-            Action("append", 0, 5),
+            CacheAction("start", 0, 9),
+            CacheAction("share", 0, 2),
+            CacheAction("free", 0),
+            CacheAction("start", 0, 8),
+            CacheAction("append", 0, 5),
         )
     ),
     # what comes back from the host comes to other blocks
-    History(
+    CacheHistory(
         (
-            Action("start", 0, 7),
-            Action("swap out", 0),
-            Action("start", 0, 10),
-            Action("swap in", 0),
-            Action("step"),
-            Action("preempt", 1),
+            CacheAction("start", 0, 7),
+            CacheAction("swap out", 0),
+            CacheAction("start", 0, 10),
+            CacheAction("swap in", 0),
+            CacheAction("step"),
+            CacheAction("preempt", 1),
         ),
         block_size=3,
         layout="interleaved",
     ),
     # three requests in a step for four, then two in one for two, then four
-    History(
+    CacheHistory(
         (
-            Action("start", 0, 2),
-            Action("start", 0, 3),
-            Action("start", 0, 4),
-            Action("step"),
-            Action("free", 1),
-            Action("append", 1, 5),
-            Action("fork", 0),
-            Action("fork", 1),
-            Action("step"),
-            Action("step"),
+            CacheAction("start", 0, 2),
+            CacheAction("start", 0, 3),
+            CacheAction("start", 0, 4),
+            CacheAction("step"),
+            CacheAction("free", 1),
+            CacheAction("append", 1, 5),
+            CacheAction("fork", 0),
+            CacheAction("fork", 1),
+            CacheAction("step"),
+            CacheAction("step"),
         ),
         layout="hnd",
         shuffled=True,
@@ -129,6 +129,6 @@ TOLD = (
     cases=TOLD,
 )
 def a_cache_stays_right_in_the_stories_that_went_wrong_before(
-    setting: Setting, history: History
+    setting: Setting, history: CacheHistory
 ) -> None:
     Machine(setting, history).run()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..generators.batches import NAN, Plan
+from ..generators.batches import NAN, BatchPlan
 from ..generators.options import (
     Call,
     bias_table,
@@ -46,7 +46,7 @@ POISONS = (0.0, float("inf"), 1e4, -3e38)
 
 
 @law("paged_attention", cases=drawn_calls(fixed={"batch": "verification"}))
-def where_a_page_lies_moves_no_bit(setting: Setting, case: Drawn) -> None:
+def the_address_of_a_page_changes_no_bit(setting: Setting, case: Drawn) -> None:
     call = build_call(*case, setting.device)
     moved = moved_pages(call, Random(case[1]))
     found = ask(setting, call)
@@ -54,7 +54,7 @@ def where_a_page_lies_moves_no_bit(setting: Setting, case: Drawn) -> None:
 
 
 @law("paged_attention", cases=PAGED[::2])
-def what_nobody_owns_moves_no_bit(setting: Setting, case: Drawn) -> None:
+def unallocated_slots_change_no_bit(setting: Setting, case: Drawn) -> None:
     """Free slots, tails of rows and trees, rows behind the last request: anything may be there."""
     call = build_call(*case, setting.device)
     other = poisoned(call, POISONS[case[1] % len(POISONS)])
@@ -62,7 +62,7 @@ def what_nobody_owns_moves_no_bit(setting: Setting, case: Drawn) -> None:
 
 
 @law("encoder_attention", cases=designed("encoder_attention"))
-def what_lies_behind_the_last_key_moves_no_bit(setting: Setting, case: Drawn) -> None:
+def what_follows_the_last_key_changes_no_bit(setting: Setting, case: Drawn) -> None:
     call = build_call(*case, setting.device)
     other = poisoned(call, POISONS[case[1] % len(POISONS)])
     expect_same_results("with other poison", ask(setting, other), ask(setting, call))
@@ -78,9 +78,7 @@ def same_rows(what: str, setting: Setting, call: Call, other: Call, req: int) ->
 
 
 @law("paged_attention", cases=drawn_calls(fixed={"batch": "verification"}))
-def what_other_requests_ask_and_hold_moves_no_bit(
-    setting: Setting, case: Drawn
-) -> None:
+def other_requests_change_no_bit(setting: Setting, case: Drawn) -> None:
     """NaN among them."""
     call = build_call(*case, setting.device)
     pick = Random(case[1])
@@ -137,7 +135,7 @@ def a_prompt_in_chunks_is_the_prompt_in_one(setting: Setting, case: Drawn) -> No
 @law("paged_attention", cases=[0, 1])
 def token_by_token_is_the_prompt_in_one(setting: Setting, seed: int) -> None:
     """Every query is a request of its own, and all read the same row."""
-    plan = Plan((18,), (18,), group=3, needle="block edge", seed=seed)
+    plan = BatchPlan((18,), (18,), group=3, needle="block edge", seed=seed)
     if setting.is_fitting:
         plan = replace(setting.fit(plan), query_lens=(18,))
     call = paged_call(plan, setting.device)
@@ -160,7 +158,7 @@ def larger_bounds_change_nothing_beyond_rounding(
 ) -> None:
     """They may cut a row's keys into more parts, most of which are empty then."""
     query_lens, query_bound, key_bound, name = case
-    plan = Plan(query_lens, (40, 70), spare_blocks=300, kv_heads=1, needle="last")
+    plan = BatchPlan(query_lens, (40, 70), spare_blocks=300, kv_heads=1, needle="last")
     plan = setting.fit(plan)
     call = paged_call(plan, setting.device)
     call = call.changed(
@@ -178,7 +176,7 @@ def lengths_and_flags_may_be_views_with_any_strides(
     setting: Setting, seed: int
 ) -> None:
     """Lengths, starts, rows of blocks, flags, biases, trees and ranges."""
-    plan = setting.fit(Plan((3, 1, 5), (20, 9, 33), seed=seed, padding=seed % 2))
+    plan = setting.fit(BatchPlan((3, 1, 5), (20, 9, 33), seed=seed, padding=seed % 2))
     flags = torch.tensor([True, False, True])
     tree = torch.ones(3, 6, 6, dtype=torch.bool).tril()
     tokens = sum(plan.query_lens) + plan.padding
@@ -200,7 +198,7 @@ def numbers_of_each_head_may_be_views_with_any_strides(
     setting: Setting, name: str
 ) -> None:
     """NaN lies between them; a row is short and is cut, or is long."""
-    plan = setting.fit(Plan((3, 1, 20), (20, 300, 33)))
+    plan = setting.fit(BatchPlan((3, 1, 20), (20, 300, 33)))
     call = paged_call(plan, setting.device)
     numbers = slopes(2, 0.3) if name.endswith("scale") else slopes(4)
     if name.endswith("scale"):
@@ -228,9 +226,9 @@ def expect_same_from_views(setting: Setting, call: Call, names: list[str]) -> No
 
 
 @law("paged_attention", cases=[0, 1])
-def contents_may_be_looked_at_without_a_change(setting: Setting, seed: int) -> None:
+def checking_contents_changes_nothing(setting: Setting, seed: int) -> None:
     """PAGETWIN_CHECK_VALUES=1 refuses what makes no sense, and nothing else."""
-    plan = Plan((3, 0, 1), (20, 0, 40), padding=seed, spare_blocks=2)
+    plan = BatchPlan((3, 0, 1), (20, 0, 40), padding=seed, spare_blocks=2)
     call = paged_call(setting.fit(plan), setting.device)
     before = ask(setting, call)
     with checked_values():
@@ -243,7 +241,7 @@ FAR = 2**30 + 64
 
 
 @dataclass(frozen=True)
-class Far:
+class FarAttention:
     """What lies far apart, and on which way.
 
     Args:
@@ -258,15 +256,15 @@ class Far:
 @law(
     "paged_attention",
     cases=[
-        Far(what, query_len)
+        FarAttention(what, query_len)
         for what in ("pages", "query", "output")
         for query_len in (1, 3, 20)
         if what == "pages" or query_len == 3
     ],
 )
-def addresses_of_attention_have_64_bits(setting: Setting, far: Far) -> None:
+def addresses_of_attention_have_64_bits(setting: Setting, far: FarAttention) -> None:
     """The third of anything lies past 2**31 elements; in 32 bits that wraps to before the first."""
-    plan = Plan(
+    plan = BatchPlan(
         (far.query_len,),
         (33,),
         kv_heads=1,
@@ -361,6 +359,6 @@ CHANGES = [
 def every_argument_of_attention_is_obeyed(setting: Setting, change: Change) -> None:
     """A decode beside a few new tokens, on some tens and on some hundreds of keys."""
     key_lens = (45, 20) if change.seed == 0 else (300, 150)
-    plan = setting.fit(Plan((1, 5), key_lens, seed=change.seed, kv_heads=1))
+    plan = setting.fit(BatchPlan((1, 5), key_lens, seed=change.seed, kv_heads=1))
     call = change.of(paged_call(plan, setting.device))
     expect_right(setting, call, ask(setting, call))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from ..generators.batches import DTYPES, LAYOUTS, NEEDLES, Plan
+from ..generators.batches import DTYPES, LAYOUTS, NEEDLES, BatchPlan
 from ..generators.options import paged_call, ragged_call, slopes
 from ..generators.rearranging import only
 from ..harness.asking import ask, expect_right, expect_same_results
@@ -34,7 +34,7 @@ class Crowd:
         is_paged: whether keys lie in pages; else request after request.
     """
 
-    plan: Plan
+    plan: BatchPlan
     option: str = "none"
     is_paged: bool = True
 
@@ -85,7 +85,7 @@ def crowds(draw: st.DrawFn, counts: tuple[int, ...], is_paged: bool = True) -> C
     pick = Random(draw(st.integers(0, 2**20)))
     news, lens = draw_crowd(pick, counts)
     option = pick.choice([*OPTIONS, "none", "none", "sinks", "sinks", "flags"])
-    plan = Plan(
+    plan = BatchPlan(
         tuple(news),
         tuple(lens),
         block_size=pick.choice([16, 16, 3, 32]),
@@ -119,13 +119,13 @@ def requests_are_right_however_their_lengths_share_the_work(
 
 
 @law("encoder_attention", cases=crowds((2, 3, 5), is_paged=False))
-def requests_on_keys_in_a_row_are_right_however_long_each_is(
+def ragged_requests_are_right_however_long_each_is(
     setting: Setting, crowd: Crowd
 ) -> None:
     expect_right_crowd(setting, crowd)
 
 
-def many(count: int, idle: int = 1, **changes: Any) -> Plan:
+def many(count: int, idle: int = 1, **changes: Any) -> BatchPlan:
     """Return a plan of many decodes of up to two tiles, idle ones and a prompt among them.
 
     For three decodes there are so many idle ones.
@@ -135,19 +135,25 @@ def many(count: int, idle: int = 1, **changes: Any) -> Plan:
     news = [pick.choice([1] * 3 + [0] * idle) for _ in range(count)]
     news[-1] = 1
     lens[count // 2] = news[count // 2] = 20
-    return Plan(tuple(news), tuple(lens), **{"kv_heads": 1, "head_size": 8, **changes})
+    return BatchPlan(
+        tuple(news), tuple(lens), **{"kv_heads": 1, "head_size": 8, **changes}
+    )
 
 
-ALIKE = Plan((1,) * 66, (33,) * 66, kv_heads=1, group=1, head_size=8, needle="last")
+ALIKE = BatchPlan(
+    (1,) * 66, (33,) * 66, kv_heads=1, group=1, head_size=8, needle="last"
+)
 MANY = {
     "a few more than 64": Crowd(many(67, group=1, padding=1, needle="last"), "sinks"),
     "more than 128": Crowd(many(131, idle=6, group=1, needle="first")),
     "all alike": Crowd(ALIKE),
     "none with a key behind the 64th": Crowd(
-        Plan((1,) * 60 + (0,) * 10, (40,) * 60 + (9,) * 10, kv_heads=1, head_size=8)
+        BatchPlan(
+            (1,) * 60 + (0,) * 10, (40,) * 60 + (9,) * 10, kv_heads=1, head_size=8
+        )
     ),
     "prompts and idle ones up to the 64th": Crowd(
-        Plan((0,) * 65 + (1, 1), (3,) * 65 + (200, 9), kv_heads=1, head_size=8)
+        BatchPlan((0,) * 65 + (1, 1), (3,) * 65 + (200, 9), kv_heads=1, head_size=8)
     ),
 }
 
@@ -167,7 +173,7 @@ def equal_requests_are_right_at_every_length(
 ) -> None:
     """A whole number of tiles; its needle is the last key."""
     count, length = case
-    plan = Plan((1,) * count, (length,) * count, kv_heads=1, group=2, head_size=8)
+    plan = BatchPlan((1,) * count, (length,) * count, kv_heads=1, group=2, head_size=8)
     plan = replace(plan, needle="last", seed=length)
     call = paged_call(plan, setting.device)
     expect_right(setting, call, ask(setting, call))
@@ -175,25 +181,27 @@ def equal_requests_are_right_at_every_length(
 
 LARGE = {
     "71 heads share a kv head": Crowd(
-        Plan((1, 3), (40, 9), kv_heads=1, group=71, head_size=8, padding=2)
+        BatchPlan((1, 3), (40, 9), kv_heads=1, group=71, head_size=8, padding=2)
     ),
     "33 heads share one, of two": Crowd(
-        Plan((1, 2), (130, 9), group=33, head_size=8, padding=3), "sinks"
+        BatchPlan((1, 2), (130, 9), group=33, head_size=8, padding=3), "sinks"
     ),
     "20 heads share one, and much padding": Crowd(
-        Plan((1,), (9,), group=20, head_size=8, padding=12)
+        BatchPlan((1,), (9,), group=20, head_size=8, padding=12)
     ),
     "heads of 256 on many keys": Crowd(
-        Plan((3, 1), (300, 20), kv_heads=1, group=5, head_size=256), "sinks"
+        BatchPlan((3, 1), (300, 20), kv_heads=1, group=5, head_size=256), "sinks"
     ),
     "heads of 256 and a window that ends far back": Crowd(
-        Plan((5,), (400,), kv_heads=1, group=3, head_size=256), "a window"
+        BatchPlan((5,), (400,), kv_heads=1, group=3, head_size=256), "a window"
     ),
     "heads of 600 and drafts that outgrow their window": Crowd(
-        Plan((5,), (259,), kv_heads=1, group=3, head_size=600), "a window of few tokens"
+        BatchPlan((5,), (259,), kv_heads=1, group=3, head_size=600),
+        "a window of few tokens",
     ),
     "heads of 600 on many keys": Crowd(
-        Plan((5, 1), (260, 130), kv_heads=1, group=3, head_size=600), "a short window"
+        BatchPlan((5, 1), (260, 130), kv_heads=1, group=3, head_size=600),
+        "a short window",
     ),
 }
 
@@ -207,7 +215,7 @@ def groups_and_heads_may_be_larger_than_a_tile(setting: Setting, crowd: Crowd) -
 def a_batch_leaves_nothing_to_the_next(setting: Setting, seed: int) -> None:
     """After other lengths, fewer requests and another order, the same batch has the same bits."""
     lens = ((200, 20, 70), (130, 130, 130), (320, 2, 33))[seed]
-    plan = Plan((1, 2, 1), lens, group=3, head_size=8, needle="last", seed=seed)
+    plan = BatchPlan((1, 2, 1), lens, group=3, head_size=8, needle="last", seed=seed)
     call = paged_call(plan, setting.device)
     before = ask(setting, call)
     expect_right(setting, call, before)

@@ -16,7 +16,12 @@ from torch import Tensor
 
 from ...contract.kinds import FP8_DTYPES, PAD_SLOT_ID
 from ..generators.batches import DTYPES, NAN
-from ..generators.latent_batches import LAYOUTS, Plan, build_latents, empty_latent_cache
+from ..generators.latent_batches import (
+    LAYOUTS,
+    LatentPlan,
+    build_latents,
+    empty_latent_cache,
+)
 from ..harness.canaries import checked_values, copy_of, expect_memory, kept
 from ..harness.expect import expect_refusal, expect_same
 from ..harness.law import Setting, law
@@ -26,7 +31,7 @@ from .latents import WAYS, arguments_of, ask_latents, expect_latents
 
 
 @dataclass(frozen=True)
-class Write:
+class LatentWrite:
     """New tokens and where they go, in small numbers.
 
     Args:
@@ -53,7 +58,7 @@ class Write:
 
 
 @st.composite
-def writes(draw: st.DrawFn) -> Write:
+def writes(draw: st.DrawFn) -> LatentWrite:
     """Return a write, slots at both ends of the cache among them; all of it from one seed."""
     pick = Random(draw(st.integers(0, 2**20)))
     blocks, size = pick.choice([1, 3, 7]), pick.choice([1, 3, 16, 24])
@@ -63,7 +68,7 @@ def writes(draw: st.DrawFn) -> Write:
         slots[0] = blocks * size - 1 if blocks * size - 1 not in slots else slots[0]
     skipped = pick.choice([PAD_SLOT_ID, PAD_SLOT_ID, -7, -(2**40)])
     kept_slots = [skipped if pick.random() < 0.2 else slot for slot in slots]
-    return Write(
+    return LatentWrite(
         tuple(kept_slots),
         pick.choice([0, 0, 2]),
         blocks,
@@ -82,10 +87,10 @@ def writes(draw: st.DrawFn) -> Write:
 
 @law("concat_and_cache_mla", cases=writes())
 def a_latent_and_its_rope_key_are_written_to_their_slot(
-    setting: Setting, write: Write
+    setting: Setting, write: LatentWrite
 ) -> None:
     """One behind the other, and nothing else; numbers too large for FP8 stop at its largest."""
-    plan = Plan(
+    plan = LatentPlan(
         (),
         (),
         block_size=write.block_size,
@@ -132,7 +137,7 @@ def a_latent_and_its_rope_key_are_written_to_their_slot(
 @law("concat_and_cache_mla", "latent_decode_attention", cases=[2, 1])
 def latents_past_two_billion_elements_are_found(setting: Setting, block: int) -> None:
     """The third block lies past 2**31 elements; in 32 bits that wraps to before the first."""
-    plan = Plan((1,), (33,), heads=1, dtype=torch.float16, needle="last")
+    plan = LatentPlan((1,), (33,), heads=1, dtype=torch.float16, needle="last")
     batch = build_latents(plan, setting.device)
     # only what is touched takes memory on a host
     memory = torch.empty(2 * FAR + 2**12, dtype=torch.float16, device=setting.device)
@@ -159,7 +164,7 @@ def latents_past_two_billion_elements_are_gathered(
     setting: Setting, block: int
 ) -> None:
     """The third block is the first of the context, or its last."""
-    plan = Plan((3,), (36,), heads=1, dtype=torch.float16, needle="first")
+    plan = LatentPlan((3,), (36,), heads=1, dtype=torch.float16, needle="first")
     batch = build_latents(plan, setting.device)
     memory = torch.empty(2 * FAR + 2**12, dtype=torch.float16, device=setting.device)
     far = memory.as_strided((3, 16, 24), (FAR, 24, 1)).fill_(NAN)
@@ -266,7 +271,7 @@ PREFILL_CONTENTS: dict[str, Change] = {
 
 
 def expect_refused(setting: Setting, way: str, what: str, change: Change) -> None:
-    batch = build_latents(Plan((3, 1), (20, 9)), setting.device)
+    batch = build_latents(LatentPlan((3, 1), (20, 9)), setting.device)
     given = arguments_of(batch, way)
     given |= {"out": torch.full((4, 3, 16), 7.0), "lse": torch.full((3, 4), 7.0)}
     given |= change(given)
@@ -288,7 +293,7 @@ def expect_refused(setting: Setting, way: str, what: str, change: Change) -> Non
     ],
     claim="refuses shapes",
 )
-def latent_attention_refuses_what_does_not_fit(
+def latent_attention_rejects_what_does_not_fit(
     setting: Setting, case: tuple[str, str]
 ) -> None:
     way, what = case
@@ -303,7 +308,7 @@ def latent_attention_refuses_what_does_not_fit(
     ],
     claim="refuses contents",
 )
-def batches_of_latents_that_make_no_sense_are_refused_if_asked(
+def invalid_batches_of_latents_are_rejected_if_contents_are_checked(
     setting: Setting, case: tuple[str, str]
 ) -> None:
     way, what = case
@@ -355,12 +360,12 @@ def expect_unwritten(setting: Setting, what: str, changes: dict[str, Any]) -> No
 
 
 @law("concat_and_cache_mla", cases=[*UNWRITABLE], claim="refuses shapes")
-def latents_that_do_not_fit_the_cache_are_refused(setting: Setting, what: str) -> None:
+def latents_that_do_not_fit_the_cache_are_rejected(setting: Setting, what: str) -> None:
     expect_unwritten(setting, what, UNWRITABLE[what])
 
 
 @law("concat_and_cache_mla", cases=[*UNWRITABLE_CONTENTS], claim="refuses contents")
-def slots_of_latents_that_make_no_sense_are_refused_if_asked(
+def invalid_slots_of_latents_are_rejected_if_contents_are_checked(
     setting: Setting, what: str
 ) -> None:
     with checked_values():

@@ -16,8 +16,8 @@ from ...contract.budgets import judge_rows
 from ..generators.batches import DTYPES, NAN, NEEDLES
 from ..generators.latent_batches import (
     LAYOUTS,
-    Batch,
-    Plan,
+    LatentBatch,
+    LatentPlan,
     build_latents,
     latent_plans,
 )
@@ -32,13 +32,15 @@ from ..oracles.brute_force import Answer
 WAYS = ("latent_decode_attention", "latent_prefill_attention")
 
 
-def arguments_of(batch: Batch, way: str) -> dict[str, Any]:
+def arguments_of(batch: LatentBatch, way: str) -> dict[str, Any]:
     """Return what one way takes, by name."""
     is_decode = way == WAYS[0]
     return batch.decode_arguments() if is_decode else batch.prefill_arguments()
 
 
-def ask_latents(setting: Setting, batch: Batch, way: str, **changes: Any) -> Result:
+def ask_latents(
+    setting: Setting, batch: LatentBatch, way: str, **changes: Any
+) -> Result:
     """Return what the candidate answers, either way, written over NaN."""
     tokens, heads, _ = batch.q_nope.shape
     out = batch.q_nope.new_full((tokens, heads, batch.plan.value), NAN)
@@ -67,7 +69,7 @@ def ask_latents(setting: Setting, batch: Batch, way: str, **changes: Any) -> Res
 
 def expect_latents(
     setting: Setting,
-    batch: Batch,
+    batch: LatentBatch,
     way: str,
     found: Result,
     answer: Answer | None = None,
@@ -113,14 +115,16 @@ def expect_latents(
 
 @law("latent_decode_attention", cases=latent_plans())
 def a_decode_over_latents_is_full_multi_head_attention(
-    setting: Setting, plan: Plan
+    setting: Setting, plan: LatentPlan
 ) -> None:
     batch = build_latents(plan, setting.device)
     expect_latents(setting, batch, WAYS[0], ask_latents(setting, batch, WAYS[0]))
 
 
 @law("latent_decode_attention", cases=latent_plans())
-def a_decode_over_latents_sees_its_window_only(setting: Setting, plan: Plan) -> None:
+def a_decode_over_latents_attends_to_its_window_only(
+    setting: Setting, plan: LatentPlan
+) -> None:
     window = Random(plan.seed).choice([1, 2, 7, 16, 17, 33])
     batch = build_latents(replace(plan, sliding_window=window), setting.device)
     expect_latents(setting, batch, WAYS[0], ask_latents(setting, batch, WAYS[0]))
@@ -128,7 +132,7 @@ def a_decode_over_latents_sees_its_window_only(setting: Setting, plan: Plan) -> 
 
 @law("latent_prefill_attention", cases=latent_plans())
 def a_prefill_over_latents_is_full_multi_head_attention(
-    setting: Setting, plan: Plan
+    setting: Setting, plan: LatentPlan
 ) -> None:
     """Its context in chunks of any length, which end in the middle of requests."""
     batch = build_latents(plan, setting.device)
@@ -142,24 +146,24 @@ def a_prefill_over_latents_is_full_multi_head_attention(
 
 
 CORNERS = [
-    Plan((1, 3), (65, 36), heads=2, needle=needle, is_rope=is_rope)
+    LatentPlan((1, 3), (65, 36), heads=2, needle=needle, is_rope=is_rope)
     for needle in NEEDLES[1:]
     for is_rope in (False, True)
 ]
 CORNERS += [
-    Plan((1, 9), (40, 9), heads=1, needle="first"),
-    Plan((1, 4), (40, 17), heads=16, needle="tile edge"),
-    Plan((3, 0, 1), (20, 0, 17), padding=1),
-    Plan((0, 0), (5, 0)),
-    Plan((1, 37, 1), (50, 37, 2), heads=2, needle="first new"),
-    Plan((1, 1), (200, 2), heads=2, dtype=torch.float16, needle="tile edge"),
-    Plan((2,), (20,), heads=2, rank=40, rope=24, nope=33, value=48),
+    LatentPlan((1, 9), (40, 9), heads=1, needle="first"),
+    LatentPlan((1, 4), (40, 17), heads=16, needle="tile edge"),
+    LatentPlan((3, 0, 1), (20, 0, 17), padding=1),
+    LatentPlan((0, 0), (5, 0)),
+    LatentPlan((1, 37, 1), (50, 37, 2), heads=2, needle="first new"),
+    LatentPlan((1, 1), (200, 2), heads=2, dtype=torch.float16, needle="tile edge"),
+    LatentPlan((2,), (20,), heads=2, rank=40, rope=24, nope=33, value=48),
 ]
 
 
 @law(*WAYS, cases=[(way, plan) for way in WAYS for plan in CORNERS])
 def a_latent_that_outweighs_all_others_is_found(
-    setting: Setting, case: tuple[str, Plan]
+    setting: Setting, case: tuple[str, LatentPlan]
 ) -> None:
     """By its latent or its rope key, at the edges of blocks, tiles and chunks of the context."""
     way, plan = case
@@ -169,7 +173,7 @@ def a_latent_that_outweighs_all_others_is_found(
     expect_latents(setting, batch, way, found, **changes)
 
 
-def pieces(batch: Batch, cuts: list[int]) -> list[tuple[slice, Batch]]:
+def pieces(batch: LatentBatch, cuts: list[int]) -> list[tuple[slice, LatentBatch]]:
     """Return the one request of a batch in chunks, each with its rows."""
     length = batch.plan.key_lens[0]
     edges = [0, *cuts, length]
@@ -199,7 +203,9 @@ def a_prompt_of_latents_in_chunks_is_the_prompt_in_one(
     pick = Random(seed)
     length = pick.choice([2, 17, 30])
     needle = pick.choice(NEEDLES)
-    plan = Plan((length,), (length,), heads=2, dtype=DTYPES[seed % 3], needle=needle)
+    plan = LatentPlan(
+        (length,), (length,), heads=2, dtype=DTYPES[seed % 3], needle=needle
+    )
     batch = build_latents(replace(plan, seed=seed), setting.device)
     cuts = sorted({pick.randint(1, length - 1) for _ in range(2)})
     answer = batch.answer(True)
@@ -215,12 +221,12 @@ def a_prompt_of_latents_in_chunks_is_the_prompt_in_one(
 
 
 @law(*WAYS, cases=[(way, poison) for way in WAYS for poison in (0.0, torch.inf, 1e4)])
-def what_nobody_owns_of_latents_moves_no_bit(
+def unallocated_slots_of_latents_change_no_bit(
     setting: Setting, case: tuple[str, float]
 ) -> None:
     """Free slots, tails of rows and padding; a prefill does not read its new tokens' slots."""
     way, poison = case
-    plan = Plan((3, 1, 0), (20, 9, 4), layout="padded", padding=2, needle="last")
+    plan = LatentPlan((3, 1, 0), (20, 9, 4), layout="padded", padding=2, needle="last")
     batch = build_latents(plan, setting.device)
     before = ask_latents(setting, batch, way)
     cache, table = batch.kv_cache.clone(), batch.block_table.clone()
@@ -246,7 +252,7 @@ def latent_attention_changes_nothing_that_it_reads(
 ) -> None:
     """And does the same once more, from blocks that lie elsewhere, and in an output of its own."""
     way, layout = case
-    plan = Plan((3, 1, 5), (20, 9, 40), layout=layout, padding=1)
+    plan = LatentPlan((3, 1, 5), (20, 9, 40), layout=layout, padding=1)
     batch = build_latents(plan, setting.device)
     given = arguments_of(batch, way)
     tensors = {name: each for name, each in given.items() if isinstance(each, Tensor)}
@@ -272,7 +278,7 @@ def nothing_is_written_beside_the_values_of_latents(
     setting: Setting, case: tuple[str, int]
 ) -> None:
     way, padding = case
-    batch = build_latents(Plan((3, 1), (20, 9), padding=padding), setting.device)
+    batch = build_latents(LatentPlan((3, 1), (20, 9), padding=padding), setting.device)
     tokens, heads, _ = batch.q_nope.shape
     wide = torch.full((tokens + 2, 2 * heads, 16 + 3), 7.0, device=setting.device)
     tall = torch.full((heads + 1, 2 * tokens), 7.0, device=setting.device)

@@ -270,19 +270,21 @@ def run_layer(
 
 
 @law("BACKENDS", cases=asked())
-def a_layer_obeys_what_it_and_its_step_ask_for(setting: Setting, case: Drawn) -> None:
+def a_layer_obeys_its_options_and_those_of_its_step(
+    setting: Setting, case: Drawn
+) -> None:
     """Windows, chunks, caps, biases and sinks; flags and trees; outputs in FP8."""
     expect_right_layer(setting, case)
 
 
 @law("BACKENDS", cases=asked())
-def a_layer_sees_the_images_of_its_step(setting: Setting, case: Drawn) -> None:
+def a_layer_obeys_the_images_of_its_step(setting: Setting, case: Drawn) -> None:
     """Under any other options; tokens outside of all images see what they would see."""
     expect_right_layer(setting, case, has_images=True)
 
 
 @law("BACKENDS", cases=asked((("tree_mask", "tree"), ("causal", "yes"))))
-def a_layer_sees_the_trees_of_its_step(setting: Setting, case: Drawn) -> None:
+def a_layer_obeys_the_trees_of_its_step(setting: Setting, case: Drawn) -> None:
     """In decodes and in prefills, whose trees stand behind those of the decodes."""
     expect_right_layer(setting, case)
 

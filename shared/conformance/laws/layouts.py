@@ -119,9 +119,7 @@ def views(draw: st.DrawFn) -> View:
 
 
 @law("view_kv_cache", cases=views())
-def axes_lie_in_memory_in_the_order_that_is_asked_for(
-    setting: Setting, view: View
-) -> None:
+def axes_are_in_memory_in_the_requested_order(setting: Setting, view: View) -> None:
     raw = view.raw(setting.device)
     with kept(raw=raw):
         found = setting.candidate.view_kv_cache(raw, view.dtype, view.shape, view.order)
@@ -245,7 +243,7 @@ def a_layers_cache_is_its_bytes_in_the_order_of_its_axes(
 
 
 @law("reshape_layered_kv_cache", cases=pages())
-def each_layer_of_one_allocation_lies_where_its_layout_says(
+def each_layer_of_one_allocation_is_where_its_layout_says(
     setting: Setting, case: Paged
 ) -> None:
     """A letter of the layout's name is an axis; a head's key and value lie side by side."""
@@ -419,7 +417,7 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     cases=list(REFUSED),
     claim="refuses shapes",
 )
-def bytes_that_are_no_cache_are_refused(setting: Setting, case: str) -> None:
+def bytes_that_are_not_a_cache_are_rejected(setting: Setting, case: str) -> None:
     expect_refusal(case, lambda: REFUSED[case](setting.candidate))
 
 
@@ -466,7 +464,7 @@ BACKENDS = {each.__name__: each for each in (SlotsFirst, BlocksFirst, HeadsThird
 
 
 @dataclass
-class Layer:
+class CachedLayer:
     """As much of a layer as a cache needs."""
 
     spec: KVCacheSpec | None = None
@@ -487,7 +485,7 @@ class NoAttention:
 
 
 @dataclass(frozen=True)
-class Model:
+class CachedModel:
     """The caches of a model.
 
     Args:
@@ -535,13 +533,13 @@ class Model:
         numbers = [number for number, _ in self.backends]
         Random(len(numbers)).shuffle(numbers)
         layers: dict[str, Any] = {
-            name_of(number): Layer(kv_sharing_target_layer_name=name_of(target))
+            name_of(number): CachedLayer(kv_sharing_target_layer_name=name_of(target))
             for number, target in self.sharers[:1]
         }
-        layers |= {name_of(number): Layer() for number in numbers}
+        layers |= {name_of(number): CachedLayer() for number in numbers}
         layers["model.mlp"] = NoAttention()
         return layers | {
-            name_of(number): Layer(kv_sharing_target_layer_name=name_of(target))
+            name_of(number): CachedLayer(kv_sharing_target_layer_name=name_of(target))
             for number, target in self.sharers[1:]
         }
 
@@ -559,7 +557,7 @@ def name_of(number: int) -> str:
 
 
 @st.composite
-def models(draw: st.DrawFn) -> Model:
+def models(draw: st.DrawFn) -> CachedModel:
     """Return layers that share tensors, or not, of backends that see them in their own ways."""
     pick = Random(draw(st.integers(0, 2**20)))
     numbers = pick.sample(range(120), 12)
@@ -571,7 +569,7 @@ def models(draw: st.DrawFn) -> Model:
     sharers = tuple(
         (numbers.pop(), pick.choice(own)) for _ in range(pick.choice([0, 1, 2])) if own
     )
-    return Model(
+    return CachedModel(
         tensors,
         tuple((number, pick.choice(list(BACKENDS))) for number in own),
         num_blocks=pick.choice([0, 1, 2, 3]),
@@ -583,7 +581,7 @@ def models(draw: st.DrawFn) -> Model:
 
 
 @contextmanager
-def layout_of(model: Model) -> Iterator[KVCacheLayout | None]:
+def layout_of(model: CachedModel) -> Iterator[KVCacheLayout | None]:
     """Yield what to pass as layout; where it comes from the environment, None."""
     before = os.environ.pop(KV_CACHE_LAYOUT_VARIABLE, None)
     other = {"NHD": "HND", "HND": "NHD"}[model.layout]
@@ -603,7 +601,7 @@ def expect_names(what: str, found: dict[str, Any], numbers: Sequence[int]) -> No
     expect_same(f"layers of {what}", list(found), list(map(name_of, numbers)))
 
 
-def expect_caches(model: Model, caches: dict[str, Tensor], raw: Any) -> None:
+def expect_caches(model: CachedModel, caches: dict[str, Tensor], raw: Any) -> None:
     """Refuse a cache that is not its tensor's bytes in the shape of its backend."""
     layout = KVCacheLayout[model.layout]
     backends = model.attn_backends()
@@ -622,7 +620,9 @@ def expect_caches(model: Model, caches: dict[str, Tensor], raw: Any) -> None:
 
 
 @law("allocate_kv_caches", cases=models())
-def each_tensor_is_allocated_once_and_is_zero(setting: Setting, model: Model) -> None:
+def each_tensor_is_allocated_once_and_is_zero(
+    setting: Setting, model: CachedModel
+) -> None:
     """Layers of one tensor have the same bytes, layers of two have none in common."""
     raw = setting.candidate.allocate_kv_caches(model.config(), setting.device)
     expect_names("the bytes", raw, [n for numbers in model.tensors for n in numbers])
@@ -639,8 +639,8 @@ def each_tensor_is_allocated_once_and_is_zero(setting: Setting, model: Model) ->
 
 
 @law("reshape_kv_caches", cases=models())
-def each_layer_sees_its_bytes_as_its_backend_says(
-    setting: Setting, model: Model
+def each_layer_gets_its_bytes_in_the_layout_of_its_backend(
+    setting: Setting, model: CachedModel
 ) -> None:
     """An argument beats the environment, which is read at every call."""
     size = (model.num_blocks + model.spare) * PAGE
@@ -658,7 +658,7 @@ def each_layer_sees_its_bytes_as_its_backend_says(
 
 @law("bind_kv_cache", cases=models())
 def each_layer_is_handed_its_own_cache_or_the_one_it_shares(
-    setting: Setting, model: Model
+    setting: Setting, model: CachedModel
 ) -> None:
     """Ordered by the numbers in the names, not by the names; other layers get none."""
     numbers = [number for number, _ in model.backends]
@@ -683,7 +683,7 @@ def each_layer_is_handed_its_own_cache_or_the_one_it_shares(
 
 @law("init_kv_cache", cases=models())
 def a_model_gets_caches_that_are_zero_in_the_order_of_its_layers(
-    setting: Setting, model: Model
+    setting: Setting, model: CachedModel
 ) -> None:
     """Bytes that two layers share are seen by both, each in its own way."""
     layers, config = model.layers(), model.config()
@@ -704,7 +704,7 @@ def a_model_gets_caches_that_are_zero_in_the_order_of_its_layers(
     expect_caches(model, caches, raw)
     targets = dict(model.sharers)
     for name, layer in layers.items():
-        if isinstance(layer, Layer):
+        if isinstance(layer, CachedLayer):
             number = int(name.split(".")[2])
             if layer.kv_cache is not caches[name_of(targets.get(number, number))]:
                 raise Disagreement(
@@ -713,17 +713,17 @@ def a_model_gets_caches_that_are_zero_in_the_order_of_its_layers(
 
 
 @law("get_kv_cache_spec", cases=DTYPES)
-def layers_that_keep_a_cache_are_asked_and_others_passed_over(
-    setting: Setting, dtype: torch.dtype
-) -> None:
+def only_layers_with_a_cache_have_a_spec(setting: Setting, dtype: torch.dtype) -> None:
     """In the order of the layers; each is asked once, with what the engine says."""
     layers: dict[str, Any] = {
-        "model.layers.9": Layer(GROUP_SPECS[0]),
+        "model.layers.9": CachedLayer(GROUP_SPECS[0]),
         "model.mlp": NoAttention(),
-        "model.layers.2": Layer(GROUP_SPECS[1]),
-        "model.encoder.3": Layer(None),
-        "model.layers.10": Layer(SPECS[-1]),
-        "model.layers.11": Layer(None, kv_sharing_target_layer_name="model.layers.9"),
+        "model.layers.2": CachedLayer(GROUP_SPECS[1]),
+        "model.encoder.3": CachedLayer(None),
+        "model.layers.10": CachedLayer(SPECS[-1]),
+        "model.layers.11": CachedLayer(
+            None, kv_sharing_target_layer_name="model.layers.9"
+        ),
     }
     before = list(layers)
     found = setting.candidate.get_kv_cache_spec(layers, 24, dtype)
@@ -734,14 +734,16 @@ def layers_that_keep_a_cache_are_asked_and_others_passed_over(
             raise Disagreement(name, "its spec", spec, layers[name].spec)
     expect_same("layers, which are only read", list(layers), before)
     for name, layer in layers.items():
-        if isinstance(layer, Layer):
+        if isinstance(layer, CachedLayer):
             expect_same(f"what {name} was asked", layer.asked, [(24, dtype)])
     expect_same(
         "specs of no layers", setting.candidate.get_kv_cache_spec({}, 4, dtype), {}
     )
 
 
-ONE = Model(((3,),), ((3, "SlotsFirst"),), 2, 0, (), "NHD", is_from_environment=False)
+ONE = CachedModel(
+    ((3,),), ((3, "SlotsFirst"),), 2, 0, (), "NHD", is_from_environment=False
+)
 NAME = name_of(3)
 REFUSED_MODELS: dict[str, dict[str, Any]] = {
     "a layer without bytes": {"raw": {}},
@@ -751,18 +753,18 @@ REFUSED_MODELS: dict[str, dict[str, Any]] = {
     "a cache without its layer": {"layers": {}},
     "a second cache without its layer": {
         "caches": {NAME: torch.zeros(1), name_of(4): torch.zeros(1)},
-        "layers": {NAME: Layer()},
+        "layers": {NAME: CachedLayer()},
     },
     "a layer of a cache that is not there": {
-        "layers": {NAME: Layer(), "l.4": Layer(None, "model.layers.5.attn")}
+        "layers": {NAME: CachedLayer(), "l.4": CachedLayer(None, "model.layers.5.attn")}
     },
     "a name without a number": {
         "caches": {NAME: torch.zeros(1), "attn": torch.zeros(1)},
-        "layers": {NAME: Layer(), "attn": Layer()},
+        "layers": {NAME: CachedLayer(), "attn": CachedLayer()},
     },
     "a name of two numbers": {
         "caches": {NAME: torch.zeros(1), "layers.1.experts.2": torch.zeros(1)},
-        "layers": {NAME: Layer(), "layers.1.experts.2": Layer()},
+        "layers": {NAME: CachedLayer(), "layers.1.experts.2": CachedLayer()},
     },
 }
 
@@ -773,7 +775,7 @@ REFUSED_MODELS: dict[str, dict[str, Any]] = {
     cases=list(REFUSED_MODELS),
     claim="refuses shapes",
 )
-def a_model_that_lacks_something_is_refused_and_no_layer_changed(
+def an_incomplete_model_is_rejected_and_no_layer_changed(
     setting: Setting, case: str
 ) -> None:
     """All is checked before the first layer is handed its cache."""

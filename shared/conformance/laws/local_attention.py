@@ -153,7 +153,7 @@ def every_chunk_with_new_tokens_is_a_request(
 
 
 @law("make_local_attention_virtual_batches", cases=several(chunked()))
-def a_token_of_a_virtual_request_sees_its_own_chunk(
+def a_token_of_a_virtual_request_attends_to_its_own_chunk(
     setting: Setting, cases: list[Chunked]
 ) -> None:
     """Each new token by its position: the keys from where its chunk begins, up to itself."""
@@ -170,7 +170,7 @@ def a_token_of_a_virtual_request_sees_its_own_chunk(
 
 
 @dataclass(frozen=True)
-class Nonsense:
+class BadChunks:
     """A step that is not cut into chunks.
 
     Args:
@@ -188,18 +188,18 @@ class Nonsense:
 @law(
     "make_local_attention_virtual_batches",
     cases=[
-        Nonsense(6, 4, "chunks that are not whole blocks"),
-        Nonsense(2, 4, "chunks smaller than a block"),
-        Nonsense(0, 4, "chunks of no token"),
-        Nonsense(4, 0, "blocks of no slot"),
-        Nonsense(4, 2, "a sequence longer than its row"),
-        Nonsense(8, 4, "more new tokens than tokens", "seq_lens_cpu"),
-        Nonsense(8, 4, "images", "mm_req_doc_ranges"),
-        Nonsense(8, 4, "trees of drafts", "tree_mask"),
+        BadChunks(6, 4, "chunks that are not whole blocks"),
+        BadChunks(2, 4, "chunks smaller than a block"),
+        BadChunks(0, 4, "chunks of no token"),
+        BadChunks(4, 0, "blocks of no slot"),
+        BadChunks(4, 2, "a sequence longer than its row"),
+        BadChunks(8, 4, "more new tokens than tokens", "seq_lens_cpu"),
+        BadChunks(8, 4, "images", "mm_req_doc_ranges"),
+        BadChunks(8, 4, "trees of drafts", "tree_mask"),
     ],
     claim="refuses shapes",
 )
-def a_step_that_has_no_chunks_is_refused(setting: Setting, nonsense: Nonsense) -> None:
+def a_step_without_chunks_is_rejected(setting: Setting, nonsense: BadChunks) -> None:
     step = Requests((3, 2), (9, 4), seed=1)
     width = max(map(len, step.rows()))
     whole = bare_step(step, setting.device)

@@ -13,7 +13,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ..generators.batches import DTYPES, Plan
+from ..generators.batches import DTYPES, BatchPlan
 from ..generators.options import (
     Call,
     bias_table,
@@ -58,7 +58,7 @@ ALIKE = (KINDS[:3], KINDS[3:7], KINDS[7:8], KINDS[8:])
 
 
 @dataclass(frozen=True)
-class Sight:
+class MaskCase:
     """One request, what hides its keys, and where a needle lies.
 
     Args:
@@ -109,7 +109,7 @@ class Sight:
             options["tree_mask"] = tree_of(parents, len(parents) + self.seed % 2)[None]
         return options
 
-    def within(self, support: Support) -> "Sight":
+    def within(self, support: Support) -> "MaskCase":
         """Return the sight of a query that is among the last its request may bring.
 
         It stands where it stood, so the needle lies as near to the edge; what hides keys is
@@ -140,7 +140,7 @@ class Sight:
 
     def call(self, setting: Setting) -> Call:
         """Return the call, over pages or over keys in a row."""
-        plan = Plan(
+        plan = BatchPlan(
             (self.query_len,),
             (self.key_len,),
             block_size=self.block_size,
@@ -156,7 +156,7 @@ class Sight:
         return call if self.is_paged else ragged_call(call)
 
 
-def draw_sight(pick: Random, kinds: tuple[str, ...], is_paged: bool) -> Sight:
+def draw_sight(pick: Random, kinds: tuple[str, ...], is_paged: bool) -> MaskCase:
     """Return a needle beside an edge of what one query of a request sees."""
     kind = pick.choice(kinds)
     query_len = pick.choice([1, 1, 3, 5, 20, 33])
@@ -200,7 +200,7 @@ def draw_sight(pick: Random, kinds: tuple[str, ...], is_paged: bool) -> Sight:
     needle = pick.choice(edges) + pick.choice([-1, 0, 0, 1])
     parents = [-1] if pick.random() < 0.8 else [-1, -1]
     parents += [pick.randrange(each) for each in range(len(parents), query_len)]
-    return Sight(
+    return MaskCase(
         query_len,
         key_len,
         kind,
@@ -220,72 +220,74 @@ def draw_sight(pick: Random, kinds: tuple[str, ...], is_paged: bool) -> Sight:
 @st.composite
 def sights(
     draw: st.DrawFn, kinds: tuple[str, ...] = KINDS, is_paged: bool = True
-) -> Sight:
+) -> MaskCase:
     """Return a needle beside an edge; all of it from one seed."""
     return draw_sight(Random(draw(st.integers(0, 2**20))), kinds, is_paged)
 
 
-def expect_right_sight(setting: Setting, sight: Sight) -> None:
+def expect_right_sight(setting: Setting, sight: MaskCase) -> None:
     call = sight.call(setting)
     expect_right(setting, call, ask(setting, call))
 
 
 @law("paged_attention", cases=sights(ALIKE[0]))
-def a_query_sees_all_up_to_itself_and_nothing_behind(
-    setting: Setting, sight: Sight
+def a_query_attends_to_all_keys_up_to_itself_and_none_after(
+    setting: Setting, sight: MaskCase
 ) -> None:
     """Unless it is not causal: then it sees every key."""
     expect_right_sight(setting, sight)
 
 
 @law("paged_attention", cases=sights(ALIKE[1]))
-def a_query_sees_no_key_outside_of_its_window_or_chunk(
-    setting: Setting, sight: Sight
+def a_query_attends_to_no_key_outside_of_its_window_or_chunk(
+    setting: Setting, sight: MaskCase
 ) -> None:
     expect_right_sight(setting, sight)
 
 
 @law("paged_attention", cases=sights(ALIKE[2]))
-def a_query_sees_its_range_whatever_hides_it(setting: Setting, sight: Sight) -> None:
+def a_query_attends_to_its_range_whatever_else_masks_it(
+    setting: Setting, sight: MaskCase
+) -> None:
     """From its first to its last position, behind the window or ahead of the query."""
     expect_right_sight(setting, sight)
 
 
 @law("paged_attention", cases=sights(ALIKE[3]))
-def a_new_token_of_a_tree_sees_its_ancestors_and_no_sibling(
-    setting: Setting, sight: Sight
+def a_new_token_of_a_tree_attends_to_its_ancestors_and_no_sibling(
+    setting: Setting, sight: MaskCase
 ) -> None:
     """It stands one behind those it sees, which a window counts from."""
     expect_right_sight(setting, sight)
 
 
 @law("encoder_attention", cases=sights(KINDS[:8], is_paged=False))
-def keys_in_a_row_are_hidden_as_keys_in_pages_are(
-    setting: Setting, sight: Sight
-) -> None:
+def ragged_keys_are_masked_as_paged_keys_are(setting: Setting, sight: MaskCase) -> None:
     expect_right_sight(setting, sight)
 
 
 TILES = [
-    Sight(query_len, key_len, "causal", 1, own, needle, seed=needle)
+    MaskCase(query_len, key_len, "causal", 1, own, needle, seed=needle)
     for query_len, key_len, own in ((1, 300, 0), (4, 300, 1), (20, 300, 7))
     for edge in (32, 64, 128, 256)
     for needle in (edge - 1, edge)
 ]
 SPLITS = [
-    Sight(1, 1100, "causal", 1, 0, needle, seed=needle)
+    MaskCase(1, 1100, "causal", 1, 0, needle, seed=needle)
     for edge in (512, 550, 1024)
     for needle in (edge - 1, edge)
 ]
 
 
 @law("paged_attention", cases=[*TILES, *SPLITS])
-def no_key_is_lost_between_two_tiles_or_parts(setting: Setting, sight: Sight) -> None:
+def no_key_is_lost_between_two_tiles_or_splits(
+    setting: Setting, sight: MaskCase
+) -> None:
     expect_right_sight(setting, sight)
 
 
 @law("encoder_attention", cases=[replace(sight, is_paged=False) for sight in TILES])
-def no_key_in_a_row_is_lost_between_two_tiles(setting: Setting, sight: Sight) -> None:
+def no_ragged_key_is_lost_between_two_tiles(setting: Setting, sight: MaskCase) -> None:
     expect_right_sight(setting, sight)
 
 
@@ -317,7 +319,7 @@ def crossings(draw: st.DrawFn, is_paged: bool = True) -> Across:
 
 
 def expect_right_across(setting: Setting, across: Across) -> None:
-    plan = Plan(across.query_lens, across.key_lens, seed=across.seed, padding=1)
+    plan = BatchPlan(across.query_lens, across.key_lens, seed=across.seed, padding=1)
     plan = setting.fit(plan)
     needles = [(req, key) for req, key in enumerate(across.needles) if key >= 0]
     call = paged_call(plan, setting.device, needles, causal=False)
@@ -326,7 +328,7 @@ def expect_right_across(setting: Setting, across: Across) -> None:
 
 
 @law("paged_attention", cases=crossings())
-def a_decoder_sees_all_keys_of_its_own_encoder(
+def a_decoder_attends_to_all_keys_of_its_own_encoder(
     setting: Setting, across: Across
 ) -> None:
     """However many queries there are beside the keys, and none of another request's."""
@@ -334,7 +336,7 @@ def a_decoder_sees_all_keys_of_its_own_encoder(
 
 
 @law("encoder_attention", cases=crossings(is_paged=False))
-def a_decoder_sees_all_keys_in_a_row_of_its_own_encoder(
+def a_decoder_attends_to_all_ragged_keys_of_its_own_encoder(
     setting: Setting, across: Across
 ) -> None:
     expect_right_across(setting, across)
@@ -353,7 +355,7 @@ def keys_before_every_window_and_chunk_are_never_read(
 ) -> None:
     """Their blocks belong to somebody else by then, and may hold anything."""
     name, key_lens = case
-    plan = setting.fit(Plan((1, 3), key_lens, kv_heads=1))
+    plan = setting.fit(BatchPlan((1, 3), key_lens, kv_heads=1))
     call = paged_call(plan, setting.device).changed(**{name: 16})
     found = ask(setting, call)
     expect_right(setting, call, found)
@@ -383,7 +385,7 @@ def a_bias_counts_from_the_query_to_the_key(
     """In both directions; those further away than the table reaches get its last entry."""
     name, reach, (query_lens, key_lens) = case
     for causal in (True, False):
-        plan = setting.fit(Plan(query_lens, key_lens))
+        plan = setting.fit(BatchPlan(query_lens, key_lens))
         call = paged_call(plan, setting.device, causal=causal)
         call = call.changed(**{name: distances(reach)[name]})
         expect_right(setting, call, ask(setting, call))
@@ -394,7 +396,7 @@ def entries_of_distances_that_do_not_occur_are_never_read(
     setting: Setting, seed: int
 ) -> None:
     """Twelve keys lie 0 to 11 before their queries; the table holds NaN for all others."""
-    plan = setting.fit(Plan((3, 12), (10, 12), seed=seed))
+    plan = setting.fit(BatchPlan((3, 12), (10, 12), seed=seed))
     call = paged_call(plan, setting.device)
     table = bias_table(4, 20)
     table[:, :9] = table[:, 21:] = float("nan")
@@ -406,7 +408,7 @@ def entries_of_distances_that_do_not_occur_are_never_read(
 def a_tree_that_is_a_chain_is_causal(setting: Setting, case: tuple[int, int]) -> None:
     """And a request with more new tokens than the tree is wide is causal whatever it holds."""
     query_len, width = case
-    plan = setting.fit(Plan((query_len, 1), (30, 18)))
+    plan = setting.fit(BatchPlan((query_len, 1), (30, 18)))
     query_len = plan.query_lens[0]
     causal = paged_call(plan, setting.device)
     chain = torch.ones(2, width, width, dtype=torch.bool).tril()

@@ -169,7 +169,7 @@ def expect_joined(
 
 
 @law("merge_attn_states", cases=all_parts(2))
-def two_parts_join_by_their_weight(setting: Setting, parts: Parts) -> None:
+def two_partial_results_combine_by_their_weight(setting: Setting, parts: Parts) -> None:
     """What an empty part holds is not read; tokens behind those with a prefix take the suffix."""
     (prefix, suffix), lses = parts.draw(setting.device)
     base = 2.0 if parts.base_2 else math.e
@@ -209,7 +209,9 @@ def two_parts_join_by_their_weight(setting: Setting, parts: Parts) -> None:
 
 
 @law("merge_attn_states", cases=all_parts(2))
-def a_joint_output_is_made_where_none_is_given(setting: Setting, parts: Parts) -> None:
+def a_combined_output_is_made_where_none_is_given(
+    setting: Setting, parts: Parts
+) -> None:
     """In memory of its own, and the natural logarithm is the default."""
     (prefix, suffix), lses = parts.draw(setting.device)
     output = setting.candidate.merge_attn_states(prefix, lses[0], suffix, lses[1])
@@ -220,7 +222,9 @@ def a_joint_output_is_made_where_none_is_given(setting: Setting, parts: Parts) -
 
 
 @law("merge_attn_states", cases=all_parts(2))
-def a_part_may_be_joined_into_itself(setting: Setting, parts: Parts) -> None:
+def a_partial_result_may_be_overwritten_by_the_combined_one(
+    setting: Setting, parts: Parts
+) -> None:
     """Chunk after chunk is joined into what is there, log-sum-exp and all."""
     (prefix, suffix), lses = parts.draw(setting.device)
     into, into_lse = suffix.clone(), lses[1].clone()
@@ -233,7 +237,9 @@ def a_part_may_be_joined_into_itself(setting: Setting, parts: Parts) -> None:
 
 
 @law("lse_weighted_combine", cases=all_parts())
-def any_number_of_parts_joins_by_their_weight(setting: Setting, parts: Parts) -> None:
+def any_number_of_partial_results_combine_by_their_weight(
+    setting: Setting, parts: Parts
+) -> None:
     """In any order, and what is not finite is empty."""
     outputs, lses = parts.draw(setting.device)
     if parts.mark == INF and parts.parts > 1:
@@ -328,7 +334,7 @@ UNFIT: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 @law("merge_attn_states", cases=[*UNFIT], claim="refuses shapes")
-def states_that_do_not_fit_are_refused(setting: Setting, what: str) -> None:
+def states_that_do_not_fit_are_rejected(setting: Setting, what: str) -> None:
     states = {
         name: each.to(setting.device) if isinstance(each, Tensor) else each
         for name, each in good_states().items()
@@ -347,7 +353,7 @@ def states_that_do_not_fit_are_refused(setting: Setting, what: str) -> None:
     cases=["heads", "axes", "dtype", "bits"],
     claim="refuses shapes",
 )
-def parts_that_do_not_fit_are_refused(setting: Setting, what: str) -> None:
+def partial_results_that_do_not_fit_are_rejected(setting: Setting, what: str) -> None:
     outputs = torch.zeros(2, 3, 4, 5, device=setting.device)
     lses = torch.zeros(2, 3, 4, device=setting.device)
     pairs = {

@@ -108,7 +108,7 @@ def building_a_step_leaves_its_lists_as_they_are(
 
 
 @dataclass(frozen=True)
-class Nonsense:
+class BadStep:
     """Numbers of which no step is made.
 
     Args:
@@ -132,10 +132,10 @@ STEPS_REFUSED = {
 
 @law(
     "build_common_attn_metadata",
-    cases=[Nonsense(each) for each in STEPS_REFUSED],
+    cases=[BadStep(each) for each in STEPS_REFUSED],
     claim="refuses shapes",
 )
-def a_step_that_cannot_be_is_refused(setting: Setting, nonsense: Nonsense) -> None:
+def an_invalid_step_is_rejected(setting: Setting, nonsense: BadStep) -> None:
     new, computed, rows, size = STEPS_REFUSED[nonsense.what]
     expect_refusal(
         nonsense.what,
@@ -145,7 +145,7 @@ def a_step_that_cannot_be_is_refused(setting: Setting, nonsense: Nonsense) -> No
     )
 
 
-class Recorder(AttentionMetadataBuilder):
+class RecordingBuilder(AttentionMetadataBuilder):
     """Builds nothing: what it is given is its metadata."""
 
     asked: list[int]
@@ -161,7 +161,7 @@ class Recorder(AttentionMetadataBuilder):
 
 
 @dataclass(frozen=True)
-class Groups:
+class LayerGroups:
     """A step whose layers have several block tables.
 
     Args:
@@ -183,10 +183,10 @@ class Groups:
 
 
 @st.composite
-def groups(draw: st.DrawFn) -> Groups:
+def groups(draw: st.DrawFn) -> LayerGroups:
     """Return a step of one to three groups, in buffers that are longer than it."""
     pick = Random(draw(st.integers(0, 2**20)))
-    return Groups(
+    return LayerGroups(
         draw_requests(pick, fewest=1),
         tuple(pick.choice([0, 1, 2, 3]) for _ in range(pick.choice([1, 1, 2, 3]))),
         pick.choice([0, 1, 3]),
@@ -202,7 +202,7 @@ def longer(tensor: Tensor, spare: int) -> Tensor:
     return torch.cat([tensor, behind])
 
 
-def attn_arguments(case: Groups, device: torch.device) -> dict[str, Any]:
+def attn_arguments(case: LayerGroups, device: torch.device) -> dict[str, Any]:
     """Return what `build_attn_metadata` takes, but for the builders."""
     step, spare = case.step, case.spare
     tokens = sum(step.new) + case.padding
@@ -233,13 +233,13 @@ def attn_arguments(case: Groups, device: torch.device) -> dict[str, Any]:
 
 @law("build_attn_metadata", cases=several(groups()))
 def every_group_of_layers_is_built_from_its_own_table(
-    setting: Setting, cases: list[Groups]
+    setting: Setting, cases: list[LayerGroups]
 ) -> None:
     """What lies behind the batch in the buffers does not come through."""
     for case in cases:
         step, device = case.step, setting.device
         given = attn_arguments(case, device)
-        builders = [Recorder(None, [], device) for _ in case.groups]
+        builders = [RecordingBuilder(None, [], device) for _ in case.groups]
         before = attn_arguments(case, device)
         found = setting.candidate.build_attn_metadata(builders, **given)
         for name, value in before.items():
@@ -277,7 +277,7 @@ def every_group_of_layers_is_built_from_its_own_table(
                 )
 
 
-class Spoiler(Recorder):
+class Spoiler(RecordingBuilder):
     """Changes, in metadata of its own, what another group would then see."""
 
     def build(
@@ -290,15 +290,15 @@ class Spoiler(Recorder):
 
 
 @law("build_attn_metadata", cases=several(groups()))
-def no_group_sees_what_another_made_of_the_step(
-    setting: Setting, cases: list[Groups]
+def no_group_changes_the_step_of_another(
+    setting: Setting, cases: list[LayerGroups]
 ) -> None:
     for case in cases:
         given = attn_arguments(case, setting.device)
-        alone = [Recorder(None, [], setting.device) for _ in case.groups]
+        alone = [RecordingBuilder(None, [], setting.device) for _ in case.groups]
         right = setting.candidate.build_attn_metadata(alone, **given)
         builders = [
-            (Spoiler if group % 2 == 0 else Recorder)(None, [], setting.device)
+            (Spoiler if group % 2 == 0 else RecordingBuilder)(None, [], setting.device)
             for group in range(len(case.groups))
         ]
         found = setting.candidate.build_attn_metadata(builders, **given)
@@ -325,15 +325,15 @@ GROUPS_REFUSED = (
 
 @law(
     "build_attn_metadata",
-    cases=[Nonsense(each) for each in GROUPS_REFUSED],
+    cases=[BadStep(each) for each in GROUPS_REFUSED],
     claim="refuses shapes",
 )
-def buffers_shorter_than_the_batch_are_refused(
-    setting: Setting, nonsense: Nonsense
+def buffers_shorter_than_the_batch_are_rejected(
+    setting: Setting, nonsense: BadStep
 ) -> None:
-    case = Groups(Requests((1, 3), (4, 0)), (1, 1), 0)
+    case = LayerGroups(Requests((1, 3), (4, 0)), (1, 1), 0)
     given = attn_arguments(case, setting.device)
-    builders = [Recorder(None, [], setting.device) for _ in case.groups]
+    builders = [RecordingBuilder(None, [], setting.device) for _ in case.groups]
     tables, slots = given["block_tables"], given["slot_mappings"]
     changes: dict[str, dict[str, Any]] = {
         "no request": {"num_reqs": 0, "num_tokens": 0},

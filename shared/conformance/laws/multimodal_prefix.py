@@ -19,7 +19,7 @@ from ..harness.law import Setting, law
 
 
 @dataclass(frozen=True)
-class Prompts:
+class ImagePrompts:
     """What stands in each prompt, and how ranges are asked for.
 
     Args:
@@ -36,7 +36,7 @@ class Prompts:
 
 
 @st.composite
-def prompts(draw: st.DrawFn) -> Prompts:
+def prompts(draw: st.DrawFn) -> ImagePrompts:
     """Return prompts with images cut by marks, sounds between them, features of no token."""
     pick = Random(draw(st.integers(0, 2**20)))
     rows = []
@@ -51,7 +51,7 @@ def prompts(draw: st.DrawFn) -> Prompts:
             row.append(MultiModalFeature(kind, offset, length, mask))
             offset += length
         rows.append(tuple(row))
-    return Prompts(
+    return ImagePrompts(
         tuple(rows),
         pick.choice([None, None, 0, 1, 2, 3, 5]),
         pick.choice([True, False]),
@@ -66,7 +66,9 @@ def runs_of(places: Sequence[int]) -> list[tuple[int, int]]:
     return list(zip(firsts, lasts, strict=True))
 
 
-def ranges_of(feature: MultiModalFeature, prompts: Prompts) -> list[tuple[int, int]]:
+def ranges_of(
+    feature: MultiModalFeature, prompts: ImagePrompts
+) -> list[tuple[int, int]]:
     """Return a feature's ranges, token by token."""
     if feature.modality not in ("image", "video"):
         return []
@@ -88,7 +90,7 @@ def ranges_of(feature: MultiModalFeature, prompts: Prompts) -> list[tuple[int, i
 
 @law("compute_mm_prefix_ranges", cases=several(prompts()))
 def ranges_are_the_runs_of_an_images_tokens(
-    setting: Setting, cases: list[Prompts]
+    setting: Setting, cases: list[ImagePrompts]
 ) -> None:
     """Whatever kind of list the masks are."""
     for prompts in cases:
@@ -164,7 +166,7 @@ def images(draw: st.DrawFn) -> Images:
 
 
 @law("compute_mm_prefix_range_tensor", cases=several(images()))
-def ranges_stand_in_one_tensor_with_ranges_of_one_token_behind(
+def ranges_are_padded_with_ranges_of_one_token(
     setting: Setting, cases: list[Images]
 ) -> None:
     for images in cases:
@@ -194,7 +196,7 @@ UNTOUCHED = -99
 
 
 @law("fill_mm_prefix_query_ranges", cases=several(images()))
-def every_new_token_gets_the_range_it_stands_in(
+def every_new_token_gets_the_range_that_holds_it(
     setting: Setting, cases: list[Images]
 ) -> None:
     """Rows behind the new tokens stay as they are, and all do if no image is here."""
@@ -227,7 +229,7 @@ def every_new_token_gets_the_range_it_stands_in(
 
 
 @dataclass(frozen=True)
-class Nonsense:
+class BadImages:
     """A call that makes no sense.
 
     Args:
@@ -242,38 +244,38 @@ class Nonsense:
 
 
 REFUSED = [
-    Nonsense("compute_mm_prefix_ranges", ([], -1), "a negative window"),
-    Nonsense("compute_mm_prefix_ranges", ([], None, False, -1), "a negative modulus"),
-    Nonsense(
+    BadImages("compute_mm_prefix_ranges", ([], -1), "a negative window"),
+    BadImages("compute_mm_prefix_ranges", ([], None, False, -1), "a negative modulus"),
+    BadImages(
         "compute_mm_prefix_ranges",
         ([[MultiModalFeature("image", 0, 3, [True])]],),
         "a mask shorter than its feature",
     ),
-    Nonsense(
+    BadImages(
         "compute_mm_prefix_ranges",
         ([[MultiModalFeature("image", -1, 3)]],),
         "a feature before its prompt",
     ),
-    Nonsense(
+    BadImages(
         "compute_mm_prefix_ranges",
         ([[MultiModalFeature("image", 1, -3)]],),
         "a negative length",
     ),
-    Nonsense(
+    BadImages(
         "compute_mm_prefix_range_tensor", ({2: [(0, 3)]}, 2), "a request too many"
     ),
-    Nonsense(
+    BadImages(
         "compute_mm_prefix_range_tensor", ({-1: [(0, 3)]}, 2), "a negative request"
     ),
-    Nonsense(
+    BadImages(
         "fill_mm_prefix_query_ranges", (3, {0: [(0, 3)]}, (0, 4), (4,)), "too few rows"
     ),
-    Nonsense(
+    BadImages(
         "fill_mm_prefix_query_ranges",
         (4, {1: [(0, 3)]}, (0, 4), (4,)),
         "a request too many",
     ),
-    Nonsense(
+    BadImages(
         "fill_mm_prefix_query_ranges",
         (4, {0: [(0, 3)]}, (0, 4), (3,)),
         "more new tokens than tokens",
@@ -288,9 +290,7 @@ REFUSED = [
     cases=REFUSED,
     claim="refuses shapes",
 )
-def images_that_cannot_be_there_are_refused(
-    setting: Setting, nonsense: Nonsense
-) -> None:
+def impossible_images_are_rejected(setting: Setting, nonsense: BadImages) -> None:
     operation, given = (
         getattr(setting.candidate, nonsense.operation),
         nonsense.arguments,

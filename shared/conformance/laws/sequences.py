@@ -34,7 +34,7 @@ FAR = 10**6
 
 
 @dataclass(frozen=True)
-class Groups:
+class StepOfGroups:
     """A step made of groups.
 
     Args:
@@ -169,7 +169,7 @@ def draw_group(
 
 
 @st.composite
-def groups(draw: st.DrawFn) -> Groups:
+def groups(draw: st.DrawFn) -> StepOfGroups:
     """Return steps of prompts, of decodes, or of both; those of decodes may fill a graph."""
     pick = Random(draw(st.integers(0, 2**20)))
     size = pick.choice([1, 2, 4, 5, 16])
@@ -182,7 +182,7 @@ def groups(draw: st.DrawFn) -> Groups:
         made.append(draw_group(pick, 90, size, False))
     is_decode = not any(group.is_prompt for group in made)
     padding = pick.choice([-1, 0, 2]) if is_decode else -1
-    return Groups(
+    return StepOfGroups(
         tuple(made),
         size,
         pick.choice([None, None, 0, 1, size, size + 1, 9]),
@@ -192,7 +192,7 @@ def groups(draw: st.DrawFn) -> Groups:
     )
 
 
-def begin(setting: Setting, step: Groups) -> Any:
+def begin(setting: Setting, step: StepOfGroups) -> Any:
     """Return the candidate's builder, with a step that has begun."""
     builder = setting.candidate.CommonMetadataBuilder(
         block_size=step.block_size,
@@ -204,7 +204,7 @@ def begin(setting: Setting, step: Groups) -> Any:
     return builder
 
 
-def build(builder: Any, step: Groups) -> SequenceAttentionMetadata:
+def build(builder: Any, step: StepOfGroups) -> SequenceAttentionMetadata:
     """Return what the candidate makes of the groups that were added."""
     lens = [each.query_len for _, each in step.sequences()]
     rows = [step.row(group, each) for group, each in step.sequences()]
@@ -219,7 +219,7 @@ def build(builder: Any, step: Groups) -> SequenceAttentionMetadata:
     return found
 
 
-def expected(step: Groups) -> dict[str, Any]:
+def expected(step: StepOfGroups) -> dict[str, Any]:
     """Return every field of the step's metadata."""
     padding = max(step.padding, 0)
     both = step.sequences()
@@ -262,7 +262,7 @@ def expected(step: Groups) -> dict[str, Any]:
 
 @law("CommonMetadataBuilder", cases=several(groups()))
 def every_field_of_a_step_says_what_its_groups_say(
-    setting: Setting, cases: list[Groups]
+    setting: Setting, cases: list[StepOfGroups]
 ) -> None:
     """Built twice it is the same; the groups stay as they are."""
     for step in cases:
@@ -285,8 +285,8 @@ class Steps:
         first, second: of the same settings.
     """
 
-    first: Groups
-    second: Groups
+    first: StepOfGroups
+    second: StepOfGroups
 
 
 @st.composite
@@ -314,7 +314,7 @@ def two_steps(draw: st.DrawFn) -> Steps:
 
 
 @law("CommonMetadataBuilder", cases=several(two_steps()))
-def a_step_of_groups_knows_nothing_of_the_one_before(
+def a_step_of_groups_holds_nothing_of_the_one_before(
     setting: Setting, cases: list[Steps]
 ) -> None:
     """And leaves that one's metadata as it was."""
@@ -332,7 +332,7 @@ def a_step_of_groups_knows_nothing_of_the_one_before(
 
 
 @dataclass(frozen=True)
-class Nonsense:
+class BadGroup:
     """Something that a builder refuses, in words.
 
     Args:
@@ -377,13 +377,13 @@ GROUPS_REFUSED = {
 
 @law(
     "CommonMetadataBuilder",
-    cases=[Nonsense(each) for each in GROUPS_REFUSED],
+    cases=[BadGroup(each) for each in GROUPS_REFUSED],
     claim="refuses shapes",
 )
-def a_group_that_is_refused_leaves_the_step_as_it_was(
-    setting: Setting, nonsense: Nonsense
+def a_rejected_group_leaves_the_step_as_it_was(
+    setting: Setting, nonsense: BadGroup
 ) -> None:
-    bad, step = GROUPS_REFUSED[nonsense.what], Groups((GOOD,), 4, None, False)
+    bad, step = GROUPS_REFUSED[nonsense.what], StepOfGroups((GOOD,), 4, None, False)
     if nonsense.what in ("a prompt behind a decode", "a decode of two tokens"):
         step = replace(step, groups=(GOOD, DECODE))
         bad = replace(bad, is_prompt=nonsense.what == "a prompt behind a decode")
@@ -395,9 +395,9 @@ def a_group_that_is_refused_leaves_the_step_as_it_was(
     expect_fields("the step afterwards", found, expected(step), setting.device)
 
 
-@law("CommonMetadataBuilder", cases=[Groups((GOOD, DECODE), 4, None, True)])
+@law("CommonMetadataBuilder", cases=[StepOfGroups((GOOD, DECODE), 4, None, True)])
 def a_builder_takes_groups_between_beginning_and_end(
-    setting: Setting, step: Groups
+    setting: Setting, step: StepOfGroups
 ) -> None:
     """A group added late would be lost, and an early one would be another step's."""
     new = setting.candidate.CommonMetadataBuilder(block_size=4)
@@ -437,10 +437,12 @@ def a_builder_takes_groups_between_beginning_and_end(
 @law(
     "CommonMetadataBuilder",
     cases=[
-        Groups((GOOD, replace(GOOD, block_tables={7: [1, 2]}), DECODE), 4, 3, False)
+        StepOfGroups(
+            (GOOD, replace(GOOD, block_tables={7: [1, 2]}), DECODE), 4, 3, False
+        )
     ],
 )
-def what_a_step_has_collected_can_be_read(setting: Setting, step: Groups) -> None:
+def what_a_step_has_collected_can_be_read(setting: Setting, step: StepOfGroups) -> None:
     """Under the names that engines know."""
     builder = begin(setting, step)
     for group in step.groups:

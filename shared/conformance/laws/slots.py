@@ -20,7 +20,7 @@ from ..harness.law import Setting, law
 
 
 @dataclass(frozen=True)
-class Step:
+class SlotStep:
     """A step's requests in numbers.
 
     Args:
@@ -50,7 +50,7 @@ class Step:
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> Step:
+def steps(draw: st.DrawFn) -> SlotStep:
     """Return a step with lengths on both sides of block edges and scattered blocks.
 
     The ids are small or the largest that there are: a slot then has more than 32 bits.
@@ -71,7 +71,7 @@ def steps(draw: st.DrawFn) -> Step:
             shared = min(len(row), len(rows[0])) // 2
             row[:shared] = rows[0][:shared]
         rows.append(tuple(row))
-    return Step(
+    return SlotStep(
         new,
         computed,
         tuple(rows),
@@ -83,7 +83,7 @@ def steps(draw: st.DrawFn) -> Step:
 
 @law("compute_slot_mapping_batch", cases=steps())
 def every_new_token_gets_the_slot_that_its_row_says(
-    setting: Setting, step: Step
+    setting: Setting, step: SlotStep
 ) -> None:
     """Lists are inputs too: they stay as they are. Behind a row's end stands garbage."""
     new, computed = list(step.new), list(step.computed)
@@ -105,7 +105,7 @@ def spread(numbers: Tensor, stride: int, device: torch.device) -> Tensor:
     return wide.flatten(-2).to(device)[..., ::stride]
 
 
-def tensors_of(step: Step, device: torch.device) -> dict[str, Tensor]:
+def tensors_of(step: SlotStep, device: torch.device) -> dict[str, Tensor]:
     """Return starts, counts and a table with garbage behind every row, as views."""
     width = max(map(len, step.rows), default=0) + 2
     table = torch.tensor(GARBAGE, dtype=torch.int32).repeat(len(step.new), width)
@@ -122,7 +122,7 @@ def tensors_of(step: Step, device: torch.device) -> dict[str, Tensor]:
 
 
 @law("compute_slot_mapping_device", cases=steps())
-def slots_on_the_device_are_those_of_the_host(setting: Setting, step: Step) -> None:
+def slots_on_the_device_are_those_of_the_host(setting: Setting, step: SlotStep) -> None:
     """Garbage stands behind every row, and padding behind the last token."""
     given = tensors_of(step, setting.device)
     with kept(**given):
@@ -137,12 +137,15 @@ def slots_on_the_device_are_those_of_the_host(setting: Setting, step: Step) -> N
     expect_own_memory("slots", found, **given)
 
 
-@law("compute_slot_mapping_device", cases=[Step((9, 9), (4, 7), ((1, 5), (9, 3)), 16)])
-def a_smaller_step_after_a_larger_one_leaves_no_slot_behind(
-    setting: Setting, step: Step
+@law(
+    "compute_slot_mapping_device",
+    cases=[SlotStep((9, 9), (4, 7), ((1, 5), (9, 3)), 16)],
+)
+def a_smaller_step_after_a_larger_one_leaves_no_old_slot(
+    setting: Setting, step: SlotStep
 ) -> None:
     """The tail is padding again, and the larger step's slots stay what they were."""
-    device, small = setting.device, Step((1, 0), (4, 7), step.rows, step.block_size)
+    device, small = setting.device, SlotStep((1, 0), (4, 7), step.rows, step.block_size)
     padded = sum(step.new) + 5
     call = setting.candidate.compute_slot_mapping_device
     answers = [
@@ -345,7 +348,7 @@ REFUSED = {
     cases=list(REFUSED),
     claim="refuses contents",
 )
-def lengths_that_no_step_can_have_are_refused(setting: Setting, case: str) -> None:
+def lengths_that_no_step_can_have_are_rejected(setting: Setting, case: str) -> None:
     operation, arguments = REFUSED[case]
     if operation == "compute_slot_mapping_device":
         dtype = arguments.get("dtype", torch.int32)

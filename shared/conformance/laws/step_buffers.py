@@ -32,7 +32,7 @@ MAX_REQS, MAX_BLOCKS = 5, 6
 
 
 @dataclass(frozen=True)
-class Action:
+class BufferAction:
     """One thing that happens to an engine's buffers.
 
     Args:
@@ -52,7 +52,7 @@ class Action:
 
 
 @dataclass(frozen=True)
-class History:
+class BufferHistory:
     """What happens to one engine's buffers, in order.
 
     Args:
@@ -63,11 +63,11 @@ class History:
 
     block_size: int
     max_tokens: int
-    actions: tuple[Action, ...]
+    actions: tuple[BufferAction, ...]
 
 
 @st.composite
-def histories(draw: st.DrawFn) -> History:
+def histories(draw: st.DrawFn) -> BufferHistory:
     """Return a history whose steps lie at the edges of rows, and whose rows change owners."""
     pick = Random(draw(st.integers(0, 2**20)))
     size = pick.choice([1, 2, 3, 4, 16])
@@ -87,23 +87,25 @@ def histories(draw: st.DrawFn) -> History:
             blocks = tuple(tuple(ids.pop() for _ in range(gain)) for gain in gains)
             for row, gain in zip(rows, gains, strict=True):
                 held[row] += gain
-            actions.append(Action(tuple(rows), blocks))
+            actions.append(BufferAction(tuple(rows), blocks))
         elif kind == "clear":
             # several requests may leave at once, and most rows are owned anew
             rows = pick.sample(range(MAX_REQS), pick.choice([1, 2, MAX_REQS]))
             gains = [min(pick.choice([1, 2]), MAX_BLOCKS) for _ in rows]
             blocks = tuple(tuple(ids.pop() for _ in range(gain)) for gain in gains)
-            actions += [Action(tuple(rows)), Action(tuple(rows), blocks)]
+            actions += [BufferAction(tuple(rows)), BufferAction(tuple(rows), blocks)]
             for row, gain in zip(rows, gains, strict=True):
                 held[row] = gain
         else:
             actions.append(draw_step(pick, held, size, max_tokens))
-    return History(
+    return BufferHistory(
         size, max_tokens, (*actions, draw_step(pick, held, size, max_tokens))
     )
 
 
-def draw_step(pick: Random, held: Sequence[int], size: int, max_tokens: int) -> Action:
+def draw_step(
+    pick: Random, held: Sequence[int], size: int, max_tokens: int
+) -> BufferAction:
     """Return a step of requests that their rows can hold."""
     in_order = pick.random() < 0.5
     count = pick.randint(0, MAX_REQS)
@@ -117,7 +119,7 @@ def draw_step(pick: Random, held: Sequence[int], size: int, max_tokens: int) -> 
         computed.append(length - own)
         room -= own
     padding = (pick.randint(0, MAX_REQS - count), pick.choice([0, room, min(room, 2)]))
-    return Action(
+    return BufferAction(
         tuple(rows),
         (),
         tuple(new),
@@ -138,7 +140,7 @@ class Engine:
     """
 
     setting: Setting
-    history: History
+    history: BufferHistory
     rows: list[list[int]] = field(default_factory=lambda: [[] for _ in range(MAX_REQS)])
 
     def __post_init__(self) -> None:
@@ -150,7 +152,7 @@ class Engine:
             self.setting.device,
         )
 
-    def do(self, action: Action) -> CommonAttentionMetadata | None:
+    def do(self, action: BufferAction) -> CommonAttentionMetadata | None:
         """Let it happen to the buffers and to the rows; return the step, if one is built."""
         if action.new is not None:
             return self.build(action)
@@ -167,7 +169,7 @@ class Engine:
             self.rows[row] = []
         return None
 
-    def build(self, action: Action) -> CommonAttentionMetadata:
+    def build(self, action: BufferAction) -> CommonAttentionMetadata:
         """Return the candidate's step."""
         assert action.new is not None
         sizes: list[int | None] = [None, None]
@@ -184,7 +186,9 @@ class Engine:
         )
         return found
 
-    def right(self, action: Action, found: CommonAttentionMetadata) -> dict[str, Any]:
+    def right(
+        self, action: BufferAction, found: CommonAttentionMetadata
+    ) -> dict[str, Any]:
         """Return every field that the step must have; of its table, the rows are judged here."""
         assert action.new is not None
         size = self.history.block_size
@@ -219,7 +223,7 @@ class Engine:
 
 @law("StepBuffers", cases=several(histories()))
 def every_step_in_the_buffers_is_its_own_and_no_older_one(
-    setting: Setting, cases: list[History]
+    setting: Setting, cases: list[BufferHistory]
 ) -> None:
     """After a larger step, after longer owners of a row, filled up or not."""
     for history in cases:
@@ -239,8 +243,8 @@ ON_THE_DEVICE = ("query_start_loc", "seq_lens", "slot_mapping")
 
 
 @law("StepBuffers", cases=several(histories()))
-def the_tensors_of_a_step_stay_where_a_graph_saw_them(
-    setting: Setting, cases: list[History]
+def the_tensors_of_a_step_keep_their_addresses(
+    setting: Setting, cases: list[BufferHistory]
 ) -> None:
     """A view of the largest step shows every later one; the host's copies stay as they were."""
     for history in cases:
@@ -248,7 +252,7 @@ def the_tensors_of_a_step_stay_where_a_graph_saw_them(
         most = (MAX_REQS, history.max_tokens)
         captured = {
             in_order: engine.build(
-                Action((), (), (), (), in_order=in_order, padding=most)
+                BufferAction((), (), (), (), in_order=in_order, padding=most)
             )
             for in_order in (False, True)
         }
@@ -274,8 +278,8 @@ def the_tensors_of_a_step_stay_where_a_graph_saw_them(
 
 
 @law("StepBuffers", cases=several(histories()))
-def a_captured_size_shows_no_request_and_no_slot_behind_the_batch(
-    setting: Setting, cases: list[History]
+def a_captured_size_holds_no_request_and_no_slot_after_the_batch(
+    setting: Setting, cases: list[BufferHistory]
 ) -> None:
     """Each step at the largest size, so that all of what an older one left must be gone."""
     for history in cases:
@@ -286,7 +290,7 @@ def a_captured_size_shows_no_request_and_no_slot_behind_the_batch(
                     MAX_REQS - len(action.new),
                     history.max_tokens - sum(action.new),
                 )
-                action = Action(
+                action = BufferAction(
                     action.rows, (), action.new, action.computed, action.in_order, most
                 )
             found = engine.do(action)
@@ -296,7 +300,7 @@ def a_captured_size_shows_no_request_and_no_slot_behind_the_batch(
 
 
 @dataclass(frozen=True)
-class Nonsense:
+class BadBufferStep:
     """A call that the buffers refuse.
 
     Args:
@@ -312,44 +316,46 @@ class Nonsense:
 
 
 REFUSED = [
-    Nonsense("append_blocks", ([5], [[1]]), "a row behind the last"),
-    Nonsense("append_blocks", ([-1], [[1]]), "a row before the first"),
-    Nonsense(
+    BadBufferStep("append_blocks", ([5], [[1]]), "a row behind the last"),
+    BadBufferStep("append_blocks", ([-1], [[1]]), "a row before the first"),
+    BadBufferStep(
         "append_blocks", ([0], [[1, 2, 3, 4, 5]]), "a row that outgrows the table"
     ),
-    Nonsense(
+    BadBufferStep(
         "append_blocks", ([2, 0], [[9], [1] * 5]), "a second row that outgrows it"
     ),
-    Nonsense("append_blocks", ([2, 2], [[1], [2]]), "a row twice"),
-    Nonsense("append_blocks", ([2, 3], [[1]]), "more rows than lists"),
-    Nonsense("append_blocks", ([2], [[1], [2]]), "more lists than rows"),
-    Nonsense("append_blocks", ([3, 2], [[9], [-1]]), "a negative id"),
-    Nonsense("clear_rows", ([5],), "a row behind the last"),
-    Nonsense("clear_rows", ([0, -1],), "a row before the first"),
-    Nonsense("build", ([1], [8]), "a sequence longer than its row"),
-    Nonsense("build", ([1, 4], [7, 1]), "a second sequence longer than its row"),
-    Nonsense("build", ([1], [0], [2]), "a row without blocks"),
-    Nonsense("build", ([1], [0], [5]), "a row behind the last"),
-    Nonsense("build", ([1], [0], [-1]), "a row before the first"),
-    Nonsense("build", ([1, 1], [0]), "more requests than contexts"),
-    Nonsense("build", ([-1], [3]), "a negative count"),
-    Nonsense("build", ([1], [-1]), "a negative context"),
-    Nonsense("build", ([0] * 6, [0] * 6), "more requests than rows"),
-    Nonsense("build", ([5, 4], [0, 0]), "more tokens than there is room for"),
-    Nonsense("build", ([1, 1], [0, 0], None, 1), "padding to fewer requests"),
-    Nonsense("build", ([2], [0], None, None, 1), "padding to fewer tokens"),
-    Nonsense("build", ([1], [0], None, 6), "padding to more requests than rows"),
-    Nonsense("build", ([1], [0], None, None, 9), "padding to more tokens than room"),
+    BadBufferStep("append_blocks", ([2, 2], [[1], [2]]), "a row twice"),
+    BadBufferStep("append_blocks", ([2, 3], [[1]]), "more rows than lists"),
+    BadBufferStep("append_blocks", ([2], [[1], [2]]), "more lists than rows"),
+    BadBufferStep("append_blocks", ([3, 2], [[9], [-1]]), "a negative id"),
+    BadBufferStep("clear_rows", ([5],), "a row behind the last"),
+    BadBufferStep("clear_rows", ([0, -1],), "a row before the first"),
+    BadBufferStep("build", ([1], [8]), "a sequence longer than its row"),
+    BadBufferStep("build", ([1, 4], [7, 1]), "a second sequence longer than its row"),
+    BadBufferStep("build", ([1], [0], [2]), "a row without blocks"),
+    BadBufferStep("build", ([1], [0], [5]), "a row behind the last"),
+    BadBufferStep("build", ([1], [0], [-1]), "a row before the first"),
+    BadBufferStep("build", ([1, 1], [0]), "more requests than contexts"),
+    BadBufferStep("build", ([-1], [3]), "a negative count"),
+    BadBufferStep("build", ([1], [-1]), "a negative context"),
+    BadBufferStep("build", ([0] * 6, [0] * 6), "more requests than rows"),
+    BadBufferStep("build", ([5, 4], [0, 0]), "more tokens than there is room for"),
+    BadBufferStep("build", ([1, 1], [0, 0], None, 1), "padding to fewer requests"),
+    BadBufferStep("build", ([2], [0], None, None, 1), "padding to fewer tokens"),
+    BadBufferStep("build", ([1], [0], None, 6), "padding to more requests than rows"),
+    BadBufferStep(
+        "build", ([1], [0], None, None, 9), "padding to more tokens than room"
+    ),
 ]
 
 
 @law("StepBuffers", cases=REFUSED, claim="refuses shapes")
-def what_the_buffers_refuse_leaves_them_as_they_are(
-    setting: Setting, nonsense: Nonsense
+def what_the_buffers_reject_leaves_them_as_they_are(
+    setting: Setting, nonsense: BadBufferStep
 ) -> None:
-    engine = Engine(setting, History(4, 8, ()))
-    engine.do(Action((0, 1), ((7, 2), (5,))))
-    step = Action((0, 1), (), (1, 3), (6, 0), padding=(3, 4))
+    engine = Engine(setting, BufferHistory(4, 8, ()))
+    engine.do(BufferAction((0, 1), ((7, 2), (5,))))
+    step = BufferAction((0, 1), (), (1, 3), (6, 0), padding=(3, 4))
     before = engine.build(step)
     tensors = {name: getattr(before, name) for name in ON_THE_DEVICE}
     method = getattr(engine.buffers, nonsense.method)
@@ -359,14 +365,14 @@ def what_the_buffers_refuse_leaves_them_as_they_are(
         {**tensors, "block_table_tensor": before.block_table_tensor[:2, :1]},
     )
     # rows that a refused call named have gained nothing and lost nothing
-    engine.do(Action((2, 3), ((11, 12), (13,))))
-    after = Action((3, 0, 2, 1), (), (2, 1, 2, 1), (2, 7, 6, 3), in_order=True)
+    engine.do(BufferAction((2, 3), ((11, 12), (13,))))
+    after = BufferAction((3, 0, 2, 1), (), (2, 1, 2, 1), (2, 7, 6, 3), in_order=True)
     found = engine.build(after)
     expect_fields("the next step", found, engine.right(after, found), setting.device)
 
 
 @dataclass(frozen=True)
-class Sizes:
+class BufferSizes:
     """Sizes of buffers that cannot be made.
 
     Args:
@@ -382,14 +388,14 @@ class Sizes:
 @law(
     "StepBuffers",
     cases=[
-        Sizes(0, 8, 2, 4),
-        Sizes(2, 0, 2, 4),
-        Sizes(2, 8, -1, 4),
-        Sizes(2, 8, 2, 0),
+        BufferSizes(0, 8, 2, 4),
+        BufferSizes(2, 0, 2, 4),
+        BufferSizes(2, 8, -1, 4),
+        BufferSizes(2, 8, 2, 0),
     ],
     claim="refuses shapes",
 )
-def buffers_without_room_are_refused(setting: Setting, sizes: Sizes) -> None:
+def buffers_without_space_are_rejected(setting: Setting, sizes: BufferSizes) -> None:
     make = setting.candidate.StepBuffers
     expect_refusal(
         repr(sizes),

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from ..generators.batches import DTYPES, Plan
+from ..generators.batches import DTYPES, BatchPlan
 from ..generators.options import bias_table, paged_call, slopes, tree_of
 from ..harness.asking import ask, expect_right
 from ..harness.law import Setting, law
@@ -29,7 +29,7 @@ class Grove:
         option: what else is asked for: one of OPTIONS.
     """
 
-    plan: Plan
+    plan: BatchPlan
     parents: tuple[tuple[int, ...], ...]
     width: int
     option: str
@@ -62,7 +62,7 @@ def groves(draw: st.DrawFn) -> Grove:
     if pick.random() < 0.3:
         news[pick.randrange(len(news))] = width + pick.choice([1, 4, 30])
     contexts = [pick.choice([0, 1, 15, 16, 31, 40, 64, 100]) for _ in news]
-    plan = Plan(
+    plan = BatchPlan(
         tuple(news),
         tuple(new + context for new, context in zip(news, contexts, strict=True)),
         kv_heads=pick.choice([1, 2]),

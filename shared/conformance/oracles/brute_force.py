@@ -19,7 +19,7 @@ Flip = Callable[[int, int, int], bool]
 
 
 @dataclass(frozen=True)
-class Request:
+class OracleRequest:
     """What one request asks, and whom, on the host and as stored.
 
     Args:
@@ -51,7 +51,7 @@ class Answer:
 
 
 def attend_by_hand(
-    requests: Sequence[Request],
+    requests: Sequence[OracleRequest],
     options: dict[str, Any],
     tokens: int,
     flip: Flip = lambda req, own, key: False,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...contract.budgets import Verdict, judge_rows
-from ..generators.batches import Batch
+from ..generators.batches import BatchTensors
 
 Sees = Callable[[int, int, int, int], bool]
 
@@ -23,7 +23,7 @@ def sees_up_to_itself(query: int, key: int, query_len: int, kv_len: int) -> bool
 
 
 def attend(
-    batch: Batch,
+    batch: BatchTensors,
     sees: Sees = sees_up_to_itself,
     kv_head: Callable[[int, int, int], int] = lambda h, q, kv: h * kv // q,
     dtype: torch.dtype = torch.float64,
@@ -73,7 +73,7 @@ def attend(
     return out, lse
 
 
-def score_size(batch: Batch) -> Tensor:
+def score_size(batch: BatchTensors) -> Tensor:
     """Return [tokens] a bound on the sum of |query * key| * scale over all heads and keys."""
     query = batch.query.cpu().double()[: batch.tokens]
     keys = batch.key_cache.cpu().double()
@@ -83,7 +83,7 @@ def score_size(batch: Batch) -> Tensor:
     return (query.abs() @ largest).amax(1) * scale
 
 
-def judge_lse(batch: Batch, lse: Tensor, exact: Tensor) -> float:
+def judge_lse(batch: BatchTensors, lse: Tensor, exact: Tensor) -> float:
     """Return the largest error of a log-sum-exp divided by its budget; at most 1 is right.
 
     A score is a sum of products, each off by at most half an eps of its size; adding up the
@@ -103,7 +103,7 @@ def judge_lse(batch: Batch, lse: Tensor, exact: Tensor) -> float:
 
 
 def judge_attention(
-    batch: Batch, out: Tensor, reference: Any, is_joined: bool = False
+    batch: BatchTensors, out: Tensor, reference: Any, is_joined: bool = False
 ) -> tuple[Verdict, Tensor]:
     """Return the verdict on an output, and the exact log-sum-exp.
 

@@ -19,7 +19,7 @@ NAN = float("nan")
 
 
 @dataclass(frozen=True)
-class Batch:
+class LadderBatch:
     """One step's attention.
 
     Args:
@@ -85,7 +85,7 @@ def random_batch(
     dtype: torch.dtype,
     device: str,
     seed: int = 0,
-) -> Batch:
+) -> LadderBatch:
     """Return a batch; `heads` is query heads, kv heads, elements of a head."""
     query_heads, kv_heads, head_size = heads
     generator = torch.Generator(device).manual_seed(seed)
@@ -108,7 +108,7 @@ def random_batch(
         for cache in caches:
             cache[last, (kv - 1) % BLOCK_SIZE + 1 :] = NAN
     starts = torch.tensor([0, *query_lens]).cumsum(0).int()
-    return Batch(
+    return LadderBatch(
         random(sum(query_lens), query_heads, head_size),
         *caches,
         table.to(device),
@@ -120,7 +120,7 @@ def random_batch(
 
 
 @dataclass(frozen=True)
-class Truth:
+class LadderTruth:
     """What some tokens of a batch should get; the rows of a result are its (token, head) pairs.
 
     Args:
@@ -142,7 +142,7 @@ class Truth:
         return verdict
 
 
-def truth(batch: Batch, most: int | None = None) -> Truth:
+def truth(batch: LadderBatch, most: int | None = None) -> LadderTruth:
     """Return what the reference says about all tokens, or about `most` of them, evenly spread.
 
     A token of a prompt is a decode whose sequence ends with it, and so it is judged as one.
@@ -178,7 +178,7 @@ def truth(batch: Batch, most: int | None = None) -> Truth:
         ).flatten(0, 1)
         for dtype in (torch.float64, batch.query.dtype)
     )
-    return Truth(tokens, *answers)
+    return LadderTruth(tokens, *answers)
 
 
 def num_processors(device: torch.device) -> int:

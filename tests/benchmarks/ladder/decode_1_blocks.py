@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .batches import Batch
+from .batches import LadderBatch
 
 
 @triton.jit
@@ -65,7 +65,7 @@ def blocks_kernel(
     tl.store(out + row, (total / row_sum).to(out.dtype.element_ty))
 
 
-def prepare(batch: Batch, out: Tensor, num_warps: int = 4) -> Callable[[], None]:
+def prepare(batch: LadderBatch, out: Tensor, num_warps: int = 4) -> Callable[[], None]:
     """Return what launches the kernel."""
     grid = (batch.reqs, batch.query.shape[1])
 

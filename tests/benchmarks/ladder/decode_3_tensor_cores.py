@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .batches import Batch
+from .batches import LadderBatch
 
 
 @triton.jit
@@ -72,7 +72,7 @@ def tensor_cores_kernel(
 
 
 def prepare(
-    batch: Batch, out: Tensor, keys: int = 128, num_warps: int = 4
+    batch: LadderBatch, out: Tensor, keys: int = 128, num_warps: int = 4
 ) -> Callable[[], None]:
     """Return what launches the kernel."""
     grid = (batch.reqs, batch.key_cache.shape[2])

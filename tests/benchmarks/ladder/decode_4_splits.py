@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .batches import Batch, num_processors
+from .batches import LadderBatch, num_processors
 
 
 @triton.jit
@@ -116,7 +116,11 @@ def join_kernel(
 
 
 def prepare(
-    batch: Batch, out: Tensor, keys: int = 128, num_warps: int = 4, num_stages: int = 1
+    batch: LadderBatch,
+    out: Tensor,
+    keys: int = 128,
+    num_warps: int = 4,
+    num_stages: int = 1,
 ) -> Callable[[], None]:
     """Return what launches both kernels."""
     kv_heads = batch.key_cache.shape[2]

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .batches import Batch, num_processors
+from .batches import LadderBatch, num_processors
 
 MAX_REQS = 256
 """Requests whose lengths a program adds up at once."""
@@ -205,7 +205,7 @@ def join_if_last(
 
 
 def prepare(
-    batch: Batch,
+    batch: LadderBatch,
     out: Tensor,
     keys: int = 128,
     num_warps: int = 4,

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .batches import Batch
+from .batches import LadderBatch
 
 
 @triton.jit
@@ -73,7 +73,7 @@ def tokens_kernel(
 
 
 def prepare(
-    batch: Batch, out: Tensor, keys: int = 64, num_warps: int = 4
+    batch: LadderBatch, out: Tensor, keys: int = 64, num_warps: int = 4
 ) -> Callable[[], None]:
     """Return what launches the kernel."""
     grid = (max(batch.query_lens), batch.query.shape[1], batch.reqs)

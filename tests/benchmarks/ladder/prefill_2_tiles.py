@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .batches import Batch
+from .batches import LadderBatch
 
 
 @triton.jit
@@ -84,7 +84,7 @@ def tiles_kernel(
 
 
 def prepare(
-    batch: Batch,
+    batch: LadderBatch,
     out: Tensor,
     rows: int = 16,
     keys: int = 64,

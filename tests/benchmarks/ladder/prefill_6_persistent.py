@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .batches import Batch, num_processors
+from .batches import LadderBatch, num_processors
 from .prefill_4_diagonal import attend_rows
 
 
@@ -58,7 +58,7 @@ def persistent_kernel(
 
 
 def prepare(
-    batch: Batch,
+    batch: LadderBatch,
     out: Tensor,
     rows: int = 128,
     keys: int = 64,

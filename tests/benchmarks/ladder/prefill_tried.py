@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .batches import Batch
+from .batches import LadderBatch
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -104,7 +104,7 @@ def tried_kernel(
 
 
 def prepare(
-    batch: Batch,
+    batch: LadderBatch,
     out: Tensor,
     rows: int = 128,
     keys: int = 64,

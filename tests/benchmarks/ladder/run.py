@@ -38,7 +38,7 @@ import triton
 from pagetwin.optimized.launch import dispatch
 from triton.runtime.jit import JITFunction
 
-from benchmarks.ladder.batches import Batch, Truth, random_batch, truth
+from benchmarks.ladder.batches import LadderBatch, LadderTruth, random_batch, truth
 from benchmarks.ladder.rungs import RUNGS, Rung
 
 FOLDER = Path(__file__).resolve().parent
@@ -175,7 +175,11 @@ def watched(kernels: list[Record]) -> Iterator[None]:
 
 
 def ready(
-    rung: Rung, batch: Batch, right: Truth, on_gpu: bool, kernels: list[Record]
+    rung: Rung,
+    batch: LadderBatch,
+    right: LadderTruth,
+    on_gpu: bool,
+    kernels: list[Record],
 ) -> tuple[Callable[[], Any], float]:
     """Return what replays a rung, and the share of a row's budget that it used at most.
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .batches import Batch
+from .batches import LadderBatch
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Rung:
         """How the record calls it."""
         return f"{self.kind} {self.number}{', tried' * self.tried}: {self.title}"
 
-    def prepare(self, batch: Batch, out: Tensor) -> Callable[[], Any]:
+    def prepare(self, batch: LadderBatch, out: Tensor) -> Callable[[], Any]:
         """Return what launches it; all it needs beside the batch is made here."""
         module = import_module(f".{self.file}", __package__)
         launch: Callable[[], Any] = module.prepare(batch, out, **self.settings)

@@ -15,7 +15,7 @@ from pagetwin.optimized.launch import dispatch
 from pagetwin.optimized.launch.plan_cache import PlanCache
 from torch import Tensor
 
-from .batches import Batch
+from .batches import LadderBatch
 
 
 @contextmanager
@@ -29,7 +29,9 @@ def portable_kernels_only() -> Iterator[None]:
         dispatch.KERNEL_FAMILIES, dispatch.PLANS = kept
 
 
-def prepare(batch: Batch, out: Tensor, portable: bool = False) -> Callable[[], Any]:
+def prepare(
+    batch: LadderBatch, out: Tensor, portable: bool = False
+) -> Callable[[], Any]:
     """Return what calls the operation."""
     attend: Any = load_implementation("optimized").paged_attention
     call = partial(
