@@ -13,6 +13,37 @@ if importlib.util.find_spec("triton") is None:
         " pagetwin.reference has the same functions and runs anywhere"
     )
 
+from ..bookkeeping.batch.layer_parameters import (
+    get_per_layer_parameters,
+    infer_global_hyperparameters,
+)
+from ..bookkeeping.batch.spec_decode import (
+    reshape_attn_output_for_spec_decode,
+    reshape_query_for_spec_decode,
+)
+from ..bookkeeping.cache.kv_cache import (
+    allocate_kv_cache,
+    get_kv_cache_shape,
+    get_packed_kv_cache_shape,
+    reshape_kv_cache,
+    reshape_layered_kv_cache,
+    split_kv_cache,
+    split_packed_kv_cache,
+    view_kv_cache,
+)
+from ..bookkeeping.cache.kv_cache_init import (
+    allocate_kv_caches,
+    bind_kv_cache,
+    get_kv_cache_spec,
+    init_kv_cache,
+    reshape_kv_caches,
+)
+from ..bookkeeping.v0.encoder_decoder import (
+    get_num_prefill_decode_query_kv_tokens,
+    get_seq_len_block_table_args,
+    is_all_cross_attn_metadata_set,
+    is_all_encoder_attn_metadata_set,
+)
 from .attention.cascade import cascade_attention
 from .attention.context_parallel import (
     dcp_attention,
@@ -50,10 +81,6 @@ from .batch.fast_prefill import (
     subclass_attention_backend,
     subclass_attention_metadata,
 )
-from .batch.layer_parameters import (
-    get_per_layer_parameters,
-    infer_global_hyperparameters,
-)
 from .batch.local_attention import make_local_attention_virtual_batches
 from .batch.metadata import build_attn_metadata, build_common_attn_metadata
 from .batch.multimodal_prefix import (
@@ -61,42 +88,15 @@ from .batch.multimodal_prefix import (
     compute_mm_prefix_ranges,
     fill_mm_prefix_query_ranges,
 )
-from .batch.spec_decode import (
-    reshape_attn_output_for_spec_decode,
-    reshape_query_for_spec_decode,
-)
 from .batch.step_buffers import StepBuffers
 from .cache.block_table import append_blocks, blocks_needed, make_block_table
 from .cache.block_table_rows import BlockTable, mamba_get_block_table_tensor
 from .cache.cache_ops import copy_blocks, gather_cache, reshape_and_cache, swap_blocks
-from .cache.kv_cache import (
-    allocate_kv_cache,
-    get_kv_cache_shape,
-    get_packed_kv_cache_shape,
-    reshape_kv_cache,
-    reshape_layered_kv_cache,
-    split_kv_cache,
-    split_packed_kv_cache,
-    view_kv_cache,
-)
-from .cache.kv_cache_init import (
-    allocate_kv_caches,
-    bind_kv_cache,
-    get_kv_cache_spec,
-    init_kv_cache,
-    reshape_kv_caches,
-)
 from .cache.slot_mapping import (
     compute_slot_mapping,
     compute_slot_mapping_batch,
     compute_slot_mapping_device,
     compute_slot_mapping_start_idx,
-)
-from .v0.encoder_decoder import (
-    get_num_prefill_decode_query_kv_tokens,
-    get_seq_len_block_table_args,
-    is_all_cross_attn_metadata_set,
-    is_all_encoder_attn_metadata_set,
 )
 from .v0.graph_state import CommonAttentionState, get_attn_cg_support
 from .v0.sequence_metadata import (

@@ -87,8 +87,7 @@ class Twin:
             return self._operations[operation]
         for concept in CONCEPTS:
             if operation in concept.operations:
-                module = import_module(f"pagetwin.{self.name}.{concept.module}")
-                function = getattr(module, operation)
+                function = getattr(import_module(f"pagetwin.{self.name}"), operation)
                 if self._enforce:
                     function = enforced(function)
                 self._operations[operation] = function

@@ -13,18 +13,18 @@ from mutants.mutant import OPERATORS, PACKAGES, Mutant, load_catalogue
 FOLDER = Path(__file__).parent
 CATALOGUE = load_catalogue()
 SAMPLE = (
-    "reference/block_table/blocks-rounded-down",
-    "reference/slot_mapping/window-from-the-query-length",
-    "optimized/slot_mapping/device-positions-from-zero",
-    "optimized/block_table_rows/a-reused-row-keeps-its-tail",
-    "optimized/cache_ops/slot-zero-is-padding",
-    "reference/batch_split/padding-breaks-the-uniform-batch",
-    "optimized/metadata/all-groups-have-the-first-table",
-    "optimized/step_buffers/stale-slots-behind-a-smaller-step",
-    "reference/batch_slices/a-cut-request-forgets-its-first-half",
-    "reference/_attend/window-one-too-wide",
-    "optimized/_attend_kernel/block-looked-up-once-a-tile",
-    "optimized/merge_states/prefix-strides-for-both",
+    "reference/cache/block_table/blocks-rounded-down",
+    "reference/cache/slot_mapping/window-from-the-query-length",
+    "optimized/cache/slot_mapping/device-positions-from-zero",
+    "optimized/cache/block_table_rows/a-reused-row-keeps-its-tail",
+    "optimized/cache/cache_ops/slot-zero-is-padding",
+    "reference/batch/batch_split/padding-breaks-the-uniform-batch",
+    "optimized/batch/metadata/all-groups-have-the-first-table",
+    "optimized/batch/step_buffers/stale-slots-behind-a-smaller-step",
+    "reference/batch/batch_slices/a-cut-request-forgets-its-first-half",
+    "reference/attention/_attend/window-one-too-wide",
+    "optimized/kernels/attention_kernel/block-looked-up-once-a-tile",
+    "optimized/attention/merge_states/prefix-strides-for-both",
 )
 
 
@@ -68,9 +68,10 @@ def test_a_sample_of_mutants_dies_at_once(tmp_path: Path) -> None:
     """In a process of its own: what is planted must not reach the other tests."""
     place = tmp_path / "report.json"
     command = [sys.executable, "-m", "mutants.run", *SAMPLE, "--quick"]
+    before = [os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else []
     done = subprocess.run(
         [*command, "--workers", "1", "--report", place],
-        env={**os.environ, "PYTHONPATH": str(FOLDER)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(FOLDER), *before])},
         capture_output=True,
         text=True,
         check=False,

@@ -110,7 +110,7 @@ def private_imports(twin: str, file: str) -> Iterator[str]:
         parts = name.split(".")[1:]
         for end in (len(parts), len(parts) - 1):
             path = "/".join(parts[:end]) + ".py"
-            if parts[0] == twin and (ROOT / path).is_file() and path not in concepts:
+            if parts[:1] == [twin] and (ROOT / path).is_file() and path not in concepts:
                 yield path.removeprefix(f"{twin}/")
 
 

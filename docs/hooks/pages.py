@@ -115,12 +115,11 @@ def _lower(title: str) -> str:
 
 def contract(concept: str) -> str:
     """Return the contract of each operation: the reference's docstrings."""
-    names = operations.concept(concept).operations
-    module = f"pagetwin.reference.{operations.concept(concept).module}"
+    topic = operations.concept(concept)
     return "\n\n".join(
-        f"::: {module}.{name}\n    options:\n      heading_level: 3\n"
+        f"::: {twins.home(topic, name)}.{name}\n    options:\n      heading_level: 3\n"
         "      show_docstring_examples: false"
-        for name in names
+        for name in topic.operations
     )
 
 
@@ -172,6 +171,8 @@ def feature_table() -> str:
 
 def _public(path: Path) -> set[str]:
     functions = twins.functions_of(path)
+    if path.relative_to(ROOT).parts[0] != "shared":
+        functions += twins.functions_of(twins.shared_file(path))
     return {each.name for each in functions} | {each.owner for each in functions}
 
 

@@ -11,12 +11,16 @@ import re
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from html import escape
 from pathlib import Path
 
-from pagetwin.contract.operations import Concept
+from pagetwin.contract.operations import CONCEPTS, Concept
 
 ROOT = Path(__file__).parents[2]
+CONCEPT_FILES = {
+    ROOT / each.path(twin) for each in CONCEPTS for twin in ("reference", "optimized")
+}
 STEP = re.compile(r"\s*# step: (?P<words>.*)")
 
 
@@ -65,10 +69,25 @@ def functions_of(path: Path) -> list[Function]:
 
 
 def _private_imports(path: Path) -> list[Path]:
-    names = re.findall(r"^from \.(_\w+) import", path.read_text(), re.M)
-    return [path.with_name(f"{name}.py") for name in names]
+    """Return the files without operations that a file of a twin imports from its own package."""
+    found = []
+    for node in ast.parse(path.read_text()).body:
+        if not isinstance(node, ast.ImportFrom) or not node.level:
+            continue
+        folder = path.parents[node.level - 1]
+        for name in (
+            node.module,
+            *(f"{node.module or ''}.{x.name}" for x in node.names),
+        ):
+            parts = (name or "").strip(".").split(".")
+            file = folder.joinpath(*parts).with_suffix(".py")
+            inside = file.relative_to(ROOT).parts[0] in ("reference", "optimized")
+            if file.is_file() and inside and file not in CONCEPT_FILES:
+                found.append(file)
+    return list(dict.fromkeys(found))
 
 
+@cache
 def _takes_steps(path: Path) -> bool:
     own = any(STEP.match(line) for line in path.read_text().splitlines())
     return own or any(_takes_steps(each) for each in _private_imports(path))
@@ -121,18 +140,56 @@ def _chunk(step: str, lines: list[str]) -> Iterator[Chunk]:
         yield Chunk(step, code)
 
 
+def shared_file(path: Path) -> Path:
+    """Return the file of `bookkeeping` with the bodies that both twins of a file re-export."""
+    parts = path.relative_to(ROOT).parts[1:]
+    return ROOT.joinpath("shared", "bookkeeping", *parts)
+
+
+def home(concept: Concept, operation: str) -> str:
+    """Return the module that defines an operation, such as "pagetwin.reference.cache.cache_ops"."""
+    found = functions_of(ROOT / concept.path("reference"))
+    if any(operation in (each.name, each.owner) for each in found):
+        return f"{concept.package('reference')}.{concept.module}"
+    return f"pagetwin.bookkeeping.{concept.module}"
+
+
 def side_by_side(concept: Concept) -> str:
     """Return both files of a concept as Markdown, step by step.
+
+    What has one body for both twins is shown in one column.
 
     Args:
         concept: The concept. If it has no operations, methods named `forward` are shown.
     """
+    if concept.is_single:
+        return _one_column(ROOT / concept.path("reference"))
+    parts = [_two_columns(concept)]
+    shared = shared_file(ROOT / concept.path("reference"))
+    if shared.exists():
+        parts += ["### One body for both twins", _one_column(shared)]
+    return "\n\n".join(parts)
+
+
+def _one_column(path: Path) -> str:
+    """Return the functions of a file as Markdown, one after another."""
+    blocks = []
+    for each in functions_of(path):
+        if each.name[0] != "_" or each.name == "__init__":
+            blocks += [f"### `{each.title}`", _code(each.body, "")]
+    return "\n\n".join(blocks)
+
+
+def _two_columns(concept: Concept) -> str:
     operations = concept.operations
     left = functions_of(ROOT / concept.path("reference"))
     right = functions_of(ROOT / concept.path("optimized"))
     shown: set[str] = set()
     parts = []
+    names = {each.name for each in left} | {each.owner for each in left}
     for operation in operations or ("forward",):
+        if operation not in names:
+            continue
         if methods := [each for each in left if each.owner == operation]:
             parts += _class(
                 methods, [each for each in right if each.owner == operation]

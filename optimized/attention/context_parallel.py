@@ -7,6 +7,7 @@ its request by bisection, and the host waits for nothing.
 
 import torch
 
+from ...bookkeeping.attention.context_parallel import get_dcp_ranks as get_dcp_ranks
 from ...contract.attention_options import AttentionOptions
 from ...contract.shapes import (
     BlockTable,
@@ -15,7 +16,6 @@ from ...contract.shapes import (
     Output,
     PerHead,
     PositionBias,
-    Positions,
     Query,
     RankTokenCounts,
     Scale,
@@ -29,14 +29,6 @@ from ...validation.cascade import check_dcp_attention
 from ...validation.step_shapes import check_ranks
 from ..launch.operators import operator
 from .paged import paged_attention
-
-
-def get_dcp_ranks(
-    positions: Positions, dcp_world_size: int, dcp_kv_cache_interleave_size: int = 1
-) -> Positions:
-    """Return the rank that keeps each position."""
-    check_ranks(dcp_world_size, None, dcp_kv_cache_interleave_size)
-    return positions // dcp_kv_cache_interleave_size % dcp_world_size
 
 
 def get_dcp_local_seq_lens(

@@ -7,13 +7,12 @@ request by bisection; where requests begin in a chunk is computed on the device,
 by the host. Chunks are joined in float32, however many there are. Addresses are 64-bit.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...bookkeeping.attention.latent import get_mla_dims as get_mla_dims
 from ...contract.latent_classes import MLADims as MLADims
 from ...contract.shapes import (
     BlockTable,
@@ -36,7 +35,6 @@ from ...validation.latent import (
     check_concat_and_cache_mla,
     check_latent_decode_attention,
     check_latent_prefill_attention,
-    check_mla_config,
 )
 from ..cache.cache_ops import as_bits
 from ..cache.slot_mapping import find_request
@@ -49,18 +47,6 @@ from .paged import paged_attention
 
 TOKENS_PER_PROGRAM = 16
 ELEMENTS_PER_PROGRAM = 64
-
-
-def get_mla_dims(hf_text_config: Any) -> MLADims:
-    """Return the widths of a model's latent attention."""
-    check_mla_config(hf_text_config)
-    return MLADims(
-        q_lora_rank=getattr(hf_text_config, "q_lora_rank", None),
-        kv_lora_rank=hf_text_config.kv_lora_rank,
-        qk_nope_head_dim=hf_text_config.qk_nope_head_dim,
-        qk_rope_head_dim=hf_text_config.qk_rope_head_dim,
-        v_head_dim=hf_text_config.v_head_dim,
-    )
 
 
 @operator(changed=["kv_cache"])

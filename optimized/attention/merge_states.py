@@ -10,15 +10,15 @@ import torch
 import triton
 import triton.language as tl
 
+from ...bookkeeping.attention.merge_states import log2_lse_to_ln as log2_lse_to_ln
 from ...contract.shapes import (
-    AnyLogSumExp,
     LogSumExp,
     Output,
     PartLogSumExps,
     PartOutputs,
     RankLogSumExp,
 )
-from ...validation.merge import check_combine, check_lse, check_merge
+from ...validation.merge import check_combine, check_merge
 from ..kernels.rows import LN_2, LOG2_E
 from ..launch.launcher import check_launch, must_widen
 from ..launch.operators import operator
@@ -115,12 +115,6 @@ def lse_weighted_combine(
             TOKENS=TOKENS_PER_PROGRAM,
         )
     return output.to(outputs.dtype), lse
-
-
-def log2_lse_to_ln(lse: AnyLogSumExp) -> AnyLogSumExp:
-    """Return log-sum-exps of base 2 as natural ones."""
-    check_lse(lse)
-    return lse * math.log(2)
 
 
 @triton.jit(do_not_specialize=["tokens", "with_prefix"])

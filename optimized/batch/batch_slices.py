@@ -8,28 +8,18 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from ...bookkeeping.batch.batch_slices import (
+    slice_query_start_locs as slice_query_start_locs,
+)
 from ...contract.metadata_classes import (
     CommonAttentionMetadata,
     UBatchSlice,
     cut_fields,
 )
-from ...contract.shapes import CountsBuffer, StartLoc
 from ...validation.step import (
     check_cut_of_last_request,
     check_micro_batch,
-    check_request_slice,
 )
-
-
-def slice_query_start_locs(
-    query_start_loc: StartLoc, request_slice: slice
-) -> CountsBuffer:
-    """Return the starts of some requests, counted from the first one's."""
-    check_request_slice(query_start_loc, request_slice)
-    # step: take the starts and the last end
-    starts = query_start_loc[request_slice.start : request_slice.stop + 1]
-    # step: count them from the first
-    return starts - starts[0]
 
 
 def make_metadata_with_slice(

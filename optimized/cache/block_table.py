@@ -10,22 +10,14 @@ from itertools import chain
 import numpy as np
 import torch
 
+from ...bookkeeping.cache.block_table import blocks_needed as blocks_needed
 from ...contract.shapes import BlockCounts, BlockTable
 from ...validation import (
     check_append_blocks,
     check_block_rows,
-    check_not_negative,
-    check_positive,
 )
 
 _SHORT_ROW = 64
-
-
-def blocks_needed(num_tokens: int, block_size: int) -> int:
-    """Return how many blocks hold that many tokens."""
-    check_not_negative(num_tokens=num_tokens)
-    check_positive(block_size=block_size)
-    return -(-num_tokens // block_size)
 
 
 def make_block_table(

@@ -13,11 +13,13 @@ import torch
 import triton
 import triton.language as tl
 
+from ...bookkeeping.cache.slot_mapping import (
+    compute_slot_mapping_start_idx as compute_slot_mapping_start_idx,
+)
 from ...contract.kinds import HOST, PAD_SLOT_ID
 from ...contract.shapes import BlockTable, SlotMapping, StartLoc, TokenCounts
 from ...validation import (
     check_batch_lengths,
-    check_not_negative,
     check_one_sequence,
     check_positive,
     check_row_reaches,
@@ -29,17 +31,6 @@ from ..launch.launcher import check_launch
 from ..launch.operators import operator
 
 TOKENS_PER_PROGRAM = 256
-
-
-def compute_slot_mapping_start_idx(
-    is_prompt: bool, query_len: int, context_len: int, sliding_window: int | None
-) -> int:
-    """Return the first position whose key and value need to be stored."""
-    check_not_negative(query_len=query_len, context_len=context_len)
-    if not is_prompt or sliding_window is None:
-        return 0
-    check_not_negative(sliding_window=sliding_window)
-    return max(0, context_len + query_len - sliding_window)
 
 
 def compute_slot_mapping(

@@ -4,7 +4,7 @@ A group that is added leaves only numbers and references to its rows behind. Slo
 numpy for all sequences at once when the step is built, and one copy takes everything to the device.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -12,9 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...bookkeeping.v0.sequence_metadata import (
+    is_block_tables_empty as is_block_tables_empty,
+)
 from ...contract.kinds import HOST, PAD_SLOT_ID
 from ...contract.sequence_classes import (
-    BlockTables,
     MultiModalPlaceholderMap,
     SequenceAttentionMetadata,
     SequenceGroup,
@@ -35,15 +37,6 @@ from ..cache.slot_mapping import (
     compute_slot_mapping_start_idx,
 )
 from ..launch.host_to_device import send
-
-
-def is_block_tables_empty(block_tables: BlockTables | Sequence[int] | None) -> bool:
-    """Return whether a group has no cache: no tables at all, or None for every sequence."""
-    if block_tables is None:
-        return True
-    if not isinstance(block_tables, Mapping):
-        return False
-    return all(row is None for row in block_tables.values())
 
 
 def make_tensor_with_pad(

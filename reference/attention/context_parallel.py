@@ -9,6 +9,7 @@ Each rank attends to that, and the partial results are joined by their log-sum-e
 
 import torch
 
+from ...bookkeeping.attention.context_parallel import get_dcp_ranks as get_dcp_ranks
 from ...contract.attention_options import AttentionOptions
 from ...contract.kinds import HOST
 from ...contract.shapes import (
@@ -18,7 +19,6 @@ from ...contract.shapes import (
     Output,
     PerHead,
     PositionBias,
-    Positions,
     Query,
     RankTokenCounts,
     Scale,
@@ -30,32 +30,6 @@ from ...contract.shapes import (
 from ...validation.cascade import check_dcp_attention
 from ...validation.step_shapes import check_ranks
 from .paged import paged_attention
-
-
-def get_dcp_ranks(
-    positions: Positions, dcp_world_size: int, dcp_kv_cache_interleave_size: int = 1
-) -> Positions:
-    """Return the rank that keeps each position.
-
-    Args:
-        positions: [positions] int64, from 0.
-        dcp_world_size: ranks, from 1.
-        dcp_kv_cache_interleave_size: positions in a row that go to the same rank, from 1.
-
-    Returns:
-        [positions] int64, where the positions lie.
-
-    Raises:
-        ValueError: a number out of range.
-
-    Example:
-        >>> get_dcp_ranks(
-        ...     torch.arange(8), dcp_world_size=2, dcp_kv_cache_interleave_size=2
-        ... )
-        tensor([0, 0, 1, 1, 0, 0, 1, 1])
-    """
-    check_ranks(dcp_world_size, None, dcp_kv_cache_interleave_size)
-    return positions // dcp_kv_cache_interleave_size % dcp_world_size
 
 
 def get_dcp_local_seq_lens(

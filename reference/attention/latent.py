@@ -12,10 +12,9 @@ the latents instead, once, and all heads read the cache as it is, as one head th
 mean of the latents is expanded at the end, once a query.
 """
 
-from typing import Any
-
 import torch
 
+from ...bookkeeping.attention.latent import get_mla_dims as get_mla_dims
 from ...contract.latent_classes import MLADims as MLADims
 from ...contract.shapes import (
     BlockTable,
@@ -37,45 +36,11 @@ from ...validation.latent import (
     check_concat_and_cache_mla,
     check_latent_decode_attention,
     check_latent_prefill_attention,
-    check_mla_config,
 )
 from ..cache._fp8 import quantise
 from ._latent import expand_latents, gather_latents
 from .encoder import encoder_attention
 from .merge_states import merge_attn_states
-
-
-def get_mla_dims(hf_text_config: Any) -> MLADims:
-    """Return the widths of a model's latent attention.
-
-    Args:
-        hf_text_config: has them as attributes, as the text configuration of a Hugging Face
-            model; `q_lora_rank` may be missing or None.
-
-    Raises:
-        ValueError: a width is missing, or below 1.
-
-    Source:
-        vLLM's function of that name; DeepSeek-V2, 2024.
-
-    Example:
-        >>> from types import SimpleNamespace
-        >>> get_mla_dims(SimpleNamespace(
-        ...     kv_lora_rank=512,
-        ...     qk_nope_head_dim=128,
-        ...     qk_rope_head_dim=64,
-        ...     v_head_dim=128,
-        ... )).cached_width
-        576
-    """
-    check_mla_config(hf_text_config)
-    return MLADims(
-        q_lora_rank=getattr(hf_text_config, "q_lora_rank", None),
-        kv_lora_rank=hf_text_config.kv_lora_rank,
-        qk_nope_head_dim=hf_text_config.qk_nope_head_dim,
-        qk_rope_head_dim=hf_text_config.qk_rope_head_dim,
-        v_head_dim=hf_text_config.v_head_dim,
-    )
 
 
 def concat_and_cache_mla(

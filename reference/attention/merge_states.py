@@ -10,15 +10,15 @@ import math
 
 import torch
 
+from ...bookkeeping.attention.merge_states import log2_lse_to_ln as log2_lse_to_ln
 from ...contract.shapes import (
-    AnyLogSumExp,
     LogSumExp,
     Output,
     PartLogSumExps,
     PartOutputs,
     RankLogSumExp,
 )
-from ...validation.merge import check_combine, check_lse, check_merge
+from ...validation.merge import check_combine, check_merge
 
 
 def merge_attn_states(
@@ -147,27 +147,3 @@ def lse_weighted_combine(
     for part, weight in zip(outputs, weights[:, :, :, None], strict=True):
         total += torch.where(weight > 0, weight * part.to(lses.dtype), 0.0)
     return total.to(outputs.dtype), joint / base
-
-
-def log2_lse_to_ln(lse: AnyLogSumExp) -> AnyLogSumExp:
-    """Return log-sum-exps of base 2 as natural ones.
-
-    Args:
-        lse: float32 or float64, in any shape, logarithms to base 2: what kernels that compute
-            with powers of 2 leave.
-
-    Returns:
-        A new tensor of the same shape and dtype; what is infinite stays so.
-
-    Raises:
-        TypeError: another dtype.
-
-    Source:
-        vLLM's function of that name.
-
-    Example:
-        >>> log2_lse_to_ln(torch.tensor([0.0, 1.0, float("-inf")]))
-        tensor([0.0000, 0.6931,   -inf])
-    """
-    check_lse(lse)
-    return lse * math.log(2)

@@ -6,16 +6,18 @@ logits are wanted. So these layers run on those tokens alone: each request bring
 as it has logits, and sees as many keys as before.
 """
 
-from collections.abc import Sequence
-from dataclasses import field, fields, make_dataclass
-from typing import Any
-
 import torch
 
-from ...contract.fast_prefill_metadata import KV_SHARING_FAST_PREFILL_METADATA_FIELDS
+from ...bookkeeping.batch.fast_prefill import derive_fast_prefill_backend
+from ...bookkeeping.batch.fast_prefill import (
+    subclass_attention_backend as subclass_attention_backend,
+)
+from ...bookkeeping.batch.fast_prefill import (
+    subclass_attention_metadata as subclass_attention_metadata,
+)
 from ...contract.kinds import HOST
-from ...contract.metadata_classes import CommonAttentionMetadata, PagedAttentionMetadata
-from ...engine.backend_interface import AttentionBackend, AttentionMetadataBuilder
+from ...contract.metadata_classes import CommonAttentionMetadata
+from ...engine.backend_interface import AttentionBackend
 from ...validation.step_shapes import check_has_logits_indices, check_logits_indices
 
 
@@ -95,83 +97,6 @@ def make_kv_sharing_fast_prefill_common_attn_metadata(
     )
 
 
-def subclass_attention_backend(
-    name_prefix: str,
-    attention_backend_cls: type[AttentionBackend],
-    builder_cls: type[AttentionMetadataBuilder],
-) -> type[AttentionBackend]:
-    """Return a new backend that differs from another one in its builder alone.
-
-    Args:
-        name_prefix: what stands before the other's class name in the new one's.
-        attention_backend_cls: the backend to derive from; it stays as it is.
-        builder_cls: what builds the new one's metadata.
-
-    Returns:
-        A new class at every call.
-
-    Source:
-        vLLM's function of that name, whose classes answer, and whose instances fail.
-
-    Example:
-        >>> backend, builder = BACKENDS[0], BACKENDS[0].get_builder_cls()
-        >>> mine = subclass_attention_backend("My", backend, builder)
-        >>> issubclass(mine, backend), mine.get_builder_cls() is builder
-        (True, True)
-    """
-    name = name_prefix + attention_backend_cls.__name__
-    own = {
-        "__module__": attention_backend_cls.__module__,
-        "get_builder_cls": staticmethod(lambda: builder_cls),
-    }
-    return type(name, (attention_backend_cls,), own)
-
-
-def subclass_attention_metadata(
-    name_prefix: str,
-    metadata_cls: type[Any],
-    fields: Sequence[tuple[str, Any, Any]],
-) -> type[Any]:
-    """Return a new metadata class that has some more fields.
-
-    Args:
-        name_prefix: what stands before the other's class name in the new one's.
-        metadata_cls: the dataclass to derive from; it stays as it is. The new one is frozen if
-            it is.
-        fields: name, type and default of each new field, given by keyword. A field that is
-            there already keeps its place and gets the new default.
-
-    Returns:
-        A new class at every call.
-
-    Raises:
-        ValueError: a default that can be changed, such as a list.
-
-    Source:
-        vLLM's function of that name.
-
-    Example:
-        >>> counted = subclass_attention_metadata(
-        ...     "Counted", BACKENDS[0].get_metadata_cls(), [("num_images", int, 0)]
-        ... )
-        >>> counted.__dataclass_fields__["num_images"].default
-        0
-    """
-    added = [
-        (name, kind, field(default=default, kw_only=True))
-        for name, kind, default in fields
-    ]
-    made = make_dataclass(
-        name_prefix + metadata_cls.__name__,
-        added,
-        bases=(metadata_cls,),
-        frozen=metadata_cls.__dataclass_params__.frozen,
-    )
-    # from Python 3.12 on make_dataclass names the module that calls it
-    made.__module__ = metadata_cls.__module__
-    return made
-
-
 def create_fast_prefill_custom_backend(
     prefix: str, underlying_attn_backend: type[AttentionBackend]
 ) -> type[AttentionBackend]:
@@ -196,37 +121,8 @@ def create_fast_prefill_custom_backend(
         >>> fast.get_metadata_cls().__dataclass_fields__["num_logits_indices"].name
         'num_logits_indices'
     """
-    # step: give the metadata two more fields
-    underlying_metadata = underlying_attn_backend.get_metadata_cls()
-    metadata_cls = subclass_attention_metadata(
-        "KVSharingFastPrefill",
-        underlying_metadata,
-        KV_SHARING_FAST_PREFILL_METADATA_FIELDS,
+    return derive_fast_prefill_backend(
+        prefix,
+        underlying_attn_backend,
+        make_kv_sharing_fast_prefill_common_attn_metadata,
     )
-    underlying_builder: Any = underlying_attn_backend.get_builder_cls()
-
-    # step: build from the wanted tokens alone
-    class FastPrefillAttentionBuilder(underlying_builder):  # type: ignore[misc]
-        def build(
-            self,
-            common_prefix_len: int,
-            common_attn_metadata: CommonAttentionMetadata,
-            fast_build: bool = False,
-        ) -> PagedAttentionMetadata:
-            wanted = make_kv_sharing_fast_prefill_common_attn_metadata(
-                common_attn_metadata
-            )
-            built = super().build(common_prefix_len, wanted, fast_build)
-            values = {each.name: getattr(built, each.name) for each in fields(built)}
-            # of the whole step: the layer picks its queries from all tokens
-            values["logits_indices_padded"] = common_attn_metadata.logits_indices_padded
-            values["num_logits_indices"] = common_attn_metadata.num_logits_indices
-            metadata: PagedAttentionMetadata = metadata_cls(**values)
-            return metadata
-
-    # step: name both in a backend of their own
-    backend = subclass_attention_backend(
-        prefix, underlying_attn_backend, FastPrefillAttentionBuilder
-    )
-    setattr(backend, "get_metadata_cls", staticmethod(lambda: metadata_cls))  # noqa: B010
-    return backend

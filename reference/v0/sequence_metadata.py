@@ -7,15 +7,17 @@ A prompt whose keys are all new needs no row, since nothing of it is read from t
 a longer prompt, a prompt whose beginning was found in the cache, and every decode do.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from ...bookkeeping.v0.sequence_metadata import (
+    is_block_tables_empty as is_block_tables_empty,
+)
 from ...contract.kinds import HOST, PAD_SLOT_ID
 from ...contract.sequence_classes import (
-    BlockTables,
     MultiModalPlaceholderMap,
     SequenceAttentionMetadata,
     SequenceGroup,
@@ -32,27 +34,6 @@ from ...validation.sequences import (
 )
 from ..cache.block_table import blocks_needed, make_block_table
 from ..cache.slot_mapping import compute_slot_mapping, compute_slot_mapping_start_idx
-
-
-def is_block_tables_empty(block_tables: BlockTables | Sequence[int] | None) -> bool:
-    """Return whether a group has no cache: no tables at all, or None for every sequence.
-
-    Args:
-        block_tables: rows of block ids by sequence id. A row of no blocks is a row, and so is
-            anything that is not a mapping.
-
-    Source:
-        vLLM's function of that name; a run that measures memory has such tables.
-
-    Example:
-        >>> is_block_tables_empty({0: None, 1: None}), is_block_tables_empty({0: []})
-        (True, False)
-    """
-    if block_tables is None:
-        return True
-    if not isinstance(block_tables, Mapping):
-        return False
-    return all(row is None for row in block_tables.values())
 
 
 def make_tensor_with_pad(

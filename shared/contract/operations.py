@@ -8,23 +8,36 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Concept:
-    """One file of each twin.
+    """One file of each twin, or one file of `bookkeeping` that serves both.
 
     Args:
-        name: of the concept; its page and its worked examples have that name.
-        module: its file in both packages, such as "cache.slot_mapping".
-        summary: the first line of that file.
-        operations: its public functions and classes.
+        name: name of the concept, of its page and of its worked examples.
+        module: file of the concept in both twins, such as "cache.slot_mapping". If `is_single`,
+            its file in `bookkeeping`.
+        summary: first line of that file.
+        operations: public functions and classes of the concept.
+        is_single: whether one body serves both twins, which re-export its operations.
     """
 
     name: str
     module: str
     summary: str
     operations: tuple[str, ...]
+    is_single: bool = False
 
     def path(self, twin: str) -> str:
-        """Return the concept's file in one of the twins, such as "reference/cache/kv_cache.py"."""
-        return f"{twin}/{self.module.replace('.', '/')}.py"
+        """Return the concept's file in one of the twins.
+
+        Example:
+            "reference/cache/slot_mapping.py"; "shared/bookkeeping/cache/kv_cache.py" for both
+            twins, since one body serves both.
+        """
+        folder = "shared/bookkeeping" if self.is_single else twin
+        return f"{folder}/{self.module.replace('.', '/')}.py"
+
+    def package(self, twin: str) -> str:
+        """Return the package of the concept's file, such as "pagetwin.reference"."""
+        return f"pagetwin.{'bookkeeping' if self.is_single else twin}"
 
 
 CONCEPTS = (
@@ -65,6 +78,7 @@ CONCEPTS = (
             "get_packed_kv_cache_shape",
             "split_packed_kv_cache",
         ),
+        is_single=True,
     ),
     Concept(
         "kv_cache_init",
@@ -77,6 +91,7 @@ CONCEPTS = (
             "bind_kv_cache",
             "init_kv_cache",
         ),
+        is_single=True,
     ),
     Concept(
         "cache_ops",
@@ -133,6 +148,7 @@ CONCEPTS = (
             "get_seq_len_block_table_args",
             "get_num_prefill_decode_query_kv_tokens",
         ),
+        is_single=True,
     ),
     Concept(
         "paged_attention",
@@ -192,6 +208,7 @@ CONCEPTS = (
         "batch.spec_decode",
         "How do a request's drafted tokens become a batch of their own axis?",
         ("reshape_query_for_spec_decode", "reshape_attn_output_for_spec_decode"),
+        is_single=True,
     ),
     Concept(
         "causal_conv",
@@ -204,6 +221,7 @@ CONCEPTS = (
         "batch.layer_parameters",
         "Do all layers attend alike, so that one plan serves them?",
         ("get_per_layer_parameters", "infer_global_hyperparameters"),
+        is_single=True,
     ),
     Concept(
         "context_parallel",

@@ -44,7 +44,8 @@ def explain(concept: str, console: Console) -> None:
     names = [each.name for each in CONCEPTS]
     following = names[names.index(concept) + 1 :]
     console.print()
-    console.print(Text(f"To read on: {topic.path('reference')}", style=DIM))
+    files = dict.fromkeys((topic.path("reference"), topic.path("optimized")))
+    console.print(Text(f"To read on: {', '.join(files)}", style=DIM))
     if following:
         console.print(Text(f"Next:       pagetwin explain {following[0]}", style=DIM))
 

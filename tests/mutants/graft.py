@@ -1,9 +1,9 @@
 """How is a changed twin imported beside the real ones?
 
-The changed file is written to a folder of its own, since Triton reads a kernel from a real file, and is
-found before the twin's; all other files are the twin's own. The package gets another name, and what
-it takes from the other packages is what everybody else has, not a second copy: an exception or a
-metadata class must be the same one.
+The changed file is written to a folder of its own, since Triton reads a kernel from a real file. It
+is found before the twin's; all other files are the twin's own. The twin and `bookkeeping`, whose
+bodies serve both twins, get another name. What they import from the other packages is not copied:
+an exception or a metadata class must be the same one.
 """
 
 import importlib
@@ -21,10 +21,10 @@ NAME = "mutated"
 
 
 class _Alias:
-    """Finds `mutated.x` in `pagetwin.x`, and is its loader too; the twin itself is not found."""
+    """Finds and loads `mutated.x` in `pagetwin.x`; it does not find the copied packages."""
 
-    def __init__(self, twin: str) -> None:
-        self.twin = twin
+    def __init__(self, copied: Sequence[str]) -> None:
+        self.copied = tuple(f"{NAME}.{each}." for each in copied)
 
     def find_spec(
         self,
@@ -32,7 +32,7 @@ class _Alias:
         path: Sequence[str] | None = None,
         target: ModuleType | None = None,
     ) -> ModuleSpec | None:
-        if not name.startswith(f"{NAME}.") or f"{name}.".startswith(f"{self.twin}."):
+        if not name.startswith(f"{NAME}.") or f"{name}.".startswith(self.copied):
             return None
         return ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
 
@@ -65,32 +65,34 @@ class _Changed:
         return spec_from_file_location(name, self.path)
 
 
-def graft(package: str, mutant: Mutant | None, folder: Path) -> str:
+def graft(twin: str, mutant: Mutant | None, folder: Path) -> str:
     """Import a twin with one file changed, and return its dotted name.
 
     Args:
-        package: "reference" or "optimized".
+        twin: "reference" or "optimized".
         mutant: the change; None: there is none.
         folder: an empty one, for the changed file; it has to stay.
     """
-    original = importlib.import_module(f"pagetwin.{package}")
-    name = f"{NAME}.{package}"
+    copied = ("bookkeeping", twin)
     sys.dont_write_bytecode = True
     root = ModuleType(NAME)
     root.__path__ = []
     sys.modules[NAME] = root
-    sys.meta_path.insert(0, _Alias(name))  # type: ignore[arg-type]
+    sys.meta_path.insert(0, _Alias(copied))  # type: ignore[arg-type]
     if mutant is not None:
         place = folder / f"{mutant.module.rpartition('.')[2]}.py"
         place.write_text(mutant.source(), encoding="utf-8")
-        changed = _Changed(f"{name}.{mutant.module}", place)
+        changed = _Changed(f"{NAME}.{mutant.package}.{mutant.module}", place)
         sys.meta_path.insert(0, changed)  # type: ignore[arg-type]
-    spec = spec_from_file_location(
-        name, original.__file__, submodule_search_locations=list(original.__path__)
-    )
-    assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    setattr(root, package, module)
-    return name
+    for package in copied:
+        original = importlib.import_module(f"pagetwin.{package}")
+        name = f"{NAME}.{package}"
+        spec = spec_from_file_location(
+            name, original.__file__, submodule_search_locations=list(original.__path__)
+        )
+        assert spec is not None and spec.loader is not None
+        module = module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+        setattr(root, package, module)
+    return f"{NAME}.{twin}"

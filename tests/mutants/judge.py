@@ -31,7 +31,7 @@ from pagetwin.conformance.harness.report import Status
 from pagetwin.contract.operations import CONCEPTS
 
 from .graft import graft
-from .mutant import ROOT, Mutant
+from .mutant import PACKAGES, ROOT, Mutant
 
 SECONDS = 20.0
 """What one law may take before it counts as hanging; as much and thrice what it takes on the
@@ -55,7 +55,7 @@ class Trial:
     """One twin, changed or not, and what became of it.
 
     Args:
-        package: the twin.
+        twin: "reference" or "optimized".
         laws: what it is asked, in that order.
         mutant: the change, at whose first broken law the trial ends; None: there is none, and
             it goes on.
@@ -66,7 +66,7 @@ class Trial:
         seconds_of: how long each law took that held.
     """
 
-    package: str
+    twin: str
     laws: Sequence[Law]
     mutant: Mutant | None = None
     broken: list[str] = field(default_factory=list)
@@ -84,12 +84,17 @@ def laws_near(
     A law whose operations do not import the changed file, directly or not, cannot. Of those that
     are as near the slow ones come last. Where a law is named in the catalogue, it is the first.
     """
-    steps = _steps_to(mutant.package, mutant.module)
-    home = {name: each.module for each in CONCEPTS for name in each.operations}
+    steps = _steps_to(mutant.twin, f"{mutant.package}.{mutant.module}")
+    home = {
+        name: f"{'bookkeeping' if each.is_single else mutant.twin}.{each.module}"
+        for each in CONCEPTS
+        for name in each.operations
+    }
+    backends = f"{mutant.twin}.{BACKENDS}"
 
     def distance(law: Law) -> float:
         # what no concept has is the backends
-        found = [steps.get(home.get(need, BACKENDS), math.inf) for need in law.needs]
+        found = [steps.get(home.get(need, backends), math.inf) for need in law.needs]
         # a law that names no operation looks at more than one
         return min(found, default=len(steps))
 
@@ -101,23 +106,32 @@ def laws_near(
 
 
 @cache
-def _steps_to(package: str, module: str) -> dict[str, int]:
-    """Return how many imports lie between each module of a twin and one of them."""
+def _steps_to(twin: str, module: str) -> dict[str, int]:
+    """Return the number of imports between each module of a twin and one module.
+
+    The modules of `bookkeeping` count as the twin's: "bookkeeping.cache.kv_cache".
+    """
     imports: dict[str, set[str]] = {}
-    for path in (ROOT / package).rglob("*.py"):
-        parts = path.relative_to(ROOT / package).with_suffix("").parts
-        imports[".".join(parts)] = {
-            ".".join(
-                [*parts[: len(parts) - node.level], *(part for part in more if part)]
-            )
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-            if isinstance(node, ast.ImportFrom) and 1 <= node.level <= len(parts)
-            # `from . import kernel` names a module, `from .kernel import name` lies in one
-            for more in [
-                (node.module,),
-                *((node.module, each.name) for each in node.names),
-            ]
-        }
+    for package in (twin, "bookkeeping"):
+        folder = ROOT / PACKAGES[package]
+        for path in folder.rglob("*.py"):
+            parts = (package, *path.relative_to(folder).with_suffix("").parts)
+            imports[".".join(parts)] = {
+                ".".join(
+                    [
+                        *parts[: len(parts) - node.level],
+                        *(part for part in more if part),
+                    ]
+                )
+                for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+                if isinstance(node, ast.ImportFrom) and 1 <= node.level <= len(parts)
+                # `from . import kernel` names a module, `from .kernel import name` a
+                # name in one
+                for more in [
+                    (node.module,),
+                    *((node.module, each.name) for each in node.names),
+                ]
+            }
     steps, frontier = {module: 0}, deque([module])
     while frontier:
         reached = frontier.popleft()
@@ -225,7 +239,7 @@ def _try_laws(reports: Connection, trial: Trial, folder: Path, examples: int) ->
     """Try laws one after another, in a process of its own, until one breaks."""
     try:
         setting = runner.make_setting(
-            load_candidate(graft(trial.package, trial.mutant, folder)), "cpu"
+            load_candidate(graft(trial.twin, trial.mutant, folder)), "cpu"
         )
     except BaseException as error:
         reports.send({"raised": f"{trial.mutant}: {type(error).__name__}: {error}"})

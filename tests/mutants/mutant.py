@@ -21,7 +21,10 @@ else:
 ROOT = Path(__file__).parents[2]
 CATALOGUE = Path(__file__).parent / "catalogue"
 BUGS = Path(__file__).parent / "bugs.toml"
-PACKAGES = ("reference", "optimized")
+TWINS = ("reference", "optimized")
+PACKAGES = {"reference": "reference/", "optimized": "optimized/"}
+PACKAGES["bookkeeping"] = "shared/bookkeeping/"
+"""The packages whose files are changed, and their folders."""
 
 OPERATORS = {
     "index type": "an index is kept in fewer bits",
@@ -74,13 +77,19 @@ class Mutant:
 
     @property
     def package(self) -> str:
-        """Which twin is changed."""
-        return self.file.partition("/")[0]
+        """The package that is changed: "reference", "optimized" or "bookkeeping"."""
+        return _package(self.file)
+
+    @property
+    def twin(self) -> str:
+        """The twin that is tried: the reference where one body serves both, as it is faster."""
+        return "reference" if self.package == "bookkeeping" else self.package
 
     @property
     def module(self) -> str:
         """Which of its modules is changed, such as "cache.slot_mapping"."""
-        return ".".join(Path(self.file).with_suffix("").parts[1:])
+        path = self.file.removeprefix(PACKAGES[self.package])
+        return ".".join(Path(path).with_suffix("").parts)
 
     @property
     def origin(self) -> str:
@@ -111,6 +120,12 @@ class Mutant:
         return changed
 
 
+def _package(file: str) -> str:
+    """Return the package of a file; its first folder if it is in none."""
+    found = [name for name, folder in PACKAGES.items() if file.startswith(folder)]
+    return found[0] if found else file.partition("/")[0]
+
+
 def load_catalogue(folder: Path = CATALOGUE) -> list[Mutant]:
     """Return all mutants, concept by concept.
 
@@ -138,9 +153,8 @@ def _of_file(path: Path, threads: dict[str, str]) -> Iterator[Mutant]:
         files = entry["file"] if isinstance(entry["file"], list) else [entry["file"]]
         bug = entry["bug"].removeprefix("cousin of ")
         for file in files:
-            package = file.partition("/")[0]
             for name, value, known in (
-                ("file", package, PACKAGES),
+                ("file", _package(file), PACKAGES),
                 ("operator", entry["operator"], OPERATORS),
                 ("bug", bug, threads),
             ):

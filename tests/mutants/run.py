@@ -28,7 +28,7 @@ from pagetwin.conformance.harness.law import Law
 from pagetwin.conformance.laws.all_laws import ALL_LAWS
 
 from .judge import Trial, judge, laws_near
-from .mutant import OPERATORS, PACKAGES, Mutant, load_catalogue
+from .mutant import OPERATORS, TWINS, Mutant, load_catalogue
 
 REPORT = Path(__file__).parent / "report.json"
 EXAMPLES = 25
@@ -74,20 +74,20 @@ def run(
     """
     begin = time.monotonic()
     torch.set_num_threads(1)
-    for package in PACKAGES:  # once, before processes are forked
-        importlib.import_module(f"pagetwin.{package}.backends.backend")
+    for twin in TWINS:  # once, before processes are forked
+        importlib.import_module(f"pagetwin.{twin}.backends.backend")
     broken: set[str] = set()
     usual: dict[str, float] = {}
 
     def try_unchanged(laws: Sequence[Law]) -> None:
         # as many parts as there are workers
         parts = [
-            Trial(package, laws[part::workers])
-            for package in reversed(PACKAGES)
+            Trial(twin, laws[part::workers])
+            for twin in reversed(TWINS)
             for part in range(min(workers, len(laws)))
         ]
         for trial in judge(parts, workers, examples):
-            _say(f"unchanged {trial.package}: {_ended(trial)}", trial.seconds)
+            _say(f"unchanged {trial.twin}: {_ended(trial)}", trial.seconds)
             broken.update(trial.broken)
             for law, seconds in trial.seconds_of.items():
                 usual[law] = max(seconds, usual.get(law, 0.0))
@@ -96,7 +96,7 @@ def run(
         try_unchanged(ALL_LAWS)
     asked = [law for law in ALL_LAWS if law.name not in broken]
     waiting = [
-        Trial(mutant.package, laws_near(mutant, asked, usual), mutant)
+        Trial(mutant.twin, laws_near(mutant, asked, usual), mutant)
         for mutant in mutants
     ]
     trials: dict[str, Trial] = {}

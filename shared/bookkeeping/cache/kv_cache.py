@@ -8,7 +8,6 @@ own (the layout): it changes the strides of the view and nothing else.
 """
 
 from collections.abc import Sequence
-from math import prod
 
 import torch
 from torch import Tensor
@@ -119,14 +118,10 @@ def view_kv_cache(
     """
     check_view(raw, dtype, shape, stride_order)
     elements = raw.view(dtype)
-    # step: let the axes lie in memory in that order
-    strides = [0] * len(shape)
-    for place, axis in enumerate(stride_order):
-        inside = stride_order[place + 1 :]
-        # an axis of length 0 has neighbours too: torch counts it as 1
-        strides[axis] = prod(max(shape[each], 1) for each in inside)
-    # step: index them in their own
-    return elements.as_strided(tuple(shape), strides, elements.storage_offset())
+    # step: view the bytes with the axes in memory order
+    in_memory = elements.view([shape[axis] for axis in stride_order])
+    # step: permute the axes to the order of the shape
+    return in_memory.permute([stride_order.index(axis) for axis in range(len(shape))])
 
 
 def reshape_kv_cache(

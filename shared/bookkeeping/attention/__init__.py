@@ -1,0 +1,1 @@
+"""Attention operations that need no twin."""

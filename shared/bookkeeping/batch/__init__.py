@@ -1,0 +1,1 @@
+"""Batch operations that need no twin."""

@@ -1,0 +1,1 @@
+"""Cache operations that need no twin."""

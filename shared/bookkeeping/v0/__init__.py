@@ -1,0 +1,1 @@
+"""Operations in vLLM V0's forms that need no twin."""
