@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import bench_table
+import error_examples
 import figures
 import ladder_table
 import law_table
 import mutant_table
 import operator_table
 import option_table
-import refused
 import side_by_side as twins
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -61,12 +61,12 @@ def module_words(argument: str) -> str:
     """Return a module's docstring after its first line.
 
     Args:
-        argument: Path of the module without its suffix, such as "shared/contract/layouts".
+        argument: Path of the module, such as "shared/contract/layouts.py".
 
     Raises:
         FileNotFoundError: There is no such module.
     """
-    path = ROOT / f"{argument}.py"
+    path = ROOT / argument
     if not path.exists():
         raise FileNotFoundError(f"module_words({argument!r}): {path} does not exist")
     words = ast.get_docstring(ast.parse(path.read_text())) or ""
@@ -84,8 +84,7 @@ def optimized_words(concept: str) -> str:
 
 
 def _words_of(concept: str, twin: str) -> str:
-    path = operations.concept(concept).path(twin)
-    return module_words(path.removesuffix(".py"))
+    return module_words(operations.concept(concept).path(twin))
 
 
 def example(concept: str) -> str:
@@ -270,7 +269,7 @@ MACROS: dict[str, Callable[..., str]] = {
         ladder_table.ladder_rung,
         law_table.adapter,
         law_table.count_of,
-        refused.refusals,
+        error_examples.error_examples,
         option_table.option_runs,
         option_table.option_table,
         option_table.option_pairs,

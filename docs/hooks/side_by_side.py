@@ -203,7 +203,7 @@ def _two_columns(concept: Concept) -> str:
             for each in theirs
             if each.name == operation or each.name not in operations
         ]
-        # steps that the operation takes from another one are shown if the optimized steps are its own
+        # steps taken from another operation are shown if the optimized steps are its own
         if _steps(own) or not _steps(theirs):
             ours = own
         shown |= {each.title for each in theirs}

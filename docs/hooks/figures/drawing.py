@@ -1,14 +1,14 @@
-"""How is a picture put together from boxes, words and arrows?"""
+"""Drawing: an SVG figure built from boxes, text and arrows."""
 
 from collections.abc import Sequence
 from html import escape
 
 Cell = tuple[str, str]
-"""What stands in a box, and its class: a, b (two requests), new, off (nobody's)."""
+"""Text of a box, and its class: a, b (two requests), new, off (unused)."""
 
 
 class Drawing:
-    """SVG elements, and the room they take."""
+    """SVG elements of one figure, and its size."""
 
     def __init__(self, width: int, height: int, says: str) -> None:
         self.width, self.height, self.says = width, height, says
