@@ -44,6 +44,7 @@ from ..bookkeeping.v0.encoder_decoder import (
     is_all_cross_attn_metadata_set,
     is_all_encoder_attn_metadata_set,
 )
+from ..contract.attention_options import AttentionOptions
 from .attention.cascade import cascade_attention
 from .attention.context_parallel import (
     dcp_attention,
@@ -106,6 +107,7 @@ from .v0.sequence_metadata import (
 )
 
 __all__ = [
+    "AttentionOptions",
     "BlockTable",
     "CommonAttentionState",
     "CommonMetadataBuilder",

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 import triton
+from pagetwin.contract.attention_options import pack_options
 from pagetwin.contract.kinds import FP8_DTYPES
 from pagetwin.contract.operations import CONCEPTS, load_implementation
 from triton.backends.compiler import GPUTarget
@@ -106,7 +107,7 @@ def run_attention(
         query_len,
         kv_len,
         lse=torch.zeros(query_heads, reqs * query_len),
-        **options,
+        **pack_options(**options),
     )
 
 
@@ -115,7 +116,14 @@ def run_encoder(query_len: int, head_size: int, **options: Any) -> None:
     query = torch.zeros(2 * query_len, 8, head_size, dtype=torch.bfloat16)
     starts = torch.arange(3, dtype=torch.int32) * query_len
     load_implementation("optimized").encoder_attention(
-        query, query, query, starts, starts, query_len, query_len, **options
+        query,
+        query,
+        query,
+        starts,
+        starts,
+        query_len,
+        query_len,
+        **pack_options(**options),
     )
 
 

@@ -24,6 +24,7 @@ from pagetwin.conformance.oracles.brute_force import (
     quantise_by_hand,
 )
 from pagetwin.conformance.oracles.dense import same_bits
+from pagetwin.contract.attention_options import pack_options
 from pagetwin.contract.budgets import Verdict
 from pagetwin.contract.kinds import FP8_DTYPES, HOST, cache_dtype_of
 from pagetwin.contract.metadata_classes import CommonAttentionMetadata
@@ -299,10 +300,12 @@ class Served:
             max(asking),
             max(lens),
             compute_dtype=self.dtype,
-            **{
-                name: each.cpu() if isinstance(each, Tensor) else each
-                for name, each in options.items()
-            },
+            **pack_options(
+                **{
+                    name: each.cpu() if isinstance(each, Tensor) else each
+                    for name, each in options.items()
+                }
+            ),
         )
         return result
 

@@ -11,6 +11,7 @@ import torch
 from conftest import Twin
 from pagetwin.conformance.generators.batches import Batch, Plan, build
 from pagetwin.conformance.oracles.dense import judge_attention, judge_lse, same_bits
+from pagetwin.contract.attention_options import AttentionOptions, pack_options
 from pagetwin.optimized.launch import dispatch as how_it_attends
 from pagetwin.optimized.launch.launcher import INTERPRETED
 from pagetwin.optimized.launch.prepare import FIXED_SPAN
@@ -83,8 +84,7 @@ def attend(
         int(seq_lens.max()),
         out=out,
         lse=lse,
-        batch_invariant=True,
-        **options,
+        **pack_options(**options, batch_invariant=True),
     )
     return out[: end - first], lse[:, : end - first]
 
@@ -130,11 +130,15 @@ def test_a_sequence_longer_than_it_was_said_to_be_harms_nobody(
     batch = build(Plan((1,), (LONG,), dtype=torch.bfloat16, kv_heads=2), device)
     right, right_lse = batch.fresh()
     given = batch.arguments()
-    optimized.paged_attention(**given, out=right, lse=right_lse, batch_invariant=True)
+    optimized.paged_attention(
+        out=right, lse=right_lse, **pack_options(**given, batch_invariant=True)
+    )
     for bound in (FIXED_SPAN + 1, 3 * FIXED_SPAN, given["max_seq_len"]):
         out, lse = batch.fresh()
         told = given | {"max_seq_len": bound}
-        optimized.paged_attention(**told, out=out, lse=lse, batch_invariant=True)
+        optimized.paged_attention(
+            out=out, lse=lse, **pack_options(**told, batch_invariant=True)
+        )
         verdict, exact_lse = judge_attention(batch, out, reference)
         assert verdict.ok, verdict
         assert judge_lse(batch, lse, exact_lse) <= 1
@@ -153,7 +157,10 @@ def test_joined_parts_keep_their_budget(
     batch = build(plan, device)
     out, lse = batch.fresh()
     optimized.paged_attention(
-        **batch.arguments(), out=out, lse=lse, batch_invariant=True
+        **batch.arguments(),
+        out=out,
+        lse=lse,
+        options=AttentionOptions(batch_invariant=True),
     )
     verdict, exact_lse = judge_attention(batch, out, reference)
     assert verdict.ok, verdict

@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.tools.bench import Benchmark, choose_settings, load_workloads
 from pagetwin.tools.bench.ceilings import Ceilings
+from pagetwin.tools.bench.choice import all_implementations, choose_implementations
 from pagetwin.tools.bench.flash_attention_3 import FlashAttention3
 from pagetwin.tools.bench.implementations import (
     Declined,
     Implementation,
     Ours,
     Prepared,
-    all_implementations,
-    choose_implementations,
 )
 from pagetwin.tools.bench.inputs import draw_inputs
 from pagetwin.tools.bench.results import Entry, Status, ratio, workload_record
@@ -93,8 +93,10 @@ class Plain(Implementation):
                     *batch,
                     *lens,
                     out=out,
-                    causal=inputs.workload.causal,
-                    sliding_window=inputs.workload.sliding_window,
+                    options=AttentionOptions(
+                        causal=inputs.workload.causal,
+                        sliding_window=inputs.workload.sliding_window,
+                    ),
                 )
             )
         )
@@ -819,10 +821,7 @@ def test_vllms_kernel_gets_the_arguments_that_it_takes(monkeypatch: Any) -> None
         block_table, causal, k_descale,
     ):  # type: ignore[no-untyped-def] # fmt: skip
         window = None if window_size[0] < 0 else window_size[0] + 1
-        paged_attention(
-            q, k, v, block_table, cu_seqlens_q, seqused_k, max_seqlen_q, max_seqlen_k,
-            out=out, causal=causal, sliding_window=window,
-        )  # fmt: skip
+        paged_attention(q, k, v, block_table, cu_seqlens_q, seqused_k, max_seqlen_q, max_seqlen_k, out=out, options=AttentionOptions(causal=causal, sliding_window=window))  # fmt: skip
 
     module = SimpleNamespace(unified_attention=unified_attention)
     monkeypatch.setitem(sys.modules, vllm_attention.ATTEND, module)

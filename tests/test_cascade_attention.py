@@ -20,6 +20,7 @@ from pagetwin.conformance.generators.batches import (
     build,
 )
 from pagetwin.conformance.oracles.dense import judge_lse, same_bits
+from pagetwin.contract.attention_options import pack_options
 from pagetwin.contract.budgets import judge_rows
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -95,20 +96,25 @@ def assert_right(
     dtype = batch.plan.dtype
     out, lse = batch.fresh()
     returned = twin.cascade_attention(
-        **arguments, common_prefix_len=prefix_len, out=out, lse=lse
+        common_prefix_len=prefix_len, out=out, lse=lse, **pack_options(**arguments)
     )
     assert returned is out
     exact, exact_lse = batch.fresh(torch.float64)
     reference.paged_attention(
-        **arguments, out=exact, lse=exact_lse, compute_dtype=torch.float64
+        out=exact,
+        lse=exact_lse,
+        compute_dtype=torch.float64,
+        **pack_options(**arguments),
     )
-    same = reference.paged_attention(**arguments, compute_dtype=dtype)
+    same = reference.paged_attention(compute_dtype=dtype, **pack_options(**arguments))
     sizes = torch.empty_like(exact)
     values = batch.value_cache
     reference.paged_attention(
-        **(arguments | {"value_cache": values.float().abs().to(values.dtype)}),
         out=sizes,
         compute_dtype=torch.float64,
+        **pack_options(
+            **arguments | {"value_cache": values.float().abs().to(values.dtype)}
+        ),
     )
     verdict = judge_rows(out, exact, same, dtype, sizes)
     assert verdict.ok, verdict
@@ -177,11 +183,11 @@ def test_values_may_have_another_size_than_keys(
 ) -> None:
     batch = share_prefix(build(Plan((2, 1), (20, 17)), device), 16)
     narrow = batch.arguments() | {"value_cache": batch.value_cache[..., :5]}
-    found = twin.cascade_attention(**narrow, common_prefix_len=16)
+    found = twin.cascade_attention(common_prefix_len=16, **pack_options(**narrow))
     assert tuple(found.shape) == (3, 4, 5)
-    same = reference.paged_attention(**narrow)
+    same = reference.paged_attention(**pack_options(**narrow))
     exact = reference.paged_attention(
-        **narrow, out=found.double(), compute_dtype=torch.float64
+        out=found.double(), compute_dtype=torch.float64, **pack_options(**narrow)
     )
     assert judge_rows(found, exact, same, torch.float32).ok
 
@@ -316,7 +322,7 @@ def test_a_prefix_that_cannot_be_is_refused(
     changes: dict[str, Any], error: type[Exception], words: str, twin: Twin
 ) -> None:
     with pytest.raises(error) as caught:
-        twin.raw.cascade_attention(**(batch_of_two() | changes))
+        twin.raw.cascade_attention(**pack_options(**batch_of_two() | changes))
     assert words in str(caught.value)
 
 
@@ -327,7 +333,7 @@ def test_rows_that_do_not_share_the_prefix_are_refused(twin: Twin) -> None:
     other = int(arguments["block_table"][0, 0])
     arguments["block_table"][1, 1] = other
     with pytest.raises(ValueError) as caught:
-        twin.raw.cascade_attention(**arguments)
+        twin.raw.cascade_attention(**pack_options(**arguments))
     assert f"block_table[1, 1] = {other}: expected {first}, as in row 0" in str(
         caught.value
     )
@@ -343,10 +349,10 @@ def test_a_prefix_that_reaches_into_the_new_tokens_is_refused(
     arguments["seq_lens"][0] = 34
     words = "request 0 has 31 keys before its new tokens: expected at least"
     with pytest.raises(ValueError, match=words):
-        twin.raw.cascade_attention(**arguments)
+        twin.raw.cascade_attention(**pack_options(**arguments))
     # a request that is not causal sees all its keys, so that they need not lie behind
     arguments["causal"] = torch.tensor([False, True], device=device)
-    twin.raw.cascade_attention(**arguments)
+    twin.raw.cascade_attention(**pack_options(**arguments))
     arguments["seq_lens"][0] = 31
     with pytest.raises(ValueError, match="request 0 has 31 keys: expected at least"):
-        twin.raw.cascade_attention(**arguments)
+        twin.raw.cascade_attention(**pack_options(**arguments))

@@ -33,8 +33,8 @@ from pagetwin.conformance.harness.expect import Disagreement
 from pagetwin.conformance.harness.fitting import fit_case
 from pagetwin.conformance.harness.law import Law
 from pagetwin.conformance.harness.report import Report, Result
-from pagetwin.conformance.harness.runner import (
-    choose_laws,
+from pagetwin.conformance.harness.runner import choose_laws
+from pagetwin.conformance.harness.trial import (
     find_law,
     make_case,
     make_setting,
@@ -44,6 +44,7 @@ from pagetwin.conformance.harness.runner import (
 from pagetwin.conformance.harness.worker import Job, Worker
 from pagetwin.conformance.laws.all_laws import ALL_LAWS
 from pagetwin.conformance.laws.histories import TOLD, histories
+from pagetwin.contract.attention_options import pack_options
 from pagetwin.tools.cli import DISAGREE, USER_ERROR, app
 from typer.testing import CliRunner
 
@@ -362,11 +363,11 @@ def arguments(**changes):
 def test_a_refusal_is_one_only_outside_of_what_is_declared():
     candidate = declared(REFUSES_ALL, Support(head_sizes=[16], options=["causal"]))
     with pytest.raises(OutsideSupport, match="head size 24"):
-        candidate.paged_attention(**arguments(head_size="24"))
+        candidate.paged_attention(**pack_options(**arguments(head_size="24")))
     with pytest.raises(OutsideSupport, match="option sinks"):
-        candidate.paged_attention(**arguments(sinks="sinks"))
+        candidate.paged_attention(**pack_options(**arguments(sinks="sinks")))
     with pytest.raises(OutsideSupport, match="option value_head_size"):
-        candidate.paged_attention(**arguments(value_head_size="other"))
+        candidate.paged_attention(**pack_options(**arguments(value_head_size="other")))
     with pytest.raises(NotImplementedError, match="no") as raised:
         candidate.paged_attention(**arguments())
     assert not isinstance(raised.value, OutsideSupport)
@@ -376,9 +377,11 @@ def test_an_option_that_is_off_need_not_be_known():
     candidate = declared(TAKES_LITTLE, Support(options=[]))
     given = arguments()
     assert given["causal"] is True
-    assert candidate.paged_attention(**given, lse=None) is given["query"]
+    assert (
+        candidate.paged_attention(lse=None, **pack_options(**given)) is given["query"]
+    )
     with pytest.raises(OutsideSupport, match="option sliding_window"):
-        candidate.paged_attention(**given, sliding_window=3)
+        candidate.paged_attention(**pack_options(**given, sliding_window=3))
 
 
 def test_a_case_is_brought_inside_of_what_is_declared():
@@ -411,7 +414,7 @@ def test_a_case_is_brought_inside_of_what_is_declared():
         taken = declared("def paged_attention(*a, **k): return 1", support)
         given = {"lse": 1} if call.wants_lse else {}
         assert call.query.dtype == torch.float16
-        assert taken.paged_attention(**call.arguments, **given) == 1
+        assert taken.paged_attention(**pack_options(**call.arguments, **given)) == 1
         assert not {"alibi_slopes", "k_scale", "tree_mask"} & set(call.arguments)
 
 

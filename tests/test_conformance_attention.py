@@ -19,13 +19,14 @@ from pagetwin.conformance.harness.candidate import (
 )
 from pagetwin.conformance.harness.law import Law, Setting
 from pagetwin.conformance.harness.report import Status
-from pagetwin.conformance.harness.runner import (
+from pagetwin.conformance.harness.trial import (
     find_law,
     make_case,
     make_setting,
     try_law,
 )
 from pagetwin.conformance.laws.all_laws import ALL_LAWS
+from pagetwin.contract.attention_options import pack_options
 from pagetwin.contract.operations import CONCEPTS
 from torch import Tensor
 
@@ -133,7 +134,7 @@ def narrow(query: Tensor, *given: Any, **named: Any) -> Tensor:
             raise NotImplementedError(name)
     if query.dtype != torch.float16 or named["max_query_len"] > 4:
         raise NotImplementedError("not a decode in float16")
-    out: Tensor = RIGHT.paged_attention(query, *given, **named)
+    out: Tensor = RIGHT.paged_attention(query, *given, **pack_options(**named))
     return out
 
 

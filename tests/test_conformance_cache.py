@@ -11,7 +11,7 @@ from pagetwin.conformance.harness.candidate import Candidate, Support, load_cand
 from pagetwin.conformance.harness.expect import Disagreement
 from pagetwin.conformance.harness.law import Law, Setting
 from pagetwin.conformance.harness.report import Status
-from pagetwin.conformance.harness.runner import (
+from pagetwin.conformance.harness.trial import (
     find_law,
     make_case,
     make_setting,

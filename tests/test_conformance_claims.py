@@ -30,8 +30,8 @@ from pagetwin.conformance.harness.fitting import fit_case
 from pagetwin.conformance.harness.law import Law, law
 from pagetwin.conformance.harness.pytest_support import LawToTry
 from pagetwin.conformance.harness.report import Result, Status
-from pagetwin.conformance.harness.runner import (
-    choose_laws,
+from pagetwin.conformance.harness.runner import choose_laws
+from pagetwin.conformance.harness.trial import (
     find_law,
     make_case,
     make_setting,
@@ -39,6 +39,7 @@ from pagetwin.conformance.harness.runner import (
 )
 from pagetwin.conformance.laws.all_laws import ALL_LAWS
 from pagetwin.conformance.laws.masks import Sight
+from pagetwin.contract.attention_options import pack_options
 from pagetwin.reference.v0 import graph_state
 from pagetwin.validation import graph as graph_refusals
 from torch import Tensor
@@ -229,7 +230,7 @@ DECODES = Support(operations=["paged_attention"], max_query_len=1, options=PLAIN
 def checks_nothing(query: Tensor, *given: Any, **named: Any) -> Tensor:
     """Return zeros whatever is asked, unless it is a good call."""
     try:
-        found: Tensor = RIGHT.paged_attention(query, *given, **named)
+        found: Tensor = RIGHT.paged_attention(query, *given, **pack_options(**named))
     except (ValueError, TypeError, IndexError, NotImplementedError):
         return torch.zeros_like(query)
     return found
@@ -242,7 +243,7 @@ def reads_any_integer(*given: Any, **named: Any) -> Any:
     longest = named["block_table"].shape[-1] * named["key_cache"].shape[-3]
     named["max_seq_len"] = min(abs(named["max_seq_len"]) * 99, longest)
     named["max_query_len"] = abs(named["max_query_len"])
-    return RIGHT.paged_attention(*given, **named)
+    return RIGHT.paged_attention(*given, **pack_options(**named))
 
 
 def test_nonsense_is_refused_or_means_what_it_can_only_mean() -> None:
@@ -341,7 +342,7 @@ def token_by_token(
                 keys,
                 out=out[token : token + 1],
                 lse=own,
-                **options,
+                **pack_options(**options),
             )
             if lse is not None and own is not None:
                 lse[:, token : token + 1] = own

@@ -13,7 +13,7 @@ from pagetwin.conformance.harness.candidate import Candidate, Support, load_cand
 from pagetwin.conformance.harness.expect import Disagreement
 from pagetwin.conformance.harness.law import Law, Setting
 from pagetwin.conformance.harness.report import Status
-from pagetwin.conformance.harness.runner import make_case, make_setting, try_law
+from pagetwin.conformance.harness.trial import make_case, make_setting, try_law
 from pagetwin.conformance.laws.all_laws import ALL_LAWS
 from pagetwin.contract.metadata_classes import CommonAttentionMetadata
 from pagetwin.contract.operations import CONCEPTS, load_implementation

@@ -24,6 +24,7 @@ from pagetwin.conformance.generators.batches import (
     plans,
 )
 from pagetwin.conformance.oracles.dense import judge_attention, judge_lse
+from pagetwin.contract.attention_options import pack_options
 from pagetwin.contract.budgets import judge_rows
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -165,12 +166,12 @@ def attend_on_rank(
     out = out.float()
     names = ("key_cache", "value_cache", "block_table")
     returned = twin.dcp_attention(
-        **(batch.arguments() | dict(zip(names, share, strict=True))),
         dcp_world_size=world,
         dcp_rank=rank,
         dcp_kv_cache_interleave_size=in_a_row,
         out=out,
         lse=lse,
+        **pack_options(**batch.arguments() | dict(zip(names, share, strict=True))),
     )
     assert returned is out
     return out, lse
@@ -272,19 +273,21 @@ def test_sinks_count_once_whatever_the_number_of_ranks(
         out, lse = batch.fresh()
         names = ("key_cache", "value_cache", "block_table")
         arguments = batch.arguments() | dict(zip(names, share, strict=True))
-        twin.dcp_attention(**arguments, **options, dcp_world_size=3, dcp_rank=rank,
-            dcp_kv_cache_interleave_size=2, out=out, lse=lse)  # fmt: skip
+        twin.dcp_attention(dcp_world_size=3, dcp_rank=rank, dcp_kv_cache_interleave_size=2, out=out, lse=lse, **pack_options(**arguments, **options))  # fmt: skip
         outs.append(out)
         lses.append(lse.T)
     joint, lse = twin.lse_weighted_combine(torch.stack(outs), torch.stack(lses))
     exact, exact_lse = batch.fresh(torch.float64)
     arguments = batch.arguments() | options
     reference.paged_attention(
-        **arguments, out=exact, lse=exact_lse, compute_dtype=torch.float64
+        out=exact,
+        lse=exact_lse,
+        compute_dtype=torch.float64,
+        **pack_options(**arguments),
     )
-    same = reference.paged_attention(**arguments)
+    same = reference.paged_attention(**pack_options(**arguments))
     sizes = reference.paged_attention(
-        **(arguments | {"value_cache": batch.value_cache.abs()})
+        **pack_options(**arguments | {"value_cache": batch.value_cache.abs()})
     )
     verdict = judge_rows(joint, exact, same, torch.float32, sizes)
     assert verdict.ok, verdict
@@ -303,9 +306,11 @@ def test_a_quantised_share_is_read_with_its_scales(
     ranks = {"dcp_world_size": 2, "dcp_rank": 1}
     found, exact, same = (
         which.dcp_attention(
-            **(batch.arguments() | dict(zip(names, (*caches, table), strict=True))),
-            **ranks,
-            **more,
+            **pack_options(
+                **batch.arguments() | dict(zip(names, (*caches, table), strict=True)),
+                **ranks,
+                **more,
+            )
         )
         for which, caches, more in (
             (twin, quantised, {"k_scale": 0.5, "v_scale": 2.0}),
@@ -425,7 +430,7 @@ def test_shares_that_cannot_be_are_refused(
     changes: dict[str, Any], error: type[Exception], words: str, twin: Twin
 ) -> None:
     with pytest.raises(error) as caught:
-        twin.raw.dcp_attention(**(share_of_two() | changes))
+        twin.raw.dcp_attention(**pack_options(**share_of_two() | changes))
     assert words in str(caught.value)
 
 
@@ -443,7 +448,9 @@ def test_lengths_that_cannot_be_are_refused(
 ) -> None:
     seq_lens = torch.tensor(lens, dtype=torch.int32)
     with pytest.raises(error) as caught:
-        twin.raw.dcp_attention(**(share_of_two() | {"seq_lens": seq_lens}))
+        twin.raw.dcp_attention(
+            **pack_options(**share_of_two() | {"seq_lens": seq_lens})
+        )
     assert words in str(caught.value)
 
 
@@ -453,5 +460,5 @@ def test_a_block_that_the_rank_lacks_is_refused_by_request(twin: Twin) -> None:
     arguments["block_table"][0, 1] = 99
     words = r"block_table\[0, 1\] = 99 is outside the cache"
     with pytest.raises(IndexError, match=words):
-        twin.raw.dcp_attention(**arguments)
+        twin.raw.dcp_attention(**pack_options(**arguments))
     assert not arguments["out"].any()

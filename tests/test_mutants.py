@@ -13,8 +13,8 @@ from mutants.mutant import OPERATORS, PACKAGES, Mutant, load_catalogue
 FOLDER = Path(__file__).parent
 CATALOGUE = load_catalogue()
 SAMPLE = (
-    "reference/cache/block_table/blocks-rounded-down",
-    "reference/cache/slot_mapping/window-from-the-query-length",
+    "shared/bookkeeping/cache/block_table/blocks-rounded-down",
+    "shared/bookkeeping/cache/slot_mapping/window-from-the-query-length",
     "optimized/cache/slot_mapping/device-positions-from-zero",
     "optimized/cache/block_table_rows/a-reused-row-keeps-its-tail",
     "optimized/cache/cache_ops/slot-zero-is-padding",

@@ -20,6 +20,7 @@ from pagetwin.conformance.generators.batches import Plan, build
 from pagetwin.conformance.generators.options import Call, build_call
 from pagetwin.conformance.laws.attention import SMALL, SMALL_RAGGED
 from pagetwin.conformance.oracles.dense import same_bits
+from pagetwin.contract.attention_options import pack_options
 from pagetwin.contract.kinds import FP8_DTYPES
 from pagetwin.contract.operations import CONCEPTS, Implementation, load_implementation
 from pagetwin.contract.shapes import KVCache
@@ -359,16 +360,20 @@ def step(
     out = torch.empty_like(query)
     lse = query.new_empty(query.shape[1], query.shape[0])
     seen = TWIN.paged_attention(
-        query, key_cache, value_cache, **batch, out=out, lse=lse
+        query, key_cache, value_cache, out=out, lse=lse, **pack_options(**batch)
     )
     window = TWIN.paged_attention(
-        query, key_cache, value_cache, **batch, lse=lse, sliding_window=9
+        query,
+        key_cache,
+        value_cache,
+        lse=lse,
+        **pack_options(**batch, sliding_window=9),
     )
     # a second write comes after what was read
     TWIN.reshape_and_cache(key * 3, value, key_cache, value_cache, slots)
     causal = torch.ones_like(computed, dtype=torch.bool)
     again = TWIN.paged_attention(
-        query + 1, key_cache, value_cache, **batch, causal=causal
+        query + 1, key_cache, value_cache, **pack_options(**batch, causal=causal)
     )
     return seen * 2, window + again, lse
 
@@ -622,9 +627,9 @@ def test_an_argument_without_its_axes_is_refused_while_a_graph_is_made(
             for name, each in given.items()
         }
         with pytest.raises(ValueError, match=r"query has shape \[\d+, \d+\]: expected"):
-            TWIN.paged_attention(**fake)
+            TWIN.paged_attention(**pack_options(**fake))
         with pytest.raises(TypeError, match="unexpected keyword argument 'window'"):
-            TWIN.paged_attention(**fake, window=3)
+            TWIN.paged_attention(window=3, **pack_options(**fake))
 
 
 def test_numbers_arrive_as_they_were_written() -> None:

@@ -26,6 +26,7 @@ from pagetwin.conformance.oracles.dense import (
     same_bits,
     sees_up_to_itself,
 )
+from pagetwin.contract.attention_options import pack_options
 from pagetwin.contract.budgets import judge_rows
 from torch import Tensor
 
@@ -36,7 +37,9 @@ FEWER = settings(max_examples=max(6, settings().max_examples // 4))
 def run(twin: Twin, batch: Batch, **changes: Any) -> tuple[Tensor, Tensor]:
     """Run one twin into an output and a log-sum-exp full of NaN."""
     out, lse = batch.fresh()
-    returned = twin.paged_attention(**(batch.arguments() | changes), out=out, lse=lse)
+    returned = twin.paged_attention(
+        out=out, lse=lse, **pack_options(**batch.arguments() | changes)
+    )
     assert returned is out
     return out, lse
 

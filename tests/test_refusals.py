@@ -13,6 +13,7 @@ import torch
 from conftest import Twin
 from pagetwin.conformance.generators.batches import Plan, build
 from pagetwin.conformance.oracles.dense import bits
+from pagetwin.contract.attention_options import pack_options
 from pagetwin.contract.specs import KVCacheSpec
 from pagetwin.engine.selector import get_attn_backend, load_backend
 from pagetwin.validation import values_checked
@@ -596,12 +597,14 @@ def test_the_twin_says_what_only_the_reference_takes(
 
     arguments = attention(device)
     with pytest.raises(NotImplementedError, match="the reference takes any"):
-        TWINS["optimized"].raw.paged_attention(**arguments, compute_dtype=dtype)
+        TWINS["optimized"].raw.paged_attention(
+            compute_dtype=dtype, **pack_options(**arguments)
+        )
     for name in ("query", "key_cache", "value_cache", "out"):
         arguments[name] = arguments[name].double()
     with pytest.raises(NotImplementedError, match=r"float64: .*the reference takes"):
-        TWINS["optimized"].raw.paged_attention(**arguments)
-    TWINS["reference"].raw.paged_attention(**arguments)
+        TWINS["optimized"].raw.paged_attention(**pack_options(**arguments))
+    TWINS["reference"].raw.paged_attention(**pack_options(**arguments))
 
 
 def test_a_head_too_large_for_the_kernel_is_refused(device: torch.device) -> None:

@@ -17,6 +17,7 @@ import torch
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from pagetwin.contract.attention_options import pack_options
 from pagetwin.contract.operations import Implementation, load_implementation
 from pagetwin.tools.replay.batch import keep_rows, make_batch
 from pagetwin.tools.replay.block_manager import BlockManager, OutOfBlocks
@@ -70,7 +71,7 @@ def drop_the_first_key(query, key_cache, *rest, **options):
     block_table = rest[1]
     key_cache = key_cache.clone()
     key_cache[block_table[:, 0].long(), 0] = 0
-    return REFERENCE.paged_attention(query, key_cache, *rest, **options)
+    return REFERENCE.paged_attention(query, key_cache, *rest, **pack_options(**options))
 
 
 def shift_a_slot(key, value, key_cache, value_cache, slot_mapping):
@@ -577,7 +578,7 @@ def test_preemption_changes_no_answer():
         replay = Watched(small(num_blocks=num_blocks))
 
         def keep(query, *rest, **options):
-            out = REFERENCE.paged_attention(query, *rest, **options)
+            out = REFERENCE.paged_attention(query, *rest, **pack_options(**options))
             for token, row in zip(replay.new_tokens, out, strict=True):
                 assert torch.allclose(found.setdefault(token, row), row, atol=2e-3)
             return out

@@ -129,7 +129,7 @@ def code(concept: str) -> str:
 
 def concept_table() -> str:
     """Return the concepts in reading order, each with its first line."""
-    lines = ["| concept | what it is | lines of the reference |", "|---|---|---:|"]
+    lines = ["| concept | content | lines |", "|---|---|---:|"]
     for each in operations.CONCEPTS:
         path = ROOT / each.path("reference")
         count = len(path.read_text().splitlines())

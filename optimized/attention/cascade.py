@@ -1,28 +1,24 @@
-"""How is a prefix that all requests share read only once?
+"""Cascade attention: a prefix that all requests share is read once.
 
 The twin's own kernels make both parts and join them. Lengths are shortened where they lie, so the
 host waits for nothing and a CUDA graph may hold it all. That the rows share the prefix is believed:
 their entries for it are never read, except those of row 0.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from ...contract.attention_options import AttentionOptions
+from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
 from ...contract.shapes import (
     BlockTable,
-    CausalFlags,
     KeyCache,
     LogSumExp,
     Output,
-    PerHead,
-    PositionBias,
     Query,
-    Scale,
     StartLoc,
     TokenCounts,
-    TokenRanges,
-    TreeMask,
     ValueCache,
 )
 from ...validation import values_checked
@@ -48,36 +44,14 @@ def cascade_attention(
     out: Output | None = None,
     lse: LogSumExp | None = None,
     compute_dtype: torch.dtype = torch.float32,
-    logits_soft_cap: float | None = None,
-    sinks: PerHead | None = None,
-    k_scale: Scale | float | None = None,
-    v_scale: Scale | float | None = None,
-    causal: bool | CausalFlags = True,
-    tree_mask: TreeMask | None = None,
-    sliding_window: int | None = None,
-    attention_chunk_size: int | None = None,
-    alibi_slopes: PerHead | None = None,
-    position_bias: PositionBias | None = None,
-    query_ranges: TokenRanges | None = None,
+    options: AttentionOptions = DEFAULT_OPTIONS,
 ) -> Output:
     """Return attention of each new token over its sequence, the shared prefix read once.
 
     Raises:
         NotImplementedError: what the twin's `paged_attention` does not take either.
     """
-    options = AttentionOptions(
-        causal=causal,
-        sliding_window=sliding_window,
-        attention_chunk_size=attention_chunk_size,
-        tree_mask=tree_mask,
-        query_ranges=query_ranges,
-        logits_soft_cap=logits_soft_cap,
-        alibi_slopes=alibi_slopes,
-        position_bias=position_bias,
-        sinks=sinks,
-        k_scale=k_scale,
-        v_scale=v_scale,
-    )
+    options = options.with_causal(True)
     check_cascade(
         query,
         key_cache,
@@ -107,12 +81,7 @@ def cascade_attention(
             out=out,
             lse=lse,
             compute_dtype=compute_dtype,
-            logits_soft_cap=logits_soft_cap,
-            sinks=sinks,
-            causal=causal,
-            tree_mask=tree_mask,
-            k_scale=k_scale,
-            v_scale=v_scale,
+            options=options,
         )
     tokens, query_heads, _ = query.shape
     if out is None:
@@ -140,10 +109,7 @@ def cascade_attention(
         out=parts[0],
         lse=lses[0],
         compute_dtype=compute_dtype,
-        logits_soft_cap=logits_soft_cap,
-        causal=False,
-        k_scale=k_scale,
-        v_scale=v_scale,
+        options=replace(options, causal=False, tree_mask=None, sinks=None),
     )
     # step: attend to the rest of each sequence
     paged_attention(
@@ -160,12 +126,7 @@ def cascade_attention(
         out=parts[1],
         lse=lses[1],
         compute_dtype=compute_dtype,
-        logits_soft_cap=logits_soft_cap,
-        sinks=sinks,
-        causal=causal,
-        tree_mask=tree_mask,
-        k_scale=k_scale,
-        v_scale=v_scale,
+        options=options,
     )
     # step: join both by their log-sum-exp
     return merge_attn_states(

@@ -1,27 +1,25 @@
-"""Which rank keeps which tokens of a long sequence?
+"""Decode context parallelism: one sequence's keys distributed over ranks.
 
 Nothing is dealt out: whole rounds are counted by a division, and the rest of a sequence goes to the
 first ranks. All of it runs where the lengths lie, also what becomes of a step's tokens: each finds
 its request by bisection, and the host waits for nothing.
 """
 
+from dataclasses import replace
+
 import torch
 
 from ...bookkeeping.attention.context_parallel import get_dcp_ranks as get_dcp_ranks
-from ...contract.attention_options import AttentionOptions
+from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
 from ...contract.shapes import (
     BlockTable,
     KeyCache,
     LogSumExp,
     Output,
-    PerHead,
-    PositionBias,
     Query,
     RankTokenCounts,
-    Scale,
     StartLoc,
     TokenCounts,
-    TokenRanges,
     ValueCache,
 )
 from ...validation import values_checked
@@ -67,15 +65,7 @@ def dcp_attention(
     out: Output | None = None,
     lse: LogSumExp | None = None,
     compute_dtype: torch.dtype = torch.float32,
-    logits_soft_cap: float | None = None,
-    sinks: PerHead | None = None,
-    k_scale: Scale | float | None = None,
-    v_scale: Scale | float | None = None,
-    sliding_window: int | None = None,
-    attention_chunk_size: int | None = None,
-    alibi_slopes: PerHead | None = None,
-    position_bias: PositionBias | None = None,
-    query_ranges: TokenRanges | None = None,
+    options: AttentionOptions = DEFAULT_OPTIONS,
 ) -> Output:
     """Return one rank's partial attention of each new token, over the keys that the rank keeps.
 
@@ -95,17 +85,7 @@ def dcp_attention(
         *of_rank,
         out,
         lse,
-        AttentionOptions(
-            sliding_window=sliding_window,
-            attention_chunk_size=attention_chunk_size,
-            query_ranges=query_ranges,
-            logits_soft_cap=logits_soft_cap,
-            alibi_slopes=alibi_slopes,
-            position_bias=position_bias,
-            sinks=sinks,
-            k_scale=k_scale,
-            v_scale=v_scale,
-        ),
+        options,
         contents=values_checked(),
     )
     # step: find each token's position
@@ -135,11 +115,11 @@ def dcp_attention(
         out=out,
         lse=lse,
         compute_dtype=compute_dtype,
-        logits_soft_cap=logits_soft_cap,
-        # every rank's would make them count as often as there are ranks
-        sinks=sinks if dcp_rank == 0 else None,
-        # a token's own length hides what comes behind it
-        causal=False,
-        k_scale=k_scale,
-        v_scale=v_scale,
+        options=replace(
+            options,
+            # each token is a request of its own length, so no later key is visible
+            causal=False,
+            # the sink counts once, not once per rank
+            sinks=options.sinks if dcp_rank == 0 else None,
+        ),
     )

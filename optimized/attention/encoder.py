@@ -1,4 +1,4 @@
-"""What does a token see that is not cached?
+"""Encoder attention: tokens attend to each other without a cache.
 
 The kernel of `_attend.py` again, which finds key p of a request p rows behind its first one instead
 of through a block table.
@@ -6,18 +6,14 @@ of through a block table.
 
 import torch
 
+from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
 from ...contract.shapes import (
-    CausalFlags,
     LogSumExp,
     Output,
-    PerHead,
-    PositionBias,
     Query,
     RaggedKey,
     RaggedValue,
-    Scale,
     StartLoc,
-    TokenRanges,
 )
 from ...validation import check_encoder_attention
 from ..launch.dispatch import attend, check_compute_dtype, choose_options
@@ -37,16 +33,7 @@ def encoder_attention(
     out: Output | None = None,
     lse: LogSumExp | None = None,
     compute_dtype: torch.dtype = torch.float32,
-    sliding_window: int | None = None,
-    logits_soft_cap: float | None = None,
-    alibi_slopes: PerHead | None = None,
-    sinks: PerHead | None = None,
-    causal: bool | CausalFlags = False,
-    attention_chunk_size: int | None = None,
-    query_ranges: TokenRanges | None = None,
-    position_bias: PositionBias | None = None,
-    out_scale: Scale | float | None = None,
-    batch_invariant: bool = False,
+    options: AttentionOptions = DEFAULT_OPTIONS,
 ) -> Output:
     """Return attention of each request's queries over its keys, which lie one after another.
 
@@ -55,18 +42,7 @@ def encoder_attention(
             elements, or float64 inputs; the reference takes them.
     """
     check_compute_dtype(compute_dtype)
-    options = choose_options(
-        causal=causal,
-        sliding_window=sliding_window,
-        attention_chunk_size=attention_chunk_size,
-        query_ranges=query_ranges,
-        logits_soft_cap=logits_soft_cap,
-        alibi_slopes=alibi_slopes,
-        position_bias=position_bias,
-        sinks=sinks,
-        out_scale=out_scale,
-        batch_invariant=batch_invariant,
-    )
+    options = choose_options(options, causal=False)
     starts = (query_start_loc, key_start_loc)
     bounds = (max_query_len, max_key_len)
 

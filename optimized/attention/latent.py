@@ -1,4 +1,4 @@
-"""How does a layer attend whose cache holds one short vector a token instead of all heads?
+"""Multi-head latent attention: the cache holds one latent vector per token.
 
 Projections are products of torch's, written to where they are needed. Attention to the latents is
 `paged_attention` with one kv head, whose values are a view of its keys: nothing is copied, and a
@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...bookkeeping.attention.latent import get_mla_dims as get_mla_dims
+from ...contract.attention_options import AttentionOptions
 from ...contract.latent_classes import MLADims as MLADims
 from ...contract.shapes import (
     BlockTable,
@@ -207,9 +208,9 @@ def latent_decode_attention(
         scale=scale,
         lse=lse,
         compute_dtype=compute_dtype,
-        sliding_window=sliding_window,
-        k_scale=k_scale,
-        v_scale=k_scale,
+        options=AttentionOptions(
+            sliding_window=sliding_window, k_scale=k_scale, v_scale=k_scale
+        ),
     )
     # step: expand each head's mean latent to its value
     _project(mean.transpose(0, 1), w_uv, out.transpose(0, 1))
@@ -287,7 +288,7 @@ def latent_prefill_attention(
         out=total,
         lse=lse,
         compute_dtype=compute_dtype,
-        causal=True,
+        options=AttentionOptions(causal=True),
     )
     context_lens = seq_lens - query_start_loc.diff()
     context_start_loc = torch.nn.functional.pad(

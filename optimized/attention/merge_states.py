@@ -1,4 +1,4 @@
-"""How do partial results of attention become one?
+"""Merging of partial attention results by their log-sum-exp.
 
 One program joins a tile of tokens of one head, part after part, with running sums and maxima: no
 part is looked at twice. Sums are float32. Every tensor has strides of its own.

@@ -1,4 +1,4 @@
-"""What does each new token see of its sequence?
+"""Paged attention: new tokens attend to keys and values in cache blocks.
 
 Nothing is gathered: the kernel of `_attend.py` follows the block table while it attends. What it
 does, and how a batch is cut into programs, stands there.
@@ -6,20 +6,15 @@ does, and how a batch is cut into programs, stands there.
 
 import torch
 
+from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
 from ...contract.shapes import (
     BlockTable,
-    CausalFlags,
     KeyCache,
     LogSumExp,
     Output,
-    PerHead,
-    PositionBias,
     Query,
-    Scale,
     StartLoc,
     TokenCounts,
-    TokenRanges,
-    TreeMask,
     ValueCache,
 )
 from ...validation import check_paged_attention
@@ -41,19 +36,7 @@ def paged_attention(
     out: Output | None = None,
     lse: LogSumExp | None = None,
     compute_dtype: torch.dtype = torch.float32,
-    sliding_window: int | None = None,
-    logits_soft_cap: float | None = None,
-    alibi_slopes: PerHead | None = None,
-    sinks: PerHead | None = None,
-    causal: bool | CausalFlags = True,
-    attention_chunk_size: int | None = None,
-    tree_mask: TreeMask | None = None,
-    query_ranges: TokenRanges | None = None,
-    position_bias: PositionBias | None = None,
-    k_scale: Scale | float | None = None,
-    v_scale: Scale | float | None = None,
-    out_scale: Scale | float | None = None,
-    batch_invariant: bool = False,
+    options: AttentionOptions = DEFAULT_OPTIONS,
 ) -> Output:
     """Return attention of each new token over its sequence in the paged cache.
 
@@ -62,21 +45,7 @@ def paged_attention(
             elements, or a float64 cache; the reference takes them.
     """
     check_compute_dtype(compute_dtype)
-    options = choose_options(
-        causal=causal,
-        sliding_window=sliding_window,
-        attention_chunk_size=attention_chunk_size,
-        tree_mask=tree_mask,
-        query_ranges=query_ranges,
-        logits_soft_cap=logits_soft_cap,
-        alibi_slopes=alibi_slopes,
-        position_bias=position_bias,
-        sinks=sinks,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        out_scale=out_scale,
-        batch_invariant=batch_invariant,
-    )
+    options = choose_options(options, causal=True)
     tensors = (query, key_cache, value_cache, block_table, query_start_loc, seq_lens)
     bounds = (max_query_len, max_seq_len)
 

@@ -1,4 +1,4 @@
-"""How does an engine run all of this as one object?
+"""Attention backend: all operations as one object with an engine's interface.
 
 Two backends stand here. TRITON runs everything in this package's own kernels. XFORMERS runs its
 decodes in xFormers' paged split-K operator and its prefills in Triton, as vLLM's V1 backend of that
@@ -447,12 +447,17 @@ def _attend(
         step.seq_lens,
         step.max_query_len,
         step.max_seq_len,
+        scale=impl.scale,
         out=out,
-        causal=step.causal,
-        tree_mask=step.tree_mask,
-        query_ranges=step.query_ranges,
-        **scales,
-        **impl.options(query.device, output_scale),
+        options=impl.options(
+            query.device,
+            output_scale,
+            # None is causal here, and costs no new object
+            causal=None if step.causal is True else step.causal,
+            tree_mask=step.tree_mask,
+            query_ranges=step.query_ranges,
+            **scales,
+        ),
     )
 
 
@@ -466,15 +471,16 @@ def _attend_inside(
     output_scale: Tensor | None,
 ) -> None:
     """Attend among the tokens of each prompt, of which nothing is kept."""
-    tokens, prompts = impl.whole_prompts(metadata, key, value)
+    tokens, lengths, ranges = impl.whole_prompts(metadata, key, value)
     assert key is not None and value is not None
     encoder_attention(
         query[:tokens],
         key[:tokens],
         value[:tokens],
+        **lengths,
+        scale=impl.scale,
         out=output[:tokens],
-        **prompts,
-        **impl.options(query.device, output_scale),
+        options=impl.options(query.device, output_scale, query_ranges=ranges),
     )
 
 

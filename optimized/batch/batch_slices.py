@@ -1,4 +1,4 @@
-"""How is one step cut into micro-batches?
+"""Micro-batches: one step cut into slices of its requests and tokens.
 
 The clipping of each request is one expression over all of them. What lies on the device is clipped
 there, with the two ends of the slice as plain numbers, so nothing is sent and nothing is read.
@@ -33,21 +33,21 @@ def make_metadata_with_slice(
     """
     check_micro_batch(ubatch_slice, attn_metadata)
     requests, tokens = ubatch_slice.request_slice, ubatch_slice.token_slice
-    # step: cut what has an entry for each request or token
+    # step: slice the fields that have an entry per request or token
     changes = cut_fields(attn_metadata, requests, tokens)
-    # step: clip each request to the tokens
+    # step: clip each request to the token slice
     rows = slice(requests.start, requests.stop + 1)
     starts = attn_metadata.query_start_loc_cpu[rows]
     starts_on_device = attn_metadata.query_start_loc[rows]
     query_start_loc_cpu = _clipped(starts, tokens)
     left_out = _behind(starts, tokens)
     check_cut_of_last_request(attn_metadata, int(left_out[-1]))
-    # step: shorten what is cut at the end, advance what is cut at the front
+    # step: shorten requests cut at the end, advance requests cut at the front
     changes["seq_lens"] = changes["seq_lens"] - _behind(starts_on_device, tokens)
     changes["seq_lens_cpu"] = changes["seq_lens_cpu"] - left_out
     skipped = (tokens.start - starts[:-1]).clamp(min=0)
     changes["num_computed_tokens_cpu"] = changes["num_computed_tokens_cpu"] + skipped
-    # step: pick the tokens whose logits are wanted
+    # step: select the tokens whose logits are wanted
     changes |= _own_logits(attn_metadata, tokens)
     return attn_metadata.replace(
         **changes,

@@ -1,4 +1,4 @@
-"""Which requests of the batch decode, and which prefill?
+"""Batch order: decodes first, then prefills, and the boundary between them.
 
 Every answer is a few numpy operations on the host; nothing is read from the device. Runs of
 prefills are found by bisection in the running total of the lengths, one search for each run.
@@ -25,7 +25,7 @@ def reorder_batch_to_split_decodes_and_prefills(
     check_regions(
         num_scheduled_tokens, decode_threshold, num_computed_tokens, num_prompt_tokens
     )
-    # step: name the region of each request
+    # step: assign each request to a region
     is_long = np.asarray(num_scheduled_tokens, dtype=np.int64) > decode_threshold
     region = is_long.astype(np.int8)
     if num_computed_tokens is not None:
@@ -36,9 +36,9 @@ def reorder_batch_to_split_decodes_and_prefills(
             in_prompt = computed < np.asarray(num_prompt_tokens, dtype=np.int64)
             region = np.where(is_long, 2, in_prompt)
             region[computed == 0] = 3
-    # step: find the places that hold a request of another region
+    # step: find the positions with a request of another region
     places = np.flatnonzero(region != np.sort(region))
-    # step: fill them region by region
+    # step: fill these positions region by region
     # with two regions the last one first, so that every move is a swap of two rows
     waiting = places[::-1] if num_computed_tokens is None else places
     order = np.arange(len(region))
@@ -56,7 +56,7 @@ def split_decodes_and_prefills(
     check_not_negative(decode_threshold=decode_threshold)
     starts = common_attn_metadata.query_start_loc_cpu.numpy()
     query_lens = starts[1:] - starts[:-1]
-    # step: find the first request that is no decode
+    # step: find the first request that is not a decode
     is_prefill = query_lens > decode_threshold
     if require_uniform and len(query_lens):
         first_len = query_lens[(query_lens != 0).argmax()]
@@ -65,7 +65,7 @@ def split_decodes_and_prefills(
         is_prefilling = common_attn_metadata.is_prefilling
         is_prefill |= check_is_prefilling(is_prefilling, len(query_lens)).numpy()
     num_decodes = _first(is_prefill)
-    # step: count the tokens on both sides
+    # step: count the tokens of decodes and prefills
     num_tokens = common_attn_metadata.num_actual_tokens
     # without a prefill, tokens behind the last request are padding of the decodes
     whole = num_decodes == len(query_lens)
@@ -86,10 +86,10 @@ def split_decodes_prefills_and_extends(
     starts = common_attn_metadata.query_start_loc_cpu.numpy()
     query_lens = starts[1:] - starts[:-1]
     num_reqs = len(query_lens)
-    # step: find the first request that is no decode
+    # step: find the first request that is not a decode
     is_long = query_lens > decode_threshold
     first_extend = _first(is_long)
-    # step: find the first of them that has nothing in the cache
+    # step: find the first of them with nothing in the cache
     seq_lens = common_attn_metadata.seq_lens_cpu.numpy()
     first_prefill = _first(is_long & (query_lens == seq_lens))
     # step: count the tokens of each region
@@ -116,13 +116,13 @@ def split_prefill_chunks(
     seq_lens = seq_lens_cpu.numpy()
     check_prefill_chunks(seq_lens, workspace_size)
     totals = np.cumsum(seq_lens, dtype=np.int64)
-    # step: close a run before the sequence that does not fit
+    # step: end a chunk before the sequence that does not fit
     bounds, before = [0], 0
     while bounds[-1] < len(totals):
         end = int(totals.searchsorted(before + workspace_size, side="right"))
         bounds.append(end)
         before = int(totals[end - 1])
-    # step: pair where runs begin and end
+    # step: pair the bounds of each chunk
     return [(request_offset + a, request_offset + b) for a, b in pairwise(bounds)]
 
 

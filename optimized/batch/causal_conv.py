@@ -1,4 +1,4 @@
-"""Which program convolves which tokens of a prompt?
+"""Causal convolution: the chunk of tokens that each program processes.
 
 Both lists are made at once with numpy and sent to the device in one copy, padding included.
 """
@@ -21,7 +21,7 @@ def compute_causal_conv1d_metadata(
 ) -> tuple[dict[int, CausalConv1dChunks], ProgramChunks, ProgramChunks]:
     """Return which request and which of its chunks each program works on."""
     check_conv_starts(query_start_loc_p)
-    # step: cut each prompt into chunks
+    # step: divide each prompt into chunks
     nums = -(-np.diff(query_start_loc_p.numpy()) // CONV_BLOCK_M)
     # step: number the chunks of each prompt
     mlist = np.repeat(np.arange(len(nums)), nums)

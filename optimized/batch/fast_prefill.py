@@ -1,4 +1,4 @@
-"""Which tokens of a prompt still need the last layers?
+"""Fast prefill: the last layers run only on tokens whose logits are wanted.
 
 The logits of all requests are counted in one histogram on the host. The tokens whose logits are
 wanted are needed there, so they are fetched once if they lie on a device; a caller that keeps
@@ -33,15 +33,15 @@ def make_kv_sharing_fast_prefill_common_attn_metadata(
     wanted = common.logits_indices_padded[: common.num_logits_indices]
     on_host = wanted.to(HOST)
     check_logits_indices(common.query_start_loc_cpu, on_host)
-    # step: count the logits of each request
+    # step: count the wanted tokens of each request
     starts = common.query_start_loc_cpu.numpy()
     req = np.searchsorted(starts[1:], on_host.numpy(), side="right")
     counts = np.bincount(req, minlength=len(starts) - 1)
-    # step: add up where each request's logits start
+    # step: compute the start of each request's wanted tokens
     wanted_starts = np.zeros(len(starts), dtype=np.int32)
     np.cumsum(counts, out=wanted_starts[1:])
     query_start_loc = torch.from_numpy(wanted_starts)
-    # step: describe the step that has only these tokens
+    # step: build the metadata of a step with only these tokens
     return common.replace(
         query_start_loc=query_start_loc.to(
             common.query_start_loc.device, non_blocking=True

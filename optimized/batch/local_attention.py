@@ -1,4 +1,4 @@
-"""How does a layer see only its own chunk of a sequence?
+"""Chunked local attention: each chunk of a sequence as a request of its own.
 
 The chunks of all requests are found at once with numpy. The device gets their requests and entries
 in one copy and picks the blocks itself, so the block table is never read on the host.
@@ -31,7 +31,7 @@ def make_local_attention_virtual_batches(
     end = np.minimum(begin + attn_chunk_size, all_lens[req])
     query_lens = np.maximum(0, end - np.maximum(begin, context_lens[req]))
     seq_lens = (end - begin).astype(np.int32)
-    # step: cut its blocks out of the row
+    # step: copy the chunk's blocks from the row
     table = common_attn_metadata.block_table_tensor
     blocks_per_chunk = attn_chunk_size // block_size
     if not table.shape[1]:
@@ -42,7 +42,7 @@ def make_local_attention_virtual_batches(
     picked = torch.from_numpy(np.column_stack([req, entry]))
     picked = picked.to(table.device, non_blocking=True)
     block_table = table[picked[:, :1], picked[:, 1:]]
-    # step: send the virtual requests to the device
+    # step: copy the virtual requests to the device
     starts = np.zeros(len(req) + 1, dtype=np.int32)
     np.cumsum(query_lens, out=starts[1:])
     query_start_loc, lens = torch.from_numpy(starts), torch.from_numpy(seq_lens)

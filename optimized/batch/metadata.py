@@ -1,4 +1,4 @@
-"""What does attention need to know about one step?
+"""Attention metadata of one step: start locations, lengths, block table and slots.
 
 Everything is computed with numpy in one pinned buffer and sent to the device in one copy, which the
 host does not wait for. The tensors of the metadata are views of that buffer and of its copy.
@@ -27,20 +27,20 @@ def build_common_attn_metadata(
 ) -> CommonAttentionMetadata:
     """Return one step's metadata from its requests, in the order they are given."""
     num_reqs = len(query_lens)
-    # step: find the slots of the new tokens
+    # step: compute the slots of the new tokens
     slot_mapping = compute_slot_mapping_batch(
         query_lens, num_computed_tokens, block_rows, block_size
     ).numpy()
-    # step: pad the rows into one table
+    # step: pad the rows to one table
     max_blocks = max((len(row) for row in block_rows), default=0)
     block_table = padded_rows(block_rows, max_blocks)
-    # step: add up where each request starts
+    # step: compute the start of each request
     query_start_loc = np.zeros(num_reqs + 1, dtype=np.int32)
     np.cumsum(query_lens, out=query_start_loc[1:])
-    # step: add up how long each sequence is
+    # step: compute the length of each sequence
     computed = np.asarray(num_computed_tokens, dtype=np.int32)
     seq_lens = computed + np.diff(query_start_loc)
-    # step: send everything to the device
+    # step: copy everything to the device
     on_host, on_device = send(
         [slot_mapping, query_start_loc, seq_lens, block_table], torch.device(device)
     )
@@ -88,11 +88,11 @@ def build_attn_metadata(
         slot_mappings,
         len(layer_names),
     )
-    # step: cut the buffers to the batch
+    # step: slice the buffers to the batch
     starts = query_start_loc_cpu[: num_reqs + 1]
     lens = seq_lens_cpu[:num_reqs]
     attn_metadata: dict[str, PagedAttentionMetadata] = {}
-    # step: build once for each group, and give it to the layers
+    # step: build once per group and assign the result to its layers
     for group, names in enumerate(layer_names):
         common = CommonAttentionMetadata(
             query_start_loc=query_start_loc[: num_reqs + 1],

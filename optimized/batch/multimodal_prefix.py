@@ -1,4 +1,4 @@
-"""Which tokens of a prompt see each other in both directions?
+"""Multimodal prefixes: bidirectional attention among the tokens of one image.
 
 Runs are found where a mask changes, and a range is written to all of its tokens at once.
 """
@@ -36,9 +36,9 @@ def compute_mm_prefix_ranges(
         for feature in features:
             if feature.modality not in PREFIX_MODALITIES:
                 continue
-            # step: find the runs of tokens that belong together
+            # step: find the runs of consecutive tokens
             runs = _runs(feature, span_leading_pad_modulus)
-            # step: leave out what no window holds
+            # step: drop ranges longer than the window
             found[req] += [
                 (first, last)
                 for first, last in runs
@@ -80,7 +80,7 @@ def fill_mm_prefix_query_ranges(
     check_range_owners(mm_prefix_range, len(seq_lens_cpu))
     starts, seq_lens = query_start_loc_cpu.tolist(), seq_lens_cpu.tolist()
     check_query_ranges(out, starts[-1])
-    # step: find the new tokens that stand in a range
+    # step: find the new tokens inside a range
     pieces = []
     for req, ranges in mm_prefix_range.items():
         # the token that would have position 0, if it were new

@@ -1,4 +1,4 @@
-"""How does a step get into tensors that stay where they are?
+"""Step buffers: tensors with fixed addresses that hold each step's metadata.
 
 The rows of block ids live twice: in numpy, where slots are looked up, and on the device. A step
 writes starts, lengths, slots and the new blocks into one pinned buffer and sends its filled part in
@@ -93,7 +93,7 @@ class StepBuffers:
     ) -> None:
         """Write new blocks behind some rows; the next step knows of them."""
         check_new_blocks(rows, new_blocks, self._num_blocks, self.max_blocks)
-        # step: write the new ids behind each row
+        # step: append the new ids to each row
         for row, blocks in zip(rows, new_blocks, strict=True):
             held = int(self._num_blocks[row])
             self._host_table[row, held : held + len(blocks)] = blocks
@@ -142,25 +142,25 @@ class StepBuffers:
         pinned = self._pinned[self._num_steps % _NUM_PINNED_BUFFERS]
         self._num_steps += 1
         pinned.wait()
-        # step: find the slots of the new tokens
+        # step: compute the slots of the new tokens
         slots_end = self._slots_at + tokens * _INT64
         slots = pinned.array[self._slots_at : slots_end].view(np.int64)
         first_positions = computed - starts[:num_reqs]
         self._find_slots(slots[:num_tokens], lens, first_positions, own_rows)
-        # step: fill up to the size of the captured graph
+        # step: pad to the size of the captured graph
         slots[num_tokens:] = PAD_SLOT_ID
         starts[num_reqs + 1 :] = num_tokens
         host_counts = np.zeros((2, reqs), dtype=np.int32)
         host_counts[0, :num_reqs] = computed
         np.add(computed, lens, out=host_counts[1, :num_reqs], casting="unsafe")
-        # step: send everything to the device
+        # step: copy everything to the device
         ints = pinned.array[: self._slots_at].view(np.int32)
         ints[: reqs + 1] = starts
         ints[self._lens_at // _INT32 :][:reqs] = host_counts[1]
         if rows is not None:
             ints[self._rows_at // _INT32 :][:num_reqs] = np.asarray(rows)
         self._send(pinned, slots_end)
-        # step: put the rows into the order of the batch
+        # step: copy the rows in batch order
         block_table = self._block_table
         if rows is not None:
             block_table = self._ordered_table

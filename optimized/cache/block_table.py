@@ -1,4 +1,4 @@
-"""Which blocks of the cache does each request own?
+"""Block tables: the cache blocks of each request, in sequence order.
 
 Rows are written into one numpy array, long ones a row at a time and short ones all at once, and
 sent to the device in one copy.

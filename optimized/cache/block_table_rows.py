@@ -1,4 +1,4 @@
-"""How do rows of the block table move as requests come and go?
+"""Persistent block-table rows: append, move, swap and clear as requests come and go.
 
 The rows are one numpy array, written in place. A step copies its live part into pinned memory
 of its own and sends that, so the host neither waits nor overwrites what is still on its way.
@@ -70,7 +70,7 @@ class BlockTable:
         check_row_takes(
             block_ids, held, self.max_num_blocks_per_req, self.entries_per_block
         )
-        # step: give each block its entries
+        # step: write one entry per kernel block
         first = np.asarray(block_ids, dtype=np.int32) * self.entries_per_block
         entries = (first[:, None] + np.arange(self.entries_per_block)).reshape(-1)
         self._table[row_idx, held : held + len(entries)] = entries
@@ -113,9 +113,9 @@ class BlockTable:
         in_a_row = self.dcp_kv_cache_interleave_size
         req = np.asarray(req_indices, dtype=np.int64)
         position = np.asarray(positions, dtype=np.int64)
-        # step: look the block up
+        # step: look up the block
         block_id = self._table[req, position // tokens_per_entry].astype(np.int64)
-        # step: count slots into it, of this rank's tokens alone
+        # step: add the offset among this rank's tokens
         turn, place = np.divmod(position % tokens_per_entry, in_a_row)
         rounds, rank = np.divmod(turn, self.dcp_world_size)
         slots = block_id * self.block_size + rounds * in_a_row + place
@@ -156,6 +156,6 @@ def mamba_get_block_table_tensor(
         return block_table
     # step: find the block of the last token
     last = (seq_lens - 1).clamp(min=0) // block_size
-    # step: take it and those of the drafted tokens
+    # step: take it and the blocks of the draft tokens
     behind = torch.arange(1 + num_speculative_blocks, device=seq_lens.device)
     return block_table.gather(1, last[:, None] + behind)

@@ -1,4 +1,4 @@
-"""How do keys and values get into the cache, out of it, and from block to block?
+"""Cache operations: write, gather, copy and swap keys and values.
 
 Each loop over tokens becomes one launch whose programs move a tile of tokens by elements, through
 whatever strides the tensors have, bit for bit: elements travel as integers of their width, so no
@@ -288,7 +288,7 @@ def _write_kernel(
         None, :
     ]
     new_value = tl.load(value + source, mask=value_stored, other=0)
-    # step: divide by the scales where the cache is FP8
+    # step: divide by the scales if the cache is FP8
     if k_scale is not None:
         scale = load_scale(k_scale, k_scale_stride, head, head < kv_heads)
         new_key = encode_fp8(tl.div_rn(new_key.to(tl.float32), scale), E5M2)
@@ -349,11 +349,11 @@ def _gather_kernel(
     req = find_request(seq_start_loc, token, num_reqs, num_halvings)
     owned = (token < num_tokens) & (req < num_reqs)
     position = token - tl.load(seq_start_loc + req, mask=owned, other=0)
-    # step: look the block up
+    # step: look up the block
     row = block_table + req.to(tl.int64) * table_stride_req
     entry = (position // block_size).to(tl.int64) * table_stride_entry
     block_id = tl.load(row + entry, mask=owned, other=0).to(tl.int64)
-    # step: count slots into it
+    # step: add the offset in the block
     offset = (position % block_size).to(tl.int64)
     # step: copy the key and the value
     inside, value_inside = head < kv_heads, value_head < kv_heads
@@ -368,7 +368,7 @@ def _gather_kernel(
     one_value = tl.load(
         value_cache + slots[:, None] + parts[None, :], mask=read, other=0
     )
-    # step: multiply by the scales where another dtype is wanted
+    # step: multiply by the scales if another dtype is requested
     if k_scale is not None:
         scale = load_scale(k_scale, k_scale_stride, head, inside)
         one_key = decode_fp8(one_key, E5M2, NATIVE_FP8).to(tl.float32) * scale

@@ -1,4 +1,4 @@
-"""Where does each new token's key and value go?
+"""Slot mapping: the cache slot of every new token.
 
 On the host the loop over tokens becomes numpy over the whole batch, and only those entries of the
 rows are looked at that hold new tokens. On the device it becomes one program per 256 tokens, each
@@ -53,9 +53,9 @@ def compute_slot_mapping(
     slots = np.full(seq_len - context_len, PAD_SLOT_ID, dtype=np.int64)
     position = np.arange(max(context_len, start_idx), seq_len)
     row = np.asarray(block_table[: -(-seq_len // block_size)], dtype=np.int64)
-    # step: look the block up
+    # step: look up the block
     block_id = row[position // block_size]
-    # step: count slots into it
+    # step: add the offset in the block
     slots[len(slots) - len(position) :] = block_id * block_size + position % block_size
     return torch.from_numpy(slots)
 
@@ -170,11 +170,11 @@ def _slot_mapping_kernel(
     start = tl.load(query_start_loc + req, mask=owned, other=0)
     computed = tl.load(num_computed_tokens + req, mask=owned, other=0)
     position = computed + token - start
-    # step: look the block up
+    # step: look up the block
     row = block_table + req.to(tl.int64) * table_stride_req
     entry = (position // block_size).to(tl.int64) * table_stride_entry
     block_id = tl.load(row + entry, mask=owned, other=0)
-    # step: count slots into it
+    # step: add the offset in the block
     # 64-bit: block_id * block_size passes 2**31 at two billion slots
     slot = block_id.to(tl.int64) * block_size + position % block_size
     slot = tl.where(owned, slot, PAD)

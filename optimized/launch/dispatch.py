@@ -10,13 +10,16 @@ filling in pointers and sizes.
 """
 
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from ...contract.attention_options import AttentionOptions
+from ...contract.attention_options import (
+    DEFAULT_OPTIONS,
+    OPTION_NAMES,
+    AttentionOptions,
+)
 from ...validation import values_checked
 from ..kernels.fp8 import scale_arguments
 from ..kernels.sm90 import prefill as _prefill_sm90
@@ -27,7 +30,6 @@ from .workspace import find_workspace
 
 PLAIN = {causal: AttentionOptions(causal=causal) for causal in (True, False)}
 """Options of calls that ask for nothing else; they are told by their identity."""
-OPTION_NAMES = tuple(field.name for field in fields(AttentionOptions))
 NO_OPTIONS: tuple[Any, ...] = (None,) * 6
 
 Signature: TypeAlias = tuple[Any, ...]
@@ -37,14 +39,21 @@ KNOWN: dict[Signature, Launches] = {}
 cached are of another kind whenever their number changes."""
 
 
-def choose_options(**options: Any) -> AttentionOptions:
-    """Return the options of a call: one of PLAIN, if it asks for nothing but `causal`."""
-    causal = options["causal"]
-    # all others but `batch_invariant` are None unless they are asked for
-    is_plain = type(causal) is bool and not options["batch_invariant"]
-    if is_plain and list(options.values()).count(None) == len(options) - 2:
+def choose_options(options: AttentionOptions, causal: bool) -> AttentionOptions:
+    """Return the options of a call with `causal` set; one of PLAIN if no other is given.
+
+    Args:
+        options: as the caller gave them.
+        causal: the operation's default.
+    """
+    if options is DEFAULT_OPTIONS:
         return PLAIN[causal]
-    return AttentionOptions(**options)
+    options = options.with_causal(causal)
+    # all others but `batch_invariant` are None unless they are given
+    is_plain = type(options.causal) is bool and not options.batch_invariant
+    if is_plain and list(vars(options).values()).count(None) == len(OPTION_NAMES) - 2:
+        return PLAIN[options.causal]
+    return options
 
 
 def attend(

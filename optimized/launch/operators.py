@@ -6,9 +6,10 @@ declared so. What comes back has the axes of the return annotation, whose sizes 
 arguments (`shared/contract/shapes.py` gives the axes their names), so a compiler knows it without
 contents.
 
-Two rules of torch shape the operators. An operator returns none of its arguments: with an output of
-the caller's it is the overload `out`, which returns nothing. And an argument has one type: what may
-be a number or a tensor becomes two arguments, `causal` and `causal_tensor`.
+Three rules of torch shape the operators. An operator takes tensors and numbers, so each field of
+`AttentionOptions` is an argument of its own. An operator returns none of its arguments: with an
+output of the caller's it is the overload `out`, which returns nothing. And an argument has one
+type: what may be a number or a tensor becomes two arguments, `causal` and `causal_tensor`.
 
 A call that nobody traces does not come here: it runs the function, without torch's dispatcher.
 """
@@ -16,6 +17,7 @@ A call that nobody traces does not come here: it runs the function, without torc
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from types import NoneType, UnionType
 from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin
 
@@ -24,6 +26,12 @@ from jaxtyping import AbstractArray
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack as count_modes
 from torch.compiler import is_compiling
+
+from ...contract.attention_options import (
+    OPTION_NAMES,
+    AttentionOptions,
+    pack_options,
+)
 
 NAMESPACE = __name__.partition(".")[0]
 """Of the operators; a copy of the package under another name has its own."""
@@ -37,6 +45,9 @@ TRACING_MODES = (
     torch._C._TorchDispatchModeKey.PROXY,
     torch._C._TorchDispatchModeKey.FUNCTIONAL,
 )
+
+_OPTIONS = "options"
+"""The argument that is an AttentionOptions."""
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -63,9 +74,11 @@ def operator(
 
     def register(function: Any) -> Any:
         name, signature = function.__name__, inspect.signature(function)
-        lowered = tuple(_lower(signature, out))
+        flat = tuple(_flatten(signature))
+        lowered = tuple(_lower(flat, out))
         names = [each.name for each in lowered]
-        unions = [each for each in signature.parameters if f"{each}_tensor" in names]
+        unions = [each.name for each in flat if f"{each.name}_tensor" in names]
+        takes_options = _OPTIONS in signature.parameters
         results = _Results(signature, like, sizes or {})
 
         def given(args: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
@@ -74,7 +87,7 @@ def operator(
                 tensor = found.pop(f"{each}_tensor", None)
                 if tensor is not None:
                     found[each] = tensor
-            return found
+            return pack_options(**found) if takes_options else found
 
         def run(*args: Any, **named: Any) -> Any:
             return function(**given(args, named))
@@ -103,6 +116,9 @@ def operator(
 
         def trace(*args: Any) -> Any:
             named = dict(zip(signature.parameters, args, strict=True))
+            if takes_options:
+                options = named.pop(_OPTIONS)
+                named |= {each: getattr(options, each) for each in OPTION_NAMES}
             buffers = {each: named.pop(each) for each in out}
             is_given = any(each is not None for each in buffers.values())
             if is_given and buffers[out[0]] is None:
@@ -220,11 +236,23 @@ def _define(
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=LIBRARY)
 
 
-def _lower(
-    signature: inspect.Signature, left_out: Sequence[str]
-) -> Iterator[inspect.Parameter]:
-    """Yield a signature's parameters as an operator has them."""
+def _flatten(signature: inspect.Signature) -> Iterator[inspect.Parameter]:
+    """Yield a signature's parameters, with one for each option in place of `options`."""
     for each in signature.parameters.values():
+        if each.name != _OPTIONS:
+            yield each
+            continue
+        for field in fields(AttentionOptions):
+            yield each.replace(
+                name=field.name, annotation=field.type, default=field.default
+            )
+
+
+def _lower(
+    parameters: Sequence[inspect.Parameter], left_out: Sequence[str]
+) -> Iterator[inspect.Parameter]:
+    """Yield parameters as an operator has them."""
+    for each in parameters:
         if each.name in left_out:
             continue
         kinds = _kinds(each.annotation)

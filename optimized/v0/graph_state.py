@@ -1,4 +1,4 @@
-"""How does a step that was recorded once run again on other requests?
+"""CUDA graph state: captured decode steps and the buffers they read.
 
 Here a step really is recorded, as a CUDA graph. A trial run on a stream of its own compiles the
 kernels first, since a compilation cannot be recorded. All graphs take their memory from one pool:
@@ -37,7 +37,7 @@ def get_attn_cg_support(
     checked_layer_names: AbstractSet[str] | None = None,
 ) -> AttentionCGSupportInfo:
     """Return what a model's backends can all capture."""
-    # step: leave out what nobody asks about
+    # step: skip groups without a requested layer
     asked = [
         group
         for groups in attn_groups
@@ -45,7 +45,7 @@ def get_attn_cg_support(
         if checked_layer_names is None
         or not checked_layer_names.isdisjoint(group.layer_names)
     ]
-    # step: keep the weakest level and who brought it
+    # step: keep the weakest level and its backend
     weakest = min(asked, key=lambda group: group.support.value, default=None)
     if weakest is None:
         return AttentionCGSupportInfo()
@@ -76,10 +76,10 @@ class CommonAttentionState(CapturedSteps):
             buffer, batch = getattr(input_buffers, name), getattr(attn_metadata, name)
             if not buffer.numel():
                 continue
-            # step: copy the live batch to the front
+            # step: copy the live batch to the first rows
             front = tuple(map(slice, batch.shape))
             buffer[front].copy_(batch, non_blocking=True)
-            # step: put harmless values behind it
+            # step: fill the padding with harmless values
             behind = [buffer[live:]]
             if buffer.dim() == 2:
                 behind.append(buffer[:live, batch.shape[1] :])
@@ -99,16 +99,16 @@ class CommonAttentionState(CapturedSteps):
         attn_metadata = self.graph_capture_get_metadata_for_batch(batch_size)
         check_step_inputs(inputs, batch_size)
         check_can_record(self.device, values_checked())
-        # step: give the inputs a place that stays
+        # step: copy the inputs to persistent buffers
         places = tuple(each.clone() for each in inputs)
         with torch.cuda.device(self.device):
-            # step: run the step once, with values that do no harm
+            # step: run the step once with harmless values
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 check_step_output(function(attn_metadata, *places), batch_size)
             torch.cuda.current_stream().wait_stream(stream)
-            # step: record it
+            # step: record the step
             if not self._steps:  # a pool ends with its last graph
                 self._pool = torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()

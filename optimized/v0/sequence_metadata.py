@@ -1,4 +1,4 @@
-"""What does a step look like to an engine that thinks in sequence groups?
+"""Attention metadata from sequence groups, the form of vLLM V0.
 
 A group that is added leaves only numbers and references to its rows behind. Slots are computed with
 numpy for all sequences at once when the step is built, and one copy takes everything to the device.
@@ -101,7 +101,7 @@ class CommonMetadataBuilder:
         """Add a group to the step, or refuse it and leave the step as it was."""
         check_collecting(self._stage)
         check_seq_group(group, self.num_decode_tokens, self.block_size)
-        # step: count the placeholders on
+        # step: count the placeholders
         if group.is_prompt and group.multi_modal_placeholder_maps:
             self._count_placeholders(group)
         has_cache = not is_block_tables_empty(group.block_tables)
@@ -128,7 +128,7 @@ class CommonMetadataBuilder:
             else:
                 self.num_decode_tokens += 1
                 self.curr_seq_lens.append(seq_len - dropped * block_size)
-            # step: find the slots of the new tokens
+            # step: compute the slots of the new tokens
             start_idx = compute_slot_mapping_start_idx(
                 group.is_prompt,
                 sequence.query_len,
@@ -164,26 +164,26 @@ class CommonMetadataBuilder:
             batch_size,
             max_blocks,
         )
-        # step: fill the batch up to the captured size
+        # step: pad the batch to the captured size
         padding = max(cuda_graph_pad_size, 0)
         slot_mapping = np.pad(self._slots(), (0, padding), constant_values=PAD_SLOT_ID)
         context_lens = np.asarray([*self.context_lens, *[0] * padding], dtype=np.int32)
         query_lens = [*query_lens, *[1] * padding]
         rows = [*self.block_tables, *[[]] * padding]
-        # step: pad the rows into one table
+        # step: pad the rows to one table
         if max_blocks is None:
             max_blocks = max(map(len, rows))
         check_block_rows(rows, max_blocks)
         block_tables = padded_rows(rows, max_blocks)
-        # step: add up where each sequence starts
+        # step: compute the start of each sequence
         starts = np.zeros((2, len(query_lens) + 1), dtype=np.int32)
         np.cumsum([query_lens, seq_lens], axis=1, out=starts[:, 1:])
-        # step: write the placeholders out
+        # step: convert the placeholders to index maps
         placeholders = {
             modality: each.index_map()
             for modality, each in self.multimodal_placeholder_maps.items()
         }
-        # step: send everything to the device
+        # step: copy everything to the device
         seq_lens_array = np.asarray(seq_lens, dtype=np.int32)
         _, sent = send(
             [slot_mapping, seq_lens_array, context_lens, starts, block_tables],

@@ -1,4 +1,4 @@
-"""How is a prefix that all requests share read only once?
+"""Cascade attention: a prefix that all requests share is read once.
 
 Requests that begin alike (the same system prompt, the same document) have the same first blocks in
 their rows. Attention request by request reads those keys again for each. But every new token stands
@@ -7,23 +7,19 @@ batch are one request that sees everything. Its result and that over the rest of
 states over different keys, and join by their log-sum-exp.
 """
 
+from dataclasses import replace
+
 import torch
 
-from ...contract.attention_options import AttentionOptions
+from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
 from ...contract.shapes import (
     BlockTable,
-    CausalFlags,
     KeyCache,
     LogSumExp,
     Output,
-    PerHead,
-    PositionBias,
     Query,
-    Scale,
     StartLoc,
     TokenCounts,
-    TokenRanges,
-    TreeMask,
     ValueCache,
 )
 from ...validation.cascade import check_cascade
@@ -45,17 +41,7 @@ def cascade_attention(
     out: Output | None = None,
     lse: LogSumExp | None = None,
     compute_dtype: torch.dtype = torch.float32,
-    logits_soft_cap: float | None = None,
-    sinks: PerHead | None = None,
-    k_scale: Scale | float | None = None,
-    v_scale: Scale | float | None = None,
-    causal: bool | CausalFlags = True,
-    tree_mask: TreeMask | None = None,
-    sliding_window: int | None = None,
-    attention_chunk_size: int | None = None,
-    alibi_slopes: PerHead | None = None,
-    position_bias: PositionBias | None = None,
-    query_ranges: TokenRanges | None = None,
+    options: AttentionOptions = DEFAULT_OPTIONS,
 ) -> Output:
     """Return attention of each new token over its sequence, the shared prefix read once.
 
@@ -115,19 +101,7 @@ def cascade_attention(
         ... ).flatten()
         tensor([3.0000, 3.6667])
     """
-    options = AttentionOptions(
-        causal=causal,
-        sliding_window=sliding_window,
-        attention_chunk_size=attention_chunk_size,
-        tree_mask=tree_mask,
-        query_ranges=query_ranges,
-        logits_soft_cap=logits_soft_cap,
-        alibi_slopes=alibi_slopes,
-        position_bias=position_bias,
-        sinks=sinks,
-        k_scale=k_scale,
-        v_scale=v_scale,
-    )
+    options = options.with_causal(True)
     check_cascade(
         query,
         key_cache,
@@ -157,12 +131,7 @@ def cascade_attention(
             out=out,
             lse=lse,
             compute_dtype=compute_dtype,
-            logits_soft_cap=logits_soft_cap,
-            sinks=sinks,
-            causal=causal,
-            tree_mask=tree_mask,
-            k_scale=k_scale,
-            v_scale=v_scale,
+            options=options,
         )
     tokens, query_heads, _ = query.shape
     if out is None:
@@ -187,10 +156,7 @@ def cascade_attention(
         out=parts[0],
         lse=lses[0],
         compute_dtype=compute_dtype,
-        logits_soft_cap=logits_soft_cap,
-        causal=False,
-        k_scale=k_scale,
-        v_scale=v_scale,
+        options=replace(options, causal=False, tree_mask=None, sinks=None),
     )
     # step: attend to the rest of each sequence
     paged_attention(
@@ -207,12 +173,7 @@ def cascade_attention(
         out=parts[1],
         lse=lses[1],
         compute_dtype=compute_dtype,
-        logits_soft_cap=logits_soft_cap,
-        sinks=sinks,
-        causal=causal,
-        tree_mask=tree_mask,
-        k_scale=k_scale,
-        v_scale=v_scale,
+        options=options,
     )
     # step: join both by their log-sum-exp
     return merge_attn_states(

@@ -1,4 +1,4 @@
-"""Which rank keeps which tokens of a long sequence?
+"""Decode context parallelism: one sequence's keys distributed over ranks.
 
 Decode context parallelism spreads one sequence's keys and values over several devices, so that each
 reads only its share. Positions are dealt out like cards: `interleave_size` in a row to rank 0, as
@@ -7,24 +7,22 @@ first part of each rank's share: as many keys as the rank got of the positions u
 Each rank attends to that, and the partial results are joined by their log-sum-exp.
 """
 
+from dataclasses import replace
+
 import torch
 
 from ...bookkeeping.attention.context_parallel import get_dcp_ranks as get_dcp_ranks
-from ...contract.attention_options import AttentionOptions
+from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
 from ...contract.kinds import HOST
 from ...contract.shapes import (
     BlockTable,
     KeyCache,
     LogSumExp,
     Output,
-    PerHead,
-    PositionBias,
     Query,
     RankTokenCounts,
-    Scale,
     StartLoc,
     TokenCounts,
-    TokenRanges,
     ValueCache,
 )
 from ...validation.cascade import check_dcp_attention
@@ -93,15 +91,7 @@ def dcp_attention(
     out: Output | None = None,
     lse: LogSumExp | None = None,
     compute_dtype: torch.dtype = torch.float32,
-    logits_soft_cap: float | None = None,
-    sinks: PerHead | None = None,
-    k_scale: Scale | float | None = None,
-    v_scale: Scale | float | None = None,
-    sliding_window: int | None = None,
-    attention_chunk_size: int | None = None,
-    alibi_slopes: PerHead | None = None,
-    position_bias: PositionBias | None = None,
-    query_ranges: TokenRanges | None = None,
+    options: AttentionOptions = DEFAULT_OPTIONS,
 ) -> Output:
     """Return one rank's partial attention of each new token, over the keys that the rank keeps.
 
@@ -176,17 +166,7 @@ def dcp_attention(
         *of_rank,
         out,
         lse,
-        AttentionOptions(
-            sliding_window=sliding_window,
-            attention_chunk_size=attention_chunk_size,
-            query_ranges=query_ranges,
-            logits_soft_cap=logits_soft_cap,
-            alibi_slopes=alibi_slopes,
-            position_bias=position_bias,
-            sinks=sinks,
-            k_scale=k_scale,
-            v_scale=v_scale,
-        ),
+        options,
         contents=True,
     )
     # step: find each token's position
@@ -216,11 +196,11 @@ def dcp_attention(
         out=out,
         lse=lse,
         compute_dtype=compute_dtype,
-        logits_soft_cap=logits_soft_cap,
-        # every rank's would make them count as often as there are ranks
-        sinks=sinks if dcp_rank == 0 else None,
-        # a token's own length hides what comes behind it
-        causal=False,
-        k_scale=k_scale,
-        v_scale=v_scale,
+        options=replace(
+            options,
+            # each token is a request of its own length, so no later key is visible
+            causal=False,
+            # the sink counts once, not once per rank
+            sinks=options.sinks if dcp_rank == 0 else None,
+        ),
     )

@@ -1,4 +1,4 @@
-"""What does a token see that is not cached?
+"""Encoder attention: tokens attend to each other without a cache.
 
 An encoder reads its whole input at once: every token sees every other, in both directions, and
 nothing is kept for later. So keys and values lie one after another, request after request, and need
@@ -8,19 +8,14 @@ tokens may ask the tokens of an encoder.
 
 import torch
 
-from ...contract.attention_options import AttentionOptions
+from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
 from ...contract.shapes import (
-    CausalFlags,
     LogSumExp,
     Output,
-    PerHead,
-    PositionBias,
     Query,
     RaggedKey,
     RaggedValue,
-    Scale,
     StartLoc,
-    TokenRanges,
 )
 from ...validation import check_encoder_attention
 from ._attend import attend_to_keys, store_rows
@@ -38,16 +33,7 @@ def encoder_attention(
     out: Output | None = None,
     lse: LogSumExp | None = None,
     compute_dtype: torch.dtype = torch.float32,
-    sliding_window: int | None = None,
-    logits_soft_cap: float | None = None,
-    alibi_slopes: PerHead | None = None,
-    sinks: PerHead | None = None,
-    causal: bool | CausalFlags = False,
-    attention_chunk_size: int | None = None,
-    query_ranges: TokenRanges | None = None,
-    position_bias: PositionBias | None = None,
-    out_scale: Scale | float | None = None,
-    batch_invariant: bool = False,
+    options: AttentionOptions = DEFAULT_OPTIONS,
 ) -> Output:
     """Return attention of each request's queries over its keys, which lie one after another.
 
@@ -93,18 +79,7 @@ def encoder_attention(
         ... ).flatten()
         tensor([7., 3., 3.])
     """
-    options = AttentionOptions(
-        causal=causal,
-        sliding_window=sliding_window,
-        attention_chunk_size=attention_chunk_size,
-        query_ranges=query_ranges,
-        logits_soft_cap=logits_soft_cap,
-        alibi_slopes=alibi_slopes,
-        position_bias=position_bias,
-        sinks=sinks,
-        out_scale=out_scale,
-        batch_invariant=batch_invariant,
-    )
+    options = options.with_causal(False)
     check_encoder_attention(
         query,
         key,

@@ -1,4 +1,4 @@
-"""How does a layer attend whose cache holds one short vector a token instead of all heads?
+"""Multi-head latent attention: the cache holds one latent vector per token.
 
 Multi-head latent attention compresses each token to a latent, from which every head's key and value
 can be computed again, plus one key part that carries the position (rope) and that all heads share.
@@ -15,6 +15,7 @@ mean of the latents is expanded at the end, once a query.
 import torch
 
 from ...bookkeeping.attention.latent import get_mla_dims as get_mla_dims
+from ...contract.attention_options import AttentionOptions
 from ...contract.latent_classes import MLADims as MLADims
 from ...contract.shapes import (
     BlockTable,
@@ -212,8 +213,7 @@ def latent_decode_attention(
         scale=scale,
         lse=lse,
         compute_dtype=compute_dtype,
-        sliding_window=sliding_window,
-        causal=True,
+        options=AttentionOptions(causal=True, sliding_window=sliding_window),
     )
     # step: expand each head's mean latent to its value
     return out.copy_(torch.einsum("thl,hlv->thv", mean, w_uv))
@@ -343,7 +343,7 @@ def latent_prefill_attention(
         scale=scale,
         lse=total_lse,
         compute_dtype=compute_dtype,
-        causal=True,
+        options=AttentionOptions(causal=True),
     )
     chunk = num_context_tokens if max_context_chunk is None else max_context_chunk
     for begin in range(0, num_context_tokens, max(chunk, 1)):

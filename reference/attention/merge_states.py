@@ -1,4 +1,4 @@
-"""How do partial results of attention become one?
+"""Merging of partial attention results by their log-sum-exp.
 
 Attention over some of the keys leaves two things: an average of their values, and the log-sum-exp
 of their scores, which says how much weight went into it. Two such states over different keys join

@@ -1,4 +1,4 @@
-"""What does each new token see of its sequence?
+"""Paged attention: new tokens attend to keys and values in cache blocks.
 
 Every new token asks a question (its query) of all tokens up to itself. Their keys and values lie in
 the cache, scattered over blocks, the new token's own among them: it was written just before. So
@@ -10,21 +10,15 @@ change which keys a query sees, or what a score is, and mean the same in all of 
 
 import torch
 
-from ...contract.attention_options import AttentionOptions
+from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
 from ...contract.shapes import (
     BlockTable,
-    CausalFlags,
     KeyCache,
     LogSumExp,
     Output,
-    PerHead,
-    PositionBias,
     Query,
-    Scale,
     StartLoc,
     TokenCounts,
-    TokenRanges,
-    TreeMask,
     ValueCache,
 )
 from ...validation import check_paged_attention
@@ -45,19 +39,7 @@ def paged_attention(
     out: Output | None = None,
     lse: LogSumExp | None = None,
     compute_dtype: torch.dtype = torch.float32,
-    sliding_window: int | None = None,
-    logits_soft_cap: float | None = None,
-    alibi_slopes: PerHead | None = None,
-    sinks: PerHead | None = None,
-    causal: bool | CausalFlags = True,
-    attention_chunk_size: int | None = None,
-    tree_mask: TreeMask | None = None,
-    query_ranges: TokenRanges | None = None,
-    position_bias: PositionBias | None = None,
-    k_scale: Scale | float | None = None,
-    v_scale: Scale | float | None = None,
-    out_scale: Scale | float | None = None,
-    batch_invariant: bool = False,
+    options: AttentionOptions = DEFAULT_OPTIONS,
 ) -> Output:
     """Return attention of each new token over its sequence in the paged cache.
 
@@ -137,21 +119,7 @@ def paged_attention(
         ... ).flatten()
         tensor([4.0000, 4.5000])
     """
-    options = AttentionOptions(
-        causal=causal,
-        sliding_window=sliding_window,
-        attention_chunk_size=attention_chunk_size,
-        tree_mask=tree_mask,
-        query_ranges=query_ranges,
-        logits_soft_cap=logits_soft_cap,
-        alibi_slopes=alibi_slopes,
-        position_bias=position_bias,
-        sinks=sinks,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        out_scale=out_scale,
-        batch_invariant=batch_invariant,
-    )
+    options = options.with_causal(True)
     check_paged_attention(
         query,
         key_cache,

@@ -1,4 +1,4 @@
-"""How does an engine run all of this as one object?
+"""Attention backend: all operations as one object with an engine's interface.
 
 A backend bundles a cache shape, a metadata builder and a layer implementation, so that an engine
 can swap one for another. A layer's forward is then always the same three steps: write the new
@@ -86,19 +86,20 @@ class ReferenceAttentionImpl(AttentionImpl):
         output = self.check_forward(output, output_scale, output_block_scale)
         if attn_metadata is None:
             return output
-        options = self.options(query.device, output_scale)
-        options["compute_dtype"] = torch.promote_types(torch.float32, query.dtype)
+        compute_dtype = torch.promote_types(torch.float32, query.dtype)
         # step: attend inside an encoder, which keeps nothing
         if self.is_uncached:
-            tokens, prompts = self.whole_prompts(attn_metadata, key, value)
+            tokens, lengths, ranges = self.whole_prompts(attn_metadata, key, value)
             assert key is not None and value is not None
             encoder_attention(
                 query[:tokens],
                 key[:tokens],
                 value[:tokens],
+                **lengths,
+                scale=self.scale,
                 out=output[:tokens],
-                **prompts,
-                **options,
+                compute_dtype=compute_dtype,
+                options=self.options(query.device, output_scale, query_ranges=ranges),
             )
             return output
         # step: write the new keys and values
@@ -128,12 +129,17 @@ class ReferenceAttentionImpl(AttentionImpl):
                 part.seq_lens,
                 part.max_query_len,
                 part.max_seq_len,
+                scale=self.scale,
                 out=output[rows],
-                causal=part.causal,
-                tree_mask=part.tree_mask,
-                query_ranges=part.query_ranges,
-                **scales,
-                **options,
+                compute_dtype=compute_dtype,
+                options=self.options(
+                    query.device,
+                    output_scale,
+                    causal=part.causal,
+                    tree_mask=part.tree_mask,
+                    query_ranges=part.query_ranges,
+                    **scales,
+                ),
             )
         return output
 

@@ -1,4 +1,4 @@
-"""How is one step cut into micro-batches?
+"""Micro-batches: one step cut into slices of its requests and tokens.
 
 Two halves of a step can overlap, one computing while the other communicates. Each half is a batch
 of its own: some of the requests, some of the flat tokens. A cut may fall inside a request. Then
@@ -69,9 +69,9 @@ def make_metadata_with_slice(
     """
     check_micro_batch(ubatch_slice, attn_metadata)
     requests, tokens = ubatch_slice.request_slice, ubatch_slice.token_slice
-    # step: cut what has an entry for each request or token
+    # step: slice the fields that have an entry per request or token
     changes = cut_fields(attn_metadata, requests, tokens)
-    # step: clip each request to the tokens
+    # step: clip each request to the token slice
     starts = attn_metadata.query_start_loc_cpu.tolist()
     new_starts, front, back = [0], [], []
     for req in range(requests.start, requests.stop):
@@ -81,7 +81,7 @@ def make_metadata_with_slice(
         front.append(begin - starts[req])
         back.append(starts[req + 1] - end)
     check_cut_of_last_request(attn_metadata, back[-1])
-    # step: shorten what is cut at the end, advance what is cut at the front
+    # step: shorten requests cut at the end, advance requests cut at the front
     device = attn_metadata.seq_lens.device
     query_start_loc = torch.tensor(new_starts, dtype=torch.int32, device=HOST)
     left_out = torch.tensor(back, dtype=torch.int32, device=HOST)
@@ -89,7 +89,7 @@ def make_metadata_with_slice(
     changes["seq_lens"] = changes["seq_lens"] - left_out.to(device)
     changes["seq_lens_cpu"] = changes["seq_lens_cpu"] - left_out
     changes["num_computed_tokens_cpu"] = changes["num_computed_tokens_cpu"] + skipped
-    # step: pick the tokens whose logits are wanted
+    # step: select the tokens whose logits are wanted
     wanted = attn_metadata.logits_indices_padded
     if wanted is not None:
         own = []

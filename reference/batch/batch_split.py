@@ -1,4 +1,4 @@
-"""Which requests of the batch decode, and which prefill?
+"""Batch order: decodes first, then prefills, and the boundary between them.
 
 A request that brings one new token (a decode) wants another kernel than one that brings many (a
 prefill). So a step puts the decodes first; then one boundary tells both parts apart, and each is a
@@ -63,7 +63,7 @@ def reorder_batch_to_split_decodes_and_prefills(
     check_regions(
         num_scheduled_tokens, decode_threshold, num_computed_tokens, num_prompt_tokens
     )
-    # step: name the region of each request
+    # step: assign each request to a region
     region = []
     for req, count in enumerate(num_scheduled_tokens):
         short = count <= decode_threshold
@@ -77,10 +77,10 @@ def reorder_batch_to_split_decodes_and_prefills(
             region.append(2)
         else:
             region.append(int(num_computed_tokens[req] < num_prompt_tokens[req]))
-    # step: find the places that hold a request of another region
+    # step: find the positions with a request of another region
     wanted = sorted(region)
     places = [place for place in range(len(region)) if region[place] != wanted[place]]
-    # step: fill them region by region
+    # step: fill these positions region by region
     # with two regions the last one first, so that every move is a swap of two rows
     waiting = places[::-1] if num_computed_tokens is None else places
     order = list(range(len(region)))
@@ -133,7 +133,7 @@ def split_decodes_and_prefills(
     if not treat_short_extends_as_decodes:
         is_prefilling = common_attn_metadata.is_prefilling
         in_prompt = check_is_prefilling(is_prefilling, len(query_lens)).tolist()
-    # step: find the first request that is no decode
+    # step: find the first request that is not a decode
     first_len = next((query_len for query_len in query_lens if query_len), 0)
     num_decodes = 0
     for query_len, prefilling in zip(query_lens, in_prompt, strict=True):
@@ -142,7 +142,7 @@ def split_decodes_and_prefills(
         if require_uniform and query_len not in (first_len, 0):
             break
         num_decodes += 1
-    # step: count the tokens on both sides
+    # step: count the tokens of decodes and prefills
     num_tokens = common_attn_metadata.num_actual_tokens
     # without a prefill, tokens behind the last request are padding of the decodes
     whole = num_decodes == len(query_lens)
@@ -191,12 +191,12 @@ def split_decodes_prefills_and_extends(
     query_lens = starts.diff().tolist()
     seq_lens = common_attn_metadata.seq_lens_cpu.tolist()
     num_reqs = len(query_lens)
-    # step: find the first request that is no decode
+    # step: find the first request that is not a decode
     first_extend = num_reqs
     for req in reversed(range(num_reqs)):
         if query_lens[req] > decode_threshold:
             first_extend = req
-    # step: find the first of them that has nothing in the cache
+    # step: find the first of them with nothing in the cache
     first_prefill = num_reqs
     for req in reversed(range(first_extend, num_reqs)):
         if query_lens[req] > decode_threshold and query_lens[req] == seq_lens[req]:
@@ -244,7 +244,7 @@ def split_prefill_chunks(
     """
     seq_lens = seq_lens_cpu.tolist()
     check_prefill_chunks(seq_lens, workspace_size)
-    # step: close a run before the sequence that does not fit
+    # step: end a chunk before the sequence that does not fit
     bounds, total = [0], 0
     for req, seq_len in enumerate(seq_lens):
         if total + seq_len > workspace_size:
@@ -253,5 +253,5 @@ def split_prefill_chunks(
         total += seq_len
     if seq_lens:
         bounds.append(len(seq_lens))
-    # step: pair where runs begin and end
+    # step: pair the bounds of each chunk
     return [(request_offset + a, request_offset + b) for a, b in pairwise(bounds)]

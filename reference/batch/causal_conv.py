@@ -1,4 +1,4 @@
-"""Which program convolves which tokens of a prompt?
+"""Causal convolution: the chunk of tokens that each program processes.
 
 A causal convolution (the short one in Mamba layers) runs over each prompt by itself, in chunks of 8
 tokens, one program a chunk. A program is only a number, so two lists tell it who it is: the request
@@ -52,7 +52,7 @@ def compute_causal_conv1d_metadata(
     check_conv_starts(query_start_loc_p)
     nums, requests, offsets = [], [], []
     for req, query_len in enumerate(query_start_loc_p.diff().tolist()):
-        # step: cut each prompt into chunks
+        # step: divide each prompt into chunks
         num_chunks = -(-query_len // CONV_BLOCK_M)
         nums.append(num_chunks)
         # step: number the chunks of each prompt

@@ -1,4 +1,4 @@
-"""Which tokens of a prompt still need the last layers?
+"""Fast prefill: the last layers run only on tokens whose logits are wanted.
 
 In some models the last layers keep no keys and values of their own: they read the cache of an
 earlier layer. During a prefill nobody reads what they make of a prompt's token, except where its
@@ -71,18 +71,18 @@ def make_kv_sharing_fast_prefill_common_attn_metadata(
     assert common.logits_indices_padded is not None
     wanted = common.logits_indices_padded[: common.num_logits_indices]
     check_logits_indices(common.query_start_loc_cpu, wanted.to(HOST))
-    # step: count the logits of each request
+    # step: count the wanted tokens of each request
     starts = common.query_start_loc_cpu.tolist()
     counts = [0] * (len(starts) - 1)
     for token in wanted.tolist():
         for req in range(len(counts)):
             if starts[req] <= token < starts[req + 1]:
                 counts[req] += 1
-    # step: add up where each request's logits start
+    # step: compute the start of each request's wanted tokens
     query_start_loc = torch.tensor([0, *counts], dtype=torch.int32, device=HOST).cumsum(
         0, dtype=torch.int32
     )
-    # step: describe the step that has only these tokens
+    # step: build the metadata of a step with only these tokens
     return common.replace(
         query_start_loc=query_start_loc.to(common.query_start_loc.device),
         query_start_loc_cpu=query_start_loc,

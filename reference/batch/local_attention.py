@@ -1,4 +1,4 @@
-"""How does a layer see only its own chunk of a sequence?
+"""Chunked local attention: each chunk of a sequence as a request of its own.
 
 Chunked local attention cuts every sequence into chunks of `attn_chunk_size` positions; a query sees
 the keys of its own chunk, up to itself. No kernel needs to know: each chunk that holds new tokens
@@ -76,7 +76,7 @@ def make_local_attention_virtual_batches(
             seq_lens.append(end - begin)
             reqs.append(req)
             chunks.append(chunk)
-    # step: cut its blocks out of the row
+    # step: copy the chunk's blocks from the row
     table = common_attn_metadata.block_table_tensor
     blocks_per_chunk = attn_chunk_size // block_size
     block_table = table.new_zeros(len(reqs), blocks_per_chunk)
@@ -85,7 +85,7 @@ def make_local_attention_virtual_batches(
             # the last chunk may reach past the row; what stands there is never read
             entry = min(chunk * blocks_per_chunk + place, table.shape[1] - 1)
             block_table[virtual, place] = table[req, entry]
-    # step: send the virtual requests to the device
+    # step: copy the virtual requests to the device
     queries = torch.tensor([0, *query_lens], dtype=torch.int32, device=HOST)
     query_start_loc = queries.cumsum(0, dtype=torch.int32)
     lens = torch.tensor(seq_lens, dtype=torch.int32, device=HOST)

@@ -1,4 +1,4 @@
-"""What does attention need to know about one step?
+"""Attention metadata of one step: start locations, lengths, block table and slots.
 
 The scheduler decides who computes how many tokens. This file turns that decision, three lists, into
 the tensors that the cache write and attention read: starts, lengths, block table, slot mapping. It
@@ -59,24 +59,24 @@ def build_common_attn_metadata(
         >>> step.slot_mapping
         tensor([ 8, 20, 21, 22])
     """
-    # step: find the slots of the new tokens
+    # step: compute the slots of the new tokens
     slot_mapping = compute_slot_mapping_batch(
         query_lens, num_computed_tokens, block_rows, block_size
     )
-    # step: pad the rows into one table
+    # step: pad the rows to one table
     block_table = make_block_table(block_rows)
-    # step: add up where each request starts
+    # step: compute the start of each request
     starts = [0]
     for query_len in query_lens:
         starts.append(starts[-1] + query_len)
     query_start_loc = torch.tensor(starts, dtype=torch.int32, device=HOST)
-    # step: add up how long each sequence is
+    # step: compute the length of each sequence
     seq_lens = torch.tensor(
         [a + b for a, b in zip(num_computed_tokens, query_lens, strict=True)],
         dtype=torch.int32,
         device=HOST,
     )
-    # step: send everything to the device
+    # step: copy everything to the device
     return CommonAttentionMetadata(
         query_start_loc=query_start_loc.to(device),
         query_start_loc_cpu=query_start_loc,
@@ -176,11 +176,11 @@ def build_attn_metadata(
         slot_mappings,
         len(layer_names),
     )
-    # step: cut the buffers to the batch
+    # step: slice the buffers to the batch
     starts = query_start_loc_cpu[: num_reqs + 1]
     lens = seq_lens_cpu[:num_reqs]
     attn_metadata: dict[str, PagedAttentionMetadata] = {}
-    # step: build once for each group, and give it to the layers
+    # step: build once per group and assign the result to its layers
     for group, names in enumerate(layer_names):
         common = CommonAttentionMetadata(
             query_start_loc=query_start_loc[: num_reqs + 1],

@@ -1,4 +1,4 @@
-"""Which tokens of a prompt see each other in both directions?
+"""Multimodal prefixes: bidirectional attention among the tokens of one image.
 
 Some models let the tokens of an image see each other both ways, while text stays causal: a prefix
 language model. Each image is then a range of positions, its first and its last, and a key is seen
@@ -67,7 +67,7 @@ def compute_mm_prefix_ranges(
             if feature.modality not in PREFIX_MODALITIES:
                 continue
             end = feature.offset + feature.length
-            # step: find the runs of tokens that belong together
+            # step: find the runs of consecutive tokens
             if span_leading_pad_modulus:
                 first = feature.offset
                 while (first + 1) % span_leading_pad_modulus:
@@ -83,7 +83,7 @@ def compute_mm_prefix_ranges(
                         runs[-1] = (runs[-1][0], position)
                     else:
                         runs.append((position, position))
-            # step: leave out what no window holds
+            # step: drop ranges longer than the window
             for first, last in runs:
                 too_long = sliding_window is not None and (
                     last - first + 1 > sliding_window
@@ -182,7 +182,7 @@ def fill_mm_prefix_query_ranges(
     written: dict[int, tuple[int, int]] = {}
     for req, ranges in mm_prefix_range.items():
         context_len = int(seq_lens_cpu[req]) - (starts[req + 1] - starts[req])
-        # step: find the new tokens that stand in a range
+        # step: find the new tokens inside a range
         for token in range(starts[req], starts[req + 1]):
             position = context_len + token - starts[req]
             for first, last in ranges:

@@ -1,4 +1,4 @@
-"""How does a step get into tensors that stay where they are?
+"""Step buffers: tensors with fixed addresses that hold each step's metadata.
 
 A captured CUDA graph reads the addresses it was captured with, so an engine keeps one set of
 tensors and writes every step into them. The block table stays too: from step to step it only gains
@@ -105,7 +105,7 @@ class StepBuffers:
         """
         held = [len(row) for row in self._rows]
         check_new_blocks(rows, new_blocks, held, self.max_blocks)
-        # step: write the new ids behind each row
+        # step: append the new ids to each row
         for row, blocks in zip(rows, new_blocks, strict=True):
             for offset, block_id in enumerate(blocks):
                 self._block_table[row, held[row] + offset] = block_id
@@ -168,11 +168,11 @@ class StepBuffers:
         block_rows = [self._rows[row] for row in own_rows]
         row_lens = [len(row) for row in block_rows]
         check_sequences_fit(query_lens, num_computed_tokens, row_lens, self.block_size)
-        # step: find the slots of the new tokens
+        # step: compute the slots of the new tokens
         slot_mapping = compute_slot_mapping_batch(
             query_lens, num_computed_tokens, block_rows, self.block_size
         )
-        # step: fill up to the size of the captured graph
+        # step: pad to the size of the captured graph
         reqs = num_reqs if num_reqs_padded is None else num_reqs_padded
         tokens = num_tokens if num_tokens_padded is None else num_tokens_padded
         lens = torch.zeros(reqs, dtype=torch.int32, device=HOST)
@@ -184,12 +184,12 @@ class StepBuffers:
         starts = torch.zeros(reqs + 1, dtype=torch.int32, device=HOST)
         starts[1:] = lens.cumsum(0)
         seq_lens = lens + computed
-        # step: send everything to the device
+        # step: copy everything to the device
         self._query_start_loc[: reqs + 1] = starts
         self._seq_lens[:reqs] = seq_lens
         self._slot_mapping[:tokens] = PAD_SLOT_ID
         self._slot_mapping[:num_tokens] = slot_mapping
-        # step: put the rows into the order of the batch
+        # step: copy the rows in batch order
         block_table = self._block_table
         if rows is not None:
             block_table = self._ordered_table

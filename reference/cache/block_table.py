@@ -1,4 +1,4 @@
-"""Which blocks of the cache does each request own?
+"""Block tables: the cache blocks of each request, in sequence order.
 
 The cache is cut into blocks of `block_size` slots, and blocks are handed out one by one, as
 sequences grow, wherever one is free. So a sequence lies scattered over the cache, and its row of

@@ -1,4 +1,4 @@
-"""How do rows of the block table move as requests come and go?
+"""Persistent block-table rows: append, move, swap and clear as requests come and go.
 
 An engine keeps one table for as long as it runs. A request gets a row when it starts and gives it
 up when it ends; then the last row moves into the gap, so that the rows in use stay together. Rows
@@ -114,7 +114,7 @@ class BlockTable:
             block_ids, len(row), self.max_num_blocks_per_req, self.entries_per_block
         )
         for block_id in block_ids:
-            # step: give each block its entries
+            # step: write one entry per kernel block
             for entry in range(self.entries_per_block):
                 row.append(block_id * self.entries_per_block + entry)
 
@@ -187,9 +187,9 @@ class BlockTable:
         in_a_row = self.dcp_kv_cache_interleave_size
         slots = []
         for req, position in zip(req_indices, positions, strict=True):
-            # step: look the block up
+            # step: look up the block
             block_id = self._rows[req][position // tokens_per_entry]
-            # step: count slots into it, of this rank's tokens alone
+            # step: add the offset among this rank's tokens
             turn, place = divmod(position % tokens_per_entry, in_a_row)
             rounds, rank = divmod(turn, self.dcp_world_size)
             slot = block_id * self.block_size + rounds * in_a_row + place
@@ -272,6 +272,6 @@ def mamba_get_block_table_tensor(
     for req, seq_len in enumerate(seq_lens.tolist()):
         # step: find the block of the last token
         last = max(seq_len - 1, 0) // block_size
-        # step: take it and those of the drafted tokens
+        # step: take it and the blocks of the draft tokens
         picked[req] = block_table[req, last : last + 1 + num_speculative_blocks]
     return picked

@@ -1,4 +1,4 @@
-"""How do keys and values get into the cache, out of it, and from block to block?
+"""Cache operations: write, gather, copy and swap keys and values.
 
 A step first writes the keys and values of its new tokens, each to its slot. Attention then reads
 whole sequences back through the block table. Blocks also move as blocks: a copy when two sequences
@@ -102,7 +102,7 @@ def reshape_and_cache(
         # step: find block and offset
         block_id, offset = divmod(slot, block_size)
         new_key, new_value = key[token], value[token]
-        # step: divide by the scales where the cache is FP8
+        # step: divide by the scales if the cache is FP8
         if k_scale is not None and v_scale is not None:
             new_key = quantise(new_key, k_scale, key_cache.dtype)
             new_value = quantise(new_value, v_scale, value_cache.dtype)
@@ -186,14 +186,14 @@ def gather_cache(
     starts = seq_start_loc.tolist()
     for req, row in enumerate(block_table):
         positions = torch.arange(starts[req + 1] - starts[req], device=row.device)
-        # step: look the block up
+        # step: look up the block
         block_ids = row[positions // block_size].long()
-        # step: count slots into it
+        # step: add the offset in the block
         offsets = positions % block_size
         # step: copy the key and the value
         key[starts[req] : starts[req + 1]] = key_cache[block_ids, offsets]
         value[starts[req] : starts[req + 1]] = value_cache[block_ids, offsets]
-    # step: multiply by the scales where another dtype is wanted
+    # step: multiply by the scales if another dtype is requested
     if dtype is not None and k_scale is not None and v_scale is not None:
         key = dequantise(key, k_scale, dtype)
         value = dequantise(value, v_scale, dtype)

@@ -1,4 +1,4 @@
-"""Where does each new token's key and value go?
+"""Slot mapping: the cache slot of every new token.
 
 The cache is one long shelf of slots, cut into blocks of `block_size`. A sequence owns blocks
 scattered over the shelf, listed in order in its row of the block table. So a token's address has
@@ -80,9 +80,9 @@ def compute_slot_mapping(
         if position < start_idx:
             slots.append(PAD_SLOT_ID)
             continue
-        # step: look the block up
+        # step: look up the block
         block_id = int(block_table[position // block_size])
-        # step: count slots into it
+        # step: add the offset in the block
         slots.append(block_id * block_size + position % block_size)
     return torch.tensor(slots, dtype=torch.int64, device=HOST)
 

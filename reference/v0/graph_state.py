@@ -1,4 +1,4 @@
-"""How does a step that was recorded once run again on other requests?
+"""CUDA graph state: captured decode steps and the buffers they read.
 
 A decode launches many small kernels, and launching them takes longer than running them. A CUDA
 graph records the launches once and replays them as one. But a replay repeats them exactly: the same
@@ -58,12 +58,12 @@ def get_attn_cg_support(
     weakest = AttentionCGSupportInfo()
     for groups in attn_groups:
         for group in groups:
-            # step: leave out what nobody asks about
+            # step: skip groups without a requested layer
             if checked_layer_names is not None and not any(
                 name in checked_layer_names for name in group.layer_names
             ):
                 continue
-            # step: keep the weakest level and who brought it
+            # step: keep the weakest level and its backend
             weakest = weakest.narrow(group.support, group.backend)
     return weakest
 
@@ -149,13 +149,13 @@ class CommonAttentionState(CapturedSteps):
             buffer, batch = getattr(input_buffers, name), getattr(attn_metadata, name)
             if not buffer.numel():
                 continue
-            # step: copy the live batch to the front
+            # step: copy the live batch to the first rows
             for request in range(live):
                 if buffer.dim() == 1:
                     buffer[request] = batch[request]
                 else:
                     buffer[request, : batch.shape[1]] = batch[request]
-            # step: put harmless values behind it
+            # step: fill the padding with harmless values
             for request in range(live):
                 if buffer.dim() == 2:
                     buffer[request, batch.shape[1] :] = CAPTURE_VALUES[name]
@@ -184,13 +184,13 @@ class CommonAttentionState(CapturedSteps):
         """
         attn_metadata = self.graph_capture_get_metadata_for_batch(batch_size)
         check_step_inputs(inputs, batch_size)
-        # step: give the inputs a place that stays
+        # step: copy the inputs to persistent buffers
         places = tuple(each.clone() for each in inputs)
-        # step: run the step once, with values that do no harm
+        # step: run the step once with harmless values
         output = function(attn_metadata, *places)
         check_step_output(output, batch_size)
 
-        # step: record it
+        # step: record the step
         def run() -> None:
             output.copy_(function(attn_metadata, *places))
 

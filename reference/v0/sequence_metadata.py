@@ -1,4 +1,4 @@
-"""What does a step look like to an engine that thinks in sequence groups?
+"""Attention metadata from sequence groups, the form of vLLM V0.
 
 One user's request may run as several sequences (beams, samples): a group. A step takes some groups
 still in their prompt and some that decode, and puts the prompts first. What attention needs is
@@ -170,7 +170,7 @@ class CommonMetadataBuilder:
         """
         check_collecting(self._stage)
         check_seq_group(group, self.num_decode_tokens, self.block_size)
-        # step: count the placeholders on
+        # step: count the placeholders
         for modality, placeholders in group.multi_modal_placeholder_maps.items():
             if not group.is_prompt:
                 continue
@@ -197,7 +197,7 @@ class CommonMetadataBuilder:
                 self.num_decode_tokens += 1
                 seq_len = sequence.orig_seq_len - dropped * self.block_size
                 self.curr_seq_lens.append(seq_len)
-            # step: find the slots of the new tokens
+            # step: compute the slots of the new tokens
             self.slot_mapping.extend(self._slots(group, sequence))
 
     def build(
@@ -243,25 +243,25 @@ class CommonMetadataBuilder:
             batch_size,
             max_blocks,
         )
-        # step: fill the batch up to the captured size
+        # step: pad the batch to the captured size
         padding = max(cuda_graph_pad_size, 0)
         slot_mapping = [*self.slot_mapping, *[PAD_SLOT_ID] * padding]
         context_lens = [*self.context_lens, *[0] * padding]
         query_lens = [*query_lens, *[1] * padding]
         rows = [*self.block_tables, *[[]] * padding]
-        # step: pad the rows into one table
+        # step: pad the rows to one table
         block_tables = make_block_table(rows, max_blocks)
-        # step: add up where each sequence starts
+        # step: compute the start of each sequence
         query_start_loc, seq_start_loc = [0], [0]
         for query_len, seq_len in zip(query_lens, seq_lens, strict=True):
             query_start_loc.append(query_start_loc[-1] + query_len)
             seq_start_loc.append(seq_start_loc[-1] + seq_len)
-        # step: write the placeholders out
+        # step: convert the placeholders to index maps
         placeholders = {
             modality: each.index_map()
             for modality, each in self.multimodal_placeholder_maps.items()
         }
-        # step: send everything to the device
+        # step: copy everything to the device
         metadata = SequenceAttentionMetadata(
             num_prefills=self.num_prefills,
             num_prefill_tokens=self.num_prefill_tokens,

@@ -1,39 +1,131 @@
-"""What may attention be asked for beyond its plain form?"""
+"""AttentionOptions: what an attention call takes beyond its tensors, in one object."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
-from torch import Tensor
+from .shapes import (
+    CausalFlags,
+    PerHead,
+    PositionBias,
+    Scale,
+    TokenRanges,
+    TreeMask,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionOptions:
-    """One call's options, under the names of the arguments of `paged_attention`.
+    """The options of one attention call: masks, score functions, FP8 scales.
 
-    Each defaults to what the plain form does, so that an operation names only those it has.
+    A new object has every option off, so a call names only the options that it uses. An operation
+    that cannot take one of them raises and names it.
+
+    Args:
+        sliding_window: Keys that a query attends to on each side, its own position included. If
+            None, there is no window.
+        logits_soft_cap: Cap c turns a scaled score s into c * tanh(s / c). If None, scores are
+            not capped.
+        alibi_slopes: [query_heads] float32. The score gets slope * (key position - query
+            position) added, after the cap. If None, nothing is added.
+        sinks: [query_heads] float32. One score per head that takes part in the softmax and has no
+            value. If None, there is no sink.
+        causal: Whether a query attends only to keys up to its own position; [reqs] bool sets it
+            per request. If None, the operation's own default: True in `paged_attention`, False in
+            `encoder_attention`.
+        attention_chunk_size: Positions per chunk; a query attends only to keys in its own chunk.
+            If None, there are no chunks.
+        tree_mask: [reqs, tree, tree] bool. New token i of a request attends to new token j, and to
+            all keys before the new ones. A token's position is one past that of its parent.
+            Requests with more new tokens than `tree` are causal. If None, there is no tree.
+        query_ranges: [tokens, 2] int32, first and last position of a range of keys that the query
+            attends to whatever the other masks say, such as the image it belongs to. (-1, -1), or
+            a first past the last, means no range. If None, no query has one.
+        position_bias: [query_heads, 2 * reach + 1] float32, added to the score: entry reach + d
+            for a key d positions after the query (d < 0: before it). Distances beyond the reach
+            use the outermost entries. If None, nothing is added.
+        k_scale: What the keys of an FP8 cache are multiplied by: one number, or [kv_heads]
+            float32. If None, the cache is not quantised.
+        v_scale: The same for values.
+        out_scale: What the elements of an FP8 `out` will be multiplied by when they are read. If
+            None, `out` is not quantised.
+        batch_invariant: Whether a row's result is bitwise equal whatever else is in the batch,
+            however its sequence is split into steps, and in whatever blocks it is stored. It
+            costs time (docs/benchmark.md).
+
+    Source:
+        Sliding window: Beltagy et al., "Longformer", 2020. Soft cap: Gemma 2, 2024. ALiBi: Press
+        et al., "Train Short, Test Long", ICLR 2022. Sinks: Xiao et al., "Efficient Streaming
+        Language Models with Attention Sinks", ICLR 2024. Chunks: Llama 4, 2025. Trees: Miao et
+        al., "SpecInfer", ASPLOS 2024. Position bias: Raffel et al., "T5", JMLR 2020.
+
+    Example:
+        >>> AttentionOptions(sliding_window=4096, logits_soft_cap=50.0).given
+        ['sliding_window', 'logits_soft_cap']
     """
 
-    causal: bool | Tensor = True
     sliding_window: int | None = None
-    attention_chunk_size: int | None = None
-    tree_mask: Tensor | None = None
-    query_ranges: Tensor | None = None
     logits_soft_cap: float | None = None
-    alibi_slopes: Tensor | None = None
-    position_bias: Tensor | None = None
-    sinks: Tensor | None = None
-    k_scale: Tensor | float | None = None
-    v_scale: Tensor | float | None = None
-    out_scale: Tensor | float | None = None
+    alibi_slopes: PerHead | None = None
+    sinks: PerHead | None = None
+    causal: bool | CausalFlags | None = None
+    attention_chunk_size: int | None = None
+    tree_mask: TreeMask | None = None
+    query_ranges: TokenRanges | None = None
+    position_bias: PositionBias | None = None
+    k_scale: Scale | float | None = None
+    v_scale: Scale | float | None = None
+    out_scale: Scale | float | None = None
     batch_invariant: bool = False
 
     @property
+    def given(self) -> list[str]:
+        """The names of the options that are not at their default."""
+        return [
+            field.name
+            for field in fields(self)
+            if getattr(self, field.name) is not field.default
+        ]
+
+    def with_causal(self, default: bool) -> "AttentionOptions":
+        """Return the options with `causal` set: as given, or else the operation's default."""
+        return replace(self, causal=default) if self.causal is None else self
+
+    @property
     def counting_positions(self) -> list[str]:
-        """The given options for which it matters where in the sequence a query stands."""
-        names = (
-            "sliding_window",
-            "attention_chunk_size",
-            "query_ranges",
-            "alibi_slopes",
-            "position_bias",
-        )
-        return [name for name in names if getattr(self, name) is not None]
+        """The given options that depend on the distance between a query and a key."""
+        return [name for name in COUNTING_POSITIONS if getattr(self, name) is not None]
+
+
+OPTION_NAMES = tuple(field.name for field in fields(AttentionOptions))
+"""The names of all options."""
+
+COUNTING_POSITIONS = (
+    "sliding_window",
+    "attention_chunk_size",
+    "query_ranges",
+    "alibi_slopes",
+    "position_bias",
+)
+"""The options that depend on the distance between a query and a key."""
+
+DEFAULT_OPTIONS = AttentionOptions()
+"""No option. Operations compare with it by identity, which makes the plain call cheap."""
+
+
+def pack_options(**arguments: Any) -> dict[str, Any]:
+    """Return keyword arguments with the options among them packed into `options`.
+
+    Example:
+        >>> sorted(pack_options(query=None, sliding_window=3))
+        ['options', 'query']
+    """
+    own = {name: value for name, value in arguments.items() if name in OPTION_NAMES}
+    rest = {name: value for name, value in arguments.items() if name not in own}
+    if own:
+        rest["options"] = replace(rest.get("options", DEFAULT_OPTIONS), **own)
+    return rest
+
+
+def unpack_options(options: AttentionOptions) -> dict[str, Any]:
+    """Return the options that are not at their default as keyword arguments."""
+    return {name: getattr(options, name) for name in options.given}

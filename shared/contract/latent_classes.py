@@ -6,7 +6,7 @@ Not the keys and values of every head, but one short vector from which all of th
 
 from dataclasses import dataclass
 
-from ..validation import check_positive
+from .checks import check_positive
 
 
 @dataclass(frozen=True, kw_only=True)

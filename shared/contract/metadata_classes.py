@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..validation.impl import (
+from .checks import (
     check_cross_fields,
     check_encoder_starts,
     check_tree_is_whole,

@@ -1,4 +1,4 @@
-"""Which operations exist, and how does one get them from an implementation by name?"""
+"""The concepts of pagetwin, their operations, and how to load an implementation by name."""
 
 import importlib
 from dataclasses import dataclass
@@ -44,13 +44,13 @@ CONCEPTS = (
     Concept(
         "block_table",
         "cache.block_table",
-        "Which blocks of the cache does each request own?",
+        "Block tables: the cache blocks of each request, in sequence order.",
         ("blocks_needed", "make_block_table", "append_blocks"),
     ),
     Concept(
         "slot_mapping",
         "cache.slot_mapping",
-        "Where does each new token's key and value go?",
+        "Slot mapping: the cache slot of every new token.",
         (
             "compute_slot_mapping_start_idx",
             "compute_slot_mapping",
@@ -61,13 +61,13 @@ CONCEPTS = (
     Concept(
         "block_table_rows",
         "cache.block_table_rows",
-        "How do rows of the block table move as requests come and go?",
+        "Persistent block-table rows: append, move, swap and clear as requests come and go.",
         ("BlockTable", "mamba_get_block_table_tensor"),
     ),
     Concept(
         "kv_cache",
         "cache.kv_cache",
-        "What is the cache made of, and how is it cut into blocks?",
+        "KV cache: its shape, memory layout and views.",
         (
             "get_kv_cache_shape",
             "allocate_kv_cache",
@@ -83,7 +83,7 @@ CONCEPTS = (
     Concept(
         "kv_cache_init",
         "cache.kv_cache_init",
-        "How does every layer of a model get its cache?",
+        "KV caches of a model: allocation, reshaping and binding to layers.",
         (
             "get_kv_cache_spec",
             "allocate_kv_caches",
@@ -96,13 +96,13 @@ CONCEPTS = (
     Concept(
         "cache_ops",
         "cache.cache_ops",
-        "How do keys and values get into the cache, out of it, and from block to block?",
+        "Cache operations: write, gather, copy and swap keys and values.",
         ("reshape_and_cache", "gather_cache", "copy_blocks", "swap_blocks"),
     ),
     Concept(
         "batch_split",
         "batch.batch_split",
-        "Which requests of the batch decode, and which prefill?",
+        "Batch order: decodes first, then prefills, and the boundary between them.",
         (
             "reorder_batch_to_split_decodes_and_prefills",
             "split_decodes_and_prefills",
@@ -113,19 +113,19 @@ CONCEPTS = (
     Concept(
         "metadata",
         "batch.metadata",
-        "What does attention need to know about one step?",
+        "Attention metadata of one step: start locations, lengths, block table and slots.",
         ("build_common_attn_metadata", "build_attn_metadata"),
     ),
     Concept(
         "step_buffers",
         "batch.step_buffers",
-        "How does a step get into tensors that stay where they are?",
+        "Step buffers: tensors with fixed addresses that hold each step's metadata.",
         ("StepBuffers",),
     ),
     Concept(
         "batch_slices",
         "batch.batch_slices",
-        "How is one step cut into micro-batches?",
+        "Micro-batches: one step cut into slices of its requests and tokens.",
         (
             "slice_query_start_locs",
             "make_metadata_with_slice",
@@ -135,13 +135,13 @@ CONCEPTS = (
     Concept(
         "sequence_metadata",
         "v0.sequence_metadata",
-        "What does a step look like to an engine that thinks in sequence groups?",
+        "Attention metadata from sequence groups, the form of vLLM V0.",
         ("is_block_tables_empty", "make_tensor_with_pad", "CommonMetadataBuilder"),
     ),
     Concept(
         "encoder_decoder",
         "v0.encoder_decoder",
-        "Which lengths and which tables does each kind of attention take?",
+        "Encoder-decoder models: the lengths and block table of each attention type.",
         (
             "is_all_encoder_attn_metadata_set",
             "is_all_cross_attn_metadata_set",
@@ -153,32 +153,31 @@ CONCEPTS = (
     Concept(
         "paged_attention",
         "attention.paged",
-        "What does each new token see of its sequence?",
+        "Paged attention: new tokens attend to keys and values in cache blocks.",
         ("paged_attention",),
     ),
     Concept(
         "encoder_attention",
         "attention.encoder",
-        "What does a token see that is not cached?",
+        "Encoder attention: tokens attend to each other without a cache.",
         ("encoder_attention",),
     ),
     Concept(
         "merge_states",
         "attention.merge_states",
-        "How do partial results of attention become one?",
+        "Merging of partial attention results by their log-sum-exp.",
         ("merge_attn_states", "lse_weighted_combine", "log2_lse_to_ln"),
     ),
     Concept(
         "cascade_attention",
         "attention.cascade",
-        "How is a prefix that all requests share read only once?",
+        "Cascade attention: a prefix that all requests share is read once.",
         ("cascade_attention",),
     ),
     Concept(
         "latent_attention",
         "attention.latent",
-        "How does a layer attend whose cache holds one short vector a token instead of all"
-        " heads?",
+        "Multi-head latent attention: the cache holds one latent vector per token.",
         (
             "get_mla_dims",
             "concat_and_cache_mla",
@@ -189,13 +188,13 @@ CONCEPTS = (
     Concept(
         "local_attention",
         "batch.local_attention",
-        "How does a layer see only its own chunk of a sequence?",
+        "Chunked local attention: each chunk of a sequence as a request of its own.",
         ("make_local_attention_virtual_batches",),
     ),
     Concept(
         "fast_prefill",
         "batch.fast_prefill",
-        "Which tokens of a prompt still need the last layers?",
+        "Fast prefill: the last layers run only on tokens whose logits are wanted.",
         (
             "make_kv_sharing_fast_prefill_common_attn_metadata",
             "subclass_attention_backend",
@@ -206,33 +205,33 @@ CONCEPTS = (
     Concept(
         "spec_decode",
         "batch.spec_decode",
-        "How do a request's drafted tokens become a batch of their own axis?",
+        "Speculative decoding: the draft tokens of a request as a batch axis.",
         ("reshape_query_for_spec_decode", "reshape_attn_output_for_spec_decode"),
         is_single=True,
     ),
     Concept(
         "causal_conv",
         "batch.causal_conv",
-        "Which program convolves which tokens of a prompt?",
+        "Causal convolution: the chunk of tokens that each program processes.",
         ("compute_causal_conv1d_metadata",),
     ),
     Concept(
         "layer_parameters",
         "batch.layer_parameters",
-        "Do all layers attend alike, so that one plan serves them?",
+        "Layer parameters: the attention settings that one plan must fix for all layers.",
         ("get_per_layer_parameters", "infer_global_hyperparameters"),
         is_single=True,
     ),
     Concept(
         "context_parallel",
         "attention.context_parallel",
-        "Which rank keeps which tokens of a long sequence?",
+        "Decode context parallelism: one sequence's keys distributed over ranks.",
         ("get_dcp_ranks", "get_dcp_local_seq_lens", "dcp_attention"),
     ),
     Concept(
         "multimodal_prefix",
         "batch.multimodal_prefix",
-        "Which tokens of a prompt see each other in both directions?",
+        "Multimodal prefixes: bidirectional attention among the tokens of one image.",
         (
             "compute_mm_prefix_ranges",
             "compute_mm_prefix_range_tensor",
@@ -242,13 +241,13 @@ CONCEPTS = (
     Concept(
         "graph_state",
         "v0.graph_state",
-        "How does a step that was recorded once run again on other requests?",
+        "CUDA graph state: captured decode steps and the buffers they read.",
         ("get_attn_cg_support", "CommonAttentionState"),
     ),
     Concept(
         "backend",
         "backends.backend",
-        "How does an engine run all of this as one object?",
+        "Attention backend: all operations as one object with an engine's interface.",
         (),
     ),
 )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..validation import check_not_negative, check_positive
+from .checks import check_not_negative, check_positive
 
 
 @dataclass(frozen=True)

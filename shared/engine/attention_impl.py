@@ -1,14 +1,24 @@
 """What does one layer's attention have in common in every backend?"""
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
 from ..contract.kinds import FP8_DTYPES, AttentionType
 from ..contract.metadata_classes import PagedAttentionMetadata
-from ..contract.shapes import Key, KVCache, Output, Query, SlotMapping, Value
+from ..contract.shapes import (
+    Key,
+    KVCache,
+    Output,
+    Query,
+    SlotMapping,
+    TokenRanges,
+    Value,
+)
 from ..validation import check_positive
 from ..validation.impl import (
     UNCACHED,
@@ -123,7 +133,7 @@ class AttentionImpl(ABC):
         self.position_bias = position_bias
         self.is_uncached = attn_type in UNCACHED
         self.crosses = attn_type == AttentionType.ENCODER_DECODER
-        self._per_head: dict[torch.device, dict[str, Tensor]] = {}
+        self._options: dict[torch.device, AttentionOptions] = {}
 
     @abstractmethod
     def forward(
@@ -173,29 +183,46 @@ class AttentionImpl(ABC):
         return check_impl_forward(output, output_scale, output_block_scale)
 
     def options(
-        self, device: torch.device, output_scale: Tensor | None = None
-    ) -> dict[str, Any]:
-        """Return the options of attention, paged or not, that this layer asks for."""
-        if device not in self._per_head:
-            tensors = {
-                "alibi_slopes": self.alibi_slopes,
-                "sinks": self.sinks,
-                "position_bias": self.position_bias,
-            }
-            self._per_head[device] = {
-                name: torch.as_tensor(given, dtype=torch.float32, device=device)
-                for name, given in tensors.items()
-                if given is not None
-            }
-        left = self.sliding_window[0]
-        return {
-            "scale": self.scale,
-            "sliding_window": None if left < 0 else left + 1,
-            "logits_soft_cap": self.logits_soft_cap or None,
-            "attention_chunk_size": self.attention_chunk_size,
-            "out_scale": output_scale,
-            **self._per_head[device],
+        self,
+        device: torch.device,
+        output_scale: Tensor | None = None,
+        **of_step: Any,
+    ) -> AttentionOptions:
+        """Return the options of attention, paged or not, of this layer in one step.
+
+        Args:
+            device: where the layer runs.
+            output_scale: the scale of an FP8 output; None: the output is not quantised.
+            of_step: options that the step or its cache gives, such as `causal` or `k_scale`.
+        """
+        own = self._options.get(device)
+        if own is None:
+            own = self._options[device] = self._own_options(device)
+        if output_scale is not None:
+            of_step["out_scale"] = output_scale
+        of_step = {name: each for name, each in of_step.items() if each is not None}
+        return replace(own, **of_step) if of_step else own
+
+    def _own_options(self, device: torch.device) -> AttentionOptions:
+        """Return the layer's own options, with its tensors on a device."""
+        tensors = {
+            "alibi_slopes": self.alibi_slopes,
+            "sinks": self.sinks,
+            "position_bias": self.position_bias,
         }
+        per_head = {
+            name: torch.as_tensor(given, dtype=torch.float32, device=device)
+            for name, given in tensors.items()
+            if given is not None
+        }
+        left = self.sliding_window[0]
+        own = AttentionOptions(
+            sliding_window=None if left < 0 else left + 1,
+            logits_soft_cap=self.logits_soft_cap or None,
+            attention_chunk_size=self.attention_chunk_size,
+            **per_head,
+        )
+        return own if own.given else DEFAULT_OPTIONS
 
     def scales(
         self, layer: object, kv_cache: KVCache, model_dtype: torch.dtype
@@ -243,8 +270,11 @@ class AttentionImpl(ABC):
         attn_metadata: PagedAttentionMetadata,
         key: Key | None,
         value: Value | None,
-    ) -> tuple[int, dict[str, Any]]:
-        """Return an encoder's tokens in this step, and how `encoder_attention` is asked.
+    ) -> tuple[int, dict[str, Any], TokenRanges | None]:
+        """Return an encoder's tokens in this step, and what `encoder_attention` takes of it.
+
+        Returns:
+            The number of tokens, the arguments for starts and lengths, and the query ranges.
 
         Raises:
             ValueError: no keys, or the step does not say where the tokens start, or brings a
@@ -264,10 +294,10 @@ class AttentionImpl(ABC):
             tokens, longest = int(lens.sum()), int(lens.max()) if lens.numel() else 0
             # images stand in the decoder's sequence
             starts, ranges = metadata.encoder_query_start_loc, None
-        return tokens, {
+        lengths = {
             "query_start_loc": starts,
             "key_start_loc": starts,
             "max_query_len": longest,
             "max_key_len": longest,
-            "query_ranges": ranges,
         }
+        return tokens, lengths, ranges

@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..contract.checks import check_encoder_starts
 from ..contract.graph_classes import AttentionCGSupport
 from ..contract.metadata_classes import CommonAttentionMetadata, PagedAttentionMetadata
 from ..contract.specs import KVCacheSpec
 from ..validation import check_not_negative, check_positive
-from ..validation.impl import check_encoder_starts
 from .attention_impl import AttentionImpl as AttentionImpl
 from .capabilities import Capabilities
 

@@ -55,21 +55,21 @@ EXAMPLES = (
                 " others are prefills: region 1.",
                 "[int(count > 1) for count in [6, 1, 7, 1]]",
                 "[1, 0, 1, 0]",
-                step="name the region of each request",
+                step="assign each request to a region",
             ),
             StoryStep(
                 "In order the regions would be 0, 0, 1, 1. Places 0 and 3 hold another one;"
                 " requests 1 and 2 stand well and do not move.",
                 "[place for place in range(4) if [1, 0, 1, 0][place] != [0, 0, 1, 1][place]]",
                 "[0, 3]",
-                step="find the places that hold a request of another region",
+                step="find the positions with a request of another region",
             ),
             StoryStep(
                 "The decode of the two takes the first of the places, the prefill the other:"
                 " a swap.",
                 "[[6, 1, 7, 1][request] for request in [3, 1, 2, 0]]",
                 "[1, 1, 7, 6]",
-                step="fill them region by region",
+                step="fill these positions region by region",
             ),
             StoryStep(
                 "In the last call request 3 has one new token but nothing in the cache: its"
@@ -100,14 +100,14 @@ EXAMPLES = (
                 " Two decodes stand before it.",
                 "[count > 1 for count in [1, 1, 7, 3]].index(True)",
                 "2",
-                step="find the first request that is no decode",
+                step="find the first request that is not a decode",
             ),
             StoryStep(
                 "The two decodes bring 2 tokens, the two prefills the other 10: tokens 0 and"
                 " 1 of the flat batch, and tokens 2 to 11.",
                 "(1 + 1, 7 + 3)",
                 "(2, 10)",
-                step="count the tokens on both sides",
+                step="count the tokens of decodes and prefills",
             ),
         ),
     ),
@@ -129,7 +129,7 @@ EXAMPLES = (
                 "Request 2 is the first with more than one new token.",
                 "[count > 1 for count in [1, 1, 4, 6]].index(True)",
                 "2",
-                step="find the first request that is no decode",
+                step="find the first request that is not a decode",
             ),
             StoryStep(
                 "It has eight tokens in the cache, so its sequence of 12 is longer than its 4"
@@ -137,7 +137,7 @@ EXAMPLES = (
                 " tokens.",
                 "[new == seq for new, seq in ((4, 12), (6, 6))]",
                 "[False, True]",
-                step="find the first of them that has nothing in the cache",
+                step="find the first of them with nothing in the cache",
             ),
             StoryStep(
                 "So the regions begin at tokens 0, 2 and 6 of the flat batch, which ends at"
@@ -164,13 +164,13 @@ EXAMPLES = (
                 " 5 and 2 are 7 and stay together.",
                 "(6 + 5 > 10, 5 + 2 > 10)",
                 "(True, False)",
-                step="close a run before the sequence that does not fit",
+                step="end a chunk before the sequence that does not fit",
             ),
             StoryStep(
                 "The runs begin at requests 0 and 1, and the last one ends at 3.",
                 "list(zip([0, 1], [1, 3]))",
                 "[(0, 1), (1, 3)]",
-                step="pair where runs begin and end",
+                step="pair the bounds of each chunk",
             ),
         ),
     ),

@@ -71,7 +71,7 @@ tensor([0., 0., 0., 0., 0., 0., 0., 0., 0., 5., 0., 0.])
                 " than the largest number of float8_e4m3fn, and becomes that number.",
                 "torch.finfo(torch.float8_e4m3fn).max",
                 "448.0",
-                step="divide by the scales where the cache is FP8",
+                step="divide by the scales if the cache is FP8",
             ),
             StoryStep(
                 "Both are stored there; counted through, that is place 9 of the 12. Read back"
@@ -117,13 +117,13 @@ tensor([4.0000, 4.5000, 5.0000, 5.5000, 0.0000, 0.5000])
                 " entry 1, block 0.",
                 "[[2, 0][position // 4] for position in range(6)]",
                 "[2, 2, 2, 2, 0, 0]",
-                step="look the block up",
+                step="look up the block",
             ),
             StoryStep(
                 "Within their block they are numbers 0 to 3, then 0 and 1.",
                 "[position % 4 for position in range(6)]",
                 "[0, 1, 2, 3, 0, 1]",
-                step="count slots into it",
+                step="add the offset in the block",
             ),
             StoryStep(
                 "In this cache every slot holds its own number, so the keys tell where they"
@@ -137,7 +137,7 @@ tensor([4.0000, 4.5000, 5.0000, 5.5000, 0.0000, 0.5000])
                 " stand for: times 0.5 the keys, times 1 the values.",
                 "value.flatten().tolist()",
                 "[8.0, 9.0, 10.0, 11.0, 0.0, 1.0]",
-                step="multiply by the scales where another dtype is wanted",
+                step="multiply by the scales if another dtype is requested",
             ),
         ),
     ),

@@ -39,7 +39,7 @@ tensor([1, 3], dtype=torch.int32)
                 "8 tokens are one chunk of 8; 17 tokens are two of 8 and one of 1.",
                 "[-(-8 // 8), -(-17 // 8)]",
                 "[1, 3]",
-                step="cut each prompt into chunks",
+                step="divide each prompt into chunks",
             ),
             StoryStep(
                 "Program 3 finds request 1 and chunk 2 of it: its token 16 alone.",

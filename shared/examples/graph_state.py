@@ -43,14 +43,14 @@ EXAMPLES = (
                 "Nobody asks for certain layers only, so both groups count.",
                 'len(["layer 0", "layer 1"])',
                 "2",
-                step="leave out what nobody asks about",
+                step="skip groups without a requested layer",
             ),
             StoryStep(
                 "One graph holds the whole step, so it can do what the weakest backend can:"
                 " of the levels 3 and 0 the model gets 0.",
                 "min(AttentionCGSupport.ALWAYS.value, AttentionCGSupport.NEVER.value)",
                 "0",
-                step="keep the weakest level and who brought it",
+                step="keep the weakest level and its backend",
             ),
         ),
     ),
@@ -93,7 +93,7 @@ tensor([[7, 2, 0],
                 "GraphInputBuffers.harmless(4, 3, False, torch.device('cpu'))"
                 ".slot_mapping.tolist()",
                 "[-1, -1, -1, -1]",
-                step="make buffers whose values do no harm",
+                step="allocate buffers with harmless values",
             ),
             StoryStep(
                 "The metadata of a step for four requests has tensors in the memory of the"
@@ -106,41 +106,41 @@ tensor([[7, 2, 0],
                 "Kernels are launched for the longest sequence that may come: 12 tokens.",
                 "captured.max_decode_seq_len",
                 "12",
-                step="promise the longest sequence there may be",
+                step="declare the longest sequence of any replay",
             ),
             StoryStep(
                 "The batch has two requests. Their slots 9 and 32 go to the front, and so do"
                 " their lengths and rows.",
                 "buffers.slot_mapping[:2].tolist()",
                 "[9, 32]",
-                step="copy the live batch to the front",
+                step="copy the live batch to the first rows",
             ),
             StoryStep(
                 "Rows 2 and 3 belong to nobody. They get slot -1 and length 1, whatever an"
                 " older batch had left there.",
                 "[buffers.slot_mapping[2:].tolist(), buffers.seq_lens_tensor[2:].tolist()]",
                 "[[-1, -1], [1, 1]]",
-                step="put harmless values behind it",
+                step="fill the padding with harmless values",
             ),
             StoryStep(
                 "To capture a step, its inputs (a layer's query, say) get a copy that stays;"
                 " the step reads the copy.",
                 "torch.ones(4, 1).clone().shape[0]",
                 "4",
-                step="give the inputs a place that stays",
+                step="copy the inputs to persistent buffers",
             ),
             StoryStep(
                 "It runs once on the four harmless requests, one token each.",
                 "captured.query_start_loc.diff().tolist()",
                 "[1, 1, 1, 1]",
-                step="run the step once, with values that do no harm",
+                step="run the step once with harmless values",
             ),
             StoryStep(
                 "Then it is recorded, launch by launch; here every launch has room for all"
                 " four requests.",
                 "captured.num_decode_tokens",
                 "4",
-                step="record it",
+                step="record the step",
             ),
             StoryStep(
                 "To replay a batch of two with steps of 1, 4 and 8 requests at hand, the one of"

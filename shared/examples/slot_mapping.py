@@ -85,14 +85,14 @@ tensor([-1,  8,  9, 10, 11, 20, 21])
                 "Position 5 belongs to entry 5 // 4 = 1 of the row 7, 2, 5: block 2.",
                 "[7, 2, 5][5 // 4]",
                 "2",
-                step="look the block up",
+                step="look up the block",
             ),
             StoryStep(
                 "Block 2 starts at slot 2 * 4 = 8, and position 5 is number 5 % 4 = 1 in it:"
                 " slot 9.",
                 "2 * 4 + 5 % 4",
                 "9",
-                step="count slots into it",
+                step="add the offset in the block",
             ),
             StoryStep(
                 "Positions 4 to 7 fill block 2, slots 8 to 11. Position 8 begins the next"

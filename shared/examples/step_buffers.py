@@ -59,33 +59,33 @@ tensor([7, 2], dtype=torch.int32)
                 " third.",
                 "[7] + [2]",
                 "[7, 2]",
-                step="write the new ids behind each row",
+                step="append the new ids to each row",
             ),
             StoryStep(
                 "The third step's token has position 4: entry 1 of the row, block 2, first"
                 " slot.",
                 "[7, 2][4 // 4] * 4 + 4 % 4",
                 "8",
-                step="find the slots of the new tokens",
+                step="compute the slots of the new tokens",
             ),
             StoryStep(
                 "The graph was captured for two requests and two tokens. So there is an empty"
                 " request, of length 0, and a token without a slot.",
                 "(step.num_reqs, step.num_actual_tokens)",
                 "(2, 1)",
-                step="fill up to the size of the captured graph",
+                step="pad to the size of the captured graph",
             ),
             StoryStep(
                 "The step lies where the one before it lay, at the same address.",
                 "step.slot_mapping.data_ptr() == buffers.build([1], [4]).slot_mapping.data_ptr()",
                 "True",
-                step="send everything to the device",
+                step="copy everything to the device",
             ),
             StoryStep(
                 "Request 0 owns row 0, so the table is in order as it stands.",
                 "step.block_table_tensor[0].tolist()",
                 "[7, 2]",
-                step="put the rows into the order of the batch",
+                step="copy the rows in batch order",
             ),
         ),
     ),

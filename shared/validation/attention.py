@@ -5,7 +5,12 @@ from torch import Tensor
 
 from ..contract.attention_options import AttentionOptions
 from ..contract.kinds import FP8_DTYPES
-from .attention_options import check_cache_scales, check_options, check_positions
+from .attention_options import (
+    check_cache_scales,
+    check_options,
+    check_positions,
+    reject_options,
+)
 from .batch import check_block_ids, check_block_table, check_start_loc
 from .cache import check_caches
 from .primitives import (
@@ -83,6 +88,11 @@ def check_encoder_attention(
     contents: bool,
 ) -> None:
     """Refuse ragged keys and values whose attention is not defined."""
+    reject_options(
+        options,
+        ("tree_mask", "k_scale", "v_scale"),
+        "the keys and values are not read from a cache",
+    )
     check_dtype("key", key, *FLOATS)
     check_dtype("value", value, key.dtype)
     if key.dim() != 3 or value.dim() != 3 or key.shape[:2] != value.shape[:2]:

@@ -1,11 +1,12 @@
 """Which options of attention are refused?"""
 
 import math
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
 
-from ..contract.attention_options import AttentionOptions
+from ..contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
 from ..contract.kinds import FP8_DTYPES
 from .primitives import check_dtype, check_length, check_positive, check_same_device
 
@@ -43,6 +44,25 @@ def check_options(
     _check_ranges(options, query)
     _check_bias(options, query)
     _check_output_scale(options, query, out, contents)
+
+
+def reject_options(options: AttentionOptions, names: Collection[str], why: str) -> None:
+    """Raise if an option is given that the operation cannot take.
+
+    Args:
+        options: What the call was given.
+        names: The options that the operation cannot take.
+        why: The reason, as the end of "expected None, since ...".
+
+    Raises:
+        NotImplementedError: One of them is given.
+    """
+    for name in options.given:
+        if name in names:
+            plain = getattr(DEFAULT_OPTIONS, name)
+            raise NotImplementedError(
+                f"{name} is given: expected {plain}, since {why}; paged_attention takes it"
+            )
 
 
 def check_numbers(sliding_window: int | None, logits_soft_cap: float | None) -> None:

@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from ..contract.attention_options import AttentionOptions
+from ..contract.attention_options import COUNTING_POSITIONS, AttentionOptions
 from .attention import check_bound, check_paged_attention
-from .attention_options import check_positions
+from .attention_options import check_positions, reject_options
 from .batch import check_block_ids, check_start_loc
 from .primitives import FLOATS, check_dtype, check_not_negative
 from .step_shapes import check_multiple, check_ranks
@@ -100,6 +100,13 @@ def check_dcp_attention(
     """
     check_ranks(dcp_world_size, dcp_rank, dcp_kv_cache_interleave_size)
     _check_plain(options, out, "a rank packs its share of the keys without gaps")
+    options = options.with_causal(True)
+    if options.tree_mask is not None or options.causal is not True:
+        reject_options(
+            options,
+            ("causal", "tree_mask"),
+            "a token attends to the rank's share of the keys up to its own position",
+        )
     # the rows hold a rank's share of the keys, so only the share is held against them
     check_paged_attention(
         query,
@@ -141,12 +148,15 @@ def check_dcp_attention(
 
 
 def _check_plain(options: AttentionOptions, out: Tensor | None, why: str) -> None:
-    """Refuse options for which a query must know how far away each key stands."""
-    for name in options.counting_positions:
-        raise NotImplementedError(
-            f"{name} is given: expected None, since {why}, and then a key no longer says where"
-            " it stands; paged_attention takes it"
-        )
+    """Reject options that need the distance between a query and a key."""
+    reject_options(
+        options, COUNTING_POSITIONS, f"{why}, and then a key's position is not known"
+    )
+    reject_options(
+        options,
+        ("out_scale", "batch_invariant"),
+        "partial results are combined in the dtype of the arithmetic",
+    )
     if out is not None:
         check_dtype("out", out, *FLOATS)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..contract.kinds import FP8_DTYPES, AttentionType, cache_dtype_of
-from .primitives import check_not_negative, check_positive
+from .primitives import check_positive
 
 UNCACHED = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 """Kinds whose tokens see each other at once, so that nothing is kept."""
@@ -177,23 +177,6 @@ def check_layer_scale(layer: object, name: str) -> Any:
     return scale
 
 
-def check_cross_fields(metadata: Any) -> None:
-    """Refuse cross-attention in a step that does not say where the encoders' keys lie."""
-    for name in (
-        "encoder_seq_lens",
-        "encoder_seq_lens_cpu",
-        "max_encoder_seq_len",
-        "cross_block_table",
-    ):
-        if getattr(metadata, name) is None:
-            raise ValueError(
-                f"{name} = None: expected it in a step with cross-attention (of"
-                " CommonAttentionMetadata: encoder_seq_lens, encoder_seq_lens_cpu and"
-                " cross_block_table_tensor)"
-            )
-    check_not_negative(max_encoder_seq_len=metadata.max_encoder_seq_len)
-
-
 def check_encoder_fields(metadata: Any) -> None:
     """Refuse an encoder's attention in a step that does not say where its tokens start."""
     for name in ("encoder_query_start_loc", "encoder_query_start_loc_cpu"):
@@ -201,20 +184,6 @@ def check_encoder_fields(metadata: Any) -> None:
             raise ValueError(
                 f"{name} = None: expected where the tokens of each request's encoder start,"
                 " as attn_type = 'encoder'"
-            )
-
-
-def check_encoder_starts(metadata: Any) -> None:
-    """Refuse an encoder's slots and starts of which a half is missing."""
-    starts = metadata.encoder_query_start_loc, metadata.encoder_query_start_loc_cpu
-    slots = metadata.cross_slot_mapping
-    if all(each is None for each in starts) and (slots is None or not slots.numel()):
-        return
-    for each, name in zip(starts, ("", "_cpu"), strict=True):
-        if each is None:
-            raise ValueError(
-                f"encoder_query_start_loc{name} = None: expected where the tokens of each"
-                " request's encoder start, as the step has some"
             )
 
 
@@ -234,13 +203,4 @@ def check_whole_prompts(metadata: Any) -> None:
         raise ValueError(
             "tree_mask is given and attn_type = 'encoder_only': expected None, since drafts"
             " are a decoder's"
-        )
-
-
-def check_tree_is_whole(is_begun: bool, is_open: bool) -> None:
-    """Refuse to cut a request while a step has trees."""
-    if is_begun or is_open:
-        raise NotImplementedError(
-            f"tree_mask is set and the {'first' if is_begun else 'last'} request is cut:"
-            " expected micro-batches of whole requests, since a tree cannot be cut"
         )

@@ -304,7 +304,7 @@ def _check_batch(
         return
     check_block_ids(block_table, seq_lens, block_size, num_blocks)
     query_lens, key_lens = query_start_loc.diff().tolist(), seq_lens.tolist()
-    check_positions(AttentionOptions(), query_lens, key_lens)
+    check_positions(AttentionOptions(causal=True), query_lens, key_lens)
     check_bound(
         "max_query_len", max_query_len, query_lens, "request {} has {} new tokens"
     )

@@ -5,6 +5,8 @@ import os
 import torch
 from torch import Tensor
 
+from ..contract.checks import check_not_negative as check_not_negative
+from ..contract.checks import check_positive as check_positive
 from ..contract.kinds import CACHE_DTYPES
 
 FLOATS = (*CACHE_DTYPES, torch.float64)
@@ -13,20 +15,6 @@ FLOATS = (*CACHE_DTYPES, torch.float64)
 def values_checked() -> bool:
     """Tell whether the twin reads contents too: PAGETWIN_CHECK_VALUES=1."""
     return os.environ.get("PAGETWIN_CHECK_VALUES") == "1"
-
-
-def check_positive(**numbers: int) -> None:
-    """Refuse a number below 1."""
-    for name, number in numbers.items():
-        if number < 1:
-            raise ValueError(f"{name} = {number}: expected at least 1")
-
-
-def check_not_negative(**numbers: int) -> None:
-    """Refuse a number below 0."""
-    for name, number in numbers.items():
-        if number < 0:
-            raise ValueError(f"{name} = {number}: expected at least 0")
 
 
 def check_length(name: str, tensor: Tensor, expected: int, what: str) -> None:

@@ -13,6 +13,7 @@ that is right by the book. Each ends with the word `done`; the tool prints what 
 import sys
 
 import torch
+from pagetwin.contract.attention_options import pack_options
 from pagetwin.optimized.attention import paged as paged_attention
 from pagetwin.optimized.kernels.sm90 import prefill as _prefill_sm90
 from torch import Tensor
@@ -89,7 +90,9 @@ def run_batches() -> None:
             arguments = _draw(query_lens, seq_lens, head_size, dtype)
             lse = torch.empty(8, sum(query_lens) + 2, device="cuda")
             for _ in range(2):
-                out = paged_attention.paged_attention(*arguments, lse=lse, **options)
+                out = paged_attention.paged_attention(
+                    *arguments, lse=lse, **pack_options(**options)
+                )
             assert out.isfinite().all()
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from hypothesis import Phase, settings
 from hypothesis.strategies import SearchStrategy
-from pagetwin.conformance.harness import runner
+from pagetwin.conformance.harness import trial as trying
 from pagetwin.conformance.harness.candidate import load_candidate
 from pagetwin.conformance.harness.law import Law, Setting
 from pagetwin.conformance.harness.report import Status
@@ -238,14 +238,14 @@ class _Running:
 def _try_laws(reports: Connection, trial: Trial, folder: Path, examples: int) -> None:
     """Try laws one after another, in a process of its own, until one breaks."""
     try:
-        setting = runner.make_setting(
+        setting = trying.make_setting(
             load_candidate(graft(trial.twin, trial.mutant, folder)), "cpu"
         )
     except BaseException as error:
         reports.send({"raised": f"{trial.mutant}: {type(error).__name__}: {error}"})
         return
     # nobody reads the smallest input
-    runner.SECONDS_TO_SHRINK = 0.0
+    trying.SECONDS_TO_SHRINK = 0.0
     generate_only = settings(phases=[Phase.explicit, Phase.generate])
     settings.register_profile("mutants", generate_only)
     settings.load_profile("mutants")
@@ -255,7 +255,7 @@ def _try_laws(reports: Connection, trial: Trial, folder: Path, examples: int) ->
         laws = _telling_first(reports, trial, setting)
     for place, law in laws:
         reports.send({"begins": place})
-        result = runner.try_law(law, setting, 0, examples)
+        result = trying.try_law(law, setting, 0, examples)
         broke = result.status == Status.BROKEN
         last = broke and trial.mutant is not None
         what = result.message or f"{result.what}, {result.where}"
@@ -287,7 +287,7 @@ def _telling_first(
             is_whole = len(cases) <= FEW
             # the first ones are the plainest
             cases = cases[len(cases) // 2 :][:FEW]
-        few = runner.try_law(replace(law, cases=cases), setting, 0, FEW)
+        few = trying.try_law(replace(law, cases=cases), setting, 0, FEW)
         if few.status == Status.BROKEN:
             yield place, law
         elif not is_whole:

@@ -29,7 +29,7 @@ def slice_query_start_locs(
         tensor([0, 4, 9], dtype=torch.int32)
     """
     check_request_slice(query_start_loc, request_slice)
-    # step: take the starts and the last end
+    # step: slice the starts and the last end
     starts = query_start_loc[request_slice.start : request_slice.stop + 1]
-    # step: count them from the first
+    # step: subtract the first start
     return starts - starts[0]

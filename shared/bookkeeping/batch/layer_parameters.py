@@ -1,4 +1,4 @@
-"""Do all layers attend alike, so that one plan serves them?
+"""Layer parameters: the attention settings that one plan must fix for all layers.
 
 Some kernels are planned once a step for all layers. Such a plan fixes window, soft cap and scale,
 so it is right only where the layers share them. These numbers are read off the layers once, when
@@ -90,9 +90,9 @@ def infer_global_hyperparameters(
         (-1, False)
     """
     check_has_layers(per_layer_params)
-    # step: take the first layer as the measure
+    # step: take the first layer's parameters
     first, *others = per_layer_params.values()
-    # step: hold the others against it
+    # step: compare the others with it
     return replace(
         first,
         has_same_window_lefts=all(

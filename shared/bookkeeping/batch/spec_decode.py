@@ -1,4 +1,4 @@
-"""How do a request's drafted tokens become a batch of their own axis?
+"""Speculative decoding: the draft tokens of a request as a batch axis.
 
 Speculative decoding checks several drafted tokens of each request in one step. If all bring
 the same number, the flat tokens can be seen as [reqs, query_len]: nothing moves, only the shape

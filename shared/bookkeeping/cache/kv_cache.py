@@ -1,4 +1,4 @@
-"""What is the cache made of, and how is it cut into blocks?
+"""KV cache: its shape, memory layout and views.
 
 The memory of the cache is taken once, as raw bytes, when the engine starts; every layer then looks
 at its bytes through a view. The view has five axes: keys and values, block, slot within the block,
@@ -152,7 +152,7 @@ def reshape_kv_cache(
     """
     # step: count the pages
     num_blocks = check_whole_pages("raw", raw, spec.page_size_bytes)
-    # step: cut them into the five axes
+    # step: view them with the five axes
     shape = get_kv_cache_shape(
         num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size
     )
@@ -192,7 +192,7 @@ def reshape_layered_kv_cache(
     check_positive(num_layers=num_layers)
     # step: count the pages
     num_blocks = check_whole_pages("raw", raw, num_layers * spec.page_size_bytes)
-    # step: lay out layer, block, head, slot and content
+    # step: view layer, block, head, slot and content
     shape = (
         num_layers,
         num_blocks,
@@ -290,13 +290,13 @@ def split_packed_kv_cache(
     """
     check_packed(kv_cache, num_kv_heads, head_size)
     _, num_blocks, block_elements = kv_cache.shape
-    # step: count the slots of a block, and the elements of 16 bytes
+    # step: compute the block size and the elements per 16 bytes
     block_size = block_elements // (num_kv_heads * head_size)
     part = 16 // kv_cache.element_size()
-    # step: cut the keys into parts
+    # step: view the keys in groups of 16 bytes
     key_cache = kv_cache[0].view(
         num_blocks, num_kv_heads, head_size // part, block_size, part
     )
-    # step: cut the values into elements
+    # step: view the values by element
     value_cache = kv_cache[1].view(num_blocks, num_kv_heads, head_size, block_size)
     return key_cache, value_cache

@@ -1,4 +1,4 @@
-"""How does every layer of a model get its cache?
+"""KV caches of a model: allocation, reshaping and binding to layers.
 
 An engine asks the layers what they keep, measures how many blocks fit, and writes both into a
 config. From the config everything follows: each tensor is allocated once, each layer looks at its
@@ -164,7 +164,7 @@ def reshape_kv_caches(
             raw, backend = kv_cache_raw_tensors[name], attn_backends[name]
             num_blocks = check_whole_pages(name, raw, spec.page_size_bytes)
             check_enough_pages(name, num_blocks, kv_cache_config.num_blocks)
-            # step: see them as the backend does
+            # step: view them in the backend's shape
             shape = backend.get_kv_cache_shape(
                 num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size
             )
@@ -215,12 +215,12 @@ def bind_kv_cache(
         if target is not None:
             targets[name] = target
     check_shared_caches(targets, kv_caches)
-    # step: order the caches by the number of the layer
+    # step: sort the caches by layer number
     ordered = {name: kv_caches[name] for name in sorted(kv_caches, key=layer_number)}
-    # step: hand each layer its cache
+    # step: bind each layer's cache
     for name, cache in ordered.items():
         static_forward_context[name].kv_cache = cache
-    # step: hand the others the caches they share
+    # step: bind the shared caches to the other layers
     for name, target in targets.items():
         static_forward_context[name].kv_cache = ordered[target]
     return ordered
@@ -268,7 +268,7 @@ def init_kv_cache(
     """
     # step: allocate
     raw_tensors = allocate_kv_caches(kv_cache_config, device)
-    # step: look at the bytes as caches
+    # step: view the bytes as caches
     kv_caches = reshape_kv_caches(kv_cache_config, raw_tensors, attn_backends, layout)
-    # step: hand them to the layers
+    # step: bind them to the layers
     return bind_kv_cache(kv_caches, static_forward_context)

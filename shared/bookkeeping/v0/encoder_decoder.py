@@ -1,4 +1,4 @@
-"""Which lengths and which tables does each kind of attention take?
+"""Encoder-decoder models: the lengths and block table of each attention type.
 
 A decoder's tokens read their own sequence through the block table. In a model with an encoder they
 also read the encoder's tokens, through a second table (cross-attention). The encoder's tokens read
@@ -115,7 +115,7 @@ def get_seq_len_block_table_args(
     """
     check_attn_type(attn_type)
     if attn_type in (AttentionType.DECODER, AttentionType.ENCODER_ONLY):
-        # step: the sequence's own tokens
+        # step: select the sequence's own tokens
         longest = (
             attn_metadata.max_prefill_seq_len
             if is_prompt
@@ -125,7 +125,7 @@ def get_seq_len_block_table_args(
             return attn_metadata.seq_lens_tensor, longest, attn_metadata.block_tables
         check_encoder_only_prompt(is_prompt)
         return attn_metadata.seq_lens_tensor, longest, None
-    # step: the encoder's tokens
+    # step: select the encoder's tokens
     crosses = attn_type == AttentionType.ENCODER_DECODER
     check_encoder_fields(attn_metadata, attn_type, cross_block_tables=crosses)
     longest_encoder = attn_metadata.max_encoder_seq_len

@@ -68,7 +68,7 @@ class CapturedSteps:
         """
         check_positive(max_batch_size=max_batch_size)
         check_capturing("graph_capture", self.is_graph_capturing, expected=False)
-        # step: make buffers whose values do no harm
+        # step: allocate buffers with harmless values
         buffers = GraphInputBuffers.harmless(
             max_batch_size, self.max_blocks, self.is_encoder_decoder_model, self.device
         )

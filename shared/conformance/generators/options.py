@@ -16,6 +16,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ...contract.attention_options import pack_options
 from ...contract.operations import Implementation
 from ..oracles.brute_force import (
     Answer,
@@ -160,7 +161,7 @@ REFUSED = (
         ENCODER,
         _on("tree_mask"),
         "trees grow behind a cached context",
-        "unexpected keyword argument 'tree_mask'",
+        "tree_mask is given: expected None, since the keys and values are not read",
     ),
     RefusedPair(
         ENCODER,
@@ -172,7 +173,7 @@ REFUSED = (
         ENCODER,
         _on("scales"),
         "what is not cached is not quantised",
-        "unexpected keyword argument 'k_scale'",
+        "k_scale is given: expected None, since the keys and values are not read",
     ),
     RefusedPair(
         ENCODER,
@@ -311,6 +312,11 @@ class Call:
         tensor: Tensor = self.arguments["query"]
         return tensor
 
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """The arguments as an operation takes them: the options among them in one object."""
+        return pack_options(**self.arguments)
+
     def changed(self, **changes: Any) -> "Call":
         """Return the call with other arguments, moved to its device; None: as if not named.
 
@@ -355,7 +361,7 @@ class Call:
         if wants_lse:
             given["lse"] = torch.full((heads, tokens), NAN, device=self.query.device)
         operation = getattr(twin, self.operation)
-        out = operation(**self.arguments, **given, **more)
+        out = operation(**pack_options(**self.arguments, **given, **more))
         assert given.get("out", out) is out
         return out, given.get("lse")
 

@@ -110,7 +110,7 @@ def ask(setting: Setting, call: Call, out: Tensor | None = None) -> Result:
         given["lse"] = torch.full((heads, tokens), NAN, device=call.query.device)
     operation = getattr(setting.candidate, call.operation)
     try:
-        found = operation(**call.arguments, **given)
+        found = operation(**call.keywords, **given)
     except REFUSES as error:
         reason = why_outside(setting, call)
         if reason is None:

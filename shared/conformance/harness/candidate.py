@@ -9,7 +9,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial, wraps
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +17,12 @@ from typing import Any
 
 from torch import Tensor
 
+from ...contract.attention_options import (
+    DEFAULT_OPTIONS,
+    OPTION_NAMES,
+    AttentionOptions,
+    unpack_options,
+)
 from ...contract.operations import find_backends, find_operations, load_implementation
 
 BATCH_INVARIANT = "batch_invariant"
@@ -40,9 +46,10 @@ class Support:
         block_sizes: slots in a block.
         head_sizes: elements of a head.
         max_query_len: new tokens of a request.
-        options: names of the arguments of `paged_attention` and `encoder_attention` that it
-            obeys, of those that may be left out: `scale`, `out` and `lse` among them; and
-            "value_head_size" where values may have another size than keys.
+        options: names of the fields of `AttentionOptions` that it obeys, and of the arguments
+            `scale`, `out` and `lse`; and "value_head_size" where values may have another size
+            than keys. A function with a parameter `options` gets an `AttentionOptions`; any other
+            gets the options that are not at their default as keyword arguments.
         refuses: which input that makes no sense it refuses: "shapes" is what can be told from
             shapes, dtypes, devices and numbers, "contents" what stands in tensors, where
             PAGETWIN_CHECK_VALUES=1 asks for it. Such a call must raise, or give the answer of the
@@ -51,7 +58,7 @@ class Support:
         batch_invariant: whether a token's result has the same bits whatever else is in the batch,
             in how many steps its prompt is computed, and where its pages lie. Or what has to be
             called for that, with the arguments of `paged_attention`. False: only if the operation
-            has an argument `batch_invariant`, which is then set.
+            takes the option `batch_invariant`, which is then set.
     """
 
     operations: Collection[str] | None = None
@@ -122,8 +129,10 @@ class Candidate:
             raise AttributeError(f"{self.name} has no {operation}")
         self._asked[0] += 1
         found = operations[operation]
-        if self.support == Support() or inspect.isclass(found) or not callable(found):
+        if inspect.isclass(found) or not callable(found):
             return found
+        if self.support == Support():
+            return with_keywords(operation, found)
         return _declared(operation, found, self.support)
 
     @property
@@ -160,13 +169,35 @@ class Candidate:
         """Return the candidate as it gives the same bits in any company; None: it never does."""
         claim = self.support.batch_invariant
         operation = self.operations.get("paged_attention")
-        if operation is None or not (claim or _takes(operation, BATCH_INVARIANT)):
+        if operation is None:
             return None
         if callable(claim):
             operation = claim
         elif not claim:
-            operation = partial(operation, **{BATCH_INVARIANT: True})
+            operation = self._as_invariant(operation)
+        if operation is None:
+            return None
         return self.with_operations(paged_attention=operation)
+
+    def _as_invariant(self, operation: Callable[..., Any]) -> Callable[..., Any] | None:
+        """Return an operation with the option `batch_invariant` set; None: it has none."""
+        declared = self.support.options
+        if _takes(operation, BATCH_INVARIANT):
+            return partial(operation, **{BATCH_INVARIANT: True})
+        if not _takes(operation, "options") or not (
+            declared is None or BATCH_INVARIANT in declared
+        ):
+            return None
+
+        @wraps(operation)
+        def invariant(
+            *args: Any, options: AttentionOptions = DEFAULT_OPTIONS, **given: Any
+        ) -> Any:
+            return operation(
+                *args, options=replace(options, batch_invariant=True), **given
+            )
+
+        return invariant
 
     def missing(self, needs: Collection[str]) -> list[str]:
         """Return which of some operations it has not."""
@@ -244,6 +275,42 @@ def _takes(operation: Callable[..., Any], argument: str) -> bool:
         return False
 
 
+def with_keywords(operation: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that takes `options` where the operation does.
+
+    Args:
+        operation: Its name.
+        function: The candidate's. If it has no parameter `options`, the result passes the options
+            that are not at their default as keyword arguments.
+    """
+    if not _wants_keywords(operation, function):
+        return function
+
+    @wraps(function)
+    def call(
+        *args: Any, options: AttentionOptions = DEFAULT_OPTIONS, **given: Any
+    ) -> Any:
+        return function(*args, **given, **unpack_options(options))
+
+    return call
+
+
+def _wants_keywords(operation: str, function: Callable[..., Any]) -> bool:
+    """Return whether a function takes the operation's options as keyword arguments."""
+    return "options" in _signature(operation).parameters and not _takes(
+        function, "options"
+    )
+
+
+def _is_plain(operation: str, name: str, value: object) -> bool:
+    """Tell whether a value of an argument does the same as leaving the argument out."""
+    if name == "causal":
+        return value is None or value is (operation != "encoder_attention")
+    if name in OPTION_NAMES:
+        return value is getattr(DEFAULT_OPTIONS, name)
+    return value is _signature(operation).parameters[name].default
+
+
 def _declared(
     operation: str, function: Callable[..., Any], support: Support
 ) -> Callable[..., Any]:
@@ -258,10 +325,12 @@ def _declared(
         except TypeError:
             return function(*args, **given)
         why = why_outside(operation, arguments, support)
+        if "options" in given and _wants_keywords(operation, function):
+            given |= unpack_options(given.pop("options"))
         lacking = [name for name in given if name not in taken and not takes_any]
         for name in lacking:
             # an option that is off need not be known
-            if given[name] is _signature(operation).parameters[name].default:
+            if _is_plain(operation, name, given[name]):
                 del given[name]
         if why and any(name in given for name in lacking):
             raise OutsideSupport(why)
@@ -291,7 +360,12 @@ def why_outside(
         for name, each in _signature(operation).parameters.items()
         if each.default is not each.empty
         and name in arguments
-        and arguments[name] is not each.default
+        and name != "options"
+        and not _is_plain(operation, name, arguments[name])
+    ]
+    given = unpack_options(arguments.get("options", DEFAULT_OPTIONS))
+    options += [
+        name for name, value in given.items() if not _is_plain(operation, name, value)
     ]
     first = arguments.get("query", arguments.get("key"))
     cache = arguments.get("key_cache")

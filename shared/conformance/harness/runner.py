@@ -6,32 +6,20 @@ is reported as a failure of the law at hand, with the input at which it happened
 goes on with the next. Several processes share the laws out, if asked to.
 """
 
-import builtins
-import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from queue import SimpleQueue
-from typing import Any
 
 import torch
-from hypothesis import HealthCheck, given, seed, settings
-from hypothesis.errors import HypothesisException
-from hypothesis.strategies import SearchStrategy
 
-from ...contract.operations import load_implementation
 from ..laws.all_laws import ALL_LAWS
-from .candidate import Candidate, OutsideSupport, load_candidate
-from .expect import Disagreement
-from .fitting import fit_case
-from .law import Law, Setting
+from .candidate import load_candidate
+from .law import Law
 from .report import Report, Result, Status
-from .shrinking import shrink
+from .trial import find_law, make_case, make_setting, run_law, try_law
 from .worker import SECONDS_OF_A_LAW, Job, Worker
-
-SECONDS_TO_SHRINK = 60.0
-"""How long a smaller input is looked for."""
 
 
 def check_implementation(
@@ -150,225 +138,7 @@ def reproduce(
     """
     found = find_law(law)
     setting = make_setting(load_candidate(implementation), choose_device(device))
-    _run(found, setting, make_case(found, case))
-
-
-def _run(law: Law, setting: Setting, case: Any) -> None:
-    """Run a law on a case: as it is, and if that is refused, inside of what is declared."""
-    try:
-        law.body(setting, case)
-    except OutsideSupport:
-        law.body(setting.fitting(), fit_case(case, setting.candidate.support))
-
-
-def find_law(name: str) -> Law:
-    """Return a law by its sentence.
-
-    Raises:
-        ValueError: there is none.
-    """
-    for law in ALL_LAWS:
-        if law.name == name:
-            return law
-    raise ValueError(f"law = {name!r}: expected the sentence of a law")
-
-
-def make_case(law: Law, case: str) -> Any:
-    """Return a case from the Python that a report shows."""
-    names = vars(torch) | vars(builtins) | {"torch": torch, "inf": float("inf")}
-    names |= {"nan": float("nan")} | law.body.__globals__
-    return eval(case, names)
-
-
-def make_setting(candidate: Candidate, device: str) -> Setting:
-    """Return what every law is given."""
-    return Setting(candidate, load_implementation("reference"), torch.device(device))
-
-
-def try_law(
-    law: Law,
-    setting: Setting,
-    seed_of_cases: int,
-    examples: int,
-    at: Callable[[str], None] = lambda case: None,
-) -> Result:
-    """Return what becomes of one law, tried in this process.
-
-    Args:
-        law: the law.
-        setting: what it is given.
-        seed_of_cases: what drawn cases are drawn from.
-        examples: drawn cases.
-        at: called with each case, as Python, before it is tried.
-    """
-
-    def go(once: Callable[[Any], None]) -> None:
-        if isinstance(law.cases, SearchStrategy):
-            _drawn(once, law.cases, seed_of_cases, examples)()
-        else:
-            for case in law.cases:
-                once(case)
-
-    return _watched(law, setting, go, at)
-
-
-def try_case(
-    law: Law, setting: Setting, case: str, at: Callable[[str], None]
-) -> Result:
-    """Return what becomes of one law on one case, as `try_law` does on drawn ones."""
-    return _watched(law, setting, lambda once: once(make_case(law, case)), at)
-
-
-def _watched(
-    law: Law,
-    setting: Setting,
-    go: Callable[[Callable[[Any], None]], None],
-    at: Callable[[str], None],
-) -> Result:
-    """Return what becomes of a law on the cases that `go` tries one after another."""
-    if missing := setting.candidate.missing(law.needs):
-        declared = setting.candidate.support.operations
-        if declared is not None and not set(missing) & set(declared):
-            reason = f"needs {', '.join(missing)}, which is not declared"
-            return Result(law.name, law.area, Status.OUTSIDE, reason=reason)
-        reason = f"{setting.candidate.name} has no {', '.join(missing)}"
-        return Result(law.name, law.area, Status.MISSING, reason=reason)
-    if unclaimed := setting.candidate.why_unclaimed(law.claim):
-        return Result(law.name, law.area, Status.OUTSIDE, reason=unclaimed)
-    begin = time.perf_counter()
-    tried, refused = 0, 0
-    outside: set[str] = set()
-    failures: dict[str, Exception] = {}
-    first_failure = 0.0
-
-    def once(case: Any) -> None:
-        nonlocal tried, refused
-        if attempt(case, setting) or setting.candidate.promises_all:
-            return
-        fitted = fit_case(case, setting.candidate.support)
-        # the law may also make a plan of its own, which is fitted then
-        if not attempt(fitted, setting.fitting()) and fitted is case:
-            tried, refused = tried - (not failures), refused - (not failures)
-
-    def attempt(case: Any, setting: Setting) -> bool:
-        """Try a case; tell whether the candidate took it."""
-        nonlocal tried, refused, first_failure
-        shown = repr(case)
-        late = time.perf_counter() - first_failure > SECONDS_TO_SHRINK
-        if failures and late and shown not in failures:
-            return True  # no longer looked at: what is known to fail is small enough
-        at(shown)
-        tried += not failures
-        asked = setting.candidate.asked
-        try:
-            law.body(setting, case)
-            if setting.candidate.asked == asked:
-                raise OutsideSupport("the law had nothing to ask")
-        except OutsideSupport as error:
-            refused += not failures
-            outside.add(str(error))
-            return False
-        except Exception as error:
-            first_failure = first_failure if failures else time.perf_counter()
-            # the last one is the smallest
-            failures.pop(shown, None)
-            failures[shown] = error
-            raise
-        return True
-
-    failed: Exception | None = None
-    try:
-        go(once)
-    except Exception as error:
-        failed = error
-    result = Result(
-        law.name,
-        law.area,
-        Status.HELD,
-        cases=tried,
-        refused=refused,
-        seconds=round(time.perf_counter() - begin, 2),
-        reason="; ".join(sorted(outside)[:3]),
-    )
-    if failed is None:
-        all_outside = tried > 0 and tried == refused
-        return replace(result, status=Status.OUTSIDE) if all_outside else result
-    result = replace(result, status=Status.BROKEN, reason="")
-    if not failures:
-        return _with_failure(result, "", failed)
-    shown, last = list(failures.items())[-1]
-    if not _is_flaky(failed):
-        shown, last = _smaller(law, setting, shown, last, at)
-    result = replace(
-        _with_failure(result, shown, last),
-        seconds=round(time.perf_counter() - begin, 2),
-    )
-    if _is_flaky(failed):
-        again = "tried again on the same input, it did not break the law"
-        result = replace(result, message=f"{result.message}; {again}".strip("; "))
-    return result
-
-
-def _smaller(
-    law: Law,
-    setting: Setting,
-    shown: str,
-    last: Exception,
-    at: Callable[[str], None],
-) -> tuple[str, Exception]:
-    """Return a simpler case that breaks a law in the same way, and how it does."""
-    errors = {shown: last}
-
-    def fails(case: Any) -> bool:
-        at(repr(case))
-        try:
-            _run(law, setting, case)
-        except Exception as error:
-            errors[repr(case)] = error
-            return type(error) is type(last)
-        return False
-
-    smallest = repr(shrink(make_case(law, shown), fails, SECONDS_TO_SHRINK / 4))
-    return smallest, errors.get(smallest, last)
-
-
-def _is_flaky(error: Exception) -> bool:
-    """Tell whether Hypothesis saw a case fail once and hold then."""
-    return isinstance(error, HypothesisException) or type(error).__name__.startswith(
-        "Flaky"
-    )
-
-
-def _drawn(once: Any, cases: SearchStrategy[Any], seed_of: int, examples: int) -> Any:
-    """Return a test that tries drawn cases, and shrinks the one that fails."""
-    options = settings(
-        max_examples=examples,
-        deadline=None,
-        database=None,
-        print_blob=False,
-        suppress_health_check=list(HealthCheck),
-        report_multiple_bugs=False,
-    )
-
-    def drawn(case: Any) -> None:
-        once(case)
-
-    return options(seed(seed_of)(given(case=cases)(drawn)))
-
-
-def _with_failure(result: Result, case: str, error: Exception) -> Result:
-    """Return a result with the case that broke the law and what was wrong."""
-    if isinstance(error, Disagreement):
-        return replace(
-            result,
-            case=case,
-            what=error.what,
-            where=error.where,
-            found=error.found,
-            right=error.right,
-        )
-    message = f"{type(error).__name__}: {error}".split("\n")[0][:500]
-    return replace(result, case=case, message=message)
+    run_law(found, setting, make_case(found, case))
 
 
 def with_known(result: Result, reason: str | None) -> Result:

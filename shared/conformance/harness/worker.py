@@ -19,6 +19,8 @@ from typing import Any
 
 from .report import Result, Status
 
+PROCESS = f"{__package__}.worker_process"
+"""What the process runs."""
 SECONDS_OF_A_LAW = 300.0
 """A law that takes longer is stopped, and counts as crashed."""
 
@@ -78,7 +80,7 @@ class Worker:
         # as long-lived as the process
         self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._process = subprocess.Popen(
-            [sys.executable, "-c", f"from {__name__} import main; main({theirs})"],
+            [sys.executable, "-c", f"from {PROCESS} import main; main({theirs})"],
             stdin=subprocess.PIPE,
             stdout=self._said,
             stderr=subprocess.STDOUT,
@@ -184,50 +186,3 @@ def _nobody_reads() -> Iterator[None]:
         yield
     except BrokenPipeError:
         return
-
-
-def main(pipe: int) -> None:
-    """Take jobs from standard input until it ends.
-
-    Args:
-        pipe: where to say what became of them.
-    """
-    import faulthandler
-
-    faulthandler.enable()
-    with os.fdopen(pipe, "w") as lines:
-
-        def say(**words: Any) -> None:
-            lines.write(json.dumps(words) + "\n")
-            lines.flush()
-
-        first = json.loads(sys.stdin.readline())
-        try:
-            from .candidate import load_candidate
-            from .runner import make_setting, try_case, try_law
-
-            setting = make_setting(
-                load_candidate(first["implementation"]), first["device"]
-            )
-        except Exception as error:
-            say(kind=type(error).__name__, error=str(error))
-            return
-        import torch
-
-        from ..laws.all_laws import ALL_LAWS
-
-        torch.set_num_threads(1)
-        by_name = {law.name: law for law in ALL_LAWS}
-        say(ready=True)
-        for line in sys.stdin:
-            job = Job(**json.loads(line))
-            law = by_name[job.law]
-
-            def at(case: str) -> None:
-                say(case=case)
-
-            if job.case is None:
-                result = try_law(law, setting, job.seed, job.examples, at)
-            else:
-                result = try_case(law, setting, job.case, at)
-            say(result=asdict(result) | {"status": result.status.value})

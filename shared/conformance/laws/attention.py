@@ -238,7 +238,7 @@ def nothing_is_written_beside_the_log_sum_exp(
     taken = setting.candidate.support.options
     if taken is not None and "lse" not in taken:
         return
-    setting.candidate.paged_attention(**call.arguments, out=out, lse=lse)
+    setting.candidate.paged_attention(**call.keywords, out=out, lse=lse)
     expect_right(setting, call, (out, lse))
     lse.fill_(7.0)
     expect_same(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...contract.attention_options import pack_options
 from ..generators.batches import NAN, Plan
 from ..generators.options import (
     Call,
@@ -322,7 +323,7 @@ def expect_refused(setting: Setting, what: str, call: Call, change: Change) -> N
     answers: list[Any] = []
 
     def asked() -> Any:
-        answers.append(operation(**arguments, **results))
+        answers.append(operation(**pack_options(**arguments, **results)))
         return answers[0]
 
     try:

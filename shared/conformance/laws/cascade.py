@@ -265,7 +265,7 @@ def expect_refused(setting: Setting, what: str, change: Change) -> None:
         expect_refusal(
             what,
             lambda: setting.candidate.cascade_attention(
-                **call.arguments, out=out, lse=lse
+                **call.keywords, out=out, lse=lse
             ),
         )
 

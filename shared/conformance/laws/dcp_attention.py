@@ -211,7 +211,7 @@ def ask_all(setting: Setting, dealt: Dealt, whole: Call) -> list[Result]:
         out = torch.full(shape, NAN, device=setting.device)
         lse = torch.full((heads, tokens), NAN, device=setting.device)
         call = dealt.share(whole, rank)
-        setting.candidate.dcp_attention(**call.arguments, out=out, lse=lse)
+        setting.candidate.dcp_attention(**call.keywords, out=out, lse=lse)
         found.append((out, lse))
     return found
 
@@ -318,7 +318,7 @@ def expect_refused(setting: Setting, what: str, change: Change) -> None:
     with kept(out=out, lse=lse):
         expect_refusal(
             what,
-            lambda: setting.candidate.dcp_attention(**call.arguments, out=out, lse=lse),
+            lambda: setting.candidate.dcp_attention(**call.keywords, out=out, lse=lse),
         )
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
+from ...contract.attention_options import pack_options
 from ...contract.operations import Implementation
 from ...validation.integrations import (
     check_causal_batch,
@@ -201,7 +202,7 @@ def _attend_padded(
         key_start_loc,
         max_query_len,
         max_key_len,
-        **options,
+        **pack_options(**options),
     )
     # step: put it back
     out = value.new_zeros(num_reqs * query_len, query_heads, value.shape[-1])

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...contract.attention_options import pack_options
 from ...contract.metadata_classes import CommonAttentionMetadata
 from ...validation.integrations import check_flat_batch, load_named
 from .pages import Pages
@@ -146,7 +147,7 @@ class PagedBatch:
             metadata.seq_lens,
             metadata.max_query_len,
             metadata.max_seq_len,
-            **options,
+            **pack_options(**options),
         )
         return out[None]
 

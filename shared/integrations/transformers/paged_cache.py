@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from ...contract.attention_options import pack_options
 from ...contract.metadata_classes import CommonAttentionMetadata
 from ...contract.operations import Implementation
 from ...tools.replay.block_manager import BlockManager
@@ -392,6 +393,6 @@ def attend_pages(
         torch.tensor(seq_lens, dtype=torch.int32, device=device),
         query_len,
         max(seq_lens, default=0),
-        **options,
+        **pack_options(**options),
     )
     return out.view(num_reqs, query_len, *out.shape[1:])

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...contract.attention_options import AttentionOptions
 from ...contract.operations import load_implementation
 from .inputs import Inputs
 
@@ -115,7 +116,13 @@ class Ours(Implementation):
                     out=out,
                 )
             )
-        scales = {"k_scale": 1.0, "v_scale": 1.0} if workload.is_quantised else {}
+        scale = 1.0 if workload.is_quantised else None
+        options = AttentionOptions(
+            causal=workload.causal,
+            sliding_window=workload.sliding_window,
+            k_scale=scale,
+            v_scale=scale,
+        )
         return Prepared(
             lambda: twin.paged_attention(
                 inputs.query,
@@ -126,9 +133,7 @@ class Ours(Implementation):
                 inputs.seq_lens,
                 *lens,
                 out=out,
-                causal=workload.causal,
-                sliding_window=workload.sliding_window,
-                **scales,
+                options=options,
             )
         )
 
@@ -237,46 +242,3 @@ def has_module(name: str) -> bool:
         return importlib.util.find_spec(name) is not None
     except (ImportError, ValueError):
         return False
-
-
-def all_implementations(device: str, fa3: str | None = None) -> list[Implementation]:
-    """Return everyone who is asked, ours first.
-
-    Args:
-        device: "cuda" or "cpu".
-        fa3: the file of FlashAttention-3's operators, as vLLM ships it; None: as it is
-            installed.
-    """
-    from .flash_attention_3 import FlashAttention3
-    from .flashinfer_attention import FlashInfer
-    from .vllm_attention import VLLMTriton
-
-    return [
-        Ours(device),
-        FlashAttention3(device, fa3),
-        FlashInfer(device),
-        VLLMTriton(device),
-        XFormers(device),
-        TorchAttention(device, "FLASH_ATTENTION", "torch-flash", "torch, flash"),
-        TorchAttention(device, "CUDNN_ATTENTION", "torch-cudnn", "torch, cuDNN"),
-    ]
-
-
-def choose_implementations(
-    everyone: list[Implementation], names: list[str]
-) -> list[Implementation]:
-    """Return those of these names, ours always among them; "torch" is all of torch's.
-
-    Raises:
-        ValueError: a name that none has.
-    """
-    known = [each.name for each in everyone]
-    chosen = {"ours"}
-    for name in names:
-        found = [each for each in known if each == name or each.startswith(f"{name}-")]
-        if not found:
-            raise ValueError(
-                f"implementations = {name!r}: expected some of {', '.join(known)}, torch"
-            )
-        chosen.update(found)
-    return [each for each in everyone if not names or each.name in chosen]

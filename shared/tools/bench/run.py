@@ -18,12 +18,11 @@ from typing import Any
 import torch
 
 from .ceilings import Ceilings, measure_ceilings
+from .choice import all_implementations, choose_implementations
 from .implementations import (
     Declined,
     Implementation,
     Prepared,
-    all_implementations,
-    choose_implementations,
 )
 from .inputs import Inputs, draw_inputs
 from .machine import describe_card, describe_machine

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...contract.attention_options import AttentionOptions
 from ...contract.budgets import judge_rows
 from ...contract.operations import load_implementation
 from .inputs import Inputs
@@ -142,8 +143,9 @@ def _attend_alone(inputs: Inputs, token: int) -> tuple[Tensor, Tensor, Tensor]:
                 seen,
                 out=out,
                 compute_dtype=dtype,
-                causal=workload.causal,
-                sliding_window=workload.sliding_window,
+                options=AttentionOptions(
+                    causal=workload.causal, sliding_window=workload.sliding_window
+                ),
             )
             return result
 

@@ -4,6 +4,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from pagetwin.contract.attention_options import AttentionOptions
 from torch import Tensor
 
 from golden.cases import SKIP, adapter
@@ -36,10 +37,12 @@ def unified_attention(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
             inputs["max_seqlen_q"],
             inputs["max_seqlen_k"],
             scale=inputs["softmax_scale"],
-            sliding_window=None if left < 0 else left + 1,
-            logits_soft_cap=inputs["softcap"] or None,
-            alibi_slopes=per_head(inputs["alibi_slopes"]),
-            sinks=per_head(inputs["sinks"]),
+            options=AttentionOptions(
+                sliding_window=None if left < 0 else left + 1,
+                logits_soft_cap=inputs["softcap"] or None,
+                alibi_slopes=per_head(inputs["alibi_slopes"]),
+                sinks=per_head(inputs["sinks"]),
+            ),
         )
     }
 
@@ -86,9 +89,11 @@ def context_attention(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
         step.max_query_len,
         step.max_seq_len,
         scale=inputs["sm_scale"],
-        sliding_window=window if window and window > 0 else None,
-        alibi_slopes=per_head(inputs["alibi_slopes"]),
-        sinks=per_head(inputs["sinks"]),
+        options=AttentionOptions(
+            sliding_window=window if window and window > 0 else None,
+            alibi_slopes=per_head(inputs["alibi_slopes"]),
+            sinks=per_head(inputs["sinks"]),
+        ),
     )
     if inputs["skip_decode"]:
         # vLLM leaves the rows of decodes to another kernel
@@ -116,7 +121,9 @@ def decode_attention(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
         1,
         int(seq_lens.max()),
         scale=inputs["sm_scale"],
-        logits_soft_cap=inputs["logit_cap"] if inputs["logit_cap"] > 0 else None,
+        options=AttentionOptions(
+            logits_soft_cap=inputs["logit_cap"] if inputs["logit_cap"] > 0 else None
+        ),
     )
     return {"o": out[..., : value.shape[-1]]}
 

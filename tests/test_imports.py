@@ -1,0 +1,208 @@
+"""The import graph of pagetwin: no cycles, and packages depend on each other in one direction."""
+
+import ast
+import re
+import sys
+from collections import defaultdict
+
+import pytest
+from source_tree import FOLDERS, ROOT, TWINS, cycles, imports, modules, tree_of
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+CONTRACT = {"contract", "validation"}
+ENGINE = {*CONTRACT, "engine"}
+# the packages that each package may import besides itself; docs/design.md draws it
+ALLOWED: dict[str, set[str]] = {
+    "contract": set(),
+    "validation": {"contract"},
+    "engine": CONTRACT,
+    "bookkeeping": ENGINE,
+    "reference": {*ENGINE, "bookkeeping"},
+    "optimized": {*ENGINE, "bookkeeping"},
+    "conformance": ENGINE,
+    "examples": ENGINE,
+    "integrations": ENGINE,
+    "tools": {*ENGINE, "conformance", "examples"},
+}
+# imports that are still to be removed, by importing module and imported module
+PENDING_IMPORTS = {
+    ("integrations.transformers.paged_cache", "tools.replay.block_manager"),
+    ("integrations.transformers.decoder_only", "tools.replay.block_manager"),
+    ("integrations.transformers.decoder_only", "tools.replay.scheduler"),
+}
+PENDING_CYCLES: list[list[str]] = []
+# strings that name a module of a twin: measured code, reached by name since tools may not import it
+PENDING_STRINGS = {
+    ("tools.bench.ceilings", "pagetwin.optimized.kernels.ceilings"),
+    ("tools.bench.implementations", "pagetwin.optimized.launch.xformers_split_k"),
+}
+# public classes that still have the name of another one
+PENDING_NAMES = {
+    "Action",
+    "Batch",
+    "Call",
+    "Disagreement",
+    "Far",
+    "Groups",
+    "History",
+    "Implementation",
+    "Law",
+    "Layer",
+    "Model",
+    "Nonsense",
+    "Plan",
+    "Prompts",
+    "Request",
+    "Rows",
+    "Settings",
+    "Shared",
+    "Sight",
+    "Sizes",
+    "Status",
+    "Truth",
+    "Write",
+}
+LIBRARIES = {"triton", "xformers"}
+# more files than a dozen in one folder, and why
+LARGE_FOLDERS = {
+    "shared/conformance/harness": "one file per stage of a run",
+    "shared/conformance/laws": "one file per subject of laws",
+    "shared/contract": "one file per family of classes",
+    "shared/examples": "one file per concept",
+    "shared/tools/bench": "to be grouped",
+    "shared/tools/replay": "to be grouped",
+    "shared/validation": "one file per subject of arguments",
+}
+# more lines than 600 in one file, and why
+LONG_FILES = {
+    "optimized/kernels/attention_kernel.py": "to be split by step",
+    "optimized/kernels/sm90/prefill_kernel.py": "to be split by role of the warps",
+    "shared/conformance/generators/options.py": "to be split",
+    "shared/conformance/laws/cache.py": "to be split",
+    "shared/conformance/laws/graph_state.py": "to be split",
+    "shared/conformance/laws/layouts.py": "to be split",
+}
+
+
+def test_no_modules_import_each_other() -> None:
+    assert [each for each in cycles() if each not in PENDING_CYCLES] == []
+    assert all(each in cycles() for each in PENDING_CYCLES), "shorten PENDING_CYCLES"
+
+
+def test_packages_import_each_other_in_one_direction() -> None:
+    assert set(ALLOWED) == set(FOLDERS)
+    against = set()
+    for module in modules():
+        package = module.split(".")[0]
+        for target in imports(module):
+            if target.split(".")[0] not in {package, *ALLOWED[package]}:
+                against.add((module, target))
+    assert against - PENDING_IMPORTS == set()
+    assert against >= PENDING_IMPORTS, "shorten PENDING_IMPORTS"
+
+
+def test_the_allowed_directions_have_no_cycle() -> None:
+    reached: set[str] = set()
+    while layer := {each for each in ALLOWED if ALLOWED[each] <= reached} - reached:
+        reached |= layer
+    assert reached == set(ALLOWED)
+
+
+def test_only_the_twin_and_the_tools_use_the_libraries_of_kernels() -> None:
+    """Neither triton nor xFormers is imported anywhere else, not even inside a function."""
+    for module in modules():
+        if module.split(".")[0] in ("optimized", "tools"):
+            continue
+        for node in ast.walk(tree_of(module)):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                names = [node.module or ""]
+            assert not LIBRARIES & {name.split(".")[0] for name in names}, module
+
+
+def test_packages_import_each_other_relatively() -> None:
+    """So that a copy of the folders works under another name."""
+    for module in modules():
+        for node in ast.walk(tree_of(module)):
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                assert (node.module or "").split(".")[0] != "pagetwin", module
+
+
+def test_no_string_names_a_module_of_a_twin() -> None:
+    """What is reached by name is an operation or a backend, never a module inside a twin."""
+    named = re.compile(
+        rf"pagetwin\.(?:{'|'.join(TWINS)})\.[\w.]+|pagetwin(?:\.\w+)*\._\w+"
+    )
+    found = {
+        (module, text)
+        for module in modules()
+        for node in ast.walk(tree_of(module))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        for text in [node.value]
+        if named.fullmatch(text)
+    }
+    assert found - PENDING_STRINGS == set()
+    assert found >= PENDING_STRINGS, "shorten PENDING_STRINGS"
+
+
+def test_public_class_names_are_unique() -> None:
+    """Except in the twins, which name their classes alike."""
+    where: dict[str, set[str]] = defaultdict(set)
+    for module in modules():
+        package = module.split(".")[0]
+        for node in ast.walk(tree_of(module)):
+            if isinstance(node, ast.ClassDef) and node.name[0] != "_":
+                where[node.name].add("twins" if package in TWINS else module)
+    double = {name: places for name, places in where.items() if len(places) > 1}
+    assert set(double) - PENDING_NAMES == set(), double
+    assert set(double) >= PENDING_NAMES, "shorten PENDING_NAMES"
+
+
+def test_no_folder_is_a_drawer() -> None:
+    for package, folder in FOLDERS.items():
+        for path in [folder, *(each for each in folder.rglob("*") if each.is_dir())]:
+            count = len([each for each in path.glob("*.py") if each.stem != "__init__"])
+            name = path.relative_to(ROOT).as_posix()
+            assert count <= 12 or name in LARGE_FOLDERS, f"{name}: {count} modules"
+            assert package
+
+
+def test_no_file_is_longer_than_600_lines() -> None:
+    for path in modules().values():
+        count = len(path.read_text(encoding="utf-8").splitlines())
+        name = path.relative_to(ROOT).as_posix()
+        assert count <= 600 or name in LONG_FILES, f"{name}: {count} lines"
+
+
+@pytest.mark.parametrize("table", ["packages", "package-dir"])
+def test_pyproject_lists_the_packages_on_disk(table: str) -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    listed = settings["tool"]["setuptools"][table]
+    if table == "packages":
+        on_disk = {
+            ".".join(["pagetwin", package, *path.relative_to(folder).parent.parts])
+            for package, folder in FOLDERS.items()
+            for path in folder.rglob("__init__.py")
+        }
+        assert set(listed) == {*on_disk, "pagetwin.shared"}
+    else:
+        assert listed == {
+            **{
+                f"pagetwin.{package}": folder.relative_to(ROOT).as_posix()
+                for package, folder in FOLDERS.items()
+            },
+            "pagetwin.shared": "shared",
+        }
+
+
+def test_every_package_is_typed_and_found_by_type_checkers() -> None:
+    for package, folder in FOLDERS.items():
+        assert (folder / "py.typed").is_file(), folder
+        link = ROOT / ".typing" / "pagetwin" / package
+        assert link.resolve() == folder.resolve()
