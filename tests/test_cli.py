@@ -127,14 +127,14 @@ def test_a_disagreement_ends_with_one_and_can_be_reproduced(
     assert "Traceback" not in result.output
     again = pagetwin("reproduce", path)
     assert again.exit_code == DISAGREE, again.output
-    assert "It still goes wrong." in again.output
+    assert "The step is still wrong." in again.output
     monkeypatch.setattr(
         "twin_without_first_key.paged_attention.paged_attention",
         importlib.import_module("pagetwin.reference.attention.paged").paged_attention,
     )
     mended = pagetwin("reproduce", path)
     assert mended.exit_code == 0, mended.output
-    assert "It no longer goes wrong." in mended.output
+    assert "The step is right now." in mended.output
 
 
 @pytest.mark.parametrize(
