@@ -17,10 +17,12 @@ from ..bookkeeping.batch.layer_parameters import (
     get_per_layer_parameters,
     infer_global_hyperparameters,
 )
+from ..bookkeeping.batch.scheduler import Scheduler
 from ..bookkeeping.batch.spec_decode import (
     reshape_attn_output_for_spec_decode,
     reshape_query_for_spec_decode,
 )
+from ..bookkeeping.cache.block_manager import BlockManager
 from ..bookkeeping.cache.kv_cache import (
     allocate_kv_cache,
     get_kv_cache_shape,
@@ -99,6 +101,7 @@ from .cache.slot_mapping import (
     compute_slot_mapping_device,
     compute_slot_mapping_start_idx,
 )
+from .launch.workspace import release_workspace
 from .v0.graph_state import CommonAttentionState, get_attn_cg_support
 from .v0.sequence_metadata import (
     CommonMetadataBuilder,
@@ -108,9 +111,11 @@ from .v0.sequence_metadata import (
 
 __all__ = [
     "AttentionOptions",
+    "BlockManager",
     "BlockTable",
     "CommonAttentionState",
     "CommonMetadataBuilder",
+    "Scheduler",
     "StepBuffers",
     "allocate_kv_cache",
     "allocate_kv_caches",
@@ -161,6 +166,7 @@ __all__ = [
     "mamba_get_block_table_tensor",
     "merge_attn_states",
     "paged_attention",
+    "release_workspace",
     "reorder_batch_to_split_decodes_and_prefills",
     "reshape_and_cache",
     "reshape_attn_output_for_spec_decode",

@@ -9,10 +9,12 @@ from ..bookkeeping.batch.layer_parameters import (
     get_per_layer_parameters,
     infer_global_hyperparameters,
 )
+from ..bookkeeping.batch.scheduler import Scheduler
 from ..bookkeeping.batch.spec_decode import (
     reshape_attn_output_for_spec_decode,
     reshape_query_for_spec_decode,
 )
+from ..bookkeeping.cache.block_manager import BlockManager
 from ..bookkeeping.cache.kv_cache import (
     allocate_kv_cache,
     get_kv_cache_shape,
@@ -100,9 +102,11 @@ from .v0.sequence_metadata import (
 
 __all__ = [
     "AttentionOptions",
+    "BlockManager",
     "BlockTable",
     "CommonAttentionState",
     "CommonMetadataBuilder",
+    "Scheduler",
     "StepBuffers",
     "allocate_kv_cache",
     "allocate_kv_caches",

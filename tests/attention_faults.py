@@ -6,10 +6,13 @@ in some. Beside it stand the laws that it breaks.
 
 import math
 from collections.abc import Callable
+from functools import wraps
+from inspect import signature
 from typing import Any
 
 import torch
 from pagetwin.conformance.harness.candidate import load_candidate
+from pagetwin.contract.attention_options import pack_options
 from torch import Tensor
 
 RIGHT = load_candidate("reference")
@@ -17,12 +20,24 @@ Operation = Callable[..., Any]
 Fault = Callable[[Operation], Operation]
 
 
+def by_keyword(operation: Operation) -> Operation:
+    """Return an operation that takes its options, if any, as keyword arguments."""
+
+    @wraps(operation)
+    def call(*given: Any, **named: Any) -> Any:
+        if "options" in signature(operation).parameters:
+            named = pack_options(**named)
+        return operation(*given, **named)
+
+    return call
+
+
 def changed(**changes: Callable[[dict[str, Any]], Any]) -> Fault:
     """Return a fault: some arguments become others before the operation sees them."""
 
     def fault(operation: Operation) -> Operation:
         def spoilt(*given: Any, **named: Any) -> Any:
-            names = operation.__code__.co_varnames  # type: ignore[attr-defined]
+            names = list(signature(operation).parameters)
             named = dict(zip(names, given, strict=False)) | named
             for name, change in changes.items():
                 if named.get(name) is not None:

@@ -317,80 +317,11 @@ def joined(*parts: Tensor) -> Tensor:
 
 
 ALL = slice(None)
-# decodes first, as every backend wants them
-STEPS = ([5, 19, 2], [1, 1, 14], [1, 1, 1])
 
 
 def assert_right(judge: Judge, **changes: Any) -> None:
     verdict = judge(changes, ALL)
     assert verdict.ok, verdict
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", BACKENDS)
-def test_a_decoder_sees_its_sequence_in_every_step(
-    name: str, dtype: torch.dtype, reference: Twin, device: torch.device
-) -> None:
-    served = Served(name, 3, device, reference, dtype=dtype)
-    for news in STEPS:
-        assert_right(served.step(news))
-
-
-@pytest.mark.parametrize("name", BACKENDS)
-def test_cross_attention_reads_in_every_decode_what_one_prefill_wrote(
-    name: str, reference: Twin, device: torch.device
-) -> None:
-    """Sequences and encoders of other lengths than each other; one request has no encoder.
-
-    The last prompt comes beside decodes; then three steps bring no keys at all.
-    """
-    served = Served(name, 3, device, reference, kind="encoder_decoder")
-    assert_right(served.step([3, 17, 0], brings=[21, 0, 0]))
-    assert_right(served.step([1, 1, 5], brings=[0, 0, 33]))
-    for _ in range(3):
-        assert_right(served.step([1, 1, 1]))
-
-
-@pytest.mark.parametrize("name", BACKENDS)
-def test_cross_attention_of_a_request_without_encoder_is_zero(
-    name: str, reference: Twin, device: torch.device
-) -> None:
-    served = Served(name, 2, device, reference, kind="encoder_decoder")
-    output = torch.full((5, HEADS, SIZE), NAN, dtype=torch.float16, device=device)
-    for news in ([1, 4], [1, 1]):
-        metadata = served.builder.build(0, served.common(news, [0, 0], [], {}))
-        query = served.random(sum(news), HEADS).to(device)
-        rows = output[: sum(news)]
-        served.impl.forward(None, query, None, None, served.cache, metadata, rows)
-        assert not rows.any() and bool(served.cache.isnan().all())
-
-
-@pytest.mark.parametrize("window", [None, 4])
-@pytest.mark.parametrize("name", BACKENDS)
-def test_inside_an_encoder_tokens_see_each_other_both_ways(
-    name: str, window: int | None, reference: Twin, device: torch.device
-) -> None:
-    """A window reaches to both sides; the decoder's tokens of the step play no part."""
-    served = Served(name, 4, device, reference, kind="encoder", sliding_window=window)
-    assert_right(served.step([1, 1, 3, 0], brings=[18, 0, 5, 1]))
-    # a step in which no encoder runs
-    if window is None:
-        given = torch.zeros(0, HEADS, SIZE, dtype=torch.float16, device=device)
-        keys = given[:, :KV_HEADS]
-        metadata = served.builder.build(0, served.common([1] * 4, [0] * 4, [], {}))
-        served.impl.forward(None, given, keys, keys, served.cache, metadata, given)
-
-
-@pytest.mark.parametrize("window", [None, 4])
-@pytest.mark.parametrize("name", BACKENDS)
-def test_prompts_of_a_model_without_decoder_come_in_any_order(
-    name: str, window: int | None, reference: Twin, device: torch.device
-) -> None:
-    """A prompt of one token behind a long one is no decode behind a prefill: nothing decodes."""
-    served = Served(
-        name, 4, device, reference, kind="encoder_only", sliding_window=window
-    )
-    assert_right(served.step([18, 1, 0, 7]))
 
 
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
@@ -415,27 +346,6 @@ COUNTS_POSITIONS = {
 }
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("name", BACKENDS)
-def test_an_option_holds_in_prefills_and_decodes_alike(
-    name: str, option: str, reference: Twin, device: torch.device
-) -> None:
-    """vLLM's xFormers backend left the window and the cap out of decodes, not of prefills.
-
-    So each half is also held against the result without the option, which must not pass.
-    """
-    served = Served(name, 3, device, reference, **OPTIONS[option])
-    without = dict.fromkeys(OPTIONS[option])
-    for news in STEPS:
-        judge = served.step(news)
-        assert_right(judge)
-    news = [1, 1, 13]
-    judge = served.step(news)
-    assert_right(judge)
-    for half in (slice(0, 2), slice(2, 15)):
-        assert not judge(without, half).ok, "the option changes nothing"
-
-
 @pytest.mark.parametrize("option", ["logits_soft_cap", "sinks"])
 @pytest.mark.parametrize("name", BACKENDS)
 def test_cross_attention_takes_what_counts_no_positions(
@@ -451,160 +361,11 @@ def test_cross_attention_takes_what_counts_no_positions(
         assert not judge(dict.fromkeys(OPTIONS[option]), half).ok
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("name", BACKENDS)
-def test_an_encoder_takes_every_option(
-    name: str, option: str, reference: Twin, device: torch.device
-) -> None:
-    served = Served(name, 2, device, reference, kind="encoder_only", **OPTIONS[option])
-    judge = served.step([18, 9])
-    assert_right(judge)
-    assert not judge(dict.fromkeys(OPTIONS[option]), ALL).ok
-
-
 SCALES = {
     "fp8": (0.02, 0.5),
     "fp8_e5m2": (torch.tensor(0.25), torch.tensor([2.0])),
     "fp8_e4m3": (torch.tensor([0.01, 0.03]), torch.tensor([0.5, 0.125])),
 }
-
-
-@pytest.mark.parametrize("cache", SCALES)
-@pytest.mark.parametrize("name", BACKENDS)
-def test_a_quantised_cache_is_written_and_read_with_its_scales(
-    name: str, cache: str, reference: Twin, device: torch.device
-) -> None:
-    """vLLM's xFormers backend read it without scales in decodes, and with them in prefills."""
-    k_scale, v_scale = SCALES[cache]
-    served = Served(
-        name, 3, device, reference, cache=cache, k_scale=k_scale, v_scale=v_scale
-    )
-    for news in STEPS:
-        judge = served.step(news)
-        assert_right(judge)
-    judge = served.step([1, 1, 11])
-    assert_right(judge)
-    for half in (slice(0, 2), slice(2, 13)):
-        for scale in ("k_scale", "v_scale"):
-            assert not judge({scale: 1.0}, half).ok
-
-
-@pytest.mark.parametrize("name", BACKENDS)
-def test_cross_attention_reads_a_quantised_cache(
-    name: str, reference: Twin, device: torch.device
-) -> None:
-    served = Served(
-        name,
-        2,
-        device,
-        reference,
-        kind="encoder_decoder",
-        cache="fp8",
-        k_scale=0.02,
-        v_scale=torch.tensor([0.5, 0.125]),
-    )
-    assert_right(served.step([3, 9], brings=[18, 5]))
-    assert_right(served.step([1, 1]))
-
-
-@pytest.mark.parametrize("kind", ["encoder", "encoder_only"])
-@pytest.mark.parametrize("name", BACKENDS)
-def test_what_keeps_nothing_has_no_cache_to_quantise(
-    name: str, kind: str, reference: Twin, device: torch.device
-) -> None:
-    """A model's caches have one dtype; layers without a cache are not concerned."""
-    served = Served(name, 2, device, reference, kind=kind, cache="fp8")
-    served.scales, served.layer = {}, None
-    lens = [4, 18]
-    brings = lens if kind == "encoder" else None
-    assert_right(served.step([1, 1] if brings else lens, brings))
-
-
-@pytest.mark.parametrize("dtype", FP8_DTYPES, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", BACKENDS)
-def test_an_output_is_quantised_as_it_is_written(
-    name: str, kind: str, dtype: torch.dtype, reference: Twin, device: torch.device
-) -> None:
-    served = Served(name, 2, device, reference, kind=kind)
-    scale = torch.tensor(0.01, device=device)
-    fp8 = {"output_dtype": dtype, "output_scale": scale}
-    crosses = kind in ("encoder", "encoder_decoder")
-    assert_right(served.step([3, 18], [17, 5] if crosses else None, **fp8))
-    if kind in ("decoder", "encoder_decoder"):
-        assert_right(served.step([1, 1], **fp8))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", BACKENDS)
-def test_values_may_be_shorter_than_keys(
-    name: str, kind: str, reference: Twin, device: torch.device
-) -> None:
-    """In a cache they take the first elements of their slot; the others stay as they are."""
-    served = Served(name, 2, device, reference, kind=kind, head_size_v=24)
-    crosses = kind in ("encoder", "encoder_decoder")
-    assert_right(served.step([3, 18], [17, 5] if crosses else None))
-    if kind in ("decoder", "encoder_decoder"):
-        assert_right(served.step([1, 1]))
-
-
-@pytest.mark.parametrize("name", BACKENDS)
-def test_each_request_may_be_causal_or_not(
-    name: str, reference: Twin, device: torch.device
-) -> None:
-    """A decode is the last of its sequence: it sees all of it either way."""
-    served = Served(name, 3, device, reference)
-    for flags in ([True, False, True], [False, False, False]):
-        causal = torch.tensor(flags)
-        judge = served.step([1, 7, 5], causal=causal.to(device))
-        assert_right(judge, causal=causal)
-        assert not judge({"causal": True}, ALL).ok
-    judge = served.step([1, 7, 5], causal=False)
-    assert_right(judge, causal=False)
-    assert not judge({"causal": True}, slice(1, 8)).ok
-
-
-@pytest.mark.parametrize("name", BACKENDS)
-def test_a_tree_of_drafts_is_seen_as_its_mask_says(
-    name: str, reference: Twin, device: torch.device
-) -> None:
-    """A decode beside two trees and a prompt's chunk, which is wider than the trees."""
-    served = Served(name, 4, device, reference, sliding_window=12)
-    assert_right(served.step([3, 17, 2, 1]))
-    chain = torch.ones(3, 3, dtype=torch.bool).tril()
-    fork = chain.clone()
-    fork[2, 1] = False
-    tree = torch.stack([chain, fork, chain, chain])
-    judge = served.step([1, 3, 2, 6], tree_mask=tree.to(device))
-    assert_right(judge, tree_mask=tree)
-    assert not judge({}, slice(1, 4)).ok
-
-
-@pytest.mark.parametrize("name", BACKENDS)
-def test_tokens_of_an_image_see_each_other_both_ways(
-    name: str, reference: Twin, device: torch.device
-) -> None:
-    """The second request's image began in the chunk before; the first one's lies behind it."""
-    served = Served(name, 3, device, reference, sliding_window=4)
-    assert_right(served.step([9, 5, 2]))
-    spans = {0: [(1, 6)], 1: [(2, 9), (11, 13)]}
-    judge = served.step([1, 9, 4], mm_req_doc_ranges=spans)
-    rows = [(2, 9)] * 5 + [(-1, -1)] + [(11, 13)] * 3
-    ranges = counts([(-1, -1), *rows, *[(-1, -1)] * 4])
-    assert_right(judge, query_ranges=ranges)
-    assert not judge({}, slice(1, 10)).ok
-    assert judge({}, slice(10, 14)).ok
-
-
-@pytest.mark.parametrize("name", BACKENDS)
-def test_a_prompts_images_reach_past_the_window_of_an_encoder(
-    name: str, reference: Twin, device: torch.device
-) -> None:
-    served = Served(name, 2, device, reference, kind="encoder_only", sliding_window=2)
-    judge = served.step([9, 3], mm_req_doc_ranges={0: [(1, 6)]})
-    ranges = counts([(-1, -1), *[(1, 6)] * 6, *[(-1, -1)] * 5])
-    assert_right(judge, query_ranges=ranges)
-    assert not judge({}, ALL).ok
 
 
 Steps = list[tuple[list[int], list[int]]]

@@ -12,8 +12,8 @@ from conftest import Twin
 from pagetwin.conformance.generators.batches import Batch, Plan, build
 from pagetwin.conformance.oracles.dense import judge_attention, judge_lse, same_bits
 from pagetwin.contract.attention_options import AttentionOptions, pack_options
-from pagetwin.optimized.launch import dispatch as how_it_attends
 from pagetwin.optimized.launch.launcher import INTERPRETED
+from pagetwin.optimized.launch.portable import PortablePlan
 from pagetwin.optimized.launch.prepare import FIXED_SPAN
 from torch import Tensor
 
@@ -45,13 +45,15 @@ def optimized() -> Twin:
 def spreads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return the programs for parts of each launch, as launches are made."""
     found: list[int] = []
-    start = how_it_attends._start
+    start = PortablePlan._start
 
-    def note(launcher: Any, grid: tuple[int, int, int], *rest: Any) -> None:
+    def note(
+        plan: PortablePlan, launcher: Any, grid: tuple[int, int, int], *rest: Any
+    ) -> None:
         found.append(grid[2])
-        start(launcher, grid, *rest)
+        start(plan, launcher, grid, *rest)
 
-    monkeypatch.setattr(how_it_attends, "_start", note)
+    monkeypatch.setattr(PortablePlan, "_start", note)
     return found
 
 

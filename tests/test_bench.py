@@ -828,7 +828,10 @@ def test_vllms_kernel_gets_the_arguments_that_it_takes(monkeypatch: Any) -> None
         block_table, causal, k_descale,
     ):  # type: ignore[no-untyped-def] # fmt: skip
         window = None if window_size[0] < 0 else window_size[0] + 1
-        paged_attention(q, k, v, block_table, cu_seqlens_q, seqused_k, max_seqlen_q, max_seqlen_k, out=out, options=AttentionOptions(causal=causal, sliding_window=window))  # fmt: skip
+        paged_attention(
+            q, k, v, block_table, cu_seqlens_q, seqused_k, max_seqlen_q, max_seqlen_k,
+            out=out, options=AttentionOptions(causal=causal, sliding_window=window),
+        )  # fmt: skip
 
     module = SimpleNamespace(unified_attention=unified_attention)
     monkeypatch.setitem(sys.modules, vllm_triton.ATTEND, module)

@@ -53,12 +53,13 @@ def write_twin(folder: Path, name: str, broken: str = "") -> None:
 DROPS_THE_FIRST_KEY = textwrap.dedent(
     """
     import pagetwin.reference.attention.paged as right
+    from pagetwin.contract.attention_options import pack_options
 
     def paged_attention(query, key_cache, value_cache, block_table, *rest, **options):
         key_cache = key_cache.clone()
         key_cache[block_table[:, 0].long(), 0] = 0
         return right.paged_attention(
-            query, key_cache, value_cache, block_table, *rest, **options
+            query, key_cache, value_cache, block_table, *rest, **pack_options(**options)
         )
     """
 )

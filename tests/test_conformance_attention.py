@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_faults import FAULTS, dropped
+from attention_faults import FAULTS, by_keyword, dropped
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.strategies import SearchStrategy
 from pagetwin.conformance.harness.candidate import (
@@ -121,7 +121,9 @@ def broken_by(law: Law, setting: Setting) -> bool:
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_small_fault_breaks_the_laws_that_name_it(name: str) -> None:
     operation, fault, laws = FAULTS[name]
-    operations = RIGHT.operations | {operation: fault(RIGHT.operations[operation])}
+    operations = RIGHT.operations | {
+        operation: fault(by_keyword(RIGHT.operations[operation]))
+    }
     setting = make_setting(Candidate("broken", operations, Support()), "cpu")
     for law in laws:
         assert broken_by(find_law(law), setting), law

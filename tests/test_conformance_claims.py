@@ -414,8 +414,9 @@ def test_a_last_bit_that_minds_its_company_breaks_the_claim(
 
 def test_the_claim_may_be_an_argument_or_another_callable() -> None:
     def attend(*given: Any, batch_invariant: bool = False, **named: Any) -> Any:
-        right = token_by_token if batch_invariant else RIGHT.paged_attention
-        return right(*given, **named)
+        if batch_invariant:
+            return token_by_token(*given, **named)
+        return RIGHT.paged_attention(*given, **pack_options(**named))
 
     by_argument = replace(INVARIANT, batch_invariant=False)
     assert tried(CUT, by_argument, paged_attention=attend).status == Status.HELD
@@ -450,12 +451,21 @@ def forgets(name: str) -> type:
 def is_not_asked(name: str) -> type:
     """Return a layer that leaves an option of its own out."""
 
-    def options(self: Any, *given: Any) -> Any:
-        found = RightImpl.options(self, *given)
-        found[name] = 1.0 if found.get(name) is not None and name[-1] == "e" else None
-        return found
+    def options(self: Any, *given: Any, **of_step: Any) -> Any:
+        found = RightImpl.options(self, *given, **of_step)
+        # an FP8 output needs some scale
+        other = 1.0 if name == "out_scale" and found.out_scale is not None else None
+        return replace(found, **{name: other})
 
     return type("IsNotAsked", (RightImpl,), {"options": options})
+
+
+class ForgetsItsScale(RightImpl):
+    """Every layer has the same scale."""
+
+    def forward(self, *given: Any) -> Any:
+        self.scale = 1.0
+        return super().forward(*given)
 
 
 class SwapsScales(RightImpl):
@@ -473,6 +483,7 @@ LAYERS: dict[str, tuple[type, str]] = {
     "tree": (forgets("tree_mask"), "a layer sees the trees of its step"),
     "ranges": (forgets("query_ranges"), "a layer sees the images of its step"),
     "flags": (forgets("causal"), OBEYS),
+    "scale": (ForgetsItsScale, OBEYS),
     "scales": (SwapsScales, "a layer keeps its cache in fp8 under its scales"),
 } | {
     name: (is_not_asked(name), OBEYS)
@@ -483,7 +494,6 @@ LAYERS: dict[str, tuple[type, str]] = {
         "alibi_slopes",
         "position_bias",
         "sinks",
-        "scale",
         "out_scale",
     )
 }

@@ -7,7 +7,6 @@ refuses there. With a GPU the twin records and replays real graphs.
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
-from random import Random
 from typing import Any
 
 import pytest
@@ -22,8 +21,6 @@ from captured_steps import (
     poison,
 )
 from conftest import TWINS, Twin
-from hypothesis import given
-from hypothesis import strategies as st
 from pagetwin.conformance.generators.batches import NAN, Batch, Plan
 from pagetwin.conformance.oracles.dense import judge_attention, same_bits
 from pagetwin.contract.sequence_classes import SequenceAttentionMetadata
@@ -111,50 +108,6 @@ def test_padding_rows_do_no_harm_to_a_layer(
         return layer.step(captured, *padded)[:live]
 
     run_batches(layer, reference, run, lambda: poison(buffers))
-
-
-@given(seed=st.integers(0, 2**20))
-def test_a_replay_is_the_function_of_the_live_batch(reference: Twin, seed: int) -> None:
-    pick = Random(seed)
-    sizes = sorted({pick.randint(1, 9) for _ in range(3)})
-    calls = []
-
-    def step(metadata: SequenceAttentionMetadata, x: Tensor) -> Tensor:
-        calls.append(metadata.num_decode_tokens)
-        return x * metadata.seq_lens_tensor[:, None] + metadata.slot_mapping[:, None]
-
-    state = make_state(reference)
-    with state.graph_capture(sizes[-1]):
-        for size in reversed(sizes):
-            state.capture(step, size, torch.ones(size, 2, dtype=torch.int64))
-    assert state.captured_batch_sizes == sizes
-    for _ in range(3):
-        live = pick.randint(1, sizes[-1])
-        lens = [pick.randint(1, LONGEST) for _ in range(live)]
-        slots = [pick.randint(0, 99) for _ in range(live)]
-        x = torch.arange(2 * live).view(live, 2)
-        found = state.replay(decodes(lens, [[1]] * live, slots), x)
-        assert calls[-1] == min(size for size in sizes if size >= live)
-        assert found.tolist() == [
-            [each * seq_len + slot for each in row]
-            for row, seq_len, slot in zip(x.tolist(), lens, slots, strict=True)
-        ]
-
-
-def test_an_exception_forgets_what_its_block_captured(reference: Twin) -> None:
-    state = make_state(reference)
-
-    def step(metadata: SequenceAttentionMetadata) -> Tensor:
-        return metadata.seq_lens_tensor * 10
-
-    with state.graph_capture(4):
-        state.capture(step, 1)
-    with pytest.raises(KeyError), state.graph_capture(4):
-        state.capture(step, 4)
-        state.capture(step, 1)
-        raise KeyError
-    assert state.captured_batch_sizes == [1]
-    assert state.replay(decodes([7], [[3]], [5])).tolist() == [70]
 
 
 def test_a_step_must_have_a_row_for_each_request(reference: Twin) -> None:

@@ -1,58 +1,21 @@
 """Who can be captured, and what does every metadata builder do by itself?"""
 
-from random import Random
 from typing import Any
 
 import pytest
 import torch
-from conftest import Twin
 from hypothesis import given
 from hypothesis import strategies as st
 from pagetwin.contract.graph_classes import (
     AttentionCGSupport,
     AttentionCGSupportInfo,
     CUDAGraphMode,
-    GroupSupport,
 )
 from pagetwin.contract.specs import KVCacheSpec
 from pagetwin.engine.backend_interface import AttentionMetadataBuilder
 from pagetwin.engine.selector import load_backend
 
 LEVELS = list(AttentionCGSupport)
-
-
-@st.composite
-def groups_of_layers(draw: st.DrawFn) -> list[list[GroupSupport]]:
-    pick = Random(draw(st.integers(0, 2**20)))
-    return [
-        [
-            GroupSupport(
-                pick.choice(LEVELS),
-                f"B{outer}{inner}",
-                tuple(f"l{pick.randint(0, 5)}" for _ in range(pick.randint(1, 3))),
-            )
-            for inner in range(pick.randint(0, 3))
-        ]
-        for outer in range(pick.randint(0, 3))
-    ]
-
-
-@given(groups=groups_of_layers(), checked=st.none() | st.sets(st.integers(0, 5)))
-def test_the_first_of_the_weakest_backends_is_named(
-    twin: Twin, groups: list[list[GroupSupport]], checked: set[int] | None
-) -> None:
-    names = None if checked is None else {f"l{number}" for number in checked}
-    asked = [
-        (group.support.value, place, group)
-        for place, group in enumerate(each for outer in groups for each in outer)
-        if names is None or names & set(group.layer_names)
-    ]
-    found = twin.get_attn_cg_support(groups, names)
-    weakest = min(asked)[2] if asked else None
-    if weakest is None or weakest.support is AttentionCGSupport.ALWAYS:
-        assert found == AttentionCGSupportInfo(AttentionCGSupport.ALWAYS, None)
-    else:
-        assert found == AttentionCGSupportInfo(weakest.support, weakest.backend)
 
 
 def test_another_level_only_narrows() -> None:

@@ -8,6 +8,7 @@ uncompiled, bit for bit, what is written included.
 import copy
 import math
 import random
+import sys
 from collections.abc import Callable, Iterator
 from importlib.util import module_from_spec, spec_from_file_location
 from inspect import signature
@@ -20,7 +21,12 @@ from pagetwin.conformance.generators.batches import Plan, build
 from pagetwin.conformance.generators.options import Call, build_call
 from pagetwin.conformance.laws.attention import SMALL, SMALL_RAGGED
 from pagetwin.conformance.oracles.dense import same_bits
-from pagetwin.contract.attention_options import pack_options
+from pagetwin.contract.attention_options import (
+    OPTION_NAMES,
+    AttentionOptions,
+    pack_options,
+    unpack_options,
+)
 from pagetwin.contract.kinds import FP8_DTYPES
 from pagetwin.contract.operations import CONCEPTS, Implementation, load_implementation
 from pagetwin.contract.shapes import KVCache
@@ -60,7 +66,7 @@ def with_buffers(call: Call) -> Arguments:
     tokens, heads, _ = call.query.shape
     values = call.arguments.get("value_cache", call.arguments.get("value"))
     assert values is not None
-    given = dict(call.arguments)
+    given = call.keywords
     if call.out_dtype is not None:
         size = (tokens, heads, values.shape[-1])
         given["out"] = call.query.new_zeros(size, dtype=call.out_dtype)
@@ -223,6 +229,9 @@ def lowered(name: str, arguments: Arguments) -> tuple[Any, Arguments]:
     if any(arguments.get(each) is not None for each in BUFFERS):
         overload = packet.out
     names = {each.name for each in overload._schema.arguments}
+    arguments = dict(arguments)
+    if "options" in arguments:
+        arguments |= unpack_options(arguments.pop("options"))
     found = {}
     for key, value in arguments.items():
         is_union = isinstance(value, Tensor) and f"{key}_tensor" in names
@@ -234,8 +243,19 @@ def is_fp8(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dtype in FP8_DTYPES
 
 
+def with_each(change: Callable[[Tensor], Tensor], arguments: Arguments) -> Arguments:
+    """Return arguments with every tensor changed, those among the options included."""
+    found = dict(arguments)
+    if "options" in found:
+        own = unpack_options(found.pop("options"))
+        found |= pack_options(**with_each(change, own))
+    return torch.utils._pytree.tree_map_only(Tensor, change, found)  # type: ignore[no-any-return]
+
+
 def assert_same(found: Any, expected: Any) -> None:
     """Assert that results are equal in structure and in every bit."""
+    if isinstance(expected, AttentionOptions):
+        found, expected = vars(found), vars(expected)
     if isinstance(expected, Tensor):
         assert found.shape == expected.shape and found.stride() == expected.stride()
         assert same_bits(found.flatten(), expected.flatten())
@@ -331,9 +351,7 @@ def test_without_contents_an_operation_says_what_it_returns(
 ) -> None:
     for arguments in DRAWN[name](name, device)[:2]:
         with FakeTensorMode() as mode:
-            fake = torch.utils._pytree.tree_map_only(
-                Tensor, mode.from_tensor, arguments
-            )
+            fake = with_each(mode.from_tensor, arguments)
             found = getattr(TWIN, name)(**fake)
         expected = getattr(TWIN, name)(**arguments)
         leaves = torch.utils._pytree.tree_leaves
@@ -360,20 +378,25 @@ def step(
     out = torch.empty_like(query)
     lse = query.new_empty(query.shape[1], query.shape[0])
     seen = TWIN.paged_attention(
-        query, key_cache, value_cache, out=out, lse=lse, **pack_options(**batch)
+        query, key_cache, value_cache, **batch, out=out, lse=lse
     )
     window = TWIN.paged_attention(
         query,
         key_cache,
         value_cache,
+        **batch,
         lse=lse,
-        **pack_options(**batch, sliding_window=9),
+        options=AttentionOptions(sliding_window=9),
     )
     # a second write comes after what was read
     TWIN.reshape_and_cache(key * 3, value, key_cache, value_cache, slots)
     causal = torch.ones_like(computed, dtype=torch.bool)
     again = TWIN.paged_attention(
-        query + 1, key_cache, value_cache, **pack_options(**batch, causal=causal)
+        query + 1,
+        key_cache,
+        value_cache,
+        **batch,
+        options=AttentionOptions(causal=causal),
     )
     return seen * 2, window + again, lse
 
@@ -627,9 +650,9 @@ def test_an_argument_without_its_axes_is_refused_while_a_graph_is_made(
             for name, each in given.items()
         }
         with pytest.raises(ValueError, match=r"query has shape \[\d+, \d+\]: expected"):
-            TWIN.paged_attention(**pack_options(**fake))
+            TWIN.paged_attention(**fake)
         with pytest.raises(TypeError, match="unexpected keyword argument 'window'"):
-            TWIN.paged_attention(window=3, **pack_options(**fake))
+            TWIN.paged_attention(**fake, window=3)
 
 
 def test_numbers_arrive_as_they_were_written() -> None:
@@ -639,12 +662,21 @@ def test_numbers_arrive_as_they_were_written() -> None:
     attention = torch.ops.pagetwin.paged_attention.default
     names = [each.name for each in attention._schema.arguments]
     for name in signature(TWIN.paged_attention).parameters:
-        assert (name in names) == (name not in BUFFERS)
+        assert (name in names) == (name not in (*BUFFERS, "options"))
+    assert set(OPTION_NAMES) < set(names)
 
 
-def test_a_copy_of_the_package_has_operators_of_its_own() -> None:
-    """Two copies stand side by side where planted bugs are looked for."""
-    spec = spec_from_file_location("copied.optimized._operators", _operators.__file__)
+def test_a_copy_of_the_package_has_operators_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Mutants are imported as a second copy of the package, beside the first one."""
+    contract = "contract.attention_options"
+    monkeypatch.setitem(
+        sys.modules, f"copied.{contract}", sys.modules[f"pagetwin.{contract}"]
+    )
+    spec = spec_from_file_location(
+        "copied.optimized.launch.operators", _operators.__file__
+    )
     assert spec is not None and spec.loader is not None
     copied = module_from_spec(spec)
     spec.loader.exec_module(copied)

@@ -152,7 +152,9 @@ def test_blocks_that_a_box_would_cross_are_left_to_others() -> None:
     for block_size, is_taken in ((16, True), (48, True), (24, False), (8, False)):
         keys = torch.zeros(2, block_size, 2, 128, dtype=BF16)
         table = torch.zeros(1, 2, dtype=torch.int32)
-        prompts = lay_out(query, keys, keys, table, query, AttentionOptions())
+        prompts = lay_out(
+            query, keys, keys, table, query, AttentionOptions(causal=True)
+        )
         assert (prompts is not None) == is_taken
 
 
@@ -169,7 +171,7 @@ def test_nothing_is_taken_off_the_chip() -> None:
     batch = build(Plan((8,), (8,), head_size=128, dtype=BF16))
     caches = (batch.key_cache, batch.value_cache)
     inputs = (batch.query, *caches, batch.block_table, batch.query)
-    assert prepare(*inputs, AttentionOptions()) is None
+    assert prepare(*inputs, AttentionOptions(causal=True)) is None
 
 
 def run(
@@ -419,7 +421,7 @@ def test_one_captured_launch_serves_other_lengths(reference: Twin) -> None:
     out, lse = first.fresh()
     run(live, out=out)  # compiles
     inputs = (live.query, *caches, table)
-    prompts = prepare(*inputs, out, AttentionOptions())
+    prompts = prepare(*inputs, out, AttentionOptions(causal=True))
     assert prompts is not None
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -457,7 +459,7 @@ def test_calls_of_one_kind_may_have_any_number_of_tokens(
         batch = build(replace(plan, seed=query_len), "cuda")
         out, lse = batch.fresh()
         inputs = (batch.query, batch.key_cache, batch.value_cache, batch.block_table)
-        prompts = prompts or prepare(*inputs, out, AttentionOptions())
+        prompts = prompts or prepare(*inputs, out, AttentionOptions(causal=True))
         assert prompts is not None
         scale = head_size**-0.5
         assert takes(prompts, *inputs, out, lse, scale)

@@ -1,12 +1,10 @@
-"""Does the replay show the traffic it claims to show, and does it notice a wrong twin?"""
+"""The replay: traces, the traffic made of them, and the detection of a wrong twin."""
 
 import importlib
 import json
 import re
 import subprocess
 import sys
-from collections import Counter
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
@@ -14,27 +12,26 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from hypothesis import settings as hypothesis_settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from pagetwin.bookkeeping.batch.arrivals import schedule_arrivals
+from pagetwin.bookkeeping.batch.scheduler import Scheduler
+from pagetwin.bookkeeping.cache.block_manager import BlockManager
 from pagetwin.contract.attention_options import pack_options
 from pagetwin.contract.operations import Implementation, load_implementation
+from pagetwin.contract.scheduler_classes import Request
 from pagetwin.tools.replay.batch import keep_rows, make_batch
-from pagetwin.tools.replay.block_manager import BlockManager, OutOfBlocks
-from pagetwin.tools.replay.disagreement import Disagreement, load_step, save_step
-from pagetwin.tools.replay.figures import sum_up
-from pagetwin.tools.replay.judge import (
-    cut_into_pieces,
-    find_truth,
+from pagetwin.tools.replay.figures import summarize
+from pagetwin.tools.replay.mismatch import TwinMismatch, load_step, save_step
+from pagetwin.tools.replay.model import SyntheticModel
+from pagetwin.tools.replay.oracle import (
+    compute_expected_attention,
+    describe_difference,
     first_difference,
-    name_differences,
+    split_into_chunks,
 )
-from pagetwin.tools.replay.model import Model
 from pagetwin.tools.replay.reproduce import reproduce
 from pagetwin.tools.replay.run import CACHED, FREE, Replay
-from pagetwin.tools.replay.scheduler import Request, Scheduler, make_requests
-from pagetwin.tools.replay.settings import Settings, choose_settings
-from pagetwin.tools.replay.step import Law, Stage
+from pagetwin.tools.replay.settings import ReplaySettings, choose_settings
+from pagetwin.tools.replay.step import ReplayLaw, Stage
 from pagetwin.tools.replay.tokens import draw_tokens
 from pagetwin.tools.replay.trace import (
     SHIPPED,
@@ -43,11 +40,12 @@ from pagetwin.tools.replay.trace import (
     read_trace,
     scale_trace,
 )
+from pagetwin.tools.replay.traffic import arrival_steps, make_requests, next_tokens
 
 REFERENCE = load_implementation("reference")
 
 
-def small(**given: object) -> Settings:
+def small(**given: object) -> ReplaySettings:
     """Return settings of a replay that takes less than a second."""
     defaults = {
         "requests": 12,
@@ -67,7 +65,7 @@ def wrong_twin(**operations: object) -> dict[str, Implementation]:
 
 
 def drop_the_first_key(query, key_cache, *rest, **options):
-    """Attend with the first key of each sequence replaced by one that nobody looks for."""
+    """Attend with the first key of each sequence replaced by zeros."""
     block_table = rest[1]
     key_cache = key_cache.clone()
     key_cache[block_table[:, 0].long(), 0] = 0
@@ -87,7 +85,7 @@ def shift_a_slot(key, value, key_cache, value_cache, slot_mapping):
 
 
 @pytest.mark.parametrize(("name", "count"), [("azure", 1000), ("mooncake", 300)])
-def test_a_shipped_trace_is_read_whole(name, count):
+def test_a_shipped_trace_is_read_completely(name, count):
     trace = read_trace(name)
     assert len(trace) == count
     assert [request.number for request in trace] == list(range(count))
@@ -159,23 +157,23 @@ GOOD_LINE = '{"timestamp":0,"input_length":5,"output_length":2,"hash_ids":[3]}'
         ("t.txt", GOOD_LINE, ["'.txt'", ".csv", ".jsonl"]),
     ],
 )
-def test_a_malformed_trace_is_refused_with_the_line_and_the_value(
+def test_a_malformed_trace_raises_with_the_line_and_the_value(
     tmp_path, name, text, words
 ):
     path = tmp_path / name
     path.write_text(text)
-    with pytest.raises(TraceError) as refusal:
+    with pytest.raises(TraceError) as raised:
         read_trace(str(path))
     for word in words:
-        assert word in str(refusal.value)
+        assert word in str(raised.value)
 
 
-def test_a_missing_trace_is_refused_with_what_could_be_given():
+def test_a_missing_trace_raises_with_the_names_of_the_shipped_ones():
     with pytest.raises(FileNotFoundError, match="azure or mooncake"):
         read_trace("nowhere.csv")
 
 
-def test_a_binary_trace_is_refused(tmp_path):
+def test_a_binary_trace_raises(tmp_path):
     path = tmp_path / "t.jsonl"
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(TraceError, match="not UTF-8"):
@@ -206,244 +204,69 @@ def test_scaled_lengths_are_at_least_one_and_prefixes_stay_shared(name, scale):
 
 
 @pytest.mark.parametrize("scale", [0, -1, 1.5])
-def test_a_scale_out_of_range_is_refused(scale):
+def test_a_scale_out_of_range_raises(scale):
     with pytest.raises(ValueError, match="scale"):
         scale_trace(read_trace("azure", 1), scale)
 
 
-# --- the block manager
+# --- the scheduler on a trace
 
 
-class BlocksAgainstAModel(RuleBasedStateMachine):
-    """Requests come, grow and go; a list of rows and their tokens is the model."""
-
-    def __init__(self):
-        super().__init__()
-        self.manager = BlockManager(num_blocks=12, block_size=2, seed=3)
-        # each request: its row, its tokens, what its full blocks hold
-        self.requests: list[tuple[list[int], list[int], list[int]]] = []
-        self.content: dict[int, tuple[int, ...]] = {}
-
-    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9))
-    def a_request_comes(self, tokens):
-        array = np.array(tokens, dtype=np.int64)
-        shared = self.manager.find_prefix(array)
-        assert len(shared) * 2 < len(tokens), "one token is left to be computed"
-        for index, block_id in enumerate(shared):
-            assert self.content[block_id] == tuple(tokens[: (index + 1) * 2])
-        needed = -(-len(tokens) // 2) - len(shared)
-        if not self.manager.can_take(shared, needed):
-            free = self.manager.num_free + self.manager.num_cached
-            revived = sum(self.manager.users(each) == 0 for each in shared)
-            assert needed > free - revived
-            return
-        self.manager.share(shared)
-        new = self.manager.allocate(needed)
-        used = {block_id for row, _, _ in self.requests for block_id in row}
-        assert len(set(new)) == len(new)
-        assert not set(new) & (used | set(shared)), "a block handed out twice"
-        for block_id in new:
-            self.content.pop(block_id, None)
-        self.requests.append(([*shared, *new], list(tokens), []))
-        self._compute(self.requests[-1])
-
-    @precondition(lambda self: self.requests)
-    @rule(data=st.data(), token=st.integers(0, 1))
-    def a_request_grows(self, data, token):
-        request = data.draw(st.sampled_from(self.requests))
-        row, tokens, _ = request
-        if len(tokens) == len(row) * 2:
-            if not self.manager.can_take([], 1):
-                with pytest.raises(OutOfBlocks):
-                    self.manager.allocate(1)
-                return
-            (block_id,) = self.manager.allocate(1)
-            assert all(block_id not in other for other, _, _ in self.requests)
-            self.content.pop(block_id, None)
-            row.append(block_id)
-        tokens.append(token)
-        self._compute(request)
-
-    @precondition(lambda self: self.requests)
-    @rule(data=st.data())
-    def a_request_goes(self, data):
-        request = data.draw(st.sampled_from(self.requests))
-        self.requests = [each for each in self.requests if each is not request]
-        self.manager.release(request[0])
-
-    @rule(extra=st.integers(1, 5))
-    def too_much_is_refused_and_changes_nothing(self, extra):
-        before = self.manager.num_free, self.manager.num_cached, self.manager.num_used
-        with pytest.raises(OutOfBlocks):
-            self.manager.allocate(before[0] + before[1] + extra)
-        after = self.manager.num_free, self.manager.num_cached, self.manager.num_used
-        assert before == after
-
-    def _compute(self, request):
-        row, tokens, contents = request
-        self.manager.remember(row, np.array(tokens, dtype=np.int64), contents)
-        for index in range(len(tokens) // 2):
-            self.content[row[index]] = tuple(tokens[: (index + 1) * 2])
-
-    @invariant()
-    def nothing_is_lost(self):
-        users = Counter(each for row, _, _ in self.requests for each in row)
-        assert self.manager.num_used == len(users)
-        for block_id in range(12):
-            assert self.manager.users(block_id) == users[block_id]
-        manager = self.manager
-        assert manager.num_free + manager.num_cached + manager.num_used == 12
-        assert not set(manager.cached_blocks()) & set(users)
-
-    @invariant()
-    def a_block_is_shared_only_with_equal_content(self):
-        for row, tokens, _ in self.requests:
-            for index, block_id in enumerate(row):
-                others = [
-                    other_tokens[: (index + 1) * 2]
-                    for other_row, other_tokens, _ in self.requests
-                    if block_id in other_row
-                ]
-                if len(others) > 1:
-                    assert all(each == tokens[: (index + 1) * 2] for each in others)
-                    assert len(tokens) >= (index + 1) * 2, "only full blocks are shared"
-
-
-BlocksAgainstAModel.TestCase.settings = hypothesis_settings(
-    max_examples=60, stateful_step_count=30, deadline=None
-)
-test_blocks_are_owned_shared_and_given_back_as_in_the_model = (
-    BlocksAgainstAModel.TestCase
-)
-
-
-def test_a_full_hit_at_a_block_multiple_leaves_one_block_to_compute():
-    manager = BlockManager(num_blocks=4, block_size=2)
-    tokens = np.arange(4)
-    row = manager.allocate(2)
-    manager.remember(row, tokens, [])
-    assert manager.find_prefix(tokens) == row[:1]
-    assert manager.find_prefix(np.arange(5)[:5]) == row
-
-
-def test_the_block_used_longest_ago_is_evicted_first():
-    manager = BlockManager(num_blocks=3, block_size=1)
-    rows = []
-    for token in (5, 6, 7):
-        rows.append(manager.allocate(1))
-        manager.remember(rows[-1], np.array([token]), [])
-    for place in (1, 0, 2):
-        manager.release(rows[place])
-    assert manager.allocate(1) == rows[1]
-    assert manager.find_prefix(np.array([5, 0])) == rows[0]
-    assert manager.find_prefix(np.array([6, 0])) == []
-
-
-def test_blocks_of_equal_tokens_behind_other_prefixes_are_not_shared():
-    """Caches once named a block by its own tokens alone, or by a hash that can collide."""
-    manager = BlockManager(num_blocks=4, block_size=2)
-    manager.remember(manager.allocate(2), np.array([1, 1, 3, 3]), [])
-    assert manager.find_prefix(np.array([2, 2, 3, 3, 0])) == []
-    assert len(manager.find_prefix(np.array([1, 1, 3, 3, 0]))) == 2
-
-
-def test_equal_hashes_do_not_make_blocks_equal(monkeypatch):
-    class Collides(bytes):
-        def __hash__(self):
-            return 7
-
-    monkeypatch.setattr(
-        BlockManager, "_bytes", lambda self, t, i: Collides(t[i : i + 1].tobytes())
-    )
-    manager = BlockManager(num_blocks=4, block_size=1)
-    manager.remember(manager.allocate(1), np.array([1]), [])
-    assert manager.find_prefix(np.array([2, 0])) == []
-    assert len(manager.find_prefix(np.array([1, 0]))) == 1
-
-
-def test_what_nobody_owns_can_be_neither_released_nor_shared():
-    manager = BlockManager(num_blocks=2, block_size=2)
-    with pytest.raises(ValueError, match="nobody uses it"):
-        manager.release([0])
-    with pytest.raises(ValueError, match="no known content"):
-        manager.share(manager.allocate(1))
-
-
-# --- the scheduler
-
-
-def run_alone(settings: Settings):
-    """Return the scheduler after its last step, its steps, and each request's computed tokens."""
+def run_alone(settings: ReplaySettings):
+    """Return the scheduler after its last step, its requests and its steps."""
     trace = scale_trace(read_trace(settings.trace, settings.requests), settings.scale)
-    requests = make_requests(
-        trace, draw_tokens(trace, settings.seed), settings.steps_per_second
-    )
+    sequences = draw_tokens(trace, settings.seed)
+    requests = make_requests(trace, sequences)
     manager = BlockManager(settings.num_blocks, settings.block_size)
-    scheduler = Scheduler(
-        requests, manager, settings.token_budget, settings.max_running
-    )
-    schedules = []
-    while (schedule := scheduler.schedule()) is not None:
-        assert sum(turn.num_tokens for turn in schedule.turns) <= settings.token_budget
-        assert len(scheduler.running) <= settings.max_running
-        for turn in schedule.turns:
-            assert turn.num_tokens >= 1
-            assert turn.request.num_computed == turn.num_computed
-            seq_len = turn.num_computed + turn.num_tokens
-            assert seq_len <= turn.request.num_known
-            assert len(turn.request.row) == -(-seq_len // settings.block_size)
-        running = [request.number for request in scheduler.running]
-        assert running == sorted(running), "who came first is served first"
-        scheduler.commit(schedule)
-        schedules.append(schedule)
-    return scheduler, schedules
+    scheduler = Scheduler(manager, settings.token_budget, settings.max_running)
+    outputs = []
+    arrivals = arrival_steps(trace, settings.steps_per_second)
+    for _, output in schedule_arrivals(scheduler, requests, arrivals):
+        scheduler.update_from_output(output, next_tokens(output, sequences))
+        outputs.append(output)
+    return scheduler, requests, outputs
 
 
 @pytest.mark.parametrize("trace", SHIPPED)
-@pytest.mark.parametrize("budget", [1, 7, 96])
-@pytest.mark.parametrize("num_blocks", [34, 60, 2000])
-def test_every_request_is_computed_to_its_end(trace, budget, num_blocks):
+@pytest.mark.parametrize(("budget", "num_blocks"), [(1, 34), (7, 60), (96, 2000)])
+def test_every_request_of_a_trace_is_computed_to_its_end(trace, budget, num_blocks):
     settings = small(trace=trace, token_budget=budget, num_blocks=num_blocks)
-    scheduler, schedules = run_alone(settings)
-    assert len(scheduler.finished) == 12
-    for request in scheduler.finished:
-        assert request.num_computed == request.num_to_compute == len(request.tokens) - 1
-        assert request.num_known == len(request.tokens)
-    assert scheduler.manager.num_used == 0
-    # without prefixes and preemptions each token is computed once
-    computed = sum(turn.num_tokens for each in schedules for turn in each.turns)
-    again = sum(turn.num_recomputed for each in schedules for turn in each.turns)
-    hits = sum(each.num_prefix_tokens for each in schedules)
-    wanted = sum(request.num_to_compute for request in scheduler.finished)
-    assert computed - again + hits == wanted
+    scheduler, requests, outputs = run_alone(settings)
+    scaled = scale_trace(read_trace(trace, 12), settings.scale)
+    for request, tokens in zip(requests, draw_tokens(scaled, 0), strict=True):
+        assert request.is_finished
+        assert request.token_ids == tokens.tolist()
+    assert scheduler.block_manager.num_used_blocks == 0
+    # without prefix hits and preemptions each token is computed once
+    computed = sum(each.total_num_scheduled_tokens for each in outputs)
+    again = sum(
+        each.num_recomputed_tokens
+        for output in outputs
+        for each in output.scheduled_requests
+    )
+    hits = sum(each.num_prefix_hit_tokens for each in outputs)
+    assert computed - again + hits == sum(each.max_tokens_in_cache for each in requests)
 
 
 def test_a_small_cache_preempts_and_a_large_one_does_not():
-    _, tight = run_alone(small(num_blocks=34))
-    _, roomy = run_alone(small(num_blocks=2000))
-    assert sum(len(each.preempted) for each in tight) > 0
-    assert sum(turn.num_recomputed for each in tight for turn in each.turns) > 0
-    assert sum(len(each.preempted) for each in roomy) == 0
+    _, _, tight = run_alone(small(num_blocks=34))
+    _, _, roomy = run_alone(small(num_blocks=2000))
+    assert sum(len(each.preempted_req_ids) for each in tight) > 0
+    assert sum(len(each.preempted_req_ids) for each in roomy) == 0
     assert len(tight) > len(roomy)
 
 
-def test_the_youngest_gives_its_blocks_back_and_is_next_to_return():
-    manager = BlockManager(num_blocks=4, block_size=2)
-    requests = [
-        Request(number, 0, np.arange(8) + 10 * number, prompt_len=4)
-        for number in range(3)
-    ]
-    scheduler = Scheduler(requests, manager, token_budget=100, max_running=8)
-    scheduler.commit(scheduler.schedule())
-    assert [each.number for each in scheduler.running] == [0, 1]
-    schedule = scheduler.schedule()
-    assert schedule.preempted == [1]
-    assert [turn.request.number for turn in schedule.turns] == [0]
-    assert [each.number for each in scheduler.waiting] == [1, 2]
-    assert requests[1].num_known == 5, "what was generated stays known"
+def test_requests_arrive_at_their_step_and_idle_steps_are_skipped():
+    requests = [Request(number, [1, 2], max_tokens=1) for number in range(3)]
+    scheduler = Scheduler(BlockManager(9, 2), token_budget=8, max_running=8)
+    seen = []
+    for step, output in schedule_arrivals(scheduler, requests, [7, 0, 7]):
+        seen.append((step, list(output.num_scheduled_tokens)))
+        scheduler.update_from_output(output, dict.fromkeys(seen[-1][1], 5))
+    assert seen == [(0, [1]), (7, [0, 2])]
 
 
-def test_a_request_that_can_never_fit_is_refused_before_anything_runs():
+def test_a_request_that_can_never_fit_raises_before_anything_runs():
     with pytest.raises(
         ValueError, match=r"num_blocks = 5: request \d+ needs \d+ blocks"
     ):
@@ -451,10 +274,10 @@ def test_a_request_that_can_never_fit_is_refused_before_anything_runs():
 
 
 def test_mooncake_prompts_find_their_prefix_and_azure_prompts_find_none():
-    _, mooncake = run_alone(small(num_blocks=2000))
-    _, azure = run_alone(small(trace="azure", num_blocks=2000))
-    assert sum(each.num_prefix_tokens for each in mooncake) > 0
-    assert sum(each.num_prefix_tokens for each in azure) == 0
+    _, _, mooncake = run_alone(small(num_blocks=2000))
+    _, _, azure = run_alone(small(trace="azure", num_blocks=2000))
+    assert sum(each.num_prefix_hit_tokens for each in mooncake) > 0
+    assert sum(each.num_prefix_hit_tokens for each in azure) == 0
 
 
 def test_a_row_that_is_left_is_filled_by_the_last_one():
@@ -468,18 +291,18 @@ def test_a_row_that_is_left_is_filled_by_the_last_one():
 
 
 def test_equal_prefixes_have_equal_keys_and_values_and_positions_matter():
-    model = Model(small(layers=2))
+    model = SyntheticModel(small(layers=2))
     a, b = np.array([5, 6, 7, 8]), np.array([5, 6, 7, 9])
     first, second = model.inputs([a, b], [0, 0], [4, 4]), None
     for layer in first:
         assert torch.equal(layer.key[:3], layer.key[4:7])
         assert torch.equal(layer.query[:3], layer.query[4:7])
         assert not torch.equal(layer.key[3], layer.key[7])
-    # a chunk of a sequence is the same as that part of the whole
+    # a chunk of a sequence equals the same tokens of the whole sequence
     second = model.inputs([a], [2], [2])
-    for whole, chunk in zip(first, second, strict=True):
-        assert torch.equal(whole.value[2:4], chunk.value)
-        assert torch.equal(whole.query[2:4], chunk.query)
+    for full, chunk in zip(first, second, strict=True):
+        assert torch.equal(full.value[2:4], chunk.value)
+        assert torch.equal(full.query[2:4], chunk.query)
     assert not torch.equal(first[0].key, first[1].key)
     moved = model.inputs([np.array([0, 5])], [1], [1])
     assert not torch.equal(moved[0].key[0], first[0].key[0])
@@ -487,7 +310,7 @@ def test_equal_prefixes_have_equal_keys_and_values_and_positions_matter():
 
 def test_needles_look_for_the_first_key_and_for_their_own():
     settings = small(dtype="float32")
-    model = Model(settings)
+    model = SyntheticModel(settings)
     tokens = np.arange(100, 200)
     (layer,) = model.inputs([tokens], [0], [100])
     scores = torch.einsum("qhd,khd->qk", layer.query, layer.key.repeat(1, 2, 1))
@@ -496,28 +319,30 @@ def test_needles_look_for_the_first_key_and_for_their_own():
     assert (best == torch.arange(100)).sum() >= 5
 
 
-# --- the judge
+# --- the oracle
 
 
 @pytest.mark.parametrize("limit", [1, 16, 64, 10**6])
-def test_a_prefill_judged_in_pieces_is_judged_alike(limit):
+def test_a_prefill_computed_in_chunks_gives_the_same_oracle(limit):
     generator = torch.Generator().manual_seed(0)
     batch = make_batch([5, 9, 1], [3, 0, 6], [[4, 1], [2, 0, 3], [5, 6]], [2, 0, 1], 4)
     query = torch.randn(15, 2, 8, generator=generator)
     cache = torch.randn(2, 7, 4, 1, 8, generator=generator)
-    whole = find_truth(REFERENCE, batch, query, cache)
-    pieces = find_truth(REFERENCE, batch, query, cache, scores_a_piece=limit)
-    assert torch.allclose(whole.exact, pieces.exact, rtol=0, atol=1e-14)
-    assert torch.allclose(whole.same_dtype, pieces.same_dtype, atol=1e-5)
+    at_once = compute_expected_attention(REFERENCE, batch, query, cache)
+    chunked = compute_expected_attention(
+        REFERENCE, batch, query, cache, max_scores=limit
+    )
+    assert torch.allclose(at_once.exact, chunked.exact, rtol=0, atol=1e-14)
+    assert torch.allclose(at_once.same_dtype, chunked.same_dtype, atol=1e-5)
 
 
 @pytest.mark.parametrize("limit", [1, 50, 999])
-def test_pieces_cover_every_query_once_and_stay_small(limit):
+def test_chunks_contain_every_query_once_and_stay_below_the_limit(limit):
     query_lens, computed = [7, 1, 30], [0, 90, 12]
-    pieces = cut_into_pieces(query_lens, computed, 2, limit)
-    seen = [(req, q) for req, first, last in pieces for q in range(first, last)]
+    chunks = split_into_chunks(query_lens, computed, 2, limit)
+    seen = [(req, q) for req, first, last in chunks for q in range(first, last)]
     assert seen == [(req, q) for req, n in enumerate(query_lens) for q in range(n)]
-    for req, first, last in pieces:
+    for req, first, last in chunks:
         scores = 2 * (last - first) * (computed[req] + last)
         assert scores <= limit or last - first == 1
 
@@ -531,12 +356,14 @@ def test_bytes_are_compared_and_not_numbers():
 
 def test_a_field_of_another_dtype_or_value_is_named():
     right = {"seq_lens": torch.tensor([3, 4], dtype=torch.int32), "num_reqs": 2}
-    assert name_differences(right, right) == ""
+    assert describe_difference(right, right) == ""
     wide = {**right, "seq_lens": torch.tensor([3, 4])}
-    assert "torch.int64" in name_differences(wide, right)
+    assert "torch.int64" in describe_difference(wide, right)
     off = {**right, "seq_lens": torch.tensor([3, 5], dtype=torch.int32)}
-    assert name_differences(off, right) == "seq_lens[1] = 5: expected 4"
-    assert name_differences({**right, "num_reqs": 3}, right).startswith("num_reqs = 3")
+    assert describe_difference(off, right) == "seq_lens[1] = 5: expected 4"
+    assert describe_difference({**right, "num_reqs": 3}, right).startswith(
+        "num_reqs = 3"
+    )
 
 
 # --- the replay
@@ -550,16 +377,16 @@ def test_the_reference_agrees_with_itself(trace, dtype):
     records = list(replay.steps())
     assert replay.tokens_done == replay.tokens_to_compute
     assert all(verdict.ok for record in records for verdict in record.verdicts)
-    figures = sum_up(replay, records, 1.0)
+    figures = summarize(replay, records, 1.0)
     assert figures["settings"]["twins"] == ["reference", "reference (2)"]
     json.dumps(figures)
 
 
 class Watched(Replay):
-    """A replay that tells whose tokens a step holds."""
+    """A replay that records request and position of each token of a step."""
 
-    def _batch(self, schedule):
-        batch = super()._batch(schedule)
+    def _batch(self, output):
+        batch = super()._batch(output)
         self.new_tokens = [
             (number, computed + token)
             for number, computed, query_len in zip(
@@ -570,10 +397,10 @@ class Watched(Replay):
         return batch
 
 
-def test_preemption_changes_no_answer():
-    """Each token's attention, by request and position, is the same in a huge cache."""
+def test_preemption_changes_no_result():
+    """Each token's attention, by request and position, is the same in a large cache."""
 
-    def answers(num_blocks: int):
+    def results(num_blocks: int):
         found = {}
         replay = Watched(small(num_blocks=num_blocks))
 
@@ -585,12 +412,14 @@ def test_preemption_changes_no_answer():
 
         replay.twins[0].implementation = wrong_twin(paged_attention=keep)["wrong"]
         records = list(replay.steps())
-        last = {(each.number, each.num_to_compute - 1) for each in replay.requests}
+        last = {
+            (each.request_id, each.max_tokens_in_cache - 1) for each in replay.requests
+        }
         assert last <= found.keys()
         return found, sum(len(record.preempted) for record in records)
 
-    tight, preemptions = answers(34)
-    roomy, none = answers(2000)
+    tight, preemptions = results(34)
+    roomy, none = results(2000)
     assert preemptions > 0
     assert none == 0
     # a prefix may be found in one cache and computed in the other
@@ -601,9 +430,9 @@ def test_preemption_changes_no_answer():
 
 def test_one_seed_gives_one_replay_and_another_gives_another():
     def trail(seed: int):
-        replay = Replay(small(seed=seed), with_owners=True)
+        replay = Replay(small(seed=seed), with_holders=True)
         return [
-            (record.step, record.verdicts[0].worst, record.owners.tolist())
+            (record.step, record.verdicts[0].worst, record.holders.tolist())
             for record in replay.steps()
         ]
 
@@ -612,39 +441,39 @@ def test_one_seed_gives_one_replay_and_another_gives_another():
 
 
 def test_records_count_what_was_scheduled():
-    replay = Replay(small(), with_owners=True)
+    replay = Replay(small(), with_holders=True)
     for record in replay.steps():
         assert record.used + record.cached + record.free == replay.num_blocks
-        assert (record.owners == FREE).sum() == record.free
-        assert (record.owners == CACHED).sum() == record.cached
-        assert (record.owners >= 0).sum() == record.used
+        assert (record.holders == FREE).sum() == record.free
+        assert (record.holders == CACHED).sum() == record.cached
+        assert (record.holders >= 0).sum() == record.used
         assert set(record.seconds[0]) == set(Stage)
 
 
 def test_blocks_are_not_handed_out_in_order():
     replay = Replay(small(num_blocks=200))
     next(iter(replay.steps()))
-    row = replay.requests[0].row
+    row = replay.manager.get_block_ids(0)
     assert row != sorted(row)
 
 
 WRONG = {
     "attention drops the first key": (
         {"paged_attention": drop_the_first_key},
-        Law.ATTENTION,
+        ReplayLaw.ATTENTION,
     ),
     "attention leaves its output as it was": (
         {"paged_attention": lambda *tensors, **options: options["out"]},
-        Law.ATTENTION,
+        ReplayLaw.ATTENTION,
     ),
-    "the write shifts a slot": ({"reshape_and_cache": shift_a_slot}, Law.WRITTEN),
+    "the write shifts a slot": ({"reshape_and_cache": shift_a_slot}, ReplayLaw.WRITTEN),
     "the device's slots start at zero": (
         {
             "compute_slot_mapping_device": lambda starts, computed, *rest: (
                 REFERENCE.compute_slot_mapping_device(starts, 0 * computed, *rest)
             )
         },
-        Law.METADATA,
+        ReplayLaw.METADATA,
     ),
     "the batch is not reordered": (
         {
@@ -652,11 +481,11 @@ WRONG = {
                 range(len(counts))
             )
         },
-        Law.METADATA,
+        ReplayLaw.METADATA,
     ),
     "the boundary counts a decode as prefill": (
         {"split_decodes_and_prefills": lambda common: (0, 1, 0, 1)},
-        Law.METADATA,
+        ReplayLaw.METADATA,
     ),
 }
 
@@ -668,10 +497,10 @@ def test_a_wrong_twin_is_caught_stored_and_caught_again(name, tmp_path):
     replay = Replay(
         small(twins=("reference", "wrong")), implementations, folder=tmp_path
     )
-    with pytest.raises(Disagreement) as caught:
+    with pytest.raises(TwinMismatch) as caught:
         list(replay.steps())
-    assert caught.value.difference.law == law.value
-    assert caught.value.difference.twin == 1
+    assert caught.value.violation.law == law.value
+    assert caught.value.violation.twin == 1
     assert "wrong" in str(caught.value)
     assert "expected" in str(caught.value)
     (path,) = tmp_path.iterdir()
@@ -679,15 +508,15 @@ def test_a_wrong_twin_is_caught_stored_and_caught_again(name, tmp_path):
     torch.load(path, weights_only=True)
     stored, before = load_step(path)
     assert stored.twins == ("reference", "wrong")
-    assert before.found == caught.value.difference.found
+    assert before.found == caught.value.violation.found
     still = reproduce(path, implementations)
     assert still is not None
-    assert still.difference.found == caught.value.difference.found
-    # the same step on a twin that has been mended
+    assert still.violation.found == caught.value.violation.found
+    # the same step on a correct twin
     assert reproduce(path, wrong_twin()) is None
 
 
-def test_a_write_to_a_slot_of_somebody_else_is_caught(tmp_path):
+def test_a_write_to_a_slot_of_another_block_is_caught(tmp_path):
     def write_twice(key, value, key_cache, value_cache, slot_mapping):
         REFERENCE.reshape_and_cache(key, value, key_cache, value_cache, slot_mapping)
         free = set(range(key_cache.shape[0])) - set((slot_mapping // 8).tolist())
@@ -696,38 +525,41 @@ def test_a_write_to_a_slot_of_somebody_else_is_caught(tmp_path):
     implementations = wrong_twin(reshape_and_cache=write_twice)
     for check_every, place in ((1, "first"), (10**6, "last")):
         settings = small(twins=("wrong",), check_every=check_every)
-        with pytest.raises(Disagreement) as caught:
+        with pytest.raises(TwinMismatch) as caught:
             list(Replay(settings, implementations, folder=tmp_path).steps())
-        assert caught.value.difference.law in (Law.REST.value, Law.ATTENTION.value)
+        assert caught.value.violation.law in (
+            ReplayLaw.REST.value,
+            ReplayLaw.ATTENTION.value,
+        )
         assert (caught.value.stored.step == 0) == (place == "first")
         hint = "check_every = 1 finds the step" in str(caught.value)
         assert hint == (
-            place == "last" and caught.value.difference.law == Law.REST.value
+            place == "last" and caught.value.violation.law == ReplayLaw.REST.value
         )
 
 
-def test_a_twin_that_raises_disagrees(tmp_path):
+def test_a_twin_that_raises_violates_a_law(tmp_path):
     def fail(*_, **__):
         raise RuntimeError("an illegal memory access was encountered")
 
     implementations = wrong_twin(paged_attention=fail)
-    with pytest.raises(Disagreement, match="illegal memory access") as caught:
+    with pytest.raises(TwinMismatch, match="illegal memory access") as caught:
         list(Replay(small(twins=("wrong",)), implementations, tmp_path).steps())
-    assert caught.value.difference.law == Law.RUNS.value
+    assert caught.value.violation.law == ReplayLaw.RUNS.value
 
 
-def test_a_twin_that_refuses_is_not_a_wrong_one():
-    def refuse(*_, **__):
+def test_an_unsupported_input_is_not_a_mismatch():
+    def unsupported(*_, **__):
         raise NotImplementedError("head_size = 8 is less than this kernel takes (16)")
 
-    implementations = wrong_twin(paged_attention=refuse)
+    implementations = wrong_twin(paged_attention=unsupported)
     with pytest.raises(NotImplementedError):
         list(Replay(small(twins=("wrong",)), implementations).steps())
 
 
-def test_the_cache_of_a_stored_step_is_nan_where_nobody_owned_it(tmp_path):
+def test_the_cache_of_a_stored_step_is_nan_in_unused_blocks(tmp_path):
     implementations = wrong_twin(paged_attention=drop_the_first_key)
-    with pytest.raises(Disagreement) as caught:
+    with pytest.raises(TwinMismatch) as caught:
         list(Replay(small(twins=("wrong",)), implementations, tmp_path).steps())
     stored, _ = load_step(caught.value.path)
     cache = stored.cache("cpu")
@@ -736,11 +568,11 @@ def test_the_cache_of_a_stored_step_is_nan_where_nobody_owned_it(tmp_path):
         batch.query_lens, batch.num_computed_tokens, batch.block_rows, batch.block_size
     )
     assert cache.flatten(1, 2)[:, slots].isnan().all(), "not written yet"
-    unowned = sorted(set(range(stored.num_blocks)) - set(batch.used_blocks()))
-    assert cache[:, unowned].isnan().all()
+    unused = sorted(set(range(stored.num_blocks)) - set(batch.used_blocks()))
+    assert cache[:, unused].isnan().all()
 
 
-def test_a_file_that_is_no_stored_step_is_refused(tmp_path):
+def test_a_file_that_is_not_a_stored_step_raises(tmp_path):
     path = tmp_path / "step.pt"
     with pytest.raises(FileNotFoundError, match=re.escape(str(path))):
         reproduce(path)
@@ -748,8 +580,8 @@ def test_a_file_that_is_no_stored_step_is_refused(tmp_path):
         path.write_bytes(content)
         with pytest.raises(ValueError, match="not a stored step"):
             reproduce(path)
-    torch.save({"format": "pagetwin step 1"}, path)
-    with pytest.raises(ValueError, match="lacks or mangles"):
+    torch.save({"format": "pagetwin step 2"}, path)
+    with pytest.raises(ValueError, match="missing or damaged entry"):
         reproduce(path)
     torch.save([1], path)
     with pytest.raises(ValueError, match="not a stored step"):
@@ -758,7 +590,7 @@ def test_a_file_that_is_no_stored_step_is_refused(tmp_path):
 
 def test_a_step_that_cannot_be_stored_leaves_no_half_a_file(tmp_path, monkeypatch):
     implementations = wrong_twin(paged_attention=drop_the_first_key)
-    with pytest.raises(Disagreement) as caught:
+    with pytest.raises(TwinMismatch) as caught:
         list(Replay(small(twins=("wrong",)), implementations).steps())
     assert caught.value.path is None
 
@@ -768,7 +600,7 @@ def test_a_step_that_cannot_be_stored_leaves_no_half_a_file(tmp_path, monkeypatc
 
     monkeypatch.setattr(torch, "save", fail)
     with pytest.raises(OSError, match="no space"):
-        save_step(tmp_path / "s.pt", caught.value.stored, caught.value.difference)
+        save_step(tmp_path / "s.pt", caught.value.stored, caught.value.violation)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -804,7 +636,7 @@ def test_the_optimized_twin_agrees():
         ({"twins": ()}, "twins"),
     ],
 )
-def test_settings_out_of_range_are_refused(given, words):
+def test_settings_out_of_range_raise(given, words):
     with pytest.raises(ValueError, match=words):
         small(**given)
 
@@ -820,16 +652,16 @@ def test_what_was_not_given_comes_from_the_device():
             choose_settings("cuda")
 
 
-def test_a_twin_of_an_unknown_name_is_refused():
-    with pytest.raises(ValueError, match="twin = 'nobody' cannot be loaded"):
-        Replay(small(twins=("nobody",)))
+def test_an_unknown_twin_raises():
+    with pytest.raises(ValueError, match="twin = 'unknown' cannot be loaded"):
+        Replay(small(twins=("unknown",)))
 
 
 def test_a_trace_of_one_token_runs():
-    request = TraceRequest(0, 0.0, 1, 1)
-    (sequence,) = draw_tokens([request], 0)
-    (made,) = make_requests([replace(request)], [sequence], 1.0)
-    assert made.num_to_compute == 1
-    scheduler = Scheduler([made], BlockManager(1, 1), 1, 1)
-    scheduler.commit(scheduler.schedule())
-    assert scheduler.schedule() is None
+    entry = TraceRequest(0, 0.0, 1, 1)
+    (sequence,) = draw_tokens([entry], 0)
+    (request,) = make_requests([entry], [sequence])
+    scheduler = Scheduler(BlockManager(1, 1), 1, 1)
+    for _, output in schedule_arrivals(scheduler, [request], [0]):
+        scheduler.update_from_output(output, next_tokens(output, [sequence]))
+    assert request.token_ids == sequence.tolist()

@@ -199,12 +199,12 @@ def shape_table() -> str:
 
 def replay_laws() -> str:
     """Return the laws that the replay checks at every step, as a list."""
-    return "\n".join(f"- {law.value.strip(chr(39))}" for law in step.Law)
+    return "\n".join(f"- {law.value.strip(chr(39))}" for law in step.ReplayLaw)
 
 
 def replay_defaults() -> str:
     """Return the default settings of a replay, per device."""
-    names = [each.name for each in fields(settings.Settings)]
+    names = [each.name for each in fields(settings.ReplaySettings)]
     lines = ["| | CPU | CUDA |", "|---|---|---|"]
     for name in names:
         values = [getattr(settings.DEFAULTS[each], name) for each in ("cpu", "cuda")]

@@ -19,7 +19,7 @@ from ...contract.shapes import (
     DestinationKVCache,
     Key,
     KeyCache,
-    KVCache,
+    LayerKVCache,
     Scale,
     SlotMapping,
     SourceKVCache,
@@ -172,7 +172,7 @@ def gather_cache(
 
 
 @operator(changed=["kv_caches"])
-def copy_blocks(kv_caches: Sequence[KVCache], block_mapping: BlockMapping) -> None:
+def copy_blocks(kv_caches: Sequence[LayerKVCache], block_mapping: BlockMapping) -> None:
     """Copy whole blocks to other blocks, in every layer."""
     check_kv_caches_alike(kv_caches)
     for kv_cache in kv_caches:

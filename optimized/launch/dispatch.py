@@ -1,46 +1,95 @@
-"""How is a call of attention launched?
+"""Dispatch of attention calls: kernel families, launch plans and their cache.
 
-What attends is one kernel (`_attend_kernel.py`), launched for the short requests of a batch and
-again for the long ones, which a Hopper chip has another one for (`_prefill_sm90.py`). Nothing is
-read from the device, so that a call can be captured.
+A call is validated, planned and launched. The first two steps happen once per signature: calls
+that differ only in what changes from step to step share a launch plan, and then a call costs little
+more than filling in pointers and sizes. Nothing is read from the device, so every call can be
+captured in a CUDA graph.
 
-Most calls are like an earlier one: the same strides, dtypes and options, other sizes. What follows
-from the former is worked out once and kept (`_prepare.py`), and then a call costs little more than
-filling in pointers and sizes.
+To add kernels for a chip, write a module with `supports(call)` and `plan(call)` in a folder of
+`optimized/kernels/`, and enter it in KERNEL_FAMILIES. No other file names it.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ...contract.attention_options import (
-    DEFAULT_OPTIONS,
-    OPTION_NAMES,
-    AttentionOptions,
-)
+from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
 from ...validation import values_checked
-from ..kernels.fp8 import scale_arguments
-from ..kernels.sm90 import prefill as _prefill_sm90
-from .launcher import INTERPRETED, Launcher, check_launch
-from .prepare import MOST_ROOM, Launches, prepare
+from ..kernels.sm90 import family as sm90
+from . import portable
+from .attention_call import AttentionCall, sign, sizes_fit
+from .launcher import check_launch
+from .plan_cache import PlanCache
 from .tuning import max_head_size
-from .workspace import find_workspace
+
+
+class PrefillPlan(Protocol):
+    """What a kernel family plans for all calls with one signature."""
+
+    def takes(self, call: AttentionCall) -> bool:
+        """Return whether the kernel takes what a signature leaves out: addresses and sizes."""
+
+    def launch_prefill(self, call: AttentionCall, short_rows: int) -> None:
+        """Compute all requests of more than `short_rows` rows, and leave the others as they are."""
+
+
+class KernelFamily(Protocol):
+    """The kernels of one kind of chip."""
+
+    def supports(self, call: AttentionCall) -> bool:
+        """Return whether `plan` is worth a call. It reads dtypes, options and the device."""
+
+    def plan(self, call: AttentionCall) -> PrefillPlan | None:
+        """Return a plan for all calls with this call's signature; None if there is none."""
+
+
+KERNEL_FAMILIES: tuple[KernelFamily, ...] = (sm90,)
+"""Kernels of particular chips, in order of preference. Each computes the long requests of a batch.
+The portable family, which computes every request of every call, comes after all of them."""
+
+MAX_PLANS = 512
+"""Plans that are kept. A model needs one per kind of layer and step; a plan is a few KiB of host
+memory, and making one takes 0.1 to 0.3 ms."""
 
 PLAIN = {causal: AttentionOptions(causal=causal) for causal in (True, False)}
-"""Options of calls that ask for nothing else; they are told by their identity."""
-NO_OPTIONS: tuple[Any, ...] = (None,) * 6
+"""Options of calls that set none."""
+_CAUSAL_MEMOS = {True: "_causal", False: "_not_causal"}
 
-Signature: TypeAlias = tuple[Any, ...]
 
-KNOWN: dict[Signature, Launches] = {}
-"""What calls of each kind need; an entry for each, so a few in a program's life. Keys that are not
-cached are of another kind whenever their number changes."""
+@dataclass(frozen=True)
+class LaunchPlan:
+    """The launches of all calls with one signature.
+
+    Args:
+        portable: the plan of the portable family. It also computes the short requests.
+        prefills: plans for the long requests, in order of preference; the last takes every call.
+        short_rows: the most rows of a short request; 0 if the portable kernel has no decode launch.
+        has_decode: whether the portable kernel has a decode launch.
+        group_size: query heads per kv head.
+        is_packed: whether `query_start_loc` and `lengths` are contiguous.
+        upcasts_output: whether the output is written in float32 first.
+    """
+
+    portable: portable.PortablePlan
+    prefills: tuple[PrefillPlan, ...]
+    short_rows: int
+    has_decode: bool
+    group_size: int
+    is_packed: bool
+    upcasts_output: bool
+
+
+PLANS: PlanCache[LaunchPlan] = PlanCache(MAX_PLANS)
 
 
 def choose_options(options: AttentionOptions, causal: bool) -> AttentionOptions:
-    """Return the options of a call with `causal` set; one of PLAIN if no other is given.
+    """Return the options of a call with `causal` set.
+
+    The result is kept in the options' own dictionary (see `compiled_in`), so a layer that passes
+    the same options in every step gets the same object.
 
     Args:
         options: as the caller gave them.
@@ -48,12 +97,13 @@ def choose_options(options: AttentionOptions, causal: bool) -> AttentionOptions:
     """
     if options is DEFAULT_OPTIONS:
         return PLAIN[causal]
-    options = options.with_causal(causal)
-    # all others but `batch_invariant` are None unless they are given
-    is_plain = type(options.causal) is bool and not options.batch_invariant
-    if is_plain and list(vars(options).values()).count(None) == len(OPTION_NAMES) - 2:
-        return PLAIN[options.causal]
-    return options
+    if options.causal is not None:
+        return options
+    memo, name = options.__dict__, _CAUSAL_MEMOS[causal]
+    if name not in memo:
+        memo[name] = options.with_causal(causal)
+    found: AttentionOptions = memo[name]
+    return found
 
 
 def attend(
@@ -71,335 +121,98 @@ def attend(
     options: AttentionOptions,
     check: Callable[[bool], None],
 ) -> Tensor:
-    """Launch what attends, and return the output.
+    """Validate, plan and launch one attention call, and return its output.
 
     Args:
-        query: [tokens, query_heads, head_size].
-        key, value: [num_blocks, block_size, kv_heads, head_size] with a block table, or
-            [key_tokens, kv_heads, head_size].
-        block_table: [reqs, max_blocks]; None: keys lie request after request.
-        query_start_loc: [reqs + 1].
-        lengths: [reqs] keys of each request; without a block table [reqs + 1], where they start.
-        max_query_len, max_key_len: upper bounds.
-        scale, out, lse: as in `paged_attention`.
-        options: the rest.
-        check: refuses these arguments if they are wrong, by their contents too where it is given
-            True; it is called unless a call of the same kind has passed it and the sizes fit.
+        query, key, value, block_table, query_start_loc, lengths, max_query_len, max_key_len,
+            scale, out, lse, options: the fields of `AttentionCall`.
+        check: raises if these arguments are wrong. It validates their contents too if it is
+            given True. It is called unless a call with the same signature has passed it and the
+            sizes fit.
     """
-    tensors = (query, key, value, block_table, query_start_loc, lengths)
-    signature = sign(*tensors, out, lse, options)
-    launches = None if signature is None else KNOWN.get(signature)
+    call = AttentionCall(
+        query, key, value, block_table, query_start_loc, lengths, max_query_len,
+        max_key_len, scale, out, lse, options,
+    )  # fmt: skip
+    signature = sign(call)
+    plan = None if signature is None else PLANS.get(signature)
     contents = values_checked()
-    if (
-        launches is None
-        or contents
-        or not sizes_fit(*tensors, max_query_len, max_key_len, out, lse)
-    ):
+    if plan is None or contents or not sizes_fit(call):
         check(contents)
         check_launch(query)
         check_supported(query, value)
-    num_tokens, query_heads, head_size = query.shape
-    # a whole number would be a constant of the compiled kernel
-    scale = head_size**-0.5 if scale is None else float(scale)
-    if out is None:
-        out = query.new_empty(num_tokens, query_heads, value.shape[-1])
-    num_reqs = query_start_loc.shape[0] - 1
-    if not query.numel() or num_reqs < 1:
+    if out is None or type(scale) is not float:
+        if out is None:
+            out = query.new_empty(*query.shape[:2], value.shape[-1])
+        # an integer would be compiled into the kernel as a constant
+        scale = query.shape[2] ** -0.5 if scale is None else float(scale)
+        call = AttentionCall(
+            query, key, value, block_table, query_start_loc, lengths, max_query_len,
+            max_key_len, scale, out, lse, options,
+        )  # fmt: skip
+    if not query.numel() or query_start_loc.shape[0] < 2:
         out.zero_()
         if lse is not None:
             lse.fill_(-torch.inf)
         return out
-    if launches is None:
-        launches = prepare(
-            query, key, value, block_table, query_start_loc, out, options
-        )
+    if plan is None:
+        plan = make_plan(call)
         if signature is not None:
-            KNOWN[signature] = launches
-    target = out
-    if launches.widens:
-        target = torch.zeros_like(out, dtype=torch.float32)
-    # kernels step from request to request, and from head to head, by one element
-    if query_start_loc.stride(0) != 1:
-        query_start_loc = query_start_loc.contiguous()
-    if lengths.stride(0) != 1:
-        lengths = lengths.contiguous()
-    options_given = NO_OPTIONS
-    if options is not PLAIN[True] and options is not PLAIN[False]:
-        options_given = _option_values(options)
-    call = Call(
-        query,
-        key,
-        value,
-        block_table,
-        query_start_loc,
-        lengths,
-        max_query_len,
-        max_key_len,
-        scale,
-        target,
-        lse,
-        options_given,
-        launches,
-    )
-    has_long = max_query_len * launches.group_size > launches.short_rows
-    if launches.has_decode:
-        _start_decode(call)
-    if has_long and _is_for_sm90(call):
-        _start_sm90(call)
-    elif has_long or not launches.has_decode:
-        _start_prefill(call)
-    return out.copy_(target) if launches.widens else out
+            PLANS.put(signature, plan)
+    if plan.upcasts_output:
+        call = call._replace(out=torch.zeros_like(out, dtype=torch.float32))
+    if not plan.is_packed:
+        # kernels read both with a stride of 1
+        call = call._replace(
+            query_start_loc=query_start_loc.contiguous(), lengths=lengths.contiguous()
+        )
+    if plan.has_decode:
+        plan.portable.launch_decode(call)
+    if max_query_len * plan.group_size > plan.short_rows or not plan.has_decode:
+        for each in plan.prefills:
+            if each.takes(call):
+                each.launch_prefill(call, plan.short_rows)
+                break
+    return out.copy_(call.out) if plan.upcasts_output else out
 
 
-class Call(NamedTuple):
-    """What one call launches kernels on."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    block_table: Tensor | None
-    query_start_loc: Tensor
-    lengths: Tensor
-    max_query_len: int
-    max_key_len: int
-    scale: float
-    out: Tensor
-    lse: Tensor | None
-    options_given: tuple[Any, ...]
-    launches: Launches
-
-
-def _start_decode(call: Call) -> None:
-    """Launch what attends with short requests, whose keys are cut into spans."""
-    launches = call.launches
-    num_reqs = call.query_start_loc.shape[0] - 1
-    part_rows = min(launches.short_rows, call.max_query_len * launches.group_size)
-    decode, keys, most_spans = launches.decode(
-        num_reqs, part_rows, call.max_query_len, call.max_key_len
-    )
-    most_keys = call.max_key_len
-    if launches.most_seen is not None:
-        # a window's first key lies anywhere in its tile
-        most_keys = min(most_keys, launches.most_seen + keys)
-    tiles = num_reqs * max(1, -(-most_keys // keys))
-    spans = min(most_spans, tiles)
-    counters = spans * launches.kv_heads
-    # a multiple of 16 bytes, at which their values begin
-    parts = -(-2 * counters * part_rows // 4) * 4
-    arrivals, room = find_workspace(
-        call.query.device, counters, parts * (launches.value_size + 1)
-    )
-    grid = (launches.kv_heads, spans, 1)
-    _start(decode, grid, call, part_rows, room, parts, arrivals)
-
-
-def _start_prefill(call: Call) -> None:
-    """Launch what attends with long requests, whose rows are cut into tiles."""
-    launches = call.launches
-    num_reqs = call.query_start_loc.shape[0] - 1
-    # no request has more tiles than its rows fill, plus one that is not full
-    rows = call.query.shape[0] * launches.group_size
-    tiles = rows // launches.rows + num_reqs
-    alone, spread = launches.prefills
-    if launches.span:
-        # where tiles do not fill the chip, their parts do
-        spans = -(-call.max_key_len // launches.span)
-        counters = tiles * launches.kv_heads
-        part_rows = min(launches.rows, call.max_query_len * launches.group_size)
-        parts = -(-counters * spans * part_rows // 4) * 4
-        numbers = parts * (launches.value_size + 1)
-        if spans > 1 and counters < launches.processors and numbers <= MOST_ROOM:
-            arrivals, room = find_workspace(call.query.device, counters, numbers)
-            grid = (tiles, launches.kv_heads, spans)
-            _start(spread, grid, call, part_rows, room, parts, arrivals)
-            return
-    grid = (tiles, launches.kv_heads, 1)
-    _start(alone, grid, call, 0, None, 0, None)
-
-
-def _start(
-    launcher: Launcher,
-    grid: tuple[int, int, int],
-    call: Call,
-    part_rows: int,
-    room: Tensor | None,
-    parts: int,
-    arrivals: Tensor | None,
-) -> None:
-    """Launch the portable kernel, with room for parts of `part_rows` rows if any are joined."""
-    query, key, value, block_table, query_start_loc, lengths = call[:6]
-    out, lse = call.out, call.lse
-    at = 0 if room is None else room.data_ptr()
-    pointers = (
-        query.data_ptr(),
-        key.data_ptr(),
-        value.data_ptr(),
-        0 if block_table is None else block_table.data_ptr(),
-        query_start_loc.data_ptr(),
-        lengths.data_ptr(),
-        out.data_ptr(),
-        0 if lse is None else lse.data_ptr(),
-        at + 4 * parts,
-        at,
-        0 if arrivals is None else arrivals.data_ptr(),
-    )
-    num_reqs = query_start_loc.shape[0] - 1
-    numbers = (
-        query.shape[0],
-        num_reqs,
-        num_reqs.bit_length(),
-        part_rows,
-        call.scale,
-        0 if block_table is None else block_table.stride(0),
-        *((0, 0) if lse is None else lse.stride()),
-    )
-    tensors = (*call[:6], out, lse, room, parts, arrivals)
-    launcher(grid, pointers, call.options_given, numbers, tensors)
-
-
-def _is_for_sm90(call: Call) -> bool:
-    """Tell whether the kernel for Hopper attends with the long requests of a call."""
-    prompts = call.launches.prompts
-    return prompts is not None and _prefill_sm90.takes(
-        prompts, *call[:4], call.out, call.lse, call.scale
-    )
-
-
-def _start_sm90(call: Call) -> None:
-    """Launch what attends with long requests on a Hopper chip."""
-    prompts = call.launches.prompts
-    assert prompts is not None  # `_is_for_sm90` has said so
-    _prefill_sm90.launch(
-        prompts,
-        *call[:6],
-        call.max_query_len,
-        call.launches.short_rows,
-        call.scale,
-        call.out,
-        call.lse,
-    )
-
-
-def sign(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    block_table: Tensor | None,
-    query_start_loc: Tensor,
-    lengths: Tensor,
-    out: Tensor | None,
-    lse: Tensor | None,
-    options: AttentionOptions,
-) -> Signature | None:
-    """Return what makes a call like another one; None: it is like no other.
-
-    Of what it leaves out, the sizes of the batch, `sizes_fit` makes sure.
-    """
-    if INTERPRETED:
-        return None
-    own = _sign_options(options)
-    if own is None:
-        return None
-    return (
-        query.shape[1:],
-        query.stride(),
-        query.dtype,
-        query.get_device(),
-        key.shape,
-        key.stride(),
-        key.dtype,
-        key.get_device(),
-        value.shape,
-        value.stride(),
-        value.dtype,
-        value.get_device(),
-        None
-        if block_table is None
-        else (block_table.stride()[1:], block_table.dtype, block_table.get_device()),
-        query_start_loc.stride(),
-        query_start_loc.dtype,
-        query_start_loc.get_device(),
-        lengths.stride(),
-        lengths.dtype,
-        lengths.get_device(),
-        None if out is None else (out.stride(), out.dtype, out.get_device()),
-        None if lse is None else (lse.dtype, lse.get_device()),
-        own,
-    )
-
-
-def sizes_fit(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    block_table: Tensor | None,
-    query_start_loc: Tensor,
-    lengths: Tensor,
-    max_query_len: int,
-    max_key_len: int,
-    out: Tensor | None,
-    lse: Tensor | None,
-) -> bool:
-    """Tell whether the sizes of a call whose signature was not refused fit each other."""
-    tokens, query_heads, _ = query.shape
-    reqs = query_start_loc.shape[0] - 1
-    if block_table is None:
-        fits = lengths.shape[0] == reqs + 1
-    else:
-        rows, max_blocks = block_table.shape
-        most = max_blocks * value.shape[1]
-        fits = rows == reqs == lengths.shape[0] and max_key_len <= most
-    return (
-        fits
-        and max_query_len >= 0
-        and max_key_len >= 0
-        and (out is None or out.shape == (tokens, query_heads, value.shape[-1]))
-        and (lse is None or lse.shape == (query_heads, tokens))
-    )
-
-
-def _sign_options(options: AttentionOptions) -> Signature | None:
-    """Return options as something that can be compared; None: some belong to this batch alone."""
-    if options is PLAIN[True] or options is PLAIN[False]:
-        return (options.causal,)
-    of_batch = (options.tree_mask, options.query_ranges)
-    if isinstance(options.causal, Tensor) or of_batch != (None, None):
-        return None
-    return tuple(
-        (each.shape, each.stride(), each.dtype, each.get_device())
-        if isinstance(each, Tensor)
-        else each
-        for each in (getattr(options, name) for name in OPTION_NAMES)
-    )
-
-
-def _option_values(options: AttentionOptions) -> tuple[Any, ...]:
-    """Return the options that a kernel is given anew at each call, in its order."""
-    return (
-        None if options.alibi_slopes is None else options.alibi_slopes.contiguous(),
-        None if options.sinks is None else options.sinks.contiguous(),
-        options.position_bias,
-        scale_arguments(options.k_scale)[0],
-        scale_arguments(options.v_scale)[0],
-        scale_arguments(options.out_scale)[0],
+def make_plan(call: AttentionCall) -> LaunchPlan:
+    """Return the launch plan of all calls with this call's signature."""
+    base = portable.plan(call)
+    prefills: list[PrefillPlan] = []
+    # without a decode launch the prefill launch also clears the rows of no request
+    for family in KERNEL_FAMILIES if base.has_decode else ():
+        if family.supports(call):
+            plan = family.plan(call)
+            if plan is not None:
+                prefills.append(plan)
+    starts, lengths = call.query_start_loc, call.lengths
+    return LaunchPlan(
+        portable=base,
+        prefills=(*prefills, base),
+        short_rows=base.short_rows,
+        has_decode=base.has_decode,
+        group_size=base.group_size,
+        is_packed=starts.stride(0) == 1 and lengths.stride(0) == 1,
+        upcasts_output=base.upcasts_output,
     )
 
 
 def check_compute_dtype(compute_dtype: torch.dtype) -> None:
-    """Refuse arithmetic that these kernels have not.
+    """Reject a dtype of the arithmetic that these kernels do not have.
 
     Raises:
-        NotImplementedError: another dtype than float32; the reference takes it.
+        NotImplementedError: a dtype other than float32; the reference takes any.
     """
     if compute_dtype != torch.float32:
         raise NotImplementedError(
             f"compute_dtype = {compute_dtype}: expected torch.float32, in which the kernels"
-            " add up; the reference takes any"
+            " accumulate; the reference takes any"
         )
 
 
 def check_supported(query: Tensor, value: Tensor) -> None:
-    """Refuse what these kernels do not compute.
+    """Reject what no kernel computes.
 
     Raises:
         NotImplementedError: a head larger than a tile that fits the chip, or float64 inputs; the

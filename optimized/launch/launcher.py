@@ -1,4 +1,4 @@
-"""Where and how do the kernels run?"""
+"""Launches of Triton kernels: the interpreter's rules, and a launcher with low host cost."""
 
 import copy
 import inspect
@@ -13,57 +13,60 @@ RUNTIME = triton.knobs.runtime
 INTERPRETED: bool = RUNTIME.interpret
 """Whether kernels run in Triton's interpreter, on any tensor, or compiled, on CUDA tensors."""
 
+NO_OPTIONS: tuple[None, ...] = (None,) * 6
+"""Option values of a call that has none; compared by identity."""
+
 
 def check_launch(tensor: Tensor) -> None:
-    """Refuse a tensor that compiled kernels cannot read.
+    """Reject a tensor that compiled kernels cannot read.
 
     Raises:
-        ValueError: a tensor outside CUDA while the interpreter is off.
+        ValueError: a tensor that is not on a CUDA device while the interpreter is off.
     """
     if not INTERPRETED and tensor.device.type != "cuda":
         raise ValueError(
-            f"the tensors lie on {tensor.device}: expected cuda. To run the kernels without a"
+            f"the tensors are on {tensor.device}: expected cuda. To run the kernels without a"
             " GPU, set TRITON_INTERPRET=1 before triton is imported; or use"
             " pagetwin.reference"
         )
 
 
 def next_power_of_2(number: int) -> int:
-    """Return the smallest power of two that is not below a number from 1."""
+    """Return the smallest power of two that is at least `number`, which is at least 1."""
     return 1 << (number - 1).bit_length()
 
 
 def must_widen(dtype: torch.dtype) -> bool:
-    """Tell whether a kernel has to compute in float32 what it would compute in `dtype`.
+    """Return whether a kernel has to compute in float32 what it would compute in `dtype`.
 
-    The interpreter holds bfloat16 as bare 16-bit patterns: its arithmetic is wrong and its
-    stores cut off instead of rounding. So there a kernel widens what it loads, and writes into
-    a float32 buffer that torch rounds.
+    The interpreter holds bfloat16 as 16-bit patterns: its arithmetic is wrong, and its stores
+    truncate instead of rounding. There a kernel upcasts what it loads, and writes to a float32
+    buffer that torch rounds.
     """
     return INTERPRETED and dtype == torch.bfloat16
 
 
-# what torch's public functions wrap, whose cost a launch would feel; absent without CUDA
+# what torch's public functions wrap; the wrappers cost as much as a launch. Absent without CUDA.
 current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 is_capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 
 
 class Launcher:
-    """One kernel on arguments of one kind, of which some change from launch to launch.
+    """One kernel with arguments of one specialization, some of which change per launch.
 
-    Triton looks at every argument of every launch to find the right compiled kernel, which costs
-    more than the launch itself. Here the caller promises that all are of the kind of the first
-    launch: the same dtypes, strides and constants. What it does not promise is looked at: pointers
-    that are not aligned to 16 bytes, another device, and hooks of a profiler take Triton's way.
+    Triton inspects every argument of every launch to find the compiled kernel, which costs more
+    than the launch itself. Here the caller guarantees that all arguments have the specialization
+    of the first launch: the same dtypes, strides and constants. What the caller does not
+    guarantee is checked: pointers that are not aligned to 16 bytes, another device and a
+    profiler's hooks make the launch go through Triton.
 
     Args:
-        kernel: a function of triton, whose changing arguments come first: tensor maps, pointers,
-            pointers or numbers of options, and numbers, which must not be specialised.
-        lower: makes the kernel's tensors, and what its maps describe, of the tensors that a launch
-            is given.
-        fixed: arguments that never change, by name; those that are not named are None.
-        num_warps, num_stages: of the launch.
+        kernel: a Triton function. Its changing arguments come first: tensor maps, pointers,
+            option values (pointers or numbers) and numbers, which must not be specialized.
+        lower: converts the tensors of a launch to the kernel's tensors and tensor descriptors.
+        fixed: constant arguments by name. Those that are not named are None.
+        num_warps, num_stages: launch options.
     """
 
     def __init__(
@@ -87,15 +90,15 @@ class Launcher:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a launch was made before, so that its kernel is known."""
+        """Whether a launch was made before, so that the compiled kernel is known."""
         return self._run is not None
 
     def encode(self, number: int, descriptor: Any) -> list[Any]:
-        """Return a tensor map and what goes with it, for a launch that is ready.
+        """Return an encoded tensor map and its sizes and strides. The launcher must be ready.
 
         Args:
-            number: which of the kernel's maps it is.
-            descriptor: what it describes.
+            number: index of the kernel's tensor map.
+            descriptor: the tensor descriptor.
         """
         from triton.backends.nvidia.driver import make_tensordesc_arg
 
@@ -115,18 +118,20 @@ class Launcher:
 
         Args:
             grid: programs along each axis.
-            pointers: 0 for those that are absent.
-            options: tensors and numbers of options.
+            pointers: addresses; 0 for tensors that are absent.
+            options: option values, tensors and numbers; NO_OPTIONS if all are None.
             numbers: sizes and strides.
-            tensors: what the pointers point to and the maps describe, before it is lowered.
-            maps: of a kernel with maps, what `encode` returned for each; empty: not ready yet.
+            tensors: arguments of `lower`, for a launch through Triton.
+            maps: what `encode` returned for each tensor map, one list after another. Empty if
+                the kernel has none, or the launcher is not ready.
         """
         union = 0
         for pointer in pointers:
             union |= pointer
-        for option in options:
-            if option is not None and not isinstance(option, float):
-                union |= option.data_ptr()
+        if options is not NO_OPTIONS:
+            for option in options:
+                if option is not None and not isinstance(option, float):
+                    union |= option.data_ptr()
         if (
             self._run is not None
             and not union & 15
@@ -162,17 +167,19 @@ class Launcher:
 
 
 def _with_ready_maps(run: Any) -> Any:
-    """Return what launches a kernel with tensor maps that are encoded already.
+    """Return the launch function of a kernel whose tensor maps are encoded already.
 
-    Triton wraps the launch of such a kernel in a function that encodes all maps anew each time;
-    beneath it lies the launch itself. None: it does not lie there, so each launch must go
-    Triton's way.
+    Triton wraps the launch of a kernel with tensor maps in a function that encodes all maps at
+    each launch. The wrapped function is in its closure.
+
+    Returns:
+        None if this version of Triton has no such closure. Each launch then goes through Triton.
     """
     if not inspect.isfunction(run.launch):
         return None
-    beneath = inspect.getclosurevars(run.launch).nonlocals.get("launcher")
-    if beneath is None:
+    wrapped = inspect.getclosurevars(run.launch).nonlocals.get("launcher")
+    if wrapped is None:
         return None
     run = copy.copy(run)
-    run.launch = beneath
+    run.launch = wrapped
     return run

@@ -15,7 +15,6 @@ from ...contract.attention_options import AttentionOptions
 from ...contract.kinds import FP8_DTYPES
 from ..kernels.attention_kernel import attend_kernel
 from ..kernels.fp8 import has_native_fp8, scale_arguments
-from ..kernels.sm90 import prefill as _prefill_sm90
 from .launcher import INTERPRETED, Launcher, must_widen, next_power_of_2
 from .tuning import PROGRAMS, Tiles, choose_tiles, count_processors
 
@@ -57,7 +56,6 @@ class Launches:
         one_loop: whether a decode masks every tile of keys, or has loops with and without masks.
         lone_reqs: fewer requests than that do not fill the chip.
         processors: multiprocessors of the chip.
-        prompts: how `_prefill_sm90` attends with long requests; None: it does not.
         widens: whether the output is written in float32 first.
     """
 
@@ -76,7 +74,6 @@ class Launches:
     one_loop: bool
     lone_reqs: int
     processors: int
-    prompts: _prefill_sm90.Prompts | None
     widens: bool
     decodes: dict[tuple[int, int, bool, bool, bool], tuple[Launcher, int, int]] = field(
         default_factory=dict
@@ -225,10 +222,6 @@ def prepare(
         or options.query_ranges is not None,
         lone_reqs=processors // kv_heads + 1,
         processors=processors,
-        # what no request owns is cleared by the launch for short ones
-        prompts=_prefill_sm90.prepare(query, key, value, block_table, out, options)
-        if has_decode
-        else None,
         widens=widens,
     )
 

@@ -1,11 +1,13 @@
-"""How is xFormers' paged split-K operator called?
+"""Calls of xFormers' paged split-K operator.
 
-The operator is pure Triton, but xFormers' dispatcher refuses it beside a torch of another CUDA than
-xFormers' own compiled part. So it is called directly, on a subclass that states what is true here:
-it reads `BLOCK_N` keys at once, which must divide the page.
+The operator is pure Triton, but xFormers' dispatcher rejects it if torch was built for another CUDA
+version than xFormers' compiled extension. So it is called directly, on a subclass that declares
+what the operator needs: it reads `BLOCK_N` keys at once, which must divide the block size.
 """
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -17,19 +19,18 @@ from ...engine.attention_impl import AttentionImpl
 from .launcher import INTERPRETED, must_widen
 
 HEAD_SIZES_OF_SPLIT_K = (32, 64, 128, 256)
-# importing xFormers warns at length that its compiled part does not load; it is not used here
-logging.getLogger("xformers").setLevel(logging.ERROR)
-
 FITS = "xformers 0.0.35 with torch 2.10 to 2.13 and triton 3.6 to 3.7"
 
 
 @cache
 def why_no_xformers() -> list[str]:
-    """Return why xFormers' operator cannot be used; an empty list: it can."""
+    """Return why xFormers' operator cannot be used. If the list is empty, it can."""
     try:
         import triton
-        import xformers
-        from xformers.ops.fmha import triton_splitk
+
+        with _without_warnings("xformers"):
+            import xformers
+            from xformers.ops.fmha import triton_splitk
     except Exception as error:  # a broken installation fails in many ways
         return [
             f"xFormers cannot be imported ({type(error).__name__}: {error}): expected {FITS}"
@@ -42,11 +43,29 @@ def why_no_xformers() -> list[str]:
     return []
 
 
-def why_no_split_k(impl: AttentionImpl) -> str:
-    """Return why a layer's decodes cannot run in the operator; empty: they can.
+@contextmanager
+def _without_warnings(name: str) -> Iterator[None]:
+    """Drop a logger's warnings for the duration of an import.
 
-    Its kernel compiles for heads of 32, 64, 128 and 256 alone, reads keys and values of one size
-    and of the query's dtype, and knows neither windows nor anything else that changes a score.
+    xFormers warns at length that its compiled extension does not load. It is not used here.
+    """
+
+    def is_error(record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.ERROR
+
+    logger = logging.getLogger(name)
+    logger.addFilter(is_error)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_error)
+
+
+def why_no_split_k(impl: AttentionImpl) -> str:
+    """Return why a layer's decodes cannot run in the operator. If empty, they can.
+
+    Its kernel compiles for heads of 32, 64, 128 and 256 only. It needs keys and values of one size
+    and of the query's dtype, and has no windows and no score modifications.
     """
     if impl.is_uncached:
         return f"attn_type = '{impl.attn_type}': nothing is cached, and nothing decodes"
@@ -74,9 +93,9 @@ def why_no_split_k(impl: AttentionImpl) -> str:
 
 
 def why_no_mask(decodes: PagedAttentionMetadata) -> str:
-    """Return why a step's decodes cannot run in the operator; empty: they can.
+    """Return why a step's decodes cannot run in the operator. If empty, they can.
 
-    Whether they are causal does not matter: a decode's one query is the last of its sequence.
+    Whether they are causal does not matter: the one query of a decode is the last of its sequence.
     """
     if decodes.max_query_len > 1:
         return (
@@ -92,9 +111,9 @@ def build_decode_bias(seq_lens: list[int], block_table: Tensor, block_size: int)
     """Return xFormers' mask of a batch of decodes.
 
     Args:
-        seq_lens: [reqs] keys of each, from 0; where there is none the operator gives zeros.
+        seq_lens: [reqs] number of keys per request, from 0. Without keys the output is zero.
         block_table: [reqs, max_blocks].
-        block_size: slots in a block.
+        block_size: slots per block.
 
     Raises:
         ImportError: xFormers cannot be used; the message says why.
@@ -105,7 +124,7 @@ def build_decode_bias(seq_lens: list[int], block_table: Tensor, block_size: int)
         PagedBlockDiagonalCausalWithOffsetPaddedKeysMask as Mask,
     )
 
-    # a part of the mask is made on the default device, whatever `device` says
+    # some of the mask's tensors are created on the default device, whatever `device` says
     with torch.device(block_table.device):
         return Mask.from_seqlens(
             q_seqlen=[1] * len(seq_lens),
@@ -119,19 +138,19 @@ def build_decode_bias(seq_lens: list[int], block_table: Tensor, block_size: int)
 def split_k_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, bias: Any, scale: float
 ) -> Tensor:
-    """Return attention of one query a request, computed by xFormers.
+    """Return attention of one query per request, computed by xFormers.
 
     Args:
         query: [reqs, query_heads, head_size].
         key_cache, value_cache: [num_blocks, block_size, kv_heads, head_size].
         bias: what build_decode_bias returned.
-        scale: what scores are multiplied with.
+        scale: factor of the scores.
 
     Returns:
         [reqs, query_heads, head_size].
 
     Raises:
-        ValueError: the mask was built for blocks of another size.
+        ValueError: the mask was built for another block size.
     """
     from xformers.ops.fmha import Inputs
 
@@ -144,7 +163,7 @@ def split_k_attention(
         )
     group_size = query_heads // kv_heads
     dtype = torch.float32 if must_widen(query.dtype) else query.dtype
-    # one long sequence of slots; the heads of a group read the same keys through stride 0
+    # all slots as one sequence; the heads of a group read the same keys through stride 0
     slots = (1, num_blocks * block_size, kv_heads, 1, head_size)
     shared = (1, num_blocks * block_size, kv_heads, group_size, head_size)
     inputs = Inputs(
@@ -160,7 +179,7 @@ def split_k_attention(
 
 @cache
 def _operator(block_size: int) -> Any:
-    """Return the operator whose tile of keys divides the page."""
+    """Return the operator whose tile of keys divides the block size."""
     from xformers.ops.fmha import triton_splitk
 
     class PagedSplitK(triton_splitk.FwOp):  # type: ignore[misc]
@@ -168,7 +187,7 @@ def _operator(block_size: int) -> Any:
 
         @classmethod
         def get_extra_args(cls, **shape: Any) -> dict[str, Any]:
-            # the original asks CUDA for its capability, which the interpreter has not
+            # the original reads the CUDA capability, which does not exist in the interpreter
             if INTERPRETED:
                 return {"BLOCK_M": cls.BLOCK_M, "BLOCK_N": cls.BLOCK_N}
             return super().get_extra_args(**shape)

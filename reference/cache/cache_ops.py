@@ -17,7 +17,7 @@ from ...contract.shapes import (
     DestinationKVCache,
     Key,
     KeyCache,
-    KVCache,
+    LayerKVCache,
     Scale,
     SlotMapping,
     SourceKVCache,
@@ -200,7 +200,7 @@ def gather_cache(
     return key, value
 
 
-def copy_blocks(kv_caches: Sequence[KVCache], block_mapping: BlockMapping) -> None:
+def copy_blocks(kv_caches: Sequence[LayerKVCache], block_mapping: BlockMapping) -> None:
     """Copy whole blocks to other blocks, in every layer.
 
     Args:

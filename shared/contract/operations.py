@@ -59,6 +59,13 @@ CONCEPTS = (
         ),
     ),
     Concept(
+        "block_manager",
+        "cache.block_manager",
+        "Block manager: which request holds which block, and which blocks are shared.",
+        ("BlockManager",),
+        is_single=True,
+    ),
+    Concept(
         "block_table_rows",
         "cache.block_table_rows",
         "Persistent block-table rows: append, move, swap and clear as requests come and go.",
@@ -98,6 +105,13 @@ CONCEPTS = (
         "cache.cache_ops",
         "Cache operations: write, gather, copy and swap keys and values.",
         ("reshape_and_cache", "gather_cache", "copy_blocks", "swap_blocks"),
+    ),
+    Concept(
+        "scheduler",
+        "batch.scheduler",
+        "Scheduler: which request computes how many tokens in the next step.",
+        ("Scheduler",),
+        is_single=True,
     ),
     Concept(
         "batch_split",

@@ -16,7 +16,7 @@ size: `reqs` in `block_table` is `reqs` in `seq_lens`.
 | latent_width | kv_lora_rank + qk_rope_head_dim: what a latent cache keeps of a token |
 | ... | one number for all, or one a kv head |
 | *any | axes of any number and size |
-| _ | a buffer that may be longer than what is used of it |
+| _ | a buffer that may be longer than what is used of it; blocks of one of several layers |
 """
 
 from jaxtyping import Bool, Float, Int8, Int32, Int64
@@ -24,6 +24,7 @@ from torch import Tensor
 
 RawCache = Int8[Tensor, "num_bytes"]
 KVCache = Float[Tensor, "2 num_blocks block_size kv_heads head_size"]
+LayerKVCache = Float[Tensor, "2 _ block_size kv_heads head_size"]
 SourceKVCache = Float[Tensor, "2 source_blocks block_size kv_heads head_size"]
 DestinationKVCache = Float[Tensor, "2 destination_blocks block_size kv_heads head_size"]
 LayeredKVCache = Float[Tensor, "layers 2 num_blocks block_size kv_heads head_size"]

@@ -18,6 +18,7 @@ from ..contract.layouts import KVCacheLayout
 from ..contract.metadata_classes import UBatchSlice
 from ..contract.multimodal_features import MultiModalFeature
 from ..contract.operations import CONCEPTS, Implementation
+from ..contract.scheduler_classes import Request
 from ..contract.sequence_classes import (
     SequenceAttentionMetadata,
     SequenceGroup,
@@ -60,6 +61,7 @@ def example_names(implementation: Implementation) -> dict[str, Any]:
         "AttentionCGSupport": AttentionCGSupport,
         "GraphInputBuffers": GraphInputBuffers,
         "GroupSupport": GroupSupport,
+        "Request": Request,
         "SequenceAttentionMetadata": SequenceAttentionMetadata,
         "SequenceGroup": SequenceGroup,
         "SequenceInput": SequenceInput,

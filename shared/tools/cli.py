@@ -162,14 +162,14 @@ def replay(
             check_every=check_every,
             seed=seed,
         )
-        run = Replay(settings, folder=Path(), with_owners=report is not None)
+        run = Replay(settings, folder=Path(), with_holders=report is not None)
     began = time.perf_counter()
     records = _watch(run)
-    from .replay.figures import sum_up
+    from .replay.figures import summarize
     from .replay.tables import print_figures
 
     console = Console()
-    figures = sum_up(run, records, time.perf_counter() - began)
+    figures = summarize(run, records, time.perf_counter() - began)
     print_figures(figures, console)
     with sentences_for_errors():
         if json_file is not None:
@@ -196,7 +196,7 @@ def reproduce(
     Exit code 1: they still disagree. Exit code 0: they agree.
     """
     with sentences_for_errors():
-        from .replay.disagreement import load_step
+        from .replay.mismatch import load_step
 
         stored, before = load_step(file)
         choose_interpreter(stored.device)
@@ -248,7 +248,7 @@ def _watch(run: "Replay") -> "list[StepRecord]":
         TimeElapsedColumn,
     )
 
-    from .replay.disagreement import Disagreement
+    from .replay.mismatch import TwinMismatch
 
     columns = (
         BarColumn(),
@@ -272,7 +272,7 @@ def _watch(run: "Replay") -> "list[StepRecord]":
                     description=f"step {record.step}: {record.running} running,"
                     f" {record.waiting} waiting",
                 )
-    except Disagreement as disagreement:
+    except TwinMismatch as disagreement:
         _print_disagreement(disagreement)
         raise typer.Exit(DISAGREE) from None
     return records

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.contract.operations import load_implementation
 from pagetwin.tools.bench.timing import Stopwatch, captured, quartiles, time_host
 
@@ -65,7 +66,12 @@ def attention_case(
         operation = load_implementation(twin).paged_attention
         batch = (table, starts, lens, max(queries), max(keys))
         return lambda: operation(
-            query, cache[0], values, *batch, out=out, causal=causal, **options
+            query,
+            cache[0],
+            values,
+            *batch,
+            out=out,
+            options=AttentionOptions(causal=causal, **options),
         )
 
     cases: list[Timed] = [("reference", attend("reference"))] if with_reference else []

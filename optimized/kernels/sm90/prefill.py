@@ -75,6 +75,7 @@ class Prompts:
         planes: those four, with as many tokens as the first call has.
         boxes: what TMA brings or takes at once, of each.
         tokens: new tokens of the first call.
+        key_tokens: ragged keys of the first call, or the blocks of the cache.
         num_heads, group_size: query heads, of all and of a kv head.
         tile_rows: tokens of a tile.
         steps: the arguments of the kernel that say how far things lie apart.
@@ -85,6 +86,7 @@ class Prompts:
     planes: tuple[Plane, Plane, Plane, Plane]
     boxes: tuple[Box, Box, Box, Box]
     tokens: int
+    key_tokens: int
     num_heads: int
     group_size: int
     tile_rows: int
@@ -103,11 +105,9 @@ class Prompts:
         """Return what the kernel is told of the queries, keys, values and the output."""
         if len(self._maps) > MOST_MAPS:
             self._maps.clear()
-        new_tokens = tensors[0].shape[0] - self.tokens
+        more_rows = self.more_rows(tensors[0], tensors[1])
         found = []
-        for number, tensor in enumerate(tensors):
-            # the cache is always the same: queries and the output are longer or shorter
-            more = new_tokens if number in (0, 3) else 0
+        for number, (tensor, more) in enumerate(zip(tensors, more_rows, strict=True)):
             key = (number, tensor.data_ptr(), more)
             known = self._maps.get(key)
             if known is None:
@@ -115,6 +115,16 @@ class Prompts:
                 known = self._maps[key] = map_
             found += known
         return found
+
+    def more_rows(self, query: Tensor, key: Tensor) -> tuple[int, int, int, int]:
+        """Return how many rows each tensor has beyond those of its plane.
+
+        Calls of one signature differ in their tokens, and in their keys if these are ragged. A
+        cache has the same blocks in all of them.
+        """
+        new_tokens = query.shape[0] - self.tokens
+        new_keys = key.shape[0] - self.key_tokens
+        return new_tokens, new_keys, new_keys, new_tokens
 
     def describe(self, number: int, tensor: Tensor, more: int) -> TensorDescriptor:
         """Return what TMA is told of a tensor.
@@ -142,13 +152,9 @@ class Prompts:
         *others: Tensor | None,
     ) -> tuple[Any, ...]:
         """Return the tensors of a call as the kernel takes them, in its order."""
-        more = query.shape[0] - self.tokens
-        described = (
-            self.describe(0, query, more),
-            self.describe(1, key, 0),
-            self.describe(2, value, 0),
-            self.describe(3, out, more),
-        )
+        tensors = (query, key, value, out)
+        more_rows = self.more_rows(query, key)
+        described = map(self.describe, range(4), tensors, more_rows)
         return (*described, out, *others)
 
 
@@ -210,6 +216,7 @@ def lay_out(
         planes=(of_query, of_key, of_value, of_out),
         boxes=(box, kv_box, kv_box, box),
         tokens=tokens,
+        key_tokens=key.shape[0],
         num_heads=num_heads,
         group_size=num_heads // key.shape[-2],
         tile_rows=rows * (3 if head_size == 64 else 2),
@@ -254,9 +261,13 @@ def takes(
         return False
     if block_table is not None and block_table.stride(0) > MOST:
         return False
-    more = query.shape[0] - prompts.tokens
-    rows = max(prompts.planes[0].rows, prompts.planes[3].rows)
-    return rows + more + MARGIN <= MOST
+    rows = max(
+        plane.rows + more
+        for plane, more in zip(
+            prompts.planes, prompts.more_rows(query, key), strict=True
+        )
+    )
+    return rows + MARGIN <= MOST
 
 
 def launch(

@@ -29,15 +29,21 @@ class LawToTry:
     Args:
         law: the law.
         worker: the process in which it is tried.
-        seed, examples: what cases are drawn from, and how many.
+        seed, examples, listed: as of `parametrize_with_laws`.
         reason: why it is known to be broken; None: it is not.
     """
 
     def __init__(
-        self, law: Law, worker: Worker, seed: int, examples: int, reason: str | None
+        self,
+        law: Law,
+        worker: Worker,
+        seed: int,
+        examples: int,
+        reason: str | None,
+        listed: int | None = None,
     ) -> None:
         self.law, self.worker = law, worker
-        self.seed, self.examples = seed, examples
+        self.job = Job(law.name, seed, examples, listed=listed)
         self.reason = reason
 
     def __call__(self) -> Result:
@@ -52,9 +58,7 @@ class LawToTry:
         """
         import pytest
 
-        result = self.worker.try_law(
-            Job(self.law.name, self.seed, self.examples), self.law.area
-        )
+        result = self.worker.try_law(self.job, self.law.area)
         result = with_known(result, self.reason)
         if result.status == Status.KNOWN:
             pytest.xfail(result.reason)
@@ -93,6 +97,7 @@ def parametrize_with_laws(
     seed: int = 0,
     device: str | None = None,
     seconds_of_a_law: float = SECONDS_OF_A_LAW,
+    listed: int | None = None,
 ) -> Callable[[Test], Test]:
     """Return what makes a test function, which takes `law` and calls it, a test of each law.
 
@@ -108,6 +113,8 @@ def parametrize_with_laws(
         seed: what drawn cases are drawn from.
         device: where tensors lie; None: CUDA if there is one.
         seconds_of_a_law: a law that takes longer fails.
+        listed: Optional. The most cases of a law that lists them, spread evenly over the list. If
+            None, all of them: what a release is checked with.
 
     Raises:
         ValueError: no law contains the words, or a known failure names no law.
@@ -117,7 +124,10 @@ def parametrize_with_laws(
     known = check_known_failures(known_failures)
     laws = choose_laws(only)
     worker = _worker(implementation, choose_device(device), seconds_of_a_law)
-    tries = [LawToTry(law, worker, seed, examples, known.get(law.name)) for law in laws]
+    tries = [
+        LawToTry(law, worker, seed, examples, known.get(law.name), listed)
+        for law in laws
+    ]
     names = [law.name for law in laws]
 
     def decorate(test: Test) -> Test:

@@ -62,6 +62,7 @@ def try_law(
     seed_of_cases: int,
     examples: int,
     at: Callable[[str], None] = lambda case: None,
+    listed: int | None = None,
 ) -> Result:
     """Return what becomes of one law, tried in this process.
 
@@ -71,13 +72,16 @@ def try_law(
         seed_of_cases: what drawn cases are drawn from.
         examples: drawn cases.
         at: called with each case, as Python, before it is tried.
+        listed: Optional. The most cases of a law that lists them, spread evenly over the list. If
+            None, all of them.
     """
 
     def go(once: Callable[[Any], None]) -> None:
         if isinstance(law.cases, SearchStrategy):
             _drawn(once, law.cases, seed_of_cases, examples)()
         else:
-            for case in law.cases:
+            step = -(-len(law.cases) // listed) if listed else 1
+            for case in law.cases[:: max(1, step)]:
                 once(case)
 
     return _watched(law, setting, go, at)

@@ -33,13 +33,15 @@ class Job:
         law: its sentence.
         seed: what drawn cases are drawn from.
         examples: drawn cases.
-        case: the one case to try, as Python; None: draw them.
+        case: Optional. The one case to try, as Python. If None, cases are drawn or listed.
+        listed: Optional. The most cases of a law that lists them. If None, all of them.
     """
 
     law: str
     seed: int = 0
     examples: int = 25
     case: str | None = None
+    listed: int | None = None
 
 
 class Worker:

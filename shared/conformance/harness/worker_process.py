@@ -50,7 +50,7 @@ def main(pipe: int) -> None:
                 say(case=case)
 
             if job.case is None:
-                result = try_law(law, setting, job.seed, job.examples, at)
+                result = try_law(law, setting, job.seed, job.examples, at, job.listed)
             else:
                 result = try_case(law, setting, job.case, at)
             say(result=asdict(result) | {"status": result.status.value})

@@ -3,17 +3,11 @@
 Hugging Face transformers lets a model's attention be replaced by name. `register` puts a twin under
 a name, and `generate` runs a model over a paged cache with it: many requests in one flat batch,
 long prompts in chunks, equal beginnings shared, requests that start over when blocks run out.
+
+transformers imports triton. Without a GPU, set TRITON_INTERPRET=1 in the environment before this
+import to run the Triton kernels in the interpreter; otherwise their first launch raises. The
+reference twin needs neither.
 """
-
-import os
-import sys
-
-import torch
-
-# transformers imports triton, and Triton's interpreter has to be chosen before: without a GPU the
-# fast twin runs in nothing else
-if not torch.cuda.is_available() and "triton" not in sys.modules:
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 try:
     import transformers as _transformers  # noqa: F401

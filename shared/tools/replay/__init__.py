@@ -1,1 +1,1 @@
-"""Real serving traffic, replayed step by step on both twins."""
+"""Replay: real serving traffic, run step by step on several implementations and compared."""

@@ -1,9 +1,8 @@
-"""What does a step consist of, apart from its numbers?
+"""The batch of one replay step, as plain integers from which each twin builds its own metadata.
 
-The scheduler says who computes how much. A batch is that decision in the order in which it runs,
-the requests that decode first: lists of plain integers, from which each twin makes its own
-metadata. A request keeps its row from step to step, as in an engine, whose rows are tensors that
-nobody wants to move; so it is the rows left behind by finished requests that bring disorder.
+The scheduler decides which request computes how many tokens. A batch holds that decision in the
+order of execution: decodes first. A request keeps its batch row from step to step, as in an engine.
+When a request finishes, the last row moves into the gap, so rows do not stay in order of arrival.
 """
 
 from collections.abc import Sequence
@@ -11,16 +10,17 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Batch:
-    """One step's requests.
+class ReplayBatch:
+    """The requests of one step.
 
     Args:
-        scheduled_tokens: [reqs] new tokens of each request, in the order of the rows.
-        order: [reqs] which of them stands at each place of the batch.
+        scheduled_tokens: [reqs] new tokens of each request, in the order of the rows before
+            reordering.
+        order: [reqs] the row at each index of the batch.
         query_lens: [reqs] new tokens, in the order of the batch.
-        num_computed_tokens: [reqs] tokens that were in the cache before.
-        block_rows: [reqs] block ids.
-        block_size: slots in a block.
+        num_computed_tokens: [reqs] tokens that were in the cache before the step.
+        block_rows: [reqs] block ids of each request.
+        block_size: slots per block.
     """
 
     scheduled_tokens: list[int]
@@ -32,29 +32,30 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
+        """New tokens of the step."""
         return sum(self.query_lens)
 
     def used_blocks(self) -> list[int]:
-        """Return every block of the batch's rows once, by id."""
+        """Return every block of the batch's rows once, sorted by id."""
         return sorted({block_id for row in self.block_rows for block_id in row})
 
     def request_of(self, token: int) -> tuple[int, int]:
-        """Return the place in the batch and the position in its sequence of a new token."""
-        for place, query_len in enumerate(self.query_lens):
+        """Return the batch index of a new token's request, and the token's position in it."""
+        for index, query_len in enumerate(self.query_lens):
             if token < query_len:
-                return place, self.num_computed_tokens[place] + token
+                return index, self.num_computed_tokens[index] + token
             token -= query_len
         raise IndexError(f"the batch has {self.num_tokens} new tokens")
 
 
 def keep_rows(rows: Sequence[int], scheduled: Sequence[int]) -> list[int]:
-    """Return which request stands in each row of the next step.
+    """Return the request of each batch row of the next step.
 
-    The row of a request that left is filled by the last one; new requests come behind.
+    The last row moves into the row of a request that has left. New requests are appended.
 
     Args:
         rows: the requests of the last step, by number.
-        scheduled: the requests of this one.
+        scheduled: the requests of this step.
 
     Source:
         vLLM's `InputBatch.condense`.
@@ -63,14 +64,14 @@ def keep_rows(rows: Sequence[int], scheduled: Sequence[int]) -> list[int]:
         >>> keep_rows([4, 5, 6, 7], scheduled=[5, 6, 7, 8])
         [7, 5, 6, 8]
     """
-    kept, place = list(rows), 0
-    while place < len(kept):
-        if kept[place] in scheduled:
-            place += 1
+    kept, index = list(rows), 0
+    while index < len(kept):
+        if kept[index] in scheduled:
+            index += 1
             continue
         last = kept.pop()
-        if place < len(kept):
-            kept[place] = last
+        if index < len(kept):
+            kept[index] = last
     return kept + [request for request in scheduled if request not in kept]
 
 
@@ -80,13 +81,13 @@ def make_batch(
     block_rows: Sequence[Sequence[int]],
     order: Sequence[int],
     block_size: int,
-) -> Batch:
-    """Return the batch that has the requests of the rows in that order."""
-    return Batch(
+) -> ReplayBatch:
+    """Return the batch that has the requests of the rows in the given order."""
+    return ReplayBatch(
         scheduled_tokens=list(scheduled_tokens),
         order=list(order),
-        query_lens=[scheduled_tokens[place] for place in order],
-        num_computed_tokens=[num_computed_tokens[place] for place in order],
-        block_rows=[list(block_rows[place]) for place in order],
+        query_lens=[scheduled_tokens[row] for row in order],
+        num_computed_tokens=[num_computed_tokens[row] for row in order],
+        block_rows=[list(block_rows[row]) for row in order],
         block_size=block_size,
     )

@@ -1,6 +1,6 @@
-"""What does a replay come to, in numbers?
+"""All figures of a replay as one dictionary of plain numbers.
 
-One dictionary of plain numbers: the tables print it, `--json` stores it, the report shows it.
+The tables print it, `--json` stores it, and the report shows it.
 """
 
 from collections.abc import Sequence
@@ -11,24 +11,24 @@ import torch
 
 from .run import Replay, StepRecord
 from .step import Stage
-from .twins import Twin
+from .twins import ReplayTwin
 
 
 def label_twins(names: Sequence[str]) -> list[str]:
-    """Return a label for each twin; of two with one name the second is told apart.
+    """Return a label for each twin; repeated names are numbered.
 
     Example:
         >>> label_twins(["reference", "reference"])
         ['reference', 'reference (2)']
     """
     labels: list[str] = []
-    for place, name in enumerate(names):
-        before = names[:place].count(name)
+    for index, name in enumerate(names):
+        before = names[:index].count(name)
         labels.append(f"{name} ({before + 1})" if before else name)
     return labels
 
 
-def sum_up(
+def summarize(
     replay: Replay, records: Sequence[StepRecord], wall_seconds: float
 ) -> dict[str, Any]:
     """Return all figures of a replay.
@@ -36,7 +36,7 @@ def sum_up(
     Args:
         replay: a replay that has ended.
         records: its steps.
-        wall_seconds: how long it took, from start to end.
+        wall_seconds: duration of the whole replay.
     """
     settings = replay.settings
     labels = label_twins(settings.twins)
@@ -48,12 +48,14 @@ def sum_up(
         },
         "steps": len(records),
         "requests": len(replay.requests),
-        "requests_finished": len(replay.scheduler.finished),
+        "requests_finished": replay.requests_finished,
         "tokens": {
             "prefill": sum(record.prefill_tokens for record in records),
             "decode": sum(record.decode_tokens for record in records),
             "recomputed": sum(record.recomputed_tokens for record in records),
-            "found_in_prefix_cache": sum(record.prefix_tokens for record in records),
+            "found_in_prefix_cache": sum(
+                record.prefix_hit_tokens for record in records
+            ),
             "regained_after_preemption": sum(
                 record.regained_tokens for record in records
             ),
@@ -66,24 +68,24 @@ def sum_up(
         "running_at_most": max((record.running for record in records), default=0),
         "waiting_at_most": max((record.waiting for record in records), default=0),
         "agreement": {
-            label: _agreement(records, place) for place, label in enumerate(labels)
+            label: _agreement(records, index) for index, label in enumerate(labels)
         },
         "seconds": {
             "wall": wall_seconds,
-            "judging": sum(record.judging for record in records),
+            "oracle": sum(record.oracle_seconds for record in records),
             "twins": {
-                label: _seconds(records, place, replay.twins[place])
-                for place, label in enumerate(labels)
+                label: _seconds(records, index, replay.twins[index])
+                for index, label in enumerate(labels)
             },
         },
     }
 
 
-def _agreement(records: Sequence[StepRecord], place: int) -> dict[str, Any]:
-    worst = max(records, key=lambda record: record.verdicts[place].worst, default=None)
+def _agreement(records: Sequence[StepRecord], index: int) -> dict[str, Any]:
+    worst = max(records, key=lambda record: record.verdicts[index].worst, default=None)
     if worst is None:
         return {"worst_share_of_budget": 0.0, "error": 0.0, "budget": 0.0, "step": None}
-    verdict = worst.verdicts[place]
+    verdict = worst.verdicts[index]
     return {
         "worst_share_of_budget": verdict.worst,
         "error": verdict.error,
@@ -93,12 +95,12 @@ def _agreement(records: Sequence[StepRecord], place: int) -> dict[str, Any]:
 
 
 def _seconds(
-    records: Sequence[StepRecord], place: int, twin: Twin
+    records: Sequence[StepRecord], index: int, twin: ReplayTwin
 ) -> dict[str, dict[str, float | None]]:
-    """Return total and median of each stage; None where a backend has no such stage."""
+    """Return total and median of each stage; None if a backend does not have the stage."""
     times: dict[str, dict[str, float | None]] = {}
     for stage in Stage:
-        spent = [record.seconds[place][stage] for record in records]
+        spent = [record.seconds[index][stage] for record in records]
         if not spent or (stage is Stage.WRITE and twin.writes_in_attend):
             times[stage.value] = {"total": None, "median": None}
         else:

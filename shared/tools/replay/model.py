@@ -1,10 +1,10 @@
-"""What are the keys, values and queries of each token?
+"""Synthetic queries, keys and values of each token.
 
-There is no language model here. A token's key and value are the sum of two rows of seeded tables,
-one for the token and one for its position, so equal prefixes have equal keys and values, as in a
-real model. Queries are drawn alike, with one difference: most of them are needles. They look for
-one key, at a place where kernels go wrong (the first, the last, both sides of a block's edge), so
-that a key which is dropped or doubled changes the answer and not just its last digits.
+No language model is involved. A token's key and value are the sum of two rows of seeded tables: one
+for the token and one for its position. So equal prefixes have equal keys and values, as in a real
+model. Queries are drawn in the same way, but most of them are needles: they are aligned with one
+key at a position where kernels go wrong (the first key, the last key, both sides of a block
+boundary). A key that is dropped or read twice then changes the result visibly.
 """
 
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .settings import Settings
+from .settings import ReplaySettings
 from .tokens import VOCABULARY, Tokens
 
 POSITIONS = 1021
-"""Rows of the position tables; a prime, so that no block size divides it."""
+"""Rows of the position tables. It is a prime, so no block size divides it."""
 
 NEEDLE_SCORE = 12.0
 """The scaled score of a needle; all other scores are about NEEDLE_SCORE / sqrt(head_size)."""
@@ -28,7 +28,7 @@ NEEDLE_SCORE = 12.0
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """What one layer gets in one step.
+    """The inputs of one layer in one step.
 
     Args:
         query: [tokens, query_heads, head_size].
@@ -40,10 +40,10 @@ class LayerInputs:
     value: Tensor
 
 
-class Model:
-    """Tables from which every token's key, value and query follow."""
+class SyntheticModel:
+    """Seeded tables that define every token's query, key and value."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: ReplaySettings) -> None:
         self.settings = settings
         generator = torch.Generator().manual_seed(settings.seed)
 
@@ -67,38 +67,34 @@ class Model:
         """Return the new tokens' queries, keys and values, for each layer.
 
         Args:
-            sequences: for each request its tokens, at least as far as they are computed now.
-            num_computed_tokens: for each request where its new tokens start.
-            query_lens: for each request how many they are.
+            sequences: the tokens of each request, at least as far as this step computes them.
+            num_computed_tokens: [reqs] index of each request's first new token.
+            query_lens: [reqs] new tokens of each request.
         """
-        parts = zip(sequences, num_computed_tokens, query_lens, strict=True)
-        tokens, positions, needle_tokens, needle_positions, is_needle = (
-            [],
-            [],
-            [],
-            [],
-            [],
-        )
-        for sequence, first, count in parts:
-            new = np.arange(first, first + count)
-            sought, found = self._needles(sequence, new)
-            tokens.append(sequence[new])
-            positions.append(new)
-            needle_tokens.append(sequence[sought])
-            needle_positions.append(sought)
+        new_tokens, new_positions = [], []
+        needle_tokens, needle_positions, is_needle = [], [], []
+        for sequence, first, count in zip(
+            sequences, num_computed_tokens, query_lens, strict=True
+        ):
+            positions = np.arange(first, first + count)
+            targets, found = self._needles(sequence, positions)
+            new_tokens.append(sequence[positions])
+            new_positions.append(positions)
+            needle_tokens.append(sequence[targets])
+            needle_positions.append(targets)
             is_needle.append(found)
-        token, position = self._join(tokens), self._join(positions)
-        needle = (self._join(needle_tokens), self._join(needle_positions))
-        mask = self._join(is_needle)[:, None, None]
+        token, position = self._concat(new_tokens), self._concat(new_positions)
+        needle = (self._concat(needle_tokens), self._concat(needle_positions))
+        mask = self._concat(is_needle)[:, None, None]
         group_size = self.settings.query_heads // self.settings.kv_heads
         strength = NEEDLE_SCORE / self.settings.head_size**0.5
         dtype = self.settings.torch_dtype
         layers = []
         for layer in range(self.settings.layers):
-            sought_key = _rows(self._key, layer, *needle)
-            looking = strength * sought_key.repeat_interleave(group_size, dim=1)
+            target_key = _rows(self._key, layer, *needle)
+            aligned = strength * target_key.repeat_interleave(group_size, dim=1)
             query = torch.where(
-                mask, looking, _rows(self._query, layer, token, position)
+                mask, aligned, _rows(self._query, layer, token, position)
             )
             layers.append(
                 LayerInputs(
@@ -110,23 +106,25 @@ class Model:
         return layers
 
     def _needles(
-        self, sequence: Tokens, new: Tokens
+        self, sequence: Tokens, positions: Tokens
     ) -> tuple[Tokens, NDArray[np.bool_]]:
-        """Return the position each query looks for, and whether it looks for one at all."""
-        draw = _scramble(sequence[new] * POSITIONS + new)
-        edge = new - new % self.settings.block_size
-        anywhere = (draw >> 3) % (new + 1)
-        places = np.stack([np.zeros_like(new), new, edge, edge - 1, anywhere])
+        """Return the position of each query's needle, and whether it has one."""
+        draw = _scramble(sequence[positions] * POSITIONS + positions)
+        edge = positions - positions % self.settings.block_size
+        anywhere = (draw >> 3) % (positions + 1)
+        choices = np.stack(
+            [np.zeros_like(positions), positions, edge, edge - 1, anywhere]
+        )
         kind = draw % 8
-        sought = places[np.minimum(kind, 4), np.arange(len(new))]
-        return np.clip(sought, 0, new), kind < 6
+        targets = choices[np.minimum(kind, 4), np.arange(len(positions))]
+        return np.clip(targets, 0, positions), kind < 6
 
-    def _join(self, parts: Sequence[NDArray[Any]]) -> Tensor:
-        return torch.from_numpy(np.concatenate(parts)).to(self.settings.device)
+    def _concat(self, arrays: Sequence[NDArray[Any]]) -> Tensor:
+        return torch.from_numpy(np.concatenate(arrays)).to(self.settings.device)
 
 
 def _scramble(numbers: Tokens) -> Tokens:
-    """Return numbers below 2**16 that look drawn, always the same for the same number."""
+    """Return pseudo-random numbers below 2**16, always the same for the same number."""
     mixed = (numbers * 2654435761) % 2**32
     mixed = ((mixed ^ (mixed >> 15)) * 40503) % 2**32
     return mixed >> 16

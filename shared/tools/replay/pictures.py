@@ -1,8 +1,4 @@
-"""What does a replay look like?
-
-Five pictures, each answering one question, drawn as SVG so that they stay sharp and need no file
-beside the page.
-"""
+"""The five pictures of a replay's report, as SVG."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -24,7 +20,7 @@ BLUE, ORANGE, GREEN, RED = "#2f6fb0", "#e08a2e", "#4d9a6a", "#c8414b"
 GREY = "#c3cad3"
 COLOR_OF_TWIN = (BLUE, ORANGE, GREEN, "#8a63b8")
 
-ROWS_AT_MOST, COLUMNS_AT_MOST, DOTS_AT_MOST = 400, 1200, 2500
+MAX_ROWS, MAX_COLUMNS, MAX_LARGE_DOTS = 400, 1200, 2500
 
 STYLE: Any = {
     "font.family": "DejaVu Sans",
@@ -44,24 +40,24 @@ STYLE: Any = {
 }
 
 
-def draw_owners(records: Sequence[StepRecord]) -> str:
-    """Return who owns which block over time: blocks up, steps to the right."""
-    owners = np.stack([record.owners for record in records], axis=1)
+def draw_holders(records: Sequence[StepRecord]) -> str:
+    """Return the holder of every block over time: one row per block, one column per step."""
+    holders = np.stack([record.holders for record in records], axis=1)
     shared = np.stack([record.shared for record in records], axis=1)
-    rows = _every(owners.shape[0], ROWS_AT_MOST)
-    columns = _every(owners.shape[1], COLUMNS_AT_MOST)
-    owners = owners[::rows, ::columns]
-    # shared blocks are few: each is marked, also in a row that is not drawn
+    rows = _stride(holders.shape[0], MAX_ROWS)
+    columns = _stride(holders.shape[1], MAX_COLUMNS)
+    holders = holders[::rows, ::columns]
+    # every shared block is marked, also in a row that is not drawn
     where, when = shared[:, ::columns].nonzero()
     palette = ListedColormap(["#ffffff", "#e6eaef", *_request_colors()])
     num_colors = len(_request_colors())
     picture = np.where(
-        owners >= 0, 2 + owners % num_colors, np.where(owners == CACHED, 1, 0)
+        holders >= 0, 2 + holders % num_colors, np.where(holders == CACHED, 1, 0)
     )
     assert FREE < 0 <= picture.min()
     with matplotlib.rc_context(STYLE):
         figure, axes = _axes(height=5.2)
-        extent = (-0.5, len(records) - 0.5, len(records[0].owners) - 0.5, -0.5)
+        extent = (-0.5, len(records) - 0.5, len(records[0].holders) - 0.5, -0.5)
         axes.imshow(
             picture,
             cmap=palette,
@@ -74,13 +70,13 @@ def draw_owners(records: Sequence[StepRecord]) -> str:
         axes.scatter(
             when * columns,
             where,
-            s=5 if len(where) <= DOTS_AT_MOST else 0.6,
+            s=5 if len(where) <= MAX_LARGE_DOTS else 0.6,
             color=INK,
             linewidths=0,
-            rasterized=len(where) > DOTS_AT_MOST,
+            rasterized=len(where) > MAX_LARGE_DOTS,
         )
         axes.grid(visible=False)
-        axes.set_ylabel("block" if rows == 1 else f"block (one in {rows} drawn)")
+        axes.set_ylabel("block" if rows == 1 else f"block (1 of {rows} drawn)")
         _count_steps(axes)
         _legend(
             axes,
@@ -89,7 +85,7 @@ def draw_owners(records: Sequence[StepRecord]) -> str:
                     Patch(facecolor=color, label=f"request {number}")
                     for number, color in enumerate(_request_colors()[:3])
                 ),
-                Patch(facecolor="white", label="... and so on", alpha=0),
+                Patch(facecolor="white", label="...", alpha=0),
                 Line2D([], [], marker="o", ls="", ms=4, color=INK, label="shared"),
                 Patch(facecolor="#e6eaef", label="cached"),
                 Patch(facecolor="white", edgecolor=LINE, label="free"),
@@ -99,16 +95,16 @@ def draw_owners(records: Sequence[StepRecord]) -> str:
 
 
 def draw_batches(records: Sequence[StepRecord], token_budget: int) -> str:
-    """Return each step's tokens, and the requests that run and wait."""
+    """Return each step's tokens, and its running and waiting requests."""
     steps = np.arange(len(records))
     decode = np.array([record.decode_tokens for record in records])
     prefill = np.array([record.prefill_tokens for record in records])
-    again = np.array([record.recomputed_tokens for record in records])
+    recomputed = np.array([record.recomputed_tokens for record in records])
     with matplotlib.rc_context(STYLE):
         figure, (tokens, requests) = _two_axes(height=4.6)
         _bars(tokens, steps, decode, 0 * decode, ORANGE)
         _bars(tokens, steps, prefill, decode, BLUE)
-        _bars(tokens, steps, again, decode + prefill - again, RED)
+        _bars(tokens, steps, recomputed, decode + prefill - recomputed, RED)
         tokens.axhline(token_budget, color=INK, lw=1, ls=(0, (4, 3)))
         tokens.set_ylabel("new tokens")
         _legend(
@@ -116,7 +112,7 @@ def draw_batches(records: Sequence[StepRecord], token_budget: int) -> str:
             [
                 Patch(facecolor=BLUE, label="prefill"),
                 Patch(facecolor=ORANGE, label="decode"),
-                Patch(facecolor=RED, label="computed again"),
+                Patch(facecolor=RED, label="recomputed"),
                 Line2D([], [], color=INK, ls=(0, (4, 3)), lw=1, label="token budget"),
             ],
         )
@@ -133,7 +129,7 @@ def draw_batches(records: Sequence[StepRecord], token_budget: int) -> str:
 
 
 def draw_occupancy(records: Sequence[StepRecord]) -> str:
-    """Return how full the cache is, and when somebody had to start over."""
+    """Return the used, cached and free blocks of each step, and its preemptions."""
     steps = np.arange(len(records))
     used = np.array([record.used for record in records])
     cached = np.array([record.cached for record in records])
@@ -154,7 +150,7 @@ def draw_occupancy(records: Sequence[StepRecord]) -> str:
             lw=0.6,
             label="free",
         )
-        times = [place for place, each in enumerate(records) if each.preempted]
+        times = [index for index, each in enumerate(records) if each.preempted]
         axes.scatter(
             times,
             [total * 1.05] * len(times),
@@ -172,24 +168,24 @@ def draw_occupancy(records: Sequence[StepRecord]) -> str:
 
 
 def draw_agreement(records: Sequence[StepRecord], labels: Sequence[str]) -> str:
-    """Return each step's worst error as a share of what the row may lose."""
+    """Return each step's worst error as a share of the row's error budget."""
     least = 1e-4
     with matplotlib.rc_context(STYLE):
         figure, axes = _axes(height=3.0)
         wide_first = len(labels) > 1
-        for place, label in enumerate(labels):
-            shares = [max(record.verdicts[place].worst, least) for record in records]
-            # a wide pale line first, so that twins that agree are both seen
+        for index, label in enumerate(labels):
+            shares = [max(record.verdicts[index].worst, least) for record in records]
+            # a wide pale line first, so that two equal lines are both visible
             axes.plot(
                 shares,
-                color=_color(place),
-                lw=4.5 if wide_first and place == 0 else 1.4,
-                alpha=0.35 if wide_first and place == 0 else 1,
+                color=_color(index),
+                lw=4.5 if wide_first and index == 0 else 1.4,
+                alpha=0.35 if wide_first and index == 0 else 1,
                 label=label,
             )
         axes.axhline(1, color=RED, lw=1.4)
         axes.annotate(
-            "the budget",
+            "error budget",
             (0.004, 1),
             xycoords=("axes fraction", "data"),
             xytext=(0, 4),
@@ -204,7 +200,7 @@ def draw_agreement(records: Sequence[StepRecord], labels: Sequence[str]) -> str:
         axes.set_ylim(max(least, min(0.02, lowest / 2)), 3)
         axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=None))
         axes.minorticks_off()
-        axes.set_ylabel("worst error / budget")
+        axes.set_ylabel("worst error / error budget")
         _legend(axes, axes.get_legend_handles_labels()[0])
         _count_steps(axes)
         return _svg(figure)
@@ -218,17 +214,17 @@ def draw_times(figures: Mapping[str, Any]) -> str:
     with matplotlib.rc_context(STYLE):
         figure, axes = _axes(height=0.9 + 0.34 * len(twins) * len(stages))
         shown = []
-        for place, (label, times) in enumerate(twins.items()):
+        for index, (label, times) in enumerate(twins.items()):
             for row, stage in enumerate(stages):
                 total = times[stage]["total"]
-                y = row + (place - (len(twins) - 1) / 2) * height
+                y = row + (index - (len(twins) - 1) / 2) * height
                 if total is None:
                     text, total = " in attention", 0.0
                 else:
                     median = _duration(times[stage]["median"])
-                    text = f" {_duration(total)}, {median} a step"
+                    text = f" {_duration(total)}, {median} per step"
                     shown.append(total)
-                axes.barh(y, total, height * 0.88, color=_color(place), label=label)
+                axes.barh(y, total, height * 0.88, color=_color(index), label=label)
                 axes.text(max(total, min(shown, default=1)), y, text, va="center")
         axes.set_xscale("log")
         most, fewest = max(shown, default=1), min(shown, default=1)
@@ -238,10 +234,10 @@ def draw_times(figures: Mapping[str, Any]) -> str:
         axes.invert_yaxis()
         axes.grid(visible=False, axis="y")
         axes.minorticks_off()
-        axes.set_xlabel("seconds in all steps, on a logarithmic axis")
+        axes.set_xlabel("seconds in all steps (logarithmic axis)")
         handles = [
-            Patch(facecolor=_color(place), label=label)
-            for place, label in enumerate(twins)
+            Patch(facecolor=_color(index), label=label)
+            for index, label in enumerate(twins)
         ]
         _legend(axes, handles)
         return _svg(figure)
@@ -265,13 +261,13 @@ def _bars(
     below: np.ndarray[Any, Any],
     color: str,
 ) -> None:
-    # one shape instead of a thousand bars
+    # one polygon instead of one bar per step
     edges = np.append(steps - 0.5, steps[-1] + 0.5)
     axes.stairs(below + counts, edges, baseline=below, fill=True, color=color, lw=0)
 
 
 def _legend(axes: Axes, handles: Sequence[Any]) -> None:
-    # above the axes: nothing is covered, however the data lie
+    # above the axes, so that no data are covered
     axes.legend(
         handles=list(handles),
         loc="lower right",
@@ -290,20 +286,20 @@ def _count_steps(axes: Axes) -> None:
     axes.margins(x=0.005)
 
 
-def _color(place: int) -> str:
-    return COLOR_OF_TWIN[place % len(COLOR_OF_TWIN)]
+def _color(twin: int) -> str:
+    return COLOR_OF_TWIN[twin % len(COLOR_OF_TWIN)]
 
 
 def _request_colors() -> list[Any]:
-    # neighbours in the trace get colours far apart
+    # consecutive requests get clearly different colours
     table: Any = matplotlib.colormaps["tab20"]
     colors = [*table.colors[0::2], *table.colors[1::2]]
-    # the greys stand for cached
+    # grey is the colour of cached blocks
     return [color for color in colors if max(color) - min(color) > 0.1]
 
 
-def _every(count: int, at_most: int) -> int:
-    return -(-count // at_most)
+def _stride(count: int, maximum: int) -> int:
+    return -(-count // maximum)
 
 
 def _duration(seconds: float) -> str:

@@ -1,7 +1,4 @@
-"""How does one show a replay to somebody else?
-
-As one page that needs nothing beside it: no network, no script, the pictures inside.
-"""
+"""The HTML report of a replay: one page without scripts, pictures included, no network needed."""
 
 import base64
 import importlib.util
@@ -14,7 +11,7 @@ from .run import StepRecord
 
 
 def check_report_can_be_written(path: Path) -> None:
-    """Refuse a report that would fail, before anything is computed for it.
+    """Raise if the report could not be written, before anything is computed.
 
     Raises:
         ImportError: jinja2 or matplotlib is not installed.
@@ -39,12 +36,12 @@ def check_report_can_be_written(path: Path) -> None:
 def write_report(
     path: Path, figures: Mapping[str, Any], records: Sequence[StepRecord]
 ) -> None:
-    """Write the page; it appears whole or not at all.
+    """Write the page; the file appears complete or not at all.
 
     Args:
-        path: where.
-        figures: what `sum_up` returned.
-        records: the steps, with owners.
+        path: file to write.
+        figures: what `summarize` returned.
+        records: the steps, with the holder of every block.
     """
     page = render_report(figures, records)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
@@ -62,14 +59,14 @@ def render_report(figures: Mapping[str, Any], records: Sequence[StepRecord]) -> 
     from .pictures import (
         draw_agreement,
         draw_batches,
+        draw_holders,
         draw_occupancy,
-        draw_owners,
         draw_times,
     )
 
     settings = figures["settings"]
     pictures = {
-        "owners": draw_owners(records),
+        "holders": draw_holders(records),
         "batches": draw_batches(records, settings["token_budget"]),
         "occupancy": draw_occupancy(records),
         "agreement": draw_agreement(records, settings["twins"]),
@@ -87,8 +84,8 @@ def render_report(figures: Mapping[str, Any], records: Sequence[StepRecord]) -> 
 
 
 def _inside(svg: str) -> str:
-    """Return an address that holds the picture itself.
+    """Return a data URL of the picture.
 
-    A picture of its own keeps its ids to itself; two in one page would clash.
+    Inline SVG would not do: ids of two pictures in one page would clash.
     """
     return "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()

@@ -1,7 +1,7 @@
-"""Does a stored step still go wrong?
+"""A stored step, run again on the same twins and compared by the same laws.
 
-The cache is rebuilt as it was before the step: NaN everywhere, and the blocks that the batch owned.
-Then the step runs on the same twins and is compared by the same laws.
+The cache is rebuilt as it was before the step: the blocks of the batch have their stored content,
+and all others hold NaN.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ import torch
 
 from ...contract.operations import Implementation
 from ...contract.specs import KVCacheSpec
-from .disagreement import Disagreement, StoredStep, load_step
+from .mismatch import StoredStep, TwinMismatch, load_step
 from .model import LayerInputs
 from .step import run_step
 from .twins import ImplementationTwin, load_reference, make_twin
@@ -19,7 +19,7 @@ from .twins import ImplementationTwin, load_reference, make_twin
 
 def reproduce(
     path: Path, implementations: Mapping[str, Implementation] | None = None
-) -> Disagreement | None:
+) -> TwinMismatch | None:
     """Run the step in a file again; see `run_again`.
 
     Raises:
@@ -34,20 +34,20 @@ def run_again(
     stored: StoredStep,
     path: Path | None = None,
     implementations: Mapping[str, Implementation] | None = None,
-) -> Disagreement | None:
+) -> TwinMismatch | None:
     """Run a stored step again on its twins.
 
     Args:
         stored: the step.
-        path: the file it comes from, for the message.
+        path: Optional. The file it was loaded from, for the message.
         implementations: implementations that are loaded already, by name.
 
     Returns:
-        What is still wrong; None: nothing is.
+        The mismatch; None if the twins agree now.
 
     Raises:
         ValueError: a twin cannot be loaded, or the step ran on a GPU and there is none here.
-        NotImplementedError: a twin does not take such a step.
+        NotImplementedError: a twin does not support such a step.
     """
     device, inputs = stored.device, stored.inputs
     if device == "cuda" and not torch.cuda.is_available():
@@ -75,6 +75,6 @@ def run_again(
         [[stored.cache(device)] for _ in twins],
         check_whole_cache=True,
     )
-    if result.difference is None:
+    if result.violation is None:
         return None
-    return Disagreement(result.difference, stored, path)
+    return TwinMismatch(result.violation, stored, path)

@@ -1,8 +1,8 @@
-"""How does a whole trace run through the twins?
+"""The replay loop: a whole trace, step by step, on all twins.
 
-A loop around four things: the scheduler decides, the model makes queries, keys and values, every
-twin computes, and the step is compared. Blocks that are handed out anew are filled with NaN first,
-so that a twin which reads one slot too many cannot go unnoticed.
+In each step the scheduler decides, the synthetic model makes queries, keys and values, every twin
+computes, and the results are compared. Blocks that are handed out for new content are filled with
+NaN first (poison), so a twin that reads one slot too many gives NaN.
 """
 
 import math
@@ -15,50 +15,56 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...bookkeeping.batch.arrivals import schedule_arrivals
+from ...bookkeeping.batch.scheduler import Scheduler
+from ...bookkeeping.cache.block_manager import BlockManager
 from ...contract.budgets import Verdict
 from ...contract.operations import Implementation
+from ...contract.scheduler_classes import SchedulerOutput
 from ...contract.specs import KVCacheSpec
-from .batch import Batch, keep_rows, make_batch
-from .block_manager import BlockManager
-from .disagreement import Difference, Disagreement, StoredStep, save_step
-from .judge import SCORES_A_PIECE
-from .model import LayerInputs, Model
-from .scheduler import Schedule, Scheduler, blocks_at_once, make_requests
-from .settings import CACHE_SHARE, Settings
-from .step import Law, Stage, compare_whole_caches, run_step
+from ...validation.scheduler import check_new_request
+from .batch import ReplayBatch, keep_rows, make_batch
+from .mismatch import StoredStep, TwinMismatch, Violation, save_step
+from .model import LayerInputs, SyntheticModel
+from .oracle import MAX_SCORES_PER_CHUNK
+from .settings import CACHE_SHARE, ReplaySettings
+from .step import ReplayLaw, Stage, compare_whole_caches, run_step
 from .tokens import draw_tokens
 from .trace import read_trace, scale_trace
-from .twins import ImplementationTwin, Twin, load_reference, make_twin
+from .traffic import arrival_steps, make_requests, next_tokens, peak_blocks
+from .twins import ImplementationTwin, ReplayTwin, load_reference, make_twin
 
 FREE, CACHED = -1, -2
-"""Owners of a block that no request uses."""
+"""Entries of `StepRecord.holders` for blocks that no request holds."""
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What there is to tell about one step.
+    """Counts, times and comparisons of one step.
 
     Args:
-        step: the clock.
-        prefill_tokens, decode_tokens: new tokens of requests with several, and with one.
+        step: number of the step.
+        prefill_tokens: new tokens of requests that compute more than one.
+        decode_tokens: new tokens of requests that compute one.
         recomputed_tokens: new tokens that had been computed before a preemption.
-        prefix_tokens: tokens that new requests found in the cache.
-        regained_tokens: tokens that preempted requests found there when they came back.
-        running, waiting: requests.
-        preempted: numbers of the requests that had to start over.
-        used, cached, free: blocks.
+        prefix_hit_tokens: tokens that new requests found in the cache.
+        regained_tokens: tokens that preempted requests found there when they were admitted again.
+        running, waiting: number of requests.
+        preempted: numbers of the requests that were preempted.
+        used, cached, free: number of blocks in each state.
         seconds: for each twin its seconds in each stage.
-        judging: seconds spent on the truth.
+        oracle_seconds: seconds spent on the float64 oracle and the comparisons.
         verdicts: for each twin its worst row.
-        owners: [num_blocks] number of a request, FREE or CACHED; empty unless wanted.
-        shared: [num_blocks] whether several requests use a block; empty unless wanted.
+        holders: [num_blocks] number of the request that holds each block, FREE or CACHED. Empty
+            unless recorded.
+        shared: [num_blocks] whether several requests hold a block. Empty unless recorded.
     """
 
     step: int
     prefill_tokens: int
     decode_tokens: int
     recomputed_tokens: int
-    prefix_tokens: int
+    prefix_hit_tokens: int
     regained_tokens: int
     running: int
     waiting: int
@@ -67,50 +73,63 @@ class StepRecord:
     cached: int
     free: int
     seconds: list[dict[Stage, float]]
-    judging: float
+    oracle_seconds: float
     verdicts: list[Verdict]
-    owners: NDArray[np.int32]
+    holders: NDArray[np.int32]
     shared: NDArray[np.bool_]
 
 
 class Replay:
-    """A trace, a scheduler, and twins that run what it decides.
+    """A trace, a scheduler, and the twins that compute each step.
 
     Args:
-        settings: everything it depends on.
+        settings: everything that the replay depends on.
         implementations: implementations that are loaded already, by name.
-        folder: where a step is stored if the twins disagree; None: nowhere.
-        with_owners: whether the records tell who owns which block.
-        scores_a_piece: score elements that the judge holds in memory at once.
+        folder: Optional. Folder in which a step is stored if the twins differ. If None, the step
+            is not stored.
+        with_holders: whether the records contain the holder of every block.
+        max_scores: score elements that the oracle holds in memory at once.
 
     Raises:
-        FileNotFoundError, ValueError: a trace that cannot be read, twins that cannot be loaded,
-            a request that does not fit in the cache.
+        FileNotFoundError, ValueError: the trace cannot be read, a twin cannot be loaded, or a
+            request does not fit in the cache.
     """
 
     def __init__(
         self,
-        settings: Settings,
+        settings: ReplaySettings,
         implementations: Mapping[str, Implementation] | None = None,
         folder: Path | None = None,
-        with_owners: bool = False,
-        scores_a_piece: int = SCORES_A_PIECE,
+        with_holders: bool = False,
+        max_scores: int = MAX_SCORES_PER_CHUNK,
     ) -> None:
         trace = scale_trace(
             read_trace(settings.trace, settings.requests), settings.scale
         )
-        tokens = draw_tokens(trace, settings.seed)
-        self.requests = make_requests(trace, tokens, settings.steps_per_second)
+        self.sequences = draw_tokens(trace, settings.seed)
+        self.requests = make_requests(trace, self.sequences)
+        self._arrivals = arrival_steps(trace, settings.steps_per_second)
         if settings.num_blocks is None:
-            settings = replace(settings, num_blocks=self._choose_num_blocks(settings))
+            peak = peak_blocks(
+                trace,
+                self.sequences,
+                settings.steps_per_second,
+                settings.block_size,
+                settings.token_budget,
+                settings.max_running,
+            )
+            settings = replace(settings, num_blocks=self._num_blocks(settings, peak))
         assert settings.num_blocks is not None
         self.settings = settings
+        self.num_blocks = settings.num_blocks
         self.manager = BlockManager(
             settings.num_blocks, settings.block_size, settings.seed
         )
         self.scheduler = Scheduler(
-            self.requests, self.manager, settings.token_budget, settings.max_running
+            self.manager, settings.token_budget, settings.max_running
         )
+        for request in self.requests:
+            check_new_request(request, (), self.num_blocks, settings.block_size)
         self.spec = KVCacheSpec(
             settings.block_size,
             settings.kv_heads,
@@ -126,153 +145,154 @@ class Replay:
             )
             for name in settings.twins
         ]
-        self.model = Model(settings)
+        self.model = SyntheticModel(settings)
         self.rows: list[int] = []
         """Number of the request in each row of the last step."""
-        self.num_blocks = settings.num_blocks
         self._folder = folder
-        self._with_owners = with_owners
-        self._scores_a_piece = scores_a_piece
+        self._with_holders = with_holders
+        self._max_scores = max_scores
 
     @property
     def tokens_to_compute(self) -> int:
-        """Tokens of all requests whose keys and values have to be in the cache once."""
-        return sum(request.num_to_compute for request in self.requests)
+        """Tokens of all requests whose keys and values are stored at least once."""
+        return sum(request.max_tokens_in_cache for request in self.requests)
 
     @property
     def tokens_done(self) -> int:
-        """How many of them have been; a token computed twice counts once."""
-        return sum(request.num_ever_computed for request in self.requests)
+        """Those computed so far; a token that is computed twice counts once."""
+        return sum(request.max_computed_tokens for request in self.requests)
+
+    @property
+    def requests_finished(self) -> int:
+        """Requests whose last output token is sampled."""
+        return sum(request.is_finished for request in self.requests)
 
     def steps(self) -> Iterator[StepRecord]:
         """Run the trace and yield every step once it is compared.
 
         Raises:
-            Disagreement: the twins differ; the step is stored.
-            NotImplementedError: a twin does not take these settings.
+            TwinMismatch: the twins differ; the step is stored.
+            NotImplementedError: a twin does not support these settings.
         """
         layers = range(self.settings.layers)
-        truth_caches = [self._new_cache(self.reference) for _ in layers]
+        expected_caches = [self._new_cache(self.reference) for _ in layers]
         caches = [[self._new_cache(twin) for _ in layers] for twin in self.twins]
-        count = 0
-        last: tuple[int, Batch, list[LayerInputs]] | None = None
-        while (schedule := self.scheduler.schedule()) is not None:
-            count += 1
-            batch = self._batch(schedule)
+        last: tuple[int, ReplayBatch, list[LayerInputs]] | None = None
+        steps = schedule_arrivals(self.scheduler, self.requests, self._arrivals)
+        for count, (step, output) in enumerate(steps, 1):
+            batch = self._batch(output)
             inputs = self._inputs(batch)
-            last = (schedule.step, batch, inputs)
-            _forget(schedule.new_blocks, [truth_caches, *caches])
+            last = (step, batch, inputs)
+            assert not output.blocks_to_copy, "no request is forked here"
+            _poison(output.new_block_ids, [expected_caches, *caches])
             result = run_step(
                 self.reference,
                 self.twins,
                 batch,
                 inputs,
-                truth_caches,
+                expected_caches,
                 caches,
                 check_whole_cache=count % self.settings.check_every == 0,
-                scores_a_piece=self._scores_a_piece,
+                max_scores=self._max_scores,
             )
-            if result.difference is not None:
-                self._stop(last, result.layer, result.difference, truth_caches)
-            # before commit gives back the blocks of what is finished
-            owners, shared = self._owners()
-            used, cached, free = (
-                self.manager.num_used,
-                self.manager.num_cached,
-                self.manager.num_free,
-            )
-            running = len(self.scheduler.running)
-            self.scheduler.commit(schedule)
-            counts = [turn.num_tokens for turn in schedule.turns]
+            if result.violation is not None:
+                self._stop(last, result.layer, result.violation, expected_caches)
+            # before the update frees the blocks of finished requests
+            holders, shared = self._holders()
+            manager, running = self.manager, len(self.scheduler.running)
+            used = manager.num_used_blocks
+            cached, free = manager.num_cached_blocks, manager.num_free_blocks
+            sampled = next_tokens(output, self.sequences)
+            self.scheduler.update_from_output(output, sampled)
+            scheduled = output.scheduled_requests
+            counts = [each.num_scheduled_tokens for each in scheduled]
             yield StepRecord(
-                step=schedule.step,
+                step=step,
                 prefill_tokens=sum(count for count in counts if count > 1),
                 decode_tokens=counts.count(1),
-                recomputed_tokens=sum(turn.num_recomputed for turn in schedule.turns),
-                prefix_tokens=schedule.num_prefix_tokens,
-                regained_tokens=schedule.num_regained_tokens,
+                recomputed_tokens=sum(each.num_recomputed_tokens for each in scheduled),
+                prefix_hit_tokens=output.num_prefix_hit_tokens,
+                regained_tokens=output.num_regained_tokens,
                 running=running,
-                waiting=schedule.num_waiting,
-                preempted=tuple(schedule.preempted),
+                waiting=output.num_waiting_reqs,
+                preempted=tuple(output.preempted_req_ids),  # type: ignore[arg-type]
                 used=used,
                 cached=cached,
                 free=free,
                 seconds=result.seconds,
-                judging=result.judging,
+                oracle_seconds=result.oracle_seconds,
                 verdicts=result.verdicts,
-                owners=owners,
+                holders=holders,
                 shared=shared,
             )
-        broken = compare_whole_caches(truth_caches, caches)
+        broken = compare_whole_caches(expected_caches, caches)
         if broken is not None and last is not None:
-            self._stop(last, *broken, truth_caches)
+            self._stop(last, *broken, expected_caches)
 
-    def _choose_num_blocks(self, settings: Settings) -> int:
-        wanted = blocks_at_once(
-            self.requests,
-            settings.block_size,
-            settings.token_budget,
-            settings.max_running,
-        )
-        largest = max(request.num_to_compute for request in self.requests)
+    def _num_blocks(self, settings: ReplaySettings, peak: int) -> int:
+        largest = max(request.max_tokens_in_cache for request in self.requests)
         return max(
-            math.ceil(CACHE_SHARE * wanted), math.ceil(largest / settings.block_size)
+            math.ceil(CACHE_SHARE * peak), math.ceil(largest / settings.block_size)
         )
 
-    def _new_cache(self, twin: Twin) -> Tensor:
+    def _new_cache(self, twin: ReplayTwin) -> Tensor:
         run = twin.implementation
         raw = run.allocate_kv_cache(self.spec, self.num_blocks, self.settings.device)
         cache: Tensor = run.reshape_kv_cache(raw, self.spec)
         return cache.fill_(torch.nan)
 
-    def _batch(self, schedule: Schedule) -> Batch:
-        turns = {turn.request.number: turn for turn in schedule.turns}
-        rows = keep_rows(self.rows, list(turns))
-        scheduled = [turns[number].num_tokens for number in rows]
+    def _batch(self, output: SchedulerOutput) -> ReplayBatch:
+        by_number = {
+            each.request.request_id: each for each in output.scheduled_requests
+        }
+        rows = keep_rows(self.rows, list(by_number))  # type: ignore[arg-type]
+        in_rows = [by_number[number] for number in rows]
+        counts = [each.num_scheduled_tokens for each in in_rows]
         run = self.reference.implementation
-        order = run.reorder_batch_to_split_decodes_and_prefills(scheduled)
-        self.rows = [rows[place] for place in order]
+        order = run.reorder_batch_to_split_decodes_and_prefills(counts)
+        self.rows = [rows[row] for row in order]
         return make_batch(
-            scheduled,
-            [turns[number].num_computed for number in rows],
-            [turns[number].request.row for number in rows],
+            counts,
+            [each.num_computed_tokens for each in in_rows],
+            [each.block_ids for each in in_rows],
             order,
             self.settings.block_size,
         )
 
-    def _inputs(self, batch: Batch) -> list[LayerInputs]:
-        sequences = [self.requests[number].tokens for number in self.rows]
+    def _inputs(self, batch: ReplayBatch) -> list[LayerInputs]:
+        sequences = [self.sequences[number] for number in self.rows]
         return self.model.inputs(sequences, batch.num_computed_tokens, batch.query_lens)
 
-    def _owners(self) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        if not self._with_owners:
+    def _holders(self) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        if not self._with_holders:
             return np.empty(0, np.int32), np.empty(0, np.bool_)
-        owners = np.full(self.num_blocks, FREE, np.int32)
-        owners[self.manager.cached_blocks()] = CACHED
-        users = np.zeros(self.num_blocks, np.int32)
+        holders = np.full(self.num_blocks, FREE, np.int32)
+        holders[self.manager.cached_blocks()] = CACHED
         for request in reversed(self.scheduler.running):
-            owners[request.row] = request.number
-            users[request.row] += 1
-        return owners, users > 1
+            row = self.manager.get_block_ids(request.request_id)
+            holders[row] = request.request_id
+        ref_cnts = [self.manager.ref_cnt(block) for block in range(self.num_blocks)]
+        return holders, np.array(ref_cnts) > 1
 
     def _stop(
         self,
-        last: tuple[int, Batch, list[LayerInputs]],
+        last: tuple[int, ReplayBatch, list[LayerInputs]],
         layer: int,
-        difference: Difference,
-        truth_caches: Sequence[Tensor],
+        violation: Violation,
+        expected_caches: Sequence[Tensor],
     ) -> None:
+        """Store the step and raise."""
         step, batch, inputs = last
-        if difference.law == Law.REST.value and self.settings.check_every > 1:
-            difference = replace(
-                difference,
-                found=f"{difference.found}; whole caches are compared every"
+        if violation.law == ReplayLaw.REST.value and self.settings.check_every > 1:
+            violation = replace(
+                violation,
+                found=f"{violation.found}; whole caches are compared every"
                 f" {self.settings.check_every} steps, so an earlier step may have done it:"
                 " check_every = 1 finds the step",
             )
         used = torch.tensor(batch.used_blocks(), device=self.settings.device)
-        # a slot is written once in the life of its block, so before the step it held NaN
-        before = truth_caches[layer][:, used].clone()
+        # a slot is written once while its block is allocated, so before the step it held NaN
+        before = expected_caches[layer][:, used].clone()
         slots = self.reference.metadata(batch).common.slot_mapping
         block_ids = slots // batch.block_size
         before[:, torch.searchsorted(used, block_ids), slots % batch.block_size] = (
@@ -292,12 +312,12 @@ class Replay:
         path = None
         if self._folder is not None:
             path = self._folder / f"pagetwin-step-{step}.pt"
-            save_step(path, stored, difference)
-        raise Disagreement(difference, stored, path)
+            save_step(path, stored, violation)
+        raise TwinMismatch(violation, stored, path)
 
 
-def _forget(blocks: list[int], caches: Sequence[Sequence[Tensor]]) -> None:
-    """Fill blocks that are handed out anew with NaN, in every layer of every cache."""
+def _poison(blocks: list[int], caches: Sequence[Sequence[Tensor]]) -> None:
+    """Fill blocks that are handed out for new content with NaN, in every layer and cache."""
     if not blocks:
         return
     for of_twin in caches:

@@ -1,8 +1,7 @@
-"""How large is the replay, and where does it run?
+"""Settings of a replay, and their defaults for a CPU and for a GPU.
 
-Without a GPU the twin's kernels are interpreted, so everything is small; with one, the traffic runs
-at its full length. What a user leaves open is taken from the row of DEFAULTS for the device, and
-from nowhere else.
+Without a GPU the kernels are interpreted, so everything is small. With a GPU the traffic runs at
+its full length. A setting that is not given is taken from DEFAULTS for the device.
 """
 
 from collections.abc import Sequence
@@ -19,27 +18,26 @@ DTYPES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class ReplaySettings:
     """Everything a replay depends on.
 
     Args:
         trace: "mooncake", "azure" or a path.
-        requests: how many of the trace at most, from the front.
-        scale: what lengths are multiplied with.
-        steps_per_second: steps of the batch in one second of the trace; arrivals are counted in
-            them.
+        requests: requests of the trace that are replayed at most, from the first.
+        scale: factor of all lengths.
+        steps_per_second: steps in one second of the trace; arrivals are counted in steps.
         twins: the implementations to compare: "reference", "optimized", "triton", "xformers", or
             the dotted name of a package with the same files.
         device: "cpu" or "cuda".
         dtype: "float32", "float16" or "bfloat16".
-        query_heads, kv_heads, head_size, layers: the model.
-        block_size: slots in a block.
-        num_blocks: blocks in the cache; None: CACHE_SHARE of what the traffic would use at once if
-            there were no end of them, so that some of it has to wait.
-        token_budget: new tokens of a step at most.
-        max_running: requests that run at once at most.
-        check_every: steps between two comparisons of the whole cache.
-        seed: what tokens, tables and block order are drawn from.
+        query_heads, kv_heads, head_size, layers: sizes of the model.
+        block_size: slots per block.
+        num_blocks: Optional. Blocks in the cache. If None, CACHE_SHARE of the blocks that the
+            traffic would use at once in an unlimited cache, so that some requests have to wait.
+        token_budget: new tokens per step at most.
+        max_running: running requests at most.
+        check_every: steps from one comparison of the whole caches to the next.
+        seed: seed of tokens, tables and block order.
     """
 
     trace: str = "mooncake"
@@ -88,20 +86,21 @@ class Settings:
             )
         if not self.twins or not all(self.twins):
             raise ValueError(
-                f"twins = {','.join(self.twins)!r}: expected names with commas between"
-                " them, such as reference,optimized"
+                f"twins = {','.join(self.twins)!r}: expected names separated by"
+                " commas, such as reference,optimized"
             )
 
     @property
     def torch_dtype(self) -> torch.dtype:
+        """The element type of queries and caches."""
         return DTYPES[self.dtype]
 
 
 CACHE_SHARE = 0.6
-"""Part of the blocks that endless traffic would use which a replay gets by default."""
+"""Default size of the cache, as a share of the blocks that the traffic would use at once."""
 
 DEFAULTS = {
-    "cpu": Settings(
+    "cpu": ReplaySettings(
         requests=40,
         scale=1 / 64,
         steps_per_second=3.0,
@@ -115,7 +114,7 @@ DEFAULTS = {
         max_running=8,
         check_every=1,
     ),
-    "cuda": Settings(
+    "cuda": ReplaySettings(
         requests=100,
         scale=1.0,
         steps_per_second=30.0,
@@ -130,18 +129,18 @@ DEFAULTS = {
         check_every=16,
     ),
 }
-"""What a user who says nothing gets, by device."""
+"""Default settings, by device."""
 
 
-def choose_settings(device: str | None = None, **given: Any) -> Settings:
-    """Return the settings of a replay: what was given, and the device's defaults for the rest.
+def choose_settings(device: str | None = None, **given: Any) -> ReplaySettings:
+    """Return the settings of a replay: those given, and the device's defaults for the rest.
 
     Args:
-        device: "cpu" or "cuda"; None: cuda if there is a GPU.
-        given: fields of Settings; None: not given.
+        device: Optional. "cpu" or "cuda". If None, "cuda" if there is a GPU.
+        given: fields of ReplaySettings. None means that a field is not given.
 
     Raises:
-        ValueError: an unknown device, a GPU that is not there, or a field out of range.
+        ValueError: the device is unknown, there is no GPU, or a field is out of range.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,9 +1,9 @@
-"""Do the twins agree on one step?
+"""One step on all twins, compared with the expected result.
 
-Every twin gets the same batch and has a cache of its own. Beside them stands the truth: the
-reference's metadata, a cache into which plain indexing writes, and attention in float64. Integers
-and moved bytes must be equal to the last bit; attention must stay within its budget. The first law
-that breaks ends the step.
+Every twin gets the same batch and has a cache of its own. The expected result consists of the
+reference's metadata, a cache that is written by plain indexing, and attention in float64. Integers
+and copied bytes must be equal bit for bit; attention must stay within its error budget. The step
+ends at the first law that is violated.
 """
 
 import time
@@ -16,79 +16,85 @@ import torch
 from torch import Tensor
 
 from ...contract.budgets import Verdict
-from .batch import Batch
-from .disagreement import Difference
-from .judge import SCORES_A_PIECE, find_truth, first_difference, name_differences
+from .batch import ReplayBatch
+from .mismatch import Violation
 from .model import LayerInputs
-from .twins import StepMetadata, Twin
+from .oracle import (
+    MAX_SCORES_PER_CHUNK,
+    compute_expected_attention,
+    describe_difference,
+    first_difference,
+)
+from .twins import ReplayTwin, StepMetadata
 
 
 class Stage(Enum):
-    """What time is spent on."""
+    """A stage of a step that is timed."""
 
     METADATA = "metadata"
     WRITE = "cache write"
     ATTENTION = "attention"
 
 
-class Law(Enum):
-    """What must hold in every step."""
+class ReplayLaw(Enum):
+    """A property that every twin must have in every step."""
 
     RUNS = "'a step runs without an error'"
     METADATA = "'the metadata are equal'"
-    WRITTEN = "'each new key and value lies in its slot'"
-    REST = "'all other slots stay as they are'"
-    ATTENTION = "'attention stays within its budget'"
+    WRITTEN = "'each new key and value is in its slot'"
+    REST = "'all other slots are unchanged'"
+    ATTENTION = "'attention stays within its error budget'"
 
 
 @dataclass
 class StepResult:
-    """How a step went.
+    """Times and comparisons of one step.
 
     Args:
         seconds: for each twin its seconds in each stage.
-        verdicts: for each twin its worst row, over all layers judged so far.
-        judging: seconds that went into the truth and the comparisons.
-        difference: the first law that broke; None: all held.
-        layer: where it broke.
+        verdicts: for each twin its worst row, over all layers compared so far.
+        oracle_seconds: seconds spent on the float64 oracle and the comparisons.
+        violation: the first law that is violated. None if all hold.
+        layer: the layer of the violation.
     """
 
     seconds: list[dict[Stage, float]]
     verdicts: list[Verdict]
-    judging: float = 0.0
-    difference: Difference | None = None
+    oracle_seconds: float = 0.0
+    violation: Violation | None = None
     layer: int = 0
 
 
-class _Broken(Exception):
-    """Ends a step at the first law that breaks."""
+class _LawViolated(Exception):
+    """Ends a step at the first law that is violated."""
 
-    def __init__(self, difference: Difference) -> None:
-        super().__init__(difference.found)
-        self.difference = difference
+    def __init__(self, violation: Violation) -> None:
+        super().__init__(violation.found)
+        self.violation = violation
 
 
 def run_step(
-    reference: Twin,
-    twins: Sequence[Twin],
-    batch: Batch,
+    reference: ReplayTwin,
+    twins: Sequence[ReplayTwin],
+    batch: ReplayBatch,
     inputs: Sequence[LayerInputs],
-    truth_caches: Sequence[Tensor],
+    expected_caches: Sequence[Tensor],
     caches: Sequence[Sequence[Tensor]],
     check_whole_cache: bool,
-    scores_a_piece: int = SCORES_A_PIECE,
+    max_scores: int = MAX_SCORES_PER_CHUNK,
 ) -> StepResult:
-    """Run a step on every twin and compare what comes out.
+    """Run a step on every twin and compare the results.
 
     Args:
-        reference: the twin that is right by definition.
-        twins: the ones to compare with it.
+        reference: the twin that defines the result.
+        twins: the twins to compare with it.
         batch: the step's requests.
         inputs: for each layer its queries, keys and values.
-        truth_caches: for each layer [2, num_blocks, block_size, kv_heads, head_size], changed.
-        caches: for each twin the same, changed.
-        check_whole_cache: also compare the slots that nobody wrote.
-        scores_a_piece: score elements that the judge holds in memory at once.
+        expected_caches: for each layer [2, num_blocks, block_size, kv_heads, head_size]; modified
+            in place.
+        caches: for each twin the same; modified in place.
+        check_whole_cache: whether the slots that the step does not write are compared too.
+        max_scores: score elements that the oracle holds in memory at once.
     """
     nothing = Verdict(0.0, 0, 0.0, 0.0, True)
     result = StepResult(
@@ -97,87 +103,91 @@ def run_step(
     )
     began = time.perf_counter()
     try:
-        right = reference.metadata(batch)
-        made = []
-        for place, twin in enumerate(twins):
-            with _timed(result, place, twin, Stage.METADATA):
-                made.append(twin.metadata(batch))
-            _compare_metadata(place, made[-1], right)
-        slots = right.common.slot_mapping
+        expected = reference.metadata(batch)
+        built = []
+        for index, twin in enumerate(twins):
+            with _timed(result, index, twin, Stage.METADATA):
+                built.append(twin.metadata(batch))
+            _compare_metadata(index, built[-1], expected)
+        slots = expected.common.slot_mapping
         for layer, layer_inputs in enumerate(inputs):
             result.layer = layer
-            truth_cache = truth_caches[layer]
-            _write_plainly(layer_inputs, truth_cache, slots)
-            answers = []
-            for place, twin in enumerate(twins):
-                cache = caches[place][layer]
-                with _timed(result, place, twin, Stage.WRITE):
-                    twin.write(layer_inputs, cache, made[place])
-                with _timed(result, place, twin, Stage.ATTENTION):
-                    answers.append(twin.attend(layer_inputs, cache, made[place]))
-            for place in range(len(twins)):
-                cache = caches[place][layer]
-                _compare_written(place, cache, truth_cache, slots, answers[place])
+            expected_cache = expected_caches[layer]
+            _write_by_indexing(layer_inputs, expected_cache, slots)
+            outputs = []
+            for index, twin in enumerate(twins):
+                cache = caches[index][layer]
+                with _timed(result, index, twin, Stage.WRITE):
+                    twin.write(layer_inputs, cache, built[index])
+                with _timed(result, index, twin, Stage.ATTENTION):
+                    outputs.append(twin.attend(layer_inputs, cache, built[index]))
+            for index in range(len(twins)):
+                cache = caches[index][layer]
+                _compare_written(index, cache, expected_cache, slots, outputs[index])
                 if check_whole_cache:
-                    _compare_rest(place, cache, truth_cache, answers[place])
-            truth = find_truth(
+                    _compare_rest(index, cache, expected_cache, outputs[index])
+            attention = compute_expected_attention(
                 reference.implementation,
                 batch,
                 layer_inputs.query,
-                truth_cache,
-                scores_a_piece,
+                expected_cache,
+                max_scores,
             )
-            for place, answer in enumerate(answers):
-                verdict = truth.judge(answer)
-                worst = result.verdicts[place]
+            for index, output in enumerate(outputs):
+                verdict = attention.compare(output)
+                worst = result.verdicts[index]
                 if verdict.worst >= worst.worst or not verdict.finite:
-                    result.verdicts[place] = verdict
+                    result.verdicts[index] = verdict
                 if not verdict.ok:
-                    found = _describe_row(batch, verdict, answer, truth.exact)
-                    raise _Broken(
-                        Difference(
-                            place, Law.ATTENTION.value, found, answer, truth.exact
+                    found = _describe_row(batch, verdict, output, attention.exact)
+                    raise _LawViolated(
+                        Violation(
+                            index,
+                            ReplayLaw.ATTENTION.value,
+                            found,
+                            output,
+                            attention.exact,
                         )
                     )
-    except _Broken as broken:
-        result.difference = broken.difference
+    except _LawViolated as violated:
+        result.violation = violated.violation
     _wait(reference.device)
     spent = sum(sum(seconds.values()) for seconds in result.seconds)
-    result.judging = time.perf_counter() - began - spent
+    result.oracle_seconds = time.perf_counter() - began - spent
     return result
 
 
 def compare_whole_caches(
-    truth_caches: Sequence[Tensor], caches: Sequence[Sequence[Tensor]]
-) -> tuple[int, Difference] | None:
-    """Return the layer and what differs in the first cache that is not the truth's."""
-    for layer, truth_cache in enumerate(truth_caches):
-        for place, of_twin in enumerate(caches):
+    expected_caches: Sequence[Tensor], caches: Sequence[Sequence[Tensor]]
+) -> tuple[int, Violation] | None:
+    """Return layer and violation of the first cache that differs from the expected one."""
+    for layer, expected_cache in enumerate(expected_caches):
+        for index, of_twin in enumerate(caches):
             try:
-                _compare_rest(place, of_twin[layer], truth_cache, None)
-            except _Broken as broken:
-                return layer, broken.difference
+                _compare_rest(index, of_twin[layer], expected_cache, None)
+            except _LawViolated as violated:
+                return layer, violated.violation
     return None
 
 
 def written_slots(cache: Tensor, slots: Tensor) -> Tensor:
-    """Return [2, tokens, kv_heads, head_size]: what lies in those slots."""
+    """Return [2, tokens, kv_heads, head_size]: the content of those slots."""
     return cache.flatten(1, 2)[:, slots]
 
 
-def _write_plainly(inputs: LayerInputs, cache: Tensor, slots: Tensor) -> None:
+def _write_by_indexing(inputs: LayerInputs, cache: Tensor, slots: Tensor) -> None:
     flat = cache.view(2, -1, *cache.shape[3:])
     flat[0, slots] = inputs.key
     flat[1, slots] = inputs.value
 
 
-def _compare_metadata(place: int, made: StepMetadata, right: StepMetadata) -> None:
-    found, expected = _named(made), _named(right)
-    # the device's slots have to be the host's slots
-    expected["slots_on_device"] = right.common.slot_mapping
-    difference = name_differences(found, expected)
+def _compare_metadata(twin: int, found: StepMetadata, expected: StepMetadata) -> None:
+    named = _named(expected)
+    # the slots computed on the device must equal those computed on the host
+    named["slots_on_device"] = expected.common.slot_mapping
+    difference = describe_difference(_named(found), named)
     if difference:
-        raise _Broken(Difference(place, Law.METADATA.value, difference))
+        raise _LawViolated(Violation(twin, ReplayLaw.METADATA.value, difference))
 
 
 def _named(step: StepMetadata) -> dict[str, object]:
@@ -192,81 +202,85 @@ def _named(step: StepMetadata) -> dict[str, object]:
 
 
 def _compare_written(
-    place: int, cache: Tensor, truth_cache: Tensor, slots: Tensor, answer: Tensor
+    twin: int, cache: Tensor, expected_cache: Tensor, slots: Tensor, output: Tensor
 ) -> None:
-    found, expected = written_slots(cache, slots), written_slots(truth_cache, slots)
+    found, expected = written_slots(cache, slots), written_slots(expected_cache, slots)
     where = first_difference(found, expected)
     if where is None:
         return
-    which, token, head, element = where
-    name = ("key", "value")[which]
-    raise _Broken(
-        Difference(
-            place,
-            Law.WRITTEN.value,
+    side, token, head, element = where
+    name = ("key", "value")[side]
+    raise _LawViolated(
+        Violation(
+            twin,
+            ReplayLaw.WRITTEN.value,
             f"the {name} of token {token} (slot {int(slots[token])}), head {head}, element"
             f" {element} is {found[where].item():.6g}: expected"
             f" {expected[where].item():.6g}",
-            answer,
+            output,
         )
     )
 
 
 def _compare_rest(
-    place: int, cache: Tensor, truth_cache: Tensor, answer: Tensor | None
+    twin: int, cache: Tensor, expected_cache: Tensor, output: Tensor | None
 ) -> None:
-    where = first_difference(cache, truth_cache)
+    where = first_difference(cache, expected_cache)
     if where is None:
         return
-    which, block_id, offset, head, element = where
-    name = ("key", "value")[which]
-    raise _Broken(
-        Difference(
-            place,
-            Law.REST.value,
+    side, block_id, offset, head, element = where
+    name = ("key", "value")[side]
+    raise _LawViolated(
+        Violation(
+            twin,
+            ReplayLaw.REST.value,
             f"the {name} at offset {offset} of block {block_id}, head {head}, element"
             f" {element} is {cache[where].item():.6g}: expected"
-            f" {truth_cache[where].item():.6g}",
-            answer,
+            f" {expected_cache[where].item():.6g}",
+            output,
         )
     )
 
 
-def _describe_row(batch: Batch, verdict: Verdict, answer: Tensor, exact: Tensor) -> str:
+def _describe_row(
+    batch: ReplayBatch, verdict: Verdict, output: Tensor, exact: Tensor
+) -> str:
     token = verdict.row
     request, position = batch.request_of(token)
-    errors = (answer[token].double() - exact[token]).abs().nan_to_num(torch.inf)
-    head, element = divmod(int(errors.argmax()), answer.shape[2])
+    errors = (output[token].double() - exact[token]).abs().nan_to_num(torch.inf)
+    head, element = divmod(int(errors.argmax()), output.shape[2])
     return (
         f"{verdict}; token {token} of the step is position {position} of request"
-        f" {request} in the batch ({batch.query_lens[request]} new tokens behind"
-        f" {batch.num_computed_tokens[request]}); head {head}, element {element} is"
-        f" {answer[token, head, element].item():.6g}: expected"
+        f" {request} in the batch ({batch.query_lens[request]} new tokens after"
+        f" {batch.num_computed_tokens[request]} in the cache); head {head}, element"
+        f" {element} is {output[token, head, element].item():.6g}: expected"
         f" {exact[token, head, element].item():.6g}"
     )
 
 
 @contextmanager
-def _timed(result: StepResult, place: int, twin: Twin, stage: Stage) -> Iterator[None]:
-    """Add the time spent inside to a twin's stage; what the twin raises breaks a law."""
+def _timed(
+    result: StepResult, index: int, twin: ReplayTwin, stage: Stage
+) -> Iterator[None]:
+    """Add the time spent inside to a twin's stage; an error of the twin violates a law."""
     _wait(twin.device)
     began = time.perf_counter()
     try:
         yield
         _wait(twin.device)
     except (NotImplementedError, torch.OutOfMemoryError):
-        # no answer is not a wrong one
+        # no result is not a wrong result
         raise
     except Exception as error:
-        raise _Broken(
-            Difference(
-                place,
-                Law.RUNS.value,
+        raise _LawViolated(
+            Violation(
+                index,
+                ReplayLaw.RUNS.value,
                 f"{stage.value} raised {type(error).__name__}: {error}",
             )
         ) from error
     finally:
-        result.seconds[place][stage] += time.perf_counter() - began
+        result.seconds[index][stage] += time.perf_counter() - began
 
 
 def _wait(device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""How does a replay read at the end, in a terminal?"""
+"""The tables that a replay prints in the terminal."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -29,9 +29,7 @@ def _traffic(figures: Mapping[str, Any]) -> Table:
     )
     table.add_row("prefill tokens", f"{tokens['prefill']:,}", "")
     table.add_row("decode tokens", f"{tokens['decode']:,}", "")
-    table.add_row(
-        "recomputed tokens", f"{tokens['recomputed']:,}", "counted above, too"
-    )
+    table.add_row("recomputed tokens", f"{tokens['recomputed']:,}", "included above")
     table.add_row(
         "prefix hits",
         f"{tokens['found_in_prefix_cache']:,}",
@@ -51,7 +49,7 @@ def _traffic(figures: Mapping[str, Any]) -> Table:
 def _agreement(figures: Mapping[str, Any]) -> Table:
     table = Table(title="Agreement with the reference in float64", title_justify="left")
     table.add_column("twin", style="bold")
-    for name in ("worst error", "its budget", "share of the budget", "in step"):
+    for name in ("worst error", "error budget", "share of the budget", "step"):
         table.add_column(name, justify="right")
     for label, worst in figures["agreement"].items():
         table.add_row(
@@ -72,9 +70,9 @@ def _times(figures: Mapping[str, Any]) -> Table:
     table.add_column("stage", style="bold")
     for label in twins:
         table.add_column(f"{label}\nseconds", justify="right")
-        table.add_column("median\nms a step", justify="right")
+        table.add_column("median\nms per step", justify="right")
         if label != first:
-            # of the medians: a first step may hold the compilation of a kernel
+            # ratio of the medians, because a first step may include the compilation of a kernel
             table.add_column(f"{first}\n/ {label}", justify="right", style="dim")
     for stage in twins[first]:
         row = [stage]
@@ -88,6 +86,6 @@ def _times(figures: Mapping[str, Any]) -> Table:
                 both = base["median"] and spent["median"]
                 row.append(f"{base['median'] / spent['median']:.2g}x" if both else "")
         table.add_row(*row)
-    table.add_row("judging", f"{figures['seconds']['judging']:.3f}")
+    table.add_row("float64 oracle", f"{figures['seconds']['oracle']:.3f}")
     table.add_row("wall", f"{figures['seconds']['wall']:.3f}")
     return table

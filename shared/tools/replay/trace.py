@@ -1,10 +1,8 @@
-"""Which requests arrived, when, and how long were they?
+"""Traces: arrival times, prompt lengths and output lengths of the requests of a real server.
 
-A trace is a list of requests as a real server saw them: an arrival time, the length of the prompt,
-the length of the answer. Two ship with the package. The Mooncake trace also names the blocks of
-512 tokens that a prompt is made of, so it says which prompts begin alike. A trace can be scaled
-down, so that the same traffic runs on a laptop: every length shrinks, and the blocks with it, so
-that what was shared stays shared.
+Two traces are part of the package. The Mooncake trace also names the blocks of 512 tokens that a
+prompt is made of, so it says which prompts share a prefix. A trace can be scaled down, so that the
+same traffic runs on a laptop. Blocks are scaled with the lengths, so shared prefixes stay shared.
 """
 
 import csv
@@ -16,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 TOKENS_PER_HASH = 512
-"""Prompt tokens that one entry of Mooncake's `hash_ids` stands for."""
+"""Prompt tokens per entry of Mooncake's `hash_ids`."""
 
 SHIPPED = {
     "azure": "azure-llm-conv-2023-head1000.csv",
@@ -32,12 +30,12 @@ class TraceRequest:
     """One request of a trace.
 
     Args:
-        number: its place in the trace, by arrival.
+        number: index in the trace, by arrival.
         arrival: seconds since the first request.
         prompt_len: tokens of the prompt, from 1.
-        output_len: tokens of the answer, from 1.
-        hash_ids: names of the prompt's blocks; empty where the trace names none.
-        tokens_per_hash: prompt tokens that one name stands for.
+        output_len: tokens of the output, from 1.
+        hash_ids: names of the prompt's blocks. Empty if the trace names none.
+        tokens_per_hash: prompt tokens per name.
     """
 
     number: int
@@ -49,7 +47,7 @@ class TraceRequest:
 
 
 class TraceError(ValueError):
-    """A trace that cannot be read; the message names file, line and value."""
+    """The trace cannot be read; the message names file, line and value."""
 
 
 def read_trace(name: str, requests: int | None = None) -> list[TraceRequest]:
@@ -58,12 +56,12 @@ def read_trace(name: str, requests: int | None = None) -> list[TraceRequest]:
     Args:
         name: "mooncake", "azure", or the path of a .csv (Azure's columns) or .jsonl
             (Mooncake's keys) file.
-        requests: how many to take from the front at most; None: all.
+        requests: Optional. Number of requests at most, from the first. If None, all.
 
     Raises:
         FileNotFoundError: there is no such file.
-        TraceError: a file that is empty or malformed.
-        ValueError: fewer than one request asked for.
+        TraceError: the file is empty or malformed.
+        ValueError: `requests` is less than 1.
     """
     if requests is not None and requests < 1:
         raise ValueError(f"requests = {requests}: expected at least 1")
@@ -102,16 +100,16 @@ def read_trace(name: str, requests: int | None = None) -> list[TraceRequest]:
 
 
 def scale_trace(trace: list[TraceRequest], scale: float) -> list[TraceRequest]:
-    """Return the same traffic with shorter prompts and answers.
+    """Return the same traffic with shorter prompts and outputs.
 
-    Prompts made of named blocks scale block by block, so that a shared prefix stays one.
+    Prompts made of named blocks are scaled block by block, so that shared prefixes stay shared.
 
     Args:
         trace: the requests.
-        scale: what lengths are multiplied with, above 0 and at most 1; no length falls below 1.
+        scale: factor of all lengths, above 0 and at most 1. No length becomes less than 1.
 
     Raises:
-        ValueError: a scale out of range.
+        ValueError: the scale is out of range.
 
     Example:
         scale 1/64: a prompt of 1,100 tokens in blocks of 512 (2 full blocks and 76 tokens)
@@ -169,7 +167,7 @@ def _read_jsonl(name: str, text: str) -> Iterator[TraceRequest]:
         except json.JSONDecodeError as error:
             raise TraceError(
                 f"{where}: {_short(line)} is not JSON ({error.msg} at column"
-                f" {error.colno}): expected one object a line"
+                f" {error.colno}): expected one object per line"
             ) from None
         if not isinstance(entry, dict):
             raise TraceError(f"{where}: {_short(line)}: expected a JSON object")

@@ -1,8 +1,8 @@
-"""How does a name become something that can run a step?
+"""The implementations and backends that a replay can run, by name.
 
-Two kinds of names exist. An implementation (reference, optimized, a package of one's own) is run
-operation by operation. A backend (triton, xformers) is run as an engine would: its builder makes
-metadata of the step, and its layer writes the cache and attends in one call.
+An implementation (reference, optimized, a user's package) is run operation by operation. A backend
+(triton, xformers) is run as an engine runs it: its builder makes the metadata of the step, and its
+layer writes the cache and computes attention in one call.
 """
 
 from abc import ABC, abstractmethod
@@ -17,7 +17,7 @@ from ...contract.metadata_classes import CommonAttentionMetadata
 from ...contract.operations import Implementation, load_implementation
 from ...contract.specs import KVCacheSpec
 from ...engine.selector import TWIN_OF_BACKEND, get_attn_backend
-from .batch import Batch
+from .batch import ReplayBatch
 from .model import LayerInputs
 
 BACKEND_OF_NAME = {"triton": "TRITON", "xformers": "XFORMERS"}
@@ -25,14 +25,14 @@ BACKEND_OF_NAME = {"triton": "TRITON", "xformers": "XFORMERS"}
 
 @dataclass(frozen=True)
 class StepMetadata:
-    """What a twin made of a batch.
+    """The metadata that a twin built for a batch.
 
     Args:
         order: the batch's order, decodes first.
         common: the step's metadata.
         boundary: decodes, prefills, new tokens of the decodes, new tokens of the prefills.
-        slots_on_device: the slots once more, computed where the table lies.
-        of_backend: what the backend's builder made of it; None for an implementation.
+        slots_on_device: the slot mapping, computed on the device of the block table.
+        of_backend: the metadata of the backend's builder. None for an implementation.
     """
 
     order: list[int]
@@ -42,8 +42,8 @@ class StepMetadata:
     of_backend: Any = None
 
 
-class Twin(ABC):
-    """One way to run a step; every method works on that step alone."""
+class ReplayTwin(ABC):
+    """One way to run a step. It keeps no state between steps."""
 
     writes_in_attend = False
 
@@ -57,8 +57,8 @@ class Twin(ABC):
         self.implementation = implementation
         self.device = torch.device(device)
 
-    def metadata(self, batch: Batch) -> StepMetadata:
-        """Return what it makes of a batch."""
+    def metadata(self, batch: ReplayBatch) -> StepMetadata:
+        """Return the metadata of a batch."""
         run = self.implementation
         common = run.build_common_attn_metadata(
             query_lens=batch.query_lens,
@@ -84,18 +84,18 @@ class Twin(ABC):
 
     @abstractmethod
     def write(self, inputs: LayerInputs, cache: Tensor, step: StepMetadata) -> None:
-        """Write the new keys and values; `cache` is changed."""
+        """Write the new keys and values; `cache` is modified in place."""
 
     @abstractmethod
     def attend(self, inputs: LayerInputs, cache: Tensor, step: StepMetadata) -> Tensor:
         """Return the step's attention."""
 
 
-class ImplementationTwin(Twin):
+class ImplementationTwin(ReplayTwin):
     """Runs the operations of an implementation one by one."""
 
     def write(self, inputs: LayerInputs, cache: Tensor, step: StepMetadata) -> None:
-        """Write the new keys and values; `cache` is changed."""
+        """Write the new keys and values; `cache` is modified in place."""
         key_cache, value_cache = self.implementation.split_kv_cache(cache)
         self.implementation.reshape_and_cache(
             inputs.key, inputs.value, key_cache, value_cache, step.common.slot_mapping
@@ -119,7 +119,7 @@ class ImplementationTwin(Twin):
         return out
 
 
-class BackendTwin(Twin):
+class BackendTwin(ReplayTwin):
     """Runs a backend through its builder and its layer, as an engine does."""
 
     writes_in_attend = True
@@ -139,8 +139,8 @@ class BackendTwin(Twin):
             query_heads, spec.head_size, spec.head_size**-0.5, spec.num_kv_heads
         )
 
-    def metadata(self, batch: Batch) -> StepMetadata:
-        """Return what it makes of a batch."""
+    def metadata(self, batch: ReplayBatch) -> StepMetadata:
+        """Return the metadata of a batch."""
         step = super().metadata(batch)
         built = self._builder.build(0, step.common)
         boundary = (
@@ -154,10 +154,10 @@ class BackendTwin(Twin):
         )
 
     def write(self, inputs: LayerInputs, cache: Tensor, step: StepMetadata) -> None:
-        """Do nothing: the layer writes when it attends."""
+        """Do nothing, because the layer writes in `attend`."""
 
     def attend(self, inputs: LayerInputs, cache: Tensor, step: StepMetadata) -> Tensor:
-        """Return the step's attention; `cache` is changed."""
+        """Return the step's attention; `cache` is modified in place."""
         out = torch.full_like(inputs.query, torch.nan)
         self._layer.forward(
             None, inputs.query, inputs.key, inputs.value, cache, step.of_backend, out
@@ -171,18 +171,18 @@ def make_twin(
     query_heads: int,
     device: torch.device | str,
     implementations: Mapping[str, Implementation] | None = None,
-) -> Twin:
+) -> ReplayTwin:
     """Return the twin of that name.
 
     Args:
         name: "reference", "optimized", "triton", "xformers", or a dotted package name.
         spec: one layer's cache.
         query_heads: query heads of the model.
-        device: where the cache lies.
+        device: device of the cache.
         implementations: implementations that are loaded already, by name.
 
     Raises:
-        ValueError: a name that stands for nothing, or a backend that cannot run such a cache.
+        ValueError: the name is unknown, or the backend does not support such a cache.
     """
     if name in BACKEND_OF_NAME:
         carrier = _load(TWIN_OF_BACKEND[BACKEND_OF_NAME[name]], implementations)
@@ -193,7 +193,7 @@ def make_twin(
 def load_reference(
     implementations: Mapping[str, Implementation] | None = None,
 ) -> Implementation:
-    """Return the implementation that is right by definition."""
+    """Return the implementation that defines the result."""
     return _load("reference", implementations)
 
 
@@ -207,5 +207,5 @@ def _load(
     except ModuleNotFoundError as error:
         raise ValueError(
             f"twin = {name!r} cannot be loaded ({error}): expected reference, optimized,"
-            f" {', '.join(BACKEND_OF_NAME)}, or a package that has the same files"
+            f" {', '.join(BACKEND_OF_NAME)}, or a package with the same operations"
         ) from error

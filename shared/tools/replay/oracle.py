@@ -1,9 +1,9 @@
-"""Is a step's attention right?
+"""The attention that a step should have, in float64, and comparisons with it.
 
-The truth is the reference in float64, the budget what the reference loses when it computes in the
-dtype of the cache. A long prefill against a long sequence has more scores than memory, so it is
-judged in pieces: queries a to b of a request are exactly a shorter request, one whose sequence ends
-at its b-th query.
+The oracle is the reference in float64. Each row's error budget is derived from what the reference
+loses when it computes in the dtype of the cache. A long prefill of a long sequence has more scores
+than fit in memory, so it is computed in chunks: queries a to b of a request are exactly a shorter
+request whose sequence ends at its b-th query.
 """
 
 from collections.abc import Mapping
@@ -14,91 +14,91 @@ from torch import Tensor
 
 from ...contract.budgets import Verdict, judge_rows
 from ...contract.operations import Implementation
-from .batch import Batch
+from .batch import ReplayBatch
 
-SCORES_A_PIECE = 2**27
-"""Score elements (query heads * queries * keys) that a piece may have."""
+MAX_SCORES_PER_CHUNK = 2**27
+"""Score elements (query heads * queries * keys) that a chunk may have."""
 
 
 @dataclass(frozen=True)
-class Truth:
-    """What a step's attention should be.
+class ExpectedAttention:
+    """The attention that a step should have.
 
     Args:
-        exact: [tokens, query_heads, head_size] float64.
+        exact: [tokens, query_heads, head_size] in float64.
         same_dtype: the same, computed in the dtype of the cache.
-        magnitude: the same over the absolute values, which says how large what is averaged is.
+        magnitude: the same over the absolute values: the size of what is averaged.
     """
 
     exact: Tensor
     same_dtype: Tensor
     magnitude: Tensor
 
-    def judge(self, answer: Tensor) -> Verdict:
-        """Return how an answer's rows (tokens) stand against their budgets."""
+    def compare(self, output: Tensor) -> Verdict:
+        """Return the worst row (token) of an output, relative to its error budget."""
         return judge_rows(
-            answer, self.exact, self.same_dtype, answer.dtype, self.magnitude
+            output, self.exact, self.same_dtype, output.dtype, self.magnitude
         )
 
 
-def cut_into_pieces(
+def split_into_chunks(
     query_lens: list[int],
     num_computed_tokens: list[int],
     query_heads: int,
-    scores_a_piece: int = SCORES_A_PIECE,
+    max_scores: int = MAX_SCORES_PER_CHUNK,
 ) -> list[tuple[int, int, int]]:
-    """Return request, first and last query (exclusive) of each piece, in the batch's order.
+    """Return request, first query and end (exclusive) of each chunk, in the batch's order.
 
     Example:
-        One request with 5 queries behind 3 keys, 1 head, at most 16 scores a piece: queries 0
-        to 2 see up to 5 keys (10 scores), 2 to 4 see up to 7 (14), the last one sees 8.
+        One request with 5 queries after 3 cached keys, 1 head, at most 16 scores per chunk:
+        queries 0 to 2 attend to up to 5 keys (10 scores), 2 to 4 to up to 7 (14), the last to 8.
 
-        >>> cut_into_pieces([5], [3], query_heads=1, scores_a_piece=16)
+        >>> split_into_chunks([5], [3], query_heads=1, max_scores=16)
         [(0, 0, 2), (0, 2, 4), (0, 4, 5)]
     """
-    pieces = []
+    chunks = []
     batch = zip(query_lens, num_computed_tokens, strict=True)
     for request, (query_len, computed) in enumerate(batch):
         first = 0
         while first < query_len:
-            room = scores_a_piece // query_heads
-            # the largest count with count * (computed + first + count) <= room
+            limit = max_scores // query_heads
+            # the largest count with count * (computed + first + count) <= limit
             keys = computed + first
-            count = int(((keys * keys + 4 * room) ** 0.5 - keys) / 2)
-            last = min(query_len, first + max(1, count))
-            pieces.append((request, first, last))
-            first = last
-    return pieces
+            count = int(((keys * keys + 4 * limit) ** 0.5 - keys) / 2)
+            end = min(query_len, first + max(1, count))
+            chunks.append((request, first, end))
+            first = end
+    return chunks
 
 
-def find_truth(
+def compute_expected_attention(
     reference: Implementation,
-    batch: Batch,
+    batch: ReplayBatch,
     query: Tensor,
     cache: Tensor,
-    scores_a_piece: int = SCORES_A_PIECE,
-) -> Truth:
-    """Return what a step's attention should be.
+    max_scores: int = MAX_SCORES_PER_CHUNK,
+) -> ExpectedAttention:
+    """Return the attention that a step should have.
 
     Args:
-        reference: the implementation that is right by definition.
+        reference: the implementation that defines the result.
         batch: the step.
         query: [tokens, query_heads, head_size].
         cache: [2, num_blocks, block_size, kv_heads, head_size], the step's own keys and values
             included.
-        scores_a_piece: score elements that may lie in memory at once.
+        max_scores: score elements that may be in memory at once.
     """
-    pieces = cut_into_pieces(
-        batch.query_lens, batch.num_computed_tokens, query.shape[1], scores_a_piece
+    chunks = split_into_chunks(
+        batch.query_lens, batch.num_computed_tokens, query.shape[1], max_scores
     )
-    seq_lens = [batch.num_computed_tokens[req] + last for req, _, last in pieces]
-    query_lens = [last - first for _, first, last in pieces]
+    seq_lens = [batch.num_computed_tokens[req] + end for req, _, end in chunks]
+    query_lens = [end - first for _, first, end in chunks]
     starts = [0]
     for query_len in query_lens:
         starts.append(starts[-1] + query_len)
     device = query.device
     table = reference.make_block_table(
-        [batch.block_rows[request] for request, _, _ in pieces], device=device
+        [batch.block_rows[request] for request, _, _ in chunks], device=device
     )
     key_cache, value_cache = reference.split_kv_cache(cache)
 
@@ -117,7 +117,7 @@ def find_truth(
         )
         return out
 
-    return Truth(
+    return ExpectedAttention(
         exact=attend(
             torch.float64, torch.empty_like(query, dtype=torch.float64), value_cache
         ),
@@ -131,23 +131,23 @@ def find_truth(
 
 
 def first_difference(found: Tensor, expected: Tensor) -> tuple[int, ...] | None:
-    """Return the index of the first element that differs bit for bit; None if none does.
+    """Return the index of the first element whose bits differ; None if all are equal.
 
-    NaN equals NaN of the same bits, and 0 differs from -0: bytes were moved, not computed.
+    NaN equals NaN of the same bits, and 0 differs from -0, because the bytes were only copied.
     """
     if found.shape != expected.shape:
         return ()
     same = _bits(found) == _bits(expected)
     if bool(same.all()):
         return None
-    place: list[int] = (~same).nonzero()[0].tolist()
-    return tuple(place)
+    index: list[int] = (~same).nonzero()[0].tolist()
+    return tuple(index)
 
 
-def name_differences(
+def describe_difference(
     found: Mapping[str, object], expected: Mapping[str, object]
 ) -> str:
-    """Return which of the fields differs first, where, and both values; "" if none does."""
+    """Return the first field that differs, its index and both values; "" if none differs."""
     for name, right in expected.items():
         value = found[name]
         if isinstance(right, Tensor) and isinstance(value, Tensor):
@@ -156,11 +156,11 @@ def name_differences(
                     f"{name} is {value.dtype} {list(value.shape)}: expected {right.dtype}"
                     f" {list(right.shape)}"
                 )
-            place = first_difference(value, right)
-            if place is not None:
+            index = first_difference(value, right)
+            if index is not None:
                 return (
-                    f"{name}{list(place)} = {value[place].item()}: expected"
-                    f" {right[place].item()}"
+                    f"{name}{list(index)} = {value[index].item()}: expected"
+                    f" {right[index].item()}"
                 )
         elif value != right:
             return f"{name} = {value}: expected {right}"

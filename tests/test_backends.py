@@ -1,4 +1,4 @@
-"""Is the backend chosen that was asked for, and does it say what it can?"""
+"""Backends: which one is selected, why one cannot run, and what each one declares."""
 
 import re
 
@@ -6,8 +6,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from pagetwin.contract.kinds import AttentionType
+from pagetwin.contract.kinds import FP8_DTYPES, AttentionType
 from pagetwin.contract.layouts import KVCacheLayout
+from pagetwin.contract.metadata_classes import PagedAttentionMetadata
 from pagetwin.contract.specs import KVCacheSpec
 from pagetwin.engine.capabilities import (
     Capabilities,
@@ -209,3 +210,91 @@ def test_a_block_size_below_one_is_refused() -> None:
         MultipleOf(0)
     with pytest.raises(ValueError, match="block_size = 0: expected at least 1"):
         load_backend("XFORMERS").supports_block_size(0)
+
+
+def test_a_backend_that_can_run_is_returned(device: torch.device) -> None:
+    for name in ("REFERENCE", "TRITON", "XFORMERS"):
+        assert get_attn_backend(name, SPEC, device) is load_backend(name)
+        assert load_backend(name).get_name() == name
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "why", "able"),
+    [
+        ("XFORMERS", KVCacheSpec(24, 2, 64, torch.float16), "block_size = 24", True),
+        ("XFORMERS", KVCacheSpec(16, 2, 20, torch.float16), "head_size = 20", True),
+        ("XFORMERS", KVCacheSpec(16, 2, 64, torch.float32), "torch.float32", True),
+        ("TRITON", KVCacheSpec(16, 2, 1025, torch.float16), "head_size = 1025", False),
+        ("TRITON", KVCacheSpec(16, 2, 64, torch.float64), "torch.float64", False),
+    ],
+)
+def test_a_backend_that_cannot_run_says_why_and_what_can(
+    name: str, spec: KVCacheSpec, why: str, able: bool, device: torch.device
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(why)) as caught:
+        get_attn_backend(name, spec, device)
+    message = str(caught.value)
+    assert message.startswith(f"backend {name} cannot run here: ")
+    assert message.endswith(f"What can: REFERENCE{', TRITON' if able else ''}")
+
+
+def test_an_unknown_backend_is_refused(device: torch.device) -> None:
+    words = "backend = 'FLASH': expected one of REFERENCE, TRITON, XFORMERS"
+    with pytest.raises(ValueError, match=words):
+        get_attn_backend("FLASH", SPEC, device)
+
+
+def test_xformers_is_never_replaced_silently(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it cannot be imported, asking for it is an error that says what fits."""
+    from pagetwin.optimized.launch import xformers_split_k as _xformers
+
+    monkeypatch.setitem(__import__("sys").modules, "xformers", None)
+    _xformers.why_no_xformers.cache_clear()
+    try:
+        with pytest.raises(ValueError, match="xFormers cannot be imported") as caught:
+            get_attn_backend("XFORMERS", SPEC, device)
+        assert "expected xformers 0.0.35" in str(caught.value)
+        assert str(caught.value).endswith("What can: REFERENCE, TRITON")
+    finally:
+        monkeypatch.undo()
+        _xformers.why_no_xformers.cache_clear()
+    assert not _xformers.why_no_xformers()
+
+
+@pytest.mark.parametrize("name", ["REFERENCE", "TRITON", "XFORMERS"])
+def test_a_layer_whose_heads_do_not_divide_is_refused(name: str) -> None:
+    words = "num_heads = 6 is not a multiple of num_kv_heads = 4"
+    with pytest.raises(ValueError, match=words):
+        load_backend(name).get_impl_cls()(6, 64, 1.0, 4)
+
+
+def test_a_layer_of_an_unsupported_head_size_is_refused() -> None:
+    words = "head_size = 20: expected a multiple of 8 from 32 to 256; the TRITON"
+    with pytest.raises(ValueError, match=words):
+        load_backend("XFORMERS").get_impl_cls()(4, 20, 1.0, 4)
+
+
+@pytest.mark.parametrize("name", TWIN_OF_BACKEND)
+def test_a_backend_takes_quantised_caches_and_says_once_what_it_does_not_take(
+    name: str, device: torch.device
+) -> None:
+    backend = load_backend(name)
+    for dtype in FP8_DTYPES:
+        spec = KVCacheSpec(16, 2, 64, dtype)
+        assert not backend.validate_configuration(spec, device)
+    wrong = KVCacheSpec(16, 2, 64, torch.int8)
+    (reason,) = backend.validate_configuration(wrong, device)
+    assert reason.startswith("dtype = torch.int8: expected one of torch.float16")
+    assert str(FP8_DTYPES[0]) in reason
+
+
+@pytest.mark.parametrize("name", TWIN_OF_BACKEND)
+def test_a_backend_names_its_own_classes(name: str) -> None:
+    backend = load_backend(name)
+    assert backend.get_name() == backend.name == name
+    assert issubclass(backend.get_metadata_cls(), PagedAttentionMetadata)
+    assert backend.get_kv_cache_shape(10, 16, 8, 64) == (2, 10, 16, 8, 64)
+    for cls in (backend.get_impl_cls(), backend.get_builder_cls()):
+        assert cls.__module__ == backend.__module__

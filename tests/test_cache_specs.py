@@ -1,15 +1,12 @@
-"""Does every layer of a model get the cache that the config says?"""
+"""Cache specs, cache configs and the groups of backends that are made from them."""
 
 from dataclasses import dataclass, replace
-from random import Random
 from typing import Any
 
 import pytest
 import torch
 from conftest import Twin
-from hypothesis import given
-from hypothesis import strategies as st
-from pagetwin.contract.kinds import FP8_DTYPES, AttentionType, cache_dtype_of
+from pagetwin.contract.kinds import AttentionType, cache_dtype_of
 from pagetwin.contract.layouts import KVCacheLayout
 from pagetwin.contract.specs import (
     ChunkedLocalAttentionSpec,
@@ -56,53 +53,6 @@ def config_of(tensors: list[list[str]], num_blocks: int = 3) -> KVCacheConfig:
     )
 
 
-@given(data=st.data())
-def test_each_tensor_is_allocated_once_and_seen_by_its_layers(
-    data: st.DataObject, twin: Twin, device: torch.device
-) -> None:
-    sizes = data.draw(st.lists(st.integers(1, 3), max_size=3))
-    num_blocks = data.draw(st.integers(0, 3))
-    numbers = data.draw(st.permutations(range(30)))
-    tensors = [[f"m.{numbers.pop()}.attn" for _ in range(size)] for size in sizes]
-    config = config_of(tensors, num_blocks)
-    raw = twin.allocate_kv_caches(config, device)
-    assert list(raw) == [name for names in tensors for name in names]
-    for tensor in raw.values():
-        assert tensor.dtype == torch.int8 and tensor.device.type == device.type
-        assert tensor.numel() == num_blocks * PAGE and not tensor.any()
-    layout = data.draw(st.sampled_from([NHD, HND]))
-    caches = twin.reshape_kv_caches(config, raw, dict.fromkeys(raw, REFERENCE), layout)
-    groups = [name for group in config.kv_cache_groups for name in group.layer_names]
-    assert list(caches) == groups
-    for number, names in enumerate(tensors):
-        caches[names[0]].fill_(number + 1)
-        assert len({raw[name].data_ptr() for name in names}) == 1
-    for number, names in enumerate(tensors):
-        for name in names:
-            assert tuple(caches[name].shape) == (2, num_blocks, 4, 2, 8)
-            assert bool((caches[name] == number + 1).all())
-    layers = {name: Layer() for name in Random(0).sample(list(raw), len(raw))}
-    bound = twin.bind_kv_cache(caches, layers)
-    assert list(bound) == sorted(caches, key=lambda name: int(name.split(".")[1]))
-    for name, layer in layers.items():
-        assert layer.kv_cache is bound[name] is caches[name]
-
-
-def test_layers_of_one_tensor_may_see_it_in_different_orders(twin: Twin) -> None:
-    class HeadsFirst(REFERENCE):
-        @classmethod
-        def get_kv_cache_stride_order(cls, layout: KVCacheLayout) -> tuple[int, ...]:
-            return (1, 3, 0, 2, 4)
-
-    config = config_of([["m.0", "m.1"]])
-    raw = twin.allocate_kv_caches(config)
-    backends = {"m.0": REFERENCE, "m.1": HeadsFirst}
-    caches = twin.reshape_kv_caches(config, raw, backends, NHD)
-    caches["m.1"][1, 2, 3, 1, 5] = 7
-    place = (((2 * 2 + 1) * 2 + 1) * 4 + 3) * 8 + 5
-    assert caches["m.0"].flatten()[place] == 7 == raw["m.0"].view(torch.float16)[place]
-
-
 def test_the_layout_is_an_argument_or_comes_from_the_environment(
     twin: Twin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,110 +64,6 @@ def test_the_layout_is_an_argument_or_comes_from_the_environment(
         assert cache.stride()[2:4] == strides
     with pytest.raises(ValueError, match="layout = BLNHC: expected one that begins"):
         twin.reshape_kv_caches(config, raw, backends, KVCacheLayout.BLNHC)
-
-
-def test_init_gives_what_the_three_steps_give(twin: Twin, device: torch.device) -> None:
-    layers = {name: Layer() for name in ("m.10.attn", "m.9.attn", "m.2.attn")}
-    config = config_of([["m.10.attn"], ["m.9.attn"], ["m.2.attn"]])
-    backends = dict.fromkeys(layers, REFERENCE)
-    caches = twin.init_kv_cache(layers, config, backends, device)
-    assert list(caches) == ["m.2.attn", "m.9.attn", "m.10.attn"]
-    assert all(layers[name].kv_cache is cache for name, cache in caches.items())
-    assert all(not cache.any() for cache in caches.values())
-    assert all(cache.device.type == device.type for cache in caches.values())
-
-
-@pytest.mark.parametrize("dtype", FP8_DTYPES)
-@pytest.mark.parametrize("layout", [NHD, HND])
-def test_layers_of_eight_and_of_sixteen_bits_see_their_own_bytes(
-    dtype: torch.dtype, layout: KVCacheLayout, twin: Twin, device: torch.device
-) -> None:
-    """In one tensor, where a page of eight bits has twice the slots of one of sixteen."""
-    eight = replace(SPEC, dtype=dtype, block_size=2 * SPEC.block_size)
-    assert eight.page_size_bytes == PAGE
-    config = KVCacheConfig(
-        3,
-        [KVCacheTensor(3 * PAGE, ["m.0", "m.1"])],
-        [KVCacheGroupSpec(["m.0"], eight), KVCacheGroupSpec(["m.1"], SPEC)],
-    )
-    raw = twin.allocate_kv_caches(config, device)
-    backends = dict.fromkeys(raw, REFERENCE)
-    caches = twin.reshape_kv_caches(config, raw, backends, layout)
-    cache = caches["m.0"]
-    assert cache.dtype == dtype and tuple(cache.shape) == (2, 3, 8, 2, 8)
-    assert not cache.float().any() and caches["m.1"].dtype == SPEC.dtype
-    key, value = torch.ones(2, 1, 2, 8, device=device)
-    slots = torch.tensor([2 * 8 + 5], device=device)
-    twin.reshape_and_cache(key, value, cache[0], cache[1], slots, 0.5, 0.25)
-    strides = (1, 8) if layout == HND else (2, 1)
-    for half, number in enumerate((2, 4)):
-        for head in range(2):
-            slot = (half * 3 + 2) * 16 + 5 * strides[0] + head * strides[1]
-            held = raw["m.0"].view(dtype).float()[8 * slot : 8 * slot + 8]
-            assert held.tolist() == [number] * 8
-    assert int(raw["m.0"].count_nonzero()) == 32
-
-
-def test_a_spec_takes_the_dtype_that_vllms_name_stands_for(twin: Twin) -> None:
-    layers: dict[str, Any] = {}
-    any_layer(layers, "m.0")
-    (spec,) = twin.get_kv_cache_spec(
-        layers, 16, cache_dtype_of("fp8_e5m2", torch.bfloat16)
-    ).values()
-    assert spec == FullAttentionSpec(16, 2, 8, torch.float8_e5m2)
-    assert spec.page_size_bytes == 2 * 16 * 2 * 8
-
-
-def test_a_layer_that_shares_is_handed_the_other_ones_cache(twin: Twin) -> None:
-    layers = {"m.0": Layer(), "m.1": Layer(kv_sharing_target_layer_name="m.0")}
-    caches = twin.init_kv_cache(layers, config_of([["m.0"]]), {"m.0": REFERENCE})
-    assert list(caches) == ["m.0"]
-    assert layers["m.1"].kv_cache is layers["m.0"].kv_cache is caches["m.0"]
-    with pytest.raises(KeyError, match=r"'m.1' shares the cache of 'm.0', which has"):
-        twin.bind_kv_cache({}, {"m.1": layers["m.1"]})
-
-
-def test_two_layers_of_one_number_both_get_their_caches(twin: Twin) -> None:
-    """As a decoder's self and cross attention; vLLM refuses them or skips the second."""
-    names = ["m.0.cross_attn", "m.0.attn", "l.0"]
-    layers = {name: Layer() for name in names}
-    caches = {name: torch.zeros(1) for name in names}
-    assert list(twin.bind_kv_cache(caches, layers)) == names
-    assert all(layers[name].kv_cache is caches[name] for name in names)
-
-
-@pytest.mark.parametrize(("name", "count"), [("attn", 0), ("m.1.experts.2", 2)])
-def test_a_name_without_one_number_is_refused(
-    name: str, count: int, twin: Twin
-) -> None:
-    layers = {"m.0": Layer(), name: Layer()}
-    caches = {each: torch.zeros(1) for each in layers}
-    with pytest.raises(ValueError, match=f"{name!r} has {count} numbers in its name"):
-        twin.bind_kv_cache(caches, layers)
-    assert layers["m.0"].kv_cache is None, "nothing is bound before all is checked"
-
-
-def test_a_cache_without_its_layer_is_refused(twin: Twin) -> None:
-    layers = {"m.0": Layer()}
-    caches = {"m.0": torch.zeros(1), "m.1": torch.zeros(1)}
-    with pytest.raises(KeyError, match=r"'m.1' is missing in static_forward_context"):
-        twin.bind_kv_cache(caches, layers)
-    assert layers["m.0"].kv_cache is None
-
-
-def test_bytes_that_are_no_whole_pages_or_too_few_are_refused(twin: Twin) -> None:
-    config = config_of([["m.0"]], num_blocks=2)
-    raw = {"m.0": torch.zeros(2 * PAGE - 2, dtype=torch.int8)}
-    backends = {"m.0": REFERENCE}
-    with pytest.raises(ValueError, match=f"m.0 has {2 * PAGE - 2} bytes: expected a"):
-        twin.reshape_kv_caches(config, raw, backends)
-    raw = {"m.0": torch.zeros(PAGE, dtype=torch.int8)}
-    with pytest.raises(ValueError, match="holds 1 pages: expected at least num_blocks"):
-        twin.reshape_kv_caches(config, raw, backends)
-    with pytest.raises(KeyError, match=r"'m.0' is missing in attn_backends"):
-        twin.reshape_kv_caches(config, raw, {})
-    with pytest.raises(KeyError, match=r"'m.0' is missing in kv_cache_raw_tensors"):
-        twin.reshape_kv_caches(config, {}, backends)
 
 
 # ---- configs and specs
@@ -376,3 +222,33 @@ def test_an_empty_group_and_an_unknown_layer_are_refused() -> None:
     groups = [KVCacheGroupSpec(["m.0"], SPEC)]
     with pytest.raises(KeyError, match=r"'m.0' is missing in static_forward_context"):
         init_attn_backend(groups, {"m.1": Layer()}, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("auto", torch.bfloat16),
+        ("fp8", torch.float8_e4m3fn),
+        ("fp8_e4m3", torch.float8_e4m3fn),
+        ("fp8_e5m2", torch.float8_e5m2),
+    ],
+)
+def test_a_cache_dtype_has_the_name_that_vllm_gives_it(
+    name: str, dtype: torch.dtype
+) -> None:
+    assert cache_dtype_of(name, torch.bfloat16) == dtype
+
+
+@pytest.mark.parametrize("name", ["fp4", "", "FP8", "float8_e4m3fn"])
+def test_an_unknown_cache_dtype_is_refused_with_those_there_are(name: str) -> None:
+    with pytest.raises(
+        ValueError, match=f"{name!r}: expected auto, fp8, fp8_e4m3, fp8_e"
+    ):
+        cache_dtype_of(name, torch.bfloat16)
+
+
+@pytest.mark.parametrize("field", ["block_size", "num_kv_heads", "head_size"])
+def test_a_spec_without_elements_is_refused(field: str) -> None:
+    numbers = {"block_size": 16, "num_kv_heads": 2, "head_size": 8} | {field: 0}
+    with pytest.raises(ValueError, match=f"{field} = 0: expected at least 1"):
+        KVCacheSpec(**numbers)

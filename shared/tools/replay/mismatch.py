@@ -1,9 +1,8 @@
-"""What is left behind when the twins disagree?
+"""The file that stores a step on which the twins differ.
 
-One file from which the step can be run again, without the trace and without the steps before it:
-the batch, the queries, keys and values, the blocks of the cache that the batch owns (the rest was
-NaN), what each twin answered, and which law was broken. It holds plain tensors, lists and strings,
-so loading it runs no code.
+The step can be run again from this file alone. It contains the batch, the queries, keys and values,
+the blocks of the cache that the batch uses (all others held NaN), the output of the twin, and the
+law that was violated. It holds plain tensors, lists and strings, so loading it runs no code.
 """
 
 import os
@@ -15,28 +14,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .batch import Batch
+from .batch import ReplayBatch
 from .model import LayerInputs
 
-FORMAT = "pagetwin step 1"
+FORMAT = "pagetwin step 2"
 
 
 @dataclass(frozen=True)
-class Difference:
-    """Which law a twin broke, and where.
+class Violation:
+    """A law that a twin violates in a step.
 
     Args:
-        twin: its place among the twins that ran.
-        law: what should hold.
-        found: where it does not: place, value found, value expected.
-        answer: [tokens, query_heads, head_size] the twin's attention, as far as it got.
-        exact: the same in float64, as it should be.
+        twin: index of the twin.
+        law: the law.
+        found: index of the first difference, value found and value expected, in words.
+        output: Optional. [tokens, query_heads, head_size] the twin's attention. None if the twin
+            computed none.
+        exact: Optional. The same in float64. None if attention was not compared.
     """
 
     twin: int
     law: str
     found: str
-    answer: Tensor | None = None
+    output: Tensor | None = None
     exact: Tensor | None = None
 
 
@@ -45,59 +45,59 @@ class StoredStep:
     """A step that can be run again.
 
     Args:
-        step: its number in the replay.
-        layer: the layer it was.
+        step: number of the step in the replay.
+        layer: the layer.
         twins: names of the twins.
-        device: where it ran.
-        batch: its requests.
+        device: the device on which it ran.
+        batch: the requests.
         inputs: the layer's queries, keys and values.
         num_blocks: blocks in the cache.
-        block_ids: [used] the blocks that the batch owns.
-        blocks: [2, used, block_size, kv_heads, head_size] what they held before the step.
+        block_ids: [used] the blocks in the batch's block table.
+        blocks: [2, used, block_size, kv_heads, head_size] their content before the step.
     """
 
     step: int
     layer: int
     twins: tuple[str, ...]
     device: str
-    batch: Batch
+    batch: ReplayBatch
     inputs: LayerInputs
     num_blocks: int
     block_ids: Tensor
     blocks: Tensor
 
     def cache(self, device: str) -> Tensor:
-        """Return the whole cache before the step; NaN in every block nobody owns."""
+        """Return the whole cache before the step, NaN in all blocks that the batch does not use."""
         shape = (2, self.num_blocks, *self.blocks.shape[2:])
         cache = torch.full(shape, torch.nan, dtype=self.blocks.dtype, device=device)
         cache[:, self.block_ids.to(device)] = self.blocks.to(device)
         return cache
 
 
-class Disagreement(Exception):
-    """The twins disagree; the message is what a person should read.
+class TwinMismatch(Exception):
+    """The twins differ in a step; the message says which law is violated and where.
 
     Args:
-        difference: which law was broken.
+        violation: the law that is violated.
         stored: the step.
-        path: the file that reproduces it; None: none was written.
+        path: the file that reproduces it. None if none was written.
     """
 
     def __init__(
-        self, difference: Difference, stored: StoredStep, path: Path | None
+        self, violation: Violation, stored: StoredStep, path: Path | None
     ) -> None:
-        self.difference = difference
+        self.violation = violation
         self.stored = stored
         self.path = path
-        name = stored.twins[difference.twin]
+        name = stored.twins[violation.twin]
         super().__init__(
-            f"step {stored.step}, layer {stored.layer}, {name}: {difference.law} does not"
-            f" hold: {difference.found}"
+            f"step {stored.step}, layer {stored.layer}, {name}: {violation.law} does not"
+            f" hold: {violation.found}"
         )
 
 
-def save_step(path: Path, stored: StoredStep, difference: Difference) -> None:
-    """Write a step and what was wrong with it; the file appears whole or not at all."""
+def save_step(path: Path, stored: StoredStep, violation: Violation) -> None:
+    """Write a step and its violation; the file appears complete or not at all."""
     batch, inputs = stored.batch, stored.inputs
     content = {
         "format": FORMAT,
@@ -117,11 +117,11 @@ def save_step(path: Path, stored: StoredStep, difference: Difference) -> None:
         "num_blocks": stored.num_blocks,
         "block_ids": stored.block_ids.cpu(),
         "blocks": stored.blocks.cpu(),
-        "twin": difference.twin,
-        "law": difference.law,
-        "found": difference.found,
-        "answer": _on_cpu(difference.answer),
-        "exact": _on_cpu(difference.exact),
+        "twin": violation.twin,
+        "law": violation.law,
+        "found": violation.found,
+        "output": _on_cpu(violation.output),
+        "exact": _on_cpu(violation.exact),
     }
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -131,17 +131,15 @@ def save_step(path: Path, stored: StoredStep, difference: Difference) -> None:
         unfinished.unlink(missing_ok=True)
 
 
-def load_step(path: Path) -> tuple[StoredStep, Difference]:
-    """Return a step and what was wrong with it.
+def load_step(path: Path) -> tuple[StoredStep, Violation]:
+    """Return a stored step and its violation.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a file that is none of ours, or is damaged.
+        ValueError: the file is not a stored step, or it is damaged.
     """
     if not path.is_file():
-        raise FileNotFoundError(
-            f"{path}: expected a file that `pagetwin replay` wrote about a disagreement"
-        )
+        raise FileNotFoundError(f"{path}: expected a file that `pagetwin replay` wrote")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError):
@@ -149,24 +147,24 @@ def load_step(path: Path) -> tuple[StoredStep, Difference]:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(
             f"{path} is not a stored step, or it is damaged: expected a file that"
-            " `pagetwin replay` wrote about a disagreement"
+            " `pagetwin replay` wrote"
         )
     try:
         return _read(content)
     except (KeyError, TypeError) as error:
         raise ValueError(
-            f"{path} is a stored step but lacks or mangles {error}: expected it as"
+            f"{path} is a stored step with a missing or damaged entry ({error}): expected it as"
             " `pagetwin replay` wrote it"
         ) from None
 
 
-def _read(content: dict[str, Any]) -> tuple[StoredStep, Difference]:
+def _read(content: dict[str, Any]) -> tuple[StoredStep, Violation]:
     stored = StoredStep(
         step=content["step"],
         layer=content["layer"],
         twins=tuple(content["twins"]),
         device=content["device"],
-        batch=Batch(
+        batch=ReplayBatch(
             scheduled_tokens=content["scheduled_tokens"],
             order=content["order"],
             query_lens=content["query_lens"],
@@ -181,14 +179,14 @@ def _read(content: dict[str, Any]) -> tuple[StoredStep, Difference]:
         block_ids=content["block_ids"],
         blocks=content["blocks"],
     )
-    difference = Difference(
+    violation = Violation(
         twin=content["twin"],
         law=content["law"],
         found=content["found"],
-        answer=content["answer"],
+        output=content["output"],
         exact=content["exact"],
     )
-    return stored, difference
+    return stored, violation
 
 
 def _on_cpu(tensor: Tensor | None) -> Tensor | None:

@@ -1,0 +1,199 @@
+"""Kernel family of the portable Triton kernel: decode and prefill launches on any CUDA device.
+
+A batch may mix requests of any length. Requests whose rows (queries times the query heads that
+share a kv head) fit one decode tile are computed by the decode launch, in split-KV form. All
+others are computed by the prefill launch, one program per tile of rows. Each launch skips the
+requests of the other one, so nothing has to be read from the device to separate them.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from ...contract.attention_options import AttentionOptions
+from ..kernels.fp8 import scale_arguments
+from .attention_call import AttentionCall, compiled_in
+from .launcher import NO_OPTIONS, Launcher
+from .prepare import MOST_ROOM, Launches, prepare
+from .workspace import find_workspace
+
+
+def supports(call: AttentionCall) -> bool:
+    """Return True: `check_supported` has rejected what this kernel does not compute."""
+    return True
+
+
+def plan(call: AttentionCall) -> "PortablePlan":
+    """Return the launch plan of all calls with this call's signature."""
+    launches = prepare(
+        call.query,
+        call.key,
+        call.value,
+        call.block_table,
+        call.query_start_loc,
+        call.out,
+        call.options,
+    )
+    return PortablePlan(launches, has_values=compiled_in(call.options) is None)
+
+
+class PortablePlan:
+    """Launches of the portable kernel for calls with one signature.
+
+    Args:
+        launches: the launchers, and how they partition a batch.
+        has_values: whether some options are tensors or scales, which the kernel receives anew at
+            each call.
+
+    Attributes:
+        short_rows: the most rows of a request that the decode launch computes; 0 if there is no
+            decode launch.
+        group_size: query heads per kv head.
+        upcasts_output: whether the kernel writes a float32 output that torch rounds (in the
+            interpreter, whose stores to bfloat16 truncate).
+    """
+
+    def __init__(self, launches: Launches, has_values: bool) -> None:
+        self._launches = launches
+        self._has_values = has_values
+        self.has_decode = launches.has_decode
+        self.short_rows = launches.short_rows
+        self.group_size = launches.group_size
+        self.upcasts_output = launches.widens
+
+    def takes(self, call: AttentionCall) -> bool:
+        """Return True: this kernel takes any address and any scale."""
+        return True
+
+    def launch_decode(self, call: AttentionCall) -> None:
+        """Compute the short requests of a batch, and clear the rows of no request.
+
+        The key tiles of all requests are divided evenly among the programs, so a request may be
+        split over several. The workspace holds two partial results per program.
+        """
+        launches = self._launches
+        num_reqs = call.query_start_loc.shape[0] - 1
+        split_rows = min(launches.short_rows, call.max_query_len * launches.group_size)
+        decode, block_n, max_splits = launches.decode(
+            num_reqs, split_rows, call.max_query_len, call.max_key_len
+        )
+        max_keys = call.max_key_len
+        if launches.most_seen is not None:
+            # a window may begin anywhere within its first tile
+            max_keys = min(max_keys, launches.most_seen + block_n)
+        tiles = num_reqs * max(1, -(-max_keys // block_n))
+        splits = min(max_splits, tiles)
+        counters = splits * launches.kv_heads
+        # the values begin at a multiple of 16 bytes, after the log-sum-exps
+        partials = -(-2 * counters * split_rows // 4) * 4
+        arrivals, workspace = find_workspace(
+            call.query.device, counters, partials * (launches.value_size + 1)
+        )
+        grid = (launches.kv_heads, splits, 1)
+        self._start(decode, grid, call, split_rows, workspace, partials, arrivals)
+
+    def launch_prefill(self, call: AttentionCall, short_rows: int) -> None:
+        """Compute all requests of more than `short_rows` rows."""
+        launches = self._launches
+        num_reqs = call.query_start_loc.shape[0] - 1
+        # each request has at most the tiles that its rows fill, and one that is not full
+        rows = call.query.shape[0] * launches.group_size
+        tiles = rows // launches.rows + num_reqs
+        alone, spread = launches.prefills
+        if launches.span:
+            # if the tiles do not fill the chip, their splits get programs of their own
+            splits = -(-call.max_key_len // launches.span)
+            counters = tiles * launches.kv_heads
+            split_rows = min(launches.rows, call.max_query_len * launches.group_size)
+            partials = -(-counters * splits * split_rows // 4) * 4
+            numbers = partials * (launches.value_size + 1)
+            if splits > 1 and counters < launches.processors and numbers <= MOST_ROOM:
+                arrivals, workspace = find_workspace(
+                    call.query.device, counters, numbers
+                )
+                grid = (tiles, launches.kv_heads, splits)
+                self._start(
+                    spread, grid, call, split_rows, workspace, partials, arrivals
+                )
+                return
+        grid = (tiles, launches.kv_heads, 1)
+        self._start(alone, grid, call, 0, None, 0, None)
+
+    def _start(
+        self,
+        launcher: Launcher,
+        grid: tuple[int, int, int],
+        call: AttentionCall,
+        split_rows: int,
+        workspace: Tensor | None,
+        partials: int,
+        arrivals: Tensor | None,
+    ) -> None:
+        """Launch the portable kernel.
+
+        Args:
+            launcher: the kernel with its constants.
+            grid: programs along each axis.
+            call: the call.
+            split_rows: rows that the workspace reserves per partial result; 0 without splits.
+            workspace: float32 log-sum-exps of all partial results, then their values. None without
+                splits.
+            partials: number of those log-sum-exps.
+            arrivals: int32 counters of finished splits, all 0. None without splits.
+        """
+        (
+            query,
+            key,
+            value,
+            block_table,
+            query_start_loc,
+            lengths,
+            _,
+            _,
+            scale,
+            out,
+            lse,
+            _,
+        ) = call
+        at = 0 if workspace is None else workspace.data_ptr()
+        pointers = (
+            query.data_ptr(),
+            key.data_ptr(),
+            value.data_ptr(),
+            0 if block_table is None else block_table.data_ptr(),
+            query_start_loc.data_ptr(),
+            lengths.data_ptr(),
+            out.data_ptr(),
+            0 if lse is None else lse.data_ptr(),
+            at + 4 * partials,
+            at,
+            0 if arrivals is None else arrivals.data_ptr(),
+        )
+        num_reqs = query_start_loc.shape[0] - 1
+        numbers = (
+            query.shape[0],
+            num_reqs,
+            num_reqs.bit_length(),
+            split_rows,
+            scale,
+            0 if block_table is None else block_table.stride(0),
+            *((0, 0) if lse is None else lse.stride()),
+        )
+        tensors = (
+            query, key, value, block_table, query_start_loc, lengths, out, lse,
+            workspace, partials, arrivals,
+        )  # fmt: skip
+        values = _option_values(call.options) if self._has_values else NO_OPTIONS
+        launcher(grid, pointers, values, numbers, tensors)
+
+
+def _option_values(options: AttentionOptions) -> tuple[Any, ...]:
+    """Return the options that the kernel receives anew at each call, in its order."""
+    return (
+        None if options.alibi_slopes is None else options.alibi_slopes.contiguous(),
+        None if options.sinks is None else options.sinks.contiguous(),
+        options.position_bias,
+        scale_arguments(options.k_scale)[0],
+        scale_arguments(options.v_scale)[0],
+        scale_arguments(options.out_scale)[0],
+    )

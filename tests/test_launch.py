@@ -1,0 +1,521 @@
+"""Launch plans, their cache, kernel families and the workspace of split work."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+from conftest import Twin
+from pagetwin.contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
+from pagetwin.optimized import release_workspace
+from pagetwin.optimized.kernels.attention_kernel import attend_kernel
+from pagetwin.optimized.kernels.sm90.prefill import lay_out
+from pagetwin.optimized.launch import (
+    attention_call,
+    dispatch,
+    graph_lifetime,
+    prepare,
+    workspace,
+)
+from pagetwin.optimized.launch.attention_call import AttentionCall, sign, sizes_fit
+from pagetwin.optimized.launch.launcher import INTERPRETED, Launcher
+from pagetwin.optimized.launch.plan_cache import PlanCache
+from torch import Tensor
+
+
+@pytest.fixture
+def optimized() -> Twin:
+    return Twin("optimized", enforce=False)
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlanCache[Any]]:
+    """Return an empty plan cache, which is used in the interpreter too."""
+    cache: PlanCache[Any] = PlanCache(8)
+    monkeypatch.setattr(dispatch, "PLANS", cache)
+    monkeypatch.setattr(attention_call, "INTERPRETED", False)
+    yield cache
+
+
+# ---- the plan cache
+
+
+def test_the_cache_keeps_the_plans_used_last_and_no_more_than_its_capacity() -> None:
+    cache: PlanCache[int] = PlanCache(8)
+    for number in range(100):
+        cache.put((number,), number)
+        assert cache.get((number,)) == number
+        assert cache.get((0,)) == 0, "used in every step"
+        assert len(cache) <= 8
+        recent = range(max(0, number - 2), number + 1)
+        assert [cache.get((each,)) for each in recent] == list(recent)
+    assert cache.get((50,)) is None
+    cache.clear()
+    assert len(cache) == 0 and cache.get((0,)) is None
+
+
+def ragged_call(
+    lens: list[int], device: torch.device, **changes: Any
+) -> dict[str, Any]:
+    """Return the arguments of self-attention over requests of these lengths."""
+    generator = torch.Generator().manual_seed(sum(lens))
+    query, key, value = torch.randn(3, sum(lens), 2, 16, generator=generator).to(device)
+    starts = torch.tensor([0, *lens], device=device).cumsum(0).int()
+    return {
+        "query": query,
+        "key": key,
+        "value": value,
+        "query_start_loc": starts,
+        "key_start_loc": starts,
+        "max_query_len": max(lens),
+        "max_key_len": max(lens),
+    } | changes
+
+
+def test_ragged_calls_with_other_totals_share_a_plan(
+    plans: PlanCache[Any], optimized: Twin, reference: Twin, device: torch.device
+) -> None:
+    for lens in ([5, 40], [3], [7, 7, 7, 60], [90]):
+        call = ragged_call(lens, device)
+        found = optimized.encoder_attention(**call)
+        assert torch.allclose(found, reference.encoder_attention(**call), atol=1e-5)
+    assert len(plans) == 1
+    optimized.encoder_attention(**call, options=AttentionOptions(sliding_window=3))
+    assert len(plans) == 2
+
+
+def test_many_kinds_of_calls_leave_a_bounded_cache(
+    plans: PlanCache[Any], optimized: Twin, device: torch.device
+) -> None:
+    for window in range(1, 30):
+        options = AttentionOptions(sliding_window=window)
+        optimized.encoder_attention(**ragged_call([5], device), options=options)
+        assert len(plans) <= 8
+
+
+def test_ragged_keys_and_values_of_different_totals_are_validated_on_every_call(
+    plans: PlanCache[Any], optimized: Twin, device: torch.device
+) -> None:
+    """The signature leaves out both totals."""
+    call = ragged_call([5, 40], device)
+    optimized.encoder_attention(**call)
+    with pytest.raises(ValueError, match=r"key has shape \[44, 2, 16\] and value \[45"):
+        optimized.encoder_attention(**(call | {"key": call["key"][:44]}))
+
+
+@pytest.mark.skipif(
+    not INTERPRETED, reason="on a GPU the law on 64-bit offsets does it"
+)
+def test_a_large_tensor_after_a_small_one_of_the_same_kind_gets_64_bit_offsets(
+    plans: PlanCache[Any],
+    optimized: Twin,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Equal strides, and more keys than 32-bit offsets reach."""
+    # the interpreter would use 64 bits always
+    monkeypatch.setattr(prepare, "INTERPRETED", False)
+    step, few, many = 2**26, 20, 40
+    # only the rows that are used are touched, so this costs addresses and no memory
+    memory = torch.empty(step * many, dtype=torch.float16)
+    keys = memory.as_strided((many, 2, 16), (step, 16, 1))
+    keys[:] = torch.randn(many, 2, 16, generator=torch.Generator().manual_seed(0))
+    for total in (few, many):
+        starts = torch.tensor([0, total]).int()
+        query = keys[:3].contiguous()
+        call = (query, keys[:total], keys[:total], torch.tensor([0, 3]).int(), starts)
+        packed = (query, *[keys[:total].contiguous()] * 2, *call[3:])
+        found = optimized.encoder_attention(*call, 3, total)
+        assert torch.equal(found, optimized.encoder_attention(*packed, 3, total))
+    # the large tensor has a plan of its own; packed keys of both totals share one
+    assert len(plans) == 3
+
+
+def plain_call(device: str = "cpu", **changes: Any) -> AttentionCall:
+    query = torch.zeros(4, 4, 64, dtype=torch.float16, device=device)
+    cache = torch.zeros(9, 16, 2, 64, dtype=torch.float16, device=device)
+    fields = {
+        "query": query,
+        "key": cache,
+        "value": cache,
+        "block_table": torch.zeros(2, 3, dtype=torch.int32, device=device),
+        "query_start_loc": torch.tensor([0, 2, 4], device=device).int(),
+        "lengths": torch.tensor([20, 30], device=device).int(),
+        "max_query_len": 2,
+        "max_key_len": 30,
+        "scale": 0.125,
+        "out": torch.zeros_like(query),
+        "lse": None,
+        "options": dispatch.PLAIN[True],
+    }
+    return AttentionCall(**(fields | changes))
+
+
+def test_a_signature_leaves_out_what_changes_from_step_to_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attention_call, "INTERPRETED", False)
+    call = plain_call()
+    longer = {
+        "query": torch.zeros(9, 4, 64, dtype=torch.float16),
+        "out": torch.zeros(9, 4, 64, dtype=torch.float16),
+        "query_start_loc": torch.tensor([0, 2, 4, 9]).int(),
+        "lengths": torch.tensor([20, 30, 40]).int(),
+        "block_table": torch.zeros(3, 7, dtype=torch.int32),
+        "max_query_len": 5,
+        "max_key_len": 100,
+        "scale": 2.0,
+    }
+    other = call._replace(**longer)
+    assert sign(other) == sign(call) and sizes_fit(other) and sizes_fit(call)
+    for name in ("query", "out", "query_start_loc", "lengths", "block_table"):
+        mixed = call._replace(**{name: longer[name]})
+        assert name in ("query_start_loc",) or sign(mixed) == sign(call)
+        assert not sizes_fit(mixed), name
+    assert not sizes_fit(call._replace(max_key_len=49))
+    assert not sizes_fit(call._replace(max_query_len=-1))
+
+
+def test_a_signature_holds_what_a_plan_is_made_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attention_call, "INTERPRETED", False)
+    call = plain_call()
+    wide = torch.zeros(9, 16, 2, 96, dtype=torch.float16)
+    slopes = AttentionOptions(causal=True, alibi_slopes=torch.ones(4))
+    changes: list[dict[str, Any]] = [
+        {"query": call.query.float()},
+        {"query": call.query[:, ::2]},
+        {"key": call.key[:5]},
+        {"key": wide[..., :64]},
+        {"value": wide},
+        {"block_table": torch.zeros(2, 6).int()[:, ::2]},
+        {"query_start_loc": torch.zeros(6).int()[::2]},
+        {"lengths": torch.zeros(4).int()[::2]},
+        {"out": call.out.float()},
+        {"out": torch.zeros(4, 64, 4, dtype=torch.float16).transpose(1, 2)},
+        {"lse": torch.zeros(4, 4)},
+        {"lse": torch.zeros(4, 4).double()},
+        {"options": dispatch.PLAIN[False]},
+        {"options": AttentionOptions(causal=True, sliding_window=3)},
+        {"options": AttentionOptions(causal=True, k_scale=2.0)},
+        {"options": slopes},
+        {
+            "options": AttentionOptions(
+                causal=True, alibi_slopes=torch.ones(8).double()[::2]
+            )
+        },
+    ]
+    signatures = [sign(call), *(sign(call._replace(**each)) for each in changes)]
+    assert None not in signatures
+    assert len(set(signatures)) == len(signatures)
+    again = AttentionOptions(causal=True, alibi_slopes=torch.zeros(4))
+    assert sign(call._replace(options=again)) == sign(call._replace(options=slopes))
+    for of_batch in (
+        {"causal": torch.ones(2, dtype=torch.bool)},
+        {"tree_mask": torch.ones(2, 3, 3, dtype=torch.bool)},
+        {"query_ranges": torch.zeros(4, 2, dtype=torch.int32)},
+    ):
+        assert sign(call._replace(options=AttentionOptions(**of_batch))) is None
+
+
+def test_options_that_are_passed_again_are_resolved_once() -> None:
+    options = AttentionOptions(sliding_window=3)
+    chosen = dispatch.choose_options(options, causal=False)
+    assert chosen == AttentionOptions(sliding_window=3, causal=False)
+    assert dispatch.choose_options(options, causal=False) is chosen
+    assert dispatch.choose_options(options, causal=True).causal is True
+    assert dispatch.choose_options(DEFAULT_OPTIONS, True) is dispatch.PLAIN[True]
+    # what is kept is no option
+    attention_call.compiled_in(chosen)
+    assert options == AttentionOptions(sliding_window=3)
+    assert chosen.given == ["sliding_window", "causal"]
+
+
+# ---- kernel families
+
+
+class Family:
+    """A kernel family that notes what it is given."""
+
+    def __init__(self, is_supported: bool, takes: bool) -> None:
+        self.is_supported = is_supported
+        self.is_taken = takes
+        self.launched: list[int] = []
+
+    def supports(self, call: AttentionCall) -> bool:
+        return self.is_supported
+
+    def plan(self, call: AttentionCall) -> "Family":
+        return self
+
+    def takes(self, call: AttentionCall) -> bool:
+        return self.is_taken
+
+    def launch_prefill(self, call: AttentionCall, short_rows: int) -> None:
+        self.launched.append(short_rows)
+        call.out.fill_(7.0)
+
+
+@pytest.mark.parametrize("query_len", [1, 50])
+def test_the_first_family_that_takes_a_call_computes_its_long_requests(
+    query_len: int, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    optimized = Twin("optimized", enforce=False)
+    families = [Family(False, True), Family(True, False), Family(True, True)]
+    monkeypatch.setattr(dispatch, "KERNEL_FAMILIES", (*families, Family(True, True)))
+    call = ragged_call([query_len], device)
+    out = optimized.encoder_attention(**call)
+    assert [len(each.launched) for each in families] == [0, 0, int(query_len > 16)]
+    assert bool((out == 7).all()) == (query_len > 16)
+    assert all(rows >= 16 for rows in families[2].launched)
+
+
+def test_pointers_have_the_order_of_the_kernel(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, optimized: Twin
+) -> None:
+    """The launch without Triton passes the addresses of what the launch through Triton passes."""
+    found: list[tuple[list[int], list[Any]]] = []
+
+    def note(
+        self: Launcher,
+        grid: Any,
+        pointers: Any,
+        options: Any,
+        numbers: Any,
+        tensors: Any,
+    ) -> None:
+        lowered = self._lower(*tensors)
+        found.append(
+            (list(pointers), [0 if t is None else t.data_ptr() for t in lowered])
+        )
+
+    monkeypatch.setattr(Launcher, "__call__", note)
+    lse = torch.zeros(2, 45, device=device)
+    for options in (DEFAULT_OPTIONS, AttentionOptions(batch_invariant=True)):
+        optimized.encoder_attention(
+            **ragged_call([5, 40], device), lse=lse, options=options
+        )
+    assert len(found) == 3
+    for pointers, expected in found:
+        assert pointers == expected
+        assert len(attend_kernel.arg_names) > len(pointers)
+
+
+def test_tensor_maps_follow_the_number_of_ragged_keys() -> None:
+    """One plan of the Hopper kernel serves calls of any total."""
+    few, many = (torch.zeros(n, 2, 64, dtype=torch.float16) for n in (30, 500))
+    plan = lay_out(few, few, few, None, few, AttentionOptions(causal=True))
+    assert plan is not None
+    for keys in (few, many):
+        query, key, value, out = plan.lower(few, keys, keys, few)[:4]
+        assert query.shape[0] == out.shape[0] == 30
+        assert key.shape[0] == value.shape[0] == len(keys)
+
+
+# ---- the workspace
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """Return the state of a pretended GPU: its current stream, and whether that is captured."""
+    state: dict[str, Any] = {"stream": 1, "capture": None, "allocated": []}
+
+    def allocate(
+        device: torch.device, counters: int, numbers: int
+    ) -> tuple[Tensor, Tensor]:
+        state["allocated"].append((counters, numbers))
+        return torch.zeros(counters, dtype=torch.int32), torch.empty(numbers)
+
+    monkeypatch.setattr(workspace, "_allocate", allocate)
+    monkeypatch.setattr(workspace, "current_stream", lambda index: state["stream"])
+    monkeypatch.setattr(workspace, "is_capturing", lambda: state["capture"] is not None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(graph_lifetime, "find_capture", lambda stream: state["capture"])
+    for name in ("_streams", "_arenas", "_captures"):
+        monkeypatch.setattr(workspace, name, {})
+    yield state
+
+
+GPU = torch.device("cuda", 0)
+
+
+def test_a_stream_keeps_its_workspace_and_shares_it_with_no_other(
+    gpu: dict[str, Any],
+) -> None:
+    first = workspace.find_workspace(GPU, 264, 1000)
+    assert workspace.find_workspace(GPU, 300, 2000) == first
+    gpu["stream"] = 2
+    other = workspace.find_workspace(GPU, 264, 1000)
+    for one, another in zip(first, other, strict=True):
+        assert one.data_ptr() != another.data_ptr()
+
+
+def test_a_stream_keeps_a_bounded_workspace(gpu: dict[str, Any]) -> None:
+    kept = workspace.MAX_KEPT_NUMBERS
+    counters, numbers = workspace.find_workspace(GPU, 10, kept - 5)
+    assert len(numbers) >= kept - 5
+    large = workspace.find_workspace(GPU, 10, 8 * kept)
+    assert large[0] is counters and len(large[1]) == 8 * kept
+    again = workspace.find_workspace(GPU, 10, kept)
+    assert again[1] is numbers and len(numbers) == kept
+    many = workspace.find_workspace(GPU, 10**5, 10)
+    assert (
+        len(many[0]) == 10**5 and workspace.find_workspace(GPU, 10, 10)[0] is counters
+    )
+
+
+def test_workspaces_of_a_few_streams_are_kept(gpu: dict[str, Any]) -> None:
+    for stream in range(50):
+        gpu["stream"] = stream
+        workspace.find_workspace(GPU, 10, 10)
+        assert len(workspace._streams) <= workspace.MAX_STREAMS
+    assert (0, 49) in workspace._streams
+
+
+def test_released_workspace_is_freed_and_allocated_anew(gpu: dict[str, Any]) -> None:
+    workspace.find_workspace(GPU, 10, 10)
+    release_workspace()
+    assert not workspace._streams
+    gpu["allocated"].clear()
+    workspace.find_workspace(GPU, 10, 10)
+    # counters of graphs stay: a graph may still be replayed
+    assert gpu["allocated"] == [(workspace.NUM_COUNTERS, workspace.MIN_KEPT_NUMBERS)]
+
+
+class Capture:
+    """A captured graph."""
+
+    ids = count(1)
+
+    def __init__(self) -> None:
+        self.id = next(self.ids)
+        self.tokens: list[Any] = []
+
+    def when_destroyed(self, token: Any) -> None:
+        self.tokens.append(token)
+
+
+def test_counters_of_a_graph_return_when_it_is_destroyed(
+    gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workspace.find_workspace(GPU, 264, 1000)
+    arena = workspace._arenas[0]
+    before = arena.free_counters
+    first, second = Capture(), Capture()
+    gpu["capture"] = first
+    one = workspace.find_workspace(GPU, 264, 1000)
+    # the launches of one stream in one graph run in order
+    assert workspace.find_workspace(GPU, 200, 10)[0] is one[0]
+    gpu["capture"] = second
+    two = workspace.find_workspace(GPU, 264, 1000)
+    assert two[0].data_ptr() != one[0].data_ptr()
+    gpu["stream"] = 2
+    three = workspace.find_workspace(GPU, 264, 1000)
+    assert three[0].data_ptr() != two[0].data_ptr()
+    assert arena.free_counters == before - 3 * 288
+    gone = list(first.tokens)
+    monkeypatch.setattr(
+        graph_lifetime, "destroyed", lambda: [gone.pop()] if gone else []
+    )
+    release_workspace()
+    assert arena.free_counters == before - 2 * 288
+    gpu["capture"] = Capture()
+    assert workspace.find_workspace(GPU, 100, 1)[0].data_ptr() == one[0].data_ptr()
+
+
+def test_captures_that_find_no_counters_zero_their_own(gpu: dict[str, Any]) -> None:
+    gpu["capture"] = Capture()
+    workspace.find_workspace(GPU, 264, 1000)
+    assert gpu["allocated"] == [(0, 1000), (264, 0)]
+    assert not gpu["capture"].tokens
+
+
+def test_an_arena_hands_out_ranges_that_do_not_overlap() -> None:
+    arena = workspace.Arena(torch.zeros(100, dtype=torch.int32))
+    taken = []
+    for _ in range(3):
+        found = arena.take(32)
+        assert found is not None
+        taken.append(found[1])
+    assert taken == [(0, 32), (32, 64), (64, 96)]
+    assert arena.take(32) is None and arena.free_counters == 4
+    arena.give_back(taken[2])
+    arena.give_back(taken[0])
+    assert arena.take(64) is None
+    arena.give_back(taken[1])
+    found = arena.take(100)
+    assert found is not None and found[1] == (0, 100)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
+def test_replays_share_counters_and_destroyed_graphs_return_them() -> None:
+    twin = Twin("optimized", enforce=False)
+    device = torch.device("cuda")
+    query = torch.randn(2, 8, 128, device=device, dtype=torch.float16)
+    cache = torch.randn(2, 600, 16, 2, 128, device=device, dtype=torch.float16)
+    table = torch.arange(600, device=device).int().view(2, 300)
+    starts = torch.tensor([0, 1, 2], device=device).int()
+    lens = torch.tensor([4800, 37], device=device).int()
+    call = (query, cache[0], cache[1], table, starts, lens, 1, 4800)
+    expected = twin.paged_attention(*call)
+    release_workspace()
+    arena = workspace._arenas[torch.cuda.current_device()]
+    before = arena.free_counters
+    used = []
+    for _ in range(3):
+        graph = torch.cuda.CUDAGraph()
+        outs = []
+        with torch.cuda.graph(graph):
+            for _ in range(4):
+                outs.append(twin.paged_attention(*call))
+        used.append(before - arena.free_counters)
+        for _ in range(3):
+            graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(each, expected) for each in outs)
+        del graph, outs
+        torch.cuda.synchronize()
+        release_workspace()
+        assert arena.free_counters == before
+    assert 0 < used[0] == used[1] == used[2] <= 1024
+
+
+# ---- imports
+
+
+def test_importing_the_package_changes_nothing_else() -> None:
+    """No environment variable, no log level; and the first launch says what to do."""
+    program = (
+        "import logging, os, torch\n"
+        "before = dict(os.environ)\n"
+        "import pagetwin.optimized as optimized\n"
+        "import pagetwin.optimized.launch.xformers_split_k as split_k\n"
+        "import pagetwin.optimized.backends.backend\n"
+        "assert dict(os.environ) == before, set(os.environ) ^ set(before)\n"
+        "assert logging.getLogger('xformers').level == logging.NOTSET\n"
+        "split_k.why_no_xformers()\n"
+        "assert logging.getLogger('xformers').level == logging.NOTSET\n"
+        "assert not logging.getLogger('xformers').filters\n"
+        "x = torch.zeros(1, 1, 16)\n"
+        "starts = torch.tensor([0, 1]).int()\n"
+        "try:\n"
+        "    optimized.encoder_attention(x, x, x, starts, starts, 1, 1)\n"
+        "except ValueError as error:\n"
+        "    assert 'set TRITON_INTERPRET=1 before' in str(error), error\n"
+        "    print('raised')\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.strip() == "raised"
