@@ -1,9 +1,8 @@
-"""Do models that nobody here wrote answer the same on both twins as in their own library?
+"""Models of transformers on both twins: equal tokens, and logits within an error budget.
 
-The models are small ones of transformers, drawn at random. Their logits are held against the
-library's own plain attention, run in float64 throughout, and may lose what that loses in float32;
-their tokens must be equal. Every run says how often each layer attended through the twin, so a
-model that goes its own way cannot pass.
+The models are small and have random weights. Their logits are compared with the library's own eager
+attention in float64; the error budget is derived from the library's error in float32. Every run
+counts the attention calls of each layer, so a layer that does not use the twin is detected.
 """
 
 import copy
@@ -11,6 +10,7 @@ import functools
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -33,9 +33,9 @@ from pagetwin.integrations.transformers import (
     register_all,
 )
 from pagetwin.integrations.transformers.masks import (
-    Sight,
+    VisibleRange,
+    read_padded_ranges,
     read_position_bias,
-    read_spans,
 )
 from tiny_models import DECODER_ONLY, ENCODER_DECODER, VOCABULARY, WINDOW, make_model
 
@@ -45,7 +45,7 @@ DECODED = 3  # by a model that encodes first
 
 
 class InFloat64(TorchFunctionMode):
-    """Turns every cast to float32 into one to float64: the library norms and softens in float32."""
+    """Turns every cast to float32 into one to float64; the library normalizes in float32."""
 
     def __torch_function__(
         self,
@@ -56,17 +56,17 @@ class InFloat64(TorchFunctionMode):
     ) -> Any:
         if func is Tensor.float:
             func = Tensor.double
-        widened = [torch.float64 if each is torch.float32 else each for each in args]
+        upcast = [torch.float64 if each is torch.float32 else each for each in args]
         named = {
             name: torch.float64 if each is torch.float32 else each
             for name, each in (kwargs or {}).items()
         }
-        return func(*widened, **named)
+        return func(*upcast, **named)
 
 
 @functools.cache
 def tiny(name: str) -> Any:
-    """Return the model of that name, where the kernels run."""
+    """Return the model of that name, on the device of the kernels."""
     return make_model(name).to("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -92,10 +92,11 @@ def logits_of(name: str, **inputs: Any) -> tuple[Tensor, Tensor]:
 def assert_rows(
     found: Tensor, truth: Tensor, same: Sequence[Tensor], about: object
 ) -> None:
-    """Hold logits against float64, each row with its own budget.
+    """Compare logits with float64, each row within its own error budget.
 
-    A whole model multiplies roundings, and how depends on the shapes of its products. So a row's
-    budget comes from the worse of the library's own runs: all tokens at once, one by one.
+    A model amplifies rounding errors, and how much depends on the shapes of its matrix products.
+    So a row's budget is derived from the worse of two runs of the library: all tokens at once,
+    and one by one.
     """
     assert truth.dtype == torch.float64
     lost = torch.stack([(each - truth).abs().amax(1) for each in same])
@@ -115,7 +116,7 @@ def on_device(values: Any) -> Tensor:
 
 
 def calls_of(name: str, steps: int) -> dict[str, int]:
-    """Return what a decoder-only model's layers are called."""
+    """Return the expected calls of a decoder-only model's layers."""
     return {f"model.layers.{layer}.self_attn": steps for layer in range(2)}
 
 
@@ -136,7 +137,7 @@ CROWDED = {
 
 @functools.cache
 def library_answers(name: str) -> list[tuple[list[int], Tensor]]:
-    """Return what the library's plain attention answers, prompt by prompt, and the logits."""
+    """Return the tokens and logits of the library's eager attention, prompt by prompt."""
     answers = []
     for prompt in PROMPTS:
         ids = on_device([prompt])
@@ -155,10 +156,10 @@ def library_answers(name: str) -> list[tuple[list[int], Tensor]]:
 
 @pytest.mark.parametrize("implementation", TWINS)
 @pytest.mark.parametrize("name", DECODER_ONLY)
-def test_a_crowded_cache_answers_as_the_library_does_one_by_one(
+def test_a_crowded_cache_gives_the_tokens_of_the_library_prompt_by_prompt(
     name: str, implementation: str
 ) -> None:
-    """Chunks, late arrivals, shared beginnings and requests that start over change nothing."""
+    """Chunked prefill, late arrivals, prefix hits and preemptions do not change the tokens."""
     statistics = Statistics(keep_logits=True)
     answers = generate(
         tiny(name), PROMPTS, implementation, **CROWDED, statistics=statistics
@@ -178,7 +179,7 @@ def test_a_crowded_cache_answers_as_the_library_does_one_by_one(
         assert_rows(statistics.logits[number], truth[0, first:], runs, (name, number))
 
 
-# the library's own batching leaves Gemma 2's soft cap out, and takes no chunks (5.17 to 5.23)
+# the library's own batching omits Gemma 2's soft cap, and does not support chunks (5.17 to 5.23)
 @pytest.mark.parametrize("name", sorted(set(DECODER_ONLY) - {"gemma2", "llama4"}))
 def test_the_library_s_own_continuous_batching_gives_the_same_tokens(name: str) -> None:
     settings = transformers.GenerationConfig(
@@ -210,17 +211,20 @@ def test_the_library_s_own_continuous_batching_gives_the_same_tokens(name: str) 
         ("llama4", "attention_chunk_size", WINDOW - 1),
     ],
 )
-def test_an_attention_that_gets_an_option_wrong_answers_otherwise(
+def test_an_attention_with_one_wrong_option_gives_other_tokens(
     name: str, option: str, wrong: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that equal tokens mean something."""
+    """So equal tokens show that the options are passed on correctly."""
     module = import_module("pagetwin.reference.attention.paged")
     right = module.paged_attention
 
-    def attend(*args: Any, **options: Any) -> Tensor:
-        if option in options:
-            options[option] = wrong
-        return right(*args, **options)
+    def attend(*args: Any, **arguments: Any) -> Tensor:
+        if option in arguments:
+            arguments[option] = wrong
+        elif option in arguments["options"].given:
+            changed = replace(arguments["options"], **{option: wrong})
+            arguments["options"] = changed
+        return right(*args, **arguments)
 
     monkeypatch.setattr(module, "paged_attention", attend)
     statistics = Statistics(keep_logits=True)
@@ -233,7 +237,7 @@ def test_an_attention_that_gets_an_option_wrong_answers_otherwise(
     assert first.abs().max() > 1e-2
 
 
-def test_a_read_past_the_end_of_a_sequence_meets_nan(
+def test_a_read_past_the_end_of_a_sequence_gives_nan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     module = import_module("pagetwin.reference.attention.paged")
@@ -253,7 +257,7 @@ def test_a_read_past_the_end_of_a_sequence_meets_nan(
     assert any(logits.isnan().any() for logits in statistics.logits)
 
 
-def test_an_answer_ends_with_the_first_of_the_tokens_that_end_it() -> None:
+def test_an_output_ends_with_the_first_stop_token() -> None:
     told = [answer for answer, _ in library_answers("llama")]
     end = told[0][2]
     until = [
@@ -269,8 +273,8 @@ def test_an_answer_ends_with_the_first_of_the_tokens_that_end_it() -> None:
     assert generate(tiny("llama"), [], "reference") == []
 
 
-def test_a_batch_of_one_s_own_runs_without_the_scheduler() -> None:
-    """What `generate` does in a step, by hand: two requests, one in its prompt."""
+def test_a_paged_batch_runs_without_the_scheduler() -> None:
+    """The calls that `generate` makes in a step: two requests, one of them a prefill."""
     model, prompts = tiny("gemma2"), [PROMPTS[0], PROMPTS[3]]
     model.set_attn_implementation(register("reference"))
     try:
@@ -296,7 +300,7 @@ WAVES = {"max_new_tokens": DECODED, "block_size": 4}
 
 
 def encoder_prompts(name: str) -> Sequence[Any]:
-    """Return what the encoder reads: tokens of four lengths, or two sounds of one."""
+    """Return the encoder's inputs: tokens of four lengths, or two audio inputs of one length."""
     if name != "whisper":
         return ENCODER_PROMPTS
     generator = torch.Generator().manual_seed(8)
@@ -304,7 +308,7 @@ def encoder_prompts(name: str) -> Sequence[Any]:
 
 
 def encoder_inputs(name: str, prompt: Any) -> dict[str, Tensor]:
-    """Return one prompt as the library takes it."""
+    """Return one prompt as keyword arguments of the library."""
     if name == "whisper":
         return {"input_features": prompt[None].to(tiny(name).device)}
     return {"input_ids": on_device([prompt])}
@@ -312,7 +316,7 @@ def encoder_inputs(name: str, prompt: Any) -> dict[str, Tensor]:
 
 @functools.cache
 def library_decodes(name: str) -> list[tuple[list[int], Tensor]]:
-    """Return what the library's plain attention answers, prompt by prompt, and the logits."""
+    """Return the tokens and logits of the library's eager attention, prompt by prompt."""
     model, answers = tiny(name), []
     for prompt in encoder_prompts(name):
         ids = on_device([[model.config.decoder_start_token_id]])
@@ -333,7 +337,7 @@ def library_decodes(name: str) -> list[tuple[list[int], Tensor]]:
 
 
 def attention_names(name: str) -> tuple[list[str], list[str]]:
-    """Return what a model's attention modules are called: the encoder's, the decoder's."""
+    """Return the names of a model's attention modules: the encoder's, the decoder's."""
     names = [
         module_name
         for module_name, module in tiny(name).named_modules()
@@ -346,7 +350,7 @@ def attention_names(name: str) -> tuple[list[str], list[str]]:
 
 
 def is_dispatched(name: str) -> bool:
-    """Tell whether this version looks the model's attention up by name; T5 came after 5.17."""
+    """Tell whether this version looks the model's attention up by name; T5 does since 5.23."""
     version = tuple(map(int, transformers.__version__.split(".")[:2]))
     if name != "t5" or version >= (5, 23):
         return True
@@ -360,11 +364,13 @@ def is_dispatched(name: str) -> bool:
 
 def skip_unless_dispatched(name: str) -> None:
     if not is_dispatched(name):
-        pytest.skip(f"{name} of transformers {transformers.__version__} attends itself")
+        pytest.skip(
+            f"{name} of transformers {transformers.__version__} computes its own attention"
+        )
 
 
-def test_a_model_that_a_version_does_not_dispatch_is_refused() -> None:
-    """T5 took the name and went on with its own attention, without a word."""
+def test_a_model_that_a_version_does_not_dispatch_raises() -> None:
+    """T5 accepted the name and silently used its own attention."""
     if is_dispatched("t5"):
         assert generate(tiny("t5"), [[5]], "reference", max_new_tokens=1)
         return
@@ -374,12 +380,12 @@ def test_a_model_that_a_version_does_not_dispatch_is_refused() -> None:
 
 @pytest.mark.parametrize("implementation", TWINS)
 @pytest.mark.parametrize("name", ENCODER_DECODER)
-def test_an_encoder_s_keys_are_read_from_pages_in_every_step(
+def test_cross_attention_reads_the_encoder_s_keys_from_pages_in_every_step(
     name: str, implementation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Inputs of all lengths in one padded batch; what they were padded with changes nothing."""
+    """Inputs of all lengths in one padded batch; the padding does not change the result."""
     skip_unless_dispatched(name)
-    module = import_module(f"pagetwin.{implementation}.cache_ops")
+    module = import_module(f"pagetwin.{implementation}.cache.cache_ops")
     write, written = module.reshape_and_cache, []
 
     def counting(key: Tensor, *args: Any) -> None:
@@ -399,7 +405,7 @@ def test_an_encoder_s_keys_are_read_from_pages_in_every_step(
     )
     told = library_decodes(name)
     assert answers == [answer for answer, _ in told]
-    # step: every layer attended through the twin, once a step
+    # every layer ran on the twin, once per step
     waves = 2
     encoder, decoder = attention_names(name)
     assert statistics.encoder_runs == waves
@@ -410,10 +416,10 @@ def test_an_encoder_s_keys_are_read_from_pages_in_every_step(
         **dict.fromkeys(encoder, waves),
         **dict.fromkeys(decoder, waves * DECODED),
     }
-    # step: each layer wrote each token of the encoder once, and no padding
+    # each layer wrote each token of the encoder once, and no padding
     lengths = [20 if name == "whisper" else len(prompt) for prompt in prompts]
     assert sum(written) == 2 * (sum(lengths) + len(prompts) * DECODED)
-    # step: the logits are as good as the library's
+    # the logits are within the error budget
     start = [tiny(name).config.decoder_start_token_id]
     for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         ids = on_device([[*start, *answer[:-1]]])
@@ -424,7 +430,7 @@ def test_an_encoder_s_keys_are_read_from_pages_in_every_step(
         assert_rows(statistics.logits[number], truth[0], runs, (name, number))
 
 
-def test_a_request_that_has_ended_leaves_its_wave() -> None:
+def test_a_finished_request_leaves_its_wave() -> None:
     told = [answer for answer, _ in library_decodes("bart")]
     end = told[1][1]
     until = [
@@ -558,54 +564,59 @@ def test_a_whole_encoder_decoder_runs_without_any_cache(
     assert_rows(found.flatten(0, 1), truth.flatten(0, 1), [same.flatten(0, 1)], name)
 
 
-# --- masks and biases read back
+# --- masks and biases
 
 
 def mask_of(*rows: str) -> Tensor:
-    """Return a mask of one request; a one is seen."""
+    """Return a mask of one request; a query attends to the keys with a 1."""
     return torch.tensor([[[[each == "1" for each in row] for row in rows]]])
 
 
 @pytest.mark.parametrize(
-    ("mask", "sight", "queries", "keys"),
+    ("mask", "visible", "queries", "keys"),
     [
-        (None, Sight(True), (0, 3), (0, 3)),
-        (mask_of("100", "110", "111"), Sight(True), (0, 3), (0, 3)),
-        (mask_of("000", "010", "011"), Sight(True), (1, 3), (1, 3)),
-        (mask_of("100", "110", "110"), Sight(True), (0, 2), (0, 2)),
-        (mask_of("100", "110", "011"), Sight(True, 2), (0, 3), (0, 3)),
-        (mask_of("110", "110", "110"), Sight(False), (0, 3), (0, 2)),
-        (mask_of("110", "110", "110"), Sight(False, biased=True), (0, 2), (0, 2)),
-        (mask_of("110", "111", "011"), Sight(False, 2), (0, 3), (0, 3)),
-        (mask_of("100", "110", "001"), Sight(True, None, 2), (0, 3), (0, 3)),
-        (mask_of("000", "000", "000"), Sight(True), (0, 0), (0, 0)),
+        (None, VisibleRange(True), (0, 3), (0, 3)),
+        (mask_of("100", "110", "111"), VisibleRange(True), (0, 3), (0, 3)),
+        (mask_of("000", "010", "011"), VisibleRange(True), (1, 3), (1, 3)),
+        (mask_of("100", "110", "110"), VisibleRange(True), (0, 2), (0, 2)),
+        (mask_of("100", "110", "011"), VisibleRange(True, 2), (0, 3), (0, 3)),
+        (mask_of("110", "110", "110"), VisibleRange(False), (0, 3), (0, 2)),
+        (
+            mask_of("110", "110", "110"),
+            VisibleRange(False, has_bias=True),
+            (0, 2),
+            (0, 2),
+        ),
+        (mask_of("110", "111", "011"), VisibleRange(False, 2), (0, 3), (0, 3)),
+        (mask_of("100", "110", "001"), VisibleRange(True, None, 2), (0, 3), (0, 3)),
+        (mask_of("000", "000", "000"), VisibleRange(True), (0, 0), (0, 0)),
     ],
 )
-def test_a_mask_is_read_back_as_spans(
+def test_a_mask_is_converted_to_ranges(
     mask: Tensor | None,
-    sight: Sight,
+    visible: VisibleRange,
     queries: tuple[int, int],
     keys: tuple[int, int],
 ) -> None:
-    spans = read_spans(mask, 1, 3, 3, sight)
-    assert (spans.queries, spans.keys) == ([queries], [keys])
+    ranges = read_padded_ranges(mask, 1, 3, 3, visible)
+    assert (ranges.queries, ranges.keys) == ([queries], [keys])
 
 
 @pytest.mark.parametrize(
-    ("mask", "sight", "words"),
+    ("mask", "visible", "words"),
     [
-        (mask_of("100", "110", "101"), Sight(True), r"\[0, 0, 2, 1\] = False"),
-        (mask_of("110", "110", "111"), Sight(True), r"\[0, 0, 0, 1\] = True"),
-        (mask_of("100", "110", "111"), Sight(True, 2), r"\[0, 0, 2, 0\] = True"),
-        (mask_of("100", "010", "011"), Sight(True), r"\[0, 0, 1, 0\] = False"),
-        (mask_of("101", "101", "101"), Sight(False), r"\[0, 0, 0, 1\] = False"),
+        (mask_of("100", "110", "101"), VisibleRange(True), r"\[0, 0, 2, 1\] = False"),
+        (mask_of("110", "110", "111"), VisibleRange(True), r"\[0, 0, 0, 1\] = True"),
+        (mask_of("100", "110", "111"), VisibleRange(True, 2), r"\[0, 0, 2, 0\] = True"),
+        (mask_of("100", "010", "011"), VisibleRange(True), r"\[0, 0, 1, 0\] = False"),
+        (mask_of("101", "101", "101"), VisibleRange(False), r"\[0, 0, 0, 1\] = False"),
     ],
 )
-def test_a_mask_that_says_more_is_refused(
-    mask: Tensor, sight: Sight, words: str
+def test_a_mask_that_contains_more_raises(
+    mask: Tensor, visible: VisibleRange, words: str
 ) -> None:
     with pytest.raises(NotImplementedError, match=words):
-        read_spans(mask, 1, 3, 3, sight)
+        read_padded_ranges(mask, 1, 3, 3, visible)
 
 
 def test_a_bias_by_distance_becomes_a_table() -> None:
@@ -623,13 +634,13 @@ def test_a_bias_by_distance_becomes_a_table() -> None:
         read_position_bias(bias)
 
 
-# --- refusals
+# --- validation
 
 
-def test_a_layer_that_attends_itself_is_noticed(
+def test_a_layer_that_computes_its_own_attention_raises(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One of two layers goes its own way; the model would answer, and nobody would know."""
+    """One of two layers does not use the twin; the model would run without any other sign."""
     layer = tiny("llama").model.layers[1].self_attn
     monkeypatch.setattr(
         layer, "forward", lambda hidden_states, **_: (hidden_states, None)
@@ -638,7 +649,7 @@ def test_a_layer_that_attends_itself_is_noticed(
         generate(tiny("llama"), PROMPTS, "reference")
 
 
-def test_a_model_with_an_attention_of_its_own_is_refused() -> None:
+def test_a_model_with_its_own_attention_raises() -> None:
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     falcon = transformers.FalconForCausalLM(
         transformers.FalconConfig(vocab_size=VOCABULARY, **sizes)
@@ -654,7 +665,7 @@ def test_a_model_with_an_attention_of_its_own_is_refused() -> None:
         generate(mamba.eval(), [[5, 6]], "reference")
 
 
-def test_the_model_s_attention_comes_back_whatever_happens() -> None:
+def test_the_model_s_attention_is_restored_after_an_error() -> None:
     model = tiny("llama")
     with pytest.raises(ValueError, match=r"prompts\[0\] is empty"):
         generate(model, [[]], "reference")
@@ -683,7 +694,7 @@ def test_the_model_s_attention_comes_back_whatever_happens() -> None:
         ([[5]], {"decoder_prompt": [1]}, ValueError, "the model is decoder-only"),
     ],
 )
-def test_bad_input_is_refused(
+def test_bad_input_raises(
     prompts: Any, options: dict[str, Any], error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
@@ -701,7 +712,7 @@ def test_bad_input_is_refused(
         ("whisper", [torch.zeros(8, 40), [5]], {}, r"prompts\[1\] has shape None"),
     ],
 )
-def test_bad_input_of_an_encoder_is_refused(
+def test_bad_input_of_an_encoder_raises(
     name: str, prompts: Any, options: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ValueError, match=words):
@@ -710,13 +721,13 @@ def test_bad_input_of_an_encoder_is_refused(
 
 @pytest.fixture
 def model() -> Any:
-    """Return a model that attends through the reference, for a test."""
+    """Return a copy of a model that runs on the reference."""
     model = copy.deepcopy(tiny("llama"))
     model.set_attn_implementation(register("reference"))
     return model
 
 
-def test_what_cannot_be_done_exactly_is_refused(model: Any) -> None:
+def test_unsupported_calls_raise(model: Any) -> None:
     ids = on_device([[5, 6, 7]])
     with pytest.raises(NotImplementedError, match=r"torch\.no_grad"):
         model(ids)
@@ -726,8 +737,8 @@ def test_what_cannot_be_done_exactly_is_refused(model: Any) -> None:
         with pytest.raises(ValueError, match=r"expected \[1, 1, 3, 3\]"):
             wide = torch.ones(1, 1, 3, 4, dtype=torch.bool, device=ids.device)
             model(ids, attention_mask=wide)
-        # two sequences packed into one row, which the library tells by their positions
-        with pytest.raises(NotImplementedError, match="other masks have no place"):
+        # two sequences packed into one row; the library detects them by their positions
+        with pytest.raises(NotImplementedError, match="other masks are not supported"):
             model(ids, position_ids=on_device([[0, 1, 0]]), use_cache=False)
         model.config.attention_dropout = 0.5
         for layer in model.train().model.layers:
@@ -736,7 +747,7 @@ def test_what_cannot_be_done_exactly_is_refused(model: Any) -> None:
             model(ids)
 
 
-def test_pages_and_model_must_be_of_one_implementation(model: Any) -> None:
+def test_pages_and_model_must_use_the_same_implementation(model: Any) -> None:
     batch = PagedBatch("pagetwin.reference", 4, block_size=4, device=model.device)
     with pytest.raises(ValueError, match="expected begin_step"):
         batch.model_inputs([5])
@@ -747,9 +758,9 @@ def test_pages_and_model_must_be_of_one_implementation(model: Any) -> None:
         model(**batch.model_inputs([5, 6]))
 
 
-def test_keys_in_pages_are_read_by_a_twin_or_by_nobody(model: Any) -> None:
+def test_keys_in_pages_are_read_only_by_a_twin(model: Any) -> None:
     ids = on_device([[5, 6, 7]])
-    with torch.no_grad(), pytest.raises(TypeError, match="lie in pages"):
+    with torch.no_grad(), pytest.raises(TypeError, match="are stored in pages"):
         tiny("llama")(ids, past_key_values=PagedCache(4, 4, "reference"))
     with torch.no_grad(), pytest.raises(ValueError, match="the same implementation"):
         model(ids, past_key_values=PagedCache(4, 4, "pagetwin.reference"))
@@ -758,7 +769,7 @@ def test_keys_in_pages_are_read_by_a_twin_or_by_nobody(model: Any) -> None:
     with torch.no_grad(), pytest.raises(NotImplementedError, match="padding before"):
         model(ids, attention_mask=padded, past_key_values=cache)
     cache = PagedCache(1, 2, "reference")
-    with torch.no_grad(), pytest.raises(RuntimeError, match="2 blocks asked for"):
+    with torch.no_grad(), pytest.raises(RuntimeError, match="needs 2 new blocks"):
         model(ids, past_key_values=cache)
     cache = PagedCache(9, 4, "reference")
     with torch.no_grad():
@@ -783,7 +794,7 @@ def test_both_twins_are_registered_under_their_names() -> None:
 def test_without_the_library_the_error_says_what_to_install() -> None:
     program = (
         "import sys; sys.modules['transformers'] = None\n"
-        "import pagetwin.shared, pagetwin.integrations\n"
+        "import pagetwin.integrations\n"
         "try:\n    import pagetwin.integrations.transformers\n"
         "except ImportError as error:\n    print(error)"
     )
@@ -791,3 +802,8 @@ def test_without_the_library_the_error_says_what_to_install() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert "pip install 'pagetwin[transformers]'" in done.stdout
+
+
+def test_the_old_import_path_names_the_new_one() -> None:
+    with pytest.raises(ImportError, match=r"pagetwin\.integrations\.transformers"):
+        import_module("pagetwin.shared.integrations.transformers")

@@ -1,7 +1,7 @@
-"""Which models of transformers are run: small ones, drawn at random, nothing downloaded.
+"""Small models of transformers with random weights; nothing is downloaded.
 
-The weights are large on purpose: with the library's own spread of 0.02 all logits are nearly equal,
-and a model that attends to the wrong keys would answer the same.
+The weights have a large standard deviation. With the library's default of 0.02 all logits are
+nearly equal, and a model that attends to the wrong keys would give the same tokens.
 """
 
 from collections.abc import Callable
@@ -36,12 +36,12 @@ def llama() -> Any:
 
 
 def mistral() -> Any:
-    """Every layer sees a window; all query heads share one key/value head."""
+    """Every layer has a sliding window; all query heads share one key/value head."""
     return transformers.MistralConfig(**ONE_KV_HEAD, sliding_window=WINDOW)
 
 
 def qwen3() -> Any:
-    """Queries and keys are normed; one layer of two has a window."""
+    """Queries and keys are normalized; one layer of two has a window."""
     return transformers.Qwen3Config(
         **ONE_KV_HEAD,
         use_sliding_window=True,
@@ -68,7 +68,7 @@ def gpt_oss() -> Any:
 
 
 def llama4() -> Any:
-    """Layers see their own chunk of the sequence; every second one sees all of it."""
+    """Chunked attention; every second layer attends to the whole sequence."""
     return transformers.Llama4TextConfig(
         **ONE_KV_HEAD,
         intermediate_size_mlp=48,
@@ -122,7 +122,7 @@ def t5() -> Any:
 
 
 def whisper() -> Any:
-    """Reads sound: 20 positions of it, none padded."""
+    """Audio input: 20 positions of the encoder, without padding."""
     return transformers.WhisperConfig(
         vocab_size=VOCABULARY,
         num_mel_bins=8,
@@ -188,7 +188,7 @@ def make_model(name: str) -> Any:
     model = getattr(transformers, architecture)(make_config()).eval()
     if name == "gpt_oss":
         model.set_experts_implementation("eager")  # the other one has no float64
-    # a head that is tied to the embedding answers with the token it was given
+    # with a head that is tied to the embedding, the most likely token is the input token
     head = getattr(model, HEADS.get(name, "lm_head"))
     head.weight = torch.nn.Parameter(torch.empty_like(head.weight))
     with torch.no_grad():
@@ -202,7 +202,7 @@ def make_model(name: str) -> Any:
 
 def _spread(parameter_name: str) -> float:
     """Return the standard deviation of a weight: sharp attention, a strong last token."""
-    for part, spread in SPREADS:
-        if part in parameter_name:
+    for name, spread in SPREADS:
+        if name in parameter_name:
             return spread
     return 0.2

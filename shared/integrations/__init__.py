@@ -1,5 +1,4 @@
-"""Which other libraries can run on the twins?
+"""Integrations: other libraries that run on the twins.
 
-Each folder here joins one library to both twins. It imports that library; nothing else in this
-package does.
+Each folder connects one library. Only that folder imports the library.
 """

@@ -1,4 +1,4 @@
-"""Which models, prompts and masks are refused when another library's model runs on a twin?"""
+"""Validation of models, prompts and masks of other libraries."""
 
 from collections.abc import Mapping, Sequence
 from numbers import Integral
@@ -14,13 +14,13 @@ ATTENTION_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 
 
 def load_named(implementation: str) -> Implementation:
-    """Return an implementation; refuse a name that stands for none."""
+    """Return an implementation; raise ValueError if the name is unknown."""
     try:
         return load_implementation(implementation)
     except ModuleNotFoundError as error:
         raise ValueError(
             f"implementation = {implementation!r} cannot be loaded ({error}): expected"
-            " 'reference', 'optimized', or the dotted name of a package with the same files"
+            " 'reference', 'optimized', or the dotted name of a package with the same operations"
         ) from error
 
 
@@ -28,112 +28,117 @@ def load_named(implementation: str) -> Implementation:
 
 
 def check_limits(**limits: int | None) -> None:
-    """Refuse limits below 1; None is no limit."""
+    """Raise ValueError for a limit below 1. None means that there is no limit."""
     check_positive(
         **{name: number for name, number in limits.items() if number is not None}
     )
 
 
 def check_prompts(
-    prompts: Sequence[Sequence[int]], vocabulary: int, extra: int, most: int | None
+    prompts: Sequence[Sequence[int]],
+    vocabulary: int,
+    num_output_tokens: int,
+    max_tokens: int | None,
 ) -> None:
-    """Refuse prompts that are empty, hold no tokens, or can never fit.
+    """Raise for prompts that are empty, contain anything but tokens, or can never fit.
 
     Args:
-        prompts: their tokens.
-        vocabulary: token ids of the model.
-        extra: tokens behind the prompt that the cache has to hold too.
-        most: tokens that the whole cache holds; None: as many as it takes.
+        prompts: token ids of each prompt.
+        vocabulary: number of token ids of the model.
+        num_output_tokens: tokens after the prompt that the cache has to hold too.
+        max_tokens: Optional. Slots of the whole cache. If None, there is no limit.
     """
-    for place, prompt in enumerate(prompts):
+    for index, prompt in enumerate(prompts):
         if not len(prompt):
-            raise ValueError(f"prompts[{place}] is empty: expected at least one token")
-        for index, token in enumerate(prompt):
+            raise ValueError(f"prompts[{index}] is empty: expected at least one token")
+        for position, token in enumerate(prompt):
             if isinstance(token, bool) or not isinstance(token, Integral):
                 raise TypeError(
-                    f"prompts[{place}][{index}] = {token!r} is {type(token).__name__}:"
+                    f"prompts[{index}][{position}] = {token!r} is {type(token).__name__}:"
                     " expected an int; run the tokenizer first"
                 )
             if not 0 <= token < vocabulary:
                 raise ValueError(
-                    f"prompts[{place}][{index}] = {token} is no token of the model: expected"
+                    f"prompts[{index}][{position}] = {token} is not a token of the model: expected"
                     f" 0 <= token < {vocabulary}"
                 )
-        if most is not None and len(prompt) + extra > most:
+        num_tokens = len(prompt) + num_output_tokens
+        if max_tokens is not None and num_tokens > max_tokens:
             raise ValueError(
-                f"prompts[{place}] has {len(prompt)} tokens and its answer keeps {extra} more:"
-                f" {len(prompt) + extra} are more than the whole cache holds ({most});"
-                " expected more blocks, a shorter prompt or a smaller max_new_tokens"
+                f"prompts[{index}] has {len(prompt)} tokens and its output needs"
+                f" {num_output_tokens} more slots: {num_tokens} are more than the whole cache has"
+                f" ({max_tokens}); expected more blocks, a shorter prompt or a smaller"
+                " max_new_tokens"
             )
 
 
 def check_arrivals(arrival_steps: Sequence[int] | None, num_prompts: int) -> list[int]:
-    """Return in which step each prompt arrives; refuse steps that do not fit the prompts."""
+    """Return the step in which each prompt arrives; raise if the steps do not fit the prompts."""
     if arrival_steps is None:
         return [0] * num_prompts
     if len(arrival_steps) != num_prompts:
         raise ValueError(
-            f"arrival_steps has {len(arrival_steps)} entries: expected {num_prompts}, one a"
+            f"arrival_steps has {len(arrival_steps)} entries: expected {num_prompts}, one per"
             " prompt"
         )
-    for place, step in enumerate(arrival_steps):
+    for index, step in enumerate(arrival_steps):
         if step < 0:
-            raise ValueError(f"arrival_steps[{place}] = {step}: expected at least 0")
+            raise ValueError(f"arrival_steps[{index}] = {step}: expected at least 0")
     return list(arrival_steps)
 
 
 def check_decoder_prompt(decoder_prompt: Sequence[Any], vocabulary: int) -> list[int]:
-    """Return what answers begin with; refuse nothing to begin with."""
+    """Return the first tokens of every output; raise if there are none."""
     if not decoder_prompt or any(token is None for token in decoder_prompt):
         raise ValueError(
             f"decoder_prompt = {list(decoder_prompt)}: expected at least one token, as the model"
             " has no decoder_start_token_id"
         )
-    for place, token in enumerate(decoder_prompt):
+    for index, token in enumerate(decoder_prompt):
         if not 0 <= token < vocabulary:
             raise ValueError(
-                f"decoder_prompt[{place}] = {token} is no token of the model: expected"
+                f"decoder_prompt[{index}] = {token} is not a token of the model: expected"
                 f" 0 <= token < {vocabulary}"
             )
     return list(decoder_prompt)
 
 
 def check_features(prompts: Sequence[Any]) -> None:
-    """Refuse features of different shapes, and tokens among features."""
+    """Raise ValueError for features of different shapes, and for tokens among features."""
     shapes = [
         list(prompt.shape) if isinstance(prompt, Tensor) else None for prompt in prompts
     ]
-    for place, shape in enumerate(shapes):
+    for index, shape in enumerate(shapes):
         if shape is None or len(shape) != 2 or shape != shapes[0]:
             raise ValueError(
-                f"prompts[{place}] has shape {shape}: expected features [bands, frames], of one"
+                f"prompts[{index}] has shape {shape}: expected features [bands, frames], of one"
                 f" shape for all prompts ({shapes[0]})"
             )
 
 
 def check_wave_fits(
-    number: int, of_encoder: int, of_decoder: int, num_blocks: int | None
+    number: int, encoder_blocks: int, decoder_blocks: int, num_blocks: int | None
 ) -> None:
-    """Refuse a prompt that has too few blocks even alone."""
-    needed = max(of_encoder, of_decoder)
+    """Raise ValueError for a prompt that needs more blocks than there are."""
+    needed = max(encoder_blocks, decoder_blocks)
     if num_blocks is not None and needed > num_blocks:
         raise ValueError(
-            f"num_blocks = {num_blocks}: prompts[{number}] needs {of_encoder} blocks for its"
-            f" encoder and {of_decoder} for its decoder and can never run; expected at least"
+            f"num_blocks = {num_blocks}: prompts[{number}] needs {encoder_blocks} blocks for its"
+            f" encoder and {decoder_blocks} for its decoder and can never run; expected at least"
             f" {needed}"
         )
 
 
-def refuse_option_of_kind(name: str, value: object, kind: str) -> NoReturn:
-    """Refuse an option that this kind of model has no use for."""
+def raise_option_not_supported(name: str, value: object, kind: str) -> NoReturn:
+    """Raise ValueError for an option that this kind of model does not support."""
     raise ValueError(f"{name} = {value!r}: expected None, as the model is {kind}")
 
 
 # --- models
 
 
-def check_attention_is_ours(model: str, found: str | None, expected: str) -> None:
-    """Refuse a model that kept an attention of its own."""
+def check_attention_replaced(model: str, found: str | None, expected: str) -> None:
+    """Raise NotImplementedError if a model kept its own attention."""
     if found != expected:
         raise NotImplementedError(
             f"{model} does not let its attention be replaced (it kept {found!r}): expected a"
@@ -141,37 +146,37 @@ def check_attention_is_ours(model: str, found: str | None, expected: str) -> Non
         )
 
 
-def check_keeps_only_keys(model: str, is_stateful: bool) -> None:
-    """Refuse a model that keeps more of the past than keys and values."""
+def check_attends_everywhere(model: str, is_stateful: bool) -> None:
+    """Raise NotImplementedError for a model with recurrent or convolutional layers."""
     if is_stateful:
         raise NotImplementedError(
-            f"{model} keeps a state of the past that is no keys and values (a recurrent or"
-            " convolutional layer): expected a model whose layers all attend"
+            f"{model} keeps a state of the past besides keys and values (a recurrent or"
+            " convolutional layer): expected a model with attention in all layers"
         )
 
 
 def check_takes_keywords(model: str, takes: bool) -> None:
-    """Refuse a model whose forward passes nothing on to its attention."""
+    """Raise NotImplementedError for a model that passes no keywords on to its attention."""
     if not takes:
         raise NotImplementedError(
             f"{model}.forward takes no further keywords: expected a model that passes them on"
-            " to its attention, which finds its pages there"
+            " to its attention function, which gets the pages from them"
         )
 
 
 def check_calls(model: str, calls: Mapping[str, int], expected: int) -> None:
-    """Refuse a model in which some layer did not attend exactly once through the twin."""
+    """Raise NotImplementedError unless each layer ran on the twin exactly once."""
     wrong = {name: count for name, count in calls.items() if count != 1}
     if len(calls) != expected or wrong:
         raise NotImplementedError(
             f"{model}: {len(calls)} of {expected} attention layers ran on the twin in this"
             f" step{f', some not once: {wrong}' if wrong else ''}; expected each once. A layer"
-            " that computes its attention itself cannot be run in pages"
+            " that computes its own attention cannot use a paged cache"
         )
 
 
 def check_inference(query: Tensor, dropout: float) -> None:
-    """Refuse what only training needs."""
+    """Raise NotImplementedError for dropout and for gradients."""
     if dropout:
         raise NotImplementedError(
             f"dropout = {dropout}: expected 0; call model.eval() first"
@@ -184,7 +189,7 @@ def check_inference(query: Tensor, dropout: float) -> None:
 
 
 def check_layer_kind(module: Any, sliding_window: int | None) -> int | None:
-    """Return the layer's chunk size; refuse a layer whose options do not say what its kind says."""
+    """Return the layer's chunk size; raise if its options contradict its kind."""
     config: Any = getattr(module, "config", None)
     layer = getattr(module, "layer_idx", None)
     kinds = getattr(config, "layer_types", None)
@@ -194,7 +199,7 @@ def check_layer_kind(module: Any, sliding_window: int | None) -> int | None:
         wants_window = getattr(config, "use_sliding_window", True) and of_config
         if wants_window and sliding_window is None and layer is not None:
             raise NotImplementedError(
-                f"{where} passes no sliding_window on, and its config has sliding_window ="
+                f"{where} passes no sliding_window, and its config has sliding_window ="
                 f" {of_config}: expected the window"
             )
         return None
@@ -205,35 +210,35 @@ def check_layer_kind(module: Any, sliding_window: int | None) -> int | None:
         )
     if (kind == "sliding_attention") != (sliding_window is not None):
         raise NotImplementedError(
-            f"{where} is of kind {kind!r} and passes sliding_window = {sliding_window} on:"
-            " expected a window there and only there"
+            f"{where} is of kind {kind!r} and passes sliding_window = {sliding_window}:"
+            " expected a window in layers of that kind and only in those"
         )
     return int(config.attention_chunk_size) if kind == "chunked_attention" else None
 
 
-def check_same_implementation(of_pages: str, of_model: str) -> None:
-    """Refuse pages of one implementation in a model that runs on another."""
-    if of_pages != of_model:
+def check_same_implementation(pages_of: str, model_runs_on: str) -> None:
+    """Raise ValueError if pages and model use different implementations."""
+    if pages_of != model_runs_on:
         raise ValueError(
-            f"the pages are of {of_pages!r} and the model runs on {of_model!r}: expected the"
+            f"the pages are of {pages_of!r} and the model runs on {model_runs_on!r}: expected the"
             " same implementation for both"
         )
 
 
 def check_causal_batch(module: Any, causal: bool) -> None:
-    """Refuse a flat batch for a layer that looks ahead."""
+    """Raise NotImplementedError for a layer that is not causal."""
     if not causal or getattr(module, "layer_idx", None) is None:
         raise NotImplementedError(
-            f"{type(module).__name__} is not causal, or has no layer_idx: expected a decoder's"
-            " layer; an encoder runs without pagetwin=, and an encoder-decoder model with"
+            f"{type(module).__name__} is not causal, or has no layer_idx: expected a layer of a"
+            " decoder; run an encoder without pagetwin=, and an encoder-decoder model with"
             " PagedCache"
         )
 
 
 def check_flat_batch(metadata: Any, num_tokens: int) -> Any:
-    """Return the step's metadata; refuse tokens that are not those of the step."""
+    """Return the step's metadata; raise if the number of tokens is not that of the step."""
     if metadata is None:
-        raise ValueError("the batch has no step yet: expected begin_step(...) before")
+        raise ValueError("the batch has no step yet: expected begin_step(...) first")
     if metadata.num_actual_tokens != num_tokens:
         raise ValueError(
             f"{num_tokens} tokens: expected the {metadata.num_actual_tokens} of the step"
@@ -245,11 +250,11 @@ def check_flat_batch(metadata: Any, num_tokens: int) -> Any:
 
 
 def check_mask(mask: Tensor, num_reqs: int, query_len: int, key_len: int) -> None:
-    """Refuse a mask that is no table of bools, query by key."""
+    """Raise unless a mask is a bool tensor, query by key."""
     if mask.dtype != torch.bool:
         raise TypeError(
-            f"attention_mask is {mask.dtype}: expected torch.bool, True where a query sees a"
-            " key, or the two-dimensional mask of padding"
+            f"attention_mask is {mask.dtype}: expected torch.bool, True where a query attends to"
+            " a key, or the two-dimensional mask of padding"
         )
     expected = [num_reqs, 1, query_len, key_len]
     if list(mask.shape) not in (expected, [1, *expected[1:]]):
@@ -258,16 +263,16 @@ def check_mask(mask: Tensor, num_reqs: int, query_len: int, key_len: int) -> Non
         )
 
 
-def refuse_mask(req: int, query: int, key: int, shown: bool) -> NoReturn:
-    """Refuse a mask that says more than padding, causality, window and chunk."""
+def raise_unsupported_mask(req: int, query: int, key: int, shown: bool) -> NoReturn:
+    """Raise for a mask that contains more than padding, causality, window and chunk."""
     raise NotImplementedError(
-        f"attention_mask[{req}, 0, {query}, {key}] = {shown}: expected {not shown}, as padding,"
-        " causality and window say; other masks have no place in a paged batch"
+        f"attention_mask[{req}, 0, {query}, {key}] = {shown}: expected {not shown}, which"
+        " follows from padding, causality and window; other masks are not supported"
     )
 
 
-def refuse_bias(shape: list[int]) -> NoReturn:
-    """Refuse a bias that is no function of the distance."""
+def raise_unsupported_bias(shape: list[int]) -> NoReturn:
+    """Raise NotImplementedError for a bias that is not a function of the distance."""
     raise NotImplementedError(
         f"position_bias of shape {shape} is not the same for all pairs of one distance:"
         " expected a bias by key - query alone"
@@ -280,51 +285,50 @@ def refuse_bias(shape: list[int]) -> NoReturn:
 def check_paged_lengths(
     lengths: Sequence[int] | None, rows: Sequence[object], num_reqs: int
 ) -> None:
-    """Refuse another number of requests than the cache was made for."""
+    """Raise ValueError if the number of requests has changed."""
     known = len(lengths) if lengths is not None else len(rows) or num_reqs
     if known != num_reqs:
         raise ValueError(
             f"{num_reqs} requests: expected {known}, as the cache has"
-            f" {'lengths' if lengths is not None else 'rows'} for so many; take a new"
+            f" {'lengths' if lengths is not None else 'rows'} for {known}; make a new"
             " PagedCache for other requests"
         )
 
 
-def check_paged_spans(
+def check_paged_ranges(
     keys: Sequence[tuple[int, int]],
     queries: Sequence[tuple[int, int]],
     stored: Sequence[int],
     query_len: int,
-    counts_positions: bool,
+    depends_on_position: bool,
     sliding_window: int | None,
     attention_chunk_size: int | None,
 ) -> list[int]:
-    """Return how many keys each request has; refuse padding that pages cannot leave out.
+    """Return how many keys each request has; raise for padding that pages cannot leave out.
 
     Args:
-        keys: for each request the first key that its mask shows, and the one past the last.
-        queries: for each request its first query that is no padding, and the one past the last.
+        keys: for each request the first key that its mask shows, and the end (exclusive).
+        queries: for each request its first query that is not padding, and the end (exclusive).
         stored: for each request the keys in its pages.
         query_len: queries of each request.
-        counts_positions: whether queries are positions of the sequence.
-        sliding_window, attention_chunk_size: what may hide the first keys; None: nothing.
+        depends_on_position: whether a query's position changes its result.
+        sliding_window, attention_chunk_size: Optional. Limits that may mask the first keys.
     """
     for req, (first, end) in enumerate(keys):
-        # a window or a chunk hides early keys from every query; so does padding, which is refused
-        hidden = 0
+        # a window or a chunk masks early keys for every query; padding there is not supported
+        num_masked = 0
         position = stored[req] - query_len
         if sliding_window is not None:
-            hidden = max(hidden, position - sliding_window + 1)
+            num_masked = max(num_masked, position - sliding_window + 1)
         if attention_chunk_size is not None:
-            hidden = max(
-                hidden, position // attention_chunk_size * attention_chunk_size
-            )
+            chunk_start = position // attention_chunk_size * attention_chunk_size
+            num_masked = max(num_masked, chunk_start)
         is_whole = queries[req] == (0, query_len) and end == stored[req]
-        if first > hidden or (counts_positions and not is_whole):
+        if first > num_masked or (depends_on_position and not is_whole):
             raise NotImplementedError(
                 f"request {req}: its mask shows keys {first} to {end} of {stored[req]} to"
                 f" queries {queries[req][0]} to {queries[req][1]} of {query_len}: expected all"
-                " of them; padding before or among a decoder's tokens has no place in a"
+                " of them; padding before or among a decoder's tokens is not supported by"
                 " PagedCache (generate needs none)"
             )
         if end > stored[req]:
@@ -335,28 +339,16 @@ def check_paged_spans(
     return [end for _, end in keys]
 
 
-def check_reorder(lengths: Sequence[int] | None, order: Sequence[int]) -> None:
-    """Refuse to give a request the content of one of another length."""
-    if lengths is None:
-        return
-    for req, taken in enumerate(order):
-        if lengths[req] != lengths[taken]:
-            raise ValueError(
-                f"request {req} of {lengths[req]} tokens shall get the content of request"
-                f" {taken} of {lengths[taken]}: expected equal lengths"
-            )
-
-
-def refuse_reading(operation: str) -> NoReturn:
-    """Refuse to compute with keys that lie in pages."""
+def raise_on_read(operation: str) -> NoReturn:
+    """Raise TypeError for a computation with keys or values that are stored in pages."""
     raise TypeError(
-        f"{operation} would read keys or values that lie in pages: expected a model whose"
+        f"{operation} would read keys or values that are stored in pages: expected a model whose"
         " attention is a registered twin, model.set_attn_implementation(register(...))"
     )
 
 
-def refuse_crop() -> NoReturn:
-    """Refuse to shorten a cache of pages."""
+def raise_on_crop() -> NoReturn:
+    """Raise NotImplementedError: a paged cache cannot be shortened."""
     raise NotImplementedError(
-        "crop: expected a cache that only grows; take a new PagedCache"
+        "crop is not supported: a PagedCache only grows; make a new one"
     )

@@ -1,12 +1,12 @@
-"""Can a model that nobody here wrote run on the twins?
+"""Hugging Face transformers: any model of the library on either twin.
 
-Hugging Face transformers lets a model's attention be replaced by name. `register` puts a twin under
-a name, and `generate` runs a model over a paged cache with it: many requests in one flat batch,
-long prompts in chunks, equal beginnings shared, requests that start over when blocks run out.
+transformers looks its attention function up by name. `register` registers a twin under a name, and
+`generate` runs a model over a paged KV cache with it: continuous batching, chunked prefill, prefix
+caching, and preemption when blocks run out.
 
 transformers imports triton. Without a GPU, set TRITON_INTERPRET=1 in the environment before this
 import to run the Triton kernels in the interpreter; otherwise their first launch raises. The
-reference twin needs neither.
+reference needs neither.
 """
 
 try:

@@ -1,10 +1,9 @@
-"""What does a model of the library call where it attends?
+"""The attention function that models of the library call.
 
-The library looks its attention function up by name. `register` puts one under "pagetwin_reference"
-or "pagetwin_optimized", and beside it a function that makes the masks. What the function gets
-decides what it does: a batch of pages (`pagetwin=`), keys that lie in a `PagedCache`, or keys and
-values as plain tensors, padded to one length, which become one ragged batch. Whatever it cannot do
-exactly it refuses.
+`register` registers a twin under "pagetwin_reference" or "pagetwin_optimized", together with a
+function that makes the masks. The attention function supports three kinds of calls: with a batch of
+pages (`pagetwin=`), with keys in a `PagedCache`, and with plain key and value tensors that are
+padded to one length and become one ragged batch. A call that it cannot compute exactly raises.
 """
 
 from collections import Counter
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from ...contract.attention_options import pack_options
+from ...contract.attention_options import AttentionOptions
 from ...contract.operations import Implementation
 from ...validation.integrations import (
     check_causal_batch,
@@ -27,7 +26,7 @@ from ...validation.integrations import (
     check_same_implementation,
     load_named,
 )
-from .masks import Sight, Spans, read_position_bias, read_spans
+from .masks import PaddedRanges, VisibleRange, read_padded_ranges, read_position_bias
 from .paged_cache import KeysInPages, attend_pages
 
 CALLS: ContextVar[Counter[nn.Module] | None] = ContextVar(
@@ -41,19 +40,19 @@ def attention_name(implementation: str) -> str:
 
 
 def register(implementation: str = "optimized") -> str:
-    """Make a twin known to the library, and return its name there.
+    """Register a twin with the library, and return its name there.
 
-    Doing so again changes nothing.
+    A second call with the same argument changes nothing.
 
     Args:
         implementation: "reference", "optimized", or the dotted name of a package with the same
-            files.
+            operations.
 
     Returns:
         The name for `model.set_attn_implementation(...)`.
 
     Raises:
-        ValueError: an implementation that cannot be loaded.
+        ValueError: the implementation cannot be loaded.
     """
     run = load_named(implementation)
 
@@ -70,30 +69,29 @@ def register(implementation: str = "optimized") -> str:
         check_inference(query, dropout)
         _count(module)
         bias = read_position_bias(given.get("position_bias"))
-        sight = _sight(module, given, bias is not None)
-        options = _options(query, scaling, sight, bias, given)
+        visible = _visible_range(module, given, bias is not None)
+        arguments = _arguments(query, scaling, visible, bias, given)
         batch = given.get("pagetwin")
         if batch is not None:
             check_same_implementation(batch.name, implementation)
-            check_causal_batch(module, sight.causal)
-            out = batch.attend(module, query, key, value, options)
+            check_causal_batch(module, visible.causal)
+            out = batch.attend(module, query, key, value, arguments)
         elif isinstance(key, KeysInPages):
-            out = attend_pages(run, query, key, attention_mask, sight, options)
+            out = attend_pages(run, query, key, attention_mask, visible, arguments)
         else:
             shape = (query.shape[0], query.shape[2], key.shape[2])
-            spans = read_spans(attention_mask, *shape, sight)
-            options["causal"] = sight.causal
-            out = _attend_padded(run, query, key, value, spans, options)
+            ranges = read_padded_ranges(attention_mask, *shape, visible)
+            out = _attend_padded(run, query, key, value, ranges, arguments)
         return out, None
 
     name = attention_name(implementation)
     AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(name, _whole_mask)
+    AttentionMaskInterface.register(name, _full_mask)
     return name
 
 
 def register_all() -> tuple[str, str]:
-    """Make both twins known to the library, and return their names there."""
+    """Register both twins with the library, and return their names there."""
     return register("reference"), register("optimized")
 
 
@@ -102,10 +100,10 @@ def count_calls(model: nn.Module) -> Iterator[Counter[str]]:
     """Count how often each attention module of a model runs on a twin.
 
     Args:
-        model: whose modules give the names.
+        model: the model whose modules give the names.
 
     Returns:
-        The counts by module name, filled when the block ends.
+        The counts by module name. They are filled in when the block ends.
 
     Example:
         >>> with count_calls(model) as calls:  # doctest: +SKIP
@@ -131,42 +129,49 @@ def _count(module: nn.Module) -> None:
         counted[module] += 1
 
 
-def _whole_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """Return the library's mask, causality included even where it could be left out."""
+def _full_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """Return the library's mask; it contains causality even where the library would omit it."""
     kwargs["allow_is_causal_skip"] = False
     mask: Tensor | None = sdpa_mask(*args, **kwargs)
     return mask
 
 
-def _sight(module: nn.Module, given: Mapping[str, Any], biased: bool) -> Sight:
-    """Return what a layer's positions decide."""
+def _visible_range(
+    module: nn.Module, given: Mapping[str, Any], has_bias: bool
+) -> VisibleRange:
+    """Return the visible range of a layer."""
     causal = given.get("is_causal")
     if causal is None:
         causal = getattr(module, "is_causal", True)
     window = given.get("sliding_window")
     chunk = check_layer_kind(module, window)
-    return Sight(bool(causal), window, chunk, biased)
+    return VisibleRange(bool(causal), window, chunk, has_bias)
 
 
-def _options(
+def _arguments(
     query: Tensor,
     scaling: float | None,
-    sight: Sight,
+    visible: VisibleRange,
     bias: Tensor | None,
     given: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return what both kinds of attention are told beside their tensors."""
+    """Return the arguments that both attention operations take besides tensors."""
     sinks = given.get("s_aux")
-    options = {
-        "scale": scaling,
-        "sliding_window": sight.sliding_window,
-        "attention_chunk_size": sight.attention_chunk_size,
-        "logits_soft_cap": given.get("softcap"),
-        "sinks": None if sinks is None else sinks.detach().float(),
-        "position_bias": bias,
-        "compute_dtype": torch.float64 if query.dtype == torch.float64 else None,
+    arguments: dict[str, Any] = {
+        "options": AttentionOptions(
+            causal=visible.causal,
+            sliding_window=visible.sliding_window,
+            attention_chunk_size=visible.attention_chunk_size,
+            logits_soft_cap=given.get("softcap"),
+            sinks=None if sinks is None else sinks.detach().float(),
+            position_bias=bias,
+        )
     }
-    return {name: value for name, value in options.items() if value is not None}
+    if scaling is not None:
+        arguments["scale"] = scaling
+    if query.dtype == torch.float64:
+        arguments["compute_dtype"] = torch.float64
+    return arguments
 
 
 def _attend_padded(
@@ -174,26 +179,27 @@ def _attend_padded(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    spans: Spans,
-    options: dict[str, Any],
+    ranges: PaddedRanges,
+    arguments: dict[str, Any],
 ) -> Tensor:
     """Return attention of a padded batch; rows of padding are 0.
 
     Args:
+        run: the implementation.
         query: [reqs, query_heads, query_len, head_size].
         key: [reqs, kv_heads, key_len, head_size].
         value: [reqs, kv_heads, key_len, value_head_size].
-        spans: which of them are no padding.
-        options: passed on to `encoder_attention`.
+        ranges: the columns that are tokens.
+        arguments: further arguments of `encoder_attention`.
 
     Returns:
         [reqs, query_len, query_heads, value_head_size].
     """
     num_reqs, query_heads, query_len, _ = query.shape
-    # step: take the padding out, so that the batch is ragged
-    query_rows, query_start_loc, max_query_len = _rows(spans.queries, query)
-    key_rows, key_start_loc, max_key_len = _rows(spans.keys, key)
-    # step: attend
+    # step: remove the padding, so that the batch is ragged
+    query_rows, query_start_loc, max_query_len = _rows(ranges.queries, query)
+    key_rows, key_start_loc, max_key_len = _rows(ranges.keys, key)
+    # step: compute attention
     ragged = run.encoder_attention(
         _flat(query)[query_rows],
         _flat(key)[key_rows],
@@ -202,9 +208,9 @@ def _attend_padded(
         key_start_loc,
         max_query_len,
         max_key_len,
-        **pack_options(**options),
+        **arguments,
     )
-    # step: put it back
+    # step: insert the padding again
     out = value.new_zeros(num_reqs * query_len, query_heads, value.shape[-1])
     out[query_rows] = ragged
     return out.view(num_reqs, query_len, query_heads, -1)
@@ -215,10 +221,10 @@ def _flat(padded: Tensor) -> Tensor:
     return padded.transpose(1, 2).flatten(0, 1)
 
 
-def _rows(spans: list[tuple[int, int]], padded: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Return the rows of the flat batch that are no padding, their starts, the longest count."""
+def _rows(ranges: list[tuple[int, int]], padded: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Return the rows of the flat batch that are tokens, their starts, and the maximum count."""
     column = torch.arange(padded.shape[2])
-    first, end = torch.tensor(spans, dtype=torch.int64).reshape(-1, 2).unbind(1)
+    first, end = torch.tensor(ranges, dtype=torch.int64).reshape(-1, 2).unbind(1)
     is_token = (column >= first[:, None]) & (column < end[:, None])
     lengths = is_token.sum(1)
     starts = nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)

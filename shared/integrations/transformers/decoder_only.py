@@ -1,22 +1,19 @@
-"""How do requests of a decoder-only model run as one flat batch?
-
-The scheduler and the block manager are those of the replay, which also decides who computes how
-much. What is new here: the tokens are not known before, a step's logits give them.
-"""
+"""Decoder-only models: continuous batching with the scheduler and the block manager."""
 
 from collections.abc import Sequence
 from inspect import Parameter, signature
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ...tools.replay.block_manager import BlockManager
-from ...tools.replay.scheduler import Request, Schedule, Scheduler
+from ...bookkeeping.batch.arrivals import schedule_arrivals
+from ...bookkeeping.batch.scheduler import Scheduler
+from ...bookkeeping.cache.block_manager import BlockManager
+from ...contract.scheduler_classes import Request, ScheduledRequest, SchedulerOutput
 from ...validation.integrations import (
+    check_attends_everywhere,
     check_calls,
-    check_keeps_only_keys,
     check_prompts,
     check_takes_keywords,
 )
@@ -35,108 +32,118 @@ def run_requests(
     num_blocks: int | None,
     max_batch_tokens: int,
     max_running: int,
-    ends: frozenset[int],
+    stop_token_ids: frozenset[int],
     poison: bool,
     statistics: Statistics,
 ) -> list[list[int]]:
     """Return each prompt's new tokens; the arguments are those of `generate`."""
     config = model.config.get_text_config(decoder=True)
-    most = None if num_blocks is None else num_blocks * block_size
-    check_prompts(prompts, config.vocab_size, max_new_tokens - 1, most)
+    max_tokens = None if num_blocks is None else num_blocks * block_size
+    check_prompts(prompts, config.vocab_size, max_new_tokens - 1, max_tokens)
     parameters = signature(model.forward).parameters
     kinds = {each.kind for each in parameters.values()}
     name = type(model).__name__
-    check_keeps_only_keys(name, bool(getattr(model, "_is_stateful", False)))
+    check_attends_everywhere(name, bool(getattr(model, "_is_stateful", False)))
     check_takes_keywords(name, Parameter.VAR_KEYWORD in kinds)
-    takes_logits_to_keep = "logits_to_keep" in parameters
     requests = [
-        Request(
-            number=number,
-            arrival_step=arrivals[number],
-            tokens=np.array([*prompt, *[0] * max_new_tokens], dtype=np.int64),
-            prompt_len=len(prompt),
-        )
+        Request(number, prompt, max_new_tokens, stop_token_ids)
         for number, prompt in enumerate(prompts)
     ]
     if num_blocks is None:
-        counts = [-(-each.num_to_compute // block_size) for each in requests]
+        counts = [-(-each.max_tokens_in_cache // block_size) for each in requests]
         num_blocks = max(1, sum(counts))
-    manager = BlockManager(num_blocks, block_size)
-    by_arrival = sorted(requests, key=lambda request: request.arrival_step)
-    scheduler = Scheduler(by_arrival, manager, max_batch_tokens, max_running)
+    # shuffled, so that no block table is 0, 1, 2, ... by chance
+    manager = BlockManager(num_blocks, block_size, seed=0)
+    scheduler = Scheduler(manager, max_batch_tokens, max_running)
     batch = PagedBatch(implementation, num_blocks, block_size, model.device)
     logits: list[list[Tensor]] = [[] for _ in prompts]
     written: set[int] = set()
-    num_layers = config.num_hidden_layers
-    while (schedule := scheduler.schedule()) is not None:
-        # step: forget what nobody owns any more
+    for _, output in schedule_arrivals(scheduler, requests, arrivals):
+        batch.copy_blocks(output.blocks_to_copy)
+        # step: fill blocks without known content with NaN
         if poison:
-            written = _forget_unowned(batch, manager, schedule, written)
-        # step: lay the new tokens of all requests in one row
-        turns = schedule.turns
-        batch.begin_step(
-            [turn.num_tokens for turn in turns],
-            [turn.num_computed for turn in turns],
-            [turn.request.row for turn in turns],
-        )
-        row: list[int] = []
-        last_places = []
-        asking: list[Request] = []
-        for turn in turns:
-            computed = turn.num_computed + turn.num_tokens
-            row += turn.request.tokens[turn.num_computed : computed].tolist()
-            # a request in the middle of its prompt asks for no token
-            if computed == turn.request.num_known:
-                asking.append(turn.request)
-                last_places.append(len(row) - 1)
-        # step: run the model on it
-        places = torch.tensor(last_places, dtype=torch.int64, device=model.device)
-        inputs = batch.model_inputs(row)
-        if takes_logits_to_keep:
-            inputs["logits_to_keep"] = places
+            written = _poison_unknown(batch, manager, output, written)
+        # step: concatenate the new tokens of all requests, and run the model
         with count_calls(model) as calls:
-            answer = model(**inputs).logits[0]
-        check_calls(name, calls, num_layers)
-        answer = answer if takes_logits_to_keep else answer[places]
-        # step: take the most likely token of each request that is past its prompt
-        for request, scores, token in zip(
-            asking, answer, answer.argmax(1).tolist(), strict=True
-        ):
-            request.tokens[request.num_known] = token
-            if token in ends:
-                request.tokens = request.tokens[: request.num_known + 1]
-            if statistics.keep_logits:
-                logits[request.number].append(scores)
-        _add(statistics, schedule, block_size)
+            rows = _run_step(
+                model, batch, output.scheduled_requests, "logits_to_keep" in parameters
+            )
+        check_calls(name, calls, config.num_hidden_layers)
+        # step: take the most likely token of each request whose known tokens are computed
+        sampling = [
+            each.request for each in output.scheduled_requests if each.samples_token
+        ]
+        sampled = dict(
+            zip(
+                (request.request_id for request in sampling),
+                rows.argmax(1).tolist(),
+                strict=True,
+            )
+        )
+        if statistics.keep_logits:
+            for request, row in zip(sampling, rows, strict=True):
+                logits[requests.index(request)].append(row)
+        _add(statistics, output, block_size)
         statistics.calls.update(calls)
-        scheduler.commit(schedule)
+        scheduler.update_from_output(output, sampled)
     if statistics.keep_logits:
         statistics.logits += [torch.stack(each) for each in logits]
-    return [request.tokens[request.prompt_len :].tolist() for request in requests]
+    return [request.output_token_ids for request in requests]
 
 
-def _forget_unowned(
-    batch: PagedBatch, manager: BlockManager, schedule: Schedule, written: set[int]
-) -> set[int]:
-    """Fill what nobody owns with NaN; return the blocks whose content counts now."""
-    kept = {*manager.cached_blocks()}
-    kept |= {block_id for block_id in written if manager.users(block_id)}
-    batch.forget(sorted((written - kept) | {*schedule.new_blocks}))
-    return kept | {*schedule.new_blocks}
-
-
-def _add(statistics: Statistics, schedule: Schedule, block_size: int) -> None:
-    """Add what a step did."""
-    turns = schedule.turns
-    in_prompt = [turn.num_computed < turn.request.prompt_len for turn in turns]
-    statistics.steps += 1
-    statistics.mixed_steps += any(in_prompt) and not all(in_prompt)
-    # counted in the first chunk of a prompt that is not taken whole
-    statistics.chunked_prompts += sum(
-        turn.request.num_ever_computed == 0
-        and turn.num_computed + turn.num_tokens < turn.request.prompt_len
-        for turn in turns
+def _run_step(
+    model: Any,
+    batch: PagedBatch,
+    scheduled: Sequence[ScheduledRequest],
+    takes_logits_to_keep: bool,
+) -> Tensor:
+    """Return [sampled tokens, vocabulary] the logits from which a step samples."""
+    batch.begin_step(
+        [each.num_scheduled_tokens for each in scheduled],
+        [each.num_computed_tokens for each in scheduled],
+        [each.block_ids for each in scheduled],
     )
-    statistics.preemptions += len(schedule.preempted)
-    found = schedule.num_prefix_tokens + schedule.num_regained_tokens
-    statistics.shared_blocks += found // block_size
+    tokens: list[int] = []
+    logits_indices = []
+    for each in scheduled:
+        end = each.num_computed_tokens + each.num_scheduled_tokens
+        tokens += each.request.token_ids[each.num_computed_tokens : end]
+        if each.samples_token:
+            logits_indices.append(len(tokens) - 1)
+    indices = torch.tensor(logits_indices, dtype=torch.int64, device=model.device)
+    inputs = batch.model_inputs(tokens)
+    if takes_logits_to_keep:
+        inputs["logits_to_keep"] = indices
+    logits: Tensor = model(**inputs).logits[0]
+    return logits if takes_logits_to_keep else logits[indices]
+
+
+def _poison_unknown(
+    batch: PagedBatch, manager: BlockManager, output: SchedulerOutput, written: set[int]
+) -> set[int]:
+    """Fill blocks whose content is not needed with NaN; return the blocks that are needed."""
+    kept = {*manager.cached_blocks()}
+    kept |= {block_id for block_id in written if manager.ref_cnt(block_id)}
+    new = {*output.new_block_ids}
+    batch.poison(sorted((written - kept) | new))
+    return kept | new
+
+
+def _add(statistics: Statistics, output: SchedulerOutput, block_size: int) -> None:
+    """Add the counts of a step."""
+    scheduled = output.scheduled_requests
+    prefills = [
+        each.num_computed_tokens < each.request.num_prompt_tokens for each in scheduled
+    ]
+    statistics.steps += 1
+    statistics.mixed_steps += any(prefills) and not all(prefills)
+    # counted with the first chunk of a prompt
+    statistics.chunked_prompts += sum(
+        each.request.max_computed_tokens == 0
+        and each.num_computed_tokens + each.num_scheduled_tokens
+        < each.request.num_prompt_tokens
+        for each in scheduled
+    )
+    statistics.preemptions += len(output.preempted_req_ids)
+    num_hit_tokens = output.num_prefix_hit_tokens + output.num_regained_tokens
+    statistics.shared_blocks += num_hit_tokens // block_size

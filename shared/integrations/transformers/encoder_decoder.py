@@ -1,8 +1,8 @@
-"""How do requests of an encoder-decoder model run, their encoder's keys in pages?
+"""Encoder-decoder models: requests in waves, with the encoder's keys and values in pages.
 
-A wave is as many requests as fit. Their inputs are padded and encoded together; the encoder's keys
+A wave is as many requests as fit. Their inputs are padded and encoded together. The encoder's keys
 and values are written to pages once, without the padding, and each decoder step reads them through
-a block table of its own. A request that has ended leaves its wave and gives its blocks back.
+a block table of their own. A finished request leaves its wave, and its blocks are freed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,8 +27,15 @@ from .statistics import Statistics
 
 
 @dataclass
-class _Request:
-    """A request of a wave: its place among the prompts, its encoder's keys, its new tokens."""
+class _WaveRequest:
+    """A request of a wave.
+
+    Args:
+        number: index of the prompt.
+        encoder_len: keys of its encoder.
+        tokens: output tokens so far.
+        logits: [vocabulary] logits of each output token, if they are kept.
+    """
 
     number: int
     encoder_len: int
@@ -45,7 +52,7 @@ def run_waves(
     num_blocks: int | None,
     max_batch_tokens: int,
     max_running: int,
-    ends: frozenset[int],
+    stop_token_ids: frozenset[int],
     decoder_prompt: Sequence[int] | None,
     statistics: Statistics,
 ) -> list[list[int]]:
@@ -53,18 +60,18 @@ def run_waves(
     config = model.config
     if decoder_prompt is None:
         decoder_prompt = [config.decoder_start_token_id]
-    beginning = check_decoder_prompt(decoder_prompt, config.vocab_size)
+    first_tokens = check_decoder_prompt(decoder_prompt, config.vocab_size)
     is_speech = any(isinstance(prompt, Tensor) for prompt in prompts)
     if is_speech:
         check_features(prompts)
     else:
         check_prompts(prompts, config.vocab_size, 0, None)
-    decoder_len = len(beginning) + max_new_tokens - 1
+    decoder_len = len(first_tokens) + max_new_tokens - 1
     requests = [
-        _Request(number, _encoder_len(model, prompt), [], [])
+        _WaveRequest(number, _encoder_len(model, prompt), [], [])
         for number, prompt in enumerate(prompts)
     ]
-    for wave in _cut_into_waves(
+    for wave in _split_into_waves(
         requests, decoder_len, block_size, num_blocks, max_batch_tokens, max_running
     ):
         # step: encode the wave's inputs, padded to one length
@@ -74,18 +81,18 @@ def run_waves(
         check_calls(type(model).__name__, calls, _num_layers(model.get_encoder()))
         statistics.calls.update(calls)
         statistics.encoder_runs += 1
-        # step: make pages for the wave's decoder, and for what it reads of the encoder
+        # step: allocate pages for the decoder, and for the keys and values of the encoder
         lengths = [each.encoder_len for each in wave]
         caches = [
-            PagedCache(max(1, count), block_size, implementation, lengths=of)
-            for count, of in (
+            PagedCache(max(1, count), block_size, implementation, lengths=stored)
+            for count, stored in (
                 (len(wave) * -(-decoder_len // block_size), None),
                 (sum(-(-length // block_size) for length in lengths), lengths),
             )
         ]
         cache = EncoderDecoderCache(*caches)
-        tokens = torch.tensor([beginning] * len(wave), device=model.device)
-        # step: decode until every request of the wave has ended
+        tokens = torch.tensor([first_tokens] * len(wave), device=model.device)
+        # step: decode until every request of the wave is finished
         while wave:
             logits = _decode(model, tokens, encoded, mask, cache, statistics)
             chosen = logits.argmax(1).tolist()
@@ -93,19 +100,19 @@ def run_waves(
                 request.tokens.append(token)
                 if statistics.keep_logits:
                     request.logits.append(scores)
-            stays = [
-                place
-                for place, request in enumerate(wave)
-                if request.tokens[-1] not in ends
+            unfinished = [
+                index
+                for index, request in enumerate(wave)
+                if request.tokens[-1] not in stop_token_ids
                 and len(request.tokens) < max_new_tokens
             ]
-            if len(stays) < len(wave):
-                index = torch.tensor(stays, dtype=torch.int64, device=model.device)
-                wave = [wave[place] for place in stays]
-                encoded = encoded[index]
-                mask = None if mask is None else mask[index]
+            if len(unfinished) < len(wave):
+                kept = torch.tensor(unfinished, dtype=torch.int64, device=model.device)
+                wave = [wave[index] for index in unfinished]
+                encoded = encoded[kept]
+                mask = None if mask is None else mask[kept]
                 for each in caches:
-                    each.batch_select_indices(index)
+                    each.batch_select_indices(kept)
             tokens = torch.tensor(
                 [[request.tokens[-1]] for request in wave], device=model.device
             )
@@ -122,44 +129,44 @@ def _decode(
     cache: EncoderDecoderCache,
     statistics: Statistics,
 ) -> Tensor:
-    """Return [reqs, vocabulary] the logits behind each request's last token."""
+    """Return [reqs, vocabulary] the logits after each request's last token."""
     with count_calls(model) as calls:
-        answer: Tensor = model(
+        logits: Tensor = model(
             encoder_outputs=BaseModelOutput(last_hidden_state=encoded),
             attention_mask=mask,
             decoder_input_ids=tokens,
             past_key_values=cache,
             use_cache=True,
         ).logits[:, -1]
-    # each layer attends to the decoder's own tokens and to the encoder's
+    # each layer has self-attention and cross-attention
     check_calls(type(model).__name__, calls, 2 * _num_layers(model.get_decoder()))
     statistics.calls.update(calls)
     statistics.steps += 1
-    return answer
+    return logits
 
 
-def _cut_into_waves(
-    requests: Sequence[_Request],
+def _split_into_waves(
+    requests: Sequence[_WaveRequest],
     decoder_len: int,
     block_size: int,
     num_blocks: int | None,
     max_batch_tokens: int,
     max_running: int,
-) -> Iterator[list[_Request]]:
-    """Yield as many requests at once as fit, the first ones first."""
+) -> Iterator[list[_WaveRequest]]:
+    """Yield as many requests at once as fit, in their order."""
     waiting = list(requests)
-    of_decoder = -(-decoder_len // block_size)
+    decoder_blocks = -(-decoder_len // block_size)
     while waiting:
-        count, of_encoder, longest = 0, 0, 0
+        count, encoder_blocks, longest = 0, 0, 0
         for request in waiting[:max_running]:
             blocks = -(-request.encoder_len // block_size)
-            check_wave_fits(request.number, blocks, of_decoder, num_blocks)
+            check_wave_fits(request.number, blocks, decoder_blocks, num_blocks)
             longest = max(longest, request.encoder_len)
-            used = max(of_encoder + blocks, (count + 1) * of_decoder)
+            used = max(encoder_blocks + blocks, (count + 1) * decoder_blocks)
             is_full = num_blocks is not None and used > num_blocks
             if count and (is_full or (count + 1) * longest > max_batch_tokens):
                 break
-            count, of_encoder = count + 1, of_encoder + blocks
+            count, encoder_blocks = count + 1, encoder_blocks + blocks
         yield waiting[:count]
         waiting = waiting[count:]
 
@@ -167,7 +174,7 @@ def _cut_into_waves(
 def _encoder_inputs(
     model: Any, prompts: Sequence[Any]
 ) -> tuple[dict[str, Tensor], Tensor | None]:
-    """Return what the encoder is called with, and which of its columns are no padding."""
+    """Return the encoder's keyword arguments, and the mask of the columns that are tokens."""
     device = model.device
     if isinstance(prompts[0], Tensor):
         features = torch.stack([prompt.to(device, model.dtype) for prompt in prompts])
@@ -182,12 +189,12 @@ def _encoder_inputs(
 
 
 def _encoder_len(model: Any, prompt: Any) -> int:
-    """Return how many keys the encoder makes of a prompt."""
+    """Return the number of keys that the encoder computes for a prompt."""
     if not isinstance(prompt, Tensor):
         return len(prompt)
     return int(model._get_feat_extract_output_lengths(torch.tensor(prompt.shape[-1])))
 
 
 def _num_layers(stack: Any) -> int:
-    """Return the layers of an encoder or a decoder."""
+    """Return the number of layers of an encoder or a decoder."""
     return len(stack.layers if hasattr(stack, "layers") else stack.block)

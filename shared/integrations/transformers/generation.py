@@ -1,9 +1,8 @@
-"""How does a model of the library answer many prompts at once?
+"""Generation: many prompts at once over a paged KV cache.
 
-A model that only decodes runs as an engine runs it: a scheduler takes every running request a token
-further, lets new prompts in, chunk by chunk, and all of it is one flat batch over a paged cache. A
-model that encodes first runs in waves: a wave's inputs are encoded together, their keys and values
-are written to pages once, and the decoder reads them in every step.
+A decoder-only model runs with continuous batching: each step is one flat batch of decodes and
+prompt chunks. An encoder-decoder model runs in waves: the inputs of a wave are encoded together,
+their keys and values are written to pages once, and the decoder reads them in every step.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,9 +14,9 @@ from torch import Tensor
 
 from ...validation.integrations import (
     check_arrivals,
-    check_attention_is_ours,
+    check_attention_replaced,
     check_limits,
-    refuse_option_of_kind,
+    raise_option_not_supported,
 )
 from .attention import register
 from .decoder_only import run_requests
@@ -40,44 +39,46 @@ def generate(
     poison: bool = False,
     statistics: Statistics | None = None,
 ) -> list[list[int]]:
-    """Return the most likely next tokens of each prompt, one after another.
+    """Return the most likely next tokens of each prompt (greedy decoding).
 
-    The model's attention is the twin while this runs, and what it was afterwards.
+    The model's attention implementation is the twin during the call, and is restored afterwards.
 
     Args:
         model: a model of transformers with a language head, in evaluation mode.
-        prompts: token ids of each prompt. For an encoder-decoder model what its encoder reads:
+        prompts: token ids of each prompt. For an encoder-decoder model, the input of its encoder:
             token ids, or for speech the features, [bands, frames] each.
         implementation: "reference", "optimized", or the dotted name of a package with the same
-            files.
-        max_new_tokens: tokens of an answer at most.
-        block_size: slots in a block.
-        num_blocks: blocks in each layer's cache; None: as many as all prompts need at once. With
-            fewer, requests wait and start over.
-        max_batch_tokens: new tokens a step computes at most; a longer prompt runs in chunks. Of
-            an encoder-decoder model: tokens that are encoded together.
-        max_running: requests that run at once at most.
-        eos_token_id: tokens that end an answer, of which they are the last one; None: none does.
-        arrival_steps: the first step that each prompt can take part in; None: all come at once.
-            Not for encoder-decoder models.
-        decoder_prompt: what every answer of an encoder-decoder model begins with, not returned;
-            None: the model's `decoder_start_token_id`.
-        poison: whether every block that nobody owns is filled with NaN, so that who reads it
-            cannot go unnoticed; costs time.
-        statistics: changed: what happened is added to it; None: not wanted.
+            operations.
+        max_new_tokens: output tokens per prompt at most.
+        block_size: slots per block.
+        num_blocks: Optional. Blocks in each layer's cache. With few blocks, requests wait and are
+            preempted. If None, as many as all prompts need at once.
+        max_batch_tokens: new tokens per step at most; a longer prompt runs in chunks. For an
+            encoder-decoder model, tokens that are encoded together.
+        max_running: running requests at most.
+        eos_token_id: Optional. Token ids that end an output; they are part of it. If None, no
+            token does.
+        arrival_steps: Optional. The first step that each prompt can take part in. If None, all
+            arrive at once. Not for encoder-decoder models.
+        decoder_prompt: Optional. First tokens of every output of an encoder-decoder model; they
+            are not returned. If None, the model's `decoder_start_token_id`.
+        poison: whether every block without needed content is filled with NaN, so that a wrong read
+            gives NaN. It costs time.
+        statistics: Optional. Counts are added to it, modified in place. If None, nothing is
+            counted.
 
     Returns:
         For each prompt its new tokens.
 
     Raises:
-        ValueError: a limit below 1, an empty prompt, a token that the model does not have, a
-            prompt that never fits in the cache, or an implementation that cannot be loaded.
-        NotImplementedError: a model with a layer that does not attend through the twin, or that
-            the twin cannot run exactly.
+        ValueError: a limit is less than 1, a prompt is empty, has an unknown token or never fits
+            in the cache, or the implementation cannot be loaded.
+        NotImplementedError: a layer of the model does not use the twin, or the twin cannot compute
+            it exactly.
 
     Source:
-        Continuous batching: Yu et al., "Orca", OSDI 2022; pages, sharing and preemption: Kwon et
-        al., SOSP 2023; prompts in chunks beside decodes: Agrawal et al., "Sarathi", 2023.
+        Continuous batching: Yu et al., "Orca", OSDI 2022. Paged KV cache: Kwon et al., SOSP 2023.
+        Chunked prefill: Agrawal et al., "Sarathi-Serve", OSDI 2024.
     """
     check_limits(
         max_new_tokens=max_new_tokens,
@@ -88,13 +89,13 @@ def generate(
     )
     if isinstance(eos_token_id, int):
         eos_token_id = [eos_token_id]
-    ends = frozenset(eos_token_id or ())
+    stop_token_ids = frozenset(eos_token_id or ())
     statistics = Statistics() if statistics is None else statistics
     is_encoder_decoder = bool(model.config.is_encoder_decoder)
     with torch.no_grad(), _attention(model, register(implementation)):
         if is_encoder_decoder:
             if arrival_steps is not None:
-                refuse_option_of_kind(
+                raise_option_not_supported(
                     "arrival_steps", arrival_steps, "an encoder-decoder"
                 )
             return run_waves(
@@ -106,12 +107,12 @@ def generate(
                 num_blocks=num_blocks,
                 max_batch_tokens=max_batch_tokens,
                 max_running=max_running,
-                ends=ends,
+                stop_token_ids=stop_token_ids,
                 decoder_prompt=decoder_prompt,
                 statistics=statistics,
             )
         if decoder_prompt is not None:
-            refuse_option_of_kind("decoder_prompt", decoder_prompt, "decoder-only")
+            raise_option_not_supported("decoder_prompt", decoder_prompt, "decoder-only")
         return run_requests(
             model=model,
             prompts=prompts,
@@ -122,7 +123,7 @@ def generate(
             num_blocks=num_blocks,
             max_batch_tokens=max_batch_tokens,
             max_running=max_running,
-            ends=ends,
+            stop_token_ids=stop_token_ids,
             poison=poison,
             statistics=statistics,
         )
@@ -130,11 +131,11 @@ def generate(
 
 @contextmanager
 def _attention(model: Any, name: str) -> Iterator[None]:
-    """Give the model another attention for a while."""
+    """Set the model's attention implementation inside of the block."""
     before = model.config._attn_implementation
     model.set_attn_implementation(name)
     try:
-        check_attention_is_ours(
+        check_attention_replaced(
             type(model).__name__, model.config._attn_implementation, name
         )
         yield

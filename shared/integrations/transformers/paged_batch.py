@@ -1,8 +1,8 @@
-"""How does one flat batch of a model's tokens find its pages?
+"""One flat batch of a model's tokens, with the paged KV caches of all layers.
 
-The tokens of all requests stand in one row, request after request, as in an engine. The model is
-run on that row and hands this object on to its attention, which asks it in each layer: it writes
-the layer's new keys and values to their slots, and lets each new token see its own sequence.
+The tokens of all requests are concatenated into one row, as in an engine. The model runs on that
+row and passes this object to its attention function. In each layer it writes the new keys and
+values to their slots, and computes attention of each new token with its own sequence.
 """
 
 from collections.abc import Sequence
@@ -11,24 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...contract.attention_options import pack_options
 from ...contract.metadata_classes import CommonAttentionMetadata
 from ...validation.integrations import check_flat_batch, load_named
 from .pages import Pages
 
 
 class PagedBatch:
-    """The pages of all layers, and the step that is run.
+    """The paged caches of all layers, and the metadata of the current step.
 
     Args:
         implementation: "reference", "optimized", or the dotted name of a package with the same
-            files.
+            operations.
         num_blocks: blocks in each layer's cache.
-        block_size: slots in a block.
-        device: where the model lies.
+        block_size: slots per block.
+        device: device of the model.
 
     Raises:
-        ValueError: an implementation that cannot be loaded.
+        ValueError: the implementation cannot be loaded.
     """
 
     def __init__(
@@ -52,15 +51,15 @@ class PagedBatch:
         num_computed_tokens: Sequence[int],
         block_rows: Sequence[Sequence[int]],
     ) -> None:
-        """Set which requests the next run of the model consists of.
+        """Set the requests of the next run of the model.
 
         Args:
-            query_lens: [reqs] new tokens of each.
-            num_computed_tokens: [reqs] tokens already in the cache.
-            block_rows: [reqs] block ids of each, in sequence order.
+            query_lens: [reqs] new tokens of each request.
+            num_computed_tokens: [reqs] tokens that are in the cache already.
+            block_rows: [reqs] block ids of each request, in sequence order.
 
         Raises:
-            IndexError, ValueError: what `build_common_attn_metadata` refuses.
+            IndexError, ValueError: as in `build_common_attn_metadata`.
         """
         self.metadata = self.run.build_common_attn_metadata(
             query_lens=query_lens,
@@ -71,13 +70,13 @@ class PagedBatch:
         )
 
     def model_inputs(self, tokens: Sequence[int]) -> dict[str, Any]:
-        """Return what the model is called with in this step.
+        """Return the model's keyword arguments for this step.
 
         Args:
             tokens: [tokens] the new tokens, request after request.
 
         Raises:
-            ValueError: another number of tokens than the step has, or no step.
+            ValueError: the step has another number of tokens, or there is no step.
         """
         metadata = check_flat_batch(self.metadata, len(tokens))
         positions = [
@@ -92,8 +91,8 @@ class PagedBatch:
         return {
             "input_ids": torch.tensor([list(tokens)], device=self.device),
             "position_ids": torch.tensor([positions], device=self.device),
-            # four dimensions are passed on as they are: the library then builds no mask of tokens
-            # by tokens, which nobody would read
+            # the library passes a mask of four dimensions on unchanged; otherwise it would build
+            # a mask of tokens by tokens that is never read
             "attention_mask": torch.empty(
                 1, 1, len(tokens), 0, dtype=torch.bool, device=self.device
             ),
@@ -107,16 +106,16 @@ class PagedBatch:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        options: dict[str, Any],
+        arguments: dict[str, Any],
     ) -> Tensor:
-        """Write a layer's new keys and values, and return what each new token sees.
+        """Write a layer's new keys and values, and return the attention of each new token.
 
         Args:
-            module: the layer, whose `layer_idx` says which pages are its own.
+            module: the layer; its `layer_idx` selects the cache.
             query: [1, query_heads, tokens, head_size].
             key: [1, kv_heads, tokens, head_size].
             value: [1, kv_heads, tokens, value_head_size].
-            options: passed on to `paged_attention`.
+            arguments: further arguments of `paged_attention`.
 
         Returns:
             [1, tokens, query_heads, value_head_size].
@@ -147,11 +146,16 @@ class PagedBatch:
             metadata.seq_lens,
             metadata.max_query_len,
             metadata.max_seq_len,
-            **pack_options(**options),
+            **arguments,
         )
         return out[None]
 
-    def forget(self, blocks: Sequence[int]) -> None:
+    def poison(self, blocks: Sequence[int]) -> None:
         """Fill blocks with NaN in every layer."""
         for pages in self.pages.values():
-            pages.forget(blocks)
+            pages.poison(blocks)
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks in every layer, one (source, destination) pair after another."""
+        for pages in self.pages.values():
+            pages.copy_blocks(pairs)

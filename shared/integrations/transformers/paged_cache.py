@@ -1,37 +1,36 @@
-"""How does the library's own cache object keep its keys and values in pages?
+"""A cache object of the library whose keys and values are stored in pages.
 
-A model that encodes and then decodes keeps two caches: one grows by a token a step, the other is
-filled once from the encoder and read in every step. `PagedCache` is a cache object as the library
-knows them: what a layer puts in is written to pages, and what the layer gets back has the right
-shape but no numbers, only the way to the pages. A twin reads them through the block table; anything
-else that tries to is refused.
+An encoder-decoder model keeps two caches: one grows by a token per step, the other is filled once
+from the encoder and read in every step. `PagedCache` is a cache object of the library. What a layer
+passes to it is written to pages. What the layer gets back has the right shape and no data, but a
+reference to the pages. A registered twin reads the pages through the block table. Any other read of
+the returned tensors raises an error.
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from ...contract.attention_options import pack_options
+from ...bookkeeping.cache.block_manager import BlockManager
 from ...contract.metadata_classes import CommonAttentionMetadata
 from ...contract.operations import Implementation
-from ...tools.replay.block_manager import BlockManager
 from ...validation.integrations import (
     check_paged_lengths,
-    check_paged_spans,
-    check_reorder,
+    check_paged_ranges,
     check_same_implementation,
     load_named,
-    refuse_crop,
-    refuse_reading,
+    raise_on_crop,
+    raise_on_read,
 )
-from .masks import Sight, read_spans
+from .masks import VisibleRange, read_padded_ranges
 from .pages import Pages
 
-ASKED_OF_A_SHAPE = {
+SHAPE_QUERIES = {
     Tensor.shape.__get__,  # type: ignore[attr-defined]
     Tensor.dtype.__get__,  # type: ignore[attr-defined]
     Tensor.device.__get__,
@@ -43,16 +42,17 @@ ASKED_OF_A_SHAPE = {
     Tensor.__len__,
     Tensor.__repr__,
 }
+"""Tensor functions that need no data."""
 
 
 class KeysInPages(Tensor):
-    """The shape of keys, or values, that lie in pages."""
+    """A tensor without data, of the shape of keys or values that are stored in pages."""
 
     layer: "PagedLayer"
 
     @classmethod
     def of(cls, layer: "PagedLayer", like: Tensor, num_tokens: int) -> "KeysInPages":
-        """Return a stand-in of shape [reqs, kv_heads, num_tokens, elements]."""
+        """Return a tensor of shape [reqs, kv_heads, num_tokens, elements]."""
         reqs, heads, _, elements = like.shape
         empty = like.new_empty(()).expand(reqs, heads, num_tokens, elements)
         found = empty.as_subclass(cls)
@@ -67,17 +67,24 @@ class KeysInPages(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Answer what a shape can answer, and refuse the rest."""
-        if func not in ASKED_OF_A_SHAPE:
-            refuse_reading(getattr(func, "__name__", str(func)))
+        """Run functions that need only the shape; raise for all others."""
+        if func not in SHAPE_QUERIES:
+            raise_on_read(getattr(func, "__name__", str(func)))
         if func is Tensor.__repr__:
             return "KeysInPages()"
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
 
-class _Rows:
-    """The blocks that a cache's requests own, the same ones in every layer."""
+class _BlockRows:
+    """The block-table rows of a cache's requests, the same in every layer.
+
+    Args:
+        run: the implementation that builds metadata.
+        num_blocks: blocks in each layer's cache.
+        block_size: slots per block.
+        lengths: Optional. [reqs] tokens of each request that are stored. If None, all of them.
+    """
 
     def __init__(
         self,
@@ -87,13 +94,26 @@ class _Rows:
         lengths: Sequence[int] | None,
     ) -> None:
         self.run = run
-        self.manager = BlockManager(num_blocks, block_size)
+        # shuffled, so that no block table is 0, 1, 2, ... by chance
+        self.manager = BlockManager(num_blocks, block_size, seed=0)
         self.lengths = None if lengths is None else list(lengths)
-        self.rows: list[list[int]] = []
+        self.blocks_to_copy: list[tuple[int, int]] = []
+        """Copies that each layer makes before it writes the current step."""
+        self._ids: list[int] = []
+        self._new_ids = count()
+        self._holding: set[int] = set()
         self._steps: dict[tuple[int, int], CommonAttentionMetadata] = {}
 
+    @property
+    def rows(self) -> list[list[int]]:
+        """[reqs] block ids of each request."""
+        return [
+            self.manager.get_block_ids(each) if each in self._holding else []
+            for each in self._ids
+        ]
+
     def stored(self, num_reqs: int, num_tokens: int) -> list[int]:
-        """Return how many of each request's first tokens are no padding."""
+        """Return how many of each request's first tokens are not padding."""
         if self.lengths is None:
             return [num_tokens] * num_reqs
         return [min(length, num_tokens) for length in self.lengths]
@@ -101,48 +121,72 @@ class _Rows:
     def step(
         self, num_reqs: int, before: int, after: int, device: torch.device
     ) -> CommonAttentionMetadata:
-        """Return the metadata of a write from one length to another; the rows grow with it."""
+        """Return the metadata of a write from one length to another; rows grow as needed."""
         if (before, after) not in self._steps:
-            check_paged_lengths(self.lengths, self.rows, num_reqs)
-            if not self.rows:
-                self.rows = [[] for _ in range(num_reqs)]
+            check_paged_lengths(self.lengths, self._ids, num_reqs)
+            if not self._ids:
+                self._ids = [next(self._new_ids) for _ in range(num_reqs)]
             computed = self.stored(num_reqs, before)
             known = self.stored(num_reqs, after)
-            for row, length in zip(self.rows, known, strict=True):
-                needed = -(-length // self.manager.block_size)
-                row += self.manager.allocate(max(0, needed - len(row)))
-            self._steps = {
-                (before, after): self.run.build_common_attn_metadata(
-                    query_lens=[b - a for a, b in zip(computed, known, strict=True)],
-                    num_computed_tokens=computed,
-                    block_rows=self.rows,
-                    block_size=self.manager.block_size,
-                    device=device,
-                )
-            }
+            self.blocks_to_copy = []
+            for request_id, first, end in zip(self._ids, computed, known, strict=True):
+                if end > first:
+                    allocation = self.manager.allocate_slots(
+                        request_id, first, end - first
+                    )
+                    self._holding.add(request_id)
+                    self.blocks_to_copy += allocation.blocks_to_copy
+            self._steps = {(before, after): self.metadata(computed, known, device)}
         return self._steps[before, after]
 
-    def keep(self, indices: Sequence[int]) -> list[int]:
-        """Keep some requests; return the blocks of the others, which are free now."""
-        kept = set(indices)
-        left = [row for index, row in enumerate(self.rows) if index not in kept]
-        for row in left:
-            self.manager.release(row)
-        self.rows = [self.rows[index] for index in indices]
+    def metadata(
+        self, computed: Sequence[int], known: Sequence[int], device: torch.device
+    ) -> CommonAttentionMetadata:
+        """Return the metadata of a step from some lengths to others."""
+        metadata: CommonAttentionMetadata = self.run.build_common_attn_metadata(
+            query_lens=[
+                end - first for first, end in zip(computed, known, strict=True)
+            ],
+            num_computed_tokens=computed,
+            block_rows=self.rows,
+            block_size=self.manager.block_size,
+            device=device,
+        )
+        return metadata
+
+    def select(self, indices: Sequence[int]) -> list[int]:
+        """Replace the requests by some of them; return the blocks that became free.
+
+        Args:
+            indices: for each new request the old one whose content it gets. Requests that occur
+                several times share their blocks; blocks are copied when one of them is written.
+        """
+        before = {block_id for row in self.rows for block_id in row}
+        selected = []
+        for index in indices:
+            parent_id, child_id = self._ids[index], next(self._new_ids)
+            selected.append(child_id)
+            if parent_id in self._holding:
+                self.manager.fork(parent_id, child_id)
+                self._holding.add(child_id)
+        for request_id in self._ids:
+            if request_id in self._holding:
+                self.manager.free(request_id)
+                self._holding.remove(request_id)
+        self._ids, self._steps = selected, {}
         if self.lengths is not None:
             self.lengths = [self.lengths[index] for index in indices]
-        self._steps = {}
-        return [block_id for row in left for block_id in row]
+        return sorted(each for each in before if self.manager.ref_cnt(each) == 0)
 
 
 class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer of a `PagedCache`, as the library wants layers to be."""
+    """One layer of a `PagedCache`, with the interface of the library's cache layers."""
 
     is_sliding = False
     is_compileable = False
     is_croppable = False
 
-    def __init__(self, rows: _Rows) -> None:
+    def __init__(self, rows: _BlockRows) -> None:
         self.is_initialized = False
         self._rows = rows
         self._length = 0
@@ -152,33 +196,33 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def keys(self) -> KeysInPages | None:
-        """[reqs, kv_heads, length, head_size] without numbers."""
+        """[reqs, kv_heads, length, head_size] without data."""
         return None if self._shown is None else self._shown[0]
 
     @property
     def values(self) -> KeysInPages | None:
-        """[reqs, kv_heads, length, value_head_size] without numbers."""
+        """[reqs, kv_heads, length, value_head_size] without data."""
         return None if self._shown is None else self._shown[1]
 
     @property
     def pages(self) -> Pages:
-        """The layer's cache."""
-        assert self._pages is not None, "a layer without keys is asked for its pages"
+        """The layer's key cache and value cache."""
+        assert self._pages is not None, "update() has not been called"
         return self._pages
 
     @property
     def implementation(self) -> str:
-        """The name of who writes the pages."""
+        """Name of the implementation that writes the pages."""
         return self._rows.run.name
 
     @property
     def metadata(self) -> CommonAttentionMetadata:
-        """Block table and lengths as they are after the last write."""
-        assert self._metadata is not None, "a layer without keys is asked for its pages"
+        """Block table and lengths after the last write."""
+        assert self._metadata is not None, "update() has not been called"
         return self._metadata
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Make the layer's pages."""
+        """Allocate the layer's pages."""
         manager = self._rows.manager
         key, value = (each.transpose(1, 2)[0] for each in (key_states, value_states))
         self._pages = Pages.like(key, value, manager.num_blocks, manager.block_size)
@@ -192,33 +236,35 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         Args:
             key_states: [reqs, kv_heads, new_tokens, head_size].
             value_states: [reqs, kv_heads, new_tokens, value_head_size].
-            args, kwargs: what else the library passes on; not needed.
+            args, kwargs: further arguments of the library; not used.
 
         Returns:
-            Stand-ins for all keys and values so far.
+            Tensors without data, of the shape of all keys and values so far.
 
         Raises:
             OutOfBlocks: the cache is full.
-            ValueError: another number of requests than before.
+            ValueError: the number of requests has changed.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         num_reqs, _, num_new, _ = key_states.shape
         rows, before, after = self._rows, self._length, self._length + num_new
         step = rows.step(num_reqs, before, after, key_states.device)
-        # step: leave out what is padding
+        # step: copy shared blocks that are about to be written
+        self.pages.copy_blocks(rows.blocks_to_copy)
+        # step: leave out the padding
         computed, known = rows.stored(num_reqs, before), rows.stored(num_reqs, after)
-        new = [b - a for a, b in zip(computed, known, strict=True)]
+        new = [end - first for first, end in zip(computed, known, strict=True)]
         tokens = torch.tensor(
             [
-                req * num_new + place
-                for req, count in enumerate(new)
-                for place in range(count)
+                req * num_new + index
+                for req, num_tokens in enumerate(new)
+                for index in range(num_tokens)
             ],
             dtype=torch.int64,
             device=key_states.device,
         )
-        # step: write the rest
+        # step: write all other tokens
         key, value = (
             each.transpose(1, 2).flatten(0, 1)[tokens]
             for each in (key_states, value_states)
@@ -231,7 +277,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         return self._show(num_reqs)
 
     def _show(self, num_reqs: int) -> tuple[KeysInPages, KeysInPages]:
-        """Return stand-ins for all keys and values of so many requests."""
+        """Return tensors without data, of the shape of all keys and values."""
         self._shown = tuple(  # type: ignore[assignment]
             KeysInPages.of(
                 self,
@@ -243,24 +289,17 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         assert self._shown is not None
         return self._shown
 
-    def keep(self, left: Sequence[int]) -> None:
-        """Forget blocks that were given back, after the rows have changed."""
+    def rows_changed(self, freed: Sequence[int]) -> None:
+        """Poison blocks that became free, and rebuild the metadata from the new rows."""
         if self._pages is None:
             return
-        self._pages.forget(left)
-        rows = self._rows
-        known = rows.stored(len(rows.rows), self._length)
-        self._metadata = rows.run.build_common_attn_metadata(
-            query_lens=[0] * len(known),
-            num_computed_tokens=known,
-            block_rows=rows.rows,
-            block_size=rows.manager.block_size,
-            device=self._pages.key_cache.device,
-        )
+        self._pages.poison(freed)
+        known = self._rows.stored(len(self._rows.rows), self._length)
+        self._metadata = self._rows.metadata(known, known, self._pages.key_cache.device)
         self._show(len(known))
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return how many keys the next mask has, and the first one's position."""
+        """Return the number of keys of the next mask, and the position of the first."""
         return self._length + query_length, 0
 
     def get_seq_length(self) -> int:
@@ -268,50 +307,38 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         return self._length
 
     def get_max_length(self) -> int:
-        """Return -1: the pages are the limit, not a length."""
+        """Return -1: the number of blocks is the limit, not a length."""
         return -1
 
     def get_max_cache_shape(self) -> int:
-        """Return -1, under the name of earlier versions of the library."""
+        """Return -1; the name of `get_max_length` in earlier versions of the library."""
         return -1
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Give each request the content of another one, as beam search asks for."""
-        if self._pages is None:
-            return
-        order = beam_idx.tolist()
-        check_reorder(self._rows.lengths, order)
-        rows = self._rows.rows
-        taken = torch.tensor([block for req in order for block in rows[req]])
-        given = torch.tensor([block for row in rows for block in row])
-        for cache in (self._pages.key_cache, self._pages.value_cache):
-            cache[given.to(cache.device)] = cache[taken.to(cache.device)]
-
     def crop(self, *lengths: int) -> None:
-        """Refuse: nobody could say what the blocks behind would hold."""
-        refuse_crop()
+        """Raise NotImplementedError: blocks cannot be shortened."""
+        raise_on_crop()
 
     def reset(self) -> None:
-        """Forget all tokens; the cache gives the blocks back."""
+        """Forget all tokens; the cache frees the blocks."""
         self._length, self._shown, self._metadata = 0, None, None
 
 
 class PagedCache(Cache):  # type: ignore[misc]
-    """A cache object of the library whose keys and values lie in pages.
+    """A cache object of the library whose keys and values are stored in pages.
 
-    It is for models whose attention is a registered twin. For an encoder-decoder model take two:
+    It is for models whose attention is a registered twin. An encoder-decoder model takes two:
     `EncoderDecoderCache(PagedCache(...), PagedCache(...))`.
 
     Args:
         num_blocks: blocks in each layer's cache.
-        block_size: slots in a block.
+        block_size: slots per block.
         implementation: "reference", "optimized", or the dotted name of a package with the same
-            files: who writes.
-        lengths: [reqs] tokens of each request that are no padding, which is all behind them; it
-            gets no slot. None: there is none.
+            operations. It writes the pages.
+        lengths: Optional. [reqs] tokens of each request that are stored; the tokens after them are
+            padding and get no slot. If None, there is no padding.
 
     Raises:
-        ValueError: a number out of range, or an implementation that cannot be loaded.
+        ValueError: a number is out of range, or the implementation cannot be loaded.
     """
 
     def __init__(
@@ -321,21 +348,30 @@ class PagedCache(Cache):  # type: ignore[misc]
         implementation: str = "optimized",
         lengths: Sequence[int] | None = None,
     ) -> None:
-        self.rows = _Rows(load_named(implementation), num_blocks, block_size, lengths)
+        self.rows = _BlockRows(
+            load_named(implementation), num_blocks, block_size, lengths
+        )
         super().__init__(layer_class_to_replicate=partial(PagedLayer, self.rows))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep some requests; the blocks of the others are free, and hold NaN."""
-        left = self.rows.keep(indices.tolist())
+        """Keep some requests; the blocks of the others are freed and filled with NaN."""
+        self._select(indices)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Give each request the content of another one, for beam search; blocks are shared."""
+        self._select(beam_idx)
+
+    def _select(self, indices: Tensor) -> None:
+        freed = self.rows.select(indices.tolist())
         for layer in self.layers:
-            layer.keep(left)
+            layer.rows_changed(freed)
 
     def reset(self) -> None:
         """Forget all requests."""
-        left = self.rows.keep([])
+        freed = self.rows.select([])
         for layer in self.layers:
             if layer.is_initialized:
-                layer.pages.forget(left)
+                layer.pages.poison(freed)
             layer.reset()
 
 
@@ -344,44 +380,43 @@ def attend_pages(
     query: Tensor,
     key: KeysInPages,
     mask: Tensor | None,
-    sight: Sight,
-    options: dict[str, Any],
+    visible: VisibleRange,
+    arguments: dict[str, Any],
 ) -> Tensor:
-    """Return what each query sees of its request's pages.
+    """Return the attention of each query with the pages of its request.
 
     Args:
         run: the implementation.
         query: [reqs, query_heads, query_len, head_size].
-        key: the stand-in of the layer's keys.
-        mask: which keys are no padding; None: all.
-        sight: how positions decide.
-        options: passed on to `paged_attention`.
+        key: the layer's keys, without data.
+        mask: Optional. The mask of the library, which says which keys are padding. If None, no
+            key is.
+        visible: the visible range of the layer.
+        arguments: further arguments of `paged_attention`.
 
     Returns:
         [reqs, query_len, query_heads, value_head_size].
 
     Raises:
-        NotImplementedError: padding before a request's first key, or behind queries that are
-            positions.
-        ValueError: a mask that shows keys which are not in the pages, or pages of another
+        NotImplementedError: there is padding before a request's first key, or after queries whose
+            position matters.
+        ValueError: the mask shows keys that are not stored, or the pages are those of another
             implementation.
     """
     layer = key.layer
     check_same_implementation(layer.implementation, run.name)
     num_reqs, _, query_len, _ = query.shape
     key_len = layer.get_seq_length()
-    spans = read_spans(mask, num_reqs, query_len, key_len, sight)
-    seq_lens = check_paged_spans(
-        spans.keys,
-        spans.queries,
+    ranges = read_padded_ranges(mask, num_reqs, query_len, key_len, visible)
+    seq_lens = check_paged_ranges(
+        ranges.keys,
+        ranges.queries,
         layer.metadata.seq_lens_cpu.tolist(),
         query_len,
-        sight.counts_positions,
-        sight.sliding_window,
-        sight.attention_chunk_size,
+        visible.depends_on_position,
+        visible.sliding_window,
+        visible.attention_chunk_size,
     )
-    if not sight.causal:
-        options = {**options, "causal": False}
     pages = layer.pages
     device = query.device
     out: Tensor = run.paged_attention(
@@ -393,6 +428,6 @@ def attend_pages(
         torch.tensor(seq_lens, dtype=torch.int32, device=device),
         query_len,
         max(seq_lens, default=0),
-        **pack_options(**options),
+        **arguments,
     )
     return out.view(num_reqs, query_len, *out.shape[1:])

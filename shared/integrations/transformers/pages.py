@@ -1,4 +1,4 @@
-"""Where do one layer's keys and values lie?"""
+"""The paged KV cache of one layer of a model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Pages:
-    """One layer's cache.
+    """One layer's key cache and value cache.
 
     Args:
         key_cache: [num_blocks, block_size, kv_heads, head_size].
@@ -23,12 +23,12 @@ class Pages:
     def like(
         cls, key: Tensor, value: Tensor, num_blocks: int, block_size: int
     ) -> "Pages":
-        """Return pages for such keys and values, full of NaN.
+        """Return caches for such keys and values, filled with NaN.
 
         Args:
             key, value: [tokens, kv_heads, elements].
             num_blocks: blocks in the cache.
-            block_size: slots in a block.
+            block_size: slots per block.
         """
         caches = [
             each.new_full((num_blocks, block_size, *each.shape[1:]), torch.nan)
@@ -36,8 +36,14 @@ class Pages:
         ]
         return cls(*caches)
 
-    def forget(self, blocks: Sequence[int]) -> None:
-        """Fill blocks with NaN, so that who reads them cannot go unnoticed."""
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks, one (source, destination) pair after another."""
+        for cache in (self.key_cache, self.value_cache):
+            for source, destination in pairs:
+                cache[destination] = cache[source]
+
+    def poison(self, blocks: Sequence[int]) -> None:
+        """Fill blocks with NaN, so that a read of them gives NaN."""
         if blocks:
             index = torch.tensor(list(blocks), device=self.key_cache.device)
             self.key_cache[index] = torch.nan

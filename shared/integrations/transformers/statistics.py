@@ -1,4 +1,4 @@
-"""What happened while the answers were made?"""
+"""Counters of one call of `generate`."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -8,19 +8,19 @@ from torch import Tensor
 
 @dataclass
 class Statistics:
-    """What `generate` did; all counts start at 0 and are added to.
+    """What `generate` did. Counts start at 0, and each call adds to them.
 
     Args:
-        keep_logits: whether each new token's logits are kept.
-        steps: runs of the model; of an encoder-decoder model, of its decoder.
+        keep_logits: whether the logits of each new token are kept.
+        steps: runs of the model; for an encoder-decoder model, runs of its decoder.
         encoder_runs: runs of the encoder.
-        mixed_steps: steps in which some requests decoded and others were in their prompt.
+        mixed_steps: steps with requests that decode and requests that prefill.
         chunked_prompts: prompts that took more than one step.
-        preemptions: requests that gave their blocks back and started over.
-        shared_blocks: blocks that a request found filled with its own beginning.
-        calls: for each attention module, by its name in the model, how often it ran on a twin.
-        logits: for each prompt [new_tokens, vocabulary] what its tokens were chosen by; empty
-            unless kept.
+        preemptions: how often a request lost its blocks and was computed again.
+        shared_blocks: blocks that requests found in the prefix cache.
+        calls: for each attention module, by its name in the model, its runs on a twin.
+        logits: for each prompt [new_tokens, vocabulary] the logits of its new tokens. Empty unless
+            kept.
     """
 
     keep_logits: bool = False

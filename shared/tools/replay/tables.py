@@ -86,6 +86,6 @@ def _times(figures: Mapping[str, Any]) -> Table:
                 both = base["median"] and spent["median"]
                 row.append(f"{base['median'] / spent['median']:.2g}x" if both else "")
         table.add_row(*row)
-    table.add_row("float64 oracle", f"{figures['seconds']['oracle']:.3f}")
+    table.add_row("oracle", f"{figures['seconds']['oracle']:.3f}")
     table.add_row("wall", f"{figures['seconds']['wall']:.3f}")
     return table

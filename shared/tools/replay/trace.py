@@ -196,8 +196,8 @@ def _read_jsonl(name: str, text: str) -> Iterator[TraceRequest]:
             prompt_len=prompt_len,
             output_len=_length(where, "output_length", entry["output_length"], 0),
             hash_ids=tuple(
-                _length(where, f"hash_ids[{place}]", hash_id, 0)
-                for place, hash_id in enumerate(hash_ids)
+                _length(where, f"hash_ids[{index}]", hash_id, 0)
+                for index, hash_id in enumerate(hash_ids)
             ),
         )
 

@@ -1,0 +1,334 @@
+"""Laws of the block manager: reference counts, prefix caching, copy-on-write and eviction.
+
+Whole histories of requests are run, and the state is compared with a plain model after each action.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from hypothesis import strategies as st
+
+from ...contract.block_classes import OutOfBlocks
+from ..generators.block_histories import (
+    DIRECTED_HISTORIES,
+    BlockAction,  # noqa: F401 (a failing case is evaluated here)
+    BlockHistory,
+    Moment,
+    block_histories,
+    play,
+)
+from ..harness.expect import Disagreement, expect_refusal, expect_same
+from ..harness.law import Setting, law
+
+HISTORIES = st.one_of(st.sampled_from(DIRECTED_HISTORIES), block_histories())
+
+
+def _play(setting: Setting, history: BlockHistory) -> Iterator[Moment]:
+    manager = setting.candidate.BlockManager(
+        history.num_blocks, history.block_size, history.seed
+    )
+    return play(manager, history)
+
+
+@law("BlockManager", cases=HISTORIES)
+def a_reference_count_is_the_number_of_requests_that_hold_the_block(
+    setting: Setting, history: BlockHistory
+) -> None:
+    for moment in _play(setting, history):
+        for block_id in range(history.num_blocks):
+            expect_same(
+                f"ref_cnt({block_id}) after {moment.action.kind}",
+                moment.manager.ref_cnt(block_id),
+                moment.model.ref_cnt(block_id),
+            )
+
+
+@law("BlockManager", cases=HISTORIES)
+def every_block_is_used_or_cached_or_free(
+    setting: Setting, history: BlockHistory
+) -> None:
+    for moment in _play(setting, history):
+        manager, model = moment.manager, moment.model
+        used = {block_id for row in model.rows.values() for block_id in row}
+        when = f"after {moment.action.kind}"
+        expect_same(f"num_used_blocks {when}", manager.num_used_blocks, len(used))
+        expect_same(
+            f"num_cached_blocks {when}", manager.num_cached_blocks, len(model.cached)
+        )
+        expect_same(f"num_free_blocks {when}", manager.num_free_blocks, len(model.free))
+
+
+@law("BlockManager", cases=HISTORIES)
+def a_row_keeps_its_blocks_until_the_request_changes_it(
+    setting: Setting, history: BlockHistory
+) -> None:
+    for moment in _play(setting, history):
+        for request_id, row in moment.model.rows.items():
+            found = list(moment.manager.get_block_ids(request_id))
+            expect_same(f"row of request {request_id}", found, row)
+
+
+@law("BlockManager", cases=HISTORIES)
+def a_block_is_handed_out_once(setting: Setting, history: BlockHistory) -> None:
+    """Never one that a request holds, and never twice in one call."""
+    for moment in _play(setting, history):
+        call = moment.allocation
+        if call is None or call.handed_out is None:
+            continue
+        available = {*call.free, *call.cached}
+        for index, block_id in enumerate(call.handed_out):
+            if block_id not in available or block_id in call.handed_out[:index]:
+                raise Disagreement(
+                    "blocks handed out", f"entry {index}", block_id, sorted(available)
+                )
+
+
+@law("BlockManager", cases=HISTORIES)
+def a_cached_block_is_evicted_only_if_no_block_is_free(
+    setting: Setting, history: BlockHistory
+) -> None:
+    """Then it is the one that was released longest ago, the tail of a sequence first."""
+    for moment in _play(setting, history):
+        expect_same(
+            f"order of eviction after {moment.action.kind}",
+            list(moment.manager.cached_blocks()),
+            moment.model.cached,
+        )
+        call = moment.allocation
+        if call is None or call.handed_out is None:
+            continue
+        num_evicted = max(0, len(call.handed_out) - len(call.free))
+        evicted = [each for each in call.cached if each in call.handed_out]
+        expect_same("evicted blocks", evicted, call.cached[:num_evicted])
+
+
+@law("BlockManager", cases=HISTORIES)
+def an_allocation_takes_exactly_the_blocks_that_it_needs(
+    setting: Setting, history: BlockHistory
+) -> None:
+    """It raises OutOfBlocks if, and only if, fewer are free or cached; then nothing changes."""
+    for moment in _play(setting, history):
+        call, manager = moment.allocation, moment.manager
+        if call is None:
+            continue
+        num_available = len(call.free) + len(call.cached)
+        if call.handed_out is not None:
+            expect_same("blocks handed out", len(call.handed_out), call.num_needed)
+            continue
+        if call.num_needed <= num_available:
+            raise Disagreement(
+                f"allocation of {call.num_needed} blocks",
+                "as a whole",
+                "OutOfBlocks",
+                f"success, as {num_available} are free or cached",
+            )
+        expect_same("free blocks", manager.num_free_blocks, len(moment.model.free))
+        expect_same("cached", list(manager.cached_blocks()), moment.model.cached)
+        for request_id, row in moment.model.rows.items():
+            expect_same("row", list(manager.get_block_ids(request_id)), row)
+        if call.request_id not in moment.model.rows:
+            expect_refusal(
+                "free of a request whose allocation failed",
+                lambda manager=manager, each=call.request_id: manager.free(each),
+            )
+
+
+@law("BlockManager", cases=HISTORIES)
+def a_block_that_others_may_read_is_never_written(
+    setting: Setting, history: BlockHistory
+) -> None:
+    """Others are the requests that hold it too, and those that may find it in the cache."""
+    for moment in _play(setting, history):
+        call = moment.allocation
+        if call is None or call.handed_out is None:
+            continue
+        shared = [each for each in call.written if moment.model.ref_cnt(each) > 1]
+        expect_same("shared blocks that are written", shared, [])
+        kept = [each for each in call.written if each in call.protected]
+        expect_same("protected blocks that are written", kept, [])
+
+
+@law("BlockManager", cases=HISTORIES)
+def a_copy_is_made_of_each_protected_block_that_is_partly_computed(
+    setting: Setting, history: BlockHistory
+) -> None:
+    """And of no other; it goes to the same index of the request's row."""
+    for moment in _play(setting, history):
+        call = moment.allocation
+        if call is None or call.handed_out is None:
+            continue
+        row = moment.model.rows[call.request_id]
+        expected = [(source, row[index]) for source, index in call.expected_copies]
+        expect_same("blocks to copy", call.copies, expected)
+
+
+@law("BlockManager", cases=HISTORIES)
+def a_request_reads_the_tokens_that_it_wrote(
+    setting: Setting, history: BlockHistory
+) -> None:
+    """Slot by slot, through its row, whatever other requests do."""
+    for moment in _play(setting, history):
+        model = moment.model
+        for request_id, tokens in model.tokens.items():
+            row = moment.manager.get_block_ids(request_id)
+            for position in range(len(tokens)):
+                index, offset = divmod(position, model.block_size)
+                found = None
+                if index < len(row):
+                    found = model.slots.get(row[index], {}).get(offset)
+                expect_same(
+                    f"request {request_id}, position {position} after"
+                    f" {moment.action.kind}",
+                    found,
+                    tuple(tokens[: position + 1]),
+                )
+
+
+@law("BlockManager", cases=HISTORIES)
+def computed_blocks_hold_the_longest_known_prefix(
+    setting: Setting, history: BlockHistory
+) -> None:
+    """Their content is the sequence's own, and the last token is always left to compute."""
+    for moment in _play(setting, history):
+        manager, model = moment.manager, moment.model
+        sequences = [list(tokens) for tokens in model.tokens.values()]
+        sequences += [list(tokens) for tokens in model.known.values()]
+        for tokens in sequences:
+            for probe in (tokens, [*tokens, 1], [*tokens[:-1], 1 - tokens[-1], 0]):
+                found = [
+                    model.known.get(block_id)
+                    for block_id in manager.get_computed_blocks(probe)
+                ]
+                expect_same(
+                    f"computed blocks of {probe}", found, model.longest_prefix(probe)
+                )
+
+
+@law("BlockManager", cases=HISTORIES)
+def a_fork_holds_the_blocks_of_its_parent_and_takes_none(
+    setting: Setting, history: BlockHistory
+) -> None:
+    for moment in _play(setting, history):
+        if moment.child is None:
+            continue
+        manager, model = moment.manager, moment.model
+        parent = list(manager.get_block_ids(moment.parent))
+        expect_same("row", list(manager.get_block_ids(moment.child)), parent)
+        expect_same("free blocks", manager.num_free_blocks, len(model.free))
+
+
+@law("BlockManager", cases=HISTORIES)
+def all_blocks_can_be_allocated_again_once_all_requests_are_freed(
+    setting: Setting, history: BlockHistory
+) -> None:
+    last = None
+    for moment in _play(setting, history):
+        last = moment
+    if last is None:
+        return
+    manager, total = last.manager, history.num_blocks * history.block_size
+    for request_id in last.model.rows:
+        manager.free(request_id)
+    expect_same("used blocks", manager.num_used_blocks, 0)
+    found = manager.allocate_slots("all", 0, total).new_block_ids
+    expect_same("blocks", sorted(found), list(range(history.num_blocks)))
+    expect_same("cached blocks", list(manager.cached_blocks()), [])
+    try:
+        manager.allocate_slots("one more", 0, 1)
+    except OutOfBlocks:
+        return
+    raise Disagreement(
+        "allocation in a full cache", "as a whole", "success", "an error"
+    )
+
+
+@law("BlockManager", cases=st.sampled_from([1, 2, 9]))
+def free_blocks_are_handed_out_in_order_of_their_ids_unless_a_seed_shuffles_them(
+    setting: Setting, num_blocks: int
+) -> None:
+    make = setting.candidate.BlockManager
+    plain = make(num_blocks, 2).allocate_slots("a", 0, 2 * num_blocks).new_block_ids
+    expect_same("blocks without a seed", list(plain), list(range(num_blocks)))
+    for seed in (0, 5):
+        orders = [
+            list(
+                make(num_blocks, 2, seed)
+                .allocate_slots("a", 0, 2 * num_blocks)
+                .new_block_ids
+            )
+            for _ in range(2)
+        ]
+        expect_same("blocks of one seed", orders[0], orders[1])
+        expect_same("sorted blocks", sorted(orders[0]), list(range(num_blocks)))
+        if num_blocks == 9 and orders[0] == list(range(num_blocks)):
+            raise Disagreement("order", f"seed {seed}", orders[0], "a shuffled one")
+
+
+def _unknown_block(manager: Any) -> Any:
+    return manager.allocate_slots("b", 2, 1, [2])
+
+
+INVALID_CALLS: dict[str, Callable[[Any], Any]] = {
+    "free of an unknown request": lambda manager: manager.free("b"),
+    "row of an unknown request": lambda manager: manager.get_block_ids("b"),
+    "fork of an unknown request": lambda manager: manager.fork("b", "c"),
+    "fork to a request that holds blocks": lambda manager: manager.fork("a", "a"),
+    "full blocks of an unknown request": lambda manager: manager.cache_full_blocks(
+        "b", [1, 2], 2
+    ),
+    "more computed tokens than known ones": lambda manager: manager.cache_full_blocks(
+        "a", [1, 2], 4
+    ),
+    "more computed tokens than slots": lambda manager: manager.cache_full_blocks(
+        "a", [1] * 9, 9
+    ),
+    "no new tokens": lambda manager: manager.allocate_slots("b", 0, 0),
+    "a negative count": lambda manager: manager.allocate_slots("b", -1, 2),
+    "computed tokens without blocks": lambda manager: manager.allocate_slots("b", 2, 1),
+    "computed tokens past the row": lambda manager: manager.allocate_slots("a", 7, 1),
+    "computed blocks of a request that holds blocks": lambda manager: (
+        manager.allocate_slots("a", 5, 1, [0])
+    ),
+    "a computed block that is not cached": _unknown_block,
+    "computed blocks in another order": lambda manager: manager.allocate_slots(
+        "b", 4, 1, [1, 0]
+    ),
+    "a computed block without the one before it": lambda manager: (
+        manager.allocate_slots("b", 2, 1, [1])
+    ),
+    "a block id past the last": lambda manager: manager.ref_cnt(4),
+    "a negative block id": lambda manager: manager.ref_cnt(-1),
+}
+
+
+@law(
+    "BlockManager",
+    cases=st.sampled_from(sorted(INVALID_CALLS)),
+    claim="refuses contents",
+)
+def a_block_manager_rejects_invalid_calls_and_stays_as_it_was(
+    setting: Setting, name: str
+) -> None:
+    manager = setting.candidate.BlockManager(4, 2)
+    manager.allocate_slots("a", 0, 5)
+    manager.cache_full_blocks("a", [1, 2, 3, 4, 5], 5)
+    expect_refusal(name, lambda: INVALID_CALLS[name](manager))
+    expect_same("row", list(manager.get_block_ids("a")), [0, 1, 2])
+    expect_same("free blocks", manager.num_free_blocks, 1)
+    counts = [manager.ref_cnt(block_id) for block_id in range(4)]
+    expect_same("reference counts", counts, [1, 1, 1, 0])
+    found = list(manager.get_computed_blocks([1, 2, 3, 4, 5]))
+    expect_same("computed blocks", found, [0, 1])
+
+
+@law(
+    "BlockManager",
+    cases=st.sampled_from([(0, 1), (-1, 1), (1, 0), (1, -1)]),
+    claim="refuses shapes",
+)
+def a_cache_without_blocks_or_slots_is_rejected(
+    setting: Setting, sizes: tuple[int, int]
+) -> None:
+    expect_refusal(
+        f"BlockManager{sizes}", lambda: setting.candidate.BlockManager(*sizes)
+    )

@@ -1,0 +1,445 @@
+"""Laws of the scheduler: token budget, order, chunked prefill, preemption and block tables.
+
+Whole traffic is served step by step, with the reference's block manager. A wrong scheduler violates
+a law in some step, or leaves a request unfinished.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from hypothesis import strategies as st
+
+from ...contract.block_classes import OutOfBlocks
+from ...contract.scheduler_classes import Request
+from ..generators.traffic import (
+    Arrival,
+    ServedStep,
+    Traffic,
+    make_requests,
+    serve,
+    traffics,
+)
+from ..harness.expect import Disagreement, expect_refusal, expect_same, expect_untimely
+from ..harness.law import Setting, law
+
+DIRECTED_TRAFFIC = (
+    # two requests outgrow the cache; the second is preempted and admitted again
+    Traffic((Arrival(0, 3, 6), Arrival(0, 4, 6, family=1)), num_blocks=5),
+    # a long prompt in chunks, beside a decode
+    Traffic(
+        (Arrival(0, 2, 6, family=1), Arrival(1, 13, 2)), num_blocks=60, token_budget=5
+    ),
+    # equal prompts, one after the other
+    Traffic((Arrival(0, 8, 1), Arrival(5, 8, 2), Arrival(5, 13, 1)), num_blocks=60),
+    # three requests, of which the last two are preempted in one step or in two
+    Traffic(
+        (
+            Arrival(0, 4, 6),
+            Arrival(0, 2, 6, 1),
+            Arrival(0, 2, 6, 2),
+            Arrival(1, 1, 3, 3),
+        ),
+        num_blocks=4,
+        block_size=2,
+    ),
+    # more running requests than tokens in the budget
+    Traffic(tuple(Arrival(0, 1, 6, family) for family in range(3)), 60, 2, 2, 8),
+    # one request at a time
+    Traffic((Arrival(0, 5, 2), Arrival(0, 5, 2)), 60, 2, 64, 1),
+)
+TRAFFIC = st.one_of(st.sampled_from(DIRECTED_TRAFFIC), traffics())
+
+
+def _serve(
+    setting: Setting, traffic: Traffic, requests: list[Request] | None = None
+) -> Iterator[ServedStep]:
+    manager = setting.truth.BlockManager(traffic.enough_blocks, traffic.block_size)
+    requests = make_requests(traffic) if requests is None else requests
+    return serve(setting.candidate.Scheduler, manager, traffic, requests)
+
+
+@law("Scheduler", cases=TRAFFIC)
+def a_step_stays_within_the_token_budget_and_the_number_of_running_requests(
+    setting: Setting, traffic: Traffic
+) -> None:
+    for step in _serve(setting, traffic):
+        counts = [each.num_scheduled_tokens for each in step.output.scheduled_requests]
+        if not counts or min(counts) < 1 or sum(counts) > traffic.token_budget:
+            raise Disagreement(
+                "new tokens of a step",
+                f"budget {traffic.token_budget}",
+                counts,
+                "at least one per request, and at most the budget in all",
+            )
+        if len(step.scheduler.running) > traffic.max_running:
+            raise Disagreement(
+                "running requests",
+                "as a whole",
+                len(step.scheduler.running),
+                f"at most {traffic.max_running}",
+            )
+
+
+@law("Scheduler", cases=TRAFFIC)
+def every_request_finishes_with_the_tokens_that_were_sampled_for_it(
+    setting: Setting, traffic: Traffic
+) -> None:
+    """Preemption and chunks change none; a stop token ends the output, and is part of it."""
+    requests = make_requests(traffic)
+    manager = None
+    for step in _serve(setting, traffic, requests):
+        manager = step.manager
+    for request, arrival in zip(requests, traffic.arrivals, strict=True):
+        expect_same("tokens", request.token_ids, arrival.prompt + arrival.output)
+    assert manager is not None
+    expect_same("used blocks at the end", manager.num_used_blocks, 0)
+
+
+@law("Scheduler", cases=TRAFFIC)
+def a_scheduled_request_computes_its_next_known_tokens(
+    setting: Setting, traffic: Traffic
+) -> None:
+    """Each request at most once per step; it samples a token if no known one is left."""
+    for step in _serve(setting, traffic):
+        seen = set()
+        for each in step.output.scheduled_requests:
+            request = each.request
+            name = f"request {request.request_id}"
+            if request.request_id in seen:
+                raise Disagreement(name, "in one step", "scheduled twice", "once")
+            seen.add(request.request_id)
+            expect_same(
+                f"{name}, num_computed_tokens",
+                each.num_computed_tokens,
+                request.num_computed_tokens,
+            )
+            end = each.num_computed_tokens + each.num_scheduled_tokens
+            if end > request.num_tokens:
+                raise Disagreement(name, "end of its tokens", end, request.num_tokens)
+            samples = end == request.num_tokens
+            expect_same(f"{name}, samples_token", each.samples_token, samples)
+            again = max(
+                0, step.recomputable[request.request_id] - each.num_computed_tokens
+            )
+            expect_same(
+                f"{name}, num_recomputed_tokens",
+                each.num_recomputed_tokens,
+                min(again, each.num_scheduled_tokens),
+            )
+
+
+@law("Scheduler", cases=TRAFFIC)
+def the_rows_of_a_step_hold_its_tokens_and_no_block_more(
+    setting: Setting, traffic: Traffic
+) -> None:
+    for step in _serve(setting, traffic):
+        for each in step.output.scheduled_requests:
+            number = each.request.request_id
+            row = step.manager.get_block_ids(number)
+            expect_same(f"row of request {number}", list(each.block_ids), row)
+            end = each.num_computed_tokens + each.num_scheduled_tokens
+            expect_same("blocks", len(row), -(-end // traffic.block_size))
+
+
+@law("Scheduler", cases=TRAFFIC)
+def a_step_lists_every_block_that_it_writes_for_the_first_time(
+    setting: Setting, traffic: Traffic
+) -> None:
+    for step in _serve(setting, traffic):
+        expected = []
+        for each in step.output.scheduled_requests:
+            number = each.request.request_id
+            held = step.rows.get(number, []) if number in step.running else []
+            first = each.num_computed_tokens // traffic.block_size
+            expected += [
+                block_id
+                for index, block_id in enumerate(each.block_ids)
+                if index >= max(len(held), first)
+            ]
+        expect_same("new blocks", list(step.output.new_block_ids), expected)
+
+
+@law("Scheduler", cases=TRAFFIC)
+def a_running_request_goes_before_every_waiting_one(
+    setting: Setting, traffic: Traffic
+) -> None:
+    """So a prompt never delays a decode. Running requests keep the order of their admission."""
+    for step in _serve(setting, traffic):
+        scheduled = [each.request.request_id for each in step.output.scheduled_requests]
+        preempted = step.output.preempted_req_ids
+        stay = [number for number in step.running if number not in preempted]
+        running = [number for number in scheduled if number in step.running]
+        expect_same("running requests first", scheduled[: len(running)], running)
+        expect_same("in order of admission", running, stay[: len(running)])
+        if len(running) < len(stay):
+            # only an empty budget stops them
+            count = step.output.total_num_scheduled_tokens
+            expect_same("tokens of the step", count, traffic.token_budget)
+        for each in step.output.scheduled_requests[: max(0, len(running) - 1)]:
+            missing = each.request.num_tokens - each.num_computed_tokens
+            expect_same("tokens", each.num_scheduled_tokens, missing)
+
+
+@law("Scheduler", cases=TRAFFIC)
+def requests_are_admitted_in_the_order_in_which_they_wait(
+    setting: Setting, traffic: Traffic
+) -> None:
+    """A preempted request waits before all others."""
+    admitted_before: list[int] = []
+    for step in _serve(setting, traffic):
+        scheduled = [each.request.request_id for each in step.output.scheduled_requests]
+        admitted = [number for number in scheduled if number not in step.running]
+        expect_same("admitted requests", admitted, step.waiting[: len(admitted)])
+        preempted = list(reversed(step.output.preempted_req_ids))
+        waiting = [each.request_id for each in step.scheduler.waiting]
+        expect_same(
+            "waiting requests", waiting, preempted + step.waiting[len(admitted) :]
+        )
+        expect_same("num_waiting_reqs", step.output.num_waiting_reqs, len(waiting))
+        admitted_before += [each for each in admitted if each not in admitted_before]
+    arrivals = traffic.arrivals
+    by_arrival = sorted(range(len(arrivals)), key=lambda number: arrivals[number].step)
+    expect_same("order of first admission", admitted_before, by_arrival)
+
+
+@law("Scheduler", cases=TRAFFIC)
+def a_request_waits_only_for_budget_blocks_or_a_free_place(
+    setting: Setting, traffic: Traffic
+) -> None:
+    for step in _serve(setting, traffic):
+        scheduler, manager = step.scheduler, step.manager
+        left = traffic.token_budget - step.output.total_num_scheduled_tokens
+        is_full = len(scheduler.running) >= traffic.max_running
+        if not scheduler.waiting or not left or is_full:
+            continue
+        if step.output.preempted_req_ids:
+            continue
+        request = scheduler.waiting[0]
+        hits = manager.get_computed_blocks(request.token_ids)
+        size = traffic.block_size
+        end = min(request.num_tokens, len(hits) * size + left)
+        cached = set(manager.cached_blocks()) - set(hits)
+        num_available = manager.num_free_blocks + len(cached)
+        num_needed = -(-end // size) - len(hits)
+        if num_needed <= num_available:
+            raise Disagreement(
+                f"request {request.request_id}",
+                f"{num_needed} blocks needed, {num_available} available",
+                "waits",
+                "admitted",
+            )
+
+
+@law("Scheduler", cases=TRAFFIC)
+def the_request_admitted_last_is_preempted_first(
+    setting: Setting, traffic: Traffic
+) -> None:
+    """It loses all of its blocks; nothing is admitted in such a step."""
+    for step in _serve(setting, traffic):
+        preempted = list(step.output.preempted_req_ids)
+        last = list(reversed(step.running))[: len(preempted)]
+        expect_same("preempted requests", preempted, last)
+        if not preempted:
+            continue
+        scheduled = [each.request.request_id for each in step.output.scheduled_requests]
+        admitted = [number for number in scheduled if number not in step.running]
+        expect_same("requests admitted in a step that preempts", admitted, [])
+        for request in step.scheduler.waiting:
+            expect_same("computed tokens", request.num_computed_tokens, 0)
+            expect_refusal(
+                "row of a waiting request",
+                lambda step=step, request=request: step.manager.get_block_ids(
+                    request.request_id
+                ),
+            )
+
+
+@law("Scheduler", cases=TRAFFIC)
+def no_request_is_preempted_while_enough_blocks_are_left(
+    setting: Setting, traffic: Traffic
+) -> None:
+    """Without the last preemption of a step, too few blocks would have been left."""
+    for step in _serve(setting, traffic):
+        preempted = list(step.output.preempted_req_ids)
+        if not preempted:
+            continue
+        # what the last victim freed: the blocks that no request holds which stays
+        stay = [number for number in step.running if number not in preempted]
+        held = {block_id for number in stay for block_id in step.rows[number]}
+        victim = step.rows[preempted[-1]]
+        num_freed = sum(block_id not in held for block_id in victim)
+        # what it would have needed itself, if it was the one that found no block
+        request = step.scheduler.waiting[0]
+        left = traffic.token_budget - step.output.total_num_scheduled_tokens
+        computed = step.computed[request.request_id]
+        end = computed + min(left, request.num_tokens - computed)
+        num_needed = max(0, -(-end // traffic.block_size) - len(victim))
+        manager = step.manager
+        num_left = manager.num_free_blocks + manager.num_cached_blocks - num_freed
+        if num_left >= num_needed:
+            raise Disagreement(
+                "preempted requests",
+                f"{num_left} blocks are left, {num_needed} needed",
+                preempted,
+                preempted[:-1],
+            )
+
+
+@law("Scheduler", cases=TRAFFIC)
+def nothing_is_preempted_if_all_requests_fit(
+    setting: Setting, traffic: Traffic
+) -> None:
+    total = sum(traffic.blocks_per_request)
+    roomy = Traffic(
+        traffic.arrivals,
+        total,
+        traffic.block_size,
+        traffic.token_budget,
+        traffic.max_running,
+    )
+    for step in _serve(setting, roomy):
+        expect_same("preempted requests", list(step.output.preempted_req_ids), [])
+
+
+@law("Scheduler", cases=TRAFFIC)
+def a_token_is_computed_once_unless_it_is_found_or_lost(
+    setting: Setting, traffic: Traffic
+) -> None:
+    """New requests start after their prefix hits, preempted ones after what they find again."""
+    requests = make_requests(traffic)
+    computed = hits = again = 0
+    for step in _serve(setting, traffic, requests):
+        output = step.output
+        prefix = regained = 0
+        for each in output.scheduled_requests:
+            computed += each.num_scheduled_tokens
+            again += each.num_recomputed_tokens
+            number = each.request.request_id
+            if number in step.waiting:
+                if each.request.num_preemptions:
+                    regained += each.num_computed_tokens
+                else:
+                    prefix += each.num_computed_tokens
+        expect_same("num_prefix_hit_tokens", output.num_prefix_hit_tokens, prefix)
+        expect_same("num_regained_tokens", output.num_regained_tokens, regained)
+        hits += prefix
+    needed = sum(request.num_tokens - 1 for request in requests)
+    # a regained token that this request had not computed itself is a hit, too
+    if not any(request.num_preemptions for request in requests):
+        expect_same("tokens computed and found", computed - again + hits, needed)
+
+
+@law("Scheduler", cases=st.sampled_from([(8, 2), (9, 2), (13, 4), (3, 4), (1, 1)]))
+def a_prompt_that_is_in_the_cache_is_computed_from_its_first_unknown_block_on(
+    setting: Setting, case: tuple[int, int]
+) -> None:
+    prompt_len, size = case
+    traffic = Traffic(
+        (Arrival(0, prompt_len, 1), Arrival(1, prompt_len, 1)), 60, size, 64, 4
+    )
+    first, second = _serve(setting, traffic)
+    expect_same("tokens", first.output.total_num_scheduled_tokens, prompt_len)
+    hits = (prompt_len - 1) // size * size
+    expect_same("prefix hits", second.output.num_prefix_hit_tokens, hits)
+    expect_same("tokens", second.output.total_num_scheduled_tokens, prompt_len - hits)
+
+
+@law("Scheduler", cases=st.sampled_from([3, 4, 5]))
+def a_step_asks_for_the_copy_of_a_block_that_others_hold(
+    setting: Setting, prompt_len: int
+) -> None:
+    manager = setting.truth.BlockManager(9, 4)
+    scheduler = setting.candidate.Scheduler(manager, 64, 4)
+    scheduler.add_request(Request("a", [1] * prompt_len, max_tokens=3))
+    scheduler.update_from_output(scheduler.schedule(), {"a": 2})
+    manager.fork("a", "held")
+    output = scheduler.schedule()
+    before, after = manager.get_block_ids("held"), manager.get_block_ids("a")
+    index = prompt_len // 4
+    expected = [(before[index], after[index])] if prompt_len % 4 else []
+    expect_same("blocks to copy", list(output.blocks_to_copy), expected)
+    expect_same(
+        "new blocks", list(output.new_block_ids), [] if expected else [after[1]]
+    )
+
+
+@law("Scheduler", cases=st.sampled_from([0, 1]))
+def a_scheduler_whose_blocks_are_held_by_others_raises_out_of_blocks(
+    setting: Setting, num_steps: int
+) -> None:
+    """It keeps the request, which runs once the blocks are freed."""
+    manager = setting.truth.BlockManager(3, 1)
+    scheduler = setting.candidate.Scheduler(manager, 8, 8)
+    request = Request("a", [1], max_tokens=3)
+    scheduler.add_request(request)
+    for _ in range(num_steps):
+        scheduler.update_from_output(scheduler.schedule(), {"a": 2})
+    manager.allocate_slots("other", 0, 3 - num_steps)
+    try:
+        found = scheduler.schedule()
+    except OutOfBlocks:
+        manager.free("other")
+        expect_same("tokens", scheduler.schedule().total_num_scheduled_tokens, 1)
+        expect_same("preemptions", request.num_preemptions, 0)
+        return
+    raise Disagreement("schedule", "as a whole", found, "OutOfBlocks")
+
+
+INVALID_REQUESTS: dict[str, Callable[[], Request]] = {
+    "an empty prompt": lambda: Request("b", [], max_tokens=1),
+    "no output tokens": lambda: Request("b", [1], max_tokens=0),
+    "an id that is waiting": lambda: Request("a", [1], max_tokens=1),
+    "a request that never fits": lambda: Request("b", [1] * 8, max_tokens=2),
+    "an output that never fits": lambda: Request("b", [1], max_tokens=9),
+}
+
+
+@law(
+    "Scheduler",
+    cases=st.sampled_from(sorted(INVALID_REQUESTS)),
+    claim="refuses contents",
+)
+def a_request_that_cannot_be_served_is_rejected(setting: Setting, name: str) -> None:
+    manager = setting.truth.BlockManager(4, 2)
+    scheduler = setting.candidate.Scheduler(manager, 8, 8)
+    scheduler.add_request(Request("a", [1] * 8, max_tokens=1))
+    expect_refusal(name, lambda: scheduler.add_request(INVALID_REQUESTS[name]()))
+    expect_same("requests", scheduler.num_unfinished_requests, 1)
+
+
+@law(
+    "Scheduler",
+    cases=st.sampled_from([{}, {"b": 1}, {"a": 1, "b": 1}]),
+    claim="refuses contents",
+)
+def sampled_tokens_that_do_not_fit_the_step_are_rejected(
+    setting: Setting, sampled: dict[str, int]
+) -> None:
+    """One token per request whose known tokens are all computed; else nothing changes."""
+    manager = setting.truth.BlockManager(4, 2)
+    scheduler = setting.candidate.Scheduler(manager, 4, 8)
+    requests = [Request("a", [1, 2], max_tokens=3), Request("b", [1] * 4, max_tokens=1)]
+    for request in requests:
+        scheduler.add_request(request)
+    output = scheduler.schedule()
+    expect_refusal(
+        "sampled tokens", lambda: scheduler.update_from_output(output, sampled)
+    )
+    counts = [request.num_computed_tokens for request in requests]
+    expect_same("computed tokens", counts, [0, 0])
+    scheduler.update_from_output(output, {"a": 7})
+    expect_same("tokens", [request.num_tokens for request in requests], [3, 4])
+
+
+@law(
+    "Scheduler",
+    cases=st.sampled_from([(0, 1), (1, 0), (-1, 1)]),
+    claim="refuses shapes",
+)
+def a_scheduler_without_budget_or_requests_is_rejected(
+    setting: Setting, limits: tuple[int, int]
+) -> None:
+    manager = setting.truth.BlockManager(4, 2)
+    make: Any = setting.candidate.Scheduler
+    expect_refusal(f"Scheduler{limits}", lambda: make(manager, *limits))
+    expect_untimely("schedule without requests", make(manager, 8, 8).schedule)
