@@ -8,27 +8,33 @@ TWINS := $(addprefix -p pagetwin.,reference optimized $(notdir $(patsubst %/,%,$
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test docs check mutants
+.PHONY: demo test test-quick docs types check mutants
 
-# one thread each: torch's own threads only get in each other's way at these sizes
-test: export OMP_NUM_THREADS := 1
+# one thread per worker: torch's own threads are slower at these sizes
+test test-quick: export OMP_NUM_THREADS := 1
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) -m "not slow"
+
+# structure, recorded cases, every law on the reference and one law per area on the other twin
+test-quick: $(STAMP)
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) -m "quick and not slow"
 
 demo: $(STAMP)
 	$(BIN)/pagetwin replay --report report.html
 
-# plant every bug of tests/mutants, and see which law finds it; takes a while
+# plant the bugs of tests/mutants whose entry in tests/records/mutants.json is out of date
 mutants: $(STAMP)
 	PYTHONPATH=tests $(BIN)/python -m mutants.run --workers $(TEST_WORKERS)
 
 docs: $(STAMP)
 	$(BIN)/python -m mkdocs build --strict --quiet
 
-check: $(STAMP)
+types: $(STAMP)
+	$(BIN)/mypy $(TWINS)
+
+check: types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy $(TWINS)
 	$(BIN)/python -m mkdocs build --strict --quiet
 
 $(STAMP): pyproject.toml

@@ -315,32 +315,49 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
     )
 
 
+def specialize(
+    value: Any,
+    path: tuple[int, ...],
+    constants: dict[tuple[int, ...], Any],
+    attributes: dict[tuple[int, ...], list[list[Any]]],
+) -> Any:
+    """Return the type of an argument as triton would; note what is constant or aligned."""
+    if isinstance(value, tuple):
+        types = [
+            specialize(each, (*path, number), constants, attributes)
+            for number, each in enumerate(value)
+        ]
+        return type(value)(*types)
+    # triton makes a constant of an integer 1 (mostly a stride), and so do we
+    if value is None or (isinstance(value, int) and value == 1):
+        constants[path] = value
+        return "constexpr"
+    is_tensor = isinstance(value, torch.Tensor)
+    if is_tensor or (isinstance(value, int) and value % 16 == 0):
+        attributes[path] = [["tt.divisibility", 16]]
+    if is_tensor:
+        return f"*{NAMES[value.dtype]}"
+    if isinstance(value, float):
+        return "fp32"
+    return "i32" if -(2**31) <= value < 2**31 else "i64"
+
+
 def compile_launch(
     kernel: JITFunction, values: dict[str, Any], options: dict[str, int], chip: int
 ) -> dict[str, Any]:
     """Compile one recorded launch as triton would, and return what it uses."""
-    signature: dict[str, str] = {}
-    constants: dict[str, Any] = {}
-    attributes: dict[tuple[int], list[list[Any]]] = {}
-    for place, parameter in enumerate(kernel.params):
-        name = parameter.name
-        value = values.get(name, parameter.default)
-        # triton makes a constant of an integer 1 (mostly a stride), and so do we
-        is_one = isinstance(value, int) and value == 1
-        if parameter.is_constexpr or value is None or is_one:
-            signature[name], constants[name] = "constexpr", value
-            continue
-        if isinstance(value, torch.Tensor):
-            signature[name] = f"*{NAMES[value.dtype]}"
-        elif isinstance(value, float):
-            signature[name] = "fp32"
+    signature: dict[str, Any] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+    for index, parameter in enumerate(kernel.params):
+        value = values.get(parameter.name, parameter.default)
+        if parameter.is_constexpr:
+            signature[parameter.name] = "constexpr"
+            constants[(index,)] = value
         else:
-            signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-        aligned = isinstance(value, torch.Tensor) or (
-            isinstance(value, int) and value % 16 == 0
-        )
-        if aligned:
-            attributes[(place,)] = [["tt.divisibility", 16]]
+            signature[parameter.name] = specialize(
+                value, (index,), constants, attributes
+            )
     begin = time.perf_counter()
     compiled = triton.compile(
         ASTSource(
@@ -423,13 +440,17 @@ def main(chips: list[int]) -> None:
             launches.clear()
             launch()
             for kernel, values, options in launches:
-                constants = {
-                    name: value
-                    for name, value in values.items()
-                    if not isinstance(value, torch.Tensor)
-                }
-                key = (kernel.__name__, str(sorted(constants.items())), case)
-                if key in seen or is_idle(case, constants):
+                # a prefill's launch for decode requests is compiled by the decode cases
+                if case.startswith("prefill") and kernel.__name__ == "decode_kernel":
+                    continue
+                used_by = [values.get(each.name) for each in kernel.params]
+                fixed = [
+                    value
+                    for each, value in zip(kernel.params, used_by, strict=True)
+                    if each.is_constexpr
+                ]
+                key = (case, kernel.__name__, str(fixed))
+                if key in seen:
                     continue
                 seen.add(key)
                 used = compile_launch(kernel, values, options, chip)
@@ -438,11 +459,6 @@ def main(chips: list[int]) -> None:
                     used |= walk_over_keys(cubin)
                 line = {"chip": chip, "case": case, "kernel": kernel.__name__} | used
                 print(json.dumps(line), flush=True)
-
-
-def is_idle(case: str, constants: dict[str, Any]) -> bool:
-    """Tell whether a prefill's launch is the one for short requests, which decodes compile."""
-    return case.startswith("prefill") and constants.get("SHORT") is True
 
 
 if __name__ == "__main__":

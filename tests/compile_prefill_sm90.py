@@ -28,7 +28,8 @@ from typing import Any
 import torch
 import triton
 from pagetwin.contract.attention_options import AttentionOptions
-from pagetwin.optimized.kernels.sm90 import prefill as _prefill_sm90
+from pagetwin.optimized.kernels.sm90 import host
+from pagetwin.optimized.kernels.sm90.kernel import prefill_kernel
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -85,17 +86,16 @@ def record(case: Case) -> dict[str, Any]:
         lengths = torch.tensor([block_size, 2 * block_size], dtype=torch.int32)
     lse = torch.zeros(8, 256) if has_lse else None
     options = AttentionOptions(causal=causal)
-    prompts = _prefill_sm90.lay_out(query, keys, keys, table, query, options)
-    assert prompts is not None
-    _prefill_sm90.launch(
-        prompts, query, keys, keys, table, starts, lengths, 156, 16, 0.1, query, lse
+    plan = host.plan(query, keys, keys, table, query, options)
+    host.launch(
+        plan, query, keys, keys, table, starts, lengths, 156, 16, 0.1, query, lse
     )
     return launches[0]
 
 
 def compile_case(values: dict[str, Any]) -> Any:
     """Compile one recorded launch as triton would."""
-    kernel = _prefill_sm90.attend_tiles
+    kernel = prefill_kernel
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
     for parameter in kernel.params:

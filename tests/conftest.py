@@ -40,13 +40,48 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", DEFAULT_PROFILE))
 GOLDEN_LINE = pytest.StashKey[str]()
 
 
+QUICK: dict[str, str] = {
+    "test_backends.py": "",
+    "test_budgets.py": "",
+    "test_cache_specs.py": "",
+    "test_cli.py": "version or help",
+    "test_golden.py": "",
+    "test_imports.py": "",
+    "test_laws.py": "the_reference or the_optimized",
+    "test_layouts.py": "",
+    "test_metadata_fields.py": "",
+    "test_mutants.py": "catalogue or todays or equivalent",
+    "test_option_pairs.py": "design or choice",
+    "test_twins.py": "",
+    "test_validation.py": "",
+    "test_words.py": "",
+}
+"""Tests of `make test-quick`: by file, one of these words in the name; empty: all of the file."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what `make test-quick` runs: of the laws on the optimized twin, one per area."""
+    areas: set[str] = set()
+    for item in items:
+        words = QUICK.get(item.path.name)
+        if words is None or not any(each in item.name for each in words.split(" or ")):
+            continue
+        if item.name.startswith("test_the_optimized_twin_obeys"):
+            area = item.callspec.params["law"].law.area  # type: ignore[attr-defined]
+            if area in areas:
+                continue
+            areas.add(area)
+        item.add_marker("quick")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Let the recorded cases come from another folder."""
     parser.addoption("--golden-dir", help="folder of recorded cases (tests/golden)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep quiet about what triton and xFormers do inside."""
+    """Register the marker `quick`, and filter warnings of triton and xFormers."""
+    config.addinivalue_line("markers", "quick: run by `make test-quick`")
     for warning in (
         "ignore:tl.make_block_ptr is deprecated",
         "ignore:warmup, rep, and use_cuda_graph parameters are deprecated",

@@ -33,16 +33,13 @@ from pagetwin.conformance.harness.expect import Disagreement
 from pagetwin.conformance.harness.fitting import fit_case
 from pagetwin.conformance.harness.law import Law
 from pagetwin.conformance.harness.report import Report, Result
-from pagetwin.conformance.harness.runner import choose_laws
 from pagetwin.conformance.harness.trial import (
     find_law,
     make_case,
     make_setting,
-    try_case,
     try_law,
 )
 from pagetwin.conformance.harness.worker import Job, Worker
-from pagetwin.conformance.laws.all_laws import ALL_LAWS
 from pagetwin.conformance.laws.histories import TOLD, histories
 from pagetwin.contract.attention_options import pack_options
 from pagetwin.tools.cli import DISAGREE, USER_ERROR, app
@@ -439,116 +436,6 @@ def test_a_law_all_of_whose_cases_are_refused_is_listed_and_not_held(kernels):
 # histories
 
 
-@pytest.mark.parametrize("twin", ["reference", "optimized"])
-def test_both_twins_keep_a_cache_right_whatever_is_done_to_it(twin, device):
-    setting = make_setting(load_candidate(twin), str(device))
-    for law in choose_laws("histories"):
-        result = try_law(law, setting, 1, 12)
-        assert result.status == Status.HELD, result
-
-
-def drop_copies(reference):
-    return {"copy_blocks": lambda caches, mapping: None}
-
-
-def copy_keys_only(reference):
-    def copy_blocks(caches, mapping):
-        for cache in caches:
-            for source, destination in mapping.tolist():
-                cache[0, destination] = cache[0, source]
-
-    return {"copy_blocks": copy_blocks}
-
-
-def swap_reversed(reference):
-    def swap_blocks(source, destination, mapping):
-        reference.swap_blocks(source, destination, mapping.flip(0) * 1)
-        if len(mapping) > 1:
-            destination[:, mapping[0, 1]] = source[:, mapping[1, 0]]
-
-    return {"swap_blocks": swap_blocks}
-
-
-def write_padding(reference):
-    def reshape_and_cache(key, value, key_cache, value_cache, slots):
-        reference.reshape_and_cache(key, value, key_cache, value_cache, slots)
-        if bool((slots < 0).any()):
-            key_cache[-1, -1] = 0
-
-    return {"reshape_and_cache": reshape_and_cache}
-
-
-def keep_cleared_rows(reference):
-    class StepBuffers(reference.StepBuffers):
-        def clear_rows(self, rows):
-            super().clear_rows([row for row in rows if row != 2])
-
-        def append_blocks(self, rows, new_blocks):
-            if rows == [2] and len(self._rows[2]) + len(new_blocks[0]) > 6:
-                super().clear_rows(rows)
-            super().append_blocks(rows, new_blocks)
-
-    return {"StepBuffers": StepBuffers}
-
-
-def stale_slots(reference):
-    class StepBuffers(reference.StepBuffers):
-        def build(self, lens, *rest, **padded):
-            before = self._slot_mapping.clone()
-            step = super().build(lens, *rest, **padded)
-            behind = slice(sum(lens), len(step.slot_mapping))
-            step.slot_mapping[behind] = before[behind]
-            return step
-
-    return {"StepBuffers": StepBuffers}
-
-
-def new_tensors(reference):
-    class StepBuffers(reference.StepBuffers):
-        def build(self, *rest, **padded):
-            step = super().build(*rest, **padded)
-            return replace(step, seq_lens=step.seq_lens.clone())
-
-    return {"StepBuffers": StepBuffers}
-
-
-def wrong_order(reference):
-    class StepBuffers(reference.StepBuffers):
-        def build(self, lens, computed, rows=None, **padded):
-            step = super().build(lens, computed, rows, **padded)
-            table = self._block_table[: len(step.block_table_tensor)]
-            return replace(step, block_table_tensor=table)
-
-    return {"StepBuffers": StepBuffers}
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [
-        drop_copies,
-        copy_keys_only,
-        swap_reversed,
-        write_padding,
-        keep_cleared_rows,
-        stale_slots,
-        new_tensors,
-        wrong_order,
-    ],
-    ids=lambda fault: fault.__name__,
-)
-def test_a_fault_in_a_cache_shows_in_its_history(fault, reference):
-    right = load_candidate("reference")
-    broken = Candidate("broken", right.operations | fault(reference.raw), Support())
-    setting = make_setting(broken, "cpu")
-    for law in reversed(choose_laws("histories")):
-        result = try_law(law, setting, 0, 40)
-        if result.status == Status.BROKEN:
-            break
-    assert result.status == Status.BROKEN
-    again = try_case(law, setting, result.case, lambda case: None)
-    assert again.status == Status.BROKEN
-
-
 def test_histories_reach_every_action_and_end_with_requests():
     kinds, layouts, forked = set(), set(), 0
     setting = make_setting(load_candidate("reference"), "cpu")
@@ -732,14 +619,6 @@ def test_an_adapter_without_its_library_says_what_it_needs(name, library, monkey
     result = CliRunner().invoke(app, ["check", str(ADAPTERS / f"{name}.py")])
     assert result.exit_code == USER_ERROR
     assert "this adapter needs" in result.output and "pip install" in result.output
-
-
-def test_every_law_is_a_sentence_with_a_case_that_can_be_made_again():
-    assert len({law.name for law in ALL_LAWS}) == len(ALL_LAWS)
-    for law in ALL_LAWS:
-        if isinstance(law.cases, (list, tuple)):
-            for case in law.cases[:3]:
-                assert repr(make_case(law, repr(case))) == repr(case), law.name
 
 
 def test_a_result_survives_the_way_from_process_to_process():

@@ -21,7 +21,7 @@ import triton.language as tl
 from pagetwin.conformance.oracles.dense import same_bits
 from pagetwin.contract.kinds import FP8_DTYPES
 from pagetwin.optimized.kernels.fp8 import decode_fp8, encode_fp8, has_native_fp8
-from pagetwin.reference.cache._fp8 import quantise
+from pagetwin.reference.cache.fp8 import quantise
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource

@@ -6,13 +6,15 @@ import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 
 import pytest
 import torch
 from benchmarks.ladder import run
 from benchmarks.ladder.batches import Batch, num_processors, random_batch, truth
 from benchmarks.ladder.rungs import RUNGS, Rung
+from pagetwin.optimized.launch import dispatch
+from pagetwin.optimized.launch.plan_cache import PlanCache
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "tests" / "benchmarks" / "ladder"
@@ -183,17 +185,24 @@ def test_a_wrong_rung_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         run.ready(rung, batch, truth(batch), DEVICE == "cuda", [])
 
 
-def test_kernels_for_one_chip_are_left_out_whoever_asks_them(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("portable", [False, True])
+def test_the_portable_rung_leaves_out_the_kernels_of_one_chip(
+    portable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shipped = import_module("benchmarks.ladder.shipped")
-    attend = import_module("pagetwin.optimized.launch.dispatch")
-    only = ModuleType("_prefill_sm90")
-    only.takes = lambda query: True  # type: ignore[attr-defined]
-    monkeypatch.setattr(attend, "takes_prefill", only.takes, raising=False)
-    with shipped.left_out([only]):
-        assert not only.takes(1) and not attend.takes_prefill(1)
-    assert only.takes(1) and attend.takes_prefill(1)
+    """A family that notes which calls are dispatched to it stands for the chip."""
+    asked: list[object] = []
+    family = SimpleNamespace(
+        supports=asked.append
+    )  # None: it does not support the call
+    families = (*dispatch.KERNEL_FAMILIES, family)
+    monkeypatch.setattr(dispatch, "KERNEL_FAMILIES", families)
+    monkeypatch.setattr(dispatch, "PLANS", PlanCache(8))
+    batch = random_batch((2, 1), (20, 9), HEADS, torch.float16, DEVICE)
+    out = torch.full_like(batch.query, float("nan"))
+    import_module("benchmarks.ladder.shipped").prepare(batch, out, portable)()
+    assert truth(batch).judge(out).ok
+    assert len(asked) == (0 if portable else 1)
+    assert dispatch.KERNEL_FAMILIES is families
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="it would run")

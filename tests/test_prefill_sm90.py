@@ -495,12 +495,12 @@ def test_many_launches_in_a_row_give_the_same_bits() -> None:
     for _ in range(50):
         for one, other in zip(run(batch), expected, strict=True):
             assert torch.equal(one, other)
-    for counter in _workspace._of_streams.values():
-        assert not bool(counter[0].any())
+    for kept in _workspace._streams.values():
+        assert not bool(kept.counters.any())
 
 
 @pytest.fixture(autouse=True)
 def own_counters() -> Iterator[None]:
     """Start every test without counters, so that one test's failure stays its own."""
-    _workspace._of_streams.clear()
+    _workspace._streams.clear()
     yield

@@ -16,6 +16,11 @@ from typing import Any
 
 import pytest
 import torch
+from pagetwin.contract.attention_options import (
+    DEFAULT_OPTIONS,
+    pack_options,
+    unpack_options,
+)
 from pagetwin.contract.budgets import judge_rows
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -218,13 +223,11 @@ def test_an_attention_with_one_wrong_option_gives_other_tokens(
     module = import_module("pagetwin.reference.attention.paged")
     right = module.paged_attention
 
-    def attend(*args: Any, **arguments: Any) -> Tensor:
-        if option in arguments:
-            arguments[option] = wrong
-        elif option in arguments["options"].given:
-            changed = replace(arguments["options"], **{option: wrong})
-            arguments["options"] = changed
-        return right(*args, **arguments)
+    def attend(*args: Any, **named: Any) -> Tensor:
+        options = unpack_options(named.pop("options", DEFAULT_OPTIONS))
+        if option in named | options:
+            options[option] = wrong
+        return right(*args, **pack_options(**named | options))
 
     monkeypatch.setattr(module, "paged_attention", attend)
     statistics = Statistics(keep_logits=True)

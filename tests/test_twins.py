@@ -29,10 +29,24 @@ from source_tree import (
     uses,
 )
 
+# files that operations of the reference are made of; those of the twin are kernels
+PARTS_OF_THE_REFERENCE = (
+    "attention/masks/",
+    "attention/requests/",
+    "attention/scores/",
+    "attention/heads.py",
+    "attention/latent_prefill.py",
+    "attention/latent_vectors.py",
+    "attention/output.py",
+    "attention/softmax.py",
+    "cache/fp8.py",
+)
 FILES = sorted(
-    path.relative_to(ROOT / "reference").as_posix()
-    for path in (ROOT / "reference").rglob("*.py")
-    if path.name[0] != "_"
+    name
+    for path in (ROOT / "reference").rglob("[!_]*.py")
+    if not (name := path.relative_to(ROOT / "reference").as_posix()).startswith(
+        PARTS_OF_THE_REFERENCE
+    )
 )
 # folders of the twin that have no counterpart: kernels, and what launches them
 ONLY_FOLDERS_OF_THE_TWIN = ("kernels/", "launch/")
@@ -43,6 +57,12 @@ WITH_TWINS = [
     for concept, name in EACH_OPERATION
     if not concept.is_single
 ]
+
+# what the packages export besides operations
+OTHER_EXPORTS = {
+    "reference": {"AttentionOptions"},
+    "optimized": {"AttentionOptions", "release_workspace"},
+}
 
 # names that only one twin has, and why
 ONLY_IN_THE_REFERENCE = {
@@ -67,6 +87,7 @@ ONLY_IN_THE_TWIN = {
         "MAX_ELEMENTS_PER_PROGRAM": "a tile's size",
     },
     "attention/latent.py": {
+        "latent_prefill_attention": "the reference's is in latent_prefill.py",
         "TOKENS_PER_PROGRAM": "a tile's size",
         "ELEMENTS_PER_PROGRAM": "a tile's size",
     },
@@ -145,7 +166,7 @@ def test_every_concept_is_a_file_of_both_twins_or_of_bookkeeping() -> None:
 def test_both_packages_re_export_every_operation() -> None:
     for twin in TWINS:
         package = import_module(f"pagetwin.{twin}")
-        assert set(package.__all__) == {*OPERATIONS, "AttentionOptions"}
+        assert set(package.__all__) == {*OPERATIONS, *OTHER_EXPORTS[twin]}
         for concept, name in EACH_OPERATION:
             module = import_module(f"{concept.package(twin)}.{concept.module}")
             assert getattr(package, name) is getattr(module, name)
@@ -160,9 +181,24 @@ def test_every_public_function_is_an_operation() -> None:
         shared = f"pagetwin.bookkeeping.{concept.module}"
         if not concept.is_single and shared.removeprefix("pagetwin.") in modules():
             own += _operations_in(shared, concept)
+        own += _operations_in_parts(concept)
         assert sorted(own) == sorted(concept.operations)
         kept = [name for name in concept.operations if name in own]
         assert kept == list(concept.operations)
+
+
+def _operations_in_parts(concept: Concept) -> list[str]:
+    """Return the operations of a concept that are defined in a part of the reference."""
+    module = f"{concept.package('reference')}.{concept.module}"
+    module = module.removeprefix("pagetwin.")
+    found = [(name, resolve(module, name)) for name in concept.operations]
+    return [
+        name
+        for name, place in found
+        if place is not None
+        and place.module.partition(".")[2].replace(".", "/") + ".py"
+        in PARTS_OF_THE_REFERENCE
+    ]
 
 
 def _operations_in(module: str, concept: Concept) -> list[str]:

@@ -14,7 +14,7 @@ from pagetwin.tools.bench.workloads import (
     published_figures,
 )
 
-FOLDER = Path(__file__).parents[2] / "tests" / "gpu"
+FOLDER = Path(__file__).parents[2] / "tests" / "records"
 NOTHING = "*No run is recorded yet.*"
 
 

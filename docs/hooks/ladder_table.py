@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parents[2] / "tests" / "benchmarks" / "ladder"
-RECORD = FOLDER / "ladder.json"
+RECORD = Path(__file__).parents[2] / "tests" / "records" / "ladder.json"
 NO_RUN = "*No run is recorded yet.*"
 Record = dict[str, Any]
 

@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-RECORD = Path(__file__).parents[2] / "tests" / "mutants" / "report.json"
+RECORD = Path(__file__).parents[2] / "tests" / "records" / "mutants.json"
 ENDS = ("killed", "alive", "equivalent")
 
 

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-RECORD = Path(__file__).parents[2] / "tests" / "option_runs.json"
+RECORD = Path(__file__).parents[2] / "tests" / "records" / "option_runs.json"
 OFF = ("none", "as the query", "as the keys")
 KINDS = (
     ("prefill", "batch", ("prefill",)),

@@ -226,10 +226,10 @@ def _setting(value: object) -> str:
 
 def gpu_records() -> str:
     """Return the summaries of the runs on GPUs, the newest first."""
-    folder = ROOT / "tests" / "gpu"
+    folder = ROOT / "tests" / "records"
     summaries = [
         path.with_suffix(".md").read_text(encoding="utf-8")
-        for path in sorted(folder.glob("*.json"), reverse=True)
+        for path in sorted(folder.glob("20*.json"), reverse=True)
         # a benchmark's record is shown on the benchmark page
         if not path.stem.endswith("-bench")
     ]

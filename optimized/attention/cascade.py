@@ -1,8 +1,9 @@
 """Cascade attention: a prefix that all requests share is read once.
 
-The twin's own kernels make both parts and join them. Lengths are shortened where they lie, so the
-host waits for nothing and a CUDA graph may hold it all. That the rows share the prefix is believed:
-their entries for it are never read, except those of row 0.
+Two launches of the portable kernels compute partial results over the prefix and over the rest of
+each sequence, and a third one merges them. Lengths are reduced on the device, so the host does not
+wait, and a CUDA graph can capture the call. The prefix is read through row 0 of the block table.
+The entries of the other rows for it are never read, and are not validated to be equal.
 """
 
 from dataclasses import replace
@@ -49,64 +50,42 @@ def cascade_attention(
     """Return attention of each new token over its sequence, the shared prefix read once.
 
     Raises:
-        NotImplementedError: what the twin's `paged_attention` does not take either.
+        NotImplementedError: what `paged_attention` of this package does not compute.
     """
     options = options.with_causal(True)
+    batch = (block_table, query_start_loc, seq_lens, max_query_len, max_seq_len)
     check_cascade(
-        query,
-        key_cache,
-        value_cache,
-        block_table,
-        query_start_loc,
-        seq_lens,
-        max_query_len,
-        max_seq_len,
-        common_prefix_len,
-        out,
-        lse,
-        options,
+        query, key_cache, value_cache, *batch, common_prefix_len, out, lse, options,
         contents=values_checked(),
-    )
+    )  # fmt: skip
     if not common_prefix_len or not len(block_table):
         return paged_attention(
-            query,
-            key_cache,
-            value_cache,
-            block_table,
-            query_start_loc,
-            seq_lens,
-            max_query_len,
-            max_seq_len,
-            scale=scale,
-            out=out,
-            lse=lse,
-            compute_dtype=compute_dtype,
-            options=options,
-        )
+            query, key_cache, value_cache, *batch, scale=scale, out=out, lse=lse,
+            compute_dtype=compute_dtype, options=options,
+        )  # fmt: skip
     tokens, query_heads, _ = query.shape
     if out is None:
         out = query.new_empty(tokens, query_heads, value_cache.shape[-1])
-    # the parts keep the dtype of the arithmetic, so that the result is rounded once
-    parts = out.new_empty(2, *out.shape, dtype=compute_dtype)
+    # partial results have the dtype of the arithmetic, so the result is rounded once
+    partials = out.new_empty(2, *out.shape, dtype=compute_dtype)
     lses = out.new_empty(2, query_heads, tokens, dtype=torch.float32)
     prefix_blocks = common_prefix_len // key_cache.shape[1]
     # step: attend to the shared prefix, all queries as one request
-    per_piece = _queries_per_piece(query, key_cache)
-    pieces = -(-tokens // per_piece)
-    starts = torch.arange(pieces + 1, dtype=torch.int32, device=query.device)
-    starts *= per_piece
+    chunk = _queries_per_chunk(query, key_cache)
+    chunks = -(-tokens // chunk)
+    starts = torch.arange(chunks + 1, dtype=torch.int32, device=query.device) * chunk
     paged_attention(
         query,
         key_cache,
         value_cache,
-        block_table[:1, :prefix_blocks].expand(pieces, -1),
-        # rows behind the last request stay nobody's
+        block_table[:1, :prefix_blocks].expand(chunks, -1),
+        # rows past the last request belong to no chunk
         torch.minimum(starts, query_start_loc[-1]),
-        seq_lens.new_full((pieces,), common_prefix_len),
-        max_query_len=per_piece,
+        seq_lens.new_full((chunks,), common_prefix_len),
+        max_query_len=chunk,
         max_seq_len=common_prefix_len,
         scale=scale,
-        out=parts[0],
+        out=partials[0],
         lse=lses[0],
         compute_dtype=compute_dtype,
         options=replace(options, causal=False, tree_mask=None, sinks=None),
@@ -123,28 +102,29 @@ def cascade_attention(
         max_query_len,
         max_seq_len=max(max_seq_len - common_prefix_len, 0),
         scale=scale,
-        out=parts[1],
+        out=partials[1],
         lse=lses[1],
         compute_dtype=compute_dtype,
         options=options,
     )
     # step: join both by their log-sum-exp
     return merge_attn_states(
-        parts[0], lses[0], parts[1], lses[1], output=out, output_lse=lse
+        partials[0], lses[0], partials[1], lses[1], output=out, output_lse=lse
     )
 
 
-def _queries_per_piece(query: Tensor, key_cache: Tensor) -> int:
-    """Return into pieces of how many queries the pass over the prefix is cut.
+def _queries_per_chunk(query: Tensor, key_cache: Tensor) -> int:
+    """Return the number of queries per request of the launch over the prefix.
 
-    Few queries leave most of the chip idle if each program reads the whole prefix. In pieces as
-    small as decodes they are split along its keys, and what several pieces read comes from the
-    L2 cache. Many queries fill the chip by themselves, and stay one request.
+    If all queries were one request, each program would read the whole prefix, and few queries
+    would leave most of the chip idle. Chunks of the size of a decode are split along the keys
+    instead, and what several chunks read comes from the L2 cache. Many queries fill the chip by
+    themselves, and stay one request.
     """
     tokens, query_heads, _ = query.shape
     kv_heads = key_cache.shape[2]
     group_size = query_heads // kv_heads
-    per_piece = max(1, DECODE_ROWS // group_size)
-    wanted = PROGRAMS * count_processors(query.device)
-    fills_chip = -(-tokens // per_piece) * kv_heads >= wanted
-    return max(tokens, 1) if fills_chip else per_piece
+    chunk = max(1, DECODE_ROWS // group_size)
+    programs = PROGRAMS * count_processors(query.device)
+    fills_chip = -(-tokens // chunk) * kv_heads >= programs
+    return max(tokens, 1) if fills_chip else chunk

@@ -1,8 +1,8 @@
 """Decode context parallelism: one sequence's keys distributed over ranks.
 
-Nothing is dealt out: whole rounds are counted by a division, and the rest of a sequence goes to the
-first ranks. All of it runs where the lengths lie, also what becomes of a step's tokens: each finds
-its request by bisection, and the host waits for nothing.
+The tokens of a rank are counted by a division: whole rounds first, and the remainder of a sequence
+goes to the first ranks. Everything runs on the device of the lengths. Each new token becomes a
+request of its own, and finds its sequence by bisection, so the host does not wait.
 """
 
 from dataclasses import replace
@@ -38,12 +38,12 @@ def get_dcp_local_seq_lens(
     """Return how many tokens of each sequence lie on a rank, or on every rank."""
     check_ranks(dcp_world_size, dcp_rank, dcp_kv_cache_interleave_size)
     # step: deal the positions out and count each rank's
-    in_a_row = dcp_kv_cache_interleave_size
-    dealt_in_a_round = in_a_row * dcp_world_size
-    rounds = seq_lens // dealt_in_a_round
+    interleave = dcp_kv_cache_interleave_size
+    tokens_per_round = interleave * dcp_world_size
+    rounds = seq_lens // tokens_per_round
     ranks = torch.arange(dcp_world_size, dtype=torch.int32, device=seq_lens.device)
-    rest = (seq_lens % dealt_in_a_round)[:, None] - ranks * in_a_row
-    counts = rounds[:, None] * in_a_row + rest.clamp(0, in_a_row)
+    rest = (seq_lens % tokens_per_round)[:, None] - ranks * interleave
+    counts = rounds[:, None] * interleave + rest.clamp(0, interleave)
     # step: keep the rank that was asked for
     return counts if dcp_rank is None else counts[:, dcp_rank]
 
@@ -70,30 +70,19 @@ def dcp_attention(
     """Return one rank's partial attention of each new token, over the keys that the rank keeps.
 
     Raises:
-        NotImplementedError: what the twin's `paged_attention` does not take either.
+        NotImplementedError: what `paged_attention` of this package does not compute.
     """
     of_rank = (dcp_world_size, dcp_rank, dcp_kv_cache_interleave_size)
     max_local_len = check_dcp_attention(
-        query,
-        key_cache,
-        value_cache,
-        block_table,
-        query_start_loc,
-        seq_lens,
-        max_query_len,
-        max_seq_len,
-        *of_rank,
-        out,
-        lse,
-        options,
-        contents=values_checked(),
-    )
+        query, key_cache, value_cache, block_table, query_start_loc, seq_lens,
+        max_query_len, max_seq_len, *of_rank, out, lse, options, contents=values_checked(),
+    )  # fmt: skip
     # step: find each token's position
     reqs = len(block_table)
     tokens = query.shape[0] if reqs else 0
     token = torch.arange(tokens + 1, dtype=torch.int32, device=query.device)
     starts = query_start_loc.contiguous()
-    # rows behind the last request stay nobody's: their requests have no token
+    # rows past the last request become requests without tokens
     token_starts = torch.minimum(token, starts[-1])
     token = token[:tokens]
     req = torch.searchsorted(starts[1:], token, right=True).clamp(max=reqs - 1)

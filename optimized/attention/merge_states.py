@@ -1,14 +1,17 @@
 """Merging of partial attention results by their log-sum-exp.
 
-One program joins a tile of tokens of one head, part after part, with running sums and maxima: no
-part is looked at twice. Sums are float32. Every tensor has strides of its own.
+One program merges a tile of tokens of one head, one partial result after another, with a running
+maximum, a running sum and an accumulator in float32. Each partial result is read once. Every tensor
+has strides of its own.
 """
 
 import math
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ...bookkeeping.attention.merge_states import log2_lse_to_ln as log2_lse_to_ln
 from ...contract.shapes import (
@@ -19,11 +22,34 @@ from ...contract.shapes import (
     RankLogSumExp,
 )
 from ...validation.merge import check_combine, check_merge
-from ..kernels.rows import LN_2, LOG2_E
+from ..kernels.softmax import LN_2, LOG2_E
 from ..launch.launcher import check_launch, must_widen
 from ..launch.operators import operator
 
 TOKENS_PER_PROGRAM = 8
+
+
+class _State(NamedTuple):
+    """A result of attention, with strides in elements.
+
+    Args:
+        output: [tokens, heads, head_size].
+        lse: log-sum-exp per token and head. Optional. If None, it is not written.
+    """
+
+    output: Any
+    lse: Any
+    stride_token: Any
+    stride_head: Any
+    stride_element: Any
+    lse_stride_head: Any
+    lse_stride_token: Any
+
+
+def _state(output: Tensor, lse: Tensor | None) -> _State:
+    """Return a result whose log-sum-exps are [heads, tokens]."""
+    lse_strides = (0, 0) if lse is None else lse.stride()
+    return _State(output, lse, *output.stride(), *lse_strides)
 
 
 @operator(out=["output", "output_lse"])
@@ -58,29 +84,20 @@ def merge_attn_states(
     with_prefix = tokens
     if prefill_tokens_with_context is not None:
         with_prefix = prefill_tokens_with_context
-    widen = must_widen(output.dtype)
-    target = torch.empty_like(output, dtype=torch.float32) if widen else output
+    upcast = must_widen(output.dtype)
+    target = torch.empty_like(output, dtype=torch.float32) if upcast else output
     _merge_kernel[(triton.cdiv(tokens, TOKENS_PER_PROGRAM), query_heads)](
-        prefix_output,
-        prefix_lse,
-        suffix_output,
-        suffix_lse,
-        target,
-        output_lse,
+        _state(prefix_output, prefix_lse),
+        _state(suffix_output, suffix_lse),
+        _state(target, output_lse),
         tokens,
         with_prefix,
-        *prefix_output.stride(),
-        *prefix_lse.stride(),
-        *suffix_output.stride(),
-        *suffix_lse.stride(),
-        *target.stride(),
-        *((0, 0) if output_lse is None else output_lse.stride()),
         BASE_E=prefix_lse_base == math.e,
-        HEAD_SIZE=head_size,
-        HEAD_TILE=triton.next_power_of_2(head_size),
-        TOKENS=TOKENS_PER_PROGRAM,
+        HEAD_DIM=head_size,
+        BLOCK_D=triton.next_power_of_2(head_size),
+        BLOCK_M=TOKENS_PER_PROGRAM,
     )
-    return output.copy_(target) if widen else output
+    return output.copy_(target) if upcast else output
 
 
 @operator(like=["outputs", "lses"])
@@ -92,201 +109,165 @@ def lse_weighted_combine(
     """Return attention over any number of sets of keys, joined from the results over each."""
     check_combine(outputs, lses)
     check_launch(outputs)
-    parts, tokens, query_heads, head_size = outputs.shape
-    widen = must_widen(outputs.dtype)
+    num_partials, tokens, query_heads, head_size = outputs.shape
+    upcast = must_widen(outputs.dtype)
     shape = (tokens, query_heads, head_size)
-    output = outputs.new_empty(shape, dtype=torch.float32 if widen else outputs.dtype)
+    output = outputs.new_empty(shape, dtype=torch.float32 if upcast else outputs.dtype)
     lse = lses.new_empty(tokens, query_heads)
     if output.numel():
+        _, stride_token, stride_head = lses.stride()
         _combine_kernel[(triton.cdiv(tokens, TOKENS_PER_PROGRAM), query_heads)](
-            outputs,
-            lses,
-            output,
-            lse,
-            parts,
+            _State(outputs, lses, *outputs.stride()[1:], stride_head, stride_token),
+            outputs.stride(0),
+            lses.stride(0),
+            num_partials,
+            _State(output, lse, *output.stride(), lse.stride(1), lse.stride(0)),
             tokens,
-            *outputs.stride(),
-            *lses.stride(),
-            *output.stride(),
-            *lse.stride(),
             BASE_E=is_lse_base_on_e,
-            HEAD_SIZE=head_size,
-            HEAD_TILE=triton.next_power_of_2(head_size),
-            TOKENS=TOKENS_PER_PROGRAM,
+            HEAD_DIM=head_size,
+            BLOCK_D=triton.next_power_of_2(head_size),
+            BLOCK_M=TOKENS_PER_PROGRAM,
         )
     return output.to(outputs.dtype), lse
 
 
 @triton.jit(do_not_specialize=["tokens", "with_prefix"])
 def _merge_kernel(
-    prefix_output,
-    prefix_lse,
-    suffix_output,
-    suffix_lse,
-    output,
-    output_lse,
+    prefix,
+    suffix,
+    merged,
     tokens,
     with_prefix,
-    prefix_stride_token,
-    prefix_stride_head,
-    prefix_stride_element,
-    prefix_lse_stride_head,
-    prefix_lse_stride_token,
-    suffix_stride_token,
-    suffix_stride_head,
-    suffix_stride_element,
-    suffix_lse_stride_head,
-    suffix_lse_stride_token,
-    output_stride_token,
-    output_stride_head,
-    output_stride_element,
-    output_lse_stride_head,
-    output_lse_stride_token,
     BASE_E: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    HEAD_TILE: tl.constexpr,
-    TOKENS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ):
-    token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+    """Merge two results. Only the first `with_prefix` tokens have one of the prefix."""
+    token = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
-    element = tl.arange(0, HEAD_TILE)
+    element = tl.arange(0, BLOCK_D)
     is_token = token < tokens
-    written = is_token[:, None] & (element < HEAD_SIZE)[None, :]
-    # step: count what is not finite as empty
-    first = tl.load(
-        prefix_lse + head * prefix_lse_stride_head + token * prefix_lse_stride_token,
-        mask=is_token & (token < with_prefix),
-        other=-float("inf"),
-    ).to(tl.float32)
-    first = tl.where(first == float("inf"), -float("inf"), first)
-    second = tl.load(
-        suffix_lse + head * suffix_lse_stride_head + token * suffix_lse_stride_token,
-        mask=is_token,
-        other=-float("inf"),
-    ).to(tl.float32)
-    second = tl.where(second == float("inf"), -float("inf"), second)
-    total = tl.zeros([TOKENS, HEAD_TILE], dtype=tl.float32)
-    row_sum = tl.zeros([TOKENS], dtype=tl.float32)
-    row_max = tl.full([TOKENS], -float("inf"), dtype=tl.float32)
-    place = (token * prefix_stride_token + head * prefix_stride_head)[:, None]
-    value = tl.load(
-        prefix_output + place + (element * prefix_stride_element)[None, :],
-        mask=written & (first > -float("inf"))[:, None],
-        other=0.0,
-    ).to(tl.float32)
-    total, row_sum, row_max = _fold_part(total, row_sum, row_max, value, first, BASE_E)
-    place = (token * suffix_stride_token + head * suffix_stride_head)[:, None]
-    value = tl.load(
-        suffix_output + place + (element * suffix_stride_element)[None, :],
-        mask=written & (second > -float("inf"))[:, None],
-        other=0.0,
-    ).to(tl.float32)
-    total, row_sum, row_max = _fold_part(total, row_sum, row_max, value, second, BASE_E)
-    result, joint = _finish(total, row_sum, row_max, BASE_E)
-    place = (token * output_stride_token + head * output_stride_head)[:, None]
-    tl.store(
-        output + place + (element * output_stride_element)[None, :],
-        result.to(output.dtype.element_ty),
-        mask=written,
+    has_prefix = is_token & (token < with_prefix)
+    prefix_lse = _load_lse(prefix, 0, token, head, has_prefix, False)
+    suffix_lse = _load_lse(suffix, 0, token, head, is_token, False)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    l_i = tl.zeros([BLOCK_M], dtype=tl.float32)
+    m_i = tl.full([BLOCK_M], -float("inf"), dtype=tl.float32)
+    value = _load_output(
+        prefix, 0, prefix_lse, token, head, element, is_token, HEAD_DIM
     )
-    if output_lse is not None:
-        tl.store(
-            output_lse
-            + head * output_lse_stride_head
-            + token * output_lse_stride_token,
-            joint.to(output_lse.dtype.element_ty),
-            mask=is_token,
-        )
+    acc, l_i, m_i = _add_partial(acc, l_i, m_i, value, prefix_lse, BASE_E)
+    value = _load_output(
+        suffix, 0, suffix_lse, token, head, element, is_token, HEAD_DIM
+    )
+    acc, l_i, m_i = _add_partial(acc, l_i, m_i, value, suffix_lse, BASE_E)
+    result, lse = _finish(acc, l_i, m_i, BASE_E)
+    _store_state(merged, result, lse, token, head, element, is_token, HEAD_DIM)
 
 
-@triton.jit(do_not_specialize=["parts", "tokens"])
+@triton.jit(do_not_specialize=["num_partials", "tokens"])
 def _combine_kernel(
-    outputs,
-    lses,
-    output,
-    lse,
-    parts,
+    partials,
+    stride_partial,
+    lse_stride_partial,
+    num_partials,
+    merged,
     tokens,
-    outputs_stride_part,
-    outputs_stride_token,
-    outputs_stride_head,
-    outputs_stride_element,
-    lses_stride_part,
-    lses_stride_token,
-    lses_stride_head,
-    output_stride_token,
-    output_stride_head,
-    output_stride_element,
-    lse_stride_token,
-    lse_stride_head,
     BASE_E: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    HEAD_TILE: tl.constexpr,
-    TOKENS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ):
-    token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+    """Merge any number of results. `partials` is the first of them."""
+    token = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
-    element = tl.arange(0, HEAD_TILE)
+    element = tl.arange(0, BLOCK_D)
     is_token = token < tokens
-    written = is_token[:, None] & (element < HEAD_SIZE)[None, :]
-    total = tl.zeros([TOKENS, HEAD_TILE], dtype=tl.float32)
-    row_sum = tl.zeros([TOKENS], dtype=tl.float32)
-    row_max = tl.full([TOKENS], -float("inf"), dtype=tl.float32)
-    for part in range(parts):
-        far = tl.zeros([], dtype=tl.int64) + part
-        place = far * lses_stride_part + token * lses_stride_token
-        given = tl.load(
-            lses + place + head * lses_stride_head, mask=is_token, other=0.0
-        ).to(tl.float32)
-        # step: count what is not finite as empty
-        # inf - inf and nan - nan are no numbers, so only a finite number passes
-        given = tl.where(given - given == 0, given, -float("inf"))
-        place = far * outputs_stride_part + head * outputs_stride_head
-        place = place + (token * outputs_stride_token)[:, None]
-        value = tl.load(
-            outputs + place + (element * outputs_stride_element)[None, :],
-            mask=written & (given > -float("inf"))[:, None],
-            other=0.0,
-        ).to(tl.float32)
-        total, row_sum, row_max = _fold_part(
-            total, row_sum, row_max, value, given, BASE_E
+    acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    l_i = tl.zeros([BLOCK_M], dtype=tl.float32)
+    m_i = tl.full([BLOCK_M], -float("inf"), dtype=tl.float32)
+    for partial in range(num_partials):
+        index = tl.zeros([], dtype=tl.int64) + partial
+        begin = index * lse_stride_partial
+        lse = _load_lse(partials, begin, token, head, is_token, True)
+        begin = index * stride_partial
+        value = _load_output(
+            partials, begin, lse, token, head, element, is_token, HEAD_DIM
         )
-    result, joint = _finish(total, row_sum, row_max, BASE_E)
-    place = (token * output_stride_token + head * output_stride_head)[:, None]
-    tl.store(
-        output + place + (element * output_stride_element)[None, :],
-        result.to(output.dtype.element_ty),
-        mask=written,
-    )
-    tl.store(
-        lse + token * lse_stride_token + head * lse_stride_head,
-        joint.to(lse.dtype.element_ty),
-        mask=is_token,
-    )
+        acc, l_i, m_i = _add_partial(acc, l_i, m_i, value, lse, BASE_E)
+    result, lse = _finish(acc, l_i, m_i, BASE_E)
+    _store_state(merged, result, lse, token, head, element, is_token, HEAD_DIM)
 
 
 @triton.jit
-def _fold_part(total, row_sum, row_max, value, part_lse, BASE_E: tl.constexpr):
-    """Return the running sums of rows with one more part.
+def _load_lse(state, begin, token, head, has_state, NAN_IS_EMPTY: tl.constexpr):
+    """Return log-sum-exps [BLOCK_M], -inf for empty results."""
+    offsets = begin + head * state.lse_stride_head + token * state.lse_stride_token
+    lse = tl.load(state.lse + offsets, mask=has_state, other=-float("inf"))
+    lse = lse.to(tl.float32)
+    # step: count what is not finite as empty
+    if NAN_IS_EMPTY:
+        # inf - inf and NaN - NaN are NaN, so only finite numbers stay
+        lse = tl.where(lse - lse == 0, lse, -float("inf"))
+    else:
+        lse = tl.where(lse == float("inf"), -float("inf"), lse)
+    return lse
 
-    Log-sum-exps are subtracted before they leave their base. The other way round a chip rounds the
-    product in one place and fuses it with the subtraction in another: for log-sum-exps of 90,000
-    the same weight would differ by 0.3 % between the values and the sum that divides them.
+
+@triton.jit
+def _load_output(
+    state, begin, lse, token, head, element, is_token, HEAD_DIM: tl.constexpr
+):
+    """Return outputs [BLOCK_M, BLOCK_D]. Those of empty results may be NaN and are not read."""
+    offsets = begin + token * state.stride_token + head * state.stride_head
+    has_weight = is_token & (lse > -float("inf"))
+    return tl.load(
+        state.output + offsets[:, None] + (element * state.stride_element)[None, :],
+        mask=has_weight[:, None] & (element < HEAD_DIM)[None, :],
+        other=0.0,
+    ).to(tl.float32)
+
+
+@triton.jit
+def _store_state(
+    state, result, lse, token, head, element, is_token, HEAD_DIM: tl.constexpr
+):
+    """Store outputs [BLOCK_M, BLOCK_D], and log-sum-exps [BLOCK_M] unless they are None."""
+    offsets = token * state.stride_token + head * state.stride_head
+    tl.store(
+        state.output + offsets[:, None] + (element * state.stride_element)[None, :],
+        result.to(state.output.dtype.element_ty),
+        mask=is_token[:, None] & (element < HEAD_DIM)[None, :],
+    )
+    if state.lse is not None:
+        offsets = head * state.lse_stride_head + token * state.lse_stride_token
+        lse = lse.to(state.lse.dtype.element_ty)
+        tl.store(state.lse + offsets, lse, mask=is_token)
+
+
+@triton.jit
+def _add_partial(acc, l_i, m_i, value, lse, BASE_E: tl.constexpr):
+    """Return accumulator, sum and maximum with one more partial result.
+
+    Log-sum-exps are subtracted before they are converted to base 2. In the other order the compiler
+    rounds the product in one place and fuses it with the subtraction in another. For log-sum-exps
+    of 90,000 the same weight would then differ by 0.3 % between the values and their divisor.
     """
     # step: weigh each part by its share
     unit: tl.constexpr = LOG2_E if BASE_E else 1.0
-    new_max = tl.maximum(row_max, part_lse)
-    shift = tl.where(new_max == -float("inf"), 0.0, new_max)
-    fade = tl.exp2((row_max - shift) * unit)
-    weight = tl.exp2((part_lse - shift) * unit)
+    m_new = tl.maximum(m_i, lse)
+    shift = tl.where(m_new == -float("inf"), 0.0, m_new)
+    alpha = tl.exp2((m_i - shift) * unit)
+    weight = tl.exp2((lse - shift) * unit)
     # step: add up what has weight
-    total = total * fade[:, None] + value * weight[:, None]
-    return total, row_sum * fade + weight, new_max
+    acc = acc * alpha[:, None] + value * weight[:, None]
+    return acc, l_i * alpha + weight, m_new
 
 
 @triton.jit
-def _finish(total, row_sum, row_max, BASE_E: tl.constexpr):
-    """Return the averages, and the log-sum-exps in their base; 0 and -inf where nothing is."""
+def _finish(acc, l_i, m_i, BASE_E: tl.constexpr):
+    """Return outputs and log-sum-exps in their base; 0 and -inf if all results are empty."""
     unit: tl.constexpr = LN_2 if BASE_E else 1.0
-    divisor = tl.where(row_sum > 0, row_sum, 1.0)
-    return total / divisor[:, None], row_max + tl.log2(divisor) * unit
+    divisor = tl.where(l_i > 0, l_i, 1.0)
+    return acc / divisor[:, None], m_i + tl.log2(divisor) * unit

@@ -1,7 +1,7 @@
 """Micro-batches: one step cut into slices of its requests and tokens.
 
-The clipping of each request is one expression over all of them. What lies on the device is clipped
-there, with the two ends of the slice as plain numbers, so nothing is sent and nothing is read.
+One expression clips all requests. Tensors on the device are clipped there, with both ends of the
+slice as plain numbers, so nothing is copied to the device and nothing is read from it.
 """
 
 from collections.abc import Sequence
@@ -28,8 +28,8 @@ def make_metadata_with_slice(
     """Return one micro-batch of a step as a step of its own.
 
     Raises:
-        NotImplementedError: `logits_indices_padded` lies on a device other than the host: how
-            many of them fall into a micro-batch is not known without waiting for the device.
+        NotImplementedError: `logits_indices_padded` is not on the host. Counting those of a
+            micro-batch would synchronize with the device.
     """
     check_micro_batch(ubatch_slice, attn_metadata)
     requests, tokens = ubatch_slice.request_slice, ubatch_slice.token_slice
@@ -40,11 +40,11 @@ def make_metadata_with_slice(
     starts = attn_metadata.query_start_loc_cpu[rows]
     starts_on_device = attn_metadata.query_start_loc[rows]
     query_start_loc_cpu = _clipped(starts, tokens)
-    left_out = _behind(starts, tokens)
-    check_cut_of_last_request(attn_metadata, int(left_out[-1]))
+    cut_off = _tokens_after(starts, tokens)
+    check_cut_of_last_request(attn_metadata, int(cut_off[-1]))
     # step: shorten requests cut at the end, advance requests cut at the front
-    changes["seq_lens"] = changes["seq_lens"] - _behind(starts_on_device, tokens)
-    changes["seq_lens_cpu"] = changes["seq_lens_cpu"] - left_out
+    changes["seq_lens"] = changes["seq_lens"] - _tokens_after(starts_on_device, tokens)
+    changes["seq_lens_cpu"] = changes["seq_lens_cpu"] - cut_off
     skipped = (tokens.start - starts[:-1]).clamp(min=0)
     changes["num_computed_tokens_cpu"] = changes["num_computed_tokens_cpu"] + skipped
     # step: select the tokens whose logits are wanted
@@ -76,8 +76,8 @@ def _clipped(starts: Tensor, tokens: slice) -> Tensor:
     return starts.clamp(tokens.start, tokens.stop) - tokens.start
 
 
-def _behind(starts: Tensor, tokens: slice) -> Tensor:
-    """Return how many tokens of each request lie behind the slice."""
+def _tokens_after(starts: Tensor, tokens: slice) -> Tensor:
+    """Return the number of tokens of each request after the slice."""
     return (starts[1:] - tokens.stop).clamp(min=0)
 
 
@@ -89,9 +89,9 @@ def _own_logits(
         return {}
     if wanted.device.type != "cpu":
         raise NotImplementedError(
-            f"logits_indices_padded lies on {wanted.device}: expected it on the host, as"
-            " counting those of a micro-batch would wait for the device; set it after the"
-            " batch is cut"
+            f"logits_indices_padded is on {wanted.device}: expected the host, as counting"
+            " those of a micro-batch would synchronize with the device; set it after the"
+            " batch is sliced"
         )
     wanted = wanted[: attn_metadata.num_logits_indices]
     own = wanted[(wanted >= tokens.start) & (wanted < tokens.stop)] - tokens.start

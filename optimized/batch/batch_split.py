@@ -1,7 +1,7 @@
 """Batch order: decodes first, then prefills, and the boundary between them.
 
-Every answer is a few numpy operations on the host; nothing is read from the device. Runs of
-prefills are found by bisection in the running total of the lengths, one search for each run.
+All functions are a few numpy operations on the host; nothing is read from the device. Chunks of
+prefills are found by bisection in the cumulative sum of the lengths, one search per chunk.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ def reorder_batch_to_split_decodes_and_prefills(
     num_computed_tokens: Sequence[int] | None = None,
     num_prompt_tokens: Sequence[int] | None = None,
 ) -> list[int]:
-    """Return the order of the batch that has its decodes first, moving as few as possible."""
+    """Return the order that puts decodes first and moves as few requests as possible."""
     check_regions(
         num_scheduled_tokens, decode_threshold, num_computed_tokens, num_prompt_tokens
     )
@@ -37,12 +37,12 @@ def reorder_batch_to_split_decodes_and_prefills(
             region = np.where(is_long, 2, in_prompt)
             region[computed == 0] = 3
     # step: find the positions with a request of another region
-    places = np.flatnonzero(region != np.sort(region))
+    misplaced = np.flatnonzero(region != np.sort(region))
     # step: fill these positions region by region
-    # with two regions the last one first, so that every move is a swap of two rows
-    waiting = places[::-1] if num_computed_tokens is None else places
+    # two regions: start with the last one, so that every move swaps two rows
+    sources = misplaced[::-1] if num_computed_tokens is None else misplaced
     order = np.arange(len(region))
-    order[places] = waiting[np.argsort(region[waiting], kind="stable")]
+    order[misplaced] = sources[np.argsort(region[sources], kind="stable")]
     return order.tolist()
 
 
@@ -52,7 +52,7 @@ def split_decodes_and_prefills(
     require_uniform: bool = False,
     treat_short_extends_as_decodes: bool = True,
 ) -> tuple[int, int, int, int]:
-    """Return where the decodes end in a batch that has them first."""
+    """Return the boundary between decodes and prefills in a batch with its decodes first."""
     check_not_negative(decode_threshold=decode_threshold)
     starts = common_attn_metadata.query_start_loc_cpu.numpy()
     query_lens = starts[1:] - starts[:-1]
@@ -67,7 +67,7 @@ def split_decodes_and_prefills(
     num_decodes = _first(is_prefill)
     # step: count the tokens of decodes and prefills
     num_tokens = common_attn_metadata.num_actual_tokens
-    # without a prefill, tokens behind the last request are padding of the decodes
+    # without a prefill, tokens after the last request are padding of the decodes
     whole = num_decodes == len(query_lens)
     num_decode_tokens = num_tokens if whole else int(starts[num_decodes])
     return (
@@ -81,7 +81,7 @@ def split_decodes_and_prefills(
 def split_decodes_prefills_and_extends(
     common_attn_metadata: CommonAttentionMetadata, decode_threshold: int = 1
 ) -> tuple[int, int, int, int, int, int]:
-    """Return where the decodes and the extends end in a batch in three regions."""
+    """Return the boundaries between decodes, extends and prefills in a batch of that order."""
     check_not_negative(decode_threshold=decode_threshold)
     starts = common_attn_metadata.query_start_loc_cpu.numpy()
     query_lens = starts[1:] - starts[:-1]
@@ -94,7 +94,7 @@ def split_decodes_prefills_and_extends(
     first_prefill = _first(is_long & (query_lens == seq_lens))
     # step: count the tokens of each region
     num_tokens = common_attn_metadata.num_actual_tokens
-    # tokens behind the last request are padding of the last region
+    # tokens after the last request are padding of the last region
     extend_at, prefill_at = (
         num_tokens if each == num_reqs else int(starts[each])
         for each in (first_extend, first_prefill)
@@ -112,7 +112,7 @@ def split_decodes_prefills_and_extends(
 def split_prefill_chunks(
     seq_lens_cpu: TokenCounts, workspace_size: int, request_offset: int = 0
 ) -> list[tuple[int, int]]:
-    """Return runs of requests whose sequences fit into a workspace together."""
+    """Return chunks of requests whose sequences fit together in a workspace."""
     seq_lens = seq_lens_cpu.numpy()
     check_prefill_chunks(seq_lens, workspace_size)
     totals = np.cumsum(seq_lens, dtype=np.int64)
@@ -127,5 +127,5 @@ def split_prefill_chunks(
 
 
 def _first(found: np.ndarray) -> int:
-    """Return the place of the first True; the length if there is none."""
+    """Return the index of the first True; the length if there is none."""
     return int(found.argmax()) if found.any() else len(found)

@@ -1,6 +1,6 @@
 """Causal convolution: the chunk of tokens that each program processes.
 
-Both lists are made at once with numpy and sent to the device in one copy, padding included.
+numpy builds both lists at once, padding included, and one copy moves them to the device.
 """
 
 import numpy as np
@@ -19,7 +19,7 @@ from ...validation.step_shapes import check_conv_starts
 def compute_causal_conv1d_metadata(
     query_start_loc_p: StartLoc, device: torch.device | str = "cpu"
 ) -> tuple[dict[int, CausalConv1dChunks], ProgramChunks, ProgramChunks]:
-    """Return which request and which of its chunks each program works on."""
+    """Return the request and the chunk that each program processes."""
     check_conv_starts(query_start_loc_p)
     # step: divide each prompt into chunks
     nums = -(-np.diff(query_start_loc_p.numpy()) // CONV_BLOCK_M)

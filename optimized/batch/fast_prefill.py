@@ -1,8 +1,7 @@
 """Fast prefill: the last layers run only on tokens whose logits are wanted.
 
-The logits of all requests are counted in one histogram on the host. The tokens whose logits are
-wanted are needed there, so they are fetched once if they lie on a device; a caller that keeps
-`logits_indices_padded` on the host waits for nothing. The classes are made as in the reference.
+One histogram on the host counts the wanted tokens of all requests. Their indices are needed there,
+so they are copied from the device once. If `logits_indices_padded` is on the host, nothing waits.
 """
 
 import numpy as np
@@ -24,7 +23,7 @@ from ...validation.step_shapes import check_has_logits_indices, check_logits_ind
 def make_kv_sharing_fast_prefill_common_attn_metadata(
     common_attn_metadata: CommonAttentionMetadata,
 ) -> CommonAttentionMetadata:
-    """Return the step as layers see it that run only on tokens whose logits are wanted."""
+    """Return the step that has only the tokens whose logits are wanted."""
     common = common_attn_metadata
     if common.max_query_len <= 1:
         return common

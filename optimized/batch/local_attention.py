@@ -1,7 +1,7 @@
 """Chunked local attention: each chunk of a sequence as a request of its own.
 
-The chunks of all requests are found at once with numpy. The device gets their requests and entries
-in one copy and picks the blocks itself, so the block table is never read on the host.
+numpy finds the chunks of all requests at once. One copy moves their requests and entries to the
+device, which selects the blocks itself, so the host never reads the block table.
 """
 
 import numpy as np
@@ -16,7 +16,7 @@ def make_local_attention_virtual_batches(
     common_attn_metadata: CommonAttentionMetadata,
     block_size: int,
 ) -> CommonAttentionMetadata:
-    """Return the step with one virtual request for each chunk that holds new tokens."""
+    """Return the step with one virtual request per chunk that holds new tokens."""
     check_local_attention(attn_chunk_size, common_attn_metadata, block_size)
     all_lens = common_attn_metadata.seq_lens_cpu.numpy()
     context_lens = all_lens - np.diff(common_attn_metadata.query_start_loc_cpu.numpy())
@@ -37,7 +37,7 @@ def make_local_attention_virtual_batches(
     if not table.shape[1]:
         table = table.new_zeros(len(all_lens), 1)
     entry = chunk[:, None] * blocks_per_chunk + np.arange(blocks_per_chunk)
-    # the last chunk may reach past the row; what stands there is never read
+    # the last chunk may extend past the row; those entries are never read
     entry = np.minimum(entry, table.shape[1] - 1)
     picked = torch.from_numpy(np.column_stack([req, entry]))
     picked = picked.to(table.device, non_blocking=True)

@@ -1,7 +1,7 @@
 """Attention metadata of one step: start locations, lengths, block table and slots.
 
-Everything is computed with numpy in one pinned buffer and sent to the device in one copy, which the
-host does not wait for. The tensors of the metadata are views of that buffer and of its copy.
+numpy computes everything in one pinned buffer, which one asynchronous copy moves to the device. The
+tensors of the metadata are views of that buffer and of its copy.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ def build_common_attn_metadata(
     block_size: int,
     device: torch.device | str = "cpu",
 ) -> CommonAttentionMetadata:
-    """Return one step's metadata from its requests, in the order they are given."""
+    """Return one step's metadata from its requests, in the given order."""
     num_reqs = len(query_lens)
     # step: compute the slots of the new tokens
     slot_mapping = compute_slot_mapping_batch(
@@ -72,7 +72,7 @@ def build_attn_metadata(
     slot_mappings: Sequence[SlotMapping],
     layer_names: Sequence[Sequence[str]],
 ) -> dict[str, PagedAttentionMetadata]:
-    """Return the metadata of every layer: one object for each group of layers."""
+    """Return the metadata of every layer: one object per group of layers."""
     check_attn_groups(
         len(attn_metadata_builders),
         num_reqs,

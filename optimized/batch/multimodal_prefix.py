@@ -1,6 +1,6 @@
 """Multimodal prefixes: bidirectional attention among the tokens of one image.
 
-Runs are found where a mask changes, and a range is written to all of its tokens at once.
+Runs are found where a mask changes. A range is written to all of its tokens at once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -83,7 +83,7 @@ def fill_mm_prefix_query_ranges(
     # step: find the new tokens inside a range
     pieces = []
     for req, ranges in mm_prefix_range.items():
-        # the token that would have position 0, if it were new
+        # index that the token of position 0 would have if it were new
         origin = starts[req + 1] - seq_lens[req]
         for first, last in ranges:
             begin = max(starts[req], origin + first)
@@ -106,7 +106,7 @@ def _runs(feature: MultiModalFeature, modulus: int) -> list[tuple[int, int]]:
         first += -(first + 1) % modulus
     if modulus or feature.is_embed is None:
         return [(first, end - 1)] if first < end else []
-    # a run begins where the mask rises, and ends before it falls
+    # a run starts where the mask rises and ends before it falls
     flags = np.zeros(feature.length + 2, dtype=np.int8)
     flags[1:-1] = np.asarray(feature.is_embed, dtype=bool)
     change = np.diff(flags)

@@ -1,10 +1,10 @@
 """Step buffers: tensors with fixed addresses that hold each step's metadata.
 
-The rows of block ids live twice: in numpy, where slots are looked up, and on the device. A step
-writes starts, lengths, slots and the new blocks into one pinned buffer and sends its filled part in
-one copy that the host does not wait for; the device then puts the new blocks into its table. There
-are two pinned buffers, and one is filled again only after the copy from it has run. Nothing is read
-from the device.
+The rows of block ids are stored twice: in numpy, where slots are computed, and on the device. A
+step writes starts, lengths, slots and new blocks into one pinned buffer. One asynchronous copy
+moves its filled part to the device, where the new blocks are scattered into the table. There are
+two pinned buffers; one is filled again only after its copy has finished. Nothing is read from the
+device.
 """
 
 from collections.abc import Sequence
@@ -29,8 +29,8 @@ _NUM_PINNED_BUFFERS = 2
 class StepBuffers:
     """The tensors of an engine's steps, allocated once and written in place.
 
-    One buffer on the device holds, in this order: starts, lengths, rows, slots. What is new in
-    the block table travels behind the slots of the step, where no graph reads.
+    One buffer on the device holds, in this order: starts, lengths, rows, slots. New entries of the
+    block table are copied to the space after the slots of the step, which no graph reads.
     """
 
     def __init__(
@@ -55,18 +55,18 @@ class StepBuffers:
         self.device = torch.device(device)
         self._host_table = np.zeros((max_num_reqs, max_blocks), dtype=np.int32)
         self._num_blocks = np.zeros(max_num_reqs, dtype=np.int64)
-        self._row_places = np.arange(max_num_reqs, dtype=np.int64) * max_blocks
+        self._row_offsets = np.arange(max_num_reqs, dtype=np.int64) * max_blocks
         self._token_numbers = np.arange(max_num_tokens, dtype=np.int64)
-        # new blocks, as runs of places in the flat table: where each begins, how long it is
-        self._new_places: list[int] = []
+        # new blocks: start and length of each run of entries in the flat table
+        self._new_offsets: list[int] = []
         self._new_counts: list[int] = []
-        # bytes: where each part of the buffer begins
+        # offsets of the sections of the buffer, in bytes
         self._lens_at = (max_num_reqs + 1) * _INT32
         self._rows_at = self._lens_at + max_num_reqs * _INT32
         rows_end = self._rows_at + max_num_reqs * _INT32
         self._slots_at = -(-rows_end // _INT64) * _INT64
         slots_end = self._slots_at + max_num_tokens * _INT64
-        # room for the blocks that a step's own tokens can need; more go on their own
+        # space for the blocks that a step's own tokens can need; more get a copy of their own
         self._max_new = max_num_reqs + -(-max_num_tokens // block_size)
         num_bytes = slots_end + self._max_new * (_INT64 + _INT32)
         self._pinned = [
@@ -91,18 +91,18 @@ class StepBuffers:
     def append_blocks(
         self, rows: Sequence[int], new_blocks: Sequence[Sequence[int]]
     ) -> None:
-        """Write new blocks behind some rows; the next step knows of them."""
+        """Append new blocks to some rows; the next step includes them."""
         check_new_blocks(rows, new_blocks, self._num_blocks, self.max_blocks)
         # step: append the new ids to each row
         for row, blocks in zip(rows, new_blocks, strict=True):
             held = int(self._num_blocks[row])
             self._host_table[row, held : held + len(blocks)] = blocks
             self._num_blocks[row] = held + len(blocks)
-            self._new_places.append(row * self.max_blocks + held)
+            self._new_offsets.append(row * self.max_blocks + held)
             self._new_counts.append(len(blocks))
 
     def clear_rows(self, rows: Sequence[int]) -> None:
-        """Empty some rows, whose requests have left."""
+        """Empty some rows, whose requests have ended."""
         check_rows("rows", rows, self.max_num_reqs)
         self._num_blocks[np.asarray(rows, dtype=np.int64)] = 0
 
@@ -132,7 +132,7 @@ class StepBuffers:
             own_rows = np.asarray(rows, dtype=np.int64)
         row_lens = self._num_blocks[own_rows]
         if not self._fit(lens, computed, row_lens):
-            # which request it is, and in which words, takes longer to find
+            # slower: finds the request and raises the error
             check_batch_lengths(lens, computed)
             check_sequences_fit(lens, computed, row_lens, self.block_size)
         reqs = num_reqs if num_reqs_padded is None else num_reqs_padded
@@ -146,7 +146,7 @@ class StepBuffers:
         slots_end = self._slots_at + tokens * _INT64
         slots = pinned.array[self._slots_at : slots_end].view(np.int64)
         first_positions = computed - starts[:num_reqs]
-        self._find_slots(slots[:num_tokens], lens, first_positions, own_rows)
+        self._compute_slots(slots[:num_tokens], lens, first_positions, own_rows)
         # step: pad to the size of the captured graph
         slots[num_tokens:] = PAD_SLOT_ID
         starts[num_reqs + 1 :] = num_tokens
@@ -159,7 +159,7 @@ class StepBuffers:
         ints[self._lens_at // _INT32 :][:reqs] = host_counts[1]
         if rows is not None:
             ints[self._rows_at // _INT32 :][:num_reqs] = np.asarray(rows)
-        self._send(pinned, slots_end)
+        self._copy_to_device(pinned, slots_end)
         # step: copy the rows in batch order
         block_table = self._block_table
         if rows is not None:
@@ -185,24 +185,24 @@ class StepBuffers:
     def _fit(
         self, lens: np.ndarray, computed: np.ndarray, row_lens: np.ndarray
     ) -> bool:
-        """Tell whether no count is negative and no sequence longer than its row."""
+        """Return whether no count is negative and no sequence is longer than its row."""
         if not len(lens) == len(computed) == len(row_lens):
             return False
-        # the sign of either shows in both
+        # the sign bit of either is set in the bitwise or
         negative = (lens | computed) < 0
-        outgrown = lens + computed > row_lens * self.block_size
-        return not (negative | outgrown).any()
+        too_long = lens + computed > row_lens * self.block_size
+        return not (negative | too_long).any()
 
-    def _find_slots(
+    def _compute_slots(
         self,
         slots: np.ndarray,
         lens: np.ndarray,
         first_positions: np.ndarray,
         own_rows: slice | np.ndarray,
     ) -> None:
-        """Write the slot of every new token; `slots` is changed.
+        """Write the slot of every new token to `slots`, which is modified in place.
 
-        `first_positions`: what to add to a token's number to get its position.
+        `first_positions`: difference between a token's position and its index in the batch.
         """
         block_size = self.block_size
         position = self._token_numbers[: len(slots)] + first_positions.repeat(lens)
@@ -210,39 +210,39 @@ class StepBuffers:
             entry = position // block_size
             position -= entry * block_size
         else:
-            # a shift is quicker than a division
+            # a shift is faster than a division
             entry = position >> self._block_shift
             position &= block_size - 1
-        entry += self._row_places[own_rows].repeat(lens)
+        entry += self._row_offsets[own_rows].repeat(lens)
         block_id = self._host_table.reshape(-1).take(entry)
         np.multiply(block_id, block_size, out=slots, dtype=np.int64)
         slots += position
 
-    def _send(self, pinned: "_PinnedBuffer", end: int) -> None:
-        """Send the filled part of a buffer and the new blocks behind it, in one copy."""
-        if not self._new_places:
+    def _copy_to_device(self, pinned: "_PinnedBuffer", end: int) -> None:
+        """Copy the filled part of a buffer and the new blocks after it to the device at once."""
+        if not self._new_offsets:
             pinned.send(self._bytes, end)
             return
         counts = np.asarray(self._new_counts, dtype=np.int64)
         ends = counts.cumsum()
         total = int(ends[-1])
-        firsts = np.asarray(self._new_places, dtype=np.int64) - (ends - counts)
-        places: np.ndarray = firsts.repeat(counts) + np.arange(total)
-        block_ids = self._host_table.reshape(-1).take(places)
-        self._new_places.clear()
+        firsts = np.asarray(self._new_offsets, dtype=np.int64) - (ends - counts)
+        offsets: np.ndarray = firsts.repeat(counts) + np.arange(total)
+        block_ids = self._host_table.reshape(-1).take(offsets)
+        self._new_offsets.clear()
         self._new_counts.clear()
         table = self._block_table.view(-1)
         if total > self._max_new:
             pinned.send(self._bytes, end)
             table.scatter_(
                 0,
-                torch.from_numpy(places).to(self.device),
+                torch.from_numpy(offsets).to(self.device),
                 torch.from_numpy(block_ids).to(self.device),
             )
             return
         ids_at = end + total * _INT64
         last = ids_at + total * _INT32
-        pinned.array[end:ids_at].view(np.int64)[:] = places
+        pinned.array[end:ids_at].view(np.int64)[:] = offsets
         pinned.array[ids_at:last].view(np.int32)[:] = block_ids
         pinned.send(self._bytes, last)
         table.scatter_(
@@ -253,7 +253,7 @@ class StepBuffers:
 
 
 class _PinnedBuffer:
-    """Host memory that the device copies from on its own, and whether it has done so."""
+    """Pinned host memory and the event that marks the end of its last asynchronous copy."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         on_cuda = device.type == "cuda"
@@ -264,12 +264,12 @@ class _PinnedBuffer:
         self._copied = torch.cuda.Event() if on_cuda else None
 
     def wait(self) -> None:
-        """Return once the last copy from here has run; at once if there was none."""
+        """Wait until the last copy from this buffer has finished."""
         if self._copied is not None:
             self._copied.synchronize()
 
     def send(self, target: torch.Tensor, num_bytes: int) -> None:
-        """Copy the first bytes to the start of `target`, which is changed."""
+        """Copy the first bytes to the start of `target`, which is modified in place."""
         target[:num_bytes].copy_(self._bytes[:num_bytes], non_blocking=True)
         if self._copied is not None:
             self._copied.record(torch.cuda.current_stream(target.device))

@@ -1,7 +1,7 @@
 """Block tables: the cache blocks of each request, in sequence order.
 
-Rows are written into one numpy array, long ones a row at a time and short ones all at once, and
-sent to the device in one copy.
+Rows are written into one numpy array and copied to the device once. Long rows are written one at a
+time, short ones all at once.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ def make_block_table(
     max_blocks: int | None = None,
     device: torch.device | str = "cpu",
 ) -> BlockTable:
-    """Return the rows as one table, padded with 0 behind each row."""
+    """Return the rows as one table, padded with 0."""
     if max_blocks is None:
         max_blocks = max((len(row) for row in rows), default=0)
     return torch.from_numpy(padded_rows(rows, max_blocks)).to(device)
@@ -36,9 +36,9 @@ def append_blocks(
     num_blocks: BlockCounts,
     new_blocks: Sequence[Sequence[int]],
 ) -> BlockCounts:
-    """Write new blocks behind the rows and return how many blocks each row holds then.
+    """Append new blocks to the rows and return the new number of blocks per row.
 
-    All new blocks of the batch are sent in one copy and written in one indexed store.
+    All new blocks of the batch are copied to the device once and written by one indexed store.
     """
     check_append_blocks(block_table, num_blocks, new_blocks)
     added = np.fromiter(map(len, new_blocks), np.int64, len(new_blocks))
@@ -55,7 +55,7 @@ def append_blocks(
 def padded_rows(rows: Sequence[Sequence[int]], max_blocks: int) -> np.ndarray:
     """Return the rows as one int32 array, padded with 0.
 
-    The ids are checked in the array: looking at each in its list takes longer than all the rest.
+    The ids are validated in the array, since a loop over the lists takes longer than the rest.
     """
     lens = np.fromiter(map(len, rows), np.int64, len(rows))
     if lens.max(initial=0) > max_blocks:
@@ -63,7 +63,7 @@ def padded_rows(rows: Sequence[Sequence[int]], max_blocks: int) -> np.ndarray:
     table = np.zeros((len(rows), max_blocks), dtype=np.int32)
     num_ids = int(lens.sum())
     if num_ids <= _SHORT_ROW * len(rows):
-        # a numpy call for each row would take longer than walking over the ids
+        # one numpy call per row would take longer than one pass over the ids
         owned = np.arange(max_blocks) < lens[:, None]
         table[owned] = np.fromiter(chain.from_iterable(rows), np.int32, num_ids)
     else:

@@ -1,7 +1,7 @@
 """Persistent block-table rows: append, move, swap and clear as requests come and go.
 
-The rows are one numpy array, written in place. A step copies its live part into pinned memory
-of its own and sends that, so the host neither waits nor overwrites what is still on its way.
+The rows are one numpy array, modified in place. A step copies the used rows to pinned memory of its
+own and starts the copy to the device. The host does not wait, and later changes do not reach it.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ class BlockTable:
         dcp_rank: int = 0,
         dcp_kv_cache_interleave_size: int = 1,
     ) -> None:
-        """Make a table whose rows are all empty; `block_size` is the kernel's from here on."""
+        """Create a table of empty rows; the attribute `block_size` is the kernel's."""
         self.block_size = block_size if kernel_block_size is None else kernel_block_size
         check_ranks(dcp_world_size, dcp_rank, dcp_kv_cache_interleave_size)
         check_block_table_sizes(
@@ -59,12 +59,12 @@ class BlockTable:
 
     @property
     def num_blocks_per_row(self) -> list[int]:
-        """Entries that each row holds, in blocks of the kernel."""
+        """Number of entries per row, in blocks of the kernel."""
         held: list[int] = self._held.tolist()
         return held
 
     def append_row(self, block_ids: Sequence[int], row_idx: int) -> None:
-        """Write blocks behind what a row holds."""
+        """Append blocks to a row."""
         check_row_indices(self.max_num_reqs, row_idx=row_idx)
         held = int(self._held[row_idx])
         check_row_takes(
@@ -77,7 +77,7 @@ class BlockTable:
         self._held[row_idx] += len(entries)
 
     def add_row(self, block_ids: Sequence[int], row_idx: int) -> None:
-        """Start a row anew; nothing of what it held is left."""
+        """Replace the content of a row."""
         check_row_indices(self.max_num_reqs, row_idx=row_idx)
         check_row_takes(
             block_ids, 0, self.max_num_blocks_per_req, self.entries_per_block
@@ -87,7 +87,7 @@ class BlockTable:
         self.append_row(block_ids, row_idx)
 
     def move_row(self, src: int, tgt: int) -> None:
-        """Copy a row over another one, of which nothing is left."""
+        """Copy a row over another row."""
         check_row_indices(self.max_num_reqs, src=src, tgt=tgt)
         self._table[tgt] = self._table[src]
         self._held[tgt] = self._held[src]
@@ -108,7 +108,7 @@ class BlockTable:
     ) -> shapes.SlotMapping:
         """Return this rank's slot of each token."""
         tokens_per_entry = self.block_size * self.dcp_world_size
-        # as an array: a list of all rows would be made for every step
+        # an array, since building a list of all rows in every step is slow
         check_positions(req_indices, positions, self._held, tokens_per_entry)
         in_a_row = self.dcp_kv_cache_interleave_size
         req = np.asarray(req_indices, dtype=np.int64)
@@ -123,7 +123,7 @@ class BlockTable:
         return torch.from_numpy(slots)
 
     def get_device_tensor(self, num_reqs: int) -> shapes.BlockTable:
-        """Return a copy of the first rows where the cache lies."""
+        """Return a copy of the first rows on the device of the cache."""
         check_not_negative(num_reqs=num_reqs)
         check_row_indices(self.max_num_reqs + 1, num_reqs=num_reqs)
         live = torch.empty(

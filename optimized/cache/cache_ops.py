@@ -1,9 +1,8 @@
 """Cache operations: write, gather, copy and swap keys and values.
 
-Each loop over tokens becomes one launch whose programs move a tile of tokens by elements, through
-whatever strides the tensors have, bit for bit: elements travel as integers of their width, so no
-rounding can touch them. Only where a cache is FP8 and the other side is not are they numbers on the
-way, and then both twins agree in every bit too. Addresses are 64-bit.
+One launch moves all tokens; each program copies a tile of tokens by elements, with any strides.
+Elements are copied as integers of their width, so no bit changes. Only between an FP8 cache and a
+wider dtype are they converted, and there both twins agree bitwise too. Addresses are 64-bit.
 """
 
 from collections.abc import Sequence
@@ -120,7 +119,7 @@ def gather_cache(
     v_scale: Scale | float | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[Key, Value]:
-    """Return the keys and values of whole sequences, one after another."""
+    """Return the keys and values of whole sequences, concatenated."""
     check_gather_cache(
         key_cache,
         value_cache,
@@ -188,10 +187,10 @@ def swap_blocks(
     destination: DestinationKVCache,
     block_mapping: BlockMapping,
 ) -> None:
-    """Copy whole blocks from one cache to another, which may lie on another device.
+    """Copy whole blocks from one cache to another, possibly on another device.
 
-    Between devices the blocks are gathered into one buffer, sent, and scattered; the call
-    returns when they have arrived.
+    Between devices the blocks are gathered into one buffer, copied and scattered. The call
+    returns when the copy has finished.
     """
     check_kv_caches_alike([source, destination])
     check_block_mapping(
@@ -200,14 +199,14 @@ def swap_blocks(
     if source.device == destination.device:
         _copy_on_device(source, destination, block_mapping)
         return
-    taken = block_mapping[:, 0].to(source.device)
-    given = block_mapping[:, 1].to(destination.device)
+    from_blocks = block_mapping[:, 0].to(source.device)
+    to_blocks = block_mapping[:, 1].to(destination.device)
     source, destination = as_bits(source, destination)
-    destination[:, given] = source[:, taken].to(destination.device)
+    destination[:, to_blocks] = source[:, from_blocks].to(destination.device)
 
 
 def as_bits(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return the tensors seen as integers of the same width."""
+    """Return views of the tensors as integers of the same width."""
     return tuple(each.view(AS_INTEGERS[each.element_size()]) for each in tensors)
 
 

@@ -1,8 +1,8 @@
 """Slot mapping: the cache slot of every new token.
 
-On the host the loop over tokens becomes numpy over the whole batch, and only those entries of the
-rows are looked at that hold new tokens. On the device it becomes one program per 256 tokens, each
-of which finds its tokens' requests by bisection in the starts. Addresses are 64-bit.
+On the host, numpy computes the slots of the whole batch at once, and reads only the entries of the
+rows that hold new tokens. On the device, one program computes 256 tokens. Each program finds the
+requests of its tokens by bisection in the start locations. Addresses are 64-bit.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,6 @@ from ...validation import (
     check_batch_lengths,
     check_one_sequence,
     check_positive,
-    check_row_reaches,
     check_sequences_fit,
     check_slot_mapping_device,
     values_checked,
@@ -42,14 +41,9 @@ def compute_slot_mapping(
     block_table: Sequence[int] | None,
 ) -> SlotMapping:
     """Return the cache slot of every new token of one sequence."""
-    check_one_sequence(seq_len, context_len, block_size)
-    if is_profile_run:
+    check_one_sequence(is_profile_run, seq_len, context_len, block_size, block_table)
+    if is_profile_run or block_table is None:
         return torch.full((seq_len,), PAD_SLOT_ID, dtype=torch.int64, device=HOST)
-    if block_table is None:
-        raise ValueError(
-            "block_table = None: expected a row unless is_profile_run is set"
-        )
-    check_row_reaches(len(block_table), seq_len, block_size)
     slots = np.full(seq_len - context_len, PAD_SLOT_ID, dtype=np.int64)
     position = np.arange(max(context_len, start_idx), seq_len)
     row = np.asarray(block_table[: -(-seq_len // block_size)], dtype=np.int64)
@@ -73,13 +67,13 @@ def compute_slot_mapping_batch(
     check_batch_lengths(lens, computed)
     row_lens = np.fromiter(map(len, block_rows), np.int64, len(block_rows))
     check_sequences_fit(lens, computed, row_lens, block_size)
-    # the entries that hold new tokens, of all rows one after another; an entry stands at
-    # `shift` plus its place in its own row
+    # the entries with new tokens of all rows, concatenated; entry i of a row has index
+    # `shift` + i
     first = computed // block_size
-    behind = -(-(computed + lens) // block_size)
-    batch = zip(block_rows, first.tolist(), behind.tolist(), strict=True)
-    touched = [row[begin:end] for row, begin, end in batch]
-    counts = behind - first
+    end = -(-(computed + lens) // block_size)
+    batch = zip(block_rows, first.tolist(), end.tolist(), strict=True)
+    touched = [row[start:stop] for row, start, stop in batch]
+    counts = end - first
     shift = counts.cumsum() - counts - first
     block_ids = np.fromiter(chain.from_iterable(touched), np.int64, int(counts.sum()))
     position = np.arange(int(lens.sum()))
@@ -97,7 +91,7 @@ def compute_slot_mapping_device(
     block_size: int,
     num_tokens: int,
 ) -> SlotMapping:
-    """Return the cache slot of every new token of a batch, computed where the table lies."""
+    """Return the cache slot of every new token of a batch, computed on the block table's device."""
     check_slot_mapping_device(
         query_start_loc,
         num_computed_tokens,
@@ -130,7 +124,7 @@ def compute_slot_mapping_device(
 
 @triton.jit
 def find_request(start_loc, token, num_reqs, num_halvings):
-    """Return the request that each token belongs to; num_reqs if it lies past the last one.
+    """Return the request of each token; num_reqs for tokens past the last request.
 
     `start_loc`: [num_reqs + 1] rising starts. `num_halvings`: bits of num_reqs.
     """

@@ -1,12 +1,13 @@
-"""How does a number become one of eight bits?
+"""FP8 numbers in kernels: decoding to float16, encoding from float32, and scales.
 
-Eight bits are loaded and stored as they are, as uint8. A chip of compute capability 8.9 or newer
-decodes them by an instruction (`NATIVE`). An older one has none, and the interpreter's conversions
-are wrong (NaN comes out as 480, subnormals are lost, 448 becomes 256), so there, and for encoding
-everywhere, the same numbers come from arithmetic on integers.
+FP8 numbers are loaded and stored as uint8. A chip of compute capability 8.9 or newer decodes them
+by an instruction (`NATIVE`). An older one has none, and the interpreter's conversions are wrong:
+NaN becomes 480, subnormals are lost, 448 becomes 256. There, and for encoding everywhere, the same
+numbers come from integer arithmetic.
 """
 
 from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -16,9 +17,17 @@ from torch import Tensor
 from ..launch.launcher import INTERPRETED
 
 
+class ScaleStrides(NamedTuple):
+    """Strides over heads of the scales of keys, values and output. None for a number."""
+
+    k: Any
+    v: Any
+    out: Any
+
+
 @cache
 def has_native_fp8(device: torch.device) -> bool:
-    """Tell whether kernels on a device decode FP8 numbers by an instruction."""
+    """Return whether kernels on a device decode FP8 numbers by an instruction."""
     if INTERPRETED:
         return False
     chip = torch.cuda.get_device_properties(device)
@@ -30,7 +39,7 @@ def scale_arguments(
 ) -> tuple[Tensor | float | None, int | None]:
     """Return a scale and its stride over heads, as `load_scale` takes them.
 
-    A number travels as it is, without a stride: it needs no tensor on the device.
+    A number is passed by value, without a stride.
     """
     if scale is None:
         return None, None
@@ -41,7 +50,7 @@ def scale_arguments(
 
 @triton.jit
 def load_scale(scale, stride, head, is_head):
-    """Return a scale: one number, or that of each `head`, of which only `is_head` are read."""
+    """Return the scale of each head. Only those of `is_head` are read, others are 1."""
     return (
         scale
         if stride is None
@@ -51,13 +60,13 @@ def load_scale(scale, stride, head, is_head):
 
 @triton.jit
 def decode_fp8(bits, E5M2: tl.constexpr, NATIVE: tl.constexpr):
-    """Return the numbers that uint8 `bits` stand for, in float16, which holds each exactly.
+    """Return FP8 numbers as float16, which represents each of them exactly.
 
-    A NaN keeps its sign only where it is not NATIVE.
+    A NaN keeps its sign only if not NATIVE.
 
     Args:
-        bits: uint8.
-        E5M2: whether they are float8_e5m2; else float8_e4m3fn.
+        bits: the numbers as uint8.
+        E5M2: whether they are float8_e5m2; otherwise float8_e4m3fn.
         NATIVE: `has_native_fp8` of the device.
     """
     if NATIVE:
@@ -73,19 +82,19 @@ def decode_fp8(bits, E5M2: tl.constexpr, NATIVE: tl.constexpr):
         else:
             magnitude = wide & 0x7F
             half = (magnitude << 7) | ((wide & 0x80) << 8)
-            # its only NaN is all ones; in float16 the fifth bit of the exponent is missing
+            # the only NaN is all ones; of float16's NaN one more bit of the exponent is set
             half = tl.where(magnitude == 0x7F, half | 0x4000, half)
-            # a float16's exponent counts from -15, not -7; subnormals scale along
+            # float16's exponent bias is 15, not 7; subnormals scale too
             numbers = half.to(tl.float16, bitcast=True) * 256.0
     return numbers
 
 
 @triton.jit
-def decode_values(bits, E5M2: tl.constexpr, NATIVE: tl.constexpr):
-    """Return what `decode_fp8` returns, where the numbers are the second factor of a product.
+def decode_fp8_pinned(bits, E5M2: tl.constexpr, NATIVE: tl.constexpr):
+    """Return what `decode_fp8` returns, for numbers that are the second operand of a product.
 
-    The compiler would move the conversion behind the change of layout that such a factor needs, and
-    there each thread would read single bytes; it leaves a conversion alone that may have effects.
+    The compiler would move the conversion past the layout change that such an operand needs. There
+    each thread would read single bytes. It does not move a conversion that may have side effects.
     """
     if not NATIVE:
         numbers = decode_fp8(bits, E5M2, NATIVE)
@@ -114,33 +123,33 @@ def decode_values(bits, E5M2: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def encode_fp8(numbers, E5M2: tl.constexpr):
-    """Return float32 numbers as uint8 bits, rounded to nearest even.
+    """Return float32 numbers as FP8 numbers in uint8, rounded to nearest even.
 
-    What lies past the largest number, infinity too, becomes that number. NaN becomes the NaN of
-    all ones, with its sign. So these are the bits of torch's `clamp(-largest, largest).to(dtype)`.
+    Numbers beyond the largest one, infinity included, become that one. NaN becomes the NaN of all
+    ones, with its sign. These are the bits of torch's `clamp(-largest, largest).to(dtype)`.
 
-    The arithmetic is the same on every chip. The instruction would save little, and for 8.9 triton
-    rounds twice on the way to it: first to float16, towards zero.
+    The arithmetic is the same on every chip. The instruction would save little, and for compute
+    capability 8.9 triton rounds twice: first to float16, towards zero.
 
     Args:
         numbers: float32.
-        E5M2: whether to round to float8_e5m2; else to float8_e4m3fn.
+        E5M2: whether to round to float8_e5m2; otherwise to float8_e4m3fn.
     """
-    # bits of a float32's mantissa that do not fit, the exponent field of the smallest normal
-    # number, and a number whose last bit is worth the smallest subnormal one
+    # bits of a float32's mantissa that are dropped, the exponent field of the smallest normal
+    # number, and a number whose last bit has the value of the smallest subnormal one
     dropped: tl.constexpr = 21 if E5M2 else 20
     smallest: tl.constexpr = 113 if E5M2 else 121
     magic: tl.constexpr = 128.0 if E5M2 else 16384.0
     bits = numbers.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     is_nan = magnitude > 0x7F800000
-    # 57344 and 448, as bits: no NaN is left for the arithmetic
+    # 57344 and 448 as bits; this removes NaN from the arithmetic
     magnitude = tl.minimum(magnitude, 0x47600000 if E5M2 else 0x43E00000)
-    # to nearest, and to even where both are as near; a carry moves the exponent on
+    # to nearest, ties to even; a carry increments the exponent
     even = (magnitude >> dropped) & 1
     normal = (magnitude + even + ((1 << (dropped - 1)) - 1)) >> dropped
     normal -= (smallest - 1) << (23 - dropped)
-    # the addition rounds a subnormal number to its place
+    # the addition rounds a subnormal number
     shifted = magnitude.to(tl.float32, bitcast=True) + magic
     subnormal = shifted.to(tl.int32, bitcast=True) & 0xFF
     rounded = tl.where(magnitude < (smallest << 23), subnormal, normal)

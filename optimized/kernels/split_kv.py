@@ -1,272 +1,193 @@
-"""How do programs share a batch of short requests evenly, and join what they cut?
+"""Split-KV kernels with fixed splits: batch-invariant results for requests of any length.
 
-All tiles of keys of all short requests stand in one line, request after request. The line is cut
-into spans of equal length, and a program takes one span of one kv head. So a ragged batch is
-balanced, a single long row fills the chip, and no plan is made on the host: each program counts the
-tiles from the lengths itself, which is one load and one sum for a usual batch.
-
-A request that lies in one span is written at once. One that reaches over several has a part in
-each; whoever finishes its part last joins them all, in the order of the keys, so that the result
-does not depend on who was last.
+The keys of a sequence are cut at multiples of SPLIT_SIZE, counted from its first key. The splits
+are combined in order. So a row is bitwise the same whatever else is in the batch, and whichever of
+the two kernels computes it. `split_rows_kernel` computes all splits of a query tile in one program.
+`split_kv_kernel` has a program per split, for batches whose query tiles do not fill the chip.
 """
 
 import triton
 import triton.language as tl
 
-from .rows import fold_parts
+from .arguments import CHANGING, group_arguments
+from .attention_tile import attend_to_keys, load_query_tile
+from .combine import arrive, combine_splits, fold_partial, split_offset, store_partial
+from .epilogue import clear_padding, scale_values, store_rows
+from .options.sinks import start_with_sinks
+from .prefill import find_request
+from .softmax import normalize, start_softmax
 
 
 @triton.jit
-def sight(
-    position,
-    seq_len,
-    is_causal,
-    CAUSAL: tl.constexpr,
-    SLIDING_WINDOW: tl.constexpr,
-    CHUNK_SIZE: tl.constexpr,
-):
-    """Return the first key that a query at `position` sees, and the one behind the last."""
-    first = position * 0
-    end = first + seq_len
-    if SLIDING_WINDOW > 0:
-        first = tl.maximum(position - SLIDING_WINDOW + 1, 0)
-        end = tl.minimum(position + SLIDING_WINDOW, seq_len)
-    if CHUNK_SIZE > 0:
-        begins = position // CHUNK_SIZE * CHUNK_SIZE
-        first = tl.maximum(first, begins)
-        end = tl.minimum(end, begins + CHUNK_SIZE)
-    if CAUSAL == 1:
-        end = tl.minimum(position + 1, seq_len)
-    elif CAUSAL == 2:
-        end = tl.where(is_causal, tl.minimum(position + 1, end), end)
-    return first, end
+def count_splits(visible, config: tl.constexpr, SPLIT_SIZE: tl.constexpr):
+    """Return the first key of a query tile's first KV tile, its first split, and their number."""
+    begin = visible.begin // config.BLOCK_N * config.BLOCK_N
+    first_split = begin // SPLIT_SIZE
+    num_splits = tl.maximum(tl.cdiv(visible.end, SPLIT_SIZE) - first_split, 1)
+    return begin, first_split, num_splits
 
 
 @triton.jit
-def count_tiles(
-    req,
-    is_req,
-    query_start_loc,
-    lengths,
-    causal,
-    causal_stride,
-    short_rows,
-    GROUP_SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    SLIDING_WINDOW: tl.constexpr,
-    CHUNK_SIZE: tl.constexpr,
-    WIDENED: tl.constexpr,
-    KEYS: tl.constexpr,
-):
-    """Return the first tile of keys of each request and how many it has; none if not short.
-
-    A short request that sees no key has one tile, whose program writes that.
+def attend_to_splits(
+    call, tile, begin, first_split, split, end_split, counts_sink, kv_head,
+    config: tl.constexpr, SPLIT_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Return the rows of a query tile and their log-sum-exp, over some splits of their keys.
 
     Args:
-        req, is_req: requests, and which of them there are.
-        WIDENED: whether trees or ranges see more than the interval of `sight`.
+        begin: first key of the tile's first KV tile.
+        first_split: index of the tile's first split in the sequence.
+        split, end_split: the splits to attend to, counted from the first.
+        counts_sink: whether the result is final, and so counts the sinks.
     """
-    start = tl.load(query_start_loc + req, mask=is_req, other=0)
-    query_len = tl.load(query_start_loc + req + 1, mask=is_req, other=0) - start
-    seq_len = tl.load(lengths + req, mask=is_req, other=0)
-    if BLOCK_SIZE == 0:
-        seq_len = tl.load(lengths + req + 1, mask=is_req, other=0) - seq_len
-    is_causal = True
-    if CAUSAL == 2:
-        is_causal = tl.load(causal + req * causal_stride, mask=is_req, other=0) != 0
-    context = seq_len - query_len
-    first, _ = sight(context, seq_len, is_causal, CAUSAL, SLIDING_WINDOW, CHUNK_SIZE)
-    _, end = sight(seq_len - 1, seq_len, is_causal, CAUSAL, SLIDING_WINDOW, CHUNK_SIZE)
-    if WIDENED:
-        first = first * 0
-        end = seq_len
-    first_tile = first // KEYS
-    tiles = tl.maximum(tl.cdiv(end, KEYS) - first_tile, 1)
-    is_short = (query_len > 0) & (query_len * GROUP_SIZE <= short_rows)
-    return first_tile, tl.where(is_short, tiles, 0)
+    acc, l_i, m_i = start_softmax(config.BLOCK_M, config.BLOCK_DV)
+    l_i, m_i = start_with_sinks(
+        l_i, m_i, call.option_tensors.sinks, tile.rows.head, tile.rows.is_row,
+        counts_sink,
+    )  # fmt: skip
+    for own in range(split, end_split):
+        split_begin = (first_split + own) * SPLIT_SIZE
+        split_acc, split_l, split_m = start_softmax(config.BLOCK_M, config.BLOCK_DV)
+        split_acc, split_l, split_m = attend_to_keys(
+            split_acc, split_l, split_m, tile, tl.maximum(begin, split_begin),
+            tl.minimum(tile.visible.end, split_begin + SPLIT_SIZE), config,
+        )  # fmt: skip
+        result, lse = normalize(split_acc, split_l, split_m)
+        result = scale_values(result, call, kv_head, config.CACHE_FP8)
+        acc, l_i, m_i = fold_partial(acc, l_i, m_i, result, lse)
+    return normalize(acc, l_i, m_i)
 
 
-@triton.jit
-def choose_span(total, requests, most, num_spans, MIN_TILES: tl.constexpr):
-    """Return how many tiles a span has.
-
-    Requests that are all of one length are cut at their ends, or into equal parts, where that
-    makes no span much longer: a cut costs a join.
-
-    Args:
-        total: tiles of all requests.
-        requests: those that have some.
-        most: of one of them.
-        num_spans: at most.
-        MIN_TILES: a shorter span is not worth a join.
-    """
-    span = tl.maximum(tl.cdiv(total, num_spans), MIN_TILES)
-    longest = tl.maximum(most, 1)
-    whole = tl.cdiv(span, longest) * longest
-    part = tl.cdiv(longest, tl.maximum(longest // span, 1))
-    even = tl.where(span >= longest, whole, part)
-    is_even = (most * requests == total) & (even * 8 <= span * 9)
-    # no branch: behind one, triton 3.7 no longer sees that keys lie side by side, and loads each
-    # element by itself
-    return tl.where(is_even, even, span)
-
-
-@triton.jit
-def own_span(
-    place,
-    num_spans,
-    query_start_loc,
-    lengths,
-    causal,
-    causal_stride,
+@triton.jit(do_not_specialize=CHANGING)
+def split_rows_kernel(
+    tensors,
+    option_tensors,
+    num_tokens,
     num_reqs,
-    short_rows,
-    GROUP_SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    SLIDING_WINDOW: tl.constexpr,
-    CHUNK_SIZE: tl.constexpr,
-    WIDENED: tl.constexpr,
-    KEYS: tl.constexpr,
-    MIN_TILES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    MANY: tl.constexpr,
+    num_search_steps,
+    partial_rows,
+    scale,
+    table_stride_req,
+    lse_stride_head,
+    lse_stride_token,
+    strides,
+    options,
+    tree_stride_req,
+    tree_width,
+    config: tl.constexpr,
+    SPLIT_SIZE: tl.constexpr,
 ):
-    """Return a program's requests and tiles.
+    """Attend with all requests, one program per query tile. Grid: (query tiles, kv_heads).
 
     Args:
-        WIDTH: requests that are counted at once.
-        MANY: whether there are more, which are counted before the span is known.
-
-    Returns:
-        first_req, end_req: the requests that lie in the span.
-        line: where in the line the first of them begins.
-        begin, end: where in the line the span begins and ends.
-        span: tiles of a span.
+        As in `prefill_kernel`, and SPLIT_SIZE: keys per split, a multiple of BLOCK_N.
     """
-    if MANY:
-        # count all tiles, then go through them again
-        counted = 0
-        requests = 0
-        most = 0
-        for base in range(0, num_reqs, WIDTH):
-            req = base + tl.arange(0, WIDTH)
-            _, tiles = count_tiles(
-                req, req < num_reqs, query_start_loc, lengths, causal, causal_stride,
-                short_rows, GROUP_SIZE, BLOCK_SIZE, CAUSAL, SLIDING_WINDOW, CHUNK_SIZE,
-                WIDENED, KEYS,
+    kv_head = tl.program_id(1)
+    index = tl.program_id(0)
+    call, output = group_arguments(
+        tensors, option_tensors, strides, options, scale, table_stride_req,
+        lse_stride_head, lse_stride_token, tree_stride_req, tree_width,
+    )  # fmt: skip
+    first_req, end_req, first_row = find_request(
+        tensors.query_start_loc, num_reqs, num_search_steps, config
+    )
+    if config.CLEAR_PADDING:
+        first_padding = tl.load(tensors.query_start_loc + num_reqs) + index
+        clear_padding(
+            output, first_padding, num_tokens, tl.num_programs(0), kv_head, config, 16
+        )
+    for req in range(first_req, end_req):
+        start = tl.load(tensors.query_start_loc + req)
+        query_len = tl.load(tensors.query_start_loc + req + 1) - start
+        if first_row < query_len * config.GROUP_SIZE:
+            tile = load_query_tile(
+                call, req, start, query_len, first_row, kv_head, config
+            )
+            begin, first_split, num_splits = count_splits(
+                tile.visible, config, SPLIT_SIZE
+            )
+            result, lse = attend_to_splits(
+                call, tile, begin, first_split, 0, num_splits, True, kv_head,
+                config, SPLIT_SIZE,
             )  # fmt: skip
-            counted += tl.sum(tiles, 0)
-            requests += tl.sum((tiles > 0).to(tl.int32), 0)
-            most = tl.maximum(most, tl.max(tiles, 0))
-        span = choose_span(counted, requests, most, num_spans, MIN_TILES)
-        begin = tl.minimum(place * span, counted)
-        end = tl.minimum(begin + span, counted)
-        counted = 0
-        first_req = 0
-        end_req = 0
-        line = 0
-        for base in range(0, num_reqs, WIDTH):
-            req = base + tl.arange(0, WIDTH)
-            _, tiles = count_tiles(
-                req, req < num_reqs, query_start_loc, lengths, causal, causal_stride,
-                short_rows, GROUP_SIZE, BLOCK_SIZE, CAUSAL, SLIDING_WINDOW, CHUNK_SIZE,
-                WIDENED, KEYS,
-            )  # fmt: skip
-            reaches = counted + tl.cumsum(tiles, 0)
-            counted = tl.max(reaches, 0)
-            before, within, last = _compare(reaches, req < num_reqs, begin, end)
-            first_req += before
-            end_req += within
-            line = tl.maximum(line, last)
-    else:
-        req = tl.arange(0, WIDTH)
-        _, tiles = count_tiles(
-            req, req < num_reqs, query_start_loc, lengths, causal, causal_stride,
-            short_rows, GROUP_SIZE, BLOCK_SIZE, CAUSAL, SLIDING_WINDOW, CHUNK_SIZE,
-            WIDENED, KEYS,
-        )  # fmt: skip
-        reaches = tl.cumsum(tiles, 0)
-        counted = tl.max(reaches, 0)
-        requests = tl.sum((tiles > 0).to(tl.int32), 0)
-        most = tl.max(tiles, 0)
-        span = choose_span(counted, requests, most, num_spans, MIN_TILES)
-        begin = tl.minimum(place * span, counted)
-        end = tl.minimum(begin + span, counted)
-        first_req, end_req, line = _compare(reaches, req < num_reqs, begin, end)
-    # the request that reaches over the end lies in the span too
-    end_req = tl.where(begin < end, end_req + 1, first_req)
-    return first_req, end_req, line, begin, end, span
+            store_rows(output, result, lse, tile.rows, config)
 
 
-@triton.jit
-def _compare(reaches, is_req, begin, end):
-    """Return how many requests end before a span begins, before it ends, and where the former end.
+@triton.jit(do_not_specialize=CHANGING)
+def split_kv_kernel(
+    tensors,
+    option_tensors,
+    num_tokens,
+    num_reqs,
+    num_search_steps,
+    partial_rows,
+    scale,
+    table_stride_req,
+    lse_stride_head,
+    lse_stride_token,
+    strides,
+    options,
+    tree_stride_req,
+    tree_width,
+    config: tl.constexpr,
+    SPLIT_SIZE: tl.constexpr,
+    COMBINE_ROWS: tl.constexpr,
+):
+    """Attend with all requests, one program per split. Grid: (query tiles, kv_heads, splits).
 
     Args:
-        reaches, is_req: where in the line requests end, and which of them there are.
-        begin, end: of the span.
+        As in `split_rows_kernel`, and COMBINE_ROWS: rows that are combined at once.
+        partial_rows: rows of a query tile, at most, for which the workspace has room.
     """
-    is_before = (reaches <= begin) & is_req
-    is_within = (reaches < end) & is_req
-    # one sum for two counts
-    counts = tl.sum(is_before.to(tl.int32) + is_within.to(tl.int32) * 65536, 0)
-    line = tl.max(tl.where(is_before, reaches, 0), 0)
-    return counts % 65536, counts // 65536, line
-
-
-@triton.jit
-def part_place(span_place, is_first, kv_head, num_kv_heads, part_rows):
-    """Return where a part's first row lies in [spans, 2, kv_heads, part_rows].
-
-    A span holds two parts at most: one of a request that began in an earlier span, and the first
-    one of a request that ends in a later one.
-    """
-    part = (span_place * 2 + is_first) * num_kv_heads + kv_head
-    return part.to(tl.int64) * part_rows
-
-
-@triton.jit
-def join_parts(
-    total,
-    row_sum,
-    row_max,
-    part_out,
-    part_lse,
-    first_span,
-    last_span,
-    kv_head,
-    num_kv_heads,
-    part_rows,
-    row,
-    element,
-    is_row,
-    VALUE_SIZE: tl.constexpr,
-    PARTS: tl.constexpr,
-):
-    """Return the running sums of a request's rows with its parts of all spans, PARTS at a time."""
-    is_value = is_row[:, None] & (element < VALUE_SIZE)[None, :]
-    for first in range(first_span, last_span + 1, PARTS):
-        span_place = first + tl.arange(0, PARTS)
-        is_part = span_place <= last_span
-        place = part_place(
-            span_place, (span_place == first_span).to(tl.int32), kv_head, num_kv_heads,
-            part_rows,
-        )  # fmt: skip
-        place = place[:, None] + row[None, :]
-        # other programs wrote these: not from this one's own cache
-        lse = tl.load(
-            part_lse + place,
-            mask=is_part[:, None] & is_row[None, :],
-            other=-float("inf"),
-            cache_modifier=".cg",
+    kv_head = tl.program_id(1)
+    num_kv_heads = tl.num_programs(1)
+    index = tl.program_id(0)
+    call, output = group_arguments(
+        tensors, option_tensors, strides, options, scale, table_stride_req,
+        lse_stride_head, lse_stride_token, tree_stride_req, tree_width,
+    )  # fmt: skip
+    first_req, end_req, first_row = find_request(
+        tensors.query_start_loc, num_reqs, num_search_steps, config
+    )
+    if config.CLEAR_PADDING:
+        first_padding = tl.load(tensors.query_start_loc + num_reqs) + index
+        clear_padding(
+            output, first_padding, num_tokens, tl.num_programs(0), kv_head, config, 16
         )
-        value = tl.load(
-            part_out + place[:, :, None] * VALUE_SIZE + element[None, None, :],
-            mask=is_part[:, None, None] & is_value[None, :, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        total, row_sum, row_max = fold_parts(total, row_sum, row_max, value, lse)
-    return total, row_sum, row_max
+    for req in range(first_req, end_req):
+        start = tl.load(tensors.query_start_loc + req)
+        query_len = tl.load(tensors.query_start_loc + req + 1) - start
+        if first_row < query_len * config.GROUP_SIZE:
+            tile = load_query_tile(
+                call, req, start, query_len, first_row, kv_head, config
+            )
+            begin, first_split, num_splits = count_splits(
+                tile.visible, config, SPLIT_SIZE
+            )
+            split = tl.program_id(2)
+            last_split = tl.num_programs(2) - 1
+            # the last program takes the rest of a sequence that is longer than it was said to be
+            end_split = tl.where(split < last_split, split + 1, num_splits)
+            end_split = tl.minimum(end_split, num_splits)
+            num_splits = tl.minimum(num_splits, last_split + 1)
+            is_whole = (num_splits == 1) & (split == 0)
+            result, lse = attend_to_splits(
+                call, tile, begin, first_split, split, end_split, is_whole, kv_head,
+                config, SPLIT_SIZE,
+            )  # fmt: skip
+            if is_whole:
+                store_rows(output, result, lse, tile.rows, config)
+            elif split < num_splits:
+                offset = split_offset(
+                    index, kv_head, num_kv_heads, split, tl.num_programs(2),
+                    partial_rows,
+                )  # fmt: skip
+                store_partial(tensors, offset, result, lse, tile.rows.is_row, config)
+                semaphore = tensors.semaphores + index * num_kv_heads + kv_head
+                if arrive(semaphore, num_splits):
+                    tl.store(semaphore, 0)  # for the next launch
+                    combine_splits(
+                        tensors, output, option_tensors.sinks, start, query_len,
+                        first_row, index, num_splits, kv_head, num_kv_heads,
+                        partial_rows, config, COMBINE_ROWS,
+                    )  # fmt: skip

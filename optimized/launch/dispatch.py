@@ -40,10 +40,10 @@ class KernelFamily(Protocol):
     """The kernels of one kind of chip."""
 
     def supports(self, call: AttentionCall) -> bool:
-        """Return whether `plan` is worth a call. It reads dtypes, options and the device."""
+        """Return whether the kernels compute long requests of calls with this signature."""
 
-    def plan(self, call: AttentionCall) -> PrefillPlan | None:
-        """Return a plan for all calls with this call's signature; None if there is none."""
+    def plan(self, call: AttentionCall) -> PrefillPlan:
+        """Return a plan for all calls with this call's signature, which is supported."""
 
 
 KERNEL_FAMILIES: tuple[KernelFamily, ...] = (sm90,)
@@ -183,9 +183,7 @@ def make_plan(call: AttentionCall) -> LaunchPlan:
     # without a decode launch the prefill launch also clears the rows of no request
     for family in KERNEL_FAMILIES if base.has_decode else ():
         if family.supports(call):
-            plan = family.plan(call)
-            if plan is not None:
-                prefills.append(plan)
+            prefills.append(family.plan(call))
     starts, lengths = call.query_start_loc, call.lengths
     return LaunchPlan(
         portable=base,

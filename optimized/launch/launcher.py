@@ -67,6 +67,8 @@ class Launcher:
         lower: converts the tensors of a launch to the kernel's tensors and tensor descriptors.
         fixed: constant arguments by name. Those that are not named are None.
         num_warps, num_stages: launch options.
+        groups: Optional. NamedTuples in which the kernel takes its pointers and its options. If
+            None, each is an argument of its own.
     """
 
     def __init__(
@@ -76,10 +78,12 @@ class Launcher:
         fixed: Mapping[str, Any],
         num_warps: int,
         num_stages: int,
+        groups: tuple[Any, Any] | None = None,
     ) -> None:
         self._kernel = kernel
         self._lower = lower
         self._fixed = fixed
+        self._groups = groups
         self._chosen = {"num_warps": num_warps, "num_stages": num_stages}
         self._rest: tuple[Any, ...] = ()
         self._run: Any = None
@@ -125,6 +129,10 @@ class Launcher:
             maps: what `encode` returned for each tensor map, one list after another. Empty if
                 the kernel has none, or the launcher is not ready.
         """
+        # Triton's launch takes plain tuples; only its specialization needs NamedTuples
+        changing: tuple[Any, ...] = (pointers, options, *numbers)
+        if self._groups is None:
+            changing = (*pointers, *options, *numbers)
         union = 0
         for pointer in pointers:
             union |= pointer
@@ -147,13 +155,16 @@ class Launcher:
                 None,
                 None,
                 *maps,
-                *pointers,
-                *options,
-                *numbers,
+                *changing,
                 *self._rest,
             )
             return
-        changing = (*self._lower(*tensors), *options, *numbers)
+        lowered = self._lower(*tensors)
+        if self._groups is None:
+            changing = (*lowered, *options, *numbers)
+        else:
+            of_pointers, of_options = self._groups
+            changing = (of_pointers(*lowered), of_options(*options), *numbers)
         names = self._kernel.arg_names[len(changing) :]
         self._rest = tuple(self._fixed.get(name) for name in names)
         compiled = self._kernel[grid](*changing, *self._rest, **self._chosen)

@@ -1,9 +1,9 @@
 """CUDA graph state: captured decode steps and the buffers they read.
 
-Here a step really is recorded, as a CUDA graph. A trial run on a stream of its own compiles the
-kernels first, since a compilation cannot be recorded. All graphs take their memory from one pool:
-only one runs at a time, so a small step works in the memory of a large one. A replay is a few
-copies into the buffers and one launch.
+A step is recorded as a CUDA graph. A trial run on a separate stream compiles the kernels first,
+since a compilation cannot be recorded. All graphs share one memory pool: only one runs at a time,
+so a small step reuses the memory of a large one. A replay is a few copies to the buffers and one
+launch.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ def get_attn_cg_support(
     attn_groups: Sequence[Sequence[GroupSupport]],
     checked_layer_names: AbstractSet[str] | None = None,
 ) -> AttentionCGSupportInfo:
-    """Return what a model's backends can all capture."""
+    """Return the weakest CUDA-graph support among a model's backends."""
     # step: skip groups without a requested layer
     asked = [
         group
@@ -63,7 +63,7 @@ class CommonAttentionState(CapturedSteps):
         input_buffers: GraphInputBuffers,
         attn_metadata: SequenceAttentionMetadata,
     ) -> None:
-        """Write a batch into a captured step's buffers; nothing of older ones stays behind it."""
+        """Write a batch into a captured step's buffers; nothing of older batches remains."""
         check_refill(
             input_buffers,
             attn_metadata,
@@ -77,44 +77,44 @@ class CommonAttentionState(CapturedSteps):
             if not buffer.numel():
                 continue
             # step: copy the live batch to the first rows
-            front = tuple(map(slice, batch.shape))
-            buffer[front].copy_(batch, non_blocking=True)
+            live_rows = tuple(map(slice, batch.shape))
+            buffer[live_rows].copy_(batch, non_blocking=True)
             # step: fill the padding with harmless values
-            behind = [buffer[live:]]
+            padding = [buffer[live:]]
             if buffer.dim() == 2:
-                behind.append(buffer[:live, batch.shape[1] :])
-            for rest in behind:
-                if rest.numel():
-                    rest.fill_(CAPTURE_VALUES[name])
+                padding.append(buffer[:live, batch.shape[1] :])
+            for each in padding:
+                if each.numel():
+                    each.fill_(CAPTURE_VALUES[name])
 
     def capture(
         self, function: Callable[..., Tensor], batch_size: int, *inputs: Tensor
     ) -> None:
-        """Capture a step of one batch size; an earlier one of that size is forgotten.
+        """Capture a step of one batch size; it replaces an earlier one of that size.
 
         Raises:
             NotImplementedError: the device is not CUDA; the reference needs no graph.
-            ValueError: PAGETWIN_CHECK_VALUES=1, whose checks would read tensors while recording.
+            ValueError: PAGETWIN_CHECK_VALUES=1. Its checks would read tensors during capture.
         """
         attn_metadata = self.graph_capture_get_metadata_for_batch(batch_size)
         check_step_inputs(inputs, batch_size)
         check_can_record(self.device, values_checked())
         # step: copy the inputs to persistent buffers
-        places = tuple(each.clone() for each in inputs)
+        static_inputs = tuple(each.clone() for each in inputs)
         with torch.cuda.device(self.device):
             # step: run the step once with harmless values
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                check_step_output(function(attn_metadata, *places), batch_size)
+                check_step_output(function(attn_metadata, *static_inputs), batch_size)
             torch.cuda.current_stream().wait_stream(stream)
             # step: record the step
-            if not self._steps:  # a pool ends with its last graph
+            if not self._steps:  # a pool is freed with its last graph
                 self._pool = torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool, stream=stream):
-                output = function(attn_metadata, *places)
+                output = function(attn_metadata, *static_inputs)
         buffers = self.get_graph_input_buffers(attn_metadata)
         self._steps[batch_size] = CapturedStep(
-            attn_metadata, buffers, places, output, graph.replay
+            attn_metadata, buffers, static_inputs, output, graph.replay
         )

@@ -1,7 +1,7 @@
 """Attention metadata from sequence groups, the form of vLLM V0.
 
-A group that is added leaves only numbers and references to its rows behind. Slots are computed with
-numpy for all sequences at once when the step is built, and one copy takes everything to the device.
+Adding a group stores numbers and references to its rows. The slots of all sequences are computed
+at once with numpy when the step is built, and one copy moves everything to the device.
 """
 
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ def make_tensor_with_pad(
     max_len: int | None = None,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """Return rows of different lengths as one tensor, padded behind each row.
+    """Return rows of different lengths as one tensor, padded at the end.
 
     All rows are converted as one list and stored through one mask.
     """
@@ -70,7 +70,7 @@ class CommonMetadataBuilder:
         chunked_prefill_enabled: bool = False,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Remember what is the same in every step."""
+        """Store the settings of all steps."""
         check_positive(block_size=block_size)
         if sliding_window is not None:
             check_not_negative(sliding_window=sliding_window)
@@ -81,7 +81,7 @@ class CommonMetadataBuilder:
         self._stage = "new"
 
     def prepare(self) -> None:
-        """Begin a step: forget the groups of the last one."""
+        """Start a step and discard the groups of the last one."""
         self.context_lens: list[int] = []
         self.block_tables: list[list[int]] = []
         self.prefill_seq_lens: list[int] = []
@@ -91,14 +91,14 @@ class CommonMetadataBuilder:
         self.num_decode_tokens = 0
         self.multimodal_placeholder_maps: dict[str, MultiModalPlaceholderMap] = {}
         self._query_lens: list[int] = []
-        # of each sequence: the position of its first new token with a slot, and the entries of
-        # its row from that token's block on
+        # per sequence: position of its first new token with a slot, and the entries of its row
+        # from that token's block on
         self._first_stored: list[int] = []
         self._stored_rows: list[list[int]] = []
         self._stage = "collecting"
 
     def add_seq_group(self, group: SequenceGroup) -> None:
-        """Add a group to the step, or refuse it and leave the step as it was."""
+        """Add a group to the step; if the group is invalid, the step does not change."""
         check_collecting(self._stage)
         check_seq_group(group, self.num_decode_tokens, self.block_size)
         # step: count the placeholders
@@ -136,9 +136,9 @@ class CommonMetadataBuilder:
                 self.sliding_window,
             )
             first = max(start_idx, sequence.context_len) if has_cache else seq_len
-            touched = whole[first // block_size : -(-seq_len // block_size)]
+            entries = whole[first // block_size : -(-seq_len // block_size)]
             self._first_stored.append(first)
-            self._stored_rows.append(list(touched) if first < seq_len else [])
+            self._stored_rows.append(list(entries) if first < seq_len else [])
 
     def build(
         self,
@@ -231,7 +231,7 @@ class CommonMetadataBuilder:
         return slots
 
     def _blocks_dropped(self, group: SequenceGroup, sequence: SequenceInput) -> int:
-        """Return how many blocks lie before what a decode's window lets attention read."""
+        """Return the number of blocks before a decode's sliding window."""
         if group.is_prompt or not sequence.curr_sliding_window_block:
             return 0
         used = blocks_needed(sequence.orig_seq_len, self.block_size)

@@ -1,10 +1,10 @@
 """Decode context parallelism: one sequence's keys distributed over ranks.
 
-Decode context parallelism spreads one sequence's keys and values over several devices, so that each
-reads only its share. Positions are dealt out like cards: `interleave_size` in a row to rank 0, as
-many to rank 1, and so on in turn, and a rank packs what it gets without gaps. So a new token sees a
-first part of each rank's share: as many keys as the rank got of the positions up to the token's.
-Each rank attends to that, and the partial results are joined by their log-sum-exp.
+Decode context parallelism distributes one sequence's keys and values over several devices (ranks),
+so that each reads only its share. Positions are dealt out in turn: `interleave_size` of them to
+rank 0, as many to rank 1, and so on. A rank stores its share without gaps. So the keys that a new
+token attends to on a rank are the first ones of that share: those of the positions up to the
+token's own. Each rank attends to these, and the partial results are combined by their log-sum-exp.
 """
 
 from dataclasses import replace
@@ -25,6 +25,7 @@ from ...contract.shapes import (
     TokenCounts,
     ValueCache,
 )
+from ...validation import validated
 from ...validation.cascade import check_dcp_attention
 from ...validation.step_shapes import check_ranks
 from .paged import paged_attention
@@ -40,21 +41,21 @@ def get_dcp_local_seq_lens(
 
     Args:
         seq_lens: [reqs] tokens of each sequence.
-        dcp_world_size: ranks, from 1.
-        dcp_rank: the rank asked for; None: all.
-        dcp_kv_cache_interleave_size: positions in a row that go to the same rank, from 1.
+        dcp_world_size: Number of ranks, at least 1.
+        dcp_rank: The rank that is counted. If None, all ranks are.
+        dcp_kv_cache_interleave_size: Consecutive positions that go to the same rank, at least 1.
 
     Returns:
-        [reqs] int32 for one rank, [reqs, ranks] for all, also if there is only one.
+        [reqs] int32 for one rank, [reqs, ranks] for all, even if there is only one.
 
     Raises:
-        ValueError: a number out of range.
+        ValueError: A number is out of range.
 
     Source:
         vLLM's function of that name, which drops the axis if there is only one rank.
 
     Example:
-        Positions 0 to 6 on two ranks, two in a row: 0 1 4 5 and 2 3 6.
+        Positions 0 to 6 on two ranks, interleave size 2: 0 1 4 5 and 2 3 6.
 
         >>> get_dcp_local_seq_lens(
         ...     torch.tensor([7], dtype=torch.int32),
@@ -75,6 +76,7 @@ def get_dcp_local_seq_lens(
     return chosen.to(seq_lens.device)
 
 
+@validated(check_dcp_attention)
 def dcp_attention(
     query: Query,
     key_cache: KeyCache,
@@ -95,49 +97,44 @@ def dcp_attention(
 ) -> Output:
     """Return one rank's partial attention of each new token, over the keys that the rank keeps.
 
-    Every rank gets the same queries. Joined by `lse_weighted_combine`, what all ranks return is
-    attention over the whole sequences.
+    Every rank gets the same queries. Combined by `lse_weighted_combine`, the results of all ranks
+    are attention over the whole sequences.
 
     Args:
         query: [tokens, query_heads, head_size], request after request.
         key_cache: [num_blocks, block_size, kv_heads, head_size], this rank's.
         value_cache: [num_blocks, block_size, kv_heads, value_head_size], this rank's.
-        block_table: [reqs, max_blocks], this rank's; its keys lie in them without gaps, in the
-            order of their positions.
+        block_table: [reqs, max_blocks], this rank's. Its keys are stored in the blocks without
+            gaps, in the order of their positions.
         query_start_loc: [reqs + 1] where each request's queries start.
         seq_lens: [reqs] keys of each sequence on all ranks together, the new ones included.
-        max_query_len: at least the queries of every request.
-        max_seq_len: at least every entry of `seq_lens`.
-        dcp_world_size: ranks, from 1.
-        dcp_rank: this one.
-        dcp_kv_cache_interleave_size: positions in a row that go to the same rank, from 1.
-        scale: what scores are multiplied with; None: 1 / sqrt(head_size).
-        out: [tokens, query_heads, value_head_size], changed; float32 loses nothing before the
-            join. None: a new tensor like `query`.
-        lse: [query_heads, tokens] float32 or float64, changed: the natural log-sum-exp of each
-            query's scaled scores on this rank; None: not wanted.
-        compute_dtype: the dtype of all arithmetic.
-        logits_soft_cap: cap c turns a scaled score s into c * tanh(s / c); None: no cap.
-        sinks: [query_heads] float32, given to every rank; rank 0 alone lets them take weight.
-        k_scale, v_scale: what the numbers of an FP8 cache are multiplied with.
-        sliding_window, attention_chunk_size, alibi_slopes, position_bias, query_ranges: refused.
+        max_query_len: At least the number of queries of every request.
+        max_seq_len: At least every entry of `seq_lens`.
+        dcp_world_size: Number of ranks, at least 1.
+        dcp_rank: This rank.
+        dcp_kv_cache_interleave_size: Consecutive positions that go to the same rank, at least 1.
+        scale, lse, compute_dtype: As in `paged_attention`.
+        out: As in `paged_attention`. In float32 nothing is lost before the results are combined.
+        options: `logits_soft_cap`, `sinks` (given to every rank, counted on rank 0), `k_scale`
+            and `v_scale`.
 
     Returns:
         `out`. Queries of which the rank keeps no key get 0 and the log-sum-exp -inf.
 
     Raises:
-        NotImplementedError: an option that counts positions, of which a rank has only some.
-        IndexError: a share of a sequence that its row does not hold, or a block id outside the
-            cache.
-        ValueError: a number out of range, shapes that do not fit, more queries than keys.
-        TypeError: dtypes that do not fit.
+        NotImplementedError: An option depends on distances, which a rank does not know, or is
+            not taken.
+        IndexError: A row does not hold the rank's share of a sequence, or a block id is outside
+            the cache.
+        ValueError: A number is out of range, shapes do not match, or a request has more queries
+            than keys.
+        TypeError: A dtype is not the expected one.
 
     Source:
-        vLLM's decode context parallelism; the join is that of section 2.2 of Juravsky et al.,
-        "Hydragen", 2024.
+        Juravsky et al., "Hydragen", 2024, section 2.2 (how partial results are combined).
 
     Example:
-        Rank 0 of two keeps positions 0 and 2 of three. The new tokens stand at 1 and 2.
+        Rank 0 of two keeps positions 0 and 2 of three. The new tokens have positions 1 and 2.
 
         >>> dcp_attention(
         ...     query=torch.ones(2, 1, 1),
@@ -153,35 +150,19 @@ def dcp_attention(
         ... ).flatten()
         tensor([4.0000, 4.5000])
     """
-    of_rank = (dcp_world_size, dcp_rank, dcp_kv_cache_interleave_size)
-    max_local_len = check_dcp_attention(
-        query,
-        key_cache,
-        value_cache,
-        block_table,
-        query_start_loc,
-        seq_lens,
-        max_query_len,
-        max_seq_len,
-        *of_rank,
-        out,
-        lse,
-        options,
-        contents=True,
-    )
     # step: find each token's position
     reqs: list[int] = []
     positions: list[int] = []
     query_lens = query_start_loc.diff().tolist()
-    for req, (query_len, seq_len) in enumerate(
-        zip(query_lens, seq_lens.tolist(), strict=True)
-    ):
-        reqs += [req] * query_len
-        positions += range(seq_len - query_len, seq_len)
+    for req, seq_len in enumerate(seq_lens.tolist()):
+        reqs += [req] * query_lens[req]
+        positions += range(seq_len - query_lens[req], seq_len)
     # step: count the rank's keys up to there
     device = query.device
     up_to = torch.tensor(positions, dtype=torch.int32, device=device) + 1
-    local_lens = get_dcp_local_seq_lens(up_to, *of_rank)
+    local_lens = get_dcp_local_seq_lens(
+        up_to, dcp_world_size, dcp_rank, dcp_kv_cache_interleave_size
+    )
     # step: attend to those, every token a request of its own
     return paged_attention(
         query,
@@ -191,7 +172,7 @@ def dcp_attention(
         torch.arange(len(reqs) + 1, dtype=torch.int32, device=device),
         local_lens,
         max_query_len=1,
-        max_seq_len=max_local_len,
+        max_seq_len=max(local_lens.tolist(), default=0),
         scale=scale,
         out=out,
         lse=lse,

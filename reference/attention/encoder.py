@@ -1,9 +1,9 @@
 """Encoder attention: tokens attend to each other without a cache.
 
-An encoder reads its whole input at once: every token sees every other, in both directions, and
-nothing is kept for later. So keys and values lie one after another, request after request, and need
-no block table. Queries and keys have starts of their own, and may differ in number: a decoder's
-tokens may ask the tokens of an encoder.
+An encoder reads its whole input at once: every token attends to every other one, in both
+directions, and nothing is kept for later. So keys and values are stored request after request
+(ragged), without a block table. Queries and keys have start offsets of their own and may differ in
+number: the tokens of a decoder may attend to those of an encoder.
 """
 
 import torch
@@ -17,10 +17,16 @@ from ...contract.shapes import (
     RaggedValue,
     StartLoc,
 )
-from ...validation import check_encoder_attention
-from ._attend import attend_to_keys, store_rows
+from ...validation import check_encoder_attention, validated
+from .heads import upcast_heads
+from .masks import visible_keys, zero_masked
+from .output import start_output, write_output
+from .requests.split_requests import split_requests
+from .scores import modify_scores
+from .softmax import softmax
 
 
+@validated(check_encoder_attention)
 def encoder_attention(
     query: Query,
     key: RaggedKey,
@@ -44,29 +50,29 @@ def encoder_attention(
         value: [key_tokens, kv_heads, value_head_size], any strides.
         query_start_loc: [reqs + 1] where each request's queries start.
         key_start_loc: [reqs + 1] where each request's keys start.
-        max_query_len: at least the queries of every request.
-        max_key_len: at least the keys of every request.
-        scale, out, lse, compute_dtype: as in `paged_attention`.
-        sliding_window, attention_chunk_size, query_ranges: as there; a window has as many keys
-            on the right as on the left unless the request is causal.
-        logits_soft_cap, alibi_slopes, sinks, position_bias, out_scale, batch_invariant: as there.
-        causal: whether a query sees no further than itself; [reqs] bool: for each request. The
-            queries of a causal request stand at the end of its keys.
+        max_query_len: At least the number of queries of every request.
+        max_key_len: At least the number of keys of every request.
+        scale, out, lse, compute_dtype: As in `paged_attention`.
+        options: Masks, score functions and the FP8 scale of `out`. Not causal unless they say
+            so; the queries of a causal request are at the end of its keys. A window has as many
+            keys after a query as before it.
 
     Returns:
-        `out`; 0, with log-sum-exp -inf, where a query sees nothing.
+        `out`. A query without a visible key gets 0 and the log-sum-exp -inf.
 
     Raises:
-        ValueError: shapes that do not fit, heads that do not divide, starts that fall, options
-            out of range or without meaning beside each other.
-        TypeError: dtypes that do not fit.
+        NotImplementedError: An option that needs a cache is given: a tree, or a scale of keys or
+            values.
+        ValueError: Shapes do not match, heads do not divide, starts decrease, or options are out
+            of range or meaningless together.
+        TypeError: A dtype is not the expected one.
 
     Source:
         Vaswani et al., "Attention Is All You Need", NeurIPS 2017.
 
     Example:
-        Two requests of one and two tokens, keys all alike: the first sees its own value, the
-        others the mean of both of theirs.
+        Two requests of one and two tokens, all keys equal. The first token gets its own value,
+        the others the mean of theirs.
 
         >>> encoder_attention(
         ...     query=torch.ones(3, 1, 1),
@@ -80,41 +86,25 @@ def encoder_attention(
         tensor([7., 3., 3.])
     """
     options = options.with_causal(False)
-    check_encoder_attention(
-        query,
-        key,
-        value,
-        query_start_loc,
-        key_start_loc,
-        max_query_len,
-        max_key_len,
-        out,
-        lse,
-        options,
-        contents=True,
-    )
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    if out is None:
-        out = query.new_empty(*query.shape[:2], value.shape[-1])
-    out.zero_()
-    if lse is not None:
-        lse.fill_(-torch.inf)
-    starts, key_starts = query_start_loc.tolist(), key_start_loc.tolist()
-    for req in range(len(starts) - 1):
-        rows = slice(starts[req], starts[req + 1])
+    query_heads, head_size = query.shape[1:]
+    scale = head_size**-0.5 if scale is None else scale
+    out = start_output(query, value.shape[2], out, lse)
+    for request in split_requests(query_start_loc, key_start_loc.diff(), options):
         # step: gather the sequence's keys and values
-        keys = slice(key_starts[req], key_starts[req + 1])
-        result, row_lse = attend_to_keys(
-            query[rows],
-            key[keys],
-            value[keys],
-            req,
-            rows,
-            scale,
-            options,
-            compute_dtype,
-        )
-        store_rows(result, out[rows], options)
-        if lse is not None:
-            lse[:, rows] = row_lse.to(lse.dtype)
+        rows = key_start_loc[request.index] + request.keys
+        k = upcast_heads(key[rows], query_heads, compute_dtype, scale=None)
+        v = upcast_heads(value[rows], query_heads, compute_dtype, scale=None)
+        # step: compare each query with every key
+        q = query[request.rows].to(compute_dtype)  # [queries, query_heads, head_size]
+        scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+        scores = modify_scores(scores, request, options)
+        # step: hide the keys that a query does not see
+        visible = visible_keys(request, options)  # [queries, keys]
+        scores = scores.masked_fill(~visible, -torch.inf)
+        v = zero_masked(v, visible)
+        # step: turn scores into weights
+        weights, row_lse = softmax(scores, options.sinks)
+        # step: average the values by them
+        result = torch.einsum("hqk,khd->qhd", weights, v)
+        write_output(result, row_lse, out, lse, request, options)
     return out

@@ -1,9 +1,9 @@
 """Micro-batches: one step cut into slices of its requests and tokens.
 
-Two halves of a step can overlap, one computing while the other communicates. Each half is a batch
-of its own: some of the requests, some of the flat tokens. A cut may fall inside a request. Then
-its first part ends earlier, as if the sequence were shorter; and its second part starts later, as
-if the tokens of the first were already in the cache, which they are once it has run.
+Two micro-batches of a step can overlap: one computes while the other communicates. Each one is a
+batch of its own, with some of the requests and some of the tokens. A cut may fall inside a
+request. Then its first piece ends early, as if the sequence were shorter. Its second piece starts
+late, as if the tokens of the first were in the cache already, which they are by then.
 """
 
 from collections.abc import Sequence
@@ -31,25 +31,24 @@ def make_metadata_with_slice(
     """Return one micro-batch of a step as a step of its own.
 
     Args:
-        ubatch_slice: its requests and its tokens. The tokens begin in the first of the requests
-            and end in the last one; either may be cut.
+        ubatch_slice: its requests and its tokens. The tokens start in the first of the requests
+            and end in the last one. Both requests may be cut.
         attn_metadata: the step.
 
     Returns:
-        The micro-batch; its maxima are exact. A request cut at the end has a shorter sequence,
-        one cut at the front has more computed tokens. Every field is cut or carried over.
+        The micro-batch. Its maxima are exact. A request that is cut at the end has a shorter
+        sequence; one that is cut at the front has more computed tokens. Every field is sliced or
+        copied.
 
     Raises:
-        ValueError: an empty slice, or tokens that are not those of the requests.
+        ValueError: an empty slice, or tokens that do not belong to the requests.
         NotImplementedError: the last request is cut while `dcp_local_seq_lens` is set.
 
     Source:
-        vLLM's `_make_metadata_with_slice`, whose lengths are wrong where both ends are cut or
-        the slice does not begin with the step, which does not advance the computed tokens, and
-        which drops `causal` and all fields after it.
+        vLLM's `_make_metadata_with_slice`.
 
     Example:
-        Tokens 2 to 5 of one request that brings ten and has eight in the cache.
+        Tokens 2 to 5 of a request with ten new tokens and eight in the cache.
 
         >>> step = build_common_attn_metadata(
         ...     query_lens=[10],
@@ -84,10 +83,10 @@ def make_metadata_with_slice(
     # step: shorten requests cut at the end, advance requests cut at the front
     device = attn_metadata.seq_lens.device
     query_start_loc = torch.tensor(new_starts, dtype=torch.int32, device=HOST)
-    left_out = torch.tensor(back, dtype=torch.int32, device=HOST)
+    cut_off = torch.tensor(back, dtype=torch.int32, device=HOST)
     skipped = torch.tensor(front, dtype=torch.int32, device=HOST)
-    changes["seq_lens"] = changes["seq_lens"] - left_out.to(device)
-    changes["seq_lens_cpu"] = changes["seq_lens_cpu"] - left_out
+    changes["seq_lens"] = changes["seq_lens"] - cut_off.to(device)
+    changes["seq_lens_cpu"] = changes["seq_lens_cpu"] - cut_off
     changes["num_computed_tokens_cpu"] = changes["num_computed_tokens_cpu"] + skipped
     # step: select the tokens whose logits are wanted
     wanted = attn_metadata.logits_indices_padded
@@ -121,7 +120,7 @@ def split_attn_metadata(
         common_attn_metadata: the step, left as it is.
 
     Returns:
-        One metadata a slice.
+        One metadata object per slice.
 
     Raises:
         ValueError: as `make_metadata_with_slice`.
@@ -131,7 +130,7 @@ def split_attn_metadata(
         vLLM's function of that name.
 
     Example:
-        New tokens [3, 1], cut behind the second token.
+        New tokens [3, 1], cut after the second token.
 
         >>> step = build_common_attn_metadata(
         ...     query_lens=[3, 1],

@@ -1,9 +1,9 @@
 """Batch order: decodes first, then prefills, and the boundary between them.
 
-A request that brings one new token (a decode) wants another kernel than one that brings many (a
-prefill). So a step puts the decodes first; then one boundary tells both parts apart, and each is a
-plain slice of the batch. Some kernels want more parts: an extend is a prefill with tokens in the
-cache already, such as the later chunks of a long prompt.
+A request with one new token (a decode) uses another kernel than one with many (a prefill). A step
+therefore puts the decodes first, so that one boundary separates two contiguous slices of the batch.
+Some kernels need more regions: an extend is a prefill with tokens already in the cache, such as a
+later chunk of a long prompt.
 """
 
 from collections.abc import Sequence
@@ -21,30 +21,29 @@ def reorder_batch_to_split_decodes_and_prefills(
     num_computed_tokens: Sequence[int] | None = None,
     num_prompt_tokens: Sequence[int] | None = None,
 ) -> list[int]:
-    """Return the order of the batch that has its decodes first, moving as few as possible.
+    """Return the order that puts decodes first and moves as few requests as possible.
 
-    Two regions by default: decodes, prefills. With `num_computed_tokens` three: decodes,
-    extends, prefills. With `num_prompt_tokens` too four: decodes, short extends, long extends,
-    prefills; then a request with nothing computed is a prefill however short it is, and one
-    that is still in its prompt is no decode.
+    By default there are two regions: decodes, prefills. With `num_computed_tokens` there are
+    three: decodes, extends, prefills. With `num_prompt_tokens` too there are four: decodes, short
+    extends, long extends, prefills. Then a request with nothing computed is a prefill, however
+    short, and a request within its prompt is not a decode.
 
     Args:
         num_scheduled_tokens: [reqs] new tokens of each request.
-        decode_threshold: a request with at most that many new tokens is short.
-        num_computed_tokens: [reqs] tokens already in the cache.
-        num_prompt_tokens: [reqs] tokens of each prompt.
+        decode_threshold: largest number of new tokens of a short request.
+        num_computed_tokens: Optional. [reqs] tokens already in the cache.
+        num_prompt_tokens: Optional. [reqs] tokens of each prompt.
 
     Returns:
-        [reqs] order[i] is the request that stands at place i afterwards. Requests that stand
-        in their region already stay where they are.
+        [reqs] order[i] is the request at position i after reordering. Requests that are in their
+        region already keep their positions.
 
     Raises:
         ValueError: a negative threshold, counts of different lengths, or prompts without
             computed tokens.
 
     Source:
-        vLLM's function of that name, which swaps the rows of its input batch: two regions up to
-        0.11.0, three in 0.11.1, four later.
+        vLLM's function of that name: two regions up to 0.11.0, three in 0.11.1, four later.
 
     Example:
         >>> reorder_batch_to_split_decodes_and_prefills([6, 1, 7, 1])
@@ -78,14 +77,14 @@ def reorder_batch_to_split_decodes_and_prefills(
         else:
             region.append(int(num_computed_tokens[req] < num_prompt_tokens[req]))
     # step: find the positions with a request of another region
-    wanted = sorted(region)
-    places = [place for place in range(len(region)) if region[place] != wanted[place]]
+    target = sorted(region)
+    misplaced = [i for i in range(len(region)) if region[i] != target[i]]
     # step: fill these positions region by region
-    # with two regions the last one first, so that every move is a swap of two rows
-    waiting = places[::-1] if num_computed_tokens is None else places
+    # two regions: start with the last one, so that every move swaps two rows
+    sources = misplaced[::-1] if num_computed_tokens is None else misplaced
     order = list(range(len(region)))
-    for place, req in zip(places, sorted(waiting, key=region.__getitem__), strict=True):
-        order[place] = req
+    for i, req in zip(misplaced, sorted(sources, key=region.__getitem__), strict=True):
+        order[i] = req
     return order
 
 
@@ -95,28 +94,28 @@ def split_decodes_and_prefills(
     require_uniform: bool = False,
     treat_short_extends_as_decodes: bool = True,
 ) -> tuple[int, int, int, int]:
-    """Return where the decodes end in a batch that has them first.
+    """Return the boundary between decodes and prefills in a batch with its decodes first.
 
     Args:
         common_attn_metadata: the step's batch.
-        decode_threshold: a request with at most that many new tokens is a decode.
-        require_uniform: decodes must all have as many new tokens as the first request that has
-            any; requests without new tokens are padding and count as decodes.
-        treat_short_extends_as_decodes: a short request that is still in its prompt is a decode
-            too; if off, the batch's `is_prefilling` says which ones are.
+        decode_threshold: largest number of new tokens of a decode.
+        require_uniform: whether all decodes must have as many new tokens as the first request
+            with any. Requests without new tokens are padding and count as decodes.
+        treat_short_extends_as_decodes: whether a short request within its prompt is a decode.
+            If False, the batch's `is_prefilling` marks such requests.
 
     Returns:
-        Decodes, prefills, new tokens of the decodes, new tokens of the prefills. Everything
-        from the first request that is no decode on counts as prefill.
+        Number of decodes, of prefills, of new tokens of the decodes, of new tokens of the
+        prefills. All requests from the first one that is not a decode count as prefills.
 
     Raises:
-        ValueError: a negative threshold, or no `is_prefilling` where it is needed.
+        ValueError: a negative threshold, or `is_prefilling` is missing.
 
     Source:
         vLLM's function of that name.
 
     Example:
-        New tokens [1, 1, 7, 3], threshold 1: the boundary lies before the 7.
+        New tokens [1, 1, 7, 3], threshold 1: the boundary is before the 7.
 
         >>> split_decodes_and_prefills(build_common_attn_metadata(
         ...     query_lens=[1, 1, 7, 3],
@@ -144,7 +143,7 @@ def split_decodes_and_prefills(
         num_decodes += 1
     # step: count the tokens of decodes and prefills
     num_tokens = common_attn_metadata.num_actual_tokens
-    # without a prefill, tokens behind the last request are padding of the decodes
+    # without a prefill, tokens after the last request are padding of the decodes
     whole = num_decodes == len(query_lens)
     num_decode_tokens = num_tokens if whole else int(starts[num_decodes])
     return (
@@ -158,16 +157,16 @@ def split_decodes_and_prefills(
 def split_decodes_prefills_and_extends(
     common_attn_metadata: CommonAttentionMetadata, decode_threshold: int = 1
 ) -> tuple[int, int, int, int, int, int]:
-    """Return where the decodes and the extends end in a batch in three regions.
+    """Return the boundaries between decodes, extends and prefills in a batch of that order.
 
     Args:
         common_attn_metadata: the step's batch: decodes, then extends, then prefills.
-        decode_threshold: a request with at most that many new tokens is a decode.
+        decode_threshold: largest number of new tokens of a decode.
 
     Returns:
-        Decodes, extends, prefills, then the new tokens of each. Everything from the first
-        longer request on is an extend, everything from the first longer one with nothing in the
-        cache on is a prefill.
+        Number of decodes, extends and prefills, then the new tokens of each. The extends start at
+        the first longer request, the prefills at the first longer request with nothing in the
+        cache.
 
     Raises:
         ValueError: a negative threshold.
@@ -204,31 +203,31 @@ def split_decodes_prefills_and_extends(
     # step: count the tokens of each region
     num_tokens = common_attn_metadata.num_actual_tokens
     bounds = [0, first_extend, first_prefill, num_reqs]
-    # tokens behind the last request are padding of the last region
-    places = [num_tokens if each == num_reqs else int(starts[each]) for each in bounds]
+    # tokens after the last request are padding of the last region
+    offsets = [num_tokens if each == num_reqs else int(starts[each]) for each in bounds]
     return (
         first_extend,
         first_prefill - first_extend,
         num_reqs - first_prefill,
-        places[1],
-        places[2] - places[1],
-        num_tokens - places[2],
+        offsets[1],
+        offsets[2] - offsets[1],
+        num_tokens - offsets[2],
     )
 
 
 def split_prefill_chunks(
     seq_lens_cpu: TokenCounts, workspace_size: int, request_offset: int = 0
 ) -> list[tuple[int, int]]:
-    """Return runs of requests whose sequences fit into a workspace together.
+    """Return chunks of requests whose sequences fit together in a workspace.
 
     Args:
         seq_lens_cpu: [reqs] tokens of each sequence, on the host.
-        workspace_size: tokens that fit at once.
-        request_offset: number of the first request.
+        workspace_size: capacity of the workspace in tokens.
+        request_offset: index of the first request.
 
     Returns:
-        First request and the one behind the last, for each run. A run takes requests as long
-        as they fit.
+        First request and end (exclusive) of each chunk. A chunk takes requests as long as they
+        fit.
 
     Raises:
         ValueError: a sequence alone is larger than the workspace.

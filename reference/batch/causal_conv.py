@@ -1,9 +1,9 @@
 """Causal convolution: the chunk of tokens that each program processes.
 
-A causal convolution (the short one in Mamba layers) runs over each prompt by itself, in chunks of 8
-tokens, one program a chunk. A program is only a number, so two lists tell it who it is: the request
-of its chunk, and the chunk's number within the request. The lists are longer than needed, so that
-most steps can use the same buffers; programs that find the padding have nothing to do.
+The short causal convolution of Mamba layers runs over each prompt separately, in chunks of 8
+tokens, one program per chunk. Two lists, indexed by the program, give the request of its chunk and
+the index of the chunk within the request. The lists are longer than needed, so that most steps can
+use the same buffers. Programs with a padding entry return at once.
 """
 
 import torch
@@ -21,25 +21,25 @@ from ...validation.step_shapes import check_conv_starts
 def compute_causal_conv1d_metadata(
     query_start_loc_p: StartLoc, device: torch.device | str = "cpu"
 ) -> tuple[dict[int, CausalConv1dChunks], ProgramChunks, ProgramChunks]:
-    """Return which request and which of its chunks each program works on.
+    """Return the request and the chunk that each program processes.
 
     Args:
-        query_start_loc_p: [reqs + 1] where each prompt's new tokens start, on the host.
-        device: where the convolution runs.
+        query_start_loc_p: [reqs + 1] start of each prompt's new tokens, on the host.
+        device: device of the convolution.
 
     Returns:
-        Chunk size -> everything about chunks of that size (only 8 so far), then its `batch_ptr`
-        and its `token_chunk_offset_ptr` once more: [programs] int32 on the device, PAD_SLOT_ID
-        behind the chunks, twice as long as there are chunks, at least 2048.
+        Chunk size -> all data of chunks of that size (only 8 so far), then its `batch_ptr` and
+        its `token_chunk_offset_ptr` again: [programs] int32 on the device, padded with
+        PAD_SLOT_ID to twice the number of chunks, at least to 2048.
 
     Raises:
-        ValueError: starts on a device, or starts that fall.
+        ValueError: the starts are not on the host, or they decrease.
 
     Source:
-        vLLM's function of that name, which fetches the starts from the device.
+        vLLM's function of that name.
 
     Example:
-        Prompts of 8 and 17 tokens: one chunk of 8 and three.
+        Prompts of 8 and 17 tokens have one chunk and three.
 
         >>> chunks, request, offset = compute_causal_conv1d_metadata(
         ...     torch.tensor([0, 8, 25], dtype=torch.int32)

@@ -1,9 +1,9 @@
 """Fast prefill: the last layers run only on tokens whose logits are wanted.
 
-In some models the last layers keep no keys and values of their own: they read the cache of an
-earlier layer. During a prefill nobody reads what they make of a prompt's token, except where its
-logits are wanted. So these layers run on those tokens alone: each request brings as many queries
-as it has logits, and sees as many keys as before.
+In some models the last layers have no keys and values of their own: they read the cache of an
+earlier layer. During a prefill, their output is needed only for tokens whose logits are wanted. So
+these layers run on those tokens alone. Each request has as many queries as wanted logits, and as
+many keys as before.
 """
 
 import torch
@@ -24,30 +24,29 @@ from ...validation.step_shapes import check_has_logits_indices, check_logits_ind
 def make_kv_sharing_fast_prefill_common_attn_metadata(
     common_attn_metadata: CommonAttentionMetadata,
 ) -> CommonAttentionMetadata:
-    """Return the step as layers see it that run only on tokens whose logits are wanted.
+    """Return the step that has only the tokens whose logits are wanted.
 
     Args:
-        common_attn_metadata: the step; its `logits_indices_padded` may lie on the host.
+        common_attn_metadata: the step. Its `logits_indices_padded` may be on the host.
 
     Returns:
-        The same object if no request brings more than one token. Else a step whose new tokens
-        are the wanted ones, one request after another: starts, counts and positions are theirs,
-        `max_query_len` is exact, and it has no logits fields any more, since all of its tokens
-        are wanted. Lengths, rows, slots and flags stay: these layers read the cache of another
-        and store nothing.
+        The same object if no request has more than one new token. Otherwise a step whose new
+        tokens are the wanted ones, in request order. Starts, counts and positions are those of
+        these tokens, and `max_query_len` is exact. The logits fields are None, since all tokens
+        are wanted. Lengths, rows, slots and flags do not change, as these layers read another
+        layer's cache and store nothing.
 
     Raises:
-        ValueError: no wanted tokens are given, or they are not the last of their request, in
-            order: causal attention would place their queries elsewhere.
-        NotImplementedError: trees of drafts.
-        IndexError: a token that the step does not have.
+        ValueError: no wanted tokens are given, or they are not the last ones of their request in
+            order, since causal attention would give them other positions.
+        NotImplementedError: trees of draft tokens.
+        IndexError: a token that is not in the step.
 
     Source:
-        vLLM's function of that name, which counts whatever tokens it is given, and makes every
-        step causal.
+        vLLM's function of that name.
 
     Example:
-        Of 15 and 5 new tokens, the last one and the last two go on.
+        Of 15 and 5 new tokens, the last one and the last two are kept.
 
         >>> step = build_common_attn_metadata(
         ...     query_lens=[15, 5],
@@ -103,13 +102,13 @@ def create_fast_prefill_custom_backend(
     """Return a backend for layers that run only on tokens whose logits are wanted.
 
     Args:
-        prefix: what stands before the other's class name in the new one's.
-        underlying_attn_backend: what runs these layers.
+        prefix: prefix of the new class's name; the other class's name follows.
+        underlying_attn_backend: the backend that runs these layers.
 
     Returns:
         A subclass. Its builder takes the whole step and builds the metadata of the wanted tokens
-        alone; that has two fields more, `logits_indices_padded` and `num_logits_indices` of the
-        whole step, by which the layer picks its queries.
+        alone. That metadata has two additional fields, `logits_indices_padded` and
+        `num_logits_indices` of the whole step, by which the layer selects its queries.
 
     Source:
         vLLM's function of that name.

@@ -1,9 +1,9 @@
 """Chunked local attention: each chunk of a sequence as a request of its own.
 
-Chunked local attention cuts every sequence into chunks of `attn_chunk_size` positions; a query sees
-the keys of its own chunk, up to itself. No kernel needs to know: each chunk that holds new tokens
-is handed over as a request of its own, a virtual one, whose sequence begins where the chunk begins.
-Since a chunk is a whole number of blocks, its keys are a piece of the request's row.
+Chunked local attention divides every sequence into chunks of `attn_chunk_size` positions. A query
+sees the keys of its own chunk, up to itself. Kernels need no change: each chunk that holds new
+tokens becomes a virtual request, whose sequence starts at the start of the chunk. A chunk is a
+whole number of blocks, so its keys are a contiguous range of the request's block-table row.
 """
 
 import torch
@@ -19,27 +19,27 @@ def make_local_attention_virtual_batches(
     common_attn_metadata: CommonAttentionMetadata,
     block_size: int,
 ) -> CommonAttentionMetadata:
-    """Return the step with one virtual request for each chunk that holds new tokens.
+    """Return the step with one virtual request per chunk that holds new tokens.
 
     Args:
-        attn_chunk_size: positions in a chunk, a multiple of `block_size`.
+        attn_chunk_size: positions per chunk, a multiple of `block_size`.
         common_attn_metadata: the step.
         block_size: slots in a block.
 
     Returns:
-        The step's virtual requests, chunk after chunk of request after request, each causal
-        where its request is; its maxima are exact. The new tokens are the same in the same
-        order, so slots, positions and logits stay. A request without new tokens keeps one
-        virtual request, on its last chunk; a padding request has an empty one. What describes
-        whole requests, of encoders and of ranks, is left out.
+        The step's virtual requests, ordered by request and chunk, each causal if its request is.
+        Its maxima are exact. The new tokens and their order do not change, so slots, positions
+        and logits are the same. A request without new tokens has one virtual request, on its last
+        chunk; a padding request has an empty one. Fields about encoders and ranks are None.
 
     Raises:
-        ValueError: chunks that are not whole blocks, or more new tokens than a sequence has.
+        ValueError: a chunk is not a whole number of blocks, or a sequence has fewer tokens than
+            new ones.
         IndexError: a sequence is longer than its row.
-        NotImplementedError: images whose tokens see each other both ways, or trees of drafts.
+        NotImplementedError: bidirectional ranges of images, or trees of draft tokens.
 
     Source:
-        vLLM's function of that name, which gives a padding request a whole chunk of keys.
+        vLLM's function of that name.
 
     Example:
         Chunk 4, block 2: of 6 tokens the last 4 are new, in chunks 0 and 1.
@@ -81,10 +81,10 @@ def make_local_attention_virtual_batches(
     blocks_per_chunk = attn_chunk_size // block_size
     block_table = table.new_zeros(len(reqs), blocks_per_chunk)
     for virtual, (req, chunk) in enumerate(zip(reqs, chunks, strict=True)):
-        for place in range(blocks_per_chunk if table.shape[1] else 0):
-            # the last chunk may reach past the row; what stands there is never read
-            entry = min(chunk * blocks_per_chunk + place, table.shape[1] - 1)
-            block_table[virtual, place] = table[req, entry]
+        for offset in range(blocks_per_chunk if table.shape[1] else 0):
+            # the last chunk may extend past the row; those entries are never read
+            entry = min(chunk * blocks_per_chunk + offset, table.shape[1] - 1)
+            block_table[virtual, offset] = table[req, entry]
     # step: copy the virtual requests to the device
     queries = torch.tensor([0, *query_lens], dtype=torch.int32, device=HOST)
     query_start_loc = queries.cumsum(0, dtype=torch.int32)

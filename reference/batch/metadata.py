@@ -1,9 +1,8 @@
 """Attention metadata of one step: start locations, lengths, block table and slots.
 
-The scheduler decides who computes how many tokens. This file turns that decision, three lists, into
-the tensors that the cache write and attention read: starts, lengths, block table, slot mapping. It
-is done once a step and used by every layer; layers with tables of their own get metadata of their
-own.
+The scheduler decides how many tokens of each request a step computes. This file turns that
+decision, three lists, into the tensors that the cache write and attention read. It runs once per
+step, and all layers use its result. Layers with other block tables get metadata of their own.
 """
 
 from collections.abc import Sequence
@@ -26,24 +25,24 @@ def build_common_attn_metadata(
     block_size: int,
     device: torch.device | str = "cpu",
 ) -> CommonAttentionMetadata:
-    """Return one step's metadata from its requests, in the order they are given.
+    """Return one step's metadata from its requests, in the given order.
 
     Args:
-        query_lens: [reqs] new tokens of each request, 0 included.
+        query_lens: [reqs] new tokens of each request; may be 0.
         num_computed_tokens: [reqs] tokens already in the cache.
         block_rows: [reqs] block ids of each request, in sequence order.
         block_size: slots in a block.
-        device: where the cache lies.
+        device: device of the cache.
 
     Returns:
-        The metadata; its maxima are exact, 0 for an empty batch.
+        The metadata. Its maxima are exact; they are 0 for an empty batch.
 
     Raises:
         IndexError: a sequence longer than its row, or a negative block id.
         ValueError: lists of different lengths, or a negative count.
 
     Source:
-        What vLLM's V1 model runner computes before it builds a backend's metadata.
+        vLLM's V1 model runner, before it builds a backend's metadata.
 
     Example:
         Request 0 decodes its fifth token; request 1 starts with three.
@@ -107,36 +106,35 @@ def build_attn_metadata(
     slot_mappings: Sequence[SlotMapping],
     layer_names: Sequence[Sequence[str]],
 ) -> dict[str, PagedAttentionMetadata]:
-    """Return the metadata of every layer: one object for each group of layers.
+    """Return the metadata of every layer: one object per group of layers.
 
-    Layers that share a block table form a group; a model with window layers beside full ones has
-    two. The buffers may be longer than the batch; what lies behind it is not read.
+    Layers that share a block table form a group. A model with both sliding-window and full
+    attention has two. The buffers may be longer than the batch; their rest is not read.
 
     Args:
-        attn_metadata_builders: one for each group.
+        attn_metadata_builders: one per group.
         num_reqs: requests in the batch.
         num_tokens: new tokens in the batch.
-        query_start_loc, query_start_loc_cpu: [reqs + 1 or more] where each request's new tokens
-            start.
+        query_start_loc, query_start_loc_cpu: [reqs + 1 or more] start of each request's new
+            tokens.
         seq_lens, seq_lens_cpu: [reqs or more] tokens of each sequence after the step.
-        num_computed_tokens_cpu: [reqs or more] tokens in the cache before it.
-        block_tables: for each group [reqs or more, max_blocks].
-        slot_mappings: for each group [tokens or more].
-        layer_names: for each group the names of its layers.
+        num_computed_tokens_cpu: [reqs or more] tokens in the cache before the step.
+        block_tables: per group [reqs or more, max_blocks].
+        slot_mappings: per group [tokens or more].
+        layer_names: per group the names of its layers.
 
     Returns:
         The metadata by layer name; layers of one group share one object.
 
     Raises:
-        IndexError: a group without builder, table or slots.
+        IndexError: a group has no builder, table or slots.
         ValueError: no request, or a buffer shorter than the batch.
 
     Source:
-        vLLM's function of that name, which gives the number of tokens as `max_query_len`, and
-        passes tables, slots and computed tokens on uncut.
+        vLLM's function of that name.
 
     Example:
-        Two decodes; the buffers have room for a third request.
+        Two decodes; the buffers hold a third request.
 
         >>> builder = BACKENDS[0].get_builder_cls()(
         ...     KVCacheSpec(16, 2, 32, torch.float16), ["layer.0", "layer.1"], "cpu"

@@ -1,8 +1,9 @@
 """Multimodal prefixes: bidirectional attention among the tokens of one image.
 
-Some models let the tokens of an image see each other both ways, while text stays causal: a prefix
-language model. Each image is then a range of positions, its first and its last, and a key is seen
-if it lies before the query or in the query's own range. The ranges of a request never overlap.
+In a prefix language model, the tokens of an image attend to each other in both directions, while
+text stays causal. Each image is a range of positions, given by its first and its last. A key is
+visible if it is not after the query, or if it is in the query's range. The ranges of a request do
+not overlap.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,17 +31,18 @@ def compute_mm_prefix_ranges(
     """Return the ranges of each request's images and videos.
 
     Args:
-        mm_features: [reqs] what stands in each prompt; sounds are left out.
-        sliding_window: keys a query sees under a window; a range longer than that is left out,
-            or its first token would see past the window. None: no window.
-        clamp_sliding_window: keep such ranges, for kernels that apply the window within them.
-        span_leading_pad_modulus: 0: a range is a run of embeddings. Else it is all of a
-            feature, marks included, without the padding in front, which ends before the first
-            position that is one less than a multiple of this.
+        mm_features: [reqs] features of each prompt. Audio is ignored.
+        sliding_window: Optional. Number of visible keys. A longer range is dropped, since its
+            first token would see past the window. If None, there is no window.
+        clamp_sliding_window: whether longer ranges are kept, for kernels that apply the window
+            within them.
+        span_leading_pad_modulus: if 0, a range is a run of embeddings. Otherwise it is a whole
+            feature, special tokens included, without its leading padding, which ends before the
+            first position that is one less than a multiple of this number.
 
     Returns:
-        Request -> its ranges, first and last position, both inside; an empty list if it has
-        none.
+        Request -> its ranges: first and last position, both inclusive. The list is empty if
+        there are none.
 
     Raises:
         ValueError: a negative number, or a mask of another length than its feature.
@@ -101,17 +103,17 @@ def compute_mm_prefix_range_tensor(
     """Return the ranges of a batch as one tensor.
 
     Args:
-        mm_prefix_range: request -> its ranges; one that is not named has none. None: none has.
+        mm_prefix_range: Optional. Request -> its ranges. A missing request has none. If None, no
+            request has any.
         num_seqs: requests in the batch.
-        device: where attention runs.
+        device: device of attention.
 
     Returns:
-        [num_seqs, max_ranges, 2] int32 first and last position, (0, 0) behind a request's
-        ranges: a range of one token adds nothing to what causal attention sees. None if the
-        batch has no other.
+        [num_seqs, max_ranges, 2] int32 first and last position, padded with (0, 0): a range of
+        one token does not change causal attention. None if the batch has no longer range.
 
     Raises:
-        IndexError: ranges of a request that the batch does not have.
+        IndexError: ranges of a request that is not in the batch.
 
     Source:
         vLLM's function of that name (0.33).
@@ -141,26 +143,26 @@ def fill_mm_prefix_query_ranges(
     """Write the range of each new token and return how many rows were written.
 
     Args:
-        out: [rows, 2] int32 on the host, changed: the first and last position of the range
-            that a new token stands in, (-1, -1) outside of all. Rows behind the new tokens
-            stay; all do if no new token stands in a range.
-        mm_prefix_range: request -> its ranges; ranges of one token say nothing that causal
-            attention does not, and are passed over. None: there are none.
-        query_start_loc_cpu: [reqs + 1] where each request's new tokens start.
+        out: [rows, 2] int32 on the host, modified in place: first and last position of the range
+            that contains a new token, (-1, -1) for tokens outside all ranges. Rows after the new
+            tokens are not modified; no row is if no new token is in a range.
+        mm_prefix_range: Optional. Request -> its ranges. Ranges of one token are ignored, since
+            they do not change causal attention. If None, there are none.
+        query_start_loc_cpu: [reqs + 1] start of each request's new tokens.
         seq_lens_cpu: [reqs] tokens of each sequence, the new ones included.
 
     Returns:
-        The new tokens of the step, or 0 if none stands in a range.
+        Number of new tokens of the step, or 0 if none is in a range.
 
     Raises:
-        IndexError: too few rows, or ranges of a request that the batch does not have.
-        ValueError: more new tokens than a sequence has, or tensors on a device.
+        IndexError: too few rows, or ranges of a request that is not in the batch.
+        ValueError: a sequence has fewer tokens than new ones, or a tensor is not on the host.
 
     Source:
-        vLLM's function of that name (0.33), which fills a numpy array.
+        vLLM's function of that name (0.33).
 
     Example:
-        Positions 4 to 6 are new; the image stands at 5 to 9, of which two are here.
+        Positions 4 to 6 are new. Two of them are in the image, positions 5 to 9.
 
         >>> out = torch.zeros(4, 2, dtype=torch.int32)
         >>> fill_mm_prefix_query_ranges(

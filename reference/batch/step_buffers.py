@@ -1,9 +1,9 @@
 """Step buffers: tensors with fixed addresses that hold each step's metadata.
 
-A captured CUDA graph reads the addresses it was captured with, so an engine keeps one set of
-tensors and writes every step into them. The block table stays too: from step to step it only gains
-the blocks that were handed out in between, so that a step costs the same after a hundred tokens of
-context and after a hundred thousand.
+A captured CUDA graph reads the addresses with which it was captured. An engine therefore keeps one
+set of tensors and writes every step into them. The block table persists as well: a step only adds
+the blocks that were allocated since the last one. So the cost of a step does not grow with the
+length of the context.
 """
 
 from collections.abc import Sequence
@@ -30,16 +30,17 @@ class StepBuffers:
         max_num_tokens: new tokens in the largest step.
         max_blocks: blocks of the longest sequence.
         block_size: slots in a block.
-        device: where the cache lies.
+        device: device of the cache.
 
     Raises:
         ValueError: a size below 1 (0 for `max_blocks`).
 
     Source:
-        What vLLM's runner keeps as its input batch, block tables and CpuGpuBuffers.
+        vLLM's model runner: its input batch, block tables and CpuGpuBuffers.
 
     Example:
-        Row 0 starts with three tokens, then decodes its fourth and fifth; block 2 comes in time.
+        Row 0 starts with three tokens, then decodes its fourth and fifth. Block 2 is appended
+        before the fifth.
 
         >>> buffers = StepBuffers(
         ...     max_num_reqs=2, max_num_tokens=8, max_blocks=2, block_size=4
@@ -93,15 +94,16 @@ class StepBuffers:
     def append_blocks(
         self, rows: Sequence[int], new_blocks: Sequence[Sequence[int]]
     ) -> None:
-        """Write new blocks behind some rows; the next step knows of them.
+        """Append new blocks to some rows; the next step includes them.
 
         Args:
             rows: rows of the table, each once.
-            new_blocks: for each of them the ids to append.
+            new_blocks: per row the block ids to append.
 
         Raises:
-            IndexError: a row that is not there or would outgrow the table, or a negative id.
-            ValueError: not one list a row, or a row twice.
+            IndexError: no such row, a row would be longer than the table is wide, or a block id
+                is negative.
+            ValueError: the number of lists is not the number of rows, or a row is given twice.
         """
         held = [len(row) for row in self._rows]
         check_new_blocks(rows, new_blocks, held, self.max_blocks)
@@ -112,13 +114,13 @@ class StepBuffers:
             self._rows[row].extend(blocks)
 
     def clear_rows(self, rows: Sequence[int]) -> None:
-        """Empty some rows, whose requests have left.
+        """Empty some rows, whose requests have ended.
 
         Args:
-            rows: rows of the table. What stood in them is no longer read, and so not erased.
+            rows: rows of the table. Their content is not erased, since it is no longer read.
 
         Raises:
-            IndexError: a row that is not there.
+            IndexError: no such row.
         """
         check_rows("rows", rows, self.max_num_reqs)
         for row in rows:
@@ -137,21 +139,21 @@ class StepBuffers:
         Args:
             query_lens: [reqs] new tokens of each request.
             num_computed_tokens: [reqs] tokens already in the cache.
-            rows: [reqs] row of the table that each request owns; None: request i owns row i, and
-                the table needs no copy.
-            num_reqs_padded, num_tokens_padded: the size of a captured graph, to which the step is
-                filled up with empty requests and tokens without a slot; None: as many as there
-                are.
+            rows: Optional. [reqs] row of the table of each request. If None, request i has row
+                i, and the table is not copied.
+            num_reqs_padded, num_tokens_padded: Optional. The size of a captured graph, to which
+                the step is padded with empty requests and tokens without a slot. If None, the
+                step is not padded.
 
         Returns:
-            The metadata. Its tensors on the device are views of the buffers, and hold this
-            step until the next one is built; those on the host are its own. Its maxima are exact;
+            The metadata. Its tensors on the device are views of the buffers, valid until the
+            next step is built. Its tensors on the host are not shared. Its maxima are exact.
             `num_reqs` counts padding, `num_actual_tokens` does not.
 
         Raises:
-            IndexError: a sequence longer than its row, or a row that is not there.
-            ValueError: lists of different lengths, a negative count, or more than there is
-                room for.
+            IndexError: a sequence is longer than its row, or there is no such row.
+            ValueError: lists of different lengths, a negative count, or a step larger than the
+                buffers.
         """
         check_batch_lengths(query_lens, num_computed_tokens)
         num_reqs, num_tokens = len(query_lens), sum(query_lens)

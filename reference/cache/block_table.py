@@ -1,10 +1,10 @@
 """Block tables: the cache blocks of each request, in sequence order.
 
-The cache is cut into blocks of `block_size` slots, and blocks are handed out one by one, as
-sequences grow, wherever one is free. So a sequence lies scattered over the cache, and its row of
-the block table lists its blocks in order: entry i holds the block of positions
-i * block_size to (i + 1) * block_size - 1. Rows have different lengths; the table is as wide as
-the longest, and what stands behind a row's end means nothing and is never read.
+The cache is divided into blocks of `block_size` slots. Blocks are allocated one at a time as
+sequences grow, so the blocks of a sequence are scattered over the cache. A request's row of the
+block table lists its blocks in order: entry i is the block of positions i * block_size to
+(i + 1) * block_size - 1. Rows have different lengths, and the table is as wide as the longest one.
+Entries past the end of a row are padding and are never read.
 """
 
 from collections.abc import Sequence
@@ -25,12 +25,12 @@ def make_block_table(
     max_blocks: int | None = None,
     device: torch.device | str = "cpu",
 ) -> BlockTable:
-    """Return the rows as one table, padded with 0 behind each row.
+    """Return the rows as one table, padded with 0.
 
     Args:
-        rows: for each request its block ids, in sequence order.
-        max_blocks: width of the table; None: the longest row.
-        device: where the table shall lie.
+        rows: block ids of each request, in sequence order.
+        max_blocks: Optional. Width of the table. If None, the length of the longest row.
+        device: device of the table.
 
     Returns:
         [reqs, max_blocks] int32.
@@ -60,20 +60,21 @@ def append_blocks(
     num_blocks: BlockCounts,
     new_blocks: Sequence[Sequence[int]],
 ) -> BlockCounts:
-    """Write new blocks behind the rows and return how many blocks each row holds then.
+    """Append new blocks to the rows and return the new number of blocks per row.
 
     Args:
-        block_table: [reqs, max_blocks], changed.
-        num_blocks: [reqs] blocks that each row holds, on the host, where they are handed out.
-        new_blocks: for each request the ids to append; an empty list where it needs none.
+        block_table: [reqs, max_blocks], modified in place.
+        num_blocks: [reqs] number of blocks in each row, on the host.
+        new_blocks: block ids to append to each row. An empty list appends nothing.
 
     Returns:
         [reqs] int32, on the host.
 
     Raises:
-        IndexError: a row would outgrow the table, or a block id is negative; the table stays
-            as it was.
-        ValueError: not one list a row, or counts that lie elsewhere.
+        IndexError: a row would be longer than the table is wide, or a block id is negative. The
+            table is not modified.
+        ValueError: the number of lists is not the number of rows, or the counts are not on the
+            host.
 
     Source:
         vLLM's `BlockTable.append_row`.

@@ -1,12 +1,12 @@
 """Persistent block-table rows: append, move, swap and clear as requests come and go.
 
-An engine keeps one table for as long as it runs. A request gets a row when it starts and gives it
-up when it ends; then the last row moves into the gap, so that the rows in use stay together. Rows
-grow by a block when a sequence does. What stood in a row before is gone when the row is used again.
+An engine keeps one table for its whole life. A request gets a row when it starts and releases it
+when it ends. Then the last row moves into the gap, so that the used rows stay contiguous. A row
+grows by a block when its sequence needs one. Reusing a row discards its previous content.
 
-A kernel may want smaller blocks than the manager hands out: each of those is then several entries.
-And where ranks share a sequence (context_parallel.py), a row holds this rank's blocks, each of
-which covers as many positions as all ranks together keep in one.
+A kernel may use smaller blocks than the block manager: then each block of the manager is several
+entries. If ranks share a sequence (context_parallel.py), a row holds the blocks of this rank. Each
+of them covers as many positions as all ranks together store in one block.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ import torch
 
 from ...contract import shapes
 from ...contract.kinds import HOST, PAD_SLOT_ID
-from ...validation import check_not_negative
+from ...validation import check_not_negative, validated
 from ...validation.step_shapes import (
     check_block_table_sizes,
     check_mamba_block_table,
@@ -34,19 +34,18 @@ class BlockTable:
         block_size: slots in a block of the manager.
         max_num_reqs: rows.
         max_num_blocks_per_req: blocks of the manager that a row holds.
-        device: where the cache lies.
-        kernel_block_size: slots in a block as the kernel sees it, which divides `block_size`;
-            None: the same.
-        dcp_world_size, dcp_rank: ranks that share each sequence, and which one this is.
-        dcp_kv_cache_interleave_size: positions in a row that go to the same rank, which divides
-            the kernel's block.
+        device: device of the cache.
+        kernel_block_size: Optional. Slots in a block of the kernel, a divisor of `block_size`.
+            If None, the same as `block_size`.
+        dcp_world_size, dcp_rank: number of ranks that share each sequence, and this rank.
+        dcp_kv_cache_interleave_size: consecutive positions that one rank stores, a divisor of
+            the kernel's block size.
 
     Raises:
-        ValueError: numbers out of range, or that do not divide as they must.
+        ValueError: a number is out of range, or a size is not a multiple of its divisor.
 
     Source:
-        vLLM's class of that name, which leaves old ids behind a row's end and looks a position
-        past it up in the next row.
+        vLLM's class of that name.
 
     Example:
         >>> table = BlockTable(block_size=4, max_num_reqs=3, max_num_blocks_per_req=2)
@@ -74,7 +73,7 @@ class BlockTable:
         dcp_rank: int = 0,
         dcp_kv_cache_interleave_size: int = 1,
     ) -> None:
-        """Make a table whose rows are all empty; `block_size` is the kernel's from here on."""
+        """Create a table of empty rows; the attribute `block_size` is the kernel's."""
         self.block_size = block_size if kernel_block_size is None else kernel_block_size
         check_ranks(dcp_world_size, dcp_rank, dcp_kv_cache_interleave_size)
         check_block_table_sizes(
@@ -95,18 +94,19 @@ class BlockTable:
 
     @property
     def num_blocks_per_row(self) -> list[int]:
-        """Entries that each row holds, in blocks of the kernel."""
+        """Number of entries per row, in blocks of the kernel."""
         return [len(row) for row in self._rows]
 
     def append_row(self, block_ids: Sequence[int], row_idx: int) -> None:
-        """Write blocks behind what a row holds.
+        """Append blocks to a row.
 
         Args:
             block_ids: blocks of the manager, in sequence order.
             row_idx: the row.
 
         Raises:
-            IndexError: no such row, no room in it, or no block id; the row stays as it was.
+            IndexError: no such row, no space in it, or an invalid block id. The row is not
+                modified.
         """
         check_row_indices(self.max_num_reqs, row_idx=row_idx)
         row = self._rows[row_idx]
@@ -119,14 +119,15 @@ class BlockTable:
                 row.append(block_id * self.entries_per_block + entry)
 
     def add_row(self, block_ids: Sequence[int], row_idx: int) -> None:
-        """Start a row anew; nothing of what it held is left.
+        """Replace the content of a row.
 
         Args:
             block_ids: blocks of the manager, in sequence order.
             row_idx: the row.
 
         Raises:
-            IndexError: no such row, no room in it, or no block id; the row stays as it was.
+            IndexError: no such row, no space in it, or an invalid block id. The row is not
+                modified.
         """
         check_row_indices(self.max_num_reqs, row_idx=row_idx)
         check_row_takes(
@@ -136,10 +137,10 @@ class BlockTable:
         self.append_row(block_ids, row_idx)
 
     def move_row(self, src: int, tgt: int) -> None:
-        """Copy a row over another one, of which nothing is left.
+        """Copy a row over another row.
 
         Args:
-            src: the row to copy; it keeps its blocks until it is used again.
+            src: the row to copy. It keeps its blocks until it is reused.
             tgt: the row to overwrite.
 
         Raises:
@@ -170,44 +171,44 @@ class BlockTable:
         """Return this rank's slot of each token.
 
         Args:
-            req_indices: [tokens] the row of each token.
-            positions: [tokens] its position in the sequence.
+            req_indices: [tokens] row of each token.
+            positions: [tokens] position of each token in its sequence.
 
         Returns:
-            [tokens] int64 on the host; PAD_SLOT_ID where another rank keeps the token.
+            [tokens] int64 on the host; PAD_SLOT_ID for tokens that another rank stores.
 
         Raises:
-            IndexError: no such row, or a position that its blocks do not reach.
+            IndexError: no such row, or a position past the end of its blocks.
             ValueError: lists of different lengths.
         """
         tokens_per_entry = self.block_size * self.dcp_world_size
         check_positions(
             req_indices, positions, self.num_blocks_per_row, tokens_per_entry
         )
-        in_a_row = self.dcp_kv_cache_interleave_size
+        interleave = self.dcp_kv_cache_interleave_size
         slots = []
         for req, position in zip(req_indices, positions, strict=True):
             # step: look up the block
             block_id = self._rows[req][position // tokens_per_entry]
             # step: add the offset among this rank's tokens
-            turn, place = divmod(position % tokens_per_entry, in_a_row)
-            rounds, rank = divmod(turn, self.dcp_world_size)
-            slot = block_id * self.block_size + rounds * in_a_row + place
+            group, offset = divmod(position % tokens_per_entry, interleave)
+            rounds, rank = divmod(group, self.dcp_world_size)
+            slot = block_id * self.block_size + rounds * interleave + offset
             slots.append(slot if rank == self.dcp_rank else PAD_SLOT_ID)
         return torch.tensor(slots, dtype=torch.int64, device=HOST)
 
     def get_device_tensor(self, num_reqs: int) -> shapes.BlockTable:
-        """Return a copy of the first rows where the cache lies.
+        """Return a copy of the first rows on the device of the cache.
 
         Args:
-            num_reqs: rows.
+            num_reqs: number of rows.
 
         Returns:
-            [num_reqs, max_num_blocks_per_req] int32, 0 behind each row.
+            [num_reqs, max_num_blocks_per_req] int32, padded with 0.
 
         Raises:
             IndexError: more rows than there are.
-            ValueError: less than none.
+            ValueError: a negative number.
         """
         check_not_negative(num_reqs=num_reqs)
         check_row_indices(self.max_num_reqs + 1, num_reqs=num_reqs)
@@ -215,6 +216,7 @@ class BlockTable:
         return make_block_table(rows, self.max_num_blocks_per_req, self.device)
 
 
+@validated(check_mamba_block_table)
 def mamba_get_block_table_tensor(
     block_table: shapes.BlockTable,
     seq_lens: shapes.TokenCounts,
@@ -224,20 +226,20 @@ def mamba_get_block_table_tensor(
 ) -> shapes.StateBlocks:
     """Return the blocks that hold the states of Mamba layers in this step.
 
-    A state stands for all tokens before it, so a layer needs the last one alone, and one more for
-    each drafted token.
+    A state summarizes all tokens before it, so a layer needs only the last state, and one more per
+    draft token.
 
     Args:
         block_table: [reqs, max_blocks].
         seq_lens: [reqs] tokens of each sequence.
-        block_size: tokens between two states that are kept.
-        num_speculative_blocks: blocks for drafted tokens, behind the last one.
-        mamba_cache_mode: "none": a row holds just these blocks; "all": every block of a row
-            holds a state, and the layer picks; "align": a row is as long as the sequence, and
-            they have to be picked here.
+        block_size: tokens between two stored states.
+        num_speculative_blocks: blocks for draft tokens, after the last one.
+        mamba_cache_mode: "none": a row holds only these blocks. "all": every block of a row
+            holds a state, and the layer selects. "align": a row is as long as the sequence, and
+            the blocks are selected here.
 
     Returns:
-        [reqs, 1 + num_speculative_blocks] int32 with "align"; else the table itself.
+        [reqs, 1 + num_speculative_blocks] int32 with "align"; otherwise the table itself.
 
     Raises:
         ValueError: another mode, or a number out of range.
@@ -258,20 +260,12 @@ def mamba_get_block_table_tensor(
         tensor([[2],
                 [4]], dtype=torch.int32)
     """
-    check_mamba_block_table(
-        block_table,
-        seq_lens,
-        block_size,
-        num_speculative_blocks,
-        mamba_cache_mode,
-        contents=True,
-    )
     if mamba_cache_mode != "align":
         return block_table
-    picked = block_table.new_zeros(len(seq_lens), 1 + num_speculative_blocks)
+    selected = block_table.new_zeros(len(seq_lens), 1 + num_speculative_blocks)
     for req, seq_len in enumerate(seq_lens.tolist()):
         # step: find the block of the last token
         last = max(seq_len - 1, 0) // block_size
         # step: take it and the blocks of the draft tokens
-        picked[req] = block_table[req, last : last + 1 + num_speculative_blocks]
-    return picked
+        selected[req] = block_table[req, last : last + 1 + num_speculative_blocks]
+    return selected

@@ -1,10 +1,9 @@
 """Cache operations: write, gather, copy and swap keys and values.
 
-A step first writes the keys and values of its new tokens, each to its slot. Attention then reads
-whole sequences back through the block table. Blocks also move as blocks: a copy when two sequences
-that share one begin to differ, a swap when memory runs out and a sequence waits on the host. A
-cache of eight bits a number (FP8) holds each number divided by a scale, so that what keys and
-values reach fits what eight bits reach; who reads it multiplies by the scale again.
+A step first writes the keys and values of its new tokens to their slots. Attention then reads
+whole sequences through the block table. Whole blocks are copied when two sequences that share a
+block diverge, and swapped to the host when device memory runs out. An FP8 cache stores each number
+divided by a scale, so that the numbers fit the range of 8 bits. Readers multiply by the scale.
 """
 
 from collections.abc import Sequence
@@ -30,10 +29,12 @@ from ...validation import (
     check_gather_cache,
     check_kv_caches_alike,
     check_reshape_and_cache,
+    validated,
 )
-from ._fp8 import dequantise, quantise
+from .fp8 import dequantise, quantise
 
 
+@validated(check_reshape_and_cache)
 def reshape_and_cache(
     key: Key,
     value: Value,
@@ -46,22 +47,21 @@ def reshape_and_cache(
     """Write each new token's key and value to its slot.
 
     Args:
-        key: [tokens, kv_heads, head_size], any strides (a slice of a fused projection is fine).
+        key: [tokens, kv_heads, head_size], any strides (for example a slice of a fused projection).
         value: [tokens, kv_heads, value_head_size], any strides.
-        key_cache: [num_blocks, block_size, kv_heads, head_size], changed.
-        value_cache: [num_blocks, block_size, kv_heads, value_head_size], changed.
-        slot_mapping: [slots] slot of the first `slots` tokens; a negative one is not stored.
-            Tokens past its end are padding and are not stored either.
-        k_scale, v_scale: of an FP8 cache, what its numbers are multiplied with when they are
-            read: one for all or [kv_heads] float32, above 0. What is stored is the number
-            divided by it, rounded to nearest even; past the largest FP8 number, that number.
-            None: the cache is not quantised.
+        key_cache: [num_blocks, block_size, kv_heads, head_size], modified in place.
+        value_cache: [num_blocks, block_size, kv_heads, value_head_size], modified in place.
+        slot_mapping: [slots] slot of the first `slots` tokens. A token with a negative slot is
+            not stored. Tokens past the end are padding and are not stored either.
+        k_scale, v_scale: Optional. Scales of an FP8 cache: one number or [kv_heads] float32,
+            above 0. Readers multiply by them. The stored number is divided by the scale, rounded
+            to nearest even and saturated. If None, the cache is not quantized.
 
     Raises:
-        IndexError: a slot lies outside the cache.
-        ValueError: shapes or devices that do not fit, two tokens for one slot, an FP8 cache
-            without scales or scales without one.
-        TypeError: key or value of another dtype than the cache, or FP8 before they are written.
+        IndexError: a slot is outside the cache.
+        ValueError: shapes or devices are inconsistent, two tokens have the same slot, an FP8
+            cache has no scales, or another cache has some.
+        TypeError: key or value has another dtype than the cache, or is FP8 already.
 
     Source:
         vLLM's `reshape_and_cache_flash`.
@@ -84,16 +84,6 @@ def reshape_and_cache(
         >>> float(key_cache[2, 1]), float(value_cache[2, 1])
         (10.0, 448.0)
     """
-    check_reshape_and_cache(
-        key,
-        value,
-        key_cache,
-        value_cache,
-        slot_mapping,
-        k_scale,
-        v_scale,
-        contents=True,
-    )
     block_size = key_cache.shape[1]
     for token, slot in enumerate(slot_mapping.tolist()):
         # step: skip tokens without a slot
@@ -111,6 +101,7 @@ def reshape_and_cache(
         value_cache[block_id, offset] = new_value
 
 
+@validated(check_gather_cache)
 def gather_cache(
     key_cache: KeyCache,
     value_cache: ValueCache,
@@ -121,26 +112,26 @@ def gather_cache(
     v_scale: Scale | float | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[Key, Value]:
-    """Return the keys and values of whole sequences, one after another.
+    """Return the keys and values of whole sequences, concatenated.
 
     Args:
         key_cache: [num_blocks, block_size, kv_heads, head_size].
         value_cache: [num_blocks, block_size, kv_heads, value_head_size].
         block_table: [reqs, max_blocks].
-        seq_start_loc: [reqs + 1] where each sequence starts in the result.
-        num_tokens: rows of the result; what lies past the last sequence is zero.
-        k_scale, v_scale: what the numbers of an FP8 cache are multiplied with, in float32, for a
-            result in `dtype`: one for all or [kv_heads] float32, above 0.
-        dtype: of the result; None: that of the cache, an FP8 cache's bytes as they are.
+        seq_start_loc: [reqs + 1] start of each sequence in the result.
+        num_tokens: rows of the result. Rows past the last sequence are zero.
+        k_scale, v_scale: Optional. Scales of an FP8 cache: one number or [kv_heads] float32,
+            above 0. The product is computed in float32 and rounded to `dtype`.
+        dtype: Optional. Dtype of the result. If None, the dtype of the cache, unscaled.
 
     Returns:
         Key [num_tokens, kv_heads, head_size] and value [num_tokens, kv_heads, value_head_size].
 
     Raises:
-        IndexError: a sequence longer than its row, or a block id outside the cache.
-        ValueError: lengths or devices that do not fit, scales or a dtype for a cache that is not
-            FP8, the one without the other.
-        TypeError: a dtype that is not a float of 16 bits or more.
+        IndexError: a sequence is longer than its row, or a block id is outside the cache.
+        ValueError: lengths or devices are inconsistent, or scales and dtype are not given
+            together and for an FP8 cache only.
+        TypeError: the dtype is not a float of at least 16 bits.
 
     Source:
         vLLM's `gather_cache`.
@@ -169,17 +160,6 @@ def gather_cache(
         >>> key.flatten()
         tensor([4.0000, 4.5000, 5.0000, 5.5000, 0.0000, 0.5000])
     """
-    check_gather_cache(
-        key_cache,
-        value_cache,
-        block_table,
-        seq_start_loc,
-        num_tokens,
-        k_scale,
-        v_scale,
-        dtype,
-        contents=True,
-    )
     block_size, kv_heads, head_size = key_cache.shape[1:]
     key = key_cache.new_zeros(num_tokens, kv_heads, head_size)
     value = value_cache.new_zeros(num_tokens, kv_heads, value_cache.shape[-1])
@@ -204,16 +184,16 @@ def copy_blocks(kv_caches: Sequence[LayerKVCache], block_mapping: BlockMapping) 
     """Copy whole blocks to other blocks, in every layer.
 
     Args:
-        kv_caches: for each layer [2, num_blocks, block_size, kv_heads, head_size], changed.
+        kv_caches: per layer [2, num_blocks, block_size, kv_heads, head_size], modified in place.
         block_mapping: [pairs, 2] int64 on the host: source block, destination block.
 
     Raises:
-        IndexError: a block id outside the cache.
-        ValueError: a block that is written twice, or written and read: the result would depend
-            on the order.
+        IndexError: a block id is outside the cache.
+        ValueError: a block is written twice, or both written and read: the result would depend
+            on the order of the copies.
 
     Source:
-        vLLM's `copy_blocks`, which leaves that order undefined.
+        vLLM's `copy_blocks`.
 
     Example:
         >>> kv_cache = torch.arange(6.0).view(2, 3, 1, 1, 1)
@@ -235,16 +215,16 @@ def swap_blocks(
     destination: DestinationKVCache,
     block_mapping: BlockMapping,
 ) -> None:
-    """Copy whole blocks from one cache to another, which may lie on another device.
+    """Copy whole blocks from one cache to another, possibly on another device.
 
     Args:
         source: [2, source_blocks, block_size, kv_heads, head_size].
-        destination: [2, destination_blocks, block_size, kv_heads, head_size], changed.
+        destination: [2, destination_blocks, block_size, kv_heads, head_size], modified in place.
         block_mapping: [pairs, 2] int64 on the host: block of source, block of destination.
 
     Raises:
-        IndexError: a block id outside its cache.
-        ValueError: caches that do not fit, or a block written twice.
+        IndexError: a block id is outside its cache.
+        ValueError: the caches have different layouts, or a block is written twice.
 
     Source:
         vLLM's `swap_blocks`.
@@ -260,5 +240,5 @@ def swap_blocks(
     check_block_mapping(
         block_mapping, source.shape[1], destination.shape[1], same_cache=False
     )
-    for taken, given in block_mapping.tolist():
-        destination[:, given] = source[:, taken].to(destination.device)
+    for from_block, to_block in block_mapping.tolist():
+        destination[:, to_block] = source[:, from_block].to(destination.device)

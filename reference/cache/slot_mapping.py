@@ -1,9 +1,8 @@
 """Slot mapping: the cache slot of every new token.
 
-The cache is one long shelf of slots, cut into blocks of `block_size`. A sequence owns blocks
-scattered over the shelf, listed in order in its row of the block table. So a token's address has
-two halves: its position picks an entry of that row, and the remainder counts slots into the block
-found there.
+The cache is an array of slots, divided into blocks of `block_size`. The blocks of a sequence are
+listed in order in its row of the block table. The slot of a token follows from its position:
+entry position // block_size of the row is the block, and position % block_size is the offset in it.
 """
 
 from collections.abc import Sequence
@@ -19,9 +18,9 @@ from ...validation import (
     check_batch_lengths,
     check_one_sequence,
     check_positive,
-    check_row_reaches,
     check_sequences_fit,
     check_slot_mapping_device,
+    validated,
 )
 
 
@@ -36,25 +35,24 @@ def compute_slot_mapping(
     """Return the cache slot of every new token of one sequence.
 
     Args:
-        is_profile_run: a dry run that measures memory; there is no cache yet, so every token of
-            the sequence is new and none has a slot.
+        is_profile_run: whether the engine only measures memory. There is no cache yet, so every
+            token of the sequence is new and none has a slot.
         seq_len: tokens of the sequence, the new ones included.
         context_len: tokens already in the cache.
-        start_idx: position from which on tokens are stored; new tokens before it get
-            PAD_SLOT_ID.
+        start_idx: first position that is stored. New tokens before it get PAD_SLOT_ID.
         block_size: slots in a block.
-        block_table: [max_blocks] block ids, in sequence order; entries past the end are never
-            read. Not needed in a profile run.
+        block_table: [max_blocks] block ids, in sequence order. Entries past the end of the
+            sequence are never read. Optional in a profile run.
 
     Returns:
         [tokens] int64 slot numbers, or PAD_SLOT_ID.
 
     Raises:
-        IndexError: a position lies past the end of the block table.
-        ValueError: a length out of range, or no block table.
+        IndexError: a position is past the end of the block table.
+        ValueError: a length is out of range, or there is no block table.
 
     Source:
-        vLLM's function of that name, which appends to a list.
+        vLLM's function of that name.
 
     Example:
         >>> compute_slot_mapping(
@@ -67,14 +65,9 @@ def compute_slot_mapping(
         ... )
         tensor([-1,  8,  9, 10, 11, 20, 21])
     """
-    check_one_sequence(seq_len, context_len, block_size)
-    if is_profile_run:
+    check_one_sequence(is_profile_run, seq_len, context_len, block_size, block_table)
+    if is_profile_run or block_table is None:
         return torch.full((seq_len,), PAD_SLOT_ID, dtype=torch.int64, device=HOST)
-    if block_table is None:
-        raise ValueError(
-            "block_table = None: expected a row unless is_profile_run is set"
-        )
-    check_row_reaches(len(block_table), seq_len, block_size)
     slots = []
     for position in range(context_len, seq_len):
         if position < start_idx:
@@ -102,7 +95,7 @@ def compute_slot_mapping_batch(
         block_size: slots in a block.
 
     Returns:
-        [tokens] int64, request after request.
+        [tokens] int64, in request order.
 
     Raises:
         IndexError: a sequence is longer than its row.
@@ -137,6 +130,7 @@ def compute_slot_mapping_batch(
     return torch.cat(slots)
 
 
+@validated(check_slot_mapping_device)
 def compute_slot_mapping_device(
     query_start_loc: StartLoc,
     num_computed_tokens: TokenCounts,
@@ -144,26 +138,26 @@ def compute_slot_mapping_device(
     block_size: int,
     num_tokens: int,
 ) -> SlotMapping:
-    """Return the cache slot of every new token of a batch, computed where the table lies.
+    """Return the cache slot of every new token of a batch, computed on the block table's device.
 
     Args:
-        query_start_loc: [reqs + 1] where each request's new tokens start.
+        query_start_loc: [reqs + 1] start of each request's new tokens.
         num_computed_tokens: [reqs] tokens already in the cache.
         block_table: [reqs, max_blocks].
         block_size: slots in a block.
-        num_tokens: slots to return; what lies past the last request (a batch padded to a
-            captured size) gets PAD_SLOT_ID.
+        num_tokens: number of slots to return. Tokens past the last request (in a batch padded
+            to a captured size) get PAD_SLOT_ID.
 
     Returns:
         [num_tokens] int64, on the device of the block table.
 
     Raises:
         IndexError: a sequence is longer than its row.
-        ValueError: lengths that do not fit each other.
+        ValueError: lengths that are inconsistent.
         TypeError: starts, counts or table that are not int32.
 
     Source:
-        What vLLM's V1 runner computes each step before it writes the cache.
+        vLLM's V1 model runner, which computes it in every step before the cache write.
 
     Example:
         >>> compute_slot_mapping_device(
@@ -175,14 +169,6 @@ def compute_slot_mapping_device(
         ... )
         tensor([ 8, 20, 21, 22, -1])
     """
-    check_slot_mapping_device(
-        query_start_loc,
-        num_computed_tokens,
-        block_table,
-        block_size,
-        num_tokens,
-        contents=True,
-    )
     slots = compute_slot_mapping_batch(
         query_start_loc.diff().tolist(),
         num_computed_tokens.tolist(),

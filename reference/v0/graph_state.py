@@ -1,11 +1,13 @@
 """CUDA graph state: captured decode steps and the buffers they read.
 
-A decode launches many small kernels, and launching them takes longer than running them. A CUDA
-graph records the launches once and replays them as one. But a replay repeats them exactly: the same
-addresses, the same batch size. So the step reads its batch from buffers that never move; before
-each replay the live batch is copied to their front, and what lies behind it gets values that do no
-harm: no slot to store to, a sequence of one token. Steps of a few batch sizes are recorded, and a
-batch runs in the smallest that holds it. Here nothing is recorded: a replay calls the function.
+A decode launches many small kernels, and the launches take longer than the kernels. A CUDA graph
+records the launches once and replays them as one. A replay repeats them exactly, with the same
+addresses and the same batch size. So the step reads its batch from buffers with fixed addresses.
+Before each replay, the live batch is copied to their first rows, and the padding after it gets
+harmless values: no slot to store to, a sequence of one token. Steps of a few batch sizes are
+captured, and a batch runs in the smallest that holds it.
+
+The reference records nothing: a replay calls the function.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,14 +36,15 @@ def get_attn_cg_support(
     attn_groups: Sequence[Sequence[GroupSupport]],
     checked_layer_names: AbstractSet[str] | None = None,
 ) -> AttentionCGSupportInfo:
-    """Return what a model's backends can all capture.
+    """Return the weakest CUDA-graph support among a model's backends.
 
     Args:
-        attn_groups: for each cache group its groups of layers; all run in one step.
-        checked_layer_names: leave out groups without one of these layers; None: none.
+        attn_groups: per cache group its groups of layers. All run in one step.
+        checked_layer_names: Optional. Groups without one of these layers are ignored. If None,
+            all groups count.
 
     Returns:
-        The weakest level, and the first backend that has it.
+        The weakest level, and the first backend with that level.
 
     Source:
         vLLM's function of that name.
@@ -74,15 +77,15 @@ class CommonAttentionState(CapturedSteps):
     Args:
         max_blocks: width of the block tables: blocks of the longest sequence.
         max_seq_len_to_capture: longest sequence of a captured step, an encoder's included. The
-            kernels are launched for it once and for all; longer ones run without a graph.
-        device: where the cache lies.
+            recorded kernels are launched for this length. Longer sequences run without a graph.
+        device: device of the cache.
         is_encoder_decoder_model: whether the steps also attend to an encoder's keys.
 
     Raises:
-        ValueError: a number below 1.
+        ValueError: a number is below 1.
 
     Source:
-        vLLM's class of that name, which takes a model runner and shares its block table.
+        vLLM's class of that name.
 
     Example:
         A step for four requests, refilled with two.
@@ -121,21 +124,20 @@ class CommonAttentionState(CapturedSteps):
         input_buffers: GraphInputBuffers,
         attn_metadata: SequenceAttentionMetadata,
     ) -> None:
-        """Write a batch into a captured step's buffers; nothing of older ones stays behind it.
+        """Write a batch into a captured step's buffers; nothing of older batches remains.
 
         Args:
-            input_buffers: changed: the batch comes first; behind it, and behind narrower rows
-                of a table, stands what stood there at the capture.
+            input_buffers: modified in place. The batch is written to the first rows. The rows
+                after it, and the rest of narrower rows, get the values of the capture.
             attn_metadata: decodes, at most as many as the buffers hold.
 
         Raises:
             ValueError: more requests, longer sequences or wider tables than were captured, or a
-                batch that is not made of decodes; nothing is written.
+                batch with prefills. Nothing is written.
             TypeError: a tensor is missing or has another dtype.
 
         Source:
-            vLLM's method of that name, which leaves the slots to its caller, keeps what older
-            batches left behind the batch, and copies one request to all rows.
+            vLLM's method of that name.
         """
         check_refill(
             input_buffers,
@@ -165,36 +167,36 @@ class CommonAttentionState(CapturedSteps):
     def capture(
         self, function: Callable[..., Tensor], batch_size: int, *inputs: Tensor
     ) -> None:
-        """Capture a step of one batch size; an earlier one of that size is forgotten.
+        """Capture a step of one batch size; it replaces an earlier one of that size.
 
         Args:
             function: called as `function(attn_metadata, *inputs)`. It returns [batch_size, ...]
-                and reads nothing else that changes from step to step. What it does with a
-                padding row must not matter.
-            batch_size: requests of the step. Large ones should be captured first, so that small
-                ones find their memory used already.
-            inputs: [batch_size, ...] what the function gets beside the metadata, such as a
-                layer's query, key and value. The values serve for a trial run.
+                and reads nothing else that changes from step to step. Its result for a padding
+                row is ignored.
+            batch_size: requests of the step. Capture large steps first, so that small ones
+                reuse their memory.
+            inputs: [batch_size, ...] further arguments of the function, such as a layer's query,
+                key and value. Their values are used for a trial run.
 
         Raises:
             RuntimeError: no `graph_capture` block is open.
-            ValueError: a batch size that the buffers do not hold, or a result or inputs without
-                one row a request.
-            NotImplementedError: the twin was given a device without graphs.
+            ValueError: the buffers do not hold the batch size, or a result or input does not
+                have one row per request.
+            NotImplementedError: the optimized twin's device has no CUDA graphs.
         """
         attn_metadata = self.graph_capture_get_metadata_for_batch(batch_size)
         check_step_inputs(inputs, batch_size)
         # step: copy the inputs to persistent buffers
-        places = tuple(each.clone() for each in inputs)
+        static_inputs = tuple(each.clone() for each in inputs)
         # step: run the step once with harmless values
-        output = function(attn_metadata, *places)
+        output = function(attn_metadata, *static_inputs)
         check_step_output(output, batch_size)
 
         # step: record the step
         def run() -> None:
-            output.copy_(function(attn_metadata, *places))
+            output.copy_(function(attn_metadata, *static_inputs))
 
         buffers = self.get_graph_input_buffers(attn_metadata)
         self._steps[batch_size] = CapturedStep(
-            attn_metadata, buffers, places, output, run
+            attn_metadata, buffers, static_inputs, output, run
         )

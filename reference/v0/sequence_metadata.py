@@ -1,10 +1,10 @@
 """Attention metadata from sequence groups, the form of vLLM V0.
 
-One user's request may run as several sequences (beams, samples): a group. A step takes some groups
-still in their prompt and some that decode, and puts the prompts first. What attention needs is
-then collected group by group: each new token's slot, each sequence's row of blocks, its lengths.
-A prompt whose keys are all new needs no row, since nothing of it is read from the cache; a chunk of
-a longer prompt, a prompt whose beginning was found in the cache, and every decode do.
+A user's request may run as several sequences (beams, samples): a group. A step takes some groups
+within their prompt and some that decode, prompts first. The metadata is collected group by group:
+the slot of each new token, the block-table row of each sequence, its lengths. A prompt whose keys
+are all new needs no row, as it reads nothing from the cache. A chunk of a longer prompt, a prompt
+with a prefix-cache hit, and every decode need one.
 """
 
 from collections.abc import Sequence
@@ -43,14 +43,14 @@ def make_tensor_with_pad(
     max_len: int | None = None,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """Return rows of different lengths as one tensor, padded behind each row.
+    """Return rows of different lengths as one tensor, padded at the end.
 
     Args:
         x: rows of numbers.
-        pad: what stands behind a row.
-        dtype: element type of the tensor.
-        max_len: its width; None: the longest row.
-        device: where it shall lie.
+        pad: value of the padding.
+        dtype: dtype of the tensor.
+        max_len: Optional. Width of the tensor. If None, the length of the longest row.
+        device: device of the tensor.
 
     Returns:
         [rows, max_len]; [0, 0] if there are no rows.
@@ -71,24 +71,24 @@ def make_tensor_with_pad(
     check_rows_padded(x, max_len)
     width = max((len(row) for row in x), default=0) if max_len is None else max_len
     padded = torch.full((len(x), width), pad, dtype=dtype, device=HOST)
-    for place, row in enumerate(x):
-        padded[place, : len(row)] = torch.tensor(row, dtype=dtype, device=HOST)
+    for i, row in enumerate(x):
+        padded[i, : len(row)] = torch.tensor(row, dtype=dtype, device=HOST)
     return padded.to(device)
 
 
 class CommonMetadataBuilder:
     """Collects a step's sequence groups and builds its metadata.
 
-    `prepare()` begins a step, `add_seq_group()` adds to it, prompts first, and `build()` returns
-    the metadata. Building again returns the same once more; a group is taken only by a step that
-    has begun and is not yet built.
+    `prepare()` starts a step, `add_seq_group()` adds to it, prompts first, and `build()` returns
+    the metadata. Building again returns equal metadata. A group can be added only to a step that
+    is started and not yet built.
 
-    The lists that have grown so far may be read under vLLM's names: `slot_mapping`,
-    `context_lens`, `block_tables`, `prefill_seq_lens`, `curr_seq_lens` (of the decodes, what
+    The lists of the current step are attributes with vLLM's names: `slot_mapping`,
+    `context_lens`, `block_tables`, `prefill_seq_lens`, `curr_seq_lens` (tokens of each decode that
     attention reads), and the counts `num_prefills`, `num_prefill_tokens`, `num_decode_tokens`.
 
     Source:
-        vLLM's class of that name, which asks a model runner for what is an argument here.
+        vLLM's class of that name.
 
     Example:
         >>> builder = CommonMetadataBuilder(block_size=4)
@@ -118,16 +118,18 @@ class CommonMetadataBuilder:
         chunked_prefill_enabled: bool = False,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Remember what is the same in every step.
+        """Store the settings of all steps.
 
         Args:
             block_size: slots in a block.
-            sliding_window: keys a query sees, itself included; None: all.
-            chunked_prefill_enabled: prompts may come in chunks, so each one gets its row.
-            device: where the metadata shall lie.
+            sliding_window: Optional. Number of visible keys, the query's own included. If None,
+                all keys are visible.
+            chunked_prefill_enabled: whether prompts may come in chunks, so that each one needs
+                its row.
+            device: device of the metadata.
 
         Raises:
-            ValueError: a number out of range.
+            ValueError: a number is out of range.
         """
         check_positive(block_size=block_size)
         if sliding_window is not None:
@@ -139,7 +141,7 @@ class CommonMetadataBuilder:
         self._stage = "new"
 
     def prepare(self) -> None:
-        """Begin a step: forget the groups of the last one."""
+        """Start a step and discard the groups of the last one."""
         self.slot_mapping: list[int] = []
         self.context_lens: list[int] = []
         self.block_tables: list[list[int]] = []
@@ -153,20 +155,21 @@ class CommonMetadataBuilder:
         self._stage = "collecting"
 
     def add_seq_group(self, group: SequenceGroup) -> None:
-        """Add a group to the step, or refuse it and leave the step as it was.
+        """Add a group to the step; if the group is invalid, the step does not change.
 
-        Under a sliding window a prompt's tokens that no later one can see get no slot. So
-        attention takes a prompt's new keys from the layer, and only its context from the cache.
+        With a sliding window, the tokens of a prompt that are not visible to later ones get no
+        slot. Attention therefore takes a prompt's new keys from the layer, and only its context
+        from the cache.
 
         Args:
             group: prompts come before decodes.
 
         Raises:
-            RuntimeError: no step has begun, or it is built.
+            RuntimeError: no step is started, or it is already built.
             IndexError: a sequence is longer than its row.
             KeyError: a sequence has no row.
-            ValueError: a decode of several tokens, a prompt behind a decode, a placeholder map
-                of another length than its sequence, a negative length.
+            ValueError: a decode of several tokens, a prompt after a decode, a placeholder map
+                of another length than its sequence, or a negative length.
         """
         check_collecting(self._stage)
         check_seq_group(group, self.num_decode_tokens, self.block_size)
@@ -177,7 +180,7 @@ class CommonMetadataBuilder:
             before = self.multimodal_placeholder_maps.get(
                 modality, MultiModalPlaceholderMap()
             )
-            # tokens of groups without such placeholders lie between
+            # tokens of groups without such placeholders come in between
             before = replace(before, dest_len=self.num_prefill_tokens)
             self.multimodal_placeholder_maps[modality] = before.extend(
                 placeholders.repeat(len(group.sequences))
@@ -211,21 +214,23 @@ class CommonMetadataBuilder:
         """Return the metadata of the groups that were added.
 
         Args:
-            seq_lens: [batch] tokens attention may read of each sequence, in the order they were
-                added; 1 for each sequence that fills a graph.
-            query_lens: [seqs] new tokens of each sequence, without those that fill a graph.
-            cuda_graph_pad_size: sequences that fill a captured graph; -1: no graph is replayed.
-            batch_size: sequences of the captured graph; not looked at without one.
-            max_blocks: width of the block table; None: the longest row. A graph needs its own.
+            seq_lens: [batch] tokens of each sequence that attention may read, in the order of
+                addition; 1 for each padding sequence of a graph.
+            query_lens: [seqs] new tokens of each sequence, without padding sequences.
+            cuda_graph_pad_size: number of padding sequences of a captured graph, or -1 if no
+                graph is replayed.
+            batch_size: Optional. Sequences of the captured graph. Ignored without a graph.
+            max_blocks: Optional. Width of the block table. If None, the length of the longest
+                row. Required with a graph.
 
         Returns:
-            Metadata that owns its tensors: a later step does not change them. Sequences that
-            fill a graph bring one token without a slot and have a row of zeros.
+            Metadata with its own tensors, which later steps do not modify. A padding sequence
+            has one token without a slot and a row of zeros.
 
         Raises:
-            RuntimeError: no step has begun.
-            ValueError: no group, lengths that are not the groups', a step that does not fit the
-                graph.
+            RuntimeError: no step is started.
+            ValueError: no group, lengths other than those of the groups, or a step that does not
+                fit the graph.
             IndexError: a row is longer than `max_blocks`.
         """
         check_begun(self._stage)
@@ -272,13 +277,13 @@ class CommonMetadataBuilder:
             multi_modal_placeholder_index_maps=placeholders,
             enable_kv_scales_calculation=True,
             seq_lens=list(seq_lens),
-            seq_lens_tensor=self._sent(seq_lens),
+            seq_lens_tensor=self._to_device(seq_lens),
             max_prefill_seq_len=max(self.prefill_seq_lens, default=0),
             max_decode_seq_len=max(self.curr_seq_lens, default=0),
             max_query_len=max(query_lens),
-            query_start_loc=self._sent(query_start_loc),
-            seq_start_loc=self._sent(seq_start_loc),
-            context_lens_tensor=self._sent(context_lens),
+            query_start_loc=self._to_device(query_start_loc),
+            seq_start_loc=self._to_device(seq_start_loc),
+            context_lens_tensor=self._to_device(context_lens),
             block_tables=block_tables.to(self.device),
             use_cuda_graph=cuda_graph_pad_size >= 0,
         )
@@ -288,7 +293,7 @@ class CommonMetadataBuilder:
     def _row_to_read(
         self, group: SequenceGroup, sequence: SequenceInput
     ) -> tuple[list[int], int]:
-        """Return the row that attention reads, and how many blocks were left out before it."""
+        """Return the row that attention reads, and the number of blocks dropped before it."""
         reads_cache = (
             self.chunked_prefill_enabled
             or not group.is_prompt
@@ -300,13 +305,13 @@ class CommonMetadataBuilder:
         row = list(group.row(sequence))
         if group.is_prompt or not sequence.curr_sliding_window_block:
             return row, 0
-        # counted from the sequence's last block: a row may have spare entries behind it
+        # counted from the sequence's last block, since a row may have unused entries after it
         used = blocks_needed(sequence.orig_seq_len, self.block_size)
         dropped = max(0, used - sequence.curr_sliding_window_block)
         return row[dropped:], dropped
 
     def _slots(self, group: SequenceGroup, sequence: SequenceInput) -> list[int]:
-        """Return the slots of a sequence's new tokens: of its whole row, window or not."""
+        """Return the slots of a sequence's new tokens, looked up in its whole row."""
         if is_block_tables_empty(group.block_tables):
             return [PAD_SLOT_ID] * sequence.query_len
         start_idx = compute_slot_mapping_start_idx(
@@ -325,5 +330,5 @@ class CommonMetadataBuilder:
         ).tolist()
         return slots
 
-    def _sent(self, numbers: Sequence[int]) -> Tensor:
+    def _to_device(self, numbers: Sequence[int]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int32, device=HOST).to(self.device)

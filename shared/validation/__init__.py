@@ -25,6 +25,7 @@ from .cache import check_caches as check_caches
 from .cache import check_gather_cache as check_gather_cache
 from .cache import check_kv_caches_alike as check_kv_caches_alike
 from .cache import check_reshape_and_cache as check_reshape_and_cache
+from .decorator import validated as validated
 from .primitives import FLOATS as FLOATS
 from .primitives import check_dtype as check_dtype
 from .primitives import check_length as check_length

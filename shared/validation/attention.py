@@ -37,7 +37,8 @@ def check_paged_attention(
     options: AttentionOptions,
     contents: bool,
 ) -> None:
-    """Refuse a batch whose attention is not defined, before anything is computed."""
+    """Validate a batch of paged attention, before anything is computed."""
+    options = options.with_causal(True)
     check_caches(key_cache, value_cache)
     num_blocks, block_size, _, _ = key_cache.shape
     _check_query(query, key_cache, value_cache, out, lse)
@@ -87,7 +88,8 @@ def check_encoder_attention(
     options: AttentionOptions,
     contents: bool,
 ) -> None:
-    """Refuse ragged keys and values whose attention is not defined."""
+    """Validate a batch of ragged keys and values."""
+    options = options.with_causal(False)
     reject_options(
         options,
         ("tree_mask", "k_scale", "v_scale"),

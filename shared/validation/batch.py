@@ -74,14 +74,27 @@ def check_block_table(block_table: Tensor) -> None:
         )
 
 
-def check_one_sequence(seq_len: int, context_len: int, block_size: int) -> None:
-    """Refuse lengths that no sequence can have."""
+def check_one_sequence(
+    is_profile_run: bool,
+    seq_len: int,
+    context_len: int,
+    block_size: int,
+    block_table: Sequence[int] | None,
+) -> None:
+    """Validate the lengths of a sequence and, except in a profile run, its block table."""
     check_positive(block_size=block_size)
     if not 0 <= context_len <= seq_len:
         raise ValueError(
             f"context_len = {context_len}, seq_len = {seq_len}: expected"
             " 0 <= context_len <= seq_len"
         )
+    if is_profile_run:
+        return
+    if block_table is None:
+        raise ValueError(
+            "block_table = None: expected a row unless is_profile_run is set"
+        )
+    check_row_reaches(len(block_table), seq_len, block_size)
 
 
 def check_row_reaches(row_len: int, seq_len: int, block_size: int) -> None:

@@ -27,6 +27,7 @@ def check_cascade(
 ) -> None:
     """Refuse a prefix that is not whole blocks, or that not every new token lies behind."""
     _check_plain(options, out, "the shared prefix is read once for all queries")
+    options = options.with_causal(True)
     check_paged_attention(
         query,
         key_cache,

@@ -6,12 +6,13 @@ replaced, which stands once in its file.
 """
 
 import ast
-import hashlib
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from .digest import change_digest
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -98,9 +99,8 @@ class Mutant:
 
     @property
     def digest(self) -> str:
-        """A few characters that change with the change."""
-        text = "\0".join((self.file, self.old, self.new, self.equivalent))
-        return hashlib.sha256(text.encode()).hexdigest()[:12]
+        """A few characters that change with the function that is changed, or with the change."""
+        return change_digest(ROOT / self.file, self.source())
 
     def source(self) -> str:
         """Return the changed file.

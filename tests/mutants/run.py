@@ -1,7 +1,11 @@
-"""Try every mutant, and write down which law found it.
+"""Try mutants on the conformance suite, and record which law finds each one.
 
-make mutants
-PYTHONPATH=tests python -m mutants.run slot merge    # those with such words in their names
+    make mutants                                         # those whose entry is out of date
+    PYTHONPATH=tests python -m mutants.run --all         # every one
+    PYTHONPATH=tests python -m mutants.run slot merge    # those with such words in their names
+
+An entry of the record is out of date when the function that is changed is another one, or when the
+laws, their generators or oracles are. Prose does not count.
 """
 
 import argparse
@@ -27,17 +31,20 @@ import torch
 from pagetwin.conformance.harness.law import Law
 from pagetwin.conformance.laws.all_laws import ALL_LAWS
 
+from .digest import suite_digest
 from .judge import Trial, judge, laws_near
-from .mutant import OPERATORS, TWINS, Mutant, load_catalogue
+from .mutant import CATALOGUE, OPERATORS, TWINS, Mutant, load_catalogue
 
-REPORT = Path(__file__).parent / "report.json"
+REPORT = Path(__file__).parents[1] / "records" / "mutants.json"
 EXAMPLES = 25
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what the command line asks for; 0 if every mutant ended as declared."""
     parser = argparse.ArgumentParser(description="Try mutants on the conformance suite")
-    parser.add_argument("words", nargs="*", help="words of the mutants' names; all")
+    parser.add_argument("words", nargs="*", help="words of the mutants' names")
+    parser.add_argument("--all", action="store_true", help="try every mutant again")
+    parser.add_argument("--catalogue", type=Path, help="folder of other mutants")
     parser.add_argument("--workers", type=int, default=2, help="processes at a time")
     parser.add_argument("--examples", type=int, default=EXAMPLES)
     parser.add_argument("--report", type=Path, help="where the report goes")
@@ -47,17 +54,55 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="try only those laws on the unchanged twins that killed a mutant",
     )
     given = parser.parse_args(arguments)
+    catalogue = load_catalogue(given.catalogue or CATALOGUE)
     chosen = [
         mutant
-        for mutant in load_catalogue()
+        for mutant in catalogue
         if not given.words or any(word in mutant.id for word in given.words)
     ]
+    place = given.report
+    is_full = not (given.words or given.quick or given.catalogue)
+    kept: dict[str, dict[str, Any]] = {}
+    if is_full:
+        place = place or REPORT
+        kept = {} if given.all else up_to_date(place)
+        chosen = [each for each in chosen if each.id not in kept]
+        if not chosen and len(kept) == len(catalogue):
+            print(f"{place} is up to date; --all tries every mutant again")
+            return 0
     report = run(chosen, given.workers, given.examples, not given.quick)
-    place = given.report or (None if given.words or given.quick else REPORT)
+    if is_full:
+        tried = kept | {each["id"]: each for each in report["mutants"]}
+        report["mutants"] = [tried[each.id] for each in catalogue]
+        report["operators"] = _meanings(catalogue)
     if place is not None:
         place.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print("\n".join(summary(report)))
     return 0 if not unexpected(report) else 1
+
+
+def up_to_date(place: Path) -> dict[str, dict[str, Any]]:
+    """Return the entries of a record that are of today's laws and of today's catalogue, by id."""
+    if not place.exists():
+        return {}
+    record: dict[str, Any] = json.loads(place.read_text(encoding="utf-8"))
+    if record.get("suite") != suite_digest():
+        return {}
+    held = {each["id"]: each for each in record["mutants"]}
+    return {
+        mutant.id: held[mutant.id]
+        for mutant in load_catalogue()
+        if is_current(mutant, held.get(mutant.id))
+    }
+
+
+def is_current(mutant: Mutant, entry: dict[str, Any] | None) -> bool:
+    """Return whether an entry of the record is of this mutant, as it is today."""
+    return (
+        entry is not None
+        and entry["digest"] == mutant.digest
+        and entry["reason"] == mutant.equivalent
+    )
 
 
 def run(
@@ -109,16 +154,19 @@ def run(
         try_unchanged([law for law in ALL_LAWS if law.name in killers])
     return {
         "examples": examples,
+        "suite": suite_digest(),
         "laws": len(ALL_LAWS),
         "seconds": round(time.monotonic() - begin),
-        "operators": {
-            name: meaning
-            for name, meaning in OPERATORS.items()
-            if any(mutant.operator == name for mutant in mutants)
-        },
+        "operators": _meanings(mutants),
         "laws broken by the unchanged twins": sorted(broken),
         "mutants": [_entry(mutant, trials[mutant.id]) for mutant in mutants],
     }
+
+
+def _meanings(mutants: Sequence[Mutant]) -> dict[str, str]:
+    """Return the operators of some mutants, with their meanings."""
+    used = {mutant.operator for mutant in mutants}
+    return {name: meaning for name, meaning in OPERATORS.items() if name in used}
 
 
 def _entry(mutant: Mutant, trial: Trial) -> dict[str, Any]:

@@ -7,18 +7,18 @@ from ...validation.step_shapes import check_ranks
 def get_dcp_ranks(
     positions: Positions, dcp_world_size: int, dcp_kv_cache_interleave_size: int = 1
 ) -> Positions:
-    """Return the rank that keeps each position.
+    """Return the rank that stores each position.
 
     Args:
-        positions: [positions] int64, from 0.
-        dcp_world_size: ranks, from 1.
-        dcp_kv_cache_interleave_size: positions in a row that go to the same rank, from 1.
+        positions: [positions] int64, at least 0.
+        dcp_world_size: number of ranks, at least 1.
+        dcp_kv_cache_interleave_size: consecutive positions that one rank stores, at least 1.
 
     Returns:
-        [positions] int64, where the positions lie.
+        [positions] int64, on the device of the positions.
 
     Raises:
-        ValueError: a number out of range.
+        ValueError: a number is out of range.
 
     Example:
         >>> get_dcp_ranks(

@@ -10,11 +10,11 @@ def get_mla_dims(hf_text_config: Any) -> MLADims:
     """Return the widths of a model's latent attention.
 
     Args:
-        hf_text_config: has them as attributes, as the text configuration of a Hugging Face
-            model; `q_lora_rank` may be missing or None.
+        hf_text_config: text configuration of a Hugging Face model. `q_lora_rank` may be missing
+            or None.
 
     Raises:
-        ValueError: a width is missing, or below 1.
+        ValueError: a width is missing or below 1.
 
     Source:
         vLLM's function of that name; DeepSeek-V2, 2024.

@@ -7,17 +7,17 @@ from ...validation.merge import check_lse
 
 
 def log2_lse_to_ln(lse: AnyLogSumExp) -> AnyLogSumExp:
-    """Return log-sum-exps of base 2 as natural ones.
+    """Return log-sum-exps converted from base 2 to base e.
 
     Args:
-        lse: float32 or float64, in any shape, logarithms to base 2: what kernels that compute
-            with powers of 2 leave.
+        lse: float32 or float64 of any shape: base-2 logarithms, as computed by kernels that use
+            exp2.
 
     Returns:
-        A new tensor of the same shape and dtype; what is infinite stays so.
+        A new tensor of the same shape and dtype. Infinite values do not change.
 
     Raises:
-        TypeError: another dtype.
+        TypeError: the dtype is not supported.
 
     Source:
         vLLM's function of that name.

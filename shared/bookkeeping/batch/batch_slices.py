@@ -7,17 +7,17 @@ from ...validation.step import check_request_slice
 def slice_query_start_locs(
     query_start_loc: StartLoc, request_slice: slice
 ) -> CountsBuffer:
-    """Return the starts of some requests, counted from the first one's.
+    """Return the starts of some requests, relative to the first one.
 
     Args:
-        query_start_loc: [reqs + 1] where each request's new tokens start.
-        request_slice: the requests; a stop past the last one means the end.
+        query_start_loc: [reqs + 1] start of each request's new tokens.
+        request_slice: the requests. A stop past the last one is the end.
 
     Returns:
         [requests of the slice + 1] int32, a new tensor that begins with 0.
 
     Raises:
-        ValueError: a slice without start or stop, or one that begins behind the end.
+        ValueError: a slice without start or stop, or one that starts after the end.
 
     Source:
         vLLM's function of that name.

@@ -96,8 +96,9 @@ class WantedTokensBuilder(AttentionMetadataBuilder):
     ) -> Any:
         """Return the metadata of the wanted tokens, with the two fields of the whole step."""
         whole, wanted = common_attn_metadata, self.wanted_tokens(common_attn_metadata)
-        # the next class is the backend's own builder
-        built: Any = super().build(common_prefix_len, wanted, fast_build)  # type: ignore[safe-super]
+        # the next class in the order of bases is the backend's own builder
+        parent: Any = super()
+        built = parent.build(common_prefix_len, wanted, fast_build)
         values = {each.name: getattr(built, each.name) for each in fields(built)}
         # the layer selects its queries from all tokens by these
         values["logits_indices_padded"] = whole.logits_indices_padded

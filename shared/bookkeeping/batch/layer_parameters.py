@@ -1,8 +1,8 @@
 """Layer parameters: the attention settings that one plan must fix for all layers.
 
-Some kernels are planned once a step for all layers. Such a plan fixes window, soft cap and scale,
-so it is right only where the layers share them. These numbers are read off the layers once, when
-the engine starts, and compared.
+Some kernels are planned once per step for all layers. Such a plan fixes window, soft cap and
+scale, so it is valid only if the layers share them. The engine collects these settings once, when
+it starts, and compares them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,25 +15,24 @@ from ...validation.step_shapes import check_has_layers, check_layer_impl
 def get_per_layer_parameters(
     layers: Mapping[str, object], layer_names: Sequence[str], impl_cls: type
 ) -> dict[str, PerLayerParameters]:
-    """Return what each layer's plan would have to fix.
+    """Return the attention settings of each layer.
 
     Args:
         layers: all layers of the model by name.
-        layer_names: those to look at; one without an `impl` is no attention layer and is left
-            out.
-        impl_cls: the class that all of them must run.
+        layer_names: layers to include. Layers without an `impl` are ignored.
+        impl_cls: class of all their implementations.
 
     Returns:
-        Layer name -> its numbers, in the order of the names. A `sliding_window` of an
-        implementation is the pair of keys seen to the left and to the right.
+        Layer name -> its settings, in the order of the names. The `sliding_window` of an
+        implementation is the pair of keys visible to the left and to the right.
 
     Raises:
-        KeyError: a layer that the model does not have.
-        TypeError: an implementation of another class, without a scale, or with a window that
-            is no pair.
+        KeyError: the model has no such layer.
+        TypeError: an implementation of another class, without a scale, or with a window that is
+            not a pair.
 
     Source:
-        vLLM's function of that name, which finds the layers in its configuration.
+        vLLM's function of that name.
 
     Example:
         >>> from types import SimpleNamespace
@@ -66,20 +65,20 @@ def get_per_layer_parameters(
 def infer_global_hyperparameters(
     per_layer_params: Mapping[str, PerLayerParameters],
 ) -> PerLayerParameters:
-    """Return the first layer's numbers, and whether all layers have them.
+    """Return the first layer's settings, and whether all layers have the same.
 
     Args:
-        per_layer_params: from `get_per_layer_parameters`, not empty.
+        per_layer_params: result of `get_per_layer_parameters`, not empty.
 
     Returns:
-        A copy of the first entry with both flags set. A difference is no error: whether it
-        matters is the kernel's business, so whoever plans looks at the flags.
+        A copy of the first entry with both flags set. A difference is not an error: whether it
+        matters depends on the kernel, so the planner reads the flags.
 
     Raises:
-        ValueError: no layer.
+        ValueError: there is no layer.
 
     Source:
-        vLLM's function of that name, which sets the flags in the caller's own entry.
+        vLLM's function of that name.
 
     Example:
         >>> shared = infer_global_hyperparameters({

@@ -1,8 +1,8 @@
 """Speculative decoding: the draft tokens of a request as a batch axis.
 
-Speculative decoding checks several drafted tokens of each request in one step. If all bring
-the same number, the flat tokens can be seen as [reqs, query_len]: nothing moves, only the shape
-says more. Decode kernels that take several queries a request want it so.
+Speculative decoding verifies several draft tokens of each request in one step. If all requests
+have the same number, the flat tokens can be viewed as [reqs, query_len]. Nothing is copied. Decode
+kernels that take several queries per request expect this shape.
 """
 
 from ...contract.shapes import Output, Query, SpecDecodeQuery
@@ -10,17 +10,17 @@ from ...validation.step_shapes import check_spec_decode_output, check_spec_decod
 
 
 def reshape_query_for_spec_decode(query: Query, batch_size: int) -> SpecDecodeQuery:
-    """Return the queries with an axis for the requests.
+    """Return the queries with a batch axis.
 
     Args:
-        query: [tokens, query_heads, head_size], the same number of tokens for each request.
-        batch_size: requests, from 1.
+        query: [tokens, query_heads, head_size], the same number of tokens per request.
+        batch_size: number of requests, at least 1.
 
     Returns:
         [batch_size, query_len, query_heads, head_size], a view.
 
     Raises:
-        ValueError: another number of axes, or tokens that do not divide evenly.
+        ValueError: the query has another number of axes, or the tokens do not divide evenly.
 
     Source:
         vLLM's function of that name.
@@ -39,16 +39,17 @@ def reshape_query_for_spec_decode(query: Query, batch_size: int) -> SpecDecodeQu
 def reshape_attn_output_for_spec_decode(
     attn_output: Output | SpecDecodeQuery,
 ) -> Output:
-    """Return attention's output with one row a token again.
+    """Return attention's output with one row per token.
 
     Args:
-        attn_output: [reqs, query_len, query_heads, head_size]; three axes are taken as they are.
+        attn_output: [reqs, query_len, query_heads, head_size]. A tensor of three axes is
+            returned unchanged.
 
     Returns:
-        [tokens, query_heads, head_size], a view; the same object if it had three axes.
+        [tokens, query_heads, head_size], a view.
 
     Raises:
-        ValueError: another number of axes, or requests that do not lie one behind the other.
+        ValueError: another number of axes, or requests that are not contiguous in memory.
 
     Source:
         vLLM's function of that name.

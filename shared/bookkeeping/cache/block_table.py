@@ -4,7 +4,7 @@ from ...validation import check_not_negative, check_positive
 
 
 def blocks_needed(num_tokens: int, block_size: int) -> int:
-    """Return how many blocks hold that many tokens.
+    """Return the number of blocks that hold a number of tokens.
 
     Args:
         num_tokens: tokens, from 0.

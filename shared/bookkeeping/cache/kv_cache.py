@@ -1,10 +1,10 @@
 """KV cache: its shape, memory layout and views.
 
-The memory of the cache is taken once, as raw bytes, when the engine starts; every layer then looks
-at its bytes through a view. The view has five axes: keys and values, block, slot within the block,
-head, element. A block is the unit that is handed out, shared, copied and taken back; a slot holds
-one token's key (or value) of every head. In which order the axes lie in memory is a choice of its
-own (the layout): it changes the strides of the view and nothing else.
+The memory of a cache is allocated once, as raw bytes, when the engine starts. Each layer accesses
+its bytes through a view with five axes: keys and values, block, slot in the block, head, element.
+A block is the unit that is allocated, shared, copied and freed. A slot holds the key (or value) of
+one token for all heads. The memory layout is the order of these axes in memory. It changes the
+strides of the view and nothing else.
 """
 
 from collections.abc import Sequence
@@ -31,16 +31,16 @@ from ...validation.kv_cache import check_packed, check_view, check_whole_pages
 def get_kv_cache_shape(
     num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
 ) -> tuple[int, int, int, int, int]:
-    """Return the five axes of a layer's cache.
+    """Return the shape of a layer's cache, which has five axes.
 
     Args:
-        num_blocks: blocks in the cache, from 0.
-        block_size: slots in a block, from 1.
-        num_kv_heads: key/value heads, from 1.
-        head_size: elements of a head, from 1.
+        num_blocks: blocks in the cache, at least 0.
+        block_size: slots in a block, at least 1.
+        num_kv_heads: key/value heads, at least 1.
+        head_size: elements of a head, at least 1.
 
     Raises:
-        ValueError: a number out of range.
+        ValueError: a number is out of range.
 
     Source:
         vLLM's method of that name on its attention backends.
@@ -64,9 +64,9 @@ def allocate_kv_cache(
     """Return the bytes of one layer's cache, all zero.
 
     Args:
-        spec: what a block holds.
-        num_blocks: blocks in the cache, from 0.
-        device: where the cache shall lie.
+        spec: content of a block.
+        num_blocks: blocks in the cache, at least 0.
+        device: device of the cache.
 
     Returns:
         [num_blocks * spec.page_size_bytes] int8.
@@ -93,22 +93,23 @@ def view_kv_cache(
     shape: Sequence[int],
     stride_order: Sequence[int],
 ) -> Tensor:
-    """Return bytes seen as a tensor whose axes lie in memory in a given order.
+    """Return a view of bytes as a tensor with a given order of its axes in memory.
 
     Args:
         raw: [bytes] int8.
         dtype: of the elements.
-        shape: lengths of the axes as code indexes them; together all of the bytes.
+        shape: lengths of the axes in the order in which code indexes them. They must cover all
+            bytes.
         stride_order: the axes, the outermost in memory first.
 
     Returns:
-        View of `raw`; nothing is copied.
+        A view of `raw`; nothing is copied.
 
     Raises:
-        ValueError: the shape is not all of the bytes, or the order no permutation.
+        ValueError: the shape does not cover all bytes, or the order is not a permutation.
 
     Source:
-        vLLM's `get_kv_cache_stride_order`, undone in `_reshape_kv_cache`.
+        vLLM's `get_kv_cache_stride_order` and `_reshape_kv_cache`.
 
     Example:
         >>> raw = torch.arange(6, dtype=torch.int8)
@@ -129,18 +130,18 @@ def reshape_kv_cache(
     spec: KVCacheSpec,
     stride_order: Sequence[int] = (0, 1, 2, 3, 4),
 ) -> KVCache:
-    """Return the bytes seen as a layer's cache; nothing is copied.
+    """Return the bytes as a layer's cache; nothing is copied.
 
     Args:
         raw: [bytes] int8, a whole number of pages.
-        spec: what a block holds.
+        spec: content of a block.
         stride_order: the five axes, the outermost in memory first.
 
     Returns:
         [2, num_blocks, block_size, kv_heads, head_size] view of `raw`.
 
     Raises:
-        ValueError: the bytes are not a whole number of pages, or the order no permutation.
+        ValueError: the bytes are not a whole number of pages, or the order is not a permutation.
 
     Source:
         vLLM's `_reshape_kv_cache`.
@@ -162,17 +163,17 @@ def reshape_kv_cache(
 def reshape_layered_kv_cache(
     raw: RawCache, spec: KVCacheSpec, num_layers: int, layout: KVCacheLayout
 ) -> LayeredKVCache:
-    """Return the bytes of one allocation seen as the caches of many layers.
+    """Return the bytes of one allocation as the caches of many layers.
 
     Args:
         raw: [bytes] int8, a whole number of pages of every layer.
-        spec: what a block of one layer holds.
-        num_layers: layers, from 1.
-        layout: the order of layer, block, head, slot and content in memory.
+        spec: content of a block of one layer.
+        num_layers: number of layers, at least 1.
+        layout: order of layer, block, head, slot and content in memory.
 
     Returns:
-        [layers, 2, num_blocks, block_size, kv_heads, head_size] view of `raw`; an entry of the
-        first axis is a layer's cache. A slot's key and value of one head lie side by side.
+        [layers, 2, num_blocks, block_size, kv_heads, head_size] view of `raw`. An entry of the
+        first axis is a layer's cache. Key and value of a slot and head are adjacent in memory.
 
     Raises:
         ValueError: the bytes are not a whole number of pages of every layer.
@@ -207,7 +208,7 @@ def reshape_layered_kv_cache(
 
 
 def split_kv_cache(kv_cache: KVCache) -> tuple[KeyCache, ValueCache]:
-    """Return the key half and the value half of a layer's cache; nothing is copied.
+    """Return the keys and the values of a layer's cache; nothing is copied.
 
     Args:
         kv_cache: [2, num_blocks, block_size, kv_heads, head_size].
@@ -229,16 +230,16 @@ def split_kv_cache(kv_cache: KVCache) -> tuple[KeyCache, ValueCache]:
 def get_packed_kv_cache_shape(
     num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
 ) -> tuple[int, int, int]:
-    """Return the three axes of a layer's cache in the first kernels' form.
+    """Return the shape of a layer's cache in the packed format of vLLM's first kernels.
 
     Args:
-        num_blocks: blocks in the cache, from 0.
-        block_size: slots in a block, from 1.
-        num_kv_heads: key/value heads, from 1.
-        head_size: elements of a head, from 1.
+        num_blocks: blocks in the cache, at least 0.
+        block_size: slots in a block, at least 1.
+        num_kv_heads: key/value heads, at least 1.
+        head_size: elements of a head, at least 1.
 
     Raises:
-        ValueError: a number out of range.
+        ValueError: a number is out of range.
 
     Source:
         vLLM's `PagedAttention.get_kv_cache_shape`.
@@ -258,25 +259,26 @@ def get_packed_kv_cache_shape(
 def split_packed_kv_cache(
     kv_cache: PackedKVCache, num_kv_heads: int, head_size: int
 ) -> tuple[PackedKeyCache, PackedValueCache]:
-    """Return the key view and the value view of a cache in the first kernels' form.
+    """Return the key view and the value view of a cache in the packed format.
 
-    Those kernels read 16 bytes at a time. So a head's key is cut into parts of 16 bytes, and the
-    same part of all slots lies together; of the values, the same element of all slots does.
+    The kernels of that format read 16 bytes at a time. A head's key is divided into groups of 16
+    bytes, and the same group of all slots is contiguous. Of the values, the same element of all
+    slots is contiguous.
 
     Args:
         kv_cache: [2, num_blocks, block_size * kv_heads * head_size].
-        num_kv_heads: key/value heads, from 1.
-        head_size: elements of a head, a whole number of parts.
+        num_kv_heads: key/value heads, at least 1.
+        head_size: elements of a head, a whole number of groups.
 
     Returns:
-        Views [num_blocks, kv_heads, parts, block_size, part] and
+        Views [num_blocks, kv_heads, groups, block_size, group] and
         [num_blocks, kv_heads, head_size, block_size].
 
     Raises:
-        ValueError: heads that do not fill the parts or the blocks.
+        ValueError: the heads do not fill the groups or the blocks.
 
     Source:
-        vLLM's `PagedAttention.split_kv_cache`, where a part is called x.
+        vLLM's `PagedAttention.split_kv_cache`, where the size of a group is `x`.
 
     Example:
         >>> kv_cache = torch.zeros(2, 2, 128, dtype=torch.float16)
@@ -292,10 +294,10 @@ def split_packed_kv_cache(
     _, num_blocks, block_elements = kv_cache.shape
     # step: compute the block size and the elements per 16 bytes
     block_size = block_elements // (num_kv_heads * head_size)
-    part = 16 // kv_cache.element_size()
+    group = 16 // kv_cache.element_size()
     # step: view the keys in groups of 16 bytes
     key_cache = kv_cache[0].view(
-        num_blocks, num_kv_heads, head_size // part, block_size, part
+        num_blocks, num_kv_heads, head_size // group, block_size, group
     )
     # step: view the values by element
     value_cache = kv_cache[1].view(num_blocks, num_kv_heads, head_size, block_size)

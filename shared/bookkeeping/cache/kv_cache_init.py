@@ -1,10 +1,10 @@
 """KV caches of a model: allocation, reshaping and binding to layers.
 
-An engine asks the layers what they keep, measures how many blocks fit, and writes both into a
-config. From the config everything follows: each tensor is allocated once, each layer looks at its
-bytes in the shape of its backend, and the views are handed to the layers. Layers whose pages are
-alike make a group with one block table; layers of different groups may share a tensor, as each
-block of it belongs to one group at a time.
+An engine asks the layers for the content of their blocks, measures how many blocks fit in memory,
+and writes both into a config. The rest follows from the config: each tensor is allocated once,
+each layer gets a view of its bytes in the shape of its backend, and the views are bound to the
+layers. Layers with equal pages form a group with one block table. Layers of different groups may
+share a tensor, as each of its blocks belongs to one group at a time.
 """
 
 from collections.abc import Mapping
@@ -30,24 +30,24 @@ from .kv_cache import view_kv_cache
 def get_kv_cache_spec(
     static_forward_context: Mapping[str, Any], block_size: int, dtype: torch.dtype
 ) -> dict[str, KVCacheSpec]:
-    """Return what a block of each layer holds, for the layers that keep a cache.
+    """Return the content of a block of each layer that has a cache of its own.
 
-    A layer that shares the cache of an earlier one keeps none, and neither does an encoder's.
+    A layer that shares the cache of an earlier layer has none, nor does an encoder layer.
 
     Args:
-        static_forward_context: layers by name; one without a method `get_kv_cache_spec` is no
-            attention layer and is passed over.
-        block_size: slots in a block, from 1.
-        dtype: of the caches.
+        static_forward_context: layers by name. Layers without a method `get_kv_cache_spec` are
+            ignored.
+        block_size: slots in a block, at least 1.
+        dtype: dtype of the caches.
 
     Returns:
         Specs by layer name, in the order of the layers.
 
     Raises:
-        ValueError: a block size below 1.
+        ValueError: the block size is below 1.
 
     Source:
-        vLLM's function of that name, which refuses a model whose layers are not all a decoder's.
+        vLLM's function of that name.
 
     Example:
         >>> layers = {}
@@ -77,12 +77,12 @@ def allocate_kv_caches(
     """Return the bytes of each layer's cache, all zero.
 
     Args:
-        kv_cache_config: the tensors, and which layers share them.
-        device: where the caches shall lie.
+        kv_cache_config: the tensors, and the layers that share them.
+        device: device of the caches.
 
     Returns:
-        [bytes] int8 by layer name, in the order of the tensors; layers that share a tensor have
-        the same one.
+        [bytes] int8 by layer name, in the order of the tensors. Layers that share a tensor have
+        the same object.
 
     Source:
         vLLM's `_allocate_kv_cache`.
@@ -115,22 +115,22 @@ def reshape_kv_caches(
     attn_backends: Mapping[str, type[AttentionBackend]],
     layout: KVCacheLayout | None = None,
 ) -> dict[str, Tensor]:
-    """Return each layer's bytes seen as its cache; nothing is copied.
+    """Return each layer's bytes as its cache; nothing is copied.
 
     Args:
-        kv_cache_config: the groups, and what a block of each holds.
+        kv_cache_config: the groups, and the content of their blocks.
         kv_cache_raw_tensors: [bytes] int8 by layer name, each a whole number of pages.
-        attn_backends: by layer name; a backend says which axes its cache has and in which order
-            they lie in memory.
-        layout: the order of heads and slots; None: what `get_kv_cache_layout` says.
+        attn_backends: backends by layer name. A backend determines the axes of its cache and
+            their order in memory.
+        layout: Optional. Order of heads and slots. If None, `get_kv_cache_layout` decides.
 
     Returns:
         Views by layer name, in the order of the groups.
 
     Raises:
-        KeyError: a layer without bytes or without a backend.
-        ValueError: bytes that are not a whole number of pages, too few of them, or a backend
-            whose cache does not hold what the spec says.
+        KeyError: a layer has no bytes or no backend.
+        ValueError: the bytes are not a whole number of pages, are too few, or do not match the
+            backend's shape.
 
     Source:
         vLLM's `_reshape_kv_cache`.
@@ -176,24 +176,24 @@ def reshape_kv_caches(
 def bind_kv_cache(
     kv_caches: Mapping[str, Tensor], static_forward_context: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """Hand each layer its cache, and return the caches in the order of the layers.
+    """Set the cache of each layer and return the caches in layer order.
 
-    A layer that shares the cache of another one is handed that one.
+    A layer that shares the cache of another layer gets the same tensor.
 
     Args:
-        kv_caches: by layer name; the name holds the layer's number between dots.
-        static_forward_context: layers by name, changed: `kv_cache` of each is set.
+        kv_caches: caches by layer name, which contains the layer's number between dots.
+        static_forward_context: layers by name, modified in place: `kv_cache` of each is set.
 
     Returns:
-        The caches by layer name, ordered by number; layers of one number, as a decoder's self
-        and cross attention, in the order of `kv_caches`.
+        The caches by layer name, sorted by number. Layers with the same number, as a decoder's
+        self-attention and cross-attention, keep the order of `kv_caches`.
 
     Raises:
-        KeyError: a cache without its layer, or a layer that shares a cache which is not there.
-        ValueError: a name without a number, or with two.
+        KeyError: a cache has no layer, or a layer shares a cache that does not exist.
+        ValueError: a name has no number, or two.
 
     Source:
-        vLLM's function of that name, which refuses two layers of one number, or skips the second.
+        vLLM's function of that name.
 
     Example:
         >>> class Layer:
@@ -233,24 +233,24 @@ def init_kv_cache(
     device: torch.device | str = "cpu",
     layout: KVCacheLayout | None = None,
 ) -> dict[str, Tensor]:
-    """Allocate the caches of a model, hand them to its layers and return them.
+    """Allocate the caches of a model, bind them to its layers and return them.
 
     Args:
-        static_forward_context: layers by name, changed: `kv_cache` of each is set.
-        kv_cache_config: how the caches lie in memory.
-        attn_backends: by layer name.
-        device: where the caches shall lie.
-        layout: the order of heads and slots; None: what `get_kv_cache_layout` says.
+        static_forward_context: layers by name, modified in place: `kv_cache` of each is set.
+        kv_cache_config: tensors and groups of the caches.
+        attn_backends: backends by layer name.
+        device: device of the caches.
+        layout: Optional. Order of heads and slots. If None, `get_kv_cache_layout` decides.
 
     Returns:
-        The caches by layer name, in the order of the layers; all zero.
+        The caches by layer name, in layer order, all zero.
 
     Raises:
-        KeyError: a layer that one of the arguments lacks.
-        ValueError: a config that does not fit its specs or backends.
+        KeyError: an argument has no entry for a layer.
+        ValueError: the config does not match its specs or backends.
 
     Source:
-        vLLM's function of that name, which fills a list of the runner instead.
+        vLLM's function of that name.
 
     Example:
         >>> class Layer:

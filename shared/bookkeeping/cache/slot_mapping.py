@@ -8,14 +8,15 @@ def compute_slot_mapping_start_idx(
 ) -> int:
     """Return the first position whose key and value need to be stored.
 
-    A prompt under a sliding window leaves only its last `sliding_window` tokens to be seen by
-    later ones, so what lies before them gets no slot. A decode stores its token always.
+    With a sliding window, later tokens see only the last `sliding_window` tokens of a prompt, so
+    earlier tokens get no slot. A decode always stores its token.
 
     Args:
         is_prompt: whether the sequence is still in its prompt.
         query_len: new tokens.
         context_len: tokens already in the cache.
-        sliding_window: keys a query sees, itself included; None: all.
+        sliding_window: Optional. Number of visible keys, the query's own included. If None, all
+            keys are visible.
 
     Returns:
         A position in the sequence.
@@ -24,8 +25,7 @@ def compute_slot_mapping_start_idx(
         ValueError: a negative length.
 
     Source:
-        vLLM's function of that name, which leaves the context out and so finds no token to
-        skip in the later chunks of a prompt.
+        vLLM's function of that name.
 
     Example:
         >>> compute_slot_mapping_start_idx(

@@ -1,9 +1,9 @@
 """Encoder-decoder models: the lengths and block table of each attention type.
 
-A decoder's tokens read their own sequence through the block table. In a model with an encoder they
-also read the encoder's tokens, through a second table (cross-attention). The encoder's tokens read
-each other, all at once and in both directions; they come from nowhere but the step itself, so they
-have no table. One step's metadata holds the lengths of both sides, and the kind says which to take.
+A decoder's tokens read their own sequence through the block table. In an encoder-decoder model
+they also read the encoder's tokens, through a second table (cross-attention). The encoder's tokens
+read each other in both directions. They are computed in the same step, so they have no table. One
+step's metadata holds the lengths of both sides, and the attention type selects among them.
 """
 
 from ...contract.kinds import AttentionType
@@ -18,10 +18,10 @@ from ...validation.sequences import (
 
 
 def is_all_encoder_attn_metadata_set(attn_metadata: SequenceAttentionMetadata) -> bool:
-    """Return whether the metadata has what attention inside an encoder needs.
+    """Return whether the metadata is complete for attention within an encoder.
 
     Args:
-        attn_metadata: an empty list or a longest length of 0 is there; None is not.
+        attn_metadata: metadata of a step. An empty list and a maximum of 0 count as present.
 
     Source:
         vLLM's function of that name.
@@ -45,16 +45,17 @@ def is_all_encoder_attn_metadata_set(attn_metadata: SequenceAttentionMetadata) -
 
 
 def is_all_cross_attn_metadata_set(attn_metadata: SequenceAttentionMetadata) -> bool:
-    """Return whether the metadata has what cross-attention needs.
+    """Return whether the metadata is complete for cross-attention.
 
     Args:
-        attn_metadata: all that the encoder needs, and the encoder's slots and block table.
+        attn_metadata: metadata of a step. Cross-attention also needs the encoder's slots and
+            block table.
 
     Source:
         vLLM's function of that name.
 
     Example:
-        An encoder's lengths alone do not say where its keys lie in the cache.
+        The encoder's lengths alone do not determine the location of its keys in the cache.
 
         >>> is_all_cross_attn_metadata_set(SequenceAttentionMetadata(
         ...     num_prefills=1,
@@ -76,26 +77,25 @@ def is_all_cross_attn_metadata_set(attn_metadata: SequenceAttentionMetadata) -> 
 def get_seq_len_block_table_args(
     attn_metadata: SequenceAttentionMetadata, is_prompt: bool, attn_type: str
 ) -> tuple[TokenCounts | None, int, BlockTable | None]:
-    """Return whose keys are read: their lengths, the longest one, and where they lie.
+    """Return the lengths, the maximum length and the block table of the keys to read.
 
     Args:
-        attn_metadata: of the prompts or of the decodes, or of both.
-        is_prompt: whether the longest length of the prompts is wanted, or of the decodes.
+        attn_metadata: metadata of the prompts, of the decodes, or of both.
+        is_prompt: whether the maximum length is that of the prompts or of the decodes.
         attn_type: an `AttentionType`, or its string.
 
     Returns:
-        [seqs] lengths, an upper bound on them, and [seqs, max_blocks] a block table, or None
-        where keys are not read from a cache. The metadata's own objects, not copies.
+        [seqs] lengths, an upper bound on them, and a block table [seqs, max_blocks], or None if
+        the keys are not read from a cache. They are the metadata's own objects, not copies.
 
     Raises:
-        ValueError: no such kind, the metadata lacks what the kind needs, or a decode of a model
-            that has no decoder.
+        ValueError: unknown type, incomplete metadata, or a decode of a model without a decoder.
 
     Source:
-        vLLM's function of that name, which has no answer for "encoder_only".
+        vLLM's function of that name.
 
     Example:
-        A prompt of 2 tokens, and 3 tokens of an encoder whose keys lie in block 6.
+        A prompt of 2 tokens, and 3 tokens of an encoder with its keys in block 6.
 
         >>> get_seq_len_block_table_args(
         ...     SequenceAttentionMetadata(
@@ -137,24 +137,24 @@ def get_seq_len_block_table_args(
 def get_num_prefill_decode_query_kv_tokens(
     attn_metadata: SequenceAttentionMetadata, attn_type: str
 ) -> tuple[int, int, int]:
-    """Return the queries and keys of the prompts, and the queries of the decodes, in tokens.
+    """Return the number of query and key tokens of the prompts, and of query tokens of the decodes.
 
     Args:
-        attn_metadata: of the whole step.
+        attn_metadata: metadata of the whole step.
         attn_type: an `AttentionType`, or its string.
 
     Returns:
         Query tokens of the prompts, new key tokens of the prompts, query tokens of the decodes.
-        The keys of an encoder are the step's encoder tokens; an encoder does not decode.
+        The keys of an encoder are the step's encoder tokens. An encoder has no decodes.
 
     Raises:
-        ValueError: no such kind, or `num_encoder_tokens` is None where it is needed.
+        ValueError: unknown type, or `num_encoder_tokens` is None but needed.
 
     Source:
-        vLLM's function of that name, which takes any other string for "decoder".
+        vLLM's function of that name.
 
     Example:
-        Two prompt tokens ask about 3 encoder tokens.
+        Two prompt tokens attend to 3 encoder tokens.
 
         >>> get_num_prefill_decode_query_kv_tokens(
         ...     SequenceAttentionMetadata(

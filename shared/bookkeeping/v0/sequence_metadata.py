@@ -6,14 +6,14 @@ from ...contract.sequence_classes import BlockTables
 
 
 def is_block_tables_empty(block_tables: BlockTables | Sequence[int] | None) -> bool:
-    """Return whether a group has no cache: no tables at all, or None for every sequence.
+    """Return whether a group has no cache: no tables, or None for every sequence.
 
     Args:
-        block_tables: rows of block ids by sequence id. A row of no blocks is a row, and so is
+        block_tables: rows of block ids by sequence id. An empty row counts as a row, and so does
             anything that is not a mapping.
 
     Source:
-        vLLM's function of that name; a run that measures memory has such tables.
+        vLLM's function of that name. A profile run has no tables.
 
     Example:
         >>> is_block_tables_empty({0: None, 1: None}), is_block_tables_empty({0: []})

@@ -15,6 +15,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ...contract.attention_options import AttentionOptions
 from ...contract.metadata_classes import CommonAttentionMetadata, PagedAttentionMetadata
 from ...contract.specs import CrossAttentionSpec, KVCacheSpec
 from ...engine.backend_interface import AttentionBackend, AttentionMetadataBuilder
@@ -199,7 +200,7 @@ class Run:
             "seq_lens": counts(lens),
             "max_query_len": max(step.new, default=0),
             "max_seq_len": max(lens, default=0),
-            "causal": causal,
+            "options": AttentionOptions(causal=causal),
         }
         keys, values = self.expected
         attend = self.setting.truth.paged_attention

@@ -237,7 +237,7 @@ def micro_batches_together_are_the_step(setting: Setting, cases: list[Cut]) -> N
         expect_same("the slots that are written", written.tolist(), step.slots())
 
 
-@law("split_attn_metadata", cases=several(cuts()))
+@law("make_metadata_with_slice", cases=several(cuts()))
 def a_cut_of_a_cut_is_the_cut_of_the_step(setting: Setting, cases: list[Cut]) -> None:
     """The last part of a step, cut again."""
     for cut in cases:

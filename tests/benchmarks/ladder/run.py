@@ -35,16 +35,16 @@ if not torch.cuda.is_available():
 
 import numpy as np
 import triton
+from pagetwin.optimized.launch import dispatch
 from triton.runtime.jit import JITFunction
 
 from benchmarks.ladder.batches import Batch, Truth, random_batch, truth
 from benchmarks.ladder.rungs import RUNGS, Rung
-from benchmarks.ladder.shipped import kernels_of_one_chip
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[2]
 HEADS = (32, 8, 128)
-RECORD = FOLDER / "ladder.json"
+RECORD = ROOT / "tests" / "records" / "ladder.json"
 FLUSH_BYTES = 256 << 20
 REPEATS = 30
 FEWEST_REPEATS = 5
@@ -85,7 +85,7 @@ def rungs_of(kind: str) -> list[tuple[int, Rung]]:
 
     Where no kernel is for one chip only, what other chips get is what ships, and is left out.
     """
-    one_for_all = not kernels_of_one_chip()
+    one_for_all = not dispatch.KERNEL_FAMILIES
     return [
         (place, rung)
         for place, rung in enumerate(RUNGS)

@@ -1,55 +1,32 @@
-"""How far is the kernel that ships from the last rung?
+"""The attention that ships, as the last rung: `paged_attention` of pagetwin.optimized.
 
-It is `paged_attention` of pagetwin.optimized, called as a user calls it: the same idea, with
-every option, layout, dtype and head size beside it. What a call does not use is compiled away. A
-package may hold kernels for one chip only, in modules named after it (`_prefill_sm90`);
-`portable` leaves them out, to show what other chips get.
+It has every option, layout, dtype and head size beside the idea of the rung before. What a call
+does not use is compiled away. With `portable` the kernels of particular chips are left out, to show
+what other chips get.
 """
 
-import pkgutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from importlib import import_module
-from types import ModuleType
 from typing import Any
 
-import pagetwin.optimized.kernels
 from pagetwin.contract.operations import load_implementation
+from pagetwin.optimized.launch import dispatch
+from pagetwin.optimized.launch.plan_cache import PlanCache
 from torch import Tensor
 
 from .batches import Batch
 
 
-def kernels_of_one_chip() -> list[ModuleType]:
-    """Return the modules with kernels for one chip only; each says by `takes` what it takes."""
-    return [
-        import_module(found.name)
-        for found in pkgutil.walk_packages(
-            pagetwin.optimized.kernels.__path__, "pagetwin.optimized.kernels."
-        )
-        if ".sm" in found.name and not found.ispkg
-    ]
-
-
 @contextmanager
-def left_out(modules: list[ModuleType]) -> Iterator[None]:
-    """Let these modules take nothing, whoever asks them."""
-    takes = [each.takes for each in modules if hasattr(each, "takes")]
-    attend = import_module("pagetwin.optimized.launch.dispatch")
-    replaced = [
-        (module, name, value)
-        for module in (*modules, attend)
-        for name, value in list(vars(module).items())
-        if any(value is each for each in takes)
-    ]
-    for module, name, _ in replaced:
-        setattr(module, name, lambda *_, **__: False)
+def portable_kernels_only() -> Iterator[None]:
+    """Plan and launch every call with the portable kernels."""
+    kept = dispatch.KERNEL_FAMILIES, dispatch.PLANS
+    dispatch.KERNEL_FAMILIES, dispatch.PLANS = (), PlanCache(dispatch.MAX_PLANS)
     try:
         yield
     finally:
-        for module, name, value in replaced:
-            setattr(module, name, value)
+        dispatch.KERNEL_FAMILIES, dispatch.PLANS = kept
 
 
 def prepare(batch: Batch, out: Tensor, portable: bool = False) -> Callable[[], Any]:
@@ -69,7 +46,7 @@ def prepare(batch: Batch, out: Tensor, portable: bool = False) -> Callable[[], A
     )
 
     def call_portable() -> Any:
-        with left_out(kernels_of_one_chip()):
+        with portable_kernels_only():
             return call()
 
     return call_portable if portable else call

@@ -1,4 +1,4 @@
-"""How does a number become one of eight bits?"""
+"""FP8: numbers are divided by a scale, rounded to eight bits, and multiplied again."""
 
 import torch
 from torch import Tensor
@@ -9,27 +9,27 @@ def quantise(tensor: Tensor, scale: Tensor | float, dtype: torch.dtype) -> Tenso
 
     Args:
         tensor: [..., heads, elements].
-        scale: one number, or one a head.
-        dtype: torch.float8_e4m3fn or torch.float8_e5m2; what lies past its largest number
-            becomes that number, NaN stays NaN.
+        scale: One number, or one per head.
+        dtype: torch.float8_e4m3fn or torch.float8_e5m2. Numbers beyond its largest one become
+            that one. NaN remains NaN.
     """
     largest = torch.finfo(dtype).max
-    # a tensor: on a GPU torch divides by a Python number by multiplying with its inverse
+    # on a GPU torch divides by a Python number by multiplying with its inverse, so use a tensor
     divisor = torch.as_tensor(scale, dtype=torch.float32, device=tensor.device)
     return (tensor.float() / per_head(divisor)).clamp(-largest, largest).to(dtype)
 
 
 def dequantise(tensor: Tensor, scale: Tensor | float, dtype: torch.dtype) -> Tensor:
-    """Return FP8 numbers times `scale`, computed in float32, in another dtype.
+    """Return FP8 numbers times `scale`, multiplied in float32, in another dtype.
 
     Args:
         tensor: [..., heads, elements].
-        scale: one number, or one a head.
-        dtype: of the result.
+        scale: One number, or one per head.
+        dtype: Of the result.
     """
     return (tensor.float() * per_head(scale)).to(dtype)
 
 
 def per_head(scale: Tensor | float) -> Tensor | float:
-    """Return a scale in a shape that multiplies [..., heads, elements]."""
+    """Return a scale in a shape that broadcasts to [..., heads, elements]."""
     return scale[:, None] if isinstance(scale, Tensor) and scale.dim() else scale

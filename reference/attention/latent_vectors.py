@@ -1,4 +1,4 @@
-"""How do latents come out of their cache, and become keys and values again?"""
+"""Latent vectors: how they are read from their cache and expanded to keys and values."""
 
 import torch
 from torch import Tensor
@@ -8,35 +8,33 @@ def gather_latents(
     kv_cache: Tensor,
     block_table: Tensor,
     start_loc: Tensor,
+    begin: int,
+    end: int,
     k_scale: Tensor | float | None,
     dtype: torch.dtype,
-    begin: int = 0,
-    end: int | None = None,
 ) -> Tensor:
-    """Return what the cache keeps of a line of sequences, which lie one after another in it.
+    """Return the cached vectors of sequences, concatenated; those from `begin` to `end`.
 
     Args:
         kv_cache: [num_blocks, block_size, latent_width].
         block_table: [reqs, max_blocks].
-        start_loc: [reqs + 1] where each sequence starts in the line.
-        k_scale: what the numbers of an FP8 cache are multiplied with; None: nothing.
-        dtype: of the result, in which it is multiplied.
-        begin, end: the part of the line that is wanted; None: to its end.
+        start_loc: [reqs + 1], where each sequence starts in the concatenation.
+        begin, end: The range that is wanted. Past the last sequence there is nothing.
+        k_scale: What the elements of an FP8 cache are multiplied by. If None, it is not quantised.
+        dtype: Of the result, in which it is multiplied.
 
     Returns:
         [at most end - begin, latent_width].
     """
-    starts = start_loc.tolist()
-    end = starts[-1] if end is None else end
-    block_size = kv_cache.shape[1]
-    parts = [kv_cache.new_empty(0, kv_cache.shape[2])]
+    starts, block_size = start_loc.tolist(), kv_cache.shape[1]
+    chunks = [kv_cache.new_empty(0, kv_cache.shape[2])]
     for req, row in enumerate(block_table):
         first, last = max(begin, starts[req]), min(end, starts[req + 1])
         positions = torch.arange(first, max(first, last), device=row.device)
         positions -= starts[req]
         block_ids = row[positions // block_size].long()
-        parts.append(kv_cache[block_ids, positions % block_size])
-    latents = torch.cat(parts).to(dtype)
+        chunks.append(kv_cache[block_ids, positions % block_size])
+    latents = torch.cat(chunks).to(dtype)
     return latents if k_scale is None else (latents * k_scale).to(dtype)
 
 

@@ -1,0 +1,187 @@
+"""Combination of partial results by their log-sum-exp, and the workspace they are stored in.
+
+Programs that share a row's keys each store a partial result: the normalized average of their keys'
+values, and its log-sum-exp in base 2. An arrival counter tells which program is the last one. It
+combines all of them in the order of their keys, so the result does not depend on which program was
+the last.
+"""
+
+import triton
+import triton.language as tl
+
+from .epilogue import store_rows
+from .load_q import QueryRows
+from .options.sinks import start_with_sinks
+from .softmax import finite, normalize, start_softmax
+
+
+@triton.jit
+def store_partial(tensors, offset, result, lse, is_row, config: tl.constexpr):
+    """Store a partial result.
+
+    Args:
+        offset: of its first row in the workspace.
+        result: [BLOCK_M, BLOCK_DV]; lse: [BLOCK_M] in base 2.
+        is_row: [BLOCK_M].
+    """
+    row = offset + tl.arange(0, config.BLOCK_M)  # [BLOCK_M]
+    dv = tl.arange(0, config.BLOCK_DV)
+    tl.store(tensors.partial_lse + row, lse, mask=is_row)
+    tl.store(
+        tensors.partial_out + row[:, None] * config.V_HEAD_DIM + dv[None, :],
+        result,
+        mask=is_row[:, None] & (dv < config.V_HEAD_DIM)[None, :],
+    )
+
+
+@triton.jit
+def arrive(semaphore, num_splits):
+    """Count this program's arrival, and return whether it is the last of `num_splits`."""
+    # all threads have stored before one of them arrives
+    tl.debug_barrier()
+    return tl.atomic_add(semaphore, 1, sem="acq_rel", scope="gpu") == num_splits - 1
+
+
+@triton.jit
+def fold_partial(acc, l_i, m_i, result, lse):
+    """Return the running values of rows with one more partial result.
+
+    The same roundings are made wherever this is compiled: each sum fuses one product, named here.
+
+    Args:
+        acc, result: [BLOCK_M, BLOCK_DV]; l_i, m_i, lse: [BLOCK_M].
+    """
+    m_new = tl.maximum(m_i, lse)
+    shift = finite(m_new)
+    alpha = tl.exp2(m_i - shift)
+    weight = tl.exp2(lse - shift)
+    acc = tl.fma(
+        acc, tl.broadcast_to(alpha[:, None], acc.shape), result * weight[:, None]
+    )
+    return acc, tl.fma(l_i, alpha, weight), m_new
+
+
+@triton.jit
+def fold_partials(acc, l_i, m_i, results, lse):
+    """Return the running values of rows with several more partial results.
+
+    Args:
+        acc: [BLOCK_M, BLOCK_DV]; l_i, m_i: [BLOCK_M].
+        results: [splits, BLOCK_M, BLOCK_DV]; lse: [splits, BLOCK_M].
+    """
+    m_new = tl.maximum(m_i, tl.max(lse, 0))
+    shift = finite(m_new)
+    alpha = tl.exp2(m_i - shift)
+    weights = tl.exp2(lse - shift[None, :])
+    acc = acc * alpha[:, None] + tl.sum(results * weights[:, :, None], 0)
+    return acc, l_i * alpha + tl.sum(weights, 0), m_new
+
+
+@triton.jit
+def segment_offset(segment, begins_here, kv_head, num_kv_heads, partial_rows):
+    """Return the offset of a partial result's first row in [segments, 2, kv_heads, partial_rows].
+
+    A segment has two partial results at most: one of a request that began in an earlier segment
+    (0), and the first one of a request that ends in a later segment (1).
+    """
+    partial = (segment * 2 + begins_here) * num_kv_heads + kv_head
+    return partial.to(tl.int64) * partial_rows
+
+
+@triton.jit
+def combine_segments(
+    tensors, output, sinks, start, query_len, first_segment, last_segment,
+    kv_head, num_kv_heads, partial_rows,
+    config: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Store a decode request's rows, combined from the segments they are split over.
+
+    Args:
+        start, query_len: first token of the request in the batch, and how many it has.
+        ROWS, SPLITS: rows of the request, at most, and partial results that are loaded at once.
+    """
+    row = tl.arange(0, ROWS)  # [ROWS]
+    dv = tl.arange(0, config.BLOCK_DV)
+    num_rows = query_len * config.GROUP_SIZE
+    is_row = row < num_rows
+    head = kv_head * config.GROUP_SIZE + row % config.GROUP_SIZE
+    acc, l_i, m_i = start_softmax(ROWS, config.BLOCK_DV)
+    l_i, m_i = start_with_sinks(l_i, m_i, sinks, head, is_row, True)
+    is_value = is_row[:, None] & (dv < config.V_HEAD_DIM)[None, :]
+    for first in range(first_segment, last_segment + 1, SPLITS):
+        segment = first + tl.arange(0, SPLITS)  # [SPLITS]
+        is_split = segment <= last_segment
+        begins_here = (segment == first_segment).to(tl.int32)
+        offset = segment_offset(
+            segment, begins_here, kv_head, num_kv_heads, partial_rows
+        )
+        offset = offset[:, None] + row[None, :]  # [SPLITS, ROWS]
+        # other programs stored these, so they are not loaded from this one's L1 cache
+        lse = tl.load(
+            tensors.partial_lse + offset,
+            mask=is_split[:, None] & is_row[None, :],
+            other=-float("inf"),
+            cache_modifier=".cg",
+        )
+        # [SPLITS, ROWS, BLOCK_DV]
+        results = tl.load(
+            tensors.partial_out
+            + offset[:, :, None] * config.V_HEAD_DIM
+            + dv[None, None, :],
+            mask=is_split[:, None, None] & is_value[None, :, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        acc, l_i, m_i = fold_partials(acc, l_i, m_i, results, lse)
+    result, lse = normalize(acc, l_i, m_i)
+    token = row // config.GROUP_SIZE
+    rows = QueryRows(query_len, 0, num_rows, token, start + token, head, is_row)
+    store_rows(output, result, lse, rows, config)
+
+
+@triton.jit
+def split_offset(tile, kv_head, num_kv_heads, split, num_splits, partial_rows):
+    """Return the offset of a partial result's first row in [tiles, kv_heads, splits, rows]."""
+    tile = tl.cast(tile, tl.int64) * num_kv_heads + kv_head
+    return (tile * num_splits + split) * partial_rows
+
+
+@triton.jit
+def combine_splits(
+    tensors, output, sinks, start, query_len, first_row, tile, num_splits, kv_head,
+    num_kv_heads, partial_rows, config: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Store a query tile's rows, combined from their splits in order, ROWS rows at a time."""
+    dv = tl.arange(0, config.BLOCK_DV)
+    num_rows = query_len * config.GROUP_SIZE
+    for first in range(0, tl.minimum(num_rows - first_row, config.BLOCK_M), ROWS):
+        in_tile = first + tl.arange(0, ROWS)  # [ROWS]
+        row = first_row + in_tile
+        is_row = row < num_rows
+        head = kv_head * config.GROUP_SIZE + row % config.GROUP_SIZE
+        acc, l_i, m_i = start_softmax(ROWS, config.BLOCK_DV)
+        l_i, m_i = start_with_sinks(l_i, m_i, sinks, head, is_row, True)
+        for split in range(num_splits):
+            offset = in_tile + split_offset(
+                tile, kv_head, num_kv_heads, split, tl.num_programs(2), partial_rows
+            )
+            # other programs stored these, so they are not loaded from this one's L1 cache
+            lse = tl.load(
+                tensors.partial_lse + offset,
+                mask=is_row,
+                other=-float("inf"),
+                cache_modifier=".cg",
+            )
+            result = tl.load(
+                tensors.partial_out + offset[:, None] * config.V_HEAD_DIM + dv[None, :],
+                mask=is_row[:, None] & (dv < config.V_HEAD_DIM)[None, :],
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            acc, l_i, m_i = fold_partial(acc, l_i, m_i, result, lse)
+        result, lse = normalize(acc, l_i, m_i)
+        token = row // config.GROUP_SIZE
+        rows = QueryRows(
+            query_len, first_row, num_rows, token, start + token, head, is_row
+        )
+        store_rows(output, result, lse, rows, config)

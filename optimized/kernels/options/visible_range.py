@@ -1,0 +1,168 @@
+"""Visible range: the keys that queries attend to, composed from all mask options.
+
+A query attends to an interval of positions, which only moves forward from row to row. So the bounds
+of a query tile come from its first and last row: keys outside all intervals are not read, and KV
+tiles inside all of them need no mask. Trees and ranges add keys to the interval; they widen the
+bounds, and have an element mask of their own.
+
+A new mask is a file beside this one. If it limits the interval of a query, `noncausal_range` calls
+it. If it does not, `find_visible_keys` and `element_mask` do.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from .attention_chunk import limit_to_chunk
+from .causal import limit_to_past, load_is_causal
+from .query_ranges import load_ranges, range_element_mask, widen_to_ranges
+from .sliding_window import limit_to_window
+from .tree import find_tree_keys, load_tree, tree_element_mask, widen_to_tree
+
+
+class VisibleKeys(NamedTuple):
+    """The keys that a query tile attends to.
+
+    Args:
+        position: [BLOCK_M] of each row in its sequence.
+        row_begin, row_end: [BLOCK_M] interval of each row.
+        begin, end: bounds of the keys that some row attends to.
+        full_begin, full_end: bounds of the keys that every row attends to.
+        tree: Optional. TreeTile.
+        ranges: Optional. RangeTile.
+    """
+
+    position: Any
+    row_begin: Any
+    row_end: Any
+    begin: Any
+    end: Any
+    full_begin: Any
+    full_end: Any
+    tree: Any
+    ranges: Any
+
+
+class KVTileKeys(NamedTuple):
+    """The keys of a KV tile.
+
+    Args:
+        n: [BLOCK_N] indices in the sequence.
+        is_key: [BLOCK_N] keys that some row attends to. None in a tile without masks.
+        position: [BLOCK_N] indices too, except in a tree, where siblings share a position.
+        of_tree: Optional. [BLOCK_N] keys that belong to the tree.
+    """
+
+    n: Any
+    is_key: Any
+    position: Any
+    of_tree: Any
+
+
+@triton.jit
+def noncausal_range(position, seq_len, config: tl.constexpr):
+    """Return the first key that a query at `position` attends to and the end, if not causal."""
+    begin = position * 0
+    end = begin + seq_len
+    if config.options.SLIDING_WINDOW > 0:
+        begin, end = limit_to_window(
+            begin, end, position, config.options.SLIDING_WINDOW
+        )
+    if config.options.CHUNK_SIZE > 0:
+        begin, end = limit_to_chunk(begin, end, position, config.options.CHUNK_SIZE)
+    return begin, end
+
+
+@triton.jit
+def visible_range(position, seq_len, is_causal, config: tl.constexpr):
+    """Return the first key that a query at `position` attends to, and the end of its interval."""
+    begin, end = noncausal_range(position, seq_len, config)
+    end = limit_to_past(end, position, seq_len, is_causal, config.options.CAUSAL)
+    return begin, end
+
+
+@triton.jit
+def find_visible_keys(call, req, rows, seq_len, config: tl.constexpr):
+    """Return the keys that a query tile attends to.
+
+    Token j of a request with q new tokens has position seq_len - q + j.
+
+    Args:
+        call: Call.
+        req: index of the request.
+        rows: QueryRows of the tile.
+    """
+    options = call.options
+    context = seq_len - rows.query_len
+    position = context + rows.token  # [BLOCK_M]
+    tree = None
+    if options.tree is not None:
+        tree, position = load_tree(
+            options.tree, req, rows, context, position, call.tree_stride_req,
+            call.tree_width,
+        )  # fmt: skip
+    is_causal = load_is_causal(options.causal, req, True, config.options.CAUSAL)
+    row_begin, row_end = visible_range(position, seq_len, is_causal, config)
+    first = context + rows.first_row // config.GROUP_SIZE
+    last_token = (rows.first_row + config.BLOCK_M - 1) // config.GROUP_SIZE
+    last = context + tl.minimum(last_token, rows.query_len - 1)
+    begin, full_end = visible_range(first, seq_len, is_causal, config)
+    full_begin, end = visible_range(last, seq_len, is_causal, config)
+    if options.tree is not None:
+        # in a tree the mask replaces the causal order
+        tree_begin, tree_end = noncausal_range(position, seq_len, config)
+        row_begin = tl.where(tree.in_tree, tree_begin, row_begin)
+        row_end = tl.where(tree.in_tree, tree_end, row_end)
+        begin, end, full_begin, full_end = widen_to_tree(
+            tree, rows, begin, end, full_begin, full_end, row_begin, seq_len
+        )
+    ranges = None
+    if options.query_ranges is not None:
+        ranges = load_ranges(options.query_ranges, rows)
+        begin, end = widen_to_ranges(ranges, begin, end, seq_len)
+    return VisibleKeys(
+        position, row_begin, row_end, begin, end, full_begin, full_end, tree, ranges
+    )
+
+
+@triton.jit
+def full_tiles(visible, begin, end, BLOCK_N: tl.constexpr):
+    """Return the bounds of the KV tiles between `begin` and `end` that every row attends to."""
+    full_begin = tl.cdiv(visible.full_begin, BLOCK_N) * BLOCK_N
+    full_begin = tl.minimum(tl.maximum(full_begin, begin), tl.maximum(end, begin))
+    full_end = tl.maximum(visible.full_end, 0) // BLOCK_N * BLOCK_N
+    full_end = tl.maximum(tl.minimum(full_end, end), full_begin)
+    return full_begin, full_end
+
+
+@triton.jit
+def locate_keys(
+    visible, start_n, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+    HAS_LOWER_BOUND: tl.constexpr,
+):  # fmt: skip
+    """Return the keys of the KV tile that begins at `start_n`."""
+    n = start_n + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+    is_key = None
+    if MASKED:
+        is_key = n < visible.end
+        if HAS_LOWER_BOUND:
+            is_key &= n >= visible.begin
+    position = n
+    of_tree = None
+    if MASKED and visible.tree is not None:
+        of_tree, position = find_tree_keys(visible.tree, n, is_key)
+    return KVTileKeys(n, is_key, position, of_tree)
+
+
+@triton.jit
+def element_mask(visible, keys, HAS_LOWER_BOUND: tl.constexpr):
+    """Return which keys of a KV tile each row attends to: [BLOCK_M, BLOCK_N]."""
+    mask = keys.position[None, :] < visible.row_end[:, None]
+    if HAS_LOWER_BOUND:
+        mask &= keys.position[None, :] >= visible.row_begin[:, None]
+    if visible.tree is not None:
+        mask &= tree_element_mask(visible.tree, keys.n, keys.of_tree)
+    if visible.ranges is not None:
+        mask |= range_element_mask(visible.ranges, keys.position, keys.is_key)
+    return mask

@@ -1,0 +1,299 @@
+"""Consumer warpgroups of the Hopper prefill kernel: the mainloop over KV tiles.
+
+A consumer warpgroup computes WARPGROUP_M rows of each work item. One iteration of its mainloop
+issues Q @ K of a KV tile and P @ V of the tile before, so that the softmax of one overlaps with
+the products of the other. KV tiles are processed from the last to the first: tiles that need a
+mask come first, then the rest in a loop without masks.
+
+The two head sizes overlap differently, and `PING_PONG` says which way it is:
+- Head size 128, two warpgroups: the softmax runs between the issue of P @ V and the wait for it.
+  p stays in float32 until Q @ K of the next tile is issued, where rounding it costs no time.
+- Head size 64, three warpgroups with 160 registers per thread: one warpgroup's softmax overlaps
+  with the products of the others, which a ping-pong order enforces. p is rounded at once and
+  carried as packed 16-bit pairs, because 64 registers of float32 would spill.
+Source: FlashAttention-3 (Shah et al. 2024) for both kinds of overlap.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .config import (
+    BLOCK_N,
+    SWIZZLED,
+    WARPGROUP_M,
+    acc_layout,
+    count_stages,
+    qk_layout,
+    uses_ping_pong,
+)
+from .epilogue import normalize, store_tile
+from .pipeline import PipelineState, ping_pong_arrive, ping_pong_wait
+from .scheduler import NO_WORK, receive_work, start_work_state
+from .softmax import mask_qk, online_softmax, pack_p, rescale, round_p, unpack_p
+
+
+class Operands(NamedTuple):
+    """Tiles in shared memory that a consumer warpgroup multiplies.
+
+    Args:
+        q: [WARPGROUP_M, HEAD_DIM].
+        k, v: [num_stages, BLOCK_N, HEAD_DIM].
+    """
+
+    q: Any
+    k: Any
+    v: Any
+
+
+class Carry(NamedTuple):
+    """Registers that the mainloop carries from iteration to iteration.
+
+    Args:
+        acc: [WARPGROUP_M, HEAD_DIM] P @ V of the tiles before the last.
+        p: [WARPGROUP_M, BLOCK_N] weights of the last tile; packed with ping-pong.
+        alpha: [WARPGROUP_M] by which `acc` must still be multiplied; with ping-pong it has been.
+        m_i: [WARPGROUP_M] running maximum.
+        l_i: [WARPGROUP_M, 4] running sum, one share per thread of a row.
+    """
+
+    acc: Any
+    p: Any
+    alpha: Any
+    m_i: Any
+    l_i: Any
+
+
+@gluon.jit
+def consume(
+    shared,
+    output,
+    scale_log2,
+    HEAD_DIM: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    NUM_CONSUMERS: gl.constexpr,
+    CONSUMER: gl.constexpr,
+):
+    """Run a consumer warpgroup: compute and store its rows of every published work item."""
+    STAGES: gl.constexpr = count_stages(HEAD_DIM)
+    PING_PONG: gl.constexpr = uses_ping_pong(HEAD_DIM)
+    ACC_ROWS: gl.constexpr = gl.SliceLayout(1, acc_layout(HEAD_DIM))
+    dtype: gl.constexpr = shared.q.dtype
+    k = shared.k._reinterpret(dtype, [STAGES, BLOCK_N, HEAD_DIM], SWIZZLED)
+    v = shared.v._reinterpret(dtype, [STAGES, BLOCK_N, HEAD_DIM], SWIZZLED)
+    # computed before the loop: in `store_tile` they would change what is spilled
+    column = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, acc_layout(HEAD_DIM)))
+    row = CONSUMER * WARPGROUP_M + gl.arange(0, WARPGROUP_M, ACC_ROWS)
+    if PING_PONG and CONSUMER == NUM_CONSUMERS - 1:
+        # the first warpgroup begins
+        ping_pong_arrive(0)
+    work_state = start_work_state()
+    kv_state = PipelineState.start(STAGES)
+    q_state = PipelineState.start(2)
+    work = receive_work(shared, work_state)
+    while work.num_kv_tiles != NO_WORK:
+        acc = gl.zeros([WARPGROUP_M, HEAD_DIM], gl.float32, acc_layout(HEAD_DIM))
+        lse = gl.full([WARPGROUP_M], -float("inf"), gl.float32, ACC_ROWS)
+        q = shared.q.index(q_state.stage() * NUM_CONSUMERS + CONSUMER)
+        if work.num_kv_tiles > 0:
+            carry, kv_state = _mainloop(
+                shared, Operands(q, k, v), acc, kv_state, q_state, work, scale_log2,
+                HEAD_DIM, CAUSAL, NUM_CONSUMERS, CONSUMER,
+            )  # fmt: skip
+            acc, lse = normalize(carry.acc, carry.m_i, carry.l_i, scale_log2, HEAD_DIM)
+            q_state = q_state.advance()
+        store_tile(output, q, acc, lse, work, row, column, HEAD_DIM, CONSUMER)
+        work_state = work_state.advance()
+        work = receive_work(shared, work_state)
+    if PING_PONG and CONSUMER == 0:
+        # consume the last arrival, so that the named barrier ends as it began
+        ping_pong_wait(0)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _mainloop(
+    shared,
+    tiles,
+    acc,
+    kv_state,
+    q_state,
+    work,
+    scale_log2,
+    HEAD_DIM: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    NUM_CONSUMERS: gl.constexpr,
+    CONSUMER: gl.constexpr,
+):
+    """Return the `Carry` after all KV tiles of a work item, and the next KV state.
+
+    Args:
+        tiles: `Operands`.
+        acc: [WARPGROUP_M, HEAD_DIM] zeros.
+    """
+    position = work.position + CONSUMER * WARPGROUP_M
+    # the first tiles need no mask for any row of the work item
+    num_unmasked = work.seq_len // BLOCK_N
+    if CAUSAL:
+        num_unmasked = gl.maximum(work.position + 1, 0) // BLOCK_N
+    num_unmasked = gl.minimum(num_unmasked, work.num_kv_tiles - 1)
+    p, alpha, m_i, l_i = _first_tile(
+        shared, tiles, kv_state, q_state, work, position, scale_log2, HEAD_DIM, CAUSAL
+    )
+    kv_state = kv_state.advance()
+    carry = Carry(acc, p, alpha, m_i, l_i)
+    for i in range(work.num_kv_tiles - 1 - num_unmasked):
+        carry = _kv_iteration(
+            shared, tiles, carry, kv_state,
+            work.num_kv_tiles - 2 - i, position, work.seq_len, scale_log2,
+            HEAD_DIM, CAUSAL, True, NUM_CONSUMERS, CONSUMER,
+        )  # fmt: skip
+        kv_state = kv_state.advance()
+    for i in range(num_unmasked):
+        carry = _kv_iteration(
+            shared, tiles, carry, kv_state,
+            num_unmasked - 1 - i, position, work.seq_len, scale_log2,
+            HEAD_DIM, CAUSAL, False, NUM_CONSUMERS, CONSUMER,
+        )  # fmt: skip
+        kv_state = kv_state.advance()
+    return _last_pv(shared, tiles, carry, kv_state, HEAD_DIM), kv_state
+
+
+@gluon.jit
+def _first_tile(
+    shared,
+    tiles,
+    kv_state,
+    q_state,
+    work,
+    position,
+    scale_log2,
+    HEAD_DIM: gl.constexpr,
+    CAUSAL: gl.constexpr,
+):
+    """Return p, alpha, m_i and l_i of a work item's first KV tile, its last in the sequence."""
+    shared.q_pipe.consumer_wait(q_state)
+    shared.k_pipe.consumer_wait(kv_state)
+    qk = _issue_qk(tiles, kv_state)
+    qk = warpgroup_mma_wait(0, deps=[qk])
+    shared.k_pipe.consumer_release(kv_state)
+    if q_state.count > 0:
+        # the output of the item before has left the place where the next queries go
+        tma.store_wait(0)
+        shared.q_pipe.consumer_release(q_state.previous())
+    m_i = gl.full(
+        [WARPGROUP_M], -float("inf"), gl.float32, gl.SliceLayout(1, qk_layout())
+    )
+    qk = mask_qk(qk, work.num_kv_tiles - 1, position, work.seq_len, CAUSAL)
+    p, alpha, m_i, l_i = online_softmax(qk, m_i, 0, scale_log2, True, True, False)
+    if uses_ping_pong(HEAD_DIM):
+        p = pack_p(p, tiles.q.dtype)
+    return p, alpha, m_i, l_i
+
+
+@gluon.jit
+def _kv_iteration(
+    shared,
+    tiles,
+    carry,
+    kv_state,
+    kv_tile,
+    position,
+    seq_len,
+    scale_log2,
+    HEAD_DIM: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    MASKED: gl.constexpr,
+    NUM_CONSUMERS: gl.constexpr,
+    CONSUMER: gl.constexpr,
+):
+    """Issue Q @ K of a KV tile and P @ V of the tile before, and return the next `Carry`.
+
+    Args:
+        tiles: `Operands`.
+        carry: `Carry`.
+        kv_state: position of the K tile; the V tile of `carry.p` is at the position before.
+        kv_tile: index of the KV tile in the sequence.
+        position: position of the warpgroup's first row.
+    """
+    PING_PONG: gl.constexpr = uses_ping_pong(HEAD_DIM)
+    dtype: gl.constexpr = tiles.q.dtype
+    acc, p, alpha, m_i, l_i = carry
+    # step: issue Q @ K of this tile
+    shared.k_pipe.consumer_wait(kv_state)
+    if PING_PONG:
+        ping_pong_wait(CONSUMER)
+    qk = _issue_qk(tiles, kv_state)  # [WARPGROUP_M, BLOCK_N]
+    # step: issue P @ V of the tile before
+    shared.v_pipe.consumer_wait(kv_state.previous())
+    if PING_PONG:
+        p = unpack_p(p, dtype, HEAD_DIM)
+    else:
+        acc = rescale(acc, alpha, HEAD_DIM)
+        p = round_p(p, dtype, HEAD_DIM)
+    acc = _issue_pv(tiles, p, acc, kv_state.previous())  # [WARPGROUP_M, HEAD_DIM]
+    # step: softmax of this tile, while P @ V is in flight
+    qk = warpgroup_mma_wait(1, deps=[qk])
+    if PING_PONG:
+        ping_pong_arrive((CONSUMER + 1) % NUM_CONSUMERS)
+    if MASKED:
+        qk = mask_qk(qk, kv_tile, position, seq_len, CAUSAL)
+    p_next, alpha, m_i, l_i = online_softmax(
+        qk, m_i, l_i, scale_log2, False, MASKED, not MASKED and not PING_PONG
+    )
+    # step: wait for P @ V, and release K of this tile with V of the tile before
+    if not PING_PONG:
+        # This wait is over at once, but it begins a basic block. Without it ptxas moves the wait
+        # for P @ V before the softmax, and nothing overlaps: 4 % slower at head size 128 (912 to
+        # 948 us). With ping-pong, where the warpgroups overlap, it costs 6 %.
+        mbarrier.wait(shared.never.index(0), 1)
+    acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+    shared.k_pipe.consumer_release(kv_state)
+    if PING_PONG:
+        acc = rescale(acc, alpha, HEAD_DIM)
+        p_next = pack_p(p_next, dtype)
+    return Carry(acc, p_next, alpha, m_i, l_i)
+
+
+@gluon.jit
+def _last_pv(shared, tiles, carry, kv_state, HEAD_DIM: gl.constexpr):
+    """Return the `Carry` after P @ V of the work item's last tile.
+
+    The next work item's first K tile releases this V tile.
+    """
+    dtype: gl.constexpr = tiles.q.dtype
+    acc, p, alpha, m_i, l_i = carry
+    if uses_ping_pong(HEAD_DIM):
+        p = unpack_p(p, dtype, HEAD_DIM)
+    else:
+        acc = rescale(acc, alpha, HEAD_DIM)
+        p = round_p(p, dtype, HEAD_DIM)
+    shared.v_pipe.consumer_wait(kv_state.previous())
+    acc = _issue_pv(tiles, p, acc, kv_state.previous())
+    acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+    return Carry(acc, p, alpha, m_i, l_i)
+
+
+@gluon.jit
+def _issue_qk(tiles, kv_state):
+    """Issue Q @ K^T of a stage.  # [WARPGROUP_M, BLOCK_N]"""
+    return warpgroup_mma(
+        tiles.q,
+        tiles.k.index(kv_state.stage()).permute((1, 0)),
+        gl.zeros([WARPGROUP_M, BLOCK_N], gl.float32, qk_layout()),
+        use_acc=False,
+        is_async=True,
+    )
+
+
+@gluon.jit
+def _issue_pv(tiles, p, acc, kv_state):
+    """Issue acc + P @ V of a stage.  # [WARPGROUP_M, HEAD_DIM]"""
+    return warpgroup_mma(p, tiles.v.index(kv_state.stage()), acc, is_async=True)

@@ -1,0 +1,192 @@
+"""Entry of the Hopper prefill kernel: a persistent, warp-specialized kernel, one program per SM.
+
+| warps | role | file |
+|---|---|---|
+| 2 or 3 x 4 | consumer warpgroups: WARPGROUP_M query rows each, wgmma and softmax | consumer.py |
+| 1 | producer: takes work items from an atomic counter, loads Q and K by TMA | producer.py |
+| 1 | producer: loads V by TMA, clears the rows past a sequence's end | producer.py |
+
+Requests with few rows have no work items here; the decode kernel computes them. No program waits
+for another, and the result does not depend on which program computes a work item.
+Source: FlashAttention-3 (Shah et al. 2024) for the roles and the overlap of softmax with products.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+)
+
+from .config import (
+    BLOCK_N,
+    BOX_COLUMNS,
+    LINEAR,
+    MAX_CONSUMERS,
+    PRODUCER_REGISTERS,
+    SWIZZLED,
+    WARP_SIZE,
+    WARPGROUP_M,
+    consumer_registers,
+    count_consumers,
+    count_stages,
+)
+from .consumer import consume
+from .epilogue import OutputArgs
+from .pipeline import Pipeline, SharedStorage, allocate_barriers
+from .producer import TmaTensor, produce_q_and_k, produce_v
+from .scheduler import WORK_FIELDS, BatchArgs
+
+# numbers that change from call to call, and must not make a specialization each
+NUMBERS = [
+    "num_reqs",
+    "num_heads",
+    "group_size",
+    "max_decode_rows",
+    "q_head_rows",
+    "q_head_columns",
+    "k_block_rows",
+    "k_head_rows",
+    "k_head_columns",
+    "v_block_rows",
+    "v_head_rows",
+    "v_head_columns",
+    "out_head_rows",
+    "out_head_columns",
+    "out_stride_token",
+    "out_stride_head",
+    "lse_stride_head",
+    "lse_stride_token",
+    "block_table_stride",
+]
+POINTERS = ["out", "lse", "block_table", "query_start_loc", "kv_lens", "work_counter"]
+
+
+@gluon.jit
+def _allocate(
+    dtype: gl.constexpr,
+    k_box_rows: gl.constexpr,
+    v_box_rows: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    NUM_CONSUMERS: gl.constexpr,
+):
+    """Return the `SharedStorage` of a program, with its barriers initialized."""
+    STAGES: gl.constexpr = count_stages(HEAD_DIM)
+    COLUMN_BOXES: gl.constexpr = HEAD_DIM // BOX_COLUMNS
+    K_BOXES: gl.constexpr = STAGES * (BLOCK_N // k_box_rows) * COLUMN_BOXES
+    V_BOXES: gl.constexpr = STAGES * (BLOCK_N // v_box_rows) * COLUMN_BOXES
+    q = gl.allocate_shared_memory(
+        dtype, [2 * NUM_CONSUMERS, WARPGROUP_M, HEAD_DIM], SWIZZLED
+    )
+    k = gl.allocate_shared_memory(dtype, [K_BOXES, k_box_rows, BOX_COLUMNS], SWIZZLED)
+    v = gl.allocate_shared_memory(dtype, [V_BOXES, v_box_rows, BOX_COLUMNS], SWIZZLED)
+    work = gl.allocate_shared_memory(gl.int32, [2, WARP_SIZE * WORK_FIELDS], LINEAR)
+    q_pipe = Pipeline(allocate_barriers(2), allocate_barriers(2))
+    k_pipe = Pipeline(allocate_barriers(STAGES), allocate_barriers(STAGES))
+    v_pipe = Pipeline(allocate_barriers(STAGES + 1), k_pipe.empty)
+    work_pipe = Pipeline(allocate_barriers(2), allocate_barriers(2))
+    never = allocate_barriers(1)
+    # stage by stage, because triton 3.6 synchronizes the CTA between two writes to one array
+    for i in gl.static_range(2):
+        q_pipe.init_stage(i, NUM_CONSUMERS)
+        # read by the consumers and by the warp that loads V
+        work_pipe.init_stage(i, NUM_CONSUMERS + 1)
+    for i in gl.static_range(STAGES):
+        k_pipe.init_stage(i, NUM_CONSUMERS)
+    for i in gl.static_range(STAGES + 1):
+        mbarrier.init(v_pipe.full.index(i), count=1)
+    mbarrier.init(never.index(0), count=1)
+    fence_async_shared()
+    return SharedStorage(q, k, v, work, q_pipe, k_pipe, v_pipe, work_pipe, never)
+
+
+# The arguments are flat, and grouped in the body, for two reasons: triton 3.6 and 3.7 specialize
+# the numbers in a tuple even if `do_not_specialize` names it, and the launcher fills them in order.
+@gluon.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=POINTERS)
+def prefill_kernel(
+    q_desc,
+    k_desc,
+    v_desc,
+    out_desc,
+    out,
+    lse,
+    block_table,
+    query_start_loc,
+    kv_lens,
+    work_counter,
+    scale_log2,
+    num_reqs,
+    num_heads,
+    group_size,
+    max_decode_rows,
+    q_head_rows,
+    q_head_columns,
+    k_block_rows,
+    k_head_rows,
+    k_head_columns,
+    v_block_rows,
+    v_head_rows,
+    v_head_columns,
+    out_head_rows,
+    out_head_columns,
+    out_stride_token,
+    out_stride_head,
+    lse_stride_head,
+    lse_stride_token,
+    block_table_stride,
+    HEAD_DIM: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    CAUSAL: gl.constexpr,
+):
+    """Attend with the query rows of all prefill requests of a batch."""
+    N: gl.constexpr = count_consumers(HEAD_DIM)
+    batch = BatchArgs(
+        block_table,
+        block_table_stride,
+        query_start_loc,
+        kv_lens,
+        num_reqs,
+        num_heads,
+        group_size,
+        max_decode_rows,
+    )
+    q = TmaTensor(q_desc, 0, q_head_rows, q_head_columns)
+    k = TmaTensor(k_desc, k_block_rows, k_head_rows, k_head_columns)
+    v = TmaTensor(v_desc, v_block_rows, v_head_rows, v_head_columns)
+    output = OutputArgs(
+        TmaTensor(out_desc, 0, out_head_rows, out_head_columns),
+        out,
+        lse,
+        out_stride_token,
+        out_stride_head,
+        lse_stride_token,
+        lse_stride_head,
+    )
+    shared = _allocate(
+        k_desc.dtype,
+        k_desc.block_type.shape[0],
+        v_desc.block_type.shape[0],
+        HEAD_DIM,
+        N,
+    )
+    REGISTERS: gl.constexpr = consumer_registers(HEAD_DIM)
+    # three consumers at most: the first entries of the lists are left out if there are two
+    UNUSED: gl.constexpr = MAX_CONSUMERS - N
+    gl.warp_specialize(
+        [
+            # the first role runs in the 4 warps of the launch, the others in additional warps
+            (consume, (shared, output, scale_log2, HEAD_DIM, CAUSAL, N, N - 3)),
+            (consume, (shared, output, scale_log2, HEAD_DIM, CAUSAL, N, N - 2)),
+            (consume, (shared, output, scale_log2, HEAD_DIM, CAUSAL, N, N - 1)),
+            (
+                produce_q_and_k,
+                (
+                    shared, batch, q, k, work_counter,
+                    HEAD_DIM, BLOCK_SIZE, CAUSAL, N,
+                ),
+            ),
+            (produce_v, (shared, batch, v, HEAD_DIM, BLOCK_SIZE)),
+        ][UNUSED:],
+        [4, 4, 1, 1][UNUSED:],
+        [REGISTERS, REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS][UNUSED:],
+    )  # fmt: skip

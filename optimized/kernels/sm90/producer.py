@@ -1,0 +1,294 @@
+"""Producer warps of the Hopper prefill kernel: TMA loads of Q, K and V.
+
+Producer warp 0 takes work items from the tile scheduler, publishes them and loads Q and K. Producer
+warp 1 loads V. A KV tile of 128 keys is loaded as boxes of [box rows, 64] elements. A box does not
+cross a cache block, so with blocks of 16 tokens a tile of head size 128 is 8 x 2 boxes.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+)
+
+from .config import (
+    BLOCK_N,
+    BOX_COLUMNS,
+    SWIZZLE_ROWS,
+    SWIZZLED_32_BIT,
+    WARPGROUP_M,
+    count_stages,
+)
+from .pipeline import PipelineState
+from .scheduler import (
+    NO_WORK,
+    fetch_and_increment,
+    find_request,
+    first_lane,
+    load_request,
+    locate_work,
+    publish_end,
+    publish_work,
+    receive_work,
+    reset_counter,
+    start_work_state,
+)
+
+
+class TmaTensor(NamedTuple):
+    """A tensor of heads as a plane of rows, which TMA addresses by row and column.
+
+    Args:
+        desc: the tensor map.
+        block_rows: rows from cache block to cache block; 0 without blocks.
+        head_rows, head_columns: rows and columns from head to head; one of them is 0.
+    """
+
+    desc: Any
+    block_rows: Any
+    head_rows: Any
+    head_columns: Any
+
+
+@gluon.jit
+def produce_q_and_k(
+    shared,
+    batch,
+    q,
+    k,
+    work_counter,
+    HEAD_DIM: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    NUM_CONSUMERS: gl.constexpr,
+):
+    """Run producer warp 0: schedule the work items, and load their Q and K tiles."""
+    BLOCK_M: gl.constexpr = NUM_CONSUMERS * WARPGROUP_M
+    PAGED: gl.constexpr = BLOCK_SIZE > 0
+    work_state = start_work_state()
+    k_state = PipelineState.start(count_stages(HEAD_DIM))
+    q_state = PipelineState.start(2)
+    item = gl.program_id(0)
+    zero = gl.to_tensor(0)
+    items = find_request(batch, item, zero, zero, BLOCK_M)
+    request = load_request(batch, items.req, PAGED)
+    while items.req >= 0:
+        # fetched now, needed after this item's keys
+        fetched = fetch_and_increment(work_counter)
+        work = locate_work(batch, item, items, request, CAUSAL, BLOCK_M)
+        publish_work(shared, work_state, work)
+        work_state = work_state.advance()
+        if work.num_kv_tiles > 0:
+            _load_q(shared, q, q_state, work, HEAD_DIM, NUM_CONSUMERS)
+            q_state = q_state.advance()
+            k_state = _load_k(shared, batch, k, k_state, work, HEAD_DIM, BLOCK_SIZE)
+        item = gl.num_programs(0) + first_lane(fetched)
+        if item >= items.end_item:
+            items = find_request(
+                batch, item, items.scanned_reqs, items.scanned_items, BLOCK_M
+            )
+            request = load_request(batch, items.req, PAGED)
+    publish_end(shared, work_state)
+    reset_counter(work_counter)
+
+
+@gluon.jit
+def produce_v(shared, batch, v, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr):
+    """Run producer warp 1: load the V tiles of the published work items."""
+    work_state = start_work_state()
+    v_state = PipelineState.start(count_stages(HEAD_DIM))
+    tail_state = PipelineState.start(1)
+    work = receive_work(shared, work_state)
+    while work.num_kv_tiles != NO_WORK:
+        if work.num_kv_tiles > 0:
+            v_state, tail_state = _load_v(
+                shared, batch, v, v_state, tail_state, work, HEAD_DIM, BLOCK_SIZE
+            )
+        work_state = work_state.advance()
+        work = receive_work(shared, work_state)
+
+
+@gluon.jit
+def _load_q(
+    shared, q, state, work, HEAD_DIM: gl.constexpr, NUM_CONSUMERS: gl.constexpr
+):
+    """Load the query tile of every consumer warpgroup."""
+    shared.q_pipe.producer_acquire(state)
+    full = shared.q_pipe.full_barrier(state)
+    row = work.query_start + work.head * q.head_rows
+    mbarrier.expect(full, NUM_CONSUMERS * WARPGROUP_M * HEAD_DIM * 2)
+    for consumer in gl.static_range(NUM_CONSUMERS):
+        tma.async_copy_global_to_shared(
+            q.desc,
+            [row + consumer * WARPGROUP_M, work.head * q.head_columns],
+            full,
+            shared.q.index(state.stage() * NUM_CONSUMERS + consumer),
+        )
+
+
+@gluon.jit
+def _load_k(
+    shared,
+    batch,
+    k,
+    state,
+    work,
+    HEAD_DIM: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+):
+    """Load a work item's K tiles, from the last to the first, and return the next state."""
+    ROW_BOXES: gl.constexpr = BLOCK_N // k.desc.block_type.shape[0]
+    kv_head = work.head // batch.group_size
+    column = kv_head * k.head_columns
+    begin = work.kv_start + kv_head * k.head_rows
+    rows = _box_rows(
+        batch, work, work.num_kv_tiles - 1, begin, k.block_rows, ROW_BOXES, BLOCK_SIZE
+    )
+    for i in range(work.num_kv_tiles):
+        # the next tile's block ids are loaded while this one waits for its stage
+        next_tile = gl.maximum(work.num_kv_tiles - 2 - i, 0)
+        next_rows = _box_rows(
+            batch, work, next_tile, begin, k.block_rows, ROW_BOXES, BLOCK_SIZE
+        )
+        shared.k_pipe.producer_acquire(state)
+        full = shared.k_pipe.full_barrier(state)
+        _load_boxes(k.desc, shared.k, state.stage(), full, rows, column, HEAD_DIM)
+        state = state.advance()
+        rows = next_rows
+    return state
+
+
+@gluon.jit
+def _load_v(
+    shared,
+    batch,
+    v,
+    state,
+    tail_state,
+    work,
+    HEAD_DIM: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+):
+    """Load a work item's V tiles, from the last to the first, and return the next states.
+
+    Rows past the end of a sequence may hold NaN, and 0 * NaN = NaN, so they are cleared. There is
+    no race. The loads of such a tile signal the last full barrier of `v_pipe`, where only this
+    warp waits. The warp writes zeros, fences them for the tensor cores, and then arrives at the
+    stage's full barrier, where the consumers wait. TMA fills the stage again only after all
+    consumers have released it.
+    """
+    ROW_BOXES: gl.constexpr = BLOCK_N // v.desc.block_type.shape[0]
+    kv_head = work.head // batch.group_size
+    column = kv_head * v.head_columns
+    begin = work.kv_start + kv_head * v.head_rows
+    valid_rows = work.seq_len - (work.num_kv_tiles - 1) * BLOCK_N
+    rows = _box_rows(
+        batch, work, work.num_kv_tiles - 1, begin, v.block_rows, ROW_BOXES, BLOCK_SIZE
+    )
+    for i in range(work.num_kv_tiles):
+        next_tile = gl.maximum(work.num_kv_tiles - 2 - i, 0)
+        next_rows = _box_rows(
+            batch, work, next_tile, begin, v.block_rows, ROW_BOXES, BLOCK_SIZE
+        )
+        # V tile i - 1 is released together with K tile i
+        shared.v_pipe.producer_acquire(state.advance())
+        # only the last tile, which is loaded first, can reach past the sequence's end
+        is_tail = (i == 0) & (valid_rows < BLOCK_N)
+        full = shared.v_pipe.full.index(
+            gl.where(is_tail, state.num_stages, state.stage())
+        )
+        _load_boxes(v.desc, shared.v, state.stage(), full, rows, column, HEAD_DIM)
+        if is_tail:
+            tail_full = shared.v_pipe.full.index(state.num_stages)
+            mbarrier.wait(tail_full, tail_state.phase())
+            tail_state = tail_state.advance()
+            _clear_rows(shared.v, state.stage(), valid_rows, HEAD_DIM)
+            # ordinary stores, before the tensor cores read through the async proxy
+            fence_async_shared()
+            shared.v_pipe.producer_commit(state)
+        state = state.advance()
+        rows = next_rows
+    return state, tail_state
+
+
+@gluon.jit
+def _box_rows(
+    batch,
+    work,
+    kv_tile,
+    begin,
+    block_rows,
+    ROW_BOXES: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+):
+    """Return the first row of each box of a KV tile, as a tuple of ROW_BOXES numbers.
+
+    Args:
+        begin: row of the KV head's first key.
+        block_rows: rows from cache block to cache block.
+    """
+    BOX_ROWS: gl.constexpr = BLOCK_N // ROW_BOXES
+    rows = ()
+    # block ids and rows fit 32 bits here and elsewhere: the host has checked it (`supports`)
+    if BLOCK_SIZE > 0:
+        entries = batch.block_table + work.req.to(gl.int64) * batch.block_table_stride
+        last_entry = (work.seq_len - 1) // BLOCK_SIZE
+        for box in gl.static_range(ROW_BOXES):
+            position = kv_tile * BLOCK_N + box * BOX_ROWS
+            # entries past the last block are never read; the keys loaded instead are masked
+            entry = gl.minimum(position // BLOCK_SIZE, last_entry)
+            block = gl.load(entries + entry).to(gl.int32)
+            row = begin + block * block_rows + position % BLOCK_SIZE
+            # the compiler has no other way to lengthen a tuple
+            rows = rows + (row,)  # type: ignore[assignment]  # noqa: RUF005
+    else:
+        for box in gl.static_range(ROW_BOXES):
+            row = begin + kv_tile * BLOCK_N + box * BOX_ROWS
+            rows = rows + (row,)  # type: ignore[assignment]  # noqa: RUF005
+    return rows
+
+
+@gluon.jit
+def _load_boxes(desc, boxes, stage, full, rows, column, HEAD_DIM: gl.constexpr):
+    """Start the TMA loads of a KV tile, which signal `full`.
+
+    A stage is stored as [HEAD_DIM / 64, BLOCK_N, 64], the order of a swizzled tile of
+    [BLOCK_N, HEAD_DIM].
+    """
+    ROW_BOXES: gl.constexpr = BLOCK_N // desc.block_type.shape[0]
+    COLUMN_BOXES: gl.constexpr = HEAD_DIM // BOX_COLUMNS
+    mbarrier.expect(full, BLOCK_N * HEAD_DIM * 2)
+    for i in gl.static_range(ROW_BOXES):
+        for j in gl.static_range(COLUMN_BOXES):
+            tma.async_copy_global_to_shared(
+                desc,
+                [rows[i], column + j * BOX_COLUMNS],
+                full,
+                boxes.index((stage * COLUMN_BOXES + j) * ROW_BOXES + i),
+            )
+
+
+@gluon.jit
+def _clear_rows(boxes, stage, first_row, HEAD_DIM: gl.constexpr):
+    """Set the rows of a stage to zero from `first_row` on.
+
+    Two elements are handled as one word, in chunks of eight rows, after which the swizzle repeats.
+    """
+    COLUMN_BOXES: gl.constexpr = HEAD_DIM // BOX_COLUMNS
+    CHUNKS: gl.constexpr = BLOCK_N // SWIZZLE_ROWS
+    ROWS: gl.constexpr = boxes.shape[0] * boxes.shape[1]
+    WORDS: gl.constexpr = BOX_COLUMNS // 2
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
+    chunks = boxes._reinterpret(
+        gl.int32, [ROWS // SWIZZLE_ROWS, SWIZZLE_ROWS, WORDS], SWIZZLED_32_BIT
+    )
+    row = gl.arange(0, SWIZZLE_ROWS, gl.SliceLayout(1, layout))  # [8]
+    for chunk in range(first_row // SWIZZLE_ROWS, CHUNKS):
+        is_kept = chunk * SWIZZLE_ROWS + row < first_row  # [8]
+        for j in gl.static_range(COLUMN_BOXES):
+            words = chunks.index((stage * COLUMN_BOXES + j) * CHUNKS + chunk)  # [8, 32]
+            words.store(gl.where(is_kept[:, None], words.load(layout), 0))

@@ -1,0 +1,275 @@
+"""Tile scheduler of the Hopper prefill kernel: work items, the atomic counter, their broadcast.
+
+A work item is one query head's tile of BLOCK_M query rows of one request. Work items are numbered
+from the batch's last request to its first, and within a request from its last rows, which see most
+keys, to its first. Program i begins with item i and takes every further one from an atomic
+counter, so a program that has short items takes more of them. The result does not depend on which
+program computes an item.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .config import BLOCK_N, WARP_SIZE, warp_layout
+from .pipeline import PipelineState
+
+WORK_FIELDS = gl.constexpr(8)
+"""Fields of a `WorkItem`."""
+NO_WORK = gl.constexpr(-1)
+"""Number of KV tiles in the item that ends a program."""
+REQS_PER_SCAN = gl.constexpr(32)
+"""Requests whose work items are counted together, one per lane."""
+
+
+class BatchArgs(NamedTuple):
+    """The batch, as the kernel's arguments describe it.
+
+    Args:
+        block_table: [reqs, max_blocks], or None if the requests' keys are concatenated.
+        block_table_stride: elements from row to row.
+        query_start_loc: [reqs + 1].
+        kv_lens: [reqs] keys of each request; without a block table [reqs + 1], where they start.
+        num_reqs, num_heads: requests and query heads.
+        group_size: query heads per KV head.
+        max_decode_rows: a request with at most so many rows (queries times `group_size`) has no
+            work items here; the decode kernel computes it.
+    """
+
+    block_table: Any
+    block_table_stride: Any
+    query_start_loc: Any
+    kv_lens: Any
+    num_reqs: Any
+    num_heads: Any
+    group_size: Any
+    max_decode_rows: Any
+
+
+class Request(NamedTuple):
+    """One request's first query, its numbers of queries and keys, and the row of its first key.
+
+    With a block table, `kv_start` is 0.
+    """
+
+    query_start: Any
+    query_len: Any
+    seq_len: Any
+    kv_start: Any
+
+
+class ItemRange(NamedTuple):
+    """The work items of one request.
+
+    Args:
+        req: the request; negative if no work item is left.
+        first_item, end_item: its work items are first_item <= item < end_item.
+        scanned_reqs: requests that precede the 32 requests with `req`, in the order of the items.
+        scanned_items: work items of those.
+    """
+
+    req: Any
+    first_item: Any
+    end_item: Any
+    scanned_reqs: Any
+    scanned_items: Any
+
+
+class WorkItem(NamedTuple):
+    """A tile of query rows of one head, as the scheduler publishes it.
+
+    Args:
+        req, head: the request and the query head.
+        query_start: index of the tile's first query in the batch.
+        num_queries: the request's queries from there on; may be more than BLOCK_M.
+        position: position of the first query in its sequence; negative if the sequence has
+            fewer keys than queries.
+        seq_len: keys of the request.
+        kv_start: row of the request's first key; 0 with a block table.
+        num_kv_tiles: KV tiles with keys that are visible to the tile, or NO_WORK.
+    """
+
+    req: Any
+    head: Any
+    query_start: Any
+    num_queries: Any
+    position: Any
+    seq_len: Any
+    kv_start: Any
+    num_kv_tiles: Any
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _count_items(batch, scanned_reqs, BLOCK_M: gl.constexpr):
+    """Return the work items of the next 32 requests, from the batch's last request on.  # [32]"""
+    lane = gl.arange(0, REQS_PER_SCAN, warp_layout(gl.num_warps()))  # [32]
+    req = batch.num_reqs - 1 - scanned_reqs - lane
+    start = gl.load(batch.query_start_loc + req, mask=req >= 0, other=0)
+    end = gl.load(batch.query_start_loc + req + 1, mask=req >= 0, other=0)
+    query_len = (end - start).to(gl.int32)
+    is_prefill = query_len * batch.group_size > batch.max_decode_rows
+    tiles = (query_len + BLOCK_M - 1) // BLOCK_M
+    return gl.where(is_prefill, tiles, 0) * batch.num_heads
+
+
+@gluon.jit
+def find_request(batch, item, scanned_reqs, scanned_items, BLOCK_M: gl.constexpr):
+    """Return the `ItemRange` of the request that a work item belongs to.
+
+    Args:
+        batch: `BatchArgs`.
+        item: number of the work item.
+        scanned_reqs, scanned_items: of the last `ItemRange`; 0 at first.
+    """
+    counts = _count_items(batch, scanned_reqs, BLOCK_M)  # [32]
+    total = gl.sum(counts, 0)
+    while (item >= scanned_items + total) & (
+        scanned_reqs + REQS_PER_SCAN < batch.num_reqs
+    ):
+        scanned_reqs += REQS_PER_SCAN
+        scanned_items += total
+        counts = _count_items(batch, scanned_reqs, BLOCK_M)
+        total = gl.sum(counts, 0)
+    ends = scanned_items + gl.associative_scan(counts, 0, _add)  # [32]
+    is_before = ends <= item  # [32]
+    req = batch.num_reqs - 1 - scanned_reqs - gl.sum(is_before.to(gl.int32), 0)
+    first_item = gl.max(gl.where(is_before, ends, scanned_items), 0)
+    end_item = gl.min(gl.where(is_before, scanned_items + total, ends), 0)
+    req = gl.where(item < scanned_items + total, req, -1)
+    return ItemRange(req, first_item, end_item, scanned_reqs, scanned_items)
+
+
+@gluon.jit
+def load_request(batch, req, PAGED: gl.constexpr):
+    """Return the `Request` with this index; zeros if the index is negative."""
+    is_req = req >= 0
+    start = gl.load(batch.query_start_loc + req, mask=is_req, other=0).to(gl.int32)
+    end = gl.load(batch.query_start_loc + req + 1, mask=is_req, other=0).to(gl.int32)
+    seq_len = gl.load(batch.kv_lens + req, mask=is_req, other=0).to(gl.int32)
+    kv_start = seq_len * 0
+    if not PAGED:
+        kv_start = seq_len
+        kv_end = gl.load(batch.kv_lens + req + 1, mask=is_req, other=0).to(gl.int32)
+        seq_len = kv_end - kv_start
+    return Request(start, end - start, seq_len, kv_start)
+
+
+@gluon.jit
+def locate_work(
+    batch, item, items, request, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr
+):
+    """Return the `WorkItem` with a number, given its request and the request's items."""
+    number = item - items.first_item
+    head = number % batch.num_heads
+    tiles_after = number // batch.num_heads
+    # a request's last rows come first
+    num_q_tiles = (request.query_len + BLOCK_M - 1) // BLOCK_M
+    first_row = (num_q_tiles - 1 - tiles_after) * BLOCK_M
+    position = request.seq_len - request.query_len + first_row
+    kv_end = request.seq_len
+    if CAUSAL:
+        kv_end = gl.minimum(gl.maximum(position + BLOCK_M, 0), request.seq_len)
+    return WorkItem(
+        items.req,
+        head,
+        request.query_start + first_row,
+        request.query_len - first_row,
+        position,
+        request.seq_len,
+        request.kv_start,
+        (kv_end + BLOCK_N - 1) // BLOCK_N,
+    )
+
+
+@gluon.jit
+def fetch_and_increment(counter):
+    """Add 1 to a counter. Lane 0 of the result has the old value.  # [32]
+
+    The atomic instruction is issued here; its latency is hidden until `first_lane` reads it.
+    """
+    lane = gl.arange(0, WARP_SIZE, warp_layout(gl.num_warps()))  # [32]
+    one = gl.full([WARP_SIZE], 1, gl.int32, warp_layout(gl.num_warps()))
+    return gl.atomic_add(counter + lane, one, mask=lane == 0)
+
+
+@gluon.jit
+def first_lane(numbers):
+    """Return the first of 32 numbers as a scalar."""
+    lane = gl.arange(0, WARP_SIZE, warp_layout(gl.num_warps()))  # [32]
+    return gl.sum(gl.where(lane == 0, numbers, 0), 0)
+
+
+@gluon.jit
+def reset_counter(counter):
+    """Set the work counter back to 0 when the last program has finished with it.
+
+    Args:
+        counter: [2] items that were taken, and programs that found none left.
+    """
+    finished = first_lane(fetch_and_increment(counter + 1))
+    if finished == gl.num_programs(0) - 1:
+        gl.store(counter, 0)
+        gl.store(counter + 1, 0)
+
+
+@gluon.jit
+def publish_work(shared, state, work):
+    """Write a work item to shared memory for the other warps.
+
+    Each lane writes a copy of its own, and the other warps read the copy of lane 0, the thread
+    that also arrives at the barrier. So the writes that are read precede the arrival in program
+    order.
+    """
+    layout: gl.constexpr = gl.BlockedLayout(
+        [WORK_FIELDS], [WARP_SIZE], [gl.num_warps()], [0]
+    )
+    field = gl.arange(0, WARP_SIZE * WORK_FIELDS, layout) % WORK_FIELDS  # [32 * 8]
+    fields = gl.where(field == 0, work[0], work[WORK_FIELDS - 1])
+    for i in gl.static_range(1, WORK_FIELDS - 1):
+        fields = gl.where(field == i, work[i], fields)
+    shared.work_pipe.producer_acquire(state)
+    shared.work.index(state.stage()).store(fields)
+    shared.work_pipe.producer_commit(state)
+
+
+@gluon.jit
+def publish_end(shared, state):
+    """Tell the other warps that no work item is left."""
+    publish_work(shared, state, WorkItem(0, 0, 0, 0, 0, 0, 0, NO_WORK))
+
+
+@gluon.jit
+def _read_field(shared, stage, FIELD: gl.constexpr):
+    layout: gl.constexpr = warp_layout(gl.num_warps())
+    return gl.max(shared.work.index(stage).slice(FIELD, 1).load(layout), 0)
+
+
+@gluon.jit
+def receive_work(shared, state):
+    """Wait for the next `WorkItem` and return it."""
+    shared.work_pipe.consumer_wait(state)
+    stage = state.stage()
+    work = WorkItem(
+        _read_field(shared, stage, 0),
+        _read_field(shared, stage, 1),
+        _read_field(shared, stage, 2),
+        _read_field(shared, stage, 3),
+        _read_field(shared, stage, 4),
+        _read_field(shared, stage, 5),
+        _read_field(shared, stage, 6),
+        _read_field(shared, stage, 7),
+    )
+    shared.work_pipe.consumer_release(state)
+    return work
+
+
+@gluon.jit
+def start_work_state():
+    """Return the position in the ring of published work items."""
+    return PipelineState.start(2)

@@ -1,0 +1,165 @@
+"""Latent attention for prefills: latents are expanded to keys and values of every head."""
+
+from functools import partial
+
+import torch
+
+from ...contract.attention_options import AttentionOptions
+from ...contract.shapes import (
+    BlockTable,
+    KeyUpProjection,
+    Latent,
+    LatentCache,
+    LogSumExp,
+    NopeQuery,
+    Output,
+    RopeKey,
+    RopeQuery,
+    Scale,
+    StartLoc,
+    TokenCounts,
+    ValueUpProjection,
+)
+from ...validation import validated
+from ...validation.latent import check_latent_prefill_attention
+from .encoder import encoder_attention
+from .latent_vectors import expand_latents, gather_latents
+from .merge_states import merge_attn_states
+
+
+@validated(check_latent_prefill_attention)
+def latent_prefill_attention(
+    q_nope: NopeQuery,
+    q_pe: RopeQuery,
+    kv_c: Latent,
+    k_pe: RopeKey,
+    kv_cache: LatentCache,
+    w_uk: KeyUpProjection,
+    w_uv: ValueUpProjection,
+    block_table: BlockTable,
+    query_start_loc: StartLoc,
+    seq_lens: TokenCounts,
+    max_query_len: int,
+    max_seq_len: int,
+    num_context_tokens: int,
+    max_context_chunk: int | None = None,
+    scale: float | None = None,
+    out: Output | None = None,
+    lse: LogSumExp | None = None,
+    compute_dtype: torch.dtype = torch.float32,
+    k_scale: Scale | float | None = None,
+) -> Output:
+    """Return causal attention of each new token over its sequence, expanded from its latents.
+
+    For many queries: the latents of new tokens are expanded from what the layer has just computed.
+    Only their context, the tokens before them, is read from the cache, in chunks. A layer with a
+    sliding window uses `latent_decode_attention`.
+
+    Args:
+        q_nope, q_pe: As in `latent_decode_attention`.
+        kv_c: [tokens, kv_lora_rank] latents of the new tokens, any strides. They are used as they
+            are here, not as an FP8 cache rounds them.
+        k_pe: [tokens, qk_rope_head_dim] their rope keys, already rotated, any strides.
+        kv_cache: [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim]. The new tokens'
+            slots are not read.
+        w_uk, w_uv: As in `latent_decode_attention`.
+        block_table, query_start_loc, seq_lens, max_query_len, max_seq_len: As in
+            `paged_attention`; `seq_lens` counts the new tokens too.
+        num_context_tokens: At least the number of context tokens of all requests together. 0
+            means that nothing is cached.
+        max_context_chunk: Context tokens, of all requests together, that are expanded at once. If
+            None, all are.
+        scale, out, lse, compute_dtype, k_scale: As in `latent_decode_attention`.
+
+    Returns:
+        `out`. Rows past the last request get 0 and the log-sum-exp -inf.
+
+    Raises:
+        IndexError: A length or a block id is outside the table or the cache.
+        ValueError: Widths, heads or lengths do not match, a request has more queries than keys,
+            or only one of an FP8 cache and its scale is given.
+        TypeError: A dtype is not the expected one.
+
+    Source:
+        DeepSeek-V2, 2024, section 2.1; vLLM's `MLACommonImpl`, "compute friendly" way with chunked
+        context.
+
+    Example:
+        The sequence of `latent_decode_attention`: the first token is cached, the second is new.
+
+        >>> latent_prefill_attention(
+        ...     q_nope=torch.tensor([[[3.0]]]).log(),
+        ...     q_pe=torch.zeros(1, 1, 1),
+        ...     kv_c=torch.tensor([[4.0, 1.0]]),
+        ...     k_pe=torch.tensor([[9.0]]),
+        ...     kv_cache=torch.tensor([[[8.0, 0.0, 9.0], [0.0, 0.0, 0.0]]]),
+        ...     w_uk=torch.tensor([[[0.0, 1.0]]]),
+        ...     w_uv=torch.tensor([[[1.0], [0.0]]]),
+        ...     block_table=torch.tensor([[0]], dtype=torch.int32),
+        ...     query_start_loc=torch.tensor([0, 1], dtype=torch.int32),
+        ...     seq_lens=torch.tensor([2], dtype=torch.int32),
+        ...     max_query_len=1,
+        ...     max_seq_len=2,
+        ...     num_context_tokens=1,
+        ...     scale=1.0,
+        ... ).flatten()
+        tensor([5.])
+    """
+    rank = kv_c.shape[1]
+    query, kv_c, k_pe, w_uk, w_uv = (
+        x.to(compute_dtype)
+        for x in (torch.cat([q_nope, q_pe], dim=2), kv_c, k_pe, w_uk, w_uv)
+    )
+    attend = partial(
+        encoder_attention,
+        query,
+        query_start_loc=query_start_loc,
+        max_query_len=max_query_len,
+        scale=scale,
+        compute_dtype=compute_dtype,
+    )
+    lse_dtype = torch.promote_types(compute_dtype, torch.float32)
+    tokens, heads, _ = query.shape
+    total_lse, chunk_lse = query.new_empty(2, heads, tokens, dtype=lse_dtype)
+    # step: expand the new tokens' latents to keys and values
+    key, value = expand_latents(kv_c, k_pe, w_uk, w_uv)
+    # step: attend to the new tokens, each up to itself
+    total = attend(
+        key,
+        value,
+        key_start_loc=query_start_loc,
+        max_key_len=max_query_len,
+        lse=total_lse,
+        options=AttentionOptions(causal=True),
+    )
+    context_lens = seq_lens - query_start_loc.diff()
+    context_start_loc = torch.nn.functional.pad(context_lens.cumsum(0), (1, 0)).int()
+    chunk = num_context_tokens if max_context_chunk is None else max_context_chunk
+    for begin in range(0, num_context_tokens, max(chunk, 1)):
+        # step: gather the next chunk of the context
+        end = begin + chunk
+        latents = gather_latents(
+            kv_cache, block_table, context_start_loc, begin, end, k_scale, compute_dtype
+        )
+        # step: expand its latents to keys and values
+        key, value = expand_latents(latents[:, :rank], latents[:, rank:], w_uk, w_uv)
+        # step: attend to all of it
+        partial_result = attend(
+            key,
+            value,
+            key_start_loc=(context_start_loc - begin).clamp(0, len(latents)),
+            max_key_len=min(chunk, max_seq_len),
+            lse=chunk_lse,
+        )
+        # step: join it with what is there
+        merge_attn_states(
+            partial_result,
+            chunk_lse,
+            total,
+            total_lse,
+            output=total,
+            output_lse=total_lse,
+        )
+    if lse is not None:
+        lse.copy_(total_lse)
+    return total.to(q_nope.dtype) if out is None else out.copy_(total)

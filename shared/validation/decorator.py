@@ -1,0 +1,36 @@
+"""A decorator that validates an operation's arguments before its body runs."""
+
+from collections.abc import Callable
+from functools import wraps
+from inspect import signature
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def validated(
+    check: Callable[..., object],
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Return a decorator that calls `check` with an operation's arguments, contents included.
+
+    Args:
+        check: takes those of the operation's arguments that it names, and `contents=True`. It
+            raises if they are invalid.
+    """
+    names = signature(check).parameters
+
+    def decorate(operation: Callable[P, R]) -> Callable[P, R]:
+        parameters = signature(operation)
+
+        @wraps(operation)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            given = parameters.bind(*args, **kwargs)
+            given.apply_defaults()
+            found = {name: x for name, x in given.arguments.items() if name in names}
+            check(**found, contents=True)
+            return operation(*args, **kwargs)
+
+        return checked
+
+    return decorate

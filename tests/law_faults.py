@@ -1,0 +1,399 @@
+"""Faults for law tests: wrappers that spoil any operation, and a few for single operations."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import fields, is_dataclass, replace
+from functools import partial, wraps
+from inspect import isclass, isfunction, signature
+from typing import Any
+
+import torch
+from pagetwin.conformance.harness.candidate import Candidate, Support
+from pagetwin.conformance.harness.expect import REFUSALS
+from pagetwin.contract.layouts import KVCacheLayout
+from torch import Tensor
+
+Function = Callable[..., Any]
+Fault = Callable[[Function], Function]
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of nested tuples, lists, dicts and dataclasses."""
+    if isinstance(value, Tensor):
+        if value.device.type != "meta":
+            yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from tensors_in(each)
+    elif isinstance(value, dict):
+        yield from tensors_in(list(value.values()))
+    elif is_dataclass(value) and not isclass(value):
+        yield from tensors_in([getattr(value, each.name) for each in fields(value)])
+
+
+def add_one(tensors: Iterable[Tensor]) -> None:
+    """Change the last element of each tensor in place."""
+    for tensor in tensors:
+        if tensor.numel():
+            last = tensor[tuple(size - 1 for size in tensor.shape)]
+            changed = (
+                ~last if last.dtype == torch.bool else last.float().nan_to_num() + 1
+            )
+            with suppress(RuntimeError):  # a broadcast view or a leaf cannot be written
+                last.copy_(changed)
+
+
+def spoiled(value: Any) -> Any:
+    """Return a result with its last number changed; tensors are changed in place."""
+    if isinstance(value, Tensor):
+        add_one([value])
+        return value
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, (int, float)):
+        return value + 1
+    if isinstance(value, str):
+        return value + "?"
+    if isinstance(value, list) and value:
+        return [*value[:-1], spoiled(value[-1])]
+    if isinstance(value, tuple) and value:
+        rest = [*value[:-1], spoiled(value[-1])]
+        return type(value)(*rest) if hasattr(value, "_fields") else tuple(rest)
+    if isinstance(value, dict) and value:
+        last = list(value)[-1]
+        return value | {last: spoiled(value[last])}
+    if is_dataclass(value) and not isclass(value):
+        names = [each.name for each in fields(value) if each.init]
+        with suppress(Exception):
+            return replace(value, **{names[-1]: spoiled(getattr(value, names[-1]))})
+    return value
+
+
+def wrong_result(function: Function) -> Function:
+    """Return the operation with another last number in its result."""
+
+    @wraps(function)
+    def call(*given: Any, **named: Any) -> Any:
+        found = function(*given, **named)
+        add_one(
+            each
+            for name in ("out", "lse", "output")
+            for each in tensors_in(named.get(name))
+        )
+        return spoiled(found)
+
+    return call
+
+
+def wrong_at_times(function: Function) -> Function:
+    """Return the operation with a result that depends on the number of calls before."""
+    calls = [0]
+
+    @wraps(function)
+    def call(*given: Any, **named: Any) -> Any:
+        found = function(*given, **named)
+        calls[0] += 1
+        for each in (
+            *tensors_in(found),
+            *tensors_in([named.get("out"), named.get("lse")]),
+        ):
+            if each.is_floating_point():
+                scaled = each.float() * (1 + calls[0] / 50) + calls[0] / 50
+                each.copy_(scaled)
+            elif each.numel():
+                each.add_(calls[0] % 2)
+        return found
+
+    return call
+
+
+def writes_its_inputs(function: Function) -> Function:
+    """Return the operation that changes every tensor and list that it is given."""
+
+    @wraps(function)
+    def call(*given: Any, **named: Any) -> Any:
+        found = function(*given, **named)
+        add_one(tensors_in([given, named]))
+        for each in (*given, *named.values()):
+            if isinstance(each, list) and each and isinstance(each[-1], int):
+                each[-1] += 1
+        return found
+
+    return call
+
+
+def validates_nothing(function: Function) -> Function:
+    """Return the operation that gives None where it would raise."""
+
+    @wraps(function)
+    def call(*given: Any, **named: Any) -> Any:
+        with suppress(*REFUSALS, RuntimeError):
+            return function(*given, **named)
+
+    return call
+
+
+ANY: dict[str, Fault] = {
+    "validates nothing": validates_nothing,
+    "wrong result": wrong_result,
+    "writes its inputs": writes_its_inputs,
+    "wrong at times": wrong_at_times,
+}
+"""Faults of any operation."""
+
+
+def with_fault(fault: Fault, operation: Any) -> Any:
+    """Return an operation with a fault; of a class, each public method has it."""
+    if not isclass(operation):
+        return fault(operation)
+    return with_methods(
+        operation,
+        fault,
+        lambda name: name[0] != "_" or (name, fault) == ("__init__", validates_nothing),
+    )
+
+
+def with_methods(kind: Any, fault: Fault, is_meant: Callable[[str], bool]) -> Any:
+    """Return a class some of whose methods have a fault."""
+    methods = {
+        name: fault(method)
+        for base in reversed(kind.__mro__[:-1])
+        for name, method in vars(base).items()
+        if isfunction(method) and is_meant(name)
+    }
+    return type(kind.__name__, (kind,), methods)
+
+
+def with_class(backend: Any, method: str, change: Callable[[Any], Any]) -> Any:
+    """Return a backend one of whose classes is changed.
+
+    Args:
+        backend: the backend.
+        method: "get_impl_cls" for its layers, "get_builder_cls" for its metadata builder.
+        change: returns the changed class.
+    """
+    found = change(getattr(backend, method)())
+    return type(backend.__name__, (backend,), {method: staticmethod(lambda: found)})
+
+
+def with_forward(fault: Fault, impl: Any) -> Any:
+    """Return a class of layers whose `forward` has a fault."""
+    return with_methods(impl, fault, lambda name: name == "forward")
+
+
+def broken(right: Candidate, names: Iterable[str], fault: Fault) -> Candidate:
+    """Return an implementation some of whose operations have a fault.
+
+    Args:
+        right: the implementation without faults.
+        names: its operations that get the fault; of BACKENDS, each layer's `forward` gets it.
+        fault: what is wrong with them.
+    """
+    operations = dict(right.operations)
+    for name in names:
+        found = operations[name]
+        if name == "BACKENDS":
+            change = partial(with_forward, fault)
+            operations[name] = tuple(
+                with_class(each, "get_impl_cls", change) for each in found
+            )
+        else:
+            operations[name] = with_fault(fault, found)
+    return Candidate("broken", operations, Support())
+
+
+# ---- faults of single operations, for laws that no fault of any operation breaks
+
+
+def other_default(function: Function) -> Function:
+    """Return the operation with another default of its last optional argument."""
+
+    @wraps(function)
+    def call(*given: Any, **named: Any) -> Any:
+        return function(*given, **named)
+
+    own = signature(function)
+    last = [
+        each.name for each in own.parameters.values() if each.default is not each.empty
+    ][-1]
+    call.__signature__ = own.replace(  # type: ignore[attr-defined]
+        parameters=[
+            each.replace(default="another") if each.name == last else each
+            for each in own.parameters.values()
+        ]
+    )
+    return call
+
+
+def one_for_none(function: Function) -> Function:
+    """Return a cut of a step that gives the whole step where no cut is asked for."""
+    return lambda slices, step: function(slices, step) or [step]
+
+
+def reversed_tokens(function: Function) -> Function:
+    """Return a write that takes the new keys and values in reverse order."""
+    return lambda key, value, *rest, **named: function(
+        key.flip(0), value.flip(0), *rest, **named
+    )
+
+
+def reversed_slots(function: Function) -> Function:
+    """Return a builder of a step whose new tokens get each other's slots."""
+
+    def build(*given: Any, **named: Any) -> Any:
+        found = function(*given, **named)
+        return found.replace(slot_mapping=found.slot_mapping.flip(0))
+
+    return build
+
+
+def one_layout(function: Function) -> Function:
+    """Return a view of caches that ignores the layout that is asked for."""
+    return lambda config, raw, backends, layout=None: function(
+        config, raw, backends, KVCacheLayout.NHD
+    )
+
+
+def sorted_by_name(function: Function) -> Function:
+    """Return a binding of caches in alphabetical order of the layers."""
+
+    def bind(*given: Any) -> Any:
+        found = function(*given)
+        return {name: found[name] for name in sorted(found)}
+
+    return bind
+
+
+def copied(function: Function) -> Function:
+    """Return an operation that copies where a view is asked for."""
+    return lambda *given: function(*given).clone()
+
+
+def same_backend(function: Function) -> Function:
+    """Return a derivation that gives the backend itself."""
+    return lambda prefix, backend, *rest: backend
+
+
+def one_token_more(function: Any) -> Any:
+    """Return a builder that counts a token too many in each group."""
+
+    def add_seq_group(self: Any, group: Any) -> None:
+        function.add_seq_group(self, group)
+        self.num_prefill_tokens += 1
+
+    return type(function.__name__, (function,), {"add_seq_group": add_seq_group})
+
+
+def new_tensors(function: Any) -> Any:
+    """Return step buffers each of whose steps has tensors of its own."""
+
+    def build(self: Any, *given: Any, **named: Any) -> Any:
+        found = function.build(self, *given, **named)
+        return found.replace(seq_lens=found.seq_lens.clone())
+
+    return type(function.__name__, (function,), {"build": build})
+
+
+def step_without(name: str, other: Any = None) -> Callable[[Any], Any]:
+    """Return a change of layers: they ignore one field of their step."""
+
+    def change(impl: Any) -> Any:
+        def forward(self: Any, *given: Any) -> Any:
+            step = None if given[5] is None else replace(given[5], **{name: other})
+            return impl.forward(self, *given[:5], step, *given[6:])
+
+        return type(impl.__name__, (impl,), {"forward": forward})
+
+    return change
+
+
+def swapped_scales(impl: Any) -> Any:
+    """Return layers that take the scale of the keys for that of the values."""
+
+    def scales(self: Any, *given: Any) -> Any:
+        found = impl.scales(self, *given)
+        return (
+            {"k_scale": found["v_scale"], "v_scale": found["k_scale"]} if found else {}
+        )
+
+    return type(impl.__name__, (impl,), {"scales": scales})
+
+
+def of_layers(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a fault of the layers of all backends."""
+    return lambda backends: tuple(
+        with_class(each, "get_impl_cls", change) for each in backends
+    )
+
+
+def metadata_without_trees(backends: Any) -> Any:
+    """Return backends whose metadata lacks the step's trees."""
+
+    def change(builder: Any) -> Any:
+        def build(self: Any, *given: Any, **named: Any) -> Any:
+            return replace(builder.build(self, *given, **named), tree_mask=None)
+
+        return type(builder.__name__, (builder,), {"build": build})
+
+    return tuple(with_class(each, "get_builder_cls", change) for each in backends)
+
+
+SINGLE: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "a step without micro batches has none": ("split_attn_metadata", one_for_none),
+    "new tokens that lie far apart are found": ("reshape_and_cache", reversed_tokens),
+    "such a layer gets the wanted tokens and knows of the whole step": (
+        "create_fast_prefill_custom_backend",
+        same_backend,
+    ),
+    "a derived backend differs in its builder alone": (
+        "create_fast_prefill_custom_backend",
+        same_backend,
+    ),
+    "drafts get an axis of their own and lose it without a copy": (
+        "reshape_query_for_spec_decode",
+        copied,
+    ),
+    "each layer sees its bytes as its backend says": ("reshape_kv_caches", one_layout),
+    "each layer is handed its own cache or the one it shares": (
+        "bind_kv_cache",
+        sorted_by_name,
+    ),
+    "a token is written where it is read": (
+        "build_common_attn_metadata",
+        reversed_slots,
+    ),
+    "an argument that is left out means the same": (
+        "reorder_batch_to_split_decodes_and_prefills",
+        other_default,
+    ),
+    "what a step has collected can be read": (
+        "CommonMetadataBuilder",
+        one_token_more,
+    ),
+    "the tensors of a step stay where a graph saw them": ("StepBuffers", new_tensors),
+    "every field of a step says what its requests say": (
+        "build_common_attn_metadata",
+        reversed_slots,
+    ),
+    "every field of a layers metadata says what the step says": (
+        "BACKENDS",
+        metadata_without_trees,
+    ),
+    "a layer sees the trees of its step": (
+        "BACKENDS",
+        of_layers(step_without("tree_mask")),
+    ),
+    "a layer sees the images of its step": (
+        "BACKENDS",
+        of_layers(step_without("query_ranges")),
+    ),
+    "a layer obeys what it and its step ask for": (
+        "BACKENDS",
+        of_layers(step_without("causal", True)),
+    ),
+    "a layer keeps its cache in fp8 under its scales": (
+        "BACKENDS",
+        of_layers(swapped_scales),
+    ),
+}
+"""By law: the operation that is wrong, and its fault."""

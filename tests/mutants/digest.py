@@ -1,0 +1,75 @@
+"""Digests of code: they change with what is computed, not with comments or docstrings."""
+
+import ast
+import hashlib
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+CONFORMANCE = ROOT / "shared" / "conformance"
+NO_PART = ("report.py", "pytest_support.py", "fuzz.py", "worker.py", "runner.py")
+"""Files of the harness that no mutant is tried with: they start processes and write reports."""
+
+
+def short_hash(*texts: str) -> str:
+    """Return 12 characters that change with any of the texts."""
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:12]
+
+
+def definitions(text: str) -> list[str]:
+    """Return the statements of a module without prose: functions and methods one by one."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list):
+            kept = [each for each in body if not _is_prose(each)]
+            node.body = kept or [ast.Pass()]  # type: ignore[attr-defined]
+    found = []
+    for statement in tree.body:
+        if isinstance(statement, ast.ClassDef):
+            own, statement.body = statement.body, []
+            found += [f"{statement.name}.{ast.dump(each)}" for each in own]
+        found.append(ast.dump(statement))
+    return found
+
+
+def _is_prose(node: ast.AST) -> bool:
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )
+
+
+@cache
+def definitions_of(path: Path) -> tuple[str, ...]:
+    """Return the definitions of a file."""
+    return tuple(definitions(path.read_text(encoding="utf-8")))
+
+
+def change_digest(path: Path, changed: str) -> str:
+    """Return the digest of a changed file: of the definitions it changes, before and after.
+
+    Args:
+        path: the file as it is.
+        changed: its changed text.
+    """
+    before, after = definitions_of(path), definitions(changed)
+    kept = set(before) & set(after)
+    parts = [each for each in (*before, "->", *after) if each not in kept]
+    return short_hash(path.relative_to(ROOT).as_posix(), *parts)
+
+
+@cache
+def suite_digest() -> str:
+    """Return the digest of what judges mutants: laws, generators, oracles, harness and budgets."""
+    files = [
+        path
+        for folder in ("laws", "generators", "oracles", "harness")
+        for path in sorted((CONFORMANCE / folder).glob("*.py"))
+        if path.name not in NO_PART
+    ]
+    files.append(ROOT / "shared" / "contract" / "budgets.py")
+    return short_hash(
+        *(text for path in files for text in (path.name, *definitions_of(path)))
+    )
