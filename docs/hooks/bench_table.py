@@ -104,12 +104,12 @@ def bench_published() -> str:
         best = best_published(stored, name)
         off = figures.get("inaccurate", {})
         cells = [
-            f"{figures[peer]:g}"
-            if peer in figures
-            else f"({off[peer]:g})"
-            if peer in off
+            f"{figures[library]:g}"
+            if library in figures
+            else f"({off[library]:g})"
+            if library in off
             else ""
-            for peer in names
+            for library in names
         ]
         shown = "" if best is None else f"{best[1]:g} ({best[0]})"
         lines.append(f"| `{name}` | {' | '.join(cells)} | {shown} |")

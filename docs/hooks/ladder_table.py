@@ -56,12 +56,12 @@ def ladder_tried(kind: str, record: Path | None = None) -> str:
     lines = _head(["on rung", "what was tried"], names)
     for rung in rungs:
         if rung["tried"]:
-            beside = next(
+            base = next(
                 each
                 for each in rungs
                 if each["number"] == rung["number"] and not each["tried"]
             )
-            cells = [_cell(run, rung, beside, name) for name in names]
+            cells = [_cell(run, rung, base, name) for name in names]
             row = f"| {rung['number']} | {rung['title']} | {' | '.join(cells)} |"
             lines.append(row)
     return "\n".join(lines)

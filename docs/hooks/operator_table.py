@@ -19,10 +19,10 @@ def operator_table() -> str:
                     or ast.unparse(call.func) != "operator"
                 ):
                     continue
-                said = {each.arg: each.value for each in call.keywords}
+                keywords = {each.arg: each.value for each in call.keywords}
                 changed, out = (
-                    ", ".join(f"`{name}`" for name in ast.literal_eval(said[key]))
-                    if key in said
+                    ", ".join(f"`{name}`" for name in ast.literal_eval(keywords[key]))
+                    if key in keywords
                     else "-"
                     for key in ("changed", "out")
                 )

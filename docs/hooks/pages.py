@@ -93,11 +93,11 @@ def example(concept: str) -> str:
     for each in examples.examples_of(concept):
         parts.append(f"### `{each.operation}`: {_lower(each.title)}")
         parts.append(f"```pycon\n{each.code.rstrip()}\n```")
-        parts.append("\n".join(_told(told) for told in each.story))
+        parts.append("\n".join(_story_step(step) for step in each.story))
     return "\n\n".join(parts)
 
 
-def _told(step: examples.StoryStep) -> str:
+def _story_step(step: examples.StoryStep) -> str:
     words = f"*{step.step}:* " if step.step else ""
     return (
         f"1.  {words}{_plain(step.text)}\n\n    `{step.expression}` is `{step.value}`\n"

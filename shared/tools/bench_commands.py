@@ -201,12 +201,12 @@ def _watch(run: "Benchmark", settings: "BenchSettings") -> dict[str, Any]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("compiling and measuring ceilings", total=total)
 
-        def tell(workload: Workload, turn: int, found: dict[str, Any]) -> None:
+        def show(workload: Workload, turn: int, found: dict[str, Any]) -> None:
             words = f"round {turn + 1} of {settings.rounds}: {workload.name}"
             progress.update(task, advance=1, description=words)
             if turn == 0:
                 line = one_line(found, run.record()["meaningless"])
                 lines.print(line, highlight=False, markup=False)
 
-        run.tell = tell
+        run.on_measured = show
         return run.run()

@@ -227,9 +227,9 @@ def explain(
     """Print the worked examples of a concept."""
     with sentences_for_errors(KeyError):
         choose_interpreter("cpu")
-        from .explain import explain as tell
+        from .explain import explain as print_concept
 
-        tell(concept, Console())
+        print_concept(concept, Console())
 
 
 app.command()(check)

@@ -119,7 +119,7 @@ def fuzz(
         errors = Console(stderr=True)
         with errors.status("") as status:
 
-            def tell(run: Fuzzing, result: "Result") -> None:
+            def show(run: Fuzzing, result: "Result") -> None:
                 status.update(
                     f"round {run.rounds + 1}, {run.cases:,} cases,"
                     f" {len(run.broken)} broken: {result.law}"
@@ -132,7 +132,7 @@ def fuzz(
                 only=only,
                 examples=examples,
                 device=device,
-                on_result=tell,
+                on_result=show,
             )
     console = Console(soft_wrap=True)
     for law in run.mended:
@@ -201,7 +201,7 @@ def _watch(
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=len(laws))
 
-        def tell(result: "Result") -> None:
+        def show(result: "Result") -> None:
             progress.update(task, advance=1, description=result.law)
 
         return check_implementation(
@@ -211,7 +211,7 @@ def _watch(
             examples=examples,
             device=device,
             known_failures=known_failures,
-            on_result=tell,
+            on_result=show,
             workers=workers,
         )
 

@@ -10,8 +10,8 @@ Cell = tuple[str, str]
 class Drawing:
     """SVG elements of one figure, and its size."""
 
-    def __init__(self, width: int, height: int, says: str) -> None:
-        self.width, self.height, self.says = width, height, says
+    def __init__(self, width: int, height: int, caption: str) -> None:
+        self.width, self.height, self.caption = width, height, caption
         self.parts: list[str] = []
 
     def text(self, x: float, y: float, words: str, kind: str = "label") -> None:
@@ -57,6 +57,6 @@ class Drawing:
         return (
             f'<figure class="drawing"><svg viewBox="0 0 {self.width} {self.height}"'
             f' style="max-width:{self.width}px" role="img"'
-            f' aria-label="{escape(self.says, quote=True)}">{tip}{"".join(self.parts)}'
-            f"</svg><figcaption>{escape(self.says)}</figcaption></figure>"
+            f' aria-label="{escape(self.caption, quote=True)}">{tip}{"".join(self.parts)}'
+            f"</svg><figcaption>{escape(self.caption)}</figcaption></figure>"
         )

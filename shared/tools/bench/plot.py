@@ -30,7 +30,7 @@ DARK = {
     "page": "#16202a",
     "ours": "#6aa5dc",
 }
-PEERS = {
+MARKERS = {
     "fa3": ("#e08a2e", "o"),
     "flashinfer": ("#4d9a6a", "s"),
     "vllm": ("#c8414b", "^"),
@@ -208,7 +208,7 @@ def _draw_shares(
             if name == "ours":
                 axes.barh(row, best / us, 0.62, color=colors["ours"], label="")
                 continue
-            color, marker = PEERS.get(name, (colors["quiet"], "D"))
+            color, marker = MARKERS.get(name, (colors["quiet"], "D"))
             axes.plot(
                 best / us,
                 row,
@@ -251,7 +251,7 @@ def _legend(
         if name == "ours":
             handles.append(Patch(facecolor=colors["ours"], label="ours"))
             continue
-        color, marker = PEERS.get(name, (colors["quiet"], "D"))
+        color, marker = MARKERS.get(name, (colors["quiet"], "D"))
         handles.append(Line2D([], [], marker=marker, ls="", color=color, label=name))
     if record["published"] is not None:
         handles.append(

@@ -91,12 +91,12 @@ def workload_record(
     """Return the results of one workload as JSON, without ratios if `meaningless`."""
     floor_us, floor_of = ceilings.floor(workload) if ceilings else (None, None)
     ours = entries["ours"]
-    peers = {
+    others = {
         name: each
         for name, each in entries.items()
         if name != "ours" and each.median is not None and not meaningless
     }
-    best = _fastest({name: each for name, each in peers.items() if each.same_work})
+    best = _fastest({name: each for name, each in others.items() if each.same_work})
     found: dict[str, Any] = {
         "name": workload.name,
         "kind": workload.kind,
@@ -110,11 +110,11 @@ def workload_record(
         "seeds": seeds,
         "floor_us": _rounded(floor_us),
         "floor_of": floor_of,
-        "fastest": _fastest(peers | ({"ours": ours} if peers else {})),
+        "fastest": _fastest(others | ({"ours": ours} if others else {})),
         "best_peer": best,
-        "ratio_to_best_peer": _rounded(ratio(ours, peers[best]) if best else None, 4),
+        "ratio_to_best_peer": _rounded(ratio(ours, others[best]) if best else None, 4),
         "ratio_to_fa3": _rounded(
-            ratio(ours, peers["fa3"]) if "fa3" in peers else None, 4
+            ratio(ours, others["fa3"]) if "fa3" in others else None, 4
         ),
         "published": None,
         "results": {
@@ -124,9 +124,9 @@ def workload_record(
     }
     best_known = best_published(published, workload.name) if published else None
     if best_known is not None:
-        peer, us = best_known
+        library, us = best_known
         share = None if ours.median is None else ours.median / us
-        found["published"] = {"by": peer, "us": us, "ratio": _rounded(share, 4)}
+        found["published"] = {"by": library, "us": us, "ratio": _rounded(share, 4)}
     return found
 
 

@@ -35,7 +35,7 @@ METHOD = (
     " measured matrix rate, or an empty graph, whichever is longest"
 )
 HOST_REPEATS = 15
-Tell = Callable[[Workload, int, dict[str, Any]], None]
+OnMeasured = Callable[[Workload, int, dict[str, Any]], None]
 
 
 class DeviceLost(RuntimeError):
@@ -49,7 +49,7 @@ class Benchmark:
         settings: Workloads, device, rounds and libraries.
         libraries: Optional. If None, the libraries that the settings name.
         json_file: Optional. The file that the record is written to after each step.
-        tell: Optional. Called with each measured workload, its round and its record.
+        on_measured: Optional. Called with each measured workload, its round and its record.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Benchmark:
         settings: BenchSettings,
         libraries: list[AttentionLibrary] | None = None,
         json_file: Path | None = None,
-        tell: Tell | None = None,
+        on_measured: OnMeasured | None = None,
     ) -> None:
         self.settings = settings
         self.libraries = (
@@ -68,7 +68,7 @@ class Benchmark:
             if libraries is None
             else libraries
         )
-        self.json_file, self.tell = json_file, tell
+        self.json_file, self.on_measured = json_file, on_measured
         self.ended = "began"
         self.ceilings: Ceilings | None = None
         self.machine = describe_machine(settings.device)
@@ -131,8 +131,8 @@ class Benchmark:
                 self._measure(workload, turn, order, stopwatch)
                 self.seconds = time.monotonic() - began
                 self._write()
-                if self.tell is not None:
-                    self.tell(workload, turn, self._workload_record(workload))
+                if self.on_measured is not None:
+                    self.on_measured(workload, turn, self._workload_record(workload))
         return "complete"
 
     def _measure(

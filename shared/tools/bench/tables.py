@@ -179,7 +179,7 @@ def markdown_table(record: Record) -> list[str]:
     """Return the lines of a table: one row per workload, medians in microseconds."""
     names, meaningless = timed_names(record), record["meaningless"]
     headings = ["workload", *names, "ours, quartiles", "host us", "of the ceiling"]
-    headings += ["ours / best peer", "ours / published"]
+    headings += ["ours / best baseline", "ours / published"]
     lines = [
         f"| {' | '.join(headings)} |",
         "|---|" + "---:|" * (len(headings) - 1),

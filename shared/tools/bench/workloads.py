@@ -200,9 +200,9 @@ def published_figures(device: str) -> dict[str, Any] | None:
 def best_published(stored: dict[str, Any], name: str) -> tuple[str, float] | None:
     """Return the fastest accurate library of a workload, and its microseconds."""
     figures = stored["workloads"].get(name, {})
-    peers = {
-        peer: float(us)
-        for peer, us in figures.items()
-        if peer not in ("floor", "inaccurate")
+    libraries = {
+        library: float(us)
+        for library, us in figures.items()
+        if library not in ("floor", "inaccurate")
     }
-    return min(peers.items(), key=lambda each: each[1]) if peers else None
+    return min(libraries.items(), key=lambda each: each[1]) if libraries else None
