@@ -1,11 +1,11 @@
-"""Compile the Hopper prefill kernel without such a chip, and print what the assembler made of it.
+"""Compilation of the Hopper prefill kernel on any machine, with the assembler's report.
 
     python tests/compile_prefill_sm90.py [NUMBER ...]
 
-Launches are recorded instead of made, so what is compiled is what would be launched. One JSON
-object a line: the case, registers, bytes spilled, the assembler's complaints, shared memory, and of
-each main loop how many instructions of some kinds it holds. Numbers pick cases; without, all are
-compiled.
+Launches are recorded instead of made, so the compiled kernel is the one that would be launched. The
+output is one JSON object per line: the case, registers, bytes spilled, the assembler's warnings,
+shared memory, and the number of instructions of some kinds per main loop. Numbers select cases.
+Without numbers all cases are compiled.
 """
 
 import os
@@ -28,8 +28,9 @@ from typing import Any
 import torch
 import triton
 from pagetwin.contract.attention_options import AttentionOptions
-from pagetwin.optimized.kernels.sm90 import host
+from pagetwin.optimized.kernels.sm90 import family
 from pagetwin.optimized.kernels.sm90.kernel import prefill_kernel
+from pagetwin.optimized.launch.attention_call import AttentionCall
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -41,14 +42,14 @@ NAMES = {
     torch.int32: "i32",
     torch.int64: "i64",
 }
-# dtype, head size, block size (0: keys without a table), causal, log-sum-exp
+# dtype, head size, block size (0 without a block table), causal, log-sum-exp
 BF16, FP16 = torch.bfloat16, torch.float16
 CASES = [
     (BF16, 128, 16, True, True),
     (BF16, 64, 16, True, False),
     (FP16, 128, 0, False, False),
     (FP16, 64, 48, False, True),
-    # the above are for every day
+    # the cases above are compiled in every test run
     (BF16, 128, 16, True, False),
     (BF16, 128, 0, False, True),
     (BF16, 128, 256, False, False),
@@ -85,11 +86,13 @@ def record(case: Case) -> dict[str, Any]:
         table = torch.zeros(2, 2, dtype=torch.int32)
         lengths = torch.tensor([block_size, 2 * block_size], dtype=torch.int32)
     lse = torch.zeros(8, 256) if has_lse else None
-    options = AttentionOptions(causal=causal)
-    plan = host.plan(query, keys, keys, table, query, options)
-    host.launch(
-        plan, query, keys, keys, table, starts, lengths, 156, 16, 0.1, query, lse
-    )
+    call = AttentionCall(
+        query, keys, keys, table, starts, lengths, 156, 512, 0.1, query, lse,
+        AttentionOptions(causal=causal),
+    )  # fmt: skip
+    plan = family.plan(call)
+    assert plan is not None
+    plan.launch_prefill(call, 16)
     return launches[0]
 
 
@@ -117,32 +120,32 @@ def compile_case(values: dict[str, Any]) -> Any:
 
 
 def assemble(ptx: str) -> dict[str, Any]:
-    """Return what the assembler says of registers and spills, and what it complains of."""
+    """Return the assembler's report of registers and spills, and its warnings on wgmma."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.ptx"
         file.write_text(ptx)
         tool, made = str(TOOLS / "ptxas"), str(file.with_suffix(".cubin"))
-        said = subprocess.run(
+        report = subprocess.run(
             [tool, "-v", "--gpu-name", "sm_90a", str(file), "-o", made],
             capture_output=True,
             text=True,
             check=True,
         ).stderr
-    stores, loads = re.findall(r"(\d+) bytes spill (?:stores|loads)", said)[:2]
+    stores, loads = re.findall(r"(\d+) bytes spill (?:stores|loads)", report)[:2]
     return {
-        "registers": int(re.findall(r"Used (\d+) registers", said)[0]),
+        "registers": int(re.findall(r"Used (\d+) registers", report)[0]),
         "spilled": int(stores),
         "reloaded": int(loads),
-        # C7508 to C7519: registers not moved, products not overlapped
-        "complaints": re.findall(r"\(C75\d\d\)[^\n]*", said),
+        # C7508 to C7519: setmaxnreg was ignored, or wgmma instructions were serialized
+        "warnings": re.findall(r"\(C75\d\d\)[^\n]*", report),
     }
 
 
 def main_loops(cubin: bytes) -> Iterator[dict[str, int]]:
-    """Return the instructions of each stretch of code that multiplies and exponentiates.
+    """Return the instruction counts of each main loop's body.
 
-    A stretch runs from label to label. One that holds products and a tile's exponentials is the
-    heart of a loop over tiles of keys.
+    A body is the code between two labels that contains wgmma instructions and the exponentials of
+    a KV tile.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.cubin"
@@ -153,18 +156,18 @@ def main_loops(cubin: bytes) -> Iterator[dict[str, int]]:
             text=True,
             check=True,
         ).stdout
-    for stretch in re.split(r"^\.L_x_\d+:$", text, flags=re.M):
+    for body in re.split(r"^\.L_x_\d+:$", text, flags=re.M):
         in_order = re.findall(
-            r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+ )?([A-Z0-9]+)", stretch, re.M
+            r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+ )?([A-Z0-9]+)", body, re.M
         )
         found = Counter(in_order)
         if found["HGMMA"] and found["MUFU"] > 50:
-            behind = "".join(in_order).rpartition("BAR")[0]
+            before_bar = "".join(in_order).rpartition("BAR")[0]
             yield {
                 "instructions": found.total(),
                 **{each: found[each] for each in COUNTED},
-                # exponentials that the next group's turn waits for
-                "MUFU before BAR": behind.count("MUFU"),
+                # exponentials that delay the next warpgroup's turn
+                "MUFU before BAR": before_bar.count("MUFU"),
             }
 
 

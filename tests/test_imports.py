@@ -66,7 +66,6 @@ LARGE_FOLDERS = {
 # more lines than 600 in one file, and why
 LONG_FILES = {
     "optimized/kernels/attention_kernel.py": "to be split by step",
-    "optimized/kernels/sm90/prefill_kernel.py": "to be split by role of the warps",
     "shared/conformance/generators/options.py": "to be split",
     "shared/conformance/laws/cache.py": "to be split",
     "shared/conformance/laws/graph_state.py": "to be split",

@@ -12,7 +12,7 @@ import torch
 from conftest import Twin
 from pagetwin.contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
 from pagetwin.optimized import release_workspace
-from pagetwin.optimized.kernels.sm90 import host as sm90
+from pagetwin.optimized.kernels.sm90 import family as sm90
 from pagetwin.optimized.launch import (
     attention_call,
     dispatch,
@@ -308,7 +308,13 @@ def test_pointers_have_the_order_of_the_kernel(
 def test_tensor_maps_follow_the_number_of_ragged_keys() -> None:
     """One plan of the Hopper kernel serves calls of any total."""
     few, many = (torch.zeros(n, 2, 64, dtype=torch.float16) for n in (30, 500))
-    plan = sm90.plan(few, few, few, None, few, AttentionOptions(causal=True))
+    starts = torch.tensor([0, 30], dtype=torch.int32)
+    call = AttentionCall(
+        few, few, few, None, starts, starts, 30, 30, 0.1, few, None,
+        AttentionOptions(causal=True),
+    )  # fmt: skip
+    plan = sm90.plan(call)
+    assert plan is not None
     for keys in (few, many):
         query, key, value, out = plan.lower(few, keys, keys, few)[:4]
         assert query.shape[0] == out.shape[0] == 30

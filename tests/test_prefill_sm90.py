@@ -1,4 +1,4 @@
-"""Does the Hopper kernel take what it should, compile well, and compute what the reference does?"""
+"""Tests of the Hopper prefill kernel: supported calls, compiled code, results on a GPU."""
 
 import itertools
 import json
@@ -18,17 +18,10 @@ from conftest import Twin
 from pagetwin.conformance.generators.batches import Batch, Plan, build
 from pagetwin.conformance.oracles.dense import judge_attention, judge_lse, same_bits
 from pagetwin.contract.attention_options import AttentionOptions
-from pagetwin.optimized.kernels.sm90.prefill import (
-    GIVEN,
-    OPTIONS,
-    Plane,
-    _plane,
-    launch,
-    lay_out,
-    prepare,
-    takes,
-)
-from pagetwin.optimized.launch import workspace as _workspace
+from pagetwin.optimized.kernels.sm90 import family
+from pagetwin.optimized.kernels.sm90.family import Plane, _find_plane
+from pagetwin.optimized.launch import workspace
+from pagetwin.optimized.launch.attention_call import AttentionCall
 from pagetwin.optimized.launch.launcher import _with_ready_maps
 from torch import Tensor
 from triton.backends.nvidia.driver import wrap_handle_tensordesc
@@ -48,7 +41,7 @@ def needs_hopper(test: Callable[..., None]) -> Callable[..., None]:
 def test_the_assembler_lets_products_and_softmax_overlap(
     report_lines: Callable[..., None],
 ) -> None:
-    """What once went wrong: products one after the other, 16-bit numbers taken apart, spills."""
+    """Earlier faults: serialized wgmma, 16-bit numbers unpacked and packed, register spills."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, str(SCRIPT), *map(str, range(EVERY_DAY))],
@@ -65,23 +58,23 @@ def test_the_assembler_lets_products_and_softmax_overlap(
             f"sm_90   {line['case']:<40} {line['registers']:>3} registers"
             f" {line['spilled']:>4} bytes spilled {line['shared']:>7} bytes shared"
         )
-        assert not line["complaints"], line
+        assert not line["warnings"], line
         assert line["shared"] <= 232448, line
-        # what spills is what the loading warps and the ends of a tile need
+        # the spills are in the producer warps and at the ends of a work item
         assert line["spilled"] <= 256, line
-        groups = 3 if " 64," in line["case"] else 2
-        assert len(line["loops"]) == 2 * groups, line
-        for place, loop in enumerate(line["loops"]):
-            # products are in flight within one stretch, and nothing is repacked or spilled
+        consumers = 3 if " 64," in line["case"] else 2
+        assert len(line["loops"]) == 2 * consumers, line
+        for index, loop in enumerate(line["loops"]):
+            # wgmma instructions are in flight within one block; nothing is repacked or spilled
             assert loop["HGMMA"] == 8, line
             assert loop["PRMT"] <= 1, line
-            # three groups also pass turns on, and not only when their exponentials are done
-            assert loop["BAR"] <= (2 if groups == 3 else 1), line
-            if groups == 3 and place % 2:
+            # three consumers also pass their turn on, before all exponentials are done
+            assert loop["BAR"] <= (2 if consumers == 3 else 1), line
+            if consumers == 3 and index % 2:
                 assert loop["MUFU before BAR"] < loop["MUFU"] * 0.8, line
-            # a loop with a mask comes first and may spill a little: it has few turns
-            assert loop["STL"] <= (0 if place % 2 else 8), line
-            assert loop["LDL"] <= (1 if place % 2 else 8), line
+            # the first loop of each consumer has masks and few iterations: it may spill a little
+            assert loop["STL"] <= (0 if index % 2 else 8), line
+            assert loop["LDL"] <= (1 if index % 2 else 8), line
 
 
 CACHE = (100, 16, 8, 128)
@@ -122,13 +115,13 @@ PLANES = {
 
 
 @pytest.mark.parametrize("name", PLANES)
-def test_a_plane_holds_every_head_and_block_where_the_strides_say(name: str) -> None:
+def test_a_plane_has_the_rows_and_columns_of_every_head_and_block(name: str) -> None:
     shape, strides, expected = PLANES[name]
-    assert _plane(shape, strides) == expected
+    assert _find_plane(shape, strides) == expected
 
 
 @pytest.mark.parametrize("name", [name for name, each in PLANES.items() if each[2]])
-def test_an_element_lies_in_its_plane_at_the_row_and_column_that_tma_is_given(
+def test_an_element_has_the_row_and_column_of_its_plane_that_tma_is_given(
     name: str,
 ) -> None:
     shape, strides, plane = PLANES[name]
@@ -147,15 +140,16 @@ def test_an_element_lies_in_its_plane_at_the_row_and_column_that_tma_is_given(
                 assert row < plane.rows and column < plane.width
 
 
-def test_blocks_that_a_box_would_cross_are_left_to_others() -> None:
+def test_blocks_that_a_box_would_cross_are_not_supported() -> None:
     query = torch.zeros(8, 8, 128, dtype=BF16)
-    for block_size, is_taken in ((16, True), (48, True), (24, False), (8, False)):
+    starts = torch.tensor([0, 8], dtype=torch.int32)
+    for block_size, is_supported in ((16, True), (48, True), (24, False), (8, False)):
         keys = torch.zeros(2, block_size, 2, 128, dtype=BF16)
-        table = torch.zeros(1, 2, dtype=torch.int32)
-        prompts = lay_out(
-            query, keys, keys, table, query, AttentionOptions(causal=True)
-        )
-        assert (prompts is not None) == is_taken
+        call = AttentionCall(
+            query, keys, keys, torch.zeros(1, 2, dtype=torch.int32), starts, starts[1:],
+            8, 8, 0.1, query, None, AttentionOptions(causal=True),
+        )  # fmt: skip
+        assert (family.plan(call) is not None) == is_supported
 
 
 @pytest.mark.parametrize(
@@ -163,41 +157,65 @@ def test_blocks_that_a_box_would_cross_are_left_to_others() -> None:
 )
 def test_an_option_is_noticed_whatever_its_value(given: dict[str, Any]) -> None:
     """A tensor compared with None is neither true nor false, and 0 is not None."""
-    assert GIVEN(AttentionOptions()).count(None) == len(OPTIONS)
-    assert GIVEN(AttentionOptions(**given)).count(None) == len(OPTIONS) - 1
+    others = family.get_other_options
+    count = len(family.OTHER_OPTIONS)
+    assert others(AttentionOptions()).count(None) == count
+    assert others(AttentionOptions(**given)).count(None) == count - 1
 
 
-def test_nothing_is_taken_off_the_chip() -> None:
+def test_no_call_is_supported_on_another_device() -> None:
     batch = build(Plan((8,), (8,), head_size=128, dtype=BF16))
-    caches = (batch.key_cache, batch.value_cache)
-    inputs = (batch.query, *caches, batch.block_table, batch.query)
-    assert prepare(*inputs, AttentionOptions(causal=True)) is None
+    assert not family.supports(to_call(batch, *batch.fresh()))
+
+
+def to_call(
+    batch: Batch, out: Tensor, lse: Tensor | None, causal: bool = True
+) -> AttentionCall:
+    """Return the call that computes a batch."""
+    plan = batch.plan
+    return AttentionCall(
+        batch.query,
+        batch.key_cache,
+        batch.value_cache,
+        batch.block_table,
+        batch.query_start_loc,
+        batch.seq_lens,
+        batch.max_query_len,
+        int(max(plan.kv_lens)),
+        plan.head_size**-0.5 if plan.scale is None else plan.scale,
+        out,
+        lse,
+        AttentionOptions(causal=causal),
+    )
+
+
+def make_plan(call: AttentionCall) -> family.Sm90Plan:
+    """Return the Hopper family's launch plan of a call that it supports."""
+    assert family.supports(call)
+    plan = family.plan(call)
+    assert plan is not None and plan.takes(call)
+    return plan
 
 
 def run(
     batch: Batch, short_rows: int = 0, causal: bool = True, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Launch the kernel into an output and a log-sum-exp full of NaN."""
-    plan = batch.plan
     fresh, lse = batch.fresh()
     out = fresh if out is None else out
-    scale = plan.head_size**-0.5 if plan.scale is None else plan.scale
-    inputs = (batch.query, batch.key_cache, batch.value_cache, batch.block_table)
-    prompts = prepare(*inputs, out, AttentionOptions(causal=causal))
-    assert prompts is not None
-    for _ in range(2):  # as triton launches it, and then as it is launched here
+    call = to_call(batch, out, lse, causal)
+    plan = make_plan(call)
+    for _ in range(
+        2
+    ):  # the first launch goes through Triton, the second through `Launcher`
         out.fill_(NAN)
         lse.fill_(NAN)
-        assert takes(prompts, *inputs, out, lse, scale)
-        launch(
-            prompts, *inputs, batch.query_start_loc, batch.seq_lens, batch.max_query_len,
-            short_rows, scale, out, lse,
-        )  # fmt: skip
+        plan.launch_prefill(call, short_rows)
     return out, lse
 
 
 def assert_right(batch: Batch, reference: Twin, short_rows: int = 0) -> None:
-    """Assert that what was computed keeps its budgets, and the rest is as it was."""
+    """Assert that computed rows are within their error budgets, and others are unchanged."""
     out, lse = run(batch, short_rows)
     start = 0
     skipped = torch.ones(batch.query.shape[0], dtype=torch.bool, device=out.device)
@@ -224,7 +242,7 @@ BATCHES = {
     "ragged": Plan(
         (1, 200, 0, 77, 129, 3), (50, 200, 40, 300, 129, 260), needle="last"
     ),
-    "queries that see no key are not asked for": Plan((17, 65), (17, 1000)),
+    "fewer queries than keys": Plan((17, 65), (17, 1000)),
     "many requests": Plan((2,) * 70 + (100,), (5,) * 70 + (300,), needle="first new"),
     "blocks of 48": Plan((150,), (333,), block_size=48, needle="block edge"),
     "blocks of 64": Plan((150, 9), (333, 70), block_size=64),
@@ -243,7 +261,9 @@ BATCHES = {
 @needs_hopper
 @pytest.mark.parametrize("head_size", [64, 128])
 @pytest.mark.parametrize("name", BATCHES)
-def test_every_row_keeps_its_budget(name: str, head_size: int, reference: Twin) -> None:
+def test_every_row_is_within_its_error_budget(
+    name: str, head_size: int, reference: Twin
+) -> None:
     plan = replace(BATCHES[name], head_size=head_size, dtype=BF16)
     assert_right(build(plan, "cuda"), reference)
 
@@ -251,7 +271,7 @@ def test_every_row_keeps_its_budget(name: str, head_size: int, reference: Twin) 
 @needs_hopper
 @pytest.mark.parametrize("head_size", [64, 128])
 @pytest.mark.parametrize("name", ["ragged", "a chunk of a prompt", "a large scale"])
-def test_every_row_of_float16_keeps_its_budget(
+def test_every_row_of_float16_is_within_its_error_budget(
     name: str, head_size: int, reference: Twin
 ) -> None:
     plan = replace(BATCHES[name], head_size=head_size, dtype=FP16)
@@ -260,7 +280,7 @@ def test_every_row_of_float16_keeps_its_budget(
 
 @needs_hopper
 @pytest.mark.parametrize("head_size", [64, 128])
-def test_short_requests_are_left_as_they_are(head_size: int, reference: Twin) -> None:
+def test_short_requests_are_not_written(head_size: int, reference: Twin) -> None:
     plan = replace(BATCHES["ragged"], head_size=head_size, dtype=BF16)
     for short_rows in (2, 16, 154, 258):
         assert_right(build(plan, "cuda"), reference, short_rows)
@@ -269,8 +289,8 @@ def test_short_requests_are_left_as_they_are(head_size: int, reference: Twin) ->
 @needs_hopper
 @pytest.mark.parametrize("head_size", [64, 128])
 @pytest.mark.parametrize("poison", [0.0, float("inf"), 1e4])
-def test_what_nobody_owns_never_shows(head_size: int, poison: float) -> None:
-    """NaN or anything else behind a sequence's end: not a bit changes."""
+def test_unallocated_slots_do_not_change_a_bit(head_size: int, poison: float) -> None:
+    """NaN or another value past a sequence's end gives bitwise equal results."""
     plan = Plan((40, 150, 7), (40, 333, 129), head_size=head_size, dtype=BF16)
     batch = build(plan, "cuda")
     before = run(batch)
@@ -290,8 +310,8 @@ def test_what_nobody_owns_never_shows(head_size: int, poison: float) -> None:
 
 
 @needs_hopper
-def test_a_query_that_sees_no_key_gets_zero() -> None:
-    """A sequence shorter than its queries: the first of them stand before its first key."""
+def test_a_query_without_a_visible_key_gets_zero() -> None:
+    """A sequence shorter than its queries: the first of them precede its first key."""
     plan = Plan((300, 40), (300, 40), head_size=128, dtype=BF16)
     batch = build(plan, "cuda")
     whole, whole_lse = run(batch)
@@ -304,7 +324,7 @@ def test_a_query_that_sees_no_key_gets_zero() -> None:
 
 
 def ragged(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a batch's keys and values request after request, and where each request's start."""
+    """Return a batch's keys and values concatenated, and the index of each request's first."""
     rows = []
     for kv_len, row in zip(batch.plan.kv_lens, batch.rows, strict=True):
         size = batch.plan.block_size
@@ -324,7 +344,7 @@ def ragged(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
 @needs_hopper
 @pytest.mark.parametrize("head_size", [64, 128])
 @pytest.mark.parametrize("causal", [True, False])
-def test_keys_that_lie_request_after_request_give_the_same(
+def test_ragged_keys_give_the_same_bits_as_a_cache(
     head_size: int, causal: bool
 ) -> None:
     plan = replace(BATCHES["ragged"], head_size=head_size, dtype=BF16)
@@ -332,21 +352,19 @@ def test_keys_that_lie_request_after_request_give_the_same(
     expected, expected_lse = run(batch, causal=causal)
     keys, values, starts = ragged(batch)
     out, lse = batch.fresh()
-    scale = head_size**-0.5
-    inputs = (batch.query, keys, values, None)
-    prompts = prepare(*inputs, out, AttentionOptions(causal=causal))
-    assert prompts is not None and takes(prompts, *inputs, out, lse, scale)
-    launch(
-        prompts, *inputs, batch.query_start_loc, starts, batch.max_query_len, 0, scale,
-        out, lse,
-    )  # fmt: skip
+    call = to_call(batch, out, lse, causal)._replace(
+        key=keys, value=values, block_table=None, lengths=starts
+    )
+    make_plan(call).launch_prefill(call, 0)
     assert same_bits(out, expected)
     assert same_bits(lse, expected_lse)
 
 
 @needs_hopper
 @pytest.mark.parametrize("head_size", [64, 128])
-def test_without_a_mask_every_query_sees_its_whole_sequence(head_size: int) -> None:
+def test_without_a_mask_every_query_attends_to_its_whole_sequence(
+    head_size: int,
+) -> None:
     plan = Plan((200, 5, 90), (300, 0, 129), head_size=head_size, dtype=BF16)
     batch = build(plan, "cuda")
     out, lse = run(batch, causal=False)
@@ -375,7 +393,7 @@ def test_without_a_mask_every_query_sees_its_whole_sequence(head_size: int) -> N
 
 @needs_hopper
 @pytest.mark.parametrize("layout", ["heads first", "padded rows"])
-def test_the_output_may_lie_anywhere(layout: str) -> None:
+def test_the_output_may_have_any_strides(layout: str) -> None:
     batch = build(Plan((150, 20), (333, 20), head_size=128, dtype=BF16), "cuda")
     expected, _ = run(batch)
     tokens, heads, size = expected.shape
@@ -420,15 +438,11 @@ def test_one_captured_launch_serves_other_lengths(reference: Twin) -> None:
     )
     out, lse = first.fresh()
     run(live, out=out)  # compiles
-    inputs = (live.query, *caches, table)
-    prompts = prepare(*inputs, out, AttentionOptions(causal=True))
-    assert prompts is not None
+    call = to_call(live, out, lse)
+    plan = make_plan(call)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        launch(
-            prompts, *inputs, live.query_start_loc, live.seq_lens, 200, 0, 128**-0.5,
-            out, lse,
-        )  # fmt: skip
+        plan.launch_prefill(call, 0)
     for _ in range(2):
         for batch in batches:
             live.query.copy_(batch.query)
@@ -449,31 +463,26 @@ def test_one_captured_launch_serves_other_lengths(reference: Twin) -> None:
 
 @needs_hopper
 @pytest.mark.parametrize("head_size", [64, 128])
-def test_calls_of_one_kind_may_have_any_number_of_tokens(
+def test_calls_of_one_plan_may_have_any_number_of_tokens(
     head_size: int, reference: Twin
 ) -> None:
-    """What is kept of the first call says nothing of the tokens and addresses of the next."""
-    prompts = None
+    """A plan does not depend on the tokens and addresses of the first call."""
+    launch_plan = None
     for query_len in (40, 500, 1, 130):
         plan = Plan((query_len,), (500,), head_size=head_size, dtype=BF16)
         batch = build(replace(plan, seed=query_len), "cuda")
         out, lse = batch.fresh()
-        inputs = (batch.query, batch.key_cache, batch.value_cache, batch.block_table)
-        prompts = prompts or prepare(*inputs, out, AttentionOptions(causal=True))
-        assert prompts is not None
-        scale = head_size**-0.5
-        assert takes(prompts, *inputs, out, lse, scale)
-        launch(
-            prompts, *inputs, batch.query_start_loc, batch.seq_lens, query_len, 0, scale,
-            out, lse,
-        )  # fmt: skip
+        call = to_call(batch, out, lse)
+        launch_plan = launch_plan or make_plan(call)
+        assert launch_plan.takes(call)
+        launch_plan.launch_prefill(call, 0)
         verdict, exact_lse = judge_attention(batch, out, reference)
         assert verdict.ok, verdict
         assert judge_lse(batch, lse, exact_lse) <= 1
 
 
 def test_a_kernel_whose_launch_cannot_be_found_is_left_to_triton() -> None:
-    """Triton's launcher is looked into; a version that is built otherwise still has to work."""
+    """The encoded maps need a part of Triton's launcher. Without it the launch is still right."""
     maker: Any = SimpleNamespace(launch=print)
     assert _with_ready_maps(maker) is None
     maker.launch = lambda *arguments: arguments
@@ -488,19 +497,19 @@ def test_a_kernel_whose_launch_cannot_be_found_is_left_to_triton() -> None:
 
 @needs_hopper
 def test_many_launches_in_a_row_give_the_same_bits() -> None:
-    """Each draws its tiles from the counter that the one before left at zero."""
+    """Each takes its work items from the counter that the launch before set back to 0."""
     plan = Plan((300, 5, 170), (400, 40, 300), head_size=64, dtype=BF16, kv_heads=4)
     batch = build(plan, "cuda")
     expected = run(batch)
     for _ in range(50):
         for one, other in zip(run(batch), expected, strict=True):
             assert torch.equal(one, other)
-    for kept in _workspace._streams.values():
+    for kept in workspace._streams.values():
         assert not bool(kept.counters.any())
 
 
 @pytest.fixture(autouse=True)
 def own_counters() -> Iterator[None]:
-    """Start every test without counters, so that one test's failure stays its own."""
-    _workspace._streams.clear()
+    """Start every test without counters, so that a failed test does not affect the next."""
+    workspace.release_workspace()
     yield

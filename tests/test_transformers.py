@@ -10,7 +10,6 @@ import functools
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from importlib import import_module
 from typing import Any
 

@@ -15,7 +15,7 @@ import sys
 import torch
 from pagetwin.contract.attention_options import pack_options
 from pagetwin.optimized.attention import paged as paged_attention
-from pagetwin.optimized.kernels.sm90 import prefill as _prefill_sm90
+from pagetwin.optimized.kernels.sm90 import family as sm90
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -118,7 +118,7 @@ def main() -> None:
     """Run what the first word of the command line names."""
     what = sys.argv[1]
     if what == "portable":
-        _prefill_sm90.is_hopper = lambda device: False
+        sm90.is_hopper = lambda device: False
     if what == "handover":
         run_handover()
     else:

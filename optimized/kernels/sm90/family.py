@@ -1,61 +1,324 @@
-"""Kernel family of Hopper chips (compute capability 9.0): prefill launches."""
+"""Kernel family of Hopper chips (compute capability 9.0): supported calls, plans, tensor maps.
 
+A launch plan holds what follows from a call's dtypes, shapes and strides. It is made once per call
+signature. The kernel reads and writes tensors through the tensor memory accelerator (TMA), which
+needs a tensor map of each: address, rows and their stride, and the box that one load brings. A map
+changes with the address and the number of tokens only, so the maps of a KV cache are made once.
+"""
+
+import math
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ....contract.attention_options import AttentionOptions
 from ...launch.attention_call import AttentionCall
-from . import host
+from ...launch.launcher import Launcher
+from ...launch.tuning import count_processors, is_hopper
+from ...launch.workspace import find_workspace
+from .config import BLOCK_N, BOX_COLUMNS, SWIZZLED, WARPGROUP_M, count_consumers
+from .kernel import prefill_kernel
+
+LOG2_E = math.log2(math.e)
+DTYPES = (torch.bfloat16, torch.float16)
+HEAD_SIZES = (64, 128)
+READ_OPTIONS = ("causal", "batch_invariant")
+OTHER_OPTIONS = [
+    each.name for each in fields(AttentionOptions) if each.name not in READ_OPTIONS
+]
+"""Options that this kernel does not support: each must be None."""
+get_other_options = attrgetter(*OTHER_OPTIONS)
+MAX_COORDINATE = 2**31 - 1
+"""The largest row or column that TMA addresses."""
+BOX_MARGIN = 1024
+"""Rows past a tensor's last row at which a box may begin. TMA fills such rows with zeros."""
+MAX_TENSOR_MAPS = 64
+"""Tensor maps that a plan keeps. Queries and outputs alternate between a few addresses."""
+
+Box: TypeAlias = tuple[int, int]
+
+
+class Plane(NamedTuple):
+    """A tensor of heads as a plane of rows, which is how TMA addresses it.
+
+    Args:
+        rows, width: of the whole tensor, from its first element on.
+        stride: elements from row to row.
+        block_rows: rows from block to block; 0 without blocks.
+        head_rows, head_columns: rows and columns from head to head; one of them is 0.
+    """
+
+    rows: int
+    width: int
+    stride: int
+    block_rows: int
+    head_rows: int
+    head_columns: int
+
+
+class Address(NamedTuple):
+    """An address that `TensorDescriptor` takes for a tensor, and that keeps no memory alive."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        """Return the address."""
+        return self.address
 
 
 def supports(call: AttentionCall) -> bool:
-    """Return whether the kernel can run calls with this call's signature on its device."""
-    return host.supports(
-        call.query, call.key, call.value, call.block_table, call.out, call.options
+    """Return whether the call runs on a Hopper chip, with options that `plan` may support.
+
+    The kernel is not batch-invariant: it and the portable decode kernel add up in different
+    orders.
+    """
+    return is_hopper(call.query.device) and not call.options.batch_invariant
+
+
+def plan(call: AttentionCall) -> "Sm90Plan | None":
+    """Return the launch plan of all calls with this call's signature, whatever their device.
+
+    Returns:
+        an `Sm90Plan`. None if the kernel does not support the call's options, dtypes, shapes or
+        strides.
+    Example:
+        Keys [100 blocks, 16 slots, 8 heads, 128], contiguous: a row is a slot, and rows are 1,024
+        elements apart. The next block begins 16 rows further, the next head 128 columns further.
+        With the heads before the slots in memory, rows are 128 elements apart. The next block
+        begins 128 rows further, the next head 16 rows further.
+    """
+    query, key, value, block_table = call[:4]
+    dtype, (_, num_heads, head_size) = query.dtype, query.shape
+    if type(call.options.causal) is not bool:
+        return None
+    if get_other_options(call.options).count(None) < len(OTHER_OPTIONS):
+        return None
+    if dtype not in DTYPES or not dtype == key.dtype == value.dtype == call.out.dtype:
+        return None
+    if head_size not in HEAD_SIZES or value.shape[-1] != head_size:
+        return None
+    # a box has at least 16 rows and does not cross a block
+    block_size = 0 if block_table is None else key.shape[1]
+    if block_size % 16 or (block_table is not None and block_table.stride(1) != 1):
+        return None
+    q_plane, k_plane, v_plane, out_plane = (
+        _find_plane(each.shape, each.stride()) for each in (query, key, value, call.out)
     )
-
-
-def plan(call: AttentionCall) -> "Sm90Plan":
-    """Return the launch plan of all calls with this call's signature."""
+    if q_plane is None or k_plane is None or v_plane is None or out_plane is None:
+        return None
+    q_box = (WARPGROUP_M.value, head_size)
+    kv_box = (math.gcd(block_size, BLOCK_N.value), BOX_COLUMNS.value)
     return Sm90Plan(
-        host.plan(
-            call.query, call.key, call.value, call.block_table, call.out, call.options
-        )
+        dtype=dtype,
+        planes=(q_plane, k_plane, v_plane, out_plane),
+        boxes=(q_box, kv_box, kv_box, q_box),
+        tokens=query.shape[0],
+        keys=key.shape[0],
+        num_heads=num_heads,
+        group_size=num_heads // key.shape[-2],
+        tile_rows=WARPGROUP_M.value * count_consumers(head_size),
+        strides=(
+            *q_plane[4:],
+            *k_plane[3:],
+            *v_plane[3:],
+            *out_plane[4:],
+            *call.out.stride()[:2],
+        ),
+        constants={
+            "HEAD_DIM": head_size,
+            "BLOCK_SIZE": block_size,
+            "CAUSAL": call.options.causal,
+        },
     )
 
 
+@dataclass
 class Sm90Plan:
-    """Launches of the Hopper prefill kernel for calls with one signature.
+    """Launches of the Hopper prefill kernel for all calls with one signature.
 
     Args:
-        prefill: the launcher, and the layout of the tensors.
+        dtype: dtype of the queries, keys, values and the output.
+        planes: the planes of those four, with the sizes of the first call.
+        boxes: the TMA box of each.
+        tokens: new tokens of the first call.
+        keys: ragged keys of the first call, or the blocks of the cache.
+        num_heads, group_size: query heads, and query heads per KV head.
+        tile_rows: BLOCK_M, the query rows of a work item.
+        strides: the kernel's arguments from `q_head_rows` to `out_stride_head`.
+        constants: the kernel's constexpr arguments.
     """
 
-    def __init__(self, prefill: host.PrefillPlan) -> None:
-        self._prefill = prefill
+    dtype: torch.dtype
+    planes: tuple[Plane, Plane, Plane, Plane]
+    boxes: tuple[Box, Box, Box, Box]
+    tokens: int
+    keys: int
+    num_heads: int
+    group_size: int
+    tile_rows: int
+    strides: tuple[int, ...]
+    constants: dict[str, Any]
+    launcher: Launcher = field(init=False)
+    _tensor_maps: dict[tuple[int, int, int], list[Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Create the launcher."""
+        self.launcher = Launcher(
+            prefill_kernel, self.lower, self.constants, num_warps=4, num_stages=1
+        )
 
     def takes(self, call: AttentionCall) -> bool:
-        """Return whether the kernel takes this call's addresses, sizes and scale."""
-        return host.accepts(
-            self._prefill,
-            call.query,
-            call.key,
-            call.value,
-            call.block_table,
-            call.out,
-            call.lse,
-            call.scale,
+        """Return whether the kernel takes what a signature leaves out.
+
+        That is addresses that are multiples of 16, a positive scale, and sizes and strides within
+        32 bits. The scale must be positive because the running maximum is taken before it.
+        """
+        query, key, value, block_table = call[:4]
+        out, lse = call.out, call.lse
+        if not 1e-20 < call.scale < 1e20:
+            return False
+        if (query.data_ptr() | key.data_ptr() | value.data_ptr() | out.data_ptr()) % 16:
+            return False
+        if lse is not None and (
+            lse.dtype != torch.float32 or max(lse.stride()) > MAX_COORDINATE
+        ):
+            return False
+        if block_table is not None and block_table.stride(0) > MAX_COORDINATE:
+            return False
+        rows = max(
+            plane.rows + extra
+            for plane, extra in zip(
+                self.planes, self.extra_rows(query, key), strict=True
+            )
         )
+        return rows + BOX_MARGIN <= MAX_COORDINATE
 
     def launch_prefill(self, call: AttentionCall, short_rows: int) -> None:
-        """Compute all requests of more than `short_rows` rows (queries times group size)."""
-        host.launch(
-            self._prefill,
-            call.query,
-            call.key,
-            call.value,
-            call.block_table,
-            call.query_start_loc,
-            call.lengths,
-            call.max_query_len,
-            short_rows,
-            call.scale,
-            call.out,
-            call.lse,
+        """Compute all requests of more than `short_rows` rows (queries times group size).
+
+        The outputs of the other requests are not written. A query without a visible key gets the
+        output 0 and the log-sum-exp -inf.
+
+        Args:
+            call: one that the plan takes; its `out` and `lse` are modified in place.
+            short_rows: rows of the largest request that the decode kernel computes.
+        """
+        query, key, value, block_table = call[:4]
+        out, lse = call.out, call.lse
+        if call.max_query_len * self.group_size <= short_rows:
+            return
+        num_reqs = call.query_start_loc.shape[0] - 1
+        # a request has at most the tiles that its tokens fill, and one that is not full
+        num_items = (query.shape[0] // self.tile_rows + num_reqs) * self.num_heads
+        grid = (min(num_items, count_processors(query.device)), 1, 1)
+        work_counter = find_workspace(query.device, 2, 0)[0]
+        others = (lse, block_table, call.query_start_loc, call.lengths, work_counter)
+        pointers = (
+            out.data_ptr(),
+            *(0 if each is None else each.data_ptr() for each in others),
         )
+        numbers = (
+            num_reqs,
+            self.num_heads,
+            self.group_size,
+            short_rows,
+            *self.strides,
+            *((0, 0) if lse is None else lse.stride()),
+            0 if block_table is None else block_table.stride(0),
+        )
+        tensors = (query, key, value, out)
+        self.launcher(
+            grid,
+            pointers,
+            (call.scale * LOG2_E,),
+            numbers,
+            (*tensors, *others),
+            self.tensor_maps(tensors) if self.launcher.is_ready else (),
+        )
+
+    def tensor_maps(self, tensors: tuple[Tensor, ...]) -> list[Any]:
+        """Return the encoded tensor maps of the queries, keys, values and the output."""
+        if len(self._tensor_maps) > MAX_TENSOR_MAPS:
+            self._tensor_maps.clear()
+        extra_rows = self.extra_rows(tensors[0], tensors[1])
+        maps = []
+        for index, (tensor, extra) in enumerate(zip(tensors, extra_rows, strict=True)):
+            key = (index, tensor.data_ptr(), extra)
+            cached = self._tensor_maps.get(key)
+            if cached is None:
+                descriptor = self.describe(index, tensor, extra)
+                cached = self.launcher.encode(index, descriptor)
+                self._tensor_maps[key] = cached
+            maps += cached
+        return maps
+
+    def extra_rows(self, query: Tensor, key: Tensor) -> tuple[int, int, int, int]:
+        """Return how many rows each tensor has beyond those of its plane; may be negative.
+
+        Calls of one signature differ in their tokens, and in their keys if these are ragged. A
+        cache has the same blocks in all of them.
+        """
+        tokens = query.shape[0] - self.tokens
+        keys = key.shape[0] - self.keys
+        return tokens, keys, keys, tokens
+
+    def describe(self, index: int, tensor: Tensor, extra_rows: int) -> TensorDescriptor:
+        """Return the TMA descriptor of a tensor.
+
+        Args:
+            index: index of the tensor's plane in `planes`.
+            tensor: the tensor.
+            extra_rows: rows that it has beyond those of the plane; may be negative.
+        """
+        plane = self.planes[index]
+        return TensorDescriptor(
+            Address(tensor.data_ptr(), self.dtype),
+            [plane.rows + extra_rows, plane.width],
+            [plane.stride, 1],
+            list(self.boxes[index]),
+            SWIZZLED.value,
+        )
+
+    def lower(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        *others: Tensor | None,
+    ) -> tuple[Any, ...]:
+        """Return a call's descriptors and tensors in the order of the kernel's arguments."""
+        tensors = (query, key, value, out)
+        descriptors = map(self.describe, range(4), tensors, self.extra_rows(query, key))
+        return (*descriptors, out, *others)
+
+
+def _find_plane(shape: tuple[int, ...], strides: tuple[int, ...]) -> Plane | None:
+    """Return a tensor as a plane, or None if TMA cannot address it."""
+    *_, rows, heads, head_size = shape
+    stride, head_stride = strides[-3:-1]
+    block_rows = blocks = 0
+    if 0 in shape or strides[-1] != 1 or min(strides) < 0 or stride < head_size:
+        return None
+    if any(each % 8 for each in strides[:-1]) or max(strides) > MAX_COORDINATE:
+        return None
+    if len(shape) == 4:
+        blocks = shape[0] - 1
+        block_rows, rest = divmod(strides[0], stride)
+        if rest and blocks:
+            return None
+    head_rows, rest = divmod(head_stride, stride)
+    head_columns = 0
+    if rest or not head_rows:
+        head_rows, head_columns = 0, head_stride
+    rows += blocks * block_rows + (heads - 1) * head_rows
+    width = head_size + (heads - 1) * head_columns
+    # a box may begin a tile past the last row
+    if rows + BOX_MARGIN > MAX_COORDINATE or width > MAX_COORDINATE:
+        return None
+    return Plane(rows, width, stride, block_rows, head_rows, head_columns)
