@@ -6,27 +6,23 @@ from .drawing import Drawing
 def draw() -> Drawing:
     d = Drawing(
         760,
-        176,
-        "A step computes at most 4 new tokens, and the cache has 4 blocks of 2. In step 3 request b"
-        " is preempted. In step 4 it finds 2 of its tokens in the cache.",
+        170,
+        "Four steps of two requests with a budget of 4 new tokens. In step 3 request b is preempted;"
+        " in step 4 it finds 2 of its 5 tokens in the cache.",
     )
-    steps = (
-        ("a", "a", "a", "b"),
-        ("a", "b", "b", "b"),
-        ("a", "", "", ""),
-        ("b", "b", "b", ""),
+    a, b, off = ("a", "a"), ("b", "b"), ("", "off")
+    states = (
+        (20, "step 1", [a, a, a, b]),
+        (205, "step 2", [a, b, b, b]),
+        (390, "step 3: b preempted", [a, off, off, off]),
+        (575, "step 4: b again", [("b", "new"), ("b", "new"), ("b", "new"), off]),
     )
-    for number, tokens in enumerate(steps):
-        x = 20 + number * 188
-        d.text(x, 34, f"step {number + 1}")
-        again = number == 3
-        kinds = {"a": "a", "b": "new" if again else "b", "": "off"}
-        d.row(x, 46, [(token, kinds[token]) for token in tokens], w=40)
-    for number, words in enumerate(
-        ("prefill of a, chunk of b", "decode, rest of b", "b is preempted", "b again")
-    ):
-        d.text(20 + number * 188, 106, words, "note")
+    for x, name, cells in states:
+        d.text(x, 34, name)
+        d.row(x, 52, cells, w=38)
     d.text(
-        20, 156, "Boxes: the token budget of a step. Empty boxes are not used.", "note"
+        20,
+        130,
+        "Each cell is a new token. A decode takes one cell, a prompt what is left.",
     )
     return d

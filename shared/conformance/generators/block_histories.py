@@ -99,6 +99,7 @@ class BlockModel:
         known: the known content of blocks: all tokens up to the end of the block.
         cached: blocks of known content that no request holds, in the order of eviction.
         slots: for each block the token sequence up to each slot that was written, by offset.
+        once_known: every content that was known at some time.
     """
 
     block_size: int
@@ -108,6 +109,7 @@ class BlockModel:
     known: dict[int, Tokens] = field(default_factory=dict)
     cached: list[int] = field(default_factory=list)
     slots: dict[int, dict[int, Tokens]] = field(default_factory=dict)
+    once_known: set[Tokens] = field(default_factory=set)
 
     @property
     def free(self) -> list[int]:
@@ -160,6 +162,7 @@ class BlockModel:
         for index in range(len(tokens) // self.block_size):
             end = (index + 1) * self.block_size
             self.known.setdefault(row[index], tuple(tokens[:end]))
+            self.once_known.add(tuple(tokens[:end]))
 
 
 @dataclass(frozen=True)
@@ -368,6 +371,38 @@ DIRECTED_HISTORIES = (
             BlockAction("start", 0, 5, 255),
         ),
         num_blocks=4,
+    ),
+    # a prompt finds all of its blocks but one; the blocks that it finds are the only ones left
+    BlockHistory(
+        (
+            BlockAction("start", 0, 8),
+            BlockAction("free", 0),
+            BlockAction("start", 0, 9),
+            BlockAction("start", 0, 8),
+        ),
+        num_blocks=4,
+    ),
+    # a fork must copy a block, and no block is left
+    BlockHistory(
+        (
+            BlockAction("start", 0, 3),
+            BlockAction("fork", 0),
+            BlockAction("grow", 1, 1),
+            BlockAction("grow", 0, 1),
+        ),
+        num_blocks=2,
+    ),
+    # content is made known step by step, and evicted
+    BlockHistory(
+        (
+            BlockAction("start", 0, 3),
+            BlockAction("grow", 0, 2),
+            BlockAction("grow", 0, 1),
+            BlockAction("free", 0),
+            BlockAction("start", 0, 6, 255),
+            BlockAction("start", 0, 1),
+        ),
+        num_blocks=3,
     ),
 )
 """Histories that lead to the rare states; drawn ones often do not."""

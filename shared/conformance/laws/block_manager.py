@@ -4,6 +4,7 @@ Whole histories of requests are run, and the state is compared with a plain mode
 """
 
 from collections.abc import Callable, Iterator
+from functools import wraps
 from typing import Any
 
 from hypothesis import strategies as st
@@ -20,7 +21,21 @@ from ..generators.block_histories import (
 from ..harness.expect import Disagreement, expect_refusal, expect_same
 from ..harness.law import Setting, law
 
-HISTORIES = st.one_of(st.sampled_from(DIRECTED_HISTORIES), block_histories())
+HISTORIES = st.one_of(st.just(DIRECTED_HISTORIES), st.tuples(block_histories()))
+"""All directed cases at once, or one that is drawn."""
+
+
+def _for_each(
+    body: Callable[[Setting, BlockHistory], None],
+) -> Callable[[Setting, tuple[BlockHistory, ...]], None]:
+    """Return a law's function for several cases from its function for one."""
+
+    @wraps(body)
+    def run(setting: Setting, cases: tuple[BlockHistory, ...]) -> None:
+        for case in cases:
+            body(setting, case)
+
+    return run
 
 
 def _play(setting: Setting, history: BlockHistory) -> Iterator[Moment]:
@@ -31,6 +46,7 @@ def _play(setting: Setting, history: BlockHistory) -> Iterator[Moment]:
 
 
 @law("BlockManager", cases=HISTORIES)
+@_for_each
 def a_reference_count_is_the_number_of_requests_that_hold_the_block(
     setting: Setting, history: BlockHistory
 ) -> None:
@@ -44,6 +60,7 @@ def a_reference_count_is_the_number_of_requests_that_hold_the_block(
 
 
 @law("BlockManager", cases=HISTORIES)
+@_for_each
 def every_block_is_used_or_cached_or_free(
     setting: Setting, history: BlockHistory
 ) -> None:
@@ -59,6 +76,7 @@ def every_block_is_used_or_cached_or_free(
 
 
 @law("BlockManager", cases=HISTORIES)
+@_for_each
 def a_row_keeps_its_blocks_until_the_request_changes_it(
     setting: Setting, history: BlockHistory
 ) -> None:
@@ -69,6 +87,7 @@ def a_row_keeps_its_blocks_until_the_request_changes_it(
 
 
 @law("BlockManager", cases=HISTORIES)
+@_for_each
 def a_block_is_handed_out_once(setting: Setting, history: BlockHistory) -> None:
     """Never one that a request holds, and never twice in one call."""
     for moment in _play(setting, history):
@@ -84,6 +103,7 @@ def a_block_is_handed_out_once(setting: Setting, history: BlockHistory) -> None:
 
 
 @law("BlockManager", cases=HISTORIES)
+@_for_each
 def a_cached_block_is_evicted_only_if_no_block_is_free(
     setting: Setting, history: BlockHistory
 ) -> None:
@@ -103,6 +123,7 @@ def a_cached_block_is_evicted_only_if_no_block_is_free(
 
 
 @law("BlockManager", cases=HISTORIES)
+@_for_each
 def an_allocation_takes_exactly_the_blocks_that_it_needs(
     setting: Setting, history: BlockHistory
 ) -> None:
@@ -134,6 +155,7 @@ def an_allocation_takes_exactly_the_blocks_that_it_needs(
 
 
 @law("BlockManager", cases=HISTORIES)
+@_for_each
 def a_block_that_others_may_read_is_never_written(
     setting: Setting, history: BlockHistory
 ) -> None:
@@ -149,6 +171,7 @@ def a_block_that_others_may_read_is_never_written(
 
 
 @law("BlockManager", cases=HISTORIES)
+@_for_each
 def a_copy_is_made_of_each_protected_block_that_is_partly_computed(
     setting: Setting, history: BlockHistory
 ) -> None:
@@ -163,6 +186,7 @@ def a_copy_is_made_of_each_protected_block_that_is_partly_computed(
 
 
 @law("BlockManager", cases=HISTORIES)
+@_for_each
 def a_request_reads_the_tokens_that_it_wrote(
     setting: Setting, history: BlockHistory
 ) -> None:
@@ -185,6 +209,7 @@ def a_request_reads_the_tokens_that_it_wrote(
 
 
 @law("BlockManager", cases=HISTORIES)
+@_for_each
 def computed_blocks_hold_the_longest_known_prefix(
     setting: Setting, history: BlockHistory
 ) -> None:
@@ -192,7 +217,7 @@ def computed_blocks_hold_the_longest_known_prefix(
     for moment in _play(setting, history):
         manager, model = moment.manager, moment.model
         sequences = [list(tokens) for tokens in model.tokens.values()]
-        sequences += [list(tokens) for tokens in model.known.values()]
+        sequences += [list(tokens) for tokens in sorted(model.once_known)]
         for tokens in sequences:
             for probe in (tokens, [*tokens, 1], [*tokens[:-1], 1 - tokens[-1], 0]):
                 found = [
@@ -205,6 +230,7 @@ def computed_blocks_hold_the_longest_known_prefix(
 
 
 @law("BlockManager", cases=HISTORIES)
+@_for_each
 def a_fork_holds_the_blocks_of_its_parent_and_takes_none(
     setting: Setting, history: BlockHistory
 ) -> None:
@@ -218,6 +244,7 @@ def a_fork_holds_the_blocks_of_its_parent_and_takes_none(
 
 
 @law("BlockManager", cases=HISTORIES)
+@_for_each
 def all_blocks_can_be_allocated_again_once_all_requests_are_freed(
     setting: Setting, history: BlockHistory
 ) -> None:

@@ -5,6 +5,7 @@ a law in some step, or leaves a request unfinished.
 """
 
 from collections.abc import Callable, Iterator
+from functools import wraps
 from typing import Any
 
 from hypothesis import strategies as st
@@ -44,10 +45,28 @@ DIRECTED_TRAFFIC = (
     ),
     # more running requests than tokens in the budget
     Traffic(tuple(Arrival(0, 1, 6, family) for family in range(3)), 60, 2, 2, 8),
+    # two requests compute equal tokens; once preempted, the second would find those of the first
+    Traffic((Arrival(0, 4, 6), Arrival(0, 4, 6)), num_blocks=5),
+    # a preempted request is computed again in chunks, of which the first ends after its prompt
+    Traffic((Arrival(0, 4, 8), Arrival(0, 1, 8, family=1)), 4, 3, 3),
     # one request at a time
     Traffic((Arrival(0, 5, 2), Arrival(0, 5, 2)), 60, 2, 64, 1),
 )
-TRAFFIC = st.one_of(st.sampled_from(DIRECTED_TRAFFIC), traffics())
+TRAFFIC = st.one_of(st.just(DIRECTED_TRAFFIC), st.tuples(traffics()))
+"""All directed cases at once, or one that is drawn."""
+
+
+def _for_each(
+    body: Callable[[Setting, Traffic], None],
+) -> Callable[[Setting, tuple[Traffic, ...]], None]:
+    """Return a law's function for several cases from its function for one."""
+
+    @wraps(body)
+    def run(setting: Setting, cases: tuple[Traffic, ...]) -> None:
+        for case in cases:
+            body(setting, case)
+
+    return run
 
 
 def _serve(
@@ -59,6 +78,7 @@ def _serve(
 
 
 @law("Scheduler", cases=TRAFFIC)
+@_for_each
 def a_step_stays_within_the_token_budget_and_the_number_of_running_requests(
     setting: Setting, traffic: Traffic
 ) -> None:
@@ -81,6 +101,7 @@ def a_step_stays_within_the_token_budget_and_the_number_of_running_requests(
 
 
 @law("Scheduler", cases=TRAFFIC)
+@_for_each
 def every_request_finishes_with_the_tokens_that_were_sampled_for_it(
     setting: Setting, traffic: Traffic
 ) -> None:
@@ -96,6 +117,7 @@ def every_request_finishes_with_the_tokens_that_were_sampled_for_it(
 
 
 @law("Scheduler", cases=TRAFFIC)
+@_for_each
 def a_scheduled_request_computes_its_next_known_tokens(
     setting: Setting, traffic: Traffic
 ) -> None:
@@ -129,6 +151,24 @@ def a_scheduled_request_computes_its_next_known_tokens(
 
 
 @law("Scheduler", cases=TRAFFIC)
+@_for_each
+def a_chunk_ends_with_the_known_tokens_or_with_the_budget(
+    setting: Setting, traffic: Traffic
+) -> None:
+    for step in _serve(setting, traffic):
+        left = traffic.token_budget
+        for each in step.output.scheduled_requests:
+            missing = each.request.num_tokens - each.num_computed_tokens
+            expect_same(
+                f"tokens of request {each.request.request_id}",
+                each.num_scheduled_tokens,
+                min(missing, left),
+            )
+            left -= each.num_scheduled_tokens
+
+
+@law("Scheduler", cases=TRAFFIC)
+@_for_each
 def the_rows_of_a_step_hold_its_tokens_and_no_block_more(
     setting: Setting, traffic: Traffic
 ) -> None:
@@ -142,6 +182,7 @@ def the_rows_of_a_step_hold_its_tokens_and_no_block_more(
 
 
 @law("Scheduler", cases=TRAFFIC)
+@_for_each
 def a_step_lists_every_block_that_it_writes_for_the_first_time(
     setting: Setting, traffic: Traffic
 ) -> None:
@@ -160,6 +201,7 @@ def a_step_lists_every_block_that_it_writes_for_the_first_time(
 
 
 @law("Scheduler", cases=TRAFFIC)
+@_for_each
 def a_running_request_goes_before_every_waiting_one(
     setting: Setting, traffic: Traffic
 ) -> None:
@@ -175,12 +217,10 @@ def a_running_request_goes_before_every_waiting_one(
             # only an empty budget stops them
             count = step.output.total_num_scheduled_tokens
             expect_same("tokens of the step", count, traffic.token_budget)
-        for each in step.output.scheduled_requests[: max(0, len(running) - 1)]:
-            missing = each.request.num_tokens - each.num_computed_tokens
-            expect_same("tokens", each.num_scheduled_tokens, missing)
 
 
 @law("Scheduler", cases=TRAFFIC)
+@_for_each
 def requests_are_admitted_in_the_order_in_which_they_wait(
     setting: Setting, traffic: Traffic
 ) -> None:
@@ -203,6 +243,7 @@ def requests_are_admitted_in_the_order_in_which_they_wait(
 
 
 @law("Scheduler", cases=TRAFFIC)
+@_for_each
 def a_request_waits_only_for_budget_blocks_or_a_free_place(
     setting: Setting, traffic: Traffic
 ) -> None:
@@ -231,6 +272,7 @@ def a_request_waits_only_for_budget_blocks_or_a_free_place(
 
 
 @law("Scheduler", cases=TRAFFIC)
+@_for_each
 def the_request_admitted_last_is_preempted_first(
     setting: Setting, traffic: Traffic
 ) -> None:
@@ -255,6 +297,7 @@ def the_request_admitted_last_is_preempted_first(
 
 
 @law("Scheduler", cases=TRAFFIC)
+@_for_each
 def no_request_is_preempted_while_enough_blocks_are_left(
     setting: Setting, traffic: Traffic
 ) -> None:
@@ -286,6 +329,7 @@ def no_request_is_preempted_while_enough_blocks_are_left(
 
 
 @law("Scheduler", cases=TRAFFIC)
+@_for_each
 def nothing_is_preempted_if_all_requests_fit(
     setting: Setting, traffic: Traffic
 ) -> None:
@@ -302,6 +346,7 @@ def nothing_is_preempted_if_all_requests_fit(
 
 
 @law("Scheduler", cases=TRAFFIC)
+@_for_each
 def a_token_is_computed_once_unless_it_is_found_or_lost(
     setting: Setting, traffic: Traffic
 ) -> None:
