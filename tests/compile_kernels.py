@@ -302,7 +302,7 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
         "copy, bf16 8x128",
         lambda: twin.copy_blocks([cache], torch.tensor([[1, 0]])),
     )
-    ceilings = import_module("pagetwin.optimized.kernels.ceilings")
+    ceilings = import_module("pagetwin.tools.bench.read_kernels")
     words, sums = torch.zeros(8, 8192, dtype=torch.int32), torch.zeros(4).int()
     yield "ceiling, in a row", lambda: ceilings.read(words, sums)
     yield (

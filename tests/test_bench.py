@@ -14,22 +14,27 @@ import pytest
 import torch
 from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.tools.bench import Benchmark, choose_settings, load_workloads
+from pagetwin.tools.bench.accuracy import (
+    Finding,
+    check_write,
+    choose_rows,
+    find_expected,
+)
 from pagetwin.tools.bench.ceilings import Ceilings
-from pagetwin.tools.bench.choice import all_implementations, choose_implementations
-from pagetwin.tools.bench.flash_attention_3 import FlashAttention3
-from pagetwin.tools.bench.implementations import (
+from pagetwin.tools.bench.inputs import draw_inputs
+from pagetwin.tools.bench.libraries import all_libraries, choose_libraries
+from pagetwin.tools.bench.libraries.flash_attention_3 import FlashAttention3
+from pagetwin.tools.bench.libraries.library import (
+    AttentionLibrary,
     Declined,
-    Implementation,
-    Ours,
     Prepared,
 )
-from pagetwin.tools.bench.inputs import draw_inputs
-from pagetwin.tools.bench.results import Entry, Status, ratio, workload_record
+from pagetwin.tools.bench.libraries.ours import Ours
+from pagetwin.tools.bench.results import BenchStatus, Entry, ratio, workload_record
 from pagetwin.tools.bench.run import DeviceLost
-from pagetwin.tools.bench.settings import Settings
+from pagetwin.tools.bench.settings import BenchSettings
 from pagetwin.tools.bench.tables import markdown, reasons
 from pagetwin.tools.bench.timing import Stopwatch, captured, quartiles, time_interleaved
-from pagetwin.tools.bench.truth import Finding, choose_rows, find_truth, judge_write
 from pagetwin.tools.bench.workloads import Workload, best_published, published_figures
 from pagetwin.tools.cli import USER_ERROR, app
 from typer.testing import CliRunner
@@ -67,11 +72,11 @@ def small(name: str) -> Workload:
     return load_workloads()[name].tiny()
 
 
-def settings_of(*names: str, **others: Any) -> Settings:
+def settings_of(*names: str, **others: Any) -> BenchSettings:
     return choose_settings(names, device="cpu", smoke=True, **others)
 
 
-class Plain(Implementation):
+class Plain(AttentionLibrary):
     """Right, by the reference; a child of it breaks something."""
 
     name, title = "plain", "the reference"
@@ -254,9 +259,9 @@ def test_rows_are_judged_all_over_a_batch() -> None:
 )
 def test_a_row_alone_is_right_as_it_is_in_its_batch(name: str) -> None:
     inputs = draw_inputs(small(name), 3, "cpu")
-    truth = find_truth(inputs)
+    expected = find_expected(inputs)
     prepared = Plain("cpu").prepare(inputs)
-    found = truth.judge(prepared.rows(prepared.call()), torch.bfloat16)
+    found = expected.check(prepared.rows(prepared.call()), torch.bfloat16)
     assert found.ok and found.error < 5e-3
 
 
@@ -264,11 +269,11 @@ def test_a_row_that_was_not_written_is_found_wherever_it_is() -> None:
     inputs = draw_inputs(small("prefill-8x2k"), 0, "cpu")
     prepared = Plain("cpu").prepare(inputs)
     out = prepared.call()
-    truth = find_truth(inputs)
-    row = next(row for row in range(len(out)) if row not in truth.rows.tolist())
+    expected = find_expected(inputs)
+    row = next(row for row in range(len(out)) if row not in expected.rows.tolist())
     out[row, 1] = torch.nan
-    found = truth.judge(out, torch.bfloat16)
-    assert not found.ok and found.words.startswith(f"row {row} ")
+    found = expected.check(out, torch.bfloat16)
+    assert not found.ok and found.message.startswith(f"row {row} ")
 
 
 def test_a_write_is_judged_by_every_byte() -> None:
@@ -278,12 +283,12 @@ def test_a_write_is_judged_by_every_byte() -> None:
     rows[0][inputs.slot_mapping] = inputs.key
     rows[1][inputs.slot_mapping] = inputs.value
     caches = (inputs.key_cache, inputs.value_cache)
-    assert judge_write(inputs, caches).ok
+    assert check_write(inputs, caches).ok
     nobodys = next(
         slot for slot in range(len(rows[0])) if slot not in inputs.slot_mapping.tolist()
     )
     rows[1][nobodys, 0, 0] = 0
-    assert judge_write(inputs, caches).words == f"value at slot {nobodys} is wrong"
+    assert check_write(inputs, caches).message == f"value at slot {nobodys} is wrong"
 
 
 # timing
@@ -376,12 +381,12 @@ def test_a_smoke_run_does_every_workload_right(smoke: Any) -> None:
 
 def test_a_smoke_run_says_that_its_times_mean_nothing(smoke: Any) -> None:
     assert smoke.record["meaningless"] == "interpreter"
-    assert "whose times mean nothing" in smoke.result.output
+    assert "whose times have no meaning" in smoke.result.output
     for line in smoke.result.output.splitlines():
         if line.startswith("decode-64x4k:"):
             assert "ours interpreter" in line and " us" not in line
     page = smoke.files["md"].read_text()
-    assert "the times mean nothing" in page
+    assert "the times have no meaning" in page
     assert not any(each["best_peer"] for each in smoke.record["workloads"])
 
 
@@ -395,7 +400,7 @@ def test_who_is_missing_or_declines_is_listed_with_the_reason(smoke: Any) -> Non
     }
     assert entries["decode-256-ragged"]["status"] == "declined"
     assert "differ in length" in entries["decode-256-ragged"]["reason"]
-    assert entries["decode-64x4k"]["note"] == "dense: keys gathered beforehand"
+    assert entries["decode-64x4k"]["note"] == "dense: keys gathered in advance"
     assert not entries["decode-64x4k"]["same_work"]
     assert entries["encoder-32x1500"]["same_work"]
 
@@ -449,7 +454,7 @@ def test_a_plot_is_drawn_for_light_and_for_dark_pages(smoke: Any) -> None:
 
 def test_xformers_is_asked_as_the_backend_asks_it() -> None:
     pytest.importorskip("xformers")
-    everyone = choose_implementations(all_implementations("cpu"), ["xformers"])
+    everyone = choose_libraries(all_libraries("cpu"), ["xformers"])
     assert [each.name for each in everyone] == ["ours", "xformers"]
     xformers = [AsOurs("cpu"), everyone[1]]
     record = Benchmark(settings_of("decode-16x512", "write-8k"), xformers).run()
@@ -611,7 +616,9 @@ def pretended(monkeypatch: Any) -> Any:
     return chosen
 
 
-def measure_as_on_a_gpu(*everyone: Implementation, name: str = "decode-16x512") -> Any:
+def measure_as_on_a_gpu(
+    *everyone: AttentionLibrary, name: str = "decode-16x512"
+) -> Any:
     """Return the results of one round, judged and timed as on a GPU."""
     bench = Benchmark(settings_of(name, repeats=4), list(everyone))
     stopwatch = Stopwatch("cpu")
@@ -686,10 +693,10 @@ def gpu_record() -> dict[str, Any]:
         entries = {}
         for peer, each in times.items():
             us = each[place]
-            entries[peer] = Entry(Status.DECLINED, "no cache")
+            entries[peer] = Entry(BenchStatus.DECLINED, "no cache")
             if us is not None:
                 entries[peer] = Entry(
-                    Status.TIMED,
+                    BenchStatus.TIMED,
                     finding=Finding(True),
                     rounds=[[us] * 3] * 2,
                     host_us=20.0,
@@ -793,8 +800,8 @@ def test_arguments_of_flash_attention_3_go_by_their_names() -> None:
     peer._operators = torch.ops.pagetwin_fake_fa3
     inputs = draw_inputs(small("decode-256-ragged"), 0, "cpu")
     prepared = peer.prepare(inputs)
-    found = find_truth(inputs).judge(prepared.call(), torch.bfloat16)
-    assert found.ok, found.words
+    found = find_expected(inputs).check(prepared.call(), torch.bfloat16)
+    assert found.ok, found.message
     assert seen["later"] is None
     assert seen["plan"] == (2, 4, 2, 32, 16, True, None)
     scale, causal, left, right, cap, metadata, splits = seen["rest"]
@@ -808,13 +815,13 @@ def test_an_operator_that_wants_what_nobody_knows_is_declined() -> None:
     peer = FlashAttention3("cpu")
     peer._operators = torch.ops.pagetwin_new_fa3
     inputs = draw_inputs(small("encoder-32x1500"), 0, "cpu")
-    with pytest.raises(Declined, match="fwd wants unheard_of"):
+    with pytest.raises(Declined, match="fwd requires unheard_of"):
         peer.prepare(inputs)
 
 
 def test_vllms_kernel_gets_the_arguments_that_it_takes(monkeypatch: Any) -> None:
     from pagetwin.reference.attention.paged import paged_attention
-    from pagetwin.tools.bench import vllm_attention
+    from pagetwin.tools.bench.libraries import vllm_triton
 
     def unified_attention(
         q, k, v, out, cu_seqlens_q, max_seqlen_q, seqused_k, max_seqlen_k, window_size,
@@ -827,20 +834,20 @@ def test_vllms_kernel_gets_the_arguments_that_it_takes(monkeypatch: Any) -> None
         )  # fmt: skip
 
     module = SimpleNamespace(unified_attention=unified_attention)
-    monkeypatch.setitem(sys.modules, vllm_attention.ATTEND, module)
+    monkeypatch.setitem(sys.modules, vllm_triton.ATTEND, module)
     for name in ("decode-64x4k-swa", "mixed-128x4k+2k"):
         inputs = draw_inputs(small(name), 0, "cpu")
-        prepared = vllm_attention.VLLMTriton("cpu").prepare(inputs)
-        found = find_truth(inputs).judge(prepared.call(), torch.bfloat16)
-        assert found.ok, found.words
+        prepared = vllm_triton.VLLMTriton("cpu").prepare(inputs)
+        found = find_expected(inputs).check(prepared.call(), torch.bfloat16)
+        assert found.ok, found.message
 
 
 def test_flashinfer_is_told_where_blocks_begin_and_how_full_the_last_one_is() -> None:
-    from pagetwin.tools.bench.flashinfer_attention import _blocks_in_a_row
+    from pagetwin.tools.bench.libraries.flashinfer import _flat_blocks
 
     workload = Workload("", "decode", "", (1, 1, 1), (16, 17, 40), 2, 1, 32)
     inputs = draw_inputs(workload, 0, "cpu")
-    starts, blocks, last = _blocks_in_a_row(inputs)
+    starts, blocks, last = _flat_blocks(inputs)
     assert starts.tolist() == [0, 1, 3, 6]
     assert last.tolist() == [16, 1, 8]
     assert blocks.tolist() == [

@@ -39,15 +39,18 @@ def pagetwin(tmp_path, monkeypatch):
 
 
 def write_twin(folder: Path, name: str, broken: str = "") -> None:
-    """Write a package that is the reference but for what `broken` defines."""
+    """Write a package that is the reference except for what `broken` defines."""
     package = folder / name
     package.mkdir()
     (package / "__init__.py").touch()
     for concept in CONCEPTS:
-        source = f"from pagetwin.reference.{concept.name} import *\n"
+        source = f"from {concept.package('reference')}.{concept.module} import *\n"
         if concept.name == "paged_attention":
             source += broken
-        (package / f"{concept.name}.py").write_text(source)
+        file = package.joinpath(*concept.module.split(".")).with_suffix(".py")
+        file.parent.mkdir(exist_ok=True)
+        (file.parent / "__init__.py").touch()
+        file.write_text(source)
 
 
 DROPS_THE_FIRST_KEY = textwrap.dedent(
@@ -119,23 +122,23 @@ def test_a_disagreement_ends_with_one_and_can_be_reproduced(
         "--twins",
         "twin_without_first_key",
     )
-    assert result.exit_code == DISAGREE
+    assert result.exit_code == DISAGREE, result.output
     assert "The twins disagree." in result.output
-    assert "attention stays within its budget" in result.output
+    assert "attention stays within its error budget" in result.output
     assert "expected" in result.output
     (path,) = tmp_path.glob("*.pt")
     assert f"pagetwin reproduce {path.name}" in result.output
     assert "Traceback" not in result.output
     again = pagetwin("reproduce", path)
     assert again.exit_code == DISAGREE, again.output
-    assert "It still goes wrong." in again.output
+    assert "The step is still wrong." in again.output
     monkeypatch.setattr(
-        "twin_without_first_key.paged_attention.paged_attention",
+        "twin_without_first_key.attention.paged.paged_attention",
         importlib.import_module("pagetwin.reference.attention.paged").paged_attention,
     )
     mended = pagetwin("reproduce", path)
     assert mended.exit_code == 0, mended.output
-    assert "It no longer goes wrong." in mended.output
+    assert "The step is right now." in mended.output
 
 
 @pytest.mark.parametrize(

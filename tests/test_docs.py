@@ -1,9 +1,11 @@
-"""The documentation builds, covers every concept, and its code runs."""
+"""The documentation: it builds, covers every concept, names existing paths, and its code runs."""
 
+import importlib
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,18 @@ from pagetwin.contract.operations import CONCEPTS
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
+TOP_FOLDERS = ("reference", "optimized", "shared", "tests", "docs")
+README = ROOT / "README.md"
 # a block that cannot run says why, in a comment on the line before it
 BLOCK = re.compile(
     r"(?:<!-- not run: (?P<why>.+?) -->\n)?^```python[^\n]*\n(?P<code>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
+# "shared/contract/shapes.py", "optimized/kernels/", but not "docs.rs/..." or "a/reference/b"
+NAMED_PATH = re.compile(rf"(?<![\w/.-])(?:{'|'.join(TOP_FOLDERS)})/[\w./*<>{{}},-]*")
+NAMED_MODULE = re.compile(r"(?<![\w./])pagetwin(?:\.[A-Za-z_]\w*)+")
+# a dated record keeps the names of its day
+DATED = re.compile(r"\d{4}-\d{2}-\d{2}-")
 
 
 def python_blocks(page: Path) -> list[str]:
@@ -26,7 +35,21 @@ def python_blocks(page: Path) -> list[str]:
     return [block["code"] for block in found if not block["why"]]
 
 
-WITH_CODE = [page for page in [*PAGES, ROOT / "README.md"] if python_blocks(page)]
+def markdown_files() -> Iterator[Path]:
+    """Yield the Markdown files of the repository, without dated records."""
+    yield from sorted(ROOT.glob("*.md"))
+    for folder in TOP_FOLDERS:
+        for path in sorted((ROOT / folder).rglob("*.md")):
+            if not DATED.match(path.name):
+                yield path
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+WITH_CODE = [page for page in [*PAGES, README] if python_blocks(page)]
+MARKDOWN = list(markdown_files())
 
 
 @pytest.fixture(scope="module")
@@ -52,12 +75,12 @@ def test_the_documentation_builds_without_a_warning(site: Path) -> None:
 @pytest.mark.parametrize("concept", [each.name for each in CONCEPTS])
 def test_every_concept_has_its_page(site: Path, concept: str) -> None:
     page = (site / "concepts" / concept / "index.html").read_text()
-    for part in ("<svg", "the-worked-example", "both-step-beside-step", "the-contract"):
+    for part in ("<svg", "worked-example", "implementation-step-by-step", "contract"):
         assert part in page
 
 
 @pytest.mark.parametrize("concept", [each.name for each in CONCEPTS])
-def test_every_step_of_the_reference_stands_beside_one_of_the_twin(
+def test_every_step_of_the_reference_is_shown_next_to_one_of_the_twin(
     site: Path, concept: str
 ) -> None:
     page = (site / "concepts" / concept / "index.html").read_text()
@@ -72,9 +95,55 @@ def test_a_page_needs_no_network(site: Path) -> None:
         assert not loaded, page
 
 
-@pytest.mark.parametrize(
-    "page", WITH_CODE, ids=lambda page: str(page.relative_to(ROOT))
-)
+def test_every_page_is_in_the_navigation() -> None:
+    listed = re.findall(r"[\w/-]+\.md\b", (ROOT / "mkdocs.yml").read_text())
+    assert sorted(listed) == sorted(
+        str(page.relative_to(ROOT / "docs")) for page in PAGES
+    )
+
+
+@pytest.mark.parametrize("page", MARKDOWN, ids=name_of)
+def test_every_path_that_a_page_names_exists(page: Path) -> None:
+    missing = []
+    for named in NAMED_PATH.findall(page.read_text()):
+        path = named.rstrip(".,")
+        # "<option>" and "{name}" are placeholders
+        if re.search(r"[<>{}]", path):
+            continue
+        if not (any(ROOT.glob(path)) if "*" in path else (ROOT / path).exists()):
+            missing.append(path)
+    assert not missing, f"{name_of(page)} names {sorted(set(missing))}"
+
+
+@pytest.mark.parametrize("page", MARKDOWN, ids=name_of)
+def test_every_module_that_a_page_names_exists(page: Path) -> None:
+    missing = []
+    for name in sorted(set(NAMED_MODULE.findall(page.read_text()))):
+        # the changelog and the first page of CONTRIBUTING say that this path is gone
+        if name.startswith("pagetwin.shared"):
+            continue
+        if not can_be_resolved(name):
+            missing.append(name)
+    assert not missing, f"{name_of(page)} names {missing}"
+
+
+def can_be_resolved(name: str) -> bool:
+    """Tell whether a dotted name is a module, or an attribute of one."""
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:length]))
+        except ModuleNotFoundError:
+            continue
+        for attribute in parts[length:]:
+            if not hasattr(found, attribute):
+                return False
+            found = getattr(found, attribute)
+        return True
+    return False
+
+
+@pytest.mark.parametrize("page", WITH_CODE, ids=name_of)
 def test_code_in_the_documentation_runs(page: Path) -> None:
     names: dict[str, Any] = {}
     for code in python_blocks(page):
@@ -82,15 +151,17 @@ def test_code_in_the_documentation_runs(page: Path) -> None:
 
 
 @pytest.mark.skipif(
-    torch.cuda.is_available(), reason="the page's tensors lie on the host"
+    torch.cuda.is_available(), reason="the page's tensors are on the host"
 )
-def test_one_word_swaps_the_twins_on_the_start_page() -> None:
-    (code,) = python_blocks(ROOT / "docs" / "index.md")
-    *before, last = code.strip().splitlines()
+@pytest.mark.parametrize("page", [README, ROOT / "docs" / "index.md"], ids=name_of)
+def test_one_word_exchanges_the_twins_in_the_first_example(page: Path) -> None:
+    code = python_blocks(page)[0].strip()
+    before, call = code[: code.rindex("\npaged_attention(")], "paged_attention("
+    last = call + code.rpartition(f"\n{call}")[2]
     results = []
     for word in ("pagetwin.reference", "pagetwin.optimized"):
         torch.manual_seed(0)
         names: dict[str, Any] = {}
-        exec("\n".join(before).replace("pagetwin.reference", word), names)
+        exec(before.replace("pagetwin.reference", word), names)
         results.append(eval(last, names))
     torch.testing.assert_close(*results)

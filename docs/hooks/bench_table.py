@@ -1,8 +1,4 @@
-"""How fast was attention when it was last timed on a GPU, and what is timed at all?
-
-Read from the newest record that `pagetwin bench --json` left in tests/records, and from the files
-of the benchmark itself.
-"""
+"""Tables and plots of the benchmark: the newest record, the workloads, published figures."""
 
 import json
 import re
@@ -23,8 +19,8 @@ NOTHING = "*No run is recorded yet.*"
 
 
 def newest_record(folder: Path = FOLDER) -> dict[str, Any] | None:
-    """Return the newest record; None: there is none."""
-    # a date begins each name
+    """Return the newest record, or None."""
+    # each name starts with a date
     files = sorted(folder.glob("*-bench.json"))
     if not files:
         return None
@@ -33,7 +29,7 @@ def newest_record(folder: Path = FOLDER) -> dict[str, Any] | None:
 
 
 def bench_plots(folder: Path = FOLDER) -> dict[str, bytes]:
-    """Return the newest record's plots, by file name: one for light pages, one for dark ones."""
+    """Return the newest record's plots by file name: one for light pages, one for dark pages."""
     record = newest_record(folder)
     if record is None:
         return {}
@@ -43,7 +39,7 @@ def bench_plots(folder: Path = FOLDER) -> dict[str, bytes]:
 
 
 def bench_plot(folder: Path = FOLDER) -> str:
-    """Return what shows the newest record's plot."""
+    """Return the Markdown of the newest record's plot."""
     if newest_record(folder) is None:
         return NOTHING
     what = (
@@ -56,7 +52,7 @@ def bench_plot(folder: Path = FOLDER) -> str:
 
 
 def bench_table(folder: Path = FOLDER) -> str:
-    """Return the newest record's table, its ceilings, and who was not timed and why."""
+    """Return the newest record's table, its ceilings, and what was not timed and why."""
     record = newest_record(folder)
     if record is None:
         return NOTHING
@@ -64,23 +60,24 @@ def bench_table(folder: Path = FOLDER) -> str:
     commit = (machine["commit"] or "unknown").split(",")[0][:12]
     parts = [
         f"{machine['device']}, {machine['date'][:10]}, commit {commit}, torch"
-        f" {machine['versions']['torch']}; microseconds, the median of"
+        f" {machine['versions']['torch']}, triton {machine['versions']['triton']};"
+        " microseconds, the median of"
         f" {record['settings']['rounds']} rounds of {record['settings']['repeats']} runs."
         f" {ceiling_words(record)}"
     ]
     if not record["complete"]:
         parts.append(f"This run is not complete: {record['ended']}.")
     if record["meaningless"]:
-        parts.append("These are tiny workloads, whose times mean nothing.")
+        parts.append("These are tiny workloads; their times have no meaning.")
     parts.append("\n".join(markdown_table(record)))
     parts.append("\n".join(f"- {_plain(line)}" for line in reasons(record)))
     return "\n\n".join(part for part in parts if part)
 
 
 def bench_workloads() -> str:
-    """Return one row for each workload: its batch, its bytes and its operations."""
+    """Return one row per workload: its batch, its bytes and its operations."""
     lines = [
-        "| workload | what it is | heads, size | GB | GFLOP |",
+        "| workload | batch | heads, head size | GB | GFLOP |",
         "|---|---|---|---:|---:|",
     ]
     for each in load_workloads().values():
@@ -93,7 +90,7 @@ def bench_workloads() -> str:
 
 
 def bench_published() -> str:
-    """Return what others reach, as it is stored: one row for each workload."""
+    """Return the published figures of other implementations: one row per workload."""
     stored = published_figures("NVIDIA H200")
     assert stored is not None
     names = ("fa3", "flashinfer", "xqa", "vllm", "xformers")
@@ -107,12 +104,12 @@ def bench_published() -> str:
         best = best_published(stored, name)
         off = figures.get("inaccurate", {})
         cells = [
-            f"{figures[peer]:g}"
-            if peer in figures
-            else f"({off[peer]:g})"
-            if peer in off
+            f"{figures[library]:g}"
+            if library in figures
+            else f"({off[library]:g})"
+            if library in off
             else ""
-            for peer in names
+            for library in names
         ]
         shown = "" if best is None else f"{best[1]:g} ({best[0]})"
         lines.append(f"| `{name}` | {' | '.join(cells)} | {shown} |")
@@ -120,5 +117,5 @@ def bench_published() -> str:
 
 
 def _plain(words: str) -> str:
-    """Return words in which no path or name is taken for Markdown."""
+    """Return text in which no path or name is read as Markdown."""
     return re.sub(r"([*_<])", r"\\\1", words)

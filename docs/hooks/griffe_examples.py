@@ -1,7 +1,7 @@
-"""Let the documentation read `Example:` and `Source:` as what they are.
+"""Docstring sections `Example:` and `Source:` for mkdocstrings.
 
-Our docstrings have one example and so say `Example:`; the parser knows `Examples:`. Where an idea
-comes from is one sentence, not a box.
+Our docstrings have one example and say `Example:`; the parser knows `Examples:`. The source of an
+idea is shown as a sentence, not as a box.
 """
 
 import re

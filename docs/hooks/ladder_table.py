@@ -1,7 +1,7 @@
-"""How long does each rung of the ladder take, and what does its kernel look like?
+"""Times, resources and source of each rung of the ladder of kernels.
 
-The figures are read from tests/records/ladder.json, which tests/benchmarks/ladder/run.py writes;
-the kernels are shown from their files.
+The figures come from the record that tests/benchmarks/ladder/run.py writes. The kernels are shown
+from their files.
 """
 
 import ast
@@ -23,9 +23,9 @@ def ladder_run(record: Path | None = None) -> str:
     sampled = run["sampled_tokens"]
     words = (
         f"On {_article(run['device'])} with torch {run['torch']} and Triton {run['triton']},"
-        f" {run['date']}{_commit(run)}. Every rung was judged on {sampled['decode']} tokens of"
-        f" a decode batch and {sampled['prefill']} of a prefill batch, with all their heads,"
-        " at its first launch and in a replay."
+        f" {run['date']}{_commit(run)}. Every rung was checked on {sampled['decode']} tokens of"
+        f" a decode batch and {sampled['prefill']} of a prefill batch, with all heads, at the"
+        " first launch and in a replay."
     )
     if run["left_out"]:
         words += f" There was no time for {', '.join(run['left_out'])}."
@@ -33,7 +33,7 @@ def ladder_run(record: Path | None = None) -> str:
 
 
 def ladder_table(kind: str, record: Path | None = None) -> str:
-    """Return microseconds of each rung of a ladder, and how many times as fast it is."""
+    """Return microseconds of each rung of a ladder, and its speedup over the rung below."""
     if (run := _record(record)) is None:
         return NO_RUN
     rungs = [rung for rung in _rungs(run, kind) if not rung["tried"]]
@@ -48,31 +48,31 @@ def ladder_table(kind: str, record: Path | None = None) -> str:
 
 
 def ladder_tried(kind: str, record: Path | None = None) -> str:
-    """Return what was tried beside a rung, against that rung."""
+    """Return what was tried on a rung, with the speedup over that rung."""
     if (run := _record(record)) is None:
         return NO_RUN
     rungs = _rungs(run, kind)
     names = _workloads(run, kind)
-    lines = _head(["beside rung", "what was tried"], names)
+    lines = _head(["on rung", "what was tried"], names)
     for rung in rungs:
         if rung["tried"]:
-            beside = next(
+            base = next(
                 each
                 for each in rungs
                 if each["number"] == rung["number"] and not each["tried"]
             )
-            cells = [_cell(run, rung, beside, name) for name in names]
+            cells = [_cell(run, rung, base, name) for name in names]
             row = f"| {rung['number']} | {rung['title']} | {' | '.join(cells)} |"
             lines.append(row)
     return "\n".join(lines)
 
 
 def ladder_resources(kind: str, record: Path | None = None) -> str:
-    """Return what the kernels of a ladder use: registers, what did not fit, shared memory."""
+    """Return the resources of the kernels of a ladder: registers, spills, shared memory."""
     if (run := _record(record)) is None:
         return NO_RUN
     lines = [
-        "| rung | kernel | registers | registers spilled | KiB shared |",
+        "| rung | kernel | registers | registers spilled | KiB shared memory |",
         "|---|---|---:|---:|---:|",
     ]
     for rung in _rungs(run, kind):
@@ -91,7 +91,7 @@ def ladder_resources(kind: str, record: Path | None = None) -> str:
 
 
 def ladder_rung(name: str) -> str:
-    """Return a rung's file, folded: its words above, its kernels within."""
+    """Return the docstring of a rung's file, and its kernels, folded."""
     path = FOLDER / f"{name}.py"
     source = path.read_text(encoding="utf-8")
     tree = ast.parse(source)
@@ -152,7 +152,7 @@ def _result(run: Record, rung: Record, workload: str) -> Record:
 
 
 def _cell(run: Record, rung: Record, other: Record | None, workload: str) -> str:
-    """Return microseconds, and how many times as fast as another rung that is."""
+    """Return microseconds, and the speedup over another rung."""
     row = _result(run, rung, workload)
     if "failed" in row:
         return "failed"
@@ -164,7 +164,7 @@ def _cell(run: Record, rung: Record, other: Record | None, workload: str) -> str
 
 
 def _rate(run: Record, kind: str, rung: Record, workload: str) -> str:
-    """Return bytes or operations a second, as the kind is short of the one or the other."""
+    """Return bytes per second of a decode, operations per second of a prefill."""
     row = _result(run, rung, workload)
     if "failed" in row:
         return "failed"

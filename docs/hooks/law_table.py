@@ -1,4 +1,4 @@
-"""Which laws are there, and what do the adapters look like?"""
+"""Tables of the laws, and the code of the adapters."""
 
 import ast
 from functools import cache
@@ -12,11 +12,11 @@ ROOT = Path(__file__).parents[2]
 
 
 def law_table() -> str:
-    """Return every law by area: the question of its file, its sentence, what it needs."""
+    """Return every law by area: its sentence, and the operations and claims that it needs."""
     areas: dict[str, list[Law]] = {}
     for law in ALL_LAWS:
         areas.setdefault(law.area, []).append(law)
-    parts = [f"{len(ALL_LAWS)} laws about {len(areas)} things."]
+    parts = [f"{len(ALL_LAWS)} laws in {len(areas)} areas."]
     for area, laws in areas.items():
         parts.append(f"### {area.replace('_', ' ').capitalize()}")
         lines = ["| law | needs |", "|---|---|"]
@@ -31,10 +31,10 @@ def law_table() -> str:
 
 @cache
 def count_of(name: str) -> str:
-    """Return the last line of a check of an adapter of docs/adapters, measured here and now.
+    """Return the last line of a check of an adapter of docs/adapters, run at build time.
 
     Raises:
-        AssertionError: a law is broken, and the page says that none is.
+        AssertionError: A law is broken, but the page says that none is.
     """
     file = ROOT / "docs" / "adapters" / f"{name}.py"
     report = check_implementation(str(file), isolated=False, device="cpu")
@@ -44,7 +44,7 @@ def count_of(name: str) -> str:
 
 
 def adapter(name: str) -> str:
-    """Return an adapter of docs/adapters: what it says first, and its code."""
+    """Return an adapter of docs/adapters: its docstring and its code."""
     source = (ROOT / "docs" / "adapters" / f"{name}.py").read_text(encoding="utf-8")
     words = ast.get_docstring(ast.parse(source)) or ""
     code = source.partition('"""\n\n')[2]

@@ -1,6 +1,6 @@
-"""Which planted bugs does the conformance suite find, and which law finds them?
+"""Tables of the mutants: which the conformance suite kills, and which law kills them.
 
-All of it is read from tests/records/mutants.json, which `make mutants` writes.
+The tables are made from the report that `make mutants` writes.
 """
 
 import json
@@ -25,7 +25,7 @@ def mutant_table(part: str) -> str:
     if part == "laws":
         laws = Counter(each["law"] for each in mutants if each["law"])
         rows = [f"| {law} | {count} |" for law, count in laws.most_common()]
-        return "\n".join(["| the law | mutants it killed |", "|---|---:|", *rows])
+        return "\n".join(["| law | mutants killed |", "|---|---:|", *rows])
     if part in ("alive", "equivalent"):
         return _named([each for each in mutants if each["ended"] == part])
     raise ValueError(
@@ -40,17 +40,17 @@ def _counts(record: dict[str, Any]) -> str:
     packages = Counter(each["id"].partition("/")[0] for each in mutants)
     return (
         f"Of {len(mutants)} mutants ({packages['reference']} of the reference,"
-        f" {packages['optimized']} of the twin) the suite killed **{ends['killed']}**;"
-        f" **{ends['alive']}** live; {ends['equivalent']} are equivalent. It has"
-        f" {record['laws']} laws, and drew {record['examples']} cases of each. The run took"
-        f" {record['seconds'] / 60:.0f} minutes, a mutant {times[len(times) // 2]:.1f} s in the"
-        " median."
+        f" {packages['optimized']} of the optimized twin) the suite killed **{ends['killed']}**;"
+        f" **{ends['alive']}** survive; {ends['equivalent']} are equivalent. It has"
+        f" {record['laws']} laws and draws {record['examples']} cases per law. The run took"
+        f" {record['seconds'] / 60:.0f} minutes; the median per mutant is"
+        f" {times[len(times) // 2]:.1f} s."
     )
 
 
 def _operators(record: dict[str, Any]) -> str:
     lines = [
-        "| the change | for instance | killed | alive | equivalent |",
+        "| change | example | killed | alive | equivalent |",
         "|---|---|---:|---:|---:|",
     ]
     for name, meaning in record["operators"].items():

@@ -1,4 +1,4 @@
-"""Which operations are operators of torch, and what do they write?"""
+"""Table of the operations that are operators of torch, with what each one writes."""
 
 import ast
 from pathlib import Path
@@ -7,9 +7,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def operator_table() -> str:
-    """Return one row for each operator: its name, what it writes, what may be an output."""
-    lines = ["| operator | always writes | writes where given |", "|---|---|---|"]
-    for path in sorted((ROOT / "optimized").glob("[!_]*.py")):
+    """Return one row per operator: its name, what it writes, what it may get as an output."""
+    lines = ["| operator | always writes | writes if given |", "|---|---|---|"]
+    for path in sorted((ROOT / "optimized").rglob("[!_]*.py")):
         for node in ast.parse(path.read_text()).body:
             if not isinstance(node, ast.FunctionDef):
                 continue
@@ -19,12 +19,14 @@ def operator_table() -> str:
                     or ast.unparse(call.func) != "operator"
                 ):
                     continue
-                said = {each.arg: each.value for each in call.keywords}
+                keywords = {each.arg: each.value for each in call.keywords}
                 changed, out = (
-                    ", ".join(f"`{name}`" for name in ast.literal_eval(said[key]))
-                    if key in said
+                    ", ".join(f"`{name}`" for name in ast.literal_eval(keywords[key]))
+                    if key in keywords
                     else "-"
                     for key in ("changed", "out")
                 )
                 lines.append(f"| `{node.name}` | {changed} | {out} |")
+    if len(lines) == 2:
+        raise ValueError("optimized/: no function has the decorator `operator`")
     return "\n".join(lines)

@@ -1,6 +1,6 @@
-"""Which options of attention ran, where, and beside which others?
+"""Tables of the attention options that the tests ran, alone and in pairs.
 
-All of it is read from tests/records/option_runs.json, which tests/record_options.py writes.
+The tables are made from the record that the tests write.
 """
 
 import json
@@ -19,7 +19,7 @@ KINDS = (
 )
 BESIDE = (
     *KINDS,
-    ("both ways", "causal", ("no",)),
+    ("bidirectional", "causal", ("no",)),
     ("flags", "causal", ("each request",)),
     ("window", "sliding_window", None),
     ("chunks", "attention_chunk_size", None),
@@ -34,21 +34,21 @@ BESIDE = (
     ("lse", "lse", ("given",)),
     ("value size", "value_head_size", None),
 )
-"""Heading, option and values of what is set beside each other; None: whatever is not off."""
+"""Heading, option and values of each row. If the values are None, all that are not off."""
 
 
 def option_runs() -> str:
-    """Return what ran on which twin and where, as a list."""
+    """Return how many calls ran on which twin and device, as a list."""
     record = _record()
     count = len(record["choices"])
     return "\n".join(
-        f"- {name}: {len(run['passed'])} of {count} calls right"
+        f"- {name}: {len(run['passed'])} of {count} calls correct"
         for name, run in record["runs"].items()
     )
 
 
 def option_table() -> str:
-    """Return one row for each option: what it means, its values, where it ran."""
+    """Return one row per option: its meaning, its values, where it ran."""
     record = _record()
     headings = [heading for heading, _, _ in KINDS]
     lines = [
@@ -70,7 +70,7 @@ def option_table() -> str:
 
 
 def option_pairs() -> str:
-    """Return how many calls had both of two options, or a letter for why none may."""
+    """Return how many calls had both of two options, or the letter of the reason for none."""
     record = _record()
     reasons = list(dict.fromkeys(each["reason"] for each in record["refused"]))
     lines = [
@@ -91,7 +91,7 @@ def option_pairs() -> str:
             ", ".join(dict.fromkeys(_named(record, each[side]) for each in refused))
             for side in ("one", "other")
         )
-        lines.append(f"- *{_letter(number)}*: {ones} beside {others}: {reason}.")
+        lines.append(f"- *{_letter(number)}*: {ones} with {others}: {reason}.")
     return "\n".join(lines)
 
 
@@ -104,7 +104,7 @@ def _record() -> dict[str, Any]:
 
 
 def _named(record: dict[str, Any], side: list[Any]) -> str:
-    """Return an option as it is refused: with its value, if only that one is."""
+    """Return a rejected option, with its value if only that value is rejected."""
     name, values = side
     every = [value for value in record["options"][name]["values"] if value not in OFF]
     return f"`{name}`" if values == every else f"`{name}` ({', '.join(values)})"
@@ -132,7 +132,7 @@ def _count(record: dict[str, Any], *sides: Side) -> int:
 def _cell(
     record: dict[str, Any], side: Side, name: str, values: tuple[str, ...] | None
 ) -> str:
-    """Return a count; or the letter of the reason, if no value goes with any; or a dash."""
+    """Return a count, or the letter of the reason if there is none, or a dash."""
     other = name, values
     if side[0] == name:
         return "-"  # two values of one option
@@ -146,4 +146,4 @@ def _cell(
             set(sides[option]) <= set(refused) for option, refused in (one, its)
         ):
             return f"*{_letter(reasons.index(each['reason']))}*"
-    raise ValueError(f"{side} and {other} are neither drawn together nor refused")
+    raise ValueError(f"{side} and {other} are neither drawn together nor rejected")

@@ -1,7 +1,7 @@
-"""How do pages get what must not drift: examples, pictures, code, tables?
+"""Macros of the documentation: examples, pictures, code and tables made from the project's files.
 
-A line `{{ name }}` or `{{ name("argument") }}` of a page is replaced by what the function of that
-name below returns: Markdown, made from the project's own files at build time.
+A line `{{ name }}` or `{{ name("argument") }}` of a page is replaced by the Markdown that the
+function of that name returns at build time.
 """
 
 import ast
@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import bench_table
+import error_examples
 import figures
 import ladder_table
 import law_table
 import mutant_table
 import operator_table
 import option_table
-import refused
 import side_by_side as twins
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -38,7 +38,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, **kwargs: Any) -> str:
-    """Replace every call in a page; an unknown name stops the build."""
+    """Replace every macro call in a page. An unknown name ends the build."""
 
     def replaced(found: re.Match[str]) -> str:
         name, argument = found[1], found[2]
@@ -52,31 +52,52 @@ def picture(name: str) -> str:
     return figures.figure(name)
 
 
-def question(concept: str) -> str:
-    """Return the summary of a concept: the first line of its file."""
+def summary(concept: str) -> str:
+    """Return the first line of a concept."""
     return f"{operations.concept(concept).summary}\n{{: .summary }}"
 
 
 def module_words(argument: str) -> str:
-    """Return a module's docstring after its first line: "optimized/slot_mapping"."""
-    path = ROOT / f"{argument}.py"
+    """Return a module's docstring after its first line.
+
+    Args:
+        argument: Path of the module, such as "shared/contract/layouts.py".
+
+    Raises:
+        FileNotFoundError: There is no such module.
+    """
+    path = ROOT / argument
     if not path.exists():
-        return ""
+        raise FileNotFoundError(f"module_words({argument!r}): {path} does not exist")
     words = ast.get_docstring(ast.parse(path.read_text())) or ""
     return words.partition("\n\n")[2]
 
 
+def reference_words(concept: str) -> str:
+    """Return the docstring of a concept's reference file after its first line."""
+    return _words_of(concept, "reference")
+
+
+def optimized_words(concept: str) -> str:
+    """Return the docstring of a concept's optimized file after its first line."""
+    return _words_of(concept, "optimized")
+
+
+def _words_of(concept: str, twin: str) -> str:
+    return module_words(operations.concept(concept).path(twin))
+
+
 def example(concept: str) -> str:
-    """Return the worked examples of a concept: the call, what it shows, the story."""
+    """Return the worked examples of a concept: title, call, explanation."""
     parts = []
     for each in examples.examples_of(concept):
         parts.append(f"### `{each.operation}`: {_lower(each.title)}")
         parts.append(f"```pycon\n{each.code.rstrip()}\n```")
-        parts.append("\n".join(_told(told) for told in each.story))
+        parts.append("\n".join(_story_step(step) for step in each.story))
     return "\n\n".join(parts)
 
 
-def _told(step: examples.StoryStep) -> str:
+def _story_step(step: examples.StoryStep) -> str:
     words = f"*{step.step}:* " if step.step else ""
     return (
         f"1.  {words}{_plain(step.text)}\n\n    `{step.expression}` is `{step.value}`\n"
@@ -92,7 +113,7 @@ def _lower(title: str) -> str:
 
 
 def contract(concept: str) -> str:
-    """Return the contract of each operation, as the reference's docstrings say it."""
+    """Return the contract of each operation: the reference's docstrings."""
     topic = operations.concept(concept)
     return "\n\n".join(
         f"::: {twins.home(topic, name)}.{name}\n    options:\n      heading_level: 3\n"
@@ -102,13 +123,13 @@ def contract(concept: str) -> str:
 
 
 def code(concept: str) -> str:
-    """Return both files of a concept, step beside step."""
+    """Return both files of a concept, step by step."""
     return twins.side_by_side(operations.concept(concept))
 
 
 def concept_table() -> str:
-    """Return the concepts in reading order, with their summaries."""
-    lines = ["| concept | content | lines |", "|---|---|---|"]
+    """Return the concepts in reading order, each with its first line."""
+    lines = ["| concept | content | lines |", "|---|---|---:|"]
     for each in operations.CONCEPTS:
         path = ROOT / each.path("reference")
         count = len(path.read_text().splitlines())
@@ -119,13 +140,13 @@ def concept_table() -> str:
 
 
 def feature_table() -> str:
-    """Return one row for each operation: reference, twin, laws, example, docs."""
+    """Return one row per operation: reference, optimized twin, tests, example, page."""
     tests = {
         path: path.read_text() for path in sorted((ROOT / "tests").glob("test_*.py"))
     }
     shown = {each.operation for each in examples.EXAMPLES}
     lines = [
-        "| operation | reference | twin | tested in | example | docs |",
+        "| operation | reference | optimized | tested in | example | page |",
         "|---|---|---|---|---|---|",
     ]
     for concept in operations.CONCEPTS:
@@ -167,7 +188,7 @@ def shape_table() -> str:
         found = re.fullmatch(r"(\w+) = (\w+)\[Tensor, '(.*)'\]", ast.unparse(node))
         if found is None:
             raise ValueError(
-                f"shared/contract/shapes.py: {ast.unparse(node)} is no alias"
+                f"shared/contract/shapes.py: {ast.unparse(node)} is not an alias"
             )
         elements = found[2].lower().replace("float", "any float")
         lines.append(
@@ -177,12 +198,12 @@ def shape_table() -> str:
 
 
 def replay_laws() -> str:
-    """Return what the replay holds every twin to, as a list."""
+    """Return the laws that the replay checks at every step, as a list."""
     return "\n".join(f"- {law.value.strip(chr(39))}" for law in step.ReplayLaw)
 
 
 def replay_defaults() -> str:
-    """Return what a replay gets when nothing is said, by device."""
+    """Return the default settings of a replay, per device."""
     names = [each.name for each in fields(settings.ReplaySettings)]
     lines = ["| | CPU | CUDA |", "|---|---|---|"]
     for name in names:
@@ -195,7 +216,7 @@ def replay_defaults() -> str:
 def _setting(value: object) -> str:
     if value is None:
         share = settings.CACHE_SHARE
-        return f"{share:.0%} of what the traffic would use with no end of blocks"
+        return f"{share:.0%} of the blocks that the trace would use at most"
     if isinstance(value, tuple):
         return ", ".join(map(str, value))
     if isinstance(value, float) and 0 < value < 1:
@@ -204,17 +225,17 @@ def _setting(value: object) -> str:
 
 
 def gpu_records() -> str:
-    """Return the summaries of the runs on GPUs in tests/records, the newest first."""
+    """Return the summaries of the runs on GPUs, the newest first."""
     folder = ROOT / "tests" / "records"
     summaries = [
         path.with_suffix(".md").read_text(encoding="utf-8")
         for path in sorted(folder.glob("20*.json"), reverse=True)
-        # a benchmark's record has a page of its own
+        # a benchmark's record is shown on the benchmark page
         if not path.stem.endswith("-bench")
     ]
     if not summaries:
         return "*No run on a GPU is recorded yet.*"
-    # one level down: the page has a heading of its own
+    # one level down, because the page has a heading
     return "\n\n".join(re.sub(r"(?m)^#", "##", text) for text in summaries)
 
 
@@ -222,8 +243,10 @@ MACROS: dict[str, Callable[..., str]] = {
     each.__name__: each
     for each in (
         picture,
-        question,
+        summary,
         module_words,
+        reference_words,
+        optimized_words,
         example,
         contract,
         code,
@@ -246,7 +269,7 @@ MACROS: dict[str, Callable[..., str]] = {
         ladder_table.ladder_rung,
         law_table.adapter,
         law_table.count_of,
-        refused.refusals,
+        error_examples.error_examples,
         option_table.option_runs,
         option_table.option_table,
         option_table.option_pairs,

@@ -1,9 +1,9 @@
-"""How do the two files of a concept stand beside each other?
+"""Side-by-side view of the two files of a concept, step by step.
 
-Each public operation of the reference is cut at its `# step:` comments. The twin may hold the same
-steps in a private function, mostly a kernel; so for each operation all functions of the twin's
-file that it calls are searched, in file order. Signatures and docstrings are left out here: they
-are the same, and stand in the contract.
+Each public operation of the reference is divided at its `# step:` comments. The optimized twin may
+have the same steps in a private function, often a kernel. So for each operation all functions of
+the optimized file that it calls are searched, in file order. Signatures and docstrings are omitted
+here: they are the same, and the contract shows them.
 """
 
 import ast
@@ -26,7 +26,7 @@ STEP = re.compile(r"\s*# step: (?P<words>.*)")
 
 @dataclass(frozen=True)
 class Chunk:
-    """Code up to the next step; `step` is empty for what stands before the first one."""
+    """Code up to the next step. `step` is empty for the code before the first step."""
 
     step: str
     code: str
@@ -34,7 +34,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Function:
-    """One function or method of a file, cut at its steps."""
+    """One function or method of a file, divided at its steps."""
 
     name: str
     owner: str
@@ -47,7 +47,7 @@ class Function:
 
     @property
     def body(self) -> str:
-        """The whole body, its step comments included."""
+        """The whole body, including its step comments."""
         parts = []
         for chunk in self.chunks:
             parts += [f"# step: {chunk.step}"] * bool(chunk.step) + [chunk.code]
@@ -55,9 +55,9 @@ class Function:
 
 
 def functions_of(path: Path) -> list[Function]:
-    """Return the functions and methods of a file, in file order; none if there is no file.
+    """Return the functions and methods of a file, in file order. None if there is no file.
 
-    Those of private files beside it follow, where they, or what they import, take steps for it.
+    Functions of private files in the same folder follow, if they or their imports contain steps.
     """
     if not path.exists():
         return []
@@ -102,7 +102,7 @@ def _functions_in(path: Path) -> list[Function]:
         if not body:
             continue
         first = node.body[0].end_lineno + 1 if body is not node.body else body[0].lineno
-        # comments above the first statement belong to it
+        # comments before the first statement belong to it
         while body is node.body and lines[first - 2].lstrip().startswith("#"):
             first -= 1
         uses = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
@@ -155,12 +155,12 @@ def home(concept: Concept, operation: str) -> str:
 
 
 def side_by_side(concept: Concept) -> str:
-    """Return both files of a concept as Markdown, step beside step.
+    """Return both files of a concept as Markdown, step by step.
 
     What has one body for both twins is shown in one column.
 
     Args:
-        concept: whose files; if it has no operations, methods named `forward` are shown.
+        concept: The concept. If it has no operations, methods named `forward` are shown.
     """
     if concept.is_single:
         return _one_column(ROOT / concept.path("reference"))
@@ -197,13 +197,13 @@ def _two_columns(concept: Concept) -> str:
             continue
         ours, theirs = _reached(left, operation), _reached(right, operation)
         own = [each for each in ours if each.name == operation]
-        # other operations have their own place on the page
+        # other operations have their own section on the page
         theirs = [
             each
             for each in theirs
             if each.name == operation or each.name not in operations
         ]
-        # steps that the operation borrows from another one are shown if the twin's are its own
+        # steps taken from another operation are shown if the optimized steps are its own
         if _steps(own) or not _steps(theirs):
             ours = own
         shown |= {each.title for each in theirs}
@@ -216,7 +216,7 @@ def _two_columns(concept: Concept) -> str:
 
 
 def _class(left: list[Function], right: list[Function]) -> Iterator[str]:
-    """Return a class's methods beside those of the same name; private ones stand last, folded."""
+    """Return the methods of a class in pairs of the same name. Private ones come last, folded."""
     for ours in left:
         theirs = [each for each in right if each.name == ours.name]
         if ours.name[0] != "_" or ours.name == "__init__":
@@ -232,7 +232,7 @@ def _class(left: list[Function], right: list[Function]) -> Iterator[str]:
 
 
 def _reached(functions: list[Function], operation: str) -> list[Function]:
-    """Return the function of that name and what it calls in its file, in file order."""
+    """Return the function of that name and the functions it calls in its file, in file order."""
     names = {operation}
     while True:
         used = {
@@ -266,7 +266,7 @@ def _operation(
 
 
 def _whole(functions: list[Function], operation: str) -> str:
-    """Return the operation's body, and the bodies of what it calls folded away."""
+    """Return the operation's body, and the folded bodies of the functions it calls."""
     blocks = [_code(each.body, "") for each in functions if each.name == operation]
     blocks += [
         _details(each.title, _code(each.body, ""))
@@ -277,7 +277,7 @@ def _whole(functions: list[Function], operation: str) -> str:
 
 
 def _before(functions: list[Function], operation: str, steps: list[str]) -> str:
-    """Return what stands before the first step; of what the operation calls, folded away."""
+    """Return the code before the first step. Code of called functions is folded."""
     same = [each for each in functions if each.name == operation]
     blocks, folded = [], []
     for each in functions:
@@ -294,7 +294,7 @@ def _before(functions: list[Function], operation: str, steps: list[str]) -> str:
 
 
 def _at(functions: list[Function], operation: str, step: str) -> str:
-    """Return the code of one step, named where it stands in another function."""
+    """Return the code of one step. Code of another function gets that function's name."""
     same = [each for each in functions if each.name == operation]
     return "\n\n".join(
         _code(chunk.code, "" if same == [each] else each.title)
@@ -306,7 +306,7 @@ def _at(functions: list[Function], operation: str, step: str) -> str:
 
 def _row(step: str, left: str, right: str) -> str:
     words = f'<p class="step">{escape(step)}</p>\n\n' if step else ""
-    nothing = '<p class="nothing">not a step of its own here</p>' if step else ""
+    nothing = '<p class="nothing">not a separate step here</p>' if step else ""
     return (
         f'{words}<div class="twin" markdown>\n<div markdown>\n\n{left or nothing}\n\n'
         f"</div>\n<div markdown>\n\n{right or nothing}\n\n</div>\n</div>"

@@ -1,4 +1,4 @@
-"""How is attention timed from a terminal?"""
+"""Command `pagetwin bench`: time attention on a GPU."""
 
 import warnings
 from pathlib import Path
@@ -11,7 +11,7 @@ from .command_line import choose_interpreter, sentences_for_errors
 
 if TYPE_CHECKING:
     from .bench.run import Benchmark
-    from .bench.settings import Settings
+    from .bench.settings import BenchSettings
 
 WRONG = 1
 INTERRUPTED = 130
@@ -28,56 +28,62 @@ def bench(
     implementations: Annotated[
         str | None,
         typer.Option(
-            help="Names with commas between them: ours, fa3, flashinfer, vllm, xformers, torch."
-            "  (everyone who is installed)"
+            help="Comma-separated: ours, fa3, flashinfer, vllm, xformers, torch."
+            "  (all that are installed)"
         ),
     ] = None,
     rounds: Annotated[
-        int | None, typer.Option(help="How often inputs are drawn anew.  (3; smoke 1)")
+        int | None, typer.Option(help="Rounds, each with new inputs.  (3; smoke 1)")
     ] = None,
     repeats: Annotated[
-        int | None, typer.Option(help="Runs of each in a round.  (30; smoke 2)")
+        int | None,
+        typer.Option(help="Runs per implementation and round.  (30; smoke 2)"),
     ] = None,
     seed: Annotated[
-        int, typer.Option(help="What inputs and the order of runs are drawn from.")
+        int, typer.Option(help="Seed of inputs and of the order of runs.")
     ] = 0,
     limit: Annotated[
         float | None,
-        typer.Option(help="Seconds after which nothing is begun any more.  (none)"),
+        typer.Option(help="Seconds after which no workload is started.  (none)"),
     ] = None,
     fa3: Annotated[
         Path | None,
         typer.Option(
             help="vLLM's _vllm_fa3_C.abi3.so, which holds FlashAttention-3.  ($PAGETWIN_FA3,"
-            " or as it is installed)"
+            " or an installed package)"
         ),
     ] = None,
     json_file: Annotated[
         Path | None,
-        typer.Option("--json", help="Write the record to this file, as it grows."),
+        typer.Option(
+            "--json", help="Write the record to this file, after each workload."
+        ),
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(help="Draw it into this .svg or .png file, and dark beside it."),
+        typer.Option(
+            help="Draw plots into this .svg or .png file, and a dark version next to it."
+        ),
     ] = None,
     markdown: Annotated[
         Path | None, typer.Option(help="Write a page to this file.")
     ] = None,
     commit: Annotated[
-        str | None, typer.Option(help="What the record names.  (what git says)")
+        str | None, typer.Option(help="Commit that the record names.  (from git)")
     ] = None,
     smoke: Annotated[
         bool,
         typer.Option(
-            "--smoke", help="Tiny versions of all workloads; their times mean nothing."
+            "--smoke",
+            help="Tiny versions of all workloads; their times have no meaning.",
         ),
     ] = False,
 ) -> None:
-    """Time attention, ours and that of everyone who is installed, on the same tensors.
+    """Time attention of pagetwin and of other installed libraries, on the same tensors.
 
-    Everyone is judged before being timed; who is wrong is not timed.
+    Outputs are checked first. Implementations that fail the check are not timed.
 
-    Exit code 1: ours is wrong or fails somewhere.
+    Exit code 1: ours is wrong or fails in a workload.
     """
     with sentences_for_errors():
         for option, file in (
@@ -112,7 +118,7 @@ def bench(
             smoke=smoke,
             fa3=None if fa3 is None else str(fa3),
         )
-        # an older way to make pointers, which xFormers has; and what the interpreter rounds
+        # xFormers uses deprecated block pointers; the interpreter warns about rounding
         warnings.filterwarnings("ignore", "tl.make_block_ptr is deprecated")
         warnings.filterwarnings("ignore", module="triton.runtime.interpreter")
         run = Benchmark(settings, json_file=json_file)
@@ -125,7 +131,7 @@ def bench(
     console = Console()
     table = result_table(record)
     if not console.is_terminal:
-        # a file has no edge at which a table would have to be folded
+        # a file has no width at which a table would have to be wrapped
         console = Console(width=max(80, Console(width=400).measure(table).maximum))
     console.print(table)
     wide = Console(soft_wrap=True)
@@ -149,7 +155,7 @@ def bench(
 
 
 def _leave(record: dict[str, Any], console: Console) -> None:
-    """Say last how the run ended, and leave with the code that says it too."""
+    """Print how the run ended, and exit with the code for it."""
     ended, seconds = record["ended"], record["seconds"]
     faults = [
         each["name"]
@@ -170,8 +176,8 @@ def _leave(record: dict[str, Any], console: Console) -> None:
         raise typer.Exit(WRONG)
 
 
-def _watch(run: "Benchmark", settings: "Settings") -> dict[str, Any]:
-    """Run a benchmark behind a progress bar; each workload's first times are printed."""
+def _watch(run: "Benchmark", settings: "BenchSettings") -> dict[str, Any]:
+    """Run a benchmark with a progress bar, and print each workload's first times."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -195,12 +201,12 @@ def _watch(run: "Benchmark", settings: "Settings") -> dict[str, Any]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("compiling and measuring ceilings", total=total)
 
-        def tell(workload: Workload, turn: int, found: dict[str, Any]) -> None:
+        def show(workload: Workload, turn: int, found: dict[str, Any]) -> None:
             words = f"round {turn + 1} of {settings.rounds}: {workload.name}"
             progress.update(task, advance=1, description=words)
             if turn == 0:
                 line = one_line(found, run.record()["meaningless"])
                 lines.print(line, highlight=False, markup=False)
 
-        run.tell = tell
+        run.on_measured = show
         return run.run()

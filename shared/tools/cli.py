@@ -1,8 +1,6 @@
-"""What can one do with pagetwin from a terminal?
+"""The command `pagetwin`: replay, reproduce, explain, check, fuzz, bench.
 
-Replay real traffic on both twins, run a step again on which they disagreed, have a concept
-explained, hold a kernel of one's own to every law, and time attention. The heavy imports wait
-inside the commands, so that `pagetwin --help` answers at once.
+Slow imports are inside the commands, so `pagetwin --help` is fast.
 """
 
 import json
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
     from .replay.run import Replay, StepRecord
 
 app = typer.Typer(
-    help="Paged attention and its bookkeeping, written twice and held equal.",
+    help="Paged attention and its bookkeeping, written twice: to be read and to be fast.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -45,11 +43,11 @@ def main(
             "--version",
             callback=_print_version,
             is_eager=True,
-            help="Print the version and leave.",
+            help="Print the version and exit.",
         ),
     ] = False,
 ) -> None:
-    """Paged attention and its bookkeeping, written twice and held equal."""
+    """Paged attention and its bookkeeping, written twice: to be read and to be fast."""
 
 
 @app.command()
@@ -58,17 +56,17 @@ def replay(
         str, typer.Option(help="mooncake, azure, or a .csv or .jsonl file.")
     ] = "mooncake",
     requests: Annotated[
-        int | None, typer.Option(help="Requests at most.  (40; cuda 100)")
+        int | None, typer.Option(help="Maximum number of requests.  (40; cuda 100)")
     ] = None,
     scale: Annotated[
         float | None,
-        typer.Option(help="What lengths are multiplied with.  (1/64; cuda 1)"),
+        typer.Option(help="Factor of all lengths.  (1/64; cuda 1)"),
     ] = None,
     twins: Annotated[
         str,
         typer.Option(
-            help="Names with commas between them: reference, optimized, triton, xformers,"
-            " or a package that has the same files."
+            help="Comma-separated: reference, optimized, triton, xformers, or a package with"
+            " the same files."
         ),
     ] = "reference,optimized",
     device: Annotated[
@@ -79,58 +77,61 @@ def replay(
         typer.Option(help="float32, float16 or bfloat16.  (float16; cuda bfloat16)"),
     ] = None,
     query_heads: Annotated[
-        int | None, typer.Option(help="Of the model.  (4; cuda 32)")
+        int | None, typer.Option(help="Query heads of the model.  (4; cuda 32)")
     ] = None,
     kv_heads: Annotated[
-        int | None, typer.Option(help="Of the model.  (2; cuda 8)")
+        int | None, typer.Option(help="KV heads of the model.  (2; cuda 8)")
     ] = None,
     head_size: Annotated[
-        int | None, typer.Option(help="Elements of a head.  (16; cuda 128)")
+        int | None, typer.Option(help="Elements per head.  (16; cuda 128)")
     ] = None,
     layers: Annotated[int | None, typer.Option(help="Attention layers.  (1)")] = None,
     block_size: Annotated[
-        int | None, typer.Option(help="Slots in a block.  (8; cuda 16)")
+        int | None, typer.Option(help="Slots per block.  (8; cuda 16)")
     ] = None,
     num_blocks: Annotated[
         int | None,
         typer.Option(
-            help="Blocks in the cache.  (60 % of what the traffic would use at once)"
+            help="Blocks in the cache.  (60 % of the blocks that the trace would use at most)"
         ),
     ] = None,
     token_budget: Annotated[
-        int | None, typer.Option(help="New tokens of a step at most.  (96; cuda 2048)")
+        int | None,
+        typer.Option(help="Maximum number of new tokens per step.  (96; cuda 2048)"),
     ] = None,
     max_running: Annotated[
         int | None,
-        typer.Option(help="Requests that run at once at most.  (8; cuda 64)"),
+        typer.Option(help="Maximum number of running requests.  (8; cuda 64)"),
     ] = None,
     steps_per_second: Annotated[
         float | None,
-        typer.Option(help="Steps in a second of the trace.  (3; cuda 30)"),
+        typer.Option(help="Steps per second of the trace.  (3; cuda 30)"),
     ] = None,
     check_every: Annotated[
         int | None,
-        typer.Option(help="Compare whole caches every so many steps.  (1; cuda 16)"),
+        typer.Option(
+            help="Interval in steps at which whole caches are compared.  (1; cuda 16)"
+        ),
     ] = None,
     seed: Annotated[
-        int, typer.Option(help="What tokens, tables and block order are drawn from.")
+        int, typer.Option(help="Seed of tokens, tables and block order.")
     ] = 0,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write all figures to this file.")
     ] = None,
     report: Annotated[
-        Path | None, typer.Option(help="Write a page with pictures to this .html file.")
+        Path | None, typer.Option(help="Write a report with plots to this .html file.")
     ] = None,
 ) -> None:
-    """Replay real traffic on both twins and compare them at every step.
+    """Replay a serving trace through both twins and compare them at every step.
 
-    What an option is by default stands behind it, without a GPU and with one.
+    Defaults are in parentheses, without a GPU and with one.
 
     Exit code 1: the twins disagree, and a file that reproduces the step has been written.
     """
     with sentences_for_errors():
         if report is not None:
-            # before the replay: afterwards it would have been for nothing
+            # before the replay, because a failure afterwards would lose its results
             from .replay.report import check_report_can_be_written
 
             check_report_can_be_written(report)
@@ -188,11 +189,11 @@ def replay(
 
 @app.command()
 def reproduce(
-    file: Annotated[Path, typer.Argument(help="A file that a disagreement left.")],
+    file: Annotated[Path, typer.Argument(help="The file that a disagreement wrote.")],
 ) -> None:
-    """Run a step again on which the twins disagreed.
+    """Run again a step on which the twins disagreed.
 
-    Exit code 1: they still do; 0: they no longer do.
+    Exit code 1: they still disagree. Exit code 0: they agree.
     """
     with sentences_for_errors():
         from .replay.mismatch import load_step
@@ -211,10 +212,10 @@ def reproduce(
         markup=False,
     )
     if still is None:
-        console.print("[bold green]It no longer goes wrong.[/] What went wrong was:")
+        console.print("[bold green]The step is right now.[/] The stored failure was:")
         console.print(f"{before.law}: {before.found}", highlight=False, markup=False)
         return
-    console.print("[bold red]It still goes wrong.[/]")
+    console.print("[bold red]The step is still wrong.[/]")
     console.print(str(still), highlight=False, markup=False)
     raise typer.Exit(DISAGREE)
 
@@ -223,12 +224,12 @@ def reproduce(
 def explain(
     concept: Annotated[str, typer.Argument(help="A concept, such as slot_mapping.")],
 ) -> None:
-    """Explain a concept with an example, in the terminal."""
+    """Print the worked examples of a concept."""
     with sentences_for_errors(KeyError):
         choose_interpreter("cpu")
-        from .explain import explain as tell
+        from .explain import explain as print_concept
 
-        tell(concept, Console())
+        print_concept(concept, Console())
 
 
 app.command()(check)
@@ -237,7 +238,7 @@ app.command()(bench)
 
 
 def _watch(run: "Replay") -> "list[StepRecord]":
-    """Run a replay behind a progress bar; a disagreement is printed and ends the command."""
+    """Run a replay with a progress bar. A disagreement is printed and ends the command."""
     import torch
     from rich.progress import (
         BarColumn,

@@ -1,6 +1,6 @@
-"""How does a command start, and how does it say what its user can mend?
+"""Shared parts of the commands: choice of the interpreter, and errors as one sentence.
 
-What all commands share. Nothing here is heavy to import, so that `pagetwin --help` answers at once.
+Nothing here is slow to import, so `pagetwin --help` is fast.
 """
 
 import os
@@ -16,9 +16,9 @@ USER_ERROR = 2
 
 
 def choose_interpreter(device: str | None) -> None:
-    """Have Triton interpret its kernels where no GPU will run them.
+    """Select Triton's interpreter if no GPU will run the kernels.
 
-    Triton reads the variable once, when it is first imported.
+    Triton reads the variable once, when it is imported for the first time.
     """
     if device == "cuda":
         return
@@ -27,14 +27,14 @@ def choose_interpreter(device: str | None) -> None:
     if device is None and torch.cuda.is_available():
         return
     os.environ.setdefault("TRITON_INTERPRET", "1")
-    # an interpreted kernel is many tiny operations: threads cost more than they give
+    # an interpreted kernel is many tiny operations, for which threads cost more than they gain
     torch.set_num_threads(1)
 
 
 @contextmanager
 def sentences_for_errors(*others: type[Exception]) -> Iterator[None]:
-    """Print what the user can mend as one sentence, and leave with USER_ERROR."""
-    mendable: tuple[type[Exception], ...] = (
+    """Print errors that the user can fix as one sentence, and exit with USER_ERROR."""
+    user_errors: tuple[type[Exception], ...] = (
         ValueError,
         OSError,
         ImportError,
@@ -43,7 +43,7 @@ def sentences_for_errors(*others: type[Exception]) -> Iterator[None]:
     )
     try:
         yield
-    except mendable as error:
+    except user_errors as error:
         # str of a KeyError is the repr of its message
         sentence = error.args[0] if isinstance(error, KeyError) else error
         console = Console(stderr=True, soft_wrap=True)

@@ -1,6 +1,6 @@
-"""How are other people's kernels held to the laws from a terminal?
+"""Commands `pagetwin check` and `pagetwin fuzz`: run the laws on any implementation.
 
-`check` goes through all laws once; `fuzz` goes on with new seeds.
+`check` runs all laws once; `fuzz` continues with new seeds.
 """
 
 import importlib.util
@@ -25,12 +25,12 @@ COLOURS = {
 Module = Annotated[
     str,
     typer.Argument(
-        help="reference, optimized, a package or module with operations under their names,"
+        help="reference, optimized, a package or module with functions named like operations,"
         " or a .py file."
     ),
 ]
 Only = Annotated[
-    str | None, typer.Option(help="Words of a law's sentence or area.  (all laws)")
+    str | None, typer.Option(help="Words in a law's name or area.  (all laws)")
 ]
 Device = Annotated[
     str | None, typer.Option(help="cpu or cuda.  (cuda if there is a GPU)")
@@ -40,8 +40,8 @@ Device = Annotated[
 def check(
     module: Module,
     only: Only = None,
-    seed: Annotated[int, typer.Option(help="What cases are drawn from.")] = 0,
-    examples: Annotated[int, typer.Option(help="Drawn cases of a law.")] = 25,
+    seed: Annotated[int, typer.Option(help="Seed of the cases.")] = 0,
+    examples: Annotated[int, typer.Option(help="Drawn cases per law.")] = 25,
     device: Device = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the report to this file.")
@@ -52,16 +52,16 @@ def check(
     known: Annotated[
         list[str] | None,
         typer.Option(
-            help="LAW=REASON: a law that is known to be broken, and why. Once for each."
+            help="LAW=REASON: a law that is known to be broken, and why. May be repeated."
         ),
     ] = None,
     workers: Annotated[
-        int, typer.Option(help="Processes that share the laws out.")
+        int, typer.Option(help="Processes that the laws are distributed over.")
     ] = 1,
 ) -> None:
-    """Hold an implementation to every law, in a process of its own.
+    """Check an implementation against every law, in a separate process.
 
-    Exit code 1: a law is broken, crashes or lacks an operation, or a known failure holds.
+    Exit code 1: a law is broken, crashes or misses an operation, or a known failure holds.
     """
     with sentences_for_errors():
         _check_hypothesis("check")
@@ -96,20 +96,20 @@ def check(
 
 def fuzz(
     module: Module,
-    minutes: Annotated[float, typer.Option(help="How long to look.")] = 10.0,
+    minutes: Annotated[float, typer.Option(help="Duration in minutes.")] = 10.0,
     corpus: Annotated[
         Path | None,
-        typer.Option(help="Folder of what broke before.  (.pagetwin/fuzz)"),
+        typer.Option(help="Folder of stored failures.  (.pagetwin/fuzz)"),
     ] = None,
     only: Only = None,
-    examples: Annotated[
-        int, typer.Option(help="Drawn cases of a law in each round.")
-    ] = 50,
+    examples: Annotated[int, typer.Option(help="Drawn cases per law and round.")] = 50,
     device: Device = None,
 ) -> None:
-    """Try laws on ever new seeds; keep what breaks them, and begin with it the next time.
+    """Run the laws with new seeds until the time is over, and store the failures.
 
-    Exit code 1: a law is broken; a program for each shows it again.
+    The next run begins with the stored failures.
+
+    Exit code 1: a law is broken. A program for each one reproduces it.
     """
     with sentences_for_errors():
         _check_hypothesis("fuzz")
@@ -119,7 +119,7 @@ def fuzz(
         errors = Console(stderr=True)
         with errors.status("") as status:
 
-            def tell(run: Fuzzing, result: "Result") -> None:
+            def show(run: Fuzzing, result: "Result") -> None:
                 status.update(
                     f"round {run.rounds + 1}, {run.cases:,} cases,"
                     f" {len(run.broken)} broken: {result.law}"
@@ -132,11 +132,11 @@ def fuzz(
                 only=only,
                 examples=examples,
                 device=device,
-                on_result=tell,
+                on_result=show,
             )
     console = Console(soft_wrap=True)
     for law in run.mended:
-        console.print(f"[green]mended:[/] {law}", highlight=False)
+        console.print(f"[green]fixed:[/] {law}", highlight=False)
     for law in run.missing:
         console.print(f"[yellow]missing:[/] {law}", highlight=False)
     for law, result in run.broken.items():
@@ -144,7 +144,7 @@ def fuzz(
         if result.case:
             console.print(f"  {result.case}", highlight=False, markup=False)
     for path in run.programs:
-        console.print(f"to see it again: python {path}", highlight=False, markup=False)
+        console.print(f"to reproduce: python {path}", highlight=False, markup=False)
     colour = "red" if run.broken else "green"
     console.print(
         f"[bold {colour}]{run.cases:,} cases in {run.rounds} rounds:"
@@ -163,10 +163,10 @@ def _check_hypothesis(command: str) -> None:
         )
 
 
-def _law_and_reason(words: str) -> tuple[str, str]:
-    law, equals, reason = words.partition("=")
+def _law_and_reason(text: str) -> tuple[str, str]:
+    law, equals, reason = text.partition("=")
     if not equals or not reason.strip():
-        raise ValueError(f"known = {words!r}: expected LAW=REASON")
+        raise ValueError(f"known = {text!r}: expected LAW=REASON")
     return law.strip(), reason.strip()
 
 
@@ -179,7 +179,7 @@ def _watch(
     known_failures: dict[str, str],
     workers: int,
 ) -> "Report":
-    """Try all laws behind a progress bar."""
+    """Run all laws with a progress bar."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -201,7 +201,7 @@ def _watch(
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=len(laws))
 
-        def tell(result: "Result") -> None:
+        def show(result: "Result") -> None:
             progress.update(task, advance=1, description=result.law)
 
         return check_implementation(
@@ -211,13 +211,13 @@ def _watch(
             examples=examples,
             device=device,
             known_failures=known_failures,
-            on_result=tell,
+            on_result=show,
             workers=workers,
         )
 
 
 def _table(report: "Report") -> Table:
-    """Return one line for each law."""
+    """Return one row per law."""
     table = Table(title=f"{report.implementation} on {report.device}")
     table.add_column("law")
     table.add_column("ended")
@@ -244,7 +244,7 @@ def _table(report: "Report") -> Table:
 
 
 def _print_failure(report: "Report", result: "Result", console: Console) -> None:
-    """Print all there is to know about a law that does not hold."""
+    """Print everything about a law that does not hold."""
     console.print(f"\n[bold red]{result.status}:[/] {result.law}", highlight=False)
     lines = [result.reason, result.message]
     if result.what:
@@ -257,5 +257,5 @@ def _print_failure(report: "Report", result: "Result", console: Console) -> None
         if line:
             console.print(f"  {line}", highlight=False, markup=False)
     if result.case:
-        console.print("  to see it again:\n", highlight=False)
+        console.print("  to reproduce:\n", highlight=False)
         console.print(report.reproducer(result), highlight=False, markup=False)

@@ -1,8 +1,4 @@
-"""How does a concept work, step by step, in the terminal?
-
-The worked examples of `examples/`, told with a picture and with results that are computed while
-you read.
-"""
+"""Worked examples of a concept in the terminal, with a picture and computed results."""
 
 from typing import Any
 
@@ -20,14 +16,14 @@ from ..examples.drawing import DIM, NEW
 
 
 def explain(concept: str, console: Console) -> None:
-    """Walk through a concept's worked examples on the console.
+    """Print a concept's worked examples.
 
     Args:
-        concept: a name from `operations.CONCEPTS`.
-        console: where to print; 80 columns are enough.
+        concept: A name from `operations.CONCEPTS`.
+        console: The console to print to. 80 columns are enough.
 
     Raises:
-        KeyError: no such concept; the message lists what there is.
+        KeyError: There is no such concept. The message lists all concepts.
     """
     topic = concept_of(concept)
     examples = examples_of(concept)
@@ -45,14 +41,14 @@ def explain(concept: str, console: Console) -> None:
     following = names[names.index(concept) + 1 :]
     console.print()
     files = dict.fromkeys((topic.path("reference"), topic.path("optimized")))
-    console.print(Text(f"To read on: {', '.join(files)}", style=DIM))
+    console.print(Text(f"Source: {', '.join(files)}", style=DIM))
     if following:
         console.print(Text(f"Next:       pagetwin explain {following[0]}", style=DIM))
 
 
 def _tell(example: Example, names: dict[str, Any]) -> RenderableType:
     parts: list[RenderableType] = [Text(example.title), Text()]
-    # the call comes first: the story speaks of its names and numbers
+    # the call comes first, because the explanation uses its names and numbers
     for source, _, shown in run_example(example, names):
         parts.append(
             Syntax(

@@ -1,14 +1,13 @@
-"""How do the pictures of the documentation come about?
+"""Figures of the documentation, one file per concept.
 
-Each concept's picture is drawn in a file of its own as SVG and set into its page, so that its
-colours follow the page's light or dark scheme (docs/css/pagetwin.css). The numbers are those of
-the worked examples.
+Each figure is drawn as SVG and inlined into its page, so that its colours follow the light or dark
+scheme of the page (docs/css/pagetwin.css). The numbers are those of the worked examples.
 """
 
 import importlib
 
 
 def figure(name: str) -> str:
-    """Return the picture of that name as HTML for a page."""
+    """Return the figure of that name as HTML for a page."""
     drawn: str = importlib.import_module(f".{name}", __name__).draw().svg()
     return drawn

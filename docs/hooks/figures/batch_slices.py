@@ -7,7 +7,8 @@ def draw() -> Drawing:
     d = Drawing(
         700,
         236,
-        "A step of two requests, cut behind its second token. The cut falls inside request 0.",
+        "A step of two requests, divided after its second token. The boundary is "
+        "inside request 0.",
     )
     w, x, right = 60, 150, 450
     d.text(20, 43, "the step")
@@ -22,8 +23,8 @@ def draw() -> Drawing:
     d.row(right, 112, [("r0", "a"), ("r1", "b")], w=w)
     for y, name, first, second in (
         (172, "query_start_loc", "0, 2", "0, 1, 2"),
-        (196, "seq_lens", "2: it ends here for now", "3, 5"),
-        (220, "computed", "0", "2: what ran before it; 4"),
+        (196, "seq_lens", "2: ends here in this slice", "3, 5"),
+        (220, "computed", "0", "2: computed by the first slice; 4"),
     ):
         d.text(20, y, name)
         d.text(x, y, first, "note")

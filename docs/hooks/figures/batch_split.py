@@ -7,13 +7,13 @@ def draw() -> Drawing:
     d = Drawing(
         700,
         212,
-        "New tokens of four requests, as they came and after one swap. The boundary cuts"
-        " the batch into two plain slices.",
+        "New tokens of four requests, before and after one swap. The boundary divides "
+        "the batch into two slices.",
     )
     counts = [6, 1, 7, 1]
     for y, order, name in (
-        (30, [0, 1, 2, 3], "as they came"),
-        (130, [3, 1, 2, 0], "in order"),
+        (30, [0, 1, 2, 3], "before"),
+        (130, [3, 1, 2, 0], "after"),
     ):
         d.text(20, y + 23, name)
         x = 130

@@ -7,8 +7,8 @@ def draw() -> Drawing:
     d = Drawing(
         720,
         232,
-        "Request 0 owns blocks 7 and 2, request 1 owns block 5. What stands behind a row's"
-        " end is never read.",
+        "Request 0 has blocks 7 and 2, request 1 has block 5. Entries past the end of "
+        "a row are never read.",
     )
     d.text(20, 58, "block table")
     d.text(130, 24, "request 0: 8 tokens")

@@ -7,8 +7,8 @@ def draw() -> Drawing:
     d = Drawing(
         700,
         190,
-        "Two requests start, the second grows by a block, the first ends and its row is"
-        " taken over. Nothing of a longer row is left.",
+        "Two requests start, the second grows by a block, the first ends and its row "
+        "is taken over. No entry of a longer row remains.",
     )
     states = (
         (20, "r0, r1 start", [["7", "2", "4"], ["5", "", ""]]),
@@ -30,5 +30,5 @@ def draw() -> Drawing:
             d.row(x, 52 + 54 * number, cells, w=50)
     d.arrow(178, 96, 256, 96)
     d.arrow(423, 96, 501, 96)
-    d.text(510, 178, "free until it is used again")
+    d.text(510, 178, "unused until the next request")
     return d

@@ -7,8 +7,8 @@ def draw() -> Drawing:
     d = Drawing(
         700,
         292,
-        "A write scatters tokens to their slots (token 1 has none). A gather follows the"
-        " block table and brings a sequence back in order.",
+        "A write scatters tokens to their slots (token 1 has none). A gather follows "
+        "the block table and returns a sequence in order.",
     )
     d.text(20, 43, "new tokens")
     d.row(110, 20, [("5", "new"), ("6", "off")])

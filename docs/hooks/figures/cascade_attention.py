@@ -7,14 +7,14 @@ def draw() -> Drawing:
     d = Drawing(
         760,
         250,
-        "Both rows begin with block 2. It is read once, by both queries as one request; then each"
-        " reads its own block.",
+        "Both rows begin with block 2. It is read once, for both queries as one "
+        "request. Then each query reads its own block.",
     )
     d.text(20, 30, "the prefix, through row 0")
     d.row(20, 44, [("4", "new"), ("5", "new")], w=60)
     d.captions(20, 96, ["block 2"], w=120)
     for req, (y, kind) in enumerate(((44, "a"), (164, "b"))):
-        d.text(330, y - 14, f"request {req}'s own")
+        d.text(330, y - 14, f"the rest of request {req}")
         d.row(330, y, [(str(2 * req), kind)], w=60)
         d.captions(330, y + 52, [f"block {req}"], w=60)
         d.arrow(142, 61, 326, y + 17)

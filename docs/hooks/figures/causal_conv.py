@@ -7,8 +7,8 @@ def draw() -> Drawing:
     d = Drawing(
         700,
         190,
-        "Prompts of 8 and 17 tokens in chunks of 8. Program by program, two lists say which"
-        " request and which of its chunks.",
+        "Prompts of 8 and 17 tokens in chunks of 8. Two lists give the request and "
+        "the chunk of each program.",
     )
     widths = ((8, "a"), (8, "b"), (8, "b"), (1, "b"))
     x = 150.0
@@ -24,5 +24,5 @@ def draw() -> Drawing:
         cells = [(str(v), kind) for v, kind in zip(values, kinds, strict=True)]
         d.row(150, y, cells, w=60)
     d.text(525, 118, "... 2,048 programs")
-    d.text(525, 160, "-1: nothing to do")
+    d.text(525, 160, "-1: padding")
     return d

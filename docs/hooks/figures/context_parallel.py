@@ -7,8 +7,8 @@ def draw() -> Drawing:
     d = Drawing(
         700,
         230,
-        "Seven positions dealt out to two ranks, two in a row. Each rank packs its own"
-        " without gaps.",
+        "Seven positions distributed over two ranks, two consecutive ones at a time. "
+        "Each rank stores its positions without gaps.",
     )
     d.text(20, 52, "the sequence")
     cells = [(f"p{p}", "b" if p // 2 % 2 else "a") for p in range(7)]
@@ -19,5 +19,5 @@ def draw() -> Drawing:
         kind = "ab"[rank]
         d.row(150, y, [(f"p{p}", kind) for p in own], w=60)
         d.captions(150, y + 50, range(len(own)), w=60)
-    d.text(400, 132, "under the boxes: place in the rank's blocks")
+    d.text(400, 132, "below the boxes: index in the rank's blocks")
     return d

@@ -1,17 +1,17 @@
-"""How is a picture put together from boxes, words and arrows?"""
+"""Drawing: an SVG figure built from boxes, text and arrows."""
 
 from collections.abc import Sequence
 from html import escape
 
 Cell = tuple[str, str]
-"""What stands in a box, and its class: a, b (two requests), new, off (nobody's)."""
+"""Text of a box, and its class: a, b (two requests), new, off (unused)."""
 
 
 class Drawing:
-    """SVG elements, and the room they take."""
+    """SVG elements of one figure, and its size."""
 
-    def __init__(self, width: int, height: int, says: str) -> None:
-        self.width, self.height, self.says = width, height, says
+    def __init__(self, width: int, height: int, caption: str) -> None:
+        self.width, self.height, self.caption = width, height, caption
         self.parts: list[str] = []
 
     def text(self, x: float, y: float, words: str, kind: str = "label") -> None:
@@ -57,6 +57,6 @@ class Drawing:
         return (
             f'<figure class="drawing"><svg viewBox="0 0 {self.width} {self.height}"'
             f' style="max-width:{self.width}px" role="img"'
-            f' aria-label="{escape(self.says, quote=True)}">{tip}{"".join(self.parts)}'
-            f"</svg><figcaption>{escape(self.says)}</figcaption></figure>"
+            f' aria-label="{escape(self.caption, quote=True)}">{tip}{"".join(self.parts)}'
+            f"</svg><figcaption>{escape(self.caption)}</figcaption></figure>"
         )

@@ -7,8 +7,8 @@ def draw() -> Drawing:
     d = Drawing(
         720,
         236,
-        "Who sees what where nothing is cached: rows are queries, columns keys. Requests lie one"
-        " behind the other and do not see each other.",
+        "Visible keys without a cache: rows are queries, columns are keys. Requests "
+        "are concatenated and do not attend to each other.",
     )
     size = 30
     d.text(20, 28, "encoder: requests of 1 and 3")
@@ -28,11 +28,11 @@ def draw() -> Drawing:
     for query in range(2):
         d.row(500, 68 + query * size, [("", "b")] * 5, w=size, h=size)
     d.box(20, 204, 22, 22, "", "new")
-    d.text(50, 220, "the token itself", "note")
+    d.text(50, 220, "the token's own key", "note")
     d.box(200, 204, 22, 22, "", "a")
-    d.text(230, 220, "seen", "note")
+    d.text(230, 220, "visible", "note")
     d.box(310, 204, 22, 22, "", "b")
-    d.text(340, 220, "seen, of the encoder", "note")
+    d.text(340, 220, "visible, key of the encoder", "note")
     d.box(530, 204, 22, 22, "", "off")
     d.text(560, 220, "hidden", "note")
     return d

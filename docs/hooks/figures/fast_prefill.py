@@ -7,8 +7,8 @@ def draw() -> Drawing:
     d = Drawing(
         700,
         210,
-        "Of 15 and 5 new tokens only those go on to the last layers whose logits are"
-        " wanted: tokens 14, 18 and 19.",
+        "Of 15 and 5 new tokens, the last layers compute only those whose logits are "
+        "wanted: tokens 14, 18 and 19.",
     )
     size, wanted = 27, (14, 18, 19)
     d.text(20, 48, "first layers")
@@ -22,5 +22,5 @@ def draw() -> Drawing:
         x = 130 + (14 + 1.5 * place) * size
         d.box(x, 136, size, 34, str(token), "new")
         d.arrow(130 + (token + 0.5) * size, 62, x + size / 2, 132)
-    d.text(130, 158, "starts 0, 1, 3; keys 15 and 13, as before")
+    d.text(130, 158, "query_start_loc 0, 1, 3; seq_lens 15, 13")
     return d

@@ -7,8 +7,8 @@ def draw() -> Drawing:
     d = Drawing(
         720,
         300,
-        "A batch of two in the buffers of a step captured for four: live rows in front,"
-        " harmless values behind. The graph reads where it always reads.",
+        "A batch of two in the buffers of a graph captured for four: live rows first, "
+        "then harmless values. The graph always reads the same addresses.",
     )
     d.text(20, 43, "batch")
     d.row(150, 20, [("6", "a"), ("9", "b")])

@@ -10,7 +10,7 @@ def draw() -> Drawing:
         "One layer's cache of ten blocks: raw bytes, two halves, blocks, slots.",
     )
     d.text(20, 42, "bytes")
-    d.box(110, 20, 600, 34, "327,680 bytes (int8), taken once", "off")
+    d.box(110, 20, 600, 34, "327,680 bytes (int8), allocated once", "off")
     d.text(20, 102, "halves")
     d.row(110, 80, [("keys", "a"), ("values", "b")], w=300)
     d.text(20, 162, "blocks")

@@ -7,7 +7,8 @@ def draw() -> Drawing:
     d = Drawing(
         720,
         250,
-        "Four layers in two groups, two tensors: a block belongs to one group, in both tensors.",
+        "Four layers in two groups, two tensors: a block belongs to one group, in "
+        "both tensors.",
     )
     blocks = [("0", "a"), ("1", "b"), ("2", "a"), ("3", "off")]
     for number, x in enumerate((60, 420)):
@@ -15,7 +16,7 @@ def draw() -> Drawing:
         d.text(x, 30, f"layer {first}")
         d.text(x + 150, 30, f"layer {first + 1}")
         d.row(x, 96, blocks, w=60)
-        d.text(x, 152, f"tensor {number}: layers {first} and {first + 1} see all of it")
+        d.text(x, 152, f"tensor {number}: layers {first} and {first + 1} use all of it")
         d.arrow(x + 25, 38, x + 30, 92)
         d.arrow(x + 25, 38, x + 150, 92)
         d.arrow(x + 175, 38, x + 90, 92)

@@ -7,13 +7,14 @@ def draw() -> Drawing:
     d = Drawing(
         720,
         330,
-        "What the cache keeps of one token: a latent and one key part, whatever the number"
-        " of heads. A prompt expands them to heads; a decode carries its query to them.",
+        "What the cache stores per token: a latent and the rope part of the key, "
+        "whatever the number of heads. A prefill expands them to all heads. A decode "
+        "projects its query instead.",
     )
-    d.text(20, 43, "kept")
+    d.text(20, 43, "cached")
     d.box(110, 20, 384, 34, "latent of keys and values: 512", "a")
     d.box(494, 20, 96, 34, "position: 64", "b")
-    d.text(20, 133, "prompt")
+    d.text(20, 133, "prefill")
     for head in range(3):
         x = 110 + head * 200
         d.box(x, 110, 72, 34, "key", "a")
@@ -25,7 +26,7 @@ def draw() -> Drawing:
     d.text(20, 223, "decode")
     d.box(110, 200, 384, 34, "one head's query * w_uk: 512", "new")
     d.box(494, 200, 96, 34, "query: 64", "new")
-    d.text(600, 223, "asks what is kept")
+    d.text(600, 223, "attends to the cache")
     d.text(20, 293, "its result")
     d.box(110, 270, 384, 34, "mean of the latents: 512", "a")
     d.arrow(498, 287, 546, 287)

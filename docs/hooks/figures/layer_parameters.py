@@ -7,8 +7,8 @@ def draw() -> Drawing:
     d = Drawing(
         700,
         190,
-        "What a plan would have to fix, layer by layer. Only the windows differ, and one"
-        " difference is enough.",
+        "The parameters that a plan would fix, per layer. Only the windows differ; "
+        "one difference is enough.",
     )
     names = ("window_left", "soft cap", "scale", "sinks")
     d.captions(150, 34, names, w=120)

@@ -7,8 +7,8 @@ def draw() -> Drawing:
     d = Drawing(
         700,
         250,
-        "Who sees whom: six tokens in chunks of 4, of which positions 2 to 5 are new. Each"
-        " chunk that holds new tokens becomes a virtual request.",
+        "Visible keys: six tokens in chunks of 4, of which positions 2 to 5 are new. "
+        "Each chunk that holds new tokens becomes a virtual request.",
     )
     size = 34
     for query in range(2, 6):

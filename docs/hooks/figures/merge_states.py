@@ -5,7 +5,9 @@ from .drawing import Drawing
 
 def draw() -> Drawing:
     d = Drawing(
-        760, 190, "A quarter of 8 and three quarters of 4: each part by its weight."
+        760,
+        190,
+        "A quarter of 8 and three quarters of 4: each partial result by its weight.",
     )
     d.text(20, 30, "attention over the prefix")
     d.box(20, 44, 150, 40, "output 8", "a")

@@ -27,5 +27,5 @@ def draw() -> Drawing:
     d.text(20, 236, "block table")
     d.row(x, 214, [("7", "a"), ("2", "a")])
     d.row(x + 110, 214, [("5", "b"), ("0", "off")])
-    d.text(x + 216, 236, "one row a request", "note")
+    d.text(x + 216, 236, "one row per request", "note")
     return d

@@ -7,8 +7,9 @@ def draw() -> Drawing:
     d = Drawing(
         700,
         330,
-        "Who sees whom in a prompt with an image in two rows, at positions 2, 3 and 5, 6."
-        " Beyond the causal triangle only a range's own later tokens are seen.",
+        "Visible keys of a prompt with an image in two rows, at positions 2, 3 and 5, "
+        "6. Beyond the causal triangle only later tokens of the same range are "
+        "visible.",
     )
     size = 30
     ranges = [(2, 3), (5, 6)]
@@ -21,6 +22,6 @@ def draw() -> Drawing:
     d.captions(110, 24, [f"p{key}" for key in range(9)], w=size)
     d.text(410, 60, "ranges: (2, 3) and (5, 6)")
     d.text(410, 112, "p2: row (2, 3)")
-    d.text(410, 142, "p4: row (-1, -1), a mark between them")
+    d.text(410, 142, "p4: row (-1, -1), a separator")
     d.text(410, 202, "p6: row (5, 6)")
     return d

@@ -7,8 +7,8 @@ def draw() -> Drawing:
     d = Drawing(
         720,
         272,
-        "Who sees what: rows are new tokens, columns the keys of their sequence. The new"
-        " tokens are always the last ones.",
+        "Visible keys: rows are new tokens, columns are the keys of their sequence. "
+        "The new tokens are always the last ones.",
     )
     panels = (
         (20, "prefill: 4 new of 4", 4, 4),
@@ -25,9 +25,9 @@ def draw() -> Drawing:
             cells[position] = ("", "new")
             d.row(x, 68 + query * size, cells, w=size, h=size)
     d.box(20, 218, 22, 22, "", "a")
-    d.text(50, 234, "seen, from the cache", "note")
+    d.text(50, 234, "visible, from the cache", "note")
     d.box(220, 218, 22, 22, "", "new")
-    d.text(250, 234, "seen, the token itself", "note")
+    d.text(250, 234, "visible, the token's own key", "note")
     d.box(430, 218, 22, 22, "", "off")
-    d.text(460, 234, "hidden: it comes later", "note")
+    d.text(460, 234, "masked: a later key", "note")
     return d

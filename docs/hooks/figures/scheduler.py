@@ -7,7 +7,8 @@ def draw() -> Drawing:
     d = Drawing(
         760,
         170,
-        "Four steps of two requests with a budget of 4 new tokens. In step 3 request b is preempted;"
+        "Four steps of two requests with a budget of 4 new tokens. In step 3 request "
+        "b is preempted;"
         " in step 4 it finds 2 of its 5 tokens in the cache.",
     )
     a, b, off = ("a", "a"), ("b", "b"), ("", "off")

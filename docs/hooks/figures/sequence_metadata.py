@@ -7,7 +7,8 @@ def draw() -> Drawing:
     d = Drawing(
         720,
         252,
-        "A prompt of three tokens, and a decode. Both are written to the cache; only the"
+        "A prompt of three tokens, and a decode. Both are written to the cache; only "
+        "the"
         " decode reads from it.",
     )
     x, w = 170, 70

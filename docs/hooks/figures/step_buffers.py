@@ -7,9 +7,10 @@ def draw() -> Drawing:
     d = Drawing(
         700,
         250,
-        "Two buffers on the host take turns; one on the device stays where it is.",
+        "Two buffers on the host alternate. The buffer on the device keeps its "
+        "address.",
     )
-    parts = [("starts", 80), ("lengths", 80), ("slots", 160), ("new blocks", 110)]
+    parts = [("offsets", 80), ("lengths", 80), ("slots", 160), ("new blocks", 110)]
     for y, name, kinds in (
         (20, "step 1, host", ("a", "a", "a", "new")),
         (74, "step 2, host", ("b", "b", "b", "new")),
@@ -21,7 +22,7 @@ def draw() -> Drawing:
             d.box(x, y, width, 34, words, kind)
             x += width
     d.arrow(345, 112, 345, 166)
-    d.text(360, 144, "one copy, of what is filled", "note")
+    d.text(360, 144, "one copy of the filled part", "note")
     d.box(590, 74, 90, 130, "", "")
     d.text(635, 130, "block", "caption")
     d.text(635, 148, "table", "caption")

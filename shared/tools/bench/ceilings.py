@@ -1,11 +1,10 @@
-"""What can this GPU do at best?
+"""Ceilings: the bandwidth and throughput that the GPU reaches at best.
 
-Measured in the run that is held against it, because no two cards are alike and a datasheet is not a
-measurement: reading in a row, reading blocks through a table, copying, a matrix product, and a
-kernel that does nothing.
+They are measured in the run that is compared with them, because cards differ and a datasheet is not
+a measurement: contiguous reads, reads of blocks through a table, copies, a matrix product, and an
+empty kernel.
 """
 
-import importlib
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -26,14 +25,14 @@ REPEATS = 20
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What was reached: gigabytes (10**9) and teraflops a second, microseconds.
+    """Measured ceilings: GB (10**9 bytes) per second, TFLOP per second, microseconds.
 
     Args:
-        read_gb_per_s: reading 4 GiB in a row.
-        read_pages_gb_per_s: the same, 16 tokens at a time, through a table.
-        copy_gb_per_s: copying, bytes read plus bytes written.
-        matmul_tflop_per_s: a bf16 matrix product of 8,192 cubed.
-        empty_us: a graph with one kernel that stores a number.
+        read_gb_per_s: Contiguous reads of 4 GiB.
+        read_pages_gb_per_s: The same, 16 tokens at a time, through a block table.
+        copy_gb_per_s: Copies; bytes read plus bytes written.
+        matmul_tflop_per_s: A bf16 matrix product of 8,192 cubed.
+        empty_us: A graph with one kernel that stores a number.
     """
 
     read_gb_per_s: float
@@ -43,7 +42,7 @@ class Ceilings:
     empty_us: float
 
     def floor(self, workload: Workload) -> tuple[float, str]:
-        """Return the microseconds below which no version can be, and what sets them.
+        """Return the lower bound of a workload's time in microseconds, and what sets it.
 
         Example:
             read 4,000 GB/s, matmul 800 TFLOP/s, empty 4 us; 1.2 GB and 80 GFLOP: 300 us of
@@ -61,17 +60,18 @@ class Ceilings:
         return floors[what], what
 
     def to_record(self) -> dict[str, float]:
-        """Return everything as JSON."""
+        """Return all ceilings as JSON."""
         return {name: round(value, 2) for name, value in asdict(self).items()}
 
 
 def measure_ceilings(stopwatch: Stopwatch) -> Ceilings:
-    """Return what the GPU at hand reaches."""
-    # a twin's own kernels, by name: what is shared imports neither twin nor triton
-    kernels: Any = importlib.import_module("pagetwin.optimized.kernels.ceilings")
+    """Return the ceilings of the current GPU."""
+    # triton is optional, and needed on a GPU only
+    from . import read_kernels
+
     device = torch.device("cuda")
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    programs = kernels.PROGRAMS_PER_PROCESSOR * processors
+    programs = read_kernels.PROGRAMS_PER_SM * processors
     sums = torch.zeros(programs, dtype=torch.int32, device=device)
     source = torch.randint(0, 99, (READ_BYTES // 4,), dtype=torch.int32, device=device)
     pages = source.view(-1, PAGE_BYTES // 4)
@@ -84,11 +84,11 @@ def measure_ceilings(stopwatch: Stopwatch) -> Ceilings:
     product = torch.empty_like(one)
     assert halves[0].nbytes == COPY_BYTES
     calls: dict[str, Callable[[], Any]] = {
-        "read": lambda: kernels.read(source, sums),
-        "read_pages": lambda: kernels.read_pages(pages, table, sums),
+        "read": lambda: read_kernels.read(source, sums),
+        "read_pages": lambda: read_kernels.read_pages(pages, table, sums),
         "copy": lambda: halves[0].copy_(halves[1]),
         "matmul": lambda: torch.mm(one, other, out=product),
-        "empty": lambda: kernels.do_nothing(sums),
+        "empty": lambda: read_kernels.do_nothing(sums),
     }
     us = {}
     for name, call in calls.items():

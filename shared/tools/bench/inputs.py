@@ -1,7 +1,7 @@
-"""Which tensors does every implementation get?
+"""Inputs: the tensors of a workload, the same for every library.
 
-One set for all of them, drawn anew in each round. Nothing is zero, blocks are scattered, and what
-an implementation needs beside it (a mask, a plan, gathered keys) it makes of these beforehand.
+They are drawn again in each round. Blocks are scattered over the cache. If a library needs a mask,
+a plan or gathered keys, it prepares them from these tensors in advance.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from torch import Tensor
 from .workloads import Workload
 
 SPARE_BLOCKS = 4
-"""Blocks that a write leaves alone: there its canaries lie."""
+"""Blocks that a write must not change."""
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,12 @@ class Inputs:
     """The tensors of one workload in one round.
 
     Args:
-        workload: the batch.
+        workload: The batch.
         query: [tokens, query_heads, head_size].
-        key, value: [tokens, kv_heads, head_size] new tokens that are not cached yet, or never;
-            of kinds "encoder" and "write".
+        key, value: [tokens, kv_heads, head_size] new tokens that are not in the cache, of kinds
+            "encoder" and "write".
         key_cache, value_cache: [num_blocks, block_size, kv_heads, head_size].
-        block_table: [reqs, max_blocks] int32; entries behind a row's end are 0.
+        block_table: [reqs, max_blocks] int32; entries past the end of a row are 0.
         query_start_loc: [reqs + 1] int32.
         seq_lens: [reqs] int32.
         slot_mapping: [tokens] int64, of kind "write".
@@ -56,19 +56,19 @@ class Inputs:
         return max(self.workload.kv_lens)
 
     def fresh(self) -> Tensor:
-        """Return an output that nobody has written yet: NaN."""
+        """Return a new output that is poisoned with NaN."""
         return torch.full_like(self.query, torch.nan)
 
     def poison_cache(self) -> None:
-        """Make every slot one that nobody has written yet, before a write."""
+        """Fill the cache with NaN, before a write."""
         self.key_cache.fill_(torch.nan)
         self.value_cache.fill_(torch.nan)
 
     @cached_property
     def dense(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values as [reqs, heads, length, head_size] of requests that are alike.
+        """Queries, keys and values as [reqs, heads, length, head_size] of requests of equal length.
 
-        Of a decode in a window only the keys that it sees are there.
+        With a sliding window, only the visible keys of a decode are gathered.
         """
         reqs = len(self.workload.kv_lens)
         kv_len, window = self.max_seq_len, self.workload.sliding_window
@@ -93,7 +93,7 @@ class Inputs:
 
 
 def draw_inputs(workload: Workload, seed: int, device: torch.device | str) -> Inputs:
-    """Return the tensors of a workload, all of them drawn from the seed."""
+    """Return the tensors of a workload, all drawn from the seed."""
     generator = torch.Generator(device=device).manual_seed(seed)
     dtype, kv_dtype = workload.dtype, workload.kv_dtype
     heads = (workload.kv_heads, workload.head_size)

@@ -1,4 +1,4 @@
-"""On what, and with what, was something measured?"""
+"""Description of the machine: device, versions, commit, clocks and temperature."""
 
 import datetime
 import importlib.metadata
@@ -19,11 +19,11 @@ CARD = {
     "clock_sm_max": "clocks.max.sm",
     "clock_memory": "clocks.mem",
 }
-"""What nvidia-smi is asked."""
+"""Fields that are read from nvidia-smi."""
 
 
 def describe_machine(device: str) -> dict[str, Any]:
-    """Return date, device, versions and commit, as far as each is known."""
+    """Return date, device, versions and commit. Unknown values are None."""
     now = datetime.datetime.now(datetime.timezone.utc)
     found: dict[str, Any] = {
         "date": now.isoformat(timespec="seconds"),
@@ -48,9 +48,11 @@ def describe_machine(device: str) -> dict[str, Any]:
 
 
 def describe_card() -> dict[str, str] | None:
-    """Return clocks, power and temperature as nvidia-smi says them; None: it is not here."""
-    asked = ",".join(CARD.values())
-    answer = _ask(["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader"])
+    """Return clocks, power and temperature from nvidia-smi, or None without it."""
+    fields = ",".join(CARD.values())
+    answer = _output_of(
+        ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+    )
     if answer is None:
         return None
     values = [value.strip() for value in answer.split("\n")[0].split(",")]
@@ -58,17 +60,17 @@ def describe_card() -> dict[str, str] | None:
 
 
 def find_commit() -> str | None:
-    """Return the commit of this checkout, with a mark if it was changed since; None: no git."""
+    """Return the commit of this checkout, marked if it has changes, or None without git."""
     folder = str(Path(__file__).resolve().parent)
-    commit = _ask(["git", "-C", folder, "rev-parse", "HEAD"])
+    commit = _output_of(["git", "-C", folder, "rev-parse", "HEAD"])
     if commit is None:
         return None
-    changed = _ask(["git", "-C", folder, "status", "--porcelain", "-uno"])
+    changed = _output_of(["git", "-C", folder, "status", "--porcelain", "-uno"])
     return f"{commit}, changed" if changed else commit
 
 
-def _ask(command: list[str]) -> str | None:
-    """Return what a program prints; None: it is not there or fails."""
+def _output_of(command: list[str]) -> str | None:
+    """Return the output of a program, or None if it is missing or fails."""
     try:
         answer = subprocess.run(
             command, capture_output=True, text=True, check=False, timeout=20

@@ -1,8 +1,8 @@
-"""What does a benchmark look like?
+"""Plots of a benchmark record: roofline, and the share of the ceiling per workload.
 
-On the left the roofline: how much arithmetic a byte carries, and how much of it is done in a
-second; no dot can lie above the line. On the right each workload's share of its ceiling: a bar for
-ours, a mark for everyone else. Drawn once for light pages and once for dark ones.
+The roofline shows arithmetic intensity and throughput; no dot can be above the line. The right plot
+shows each workload's share of its ceiling: a bar for ours, a mark per other library. Each plot is
+drawn for light and for dark pages.
 """
 
 import importlib.util
@@ -30,7 +30,7 @@ DARK = {
     "page": "#16202a",
     "ours": "#6aa5dc",
 }
-PEERS = {
+MARKERS = {
     "fa3": ("#e08a2e", "o"),
     "flashinfer": ("#4d9a6a", "s"),
     "vllm": ("#c8414b", "^"),
@@ -41,11 +41,11 @@ PEERS = {
 
 
 def check_plot_can_be_drawn(path: Path) -> None:
-    """Refuse a plot that would fail, before anything is measured for it.
+    """Check that a plot can be drawn, before anything is measured.
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: another kind of file than .svg or .png.
+        ValueError: The file ends neither in .svg nor in .png.
     """
     if path.suffix not in SUFFIXES:
         raise ValueError(f"plot = {path}: expected a file that ends in .svg or .png")
@@ -56,7 +56,7 @@ def check_plot_can_be_drawn(path: Path) -> None:
 
 
 def write_plots(record: Mapping[str, Any], path: Path) -> list[Path]:
-    """Write the light plot to a path and the dark one beside it, and return both paths."""
+    """Write the light plot to a path and the dark one next to it, and return both paths."""
     paths = [path, path.with_stem(f"{path.stem}-dark")]
     for colors, file in zip((LIGHT, DARK), paths, strict=True):
         figure = draw_benchmark(record, colors)
@@ -69,7 +69,7 @@ def draw_benchmark(record: Mapping[str, Any], colors: Mapping[str, str]) -> Any:
     """Return the figure of a record.
 
     Args:
-        record: what a benchmark returned.
+        record: The record of a benchmark.
         colors: LIGHT or DARK.
     """
     import matplotlib
@@ -101,7 +101,7 @@ def draw_benchmark(record: Mapping[str, Any], colors: Mapping[str, str]) -> Any:
         figure = Figure(figsize=(13, height), layout="constrained")
         title = f"{record['machine']['device']}, {record['machine']['date'][:10]}"
         if record["meaningless"]:
-            title = "tiny workloads in an interpreter: these times mean nothing"
+            title = "tiny workloads in an interpreter: these times have no meaning"
         figure.suptitle(title, x=0.01, ha="left", color=colors["quiet"])
         if record["ceilings"] is None:
             _draw_shares(figure.subplots(), record, rows, colors)
@@ -156,8 +156,8 @@ def _draw_roofline(
         )
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.set_xlabel("operations a byte (numbers: see the right)")
-    axes.set_ylabel("TFLOP/s of ours")
+    axes.set_xlabel("operations per byte (numbers: see the right)")
+    axes.set_ylabel("TFLOP/s (ours)")
     axes.set_title("roofline", loc="left")
     axes.minorticks_off()
 
@@ -165,7 +165,7 @@ def _draw_roofline(
 def _neighbours(
     dots: list[tuple[int, float, Mapping[str, Any]]],
 ) -> list[tuple[list[int], float, float]]:
-    """Return numbers, middle and least speed of dots so near that they share one label."""
+    """Return number, center and lowest throughput of groups of dots that share one label."""
     groups: list[list[tuple[int, float, float]]] = []
     for number, intensity, ours in sorted(dots, key=lambda dot: (dot[1], dot[0])):
         speed = ours["tflop_per_s"]
@@ -196,7 +196,7 @@ def _draw_shares(
     names = timed_names(record)
     has_floor = record["ceilings"] is not None
     seen = set()
-    for place, each in enumerate(rows):
+    for row, each in enumerate(rows):
         times = {
             name: each["results"][name]["median_us"]
             for name in names
@@ -206,12 +206,12 @@ def _draw_shares(
         for name, us in times.items():
             seen.add(name)
             if name == "ours":
-                axes.barh(place, best / us, 0.62, color=colors["ours"], label="")
+                axes.barh(row, best / us, 0.62, color=colors["ours"], label="")
                 continue
-            color, marker = PEERS.get(name, (colors["quiet"], "D"))
+            color, marker = MARKERS.get(name, (colors["quiet"], "D"))
             axes.plot(
                 best / us,
-                place,
+                row,
                 marker,
                 ms=6,
                 color=color,
@@ -221,7 +221,7 @@ def _draw_shares(
         if each["published"] is not None:
             axes.plot(
                 best / each["published"]["us"],
-                place,
+                row,
                 "|",
                 ms=15,
                 mew=1.8,
@@ -251,7 +251,7 @@ def _legend(
         if name == "ours":
             handles.append(Patch(facecolor=colors["ours"], label="ours"))
             continue
-        color, marker = PEERS.get(name, (colors["quiet"], "D"))
+        color, marker = MARKERS.get(name, (colors["quiet"], "D"))
         handles.append(Line2D([], [], marker=marker, ls="", color=color, label=name))
     if record["published"] is not None:
         handles.append(

@@ -1,24 +1,20 @@
-"""What became of each implementation in each workload?
-
-Gathered while the benchmark runs, and turned into one record that says everything: what was asked,
-on what, what the machine can do, and one entry for each pair, whether it was timed or not.
-"""
+"""Results of the benchmark: one entry per library and workload, and the record made from them."""
 
 import statistics
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from .accuracy import Finding
 from .ceilings import Ceilings
 from .timing import quartiles
-from .truth import Finding
 from .workloads import Workload, best_published
 
 FORMAT = 1
 
 
-class Status(str, Enum):
-    """What became of one implementation in one workload."""
+class BenchStatus(str, Enum):
+    """Outcome of one library in one workload."""
 
     TIMED = "timed"
     WRONG = "wrong"
@@ -33,20 +29,20 @@ class Status(str, Enum):
 
 @dataclass
 class Entry:
-    """One implementation in one workload.
+    """One library in one workload.
 
     Args:
-        status: what became of it.
-        reason: why it was not timed.
-        note: what was done beforehand.
-        finding: how its worst output stood.
-        rounds: microseconds of all runs, a list a round.
-        host_us: microseconds until a call returns.
-        graph: whether a captured graph was timed.
-        same_work: whether what was timed is what the others do.
+        status: The outcome.
+        reason: Why it was not timed.
+        note: What was prepared in advance.
+        finding: Accuracy of its worst output.
+        rounds: Microseconds of all runs, one list per round.
+        host_us: Microseconds until a call returns.
+        graph: Whether a captured graph was timed.
+        same_work: Whether it did the same work as the other libraries.
     """
 
-    status: Status = Status.NOT_RUN
+    status: BenchStatus = BenchStatus.NOT_RUN
     reason: str = ""
     note: str = ""
     finding: Finding | None = None
@@ -57,24 +53,24 @@ class Entry:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a point in asking again in the next round."""
-        return self.status in (Status.TIMED, Status.NOT_RUN)
+        """Whether the next round should run it again."""
+        return self.status in (BenchStatus.TIMED, BenchStatus.NOT_RUN)
 
-    def close(self, status: Status, reason: str) -> None:
-        """Say why it is not timed; times of earlier rounds count no more."""
+    def close(self, status: BenchStatus, reason: str) -> None:
+        """Store why it is not timed, and drop the times of earlier rounds."""
         self.status, self.reason, self.rounds = status, reason, []
 
     @property
     def median(self) -> float | None:
-        """The median microseconds of all runs; None: it was not timed."""
+        """The median microseconds of all runs, or None if it was not timed."""
         times = [time for each in self.rounds for time in each]
         return statistics.median(times) if times else None
 
 
 def ratio(one: Entry, other: Entry) -> float | None:
-    """Return how much longer one takes than another: the median of the rounds' ratios.
+    """Return the ratio of two times: the median of the rounds' ratios.
 
-    Both ran in the same turns of each round, so what slows the card down slows both.
+    Both ran in the same turns of each round, so the temperature of the card affects both.
     """
     pairs = list(zip(one.rounds, other.rounds, strict=False))
     if not pairs:
@@ -92,15 +88,15 @@ def workload_record(
     published: dict[str, Any] | None,
     meaningless: bool = False,
 ) -> dict[str, Any]:
-    """Return all that is known of one workload, as JSON; without ratios if they say nothing."""
+    """Return the results of one workload as JSON, without ratios if `meaningless`."""
     floor_us, floor_of = ceilings.floor(workload) if ceilings else (None, None)
     ours = entries["ours"]
-    peers = {
+    others = {
         name: each
         for name, each in entries.items()
         if name != "ours" and each.median is not None and not meaningless
     }
-    best = _fastest({name: each for name, each in peers.items() if each.same_work})
+    best = _fastest({name: each for name, each in others.items() if each.same_work})
     found: dict[str, Any] = {
         "name": workload.name,
         "kind": workload.kind,
@@ -114,11 +110,11 @@ def workload_record(
         "seeds": seeds,
         "floor_us": _rounded(floor_us),
         "floor_of": floor_of,
-        "fastest": _fastest(peers | ({"ours": ours} if peers else {})),
+        "fastest": _fastest(others | ({"ours": ours} if others else {})),
         "best_peer": best,
-        "ratio_to_best_peer": _rounded(ratio(ours, peers[best]) if best else None, 4),
+        "ratio_to_best_peer": _rounded(ratio(ours, others[best]) if best else None, 4),
         "ratio_to_fa3": _rounded(
-            ratio(ours, peers["fa3"]) if "fa3" in peers else None, 4
+            ratio(ours, others["fa3"]) if "fa3" in others else None, 4
         ),
         "published": None,
         "results": {
@@ -128,14 +124,14 @@ def workload_record(
     }
     best_known = best_published(published, workload.name) if published else None
     if best_known is not None:
-        peer, us = best_known
+        library, us = best_known
         share = None if ours.median is None else ours.median / us
-        found["published"] = {"by": peer, "us": us, "ratio": _rounded(share, 4)}
+        found["published"] = {"by": library, "us": us, "ratio": _rounded(share, 4)}
     return found
 
 
 def _fastest(entries: dict[str, Entry]) -> str | None:
-    """Return whose median is least; None: nobody was timed."""
+    """Return the name with the smallest median, or None if nothing was timed."""
     medians = {name: each.median for name, each in entries.items()}
     timed = {name: us for name, us in medians.items() if us is not None}
     return min(timed, key=lambda name: timed[name]) if timed else None

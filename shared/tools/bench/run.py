@@ -1,9 +1,8 @@
-"""How does a benchmark run?
+"""Benchmark: the loop over rounds and workloads that checks, times and records every library.
 
-A round goes through all workloads; each gets new inputs, everyone's output is judged, and those who
-are right are timed in turns. The record is complete after each workload of each round, so what ends
-a run (a limit, an impatient user, a peer that takes the process with it) costs only what was not
-measured yet.
+A round goes through all workloads. Each workload gets new inputs, every output is checked, and the
+libraries that pass are timed in alternation. The record is written after each workload. So a time
+limit, Ctrl-C or a crash of the process costs only what was not measured yet.
 """
 
 import json
@@ -17,69 +16,65 @@ from typing import Any
 
 import torch
 
+from .accuracy import ExpectedRows, Finding, check_write, find_expected
 from .ceilings import Ceilings, measure_ceilings
-from .choice import all_implementations, choose_implementations
-from .implementations import (
-    Declined,
-    Implementation,
-    Prepared,
-)
 from .inputs import Inputs, draw_inputs
+from .libraries import all_libraries, choose_libraries
+from .libraries.library import AttentionLibrary, Declined, Prepared
 from .machine import describe_card, describe_machine
-from .results import FORMAT, Entry, Status, workload_record
-from .settings import Settings
+from .results import FORMAT, BenchStatus, Entry, workload_record
+from .settings import BenchSettings
 from .timing import Stopwatch, captured, time_host, time_interleaved
-from .truth import Finding, Truth, find_truth, judge_write
 from .workloads import Workload, published_figures
 
 METHOD = (
     "the replay of a captured graph between two CUDA events, the L2 cache flushed before each; the"
-    " implementations take turns in random order; median and quartiles over all rounds, each with"
-    " new inputs; host: the median time until a call returns, by itself; ratios: the median of the"
-    " rounds' ratios; floor: bytes at the measured reading rate, or operations at the measured"
-    " matrix rate, or an empty graph, whichever is longest"
+    " implementations alternate in random order; median and quartiles over all rounds, each with"
+    " new inputs; host: the median time until a call returns, measured separately; ratios: the"
+    " median of the rounds' ratios; floor: bytes at the measured reading rate, or operations at the"
+    " measured matrix rate, or an empty graph, whichever is longest"
 )
 HOST_REPEATS = 15
-Tell = Callable[[Workload, int, dict[str, Any]], None]
+OnMeasured = Callable[[Workload, int, dict[str, Any]], None]
 
 
 class DeviceLost(RuntimeError):
-    """The device answers nobody any more: a kernel went where it must not."""
+    """The device no longer works: a kernel accessed invalid memory."""
 
 
 class Benchmark:
     """One run of the benchmark.
 
     Args:
-        settings: what was asked for.
-        implementations: who is asked; None: everyone the settings name.
-        json_file: where the record is written after each step; None: nowhere.
-        tell: called with each workload, its round and its record so far, once measured.
+        settings: Workloads, device, rounds and libraries.
+        libraries: Optional. If None, the libraries that the settings name.
+        json_file: Optional. The file that the record is written to after each step.
+        on_measured: Optional. Called with each measured workload, its round and its record.
     """
 
     def __init__(
         self,
-        settings: Settings,
-        implementations: list[Implementation] | None = None,
+        settings: BenchSettings,
+        libraries: list[AttentionLibrary] | None = None,
         json_file: Path | None = None,
-        tell: Tell | None = None,
+        on_measured: OnMeasured | None = None,
     ) -> None:
         self.settings = settings
-        self.implementations = (
-            choose_implementations(
-                all_implementations(settings.device, settings.fa3),
+        self.libraries = (
+            choose_libraries(
+                all_libraries(settings.device, settings.fa3),
                 list(settings.implementations),
             )
-            if implementations is None
-            else implementations
+            if libraries is None
+            else libraries
         )
-        self.json_file, self.tell = json_file, tell
+        self.json_file, self.on_measured = json_file, on_measured
         self.ended = "began"
         self.ceilings: Ceilings | None = None
         self.machine = describe_machine(settings.device)
-        self.missing = {each.name: each.missing() for each in self.implementations}
+        self.missing = {each.name: each.missing() for each in self.libraries}
         self.entries = {
-            workload.name: {each.name: Entry() for each in self.implementations}
+            workload.name: {each.name: Entry() for each in self.libraries}
             for workload in settings.workloads
         }
         self.seeds: dict[str, list[int]] = {
@@ -91,10 +86,10 @@ class Benchmark:
         for entries in self.entries.values():
             for name, reason in self.missing.items():
                 if reason:
-                    entries[name].close(Status.MISSING, reason)
+                    entries[name].close(BenchStatus.MISSING, reason)
 
     def run(self) -> dict[str, Any]:
-        """Run all rounds and return the record; what ends a run early stands in it."""
+        """Run all rounds and return the record, which says what ended the run."""
         began = time.monotonic()
         order = random.Random(self.settings.seed)
         stopwatch = Stopwatch(self.settings.device)
@@ -114,7 +109,7 @@ class Benchmark:
 
     @staticmethod
     def _measure_ceilings(stopwatch: Stopwatch) -> Ceilings | None:
-        """Return what the GPU can do; None: it has no room to show it."""
+        """Return the ceilings, or None without enough free memory."""
         try:
             return measure_ceilings(stopwatch)
         except torch.OutOfMemoryError:
@@ -125,7 +120,7 @@ class Benchmark:
     def _run_rounds(
         self, began: float, order: random.Random, stopwatch: Stopwatch
     ) -> str:
-        """Go through all workloads in every round, and return how that ended."""
+        """Run all workloads in every round, and return how the run ended."""
         limit = self.settings.limit
         for turn in range(self.settings.rounds):
             for workload in self.settings.workloads:
@@ -136,43 +131,43 @@ class Benchmark:
                 self._measure(workload, turn, order, stopwatch)
                 self.seconds = time.monotonic() - began
                 self._write()
-                if self.tell is not None:
-                    self.tell(workload, turn, self._workload_record(workload))
+                if self.on_measured is not None:
+                    self.on_measured(workload, turn, self._workload_record(workload))
         return "complete"
 
     def _measure(
         self, workload: Workload, turn: int, order: random.Random, stopwatch: Stopwatch
     ) -> None:
-        """Judge and time everyone in one workload, on inputs of this round."""
-        # the same inputs whichever other workloads are run
+        """Check and time every library in one workload, on the inputs of this round."""
+        # the inputs do not depend on which other workloads are run
         seed = zlib.crc32(f"{self.settings.seed} {workload.name} {turn}".encode())
         self.seeds[workload.name].append(seed)
         entries = self.entries[workload.name]
         try:
             inputs = draw_inputs(workload, seed, self.settings.device)
-            truth = None if workload.kind == "write" else find_truth(inputs)
+            expected = None if workload.kind == "write" else find_expected(inputs)
         except torch.OutOfMemoryError as error:
             for entry in entries.values():
                 if entry.is_open:
-                    entry.close(Status.FAILED, _in_one_line(error))
+                    entry.close(BenchStatus.FAILED, _in_one_line(error))
             return
         calls: dict[str, Callable[[], Any]] = {}
-        for each in self.implementations:
+        for each in self.libraries:
             entry = entries[each.name]
             if not entry.is_open:
                 continue
             if turn == 0:
-                # what a peer that takes the process with it leaves behind
+                # what the record says if this library crashes the process
                 self.ended = f"stopped during {each.name} in {workload.name}"
                 self._write()
             try:
-                call = self._judge(each, inputs, truth, entry, stopwatch)
+                call = self._check(each, inputs, expected, entry, stopwatch)
             except Declined as reason:
-                entry.close(Status.DECLINED, str(reason))
+                entry.close(BenchStatus.DECLINED, str(reason))
             except (
                 Exception
-            ) as error:  # a peer may fail in any way, and the others go on
-                entry.close(Status.FAILED, _in_one_line(error))
+            ) as error:  # a library may fail in any way, and the others continue
+                entry.close(BenchStatus.FAILED, _in_one_line(error))
                 self._check_device(each.name, workload)
             else:
                 if call is not None:
@@ -182,32 +177,32 @@ class Benchmark:
             times = time_interleaved(calls, repeats, order, stopwatch)
         except RuntimeError as error:
             for name in calls:
-                entries[name].close(Status.FAILED, _in_one_line(error))
+                entries[name].close(BenchStatus.FAILED, _in_one_line(error))
             self._check_device(f"one of {', '.join(calls)}", workload)
             return
         for name, own in times.items():
             entries[name].rounds.append(own)
-            entries[name].status = Status.TIMED
-        del calls, inputs, truth
+            entries[name].status = BenchStatus.TIMED
+        del calls, inputs, expected
         if stopwatch.on_gpu:
             torch.cuda.empty_cache()
 
-    def _judge(
+    def _check(
         self,
-        implementation: Implementation,
+        library: AttentionLibrary,
         inputs: Inputs,
-        truth: Truth | None,
+        expected: ExpectedRows | None,
         entry: Entry,
         stopwatch: Stopwatch,
     ) -> Callable[[], Any] | None:
-        """Return what is to be timed; None: its output is wrong, as its entry now says.
+        """Return the call to be timed, or None if its output is wrong.
 
-        What is judged is what is timed: on a GPU the output of the captured graph.
+        On a GPU the output of the captured graph is checked, because that is what is timed.
         """
-        prepared = implementation.prepare(inputs)
+        prepared = library.prepare(inputs)
         entry.note, entry.same_work = prepared.note, prepared.same_work
         call = prepared.call
-        if truth is None:
+        if expected is None:
             inputs.poison_cache()
         result = call()
         stopwatch.wait()
@@ -216,7 +211,7 @@ class Benchmark:
             entry.graph = graph is not None
             if graph is not None:
                 call, result = graph.replay, graph.result
-            if truth is None:
+            if expected is None:
                 inputs.poison_cache()
             else:
                 result.fill_(torch.nan)
@@ -225,11 +220,11 @@ class Benchmark:
             else:
                 graph.replay()
             stopwatch.wait()
-        found = _find(prepared, result, inputs, truth)
+        found = _find(prepared, result, inputs, expected)
         if entry.finding is None or found.share >= entry.finding.share or not found.ok:
             entry.finding = found
         if not found.ok:
-            entry.close(Status.WRONG, found.words)
+            entry.close(BenchStatus.WRONG, found.message)
             return None
         if entry.host_us is None and stopwatch.on_gpu:
             entry.host_us = time_host(prepared.call, HOST_REPEATS)
@@ -248,7 +243,7 @@ class Benchmark:
             ) from error
 
     def record(self) -> dict[str, Any]:
-        """Return everything that is known by now, as JSON."""
+        """Return the results so far, as JSON."""
         settings = self.settings
         return {
             "format": FORMAT,
@@ -280,13 +275,13 @@ class Benchmark:
                     "version": each.version(),
                     "missing": self.missing[each.name] or None,
                 }
-                for each in self.implementations
+                for each in self.libraries
             },
             "workloads": [self._workload_record(each) for each in settings.workloads],
         }
 
     def _why_meaningless(self) -> str | None:
-        """Return the word that stands beside times that mean nothing; None: they do."""
+        """Return the label of times that have no meaning, or None if they have one."""
         if not self.settings.smoke:
             return None
         return "interpreter" if self.settings.device == "cpu" else "tiny"
@@ -302,7 +297,7 @@ class Benchmark:
         )
 
     def _write(self) -> dict[str, Any]:
-        """Write the record, whole or not at all, and return it."""
+        """Write the record atomically, and return it."""
         record = self.record()
         if self.json_file is not None:
             unfinished = self.json_file.with_name(
@@ -318,13 +313,13 @@ class Benchmark:
 
 
 def _find(
-    prepared: Prepared, result: Any, inputs: Inputs, truth: Truth | None
+    prepared: Prepared, result: Any, inputs: Inputs, expected: ExpectedRows | None
 ) -> Finding:
-    if truth is None:
-        return judge_write(inputs, (inputs.key_cache, inputs.value_cache))
-    return truth.judge(prepared.rows(result), inputs.workload.dtype)
+    if expected is None:
+        return check_write(inputs, (inputs.key_cache, inputs.value_cache))
+    return expected.check(prepared.rows(result), inputs.workload.dtype)
 
 
 def _in_one_line(error: BaseException) -> str:
-    words = str(error).strip().split("\n")[0][:300]
-    return f"{type(error).__name__}: {words}" if words else type(error).__name__
+    message = str(error).strip().split("\n")[0][:300]
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__

@@ -1,4 +1,4 @@
-"""How is a benchmark run?"""
+"""BenchSettings: what a benchmark runs, and on which device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,23 +8,24 @@ import torch
 from .workloads import Workload, choose_workloads
 
 FULL, SMOKE = (3, 30), (1, 2)
-"""Rounds and repeats when nothing is said."""
+"""Default rounds and repeats."""
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What was asked for.
+class BenchSettings:
+    """Settings of one benchmark.
 
     Args:
-        workloads: what is timed, in this order.
+        workloads: Workloads that are timed, in this order.
         device: "cuda" or "cpu".
-        implementations: names; none: everyone who can be had. Ours is always among them.
-        rounds: how often each workload gets new inputs.
-        repeats: runs of each implementation in a round.
-        seed: what inputs and the order of the runs are drawn from.
-        limit: seconds after which no workload is begun any more; None: none.
-        smoke: whether the workloads are tiny ones, whose times say nothing.
-        fa3: the file of FlashAttention-3's operators; None: as it is installed.
+        implementations: Names of libraries. If empty, all that are installed. Ours is always
+            included.
+        rounds: How often each workload gets new inputs.
+        repeats: Runs per library and round.
+        seed: Seed of inputs and of the order of the runs.
+        limit: Optional. Seconds after which no workload is started.
+        smoke: Whether the workloads are tiny. Their times have no meaning.
+        fa3: Optional. The file with FlashAttention-3's operators. If None, an installed package.
     """
 
     workloads: tuple[Workload, ...]
@@ -48,12 +49,11 @@ def choose_settings(
     limit: float | None = None,
     smoke: bool = False,
     fa3: str | None = None,
-) -> Settings:
-    """Return settings with everything filled in that was not said.
+) -> BenchSettings:
+    """Return settings with defaults for everything that is None.
 
     Raises:
-        ValueError: an unknown workload or device, a number below 1, or full workloads without
-            a GPU.
+        ValueError: Unknown workload or device, a number below 1, or full workloads without a GPU.
     """
     if device not in (None, "cpu", "cuda"):
         raise ValueError(f"device = {device!r}: expected cpu or cuda")
@@ -64,8 +64,8 @@ def choose_settings(
     if device == "cpu" and not smoke:
         raise ValueError(
             "device = 'cpu': a benchmark needs a CUDA device, because the times of interpreted"
-            " kernels say nothing; --smoke runs tiny versions of all workloads here, to try the"
-            " benchmark itself"
+            " kernels have no meaning; --smoke runs tiny versions of all workloads here, to try"
+            " the benchmark itself"
         )
     defaults = SMOKE if smoke else FULL
     rounds, repeats = rounds or defaults[0], repeats or defaults[1]
@@ -75,7 +75,7 @@ def choose_settings(
     if limit is not None and limit <= 0:
         raise ValueError(f"limit = {limit:g}: expected seconds, more than 0")
     chosen = choose_workloads(names)
-    return Settings(
+    return BenchSettings(
         workloads=tuple(each.tiny() if smoke else each for each in chosen),
         device=device,
         implementations=tuple(implementations),

@@ -1,4 +1,4 @@
-"""How does a benchmark read, in a terminal and on a page?"""
+"""Tables of a benchmark record, for the terminal and as Markdown."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,7 @@ Record = Mapping[str, Any]
 
 
 def timed_names(record: Record) -> list[str]:
-    """Return who was timed in at least one workload, ours first."""
+    """Return the libraries that were timed in at least one workload, ours first."""
     return [
         name
         for name in record["implementations"]
@@ -21,18 +21,18 @@ def timed_names(record: Record) -> list[str]:
 
 
 def one_line(workload: Record, meaningless: str | None) -> str:
-    """Return one workload's medians so far, in one line."""
+    """Return the medians of one workload so far, in one line."""
     parts = []
     for name, entry in workload["results"].items():
         if entry["status"] == "timed":
             parts.append(f"{name} {show_us(entry['median_us'], meaningless)}")
         elif entry["status"] in ("wrong", "failed"):
             parts.append(f"{name} {entry['status'].upper()}: {entry['reason']}")
-    return f"{workload['name']}: {', '.join(parts) or 'nobody'}"
+    return f"{workload['name']}: {', '.join(parts) or 'nothing was timed'}"
 
 
 def show_us(us: float, meaningless: str | None = None) -> str:
-    """Return microseconds as they are read: three or four digits, no more.
+    """Return microseconds with three or four digits.
 
     Example:
         19.07 is "19.1 us", 261.7 "262 us"; 131,000 of an interpreter "interpreter 131 ms".
@@ -43,12 +43,14 @@ def show_us(us: float, meaningless: str | None = None) -> str:
 
 
 def result_table(record: Record) -> Table:
-    """Return one line for each workload, one column for everyone who was timed."""
+    """Return one row per workload and one column per library that was timed."""
     names = timed_names(record)
     meaningless = record["meaningless"]
     device = record["machine"]["device"]
     title = f"Attention on {device}" + (
-        ": tiny versions, whose times mean nothing" if meaningless else ", microseconds"
+        ": tiny versions, whose times have no meaning"
+        if meaningless
+        else ", microseconds"
     )
     table = Table(title=title, title_justify="left")
     table.add_column("workload", style="bold", no_wrap=True)
@@ -110,7 +112,7 @@ def _ratio(value: float | None) -> str:
 
 
 def reasons(record: Record) -> list[str]:
-    """Return why somebody was not timed, a line for each reason."""
+    """Return why libraries were not timed, one line per reason."""
     found: dict[tuple[str, str, str], list[str]] = {}
     for name, each in record["implementations"].items():
         if each["missing"]:
@@ -133,7 +135,7 @@ def ceiling_words(record: Record) -> str:
     """Return the ceilings of a run as a sentence."""
     ceilings = record["ceilings"]
     if ceilings is None:
-        return "No ceilings: there is no GPU to measure, or it has no room for it."
+        return "No ceilings: there is no GPU, or not enough free memory."
     return (
         f"Ceilings of this run: reading {ceilings['read_gb_per_s']:,.0f} GB/s, through a block"
         f" table {ceilings['read_pages_gb_per_s']:,.0f}, copying"
@@ -162,7 +164,7 @@ def markdown(record: Record) -> str:
         "",
     ]
     if record["meaningless"]:
-        lines += ["Tiny versions of all workloads: the times mean nothing.", ""]
+        lines += ["Tiny versions of all workloads: the times have no meaning.", ""]
     if not record["complete"]:
         lines += [f"This run is not complete: {record['ended']}.", ""]
     lines += [ceiling_words(record), "", *markdown_table(record), ""]
@@ -174,10 +176,10 @@ def markdown(record: Record) -> str:
 
 
 def markdown_table(record: Record) -> list[str]:
-    """Return the lines of a table: a row for each workload, medians in microseconds."""
+    """Return the lines of a table: one row per workload, medians in microseconds."""
     names, meaningless = timed_names(record), record["meaningless"]
     headings = ["workload", *names, "ours, quartiles", "host us", "of the ceiling"]
-    headings += ["ours / best peer", "ours / published"]
+    headings += ["ours / best baseline", "ours / published"]
     lines = [
         f"| {' | '.join(headings)} |",
         "|---|" + "---:|" * (len(headings) - 1),

@@ -1,8 +1,8 @@
-"""How is a call timed?
+"""Timing: CUDA graph replays with a cold L2 cache, interleaved calls, host time.
 
-On a GPU what is timed is the replay of the call's captured graph, between two events, after the L2
-cache has been flushed; so the host's share does not show, and is measured by itself. Candidates for
-one work take turns in an order drawn anew for each turn, because a hot card is a slower card.
+On a GPU the replay of the captured graph is timed, between two events, after the L2 cache has been
+flushed. So host time is not included; it is measured separately. The calls of one workload
+alternate in an order that is drawn again for each turn, because a hot card is slower.
 """
 
 import random
@@ -15,21 +15,21 @@ from typing import Any
 import torch
 
 FLUSH_BYTES = 256 << 20
-"""Four times the largest L2 cache there is in a Hopper."""
+"""Four times the largest L2 cache of a Hopper chip."""
 SECONDS_AT_MOST = 2.0
-"""What one candidate may take of a round."""
+"""Time limit per call in a round."""
 LEAST_REPEATS = 3
 SHORT_CALL = 1e-3
-"""Seconds of a call's host share that is timed by tens."""
+"""Seconds of host time below which calls are timed ten at a time."""
 
 
 @dataclass(frozen=True)
 class Captured:
-    """A call's graph.
+    """The CUDA graph of a call.
 
     Args:
-        replay: runs it again, on the same memory.
-        result: what the captured call returned; each replay fills it anew.
+        replay: Runs the graph again, on the same memory.
+        result: The result of the captured call. Each replay overwrites it.
     """
 
     replay: Callable[[], Any]
@@ -37,7 +37,7 @@ class Captured:
 
 
 def captured(call: Callable[[], Any]) -> Captured | None:
-    """Return a call's graph; None: it cannot be captured. It must have run before."""
+    """Return the graph of a call that has run before, or None if it cannot be captured."""
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):
@@ -47,16 +47,16 @@ def captured(call: Callable[[], Any]) -> Captured | None:
         return None
 
     def replay(_needed: object = call) -> None:
-        # a graph knows addresses only: what they belong to must live as long
+        # a graph holds addresses only, so the tensors must stay allocated
         graph.replay()
 
     return Captured(replay, result)
 
 
 def time_host(call: Callable[[], Any], repeats: int = 7) -> float:
-    """Return the median microseconds until a call returns, whatever it has launched.
+    """Return the median microseconds until a call returns, without waiting for the device.
 
-    Short calls are timed ten at a time, one behind the other, as the layers of a model make them.
+    Short calls are timed ten at a time, consecutively, as the layers of a model make them.
     """
     call()  # compiles the kernels
     begin = time.perf_counter()
@@ -79,8 +79,8 @@ class Stopwatch:
     """Times calls on one device, each with a cold L2 cache.
 
     Args:
-        device: where the calls run.
-        flush_bytes: what is written before each call on a GPU.
+        device: The device of the calls.
+        flush_bytes: Bytes that are written before each call on a GPU.
     """
 
     def __init__(self, device: str, flush_bytes: int = FLUSH_BYTES) -> None:
@@ -89,13 +89,13 @@ class Stopwatch:
         self._flush = torch.empty(size, dtype=torch.int8, device=device)
 
     def start(self, call: Callable[[], Any]) -> Callable[[], float]:
-        """Run a call and return what gives its microseconds, once the device is done."""
+        """Run a call and return a function that gives its microseconds after the device is done."""
         if not self.on_gpu:
             begin = time.perf_counter()
             call()
             passed = 1e6 * (time.perf_counter() - begin)
             return lambda: passed
-        # the flush keeps the device busy while the host launches what is timed
+        # the flush keeps the device busy while the host launches the timed call
         self._flush.zero_()
         event: Any = torch.cuda.Event
         begins, ends = event(enable_timing=True), event(enable_timing=True)
@@ -125,10 +125,10 @@ def time_interleaved(
     """Return the microseconds of each call's runs, one of each in every turn.
 
     Args:
-        calls: what is timed, by name.
-        repeats: turns; a call that takes long gets fewer, but LEAST_REPEATS.
-        order: what the order within a turn is drawn from.
-        stopwatch: of their device.
+        calls: Calls by name.
+        repeats: Number of turns. A slow call gets fewer, but at least LEAST_REPEATS.
+        order: Random generator of the order within a turn.
+        stopwatch: Stopwatch of their device.
     """
     budgets = {}
     for name, call in calls.items():

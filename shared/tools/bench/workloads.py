@@ -1,8 +1,7 @@
-"""What is timed, and what does it need at least?
+"""Workloads of the benchmark, and the minimum of bytes and operations that each one needs.
 
-A workload is one batch: how many requests, how long each is, which heads, what a query sees. Its
-bytes and operations are the fewest that any kernel must move and do, so its floor is nobody's
-kernel but the machine's.
+A workload is one batch: the number of requests, their lengths, the heads, the visible keys. Its
+bytes and operations are the minimum for any kernel, so its floor depends on the machine alone.
 """
 
 import difflib
@@ -27,16 +26,17 @@ class Workload:
     """One batch.
 
     Args:
-        name: what it is called.
-        kind: of KINDS; "encoder" caches nothing, "write" writes and does not attend.
-        about: what it shows, in words.
+        name: Name of the workload.
+        kind: One of KINDS. "encoder" has no cache, "write" is a cache write without attention.
+        about: What it shows.
         query_lens: [reqs] new tokens of each request.
         kv_lens: [reqs] tokens of each request, the new ones included.
-        query_heads, kv_heads, head_size: of the layer.
-        block_size: slots in a block.
-        dtype, kv_dtype: of queries and outputs, and of the cache.
-        causal: whether a query sees no further than itself.
-        sliding_window: keys that a query sees, its own token's included; None: all.
+        query_heads, kv_heads, head_size: Sizes of the layer.
+        block_size: Slots per block.
+        dtype, kv_dtype: Dtype of queries and outputs, and of the cache.
+        causal: Whether a query attends only to keys up to its own position.
+        sliding_window: Optional. Keys that a query attends to, its own position included. If
+            None, there is no window.
     """
 
     name: str
@@ -65,16 +65,16 @@ class Workload:
 
     @property
     def is_quantised(self) -> bool:
-        """Whether the cache's numbers are read with scales."""
+        """Whether the cache is FP8, so that it is read with scales."""
         return self.kv_dtype in FP8_DTYPES
 
     @property
     def bytes(self) -> int:
-        """Bytes that must be moved: keys and values read, queries read, outputs written once.
+        """Minimum of bytes moved: keys, values and queries read once, outputs written once.
 
         Example:
             One request, 2 new tokens of 10 in a window of 4, 2 query heads, 1 kv head of 8,
-            16 bits: its queries see the last 5 keys, 5 * 1 * (8 + 8) * 2 = 160 bytes; queries
+            16 bits: its queries attend to the last 5 keys, 5 * 1 * (8 + 8) * 2 = 160 bytes; queries
             and outputs are 2 * 2 * (8 + 8) * 2 = 128 more.
         """
         row = self.kv_heads * 2 * self.head_size
@@ -89,23 +89,23 @@ class Workload:
 
     @property
     def flops(self) -> int:
-        """Operations that must be done: 4 * head_size for each query head, query and key seen.
+        """Minimum of operations: 4 * head_size per query head, query and visible key.
 
         Example:
-            One request, 2 new tokens of 10 in a window of 4: each sees 4 keys; with 2 query
+            One request, 2 new tokens of 10 in a window of 4: each attends to 4 keys. With 2 query
             heads of 8 that is 4 * 8 * 2 * 8 = 512.
         """
         if self.kind == "write":
             return 0
-        seen = 0
+        pairs = 0
         for new, kv in zip(self.query_lens, self.kv_lens, strict=True):
             window = self.sliding_window or kv
-            for place in range(new):
-                seen += min(kv - new + place + 1, window) if self.causal else kv
-        return 4 * self.head_size * self.query_heads * seen
+            for index in range(new):
+                pairs += min(kv - new + index + 1, window) if self.causal else kv
+        return 4 * self.head_size * self.query_heads * pairs
 
     def tiny(self) -> "Workload":
-        """Return the same workload as small as its parts allow, to be run by an interpreter."""
+        """Return a small version of the workload, to be run in an interpreter."""
         shown = sorted({0, len(self.kv_lens) - 1})
         group = self.query_heads // self.kv_heads
         return replace(
@@ -123,7 +123,7 @@ class Workload:
 
 
 def _tiny(length: int) -> int:
-    """Return a length of few blocks; the new tokens of a decode are few already."""
+    """Return a length of few blocks. Lengths up to 4 stay as they are."""
     return length if length <= 4 else min(max(length // 64, 5), TINY_LEN)
 
 
@@ -162,16 +162,16 @@ def _parse(stored: dict[str, Any]) -> Workload:
 def ragged_lens(
     count: int, seed: int, median: float, sigma: float, least: int, most: int
 ) -> list[int]:
-    """Return [count] lengths whose logarithms are normal, rounded and kept within bounds."""
+    """Return [count] lengths whose logarithms are normal, rounded and clipped."""
     drawn = np.random.default_rng(seed).lognormal(np.log(median), sigma, count)
     return [int(length) for length in np.clip(np.round(drawn), least, most)]
 
 
 def choose_workloads(names: Sequence[str]) -> list[Workload]:
-    """Return the workloads of these names or patterns ("decode-*"); no names: all of them.
+    """Return the workloads with these names or patterns ("decode-*"). Without names, all of them.
 
     Raises:
-        ValueError: a name that none has; the message says which are near.
+        ValueError: No workload has one of the names. The message lists similar names.
     """
     known = load_workloads()
     if not names:
@@ -191,18 +191,18 @@ def choose_workloads(names: Sequence[str]) -> list[Workload]:
 
 
 def published_figures(device: str) -> dict[str, Any] | None:
-    """Return what others reach on a GPU of that name; None: nothing is known of it."""
+    """Return published figures of other libraries on a GPU, or None if there are none."""
     path = Path(__file__).with_name("published.json")
     stored: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return stored if device == stored["device"] else None
 
 
 def best_published(stored: dict[str, Any], name: str) -> tuple[str, float] | None:
-    """Return who is fastest in a workload, of those that are accurate, and its microseconds."""
+    """Return the fastest accurate library of a workload, and its microseconds."""
     figures = stored["workloads"].get(name, {})
-    peers = {
-        peer: float(us)
-        for peer, us in figures.items()
-        if peer not in ("floor", "inaccurate")
+    libraries = {
+        library: float(us)
+        for library, us in figures.items()
+        if library not in ("floor", "inaccurate")
     }
-    return min(peers.items(), key=lambda each: each[1]) if peers else None
+    return min(libraries.items(), key=lambda each: each[1]) if libraries else None

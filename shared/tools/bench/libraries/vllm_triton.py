@@ -1,7 +1,7 @@
-"""How are vLLM's Triton kernels called?
+"""vLLM: its Triton attention kernel and its Triton cache write, as its backend calls them.
 
-As its own backend calls them: a decode of few requests gets buffers for sixteen parts of each, and
-a cache gets scales whether it is quantised or not.
+A decode of few requests gets buffers for sixteen segments per request. A cache gets scales whether
+it is quantised or not.
 """
 
 import importlib
@@ -11,23 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .implementations import (
+from ..inputs import Inputs
+from .library import (
+    AttentionLibrary,
     Declined,
-    Implementation,
     Prepared,
     has_module,
     library_error,
 )
-from .inputs import Inputs
 
 ATTEND = "vllm.v1.attention.ops.triton_unified_attention"
 WRITE = "vllm.v1.attention.ops.triton_reshape_and_cache_flash"
-PARTS = 16
+SEGMENTS = 16
 LEAST_PROGRAMS = 128
-"""Its backend splits the keys of a decode while requests times kv heads are fewer."""
+"""Its backend splits the keys of a decode if requests times KV heads are fewer."""
 
 
-class VLLMTriton(Implementation):
+class VLLMTriton(AttentionLibrary):
     """vLLM's `unified_attention` and its cache write."""
 
     name, title, package = "vllm", "vLLM Triton", "vllm"
@@ -49,15 +49,15 @@ class VLLMTriton(Implementation):
         if workload.kind == "write":
             return self._write(inputs)
         if workload.kind == "encoder":
-            raise Declined("its kernel reads a cache")
+            raise Declined("its kernel requires a paged cache")
         if not workload.causal and inputs.max_query_len > 1:
-            raise Declined("its kernel is causal")
+            raise Declined("its kernel supports causal attention only")
         attend: Any = importlib.import_module(ATTEND).unified_attention
         out, device = inputs.fresh(), inputs.device
         reqs, window = len(workload.kv_lens), workload.sliding_window
         scales = torch.ones(reqs, workload.kv_heads, device=device)
         few = LEAST_PROGRAMS // workload.kv_heads
-        parts = (few, workload.query_heads, PARTS)
+        segments = (few, workload.query_heads, SEGMENTS)
         given: dict[str, Any] = {
             "q": inputs.query,
             "k": inputs.key_cache,
@@ -68,7 +68,7 @@ class VLLMTriton(Implementation):
             "seqused_k": inputs.seq_lens,
             "max_seqlen_k": inputs.max_seq_len,
             "softmax_scale": workload.head_size**-0.5,
-            "causal": True,  # one new token sees all before it either way
+            "causal": True,  # for one new token both settings are the same
             "window_size": (-1, -1) if window is None else (window - 1, 0),
             "block_table": inputs.block_table,
             "softcap": 0.0,
@@ -76,12 +76,12 @@ class VLLMTriton(Implementation):
             "k_descale": scales,
             "v_descale": scales,
             "seq_threshold_3D": few,
-            "num_par_softmax_segments": PARTS,
+            "num_par_softmax_segments": SEGMENTS,
             "softmax_segm_output": torch.empty(
-                *parts, workload.head_size, device=device
+                *segments, workload.head_size, device=device
             ),
-            "softmax_segm_max": torch.empty(parts, device=device),
-            "softmax_segm_expsum": torch.empty(parts, device=device),
+            "softmax_segm_max": torch.empty(segments, device=device),
+            "softmax_segm_expsum": torch.empty(segments, device=device),
         }
         taken = inspect.signature(attend).parameters
         if workload.is_quantised and "kv_quant_mode" in taken:

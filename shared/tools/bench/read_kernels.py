@@ -1,7 +1,6 @@
-"""How fast can this GPU be read at all?
+"""Triton kernels that only read, contiguously or through a block table, and an empty kernel.
 
-Kernels that do nothing but read, in a row or through a block table, and one that does nothing. What
-they reach is the ceiling that attention is held against; none of them computes anything of use.
+Their bandwidth is the ceiling of attention.
 """
 
 import triton
@@ -9,10 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 WORDS_PER_TILE = 4096
-"""16 KiB: four loads of 16 bytes under way in each of 256 threads."""
+"""16 KiB: four loads of 16 bytes in flight in each of 256 threads."""
 NUM_WARPS = 8
-PROGRAMS_PER_PROCESSOR = 4
-"""As many as find room at once: a second wave of few programs would end it slowly."""
+PROGRAMS_PER_SM = 4
+"""As many as are resident at the same time. A second wave of few programs would be a slow tail."""
 
 
 def read(source: Tensor, sums: Tensor) -> None:
@@ -20,7 +19,8 @@ def read(source: Tensor, sums: Tensor) -> None:
 
     Args:
         source: [words] int32, a multiple of WORDS_PER_TILE.
-        sums: [programs] int32, changed: a sum of each program, so that no load can be left out.
+        sums: [programs] int32, modified in place: a sum per program, so that no load can be
+            optimized away.
     """
     num_tiles = source.numel() // WORDS_PER_TILE
     _read_kernel[(sums.numel(),)](
@@ -32,9 +32,10 @@ def read_pages(source: Tensor, block_table: Tensor, sums: Tensor) -> None:
     """Read the blocks of a cache in the order of a table.
 
     Args:
-        source: [num_blocks, words of a block] int32, a multiple of WORDS_PER_TILE each.
+        source: [num_blocks, words per block] int32. Words per block are a multiple of
+            WORDS_PER_TILE.
         block_table: [blocks] int32.
-        sums: [programs] int32, changed.
+        sums: [programs] int32, modified in place.
     """
     _read_pages_kernel[(sums.numel(),)](
         source,
@@ -58,7 +59,7 @@ def _read_kernel(source, sums, num_tiles, TILE: tl.constexpr):
     words = tl.arange(0, TILE)
     total = tl.zeros([TILE], dtype=tl.int32)
     for tile in range(program, num_tiles, tl.num_programs(0)):
-        # 64-bit: four gigabytes are 2**30 words, and more may come
+        # 64-bit: four gigabytes are 2**30 words, and a source may be larger
         total += tl.load(source + tl.cast(tile, tl.int64) * TILE + words)
     tl.store(sums + program, tl.sum(total))
 
@@ -70,8 +71,8 @@ def _read_pages_kernel(
     program = tl.program_id(0)
     words = tl.arange(0, TILE)
     total = tl.zeros([TILE], dtype=tl.int32)
-    for place in range(program, num_blocks, tl.num_programs(0)):
-        block = tl.load(block_table + place).to(tl.int64)
+    for entry in range(program, num_blocks, tl.num_programs(0)):
+        block = tl.load(block_table + entry).to(tl.int64)
         for begin in tl.static_range(0, WORDS, TILE):
             total += tl.load(source + block * WORDS + begin + words)
     tl.store(sums + program, tl.sum(total))

@@ -1,8 +1,8 @@
-"""How is FlashInfer called?
+"""FlashInfer: its paged and ragged wrappers, planned in advance.
 
-A wrapper plans a batch once and runs it many times. It lists the blocks of all requests one after
-another instead of in a table. It compiles its kernels when they are first asked for, which takes
-minutes where they are not in its cache.
+A wrapper plans a batch once and runs it many times. It takes the concatenated block ids of all
+requests instead of a table. It compiles its kernels at first use, which takes minutes if they are
+not in its cache.
 """
 
 import importlib
@@ -11,20 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .implementations import (
+from ..inputs import Inputs
+from .library import (
+    AttentionLibrary,
     Declined,
-    Implementation,
     Prepared,
     has_module,
     library_error,
 )
-from .inputs import Inputs
 
 WORKSPACE_BYTES = 256 << 20
 
 
-class FlashInfer(Implementation):
-    """FlashInfer's wrappers: decodes on tensor cores, all else as prefills."""
+class FlashInfer(AttentionLibrary):
+    """FlashInfer's wrappers: decodes on tensor cores, everything else as prefill."""
 
     name, title, package = "flashinfer", "FlashInfer", "flashinfer-python"
 
@@ -56,30 +56,30 @@ class FlashInfer(Implementation):
             wrapper.plan(starts, starts, *heads, causal=False, **dtypes)
             return Prepared(
                 lambda: wrapper.run(inputs.query, inputs.key, inputs.value, out=out),
-                note="plan made beforehand",
+                note="plan prepared in advance",
             )
         window = workload.sliding_window
-        asked = {"window_left": -1 if window is None else window - 1, **dtypes}
+        options = {"window_left": -1 if window is None else window - 1, **dtypes}
         sizes = (*heads, workload.block_size)
-        blocks = _blocks_in_a_row(inputs)
+        blocks = _flat_blocks(inputs)
         if inputs.max_query_len == 1:
             wrapper = library.BatchDecodeWithPagedKVCacheWrapper(
                 workspace, "NHD", use_tensor_cores=True
             )
-            wrapper.plan(*blocks, *sizes, **asked)
+            wrapper.plan(*blocks, *sizes, **options)
         else:
             wrapper = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
             starts = inputs.query_start_loc
-            wrapper.plan(starts, *blocks, *sizes, causal=workload.causal, **asked)
+            wrapper.plan(starts, *blocks, *sizes, causal=workload.causal, **options)
         caches = (inputs.key_cache, inputs.value_cache)
         return Prepared(
             lambda: wrapper.run(inputs.query, caches, out=out),
-            note="plan made beforehand",
+            note="plan prepared in advance",
         )
 
 
-def _blocks_in_a_row(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    """Return where each request's blocks start, all blocks, and tokens in each last one."""
+def _flat_blocks(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """Return offsets of each request's blocks, all block ids, and tokens in each last block."""
     workload = inputs.workload
     size = workload.block_size
     counts = [-(-kv // size) for kv in workload.kv_lens]

@@ -1,9 +1,9 @@
-"""Who is right, before anybody is timed?
+"""Accuracy check: outputs are compared with the reference before anything is timed.
 
-The reference in float64 says it, on about twelve rows of each batch: rows all over the batch, and
-the last one of requests all over it, the shortest and the longest among them. Each row has the
-budget of `budgets.py`. Beyond these rows every element has to be a number. A write is compared as a
-whole, bit for bit.
+About twelve rows of each batch are compared with the reference in float64: rows spread over the
+batch, and the last rows of requests spread over it, with the shortest and the longest request. Each
+row has an error budget (`contract/budgets.py`). All other elements have to be finite. A cache write
+is compared as a whole, bit for bit.
 """
 
 from dataclasses import dataclass
@@ -18,35 +18,35 @@ from .inputs import Inputs
 from .workloads import Workload
 
 ROWS = 6
-"""Rows spread over the tokens, and once more over the requests."""
+"""Number of rows spread over the tokens, and again over the requests."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """How an implementation's output stands.
+    """Accuracy of one output.
 
     Args:
-        ok: whether it is right.
-        words: what is wrong; empty: nothing.
-        share: the worst error as a share of its row's budget.
-        error: the norm of all rows' errors over the norm of what is right.
+        ok: Whether every row is within its budget.
+        message: What is wrong. Empty if nothing is.
+        share: The worst error as a share of its row's budget.
+        error: Norm of the errors of all rows, divided by the norm of the expected rows.
     """
 
     ok: bool
-    words: str = ""
+    message: str = ""
     share: float = 0.0
     error: float = 0.0
 
 
 @dataclass(frozen=True)
-class Truth:
-    """What some rows of the output have to be.
+class ExpectedRows:
+    """Expected values of some rows of the output.
 
     Args:
         rows: [rows] tokens.
         exact: [rows, query_heads, head_size] float64.
-        same_dtype: [rows, query_heads, head_size] what plain torch makes of it in the dtype.
-        sizes: [rows, query_heads, head_size] the same average of the values' sizes.
+        same_dtype: [rows, query_heads, head_size] the result of plain torch in the dtype.
+        sizes: [rows, query_heads, head_size] the same weighted average, of absolute values.
     """
 
     rows: Tensor
@@ -54,24 +54,24 @@ class Truth:
     same_dtype: Tensor
     sizes: Tensor
 
-    def judge(self, out: Tensor, dtype: torch.dtype) -> Finding:
-        """Return how an output [tokens, query_heads, head_size] stands."""
+    def check(self, out: Tensor, dtype: torch.dtype) -> Finding:
+        """Return the accuracy of an output [tokens, query_heads, head_size]."""
         if out.shape[1:] != self.exact.shape[1:]:
             return Finding(False, f"its output has shape {list(out.shape)}")
         if not bool(torch.isfinite(out).all()):
             token = int((~torch.isfinite(out)).flatten(1).any(1).nonzero()[0])
-            return Finding(False, f"row {token} was not written, or is no number")
+            return Finding(False, f"row {token} was not written, or is not finite")
         found = out[self.rows]
         verdict = judge_rows(found, self.exact, self.same_dtype, dtype, self.sizes)
         error = float((found.double() - self.exact).norm() / self.exact.norm())
         row = int(self.rows[verdict.row])
-        words = (
+        message = (
             ""
             if verdict.ok
             else f"row {row}: error {verdict.error:.3g}, budget {verdict.budget:.3g}"
             f" ({verdict.worst:.2f} of it)"
         )
-        return Finding(verdict.ok, words, verdict.worst, error)
+        return Finding(verdict.ok, message, verdict.worst, error)
 
 
 def choose_rows(workload: Workload) -> list[int]:
@@ -86,24 +86,26 @@ def choose_rows(workload: Workload) -> list[int]:
     return sorted(chosen)
 
 
-def find_truth(inputs: Inputs) -> Truth:
-    """Return what the reference says of about twelve rows, one after another."""
+def find_expected(inputs: Inputs) -> ExpectedRows:
+    """Return the reference's values of about twelve rows, computed one by one."""
     rows = choose_rows(inputs.workload)
     found = [_attend_alone(inputs, row) for row in rows]
     exact, same_dtype, sizes = (
         torch.cat([each[part] for each in found]) for part in range(3)
     )
-    return Truth(torch.tensor(rows, device=exact.device), exact, same_dtype, sizes)
+    return ExpectedRows(
+        torch.tensor(rows, device=exact.device), exact, same_dtype, sizes
+    )
 
 
 def _attend_alone(inputs: Inputs, token: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return one row: exactly, in its own dtype, and of the values' sizes."""
+    """Return one row: in float64, in its own dtype, and the average of absolute values."""
     workload, device = inputs.workload, inputs.device
     starts = torch.tensor([0, *workload.query_lens]).cumsum(0)
     req = int(torch.searchsorted(starts, token, right=True)) - 1
     new, kv_len = workload.query_lens[req], workload.kv_lens[req]
-    # alone, a token is the last one of what it sees
-    seen = kv_len - new + token - int(starts[req]) + 1 if workload.causal else kv_len
+    # in a request of its own, a token is the last one of its visible range
+    visible = kv_len - new + token - int(starts[req]) + 1 if workload.causal else kv_len
     query = inputs.query[token : token + 1]
     one = torch.tensor([0, 1], dtype=torch.int32, device=device)
     reference = load_implementation("reference")
@@ -120,15 +122,15 @@ def _attend_alone(inputs: Inputs, token: int) -> tuple[Tensor, Tensor, Tensor]:
             return result
 
     else:
-        blocks = -(-seen // workload.block_size)
+        blocks = -(-visible // workload.block_size)
         own = inputs.block_table[req, :blocks].long()
-        # float64 holds any cache's numbers, an FP8 cache's at scale 1 too
+        # float32 holds the numbers of any cache exactly, an FP8 cache at scale 1 too
         key, value = (
             cache[own].to(torch.float32)
             for cache in (inputs.key_cache, inputs.value_cache)
         )
         table = torch.arange(blocks, dtype=torch.int32, device=device)[None]
-        length = torch.tensor([seen], dtype=torch.int32, device=device)
+        length = torch.tensor([visible], dtype=torch.int32, device=device)
 
         def attend(values: Tensor, dtype: torch.dtype) -> Tensor:
             out = torch.empty_like(query, dtype=dtype)
@@ -140,7 +142,7 @@ def _attend_alone(inputs: Inputs, token: int) -> tuple[Tensor, Tensor, Tensor]:
                 one,
                 length,
                 1,
-                seen,
+                visible,
                 out=out,
                 compute_dtype=dtype,
                 options=AttentionOptions(
@@ -156,8 +158,8 @@ def _attend_alone(inputs: Inputs, token: int) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-def judge_write(inputs: Inputs, caches: tuple[Tensor, Tensor]) -> Finding:
-    """Return how caches stand that were NaN before the write, all of their bytes."""
+def check_write(inputs: Inputs, caches: tuple[Tensor, Tensor]) -> Finding:
+    """Return whether all bytes of two caches, which held NaN before the write, are right."""
     for name, new, cache in zip(
         ("key", "value"), (inputs.key, inputs.value), caches, strict=True
     ):

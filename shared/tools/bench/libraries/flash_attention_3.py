@@ -1,8 +1,7 @@
-"""How is FlashAttention-3 called?
+"""FlashAttention-3: its own package, or the operators in vLLM's wheel.
 
-Either through its own package, or through the operators in vLLM's wheel, one file that needs
-nothing else of vLLM. That file's operators are asked for their argument lists, so that one that
-gains an argument still works as long as the argument may be left out.
+The wheel's operators are in one file that needs nothing else of vLLM. Their argument lists are read
+from their schemas. So a version with an additional argument works if the argument is optional.
 """
 
 import importlib
@@ -15,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .implementations import (
+from ..inputs import Inputs
+from .library import (
+    AttentionLibrary,
     Declined,
-    Implementation,
     Prepared,
     has_module,
     library_error,
 )
-from .inputs import Inputs
 
 VARIABLE = "PAGETWIN_FA3"
 INSIDE_VLLM = Path("vllm_flash_attn", "_vllm_fa3_C.abi3.so")
@@ -37,15 +36,16 @@ SETTINGS: dict[str, Any] = {
     "cp_world_size": 1,
     "cp_rank": 0,
 }
-"""What the operators want to be told though it is not used here; num_splits 0: it chooses."""
+"""Arguments that the operators require but that are not used here. With 0 splits, it chooses."""
 
 
-class FlashAttention3(Implementation):
+class FlashAttention3(AttentionLibrary):
     """FlashAttention-3 with a block table.
 
     Args:
-        device: where it shall run.
-        path: vLLM's `_vllm_fa3_C.abi3.so`; None: what PAGETWIN_FA3 names, or an installed one.
+        device: The device to run on.
+        path: Optional. vLLM's `_vllm_fa3_C.abi3.so`. If None, the file that PAGETWIN_FA3 names, or
+            that of an installed vLLM.
     """
 
     name, title = "fa3", "FlashAttention-3"
@@ -56,7 +56,7 @@ class FlashAttention3(Implementation):
         self._operators: Any = None
 
     def version(self) -> str | None:
-        """Return where it comes from: neither source says its version."""
+        """Return the origin, because neither source has a version."""
         if self.path is None:
             return None
         return f"operators of {Path(self.path).name}"
@@ -84,28 +84,28 @@ class FlashAttention3(Implementation):
     def prepare(self, inputs: Inputs) -> Prepared:
         workload = inputs.workload
         if workload.kind == "write":
-            raise Declined("it writes no cache by slots")
+            raise Declined("it does not write a cache by slots")
         if self._operators is None:
             return self._by_module(inputs)
         out = inputs.fresh()
-        query, note = inputs.query, "plan made beforehand"
-        what: dict[str, Any] = SETTINGS | self._batch(inputs)
+        query, note = inputs.query, "plan prepared in advance"
+        arguments: dict[str, Any] = SETTINGS | self._batch(inputs)
         if workload.is_quantised:
             ones = torch.ones(
                 len(workload.kv_lens), workload.kv_heads, device=inputs.device
             )
             query = query.to(workload.kv_dtype)
-            what |= {"q_descale": ones, "k_descale": ones, "v_descale": ones}
-            note += "; takes an FP8 cache only with FP8 queries, rounded beforehand"
+            arguments |= {"q_descale": ones, "k_descale": ones, "v_descale": ones}
+            note += "; supports an FP8 cache only with FP8 queries, rounded in advance"
         if workload.kind != "encoder":
-            plan = self._ask("get_scheduler_metadata", what | self._plan(inputs))
-            what["scheduler_metadata"] = plan()
+            plan = self._bind("get_scheduler_metadata", arguments | self._plan(inputs))
+            arguments["scheduler_metadata"] = plan()
         keys = (
             {"k": inputs.key, "v": inputs.value}
             if workload.kind == "encoder"
             else {"k": inputs.key_cache, "v": inputs.value_cache}
         )
-        attend = self._ask("fwd", what | keys | {"q": query, "out": out})
+        attend = self._bind("fwd", arguments | keys | {"q": query, "out": out})
 
         def call() -> Tensor:
             attend()
@@ -115,7 +115,7 @@ class FlashAttention3(Implementation):
 
     @staticmethod
     def _installed() -> str | None:
-        """Return the file in an installed vLLM, which is not imported for it."""
+        """Return the file in an installed vLLM, without importing vLLM."""
         if not has_module("vllm"):
             return None
         spec = importlib.util.find_spec("vllm")
@@ -127,7 +127,7 @@ class FlashAttention3(Implementation):
 
     @staticmethod
     def _batch(inputs: Inputs) -> dict[str, Any]:
-        """Return a batch under the names of the operators' arguments."""
+        """Return the batch as arguments of the operators, by name."""
         workload = inputs.workload
         window = workload.sliding_window
         batch: dict[str, Any] = {
@@ -145,7 +145,7 @@ class FlashAttention3(Implementation):
 
     @staticmethod
     def _plan(inputs: Inputs) -> dict[str, Any]:
-        """Return what the plan is told beside the batch."""
+        """Return the arguments of the plan besides the batch."""
         workload = inputs.workload
         return {
             "batch_size": len(workload.kv_lens),
@@ -157,25 +157,25 @@ class FlashAttention3(Implementation):
             "page_size": workload.block_size,
         }
 
-    def _ask(self, operator: str, what: dict[str, Any]) -> Callable[[], Any]:
-        """Return a call of an operator with these of its arguments, by their names."""
+    def _bind(self, operator: str, arguments: dict[str, Any]) -> Callable[[], Any]:
+        """Return a call of an operator with the arguments that its schema names."""
         call = getattr(self._operators, operator)
         given = []
         for argument in call.default._schema.arguments:
-            may_be_left_out = str(argument.type).startswith("Optional")
-            if argument.name not in what and not may_be_left_out:
+            is_optional = str(argument.type).startswith("Optional")
+            if argument.name not in arguments and not is_optional:
                 raise Declined(
-                    f"its operator {operator} wants {argument.name}, which is not known here"
+                    f"its operator {operator} requires {argument.name}, which is not known here"
                 )
-            given.append(what.get(argument.name))
+            given.append(arguments.get(argument.name))
         return lambda: call(*given)
 
     def _by_module(self, inputs: Inputs) -> Prepared:
-        """Return a workload for the functions of FlashAttention-3's own package."""
+        """Return a workload that calls FlashAttention-3's own package."""
         module = importlib.import_module("flash_attn_interface")
         workload = inputs.workload
         if workload.is_quantised:
-            raise Declined("it takes an FP8 cache only with FP8 queries")
+            raise Declined("it supports an FP8 cache only with FP8 queries")
         window = workload.sliding_window
         lens: dict[str, Any] = {
             "cu_seqlens_q": inputs.query_start_loc,
@@ -202,10 +202,10 @@ class FlashAttention3(Implementation):
                     inputs.query, inputs.key_cache, inputs.value_cache, **lens
                 )
             ),
-            note="no plan made beforehand",
+            note="no plan prepared in advance",
         )
 
 
 def _first(result: Any) -> Any:
-    """Return the output, with or without a log-sum-exp beside it."""
+    """Return the output of a result that may also have a log-sum-exp."""
     return result[0] if isinstance(result, tuple) else result

@@ -1,0 +1,93 @@
+"""AttentionLibrary: the interface between the benchmark and one implementation of attention.
+
+A library says why it is missing, or why it does not support a workload. What it prepares once for
+all layers of a step (a mask, a plan, a gathered batch) is prepared before the timing, and its note
+says so.
+"""
+
+import importlib.metadata
+import importlib.util
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ..inputs import Inputs
+
+
+class Declined(NotImplementedError):
+    """A workload that a library does not support. The message says why."""
+
+
+def unchanged(result: Any) -> Any:
+    """Return rows that have the shape of rows already."""
+    return result
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """One workload, ready to be run any number of times.
+
+    Args:
+        call: Computes the workload and returns the tensor that it wrote. If it returns None, it
+            wrote the cache.
+        rows: Returns that tensor as [tokens, query_heads, head_size].
+        note: What was prepared in advance, or what differs from the other libraries.
+        same_work: Whether it does the same work as the others. If False, it reads keys that were
+            gathered for it, so its time is shown but not used as a baseline.
+    """
+
+    call: Callable[[], Any]
+    rows: Callable[[Any], Tensor] = unchanged
+    note: str = ""
+    same_work: bool = True
+
+
+class AttentionLibrary(ABC):
+    """One implementation of attention that the benchmark can time.
+
+    Args:
+        device: The device to run on, "cuda" or "cpu".
+    """
+
+    name: str
+    title: str
+    package: str | None = None
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+
+    def missing(self) -> str:
+        """Return why the library cannot be used here. An empty string means that it can."""
+        return ""
+
+    def version(self) -> str | None:
+        """Return the version of its package, or None if it is unknown."""
+        try:
+            return importlib.metadata.version(self.package or "pagetwin")
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+    @abstractmethod
+    def prepare(self, inputs: Inputs) -> Prepared:
+        """Return a workload, ready to run.
+
+        Raises:
+            Declined: The library does not support this workload.
+        """
+
+
+def library_error(name: str, error: Exception) -> str:
+    """Return in one line why a library cannot be used."""
+    message = str(error).strip().split("\n")[0]
+    return f"{name} cannot be used ({type(error).__name__}: {message})"
+
+
+def has_module(name: str) -> bool:
+    """Return whether a module of that name can be found, without importing it."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
