@@ -34,9 +34,7 @@ PENDING_CYCLES: list[list[str]] = []
 # strings that name a module of a twin: measured code, reached by name since tools may not import it
 PENDING_STRINGS: set[tuple[str, str]] = set()
 # public classes that still have the name of another one
-PENDING_NAMES = {
-    "Request",
-}
+PENDING_NAMES: set[str] = set()
 LIBRARIES = {"triton", "xformers"}
 # more files than a dozen in one folder, and why
 LARGE_FOLDERS = {
