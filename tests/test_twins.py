@@ -88,8 +88,6 @@ ONLY_IN_THE_TWIN = {
     },
     "attention/latent.py": {
         "latent_prefill_attention": "the reference's is in latent_prefill.py",
-        "TOKENS_PER_PROGRAM": "a tile's size",
-        "ELEMENTS_PER_PROGRAM": "a tile's size",
     },
     "attention/merge_states.py": {"TOKENS_PER_PROGRAM": "a tile's size"},
     "cache/slot_mapping.py": {
