@@ -14,7 +14,6 @@ from pagetwin.conformance.generators.batches import (
     build,
 )
 from pagetwin.conformance.oracles.dense import same_bits
-from torch import Tensor
 
 
 def share_prefix(batch: BatchTensors, prefix_len: int) -> BatchTensors:
@@ -43,14 +42,14 @@ def test_each_key_of_the_prefix_is_gathered_once(
     monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     module = import_module("pagetwin.reference.attention.paged")
-    gather, counts = module.gather_cache, []
+    split, counts = module.split_requests, []
 
-    def counting(*arguments: Any) -> tuple[Tensor, Tensor]:
-        counts.append(arguments[-1])
-        found: tuple[Tensor, Tensor] = gather(*arguments)
-        return found
+    def counting(*arguments: Any) -> Any:
+        for request in split(*arguments):
+            counts.append(len(request.keys))
+            yield request
 
-    monkeypatch.setattr(module, "gather_cache", counting)
+    monkeypatch.setattr(module, "split_requests", counting)
     batch = share_prefix(build(BatchPlan((1, 3, 1), (40, 50, 33)), device), 32)
     TWINS["reference"].cascade_attention(**batch.arguments(), common_prefix_len=32)
     assert counts == [32, 40 - 32, 50 - 32, 33 - 32]

@@ -113,7 +113,9 @@ def draw_paged(name: str, device: torch.device) -> list[Arguments]:
 def draw_latents(name: str, device: torch.device) -> list[Arguments]:
     found = []
     for seed, cache_dtype in enumerate([None, None, torch.float8_e4m3fn]):
-        plan = latent_batches.Plan((2, 1), (8, 20), cache_dtype=cache_dtype, seed=seed)
+        plan = latent_batches.LatentPlan(
+            (2, 1), (8, 20), cache_dtype=cache_dtype, seed=seed
+        )
         batch = latent_batches.build_latents(plan, device)
         if name == "latent_decode_attention":
             found.append(batch.decode_arguments())
@@ -255,7 +257,7 @@ def with_each(change: Callable[[Tensor], Tensor], arguments: Arguments) -> Argum
 def assert_same(found: Any, expected: Any) -> None:
     """Assert that results are equal in structure and in every bit."""
     if isinstance(expected, AttentionOptions):
-        found, expected = vars(found), vars(expected)
+        found, expected = unpack_options(found), unpack_options(expected)
     if isinstance(expected, Tensor):
         assert found.shape == expected.shape and found.stride() == expected.stride()
         assert same_bits(found.flatten(), expected.flatten())

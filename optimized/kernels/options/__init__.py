@@ -38,6 +38,7 @@ class OptionArguments(NamedTuple):
 
     causal: causal.CausalFlags | None
     tree: tree.TreeMask | None
+    tree_depth: Tensor | None
     query_ranges: query_ranges.QueryRanges | None
     position_bias: position_bias.BiasTable | None
     scales: ScaleStrides
@@ -71,7 +72,10 @@ def lower_options(
     causal_constant, causal_flags = causal.lower(options.causal)
     arguments = OptionArguments(
         causal=causal_flags,
-        tree=tree.lower(options.tree_mask, options.counting_positions, query_start_loc),
+        tree=tree.lower(options.tree_mask),
+        tree_depth=tree.lower_depth(
+            options.tree_mask, bool(options.counting_positions), query_start_loc
+        ),
         query_ranges=query_ranges.lower(options.query_ranges),
         position_bias=position_bias.lower(options.position_bias),
         scales=ScaleStrides(

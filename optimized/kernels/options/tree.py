@@ -13,13 +13,10 @@ class TreeMask(NamedTuple):
 
     Args:
         mask: [reqs, tree, tree] uint8. 1 if new token i attends to new token j.
-        depth: Optional. [reqs, tree] int32 ancestors of each token; it is added to the context
-            length to give the position. Only options that depend on positions need it.
         stride_query, stride_key: of `mask`.
     """
 
     mask: Any
-    depth: Any
     stride_query: Any
     stride_key: Any
 
@@ -42,23 +39,32 @@ class TreeTile(NamedTuple):
     context: Any
 
 
-def lower(
-    tree_mask: Tensor | None, needs_positions: bool, query_start_loc: Tensor
-) -> TreeMask | None:
+def lower(tree_mask: Tensor | None) -> TreeMask | None:
     """Return the trees as an argument of the kernels."""
     if tree_mask is None:
         return None
-    depth = None
-    if needs_positions:
-        # mask entries past a request's own tokens may have any value
-        own = torch.arange(tree_mask.shape[2], device=tree_mask.device)
-        own = own < query_start_loc.diff()[:, None]
-        depth = (tree_mask & own[:, None, :]).sum(2, dtype=torch.int32) - 1
-    return TreeMask(tree_mask.view(torch.uint8), depth, *tree_mask.stride()[1:])
+    return TreeMask(tree_mask.view(torch.uint8), *tree_mask.stride()[1:])
+
+
+def lower_depth(
+    tree_mask: Tensor | None, needs_positions: bool, query_start_loc: Tensor
+) -> Tensor | None:
+    """Return the depth of each token of the trees, if an option depends on positions.
+
+    Returns:
+        [reqs, tree] int32 ancestors of each token. The context length plus the depth is the
+        position. It is not a field of TreeMask, since triton 3.6 does not take None there.
+    """
+    if tree_mask is None or not needs_positions:
+        return None
+    # mask entries past a request's own tokens may have any value
+    own = torch.arange(tree_mask.shape[2], device=tree_mask.device)
+    own = own < query_start_loc.diff()[:, None]
+    return (tree_mask & own[:, None, :]).sum(2, dtype=torch.int32) - 1
 
 
 @triton.jit
-def load_tree(tree, req, rows, context, position, tree_stride_req, tree_width):
+def load_tree(tree, depth, req, rows, context, position, tree_stride_req, tree_width):
     """Return a query tile's tree, and its positions with the depth of each token."""
     is_tree = rows.query_len <= tree_width
     mask = tree.mask + tl.cast(req, tl.int64) * tree_stride_req
@@ -66,11 +72,11 @@ def load_tree(tree, req, rows, context, position, tree_stride_req, tree_width):
     # [BLOCK_M]
     mask += tl.where(in_tree, rows.token, 0).to(tl.int64) * tree.stride_query
     depths = ()
-    if tree.depth is not None:
+    if depth is not None:
         # siblings have the same position: the number of their ancestors is their depth
-        depths = tree.depth + req * tree_width
-        depth = tl.load(depths + rows.token, mask=in_tree, other=0)
-        position = tl.where(in_tree, context + depth, position)
+        depths = depth + req * tree_width
+        own_depth = tl.load(depths + rows.token, mask=in_tree, other=0)
+        position = tl.where(in_tree, context + own_depth, position)
     tile = TreeTile(is_tree, in_tree, mask, depths, context)
     return tile, position
 
@@ -92,20 +98,21 @@ def widen_to_tree(tile, rows, begin, end, full_begin, full_end, row_begin, seq_l
 
 
 @triton.jit
-def find_tree_keys(tree, tile, n, is_key):
+def find_tree_keys(depth, tile, n, is_key):
     """Return which keys of a KV tile belong to the tree, and the positions of all of them.
 
     Args:
-        tree, tile: TreeMask, TreeTile.
+        depth: as of `lower_depth`.
+        tile: TreeTile.
         n: [BLOCK_N] indices of the keys in the sequence.
         is_key: [BLOCK_N] keys that are loaded.
     """
     new = n - tile.context
     of_tree = (new >= 0) & is_key & tile.is_tree
     key_position = n
-    if tree.depth is not None:
-        depth = tl.load(tile.depth + new, mask=of_tree, other=0)
-        key_position = tl.where(of_tree, tile.context + depth, n)
+    if depth is not None:
+        own_depth = tl.load(tile.depth + new, mask=of_tree, other=0)
+        key_position = tl.where(of_tree, tile.context + own_depth, n)
     return of_tree, key_position
 
 

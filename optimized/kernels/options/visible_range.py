@@ -99,8 +99,8 @@ def find_visible_keys(call, req, rows, seq_len, config: tl.constexpr):
     tree = ()
     if options.tree is not None:
         tree, position = load_tree(
-            options.tree, req, rows, context, position, call.tree_stride_req,
-            call.tree_width,
+            options.tree, options.tree_depth, req, rows, context, position,
+            call.tree_stride_req, call.tree_width,
         )  # fmt: skip
     is_causal = load_is_causal(options.causal, req, True, config.options.CAUSAL)
     row_begin, row_end = visible_range(position, seq_len, is_causal, config)
@@ -151,7 +151,9 @@ def locate_keys(
     position = n
     of_tree = ()
     if MASKED and call.options.tree is not None:
-        of_tree, position = find_tree_keys(call.options.tree, visible.tree, n, is_key)
+        of_tree, position = find_tree_keys(
+            call.options.tree_depth, visible.tree, n, is_key
+        )
     return KVTileKeys(n, is_key, position, of_tree)
 
 
