@@ -53,7 +53,19 @@ CHIPS = {
     120: (101376, 170),
 }
 # what takes long to compile, and differs little from what is compiled for every chip
-ONLY_FOR_ONE_CHIP = ("all options", "flags", "not causal", "e5m2 cache", "base 2")
+ONLY_FOR_ONE_CHIP = (
+    "options",
+    "sinks",
+    "bias",
+    "window",
+    "flags",
+    "not causal",
+    "e5m2 cache",
+    "float8_e5m2 cache",
+    "fp16 64",
+    "bf16 256",
+    "base 2",
+)
 Launch = tuple[str, JITFunction, dict[str, Any], dict[str, int]]
 
 

@@ -21,15 +21,14 @@ SCRIPT = Path(__file__).parent / "compile_kernels.py"
 
 
 def launched_kernels() -> set[str]:
-    """Return the names of the kernels that the twin launches."""
+    """Return the names of the kernels that the twin and the benchmark launch."""
     folder = Path(__file__).parents[1] / "optimized"
     files = [path.relative_to(folder).with_suffix("") for path in folder.rglob("*.py")]
+    names = [".".join(("pagetwin.optimized", *file.parts)) for file in files]
     return {
         name
-        for file in files
-        for name, value in vars(
-            import_module(".".join(("pagetwin.optimized", *file.parts)))
-        ).items()
+        for module in (*names, "pagetwin.tools.bench.read_kernels")
+        for name, value in vars(import_module(module)).items()
         if name.endswith("_kernel") and hasattr(value, "fn")
     }
 
