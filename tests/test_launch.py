@@ -22,6 +22,7 @@ from pagetwin.optimized.launch.attention_call import AttentionCall, sign, sizes_
 from pagetwin.optimized.launch.launcher import INTERPRETED, Launcher
 from pagetwin.optimized.launch.plan_cache import PlanCache
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 @pytest.fixture
@@ -410,6 +411,13 @@ def test_captures_that_find_no_counters_zero_their_own(gpu: dict[str, Any]) -> N
     gpu["capture"] = 1
     workspace.find_workspace(GPU, 264, 1000)
     assert gpu["allocated"] == [(0, 1000), (264, 0)]
+
+
+def test_a_call_with_fake_tensors_leaves_none_in_the_workspace() -> None:
+    with FakeTensorMode():
+        found = workspace.find_workspace(torch.device("cpu"), 3, 5)
+    assert [type(each) for each in found] == [Tensor, Tensor]
+    assert found[0].tolist() == [0, 0, 0]
 
 
 def test_an_arena_hands_out_ranges_that_do_not_overlap() -> None:

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .capture import find_capture_id
 from .launcher import current_stream, is_capturing, next_power_of_2
@@ -143,10 +144,12 @@ def _allocate(
     device: torch.device, counters: int, numbers: int
 ) -> tuple[Tensor, Tensor]:
     """Return new tensors on the current stream: zeros, and numbers of any content."""
-    return (
-        torch.zeros(counters, dtype=torch.int32, device=device),
-        torch.empty(numbers, dtype=torch.float32, device=device),
-    )
+    # a call that is traced with fake tensors must not leave fake tensors in the cache
+    with _disable_current_modes():
+        return (
+            torch.zeros(counters, dtype=torch.int32, device=device),
+            torch.empty(numbers, dtype=torch.float32, device=device),
+        )
 
 
 def _grow(

@@ -1,9 +1,10 @@
-"""How does one find out that a kernel is wrong?
+"""Conformance suite: laws that every attention implementation must satisfy, and their runner.
 
-The judge that compares the twins, for kernels of other people: laws, each a sentence with the cases
-it is tried on, and a report that shows for every law that is broken the smallest input found, both
-answers at the worst place, and how to see it again. It needs no GPU and shares no code with what it
-judges.
+The suite applies the comparison of the twins to any other implementation. A law is a sentence with
+the cases on which it is tried. For every broken law the report shows the smallest failing input
+that was found, the found and the expected value at the element with the largest error, and a
+program that reproduces the failure. The suite needs no GPU and shares no code with the
+implementations that it checks.
 
     >>> from pagetwin.conformance import check_implementation
     >>> report = check_implementation("my_kernels")  # doctest: +SKIP

@@ -1,1 +1,1 @@
-"""What both implementations obey: operations, shapes, kinds, specs, metadata classes, budgets."""
+"""The contract of both twins: operations, shapes, kinds, specs, metadata classes, budgets."""

@@ -1,4 +1,4 @@
-"""AttentionOptions: what an attention call takes beyond its tensors, in one object."""
+"""AttentionOptions: the options of one attention call as one object."""
 
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -22,21 +22,21 @@ class AttentionOptions:
 
     Args:
         sliding_window: Keys that a query attends to on each side, its own position included. If
-            None, there is no window.
+            None, the window is unlimited.
         logits_soft_cap: Cap c turns a scaled score s into c * tanh(s / c). If None, scores are
             not capped.
         alibi_slopes: [query_heads] float32. The score gets slope * (key position - query
             position) added, after the cap. If None, nothing is added.
         sinks: [query_heads] float32. One score per head that takes part in the softmax and has no
-            value. If None, there is no sink.
+            value. If None, no sink is added.
         causal: Whether a query attends only to keys up to its own position; [reqs] bool sets it
             per request. If None, the operation's own default: True in `paged_attention`, False in
             `encoder_attention`.
         attention_chunk_size: Positions per chunk; a query attends only to keys in its own chunk.
-            If None, there are no chunks.
+            If None, the sequence is not divided.
         tree_mask: [reqs, tree, tree] bool. New token i of a request attends to new token j, and to
             all keys before the new ones. A token's position is one past that of its parent.
-            Requests with more new tokens than `tree` are causal. If None, there is no tree.
+            Requests with more new tokens than `tree` are causal. If None, no tree mask is applied.
         query_ranges: [tokens, 2] int32, first and last position of a range of keys that the query
             attends to whatever the other masks say, such as the image it belongs to. (-1, -1), or
             a first past the last, means no range. If None, no query has one.

@@ -1,7 +1,7 @@
 """CUDA graphs: levels of support, modes, input buffers and captured steps.
 
 A CUDA graph is a recording of kernel launches. A replay costs one launch, but uses the recorded
-addresses and sizes. It sees new numbers only if they were written to the same memory.
+addresses and sizes. It uses new values only if they were written to the same memory.
 """
 
 from collections.abc import Callable

@@ -84,7 +84,7 @@ def layout_from_name(name: str) -> KVCacheLayout:
     """Return the layout of that name.
 
     Raises:
-        ValueError: there is none. The message lists all layouts.
+        ValueError: the name is unknown. The message lists all layouts.
     """
     if not is_valid_kv_cache_layout(name):
         raise ValueError(

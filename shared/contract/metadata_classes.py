@@ -39,7 +39,7 @@ class CommonAttentionMetadata:
         max_seq_len: an upper bound on `seq_lens`.
         block_table_tensor: [reqs, max_blocks] block ids; entries past a row's end are never read.
         slot_mapping: [tokens] slot of every new token, or PAD_SLOT_ID.
-        causal: whether a query sees only the keys up to its own position; one bool, or [reqs]
+        causal: whether a query attends only to keys up to its own position: one bool, or [reqs]
             bool per request.
         logits_indices_padded: Optional. [logits] tokens whose logits are wanted, in rising
             order. Entries from `num_logits_indices` on are padding.
@@ -60,7 +60,7 @@ class CommonAttentionMetadata:
         positions: Optional. [tokens] position of every new token in its sequence.
         is_prefilling: Optional. [reqs] on the host: whether a request is within its prompt.
         mm_req_doc_ranges: Optional. Ranges of the images per request: first and last position.
-            Tokens within a range see each other in both directions.
+            Tokens within a range attend to each other in both directions.
         tree_mask: Optional. [reqs, tree, tree] visibility among new tokens, for requests that
             verify a tree of draft tokens. Requests with more new tokens than `tree` are causal.
     """
@@ -298,7 +298,7 @@ class PagedAttentionMetadata:
         num_decodes, num_decode_tokens: number of decodes, which come first, and their tokens.
         num_prefills, num_prefill_tokens: number of prefills and their tokens.
         query_start_loc_cpu, seq_lens_cpu: copies on the host, for planning.
-        causal: whether a query sees only the keys up to its own position; one bool, or [reqs]
+        causal: whether a query attends only to keys up to its own position: one bool, or [reqs]
             bool per request.
         tree_mask: Optional. [reqs, tree, tree] visibility among new tokens.
         query_ranges: Optional. [tokens, 2] int32 first and last position of the image that
@@ -339,7 +339,7 @@ class PagedAttentionMetadata:
     def cross_metadata(self) -> "PagedAttentionMetadata":
         """The step for cross-attention: the same queries with the encoders' keys.
 
-        Every query sees all keys of its encoder.
+        Every query attends to all keys of its encoder.
 
         Raises:
             ValueError: the metadata has no lengths or blocks of the encoders' keys.

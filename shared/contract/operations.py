@@ -271,7 +271,7 @@ def concept(name: str) -> Concept:
     """Return the concept of that name.
 
     Raises:
-        KeyError: there is none. The message lists all concepts.
+        KeyError: the concept does not exist. The message lists all concepts.
     """
     for candidate in CONCEPTS:
         if candidate.name == name:
@@ -313,7 +313,7 @@ def load_implementation(name: str) -> Implementation:
             functions with the names of operations, or files with the paths of the twins.
 
     Raises:
-        ModuleNotFoundError: there is no such module.
+        ModuleNotFoundError: the module does not exist.
         ValueError: it has none of the operations.
     """
     package = f"pagetwin.{name}" if name in ("reference", "optimized") else name
@@ -355,7 +355,7 @@ def find_backends(top: ModuleType) -> tuple[Any, ...]:
 
 
 def _submodule(name: str) -> list[ModuleType]:
-    """Return a module in a list, which is empty if there is no such module."""
+    """Return a module in a list, which is empty if the module does not exist."""
     try:
         return [importlib.import_module(name)]
     except ModuleNotFoundError as error:

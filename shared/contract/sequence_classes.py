@@ -116,7 +116,7 @@ class SequenceGroup:
         is_prompt: whether they are within their prompt. A decode has one new token per sequence.
         sequences: at least one sequence.
         block_tables: Optional. Row of block ids per sequence id. Entries past the end of the
-            sequence are never read. If None, or if all rows are None, there is no cache (in a
+            sequence are never read. If None, or if all rows are None, nothing is cached (in a
             profile run, or for a model that needs none).
         prefix_cache_hit: whether the context of the prompt was found in the cache.
         multi_modal_placeholder_maps: map per modality for one sequence of a prompt. The sequences
@@ -132,7 +132,7 @@ class SequenceGroup:
     )
 
     def row(self, sequence: SequenceInput) -> Sequence[int]:
-        """Return a sequence's row of block ids; it is empty if there is no cache."""
+        """Return a sequence's row of block ids; it is empty if nothing is cached."""
         return (self.block_tables or {}).get(sequence.seq_id) or ()
 
 

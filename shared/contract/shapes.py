@@ -8,14 +8,14 @@ have one size: `reqs` in `block_table` is `reqs` in `seq_lens`.
 |---|---|
 | reqs | requests (sequences) in the batch |
 | starts | requests + 1: where each request's tokens start, and where the last one's end |
-| tokens | new tokens of the step, all requests one after another |
+| tokens | new tokens of the step, concatenated over all requests |
 | max_blocks | entries in a row of the block table |
 | num_blocks, block_size | blocks in the cache, slots in a block |
-| value_head_size | elements of a value, which may be others than those of a key |
-| latent_width | kv_lora_rank + qk_rope_head_dim: what a latent cache keeps of a token |
+| value_head_size | elements of one head's value; may differ from those of its key |
+| latent_width | kv_lora_rank + qk_rope_head_dim: elements per token in a latent cache |
 | ... | one number for all, or one per kv head |
 | *any | axes of any number and size |
-| _ | a buffer that may be longer than what is used of it; blocks of one of several layers |
+| _ | a buffer that may be longer than its used part; blocks of one of several layers |
 """
 
 from jaxtyping import Bool, Float, Int8, Int32, Int64

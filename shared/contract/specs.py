@@ -68,7 +68,7 @@ class FullAttentionSpec(KVCacheSpec):
 
 @dataclass(frozen=True)
 class SlidingWindowSpec(KVCacheSpec):
-    """A layer whose tokens see the last `sliding_window` keys, their own included."""
+    """A layer whose tokens attend to the last `sliding_window` keys, their own included."""
 
     sliding_window: int = field(kw_only=True)
 
@@ -79,7 +79,7 @@ class SlidingWindowSpec(KVCacheSpec):
 
 @dataclass(frozen=True)
 class ChunkedLocalAttentionSpec(KVCacheSpec):
-    """A layer whose tokens see the keys of their own chunk of `attention_chunk_size`."""
+    """A layer whose tokens attend to the keys of their own chunk of `attention_chunk_size`."""
 
     attention_chunk_size: int = field(kw_only=True)
 

@@ -1,4 +1,4 @@
-"""AttentionImpl: one layer's attention, as all backends have it in common."""
+"""AttentionImpl: the base class of one layer's attention, common to all backends."""
 
 from abc import ABC, abstractmethod
 from dataclasses import replace
@@ -38,19 +38,23 @@ class AttentionImpl(ABC):
 
     Every option has the same meaning in prefill and decode.
 
-    The kind of attention says which keys the queries attend to. "decoder": those of the sequence,
-    through its cache. "encoder" and "encoder_only": those of the step itself, of the encoder beside
-    a decoder or of the whole prompt. Each token attends to the others in both directions, and
-    nothing is cached, so `kv_cache` and its dtype have no meaning. "encoder_decoder": those of the
-    encoder, which are written once, when they are given, and read by every later step.
+    The kind of attention (`attn_type`) determines the keys that the queries attend to:
+
+    - "decoder": the keys of the sequence, which are read from its cache.
+    - "encoder", "encoder_only": the keys of the step itself, of an encoder-decoder model's encoder
+      or of a whole prompt. Attention is bidirectional. Nothing is cached, so `kv_cache` and its
+      dtype are not used.
+    - "encoder_decoder": the keys of the encoder. They are written once, in the step that provides
+      them, and every later step reads them.
 
     Args:
         num_heads: Query heads.
         head_size: Elements of a query's and of a key's head.
         scale: Factor of the dot products.
         num_kv_heads: Key/value heads. If None, as many as query heads.
-        alibi_slopes: [num_heads] slopes. If None, there is no bias.
-        sliding_window: Keys that a query attends to on each side, its own included. If None, all.
+        alibi_slopes: [num_heads] slopes. If None, no bias is added.
+        sliding_window: Keys that a query attends to on each side, its own included. If None,
+            all keys are visible.
         kv_cache_dtype: "auto" if the cache has the dtype of the keys; "fp8", "fp8_e4m3" or
             "fp8_e5m2" if it has FP8 elements, which are multiplied by the layer's `_k_scale` and
             `_v_scale`.
@@ -58,13 +62,13 @@ class AttentionImpl(ABC):
         attn_type: "decoder", "encoder", "encoder_only" or "encoder_decoder".
         kv_sharing_target_layer_name: An earlier layer whose cache this one reads; it then writes
             nothing. If None, the layer has a cache of its own.
-        sinks: [num_heads] one score per head that has no value. If None, there is no sink.
+        sinks: [num_heads] one score per head that has no value. If None, no sink is added.
         attention_chunk_size: Positions per chunk; a query attends to the keys of its own chunk. If
-            None, there are no chunks.
+            None, the sequence is not divided.
         head_size_v: Elements of a value's head. If None, as many as of a key's. In a cache a value
             occupies the first elements of its slot, so it has no more than a key.
         position_bias: [num_heads, 2 * reach + 1] added to the scores by distance, as in
-            `AttentionOptions`. If None, there is no bias.
+            `AttentionOptions`. If None, no bias is added.
 
     Raises:
         ValueError: Heads do not divide, a number is out of range, a kind or dtype is unknown, or
@@ -116,7 +120,7 @@ class AttentionImpl(ABC):
         self.num_kv_heads = num_kv_heads
         self.num_queries_per_kv = num_heads // num_kv_heads
         self.alibi_slopes = alibi_slopes
-        # vLLM's form: keys to the left and to the right of the query's own; -1: all
+        # vLLM's form: keys to the left and to the right of the query's own; -1 means all
         self.sliding_window = (
             (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
         )
@@ -148,26 +152,29 @@ class AttentionImpl(ABC):
         """Write the step's keys and values, attend, and return `output`.
 
         Args:
-            layer: the layer whose scales a quantised cache is read with; unused else.
-            query: [tokens, query_heads, head_size], decodes first; rows past
-                `num_actual_tokens` are padding. In an encoder beside a decoder: the tokens of
-                all encoders of the step.
-            key, value: [tokens, kv_heads, head_size] and [tokens, kv_heads, head_size_v]. In
-                cross-attention: of all tokens that encoders compute in this step, or None where
-                they compute none. None too where the layer reads the cache of another.
-            kv_cache: [2, num_blocks, block_size, kv_heads, head_size], changed.
-            attn_metadata: the step; None in a profiling run, which leaves everything as it is.
-            output: [tokens, query_heads, head_size_v], changed; padding rows are left as they
-                are.
-            output_scale: what the numbers of an FP8 `output` will be multiplied with, one for
-                all; None: `output` is not quantised.
-            output_block_scale: None, as no output is quantised by blocks.
+            layer: the layer whose scales apply to a quantised cache. Not used for other caches.
+            query: [tokens, query_heads, head_size], decodes first. Rows past
+                `num_actual_tokens` are padding. For "encoder": the tokens of all encoders of the
+                step.
+            key, value: Optional. [tokens, kv_heads, head_size] and [tokens, kv_heads,
+                head_size_v]. In cross-attention: of all tokens that encoders compute in this
+                step, or None if there are none. Also None if the layer reads another layer's
+                cache.
+            kv_cache: [2, num_blocks, block_size, kv_heads, head_size], modified in place.
+            attn_metadata: Optional. The step. If None (a profiling run), nothing is written.
+            output: [tokens, query_heads, head_size_v], modified in place. Padding rows are not
+                written.
+            output_scale: Optional. One number, which the elements of an FP8 `output` will be
+                multiplied by when they are read. If None, `output` is not quantised.
+            output_block_scale: must be None, since outputs with one scale per block are not
+                supported.
 
         Raises:
-            ValueError: no output, an output and a scale that do not fit, keys without slots or
-                slots without keys, or a step that lacks what the kind of attention needs.
-            TypeError: a cache of another dtype than the layer's.
-            NotImplementedError: an output quantised by blocks.
+            ValueError: the output is missing or does not fit its scale, keys are given without
+                slots or slots without keys, or the step has no metadata for this kind of
+                attention.
+            TypeError: the cache does not have the layer's dtype.
+            NotImplementedError: `output_block_scale` is given.
         """
 
     def check_forward(
@@ -176,7 +183,7 @@ class AttentionImpl(ABC):
         output_scale: Tensor | None,
         output_block_scale: Tensor | None,
     ) -> Output:
-        """Return the output, or raise on what no backend here supports."""
+        """Return the output; raise if it is missing or an argument is not supported."""
         return check_impl_forward(output, output_scale, output_block_scale)
 
     def options(
@@ -188,9 +195,9 @@ class AttentionImpl(ABC):
         """Return the options of attention, paged or not, of this layer in one step.
 
         Args:
-            device: where the layer runs.
-            output_scale: the scale of an FP8 output; None: the output is not quantised.
-            of_step: options that the step or its cache gives, such as `causal` or `k_scale`.
+            device: device on which the layer runs.
+            output_scale: Optional. Scale of an FP8 output. If None, the output is not quantised.
+            of_step: options that depend on the step or its cache, such as `causal` or `k_scale`.
         """
         own = self._options.get(device)
         if own is None:
@@ -201,7 +208,7 @@ class AttentionImpl(ABC):
         return replace(own, **of_step) if of_step else own
 
     def _own_options(self, device: torch.device) -> AttentionOptions:
-        """Return the layer's own options, with its tensors on a device."""
+        """Return the options that the layer was created with, their tensors on a device."""
         tensors = {
             "alibi_slopes": self.alibi_slopes,
             "sinks": self.sinks,
@@ -224,10 +231,10 @@ class AttentionImpl(ABC):
     def scales(
         self, layer: object, kv_cache: KVCache, model_dtype: torch.dtype
     ) -> dict[str, Any]:
-        """Return what the numbers of a quantised cache stand for; nothing of another cache.
+        """Return the scales of a quantised cache by name; empty if it is not quantised.
 
         Raises:
-            TypeError: the cache has another dtype than the layer was made for.
+            TypeError: the cache does not have the layer's dtype.
             ValueError: the layer has no scales.
         """
         check_cache_dtype(kv_cache, self.kv_cache_dtype, model_dtype)
@@ -250,10 +257,10 @@ class AttentionImpl(ABC):
         key: Key | None,
         value: Value | None,
     ) -> SlotMapping | None:
-        """Return where the step's keys and values go; None: nothing is written.
+        """Return the slots of the step's keys and values, or None if nothing is written.
 
         Raises:
-            ValueError: keys without slots, or slots without keys.
+            ValueError: keys are given without slots, or slots without keys.
         """
         if self.kv_sharing_target_layer_name is not None:
             return None
@@ -268,14 +275,14 @@ class AttentionImpl(ABC):
         key: Key | None,
         value: Value | None,
     ) -> tuple[int, dict[str, Any], TokenRanges | None]:
-        """Return an encoder's tokens in this step, and what `encoder_attention` takes of it.
+        """Return an encoder's tokens in this step, and the arguments of `encoder_attention`.
 
         Returns:
             The number of tokens, the arguments for starts and lengths, and the query ranges.
 
         Raises:
-            ValueError: no keys, or the step does not say where the tokens start, or brings a
-                prompt in chunks.
+            ValueError: the keys or the start locations of the encoders' tokens are missing, or a
+                prompt is split into chunks.
         """
         check_own_keys(self.attn_type, key=key, value=value)
         metadata = attn_metadata
@@ -289,7 +296,7 @@ class AttentionImpl(ABC):
             assert metadata.encoder_query_start_loc_cpu is not None
             lens = metadata.encoder_query_start_loc_cpu.diff()
             tokens, longest = int(lens.sum()), int(lens.max()) if lens.numel() else 0
-            # images stand in the decoder's sequence
+            # query ranges belong to images, which are part of the decoder's sequence
             starts, ranges = metadata.encoder_query_start_loc, None
         lengths = {
             "query_start_loc": starts,

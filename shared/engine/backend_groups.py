@@ -1,8 +1,8 @@
-"""Layers that get their metadata from one builder.
+"""Attention groups: layers that share one metadata builder.
 
-Layers of one group of caches have one block table, and so one metadata a step. Where they run on
-different backends, each backend makes its own. Backends that work in a large scratch buffer need
-it only while a layer runs, so one buffer serves all builders.
+The layers of one KV-cache group have one block table, and therefore one metadata object per step.
+If they run on different backends, each backend builds its own. A backend uses its workspace only
+while a layer runs, so all builders share one workspace buffer.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,10 +19,10 @@ from .backend_interface import AttentionBackend, AttentionMetadataBuilder
 
 @runtime_checkable
 class SharesWorkspace(Protocol):
-    """A builder whose layers work in a buffer that others may use after them."""
+    """A builder whose layers use a workspace buffer that other layers may use after them."""
 
     def get_workspace_buffer(self) -> Tensor:
-        """Return the buffer, allocated when first asked for."""
+        """Return the buffer, which is allocated by the first call."""
 
     def set_workspace_buffer(self, buffer: Tensor) -> None:
         """Use another builder's buffer."""
@@ -33,11 +33,11 @@ class AttentionGroup:
     """Layers of one cache group that run on one backend.
 
     Args:
-        backend: of all of them.
-        layer_names: at least one.
-        kv_cache_spec: what a block of each holds.
-        kv_cache_group_id: which of the config's groups they belong to, and so which block table.
-        metadata_builder: makes their metadata.
+        backend: backend of all these layers.
+        layer_names: names of at least one layer.
+        kv_cache_spec: content of a block of each layer.
+        kv_cache_group_id: index of their KV-cache group in the config, and of its block table.
+        metadata_builder: the builder of their metadata.
     """
 
     backend: type[AttentionBackend]
@@ -57,20 +57,20 @@ def init_attn_backend(
     Args:
         kv_cache_groups: the config's groups.
         static_forward_context: layers by name, each with a method `get_attn_backend`.
-        device: where the caches lie.
+        device: device of the caches.
 
     Returns:
-        Backends by layer name, and the groups: in the order of the config's groups, within one in
-        the order of the backends' first layers. The first builder with a workspace
+        Backends by layer name, and the groups. They are in the order of the config's groups, and
+        within one in the order of the backends' first layers. The first builder with a workspace
         (`SharesWorkspace`) provides it to the later ones.
 
     Raises:
-        KeyError: a layer that is not there.
-        ValueError: a group without layers.
+        KeyError: a layer of a group is missing in `static_forward_context`.
+        ValueError: a group has no layers.
 
     Source:
-        vLLM's function of that name, which gives all layers of a group the backend of the first,
-        and shares the workspace of backends that have "FLASHINFER" in their names.
+        vLLM's function of that name. It assigns the backend of a group's first layer to all layers
+        of the group, and shares the workspace of backends that have "FLASHINFER" in their names.
     """
     attn_backends: dict[str, type[AttentionBackend]] = {}
     attn_groups = []

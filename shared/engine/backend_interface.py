@@ -1,8 +1,8 @@
 """The interface of an attention backend: cache shape, metadata builder, layer, capabilities.
 
-An engine asks a backend for four things: the shape of its cache, a builder that turns a step into
-metadata, an implementation that runs a layer, and the reasons why it cannot run here. The names
-and signatures are those of vLLM's V1 backends.
+A backend provides four things: the shape of its cache, a builder that turns a step into metadata,
+an implementation that runs a layer, and the reasons why it cannot run a given cache on a given
+device. The names and signatures are those of vLLM's V1 backends.
 """
 
 from abc import ABC, abstractmethod
@@ -24,15 +24,15 @@ class AttentionMetadataBuilder(ABC):
     """Turns one step into the metadata of a backend.
 
     Args:
-        kv_cache_spec: the cache of the layers it builds for; None: they keep none, as in a model
-            without decoder, so that all requests are prefills in any order.
-        layer_names: those layers.
-        device: where the cache lies.
+        kv_cache_spec: Optional. Cache of the layers. If None, the layers have no cache, as in a
+            model without a decoder: all requests are prefills, in any order.
+        layer_names: names of the layers that share this metadata.
+        device: device of the cache.
 
     Attributes:
-        cudagraph_support: which batches its layers can capture.
-        reorder_batch_threshold: the most new tokens of a request that counts as a decode; None:
-            the backend does not mind the order of its requests.
+        cudagraph_support: the batches that its layers can capture.
+        reorder_batch_threshold: Optional. Maximum number of new tokens of a request that counts
+            as a decode. If None, requests may be in any order.
     """
 
     cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
@@ -58,14 +58,14 @@ class AttentionMetadataBuilder(ABC):
         """Return the backend's metadata of a step whose decodes come first.
 
         Args:
-            common_prefix_len: tokens that all sequences share; 0, as no backend here reads a
-                shared prefix once for the batch.
+            common_prefix_len: length of the prefix that all sequences share. It is 0, since no
+                backend here uses cascade attention.
             common_attn_metadata: the step.
-            fast_build: prefer a quick build over a fast step.
+            fast_build: whether a short build time is preferred over a short step time.
 
         Raises:
-            ValueError: the decodes do not come first, or the step says only half of what its
-                encoders compute.
+            ValueError: the decodes do not come first, or only one of the slots and the starts of
+                the encoders' tokens is given.
         """
 
     def init_reorder_batch_threshold(
@@ -76,25 +76,29 @@ class AttentionMetadataBuilder(ABC):
         num_speculative_tokens: int | None = None,
         decode_context_parallel_size: int = 1,
     ) -> None:
-        """Set `reorder_batch_threshold` from what the backend and the engine can do.
+        """Set `reorder_batch_threshold` from the capabilities of the backend and the engine.
 
         Args:
-            reorder_batch_threshold: what the backend takes at least.
-            supports_spec_as_decode: whether its decodes take the drafts of a request, so that
-                they verify in one step; then a decode has 1 + num_speculative_tokens.
-            supports_dcp_with_varlen: whether its decodes take several tokens where each rank
-                holds a part of the keys; if not, a decode has one token there.
-            num_speculative_tokens: drafts a step; None: the engine makes none.
-            decode_context_parallel_size: ranks that share a sequence's keys.
+            reorder_batch_threshold: Optional. The backend's threshold without speculative
+                decoding. If None, requests may be in any order.
+            supports_spec_as_decode: whether its decode path verifies the draft tokens of a
+                request. A decode then has up to 1 + num_speculative_tokens new tokens.
+            supports_dcp_with_varlen: whether its decode path supports several new tokens per
+                request under decode context parallelism. If not, a decode has one new token
+                there.
+            num_speculative_tokens: Optional. Draft tokens per step. If None, the engine does not
+                use speculative decoding.
+            decode_context_parallel_size: number of ranks among which a sequence's keys are
+                divided.
 
         Raises:
-            ValueError: a number below 1; of drafts, below 0.
+            ValueError: the number of draft tokens is below 0, or another number is below 1.
 
         Source:
             vLLM's `_init_reorder_batch_threshold`, which reads the engine's configuration.
 
         Example:
-            Threshold 1, four drafts that the backend takes as decodes: 1 + 4 = 5.
+            Threshold 1, four draft tokens, supports_spec_as_decode: 1 + 4 = 5.
         """
         check_positive(decode_context_parallel_size=decode_context_parallel_size)
         if reorder_batch_threshold is not None:
@@ -111,10 +115,10 @@ class AttentionMetadataBuilder(ABC):
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
     ) -> PagedAttentionMetadata:
-        """Return the metadata to capture a step with; as `build`, unless a backend differs.
+        """Return the metadata to capture a step with; by default that of `build`.
 
         Args:
-            common_attn_metadata: a step of the captured size, in memory that does not move.
+            common_attn_metadata: a step of the captured size, whose buffers keep their addresses.
         """
         return self.build(
             common_prefix_len=0, common_attn_metadata=common_attn_metadata
@@ -127,8 +131,8 @@ class AttentionMetadataBuilder(ABC):
 
         Args:
             common_attn_metadata: the step.
-            draft_index: which draft of the step it is, from 0; for backends that build the first
-                in another way.
+            draft_index: index of the draft within the step, from 0, for backends that build the
+                first one in another way.
         """
         check_not_negative(draft_index=draft_index)
         return self.build(
@@ -139,7 +143,7 @@ class AttentionMetadataBuilder(ABC):
 
 
 class AttentionBackend(Capabilities, ABC):
-    """A family of classes that belong together, and what they can do."""
+    """An attention backend: its implementation, metadata and builder classes, and capabilities."""
 
     name: ClassVar[str]
     supported_dtypes: ClassVar[tuple[torch.dtype, ...]]
@@ -155,7 +159,7 @@ class AttentionBackend(Capabilities, ABC):
     @staticmethod
     @abstractmethod
     def get_supported_head_sizes() -> list[int]:
-        """Return the head sizes it takes; an empty list: any."""
+        """Return the supported head sizes. An empty list means any."""
 
     @staticmethod
     @abstractmethod
@@ -184,7 +188,7 @@ class AttentionBackend(Capabilities, ABC):
     def validate_configuration(
         cls, spec: KVCacheSpec, device: torch.device | str
     ) -> list[str]:
-        """Return every reason why it cannot run such a cache there; an empty list: it can."""
+        """Return every reason why it cannot run such a cache there. Empty if it can."""
 
     @classmethod
     def why_not(cls, spec: KVCacheSpec) -> list[str]:
@@ -212,12 +216,12 @@ def metadata_fields(
 
     Args:
         common: the step.
-        boundary: what split_decodes_and_prefills says of it.
-        query_ranges: [tokens, 2] what fill_mm_prefix_query_ranges says of it; None: no token
-            stands in an image.
+        boundary: result of `split_decodes_and_prefills` for the step.
+        query_ranges: Optional. [tokens, 2] result of `fill_mm_prefix_query_ranges` for the step.
+            If None, no token belongs to an image.
 
     Raises:
-        ValueError: slots of an encoder's tokens without their starts.
+        ValueError: slots of an encoder's tokens are given without their starts.
     """
     check_encoder_starts(common)
     num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens = boundary

@@ -1,7 +1,7 @@
 """Capabilities that a backend declares, and the checks that read them.
 
-A backend states a few facts as class attributes; the questions that an engine asks (vLLM 0.33's
-`supports_...`) are answered from them, and from the arguments that its layers take.
+A backend declares its capabilities as class attributes. The methods that an engine calls (vLLM
+0.33's `supports_...`) read these attributes and the parameters of the backend's layer class.
 """
 
 import inspect
@@ -27,16 +27,16 @@ class MultipleOf:
 
 
 class Capabilities:
-    """The answers of a backend to an engine's questions.
+    """The capabilities of a backend.
 
     Args:
-        accept_output_buffer: its layers write into a tensor they are given.
-        supported_dtypes: of the model, and so of a cache whose dtype is "auto".
-        supported_kv_cache_dtypes: of a cache beside those: quantised ones.
-        supported_kernel_block_sizes: blocks its kernels read; empty: any. A block of the engine
-            may be cut into several of theirs.
-        supported_kv_cache_layouts: most preferred first; None: any.
-        supported_attn_types: the kinds of attention it runs.
+        accept_output_buffer: whether its layers write into an output tensor of the caller.
+        supported_dtypes: dtypes of the model, and so of a cache whose dtype is "auto".
+        supported_kv_cache_dtypes: further dtypes of a cache, which are quantised.
+        supported_kernel_block_sizes: block sizes of its kernels. If empty, any. A block of the
+            engine may consist of several kernel blocks.
+        supported_kv_cache_layouts: Optional. Layouts, the most preferred first. If None, any.
+        supported_attn_types: kinds of attention that it runs.
     """
 
     accept_output_buffer: ClassVar[bool] = True
@@ -51,7 +51,7 @@ class Capabilities:
 
     @staticmethod
     def get_supported_head_sizes() -> list[int]:
-        """Return the head sizes it takes; an empty list: any."""
+        """Return the supported head sizes. An empty list means any."""
         return []
 
     @staticmethod
@@ -61,14 +61,14 @@ class Capabilities:
 
     @classmethod
     def get_supported_kernel_block_sizes(cls) -> list[int | MultipleOf]:
-        """Return the block sizes its kernels read; an empty list: any."""
+        """Return the block sizes of its kernels. An empty list means any."""
         return list(cls.supported_kernel_block_sizes)
 
     @classmethod
     def supports_block_size(cls, block_size: int | None) -> bool:
-        """Tell whether blocks of that size can be cut into blocks its kernels read.
+        """Return whether blocks of that size can be divided into blocks of its kernels.
 
-        None, a size not yet chosen, is taken.
+        True for None, which means that the size is not chosen yet.
         """
         bases = _bases(cls.get_supported_kernel_block_sizes())
         if block_size is None or not bases:
@@ -78,27 +78,27 @@ class Capabilities:
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
-        """Return the default if it is taken, else the smallest size that its kernels read."""
+        """Return the default if it is supported, else the smallest block size of its kernels."""
         if cls.supports_block_size(default_block_size):
             return default_block_size
         return min(_bases(cls.get_supported_kernel_block_sizes()))
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        """Tell whether it takes heads of that size."""
+        """Return whether it supports heads of that size."""
         sizes = cls.get_supported_head_sizes()
         return not sizes or head_size in sizes
 
     @classmethod
     def supports_dtype(cls, dtype: torch.dtype) -> bool:
-        """Tell whether it takes models of that dtype."""
+        """Return whether it supports models of that dtype."""
         return dtype in cls.supported_dtypes
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
-        """Tell whether it takes caches of that dtype: its name, "auto" or None (the model's).
+        """Return whether it supports caches of that dtype: a name, "auto" or None (the model's).
 
-        Quantised ones have the names of `cache_dtype_of`: "fp8", "fp8_e4m3", "fp8_e5m2".
+        Quantised dtypes have the names of `cache_dtype_of`: "fp8", "fp8_e4m3", "fp8_e5m2".
         """
         if kv_cache_dtype is None or kv_cache_dtype == "auto":
             return True
@@ -113,12 +113,12 @@ class Capabilities:
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
-        """Tell whether it runs attention of that kind."""
+        """Return whether it runs attention of that kind."""
         return attn_type in cls.supported_attn_types
 
     @classmethod
     def supports_option(cls, name: str) -> bool:
-        """Tell whether its layers take an option: an argument of their class of that name."""
+        """Return whether the layer class has a parameter of that name."""
         parameters = inspect.signature(cls.get_impl_cls().__init__).parameters
         return name in parameters or any(
             each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()
@@ -126,22 +126,22 @@ class Capabilities:
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
-        """Tell whether its layers can see fewer than all keys."""
+        """Return whether its layers support a sliding window."""
         return cls.supports_option("sliding_window")
 
     @classmethod
     def supports_sink(cls) -> bool:
-        """Tell whether its layers take a score that no key owns."""
+        """Return whether its layers support sinks: a score per head that has no value."""
         return cls.supports_option("sinks")
 
     @classmethod
     def get_kv_cache_stride_order(cls, layout: KVCacheLayout) -> tuple[int, ...]:
-        """Return how [2, num_blocks, block_size, heads, head_size] lie in memory.
+        """Return the memory order of the axes [2, num_blocks, block_size, heads, head_size].
 
-        Keys and values stay the outermost axis, the elements of a head the innermost.
+        The axis of keys and values is always the outermost, the elements of a head the innermost.
 
         Raises:
-            ValueError: a layout in which a layer has no memory of its own.
+            ValueError: in this layout the bytes of a layer are not contiguous.
         """
         if not layout.is_layer_compact:
             raise ValueError(
@@ -156,22 +156,22 @@ class Capabilities:
 def select_common_block_size(
     kv_manager_block_size: int, backends: Sequence[type[Capabilities]]
 ) -> int:
-    """Return the size of the blocks that the kernels of all backends read.
+    """Return the largest block size that the kernels of all backends support.
 
-    A block of the engine is cut into as few of them as possible: mostly into one.
+    It divides the engine's block size and is usually equal to it.
 
     Args:
-        kv_manager_block_size: slots in a block that the engine hands out, from 1.
-        backends: those that share the engine's blocks.
+        kv_manager_block_size: slots per block of the engine's allocator, from 1.
+        backends: the backends that share the engine's blocks.
 
     Raises:
-        ValueError: no size divides the engine's that all of them read.
+        ValueError: the kernels have no common block size that divides the engine's.
 
     Source:
         vLLM's function of that name.
 
     Example:
-        Blocks of 128 for kernels that read 64 and kernels that read multiples of 16: 64.
+        Blocks of 128, kernels with block size 64 and kernels with multiples of 16: 64.
     """
     check_positive(kv_manager_block_size=kv_manager_block_size)
     for size in range(kv_manager_block_size, 0, -1):
@@ -186,7 +186,7 @@ def select_common_block_size(
 
 
 def _reads(backend: type[Capabilities], block_size: int) -> bool:
-    """Tell whether a backend's kernels read blocks of that size as they are."""
+    """Return whether a backend's kernels read blocks of that size undivided."""
     sizes = backend.get_supported_kernel_block_sizes()
     return not sizes or any(
         block_size % size.base == 0

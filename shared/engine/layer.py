@@ -1,10 +1,10 @@
 """Attention: the layer of a model that calls a backend.
 
-An `Attention` module stands in each layer of a model. It holds the layer's cache and scales, turns
-flat activations into heads, and lets a backend's implementation write the new keys and values and
-attend. Layers are registered by name in a dictionary that the model's builder makes and passes on,
-so that caches can be handed out by name, and a later layer may share the cache of an earlier one;
-what it reads there are the earlier layer's numbers, so it reads them with that layer's scales.
+Each layer of a model has an `Attention` module. It holds the layer's cache and scales, reshapes
+flat activations to heads, and calls the backend's implementation, which writes the new keys and
+values and computes attention. Layers are registered by name in a dictionary that the caller
+provides, so that caches can be assigned by name. A layer may share the cache of an earlier layer;
+it then uses the scales of that layer.
 """
 
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -37,45 +37,47 @@ from .backend_interface import AttentionBackend
 from .selector import get_attn_backend
 
 Q_SCALE_RANGE, K_SCALE_RANGE, V_SCALE_RANGE = 200.0, 200.0, 100.0
-"""What the largest query, key and value become in a quantised cache (vLLM's constants)."""
+"""The values that the largest query, key and value are scaled to (vLLM's constants)."""
 
 NEUTRAL_OPTIONS = {"kv_cache_dtype": "auto", "attn_type": AttentionType.DECODER}
-"""Options that ask for nothing where a layer does not know them; of all others None does."""
+"""Values that have no effect, so a layer need not support the option. For all others: None."""
 
 
 class Attention(nn.Module):
-    """One layer's attention, whatever backend runs it.
+    """One layer's attention, independent of the backend that runs it.
 
     Args:
         num_heads: query heads.
         head_size: elements of a head.
-        scale: what scores are multiplied with.
-        num_kv_heads: key/value heads; None: as many as query heads.
-        alibi_slopes: [num_heads] of the position's penalty; None: there is none.
-        cache_config: what holds for all layers; None: its defaults.
-        logits_soft_cap: scores are squeezed into plus or minus this; None: they are not.
-        per_layer_sliding_window: keys a token sees, itself included; None: the config's.
-        use_mla: query, key and value have the shapes of latent attention and are passed on as
-            they are.
-        prefix: the layer's name, which no other layer of the model has.
-        attn_type: whose tokens ask, and whose keys answer.
-        kv_sharing_target_layer_name: an earlier layer, whose cache this one reads; it then writes
-            nothing.
-        attn_backend: a backend, or its name; None: what get_attn_backend chooses.
-        static_forward_context: the model's layers by name, changed: the layer is added. None:
-            the layer belongs to no model.
-        attention_chunk_size: positions in a chunk, of which a token sees its own; None: all.
-        head_size_v: elements of a value's head; None: as many as of a key's.
-        extra_impl_args: passed on to the backend's implementation, such as `sinks` and
+        scale: factor of the dot products of queries and keys.
+        num_kv_heads: Optional. Key/value heads. If None, as many as query heads.
+        alibi_slopes: Optional. [num_heads] ALiBi slopes. If None, no bias is added.
+        cache_config: Optional. Settings of all layers' caches. If None, the defaults.
+        logits_soft_cap: Optional. Cap of the scores. If None, they are not capped.
+        per_layer_sliding_window: Optional. Keys that a token attends to, its own included. If
+            None, the window of `cache_config`.
+        use_mla: whether query, key and value have the shapes of latent attention. They are then
+            passed to the implementation without reshaping.
+        prefix: name of the layer, unique in the model.
+        attn_type: kind of attention, as in `AttentionImpl`.
+        kv_sharing_target_layer_name: Optional. An earlier layer whose cache this layer reads. It
+            then writes nothing. If None, the layer has a cache of its own.
+        attn_backend: Optional. A backend, or its name. If None, `get_attn_backend` chooses.
+        static_forward_context: Optional. The model's layers by name, modified in place: this
+            layer is added. If None, the layer is not registered.
+        attention_chunk_size: Optional. Positions per chunk; a token attends to the keys of its
+            own chunk. If None, the sequence is not divided.
+        head_size_v: Optional. Elements of a value's head. If None, as many as of a key's.
+        extra_impl_args: further arguments of the backend's implementation, such as `sinks` and
             `position_bias`.
 
     Raises:
-        ValueError: heads that do not divide, a name that is taken, a layer to share with that is
-            not there or keeps another kind of cache; nothing is registered then.
-        NotImplementedError: an option that the backend's implementation does not take.
+        ValueError: the heads do not divide, the name is used already, or the layer whose cache is
+            shared is missing or has another kind of cache. The layer is then not registered.
+        NotImplementedError: the backend's implementation does not support an option.
 
     Source:
-        vLLM's `Attention`, which takes layers and metadata from global state.
+        vLLM's `Attention`, which reads layers and metadata from global state.
     """
 
     def __init__(
@@ -118,7 +120,7 @@ class Attention(nn.Module):
         self._check_heads()
         layers = {} if static_forward_context is None else static_forward_context
         check_new_layer(prefix, layers)
-        # in a tuple: a module that stands in an attribute would be a part of this one
+        # stored in a tuple, because nn.Module registers a module attribute as a submodule
         self._target: tuple[Attention, ...] = ()
         if kv_sharing_target_layer_name is not None:
             check_kv_sharing_target(self, kv_sharing_target_layer_name, layers)
@@ -176,10 +178,10 @@ class Attention(nn.Module):
         return get_attn_backend(asked, spec, device, is_attention_free=free)
 
     def _make_impl(self, scale: float, options: dict[str, Any]) -> Any:
-        """Return the backend's implementation. Raise on an option that it does not take."""
+        """Return the backend's implementation; raise if it does not support an option."""
         taken = {name for name in options if self.attn_backend.supports_option(name)}
         for name, value in options.items():
-            # forward gives a layer that shares a cache no slots, so any implementation will do
+            # if a cache is shared, forward passes no slots, so every implementation supports it
             is_needed = name != "kv_sharing_target_layer_name"
             if is_needed and name not in taken and not _is_neutral(name, value):
                 refuse_option(self.layer_name, self.backend, name, value)
@@ -205,7 +207,7 @@ class Attention(nn.Module):
             scalar = torch.tensor(number, dtype=torch.float32)
             self.register_buffer(name, scalar, persistent=False)
         self._q_scale_float = 1.0
-        # None where each kv head has a scale of its own
+        # None if each kv head has a scale of its own
         self._k_scale_float: float | None = 1.0
         self._v_scale_float: float | None = 1.0
 
@@ -217,22 +219,24 @@ class Attention(nn.Module):
         attn_metadata: PagedAttentionMetadata | Mapping[str, Any] | None,
         output_shape: Sequence[int] | None = None,
     ) -> Tensor:
-        """Return what each new token sees.
+        """Return the attention output of each new token.
 
         Args:
             query: [tokens, num_heads * head_size].
             key, value: [tokens, num_kv_heads * head_size] and [tokens, num_kv_heads *
                 head_size_v]. In cross-attention the tokens are those that encoders compute in
-                this step; None where they compute none.
-            attn_metadata: the step, or one by layer name, where a layer that shares a cache may
-                be left out: it takes its target's. None in a profiling run.
-            output_shape: of the output; None: [tokens, num_heads * head_size_v].
+                this step; None if there are none.
+            attn_metadata: Optional. The metadata of the step, or a mapping from layer names to
+                metadata. A layer that shares a cache and has no entry uses that of its target. If
+                None, the run is a profiling run.
+            output_shape: Optional. Shape of the output. If None, [tokens, num_heads *
+                head_size_v].
 
         Returns:
-            [tokens, hidden]; rows of padding are zero.
+            [tokens, hidden]. Padding rows are zero.
 
         Raises:
-            KeyError: metadata by layer name, and none for this layer.
+            KeyError: the mapping has no entry for this layer.
         """
         # step: find the layer's metadata
         metadata = self._metadata_of_layer(attn_metadata)
@@ -240,14 +244,14 @@ class Attention(nn.Module):
         gives_keys = key is not None and not self._target
         if self.calculate_kv_scales and metadata is not None and gives_keys:
             self.calc_kv_scales(query, key, value)
-        # step: give a layer that shares a cache nothing to write
+        # step: remove the slots if the layer shares a cache
         metadata = self._without_slots(metadata)
         if not self.use_output:
             result: Tensor = self.impl.forward(
                 self, query, key, value, self.kv_cache, metadata
             )
             return result
-        # step: see the activations as heads
+        # step: reshape the activations to heads
         if output_shape is not None:
             shape = tuple(output_shape)
         elif self.use_mla or self.head_size_v == self.head_size:
@@ -263,13 +267,13 @@ class Attention(nn.Module):
             if key is not None and value is not None:
                 key = key.view(-1, self.num_kv_heads, self.head_size)
                 value = value.view(-1, self.num_kv_heads, self.head_size_v)
-        # step: write and attend
+        # step: write the keys and values, and compute attention
         owner = self._target[0] if self._target else self
         self.impl.forward(owner, query, key, value, self.kv_cache, metadata, heads)
         return output.view(-1, hidden)
 
     def _metadata_of_layer(self, attn_metadata: Any) -> Any:
-        """Return the layer's entry of metadata by name; by the target's if it shares a cache."""
+        """Return the metadata of this layer, else that of the layer whose cache it shares."""
         if not isinstance(attn_metadata, Mapping):
             return attn_metadata
         for name in (self.layer_name, self.kv_sharing_target_layer_name):
@@ -281,7 +285,7 @@ class Attention(nn.Module):
         )
 
     def _without_slots(self, metadata: Any) -> Any:
-        """Return metadata under which nothing is written, if the implementation would write."""
+        """Return metadata without slots if the implementation would write to a shared cache."""
         if not self._hides_slots or metadata is None:
             return metadata
         nothing = metadata.slot_mapping[:0]
@@ -294,13 +298,13 @@ class Attention(nn.Module):
     ) -> None:
         """Set the scales of a quantised cache from the largest query, key and value.
 
-        Runs in the first step only, before its keys are written, and there waits for the device:
-        the numbers are kept on the host too. A layer that shares a cache measures nothing; the
-        one that writes does. What is all zero leaves its scale at 1: a scale of 0 would make
-        every later number infinite.
+        It runs in the first step only, before the keys are written. It synchronizes with the
+        device, because the scales are also stored on the host. A layer that shares a cache does
+        not measure; the layer that writes the cache does. If a tensor is all zero, its scale is
+        1, because later values divided by a scale of 0 would be infinite.
 
         Raises:
-            ValueError: nothing to measure.
+            ValueError: a tensor is missing or empty.
         """
         check_scale_inputs(query=query, key=key, value=value)
         for name, tensor in (("q", query), ("k", key), ("v", value)):
@@ -315,17 +319,17 @@ class Attention(nn.Module):
     def load_kv_scales(
         self, k_scale: Tensor | float | None, v_scale: Tensor | float | None
     ) -> None:
-        """Set the scales of a quantised cache to numbers measured before, such as a checkpoint's.
+        """Set the scales of a quantised cache to known values, such as a checkpoint's.
 
-        Nothing is measured after that. Numbers that were written under other scales stay what
-        they are, so this comes before the first step.
+        Scales are not measured after that. Call it before the first step, because elements that
+        are already in the cache are not rescaled.
 
         Args:
-            k_scale, v_scale: what the cache's numbers are multiplied with, one for all or
-                [num_kv_heads]; None: it stays as it is.
+            k_scale, v_scale: Optional. Factor of the cache's elements: one number, or
+                [num_kv_heads]. If None, the scale is not changed.
 
         Raises:
-            ValueError: another shape, or a number that is not finite and above 0.
+            ValueError: a scale has another shape, or is not finite and above 0.
         """
         for name, given in (("_k_scale", k_scale), ("_v_scale", v_scale)):
             if given is None:
@@ -345,11 +349,11 @@ class Attention(nn.Module):
     def get_kv_cache_spec(
         self, block_size: int, dtype: torch.dtype
     ) -> KVCacheSpec | None:
-        """Return what a block of the layer's cache holds; None: the layer keeps none.
+        """Return the content of a block of the layer's cache, or None if it has no cache.
 
         Args:
-            block_size: slots in a block.
-            dtype: of the model, and so of a cache that is not quantised.
+            block_size: slots per block.
+            dtype: dtype of the model, and so of a cache that is not quantised.
         """
         cache_dtype = cache_dtype_of(self.kv_cache_dtype, dtype)
         sizes = block_size, self.num_kv_heads, self.head_size, cache_dtype
@@ -368,7 +372,7 @@ class Attention(nn.Module):
         return FullAttentionSpec(*sizes)
 
     def extra_repr(self) -> str:
-        """Return the layer's numbers and what runs it."""
+        """Return the layer's sizes and the class of its implementation."""
         return (
             f"head_size={self.head_size}, num_heads={self.num_heads},"
             f" num_kv_heads={self.num_kv_heads}, scale={self.impl.scale},"
@@ -377,7 +381,7 @@ class Attention(nn.Module):
 
 
 def _is_neutral(name: str, value: Any) -> bool:
-    """Tell whether an option asks for nothing."""
+    """Return whether the value of an option has no effect."""
     if value is None:
         return True
     return isinstance(value, str) and value == NEUTRAL_OPTIONS.get(name)

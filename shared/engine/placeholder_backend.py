@@ -9,42 +9,42 @@ from .backend_interface import AttentionBackend
 
 
 class PlaceholderAttentionBackend(AttentionBackend):
-    """Stands where a backend is expected and nothing attends; whoever uses it is told so."""
+    """The backend of a model without attention: no layer, no metadata, no builder, no cache."""
 
     name = "NO_ATTENTION"
 
     @staticmethod
     def get_supported_head_sizes() -> list[int]:
-        """Return an empty list: any."""
+        """Return an empty list, which means any."""
         return []
 
     @staticmethod
     def get_impl_cls() -> NoReturn:
-        """Raise: there is nothing to run."""
+        """Raise NotImplementedError, since it has no layers."""
         raise _nothing("layer")
 
     @staticmethod
     def get_metadata_cls() -> NoReturn:
-        """Raise: there is nothing to describe."""
+        """Raise NotImplementedError, since it has no metadata."""
         raise _nothing("metadata")
 
     @staticmethod
     def get_builder_cls() -> NoReturn:
-        """Raise: there is nothing to build."""
+        """Raise NotImplementedError, since it has no metadata to build."""
         raise _nothing("builder")
 
     @staticmethod
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
     ) -> NoReturn:
-        """Raise: there is nothing to keep."""
+        """Raise NotImplementedError, since it has no cache."""
         raise _nothing("cache")
 
     @classmethod
     def validate_configuration(
         cls, spec: KVCacheSpec, device: torch.device | str
     ) -> list[str]:
-        """Return an empty list: nothing can be wrong with nothing."""
+        """Return an empty list, since every configuration is valid."""
         return []
 
 

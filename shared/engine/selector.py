@@ -1,8 +1,8 @@
 """Backend selection: by the caller, the environment or the configuration.
 
-The one that was asked for: by the caller, else by the environment, else by the configuration. A
-request that cannot be met raises an error that says why, and which backends could take its place;
-nothing is chosen behind the caller's back, and nothing is remembered from call to call.
+The caller's choice takes precedence over the environment, and the environment over the
+configuration. If the chosen backend cannot run, an error is raised that gives the reason and lists
+the backends that can run. No other backend is chosen silently. No state is kept between calls.
 """
 
 import importlib
@@ -27,7 +27,7 @@ def load_backend(name: str) -> type[AttentionBackend]:
     """Return the backend of that name, whether or not it can run here.
 
     Raises:
-        ValueError: there is none; the message lists what there is.
+        ValueError: the name is unknown. The message lists all names.
     """
     if name not in TWIN_OF_BACKEND:
         raise ValueError(
@@ -47,18 +47,18 @@ def choose_backend_name(
     configured: str | None = None,
     known: Collection[str] = tuple(TWIN_OF_BACKEND),
 ) -> str | None:
-    """Return the name that was asked for: by the caller, the environment, the configuration.
+    """Return the chosen name: the caller's, else the environment's, else the configuration's.
 
     Args:
-        name: the caller's choice; None: he has none.
-        configured: what counts where PAGETWIN_ATTENTION_BACKEND says nothing either.
-        known: the backends there are.
+        name: Optional. The caller's choice. If None, the environment decides.
+        configured: Optional. The choice if PAGETWIN_ATTENTION_BACKEND is not set either.
+        known: names of all backends.
 
     Returns:
-        A known name; None if nobody has chosen.
+        A known name, or None if none is chosen.
 
     Raises:
-        ValueError: an unknown name; the message says who asked for it.
+        ValueError: the name is unknown. The message says which of the three gave it.
 
     Example:
         PAGETWIN_ATTENTION_BACKEND=TRITON: choose_backend_name(configured="XFORMERS") is "TRITON",
@@ -86,23 +86,23 @@ def get_attn_backend(
     configured: str | None = None,
     is_attention_free: bool = False,
 ) -> type[AttentionBackend]:
-    """Return the backend that was asked for, if it can run such a cache there.
+    """Return the chosen backend; raise an error if it cannot run such a cache there.
 
     Args:
-        name: "REFERENCE", "TRITON" or "XFORMERS"; None: what the environment says
-            (PAGETWIN_ATTENTION_BACKEND), else `configured`.
+        name: Optional. "REFERENCE", "TRITON" or "XFORMERS". If None, the value of the environment
+            variable PAGETWIN_ATTENTION_BACKEND, else `configured`.
         spec: block size, heads, head size and dtype of the cache.
-        device: where the cache lies.
-        configured: the choice of last resort.
-        is_attention_free: the model has no attention: a placeholder is returned, whatever was
-            asked for.
+        device: device of the cache.
+        configured: Optional. The choice if neither `name` nor the environment variable is given.
+        is_attention_free: whether the model has no attention. If True, the placeholder backend is
+            returned, whatever is chosen.
 
     Raises:
-        ValueError: no such backend, or it cannot run, or nobody has chosen; the message says why
-            and what can run.
+        ValueError: the name is unknown, the backend cannot run, or none is chosen. The message
+            gives the reason. In the last two cases it lists the backends that can run.
 
     Source:
-        vLLM's function of that name, which chooses by itself and remembers its choice.
+        vLLM's function of that name, which selects a backend automatically and caches the result.
 
     Example:
         get_attn_backend("XFORMERS", KVCacheSpec(24, 8, 64, torch.float16), "cuda") raises:

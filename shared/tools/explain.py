@@ -23,7 +23,7 @@ def explain(concept: str, console: Console) -> None:
         console: The console to print to. 80 columns are enough.
 
     Raises:
-        KeyError: There is no such concept. The message lists all concepts.
+        KeyError: The concept does not exist. The message lists all concepts.
     """
     topic = concept_of(concept)
     examples = examples_of(concept)

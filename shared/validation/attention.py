@@ -127,7 +127,7 @@ def check_encoder_attention(
 
 
 def check_bound(name: str, bound: int, counts: list[int], words: str) -> None:
-    """Reject a count above the bound that the caller gave for all of them."""
+    """Reject a count above the upper bound that the caller gave."""
     for req, count in enumerate(counts):
         if count > bound:
             raise ValueError(
@@ -138,7 +138,7 @@ def check_bound(name: str, bound: int, counts: list[int], words: str) -> None:
 def _check_query(
     query: Tensor, key: Tensor, value: Tensor, out: Tensor | None, lse: Tensor | None
 ) -> None:
-    """Reject queries that do not fit the keys [..., kv_heads, head_size], and results."""
+    """Reject queries and outputs that do not fit the keys [..., kv_heads, head_size]."""
     kv_heads, head_size = key.shape[-2:]
     dtypes = FLOATS if key.dtype in FP8_DTYPES else (key.dtype,)
     check_dtype("query", query, *dtypes)

@@ -19,14 +19,14 @@ def check_options(
     out: Tensor | None,
     contents: bool,
 ) -> None:
-    """Raise if an option is out of range, of the wrong shape, or meaningless beside another.
+    """Raise if an option is out of range, has a wrong shape, or contradicts another option.
 
     Args:
-        options: Those of the call.
+        options: Options of the call.
         query: [tokens, query_heads, head_size].
         reqs: Number of requests.
         out: Optional. The tensor for the result.
-        contents: Whether tensors are read.
+        contents: Whether elements of tensors are read.
     """
     call = OptionCall(options, query, reqs)
     for name, option in OPTIONS.items():
@@ -39,7 +39,7 @@ def reject_options(options: AttentionOptions, names: Collection[str], why: str) 
     """Raise if an option is given that the operation cannot take.
 
     Args:
-        options: What the call was given.
+        options: Options of the call.
         names: The options that the operation cannot take.
         why: The reason, as the end of "expected None, since ...".
 

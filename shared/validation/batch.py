@@ -21,7 +21,7 @@ Counts: TypeAlias = Sequence[int] | np.ndarray
 
 
 def check_block_rows(rows: Sequence[Sequence[int]], max_blocks: int) -> None:
-    """Raise an error for a row longer than the table is wide, and a negative block id."""
+    """Raise an error for a row longer than the table's width, and for a negative block id."""
     for req, row in enumerate(rows):
         if len(row) > max_blocks:
             raise IndexError(

@@ -19,7 +19,7 @@ from .primitives import (
 
 
 def check_caches(key_cache: Tensor, value_cache: Tensor) -> None:
-    """Raise an error for a key cache and a value cache that do not belong together."""
+    """Raise an error if key cache and value cache differ in more than the head size."""
     check_dtype("key_cache", key_cache, *FLOATS, *FP8_DTYPES)
     check_dtype("value_cache", value_cache, key_cache.dtype)
     shapes = key_cache.shape, value_cache.shape
@@ -43,7 +43,7 @@ def check_reshape_and_cache(
     v_scale: Tensor | float | None,
     contents: bool,
 ) -> None:
-    """Raise an error for a write that does not fit the cache, before any of it is done."""
+    """Raise an error for a write that does not fit the cache, before anything is written."""
     check_caches(key_cache, value_cache)
     num_blocks, block_size, kv_heads, _ = key_cache.shape
     for name, tensor, cache in (

@@ -25,7 +25,7 @@ def check_cascade(
     options: AttentionOptions,
     contents: bool,
 ) -> None:
-    """Reject a prefix that is not whole blocks, or that not every new token lies behind."""
+    """Reject a prefix that is not whole blocks, or is not fully visible to every new token."""
     _check_plain(options, out, "the shared prefix is read once for all queries")
     options = options.with_causal(True)
     check_paged_attention(
@@ -95,9 +95,9 @@ def check_dcp_attention(
     options: AttentionOptions,
     contents: bool,
 ) -> int:
-    """Return the most keys that a rank can have of a sequence, or reject ranks and shares.
+    """Return the maximum number of keys of one sequence on a rank; raise for invalid arguments.
 
-    Rejected are ranks that do not exist, and sequences whose share the rank's rows do not hold.
+    Invalid are ranks that do not exist, and sequences whose share exceeds the rank's table rows.
     """
     check_ranks(dcp_world_size, dcp_rank, dcp_kv_cache_interleave_size)
     _check_plain(options, out, "a rank packs its share of the keys without gaps")
@@ -108,7 +108,7 @@ def check_dcp_attention(
             ("causal", "tree_mask"),
             "a token attends to the rank's share of the keys up to its own position",
         )
-    # the rows hold a rank's share of the keys, so only the share is held against them
+    # the rows hold the rank's share of the keys, so the share is compared with them below
     check_paged_attention(
         query,
         key_cache,
@@ -149,7 +149,7 @@ def check_dcp_attention(
 
 
 def _check_plain(options: AttentionOptions, out: Tensor | None, why: str) -> None:
-    """Reject options that need the distance between a query and a key."""
+    """Reject options that depend on the distance between a query and a key."""
     reject_options(
         options, COUNTING_POSITIONS, f"{why}, and then a key's position is not known"
     )

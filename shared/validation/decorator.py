@@ -15,7 +15,7 @@ def validated(
     """Return a decorator that calls `check` with an operation's arguments, contents included.
 
     Args:
-        check: Raises if the arguments are invalid. It gets those that it names, and
+        check: Raises if the arguments are invalid. It gets those that it has parameters for, and
             `contents=True` if it has such a parameter.
     """
     names = signature(check).parameters

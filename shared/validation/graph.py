@@ -64,8 +64,8 @@ def check_refill(
     """Raise an error for a batch that does not fit a captured step, before anything is copied.
 
     Args:
-        input_buffers, attn_metadata: what would be filled, and from what.
-        max_seq_len_to_capture: the longest sequence that the kernels were launched for.
+        input_buffers, attn_metadata: buffers to fill, and the batch that is copied into them.
+        max_seq_len_to_capture: maximum sequence length that the kernels were launched for.
         is_encoder_decoder_model: whether the cross buffers are filled too.
         contents: whether lengths are read one by one.
     """

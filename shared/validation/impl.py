@@ -9,7 +9,7 @@ from ..contract.kinds import FP8_DTYPES, AttentionType, cache_dtype_of
 from .primitives import check_positive
 
 UNCACHED = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
-"""Kinds whose tokens see each other at once, so that nothing is kept."""
+"""Kinds whose tokens attend to each other within one step, so nothing is cached."""
 
 
 def check_impl(
@@ -27,7 +27,7 @@ def check_impl(
     attention_chunk_size: int | None,
     position_bias: Tensor | None,
 ) -> None:
-    """Reject a layer that has no meaning."""
+    """Raise if an argument of a layer is invalid or contradicts another one."""
     if num_heads % num_kv_heads:
         raise ValueError(
             f"num_heads = {num_heads} is not a multiple of num_kv_heads = {num_kv_heads}"
@@ -55,7 +55,7 @@ def check_impl(
             f"position_bias has shape {list(position_bias.shape)}: expected [{num_heads},"
             " 2 * reach + 1], an entry for each distance from -reach to reach"
         )
-    # any float will do: only the name is looked at
+    # only the name is validated, so any model dtype will do
     cache_dtype_of(kv_cache_dtype, torch.float16)
     kinds = [each.value for each in AttentionType]
     if attn_type not in kinds:
@@ -95,7 +95,7 @@ def check_impl_forward(
     output_scale: Tensor | None,
     output_block_scale: Tensor | None,
 ) -> Tensor:
-    """Return the output of a layer, or reject one that is missing or does not fit its scale."""
+    """Return the output of a layer; raise if it is missing or does not fit its scale."""
     if output_block_scale is not None:
         raise NotImplementedError(
             "output_block_scale is given: expected None; one scale for the whole output is"
@@ -119,12 +119,12 @@ def check_impl_forward(
 def check_new_keys(
     key: Tensor | None, value: Tensor | None, slots: Tensor | None, crosses: bool
 ) -> None:
-    """Reject keys without a place, and places without keys.
+    """Reject keys without slots, and slots without keys.
 
     Args:
-        key, value: what the layer was given.
-        slots: where the step's keys and values go.
-        crosses: they are an encoder's, which come once.
+        key, value: Optional. Keys and values of the call.
+        slots: Optional. Slots of the step's keys and values.
+        crosses: whether they are an encoder's, which are written in one step only.
     """
     if (key is None) != (value is None):
         raise ValueError(
@@ -146,7 +146,7 @@ def check_new_keys(
 
 
 def check_own_keys(attn_type: str, **tensors: Tensor | None) -> None:
-    """Reject an encoder's step that brings no keys, as no cache holds them."""
+    """Reject an encoder's step without keys or values, since it has no cache."""
     for name, tensor in tensors.items():
         if tensor is None:
             raise ValueError(
@@ -158,7 +158,7 @@ def check_own_keys(attn_type: str, **tensors: Tensor | None) -> None:
 def check_cache_dtype(
     kv_cache: Tensor, kv_cache_dtype: str, model_dtype: torch.dtype
 ) -> None:
-    """Reject a cache that is not what the layer was made for."""
+    """Reject a cache whose dtype is not the layer's."""
     expected = cache_dtype_of(kv_cache_dtype, model_dtype)
     if kv_cache.dtype != expected:
         raise TypeError(
@@ -168,7 +168,7 @@ def check_cache_dtype(
 
 
 def check_layer_scale(layer: object, name: str) -> Any:
-    """Return a scale of a layer, or reject a layer that has none."""
+    """Return a scale of a layer; raise if it has none."""
     scale = getattr(layer, name, None)
     if scale is None:
         raise ValueError(
@@ -178,7 +178,7 @@ def check_layer_scale(layer: object, name: str) -> Any:
 
 
 def check_encoder_fields(metadata: Any) -> None:
-    """Reject an encoder's attention in a step that does not say where its tokens start."""
+    """Reject a step without the start locations of the encoders' tokens."""
     for name in ("encoder_query_start_loc", "encoder_query_start_loc_cpu"):
         if getattr(metadata, name) is None:
             raise ValueError(
@@ -188,9 +188,9 @@ def check_encoder_fields(metadata: Any) -> None:
 
 
 def check_whole_prompts(metadata: Any) -> None:
-    """Reject prompts of a model without decoder that come in chunks."""
+    """Reject chunked prompts, and tree masks, of a model without a decoder."""
     query_lens, seq_lens = metadata.query_start_loc_cpu.diff(), metadata.seq_lens_cpu
-    # a request without new tokens is padding, whatever its length says
+    # a request without new tokens is padding, whatever its length
     chunks = ((query_lens != seq_lens) & (query_lens > 0)).nonzero()
     if chunks.numel():
         req = int(chunks[0])

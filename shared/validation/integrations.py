@@ -28,7 +28,7 @@ def load_named(implementation: str) -> Implementation:
 
 
 def check_limits(**limits: int | None) -> None:
-    """Raise ValueError for a limit below 1. None means that there is no limit."""
+    """Raise ValueError for a limit below 1. None means unlimited."""
     check_positive(
         **{name: number for name, number in limits.items() if number is not None}
     )
@@ -46,7 +46,7 @@ def check_prompts(
         prompts: token ids of each prompt.
         vocabulary: number of token ids of the model.
         num_output_tokens: tokens after the prompt that the cache has to hold too.
-        max_tokens: Optional. Slots of the whole cache. If None, there is no limit.
+        max_tokens: Optional. Slots of the whole cache. If None, they are unlimited.
     """
     for index, prompt in enumerate(prompts):
         if not len(prompt):

@@ -48,7 +48,7 @@ def check_view(
 
 
 def check_packed(kv_cache: Tensor, num_kv_heads: int, head_size: int) -> None:
-    """Raise an error if the heads do not fill groups of 16 bytes, or the blocks."""
+    """Raise an error if a head is not a multiple of 16 bytes, or a block not of whole tokens."""
     check_positive(num_kv_heads=num_kv_heads, head_size=head_size)
     part = 16 // kv_cache.element_size()
     if head_size % part:

@@ -40,7 +40,7 @@ def check_concat_and_cache_mla(
     scale: Tensor | float | None,
     contents: bool,
 ) -> None:
-    """Reject a write that does not fit the latent cache, before any of it is done."""
+    """Reject a write that does not fit the latent cache, before anything is written."""
     _check_cache(kv_cache, "scale", scale, contents)
     dtypes = FLOATS if kv_cache.dtype in FP8_DTYPES else (kv_cache.dtype,)
     check_dtype("kv_c", kv_c, *dtypes)
@@ -79,7 +79,7 @@ def check_latent_decode_attention(
     k_scale: Tensor | float | None,
     contents: bool,
 ) -> None:
-    """Reject a batch whose attention to its latents is not defined."""
+    """Validate the arguments of latent decode attention."""
     _check_cache(kv_cache, "k_scale", k_scale, contents)
     dtypes = FLOATS if kv_cache.dtype in FP8_DTYPES else (kv_cache.dtype,)
     check_dtype("q_nope", q_nope, *dtypes)
@@ -119,7 +119,7 @@ def check_latent_prefill_attention(
     k_scale: Tensor | float | None,
     contents: bool,
 ) -> None:
-    """Reject new tokens whose attention to themselves and their context is not defined."""
+    """Validate the arguments of latent prefill attention."""
     check_latent_decode_attention(
         q_nope,
         q_pe,
@@ -163,7 +163,7 @@ def check_latent_prefill_attention(
 def _check_cache(
     kv_cache: Tensor, name: str, scale: Tensor | float | None, contents: bool
 ) -> None:
-    """Reject a tensor that is no latent cache, and a scale it has not or lacks."""
+    """Reject a tensor that is not a latent cache, and a missing or superfluous scale."""
     check_dtype("kv_cache", kv_cache, *FLOATS, *FP8_DTYPES)
     if kv_cache.dim() != 3:
         raise ValueError(
@@ -185,7 +185,7 @@ def _check_cache(
 
 
 def _check_slots(slots: list[int], num_slots: int) -> None:
-    """Reject slots that the cache does not have, and one that two tokens have."""
+    """Reject slots outside the cache, and a slot that is assigned to two tokens."""
     owner: dict[int, int] = {}
     for token, slot in enumerate(slots):
         if slot < 0:
@@ -282,7 +282,7 @@ def _check_batch(
     max_seq_len: int,
     contents: bool,
 ) -> None:
-    """Reject lengths, starts and blocks that the table or the cache does not have."""
+    """Reject lengths, starts and block ids that are out of range."""
     check_block_table(block_table)
     check_dtype("seq_lens", seq_lens, torch.int32)
     reqs, max_blocks = block_table.shape

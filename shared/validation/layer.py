@@ -50,7 +50,7 @@ def check_kv_sharing_target(layer: Any, target: str, layers: Mapping[str, Any]) 
 
 
 def refuse_option(layer: str, backend: str, name: str, value: object) -> NoReturn:
-    """Reject an option that the backend's layers do not take."""
+    """Reject an option that the backend's layers do not support."""
     raise NotImplementedError(
         f"layer {layer!r}: {name} = {value!r} is more than the layers of {backend} take:"
         f" expected a backend whose layers have an argument {name}"
@@ -58,7 +58,7 @@ def refuse_option(layer: str, backend: str, name: str, value: object) -> NoRetur
 
 
 def check_scale_inputs(**tensors: Tensor | None) -> None:
-    """Raise if there is nothing to measure."""
+    """Raise if a tensor is missing or empty."""
     for name, tensor in tensors.items():
         if tensor is None or not tensor.numel():
             shape = None if tensor is None else list(tensor.shape)
@@ -68,5 +68,5 @@ def check_scale_inputs(**tensors: Tensor | None) -> None:
 
 
 def check_new_scale(name: str, scale: Tensor, num_kv_heads: int) -> None:
-    """Reject a scale that is not one number, or one a kv head."""
+    """Reject a scale that is not one number, or one per kv head."""
     check_scale(name, scale, {}, num_kv_heads, contents=True)

@@ -21,7 +21,7 @@ def check_merge(
     prefix_lse_base: float,
     suffix_lse_base: float,
 ) -> None:
-    """Reject two states that are not over the same queries, or whose logarithms differ."""
+    """Reject two partial results of different queries, or with different logarithm bases."""
     check_dtype("prefix_output", prefix_output, *FLOATS)
     check_dtype("suffix_output", suffix_output, prefix_output.dtype)
     if prefix_output.dim() != 3:
@@ -75,7 +75,7 @@ def check_merge(
 
 
 def check_combine(outputs: Tensor, lses: Tensor) -> None:
-    """Reject parts that are not over the same queries."""
+    """Reject partial results of different queries."""
     check_dtype("outputs", outputs, *FLOATS)
     check_dtype("lses", lses, *LSE_DTYPES)
     if outputs.dim() != 4 or lses.shape != outputs.shape[:3]:
@@ -87,5 +87,5 @@ def check_combine(outputs: Tensor, lses: Tensor) -> None:
 
 
 def check_lse(lse: Tensor) -> None:
-    """Reject a log-sum-exp of too few bits."""
+    """Reject a log-sum-exp that is not float32 or float64."""
     check_dtype("lse", lse, *LSE_DTYPES)

@@ -18,7 +18,7 @@ def values_checked() -> bool:
 
 
 def check_length(name: str, tensor: Tensor, expected: int, what: str) -> None:
-    """Raise an error for a vector of another length than the thing it describes."""
+    """Raise an error for a vector that does not have the expected length."""
     if tensor.dim() != 1 or tensor.shape[0] != expected:
         raise ValueError(
             f"{name} has shape {list(tensor.shape)}: expected [{expected}] ({what})"
@@ -26,7 +26,7 @@ def check_length(name: str, tensor: Tensor, expected: int, what: str) -> None:
 
 
 def check_dtype(name: str, tensor: Tensor, *expected: torch.dtype) -> None:
-    """Raise an error for a tensor of another element type."""
+    """Raise an error for a tensor of another dtype."""
     if tensor.dtype not in expected:
         names = " or ".join(str(dtype) for dtype in expected)
         raise TypeError(f"{name} is {tensor.dtype}: expected {names}")

@@ -17,7 +17,7 @@ def check_begun(stage: str) -> None:
 
 
 def check_collecting(stage: str) -> None:
-    """Raise an error for a group for a step that has not begun, or that is built."""
+    """Raise an error for a group that is added before a step begins or after it is built."""
     check_begun(stage)
     if stage == "built":
         raise RuntimeError(
@@ -27,7 +27,7 @@ def check_collecting(stage: str) -> None:
 
 
 def check_seq_group(group: Any, num_decode_tokens: int, block_size: int) -> None:
-    """Raise an error for a group that the step cannot take, before any of it is added."""
+    """Raise an error for a group that does not fit the step, before any of it is added."""
     if not group.sequences:
         raise ValueError("sequences = (): expected at least one in a group")
     if group.is_prompt and num_decode_tokens:
@@ -95,8 +95,8 @@ def check_sequence_step(
     """Raise an error for lengths that are not those of the groups that were added.
 
     Args:
-        own_seq_lens, own_query_lens: [seqs] what the groups say.
-        seq_lens, query_lens, cuda_graph_pad_size: what the caller says.
+        own_seq_lens, own_query_lens: [seqs] lengths of the groups that were added.
+        seq_lens, query_lens, cuda_graph_pad_size: arguments of the caller.
     """
     if cuda_graph_pad_size < -1:
         raise ValueError(
@@ -141,7 +141,7 @@ def check_captured_step(
     batch_size: int | None,
     max_blocks: int | None,
 ) -> None:
-    """Raise an error for a step that does not fit the graph it shall replay."""
+    """Raise an error for a step that does not fit the graph that it replays."""
     if cuda_graph_pad_size < 0:
         return
     if num_prefills:
@@ -162,7 +162,7 @@ def check_captured_step(
 
 
 def check_rows_padded(rows: Sequence[Sequence[Any]], max_len: int | None) -> None:
-    """Raise an error for a row that is longer than the tensor shall be wide."""
+    """Raise an error for a row that is longer than the width of the tensor."""
     if max_len is None:
         return
     check_not_negative(max_len=max_len)

@@ -47,7 +47,7 @@ def check_is_prefilling(is_prefilling: Tensor | None, num_reqs: int) -> Tensor:
 
 
 def check_prefill_chunks(seq_lens: Counts, workspace_size: int) -> None:
-    """Raise an error for a workspace that cannot take every sequence on its own."""
+    """Raise an error for a workspace that is smaller than the longest sequence."""
     check_positive(workspace_size=workspace_size)
     for req, seq_len in enumerate(seq_lens):
         if not 0 <= seq_len <= workspace_size:
@@ -213,7 +213,7 @@ def check_step_fits(
     num_reqs_padded: int | None,
     num_tokens_padded: int | None,
 ) -> None:
-    """Raise an error for a step larger than the buffers, or than the size it shall be padded to."""
+    """Raise an error for a step larger than the buffers, or than the size that it is padded to."""
     for name, count, padded, room in (
         ("num_reqs", num_reqs, num_reqs_padded, max_num_reqs),
         ("num_tokens", num_tokens, num_tokens_padded, max_num_tokens),

@@ -13,7 +13,7 @@ from .primitives import check_dtype, check_length, check_not_negative, check_pos
 
 
 def check_on_host(**tensors: Tensor) -> None:
-    """Raise an error for a tensor that planning would have to fetch from a device."""
+    """Raise an error for a tensor that is not on the host, where a step is planned."""
     for name, tensor in tensors.items():
         if tensor.device.type != HOST.type:
             raise ValueError(
@@ -23,7 +23,7 @@ def check_on_host(**tensors: Tensor) -> None:
 
 
 def check_multiple(name: str, number: int, divisor_name: str, divisor: int) -> None:
-    """Raise an error for a number that another one does not divide."""
+    """Raise an error for a number that is not a multiple of the divisor."""
     if number % divisor:
         raise ValueError(
             f"{name} = {number} is not a multiple of {divisor_name} = {divisor}"
@@ -68,7 +68,7 @@ def check_query_lens(query_start_loc_cpu: Tensor, seq_lens_cpu: Tensor) -> None:
 
 
 def check_no_tree(common: CommonAttentionMetadata) -> None:
-    """Raise an error if a step has a tree mask, which counts its new tokens."""
+    """Raise an error if a step has a tree mask, which indexes all new tokens of a request."""
     if common.tree_mask is not None:
         raise NotImplementedError(
             "tree_mask is given: expected None, since a tree counts the new tokens of a"
@@ -321,7 +321,7 @@ def check_query_ranges(out: Tensor, num_tokens: int) -> None:
 
 
 def check_has_layers(per_layer_params: Mapping[str, object]) -> None:
-    """Raise an error if there is no layer."""
+    """Raise an error for an empty mapping."""
     if not per_layer_params:
         raise ValueError("per_layer_params = {}: expected at least one layer")
 

@@ -1,11 +1,12 @@
-"""Which batches are hard?
+"""Paged batches for attention: plans, the tensors built from them, and strategies that draw them.
 
-A plan is a few small numbers, so that a failing example can be read; `build` turns it into tensors.
-Everything that must not be read is poisoned: NaN in every slot that no sequence owns and in padding
-rows, ids far outside the cache behind each row of the block table. Lengths lie on both sides of
-block and tile edges, blocks are scattered, shared between rows and repeated within one, caches are
-views with any strides. One key, the needle, outweighs all others: a kernel that drops it, or lets
-an earlier query see it, is wrong by the size of a value and not by a rounding.
+A plan consists of a few small numbers, so that a failing example can be read; `build` turns it into
+tensors. Everything that must not be read is poisoned: NaN in every slot that is not allocated and,
+for even seeds, in padding rows; ids far outside the cache past the end of each row of the block
+table. Lengths are on both sides of block and tile edges. Blocks are scattered, shared between rows
+and repeated within one row. Caches are views with various strides. One key, the needle, outweighs
+all others: if a kernel drops it, or does not mask it for an earlier query, the error has the size
+of a value, not of a rounding.
 """
 
 from dataclasses import dataclass, field, replace
@@ -36,13 +37,14 @@ class BatchPlan:
     """A batch in small numbers.
 
     Args:
-        query_lens, kv_lens: new tokens and keys of each request.
-        spare_blocks: columns of the block table behind the longest row, all garbage.
-        padding: query rows behind the last request.
-        layout, value_layout: of the key cache and the value cache; None: the same.
-        needle: where the key lies that outweighs all others of its sequence.
-        scale: of the scores; None: 1 / sqrt(head_size).
-        spare_max: what max_query_len and max_seq_len lie above the truth.
+        query_lens, kv_lens: New tokens and keys of each request.
+        spare_blocks: Columns of the block table past the end of the longest row, all garbage.
+        padding: Query rows after the last request.
+        layout, value_layout: Layouts of the key cache and the value cache. If `value_layout` is
+            None, both have the same layout.
+        needle: Position of the key that outweighs all others of its sequence, one of NEEDLES.
+        scale: Optional. Scale of the scores. If None, 1 / sqrt(head_size).
+        spare_max: Tokens by which max_query_len and max_seq_len exceed the actual maxima.
     """
 
     query_lens: tuple[int, ...]
@@ -66,7 +68,7 @@ class BatchPlan:
 
 @dataclass(frozen=True)
 class BatchTensors:
-    """The tensors of a plan, and the same facts on the host."""
+    """The tensors of a plan, and its lengths and block ids on the host."""
 
     plan: BatchPlan
     query: Tensor
@@ -80,7 +82,7 @@ class BatchTensors:
     rows: list[list[int]] = field(repr=False)
 
     def arguments(self) -> dict[str, Any]:
-        """Return what `paged_attention` takes, by name."""
+        """Return the arguments of `paged_attention` by name."""
         return {
             "query": self.query,
             "key_cache": self.key_cache,
@@ -106,7 +108,7 @@ class BatchTensors:
         return out, torch.full((heads, tokens), NAN, dtype=lse_dtype, device=out.device)
 
     def to(self, device: torch.device) -> "BatchTensors":
-        """Return the batch on another device, strides kept."""
+        """Return the batch on another device, with the same strides."""
         moved: dict[str, Any] = {
             name: value.to(device)
             for name, value in vars(self).items()
@@ -124,7 +126,7 @@ class BatchTensors:
 
 
 def _to_strided(tensor: Tensor, device: torch.device) -> Tensor:
-    # .to() packs views; a view of the same strides stays one, with NaN beside it
+    # .to() packs views; this keeps the strides, with NaN between the elements
     spans = zip(tensor.shape, tensor.stride(), strict=True)
     extent = 1 + sum((max(size, 1) - 1) * stride for size, stride in spans)
     offset = tensor.storage_offset()
@@ -134,7 +136,7 @@ def _to_strided(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def heads_of(flat: Tensor, heads: int) -> Tensor:
-    """Return [tokens, heads, elements] of [tokens, heads * elements], a view of the same memory."""
+    """Return [tokens, heads, elements] as a view of [tokens, heads * elements]."""
     shape = (flat.shape[0], heads, flat.shape[1] // heads)
     strides = (flat.stride(0), shape[2] * flat.stride(1), flat.stride(1))
     return flat.as_strided(shape, strides, flat.storage_offset())
@@ -149,7 +151,7 @@ def empty_cache(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """Return a cache [2, num_blocks, block_size, kv_heads, head_size] of NaN, as some view."""
+    """Return a cache [2, num_blocks, block_size, kv_heads, head_size] full of NaN."""
 
     def full(*shape: int) -> Tensor:
         return torch.full(shape, NAN, dtype=dtype, device=device)
@@ -175,7 +177,7 @@ def empty_cache(
 def draw_rows(
     counts: list[int], kind: str, generator: torch.Generator
 ) -> tuple[list[list[int]], int]:
-    """Return rows of scattered block ids, and the blocks of the cache (three times as many)."""
+    """Return rows of scattered block ids, and the number of blocks (3 per entry, plus 1)."""
     num_blocks = 3 * sum(counts) + 1
     free = torch.randperm(num_blocks, generator=generator).tolist()
     rows: list[list[int]] = []
@@ -195,7 +197,7 @@ def draw_rows(
 def needle_position(
     needle: str, query_len: int, kv_len: int, block_size: int
 ) -> int | None:
-    """Return the needle's position in a sequence; None if it has none."""
+    """Return the position of the needle in a sequence, or None if it has none."""
     if needle == "none" or kv_len == 0:
         return None
     places = {
@@ -234,7 +236,7 @@ def build(plan: BatchPlan, device: torch.device | str = "cpu") -> BatchTensors:
     spare = 2 * plan.kv_heads * head_size if plan.fused else 0
     fused = torch.full((tokens + plan.padding, width + spare), NAN, dtype=plan.dtype)
     if plan.seed % 2:
-        # queries of no request, as an earlier step left them: NaN would hide that they attend
+        # finite padding rows, as an earlier step leaves them: NaN would hide that they attend
         fused[tokens:] = 0.5
     query = heads_of(fused[:, :width], query_heads)
 
@@ -253,7 +255,7 @@ def build(plan: BatchPlan, device: torch.device | str = "cpu") -> BatchTensors:
     for query_len, kv_len, row in zip(plan.query_lens, plan.kv_lens, rows, strict=True):
         needle = needle_position(plan.needle, query_len, kv_len, block_size)
         if needle is not None:
-            # every query leans along `direction`, and this key lies far out on it: a score of 24
+            # components along `direction`: 2 in each query, 12 / scale in this key; score 24
             lean = direction.repeat_interleave(plan.group, dim=0)
             values[start : start + query_len] *= 0.25
             values[start : start + query_len] += 2 * lean
@@ -285,7 +287,7 @@ def build(plan: BatchPlan, device: torch.device | str = "cpu") -> BatchTensors:
 
 
 def draw_lengths(pick: Random, block_size: int, reqs: int) -> list[tuple[int, int]]:
-    """Return new tokens and keys of a ragged batch, on both sides of every edge."""
+    """Return (new tokens, keys) of each request, on both sides of block and tile edges."""
     edges = [0, 1, block_size - 1, block_size, block_size + 1]
     edges += [2 * block_size, 2 * block_size + 1, 3 * block_size + 1, 63, 64, 65]
     longest = 70
@@ -293,7 +295,7 @@ def draw_lengths(pick: Random, block_size: int, reqs: int) -> list[tuple[int, in
     batch = []
     for _ in range(reqs):
         kv_len = pick.choice([pick.choice(kv_edges), pick.randint(1, longest)])
-        if pick.random() < 0.15:  # long enough for its keys to be split
+        if pick.random() < 0.15:  # long enough for split-KV
             kv_len += 64
         news = [new for new in (1, 1, 2, 5, 17, 20, block_size, kv_len) if new <= 24]
         news = [new for new in news if new <= kv_len]
@@ -306,8 +308,8 @@ def draw_lengths(pick: Random, block_size: int, reqs: int) -> list[tuple[int, in
 def plans(draw: st.DrawFn, max_reqs: int = 4, dtypes: Any = DTYPES) -> BatchPlan:
     """Return the plan of a batch for attention.
 
-    Everything comes from one seed: drawn one by one, Hypothesis repeats a few values of each, and
-    half of the batches have no new token at all.
+    All values are derived from one seed. If they are drawn one by one, Hypothesis repeats a few
+    values of each, and half of the batches have no new tokens.
     """
     pick = Random(draw(st.integers(0, 2**20)))
     reqs = 0 if pick.random() < 0.05 else pick.randint(1, max_reqs)
@@ -334,7 +336,7 @@ def plans(draw: st.DrawFn, max_reqs: int = 4, dtypes: Any = DTYPES) -> BatchPlan
     )
 
 
-# what a random draw reaches seldom: large heads, 544-token blocks, one head, block_size == kv_heads
+# rare in random draws: large heads, 544-token blocks, one head, block_size == kv_heads
 CORNERS = {
     "head size 80": BatchPlan((1, 3), (33, 17), head_size=80, group=1, needle="last"),
     "head size 96, fp16": BatchPlan(

@@ -31,7 +31,7 @@ class BlockAction:
             last tokens of a request are discarded, as rejected drafts are).
         which: selects the request.
         count: number of tokens.
-        bits: the tokens, one bit each, so that many sequences begin alike.
+        bits: the tokens, one bit each, so that many sequences share a prefix.
     """
 
     kind: str
@@ -64,7 +64,7 @@ class BlockHistory:
 
 @st.composite
 def block_histories(draw: st.DrawFn) -> BlockHistory:
-    """Return a history; many requests begin alike, and the cache is often full."""
+    """Return a history; many requests share a prefix, and the cache is often full."""
     actions = draw(
         st.lists(
             st.builds(
@@ -167,7 +167,7 @@ class BlockModel:
 
 @dataclass(frozen=True)
 class Allocation:
-    """One call of `allocate_slots`, as a law sees it.
+    """One call of `allocate_slots`, with the data that the laws check.
 
     Args:
         request_id: the request.
@@ -176,7 +176,7 @@ class Allocation:
         written: the blocks that the new tokens go to, after the call.
         protected: those of them that were protected before the call.
         handed_out: new blocks and destinations of copies. None if the call raised OutOfBlocks.
-        copies: the copies that the call asks for.
+        copies: the copies that the call requests.
         expected_copies: (source, index in the row) of the copies that are needed.
     """
 
@@ -198,7 +198,7 @@ class Moment:
     Args:
         action: the action.
         manager: the candidate's block manager.
-        model: what must be.
+        model: the expected state.
         allocation: the allocation of the action. None if it made none.
         parent: for a fork, the request that was forked. None for other actions.
         child: for a fork, the new request. None for other actions.

@@ -1,8 +1,9 @@
-"""Which batches are hard for latent attention, and what do they come to?
+"""Batches for latent attention (MLA), and their expected results.
 
-As in `batches`, but the cache holds one latent and one rope key a token. What is right is full
-multi-head attention: every latent is expanded to the keys and values of all heads in float64, and
-these attend key by key. Needles stand out by their latent or by their rope key.
+As in `batches`, but the cache holds one latent and one rope key per token. The expected result is
+full multi-head attention: every latent is expanded to the keys and values of all heads in float64,
+and the brute-force oracle computes attention key by key. A needle outweighs other keys either by
+its latent or by its rope key.
 """
 
 from dataclasses import dataclass, field, replace
@@ -40,15 +41,15 @@ class LatentPlan:
     """A batch in small numbers.
 
     Args:
-        query_lens, key_lens: new tokens and keys of each request.
-        rank, rope, nope, value: widths of the latent, the rope key, the rest of a head's key,
+        query_lens, key_lens: New tokens and keys of each request.
+        rank, rope, nope, value: Widths of the latent, the rope key, the rest of a head's key,
             and a head's value.
-        cache_dtype: of an FP8 cache; None: as the inputs.
-        layout: strides of the cache.
-        needle: where the key lies that outweighs all others of its sequence.
-        is_rope: whether it does so by its rope key.
-        padding: query rows behind the last request.
-        spare_max: what upper bounds lie above the truth.
+        cache_dtype: Optional. Element type of an FP8 cache. If None, that of the inputs.
+        layout: Strides of the cache, one of LAYOUTS.
+        needle: Position of the key that outweighs all others of its sequence, one of NEEDLES.
+        is_rope: Whether the needle outweighs other keys by its rope key, not by its latent.
+        padding: Query rows after the last request.
+        spare_max: Tokens by which the upper bounds that a call passes exceed the actual maxima.
     """
 
     query_lens: tuple[int, ...]
@@ -75,7 +76,7 @@ class LatentPlan:
 
 @dataclass(frozen=True)
 class LatentBatch:
-    """The tensors of a plan, and the same facts on the host."""
+    """The tensors of a plan, and its block ids on the host."""
 
     plan: LatentPlan
     q_nope: Tensor
@@ -96,7 +97,7 @@ class LatentBatch:
         return sum(self.plan.query_lens)
 
     def decode_arguments(self) -> dict[str, Any]:
-        """Return what `latent_decode_attention` takes, by name."""
+        """Return the arguments of `latent_decode_attention` by name."""
         plan = self.plan
         names = ["q_nope", "q_pe", "kv_cache", "w_uk", "w_uv", "block_table"]
         names += ["query_start_loc", "seq_lens"]
@@ -114,16 +115,16 @@ class LatentBatch:
         return given
 
     def prefill_arguments(self) -> dict[str, Any]:
-        """Return what `latent_prefill_attention` takes, by name."""
+        """Return the arguments of `latent_prefill_attention` by name."""
         context = sum(self.plan.key_lens) - self.tokens
         given = self.decode_arguments() | {"kv_c": self.kv_c, "k_pe": self.k_pe}
         given.pop("sliding_window", None)
         return given | {"num_context_tokens": context + self.plan.spare_max}
 
     def latents(self, req: int, is_prefill: bool) -> Tensor:
-        """Return [keys, rank + rope] of a sequence in float64, as one way or the other reads them.
+        """Return [keys, rank + rope] of a sequence in float64, as prefill or decode reads them.
 
-        A prefill takes its new tokens as they are, all else is as the cache holds it.
+        A prefill reads its new tokens from its inputs. All other latents are read from the cache.
         """
         cache = self.kv_cache.cpu().double()
         if self.plan.cache_dtype is not None:
@@ -140,7 +141,7 @@ class LatentBatch:
         return line
 
     def answer(self, is_prefill: bool) -> Answer:
-        """Return full multi-head attention of every new token."""
+        """Return the exact multi-head attention of all new tokens."""
         plan = self.plan
         w_uk, w_uv = self.w_uk.cpu().double(), self.w_uv.cpu().double()
         queries = torch.cat([self.q_nope, self.q_pe], 2).cpu().double()[: self.tokens]
@@ -179,7 +180,7 @@ class LatentBatch:
 
 
 def empty_latent_cache(plan: LatentPlan, num_blocks: int) -> Tensor:
-    """Return a latent cache of NaN, as some view."""
+    """Return a latent cache full of NaN, in the layout of the plan."""
     width = plan.rank + plan.rope
     dtype = plan.cache_dtype or plan.dtype
 
@@ -196,7 +197,7 @@ def empty_latent_cache(plan: LatentPlan, num_blocks: int) -> Tensor:
 
 
 def build_latents(plan: LatentPlan, device: torch.device) -> LatentBatch:
-    """Return the tensors of a plan: NaN in slots that nobody owns, garbage behind the table."""
+    """Return the tensors of a plan, with NaN in unallocated slots and garbage past table rows."""
     generator = torch.Generator().manual_seed(plan.seed)
 
     def random(*shape: int) -> Tensor:
@@ -211,7 +212,7 @@ def build_latents(plan: LatentPlan, device: torch.device) -> LatentBatch:
     for req, row in enumerate(rows):
         table[req, : len(row)] = torch.tensor(row, dtype=torch.int32)
 
-    # step: draw queries, projections and latents, and hide needles among these
+    # step: draw queries, projections and latents, with needles among the latents
     tokens = sum(plan.query_lens)
     w_uk = random(plan.heads, plan.nope, rank) / rank**0.5
     w_uv = random(plan.heads, rank, plan.value) / rank**0.5
@@ -228,7 +229,7 @@ def build_latents(plan: LatentPlan, device: torch.device) -> LatentBatch:
         own = queries[starts[req] : starts[req + 1]]
         if place is None:
             continue
-        # every query leans along this key, which lies far out: a score of 24
+        # components along one direction: 2 in each query, 12 / scale in this key; score 24
         key = latents[rows[req][place // size], place % size]
         own *= 0.25
         key[:rank] += 3 * random(rank)
@@ -242,7 +243,7 @@ def build_latents(plan: LatentPlan, device: torch.device) -> LatentBatch:
             key[:rank] = 12 / scale * lean
     queries[tokens:] = NAN
 
-    # step: store what sequences own
+    # step: store the latents of all sequences in the cache
     kv_cache = empty_latent_cache(plan, num_blocks)
     for row, key_len in zip(rows, plan.key_lens, strict=True):
         for place in range(key_len):
@@ -269,7 +270,7 @@ def build_latents(plan: LatentPlan, device: torch.device) -> LatentBatch:
         seq_lens=torch.tensor(plan.key_lens, dtype=torch.int32),
         rows=rows,
     )
-    # step: give the new tokens' latents once more, as slices of one projection
+    # step: pass the latents of new tokens also as inputs, as slices of one projection
     new = [
         latents[row[place // size], place % size]
         for row, query_len, key_len in zip(
@@ -291,7 +292,7 @@ def build_latents(plan: LatentPlan, device: torch.device) -> LatentBatch:
 
 @st.composite
 def latent_plans(draw: st.DrawFn, max_reqs: int = 3) -> LatentPlan:
-    """Return the plan of a batch; everything comes from one seed."""
+    """Return the plan of a batch; all values are derived from one seed."""
     pick = Random(draw(st.integers(0, 2**20)))
     reqs = 0 if pick.random() < 0.05 else pick.randint(1, max_reqs)
     block_size = pick.choice([1, 3, 16, 16])

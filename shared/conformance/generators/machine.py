@@ -1,13 +1,13 @@
-"""What may happen to a cache in its life?
+"""Histories of a cache, run with a candidate's operations and with a plain model.
 
-Requests start, share a prefix, grow token by token, fork and then part (copy on write), leave, are
-preempted, wait on the host and come back; blocks that one gave up are another's a moment later. A
-history is a list of such actions in small numbers, so that a failing one can be read and shrunk:
-every list means something, for a number stands for "that one of those there are".
+Requests start, share a prefix, grow token by token, fork and then diverge (copy on write), end, are
+preempted, and are swapped to the host and back. Blocks that are freed are soon reused. A history is
+a list of such actions in small numbers, so that a failing one can be read and shrunk. Every list is
+valid: a number selects one of the requests that exist, counted modulo their number.
 
-The machine does each action twice: with the candidate's operations, and in a model that is nothing
-but lists and one indexed tensor. After every action both caches hold the same bytes, and every
-tensor of the step the same numbers.
+The machine does each action twice: with the candidate's operations, and in a model that consists of
+lists and one indexed tensor per cache. After every action both caches must hold the same bytes, and
+every tensor of the step the same numbers.
 """
 
 from dataclasses import dataclass, field
@@ -34,22 +34,22 @@ KINDS = (
 )
 MOST_REQUESTS = 4
 MOST_BLOCKS = 6
-"""Blocks of the longest sequence."""
+"""Maximum number of blocks per sequence."""
 NUM_BLOCKS = 14
 HOST_BLOCKS = 12
 CAPTURED_REQS = (1, 2, 4)
 CAPTURED_TOKENS = (1, 2, 4, 8, 16, 32)
-"""Sizes that a step is filled up to, as captured graphs would have it."""
+"""Sizes to which a step is padded, as for captured CUDA graphs."""
 
 
 @dataclass(frozen=True)
 class CacheAction:
-    """One thing that happens.
+    """One action.
 
     Args:
-        kind: of KINDS.
-        which: stands for one of the requests there are, counted round.
-        tokens: how many tokens, where some come.
+        kind: One of KINDS.
+        which: Selects a request, modulo the number of requests.
+        tokens: Number of new tokens, for actions that add some.
     """
 
     kind: str
@@ -59,14 +59,14 @@ class CacheAction:
 
 @dataclass(frozen=True)
 class CacheHistory:
-    """All that happens to one cache.
+    """All actions on one cache.
 
     Args:
-        actions: in order; what is not possible does not happen.
-        block_size: slots in a block.
-        layout: strides of the cache.
-        filled: whether steps are filled up to captured sizes.
-        shuffled: whether a step's requests come in another order than their rows.
+        actions: The actions in order. An action that is not possible is skipped.
+        block_size: Slots per block.
+        layout: Strides of the cache.
+        filled: Whether steps are padded to captured sizes.
+        shuffled: Whether the requests of a step are in another order than their rows.
     """
 
     actions: tuple[CacheAction, ...]
@@ -78,13 +78,13 @@ class CacheHistory:
 
 @dataclass
 class Sequence:
-    """One request: what its tokens are, and where.
+    """One request: its tokens and their blocks.
 
     Args:
-        row: its row of the table; None: it waits.
-        tokens: numbers of its tokens, in order.
-        blocks: its blocks, on the device, or on the host while it is swapped out.
-        on_host: whether they are those.
+        row: Its row of the block table. None while it is swapped out.
+        tokens: The ids of its tokens, in order.
+        blocks: Its blocks, on the device, or on the host while it is swapped out.
+        on_host: Whether its blocks are on the host.
     """
 
     row: int | None
@@ -95,14 +95,14 @@ class Sequence:
 
 @dataclass
 class Pool:
-    """Blocks, and how many sequences own each."""
+    """The reference count of each block, and the free blocks."""
 
     owners: list[int]
     free: list[int]
 
     @classmethod
     def of(cls, count: int) -> "Pool":
-        # scattered: 5 is coprime to every size used here but 5
+        # scattered: 5 is coprime to both pool sizes
         order = sorted(range(count), key=lambda block: (5 * block + 3) % count)
         return cls([0] * count, order)
 
@@ -119,11 +119,11 @@ class Pool:
 
 @dataclass
 class Machine:
-    """A cache with its table, run by a candidate, and the model beside it.
+    """A cache with its block table, modified by a candidate, and the model of both.
 
     Args:
-        setting: who is in question.
-        history: what happens, and in what sort of cache.
+        setting: The candidate and its device.
+        history: The actions, and the layout of the cache.
     """
 
     setting: Setting
@@ -134,7 +134,7 @@ class Machine:
     def __post_init__(self) -> None:
         size, device = self.history.block_size, self.setting.device
         sizes = (size, 2, 3, torch.float32)
-        # NaN all over: what is not written must not turn into a number
+        # NaN everywhere: a slot that is not written must remain NaN
         self.cache = empty_cache(self.history.layout, NUM_BLOCKS, *sizes, device)
         self.host_cache = empty_cache("separate", HOST_BLOCKS, *sizes)
         self.right = torch.full_like(
@@ -147,27 +147,27 @@ class Machine:
         )
         self.first_step: Any = None
 
-    # step: what may happen
+    # step: actions
 
     def run(self) -> None:
-        """Do all actions, and compare after each."""
+        """Do all actions, and compare both caches after each."""
         for action in self.history.actions:
             getattr(self, action.kind.replace(" ", "_"))(action)
             self.compare(action)
 
     def start(self, action: CacheAction) -> None:
-        """Begin a request with a prompt of so many tokens."""
+        """Start a request with a new prompt."""
         self._begin([], [], action.tokens)
 
     def share(self, action: CacheAction) -> None:
-        """Begin a request whose first blocks are another's full ones."""
+        """Start a request that shares the full blocks of another one."""
         if other := self._one(action, waiting=False):
             full = len(other.tokens) // self.history.block_size
             tokens = other.tokens[: full * self.history.block_size]
             self._begin(other.blocks[:full], tokens, action.tokens)
 
     def fork(self, action: CacheAction) -> None:
-        """Begin a request that is another's double, its last block included."""
+        """Start a request that shares all blocks of another one, including the last."""
         row = self._free_row()
         if (other := self._one(action, waiting=False)) and row is not None:
             for block in other.blocks:
@@ -176,11 +176,11 @@ class Machine:
             self.sequences.append(Sequence(row, list(other.tokens), list(other.blocks)))
 
     def step(self, action: CacheAction) -> None:
-        """Give every request that runs one new token, in one step."""
+        """Add one new token to every running request, in one step."""
         self._step([(each, 1) for each in self._running()])
 
     def append(self, action: CacheAction) -> None:
-        """Give one request some new tokens, and every other one."""
+        """Add some new tokens to one request, and one token to every other."""
         chosen = self._one(action, waiting=False)
         self._step(
             [(each, action.tokens if each is chosen else 1) for each in self._running()]
@@ -195,14 +195,14 @@ class Machine:
             self._drop(chosen)
 
     def preempt(self, action: CacheAction) -> None:
-        """Take everything from a request, and let it begin again with all it had."""
+        """Free a request, and start one with as many tokens."""
         if chosen := self._one(action, waiting=False):
             count = len(chosen.tokens)
             self.free(action)
             self._begin([], [], count)
 
     def swap_out(self, action: CacheAction) -> None:
-        """Move a request's blocks to the host; it waits."""
+        """Move the blocks of a request to the host."""
         chosen = self._one(action, waiting=False)
         if chosen is None or len(self.host_pool.free) < len(chosen.blocks):
             return
@@ -217,7 +217,7 @@ class Machine:
         chosen.row, chosen.blocks, chosen.on_host = None, there, True
 
     def swap_in(self, action: CacheAction) -> None:
-        """Move a waiting request's blocks back, to other ones."""
+        """Move the blocks of a swapped-out request back to newly allocated blocks."""
         chosen, row = self._one(action, waiting=True), self._free_row()
         if chosen is None or row is None:
             return
@@ -232,7 +232,7 @@ class Machine:
         self._set_row(row, here)
         chosen.row, chosen.blocks, chosen.on_host = row, here, False
 
-    # step: what those do
+    # step: parts of the actions
 
     def _running(self) -> list[Sequence]:
         return [each for each in self.sequences if each.row is not None]
@@ -246,7 +246,7 @@ class Machine:
 
     def _free_row(self) -> int | None:
         used = {each.row for each in self._running()}
-        # the last one first: rows in use do not begin at 0
+        # the last row first, so that the rows in use do not begin at 0
         free = [row for row in reversed(range(MOST_REQUESTS)) if row not in used]
         return free[0] if free else None
 
@@ -261,7 +261,7 @@ class Machine:
         self.setting.candidate.swap_blocks(source, destination, mapping)
 
     def _begin(self, blocks: list[int], tokens: list[int], new: int) -> None:
-        """Begin a request that finds some tokens in the cache and computes others."""
+        """Start a request with some cached and some new tokens."""
         row = self._free_row()
         if row is None:
             return
@@ -277,11 +277,11 @@ class Machine:
             self._drop(sequence)
 
     def _make_room(self, sequence: Sequence, new: int) -> bool:
-        """Give a sequence blocks of its own for its new tokens; tell whether there are any."""
+        """Allocate unshared blocks for new tokens; return False if there are not enough."""
         size = self.history.block_size
         blocks, held = sequence.blocks, len(sequence.tokens)
         needed = -(-(held + new) // size)
-        # copy on write: the block that new tokens go to must be no one else's
+        # copy on write: the block to which new tokens are written must not be shared
         written = range(held // size, min(len(blocks), needed))
         shared = [place for place in written if self.pool.owners[blocks[place]] > 1]
         fresh = needed - len(blocks)
@@ -301,12 +301,12 @@ class Machine:
             self._set_row(sequence.row, blocks)
         more = [self.pool.take() for _ in range(fresh)]
         blocks += more
-        # a decode that needs no block appends an empty list, as engines do
+        # a decode that needs no new block appends an empty list, as engines do
         self.buffers.append_blocks([sequence.row], [more])
         return True
 
     def _step(self, wanted: list[tuple[Sequence, int]]) -> bool:
-        """Compute new tokens of some requests in one step; tell whether there were any."""
+        """Compute new tokens of some requests in one step; return whether there were any."""
         batch = []
         room = CAPTURED_TOKENS[-1]
         for sequence, new in wanted:
@@ -351,7 +351,7 @@ class Machine:
         return True
 
     def _content(self, token: int, sign: int) -> Tensor:
-        """Return [kv_heads, head_size] a token's key or value, every number its own."""
+        """Return [kv_heads, head_size] a token's key or value, in which all numbers are unique."""
         return sign * (8.0 * token + torch.arange(6.0).view(2, 3))
 
     def _contents(self, tokens: list[int], rows: int, sign: int) -> Tensor:
@@ -361,7 +361,7 @@ class Machine:
             found[place] = self._content(token, sign)
         return found.to(self.setting.device)
 
-    # step: what is compared
+    # step: comparisons
 
     def _compare_step(
         self,
@@ -371,7 +371,7 @@ class Machine:
         computed: list[int],
         slots: list[int],
     ) -> None:
-        """Compare every tensor of a step; those of the first step must now hold this one."""
+        """Compare every tensor of a step; tensors of the first step must hold the same values."""
         lens = [new for _, new in batch] + [0] * (reqs - len(batch))
         seq_lens = [
             before + new for before, (_, new) in zip(computed, batch, strict=True)
@@ -404,7 +404,7 @@ class Machine:
         if self.first_step is None:
             self.first_step = found
         for name in ("slot_mapping", "seq_lens", "query_start_loc"):
-            # what a captured graph reads is what the first step's tensors hold now
+            # a captured graph reads the tensors of the first step, so these must be updated
             old, new = getattr(self.first_step, name), getattr(found, name)
             both = min(len(old), len(new))
             expect_same(f"{name} of the first step, now", old[:both], new[:both].cpu())
@@ -413,14 +413,14 @@ class Machine:
         expect_same("the first step's table, now", old[:both], new[:both].cpu())
 
     def compare(self, action: CacheAction) -> None:
-        """Compare both caches as a whole, and every sequence as it is gathered."""
+        """Compare both caches, and the gathered keys and values of all sequences."""
         expect_same(f"the cache after {action.kind}", self.cache, self.right)
         expect_same(
             f"the host's cache after {action.kind}", self.host_cache, self.right_on_host
         )
         running = self._running()
         width = max((len(each.blocks) for each in running), default=0)
-        # behind a row: an id that is nobody's
+        # past the end of a row: an id outside of the cache
         table = torch.full((len(running), width), NUM_BLOCKS + 7, dtype=torch.int32)
         starts, tokens = [0], []
         for req, each in enumerate(running):

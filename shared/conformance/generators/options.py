@@ -1,9 +1,9 @@
-"""Calls with options of attention: every two values together, and random ones.
+"""Calls with options of attention: choices that cover all pairs of values, and random ones.
 
-OPTIONS names everything that calls differ in, and the values the tests draw. What is drawn for an
-option is in its file in `validation/options`. A choice gives each option one value. DESIGN is a
-list of choices that contains every pair of values at least once, except the pairs in REFUSED, which
-are meaningless and raise. `build_call` turns a choice into tensors, with poison (NaN, ids out of
+OPTIONS names all properties in which calls differ, and the values that the tests draw. The value of
+an option is drawn by its file in `validation/options`. A choice gives each option one value. DESIGN
+is a list of choices that contains every pair of values at least once, except the pairs in REFUSED,
+which are invalid and raise. `build_call` turns a choice into tensors, with poison (NaN, ids out of
 range) in everything that must not be read.
 """
 
@@ -50,12 +50,12 @@ Choice = dict[str, str]
 
 @dataclass(frozen=True)
 class Axis:
-    """Something that calls differ in, beside the options.
+    """A property in which calls differ, besides the options.
 
     Args:
         values: Names of the values that the tests draw. The first one is the plain one.
         meaning: Its meaning in a few words.
-        default: What a call gets that does not set it, in a few words.
+        default: Its value in calls that do not set it, in a few words.
     """
 
     values: tuple[str, ...]
@@ -116,18 +116,19 @@ OPTIONS: dict[str, Axis | Option] = {
     "query": Axis(("fused", "apart"), "a slice of a projection, or packed", "any"),
     "scale": Axis(("none", "0.3"), "what scores are multiplied with", "1/sqrt(size)"),
 }
-"""What is drawn, in the order of the tables in the documentation."""
+"""All axes and options, in the order of the tables in the documentation."""
 PLAIN: Choice = {name: option.values[0] for name, option in OPTIONS.items()}
 
 
 @dataclass(frozen=True)
 class RefusedPair:
-    """Two options that mean nothing together.
+    """Two options with values that cannot be combined.
 
     Args:
-        one, other: option and values; no value of the one goes with any of the other.
-        reason: why not.
-        words: what the error says.
+        one, other: Each an option and some of its values. No value of one can be combined with any
+            value of the other.
+        reason: The reason.
+        words: A part of the error message.
     """
 
     one: tuple[str, tuple[str, ...]]
@@ -212,12 +213,12 @@ Pair = tuple[tuple[str, str], tuple[str, str]]
 
 
 def pairs_of(choice: Choice) -> set[Pair]:
-    """Return the pairs of values that stand together in a choice."""
+    """Return all pairs of values of a choice."""
     return set(combinations(choice.items(), 2))
 
 
 def all_pairs() -> set[Pair]:
-    """Return the pairs of values that mean something."""
+    """Return all valid pairs of values."""
     return {
         ((name, value), (other, its))
         for name, other in combinations(OPTIONS, 2)
@@ -228,7 +229,7 @@ def all_pairs() -> set[Pair]:
 
 
 def allowed(choice: Choice, name: str) -> list[str]:
-    """Return the values of an option that mean something beside a choice's."""
+    """Return the values of an option that are valid together with those of a choice."""
     return [
         value
         for value in OPTIONS[name].values
@@ -237,7 +238,7 @@ def allowed(choice: Choice, name: str) -> list[str]:
 
 
 def draw_choice(pick: Random, start: Iterable[tuple[str, str]] = ()) -> Choice:
-    """Return a random choice in the order of OPTIONS, with the given values in it."""
+    """Return a random choice in the order of OPTIONS that contains the given values."""
     while True:
         choice = dict(start)
         for name in pick.sample(list(OPTIONS), len(OPTIONS)):
@@ -250,9 +251,9 @@ def draw_choice(pick: Random, start: Iterable[tuple[str, str]] = ()) -> Choice:
 
 
 def cover_pairs(candidates: int = 60) -> list[Choice]:
-    """Return choices that hold every pair of values, each the best of some drawn at random.
+    """Return choices that contain every valid pair, each the best of some random candidates.
 
-    Every choice starts from a pair that is still missing, so the list ends.
+    Every choice starts from a pair that is still missing, so that the search ends.
     """
     pick = Random(0)
     missing = all_pairs()
@@ -268,7 +269,7 @@ def cover_pairs(candidates: int = 60) -> list[Choice]:
 
 @st.composite
 def choices(draw: st.DrawFn) -> tuple[Choice, int]:
-    """Draw any choice that means something, and a seed for its batch."""
+    """Draw any valid choice, and a seed for its batch."""
     seed = draw(st.integers(0, 2**20))
     return draw_choice(Random(seed)), seed
 
@@ -278,16 +279,17 @@ DESIGN = cover_pairs()
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an attention operation, and the same facts on the host.
+    """One call of an attention operation, and its lengths and block ids on the host.
 
     Args:
-        operation: its name.
-        arguments: all it takes by name, options among them, but `out` and `lse`.
-        dtype: of the queries.
-        out_dtype: of an output that is given; None: none is.
-        wants_lse: whether a log-sum-exp is given.
-        query_lens, key_lens: of each request.
-        rows: the block ids of each request; empty if there are none.
+        operation: The name of the operation.
+        arguments: All arguments by name, including options, without `out` and `lse`.
+        dtype: Element type of the queries.
+        out_dtype: Optional. Element type of the output tensor that is passed. If None, no output
+            is passed.
+        wants_lse: Whether a tensor for the log-sum-exp is passed.
+        query_lens, key_lens: Queries and keys of each request.
+        rows: The block ids of each request. Empty if the keys are not in blocks.
     """
 
     operation: str
@@ -306,13 +308,14 @@ class Call:
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """The arguments as an operation takes them: the options among them in one object."""
+        """The arguments of the operation, with all options in one object."""
         return pack_options(**self.arguments)
 
     def changed(self, **changes: Any) -> "Call":
-        """Return the call with other arguments, moved to its device; None: as if not named.
+        """Return the call with other arguments, moved to its device.
 
-        A tensor on "meta" stays there: it stands for one on another device.
+        An argument that is None is removed. A tensor on "meta" is not moved: it represents a
+        tensor on another device.
         """
         given = {name: v for name, v in self.arguments.items() if name not in changes}
         for name, value in changes.items():
@@ -323,11 +326,11 @@ class Call:
         return replace(self, arguments=given)
 
     def run(self, twin: Implementation) -> tuple[Tensor, Tensor | None]:
-        """Return output and log-sum-exp of one twin, written over NaN where given."""
+        """Return output and log-sum-exp of one twin; tensors that are passed are full of NaN."""
         return self.run_into(twin, self.out_dtype, self.wants_lse)
 
     def run_both(self, twin: Implementation) -> tuple[Tensor, Tensor]:
-        """Return output and log-sum-exp, both wanted."""
+        """Return output and log-sum-exp, both passed as tensors."""
         out, lse = self.run_into(twin, self.out_dtype or self.dtype, True)
         assert lse is not None
         return out, lse
@@ -388,11 +391,11 @@ class Call:
     def answer(
         self, flip: Flip = lambda req, own, key: False, **changes: Any
     ) -> Answer:
-        """Return what is right, or what would be with other options."""
+        """Return the exact result, optionally with other options."""
         options = {"causal": self.operation == "paged_attention"}
         options |= self.arguments | changes
         requests = self.requests()
-        if not requests:  # of an empty batch only the shapes are known
+        if not requests:  # an empty batch: only the shapes are known
             given = self.arguments
             keys = given["key_cache"][0] if "key_cache" in given else given["key"]
             values = (
@@ -403,7 +406,7 @@ class Call:
         return attend_by_hand(requests, options, len(self.query), flip)
 
     def judge(self, out: Tensor, answer: Answer, reference: Implementation) -> Any:
-        """Return the verdict on an output."""
+        """Return the comparison of an output with the exact result."""
         plain = self.changed(out_scale=None)
         same, _ = plain.run_into(reference, None, False, compute_dtype=self.dtype)
         return judge_out(out, answer, same, self.dtype, self.arguments.get("out_scale"))
@@ -411,7 +414,7 @@ class Call:
     def assert_right(
         self, out: Tensor, lse: Tensor | None, reference: Implementation
     ) -> Answer:
-        """Assert that a result keeps its budgets; return the answer it was held against."""
+        """Assert that a result is within its error budgets, and return the exact result."""
         answer = self.answer()
         verdict = self.judge(out, answer, reference)
         assert verdict.ok, verdict
@@ -424,7 +427,7 @@ class Call:
 def draw_lens(
     pick: Random, batch: str, crosses: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return queries and keys of each request; all fit one tree, chunk and tile or do not."""
+    """Return the queries and keys of each request, below and above one chunk or tile."""
     prefill = pick.choice([(5, 5), (20, 20), (33, 33), (1, 1)])
     decode = (1, pick.choice([1, 2, 16, 17, 33, 64, 65, 90]))
     chunk = (7, pick.choice([7, 31, 45, 70]))
@@ -436,7 +439,7 @@ def draw_lens(
         "verification": [drafts, (3, pick.randint(3, 50)), (1, 20)],
     }[batch]
     if crosses:
-        # any lengths, an encoder that heard nothing among them
+        # any lengths, including an encoder without tokens
         few = [0, pick.choice([1, 3, 33]), pick.choice([0, 2, 17]), 1]
         lens = [
             (query_len, few[req] if req < 3 else key_len)
@@ -449,8 +452,8 @@ def draw_lens(
 def build_call(choice: Choice, seed: int, device: torch.device) -> Call:
     """Return a call with every option as chosen, on a batch drawn from the seed.
 
-    Half of the requests hold a needle: a key that outweighs all others of its sequence. Pairs that
-    are refused are built all the same.
+    About half of the requests hold a needle: a key that outweighs all others of its sequence.
+    Choices with an invalid pair are built as well.
     """
     pick = Random(f"options {seed}")
     generator = torch.Generator().manual_seed(seed)
@@ -480,7 +483,7 @@ def build_call(choice: Choice, seed: int, device: torch.device) -> Call:
             scales = [0.11 * steps, 0.023 / steps]
         arguments |= {"k_scale": scales[0], "v_scale": scales[1]}
 
-    # step: draw queries, keys and values, and hide needles among the keys
+    # step: draw queries, keys and values, with needles among the keys
     padding = pick.choice([0, 0, 2])
     lean = torch.nn.functional.normalize(random(kv_heads, size), dim=1)
     questions = random(tokens, heads, size)
@@ -499,7 +502,7 @@ def build_call(choice: Choice, seed: int, device: torch.device) -> Call:
         keys[req][place] = 12 / factor * lean
         values[req][place] += 3
 
-    # step: lay them out
+    # step: store them in the chosen layout
     wide = heads * size + (24 if choice["query"] == "fused" else 0)
     query = torch.full((tokens + padding, wide), NAN, dtype=dtype, device=device)
     query = heads_of(query[:, : heads * size], heads)
@@ -585,7 +588,7 @@ def build_call(choice: Choice, seed: int, device: torch.device) -> Call:
 
 
 def starts_of(lens: Iterable[int], device: torch.device) -> Tensor:
-    """Return [reqs + 1] where each request starts."""
+    """Return [reqs + 1] the first row of each request, and the total."""
     starts = [0]
     for length in lens:
         starts.append(starts[-1] + length)
@@ -593,7 +596,7 @@ def starts_of(lens: Iterable[int], device: torch.device) -> Tensor:
 
 
 def stored_as(tensor: Tensor, scale: Tensor | float, dtype: torch.dtype) -> Tensor:
-    """Return numbers as a cache of that dtype holds them."""
+    """Return the numbers as a cache of that dtype stores them."""
     if dtype not in (DTYPES["e4m3"], DTYPES["e5m2"]):
         return tensor.to(dtype)
     scale = scale.cpu() if isinstance(scale, Tensor) else scale
@@ -601,7 +604,7 @@ def stored_as(tensor: Tensor, scale: Tensor | float, dtype: torch.dtype) -> Tens
 
 
 def make_options(choice: Choice, drawing: Drawing) -> dict[str, Any]:
-    """Return the options of a choice by name; only those that are not off."""
+    """Return the options of a choice by name, without those at their first value."""
     made: dict[str, Any] = {}
     for name, option in OPTION_FILES.items():
         if name == "causal" or choice[name] != option.values[0]:
@@ -615,9 +618,10 @@ def paged_call(
     needles: Iterable[tuple[int, int]] = (),
     **options: Any,
 ) -> Call:
-    """Return attention over a plan's batch with options; needles lie at (request, key).
+    """Return a call of paged attention on a plan's batch, with options and needles.
 
-    All queries lean towards the needles: each takes nearly all weight of those who see it.
+    `needles` are (request, key) pairs. All queries have a component along the needles, so that
+    nearly all attention weight of a query is on the needles in its visible range.
     """
     batch = build(plan, device)
     needles = list(needles)
@@ -649,7 +653,7 @@ def paged_call(
 
 
 def ragged_call(call: Call) -> Call:
-    """Return a paged call as one of encoder_attention: the same keys, one after another."""
+    """Return a paged call as a call of encoder_attention, with the keys in a ragged tensor."""
     requests = call.requests()
     paged = ("key_cache", "value_cache", "block_table", "seq_lens", "max_seq_len")
     return replace(
@@ -677,7 +681,7 @@ def quantised_call(
 
 
 def tree_of(parents: list[int | None], width: int | None = None) -> Tensor:
-    """Return [width, width] what each new token of a tree sees, from each one's parent."""
+    """Return [width, width] the tree mask of new tokens, from the parent of each."""
     width = len(parents) if width is None else width
     mask = torch.zeros(width, width, dtype=torch.bool)
     for token, parent in enumerate(parents):

@@ -1,7 +1,8 @@
-"""Which other calls must have the same answer?
+"""Transformations of calls that must not change the result.
 
-Pages moved elsewhere, other numbers where nobody looks, requests in another order or alone, a
-prompt cut into chunks: each function returns a call that means the same to the rows it keeps.
+Blocks moved to other ids, other numbers in slots that are not allocated, requests in another order
+or alone, a prompt split into chunks: each function returns a call whose result must be the same for
+the rows that it keeps.
 """
 
 from collections.abc import Sequence
@@ -21,13 +22,13 @@ CACHES = ("key_cache", "value_cache")
 
 
 def rows_of(call: Call, reqs: Sequence[int]) -> list[int]:
-    """Return the rows of the output that belong to some requests."""
+    """Return the output rows of some requests."""
     starts = [0, *accumulate(call.query_lens)]
     return [token for req in reqs for token in range(starts[req], starts[req + 1])]
 
 
 def rows_of_answer(answer: Answer, rows: list[int]) -> Answer:
-    """Return what is right for some rows."""
+    """Return the exact result of some rows."""
     return Answer(
         answer.out[rows],
         answer.lse[:, rows],
@@ -43,12 +44,12 @@ def only(call: Call, reqs: Sequence[int]) -> Call:
 
 
 def of_parts(call: Call, parts: Sequence[tuple[int, int, int]]) -> Call:
-    """Return a paged call of parts of its requests, each a request of its own.
+    """Return a paged call in which each of the given parts of requests is a separate request.
 
     Args:
-        call: without trees, if a part is not whole.
-        parts: request, first query and end of each; its keys end with its last query. The keys of
-            a whole request are all that it has.
+        call: The call. It must not have a tree mask, unless all parts are whole requests.
+        parts: (request, first query, end) of each part. Its keys end with its last query. A part
+            that is a whole request keeps all of its keys.
     """
     starts = [0, *accumulate(call.query_lens)]
     rows = [starts[req] + own for req, begin, end in parts for own in range(begin, end)]
@@ -82,7 +83,7 @@ def of_parts(call: Call, parts: Sequence[tuple[int, int, int]]) -> Call:
 
 
 def moved_pages(call: Call, pick: Random) -> Call:
-    """Return a paged call whose blocks lie elsewhere; where none lies is NaN."""
+    """Return a paged call whose blocks have other ids; memory outside of blocks is NaN."""
     num_blocks = call.arguments["key_cache"].shape[0]
     order = list(range(num_blocks))
     pick.shuffle(order)
@@ -102,7 +103,7 @@ def moved_pages(call: Call, pick: Random) -> Call:
 
 
 def copy_of(tensor: Tensor) -> Tensor:
-    """Return a copy with the same strides, NaN or 0 between its elements."""
+    """Return a copy with the same strides, and NaN or 0 between its elements."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     extent = 1 + sum((max(size, 1) - 1) * stride for size, stride in sizes)
     number = NAN if tensor.dtype.is_floating_point else 0
@@ -122,10 +123,11 @@ def copied(call: Call) -> Call:
 
 
 def poisoned(call: Call, poison: float) -> Call:
-    """Return a call with other numbers wherever no query may look.
+    """Return a call with other numbers in all elements that must not be read.
 
-    That is every slot and row that nobody owns, the tail of the block table, entries of trees
-    past a request's new tokens, and ranges of rows behind the last request.
+    These are the slots that are not allocated, the query rows after the last request and their
+    ranges, the block table past the end of each row, and entries of trees past the new tokens of a
+    request.
     """
     call = copied(call)
     given, tokens = call.arguments, sum(call.query_lens)
@@ -148,7 +150,7 @@ def poisoned(call: Call, poison: float) -> Call:
 
 
 def given_away(call: Call) -> Call:
-    """Return a paged call whose blocks before every window or chunk hold NaN."""
+    """Return a paged call with NaN in all blocks that are before every window or chunk."""
     call = copied(call)
     block_size = call.arguments["key_cache"].shape[1]
     kept: set[int] = set()
@@ -185,9 +187,9 @@ def given_away(call: Call) -> Call:
 
 
 def with_other_requests(call: Call, kept: int, pick: Random) -> Call:
-    """Return a paged call in which all but one request ask and hold other numbers.
+    """Return a paged call in which the queries and keys of all requests but one are changed.
 
-    Blocks that the kept request owns stay as they are.
+    The blocks of the kept request do not change.
     """
     call = copied(call)
     rows = set(rows_of(call, [kept]))
@@ -206,14 +208,14 @@ def with_other_requests(call: Call, kept: int, pick: Random) -> Call:
 
 
 def with_strided(tensor: Tensor, garbage: int) -> Tensor:
-    """Return the same integers with garbage between them."""
+    """Return the same integers as a strided view, with garbage between them."""
     wide = tensor.repeat_interleave(2, dim=-1).clone()
     wide[..., 1::2] = garbage
     return wide[..., ::2]
 
 
 def apart(tensor: Tensor, garbage: Any = NAN) -> Tensor:
-    """Return the same numbers with garbage behind the last axis of each row."""
+    """Return the same numbers with garbage past the end of each row of the last axis."""
     wide = torch.full((*tensor.shape[:-1], tensor.shape[-1] + 3), garbage)
     wide = wide.to(tensor.dtype).to(tensor.device)
     wide[..., : tensor.shape[-1]] = tensor

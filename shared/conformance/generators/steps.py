@@ -1,9 +1,9 @@
-"""Which steps are hard to keep the books of?
+"""Steps for the metadata laws: requests of a step, their metadata, and the expected values.
 
-A step is a few small numbers, so that a failing example can be read. Its blocks are scattered, some
-shared between requests, some rows longer than needed; garbage stands behind every row. What the
-books must say is written out here token by token, and so is the question that all of them answer:
-in which slots do a new token's keys lie?
+A step consists of a few small numbers, so that a failing example can be read. Its blocks are
+scattered, some are shared between requests, and some rows are longer than needed. Past the end of
+every row there is garbage. The expected metadata is computed here token by token, and so are the
+slots of the keys to which each new token attends.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -27,12 +27,12 @@ Case = TypeVar("Case")
 
 @dataclass(frozen=True)
 class Requests:
-    """A step's requests in numbers.
+    """The requests of a step in small numbers.
 
     Args:
-        new, computed: new tokens, and tokens in the cache, of each request.
-        block_size: slots in a block.
-        seed: of the block ids, and of what the step says beside its lengths.
+        new, computed: New tokens, and tokens in the cache, of each request.
+        block_size: Slots per block.
+        seed: Seed of the block ids, and of the metadata fields other than lengths.
     """
 
     new: tuple[int, ...]
@@ -47,7 +47,7 @@ class Requests:
 
     @property
     def starts(self) -> list[int]:
-        """Where each request's new tokens start."""
+        """The first row of each request's new tokens, and the total."""
         return [0, *accumulate(self.new)]
 
     def owners(self) -> list[int]:
@@ -76,7 +76,7 @@ class Requests:
         return rows
 
     def slot(self, req: int, position: int) -> int:
-        """Return where a request's key of that position lies."""
+        """Return the slot of the key at a position of a request."""
         block_id = self.rows()[req][position // self.block_size]
         return block_id * self.block_size + position % self.block_size
 
@@ -89,10 +89,11 @@ class Requests:
         ]
 
     def seen(self, chunk: int | None = None) -> list[list[int]]:
-        """Return the slots of the keys that each new token sees, up to itself.
+        """Return the slots of the keys in the causal visible range of each new token.
 
         Args:
-            chunk: positions in a chunk, of which only its own is seen; None: all.
+            chunk: Optional. Positions per chunk; only keys of the token's own chunk are visible.
+                If None, all keys up to the token are visible.
         """
         rows, size = self.rows(), self.block_size
         found = []
@@ -108,7 +109,7 @@ class Requests:
 
 
 def draw_requests(pick: Random, most: int = 4, fewest: int = 0) -> Requests:
-    """Return requests whose lengths lie on both sides of block edges, 0 and 1 among them."""
+    """Return requests whose lengths are on both sides of block edges, including 0 and 1."""
     size = pick.choice([1, 2, 3, 4, 4, 5, 16])
     edges = [0, 1, 1, size - 1, size, size + 1, 2 * size, 2 * size + 1, 3 * size - 1]
     reqs = pick.choice(range(fewest, most + 1))
@@ -122,25 +123,25 @@ def draw_requests(pick: Random, most: int = 4, fewest: int = 0) -> Requests:
 
 @st.composite
 def requests(draw: st.DrawFn, most: int = 4, fewest: int = 0) -> Requests:
-    """Return the requests of a step, all from one seed."""
+    """Return the requests of a step, all derived from one seed."""
     return draw_requests(Random(draw(st.integers(0, 2**20))), most, fewest)
 
 
 @st.composite
 def several(draw: st.DrawFn, cases: st.SearchStrategy[Case]) -> list[Case]:
-    """Return many cases at once, of a law that costs little; of a failure few will be left."""
+    """Return many cases at once, for cheap laws; shrinking reduces a failure to few cases."""
     return [draw(cases) for _ in range(draw(st.integers(1, 24)))]
 
 
 def counts(values: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
-    """Return int32 numbers as a tensor."""
+    """Return numbers as an int32 tensor."""
     return torch.tensor(list(values), dtype=torch.int32, device=device)
 
 
 def table_of(
     rows: Sequence[Sequence[int]], device: torch.device, spare: int = 1
 ) -> Tensor:
-    """Return rows as one table, garbage behind each."""
+    """Return rows as one block table, with garbage past the end of each row."""
     width = max(map(len, rows), default=0) + spare
     table = torch.tensor(GARBAGE, dtype=torch.int32).repeat(len(rows), width)
     table = table[:, :width].clone()
@@ -150,7 +151,7 @@ def table_of(
 
 
 def bare_step(step: Requests, device: torch.device) -> CommonAttentionMetadata:
-    """Return the step's metadata, built here and not by an implementation."""
+    """Return the metadata of a step, built here and not by an implementation."""
     return CommonAttentionMetadata(
         query_start_loc=counts(step.starts, device),
         query_start_loc_cpu=counts(step.starts),
@@ -172,13 +173,13 @@ def encoder_lens(reqs: int) -> list[int]:
 
 
 def encoder_slots(step: Requests) -> list[list[int]]:
-    """Return where those of each request go."""
+    """Return the slots of the encoder tokens of each request."""
     lens = encoder_lens(len(step.new))
     return [[1000 * req + each for each in range(n)] for req, n in enumerate(lens)]
 
 
 def flags_of(step: Requests, salt: int) -> list[bool]:
-    """Return a flag for each request, both kinds among them in most steps."""
+    """Return a flag for each request; most steps contain both values."""
     pick = Random(step.seed + salt)
     return [pick.random() < 0.5 for _ in step.new]
 
@@ -186,9 +187,9 @@ def flags_of(step: Requests, salt: int) -> list[bool]:
 def whole_step(
     step: Requests, device: torch.device, without: Collection[str] = ()
 ) -> CommonAttentionMetadata:
-    """Return the step with something in every field, but for some that are named.
+    """Return the metadata of a step with all fields set, without some that are named.
 
-    No two fields hold the same numbers, so that none can stand for another.
+    The optional fields hold different numbers, so that a mistaken field is detected.
     """
     reqs = len(step.new)
     wanted = logits_of(step)
@@ -227,7 +228,7 @@ def whole_step(
 
 
 def _padding(wanted: Sequence[int]) -> list[int]:
-    """Return what may stand behind the tokens that are wanted: tokens once more, and garbage."""
+    """Return padding for the indices of wanted tokens: repeated tokens and garbage."""
     return [*wanted[:1], 0, *wanted[-1:], 10**6]
 
 
@@ -242,28 +243,28 @@ def logits_of(step: Requests) -> list[int]:
 
 
 def values_of(metadata: Any) -> dict[str, Any]:
-    """Return the fields of some metadata by name."""
+    """Return the fields of metadata by name."""
     return {each.name: getattr(metadata, each.name) for each in fields(metadata)}
 
 
 def remember(metadata: Any) -> dict[str, Any]:
-    """Return copies of the fields, to hold against them later."""
+    """Return copies of the fields, for a later comparison."""
     return deepcopy(values_of(metadata))
 
 
 def expect_fields(
     what: str, found: Any, right: Mapping[str, Any], device: torch.device
 ) -> None:
-    """Refuse metadata of which one field is not exactly what it should be.
+    """Raise a Disagreement if a field of metadata is not exactly the expected one.
 
-    Numbers must be Python's, tensors on the host where their name ends in `_cpu` or they are
-    for the host alone, else on the device.
+    Numbers must be Python numbers. Tensors must be on the host if their name ends in `_cpu` or is
+    listed in `ON_THE_HOST`, else on the device.
 
     Args:
-        what: the metadata, in words.
-        found: an instance of a dataclass.
-        right: every field by name; those left out must be what the class says without them.
-        device: where the others lie.
+        what: The metadata, in words.
+        found: An instance of a dataclass.
+        right: The expected fields by name. Other fields must have the default of the class.
+        device: The device of the tensors that are not on the host.
     """
     for each in fields(found):
         value = right.get(each.name, each.default)
@@ -276,7 +277,7 @@ ON_THE_HOST = ("_cpu", "is_prefilling", "logits_indices_padded")
 
 
 def expect_field(what: str, found: Any, right: Any, device: torch.device) -> None:
-    """Refuse a value of another kind, on another device, or that is another one."""
+    """Raise a Disagreement if a value has another type, device or content."""
     if isinstance(right, Tensor):
         expect_same(what, packed(found), packed(right))
         place = "cpu" if what.endswith(ON_THE_HOST) else device.type
@@ -289,14 +290,14 @@ def expect_field(what: str, found: Any, right: Any, device: torch.device) -> Non
 
 
 def packed(tensor: Any) -> Any:
-    """Return a copy of a tensor in which nothing lies between its elements."""
+    """Return a packed copy of a tensor; return other values unchanged."""
     if not isinstance(tensor, Tensor):
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def expect_unchanged(what: str, metadata: Any, before: Mapping[str, Any]) -> None:
-    """Refuse metadata that is no longer what `remember` saw."""
+    """Raise a Disagreement if metadata differs from the copies of `remember`."""
     for name, value in before.items():
         expect_same(f"{what}.{name} afterwards", getattr(metadata, name), value)
 
@@ -304,10 +305,10 @@ def expect_unchanged(what: str, metadata: Any, before: Mapping[str, Any]) -> Non
 def seen_by(
     metadata: CommonAttentionMetadata, block_size: int
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the slots of the keys that each new token sees, once by each copy of the lengths.
+    """Return the slots of the keys that each new token attends to, by device and by host lengths.
 
-    A token of causal attention stands as far from its sequence's end as from its request's last
-    token, so starts, lengths and table say it all.
+    In causal attention, a new token is as far from the end of its sequence as from the last new
+    token of its request. Starts, lengths and block table therefore determine its visible range.
     """
     table = metadata.block_table_tensor.tolist()
     copies = []
@@ -332,7 +333,7 @@ def seen_by(
 
 
 def expect_rows(what: str, table: Tensor, rows: Sequence[Sequence[int]]) -> None:
-    """Refuse a table whose rows do not begin with these ids."""
+    """Raise a Disagreement if the rows of a block table do not begin with these ids."""
     expect_same(f"{what}, its element type", str(table.dtype), "torch.int32")
     expect_same(f"{what}, its rows", table.shape[0], len(rows))
     for req, row in enumerate(rows):
@@ -341,5 +342,5 @@ def expect_rows(what: str, table: Tensor, rows: Sequence[Sequence[int]]) -> None
 
 
 def padded(values: Sequence[int], length: int, value: int = PAD_SLOT_ID) -> list[int]:
-    """Return numbers filled up to a length."""
+    """Return numbers padded to a length."""
     return [*values, *[value] * (length - len(values))]

@@ -20,7 +20,7 @@ class Arrival:
         step: the step in which it arrives.
         prompt_len: tokens of its prompt.
         max_tokens: output tokens at most.
-        family: requests of one family have equal prompts, as far as both reach.
+        family: requests of one family have equal prompts, up to the shorter length.
         stops_after: output tokens after which the stop token is sampled.
     """
 
@@ -36,7 +36,7 @@ class Arrival:
         return [(position * 7 + self.family) % 5 for position in range(self.prompt_len)]
 
     def sample(self, request: Request) -> int:
-        """Return the token that is sampled next; always the same at the same position."""
+        """Return the next sampled token; it is always the same at the same position."""
         if len(request.output_token_ids) == self.stops_after:
             return STOP_TOKEN
         return (request.num_tokens * 3 + self.prompt_len + self.family) % 5

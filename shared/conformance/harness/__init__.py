@@ -1,1 +1,1 @@
-"""What runs the laws: candidate, worker process, shrinking, report."""
+"""Harness that runs the laws: candidate, worker process, shrinking, report."""

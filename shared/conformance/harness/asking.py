@@ -1,8 +1,9 @@
-"""How is an implementation asked to attend, and when may it refuse?
+"""Calls of a candidate's attention operations, and the check of their results.
 
-Results are written into tensors full of NaN, so that what is not written shows. What a module does
-not declare it may refuse, and then the case says nothing; a result that can be left out, such as
-the log-sum-exp, is left out where it is not declared, and the rest is judged.
+Outputs are allocated full of NaN, so that elements that are not written are found. A candidate may
+raise for a call outside of its declared support; such a case then has no effect on the result. An
+optional output that is not declared, such as the log-sum-exp, is not requested. The other outputs
+are checked.
 """
 
 from dataclasses import replace
@@ -20,7 +21,7 @@ from .expect import Disagreement, expect_same
 from .law import Setting
 
 Result: TypeAlias = tuple[Tensor, Tensor | None]
-"""An output, and a log-sum-exp if it was wanted."""
+"""The output, and the log-sum-exp if the call requests it."""
 
 EVERY_CALL = (
     "query",
@@ -36,12 +37,12 @@ EVERY_CALL = (
     "query_start_loc",
     "max_query_len",
 )
-"""Arguments that every call gives and nobody declares."""
+"""Arguments that every call passes and that `Support` does not declare."""
 REFUSES = (NotImplementedError, TypeError, ValueError)
 
 
 def options_of(call: Call) -> set[str]:
-    """Return the names of the options of a call that are not as if they were left out."""
+    """Return the names of the options of a call that are not at their default."""
     default = call.operation != "encoder_attention"
     named = set(call.arguments) - set(EVERY_CALL)
     if call.arguments.get("causal", default) is default:
@@ -54,12 +55,12 @@ def options_of(call: Call) -> set[str]:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Return a dtype's name as `Support` has it."""
+    """Return the name of a dtype as `Support` spells it."""
     return str(dtype).removeprefix("torch.")
 
 
 def why_outside(setting: Setting, call: Call) -> str | None:
-    """Return why a call lies outside of what the candidate declares; None: it is declared."""
+    """Return why a call is outside of the declared support, or None if it is inside."""
     keys = call.arguments.get("key_cache", call.arguments.get("key"))
     assert keys is not None
     return setting.candidate.support.why_not(
@@ -73,7 +74,7 @@ def why_outside(setting: Setting, call: Call) -> str | None:
 
 
 def declared(setting: Setting, call: Call) -> Call:
-    """Return the call without the results that the candidate does not declare to write."""
+    """Return the call without the outputs that the candidate does not declare."""
     taken = setting.candidate.support.options
     if taken is None:
         return call
@@ -85,15 +86,16 @@ def declared(setting: Setting, call: Call) -> Call:
 
 
 def ask(setting: Setting, call: Call, out: Tensor | None = None) -> Result:
-    """Return what the candidate answers.
+    """Return the candidate's result of a call.
 
     Args:
-        setting: the candidate and where it runs.
-        call: what is asked; a log-sum-exp and an output are given as it says.
-        out: where the output goes; None: a packed tensor of NaN, if the call gives one.
+        setting: The candidate and its device.
+        call: The call. It determines whether an output and a log-sum-exp are passed.
+        out: Optional. The output tensor. If None and the call passes an output, a packed tensor
+            full of NaN is allocated.
 
     Raises:
-        OutsideSupport: it refused what it does not declare.
+        OutsideSupport: The candidate raised, and the call is outside of its declared support.
     """
     if out is None:
         call = declared(setting, call)
@@ -127,7 +129,7 @@ def ask(setting: Setting, call: Call, out: Tensor | None = None) -> Result:
 
 
 def value_size_of(call: Call) -> int:
-    """Return how many elements a value of the call has."""
+    """Return the head size of the values of a call."""
     values = call.arguments.get("value_cache", call.arguments.get("value"))
     assert values is not None
     return int(values.shape[-1])
@@ -140,14 +142,15 @@ def expect_right(
     answer: Answer | None = None,
     is_joined: bool = False,
 ) -> None:
-    """Refuse an answer that does not keep its rows' budgets.
+    """Raise a Disagreement if a row of the result exceeds its error budget.
 
     Args:
-        setting: who computes what plain torch would lose.
-        call: what was asked.
-        found: the answer.
-        answer: what is right; None: what the brute force says.
-        is_joined: whether the answer is made of parts, weighed by rounded log-sum-exps.
+        setting: Its reference computes the result in the call's own dtype, from which the budgets
+            are derived.
+        call: The call.
+        found: The candidate's result.
+        answer: Optional. The exact result. If None, the brute-force oracle computes it.
+        is_joined: Whether the result was combined from partial results by rounded log-sum-exps.
     """
     out, lse = found
     answer = call.answer() if answer is None else answer
@@ -188,7 +191,7 @@ def expect_right(
 
 
 def expect_same_results(what: str, found: Result, before: Result) -> None:
-    """Refuse two answers that are not the same bit by bit."""
+    """Raise a Disagreement if two results are not bitwise equal."""
     expect_same(f"output {what}", found[0], before[0].cpu())
     if found[1] is not None and before[1] is not None:
         expect_same(f"log-sum-exp {what}", found[1], before[1].cpu())

@@ -1,7 +1,7 @@
-"""What did a call write to?
+"""Checks of the memory that a call writes: no byte outside of its output may change.
 
-A view says what a call may touch; the memory around it is somebody else's. So whole allocations are
-compared: what had to change, and every byte beside it.
+A call may write only the elements of the view that it is given. The checks compare whole
+allocations: the elements that had to change, and all other bytes, which had not.
 """
 
 import os
@@ -16,7 +16,7 @@ from .expect import Disagreement, expect_refusal, expect_same
 
 
 def memory_of(tensor: Tensor) -> Tensor:
-    """Return [bytes] uint8: the whole allocation that a tensor is a view of."""
+    """Return [bytes] uint8, the whole allocation of which a tensor is a view."""
     memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return memory.set_(tensor.untyped_storage())
 
@@ -28,20 +28,20 @@ def copy_of(tensor: Tensor) -> Tensor:
 
 
 def packed(tensor: Tensor) -> Tensor:
-    """Return a copy on the host whose elements lie one behind the other.
+    """Return a packed copy on the host.
 
-    `contiguous` keeps the strides of axes of one entry, and then bytes cannot be seen.
+    `contiguous` keeps the strides of axes of size 1, and such a tensor cannot be viewed as bytes.
     """
     return tensor.cpu().clone(memory_format=torch.contiguous_format)
 
 
 def expect_memory(what: str, found: Tensor, right: Tensor) -> None:
-    """Refuse a view that holds something else, or bytes around it that changed.
+    """Raise a Disagreement if a view or the memory around it differs from the expected one.
 
     Args:
-        what: the view in question.
-        found: as it is now.
-        right: as it should be, from `copy_of`.
+        what: The view, in words.
+        found: The view now.
+        right: The expected view, from `copy_of`.
     """
     expect_same(what, packed(found), packed(right))
     expect_same(f"memory around {what}", memory_of(found), memory_of(right))
@@ -49,7 +49,7 @@ def expect_memory(what: str, found: Tensor, right: Tensor) -> None:
 
 @contextmanager
 def kept(**tensors: Tensor) -> Iterator[None]:
-    """Refuse a change of any of these tensors, or of the memory around them."""
+    """Raise a Disagreement if any of these tensors changes, or the memory around it."""
     before = {name: copy_of(tensor) for name, tensor in tensors.items()}
     yield
     for name, tensor in tensors.items():
@@ -57,7 +57,7 @@ def kept(**tensors: Tensor) -> Iterator[None]:
 
 
 def expect_own_memory(what: str, found: Tensor, **inputs: Tensor) -> None:
-    """Refuse an answer that lies in the memory of an input: the next change would change it."""
+    """Raise a Disagreement if a result shares memory with an input."""
     for name, tensor in inputs.items():
         own, other = found.untyped_storage(), tensor.untyped_storage()
         if found.numel() and own.data_ptr() == other.data_ptr():
@@ -68,7 +68,7 @@ def expect_own_memory(what: str, found: Tensor, **inputs: Tensor) -> None:
 
 @contextmanager
 def checked_values() -> Iterator[None]:
-    """Let kernels that look at values only if they are asked to (PAGETWIN_CHECK_VALUES=1) do so."""
+    """Set PAGETWIN_CHECK_VALUES=1, which enables the validation of tensor contents."""
     name = "PAGETWIN_CHECK_VALUES"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -81,12 +81,12 @@ def checked_values() -> Iterator[None]:
 
 
 def expect_all_refused(what: str, call: Callable[[], Any], **tensors: Tensor) -> None:
-    """Refuse a call that returns, or that changes memory before it raises.
+    """Raise a Disagreement if a call returns, or changes memory before it raises.
 
     Args:
-        what: the input, in words.
-        call: what must raise.
-        tensors: what it could have written to.
+        what: The input, in words.
+        call: The call that must raise.
+        tensors: The tensors that the call must leave unchanged.
     """
     with kept(**tensors), checked_values():
         expect_refusal(what, call)

@@ -1,8 +1,9 @@
-"""What is put to the test?
+"""Candidate: the implementation under test, with the support that it declares.
 
-A package with the same files as the twins, or one module with some of their functions under their
-names: an adapter around somebody's kernel. What is missing is reported as missing. A module may
-declare in SUPPORT what its kernel takes; outside of that it may refuse, but never be wrong.
+A candidate is a package with the same files as the twins, or one module that defines some of their
+functions under the same names, such as an adapter around another kernel. Operations that it does
+not have are reported as missing. A module may declare in SUPPORT what its kernel supports. Outside
+of that it may raise an error, but must not return a wrong result.
 """
 
 import importlib
@@ -26,39 +27,42 @@ from ...contract.attention_options import (
 from ...contract.operations import find_backends, find_operations, load_implementation
 
 BATCH_INVARIANT = "batch_invariant"
-"""Name of the argument that asks an operation for the same bits in any company."""
+"""Name of the option that requests batch-invariant results."""
 CLAIMS = ("refuses shapes", "refuses contents", BATCH_INVARIANT)
-"""What a law may ask for that not every right implementation has."""
+"""Properties that a law may require and that a correct implementation may lack."""
 
 
 class OutsideSupport(NotImplementedError):
-    """A call that lies outside of what the candidate declares, and that it refused."""
+    """The candidate raised for a call that is outside of its declared support."""
 
 
 @dataclass(frozen=True)
 class Support:
-    """What an adapter's kernel takes; what is not named is not limited.
+    """The calls that an adapter's kernel supports. A field that is not set imposes no limit.
 
     Args:
-        operations: which operations it is about; laws that need others are left out.
-        dtypes: names of element types of queries, such as "bfloat16".
-        cache_dtypes: of caches.
-        block_sizes: slots in a block.
-        head_sizes: elements of a head.
-        max_query_len: new tokens of a request.
-        options: names of the fields of `AttentionOptions` that it obeys, and of the arguments
-            `scale`, `out` and `lse`; and "value_head_size" where values may have another size
-            than keys. A function with a parameter `options` gets an `AttentionOptions`; any other
-            gets the options that are not at their default as keyword arguments.
-        refuses: which input that makes no sense it refuses: "shapes" is what can be told from
-            shapes, dtypes, devices and numbers, "contents" what stands in tensors, where
-            PAGETWIN_CHECK_VALUES=1 asks for it. Such a call must raise, or give the answer of the
-            call that was meant. None: both; an empty list: it checks nothing, and the laws about
-            refusals are left out.
-        batch_invariant: whether a token's result has the same bits whatever else is in the batch,
-            in how many steps its prompt is computed, and where its pages lie. Or what has to be
-            called for that, with the arguments of `paged_attention`. False: only if the operation
-            takes the option `batch_invariant`, which is then set.
+        operations: Optional. The operations that are supported. Laws that need other operations
+            are skipped. If None, all operations are expected.
+        dtypes: Optional. Names of the element types of queries, such as "bfloat16".
+        cache_dtypes: Optional. Names of the element types of caches.
+        block_sizes: Optional. Supported numbers of slots per block.
+        head_sizes: Optional. Supported numbers of elements per head.
+        max_query_len: Optional. The maximum number of new tokens per request.
+        options: Optional. Names of the supported fields of `AttentionOptions` and of the supported
+            arguments among `scale`, `out` and `lse`. "value_head_size" means that values may have
+            another head size than keys. A function with a parameter `options` gets an
+            `AttentionOptions`. Any other function gets the options that are not at their default
+            as keyword arguments.
+        refuses: Optional. The kinds of invalid input that are validated. "shapes" means everything
+            that shapes, dtypes, devices and numbers show. "contents" means the elements of
+            tensors, if PAGETWIN_CHECK_VALUES=1. A call with invalid input must raise, or return
+            the result of the call that was meant. If None, both kinds are validated. If empty,
+            nothing is validated, and the laws about invalid input are skipped.
+        batch_invariant: Whether the result of a token is bitwise equal whatever else is in the
+            batch, in however many steps its prompt is computed, and whichever blocks hold its
+            keys. A function is called instead of `paged_attention`, with the same arguments, to
+            get such results. If False, results are batch-invariant only if the operation takes
+            the option `batch_invariant`, which is then set.
     """
 
     operations: Collection[str] | None = None
@@ -80,14 +84,14 @@ class Support:
         max_query_len: int,
         options: Collection[str],
     ) -> str | None:
-        """Return the first reason why a call lies outside, or None: it is declared.
+        """Return the first reason why a call is not supported, or None if it is supported.
 
         Args:
-            dtype, cache_dtype: names of element types.
-            block_size: slots in a block; None: the keys are not in blocks.
-            head_size: elements of a head.
-            max_query_len: new tokens of the longest request.
-            options: names of the options that the call gives.
+            dtype, cache_dtype: Names of element types.
+            block_size: Optional. Slots per block. If None, the keys are not in blocks.
+            head_size: Elements per head.
+            max_query_len: New tokens of the longest request.
+            options: Names of the options that the call sets.
         """
         for name, value, taken in (
             ("dtype", dtype, self.dtypes),
@@ -107,13 +111,13 @@ class Support:
 
 
 class Candidate:
-    """The operations of an implementation, as attributes, as far as it has them.
+    """The operations that an implementation has, as attributes.
 
     Args:
-        name: its dotted name.
-        operations: functions and classes by the name of the operation.
-        support: what it declares. An error of a call that lies outside is a refusal, and becomes
-            OutsideSupport; of one that does not it is an error.
+        name: Its dotted name.
+        operations: Functions and classes by the name of the operation.
+        support: The declared support. An error of a call that is outside of it is converted to
+            OutsideSupport. An error of any other call is a failure.
 
     """
 
@@ -137,25 +141,25 @@ class Candidate:
 
     @property
     def asked(self) -> int:
-        """How often somebody took one of its operations.
+        """The number of accesses to operations of the candidate.
 
-        A case after which this is what it was before says nothing about the candidate.
+        A case that does not increase this number did not test the candidate.
         """
         return self._asked[0]
 
     def with_operations(self, **operations: Any) -> "Candidate":
-        """Return the candidate with some operations exchanged; one count for both."""
+        """Return the candidate with some operations replaced. Both share one access count."""
         found = Candidate(self.name, self.operations | operations, self.support)
         found._asked = self._asked
         return found
 
     @property
     def promises_all(self) -> bool:
-        """Whether it declares nothing, and so promises all that the twins do."""
+        """Whether the candidate declares no limits: it must support all that the twins do."""
         return self.support == Support()
 
     def why_unclaimed(self, claim: str | None) -> str | None:
-        """Return why a law that asks for a claim is not about it; None: it claims that."""
+        """Return why a law with this claim does not apply, or None if it applies."""
         if claim is None:
             return None
         if claim == BATCH_INVARIANT:
@@ -166,7 +170,7 @@ class Candidate:
         return f"it declares that it does not check {what}"
 
     def batch_invariant(self) -> "Candidate | None":
-        """Return the candidate as it gives the same bits in any company; None: it never does."""
+        """Return the candidate with batch-invariant attention, or None if it has none."""
         claim = self.support.batch_invariant
         operation = self.operations.get("paged_attention")
         if operation is None:
@@ -180,7 +184,7 @@ class Candidate:
         return self.with_operations(paged_attention=operation)
 
     def _as_invariant(self, operation: Callable[..., Any]) -> Callable[..., Any] | None:
-        """Return an operation with the option `batch_invariant` set; None: it has none."""
+        """Return an operation with `batch_invariant` set, or None if it lacks that option."""
         declared = self.support.options
         if _takes(operation, BATCH_INVARIANT):
             return partial(operation, **{BATCH_INVARIANT: True})
@@ -200,7 +204,7 @@ class Candidate:
         return invariant
 
     def missing(self, needs: Collection[str]) -> list[str]:
-        """Return which of some operations it has not."""
+        """Return the needed operations that the candidate does not have."""
         return [name for name in needs if name not in self.operations]
 
     def __repr__(self) -> str:
@@ -208,7 +212,7 @@ class Candidate:
 
 
 def load_candidate(name: str) -> Candidate:
-    """Return an implementation by its dotted name, with what it has of the operations.
+    """Return an implementation by its dotted name, with the operations that it has.
 
     Args:
         name: "reference", "optimized", a package with files named after the concepts, a module
@@ -216,8 +220,8 @@ def load_candidate(name: str) -> Candidate:
             folder are found.
 
     Raises:
-        ModuleNotFoundError: there is no such module or file.
-        ValueError: it has none of the operations, or a SUPPORT that is none.
+        ModuleNotFoundError: The module or file does not exist.
+        ValueError: It has none of the operations, or its SUPPORT is not a `Support`.
     """
     name, top = _import(name)
     operations = find_operations(top)
@@ -271,7 +275,7 @@ def _takes(operation: Callable[..., Any], argument: str) -> bool:
     """Tell whether an operation has an argument of that name."""
     try:
         return argument in inspect.signature(operation).parameters
-    except ValueError:  # made in another language, it tells nobody
+    except ValueError:  # builtin functions may have no signature
         return False
 
 
@@ -314,7 +318,7 @@ def _is_plain(operation: str, name: str, value: object) -> bool:
 def _declared(
     operation: str, function: Callable[..., Any], support: Support
 ) -> Callable[..., Any]:
-    """Return an operation whose refusals are told apart: inside and outside of the declared."""
+    """Return an operation that raises OutsideSupport for errors outside of the support."""
     taken = inspect.signature(function).parameters
     takes_any = any(each.kind == each.VAR_KEYWORD for each in taken.values())
 
@@ -329,7 +333,7 @@ def _declared(
             given |= unpack_options(given.pop("options"))
         lacking = [name for name in given if name not in taken and not takes_any]
         for name in lacking:
-            # an option that is off need not be known
+            # an option that is off may be unknown to the function
             if _is_plain(operation, name, given[name]):
                 del given[name]
         if why and any(name in given for name in lacking):
@@ -337,7 +341,7 @@ def _declared(
         try:
             return function(*args, **given)
         except Exception as error:
-            # outside of what is declared any error is a refusal: it is no wrong answer
+            # outside of the declared support any error is allowed: it is not a wrong result
             if why is None:
                 raise
             raise OutsideSupport(why) from error
@@ -348,12 +352,12 @@ def _declared(
 def why_outside(
     operation: str, arguments: Mapping[str, Any], support: Support
 ) -> str | None:
-    """Return the first reason why a call lies outside of what is declared, or None.
+    """Return the first reason why a call is outside of the declared support, or None.
 
     Args:
-        operation: its name.
-        arguments: what the call gives, by name.
-        support: what is declared.
+        operation: The name of the operation.
+        arguments: The arguments of the call, by name.
+        support: The declared support.
     """
     options = [
         name

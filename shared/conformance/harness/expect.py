@@ -1,8 +1,7 @@
-"""How does a law say that two answers differ?
+"""Comparators of the laws: each one raises a Disagreement if a result is not the expected one.
 
-Each function compares one answer of the candidate with what is right and raises a Disagreement that
-shows both at the worst place. Integers, bytes and errors must be equal; arithmetic has a budget a
-row.
+A Disagreement shows the found and the expected value at the element with the largest error.
+Integers, bytes and errors must be equal. Floating-point results have an error budget per row.
 """
 
 from collections.abc import Callable
@@ -15,17 +14,17 @@ from ...contract.budgets import judge_rows
 from .candidate import OutsideSupport
 
 REFUSALS = (ValueError, IndexError, TypeError, NotImplementedError, KeyError)
-"""What says that an input makes no sense."""
+"""Errors that report invalid input."""
 
 
 class Disagreement(AssertionError):
-    """A broken law: what was compared, where it is worst, and both answers there.
+    """A broken law: what was compared, the index of the largest error, and both values there.
 
     Args:
-        what: the answer in question.
-        where: the place, in words.
-        found: the candidate's answer there.
-        right: what it should be.
+        what: The result that was compared, in words.
+        where: The index of the element, in words.
+        found: The candidate's value of that element.
+        right: The expected value.
     """
 
     def __init__(self, what: str, where: str, found: object, right: object) -> None:
@@ -35,9 +34,9 @@ class Disagreement(AssertionError):
 
 
 def expect_same(what: str, found: Any, right: Any) -> None:
-    """Refuse an answer that is not exactly the right one: numbers, lists, tensors, None.
+    """Raise a Disagreement if a number, list, tensor or None is not exactly the expected one.
 
-    Tensors must have the same shape, dtype and bytes; NaN equals the same NaN.
+    Tensors must have the same shape, dtype and bytes. NaN equals a NaN of the same bytes.
     """
     if isinstance(right, Tensor):
         _expect_same_tensor(what, found, right)
@@ -71,8 +70,8 @@ def _expect_same_tensor(what: str, found: Any, right: Tensor) -> None:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """Return [..., bytes of an element] of a tensor on the host, in which NaN equals itself."""
-    # an axis of one element may keep any stride, which a view of bytes does not take
+    """Return [..., bytes per element] of a tensor on the host. As bytes, NaN equals itself."""
+    # an axis of size 1 may have any stride, and such a tensor cannot be viewed as bytes
     packed = tensor.clone(memory_format=torch.contiguous_format)
     flat = packed.view(*tensor.shape, 1)
     return flat.view(torch.uint8)
@@ -86,14 +85,14 @@ def expect_budget(
     magnitude: Tensor | None = None,
     joined_lse: Tensor | None = None,
 ) -> None:
-    """Refuse rows that lost more than plain torch may lose (`shared.budgets`).
+    """Raise a Disagreement if a row exceeds its error budget (`shared.contract.budgets`).
 
     Args:
-        what: the answer in question.
-        found: [rows, ...] the candidate's.
-        exact: [rows, ...] in float64.
-        same_dtype: [rows, ...] plain torch's in the candidate's dtype.
-        magnitude, joined_lse: what `judge_rows` takes.
+        what: The result that is compared, in words.
+        found: [rows, ...] The candidate's result.
+        exact: [rows, ...] The exact result in float64.
+        same_dtype: [rows, ...] The result of plain torch in the candidate's dtype.
+        magnitude, joined_lse: Arguments of `judge_rows`.
     """
     if found.shape != exact.shape:
         raise Disagreement(what, "its shape", list(found.shape), list(exact.shape))
@@ -128,15 +127,18 @@ def _place_of_largest(tensor: Tensor) -> tuple[int, ...]:
 def expect_refusal(
     what: str, call: Callable[[], Any], unchanged: dict[str, Tensor] | None = None
 ) -> None:
-    """Refuse a call that returns though its input makes no sense, or writes before it raises.
+    """Raise a Disagreement if a call with invalid input returns, or writes before it raises.
 
     Args:
-        what: the input, in words.
-        call: what must raise a ValueError, IndexError, TypeError or NotImplementedError.
-        unchanged: tensors that must be as they were afterwards, by name.
+        what: The input, in words.
+        call: The call. It must raise a ValueError, IndexError, TypeError, NotImplementedError or
+            KeyError.
+        unchanged: Optional. Tensors that the call must not change, by name. If None, no tensor is
+            compared.
 
     Raises:
-        OutsideSupport: it refused something else than the input: what it does not declare.
+        OutsideSupport: The call is outside of the declared support, so that the error says nothing
+            about the validation of the input.
     """
     before = {name: each.clone() for name, each in (unchanged or {}).items()}
     try:
@@ -153,12 +155,12 @@ def expect_refusal(
 
 
 def expect_untimely(what: str, call: Callable[[], Any]) -> None:
-    """Refuse a call that returns though its time has not come, or is over.
+    """Raise a Disagreement if a call returns that is made too early or too late.
 
     Args:
-        what: the call, in words.
-        call: what must raise a RuntimeError. NotImplementedError is one too, and says something
-            else: that there will never be a time.
+        what: The call, in words.
+        call: The call. It must raise a RuntimeError. NotImplementedError, a subclass, is passed
+            on, because it means that the call is never possible.
     """
     try:
         found = call()

@@ -1,9 +1,9 @@
-"""How is a case brought inside of what a kernel takes?
+"""Fitting of cases to the declared support of a kernel.
 
-Cases are drawn from everything that attention may be asked for, and a kernel that takes heads of
-128 and blocks of 16 would refuse nearly all of them. So a case that was refused is tried again as
-the nearest one that lies inside of what is declared: the same lengths, the same tables, the same
-poison, with sizes and options that the kernel takes.
+Cases are drawn from all calls that attention allows. A kernel that supports only head size 128 and
+block size 16 would raise for nearly all of them. Therefore a case for which it raises is tried
+again as the nearest case inside of the declared support. That case has the same lengths, tables
+and poison, with sizes and options that the kernel supports.
 """
 
 from collections.abc import Collection
@@ -19,10 +19,10 @@ Value = TypeVar("Value")
 
 @runtime_checkable
 class Fitted(Protocol):
-    """A case that knows how it is brought inside of what is declared."""
+    """A case with its own method of fitting to the declared support."""
 
     def within(self, support: Support) -> Any:
-        """Return the nearest case inside."""
+        """Return the nearest case inside of the support."""
 
 
 NEEDED = {
@@ -37,16 +37,16 @@ NEEDED = {
     "value_head_size": "value_head_size",
     "scale": "scale",
 }
-"""By option of a choice, what has to be declared for any value but the plain one."""
+"""For each option of a choice, the name that SUPPORT must list for any value but the first."""
 
 
 def fit_case(case: Any, support: Support) -> Any:
-    """Return a case as the nearest one inside of what is declared; itself, if it lies there.
+    """Return the nearest case inside of the declared support, the same object if it is inside.
 
     Args:
-        case: a plan, a choice of options, a case that knows by itself, or a tuple or dataclass
-            with some in it.
-        support: what is declared.
+        case: A plan, a choice of options, a `Fitted` case, or a tuple or dataclass that contains
+            some of these.
+        support: The declared support.
     """
     if isinstance(case, BatchPlan):
         return _fit_plan(case, support)
@@ -70,21 +70,21 @@ def fit_case(case: Any, support: Support) -> Any:
 
 
 def _nearest(value: Value, taken: Collection[Value] | None, turn: int) -> Value:
-    """Return a value if it is taken, or one that is; another one each turn."""
+    """Return a value if it is supported, else one that is, selected by `turn`."""
     if taken is None or value in taken:
         return value
     return list(taken)[turn % len(taken)]
 
 
 def _fit_plan(plan: BatchPlan, support: Support) -> BatchPlan:
-    """Return a plan with sizes, dtype and lengths that are declared."""
+    """Return a plan with supported sizes, dtype and lengths."""
     longest = support.max_query_len
     lens = plan.query_lens
     if longest is not None:
         lens = tuple(min(length, longest) for length in lens)
     head_size = _nearest(plan.head_size, support.head_sizes, plan.seed)
     given = support.options is None or "scale" in support.options
-    # a scale that was drawn for small heads makes scores of large ones huge
+    # a scale drawn for a small head size makes the scores of a large one huge
     keeps_scale = given and head_size == plan.head_size
     dtype = str(plan.dtype).removeprefix("torch.")
     fitted = replace(
@@ -99,7 +99,7 @@ def _fit_plan(plan: BatchPlan, support: Support) -> BatchPlan:
 
 
 def _fit_choice(choice: Choice, support: Support) -> Choice:
-    """Return a choice without the options that are not declared."""
+    """Return a choice without the options that are not supported."""
     fitted = dict(choice)
     options = support.options
     turn = sum(map(len, choice.values()))

@@ -1,8 +1,8 @@
-"""How does one keep looking for what breaks a kernel?
+"""Fuzzing: laws tried on new seeds for a number of minutes, with a corpus of failing cases.
 
-Round after round, every law that still holds is tried on new seeds. What breaks or crashes is kept
-in a folder: the corpus, which the next run goes through first, and a program for each broken law
-that shows it again. A law that is broken is not tried on more seeds until its case is mended.
+In each round, every law that still holds is tried on a new seed. Cases that break a law or crash
+are stored in a folder: the corpus, which the next run tries first, and a program for each broken
+law that reproduces the failure. A broken law is not tried on more seeds until its case is fixed.
 """
 
 import json
@@ -19,22 +19,22 @@ from .runner import choose_device, choose_laws
 from .worker import SECONDS_OF_A_LAW, Job, Worker
 
 CORPUS = Path(".pagetwin") / "fuzz"
-"""Where the corpus lies unless another folder is named."""
+"""Default folder of the corpus."""
 
 
 @dataclass
 class Fuzzing:
-    """What a run came to.
+    """The result of a fuzzing run.
 
     Args:
-        implementation: what was tried.
-        device: where its tensors lay.
-        cases: how many were tried, those of the corpus not counted.
-        rounds: how often all laws were gone through.
-        broken: by law, the result that broke it.
-        mended: laws whose case in the corpus no longer breaks them.
-        missing: laws that need an operation that it has not.
-        programs: files that show broken laws again.
+        implementation: The implementation that was tried.
+        device: The device of its tensors.
+        cases: Number of cases that were tried, without those of the corpus.
+        rounds: Number of passes over all laws.
+        broken: The failing result of each broken law.
+        mended: Laws whose case in the corpus no longer breaks them.
+        missing: Laws that need an operation that the implementation does not have.
+        programs: Files that reproduce broken laws.
     """
 
     implementation: str
@@ -57,23 +57,26 @@ def fuzz_implementation(
     seconds_of_a_law: float = SECONDS_OF_A_LAW,
     on_result: Callable[[Fuzzing, Result], None] = lambda run, result: None,
 ) -> Fuzzing:
-    """Return what was found in some minutes of trying laws on ever new seeds.
+    """Return the result of trying laws on new seeds for some minutes.
 
     Args:
-        implementation: as of `check_implementation`.
-        minutes: when to stop; the law at hand is stopped too. Cases of the corpus come first,
-            and all of them are tried.
-        corpus: folder of what broke or crashed before, changed; made if it is not there.
-        only: words that the sentence or the area of a law must contain; None: all laws.
-        examples: drawn cases of a law in each round.
-        device: where tensors lie; None: CUDA if there is one.
-        seconds_of_a_law: a law that takes longer counts as crashed.
-        on_result: called with the run so far and what became of a law.
+        implementation: As in `check_implementation`.
+        minutes: Time limit. It also stops the law that is running. Cases of the corpus are tried
+            first, all of them, and their time is not counted.
+        corpus: Folder of the cases that broke a law or crashed before. It is modified, and created
+            if it does not exist.
+        only: Optional. Words that the sentence or the area of a law must contain. If None, all
+            laws are tried.
+        examples: Number of drawn cases per law in each round.
+        device: Optional. The device of the tensors. If None, CUDA if it is available, else the
+            CPU.
+        seconds_of_a_law: A law that takes longer is reported as crashed.
+        on_result: Called with the run so far and the result of a law.
 
     Raises:
-        ModuleNotFoundError, ImportError: no such implementation, or it cannot be imported.
-        ValueError: it has none of the operations, no law contains the words, the corpus cannot be
-            read, or a number is out of range.
+        ModuleNotFoundError, ImportError: The implementation does not exist or cannot be imported.
+        ValueError: The implementation has none of the operations, no law contains the words, the
+            corpus cannot be read, or a number is out of range.
     """
     if not minutes > 0:
         raise ValueError(f"minutes = {minutes:g}: expected more than 0")
@@ -86,10 +89,10 @@ def fuzz_implementation(
     worker = Worker(implementation, device, seconds_of_a_law)
     try:
         worker.start()
-        # step: go through what broke before
+        # step: try the cases of the corpus
         for name, case in stored.items():
             if name not in by_name:
-                continue  # left out by `only`, and kept
+                continue  # excluded by `only`, and kept in the corpus
             result = worker.try_law(Job(name, case=case), by_name[name].area)
             if result.ok:
                 run.mended.append(name)
@@ -97,7 +100,7 @@ def fuzz_implementation(
                 run.broken[name] = result
             on_result(run, result)
         deadline = time.monotonic() + 60 * minutes
-        # step: try new seeds until the time is over
+        # step: try new seeds until the deadline
         while time.monotonic() < deadline:
             for law in laws:
                 drawn = isinstance(law.cases, SearchStrategy)
@@ -107,7 +110,7 @@ def fuzz_implementation(
                 if law.name in run.broken or law.name in run.missing:
                     continue
                 if run.rounds and not drawn:
-                    continue  # a list of cases is no other in the next round
+                    continue  # a list of cases is the same in every round
                 worker.seconds_of_a_law = min(seconds_of_a_law, left)
                 result = worker.try_law(Job(law.name, seed, examples), law.area)
                 run.cases += result.cases
@@ -127,10 +130,10 @@ def fuzz_implementation(
                 or not isinstance(law.cases, SearchStrategy)
                 for law in laws
             ):
-                break  # nothing is left to be tried on new seeds
+                break  # no law remains that can be tried on new seeds
     finally:
         worker.stop()
-        # step: keep what broke, and forget what is mended
+        # step: store failing cases, and remove those that are fixed
         kept = {name: case for name, case in stored.items() if name not in run.mended}
         kept |= {
             name: result.case for name, result in run.broken.items() if result.case
@@ -141,7 +144,7 @@ def fuzz_implementation(
 
 
 def _read(file: Path) -> tuple[dict[str, str], int]:
-    """Return the cases of a corpus by law, and the next seed."""
+    """Return the case of each law in a corpus, and the next seed."""
     if not file.exists():
         return {}, 0
     try:
@@ -154,7 +157,7 @@ def _read(file: Path) -> tuple[dict[str, str], int]:
 
 
 def _write(folder: Path, run: Fuzzing, cases: dict[str, str], seed: int) -> None:
-    """Write the corpus, and a program for each law that this run saw broken."""
+    """Write the corpus, and a program for each law that this run found broken."""
     folder.mkdir(parents=True, exist_ok=True)
     words = {"next_seed": seed, "cases": cases}
     (folder / "corpus.json").write_text(
@@ -176,7 +179,7 @@ def _program(folder: Path, law: str) -> Path:
 
 
 def _words(report: Report, result: Result) -> str:
-    """Return a program that shows a broken law again, with what it showed in its docstring."""
+    """Return a program that reproduces a broken law. Its docstring shows the failure."""
     told = [f"{result.law}: {result.status}"]
     if result.what:
         told.append(

@@ -1,8 +1,8 @@
-"""What is a law?
+"""Law: a property that every implementation must satisfy, with the cases on which it is tried.
 
-A sentence that every implementation has to obey, with the operations it needs and the cases it is
-tried on. Its function gets the candidate and one case, computes what is right without the
-candidate, and raises a Disagreement where the two part.
+A law consists of a sentence, the operations that it needs, its cases and a function. The function
+gets the candidate and one case, computes the expected result without the candidate, and raises a
+Disagreement if the candidate's result differs.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,21 +17,21 @@ from .candidate import CLAIMS, Candidate
 from .fitting import fit_case
 
 Cases = SearchStrategy[Any] | Sequence[Any]
-"""What a law is tried on: drawn ones, or a list that is gone through."""
+"""The cases of a law: a strategy from which they are drawn, or a list."""
 Body = TypeVar("Body", bound=Callable[..., None])
 Drawn = TypeVar("Drawn")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a law is given beside its case.
+    """The arguments of a law besides its case.
 
     Args:
-        candidate: the implementation in question.
-        truth: the reference.
-        device: where tensors lie.
-        is_fitting: whether the case was refused as it was drawn, and is tried again inside of what
-            the candidate declares.
+        candidate: The implementation under test.
+        truth: The reference.
+        device: The device of the tensors.
+        is_fitting: Whether the candidate raised OutsideSupport for the drawn case, which is now
+            tried again inside of the declared support.
     """
 
     candidate: Candidate
@@ -40,29 +40,29 @@ class Setting:
     is_fitting: bool = False
 
     def fit(self, drawn: Drawn) -> Drawn:
-        """Return a plan that a law makes from its case; if it is fitting, the nearest declared."""
+        """Return a plan made by a law; if `is_fitting`, the nearest one inside of the support."""
         if not self.is_fitting:
             return drawn
         fitted: Drawn = fit_case(drawn, self.candidate.support)
         return fitted
 
     def fitting(self) -> "Setting":
-        """Return the setting in which plans are brought inside of what is declared."""
+        """Return the setting in which plans are fitted to the declared support."""
         return replace(self, is_fitting=True)
 
 
 @dataclass(frozen=True)
 class Law:
-    """One sentence, and how it is tried.
+    """One law.
 
     Args:
-        name: the sentence.
-        area: what it is about: the laws of one file.
-        needs: operations that the candidate must have.
-        cases: what it is tried on.
-        body: called with a Setting and a case; raises where the law is broken.
-        claim: what the candidate must claim, or the law is not about it: one of
-            `candidate.CLAIMS`; None: the law is about everyone who has the operations.
+        name: Its sentence.
+        area: Its subject, which the laws of one file share.
+        needs: Operations that the candidate must have.
+        cases: The cases on which it is tried.
+        body: Function of a Setting and a case. It raises if the law is broken.
+        claim: Optional. One of `candidate.CLAIMS`; the law applies only to candidates that claim
+            it. If None, the law applies to every candidate that has the operations.
     """
 
     name: str
@@ -74,16 +74,17 @@ class Law:
 
 
 LAWS: list[Law] = []
-"""Every law, in the order in which the files of laws are imported."""
+"""All laws, in the order in which the files of laws are imported."""
 
 
 def law(*needs: str, cases: Cases, claim: str | None = None) -> Callable[[Body], Body]:
-    """Return what makes a function a law; its name, read as a sentence, is the law's.
+    """Return a decorator that registers a function as a law. Its name is the law's sentence.
 
     Args:
-        needs: operations that the candidate must have.
-        cases: what the law is tried on; `repr` of a case must be Python that makes it again.
-        claim: what the candidate must claim; None: nothing.
+        needs: Operations that the candidate must have.
+        cases: The cases on which the law is tried. `repr` of a case must be a Python expression
+            that creates an equal case.
+        claim: Optional. A claim that the candidate must make. If None, no claim is needed.
     """
     if claim is not None and claim not in CLAIMS:
         raise ValueError(f"claim = {claim!r}: expected one of {', '.join(CLAIMS)}")

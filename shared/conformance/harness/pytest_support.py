@@ -1,13 +1,13 @@
-"""How does a project hold its kernels to the laws in its own tests?
+"""Pytest integration: each law becomes one test of a project's own kernels.
 
-Each law becomes a test of its own:
+Example:
 
     @parametrize_with_laws("my_kernels", known_failures={"a law": "why it is broken"})
     def test_my_kernels(law):
         law()
 
-The laws run in one process beside pytest's, so that a kernel that crashes fails its test and no
-other.
+The laws run in one worker process, separate from pytest's, so that a crash of a kernel fails only
+the test in which it occurs.
 """
 
 import atexit
@@ -24,13 +24,13 @@ Test = TypeVar("Test", bound=Callable[..., Any])
 
 
 class LawToTry:
-    """One law, and the implementation that shall obey it; calling it fails if it does not.
+    """One law and an implementation. A call tries the law, and fails the test if it is broken.
 
     Args:
-        law: the law.
-        worker: the process in which it is tried.
-        seed, examples, listed: as of `parametrize_with_laws`.
-        reason: why it is known to be broken; None: it is not.
+        law: The law.
+        worker: The process in which it is tried.
+        seed, examples, listed: As in `parametrize_with_laws`.
+        reason: Optional. The reason why the law is known to be broken. If None, it must hold.
     """
 
     def __init__(
@@ -47,14 +47,14 @@ class LawToTry:
         self.reason = reason
 
     def __call__(self) -> Result:
-        """Try the law, and return what became of it.
+        """Try the law, and return its result.
 
-        A known failure ends the test as one that is expected; so that all cases lie outside of what
-        is declared, as skipped.
+        A known failure marks the test as an expected failure. If all cases are outside of the
+        declared support, the test is skipped.
 
         Raises:
-            AssertionError: the law is broken, crashes or lacks an operation, or is known to be
-                broken and holds.
+            AssertionError: The law is broken, a case crashes, a needed operation is missing, or a
+                known failure holds.
         """
         import pytest
 
@@ -68,7 +68,7 @@ class LawToTry:
             report = Report(
                 self.worker.implementation, self.worker.device, (result,), {}
             )
-            # the report says all there is to say; the lines of this file do not
+            # the report contains all information; a traceback of this file adds none
             pytest.fail(
                 f"{result.law}: {result.status}\n\n{report.describe(result)}",
                 pytrace=False,
@@ -83,7 +83,7 @@ class LawToTry:
 
 @cache
 def _worker(implementation: str, device: str, seconds_of_a_law: float) -> Worker:
-    """Return the process that tries an implementation, one for all tests of it."""
+    """Return the worker of an implementation, which all of its tests share."""
     worker = Worker(implementation, device, seconds_of_a_law)
     atexit.register(worker.stop)
     return worker
@@ -99,25 +99,27 @@ def parametrize_with_laws(
     seconds_of_a_law: float = SECONDS_OF_A_LAW,
     listed: int | None = None,
 ) -> Callable[[Test], Test]:
-    """Return what makes a test function, which takes `law` and calls it, a test of each law.
+    """Return a decorator that parametrizes a test function, which calls its `law`, with the laws.
 
-    An operation that is missing fails its laws, unless they are known failures. Laws all of whose
-    cases lie outside of what SUPPORT declares are skipped, with the reason.
+    A missing operation fails its laws, unless they are known failures. A law is skipped, with the
+    reason, if all of its cases are outside of the support that SUPPORT declares.
 
     Args:
-        implementation: as of `check_implementation`.
-        known_failures: laws that are known to be broken, each with the reason. One that holds
-            fails.
-        only: words that the sentence or the area of a law must contain; None: all laws.
-        examples: drawn cases of a law.
-        seed: what drawn cases are drawn from.
-        device: where tensors lie; None: CUDA if there is one.
-        seconds_of_a_law: a law that takes longer fails.
-        listed: Optional. The most cases of a law that lists them, spread evenly over the list. If
-            None, all of them: what a release is checked with.
+        implementation: As in `check_implementation`.
+        known_failures: Optional. Laws that are known to be broken, each with the reason. The test
+            of a known failure that holds fails. If None, all laws must hold.
+        only: Optional. Words that the sentence or the area of a law must contain. If None, all
+            laws are tried.
+        examples: Number of drawn cases per law.
+        seed: Seed of the drawn cases.
+        device: Optional. The device of the tensors. If None, CUDA if it is available, else the
+            CPU.
+        seconds_of_a_law: A law that takes longer fails.
+        listed: Optional. The maximum number of cases of a law that lists them, taken at equal
+            steps from the list. If None, all of them, as in the check of a release.
 
     Raises:
-        ValueError: no law contains the words, or a known failure names no law.
+        ValueError: No law contains the words, or a known failure is not the name of a law.
     """
     import pytest
 

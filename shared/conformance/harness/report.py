@@ -1,4 +1,4 @@
-"""How did an implementation do?"""
+"""Report: the result of each law on an implementation, as JSON and Markdown."""
 
 import json
 from collections import Counter
@@ -8,7 +8,7 @@ from enum import Enum
 
 
 class Status(str, Enum):
-    """What became of a law."""
+    """The outcome of a law."""
 
     HELD = "held"
     BROKEN = "broken"
@@ -24,21 +24,23 @@ class Status(str, Enum):
 
 @dataclass(frozen=True)
 class Result:
-    """What became of one law.
+    """The result of one law.
 
     Args:
-        law: its sentence.
-        area: what it is about.
-        status: how it ended.
-        cases: how many were tried before one failed.
-        seconds: how long that took.
-        refused: cases that say nothing: outside of what the implementation declares, and refused
-            by it, or with nothing in them to ask of it.
-        case: the smallest input on which the law is broken, or the one that crashed, as Python;
-            empty if there is none.
-        what, where, found, right: what was compared, the worst place, both answers there.
-        message: the error, where an answer was none.
-        reason: which operations are missing, what was refused, or why a failure is known.
+        law: Its sentence.
+        area: Its subject.
+        status: Its outcome.
+        cases: Number of cases that were tried until one failed.
+        seconds: Duration in seconds.
+        refused: Number of cases that tested nothing: the implementation raised because the case is
+            outside of its declared support, or the law called no operation.
+        case: The smallest input that breaks the law, or the one that crashed, as Python. Empty if
+            no case failed.
+        what, where, found, right: What was compared, the index of the largest error, and the found
+            and the expected value there.
+        message: The error, if the implementation raised one.
+        reason: The missing operations, the reasons why cases are outside of the support, or the
+            reason of a known failure.
     """
 
     law: str
@@ -57,12 +59,12 @@ class Result:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong, or nothing but what is known."""
+        """Whether the law holds, is outside of the support, or is a known failure."""
         return self.status in (Status.HELD, Status.OUTSIDE, Status.KNOWN)
 
     @property
     def count(self) -> str:
-        """How many cases were tried, and how many of them refused."""
+        """The number of cases that were tried, and how many of them tested nothing."""
         return (
             f"{self.cases}, {self.refused} refused" if self.refused else f"{self.cases}"
         )
@@ -70,13 +72,13 @@ class Result:
 
 @dataclass(frozen=True)
 class Report:
-    """What became of every law.
+    """The results of all laws.
 
     Args:
-        implementation: the dotted name of what was tried.
-        device: where its tensors lay.
-        results: one a law.
-        settings: seed and examples.
+        implementation: The dotted name of the implementation.
+        device: The device of its tensors.
+        results: One result per law.
+        settings: Seed and number of examples.
     """
 
     implementation: str
@@ -86,15 +88,15 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether every law holds, is refused as a whole, or is a known failure that fails."""
+        """Whether every law holds, is outside of the support, or is a known failure."""
         return bool(self.results) and all(each.ok for each in self.results)
 
     def counts(self) -> Counter[str]:
-        """Return how many laws ended how."""
+        """Return the number of laws per outcome."""
         return Counter(str(each.status) for each in self.results)
 
     def reproducer(self, result: Result) -> str:
-        """Return a program that runs a broken law on its smallest input again."""
+        """Return a program that runs a broken law on its smallest failing input."""
         interpreted = (
             'import os\n\nos.environ.setdefault("TRITON_INTERPRET", "1")\n'
             if self.device == "cpu"
@@ -107,7 +109,7 @@ class Report:
         )
 
     def to_json(self) -> str:
-        """Return everything as JSON."""
+        """Return the whole report as JSON."""
         found = {
             "implementation": self.implementation,
             "device": self.device,
@@ -121,7 +123,7 @@ class Report:
         return json.dumps(found, indent=1) + "\n"
 
     def to_markdown(self) -> str:
-        """Return a table of the laws, and a section for each that is broken."""
+        """Return a table of the laws, and a section for each law that does not hold."""
         counts = ", ".join(f"{count} {name}" for name, count in self.counts().items())
         lines = [
             f"# {self.implementation} on {self.device}",
@@ -142,7 +144,7 @@ class Report:
         return "\n".join(lines) + "\n"
 
     def describe(self, result: Result) -> str:
-        """Return, as Markdown, what is to be known about a law that does not hold."""
+        """Return the details of a law that does not hold, as Markdown."""
         parts = [result.reason] if result.reason else []
         if result.case:
             which = "input" if result.status == Status.CRASHED else "smallest input"

@@ -1,9 +1,9 @@
-"""How is an implementation tried against every law?
+"""Runner: tries an implementation on all laws and returns a report.
 
-Each law gets its cases one after another until one breaks it; then Hypothesis looks for a smaller
-one. All of this runs in a process of its own: a kernel that crashes takes that process down, which
-is reported as a failure of the law at hand, with the input at which it happened, and a new process
-goes on with the next. Several processes share the laws out, if asked to.
+The cases of a law are tried one after another until one breaks it. Then Hypothesis searches for a
+smaller failing case. The laws run in a worker process. If a kernel crashes, that process ends; the
+law that was running is reported as crashed, with the input, and a new process continues with the
+next law. The laws can be distributed over several processes.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -34,27 +34,29 @@ def check_implementation(
     on_result: Callable[[Result], None] = lambda result: None,
     workers: int = 1,
 ) -> Report:
-    """Return how an implementation does on every law.
+    """Return the report of an implementation on all laws.
 
     Args:
         implementation: "reference", "optimized", the dotted name of a package or module that has
             some of the operations under their names, or the path of a .py file.
-        only: words that the sentence or the area of a law must contain; None: all laws.
-        seed: what drawn cases are drawn from.
-        examples: drawn cases of a law.
-        device: where tensors lie; None: CUDA if there is one.
-        known_failures: laws that are known to be broken, each with the reason. One that holds
-            is a failure.
-        isolated: whether laws run in a process of their own; False: in this one, which a
-            crash then ends.
-        seconds_of_a_law: a law that takes longer counts as crashed, if it is isolated.
-        on_result: called with what became of each law, as soon as that is known.
-        workers: processes that share the laws out. The report does not depend on them.
+        only: Optional. Words that the sentence or the area of a law must contain. If None, all
+            laws are tried.
+        seed: Seed of the drawn cases.
+        examples: Number of drawn cases per law.
+        device: Optional. The device of the tensors. If None, CUDA if it is available, else the
+            CPU.
+        known_failures: Optional. Laws that are known to be broken, each with the reason. A known
+            failure that holds is reported as a failure. If None, all laws must hold.
+        isolated: Whether laws run in worker processes. If False, they run in this process, which
+            a crash then ends.
+        seconds_of_a_law: An isolated law that takes longer is reported as crashed.
+        on_result: Called with the result of each law, as soon as it is known.
+        workers: Number of worker processes. The report does not depend on it.
 
     Raises:
-        ModuleNotFoundError, ImportError: no such implementation, or it cannot be imported.
-        ValueError: it has none of the operations, no law contains the words, a known failure names
-            no law, or a number is out of range.
+        ModuleNotFoundError, ImportError: The implementation does not exist or cannot be imported.
+        ValueError: The implementation has none of the operations, no law contains the words, a
+            known failure is not the name of a law, or a number is out of range.
     """
     laws = choose_laws(only)
     known = check_known_failures(known_failures)
@@ -82,7 +84,7 @@ def choose_laws(only: str | None) -> list[Law]:
     """Return the laws whose sentence or area contains some words.
 
     Raises:
-        ValueError: none does.
+        ValueError: No law contains them.
     """
     words = (only or "").lower()
     chosen = [law for law in ALL_LAWS if words in f"{law.area} {law.name}".lower()]
@@ -93,10 +95,10 @@ def choose_laws(only: str | None) -> list[Law]:
 
 
 def choose_device(device: str | None) -> str:
-    """Return where tensors lie: CUDA, if nothing is said and there is one.
+    """Return the device of the tensors; by default CUDA if it is available, else the CPU.
 
     Raises:
-        ValueError: no such device here.
+        ValueError: The device is not available.
     """
     if device is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
@@ -108,10 +110,10 @@ def choose_device(device: str | None) -> str:
 
 
 def check_known_failures(known_failures: Mapping[str, str] | None) -> dict[str, str]:
-    """Return what is known to fail, by law.
+    """Return the reason of each known failure, by law.
 
     Raises:
-        ValueError: a name of no law.
+        ValueError: A known failure is not the name of a law.
     """
     known = dict(known_failures or {})
     if unknown := sorted(set(known) - {law.name for law in ALL_LAWS}):
@@ -124,17 +126,18 @@ def check_known_failures(known_failures: Mapping[str, str] | None) -> dict[str, 
 def reproduce(
     implementation: str, law: str, case: str, device: str | None = None
 ) -> None:
-    """Run one law on one case, in this process; a broken law raises.
+    """Run one law on one case in this process.
 
     Args:
-        implementation: as of `check_implementation`.
-        law: its sentence.
-        case: the case as Python, as a report shows it.
-        device: where tensors lie; None: CUDA if there is one.
+        implementation: As in `check_implementation`.
+        law: The sentence of the law.
+        case: The case as Python, as a report shows it.
+        device: Optional. The device of the tensors. If None, CUDA if it is available, else the
+            CPU.
 
     Raises:
-        Disagreement: the law is broken.
-        ValueError: there is no such law.
+        Disagreement: The law is broken.
+        ValueError: No law has this sentence.
     """
     found = find_law(law)
     setting = make_setting(load_candidate(implementation), choose_device(device))
@@ -142,7 +145,7 @@ def reproduce(
 
 
 def with_known(result: Result, reason: str | None) -> Result:
-    """Return a result in the light of what is known to fail."""
+    """Return a result with its status adjusted for a known failure."""
     if reason is None:
         return result
     holds = result.status in (Status.HELD, Status.OUTSIDE)
@@ -155,7 +158,7 @@ def with_known(result: Result, reason: str | None) -> Result:
 def _trying(
     implementation: str, device: str, isolated: bool, seconds: float, workers: int
 ) -> Iterator[Callable[[list[Law], int, int], Iterator[tuple[Law, Result]]]]:
-    """Yield what tries laws: in processes of their own, or in this one."""
+    """Yield a function that tries laws in worker processes or in this process."""
     if not isolated:
         setting = make_setting(load_candidate(implementation), device)
         yield lambda laws, seed, examples: (
@@ -168,7 +171,7 @@ def _trying(
             worker = Worker(implementation, device, seconds)
             ended.callback(worker.stop)
             free.put(worker)
-        # what cannot be imported is told before anything is tried
+        # an import error is raised before any law is tried
         worker.start()
         pool = ThreadPoolExecutor(workers)
         ended.callback(pool.shutdown, cancel_futures=True)

@@ -1,8 +1,8 @@
-"""How does a failing case become one that can be read?
+"""Shrinking of failing cases to small, readable ones.
 
-Hypothesis shrinks what it drew, which for a batch is one seed. So the batch itself is made simpler
-afterwards: requests are left out, lengths cut, sizes and options set to the plain ones, one change
-at a time, for as long as the law stays broken.
+Hypothesis shrinks only what it drew, which for a batch is one seed. Therefore the batch itself is
+simplified afterwards: requests are removed, lengths reduced, sizes and options set to their
+default, one change at a time. A change is kept if the law is still broken.
 """
 
 import time
@@ -18,9 +18,9 @@ def shrink(case: Any, fails: Callable[[Any], bool], seconds: float) -> Any:
     """Return the simplest case found that still fails.
 
     Args:
-        case: one that fails.
-        fails: tells whether another one does.
-        seconds: how long to look.
+        case: A failing case.
+        fails: Returns whether a case fails.
+        seconds: Time limit of the search.
     """
     deadline = time.perf_counter() + seconds
     seen = {repr(case)}
@@ -40,7 +40,7 @@ def shrink(case: Any, fails: Callable[[Any], bool], seconds: float) -> Any:
 
 
 def simpler(case: Any) -> Iterator[Any]:
-    """Yield cases that are simpler by one change, those that save most first."""
+    """Yield cases that are simpler by one change, the largest simplification first."""
     if isinstance(case, BatchPlan):
         yield from _simpler_plans(case)
     elif isinstance(case, dict) and case.keys() == OPTIONS.keys():
@@ -57,7 +57,7 @@ def simpler(case: Any) -> Iterator[Any]:
 
 
 def _simpler_plans(plan: BatchPlan) -> Iterator[BatchPlan]:
-    """Yield plans with a request less, plainer fields, or shorter lengths."""
+    """Yield plans with one request less, a field at its default, or shorter lengths."""
     lens = list(zip(plan.query_lens, plan.kv_lens, strict=True))
 
     def with_lens(pairs: list[tuple[int, int]]) -> BatchPlan:
@@ -88,7 +88,7 @@ def _simpler_plans(plan: BatchPlan) -> Iterator[BatchPlan]:
 
 
 def _simpler_choices(choice: Choice) -> Iterator[Choice]:
-    """Yield choices with one option as it is plainly, where that means something."""
+    """Yield choices with one option at its first value, where that is a valid choice."""
     for name, plain in PLAIN.items():
         if name == "operation" or choice[name] == plain:
             continue

@@ -1,4 +1,4 @@
-"""One law on one implementation, in this process: drawn cases, and a smaller one that fails."""
+"""Trial of one law on one implementation in this process, with shrinking of a failing case."""
 
 import builtins
 import time
@@ -21,11 +21,11 @@ from .report import Result, Status
 from .shrinking import shrink
 
 SECONDS_TO_SHRINK = 60.0
-"""How long a smaller input is looked for."""
+"""Time limit of the search for a smaller failing input."""
 
 
 def run_law(law: Law, setting: Setting, case: Any) -> None:
-    """Run a law on a case: as it is, and if that is refused, inside of what is declared."""
+    """Run a law on a case; if that is outside of the support, on the case fitted to it."""
     try:
         law.body(setting, case)
     except OutsideSupport:
@@ -36,7 +36,7 @@ def find_law(name: str) -> Law:
     """Return a law by its sentence.
 
     Raises:
-        ValueError: there is none.
+        ValueError: No law has this sentence.
     """
     for law in ALL_LAWS:
         if law.name == name:
@@ -45,14 +45,14 @@ def find_law(name: str) -> Law:
 
 
 def make_case(law: Law, case: str) -> Any:
-    """Return a case from the Python that a report shows."""
+    """Return a case from the Python expression that a report shows."""
     names = vars(torch) | vars(builtins) | {"torch": torch, "inf": float("inf")}
     names |= {"nan": float("nan")} | law.body.__globals__
     return eval(case, names)
 
 
 def make_setting(candidate: Candidate, device: str) -> Setting:
-    """Return what every law is given."""
+    """Return the setting in which the laws run."""
     return Setting(candidate, load_implementation("reference"), torch.device(device))
 
 
@@ -64,16 +64,16 @@ def try_law(
     at: Callable[[str], None] = lambda case: None,
     listed: int | None = None,
 ) -> Result:
-    """Return what becomes of one law, tried in this process.
+    """Return the result of one law, tried in this process.
 
     Args:
-        law: the law.
-        setting: what it is given.
-        seed_of_cases: what drawn cases are drawn from.
-        examples: drawn cases.
-        at: called with each case, as Python, before it is tried.
-        listed: Optional. The most cases of a law that lists them, spread evenly over the list. If
-            None, all of them.
+        law: The law.
+        setting: The candidate, the reference and the device.
+        seed_of_cases: Seed of the drawn cases.
+        examples: Number of drawn cases.
+        at: Called with each case, as Python, before it is tried.
+        listed: Optional. The maximum number of cases of a law that lists them, taken at equal
+            steps from the list. If None, all of them.
     """
 
     def go(once: Callable[[Any], None]) -> None:
@@ -90,7 +90,7 @@ def try_law(
 def try_case(
     law: Law, setting: Setting, case: str, at: Callable[[str], None]
 ) -> Result:
-    """Return what becomes of one law on one case, as `try_law` does on drawn ones."""
+    """Return the result of one law on one case, given as Python."""
     return _watched(law, setting, lambda once: once(make_case(law, case)), at)
 
 
@@ -100,7 +100,7 @@ def _watched(
     go: Callable[[Callable[[Any], None]], None],
     at: Callable[[str], None],
 ) -> Result:
-    """Return what becomes of a law on the cases that `go` tries one after another."""
+    """Return the result of a law on the cases that `go` tries one after another."""
     if missing := setting.candidate.missing(law.needs):
         declared = setting.candidate.support.operations
         if declared is not None and not set(missing) & set(declared):
@@ -121,17 +121,17 @@ def _watched(
         if attempt(case, setting) or setting.candidate.promises_all:
             return
         fitted = fit_case(case, setting.candidate.support)
-        # the law may also make a plan of its own, which is fitted then
+        # a law may also make its own plan, which `Setting.fit` then fits
         if not attempt(fitted, setting.fitting()) and fitted is case:
             tried, refused = tried - (not failures), refused - (not failures)
 
     def attempt(case: Any, setting: Setting) -> bool:
-        """Try a case; tell whether the candidate took it."""
+        """Try a case, and return whether it is inside of the candidate's support."""
         nonlocal tried, refused, first_failure
         shown = repr(case)
         late = time.perf_counter() - first_failure > SECONDS_TO_SHRINK
         if failures and late and shown not in failures:
-            return True  # no longer looked at: what is known to fail is small enough
+            return True  # time limit reached: the smallest failing case so far is kept
         at(shown)
         tried += not failures
         asked = setting.candidate.asked
@@ -145,7 +145,7 @@ def _watched(
             return False
         except Exception as error:
             first_failure = first_failure if failures else time.perf_counter()
-            # the last one is the smallest
+            # the last failing case is the smallest
             failures.pop(shown, None)
             failures[shown] = error
             raise
@@ -191,7 +191,7 @@ def _smaller(
     last: Exception,
     at: Callable[[str], None],
 ) -> tuple[str, Exception]:
-    """Return a simpler case that breaks a law in the same way, and how it does."""
+    """Return a simpler case that raises the same type of error, and that error."""
     errors = {shown: last}
 
     def fails(case: Any) -> bool:
@@ -208,14 +208,14 @@ def _smaller(
 
 
 def _is_flaky(error: Exception) -> bool:
-    """Tell whether Hypothesis saw a case fail once and hold then."""
+    """Return whether Hypothesis found that a case failed once and then passed."""
     return isinstance(error, HypothesisException) or type(error).__name__.startswith(
         "Flaky"
     )
 
 
 def _drawn(once: Any, cases: SearchStrategy[Any], seed_of: int, examples: int) -> Any:
-    """Return a test that tries drawn cases, and shrinks the one that fails."""
+    """Return a test that tries drawn cases, and shrinks a failing one."""
     options = settings(
         max_examples=examples,
         deadline=None,
@@ -232,7 +232,7 @@ def _drawn(once: Any, cases: SearchStrategy[Any], seed_of: int, examples: int) -
 
 
 def _with_failure(result: Result, case: str, error: Exception) -> Result:
-    """Return a result with the case that broke the law and what was wrong."""
+    """Return a result with the failing case and the details of the failure."""
     if isinstance(error, Disagreement):
         return replace(
             result,

@@ -1,8 +1,8 @@
-"""How is a law tried where a crash does no harm?
+"""Worker: a separate process that tries laws, so that a crash does not end the caller.
 
-A process of its own takes jobs one after another, a line of JSON each, and tells on another pipe
-which case it is at and what became of the law. So the one who waits knows, when the process dies,
-on which input it did.
+The process reads jobs from its standard input, one line of JSON per job. It writes each case
+before it is tried, and the result of the law, to another pipe. If the process ends early, the
+caller therefore knows the input that caused it.
 """
 
 import json
@@ -20,21 +20,22 @@ from typing import Any
 from .report import Result, Status
 
 PROCESS = f"{__package__}.worker_process"
-"""What the process runs."""
+"""The module that the process runs."""
 SECONDS_OF_A_LAW = 300.0
-"""A law that takes longer is stopped, and counts as crashed."""
+"""Time limit of a law. A law that takes longer is stopped and reported as crashed."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One law to be tried.
+    """One law to try.
 
     Args:
-        law: its sentence.
-        seed: what drawn cases are drawn from.
-        examples: drawn cases.
-        case: Optional. The one case to try, as Python. If None, cases are drawn or listed.
-        listed: Optional. The most cases of a law that lists them. If None, all of them.
+        law: Its sentence.
+        seed: Seed of the drawn cases.
+        examples: Number of drawn cases.
+        case: Optional. The only case to try, as Python. If None, cases are drawn or listed.
+        listed: Optional. The maximum number of cases of a law that lists them. If None, all of
+            them.
     """
 
     law: str
@@ -45,12 +46,12 @@ class Job:
 
 
 class Worker:
-    """A process that tries laws on one implementation, started anew whenever it has died.
+    """A process that tries laws on one implementation, and is restarted after a crash.
 
     Args:
-        implementation: what `load_candidate` takes.
-        device: where tensors lie.
-        seconds_of_a_law: how long a law may take.
+        implementation: Argument of `load_candidate`.
+        device: The device of the tensors.
+        seconds_of_a_law: Time limit of a law.
     """
 
     def __init__(
@@ -68,18 +69,18 @@ class Worker:
         """Start the process, which imports the implementation.
 
         Raises:
-            ModuleNotFoundError, ImportError, ValueError: it cannot be imported, or has none of the
-                operations.
+            ModuleNotFoundError, ImportError, ValueError: The implementation cannot be imported, or
+                has none of the operations.
         """
         if self._process is not None:
             return
         ours, theirs = os.pipe()
         environment = dict(os.environ)
-        # the same modules as here, those of a test's own folder among them
+        # the process finds the same modules, including those of a test's own folder
         environment["PYTHONPATH"] = os.pathsep.join(each or "." for each in sys.path)
         if self.device == "cpu":
             environment.setdefault("TRITON_INTERPRET", "1")
-        # as long-lived as the process
+        # the file is closed in `stop`
         self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._process = subprocess.Popen(
             [sys.executable, "-c", f"from {PROCESS} import main; main({theirs})"],
@@ -105,11 +106,11 @@ class Worker:
             raise errors.get(found["kind"], ImportError)(found["error"])
 
     def try_law(self, job: Job, area: str) -> Result:
-        """Return what becomes of a law.
+        """Return the result of a law.
 
         Args:
-            job: the law and its cases.
-            area: what it is about.
+            job: The law and its cases.
+            area: The subject of the law.
         """
         self.start()
         began = time.monotonic()
@@ -152,7 +153,7 @@ class Worker:
             self._process.stdin.flush()
 
     def _next(self, deadline: float) -> dict[str, Any] | None:
-        """Return what the process says next; None: it has ended, or the time is over."""
+        """Return the next message, or None if the process has ended or the time is over."""
         while b"\n" not in self._unread:
             left = deadline - time.monotonic()
             ready, _, _ = select.select([self._lines], [], [], max(left, 0))
@@ -167,7 +168,7 @@ class Worker:
         return found
 
     def _ended(self) -> str:
-        """Return how the process ended, with the last thing it said."""
+        """Return how the process ended, with its last line of output."""
         assert self._process is not None
         try:
             code = self._process.wait(1)
@@ -175,7 +176,7 @@ class Worker:
             return f"it took more than {self.seconds_of_a_law:g} seconds"
         self._said.seek(0)
         said = [line for line in self._said.read().splitlines() if line.strip()]
-        # the fault handler's first line says what happened, and then where
+        # the first line of the fault handler names the error; a traceback follows
         fatal = [line for line in said if line.startswith("Fatal Python error")]
         last = (fatal or said)[-1:]
         return ": ".join([f"the process ended with code {code}", *last])
@@ -183,7 +184,7 @@ class Worker:
 
 @contextmanager
 def _nobody_reads() -> Iterator[None]:
-    """Let a process that has died be noticed by what it does not say."""
+    """Ignore a broken pipe: the end of the process is detected when its result is read."""
     try:
         yield
     except BrokenPipeError:

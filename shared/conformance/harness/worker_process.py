@@ -10,10 +10,10 @@ from .worker import Job
 
 
 def main(pipe: int) -> None:
-    """Take jobs from standard input until it ends.
+    """Run jobs from standard input until it ends.
 
     Args:
-        pipe: where to say what became of them.
+        pipe: File descriptor to which cases and results are written.
     """
     import faulthandler
 

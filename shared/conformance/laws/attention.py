@@ -1,8 +1,8 @@
-"""Which laws hold for attention, over pages and over keys in a row?
+"""Laws of attention over a paged cache and over contiguous (ragged) keys and values.
 
-What is right is counted key by key in float64, under any options (`brute_force`); each row has a
-budget from what plain torch loses in the same dtype. DESIGN holds every pair of options; drawn
-choices and batches hold the rest.
+The expected result is computed key by key in float64, under any options (`brute_force`). The error
+budget of each row is derived from the error of plain torch in the same dtype. DESIGN covers every
+pair of options; drawn choices and batches cover the rest.
 """
 
 from dataclasses import replace
@@ -35,11 +35,11 @@ from ..harness.expect import expect_same
 from ..harness.law import Setting, law
 
 Drawn = tuple[Choice, int]
-"""What is asked for, and the seed of its batch."""
+"""The chosen options, and the seed of the batch."""
 
 
 def designed(operation: str) -> list[Drawn]:
-    """Return the choices that hold every pair of options of an operation."""
+    """Return the choices that together cover every pair of options of an operation."""
     return [
         (choice, seed)
         for seed, choice in enumerate(DESIGN)
@@ -53,7 +53,7 @@ def drawn_calls(
     operation: str = "paged_attention",
     fixed: dict[str, str] | None = None,
 ) -> Drawn:
-    """Return any choice for an operation that means something, and a seed for its batch."""
+    """Return any valid choice of options for an operation, and a seed for its batch."""
     seed = draw(st.integers(0, 2**20))
     start = {"operation": operation} | (fixed or {})
     return draw_choice(Random(seed), start.items()), seed
@@ -71,7 +71,7 @@ def expect_right_answer(setting: Setting, case: Drawn) -> None:
 def paged_attention_is_right_for_every_pair_of_options(
     setting: Setting, case: Drawn
 ) -> None:
-    """The rows behind the last request and those that see nothing are rows like any other."""
+    """Padding rows after the last request and rows without a visible key are checked too."""
     expect_right_answer(setting, case)
 
 
@@ -96,7 +96,7 @@ def encoder_attention_is_right_under_any_options(setting: Setting, case: Drawn) 
 def every_new_token_attends_to_its_sequence_up_to_itself(
     setting: Setting, plan: BatchPlan
 ) -> None:
-    """Ragged lengths on both sides of every edge, blocks anywhere, idle and empty requests."""
+    """Ragged lengths on both sides of block edges, scattered blocks, idle and empty requests."""
     call = paged_call(plan, setting.device)
     expect_right(setting, call, ask(setting, call))
 
@@ -132,7 +132,7 @@ def large_heads_odd_blocks_and_long_rows_are_right(
 
 @st.composite
 def wide_values(draw: st.DrawFn) -> tuple[BatchPlan, int]:
-    """Return a plan, and another size for its values."""
+    """Return a plan, and a smaller head size for its values."""
     pick = Random(draw(st.integers(0, 2**20)))
     plan = BatchPlan(
         pick.choice([(1, 2), (17, 1)]),
@@ -151,7 +151,7 @@ def wide_values(draw: st.DrawFn) -> tuple[BatchPlan, int]:
 def values_may_be_smaller_than_keys(
     setting: Setting, case: tuple[BatchPlan, int]
 ) -> None:
-    """A slice of the values, as latents are read whose keys hold a position too."""
+    """The values are a slice, as in a latent cache whose keys also hold a positional part."""
     plan, size = case
     call = paged_call(plan, setting.device)
     call = call.changed(value_cache=call.arguments["value_cache"][..., :size])
@@ -159,7 +159,7 @@ def values_may_be_smaller_than_keys(
 
 
 def small_calls(operation: str) -> list[Drawn]:
-    """Return every third designed choice of an operation, for laws that ask twice."""
+    """Return every third designed choice, for laws that call the operation twice."""
     return designed(operation)[::3]
 
 
@@ -221,7 +221,7 @@ def expect_nothing_beside(setting: Setting, case: Drawn) -> None:
 
 @law("paged_attention", cases=SMALL)
 def nothing_is_written_beside_the_output(setting: Setting, case: Drawn) -> None:
-    """The output is every other head of a larger tensor; the rest of it must stay."""
+    """The output is every other head of a larger tensor; the rest of it must not change."""
     expect_nothing_beside(setting, case)
 
 
@@ -236,7 +236,7 @@ def nothing_is_written_beside_the_output_of_ragged_attention(
 def nothing_is_written_beside_the_log_sum_exp(
     setting: Setting, case: tuple[int, int]
 ) -> None:
-    """It may be a view too: of as many heads as there are, of tokens in a longer row."""
+    """The log-sum-exp is a strided view of a larger tensor; the rest of it must not change."""
     query_len, padding = case
     plan = setting.fit(BatchPlan((query_len, 1), (40, 9), padding=padding))
     call = paged_call(plan, setting.device)
@@ -258,7 +258,7 @@ def nothing_is_written_beside_the_log_sum_exp(
 
 @st.composite
 def sink_levels(draw: st.DrawFn) -> tuple[int, float, int]:
-    """Return new tokens, how far the sinks lie above the keys' weight, and a seed."""
+    """Return new tokens, the sinks' logit minus the keys' largest log-sum-exp, and a seed."""
     pick = Random(draw(st.integers(0, 2**20)))
     level = pick.choice([-20.0, -1.0, 0.0, 1.0, 20.0, 1e4])
     return pick.choice([1, 3, 17]), level, pick.randrange(2**16)
@@ -268,7 +268,7 @@ def sink_levels(draw: st.DrawFn) -> tuple[int, float, int]:
 def a_sink_takes_its_share_of_the_weight_once(
     setting: Setting, case: tuple[int, float, int]
 ) -> None:
-    """Far below the keys, as heavy as all of them, and far above; cut rows among them."""
+    """Sinks far below, near and far above the log-sum-exp; kernels may split the longer row."""
     query_len, level, seed = case
     plan = BatchPlan(
         (query_len, 1), (40, 300), kv_heads=1, group=3, seed=seed, padding=1
@@ -288,7 +288,7 @@ EMPTY = [
 
 
 Empty = tuple[str, tuple[int, ...], tuple[int, ...]]
-"""Options, new tokens and keys of requests some of which have no key."""
+"""Options, query lengths and key lengths of requests, some of which have no key."""
 
 
 def expect_nothing_seen(setting: Setting, operation: str, case: Empty) -> None:
@@ -311,7 +311,7 @@ def expect_nothing_seen(setting: Setting, operation: str, case: Empty) -> None:
 def a_query_without_a_key_gets_zero_and_no_weight(
     setting: Setting, case: Empty
 ) -> None:
-    """But for its sink's. So do rows behind the last request, and those without a sink."""
+    """Except that of its sink, if it has one. Padding rows after the last request do too."""
     expect_nothing_seen(setting, "paged_attention", case)
 
 
@@ -352,14 +352,14 @@ def an_empty_ragged_batch_leaves_rows_of_zeros(setting: Setting, rows: int) -> N
 
 @st.composite
 def score_levels(draw: st.DrawFn) -> tuple[tuple[float, ...], int, int | None]:
-    """Return the score of each key, new tokens, and a window."""
+    """Return the score of each key, the number of new tokens, and a window."""
     pick = Random(draw(st.integers(0, 2**20)))
     base = pick.choice([-9e4, -6e4, -1e4, 0.0, 3e4, 6e4])
     count = pick.choice([1, 5, 16, 17, 40, 70])
     steps = [0.0, 0.0, -1.0, -100.0, -4096.0]
     levels = [base + pick.choice(steps) for _ in range(count)]
     window = pick.choice([None, 3, 17])
-    if window is not None:  # what is hidden would outweigh all that is seen
+    if window is not None:  # masked keys would outweigh all visible ones
         levels = [
             level + (3e4 if place <= count - window - 2 else 0.0)
             for place, level in enumerate(levels)
@@ -371,7 +371,7 @@ def score_levels(draw: st.DrawFn) -> tuple[tuple[float, ...], int, int | None]:
 def scores_of_any_size_are_weighed_by_their_differences(
     setting: Setting, case: tuple[tuple[float, ...], int, int | None]
 ) -> None:
-    """Far below any number that stands for minus infinity, and far above exp's reach."""
+    """Scores far below any finite stand-in for minus infinity, and far above exp's range."""
     levels, query_len, window = case
     plan = BatchPlan((query_len,), (len(levels),), kv_heads=1, group=1, scale=1.0)
     call = paged_call(plan, setting.device, sliding_window=window)
@@ -380,7 +380,7 @@ def scores_of_any_size_are_weighed_by_their_differences(
     keys = call.arguments["key_cache"]
     for place, level in enumerate(levels):
         keys[call.rows[0][place // 16], place % 16, 0, 0] = level
-    # a score of that size may be rounded once, to another base, before it is a weight
+    # a score of this size may be rounded once, when it is converted to another base
     expect_right(setting, call, ask(setting, call), is_joined=True)
 
 
@@ -391,7 +391,7 @@ CAPS = [(50.0, 3.0), (50.0, -3.0), (1000.0, 20.0), (1000.0, -20.0), (1e4, 300.0)
 def a_cap_far_above_the_scores_keeps_their_digits(
     setting: Setting, case: tuple[float, float]
 ) -> None:
-    """Where tanh is nearly a line, and a formula that subtracts from 1 loses what differs."""
+    """There tanh is nearly linear, and a formula that subtracts from 1 loses the difference."""
     cap, base = case
     for count in (2, 5, 40):
         plan = BatchPlan((1,), (count,), kv_heads=1, group=1, scale=1.0, seed=count)

@@ -1,7 +1,7 @@
-"""Which laws hold for calls of attention that make no sense?
+"""Laws of invalid attention calls: they raise, and nothing is written before they do.
 
-They raise, and nothing is written before they do. What shows only in the contents of tensors is
-refused if PAGETWIN_CHECK_VALUES=1 asks for it: to look costs time, and cannot be part of a graph.
+Errors in the contents of tensors are raised if PAGETWIN_CHECK_VALUES=1 is set: the check costs time
+and cannot be part of a graph.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from ..harness.law import Setting, law
 
 Changes = dict[str, Any]
 Change = Callable[[Call], Changes]
-"""What makes a call senseless: other arguments, or `out` and `lse`."""
+"""What makes a call invalid: changed arguments, or changed `out` and `lse`."""
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TREE = torch.ones(2, 4, 4, dtype=torch.bool).tril()
@@ -45,18 +45,18 @@ def cache_of(call: Call, name: str = "key_cache") -> Tensor:
 
 
 def out_of(call: Call, more: int = 0) -> Tensor:
-    """Return an output for a call, with more elements in a head than there should be."""
+    """Return an output for a call, with `more` extra elements per head."""
     tokens, heads, size = call.query.shape
     return torch.zeros(tokens, heads, size + more, dtype=call.dtype)
 
 
 def ranges_of(call: Call, numbers: int = 2) -> Tensor:
-    """Return ranges that fit a call, if they are of two numbers."""
+    """Return query ranges for a call; they are valid if `numbers` is 2."""
     return torch.zeros(len(call.query), numbers, dtype=torch.int32)
 
 
 def narrowed(tensor: Tensor) -> Tensor:
-    """Return numbers in another dtype of 16 bits."""
+    """Return the tensor in another 16-bit dtype."""
     is_half = tensor.dtype == torch.float16
     return tensor.to(torch.bfloat16 if is_half else torch.float16)
 
@@ -256,9 +256,9 @@ MEANT: dict[str, Change] = dict.fromkeys(
     "k_scale: float16": lambda call: {"k_scale": torch.ones(2)},
     "v_scale: float16": lambda call: {"v_scale": torch.ones(2)},
 }
-"""By input that should be refused, what it can only mean: changes of the good call.
+"""For each input that should be rejected, its only possible meaning: changes to the valid call.
 
-A kernel that need not know the number, or reads any dtype, may answer that.
+A kernel that does not use the number, or that reads any dtype, may return the answer of that call.
 """
 
 
@@ -270,17 +270,17 @@ def changed_entry(call: Call, block_id: int) -> Tensor:
 
 
 def changed_number(call: Call, name: str, place: int, number: int) -> Tensor:
-    """Return a tensor of a call with another number in one place."""
+    """Return a tensor of a call with another number at one index."""
     numbers: Tensor = call.arguments[name].clone()
     numbers[place] = number
     return numbers
 
 
 def base_call(setting: Setting) -> Call:
-    """Return a good call: 3 + 1 new tokens of 20 + 9 keys, blocks of NaN around its cache.
+    """Return a valid call: 3 + 1 new tokens of 20 + 9 keys, blocks of NaN around its cache.
 
-    So one who reads a block outside of the cache reads nobody's memory but ours. It lies inside
-    of what the candidate declares: what is refused is the nonsense and nothing else.
+    A kernel that reads a block outside of the cache then reads only memory of this test. The call
+    is within the candidate's declared support, so only the invalid input can be rejected.
     """
     plan = fit_case(BatchPlan((3, 1), (20, 9)), setting.candidate.support)
     call = paged_call(plan, setting.device)
@@ -294,13 +294,13 @@ def base_call(setting: Setting) -> Call:
 
 
 def expect_refused(setting: Setting, what: str, call: Call, change: Change) -> None:
-    """Refuse a call that makes no sense and returns, or that writes before it raises.
+    """Raise Disagreement if an invalid call returns, or writes before it raises.
 
-    One who declares little may also give the answer of the call that was meant. Who promises all
-    that the twins do has promised their refusals too.
+    A candidate with limited declared support may also return the answer of the call that was
+    meant. A candidate that promises everything the twins do must raise where they raise.
     """
     if not setting.candidate.promises_all:
-        ask(setting, call)  # else it might refuse something else
+        ask(setting, call)  # the valid call must not raise
     changes = change(call)
     shape = call.query.shape
     results: dict[str, Tensor] = {}
@@ -340,7 +340,7 @@ def expect_refused(setting: Setting, what: str, call: Call, change: Change) -> N
 
 @law("paged_attention", cases=[*SHAPES, *PAGED_SHAPES], claim="refuses shapes")
 def paged_attention_rejects_what_does_not_fit(setting: Setting, what: str) -> None:
-    """Shapes, dtypes, devices and numbers; a good call of the same form is not refused."""
+    """Shapes, dtypes, devices and numbers; a valid call of the same form does not raise."""
     change = (SHAPES | PAGED_SHAPES)[what]
     expect_refused(setting, what, base_call(setting), change)
 

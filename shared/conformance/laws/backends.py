@@ -1,8 +1,8 @@
-"""Which laws hold for a layer that runs as one object: builder, metadata, forward?
+"""Laws of a layer that runs as one object: builder, metadata, forward.
 
-A layer writes its new keys and values and then attends. The cache afterwards is written out here
-slot by slot, all else of it is NaN; what each query must answer is the reference's attention in 64
-bits. A backend that refuses a layer's cache is not asked.
+A layer writes its new keys and values and then attends. The expected cache is written here slot by
+slot; the rest of it is NaN. The expected output is the reference's attention in float64. A backend
+that rejects a layer's cache is not tested.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -40,7 +40,7 @@ PROFILES = (
     (32, torch.float16, (16,)),
     (64, torch.bfloat16, (16,)),
 )
-"""Head size, element type and block sizes: of plain kernels, and of one that is choosy."""
+"""Head size, dtype and block sizes: of plain kernels, and of one that supports few sizes."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class LayerCase:
     """A step of one layer.
 
     Args:
-        step: the requests; the decodes come first.
-        profile: which of PROFILES.
-        kv_heads, group: heads of keys, and queries' heads to each of them.
-        layout: of the cache.
-        padding: rows of the queries behind the last request.
-        encoders: tokens of each request's encoder.
+        step: the requests. The decodes come first.
+        profile: index into PROFILES.
+        kv_heads, group: number of KV heads, and of query heads per KV head.
+        layout: memory layout of the cache.
+        padding: query rows after the last request.
+        encoders: encoder tokens of each request.
     """
 
     step: Requests
@@ -66,13 +66,13 @@ class LayerCase:
 
     @property
     def sizes(self) -> tuple[int, torch.dtype]:
-        """Elements of a head, and their type."""
+        """Head size and dtype."""
         return PROFILES[self.profile][:2]
 
 
 @st.composite
 def layers(draw: st.DrawFn) -> LayerCase:
-    """Return steps of decodes, of prompts and of both, over any layout of the cache."""
+    """Return steps of decodes, of prefills and of both, over any cache layout."""
     pick = Random(draw(st.integers(0, 2**20)))
     profile = pick.choice([0, 0, 1, 2])
     step = draw_requests(pick, most=pick.choice([1, 2, 2, 3]))
@@ -96,10 +96,10 @@ def layers(draw: st.DrawFn) -> LayerCase:
 
 
 def that_take(setting: Setting, spec: KVCacheSpec) -> list[type[AttentionBackend]]:
-    """Return the candidate's backends that take such a cache.
+    """Return the candidate's backends that support such a cache.
 
     Raises:
-        OutsideSupport: none of them does, so that the case says nothing.
+        OutsideSupport: no backend supports it, so the case cannot be tested.
     """
     backends = setting.candidate.BACKENDS
     taken = [
@@ -116,17 +116,17 @@ def that_take(setting: Setting, spec: KVCacheSpec) -> list[type[AttentionBackend
 
 
 class Run:
-    """A cache with a context in it, and what a step brings.
+    """A cache that holds the context, and the inputs of one step.
 
     Args:
-        setting: where tensors lie, and who says what is right.
+        setting: the device of the tensors, and the implementation of the expected results.
         layer: the step.
     """
 
     def __init__(self, setting: Setting, layer: LayerCase) -> None:
         self.setting, self.layer, self.device = setting, layer, setting.device
         self.generator = torch.Generator().manual_seed(layer.step.seed)
-        # small ids, scattered: the cache has three times as many blocks as are needed
+        # small scattered ids: the cache has three times as many blocks as are needed
         step, size = layer.step, layer.step.block_size
         needed = [-(-each // size) for each in step.seq_lens]
         needed_cross = [-(-each // size) for each in layer.encoders]
@@ -144,13 +144,13 @@ class Run:
         self.cache.copy_(self.expected)
 
     def random(self, *shape: int) -> Tensor:
-        """Return numbers of the layer's type, on the host."""
+        """Return random numbers in the layer's dtype, on the host."""
         head_size, dtype = self.layer.sizes
         numbers = torch.randn((*shape, head_size), generator=self.generator)
         return numbers.to(dtype)
 
     def store(self, row: list[int], place: int, key: Tensor, value: Tensor) -> None:
-        """Write a key and its value into the cache as it should be."""
+        """Write a key and its value into the expected cache."""
         size = self.layer.step.block_size
         self.expected[0, row[place // size], place % size] = key
         self.expected[1, row[place // size], place % size] = value
@@ -161,7 +161,7 @@ class Run:
         return [row[place // size] * size + place % size for place in places]
 
     def rows_of_heads(self, tokens: int, heads: int) -> Tensor:
-        """Return [tokens + padding, heads, head_size], NaN in the padding, a part of a tensor."""
+        """Return a view [tokens + padding, heads, head_size], with NaN in the padding."""
         numbers = self.random(tokens, heads + 1)
         behind = torch.full_like(numbers[:1], NAN).repeat(self.layer.padding, 1, 1)
         if not tokens:
@@ -170,7 +170,7 @@ class Run:
         return torch.cat([numbers, behind]).to(self.device)[:, :heads]
 
     def common(self) -> CommonAttentionMetadata:
-        """Return the step, with the rows of this cache."""
+        """Return the metadata of the step, with the block table of this cache."""
         step = self.layer.step
         slots = [
             slot
@@ -191,7 +191,7 @@ class Run:
         lens: list[int],
         causal: bool,
     ) -> None:
-        """Refuse answers that are not attention over the cache as it should be."""
+        """Raise Disagreement if the output is not attention over the expected cache."""
         step, tokens = self.layer.step, sum(self.layer.step.new)
         asked: dict[str, Any] = {
             "query": query[:tokens].cpu(),
@@ -225,12 +225,12 @@ class Run:
             )
 
     def expect_cache(self, name: str) -> None:
-        """Refuse a cache in which another byte stands than should."""
+        """Raise Disagreement if the cache differs from the expected one."""
         expect_same(f"{name}: the cache", self.cache, self.expected)
 
 
 def make_impl(backend: type[AttentionBackend], layer: LayerCase, **options: Any) -> Any:
-    """Return a layer of a backend."""
+    """Return the attention implementation of one layer of a backend."""
     head_size, _ = layer.sizes
     return backend.get_impl_cls()(
         layer.kv_heads * layer.group,
@@ -244,12 +244,12 @@ def make_impl(backend: type[AttentionBackend], layer: LayerCase, **options: Any)
 def make_builder(
     backend: type[AttentionBackend], spec: KVCacheSpec | None, device: torch.device
 ) -> AttentionMetadataBuilder:
-    """Return a backend's builder."""
+    """Return a backend's metadata builder."""
     return backend.get_builder_cls()(spec, ["layer"], device)
 
 
 def spec_of(layer: LayerCase, kind: type[KVCacheSpec] = KVCacheSpec) -> KVCacheSpec:
-    """Return what a layer keeps."""
+    """Return the KV cache spec of a layer."""
     head_size, dtype = layer.sizes
     return kind(layer.step.block_size, layer.kv_heads, head_size, dtype)
 
@@ -258,7 +258,7 @@ def spec_of(layer: LayerCase, kind: type[KVCacheSpec] = KVCacheSpec) -> KVCacheS
 def a_layer_writes_its_keys_and_then_attends(
     setting: Setting, layer: LayerCase
 ) -> None:
-    """A layer that shares a cache only attends; a profiling run does neither."""
+    """A layer that shares another layer's cache only attends; a profiling run does neither."""
     for backend in that_take(setting, spec_of(layer)):
         run = Run(setting, layer)
         step, tokens = layer.step, sum(layer.step.new)
@@ -291,7 +291,7 @@ def a_layer_writes_its_keys_and_then_attends(
             backend, layer, kv_sharing_target_layer_name="an earlier one"
         )
         out.fill_(NAN)
-        # keys that are given all the same are not written
+        # keys and values that are passed to a sharing layer are not written
         own = key + 1 if step.seed % 2 else None
         shared.forward(place, query, own, own, run.cache, metadata, out)
         run.expect_cache(f"{backend.name}, sharing")
@@ -302,7 +302,7 @@ def a_layer_writes_its_keys_and_then_attends(
 def an_encoders_keys_are_written_once_and_read_by_every_later_step(
     setting: Setting, layer: LayerCase
 ) -> None:
-    """Cross-attention: every query sees all keys of its own request's encoder."""
+    """Cross-attention: every query attends to all keys of its own request's encoder."""
     spec = spec_of(layer, CrossAttentionSpec)
     for backend in that_take(setting, spec):
         run, lens = Run(setting, layer), list(layer.encoders)
@@ -349,7 +349,7 @@ def an_encoders_keys_are_written_once_and_read_by_every_later_step(
 def ranges_of(
     step: Requests, images: dict[int, list[tuple[int, int]]]
 ) -> Tensor | None:
-    """Return the image that each new token stands in; None: no token stands in one."""
+    """Return the image range of each new token, or None if no token is part of an image."""
     found: list[int] = []
     is_any = False
     for req, place in zip(step.owners(), step.positions(), strict=True):
@@ -369,7 +369,7 @@ COUNTED = ("num_decodes", "num_decode_tokens", "num_prefills", "num_prefill_toke
 def every_field_of_a_layers_metadata_says_what_the_step_says(
     setting: Setting, layer: LayerCase
 ) -> None:
-    """Two groups of layers build theirs from one step, which stays as it is."""
+    """Two layer groups build their metadata from one step, which is not modified."""
     step, device = layer.step, setting.device
     whole = whole_step(step, device)
     before = remember(whole)
@@ -413,7 +413,7 @@ def every_field_of_a_layers_metadata_says_what_the_step_says(
 
 @law("BACKENDS", cases=layers())
 def inside_an_encoder_nothing_is_kept(setting: Setting, layer: LayerCase) -> None:
-    """Whole prompts, each of whose tokens sees all others; or the encoders' own tokens."""
+    """Every token attends to all tokens of its prompt, or of its encoder's input."""
     heads, device = layer.kv_heads * layer.group, setting.device
     for backend in that_take(setting, spec_of(layer)):
         for kind in ("encoder_only", "encoder"):

@@ -1,10 +1,10 @@
-"""Which laws hold for attention that claims the same bits in any company?
+"""Laws of batch-invariant attention: a request's result is bitwise equal in any batch.
 
-What a request gets then depends on its own tokens alone: not on its neighbours, its place among
-them and the bounds they bring, not on how its prompt is cut into steps, not on where its pages lie.
-All of it bit by bit, since a sampler may turn the last bit into another token. It is a claim that
-not every right kernel makes, so it has to be declared (`Support.batch_invariant`), or asked for by
-an argument of that name.
+The result of a request then depends on its own tokens alone. It does not depend on the other
+requests, on its index among them, on the length bounds of the batch, on how its prompt is divided
+into steps, or on where its pages are stored. All comparisons are bitwise, since a sampler may turn
+the last bit into another token. Not every correct kernel is batch-invariant, so the property has to
+be declared (`Support.batch_invariant`), or requested by an argument of that name.
 """
 
 from dataclasses import dataclass, replace
@@ -25,11 +25,11 @@ from .attention import Drawn, drawn_calls
 from .invariance import WHOLE
 
 Part = tuple[int, int, int]
-"""A request, and first and end of its new tokens."""
+"""A request, and the first and end index of some of its new tokens."""
 
 
 def claimed(setting: Setting) -> Setting:
-    """Return the setting with the candidate as it keeps its claim."""
+    """Return the setting with the candidate in its batch-invariant form."""
     candidate = setting.candidate.batch_invariant()
     assert candidate is not None
     return replace(setting, candidate=candidate)
@@ -38,12 +38,12 @@ def claimed(setting: Setting) -> Setting:
 def expect_bits(
     what: str, found: Result, its: list[int], right: Result, rows: list[int]
 ) -> None:
-    """Refuse rows of one result that are not, bit by bit, those of another.
+    """Raise Disagreement if rows of one result are not bitwise equal to rows of another.
 
     Args:
         what: the difference between the two calls, in words.
-        found, its: a result, and its rows.
-        right, rows: what it is held against.
+        found, its: a result, and its rows to compare.
+        right, rows: the expected result, and its rows to compare.
     """
     expect_same(f"output {what}", found[0][its].cpu(), right[0][rows].cpu())
     if found[1] is not None and right[1] is not None:
@@ -52,7 +52,7 @@ def expect_bits(
 
 
 def wider(call: Call, queries: int, keys: int) -> Call:
-    """Return a call with larger bounds, as far as its table goes."""
+    """Return a call with larger length bounds, limited by the width of its block table."""
     given = call.arguments
     room = given["block_table"].shape[1] * given["key_cache"].shape[1]
     return call.changed(
@@ -62,7 +62,11 @@ def wider(call: Call, queries: int, keys: int) -> Call:
 
 
 def expect_alone_as_in_company(setting: Setting, call: Call, pick: Random) -> None:
-    """Each request alone, some of them in another order, one twice; pages moved, bounds larger."""
+    """Compare the batch with each request alone and with a shuffled subset of the requests.
+
+    A request alone runs again with larger bounds and with moved pages. One request of the subset
+    occurs twice.
+    """
     whole = ask(setting, call)
     reqs = list(range(len(call.query_lens)))
     for req in reqs:
@@ -93,13 +97,13 @@ def expect_alone_as_in_company(setting: Setting, call: Call, pick: Random) -> No
 def a_request_keeps_its_claimed_bits_in_any_batch(
     setting: Setting, case: Drawn
 ) -> None:
-    """Under any options, among prompts, decodes and drafts."""
+    """Under any options, in batches of prefill, decode and speculative requests."""
     call = build_call(*case, setting.device)
     expect_alone_as_in_company(claimed(setting), call, Random(case[1]))
 
 
 def cuts_of(query_lens: tuple[int, ...], pick: Random) -> dict[str, list[Part]]:
-    """Return ways to cut prompts into steps: a few pieces, and token by token."""
+    """Return ways to divide prompts into steps: a few chunks, and token by token."""
     pieces: list[Part] = []
     for req, length in enumerate(query_lens):
         edges = sorted({0, length, *(pick.randint(0, length) for _ in range(2))})
@@ -113,11 +117,11 @@ def cuts_of(query_lens: tuple[int, ...], pick: Random) -> dict[str, list[Part]]:
 
 
 def expect_cut_as_whole(setting: Setting, call: Call, pick: Random) -> None:
-    """Pieces in one batch, in any order, or each by itself."""
+    """Compare whole prompts with chunks, which run in one shuffled batch or one per step."""
     whole = ask(setting, call)
     for what, parts in cuts_of(call.query_lens, pick).items():
         pick.shuffle(parts)
-        few = parts[:4] + parts[-1:]  # each a step of its own takes long
+        few = parts[:4] + parts[-1:]  # one step per chunk takes long
         for steps in ([parts], [[part] for part in few]):
             for batch in steps:
                 rows = [
@@ -133,19 +137,20 @@ def expect_cut_as_whole(setting: Setting, call: Call, pick: Random) -> None:
 def a_prompt_keeps_its_claimed_bits_however_it_is_cut(
     setting: Setting, case: Drawn
 ) -> None:
-    """A prefill, its chunks and its decodes come to the same."""
+    """A whole prefill, a chunked prefill and token-by-token decodes are bitwise equal."""
     call = build_call(*case, setting.device)
     expect_cut_as_whole(claimed(setting), call, Random(case[1]))
 
 
 @dataclass(frozen=True)
 class Company:
-    """A request with so many keys that kernels may split them, and who is beside it.
+    """A request with so many keys that kernels may split them, and the rest of its batch.
 
     Args:
-        query_len, key_len: of the request.
-        before, behind: keys of the requests on both sides, which decode.
-        window: how far a query sees; None: everything. Keys may be split where it ends, too.
+        query_len, key_len: new tokens and keys of the request.
+        before, behind: keys of the decode requests on both sides of it.
+        window: sliding window. Optional. If None, all keys are visible. Kernels may split the keys
+            at the edge of the window too.
     """
 
     query_len: int
@@ -158,9 +163,9 @@ class Company:
     window: int | None = None
 
     def within(self, support: Support) -> "Company":
-        """Return a request that brings no more tokens than are taken; the rest fits the plan.
+        """Return the case with no more new tokens than are supported; the plan is fitted later.
 
-        Where no window is declared, there is none.
+        The window is removed if the candidate does not support it.
         """
         longest, taken = support.max_query_len or self.query_len, support.options
         is_taken = taken is None or "sliding_window" in taken
@@ -188,7 +193,7 @@ class Company:
 
 @st.composite
 def companies(draw: st.DrawFn) -> Company:
-    """Return long requests among short ones, short ones among long ones, and crowds."""
+    """Return long requests among short ones, short ones among long ones, and large batches."""
     pick = Random(draw(st.integers(0, 2**20)))
     key_len = pick.choice([17, 63, 64, 65, 128, 257, 520])
     query_len = pick.choice([1, 1, 3, 5, 17])
@@ -197,7 +202,7 @@ def companies(draw: st.DrawFn) -> Company:
         tuple(pick.choice(others) for _ in range(pick.choice([0, 1, 2, 5])))
         for _ in range(2)
     ]
-    # the rows' windows begin on both sides of where a kernel may cut the keys
+    # the windows begin on both sides of positions at which a kernel may split the keys
     begin = pick.choice([32, 64, 128, 256]) * pick.randint(1, 3)
     begin += pick.randint(0, max(query_len - 2, 0))
     return Company(
@@ -216,7 +221,7 @@ def companies(draw: st.DrawFn) -> Company:
 def a_long_row_keeps_its_claimed_bits_in_any_large_batch(
     setting: Setting, company: Company
 ) -> None:
-    """How many rows there are, and how long the longest, decides nothing about another."""
+    """The number of rows and the length of the longest do not change any other row."""
     setting = claimed(setting)
     options: dict[str, Any] = {}
     if company.window is not None:

@@ -1,7 +1,7 @@
-"""Which laws hold for the micro-batches of a step?
+"""Laws of micro-batches: slices of the metadata of a step.
 
-A micro-batch is what is left of the step when all other tokens are taken away. That is written out
-here token by token, for every field there is.
+A micro-batch is the step without all other tokens. The expected value of every field is computed
+here token by token.
 """
 
 from collections.abc import Callable
@@ -34,19 +34,20 @@ from ..harness.expect import Disagreement, expect_refusal, expect_same
 from ..harness.law import Setting, law
 
 WHOLE_REQUESTS_ONLY = ("tree_mask", "dcp_local_seq_lens", "dcp_local_seq_lens_cpu")
-"""Fields of a step whose requests are not cut."""
+"""Fields that are set only if no request of the step is cut."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A step that is cut.
+    """A step that is cut into micro-batches.
 
     Args:
         step: the requests.
-        cuts: token numbers from 0 to the last one, at which it is cut.
-        padding: tokens behind the last request; the last micro-batch takes them.
-        idle: where requests without tokens at a cut go: "before" it, "behind" it, or "nowhere".
-        flag: one `causal` for all; None: one a request.
+        cuts: token indices at which it is cut, from 0 to the number of tokens.
+        padding: tokens after the last request. They belong to the last micro-batch.
+        idle: micro-batch of requests without tokens at a cut: the one "before" the cut, the one
+            after it ("behind"), or "nowhere".
+        flag: `causal` of the whole step. Optional. If None, there is one flag per request.
     """
 
     step: Requests
@@ -81,7 +82,7 @@ class Cut:
         return 0 <= req < len(self.step.new) and not self.step.new[req]
 
     def metadata(self, device: torch.device) -> CommonAttentionMetadata:
-        """Return the step with something in every field that may stand in it."""
+        """Return the step with a value in every field that it may have."""
         without = () if self.is_clean else WHOLE_REQUESTS_ONLY
         whole = whole_step(self.step, device, without)
         pad = torch.full((self.padding,), -1, dtype=torch.int64, device=device)
@@ -122,7 +123,7 @@ def rows_of(tensor: Any, part: UBatchSlice) -> Any:
 def expected(
     cut: Cut, whole: CommonAttentionMetadata, part: UBatchSlice
 ) -> dict[str, Any]:
-    """Return every field of a micro-batch, from what its tokens are."""
+    """Return the expected fields of a micro-batch, computed from its tokens."""
     step, tokens = cut.step, part.token_slice
     owners, positions = step.owners(), step.positions()
     begin, end = tokens.start, min(tokens.stop, sum(step.new))
@@ -134,7 +135,7 @@ def expected(
     ]
     lens = [a + b for a, b in zip(new, computed, strict=True)]
     starts = counts([0, *accumulate(new)])
-    # an encoder's tokens go with the first token of their request
+    # an encoder's tokens are in the micro-batch of the first token of their request
     slots = encoder_slots(step)
     brought = [
         slots[req] if not own[req] or own[req][0] == step.starts[req] else []
@@ -188,7 +189,7 @@ def expected(
 def a_micro_batch_is_the_step_of_its_own_tokens(
     setting: Setting, cases: list[Cut]
 ) -> None:
-    """Requests cut once, twice or not at all, beside requests and tokens of padding."""
+    """Requests cut once, twice or not at all, with padding requests and padding tokens."""
     for cut in cases:
         whole = cut.metadata(setting.device)
         before = remember(whole)
@@ -216,7 +217,7 @@ def one_micro_batch_alone_is_the_step_of_its_own_tokens(
 
 @law("split_attn_metadata", cases=several(cuts()))
 def micro_batches_together_are_the_step(setting: Setting, cases: list[Cut]) -> None:
-    """In any order, each token is in one of them, and there sees what it saw, and no more."""
+    """In any order, each token is in one of them, and attends to the same slots as before."""
     for cut in cases:
         step = cut.step
         whole = bare_step(step, setting.device)
@@ -239,7 +240,7 @@ def micro_batches_together_are_the_step(setting: Setting, cases: list[Cut]) -> N
 
 @law("make_metadata_with_slice", cases=several(cuts()))
 def a_cut_of_a_cut_is_the_cut_of_the_step(setting: Setting, cases: list[Cut]) -> None:
-    """The last part of a step, cut again."""
+    """The last part of a step is cut again."""
     for cut in cases:
         step, total = cut.step, sum(cut.step.new)
         whole = bare_step(step, setting.device)
@@ -267,11 +268,11 @@ def a_cut_of_a_cut_is_the_cut_of_the_step(setting: Setting, cases: list[Cut]) ->
 
 @dataclass(frozen=True)
 class Starts:
-    """Starts of which some are taken.
+    """Query start locations, and a slice of the requests.
 
     Args:
         new: new tokens of each request.
-        first, last: the requests, the last one left out.
+        first, last: the slice of requests. `last` is exclusive.
     """
 
     new: tuple[int, ...]
@@ -281,7 +282,7 @@ class Starts:
 
 @st.composite
 def starts_of(draw: st.DrawFn) -> Starts:
-    """Return requests, some of which are taken, or none, or more than there are."""
+    """Return requests and a slice of them: some, none, or more than there are."""
     pick = Random(draw(st.integers(0, 2**20)))
     reqs = pick.choice([0, 1, 3, 6])
     first = pick.randint(0, reqs)
@@ -307,12 +308,12 @@ def sliced_starts_count_from_the_first_and_are_a_new_tensor(
 
 @dataclass(frozen=True)
 class BadSlice:
-    """A micro-batch that the step does not have.
+    """An invalid micro-batch.
 
     Args:
-        requests, tokens: first and last of them, the last one left out.
-        what: why not.
-        given: what the step says that forbids it.
+        requests, tokens: start and stop of the slices. The stop is exclusive.
+        what: the reason why it is invalid.
+        given: the field of the step that makes it invalid, if any.
     """
 
     requests: tuple[int | None, int | None]

@@ -1,6 +1,6 @@
-"""Which laws hold for the order of a batch and the boundaries in it?
+"""Laws of the order of a batch and of the boundaries between decodes, extends and prefills.
 
-Every answer is a list of numbers. What is right is counted here request by request.
+Every result is a list of numbers. The expected one is computed here request by request.
 """
 
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ from ..harness.law import Setting, law
 
 @dataclass(frozen=True)
 class UnsortedBatch:
-    """A batch that is put into order.
+    """A batch to be reordered.
 
     Args:
-        new, computed, prompts: new tokens, tokens in the cache, and tokens of the prompt.
-        regions: 2, 3 or 4: how much the engine tells.
-        threshold: the most new tokens of a decode.
+        new, computed, prompts: new tokens, computed tokens and prompt tokens of each request.
+        regions: number of regions. It is 2, 3 or 4, depending on the counts that are given.
+        threshold: the largest number of new tokens of a decode.
     """
 
     new: tuple[int, ...]
@@ -31,7 +31,7 @@ class UnsortedBatch:
     threshold: int
 
     def region(self, req: int) -> int:
-        """Return the place of a request's region in the order of the batch."""
+        """Return the index of a request's region in the order of the batch."""
         new, computed = self.new[req], self.computed[req]
         is_short, is_fresh = new <= self.threshold, computed == 0
         if self.regions == 2:
@@ -74,7 +74,7 @@ EXAMPLES = [
 def the_regions_of_a_batch_come_in_order_and_requests_stay_whole(
     setting: Setting, cases: list[UnsortedBatch]
 ) -> None:
-    """State moves with its request: every request stands somewhere, and only once."""
+    """State moves with its request: every request occurs in the order exactly once."""
     for batch in cases:
         asked = [list(batch.new), list(batch.computed), list(batch.prompts)]
         beside = [
@@ -97,7 +97,7 @@ def the_regions_of_a_batch_come_in_order_and_requests_stay_whole(
                     "the order", f"at {place}", req, f"{place}, in place"
                 )
         if batch.regions == 2:
-            # rows are moved by swaps, and of two regions each request needs one at most
+            # rows are moved by swaps, and with two regions each request needs at most one
             back = [int(order[int(req)]) for req in order]
             expect_same("the order of the order", back, list(range(len(order))))
 
@@ -116,14 +116,14 @@ def an_order_in_which_little_can_move_is_the_only_one(
 
 @dataclass(frozen=True)
 class Boundary:
-    """A batch whose parts are told apart, whatever its order.
+    """A batch in any order, which is divided into decodes and other requests.
 
     Args:
         step: its requests.
-        threshold: the most new tokens of a decode.
-        uniform: whether decodes must be alike.
-        in_prompt: requests that have not computed their prompt; None: it does not matter.
-        spare: tokens of padding behind the last request.
+        threshold: the largest number of new tokens of a decode.
+        uniform: whether all decodes must have the same number of new tokens.
+        in_prompt: whether each request is still in its prompt. Optional. If None, this is ignored.
+        spare: padding tokens after the last request.
     """
 
     step: Requests
@@ -135,7 +135,7 @@ class Boundary:
 
 @st.composite
 def boundaries(draw: st.DrawFn) -> Boundary:
-    """Return batches in order and out of it, with padding requests in between."""
+    """Return ordered and unordered batches, with padding requests between the others."""
     pick = Random(draw(st.integers(0, 2**20)))
     threshold = pick.choice([0, 1, 2, 3, 3, 5])
     reqs = pick.choice([0, 1, 2, 4, 6, 6])
@@ -167,7 +167,7 @@ def the_decodes_end_before_the_first_other_request(
     for boundary in cases:
         step, in_prompt = boundary.step, boundary.in_prompt
         common = bare_step(step, setting.device)
-        # flags that nobody asks about say the opposite of what they should
+        # flags that have to be ignored are set to the opposite of what is expected
         flags = [not each for each in step.new] if in_prompt is None else in_prompt
         common = common.replace(
             num_actual_tokens=common.num_actual_tokens + boundary.spare,
@@ -219,12 +219,12 @@ def extends_come_between_decodes_and_prefills(
 
 @dataclass(frozen=True)
 class Workspace:
-    """Sequences that are worked on together, as far as they fit.
+    """Sequences that are processed together, as far as they fit into a workspace.
 
     Args:
-        seq_lens: tokens of each.
-        size: tokens that fit.
-        offset: number of the first.
+        seq_lens: tokens of each sequence.
+        size: capacity of the workspace in tokens.
+        offset: index of the first request.
     """
 
     seq_lens: tuple[int, ...]
@@ -234,7 +234,7 @@ class Workspace:
 
 @st.composite
 def workspaces(draw: st.DrawFn) -> Workspace:
-    """Return sequences that fill a workspace to the last token, or miss it by one."""
+    """Return sequences that fill a workspace exactly, or all of it except one token."""
     pick = Random(draw(st.integers(0, 2**20)))
     size = pick.choice([1, 2, 5, 10])
     lens = [0, 1, size // 2, size - size // 2, size - 1, size]
@@ -267,11 +267,11 @@ def a_run_takes_requests_as_long_as_they_fit(
 
 @dataclass(frozen=True)
 class BadCounts:
-    """A call that makes no sense.
+    """An invalid call.
 
     Args:
-        operation: whose.
-        what: why not.
+        operation: the operation that is called.
+        what: the reason why the call is invalid.
     """
 
     operation: str

@@ -22,7 +22,7 @@ from ..harness.expect import Disagreement, expect_refusal, expect_same
 from ..harness.law import Setting, law
 
 HISTORIES = st.one_of(st.just(DIRECTED_HISTORIES), st.tuples(block_histories()))
-"""All directed cases at once, or one that is drawn."""
+"""All directed cases at once, or one drawn case."""
 
 
 def _for_each(
@@ -89,7 +89,7 @@ def a_row_keeps_its_blocks_until_the_request_changes_it(
 @law("BlockManager", cases=HISTORIES)
 @_for_each
 def a_block_is_handed_out_once(setting: Setting, history: BlockHistory) -> None:
-    """Never one that a request holds, and never twice in one call."""
+    """A block that a request holds is never handed out, and no block twice in one call."""
     for moment in _play(setting, history):
         call = moment.allocation
         if call is None or call.handed_out is None:
@@ -107,7 +107,7 @@ def a_block_is_handed_out_once(setting: Setting, history: BlockHistory) -> None:
 def a_cached_block_is_evicted_only_if_no_block_is_free(
     setting: Setting, history: BlockHistory
 ) -> None:
-    """Then it is the one that was released longest ago, the tail of a sequence first."""
+    """Then the block that was released first is evicted, the tail of a sequence first."""
     for moment in _play(setting, history):
         expect_same(
             f"order of eviction after {moment.action.kind}",
@@ -159,7 +159,7 @@ def an_allocation_takes_exactly_the_blocks_that_it_needs(
 def a_block_that_others_may_read_is_never_written(
     setting: Setting, history: BlockHistory
 ) -> None:
-    """Others are the requests that hold it too, and those that may find it in the cache."""
+    """Others are requests that also hold it, and requests that may find it in the cache."""
     for moment in _play(setting, history):
         call = moment.allocation
         if call is None or call.handed_out is None:
@@ -175,7 +175,7 @@ def a_block_that_others_may_read_is_never_written(
 def a_copy_is_made_of_each_protected_block_that_is_partly_computed(
     setting: Setting, history: BlockHistory
 ) -> None:
-    """And of no other; it goes to the same index of the request's row."""
+    """No other block is copied. The copy goes to the same index of the request's row."""
     for moment in _play(setting, history):
         call = moment.allocation
         if call is None or call.handed_out is None:
@@ -190,7 +190,7 @@ def a_copy_is_made_of_each_protected_block_that_is_partly_computed(
 def a_request_reads_the_tokens_that_it_wrote(
     setting: Setting, history: BlockHistory
 ) -> None:
-    """Slot by slot, through its row, whatever other requests do."""
+    """Every slot is read through the request's row, whatever other requests do."""
     for moment in _play(setting, history):
         model = moment.model
         for request_id, tokens in model.tokens.items():

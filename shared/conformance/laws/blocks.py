@@ -1,7 +1,7 @@
-"""Which laws hold for block tables and their rows?
+"""Laws of block tables and their rows.
 
-All of it is integers. A table that lives as long as an engine is held, move after move, against a
-few Python lists that are changed in the plainest way.
+All values are integers. A table that is used as long as an engine runs is compared after every move
+with plain Python lists.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ LARGEST = 2**31 - 1
 
 @st.composite
 def token_counts(draw: st.DrawFn) -> tuple[int, int]:
-    """Return tokens and slots of a block: few, and more than 32 or 53 bits can count."""
+    """Return a number of tokens and a block size: small, and past 32 or 53 bits."""
     pick = Random(draw(st.integers(0, 2**20)))
     size = pick.choice([1, 2, 3, 16, 24, 544])
     blocks = pick.choice([0, 1, 2, 5, 2**27, 2**31, 2**55])
@@ -56,8 +56,8 @@ class TableRows:
     """Rows of block ids, and what is appended to them.
 
     Args:
-        rows, new: block ids of each request: those it holds, and those it gets.
-        width: entries of a row of the table.
+        rows, new: block ids that each request holds, and those that it gets.
+        width: number of columns of the table.
         stride: elements from one entry to the next.
     """
 
@@ -67,7 +67,7 @@ class TableRows:
     stride: int = 1
 
     def table(self, device: torch.device) -> Tensor:
-        """Return the table as a view, with garbage behind each row and between entries."""
+        """Return the table as a view, with garbage after each row and between entries."""
         wide = torch.tensor(GARBAGE, dtype=torch.int32)
         wide = wide.repeat(len(self.rows), self.width * self.stride + 3)
         table = wide[:, 2 : 2 + self.width * self.stride : self.stride]
@@ -81,7 +81,7 @@ class TableRows:
 
 @st.composite
 def row_sets(draw: st.DrawFn) -> TableRows:
-    """Return rows of any lengths, the width of the table among them; ids of any size."""
+    """Return rows of any length up to the width of the table, with ids of any size."""
     pick = Random(draw(st.integers(0, 2**20)))
     reqs, width = pick.choice([0, 1, 2, 3, 6]), pick.choice([0, 1, 2, 5])
 
@@ -99,7 +99,7 @@ def row_sets(draw: st.DrawFn) -> TableRows:
 
 @law("make_block_table", cases=row_sets())
 def a_table_holds_the_rows_and_then_zeros(setting: Setting, case: TableRows) -> None:
-    """It is as wide as asked, or as the longest row; the lists stay as they are."""
+    """Its width is `max_blocks`, or the longest row if None. The lists are not modified."""
     rows = [list(row) for row in case.rows]
     longest = max(map(len, rows), default=0)
     for width in (None, case.width, case.width + 3):
@@ -120,7 +120,7 @@ def a_table_holds_the_rows_and_then_zeros(setting: Setting, case: TableRows) -> 
 def new_blocks_are_appended_to_their_row_and_nothing_else_changes(
     setting: Setting, case: TableRows
 ) -> None:
-    """The table is a view of a wider one; the counts that are given stay as they were."""
+    """The table is a view of a wider one. The given counts are not modified."""
     table = case.table(setting.device)
     held = torch.tensor([len(row) for row in case.rows], dtype=torch.int32)
     right, counts = copy_of(table), held.tolist()
@@ -169,7 +169,7 @@ def append(candidate: Any, table: Tensor, held: list[int], new: list[list[int]])
     claim="refuses contents",
 )
 def blocks_that_no_table_can_hold_are_rejected(setting: Setting, case: str) -> None:
-    """Nothing is written before all is checked, of the other rows neither."""
+    """All arguments are validated before anything is written, to the other rows as well."""
     table = TABLE.table(setting.device)
     expect_all_refused(
         case, lambda: REFUSED_ROWS[case](setting.candidate, table), block_table=table
@@ -177,18 +177,18 @@ def blocks_that_no_table_can_hold_are_rejected(setting: Setting, case: str) -> N
 
 
 Move = tuple[Any, ...]
-"""A method of a BlockTable, and what it is called with."""
+"""A method of a BlockTable, and its arguments."""
 
 
 @dataclass(frozen=True)
 class Life:
-    """What happens to a table while an engine runs.
+    """The history of a block table while an engine runs.
 
     Args:
-        block_size, kernel_block_size: slots in a block of the manager, and of the kernel.
-        reqs, width: rows, and blocks of the manager that each holds.
-        ranks, interleave: ranks that share each sequence, and positions in a row of each turn.
-        moves: what is called, one after another.
+        block_size, kernel_block_size: slots per manager block, and per kernel block.
+        reqs, width: number of rows, and capacity of each in manager blocks.
+        ranks, interleave: ranks that share each sequence, and consecutive positions per rank.
+        moves: the calls, in order.
     """
 
     block_size: int
@@ -213,16 +213,16 @@ class Life:
         )
 
     def entries(self, blocks: list[int]) -> list[int]:
-        """Return a row of the manager's blocks in blocks of the kernel."""
+        """Return the kernel block ids of a row of manager block ids."""
         per_block = self.block_size // (self.kernel_block_size or self.block_size)
         return [
             block * per_block + part for block in blocks for part in range(per_block)
         ]
 
     def slots(self, blocks: list[int], rank: int) -> list[int]:
-        """Return a rank's slot of every position that a row of the manager's blocks holds.
+        """Return a rank's slot for every position that a row of manager blocks holds.
 
-        A rank fills its blocks one slot after another, with each position that is its own.
+        A rank stores its own positions in consecutive slots of its blocks.
         """
         size = self.kernel_block_size or self.block_size
         entries, slots, filled = self.entries(blocks), [], 0
@@ -236,7 +236,7 @@ class Life:
 
 
 def make_move(rows: list[list[int]], move: Move) -> None:
-    """Do to plain lists what a table's method does to its rows."""
+    """Change plain lists as the method of a table changes its rows."""
     name, *given = move
     if name == "append_row":
         rows[given[1]] = rows[given[1]] + list(given[0])
@@ -252,7 +252,7 @@ def make_move(rows: list[list[int]], move: Move) -> None:
 
 @st.composite
 def lives(draw: st.DrawFn) -> Life:
-    """Return moves that fill rows to the brim, reuse them after longer ones, and copy them."""
+    """Return moves that fill rows completely, reuse them after longer rows, and copy them."""
     pick = Random(draw(st.integers(0, 2**20)))
     kernel = pick.choice([1, 2, 4, 6])
     interleave = pick.choice([each for each in (1, 2, 3, 4) if kernel % each == 0])
@@ -263,7 +263,7 @@ def lives(draw: st.DrawFn) -> Life:
     moves: list[Move] = []
     req = other = 0
     for _ in range(pick.choice([1, 5, 9, 25])):
-        # what was copied is changed next, on either side
+        # the source or the destination of a copy is changed next
         again = [req, other] if pick.random() < 0.5 else range(reqs)
         req, other = pick.choice(again), pick.randrange(reqs)
         name = pick.choice(["append_row"] * 3 + ["add_row"] * 3 + ["move", "swap"] * 2)
@@ -290,7 +290,7 @@ def lives(draw: st.DrawFn) -> Life:
 
 
 def expect_rows(table: Any, life: Life, rows: list[list[int]]) -> None:
-    """Refuse a table whose rows are not these, or that has anything behind them."""
+    """Raise Disagreement if the rows differ, or an entry past the end of a row is not 0."""
     entries = [life.entries(row) for row in rows]
     counts = [int(count) for count in table.num_blocks_per_row]
     expect_same("num_blocks_per_row", counts, [len(row) for row in entries])
@@ -305,7 +305,7 @@ def expect_rows(table: Any, life: Life, rows: list[list[int]]) -> None:
 
 @law("BlockTable", cases=lives())
 def rows_are_what_was_last_done_to_them(setting: Setting, life: Life) -> None:
-    """After each move, every row is compared, and the zeros behind it."""
+    """After each move, every row is compared, and the zeros past its end."""
     table = life.table(setting.candidate, setting.device, rank=0)
     expect_same(
         "block_size", table.block_size, life.kernel_block_size or life.block_size
@@ -324,7 +324,7 @@ def rows_are_what_was_last_done_to_them(setting: Setting, life: Life) -> None:
 def the_ranks_slots_of_a_row_are_filled_one_after_another(
     setting: Setting, life: Life
 ) -> None:
-    """Tokens come in any order, of any rows; what another rank keeps has no slot."""
+    """Tokens come in any order, from any row. Positions of other ranks have no slot."""
     rows: list[list[int]] = [[] for _ in range(life.reqs)]
     for move in life.moves:
         make_move(rows, move)
@@ -347,7 +347,7 @@ def the_ranks_slots_of_a_row_are_filled_one_after_another(
 
 @law("BlockTable", cases=[Life(4, 2, 3, 3, 1, 1, (("add_row", (7, 2), 0),))])
 def a_tensor_of_the_rows_stays_as_it_was_made(setting: Setting, life: Life) -> None:
-    """A step in flight still reads it; and writing to it changes no row."""
+    """A step in flight may still read it. Writing to it changes no row."""
     table = life.table(setting.candidate, setting.device, rank=0)
     table.add_row([7, 2], 0)
     first = table.get_device_tensor(3)
@@ -396,7 +396,7 @@ IN_KERNEL_BLOCKS = "an id of more than 31 bits in blocks of the kernel"
 
 @law("BlockTable", cases=[*REFUSED_MOVES, IN_KERNEL_BLOCKS], claim="refuses shapes")
 def a_rejected_move_changes_no_row(setting: Setting, case: str) -> None:
-    """Whether a block of the manager is one of the kernel, or two."""
+    """This holds with one and with two kernel blocks per manager block."""
     for kernel_block_size in (None, 2):
         life = Life(4, kernel_block_size, 4, 3, 1, 1, ())
         table = life.table(setting.candidate, setting.device, rank=0)
@@ -439,13 +439,13 @@ def sizes_that_do_not_divide_are_rejected(setting: Setting, case: str) -> None:
 
 @dataclass(frozen=True)
 class States:
-    """Rows whose blocks hold states.
+    """Rows whose blocks hold Mamba states.
 
     Args:
         seq_lens: tokens of each request.
         block_size: tokens between two states.
-        drafts: blocks for drafted tokens.
-        spare: columns behind the longest row.
+        drafts: blocks per request for drafted tokens.
+        spare: columns past the end of the longest row.
         stride: elements from one entry to the next.
     """
 
@@ -456,7 +456,7 @@ class States:
     stride: int
 
     def rows(self) -> TableRows:
-        """Return rows of ids that are all different, as long as they have to be."""
+        """Return rows of distinct ids, with the required lengths."""
         needed = [
             max(1, -(-seq_len // self.block_size)) + self.drafts
             for seq_len in self.seq_lens
@@ -487,7 +487,7 @@ def states(draw: st.DrawFn) -> States:
 def a_state_is_read_from_the_block_of_the_last_token(
     setting: Setting, case: States
 ) -> None:
-    """Those of the drafts stand behind it; in the other modes the table is as it should be."""
+    """The blocks of the drafts follow it. In the other modes the table is returned unchanged."""
     rows = case.rows()
     table = rows.table(setting.device)
     seq_lens = torch.tensor(case.seq_lens, dtype=torch.int32).to(setting.device)

@@ -1,6 +1,6 @@
-"""Which laws hold for writes to a cache, reads from it, and moves of blocks?
+"""Laws of cache operations: write, gather, block copy and block swap.
 
-What is moved is bytes, so every answer is exactly right or wrong, those of an FP8 cache too. After
+These operations move bytes, so every result is exactly right or wrong, for an FP8 cache too. After
 a write whole allocations are compared: slots that were not named, and the memory around the view.
 """
 
@@ -36,13 +36,13 @@ HEAD_SIZES = (1, 8, 8, 24, 80)
 
 @dataclass(frozen=True)
 class CacheSizes:
-    """A cache in numbers.
+    """The sizes, dtype and memory layouts of a cache.
 
     Args:
-        num_blocks, block_size, kv_heads, head_size, value_head_size: as everywhere.
-        dtype: of the cache.
-        layout, value_layout: how its halves lie in memory; where they are the same and so are
-            the head sizes, both are halves of one allocation.
+        num_blocks, block_size, kv_heads, head_size, value_head_size: sizes of the cache.
+        dtype: element type of the cache.
+        layout, value_layout: memory layouts of the key and the value cache. If they are equal and
+            the head sizes are too, both caches are halves of one allocation.
     """
 
     num_blocks: int
@@ -55,7 +55,7 @@ class CacheSizes:
     value_layout: str = "separate"
 
     def caches(self, device: torch.device, seed: int = 0) -> tuple[Tensor, Tensor]:
-        """Return a key cache and a value cache, full of any bytes."""
+        """Return a key cache and a value cache, filled with random bytes."""
         sizes = (self.num_blocks, self.block_size, self.kv_heads)
         whole = empty_cache(self.layout, *sizes, self.head_size, self.dtype, device)
         other = whole
@@ -69,7 +69,7 @@ class CacheSizes:
 
 
 def any_bytes(shape: Sequence[int], dtype: torch.dtype, seed: int) -> Tensor:
-    """Return elements of any bit patterns but NaN's, which a copy may make quiet."""
+    """Return random finite bit patterns: NaN is left out, as a copy may make it quiet."""
     generator = torch.Generator().manual_seed(seed)
     size = (*shape, dtype.itemsize)
     drawn = torch.randint(0, 256, size, dtype=torch.uint8, generator=generator)
@@ -79,11 +79,11 @@ def any_bytes(shape: Sequence[int], dtype: torch.dtype, seed: int) -> Tensor:
 
 
 def draw_sizes(pick: Random, dtypes: Sequence[torch.dtype]) -> CacheSizes:
-    """Return a cache of odd sizes as some view."""
+    """Return cache sizes, odd ones among them, with any layouts."""
     block_size, head_size = pick.choice(BLOCK_SIZES), pick.choice(HEAD_SIZES)
     kv_heads, layout = pick.choice([1, 2, 3, 3]), pick.choice(LAYOUTS)
     corner = pick.random()
-    if corner < 0.1:  # a token has more elements than a program may take
+    if corner < 0.1:  # a token has more elements than a program may process
         block_size, kv_heads, head_size = 3, 3, 400
     elif corner < 0.2:
         block_size, kv_heads, head_size = 544, 1, 8
@@ -101,13 +101,13 @@ def draw_sizes(pick: Random, dtypes: Sequence[torch.dtype]) -> CacheSizes:
 
 @dataclass(frozen=True)
 class CacheWrite:
-    """What to write where.
+    """New tokens and the slots that they are written to.
 
     Args:
-        slots: of each token; a negative one is not stored.
-        padding: tokens behind the last slot.
-        sizes: of the cache.
-        forms: how the new keys lie, and how the values do: one of FORMS each.
+        slots: slot of each token. A token with a negative slot is not stored.
+        padding: tokens past the end of the slot mapping.
+        sizes: sizes of the cache.
+        forms: memory layouts of the new keys and of the new values, each one of FORMS.
         stride: elements from one slot of the mapping to the next.
     """
 
@@ -119,7 +119,7 @@ class CacheWrite:
     seed: int
 
     def tokens(self, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-        """Return new keys and values of any numbers, NaN in the padding."""
+        """Return new keys and values of random numbers, with NaN in the padding."""
         heads, count = self.sizes.kv_heads, len(self.slots) + self.padding
         made = []
         for number, size in enumerate(
@@ -131,13 +131,13 @@ class CacheWrite:
         return made
 
     def mapping(self, device: torch.device) -> Tensor:
-        """Return the slots, with slot 0 between each two of them where they lie apart."""
+        """Return the slots as a view of this stride, with slot 0 in the gaps."""
         wide = torch.zeros(len(self.slots), self.stride, dtype=torch.int64)
         wide[:, 0] = torch.tensor(self.slots, dtype=torch.int64)
         return wide.flatten().to(device)[:: self.stride]
 
     def written(self, cache: Tensor, new: Tensor) -> Tensor:
-        """Return the same view of a copy, with each token in its slot."""
+        """Return the same view of a copied allocation, with each token in its slot."""
         right = copy_of(cache)
         for token, slot in enumerate(self.slots):
             if slot >= 0:
@@ -172,7 +172,7 @@ FORMS = ("packed", "fused", "heads first", "every other element")
 def writes(
     draw: st.DrawFn, dtypes: Sequence[torch.dtype] = (*DTYPES[:3], *DTYPES)
 ) -> CacheWrite:
-    """Return a write whose slots are scattered, first and last among them, some of them none."""
+    """Return a write to scattered slots, the last one often among them, and negative ones."""
     pick = Random(draw(st.integers(0, 2**20)))
     sizes = draw_sizes(pick, dtypes)
     total = sizes.num_blocks * sizes.block_size
@@ -202,7 +202,7 @@ def expect_written(
     tokens: list[Tensor],
     **scales: Any,
 ) -> None:
-    """Refuse a write that leaves other bytes anywhere than those it has to."""
+    """Raise Disagreement if any byte differs from the expected one after a write."""
     caches = write.sizes.caches(setting.device, write.seed + 31)
     slot_mapping = write.mapping(setting.device)
     shared = caches[0].untyped_storage().data_ptr() == (
@@ -212,7 +212,7 @@ def expect_written(
         write.written(cache, stored(new, number))
         for number, (cache, new) in enumerate(zip(caches, tokens, strict=True))
     ]
-    if shared:  # one allocation: each half is the other one's surroundings
+    if shared:  # one allocation: each half is in the memory around the other
         for one, other in (right, right[::-1]):
             as_other = one.as_strided(
                 other.shape, other.stride(), other.storage_offset()
@@ -232,7 +232,7 @@ def expect_written(
 def each_token_lands_in_its_slot_and_all_else_stays(
     setting: Setting, write: CacheWrite
 ) -> None:
-    """Tokens behind the last slot are padding; a negative slot stores nothing."""
+    """Tokens past the last slot are padding. A token with a negative slot is not stored."""
     dtype = write.sizes.dtype
     tokens = write.tokens(setting.device, dtype)
     expect_written(setting, write, dtype, lambda new, _: new, tokens)
@@ -240,7 +240,7 @@ def each_token_lands_in_its_slot_and_all_else_stays(
 
 @law("reshape_and_cache", "gather_cache", cases=list(DTYPES))
 def every_bit_pattern_survives(setting: Setting, dtype: torch.dtype) -> None:
-    """Payloads of NaN, subnormals, minus zero: what is moved is bytes, not numbers."""
+    """Payloads of NaN, subnormals, minus zero: the operations move bytes, not numbers."""
     generator = torch.Generator().manual_seed(dtype.itemsize)
     size = (48, 1, 8, dtype.itemsize)
     drawn = torch.randint(0, 256, size, dtype=torch.uint8, generator=generator)
@@ -267,12 +267,12 @@ def every_bit_pattern_survives(setting: Setting, dtype: torch.dtype) -> None:
 
 
 def as_integers(tensor: Tensor) -> Tensor:
-    """Return the bits of each element."""
+    """Return the bits of each element as an integer."""
     return packed(tensor).view(INTEGERS[tensor.element_size()])
 
 
 def codes_of(dtype: torch.dtype) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Return the codes of an FP8 dtype from 0 up that are numbers, and those numbers."""
+    """Return the finite codes of an FP8 dtype from 0 up, and their numbers."""
     codes = np.arange(128, dtype=np.uint8)
     mantissa_bits = 2 if dtype == torch.float8_e5m2 else 3
     bias = 15 if dtype == torch.float8_e5m2 else 7
@@ -288,7 +288,7 @@ def codes_of(dtype: torch.dtype) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, 
 
 
 def nearest_codes(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the FP8 codes next to float32 numbers; of two as near, the even one."""
+    """Return the FP8 codes of float32 numbers: round to nearest even, saturate, keep NaN."""
     codes, exact = codes_of(dtype)
     sizes = numbers.double().abs().numpy()
     above = np.searchsorted(exact, sizes).clip(0, len(exact) - 1)
@@ -303,7 +303,7 @@ def nearest_codes(numbers: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def draw_scale(pick: Random, heads: int, device: torch.device) -> Tensor | float:
-    """Return a scale far from 1: a number, one in a tensor, or one a head."""
+    """Return a scale far from 1: a number, a scalar tensor, or one scale per head."""
     numbers = [pick.choice([0.013, 0.25, 0.3, 1.7, 40.0]) for _ in range(heads)]
     kind = pick.choice(["number", "tensor", *["a head", "a head, apart"] * 2])
     if kind == "number":
@@ -318,7 +318,7 @@ def draw_scale(pick: Random, heads: int, device: torch.device) -> Tensor | float
 
 
 def scale_column(scale: Tensor | float) -> Tensor:
-    """Return a scale in float32 on the host, so that it divides [tokens, heads, elements]."""
+    """Return a scale in float32 on the host, broadcastable to [tokens, heads, elements]."""
     found = torch.as_tensor(scale, dtype=torch.float32).cpu()
     return found[:, None] if found.dim() else found
 
@@ -327,7 +327,7 @@ def scale_column(scale: Tensor | float) -> Tensor:
 def an_eight_bit_cache_holds_the_codes_next_to_the_quotients(
     setting: Setting, write: CacheWrite
 ) -> None:
-    """Numbers lie at codes, halfway between two, beside that, and past the largest."""
+    """Inputs are codes, midpoints of two codes, numbers next to midpoints and past the largest."""
     pick = Random(write.seed)
     dtype = pick.choice(DTYPES[:3])
     scales = {
@@ -357,7 +357,7 @@ def an_eight_bit_cache_holds_the_codes_next_to_the_quotients(
 def numbers_past_the_largest_become_it_and_nan_stays(
     setting: Setting, dtype: torch.dtype
 ) -> None:
-    """Infinities too; minus zero and what rounds to nothing keep their sign."""
+    """Infinities too. Minus zero and numbers that round to zero keep their sign."""
     largest, inf = torch.finfo(dtype).max, float("inf")
     numbers = [inf, -inf, 3e38, -3e38, 0.0, -0.0, 1e-30, -1e-30, NAN, -NAN]
     numbers += [largest, -largest, largest * 1.02, largest * 1.2, -1.2 * largest, 1.0]
@@ -376,14 +376,14 @@ def numbers_past_the_largest_become_it_and_nan_stays(
 
 @dataclass(frozen=True)
 class CacheRead:
-    """What to gather.
+    """Sequences to gather from a cache.
 
     Args:
         lens: tokens of each sequence.
-        rows: block ids of each.
-        sizes: of the cache.
-        padding: rows of the result behind the last sequence.
-        spare: columns of garbage behind the longest row.
+        rows: block ids of each sequence.
+        sizes: sizes of the cache.
+        padding: rows of the result after the last sequence.
+        spare: columns of garbage past the end of the longest row.
         stride: elements from one entry of the table or the starts to the next.
     """
 
@@ -396,7 +396,7 @@ class CacheRead:
     seed: int
 
     def table(self, device: torch.device) -> Tensor:
-        """Return the rows with garbage behind and between their entries."""
+        """Return the block table, with garbage after each row and between entries."""
         width = max(map(len, self.rows), default=0) + self.spare
         wide = torch.tensor(GARBAGE, dtype=torch.int32)
         wide = wide.repeat(len(self.rows), width * self.stride)
@@ -415,7 +415,7 @@ class CacheRead:
         return wide.flatten().to(device)[:: self.stride]
 
     def caches(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return caches that are NaN wherever no sequence owns a slot."""
+        """Return caches with NaN in every slot that no sequence uses."""
         caches = self.sizes.caches(device, self.seed)
         size = self.sizes.block_size
         owned = torch.zeros(self.sizes.num_blocks, size, dtype=torch.bool)
@@ -429,7 +429,7 @@ class CacheRead:
         return caches
 
     def gathered(self, cache: Tensor) -> Tensor:
-        """Return the sequences position by position, and zeros behind them."""
+        """Return the sequences position by position, followed by zeros."""
         total = sum(self.lens) + self.padding
         right = torch.zeros(total, *cache.shape[2:], dtype=cache.dtype)
         token, held, size = 0, cache.cpu(), self.sizes.block_size
@@ -442,7 +442,7 @@ class CacheRead:
 
 @st.composite
 def reads(draw: st.DrawFn, dtypes: Sequence[torch.dtype]) -> CacheRead:
-    """Return ragged sequences, on both sides of block edges, of blocks in any order."""
+    """Return ragged sequences that end on both sides of block edges, in blocks of any order."""
     pick = Random(draw(st.integers(0, 2**20)))
     sizes = draw_sizes(pick, dtypes)
     size = sizes.block_size
@@ -474,7 +474,7 @@ def expect_gathered(
     right: Callable[[Tensor, int], Tensor],
     **options: Any,
 ) -> None:
-    """Refuse a gather that reads another slot, or writes to anything that it is given."""
+    """Raise Disagreement if a gather reads another slot, or writes to one of its inputs."""
     caches = read.caches(setting.device)
     table, starts = read.table(setting.device), read.starts(setting.device)
     given = {"key_cache": caches[0], "value_cache": caches[1], "block_table": table}
@@ -497,13 +497,13 @@ def expect_gathered(
 def a_gathered_sequence_is_its_slots_in_order(
     setting: Setting, read: CacheRead
 ) -> None:
-    """Rows behind the last sequence are zero; an FP8 cache's bytes come as they are."""
+    """Rows after the last sequence are zero. Bytes of an FP8 cache are returned unchanged."""
     expect_gathered(setting, read, lambda rows, _: rows)
 
 
 @law("gather_cache", cases=list(FP8_DTYPES))
 def every_fp8_code_is_read_as_its_number(setting: Setting, dtype: torch.dtype) -> None:
-    """NaN as NaN, the smallest as themselves, zeros with their sign."""
+    """NaN stays NaN, the smallest numbers are exact, and zeros keep their sign."""
     codes = torch.arange(256, dtype=torch.uint8).view(dtype).view(2, 16, 1, 8)
     cache = codes.to(setting.device)
     table = torch.tensor([[1, 0]], dtype=torch.int32, device=setting.device)
@@ -524,7 +524,7 @@ def every_fp8_code_is_read_as_its_number(setting: Setting, dtype: torch.dtype) -
 def gathered_codes_are_their_numbers_times_the_scale(
     setting: Setting, read: CacheRead
 ) -> None:
-    """The product is one of float32, rounded once more to the dtype that is asked for."""
+    """The product is rounded to float32, and once more to the requested dtype."""
     pick = Random(read.seed)
     dtype = pick.choice(DTYPES)
     scales = {
@@ -534,7 +534,7 @@ def gathered_codes_are_their_numbers_times_the_scale(
 
     def right(rows: Tensor, number: int) -> Tensor:
         column = scale_column(list(scales.values())[number])
-        # exact in 64 bits: a code has four bits of mantissa, a scale 24
+        # exact in float64: a code has four bits of mantissa, a scale 24
         return (rows.double() * column.double()).float().to(dtype)
 
     expect_gathered(setting, read, right, dtype=dtype, **scales)
@@ -545,9 +545,9 @@ class Growth:
     """Sequences that grow step by step.
 
     Args:
-        news: for each step the new tokens of each request.
-        block_size: slots in a block.
-        seed: of the order in which blocks are handed out.
+        news: new tokens of each request, per step.
+        block_size: slots per block.
+        seed: seed of the order in which blocks are allocated.
     """
 
     news: tuple[tuple[int, ...], ...]
@@ -557,7 +557,7 @@ class Growth:
 
 @st.composite
 def growths(draw: st.DrawFn) -> Growth:
-    """Return prompts in chunks and decodes, with idle requests between."""
+    """Return chunked prefills and decodes, with idle requests between them."""
     pick = Random(draw(st.integers(0, 2**20)))
     size = pick.choice([1, 3, 4, 16])
     reqs = pick.choice([1, 2, 3])
@@ -577,7 +577,7 @@ def growths(draw: st.DrawFn) -> Growth:
     cases=growths(),
 )
 def what_was_written_by_slot_is_read_by_table(setting: Setting, growth: Growth) -> None:
-    """Step after step: rows grow, slots are computed, tokens written, sequences read back."""
+    """In each step rows grow, slots are computed, tokens are written and sequences read back."""
     candidate, device = setting.candidate, setting.device
     reqs, size = len(growth.news[0]), growth.block_size
     totals = [sum(step[req] for step in growth.news) for req in range(reqs)]
@@ -624,10 +624,10 @@ class Moves:
     """Blocks that are copied.
 
     Args:
-        pairs: block of the source, block of the destination.
-        sizes: of one cache; of the other, where there is one, only the blocks differ.
-        others: blocks of the destination, or of every further layer.
-        layers: layers of a copy, whose layouts differ.
+        pairs: source block and destination block of each copy.
+        sizes: sizes of one cache. A second cache differs from it only in the number of blocks.
+        others: number of blocks of the destination, or of every further layer.
+        layers: number of layers of a copy. Their layouts differ.
     """
 
     pairs: tuple[tuple[int, int], ...]
@@ -641,7 +641,7 @@ class Moves:
         return torch.tensor(self.pairs, dtype=torch.int64).view(-1, 2)
 
     def cache(self, device: torch.device, number: int, num_blocks: int) -> Tensor:
-        """Return [2, num_blocks, ...] of any bytes; each number has a layout of its own."""
+        """Return [2, num_blocks, ...] of random bytes. The number selects the layout."""
         layouts = (self.sizes.layout, self.sizes.value_layout, *LAYOUTS)
         one = self.sizes
         cache = empty_cache(
@@ -658,7 +658,7 @@ class Moves:
 
 @st.composite
 def moves(draw: st.DrawFn, is_one_cache: bool) -> Moves:
-    """Return pairs in which no block is written twice, nor written and read in one cache."""
+    """Return pairs in which no block is written twice, or written and read in one cache."""
     pick = Random(draw(st.integers(0, 2**20)))
     sizes = draw_sizes(pick, (*DTYPES, *FP8_DTYPES))
     others = pick.choice([1, 3, 6])
@@ -672,7 +672,7 @@ def moves(draw: st.DrawFn, is_one_cache: bool) -> Moves:
 
 @law("copy_blocks", cases=moves(is_one_cache=True))
 def a_copied_block_is_its_source_in_every_layer(setting: Setting, moved: Moves) -> None:
-    """Keys and values; layers may have other strides, and more blocks."""
+    """Keys and values are copied. Layers may have different strides and numbers of blocks."""
     caches = [
         moved.cache(
             setting.device, layer, moved.others if layer else moved.sizes.num_blocks
@@ -696,7 +696,7 @@ def a_copied_block_is_its_source_in_every_layer(setting: Setting, moved: Moves) 
 def a_swapped_block_arrives_and_its_source_stays(
     setting: Setting, moved: Moves
 ) -> None:
-    """From the first cache to the second alone, where the ids mean other blocks."""
+    """Blocks are copied only from the first cache to the second, which has its own ids."""
     source = moved.cache(setting.device, 0, moved.sizes.num_blocks)
     destination = moved.cache(setting.device, 1, moved.others)
     right = copy_of(destination)
@@ -714,7 +714,7 @@ def a_swapped_block_arrives_and_its_source_stays(
 def blocks_come_back_from_the_host_as_they_went(
     setting: Setting, dtype: torch.dtype
 ) -> None:
-    """Out to a cache on the host and into other blocks; the first mapping undone by a second."""
+    """Blocks are swapped out to a cache on the host, and swapped back into other blocks."""
     sizes = (4, 3, 2, 8)
     here = empty_cache("interleaved", *sizes, dtype, setting.device)
     here.copy_(any_bytes(here.shape, dtype, 5))
@@ -732,16 +732,16 @@ FAR_AXES = AXES[:4]
 
 @dataclass(frozen=True)
 class FarSlots:
-    """A cache in which one axis strides so far that its last entry lies past 2**31 elements.
+    """A cache with one stride so large that its axis' last entry is past 2**31 elements.
 
-    In front of it lies as much memory again, so that an address that wraps stays inside. All of it
-    is never touched but for what is used, so it costs addresses and no memory.
+    The allocation has as much memory again before the cache, so that an address that wraps around
+    stays inside of it. Only used elements are touched, so it costs address space and no memory.
     """
 
     axis: str
 
     def cache(self, device: torch.device) -> Tensor:
-        """Return [2, 3, 3, 3, 3] of one byte each."""
+        """Return [2, 3, 3, 3, 3] elements of one byte each."""
         shape, strides, packed = (2, 3, 3, 3, 3), [0] * 5, 1
         for place in reversed(range(5)):
             if AXES[place] != self.axis:
@@ -791,7 +791,7 @@ def slots_past_two_billion_elements_are_read(setting: Setting, far: FarSlots) ->
 
 @law("copy_blocks", "swap_blocks", cases=FAR)
 def blocks_past_two_billion_elements_are_moved(setting: Setting, far: FarSlots) -> None:
-    """Within a cache, out of it, and into it."""
+    """Blocks are copied within a cache, out of it, and into it."""
     cache = far.cache(setting.device)
     small = torch.zeros(2, 3, 3, 3, 3, device=setting.device).to(cache.dtype)
     right, other = cache.cpu().clone(), small.cpu().clone()
@@ -807,7 +807,7 @@ def blocks_past_two_billion_elements_are_moved(setting: Setting, far: FarSlots) 
 
 @law("reshape_and_cache", cases=["token", "head"])
 def new_tokens_far_apart_in_memory_are_found(setting: Setting, axis: str) -> None:
-    """A slice of a long tensor, of which nothing else is touched."""
+    """The tokens are a view of a large tensor, of which nothing else is touched."""
     shape, strides, compact = (3, 3, 3), [0, 0, 0], 1
     names = ("token", "head", "element")
     for place in reversed(range(3)):
@@ -827,7 +827,7 @@ def new_tokens_far_apart_in_memory_are_found(setting: Setting, axis: str) -> Non
 
 
 def refused_write(**changes: Any) -> Callable[[Any, Tensor], Any]:
-    """Return a write that makes sense but for some arguments, given as lists or functions."""
+    """Return a write that is valid except for some arguments, given as values or functions."""
 
     def call(candidate: Any, cache: Tensor) -> Any:
         device = cache.device
@@ -850,7 +850,7 @@ def refused_write(**changes: Any) -> Callable[[Any, Tensor], Any]:
 
 
 def refused_read(**changes: Any) -> Callable[[Any, Tensor], Any]:
-    """Return a gather that makes sense but for some arguments."""
+    """Return a gather that is valid except for some arguments."""
 
     def call(candidate: Any, cache: Tensor) -> Any:
         given: dict[str, Any] = {
@@ -1012,8 +1012,8 @@ REFUSED: dict[str, tuple[torch.dtype, Callable[[Any, Tensor], Any]]] = {
 def what_would_leave_the_cache_is_rejected_and_nothing_written(
     setting: Setting, case: str
 ) -> None:
-    """The cache lies in the middle of memory that is watched, so that a kernel that writes past
-    its end is caught and does not crash."""
+    """The cache is in the middle of an allocation that is compared, so that a kernel that writes
+    past its end is detected and does not crash."""
     dtype, call = REFUSED[case]
     memory = torch.zeros(5000, device=setting.device).to(dtype)
     cache = memory[2000:3000][: 2 * 3 * 4 * 2 * 8].view(2, 3, 4, 2, 8)

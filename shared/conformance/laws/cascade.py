@@ -1,7 +1,7 @@
-"""Which laws hold for a prefix that all requests share?
+"""Laws of cascade attention: a prefix that all requests share is read once.
 
-Read once or with every request, it is the same attention: what is right is counted without it, key
-by key. Needles lie on both sides of its end.
+The result is the same as if the prefix were read with every request. The expected result is
+computed key by key, without a shared prefix. Needles are on both sides of the end of the prefix.
 """
 
 from collections.abc import Callable
@@ -25,14 +25,16 @@ KINDS = ("plain", "cap", "sinks", "not causal", "flags", "tree", "fp8", "values"
 
 @dataclass(frozen=True)
 class SharedPrefix:
-    """A batch whose requests begin alike, in small numbers.
+    """The parameters of a batch whose requests begin with the same blocks.
 
     Args:
-        prefix_blocks: blocks that all live requests begin with, and that `common_prefix_len` says.
-        query_lens, own_lens: new tokens of each request, and keys that only it has, those of its
-            new tokens not counted.
-        kind: of option.
-        needle: the key that outweighs all others, counted from the end of the prefix; None: none.
+        prefix_blocks: number of blocks that all live requests begin with; it determines
+            `common_prefix_len`.
+        query_lens, own_lens: new tokens of each request, and keys that only it has, without those
+            of its new tokens.
+        kind: the option that is set, one of KINDS.
+        needle: position of the key that outweighs all others, relative to the end of the prefix.
+            Optional. If None, no key outweighs the others.
     """
 
     prefix_blocks: int
@@ -55,7 +57,7 @@ class SharedPrefix:
         return self.prefix_blocks * self.block_size
 
     def call(self, device: torch.device) -> Call:
-        """Return attention over the whole sequences, of which the first blocks are the same."""
+        """Return attention over the whole sequences, which begin with the same blocks."""
         key_lens = tuple(
             own + query_len + (self.prefix_len if query_len or not req else 0)
             for req, (query_len, own) in enumerate(
@@ -83,7 +85,7 @@ class SharedPrefix:
                 rows[req][: self.prefix_blocks] = rows[0][: self.prefix_blocks]
                 table[req, : self.prefix_blocks] = table[0, : self.prefix_blocks]
         call = replace(plain, rows=rows)
-        # step: put the needle where each live request has it
+        # step: write the needle at its position in each live request
         if self.needle is not None:
             generator = torch.Generator().manual_seed(self.seed)
             lean = torch.randn(self.kv_heads, self.head_size, generator=generator)
@@ -112,7 +114,7 @@ class SharedPrefix:
             return quantised_call(
                 call, torch.float8_e4m3fn, 0.5, slopes(self.kv_heads, 0.1)
             )
-        if self.kind == "sinks":  # as heavy as all that the heaviest query sees
+        if self.kind == "sinks":  # near the largest log-sum-exp of each head
             level = call.answer().lse.amax(1) + slopes(heads, 2.0) - 1
             return call.changed(sinks=level.clamp(min=-9.0).float())
         if self.kind == "values" and self.head_size > 3:
@@ -130,7 +132,7 @@ class SharedPrefix:
 
 @st.composite
 def shared_prefixes(draw: st.DrawFn) -> SharedPrefix:
-    """Return a ragged batch with idle requests beside live ones; all of it from one seed."""
+    """Return a ragged batch of idle and live requests, drawn from one seed."""
     pick = Random(draw(st.integers(0, 2**20)))
     block_size = pick.choice([1, 3, 16, 16, 24])
     reqs = pick.randint(1, 4)
@@ -156,7 +158,7 @@ def shared_prefixes(draw: st.DrawFn) -> SharedPrefix:
 
 
 def cascade(call: Call, prefix_len: int) -> Call:
-    """Return the call with its prefix read once."""
+    """Return the call as cascade attention, which reads the prefix once."""
     call = call.changed(common_prefix_len=prefix_len)
     return replace(call, operation="cascade_attention")
 
@@ -188,7 +190,7 @@ NEEDLES = [
 def no_key_is_lost_at_the_end_of_the_prefix(
     setting: Setting, shared: SharedPrefix
 ) -> None:
-    """Nor counted in both parts, nor seen by new tokens that stand before it."""
+    """No key is counted in both parts, or visible to new tokens at earlier positions."""
     call = shared.call(setting.device)
     found = ask_cascade(setting, call, shared.prefix_len)
     expect_right(setting, call, found, is_joined=True)
@@ -196,7 +198,7 @@ def no_key_is_lost_at_the_end_of_the_prefix(
 
 @law("cascade_attention", cases=shared_prefixes())
 def a_shorter_prefix_gives_the_same(setting: Setting, shared: SharedPrefix) -> None:
-    """Whatever part of what is shared is read once, down to nothing."""
+    """Any part of the shared prefix may be read once, including none of it."""
     call = shared.call(setting.device)
     answer = call.answer()
     for blocks in {shared.prefix_blocks // 2, 0}:
@@ -211,7 +213,7 @@ TWO = SharedPrefix(2, (3, 1), (6, 3), kv_heads=2, padding=1)
 def a_cascade_changes_nothing_that_it_reads(
     setting: Setting, shared: SharedPrefix
 ) -> None:
-    """And makes an output where none is given."""
+    """If no output is given, it allocates one."""
     call = shared.call(setting.device)
     tensors = {
         name: each for name, each in call.arguments.items() if isinstance(each, Tensor)

@@ -1,6 +1,6 @@
-"""Which laws hold for what is counted once a step: chunks, ranks, layers?
+"""Laws of what is computed once per step: convolution chunks, DCP ranks, layer parameters.
 
-Cards are dealt, tokens counted and layers compared one by one.
+The expected values are computed here position by position, token by token and layer by layer.
 """
 
 from collections.abc import Sequence
@@ -22,10 +22,10 @@ from ..harness.law import Setting, law
 
 @dataclass(frozen=True)
 class ChunkedPrompts:
-    """Prompts that are convolved.
+    """Prompts for the causal convolution.
 
     Args:
-        lens: new tokens of each.
+        lens: new tokens of each prompt.
     """
 
     lens: tuple[int, ...]
@@ -33,10 +33,10 @@ class ChunkedPrompts:
 
 @st.composite
 def prompts(draw: st.DrawFn) -> ChunkedPrompts:
-    """Return prompts of whole chunks of 8, of one token more and of one less; some long."""
+    """Return prompts of whole chunks of 8 tokens, one token more and one less; some long."""
     pick = Random(draw(st.integers(0, 2**20)))
     lens = [0, 1, 7, 8, 9, 16, 17, pick.randint(1, 60)]
-    if pick.random() < 0.15:  # more chunks than there is room for in every step
+    if pick.random() < 0.15:  # more chunks than buffers of the minimum size hold
         lens.append(pick.choice([8 * 1024, 8 * 1024 + 1, 9000]))
     return ChunkedPrompts(
         tuple(pick.choice(lens) for _ in range(pick.choice([0, 1, 3, 6])))
@@ -101,12 +101,12 @@ def prompts_with_decreasing_starts_are_rejected(
 
 @dataclass(frozen=True)
 class Deal:
-    """Sequences that are dealt out to ranks.
+    """Sequences whose positions are distributed over ranks.
 
     Args:
-        seq_lens: tokens of each.
-        ranks: how many there are.
-        in_a_row: positions in a row that go to the same rank.
+        seq_lens: tokens of each sequence.
+        ranks: number of ranks.
+        in_a_row: consecutive positions that go to the same rank.
     """
 
     seq_lens: tuple[int, ...]
@@ -114,7 +114,7 @@ class Deal:
     in_a_row: int
 
     def ranks_of(self, length: int) -> list[int]:
-        """Return the rank of each position, dealt out like cards."""
+        """Return the rank of each position, assigned round-robin."""
         found: list[int] = []
         rank = 0
         while len(found) < length:
@@ -125,7 +125,7 @@ class Deal:
 
 @st.composite
 def deals(draw: st.DrawFn) -> Deal:
-    """Return sequences that end before, at and behind the end of a round."""
+    """Return sequences that end before, at and after the end of a round."""
     pick = Random(draw(st.integers(0, 2**20)))
     ranks, in_a_row = pick.choice([1, 2, 3, 4, 8]), pick.choice([1, 1, 2, 3, 16])
     whole = ranks * in_a_row
@@ -143,7 +143,7 @@ def positions_are_dealt_out_to_ranks_in_turn(
         length = max(deal.seq_lens, default=0)
         pick = Random(length)
         places = list(range(length))
-        pick.shuffle(places)  # a position has its rank wherever it stands
+        pick.shuffle(places)  # the rank depends on the position, not on its index
         positions = torch.tensor(places, dtype=torch.int64, device=setting.device)
         before = positions.clone()
         found = setting.candidate.get_dcp_ranks(positions, deal.ranks, deal.in_a_row)
@@ -163,7 +163,7 @@ def positions_are_dealt_out_to_ranks_in_turn(
 
 @law("get_dcp_local_seq_lens", cases=several(deals()))
 def every_token_is_counted_on_one_rank(setting: Setting, cases: list[Deal]) -> None:
-    """What one rank is told is its column of what all are told, also if it is the only one."""
+    """The result for one rank is its column of the result for all, also for a single rank."""
     for deal in cases:
         lens = counts(deal.seq_lens, setting.device)
         before = lens.clone()
@@ -189,10 +189,10 @@ def every_token_is_counted_on_one_rank(setting: Setting, cases: list[Deal]) -> N
 
 @dataclass(frozen=True)
 class Ranks:
-    """Ranks that there are not.
+    """Ranks that do not exist.
 
     Args:
-        ranks, rank, in_a_row: as they are asked for.
+        ranks, rank, in_a_row: the arguments of the call.
     """
 
     ranks: int
@@ -228,13 +228,13 @@ def ranks_that_do_not_exist_are_rejected(setting: Setting, ranks: Ranks) -> None
 
 @dataclass(frozen=True)
 class PlannedLayer:
-    """What a layer's implementation says of itself; a name that is None is not there.
+    """The parameters of a layer's implementation. A parameter that is None does not exist.
 
     Args:
-        scale: of its scores; None: it is no attention layer.
-        window: the keys it sees to the left and to the right.
-        cap: of its scores.
-        sinks: whether each head has a score of its own.
+        scale: scale of its scores. Optional. If None, the layer is not an attention layer.
+        window: number of visible keys to the left and to the right. Optional.
+        cap: soft cap of its scores. Optional.
+        sinks: whether each head has a sink.
     """
 
     scale: float | None
@@ -255,7 +255,7 @@ class PlannedLayer:
         return SimpleNamespace(impl=impl)
 
     def numbers(self) -> PerLayerParameters:
-        """Return what a plan would have to fix."""
+        """Return the parameters that a plan needs."""
         assert self.scale is not None
         left = -1 if self.window is None else self.window[0]
         return PerLayerParameters(left, self.cap, self.scale, self.sinks)
@@ -263,10 +263,10 @@ class PlannedLayer:
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """Layers, in the order in which they are asked for.
+    """The layers of a model.
 
     Args:
-        layers: at least one of them attends.
+        layers: the layers, of which at least one is an attention layer.
     """
 
     layers: tuple[PlannedLayer, ...]
@@ -274,7 +274,7 @@ class PlannedModel:
 
 @st.composite
 def models(draw: st.DrawFn) -> PlannedModel:
-    """Return models whose layers are alike, or differ in one number."""
+    """Return models whose layers are equal, or differ in one number."""
     pick = Random(draw(st.integers(0, 2**20)))
     first = PlannedLayer(
         pick.choice([0.125, 1.0]),
@@ -298,7 +298,7 @@ def models(draw: st.DrawFn) -> PlannedModel:
 
 
 def alike(numbers: Sequence[PerLayerParameters]) -> bool:
-    """Tell whether all layers have the first one's numbers, flags left out."""
+    """Return whether all layers have the same numbers as the first, without the flags."""
     return all(
         (each.window_left, each.logits_soft_cap, each.sm_scale, each.has_sinks)
         == (
@@ -317,7 +317,7 @@ def alike(numbers: Sequence[PerLayerParameters]) -> bool:
 def a_plan_says_in_what_its_layers_differ(
     setting: Setting, cases: list[PlannedModel]
 ) -> None:
-    """Layers that do not attend have no say; the entries of the layers stay as they are."""
+    """Layers without attention are ignored. The entries of the layers are not modified."""
     for model in cases:
         layers = {f"layer {n}": each.as_layer() for n, each in enumerate(model.layers)}
         names = list(layers)[::-1]
@@ -332,7 +332,7 @@ def a_plan_says_in_what_its_layers_differ(
         expect_same("layers, in the order of the names", list(found), list(right))
         for name, numbers in right.items():
             expect_same(name, vars(found[name]), vars(numbers))
-        # flags of another model say nothing of this one
+        # flags that were set for another model must be ignored
         marked = {
             name: replace(
                 each, has_same_window_lefts=n % 2 == 0, has_same_all_params=True

@@ -1,8 +1,8 @@
-"""Which laws hold for attention over a sequence that several ranks share?
+"""Laws of decode context parallel (DCP) attention: several ranks share each sequence.
 
-Positions are dealt out here one by one, and what a rank should answer is counted over the keys it
-got. Joined in float64, all ranks' answers are attention over the whole, which is counted too. Slots
-that a rank does not own hold NaN.
+Positions are assigned to ranks here one by one, and the expected result of a rank is computed over
+the keys that it stores. The results of all ranks, combined in float64, are attention over the whole
+sequence, which is computed too. Slots that a rank does not use hold NaN.
 """
 
 from collections.abc import Callable
@@ -40,13 +40,13 @@ KINDS = ("plain", "plain", "cap", "sinks", "values")
 
 @dataclass(frozen=True)
 class Dealt:
-    """A batch whose keys are dealt out to ranks, in small numbers.
+    """The parameters of a batch whose keys are distributed over ranks.
 
     Args:
         query_lens, key_lens: new tokens and keys of each request, on all ranks together.
-        ranks, in_a_row: how many ranks there are, and positions in a row that go to the same one.
-        kind: of option.
-        needles: for each request the key that outweighs all others; -1: none.
+        ranks, in_a_row: number of ranks, and consecutive positions that go to the same rank.
+        kind: the option that is set, one of KINDS.
+        needles: index of the key that outweighs all others, per request. If -1, there is none.
     """
 
     query_lens: tuple[int, ...]
@@ -76,7 +76,7 @@ class Dealt:
         )
         needles = [(req, key) for req, key in enumerate(self.needles) if key >= 0]
         call = paged_call(plan, device, needles)
-        # as heavy as all that the heaviest query sees
+        # near the largest log-sum-exp of each head
         level = call.answer().lse.amax(1) if len(call.query) else torch.zeros(1)
         level = level + slopes(call.query.shape[1], 2.0) - 1
         options: dict[str, dict[str, Any]] = {
@@ -89,7 +89,7 @@ class Dealt:
         return call.changed(**options.get(self.kind, {}))
 
     def places_of(self, rank: int, count: int) -> list[int]:
-        """Return which of the first positions a rank keeps."""
+        """Return those of the first `count` positions that a rank stores."""
         return [
             place
             for place in range(count)
@@ -97,7 +97,7 @@ class Dealt:
         ]
 
     def share(self, call: Call, rank: int) -> Call:
-        """Return the call of one rank: its own cache, blocks and table."""
+        """Return the call of one rank, with its own cache, blocks and block table."""
         requests, size = call.requests(), self.block_size
         owned = [self.places_of(rank, key_len) for key_len in self.key_lens]
         counts = [-(-len(each) // size) for each in owned]
@@ -133,7 +133,7 @@ class Dealt:
         return replace(call.changed(**changes), operation="dcp_attention", rows=rows)
 
     def answer_of(self, call: Call, rank: int) -> Answer:
-        """Return what one rank should answer: each token sees its keys up to itself."""
+        """Return the expected result of a rank: each token attends to its keys up to itself."""
         requests = []
         for request, key_len in zip(call.requests(), self.key_lens, strict=True):
             context = key_len - len(request.query)
@@ -165,7 +165,7 @@ class Dealt:
 
 @st.composite
 def deals(draw: st.DrawFn) -> Dealt:
-    """Return a ragged batch and its ranks; all of it from one seed."""
+    """Return a ragged batch and its ranks, drawn from one seed."""
     pick = Random(draw(st.integers(0, 2**20)))
     reqs = pick.randint(1, 3)
     query_lens = tuple(pick.choice([0, 1, 1, 2, 5]) for _ in range(reqs))
@@ -197,9 +197,9 @@ def deals(draw: st.DrawFn) -> Dealt:
 
 @law("dcp_attention", cases=deals())
 def a_rank_attends_to_the_keys_that_it_keeps(setting: Setting, dealt: Dealt) -> None:
-    """Zero and minus infinity where it keeps none; sinks take their weight on rank 0 alone."""
+    """Zero and minus infinity where it stores none. Sinks are counted on rank 0 only."""
     whole = dealt.whole(setting.device)
-    # one rank a case; another law asks them all
+    # one rank per case; another law runs all ranks
     rank = Random(dealt.seed).randrange(dealt.ranks)
     call = dealt.share(whole, rank)
     answer = dealt.answer_of(whole, rank)
@@ -207,7 +207,7 @@ def a_rank_attends_to_the_keys_that_it_keeps(setting: Setting, dealt: Dealt) -> 
 
 
 def ask_all(setting: Setting, dealt: Dealt, whole: Call) -> list[Result]:
-    """Return every rank's answer, the output in float32, so that it is rounded once."""
+    """Return every rank's result. The output is float32, so that it is rounded once."""
     tokens, heads, _ = whole.query.shape
     size = whole.arguments["value_cache"].shape[-1]
     shape = (tokens, heads, size)
@@ -223,18 +223,18 @@ def ask_all(setting: Setting, dealt: Dealt, whole: Call) -> list[Result]:
 
 @law("dcp_attention", cases=deals())
 def all_ranks_together_attend_to_the_whole(setting: Setting, dealt: Dealt) -> None:
-    # every token is a program on every rank: few of each
+    # every token is a program on every rank, so there are few of both
     few = tuple(min(each, 2) for each in dealt.query_lens)
     dealt = replace(dealt, ranks=min(dealt.ranks, 3), query_lens=few)
     whole = dealt.whole(setting.device)
     found = ask_all(setting, dealt, whole)
-    # step: join the ranks' parts in float64
+    # step: combine the partial results of the ranks in float64
     lses = torch.stack([lse for _, lse in found if lse is not None]).cpu().double()
     joint = lses.logsumexp(0)
     shares = torch.exp(lses - joint.masked_fill(joint == -torch.inf, 0.0))
     outs = torch.stack([out for out, _ in found]).cpu().double()
     total = (shares.transpose(1, 2)[..., None] * outs).sum(0)
-    # step: hold it against the whole
+    # step: compare it with attention over the whole sequences
     answer = whole.answer()
     same, _ = whole.run_into(setting.truth, None, False, compute_dtype=whole.dtype)
     stored, joined = total.to(whole.dtype), answer.lse.T
@@ -268,7 +268,7 @@ TWO = Dealt((3, 1), (40, 9), 2, 1)
 
 @law("dcp_attention", cases=[0, 1])
 def a_rank_changes_nothing_that_it_reads(setting: Setting, rank: int) -> None:
-    """One position in a row is the default, and an output is made where none is given."""
+    """The default interleave size is 1, and an output is allocated if none is given."""
     call = TWO.share(TWO.whole(setting.device), rank)
     tensors = {
         name: each for name, each in call.arguments.items() if isinstance(each, Tensor)

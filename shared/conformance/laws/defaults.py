@@ -1,9 +1,10 @@
-"""Which laws hold whatever torch's defaults are?
+"""Laws of torch's defaults: results do not depend on the default device or the default dtype.
 
 An engine sets a default device and a default dtype while it builds a model, and leaves them set. An
-operation makes its tensors where its inputs lie and in the dtype that it needs; what it leaves to
-the defaults lands elsewhere. So laws of every operation are tried once more, and each call runs
-under other defaults: a device that holds no numbers, and a dtype of 16 bits.
+operation creates its tensors on the device of its inputs and in the dtype that it needs. A tensor
+that is created with the defaults is on another device or has another dtype. So a law of every
+operation runs once more under other defaults: the meta device, which holds no numbers, and a 16-bit
+dtype.
 """
 
 import inspect
@@ -24,18 +25,18 @@ from ..harness.law import LAWS, Law, Setting, law
 
 DEFAULTS = ("device", "dtype")
 FEW = 3
-"""Cases of a law that are tried again; of layers, which may have several backends, four times
+"""Cases of a law that run again. For layers, which may have several backends, there are four times
 as many."""
 OPERATIONS = [name for concept in CONCEPTS for name in concept.operations]
 
 
 @dataclass(frozen=True)
 class Default:
-    """A default, and an operation that shall not mind it.
+    """A default, and an operation that must not depend on it.
 
     Args:
         name: one of DEFAULTS.
-        operation: of the candidate; "BACKENDS" stands for its layers.
+        operation: an operation of the candidate. "BACKENDS" means its layers.
     """
 
     name: str
@@ -43,7 +44,7 @@ class Default:
 
     @contextmanager
     def changed(self) -> Iterator[None]:
-        """Let the default be another."""
+        """Change the default inside the context."""
         if self.name == "device":
             with torch.device("meta"):
                 yield
@@ -68,7 +69,7 @@ def function_under(default: Default, function: Callable[..., Any]) -> Any:
 
 
 def class_under(default: Default, made: type) -> type:
-    """Return a class all of whose methods run under another default."""
+    """Return a subclass whose methods all run under another default."""
     methods: dict[str, Any] = {}
     for name in dir(made):
         found = inspect.getattr_static(made, name)
@@ -90,7 +91,7 @@ def backend_under(default: Default, backend: Any) -> type:
 
 
 def candidate_under(default: Default, candidate: Candidate) -> Candidate:
-    """Return a candidate all of whose operations run under another default."""
+    """Return a candidate whose operations all run under another default."""
     changed: dict[str, Any] = {}
     for name, found in candidate.operations.items():
         if name == "BACKENDS":
@@ -103,10 +104,10 @@ def candidate_under(default: Default, candidate: Candidate) -> Candidate:
 
 
 def law_about(operation: str, candidate: Candidate) -> Law:
-    """Return the first law about an operation that needs nothing the candidate has not.
+    """Return the first law about an operation that needs only what the candidate provides.
 
     Raises:
-        OutsideSupport: there is none.
+        OutsideSupport: no such law exists.
     """
     for each in LAWS:
         is_about = operation in each.needs and each.claim is None
@@ -134,7 +135,7 @@ def few_cases(about: Law, few: int) -> list[Any]:
         drawn.append(case)
 
     draw()
-    # the first ones are the plainest
+    # the first ones are the simplest
     return drawn[-few:]
 
 

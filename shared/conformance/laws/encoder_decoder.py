@@ -1,7 +1,7 @@
-"""Which laws hold for the lengths and tables of an encoder and a decoder, and for padded rows?
+"""Laws of the lengths and block tables of encoders and decoders, and of padded rows.
 
-The answers are fields of the metadata, the very objects. Which field answers for which kind of
-attention is written out here as a table.
+The functions return fields of the metadata: the same objects, not copies. A table lists which
+fields each kind of attention uses.
 """
 
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ OF_THE_CROSS = ("cross_slot_mapping", "cross_block_tables")
 
 
 def both_sides(device: torch.device) -> SequenceAttentionMetadata:
-    """Return metadata with something in every field; no two fields say the same."""
+    """Return metadata with every field set; no two fields have the same value."""
     return SequenceAttentionMetadata(
         num_prefills=2,
         num_prefill_tokens=5,
@@ -53,11 +53,11 @@ def both_sides(device: torch.device) -> SequenceAttentionMetadata:
 
 @dataclass(frozen=True)
 class Missing:
-    """Fields that the metadata does not have.
+    """Fields that are missing from the metadata.
 
     Args:
-        names: of the fields.
-        empty: names of fields that are there and hold nothing.
+        names: Names of the missing fields, which are None.
+        empty: Names of fields that are set but empty.
     """
 
     names: tuple[str, ...]
@@ -81,7 +81,7 @@ EVERY_WAY = [
 def metadata_is_complete_if_no_field_of_its_side_is_missing(
     setting: Setting, missing: Missing
 ) -> None:
-    """An empty list, a tensor of nothing and a longest length of 0 are there."""
+    """An empty list, an empty tensor and a maximum length of 0 are not missing."""
     nothing: dict[str, Any] = {
         "encoder_seq_lens": [],
         "encoder_seq_lens_tensor": counts([]),
@@ -104,11 +104,11 @@ def metadata_is_complete_if_no_field_of_its_side_is_missing(
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of attention that is asked for.
+    """A requested kind of attention.
 
     Args:
-        attn_type: its string.
-        is_prompt: whether the prompts' longest length is wanted.
+        attn_type: The string value of the kind.
+        is_prompt: Whether the maximum length of the prompts is requested.
     """
 
     attn_type: str
@@ -133,7 +133,7 @@ LENGTHS = {
         "cross_block_tables",
     ),
 }
-"""Which fields answer: lengths, the longest, and the table; a model without decoder decodes not."""
+"""Expected lengths, maximum length and block table. An encoder-only model has no decodes."""
 
 
 @law("get_seq_len_block_table_args", cases=KINDS)
@@ -162,7 +162,7 @@ def each_kind_of_attention_reads_its_own_lengths_and_table(
 
 @law("get_seq_len_block_table_args", cases=KINDS, claim="refuses shapes")
 def a_kind_without_its_lengths_is_rejected(setting: Setting, kind: Kind) -> None:
-    """And no other kind is: what the encoder lacks does not matter to the decoder."""
+    """Other kinds are accepted: a missing encoder field does not affect the decoder."""
     get = setting.candidate.get_seq_len_block_table_args
     names = LENGTHS.get((kind.attn_type, kind.is_prompt), ())
     for name in (
@@ -196,7 +196,7 @@ TOKENS = {
 
 @law("get_num_prefill_decode_query_kv_tokens", cases=KINDS[::2])
 def each_kind_of_attention_counts_its_own_tokens(setting: Setting, kind: Kind) -> None:
-    """Queries and keys of the prompts, then queries of the decodes."""
+    """The counts are queries and keys of the prompts, then queries of the decodes."""
     metadata = both_sides(setting.device)
     get = setting.candidate.get_num_prefill_decode_query_kv_tokens
     right = TOKENS[kind.attn_type]
@@ -216,11 +216,11 @@ def each_kind_of_attention_counts_its_own_tokens(setting: Setting, kind: Kind) -
 
 @dataclass(frozen=True)
 class Tables:
-    """Rows by sequence id, or what stands in their place.
+    """Block-table rows by sequence id, or a value given instead of them.
 
     Args:
-        tables: as they are asked about.
-        is_empty: whether they say that there is no cache.
+        tables: The argument of the call.
+        is_empty: Whether `tables` means that the sequences do not have a cache.
     """
 
     tables: Any
@@ -244,20 +244,20 @@ class Tables:
     ],
 )
 def there_is_no_cache_if_no_sequence_has_a_row(setting: Setting, case: Tables) -> None:
-    """A row of no blocks is a row."""
+    """A row with zero blocks counts as a row."""
     found = setting.candidate.is_block_tables_empty(case.tables)
     expect_same("empty", type(found) is bool and found, case.is_empty)
 
 
 @dataclass(frozen=True)
 class UnevenRows:
-    """Rows that are padded.
+    """Rows to pad.
 
     Args:
-        rows: of numbers.
-        pad: what stands behind a row.
-        dtype: of the tensor.
-        max_len: its width; None: the longest row.
+        rows: Rows of numbers.
+        pad: The value after the end of each row.
+        dtype: The dtype of the tensor.
+        max_len: Optional. The width of the tensor. If None, the length of the longest row.
     """
 
     rows: tuple[tuple[int, ...], ...]
@@ -268,7 +268,7 @@ class UnevenRows:
 
 @st.composite
 def rows(draw: st.DrawFn) -> UnevenRows:
-    """Return rows of no, one and more numbers, up to the width and shorter."""
+    """Return rows of zero, one or more numbers, as long as the width or shorter."""
     pick = Random(draw(st.integers(0, 2**20)))
     lens = [pick.choice([0, 1, 2, 5]) for _ in range(pick.choice([0, 1, 2, 4]))]
     width = max(lens, default=0)

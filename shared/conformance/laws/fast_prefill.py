@@ -1,7 +1,7 @@
-"""Which laws hold for layers that run only on the tokens whose logits are wanted?
+"""Laws of fast prefill: layers that run only on the tokens whose logits are needed.
 
-Which tokens go on is counted here one by one. The classes that are made for such layers are held
-against those that they are made of.
+The expected tokens are counted here one by one. The classes derived for such layers are compared
+with their base classes.
 """
 
 from dataclasses import FrozenInstanceError, dataclass, replace
@@ -39,7 +39,7 @@ from ..harness.law import Setting, law
 
 
 def wanted_step(step: Requests, setting: Setting) -> CommonAttentionMetadata:
-    """Return the step with everything in it, its wanted tokens on the device."""
+    """Return the step with all fields set and its logits indices on the device."""
     whole = whole_step(step, setting.device, ("tree_mask",))
     indices = whole.logits_indices_padded
     assert indices is not None
@@ -47,7 +47,7 @@ def wanted_step(step: Requests, setting: Setting) -> CommonAttentionMetadata:
 
 
 def logits_per_request(step: Requests) -> list[int]:
-    """Return how many of each request's tokens are wanted."""
+    """Return the number of tokens per request whose logits are needed."""
     owners = step.owners()
     wanted = [owners[token] for token in logits_of(step)]
     return [wanted.count(req) for req in range(len(step.new))]
@@ -59,7 +59,7 @@ def logits_per_request(step: Requests) -> list[int]:
 def only_the_wanted_tokens_of_a_prompt_go_on(
     setting: Setting, cases: list[Requests]
 ) -> None:
-    """Of decodes all do: the very same step comes back."""
+    """A step of decodes keeps all its tokens: the same object is returned."""
     for step in cases:
         whole = wanted_step(step, setting)
         before = remember(whole)
@@ -108,12 +108,13 @@ def a_wanted_token_attends_to_the_same_keys_as_in_the_whole_step(
 
 @dataclass(frozen=True)
 class BadFastPrefill:
-    """Tokens that cannot go on alone, of requests that bring four tokens and three.
+    """An invalid selection of tokens, for two requests with four and three new tokens.
 
     Args:
-        wanted: the tokens; None: the step does not say.
-        count: how many of them count; None: the step does not say.
-        what: why not.
+        wanted: Optional. The selected tokens. If None, the step does not have this field.
+        count: Optional. The number of valid entries in `wanted`. If None, the step does not have
+            this field.
+        what: The reason why the selection is invalid.
     """
 
     wanted: tuple[int, ...] | None
@@ -155,7 +156,7 @@ def tokens_that_cannot_go_on_alone_are_rejected(
 
 
 class PlainBuilder(AttentionMetadataBuilder):
-    """Builds what every backend's metadata says, and counts nothing as a decode."""
+    """Builder of the fields that all backends share; no request counts as a decode."""
 
     def build(
         self,
@@ -169,11 +170,11 @@ class PlainBuilder(AttentionMetadataBuilder):
 
 
 class OtherBuilder(PlainBuilder):
-    """Another class than the plain one."""
+    """Builder of a class other than `PlainBuilder`."""
 
 
 class PlainBackend(AttentionBackend):
-    """A backend that has metadata, and a builder of it."""
+    """A backend with metadata and a builder for it."""
 
     name = "PLAIN"
 
@@ -190,7 +191,7 @@ class PlainBackend(AttentionBackend):
 def such_a_layer_gets_the_wanted_tokens_and_the_whole_step(
     setting: Setting, cases: list[Requests]
 ) -> None:
-    """Its metadata is what its backend builds of the wanted tokens, and two fields more."""
+    """The base builder's metadata for the selected tokens, and two more fields."""
     for step in cases:
         make = setting.truth.make_kv_sharing_fast_prefill_common_attn_metadata
         whole = wanted_step(step, setting)
@@ -220,10 +221,10 @@ def such_a_layer_gets_the_wanted_tokens_and_the_whole_step(
 
 @dataclass(frozen=True)
 class Prefix:
-    """What stands before the name of a class.
+    """The prefix of a class name.
 
     Args:
-        text: the letters.
+        text: The prefix itself.
     """
 
     text: str
@@ -282,7 +283,7 @@ class Open:
 
 @law("subclass_attention_metadata", cases=PREFIXES)
 def derived_metadata_has_some_more_fields(setting: Setting, prefix: Prefix) -> None:
-    """A field that is there already keeps its place and gets the new default."""
+    """A field that already exists keeps its position and gets the new default."""
     derive = setting.candidate.subclass_attention_metadata
     added = [("images", int, 5), ("reach", int, 8)]
     for base in (Frozen, Open):
@@ -313,11 +314,12 @@ LISTED: list[tuple[str, Any, Any]] = [("names", list, [])]
 
 @dataclass(frozen=True)
 class Drafts:
-    """Queries of requests that all bring as many tokens.
+    """Queries of requests that all have the same number of new tokens.
 
     Args:
-        reqs, query_len, heads, head_size: their shape.
-        spare: elements between two tokens: queries are a part of a larger tensor.
+        reqs, query_len, heads, head_size: The shape of the queries.
+        spare: The number of elements between two tokens. If not 0, queries are a slice of a larger
+            tensor.
     """
 
     reqs: int
@@ -329,7 +331,7 @@ class Drafts:
 
 @st.composite
 def drafts(draw: st.DrawFn) -> Drafts:
-    """Return queries of few tokens, none among them."""
+    """Return queries with few tokens per request, sometimes zero."""
     pick = Random(draw(st.integers(0, 2**20)))
     return Drafts(
         pick.choice([1, 2, 3, 5]),
@@ -341,7 +343,7 @@ def drafts(draw: st.DrawFn) -> Drafts:
 
 
 def numbered(drafts: Drafts, device: torch.device) -> torch.Tensor:
-    """Return [tokens, heads, head_size] numbers that tell where each of them stands."""
+    """Return [tokens, heads, head_size] numbers; each is its own offset in memory."""
     tokens, width = drafts.reqs * drafts.query_len, drafts.heads * drafts.head_size
     fused = torch.arange(tokens * (width + drafts.spare), device=device).double()
     flat = fused.view(tokens, width + drafts.spare)[:, :width]

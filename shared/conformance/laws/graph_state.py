@@ -1,8 +1,8 @@
-"""Which laws hold for steps that are captured once and run again on other requests?
+"""Laws of steps that are captured once and replayed on other requests (CUDA graphs).
 
-A history of refills: batches that shrink and grow, tables that get narrower. What the buffers must
-hold afterwards is written out number by number; what a replay must return is the function itself,
-called on the batch alone.
+A history is a sequence of refills: batches shrink and grow, and block tables get narrower. The
+expected contents of the buffers are written out number by number. The expected result of a replay
+is the result of the function itself, called on the batch alone.
 """
 
 from collections.abc import Callable
@@ -40,17 +40,17 @@ HARMLESS = {
     "cross_slot_mapping": PAD_SLOT_ID,
     "cross_block_tables": 1,
 }
-"""What stands where no request does: no slot to write, one key, in a block that is there."""
+"""Values of padding rows: they write to no slot and read one key, in a block that exists."""
 POISON = -77
 
 
 @dataclass(frozen=True)
 class Levels:
-    """What groups of layers can capture.
+    """CUDA graph support levels of groups of layers.
 
     Args:
-        groups: level, backend and layers of each, by cache group.
-        asked: layers that are asked about; None: all.
+        groups: Level, backend and layers of each group of layers, by cache group.
+        asked: Optional. The layers to consider. If None, all layers are considered.
     """
 
     groups: tuple[tuple[tuple[int, str, tuple[str, ...]], ...], ...]
@@ -59,7 +59,7 @@ class Levels:
 
 @st.composite
 def levels(draw: st.DrawFn) -> Levels:
-    """Return groups with ties, some of which nobody asks about."""
+    """Return groups with ties; some of their layers are not considered."""
     pick = Random(draw(st.integers(0, 2**20)))
     names = iter("abcdefghijkl")
     made = tuple(
@@ -81,7 +81,7 @@ def levels(draw: st.DrawFn) -> Levels:
 def a_step_captures_what_its_weakest_group_does(
     setting: Setting, cases: list[Levels]
 ) -> None:
-    """Of several the first is to blame; if nothing limits it, nobody is."""
+    """The first of several weakest backends is named; without a limit, none is."""
     for levels in cases:
         found = setting.candidate.get_attn_cg_support(
             [
@@ -110,9 +110,9 @@ class DecodeBatch:
     """A batch of decodes.
 
     Args:
-        lens: tokens of each sequence.
-        width: of its block table.
-        cross_width: of the encoders' block table.
+        lens: The number of tokens of each sequence.
+        width: The width of the block table.
+        cross_width: The width of the encoders' block table.
     """
 
     lens: tuple[int, ...]
@@ -122,7 +122,7 @@ class DecodeBatch:
     def metadata(
         self, device: torch.device, has_encoder: bool
     ) -> SequenceAttentionMetadata:
-        """Return the batch with its own numbers in every field."""
+        """Return the metadata of the batch, with different numbers in every field."""
         reqs = len(self.lens)
         crossed: dict[str, Any] = {
             "encoder_seq_lens": [each // 2 + 1 for each in self.lens],
@@ -150,7 +150,7 @@ class DecodeBatch:
         )
 
     def refilled(self, name: str, size: int, width: int) -> Tensor:
-        """Return what a buffer of that size must hold once the batch is in it."""
+        """Return the expected contents of a buffer of that size after a refill."""
         source = getattr(self.metadata(torch.device("cpu"), True), name)
         shape = (size, width) if source.dim() == 2 else (size,)
         shape = (0,) if name == "cross_slot_mapping" else shape
@@ -166,13 +166,13 @@ class DecodeBatch:
 
 @dataclass(frozen=True)
 class GraphHistory:
-    """Steps that are captured, and batches that are run in them.
+    """Captured steps, and the batches that are replayed in them.
 
     Args:
-        sizes: requests of the captured steps, in the order in which they are captured.
-        max_blocks: width of the block tables.
-        has_encoder: whether the steps also read an encoder's keys.
-        batches: one after another.
+        sizes: The number of requests of each captured step, in the order of capture.
+        max_blocks: The width of the block tables.
+        has_encoder: Whether the steps also read an encoder's keys.
+        batches: The batches, in the order of their replays.
     """
 
     sizes: tuple[int, ...]
@@ -183,7 +183,7 @@ class GraphHistory:
 
 @st.composite
 def histories(draw: st.DrawFn) -> GraphHistory:
-    """Return batches that fill a step, that leave one row, and that follow longer ones."""
+    """Return batches that fill a step, have one request, or follow longer batches."""
     pick = Random(draw(st.integers(0, 2**20)))
     sizes = pick.sample(range(1, 8), pick.choice([1, 2, 3]))
     most, width = max(sizes), pick.choice([1, 2, 4])
@@ -201,7 +201,7 @@ def histories(draw: st.DrawFn) -> GraphHistory:
 
 
 def state_of(setting: Setting, history: GraphHistory) -> Any:
-    """Return the candidate's state."""
+    """Return a new state of the candidate."""
     return setting.candidate.CommonAttentionState(
         history.max_blocks, LONGEST, setting.device, history.has_encoder
     )
@@ -216,7 +216,7 @@ def names_of(history: GraphHistory) -> tuple[str, ...]:
 def a_step_is_captured_with_numbers_that_do_no_harm(
     setting: Setting, cases: list[GraphHistory]
 ) -> None:
-    """In the first rows of memory that all sizes share."""
+    """Steps of all sizes use the first rows of the same buffers."""
     for history in cases:
         state, most = state_of(setting, history), max(history.sizes)
         expect_same("capturing before", state.is_graph_capturing, False)
@@ -274,7 +274,7 @@ def a_step_is_captured_with_numbers_that_do_no_harm(
 def a_refill_leaves_nothing_of_an_older_batch(
     setting: Setting, cases: list[GraphHistory]
 ) -> None:
-    """In the same memory, whatever stood there; the batch stays as it is."""
+    """Buffers keep their memory, whatever it held; the batch is not modified."""
     for history in cases:
         state, most = state_of(setting, history), max(history.sizes)
         with state.graph_capture(most):
@@ -300,7 +300,7 @@ def a_refill_leaves_nothing_of_an_older_batch(
 def mixed(
     sizes_run: list[int], metadata: SequenceAttentionMetadata, x: Tensor
 ) -> Tensor:
-    """Return what mixes all that a step reads, and remember how many requests it has."""
+    """Return a result that depends on all inputs of a step; record its request count."""
     sizes_run.append(metadata.num_decode_tokens)
     assert metadata.seq_lens_tensor is not None and metadata.block_tables is not None
     found = x * metadata.seq_lens_tensor[:, None] + metadata.slot_mapping[:, None]
@@ -313,7 +313,7 @@ def mixed(
 def a_replay_is_the_function_of_the_batch_alone(
     setting: Setting, cases: list[GraphHistory]
 ) -> None:
-    """In the smallest step that holds it; large ones are captured first, or small ones."""
+    """The smallest step that fits is replayed, in whichever order steps were captured."""
     for history in cases:
         state, most = state_of(setting, history), max(history.sizes)
         sizes_run: list[int] = []
@@ -324,7 +324,7 @@ def a_replay_is_the_function_of_the_batch_alone(
                 for size in history.sizes:
                     state.capture(step, size, torch.ones(size, 2, device=device).long())
         except NotImplementedError:
-            continue  # no graphs there
+            continue  # graphs are not supported there
         expect_same("sizes", state.captured_batch_sizes, sorted(history.sizes))
         for batch in history.batches:
             reqs = len(batch.lens)
@@ -334,7 +334,7 @@ def a_replay_is_the_function_of_the_batch_alone(
             metadata = batch.metadata(device, history.has_encoder)
             found = state.replay(metadata, x)
             expect_same("the input afterwards", x, before)
-            if sizes_run:  # a recorded step runs without the function
+            if sizes_run:  # a replayed graph does not call the function
                 smallest = min(size for size in history.sizes if size >= reqs)
                 expect_same("requests of the step that ran", sizes_run, [smallest])
             table = batch.refilled("block_tables", reqs, history.max_blocks)
@@ -348,7 +348,7 @@ def a_replay_is_the_function_of_the_batch_alone(
 
 
 def summed(metadata: SequenceAttentionMetadata, x: Tensor) -> Tensor:
-    """Return for each request what is summed over all, padding rows too."""
+    """Return for each request a sum over all rows, padding rows included."""
     lens, tables = metadata.seq_lens_tensor, metadata.block_tables
     assert lens is not None and tables is not None
     total = x.sum(0) + 3 * lens.sum() + 5 * metadata.slot_mapping.sum() + tables.sum()
@@ -359,7 +359,7 @@ def summed(metadata: SequenceAttentionMetadata, x: Tensor) -> Tensor:
 def a_replay_depends_on_no_older_one(
     setting: Setting, cases: list[GraphHistory]
 ) -> None:
-    """Even if the step adds up all its rows; and what it was captured with stays as it was."""
+    """Even if the step sums over all its rows. The example input is not modified."""
     for history in cases:
         device, most = setting.device, max(history.sizes)
         last = history.batches[-1]
@@ -371,7 +371,7 @@ def a_replay_depends_on_no_older_one(
                 with state.graph_capture(most):
                     state.capture(summed, most, example)
             except NotImplementedError:
-                return  # no graphs there
+                return  # graphs are not supported there
             for batch in batches:
                 reqs = len(batch.lens)
                 x = torch.arange(2 * reqs, device=device).view(reqs, 2) + 3
@@ -384,11 +384,11 @@ def a_replay_depends_on_no_older_one(
 
 @dataclass(frozen=True)
 class BadCapture:
-    """A refill that does not fit, of a state with two rows of three blocks.
+    """An invalid refill of a state with two rows of three blocks.
 
     Args:
-        what: why not.
-        has_encoder: whether the steps read an encoder's keys.
+        what: The reason why it is invalid.
+        has_encoder: Whether the steps read an encoder's keys.
     """
 
     what: str
@@ -456,7 +456,7 @@ LENGTHS = [
 def lengths_that_no_step_was_captured_for_are_rejected_if_contents_are_checked(
     setting: Setting, case: tuple[str, tuple[int, int]]
 ) -> None:
-    """Of sequences and of encoders; the longest that was captured is one that fits."""
+    """Applies to sequences and encoders; the longest captured length is accepted."""
     name, lens = case
     state = state_of(setting, GraphHistory((2,), 3, True, ()))
     with state.graph_capture(2):
@@ -485,7 +485,7 @@ def lengths_that_no_step_was_captured_for_are_rejected_if_contents_are_checked(
 def metadata_without_a_buffer_is_of_no_captured_step(
     setting: Setting, nonsense: BadCapture
 ) -> None:
-    """A step that reads no encoder needs none of an encoder's buffers."""
+    """A step without an encoder does not need the encoder's buffers."""
     state = state_of(setting, GraphHistory((2,), 3, nonsense.has_encoder, ()))
     with state.graph_capture(2):
         whole = state.graph_capture_get_metadata_for_batch(2)
@@ -511,7 +511,7 @@ INPUTS: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
     "an input without an axis": lambda x: (x[0, 0],),
     "an input of another dtype": lambda x: (x.float(),),
 }
-"""What does not fit a step that was captured with one input [2, 2] of integers."""
+"""Invalid inputs for a step that was captured with one input [2, 2] of integers."""
 REPLAYED = [
     BadCapture(what, has_encoder)
     for what in (*CHANGES, *INPUTS)
@@ -524,7 +524,7 @@ REPLAYED = [
 def a_rejected_replay_leaves_its_step_as_it_was(
     setting: Setting, nonsense: BadCapture
 ) -> None:
-    """Its batch does not fit, or its inputs do not; the next replay is right again."""
+    """The batch or the inputs do not fit; the next replay is correct again."""
     history = GraphHistory((2,), 3, nonsense.has_encoder, ())
     state, device = state_of(setting, history), setting.device
     seen: list[SequenceAttentionMetadata] = []
@@ -539,7 +539,7 @@ def a_rejected_replay_leaves_its_step_as_it_was(
         with state.graph_capture(2):
             state.capture(step, 2, x + 1)
     except NotImplementedError:
-        # no graphs there, and so no step that could run
+        # graphs are not supported there, so there is nothing to replay
         expect_refusal(nonsense.what, lambda: state.replay(good, x))
         return
     right = packed(state.replay(good, x)).cpu()
@@ -584,13 +584,13 @@ CAPTURED: dict[str, tuple[Callable[..., Any], int, tuple[Tensor, ...]]] = {
 def a_rejected_capture_leaves_the_steps_captured_before(
     setting: Setting, what: str
 ) -> None:
-    """Also one of the same size."""
+    """This includes a step of the same size."""
     function, size, inputs = CAPTURED[what]
     inputs = tuple(each.to(setting.device) for each in inputs)
     state = state_of(setting, GraphHistory((2,), 3, False, ()))
     with state.graph_capture(3):
         with suppress(NotImplementedError):
-            # where there are no graphs, there is no capture of nonsense either
+            # without graph support this capture raises too, and no size is captured
             state.capture(lambda metadata: metadata.seq_lens_tensor * 3, 2)
         before = state.captured_batch_sizes
         expect_refusal(what, partial(state.capture, function, size, *inputs))
@@ -607,7 +607,7 @@ def a_rejected_capture_leaves_the_steps_captured_before(
 def buffers_are_there_within_their_block_and_no_longer(
     setting: Setting, history: GraphHistory
 ) -> None:
-    """Also after an exception, which forgets what its block captured."""
+    """Also after an exception, which discards what its block captured."""
     state, device = state_of(setting, history), setting.device
     for name, call in (
         ("metadata", lambda: state.graph_capture_get_metadata_for_batch(1)),
@@ -662,7 +662,7 @@ def an_exception_forgets_only_what_its_own_block_captured(
             state.capture(step, 1)
     except NotImplementedError:
         expect_same("sizes", state.captured_batch_sizes, [])
-        return  # no graphs there
+        return  # graphs are not supported there
     try:
         with state.graph_capture(3):
             state.capture(step, 3)

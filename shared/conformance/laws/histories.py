@@ -1,9 +1,8 @@
-"""Which laws hold for a cache over its whole life?
+"""Laws of a cache over whole histories of requests.
 
-One action at a time an operation may be right and the cache still go wrong: a block that was given
-up and is written once more, a row that kept an entry of the request before, a copy on write that
-comes too late. So here whole histories are run (`machine`), and everything is compared after each
-action.
+Each operation may be correct alone while the cache still ends up wrong: a freed block is written
+again, a row keeps an entry of the previous request, or a copy on write comes too late. Therefore
+whole histories are run (`machine`), and everything is compared after each action.
 """
 
 from random import Random
@@ -19,7 +18,7 @@ OFTEN = (*KINDS, "start", "step", "append", "append")
 
 @st.composite
 def histories(draw: st.DrawFn) -> CacheHistory:
-    """Return a history; Hypothesis drops actions from it one by one when it breaks a law."""
+    """Return a history. If it breaks a law, Hypothesis shrinks it action by action."""
     actions = draw(
         st.lists(
             st.builds(
@@ -57,7 +56,7 @@ def a_cache_stays_right_whatever_is_done_to_it(
 
 
 TOLD = (
-    # a fork parts from its origin in the middle of a block, first the one, then the other
+    # a fork and its origin diverge in the middle of a block: the fork first, then the origin
     CacheHistory(
         (
             CacheAction("start", 0, 6),
@@ -66,7 +65,7 @@ TOLD = (
             CacheAction("append", 0, 3),
         )
     ),
-    # a row is used again by a shorter request, in a step of a smaller size
+    # a row is reused by a shorter request, in a step of a smaller size
     CacheHistory(
         (
             CacheAction("start", 0, 13),
@@ -87,7 +86,7 @@ TOLD = (
             CacheAction("append", 0, 5),
         )
     ),
-    # what comes back from the host comes to other blocks
+    # blocks that are swapped in from the host get other block ids
     CacheHistory(
         (
             CacheAction("start", 0, 7),
@@ -100,7 +99,7 @@ TOLD = (
         block_size=3,
         layout="interleaved",
     ),
-    # three requests in a step for four, then two in one for two, then four
+    # three requests in a step of size four, then two in a step of size two, then four
     CacheHistory(
         (
             CacheAction("start", 0, 2),

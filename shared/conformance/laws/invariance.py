@@ -1,8 +1,8 @@
-"""Which changes of a call change nothing of its answer?
+"""Laws of invariance: changes of a call that must not change its result.
 
-Where pages lie, what nobody owns and what other requests hold moves no bit. Requests in another
-order or alone, a prompt in chunks and larger bounds may round otherwise: then each row keeps the
-budget that it had.
+Page addresses, the contents of unallocated slots and the contents of other requests do not change
+a single bit. Another order of requests, a request alone, a prompt in chunks and larger bounds may
+round differently. In these cases every row must stay within its error budget.
 """
 
 from collections.abc import Callable
@@ -55,7 +55,7 @@ def the_address_of_a_page_changes_no_bit(setting: Setting, case: Drawn) -> None:
 
 @law("paged_attention", cases=PAGED[::2])
 def unallocated_slots_change_no_bit(setting: Setting, case: Drawn) -> None:
-    """Free slots, tails of rows and trees, rows behind the last request: anything may be there."""
+    """Free slots, tails of rows and trees, and rows after the last request hold any value."""
     call = build_call(*case, setting.device)
     other = poisoned(call, POISONS[case[1] % len(POISONS)])
     expect_same_results("with other poison", ask(setting, other), ask(setting, call))
@@ -69,7 +69,7 @@ def what_follows_the_last_key_changes_no_bit(setting: Setting, case: Drawn) -> N
 
 
 def same_rows(what: str, setting: Setting, call: Call, other: Call, req: int) -> None:
-    """Refuse a change of the bits of one request's rows."""
+    """Raise if any bit of one request's rows changes."""
     rows = rows_of(call, [req])
     (out, lse), (before, lse_before) = ask(setting, other), ask(setting, call)
     expect_same(f"output {what}", out[rows], before[rows].cpu())
@@ -79,7 +79,7 @@ def same_rows(what: str, setting: Setting, call: Call, other: Call, req: int) ->
 
 @law("paged_attention", cases=drawn_calls(fixed={"batch": "verification"}))
 def other_requests_change_no_bit(setting: Setting, case: Drawn) -> None:
-    """NaN among them."""
+    """The other requests may contain NaN."""
     call = build_call(*case, setting.device)
     pick = Random(case[1])
     kept = pick.randrange(len(call.query_lens))
@@ -89,7 +89,7 @@ def other_requests_change_no_bit(setting: Setting, case: Drawn) -> None:
 
 @law("paged_attention", cases=drawn_calls(fixed={"batch": "mixed"}))
 def neither_order_nor_neighbours_matter(setting: Setting, case: Drawn) -> None:
-    """Some of the requests, in another order, and one of them twice."""
+    """A subset of the requests runs in another order; one may occur twice."""
     call = build_call(*case, setting.device)
     pick = Random(case[1])
     reqs = list(range(len(call.query_lens)))
@@ -111,7 +111,7 @@ WHOLE = {
 
 @law("paged_attention", cases=drawn_calls(fixed=WHOLE))
 def a_prompt_in_chunks_is_the_prompt_in_one(setting: Setting, case: Drawn) -> None:
-    """Each chunk asks the keys that are there by then, chunk after chunk or all in one batch."""
+    """Each chunk attends to the keys up to its end; chunks run in turn or in one batch."""
     call = build_call(*case, setting.device)
     pick = Random(case[1])
     parts: list[tuple[int, int, int]] = []
@@ -134,7 +134,7 @@ def a_prompt_in_chunks_is_the_prompt_in_one(setting: Setting, case: Drawn) -> No
 
 @law("paged_attention", cases=[0, 1])
 def token_by_token_is_the_prompt_in_one(setting: Setting, seed: int) -> None:
-    """Every query is a request of its own, and all read the same row."""
+    """Every query is a separate request; all use the same block-table row."""
     plan = BatchPlan((18,), (18,), group=3, needle="block edge", seed=seed)
     if setting.is_fitting:
         plan = replace(setting.fit(plan), query_lens=(18,))
@@ -156,7 +156,7 @@ BOUNDS = [
 def larger_bounds_change_nothing_beyond_rounding(
     setting: Setting, case: tuple[tuple[int, int], int, int, str]
 ) -> None:
-    """They may cut a row's keys into more parts, most of which are empty then."""
+    """Larger bounds may give a row more splits, most of which are then empty."""
     query_lens, query_bound, key_bound, name = case
     plan = BatchPlan(query_lens, (40, 70), spare_blocks=300, kv_heads=1, needle="last")
     plan = setting.fit(plan)
@@ -175,7 +175,7 @@ def larger_bounds_change_nothing_beyond_rounding(
 def lengths_and_flags_may_be_views_with_any_strides(
     setting: Setting, seed: int
 ) -> None:
-    """Lengths, starts, rows of blocks, flags, biases, trees and ranges."""
+    """Views are lengths, starts, block tables, flags, biases, trees and ranges."""
     plan = setting.fit(BatchPlan((3, 1, 5), (20, 9, 33), seed=seed, padding=seed % 2))
     flags = torch.tensor([True, False, True])
     tree = torch.ones(3, 6, 6, dtype=torch.bool).tril()
@@ -197,7 +197,7 @@ def lengths_and_flags_may_be_views_with_any_strides(
 def numbers_of_each_head_may_be_views_with_any_strides(
     setting: Setting, name: str
 ) -> None:
-    """NaN lies between them; a row is short and is cut, or is long."""
+    """NaN is between the elements; the batch has short and long requests."""
     plan = setting.fit(BatchPlan((3, 1, 20), (20, 300, 33)))
     call = paged_call(plan, setting.device)
     numbers = slopes(2, 0.3) if name.endswith("scale") else slopes(4)
@@ -207,7 +207,7 @@ def numbers_of_each_head_may_be_views_with_any_strides(
 
 
 def expect_same_from_views(setting: Setting, call: Call, names: list[str]) -> None:
-    """Refuse a wrong answer where small tensors are views with garbage between them."""
+    """Raise if results are wrong for strided views with garbage between elements."""
     changes: dict[str, Tensor] = {}
     for name in ("query_start_loc", "seq_lens", "block_table", *names):
         each = call.arguments[name]
@@ -221,13 +221,13 @@ def expect_same_from_views(setting: Setting, call: Call, names: list[str]) -> No
             changes[name] = apart(each.T).T
         else:
             changes[name] = apart(each[:, None], NAN)[:, 0]
-    # a compiler may add up in another order for another stride, so no bits are compared
+    # a compiler may sum in another order for other strides, so results need not be bitwise equal
     expect_right(setting, call, ask(setting, call.changed(**changes)))
 
 
 @law("paged_attention", cases=[0, 1])
 def checking_contents_changes_nothing(setting: Setting, seed: int) -> None:
-    """PAGETWIN_CHECK_VALUES=1 refuses what makes no sense, and nothing else."""
+    """PAGETWIN_CHECK_VALUES=1 rejects invalid contents and accepts all others."""
     plan = BatchPlan((3, 0, 1), (20, 0, 40), padding=seed, spare_blocks=2)
     call = paged_call(setting.fit(plan), setting.device)
     before = ask(setting, call)
@@ -237,16 +237,16 @@ def checking_contents_changes_nothing(setting: Setting, seed: int) -> None:
 
 
 FAR = 2**30 + 64
-"""Elements between two neighbours of an axis: twice that does not fit 32 bits."""
+"""Stride of an axis in elements; twice this stride does not fit a signed 32-bit integer."""
 
 
 @dataclass(frozen=True)
 class FarAttention:
-    """What lies far apart, and on which way.
+    """A call in which the elements of one tensor are far apart.
 
     Args:
-        what: "pages", "query" or "output".
-        query_len: new tokens.
+        what: The tensor: "pages", "query" or "output".
+        query_len: The number of new tokens.
     """
 
     what: str
@@ -263,7 +263,7 @@ class FarAttention:
     ],
 )
 def addresses_of_attention_have_64_bits(setting: Setting, far: FarAttention) -> None:
-    """The third of anything lies past 2**31 elements; in 32 bits that wraps to before the first."""
+    """Element 2 of an axis is past 2**31 elements; a 32-bit offset would become negative."""
     plan = BatchPlan(
         (far.query_len,),
         (33,),
@@ -275,7 +275,7 @@ def addresses_of_attention_have_64_bits(setting: Setting, far: FarAttention) -> 
     )
     call = paged_call(plan, setting.device, [(0, 32)])
     tokens = len(call.query)
-    # only what is touched takes memory on a host
+    # on a host, only the touched part takes memory
     memory = torch.empty(2 * FAR + 2**12, dtype=torch.float16, device=setting.device)
     if far.what == "output":
         out = memory.as_strided((tokens, 1, 16), (FAR, 16, 1)).fill_(NAN)
@@ -302,13 +302,13 @@ def addresses_of_attention_have_64_bits(setting: Setting, far: FarAttention) -> 
 
 @dataclass(frozen=True)
 class Change:
-    """An argument of attention, and another value of it."""
+    """An argument of attention that gets another value."""
 
     name: str
     seed: int = 0
 
     def of(self, call: Call) -> Call:
-        """Return the call with that argument changed, so that its answer is another."""
+        """Return the call with that argument changed, so that its result differs."""
         given, heads = call.arguments, call.query.shape[1]
         tokens = len(call.query)
         others: dict[str, Callable[[], Any]] = {
@@ -357,7 +357,7 @@ CHANGES = [
 
 @law("paged_attention", cases=CHANGES)
 def every_argument_of_attention_is_obeyed(setting: Setting, change: Change) -> None:
-    """A decode beside a few new tokens, on some tens and on some hundreds of keys."""
+    """A decode and a request of five new tokens, on tens and on hundreds of keys."""
     key_lens = (45, 20) if change.seed == 0 else (300, 150)
     plan = setting.fit(BatchPlan((1, 5), key_lens, seed=change.seed, kv_heads=1))
     call = change.of(paged_call(plan, setting.device))

@@ -1,9 +1,9 @@
-"""Which laws hold for batches that are larger than what a program takes at once?
+"""Laws of batches that are larger than the tiles of a program.
 
-Kernels work in pieces: some requests, some heads, some keys at a time. So there are more requests
-than any such piece, all as long as each other or one much longer, idle ones, empty ones and prompts
-among them; more heads in a group; heads so large that few parts of a row fit; and windows that are
-wider than a piece, but narrower than the sequence.
+Kernels process tiles: some requests, some heads and some keys at a time. The cases therefore have
+more requests than a tile. Their lengths are equal, or one is much longer; some requests are idle,
+empty or prompts. Other cases have more heads per group, or head sizes so large that only a few
+splits of a row fit, or windows that are wider than a tile but narrower than the sequence.
 """
 
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ from ..harness.asking import ask, expect_right, expect_same_results
 from ..harness.law import Setting, law
 
 EVEN = (1, 16, 64, 96, 128, 640)
-"""Keys of requests that are all alike."""
+"""Numbers of keys in batches whose requests have equal lengths."""
 RAGGED = (0, 1, 31, 32, 33, 64, 65, 97, 130, 300)
 
 
@@ -29,9 +29,9 @@ class Crowd:
     """Requests that share a launch.
 
     Args:
-        plan: new tokens and keys of each.
-        option: what hides keys or takes weight: one of OPTIONS.
-        is_paged: whether keys lie in pages; else request after request.
+        plan: The number of new tokens and keys of each request.
+        option: The mask or the sinks: a key of OPTIONS, "sinks" or "flags".
+        is_paged: Whether keys are stored in pages. If False, they are ragged.
     """
 
     plan: BatchPlan
@@ -50,7 +50,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def option_of(name: str, heads: int, reqs: int) -> dict[str, Any]:
-    """Return the arguments that an option of a crowd stands for."""
+    """Return the arguments of attention for an option of a crowd."""
     if name == "sinks":
         return {"sinks": slopes(heads, 3.0)}
     if name == "flags":
@@ -59,7 +59,7 @@ def option_of(name: str, heads: int, reqs: int) -> dict[str, Any]:
 
 
 def draw_crowd(pick: Random, counts: tuple[int, ...]) -> tuple[list[int], list[int]]:
-    """Return new tokens and keys of requests: alike, ragged, or one of them much longer."""
+    """Return new tokens and keys per request: equal, ragged, or one much longer."""
     count = pick.choice(counts)
     kind = pick.choice(["even", "even", "ragged", "one long", "some idle", "prompts"])
     lens = [pick.choice(RAGGED[: 10 if count < 10 else 5]) for _ in range(count)]
@@ -81,7 +81,7 @@ def draw_crowd(pick: Random, counts: tuple[int, ...]) -> tuple[list[int], list[i
 
 @st.composite
 def crowds(draw: st.DrawFn, counts: tuple[int, ...], is_paged: bool = True) -> Crowd:
-    """Return a crowd of one of some sizes; all of it from one seed."""
+    """Return a crowd of one of the given sizes; one seed determines all of it."""
     pick = Random(draw(st.integers(0, 2**20)))
     news, lens = draw_crowd(pick, counts)
     option = pick.choice([*OPTIONS, "none", "none", "sinks", "sinks", "flags"])
@@ -114,7 +114,7 @@ def expect_right_crowd(setting: Setting, crowd: Crowd) -> None:
 def requests_are_right_however_their_lengths_share_the_work(
     setting: Setting, crowd: Crowd
 ) -> None:
-    """All alike, ragged, or one as long as all others; idle ones and prompts among them."""
+    """Lengths are equal, ragged, or one is much longer; some requests are idle or prompts."""
     expect_right_crowd(setting, crowd)
 
 
@@ -126,9 +126,12 @@ def ragged_requests_are_right_however_long_each_is(
 
 
 def many(count: int, idle: int = 1, **changes: Any) -> BatchPlan:
-    """Return a plan of many decodes of up to two tiles, idle ones and a prompt among them.
+    """Return a plan of many decodes of up to two tiles, with idle requests and one prompt.
 
-    For three decodes there are so many idle ones.
+    Args:
+        count: The number of requests.
+        idle: The number of idle requests for every three decodes, on average.
+        changes: Other fields of the plan.
     """
     pick = Random(count)
     lens = [pick.choice(RAGGED[1:5]) for _ in range(count)]
@@ -171,7 +174,7 @@ def there_may_be_any_number_of_requests(setting: Setting, crowd: Crowd) -> None:
 def equal_requests_are_right_at_every_length(
     setting: Setting, case: tuple[int, int]
 ) -> None:
-    """A whole number of tiles; its needle is the last key."""
+    """The length is a whole number of tiles, and the needle is the last key."""
     count, length = case
     plan = BatchPlan((1,) * count, (length,) * count, kv_heads=1, group=2, head_size=8)
     plan = replace(plan, needle="last", seed=length)
@@ -213,7 +216,7 @@ def groups_and_heads_may_be_larger_than_a_tile(setting: Setting, crowd: Crowd) -
 
 @law("paged_attention", cases=[0, 1, 2])
 def a_batch_leaves_nothing_to_the_next(setting: Setting, seed: int) -> None:
-    """After other lengths, fewer requests and another order, the same batch has the same bits."""
+    """The result stays bitwise equal after calls with fewer requests or another order."""
     lens = ((200, 20, 70), (130, 130, 130), (320, 2, 33))[seed]
     plan = BatchPlan((1, 2, 1), lens, group=3, head_size=8, needle="last", seed=seed)
     call = paged_call(plan, setting.device)

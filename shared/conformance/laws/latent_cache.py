@@ -1,7 +1,7 @@
-"""Which laws hold for a cache of latents?
+"""Laws of a cache of latents (MLA).
 
-What is written is exact, byte by byte, and everything beside it stays. The widths are those of the
-configuration. Calls that make no sense are refused before anything is written.
+Written entries are exact, byte by byte, and all other memory is unchanged. The widths come from the
+configuration. Invalid calls raise before anything is written.
 """
 
 from collections.abc import Callable
@@ -32,14 +32,16 @@ from .latents import WAYS, arguments_of, ask_latents, expect_latents
 
 @dataclass(frozen=True)
 class LatentWrite:
-    """New tokens and where they go, in small numbers.
+    """New tokens and their slots, in small sizes.
 
     Args:
-        slots: of each token that has an entry; negative: not stored.
-        padding: tokens behind the last entry.
-        blocks, block_size: of the cache.
-        scale: of an FP8 cache; a tensor if `is_tensor`.
-        wide: whether latents and rope keys are slices of one projection.
+        slots: The slot of each token in the slot mapping. A token with a negative slot is not
+            stored.
+        padding: The number of tokens after the end of the slot mapping.
+        blocks, block_size: The size of the cache.
+        rank, rope: The widths of the latents and of the rope keys.
+        scale: The scale of an FP8 cache. It is passed as a tensor if `is_tensor` is True.
+        wide: Whether latents and rope keys are slices of one projection.
     """
 
     slots: tuple[int, ...]
@@ -59,7 +61,7 @@ class LatentWrite:
 
 @st.composite
 def writes(draw: st.DrawFn) -> LatentWrite:
-    """Return a write, slots at both ends of the cache among them; all of it from one seed."""
+    """Return a write, often to the last slot of the cache; one seed determines all of it."""
     pick = Random(draw(st.integers(0, 2**20)))
     blocks, size = pick.choice([1, 3, 7]), pick.choice([1, 3, 16, 24])
     count = min(pick.choice([0, 1, 2, blocks * size // 2]), blocks * size)
@@ -89,7 +91,7 @@ def writes(draw: st.DrawFn) -> LatentWrite:
 def a_latent_and_its_rope_key_are_written_to_their_slot(
     setting: Setting, write: LatentWrite
 ) -> None:
-    """One behind the other, and nothing else; numbers too large for FP8 stop at its largest."""
+    """The rope key follows the latent; nothing else is written. FP8 values saturate."""
     plan = LatentPlan(
         (),
         (),
@@ -118,7 +120,7 @@ def a_latent_and_its_rope_key_are_written_to_their_slot(
             continue
         row = new[token]
         if write.cache_dtype is not None:
-            # the scale has 32 bits, and so has what is divided
+            # the scale and the dividend are float32
             scale = torch.tensor(write.scale)
             divided = row.float() / scale
             row = quantise_by_hand(divided[None, None], 1.0, write.cache_dtype)[0, 0]
@@ -136,10 +138,10 @@ def a_latent_and_its_rope_key_are_written_to_their_slot(
 
 @law("concat_and_cache_mla", "latent_decode_attention", cases=[2, 1])
 def latents_past_two_billion_elements_are_found(setting: Setting, block: int) -> None:
-    """The third block lies past 2**31 elements; in 32 bits that wraps to before the first."""
+    """The third block is past 2**31 elements; a 32-bit offset would become negative."""
     plan = LatentPlan((1,), (33,), heads=1, dtype=torch.float16, needle="last")
     batch = build_latents(plan, setting.device)
-    # only what is touched takes memory on a host
+    # on a host, only the touched part takes memory
     memory = torch.empty(2 * FAR + 2**12, dtype=torch.float16, device=setting.device)
     far = memory.as_strided((3, 16, 24), (FAR, 24, 1)).fill_(NAN)
     order = [2, 1, 0] if block == 2 else [0, 2, 1]
@@ -163,7 +165,7 @@ def latents_past_two_billion_elements_are_found(setting: Setting, block: int) ->
 def latents_past_two_billion_elements_are_gathered(
     setting: Setting, block: int
 ) -> None:
-    """The third block is the first of the context, or its last."""
+    """The third block of the cache is the first or the last block of the context."""
     plan = LatentPlan((3,), (36,), heads=1, dtype=torch.float16, needle="first")
     batch = build_latents(plan, setting.device)
     memory = torch.empty(2 * FAR + 2**12, dtype=torch.float16, device=setting.device)
@@ -188,7 +190,7 @@ WIDTHS = {
 def latent_widths_are_those_of_the_configuration(
     setting: Setting, query: int | str | None
 ) -> None:
-    """A model that does not compress its queries says None, or nothing."""
+    """If queries are not compressed, q_lora_rank is None or missing."""
     named = {} if query == "missing" else {"q_lora_rank": query}
     dims = setting.candidate.get_mla_dims(SimpleNamespace(**WIDTHS, **named))
     for name, width in WIDTHS.items():

@@ -1,7 +1,7 @@
-"""Which laws hold for latent attention?
+"""Laws of latent attention (MLA).
 
-Both ways, carrying queries to the latents or expanding these, come to full multi-head attention,
-which is counted key by key in float64. What is written to the cache is exact.
+Decode projects queries into the space of the latents; prefill expands latents to keys and values.
+Both must equal full multi-head attention, which the oracle computes key by key in float64.
 """
 
 from dataclasses import replace
@@ -33,7 +33,7 @@ WAYS = ("latent_decode_attention", "latent_prefill_attention")
 
 
 def arguments_of(batch: LatentBatch, way: str) -> dict[str, Any]:
-    """Return what one way takes, by name."""
+    """Return the arguments of one operation by name."""
     is_decode = way == WAYS[0]
     return batch.decode_arguments() if is_decode else batch.prefill_arguments()
 
@@ -41,7 +41,7 @@ def arguments_of(batch: LatentBatch, way: str) -> dict[str, Any]:
 def ask_latents(
     setting: Setting, batch: LatentBatch, way: str, **changes: Any
 ) -> Result:
-    """Return what the candidate answers, either way, written over NaN."""
+    """Return the candidate's results; the outputs are filled with NaN before the call."""
     tokens, heads, _ = batch.q_nope.shape
     out = batch.q_nope.new_full((tokens, heads, batch.plan.value), NAN)
     lse = torch.full((heads, tokens), NAN, device=setting.device)
@@ -75,7 +75,7 @@ def expect_latents(
     answer: Answer | None = None,
     **changes: Any,
 ) -> None:
-    """Refuse an answer that does not keep its rows' budgets, rows behind the last among them."""
+    """Raise if a row exceeds its error budget, or a padding row is wrong."""
     out, lse = found
     assert lse is not None
     answer = batch.answer(way == WAYS[1]) if answer is None else answer
@@ -134,7 +134,7 @@ def a_decode_over_latents_attends_to_its_window_only(
 def a_prefill_over_latents_is_full_multi_head_attention(
     setting: Setting, plan: LatentPlan
 ) -> None:
-    """Its context in chunks of any length, which end in the middle of requests."""
+    """The context is processed in chunks that may end in the middle of requests."""
     batch = build_latents(plan, setting.device)
     context = sum(plan.key_lens) - batch.tokens
     pick = Random(plan.seed)
@@ -165,7 +165,7 @@ CORNERS += [
 def a_latent_that_outweighs_all_others_is_found(
     setting: Setting, case: tuple[str, LatentPlan]
 ) -> None:
-    """By its latent or its rope key, at the edges of blocks, tiles and chunks of the context."""
+    """The needle is a latent or a rope key, at edges of blocks, tiles and context chunks."""
     way, plan = case
     batch = build_latents(plan, setting.device)
     changes: dict[str, Any] = {"max_context_chunk": 64} if way == WAYS[1] else {}
@@ -174,7 +174,7 @@ def a_latent_that_outweighs_all_others_is_found(
 
 
 def pieces(batch: LatentBatch, cuts: list[int]) -> list[tuple[slice, LatentBatch]]:
-    """Return the one request of a batch in chunks, each with its rows."""
+    """Return the chunks of a batch's only request, each with its rows."""
     length = batch.plan.key_lens[0]
     edges = [0, *cuts, length]
     found = []
@@ -198,7 +198,7 @@ def pieces(batch: LatentBatch, cuts: list[int]) -> list[tuple[slice, LatentBatch
 def a_prompt_of_latents_in_chunks_is_the_prompt_in_one(
     setting: Setting, case: tuple[str, int]
 ) -> None:
-    """However it is cut, and whichever way the last piece takes."""
+    """For any cuts; the other chunks may use either operation."""
     way, seed = case
     pick = Random(seed)
     length = pick.choice([2, 17, 30])
@@ -224,7 +224,7 @@ def a_prompt_of_latents_in_chunks_is_the_prompt_in_one(
 def unallocated_slots_of_latents_change_no_bit(
     setting: Setting, case: tuple[str, float]
 ) -> None:
-    """Free slots, tails of rows and padding; a prefill does not read its new tokens' slots."""
+    """Free slots, row tails and padding; a prefill does not read its new tokens' slots."""
     way, poison = case
     plan = LatentPlan((3, 1, 0), (20, 9, 4), layout="padded", padding=2, needle="last")
     batch = build_latents(plan, setting.device)
@@ -250,7 +250,7 @@ def unallocated_slots_of_latents_change_no_bit(
 def latent_attention_changes_nothing_that_it_reads(
     setting: Setting, case: tuple[str, str]
 ) -> None:
-    """And does the same once more, from blocks that lie elsewhere, and in an output of its own."""
+    """Results repeat bitwise in a second call, with other blocks and with a new output."""
     way, layout = case
     plan = LatentPlan((3, 1, 5), (20, 9, 40), layout=layout, padding=1)
     batch = build_latents(plan, setting.device)

@@ -1,9 +1,8 @@
-"""Which laws hold for what a layer and its step ask of attention?
+"""Laws of the options that a layer and its step pass to attention.
 
-Options reach attention on three ways: some are the layer's own, some come with the step through the
-builder's metadata, and the scales of FP8 lie with the layer and the output. Any of them together
-must mean what they mean where attention is called by itself, and the cache afterwards is written
-out byte by byte.
+Options reach attention in three ways. Some belong to the layer, some come with the step through the
+builder's metadata, and the FP8 scales come with the layer and the output. Any combination must give
+the same result as a direct call of attention. The expected cache is written out byte by byte.
 """
 
 from dataclasses import dataclass
@@ -39,14 +38,14 @@ OF_LAYERS = (
     "position_bias",
     "sinks",
 )
-"""Options that a layer is made with, named as attention names them."""
+"""Options of a layer's constructor, with the names that attention uses."""
 CACHE_DTYPES = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
 Images = dict[int, list[tuple[int, int]]]
 
 
 @st.composite
 def asked(draw: st.DrawFn, fixed: tuple[tuple[str, str], ...] = ()) -> Drawn:
-    """Return any choice of options that a layer can be asked for, and a seed."""
+    """Return a choice of options for a layer and its step, and a seed."""
     seed = draw(st.integers(0, 2**20))
     pick = Random(seed)
     start = {
@@ -57,9 +56,9 @@ def asked(draw: st.DrawFn, fixed: tuple[tuple[str, str], ...] = ()) -> Drawn:
         "causal": pick.choice(["yes", "yes", "no", "each request"]),
         "group": pick.choice(["1", "2"]),
     } | dict(fixed)
-    if pick.random() < 0.6:  # whole prompts take long in an interpreter
+    if pick.random() < 0.6:  # whole prompts are slow in an interpreter
         start["batch"] = pick.choice(["decode", "verification"])
-    if pick.random() < 0.3:  # what backends take that are choosy
+    if pick.random() < 0.3:  # sizes and dtypes that restrictive backends support
         start |= {"head_size": "80", "block_size": "16"}
         start["dtype"] = pick.choice(["float16", "bfloat16"])
     return draw_choice(pick, start.items()), seed
@@ -67,15 +66,18 @@ def asked(draw: st.DrawFn, fixed: tuple[tuple[str, str], ...] = ()) -> Drawn:
 
 @dataclass(frozen=True)
 class LayerStep:
-    """A step of a layer, and the call of attention that it comes to.
+    """A step of a layer, and the equivalent call of attention.
 
     Args:
-        call: attention over the cache as it must be after the step's writes, the requests with
-            the fewest new tokens first.
-        images: spans of each request whose tokens see each other both ways.
-        before, after: [2, num_blocks, block_size, kv_heads, head_size] the cache on the host.
-        key, value: [tokens, kv_heads, head_size] and [..., value_head_size] what the step brings.
-        slots: where that goes; PAD_SLOT_ID where an earlier token of the step has that slot.
+        call: The call of attention over the cache after the step's writes. Requests with the
+            fewest new tokens come first.
+        images: Image spans of each request. Tokens of a span attend to each other in both
+            directions.
+        before, after: [2, num_blocks, block_size, kv_heads, head_size] The cache on the host before
+            and after the step.
+        key, value: [tokens, kv_heads, head_size] and [..., value_head_size] New keys and values.
+        slots: The slots of the new tokens. PAD_SLOT_ID if an earlier token of the step has the same
+            slot.
     """
 
     call: Call
@@ -88,10 +90,10 @@ class LayerStep:
 
 
 def build_step(case: Drawn, device: torch.device, has_images: bool) -> LayerStep:
-    """Return the step of a choice: the last keys of each request are those that it brings."""
+    """Return the step of a choice; the last keys of each request are its new tokens."""
     call = build_call(*case, device)
     pick = Random(f"layer {case[1]}")
-    # two requests are enough to mix them up, and do not take long
+    # two requests are enough to detect mixed-up requests, and they run fast
     reqs = pick.sample(range(len(call.query_lens)), 2)
     call = only(call, sorted(reqs, key=lambda req: call.query_lens[req]))
     images = draw_images(pick, call) if has_images else {}
@@ -137,10 +139,10 @@ def _on_host(scale: Any) -> Any:
 
 
 def draw_images(pick: Random, call: Call) -> Images:
-    """Return spans that lie apart; the last one of a request holds some of its new tokens.
+    """Return disjoint image spans; the last one of a request contains some of its new tokens.
 
-    One that holds two of them lets the first see the second; behind a window or a chunk it lets
-    them see the context.
+    In a span with two new tokens, the first attends to the second. A span also makes keys of the
+    context visible that a window or a chunk would mask.
     """
     images: Images = {}
     for req, (new, total) in enumerate(
@@ -158,7 +160,7 @@ def draw_images(pick: Random, call: Call) -> Images:
 
 
 def ranges_of(call: Call, images: Images) -> Tensor | None:
-    """Return [tokens, 2] the image that each new token stands in; None: none stands in one."""
+    """Return [tokens, 2] image spans of the new tokens, or None if no token is in an image."""
     found = []
     for req, (new, total) in enumerate(
         zip(call.query_lens, call.key_lens, strict=True)
@@ -172,7 +174,7 @@ def ranges_of(call: Call, images: Images) -> Tensor | None:
 
 
 def metadata_of(step: LayerStep, device: torch.device) -> CommonAttentionMetadata:
-    """Return what the engine says of the step."""
+    """Return the engine's metadata of the step."""
     call, given = step.call, step.call.arguments
     computed = [
         total - new for new, total in zip(call.query_lens, call.key_lens, strict=True)
@@ -197,7 +199,7 @@ def metadata_of(step: LayerStep, device: torch.device) -> CommonAttentionMetadat
 
 
 def layer_options(call: Call) -> dict[str, Any]:
-    """Return what the layer is made with beside its sizes."""
+    """Return the arguments of the layer's constructor other than its sizes."""
     given = call.arguments
     made = {name: given[name] for name in OF_LAYERS if name in given}
     if "alibi_slopes" in made:
@@ -236,7 +238,7 @@ def run_layer(
     options: dict[str, Any],
     seed: int,
 ) -> None:
-    """Refuse a layer of one backend that answers or writes something else."""
+    """Raise if a layer of one backend returns or writes wrong values."""
     call, device = step.call, setting.device
     given, (tokens, heads, size) = call.arguments, call.query.shape
     num_blocks, block_size, kv_heads = step.after.shape[1:4]
@@ -273,19 +275,19 @@ def run_layer(
 def a_layer_obeys_its_options_and_those_of_its_step(
     setting: Setting, case: Drawn
 ) -> None:
-    """Windows, chunks, caps, biases and sinks; flags and trees; outputs in FP8."""
+    """Options are windows, chunks, caps, biases, sinks, flags, trees and FP8 outputs."""
     expect_right_layer(setting, case)
 
 
 @law("BACKENDS", cases=asked())
 def a_layer_obeys_the_images_of_its_step(setting: Setting, case: Drawn) -> None:
-    """Under any other options; tokens outside of all images see what they would see."""
+    """Holds with any other options; tokens outside all images keep their visible range."""
     expect_right_layer(setting, case, has_images=True)
 
 
 @law("BACKENDS", cases=asked((("tree_mask", "tree"), ("causal", "yes"))))
 def a_layer_obeys_the_trees_of_its_step(setting: Setting, case: Drawn) -> None:
-    """In decodes and in prefills, whose trees stand behind those of the decodes."""
+    """Applies to decodes and prefills; trees of prefills come after those of decodes."""
     expect_right_layer(setting, case)
 
 
@@ -293,5 +295,5 @@ def a_layer_obeys_the_trees_of_its_step(setting: Setting, case: Drawn) -> None:
 def a_layer_keeps_its_cache_in_fp8_under_its_scales(
     setting: Setting, case: Drawn
 ) -> None:
-    """One scale for all heads or one for each; it writes with them and reads with them."""
+    """One scale for all heads or one per head; writes and reads use the same scales."""
     expect_right_layer(setting, case)

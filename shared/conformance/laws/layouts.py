@@ -1,7 +1,7 @@
-"""Which laws hold for the memory of caches: how it is taken, seen, and handed to layers?
+"""Laws of the memory of caches: allocation, views, and binding to layers.
 
-Where an element lies is counted out here, axis by axis, and looked up in the bytes; a view must
-show it there and may copy nothing.
+The offset of each element is computed here, axis by axis, and its value is read from the bytes. A
+view must have the same value at the same indices and must not copy.
 """
 
 import os
@@ -38,7 +38,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, *FP8_DTYPES)
 
 
 def numbered_bytes(count: int, device: torch.device) -> Tensor:
-    """Return bytes that differ from their neighbours, NaN in none of the float dtypes."""
+    """Return bytes that differ from their neighbours and are not NaN in any float dtype."""
     return (torch.arange(count) * 7 % 59).to(torch.int8).to(device)
 
 
@@ -50,14 +50,14 @@ def expect_view(
     dtype: torch.dtype,
     place: Callable[..., int],
 ) -> None:
-    """Refuse a view that shows another element anywhere, or that is a copy.
+    """Raise if any element of a view is wrong, or if the view is a copy.
 
     Args:
-        what: the view in question.
-        found: it.
-        raw: [bytes] what it is a view of.
-        shape, dtype: what it has to have.
-        place: which element of `raw`, counted in elements, stands at some indices.
+        what: The name of the view in messages.
+        found: The view.
+        raw: [bytes] The memory of the view.
+        shape, dtype: The expected shape and dtype.
+        place: Function that maps the indices of an element to its offset in `raw`, in elements.
     """
     expect_same(f"shape of {what}", tuple(found.shape), tuple(shape))
     elements = raw.cpu().view(torch.uint8).view(-1, dtype.itemsize)
@@ -72,7 +72,7 @@ def expect_view(
 
 
 def is_packed_in(order: Sequence[int], shape: Sequence[int]) -> Callable[..., int]:
-    """Return where an element lies whose axes are in some order, the outermost first."""
+    """Return a function from indices to the offset in memory, outermost axis first."""
 
     def place(*index: int) -> int:
         found = 0
@@ -85,13 +85,13 @@ def is_packed_in(order: Sequence[int], shape: Sequence[int]) -> Callable[..., in
 
 @dataclass(frozen=True)
 class View:
-    """Bytes and how they are to be seen.
+    """Bytes, and the shape and order in which they are viewed.
 
     Args:
-        shape: lengths of the axes.
-        order: the axes, the outermost in memory first.
-        dtype: of the elements.
-        front: elements of somebody else in front of the bytes.
+        shape: Lengths of the axes.
+        order: The axes, outermost in memory first.
+        dtype: The dtype of the elements.
+        front: The number of unrelated elements before the bytes.
     """
 
     shape: tuple[int, ...]
@@ -100,7 +100,7 @@ class View:
     front: int = 0
 
     def raw(self, device: torch.device) -> Tensor:
-        """Return the bytes, in the middle of others."""
+        """Return the bytes, a slice of a larger allocation."""
         count = torch.Size(self.shape).numel() * self.dtype.itemsize
         front = self.front * self.dtype.itemsize
         return numbered_bytes(front + count + 16, device)[front : front + count]
@@ -108,7 +108,7 @@ class View:
 
 @st.composite
 def views(draw: st.DrawFn) -> View:
-    """Return a few axes of odd lengths in any order; those that are no swap among them."""
+    """Return a few short axes in any order, including orders that are not swaps."""
     pick = Random(draw(st.integers(0, 2**20)))
     axes = pick.choice([1, 2, 3, 3, 4, 5, 5])
     shape = tuple(pick.choice([1, 2, 3, 4, 5]) for _ in range(axes))
@@ -129,12 +129,14 @@ def axes_are_in_memory_in_the_requested_order(setting: Setting, view: View) -> N
 
 @dataclass(frozen=True)
 class Paged:
-    """A cache in numbers.
+    """The sizes of a cache.
 
     Args:
-        num_blocks: blocks.
-        spec: what a block holds.
-        order: the five axes, or of how many layers and in which layout.
+        num_blocks: The number of blocks.
+        spec: The spec of a block.
+        order: The five axes, outermost in memory first.
+        num_layers: The number of layers in one allocation.
+        layout: The layout of an allocation of several layers.
     """
 
     num_blocks: int
@@ -164,7 +166,7 @@ class Paged:
 
 @st.composite
 def pages(draw: st.DrawFn) -> Paged:
-    """Return small caches of all orders and layouts, whose axes differ in length or do not."""
+    """Return small caches of all orders and layouts, with equal and unequal axes."""
     pick = Random(draw(st.integers(0, 2**20)))
     spec = KVCacheSpec(
         pick.choice([1, 2, 3, 4, 5]),
@@ -216,7 +218,7 @@ SPECS = [
 def a_fresh_cache_has_a_page_a_block_and_is_zero(
     setting: Setting, spec: KVCacheSpec
 ) -> None:
-    """A page of latents is counted once: they stand for keys and values."""
+    """A page of latents is counted once: latents replace both keys and values."""
     halves = 1 if isinstance(spec, MLAAttentionSpec) else 2
     page = halves * spec.block_size * spec.num_kv_heads * spec.head_size
     page *= torch.empty(0, dtype=spec.dtype).element_size()
@@ -225,7 +227,7 @@ def a_fresh_cache_has_a_page_a_block_and_is_zero(
         right = torch.zeros(num_blocks * page, dtype=torch.int8)
         expect_same("bytes", found.cpu(), right)
         expect_same("device", found.device.type, setting.device.type)
-        found.fill_(1)  # the next one is not made of what somebody wrote
+        found.fill_(1)  # the next allocation must be zero even if it reuses this memory
     again = setting.candidate.allocate_kv_cache(spec, 7, setting.device)
     expect_same("bytes of the next cache", again.cpu(), right)
 
@@ -246,7 +248,7 @@ def a_layers_cache_is_its_bytes_in_the_order_of_its_axes(
 def each_layer_of_one_allocation_is_where_its_layout_says(
     setting: Setting, case: Paged
 ) -> None:
-    """A letter of the layout's name is an axis; a head's key and value lie side by side."""
+    """Each letter of the layout's name is an axis; a head's key and value are adjacent."""
     raw, spec = case.raw(setting.device), case.spec
     names = {"HND": "LBHNC", "NHD": "LBNHC"}
     letters = names.get(case.layout.name, case.layout.name)
@@ -278,7 +280,7 @@ def each_layer_of_one_allocation_is_where_its_layout_says(
 
 @law("split_kv_cache", cases=LAYOUTS)
 def halves_of_a_cache_are_views_of_it(setting: Setting, layout: str) -> None:
-    """Keys first. What is written to a half stands in the cache, and in it alone."""
+    """Keys come first. A write to a half changes that element of the cache only."""
     cache = empty_cache(layout, 3, 2, 2, 5, torch.float32, setting.device)
     numbers = torch.arange(120.0).view(cache.shape)
     cache.copy_(numbers)
@@ -295,7 +297,7 @@ def halves_of_a_cache_are_views_of_it(setting: Setting, layout: str) -> None:
 
 @dataclass(frozen=True)
 class Packed:
-    """A cache in the first kernels' form."""
+    """A cache in the packed layout of the first paged-attention kernels."""
 
     num_blocks: int
     block_size: int
@@ -306,7 +308,7 @@ class Packed:
 
 @st.composite
 def packed_caches(draw: st.DrawFn) -> Packed:
-    """Return caches whose heads are a few parts of 16 bytes."""
+    """Return caches whose heads consist of a few parts of 16 bytes."""
     pick = Random(draw(st.integers(0, 2**20)))
     return Packed(
         pick.choice([0, 1, 2, 3]),
@@ -321,7 +323,7 @@ def packed_caches(draw: st.DrawFn) -> Packed:
 def a_packed_cache_is_cut_into_parts_of_sixteen_bytes(
     setting: Setting, case: Packed
 ) -> None:
-    """The same part of all slots lies together; of the values, the same element does."""
+    """For keys, one part of all slots is contiguous; for values, one element is."""
     part = 16 // torch.empty(0, dtype=case.dtype).element_size()
     heads, slots, size = case.num_kv_heads, case.block_size, case.parts * part
     block = slots * heads * size
@@ -422,7 +424,7 @@ def bytes_that_are_not_a_cache_are_rejected(setting: Setting, case: str) -> None
 
 
 class SlotsFirst:
-    """As much of a backend as a cache needs: [2, blocks, slots, heads, elements]."""
+    """The part of a backend that a cache needs: [2, blocks, slots, heads, elements]."""
 
     @classmethod
     def get_kv_cache_shape(
@@ -438,9 +440,9 @@ class SlotsFirst:
 
 
 class BlocksFirst(SlotsFirst):
-    """A backend that keeps a block's keys and values together.
+    """A backend that stores a block's keys and values together.
 
-    Its orders turn axes in a ring: an order and its inverse differ.
+    Its orders are cyclic permutations of the axes, so an order and its inverse differ.
     """
 
     @classmethod
@@ -465,7 +467,7 @@ BACKENDS = {each.__name__: each for each in (SlotsFirst, BlocksFirst, HeadsThird
 
 @dataclass
 class CachedLayer:
-    """As much of a layer as a cache needs."""
+    """The part of a layer that a cache needs."""
 
     spec: KVCacheSpec | None = None
     kv_sharing_target_layer_name: str | None = None
@@ -475,13 +477,13 @@ class CachedLayer:
     def get_kv_cache_spec(
         self, block_size: int, dtype: torch.dtype
     ) -> KVCacheSpec | None:
-        """Return what a block holds, and note what was asked."""
+        """Return the spec of a block, and record the arguments."""
         self.asked.append((block_size, dtype))
         return self.spec
 
 
 class NoAttention:
-    """A layer that has no cache."""
+    """A layer without attention and without a cache."""
 
 
 @dataclass(frozen=True)
@@ -489,12 +491,14 @@ class CachedModel:
     """The caches of a model.
 
     Args:
-        tensors: the layers' numbers that share each tensor, in the order of the groups.
-        backends: of each layer, by number.
-        num_blocks: that can be handed out.
-        spare: blocks of every tensor past those.
-        sharers: layers that keep none, and the number of the one that theirs is.
-        layout: that is asked for, and in which way.
+        tensors: The numbers of the layers that share each tensor, in the order of the groups.
+        backends: The backend of each layer, by number.
+        num_blocks: The number of blocks that can be allocated to requests.
+        spare: The number of further blocks in every tensor.
+        sharers: Layers without a cache of their own, each with the number of the layer whose cache
+            it shares.
+        layout: The name of the requested layout.
+        is_from_environment: Whether the layout is read from the environment.
     """
 
     tensors: tuple[tuple[int, ...], ...]
@@ -506,7 +510,7 @@ class CachedModel:
     is_from_environment: bool
 
     def config(self) -> KVCacheConfig:
-        """Return one group for each place in a tensor; pages are alike, what they hold is not."""
+        """Return one group per position in a tensor. Page sizes are equal, specs differ."""
         places = range(max(map(len, self.tensors), default=0))
         groups = [
             [name_of(names[n]) for names in self.tensors if n < len(names)]
@@ -529,7 +533,7 @@ class CachedModel:
         return {name_of(number): BACKENDS[each] for number, each in self.backends}
 
     def layers(self) -> dict[str, Any]:
-        """Return the layers in another order than that of their numbers, and one of no cache."""
+        """Return the layers, not sorted by number, and one layer without a cache."""
         numbers = [number for number, _ in self.backends]
         Random(len(numbers)).shuffle(numbers)
         layers: dict[str, Any] = {
@@ -552,13 +556,13 @@ GROUP_SPECS = (
 
 
 def name_of(number: int) -> str:
-    """Return a layer's name; as words, 10 stands before 9."""
+    """Return a layer's name; sorted as strings, 10 comes before 9."""
     return f"model.layers.{number}.attn"
 
 
 @st.composite
 def models(draw: st.DrawFn) -> CachedModel:
-    """Return layers that share tensors, or not, of backends that see them in their own ways."""
+    """Return layers with own or shared tensors, of backends with different layouts."""
     pick = Random(draw(st.integers(0, 2**20)))
     numbers = pick.sample(range(120), 12)
     tensors = tuple(
@@ -582,11 +586,11 @@ def models(draw: st.DrawFn) -> CachedModel:
 
 @contextmanager
 def layout_of(model: CachedModel) -> Iterator[KVCacheLayout | None]:
-    """Yield what to pass as layout; where it comes from the environment, None."""
+    """Yield the layout argument, or None if the layout comes from the environment."""
     before = os.environ.pop(KV_CACHE_LAYOUT_VARIABLE, None)
     other = {"NHD": "HND", "HND": "NHD"}[model.layout]
     passed = None if model.is_from_environment else KVCacheLayout[model.layout]
-    # what is passed beats what the environment says
+    # an argument takes precedence over the environment
     os.environ[KV_CACHE_LAYOUT_VARIABLE] = model.layout if passed is None else other
     try:
         yield passed
@@ -597,12 +601,12 @@ def layout_of(model: CachedModel) -> Iterator[KVCacheLayout | None]:
 
 
 def expect_names(what: str, found: dict[str, Any], numbers: Sequence[int]) -> None:
-    """Refuse other layers, or the same in another order."""
+    """Raise if the layers or their order differ."""
     expect_same(f"layers of {what}", list(found), list(map(name_of, numbers)))
 
 
 def expect_caches(model: CachedModel, caches: dict[str, Tensor], raw: Any) -> None:
-    """Refuse a cache that is not its tensor's bytes in the shape of its backend."""
+    """Raise if a cache is not a view of its tensor in the layout of its backend."""
     layout = KVCacheLayout[model.layout]
     backends = model.attn_backends()
     for group in model.config().kv_cache_groups:
@@ -623,7 +627,7 @@ def expect_caches(model: CachedModel, caches: dict[str, Tensor], raw: Any) -> No
 def each_tensor_is_allocated_once_and_is_zero(
     setting: Setting, model: CachedModel
 ) -> None:
-    """Layers of one tensor have the same bytes, layers of two have none in common."""
+    """Layers of one tensor share all bytes; layers of different tensors share none."""
     raw = setting.candidate.allocate_kv_caches(model.config(), setting.device)
     expect_names("the bytes", raw, [n for numbers in model.tensors for n in numbers])
     size = (model.num_blocks + model.spare) * PAGE
@@ -642,7 +646,7 @@ def each_tensor_is_allocated_once_and_is_zero(
 def each_layer_gets_its_bytes_in_the_layout_of_its_backend(
     setting: Setting, model: CachedModel
 ) -> None:
-    """An argument beats the environment, which is read at every call."""
+    """An argument overrides the environment, which is read at every call."""
     size = (model.num_blocks + model.spare) * PAGE
     raw: dict[str, Tensor] = {}
     for number, sharing in enumerate(model.tensors):
@@ -660,7 +664,7 @@ def each_layer_gets_its_bytes_in_the_layout_of_its_backend(
 def each_layer_is_handed_its_own_cache_or_the_one_it_shares(
     setting: Setting, model: CachedModel
 ) -> None:
-    """Ordered by the numbers in the names, not by the names; other layers get none."""
+    """Results are sorted by the number in the name; other layers do not get a cache."""
     numbers = [number for number, _ in model.backends]
     caches = {name_of(number): torch.full((1,), float(number)) for number in numbers}
     layers, before = model.layers(), dict(caches)
@@ -685,7 +689,7 @@ def each_layer_is_handed_its_own_cache_or_the_one_it_shares(
 def a_model_gets_caches_that_are_zero_in_the_order_of_its_layers(
     setting: Setting, model: CachedModel
 ) -> None:
-    """Bytes that two layers share are seen by both, each in its own way."""
+    """Layers that share bytes each have a view of them, in their own layout."""
     layers, config = model.layers(), model.config()
     backends = model.attn_backends()
     with layout_of(model) as layout:
@@ -714,7 +718,7 @@ def a_model_gets_caches_that_are_zero_in_the_order_of_its_layers(
 
 @law("get_kv_cache_spec", cases=DTYPES)
 def only_layers_with_a_cache_have_a_spec(setting: Setting, dtype: torch.dtype) -> None:
-    """In the order of the layers; each is asked once, with what the engine says."""
+    """Specs have the order of the layers; each layer's method is called once."""
     layers: dict[str, Any] = {
         "model.layers.9": CachedLayer(GROUP_SPECS[0]),
         "model.mlp": NoAttention(),
@@ -778,7 +782,7 @@ REFUSED_MODELS: dict[str, dict[str, Any]] = {
 def an_incomplete_model_is_rejected_and_no_layer_changed(
     setting: Setting, case: str
 ) -> None:
-    """All is checked before the first layer is handed its cache."""
+    """All arguments are validated before the first layer gets its cache."""
     given = REFUSED_MODELS[case]
     if "layers" in given:
         layers = given["layers"]

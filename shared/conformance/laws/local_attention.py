@@ -1,7 +1,7 @@
-"""Which laws hold for layers that see only their own chunk?
+"""Laws of chunked local attention: each token attends only to keys of its own chunk.
 
-A chunk that holds new tokens becomes a request of its own. Which chunks these are, and which keys
-a token then sees, is written out here position by position.
+Every chunk with new tokens becomes a virtual request. These chunks, and the visible range of each
+token, are computed here position by position.
 """
 
 from dataclasses import dataclass, replace
@@ -43,18 +43,18 @@ LEFT_OUT = (
     "dcp_local_seq_lens",
     "dcp_local_seq_lens_cpu",
 )
-"""What describes whole requests, of encoders and of ranks."""
+"""Fields of encoders and of ranks; they describe whole requests."""
 
 
 @dataclass(frozen=True)
 class Chunked:
-    """A step whose layers see chunks.
+    """A step of layers with chunked local attention.
 
     Args:
-        step: the requests.
-        blocks: blocks in a chunk.
-        spare: columns of the block table behind the longest row.
-        flag: one `causal` for all; None: one a request.
+        step: The requests.
+        blocks: The number of blocks per chunk.
+        spare: The number of columns of the block table past the end of the longest row.
+        flag: Optional. One `causal` flag for all requests. If None, there is one per request.
     """
 
     step: Requests
@@ -64,11 +64,11 @@ class Chunked:
 
     @property
     def chunk(self) -> int:
-        """Positions in a chunk."""
+        """The number of positions per chunk."""
         return self.blocks * self.step.block_size
 
     def virtual(self) -> list[tuple[int, int, int, int]]:
-        """Return of each virtual request its owner, its chunk, its new tokens and its keys."""
+        """Return the request, chunk index, new tokens and keys of each virtual request."""
         found = []
         for req, seq_len in enumerate(self.step.seq_lens):
             own = range(self.step.computed[req], seq_len)
@@ -83,7 +83,7 @@ class Chunked:
 
 @st.composite
 def chunked(draw: st.DrawFn) -> Chunked:
-    """Return steps whose contexts end before, at and behind the edge of a chunk."""
+    """Return steps whose contexts end before, at and after the edge of a chunk."""
     pick = Random(draw(st.integers(0, 2**20)))
     step = draw_requests(pick)
     blocks = pick.choice([1, 1, 2, 3])
@@ -102,7 +102,7 @@ def chunked(draw: st.DrawFn) -> Chunked:
 def every_chunk_with_new_tokens_is_a_request(
     setting: Setting, cases: list[Chunked]
 ) -> None:
-    """Tokens stay what and where they are; a request without new ones keeps its last chunk."""
+    """Tokens keep their order; a request without new tokens keeps its last chunk."""
     for case in cases:
         step, device = case.step, setting.device
         table = table_of(step.rows(), device, case.spare)
@@ -156,7 +156,7 @@ def every_chunk_with_new_tokens_is_a_request(
 def a_token_of_a_virtual_request_attends_to_its_own_chunk(
     setting: Setting, cases: list[Chunked]
 ) -> None:
-    """Each new token by its position: the keys from where its chunk begins, up to itself."""
+    """Visible keys of each new token: from the start of its chunk to its position."""
     for case in cases:
         step = case.step
         found = setting.candidate.make_local_attention_virtual_batches(
@@ -171,12 +171,12 @@ def a_token_of_a_virtual_request_attends_to_its_own_chunk(
 
 @dataclass(frozen=True)
 class BadChunks:
-    """A step that is not cut into chunks.
+    """A step that cannot be split into chunks.
 
     Args:
-        chunk, block_size: as they are asked for.
-        what: why not.
-        given: what the step says that forbids it.
+        chunk, block_size: The arguments of the call.
+        what: The reason why it is invalid.
+        given: The field of the step that makes it invalid. Empty if there is none.
     """
 
     chunk: int

@@ -1,8 +1,8 @@
-"""Which laws hold for what a query sees?
+"""Laws of masking: causal masks, windows, chunks, query ranges, trees and encoder keys.
 
-Needles: a key that outweighs all others of its sequence lies right at an edge, of a window, a
-chunk, a tile, a block, a tree or a range, or right behind it. Whoever sees one key too many or too
-few is wrong by the size of a value.
+The cases use needles: a key that outweighs all others of its sequence. The needle is at the edge of
+a window, chunk, tile, block, tree or range, or one position beside it. An implementation whose
+visible range is one key too long or too short has an error of the size of a value.
 """
 
 from dataclasses import dataclass, replace
@@ -52,25 +52,29 @@ HIDDEN_BY: dict[str, tuple[str, ...]] = {
     "tree": ("tree_mask",),
     "window in a tree": ("tree_mask", "sliding_window"),
 }
-"""Options that each kind gives."""
+"""Options that each kind of mask sets."""
 ALIKE = (KINDS[:3], KINDS[3:7], KINDS[7:8], KINDS[8:])
-"""Kinds that one law is about."""
+"""Groups of kinds: each group is tested by one law."""
 
 
 @dataclass(frozen=True)
 class MaskCase:
-    """One request, what hides its keys, and where a needle lies.
+    """One request, the mask of its keys, and the position of a needle.
 
     Args:
-        query_len, key_len: new tokens and keys.
-        kind: what hides keys.
-        size: of the window or the chunk.
-        own: a query.
-        needle: the key that outweighs all others, near an edge of what that query sees.
-        first, last: of the range that the query sees too.
-        parents: of each new token in a tree; -1: it has none.
-        flag: whether the request is causal, of those that have a flag each.
-        seed: of the batch.
+        query_len, key_len: Number of new tokens and of keys.
+        kind: Kind of mask: one of KINDS.
+        size: Size of the window or the chunk.
+        own: Index of one query among the new tokens.
+        needle: Index of the key that outweighs all others. It is near an edge of the visible
+            range of that query.
+        first, last: First and last position of the query range, which is also visible to that
+            query; -1 without a query range.
+        parents: Parent of each new token in a tree; -1 for a root. Empty without a tree.
+        flag: Whether the request is causal, for the kind in which each request has a flag.
+        is_paged: Whether the keys are in a paged cache. Otherwise they are ragged.
+        block_size: Slots per block.
+        seed: Seed of the batch.
     """
 
     query_len: int
@@ -110,10 +114,11 @@ class MaskCase:
         return options
 
     def within(self, support: Support) -> "MaskCase":
-        """Return the sight of a query that is among the last its request may bring.
+        """Return the nearest case that the declared support includes.
 
-        It stands where it stood, so the needle lies as near to the edge; what hides keys is
-        something that is declared, if the same law knows any.
+        If the request has too many new tokens, the query becomes its last one. The position of the
+        query does not change, so the needle is as near to the edge as before. If the kind of mask
+        is not declared, a declared kind of the same law replaces it where there is one.
         """
         longest, taken = support.max_query_len, support.options
         if longest is None or self.query_len <= longest:
@@ -139,7 +144,7 @@ class MaskCase:
         )
 
     def call(self, setting: Setting) -> Call:
-        """Return the call, over pages or over keys in a row."""
+        """Return the call, on paged or on ragged keys."""
         plan = BatchPlan(
             (self.query_len,),
             (self.key_len,),
@@ -157,7 +162,7 @@ class MaskCase:
 
 
 def draw_sight(pick: Random, kinds: tuple[str, ...], is_paged: bool) -> MaskCase:
-    """Return a needle beside an edge of what one query of a request sees."""
+    """Return a needle near an edge of the visible range of one query of a request."""
     kind = pick.choice(kinds)
     query_len = pick.choice([1, 1, 3, 5, 20, 33])
     if "tree" in kind:
@@ -172,7 +177,7 @@ def draw_sight(pick: Random, kinds: tuple[str, ...], is_paged: bool) -> MaskCase
     first = min(
         max(0, pick.choice([0, place - 20, *[place + 1] * 3, place - 3])), key_len - 1
     )
-    # a range may reach past what there is of the sequence
+    # a range may extend past the end of the sequence
     last = first + pick.choice([0, 3, 20, 40, 40])
     chunk = 2 * size + 1 if kind == "window and chunks" else size
     edges = [
@@ -221,7 +226,7 @@ def draw_sight(pick: Random, kinds: tuple[str, ...], is_paged: bool) -> MaskCase
 def sights(
     draw: st.DrawFn, kinds: tuple[str, ...] = KINDS, is_paged: bool = True
 ) -> MaskCase:
-    """Return a needle beside an edge; all of it from one seed."""
+    """Return a needle near an edge. The whole case is drawn from one seed."""
     return draw_sight(Random(draw(st.integers(0, 2**20))), kinds, is_paged)
 
 
@@ -234,7 +239,7 @@ def expect_right_sight(setting: Setting, sight: MaskCase) -> None:
 def a_query_attends_to_all_keys_up_to_itself_and_none_after(
     setting: Setting, sight: MaskCase
 ) -> None:
-    """Unless it is not causal: then it sees every key."""
+    """If the request is not causal, every query attends to all keys."""
     expect_right_sight(setting, sight)
 
 
@@ -249,7 +254,7 @@ def a_query_attends_to_no_key_outside_of_its_window_or_chunk(
 def a_query_attends_to_its_range_whatever_else_masks_it(
     setting: Setting, sight: MaskCase
 ) -> None:
-    """From its first to its last position, behind the window or ahead of the query."""
+    """All positions from first to last are visible, also before the window or after the query."""
     expect_right_sight(setting, sight)
 
 
@@ -257,7 +262,7 @@ def a_query_attends_to_its_range_whatever_else_masks_it(
 def a_new_token_of_a_tree_attends_to_its_ancestors_and_no_sibling(
     setting: Setting, sight: MaskCase
 ) -> None:
-    """It stands one behind those it sees, which a window counts from."""
+    """A window counts from its position: the context length plus its number of ancestors."""
     expect_right_sight(setting, sight)
 
 
@@ -293,11 +298,14 @@ def no_ragged_key_is_lost_between_two_tiles(setting: Setting, sight: MaskCase) -
 
 @dataclass(frozen=True)
 class Across:
-    """Queries of a decoder on the keys of an encoder.
+    """Cross-attention: queries of a decoder on the keys of an encoder.
 
     Args:
-        query_lens, key_lens: of each request; either may be the longer.
-        needles: the key that outweighs all others of each request; -1: none.
+        query_lens, key_lens: [reqs] number of queries and of keys of each request. Either may be
+            the larger one.
+        needles: [reqs] index of the key that outweighs all others; -1 for a request without keys.
+        is_paged: Whether the keys are in a paged cache. Otherwise they are ragged.
+        seed: Seed of the batch.
     """
 
     query_lens: tuple[int, ...]
@@ -309,7 +317,7 @@ class Across:
 
 @st.composite
 def crossings(draw: st.DrawFn, is_paged: bool = True) -> Across:
-    """Return ragged queries on ragged keys, needles at either end."""
+    """Return ragged queries on ragged keys, with the needle at the first or the last key."""
     pick = Random(draw(st.integers(0, 2**20)))
     reqs = pick.randint(1, 3)
     query_lens = tuple(pick.choice([0, 1, 1, 5, 20]) for _ in range(reqs))
@@ -331,7 +339,7 @@ def expect_right_across(setting: Setting, across: Across) -> None:
 def a_decoder_attends_to_all_keys_of_its_own_encoder(
     setting: Setting, across: Across
 ) -> None:
-    """However many queries there are beside the keys, and none of another request's."""
+    """For any ratio of queries to keys. Keys of other requests are masked."""
     expect_right_across(setting, across)
 
 
@@ -353,7 +361,7 @@ def a_decoder_attends_to_all_ragged_keys_of_its_own_encoder(
 def keys_before_every_window_and_chunk_are_never_read(
     setting: Setting, case: tuple[str, tuple[int, int]]
 ) -> None:
-    """Their blocks belong to somebody else by then, and may hold anything."""
+    """Their blocks may have been reallocated by then, so they may hold any value."""
     name, key_lens = case
     plan = setting.fit(BatchPlan((1, 3), key_lens, kv_heads=1))
     call = paged_call(plan, setting.device).changed(**{name: 16})
@@ -364,7 +372,7 @@ def keys_before_every_window_and_chunk_are_never_read(
 
 
 def distances(reach: int) -> dict[str, Tensor]:
-    """Return what is added to scores by distance."""
+    """Return the options that add a bias to the scores by distance."""
     return {"alibi_slopes": slopes(4), "position_bias": bias_table(4, reach)}
 
 
@@ -382,7 +390,7 @@ def a_bias_counts_from_the_query_to_the_key(
     setting: Setting,
     case: tuple[str, int, tuple[tuple[int, int], tuple[int, int]]],
 ) -> None:
-    """In both directions; those further away than the table reaches get its last entry."""
+    """In both directions. Distances past the end of the table use its last entry."""
     name, reach, (query_lens, key_lens) = case
     for causal in (True, False):
         plan = setting.fit(BatchPlan(query_lens, key_lens))
@@ -395,7 +403,7 @@ def a_bias_counts_from_the_query_to_the_key(
 def entries_of_distances_that_do_not_occur_are_never_read(
     setting: Setting, seed: int
 ) -> None:
-    """Twelve keys lie 0 to 11 before their queries; the table holds NaN for all others."""
+    """The keys are 0 to 11 positions before their queries. All other entries are NaN."""
     plan = setting.fit(BatchPlan((3, 12), (10, 12), seed=seed))
     call = paged_call(plan, setting.device)
     table = bias_table(4, 20)
@@ -406,7 +414,7 @@ def entries_of_distances_that_do_not_occur_are_never_read(
 
 @law("paged_attention", cases=[(5, 8), (1, 1), (12, 12), (12, 6), (9, 8)])
 def a_tree_that_is_a_chain_is_causal(setting: Setting, case: tuple[int, int]) -> None:
-    """And a request with more new tokens than the tree is wide is causal whatever it holds."""
+    """A request with more new tokens than the width of the mask is causal, whatever the mask."""
     query_len, width = case
     plan = setting.fit(BatchPlan((query_len, 1), (30, 18)))
     query_len = plan.query_lens[0]

@@ -1,7 +1,8 @@
-"""Which laws hold for partial results that become one?
+"""Laws of combining partial results by log-sum-exp.
 
-What is right is a weighted mean in float64. Parts are empty in some rows, and then hold NaN; they
-are views with strides of their own; their log-sum-exps lie close together, far apart, far from 0.
+The expected result is a weighted mean in float64. Partial results are empty in some rows, which
+then hold NaN. They are views with different strides. Their log-sum-exps are close together, far
+apart, or far from 0.
 """
 
 import math
@@ -26,18 +27,23 @@ VIEWS = ("packed", "heads first", "padded", "every other element")
 
 @dataclass(frozen=True)
 class Parts:
-    """Results over several sets of keys, in small numbers.
+    """Partial results over several sets of keys, described by a few numbers.
 
     Args:
-        parts, tokens, heads, size: how many there are, and elements of a head.
-        views: how each part lies in memory.
-        spread: how far log-sum-exps lie apart.
-        level: where they lie.
-        empty: the share of rows in which a part is empty.
-        mark: what an empty row's log-sum-exp is.
-        base_2: whether they are logarithms to base 2.
-        with_prefix: tokens that have a first part; None: all.
-        wants_lse: whether the joint log-sum-exp is wanted.
+        parts, tokens, heads, size: Number of partial results, tokens and heads, and elements per
+            head.
+        dtype: Dtype of the outputs.
+        views: Memory layout of each partial result: one of VIEWS.
+        spread: Standard deviation of the log-sum-exps.
+        level: Mean of the log-sum-exps.
+        empty: Fraction of the rows in which a partial result is empty.
+        mark: Log-sum-exp of an empty row.
+        base_2: Whether the log-sum-exps are logarithms to base 2.
+        with_prefix: Optional. Number of tokens that have a prefix result. If None, all tokens
+            have one.
+        wants_lse: Whether the combined log-sum-exp is requested.
+        lse_dtype: Dtype of the log-sum-exps.
+        seed: Seed of the values.
     """
 
     parts: int
@@ -57,7 +63,7 @@ class Parts:
     seed: int = 0
 
     def draw(self, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
-        """Return outputs [tokens, heads, size] and log-sum-exps [heads, tokens] of each part."""
+        """Return each partial result: output [tokens, heads, size], log-sum-exp [heads, tokens]."""
         generator = torch.Generator().manual_seed(self.seed)
         outputs, lses = [], []
         for part in range(self.parts):
@@ -73,7 +79,7 @@ class Parts:
 
 
 def viewed(tensor: Tensor, view: str) -> Tensor:
-    """Return the same numbers as a view, NaN between them."""
+    """Return the same numbers in the memory layout `view`, with NaN in the gaps."""
     if view == "heads first":
         return tensor.transpose(0, 1).contiguous().transpose(0, 1)
     if view == "packed":
@@ -87,7 +93,7 @@ def viewed(tensor: Tensor, view: str) -> Tensor:
 
 @st.composite
 def all_parts(draw: st.DrawFn, parts: int | None = None) -> Parts:
-    """Return parts; all of it from one seed."""
+    """Return partial results. The whole case is drawn from one seed."""
     pick = Random(draw(st.integers(0, 2**20)))
     count = pick.choice([1, 2, 3, 5]) if parts is None else parts
     tokens = pick.choice([0, 1, 2, 7, 8, 9, 17, 33])
@@ -111,11 +117,11 @@ def all_parts(draw: st.DrawFn, parts: int | None = None) -> Parts:
 
 
 def join(outputs: Tensor, natural: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return parts joined by natural log-sum-exps, and the size of what was averaged.
+    """Return the combined output and log-sum-exp, and the weighted mean of absolute values.
 
     Args:
-        outputs: [parts, tokens, heads, size], read only where the part is not empty.
-        natural: [parts, tokens, heads], -inf where it is.
+        outputs: [parts, tokens, heads, size] partial outputs. Empty rows are not read.
+        natural: [parts, tokens, heads] natural log-sum-exps; -inf in empty rows.
     """
     joint = natural.logsumexp(0)
     shares = torch.exp(natural - joint.masked_fill(joint == -INF, 0.0))[..., None]
@@ -130,13 +136,17 @@ def expect_joined(
     output: Tensor,
     lse: Tensor | None,
 ) -> None:
-    """Refuse what is not the parts joined.
+    """Check a combined result against the partial results.
 
     Args:
-        parts: what they are.
-        outputs: [tokens, heads, size] of each part.
-        lses, lse: [tokens, heads] of each part, and of all.
-        output: [tokens, heads, size] of all.
+        parts: Description of the partial results.
+        outputs: [tokens, heads, size] output of each partial result.
+        lses: [tokens, heads] log-sum-exp of each partial result.
+        output: [tokens, heads, size] combined output.
+        lse: Optional. [tokens, heads] combined log-sum-exp. If None, it is not checked.
+
+    Raises:
+        Disagreement: a dtype, a shape, an empty row, or an error outside the error budget.
     """
     unit = math.log(2) if parts.base_2 else 1.0
     stacked = torch.stack(outputs).cpu()
@@ -145,7 +155,7 @@ def expect_joined(
     exact, joint, sizes = join(stacked.double(), given.double() * unit)
     same, _, _ = join(stacked.float(), given.float() * unit)
     expect_same("dtype of the output", output.dtype, parts.dtype)
-    # each weight rounds with the log-sum-exps it comes from
+    # the rounding error of a weight grows with the log-sum-exps that it is computed from
     largest = given.masked_fill(given == -INF, 0.0).abs().amax(0)
     weight = (largest.double() * unit)[..., None]
     expect_budget("joint output", output, exact, same.to(parts.dtype), sizes, weight)
@@ -156,7 +166,7 @@ def expect_joined(
     found, right = lse.cpu().double(), joint / unit
     expect_same("empty rows of the log-sum-exp", found == -INF, right == -INF)
     off = torch.where(right == -INF, 0.0, found - right).abs().nan_to_num(INF)
-    # a kernel may join in 32 bits whatever it is given
+    # a kernel may combine in float32 whatever the dtype of its inputs is
     budget = ROUNDINGS_INSIDE * torch.finfo(torch.float32).eps * (1 + largest.double())
     if bool((off > budget).any()):
         worst = int((off / budget).argmax())
@@ -170,7 +180,7 @@ def expect_joined(
 
 @law("merge_attn_states", cases=all_parts(2))
 def two_partial_results_combine_by_their_weight(setting: Setting, parts: Parts) -> None:
-    """What an empty part holds is not read; tokens behind those with a prefix take the suffix."""
+    """Empty rows are not read. Tokens after those with a prefix take the suffix result."""
     (prefix, suffix), lses = parts.draw(setting.device)
     base = 2.0 if parts.base_2 else math.e
     shape = (parts.heads, parts.tokens)
@@ -212,7 +222,7 @@ def two_partial_results_combine_by_their_weight(setting: Setting, parts: Parts) 
 def a_combined_output_is_made_where_none_is_given(
     setting: Setting, parts: Parts
 ) -> None:
-    """In memory of its own, and the natural logarithm is the default."""
+    """The output has its own memory. The default base is e."""
     (prefix, suffix), lses = parts.draw(setting.device)
     output = setting.candidate.merge_attn_states(prefix, lses[0], suffix, lses[1])
     expect_own_memory("output", output, prefix=prefix, suffix=suffix)
@@ -225,7 +235,7 @@ def a_combined_output_is_made_where_none_is_given(
 def a_partial_result_may_be_overwritten_by_the_combined_one(
     setting: Setting, parts: Parts
 ) -> None:
-    """Chunk after chunk is joined into what is there, log-sum-exp and all."""
+    """Each chunk is combined in place into the result so far, and so is its log-sum-exp."""
     (prefix, suffix), lses = parts.draw(setting.device)
     into, into_lse = suffix.clone(), lses[1].clone()
     setting.candidate.merge_attn_states(
@@ -240,7 +250,7 @@ def a_partial_result_may_be_overwritten_by_the_combined_one(
 def any_number_of_partial_results_combine_by_their_weight(
     setting: Setting, parts: Parts
 ) -> None:
-    """In any order, and what is not finite is empty."""
+    """In any order. A row whose log-sum-exp is not finite is empty."""
     outputs, lses = parts.draw(setting.device)
     if parts.mark == INF and parts.parts > 1:
         empty = ~lses[0].isfinite()
@@ -276,7 +286,7 @@ def the_natural_logarithm_is_the_default(setting: Setting, parts: Parts) -> None
 def a_logarithm_changes_its_base_by_one_rounding(
     setting: Setting, parts: Parts
 ) -> None:
-    """What is infinite stays so; the shape and the dtype too."""
+    """Infinite values stay infinite. The shape and the dtype do not change."""
     _, (lse,) = parts.draw(setting.device)
     with kept(lse=lse):
         natural = setting.candidate.log2_lse_to_ln(lse)
@@ -299,7 +309,7 @@ def a_logarithm_changes_its_base_by_one_rounding(
 
 
 def good_states() -> dict[str, Any]:
-    """Return two states that fit."""
+    """Return two partial results whose shapes and dtypes match."""
     return {
         "prefix_output": torch.zeros(2, 3, 4),
         "prefix_lse": torch.zeros(3, 2),

@@ -1,7 +1,7 @@
-"""Which laws hold for what attention is told about a step?
+"""Laws of attention metadata: the fields of a step, layer groups and default arguments.
 
-Every field is exactly right or wrong. What is right is written out token by token, from the
-requests alone.
+Every field is compared exactly. The expected values are computed token by token, from the requests
+alone.
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ from ..harness.law import Setting, law
 
 
 def build(setting: Setting, step: Requests) -> CommonAttentionMetadata:
-    """Return what the candidate makes of a step."""
+    """Return the metadata that the candidate builds for a step."""
     found: CommonAttentionMetadata = setting.candidate.build_common_attn_metadata(
         list(step.new),
         list(step.computed),
@@ -81,7 +81,7 @@ def every_field_of_a_step_says_what_its_requests_say(
 def a_token_is_written_where_it_is_read(
     setting: Setting, cases: list[Requests]
 ) -> None:
-    """The slot of a new token is that of the last key it sees; both copies say the same."""
+    """A new token has the slot of the last key visible to it, by both copies of the lengths."""
     for step in cases:
         found = build(setting, step)
         for copy in seen_by(found, step.block_size):
@@ -109,10 +109,10 @@ def building_a_step_leaves_its_lists_as_they_are(
 
 @dataclass(frozen=True)
 class BadStep:
-    """Numbers of which no step is made.
+    """Numbers that do not describe a valid step.
 
     Args:
-        what: why not.
+        what: The reason why they are invalid.
     """
 
     what: str
@@ -146,7 +146,7 @@ def an_invalid_step_is_rejected(setting: Setting, nonsense: BadStep) -> None:
 
 
 class RecordingBuilder(AttentionMetadataBuilder):
-    """Builds nothing: what it is given is its metadata."""
+    """A builder that returns the common metadata unchanged and records the prefix lengths."""
 
     asked: list[int]
 
@@ -165,10 +165,10 @@ class LayerGroups:
     """A step whose layers have several block tables.
 
     Args:
-        step: the requests; the tables and slots of group g are those of seed + g.
-        groups: layers of each group.
-        spare: entries of the buffers behind the batch, all garbage.
-        padding: tokens of the batch behind the last request.
+        step: The requests. The block table and slots of group g use the seed `step.seed` + g.
+        groups: Number of layers of each group.
+        spare: Number of buffer entries after the end of the batch. All of them hold garbage.
+        padding: Number of padding tokens after the last request.
     """
 
     step: Requests
@@ -177,14 +177,14 @@ class LayerGroups:
     padding: int = 0
 
     def of(self, group: int) -> Requests:
-        """Return the step with a group's own blocks."""
+        """Return the step with the block ids of one group."""
         step = self.step
         return Requests(step.new, step.computed, step.block_size, step.seed + group)
 
 
 @st.composite
 def groups(draw: st.DrawFn) -> LayerGroups:
-    """Return a step of one to three groups, in buffers that are longer than it."""
+    """Return a step of one to three groups, in buffers that may be longer than the step."""
     pick = Random(draw(st.integers(0, 2**20)))
     return LayerGroups(
         draw_requests(pick, fewest=1),
@@ -195,7 +195,7 @@ def groups(draw: st.DrawFn) -> LayerGroups:
 
 
 def longer(tensor: Tensor, spare: int) -> Tensor:
-    """Return a tensor with garbage behind it."""
+    """Return a tensor with `spare` entries of garbage appended."""
     behind = torch.tensor(GARBAGE, dtype=tensor.dtype, device=tensor.device)[:spare]
     if tensor.dim() == 2:
         behind = behind[:, None].expand(-1, tensor.shape[1])
@@ -203,7 +203,7 @@ def longer(tensor: Tensor, spare: int) -> Tensor:
 
 
 def attn_arguments(case: LayerGroups, device: torch.device) -> dict[str, Any]:
-    """Return what `build_attn_metadata` takes, but for the builders."""
+    """Return all arguments of `build_attn_metadata` except the builders."""
     step, spare = case.step, case.spare
     tokens = sum(step.new) + case.padding
     starts, lens = (counts(each) for each in (step.starts, step.seq_lens))
@@ -235,7 +235,7 @@ def attn_arguments(case: LayerGroups, device: torch.device) -> dict[str, Any]:
 def every_group_of_layers_is_built_from_its_own_table(
     setting: Setting, cases: list[LayerGroups]
 ) -> None:
-    """What lies behind the batch in the buffers does not come through."""
+    """Buffer entries after the end of the batch do not appear in the metadata."""
     for case in cases:
         step, device = case.step, setting.device
         given = attn_arguments(case, device)
@@ -278,7 +278,7 @@ def every_group_of_layers_is_built_from_its_own_table(
 
 
 class Spoiler(RecordingBuilder):
-    """Changes, in metadata of its own, what another group would then see."""
+    """A builder that changes its own metadata. Other groups must not receive the changes."""
 
     def build(
         self,
@@ -360,10 +360,10 @@ def buffers_shorter_than_the_batch_are_rejected(
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation that may be called with less than all of its arguments.
+    """An operation that can be called without some of its arguments.
 
     Args:
-        name: the operation's.
+        name: Name of the operation.
     """
 
     name: str
@@ -397,7 +397,7 @@ COUNTING = (
 def an_argument_that_is_left_out_means_the_same(
     setting: Setting, operation: Operation
 ) -> None:
-    """In every public method, too; an operation may lack arguments, and may have more."""
+    """Also in every public method. A candidate may have fewer or additional arguments."""
     if setting.candidate.missing([operation.name]):
         raise OutsideSupport(f"there is no {operation.name}")
     own = getattr(setting.candidate, operation.name)

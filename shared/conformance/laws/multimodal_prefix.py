@@ -1,7 +1,7 @@
-"""Which laws hold for tokens that see each other in both directions?
+"""Laws of multimodal prefixes: ranges of image tokens with bidirectional attention.
 
-Every token of every prompt is looked at by itself: does it belong to an image, and where do the
-tokens begin and end that stand beside it?
+The expected ranges are computed token by token: whether a token is part of an image, and the first
+and last position of the run of image tokens that contains it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,13 +20,15 @@ from ..harness.law import Setting, law
 
 @dataclass(frozen=True)
 class ImagePrompts:
-    """What stands in each prompt, and how ranges are asked for.
+    """The multimodal features of each prompt, and the arguments for their ranges.
 
     Args:
-        features: [reqs] of each.
-        window: keys that a query sees; None: all.
-        clamp: whether ranges longer than the window stay.
-        modulus: 0, or what the padding in front of a feature is a multiple of.
+        features: [reqs] features of each prompt.
+        window: Optional. Number of visible keys. If None, all keys are visible.
+        clamp: Whether ranges longer than the window are kept.
+        modulus: If 0, a range is a run of embeddings. Otherwise it is a whole feature without its
+            leading padding, which ends before the first position that is one less than a
+            multiple of this number.
     """
 
     features: tuple[tuple[MultiModalFeature, ...], ...]
@@ -37,7 +39,7 @@ class ImagePrompts:
 
 @st.composite
 def prompts(draw: st.DrawFn) -> ImagePrompts:
-    """Return prompts with images cut by marks, sounds between them, features of no token."""
+    """Return prompts with images that masks divide, audio between them, and empty features."""
     pick = Random(draw(st.integers(0, 2**20)))
     rows = []
     for _ in range(pick.choice([0, 1, 2, 3])):
@@ -60,7 +62,7 @@ def prompts(draw: st.DrawFn) -> ImagePrompts:
 
 
 def runs_of(places: Sequence[int]) -> list[tuple[int, int]]:
-    """Return first and last of each run of positions that follow each other."""
+    """Return the first and last position of each run of consecutive positions."""
     firsts = [place for place in places if place - 1 not in places]
     lasts = [place for place in places if place + 1 not in places]
     return list(zip(firsts, lasts, strict=True))
@@ -69,7 +71,7 @@ def runs_of(places: Sequence[int]) -> list[tuple[int, int]]:
 def ranges_of(
     feature: MultiModalFeature, prompts: ImagePrompts
 ) -> list[tuple[int, int]]:
-    """Return a feature's ranges, token by token."""
+    """Return the ranges of a feature, computed token by token."""
     if feature.modality not in ("image", "video"):
         return []
     places = list(range(feature.offset, feature.offset + feature.length))
@@ -92,7 +94,7 @@ def ranges_of(
 def ranges_are_the_runs_of_an_images_tokens(
     setting: Setting, cases: list[ImagePrompts]
 ) -> None:
-    """Whatever kind of list the masks are."""
+    """The masks may be lists or tensors."""
     for prompts in cases:
         right = {
             req: [each for feature in row for each in ranges_of(feature, prompts)]
@@ -128,12 +130,13 @@ Ranges = tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
 
 @dataclass(frozen=True)
 class Images:
-    """A step in whose prompts images stand.
+    """A step whose prompts contain images.
 
     Args:
-        step: the requests.
-        ranges: request and its ranges, in any order of requests; None: there are none.
-        spare: rows of the buffer behind the new tokens.
+        step: The requests.
+        ranges: Optional. Pairs of a request and its ranges, in any order of requests. If None,
+            no ranges are given.
+        spare: Number of buffer rows after the last new token.
     """
 
     step: Requests
@@ -141,7 +144,7 @@ class Images:
     spare: int
 
     def mapping(self) -> dict[int, list[tuple[int, int]]] | None:
-        """Return the ranges as they are asked for."""
+        """Return the ranges as the argument of the operations."""
         if self.ranges is None:
             return None
         return {req: list(ranges) for req, ranges in self.ranges}
@@ -149,7 +152,7 @@ class Images:
 
 @st.composite
 def images(draw: st.DrawFn) -> Images:
-    """Return images before, in and behind the new tokens, some of one token, some at 0."""
+    """Return images before, among and after the new tokens, some of one token, some at 0."""
     pick = Random(draw(st.integers(0, 2**20)))
     step = draw_requests(pick)
     ranges = []
@@ -199,7 +202,7 @@ UNTOUCHED = -99
 def every_new_token_gets_the_range_that_holds_it(
     setting: Setting, cases: list[Images]
 ) -> None:
-    """Rows behind the new tokens stay as they are, and all do if no image is here."""
+    """Rows after the new tokens are not written. Without an image, no row is written."""
     for images in cases:
         step, total = images.step, sum(images.step.new)
         out = torch.full((total + images.spare, 2), UNTOUCHED, dtype=torch.int32)
@@ -230,12 +233,12 @@ def every_new_token_gets_the_range_that_holds_it(
 
 @dataclass(frozen=True)
 class BadImages:
-    """A call that makes no sense.
+    """An invalid call.
 
     Args:
-        operation: whose.
-        arguments: of the call.
-        what: why not.
+        operation: Name of the operation.
+        arguments: Arguments of the call.
+        what: The reason why it is invalid.
     """
 
     operation: str

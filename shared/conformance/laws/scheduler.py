@@ -1,7 +1,7 @@
 """Laws of the scheduler: token budget, order, chunked prefill, preemption and block tables.
 
-Whole traffic is served step by step, with the reference's block manager. A wrong scheduler violates
-a law in some step, or leaves a request unfinished.
+Each case serves a whole workload step by step, with the block manager of the reference. A wrong
+scheduler violates a law in some step, or leaves a request unfinished.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ from ..harness.law import Setting, law
 DIRECTED_TRAFFIC = (
     # two requests outgrow the cache; the second is preempted and admitted again
     Traffic((Arrival(0, 3, 6), Arrival(0, 4, 6, family=1)), num_blocks=5),
-    # a long prompt in chunks, beside a decode
+    # a long prompt in chunks, together with a decode
     Traffic(
         (Arrival(0, 2, 6, family=1), Arrival(1, 13, 2)), num_blocks=60, token_budget=5
     ),
@@ -45,21 +45,21 @@ DIRECTED_TRAFFIC = (
     ),
     # more running requests than tokens in the budget
     Traffic(tuple(Arrival(0, 1, 6, family) for family in range(3)), 60, 2, 2, 8),
-    # two requests compute equal tokens; once preempted, the second would find those of the first
+    # two requests compute equal tokens; if preempted, the second would hit the blocks of the first
     Traffic((Arrival(0, 4, 6), Arrival(0, 4, 6)), num_blocks=5),
-    # a preempted request is computed again in chunks, of which the first ends after its prompt
+    # a preempted request is recomputed in chunks, of which the first ends after its prompt
     Traffic((Arrival(0, 4, 8), Arrival(0, 1, 8, family=1)), 4, 3, 3),
     # one request at a time
     Traffic((Arrival(0, 5, 2), Arrival(0, 5, 2)), 60, 2, 64, 1),
 )
 TRAFFIC = st.one_of(st.just(DIRECTED_TRAFFIC), st.tuples(traffics()))
-"""All directed cases at once, or one that is drawn."""
+"""All directed cases at once, or one drawn case."""
 
 
 def _for_each(
     body: Callable[[Setting, Traffic], None],
 ) -> Callable[[Setting, tuple[Traffic, ...]], None]:
-    """Return a law's function for several cases from its function for one."""
+    """Return the function of a law for several cases, given its function for one case."""
 
     @wraps(body)
     def run(setting: Setting, cases: tuple[Traffic, ...]) -> None:
@@ -105,7 +105,7 @@ def a_step_stays_within_the_token_budget_and_the_number_of_running_requests(
 def every_request_finishes_with_the_tokens_that_were_sampled_for_it(
     setting: Setting, traffic: Traffic
 ) -> None:
-    """Preemption and chunks change none; a stop token ends the output, and is part of it."""
+    """Preemption and chunks change no token. A stop token ends the output and is included."""
     requests = make_requests(traffic)
     manager = None
     for step in _serve(setting, traffic, requests):
@@ -121,7 +121,7 @@ def every_request_finishes_with_the_tokens_that_were_sampled_for_it(
 def a_scheduled_request_computes_its_next_known_tokens(
     setting: Setting, traffic: Traffic
 ) -> None:
-    """Each request at most once per step; it samples a token if no known one is left."""
+    """At most once per step. The request samples a token if no known token is left."""
     for step in _serve(setting, traffic):
         seen = set()
         for each in step.output.scheduled_requests:
@@ -205,7 +205,7 @@ def a_step_lists_every_block_that_it_writes_for_the_first_time(
 def a_running_request_goes_before_every_waiting_one(
     setting: Setting, traffic: Traffic
 ) -> None:
-    """So a prompt never delays a decode. Running requests keep the order of their admission."""
+    """Thus a prompt never delays a decode. Running requests keep the order of admission."""
     for step in _serve(setting, traffic):
         scheduled = [each.request.request_id for each in step.output.scheduled_requests]
         preempted = step.output.preempted_req_ids
@@ -214,7 +214,7 @@ def a_running_request_goes_before_every_waiting_one(
         expect_same("running requests first", scheduled[: len(running)], running)
         expect_same("in order of admission", running, stay[: len(running)])
         if len(running) < len(stay):
-            # only an empty budget stops them
+            # they are left out only if the token budget is used up
             count = step.output.total_num_scheduled_tokens
             expect_same("tokens of the step", count, traffic.token_budget)
 
@@ -224,7 +224,7 @@ def a_running_request_goes_before_every_waiting_one(
 def requests_are_admitted_in_the_order_in_which_they_wait(
     setting: Setting, traffic: Traffic
 ) -> None:
-    """A preempted request waits before all others."""
+    """A preempted request is placed at the front of the waiting queue."""
     admitted_before: list[Any] = []
     for step in _serve(setting, traffic):
         scheduled = [each.request.request_id for each in step.output.scheduled_requests]
@@ -276,7 +276,7 @@ def a_request_waits_only_for_budget_blocks_or_a_free_place(
 def the_request_admitted_last_is_preempted_first(
     setting: Setting, traffic: Traffic
 ) -> None:
-    """It loses all of its blocks; nothing is admitted in such a step."""
+    """All of its blocks are freed. A step that preempts admits no request."""
     for step in _serve(setting, traffic):
         preempted = list(step.output.preempted_req_ids)
         last = list(reversed(step.running))[: len(preempted)]
@@ -299,17 +299,17 @@ def the_request_admitted_last_is_preempted_first(
 def no_request_is_preempted_while_enough_blocks_are_left(
     setting: Setting, traffic: Traffic
 ) -> None:
-    """Without the last preemption of a step, too few blocks would have been left."""
+    """Without the last preemption of a step, too few blocks would be available."""
     for step in _serve(setting, traffic):
         preempted = list(step.output.preempted_req_ids)
         if not preempted:
             continue
-        # what the last victim freed: the blocks that no request holds which stays
+        # blocks that the last preemption freed: no remaining request holds them
         stay = [number for number in step.running if number not in preempted]
         held = {block_id for number in stay for block_id in step.rows[number]}
         victim = step.rows[preempted[-1]]
         num_freed = sum(block_id not in held for block_id in victim)
-        # what it would have needed itself, if it was the one that found no block
+        # blocks that the preempted request needed, if it was the one that found no free block
         request = step.scheduler.waiting[0]
         left = traffic.token_budget - step.output.total_num_scheduled_tokens
         computed = step.computed[request.request_id]
@@ -348,7 +348,7 @@ def nothing_is_preempted_if_all_requests_fit(
 def a_token_is_computed_once_unless_it_is_found_or_lost(
     setting: Setting, traffic: Traffic
 ) -> None:
-    """New requests start after their prefix hits, preempted ones after what they find again."""
+    """New requests start after their prefix hits, preempted ones after their regained tokens."""
     requests = make_requests(traffic)
     computed = hits = again = 0
     for step in _serve(setting, traffic, requests):
@@ -367,7 +367,7 @@ def a_token_is_computed_once_unless_it_is_found_or_lost(
         expect_same("num_regained_tokens", output.num_regained_tokens, regained)
         hits += prefix
     needed = sum(request.num_tokens - 1 for request in requests)
-    # a regained token that this request had not computed itself is a hit, too
+    # a regained token that this request had not computed itself is also a hit
     if not any(request.num_preemptions for request in requests):
         expect_same("tokens computed and found", computed - again + hits, needed)
 
@@ -410,7 +410,7 @@ def a_step_asks_for_the_copy_of_a_block_that_others_hold(
 def a_scheduler_whose_blocks_are_held_by_others_raises_out_of_blocks(
     setting: Setting, num_steps: int
 ) -> None:
-    """It keeps the request, which runs once the blocks are freed."""
+    """The request stays in the scheduler, and runs once the blocks are freed."""
     manager = setting.truth.BlockManager(3, 1)
     scheduler = setting.candidate.Scheduler(manager, 8, 8)
     request = Request("a", [1], max_tokens=3)
@@ -458,7 +458,7 @@ def a_request_that_cannot_be_served_is_rejected(setting: Setting, name: str) -> 
 def sampled_tokens_that_do_not_fit_the_step_are_rejected(
     setting: Setting, sampled: dict[str, int]
 ) -> None:
-    """One token per request whose known tokens are all computed; else nothing changes."""
+    """One token is expected per request that samples. Otherwise nothing changes."""
     manager = setting.truth.BlockManager(4, 2)
     scheduler = setting.candidate.Scheduler(manager, 4, 8)
     requests = [Request("a", [1, 2], max_tokens=3), Request("b", [1] * 4, max_tokens=1)]

@@ -1,7 +1,7 @@
-"""Which laws hold for steps that are made of sequence groups?
+"""Laws of sequence-group metadata: a step built from groups of prompts and decodes.
 
-A step's prompts and decodes are gone through one sequence and one token after another; that says
-every slot, every row and every length.
+The expected slots, block-table rows and lengths are computed sequence by sequence and token by
+token.
 """
 
 import builtins
@@ -28,9 +28,9 @@ from ..harness.expect import expect_refusal, expect_same, expect_untimely
 from ..harness.law import Setting, law
 
 range = builtins.range
-"""Not torch's, whose names stand beside ours where a report's case is made again."""
+"""The builtin: a report recreates a case among the names of torch, which has a `range` too."""
 FAR = 10**6
-"""An id that stands behind a row's end."""
+"""A block id past the end of a row, which is not read."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,13 @@ class StepOfGroups:
     """A step made of groups.
 
     Args:
-        groups: prompts before decodes.
-        block_size: slots in a block.
-        window: keys a query sees; None: all.
-        chunked: whether prompts come in chunks.
-        padding: sequences that fill a graph; -1: none is replayed.
-        spare: columns of the table behind the longest row; None: the width is left open.
+        groups: Groups of prompts, followed by groups of decodes.
+        block_size: Slots per block.
+        window: Optional. Number of visible keys. If None, all keys are visible.
+        chunked: Whether prompts may come in chunks.
+        padding: Number of padding sequences of a captured graph, or -1 if no graph is replayed.
+        spare: Optional. Columns of the block table after the end of the longest row. If None, the
+            width is not given.
     """
 
     groups: tuple[SequenceGroup, ...]
@@ -54,11 +55,11 @@ class StepOfGroups:
     spare: int | None = None
 
     def sequences(self) -> list[tuple[SequenceGroup, SequenceInput]]:
-        """Return every sequence beside its group."""
+        """Return every sequence with its group."""
         return [(group, each) for group in self.groups for each in group.sequences]
 
     def row(self, group: SequenceGroup, sequence: SequenceInput) -> list[int]:
-        """Return the row that attention reads."""
+        """Return the block-table row that attention reads."""
         has_cache = any(row is not None for row in (group.block_tables or {}).values())
         is_read = (
             not group.is_prompt
@@ -71,7 +72,7 @@ class StepOfGroups:
         return list(group.row(sequence))[self.dropped(group, sequence) :]
 
     def dropped(self, group: SequenceGroup, sequence: SequenceInput) -> int:
-        """Return the blocks before those that a decode under a window may read."""
+        """Return the number of blocks before the window of a decode."""
         kept = sequence.curr_sliding_window_block
         if group.is_prompt or not kept or not group.row(sequence):
             return 0
@@ -79,7 +80,7 @@ class StepOfGroups:
         return max(0, used - kept)
 
     def seq_lens(self) -> list[int]:
-        """Return the tokens that attention may read of each sequence."""
+        """Return the number of tokens of each sequence that attention may read."""
         return [
             each.context_len
             + each.query_len
@@ -88,7 +89,7 @@ class StepOfGroups:
         ]
 
     def slots(self) -> list[int]:
-        """Return the slot of every new token; those that no later token sees have none."""
+        """Return the slot of every new token, or PAD_SLOT_ID if no later token attends to it."""
         found = []
         for group, each in self.sequences():
             row, length = list(group.row(each)), each.context_len + each.query_len
@@ -101,7 +102,7 @@ class StepOfGroups:
         return found
 
     def placeholders(self) -> dict[str, IndexMap]:
-        """Return which row of which embeddings stands for which token of the step."""
+        """Return, per modality, which embedding row replaces which token of the step."""
         src: dict[str, list[int]] = {}
         dest: dict[str, list[int]] = {}
         rows: dict[str, int] = {}
@@ -127,7 +128,7 @@ class StepOfGroups:
 def draw_group(
     pick: Random, first_id: int, size: int, is_prompt: bool
 ) -> SequenceGroup:
-    """Return a group of one to three sequences; some have no cache, some rows are longer."""
+    """Return a group of one to three sequences. Some have no cache, some rows are longer."""
     edges = [0, 0, 1, size - 1, size, size + 1, 2 * size, 3 * size + 1]
     query_len = pick.choice([0, 1, *edges[3:]]) if is_prompt else 1
     context = pick.choice(edges)
@@ -170,7 +171,7 @@ def draw_group(
 
 @st.composite
 def groups(draw: st.DrawFn) -> StepOfGroups:
-    """Return steps of prompts, of decodes, or of both; those of decodes may fill a graph."""
+    """Return a step of prompts, decodes, or both. Steps of decodes may replay a graph."""
     pick = Random(draw(st.integers(0, 2**20)))
     size = pick.choice([1, 2, 4, 5, 16])
     kinds = sorted(pick.choice([0, 1]) for _ in range(pick.choice([1, 2, 3])))
@@ -193,7 +194,7 @@ def groups(draw: st.DrawFn) -> StepOfGroups:
 
 
 def begin(setting: Setting, step: StepOfGroups) -> Any:
-    """Return the candidate's builder, with a step that has begun."""
+    """Return the candidate's builder after the start of a step."""
     builder = setting.candidate.CommonMetadataBuilder(
         block_size=step.block_size,
         sliding_window=step.window,
@@ -205,7 +206,7 @@ def begin(setting: Setting, step: StepOfGroups) -> Any:
 
 
 def build(builder: Any, step: StepOfGroups) -> SequenceAttentionMetadata:
-    """Return what the candidate makes of the groups that were added."""
+    """Return the metadata that the candidate builds from the groups that were added."""
     lens = [each.query_len for _, each in step.sequences()]
     rows = [step.row(group, each) for group, each in step.sequences()]
     width = None if step.spare is None else max(map(len, rows)) + step.spare
@@ -220,7 +221,7 @@ def build(builder: Any, step: StepOfGroups) -> SequenceAttentionMetadata:
 
 
 def expected(step: StepOfGroups) -> dict[str, Any]:
-    """Return every field of the step's metadata."""
+    """Return the expected fields of the step's metadata."""
     padding = max(step.padding, 0)
     both = step.sequences()
     rows = [*[step.row(*each) for each in both], *[[]] * padding]
@@ -264,7 +265,7 @@ def expected(step: StepOfGroups) -> dict[str, Any]:
 def every_field_of_a_step_says_what_its_groups_say(
     setting: Setting, cases: list[StepOfGroups]
 ) -> None:
-    """Built twice it is the same; the groups stay as they are."""
+    """Two calls of `build` give the same metadata. The groups are not modified."""
     for step in cases:
         builder = begin(setting, step)
         before = deepcopy(step)
@@ -282,7 +283,7 @@ class Steps:
     """Two steps of one builder.
 
     Args:
-        first, second: of the same settings.
+        first, second: The steps. Both have the same settings.
     """
 
     first: StepOfGroups
@@ -317,7 +318,7 @@ def two_steps(draw: st.DrawFn) -> Steps:
 def a_step_of_groups_holds_nothing_of_the_one_before(
     setting: Setting, cases: list[Steps]
 ) -> None:
-    """And leaves that one's metadata as it was."""
+    """It does not modify the metadata of that step."""
     for steps in cases:
         builder = begin(setting, steps.first)
         for group in steps.first.groups:
@@ -333,10 +334,10 @@ def a_step_of_groups_holds_nothing_of_the_one_before(
 
 @dataclass(frozen=True)
 class BadGroup:
-    """Something that a builder refuses, in words.
+    """The description of a group that a builder rejects.
 
     Args:
-        what: the thing.
+        what: Key in GROUPS_REFUSED.
     """
 
     what: str
@@ -399,7 +400,7 @@ def a_rejected_group_leaves_the_step_as_it_was(
 def a_builder_takes_groups_between_beginning_and_end(
     setting: Setting, step: StepOfGroups
 ) -> None:
-    """A group added late would be lost, and an early one would be another step's."""
+    """A group added too late would be lost. One added too early would be in another step."""
     new = setting.candidate.CommonMetadataBuilder(block_size=4)
     expect_untimely("a group before the beginning", lambda: new.add_seq_group(GOOD))
     expect_untimely("an end before the beginning", lambda: new.build([5], [3]))
@@ -443,7 +444,7 @@ def a_builder_takes_groups_between_beginning_and_end(
     ],
 )
 def what_a_step_has_collected_can_be_read(setting: Setting, step: StepOfGroups) -> None:
-    """Under the names that engines know."""
+    """Under the names that engines use."""
     builder = begin(setting, step)
     for group in step.groups:
         builder.add_seq_group(group)

@@ -1,7 +1,7 @@
-"""Which laws hold for slot mappings?
+"""Laws of slot mapping: the cache slot of every new token.
 
-All of it is integers, so every answer is exactly right or wrong. What is right is written out here
-position by position, without either twin.
+Slots are integers, so results are compared exactly. The expected slots are computed here position
+by position, without either twin.
 """
 
 from dataclasses import dataclass
@@ -21,14 +21,14 @@ from ..harness.law import Setting, law
 
 @dataclass(frozen=True)
 class SlotStep:
-    """A step's requests in numbers.
+    """The lengths and block ids of a step's requests.
 
     Args:
-        new, computed: new tokens, and tokens in the cache, of each request.
-        rows: block ids of each request.
-        block_size: slots in a block.
-        padding: slots behind the last new token.
-        stride: elements from one entry of a tensor to the next.
+        new, computed: [reqs] number of new tokens, and of tokens in the cache.
+        rows: [reqs] block ids of each request.
+        block_size: Slots per block.
+        padding: Number of padding slots after the last new token.
+        stride: Elements from one entry of a tensor to the next.
     """
 
     new: tuple[int, ...]
@@ -39,7 +39,7 @@ class SlotStep:
     stride: int = 1
 
     def slots(self) -> list[int]:
-        """Return the slot of every new token, position by position."""
+        """Return the slot of every new token, computed position by position."""
         return [
             row[place // self.block_size] * self.block_size + place % self.block_size
             for new, computed, row in zip(
@@ -53,7 +53,8 @@ class SlotStep:
 def steps(draw: st.DrawFn) -> SlotStep:
     """Return a step with lengths on both sides of block edges and scattered blocks.
 
-    The ids are small or the largest that there are: a slot then has more than 32 bits.
+    The block ids are less than 4096, 2**16 or 2**31. With the largest ids a slot may need more
+    than 32 bits.
     """
     pick = Random(draw(st.integers(0, 2**20)))
     size = pick.choice([1, 2, 3, 7, 16, 16, 24])
@@ -85,7 +86,7 @@ def steps(draw: st.DrawFn) -> SlotStep:
 def every_new_token_gets_the_slot_that_its_row_says(
     setting: Setting, step: SlotStep
 ) -> None:
-    """Lists are inputs too: they stay as they are. Behind a row's end stands garbage."""
+    """The input lists are not modified. Entries past the end of a row may hold garbage."""
     new, computed = list(step.new), list(step.computed)
     rows = [
         [*row, *GARBAGE] if req % 2 else [*row] for req, row in enumerate(step.rows)
@@ -99,14 +100,14 @@ def every_new_token_gets_the_slot_that_its_row_says(
 
 
 def spread(numbers: Tensor, stride: int, device: torch.device) -> Tensor:
-    """Return the same numbers, with garbage between the entries of the last axis."""
+    """Return the same numbers with a stride, and garbage between entries of the last axis."""
     wide = torch.full((*numbers.shape, stride), 10**6, dtype=numbers.dtype)
     wide[..., 0] = numbers
     return wide.flatten(-2).to(device)[..., ::stride]
 
 
 def tensors_of(step: SlotStep, device: torch.device) -> dict[str, Tensor]:
-    """Return starts, counts and a table with garbage behind every row, as views."""
+    """Return starts, counts and a block table, as views. Rows are followed by garbage."""
     width = max(map(len, step.rows), default=0) + 2
     table = torch.tensor(GARBAGE, dtype=torch.int32).repeat(len(step.new), width)
     table = table[:, :width].contiguous()
@@ -123,7 +124,7 @@ def tensors_of(step: SlotStep, device: torch.device) -> dict[str, Tensor]:
 
 @law("compute_slot_mapping_device", cases=steps())
 def slots_on_the_device_are_those_of_the_host(setting: Setting, step: SlotStep) -> None:
-    """Garbage stands behind every row, and padding behind the last token."""
+    """Every row is followed by garbage, and the last token by padding."""
     given = tensors_of(step, setting.device)
     with kept(**given):
         found = setting.candidate.compute_slot_mapping_device(
@@ -144,7 +145,7 @@ def slots_on_the_device_are_those_of_the_host(setting: Setting, step: SlotStep) 
 def a_smaller_step_after_a_larger_one_leaves_no_old_slot(
     setting: Setting, step: SlotStep
 ) -> None:
-    """The tail is padding again, and the larger step's slots stay what they were."""
+    """The tail is padding again. The slots of the larger step do not change."""
     device, small = setting.device, SlotStep((1, 0), (4, 7), step.rows, step.block_size)
     padded = sum(step.new) + 5
     call = setting.candidate.compute_slot_mapping_device
@@ -160,14 +161,14 @@ def a_smaller_step_after_a_larger_one_leaves_no_old_slot(
 
 @dataclass(frozen=True)
 class OneSequence:
-    """One sequence in numbers.
+    """The lengths and block ids of one sequence.
 
     Args:
-        new, computed: new tokens, and tokens in the cache.
-        start_idx: position from which on tokens are stored.
-        row: block ids.
-        block_size: slots in a block.
-        spare: entries of garbage behind the row's end.
+        new, computed: Number of new tokens, and of tokens in the cache.
+        start_idx: First position that is stored.
+        row: Block ids of the sequence.
+        block_size: Slots per block.
+        spare: Number of garbage entries past the end of the row.
     """
 
     new: int
@@ -180,7 +181,7 @@ class OneSequence:
 
 @st.composite
 def sequences(draw: st.DrawFn) -> OneSequence:
-    """Return one sequence, stored from any position on: before, among, behind the new tokens."""
+    """Return a sequence. Its first stored position is before, among or after the new tokens."""
     pick = Random(draw(st.integers(0, 2**20)))
     size = pick.choice([1, 2, 5, 16, 24])
     edges = [0, 1, size - 1, size, size + 1, 2 * size, 3 * size + 1]
@@ -224,7 +225,7 @@ def tokens_before_the_start_get_no_slot_and_all_others_theirs(
 
 @law("compute_slot_mapping", cases=sequences())
 def a_dry_run_gives_no_token_a_slot(setting: Setting, one: OneSequence) -> None:
-    """There is no cache yet, so every token of the sequence is new, table or not."""
+    """The cache does not exist yet, so all tokens are new, with or without a block table."""
     seq_len = one.computed + one.new
     for row in (None, list(one.row)):
         found = setting.candidate.compute_slot_mapping(
@@ -236,7 +237,7 @@ def a_dry_run_gives_no_token_a_slot(setting: Setting, one: OneSequence) -> None:
 
 @dataclass(frozen=True)
 class Windowed:
-    """New tokens, tokens in the cache and the keys that a query sees."""
+    """Number of new tokens, of tokens in the cache and of visible keys."""
 
     is_prompt: bool
     new: int
@@ -246,7 +247,7 @@ class Windowed:
 
 @st.composite
 def windows(draw: st.DrawFn) -> Windowed:
-    """Return a sequence whose lengths lie on both sides of its window."""
+    """Return a sequence that is shorter than its window, equally long, or longer."""
     pick = Random(draw(st.integers(0, 2**20)))
     window = pick.choice([0, 1, 2, 5, 16, 17])
     seq_len = pick.choice([0, 1, window - 1, window, window + 1, 2 * window, 40])
@@ -262,7 +263,7 @@ def windows(draw: st.DrawFn) -> Windowed:
 def a_prompt_stores_just_the_keys_that_its_window_leaves(
     setting: Setting, case: Windowed
 ) -> None:
-    """A decode, and a layer without a window, store everything."""
+    """A decode stores all tokens. So does a layer without a window."""
     found = setting.candidate.compute_slot_mapping_start_idx(
         is_prompt=case.is_prompt,
         query_len=case.new,
@@ -277,7 +278,7 @@ def a_prompt_stores_just_the_keys_that_its_window_leaves(
 
 
 def on_device(**changes: Any) -> tuple[str, dict[str, Any]]:
-    """Return a call that makes sense but for some arguments, as Python values."""
+    """Return a call that is valid except for `changes`, with Python values for tensors."""
     right = {"starts": [0, 3, 5], "computed": [2, 4], "table": [[1, 2], [3, 0]]}
     return "compute_slot_mapping_device", (
         {"block_size": 4, "num_tokens": 6} | right | changes
@@ -285,7 +286,7 @@ def on_device(**changes: Any) -> tuple[str, dict[str, Any]]:
 
 
 def of_batch(**changes: Any) -> tuple[str, dict[str, Any]]:
-    """Return a call that makes sense but for some arguments."""
+    """Return a call that is valid except for `changes`."""
     right = {"query_lens": [3, 2], "num_computed_tokens": [2, 4], "block_size": 4}
     return "compute_slot_mapping_batch", (
         right | {"block_rows": [[1, 2], [3, 0]]} | changes
@@ -293,7 +294,7 @@ def of_batch(**changes: Any) -> tuple[str, dict[str, Any]]:
 
 
 def of_one(**changes: Any) -> tuple[str, dict[str, Any]]:
-    """Return a call that makes sense but for some arguments."""
+    """Return a call that is valid except for `changes`."""
     right = {"seq_len": 5, "context_len": 2, "start_idx": 0, "block_size": 4}
     return "compute_slot_mapping", (
         right | {"is_profile_run": False, "block_table": [1, 2]} | changes
@@ -301,7 +302,7 @@ def of_one(**changes: Any) -> tuple[str, dict[str, Any]]:
 
 
 def of_window(**changes: Any) -> tuple[str, dict[str, Any]]:
-    """Return a call that makes sense but for some arguments."""
+    """Return a call that is valid except for `changes`."""
     right = {"is_prompt": True, "query_len": 5, "context_len": 2, "sliding_window": 3}
     return "compute_slot_mapping_start_idx", right | changes
 

@@ -1,8 +1,9 @@
-"""Which laws hold for a step that is written into tensors which stay where they are?
+"""Laws of step buffers: metadata written into tensors with fixed addresses.
 
-A history of one engine: rows gain blocks, are emptied and owned anew, steps grow and shrink, are
-filled up to a captured size or not. A list of rows says what every step must say; the tensors of
-all steps must lie at the same addresses, and nothing of an older step may shine through.
+Each case is a history of one engine. Rows gain blocks, are cleared and are assigned to new
+requests. Steps grow and shrink, with or without padding to a captured size. The expected values of
+every step are computed from a list of rows. The tensors of all steps must have the same addresses,
+and must not contain values of an older step.
 """
 
 from collections.abc import Sequence
@@ -33,14 +34,16 @@ MAX_REQS, MAX_BLOCKS = 5, 6
 
 @dataclass(frozen=True)
 class BufferAction:
-    """One thing that happens to an engine's buffers.
+    """One action on the buffers of an engine: append blocks, clear rows, or build a step.
 
     Args:
-        rows: of the table; of a step in its order: the requests'.
-        blocks: for each row the ids it gains; none: rows are emptied, or a step is built.
-        new, computed: of a step's requests; neither: no step is built.
-        in_order: whether the step says which rows its requests own.
-        padding: requests and tokens by which a step is filled up; None: it is not.
+        rows: Rows of the block table. For a step: the row of each request, in order.
+        blocks: Block ids that each row gains. If empty, rows are cleared or a step is built.
+        new: Optional. New tokens of each request of a step. If None, no step is built.
+        computed: Tokens in the cache of each request of a step.
+        in_order: Whether the rows of the requests are passed to `build`.
+        padding: Optional. Numbers of padding requests and padding tokens. If None, the step is
+            not padded.
     """
 
     rows: tuple[int, ...]
@@ -53,12 +56,12 @@ class BufferAction:
 
 @dataclass(frozen=True)
 class BufferHistory:
-    """What happens to one engine's buffers, in order.
+    """The sequence of actions on the buffers of one engine.
 
     Args:
-        block_size: slots in a block.
-        max_tokens: new tokens of the largest step.
-        actions: one after another.
+        block_size: Slots per block.
+        max_tokens: New tokens of the largest step.
+        actions: The actions in order.
     """
 
     block_size: int
@@ -68,7 +71,7 @@ class BufferHistory:
 
 @st.composite
 def histories(draw: st.DrawFn) -> BufferHistory:
-    """Return a history whose steps lie at the edges of rows, and whose rows change owners."""
+    """Return a history whose steps end at the edges of rows, and whose rows are reassigned."""
     pick = Random(draw(st.integers(0, 2**20)))
     size = pick.choice([1, 2, 3, 4, 16])
     max_tokens = pick.choice([8, 20, MAX_BLOCKS * size + 3])
@@ -89,7 +92,7 @@ def histories(draw: st.DrawFn) -> BufferHistory:
                 held[row] += gain
             actions.append(BufferAction(tuple(rows), blocks))
         elif kind == "clear":
-            # several requests may leave at once, and most rows are owned anew
+            # several requests may finish at once, and their rows are assigned to new requests
             rows = pick.sample(range(MAX_REQS), pick.choice([1, 2, MAX_REQS]))
             gains = [min(pick.choice([1, 2]), MAX_BLOCKS) for _ in rows]
             blocks = tuple(tuple(ids.pop() for _ in range(gain)) for gain in gains)
@@ -106,7 +109,7 @@ def histories(draw: st.DrawFn) -> BufferHistory:
 def draw_step(
     pick: Random, held: Sequence[int], size: int, max_tokens: int
 ) -> BufferAction:
-    """Return a step of requests that their rows can hold."""
+    """Return a step whose requests fit into their rows."""
     in_order = pick.random() < 0.5
     count = pick.randint(0, MAX_REQS)
     rows = pick.sample(range(MAX_REQS), count) if in_order else list(range(count))
@@ -131,12 +134,12 @@ def draw_step(
 
 @dataclass
 class Engine:
-    """The candidate's buffers, and what they ought to hold.
+    """The candidate's buffers, and their expected rows.
 
     Args:
-        setting: whose buffers.
-        history: their sizes.
-        rows: block ids of each row of the table.
+        setting: Setting with the candidate.
+        history: History that defines the sizes of the buffers.
+        rows: Expected block ids of each row of the block table.
     """
 
     setting: Setting
@@ -153,7 +156,7 @@ class Engine:
         )
 
     def do(self, action: BufferAction) -> CommonAttentionMetadata | None:
-        """Let it happen to the buffers and to the rows; return the step, if one is built."""
+        """Apply an action to the buffers and to the expected rows. Return the step, if any."""
         if action.new is not None:
             return self.build(action)
         if action.blocks:
@@ -162,7 +165,7 @@ class Engine:
             for row, blocks in zip(action.rows, action.blocks, strict=True):
                 self.rows[row] += blocks
             for each in given:
-                each.append(-7)  # the caller's lists are the caller's
+                each.append(-7)  # the caller may modify its lists afterwards
             return None
         self.buffers.clear_rows(list(action.rows))
         for row in action.rows:
@@ -170,7 +173,7 @@ class Engine:
         return None
 
     def build(self, action: BufferAction) -> CommonAttentionMetadata:
-        """Return the candidate's step."""
+        """Return the step that the candidate builds."""
         assert action.new is not None
         sizes: list[int | None] = [None, None]
         if action.padding is not None:
@@ -189,7 +192,7 @@ class Engine:
     def right(
         self, action: BufferAction, found: CommonAttentionMetadata
     ) -> dict[str, Any]:
-        """Return every field that the step must have; of its table, the rows are judged here."""
+        """Return the expected fields of a step. The block table is compared here, row by row."""
         assert action.new is not None
         size = self.history.block_size
         more_reqs, more_tokens = action.padding or (0, 0)
@@ -225,7 +228,7 @@ class Engine:
 def every_step_in_the_buffers_is_its_own_and_no_older_one(
     setting: Setting, cases: list[BufferHistory]
 ) -> None:
-    """After a larger step, after longer owners of a row, filled up or not."""
+    """Also after a larger step or a longer request in the same row, with or without padding."""
     for history in cases:
         engine = Engine(setting, history)
         for action in history.actions:
@@ -246,7 +249,7 @@ ON_THE_DEVICE = ("query_start_loc", "seq_lens", "slot_mapping")
 def the_tensors_of_a_step_keep_their_addresses(
     setting: Setting, cases: list[BufferHistory]
 ) -> None:
-    """A view of the largest step shows every later one; the host's copies stay as they were."""
+    """Views of the largest step hold the values of later steps. Host copies do not change."""
     for history in cases:
         engine = Engine(setting, history)
         most = (MAX_REQS, history.max_tokens)
@@ -281,7 +284,7 @@ def the_tensors_of_a_step_keep_their_addresses(
 def a_captured_size_holds_no_request_and_no_slot_after_the_batch(
     setting: Setting, cases: list[BufferHistory]
 ) -> None:
-    """Each step at the largest size, so that all of what an older one left must be gone."""
+    """Each step is padded to the largest size, so values of an older step would be visible."""
     for history in cases:
         engine = Engine(setting, history)
         for action in history.actions:
@@ -301,13 +304,13 @@ def a_captured_size_holds_no_request_and_no_slot_after_the_batch(
 
 @dataclass(frozen=True)
 class BadBufferStep:
-    """A call that the buffers refuse.
+    """A call that the buffers reject.
 
     Args:
-        method: whose.
-        arguments: of the call, in buffers of five rows and six blocks of four slots; row 0
-            holds two blocks, row 1 one.
-        what: why not.
+        method: Name of the method.
+        arguments: Arguments of the call. The buffers have five rows of six blocks of four slots.
+            Row 0 holds two blocks and row 1 holds one.
+        what: The reason why the call is invalid.
     """
 
     method: str
@@ -364,7 +367,7 @@ def what_the_buffers_reject_leaves_them_as_they_are(
         lambda: method(*nonsense.arguments),
         {**tensors, "block_table_tensor": before.block_table_tensor[:2, :1]},
     )
-    # rows that a refused call named have gained nothing and lost nothing
+    # a rejected call does not change the rows that it names
     engine.do(BufferAction((2, 3), ((11, 12), (13,))))
     after = BufferAction((3, 0, 2, 1), (), (2, 1, 2, 1), (2, 7, 6, 3), in_order=True)
     found = engine.build(after)
@@ -373,10 +376,10 @@ def what_the_buffers_reject_leaves_them_as_they_are(
 
 @dataclass(frozen=True)
 class BufferSizes:
-    """Sizes of buffers that cannot be made.
+    """Invalid buffer sizes.
 
     Args:
-        reqs, tokens, blocks, block_size: as the buffers take them.
+        reqs, tokens, blocks, block_size: Arguments of StepBuffers, in this order.
     """
 
     reqs: int

@@ -1,7 +1,7 @@
-"""Which laws hold where each request brings a tree of drafts of its own?
+"""Laws of tree attention with a different draft tree per request.
 
-Trees of several shapes stand in one batch, beside a request with more new tokens than the mask is
-wide, which has none. What lies outside of a tree in the mask is garbage. Options that count
+A batch has trees of several shapes. It may also have a request without a tree, whose new tokens
+exceed the width of the mask. Mask entries outside a tree hold garbage. Options that depend on
 positions count along the branches.
 """
 
@@ -20,13 +20,13 @@ from ..harness.law import Setting, law
 
 @dataclass(frozen=True)
 class Grove:
-    """A tree for each request.
+    """One draft tree per request.
 
     Args:
-        plan: new tokens and keys of each.
-        parents: of each new token of each request; -1: it has none.
-        width: of the mask.
-        option: what else is asked for: one of OPTIONS.
+        plan: Batch with the new tokens and keys of each request.
+        parents: [reqs] parent of each new token; -1 for a root.
+        width: Width of the tree mask.
+        option: Additional option of the call: a key of OPTIONS, "slopes" or "a bias".
     """
 
     plan: BatchPlan
@@ -44,7 +44,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def draw_parents(pick: Random, count: int) -> tuple[int, ...]:
-    """Return the parent of each of some tokens: a chain, a bush, or anything between."""
+    """Return the parents of `count` tokens: a chain, a star or a random forest."""
     kind = pick.choice(["chain", "bush", "any", "any"])
     if kind == "chain":
         return tuple(range(-1, count - 1))
@@ -55,7 +55,7 @@ def draw_parents(pick: Random, count: int) -> tuple[int, ...]:
 
 @st.composite
 def groves(draw: st.DrawFn) -> Grove:
-    """Return trees of several sizes; all of it from one seed."""
+    """Return trees of several sizes. The whole case is drawn from one seed."""
     pick = Random(draw(st.integers(0, 2**20)))
     news = [pick.choice([1, 2, 3, 5, 7]) for _ in range(pick.choice([2, 3]))]
     width = max(news) + pick.choice([0, 0, 2])

@@ -1,1 +1,1 @@
-"""Independent answers: attention key by key, and dense attention in float64."""
+"""Oracles: brute-force attention key by key, and dense attention in float64."""

@@ -1,8 +1,8 @@
-"""What does attention come to, key by key?
+"""Brute-force oracle: attention with all options in float64, one query and one key at a time.
 
-Every option of attention once more, from its meaning alone: one loop over requests, one over
-queries, one over keys, plain Python numbers for positions, float64 for scores. It shares no code
-with either twin and touches no key that its query does not see, so what nobody sees may hold NaN.
+Every option is implemented from its definition: one loop over requests, one over queries and one
+over keys, with Python numbers for positions and float64 for scores. The oracle shares no code with
+either twin. It reads no masked key, so masked slots may hold NaN.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,12 +15,12 @@ from torch import Tensor
 from ...contract.budgets import Verdict, judge_rows, row_budgets
 
 Flip = Callable[[int, int, int], bool]
-"""From (request, query, key): whether that key is hidden if seen, and seen if hidden."""
+"""From (request, query, key): whether the mask of that key is inverted."""
 
 
 @dataclass(frozen=True)
 class OracleRequest:
-    """What one request asks, and whom, on the host and as stored.
+    """Queries, keys and values of one request, on the host and as stored.
 
     Args:
         query: [queries, query_heads, head_size].
@@ -35,13 +35,13 @@ class OracleRequest:
 
 @dataclass(frozen=True)
 class Answer:
-    """What attention comes to, in float64 on the host.
+    """The exact result of attention, in float64 on the host.
 
     Args:
         out: [tokens, query_heads, value_head_size].
         lse: [query_heads, tokens] natural log-sum-exp.
-        sizes: as `out`, over absolute values: the size of what was averaged.
-        scores: [query_heads, tokens] size of the largest score, products added up unsigned.
+        sizes: As `out`, but the weighted average of the absolute values.
+        scores: [query_heads, tokens] the largest sum of absolute products of a score.
     """
 
     out: Tensor
@@ -56,14 +56,14 @@ def attend_by_hand(
     tokens: int,
     flip: Flip = lambda req, own, key: False,
 ) -> Answer:
-    """Return attention of a batch under any options.
+    """Return the attention of a batch with any options.
 
     Args:
-        requests: queries and keys of each.
-        options: arguments of `paged_attention` or `encoder_attention`, by name; what is not
-            named or None is off, `causal` must be named.
-        tokens: rows of the result, those behind the last request included.
-        flip: keys on which the answer is wrong on purpose.
+        requests: Queries, keys and values of each request.
+        options: Arguments of `paged_attention` or `encoder_attention` by name. Options that are
+            missing or None are off. `causal` must be present.
+        tokens: Rows of the result, including padding rows after the last request.
+        flip: Keys whose mask is inverted, for results that are wrong on purpose.
     """
     given = {
         name: value.cpu() if isinstance(value, Tensor) else value
@@ -79,7 +79,7 @@ def attend_by_hand(
     token = 0
     for req, request in enumerate(requests):
         kv_heads = request.key.shape[1]
-        # query head h reads the kv head in whose share of the heads it lies
+        # consecutive query heads share a kv head
         reads = [head * kv_heads // query_heads for head in range(query_heads)]
         key = request.key.double() * column(given.get("k_scale", 1.0), kv_heads)
         value = request.value.double() * column(given.get("v_scale", 1.0), kv_heads)
@@ -126,7 +126,7 @@ def places(
     mask = given.get("tree_mask")
     if mask is None or query_len > mask.shape[1]:
         return list(range(context, key_len)), list(range(key_len))
-    # a token of a tree stands one behind the last of those it sees
+    # position of a tree token: context + visible new tokens (itself included) - 1
     seen = [sum(mask[req, own, :query_len].tolist()) for own in range(query_len)]
     queries = [context + count - 1 for count in seen]
     return queries, [*range(context), *queries]
@@ -141,7 +141,7 @@ def sees(
     keys: list[int],
     given: dict[str, Any],
 ) -> bool:
-    """Tell whether a request's query `own` sees its key of that number."""
+    """Return whether the query `own` of a request attends to its key `number`."""
     here, there = queries[own], keys[number]
     if "query_ranges" in given:
         first, last = given["query_ranges"][token].tolist()
@@ -164,7 +164,7 @@ def sees(
 def biases(
     distances: list[int], query_heads: int, given: dict[str, Any]
 ) -> list[Tensor]:
-    """Return what is added to the scores, each [query_heads, keys]."""
+    """Return the tensors that are added to the scores, each [query_heads, keys]."""
     added = []
     if "alibi_slopes" in given:
         slopes = given["alibi_slopes"].double()
@@ -178,7 +178,7 @@ def biases(
 
 
 def column(scale: Tensor | float, kv_heads: int) -> Tensor:
-    """Return [kv_heads, 1] what each head's numbers are multiplied with."""
+    """Return [kv_heads, 1] the scale of each head."""
     numbers = torch.as_tensor(scale, dtype=torch.float64).flatten()
     return numbers.expand(kv_heads)[:, None]
 
@@ -186,7 +186,7 @@ def column(scale: Tensor | float, kv_heads: int) -> Tensor:
 def quantise_by_hand(
     tensor: Tensor, scale: Tensor | float, dtype: torch.dtype
 ) -> Tensor:
-    """Return the stored numbers of [..., kv_heads, size]: divided, cut off, rounded."""
+    """Return [..., kv_heads, size] in FP8: divided by the scale, clamped and rounded."""
     largest = torch.finfo(dtype).max
     divided = tensor.double() / column(scale, tensor.shape[-2])
     return divided.clamp(-largest, largest).float().to(dtype)
@@ -199,15 +199,16 @@ def judge_out(
     dtype: torch.dtype,
     out_scale: Tensor | float | None = None,
 ) -> Verdict:
-    """Return the verdict on an output.
+    """Return the comparison of an output with the exact result.
 
     Args:
-        out: the candidate's.
-        answer: what is right.
-        same_dtype: the reference's output, computed and stored in `dtype`.
-        dtype: of the queries.
-        out_scale: what the numbers of an FP8 output stand for. Such an output is right if it is
-            the rounding of something that keeps the row's budget.
+        out: The candidate's output.
+        answer: The exact result.
+        same_dtype: The reference's output, computed and stored in `dtype`.
+        dtype: Element type of the queries.
+        out_scale: Optional. Scale of an FP8 output. Such an output is correct if it is the
+            rounding of a result within the error budget of its row. If None, the output is not
+            FP8.
     """
     out, same = out.cpu(), same_dtype.cpu()
     if out_scale is None:
@@ -234,10 +235,10 @@ def judge_out(
 
 
 def judge_log_sum_exp(lse: Tensor, answer: Answer) -> float:
-    """Return the largest error of a log-sum-exp divided by its budget; at most 1 is right.
+    """Return the largest error of a log-sum-exp divided by its budget; at most 1 is correct.
 
-    As in `oracles.judge_lse`: eight roundings of the largest score, of what is added to it, and
-    of the result. Where a query sees nothing, nothing but -inf is right.
+    As in `dense.judge_lse`, the budget is eight roundings of the largest score, of the terms added
+    to it, and of the result. If a query has no visible keys, only -inf is correct.
     """
     lse = lse.cpu().double()
     empty = answer.lse == -torch.inf

@@ -1,8 +1,8 @@
-"""What is obviously right, and who says that something is wrong?
+"""Dense oracle: attention by torch's scaled_dot_product_attention in float64, and comparators.
 
-`attend` is attention from textbook parts: a Python loop over positions gathers a sequence, torch's
-own scaled_dot_product_attention does the rest under an explicit mask, in float64. It shares no code
-with either twin. The judges hold a candidate against it.
+`attend` gathers each sequence with a Python loop over positions and calls
+scaled_dot_product_attention with an explicit mask. It shares no code with either twin. The
+comparators compute errors of a candidate's output and log-sum-exp relative to their budgets.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ Sees = Callable[[int, int, int, int], bool]
 
 
 def sees_up_to_itself(query: int, key: int, query_len: int, kv_len: int) -> bool:
-    """Tell whether the query-th new token sees the key at that position."""
+    """Return whether the query-th new token attends to the key at that position."""
     return key <= kv_len - query_len + query
 
 
@@ -31,10 +31,10 @@ def attend(
     """Return output and log-sum-exp on the host; rows without a key are 0 and -inf.
 
     Args:
-        batch: the inputs.
-        sees: which keys a query sees.
-        kv_head: the kv head of a query head, from (query head, query heads, kv heads).
-        dtype: of the arithmetic.
+        batch: The inputs.
+        sees: Whether a query attends to a key, from (query, key, query_len, kv_len).
+        kv_head: The kv head of a query head, from (query head, query heads, kv heads).
+        dtype: Element type of the arithmetic.
     """
     query = batch.query.cpu().to(dtype)
     caches = batch.key_cache.cpu(), batch.value_cache.cpu()
@@ -84,11 +84,11 @@ def score_size(batch: BatchTensors) -> Tensor:
 
 
 def judge_lse(batch: BatchTensors, lse: Tensor, exact: Tensor) -> float:
-    """Return the largest error of a log-sum-exp divided by its budget; at most 1 is right.
+    """Return the largest error of a log-sum-exp divided by its budget; at most 1 is correct.
 
-    A score is a sum of products, each off by at most half an eps of its size; adding up the
-    exponentials costs a few more of size 1. Eight eps of both allow for another order of the sum.
-    One key dropped from 4,096 moves the result by 2.4e-4, many times that.
+    A score is a sum of products, each with an error of at most half an eps of its size. The sum of
+    exponentials adds a few errors of size 1. Eight eps of both allow for another summation order.
+    One key dropped from 4,096 changes the result by 2.4e-4, which is many times the budget.
     """
     live = slice(0, batch.tokens)
     assert bool((lse.cpu()[:, batch.tokens :] == -torch.inf).all())
@@ -105,13 +105,13 @@ def judge_lse(batch: BatchTensors, lse: Tensor, exact: Tensor) -> float:
 def judge_attention(
     batch: BatchTensors, out: Tensor, reference: Any, is_joined: bool = False
 ) -> tuple[Verdict, Tensor]:
-    """Return the verdict on an output, and the exact log-sum-exp.
+    """Return the comparison of an output with the exact result, and the exact log-sum-exp.
 
     Args:
-        batch: the inputs.
-        out: the candidate's output.
-        reference: the readable twin, run in float64 and in the candidate's own dtype.
-        is_joined: whether the candidate joined parts by log-sum-exps of 32 bits.
+        batch: The inputs.
+        out: The candidate's output.
+        reference: The reference twin, run in float64 and in the candidate's own dtype.
+        is_joined: Whether the candidate combined partial results by float32 log-sum-exps.
     """
     dtype = batch.plan.dtype
     exact, exact_lse = batch.fresh(torch.float64)
@@ -130,12 +130,12 @@ def judge_attention(
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """Return the bytes of a tensor, in which NaN equals itself."""
-    # an axis of one element may keep any stride, which a view of bytes does not take
+    """Return the bytes of a tensor. As bytes, NaN equals itself."""
+    # an axis of size 1 may have any stride, and such a tensor cannot be viewed as bytes
     packed = tensor.cpu().clone(memory_format=torch.contiguous_format)
     return packed.view(torch.uint8)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Tell whether two tensors hold the same bytes in the same shape."""
+    """Return whether two tensors have the same dtype, shape and bytes."""
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(bits(a), bits(b))

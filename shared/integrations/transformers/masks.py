@@ -25,9 +25,9 @@ class VisibleRange:
     Args:
         causal: whether a query attends only to keys up to its own position.
         sliding_window: Optional. Keys on each side that a query attends to, its own included. If
-            None, there is no window.
+            None, the window is unlimited.
         attention_chunk_size: Optional. Keys per chunk; a query attends to its own chunk. If None,
-            there are no chunks.
+            the sequence is not divided.
         has_bias: whether the distance between query and key changes the score.
     """
 
@@ -67,7 +67,7 @@ def read_padded_ranges(
 
     Args:
         mask: Optional. [reqs or 1, 1, query_len, key_len] bool, True where a query attends to a
-            key. If None, there is no padding.
+            key. If None, no column is padding.
         num_reqs: rows of the batch.
         query_len, key_len: columns of the batch; the queries are the last ones of the keys.
         visible: what the mask contains besides padding.
@@ -143,7 +143,7 @@ def read_position_bias(bias: Tensor | None) -> Tensor | None:
 
     Args:
         bias: Optional. [1, query_heads, query_len, key_len]; the queries are the last ones of the
-            keys. If None, there is no bias.
+            keys. If None, no bias is added.
 
     Returns:
         [query_heads, 2 * reach + 1] by the distance key - query, from -reach to reach.

@@ -76,7 +76,7 @@ class PagedBatch:
             tokens: [tokens] the new tokens, request after request.
 
         Raises:
-            ValueError: the step has another number of tokens, or there is no step.
+            ValueError: the step has another number of tokens, or no step has begun.
         """
         metadata = check_flat_batch(self.metadata, len(tokens))
         positions = [

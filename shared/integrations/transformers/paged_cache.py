@@ -335,7 +335,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         implementation: "reference", "optimized", or the dotted name of a package with the same
             operations. It writes the pages.
         lengths: Optional. [reqs] tokens of each request that are stored; the tokens after them are
-            padding and get no slot. If None, there is no padding.
+            padding and get no slot. If None, all tokens are stored.
 
     Raises:
         ValueError: a number is out of range, or the implementation cannot be loaded.

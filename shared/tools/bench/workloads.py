@@ -36,7 +36,7 @@ class Workload:
         dtype, kv_dtype: Dtype of queries and outputs, and of the cache.
         causal: Whether a query attends only to keys up to its own position.
         sliding_window: Optional. Keys that a query attends to, its own position included. If
-            None, there is no window.
+            None, the window is unlimited.
     """
 
     name: str

@@ -135,7 +135,7 @@ def load_step(path: Path) -> tuple[StoredStep, Violation]:
     """Return a stored step and its violation.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: the file does not exist.
         ValueError: the file is not a stored step, or it is damaged.
     """
     if not path.is_file():

@@ -23,7 +23,7 @@ def reproduce(
     """Run the step in a file again; see `run_again`.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: the file does not exist.
         ValueError: the file is damaged, or as in `run_again`.
     """
     stored, _ = load_step(path)
@@ -46,7 +46,7 @@ def run_again(
         The mismatch; None if the twins agree now.
 
     Raises:
-        ValueError: a twin cannot be loaded, or the step ran on a GPU and there is none here.
+        ValueError: a twin cannot be loaded, or the step ran on a GPU and none is available.
         NotImplementedError: a twin does not support such a step.
     """
     device, inputs = stored.device, stored.inputs

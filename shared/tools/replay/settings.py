@@ -140,7 +140,7 @@ def choose_settings(device: str | None = None, **given: Any) -> ReplaySettings:
         given: fields of ReplaySettings. None means that a field is not given.
 
     Raises:
-        ValueError: the device is unknown, there is no GPU, or a field is out of range.
+        ValueError: the device is unknown, no GPU is available, or a field is out of range.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -59,7 +59,7 @@ def read_trace(name: str, requests: int | None = None) -> list[TraceRequest]:
         requests: Optional. Number of requests at most, from the first. If None, all.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: the file does not exist.
         TraceError: the file is empty or malformed.
         ValueError: `requests` is less than 1.
     """

@@ -1,7 +1,7 @@
-"""Options of attention: one file per option, with its validation and what the laws draw for it.
+"""Options of attention: one file per option, with its validation and its generator.
 
 An option is a field of `AttentionOptions`. To add one, write the field and its file here, and list
-it in OPTIONS; the laws then draw it beside all others.
+it in OPTIONS; the laws then draw it together with all others.
 """
 
 from . import (

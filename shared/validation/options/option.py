@@ -1,4 +1,4 @@
-"""Option: what the project knows of one option of attention."""
+"""Option: name, meaning, validation and generator of one attention option."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ class Drawing:
         query_lens, key_lens: Queries and keys of each request.
         heads: Number of query heads.
         padding: Rows past the last request.
-        device: Where tensors are made.
+        device: Device of the tensors that are drawn.
     """
 
     pick: Random
@@ -58,7 +58,7 @@ class Option:
     Args:
         name: Field of `AttentionOptions`.
         meaning: Its meaning in a few words, for the table of options.
-        default: What a call gets that does not set it, in a few words.
+        default: The behaviour of a call that does not set it, in a few words.
         values: Names of the values that the laws draw. The first one is off.
         draw: Makes the value of a name for a batch.
         validate: Raises if a value that is not None is wrong for a call.

@@ -20,7 +20,7 @@ def validate(query_ranges: Tensor, call: OptionCall) -> None:
 
 
 def draw(name: str, drawing: Drawing) -> Tensor:
-    """Return ranges: most tokens are in theirs, some have none, some have another's."""
+    """Return ranges: most contain their token, some are empty, some are another token's."""
     pick = drawing.pick
     ranges: list[tuple[int, ...]] = []
     for query_len, key_len in zip(drawing.query_lens, drawing.key_lens, strict=True):

@@ -16,7 +16,7 @@ def validate(sinks: Tensor, call: OptionCall) -> None:
 
 
 def draw(name: str, drawing: Drawing) -> Tensor:
-    """Return sinks, all different: lighter than the keys, as heavy, or heavier."""
+    """Return sinks, all different: with less weight than the keys, as much, or more."""
     sinks = slopes(drawing.heads, drawing.heads / 4).to(drawing.device)
     return sinks + drawing.pick.choice([-3.0, 0.0, 6.0])
 

@@ -8,7 +8,7 @@ from .option import Drawing, Option, OptionCall
 
 
 def validate(tree_mask: Tensor, call: OptionCall) -> None:
-    """Raise if the mask is not [reqs, tree, tree] bool, or if `causal` is set beside it."""
+    """Raise if the mask is not [reqs, tree, tree] bool, or if `causal` is given too."""
     check_dtype("tree_mask", tree_mask, torch.bool)
     shape = tree_mask.shape
     if tree_mask.dim() != 3 or shape[0] != call.reqs or shape[1] != shape[2]:
@@ -52,7 +52,7 @@ def draw_trees(drawing: Drawing, width: int = 8) -> Tensor:
 
 
 def draw(name: str, drawing: Drawing) -> Tensor:
-    """Return a tree for each request that has no more new tokens than it has nodes."""
+    """Return a tree for each request whose new tokens are not more than its nodes."""
     return draw_trees(drawing).to(drawing.device)
 
 

@@ -1,8 +1,8 @@
 """AttentionLibrary: the interface between the benchmark and one implementation of attention.
 
-A library says why it is missing, or why it does not support a workload. What it prepares once for
-all layers of a step (a mask, a plan, a gathered batch) is prepared before the timing, and its note
-says so.
+A library reports why it is missing, or why it does not support a workload. Data that it prepares
+once for all layers of a step (a mask, a plan, a gathered batch) is prepared before the timing, and
+named in its note.
 """
 
 import importlib.metadata
