@@ -1,8 +1,8 @@
-"""How is FlashAttention with a paged cache put to the test?
+"""Adapter for FlashAttention with a paged cache.
 
 Written from the documented signature of `flash_attn_varlen_func`; it needs a GPU and has not been
 run here. FlashAttention 2 takes pages of 256 slots and multiples of that, and aligns a causal mask
-to the end of the keys, as is meant here.
+to the end of the keys, as pagetwin does.
 """
 
 import torch
@@ -63,9 +63,9 @@ def paged_attention(
     tokens = int(query_start_loc[-1])
     if not tokens or not int(seq_lens.sum()):
         return out
-    # step: say where each sequence's keys would start, were they in a row
+    # step: compute where each sequence's keys would start if they were concatenated
     key_start_loc = torch.nn.functional.pad(seq_lens.cumsum(0), (1, 0)).int()
-    # what stands behind a row's end is read by its prefetch: it must be a block
+    # its prefetch reads entries past the end of a row: each must be a valid block id
     behind = torch.arange(block_table.shape[1], device=query.device)
     owned = behind < -(-seq_lens // key_cache.shape[1])[:, None]
     left = -1 if sliding_window is None else sliding_window - 1
@@ -81,7 +81,7 @@ def paged_attention(
         max_seq_len,
         softmax_scale=scale,
         causal=causal,
-        window_size=(left, left),  # causal leaves the left side
+        window_size=(left, left),  # a causal mask has no right side
         softcap=logits_soft_cap or 0.0,
         alibi_slopes=alibi_slopes,
         return_attn_probs=True,
@@ -89,6 +89,6 @@ def paged_attention(
     )
     out[:tokens] = result
     if lse is not None:
-        # [query_heads, tokens]; its log-sum-exp of no key is +inf
+        # [query_heads, tokens]; without keys its log-sum-exp is +inf
         lse[:, :tokens] = natural.masked_fill(natural == torch.inf, -torch.inf)
     return out

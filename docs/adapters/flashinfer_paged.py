@@ -1,8 +1,8 @@
-"""How is FlashInfer's paged attention put to the test?
+"""Adapter for FlashInfer's paged attention.
 
 Written from FlashInfer's documented signatures; it needs a GPU and has not been run here. The
-wrapper is planned anew for each call, which is slow and right. FlashInfer lists the blocks of all
-requests one after another instead of in a table, and its log-sum-exp is of base 2.
+wrapper is planned for each call, which is slow and correct. FlashInfer takes the block ids of all
+requests in one list instead of a table, and its log-sum-exp has base 2.
 """
 
 import math
@@ -63,7 +63,7 @@ def paged_attention(
     queries = [starts[req + 1] - starts[req] for req in rows]
     tokens = torch.cat([torch.arange(starts[req], starts[req + 1]) for req in rows])
 
-    # step: plan, with the rows of the table one after another
+    # step: plan, with the rows of the table concatenated
     def running(numbers):
         total = torch.tensor([0, *numbers]).cumsum(0)
         return total.to(device=query.device, dtype=torch.int32)
@@ -88,7 +88,7 @@ def paged_attention(
         block_size,
         causal=causal,
         sm_scale=scale,
-        # keys to the left beside one's own
+        # keys before the query's own position
         window_left=-1 if sliding_window is None else sliding_window - 1,
         logits_soft_cap=logits_soft_cap,
         q_data_type=query.dtype,
@@ -103,6 +103,6 @@ def paged_attention(
     )
     out[tokens] = result
     if lse is not None:
-        # [tokens, query_heads], of base 2
+        # [tokens, query_heads], base 2
         lse[:, tokens] = base_2.T * math.log(2)
     return out

@@ -1,8 +1,8 @@
-"""How is PyTorch's FlexAttention put to the test?
+"""Adapter for PyTorch's FlexAttention.
 
-All requests are one sequence for FlexAttention: their keys are gathered one request after another,
-and the mask shows each query its own request's keys alone. What changes scores is a `score_mod`,
-what hides keys a part of the mask. Runs on the host, uncompiled.
+FlexAttention receives all requests as one sequence: their keys are gathered request by request, and
+the mask limits each query to the keys of its own request. Options that change scores are a
+`score_mod`; options that mask keys are a part of the mask. Runs on the host, not compiled.
 """
 
 import warnings
@@ -79,7 +79,7 @@ def paged_attention(
         for cache in (key_cache, value_cache)
     )  # [keys, kv_heads, head_size]
 
-    # step: say whose each query and key is, and where it stands
+    # step: find the request and the position of each query and key
     query_lens = query_start_loc.diff()
     reqs = torch.arange(len(seq_lens), device=query.device)
     query_req = reqs.repeat_interleave(query_lens)

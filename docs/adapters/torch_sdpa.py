@@ -1,7 +1,7 @@
-"""How is a decode written with nothing but torch's own attention put to the test?
+"""Adapter for a decode that uses only torch's own attention.
 
 Each request has one new token. Its keys are gathered through its row of the block table, and
-torch's scaled_dot_product_attention does the rest.
+passed to torch's scaled_dot_product_attention.
 """
 
 import torch

@@ -1,8 +1,8 @@
-"""How is vLLM's Triton kernel, `unified_attention`, put to the test?
+"""Adapter for vLLM's Triton kernel, `unified_attention`.
 
 Written from vLLM's own signature; vLLM is not installed here, and this has not been run. The kernel
-is causal, writes no log-sum-exp and reads the block table a tile at a time, so that entries behind
-a row's end have to be blocks that are there.
+is causal, does not write a log-sum-exp, and reads the block table one tile at a time. So entries
+past the end of a row must be valid block ids.
 """
 
 import torch
@@ -55,7 +55,7 @@ def paged_attention(
         return out
     behind = torch.arange(block_table.shape[1], device=query.device)
     owned = behind < -(-seq_lens // key_cache.shape[1])[:, None]
-    # its bias counts from the context's end: a constant for a query, which softmax takes away
+    # its bias counts from the context's end: a constant per query, which cancels in softmax
     unified_attention(
         q=query[:tokens],
         k=key_cache,

@@ -1,7 +1,8 @@
-"""How is xFormers' paged split-K decode put to the test?
+"""Adapter for xFormers' paged split-K decode.
 
-The operator is written in Triton. xFormers' dispatcher asks for a GPU, so the adapter calls the
-operator itself: on the host it runs in Triton's interpreter, where only float32 is sound.
+The operator is written in Triton. xFormers' dispatcher requires a GPU, so the adapter calls the
+operator itself. On the host it runs in Triton's interpreter, where only float32 is computed
+correctly.
 """
 
 import logging
@@ -9,7 +10,7 @@ import logging
 import torch
 from pagetwin.conformance import Support
 
-# importing xFormers warns at length that its compiled part does not load; it is not used here
+# importing xFormers logs that its compiled part does not load; that part is not used here
 logging.getLogger("xformers").setLevel(logging.ERROR)
 try:
     from xformers.ops.fmha import Inputs, triton_splitk
@@ -68,7 +69,7 @@ def paged_attention(
     if not rows:
         return out
     lens = seq_lens[rows].tolist()
-    # a part of the mask is made on the default device, whatever `device` says
+    # a part of the mask is created on the default device, whatever `device` is
     with torch.device(query.device):
         bias = Mask.from_seqlens(
             q_seqlen=[1] * len(rows),
@@ -77,7 +78,7 @@ def paged_attention(
             block_tables=block_table[rows],
             device=query.device,
         )
-    # step: show the cache as one long sequence of slots; a group's heads share it by stride 0
+    # step: view the cache as one sequence of slots; a group's heads share it by stride 0
     group = query.shape[1] // kv_heads
     slots = (1, num_blocks * block_size, kv_heads, 1, head_size)
     shared = (1, num_blocks * block_size, kv_heads, group, head_size)
@@ -91,12 +92,12 @@ def paged_attention(
     )
 
     class PagedSplitK(triton_splitk.FwOp):
-        # keys that are read at once, which must divide the page
+        # keys that are read at once; must divide the page size
         BLOCK_N = next(keys for keys in (64, 32, 16) if block_size % keys == 0)
 
         @classmethod
         def get_extra_args(cls, **shape):
-            # the original asks CUDA for its capability
+            # the original queries the capability of the CUDA device
             if ON_HOST:
                 return {"BLOCK_M": cls.BLOCK_M, "BLOCK_N": cls.BLOCK_N}
             return super().get_extra_args(**shape)

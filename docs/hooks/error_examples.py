@@ -9,7 +9,7 @@ from pagetwin.contract.operations import load_implementation
 from pagetwin.engine.selector import get_attn_backend
 from pagetwin.examples import example_names
 
-# otherwise every build prints that its compiled part is not used
+# otherwise xFormers logs in every build that its compiled part is not used
 logging.getLogger("xformers").setLevel(logging.ERROR)
 
 CALLS = (

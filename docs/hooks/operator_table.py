@@ -7,7 +7,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def operator_table() -> str:
-    """Return one row per operator: its name, what it writes, what it may get as an output."""
+    """Return one row per operator: its name, what it always writes, what it writes if given."""
     lines = ["| operator | always writes | writes if given |", "|---|---|---|"]
     for path in sorted((ROOT / "optimized").rglob("[!_]*.py")):
         for node in ast.parse(path.read_text()).body:

@@ -64,7 +64,7 @@ def module_words(argument: str) -> str:
         argument: Path of the module, such as "shared/contract/layouts.py".
 
     Raises:
-        FileNotFoundError: There is no such module.
+        FileNotFoundError: The module does not exist.
     """
     path = ROOT / argument
     if not path.exists():

@@ -55,7 +55,7 @@ class Function:
 
 
 def functions_of(path: Path) -> list[Function]:
-    """Return the functions and methods of a file, in file order. None if there is no file.
+    """Return the functions and methods of a file, in file order; [] if the file does not exist.
 
     Functions of private files in the same folder follow, if they or their imports contain steps.
     """

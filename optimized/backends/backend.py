@@ -1,9 +1,9 @@
 """Attention backend: all operations as one object with an engine's interface.
 
-Two backends stand here. TRITON runs everything in this package's own kernels. XFORMERS runs its
+This file has two backends. TRITON runs everything in this package's own kernels. XFORMERS runs its
 decodes in xFormers' paged split-K operator and its prefills in Triton, as vLLM's V1 backend of that
-name did. What a layer asks for decides which operator runs its decodes, and what a step asks for
-may send its decodes to Triton; both can be read, from the layer and from the metadata.
+name did. The options of a layer determine which operator runs its decodes, and the options of a
+step may move its decodes to Triton. Attributes of the layer and of the metadata give the reason.
 """
 
 from dataclasses import dataclass, replace
@@ -46,7 +46,7 @@ from ..launch.xformers_split_k import (
 def _fields(
     builder: AttentionMetadataBuilder, common: CommonAttentionMetadata
 ) -> dict[str, Any]:
-    """Return what the metadata of every backend here says of a step."""
+    """Return the fields of a step that the metadata of both backends have."""
     # step: find where the prefills begin
     if builder.kv_cache_spec is None:
         boundary = (0, common.num_reqs, 0, common.num_actual_tokens)
@@ -109,7 +109,7 @@ class TritonAttentionImpl(AttentionImpl):
     ) -> Output:
         """Write the step's keys and values, attend, and return `output`.
 
-        Decodes and prefills go out in one call, whose kernels tell them apart by themselves.
+        Decodes and prefills are one call; its kernels separate them on the device.
         """
         output = self.check_forward(output, output_scale, output_block_scale)
         if attn_metadata is None:
@@ -167,7 +167,7 @@ class TritonAttentionBackend(AttentionBackend):
         cls, spec: KVCacheSpec, device: torch.device | str
     ) -> list[str]:
         """Return every reason why it cannot run such a cache there."""
-        # the largest head that fits is the device's to say, which may not be there
+        # the largest head that fits depends on the device, which may not exist
         reasons = cls.why_not(spec) + _why_no_device(device)
         if not reasons:
             largest = max_head_size(spec.dtype, torch.device(device))
@@ -183,10 +183,9 @@ class XFormersAttentionMetadata(PagedAttentionMetadata):
     """One step's batch, and xFormers' masks of its decodes.
 
     Args:
-        attn_bias: xFormers' PagedBlockDiagonalCausalWithOffsetPaddedKeysMask of the decodes'
-            own keys; None: there are no decodes, or they run in Triton.
-        attn_bias_reason: why they run in Triton; empty: the step asks for nothing that xFormers
-            lacks.
+        attn_bias: Optional. xFormers' PagedBlockDiagonalCausalWithOffsetPaddedKeysMask of the
+            decodes' own keys. If None, the step has no decodes, or they run in Triton.
+        attn_bias_reason: why they run in Triton; empty if xFormers supports the step.
         cross_attn_bias, cross_attn_bias_reason: the same for the encoders' keys.
     """
 
@@ -217,7 +216,8 @@ class XFormersAttentionMetadataBuilder(AttentionMetadataBuilder):
     ) -> XFormersAttentionMetadata:
         """Return the metadata of a step whose decodes come first.
 
-        A request without new tokens is padding; xFormers knows none, so the masks leave it out.
+        A request without new tokens is padding. xFormers does not support padding, so the masks
+        omit it.
         A group of cross-attention layers gets the mask of the encoders' keys alone.
         """
         metadata = XFormersAttentionMetadata(**_fields(self, common_attn_metadata))
@@ -240,9 +240,9 @@ class XFormersAttentionMetadataBuilder(AttentionMetadataBuilder):
 class XFormersAttentionImpl(AttentionImpl):
     """Runs a layer's decodes in xFormers' split-K operator and all else in Triton.
 
-    `decode_op` says which operator runs the decodes, those of cross-attention included: "xformers"
-    where it can, and "triton" where the operator lacks what the layer asks for; then
-    `decode_op_reason` says what that is. A step sends its decodes to Triton if its metadata says so
+    `decode_op` names the operator that runs the decodes, those of cross-attention included:
+    "xformers" if it supports the layer, otherwise "triton", and `decode_op_reason` gives the
+    reason. The decodes of a step run in Triton if its metadata gives a reason
     (`attn_bias_reason`), or if its output is FP8. Prefills and encoders always run in Triton.
     """
 
@@ -342,7 +342,7 @@ class XFormersAttentionBackend(AttentionBackend):
 
     @classmethod
     def validate_head_size(cls, head_size: int) -> None:
-        """Refuse a head size it does not take.
+        """Raise if the backend does not support a head size.
 
         Raises:
             ValueError: the size is none of get_supported_head_sizes().
@@ -375,7 +375,8 @@ class XFormersAttentionBackend(AttentionBackend):
         """Return the shape of a layer's cache.
 
         Raises:
-            ValueError: a block size that is no multiple of 16, the keys its kernel reads at once.
+            ValueError: a block size that is not a multiple of 16, the keys its kernel reads at
+                once.
         """
         if block_size < 16 or block_size % 16:
             raise ValueError(f"block_size = {block_size}: expected a multiple of 16")
@@ -470,7 +471,7 @@ def _attend_inside(
     output: Tensor,
     output_scale: Tensor | None,
 ) -> None:
-    """Attend among the tokens of each prompt, of which nothing is kept."""
+    """Attend among the tokens of each prompt, whose keys and values are not cached."""
     tokens, lengths, ranges = impl.whole_prompts(metadata, key, value)
     assert key is not None and value is not None
     encoder_attention(

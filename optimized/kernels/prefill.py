@@ -1,6 +1,6 @@
 """Prefill kernel: requests with more rows than a decode tile has, one query tile per program.
 
-Each program attends with BLOCK_M rows of one kv head of one request to all keys that they see.
+Each program attends with BLOCK_M rows of one kv head of one request to all their visible keys.
 Requests with fewer rows are skipped; decode.py computes them. Where results must not depend on the
 batch, split_kv.py computes all requests.
 """

@@ -1,6 +1,6 @@
 """The number of the CUDA graph capture that a stream is in.
 
-Torch does not tell it (torch 2.10 and 2.11), so the driver is called, during captures only.
+Torch does not expose it (torch 2.10 and 2.11), so the driver is called, during captures only.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ def find_capture_id(stream: int) -> int | None:
         stream: raw handle.
 
     Returns:
-        the id. None if the stream is not captured, or the driver does not tell.
+        the id. None if the stream is not captured, or the driver does not return it.
     """
     driver = _driver()
     if driver is None:

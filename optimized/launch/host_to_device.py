@@ -1,4 +1,4 @@
-"""How does what was planned on the host get to the device?"""
+"""Copies of step metadata from the host to the device, in one transfer."""
 
 from itertools import accumulate
 
@@ -13,8 +13,8 @@ def send(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the arrays as views of one host buffer and of its copy on the device.
 
-    The slots come first: they are 64-bit, and so lie aligned at the start of the buffer.
-    Pinned memory goes back to torch's pool only after the copy from it has run.
+    The slots come first: they are 64-bit, and the start of the buffer is aligned.
+    Pinned memory returns to torch's pool only after the copy from it has finished.
     """
     sizes = [array.nbytes for array in arrays]
     ends = list(accumulate(sizes))

@@ -1,17 +1,17 @@
-"""How does a compiler of torch see a public operation?
+"""Operators of torch for the public operations, for `torch.compile` and `torch.export`.
 
-As one operator of `torch.ops.pagetwin`, which is not looked into. `operator` registers a function
-under its own name; all it takes is read from the function's signature. A tensor that is written is
-declared so. What comes back has the axes of the return annotation, whose sizes are those of the
-arguments (`shared/contract/shapes.py` gives the axes their names), so a compiler knows it without
-contents.
+A compiler records a public operation as one operator of `torch.ops.pagetwin` and does not trace its
+body. `operator` registers a function under its own name, with arguments from its signature. Tensors
+that it writes are declared. A result has the axes of the return annotation, whose sizes are those
+of the arguments (`shared/contract/shapes.py` names the axes). So a compiler knows its shape without
+running the function.
 
 Three rules of torch shape the operators. An operator takes tensors and numbers, so each field of
-`AttentionOptions` is an argument of its own. An operator returns none of its arguments: with an
-output of the caller's it is the overload `out`, which returns nothing. And an argument has one
+`AttentionOptions` is an argument of its own. An operator returns none of its arguments: if the
+caller gives an output, the overload `out` is called, which returns nothing. An argument has one
 type: what may be a number or a tensor becomes two arguments, `causal` and `causal_tensor`.
 
-A call that nobody traces does not come here: it runs the function, without torch's dispatcher.
+A call that is not traced runs the function directly, without torch's dispatcher.
 """
 
 import functools
@@ -34,12 +34,12 @@ from ...contract.attention_options import (
 )
 
 NAMESPACE = __name__.partition(".")[0]
-"""Of the operators; a copy of the package under another name has its own."""
+"""Namespace of the operators; a copy of the package under another name has its own."""
 
 LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 
-# torch's modes that record calls, or make them with tensors without contents; other modes, such as
-# those that count or watch, see what an operation does inside
+# torch's modes that record calls, or run them with tensors without contents; other modes, such as
+# those that count or observe calls, receive the torch calls inside an operation
 TRACING_MODES = (
     torch._C._TorchDispatchModeKey.FAKE,
     torch._C._TorchDispatchModeKey.PROXY,
@@ -63,13 +63,14 @@ def operator(
 
     Args:
         changed: the arguments that are always written.
-        out: those that are written where they are given; the first one is then returned.
-        like: for each result, the argument whose dtype it has; none: that of the first tensor. An
-            argument `dtype` that is given goes before.
-        sizes: axis of a result -> the argument that is its size, where no tensor has that axis.
+        out: the arguments that are written if they are given; the first one is then returned.
+        like: Optional. For each result, the argument whose dtype it has. If empty, each result has
+            the dtype of the first tensor. A given argument `dtype` has priority.
+        sizes: Optional. Axis of a result -> the argument that is its size, for axes that no tensor
+            has.
 
     Returns:
-        what makes of a function one that is the same until it is traced.
+        a decorator. The decorated function runs as before unless it is traced.
     """
 
     def register(function: Any) -> Any:
@@ -139,10 +140,10 @@ def operator(
 def _fork(function: Any, arguments: str, trace: Callable[..., Any]) -> Any:
     """Return a function that runs another, or `trace` while calls are recorded.
 
-    It is written out with the function's own arguments, as dataclasses write theirs: to pack them
-    into a tuple and a dictionary, and out again, costs several times the question.
+    Its source is generated with the function's own arguments, as dataclasses generate theirs:
+    packing and unpacking them as a tuple and a dictionary costs several times the check.
     """
-    # nearly always both are false: no mode is on at all
+    # nearly always both are false, because no mode is active
     source = f"""
 def {function.__name__}({arguments}):
     if is_compiling() or count_modes() and _is_recorded():
@@ -163,7 +164,7 @@ def {function.__name__}({arguments}):
 
 
 def _is_recorded() -> bool:
-    """Tell whether one of the modes that are on is a tracing one."""
+    """Return whether one of the active modes is a tracing mode."""
     return any(map(torch._C._get_dispatch_mode, TRACING_MODES))
 
 
@@ -291,10 +292,10 @@ def _is_array(annotation: Any) -> bool:
 
 
 def _only_dtype(annotation: Any) -> torch.dtype | None:
-    """Return the dtype that every such array has; None: there are several."""
+    """Return the dtype of such arrays, or None if they may have several."""
     dtypes = annotation.dtypes
     return getattr(torch, dtypes[0]) if len(dtypes) == 1 else None
 
 
 def _nothing(*args: Any, **named: Any) -> None:
-    """Return what an operator returns that only writes."""
+    """Return None, the result of an operator that only writes."""

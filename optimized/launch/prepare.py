@@ -55,8 +55,8 @@ class Launches:
         short_rows: rows of a decode request, at most; 0 if the decode kernel is not used.
         block_m: rows of a prefill tile.
         split_size: keys per split of batch-invariant rows; 0 if rows are not split.
-        max_visible_keys: keys that the rows of a decode request attend to, at most. None if there
-            is no such limit.
+        max_visible_keys: Optional. Keys that the rows of a decode request attend to, at most. If
+            None, the options do not limit them.
         masks_all_tiles: whether a decode masks every KV tile.
         full_reqs: fewer requests than that are a small batch, which does not fill the chip.
         processors: multiprocessors of the chip.

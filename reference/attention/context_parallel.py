@@ -37,7 +37,7 @@ def get_dcp_local_seq_lens(
     dcp_rank: int | None = None,
     dcp_kv_cache_interleave_size: int = 1,
 ) -> RankTokenCounts | TokenCounts:
-    """Return how many tokens of each sequence lie on a rank, or on every rank.
+    """Return how many tokens of each sequence are stored on one rank, or on each rank.
 
     Args:
         seq_lens: [reqs] tokens of each sequence.

@@ -14,7 +14,7 @@ def softmax(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
 
     Args:
         scores: [query_heads, queries, keys]; -inf if masked.
-        sinks: Optional. [query_heads]. If None, there is no sink.
+        sinks: Optional. [query_heads]. If None, no sink is added.
 
     Returns:
         [query_heads, queries, keys] and [query_heads, queries].

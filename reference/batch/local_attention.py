@@ -1,8 +1,8 @@
 """Chunked local attention: each chunk of a sequence as a request of its own.
 
 Chunked local attention divides every sequence into chunks of `attn_chunk_size` positions. A query
-sees the keys of its own chunk, up to itself. Kernels need no change: each chunk that holds new
-tokens becomes a virtual request, whose sequence starts at the start of the chunk. A chunk is a
+attends to the keys of its own chunk, up to itself. Kernels need no change: each chunk that holds
+new tokens becomes a virtual request, whose sequence starts at the start of the chunk. A chunk is a
 whole number of blocks, so its keys are a contiguous range of the request's block-table row.
 """
 

@@ -33,7 +33,7 @@ def compute_mm_prefix_ranges(
     Args:
         mm_features: [reqs] features of each prompt. Audio is ignored.
         sliding_window: Optional. Number of visible keys. A longer range is dropped, since its
-            first token would see past the window. If None, there is no window.
+            first token would attend past the window. If None, the window is unlimited.
         clamp_sliding_window: whether longer ranges are kept, for kernels that apply the window
             within them.
         span_leading_pad_modulus: if 0, a range is a run of embeddings. Otherwise it is a whole

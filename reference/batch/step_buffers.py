@@ -117,7 +117,8 @@ class StepBuffers:
         """Empty some rows, whose requests have ended.
 
         Args:
-            rows: rows of the table. Their content is not erased, since it is no longer read.
+            rows: rows of the table. Their content is not erased, because later steps do not read
+                it.
 
         Raises:
             IndexError: no such row.
@@ -151,7 +152,7 @@ class StepBuffers:
             `num_reqs` counts padding, `num_actual_tokens` does not.
 
         Raises:
-            IndexError: a sequence is longer than its row, or there is no such row.
+            IndexError: a sequence is longer than its row, or a row does not exist.
             ValueError: lists of different lengths, a negative count, or a step larger than the
                 buffers.
         """

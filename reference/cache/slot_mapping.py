@@ -35,8 +35,8 @@ def compute_slot_mapping(
     """Return the cache slot of every new token of one sequence.
 
     Args:
-        is_profile_run: whether the engine only measures memory. There is no cache yet, so every
-            token of the sequence is new and none has a slot.
+        is_profile_run: whether the engine only measures memory. The cache does not exist yet, so
+            every token of the sequence is new and none has a slot.
         seq_len: tokens of the sequence, the new ones included.
         context_len: tokens already in the cache.
         start_idx: first position that is stored. New tokens before it get PAD_SLOT_ID.
@@ -49,7 +49,7 @@ def compute_slot_mapping(
 
     Raises:
         IndexError: a position is past the end of the block table.
-        ValueError: a length is out of range, or there is no block table.
+        ValueError: a length is out of range, or the block table is missing.
 
     Source:
         vLLM's function of that name.

@@ -53,7 +53,7 @@ def make_tensor_with_pad(
         device: device of the tensor.
 
     Returns:
-        [rows, max_len]; [0, 0] if there are no rows.
+        [rows, max_len]; [0, 0] without rows.
 
     Raises:
         IndexError: a row is longer than `max_len`.

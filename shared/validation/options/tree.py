@@ -33,7 +33,7 @@ def validate_diagonal(tree_mask: Tensor, query_lens: list[int]) -> None:
         token = own.index(False)
         raise ValueError(
             f"tree_mask[{req}, {token}, {token}] = False: expected True, as every new token"
-            " sees itself"
+            " attends to itself"
         )
 
 
