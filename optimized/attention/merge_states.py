@@ -117,11 +117,11 @@ def lse_weighted_combine(
     if output.numel():
         _, stride_token, stride_head = lses.stride()
         _combine_kernel[(triton.cdiv(tokens, TOKENS_PER_PROGRAM), query_heads)](
-            _State(outputs, lses, *outputs.stride()[1:], stride_head, stride_token),
+            _State(outputs, lses, *outputs.stride()[1:], stride_head, stride_token),  # type: ignore[call-arg]
             outputs.stride(0),
             lses.stride(0),
             num_partials,
-            _State(output, lse, *output.stride(), lse.stride(1), lse.stride(0)),
+            _State(output, lse, *output.stride(), lse.stride(1), lse.stride(0)),  # type: ignore[call-arg]
             tokens,
             BASE_E=is_lse_base_on_e,
             HEAD_DIM=head_size,

@@ -286,7 +286,7 @@ def _strides(
     k_block = (0,) if key.dim() == 3 else ()
     v_block = (0,) if value.dim() == 3 else ()
     table_entry = 0 if block_table is None else block_table.stride(1)
-    return Strides(
+    return Strides(  # type: ignore[call-arg]
         *query.stride(),
         *k_block,
         *key.stride(),

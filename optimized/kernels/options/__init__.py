@@ -69,7 +69,8 @@ def lower_options(
     options: AttentionOptions, query_start_loc: Tensor
 ) -> tuple[OptionArguments, OptionConstants]:
     """Return what the options are for the kernels of one plan."""
-    causal_constant, causal_flags = causal.lower(options.causal)
+    # `choose_options` has replaced None by the operation's default
+    causal_constant, causal_flags = causal.lower(options.causal)  # type: ignore[arg-type]
     arguments = OptionArguments(
         causal=causal_flags,
         tree=tree.lower(options.tree_mask),

@@ -19,7 +19,7 @@ def lower(position_bias: Tensor | None) -> BiasTable | None:
     """Return the table's strides as an argument of the kernels."""
     if position_bias is None:
         return None
-    return BiasTable(*position_bias.stride(), position_bias.shape[1] // 2)
+    return BiasTable(*position_bias.stride(), position_bias.shape[1] // 2)  # type: ignore[call-arg]
 
 
 @triton.jit

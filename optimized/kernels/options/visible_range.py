@@ -112,8 +112,8 @@ def find_visible_keys(call, req, rows, seq_len, config: tl.constexpr):
     if options.tree is not None:
         # in a tree the mask replaces the causal order
         tree_begin, tree_end = noncausal_range(position, seq_len, config)
-        row_begin = tl.where(tree.in_tree, tree_begin, row_begin)
-        row_end = tl.where(tree.in_tree, tree_end, row_end)
+        row_begin = tl.where(tree.in_tree, tree_begin, row_begin)  # type: ignore[attr-defined]
+        row_end = tl.where(tree.in_tree, tree_end, row_end)  # type: ignore[attr-defined]
         begin, end, full_begin, full_end = widen_to_tree(
             tree, rows, begin, end, full_begin, full_end, row_begin, seq_len
         )
