@@ -75,7 +75,7 @@ def infer_global_hyperparameters(
         matters depends on the kernel, so the planner reads the flags.
 
     Raises:
-        ValueError: there is no layer.
+        ValueError: the list of layers is empty.
 
     Source:
         vLLM's function of that name.

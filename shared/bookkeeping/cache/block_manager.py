@@ -247,7 +247,7 @@ class BlockManager:
         """Return how many requests hold a block.
 
         Raises:
-            IndexError: there is no such block.
+            IndexError: a block id is outside the cache.
         """
         check_block_id(block_id, self.num_blocks)
         return self._ref_cnts[block_id]
