@@ -4,20 +4,25 @@ TEST_WORKERS ?= 2
 
 BIN := .venv/bin
 STAMP := .venv/.installed
+COMPILED := tests/test_compile.py tests/test_fp8.py tests/test_prefill_sm90.py
 TWINS := $(addprefix -p pagetwin.,reference optimized $(notdir $(patsubst %/,%,$(wildcard shared/*/))))
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-quick docs types check mutants
+.PHONY: demo test test-quick compile docs types check mutants
 
 # one thread per worker: torch's own threads are slower at these sizes
-test test-quick: export OMP_NUM_THREADS := 1
+test test-quick compile: export OMP_NUM_THREADS := 1
 test: $(STAMP)
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) -m "not slow"
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m "not slow and not compile and not site"
 
 # structure, recorded cases, and one law per area on each twin
 test-quick: $(STAMP)
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) -m "quick and not slow"
+
+# every kernel for several chips: registers, spills and instructions, without a GPU
+compile: $(STAMP)
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) -m compile $(COMPILED)
 
 demo: $(STAMP)
 	$(BIN)/pagetwin replay --report report.html
@@ -26,16 +31,16 @@ demo: $(STAMP)
 mutants: $(STAMP)
 	PYTHONPATH=tests $(BIN)/python -m mutants.run --workers $(TEST_WORKERS)
 
+# builds site/ and tests its pages
 docs: $(STAMP)
-	$(BIN)/python -m mkdocs build --strict --quiet
+	$(BIN)/python -m pytest -q -m site tests/test_docs.py
 
 types: $(STAMP)
 	$(BIN)/mypy $(TWINS)
 
-check: types
+check: types docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python -m mkdocs build --strict --quiet
 
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 from beartype import beartype
 from hypothesis import HealthCheck, settings
+from interpreter import list_builtins_once
 from jaxtyping import jaxtyped
 from pagetwin.contract.operations import CONCEPTS
 
 torch.set_num_threads(1)
+list_builtins_once()
 
 settings.register_profile(
     "ci",

@@ -33,6 +33,7 @@ def launched_kernels() -> set[str]:
     }
 
 
+@pytest.mark.compile
 # an RTX 3090 gets the tiles of an RTX 5090
 @pytest.mark.parametrize("chip", [each for each in CHIPS if each != 86])
 def test_every_kernel_compiles_for(

@@ -53,25 +53,26 @@ MARKDOWN = list(markdown_files())
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the built site."""
+def site() -> Path:
+    """Build the site, and return its folder."""
     pytest.importorskip("mkdocs", reason="the docs extra is not installed")
     pytest.importorskip("mkdocstrings", reason="the docs extra is not installed")
     pytest.importorskip("material", reason="the docs extra is not installed")
-    folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", folder]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q"]
     quiet = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(
         command, cwd=ROOT, env=quiet, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    return folder
+    return ROOT / "site"
 
 
+@pytest.mark.site
 def test_the_documentation_builds_without_a_warning(site: Path) -> None:
     assert (site / "index.html").is_file()
 
 
+@pytest.mark.site
 @pytest.mark.parametrize("concept", [each.name for each in CONCEPTS])
 def test_every_concept_has_its_page(site: Path, concept: str) -> None:
     page = (site / "concepts" / concept / "index.html").read_text()
@@ -79,6 +80,7 @@ def test_every_concept_has_its_page(site: Path, concept: str) -> None:
         assert part in page
 
 
+@pytest.mark.site
 @pytest.mark.parametrize("concept", [each.name for each in CONCEPTS])
 def test_every_step_of_the_reference_is_shown_next_to_one_of_the_twin(
     site: Path, concept: str
@@ -87,6 +89,7 @@ def test_every_step_of_the_reference_is_shown_next_to_one_of_the_twin(
     assert 'class="nothing"' not in page
 
 
+@pytest.mark.site
 def test_a_page_needs_no_network(site: Path) -> None:
     for page in site.rglob("*.html"):
         loaded = re.findall(

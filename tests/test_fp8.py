@@ -157,6 +157,7 @@ def test_a_half_is_rounded_to_even_and_not_away(
     )
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("chip", [80, 89, 90, 100])
 def test_the_conversions_compile_for(chip: int) -> None:
     done = subprocess.run(

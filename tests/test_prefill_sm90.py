@@ -38,6 +38,7 @@ def needs_hopper(test: Callable[..., None]) -> Callable[..., None]:
     return pytest.mark.cuda(pytest.mark.skipif(not IS_HOPPER, reason=reason)(test))
 
 
+@pytest.mark.compile
 def test_the_assembler_lets_products_and_softmax_overlap(
     report_lines: Callable[..., None],
 ) -> None:
