@@ -10,6 +10,7 @@ if not torch.cuda.is_available():
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from inspect import isclass, isfunction
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,6 +60,13 @@ QUICK: dict[str, str] = {
     "test_words.py": "",
 }
 """Tests of `make test-quick`: by file, one of these words in the name; empty: all of the file."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave files without a quick test unread by `make test-quick`: imports take longer."""
+    only_quick = config.option.markexpr.startswith("quick ")
+    is_other = collection_path.suffix == ".py" and collection_path.name not in QUICK
+    return True if only_quick and is_other else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

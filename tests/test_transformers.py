@@ -158,8 +158,16 @@ def library_answers(name: str) -> list[tuple[list[int], Tensor]]:
     return answers
 
 
-@pytest.mark.parametrize("implementation", TWINS)
-@pytest.mark.parametrize("name", DECODER_ONLY)
+# the kernels get no option from Mistral and Qwen 3 that Gemma 2 and GPT-OSS do not give them
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    [
+        (name, twin)
+        for name in DECODER_ONLY
+        for twin in TWINS
+        if twin == "reference" or name not in ("mistral", "qwen3")
+    ],
+)
 def test_a_crowded_cache_gives_the_tokens_of_the_library_prompt_by_prompt(
     name: str, implementation: str
 ) -> None:
