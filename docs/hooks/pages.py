@@ -5,6 +5,7 @@ function of that name returns at build time.
 """
 
 import ast
+import inspect
 import re
 from collections.abc import Callable
 from dataclasses import fields
@@ -22,7 +23,7 @@ import option_table
 import side_by_side as twins
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
-from pagetwin import examples
+from pagetwin import examples, reference
 from pagetwin.contract import operations
 from pagetwin.tools.replay import settings, step
 
@@ -139,6 +140,24 @@ def concept_table() -> str:
     return "\n".join(lines)
 
 
+def api_table() -> str:
+    """Return the public operations, by subject, each with a link to its contract."""
+    parts = []
+    for concept in operations.CONCEPTS:
+        if not concept.operations:
+            continue
+        page = f"concepts/{concept.name}.md"
+        parts.append(f"## [{concept.summary.partition(':')[0]}]({page})")
+        lines = []
+        for name in concept.operations:
+            home = twins.home(concept, name)
+            words = inspect.getdoc(getattr(reference, name)) or ""
+            first = words.partition("\n\n")[0].replace("\n", " ")
+            lines.append(f"| [`{name}`]({page}#{home}.{name}) | {first} |")
+        parts.append("\n".join(["| operation | result |", "|---|---|", *lines]))
+    return "\n\n".join(parts)
+
+
 def feature_table() -> str:
     """Return one row per operation: reference, optimized twin, tests, example, page."""
     tests = {
@@ -251,6 +270,7 @@ MACROS: dict[str, Callable[..., str]] = {
         contract,
         code,
         concept_table,
+        api_table,
         feature_table,
         shape_table,
         replay_laws,
