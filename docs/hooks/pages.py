@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import bench_table
+import block_map
 import error_examples
 import figures
 import ladder_table
@@ -23,11 +24,13 @@ import option_table
 import side_by_side as twins
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 from pagetwin import examples, reference
 from pagetwin.contract import operations
 from pagetwin.tools.replay import settings, step
 
 ROOT = Path(__file__).parents[2]
+BLOCK_MAP_DATA = "js/block_map_data.js"
 CALL = re.compile(r'^\{\{ (\w+)(?:\("([^"]*)"\))? \}\}$', re.M)
 
 
@@ -35,7 +38,17 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pictures that are drawn from records of runs."""
     for name, content in bench_table.bench_plots().items():
         files.append(File.generated(config, f"pictures/{name}", content=content))
+    recordings = block_map.block_map_data()
+    files.append(File.generated(config, BLOCK_MAP_DATA, content=recordings))
     return files
+
+
+def on_page_content(html: str, page: Page, **kwargs: Any) -> str:
+    """Load the recordings and their player on the page of the block map, and on no other."""
+    if page.file.src_uri != "block_map.md":
+        return html
+    names = BLOCK_MAP_DATA, "js/block_map.js"
+    return html + "".join(f'\n<script src="../{name}"></script>' for name in names)
 
 
 def on_page_markdown(markdown: str, **kwargs: Any) -> str:

@@ -1,4 +1,4 @@
-"""The picture of memory_use: how much of the reserved KV cache holds tokens, by way of reserving."""
+"""The picture of memory_use: the share of the reserved KV cache that holds tokens."""
 
 from collections.abc import Callable
 
