@@ -74,8 +74,8 @@
           select("caching", "prefix caching ", [["1", "on"], ["0", "off"]])),
         this.status, this.events,
         element("div", { class: "bm-columns" },
-          element("div", {}, element("h3", {}, "Running"), this.requests, element("h3", {}, "Waiting"), this.waiting),
-          element("div", {}, element("h3", {}, "KV cache"), this.grid, this.legend(), this.detail)));
+          element("div", {}, element("h2", {}, "Running"), this.requests, element("h2", {}, "Waiting"), this.waiting),
+          element("div", {}, element("h2", {}, "KV cache"), this.grid, this.legend(), this.detail)));
     }
 
     legend() {
@@ -205,7 +205,7 @@
       if (this.state.block !== "") {
         const block = +this.state.block;
         const held = this.holders.get(block) || [];
-        lines.push(element("h3", {}, `Block ${block}`));
+        lines.push(element("h2", {}, `Block ${block}`));
         lines.push(element("p", {}, `Slots ${block * blockSize} to ${(block + 1) * blockSize - 1}. ` + (
           held.length ? `Reference count ${step.blocks[block]}.`
             : step.blocks[block] === "c" ? "Its content is known, and no request holds it." : "Free.")));
@@ -216,7 +216,7 @@
         }
       } else if (this.state.request !== "") {
         const request = step.running.find((each) => each.id === this.state.request);
-        lines.push(element("h3", {}, `Request ${this.state.request}`));
+        lines.push(element("h2", {}, `Request ${this.state.request}`));
         if (!request) lines.push(element("p", {}, "It is not running in this step."));
         else lines.push(
           element("p", {}, `Prompt ${request.prompt} tokens. In the cache before this step: ${request.computed}; new: ${request.new}.`),
