@@ -31,9 +31,10 @@ demo: $(STAMP)
 mutants: $(STAMP)
 	PYTHONPATH=tests $(BIN)/python -m mutants.run --workers $(TEST_WORKERS)
 
-# builds site/ and tests its pages
+# builds site/ and tests its pages, in Chromium where it is installed
 docs: $(STAMP)
-	$(BIN)/python -m pytest -q -m site tests/test_docs.py
+	$(BIN)/python -m pytest -q -rs -m site tests/test_docs.py tests/test_site.py
+	@echo "The site is in site/. To read it: $(BIN)/python -m http.server --directory site 8000"
 
 types: $(STAMP)
 	$(BIN)/mypy $(TWINS)

@@ -1,6 +1,8 @@
 """What every test needs: a device, both twins with their shapes enforced, Hypothesis profiles."""
 
 import os
+import subprocess
+import sys
 
 import torch
 
@@ -19,6 +21,8 @@ from hypothesis import HealthCheck, settings
 from interpreter import list_builtins_once
 from jaxtyping import jaxtyped
 from pagetwin.contract.operations import CONCEPTS
+
+ROOT = Path(__file__).parents[1]
 
 torch.set_num_threads(1)
 list_builtins_once()
@@ -60,6 +64,23 @@ QUICK: dict[str, str] = {
     "test_words.py": "",
 }
 """Tests of `make test-quick`: by file, one of these words in the name; empty: all of the file."""
+
+
+@pytest.fixture(scope="session")
+def site() -> Path:
+    """Build the documentation, and return its folder."""
+    for each in ("mkdocs", "mkdocstrings", "material"):
+        pytest.importorskip(each, reason="the docs extra is not installed")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "-q"],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return ROOT / "site"
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -52,21 +52,6 @@ WITH_CODE = [page for page in [*PAGES, README] if python_blocks(page)]
 MARKDOWN = list(markdown_files())
 
 
-@pytest.fixture(scope="module")
-def site() -> Path:
-    """Build the site, and return its folder."""
-    pytest.importorskip("mkdocs", reason="the docs extra is not installed")
-    pytest.importorskip("mkdocstrings", reason="the docs extra is not installed")
-    pytest.importorskip("material", reason="the docs extra is not installed")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q"]
-    quiet = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=quiet, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return ROOT / "site"
-
-
 @pytest.mark.site
 def test_the_documentation_builds_without_a_warning(site: Path) -> None:
     assert (site / "index.html").is_file()

@@ -5,6 +5,7 @@ function of that name returns at build time.
 """
 
 import ast
+import inspect
 import re
 from collections.abc import Callable
 from dataclasses import fields
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import bench_table
+import block_map
 import error_examples
 import figures
 import ladder_table
@@ -22,11 +24,13 @@ import option_table
 import side_by_side as twins
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
-from pagetwin import examples
+from mkdocs.structure.pages import Page
+from pagetwin import examples, reference
 from pagetwin.contract import operations
 from pagetwin.tools.replay import settings, step
 
 ROOT = Path(__file__).parents[2]
+BLOCK_MAP_DATA = "js/block_map_data.js"
 CALL = re.compile(r'^\{\{ (\w+)(?:\("([^"]*)"\))? \}\}$', re.M)
 
 
@@ -34,7 +38,17 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pictures that are drawn from records of runs."""
     for name, content in bench_table.bench_plots().items():
         files.append(File.generated(config, f"pictures/{name}", content=content))
+    recordings = block_map.block_map_data()
+    files.append(File.generated(config, BLOCK_MAP_DATA, content=recordings))
     return files
+
+
+def on_page_content(html: str, page: Page, **kwargs: Any) -> str:
+    """Load the recordings and their player on the page of the block map, and on no other."""
+    if page.file.src_uri != "block_map.md":
+        return html
+    names = BLOCK_MAP_DATA, "js/block_map.js"
+    return html + "".join(f'\n<script src="../{name}"></script>' for name in names)
 
 
 def on_page_markdown(markdown: str, **kwargs: Any) -> str:
@@ -137,6 +151,24 @@ def concept_table() -> str:
             f"| [{each.name}](concepts/{each.name}.md) | {each.summary} | {count} |"
         )
     return "\n".join(lines)
+
+
+def api_table() -> str:
+    """Return the public operations, by subject, each with a link to its contract."""
+    parts = []
+    for concept in operations.CONCEPTS:
+        if not concept.operations:
+            continue
+        page = f"concepts/{concept.name}.md"
+        parts.append(f"## [{concept.summary.partition(':')[0]}]({page})")
+        lines = []
+        for name in concept.operations:
+            home = twins.home(concept, name)
+            words = inspect.getdoc(getattr(reference, name)) or ""
+            first = words.partition("\n\n")[0].replace("\n", " ")
+            lines.append(f"| [`{name}`]({page}#{home}.{name}) | {first} |")
+        parts.append("\n".join(["| operation | result |", "|---|---|", *lines]))
+    return "\n\n".join(parts)
 
 
 def feature_table() -> str:
@@ -251,6 +283,7 @@ MACROS: dict[str, Callable[..., str]] = {
         contract,
         code,
         concept_table,
+        api_table,
         feature_table,
         shape_table,
         replay_laws,

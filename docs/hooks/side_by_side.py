@@ -40,6 +40,7 @@ class Function:
     owner: str
     chunks: tuple[Chunk, ...]
     uses: frozenset[str]
+    path: Path
 
     @property
     def title(self) -> str:
@@ -70,6 +71,16 @@ def functions_of(path: Path) -> list[Function]:
 
 def _private_imports(path: Path) -> list[Path]:
     """Return the files without operations that a file of a twin imports from its own package."""
+    return [
+        each
+        for each in _imports(path)
+        if each not in CONCEPT_FILES and each.name != "__init__.py"
+    ]
+
+
+@cache
+def _imports(path: Path) -> list[Path]:
+    """Return the files of the twins that a file imports from its own package."""
     found = []
     for node in ast.parse(path.read_text()).body:
         if not isinstance(node, ast.ImportFrom) or not node.level:
@@ -81,9 +92,11 @@ def _private_imports(path: Path) -> list[Path]:
         ):
             parts = (name or "").strip(".").split(".")
             file = folder.joinpath(*parts).with_suffix(".py")
-            inside = file.relative_to(ROOT).parts[0] in ("reference", "optimized")
-            if file.is_file() and inside and file not in CONCEPT_FILES:
-                found.append(file)
+            package = folder.joinpath(*parts, "__init__.py")
+            for each in (file, package):
+                inside = each.relative_to(ROOT).parts[0] in ("reference", "optimized")
+                if each.is_file() and inside:
+                    found.append(each)
     return list(dict.fromkeys(found))
 
 
@@ -93,6 +106,7 @@ def _takes_steps(path: Path) -> bool:
     return own or any(_takes_steps(each) for each in _private_imports(path))
 
 
+@cache
 def _functions_in(path: Path) -> list[Function]:
     source = path.read_text()
     lines = source.splitlines()
@@ -107,7 +121,7 @@ def _functions_in(path: Path) -> list[Function]:
             first -= 1
         uses = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
         chunks = tuple(_cut(lines[first - 1 : node.end_lineno]))
-        found.append(Function(node.name, owner, chunks, frozenset(uses)))
+        found.append(Function(node.name, owner, chunks, frozenset(uses), path))
     return found
 
 
@@ -258,11 +272,24 @@ def _operation(
     if not steps:
         yield _row("", _whole(ours, operation), _whole(theirs, operation))
         return
-    start = _before(ours, operation, steps), _before(theirs, operation, steps)
-    if any(start):
-        yield _row("", *start)
+    loops = _loop(ours, steps), _loop(theirs, steps)
+    if all(loops):
+        yield _row("", *(_code(each, "") for each in loops))
     for step in steps:
         yield _row(step, _at(ours, operation, step), _at(theirs, operation, step))
+    start = _before(ours, operation, steps), _before(theirs, operation, steps)
+    if any(start):
+        yield _details("Arguments, validation and launch", _row("", *start))
+
+
+def _loop(functions: list[Function], steps: list[str]) -> str:
+    """Return the loop that the first step is in; empty if there is none."""
+    for each in functions:
+        before = [chunk.code for chunk in each.chunks if not chunk.step]
+        if before and any(chunk.step in steps for chunk in each.chunks):
+            last = before[0].splitlines()[-1]
+            return textwrap.dedent(last) if last.lstrip().startswith("for ") else ""
+    return ""
 
 
 def _whole(functions: list[Function], operation: str) -> str:
@@ -294,13 +321,45 @@ def _before(functions: list[Function], operation: str, steps: list[str]) -> str:
 
 
 def _at(functions: list[Function], operation: str, step: str) -> str:
-    """Return the code of one step. Code of another function gets that function's name."""
+    """Return the code of one step, and folded the functions that it calls.
+
+    Code of another function gets that function's name.
+    """
     same = [each for each in functions if each.name == operation]
-    return "\n\n".join(
-        _code(chunk.code, "" if same == [each] else each.title)
-        for each in functions
-        for chunk in each.chunks
-        if chunk.step == step
+    parts = []
+    for each in functions:
+        for chunk in each.chunks:
+            if chunk.step == step:
+                parts.append(_code(chunk.code, "" if same == [each] else each.title))
+                # a step of one statement is what the called function does
+                is_open = _count_lines(chunk.code) <= 2
+                parts += [
+                    _details(_named(called), _code(called.body, ""), is_open)
+                    for called in _called(chunk, each)
+                ]
+    return "\n\n".join(parts)
+
+
+def _called(chunk: Chunk, function: Function) -> list[Function]:
+    """Return the functions without steps that a chunk calls, of its file and of its imports."""
+    names = re.findall(r"\b(\w+)\(", chunk.code)
+    near = {
+        each.name: each
+        for path in (*_imports(function.path), function.path)
+        for each in _functions_in(path)
+        if not each.owner and each.name != function.name and not _steps([each])
+    }
+    return [near[name] for name in dict.fromkeys(names) if name in near]
+
+
+def _named(function: Function) -> str:
+    return f"{function.name} ({function.path.relative_to(ROOT)})"
+
+
+def _count_lines(code: str) -> int:
+    return sum(
+        bool(line.strip()) and not line.lstrip().startswith("#")
+        for line in code.splitlines()
     )
 
 
@@ -308,8 +367,9 @@ def _row(step: str, left: str, right: str) -> str:
     words = f'<p class="step">{escape(step)}</p>\n\n' if step else ""
     nothing = '<p class="nothing">not a separate step here</p>' if step else ""
     return (
-        f'{words}<div class="twin" markdown>\n<div markdown>\n\n{left or nothing}\n\n'
-        f"</div>\n<div markdown>\n\n{right or nothing}\n\n</div>\n</div>"
+        f'{words}<div class="twin" markdown>\n'
+        f'<div class="reference" markdown>\n\n{left or nothing}\n\n</div>\n'
+        f'<div class="optimized" markdown>\n\n{right or nothing}\n\n</div>\n</div>'
     )
 
 
@@ -318,8 +378,8 @@ def _code(code: str, title: str) -> str:
     return f"```python{named}\n{code}\n```"
 
 
-def _details(title: str, markdown: str) -> str:
+def _details(title: str, markdown: str, is_open: bool = False) -> str:
     return (
-        f'<details markdown class="note"><summary>{escape(title)}</summary>\n\n'
+        f'<details markdown class="note"{" open" * is_open}><summary>{escape(title)}</summary>\n\n'
         f"{markdown}\n\n</details>"
     )

@@ -1,5 +1,6 @@
 """Drawing: an SVG figure built from boxes, text and arrows."""
 
+import zlib
 from collections.abc import Sequence
 from html import escape
 
@@ -50,13 +51,16 @@ class Drawing:
         self.parts.append(f'<path d="{path}" class="arrow" marker-end="url(#tip)"/>')
 
     def svg(self) -> str:
+        # ids are unique on a page, and a page may have two figures
+        name = f"tip-{zlib.crc32(self.caption.encode()):x}"
         tip = (
-            '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7"'
+            f'<defs><marker id="{name}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7"'
             ' markerHeight="7" orient="auto"><path d="M0 0 L8 4 L0 8 z"/></marker></defs>'
         )
+        parts = "".join(self.parts).replace("url(#tip)", f"url(#{name})")
         return (
-            f'<figure class="drawing"><svg viewBox="0 0 {self.width} {self.height}"'
+            f'<figure class="drawing" tabindex="0"><svg viewBox="0 0 {self.width} {self.height}"'
             f' style="max-width:{self.width}px" role="img"'
-            f' aria-label="{escape(self.caption, quote=True)}">{tip}{"".join(self.parts)}'
+            f' aria-label="{escape(self.caption, quote=True)}">{tip}{parts}'
             f"</svg><figcaption>{escape(self.caption)}</figcaption></figure>"
         )

@@ -1,33 +1,45 @@
-"""The picture of index."""
+"""The picture of index: two sequences, their block-table rows, and the cache that both share."""
 
 from .drawing import Drawing
+
+ROWS = (
+    ("request a, 9 tokens", "a", (4, 1, 6), 9),
+    ("request b, 6 tokens", "b", (2, 5), 6),
+)
+BLOCK_SIZE = 4
+CELL, GAP = 22, 12
 
 
 def draw() -> Drawing:
     d = Drawing(
-        760,
-        262,
-        "Two packages with the same files, names and signatures. Both use the same "
-        "contract, and laws hold them equal.",
+        732,
+        252,
+        "A row of the block table lists the blocks of a sequence, in the order of its tokens. A"
+        " block can be anywhere in the cache. At most one block per request is partly empty.",
     )
-    for x, name, kind, lines in (
-        (20, "reference", "a", ("plain torch, any device", "to be read")),
-        (520, "optimized", "b", ("numpy, Triton, xFormers", "to be fast")),
-    ):
-        d.box(x, 20, 220, 100, "", kind)
-        d.text(x + 110, 52, f"pagetwin.{name}", "strong")
-        for number, line in enumerate(lines):
-            d.text(x + 110, 80 + 22 * number, line, "cell")
-    d.text(380, 48, "the same results:", "cell")
-    d.text(380, 70, "integers and bytes exactly,", "caption")
-    d.text(380, 88, "arithmetic within a budget per row", "caption")
-    d.arrow(310, 104, 246, 104)
-    d.arrow(450, 104, 514, 104)
-    d.box(150, 190, 460, 56, "", "new")
-    d.text(380, 213, "pagetwin.contract, pagetwin.validation", "strong")
-    d.text(380, 235, "shapes, specs, options, budgets, error messages", "cell")
-    d.arrow(130, 124, 240, 186)
-    d.arrow(630, 124, 520, 186)
-    d.text(134, 166, "imports", "caption")
-    d.text(626, 166, "imports", "caption")
+    owner = {
+        block: (kind, tokens - entry * BLOCK_SIZE)
+        for _, kind, blocks, tokens in ROWS
+        for entry, block in enumerate(blocks)
+    }
+    for column, (name, kind, blocks, _) in enumerate(ROWS):
+        x = 60 + column * 380
+        d.text(x, 26, name)
+        d.text(x, 46, "block table:", "note")
+        d.row(x + 88, 32, [(str(block), kind) for block in blocks], w=40, h=30)
+        for entry, block in enumerate(blocks):
+            centre = _block_x(block) + BLOCK_SIZE * CELL / 2
+            d.arrow(x + 88 + (entry + 0.5) * 40, 64, centre, 148)
+    for block in range(7):
+        x = _block_x(block)
+        d.text(x + BLOCK_SIZE * CELL / 2, 166, f"block {block}", "caption")
+        kind, tokens = owner.get(block, ("off", 0))
+        for slot in range(BLOCK_SIZE):
+            used = slot < tokens
+            d.box(x + slot * CELL, 174, CELL, 34, "", kind if used else "off")
+    d.text(20, 234, "KV cache: one slot per token, four slots per block", "note")
     return d
+
+
+def _block_x(block: int) -> float:
+    return 20 + block * (BLOCK_SIZE * CELL + GAP)

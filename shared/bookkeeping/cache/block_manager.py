@@ -44,6 +44,8 @@ class BlockManager:
         block_size: slots per block, from 1.
         seed: Optional. If given, free blocks are handed out in a shuffled order, so that no block
             table is 0, 1, 2, ... by chance. If None, the first ones are those of the lowest ids.
+        enable_caching: whether the content of full blocks is remembered, so that later requests
+            with the same beginning take them. If False, `get_computed_blocks` finds nothing.
 
     Raises:
         ValueError: a number is out of range.
@@ -79,12 +81,17 @@ class BlockManager:
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, seed: int | None = None
+        self,
+        num_blocks: int,
+        block_size: int,
+        seed: int | None = None,
+        enable_caching: bool = True,
     ) -> None:
         """Make a cache whose blocks are all free."""
         check_positive(num_blocks=num_blocks, block_size=block_size)
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.enable_caching = enable_caching
         order = list(range(num_blocks))
         if seed is not None:
             random.Random(seed).shuffle(order)
@@ -201,6 +208,8 @@ class BlockManager:
         check_computed_tokens(
             num_computed_tokens, len(token_ids), len(row), self.block_size
         )
+        if not self.enable_caching:
+            return
         # step: enter each full block after the one before it
         self._prefix_cache.add(row, token_ids, num_computed_tokens)
 
