@@ -1,10 +1,7 @@
 """The documentation: it builds, covers every concept, names existing paths, and its code runs."""
 
 import importlib
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
