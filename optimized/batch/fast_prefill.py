@@ -29,8 +29,8 @@ def make_kv_sharing_fast_prefill_common_attn_metadata(
         return common
     wanted = check_wanted_logits(common)[: common.num_logits_indices]
     # step: count the wanted tokens of each request
-    starts = common.query_start_loc_cpu.numpy()
-    req = np.searchsorted(starts[1:], wanted.to(HOST).numpy(), side="right")
+    starts, on_host = common.query_start_loc_cpu.numpy(), wanted.to(HOST)
+    req = np.searchsorted(starts[1:], on_host.numpy(), side="right")
     counts = np.bincount(req, minlength=len(starts) - 1)
     # step: compute the start of each request's wanted tokens
     wanted_starts = np.zeros(len(starts), dtype=np.int32)

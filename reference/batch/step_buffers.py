@@ -173,7 +173,8 @@ class StepBuffers:
         # step: pad to the size of the captured graph
         reqs = num_reqs if num_reqs_padded is None else num_reqs_padded
         tokens = num_tokens if num_tokens_padded is None else num_tokens_padded
-        lens, computed = _padded(query_lens, reqs), _padded(num_computed_tokens, reqs)
+        lens = self._padded(query_lens, reqs)
+        computed = self._padded(num_computed_tokens, reqs)
         starts = torch.zeros(reqs + 1, dtype=torch.int32, device=HOST)
         starts[1:] = lens.cumsum(0)
         seq_lens = lens + computed
@@ -202,8 +203,8 @@ class StepBuffers:
             slot_mapping=self._slot_mapping[:tokens],
         )
 
-
-def _padded(counts: Sequence[int], reqs: int) -> torch.Tensor:
-    padded = torch.zeros(reqs, dtype=torch.int32, device=HOST)
-    padded[: len(counts)] = torch.tensor(counts, dtype=torch.int32, device=HOST)
-    return padded
+    @staticmethod
+    def _padded(counts: Sequence[int], reqs: int) -> torch.Tensor:
+        padded = torch.zeros(reqs, dtype=torch.int32, device=HOST)
+        padded[: len(counts)] = torch.tensor(counts, dtype=torch.int32, device=HOST)
+        return padded

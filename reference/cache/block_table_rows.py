@@ -110,11 +110,11 @@ class BlockTable:
                 modified.
         """
         self._check_takes(block_ids, row_idx, self.num_blocks_per_row)
+        row = self._rows[row_idx]
         for block_id in block_ids:
             # step: write one entry per kernel block
             for entry in range(self.entries_per_block):
-                new_entry = block_id * self.entries_per_block + entry
-                self._rows[row_idx].append(new_entry)
+                row.append(block_id * self.entries_per_block + entry)
 
     def add_row(self, block_ids: Sequence[int], row_idx: int) -> None:
         """Replace the content of a row.
