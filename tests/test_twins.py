@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 from pagetwin.contract import operations
-from pagetwin.contract.operations import CONCEPTS, Concept
 from pagetwin.contract.metadata_classes import PagedAttentionMetadata
+from pagetwin.contract.operations import CONCEPTS, Concept
 from pagetwin.engine.backend_interface import (
     AttentionBackend,
     AttentionImpl,
@@ -390,7 +390,9 @@ def test_every_backend_has_the_methods_of_the_reference(
             one = inspect.signature(method).parameters
             other = inspect.signature(getattr(theirs, name)).parameters
             assert list(one.values()) == list(other.values()), name
-            lines = [first_line(each.__doc__) for each in (method, getattr(theirs, name))]
+            lines = [
+                first_line(each.__doc__) for each in (method, getattr(theirs, name))
+            ]
             if name[0] != "_" and "head_sizes" not in name:
                 assert lines[1].startswith(lines[0].rstrip(".")), name
 
