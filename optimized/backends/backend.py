@@ -122,12 +122,12 @@ class TritonAttentionImpl(AttentionImpl):
             encoder_attention(**call)
             return output
         # step: write the new keys and values
+        step = self.step_of(attn_metadata)
         cache = self.layer_cache(layer, *split_kv_cache(kv_cache), query.dtype)
         new = self.new_keys(cache, attn_metadata, key, value)
         if new is not None:
             reshape_and_cache(**new)
         # step: attend for the decodes, then for the prefills
-        step = self.step_of(attn_metadata)
         rows = slice(0, step.num_actual_tokens)
         paged_attention(
             **self.paged_arguments(query[rows], cache, step, output[rows], output_scale)
@@ -266,12 +266,12 @@ class XFormersAttentionImpl(AttentionImpl):
             encoder_attention(**call)
             return output
         # step: write the new keys and values
+        step = self.step_of(attn_metadata)
         cache = self.layer_cache(layer, *split_kv_cache(kv_cache), query.dtype)
         new = self.new_keys(cache, attn_metadata, key, value)
         if new is not None:
             reshape_and_cache(**new)
         # step: attend for the decodes, then for the prefills
-        step = self.step_of(attn_metadata)
         boundary = step.num_decode_tokens
         bias = getattr(
             attn_metadata, "cross_attn_bias" if self.crosses else "attn_bias", None

@@ -94,12 +94,12 @@ class ReferenceAttentionImpl(AttentionImpl):
             encoder_attention(**call, compute_dtype=compute_dtype)
             return output
         # step: write the new keys and values
+        step = self.step_of(attn_metadata)
         cache = self.layer_cache(layer, *split_kv_cache(kv_cache), query.dtype)
         new = self.new_keys(cache, attn_metadata, key, value)
         if new is not None:
             reshape_and_cache(**new)
         # step: attend for the decodes, then for the prefills
-        step = self.step_of(attn_metadata)
         boundary = step.num_decode_tokens
         parts = (
             (slice(0, boundary), step.decode_metadata),

@@ -195,7 +195,10 @@ class AttentionBackend(Capabilities, ABC):
     def validate_configuration(
         cls, spec: KVCacheSpec, device: torch.device | str
     ) -> list[str]:
-        """Return every reason why it cannot run such a cache there. Empty if it can."""
+        """Return every reason why it cannot run such a cache there.
+
+        The list is empty if it can.
+        """
         return cls.why_not(spec)
 
     @classmethod
