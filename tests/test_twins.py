@@ -69,21 +69,31 @@ OTHER_EXPORTS = {
     "optimized": {"AttentionOptions", "release_workspace"},
 }
 
+
+def backends(twin: str) -> tuple[type[AttentionBackend], ...]:
+    return import_module(f"pagetwin.{twin}.backends.backend").BACKENDS
+
+
+def classes_of_backends(twin: str) -> dict[str, str]:
+    """Return the classes of a twin's backends, with the reason why the other has none of them."""
+    return {
+        each.__name__: "a backend is named after what runs it"
+        for backend in backends(twin)
+        for each in (
+            backend,
+            backend.get_impl_cls(),
+            backend.get_builder_cls(),
+            backend.get_metadata_cls(),
+        )
+    }
+
+
 # names that only one twin has, and why
 ONLY_IN_THE_REFERENCE = {
-    "backends/backend.py": {
-        "ReferenceAttentionMetadata": "a backend is named after what runs it",
-        "ReferenceAttentionMetadataBuilder": "a backend is named after what runs it",
-        "ReferenceAttentionImpl": "a backend is named after what runs it",
-        "ReferenceAttentionBackend": "a backend is named after what runs it",
-    },
+    "backends/backend.py": classes_of_backends("reference"),
 }
 ONLY_IN_THE_TWIN = {
-    "backends/backend.py": {
-        f"{library}Attention{part}": "a backend is named after what runs it"
-        for library in ("Triton", "XFormers")
-        for part in ("Metadata", "MetadataBuilder", "Impl", "Backend")
-    },
+    "backends/backend.py": classes_of_backends("optimized"),
     "cache/block_table.py": {"padded_rows": "metadata.py pads its rows with it too"},
     "cache/cache_ops.py": {
         "as_bits": "moves bytes, whatever the element type",
@@ -363,10 +373,6 @@ def methods(cls: type) -> dict[str, Any]:
         if inspect.isfunction(value) and value.__module__ == cls.__module__:
             found[name] = value
     return found
-
-
-def backends(twin: str) -> tuple[type[AttentionBackend], ...]:
-    return import_module(f"pagetwin.{twin}.backends.backend").BACKENDS
 
 
 @pytest.mark.parametrize("backend", backends("optimized"), ids=lambda each: each.name)
