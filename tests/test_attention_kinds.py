@@ -29,10 +29,10 @@ from pagetwin.contract.budgets import Verdict
 from pagetwin.contract.kinds import FP8_DTYPES, HOST, cache_dtype_of
 from pagetwin.contract.metadata_classes import CommonAttentionMetadata
 from pagetwin.contract.specs import CrossAttentionSpec, KVCacheSpec
-from pagetwin.engine.selector import TWIN_OF_BACKEND, load_backend
+from pagetwin.engine.selector import backend_names, load_backend
 from torch import Tensor
 
-BACKENDS = sorted(TWIN_OF_BACKEND)
+BACKENDS = sorted(backend_names())
 KV_HEADS, GROUP, SIZE, BLOCK, MAX_BLOCKS = 2, 2, 32, 16, 3
 HEADS = KV_HEADS * GROUP
 KINDS = ("decoder", "encoder", "encoder_only", "encoder_decoder")

@@ -17,7 +17,7 @@ from pagetwin.engine.capabilities import (
 )
 from pagetwin.engine.placeholder_backend import PlaceholderAttentionBackend
 from pagetwin.engine.selector import (
-    TWIN_OF_BACKEND,
+    backend_names,
     backends_that_can_run,
     choose_backend_name,
     get_attn_backend,
@@ -139,7 +139,7 @@ def test_backends_that_share_blocks_read_the_largest_part_they_all_read(
             select_common_block_size(block_size, backends)
 
 
-@pytest.mark.parametrize("name", TWIN_OF_BACKEND)
+@pytest.mark.parametrize("name", backend_names())
 def test_what_a_backend_says_it_takes_is_what_it_accepts(name: str) -> None:
     backend = load_backend(name)
     for block_size in (1, 8, 16, 24, 32):
@@ -180,7 +180,7 @@ def test_what_a_backend_says_it_takes_is_what_it_accepts(name: str) -> None:
     assert not Capabilities.supports_attn_type(AttentionType.ENCODER_ONLY)
 
 
-@pytest.mark.parametrize("name", TWIN_OF_BACKEND)
+@pytest.mark.parametrize("name", backend_names())
 def test_an_option_is_supported_if_layers_have_an_argument_of_that_name(
     name: str,
 ) -> None:
@@ -276,7 +276,7 @@ def test_a_layer_of_an_unsupported_head_size_is_refused() -> None:
         load_backend("XFORMERS").get_impl_cls()(4, 20, 1.0, 4)
 
 
-@pytest.mark.parametrize("name", TWIN_OF_BACKEND)
+@pytest.mark.parametrize("name", backend_names())
 def test_a_backend_takes_quantised_caches_and_says_once_what_it_does_not_take(
     name: str, device: torch.device
 ) -> None:
@@ -290,7 +290,7 @@ def test_a_backend_takes_quantised_caches_and_says_once_what_it_does_not_take(
     assert str(FP8_DTYPES[0]) in reason
 
 
-@pytest.mark.parametrize("name", TWIN_OF_BACKEND)
+@pytest.mark.parametrize("name", backend_names())
 def test_a_backend_names_its_own_classes(name: str) -> None:
     backend = load_backend(name)
     assert backend.get_name() == backend.name == name

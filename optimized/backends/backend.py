@@ -116,14 +116,22 @@ class TritonAttentionImpl(AttentionImpl):
             return output
         # step: attend inside an encoder, which keeps nothing
         if self.is_uncached:
-            _attend_inside(self, query, key, value, attn_metadata, output, output_scale)
+            call = self.encoder_arguments(
+                query, key, value, attn_metadata, output, output_scale
+            )
+            encoder_attention(**call)
             return output
         # step: write the new keys and values
-        step = attn_metadata.cross_metadata if self.crosses else attn_metadata
-        caches = _write(self, layer, query, key, value, kv_cache, attn_metadata)
+        step = self.step_of(attn_metadata)
+        cache = self.layer_cache(layer, *split_kv_cache(kv_cache), query.dtype)
+        new = self.new_keys(cache, attn_metadata, key, value)
+        if new is not None:
+            reshape_and_cache(**new)
         # step: attend for the decodes, then for the prefills
         rows = slice(0, step.num_actual_tokens)
-        _attend(self, query[rows], caches, step, output[rows], output_scale)
+        paged_attention(
+            **self.paged_arguments(query[rows], cache, step, output[rows], output_scale)
+        )
         return output
 
 
@@ -131,6 +139,10 @@ class TritonAttentionBackend(AttentionBackend):
     """Pure Triton: any block size, head sizes to 1,024, float16, bfloat16 and float32."""
 
     name = "TRITON"
+    impl_cls = TritonAttentionImpl
+    metadata_cls = TritonAttentionMetadata
+    builder_cls = TritonAttentionMetadataBuilder
+    get_kv_cache_shape = staticmethod(get_kv_cache_shape)
     supported_dtypes = CACHE_DTYPES
     supported_kv_cache_dtypes = FP8_DTYPES
     supported_attn_types = tuple(AttentionType)
@@ -139,28 +151,6 @@ class TritonAttentionBackend(AttentionBackend):
     def get_supported_head_sizes() -> list[int]:
         """Return every head size it takes."""
         return list(range(1, MAX_HEAD_SIZE + 1))
-
-    @staticmethod
-    def get_impl_cls() -> type[TritonAttentionImpl]:
-        """Return the class that runs a layer."""
-        return TritonAttentionImpl
-
-    @staticmethod
-    def get_metadata_cls() -> type[TritonAttentionMetadata]:
-        """Return the class of its metadata."""
-        return TritonAttentionMetadata
-
-    @staticmethod
-    def get_builder_cls() -> type[TritonAttentionMetadataBuilder]:
-        """Return the class that builds its metadata."""
-        return TritonAttentionMetadataBuilder
-
-    @staticmethod
-    def get_kv_cache_shape(
-        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
-    ) -> tuple[int, ...]:
-        """Return the shape of a layer's cache."""
-        return get_kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size)
 
     @classmethod
     def validate_configuration(
@@ -246,40 +236,9 @@ class XFormersAttentionImpl(AttentionImpl):
     (`attn_bias_reason`), or if its output is FP8. Prefills and encoders always run in Triton.
     """
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None,
-        sliding_window: int | None = None,
-        kv_cache_dtype: str = "auto",
-        logits_soft_cap: float | None = None,
-        attn_type: str = "decoder",
-        kv_sharing_target_layer_name: str | None = None,
-        sinks: Tensor | None = None,
-        attention_chunk_size: int | None = None,
-        head_size_v: int | None = None,
-        position_bias: Tensor | None = None,
-    ) -> None:
-        super().__init__(
-            num_heads,
-            head_size,
-            scale,
-            num_kv_heads,
-            alibi_slopes,
-            sliding_window,
-            kv_cache_dtype,
-            logits_soft_cap,
-            attn_type,
-            kv_sharing_target_layer_name,
-            sinks,
-            attention_chunk_size,
-            head_size_v,
-            position_bias,
-        )
-        XFormersAttentionBackend.validate_head_size(head_size)
+    def _set_up(self) -> None:
+        super()._set_up()
+        XFormersAttentionBackend.validate_head_size(self.head_size)
         self.decode_op_reason = why_no_split_k(self)
         self.decode_op = "triton" if self.decode_op_reason else "xformers"
 
@@ -301,28 +260,40 @@ class XFormersAttentionImpl(AttentionImpl):
             return output
         # step: attend inside an encoder, which keeps nothing
         if self.is_uncached:
-            _attend_inside(self, query, key, value, attn_metadata, output, output_scale)
+            call = self.encoder_arguments(
+                query, key, value, attn_metadata, output, output_scale
+            )
+            encoder_attention(**call)
             return output
         # step: write the new keys and values
-        step = attn_metadata.cross_metadata if self.crosses else attn_metadata
-        caches = _write(self, layer, query, key, value, kv_cache, attn_metadata)
+        step = self.step_of(attn_metadata)
+        cache = self.layer_cache(layer, *split_kv_cache(kv_cache), query.dtype)
+        new = self.new_keys(cache, attn_metadata, key, value)
+        if new is not None:
+            reshape_and_cache(**new)
         # step: attend for the decodes, then for the prefills
-        boundary, decodes = step.num_decode_tokens, step.decode_metadata
+        boundary = step.num_decode_tokens
         bias = getattr(
             attn_metadata, "cross_attn_bias" if self.crosses else "attn_bias", None
         )
-        if decodes is not None:
-            rows = slice(0, boundary)
-            if self.decode_op == "xformers" and output_scale is None and bias:
-                key_cache, value_cache, _ = caches
+        in_split_k = self.decode_op == "xformers" and output_scale is None and bias
+        parts = (
+            (slice(0, boundary), step.decode_metadata),
+            (slice(boundary, step.num_actual_tokens), step.prefill_metadata),
+        )
+        for rows, part in parts:
+            if part is None:
+                continue
+            if in_split_k and part is parts[0][1]:
                 output[rows] = split_k_attention(
-                    query[rows], key_cache, value_cache, bias, self.scale
+                    query[rows], cache.key, cache.value, bias, self.scale
                 )
-            else:
-                _attend(self, query[rows], caches, decodes, output[rows], output_scale)
-        if step.prefill_metadata is not None:
-            rows, part = slice(boundary, step.num_actual_tokens), step.prefill_metadata
-            _attend(self, query[rows], caches, part, output[rows], output_scale)
+                continue
+            paged_attention(
+                **self.paged_arguments(
+                    query[rows], cache, part, output[rows], output_scale
+                )
+            )
         return output
 
 
@@ -330,6 +301,9 @@ class XFormersAttentionBackend(AttentionBackend):
     """xFormers' paged split-K for decodes, Triton for prefills and encoders."""
 
     name = "XFORMERS"
+    impl_cls = XFormersAttentionImpl
+    metadata_cls = XFormersAttentionMetadata
+    builder_cls = XFormersAttentionMetadataBuilder
     supported_dtypes = (torch.float16, torch.bfloat16)
     supported_kv_cache_dtypes = FP8_DTYPES
     supported_kernel_block_sizes = (MultipleOf(16),)
@@ -354,21 +328,6 @@ class XFormersAttentionBackend(AttentionBackend):
             )
 
     @staticmethod
-    def get_impl_cls() -> type[XFormersAttentionImpl]:
-        """Return the class that runs a layer."""
-        return XFormersAttentionImpl
-
-    @staticmethod
-    def get_metadata_cls() -> type[XFormersAttentionMetadata]:
-        """Return the class of its metadata."""
-        return XFormersAttentionMetadata
-
-    @staticmethod
-    def get_builder_cls() -> type[XFormersAttentionMetadataBuilder]:
-        """Return the class that builds its metadata."""
-        return XFormersAttentionMetadataBuilder
-
-    @staticmethod
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
     ) -> tuple[int, ...]:
@@ -387,17 +346,10 @@ class XFormersAttentionBackend(AttentionBackend):
         cls, spec: KVCacheSpec, device: torch.device | str
     ) -> list[str]:
         """Return every reason why it cannot run such a cache there."""
-        reasons = cls.why_not(spec)
-        if spec.block_size % 16:
-            reasons.append(f"block_size = {spec.block_size}: expected a multiple of 16")
-        return reasons + _why_no_device(device) + why_no_xformers()
+        return cls.why_not(spec) + _why_no_device(device) + why_no_xformers()
 
 
 BACKENDS = (TritonAttentionBackend, XFormersAttentionBackend)
-
-
-_Caches = tuple[Tensor, Tensor, dict[str, Any]]
-"""A layer's key cache and value cache, and the scales of their numbers by argument name."""
 
 
 def _mask(decodes: PagedAttentionMetadata, block_size: int) -> Any:
@@ -408,81 +360,6 @@ def _mask(decodes: PagedAttentionMetadata, block_size: int) -> Any:
         block_table = block_table[kept.to(block_table.device)]
         seq_lens = seq_lens[kept]
     return build_decode_bias(seq_lens.tolist(), block_table, block_size)
-
-
-def _write(
-    impl: AttentionImpl,
-    layer: object,
-    query: Tensor,
-    key: Tensor | None,
-    value: Tensor | None,
-    kv_cache: Tensor,
-    metadata: PagedAttentionMetadata,
-) -> _Caches:
-    """Write the step's keys and values, if there are any, and return the caches."""
-    key_cache, value_cache = split_kv_cache(kv_cache)
-    value_cache = value_cache[..., : impl.head_size_v]
-    scales = impl.scales(layer, kv_cache, query.dtype)
-    slots = impl.slots(metadata, key, value)
-    if slots is not None:
-        assert key is not None and value is not None
-        reshape_and_cache(key, value, key_cache, value_cache, slots, **scales)
-    return key_cache, value_cache, scales
-
-
-def _attend(
-    impl: AttentionImpl,
-    query: Tensor,
-    caches: _Caches,
-    step: PagedAttentionMetadata,
-    out: Tensor,
-    output_scale: Tensor | None,
-) -> None:
-    key_cache, value_cache, scales = caches
-    paged_attention(
-        query,
-        key_cache,
-        value_cache,
-        step.block_table,
-        step.query_start_loc,
-        step.seq_lens,
-        step.max_query_len,
-        step.max_seq_len,
-        scale=impl.scale,
-        out=out,
-        options=impl.options(
-            query.device,
-            output_scale,
-            # None is causal here, and costs no new object
-            causal=None if step.causal is True else step.causal,
-            tree_mask=step.tree_mask,
-            query_ranges=step.query_ranges,
-            **scales,
-        ),
-    )
-
-
-def _attend_inside(
-    impl: AttentionImpl,
-    query: Tensor,
-    key: Tensor | None,
-    value: Tensor | None,
-    metadata: PagedAttentionMetadata,
-    output: Tensor,
-    output_scale: Tensor | None,
-) -> None:
-    """Attend among the tokens of each prompt, whose keys and values are not cached."""
-    tokens, lengths, ranges = impl.whole_prompts(metadata, key, value)
-    assert key is not None and value is not None
-    encoder_attention(
-        query[:tokens],
-        key[:tokens],
-        value[:tokens],
-        **lengths,
-        scale=impl.scale,
-        out=output[:tokens],
-        options=impl.options(query.device, output_scale, query_ranges=ranges),
-    )
 
 
 @cache

@@ -16,10 +16,7 @@ from ...contract.metadata_classes import (
     UBatchSlice,
     cut_fields,
 )
-from ...validation.step import (
-    check_cut_of_last_request,
-    check_micro_batch,
-)
+from ...validation.step import check_micro_batch
 
 
 def make_metadata_with_slice(
@@ -41,7 +38,6 @@ def make_metadata_with_slice(
     starts_on_device = attn_metadata.query_start_loc[rows]
     query_start_loc_cpu = _clipped(starts, tokens)
     cut_off = _tokens_after(starts, tokens)
-    check_cut_of_last_request(attn_metadata, int(cut_off[-1]))
     # step: shorten requests cut at the end, advance requests cut at the front
     changes["seq_lens"] = changes["seq_lens"] - _tokens_after(starts_on_device, tokens)
     changes["seq_lens_cpu"] = changes["seq_lens_cpu"] - cut_off

@@ -12,7 +12,7 @@ import numpy as np
 from ...contract.metadata_classes import CommonAttentionMetadata
 from ...contract.shapes import TokenCounts
 from ...validation import check_not_negative
-from ...validation.step import check_is_prefilling, check_prefill_chunks, check_regions
+from ...validation.step import check_decode_split, check_prefill_chunks, check_regions
 
 
 def reorder_batch_to_split_decodes_and_prefills(
@@ -53,7 +53,9 @@ def split_decodes_and_prefills(
     treat_short_extends_as_decodes: bool = True,
 ) -> tuple[int, int, int, int]:
     """Return the boundary between decodes and prefills in a batch with its decodes first."""
-    check_not_negative(decode_threshold=decode_threshold)
+    is_prefilling = check_decode_split(
+        common_attn_metadata, decode_threshold, treat_short_extends_as_decodes
+    )
     starts = common_attn_metadata.query_start_loc_cpu.numpy()
     query_lens = starts[1:] - starts[:-1]
     # step: find the first request that is not a decode
@@ -61,9 +63,8 @@ def split_decodes_and_prefills(
     if require_uniform and len(query_lens):
         first_len = query_lens[(query_lens != 0).argmax()]
         is_prefill |= (query_lens != first_len) & (query_lens != 0)
-    if not treat_short_extends_as_decodes:
-        is_prefilling = common_attn_metadata.is_prefilling
-        is_prefill |= check_is_prefilling(is_prefilling, len(query_lens)).numpy()
+    if is_prefilling is not None:
+        is_prefill |= is_prefilling.numpy()
     num_decodes = _first(is_prefill)
     # step: count the tokens of decodes and prefills
     num_tokens = common_attn_metadata.num_actual_tokens

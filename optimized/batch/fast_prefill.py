@@ -17,7 +17,7 @@ from ...bookkeeping.batch.fast_prefill import (
 from ...contract.kinds import HOST
 from ...contract.metadata_classes import CommonAttentionMetadata
 from ...engine.backend_interface import AttentionBackend
-from ...validation.step_shapes import check_has_logits_indices, check_logits_indices
+from ...validation.step_shapes import check_wanted_logits
 
 
 def make_kv_sharing_fast_prefill_common_attn_metadata(
@@ -27,13 +27,9 @@ def make_kv_sharing_fast_prefill_common_attn_metadata(
     common = common_attn_metadata
     if common.max_query_len <= 1:
         return common
-    check_has_logits_indices(common)
-    assert common.logits_indices_padded is not None
-    wanted = common.logits_indices_padded[: common.num_logits_indices]
-    on_host = wanted.to(HOST)
-    check_logits_indices(common.query_start_loc_cpu, on_host)
+    wanted = check_wanted_logits(common)[: common.num_logits_indices]
     # step: count the wanted tokens of each request
-    starts = common.query_start_loc_cpu.numpy()
+    starts, on_host = common.query_start_loc_cpu.numpy(), wanted.to(HOST)
     req = np.searchsorted(starts[1:], on_host.numpy(), side="right")
     counts = np.bincount(req, minlength=len(starts) - 1)
     # step: compute the start of each request's wanted tokens

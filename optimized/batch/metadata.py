@@ -74,19 +74,17 @@ def build_attn_metadata(
 ) -> dict[str, PagedAttentionMetadata]:
     """Return the metadata of every layer: one object per group of layers."""
     check_attn_groups(
-        len(attn_metadata_builders),
+        attn_metadata_builders,
         num_reqs,
         num_tokens,
-        {
-            "query_start_loc": query_start_loc,
-            "query_start_loc_cpu": query_start_loc_cpu,
-            "seq_lens": seq_lens,
-            "seq_lens_cpu": seq_lens_cpu,
-            "num_computed_tokens_cpu": num_computed_tokens_cpu,
-        },
+        query_start_loc,
+        query_start_loc_cpu,
+        seq_lens,
+        seq_lens_cpu,
+        num_computed_tokens_cpu,
         block_tables,
         slot_mappings,
-        len(layer_names),
+        layer_names,
     )
     # step: slice the buffers to the batch
     starts = query_start_loc_cpu[: num_reqs + 1]

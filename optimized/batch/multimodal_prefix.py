@@ -10,10 +10,8 @@ import torch
 
 from ...contract.multimodal_features import PREFIX_MODALITIES, MultiModalFeature
 from ...contract.shapes import PrefixRanges, QueryRanges, StartLoc, TokenCounts
-from ...validation import check_not_negative
 from ...validation.step_shapes import (
     check_features,
-    check_query_lens,
     check_query_ranges,
     check_range_owners,
 )
@@ -26,10 +24,7 @@ def compute_mm_prefix_ranges(
     span_leading_pad_modulus: int = 0,
 ) -> dict[int, list[tuple[int, int]]]:
     """Return the ranges of each request's images and videos."""
-    check_not_negative(span_leading_pad_modulus=span_leading_pad_modulus)
-    if sliding_window is not None:
-        check_not_negative(sliding_window=sliding_window)
-    check_features(mm_features)
+    check_features(mm_features, sliding_window, span_leading_pad_modulus)
     found: dict[int, list[tuple[int, int]]] = {}
     for req, features in enumerate(mm_features):
         found[req] = []
@@ -76,10 +71,8 @@ def fill_mm_prefix_query_ranges(
     """Write the range of each new token and return how many rows were written."""
     if mm_prefix_range is None:
         return 0
-    check_query_lens(query_start_loc_cpu, seq_lens_cpu)
-    check_range_owners(mm_prefix_range, len(seq_lens_cpu))
+    check_query_ranges(out, mm_prefix_range, query_start_loc_cpu, seq_lens_cpu)
     starts, seq_lens = query_start_loc_cpu.tolist(), seq_lens_cpu.tolist()
-    check_query_ranges(out, starts[-1])
     # step: find the new tokens inside a range
     pieces = []
     for req, ranges in mm_prefix_range.items():

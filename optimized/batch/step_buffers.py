@@ -14,13 +14,12 @@ import torch
 
 from ...contract.kinds import HOST, PAD_SLOT_ID
 from ...contract.metadata_classes import CommonAttentionMetadata
-from ...validation import (
-    check_batch_lengths,
-    check_not_negative,
-    check_positive,
-    check_sequences_fit,
+from ...validation.step import (
+    check_buffer_sizes,
+    check_buffered_step,
+    check_new_blocks,
+    check_rows,
 )
-from ...validation.step import check_new_blocks, check_rows, check_step_fits
 
 _INT32, _INT64 = 4, 8  # bytes
 _NUM_PINNED_BUFFERS = 2
@@ -42,12 +41,7 @@ class StepBuffers:
         device: torch.device | str = "cpu",
     ) -> None:
         """Allocate the tensors of the largest step."""
-        check_positive(
-            max_num_reqs=max_num_reqs,
-            max_num_tokens=max_num_tokens,
-            block_size=block_size,
-        )
-        check_not_negative(max_blocks=max_blocks)
+        check_buffer_sizes(max_num_reqs, max_num_tokens, max_blocks, block_size)
         self.max_num_reqs = max_num_reqs
         self.max_num_tokens = max_num_tokens
         self.max_blocks = max_blocks
@@ -88,6 +82,11 @@ class StepBuffers:
         self._slot_mapping = self._bytes[self._slots_at : slots_end].view(torch.int64)
         self._slot_mapping.fill_(PAD_SLOT_ID)
 
+    @property
+    def num_blocks_per_row(self) -> np.ndarray:
+        """Number of blocks in each row of the table."""
+        return self._num_blocks
+
     def append_blocks(
         self, rows: Sequence[int], new_blocks: Sequence[Sequence[int]]
     ) -> None:
@@ -118,23 +117,12 @@ class StepBuffers:
         lens = np.asarray(query_lens, dtype=np.int64)
         computed = np.asarray(num_computed_tokens, dtype=np.int64)
         num_reqs, num_tokens = len(lens), int(lens.sum())
-        check_step_fits(
-            num_reqs,
-            num_tokens,
-            self.max_num_reqs,
-            self.max_num_tokens,
-            num_reqs_padded,
-            num_tokens_padded,
+        check_buffered_step(
+            self, lens, computed, rows, num_reqs_padded, num_tokens_padded
         )
         own_rows: slice | np.ndarray = slice(num_reqs)
         if rows is not None:
-            check_rows("rows", rows, self.max_num_reqs)
             own_rows = np.asarray(rows, dtype=np.int64)
-        row_lens = self._num_blocks[own_rows]
-        if not self._fit(lens, computed, row_lens):
-            # slower: finds the request and raises the error
-            check_batch_lengths(lens, computed)
-            check_sequences_fit(lens, computed, row_lens, self.block_size)
         reqs = num_reqs if num_reqs_padded is None else num_reqs_padded
         tokens = num_tokens if num_tokens_padded is None else num_tokens_padded
         starts = np.zeros(reqs + 1, dtype=np.int32)
@@ -181,17 +169,6 @@ class StepBuffers:
             block_table_tensor=block_table[:reqs],
             slot_mapping=self._slot_mapping[:tokens],
         )
-
-    def _fit(
-        self, lens: np.ndarray, computed: np.ndarray, row_lens: np.ndarray
-    ) -> bool:
-        """Return whether no count is negative and no sequence is longer than its row."""
-        if not len(lens) == len(computed) == len(row_lens):
-            return False
-        # the sign bit of either is set in the bitwise or
-        negative = (lens | computed) < 0
-        too_long = lens + computed > row_lens * self.block_size
-        return not (negative | too_long).any()
 
     def _compute_slots(
         self,

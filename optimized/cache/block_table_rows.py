@@ -11,12 +11,12 @@ import torch
 
 from ...contract import shapes
 from ...contract.kinds import HOST, PAD_SLOT_ID
-from ...validation import check_not_negative, values_checked
+from ...validation import values_checked
 from ...validation.step_shapes import (
     check_block_table_sizes,
     check_mamba_block_table,
+    check_num_rows,
     check_positions,
-    check_ranks,
     check_row_indices,
     check_row_takes,
 )
@@ -38,12 +38,13 @@ class BlockTable:
     ) -> None:
         """Create a table of empty rows; the attribute `block_size` is the kernel's."""
         self.block_size = block_size if kernel_block_size is None else kernel_block_size
-        check_ranks(dcp_world_size, dcp_rank, dcp_kv_cache_interleave_size)
         check_block_table_sizes(
             block_size,
             max_num_reqs,
             max_num_blocks_per_req,
             self.block_size,
+            dcp_world_size,
+            dcp_rank,
             dcp_kv_cache_interleave_size,
         )
         self.entries_per_block = block_size // self.block_size
@@ -65,11 +66,8 @@ class BlockTable:
 
     def append_row(self, block_ids: Sequence[int], row_idx: int) -> None:
         """Append blocks to a row."""
-        check_row_indices(self.max_num_reqs, row_idx=row_idx)
+        self._check_takes(block_ids, row_idx, self._held)
         held = int(self._held[row_idx])
-        check_row_takes(
-            block_ids, held, self.max_num_blocks_per_req, self.entries_per_block
-        )
         # step: write one entry per kernel block
         first = np.asarray(block_ids, dtype=np.int32) * self.entries_per_block
         entries = (first[:, None] + np.arange(self.entries_per_block)).reshape(-1)
@@ -78,10 +76,7 @@ class BlockTable:
 
     def add_row(self, block_ids: Sequence[int], row_idx: int) -> None:
         """Replace the content of a row."""
-        check_row_indices(self.max_num_reqs, row_idx=row_idx)
-        check_row_takes(
-            block_ids, 0, self.max_num_blocks_per_req, self.entries_per_block
-        )
+        self._check_takes(block_ids, row_idx, np.zeros_like(self._held))
         self._table[row_idx] = 0
         self._held[row_idx] = 0
         self.append_row(block_ids, row_idx)
@@ -124,8 +119,7 @@ class BlockTable:
 
     def get_device_tensor(self, num_reqs: int) -> shapes.BlockTable:
         """Return a copy of the first rows on the device of the cache."""
-        check_not_negative(num_reqs=num_reqs)
-        check_row_indices(self.max_num_reqs + 1, num_reqs=num_reqs)
+        check_num_rows(self.max_num_reqs, num_reqs)
         live = torch.empty(
             (num_reqs, self.max_num_blocks_per_req),
             dtype=torch.int32,
@@ -134,6 +128,12 @@ class BlockTable:
         )
         live.numpy()[:] = self._table[:num_reqs]
         return live.to(self.device, non_blocking=True)
+
+    def _check_takes(
+        self, block_ids: Sequence[int], row_idx: int, num_held: np.ndarray
+    ) -> None:
+        width, per_block = self.max_num_blocks_per_req, self.entries_per_block
+        check_row_takes(block_ids, row_idx, num_held, width, per_block)
 
 
 def mamba_get_block_table_tensor(

@@ -19,10 +19,8 @@ from ...bookkeeping.cache.slot_mapping import (
 from ...contract.kinds import HOST, PAD_SLOT_ID
 from ...contract.shapes import BlockTable, SlotMapping, StartLoc, TokenCounts
 from ...validation import (
-    check_batch_lengths,
+    check_batch,
     check_one_sequence,
-    check_positive,
-    check_sequences_fit,
     check_slot_mapping_device,
     values_checked,
 )
@@ -61,12 +59,9 @@ def compute_slot_mapping_batch(
     block_size: int,
 ) -> SlotMapping:
     """Return the cache slot of every new token of a batch, computed on the host."""
-    check_positive(block_size=block_size)
     lens = np.asarray(query_lens, dtype=np.int64)
     computed = np.asarray(num_computed_tokens, dtype=np.int64)
-    check_batch_lengths(lens, computed)
-    row_lens = np.fromiter(map(len, block_rows), np.int64, len(block_rows))
-    check_sequences_fit(lens, computed, row_lens, block_size)
+    check_batch(lens, computed, block_rows, block_size)
     # the entries with new tokens of all rows, concatenated; entry i of a row has index
     # `shift` + i
     first = computed // block_size

@@ -64,13 +64,7 @@ class CommonAttentionState(CapturedSteps):
         attn_metadata: SequenceAttentionMetadata,
     ) -> None:
         """Write a batch into a captured step's buffers; nothing of older batches remains."""
-        check_refill(
-            input_buffers,
-            attn_metadata,
-            self.max_seq_len_to_capture,
-            self.is_encoder_decoder_model,
-            contents=values_checked(),
-        )
+        check_refill(self, input_buffers, attn_metadata, contents=values_checked())
         live = attn_metadata.num_decode_tokens
         for name in buffer_names(self.is_encoder_decoder_model):
             buffer, batch = getattr(input_buffers, name), getattr(attn_metadata, name)

@@ -22,11 +22,9 @@ from ...contract.sequence_classes import (
     SequenceGroup,
     SequenceInput,
 )
-from ...validation import check_block_rows, check_not_negative, check_positive
+from ...validation import check_block_rows
 from ...validation.sequences import (
-    check_begun,
-    check_captured_step,
-    check_collecting,
+    check_builder_sizes,
     check_rows_padded,
     check_seq_group,
     check_sequence_step,
@@ -71,14 +69,12 @@ class CommonMetadataBuilder:
         device: torch.device | str = "cpu",
     ) -> None:
         """Store the settings of all steps."""
-        check_positive(block_size=block_size)
-        if sliding_window is not None:
-            check_not_negative(sliding_window=sliding_window)
+        check_builder_sizes(block_size, sliding_window)
         self.block_size = block_size
         self.sliding_window = sliding_window
         self.chunked_prefill_enabled = chunked_prefill_enabled
         self.device = device
-        self._stage = "new"
+        self.stage = "new"
 
     def prepare(self) -> None:
         """Start a step and discard the groups of the last one."""
@@ -90,17 +86,16 @@ class CommonMetadataBuilder:
         self.num_prefill_tokens = 0
         self.num_decode_tokens = 0
         self.multimodal_placeholder_maps: dict[str, MultiModalPlaceholderMap] = {}
-        self._query_lens: list[int] = []
+        self.query_lens: list[int] = []
         # per sequence: position of its first new token with a slot, and the entries of its row
         # from that token's block on
         self._first_stored: list[int] = []
         self._stored_rows: list[list[int]] = []
-        self._stage = "collecting"
+        self.stage = "collecting"
 
     def add_seq_group(self, group: SequenceGroup) -> None:
         """Add a group to the step; if the group is invalid, the step does not change."""
-        check_collecting(self._stage)
-        check_seq_group(group, self.num_decode_tokens, self.block_size)
+        check_seq_group(self, group)
         # step: count the placeholders
         if group.is_prompt and group.multi_modal_placeholder_maps:
             self._count_placeholders(group)
@@ -119,7 +114,7 @@ class CommonMetadataBuilder:
             self.block_tables.append(list(whole[dropped:]) if reads_cache else [])
             # step: count the tokens
             seq_len = sequence.orig_seq_len
-            self._query_lens.append(sequence.query_len)
+            self.query_lens.append(sequence.query_len)
             self.context_lens.append(sequence.context_len)
             if group.is_prompt:
                 self.num_prefills += 1
@@ -149,20 +144,8 @@ class CommonMetadataBuilder:
         max_blocks: int | None = None,
     ) -> SequenceAttentionMetadata:
         """Return the metadata of the groups that were added."""
-        check_begun(self._stage)
         check_sequence_step(
-            [*self.prefill_seq_lens, *self.curr_seq_lens],
-            self._query_lens,
-            seq_lens,
-            query_lens,
-            cuda_graph_pad_size,
-        )
-        check_captured_step(
-            self.num_prefills,
-            len(query_lens),
-            cuda_graph_pad_size,
-            batch_size,
-            max_blocks,
+            self, seq_lens, query_lens, cuda_graph_pad_size, batch_size, max_blocks
         )
         # step: pad the batch to the captured size
         padding = max(cuda_graph_pad_size, 0)
@@ -189,7 +172,7 @@ class CommonMetadataBuilder:
             [slot_mapping, seq_lens_array, context_lens, starts, block_tables],
             torch.device(self.device),
         )
-        self._stage = "built"
+        self.stage = "built"
         return SequenceAttentionMetadata(
             num_prefills=self.num_prefills,
             num_prefill_tokens=self.num_prefill_tokens,
@@ -218,7 +201,7 @@ class CommonMetadataBuilder:
     def _slots(self) -> np.ndarray:
         first = np.asarray(self._first_stored, dtype=np.int64)
         before = first - np.asarray(self.context_lens, dtype=np.int64)
-        stored = np.asarray(self._query_lens, dtype=np.int64) - before
+        stored = np.asarray(self.query_lens, dtype=np.int64) - before
         counts = np.stack([before, stored], axis=1).reshape(-1)
         is_stored = np.repeat(np.tile([False, True], len(first)), counts)
         slots = np.full(len(is_stored), PAD_SLOT_ID, dtype=np.int64)

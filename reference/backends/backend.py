@@ -14,7 +14,6 @@ from ...bookkeeping.cache.kv_cache import get_kv_cache_shape, split_kv_cache
 from ...contract.kinds import FP8_DTYPES, HOST, AttentionType
 from ...contract.metadata_classes import CommonAttentionMetadata, PagedAttentionMetadata
 from ...contract.shapes import Key, KVCache, Output, Query, Value
-from ...contract.specs import KVCacheSpec
 from ...engine.backend_interface import (
     AttentionBackend,
     AttentionImpl,
@@ -89,28 +88,17 @@ class ReferenceAttentionImpl(AttentionImpl):
         compute_dtype = torch.promote_types(torch.float32, query.dtype)
         # step: attend inside an encoder, which keeps nothing
         if self.is_uncached:
-            tokens, lengths, ranges = self.whole_prompts(attn_metadata, key, value)
-            assert key is not None and value is not None
-            encoder_attention(
-                query[:tokens],
-                key[:tokens],
-                value[:tokens],
-                **lengths,
-                scale=self.scale,
-                out=output[:tokens],
-                compute_dtype=compute_dtype,
-                options=self.options(query.device, output_scale, query_ranges=ranges),
+            call = self.encoder_arguments(
+                query, key, value, attn_metadata, output, output_scale
             )
+            encoder_attention(**call, compute_dtype=compute_dtype)
             return output
         # step: write the new keys and values
-        step = attn_metadata.cross_metadata if self.crosses else attn_metadata
-        key_cache, value_cache = split_kv_cache(kv_cache)
-        value_cache = value_cache[..., : self.head_size_v]
-        scales = self.scales(layer, kv_cache, query.dtype)
-        slots = self.slots(attn_metadata, key, value)
-        if slots is not None:
-            assert key is not None and value is not None
-            reshape_and_cache(key, value, key_cache, value_cache, slots, **scales)
+        step = self.step_of(attn_metadata)
+        cache = self.layer_cache(layer, *split_kv_cache(kv_cache), query.dtype)
+        new = self.new_keys(cache, attn_metadata, key, value)
+        if new is not None:
+            reshape_and_cache(**new)
         # step: attend for the decodes, then for the prefills
         boundary = step.num_decode_tokens
         parts = (
@@ -120,27 +108,10 @@ class ReferenceAttentionImpl(AttentionImpl):
         for rows, part in parts:
             if part is None:
                 continue
-            paged_attention(
-                query[rows],
-                key_cache,
-                value_cache,
-                part.block_table,
-                part.query_start_loc,
-                part.seq_lens,
-                part.max_query_len,
-                part.max_seq_len,
-                scale=self.scale,
-                out=output[rows],
-                compute_dtype=compute_dtype,
-                options=self.options(
-                    query.device,
-                    output_scale,
-                    causal=part.causal,
-                    tree_mask=part.tree_mask,
-                    query_ranges=part.query_ranges,
-                    **scales,
-                ),
+            call = self.paged_arguments(
+                query[rows], cache, part, output[rows], output_scale
             )
+            paged_attention(**call, compute_dtype=compute_dtype)
         return output
 
 
@@ -148,43 +119,13 @@ class ReferenceAttentionBackend(AttentionBackend):
     """Plain torch: every dtype, head size and block size, on any device."""
 
     name = "REFERENCE"
+    impl_cls = ReferenceAttentionImpl
+    metadata_cls = ReferenceAttentionMetadata
+    builder_cls = ReferenceAttentionMetadataBuilder
+    get_kv_cache_shape = staticmethod(get_kv_cache_shape)
     supported_dtypes = FLOATS
     supported_kv_cache_dtypes = FP8_DTYPES
     supported_attn_types = tuple(AttentionType)
-
-    @staticmethod
-    def get_supported_head_sizes() -> list[int]:
-        """Return an empty list: any."""
-        return []
-
-    @staticmethod
-    def get_impl_cls() -> type[ReferenceAttentionImpl]:
-        """Return the class that runs a layer."""
-        return ReferenceAttentionImpl
-
-    @staticmethod
-    def get_metadata_cls() -> type[ReferenceAttentionMetadata]:
-        """Return the class of its metadata."""
-        return ReferenceAttentionMetadata
-
-    @staticmethod
-    def get_builder_cls() -> type[ReferenceAttentionMetadataBuilder]:
-        """Return the class that builds its metadata."""
-        return ReferenceAttentionMetadataBuilder
-
-    @staticmethod
-    def get_kv_cache_shape(
-        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
-    ) -> tuple[int, ...]:
-        """Return the shape of a layer's cache."""
-        return get_kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size)
-
-    @classmethod
-    def validate_configuration(
-        cls, spec: KVCacheSpec, device: torch.device | str
-    ) -> list[str]:
-        """Return every reason why it cannot run such a cache there."""
-        return cls.why_not(spec)
 
 
 BACKENDS = (ReferenceAttentionBackend,)

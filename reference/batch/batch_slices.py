@@ -19,12 +19,11 @@ from ...contract.metadata_classes import (
     UBatchSlice,
     cut_fields,
 )
-from ...validation.step import (
-    check_cut_of_last_request,
-    check_micro_batch,
-)
+from ...validation import validated
+from ...validation.step import check_micro_batch
 
 
+@validated(check_micro_batch)
 def make_metadata_with_slice(
     ubatch_slice: UBatchSlice, attn_metadata: CommonAttentionMetadata
 ) -> CommonAttentionMetadata:
@@ -66,7 +65,6 @@ def make_metadata_with_slice(
         >>> part.slot_mapping
         tensor([122, 123, 124, 125])
     """
-    check_micro_batch(ubatch_slice, attn_metadata)
     requests, tokens = ubatch_slice.request_slice, ubatch_slice.token_slice
     # step: slice the fields that have an entry per request or token
     changes = cut_fields(attn_metadata, requests, tokens)
@@ -79,7 +77,6 @@ def make_metadata_with_slice(
         new_starts.append(new_starts[-1] + end - begin)
         front.append(begin - starts[req])
         back.append(starts[req + 1] - end)
-    check_cut_of_last_request(attn_metadata, back[-1])
     # step: shorten requests cut at the end, advance requests cut at the front
     device = attn_metadata.seq_lens.device
     query_start_loc = torch.tensor(new_starts, dtype=torch.int32, device=HOST)

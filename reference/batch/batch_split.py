@@ -11,10 +11,11 @@ from itertools import pairwise
 
 from ...contract.metadata_classes import CommonAttentionMetadata
 from ...contract.shapes import TokenCounts
-from ...validation import check_not_negative
-from ...validation.step import check_is_prefilling, check_prefill_chunks, check_regions
+from ...validation import check_not_negative, validated
+from ...validation.step import check_decode_split, check_prefill_chunks, check_regions
 
 
+@validated(check_regions)
 def reorder_batch_to_split_decodes_and_prefills(
     num_scheduled_tokens: Sequence[int],
     decode_threshold: int = 1,
@@ -59,9 +60,6 @@ def reorder_batch_to_split_decodes_and_prefills(
         ... )
         [1, 2, 0, 3]
     """
-    check_regions(
-        num_scheduled_tokens, decode_threshold, num_computed_tokens, num_prompt_tokens
-    )
     # step: assign each request to a region
     region = []
     for req, count in enumerate(num_scheduled_tokens):
@@ -125,13 +123,14 @@ def split_decodes_and_prefills(
         ... ))
         (2, 2, 2, 10)
     """
-    check_not_negative(decode_threshold=decode_threshold)
+    is_prefilling = check_decode_split(
+        common_attn_metadata, decode_threshold, treat_short_extends_as_decodes
+    )
     starts = common_attn_metadata.query_start_loc_cpu
     query_lens = starts.diff().tolist()
     in_prompt = [False] * len(query_lens)
-    if not treat_short_extends_as_decodes:
-        is_prefilling = common_attn_metadata.is_prefilling
-        in_prompt = check_is_prefilling(is_prefilling, len(query_lens)).tolist()
+    if is_prefilling is not None:
+        in_prompt = is_prefilling.tolist()
     # step: find the first request that is not a decode
     first_len = next((query_len for query_len in query_lens if query_len), 0)
     num_decodes = 0

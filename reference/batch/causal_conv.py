@@ -15,9 +15,11 @@ from ...contract.causal_conv_chunks import (
 )
 from ...contract.kinds import HOST, PAD_SLOT_ID
 from ...contract.shapes import ProgramChunks, StartLoc
+from ...validation import validated
 from ...validation.step_shapes import check_conv_starts
 
 
+@validated(check_conv_starts)
 def compute_causal_conv1d_metadata(
     query_start_loc_p: StartLoc, device: torch.device | str = "cpu"
 ) -> tuple[dict[int, CausalConv1dChunks], ProgramChunks, ProgramChunks]:
@@ -49,7 +51,6 @@ def compute_causal_conv1d_metadata(
         >>> chunks[8]["nums"]
         tensor([1, 3], dtype=torch.int32)
     """
-    check_conv_starts(query_start_loc_p)
     nums, requests, offsets = [], [], []
     for req, query_len in enumerate(query_start_loc_p.diff().tolist()):
         # step: divide each prompt into chunks

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from ...contract.kinds import HOST
 from ...contract.metadata_classes import CommonAttentionMetadata
+from ...validation import validated
 from ...validation.step_shapes import check_local_attention
 
 
+@validated(check_local_attention)
 def make_local_attention_virtual_batches(
     attn_chunk_size: int,
     common_attn_metadata: CommonAttentionMetadata,
@@ -60,7 +62,6 @@ def make_local_attention_virtual_batches(
         tensor([[7, 2],
                 [5, 5]], dtype=torch.int32)
     """
-    check_local_attention(attn_chunk_size, common_attn_metadata, block_size)
     starts = common_attn_metadata.query_start_loc_cpu.tolist()
     reqs, chunks, query_lens, seq_lens = [], [], [], []
     for req, seq_len in enumerate(common_attn_metadata.seq_lens_cpu.tolist()):

@@ -13,6 +13,7 @@ from ...contract.kinds import HOST
 from ...contract.metadata_classes import CommonAttentionMetadata, PagedAttentionMetadata
 from ...contract.shapes import BlockTable, CountsBuffer, SlotMapping
 from ...engine.backend_interface import AttentionMetadataBuilder
+from ...validation import validated
 from ...validation.step import check_attn_groups
 from ..cache.block_table import make_block_table
 from ..cache.slot_mapping import compute_slot_mapping_batch
@@ -93,6 +94,7 @@ def build_common_attn_metadata(
     )
 
 
+@validated(check_attn_groups)
 def build_attn_metadata(
     attn_metadata_builders: Sequence[AttentionMetadataBuilder],
     num_reqs: int,
@@ -159,21 +161,6 @@ def build_attn_metadata(
         >>> metadata["layer.0"].seq_lens, metadata["layer.0"].max_query_len
         (tensor([7, 3], dtype=torch.int32), 1)
     """
-    check_attn_groups(
-        len(attn_metadata_builders),
-        num_reqs,
-        num_tokens,
-        {
-            "query_start_loc": query_start_loc,
-            "query_start_loc_cpu": query_start_loc_cpu,
-            "seq_lens": seq_lens,
-            "seq_lens_cpu": seq_lens_cpu,
-            "num_computed_tokens_cpu": num_computed_tokens_cpu,
-        },
-        block_tables,
-        slot_mappings,
-        len(layer_names),
-    )
     # step: slice the buffers to the batch
     starts = query_start_loc_cpu[: num_reqs + 1]
     lens = seq_lens_cpu[:num_reqs]

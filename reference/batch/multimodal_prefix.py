@@ -13,15 +13,15 @@ import torch
 from ...contract.kinds import HOST
 from ...contract.multimodal_features import PREFIX_MODALITIES, MultiModalFeature
 from ...contract.shapes import PrefixRanges, QueryRanges, StartLoc, TokenCounts
-from ...validation import check_not_negative
+from ...validation import validated
 from ...validation.step_shapes import (
     check_features,
-    check_query_lens,
     check_query_ranges,
     check_range_owners,
 )
 
 
+@validated(check_features)
 def compute_mm_prefix_ranges(
     mm_features: Sequence[Sequence[MultiModalFeature]],
     sliding_window: int | None = None,
@@ -58,10 +58,6 @@ def compute_mm_prefix_ranges(
         ... ])
         {0: [(2, 3), (5, 6)]}
     """
-    check_not_negative(span_leading_pad_modulus=span_leading_pad_modulus)
-    if sliding_window is not None:
-        check_not_negative(sliding_window=sliding_window)
-    check_features(mm_features)
     found: dict[int, list[tuple[int, int]]] = {}
     for req, features in enumerate(mm_features):
         found[req] = []
@@ -95,6 +91,7 @@ def compute_mm_prefix_ranges(
     return found
 
 
+@validated(check_range_owners)
 def compute_mm_prefix_range_tensor(
     mm_prefix_range: Mapping[int, Sequence[tuple[int, int]]] | None,
     num_seqs: int,
@@ -125,7 +122,6 @@ def compute_mm_prefix_range_tensor(
     """
     if mm_prefix_range is None:
         return None
-    check_range_owners(mm_prefix_range, num_seqs)
     rows = [list(mm_prefix_range.get(req, [])) for req in range(num_seqs)]
     if all(row in ([], [(0, 0)]) for row in rows):
         return None
@@ -134,6 +130,7 @@ def compute_mm_prefix_range_tensor(
     return torch.tensor(padded, dtype=torch.int32, device=HOST).to(device)
 
 
+@validated(check_query_ranges)
 def fill_mm_prefix_query_ranges(
     out: QueryRanges,
     mm_prefix_range: Mapping[int, Sequence[tuple[int, int]]] | None,
@@ -177,10 +174,7 @@ def fill_mm_prefix_query_ranges(
     """
     if mm_prefix_range is None:
         return 0
-    check_query_lens(query_start_loc_cpu, seq_lens_cpu)
-    check_range_owners(mm_prefix_range, len(seq_lens_cpu))
     starts = query_start_loc_cpu.tolist()
-    check_query_ranges(out, starts[-1])
     written: dict[int, tuple[int, int]] = {}
     for req, ranges in mm_prefix_range.items():
         context_len = int(seq_lens_cpu[req]) - (starts[req + 1] - starts[req])

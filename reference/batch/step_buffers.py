@@ -12,13 +12,12 @@ import torch
 
 from ...contract.kinds import HOST, PAD_SLOT_ID
 from ...contract.metadata_classes import CommonAttentionMetadata
-from ...validation import (
-    check_batch_lengths,
-    check_not_negative,
-    check_positive,
-    check_sequences_fit,
+from ...validation.step import (
+    check_buffer_sizes,
+    check_buffered_step,
+    check_new_blocks,
+    check_rows,
 )
-from ...validation.step import check_new_blocks, check_rows, check_step_fits
 from ..cache.slot_mapping import compute_slot_mapping_batch
 
 
@@ -67,12 +66,7 @@ class StepBuffers:
         device: torch.device | str = "cpu",
     ) -> None:
         """Allocate the tensors of the largest step."""
-        check_positive(
-            max_num_reqs=max_num_reqs,
-            max_num_tokens=max_num_tokens,
-            block_size=block_size,
-        )
-        check_not_negative(max_blocks=max_blocks)
+        check_buffer_sizes(max_num_reqs, max_num_tokens, max_blocks, block_size)
         self.max_num_reqs = max_num_reqs
         self.max_num_tokens = max_num_tokens
         self.max_blocks = max_blocks
@@ -91,6 +85,11 @@ class StepBuffers:
             (max_num_tokens,), PAD_SLOT_ID, dtype=torch.int64, device=self.device
         )
 
+    @property
+    def num_blocks_per_row(self) -> list[int]:
+        """Number of blocks in each row of the table."""
+        return [len(row) for row in self._rows]
+
     def append_blocks(
         self, rows: Sequence[int], new_blocks: Sequence[Sequence[int]]
     ) -> None:
@@ -105,7 +104,7 @@ class StepBuffers:
                 is negative.
             ValueError: the number of lists is not the number of rows, or a row is given twice.
         """
-        held = [len(row) for row in self._rows]
+        held = self.num_blocks_per_row
         check_new_blocks(rows, new_blocks, held, self.max_blocks)
         # step: append the new ids to each row
         for row, blocks in zip(rows, new_blocks, strict=True):
@@ -156,21 +155,17 @@ class StepBuffers:
             ValueError: lists of different lengths, a negative count, or a step larger than the
                 buffers.
         """
-        check_batch_lengths(query_lens, num_computed_tokens)
-        num_reqs, num_tokens = len(query_lens), sum(query_lens)
-        check_step_fits(
-            num_reqs,
-            num_tokens,
-            self.max_num_reqs,
-            self.max_num_tokens,
+        check_buffered_step(
+            self,
+            query_lens,
+            num_computed_tokens,
+            rows,
             num_reqs_padded,
             num_tokens_padded,
         )
-        own_rows = range(num_reqs) if rows is None else rows
-        check_rows("rows", own_rows, self.max_num_reqs)
-        block_rows = [self._rows[row] for row in own_rows]
-        row_lens = [len(row) for row in block_rows]
-        check_sequences_fit(query_lens, num_computed_tokens, row_lens, self.block_size)
+        num_reqs, num_tokens = len(query_lens), sum(query_lens)
+        batch_rows = range(num_reqs) if rows is None else rows
+        block_rows = [self._rows[row] for row in batch_rows]
         # step: compute the slots of the new tokens
         slot_mapping = compute_slot_mapping_batch(
             query_lens, num_computed_tokens, block_rows, self.block_size
@@ -178,12 +173,8 @@ class StepBuffers:
         # step: pad to the size of the captured graph
         reqs = num_reqs if num_reqs_padded is None else num_reqs_padded
         tokens = num_tokens if num_tokens_padded is None else num_tokens_padded
-        lens = torch.zeros(reqs, dtype=torch.int32, device=HOST)
-        computed = torch.zeros(reqs, dtype=torch.int32, device=HOST)
-        lens[:num_reqs] = torch.tensor(query_lens, dtype=torch.int32, device=HOST)
-        computed[:num_reqs] = torch.tensor(
-            num_computed_tokens, dtype=torch.int32, device=HOST
-        )
+        lens = self._padded(query_lens, reqs)
+        computed = self._padded(num_computed_tokens, reqs)
         starts = torch.zeros(reqs + 1, dtype=torch.int32, device=HOST)
         starts[1:] = lens.cumsum(0)
         seq_lens = lens + computed
@@ -211,3 +202,9 @@ class StepBuffers:
             block_table_tensor=block_table[:reqs],
             slot_mapping=self._slot_mapping[:tokens],
         )
+
+    @staticmethod
+    def _padded(counts: Sequence[int], reqs: int) -> torch.Tensor:
+        padded = torch.zeros(reqs, dtype=torch.int32, device=HOST)
+        padded[: len(counts)] = torch.tensor(counts, dtype=torch.int32, device=HOST)
+        return padded

@@ -17,6 +17,7 @@ from ...contract.shapes import BlockCounts, BlockTable
 from ...validation import (
     check_append_blocks,
     check_block_rows,
+    validated,
 )
 
 
@@ -55,6 +56,7 @@ def make_block_table(
     return table.to(device)
 
 
+@validated(check_append_blocks)
 def append_blocks(
     block_table: BlockTable,
     num_blocks: BlockCounts,
@@ -87,7 +89,6 @@ def append_blocks(
         ... )
         tensor([3, 1], dtype=torch.int32)
     """
-    check_append_blocks(block_table, num_blocks, new_blocks)
     counts = num_blocks.clone()
     for req, blocks in enumerate(new_blocks):
         held = int(num_blocks[req])

@@ -15,12 +15,12 @@ import torch
 
 from ...contract import shapes
 from ...contract.kinds import HOST, PAD_SLOT_ID
-from ...validation import check_not_negative, validated
+from ...validation import validated
 from ...validation.step_shapes import (
     check_block_table_sizes,
     check_mamba_block_table,
+    check_num_rows,
     check_positions,
-    check_ranks,
     check_row_indices,
     check_row_takes,
 )
@@ -75,12 +75,13 @@ class BlockTable:
     ) -> None:
         """Create a table of empty rows; the attribute `block_size` is the kernel's."""
         self.block_size = block_size if kernel_block_size is None else kernel_block_size
-        check_ranks(dcp_world_size, dcp_rank, dcp_kv_cache_interleave_size)
         check_block_table_sizes(
             block_size,
             max_num_reqs,
             max_num_blocks_per_req,
             self.block_size,
+            dcp_world_size,
+            dcp_rank,
             dcp_kv_cache_interleave_size,
         )
         self.entries_per_block = block_size // self.block_size
@@ -108,11 +109,8 @@ class BlockTable:
             IndexError: no such row, no space in it, or an invalid block id. The row is not
                 modified.
         """
-        check_row_indices(self.max_num_reqs, row_idx=row_idx)
+        self._check_takes(block_ids, row_idx, self.num_blocks_per_row)
         row = self._rows[row_idx]
-        check_row_takes(
-            block_ids, len(row), self.max_num_blocks_per_req, self.entries_per_block
-        )
         for block_id in block_ids:
             # step: write one entry per kernel block
             for entry in range(self.entries_per_block):
@@ -129,10 +127,7 @@ class BlockTable:
             IndexError: no such row, no space in it, or an invalid block id. The row is not
                 modified.
         """
-        check_row_indices(self.max_num_reqs, row_idx=row_idx)
-        check_row_takes(
-            block_ids, 0, self.max_num_blocks_per_req, self.entries_per_block
-        )
+        self._check_takes(block_ids, row_idx, [0] * self.max_num_reqs)
         self._rows[row_idx] = []
         self.append_row(block_ids, row_idx)
 
@@ -210,10 +205,15 @@ class BlockTable:
             IndexError: more rows than there are.
             ValueError: a negative number.
         """
-        check_not_negative(num_reqs=num_reqs)
-        check_row_indices(self.max_num_reqs + 1, num_reqs=num_reqs)
+        check_num_rows(self.max_num_reqs, num_reqs)
         rows = self._rows[:num_reqs]
         return make_block_table(rows, self.max_num_blocks_per_req, self.device)
+
+    def _check_takes(
+        self, block_ids: Sequence[int], row_idx: int, num_held: Sequence[int]
+    ) -> None:
+        width, per_block = self.max_num_blocks_per_req, self.entries_per_block
+        check_row_takes(block_ids, row_idx, num_held, width, per_block)
 
 
 @validated(check_mamba_block_table)

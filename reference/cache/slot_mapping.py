@@ -15,15 +15,14 @@ from ...bookkeeping.cache.slot_mapping import (
 from ...contract.kinds import HOST, PAD_SLOT_ID
 from ...contract.shapes import BlockTable, SlotMapping, StartLoc, TokenCounts
 from ...validation import (
-    check_batch_lengths,
+    check_batch,
     check_one_sequence,
-    check_positive,
-    check_sequences_fit,
     check_slot_mapping_device,
     validated,
 )
 
 
+@validated(check_one_sequence)
 def compute_slot_mapping(
     is_profile_run: bool,
     seq_len: int,
@@ -65,7 +64,6 @@ def compute_slot_mapping(
         ... )
         tensor([-1,  8,  9, 10, 11, 20, 21])
     """
-    check_one_sequence(is_profile_run, seq_len, context_len, block_size, block_table)
     if is_profile_run or block_table is None:
         return torch.full((seq_len,), PAD_SLOT_ID, dtype=torch.int64, device=HOST)
     slots = []
@@ -80,6 +78,7 @@ def compute_slot_mapping(
     return torch.tensor(slots, dtype=torch.int64, device=HOST)
 
 
+@validated(check_batch)
 def compute_slot_mapping_batch(
     query_lens: Sequence[int],
     num_computed_tokens: Sequence[int],
@@ -110,10 +109,6 @@ def compute_slot_mapping_batch(
         ... )
         tensor([ 8, 20, 21, 22])
     """
-    check_positive(block_size=block_size)
-    check_batch_lengths(query_lens, num_computed_tokens)
-    row_lens = [len(row) for row in block_rows]
-    check_sequences_fit(query_lens, num_computed_tokens, row_lens, block_size)
     slots = [torch.empty(0, dtype=torch.int64, device=HOST)]
     batch = zip(query_lens, num_computed_tokens, block_rows, strict=True)
     for query_len, computed, row in batch:

@@ -139,13 +139,7 @@ class CommonAttentionState(CapturedSteps):
         Source:
             vLLM's method of that name.
         """
-        check_refill(
-            input_buffers,
-            attn_metadata,
-            self.max_seq_len_to_capture,
-            self.is_encoder_decoder_model,
-            contents=True,
-        )
+        check_refill(self, input_buffers, attn_metadata, contents=True)
         live = attn_metadata.num_decode_tokens
         for name in buffer_names(self.is_encoder_decoder_model):
             buffer, batch = getattr(input_buffers, name), getattr(attn_metadata, name)

@@ -23,11 +23,9 @@ from ...contract.sequence_classes import (
     SequenceGroup,
     SequenceInput,
 )
-from ...validation import check_not_negative, check_positive
+from ...validation import validated
 from ...validation.sequences import (
-    check_begun,
-    check_captured_step,
-    check_collecting,
+    check_builder_sizes,
     check_rows_padded,
     check_seq_group,
     check_sequence_step,
@@ -36,6 +34,7 @@ from ..cache.block_table import blocks_needed, make_block_table
 from ..cache.slot_mapping import compute_slot_mapping, compute_slot_mapping_start_idx
 
 
+@validated(check_rows_padded)
 def make_tensor_with_pad(
     x: Sequence[Sequence[int | float]],
     pad: int | float,
@@ -68,7 +67,6 @@ def make_tensor_with_pad(
         tensor([[ 7,  2, -1],
                 [ 5, -1, -1]])
     """
-    check_rows_padded(x, max_len)
     width = max((len(row) for row in x), default=0) if max_len is None else max_len
     padded = torch.full((len(x), width), pad, dtype=dtype, device=HOST)
     for i, row in enumerate(x):
@@ -131,14 +129,12 @@ class CommonMetadataBuilder:
         Raises:
             ValueError: a number is out of range.
         """
-        check_positive(block_size=block_size)
-        if sliding_window is not None:
-            check_not_negative(sliding_window=sliding_window)
+        check_builder_sizes(block_size, sliding_window)
         self.block_size = block_size
         self.sliding_window = sliding_window
         self.chunked_prefill_enabled = chunked_prefill_enabled
         self.device = device
-        self._stage = "new"
+        self.stage = "new"
 
     def prepare(self) -> None:
         """Start a step and discard the groups of the last one."""
@@ -151,8 +147,8 @@ class CommonMetadataBuilder:
         self.num_prefill_tokens = 0
         self.num_decode_tokens = 0
         self.multimodal_placeholder_maps: dict[str, MultiModalPlaceholderMap] = {}
-        self._query_lens: list[int] = []
-        self._stage = "collecting"
+        self.query_lens: list[int] = []
+        self.stage = "collecting"
 
     def add_seq_group(self, group: SequenceGroup) -> None:
         """Add a group to the step; if the group is invalid, the step does not change.
@@ -171,8 +167,7 @@ class CommonMetadataBuilder:
             ValueError: a decode of several tokens, a prompt after a decode, a placeholder map
                 of another length than its sequence, or a negative length.
         """
-        check_collecting(self._stage)
-        check_seq_group(group, self.num_decode_tokens, self.block_size)
+        check_seq_group(self, group)
         # step: count the placeholders
         for modality, placeholders in group.multi_modal_placeholder_maps.items():
             if not group.is_prompt:
@@ -190,7 +185,7 @@ class CommonMetadataBuilder:
             row, dropped = self._row_to_read(group, sequence)
             self.block_tables.append(row)
             # step: count the tokens
-            self._query_lens.append(sequence.query_len)
+            self.query_lens.append(sequence.query_len)
             self.context_lens.append(sequence.context_len)
             if group.is_prompt:
                 self.num_prefills += 1
@@ -233,20 +228,8 @@ class CommonMetadataBuilder:
                 fit the graph.
             IndexError: a row is longer than `max_blocks`.
         """
-        check_begun(self._stage)
         check_sequence_step(
-            [*self.prefill_seq_lens, *self.curr_seq_lens],
-            self._query_lens,
-            seq_lens,
-            query_lens,
-            cuda_graph_pad_size,
-        )
-        check_captured_step(
-            self.num_prefills,
-            len(query_lens),
-            cuda_graph_pad_size,
-            batch_size,
-            max_blocks,
+            self, seq_lens, query_lens, cuda_graph_pad_size, batch_size, max_blocks
         )
         # step: pad the batch to the captured size
         padding = max(cuda_graph_pad_size, 0)
@@ -287,7 +270,7 @@ class CommonMetadataBuilder:
             block_tables=block_tables.to(self.device),
             use_cuda_graph=cuda_graph_pad_size >= 0,
         )
-        self._stage = "built"
+        self.stage = "built"
         return metadata
 
     def _row_to_read(

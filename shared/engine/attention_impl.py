@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +15,6 @@ from ..contract.shapes import (
     KVCache,
     Output,
     Query,
-    SlotMapping,
-    TokenRanges,
     Value,
 )
 from ..validation import check_positive
@@ -31,6 +29,20 @@ from ..validation.impl import (
     check_own_keys,
     check_whole_prompts,
 )
+
+
+class LayerCache(NamedTuple):
+    """A layer's cache in one step.
+
+    Args:
+        key, value: [num_blocks, block_size, kv_heads, head_size] and [num_blocks, block_size,
+            kv_heads, head_size_v] views.
+        scales: `k_scale` and `v_scale` of a quantised cache; empty if it is not quantised.
+    """
+
+    key: Tensor
+    value: Tensor
+    scales: dict[str, Any]
 
 
 class AttentionImpl(ABC):
@@ -134,6 +146,10 @@ class AttentionImpl(ABC):
         self.position_bias = position_bias
         self.is_uncached = attn_type in UNCACHED
         self.crosses = attn_type == AttentionType.ENCODER_DECODER
+        self._set_up()
+
+    def _set_up(self) -> None:
+        """Set what follows from the arguments of the constructor; a subclass may add to it."""
         self._options: dict[torch.device, AttentionOptions] = {}
 
     @abstractmethod
@@ -228,18 +244,26 @@ class AttentionImpl(ABC):
         )
         return own if own.given else DEFAULT_OPTIONS
 
-    def scales(
-        self, layer: object, kv_cache: KVCache, model_dtype: torch.dtype
-    ) -> dict[str, Any]:
-        """Return the scales of a quantised cache by name; empty if it is not quantised.
+    def layer_cache(
+        self, layer: object, key_cache: Tensor, value_cache: Tensor, dtype: torch.dtype
+    ) -> LayerCache:
+        """Return the layer's cache: its keys, its values in their own head size, its scales.
+
+        Args:
+            layer: the layer, whose scales a quantised cache needs.
+            key_cache, value_cache: [num_blocks, block_size, kv_heads, head_size].
+            dtype: dtype of the model.
 
         Raises:
             TypeError: the cache does not have the layer's dtype.
             ValueError: the layer has no scales.
         """
-        check_cache_dtype(kv_cache, self.kv_cache_dtype, model_dtype)
-        if kv_cache.dtype not in FP8_DTYPES:
-            return {}
+        check_cache_dtype(key_cache, self.kv_cache_dtype, dtype)
+        scales = self._scales(layer, key_cache) if key_cache.dtype in FP8_DTYPES else {}
+        return LayerCache(key_cache, value_cache[..., : self.head_size_v], scales)
+
+    def _scales(self, layer: object, kv_cache: Tensor) -> dict[str, Any]:
+        """Return the scales of a quantised cache by name, on its device."""
         found = {
             "k_scale": check_layer_scale(layer, "_k_scale"),
             "v_scale": check_layer_scale(layer, "_v_scale"),
@@ -251,13 +275,14 @@ class AttentionImpl(ABC):
             for name, scale in found.items()
         }
 
-    def slots(
+    def new_keys(
         self,
+        cache: LayerCache,
         attn_metadata: PagedAttentionMetadata,
         key: Key | None,
         value: Value | None,
-    ) -> SlotMapping | None:
-        """Return the slots of the step's keys and values, or None if nothing is written.
+    ) -> dict[str, Any] | None:
+        """Return the arguments of `reshape_and_cache`, or None if nothing is written.
 
         Raises:
             ValueError: keys are given without slots, or slots without keys.
@@ -265,26 +290,79 @@ class AttentionImpl(ABC):
         if self.kv_sharing_target_layer_name is not None:
             return None
         own, encoders = attn_metadata.slot_mapping, attn_metadata.cross_slot_mapping
-        found = encoders if self.crosses else own
-        check_new_keys(key, value, found, self.crosses)
-        return None if key is None else found
+        slots = encoders if self.crosses else own
+        check_new_keys(key, value, slots, self.crosses)
+        if key is None:
+            return None
+        return {
+            "key": key,
+            "value": value,
+            "key_cache": cache.key,
+            "value_cache": cache.value,
+            "slot_mapping": slots,
+            **cache.scales,
+        }
 
-    def whole_prompts(
+    def step_of(self, attn_metadata: PagedAttentionMetadata) -> PagedAttentionMetadata:
+        """Return the step with the lengths and blocks of the keys that the layer reads."""
+        return attn_metadata.cross_metadata if self.crosses else attn_metadata
+
+    def paged_arguments(
         self,
-        attn_metadata: PagedAttentionMetadata,
+        query: Query,
+        cache: LayerCache,
+        step: PagedAttentionMetadata,
+        out: Output,
+        output_scale: Tensor | None,
+    ) -> dict[str, Any]:
+        """Return the arguments of `paged_attention` for a step, or for a part of it.
+
+        Args:
+            query, out: [tokens, query_heads, head_size] and [tokens, query_heads, head_size_v]
+                of the part's tokens.
+            cache: result of `layer_cache`.
+            step: metadata of the part, such as `decode_metadata`.
+            output_scale: Optional. Scale of an FP8 output. If None, it is not quantised.
+        """
+        return {
+            "query": query,
+            "key_cache": cache.key,
+            "value_cache": cache.value,
+            "block_table": step.block_table,
+            "query_start_loc": step.query_start_loc,
+            "seq_lens": step.seq_lens,
+            "max_query_len": step.max_query_len,
+            "max_seq_len": step.max_seq_len,
+            "scale": self.scale,
+            "out": out,
+            "options": self.options(
+                query.device,
+                output_scale,
+                # None is causal here, and costs no new object
+                causal=None if step.causal is True else step.causal,
+                tree_mask=step.tree_mask,
+                query_ranges=step.query_ranges,
+                **cache.scales,
+            ),
+        }
+
+    def encoder_arguments(
+        self,
+        query: Query,
         key: Key | None,
         value: Value | None,
-    ) -> tuple[int, dict[str, Any], TokenRanges | None]:
-        """Return an encoder's tokens in this step, and the arguments of `encoder_attention`.
-
-        Returns:
-            The number of tokens, the arguments for starts and lengths, and the query ranges.
+        attn_metadata: PagedAttentionMetadata,
+        out: Output,
+        output_scale: Tensor | None,
+    ) -> dict[str, Any]:
+        """Return the arguments of `encoder_attention` for an encoder's tokens in this step.
 
         Raises:
             ValueError: the keys or the start locations of the encoders' tokens are missing, or a
                 prompt is split into chunks.
         """
         check_own_keys(self.attn_type, key=key, value=value)
+        assert key is not None and value is not None
         metadata = attn_metadata
         tokens, longest = metadata.num_actual_tokens, metadata.max_query_len
         starts, ranges = metadata.query_start_loc, metadata.query_ranges
@@ -298,10 +376,15 @@ class AttentionImpl(ABC):
             tokens, longest = int(lens.sum()), int(lens.max()) if lens.numel() else 0
             # query ranges belong to images, which are part of the decoder's sequence
             starts, ranges = metadata.encoder_query_start_loc, None
-        lengths = {
+        return {
+            "query": query[:tokens],
+            "key": key[:tokens],
+            "value": value[:tokens],
             "query_start_loc": starts,
             "key_start_loc": starts,
             "max_query_len": longest,
             "max_key_len": longest,
+            "scale": self.scale,
+            "out": out[:tokens],
+            "options": self.options(query.device, output_scale, query_ranges=ranges),
         }
-        return tokens, lengths, ranges

@@ -143,9 +143,22 @@ class AttentionMetadataBuilder(ABC):
 
 
 class AttentionBackend(Capabilities, ABC):
-    """An attention backend: its implementation, metadata and builder classes, and capabilities."""
+    """An attention backend: its implementation, metadata and builder classes, and capabilities.
+
+    A subclass gives its name, its three classes, the shape of its cache, and what it supports
+    (`Capabilities`). If it does not run on every device, it extends `validate_configuration`.
+
+    Args:
+        name: name by which users request it.
+        impl_cls: class that runs a layer.
+        metadata_cls: class of its metadata.
+        builder_cls: class that builds its metadata.
+    """
 
     name: ClassVar[str]
+    impl_cls: ClassVar[type[AttentionImpl]]
+    metadata_cls: ClassVar[type[PagedAttentionMetadata]]
+    builder_cls: ClassVar[type[AttentionMetadataBuilder]]
     supported_dtypes: ClassVar[tuple[torch.dtype, ...]]
 
     @classmethod
@@ -156,25 +169,20 @@ class AttentionBackend(Capabilities, ABC):
     def get_supported_dtypes(cls) -> list[torch.dtype]:
         return list(cls.supported_dtypes)
 
-    @staticmethod
-    @abstractmethod
-    def get_supported_head_sizes() -> list[int]:
-        """Return the supported head sizes. An empty list means any."""
-
-    @staticmethod
-    @abstractmethod
-    def get_impl_cls() -> type[AttentionImpl]:
+    @classmethod
+    def get_impl_cls(cls) -> type[AttentionImpl]:
         """Return the class that runs a layer."""
+        return cls.impl_cls
 
-    @staticmethod
-    @abstractmethod
-    def get_metadata_cls() -> type[PagedAttentionMetadata]:
+    @classmethod
+    def get_metadata_cls(cls) -> type[PagedAttentionMetadata]:
         """Return the class of its metadata."""
+        return cls.metadata_cls
 
-    @staticmethod
-    @abstractmethod
-    def get_builder_cls() -> type[AttentionMetadataBuilder]:
+    @classmethod
+    def get_builder_cls(cls) -> type[AttentionMetadataBuilder]:
         """Return the class that builds its metadata."""
+        return cls.builder_cls
 
     @staticmethod
     @abstractmethod
@@ -184,15 +192,18 @@ class AttentionBackend(Capabilities, ABC):
         """Return the shape of a layer's cache."""
 
     @classmethod
-    @abstractmethod
     def validate_configuration(
         cls, spec: KVCacheSpec, device: torch.device | str
     ) -> list[str]:
-        """Return every reason why it cannot run such a cache there. Empty if it can."""
+        """Return every reason why it cannot run such a cache there.
+
+        The list is empty if it can.
+        """
+        return cls.why_not(spec)
 
     @classmethod
     def why_not(cls, spec: KVCacheSpec) -> list[str]:
-        """Return the reasons that follow from the dtype and the head size alone."""
+        """Return the reasons that follow from the dtype and the sizes alone."""
         reasons = []
         taken = (*cls.supported_dtypes, *cls.supported_kv_cache_dtypes)
         if spec.dtype not in taken:
@@ -204,6 +215,9 @@ class AttentionBackend(Capabilities, ABC):
                 f"head_size = {spec.head_size}: expected one of"
                 f" {', '.join(map(str, sizes))}"
             )
+        if not cls.supports_block_size(spec.block_size):
+            taken_sizes = " or ".join(map(str, cls.get_supported_kernel_block_sizes()))
+            reasons.append(f"block_size = {spec.block_size}: expected {taken_sizes}")
         return reasons
 
 

@@ -25,6 +25,9 @@ class MultipleOf:
     def __post_init__(self) -> None:
         check_positive(base=self.base)
 
+    def __str__(self) -> str:
+        return f"a multiple of {self.base}"
+
 
 class Capabilities:
     """The capabilities of a backend.

@@ -120,14 +120,14 @@ class Attention(nn.Module):
         self._check_heads()
         layers = {} if static_forward_context is None else static_forward_context
         check_new_layer(prefix, layers)
-        # stored in a tuple, because nn.Module registers a module attribute as a submodule
-        self._target: tuple[Attention, ...] = ()
-        if kv_sharing_target_layer_name is not None:
-            check_kv_sharing_target(self, kv_sharing_target_layer_name, layers)
-            self._target = (layers[kv_sharing_target_layer_name],)
+        self._target = self._find_target(layers)
         self.attn_backend = self._choose_backend(attn_backend, config)
         self.backend = self.attn_backend.get_name()
         self.use_output = self.attn_backend.accept_output_buffer
+        optional = {
+            "attention_chunk_size": attention_chunk_size,
+            "head_size_v": head_size_v,
+        }
         options = {
             "alibi_slopes": alibi_slopes,
             "sliding_window": self.sliding_window,
@@ -136,18 +136,12 @@ class Attention(nn.Module):
             "attn_type": self.attn_type,
             "kv_sharing_target_layer_name": kv_sharing_target_layer_name,
             **extra_impl_args,
+            **{name: each for name, each in optional.items() if each is not None},
         }
-        for name, value in (
-            ("attention_chunk_size", attention_chunk_size),
-            ("head_size_v", head_size_v),
-        ):
-            if value is not None:
-                options[name] = value
         self.impl = self._make_impl(float(scale), options)
-        self._hides_slots = (
-            kv_sharing_target_layer_name is not None
-            and not self.attn_backend.supports_option("kv_sharing_target_layer_name")
-        )
+        self._hides_slots = bool(
+            self._target
+        ) and not self.attn_backend.supports_option("kv_sharing_target_layer_name")
         self.kv_cache: Tensor = torch.empty(0)
         self._init_scales()
         layers[prefix] = self
@@ -164,6 +158,19 @@ class Attention(nn.Module):
                 f"num_heads = {self.num_heads} is not a multiple of num_kv_heads ="
                 f" {self.num_kv_heads}"
             )
+
+    def _find_target(
+        self, layers: Mapping[str, "Attention"]
+    ) -> tuple["Attention", ...]:
+        """Return the layer whose cache is shared, if any.
+
+        In a tuple, because nn.Module registers an attribute that is a module as a submodule.
+        """
+        name = self.kv_sharing_target_layer_name
+        if name is None:
+            return ()
+        check_kv_sharing_target(self, name, layers)
+        return (layers[name],)
 
     def _choose_backend(
         self, asked: type[AttentionBackend] | str | None, config: CacheConfig

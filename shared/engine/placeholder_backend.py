@@ -13,23 +13,18 @@ class PlaceholderAttentionBackend(AttentionBackend):
 
     name = "NO_ATTENTION"
 
-    @staticmethod
-    def get_supported_head_sizes() -> list[int]:
-        """Return an empty list, which means any."""
-        return []
-
-    @staticmethod
-    def get_impl_cls() -> NoReturn:
+    @classmethod
+    def get_impl_cls(cls) -> NoReturn:
         """Raise NotImplementedError, since it has no layers."""
         raise _nothing("layer")
 
-    @staticmethod
-    def get_metadata_cls() -> NoReturn:
+    @classmethod
+    def get_metadata_cls(cls) -> NoReturn:
         """Raise NotImplementedError, since it has no metadata."""
         raise _nothing("metadata")
 
-    @staticmethod
-    def get_builder_cls() -> NoReturn:
+    @classmethod
+    def get_builder_cls(cls) -> NoReturn:
         """Raise NotImplementedError, since it has no metadata to build."""
         raise _nothing("builder")
 

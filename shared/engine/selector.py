@@ -7,7 +7,8 @@ the backends that can run. No other backend is chosen silently. No state is kept
 
 import importlib
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import suppress
 
 import torch
 
@@ -16,11 +17,28 @@ from .backend_interface import AttentionBackend
 from .placeholder_backend import PlaceholderAttentionBackend
 
 ATTENTION_BACKEND_VARIABLE = "PAGETWIN_ATTENTION_BACKEND"
-TWIN_OF_BACKEND = {
-    "REFERENCE": "reference",
-    "TRITON": "optimized",
-    "XFORMERS": "optimized",
-}
+# the reference first, since it imports neither triton nor xformers
+TWINS = ("reference", "optimized")
+
+
+def load_backends() -> Iterator[type[AttentionBackend]]:
+    """Yield all backends: those in `BACKENDS` of each twin, which is imported when it is reached.
+
+    Raises:
+        ImportError: a twin cannot be imported.
+    """
+    for twin in TWINS:
+        yield from importlib.import_module(f"pagetwin.{twin}.backends.backend").BACKENDS
+
+
+def backend_names() -> list[str]:
+    """Return the names of all backends whose twin can be imported."""
+    names = []
+    # without triton, only the reference can
+    with suppress(ImportError):
+        for backend in load_backends():
+            names.append(backend.name)
+    return names
 
 
 def load_backend(name: str) -> type[AttentionBackend]:
@@ -28,37 +46,34 @@ def load_backend(name: str) -> type[AttentionBackend]:
 
     Raises:
         ValueError: the name is unknown. The message lists all names.
+        ImportError: the twin that may have it cannot be imported.
     """
-    if name not in TWIN_OF_BACKEND:
-        raise ValueError(
-            f"backend = {name!r}: expected one of {', '.join(TWIN_OF_BACKEND)}"
-        )
-    module = importlib.import_module(
-        f"pagetwin.{TWIN_OF_BACKEND[name]}.backends.backend"
-    )
-    backends: dict[str, type[AttentionBackend]] = {
-        each.name: each for each in module.BACKENDS
-    }
-    return backends[name]
+    known = []
+    for backend in load_backends():
+        if backend.name == name:
+            return backend
+        known.append(backend.name)
+    raise ValueError(f"backend = {name!r}: expected one of {', '.join(known)}")
 
 
 def choose_backend_name(
     name: str | None = None,
     configured: str | None = None,
-    known: Collection[str] = tuple(TWIN_OF_BACKEND),
+    known: Collection[str] | None = None,
 ) -> str | None:
     """Return the chosen name: the caller's, else the environment's, else the configuration's.
 
     Args:
         name: Optional. The caller's choice. If None, the environment decides.
         configured: Optional. The choice if PAGETWIN_ATTENTION_BACKEND is not set either.
-        known: names of all backends.
+        known: Optional. Names of all backends. If None, those of `load_backends`.
 
     Returns:
         A known name, or None if none is chosen.
 
     Raises:
         ValueError: the name is unknown. The message says which of the three gave it.
+        ImportError: the twin that may have the backend cannot be imported.
 
     Example:
         PAGETWIN_ATTENTION_BACKEND=TRITON: choose_backend_name(configured="XFORMERS") is "TRITON",
@@ -71,11 +86,13 @@ def choose_backend_name(
     ):
         if not choice:
             continue
-        if choice not in known:
-            raise ValueError(
-                f"{origin} = {choice!r}: expected one of {', '.join(known)}"
-            )
-        return choice
+        names = (each.name for each in load_backends()) if known is None else known
+        tried = []
+        for each in names:
+            if each == choice:
+                return choice
+            tried.append(each)
+        raise ValueError(f"{origin} = {choice!r}: expected one of {', '.join(tried)}")
     return None
 
 
@@ -129,11 +146,8 @@ def get_attn_backend(
 
 def backends_that_can_run(spec: KVCacheSpec, device: torch.device | str) -> list[str]:
     """Return the names of the backends that can run such a cache there."""
-    able = []
-    for name in TWIN_OF_BACKEND:
-        try:
-            if not load_backend(name).validate_configuration(spec, device):
-                able.append(name)
-        except ImportError:
-            continue
-    return able
+    return [
+        name
+        for name in backend_names()
+        if not load_backend(name).validate_configuration(spec, device)
+    ]

@@ -11,13 +11,12 @@ CUDA graph. The reference always reads them, the optimized twin only if `values_
 from .attention import check_encoder_attention as check_encoder_attention
 from .attention import check_paged_attention as check_paged_attention
 from .batch import check_append_blocks as check_append_blocks
-from .batch import check_batch_lengths as check_batch_lengths
+from .batch import check_batch as check_batch
 from .batch import check_block_ids as check_block_ids
 from .batch import check_block_rows as check_block_rows
 from .batch import check_block_table as check_block_table
 from .batch import check_one_sequence as check_one_sequence
 from .batch import check_row_reaches as check_row_reaches
-from .batch import check_sequences_fit as check_sequences_fit
 from .batch import check_slot_mapping_device as check_slot_mapping_device
 from .batch import check_start_loc as check_start_loc
 from .cache import check_block_mapping as check_block_mapping

@@ -148,6 +148,19 @@ def check_sequences_fit(
         )
 
 
+def check_batch(
+    query_lens: Counts,
+    num_computed_tokens: Counts,
+    block_rows: Sequence[Sequence[int]],
+    block_size: int,
+) -> None:
+    """Raise an error for a batch of which a sequence is longer than its row of blocks."""
+    check_positive(block_size=block_size)
+    check_batch_lengths(query_lens, num_computed_tokens)
+    row_lens = np.fromiter(map(len, block_rows), np.int64, len(block_rows))
+    check_sequences_fit(query_lens, num_computed_tokens, row_lens, block_size)
+
+
 def check_start_loc(
     name: str, starts: Tensor, reqs: int, num_tokens: int, contents: bool
 ) -> None:

@@ -51,15 +51,32 @@ def check_cascade(
             f" {max_blocks * block_size}, what a row of {max_blocks} blocks of"
             f" {block_size} holds"
         )
-    if not contents or not common_prefix_len:
-        return
+    if contents and common_prefix_len:
+        _check_shared_rows(
+            block_table,
+            query_start_loc,
+            seq_lens,
+            common_prefix_len,
+            block_size,
+            options.causal,
+        )
+
+
+def _check_shared_rows(
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    common_prefix_len: int,
+    block_size: int,
+    causal: bool | Tensor | None,
+) -> None:
+    """Raise an error for requests that do not share the prefix, or do not see all of it."""
     prefix_blocks = common_prefix_len // block_size
     rows = block_table[:, :prefix_blocks].tolist()
     lens = zip(query_start_loc.diff().tolist(), seq_lens.tolist(), strict=True)
     for req, (query_len, seq_len) in enumerate(lens):
         if not query_len:
             continue
-        causal = options.causal
         sees_all = not (causal[req] if isinstance(causal, Tensor) else causal)
         shared = seq_len if sees_all else seq_len - query_len
         if shared < common_prefix_len:

@@ -1,6 +1,7 @@
 """Validation of captures, refills and replays of CUDA graphs."""
 
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -54,19 +55,25 @@ def check_has_buffers(
             raise TypeError(f"attn_metadata.{name} = {tensor!r}: expected a tensor")
 
 
+class CaptureSizes(Protocol):
+    """What `CommonAttentionState` says about the steps that it captures."""
+
+    max_seq_len_to_capture: int
+    is_encoder_decoder_model: bool
+
+
 def check_refill(
+    state: CaptureSizes,
     input_buffers: GraphInputBuffers,
     attn_metadata: SequenceAttentionMetadata,
-    max_seq_len_to_capture: int,
-    is_encoder_decoder_model: bool,
     contents: bool,
 ) -> None:
     """Raise an error for a batch that does not fit a captured step, before anything is copied.
 
     Args:
+        state: the longest sequence that its kernels were launched for, and whether the cross
+            buffers are filled too.
         input_buffers, attn_metadata: buffers to fill, and the batch that is copied into them.
-        max_seq_len_to_capture: maximum sequence length that the kernels were launched for.
-        is_encoder_decoder_model: whether the cross buffers are filled too.
         contents: whether lengths are read one by one.
     """
     check_decodes(attn_metadata)
@@ -78,7 +85,7 @@ def check_refill(
         )
     names = ["slot_mapping", "seq_lens_tensor"]
     tables = ["block_tables"]
-    if is_encoder_decoder_model:
+    if state.is_encoder_decoder_model:
         names.append("encoder_seq_lens_tensor")
         tables.append("cross_block_tables")
         _check_vector(input_buffers, attn_metadata, "cross_slot_mapping", 0)
@@ -86,16 +93,17 @@ def check_refill(
         _check_vector(input_buffers, attn_metadata, name, live)
     for name in tables:
         _check_table(input_buffers, attn_metadata, name, live)
+    longest = state.max_seq_len_to_capture
     for name in ("max_decode_seq_len", "max_encoder_seq_len"):
         length = getattr(attn_metadata, name)
-        if length is not None and length > max_seq_len_to_capture:
+        if length is not None and length > longest:
             raise ValueError(
                 f"{name} = {length}: expected at most max_seq_len_to_capture ="
-                f" {max_seq_len_to_capture}; run the step without a graph"
+                f" {longest}; run the step without a graph"
             )
     if contents:
         for name in names[1:]:
-            _check_lengths(name, getattr(attn_metadata, name), max_seq_len_to_capture)
+            _check_lengths(name, getattr(attn_metadata, name), longest)
 
 
 def _pair(

@@ -41,6 +41,38 @@ def check_impl(
             f"logits_soft_cap = {logits_soft_cap}: expected a number above 0, or None for"
             " no cap"
         )
+    _check_per_head(num_heads, alibi_slopes, sinks, position_bias)
+    # only the name is validated, so any model dtype will do
+    cache_dtype_of(kv_cache_dtype, torch.float16)
+    counting: dict[str, object] = {
+        "sliding_window": sliding_window,
+        "alibi_slopes": alibi_slopes,
+        "attention_chunk_size": attention_chunk_size,
+        "position_bias": position_bias,
+    }
+    _check_kind(attn_type, counting)
+    check_positive(head_size=head_size, head_size_v=head_size_v)
+    if attn_type in UNCACHED:
+        if kv_sharing_target_layer_name is not None:
+            raise ValueError(
+                "kv_sharing_target_layer_name ="
+                f" {kv_sharing_target_layer_name!r} and attn_type = '{attn_type}': expected"
+                " None, since such a layer keeps no cache that could be shared"
+            )
+    elif head_size_v > head_size:
+        raise ValueError(
+            f"head_size_v = {head_size_v}: expected at most head_size = {head_size}, the"
+            " elements of a slot of the cache"
+        )
+
+
+def _check_per_head(
+    num_heads: int,
+    alibi_slopes: list[float] | None,
+    sinks: Tensor | None,
+    position_bias: Tensor | None,
+) -> None:
+    """Raise an error for options that do not have one entry per query head."""
     for name, given in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
         if given is not None and len(given) != num_heads:
             raise ValueError(
@@ -55,19 +87,20 @@ def check_impl(
             f"position_bias has shape {list(position_bias.shape)}: expected [{num_heads},"
             " 2 * reach + 1], an entry for each distance from -reach to reach"
         )
-    # only the name is validated, so any model dtype will do
-    cache_dtype_of(kv_cache_dtype, torch.float16)
+
+
+def _check_kind(attn_type: str, counting: dict[str, object]) -> None:
+    """Raise an error for an unknown kind of attention, and for options that it excludes.
+
+    Args:
+        attn_type: kind of attention.
+        counting: options that depend on the distance between a query and a key, by name.
+    """
     kinds = [each.value for each in AttentionType]
     if attn_type not in kinds:
         raise ValueError(
             f"attn_type = {attn_type!r}: expected one of {', '.join(kinds)}"
         )
-    counting: dict[str, object] = {
-        "sliding_window": sliding_window,
-        "alibi_slopes": alibi_slopes,
-        "attention_chunk_size": attention_chunk_size,
-        "position_bias": position_bias,
-    }
     if attn_type == AttentionType.ENCODER_DECODER:
         for name, number in counting.items():
             if number is not None:
@@ -75,19 +108,6 @@ def check_impl(
                     f"{name} is given and attn_type = '{attn_type}': expected None, since"
                     " queries and keys count positions in different sequences"
                 )
-    check_positive(head_size=head_size, head_size_v=head_size_v)
-    if attn_type in UNCACHED:
-        if kv_sharing_target_layer_name is not None:
-            raise ValueError(
-                "kv_sharing_target_layer_name ="
-                f" {kv_sharing_target_layer_name!r} and attn_type = '{attn_type}': expected"
-                " None, since such a layer keeps no cache that could be shared"
-            )
-    elif head_size_v > head_size:
-        raise ValueError(
-            f"head_size_v = {head_size_v}: expected at most head_size = {head_size}, the"
-            " elements of a slot of the cache"
-        )
 
 
 def check_impl_forward(

@@ -55,11 +55,16 @@ def check_merge(
         output=output,
         output_lse=output_lse,
     )
+    _check_bases(prefix_lse_base, suffix_lse_base)
     count = prefill_tokens_with_context
     if count is not None and not 0 <= count <= tokens:
         raise ValueError(
             f"prefill_tokens_with_context = {count}: expected 0 to {tokens}, the tokens"
         )
+
+
+def _check_bases(prefix_lse_base: float, suffix_lse_base: float) -> None:
+    """Raise an error for other bases than e and 2, and for two that differ."""
     for name, base in (
         ("prefix_lse_base", prefix_lse_base),
         ("suffix_lse_base", suffix_lse_base),

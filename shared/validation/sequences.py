@@ -1,11 +1,34 @@
 """Validation of sequence groups and their lengths."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from ..contract.kinds import AttentionType
 from .batch import check_row_reaches
-from .primitives import check_not_negative
+from .primitives import check_not_negative, check_positive
+
+
+class CollectedStep(Protocol):
+    """What `CommonMetadataBuilder` says about the step that it collects.
+
+    `stage` is "new", "collecting" or "built". A new builder has no other attribute of these but
+    `block_size`.
+    """
+
+    stage: str
+    block_size: int
+    num_prefills: int
+    num_decode_tokens: int
+    prefill_seq_lens: list[int]
+    curr_seq_lens: list[int]
+    query_lens: list[int]
+
+
+def check_builder_sizes(block_size: int, sliding_window: int | None) -> None:
+    """Raise an error for a block size below 1, or a window below 0."""
+    check_positive(block_size=block_size)
+    if sliding_window is not None:
+        check_not_negative(sliding_window=sliding_window)
 
 
 def check_begun(stage: str) -> None:
@@ -16,23 +39,19 @@ def check_begun(stage: str) -> None:
         )
 
 
-def check_collecting(stage: str) -> None:
-    """Raise an error for a group that is added before a step begins or after it is built."""
-    check_begun(stage)
-    if stage == "built":
+def check_seq_group(step: CollectedStep, group: Any) -> None:
+    """Raise an error for a group that does not fit the step, before any of it is added."""
+    check_begun(step.stage)
+    if step.stage == "built":
         raise RuntimeError(
             "this step's metadata is built: call prepare() before the next step's groups,"
             " or they would be added to the old ones"
         )
-
-
-def check_seq_group(group: Any, num_decode_tokens: int, block_size: int) -> None:
-    """Raise an error for a group that does not fit the step, before any of it is added."""
     if not group.sequences:
         raise ValueError("sequences = (): expected at least one in a group")
-    if group.is_prompt and num_decode_tokens:
+    if group.is_prompt and step.num_decode_tokens:
         raise ValueError(
-            f"a prompt comes after {num_decode_tokens} decodes: expected prompts first;"
+            f"a prompt comes after {step.num_decode_tokens} decodes: expected prompts first;"
             " sort the groups"
         )
     tables = group.block_tables or {}
@@ -54,7 +73,7 @@ def check_seq_group(group: Any, num_decode_tokens: int, block_size: int) -> None
                 " expected 1; a prompt may have more"
             )
         if has_cache:
-            _check_row(group, each, block_size)
+            _check_row(group, each, step.block_size)
         if group.is_prompt:
             _check_placeholders(group, each)
 
@@ -86,26 +105,23 @@ def _check_placeholders(group: Any, sequence: Any) -> None:
 
 
 def check_sequence_step(
-    own_seq_lens: Sequence[int],
-    own_query_lens: Sequence[int],
+    step: CollectedStep,
     seq_lens: Sequence[int],
     query_lens: Sequence[int],
     cuda_graph_pad_size: int,
+    batch_size: int | None,
+    max_blocks: int | None,
 ) -> None:
-    """Raise an error for lengths that are not those of the groups that were added.
-
-    Args:
-        own_seq_lens, own_query_lens: [seqs] lengths of the groups that were added.
-        seq_lens, query_lens, cuda_graph_pad_size: arguments of the caller.
-    """
+    """Raise an error for lengths that are not those of the groups, and a step unlike its graph."""
+    check_begun(step.stage)
     if cuda_graph_pad_size < -1:
         raise ValueError(
             f"cuda_graph_pad_size = {cuda_graph_pad_size}: expected -1 (no graph) or the"
             " sequences that fill it, from 0"
         )
-    if not own_query_lens:
+    if not step.query_lens:
         raise ValueError("the step has no sequence: expected a group before build()")
-    _check_alike("query_lens", query_lens, own_query_lens, "new tokens")
+    _check_alike("query_lens", query_lens, step.query_lens, "new tokens")
     if not max(query_lens):
         raise ValueError(
             f"query_lens = {list(query_lens)}: expected a new token in the step"
@@ -114,9 +130,12 @@ def check_sequence_step(
     _check_alike(
         "seq_lens",
         seq_lens,
-        [*own_seq_lens, *padding],
+        [*step.prefill_seq_lens, *step.curr_seq_lens, *padding],
         "tokens that attention reads, 1 where padding fills a graph",
     )
+    if cuda_graph_pad_size >= 0:
+        padded = len(query_lens) + cuda_graph_pad_size
+        _check_captured_step(step.num_prefills, padded, batch_size, max_blocks)
 
 
 def _check_alike(
@@ -134,26 +153,20 @@ def _check_alike(
             )
 
 
-def check_captured_step(
-    num_prefills: int,
-    num_sequences: int,
-    cuda_graph_pad_size: int,
-    batch_size: int | None,
-    max_blocks: int | None,
+def _check_captured_step(
+    num_prefills: int, padded: int, batch_size: int | None, max_blocks: int | None
 ) -> None:
     """Raise an error for a step that does not fit the graph that it replays."""
-    if cuda_graph_pad_size < 0:
-        return
     if num_prefills:
         raise ValueError(
-            f"cuda_graph_pad_size = {cuda_graph_pad_size} in a step with {num_prefills}"
-            " prompts: expected decodes alone, as a graph is captured for one new token a"
-            " sequence; -1 runs without a graph"
+            f"cuda_graph_pad_size is given in a step with {num_prefills} prompts: expected"
+            " decodes alone, as a graph is captured for one new token per sequence; -1 runs"
+            " without a graph"
         )
-    if batch_size != num_sequences + cuda_graph_pad_size:
+    if batch_size != padded:
         raise ValueError(
-            f"batch_size = {batch_size}: expected {num_sequences + cuda_graph_pad_size},"
-            f" {num_sequences} sequences and {cuda_graph_pad_size} that fill the graph"
+            f"batch_size = {batch_size}: expected {padded}, the sequences of the step and"
+            " those that fill the graph"
         )
     if max_blocks is None:
         raise ValueError(
@@ -161,12 +174,12 @@ def check_captured_step(
         )
 
 
-def check_rows_padded(rows: Sequence[Sequence[Any]], max_len: int | None) -> None:
+def check_rows_padded(x: Sequence[Sequence[Any]], max_len: int | None) -> None:
     """Raise an error for a row that is longer than the width of the tensor."""
     if max_len is None:
         return
     check_not_negative(max_len=max_len)
-    for place, row in enumerate(rows):
+    for place, row in enumerate(x):
         if len(row) > max_len:
             raise IndexError(
                 f"x[{place}] has {len(row)} entries: expected at most max_len = {max_len}"

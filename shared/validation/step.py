@@ -1,13 +1,13 @@
 """Validation of steps: batch order, micro-batches, groups and buffers."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor
 
 from ..contract.metadata_classes import CommonAttentionMetadata, UBatchSlice
-from .batch import Counts
+from .batch import Counts, check_batch_lengths, check_sequences_fit
 from .primitives import check_length, check_not_negative, check_positive
 
 
@@ -35,13 +35,22 @@ def check_regions(
             )
 
 
-def check_is_prefilling(is_prefilling: Tensor | None, num_reqs: int) -> Tensor:
-    """Return the flags; raise an error for a batch without them."""
+def check_decode_split(
+    common_attn_metadata: CommonAttentionMetadata,
+    decode_threshold: int,
+    treat_short_extends_as_decodes: bool,
+) -> Tensor | None:
+    """Return the flags of requests within their prompt, or None if they are not needed."""
+    check_not_negative(decode_threshold=decode_threshold)
+    if treat_short_extends_as_decodes:
+        return None
+    is_prefilling = common_attn_metadata.is_prefilling
     if is_prefilling is None:
         raise ValueError(
             "is_prefilling = None: expected one bool per request, as short extends shall not"
             " count as decodes; set it, or leave treat_short_extends_as_decodes on"
         )
+    num_reqs = len(common_attn_metadata.query_start_loc_cpu) - 1
     check_length("is_prefilling", is_prefilling, num_reqs, "requests")
     return is_prefilling
 
@@ -72,15 +81,14 @@ def check_request_slice(starts: Tensor, request_slice: slice) -> None:
 
 
 def check_micro_batch(
-    ubatch_slice: UBatchSlice, common_attn_metadata: CommonAttentionMetadata
+    ubatch_slice: UBatchSlice, attn_metadata: CommonAttentionMetadata
 ) -> None:
-    """Raise an error for tokens that do not belong to the requests."""
+    """Raise an error for tokens of other requests, and for a cut that cannot be made."""
     requests, tokens = ubatch_slice.request_slice, ubatch_slice.token_slice
-    starts = common_attn_metadata.query_start_loc_cpu
-    num_reqs = common_attn_metadata.num_reqs
+    starts, num_reqs = attn_metadata.query_start_loc_cpu, attn_metadata.num_reqs
     for name, kept, there in (
         ("request_slice", requests, num_reqs),
-        ("token_slice", tokens, common_attn_metadata.slot_mapping.shape[0]),
+        ("token_slice", tokens, attn_metadata.slot_mapping.shape[0]),
     ):
         if kept.start is None or kept.stop is None or kept.step not in (None, 1):
             raise ValueError(
@@ -102,23 +110,16 @@ def check_micro_batch(
     # an empty request at the end is padding, and so are tokens after the last request
     first = begin + 1 if begin < end else end
     if requests.stop == num_reqs:
-        end = common_attn_metadata.slot_mapping.shape[0]
+        end = attn_metadata.slot_mapping.shape[0]
     if not first <= tokens.stop <= end:
         raise ValueError(
             f"token_slice = {tokens} ends outside request {requests.stop - 1}: expected a"
             f" stop from {first} to {end}, as request_slice = {requests} ends with it"
         )
-
-
-def check_cut_of_last_request(
-    common_attn_metadata: CommonAttentionMetadata, tokens_left_out: int
-) -> None:
-    """Raise an error if a sequence is cut whose keys are distributed over ranks."""
-    local = (
-        common_attn_metadata.dcp_local_seq_lens,
-        common_attn_metadata.dcp_local_seq_lens_cpu,
-    )
-    if tokens_left_out and any(each is not None for each in local):
+    # the keys of a sequence that is cut here may be distributed over ranks
+    tokens_left_out = int(starts[requests.stop]) - tokens.stop
+    local = (attn_metadata.dcp_local_seq_lens, attn_metadata.dcp_local_seq_lens_cpu)
+    if tokens_left_out > 0 and any(each is not None for each in local):
         raise NotImplementedError(
             f"the micro-batch excludes {tokens_left_out} tokens of its last request, so"
             " that this rank's share of its keys (dcp_local_seq_lens) changes; cut the batch"
@@ -127,18 +128,29 @@ def check_cut_of_last_request(
 
 
 def check_attn_groups(
-    num_builders: int,
+    attn_metadata_builders: Sequence[object],
     num_reqs: int,
     num_tokens: int,
-    buffers: dict[str, Tensor],
+    query_start_loc: Tensor,
+    query_start_loc_cpu: Tensor,
+    seq_lens: Tensor,
+    seq_lens_cpu: Tensor,
+    num_computed_tokens_cpu: Tensor,
     block_tables: Sequence[Tensor],
     slot_mappings: Sequence[Tensor] | Tensor,
-    num_groups: int,
+    layer_names: Sequence[object],
 ) -> None:
     """Raise an error for short buffers, and for groups without builder, table or slots."""
+    num_groups = len(layer_names)
     check_positive(num_reqs=num_reqs)
     check_not_negative(num_tokens=num_tokens)
-    for name, buffer in buffers.items():
+    for name, buffer in (
+        ("query_start_loc", query_start_loc),
+        ("query_start_loc_cpu", query_start_loc_cpu),
+        ("seq_lens", seq_lens),
+        ("seq_lens_cpu", seq_lens_cpu),
+        ("num_computed_tokens_cpu", num_computed_tokens_cpu),
+    ):
         expected = num_reqs + name.startswith("query_start_loc")
         if buffer.dim() != 1 or buffer.shape[0] < expected:
             raise ValueError(
@@ -146,7 +158,7 @@ def check_attn_groups(
                 f" num_reqs = {num_reqs}"
             )
     for name, count in (
-        ("attn_metadata_builders", num_builders),
+        ("attn_metadata_builders", len(attn_metadata_builders)),
         ("block_tables", len(block_tables)),
         ("slot_mappings", len(slot_mappings)),
     ):
@@ -205,18 +217,42 @@ def check_new_blocks(
             )
 
 
-def check_step_fits(
-    num_reqs: int,
-    num_tokens: int,
-    max_num_reqs: int,
-    max_num_tokens: int,
+def check_buffer_sizes(
+    max_num_reqs: int, max_num_tokens: int, max_blocks: int, block_size: int
+) -> None:
+    """Raise an error for a size below 1, or a number of blocks below 0."""
+    check_positive(
+        max_num_reqs=max_num_reqs, max_num_tokens=max_num_tokens, block_size=block_size
+    )
+    check_not_negative(max_blocks=max_blocks)
+
+
+class RowsOfBuffers(Protocol):
+    """What `StepBuffers` says about its sizes and its block table."""
+
+    max_num_reqs: int
+    max_num_tokens: int
+    block_size: int
+
+    @property
+    def num_blocks_per_row(self) -> Counts:
+        """Number of blocks in each row."""
+
+
+def check_buffered_step(
+    buffers: RowsOfBuffers,
+    query_lens: Counts,
+    num_computed_tokens: Counts,
+    rows: Counts | None,
     num_reqs_padded: int | None,
     num_tokens_padded: int | None,
 ) -> None:
-    """Raise an error for a step larger than the buffers, or than the size that it is padded to."""
+    """Raise an error for a step that does not fit in the buffers, or in its rows of blocks."""
+    lens = np.asarray(query_lens, dtype=np.int64)
+    computed = np.asarray(num_computed_tokens, dtype=np.int64)
     for name, count, padded, room in (
-        ("num_reqs", num_reqs, num_reqs_padded, max_num_reqs),
-        ("num_tokens", num_tokens, num_tokens_padded, max_num_tokens),
+        ("num_reqs", len(lens), num_reqs_padded, buffers.max_num_reqs),
+        ("num_tokens", int(lens.sum()), num_tokens_padded, buffers.max_num_tokens),
     ):
         wanted = count if padded is None else padded
         if not count <= wanted <= room:
@@ -224,3 +260,18 @@ def check_step_fits(
                 f"{name}_padded = {wanted} for {count}: expected {count} to {room}, the room"
                 f" of the buffers (max_{name})"
             )
+    held = np.asarray(buffers.num_blocks_per_row, dtype=np.int64)
+    if rows is None:
+        held = held[: len(lens)]
+    else:
+        check_rows("rows", rows, buffers.max_num_reqs)
+        held = held[np.asarray(rows, dtype=np.int64)]
+    if len(lens) == len(computed) == len(held):
+        # the sign bit of either is set in the bitwise or
+        negative = (lens | computed) < 0
+        too_long = lens + computed > held * buffers.block_size
+        if not (negative | too_long).any():
+            return
+    # slower: finds the request and raises the error
+    check_batch_lengths(lens, computed)
+    check_sequences_fit(lens, computed, held, buffers.block_size)

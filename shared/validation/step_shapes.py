@@ -31,9 +31,10 @@ def check_multiple(name: str, number: int, divisor_name: str, divisor: int) -> N
 
 
 def check_local_attention(
-    attn_chunk_size: int, common: CommonAttentionMetadata, block_size: int
+    attn_chunk_size: int, common_attn_metadata: CommonAttentionMetadata, block_size: int
 ) -> None:
     """Raise an error for chunks that are not whole blocks, and sequences longer than their row."""
+    common = common_attn_metadata
     check_positive(attn_chunk_size=attn_chunk_size, block_size=block_size)
     check_multiple("attn_chunk_size", attn_chunk_size, "block_size", block_size)
     if common.mm_req_doc_ranges:
@@ -76,8 +77,8 @@ def check_no_tree(common: CommonAttentionMetadata) -> None:
         )
 
 
-def check_has_logits_indices(common: CommonAttentionMetadata) -> None:
-    """Raise an error for a step without the tokens whose logits are wanted."""
+def check_wanted_logits(common: CommonAttentionMetadata) -> Tensor:
+    """Return `logits_indices_padded`; raise unless its tokens are the last of their requests."""
     check_no_tree(common)
     indices, count = common.logits_indices_padded, common.num_logits_indices
     if indices is None or count is None:
@@ -91,6 +92,8 @@ def check_has_logits_indices(common: CommonAttentionMetadata) -> None:
             f"num_logits_indices = {count}: expected 0 to {len(indices)}, the length of"
             " logits_indices_padded"
         )
+    check_logits_indices(common.query_start_loc_cpu, indices[:count].to(HOST))
+    return indices
 
 
 def check_logits_indices(query_start_loc: Tensor, indices: Tensor) -> None:
@@ -176,9 +179,12 @@ def check_block_table_sizes(
     max_num_reqs: int,
     max_num_blocks_per_req: int,
     kernel_block_size: int,
+    dcp_world_size: int,
+    dcp_rank: int,
     dcp_kv_cache_interleave_size: int,
 ) -> None:
-    """Raise an error for sizes that are not multiples of the kernel block or interleave size."""
+    """Raise an error for an unknown rank, and for sizes that are not multiples of each other."""
+    check_ranks(dcp_world_size, dcp_rank, dcp_kv_cache_interleave_size)
     check_positive(block_size=block_size, kernel_block_size=kernel_block_size)
     check_not_negative(
         max_num_reqs=max_num_reqs, max_num_blocks_per_req=max_num_blocks_per_req
@@ -201,10 +207,30 @@ def check_row_indices(max_num_reqs: int, **rows: int) -> None:
             )
 
 
+def check_num_rows(max_num_reqs: int, num_reqs: int) -> None:
+    """Raise an error for a number of rows below 0, or above that of the table."""
+    check_not_negative(num_reqs=num_reqs)
+    check_row_indices(max_num_reqs + 1, num_reqs=num_reqs)
+
+
 def check_row_takes(
-    block_ids: Sequence[int], held: int, width: int, blocks_per_entry: int
+    block_ids: Sequence[int],
+    row_idx: int,
+    num_held: Sequence[int] | np.ndarray,
+    width: int,
+    blocks_per_entry: int,
 ) -> None:
-    """Raise an error for blocks that do not fit in a row, or that are not block ids."""
+    """Raise an error for an unknown row, blocks that do not fit in it, or invalid block ids.
+
+    Args:
+        block_ids: blocks to append.
+        row_idx: the row.
+        num_held: [rows] entries that each row keeps.
+        width: entries of a row.
+        blocks_per_entry: entries per block.
+    """
+    check_row_indices(len(num_held), row_idx=row_idx)
+    held = int(num_held[row_idx])
     if held + len(block_ids) * blocks_per_entry > width:
         raise IndexError(
             f"the row holds {held // blocks_per_entry} blocks and gets {len(block_ids)}"
@@ -275,9 +301,16 @@ def check_mamba_block_table(
             )
 
 
-def check_features(features: Sequence[Sequence[object]]) -> None:
-    """Raise an error for a feature with a mask of another length, or a negative offset."""
-    for req, row in enumerate(features):
+def check_features(
+    mm_features: Sequence[Sequence[object]],
+    sliding_window: int | None,
+    span_leading_pad_modulus: int,
+) -> None:
+    """Raise an error for a negative number, and for a mask of another length than its feature."""
+    check_not_negative(span_leading_pad_modulus=span_leading_pad_modulus)
+    if sliding_window is not None:
+        check_not_negative(sliding_window=sliding_window)
+    for req, row in enumerate(mm_features):
         for place, feature in enumerate(row):
             offset, length = (
                 getattr(feature, "offset", 0),
@@ -297,18 +330,28 @@ def check_features(features: Sequence[Sequence[object]]) -> None:
 
 
 def check_range_owners(
-    mm_prefix_range: Mapping[int, Sequence[tuple[int, int]]], reqs: int
+    mm_prefix_range: Mapping[int, object] | None, num_seqs: int
 ) -> None:
     """Raise an error for ranges of a request that the batch does not have."""
-    for req in mm_prefix_range:
-        if not 0 <= req < reqs:
+    for req in mm_prefix_range or ():
+        if not 0 <= req < num_seqs:
             raise IndexError(
-                f"mm_prefix_range has request {req}: expected 0 <= request < {reqs}"
+                f"mm_prefix_range has request {req}: expected 0 <= request < {num_seqs}"
             )
 
 
-def check_query_ranges(out: Tensor, num_tokens: int) -> None:
-    """Raise an error for a buffer with too few rows, or not on the host."""
+def check_query_ranges(
+    out: Tensor,
+    mm_prefix_range: Mapping[int, object] | None,
+    query_start_loc_cpu: Tensor,
+    seq_lens_cpu: Tensor,
+) -> None:
+    """Raise an error for a batch without such requests or lengths, or too few rows for it."""
+    if mm_prefix_range is None:
+        return
+    check_query_lens(query_start_loc_cpu, seq_lens_cpu)
+    check_range_owners(mm_prefix_range, len(seq_lens_cpu))
+    num_tokens = int(query_start_loc_cpu[-1])
     check_on_host(out=out)
     check_dtype("out", out, torch.int32)
     if out.dim() != 2 or out.shape[1] != 2:

@@ -19,6 +19,7 @@ from ...validation.integrations import (
 )
 from .attention import count_calls
 from .paged_batch import PagedBatch
+from .settings import Settings
 from .statistics import Statistics
 
 
@@ -26,36 +27,28 @@ def run_requests(
     model: Any,
     prompts: Sequence[Any],
     arrivals: Sequence[int],
-    implementation: str,
-    max_new_tokens: int,
-    block_size: int,
-    num_blocks: int | None,
-    max_batch_tokens: int,
-    max_running: int,
-    stop_token_ids: frozenset[int],
+    settings: Settings,
     poison: bool,
     statistics: Statistics,
 ) -> list[list[int]]:
     """Return each prompt's new tokens; the arguments are those of `generate`."""
     config = model.config.get_text_config(decoder=True)
+    block_size, num_blocks = settings.block_size, settings.num_blocks
+    max_new_tokens = settings.max_new_tokens
     max_tokens = None if num_blocks is None else num_blocks * block_size
     check_prompts(prompts, config.vocab_size, max_new_tokens - 1, max_tokens)
-    parameters = signature(model.forward).parameters
-    kinds = {each.kind for each in parameters.values()}
-    name = type(model).__name__
-    check_attends_everywhere(name, bool(getattr(model, "_is_stateful", False)))
-    check_takes_keywords(name, Parameter.VAR_KEYWORD in kinds)
+    takes_logits_to_keep = _check_model(model)
     requests = [
-        Request(number, prompt, max_new_tokens, stop_token_ids)
+        Request(number, prompt, max_new_tokens, settings.stop_token_ids)
         for number, prompt in enumerate(prompts)
     ]
     if num_blocks is None:
-        counts = [-(-each.max_tokens_in_cache // block_size) for each in requests]
+        counts = [settings.blocks_of(each.max_tokens_in_cache) for each in requests]
         num_blocks = max(1, sum(counts))
     # shuffled, so that no block table is 0, 1, 2, ... by chance
     manager = BlockManager(num_blocks, block_size, seed=0)
-    scheduler = Scheduler(manager, max_batch_tokens, max_running)
-    batch = PagedBatch(implementation, num_blocks, block_size, model.device)
+    scheduler = Scheduler(manager, settings.max_batch_tokens, settings.max_running)
+    batch = PagedBatch(settings.implementation, num_blocks, block_size, model.device)
     logits: list[list[Tensor]] = [[] for _ in prompts]
     written: set[int] = set()
     for _, output in schedule_arrivals(scheduler, requests, arrivals):
@@ -66,20 +59,15 @@ def run_requests(
         # step: concatenate the new tokens of all requests, and run the model
         with count_calls(model) as calls:
             rows = _run_step(
-                model, batch, output.scheduled_requests, "logits_to_keep" in parameters
+                model, batch, output.scheduled_requests, takes_logits_to_keep
             )
-        check_calls(name, calls, config.num_hidden_layers)
+        check_calls(type(model).__name__, calls, config.num_hidden_layers)
         # step: take the most likely token of each request whose known tokens are computed
         sampling = [
             each.request for each in output.scheduled_requests if each.samples_token
         ]
-        sampled = dict(
-            zip(
-                (request.request_id for request in sampling),
-                rows.argmax(1).tolist(),
-                strict=True,
-            )
-        )
+        ids = [request.request_id for request in sampling]
+        sampled = dict(zip(ids, rows.argmax(1).tolist(), strict=True))
         if statistics.keep_logits:
             for request, row in zip(sampling, rows, strict=True):
                 logits[requests.index(request)].append(row)
@@ -89,6 +77,16 @@ def run_requests(
     if statistics.keep_logits:
         statistics.logits += [torch.stack(each) for each in logits]
     return [request.output_token_ids for request in requests]
+
+
+def _check_model(model: Any) -> bool:
+    """Return whether the model takes `logits_to_keep`; raise if a layer has another state."""
+    parameters = signature(model.forward).parameters
+    kinds = {each.kind for each in parameters.values()}
+    name = type(model).__name__
+    check_attends_everywhere(name, bool(getattr(model, "_is_stateful", False)))
+    check_takes_keywords(name, Parameter.VAR_KEYWORD in kinds)
+    return "logits_to_keep" in parameters
 
 
 def _run_step(

@@ -23,6 +23,7 @@ from ...validation.integrations import (
 )
 from .attention import count_calls
 from .paged_cache import PagedCache
+from .settings import Settings
 from .statistics import Statistics
 
 
@@ -46,13 +47,7 @@ class _WaveRequest:
 def run_waves(
     model: Any,
     prompts: Sequence[Any],
-    implementation: str,
-    max_new_tokens: int,
-    block_size: int,
-    num_blocks: int | None,
-    max_batch_tokens: int,
-    max_running: int,
-    stop_token_ids: frozenset[int],
+    settings: Settings,
     decoder_prompt: Sequence[int] | None,
     statistics: Statistics,
 ) -> list[list[int]]:
@@ -61,64 +56,77 @@ def run_waves(
     if decoder_prompt is None:
         decoder_prompt = [config.decoder_start_token_id]
     first_tokens = check_decoder_prompt(decoder_prompt, config.vocab_size)
-    is_speech = any(isinstance(prompt, Tensor) for prompt in prompts)
-    if is_speech:
+    if any(isinstance(prompt, Tensor) for prompt in prompts):
         check_features(prompts)
     else:
         check_prompts(prompts, config.vocab_size, 0, None)
-    decoder_len = len(first_tokens) + max_new_tokens - 1
+    decoder_len = len(first_tokens) + settings.max_new_tokens - 1
     requests = [
         _WaveRequest(number, _encoder_len(model, prompt), [], [])
         for number, prompt in enumerate(prompts)
     ]
-    for wave in _split_into_waves(
-        requests, decoder_len, block_size, num_blocks, max_batch_tokens, max_running
-    ):
-        # step: encode the wave's inputs, padded to one length
-        inputs, mask = _encoder_inputs(model, [prompts[each.number] for each in wave])
-        with count_calls(model) as calls:
-            encoded = model.get_encoder()(**inputs)[0]
-        check_calls(type(model).__name__, calls, _num_layers(model.get_encoder()))
-        statistics.calls.update(calls)
-        statistics.encoder_runs += 1
-        # step: allocate pages for the decoder, and for the keys and values of the encoder
-        lengths = [each.encoder_len for each in wave]
-        caches = [
-            PagedCache(max(1, count), block_size, implementation, lengths=stored)
-            for count, stored in (
-                (len(wave) * -(-decoder_len // block_size), None),
-                (sum(-(-length // block_size) for length in lengths), lengths),
-            )
-        ]
-        cache = EncoderDecoderCache(*caches)
-        tokens = torch.tensor([first_tokens] * len(wave), device=model.device)
-        # step: decode until every request of the wave is finished
-        while wave:
-            logits = _decode(model, tokens, encoded, mask, cache, statistics)
-            chosen = logits.argmax(1).tolist()
-            for request, scores, token in zip(wave, logits, chosen, strict=True):
-                request.tokens.append(token)
-                if statistics.keep_logits:
-                    request.logits.append(scores)
-            unfinished = [
-                index
-                for index, request in enumerate(wave)
-                if request.tokens[-1] not in stop_token_ids
-                and len(request.tokens) < max_new_tokens
-            ]
-            if len(unfinished) < len(wave):
-                kept = torch.tensor(unfinished, dtype=torch.int64, device=model.device)
-                wave = [wave[index] for index in unfinished]
-                encoded = encoded[kept]
-                mask = None if mask is None else mask[kept]
-                for each in caches:
-                    each.batch_select_indices(kept)
-            tokens = torch.tensor(
-                [[request.tokens[-1]] for request in wave], device=model.device
-            )
+    for wave in _split_into_waves(requests, decoder_len, settings):
+        inputs = [prompts[each.number] for each in wave]
+        _run_wave(model, wave, inputs, first_tokens, settings, statistics)
     if statistics.keep_logits:
         statistics.logits += [torch.stack(each.logits) for each in requests]
     return [request.tokens for request in requests]
+
+
+def _run_wave(
+    model: Any,
+    wave: list[_WaveRequest],
+    prompts: Sequence[Any],
+    first_tokens: Sequence[int],
+    settings: Settings,
+    statistics: Statistics,
+) -> None:
+    """Run the requests of a wave to their ends; their tokens and logits are added to them."""
+    # step: encode the wave's inputs, padded to one length
+    inputs, mask = _encoder_inputs(model, prompts)
+    with count_calls(model) as calls:
+        encoded = model.get_encoder()(**inputs)[0]
+    check_calls(type(model).__name__, calls, _num_layers(model.get_encoder()))
+    statistics.calls.update(calls)
+    statistics.encoder_runs += 1
+    # step: allocate pages for the decoder, and for the keys and values of the encoder
+    decoder_len = len(first_tokens) + settings.max_new_tokens - 1
+    lengths = [each.encoder_len for each in wave]
+    caches = [
+        PagedCache(
+            max(1, count), settings.block_size, settings.implementation, lengths=stored
+        )
+        for count, stored in (
+            (len(wave) * settings.blocks_of(decoder_len), None),
+            (sum(map(settings.blocks_of, lengths)), lengths),
+        )
+    ]
+    cache = EncoderDecoderCache(*caches)
+    tokens = torch.tensor([first_tokens] * len(wave), device=model.device)
+    # step: decode until every request of the wave is finished
+    while wave:
+        logits = _decode(model, tokens, encoded, mask, cache, statistics)
+        chosen = logits.argmax(1).tolist()
+        for request, scores, token in zip(wave, logits, chosen, strict=True):
+            request.tokens.append(token)
+            if statistics.keep_logits:
+                request.logits.append(scores)
+        unfinished = [
+            index
+            for index, request in enumerate(wave)
+            if request.tokens[-1] not in settings.stop_token_ids
+            and len(request.tokens) < settings.max_new_tokens
+        ]
+        if len(unfinished) < len(wave):
+            kept = torch.tensor(unfinished, dtype=torch.int64, device=model.device)
+            wave = [wave[index] for index in unfinished]
+            encoded = encoded[kept]
+            mask = None if mask is None else mask[kept]
+            for each in caches:
+                each.batch_select_indices(kept)
+        tokens = torch.tensor(
+            [[request.tokens[-1]] for request in wave], device=model.device
+        )
 
 
 def _decode(
@@ -146,25 +154,21 @@ def _decode(
 
 
 def _split_into_waves(
-    requests: Sequence[_WaveRequest],
-    decoder_len: int,
-    block_size: int,
-    num_blocks: int | None,
-    max_batch_tokens: int,
-    max_running: int,
+    requests: Sequence[_WaveRequest], decoder_len: int, settings: Settings
 ) -> Iterator[list[_WaveRequest]]:
     """Yield as many requests at once as fit, in their order."""
     waiting = list(requests)
-    decoder_blocks = -(-decoder_len // block_size)
+    decoder_blocks, num_blocks = settings.blocks_of(decoder_len), settings.num_blocks
     while waiting:
         count, encoder_blocks, longest = 0, 0, 0
-        for request in waiting[:max_running]:
-            blocks = -(-request.encoder_len // block_size)
+        for request in waiting[: settings.max_running]:
+            blocks = settings.blocks_of(request.encoder_len)
             check_wave_fits(request.number, blocks, decoder_blocks, num_blocks)
             longest = max(longest, request.encoder_len)
             used = max(encoder_blocks + blocks, (count + 1) * decoder_blocks)
             is_full = num_blocks is not None and used > num_blocks
-            if count and (is_full or (count + 1) * longest > max_batch_tokens):
+            is_long = (count + 1) * longest > settings.max_batch_tokens
+            if count and (is_full or is_long):
                 break
             count, encoder_blocks = count + 1, encoder_blocks + blocks
         yield waiting[:count]

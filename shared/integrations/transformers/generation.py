@@ -21,6 +21,7 @@ from ...validation.integrations import (
 from .attention import register
 from .decoder_only import run_requests
 from .encoder_decoder import run_waves
+from .settings import Settings
 from .statistics import Statistics
 
 
@@ -89,44 +90,27 @@ def generate(
     )
     if isinstance(eos_token_id, int):
         eos_token_id = [eos_token_id]
-    stop_token_ids = frozenset(eos_token_id or ())
+    settings = Settings(
+        implementation,
+        max_new_tokens,
+        block_size,
+        num_blocks,
+        max_batch_tokens,
+        max_running,
+        frozenset(eos_token_id or ()),
+    )
     statistics = Statistics() if statistics is None else statistics
-    is_encoder_decoder = bool(model.config.is_encoder_decoder)
     with torch.no_grad(), _attention(model, register(implementation)):
-        if is_encoder_decoder:
+        if model.config.is_encoder_decoder:
             if arrival_steps is not None:
                 raise_option_not_supported(
                     "arrival_steps", arrival_steps, "an encoder-decoder"
                 )
-            return run_waves(
-                model=model,
-                prompts=prompts,
-                implementation=implementation,
-                max_new_tokens=max_new_tokens,
-                block_size=block_size,
-                num_blocks=num_blocks,
-                max_batch_tokens=max_batch_tokens,
-                max_running=max_running,
-                stop_token_ids=stop_token_ids,
-                decoder_prompt=decoder_prompt,
-                statistics=statistics,
-            )
+            return run_waves(model, prompts, settings, decoder_prompt, statistics)
         if decoder_prompt is not None:
             raise_option_not_supported("decoder_prompt", decoder_prompt, "decoder-only")
-        return run_requests(
-            model=model,
-            prompts=prompts,
-            arrivals=check_arrivals(arrival_steps, len(prompts)),
-            implementation=implementation,
-            max_new_tokens=max_new_tokens,
-            block_size=block_size,
-            num_blocks=num_blocks,
-            max_batch_tokens=max_batch_tokens,
-            max_running=max_running,
-            stop_token_ids=stop_token_ids,
-            poison=poison,
-            statistics=statistics,
-        )
+        arrivals = check_arrivals(arrival_steps, len(prompts))
+        return run_requests(model, prompts, arrivals, settings, poison, statistics)
 
 
 @contextmanager

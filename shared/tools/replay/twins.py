@@ -16,11 +16,10 @@ from torch import Tensor
 from ...contract.metadata_classes import CommonAttentionMetadata
 from ...contract.operations import Implementation, load_implementation
 from ...contract.specs import KVCacheSpec
-from ...engine.selector import TWIN_OF_BACKEND, get_attn_backend
+from ...engine.backend_interface import AttentionBackend
+from ...engine.selector import TWINS, backend_names, get_attn_backend
 from .batch import ReplayBatch
 from .model import LayerInputs
-
-BACKEND_OF_NAME = {"triton": "TRITON", "xformers": "XFORMERS"}
 
 
 @dataclass(frozen=True)
@@ -128,12 +127,12 @@ class BackendTwin(ReplayTwin):
         self,
         name: str,
         implementation: Implementation,
+        backend: type[AttentionBackend],
         spec: KVCacheSpec,
         query_heads: int,
         device: torch.device | str,
     ) -> None:
         super().__init__(name, implementation, device)
-        backend = get_attn_backend(BACKEND_OF_NAME[name], spec, device)
         self._builder = backend.get_builder_cls()(spec, ["layer"], self.device)
         self._layer = backend.get_impl_cls()(
             query_heads, spec.head_size, spec.head_size**-0.5, spec.num_kv_heads
@@ -175,7 +174,8 @@ def make_twin(
     """Return the twin of that name.
 
     Args:
-        name: "reference", "optimized", "triton", "xformers", or a dotted package name.
+        name: "reference", "optimized", a backend's name in lower case ("triton", "xformers"), or
+            a dotted package name.
         spec: one layer's cache.
         query_heads: query heads of the model.
         device: device of the cache.
@@ -184,9 +184,11 @@ def make_twin(
     Raises:
         ValueError: the name is unknown, or the backend does not support such a cache.
     """
-    if name in BACKEND_OF_NAME:
-        carrier = _load(TWIN_OF_BACKEND[BACKEND_OF_NAME[name]], implementations)
-        return BackendTwin(name, carrier, spec, query_heads, device)
+    if name not in TWINS and name.upper() in backend_names():
+        backend = get_attn_backend(name.upper(), spec, device)
+        # pagetwin.<twin>.backends.backend
+        carrier = _load(backend.__module__.split(".")[1], implementations)
+        return BackendTwin(name, carrier, backend, spec, query_heads, device)
     return ImplementationTwin(name, _load(name, implementations), device)
 
 
@@ -205,7 +207,8 @@ def _load(
     try:
         return load_implementation(name)
     except ModuleNotFoundError as error:
+        names = [each.lower() for each in backend_names()]
         raise ValueError(
-            f"twin = {name!r} cannot be loaded ({error}): expected reference, optimized,"
-            f" {', '.join(BACKEND_OF_NAME)}, or a package with the same operations"
+            f"twin = {name!r} cannot be loaded ({error}): expected optimized,"
+            f" {', '.join(names)}, or a package with the same operations"
         ) from error

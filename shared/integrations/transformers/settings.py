@@ -1,0 +1,26 @@
+"""The settings of one call of `generate`."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings that decoder-only and encoder-decoder models share.
+
+    Args:
+        implementation, max_new_tokens, block_size, num_blocks, max_batch_tokens, max_running: as
+            in `generate`.
+        stop_token_ids: token ids that end an output.
+    """
+
+    implementation: str
+    max_new_tokens: int
+    block_size: int
+    num_blocks: int | None
+    max_batch_tokens: int
+    max_running: int
+    stop_token_ids: frozenset[int]
+
+    def blocks_of(self, num_tokens: int) -> int:
+        """Return the number of blocks that hold so many tokens."""
+        return -(-num_tokens // self.block_size)
