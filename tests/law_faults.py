@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from pagetwin.conformance.harness.candidate import Candidate, Support
-from pagetwin.conformance.harness.expect import REFUSALS
+from pagetwin.conformance.harness.expect import INPUT_ERRORS
 from pagetwin.contract.layouts import KVCacheLayout
 from torch import Tensor
 
@@ -127,7 +127,7 @@ def validates_nothing(function: Function) -> Function:
 
     @wraps(function)
     def call(*given: Any, **named: Any) -> Any:
-        with suppress(*REFUSALS, RuntimeError):
+        with suppress(*INPUT_ERRORS, RuntimeError):
             return function(*given, **named)
 
     return call
@@ -338,18 +338,119 @@ def metadata_without_trees(backends: Any) -> Any:
     return tuple(with_class(each, "get_builder_cls", change) for each in backends)
 
 
+def with_method(name: str, fault: Fault) -> Callable[[Any], Any]:
+    """Return a fault of a class: one of its methods has a fault."""
+    return lambda kind: with_methods(kind, fault, lambda own: own == name)
+
+
+def with_limits(change: Callable[[int, int], tuple[int, int]]) -> Callable[[Any], Any]:
+    """Return a fault of schedulers: they keep to other limits than the given ones."""
+
+    def fault(make: Function) -> Function:
+        def init(self: Any, manager: Any, token_budget: int, max_running: int) -> None:
+            make(self, manager, *change(token_budget, max_running))
+
+        return init
+
+    return with_method("__init__", fault)
+
+
+def with_output(change: Callable[[Any], None]) -> Callable[[Any], Any]:
+    """Return a fault of schedulers: each step is changed after it was scheduled."""
+
+    def fault(schedule: Function) -> Function:
+        def call(self: Any) -> Any:
+            found = schedule(self)
+            change(found)
+            return found
+
+        return call
+
+    return with_method("schedule", fault)
+
+
+def with_requests(**change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a fault of schedulers: fields of each scheduled request have other values."""
+
+    def other(found: Any) -> None:
+        found.scheduled_requests = [
+            replace(each, **{name: new(each) for name, new in change.items()})
+            for each in found.scheduled_requests
+        ]
+
+    return with_output(other)
+
+
+def without_seed(make: Function) -> Function:
+    """Return the creation of a block manager that ignores the seed."""
+
+    def init(
+        self: Any, num_blocks: int, block_size: int, seed: int | None = None
+    ) -> None:
+        make(self, num_blocks, block_size)
+
+    return init
+
+
+def another_token(update: Function) -> Function:
+    """Return an update that appends another token than the sampled one."""
+    return lambda self, output, sampled: update(
+        self, output, {request: token + 1 for request, token in sampled.items()}
+    )
+
+
+def without_prefix_hits(make: Function) -> Function:
+    """Return the creation of a scheduler that finds no tokens in the cache."""
+
+    def init(self: Any, manager: Any, *limits: int) -> None:
+        make(self, manager, *limits)
+        manager.get_computed_blocks = lambda token_ids: []
+
+    return init
+
+
+def first_preempted_first(schedule: Function) -> Function:
+    """Return a schedule that preempts the request that was admitted first."""
+
+    def call(self: Any) -> Any:
+        self.running.reverse()
+        return schedule(self)
+
+    return call
+
+
+def needless_preemption(schedule: Function) -> Function:
+    """Return a schedule that preempts one of two requests, whether or not blocks are left."""
+
+    def call(self: Any) -> Any:
+        if len(self.running) < 2:
+            return schedule(self)
+        victim = self.running.pop()
+        self.block_manager.free(victim.request_id)
+        victim.num_computed_tokens = 0
+        victim.num_preemptions += 1
+        self.waiting.appendleft(victim)
+        limit, self.max_running = self.max_running, len(self.running)
+        found = schedule(self)
+        self.max_running = limit
+        found.preempted_req_ids.insert(0, victim.request_id)
+        return found
+
+    return call
+
+
 SINGLE: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "no cuts give no micro batches": ("split_attn_metadata", one_for_none),
-    "new tokens far apart in memory are found": ("reshape_and_cache", reversed_tokens),
-    "such a layer gets the wanted tokens and the whole step": (
+    "no slices give no micro batches": ("split_attn_metadata", one_for_none),
+    "offsets of new tokens have 64 bits": ("reshape_and_cache", reversed_tokens),
+    "a fast prefill layer gets the selected tokens and the whole step": (
         "create_fast_prefill_custom_backend",
         same_backend,
     ),
-    "a derived backend differs in its builder alone": (
+    "a derived backend differs only in its builder": (
         "create_fast_prefill_custom_backend",
         same_backend,
     ),
-    "drafts get an axis of their own and lose it without a copy": (
+    "drafts are reshaped to their own axis and back without a copy": (
         "reshape_query_for_spec_decode",
         copied,
     ),
@@ -357,7 +458,7 @@ SINGLE: dict[str, tuple[str, Callable[[Any], Any]]] = {
         "reshape_kv_caches",
         one_layout,
     ),
-    "each layer is handed its own cache or the one it shares": (
+    "each layer is bound to its own cache or the one it shares": (
         "bind_kv_cache",
         sorted_by_name,
     ),
@@ -365,7 +466,7 @@ SINGLE: dict[str, tuple[str, Callable[[Any], Any]]] = {
         "build_common_attn_metadata",
         reversed_slots,
     ),
-    "an argument that is left out means the same": (
+    "an omitted argument has the default of the reference": (
         "reorder_batch_to_split_decodes_and_prefills",
         other_default,
     ),
@@ -374,29 +475,89 @@ SINGLE: dict[str, tuple[str, Callable[[Any], Any]]] = {
         one_token_more,
     ),
     "the tensors of a step keep their addresses": ("StepBuffers", new_tensors),
-    "every field of a step says what its requests say": (
+    "every field of a step follows from its requests": (
         "build_common_attn_metadata",
         reversed_slots,
     ),
-    "every field of a layers metadata says what the step says": (
+    "every field of a layers metadata follows from the step": (
         "BACKENDS",
         metadata_without_trees,
     ),
-    "a layer obeys the trees of its step": (
+    "a layer applies the trees of its step": (
         "BACKENDS",
         of_layers(step_without("tree_mask")),
     ),
-    "a layer obeys the images of its step": (
+    "a layer applies the images of its step": (
         "BACKENDS",
         of_layers(step_without("query_ranges")),
     ),
-    "a layer obeys its options and those of its step": (
+    "a layer applies its options and those of its step": (
         "BACKENDS",
         of_layers(step_without("causal", True)),
     ),
     "a layer keeps its cache in fp8 under its scales": (
         "BACKENDS",
         of_layers(swapped_scales),
+    ),
+    "free blocks are allocated in order of their ids unless a seed shuffles them": (
+        "BlockManager",
+        with_method("__init__", without_seed),
+    ),
+    "a step stays within the token budget and the number of running requests": (
+        "Scheduler",
+        with_limits(lambda budget, running: (budget + 1, running)),
+    ),
+    "every request finishes with the tokens that were sampled for it": (
+        "Scheduler",
+        with_method("update_from_output", another_token),
+    ),
+    "a scheduled request computes its next known tokens": (
+        "Scheduler",
+        with_requests(samples_token=lambda each: not each.samples_token),
+    ),
+    "a chunk ends with the known tokens or with the budget": (
+        "Scheduler",
+        with_limits(lambda budget, running: (max(1, budget - 1), running)),
+    ),
+    "the rows of a step hold its tokens and no block more": (
+        "Scheduler",
+        with_requests(block_ids=lambda each: [*each.block_ids, 0]),
+    ),
+    "a step lists every block that it writes for the first time": (
+        "Scheduler",
+        with_output(lambda found: found.new_block_ids.clear()),
+    ),
+    "a running request goes before every waiting one": (
+        "Scheduler",
+        with_output(lambda found: found.scheduled_requests.reverse()),
+    ),
+    "a request waits only for token budget blocks or the limit of running requests": (
+        "Scheduler",
+        with_limits(lambda budget, running: (budget, 1)),
+    ),
+    "the request admitted last is preempted first": (
+        "Scheduler",
+        with_method("schedule", first_preempted_first),
+    ),
+    "no request is preempted while enough blocks are left": (
+        "Scheduler",
+        with_method("schedule", needless_preemption),
+    ),
+    "nothing is preempted if all requests fit": (
+        "Scheduler",
+        with_method("schedule", needless_preemption),
+    ),
+    "a token is computed once unless it is a prefix hit or is preempted": (
+        "Scheduler",
+        with_output(lambda found: vars(found).update(num_prefix_hit_tokens=99)),
+    ),
+    "a prompt that is in the cache is computed from its first unknown block on": (
+        "Scheduler",
+        with_method("__init__", without_prefix_hits),
+    ),
+    "a step requests a copy of a shared block before it is written": (
+        "Scheduler",
+        with_output(lambda found: found.blocks_to_copy.clear()),
     ),
 }
 """By law: the operation that is wrong, and its fault."""

@@ -136,9 +136,9 @@ def test_a_disagreement_ends_with_one_and_can_be_reproduced(
         "twin_without_first_key.attention.paged.paged_attention",
         importlib.import_module("pagetwin.reference.attention.paged").paged_attention,
     )
-    mended = pagetwin("reproduce", path)
-    assert mended.exit_code == 0, mended.output
-    assert "The step is right now." in mended.output
+    fixed = pagetwin("reproduce", path)
+    assert fixed.exit_code == 0, fixed.output
+    assert "The step is right now." in fixed.output
 
 
 @pytest.mark.parametrize(

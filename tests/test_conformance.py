@@ -1,7 +1,7 @@
 """Does the suite itself do what it says: try, catch, shrink, report, go on?
 
 The laws have tests of their own. Here they are judged by what happens around them: kernels that
-crash, hang, are missing or refuse, and everything that tells about it.
+crash, hang, are missing or reject, and what is reported of it.
 """
 
 import json
@@ -47,8 +47,8 @@ from typer.testing import CliRunner
 
 ROOT = Path(__file__).parents[1]
 ADAPTERS = ROOT / "docs" / "adapters"
-SLOTS = "every new token gets the slot that its row says"
-HISTORY = "a cache stays right whatever is done to it"
+SLOTS = "every new token gets the slot of its block table row"
+HISTORY = "a cache is right after any sequence of operations"
 
 RIGHT = """
 from pagetwin.reference.cache.slot_mapping import compute_slot_mapping_batch as right
@@ -317,8 +317,8 @@ def test_a_file_elsewhere_is_a_module_too(kernels, tmp_path):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["nobody"], "there is no module nobody here"),
-        (["nobody.py"], "there is no such file"),
+        (["nobody"], "module nobody was not found"),
+        (["nobody.py"], "the file does not exist"),
         (["json"], "json has none of the operations"),
         (["reference", "--only", "no such words"], "no law contains it; areas are"),
         (["reference", "--known", "a law"], "expected LAW=REASON"),
@@ -327,7 +327,7 @@ def test_a_file_elsewhere_is_a_module_too(kernels, tmp_path):
         (["reference", "--json", "no/folder.json"], "no/folder.json"),
     ],
 )
-def test_what_the_user_can_mend_is_one_sentence(kernels, words, sentence):
+def test_what_the_user_can_fix_is_one_sentence(kernels, words, sentence):
     result = check(*words)
     assert result.exit_code == USER_ERROR, result.output
     assert sentence in result.output
@@ -416,14 +416,14 @@ def test_a_case_is_brought_inside_of_what_is_declared():
 
 
 def test_a_law_all_of_whose_cases_are_refused_is_listed_and_not_held(kernels):
-    def refuse(setting, case):
+    def reject(setting, case):
         raise OutsideSupport("dtype float32")
 
-    law = Law("a law", "area", (), [1, 2], refuse)
+    law = Law("a law", "area", (), [1, 2], reject)
     setting = make_setting(load_candidate("reference"), "cpu")
     result = try_law(law, setting, 0, 5)
     assert result.status == Status.OUTSIDE and result.ok
-    assert (result.cases, result.refused, result.reason) == (2, 2, "dtype float32")
+    assert (result.cases, result.skipped, result.reason) == (2, 2, "dtype float32")
     name = kernels(
         "from pagetwin.conformance import Support\n"
         "SUPPORT = Support(operations=['compute_slot_mapping_batch'])\n" + OFF_BY_ONE
@@ -486,8 +486,8 @@ def test_fuzzing_keeps_what_broke_and_begins_with_it(kernels, tmp_path):
     again = fuzz_implementation(name, 1.0, corpus=tmp_path / "kept", **options)
     assert set(again.broken) == {SLOTS} and again.cases == 0
     (tmp_path / f"{name}.py").write_text(OFF_BY_ONE.replace("+= 1", "+= 0"))
-    mended = fuzz_implementation(name, 0.02, corpus=tmp_path / "kept", **options)
-    assert mended.mended == [SLOTS] and not mended.broken and mended.cases > 0
+    fixed = fuzz_implementation(name, 0.02, corpus=tmp_path / "kept", **options)
+    assert fixed.fixed == [SLOTS] and not fixed.broken and fixed.cases > 0
     assert not program.exists()
     assert json.loads((program.parent / "corpus.json").read_text())["cases"] == {}
     (program.parent / "corpus.json").write_text("{")
@@ -599,9 +599,9 @@ def test_an_adapter_that_runs_here_answers_what_it_declares(name):
     ]
     results = [try_law(law, setting, 0, 8) for law in laws]
     assert [each for each in results if not each.ok] == []
-    # what is refused as drawn is fitted; half of the bounds are larger than the truth, and refused
-    assert all(each.cases > each.refused for each in results)
-    assert sum(each.cases - each.refused for each in results) >= 20
+    # a case that is rejected as drawn is fitted; half of the bounds exceed the truth
+    assert all(each.cases > each.skipped for each in results)
+    assert sum(each.cases - each.skipped for each in results) >= 20
 
 
 @pytest.mark.parametrize(

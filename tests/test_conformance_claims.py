@@ -20,7 +20,7 @@ from pagetwin.conformance.harness.candidate import (
 )
 from pagetwin.conformance.harness.expect import (
     Disagreement,
-    expect_refusal,
+    expect_rejection,
     expect_untimely,
 )
 from pagetwin.conformance.harness.fitting import fit_case
@@ -41,8 +41,8 @@ from torch import Tensor
 
 ADAPTERS = Path(__file__).parents[1] / "docs" / "adapters"
 RIGHT = load_candidate("reference")
-COMPANY = [law for law in ALL_LAWS if law.area == "batch_invariance"]
-SHAPES = "paged attention rejects what does not fit"
+INVARIANCE = [law for law in ALL_LAWS if law.area == "batch_invariance"]
+SHAPES = "paged attention rejects invalid arguments"
 PLAIN = [
     "scale",
     "out",
@@ -68,7 +68,7 @@ def tried(
     return try_law(find_law(sentence), setting, 0, examples)
 
 
-# ---- what is not asked is not held
+# ---- a law without calls is not held
 
 
 def test_kernels_without_layers_do_not_hold_the_laws_about_layers() -> None:
@@ -82,26 +82,26 @@ def test_kernels_without_layers_do_not_hold_the_laws_about_layers() -> None:
         for each in about:
             result = tried(each.name, support, paged_attention=attend)
             assert result.status == status and "BACKENDS" in result.reason, result
-    refuses = type(
+    rejecting = type(
         "Choosy",
         (RIGHT.operations["BACKENDS"][0],),
         {"validate_configuration": classmethod(lambda *given: ["never"])},
     )
     for each in about:
-        result = tried(each.name, Support(), BACKENDS=(refuses,))
+        result = tried(each.name, Support(), BACKENDS=(rejecting,))
         assert result.status == Status.OUTSIDE, result
         assert "no backend for heads of" in result.reason
 
 
-def test_a_law_that_asks_nothing_of_a_candidate_is_not_held() -> None:
+def test_a_law_that_calls_no_operation_is_not_held() -> None:
     setting = make_setting(RIGHT, "cpu")
     silent = Law("a law", "area", (), [1, 2], lambda setting, case: None)
     result = try_law(silent, setting, 0, 5)
-    assert (result.status, result.cases, result.refused) == (Status.OUTSIDE, 2, 2)
-    assert result.reason == "the law had nothing to ask"
+    assert (result.status, result.cases, result.skipped) == (Status.OUTSIDE, 2, 2)
+    assert result.reason == "the law called no operation"
     attend = RIGHT.operations["paged_attention"]
     result = tried(
-        "an argument that is left out means the same",
+        "an omitted argument has the default of the reference",
         Support(operations=["paged_attention"]),
         paged_attention=attend,
     )
@@ -113,12 +113,12 @@ def test_one_kind_of_attention_is_judged_without_the_other(operation: str) -> No
     """Six laws once needed both, and said nothing about a kernel that has one."""
     alone = {operation: RIGHT.operations[operation]}
     setting = make_setting(Candidate("mine", alone, Support()), "cpu")
-    areas = ("attention", "masks", "invariance", "attention_refusals")
+    areas = ("attention", "masks", "invariance", "attention_rejections")
     about = [law for law in ALL_LAWS if law.area in areas]
     assert all(len(law.needs) == 1 for law in about)
     count = 0
     for each in about:
-        if operation in each.needs and "bits" in each.name:
+        if operation in each.needs and "bitwise" in each.name:
             result = try_law(each, setting, 0, 3)
             assert result.status == Status.HELD, result
             count += 1
@@ -126,16 +126,16 @@ def test_one_kind_of_attention_is_judged_without_the_other(operation: str) -> No
 
 
 def test_a_decode_adapter_is_judged_on_masks_and_on_plans_of_a_laws_own() -> None:
-    """Its cases were needles beside prompts, which it refuses, so that no law was about it."""
+    """Its cases were needles beside prompts, which it rejects, so that no law was about it."""
     adapter = load_candidate(str(ADAPTERS / "torch_sdpa.py"))
     for sentence in (
         "a query attends to all keys up to itself and none after",
         "no key is lost between two tiles or splits",
-        "every argument of attention is obeyed",
+        "every argument of attention has its effect",
         "checking contents changes nothing",
     ):
         result = try_law(find_law(sentence), make_setting(adapter, "cpu"), 0, 12)
-        assert result.status == Status.HELD and result.refused < result.cases, result
+        assert result.status == Status.HELD and result.skipped < result.cases, result
 
     def one_key_less(*given: Any, causal: bool = True, **named: Any) -> Tensor:
         found: Tensor = adapter.operations["paged_attention"](
@@ -159,7 +159,7 @@ def test_a_decode_adapter_is_judged_on_masks_and_on_plans_of_a_laws_own() -> Non
         body(setting.fitting(), case)
 
 
-def test_a_sight_is_cut_where_its_query_stands() -> None:
+def test_a_mask_case_is_cut_at_the_position_of_its_query() -> None:
     support = Support(max_query_len=1, options=["sliding_window"])
     sight = MaskCase(5, 40, "window to both sides", 7, 2, 37)
     fitted = fit_case(sight, support)
@@ -169,16 +169,16 @@ def test_a_sight_is_cut_where_its_query_stands() -> None:
     assert fit_case(sight, Support()) is sight
 
 
-# ---- refusals
+# ---- rejections
 
 
-def test_who_declares_to_check_nothing_is_not_asked_to_refuse() -> None:
+def test_who_declares_to_check_nothing_is_not_tried_with_invalid_input() -> None:
     attend = RIGHT.operations["paged_attention"]
-    for refuses, asked in (([], 0), (["shapes"], 2), (["contents"], 1), (None, 3)):
-        support = Support(operations=["paged_attention"], refuses=refuses)
+    for rejects, asked in (([], 0), (["shapes"], 2), (["contents"], 1), (None, 3)):
+        support = Support(operations=["paged_attention"], rejects=rejects)
         results = [
             tried(each.name, support, paged_attention=attend)
-            for each in choose_laws("attention_refusals")
+            for each in choose_laws("attention_rejections")
             if "paged_attention" in each.needs
         ]
         held = [each for each in results if each.status == Status.HELD]
@@ -209,13 +209,13 @@ def reads_any_integer(*given: Any, **named: Any) -> Any:
     return RIGHT.paged_attention(*given, **pack_options(**named))
 
 
-def test_nonsense_is_refused_or_means_what_it_can_only_mean() -> None:
-    """It used to be enough that a prompt was refused, with or without nonsense in it."""
+def test_nonsense_is_rejected_or_means_what_it_can_only_mean() -> None:
+    """It used to be enough that a prompt was rejected, with or without nonsense in it."""
     assert tried(SHAPES, DECODES, paged_attention=checks_nothing).status == (
         Status.BROKEN
     )
     lenient = tried(SHAPES, DECODES, paged_attention=reads_any_integer)
-    assert lenient.status == Status.HELD and lenient.refused < lenient.cases, lenient
+    assert lenient.status == Status.HELD and lenient.skipped < lenient.cases, lenient
     strict = tried(SHAPES, Support(), paged_attention=reads_any_integer)
     assert strict.status == Status.BROKEN, strict
 
@@ -228,12 +228,12 @@ def test_nonsense_is_refused_or_means_what_it_can_only_mean() -> None:
     assert wrong.status == Status.BROKEN and "lengths of 64 bits" in wrong.case
 
 
-def test_a_refusal_of_something_else_is_none() -> None:
+def test_a_rejection_of_something_else_is_none() -> None:
     def outside() -> None:
         raise OutsideSupport("dtype float16")
 
     with pytest.raises(OutsideSupport):
-        expect_refusal("nonsense", outside)
+        expect_rejection("nonsense", outside)
 
 
 @pytest.mark.parametrize("error", [RuntimeError, RecursionError])
@@ -260,7 +260,7 @@ def test_a_law_that_is_not_claimed_is_a_skipped_test() -> None:
         implementation, device = "mine", "cpu"
 
         def try_law(self, job: Any, area: str) -> Result:
-            return tried(SHAPES, Support(refuses=[]), paged_attention=checks_nothing)
+            return tried(SHAPES, Support(rejects=[]), paged_attention=checks_nothing)
 
     attempt = LawToTry(find_law(SHAPES), Fixed(), 0, 5, None)  # type: ignore[arg-type]
     with pytest.raises(pytest.skip.Exception, match="does not check shapes"):
@@ -327,13 +327,13 @@ def minds(is_so: Callable[..., bool]) -> Callable[..., Tensor]:
 
 
 INVARIANT = Support(operations=["paged_attention"], options=PLAIN, batch_invariant=True)
-ALONE, CUT, CROWD = (each.name for each in COMPANY)
+ALONE, CUT, CROWD = (each.name for each in INVARIANCE)
 
 
 @pytest.mark.parametrize("sentence", [ALONE, CUT, CROWD])
 def test_batch_invariance_is_asked_of_those_who_claim_it(sentence: str) -> None:
     held = tried(sentence, INVARIANT, paged_attention=token_by_token)
-    assert held.status == Status.HELD and held.refused < held.cases, held
+    assert held.status == Status.HELD and held.skipped < held.cases, held
     silent = replace(INVARIANT, batch_invariant=False)
     unclaimed = tried(sentence, silent, paged_attention=token_by_token)
     assert unclaimed.status == Status.OUTSIDE
@@ -373,7 +373,7 @@ def test_the_claim_may_be_an_argument_or_another_callable() -> None:
     assert tried(CUT, INVARIANT, paged_attention=right).status == Status.BROKEN
     twin = Candidate("twin", {"paged_attention": attend}, Support())
     assert twin.why_unclaimed(BATCH_INVARIANT) is None
-    assert RIGHT.why_unclaimed("refuses shapes") is None
+    assert RIGHT.why_unclaimed("rejects shapes") is None
 
 
 # ---- layers

@@ -50,9 +50,6 @@ LARGE_FOLDERS = {
 # more lines than 600 in one file, and why
 LONG_FILES = {
     "shared/conformance/generators/options.py": "to be split",
-    "shared/conformance/laws/cache.py": "to be split",
-    "shared/conformance/laws/graph_state.py": "to be split",
-    "shared/conformance/laws/layouts.py": "to be split",
 }
 
 

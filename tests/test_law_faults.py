@@ -20,8 +20,7 @@ NAMED_BY_NO_LAW = ("compute_slot_mapping_batch", "merge_attn_states")
 
 STATEFUL = ("block_manager", "scheduler")
 """Areas about classes with much state, which a fault of any method often stops with an error of its
-own before a law compares anything. Such an error breaks a law too. Where no fault of any operation
-breaks a law, SINGLE has yet to name one."""
+own before a law compares anything. Such an error breaks a law too."""
 
 
 def is_broken(law: Law, candidate: Candidate) -> bool:
@@ -56,10 +55,7 @@ def test_a_law_fails_on_an_implementation_with_a_fault(law: Law) -> None:
         assert is_broken(law, Candidate("broken", operations, Support()))
         return
     names = law.needs or NAMED_BY_NO_LAW
-    fails = any(is_broken(law, broken(RIGHT, names, fault)) for fault in ANY.values())
-    if law.area in STATEFUL and not fails:
-        pytest.xfail("no fault of its operations is written down yet")
-    assert fails
+    assert any(is_broken(law, broken(RIGHT, names, fault)) for fault in ANY.values())
 
 
 def test_faults_of_single_operations_are_of_laws_that_exist() -> None:

@@ -20,7 +20,7 @@ from pagetwin.conformance.harness.runner import make_setting, try_law
 from pagetwin.conformance.laws.all_laws import ALL_LAWS
 from pagetwin.validation import values_checked
 
-REJECTIONS = [law for law in ALL_LAWS if (law.claim or "").startswith("refuses")]
+REJECTIONS = [law for law in ALL_LAWS if (law.claim or "").startswith("rejects")]
 Error = tuple[str, str, str]
 """The input in words, the type of the error and its message."""
 
@@ -29,23 +29,23 @@ Error = tuple[str, str, str]
 def errors(monkeypatch: pytest.MonkeyPatch) -> list[Error]:
     """Return the list to which every error that a law expects is appended."""
     found: list[Error] = []
-    expect_refusal = expect.expect_refusal
+    expect_rejection = expect.expect_rejection
 
     def noted(what: str, call: Any, *rest: Any) -> None:
         def raising() -> Any:
             try:
                 return call()
-            except expect.REFUSALS as error:
+            except expect.INPUT_ERRORS as error:
                 found.append((what, type(error).__name__, str(error)))
                 raise
 
-        expect_refusal(what, raising, *rest)
+        expect_rejection(what, raising, *rest)
 
     for name, module in list(sys.modules.items()):
         if name.startswith("pagetwin.conformance") and hasattr(
-            module, "expect_refusal"
+            module, "expect_rejection"
         ):
-            monkeypatch.setattr(module, "expect_refusal", noted)
+            monkeypatch.setattr(module, "expect_rejection", noted)
     return found
 
 
@@ -63,7 +63,7 @@ def test_both_twins_raise_the_same_error_and_say_what_was_expected(
         raised.append(list(errors))
     for one, other in zip(*raised, strict=True):
         # a kernel may lack what the reference takes, and on a host no graph is recorded
-        lacks = other[1] == "NotImplementedError" or law.area == "graph_state"
+        lacks = other[1] == "NotImplementedError" or law.area == "graph_rejections"
         assert one == other or lacks, (one, other)
     for what, _, message in raised[0]:
         assert re.search(r"expected|; |is not a multiple of|has no", message), (

@@ -30,7 +30,7 @@ SUPPORT = Support(
         "logits_soft_cap",
         "alibi_slopes",
     ],
-    refuses=[],
+    rejects=[],
 )
 
 
@@ -66,8 +66,8 @@ def paged_attention(
     # step: compute where each sequence's keys would start if they were concatenated
     key_start_loc = torch.nn.functional.pad(seq_lens.cumsum(0), (1, 0)).int()
     # its prefetch reads entries past the end of a row: each must be a valid block id
-    behind = torch.arange(block_table.shape[1], device=query.device)
-    owned = behind < -(-seq_lens // key_cache.shape[1])[:, None]
+    columns = torch.arange(block_table.shape[1], device=query.device)
+    owned = columns < -(-seq_lens // key_cache.shape[1])[:, None]
     left = -1 if sliding_window is None else sliding_window - 1
 
     # step: attend

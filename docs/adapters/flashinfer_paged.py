@@ -24,7 +24,7 @@ SUPPORT = Support(
     block_sizes=[1, 8, 16, 32],
     head_sizes=[64, 128, 256],
     options=["scale", "out", "lse", "sliding_window", "logits_soft_cap", "causal"],
-    refuses=[],
+    rejects=[],
 )
 
 

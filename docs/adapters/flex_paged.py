@@ -28,7 +28,7 @@ SUPPORT = Support(
         "logits_soft_cap",
         "alibi_slopes",
     ],
-    refuses=[],
+    rejects=[],
 )
 
 
@@ -85,13 +85,13 @@ def paged_attention(
     query_req = reqs.repeat_interleave(query_lens)
     key_req = reqs.repeat_interleave(seq_lens)
     key_start = seq_lens.cumsum(0) - seq_lens
-    key_place = torch.arange(keys, device=query.device) - key_start[key_req]
-    behind = (seq_lens - query_lens)[query_req] - query_start_loc[:-1][query_req]
-    query_place = torch.arange(tokens, device=query.device) + behind
+    key_position = torch.arange(keys, device=query.device) - key_start[key_req]
+    shift = (seq_lens - query_lens)[query_req] - query_start_loc[:-1][query_req]
+    query_position = torch.arange(tokens, device=query.device) + shift
     flags = torch.as_tensor(causal, device=query.device).expand(len(reqs))
 
-    def sees(batch, head, q, kv):
-        here, there = query_place[q], key_place[kv]
+    def attends(batch, head, q, kv):
+        here, there = query_position[q], key_position[kv]
         seen = query_req[q] == key_req[kv]
         seen = seen & (~flags[query_req[q]] | (there <= here))
         if sliding_window is not None:
@@ -104,13 +104,13 @@ def paged_attention(
             seen = seen & same
         return seen
 
-    mask = create_mask(sees, 1, 1, tokens, keys, device=query.device)[0, 0]
+    mask = create_mask(attends, 1, 1, tokens, keys, device=query.device)[0, 0]
 
     def change(score, batch, head, q, kv):
         if logits_soft_cap is not None:
             score = logits_soft_cap * torch.tanh(score / logits_soft_cap)
         if alibi_slopes is not None:
-            score = score + alibi_slopes[head] * (key_place[kv] - query_place[q])
+            score = score + alibi_slopes[head] * (key_position[kv] - query_position[q])
         return torch.where(mask[q, kv], score, -torch.inf)
 
     # step: attend

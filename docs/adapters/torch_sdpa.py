@@ -13,7 +13,7 @@ SUPPORT = Support(
     cache_dtypes=["float32", "float16"],
     max_query_len=1,
     options=["scale", "out"],
-    refuses=[],
+    rejects=[],
 )
 
 

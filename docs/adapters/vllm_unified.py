@@ -27,7 +27,7 @@ SUPPORT = Support(
         "alibi_slopes",
         "sinks",
     ],
-    refuses=[],
+    rejects=[],
 )
 
 
@@ -53,8 +53,8 @@ def paged_attention(
     tokens = int(query_start_loc[-1])
     if not tokens:
         return out
-    behind = torch.arange(block_table.shape[1], device=query.device)
-    owned = behind < -(-seq_lens // key_cache.shape[1])[:, None]
+    columns = torch.arange(block_table.shape[1], device=query.device)
+    owned = columns < -(-seq_lens // key_cache.shape[1])[:, None]
     # its bias counts from the context's end: a constant per query, which cancels in softmax
     unified_attention(
         q=query[:tokens],

@@ -32,7 +32,7 @@ SUPPORT = Support(
     head_sizes=[32, 64, 128, 256],
     max_query_len=1,
     options=["scale", "out", "lse"],
-    refuses=[],
+    rejects=[],
 )
 
 

@@ -28,7 +28,7 @@ def ladder_run(record: Path | None = None) -> str:
         " first launch and in a replay."
     )
     if run["left_out"]:
-        words += f" There was no time for {', '.join(run['left_out'])}."
+        words += f" The time limit left out {', '.join(run['left_out'])}."
     return words
 
 
@@ -95,7 +95,7 @@ def ladder_rung(name: str) -> str:
     path = FOLDER / f"{name}.py"
     source = path.read_text(encoding="utf-8")
     tree = ast.parse(source)
-    question, _, words = (ast.get_docstring(tree) or "").partition("\n\n")
+    summary, _, words = (ast.get_docstring(tree) or "").partition("\n\n")
     lines = source.splitlines()
     kernels = "\n\n\n".join(
         "\n".join(lines[node.decorator_list[0].lineno - 1 : node.end_lineno])
@@ -106,7 +106,7 @@ def ladder_rung(name: str) -> str:
     shown = f'??? example "{path.name}"\n\n' + textwrap.indent(
         f"```python\n{kernels}\n```", "    "
     )
-    return f"*{question}* {words}" + (f"\n\n{shown}" if kernels else "")
+    return f"*{summary}* {words}" + (f"\n\n{shown}" if kernels else "")
 
 
 def _record(path: Path | None) -> Record | None:

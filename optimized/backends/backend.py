@@ -54,7 +54,7 @@ def _fields(
         threshold = builder.reorder_batch_threshold
         assert threshold is not None
         boundary = split_decodes_and_prefills(common, threshold)
-    # step: find the image that each token stands in
+    # step: find the image of each token
     query_ranges = None
     if common.mm_req_doc_ranges:
         ranges = torch.full(

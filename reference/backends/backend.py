@@ -3,7 +3,7 @@
 A backend bundles a cache shape, a metadata builder and a layer implementation, so that an engine
 can swap one for another. A layer's forward is then always the same three steps: write the new
 keys and values, attend for the decodes, attend for the prefills. Cross-attention takes them too,
-with the encoders' keys in place of the sequences'; inside an encoder nothing is kept, so there is
+with the encoders' keys in place of the sequences'; encoders cache nothing, so there is
 one step alone.
 """
 
@@ -50,7 +50,7 @@ class ReferenceAttentionMetadataBuilder(AttentionMetadataBuilder):
             boundary = (0, common.num_reqs, 0, common.num_actual_tokens)
         else:
             boundary = split_decodes_and_prefills(common, self.reorder_batch_threshold)
-        # step: find the image that each token stands in
+        # step: find the image of each token
         ranges = torch.full(
             (common.num_actual_tokens, 2), -1, dtype=torch.int32, device=HOST
         )

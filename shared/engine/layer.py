@@ -31,7 +31,7 @@ from ..validation.layer import (
     check_new_layer,
     check_new_scale,
     check_scale_inputs,
-    refuse_option,
+    reject_option,
 )
 from .backend_interface import AttentionBackend
 from .selector import get_attn_backend
@@ -191,7 +191,7 @@ class Attention(nn.Module):
             # if a cache is shared, forward passes no slots, so every implementation supports it
             is_needed = name != "kv_sharing_target_layer_name"
             if is_needed and name not in taken and not _is_neutral(name, value):
-                refuse_option(self.layer_name, self.backend, name, value)
+                reject_option(self.layer_name, self.backend, name, value)
         return self.attn_backend.get_impl_cls()(
             self.num_heads,
             self.head_size,

@@ -75,8 +75,8 @@ tensor([20.0000,  4.0000,  5.5000])
                 "(1, 1)",
             ),
             StoryStep(
-                "The layer is a decoder's, so what it sees is cached. An encoder's would attend"
-                " here, among the new tokens of the step, and write nothing.",
+                "The layer is a decoder's, so the keys that it attends to are cached. An encoder's"
+                " would attend here, among the new tokens of the step, and write nothing.",
                 "(layer.attn_type, layer.is_uncached)",
                 "('decoder', False)",
                 step="attend inside an encoder, which keeps nothing",
@@ -89,7 +89,7 @@ tensor([20.0000,  4.0000,  5.5000])
                 step="write the new keys and values",
             ),
             StoryStep(
-                "The decode sees its whole sequence, blocks 3 and 1. The prefill's tokens see"
+                "The decode attends to its whole sequence, blocks 3 and 1. The prefill's tokens see"
                 " 4, then 4 and 7.",
                 "[(10 + 20 + 30) / 3, 4 / 1, (4 + 7) / 2]",
                 "[20.0, 4.0, 5.5]",

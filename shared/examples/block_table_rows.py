@@ -104,7 +104,7 @@ tensor([[2],
                 step="find the block of the last token",
             ),
             StoryStep(
-                "There are no draft tokens, so one block per request is enough.",
+                "Without draft tokens one block per request is enough.",
                 "[[7, 2, 0][1], [5, 9, 4][2]]",
                 "[2, 4]",
                 step="take it and the blocks of the draft tokens",

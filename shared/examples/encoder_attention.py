@@ -9,7 +9,7 @@ from .story import Example, StoryStep
 def draw() -> list[Text]:
     """Return the concept's picture for the terminal."""
     views = [
-        [Text(), Text("token 0 sees"), Text()],
+        [Text(), Text("token 0 attends to"), Text()],
         boxes([("7", NEW), ("2", DIM), ("4", DIM)]),
         [Text(), Text("-> 7", style=NEW), Text()],
         [Text(), Text("  tokens 1 and 2 see"), Text()],
@@ -28,7 +28,7 @@ EXAMPLES = (
     Example(
         "encoder_attention",
         "encoder_attention",
-        "The lone token sees its own value, the other two the mean of both of theirs.",
+        "The lone token gets its own value, the other two the mean of both of theirs.",
         """\
 >>> encoder_attention(
 ...     query=torch.ones(3, 1, 1),
@@ -55,7 +55,7 @@ tensor([7., 3., 3.])
                 step="compare each query with every key",
             ),
             StoryStep(
-                "Nothing is masked: a token sees the tokens before it and after it.",
+                "Nothing is masked: a token attends to the tokens before it and after it.",
                 "[[True for key in (0, 1)] for query in (0, 1)]",
                 "[[True, True], [True, True]]",
                 step="hide the keys that a query does not see",

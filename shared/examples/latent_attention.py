@@ -110,8 +110,8 @@ tensor([5.])
         (
             StoryStep(
                 "The query 1.0986 has one element, the latents have two. w_uk makes a key of"
-                " a latent's second element, so the query goes there; its rope part, 0, stands"
-                " behind.",
+                " a latent's second element, so the query goes there; its rope part, 0,"
+                " follows.",
                 "[round(math.log(3) * weight, 4) for weight in (0, 1)] + [0.0]",
                 "[0.0, 1.0986, 0.0]",
                 step="carry the queries into the space of the latents",
@@ -156,14 +156,15 @@ tensor([5.])
 """,
         (
             StoryStep(
-                "The new token's latent 4, 1 becomes the key 1, with the rope key 9 behind it,"
+                "The new token's latent 4, 1 becomes the key 1, followed by the rope key 9,"
                 " and the value 4.",
                 "[[4 * 0 + 1 * 1, 9], [4 * 1 + 1 * 0]]",
                 "[[1, 9], [4]]",
                 step="expand the new tokens' latents to keys and values",
             ),
             StoryStep(
-                "The query 1.0986, 0 sees itself alone: the result is 4, the weight e^1.0986.",
+                "The query 1.0986, 0 attends to itself alone: the result is 4, the weight"
+                " e^1.0986.",
                 "round(math.exp(1 * math.log(3)), 4)",
                 "3.0",
                 step="attend to the new tokens, each up to itself",
@@ -181,7 +182,7 @@ tensor([5.])
                 step="expand its latents to keys and values",
             ),
             StoryStep(
-                "The query sees all of the context: the result is 8, the weight e^0.",
+                "The query attends to all of the context: the result is 8, the weight e^0.",
                 "math.exp(0 * math.log(3))",
                 "1.0",
                 step="attend to all of it",

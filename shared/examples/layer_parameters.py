@@ -59,7 +59,7 @@ EXAMPLES = (
 """,
         (
             StoryStep(
-                "Layer a sees all keys, and its settings are returned.",
+                "Layer a attends to all keys, and its settings are returned.",
                 "(shared.window_left, shared.sm_scale)",
                 "(-1, 0.125)",
                 step="take the first layer's parameters",

@@ -71,8 +71,8 @@ tensor([[7, 2],
                 step="copy the chunk's blocks from the row",
             ),
             StoryStep(
-                "Query 2 is the last but one of 2 new tokens on 4 keys, so it sees positions 0"
-                " to 2; query 4 is the first of its chunk and sees itself alone.",
+                "Query 2 is the last but one of 2 new tokens on 4 keys, so it attends to positions"
+                " 0 to 2; query 4 is the first of its chunk and attends to itself alone.",
                 "[4 - 2 + 1, 2 - 2 + 1]",
                 "[3, 1]",
                 step="copy the virtual requests to the device",

@@ -15,9 +15,9 @@ def draw() -> list[Text]:
     return [
         *said("A prompt with an image in two rows, at positions 2, 3 and 5, 6:", ""),
         *boxes(cells),
-        Text.assemble(("what position 2 sees, the first of its range (2, 3):", DIM)),
+        Text.assemble(("keys of position 2, the first of its range (2, 3):", DIM)),
         under(seen),
-        Text.assemble(("what position 5 sees, the first of its range (5, 6):", DIM)),
+        Text.assemble(("keys of position 5, the first of its range (5, 6):", DIM)),
         under(both),
     ]
 
@@ -42,7 +42,7 @@ EXAMPLES = (
                 step="find the runs of consecutive tokens",
             ),
             StoryStep(
-                "There is no window, so both are kept. With a window of 1 both are dropped.",
+                "Without a window both are kept. With a window of 1 both are dropped.",
                 "[last - first + 1 for first, last in [(2, 3), (5, 6)]]",
                 "[2, 2]",
                 step="drop ranges longer than the window",
@@ -61,7 +61,7 @@ EXAMPLES = (
         (
             StoryStep(
                 "Request 0 has two ranges, so every request gets two entries. (0, 0) fills"
-                " it: position 0 always sees itself.",
+                " it: position 0 always attends to itself.",
                 "max(len([(0, 2), (6, 7)]), len([]))",
                 "2",
             ),

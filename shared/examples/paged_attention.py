@@ -19,10 +19,10 @@ def draw() -> list[Text]:
         )
     )
     views = [
-        [Text(), Text("token 0 sees"), Text()],
+        [Text(), Text("token 0 attends to"), Text()],
         boxes([("4", NEW), ("x", DIM)]),
         [Text(), Text("-> 4", style=NEW), Text()],
-        [Text(), Text("  token 1 sees"), Text()],
+        [Text(), Text("  token 1 attends to"), Text()],
         boxes([("4", NEW), ("5", NEW)]),
         [Text(), Text("-> 4.5", style=NEW), Text()],
     ]
@@ -38,7 +38,7 @@ EXAMPLES = (
     Example(
         "paged_attention",
         "paged_attention",
-        "Token 0 sees its own value, token 1 the mean of both.",
+        "Token 0 gets its own value, token 1 the mean of both.",
         """\
 >>> paged_attention(
 ...     query=torch.ones(2, 1, 1),
@@ -67,7 +67,7 @@ tensor([4.0000, 4.5000])
                 step="compare each query with every key",
             ),
             StoryStep(
-                "Token 0 has position 0, so position 1 is masked for it. Token 1 sees"
+                "Token 0 has position 0, so position 1 is masked for it. Token 1 attends to"
                 " both.",
                 "[[key <= query for key in (0, 1)] for query in (0, 1)]",
                 "[[True, False], [True, True]]",

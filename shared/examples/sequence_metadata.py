@@ -35,7 +35,7 @@ EXAMPLES = (
     Example(
         "sequence_metadata",
         "is_block_tables_empty",
-        "No row for any sequence means that there is no cache; an empty row is a row.",
+        "Without a row for any sequence the cache is missing; an empty row is a row.",
         """\
 >>> is_block_tables_empty({0: None, 1: None}), is_block_tables_empty({0: []})
 (True, False)
@@ -104,7 +104,7 @@ tensor([[0, 0],
 """,
         (
             StoryStep(
-                "Neither group has images, so there are no placeholders to count.",
+                "Neither group has images, so the placeholder maps are empty.",
                 "builder.multimodal_placeholder_maps",
                 "{}",
                 step="count the placeholders",

@@ -46,7 +46,7 @@ EXAMPLES = (
                 "10",
             ),
             StoryStep(
-                "The next token sees 8 keys, its own included; of these 10 tokens it sees"
+                "The next token attends to 8 keys, its own included; of these 10 tokens that is"
                 " at most the last 8, which begin at position 2.",
                 "10 - 8",
                 "2",

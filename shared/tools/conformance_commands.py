@@ -135,7 +135,7 @@ def fuzz(
                 on_result=show,
             )
     console = Console(soft_wrap=True)
-    for law in run.mended:
+    for law in run.fixed:
         console.print(f"[green]fixed:[/] {law}", highlight=False)
     for law in run.missing:
         console.print(f"[yellow]missing:[/] {law}", highlight=False)

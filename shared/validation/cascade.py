@@ -77,13 +77,13 @@ def _check_shared_rows(
     for req, (query_len, seq_len) in enumerate(lens):
         if not query_len:
             continue
-        sees_all = not (causal[req] if isinstance(causal, Tensor) else causal)
-        shared = seq_len if sees_all else seq_len - query_len
+        attends_to_all = not (causal[req] if isinstance(causal, Tensor) else causal)
+        shared = seq_len if attends_to_all else seq_len - query_len
         if shared < common_prefix_len:
-            which = "keys" if sees_all else "keys before its new tokens"
+            which = "keys" if attends_to_all else "keys before its new tokens"
             raise ValueError(
                 f"request {req} has {shared} {which}: expected at least common_prefix_len ="
-                f" {common_prefix_len}, since every new token sees the whole prefix; give a"
+                f" {common_prefix_len}, since every new token attends to the whole prefix; give a"
                 " shorter one"
             )
         for entry, (own, first) in enumerate(zip(rows[req], rows[0], strict=True)):

@@ -154,7 +154,7 @@ def check_new_keys(
         if slots is None:
             raise ValueError(
                 "cross_slot_mapping = None but the encoder's keys are given: expected the slot"
-                " of each; keys that lie in the cache already are left out (key = None)"
+                " of each; keys that are already in the cache are left out (key = None)"
             )
         return
     if not crosses or (slots is not None and slots.numel()):

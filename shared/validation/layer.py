@@ -49,7 +49,7 @@ def check_kv_sharing_target(layer: Any, target: str, layers: Mapping[str, Any]) 
             )
 
 
-def refuse_option(layer: str, backend: str, name: str, value: object) -> NoReturn:
+def reject_option(layer: str, backend: str, name: str, value: object) -> NoReturn:
     """Reject an option that the backend's layers do not support."""
     raise NotImplementedError(
         f"layer {layer!r}: {name} = {value!r} is more than the layers of {backend} take:"

@@ -89,7 +89,7 @@ def _check_row(group: Any, sequence: Any, block_size: int) -> None:
     if row is None:
         raise ValueError(
             f"block_tables[{sequence.seq_id}] = None: expected a row, as other sequences of"
-            " the group have; None for all means that there is no cache"
+            " the group have; None for all means no cache"
         )
     check_row_reaches(len(row), sequence.orig_seq_len, block_size)
 

@@ -14,14 +14,14 @@ def draw() -> Drawing:
     for query in range(2, 6):
         d.text(20, 62 + (query - 2) * size, f"query p{query}")
         for key in range(6):
-            sees = key // 4 == query // 4 and key <= query
+            is_visible = key // 4 == query // 4 and key <= query
             d.box(
                 110 + key * size,
                 40 + (query - 2) * size,
                 size,
                 size,
                 "",
-                ("a" if query < 4 else "b") if sees else "off",
+                ("a" if query < 4 else "b") if is_visible else "off",
             )
     d.captions(110, 32, [f"p{key}" for key in range(6)], w=size)
     d.captions(110, 196, [7, 7, 2, 2, 5, 5], w=size)

@@ -200,14 +200,14 @@ def needle_position(
     """Return the position of the needle in a sequence, or None if it has none."""
     if needle == "none" or kv_len == 0:
         return None
-    places = {
+    positions = {
         "first": 0,
         "last": kv_len - 1,
         "first new": kv_len - query_len,
         "block edge": (kv_len - 1) // block_size * block_size,
         "tile edge": (kv_len - 1) // 64 * 64,
     }
-    return min(places[needle], kv_len - 1)
+    return min(positions[needle], kv_len - 1)
 
 
 def build(plan: BatchPlan, device: torch.device | str = "cpu") -> BatchTensors:

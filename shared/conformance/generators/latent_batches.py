@@ -130,9 +130,9 @@ class LatentBatch:
         if self.plan.cache_dtype is not None:
             cache = cache * self.plan.k_scale
         size, row = self.plan.block_size, self.rows[req]
-        places = range(self.plan.key_lens[req])
-        blocks = [row[place // size] for place in places]
-        line = cache[blocks, [place % size for place in places]]
+        positions = range(self.plan.key_lens[req])
+        blocks = [row[position // size] for position in positions]
+        line = cache[blocks, [position % size for position in positions]]
         if is_prefill:
             first = sum(self.plan.query_lens[:req])
             own = slice(first, first + self.plan.query_lens[req])
@@ -151,17 +151,17 @@ class LatentBatch:
         parts = torch.split(queries, list(plan.query_lens))
         empty = queries.new_empty(0, plan.rank + plan.rope)
         latents = [self.latents(req, is_prefill) for req in range(len(parts))]
-        for question, line in zip(parts, latents, strict=True):
+        for query, line in zip(parts, latents, strict=True):
             latent, rope = line[:, : plan.rank], line[:, plan.rank :]
             shared = rope[:, None].expand(-1, plan.heads, -1)
             key = torch.cat([torch.einsum("tl,hnl->thn", latent, w_uk), shared], 2)
             value = torch.einsum("tl,hlv->thv", latent, w_uv)
             size = torch.einsum("tl,hlv->thv", latent.abs(), w_uv.abs())
-            requests.append(OracleRequest(question, key, value))
-            sizes.append(OracleRequest(question, key, size))
+            requests.append(OracleRequest(query, key, value))
+            sizes.append(OracleRequest(query, key, size))
             nope = torch.einsum("tl,hnl->thn", latent.abs(), w_uk.abs())
             most = torch.cat([nope, shared.abs()], 2)
-            scores = torch.einsum("qhn,thn->hqt", question.abs(), most)
+            scores = torch.einsum("qhn,thn->hqt", query.abs(), most)
             largest.append(
                 scores.amax(2) if len(line) else scores.new_zeros(scores.shape[:2])
             )
@@ -225,12 +225,12 @@ def build_latents(plan: LatentPlan, device: torch.device) -> LatentBatch:
     for req, (query_len, key_len) in enumerate(
         zip(plan.query_lens, plan.key_lens, strict=True)
     ):
-        place = needle_position(plan.needle, query_len, key_len, size)
+        position = needle_position(plan.needle, query_len, key_len, size)
         own = queries[starts[req] : starts[req + 1]]
-        if place is None:
+        if position is None:
             continue
         # components along one direction: 2 in each query, 12 / scale in this key; score 24
-        key = latents[rows[req][place // size], place % size]
+        key = latents[rows[req][position // size], position % size]
         own *= 0.25
         key[:rank] += 3 * random(rank)
         if plan.is_rope:
@@ -246,8 +246,8 @@ def build_latents(plan: LatentPlan, device: torch.device) -> LatentBatch:
     # step: store the latents of all sequences in the cache
     kv_cache = empty_latent_cache(plan, num_blocks)
     for row, key_len in zip(rows, plan.key_lens, strict=True):
-        for place in range(key_len):
-            at = row[place // size], place % size
+        for position in range(key_len):
+            at = row[position // size], position % size
             if plan.cache_dtype is None:
                 kv_cache[at] = latents[at].to(plan.dtype)
             else:
@@ -272,11 +272,11 @@ def build_latents(plan: LatentPlan, device: torch.device) -> LatentBatch:
     )
     # step: pass the latents of new tokens also as inputs, as slices of one projection
     new = [
-        latents[row[place // size], place % size]
+        latents[row[position // size], position % size]
         for row, query_len, key_len in zip(
             rows, plan.query_lens, plan.key_lens, strict=True
         )
-        for place in range(key_len - query_len, key_len)
+        for position in range(key_len - query_len, key_len)
     ]
     fused = torch.full((tokens + plan.padding, rank + rope + 5), NAN)
     fused[:tokens, : rank + rope] = torch.stack(new) if new else latents[0, :0]

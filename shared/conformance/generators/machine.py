@@ -283,15 +283,15 @@ class Machine:
         needed = -(-(held + new) // size)
         # copy on write: the block to which new tokens are written must not be shared
         written = range(held // size, min(len(blocks), needed))
-        shared = [place for place in written if self.pool.owners[blocks[place]] > 1]
+        shared = [index for index in written if self.pool.owners[blocks[index]] > 1]
         fresh = needed - len(blocks)
         if needed > MOST_BLOCKS or len(shared) + fresh > len(self.pool.free):
             return False
         copies = []
-        for place in shared:
-            copies.append((blocks[place], self.pool.take()))
-            self.pool.leave(blocks[place])
-            blocks[place] = copies[-1][1]
+        for index in shared:
+            copies.append((blocks[index], self.pool.take()))
+            self.pool.leave(blocks[index])
+            blocks[index] = copies[-1][1]
         assert sequence.row is not None
         if copies:
             mapping = torch.tensor(copies, dtype=torch.int64)
@@ -357,8 +357,8 @@ class Machine:
     def _contents(self, tokens: list[int], rows: int, sign: int) -> Tensor:
         """Return [rows, kv_heads, head_size]; padding rows are NaN."""
         found = torch.full((rows, 2, 3), torch.nan)
-        for place, token in enumerate(tokens):
-            found[place] = self._content(token, sign)
+        for index, token in enumerate(tokens):
+            found[index] = self._content(token, sign)
         return found.to(self.setting.device)
 
     # step: comparisons

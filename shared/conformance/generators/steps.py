@@ -84,8 +84,8 @@ class Requests:
         """Return the slot of every new token."""
         rows, size = self.rows(), self.block_size
         return [
-            rows[req][place // size] * size + place % size
-            for req, place in zip(self.owners(), self.positions(), strict=True)
+            rows[req][position // size] * size + position % size
+            for req, position in zip(self.owners(), self.positions(), strict=True)
         ]
 
     def seen(self, chunk: int | None = None) -> list[list[int]]:
@@ -101,8 +101,8 @@ class Requests:
             first = 0 if chunk is None else last // chunk * chunk
             found.append(
                 [
-                    rows[req][place // size] * size + place % size
-                    for place in range(first, last + 1)
+                    rows[req][position // size] * size + position % size
+                    for position in range(first, last + 1)
                 ]
             )
         return found
@@ -280,9 +280,9 @@ def expect_field(what: str, found: Any, right: Any, device: torch.device) -> Non
     """Raise a Disagreement if a value has another type, device or content."""
     if isinstance(right, Tensor):
         expect_same(what, packed(found), packed(right))
-        place = "cpu" if what.endswith(ON_THE_HOST) else device.type
-        if found.device.type != place:
-            raise Disagreement(what, "where it lies", found.device, place)
+        expected = "cpu" if what.endswith(ON_THE_HOST) else device.type
+        if found.device.type != expected:
+            raise Disagreement(what, "its device", found.device, expected)
         return
     if type(found) is not type(right):
         raise Disagreement(what, "as a whole", repr(found), repr(right))
@@ -323,9 +323,9 @@ def seen_by(
                 last = seq_len - begins[req + 1] + token
                 found.append(
                     [
-                        table[req][place // block_size] * block_size
-                        + place % block_size
-                        for place in range(last + 1)
+                        table[req][position // block_size] * block_size
+                        + position % block_size
+                        for position in range(last + 1)
                     ]
                 )
         copies.append(found)

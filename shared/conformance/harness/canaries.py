@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .expect import Disagreement, expect_refusal, expect_same
+from .expect import Disagreement, expect_rejection, expect_same
 
 
 def memory_of(tensor: Tensor) -> Tensor:
@@ -80,7 +80,9 @@ def checked_values() -> Iterator[None]:
             os.environ[name] = before
 
 
-def expect_all_refused(what: str, call: Callable[[], Any], **tensors: Tensor) -> None:
+def expect_rejection_without_writes(
+    what: str, call: Callable[[], Any], **tensors: Tensor
+) -> None:
     """Raise a Disagreement if a call returns, or changes memory before it raises.
 
     Args:
@@ -89,4 +91,4 @@ def expect_all_refused(what: str, call: Callable[[], Any], **tensors: Tensor) ->
         tensors: The tensors that the call must leave unchanged.
     """
     with kept(**tensors), checked_values():
-        expect_refusal(what, call)
+        expect_rejection(what, call)

@@ -28,7 +28,7 @@ from ...contract.operations import find_backends, find_operations, load_implemen
 
 BATCH_INVARIANT = "batch_invariant"
 """Name of the option that requests batch-invariant results."""
-CLAIMS = ("refuses shapes", "refuses contents", BATCH_INVARIANT)
+CLAIMS = ("rejects shapes", "rejects contents", BATCH_INVARIANT)
 """Properties that a law may require and that a correct implementation may lack."""
 
 
@@ -53,7 +53,7 @@ class Support:
             another head size than keys. A function with a parameter `options` gets an
             `AttentionOptions`. Any other function gets the options that are not at their default
             as keyword arguments.
-        refuses: Optional. The kinds of invalid input that are validated. "shapes" means everything
+        rejects: Optional. The kinds of invalid input that are validated. "shapes" means everything
             that shapes, dtypes, devices and numbers show. "contents" means the elements of
             tensors, if PAGETWIN_CHECK_VALUES=1. A call with invalid input must raise, or return
             the result of the call that was meant. If None, both kinds are validated. If empty,
@@ -72,7 +72,7 @@ class Support:
     head_sizes: Collection[int] | None = None
     max_query_len: int | None = None
     options: Collection[str] | None = None
-    refuses: Collection[str] | None = None
+    rejects: Collection[str] | None = None
     batch_invariant: bool | Callable[..., Any] = False
 
     def why_not(
@@ -125,13 +125,13 @@ class Candidate:
         self.name = name
         self.operations = operations
         self.support = support
-        self._asked = [0]
+        self._accesses = [0]
 
     def __getattr__(self, operation: str) -> Any:
         operations: dict[str, Any] = self.__dict__["operations"]
         if operation not in operations:
             raise AttributeError(f"{self.name} has no {operation}")
-        self._asked[0] += 1
+        self._accesses[0] += 1
         found = operations[operation]
         if inspect.isclass(found) or not callable(found):
             return found
@@ -140,17 +140,17 @@ class Candidate:
         return _declared(operation, found, self.support)
 
     @property
-    def asked(self) -> int:
+    def accesses(self) -> int:
         """The number of accesses to operations of the candidate.
 
         A case that does not increase this number did not test the candidate.
         """
-        return self._asked[0]
+        return self._accesses[0]
 
     def with_operations(self, **operations: Any) -> "Candidate":
         """Return the candidate with some operations replaced. Both share one access count."""
         found = Candidate(self.name, self.operations | operations, self.support)
-        found._asked = self._asked
+        found._accesses = self._accesses
         return found
 
     @property
@@ -164,8 +164,8 @@ class Candidate:
             return None
         if claim == BATCH_INVARIANT:
             return None if self.batch_invariant() else "no batch invariance is claimed"
-        what, refuses = claim.removeprefix("refuses "), self.support.refuses
-        if refuses is None or what in refuses:
+        what, rejected = claim.removeprefix("rejects "), self.support.rejects
+        if rejected is None or what in rejected:
             return None
         return f"it declares that it does not check {what}"
 
@@ -247,7 +247,7 @@ def _import(name: str) -> tuple[str, ModuleType]:
         file = Path(name).resolve()
         if not file.is_file():
             raise ModuleNotFoundError(
-                f"implementation = {name!r}: there is no such file"
+                f"implementation = {name!r}: the file does not exist"
             )
         folder, name = file.parent, file.stem
     elif name in ("reference", "optimized"):
@@ -260,7 +260,7 @@ def _import(name: str) -> tuple[str, ModuleType]:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
         raise ModuleNotFoundError(
-            f"implementation = {name!r}: there is no module {error.name} here; expected"
+            f"implementation = {name!r}: module {error.name} was not found; expected"
             " reference, optimized, a module or package that can be imported, or a .py file",
             name=error.name,
         ) from None

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...contract.budgets import judge_rows
 from .candidate import OutsideSupport
 
-REFUSALS = (ValueError, IndexError, TypeError, NotImplementedError, KeyError)
+INPUT_ERRORS = (ValueError, IndexError, TypeError, NotImplementedError, KeyError)
 """Errors that report invalid input."""
 
 
@@ -44,8 +44,8 @@ def expect_same(what: str, found: Any, right: Any) -> None:
     if isinstance(right, (list, tuple)):
         if not isinstance(found, (list, tuple)) or len(found) != len(right):
             raise Disagreement(what, "as a whole", found, right)
-        for place, (one, other) in enumerate(zip(found, right, strict=True)):
-            expect_same(f"{what}[{place}]", one, other)
+        for index, (one, other) in enumerate(zip(found, right, strict=True)):
+            expect_same(f"{what}[{index}]", one, other)
         return
     is_flag = type(found) is bool, type(right) is bool
     if isinstance(found, Tensor) or is_flag[0] != is_flag[1] or found != right:
@@ -63,9 +63,9 @@ def _expect_same_tensor(what: str, found: Any, right: Tensor) -> None:
     same = bytes_of(found) == bytes_of(right)
     if bool(same.all()):
         return
-    place = tuple(same.all(-1).logical_not().nonzero()[0].tolist())
+    index = tuple(same.all(-1).logical_not().nonzero()[0].tolist())
     raise Disagreement(
-        what, f"at {list(place)}", found[place].item(), right[place].item()
+        what, f"at {list(index)}", found[index].item(), right[index].item()
     )
 
 
@@ -107,24 +107,24 @@ def expect_budget(
         return
     row = verdict.row
     off = (found[row].double() - exact[row].double()).abs().nan_to_num(torch.inf)
-    place = _place_of_largest(off)
+    index = _index_of_largest(off)
     raise Disagreement(
         what,
-        f"at {[row, *place]}, {verdict.worst:.3g} of the row's budget",
-        found[row][place].item(),
-        exact[row][place].item(),
+        f"at {[row, *index]}, {verdict.worst:.3g} of the row's budget",
+        found[row][index].item(),
+        exact[row][index].item(),
     )
 
 
-def _place_of_largest(tensor: Tensor) -> tuple[int, ...]:
-    place, index = [], int(tensor.argmax()) if tensor.numel() else 0
+def _index_of_largest(tensor: Tensor) -> tuple[int, ...]:
+    axes, flat = [], int(tensor.argmax()) if tensor.numel() else 0
     for size in reversed(tensor.shape):
-        place.append(index % size)
-        index //= size
-    return tuple(reversed(place))
+        axes.append(flat % size)
+        flat //= size
+    return tuple(reversed(axes))
 
 
-def expect_refusal(
+def expect_rejection(
     what: str, call: Callable[[], Any], unchanged: dict[str, Tensor] | None = None
 ) -> None:
     """Raise a Disagreement if a call with invalid input returns, or writes before it raises.
@@ -145,9 +145,9 @@ def expect_refusal(
         found = call()
     except OutsideSupport:
         raise
-    except REFUSALS:
+    except INPUT_ERRORS:
         for name, each in before.items():
-            expect_same(f"{name} after the refusal", (unchanged or {})[name], each)
+            expect_same(f"{name} after the rejection", (unchanged or {})[name], each)
         return
     raise Disagreement(
         what, "as a whole", f"returned {type(found).__name__}", "an error"

@@ -32,7 +32,7 @@ class Fuzzing:
         cases: Number of cases that were tried, without those of the corpus.
         rounds: Number of passes over all laws.
         broken: The failing result of each broken law.
-        mended: Laws whose case in the corpus no longer breaks them.
+        fixed: Laws whose case in the corpus no longer breaks them.
         missing: Laws that need an operation that the implementation does not have.
         programs: Files that reproduce broken laws.
     """
@@ -42,7 +42,7 @@ class Fuzzing:
     cases: int = 0
     rounds: int = 0
     broken: dict[str, Result] = field(default_factory=dict)
-    mended: list[str] = field(default_factory=list)
+    fixed: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     programs: list[Path] = field(default_factory=list)
 
@@ -95,7 +95,7 @@ def fuzz_implementation(
                 continue  # excluded by `only`, and kept in the corpus
             result = worker.try_law(Job(name, case=case), by_name[name].area)
             if result.ok:
-                run.mended.append(name)
+                run.fixed.append(name)
             else:
                 run.broken[name] = result
             on_result(run, result)
@@ -134,7 +134,7 @@ def fuzz_implementation(
     finally:
         worker.stop()
         # step: store failing cases, and remove those that are fixed
-        kept = {name: case for name, case in stored.items() if name not in run.mended}
+        kept = {name: case for name, case in stored.items() if name not in run.fixed}
         kept |= {
             name: result.case for name, result in run.broken.items() if result.case
         }
@@ -164,7 +164,7 @@ def _write(folder: Path, run: Fuzzing, cases: dict[str, str], seed: int) -> None
         json.dumps(words, indent=1) + "\n", encoding="utf-8"
     )
     report = Report(run.implementation, run.device, (), {})
-    for law in run.mended:
+    for law in run.fixed:
         if law not in run.broken:
             _program(folder, law).unlink(missing_ok=True)
     for law, result in run.broken.items():

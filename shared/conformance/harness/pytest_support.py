@@ -73,8 +73,8 @@ class LawToTry:
                 f"{result.law}: {result.status}\n\n{report.describe(result)}",
                 pytrace=False,
             )
-        if result.refused:
-            print(f"{result.refused} of {result.cases} refused: {result.reason}")
+        if result.skipped:
+            print(f"{result.skipped} of {result.cases} skipped: {result.reason}")
         return result
 
     def __repr__(self) -> str:

@@ -32,7 +32,7 @@ class Result:
         status: Its outcome.
         cases: Number of cases that were tried until one failed.
         seconds: Duration in seconds.
-        refused: Number of cases that tested nothing: the implementation raised because the case is
+        skipped: Number of cases that tested nothing: the implementation raised because the case is
             outside of its declared support, or the law called no operation.
         case: The smallest input that breaks the law, or the one that crashed, as Python. Empty if
             no case failed.
@@ -48,7 +48,7 @@ class Result:
     status: Status
     cases: int = 0
     seconds: float = 0.0
-    refused: int = 0
+    skipped: int = 0
     case: str = ""
     what: str = ""
     where: str = ""
@@ -66,7 +66,7 @@ class Result:
     def count(self) -> str:
         """The number of cases that were tried, and how many of them tested nothing."""
         return (
-            f"{self.cases}, {self.refused} refused" if self.refused else f"{self.cases}"
+            f"{self.cases}, {self.skipped} skipped" if self.skipped else f"{self.cases}"
         )
 
 

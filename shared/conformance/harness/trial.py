@@ -111,36 +111,36 @@ def _watched(
     if unclaimed := setting.candidate.why_unclaimed(law.claim):
         return Result(law.name, law.area, Status.OUTSIDE, reason=unclaimed)
     begin = time.perf_counter()
-    tried, refused = 0, 0
+    tried, skipped = 0, 0
     outside: set[str] = set()
     failures: dict[str, Exception] = {}
     first_failure = 0.0
 
     def once(case: Any) -> None:
-        nonlocal tried, refused
+        nonlocal tried, skipped
         if attempt(case, setting) or setting.candidate.promises_all:
             return
         fitted = fit_case(case, setting.candidate.support)
         # a law may also make its own plan, which `Setting.fit` then fits
         if not attempt(fitted, setting.fitting()) and fitted is case:
-            tried, refused = tried - (not failures), refused - (not failures)
+            tried, skipped = tried - (not failures), skipped - (not failures)
 
     def attempt(case: Any, setting: Setting) -> bool:
         """Try a case, and return whether it is inside of the candidate's support."""
-        nonlocal tried, refused, first_failure
+        nonlocal tried, skipped, first_failure
         shown = repr(case)
         late = time.perf_counter() - first_failure > SECONDS_TO_SHRINK
         if failures and late and shown not in failures:
             return True  # time limit reached: the smallest failing case so far is kept
         at(shown)
         tried += not failures
-        asked = setting.candidate.asked
+        accesses = setting.candidate.accesses
         try:
             law.body(setting, case)
-            if setting.candidate.asked == asked:
-                raise OutsideSupport("the law had nothing to ask")
+            if setting.candidate.accesses == accesses:
+                raise OutsideSupport("the law called no operation")
         except OutsideSupport as error:
-            refused += not failures
+            skipped += not failures
             outside.add(str(error))
             return False
         except Exception as error:
@@ -161,12 +161,12 @@ def _watched(
         law.area,
         Status.HELD,
         cases=tried,
-        refused=refused,
+        skipped=skipped,
         seconds=round(time.perf_counter() - begin, 2),
         reason="; ".join(sorted(outside)[:3]),
     )
     if failed is None:
-        all_outside = tried > 0 and tried == refused
+        all_outside = tried > 0 and tried == skipped
         return replace(result, status=Status.OUTSIDE) if all_outside else result
     result = replace(result, status=Status.BROKEN, reason="")
     if not failures:

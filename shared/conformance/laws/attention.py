@@ -29,7 +29,7 @@ from ..generators.options import (
     paged_call,
     ragged_call,
 )
-from ..harness.asking import ask, expect_right, expect_same_results, value_size_of
+from ..harness.calling import expect_right, expect_same_results, run_call, value_size_of
 from ..harness.canaries import kept
 from ..harness.expect import expect_same
 from ..harness.law import Setting, law
@@ -64,7 +64,7 @@ PAGED, RAGGED = designed("paged_attention"), designed("encoder_attention")
 
 def expect_right_answer(setting: Setting, case: Drawn) -> None:
     call = build_call(*case, setting.device)
-    expect_right(setting, call, ask(setting, call))
+    expect_right(setting, call, run_call(setting, call))
 
 
 @law("paged_attention", cases=PAGED)
@@ -98,7 +98,7 @@ def every_new_token_attends_to_its_sequence_up_to_itself(
 ) -> None:
     """Ragged lengths on both sides of block edges, scattered blocks, idle and empty requests."""
     call = paged_call(plan, setting.device)
-    expect_right(setting, call, ask(setting, call))
+    expect_right(setting, call, run_call(setting, call))
 
 
 @law("encoder_attention", cases=plans(max_reqs=3))
@@ -108,7 +108,7 @@ def every_token_of_an_encoder_attends_to_its_whole_input(
     call = paged_call(plan, setting.device, causal=False)
     if plan.kv_lens:
         call = ragged_call(call)
-    expect_right(setting, call, ask(setting, call))
+    expect_right(setting, call, run_call(setting, call))
 
 
 LONG = {
@@ -127,7 +127,7 @@ def large_heads_odd_blocks_and_long_rows_are_right(
     setting: Setting, plan: BatchPlan
 ) -> None:
     call = paged_call(plan, setting.device)
-    expect_right(setting, call, ask(setting, call))
+    expect_right(setting, call, run_call(setting, call))
 
 
 @st.composite
@@ -155,7 +155,7 @@ def values_may_be_smaller_than_keys(
     plan, size = case
     call = paged_call(plan, setting.device)
     call = call.changed(value_cache=call.arguments["value_cache"][..., :size])
-    expect_right(setting, call, ask(setting, call))
+    expect_right(setting, call, run_call(setting, call))
 
 
 def small_calls(operation: str) -> list[Drawn]:
@@ -173,7 +173,7 @@ def expect_reads_kept(setting: Setting, case: Drawn) -> None:
         name: each for name, each in call.arguments.items() if isinstance(each, Tensor)
     }
     with kept(**tensors):
-        ask(setting, call)
+        run_call(setting, call)
 
 
 @law("paged_attention", cases=SMALL)
@@ -190,16 +190,18 @@ def ragged_attention_changes_nothing_that_it_reads(
 
 def expect_same_bits(setting: Setting, case: Drawn) -> None:
     call = build_call(*case, setting.device)
-    expect_same_results("once more", ask(setting, call), ask(setting, call))
+    expect_same_results("once more", run_call(setting, call), run_call(setting, call))
 
 
 @law("paged_attention", cases=SMALL)
-def the_same_attention_gives_the_same_bits(setting: Setting, case: Drawn) -> None:
+def equal_calls_of_attention_give_bitwise_equal_results(
+    setting: Setting, case: Drawn
+) -> None:
     expect_same_bits(setting, case)
 
 
 @law("encoder_attention", cases=SMALL_RAGGED)
-def the_same_ragged_attention_gives_the_same_bits(
+def equal_calls_of_ragged_attention_give_bitwise_equal_results(
     setting: Setting, case: Drawn
 ) -> None:
     expect_same_bits(setting, case)
@@ -212,7 +214,7 @@ def expect_nothing_beside(setting: Setting, case: Drawn) -> None:
     canary = torch.full((tokens + 4, 2 * heads + 1, size + 5), 7.0)
     wide = canary.to(dtype).to(setting.device)
     out = wide[2 : tokens + 2, 1::2, 2 : size + 2]
-    found = ask(setting, call, out=out)
+    found = run_call(setting, call, out=out)
     expect_right(setting, call, found)
     around = wide.float()
     around[2 : tokens + 2, 1::2, 2 : size + 2] = 7.0
@@ -220,20 +222,20 @@ def expect_nothing_beside(setting: Setting, case: Drawn) -> None:
 
 
 @law("paged_attention", cases=SMALL)
-def nothing_is_written_beside_the_output(setting: Setting, case: Drawn) -> None:
+def nothing_is_written_outside_of_the_output(setting: Setting, case: Drawn) -> None:
     """The output is every other head of a larger tensor; the rest of it must not change."""
     expect_nothing_beside(setting, case)
 
 
 @law("encoder_attention", cases=SMALL_RAGGED)
-def nothing_is_written_beside_the_output_of_ragged_attention(
+def nothing_is_written_outside_of_the_output_of_ragged_attention(
     setting: Setting, case: Drawn
 ) -> None:
     expect_nothing_beside(setting, case)
 
 
 @law("paged_attention", cases=[(1, 0), (7, 0), (1, 2), (20, 3)])
-def nothing_is_written_beside_the_log_sum_exp(
+def nothing_is_written_outside_of_the_log_sum_exp(
     setting: Setting, case: tuple[int, int]
 ) -> None:
     """The log-sum-exp is a strided view of a larger tensor; the rest of it must not change."""
@@ -265,7 +267,7 @@ def sink_levels(draw: st.DrawFn) -> tuple[int, float, int]:
 
 
 @law("paged_attention", cases=sink_levels())
-def a_sink_takes_its_share_of_the_weight_once(
+def a_sink_takes_part_in_the_softmax_once(
     setting: Setting, case: tuple[int, float, int]
 ) -> None:
     """Sinks far below, near and far above the log-sum-exp; kernels may split the longer row."""
@@ -277,7 +279,7 @@ def a_sink_takes_its_share_of_the_weight_once(
     call = paged_call(plan, setting.device)
     heaviest = call.answer().lse[:, : sum(plan.query_lens)].amax(1)
     call = call.changed(sinks=(heaviest + level).float())
-    expect_right(setting, call, ask(setting, call))
+    expect_right(setting, call, run_call(setting, call))
 
 
 EMPTY = [
@@ -304,11 +306,11 @@ def expect_nothing_seen(setting: Setting, operation: str, case: Empty) -> None:
         call = call.changed(logits_soft_cap=3.0)
     if operation == "encoder_attention":
         call = ragged_call(call)
-    expect_right(setting, call, ask(setting, call))
+    expect_right(setting, call, run_call(setting, call))
 
 
 @law("paged_attention", cases=EMPTY)
-def a_query_without_a_key_gets_zero_and_no_weight(
+def a_query_without_visible_keys_has_output_zero_and_lse_minus_infinity(
     setting: Setting, case: Empty
 ) -> None:
     """Except that of its sink, if it has one. Padding rows after the last request do too."""
@@ -316,7 +318,7 @@ def a_query_without_a_key_gets_zero_and_no_weight(
 
 
 @law("encoder_attention", cases=EMPTY)
-def a_query_without_a_ragged_key_gets_zero_and_no_weight(
+def a_query_without_visible_ragged_keys_has_output_zero_and_lse_minus_infinity(
     setting: Setting, case: Empty
 ) -> None:
     expect_nothing_seen(setting, "encoder_attention", case)
@@ -334,19 +336,19 @@ def expect_zeros(setting: Setting, operation: str, rows: int) -> None:
         call = replace(call.changed(key_start_loc=starts), operation=operation)
     zeros = torch.zeros(rows, 4, size, dtype=dtype)
     lse = torch.full((4, rows), -torch.inf)
-    found = ask(setting, call)
+    found = run_call(setting, call)
     expect_same("output", found[0].cpu(), zeros)
     if found[1] is not None:
         expect_same("log-sum-exp", found[1].cpu(), lse)
 
 
 @law("paged_attention", cases=[1, 3])
-def an_empty_batch_leaves_rows_of_zeros(setting: Setting, rows: int) -> None:
+def an_empty_batch_gives_rows_of_zeros(setting: Setting, rows: int) -> None:
     expect_zeros(setting, "paged_attention", rows)
 
 
 @law("encoder_attention", cases=[1, 3])
-def an_empty_ragged_batch_leaves_rows_of_zeros(setting: Setting, rows: int) -> None:
+def an_empty_ragged_batch_gives_rows_of_zeros(setting: Setting, rows: int) -> None:
     expect_zeros(setting, "encoder_attention", rows)
 
 
@@ -361,14 +363,14 @@ def score_levels(draw: st.DrawFn) -> tuple[tuple[float, ...], int, int | None]:
     window = pick.choice([None, 3, 17])
     if window is not None:  # masked keys would outweigh all visible ones
         levels = [
-            level + (3e4 if place <= count - window - 2 else 0.0)
-            for place, level in enumerate(levels)
+            level + (3e4 if position <= count - window - 2 else 0.0)
+            for position, level in enumerate(levels)
         ]
     return tuple(levels), pick.choice([1, min(2, count)]), window
 
 
 @law("paged_attention", cases=score_levels())
-def scores_of_any_size_are_weighed_by_their_differences(
+def scores_of_any_magnitude_are_weighted_by_their_differences(
     setting: Setting, case: tuple[tuple[float, ...], int, int | None]
 ) -> None:
     """Scores far below any finite stand-in for minus infinity, and far above exp's range."""
@@ -378,17 +380,17 @@ def scores_of_any_size_are_weighed_by_their_differences(
     call.query.zero_()
     call.query[..., 0] = 1.0
     keys = call.arguments["key_cache"]
-    for place, level in enumerate(levels):
-        keys[call.rows[0][place // 16], place % 16, 0, 0] = level
+    for position, level in enumerate(levels):
+        keys[call.rows[0][position // 16], position % 16, 0, 0] = level
     # a score of this size may be rounded once, when it is converted to another base
-    expect_right(setting, call, ask(setting, call), is_joined=True)
+    expect_right(setting, call, run_call(setting, call), is_joined=True)
 
 
 CAPS = [(50.0, 3.0), (50.0, -3.0), (1000.0, 20.0), (1000.0, -20.0), (1e4, 300.0)]
 
 
 @law("paged_attention", cases=CAPS)
-def a_cap_far_above_the_scores_keeps_their_digits(
+def a_soft_cap_far_above_the_scores_does_not_round_them(
     setting: Setting, case: tuple[float, float]
 ) -> None:
     """There tanh is nearly linear, and a formula that subtracts from 1 loses the difference."""
@@ -399,24 +401,24 @@ def a_cap_far_above_the_scores_keeps_their_digits(
         call.query.zero_()
         call.query[..., 0] = 1.0
         keys = call.arguments["key_cache"]
-        for place in range(count):
-            level = base + (place * 7 % 11) / 10
-            keys[call.rows[0][place // 16], place % 16, 0, 0] = level
-        expect_right(setting, call, ask(setting, call), is_joined=True)
+        for position in range(count):
+            level = base + (position * 7 % 11) / 10
+            keys[call.rows[0][position // 16], position % 16, 0, 0] = level
+        expect_right(setting, call, run_call(setting, call), is_joined=True)
 
 
 @law("paged_attention", cases=[(0, 1), (3, 20), (6, 7)])
-def a_query_that_is_not_a_number_stays_in_its_row(
+def nan_in_a_query_affects_only_its_own_row(
     setting: Setting, case: tuple[int, int]
 ) -> None:
     token, query_len = case
     plan = setting.fit(BatchPlan((1, query_len, 1), (9, 40, 33)))
     call = paged_call(plan, setting.device)
     token %= len(call.query)
-    before = ask(setting, call)
+    before = run_call(setting, call)
     query = call.query.clone()
     query[token] = NAN
-    found = ask(setting, call.changed(query=query))
+    found = run_call(setting, call.changed(query=query))
     rows = [row for row in range(len(query)) if row != token]
     expect_same("output of other rows", found[0][rows], before[0][rows].cpu())
     if found[1] is not None and before[1] is not None:

@@ -138,8 +138,8 @@ class Run:
         shape = (blocks, size, layer.kv_heads, head_size)
         self.expected = empty_cache("separate", *shape, dtype)
         for req, old in enumerate(step.computed):
-            for place in range(old):
-                self.store(self.rows[req], place, *self.random(2, layer.kv_heads))
+            for position in range(old):
+                self.store(self.rows[req], position, *self.random(2, layer.kv_heads))
         self.cache = empty_cache(layer.layout, *shape, dtype, self.device)
         self.cache.copy_(self.expected)
 
@@ -149,25 +149,27 @@ class Run:
         numbers = torch.randn((*shape, head_size), generator=self.generator)
         return numbers.to(dtype)
 
-    def store(self, row: list[int], place: int, key: Tensor, value: Tensor) -> None:
+    def store(self, row: list[int], position: int, key: Tensor, value: Tensor) -> None:
         """Write a key and its value into the expected cache."""
         size = self.layer.step.block_size
-        self.expected[0, row[place // size], place % size] = key
-        self.expected[1, row[place // size], place % size] = value
+        self.expected[0, row[position // size], position % size] = key
+        self.expected[1, row[position // size], position % size] = value
 
-    def slots(self, row: list[int], places: range) -> list[int]:
+    def slots(self, row: list[int], positions: range) -> list[int]:
         """Return the slots of some positions."""
         size = self.layer.step.block_size
-        return [row[place // size] * size + place % size for place in places]
+        return [
+            row[position // size] * size + position % size for position in positions
+        ]
 
     def rows_of_heads(self, tokens: int, heads: int) -> Tensor:
         """Return a view [tokens + padding, heads, head_size], with NaN in the padding."""
         numbers = self.random(tokens, heads + 1)
-        behind = torch.full_like(numbers[:1], NAN).repeat(self.layer.padding, 1, 1)
+        padding = torch.full_like(numbers[:1], NAN).repeat(self.layer.padding, 1, 1)
         if not tokens:
             shape = (self.layer.padding, *numbers.shape[1:])
-            behind = torch.full(shape, NAN, dtype=numbers.dtype)
-        return torch.cat([numbers, behind]).to(self.device)[:, :heads]
+            padding = torch.full(shape, NAN, dtype=numbers.dtype)
+        return torch.cat([numbers, padding]).to(self.device)[:, :heads]
 
     def common(self) -> CommonAttentionMetadata:
         """Return the metadata of the step, with the block table of this cache."""
@@ -193,7 +195,7 @@ class Run:
     ) -> None:
         """Raise Disagreement if the output is not attention over the expected cache."""
         step, tokens = self.layer.step, sum(self.layer.step.new)
-        asked: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "query": query[:tokens].cpu(),
             "block_table": table_of(rows, torch.device("cpu")),
             "query_start_loc": counts(step.starts),
@@ -205,7 +207,7 @@ class Run:
         keys, values = self.expected
         attend = self.setting.truth.paged_attention
         exact, sizes = (
-            torch.zeros_like(asked["query"], dtype=torch.float64) for _ in range(2)
+            torch.zeros_like(arguments["query"], dtype=torch.float64) for _ in range(2)
         )
         for target, each in ((exact, values), (sizes, values.abs())):
             attend(
@@ -213,10 +215,10 @@ class Run:
                 value_cache=each,
                 out=target,
                 compute_dtype=torch.float64,
-                **asked,
+                **arguments,
             )
         same = attend(
-            key_cache=keys, value_cache=values, compute_dtype=query.dtype, **asked
+            key_cache=keys, value_cache=values, compute_dtype=query.dtype, **arguments
         )
         expect_budget(f"{name}: the output", out[:tokens], exact, same, sizes)
         if not bool(out[tokens:].isnan().all()):
@@ -270,12 +272,12 @@ def a_layer_writes_its_keys_and_then_attends(
         )
         out = torch.full_like(query, NAN, memory_format=torch.contiguous_format)
         impl = make_impl(backend, layer)
-        place = SimpleNamespace()
-        found = impl.forward(place, query, key, value, run.cache, None, out)
+        owner = SimpleNamespace()
+        found = impl.forward(owner, query, key, value, run.cache, None, out)
         expect_same(f"{backend.name}: the very output", found is out, True)
         run.expect_cache(f"{backend.name}, profiled")
         expect_same("profiled output", bool(out.isnan().all()), True)
-        found = impl.forward(place, query, key, value, run.cache, metadata, out)
+        found = impl.forward(owner, query, key, value, run.cache, metadata, out)
         expect_same(f"{backend.name}: the very output", found is out, True)
         for name, each, before in zip("qkv", (query, key, value), given, strict=True):
             expect_same(f"{backend.name}: {name} afterwards", each, before)
@@ -293,7 +295,7 @@ def a_layer_writes_its_keys_and_then_attends(
         out.fill_(NAN)
         # keys and values that are passed to a sharing layer are not written
         own = key + 1 if step.seed % 2 else None
-        shared.forward(place, query, own, own, run.cache, metadata, out)
+        shared.forward(owner, query, own, own, run.cache, metadata, out)
         run.expect_cache(f"{backend.name}, sharing")
         run.judge(backend.name, query, out, run.rows, step.seq_lens, True)
 
@@ -329,9 +331,9 @@ def an_encoders_keys_are_written_once_and_read_by_every_later_step(
             run.random(sum(lens), layer.kv_heads).to(run.device) for _ in range(2)
         )
         for row, first, count in zip(run.cross_rows, starts[:-1], lens, strict=True):
-            for place in range(count):
-                at = first + place
-                run.store(row, place, key[at].cpu(), value[at].cpu())
+            for position in range(count):
+                at = first + position
+                run.store(row, position, key[at].cpu(), value[at].cpu())
         impl = make_impl(backend, layer, attn_type="encoder_decoder")
         builder = make_builder(backend, spec, run.device)
         for is_first in (True, False):
@@ -352,8 +354,8 @@ def ranges_of(
     """Return the image range of each new token, or None if no token is part of an image."""
     found: list[int] = []
     is_any = False
-    for req, place in zip(step.owners(), step.positions(), strict=True):
-        own = [each for each in images.get(req, []) if each[0] <= place <= each[1]]
+    for req, position in zip(step.owners(), step.positions(), strict=True):
+        own = [each for each in images.get(req, []) if each[0] <= position <= each[1]]
         is_any = is_any or bool(own)
         found += own[0] if own else (-1, -1)
     return counts(found).view(-1, 2) if is_any else None
@@ -366,7 +368,7 @@ COUNTED = ("num_decodes", "num_decode_tokens", "num_prefills", "num_prefill_toke
 
 
 @law("BACKENDS", cases=layers())
-def every_field_of_a_layers_metadata_says_what_the_step_says(
+def every_field_of_a_layers_metadata_follows_from_the_step(
     setting: Setting, layer: LayerCase
 ) -> None:
     """Two layer groups build their metadata from one step, which is not modified."""
@@ -412,7 +414,9 @@ def every_field_of_a_layers_metadata_says_what_the_step_says(
 
 
 @law("BACKENDS", cases=layers())
-def inside_an_encoder_nothing_is_kept(setting: Setting, layer: LayerCase) -> None:
+def encoder_attention_does_not_use_the_cache(
+    setting: Setting, layer: LayerCase
+) -> None:
     """Every token attends to all tokens of its prompt, or of its encoder's input."""
     heads, device = layer.kv_heads * layer.group, setting.device
     for backend in that_take(setting, spec_of(layer)):

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from ..generators.batches import DTYPES, LAYOUTS, BatchPlan
 from ..generators.options import Call, build_call, paged_call
 from ..generators.rearranging import moved_pages, of_parts, only, rows_of
-from ..harness.asking import Result, ask
+from ..harness.calling import Result, run_call
 from ..harness.candidate import BATCH_INVARIANT, Support
 from ..harness.expect import expect_same
 from ..harness.law import Setting, law
@@ -61,13 +61,13 @@ def wider(call: Call, queries: int, keys: int) -> Call:
     )
 
 
-def expect_alone_as_in_company(setting: Setting, call: Call, pick: Random) -> None:
+def expect_same_alone(setting: Setting, call: Call, pick: Random) -> None:
     """Compare the batch with each request alone and with a shuffled subset of the requests.
 
     A request alone runs again with larger bounds and with moved pages. One request of the subset
     occurs twice.
     """
-    whole = ask(setting, call)
+    whole = run_call(setting, call)
     reqs = list(range(len(call.query_lens)))
     for req in reqs:
         rows = rows_of(call, [req])
@@ -79,14 +79,14 @@ def expect_alone_as_in_company(setting: Setting, call: Call, pick: Random) -> No
         ):
             own = list(range(len(rows)))
             expect_bits(
-                f"of request {req} {what}", ask(setting, other), own, whole, rows
+                f"of request {req} {what}", run_call(setting, other), own, whole, rows
             )
     pick.shuffle(reqs)
     some = [*reqs[: pick.randint(1, len(reqs))], reqs[0]]
     part = only(call, some)
     expect_bits(
         f"of requests {some}",
-        ask(setting, part),
+        run_call(setting, part),
         list(range(len(rows_of(call, some)))),
         whole,
         rows_of(call, some),
@@ -94,12 +94,12 @@ def expect_alone_as_in_company(setting: Setting, call: Call, pick: Random) -> No
 
 
 @law("paged_attention", cases=drawn_calls(), claim=BATCH_INVARIANT)
-def a_request_keeps_its_claimed_bits_in_any_batch(
+def a_request_is_bitwise_equal_in_any_batch_if_that_is_claimed(
     setting: Setting, case: Drawn
 ) -> None:
     """Under any options, in batches of prefill, decode and speculative requests."""
     call = build_call(*case, setting.device)
-    expect_alone_as_in_company(claimed(setting), call, Random(case[1]))
+    expect_same_alone(claimed(setting), call, Random(case[1]))
 
 
 def cuts_of(query_lens: tuple[int, ...], pick: Random) -> dict[str, list[Part]]:
@@ -118,7 +118,7 @@ def cuts_of(query_lens: tuple[int, ...], pick: Random) -> dict[str, list[Part]]:
 
 def expect_cut_as_whole(setting: Setting, call: Call, pick: Random) -> None:
     """Compare whole prompts with chunks, which run in one shuffled batch or one per step."""
-    whole = ask(setting, call)
+    whole = run_call(setting, call)
     for what, parts in cuts_of(call.query_lens, pick).items():
         pick.shuffle(parts)
         few = parts[:4] + parts[-1:]  # one step per chunk takes long
@@ -129,12 +129,12 @@ def expect_cut_as_whole(setting: Setting, call: Call, pick: Random) -> None:
                     for req, begin, end in batch
                     for own in range(begin, end)
                 ]
-                found = ask(setting, of_parts(call, batch))
+                found = run_call(setting, of_parts(call, batch))
                 expect_bits(what, found, list(range(len(rows))), whole, rows)
 
 
 @law("paged_attention", cases=drawn_calls(fixed=WHOLE), claim=BATCH_INVARIANT)
-def a_prompt_keeps_its_claimed_bits_however_it_is_cut(
+def a_prompt_is_bitwise_equal_however_it_is_chunked_if_that_is_claimed(
     setting: Setting, case: Drawn
 ) -> None:
     """A whole prefill, a chunked prefill and token-by-token decodes are bitwise equal."""
@@ -143,12 +143,12 @@ def a_prompt_keeps_its_claimed_bits_however_it_is_cut(
 
 
 @dataclass(frozen=True)
-class Company:
+class DecodesAround:
     """A request with so many keys that kernels may split them, and the rest of its batch.
 
     Args:
         query_len, key_len: new tokens and keys of the request.
-        before, behind: keys of the decode requests on both sides of it.
+        before, after: keys of the decode requests on both sides of it.
         window: sliding window. Optional. If None, all keys are visible. Kernels may split the keys
             at the edge of the window too.
     """
@@ -156,13 +156,13 @@ class Company:
     query_len: int
     key_len: int
     before: tuple[int, ...]
-    behind: tuple[int, ...]
+    after: tuple[int, ...]
     block_size: int
     layout: str
     seed: int
     window: int | None = None
 
-    def within(self, support: Support) -> "Company":
+    def within(self, support: Support) -> "DecodesAround":
         """Return the case with no more new tokens than are supported; the plan is fitted later.
 
         The window is removed if the candidate does not support it.
@@ -177,10 +177,10 @@ class Company:
 
     def plan(self) -> BatchPlan:
         """Return the batch."""
-        before, behind = (1,) * len(self.before), (1,) * len(self.behind)
+        before, after = (1,) * len(self.before), (1,) * len(self.after)
         return BatchPlan(
-            (*before, self.query_len, *behind),
-            (*self.before, self.key_len, *self.behind),
+            (*before, self.query_len, *after),
+            (*self.before, self.key_len, *self.after),
             block_size=self.block_size,
             kv_heads=1,
             dtype=DTYPES[self.seed % 3],
@@ -192,7 +192,7 @@ class Company:
 
 
 @st.composite
-def companies(draw: st.DrawFn) -> Company:
+def decodes_around(draw: st.DrawFn) -> DecodesAround:
     """Return long requests among short ones, short ones among long ones, and large batches."""
     pick = Random(draw(st.integers(0, 2**20)))
     key_len = pick.choice([17, 63, 64, 65, 128, 257, 520])
@@ -205,7 +205,7 @@ def companies(draw: st.DrawFn) -> Company:
     # the windows begin on both sides of positions at which a kernel may split the keys
     begin = pick.choice([32, 64, 128, 256]) * pick.randint(1, 3)
     begin += pick.randint(0, max(query_len - 2, 0))
-    return Company(
+    return DecodesAround(
         query_len,
         key_len,
         sides[0],
@@ -217,25 +217,25 @@ def companies(draw: st.DrawFn) -> Company:
     )
 
 
-@law("paged_attention", cases=companies(), claim=BATCH_INVARIANT)
-def a_long_row_keeps_its_claimed_bits_in_any_large_batch(
-    setting: Setting, company: Company
+@law("paged_attention", cases=decodes_around(), claim=BATCH_INVARIANT)
+def a_long_row_is_bitwise_equal_in_any_large_batch_if_that_is_claimed(
+    setting: Setting, case: DecodesAround
 ) -> None:
     """The number of rows and the length of the longest do not change any other row."""
     setting = claimed(setting)
     options: dict[str, Any] = {}
-    if company.window is not None:
-        options["sliding_window"] = company.window
-    call = paged_call(setting.fit(company.plan()), setting.device, **options)
-    req = len(company.before)
+    if case.window is not None:
+        options["sliding_window"] = case.window
+    call = paged_call(setting.fit(case.plan()), setting.device, **options)
+    req = len(case.before)
     rows = rows_of(call, [req])
-    whole = ask(setting, call)
+    whole = run_call(setting, call)
     one = only(call, [req])
     own = list(range(len(rows)))
-    expect_bits("alone", ask(setting, one), own, whole, rows)
-    bounds = ask(setting, wider(one, 7, 4000))
+    expect_bits("alone", run_call(setting, one), own, whole, rows)
+    bounds = run_call(setting, wider(one, 7, 4000))
     expect_bits("alone, under larger bounds", bounds, own, whole, rows)
     last = of_parts(call, [(req, len(rows) - 1, len(rows))])
-    expect_bits("of the last token", ask(setting, last), [0], whole, rows[-1:])
-    crowd = only(call, [req] * 4 + list(range(len(call.query_lens))))
-    expect_bits("in a larger crowd", ask(setting, crowd), own, whole, rows)
+    expect_bits("of the last token", run_call(setting, last), [0], whole, rows[-1:])
+    larger = only(call, [req] * 4 + list(range(len(call.query_lens))))
+    expect_bits("in a larger batch", run_call(setting, larger), own, whole, rows)

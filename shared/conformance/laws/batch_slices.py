@@ -30,7 +30,7 @@ from ..generators.steps import (
     several,
     whole_step,
 )
-from ..harness.expect import Disagreement, expect_refusal, expect_same
+from ..harness.expect import Disagreement, expect_rejection, expect_same
 from ..harness.law import Setting, law
 
 WHOLE_REQUESTS_ONLY = ("tree_mask", "dcp_local_seq_lens", "dcp_local_seq_lens_cpu")
@@ -46,7 +46,7 @@ class Cut:
         cuts: token indices at which it is cut, from 0 to the number of tokens.
         padding: tokens after the last request. They belong to the last micro-batch.
         idle: micro-batch of requests without tokens at a cut: the one "before" the cut, the one
-            after it ("behind"), or "nowhere".
+            after it ("after"), or "nowhere".
         flag: `causal` of the whole step. Optional. If None, there is one flag per request.
     """
 
@@ -71,7 +71,7 @@ class Cut:
             while self.idle == "before" and is_whole and self._is_idle(last):
                 last += 1
             is_whole = begin == self.step.starts[first]
-            while self.idle == "behind" and is_whole and self._is_idle(first - 1):
+            while self.idle == "after" and is_whole and self._is_idle(first - 1):
                 first -= 1
             if end == self.cuts[-1] and self.padding:
                 last, end = reqs, end + self.padding
@@ -104,13 +104,13 @@ def cuts(draw: st.DrawFn) -> Cut:
         step = replace(step, new=(*step.new[:-1], 5))
     total = sum(step.new)
     is_clean = pick.random() < 0.35
-    places = sorted(set(step.starts)) if is_clean else list(range(total + 1))
-    chosen = {pick.choice(places) for _ in range(pick.choice([0, 1, 2, 4]))}
+    boundaries = sorted(set(step.starts)) if is_clean else list(range(total + 1))
+    chosen = {pick.choice(boundaries) for _ in range(pick.choice([0, 1, 2, 4]))}
     return Cut(
         step,
         tuple(sorted({0, *chosen, total})),
         pick.choice([0, 0, 2]),
-        pick.choice(["nowhere", "before", "behind"]),
+        pick.choice(["nowhere", "before", "after"]),
         pick.choice([None, True, False]),
     )
 
@@ -230,16 +230,18 @@ def micro_batches_together_are_the_step(setting: Setting, cases: list[Cut]) -> N
         for copy in (0, 1):
             seen = [
                 slots
-                for place in range(len(slices))
-                for slots in seen_by(found[place], step.block_size)[copy]
+                for index in range(len(slices))
+                for slots in seen_by(found[index], step.block_size)[copy]
             ]
-            expect_same("the slots that each token sees", seen, step.seen())
-        written = torch.cat([found[place].slot_mapping for place in range(len(slices))])
+            expect_same("the visible slots of each token", seen, step.seen())
+        written = torch.cat([found[index].slot_mapping for index in range(len(slices))])
         expect_same("the slots that are written", written.tolist(), step.slots())
 
 
 @law("make_metadata_with_slice", cases=several(cuts()))
-def a_cut_of_a_cut_is_the_cut_of_the_step(setting: Setting, cases: list[Cut]) -> None:
+def a_slice_of_a_slice_is_the_slice_of_the_step(
+    setting: Setting, cases: list[Cut]
+) -> None:
     """The last part of a step is cut again."""
     for cut in cases:
         step, total = cut.step, sum(cut.step.new)
@@ -247,7 +249,7 @@ def a_cut_of_a_cut_is_the_cut_of_the_step(setting: Setting, cases: list[Cut]) ->
         middle = cut.cuts[len(cut.cuts) // 2 - 1]
         make = setting.candidate.make_metadata_with_slice
         (rest,) = Cut(step, (middle, total)).slices()
-        behind = make(rest, whole)
+        rest_found = make(rest, whole)
         first = rest.request_slice.start
         for part in Cut(step, tuple(t for t in cut.cuts if t >= middle)).slices():
             requests, tokens = part.request_slice, part.token_slice
@@ -256,7 +258,7 @@ def a_cut_of_a_cut_is_the_cut_of_the_step(setting: Setting, cases: list[Cut]) ->
                     slice(requests.start - first, requests.stop - first),
                     slice(tokens.start - middle, tokens.stop - middle),
                 ),
-                behind,
+                rest_found,
             )
             right = {
                 name: value
@@ -322,7 +324,7 @@ class BadSlice:
     given: str = ""
 
 
-REFUSED = [
+REJECTED = [
     BadSlice((0, 0), (0, 0), "no request"),
     BadSlice((0, 1), (2, 2), "no token"),
     BadSlice((0, 4), (0, 9), "more requests than there are"),
@@ -330,9 +332,9 @@ REFUSED = [
     BadSlice((-1, 3), (0, 9), "a request before the first"),
     BadSlice((None, 3), (0, 9), "a slice without start"),
     BadSlice((0, 3), (0, None), "a slice without stop"),
-    BadSlice((0, 2), (3, 5), "tokens that begin behind the first request"),
+    BadSlice((0, 2), (3, 5), "tokens that begin after the first request"),
     BadSlice((1, 2), (2, 5), "tokens that begin before the first request"),
-    BadSlice((0, 2), (0, 6), "tokens that end behind the last request"),
+    BadSlice((0, 2), (0, 6), "tokens that end after the last request"),
     BadSlice((0, 2), (0, 3), "tokens that end before the last request"),
     BadSlice((0, 2), (1, 5), "a tree whose first request is cut", "tree_mask"),
     BadSlice((0, 2), (0, 4), "a tree whose last request is cut", "tree_mask"),
@@ -343,21 +345,21 @@ REFUSED = [
 
 
 def call_of(
-    operation: Callable[..., Any], nonsense: BadSlice, whole: CommonAttentionMetadata
+    operation: Callable[..., Any], invalid: BadSlice, whole: CommonAttentionMetadata
 ) -> Callable[[], Any]:
-    part = UBatchSlice(slice(*nonsense.requests), slice(*nonsense.tokens))
+    part = UBatchSlice(slice(*invalid.requests), slice(*invalid.tokens))
     return lambda: operation(part, whole)
 
 
-@law("make_metadata_with_slice", cases=REFUSED, claim="refuses shapes")
-def tokens_of_other_requests_are_rejected(setting: Setting, nonsense: BadSlice) -> None:
+@law("make_metadata_with_slice", cases=REJECTED, claim="rejects shapes")
+def tokens_of_other_requests_are_rejected(setting: Setting, invalid: BadSlice) -> None:
     step = Requests((3, 2, 4), (0, 4, 5))
     whole = bare_step(step, setting.device)
-    if nonsense.given:
+    if invalid.given:
         full = whole_step(step, setting.device)
-        whole = whole.replace(**{nonsense.given: getattr(full, nonsense.given)})
+        whole = whole.replace(**{invalid.given: getattr(full, invalid.given)})
     make = setting.candidate.make_metadata_with_slice
-    expect_refusal(nonsense.what, call_of(make, nonsense, whole))
+    expect_rejection(invalid.what, call_of(make, invalid, whole))
 
 
 @law(
@@ -367,19 +369,19 @@ def tokens_of_other_requests_are_rejected(setting: Setting, nonsense: BadSlice) 
         BadSlice((0, None), (0, 0), "a slice without stop"),
         BadSlice((-1, 2), (0, 0), "a request before the first"),
         BadSlice((2, 1), (0, 0), "a slice that ends before it begins"),
-        BadSlice((4, 5), (0, 0), "requests behind the last"),
+        BadSlice((4, 5), (0, 0), "requests after the last"),
     ],
 )
-def requests_that_are_not_there_have_no_starts(
-    setting: Setting, nonsense: BadSlice
+def slices_of_requests_outside_of_the_batch_are_rejected(
+    setting: Setting, invalid: BadSlice
 ) -> None:
     starts = counts([0, 3, 5, 9], setting.device)
     found = setting.candidate.slice_query_start_locs
-    expect_refusal(nonsense.what, lambda: found(starts, slice(*nonsense.requests)))
+    expect_rejection(invalid.what, lambda: found(starts, slice(*invalid.requests)))
 
 
 @law("split_attn_metadata", cases=[Requests((3, 2), (0, 4))])
-def no_cuts_give_no_micro_batches(setting: Setting, step: Requests) -> None:
+def no_slices_give_no_micro_batches(setting: Setting, step: Requests) -> None:
     found = setting.candidate.split_attn_metadata([], bare_step(step, setting.device))
     if found != []:
         raise Disagreement("micro-batches", "as a whole", found, [])

@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 
 from ..generators.steps import Requests, bare_step, counts, several
-from ..harness.expect import Disagreement, expect_refusal, expect_same
+from ..harness.expect import Disagreement, expect_rejection, expect_same
 from ..harness.law import Setting, law
 
 
@@ -76,26 +76,24 @@ def the_regions_of_a_batch_come_in_order_and_requests_stay_whole(
 ) -> None:
     """State moves with its request: every request occurs in the order exactly once."""
     for batch in cases:
-        asked = [list(batch.new), list(batch.computed), list(batch.prompts)]
-        beside = [
-            None if batch.regions <= 2 + each else asked[1 + each] for each in (0, 1)
+        given = [list(batch.new), list(batch.computed), list(batch.prompts)]
+        more = [
+            None if batch.regions <= 2 + each else given[1 + each] for each in (0, 1)
         ]
         order = setting.candidate.reorder_batch_to_split_decodes_and_prefills(
-            asked[0], batch.threshold, *beside
+            given[0], batch.threshold, *more
         )
         right = [list(batch.new), list(batch.computed), list(batch.prompts)]
-        expect_same("counts afterwards", asked, right)
+        expect_same("counts afterwards", given, right)
         state = [object() for _ in batch.new]
         moved = [state[int(req)] for req in order]
         expect_same("the requests", sorted(map(id, moved)), sorted(map(id, state)))
         regions = [batch.region(int(req)) for req in order]
         expect_same("regions in the order", regions, sorted(regions))
         own = [batch.region(req) for req in range(len(batch.new))]
-        for place, req in enumerate(order):
-            if own[place] == regions[place] and req != place:
-                raise Disagreement(
-                    "the order", f"at {place}", req, f"{place}, in place"
-                )
+        for index, req in enumerate(order):
+            if own[index] == regions[index] and req != index:
+                raise Disagreement("the order", f"at {index}", req, f"request {index}")
         if batch.regions == 2:
             # rows are moved by swaps, and with two regions each request needs at most one
             back = [int(order[int(req)]) for req in order]
@@ -103,12 +101,12 @@ def the_regions_of_a_batch_come_in_order_and_requests_stay_whole(
 
 
 @law("reorder_batch_to_split_decodes_and_prefills", cases=EXAMPLES)
-def an_order_in_which_little_can_move_is_the_only_one(
+def the_order_of_a_batch_moves_as_few_requests_as_possible(
     setting: Setting, batch: UnsortedBatch
 ) -> None:
-    beside = (batch.computed, batch.prompts) if batch.regions == 4 else ()
+    more = (batch.computed, batch.prompts) if batch.regions == 4 else ()
     order = setting.candidate.reorder_batch_to_split_decodes_and_prefills(
-        batch.new, batch.threshold, *beside
+        batch.new, batch.threshold, *more
     )
     right = [3, 1, 2, 0] if batch.regions == 2 else [1, 2, 0, 3]
     expect_same("the order", list(order), right)
@@ -207,12 +205,12 @@ def extends_come_between_decodes_and_prefills(
         fresh = [req for req in long if step.computed[req] == 0]
         extend = long[0] if long else reqs
         prefill = fresh[0] if fresh else reqs
-        places = [
+        bounds = [
             total if each == reqs else sum(step.new[:each])
             for each in (extend, prefill)
         ]
         right = [extend, prefill - extend, reqs - prefill]
-        right += [places[0], places[1] - places[0], total - places[1]]
+        right += [bounds[0], bounds[1] - bounds[0], total - bounds[1]]
         expect_same("decodes, extends, prefills and tokens", list(found), right)
         expect_same("their kinds", [type(each) for each in found], [int] * 6)
 
@@ -246,7 +244,7 @@ def workspaces(draw: st.DrawFn) -> Workspace:
 
 
 @law("split_prefill_chunks", cases=several(workspaces()))
-def a_run_takes_requests_as_long_as_they_fit(
+def a_chunk_of_requests_is_as_long_as_the_workspace_allows(
     setting: Setting, cases: list[Workspace]
 ) -> None:
     for work in cases:
@@ -287,8 +285,8 @@ class BadCounts:
         BadCounts("reorder", "prompts without computed tokens"),
     ],
 )
-def counts_that_do_not_belong_together_are_not_put_into_order(
-    setting: Setting, nonsense: BadCounts
+def counts_that_do_not_belong_together_are_not_sorted(
+    setting: Setting, invalid: BadCounts
 ) -> None:
     reorder = setting.candidate.reorder_batch_to_split_decodes_and_prefills
     arguments: dict[str, tuple[object, ...]] = {
@@ -297,7 +295,7 @@ def counts_that_do_not_belong_together_are_not_put_into_order(
         "prompts of more requests": ([1, 2], 1, [3, 4], [5, 6, 7]),
         "prompts without computed tokens": ([1, 2], 1, None, [5, 6]),
     }
-    expect_refusal(nonsense.what, lambda: reorder(*arguments[nonsense.what]))
+    expect_rejection(invalid.what, lambda: reorder(*arguments[invalid.what]))
 
 
 @law(
@@ -306,22 +304,22 @@ def counts_that_do_not_belong_together_are_not_put_into_order(
     "split_prefill_chunks",
     cases=[
         BadCounts("split_decodes_and_prefills", "a negative threshold"),
-        BadCounts("split_decodes_and_prefills", "no word on who is in the prompt"),
+        BadCounts("split_decodes_and_prefills", "no flags of prompts"),
         BadCounts("split_decodes_prefills_and_extends", "a negative threshold"),
         BadCounts("split_prefill_chunks", "a sequence larger than the workspace"),
         BadCounts("split_prefill_chunks", "a workspace of no token"),
     ],
-    claim="refuses shapes",
+    claim="rejects shapes",
 )
 def boundaries_that_cannot_be_found_are_rejected(
-    setting: Setting, nonsense: BadCounts
+    setting: Setting, invalid: BadCounts
 ) -> None:
     common = bare_step(Requests((1, 3), (4, 0)), setting.device)
     arguments: dict[str, tuple[object, ...]] = {
         "a negative threshold": (common, -1),
-        "no word on who is in the prompt": (common, 1, False, False),
+        "no flags of prompts": (common, 1, False, False),
         "a sequence larger than the workspace": (counts([3, 6, 2]), 5),
         "a workspace of no token": (counts([0]), 0),
     }
-    operation = getattr(setting.candidate, nonsense.operation)
-    expect_refusal(nonsense.what, lambda: operation(*arguments[nonsense.what]))
+    operation = getattr(setting.candidate, invalid.operation)
+    expect_rejection(invalid.what, lambda: operation(*arguments[invalid.what]))

@@ -18,7 +18,7 @@ from ..generators.block_histories import (
     block_histories,
     play,
 )
-from ..harness.expect import Disagreement, expect_refusal, expect_same
+from ..harness.expect import Disagreement, expect_rejection, expect_same
 from ..harness.law import Setting, law
 
 HISTORIES = st.one_of(st.just(DIRECTED_HISTORIES), st.tuples(block_histories()))
@@ -88,7 +88,7 @@ def a_row_keeps_its_blocks_until_the_request_changes_it(
 
 @law("BlockManager", cases=HISTORIES)
 @_for_each
-def a_block_is_handed_out_once(setting: Setting, history: BlockHistory) -> None:
+def a_block_is_allocated_once(setting: Setting, history: BlockHistory) -> None:
     """A block that a request holds is never handed out, and no block twice in one call."""
     for moment in _play(setting, history):
         call = moment.allocation
@@ -148,7 +148,7 @@ def an_allocation_takes_exactly_the_blocks_that_it_needs(
         for request_id, row in moment.model.rows.items():
             expect_same("row", list(manager.get_block_ids(request_id)), row)
         if call.request_id not in moment.model.rows:
-            expect_refusal(
+            expect_rejection(
                 "free of a request whose allocation failed",
                 partial(manager.free, call.request_id),
             )
@@ -231,7 +231,7 @@ def computed_blocks_hold_the_longest_known_prefix(
 
 @law("BlockManager", cases=HISTORIES)
 @_for_each
-def a_fork_holds_the_blocks_of_its_parent_and_takes_none(
+def a_fork_shares_the_blocks_of_its_parent_and_allocates_none(
     setting: Setting, history: BlockHistory
 ) -> None:
     for moment in _play(setting, history):
@@ -270,7 +270,7 @@ def all_blocks_can_be_allocated_again_once_all_requests_are_freed(
 
 
 @law("BlockManager", cases=st.sampled_from([1, 2, 9]))
-def free_blocks_are_handed_out_in_order_of_their_ids_unless_a_seed_shuffles_them(
+def free_blocks_are_allocated_in_order_of_their_ids_unless_a_seed_shuffles_them(
     setting: Setting, num_blocks: int
 ) -> None:
     make = setting.candidate.BlockManager
@@ -331,15 +331,15 @@ INVALID_CALLS: dict[str, Callable[[Any], Any]] = {
 @law(
     "BlockManager",
     cases=st.sampled_from(sorted(INVALID_CALLS)),
-    claim="refuses contents",
+    claim="rejects contents",
 )
-def a_block_manager_rejects_invalid_calls_and_stays_as_it_was(
+def a_block_manager_rejects_invalid_calls_and_stays_unchanged(
     setting: Setting, name: str
 ) -> None:
     manager = setting.candidate.BlockManager(4, 2)
     manager.allocate_slots("a", 0, 5)
     manager.cache_full_blocks("a", [1, 2, 3, 4, 5], 5)
-    expect_refusal(name, lambda: INVALID_CALLS[name](manager))
+    expect_rejection(name, lambda: INVALID_CALLS[name](manager))
     expect_same("row", list(manager.get_block_ids("a")), [0, 1, 2])
     expect_same("free blocks", manager.num_free_blocks, 1)
     counts = [manager.ref_cnt(block_id) for block_id in range(4)]
@@ -351,11 +351,11 @@ def a_block_manager_rejects_invalid_calls_and_stays_as_it_was(
 @law(
     "BlockManager",
     cases=st.sampled_from([(0, 1), (-1, 1), (1, 0), (1, -1)]),
-    claim="refuses shapes",
+    claim="rejects shapes",
 )
 def a_cache_without_blocks_or_slots_is_rejected(
     setting: Setting, sizes: tuple[int, int]
 ) -> None:
-    expect_refusal(
+    expect_rejection(
         f"BlockManager{sizes}", lambda: setting.candidate.BlockManager(*sizes)
     )

@@ -18,13 +18,13 @@ from ...contract.kinds import PAD_SLOT_ID
 from ..generators.batches import GARBAGE
 from ..harness.canaries import (
     copy_of,
-    expect_all_refused,
     expect_memory,
     expect_own_memory,
+    expect_rejection_without_writes,
     kept,
     packed,
 )
-from ..harness.expect import expect_refusal, expect_same
+from ..harness.expect import expect_rejection, expect_same
 from ..harness.law import Setting, law
 
 LARGEST = 2**31 - 1
@@ -138,7 +138,7 @@ def new_blocks_are_appended_to_their_row_and_nothing_else_changes(
 
 
 TABLE = TableRows(((7, 2), (5,)), ((), ()), 3)
-REFUSED_ROWS: dict[str, Callable[[Any, Tensor], Any]] = {
+REJECTED_ROWS: dict[str, Callable[[Any, Tensor], Any]] = {
     "a negative number of tokens": lambda c, _: c.blocks_needed(-1, 4),
     "a block without slots": lambda c, _: c.blocks_needed(3, 0),
     "a row longer than the table is wide": lambda c, _: c.make_block_table([[1, 2]], 1),
@@ -165,14 +165,14 @@ def append(candidate: Any, table: Tensor, held: list[int], new: list[list[int]])
     "blocks_needed",
     "make_block_table",
     "append_blocks",
-    cases=list(REFUSED_ROWS),
-    claim="refuses contents",
+    cases=list(REJECTED_ROWS),
+    claim="rejects contents",
 )
 def blocks_that_no_table_can_hold_are_rejected(setting: Setting, case: str) -> None:
     """All arguments are validated before anything is written, to the other rows as well."""
     table = TABLE.table(setting.device)
-    expect_all_refused(
-        case, lambda: REFUSED_ROWS[case](setting.candidate, table), block_table=table
+    expect_rejection_without_writes(
+        case, lambda: REJECTED_ROWS[case](setting.candidate, table), block_table=table
     )
 
 
@@ -304,7 +304,7 @@ def expect_rows(table: Any, life: Life, rows: list[list[int]]) -> None:
 
 
 @law("BlockTable", cases=lives())
-def rows_are_what_was_last_done_to_them(setting: Setting, life: Life) -> None:
+def rows_are_the_result_of_all_operations_on_them(setting: Setting, life: Life) -> None:
     """After each move, every row is compared, and the zeros past its end."""
     table = life.table(setting.candidate, setting.device, rank=0)
     expect_same(
@@ -321,7 +321,7 @@ def rows_are_what_was_last_done_to_them(setting: Setting, life: Life) -> None:
 
 
 @law("BlockTable", cases=lives())
-def the_ranks_slots_of_a_row_are_filled_one_after_another(
+def the_slots_of_a_rank_are_filled_in_the_order_of_positions(
     setting: Setting, life: Life
 ) -> None:
     """Tokens come in any order, from any row. Positions of other ranks have no slot."""
@@ -336,9 +336,12 @@ def the_ranks_slots_of_a_row_are_filled_one_after_another(
         tokens = [(req, p) for req, own in enumerate(slots) for p in range(len(own))]
         Random(len(tokens)).shuffle(tokens)
         for some in (tokens, tokens[:1], []):
-            reqs, positions = [req for req, _ in some], [place for _, place in some]
+            reqs, positions = (
+                [req for req, _ in some],
+                [position for _, position in some],
+            )
             found = table.compute_slot_mapping(req_indices=reqs, positions=positions)
-            right = [slots[req][place] for req, place in some]
+            right = [slots[req][position] for req, position in some]
             expect_same(
                 f"slots of rank {rank}", found, torch.tensor(right, dtype=torch.int64)
             )
@@ -346,7 +349,7 @@ def the_ranks_slots_of_a_row_are_filled_one_after_another(
 
 
 @law("BlockTable", cases=[Life(4, 2, 3, 3, 1, 1, (("add_row", (7, 2), 0),))])
-def a_tensor_of_the_rows_stays_as_it_was_made(setting: Setting, life: Life) -> None:
+def a_tensor_of_the_rows_does_not_change_later(setting: Setting, life: Life) -> None:
     """A step in flight may still read it. Writing to it changes no row."""
     table = life.table(setting.candidate, setting.device, rank=0)
     table.add_row([7, 2], 0)
@@ -363,8 +366,8 @@ def a_tensor_of_the_rows_stays_as_it_was_made(setting: Setting, life: Life) -> N
     expect_same("the rows of the step before", first.cpu(), before)
 
 
-REFUSED_MOVES: dict[str, Callable[[Any], Any]] = {
-    "a block too many behind a row": lambda t: t.append_row([1, 2], 0),
+REJECTED_MOVES: dict[str, Callable[[Any], Any]] = {
+    "a block past the end of a row": lambda t: t.append_row([1, 2], 0),
     "a row that is too long": lambda t: t.add_row([1, 2, 3, 4], 0),
     "a row past the last": lambda t: t.append_row([1], 4),
     "a new row past the last": lambda t: t.add_row([1], 4),
@@ -372,7 +375,7 @@ REFUSED_MOVES: dict[str, Callable[[Any], Any]] = {
     "a negative new row": lambda t: t.add_row([1], -1),
     "a negative block id": lambda t: t.append_row([-1], 1),
     "an id of more than 31 bits": lambda t: t.add_row([2**31], 1),
-    "a negative block id behind a good one": lambda t: t.add_row([4, -1], 0),
+    "a negative block id after a valid one": lambda t: t.add_row([4, -1], 0),
     "a move from a row that is not there": lambda t: t.move_row(4, 0),
     "a move to a row that is not there": lambda t: t.move_row(0, 4),
     "a move from a negative row": lambda t: t.move_row(-1, 0),
@@ -394,8 +397,8 @@ REFUSED_MOVES: dict[str, Callable[[Any], Any]] = {
 IN_KERNEL_BLOCKS = "an id of more than 31 bits in blocks of the kernel"
 
 
-@law("BlockTable", cases=[*REFUSED_MOVES, IN_KERNEL_BLOCKS], claim="refuses shapes")
-def a_rejected_move_changes_no_row(setting: Setting, case: str) -> None:
+@law("BlockTable", cases=[*REJECTED_MOVES, IN_KERNEL_BLOCKS], claim="rejects shapes")
+def a_rejected_operation_changes_no_row(setting: Setting, case: str) -> None:
     """This holds with one and with two kernel blocks per manager block."""
     for kernel_block_size in (None, 2):
         life = Life(4, kernel_block_size, 4, 3, 1, 1, ())
@@ -404,13 +407,13 @@ def a_rejected_move_changes_no_row(setting: Setting, case: str) -> None:
         table.add_row([5], 1)
         table.add_row([8], 3)
         if case != IN_KERNEL_BLOCKS:
-            expect_refusal(case, partial(REFUSED_MOVES[case], table))
+            expect_rejection(case, partial(REJECTED_MOVES[case], table))
         elif kernel_block_size is not None:
-            expect_refusal(case, partial(table.add_row, [2**30], 1))
+            expect_rejection(case, partial(table.add_row, [2**30], 1))
         expect_rows(table, life, [[7, 2], [5], [], [8]])
 
 
-REFUSED_TABLES: dict[str, tuple[Sequence[int], dict[str, int]]] = {
+REJECTED_TABLES: dict[str, tuple[Sequence[int], dict[str, int]]] = {
     "blocks without slots": ((0, 2, 2), {}),
     "less than no rows": ((4, -1, 2), {}),
     "less than no blocks in a row": ((4, 2, -1), {}),
@@ -431,10 +434,10 @@ REFUSED_TABLES: dict[str, tuple[Sequence[int], dict[str, int]]] = {
 }
 
 
-@law("BlockTable", cases=list(REFUSED_TABLES), claim="refuses shapes")
+@law("BlockTable", cases=list(REJECTED_TABLES), claim="rejects shapes")
 def sizes_that_do_not_divide_are_rejected(setting: Setting, case: str) -> None:
-    sizes, options = REFUSED_TABLES[case]
-    expect_refusal(case, lambda: setting.candidate.BlockTable(*sizes, **options))
+    sizes, options = REJECTED_TABLES[case]
+    expect_rejection(case, lambda: setting.candidate.BlockTable(*sizes, **options))
 
 
 @dataclass(frozen=True)
@@ -511,7 +514,7 @@ def a_state_is_read_from_the_block_of_the_last_token(
             expect_same("table", packed(whole), packed(table))
 
 
-REFUSED_STATES: dict[str, tuple[list[int], int, int, str]] = {
+REJECTED_STATES: dict[str, tuple[list[int], int, int, str]] = {
     "another mode": ([5, 4], 4, 0, "some"),
     "blocks without tokens": ([5, 4], 0, 0, "align"),
     "less than no drafts": ([5, 4], 4, -1, "align"),
@@ -522,13 +525,15 @@ REFUSED_STATES: dict[str, tuple[list[int], int, int, str]] = {
 
 
 @law(
-    "mamba_get_block_table_tensor", cases=list(REFUSED_STATES), claim="refuses contents"
+    "mamba_get_block_table_tensor",
+    cases=list(REJECTED_STATES),
+    claim="rejects contents",
 )
 def states_that_no_row_holds_are_rejected(setting: Setting, case: str) -> None:
-    seq_lens, block_size, drafts, mode = REFUSED_STATES[case]
+    seq_lens, block_size, drafts, mode = REJECTED_STATES[case]
     table = TABLE.table(setting.device)
     lens = torch.tensor(seq_lens, dtype=torch.int32, device=setting.device)
     call = setting.candidate.mamba_get_block_table_tensor
-    expect_all_refused(
+    expect_rejection_without_writes(
         case, lambda: call(table, lens, block_size, drafts, mode), block_table=table
     )

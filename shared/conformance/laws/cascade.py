@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ..generators.batches import DTYPES, LAYOUTS, NAN, BatchPlan
 from ..generators.options import Call, paged_call, quantised_call, slopes, tree_of
-from ..harness.asking import Result, ask, expect_right, expect_same_results
+from ..harness.calling import Result, expect_right, expect_same_results, run_call
 from ..harness.canaries import checked_values, kept
-from ..harness.expect import expect_refusal
+from ..harness.expect import expect_rejection
 from ..harness.law import Setting, law
 
 KINDS = ("plain", "cap", "sinks", "not causal", "flags", "tree", "fp8", "values")
@@ -93,15 +93,15 @@ class SharedPrefix:
             live = call.query[: sum(self.query_lens)]
             leaning = 0.25 * live.float() + 2 * lean.repeat_interleave(self.group, 0)
             live.copy_(leaning.to(self.dtype))
-            places: set[tuple[int, int]] = set()
+            positions: set[tuple[int, int]] = set()
             for row, query_len, key_len in zip(
                 rows, self.query_lens, key_lens, strict=True
             ):
                 if query_len:
-                    place = min(max(self.prefix_len + self.needle, 0), key_len - 1)
-                    block_id = row[place // self.block_size]
-                    places.add((block_id, place % self.block_size))
-            for at in sorted(places):
+                    position = min(max(self.prefix_len + self.needle, 0), key_len - 1)
+                    block_id = row[position // self.block_size]
+                    positions.add((block_id, position % self.block_size))
+            for at in sorted(positions):
                 far_out = 12 * self.head_size**0.5 * lean
                 call.arguments["key_cache"][at] = far_out.to(self.dtype)
                 call.arguments["value_cache"][at] += 3
@@ -163,16 +163,16 @@ def cascade(call: Call, prefix_len: int) -> Call:
     return replace(call, operation="cascade_attention")
 
 
-def ask_cascade(setting: Setting, call: Call, prefix_len: int) -> Result:
-    return ask(setting, cascade(call, prefix_len))
+def run_cascade(setting: Setting, call: Call, prefix_len: int) -> Result:
+    return run_call(setting, cascade(call, prefix_len))
 
 
 @law("cascade_attention", cases=shared_prefixes())
-def a_prefix_read_once_is_a_prefix_read_with_every_request(
+def cascade_attention_equals_attention_of_each_request_over_all_its_keys(
     setting: Setting, shared: SharedPrefix
 ) -> None:
     call = shared.call(setting.device)
-    found = ask_cascade(setting, call, shared.prefix_len)
+    found = run_cascade(setting, call, shared.prefix_len)
     expect_right(setting, call, found, is_joined=True)
 
 
@@ -192,17 +192,19 @@ def no_key_is_lost_at_the_end_of_the_prefix(
 ) -> None:
     """No key is counted in both parts, or visible to new tokens at earlier positions."""
     call = shared.call(setting.device)
-    found = ask_cascade(setting, call, shared.prefix_len)
+    found = run_cascade(setting, call, shared.prefix_len)
     expect_right(setting, call, found, is_joined=True)
 
 
 @law("cascade_attention", cases=shared_prefixes())
-def a_shorter_prefix_gives_the_same(setting: Setting, shared: SharedPrefix) -> None:
+def a_shorter_common_prefix_gives_the_same_result(
+    setting: Setting, shared: SharedPrefix
+) -> None:
     """Any part of the shared prefix may be read once, including none of it."""
     call = shared.call(setting.device)
     answer = call.answer()
     for blocks in {shared.prefix_blocks // 2, 0}:
-        found = ask_cascade(setting, call, blocks * shared.block_size)
+        found = run_cascade(setting, call, blocks * shared.block_size)
         expect_right(setting, call, found, answer, is_joined=True)
 
 
@@ -219,11 +221,11 @@ def a_cascade_changes_nothing_that_it_reads(
         name: each for name, each in call.arguments.items() if isinstance(each, Tensor)
     }
     with kept(**tensors):
-        once = ask_cascade(setting, call, shared.prefix_len)
-    again = ask_cascade(setting, call, shared.prefix_len)
+        once = run_cascade(setting, call, shared.prefix_len)
+    again = run_cascade(setting, call, shared.prefix_len)
     expect_same_results("once more", again, once)
     made = replace(call, out_dtype=None, wants_lse=False)
-    found = ask_cascade(setting, made, shared.prefix_len)
+    found = run_cascade(setting, made, shared.prefix_len)
     expect_same_results("made", found, once)
 
 
@@ -263,14 +265,14 @@ CONTENTS: dict[str, Change] = {
 }
 
 
-def expect_refused(setting: Setting, what: str, change: Change) -> None:
+def expect_rejected(setting: Setting, what: str, change: Change) -> None:
     call = cascade(TWO.call(setting.device), TWO.prefix_len)
     changes = change(call)
     out = changes.pop("out", torch.full((5, 4, 16), 7.0)).to(setting.device)
     lse = torch.full((4, 5), NAN, device=setting.device)
     call = call.changed(**changes)
     with kept(out=out, lse=lse):
-        expect_refusal(
+        expect_rejection(
             what,
             lambda: setting.candidate.cascade_attention(
                 **call.keywords, out=out, lse=lse
@@ -278,14 +280,14 @@ def expect_refused(setting: Setting, what: str, change: Change) -> None:
         )
 
 
-@law("cascade_attention", cases=[*UNFIT], claim="refuses shapes")
+@law("cascade_attention", cases=[*UNFIT], claim="rejects shapes")
 def an_invalid_prefix_is_rejected(setting: Setting, what: str) -> None:
-    expect_refused(setting, what, UNFIT[what])
+    expect_rejected(setting, what, UNFIT[what])
 
 
-@law("cascade_attention", cases=[*CONTENTS], claim="refuses contents")
+@law("cascade_attention", cases=[*CONTENTS], claim="rejects contents")
 def a_prefix_that_is_not_shared_is_rejected_if_contents_are_checked(
     setting: Setting, what: str
 ) -> None:
     with checked_values():
-        expect_refused(setting, what, CONTENTS[what])
+        expect_rejected(setting, what, CONTENTS[what])

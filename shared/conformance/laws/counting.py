@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ...contract.kinds import PAD_SLOT_ID
 from ...contract.layer_parameters import PerLayerParameters
 from ..generators.steps import Requests, counts, packed, padded, several
-from ..harness.expect import Disagreement, expect_refusal, expect_same
+from ..harness.expect import Disagreement, expect_rejection, expect_same
 from ..harness.law import Setting, law
 
 
@@ -74,8 +74,8 @@ def every_chunk_of_every_prompt_has_its_program(
             expect_same(name, chunks[name], value)
             if isinstance(value, torch.Tensor):
                 on_device = name.endswith("_ptr")
-                place = setting.device.type if on_device else "cpu"
-                expect_same(f"where {name} lies", chunks[name].device.type, place)
+                expected = setting.device.type if on_device else "cpu"
+                expect_same(f"device of {name}", chunks[name].device.type, expected)
         expect_same("the programs' requests", batch, right["batch_ptr"])
         expect_same("the programs' chunks", offset, right["token_chunk_offset_ptr"])
         kinds = [type(chunks[name]) for name in ("tot", "mlist_len")]
@@ -85,16 +85,16 @@ def every_chunk_of_every_prompt_has_its_program(
 @law(
     "compute_causal_conv1d_metadata",
     cases=[ChunkedPrompts((8, -3)), ChunkedPrompts((-1,))],
-    claim="refuses shapes",
+    claim="rejects shapes",
 )
 def prompts_with_decreasing_starts_are_rejected(
     setting: Setting, prompts: ChunkedPrompts
 ) -> None:
     starts = counts(Requests(prompts.lens, (0,) * len(prompts.lens)).starts)
     compute = setting.candidate.compute_causal_conv1d_metadata
-    expect_refusal("starts that fall", lambda: compute(starts, setting.device))
-    expect_refusal(
-        "starts that begin behind 0",
+    expect_rejection("starts that fall", lambda: compute(starts, setting.device))
+    expect_rejection(
+        "starts that begin after 0",
         lambda: compute(starts.clamp(min=0) + 1, setting.device),
     )
 
@@ -136,19 +136,19 @@ def deals(draw: st.DrawFn) -> Deal:
 
 
 @law("get_dcp_ranks", cases=several(deals()))
-def positions_are_dealt_out_to_ranks_in_turn(
+def positions_are_interleaved_over_the_ranks(
     setting: Setting, cases: list[Deal]
 ) -> None:
     for deal in cases:
         length = max(deal.seq_lens, default=0)
         pick = Random(length)
-        places = list(range(length))
-        pick.shuffle(places)  # the rank depends on the position, not on its index
-        positions = torch.tensor(places, dtype=torch.int64, device=setting.device)
+        order = list(range(length))
+        pick.shuffle(order)  # the rank depends on the position, not on its index
+        positions = torch.tensor(order, dtype=torch.int64, device=setting.device)
         before = positions.clone()
         found = setting.candidate.get_dcp_ranks(positions, deal.ranks, deal.in_a_row)
         dealt = deal.ranks_of(length)
-        right = torch.tensor([dealt[place] for place in places], dtype=torch.int64)
+        right = torch.tensor([dealt[position] for position in order], dtype=torch.int64)
         expect_same("ranks", found, right)
         expect_same("where they lie", found.device.type, setting.device.type)
         expect_same("positions afterwards", positions, before)
@@ -210,18 +210,18 @@ class Ranks:
         Ranks(2, -1, 1),
         Ranks(1, None, -1),
     ],
-    claim="refuses shapes",
+    claim="rejects shapes",
 )
 def ranks_that_do_not_exist_are_rejected(setting: Setting, ranks: Ranks) -> None:
     lens = counts([5], setting.device)
     local = setting.candidate.get_dcp_local_seq_lens
-    expect_refusal(
+    expect_rejection(
         repr(ranks), lambda: local(lens, ranks.ranks, ranks.rank, ranks.in_a_row)
     )
     if ranks.rank is None:
         dealt = setting.candidate.get_dcp_ranks
         positions = torch.arange(5, device=setting.device)
-        expect_refusal(
+        expect_rejection(
             repr(ranks), lambda: dealt(positions, ranks.ranks, ranks.in_a_row)
         )
 
@@ -314,7 +314,7 @@ def alike(numbers: Sequence[PerLayerParameters]) -> bool:
 @law(
     "get_per_layer_parameters", "infer_global_hyperparameters", cases=several(models())
 )
-def a_plan_says_in_what_its_layers_differ(
+def the_parameters_in_which_the_layers_of_a_plan_differ_are_reported(
     setting: Setting, cases: list[PlannedModel]
 ) -> None:
     """Layers without attention are ignored. The entries of the layers are not modified."""
@@ -322,7 +322,7 @@ def a_plan_says_in_what_its_layers_differ(
         layers = {f"layer {n}": each.as_layer() for n, each in enumerate(model.layers)}
         names = list(layers)[::-1]
         found = setting.candidate.get_per_layer_parameters(
-            layers | {"not asked for": object()}, names, SimpleNamespace
+            layers | {"not requested": object()}, names, SimpleNamespace
         )
         right = {
             f"layer {n}": each.numbers()
@@ -364,7 +364,7 @@ def a_plan_says_in_what_its_layers_differ(
     "get_per_layer_parameters",
     "infer_global_hyperparameters",
     cases=[PlannedModel((PlannedLayer(1.0),))],
-    claim="refuses shapes",
+    claim="rejects shapes",
 )
 def layers_without_a_plan_are_rejected(setting: Setting, model: PlannedModel) -> None:
     read = setting.candidate.get_per_layer_parameters
@@ -384,9 +384,9 @@ def layers_without_a_plan_are_rejected(setting: Setting, model: PlannedModel) ->
         (["a number"], SimpleNamespace),
         (["three"], SimpleNamespace),
     ):
-        expect_refusal(
+        expect_rejection(
             f"layers {names} of {impl_cls.__name__}",
             partial(read, layers, names, impl_cls),
         )
     infer = setting.candidate.infer_global_hyperparameters
-    expect_refusal("no layer", lambda: infer({}))
+    expect_rejection("no layer", lambda: infer({}))

@@ -24,9 +24,9 @@ from ..generators.batches import (
     empty_cache,
 )
 from ..generators.options import Call, paged_call, slopes
-from ..harness.asking import Result, ask, expect_right, expect_same_results
+from ..harness.calling import Result, expect_right, expect_same_results, run_call
 from ..harness.canaries import checked_values, kept
-from ..harness.expect import Disagreement, expect_budget, expect_refusal
+from ..harness.expect import Disagreement, expect_budget, expect_rejection
 from ..harness.law import Setting, law
 from ..oracles.brute_force import (
     Answer,
@@ -88,23 +88,23 @@ class Dealt:
             call = call.changed(value_cache=values)
         return call.changed(**options.get(self.kind, {}))
 
-    def places_of(self, rank: int, count: int) -> list[int]:
+    def positions_of(self, rank: int, count: int) -> list[int]:
         """Return those of the first `count` positions that a rank stores."""
         return [
-            place
-            for place in range(count)
-            if place // self.in_a_row % self.ranks == rank
+            position
+            for position in range(count)
+            if position // self.in_a_row % self.ranks == rank
         ]
 
     def share(self, call: Call, rank: int) -> Call:
         """Return the call of one rank, with its own cache, blocks and block table."""
         requests, size = call.requests(), self.block_size
-        owned = [self.places_of(rank, key_len) for key_len in self.key_lens]
+        owned = [self.positions_of(rank, key_len) for key_len in self.key_lens]
         counts = [-(-len(each) // size) for each in owned]
         generator = torch.Generator().manual_seed(self.seed + rank)
         rows, num_blocks = draw_rows(counts, "scattered", generator)
         longest = max(self.key_lens, default=0) + self.spare_max
-        width = -(-len(self.places_of(rank, longest)) // size) + rank % 2
+        width = -(-len(self.positions_of(rank, longest)) // size) + rank % 2
         table = torch.tensor(GARBAGE, dtype=torch.int32).repeat(len(rows), width)
         table = table[:, :width].contiguous()
         caches = {}
@@ -113,10 +113,10 @@ class Dealt:
             cache = empty_cache(
                 self.layout, num_blocks, size, like.shape[2], like.shape[3], like.dtype
             )[half]
-            for row, places, request in zip(rows, owned, requests, strict=True):
+            for row, positions, request in zip(rows, owned, requests, strict=True):
                 numbers = request.value if half else request.key
-                for index, place in enumerate(places):
-                    cache[row[index // size], index % size] = numbers[place]
+                for index, position in enumerate(positions):
+                    cache[row[index // size], index % size] = numbers[position]
             caches[name] = cache
         for req, row in enumerate(rows):
             table[req, : len(row)] = torch.tensor(row, dtype=torch.int32)
@@ -138,10 +138,10 @@ class Dealt:
         for request, key_len in zip(call.requests(), self.key_lens, strict=True):
             context = key_len - len(request.query)
             for own in range(len(request.query)):
-                places = self.places_of(rank, context + own + 1)
+                positions = self.positions_of(rank, context + own + 1)
                 one = request.query[own : own + 1]
                 requests.append(
-                    OracleRequest(one, request.key[places], request.value[places])
+                    OracleRequest(one, request.key[positions], request.value[positions])
                 )
         given = call.arguments
         names = ("scale", "logits_soft_cap", "k_scale", "v_scale")
@@ -196,17 +196,17 @@ def deals(draw: st.DrawFn) -> Dealt:
 
 
 @law("dcp_attention", cases=deals())
-def a_rank_attends_to_the_keys_that_it_keeps(setting: Setting, dealt: Dealt) -> None:
+def a_rank_attends_to_the_keys_that_it_stores(setting: Setting, dealt: Dealt) -> None:
     """Zero and minus infinity where it stores none. Sinks are counted on rank 0 only."""
     whole = dealt.whole(setting.device)
     # one rank per case; another law runs all ranks
     rank = Random(dealt.seed).randrange(dealt.ranks)
     call = dealt.share(whole, rank)
     answer = dealt.answer_of(whole, rank)
-    expect_right(setting, call, ask(setting, call), answer)
+    expect_right(setting, call, run_call(setting, call), answer)
 
 
-def ask_all(setting: Setting, dealt: Dealt, whole: Call) -> list[Result]:
+def run_all_ranks(setting: Setting, dealt: Dealt, whole: Call) -> list[Result]:
     """Return every rank's result. The output is float32, so that it is rounded once."""
     tokens, heads, _ = whole.query.shape
     size = whole.arguments["value_cache"].shape[-1]
@@ -222,12 +222,14 @@ def ask_all(setting: Setting, dealt: Dealt, whole: Call) -> list[Result]:
 
 
 @law("dcp_attention", cases=deals())
-def all_ranks_together_attend_to_the_whole(setting: Setting, dealt: Dealt) -> None:
+def the_combined_results_of_all_ranks_are_full_attention(
+    setting: Setting, dealt: Dealt
+) -> None:
     # every token is a program on every rank, so there are few of both
     few = tuple(min(each, 2) for each in dealt.query_lens)
     dealt = replace(dealt, ranks=min(dealt.ranks, 3), query_lens=few)
     whole = dealt.whole(setting.device)
-    found = ask_all(setting, dealt, whole)
+    found = run_all_ranks(setting, dealt, whole)
     # step: combine the partial results of the ranks in float64
     lses = torch.stack([lse for _, lse in found if lse is not None]).cpu().double()
     joint = lses.logsumexp(0)
@@ -260,7 +262,7 @@ def a_new_token_attends_to_no_later_key_on_any_rank(
     whole = dealt.whole(setting.device)
     keeper = dealt.needles[0] // dealt.in_a_row % dealt.ranks
     call = dealt.share(whole, keeper)
-    expect_right(setting, call, ask(setting, call), dealt.answer_of(whole, keeper))
+    expect_right(setting, call, run_call(setting, call), dealt.answer_of(whole, keeper))
 
 
 TWO = Dealt((3, 1), (40, 9), 2, 1)
@@ -274,10 +276,10 @@ def a_rank_changes_nothing_that_it_reads(setting: Setting, rank: int) -> None:
         name: each for name, each in call.arguments.items() if isinstance(each, Tensor)
     }
     with kept(**tensors):
-        once = ask(setting, call)
+        once = run_call(setting, call)
     made = replace(call, out_dtype=None, wants_lse=False)
     made = made.changed(dcp_kv_cache_interleave_size=None)
-    expect_same_results("made", ask(setting, made), once)
+    expect_same_results("made", run_call(setting, made), once)
 
 
 Change = Callable[[Call], dict[str, Any]]
@@ -315,26 +317,26 @@ CONTENTS: dict[str, Change] = {
 }
 
 
-def expect_refused(setting: Setting, what: str, change: Change) -> None:
+def expect_rejected(setting: Setting, what: str, change: Change) -> None:
     call = TWO.share(TWO.whole(setting.device), 1)
     call = call.changed(**change(call))
     out = torch.full(call.query.shape, 7.0, device=setting.device)
     lse = torch.full((call.query.shape[1], 4), NAN, device=setting.device)
     with kept(out=out, lse=lse):
-        expect_refusal(
+        expect_rejection(
             what,
             lambda: setting.candidate.dcp_attention(**call.keywords, out=out, lse=lse),
         )
 
 
-@law("dcp_attention", cases=[*UNFIT], claim="refuses shapes")
-def an_invalid_share_of_a_rank_is_rejected(setting: Setting, what: str) -> None:
-    expect_refused(setting, what, UNFIT[what])
+@law("dcp_attention", cases=[*UNFIT], claim="rejects shapes")
+def invalid_arguments_of_a_rank_are_rejected(setting: Setting, what: str) -> None:
+    expect_rejected(setting, what, UNFIT[what])
 
 
-@law("dcp_attention", cases=[*CONTENTS], claim="refuses contents")
-def an_invalid_share_of_a_rank_is_rejected_if_contents_are_checked(
+@law("dcp_attention", cases=[*CONTENTS], claim="rejects contents")
+def invalid_batches_of_a_rank_are_rejected_if_contents_are_checked(
     setting: Setting, what: str
 ) -> None:
     with checked_values():
-        expect_refused(setting, what, CONTENTS[what])
+        expect_rejected(setting, what, CONTENTS[what])

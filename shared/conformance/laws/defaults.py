@@ -142,7 +142,7 @@ def few_cases(about: Law, few: int) -> list[Any]:
 def expect_no_change(setting: Setting, default: Default) -> None:
     about = law_about(default.operation, setting.candidate)
     under = replace(setting, candidate=candidate_under(default, setting.candidate))
-    refused: list[OutsideSupport] = []
+    rejected: list[OutsideSupport] = []
     few = 4 * FEW if default.operation == "BACKENDS" else FEW
     cases = few_cases(about, few)
     for case in cases:
@@ -153,9 +153,9 @@ def expect_no_change(setting: Setting, default: Default) -> None:
                 fitted = fit_case(case, setting.candidate.support)
                 about.body(under.fitting(), fitted)
             except OutsideSupport as error:
-                refused.append(error)
-    if len(refused) == len(cases):
-        raise refused[0]
+                rejected.append(error)
+    if len(rejected) == len(cases):
+        raise rejected[0]
 
 
 @law(cases=[Default("device", name) for name in (*OPERATIONS, "BACKENDS")])

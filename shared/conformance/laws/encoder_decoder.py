@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ...contract.kinds import AttentionType
 from ...contract.sequence_classes import SequenceAttentionMetadata
 from ..generators.steps import counts, expect_unchanged, padded, remember, several
-from ..harness.expect import expect_refusal, expect_same
+from ..harness.expect import expect_rejection, expect_same
 from ..harness.law import Setting, law
 
 OF_THE_ENCODER = (
@@ -146,7 +146,7 @@ def each_kind_of_attention_reads_its_own_lengths_and_table(
     names = LENGTHS.get((kind.attn_type, kind.is_prompt))
     for attn_type in (kind.attn_type, AttentionType(kind.attn_type)):
         if names is None:
-            expect_refusal(
+            expect_rejection(
                 repr(kind), partial(get, metadata, kind.is_prompt, attn_type)
             )
             continue
@@ -160,7 +160,7 @@ def each_kind_of_attention_reads_its_own_lengths_and_table(
     expect_unchanged("the metadata", metadata, before)
 
 
-@law("get_seq_len_block_table_args", cases=KINDS, claim="refuses shapes")
+@law("get_seq_len_block_table_args", cases=KINDS, claim="rejects shapes")
 def a_kind_without_its_lengths_is_rejected(setting: Setting, kind: Kind) -> None:
     """Other kinds are accepted: a missing encoder field does not affect the decoder."""
     get = setting.candidate.get_seq_len_block_table_args
@@ -173,14 +173,14 @@ def a_kind_without_its_lengths_is_rejected(setting: Setting, kind: Kind) -> None
         change: dict[str, Any] = {name: None}
         lacking = replace(both_sides(setting.device), **change)
         if name in names or not names:
-            expect_refusal(
+            expect_rejection(
                 f"{kind} without {name}",
                 partial(get, lacking, kind.is_prompt, kind.attn_type),
             )
         else:
             get(lacking, kind.is_prompt, kind.attn_type)
     for other in ("", "cross", "Decoder"):
-        expect_refusal(
+        expect_rejection(
             f"attn_type = {other!r}",
             partial(get, both_sides(setting.device), True, other),
         )
@@ -207,11 +207,11 @@ def each_kind_of_attention_counts_its_own_tokens(setting: Setting, kind: Kind) -
     expect_same("tokens beside no encoder's", tuple(get(idle, kind.attn_type)), none)
     lacking = replace(metadata, num_encoder_tokens=None)
     if kind.attn_type.startswith("encoder") and kind.attn_type != "encoder_only":
-        expect_refusal("no encoder tokens", lambda: get(lacking, kind.attn_type))
+        expect_rejection("no encoder tokens", lambda: get(lacking, kind.attn_type))
     else:
         found = tuple(get(lacking, kind.attn_type))
         expect_same("tokens", found, TOKENS[kind.attn_type])
-    expect_refusal("no such kind", lambda: get(metadata, "self"))
+    expect_rejection("no such kind", lambda: get(metadata, "self"))
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,9 @@ class Tables:
         Tables([None], False),
     ],
 )
-def there_is_no_cache_if_no_sequence_has_a_row(setting: Setting, case: Tables) -> None:
+def block_tables_are_empty_if_no_sequence_has_a_row(
+    setting: Setting, case: Tables
+) -> None:
     """A row with zero blocks counts as a row."""
     found = setting.candidate.is_block_tables_empty(case.tables)
     expect_same("empty", type(found) is bool and found, case.is_empty)
@@ -294,7 +296,7 @@ def rows_are_padded_into_one_tensor(setting: Setting, cases: list[UnevenRows]) -
         expect_same("where it lies", found.device.type, setting.device.type)
         expect_same("the rows afterwards", given, [list(row) for row in rows.rows])
         for short in {longest - 1, -1} - ({-1} if not given else set()):
-            expect_refusal(
+            expect_rejection(
                 f"max_len = {short}",
                 partial(make, given, rows.pad, rows.dtype, short),
             )

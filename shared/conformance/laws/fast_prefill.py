@@ -34,7 +34,7 @@ from ..generators.steps import (
     values_of,
     whole_step,
 )
-from ..harness.expect import Disagreement, expect_refusal, expect_same
+from ..harness.expect import Disagreement, expect_rejection, expect_same
 from ..harness.law import Setting, law
 
 
@@ -56,7 +56,7 @@ def logits_per_request(step: Requests) -> list[int]:
 @law(
     "make_kv_sharing_fast_prefill_common_attn_metadata", cases=several(requests(most=5))
 )
-def only_the_wanted_tokens_of_a_prompt_go_on(
+def fast_prefill_keeps_only_the_selected_tokens_of_a_prompt(
     setting: Setting, cases: list[Requests]
 ) -> None:
     """A step of decodes keeps all its tokens: the same object is returned."""
@@ -95,7 +95,7 @@ def only_the_wanted_tokens_of_a_prompt_go_on(
     "make_kv_sharing_fast_prefill_common_attn_metadata",
     cases=several(requests(fewest=1).filter(lambda step: max(step.new) > 1)),
 )
-def a_wanted_token_attends_to_the_same_keys_as_in_the_whole_step(
+def a_selected_token_attends_to_the_same_keys_as_in_the_whole_step(
     setting: Setting, cases: list[Requests]
 ) -> None:
     for step in cases:
@@ -103,7 +103,7 @@ def a_wanted_token_attends_to_the_same_keys_as_in_the_whole_step(
         make = setting.candidate.make_kv_sharing_fast_prefill_common_attn_metadata
         right = [step.seen()[token] for token in logits_of(step)]
         for copy in seen_by(make(whole), step.block_size):
-            expect_same("the slots that each wanted token sees", copy, right)
+            expect_same("the visible slots of each selected token", copy, right)
 
 
 @dataclass(frozen=True)
@@ -134,25 +134,25 @@ class BadFastPrefill:
         BadFastPrefill((6, 3), 2, "tokens of a later request first"),
         BadFastPrefill((3, 6, 5), 3, "tokens of a request out of order"),
         BadFastPrefill((3, 3, 6), 3, "a token twice"),
-        BadFastPrefill((3, 7), 2, "a token behind the last"),
+        BadFastPrefill((3, 7), 2, "a token after the last"),
         BadFastPrefill((-1, 6), 2, "a token before the first"),
         BadFastPrefill((3, 6), 2, "a tree of drafts"),
     ],
-    claim="refuses shapes",
+    claim="rejects shapes",
 )
-def tokens_that_cannot_go_on_alone_are_rejected(
-    setting: Setting, nonsense: BadFastPrefill
+def tokens_that_cannot_be_selected_are_rejected(
+    setting: Setting, invalid: BadFastPrefill
 ) -> None:
     step = Requests((4, 3), (0, 6))
-    beside = () if nonsense.what == "a tree of drafts" else ("tree_mask",)
+    beside = () if invalid.what == "a tree of drafts" else ("tree_mask",)
     whole = whole_step(step, setting.device, beside).replace(
         logits_indices_padded=None
-        if nonsense.wanted is None
-        else torch.tensor(nonsense.wanted),
-        num_logits_indices=nonsense.count,
+        if invalid.wanted is None
+        else torch.tensor(invalid.wanted),
+        num_logits_indices=invalid.count,
     )
     make = setting.candidate.make_kv_sharing_fast_prefill_common_attn_metadata
-    expect_refusal(nonsense.what, lambda: make(whole))
+    expect_rejection(invalid.what, lambda: make(whole))
 
 
 class PlainBuilder(AttentionMetadataBuilder):
@@ -188,7 +188,7 @@ class PlainBackend(AttentionBackend):
 
 
 @law("create_fast_prefill_custom_backend", cases=several(requests(most=5)))
-def such_a_layer_gets_the_wanted_tokens_and_the_whole_step(
+def a_fast_prefill_layer_gets_the_selected_tokens_and_the_whole_step(
     setting: Setting, cases: list[Requests]
 ) -> None:
     """The base builder's metadata for the selected tokens, and two more fields."""
@@ -234,7 +234,7 @@ PREFIXES = [Prefix("Fast"), Prefix("KVSharing")]
 
 
 @law("subclass_attention_backend", "create_fast_prefill_custom_backend", cases=PREFIXES)
-def a_derived_backend_differs_in_its_builder_alone(
+def a_derived_backend_differs_only_in_its_builder(
     setting: Setting, prefix: Prefix
 ) -> None:
     derive = setting.candidate.subclass_attention_backend
@@ -282,7 +282,9 @@ class Open:
 
 
 @law("subclass_attention_metadata", cases=PREFIXES)
-def derived_metadata_has_some_more_fields(setting: Setting, prefix: Prefix) -> None:
+def derived_metadata_has_the_additional_fields(
+    setting: Setting, prefix: Prefix
+) -> None:
     """A field that already exists keeps its position and gets the new default."""
     derive = setting.candidate.subclass_attention_metadata
     added = [("images", int, 5), ("reach", int, 8)]
@@ -305,8 +307,8 @@ def derived_metadata_has_some_more_fields(setting: Setting, prefix: Prefix) -> N
         except FrozenInstanceError:
             is_frozen = True
         expect_same("whether it is frozen", is_frozen, base is Frozen)
-        expect_refusal("a default that changes", lambda: derive("", Frozen, LISTED))
-        expect_refusal("a field by its place", partial(found, 7, 8, 9))
+        expect_rejection("a default that changes", lambda: derive("", Frozen, LISTED))
+        expect_rejection("a field by position", partial(found, 7, 8, 9))
 
 
 LISTED: list[tuple[str, Any, Any]] = [("names", list, [])]
@@ -355,7 +357,7 @@ def numbered(drafts: Drafts, device: torch.device) -> torch.Tensor:
     "reshape_attn_output_for_spec_decode",
     cases=several(drafts()),
 )
-def drafts_get_an_axis_of_their_own_and_lose_it_without_a_copy(
+def drafts_are_reshaped_to_their_own_axis_and_back_without_a_copy(
     setting: Setting, cases: list[Drafts]
 ) -> None:
     for case in cases:
@@ -373,7 +375,7 @@ def drafts_get_an_axis_of_their_own_and_lose_it_without_a_copy(
         back = setting.candidate.reshape_attn_output_for_spec_decode(found)
         expect_same("drafts one after another", back, query)
         same = setting.candidate.reshape_attn_output_for_spec_decode(query)
-        expect_same("the very output of three axes", same is query, True)
+        expect_same("identity of the output of three axes", same is query, True)
         for each in (found, back):
             expect_same("the same memory", each.data_ptr(), query.data_ptr())
 
@@ -382,7 +384,7 @@ def drafts_get_an_axis_of_their_own_and_lose_it_without_a_copy(
     "reshape_query_for_spec_decode",
     "reshape_attn_output_for_spec_decode",
     cases=[Drafts(2, 3, 2, 4, 0)],
-    claim="refuses shapes",
+    claim="rejects shapes",
 )
 def drafts_that_do_not_divide_evenly_are_rejected(
     setting: Setting, case: Drafts
@@ -401,6 +403,6 @@ def drafts_that_do_not_divide_evenly_are_rejected(
         ("an output of five axes", lambda: join(query[None, None])),
         ("requests with a gap between them", lambda: join(apart)),
     ):
-        expect_refusal(what, call)
+        expect_rejection(what, call)
     plain = replace(case, query_len=1)
     expect_same("one draft", split(numbered(plain, setting.device), 2).shape[1], 1)

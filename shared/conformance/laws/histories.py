@@ -49,7 +49,7 @@ def histories(draw: st.DrawFn) -> CacheHistory:
     "swap_blocks",
     cases=histories(),
 )
-def a_cache_stays_right_whatever_is_done_to_it(
+def a_cache_is_right_after_any_sequence_of_operations(
     setting: Setting, history: CacheHistory
 ) -> None:
     Machine(setting, history).run()
@@ -127,7 +127,7 @@ TOLD = (
     "swap_blocks",
     cases=TOLD,
 )
-def a_cache_stays_right_in_the_stories_that_went_wrong_before(
+def a_cache_is_right_after_sequences_that_failed_before(
     setting: Setting, history: CacheHistory
 ) -> None:
     Machine(setting, history).run()

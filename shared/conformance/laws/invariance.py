@@ -34,7 +34,7 @@ from ..generators.rearranging import (
     with_other_requests,
     with_strided,
 )
-from ..harness.asking import ask, expect_right, expect_same_results
+from ..harness.calling import expect_right, expect_same_results, run_call
 from ..harness.canaries import checked_values
 from ..harness.expect import expect_same
 from ..harness.law import Setting, law
@@ -46,39 +46,51 @@ POISONS = (0.0, float("inf"), 1e4, -3e38)
 
 
 @law("paged_attention", cases=drawn_calls(fixed={"batch": "verification"}))
-def the_address_of_a_page_changes_no_bit(setting: Setting, case: Drawn) -> None:
+def results_are_bitwise_equal_wherever_pages_are_stored(
+    setting: Setting, case: Drawn
+) -> None:
     call = build_call(*case, setting.device)
     moved = moved_pages(call, Random(case[1]))
-    found = ask(setting, call)
-    expect_same_results("with its pages elsewhere", ask(setting, moved), found)
+    found = run_call(setting, call)
+    expect_same_results("with its pages elsewhere", run_call(setting, moved), found)
 
 
 @law("paged_attention", cases=PAGED[::2])
-def unallocated_slots_change_no_bit(setting: Setting, case: Drawn) -> None:
+def results_are_bitwise_equal_whatever_unallocated_slots_hold(
+    setting: Setting, case: Drawn
+) -> None:
     """Free slots, tails of rows and trees, and rows after the last request hold any value."""
     call = build_call(*case, setting.device)
     other = poisoned(call, POISONS[case[1] % len(POISONS)])
-    expect_same_results("with other poison", ask(setting, other), ask(setting, call))
+    expect_same_results(
+        "with other poison", run_call(setting, other), run_call(setting, call)
+    )
 
 
 @law("encoder_attention", cases=designed("encoder_attention"))
-def what_follows_the_last_key_changes_no_bit(setting: Setting, case: Drawn) -> None:
+def results_are_bitwise_equal_whatever_follows_the_last_key(
+    setting: Setting, case: Drawn
+) -> None:
     call = build_call(*case, setting.device)
     other = poisoned(call, POISONS[case[1] % len(POISONS)])
-    expect_same_results("with other poison", ask(setting, other), ask(setting, call))
+    expect_same_results(
+        "with other poison", run_call(setting, other), run_call(setting, call)
+    )
 
 
 def same_rows(what: str, setting: Setting, call: Call, other: Call, req: int) -> None:
     """Raise if any bit of one request's rows changes."""
     rows = rows_of(call, [req])
-    (out, lse), (before, lse_before) = ask(setting, other), ask(setting, call)
+    (out, lse), (before, lse_before) = run_call(setting, other), run_call(setting, call)
     expect_same(f"output {what}", out[rows], before[rows].cpu())
     if lse is not None and lse_before is not None:
         expect_same(f"log-sum-exp {what}", lse[:, rows], lse_before[:, rows].cpu())
 
 
 @law("paged_attention", cases=drawn_calls(fixed={"batch": "verification"}))
-def other_requests_change_no_bit(setting: Setting, case: Drawn) -> None:
+def results_are_bitwise_equal_whatever_other_requests_hold(
+    setting: Setting, case: Drawn
+) -> None:
     """The other requests may contain NaN."""
     call = build_call(*case, setting.device)
     pick = Random(case[1])
@@ -88,7 +100,9 @@ def other_requests_change_no_bit(setting: Setting, case: Drawn) -> None:
 
 
 @law("paged_attention", cases=drawn_calls(fixed={"batch": "mixed"}))
-def neither_order_nor_neighbours_matter(setting: Setting, case: Drawn) -> None:
+def the_order_and_number_of_requests_change_nothing_beyond_rounding(
+    setting: Setting, case: Drawn
+) -> None:
     """A subset of the requests runs in another order; one may occur twice."""
     call = build_call(*case, setting.device)
     pick = Random(case[1])
@@ -98,7 +112,7 @@ def neither_order_nor_neighbours_matter(setting: Setting, case: Drawn) -> None:
     reqs += pick.choice([[], reqs[:1]])
     part = only(call, reqs)
     answer = rows_of_answer(call.answer(), rows_of(call, reqs))
-    expect_right(setting, part, ask(setting, part), answer)
+    expect_right(setting, part, run_call(setting, part), answer)
 
 
 WHOLE = {
@@ -110,7 +124,9 @@ WHOLE = {
 
 
 @law("paged_attention", cases=drawn_calls(fixed=WHOLE))
-def a_prompt_in_chunks_is_the_prompt_in_one(setting: Setting, case: Drawn) -> None:
+def a_prompt_in_chunks_equals_the_prompt_in_one_step(
+    setting: Setting, case: Drawn
+) -> None:
     """Each chunk attends to the keys up to its end; chunks run in turn or in one batch."""
     call = build_call(*case, setting.device)
     pick = Random(case[1])
@@ -129,18 +145,22 @@ def a_prompt_in_chunks_is_the_prompt_in_one(setting: Setting, case: Drawn) -> No
             for own in range(begin, end)
         ]
         part = of_parts(call, batch)
-        expect_right(setting, part, ask(setting, part), rows_of_answer(answer, rows))
+        expect_right(
+            setting, part, run_call(setting, part), rows_of_answer(answer, rows)
+        )
 
 
 @law("paged_attention", cases=[0, 1])
-def token_by_token_is_the_prompt_in_one(setting: Setting, seed: int) -> None:
+def a_prompt_token_by_token_equals_the_prompt_in_one_step(
+    setting: Setting, seed: int
+) -> None:
     """Every query is a separate request; all use the same block-table row."""
     plan = BatchPlan((18,), (18,), group=3, needle="block edge", seed=seed)
     if setting.is_fitting:
         plan = replace(setting.fit(plan), query_lens=(18,))
     call = paged_call(plan, setting.device)
     part = of_parts(call, [(0, own, own + 1) for own in range(18)])
-    expect_right(setting, part, ask(setting, part), call.answer())
+    expect_right(setting, part, run_call(setting, part), call.answer())
 
 
 BOUNDS = [
@@ -168,7 +188,7 @@ def larger_bounds_change_nothing_beyond_rounding(
         call = call.changed(sliding_window=9)
     if name == "sinks":
         call = call.changed(sinks=torch.tensor([0.0, 3.0]))
-    expect_right(setting, call, ask(setting, call))
+    expect_right(setting, call, run_call(setting, call))
 
 
 @law("paged_attention", cases=[0, 1, 2, 3])
@@ -194,7 +214,7 @@ def lengths_and_flags_may_be_views_with_any_strides(
 
 
 @law("paged_attention", cases=["alibi_slopes", "sinks", "k_scale", "v_scale"])
-def numbers_of_each_head_may_be_views_with_any_strides(
+def parameters_per_head_may_be_views_with_any_strides(
     setting: Setting, name: str
 ) -> None:
     """NaN is between the elements; the batch has short and long requests."""
@@ -222,7 +242,7 @@ def expect_same_from_views(setting: Setting, call: Call, names: list[str]) -> No
         else:
             changes[name] = apart(each[:, None], NAN)[:, 0]
     # a compiler may sum in another order for other strides, so results need not be bitwise equal
-    expect_right(setting, call, ask(setting, call.changed(**changes)))
+    expect_right(setting, call, run_call(setting, call.changed(**changes)))
 
 
 @law("paged_attention", cases=[0, 1])
@@ -230,9 +250,9 @@ def checking_contents_changes_nothing(setting: Setting, seed: int) -> None:
     """PAGETWIN_CHECK_VALUES=1 rejects invalid contents and accepts all others."""
     plan = BatchPlan((3, 0, 1), (20, 0, 40), padding=seed, spare_blocks=2)
     call = paged_call(setting.fit(plan), setting.device)
-    before = ask(setting, call)
+    before = run_call(setting, call)
     with checked_values():
-        found = ask(setting, call)
+        found = run_call(setting, call)
     expect_same_results("with its contents checked", found, before)
 
 
@@ -279,13 +299,13 @@ def addresses_of_attention_have_64_bits(setting: Setting, far: FarAttention) -> 
     memory = torch.empty(2 * FAR + 2**12, dtype=torch.float16, device=setting.device)
     if far.what == "output":
         out = memory.as_strided((tokens, 1, 16), (FAR, 16, 1)).fill_(NAN)
-        expect_right(setting, call, ask(setting, call, out=out))
+        expect_right(setting, call, run_call(setting, call, out=out))
         return
     if far.what == "query":
         query = memory.as_strided((tokens, 1, 16), (FAR, 16, 1))
         query.copy_(call.query)
         call = call.changed(query=query)
-        expect_right(setting, call, ask(setting, call))
+        expect_right(setting, call, run_call(setting, call))
         return
     names = ("key_cache", "value_cache")
     caches = {
@@ -297,7 +317,7 @@ def addresses_of_attention_have_64_bits(setting: Setting, far: FarAttention) -> 
         cache.copy_(call.arguments[name][call.rows[0]].flip(0))
     answer: Answer = call.answer()
     call = call.changed(**caches, block_table=table)
-    expect_right(setting, call, ask(setting, call), answer)
+    expect_right(setting, call, run_call(setting, call), answer)
 
 
 @dataclass(frozen=True)
@@ -356,9 +376,11 @@ CHANGES = [
 
 
 @law("paged_attention", cases=CHANGES)
-def every_argument_of_attention_is_obeyed(setting: Setting, change: Change) -> None:
+def every_argument_of_attention_has_its_effect(
+    setting: Setting, change: Change
+) -> None:
     """A decode and a request of five new tokens, on tens and on hundreds of keys."""
     key_lens = (45, 20) if change.seed == 0 else (300, 150)
     plan = setting.fit(BatchPlan((1, 5), key_lens, seed=change.seed, kv_heads=1))
     call = change.of(paged_call(plan, setting.device))
-    expect_right(setting, call, ask(setting, call))
+    expect_right(setting, call, run_call(setting, call))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ..generators.batches import DTYPES, LAYOUTS, NEEDLES, BatchPlan
 from ..generators.options import paged_call, ragged_call, slopes
 from ..generators.rearranging import only
-from ..harness.asking import ask, expect_right, expect_same_results
+from ..harness.calling import expect_right, expect_same_results, run_call
 from ..harness.law import Setting, law
 
 EVEN = (1, 16, 64, 96, 128, 640)
@@ -25,7 +25,7 @@ RAGGED = (0, 1, 31, 32, 33, 64, 65, 97, 130, 300)
 
 
 @dataclass(frozen=True)
-class Crowd:
+class LargeBatch:
     """Requests that share a launch.
 
     Args:
@@ -50,7 +50,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def option_of(name: str, heads: int, reqs: int) -> dict[str, Any]:
-    """Return the arguments of attention for an option of a crowd."""
+    """Return the arguments of attention for an option of a large batch."""
     if name == "sinks":
         return {"sinks": slopes(heads, 3.0)}
     if name == "flags":
@@ -58,7 +58,7 @@ def option_of(name: str, heads: int, reqs: int) -> dict[str, Any]:
     return OPTIONS[name]
 
 
-def draw_crowd(pick: Random, counts: tuple[int, ...]) -> tuple[list[int], list[int]]:
+def draw_lengths(pick: Random, counts: tuple[int, ...]) -> tuple[list[int], list[int]]:
     """Return new tokens and keys per request: equal, ragged, or one much longer."""
     count = pick.choice(counts)
     kind = pick.choice(["even", "even", "ragged", "one long", "some idle", "prompts"])
@@ -67,23 +67,25 @@ def draw_crowd(pick: Random, counts: tuple[int, ...]) -> tuple[list[int], list[i
         lens = [pick.choice(EVEN[: 6 if count < 10 else 3])] * count
     drafts = pick.choice([1, 1, 1, 2, 5])
     news = [min(drafts, length) for length in lens]
-    place = pick.randrange(count)
+    index = pick.randrange(count)
     if kind == "one long":
-        lens[place] = pick.choice([300, 520, 640])
-        news[place] = drafts
+        lens[index] = pick.choice([300, 520, 640])
+        news[index] = drafts
     for req in range(count):
         if kind == "some idle" and pick.random() < 0.3:
             news[req] = 0
-        if kind == "prompts" and (req == place or pick.random() < 0.1):
+        if kind == "prompts" and (req == index or pick.random() < 0.1):
             news[req] = lens[req] = pick.choice([33, 40, 70])
     return news, lens
 
 
 @st.composite
-def crowds(draw: st.DrawFn, counts: tuple[int, ...], is_paged: bool = True) -> Crowd:
-    """Return a crowd of one of the given sizes; one seed determines all of it."""
+def large_batches(
+    draw: st.DrawFn, counts: tuple[int, ...], is_paged: bool = True
+) -> LargeBatch:
+    """Return a large batch of one of the given sizes; one seed determines all of it."""
     pick = Random(draw(st.integers(0, 2**20)))
-    news, lens = draw_crowd(pick, counts)
+    news, lens = draw_lengths(pick, counts)
     option = pick.choice([*OPTIONS, "none", "none", "sinks", "sinks", "flags"])
     plan = BatchPlan(
         tuple(news),
@@ -99,30 +101,30 @@ def crowds(draw: st.DrawFn, counts: tuple[int, ...], is_paged: bool = True) -> C
         spare_max=pick.choice([0, 0, 7]),
         seed=pick.randrange(2**16),
     )
-    return Crowd(plan, option, is_paged)
+    return LargeBatch(plan, option, is_paged)
 
 
-def expect_right_crowd(setting: Setting, crowd: Crowd) -> None:
-    heads = crowd.plan.kv_heads * crowd.plan.group
-    options = option_of(crowd.option, heads, len(crowd.plan.query_lens))
-    call = paged_call(crowd.plan, setting.device, **options)
-    call = call if crowd.is_paged else ragged_call(call)
-    expect_right(setting, call, ask(setting, call))
+def expect_right_batch(setting: Setting, batch: LargeBatch) -> None:
+    heads = batch.plan.kv_heads * batch.plan.group
+    options = option_of(batch.option, heads, len(batch.plan.query_lens))
+    call = paged_call(batch.plan, setting.device, **options)
+    call = call if batch.is_paged else ragged_call(call)
+    expect_right(setting, call, run_call(setting, call))
 
 
-@law("paged_attention", cases=crowds((1, 2, 3, 5, 9, 13)))
+@law("paged_attention", cases=large_batches((1, 2, 3, 5, 9, 13)))
 def requests_are_right_however_their_lengths_share_the_work(
-    setting: Setting, crowd: Crowd
+    setting: Setting, batch: LargeBatch
 ) -> None:
     """Lengths are equal, ragged, or one is much longer; some requests are idle or prompts."""
-    expect_right_crowd(setting, crowd)
+    expect_right_batch(setting, batch)
 
 
-@law("encoder_attention", cases=crowds((2, 3, 5), is_paged=False))
+@law("encoder_attention", cases=large_batches((2, 3, 5), is_paged=False))
 def ragged_requests_are_right_however_long_each_is(
-    setting: Setting, crowd: Crowd
+    setting: Setting, batch: LargeBatch
 ) -> None:
-    expect_right_crowd(setting, crowd)
+    expect_right_batch(setting, batch)
 
 
 def many(count: int, idle: int = 1, **changes: Any) -> BatchPlan:
@@ -147,23 +149,25 @@ ALIKE = BatchPlan(
     (1,) * 66, (33,) * 66, kv_heads=1, group=1, head_size=8, needle="last"
 )
 MANY = {
-    "a few more than 64": Crowd(many(67, group=1, padding=1, needle="last"), "sinks"),
-    "more than 128": Crowd(many(131, idle=6, group=1, needle="first")),
-    "all alike": Crowd(ALIKE),
-    "none with a key behind the 64th": Crowd(
+    "a few more than 64": LargeBatch(
+        many(67, group=1, padding=1, needle="last"), "sinks"
+    ),
+    "more than 128": LargeBatch(many(131, idle=6, group=1, needle="first")),
+    "all alike": LargeBatch(ALIKE),
+    "none with a key after the 64th": LargeBatch(
         BatchPlan(
             (1,) * 60 + (0,) * 10, (40,) * 60 + (9,) * 10, kv_heads=1, head_size=8
         )
     ),
-    "prompts and idle ones up to the 64th": Crowd(
+    "prompts and idle ones up to the 64th": LargeBatch(
         BatchPlan((0,) * 65 + (1, 1), (3,) * 65 + (200, 9), kv_heads=1, head_size=8)
     ),
 }
 
 
 @law("paged_attention", cases=[*MANY.values()])
-def there_may_be_any_number_of_requests(setting: Setting, crowd: Crowd) -> None:
-    expect_right_crowd(setting, crowd)
+def there_may_be_any_number_of_requests(setting: Setting, batch: LargeBatch) -> None:
+    expect_right_batch(setting, batch)
 
 
 @law(
@@ -179,30 +183,30 @@ def equal_requests_are_right_at_every_length(
     plan = BatchPlan((1,) * count, (length,) * count, kv_heads=1, group=2, head_size=8)
     plan = replace(plan, needle="last", seed=length)
     call = paged_call(plan, setting.device)
-    expect_right(setting, call, ask(setting, call))
+    expect_right(setting, call, run_call(setting, call))
 
 
 LARGE = {
-    "71 heads share a kv head": Crowd(
+    "71 heads share a kv head": LargeBatch(
         BatchPlan((1, 3), (40, 9), kv_heads=1, group=71, head_size=8, padding=2)
     ),
-    "33 heads share one, of two": Crowd(
+    "33 heads share one, of two": LargeBatch(
         BatchPlan((1, 2), (130, 9), group=33, head_size=8, padding=3), "sinks"
     ),
-    "20 heads share one, and much padding": Crowd(
+    "20 heads share one, and much padding": LargeBatch(
         BatchPlan((1,), (9,), group=20, head_size=8, padding=12)
     ),
-    "heads of 256 on many keys": Crowd(
+    "heads of 256 on many keys": LargeBatch(
         BatchPlan((3, 1), (300, 20), kv_heads=1, group=5, head_size=256), "sinks"
     ),
-    "heads of 256 and a window that ends far back": Crowd(
+    "heads of 256 and a window that ends far back": LargeBatch(
         BatchPlan((5,), (400,), kv_heads=1, group=3, head_size=256), "a window"
     ),
-    "heads of 600 and drafts that outgrow their window": Crowd(
+    "heads of 600 and drafts that outgrow their window": LargeBatch(
         BatchPlan((5,), (259,), kv_heads=1, group=3, head_size=600),
         "a window of few tokens",
     ),
-    "heads of 600 on many keys": Crowd(
+    "heads of 600 on many keys": LargeBatch(
         BatchPlan((5, 1), (260, 130), kv_heads=1, group=3, head_size=600),
         "a short window",
     ),
@@ -210,19 +214,21 @@ LARGE = {
 
 
 @law("paged_attention", cases=[*LARGE.values()])
-def groups_and_heads_may_be_larger_than_a_tile(setting: Setting, crowd: Crowd) -> None:
-    expect_right_crowd(setting, crowd)
+def groups_and_heads_may_be_larger_than_a_tile(
+    setting: Setting, batch: LargeBatch
+) -> None:
+    expect_right_batch(setting, batch)
 
 
 @law("paged_attention", cases=[0, 1, 2])
-def a_batch_leaves_nothing_to_the_next(setting: Setting, seed: int) -> None:
+def a_batch_does_not_affect_the_next_one(setting: Setting, seed: int) -> None:
     """The result stays bitwise equal after calls with fewer requests or another order."""
     lens = ((200, 20, 70), (130, 130, 130), (320, 2, 33))[seed]
     plan = BatchPlan((1, 2, 1), lens, group=3, head_size=8, needle="last", seed=seed)
     call = paged_call(plan, setting.device)
-    before = ask(setting, call)
+    before = run_call(setting, call)
     expect_right(setting, call, before)
     for reqs in ([2], [2, 1, 0]):
         other = only(call, reqs)
-        expect_right(setting, other, ask(setting, other))
-        expect_same_results(f"after {reqs}", ask(setting, call), before)
+        expect_right(setting, other, run_call(setting, other))
+        expect_same_results(f"after {reqs}", run_call(setting, call), before)

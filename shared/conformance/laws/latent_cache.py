@@ -23,11 +23,11 @@ from ..generators.latent_batches import (
     empty_latent_cache,
 )
 from ..harness.canaries import checked_values, copy_of, expect_memory, kept
-from ..harness.expect import expect_refusal, expect_same
+from ..harness.expect import expect_rejection, expect_same
 from ..harness.law import Setting, law
 from ..oracles.brute_force import quantise_by_hand
 from .invariance import FAR
-from .latents import WAYS, arguments_of, ask_latents, expect_latents
+from .latents import WAYS, arguments_of, expect_latents, run_latents
 
 
 @dataclass(frozen=True)
@@ -146,18 +146,18 @@ def latents_past_two_billion_elements_are_found(setting: Setting, block: int) ->
     far = memory.as_strided((3, 16, 24), (FAR, 24, 1)).fill_(NAN)
     order = [2, 1, 0] if block == 2 else [0, 2, 1]
     own = batch.kv_cache[batch.rows[0]].flatten(0, 1)[:33]
-    slots = [order[place // 16] * 16 + place % 16 for place in range(33)]
+    slots = [order[position // 16] * 16 + position % 16 for position in range(33)]
     setting.candidate.concat_and_cache_mla(
         own[:, :16],
         own[:, 16:],
         far,
         torch.tensor(slots, dtype=torch.int64, device=setting.device),
     )
-    for place, slot in enumerate(slots):
-        expect_same(f"slot {slot}", far[slot // 16, slot % 16], own[place])
+    for position, slot in enumerate(slots):
+        expect_same(f"slot {slot}", far[slot // 16, slot % 16], own[position])
     table = torch.tensor([order], dtype=torch.int32, device=setting.device)
     changes = {"kv_cache": far, "block_table": table}
-    found = ask_latents(setting, batch, WAYS[0], **changes)
+    found = run_latents(setting, batch, WAYS[0], **changes)
     expect_latents(setting, batch, WAYS[0], found)
 
 
@@ -174,7 +174,7 @@ def latents_past_two_billion_elements_are_gathered(
     far[order] = batch.kv_cache[batch.rows[0]]
     table = torch.tensor([order], dtype=torch.int32, device=setting.device)
     changes = {"kv_cache": far, "block_table": table}
-    found = ask_latents(setting, batch, WAYS[1], **changes)
+    found = run_latents(setting, batch, WAYS[1], **changes)
     expect_latents(setting, batch, WAYS[1], found)
 
 
@@ -210,7 +210,9 @@ def a_model_without_latents_has_no_widths(
     if width == "missing":
         del widths[name]
     config = SimpleNamespace(**widths)
-    expect_refusal(f"{name} of {width}", lambda: setting.candidate.get_mla_dims(config))
+    expect_rejection(
+        f"{name} of {width}", lambda: setting.candidate.get_mla_dims(config)
+    )
 
 
 Change = Callable[[dict[str, Any]], dict[str, Any]]
@@ -272,7 +274,7 @@ PREFILL_CONTENTS: dict[str, Change] = {
 }
 
 
-def expect_refused(setting: Setting, way: str, what: str, change: Change) -> None:
+def expect_rejected(setting: Setting, way: str, what: str, change: Change) -> None:
     batch = build_latents(LatentPlan((3, 1), (20, 9)), setting.device)
     given = arguments_of(batch, way)
     given |= {"out": torch.full((4, 3, 16), 7.0), "lse": torch.full((3, 4), 7.0)}
@@ -283,7 +285,7 @@ def expect_refused(setting: Setting, way: str, what: str, change: Change) -> Non
     }
     operation = getattr(setting.candidate, way)
     with kept(out=moved["out"], lse=moved["lse"]):
-        expect_refusal(what, lambda: operation(**moved))
+        expect_rejection(what, lambda: operation(**moved))
 
 
 @law(
@@ -293,13 +295,13 @@ def expect_refused(setting: Setting, way: str, what: str, change: Change) -> Non
         *((WAYS[0], what) for what in DECODE),
         *((WAYS[1], what) for what in PREFILL),
     ],
-    claim="refuses shapes",
+    claim="rejects shapes",
 )
-def latent_attention_rejects_what_does_not_fit(
+def latent_attention_rejects_invalid_arguments(
     setting: Setting, case: tuple[str, str]
 ) -> None:
     way, what = case
-    expect_refused(setting, way, what, (UNFIT | DECODE | PREFILL)[what])
+    expect_rejected(setting, way, what, (UNFIT | DECODE | PREFILL)[what])
 
 
 @law(
@@ -308,14 +310,14 @@ def latent_attention_rejects_what_does_not_fit(
         *((way, what) for way in WAYS for what in CONTENTS),
         *((WAYS[1], what) for what in PREFILL_CONTENTS),
     ],
-    claim="refuses contents",
+    claim="rejects contents",
 )
 def invalid_batches_of_latents_are_rejected_if_contents_are_checked(
     setting: Setting, case: tuple[str, str]
 ) -> None:
     way, what = case
     with checked_values():
-        expect_refused(setting, way, what, (CONTENTS | PREFILL_CONTENTS)[what])
+        expect_rejected(setting, way, what, (CONTENTS | PREFILL_CONTENTS)[what])
 
 
 UNWRITABLE: dict[str, dict[str, Any]] = {
@@ -358,15 +360,15 @@ def expect_unwritten(setting: Setting, what: str, changes: dict[str, Any]) -> No
         for name, each in (given | changes).items()
     }
     with kept(kv_cache=moved["kv_cache"]):
-        expect_refusal(what, lambda: setting.candidate.concat_and_cache_mla(**moved))
+        expect_rejection(what, lambda: setting.candidate.concat_and_cache_mla(**moved))
 
 
-@law("concat_and_cache_mla", cases=[*UNWRITABLE], claim="refuses shapes")
+@law("concat_and_cache_mla", cases=[*UNWRITABLE], claim="rejects shapes")
 def latents_that_do_not_fit_the_cache_are_rejected(setting: Setting, what: str) -> None:
     expect_unwritten(setting, what, UNWRITABLE[what])
 
 
-@law("concat_and_cache_mla", cases=[*UNWRITABLE_CONTENTS], claim="refuses contents")
+@law("concat_and_cache_mla", cases=[*UNWRITABLE_CONTENTS], claim="rejects contents")
 def invalid_slots_of_latents_are_rejected_if_contents_are_checked(
     setting: Setting, what: str
 ) -> None:

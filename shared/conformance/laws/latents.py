@@ -22,7 +22,7 @@ from ..generators.latent_batches import (
     latent_plans,
 )
 from ..generators.options import starts_of
-from ..harness.asking import Result, expect_same_results
+from ..harness.calling import Result, expect_same_results
 from ..harness.canaries import kept
 from ..harness.candidate import OutsideSupport
 from ..harness.expect import Disagreement, expect_budget, expect_same
@@ -38,7 +38,7 @@ def arguments_of(batch: LatentBatch, way: str) -> dict[str, Any]:
     return batch.decode_arguments() if is_decode else batch.prefill_arguments()
 
 
-def ask_latents(
+def run_latents(
     setting: Setting, batch: LatentBatch, way: str, **changes: Any
 ) -> Result:
     """Return the candidate's results; the outputs are filled with NaN before the call."""
@@ -88,11 +88,11 @@ def expect_latents(
         compute_dtype=dtype,
     )
     expect_budget("output", out, answer.out, same, answer.sizes)
-    behind = lse[:, batch.tokens :].cpu()
+    rest = lse[:, batch.tokens :].cpu()
     expect_same(
-        "log-sum-exp behind the last request",
-        behind,
-        behind.new_full(behind.shape, -torch.inf),
+        "log-sum-exp after the last request",
+        rest,
+        rest.new_full(rest.shape, -torch.inf),
     )
     if not batch.tokens:
         return
@@ -118,7 +118,7 @@ def a_decode_over_latents_is_full_multi_head_attention(
     setting: Setting, plan: LatentPlan
 ) -> None:
     batch = build_latents(plan, setting.device)
-    expect_latents(setting, batch, WAYS[0], ask_latents(setting, batch, WAYS[0]))
+    expect_latents(setting, batch, WAYS[0], run_latents(setting, batch, WAYS[0]))
 
 
 @law("latent_decode_attention", cases=latent_plans())
@@ -127,7 +127,7 @@ def a_decode_over_latents_attends_to_its_window_only(
 ) -> None:
     window = Random(plan.seed).choice([1, 2, 7, 16, 17, 33])
     batch = build_latents(replace(plan, sliding_window=window), setting.device)
-    expect_latents(setting, batch, WAYS[0], ask_latents(setting, batch, WAYS[0]))
+    expect_latents(setting, batch, WAYS[0], run_latents(setting, batch, WAYS[0]))
 
 
 @law("latent_prefill_attention", cases=latent_plans())
@@ -141,7 +141,7 @@ def a_prefill_over_latents_is_full_multi_head_attention(
     # at most three chunks
     chunk = pick.choice([None, context // 3 + 1, context // 2 + 1, context + 5])
     changes: dict[str, Any] = {} if chunk is None else {"max_context_chunk": chunk}
-    found = ask_latents(setting, batch, WAYS[1], **changes)
+    found = run_latents(setting, batch, WAYS[1], **changes)
     expect_latents(setting, batch, WAYS[1], found, **changes)
 
 
@@ -162,14 +162,14 @@ CORNERS += [
 
 
 @law(*WAYS, cases=[(way, plan) for way in WAYS for plan in CORNERS])
-def a_latent_that_outweighs_all_others_is_found(
+def a_needle_among_latents_is_found(
     setting: Setting, case: tuple[str, LatentPlan]
 ) -> None:
     """The needle is a latent or a rope key, at edges of blocks, tiles and context chunks."""
     way, plan = case
     batch = build_latents(plan, setting.device)
     changes: dict[str, Any] = {"max_context_chunk": 64} if way == WAYS[1] else {}
-    found = ask_latents(setting, batch, way, **changes)
+    found = run_latents(setting, batch, way, **changes)
     expect_latents(setting, batch, way, found, **changes)
 
 
@@ -195,7 +195,7 @@ def pieces(batch: LatentBatch, cuts: list[int]) -> list[tuple[slice, LatentBatch
 
 
 @law(*WAYS, cases=[(way, seed) for way in WAYS for seed in range(4)])
-def a_prompt_of_latents_in_chunks_is_the_prompt_in_one(
+def a_prompt_of_latents_in_chunks_equals_the_prompt_in_one_step(
     setting: Setting, case: tuple[str, int]
 ) -> None:
     """For any cuts; the other chunks may use either operation."""
@@ -217,32 +217,32 @@ def a_prompt_of_latents_in_chunks_is_the_prompt_in_one(
             answer.scores[:, rows],
         )
         its = way if rows.stop == length else WAYS[pick.randrange(2)]
-        expect_latents(setting, part, its, ask_latents(setting, part, its), own)
+        expect_latents(setting, part, its, run_latents(setting, part, its), own)
 
 
 @law(*WAYS, cases=[(way, poison) for way in WAYS for poison in (0.0, torch.inf, 1e4)])
-def unallocated_slots_of_latents_change_no_bit(
+def results_are_bitwise_equal_whatever_unallocated_slots_of_latents_hold(
     setting: Setting, case: tuple[str, float]
 ) -> None:
     """Free slots, row tails and padding; a prefill does not read its new tokens' slots."""
     way, poison = case
     plan = LatentPlan((3, 1, 0), (20, 9, 4), layout="padded", padding=2, needle="last")
     batch = build_latents(plan, setting.device)
-    before = ask_latents(setting, batch, way)
+    before = run_latents(setting, batch, way)
     cache, table = batch.kv_cache.clone(), batch.block_table.clone()
     for req, row in enumerate(batch.rows):
         table[req, len(row) :] = 0
         if way == WAYS[1]:
             first = plan.key_lens[req] - plan.query_lens[req]
-            for place in range(first, plan.key_lens[req]):
-                cache[row[place // 16], place % 16] = NAN
+            for position in range(first, plan.key_lens[req]):
+                cache[row[position // 16], position % 16] = NAN
     changes: dict[str, Any] = {
         name: torch.where(each.isnan(), poison, each)
         for name, each in arguments_of(batch, way).items()
         if isinstance(each, Tensor) and each.dtype.is_floating_point
     }
     changes["kv_cache"] = torch.where(cache.isnan(), poison, cache)
-    found = ask_latents(setting, batch, way, **changes, block_table=table)
+    found = run_latents(setting, batch, way, **changes, block_table=table)
     expect_same_results("with other poison", found, before)
 
 
@@ -257,8 +257,8 @@ def latent_attention_changes_nothing_that_it_reads(
     given = arguments_of(batch, way)
     tensors = {name: each for name, each in given.items() if isinstance(each, Tensor)}
     with kept(**tensors):
-        before = ask_latents(setting, batch, way)
-    expect_same_results("once more", ask_latents(setting, batch, way), before)
+        before = run_latents(setting, batch, way)
+    expect_same_results("once more", run_latents(setting, batch, way), before)
     order = torch.randperm(
         len(batch.kv_cache), generator=torch.Generator().manual_seed(1)
     )
@@ -267,14 +267,14 @@ def latent_attention_changes_nothing_that_it_reads(
     cache[order] = batch.kv_cache
     for req, row in enumerate(batch.rows):
         table[req, : len(row)] = order[row].int()
-    found = ask_latents(setting, batch, way, kv_cache=cache, block_table=table)
+    found = run_latents(setting, batch, way, kv_cache=cache, block_table=table)
     expect_same_results("with blocks elsewhere", found, before)
     made = getattr(setting.candidate, way)(**given)
     expect_same("output that was made", made, before[0].cpu())
 
 
 @law(*WAYS, cases=[(way, padding) for way in WAYS for padding in (0, 2)])
-def nothing_is_written_beside_the_values_of_latents(
+def nothing_is_written_outside_of_the_output_of_latent_attention(
     setting: Setting, case: tuple[str, int]
 ) -> None:
     way, padding = case

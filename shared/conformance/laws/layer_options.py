@@ -22,7 +22,7 @@ from ..generators.batches import LAYOUTS, NAN, empty_cache
 from ..generators.options import Call, build_call, draw_choice, starts_of, stored_as
 from ..generators.rearranging import only
 from ..generators.steps import counts
-from ..harness.asking import expect_right
+from ..harness.calling import expect_right
 from ..harness.candidate import OutsideSupport
 from ..harness.expect import expect_same
 from ..harness.law import Setting, law
@@ -44,7 +44,7 @@ Images = dict[int, list[tuple[int, int]]]
 
 
 @st.composite
-def asked(draw: st.DrawFn, fixed: tuple[tuple[str, str], ...] = ()) -> Drawn:
+def layer_cases(draw: st.DrawFn, fixed: tuple[tuple[str, str], ...] = ()) -> Drawn:
     """Return a choice of options for a layer and its step, and a seed."""
     seed = draw(st.integers(0, 2**20))
     pick = Random(seed)
@@ -109,11 +109,11 @@ def build_step(case: Drawn, device: torch.device, has_images: bool) -> LayerStep
     after[1, ..., value_size:] = torch.tensor(NAN).to(after.dtype)
     block_size, kv_heads = after.shape[2:4]
     slots = [
-        row[place // block_size] * block_size + place % block_size
+        row[position // block_size] * block_size + position % block_size
         for row, new, total in zip(
             call.rows, call.query_lens, call.key_lens, strict=True
         )
-        for place in range(total - new, total)
+        for position in range(total - new, total)
     ]
     flat, before = after.flatten(1, 2), after.clone()
     brought = []
@@ -165,8 +165,10 @@ def ranges_of(call: Call, images: Images) -> Tensor | None:
     for req, (new, total) in enumerate(
         zip(call.query_lens, call.key_lens, strict=True)
     ):
-        for place in range(total - new, total):
-            own = [each for each in images.get(req, []) if each[0] <= place <= each[1]]
+        for position in range(total - new, total):
+            own = [
+                each for each in images.get(req, []) if each[0] <= position <= each[1]
+            ]
             found.append(own[0] if own else (-1, -1))
     if all(each == (-1, -1) for each in found):
         return None
@@ -260,38 +262,41 @@ def run_layer(
     impl = backend.get_impl_cls()(heads, size, scale, spec.num_kv_heads, **options)
     builder = make_builder(backend, spec, device)
     metadata = builder.build(0, metadata_of(step, device))
-    place = SimpleNamespace(
+    owner = SimpleNamespace(
         _k_scale=given.get("k_scale"), _v_scale=given.get("v_scale")
     )
-    found = impl.forward(place, query, key, value, cache, metadata, out, out_scale)
-    expect_same(f"{backend.name}: the very output", found is out, True)
+    found = impl.forward(owner, query, key, value, cache, metadata, out, out_scale)
+    expect_same(f"{backend.name}: identity of the output", found is out, True)
     expect_same(f"{backend.name}: the cache", cache, step.after)
     expect_right(setting, call, (out[:tokens], None))
-    behind = out[tokens:].float().isnan().all()
-    expect_same(f"{backend.name}: padding rows, still NaN", bool(behind), True)
+    is_nan = out[tokens:].float().isnan().all()
+    expect_same(f"{backend.name}: padding rows, still NaN", bool(is_nan), True)
 
 
-@law("BACKENDS", cases=asked())
-def a_layer_obeys_its_options_and_those_of_its_step(
+@law("BACKENDS", cases=layer_cases())
+def a_layer_applies_its_options_and_those_of_its_step(
     setting: Setting, case: Drawn
 ) -> None:
     """Options are windows, chunks, caps, biases, sinks, flags, trees and FP8 outputs."""
     expect_right_layer(setting, case)
 
 
-@law("BACKENDS", cases=asked())
-def a_layer_obeys_the_images_of_its_step(setting: Setting, case: Drawn) -> None:
+@law("BACKENDS", cases=layer_cases())
+def a_layer_applies_the_images_of_its_step(setting: Setting, case: Drawn) -> None:
     """Holds with any other options; tokens outside all images keep their visible range."""
     expect_right_layer(setting, case, has_images=True)
 
 
-@law("BACKENDS", cases=asked((("tree_mask", "tree"), ("causal", "yes"))))
-def a_layer_obeys_the_trees_of_its_step(setting: Setting, case: Drawn) -> None:
+@law("BACKENDS", cases=layer_cases((("tree_mask", "tree"), ("causal", "yes"))))
+def a_layer_applies_the_trees_of_its_step(setting: Setting, case: Drawn) -> None:
     """Applies to decodes and prefills; trees of prefills come after those of decodes."""
     expect_right_layer(setting, case)
 
 
-@law("BACKENDS", cases=st.one_of(*(asked((("cache", c),)) for c in ("e4m3", "e5m2"))))
+@law(
+    "BACKENDS",
+    cases=st.one_of(*(layer_cases((("cache", c),)) for c in ("e4m3", "e5m2"))),
+)
 def a_layer_keeps_its_cache_in_fp8_under_its_scales(
     setting: Setting, case: Drawn
 ) -> None:

@@ -28,10 +28,10 @@ from ..generators.steps import (
     values_of,
     whole_step,
 )
-from ..harness.expect import expect_refusal, expect_same
+from ..harness.expect import expect_rejection, expect_same
 from ..harness.law import Setting, law
 
-REFUSED_BESIDE = ("mm_req_doc_ranges", "tree_mask")
+REJECTED_BESIDE = ("mm_req_doc_ranges", "tree_mask")
 LEFT_OUT = (
     "encoder_seq_lens",
     "encoder_seq_lens_cpu",
@@ -72,11 +72,11 @@ class Chunked:
         found = []
         for req, seq_len in enumerate(self.step.seq_lens):
             own = range(self.step.computed[req], seq_len)
-            chunks = sorted({place // self.chunk for place in own})
+            chunks = sorted({position // self.chunk for position in own})
             for number in chunks or [max(seq_len - 1, 0) // self.chunk]:
-                places = range(number * self.chunk, (number + 1) * self.chunk)
-                new = sum(place in own for place in places)
-                keys = sum(place < seq_len for place in places)
+                positions = range(number * self.chunk, (number + 1) * self.chunk)
+                new = sum(position in own for position in positions)
+                keys = sum(position < seq_len for position in positions)
                 found.append((req, number, new, keys))
         return found
 
@@ -106,7 +106,7 @@ def every_chunk_with_new_tokens_is_a_request(
     for case in cases:
         step, device = case.step, setting.device
         table = table_of(step.rows(), device, case.spare)
-        whole = whole_step(step, device, REFUSED_BESIDE).replace(
+        whole = whole_step(step, device, REJECTED_BESIDE).replace(
             block_table_tensor=table
         )
         if case.flag is not None:
@@ -163,7 +163,7 @@ def a_token_of_a_virtual_request_attends_to_its_own_chunk(
             case.chunk, bare_step(step, setting.device), step.block_size
         )
         for copy in seen_by(found, step.block_size):
-            expect_same("the slots that each token sees", copy, step.seen(case.chunk))
+            expect_same("the visible slots of each token", copy, step.seen(case.chunk))
         expect_same(
             "the slots that are written", found.slot_mapping.tolist(), step.slots()
         )
@@ -197,21 +197,21 @@ class BadChunks:
         BadChunks(8, 4, "images", "mm_req_doc_ranges"),
         BadChunks(8, 4, "trees of drafts", "tree_mask"),
     ],
-    claim="refuses shapes",
+    claim="rejects shapes",
 )
-def a_step_without_chunks_is_rejected(setting: Setting, nonsense: BadChunks) -> None:
+def a_step_without_chunks_is_rejected(setting: Setting, invalid: BadChunks) -> None:
     step = Requests((3, 2), (9, 4), seed=1)
     width = max(map(len, step.rows()))
     whole = bare_step(step, setting.device)
     whole = whole.replace(block_table_tensor=whole.block_table_tensor[:, :width])
-    if nonsense.given == "seq_lens_cpu":
+    if invalid.given == "seq_lens_cpu":
         whole = whole.replace(seq_lens_cpu=counts([12, 1]))
-    elif nonsense.given:
+    elif invalid.given:
         full = whole_step(step, setting.device)
-        whole = whole.replace(**{nonsense.given: getattr(full, nonsense.given)})
-    expect_refusal(
-        nonsense.what,
+        whole = whole.replace(**{invalid.given: getattr(full, invalid.given)})
+    expect_rejection(
+        invalid.what,
         lambda: setting.candidate.make_local_attention_virtual_batches(
-            nonsense.chunk, whole, nonsense.block_size
+            invalid.chunk, whole, invalid.block_size
         ),
     )

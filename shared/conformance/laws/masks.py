@@ -1,7 +1,7 @@
 """Laws of masking: causal masks, windows, chunks, query ranges, trees and encoder keys.
 
 The cases use needles: a key that outweighs all others of its sequence. The needle is at the edge of
-a window, chunk, tile, block, tree or range, or one position beside it. An implementation whose
+a window, chunk, tile, block, tree or range, or one position next to it. An implementation whose
 visible range is one key too long or too short has an error of the size of a value.
 """
 
@@ -23,7 +23,7 @@ from ..generators.options import (
     tree_of,
 )
 from ..generators.rearranging import given_away
-from ..harness.asking import ask, expect_right, expect_same_results
+from ..harness.calling import expect_right, expect_same_results, run_call
 from ..harness.candidate import Support
 from ..harness.law import Setting, law
 
@@ -123,9 +123,9 @@ class MaskCase:
         longest, taken = support.max_query_len, support.options
         if longest is None or self.query_len <= longest:
             longest = self.query_len
-        place = self.key_len - self.query_len + self.own
+        position = self.key_len - self.query_len + self.own
         is_cut = longest < self.query_len
-        key_len = place + 1 if is_cut else self.key_len
+        key_len = position + 1 if is_cut else self.key_len
         kind = self.kind
         if taken is not None and not set(HIDDEN_BY[kind]) <= set(taken):
             alike = next(group for group in ALIKE if kind in group)
@@ -161,7 +161,7 @@ class MaskCase:
         return call if self.is_paged else ragged_call(call)
 
 
-def draw_sight(pick: Random, kinds: tuple[str, ...], is_paged: bool) -> MaskCase:
+def draw_case(pick: Random, kinds: tuple[str, ...], is_paged: bool) -> MaskCase:
     """Return a needle near an edge of the visible range of one query of a request."""
     kind = pick.choice(kinds)
     query_len = pick.choice([1, 1, 3, 5, 20, 33])
@@ -172,28 +172,29 @@ def draw_sight(pick: Random, kinds: tuple[str, ...], is_paged: bool) -> MaskCase
     context = pick.choice([0, 1, 15, 16, 31, 50, 63, 64, 65, 100, 130])
     key_len = query_len + context
     own = pick.choice([0, query_len - 1, pick.randrange(query_len)])
-    place = context + own
+    position = context + own
     size = pick.choice([1, 2, 7, 16, 17, 33, 64])
     first = min(
-        max(0, pick.choice([0, place - 20, *[place + 1] * 3, place - 3])), key_len - 1
+        max(0, pick.choice([0, position - 20, *[position + 1] * 3, position - 3])),
+        key_len - 1,
     )
     # a range may extend past the end of the sequence
     last = first + pick.choice([0, 3, 20, 40, 40])
     chunk = 2 * size + 1 if kind == "window and chunks" else size
     edges = [
         0,
-        place,
+        position,
         context - 1,
         context,
         key_len - 1,
-        place - size,
-        place - size + 1,
-        place + size,
-        place // chunk * chunk,
-        (place // chunk + 1) * chunk,
-        place // 16 * 16,
-        place // 32 * 32,
-        place // 64 * 64,
+        position - size,
+        position - size + 1,
+        position + size,
+        position // chunk * chunk,
+        (position // chunk + 1) * chunk,
+        position // 16 * 16,
+        position // 32 * 32,
+        position // 64 * 64,
         first,
         last,
         pick.randrange(key_len),
@@ -223,52 +224,52 @@ def draw_sight(pick: Random, kinds: tuple[str, ...], is_paged: bool) -> MaskCase
 
 
 @st.composite
-def sights(
+def mask_cases(
     draw: st.DrawFn, kinds: tuple[str, ...] = KINDS, is_paged: bool = True
 ) -> MaskCase:
     """Return a needle near an edge. The whole case is drawn from one seed."""
-    return draw_sight(Random(draw(st.integers(0, 2**20))), kinds, is_paged)
+    return draw_case(Random(draw(st.integers(0, 2**20))), kinds, is_paged)
 
 
-def expect_right_sight(setting: Setting, sight: MaskCase) -> None:
-    call = sight.call(setting)
-    expect_right(setting, call, ask(setting, call))
+def expect_right_case(setting: Setting, case: MaskCase) -> None:
+    call = case.call(setting)
+    expect_right(setting, call, run_call(setting, call))
 
 
-@law("paged_attention", cases=sights(ALIKE[0]))
+@law("paged_attention", cases=mask_cases(ALIKE[0]))
 def a_query_attends_to_all_keys_up_to_itself_and_none_after(
-    setting: Setting, sight: MaskCase
+    setting: Setting, case: MaskCase
 ) -> None:
     """If the request is not causal, every query attends to all keys."""
-    expect_right_sight(setting, sight)
+    expect_right_case(setting, case)
 
 
-@law("paged_attention", cases=sights(ALIKE[1]))
+@law("paged_attention", cases=mask_cases(ALIKE[1]))
 def a_query_attends_to_no_key_outside_of_its_window_or_chunk(
-    setting: Setting, sight: MaskCase
+    setting: Setting, case: MaskCase
 ) -> None:
-    expect_right_sight(setting, sight)
+    expect_right_case(setting, case)
 
 
-@law("paged_attention", cases=sights(ALIKE[2]))
-def a_query_attends_to_its_range_whatever_else_masks_it(
-    setting: Setting, sight: MaskCase
+@law("paged_attention", cases=mask_cases(ALIKE[2]))
+def a_query_attends_to_its_multimodal_range_whatever_else_masks_it(
+    setting: Setting, case: MaskCase
 ) -> None:
     """All positions from first to last are visible, also before the window or after the query."""
-    expect_right_sight(setting, sight)
+    expect_right_case(setting, case)
 
 
-@law("paged_attention", cases=sights(ALIKE[3]))
+@law("paged_attention", cases=mask_cases(ALIKE[3]))
 def a_new_token_of_a_tree_attends_to_its_ancestors_and_no_sibling(
-    setting: Setting, sight: MaskCase
+    setting: Setting, case: MaskCase
 ) -> None:
     """A window counts from its position: the context length plus its number of ancestors."""
-    expect_right_sight(setting, sight)
+    expect_right_case(setting, case)
 
 
-@law("encoder_attention", cases=sights(KINDS[:8], is_paged=False))
-def ragged_keys_are_masked_as_paged_keys_are(setting: Setting, sight: MaskCase) -> None:
-    expect_right_sight(setting, sight)
+@law("encoder_attention", cases=mask_cases(KINDS[:8], is_paged=False))
+def ragged_keys_are_masked_as_paged_keys_are(setting: Setting, case: MaskCase) -> None:
+    expect_right_case(setting, case)
 
 
 TILES = [
@@ -286,14 +287,14 @@ SPLITS = [
 
 @law("paged_attention", cases=[*TILES, *SPLITS])
 def no_key_is_lost_between_two_tiles_or_splits(
-    setting: Setting, sight: MaskCase
+    setting: Setting, case: MaskCase
 ) -> None:
-    expect_right_sight(setting, sight)
+    expect_right_case(setting, case)
 
 
-@law("encoder_attention", cases=[replace(sight, is_paged=False) for sight in TILES])
-def no_ragged_key_is_lost_between_two_tiles(setting: Setting, sight: MaskCase) -> None:
-    expect_right_sight(setting, sight)
+@law("encoder_attention", cases=[replace(case, is_paged=False) for case in TILES])
+def no_ragged_key_is_lost_between_two_tiles(setting: Setting, case: MaskCase) -> None:
+    expect_right_case(setting, case)
 
 
 @dataclass(frozen=True)
@@ -332,7 +333,7 @@ def expect_right_across(setting: Setting, across: Across) -> None:
     needles = [(req, key) for req, key in enumerate(across.needles) if key >= 0]
     call = paged_call(plan, setting.device, needles, causal=False)
     call = call if across.is_paged else ragged_call(call)
-    expect_right(setting, call, ask(setting, call))
+    expect_right(setting, call, run_call(setting, call))
 
 
 @law("paged_attention", cases=crossings())
@@ -365,9 +366,9 @@ def keys_before_every_window_and_chunk_are_never_read(
     name, key_lens = case
     plan = setting.fit(BatchPlan((1, 3), key_lens, kv_heads=1))
     call = paged_call(plan, setting.device).changed(**{name: 16})
-    found = ask(setting, call)
+    found = run_call(setting, call)
     expect_right(setting, call, found)
-    again = ask(setting, given_away(call))
+    again = run_call(setting, given_away(call))
     expect_same_results("with NaN before what is seen", again, found)
 
 
@@ -386,7 +387,7 @@ def distances(reach: int) -> dict[str, Tensor]:
         if name == "position_bias" or reach == 1
     ],
 )
-def a_bias_counts_from_the_query_to_the_key(
+def a_position_bias_depends_on_the_distance_of_query_and_key(
     setting: Setting,
     case: tuple[str, int, tuple[tuple[int, int], tuple[int, int]]],
 ) -> None:
@@ -396,7 +397,7 @@ def a_bias_counts_from_the_query_to_the_key(
         plan = setting.fit(BatchPlan(query_lens, key_lens))
         call = paged_call(plan, setting.device, causal=causal)
         call = call.changed(**{name: distances(reach)[name]})
-        expect_right(setting, call, ask(setting, call))
+        expect_right(setting, call, run_call(setting, call))
 
 
 @law("paged_attention", cases=[0, 1, 2])
@@ -409,7 +410,7 @@ def entries_of_distances_that_do_not_occur_are_never_read(
     table = bias_table(4, 20)
     table[:, :9] = table[:, 21:] = float("nan")
     call = call.changed(position_bias=table)
-    expect_right(setting, call, ask(setting, call))
+    expect_right(setting, call, run_call(setting, call))
 
 
 @law("paged_attention", cases=[(5, 8), (1, 1), (12, 12), (12, 6), (9, 8)])
@@ -422,5 +423,5 @@ def a_tree_that_is_a_chain_is_causal(setting: Setting, case: tuple[int, int]) ->
     chain = torch.ones(2, width, width, dtype=torch.bool).tril()
     if query_len > width:
         chain[0] = False
-    found = ask(setting, causal.changed(tree_mask=chain))
+    found = run_call(setting, causal.changed(tree_mask=chain))
     expect_right(setting, causal, found)

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...contract.budgets import ROUNDINGS_INSIDE
 from ..generators.batches import DTYPES, NAN
 from ..harness.canaries import expect_own_memory, kept
-from ..harness.expect import Disagreement, expect_budget, expect_refusal, expect_same
+from ..harness.expect import Disagreement, expect_budget, expect_rejection, expect_same
 from ..harness.law import Setting, law
 
 INF = math.inf
@@ -202,8 +202,8 @@ def two_partial_results_combine_by_their_weight(setting: Setting, parts: Parts) 
         )
     if found is not output:
         raise Disagreement("output", "as a whole", "another tensor", "output")
-    beside = wide[:, 1::2].float().cpu()
-    expect_same("heads beside the output", beside, torch.full(beside.shape, 7.0))
+    others = wide[:, 1::2].float().cpu()
+    expect_same("heads next to the output", others, torch.full(others.shape, 7.0))
     first = lses[0].T.clone()
     if parts.with_prefix is not None:
         first[parts.with_prefix :] = -INF
@@ -283,9 +283,7 @@ def the_natural_logarithm_is_the_default(setting: Setting, parts: Parts) -> None
 
 
 @law("log2_lse_to_ln", cases=all_parts(1))
-def a_logarithm_changes_its_base_by_one_rounding(
-    setting: Setting, parts: Parts
-) -> None:
+def a_change_of_base_rounds_a_logarithm_once(setting: Setting, parts: Parts) -> None:
     """Infinite values stay infinite. The shape and the dtype do not change."""
     _, (lse,) = parts.draw(setting.device)
     with kept(lse=lse):
@@ -343,7 +341,7 @@ UNFIT: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-@law("merge_attn_states", cases=[*UNFIT], claim="refuses shapes")
+@law("merge_attn_states", cases=[*UNFIT], claim="rejects shapes")
 def states_that_do_not_fit_are_rejected(setting: Setting, what: str) -> None:
     states = {
         name: each.to(setting.device) if isinstance(each, Tensor) else each
@@ -354,14 +352,14 @@ def states_that_do_not_fit_are_rejected(setting: Setting, what: str) -> None:
         states[name] = each.to(setting.device) if on_device else each
     results = {name: states[name] for name in ("output", "output_lse")}
     with kept(**results):
-        expect_refusal(what, lambda: setting.candidate.merge_attn_states(**states))
+        expect_rejection(what, lambda: setting.candidate.merge_attn_states(**states))
 
 
 @law(
     "lse_weighted_combine",
     "log2_lse_to_ln",
     cases=["heads", "axes", "dtype", "bits"],
-    claim="refuses shapes",
+    claim="rejects shapes",
 )
 def partial_results_that_do_not_fit_are_rejected(setting: Setting, what: str) -> None:
     outputs = torch.zeros(2, 3, 4, 5, device=setting.device)
@@ -372,6 +370,6 @@ def partial_results_that_do_not_fit_are_rejected(setting: Setting, what: str) ->
         "dtype": (outputs.int(), lses),
         "bits": (outputs, lses.half()),
     }
-    expect_refusal(what, lambda: setting.candidate.lse_weighted_combine(*pairs[what]))
+    expect_rejection(what, lambda: setting.candidate.lse_weighted_combine(*pairs[what]))
     if what == "bits":
-        expect_refusal(what, lambda: setting.candidate.log2_lse_to_ln(lses.half()))
+        expect_rejection(what, lambda: setting.candidate.log2_lse_to_ln(lses.half()))

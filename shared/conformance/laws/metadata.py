@@ -30,7 +30,7 @@ from ..generators.steps import (
     values_of,
 )
 from ..harness.candidate import OutsideSupport
-from ..harness.expect import Disagreement, expect_refusal, expect_same
+from ..harness.expect import Disagreement, expect_rejection, expect_same
 from ..harness.law import Setting, law
 
 
@@ -47,7 +47,7 @@ def build(setting: Setting, step: Requests) -> CommonAttentionMetadata:
 
 
 @law("build_common_attn_metadata", cases=several(requests(most=5)))
-def every_field_of_a_step_says_what_its_requests_say(
+def every_field_of_a_step_follows_from_its_requests(
     setting: Setting, cases: list[Requests]
 ) -> None:
     for step in cases:
@@ -85,13 +85,13 @@ def a_token_is_written_where_it_is_read(
     for step in cases:
         found = build(setting, step)
         for copy in seen_by(found, step.block_size):
-            expect_same("the slots that each token sees", copy, step.seen())
+            expect_same("the visible slots of each token", copy, step.seen())
             own = [slots[-1] for slots in copy]
             expect_same("the slots that are written", found.slot_mapping.tolist(), own)
 
 
 @law("build_common_attn_metadata", cases=several(requests(fewest=1)))
-def building_a_step_leaves_its_lists_as_they_are(
+def building_a_step_does_not_modify_its_lists(
     setting: Setting, cases: list[Requests]
 ) -> None:
     for step in cases:
@@ -118,7 +118,7 @@ class BadStep:
     what: str
 
 
-STEPS_REFUSED = {
+REJECTED_STEPS = {
     "a sequence longer than its row": ([1, 5], [0, 4], [[1], [2, 3]], 4),
     "a context longer than its row": ([1], [8], [[1, 2]], 4),
     "a negative count": ([-1], [4], [[1]], 4),
@@ -132,13 +132,13 @@ STEPS_REFUSED = {
 
 @law(
     "build_common_attn_metadata",
-    cases=[BadStep(each) for each in STEPS_REFUSED],
-    claim="refuses shapes",
+    cases=[BadStep(each) for each in REJECTED_STEPS],
+    claim="rejects shapes",
 )
-def an_invalid_step_is_rejected(setting: Setting, nonsense: BadStep) -> None:
-    new, computed, rows, size = STEPS_REFUSED[nonsense.what]
-    expect_refusal(
-        nonsense.what,
+def an_invalid_step_is_rejected(setting: Setting, invalid: BadStep) -> None:
+    new, computed, rows, size = REJECTED_STEPS[invalid.what]
+    expect_rejection(
+        invalid.what,
         lambda: setting.candidate.build_common_attn_metadata(
             new, computed, rows, size, setting.device
         ),
@@ -148,7 +148,7 @@ def an_invalid_step_is_rejected(setting: Setting, nonsense: BadStep) -> None:
 class RecordingBuilder(AttentionMetadataBuilder):
     """A builder that returns the common metadata unchanged and records the prefix lengths."""
 
-    asked: list[int]
+    prefix_lens: list[int]
 
     def build(
         self,
@@ -156,7 +156,7 @@ class RecordingBuilder(AttentionMetadataBuilder):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> Any:
-        self.asked = [*getattr(self, "asked", []), common_prefix_len]
+        self.prefix_lens = [*getattr(self, "prefix_lens", []), common_prefix_len]
         return common_attn_metadata
 
 
@@ -196,10 +196,10 @@ def groups(draw: st.DrawFn) -> LayerGroups:
 
 def longer(tensor: Tensor, spare: int) -> Tensor:
     """Return a tensor with `spare` entries of garbage appended."""
-    behind = torch.tensor(GARBAGE, dtype=tensor.dtype, device=tensor.device)[:spare]
+    garbage = torch.tensor(GARBAGE, dtype=tensor.dtype, device=tensor.device)[:spare]
     if tensor.dim() == 2:
-        behind = behind[:, None].expand(-1, tensor.shape[1])
-    return torch.cat([tensor, behind])
+        garbage = garbage[:, None].expand(-1, tensor.shape[1])
+    return torch.cat([tensor, garbage])
 
 
 def attn_arguments(case: LayerGroups, device: torch.device) -> dict[str, Any]:
@@ -225,7 +225,7 @@ def attn_arguments(case: LayerGroups, device: torch.device) -> dict[str, Any]:
             for group in every
         ],
         "layer_names": [
-            [f"layer {group} {place}" for place in range(case.groups[group])]
+            [f"layer {group} {index}" for index in range(case.groups[group])]
             for group in every
         ],
     }
@@ -253,7 +253,7 @@ def every_group_of_layers_is_built_from_its_own_table(
                     "metadata of a group", "as a whole", "several", "one"
                 )
             if own:
-                expect_same("prefix that all share", builders[group].asked, [0])
+                expect_same("prefix that all share", builders[group].prefix_lens, [0])
             for name in own[:1]:
                 expect_fields(
                     f"metadata of group {group}",
@@ -310,7 +310,7 @@ def no_group_changes_the_step_of_another(
                 )
 
 
-GROUPS_REFUSED = (
+REJECTED_GROUPS = (
     "no request",
     "starts shorter than the batch",
     "lengths shorter than the batch",
@@ -325,11 +325,11 @@ GROUPS_REFUSED = (
 
 @law(
     "build_attn_metadata",
-    cases=[BadStep(each) for each in GROUPS_REFUSED],
-    claim="refuses shapes",
+    cases=[BadStep(each) for each in REJECTED_GROUPS],
+    claim="rejects shapes",
 )
 def buffers_shorter_than_the_batch_are_rejected(
-    setting: Setting, nonsense: BadStep
+    setting: Setting, invalid: BadStep
 ) -> None:
     case = LayerGroups(Requests((1, 3), (4, 0)), (1, 1), 0)
     given = attn_arguments(case, setting.device)
@@ -350,11 +350,11 @@ def buffers_shorter_than_the_batch_are_rejected(
         "a group without slots": {"slot_mappings": slots[:1]},
         "a group without a builder": {},
     }
-    if nonsense.what == "a group without a builder":
+    if invalid.what == "a group without a builder":
         builders.pop()
-    given |= changes[nonsense.what]
-    expect_refusal(
-        nonsense.what, lambda: setting.candidate.build_attn_metadata(builders, **given)
+    given |= changes[invalid.what]
+    expect_rejection(
+        invalid.what, lambda: setting.candidate.build_attn_metadata(builders, **given)
     )
 
 
@@ -394,7 +394,7 @@ COUNTING = (
         for name in concept.operations
     ]
 )
-def an_argument_that_is_left_out_means_the_same(
+def an_omitted_argument_has_the_default_of_the_reference(
     setting: Setting, operation: Operation
 ) -> None:
     """Also in every public method. A candidate may have fewer or additional arguments."""

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ...contract.multimodal_features import MultiModalFeature
 from ..generators.steps import Requests, counts, draw_requests, several
-from ..harness.expect import expect_refusal, expect_same
+from ..harness.expect import expect_rejection, expect_same
 from ..harness.law import Setting, law
 
 
@@ -61,10 +61,10 @@ def prompts(draw: st.DrawFn) -> ImagePrompts:
     )
 
 
-def runs_of(places: Sequence[int]) -> list[tuple[int, int]]:
+def runs_of(positions: Sequence[int]) -> list[tuple[int, int]]:
     """Return the first and last position of each run of consecutive positions."""
-    firsts = [place for place in places if place - 1 not in places]
-    lasts = [place for place in places if place + 1 not in places]
+    firsts = [position for position in positions if position - 1 not in positions]
+    lasts = [position for position in positions if position + 1 not in positions]
     return list(zip(firsts, lasts, strict=True))
 
 
@@ -74,16 +74,18 @@ def ranges_of(
     """Return the ranges of a feature, computed token by token."""
     if feature.modality not in ("image", "video"):
         return []
-    places = list(range(feature.offset, feature.offset + feature.length))
+    positions = list(range(feature.offset, feature.offset + feature.length))
     if prompts.modulus:
-        while places and places[0] % prompts.modulus != prompts.modulus - 1:
-            places.pop(0)
+        while positions and positions[0] % prompts.modulus != prompts.modulus - 1:
+            positions.pop(0)
     elif feature.is_embed is not None:
         flags = list(feature.is_embed)
-        places = [place for place in places if flags[place - feature.offset]]
+        positions = [
+            position for position in positions if flags[position - feature.offset]
+        ]
     return [
         (first, last)
-        for first, last in runs_of(places)
+        for first, last in runs_of(positions)
         if prompts.clamp
         or prompts.window is None
         or len(range(first, last + 1)) <= prompts.window
@@ -174,12 +176,12 @@ def ranges_are_padded_with_ranges_of_one_token(
 ) -> None:
     for images in cases:
         reqs = len(images.step.new)
-        asked = images.mapping()
+        ranges = images.mapping()
         found = setting.candidate.compute_mm_prefix_range_tensor(
-            asked, reqs, setting.device
+            ranges, reqs, setting.device
         )
-        expect_same("the ranges afterwards", asked, images.mapping())
-        own: Mapping[int, Any] = asked or {}
+        expect_same("the ranges afterwards", ranges, images.mapping())
+        own: Mapping[int, Any] = ranges or {}
         rows = [list(own.get(req, [])) for req in range(reqs)]
         if not any(row and row != [(0, 0)] for row in rows):
             expect_same("ranges that say nothing", found, None)
@@ -207,19 +209,19 @@ def every_new_token_gets_the_range_that_holds_it(
         step, total = images.step, sum(images.step.new)
         out = torch.full((total + images.spare, 2), UNTOUCHED, dtype=torch.int32)
         starts, lens = counts(step.starts), counts(step.seq_lens)
-        asked = images.mapping()
+        ranges = images.mapping()
         written = setting.candidate.fill_mm_prefix_query_ranges(
-            out, asked, starts, lens
+            out, ranges, starts, lens
         )
-        expect_same("the ranges afterwards", asked, images.mapping())
+        expect_same("the ranges afterwards", ranges, images.mapping())
         expect_same("the lengths afterwards", lens, counts(step.seq_lens))
-        own: Mapping[int, Any] = asked or {}
+        own: Mapping[int, Any] = ranges or {}
         right, is_any = [], False
-        for req, place in zip(step.owners(), step.positions(), strict=True):
+        for req, position in zip(step.owners(), step.positions(), strict=True):
             inside = [
                 each
                 for each in own.get(req, [])
-                if each[0] <= place <= each[1] and each[0] != each[1]
+                if each[0] <= position <= each[1] and each[0] != each[1]
             ]
             is_any = is_any or bool(inside)
             right.append(inside[0] if inside else (-1, -1))
@@ -246,7 +248,7 @@ class BadImages:
     what: str
 
 
-REFUSED = [
+REJECTED = [
     BadImages("compute_mm_prefix_ranges", ([], -1), "a negative window"),
     BadImages("compute_mm_prefix_ranges", ([], None, False, -1), "a negative modulus"),
     BadImages(
@@ -290,21 +292,21 @@ REFUSED = [
     "compute_mm_prefix_ranges",
     "compute_mm_prefix_range_tensor",
     "fill_mm_prefix_query_ranges",
-    cases=REFUSED,
-    claim="refuses shapes",
+    cases=REJECTED,
+    claim="rejects shapes",
 )
-def impossible_images_are_rejected(setting: Setting, nonsense: BadImages) -> None:
+def impossible_images_are_rejected(setting: Setting, invalid: BadImages) -> None:
     operation, given = (
-        getattr(setting.candidate, nonsense.operation),
-        nonsense.arguments,
+        getattr(setting.candidate, invalid.operation),
+        invalid.arguments,
     )
     out = None
-    if nonsense.operation == "fill_mm_prefix_query_ranges":
-        rows, asked, starts, lens = given
+    if invalid.operation == "fill_mm_prefix_query_ranges":
+        rows, ranges, starts, lens = given
         out = torch.full((rows, 2), UNTOUCHED, dtype=torch.int32)
-        given = (out, asked, counts(starts), counts(lens))
-    expect_refusal(
-        nonsense.what,
+        given = (out, ranges, counts(starts), counts(lens))
+    expect_rejection(
+        invalid.what,
         lambda: operation(*given),
         {} if out is None else {"the rows": out},
     )

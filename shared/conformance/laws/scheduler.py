@@ -20,7 +20,12 @@ from ..generators.traffic import (
     serve,
     traffics,
 )
-from ..harness.expect import Disagreement, expect_refusal, expect_same, expect_untimely
+from ..harness.expect import (
+    Disagreement,
+    expect_rejection,
+    expect_same,
+    expect_untimely,
+)
 from ..harness.law import Setting, law
 
 DIRECTED_TRAFFIC = (
@@ -244,7 +249,7 @@ def requests_are_admitted_in_the_order_in_which_they_wait(
 
 @law("Scheduler", cases=TRAFFIC)
 @_for_each
-def a_request_waits_only_for_budget_blocks_or_a_free_place(
+def a_request_waits_only_for_token_budget_blocks_or_the_limit_of_running_requests(
     setting: Setting, traffic: Traffic
 ) -> None:
     for step in _serve(setting, traffic):
@@ -288,7 +293,7 @@ def the_request_admitted_last_is_preempted_first(
         expect_same("requests admitted in a step that preempts", admitted, [])
         for request in step.scheduler.waiting:
             expect_same("computed tokens", request.num_computed_tokens, 0)
-            expect_refusal(
+            expect_rejection(
                 "row of a waiting request",
                 partial(step.manager.get_block_ids, request.request_id),
             )
@@ -345,7 +350,7 @@ def nothing_is_preempted_if_all_requests_fit(
 
 @law("Scheduler", cases=TRAFFIC)
 @_for_each
-def a_token_is_computed_once_unless_it_is_found_or_lost(
+def a_token_is_computed_once_unless_it_is_a_prefix_hit_or_is_preempted(
     setting: Setting, traffic: Traffic
 ) -> None:
     """New requests start after their prefix hits, preempted ones after their regained tokens."""
@@ -388,7 +393,7 @@ def a_prompt_that_is_in_the_cache_is_computed_from_its_first_unknown_block_on(
 
 
 @law("Scheduler", cases=st.sampled_from([3, 4, 5]))
-def a_step_asks_for_the_copy_of_a_block_that_others_hold(
+def a_step_requests_a_copy_of_a_shared_block_before_it_is_written(
     setting: Setting, prompt_len: int
 ) -> None:
     manager = setting.truth.BlockManager(9, 4)
@@ -440,20 +445,20 @@ INVALID_REQUESTS: dict[str, Callable[[], Request]] = {
 @law(
     "Scheduler",
     cases=st.sampled_from(sorted(INVALID_REQUESTS)),
-    claim="refuses contents",
+    claim="rejects contents",
 )
 def a_request_that_cannot_be_served_is_rejected(setting: Setting, name: str) -> None:
     manager = setting.truth.BlockManager(4, 2)
     scheduler = setting.candidate.Scheduler(manager, 8, 8)
     scheduler.add_request(Request("a", [1] * 8, max_tokens=1))
-    expect_refusal(name, lambda: scheduler.add_request(INVALID_REQUESTS[name]()))
+    expect_rejection(name, lambda: scheduler.add_request(INVALID_REQUESTS[name]()))
     expect_same("requests", scheduler.num_unfinished_requests, 1)
 
 
 @law(
     "Scheduler",
     cases=st.sampled_from([{}, {"b": 1}, {"a": 1, "b": 1}]),
-    claim="refuses contents",
+    claim="rejects contents",
 )
 def sampled_tokens_that_do_not_fit_the_step_are_rejected(
     setting: Setting, sampled: dict[str, int]
@@ -465,7 +470,7 @@ def sampled_tokens_that_do_not_fit_the_step_are_rejected(
     for request in requests:
         scheduler.add_request(request)
     output = scheduler.schedule()
-    expect_refusal(
+    expect_rejection(
         "sampled tokens", lambda: scheduler.update_from_output(output, sampled)
     )
     counts = [request.num_computed_tokens for request in requests]
@@ -477,12 +482,12 @@ def sampled_tokens_that_do_not_fit_the_step_are_rejected(
 @law(
     "Scheduler",
     cases=st.sampled_from([(0, 1), (1, 0), (-1, 1)]),
-    claim="refuses shapes",
+    claim="rejects shapes",
 )
 def a_scheduler_without_budget_or_requests_is_rejected(
     setting: Setting, limits: tuple[int, int]
 ) -> None:
     manager = setting.truth.BlockManager(4, 2)
     make: Any = setting.candidate.Scheduler
-    expect_refusal(f"Scheduler{limits}", lambda: make(manager, *limits))
+    expect_rejection(f"Scheduler{limits}", lambda: make(manager, *limits))
     expect_untimely("schedule without requests", make(manager, 8, 8).schedule)

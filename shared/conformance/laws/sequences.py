@@ -24,7 +24,7 @@ from ...contract.sequence_classes import (
     SequenceInput,
 )
 from ..generators.steps import counts, expect_fields, padded, several
-from ..harness.expect import expect_refusal, expect_same, expect_untimely
+from ..harness.expect import expect_rejection, expect_same, expect_untimely
 from ..harness.law import Setting, law
 
 range = builtins.range
@@ -93,11 +93,11 @@ class StepOfGroups:
         found = []
         for group, each in self.sequences():
             row, length = list(group.row(each)), each.context_len + each.query_len
-            for place in range(each.context_len, length):
+            for position in range(each.context_len, length):
                 is_seen = not group.is_prompt or self.window is None
-                is_seen = is_seen or length - place <= (self.window or 0)
-                block = row[place // self.block_size] if row else 0
-                slot = block * self.block_size + place % self.block_size
+                is_seen = is_seen or length - position <= (self.window or 0)
+                block = row[position // self.block_size] if row else 0
+                slot = block * self.block_size + position % self.block_size
                 found.append(slot if row and is_seen else PAD_SLOT_ID)
         return found
 
@@ -112,13 +112,13 @@ class StepOfGroups:
                 continue
             for modality, each in group.multi_modal_placeholder_maps.items():
                 before = rows.get(modality, 0)
-                for place in range(len(group.sequences)):
-                    behind = token + place * each.dest_len
+                for index in range(len(group.sequences)):
+                    first = token + index * each.dest_len
                     src.setdefault(modality, []).extend(
                         before + row for span in each.src_ranges for row in span
                     )
                     dest.setdefault(modality, []).extend(
-                        behind + own for span in each.dest_ranges for own in span
+                        first + own for span in each.dest_ranges for own in span
                     )
                 rows[modality] = before + each.src_len
             token += sum(each.query_len for each in group.sequences)
@@ -176,8 +176,8 @@ def groups(draw: st.DrawFn) -> StepOfGroups:
     size = pick.choice([1, 2, 4, 5, 16])
     kinds = sorted(pick.choice([0, 1]) for _ in range(pick.choice([1, 2, 3])))
     made = [
-        draw_group(pick, 10 * place, size, kind == 0)
-        for place, kind in enumerate(kinds)
+        draw_group(pick, 10 * index, size, kind == 0)
+        for index, kind in enumerate(kinds)
     ]
     if not any(each.query_len for group in made for each in group.sequences):
         made.append(draw_group(pick, 90, size, False))
@@ -262,7 +262,7 @@ def expected(step: StepOfGroups) -> dict[str, Any]:
 
 
 @law("CommonMetadataBuilder", cases=several(groups()))
-def every_field_of_a_step_says_what_its_groups_say(
+def every_field_of_a_step_follows_from_its_groups(
     setting: Setting, cases: list[StepOfGroups]
 ) -> None:
     """Two calls of `build` give the same metadata. The groups are not modified."""
@@ -297,8 +297,8 @@ def two_steps(draw: st.DrawFn) -> Steps:
     size = first.block_size
     pick = Random(draw(st.integers(0, 2**20)))
     again = tuple(
-        draw_group(pick, 10 * place, size, each.is_prompt)
-        for place, each in enumerate(second.groups)
+        draw_group(pick, 10 * index, size, each.is_prompt)
+        for index, each in enumerate(second.groups)
     )
     if not any(each.query_len for group in again for each in group.sequences):
         again += (draw_group(pick, 90, size, False),)
@@ -315,7 +315,7 @@ def two_steps(draw: st.DrawFn) -> Steps:
 
 
 @law("CommonMetadataBuilder", cases=several(two_steps()))
-def a_step_of_groups_holds_nothing_of_the_one_before(
+def a_step_of_groups_does_not_depend_on_the_step_before(
     setting: Setting, cases: list[Steps]
 ) -> None:
     """It does not modify the metadata of that step."""
@@ -337,7 +337,7 @@ class BadGroup:
     """The description of a group that a builder rejects.
 
     Args:
-        what: Key in GROUPS_REFUSED.
+        what: Key in REJECTED_GROUPS.
     """
 
     what: str
@@ -358,9 +358,9 @@ TWO = (SequenceInput(seq_id=7, query_len=1), SequenceInput(seq_id=8, query_len=1
 IMAGE = MultiModalPlaceholderMap(
     src_ranges=(range(2),), src_len=2, dest_ranges=(range(2),), dest_len=2
 )
-GROUPS_REFUSED = {
+REJECTED_GROUPS = {
     "a group without sequences": replace(GOOD, sequences=()),
-    "a prompt behind a decode": GOOD,
+    "a prompt after a decode": GOOD,
     "a decode of two tokens": replace(DECODE, sequences=group_of(2, 0, [1]).sequences),
     "a sequence longer than its row": group_of(3, 6, [4, 9]),
     "a sequence without a row": replace(GOOD, block_tables={8: [4, 9]}),
@@ -378,26 +378,26 @@ GROUPS_REFUSED = {
 
 @law(
     "CommonMetadataBuilder",
-    cases=[BadGroup(each) for each in GROUPS_REFUSED],
-    claim="refuses shapes",
+    cases=[BadGroup(each) for each in REJECTED_GROUPS],
+    claim="rejects shapes",
 )
-def a_rejected_group_leaves_the_step_as_it_was(
-    setting: Setting, nonsense: BadGroup
+def a_rejected_group_leaves_the_step_unchanged(
+    setting: Setting, invalid: BadGroup
 ) -> None:
-    bad, step = GROUPS_REFUSED[nonsense.what], StepOfGroups((GOOD,), 4, None, False)
-    if nonsense.what in ("a prompt behind a decode", "a decode of two tokens"):
+    bad, step = REJECTED_GROUPS[invalid.what], StepOfGroups((GOOD,), 4, None, False)
+    if invalid.what in ("a prompt after a decode", "a decode of two tokens"):
         step = replace(step, groups=(GOOD, DECODE))
-        bad = replace(bad, is_prompt=nonsense.what == "a prompt behind a decode")
+        bad = replace(bad, is_prompt=invalid.what == "a prompt after a decode")
     builder = begin(setting, step)
     for group in step.groups:
         builder.add_seq_group(group)
-    expect_refusal(nonsense.what, lambda: builder.add_seq_group(bad))
+    expect_rejection(invalid.what, lambda: builder.add_seq_group(bad))
     found = build(builder, step)
     expect_fields("the step afterwards", found, expected(step), setting.device)
 
 
 @law("CommonMetadataBuilder", cases=[StepOfGroups((GOOD, DECODE), 4, None, True)])
-def a_builder_takes_groups_between_beginning_and_end(
+def a_builder_accepts_groups_between_prepare_and_build(
     setting: Setting, step: StepOfGroups
 ) -> None:
     """A group added too late would be lost. One added too early would be in another step."""
@@ -405,7 +405,7 @@ def a_builder_takes_groups_between_beginning_and_end(
     expect_untimely("a group before the beginning", lambda: new.add_seq_group(GOOD))
     expect_untimely("an end before the beginning", lambda: new.build([5], [3]))
     builder = begin(setting, step)
-    expect_refusal("a step without groups", lambda: builder.build([], []))
+    expect_rejection("a step without groups", lambda: builder.build([], []))
     for group in step.groups:
         builder.add_seq_group(group)
     right = step.seq_lens()
@@ -418,9 +418,9 @@ def a_builder_takes_groups_between_beginning_and_end(
         ("a row longer than the table", (right, [3, 1], -1, None, 1)),
     ]
     for what, arguments in late:
-        expect_refusal(what, partial(builder.build, *arguments))
+        expect_rejection(what, partial(builder.build, *arguments))
     build(builder, step)
-    expect_untimely("a group behind the end", lambda: builder.add_seq_group(DECODE))
+    expect_untimely("a group after the end", lambda: builder.add_seq_group(DECODE))
     builder.prepare()
     builder.add_seq_group(DECODE)
     graphs: list[tuple[str, tuple[Any, ...]]] = [
@@ -429,10 +429,10 @@ def a_builder_takes_groups_between_beginning_and_end(
         ("padding whose length is not 1", ([6, 0], [1], 1, 2, 4)),
     ]
     for what, arguments in graphs:
-        expect_refusal(what, partial(builder.build, *arguments))
+        expect_rejection(what, partial(builder.build, *arguments))
     make = setting.candidate.CommonMetadataBuilder
     for sizes in ({"block_size": 0}, {"block_size": 4, "sliding_window": -1}):
-        expect_refusal(repr(sizes), partial(make, **sizes))
+        expect_rejection(repr(sizes), partial(make, **sizes))
 
 
 @law(

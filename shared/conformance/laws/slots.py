@@ -15,7 +15,7 @@ from torch import Tensor
 from ...contract.kinds import PAD_SLOT_ID
 from ..generators.batches import GARBAGE
 from ..harness.canaries import checked_values, expect_own_memory, kept, packed
-from ..harness.expect import expect_refusal, expect_same
+from ..harness.expect import expect_rejection, expect_same
 from ..harness.law import Setting, law
 
 
@@ -41,11 +41,12 @@ class SlotStep:
     def slots(self) -> list[int]:
         """Return the slot of every new token, computed position by position."""
         return [
-            row[place // self.block_size] * self.block_size + place % self.block_size
+            row[position // self.block_size] * self.block_size
+            + position % self.block_size
             for new, computed, row in zip(
                 self.new, self.computed, self.rows, strict=True
             )
-            for place in range(computed, computed + new)
+            for position in range(computed, computed + new)
         ]
 
 
@@ -83,7 +84,7 @@ def steps(draw: st.DrawFn) -> SlotStep:
 
 
 @law("compute_slot_mapping_batch", cases=steps())
-def every_new_token_gets_the_slot_that_its_row_says(
+def every_new_token_gets_the_slot_of_its_block_table_row(
     setting: Setting, step: SlotStep
 ) -> None:
     """The input lists are not modified. Entries past the end of a row may hold garbage."""
@@ -215,10 +216,10 @@ def tokens_before_the_start_get_no_slot_and_all_others_theirs(
         block_table=row,
     )
     right = []
-    for place in range(one.computed, one.computed + one.new):
-        block_id, offset = row[place // one.block_size], place % one.block_size
+    for position in range(one.computed, one.computed + one.new):
+        block_id, offset = row[position // one.block_size], position % one.block_size
         slot = block_id * one.block_size + offset
-        right.append(PAD_SLOT_ID if place < one.start_idx else slot)
+        right.append(PAD_SLOT_ID if position < one.start_idx else slot)
     expect_same("slots", packed(found), torch.tensor(right, dtype=torch.int64))
     expect_same("block_table, which is only read", row, before)
 
@@ -307,7 +308,7 @@ def of_window(**changes: Any) -> tuple[str, dict[str, Any]]:
     return "compute_slot_mapping_start_idx", right | changes
 
 
-REFUSED = {
+REJECTED = {
     "a row of one block for five tokens": of_one(block_table=[3], context_len=0),
     "a last token past the row": of_one(seq_len=9),
     "a last token past the row that is not stored": of_one(seq_len=9, start_idx=9),
@@ -346,11 +347,11 @@ REFUSED = {
     "compute_slot_mapping",
     "compute_slot_mapping_batch",
     "compute_slot_mapping_device",
-    cases=list(REFUSED),
-    claim="refuses contents",
+    cases=list(REJECTED),
+    claim="rejects contents",
 )
-def lengths_that_no_step_can_have_are_rejected(setting: Setting, case: str) -> None:
-    operation, arguments = REFUSED[case]
+def impossible_lengths_are_rejected(setting: Setting, case: str) -> None:
+    operation, arguments = REJECTED[case]
     if operation == "compute_slot_mapping_device":
         dtype = arguments.get("dtype", torch.int32)
         arguments = {
@@ -362,4 +363,6 @@ def lengths_that_no_step_can_have_are_rejected(setting: Setting, case: str) -> N
             )
         } | {name: arguments[name] for name in ("block_size", "num_tokens")}
     with checked_values():
-        expect_refusal(case, lambda: getattr(setting.candidate, operation)(**arguments))
+        expect_rejection(
+            case, lambda: getattr(setting.candidate, operation)(**arguments)
+        )

@@ -26,7 +26,7 @@ from ..generators.steps import (
     seen_by,
     several,
 )
-from ..harness.expect import Disagreement, expect_refusal, expect_same
+from ..harness.expect import Disagreement, expect_rejection, expect_same
 from ..harness.law import Setting, law
 
 MAX_REQS, MAX_BLOCKS = 5, 6
@@ -202,9 +202,9 @@ class Engine:
         expect_rows("the table", table.cpu(), [*rows, *[[]] * more_reqs])
         expect_same("its width", table.shape[1], MAX_BLOCKS)
         slots = [
-            row[place // size] * size + place % size
+            row[position // size] * size + position % size
             for row, new, old in zip(rows, action.new, action.computed, strict=True)
-            for place in range(old, old + new)
+            for position in range(old, old + new)
         ]
         lens = [a + b for a, b in zip(action.new, action.computed, strict=True)]
         idle = [0] * more_reqs
@@ -225,7 +225,7 @@ class Engine:
 
 
 @law("StepBuffers", cases=several(histories()))
-def every_step_in_the_buffers_is_its_own_and_no_older_one(
+def a_step_in_the_buffers_does_not_depend_on_older_steps(
     setting: Setting, cases: list[BufferHistory]
 ) -> None:
     """Also after a larger step or a longer request in the same row, with or without padding."""
@@ -266,14 +266,14 @@ def the_tensors_of_a_step_keep_their_addresses(
                 continue
             seen_at_capture = captured[action.in_order]
             for name in (*ON_THE_DEVICE, "block_table_tensor"):
-                tensor, place = getattr(found, name), getattr(seen_at_capture, name)
-                if tensor.numel() and tensor.data_ptr() != place.data_ptr():
+                tensor, original = getattr(found, name), getattr(seen_at_capture, name)
+                if tensor.numel() and tensor.data_ptr() != original.data_ptr():
                     raise Disagreement(
                         name, "its address", "another", "that of the capture"
                     )
-                expect_same(f"strides of {name}", tensor.stride(), place.stride())
-                front = place[: tensor.shape[0]]
-                expect_same(f"what a captured graph sees of {name}", front, tensor)
+                expect_same(f"strides of {name}", tensor.stride(), original.stride())
+                front = original[: tensor.shape[0]]
+                expect_same(f"what a captured graph reads of {name}", front, tensor)
             for step, copy in earlier:
                 expect_unchanged("an older step on the host", step, copy)
             on_host = {k: v for k, v in remember(found).items() if k.endswith("_cpu")}
@@ -318,8 +318,8 @@ class BadBufferStep:
     what: str
 
 
-REFUSED = [
-    BadBufferStep("append_blocks", ([5], [[1]]), "a row behind the last"),
+REJECTED = [
+    BadBufferStep("append_blocks", ([5], [[1]]), "a row after the last"),
     BadBufferStep("append_blocks", ([-1], [[1]]), "a row before the first"),
     BadBufferStep(
         "append_blocks", ([0], [[1, 2, 3, 4, 5]]), "a row that outgrows the table"
@@ -331,12 +331,12 @@ REFUSED = [
     BadBufferStep("append_blocks", ([2, 3], [[1]]), "more rows than lists"),
     BadBufferStep("append_blocks", ([2], [[1], [2]]), "more lists than rows"),
     BadBufferStep("append_blocks", ([3, 2], [[9], [-1]]), "a negative id"),
-    BadBufferStep("clear_rows", ([5],), "a row behind the last"),
+    BadBufferStep("clear_rows", ([5],), "a row after the last"),
     BadBufferStep("clear_rows", ([0, -1],), "a row before the first"),
     BadBufferStep("build", ([1], [8]), "a sequence longer than its row"),
     BadBufferStep("build", ([1, 4], [7, 1]), "a second sequence longer than its row"),
     BadBufferStep("build", ([1], [0], [2]), "a row without blocks"),
-    BadBufferStep("build", ([1], [0], [5]), "a row behind the last"),
+    BadBufferStep("build", ([1], [0], [5]), "a row after the last"),
     BadBufferStep("build", ([1], [0], [-1]), "a row before the first"),
     BadBufferStep("build", ([1, 1], [0]), "more requests than contexts"),
     BadBufferStep("build", ([-1], [3]), "a negative count"),
@@ -352,19 +352,19 @@ REFUSED = [
 ]
 
 
-@law("StepBuffers", cases=REFUSED, claim="refuses shapes")
-def what_the_buffers_reject_leaves_them_as_they_are(
-    setting: Setting, nonsense: BadBufferStep
+@law("StepBuffers", cases=REJECTED, claim="rejects shapes")
+def a_rejected_step_leaves_the_buffers_unchanged(
+    setting: Setting, invalid: BadBufferStep
 ) -> None:
     engine = Engine(setting, BufferHistory(4, 8, ()))
     engine.do(BufferAction((0, 1), ((7, 2), (5,))))
     step = BufferAction((0, 1), (), (1, 3), (6, 0), padding=(3, 4))
     before = engine.build(step)
     tensors = {name: getattr(before, name) for name in ON_THE_DEVICE}
-    method = getattr(engine.buffers, nonsense.method)
-    expect_refusal(
-        f"{nonsense.method}: {nonsense.what}",
-        lambda: method(*nonsense.arguments),
+    method = getattr(engine.buffers, invalid.method)
+    expect_rejection(
+        f"{invalid.method}: {invalid.what}",
+        lambda: method(*invalid.arguments),
         {**tensors, "block_table_tensor": before.block_table_tensor[:2, :1]},
     )
     # a rejected call does not change the rows that it names
@@ -396,11 +396,11 @@ class BufferSizes:
         BufferSizes(2, 8, -1, 4),
         BufferSizes(2, 8, 2, 0),
     ],
-    claim="refuses shapes",
+    claim="rejects shapes",
 )
 def buffers_without_space_are_rejected(setting: Setting, sizes: BufferSizes) -> None:
     make = setting.candidate.StepBuffers
-    expect_refusal(
+    expect_rejection(
         repr(sizes),
         lambda: make(
             sizes.reqs, sizes.tokens, sizes.blocks, sizes.block_size, setting.device

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ..generators.batches import DTYPES, BatchPlan
 from ..generators.options import bias_table, paged_call, slopes, tree_of
-from ..harness.asking import ask, expect_right
+from ..harness.calling import expect_right, run_call
 from ..harness.law import Setting, law
 
 
@@ -77,7 +77,7 @@ def groves(draw: st.DrawFn) -> Grove:
 
 
 @law("paged_attention", cases=groves())
-def every_request_has_a_tree_of_its_own(setting: Setting, grove: Grove) -> None:
+def every_request_has_its_own_tree_mask(setting: Setting, grove: Grove) -> None:
     heads = grove.plan.kv_heads * grove.plan.group
     generator = torch.Generator().manual_seed(grove.plan.seed)
     shape = (len(grove.parents), grove.width, grove.width)
@@ -93,4 +93,4 @@ def every_request_has_a_tree_of_its_own(setting: Setting, grove: Grove) -> None:
     call = paged_call(
         grove.plan, setting.device, tree_mask=mask, **options[grove.option]
     )
-    expect_right(setting, call, ask(setting, call))
+    expect_right(setting, call, run_call(setting, call))

@@ -14,17 +14,17 @@ from torch import Tensor
 from ...contract.budgets import Verdict, judge_rows
 from ..generators.batches import BatchTensors
 
-Sees = Callable[[int, int, int, int], bool]
+Mask = Callable[[int, int, int, int], bool]
 
 
-def sees_up_to_itself(query: int, key: int, query_len: int, kv_len: int) -> bool:
+def attends_up_to_itself(query: int, key: int, query_len: int, kv_len: int) -> bool:
     """Return whether the query-th new token attends to the key at that position."""
     return key <= kv_len - query_len + query
 
 
 def attend(
     batch: BatchTensors,
-    sees: Sees = sees_up_to_itself,
+    attends: Mask = attends_up_to_itself,
     kv_head: Callable[[int, int, int], int] = lambda h, q, kv: h * kv // q,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
@@ -32,7 +32,7 @@ def attend(
 
     Args:
         batch: The inputs.
-        sees: Whether a query attends to a key, from (query, key, query_len, kv_len).
+        attends: Whether a query attends to a key, from (query, key, query_len, kv_len).
         kv_head: The kv head of a query head, from (query head, query heads, kv heads).
         dtype: Element type of the arithmetic.
     """
@@ -60,15 +60,15 @@ def attend(
         )  # [query_heads, kv_len, head_size]
         mask = torch.tensor(
             [
-                [sees(q, k, query_len, kv_len) for k in range(kv_len)]
+                [attends(q, k, query_len, kv_len) for k in range(kv_len)]
                 for q in range(query_len)
             ]
         )
-        question = query[own].transpose(0, 1)
+        q = query[own].transpose(0, 1)
         out[own] = torch.nn.functional.scaled_dot_product_attention(
-            question, key, value, attn_mask=mask, scale=scale
+            q, key, value, attn_mask=mask, scale=scale
         ).transpose(0, 1)
-        scores = torch.einsum("hqd,hkd->hqk", question, key) * scale
+        scores = torch.einsum("hqd,hkd->hqk", q, key) * scale
         lse[:, own] = scores.masked_fill(~mask, -torch.inf).logsumexp(2)
     return out, lse
 
@@ -96,7 +96,7 @@ def judge_lse(batch: BatchTensors, lse: Tensor, exact: Tensor) -> float:
     if not error.numel():
         return 0.0
     assert bool(torch.isfinite(error).all()), (
-        "the log-sum-exp of a live row is no number"
+        "the log-sum-exp of a live row is not a number"
     )
     budget = 8 * torch.finfo(torch.float32).eps * (1 + score_size(batch))
     return float((error / budget).max())

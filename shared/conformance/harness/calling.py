@@ -38,7 +38,7 @@ EVERY_CALL = (
     "max_query_len",
 )
 """Arguments that every call passes and that `Support` does not declare."""
-REFUSES = (NotImplementedError, TypeError, ValueError)
+UNSUPPORTED_ERRORS = (NotImplementedError, TypeError, ValueError)
 
 
 def options_of(call: Call) -> set[str]:
@@ -85,7 +85,7 @@ def declared(setting: Setting, call: Call) -> Call:
     return call
 
 
-def ask(setting: Setting, call: Call, out: Tensor | None = None) -> Result:
+def run_call(setting: Setting, call: Call, out: Tensor | None = None) -> Result:
     """Return the candidate's result of a call.
 
     Args:
@@ -113,7 +113,7 @@ def ask(setting: Setting, call: Call, out: Tensor | None = None) -> Result:
     operation = getattr(setting.candidate, call.operation)
     try:
         found = operation(**call.keywords, **given)
-    except REFUSES as error:
+    except UNSUPPORTED_ERRORS as error:
         reason = why_outside(setting, call)
         if reason is None:
             raise
@@ -165,13 +165,13 @@ def expect_right(
         scale = call.arguments.get("out_scale", 1.0)
         right = answer.out[verdict.row] / float(scale)
         off = (stored - right).abs().nan_to_num(torch.inf).flatten()
-        place = int(off.argmax())
+        element = int(off.argmax())
         raise Disagreement(
             "output",
-            f"at token {verdict.row}, element {place} of its heads, {verdict.worst:.3g} of"
+            f"at token {verdict.row}, element {element} of its heads, {verdict.worst:.3g} of"
             " the row's budget",
-            stored.flatten()[place].item(),
-            right.flatten()[place].item(),
+            stored.flatten()[element].item(),
+            right.flatten()[element].item(),
         )
     if lse is None:
         return

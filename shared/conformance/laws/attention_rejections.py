@@ -19,9 +19,9 @@ from ..generators.options import (
     quantised_call,
     ragged_call,
 )
-from ..harness.asking import ask, declared, expect_right
+from ..harness.calling import declared, expect_right, run_call
 from ..harness.canaries import checked_values, copy_of, expect_memory
-from ..harness.expect import Disagreement, expect_refusal
+from ..harness.expect import Disagreement, expect_rejection
 from ..harness.fitting import fit_case
 from ..harness.law import Setting, law
 
@@ -99,7 +99,7 @@ SHAPES: dict[str, Change] = {
     "a cap of nothing": lambda call: {"logits_soft_cap": 0.0},
     "a negative cap": lambda call: {"logits_soft_cap": -2.0},
     "an infinite cap": lambda call: {"logits_soft_cap": float("inf")},
-    "a cap that is no number": lambda call: {"logits_soft_cap": NAN},
+    "a cap that is not a number": lambda call: {"logits_soft_cap": NAN},
     "slopes for other heads": lambda call: {"alibi_slopes": torch.ones(3)},
     "slopes in float16": lambda call: {"alibi_slopes": torch.ones(4).half()},
     "sinks for other heads": lambda call: {"sinks": torch.ones(5)},
@@ -164,7 +164,7 @@ PAGED_SHAPES: dict[str, Change] = {
         "causal": torch.tensor([True, True]),
     },
     "a tree that is not causal": lambda call: {"tree_mask": TREE, "causal": False},
-    "a tree that is no square": lambda call: {"tree_mask": TREE[:, :3]},
+    "a tree that is not square": lambda call: {"tree_mask": TREE[:, :3]},
     "a tree for other requests": lambda call: {"tree_mask": TREE[:1]},
     "a tree of numbers": lambda call: {"tree_mask": TREE.float()},
     "a scale of keys that have none": lambda call: {"k_scale": 1.0},
@@ -269,10 +269,10 @@ def changed_entry(call: Call, block_id: int) -> Tensor:
     return table
 
 
-def changed_number(call: Call, name: str, place: int, number: int) -> Tensor:
+def changed_number(call: Call, name: str, index: int, number: int) -> Tensor:
     """Return a tensor of a call with another number at one index."""
     numbers: Tensor = call.arguments[name].clone()
-    numbers[place] = number
+    numbers[index] = number
     return numbers
 
 
@@ -293,14 +293,14 @@ def base_call(setting: Setting) -> Call:
     return declared(setting, call.changed(**wide))
 
 
-def expect_refused(setting: Setting, what: str, call: Call, change: Change) -> None:
+def expect_rejected(setting: Setting, what: str, call: Call, change: Change) -> None:
     """Raise Disagreement if an invalid call returns, or writes before it raises.
 
     A candidate with limited declared support may also return the answer of the call that was
     meant. A candidate that promises everything the twins do must raise where they raise.
     """
     if not setting.candidate.promises_all:
-        ask(setting, call)  # the valid call must not raise
+        run_call(setting, call)  # the valid call must not raise
     changes = change(call)
     shape = call.query.shape
     results: dict[str, Tensor] = {}
@@ -322,12 +322,12 @@ def expect_refused(setting: Setting, what: str, call: Call, change: Change) -> N
     before = {name: copy_of(each) for name, each in tensors.items()}
     answers: list[Any] = []
 
-    def asked() -> Any:
+    def run_changed() -> Any:
         answers.append(operation(**pack_options(**arguments, **results)))
         return answers[0]
 
     try:
-        expect_refusal(what, asked)
+        expect_rejection(what, run_changed)
     except Disagreement:
         if setting.candidate.promises_all or what not in MEANT:
             raise
@@ -335,29 +335,29 @@ def expect_refused(setting: Setting, what: str, call: Call, change: Change) -> N
         expect_right(setting, meant, (answers[0], results.get("lse")))
         return
     for name, tensor in tensors.items():
-        expect_memory(f"{name} after the refusal", tensor, before[name])
+        expect_memory(f"{name} after the rejection", tensor, before[name])
 
 
-@law("paged_attention", cases=[*SHAPES, *PAGED_SHAPES], claim="refuses shapes")
-def paged_attention_rejects_what_does_not_fit(setting: Setting, what: str) -> None:
+@law("paged_attention", cases=[*SHAPES, *PAGED_SHAPES], claim="rejects shapes")
+def paged_attention_rejects_invalid_arguments(setting: Setting, what: str) -> None:
     """Shapes, dtypes, devices and numbers; a valid call of the same form does not raise."""
     change = (SHAPES | PAGED_SHAPES)[what]
-    expect_refused(setting, what, base_call(setting), change)
+    expect_rejected(setting, what, base_call(setting), change)
 
 
-@law("paged_attention", cases=[*SCALES], claim="refuses shapes")
+@law("paged_attention", cases=[*SCALES], claim="rejects shapes")
 def invalid_scales_of_a_cache_are_rejected(setting: Setting, what: str) -> None:
     call = quantised_call(base_call(setting), E4M3, 0.1, 0.1)
-    expect_refused(setting, what, call, SCALES[what])
+    expect_rejected(setting, what, call, SCALES[what])
 
 
-@law("paged_attention", cases=[*CONTENTS, *PAGED_CONTENTS], claim="refuses contents")
+@law("paged_attention", cases=[*CONTENTS, *PAGED_CONTENTS], claim="rejects contents")
 def invalid_contents_are_rejected_if_they_are_checked(
     setting: Setting, what: str
 ) -> None:
     with checked_values():
         change = (CONTENTS | PAGED_CONTENTS)[what]
-        expect_refused(setting, what, base_call(setting), change)
+        expect_rejected(setting, what, base_call(setting), change)
 
 
 RAGGED: dict[str, Change] = {
@@ -387,17 +387,17 @@ RAGGED_CONTENTS: dict[str, Change] = {
 }
 
 
-@law("encoder_attention", cases=[*SHAPES, *RAGGED], claim="refuses shapes")
-def ragged_attention_rejects_what_does_not_fit(setting: Setting, what: str) -> None:
+@law("encoder_attention", cases=[*SHAPES, *RAGGED], claim="rejects shapes")
+def ragged_attention_rejects_invalid_arguments(setting: Setting, what: str) -> None:
     call = ragged_call(base_call(setting))
-    expect_refused(setting, what, call, (SHAPES | RAGGED)[what])
+    expect_rejected(setting, what, call, (SHAPES | RAGGED)[what])
 
 
-@law("encoder_attention", cases=[*CONTENTS, *RAGGED_CONTENTS], claim="refuses contents")
+@law("encoder_attention", cases=[*CONTENTS, *RAGGED_CONTENTS], claim="rejects contents")
 def invalid_starts_are_rejected_if_contents_are_checked(
     setting: Setting, what: str
 ) -> None:
     with checked_values():
         call = ragged_call(base_call(setting))
         change = (CONTENTS | RAGGED_CONTENTS)[what]
-        expect_refused(setting, what, call, change)
+        expect_rejected(setting, what, call, change)
