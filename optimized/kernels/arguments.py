@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 CHANGING = [
     "num_tokens",
     "num_reqs",
-    "num_search_steps",
     "partial_rows",
     "table_stride_req",
     "lse_stride_head",

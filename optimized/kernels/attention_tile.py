@@ -5,16 +5,18 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from .epilogue import scale_values
 from .load_kv import load_kv_tile, locate_kv
 from .load_q import find_rows, load_q
 from .options.score import load_score_terms, modify_scores
+from .options.sinks import start_with_sinks
 from .options.visible_range import (
     element_mask,
     find_visible_keys,
     full_tiles,
     locate_keys,
 )
-from .softmax import update_softmax
+from .softmax import normalize, start_softmax, update_softmax
 
 
 class QueryTile(NamedTuple):
@@ -55,6 +57,29 @@ def load_query_tile(
     visible = find_visible_keys(call, req, rows, seq_len, config)
     terms = load_score_terms(call, rows)
     return QueryTile(rows, q, qk_scale, visible, terms, kv)
+
+
+@triton.jit
+def attend_with_tile(
+    call, tile, begin, end, counts_sink, kv_head, config: tl.constexpr
+):
+    """Return the rows of a query tile and their log-sum-exp, over the keys from `begin` to `end`.
+
+    Args:
+        begin, end: a multiple of BLOCK_N, and any index.
+        counts_sink: whether the result is final, and so counts the sinks.
+
+    Returns:
+        [BLOCK_M, BLOCK_DV], scaled; [BLOCK_M] in base 2.
+    """
+    acc, l_i, m_i = start_softmax(config.BLOCK_M, config.BLOCK_DV)
+    l_i, m_i = start_with_sinks(
+        l_i, m_i, call.option_tensors.sinks, tile.rows.head, tile.rows.is_row,
+        counts_sink,
+    )  # fmt: skip
+    acc, l_i, m_i = attend_to_keys(acc, l_i, m_i, call, tile, begin, end, config)
+    result, lse = normalize(acc, l_i, m_i)
+    return scale_values(result, call, kv_head, config.CACHE_FP8), lse
 
 
 @triton.jit

@@ -9,17 +9,15 @@ import triton
 import triton.language as tl
 
 from .arguments import CHANGING, KernelCall
-from .attention_tile import attend_to_keys, load_query_tile
-from .epilogue import clear_padding, scale_values, store_rows
-from .options.sinks import start_with_sinks
-from .softmax import normalize, start_softmax
+from .attention_tile import attend_with_tile, load_query_tile
+from .epilogue import clear_padding, store_rows
+from .load_q import find_queries
 
 
 @triton.jit
 def find_tile(
-    query_start_loc, tile, num_reqs, num_search_steps,
-    GROUP_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
+    query_start_loc, tile, num_reqs, GROUP_SIZE: tl.constexpr, BLOCK_M: tl.constexpr
+):
     """Return the request of a query tile, and the tile's first row in it.
 
     The tiles of request r begin at query_start_loc[r] * GROUP_SIZE // BLOCK_M + r, which gives each
@@ -27,19 +25,18 @@ def find_tile(
     """
     low = 0
     high = num_reqs
-    for _ in range(num_search_steps):
+    while low < high:
         middle = (low + high) // 2
-        search = low < high
-        start = tl.load(query_start_loc + middle + 1, mask=search, other=0)
+        start = tl.load(query_start_loc + middle + 1)
         tiles_begin = start * GROUP_SIZE // BLOCK_M + middle + 1
-        low = tl.where(search & (tiles_begin <= tile), middle + 1, low)
-        high = tl.where(search & (tiles_begin > tile), middle, high)
+        low = tl.where(tiles_begin <= tile, middle + 1, low)
+        high = tl.where(tiles_begin > tile, middle, high)
     start = tl.load(query_start_loc + low)
     return low, (tile - start * GROUP_SIZE // BLOCK_M - low) * BLOCK_M
 
 
 @triton.jit
-def find_request(query_start_loc, num_reqs, num_search_steps, config: tl.constexpr):
+def find_request(query_start_loc, num_reqs, config: tl.constexpr):
     """Return the request of this program's query tile, and the tile's first row in it.
 
     Returns:
@@ -49,9 +46,8 @@ def find_request(query_start_loc, num_reqs, num_search_steps, config: tl.constex
     # the longest tiles, which are the last ones of a causal request, start first
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     req, first_row = find_tile(
-        query_start_loc, tile, num_reqs, num_search_steps,
-        config.GROUP_SIZE, config.BLOCK_M,
-    )  # fmt: skip
+        query_start_loc, tile, num_reqs, config.GROUP_SIZE, config.BLOCK_M
+    )
     return req, tl.minimum(req + 1, num_reqs), first_row
 
 
@@ -61,7 +57,6 @@ def prefill_kernel(
     option_tensors,
     num_tokens,
     num_reqs,
-    num_search_steps,
     partial_rows,
     scale,
     table_stride_req,
@@ -79,7 +74,6 @@ def prefill_kernel(
     Args:
         tensors, option_tensors, strides, option_arguments, config: Tensors, OptionTensors, Strides,
             OptionArguments, Config.
-        num_search_steps: steps of the binary search for a tile's request.
         partial_rows: not used here.
     """
     kv_head = tl.program_id(1)
@@ -89,29 +83,20 @@ def prefill_kernel(
         lse_stride_head, lse_stride_token, tree_stride_req, tree_width,
     )  # fmt: skip
     first_req, end_req, first_row = find_request(
-        tensors.query_start_loc, num_reqs, num_search_steps, config
+        tensors.query_start_loc, num_reqs, config
     )
-    if config.CLEAR_PADDING:
-        first_padding = tl.load(tensors.query_start_loc + num_reqs) + index
-        clear_padding(
-            call, first_padding, num_tokens, tl.num_programs(0), kv_head, config, 16
-        )
+    clear_padding(
+        call, num_tokens, num_reqs, index, tl.num_programs(0), kv_head, config
+    )
     for req in range(first_req, end_req):
-        start = tl.load(tensors.query_start_loc + req)
-        query_len = tl.load(tensors.query_start_loc + req + 1) - start
+        start, query_len = find_queries(tensors.query_start_loc, req)
         num_rows = query_len * config.GROUP_SIZE
         if (num_rows > decode_rows) & (first_row < num_rows):
             tile = load_query_tile(
                 call, req, start, query_len, first_row, kv_head, config
             )
             begin = tile.visible.begin // config.BLOCK_N * config.BLOCK_N
-            acc, l_i, m_i = start_softmax(config.BLOCK_M, config.BLOCK_DV)
-            l_i, m_i = start_with_sinks(
-                l_i, m_i, option_tensors.sinks, tile.rows.head, tile.rows.is_row, True
+            result, lse = attend_with_tile(
+                call, tile, begin, tile.visible.end, True, kv_head, config
             )
-            acc, l_i, m_i = attend_to_keys(
-                acc, l_i, m_i, call, tile, begin, tile.visible.end, config
-            )
-            result, lse = normalize(acc, l_i, m_i)
-            result = scale_values(result, call, kv_head, config.CACHE_FP8)
             store_rows(call, result, lse, tile.rows, config)
