@@ -9,6 +9,7 @@ are merged in float32.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -105,8 +106,7 @@ def latent_decode_attention(
     out: Output | None = None,
     lse: LogSumExp | None = None,
     compute_dtype: torch.dtype = torch.float32,
-    sliding_window: int | None = None,
-    k_scale: Scale | float | None = None,
+    options: AttentionOptions = DEFAULT_OPTIONS,
 ) -> Output:
     """Return causal attention of each new token over its latents in the paged cache.
 
@@ -115,8 +115,7 @@ def latent_decode_attention(
     """
     check_latent_decode_attention(
         q_nope, q_pe, kv_cache, w_uk, w_uv, block_table, query_start_loc, seq_lens,
-        max_query_len, max_seq_len, out, lse, sliding_window, k_scale,
-        contents=values_checked(),
+        max_query_len, max_seq_len, out, lse, options, contents=values_checked(),
     )  # fmt: skip
     check_launch(kv_cache)
     if scale is None:
@@ -131,11 +130,8 @@ def latent_decode_attention(
     _project(q_nope.transpose(0, 1), w_uk, query[..., :rank].transpose(0, 1))
     # step: attend to them as to the keys and values of one head
     key_cache = kv_cache[:, :, None]
-    options = DEFAULT_OPTIONS
-    if sliding_window is not None or k_scale is not None:
-        options = AttentionOptions(
-            sliding_window=sliding_window, k_scale=k_scale, v_scale=k_scale
-        )
+    if options.k_scale is not None:
+        options = replace(options, v_scale=options.k_scale)
     mean = paged_attention(
         query, key_cache, key_cache[..., :rank], block_table, query_start_loc, seq_lens,
         max_query_len, max_seq_len, scale=scale, lse=lse, compute_dtype=compute_dtype,
@@ -166,7 +162,7 @@ def latent_prefill_attention(
     out: Output | None = None,
     lse: LogSumExp | None = None,
     compute_dtype: torch.dtype = torch.float32,
-    k_scale: Scale | float | None = None,
+    options: AttentionOptions = DEFAULT_OPTIONS,
 ) -> Output:
     """Return causal attention of each new token over its sequence, expanded from its latents.
 
@@ -176,7 +172,7 @@ def latent_prefill_attention(
     check_latent_prefill_attention(
         q_nope, q_pe, kv_c, k_pe, kv_cache, w_uk, w_uv, block_table, query_start_loc,
         seq_lens, max_query_len, max_seq_len, num_context_tokens, max_context_chunk, out,
-        lse, k_scale, contents=values_checked(),
+        lse, options, contents=values_checked(),
     )  # fmt: skip
     check_launch(kv_cache)
     tokens, heads, _ = q_nope.shape
@@ -196,7 +192,7 @@ def latent_prefill_attention(
     partial, partial_lse = torch.empty_like(acc), torch.empty_like(lse)
     for latents, starts in _context_chunks(
         kv_cache, block_table, seq_lens - query_start_loc.diff(), num_context_tokens,
-        max_context_chunk, k_scale, query.dtype,
+        max_context_chunk, options.k_scale, query.dtype,
     ):  # fmt: skip
         # step: expand its latents to keys and values
         rank = kv_c.shape[1]

@@ -13,7 +13,7 @@ from .attention_tile import attend_with_tile, load_query_tile
 from .combine import arrive, combine_segments, segment_offset, store_partial
 from .epilogue import clear_padding, store_rows
 from .load_q import find_queries
-from .stream_k import Batch, count_tiles, find_segment, find_segment_of_many
+from .stream_k import Batch, count_tiles, find_segment
 
 
 @triton.jit
@@ -79,6 +79,7 @@ def decode_kernel(
     option_tensors,
     num_tokens,
     num_reqs,
+    num_search_steps,
     partial_rows,
     scale,
     table_stride_req,
@@ -97,6 +98,7 @@ def decode_kernel(
     Args:
         tensors, option_tensors, strides, option_arguments, config, plan: Tensors, OptionTensors,
             Strides, OptionArguments, Config, StreamK.
+        num_search_steps: not used here.
         partial_rows: rows of a request, at most, for which the workspace has room.
     """
     # the kv heads of a segment run at the same time, as their keys are stored in the same blocks
@@ -108,21 +110,12 @@ def decode_kernel(
         lse_stride_head, lse_stride_token, tree_stride_req, tree_width,
     )  # fmt: skip
     batch = Batch(
-        tensors.query_start_loc,
-        tensors.seq_lens,
-        option_arguments.causal,
-        num_reqs,
-        decode_rows,
-    )
+        tensors.query_start_loc, tensors.seq_lens, option_arguments.causal, num_reqs, decode_rows
+    )  # fmt: skip
     ALL_KEYS: tl.constexpr = (
         option_arguments.tree is not None or option_arguments.query_ranges is not None
     )
-    if plan.MANY_REQS:
-        segment = find_segment_of_many(
-            index, tl.num_programs(1), batch, config, plan, ALL_KEYS
-        )
-    else:
-        segment = find_segment(index, tl.num_programs(1), batch, config, plan, ALL_KEYS)
+    segment = find_segment(index, tl.num_programs(1), batch, config, plan, ALL_KEYS)
     clear_padding(
         call, num_tokens, num_reqs, index, tl.num_programs(1), kv_head, config
     )

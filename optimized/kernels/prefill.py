@@ -16,8 +16,9 @@ from .load_q import find_queries
 
 @triton.jit
 def find_tile(
-    query_start_loc, tile, num_reqs, GROUP_SIZE: tl.constexpr, BLOCK_M: tl.constexpr
-):
+    query_start_loc, tile, num_reqs, num_search_steps,
+    GROUP_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
     """Return the request of a query tile, and the tile's first row in it.
 
     The tiles of request r begin at query_start_loc[r] * GROUP_SIZE // BLOCK_M + r, which gives each
@@ -25,18 +26,19 @@ def find_tile(
     """
     low = 0
     high = num_reqs
-    while low < high:
+    for _ in range(num_search_steps):
         middle = (low + high) // 2
-        start = tl.load(query_start_loc + middle + 1)
+        search = low < high
+        start = tl.load(query_start_loc + middle + 1, mask=search, other=0)
         tiles_begin = start * GROUP_SIZE // BLOCK_M + middle + 1
-        low = tl.where(tiles_begin <= tile, middle + 1, low)
-        high = tl.where(tiles_begin > tile, middle, high)
+        low = tl.where(search & (tiles_begin <= tile), middle + 1, low)
+        high = tl.where(search & (tiles_begin > tile), middle, high)
     start = tl.load(query_start_loc + low)
     return low, (tile - start * GROUP_SIZE // BLOCK_M - low) * BLOCK_M
 
 
 @triton.jit
-def find_request(query_start_loc, num_reqs, config: tl.constexpr):
+def find_request(query_start_loc, num_reqs, num_search_steps, config: tl.constexpr):
     """Return the request of this program's query tile, and the tile's first row in it.
 
     Returns:
@@ -46,8 +48,9 @@ def find_request(query_start_loc, num_reqs, config: tl.constexpr):
     # the longest tiles, which are the last ones of a causal request, start first
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     req, first_row = find_tile(
-        query_start_loc, tile, num_reqs, config.GROUP_SIZE, config.BLOCK_M
-    )
+        query_start_loc, tile, num_reqs, num_search_steps,
+        config.GROUP_SIZE, config.BLOCK_M,
+    )  # fmt: skip
     return req, tl.minimum(req + 1, num_reqs), first_row
 
 
@@ -57,6 +60,7 @@ def prefill_kernel(
     option_tensors,
     num_tokens,
     num_reqs,
+    num_search_steps,
     partial_rows,
     scale,
     table_stride_req,
@@ -74,6 +78,7 @@ def prefill_kernel(
     Args:
         tensors, option_tensors, strides, option_arguments, config: Tensors, OptionTensors, Strides,
             OptionArguments, Config.
+        num_search_steps: steps of the binary search for a tile's request.
         partial_rows: not used here.
     """
     kv_head = tl.program_id(1)
@@ -83,7 +88,7 @@ def prefill_kernel(
         lse_stride_head, lse_stride_token, tree_stride_req, tree_width,
     )  # fmt: skip
     first_req, end_req, first_row = find_request(
-        tensors.query_start_loc, num_reqs, config
+        tensors.query_start_loc, num_reqs, num_search_steps, config
     )
     clear_padding(
         call, num_tokens, num_reqs, index, tl.num_programs(0), kv_head, config

@@ -110,6 +110,7 @@ def split_rows_kernel(
     option_tensors,
     num_tokens,
     num_reqs,
+    num_search_steps,
     partial_rows,
     scale,
     table_stride_req,
@@ -134,7 +135,7 @@ def split_rows_kernel(
         lse_stride_head, lse_stride_token, tree_stride_req, tree_width,
     )  # fmt: skip
     first_req, end_req, first_row = find_request(
-        tensors.query_start_loc, num_reqs, config
+        tensors.query_start_loc, num_reqs, num_search_steps, config
     )
     clear_padding(
         call, num_tokens, num_reqs, index, tl.num_programs(0), kv_head, config
@@ -161,6 +162,7 @@ def split_kv_kernel(
     option_tensors,
     num_tokens,
     num_reqs,
+    num_search_steps,
     partial_rows,
     scale,
     table_stride_req,
@@ -187,7 +189,7 @@ def split_kv_kernel(
         lse_stride_head, lse_stride_token, tree_stride_req, tree_width,
     )  # fmt: skip
     first_req, end_req, first_row = find_request(
-        tensors.query_start_loc, num_reqs, config
+        tensors.query_start_loc, num_reqs, num_search_steps, config
     )
     clear_padding(
         call, num_tokens, num_reqs, index, tl.num_programs(0), kv_head, config

@@ -176,6 +176,7 @@ class PortablePlan:
         numbers = (
             query.shape[0],
             num_reqs,
+            num_reqs.bit_length(),
             split_rows,
             scale,
             0 if block_table is None else block_table.stride(0),
