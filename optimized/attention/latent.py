@@ -124,11 +124,11 @@ def latent_decode_attention(
     width, rank = kv_cache.shape[2], w_uk.shape[2]
     if out is None:
         out = q_nope.new_empty(tokens, heads, w_uv.shape[2])
-    # step: carry the queries into the space of the latents
+    # step: project the queries into the latent space
     query = q_nope.new_empty(tokens, heads, width)
     query[..., rank:] = q_pe
     _project(q_nope.transpose(0, 1), w_uk, query[..., :rank].transpose(0, 1))
-    # step: attend to them as to the keys and values of one head
+    # step: attend to the latents as the keys and values of one head
     key_cache = kv_cache[:, :, None]
     if options.k_scale is not None:
         options = replace(options, v_scale=options.k_scale)
@@ -137,7 +137,7 @@ def latent_decode_attention(
         max_query_len, max_seq_len, scale=scale, lse=lse, compute_dtype=compute_dtype,
         options=options,
     )  # fmt: skip
-    # step: expand each head's mean latent to its value
+    # step: expand each head's average latent to its value
     _project(mean.transpose(0, 1), w_uv, out.transpose(0, 1))
     return out
 
@@ -184,7 +184,7 @@ def latent_prefill_attention(
     acc = torch.empty_like(out, dtype=torch.float32)
     # step: expand the new tokens' latents to keys and values
     key, value = _expand(kv_c, k_pe, w_uk, w_uv)
-    # step: attend to the new tokens, each up to itself
+    # step: attend to the new tokens with a causal mask
     encoder_attention(
         query, key, value, query_start_loc, query_start_loc, max_query_len, max_query_len,
         scale=scale, out=acc, lse=lse, compute_dtype=compute_dtype, options=_CAUSAL,
@@ -194,16 +194,16 @@ def latent_prefill_attention(
         kv_cache, block_table, seq_lens - query_start_loc.diff(), num_context_tokens,
         max_context_chunk, options.k_scale, query.dtype,
     ):  # fmt: skip
-        # step: expand its latents to keys and values
+        # step: expand the chunk's latents to keys and values
         rank = kv_c.shape[1]
         key, value = _expand(latents[:, :rank], latents[:, rank:], w_uk, w_uv)
-        # step: attend to all of it
+        # step: attend to the whole chunk
         encoder_attention(
             query, key, value, query_start_loc, starts, max_query_len,
             min(len(latents), max_seq_len), scale=scale, out=partial, lse=partial_lse,
             compute_dtype=compute_dtype,
         )  # fmt: skip
-        # step: join it with what is there
+        # step: merge its result with the results so far
         merge_attn_states(partial, partial_lse, acc, lse, output=acc, output_lse=lse)
     return out.copy_(acc)
 

@@ -133,19 +133,19 @@ def loop_over_kv_tiles(
         )
         # [BLOCK_N, BLOCK_D], [BLOCK_N, BLOCK_DV]
         k, v = load_kv_tile(tile.kv, call.strides, keys, tile.q.dtype, config, MASKED)
-        # step: compare each query with every key
+        # step: compute the scaled dot products of queries and keys
         qk = multiply_qk(tile.q, k, config.ROW_SUMS)  # [BLOCK_M, BLOCK_N]
         qk = modify_scores(
             qk, tile.qk_scale, call, tile.terms, visible.position, keys.position,
             config.options.SOFT_CAP,
         )  # fmt: skip
-        # step: hide the keys that a query does not see
+        # step: mask the keys outside the visible range
         if MASKED:
             mask = element_mask(call, visible, keys, HAS_LOWER_BOUND)
             qk = tl.where(mask, qk, -float("inf"))
-        # step: turn scores into weights
+        # step: turn scores into weights (softmax)
         p, acc, l_i, m_i = update_softmax(acc, l_i, m_i, qk, MASKED)
-        # step: average the values by them
+        # step: average the values by the weights
         acc = accumulate_pv(acc, p, v, config.ROW_SUMS)  # [BLOCK_M, BLOCK_DV]
     return acc, l_i, m_i
 

@@ -183,9 +183,9 @@ def latent_decode_attention(
         scale = (q_nope.shape[2] + q_pe.shape[2]) ** -0.5
     dtype, rank = q_nope.dtype, w_uk.shape[2]
     q_nope, q_pe, w_uk, w_uv = (x.to(compute_dtype) for x in (q_nope, q_pe, w_uk, w_uv))
-    # step: carry the queries into the space of the latents
+    # step: project the queries into the latent space
     query = torch.cat([torch.einsum("thn,hnl->thl", q_nope, w_uk), q_pe], dim=2)
-    # step: attend to them as to the keys and values of one head
+    # step: attend to the latents as the keys and values of one head
     start_loc = torch.nn.functional.pad(seq_lens.cumsum(0), (1, 0)).int()
     whole = (0, int(start_loc[-1]))
     latents = gather_latents(
@@ -205,6 +205,6 @@ def latent_decode_attention(
         compute_dtype=compute_dtype,
         options=replace(options, causal=True, k_scale=None),
     )
-    # step: expand each head's mean latent to its value
+    # step: expand each head's average latent to its value
     result = torch.einsum("thl,hlv->thv", average, w_uv)
     return result.to(dtype) if out is None else out.copy_(result)

@@ -124,7 +124,7 @@ def latent_prefill_attention(
     total_lse, chunk_lse = query.new_empty(lse_shape, dtype=lse_dtype)
     # step: expand the new tokens' latents to keys and values
     key, value = expand_latents(kv_c, k_pe, w_uk, w_uv)
-    # step: attend to the new tokens, each up to itself
+    # step: attend to the new tokens with a causal mask
     total = attend(
         key,
         value,
@@ -142,13 +142,13 @@ def latent_prefill_attention(
         options.k_scale,
         compute_dtype,
     ):
-        # step: expand its latents to keys and values
+        # step: expand the chunk's latents to keys and values
         key, value = expand_latents(latents[:, :rank], latents[:, rank:], w_uk, w_uv)
-        # step: attend to all of it
+        # step: attend to the whole chunk
         own = attend(
             key, value, key_start_loc=starts, max_key_len=len(latents), lse=chunk_lse
         )
-        # step: join it with what is there
+        # step: merge its result with the results so far
         merge_attn_states(
             own, chunk_lse, total, total_lse, output=total, output_lse=total_lse
         )
