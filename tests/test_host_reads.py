@@ -13,6 +13,7 @@ import torch
 from conftest import Twin
 from pagetwin.conformance.generators.batches import BatchPlan, build
 from pagetwin.conformance.generators.latent_batches import LatentPlan, build_latents
+from pagetwin.contract.attention_options import pack_options
 from pagetwin.contract.metadata_classes import UBatchSlice
 from pagetwin.contract.specs import KVCacheSpec
 from pagetwin.engine.selector import load_backend
@@ -198,8 +199,12 @@ def test_latent_attention_reads_nothing_on_the_host(
     scale = {"k_scale": torch.tensor(0.5, device=device)}
     slots = torch.full((4,), -1, dtype=torch.int64, device=device)
     with NoHostReads():
-        optimized.latent_decode_attention(**batch.decode_arguments() | scale)
-        optimized.latent_prefill_attention(**batch.prefill_arguments() | scale)
+        optimized.latent_decode_attention(
+            **pack_options(**batch.decode_arguments() | scale)
+        )
+        optimized.latent_prefill_attention(
+            **pack_options(**batch.prefill_arguments() | scale)
+        )
         optimized.concat_and_cache_mla(
             batch.kv_c, batch.k_pe, batch.kv_cache, slots, scale["k_scale"]
         )

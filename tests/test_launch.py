@@ -15,6 +15,7 @@ from pagetwin.optimized.kernels.sm90 import family as sm90
 from pagetwin.optimized.launch import (
     attention_call,
     dispatch,
+    portable,
     prepare,
     workspace,
 )
@@ -495,3 +496,60 @@ def test_importing_the_package_changes_nothing_else() -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.strip() == "raised"
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_more_queries_than_announced_leave_other_memory_and_other_requests_as_they_are(
+    batch_invariant: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    device: torch.device,
+    optimized: Twin,
+) -> None:
+    """Rows without room in the workspace were stored past its end and in other partial results.
+
+    Announced is one query per request; the first and the last request have four. Every request is
+    split over several programs.
+    """
+    canary = 7.0
+    kept: list[Tensor] = []
+
+    def find(
+        device: torch.device, counters: int, numbers: int
+    ) -> tuple[Tensor, Tensor]:
+        given = torch.full((numbers + 4096,), canary, device=device)
+        kept.append(given[numbers:])
+        zeros = torch.zeros(counters, dtype=torch.int32, device=device)
+        return zeros, given[:numbers]
+
+    monkeypatch.setattr(portable, "find_workspace", find)
+    # decodes: four segments of 512 keys, so each request is in two of them
+    monkeypatch.setattr(prepare, "count_processors", lambda device: 4)
+    monkeypatch.setattr(dispatch, "PLANS", PlanCache(8))
+    kv_heads = 2
+    key_lens = [640, 640, 704]
+    if batch_invariant:
+        # one program per split, while the tiles do not fill the chip
+        kv_heads = 1
+        key_lens = [3 * prepare.SPLIT_SIZE + 1] * 3
+    generator = torch.Generator().manual_seed(0)
+    starts = torch.tensor([0, 4, 5, 9], dtype=torch.int32, device=device)
+    query = torch.randn(9, kv_heads, 16, generator=generator).to(device)
+    key = torch.randn(sum(key_lens), kv_heads, 16, generator=generator).to(device)
+    key_starts = torch.tensor([0, *key_lens], device=device).cumsum(0).int()
+    options = AttentionOptions(batch_invariant=batch_invariant)
+
+    def attend(max_query_len: int) -> Tensor:
+        found: Tensor = optimized.encoder_attention(
+            query, key, key.flip(0), starts, key_starts, max_query_len, max(key_lens),
+            options=options,
+        )  # fmt: skip
+        return found
+
+    expected = attend(4)
+    found = attend(1)
+    assert len(kept) == 2
+    for past_the_end in kept:
+        assert bool((past_the_end == canary).all())
+    # the first row of each request has room
+    for row in (0, 4, 5):
+        torch.testing.assert_close(found[row], expected[row])

@@ -122,7 +122,8 @@ def draw_latents(name: str, device: torch.device) -> list[Arguments]:
         else:
             found.append(batch.prefill_arguments())
     found[1] |= {"max_context_chunk": 13} if name == "latent_prefill_attention" else {}
-    return [found[0], buffers_of(found[1], plan.value), found[2]]
+    found[1] = buffers_of(found[1], plan.value)
+    return [pack_options(**each) for each in found]
 
 
 def draw_writes(name: str, device: torch.device) -> list[Arguments]:

@@ -7,6 +7,7 @@ The entries of the other rows for it are never read, and are not validated to be
 """
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -58,11 +59,11 @@ def cascade_attention(
         query, key_cache, value_cache, *batch, common_prefix_len, out, lse, options,
         contents=values_checked(),
     )  # fmt: skip
+    attend = partial(
+        paged_attention, query, key_cache, value_cache, scale=scale, compute_dtype=compute_dtype
+    )  # fmt: skip
     if not common_prefix_len or not len(block_table):
-        return paged_attention(
-            query, key_cache, value_cache, *batch, scale=scale, out=out, lse=lse,
-            compute_dtype=compute_dtype, options=options,
-        )  # fmt: skip
+        return attend(*batch, out=out, lse=lse, options=options)
     tokens, query_heads, _ = query.shape
     if out is None:
         out = query.new_empty(tokens, query_heads, value_cache.shape[-1])
@@ -72,45 +73,37 @@ def cascade_attention(
     prefix_blocks = common_prefix_len // key_cache.shape[1]
     # step: attend to the shared prefix, all queries as one request
     chunk = _queries_per_chunk(query, key_cache)
-    chunks = -(-tokens // chunk)
-    starts = torch.arange(chunks + 1, dtype=torch.int32, device=query.device) * chunk
-    paged_attention(
-        query,
-        key_cache,
-        value_cache,
-        block_table[:1, :prefix_blocks].expand(chunks, -1),
-        # rows past the last request belong to no chunk
-        torch.minimum(starts, query_start_loc[-1]),
-        seq_lens.new_full((chunks,), common_prefix_len),
-        max_query_len=chunk,
-        max_seq_len=common_prefix_len,
-        scale=scale,
-        out=partials[0],
-        lse=lses[0],
-        compute_dtype=compute_dtype,
-        options=replace(options, causal=False, tree_mask=None, sinks=None),
-    )
+    starts = _chunk_starts(query_start_loc, tokens, chunk)
+    chunks = len(starts) - 1
+    prefix = block_table[:1, :prefix_blocks].expand(chunks, -1)
+    prefix_lens = seq_lens.new_full((chunks,), common_prefix_len)
+    attend(
+        prefix, starts, prefix_lens, chunk, max_seq_len=common_prefix_len, out=partials[0],
+        lse=lses[0], options=replace(options, causal=False, tree_mask=None, sinks=None),
+    )  # fmt: skip
     # step: attend to the rest of each sequence
-    paged_attention(
-        query,
-        key_cache,
-        value_cache,
-        block_table[:, prefix_blocks:],
-        query_start_loc,
-        # a request without new tokens may be shorter than the prefix
-        (seq_lens - common_prefix_len).clamp(min=0),
-        max_query_len,
-        max_seq_len=max(max_seq_len - common_prefix_len, 0),
-        scale=scale,
-        out=partials[1],
-        lse=lses[1],
-        compute_dtype=compute_dtype,
-        options=options,
-    )
-    # step: join both by their log-sum-exp
+    rest = block_table[:, prefix_blocks:]
+    # a request without new tokens may be shorter than the prefix
+    rest_lens = (seq_lens - common_prefix_len).clamp(min=0)
+    max_rest_len = max(max_seq_len - common_prefix_len, 0)
+    attend(
+        rest, query_start_loc, rest_lens, max_query_len, max_seq_len=max_rest_len,
+        out=partials[1], lse=lses[1], options=options,
+    )  # fmt: skip
+    # step: merge both results by their log-sum-exp
     return merge_attn_states(
         partials[0], lses[0], partials[1], lses[1], output=out, output_lse=lse
     )
+
+
+def _chunk_starts(query_start_loc: Tensor, tokens: int, chunk: int) -> Tensor:
+    """Return [chunks + 1] the start of each chunk of all queries.
+
+    Rows past the last request belong to no chunk.
+    """
+    chunks = -(-tokens // chunk)
+    starts = torch.arange(chunks + 1, dtype=torch.int32, device=query_start_loc.device)
+    return torch.minimum(starts * chunk, query_start_loc[-1])
 
 
 def _queries_per_chunk(query: Tensor, key_cache: Tensor) -> int:

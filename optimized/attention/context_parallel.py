@@ -37,14 +37,14 @@ def get_dcp_local_seq_lens(
 ) -> RankTokenCounts | TokenCounts:
     """Return how many tokens of each sequence are stored on one rank, or on each rank."""
     check_ranks(dcp_world_size, dcp_rank, dcp_kv_cache_interleave_size)
-    # step: deal the positions out and count each rank's
+    # step: count the positions that each rank stores
     interleave = dcp_kv_cache_interleave_size
     tokens_per_round = interleave * dcp_world_size
     rounds = seq_lens // tokens_per_round
     ranks = torch.arange(dcp_world_size, dtype=torch.int32, device=seq_lens.device)
     rest = (seq_lens % tokens_per_round)[:, None] - ranks * interleave
     counts = rounds[:, None] * interleave + rest.clamp(0, interleave)
-    # step: keep the rank that was asked for
+    # step: select the requested rank
     return counts if dcp_rank is None else counts[:, dcp_rank]
 
 
@@ -87,10 +87,10 @@ def dcp_attention(
     token = token[:tokens]
     req = torch.searchsorted(starts[1:], token, right=True).clamp(max=reqs - 1)
     position = seq_lens[req] - starts[req + 1] + token
-    # step: count the rank's keys up to there
+    # step: count the rank's keys up to that position
     is_token = token_starts[1:] > token
     local_lens = get_dcp_local_seq_lens((position + 1) * is_token, *of_rank)
-    # step: attend to those, every token a request of its own
+    # step: attend to these keys, with one request per token
     return paged_attention(
         query,
         key_cache,

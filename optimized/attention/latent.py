@@ -9,6 +9,7 @@ are merged in float32.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -105,8 +106,7 @@ def latent_decode_attention(
     out: Output | None = None,
     lse: LogSumExp | None = None,
     compute_dtype: torch.dtype = torch.float32,
-    sliding_window: int | None = None,
-    k_scale: Scale | float | None = None,
+    options: AttentionOptions = DEFAULT_OPTIONS,
 ) -> Output:
     """Return causal attention of each new token over its latents in the paged cache.
 
@@ -115,8 +115,7 @@ def latent_decode_attention(
     """
     check_latent_decode_attention(
         q_nope, q_pe, kv_cache, w_uk, w_uv, block_table, query_start_loc, seq_lens,
-        max_query_len, max_seq_len, out, lse, sliding_window, k_scale,
-        contents=values_checked(),
+        max_query_len, max_seq_len, out, lse, options, contents=values_checked(),
     )  # fmt: skip
     check_launch(kv_cache)
     if scale is None:
@@ -125,23 +124,20 @@ def latent_decode_attention(
     width, rank = kv_cache.shape[2], w_uk.shape[2]
     if out is None:
         out = q_nope.new_empty(tokens, heads, w_uv.shape[2])
-    # step: carry the queries into the space of the latents
+    # step: project the queries into the latent space
     query = q_nope.new_empty(tokens, heads, width)
     query[..., rank:] = q_pe
     _project(q_nope.transpose(0, 1), w_uk, query[..., :rank].transpose(0, 1))
-    # step: attend to them as to the keys and values of one head
+    # step: attend to the latents as the keys and values of one head
     key_cache = kv_cache[:, :, None]
-    options = DEFAULT_OPTIONS
-    if sliding_window is not None or k_scale is not None:
-        options = AttentionOptions(
-            sliding_window=sliding_window, k_scale=k_scale, v_scale=k_scale
-        )
+    if options.k_scale is not None:
+        options = replace(options, v_scale=options.k_scale)
     mean = paged_attention(
         query, key_cache, key_cache[..., :rank], block_table, query_start_loc, seq_lens,
         max_query_len, max_seq_len, scale=scale, lse=lse, compute_dtype=compute_dtype,
         options=options,
     )  # fmt: skip
-    # step: expand each head's mean latent to its value
+    # step: expand each head's average latent to its value
     _project(mean.transpose(0, 1), w_uv, out.transpose(0, 1))
     return out
 
@@ -166,7 +162,7 @@ def latent_prefill_attention(
     out: Output | None = None,
     lse: LogSumExp | None = None,
     compute_dtype: torch.dtype = torch.float32,
-    k_scale: Scale | float | None = None,
+    options: AttentionOptions = DEFAULT_OPTIONS,
 ) -> Output:
     """Return causal attention of each new token over its sequence, expanded from its latents.
 
@@ -176,7 +172,7 @@ def latent_prefill_attention(
     check_latent_prefill_attention(
         q_nope, q_pe, kv_c, k_pe, kv_cache, w_uk, w_uv, block_table, query_start_loc,
         seq_lens, max_query_len, max_seq_len, num_context_tokens, max_context_chunk, out,
-        lse, k_scale, contents=values_checked(),
+        lse, options, contents=values_checked(),
     )  # fmt: skip
     check_launch(kv_cache)
     tokens, heads, _ = q_nope.shape
@@ -188,7 +184,7 @@ def latent_prefill_attention(
     acc = torch.empty_like(out, dtype=torch.float32)
     # step: expand the new tokens' latents to keys and values
     key, value = _expand(kv_c, k_pe, w_uk, w_uv)
-    # step: attend to the new tokens, each up to itself
+    # step: attend to the new tokens with a causal mask
     encoder_attention(
         query, key, value, query_start_loc, query_start_loc, max_query_len, max_query_len,
         scale=scale, out=acc, lse=lse, compute_dtype=compute_dtype, options=_CAUSAL,
@@ -196,18 +192,18 @@ def latent_prefill_attention(
     partial, partial_lse = torch.empty_like(acc), torch.empty_like(lse)
     for latents, starts in _context_chunks(
         kv_cache, block_table, seq_lens - query_start_loc.diff(), num_context_tokens,
-        max_context_chunk, k_scale, query.dtype,
+        max_context_chunk, options.k_scale, query.dtype,
     ):  # fmt: skip
-        # step: expand its latents to keys and values
+        # step: expand the chunk's latents to keys and values
         rank = kv_c.shape[1]
         key, value = _expand(latents[:, :rank], latents[:, rank:], w_uk, w_uv)
-        # step: attend to all of it
+        # step: attend to the whole chunk
         encoder_attention(
             query, key, value, query_start_loc, starts, max_query_len,
             min(len(latents), max_seq_len), scale=scale, out=partial, lse=partial_lse,
             compute_dtype=compute_dtype,
         )  # fmt: skip
-        # step: join it with what is there
+        # step: merge its result with the results so far
         merge_attn_states(partial, partial_lse, acc, lse, output=acc, output_lse=lse)
     return out.copy_(acc)
 

@@ -206,7 +206,7 @@ def _load_lse(state, begin, token, head, has_state, NAN_IS_EMPTY: tl.constexpr):
     offsets = begin + head * state.lse_stride_head + token * state.lse_stride_token
     lse = tl.load(state.lse + offsets, mask=has_state, other=-float("inf"))
     lse = lse.to(tl.float32)
-    # step: count what is not finite as empty
+    # step: treat log-sum-exps that are not finite as empty
     if NAN_IS_EMPTY:
         # inf - inf and NaN - NaN are NaN, so only finite numbers stay
         lse = tl.where(lse - lse == 0, lse, -float("inf"))
@@ -254,13 +254,13 @@ def _add_partial(acc, l_i, m_i, value, lse, BASE_E: tl.constexpr):
     rounds the product in one place and fuses it with the subtraction in another. For log-sum-exps
     of 90,000 the same weight would then differ by 0.3 % between the values and their divisor.
     """
-    # step: weigh each part by its share
+    # step: compute the weight of each partial result
     unit: tl.constexpr = LOG2_E if BASE_E else 1.0
     m_new = tl.maximum(m_i, lse)
     shift = tl.where(m_new == -float("inf"), 0.0, m_new)
     alpha = tl.exp2((m_i - shift) * unit)
     weight = tl.exp2((lse - shift) * unit)
-    # step: add up what has weight
+    # step: add the partial results that have weight
     acc = acc * alpha[:, None] + value * weight[:, None]
     return acc, l_i * alpha + weight, m_new
 

@@ -54,7 +54,7 @@ def _fields(
         threshold = builder.reorder_batch_threshold
         assert threshold is not None
         boundary = split_decodes_and_prefills(common, threshold)
-    # step: find the image of each token
+    # step: find the image that contains each token
     query_ranges = None
     if common.mm_req_doc_ranges:
         ranges = torch.full(
@@ -114,7 +114,7 @@ class TritonAttentionImpl(AttentionImpl):
         output = self.check_forward(output, output_scale, output_block_scale)
         if attn_metadata is None:
             return output
-        # step: attend inside an encoder, which keeps nothing
+        # step: attend without a cache if the layer is in an encoder
         if self.is_uncached:
             call = self.encoder_arguments(
                 query, key, value, attn_metadata, output, output_scale
@@ -258,7 +258,7 @@ class XFormersAttentionImpl(AttentionImpl):
         output = self.check_forward(output, output_scale, output_block_scale)
         if attn_metadata is None:
             return output
-        # step: attend inside an encoder, which keeps nothing
+        # step: attend without a cache if the layer is in an encoder
         if self.is_uncached:
             call = self.encoder_arguments(
                 query, key, value, attn_metadata, output, output_scale

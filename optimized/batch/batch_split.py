@@ -90,7 +90,7 @@ def split_decodes_prefills_and_extends(
     # step: find the first request that is not a decode
     is_long = query_lens > decode_threshold
     first_extend = _first(is_long)
-    # step: find the first of them with nothing in the cache
+    # step: find the first of them without cached tokens
     seq_lens = common_attn_metadata.seq_lens_cpu.numpy()
     first_prefill = _first(is_long & (query_lens == seq_lens))
     # step: count the tokens of each region

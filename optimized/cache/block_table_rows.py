@@ -156,6 +156,6 @@ def mamba_get_block_table_tensor(
         return block_table
     # step: find the block of the last token
     last = (seq_lens - 1).clamp(min=0) // block_size
-    # step: take it and the blocks of the draft tokens
+    # step: select it and the blocks of the draft tokens
     offsets = torch.arange(1 + num_speculative_blocks, device=seq_lens.device)
     return block_table.gather(1, last[:, None] + offsets)

@@ -6,6 +6,7 @@ wider dtype are they converted, and there both twins agree bitwise too. Addresse
 """
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -50,6 +51,37 @@ MAX_ELEMENTS_PER_PROGRAM = 1024
 AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+class _NewTokens(NamedTuple):
+    """New keys or values, as a kernel's argument, with strides in elements.
+
+    Args:
+        tensor: [tokens, kv_heads, head_size].
+    """
+
+    tensor: Any
+    stride_token: Any
+    stride_head: Any
+    stride_element: Any
+
+
+class _CacheHalf(NamedTuple):
+    """The keys or the values of a cache, as a kernel's argument, with strides in elements.
+
+    Args:
+        tensor: [num_blocks, block_size, kv_heads, head_size].
+        scale, scale_stride: Optional. The scale of an FP8 cache and its stride over heads, see
+            `scale_arguments`.
+    """
+
+    tensor: Any
+    scale: Any
+    scale_stride: Any
+    stride_block: Any
+    stride_slot: Any
+    stride_head: Any
+    stride_element: Any
+
+
 @operator(changed=["key_cache", "value_cache"])
 def reshape_and_cache(
     key: Key,
@@ -85,21 +117,15 @@ def reshape_and_cache(
     tile = min(MAX_ELEMENTS_PER_PROGRAM, triton.next_power_of_2(elements))
     grid = (triton.cdiv(num_slots, TOKENS_PER_PROGRAM), triton.cdiv(elements, tile))
     _write_kernel[grid](
-        key,
-        value,
-        key_cache,
-        value_cache,
+        _NewTokens(key, *key.stride()),
+        _NewTokens(value, *value.stride()),
+        _CacheHalf(key_cache, *scale_arguments(k_scale), *key_cache.stride()),
+        _CacheHalf(value_cache, *scale_arguments(v_scale), *value_cache.stride()),
         slot_mapping,
-        *scale_arguments(k_scale),
-        *scale_arguments(v_scale),
         num_slots,
         kv_heads,
         block_size,
         slot_mapping.stride(0),
-        *key.stride(),
-        *value.stride(),
-        *key_cache.stride(),
-        *value_cache.stride(),
         HEAD_SIZE=head_size,
         VALUE_HEAD_SIZE=value_head_size,
         E5M2=dtype == torch.float8_e5m2,
@@ -141,25 +167,23 @@ def gather_cache(
     elements = kv_heads * max(head_size, value_head_size)
     if not key.numel() or not value.numel():
         return key.to(result_dtype), value.to(result_dtype)
+    key_bits, value_bits = as_bits(key_cache, value_cache)
     results = (key, value) if dtype else as_bits(key, value)
     num_reqs = block_table.shape[0]
     tile = min(MAX_ELEMENTS_PER_PROGRAM, triton.next_power_of_2(elements))
     grid = (triton.cdiv(num_tokens, TOKENS_PER_PROGRAM), triton.cdiv(elements, tile))
     _gather_kernel[grid](
-        *as_bits(key_cache, value_cache),
+        _CacheHalf(key_bits, *scale_arguments(k_scale), *key_cache.stride()),
+        _CacheHalf(value_bits, *scale_arguments(v_scale), *value_cache.stride()),
         *results,
         block_table,
         seq_start_loc.contiguous(),
-        *scale_arguments(k_scale),
-        *scale_arguments(v_scale),
         num_tokens,
         kv_heads,
         block_size,
         num_reqs,
         num_reqs.bit_length(),
         *block_table.stride(),
-        *key_cache.stride(),
-        *value_cache.stride(),
         HEAD_SIZE=head_size,
         VALUE_HEAD_SIZE=value_head_size,
         E5M2=key_cache.dtype == torch.float8_e5m2,
@@ -239,34 +263,23 @@ def _write_kernel(
     key_cache,
     value_cache,
     slot_mapping,
-    k_scale,
-    k_scale_stride,
-    v_scale,
-    v_scale_stride,
     num_slots,
     kv_heads,
     block_size,
     mapping_stride,
-    key_stride_token,
-    key_stride_head,
-    key_stride_element,
-    value_stride_token,
-    value_stride_head,
-    value_stride_element,
-    key_cache_stride_block,
-    key_cache_stride_slot,
-    key_cache_stride_head,
-    key_cache_stride_element,
-    value_cache_stride_block,
-    value_cache_stride_slot,
-    value_cache_stride_head,
-    value_cache_stride_element,
     HEAD_SIZE: tl.constexpr,
     VALUE_HEAD_SIZE: tl.constexpr,
     E5M2: tl.constexpr,
     TOKENS: tl.constexpr,
     ELEMENTS: tl.constexpr,
 ):
+    """Write the keys and values of a tile of tokens to their slots.
+
+    Args:
+        key, value: _NewTokens.
+        key_cache, value_cache: _CacheHalf.
+        TOKENS, ELEMENTS: tokens of the tile, and elements of all heads of a token.
+    """
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS).to(tl.int64)
     element = tl.program_id(1) * ELEMENTS + tl.arange(0, ELEMENTS).to(tl.int64)
     head, part = element // HEAD_SIZE, element % HEAD_SIZE
@@ -279,30 +292,51 @@ def _write_kernel(
     value_stored = (slot >= 0)[:, None] & (value_head < kv_heads)[None, :]
     # step: find block and offset
     block_id, offset = slot // block_size, slot % block_size
-    source = (token * key_stride_token)[:, None]
-    source += (head * key_stride_head + part * key_stride_element)[None, :]
-    new_key = tl.load(key + source, mask=stored, other=0)
-    source = (token * value_stride_token)[:, None]
-    source += (value_head * value_stride_head + value_part * value_stride_element)[
-        None, :
-    ]
-    new_value = tl.load(value + source, mask=value_stored, other=0)
+    new_key = _load_new(key, token, head, part, stored)
+    new_value = _load_new(value, token, value_head, value_part, value_stored)
     # step: divide by the scales if the cache is FP8
-    if k_scale is not None:
-        scale = load_scale(k_scale, k_scale_stride, head, head < kv_heads)
-        new_key = encode_fp8(tl.div_rn(new_key.to(tl.float32), scale), E5M2)
-        scale = load_scale(v_scale, v_scale_stride, value_head, value_head < kv_heads)
-        new_value = encode_fp8(tl.div_rn(new_value.to(tl.float32), scale), E5M2)
+    if key_cache.scale is not None:
+        new_key = _quantise(new_key, key_cache, head, head < kv_heads, E5M2)
+        new_value = _quantise(
+            new_value, value_cache, value_head, value_head < kv_heads, E5M2
+        )
     # step: store the key and the value
-    slots = block_id * key_cache_stride_block + offset * key_cache_stride_slot
-    parts = head * key_cache_stride_head + part * key_cache_stride_element
-    tl.store(key_cache + slots[:, None] + parts[None, :], new_key, mask=stored)
-    slots = block_id * value_cache_stride_block + offset * value_cache_stride_slot
-    parts = value_head * value_cache_stride_head
-    parts += value_part * value_cache_stride_element
-    tl.store(
-        value_cache + slots[:, None] + parts[None, :], new_value, mask=value_stored
-    )
+    to = _locate(key_cache, block_id, offset, head, part)
+    tl.store(to, new_key, mask=stored)
+    to = _locate(value_cache, block_id, offset, value_head, value_part)
+    tl.store(to, new_value, mask=value_stored)
+
+
+@triton.jit
+def _load_new(new, token, head, part, is_stored):
+    """Return elements of new keys or values: [TOKENS, ELEMENTS]."""
+    offsets = (token * new.stride_token)[:, None]
+    offsets += (head * new.stride_head + part * new.stride_element)[None, :]
+    return tl.load(new.tensor + offsets, mask=is_stored, other=0)
+
+
+@triton.jit
+def _quantise(numbers, cache, head, is_head, E5M2: tl.constexpr):
+    """Return numbers as the bytes of an FP8 cache: [TOKENS, ELEMENTS]."""
+    scale = load_scale(cache.scale, cache.scale_stride, head, is_head)
+    return encode_fp8(tl.div_rn(numbers.to(tl.float32), scale), E5M2)
+
+
+@triton.jit
+def _dequantise(
+    numbers, cache, head, is_head, E5M2: tl.constexpr, NATIVE_FP8: tl.constexpr
+):
+    """Return the numbers that the bytes of an FP8 cache mean: [TOKENS, ELEMENTS] float32."""
+    scale = load_scale(cache.scale, cache.scale_stride, head, is_head)
+    return decode_fp8(numbers, E5M2, NATIVE_FP8).to(tl.float32) * scale
+
+
+@triton.jit
+def _locate(cache, block_id, offset, head, part):
+    """Return pointers to elements of slots: [TOKENS, ELEMENTS]."""
+    slots = block_id * cache.stride_block + offset * cache.stride_slot
+    parts = head * cache.stride_head + part * cache.stride_element
+    return cache.tensor + slots[:, None] + parts[None, :]
 
 
 @triton.jit(
@@ -315,10 +349,6 @@ def _gather_kernel(
     value,
     block_table,
     seq_start_loc,
-    k_scale,
-    k_scale_stride,
-    v_scale,
-    v_scale_stride,
     num_tokens,
     kv_heads,
     block_size,
@@ -326,14 +356,6 @@ def _gather_kernel(
     num_halvings,
     table_stride_req,
     table_stride_entry,
-    key_cache_stride_block,
-    key_cache_stride_slot,
-    key_cache_stride_head,
-    key_cache_stride_element,
-    value_cache_stride_block,
-    value_cache_stride_slot,
-    value_cache_stride_head,
-    value_cache_stride_element,
     HEAD_SIZE: tl.constexpr,
     VALUE_HEAD_SIZE: tl.constexpr,
     E5M2: tl.constexpr,
@@ -341,43 +363,43 @@ def _gather_kernel(
     TOKENS: tl.constexpr,
     ELEMENTS: tl.constexpr,
 ):
+    """Copy a tile of tokens of concatenated sequences from the cache.
+
+    Args:
+        key_cache, value_cache: _CacheHalf.
+        num_halvings: bits of num_reqs.
+        TOKENS, ELEMENTS: tokens of the tile, and elements of all heads of a token.
+    """
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     element = tl.program_id(1) * ELEMENTS + tl.arange(0, ELEMENTS).to(tl.int64)
     head, part = element // HEAD_SIZE, element % HEAD_SIZE
     value_head, value_part = element // VALUE_HEAD_SIZE, element % VALUE_HEAD_SIZE
     req = find_request(seq_start_loc, token, num_reqs, num_halvings)
-    owned = (token < num_tokens) & (req < num_reqs)
-    position = token - tl.load(seq_start_loc + req, mask=owned, other=0)
+    is_token = (token < num_tokens) & (req < num_reqs)
+    position = token - tl.load(seq_start_loc + req, mask=is_token, other=0)
     # step: look up the block
     row = block_table + req.to(tl.int64) * table_stride_req
     entry = (position // block_size).to(tl.int64) * table_stride_entry
-    block_id = tl.load(row + entry, mask=owned, other=0).to(tl.int64)
+    block_id = tl.load(row + entry, mask=is_token, other=0).to(tl.int64)
     # step: add the offset in the block
     offset = (position % block_size).to(tl.int64)
     # step: copy the key and the value
-    inside, value_inside = head < kv_heads, value_head < kv_heads
-    slots = block_id * key_cache_stride_block + offset * key_cache_stride_slot
-    parts = head * key_cache_stride_head + part * key_cache_stride_element
-    read = owned[:, None] & inside[None, :]
-    one_key = tl.load(key_cache + slots[:, None] + parts[None, :], mask=read, other=0)
-    slots = block_id * value_cache_stride_block + offset * value_cache_stride_slot
-    parts = value_head * value_cache_stride_head
-    parts += value_part * value_cache_stride_element
-    read = owned[:, None] & value_inside[None, :]
-    one_value = tl.load(
-        value_cache + slots[:, None] + parts[None, :], mask=read, other=0
-    )
+    is_head, is_value_head = head < kv_heads, value_head < kv_heads
+    at = _locate(key_cache, block_id, offset, head, part)
+    one_key = tl.load(at, mask=is_token[:, None] & is_head[None, :], other=0)
+    at = _locate(value_cache, block_id, offset, value_head, value_part)
+    one_value = tl.load(at, mask=is_token[:, None] & is_value_head[None, :], other=0)
     # step: multiply by the scales if another dtype is requested
-    if k_scale is not None:
-        scale = load_scale(k_scale, k_scale_stride, head, inside)
-        one_key = decode_fp8(one_key, E5M2, NATIVE_FP8).to(tl.float32) * scale
-        scale = load_scale(v_scale, v_scale_stride, value_head, value_inside)
-        one_value = decode_fp8(one_value, E5M2, NATIVE_FP8).to(tl.float32) * scale
+    if key_cache.scale is not None:
+        one_key = _dequantise(one_key, key_cache, head, is_head, E5M2, NATIVE_FP8)
+        one_value = _dequantise(
+            one_value, value_cache, value_head, is_value_head, E5M2, NATIVE_FP8
+        )
     written = (token < num_tokens)[:, None]
     to = token.to(tl.int64)[:, None] * (kv_heads * HEAD_SIZE) + element[None, :]
-    tl.store(key + to, one_key, mask=written & inside[None, :])
+    tl.store(key + to, one_key, mask=written & is_head[None, :])
     to = token.to(tl.int64)[:, None] * (kv_heads * VALUE_HEAD_SIZE) + element[None, :]
-    tl.store(value + to, one_value, mask=written & value_inside[None, :])
+    tl.store(value + to, one_value, mask=written & is_value_head[None, :])
 
 
 @triton.jit

@@ -9,7 +9,8 @@ NamedTuples that functions return have `()` in absent fields; whether a field is
 the argument it comes from.
 
 All kernels have the same arguments up to `config`, in the same order: launch/prepare.py provides
-them once for all. Those that change from launch to launch come first.
+them once for all. Those that change from launch to launch come first. A kernel that does not use
+one of them says so: a second list would cost the host more than an argument.
 """
 
 from typing import Any, NamedTuple

@@ -5,16 +5,18 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from .epilogue import scale_values
 from .load_kv import load_kv_tile, locate_kv
 from .load_q import find_rows, load_q
 from .options.score import load_score_terms, modify_scores
+from .options.sinks import start_with_sinks
 from .options.visible_range import (
     element_mask,
     find_visible_keys,
     full_tiles,
     locate_keys,
 )
-from .softmax import update_softmax
+from .softmax import normalize, start_softmax, update_softmax
 
 
 class QueryTile(NamedTuple):
@@ -55,6 +57,29 @@ def load_query_tile(
     visible = find_visible_keys(call, req, rows, seq_len, config)
     terms = load_score_terms(call, rows)
     return QueryTile(rows, q, qk_scale, visible, terms, kv)
+
+
+@triton.jit
+def attend_with_tile(
+    call, tile, begin, end, counts_sink, kv_head, config: tl.constexpr
+):
+    """Return the rows of a query tile and their log-sum-exp, over the keys from `begin` to `end`.
+
+    Args:
+        begin, end: a multiple of BLOCK_N, and any index.
+        counts_sink: whether the result is final, and so counts the sinks.
+
+    Returns:
+        [BLOCK_M, BLOCK_DV], scaled; [BLOCK_M] in base 2.
+    """
+    acc, l_i, m_i = start_softmax(config.BLOCK_M, config.BLOCK_DV)
+    l_i, m_i = start_with_sinks(
+        l_i, m_i, call.option_tensors.sinks, tile.rows.head, tile.rows.is_row,
+        counts_sink,
+    )  # fmt: skip
+    acc, l_i, m_i = attend_to_keys(acc, l_i, m_i, call, tile, begin, end, config)
+    result, lse = normalize(acc, l_i, m_i)
+    return scale_values(result, call, kv_head, config.CACHE_FP8), lse
 
 
 @triton.jit
@@ -108,19 +133,19 @@ def loop_over_kv_tiles(
         )
         # [BLOCK_N, BLOCK_D], [BLOCK_N, BLOCK_DV]
         k, v = load_kv_tile(tile.kv, call.strides, keys, tile.q.dtype, config, MASKED)
-        # step: compare each query with every key
+        # step: compute the scaled dot products of queries and keys
         qk = multiply_qk(tile.q, k, config.ROW_SUMS)  # [BLOCK_M, BLOCK_N]
         qk = modify_scores(
             qk, tile.qk_scale, call, tile.terms, visible.position, keys.position,
             config.options.SOFT_CAP,
         )  # fmt: skip
-        # step: hide the keys that a query does not see
+        # step: mask the keys outside the visible range
         if MASKED:
             mask = element_mask(call, visible, keys, HAS_LOWER_BOUND)
             qk = tl.where(mask, qk, -float("inf"))
-        # step: turn scores into weights
+        # step: turn scores into weights (softmax)
         p, acc, l_i, m_i = update_softmax(acc, l_i, m_i, qk, MASKED)
-        # step: average the values by them
+        # step: average the values by the weights
         acc = accumulate_pv(acc, p, v, config.ROW_SUMS)  # [BLOCK_M, BLOCK_DV]
     return acc, l_i, m_i
 

@@ -17,14 +17,18 @@ from .softmax import finite, normalize, start_softmax
 
 @triton.jit
 def store_partial(call, offset, result, lse, is_row, config: tl.constexpr):
-    """Store a partial result.
+    """Store a partial result, as many of its rows as the workspace has room for.
+
+    A request has more rows than that only if the call's `max_query_len` is too small.
 
     Args:
         offset: of its first row in the workspace.
         result: [BLOCK_M, BLOCK_DV]; lse: [BLOCK_M] in base 2.
         is_row: [BLOCK_M].
     """
-    row = offset + tl.arange(0, config.BLOCK_M)  # [BLOCK_M]
+    in_tile = tl.arange(0, config.BLOCK_M)  # [BLOCK_M]
+    is_row &= in_tile < call.partial_rows
+    row = offset + in_tile
     dv = tl.arange(0, config.BLOCK_DV)
     tl.store(call.tensors.partial_lse + row, lse, mask=is_row)
     tl.store(
@@ -102,7 +106,7 @@ def combine_segments(
     row = tl.arange(0, ROWS)  # [ROWS]
     dv = tl.arange(0, config.BLOCK_DV)
     num_rows = query_len * config.GROUP_SIZE
-    is_row = row < num_rows
+    is_row = row < tl.minimum(num_rows, call.partial_rows)
     head = kv_head * config.GROUP_SIZE + row % config.GROUP_SIZE
     acc, l_i, m_i = start_softmax(ROWS, config.BLOCK_DV)
     l_i, m_i = start_with_sinks(l_i, m_i, call.option_tensors.sinks, head, is_row, True)
@@ -153,10 +157,11 @@ def combine_splits(
     """Store a query tile's rows, combined from their splits in order, ROWS rows at a time."""
     dv = tl.arange(0, config.BLOCK_DV)
     num_rows = query_len * config.GROUP_SIZE
-    for first in range(0, tl.minimum(num_rows - first_row, config.BLOCK_M), ROWS):
+    rows_in_tile = tl.minimum(num_rows - first_row, call.partial_rows)
+    for first in range(0, rows_in_tile, ROWS):
         in_tile = first + tl.arange(0, ROWS)  # [ROWS]
         row = first_row + in_tile
-        is_row = row < num_rows
+        is_row = in_tile < rows_in_tile
         head = kv_head * config.GROUP_SIZE + row % config.GROUP_SIZE
         acc, l_i, m_i = start_softmax(ROWS, config.BLOCK_DV)
         l_i, m_i = start_with_sinks(

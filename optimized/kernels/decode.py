@@ -9,12 +9,36 @@ import triton
 import triton.language as tl
 
 from .arguments import CHANGING, KernelCall
-from .attention_tile import attend_to_keys, load_query_tile
+from .attention_tile import attend_with_tile, load_query_tile
 from .combine import arrive, combine_segments, segment_offset, store_partial
-from .epilogue import clear_padding, scale_values, store_rows
-from .options.sinks import start_with_sinks
-from .softmax import normalize, start_softmax
-from .stream_k import Batch, count_tiles, find_segment, find_segment_of_many
+from .epilogue import clear_padding, store_rows
+from .load_q import find_queries
+from .stream_k import Batch, count_tiles, find_segment
+
+
+@triton.jit
+def keys_in_segment(
+    segment, tile_index, first_tile, num_tiles, visible, config: tl.constexpr
+):
+    """Return the keys of a request that are in a segment.
+
+    Args:
+        tile_index: index of the request's first KV tile among all tiles.
+        first_tile, num_tiles: that tile's index in the sequence, and how many tiles there are.
+        visible: VisibleKeys.
+
+    Returns:
+        begin, end: of the keys; a multiple of BLOCK_N, and any index.
+        is_whole: whether all tiles of the request are in the segment.
+    """
+    is_whole = tile_index >= segment.begin
+    is_whole &= tile_index + num_tiles <= segment.end
+    begin = visible.begin // config.BLOCK_N * config.BLOCK_N
+    own = first_tile + tl.maximum(segment.begin - tile_index, 0)
+    begin = tl.maximum(begin, own * config.BLOCK_N)
+    own_end = first_tile + segment.end - tile_index
+    end = tl.minimum(visible.end, own_end * config.BLOCK_N)
+    return begin, end, is_whole
 
 
 @triton.jit
@@ -86,53 +110,28 @@ def decode_kernel(
         lse_stride_head, lse_stride_token, tree_stride_req, tree_width,
     )  # fmt: skip
     batch = Batch(
-        tensors.query_start_loc,
-        tensors.seq_lens,
-        option_arguments.causal,
-        num_reqs,
-        decode_rows,
-    )
+        tensors.query_start_loc, tensors.seq_lens, option_arguments.causal, num_reqs, decode_rows
+    )  # fmt: skip
     ALL_KEYS: tl.constexpr = (
         option_arguments.tree is not None or option_arguments.query_ranges is not None
     )
-    if plan.MANY_REQS:
-        segment = find_segment_of_many(
-            index, tl.num_programs(1), batch, config, plan, ALL_KEYS
-        )
-    else:
-        segment = find_segment(index, tl.num_programs(1), batch, config, plan, ALL_KEYS)
-    if config.CLEAR_PADDING:
-        first_padding = tl.load(tensors.query_start_loc + num_reqs) + index
-        clear_padding(
-            call, first_padding, num_tokens, tl.num_programs(1), kv_head, config, 16
-        )
+    segment = find_segment(index, tl.num_programs(1), batch, config, plan, ALL_KEYS)
+    clear_padding(
+        call, num_tokens, num_reqs, index, tl.num_programs(1), kv_head, config
+    )
     tile_index = segment.first_tile
     for req in range(segment.first_req, segment.end_req):
-        start = tl.load(tensors.query_start_loc + req)
-        query_len = tl.load(tensors.query_start_loc + req + 1) - start
+        start, query_len = find_queries(tensors.query_start_loc, req)
         num_rows = query_len * config.GROUP_SIZE
         if (num_rows <= decode_rows) & (num_rows > 0):
             tile = load_query_tile(call, req, start, query_len, 0, kv_head, config)
             first_tile, num_tiles = count_tiles(batch, req, True, config, ALL_KEYS)
-            # the keys of this segment
-            is_whole = tile_index >= segment.begin
-            is_whole &= tile_index + num_tiles <= segment.end
-            begin = tile.visible.begin // config.BLOCK_N * config.BLOCK_N
-            own = first_tile + tl.maximum(segment.begin - tile_index, 0)
-            begin = tl.maximum(begin, own * config.BLOCK_N)
-            own_end = first_tile + segment.end - tile_index
-            end = tl.minimum(tile.visible.end, own_end * config.BLOCK_N)
-
-            acc, l_i, m_i = start_softmax(config.BLOCK_M, config.BLOCK_DV)
-            l_i, m_i = start_with_sinks(
-                l_i, m_i, option_tensors.sinks, tile.rows.head, tile.rows.is_row,
-                is_whole,
-            )  # fmt: skip
-            acc, l_i, m_i = attend_to_keys(
-                acc, l_i, m_i, call, tile, begin, end, config
+            begin, end, is_whole = keys_in_segment(
+                segment, tile_index, first_tile, num_tiles, tile.visible, config
             )
-            result, lse = normalize(acc, l_i, m_i)
-            result = scale_values(result, call, kv_head, config.CACHE_FP8)
+            result, lse = attend_with_tile(
+                call, tile, begin, end, is_whole, kv_head, config
+            )
             if is_whole:
                 store_rows(call, result, lse, tile.rows, config)
             else:

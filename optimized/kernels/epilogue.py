@@ -52,12 +52,27 @@ def store_rows(call, result, lse, rows, config: tl.constexpr):
 
 @triton.jit
 def clear_padding(
-    call, first, end, step, kv_head, config: tl.constexpr, BLOCK_H: tl.constexpr
+    call, num_tokens, num_reqs, index, num_programs, kv_head, config: tl.constexpr
 ):
-    """Store the rows of tokens that belong to no request: 0, and a log-sum-exp of -inf.
+    """Store this program's share of the rows of tokens that belong to no request.
+
+    They get 0, and a log-sum-exp of -inf.
 
     Args:
-        first, end, step: every `step`-th token from `first` is cleared.
+        index, num_programs: of the programs of this kv head.
+    """
+    if config.CLEAR_PADDING:
+        first = tl.load(call.tensors.query_start_loc + num_reqs) + index
+        clear_tokens(call, first, num_tokens, num_programs, kv_head, config, 16)
+
+
+@triton.jit
+def clear_tokens(
+    call, first, end, step, kv_head, config: tl.constexpr, BLOCK_H: tl.constexpr
+):
+    """Store 0 and a log-sum-exp of -inf in the rows of every `step`-th token from `first`.
+
+    Args:
         BLOCK_H: heads that are cleared at once.
     """
     BLOCK_DV: tl.constexpr = config.BLOCK_DV

@@ -36,6 +36,13 @@ class QueryRows(NamedTuple):
 
 
 @triton.jit
+def find_queries(query_start_loc, req):
+    """Return a request's first token in the batch, and how many it has."""
+    start = tl.load(query_start_loc + req)
+    return start, tl.load(query_start_loc + req + 1) - start
+
+
+@triton.jit
 def find_rows(start, query_len, first_row, kv_head, config: tl.constexpr):
     """Return the rows of a query tile.
 

@@ -9,10 +9,9 @@ import triton
 import triton.language as tl
 
 from .arguments import CHANGING, KernelCall
-from .attention_tile import attend_to_keys, load_query_tile
-from .epilogue import clear_padding, scale_values, store_rows
-from .options.sinks import start_with_sinks
-from .softmax import normalize, start_softmax
+from .attention_tile import attend_with_tile, load_query_tile
+from .epilogue import clear_padding, store_rows
+from .load_q import find_queries
 
 
 @triton.jit
@@ -91,27 +90,18 @@ def prefill_kernel(
     first_req, end_req, first_row = find_request(
         tensors.query_start_loc, num_reqs, num_search_steps, config
     )
-    if config.CLEAR_PADDING:
-        first_padding = tl.load(tensors.query_start_loc + num_reqs) + index
-        clear_padding(
-            call, first_padding, num_tokens, tl.num_programs(0), kv_head, config, 16
-        )
+    clear_padding(
+        call, num_tokens, num_reqs, index, tl.num_programs(0), kv_head, config
+    )
     for req in range(first_req, end_req):
-        start = tl.load(tensors.query_start_loc + req)
-        query_len = tl.load(tensors.query_start_loc + req + 1) - start
+        start, query_len = find_queries(tensors.query_start_loc, req)
         num_rows = query_len * config.GROUP_SIZE
         if (num_rows > decode_rows) & (first_row < num_rows):
             tile = load_query_tile(
                 call, req, start, query_len, first_row, kv_head, config
             )
             begin = tile.visible.begin // config.BLOCK_N * config.BLOCK_N
-            acc, l_i, m_i = start_softmax(config.BLOCK_M, config.BLOCK_DV)
-            l_i, m_i = start_with_sinks(
-                l_i, m_i, option_tensors.sinks, tile.rows.head, tile.rows.is_row, True
+            result, lse = attend_with_tile(
+                call, tile, begin, tile.visible.end, True, kv_head, config
             )
-            acc, l_i, m_i = attend_to_keys(
-                acc, l_i, m_i, call, tile, begin, tile.visible.end, config
-            )
-            result, lse = normalize(acc, l_i, m_i)
-            result = scale_values(result, call, kv_head, config.CACHE_FP8)
             store_rows(call, result, lse, tile.rows, config)

@@ -13,6 +13,7 @@ from .arguments import CHANGING, KernelCall
 from .attention_tile import attend_to_keys, load_query_tile
 from .combine import arrive, combine_splits, fold_partial, split_offset, store_partial
 from .epilogue import clear_padding, scale_values, store_rows
+from .load_q import find_queries
 from .options.sinks import start_with_sinks
 from .prefill import find_request
 from .softmax import normalize, start_softmax
@@ -58,6 +59,51 @@ def attend_to_splits(
     return normalize(acc, l_i, m_i)
 
 
+@triton.jit
+def assign_splits(split, num_splits):
+    """Return the end of this program's splits, and how many programs have some.
+
+    The last program takes the rest of a sequence that is longer than it was said to be.
+
+    Args:
+        split: the program's first one.
+        num_splits: splits of the query tile.
+    """
+    last_split = tl.num_programs(2) - 1
+    end_split = tl.where(split < last_split, split + 1, num_splits)
+    end_split = tl.minimum(end_split, num_splits)
+    return end_split, tl.minimum(num_splits, last_split + 1)
+
+
+@triton.jit
+def store_split(
+    call, result, lse, is_row, start, query_len, first_row, index, split, num_splits,
+    kv_head, config: tl.constexpr, COMBINE_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Store the partial result of a query tile that several programs share.
+
+    The program that arrives last combines the partial results of all of them.
+
+    Args:
+        result, lse, is_row: [BLOCK_M, BLOCK_DV], [BLOCK_M], [BLOCK_M].
+        start, query_len: first token of the request in the batch, and how many it has.
+        first_row, index: the tile's first row in the request, and its index in the grid.
+        split, num_splits: this program's split, and how many programs share the tile.
+    """
+    num_kv_heads = tl.num_programs(1)
+    offset = split_offset(
+        index, kv_head, num_kv_heads, split, tl.num_programs(2), call.partial_rows
+    )
+    store_partial(call, offset, result, lse, is_row, config)
+    semaphore = call.tensors.semaphores + index * num_kv_heads + kv_head
+    if arrive(semaphore, num_splits):
+        tl.store(semaphore, 0)  # for the next launch
+        combine_splits(
+            call, start, query_len, first_row, index, num_splits, kv_head, num_kv_heads,
+            config, COMBINE_ROWS,
+        )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=CHANGING)
 def split_rows_kernel(
     tensors,
@@ -91,14 +137,11 @@ def split_rows_kernel(
     first_req, end_req, first_row = find_request(
         tensors.query_start_loc, num_reqs, num_search_steps, config
     )
-    if config.CLEAR_PADDING:
-        first_padding = tl.load(tensors.query_start_loc + num_reqs) + index
-        clear_padding(
-            call, first_padding, num_tokens, tl.num_programs(0), kv_head, config, 16
-        )
+    clear_padding(
+        call, num_tokens, num_reqs, index, tl.num_programs(0), kv_head, config
+    )
     for req in range(first_req, end_req):
-        start = tl.load(tensors.query_start_loc + req)
-        query_len = tl.load(tensors.query_start_loc + req + 1) - start
+        start, query_len = find_queries(tensors.query_start_loc, req)
         if first_row < query_len * config.GROUP_SIZE:
             tile = load_query_tile(
                 call, req, start, query_len, first_row, kv_head, config
@@ -140,7 +183,6 @@ def split_kv_kernel(
         partial_rows: rows of a query tile, at most, for which the workspace has room.
     """
     kv_head = tl.program_id(1)
-    num_kv_heads = tl.num_programs(1)
     index = tl.program_id(0)
     call = KernelCall(
         tensors, strides, option_tensors, option_arguments, scale, partial_rows, table_stride_req,
@@ -149,14 +191,11 @@ def split_kv_kernel(
     first_req, end_req, first_row = find_request(
         tensors.query_start_loc, num_reqs, num_search_steps, config
     )
-    if config.CLEAR_PADDING:
-        first_padding = tl.load(tensors.query_start_loc + num_reqs) + index
-        clear_padding(
-            call, first_padding, num_tokens, tl.num_programs(0), kv_head, config, 16
-        )
+    clear_padding(
+        call, num_tokens, num_reqs, index, tl.num_programs(0), kv_head, config
+    )
     for req in range(first_req, end_req):
-        start = tl.load(tensors.query_start_loc + req)
-        query_len = tl.load(tensors.query_start_loc + req + 1) - start
+        start, query_len = find_queries(tensors.query_start_loc, req)
         if first_row < query_len * config.GROUP_SIZE:
             tile = load_query_tile(
                 call, req, start, query_len, first_row, kv_head, config
@@ -165,11 +204,7 @@ def split_kv_kernel(
                 tile.visible, config, SPLIT_SIZE
             )
             split = tl.program_id(2)
-            last_split = tl.num_programs(2) - 1
-            # the last program takes the rest of a sequence that is longer than it was said to be
-            end_split = tl.where(split < last_split, split + 1, num_splits)
-            end_split = tl.minimum(end_split, num_splits)
-            num_splits = tl.minimum(num_splits, last_split + 1)
+            end_split, num_splits = assign_splits(split, num_splits)
             is_whole = (num_splits == 1) & (split == 0)
             result, lse = attend_to_splits(
                 call, tile, begin, first_split, split, end_split, is_whole, kv_head,
@@ -178,15 +213,7 @@ def split_kv_kernel(
             if is_whole:
                 store_rows(call, result, lse, tile.rows, config)
             elif split < num_splits:
-                offset = split_offset(
-                    index, kv_head, num_kv_heads, split, tl.num_programs(2),
-                    partial_rows,
+                store_split(
+                    call, result, lse, tile.rows.is_row, start, query_len, first_row,
+                    index, split, num_splits, kv_head, config, COMBINE_ROWS,
                 )  # fmt: skip
-                store_partial(call, offset, result, lse, tile.rows.is_row, config)
-                semaphore = tensors.semaphores + index * num_kv_heads + kv_head
-                if arrive(semaphore, num_splits):
-                    tl.store(semaphore, 0)  # for the next launch
-                    combine_splits(
-                        call, start, query_len, first_row, index, num_splits, kv_head,
-                        num_kv_heads, config, COMBINE_ROWS,
-                    )  # fmt: skip

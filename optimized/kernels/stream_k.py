@@ -147,9 +147,30 @@ def find_segment(
 
     Args:
         index, num_segments: of the program, and how many there are.
-        batch: Batch, of no more than plan.REQS_PER_PASS requests.
+        batch: Batch.
         plan: StreamK.
         ALL_KEYS: see `count_tiles`.
+    """
+    if plan.MANY_REQS:
+        segment = find_segment_of_many(
+            index, num_segments, batch, config, plan, ALL_KEYS
+        )
+    else:
+        segment = find_segment_of_few(
+            index, num_segments, batch, config, plan, ALL_KEYS
+        )
+    return segment
+
+
+@triton.jit
+def find_segment_of_few(
+    index, num_segments, batch, config: tl.constexpr, plan: tl.constexpr,
+    ALL_KEYS: tl.constexpr,
+):  # fmt: skip
+    """Return a program's segment of a batch of no more than plan.REQS_PER_PASS requests.
+
+    Args:
+        As in `find_segment`.
     """
     req = tl.arange(0, plan.REQS_PER_PASS)
     is_req = req < batch.num_reqs

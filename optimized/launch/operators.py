@@ -102,39 +102,60 @@ def operator(
         returned = _plain(signature.return_annotation)
         _define(name, lowered, returned, changed, run, fake)
         if out:
-            buffers = [
-                inspect.Parameter(
-                    each,
-                    inspect.Parameter.KEYWORD_ONLY,
-                    annotation=Tensor if each == out[0] else Tensor | None,
-                    default=signature.empty if each == out[0] else None,
-                )
-                for each in out
-            ]
-            with_out = (*lowered, *buffers)
+            with_out = (*lowered, *_buffers(out))
             _define(f"{name}.out", with_out, None, [*changed, *out], run_out, _nothing)
-        packet = getattr(getattr(torch.ops, NAMESPACE), name)
-
-        def trace(*args: Any) -> Any:
-            named = dict(zip(signature.parameters, args, strict=True))
-            if takes_options:
-                options = named.pop(_OPTIONS)
-                named |= {each: getattr(options, each) for each in OPTION_NAMES}
-            buffers = {each: named.pop(each) for each in out}
-            is_given = any(each is not None for each in buffers.values())
-            if is_given and buffers[out[0]] is None:
-                buffers[out[0]] = results.empty(named)
-            for each in unions:
-                if isinstance(named[each], Tensor):
-                    named[f"{each}_tensor"] = named.pop(each)
-            if not is_given:
-                return packet.default(**named)
-            packet.out(**named, **buffers)
-            return buffers[out[0]]
-
+        trace = _tracer(name, signature, out, unions, results)
         return _fork(function, ", ".join(signature.parameters), trace)
 
     return register
+
+
+def _buffers(out: Sequence[str]) -> list[inspect.Parameter]:
+    """Return the outputs of the overload `out`; the first one is required."""
+    return [
+        inspect.Parameter(
+            each,
+            inspect.Parameter.KEYWORD_ONLY,
+            annotation=Tensor if each == out[0] else Tensor | None,
+            default=inspect.Parameter.empty if each == out[0] else None,
+        )
+        for each in out
+    ]
+
+
+def _tracer(
+    name: str,
+    signature: inspect.Signature,
+    out: Sequence[str],
+    unions: Sequence[str],
+    results: "_Results",
+) -> Callable[..., Any]:
+    """Return a function that records a call as one operator, and returns its results.
+
+    Args:
+        out, unions: the arguments that are written if they are given, and those that may be a
+            number or a tensor.
+    """
+    packet = getattr(getattr(torch.ops, NAMESPACE), name)
+
+    def trace(*args: Any) -> Any:
+        named = dict(zip(signature.parameters, args, strict=True))
+        if _OPTIONS in named:
+            options = named.pop(_OPTIONS)
+            named |= {each: getattr(options, each) for each in OPTION_NAMES}
+        buffers = {each: named.pop(each) for each in out}
+        is_given = any(each is not None for each in buffers.values())
+        if is_given and buffers[out[0]] is None:
+            buffers[out[0]] = results.empty(named)
+        for each in unions:
+            if isinstance(named[each], Tensor):
+                named[f"{each}_tensor"] = named.pop(each)
+        if not is_given:
+            return packet.default(**named)
+        packet.out(**named, **buffers)
+        return buffers[out[0]]
+
+    return trace
 
 
 def _fork(function: Any, arguments: str, trace: Callable[..., Any]) -> Any:

@@ -142,19 +142,7 @@ def prepare(
     group_size = query.shape[1] // kv_heads
     arguments, constants = lower_options(options, query_start_loc)
     config = _make_config(query, key, value, block_table, out, options, constants)
-    is_cut = bool(options.sliding_window or options.attention_chunk_size)
-    decode, small_batch, prefill = choose_tiles(
-        max(config.BLOCK_D, config.BLOCK_DV),
-        query.dtype,
-        query.device,
-        has_window=is_cut,
-        has_bias=options.position_bias is not None,
-        has_tree=options.tree_mask is not None,
-        has_bit_decoding=config.CACHE_FP8 > 0 and not config.NATIVE_FP8,
-        has_native_fp8=config.NATIVE_FP8,
-        is_paged=block_table is not None,
-        has_splits=options.batch_invariant,
-    )
+    decode, small_batch, prefill = _choose_tiles(query, config, options)
     # the rows of a decode request fit one decode tile
     short_rows = min(64, max(decode.block_m, next_power_of_2(group_size)))
     has_decode = group_size <= short_rows and not options.batch_invariant
@@ -169,6 +157,7 @@ def prepare(
         "tree_width": 0 if tree is None else tree.shape[1],
         "decode_rows": short_rows,
     }
+    processors = count_processors(query.device)
     config = config._replace(
         BLOCK_M=prefill.block_m,
         BLOCK_N=prefill.block_n,
@@ -176,26 +165,12 @@ def prepare(
         # with one loop each key is weighted by the same instructions in every tile
         MASK_ALL_TILES=options.batch_invariant,
     )
-    if options.batch_invariant:
-        size = SPLIT_SIZE
-        rows = min(16, prefill.block_m)
-        prefills = (
-            _launcher(split_rows_kernel, fixed, prefill, config=config, SPLIT_SIZE=size),
-            _launcher(
-                split_kv_kernel, fixed, prefill, config=config, SPLIT_SIZE=size,
-                COMBINE_ROWS=rows,
-            ),
-        )  # fmt: skip
-    else:
-        alone = _launcher(prefill_kernel, fixed, prefill, config=config)
-        prefills = (alone, alone)
-    processors = count_processors(query.device)
     return Launches(
         fixed=fixed,
         config=config,
         decode_tiles=decode,
         small_batch_tiles=small_batch,
-        prefills=prefills,
+        prefills=_prefill_launchers(fixed, prefill, config, options),
         group_size=group_size,
         kv_heads=kv_heads,
         value_size=value_size,
@@ -204,11 +179,53 @@ def prepare(
         block_m=prefill.block_m,
         split_size=SPLIT_SIZE if options.batch_invariant else 0,
         max_visible_keys=_max_visible_keys(short_rows, options),
-        masks_all_tiles=is_cut or tree is not None or options.query_ranges is not None,
+        masks_all_tiles=(
+            _has_window(options) or tree is not None or options.query_ranges is not None
+        ),
         full_reqs=processors // kv_heads + 1,
         processors=processors,
         upcasts_output=upcasts_output,
     )
+
+
+def _choose_tiles(
+    query: Tensor, config: Config, options: AttentionOptions
+) -> tuple[Tiles, Tiles, Tiles]:
+    """Return the tiles of decodes, of decodes in a small batch, and of prefills."""
+    return choose_tiles(
+        max(config.BLOCK_D, config.BLOCK_DV),
+        query.dtype,
+        query.device,
+        has_window=_has_window(options),
+        has_bias=options.position_bias is not None,
+        has_tree=options.tree_mask is not None,
+        has_bit_decoding=config.CACHE_FP8 > 0 and not config.NATIVE_FP8,
+        has_native_fp8=config.NATIVE_FP8,
+        is_paged=config.BLOCK_SIZE > 0,
+        has_splits=options.batch_invariant,
+    )
+
+
+def _has_window(options: AttentionOptions) -> bool:
+    """Return whether there is a sliding window or a chunk."""
+    return bool(options.sliding_window or options.attention_chunk_size)
+
+
+def _prefill_launchers(
+    fixed: dict[str, Any], tiles: Tiles, config: Config, options: AttentionOptions
+) -> tuple[Launcher, Launcher]:
+    """Return the launchers with one program per query tile, and per split of its keys."""
+    if not options.batch_invariant:
+        alone = _launcher(prefill_kernel, fixed, tiles, config=config)
+        return alone, alone
+    size, rows = SPLIT_SIZE, min(16, tiles.block_m)
+    return (
+        _launcher(split_rows_kernel, fixed, tiles, config=config, SPLIT_SIZE=size),
+        _launcher(
+            split_kv_kernel, fixed, tiles, config=config, SPLIT_SIZE=size,
+            COMBINE_ROWS=rows,
+        ),
+    )  # fmt: skip
 
 
 def _launcher(

@@ -97,13 +97,9 @@ def cascade_attention(
         ... ).flatten()
         tensor([3.0000, 3.6667])
     """
+    caches = (key_cache, value_cache)
     attend = partial(
-        paged_attention,
-        query,
-        key_cache,
-        value_cache,
-        scale=scale,
-        compute_dtype=compute_dtype,
+        paged_attention, query, *caches, scale=scale, compute_dtype=compute_dtype
     )
     batch = (query_start_loc, seq_lens, max_query_len, max_seq_len)
     if not common_prefix_len or not len(block_table):
@@ -117,10 +113,11 @@ def cascade_attention(
     lses = out.new_empty(2, query_heads, tokens, dtype=lse_dtype)
     prefix_blocks = common_prefix_len // key_cache.shape[1]
     # step: attend to the shared prefix, all queries as one request
+    # rows past the last request belong to no request
+    start_and_end = torch.cat([query_start_loc[:1], query_start_loc[-1:]])
     attend(
         block_table[:1, :prefix_blocks],
-        # rows past the last request belong to no request
-        torch.cat([query_start_loc[:1], query_start_loc[-1:]]),
+        start_and_end,
         seq_lens.new_full((1,), common_prefix_len),
         max_query_len=tokens,
         max_seq_len=common_prefix_len,
@@ -129,18 +126,19 @@ def cascade_attention(
         options=replace(options, causal=False, tree_mask=None, sinks=None),
     )
     # step: attend to the rest of each sequence
+    # a request without new tokens may be shorter than the prefix
+    rest_lens = (seq_lens - common_prefix_len).clamp(min=0)
     attend(
         block_table[:, prefix_blocks:],
         query_start_loc,
-        # a request without new tokens may be shorter than the prefix
-        (seq_lens - common_prefix_len).clamp(min=0),
+        rest_lens,
         max_query_len,
         max_seq_len=max(max_seq_len - common_prefix_len, 0),
         out=partials[1],
         lse=lses[1],
         options=options,
     )
-    # step: join both by their log-sum-exp
+    # step: merge both results by their log-sum-exp
     return merge_attn_states(
         partials[0], lses[0], partials[1], lses[1], output=out, output_lse=lse
     )

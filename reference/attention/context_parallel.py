@@ -67,11 +67,11 @@ def get_dcp_local_seq_lens(
     check_ranks(dcp_world_size, dcp_rank, dcp_kv_cache_interleave_size)
     counts = torch.zeros(len(seq_lens), dcp_world_size, dtype=torch.int32, device=HOST)
     for req, seq_len in enumerate(seq_lens.tolist()):
-        # step: deal the positions out and count each rank's
+        # step: count the positions that each rank stores
         positions = torch.arange(seq_len, dtype=torch.int64, device=HOST)
         ranks = get_dcp_ranks(positions, dcp_world_size, dcp_kv_cache_interleave_size)
         counts[req] = ranks.bincount(minlength=dcp_world_size)
-    # step: keep the rank that was asked for
+    # step: select the requested rank
     chosen = counts if dcp_rank is None else counts[:, dcp_rank]
     return chosen.to(seq_lens.device)
 
@@ -157,13 +157,13 @@ def dcp_attention(
     for req, seq_len in enumerate(seq_lens.tolist()):
         reqs += [req] * query_lens[req]
         positions += range(seq_len - query_lens[req], seq_len)
-    # step: count the rank's keys up to there
+    # step: count the rank's keys up to that position
     device = query.device
     up_to = torch.tensor(positions, dtype=torch.int32, device=device) + 1
     local_lens = get_dcp_local_seq_lens(
         up_to, dcp_world_size, dcp_rank, dcp_kv_cache_interleave_size
     )
-    # step: attend to those, every token a request of its own
+    # step: attend to these keys, with one request per token
     return paged_attention(
         query,
         key_cache,

@@ -94,17 +94,17 @@ def encoder_attention(
         rows = key_start_loc[request.index] + request.keys
         k = upcast_heads(key[rows], query_heads, compute_dtype, scale=None)
         v = upcast_heads(value[rows], query_heads, compute_dtype, scale=None)
-        # step: compare each query with every key
+        # step: compute the scaled dot products of queries and keys
         q = query[request.rows].to(compute_dtype)  # [queries, query_heads, head_size]
         scores = torch.einsum("qhd,khd->hqk", q, k) * scale
         scores = modify_scores(scores, request, options)
-        # step: hide the keys that a query does not see
+        # step: mask the keys outside the visible range
         visible = visible_keys(request, options)  # [queries, keys]
         scores = scores.masked_fill(~visible, -torch.inf)
         v = zero_masked(v, visible)
-        # step: turn scores into weights
+        # step: turn scores into weights (softmax)
         weights, row_lse = softmax(scores, options.sinks)
-        # step: average the values by them
+        # step: average the values by the weights
         result = torch.einsum("hqk,khd->qhd", weights, v)
         write_output(result, row_lse, out, lse, request, options)
     return out

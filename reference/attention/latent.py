@@ -13,10 +13,12 @@ into the latent space instead, once, and all heads read the cache as one shared 
 latent is expanded to a value at the end, once per query.
 """
 
+from dataclasses import replace
+
 import torch
 
 from ...bookkeeping.attention.latent import get_mla_dims as get_mla_dims
-from ...contract.attention_options import AttentionOptions
+from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
 from ...contract.latent_classes import MLADims as MLADims
 from ...contract.shapes import (
     BlockTable,
@@ -118,8 +120,7 @@ def latent_decode_attention(
     out: Output | None = None,
     lse: LogSumExp | None = None,
     compute_dtype: torch.dtype = torch.float32,
-    sliding_window: int | None = None,
-    k_scale: Scale | float | None = None,
+    options: AttentionOptions = DEFAULT_OPTIONS,
 ) -> Output:
     """Return causal attention of each new token over its latents in the paged cache.
 
@@ -142,15 +143,14 @@ def latent_decode_attention(
         out: Optional. [tokens, query_heads, v_head_dim], modified in place. If None, a new tensor
             is returned.
         lse, compute_dtype: As in `paged_attention`.
-        sliding_window: Keys that a query attends to, its own included. If None, there is no
-            window.
-        k_scale: What the elements of an FP8 cache are multiplied by, one number for all. If None,
-            the cache is not quantised.
+        options: `sliding_window` (keys that a query attends to, its own included) and `k_scale`
+            (what the elements of an FP8 cache are multiplied by, one number for keys and values).
 
     Returns:
         `out`. Rows past the last request get 0 and the log-sum-exp -inf.
 
     Raises:
+        NotImplementedError: Another option is given.
         IndexError: A length or a block id is outside the table or the cache.
         ValueError: Widths, heads or lengths do not match, a request has more queries than keys,
             or only one of an FP8 cache and its scale is given.
@@ -183,13 +183,13 @@ def latent_decode_attention(
         scale = (q_nope.shape[2] + q_pe.shape[2]) ** -0.5
     dtype, rank = q_nope.dtype, w_uk.shape[2]
     q_nope, q_pe, w_uk, w_uv = (x.to(compute_dtype) for x in (q_nope, q_pe, w_uk, w_uv))
-    # step: carry the queries into the space of the latents
+    # step: project the queries into the latent space
     query = torch.cat([torch.einsum("thn,hnl->thl", q_nope, w_uk), q_pe], dim=2)
-    # step: attend to them as to the keys and values of one head
+    # step: attend to the latents as the keys and values of one head
     start_loc = torch.nn.functional.pad(seq_lens.cumsum(0), (1, 0)).int()
-    end = int(start_loc[-1])
+    whole = (0, int(start_loc[-1]))
     latents = gather_latents(
-        kv_cache, block_table, start_loc, 0, end, k_scale, compute_dtype
+        kv_cache, block_table, start_loc, *whole, options.k_scale, compute_dtype
     )
     key = latents[:, None]  # one kv head
     average = encoder_attention(
@@ -203,8 +203,8 @@ def latent_decode_attention(
         scale=scale,
         lse=lse,
         compute_dtype=compute_dtype,
-        options=AttentionOptions(causal=True, sliding_window=sliding_window),
+        options=replace(options, causal=True, k_scale=None),
     )
-    # step: expand each head's mean latent to its value
+    # step: expand each head's average latent to its value
     result = torch.einsum("thl,hlv->thv", average, w_uv)
     return result.to(dtype) if out is None else out.copy_(result)

@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from ...contract.attention_options import AttentionOptions
+from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
 from ...contract.shapes import (
     BlockTable,
     KeyUpProjection,
@@ -15,7 +15,6 @@ from ...contract.shapes import (
     Output,
     RopeKey,
     RopeQuery,
-    Scale,
     StartLoc,
     TokenCounts,
     ValueUpProjection,
@@ -23,7 +22,7 @@ from ...contract.shapes import (
 from ...validation import validated
 from ...validation.latent import check_latent_prefill_attention
 from .encoder import encoder_attention
-from .latent_vectors import expand_latents, gather_latents
+from .latent_vectors import context_chunks, expand_latents
 from .merge_states import merge_attn_states
 
 
@@ -47,7 +46,7 @@ def latent_prefill_attention(
     out: Output | None = None,
     lse: LogSumExp | None = None,
     compute_dtype: torch.dtype = torch.float32,
-    k_scale: Scale | float | None = None,
+    options: AttentionOptions = DEFAULT_OPTIONS,
 ) -> Output:
     """Return causal attention of each new token over its sequence, expanded from its latents.
 
@@ -69,12 +68,14 @@ def latent_prefill_attention(
             means that nothing is cached.
         max_context_chunk: Context tokens, of all requests together, that are expanded at once. If
             None, all are.
-        scale, out, lse, compute_dtype, k_scale: As in `latent_decode_attention`.
+        scale, out, lse, compute_dtype: As in `latent_decode_attention`.
+        options: `k_scale`, as in `latent_decode_attention`.
 
     Returns:
         `out`. Rows past the last request get 0 and the log-sum-exp -inf.
 
     Raises:
+        NotImplementedError: Another option is given.
         IndexError: A length or a block id is outside the table or the cache.
         ValueError: Widths, heads or lengths do not match, a request has more queries than keys,
             or only one of an FP8 cache and its scale is given.
@@ -105,10 +106,10 @@ def latent_prefill_attention(
         ... ).flatten()
         tensor([5.])
     """
-    rank = kv_c.shape[1]
+    dtype, rank = q_nope.dtype, kv_c.shape[1]
+    query = torch.cat([q_nope, q_pe], dim=2)
     query, kv_c, k_pe, w_uk, w_uv = (
-        x.to(compute_dtype)
-        for x in (torch.cat([q_nope, q_pe], dim=2), kv_c, k_pe, w_uk, w_uv)
+        x.to(compute_dtype) for x in (query, kv_c, k_pe, w_uk, w_uv)
     )
     attend = partial(
         encoder_attention,
@@ -118,12 +119,12 @@ def latent_prefill_attention(
         scale=scale,
         compute_dtype=compute_dtype,
     )
+    lse_shape = (2, query.shape[1], query.shape[0])
     lse_dtype = torch.promote_types(compute_dtype, torch.float32)
-    tokens, heads, _ = query.shape
-    total_lse, chunk_lse = query.new_empty(2, heads, tokens, dtype=lse_dtype)
+    total_lse, chunk_lse = query.new_empty(lse_shape, dtype=lse_dtype)
     # step: expand the new tokens' latents to keys and values
     key, value = expand_latents(kv_c, k_pe, w_uk, w_uv)
-    # step: attend to the new tokens, each up to itself
+    # step: attend to the new tokens with a causal mask
     total = attend(
         key,
         value,
@@ -132,34 +133,25 @@ def latent_prefill_attention(
         lse=total_lse,
         options=AttentionOptions(causal=True),
     )
-    context_lens = seq_lens - query_start_loc.diff()
-    context_start_loc = torch.nn.functional.pad(context_lens.cumsum(0), (1, 0)).int()
-    chunk = num_context_tokens if max_context_chunk is None else max_context_chunk
-    for begin in range(0, num_context_tokens, max(chunk, 1)):
-        # step: gather the next chunk of the context
-        end = begin + chunk
-        latents = gather_latents(
-            kv_cache, block_table, context_start_loc, begin, end, k_scale, compute_dtype
-        )
-        # step: expand its latents to keys and values
+    for latents, starts in context_chunks(
+        kv_cache,
+        block_table,
+        seq_lens - query_start_loc.diff(),
+        num_context_tokens,
+        max_context_chunk,
+        options.k_scale,
+        compute_dtype,
+    ):
+        # step: expand the chunk's latents to keys and values
         key, value = expand_latents(latents[:, :rank], latents[:, rank:], w_uk, w_uv)
-        # step: attend to all of it
-        partial_result = attend(
-            key,
-            value,
-            key_start_loc=(context_start_loc - begin).clamp(0, len(latents)),
-            max_key_len=min(chunk, max_seq_len),
-            lse=chunk_lse,
+        # step: attend to the whole chunk
+        own = attend(
+            key, value, key_start_loc=starts, max_key_len=len(latents), lse=chunk_lse
         )
-        # step: join it with what is there
+        # step: merge its result with the results so far
         merge_attn_states(
-            partial_result,
-            chunk_lse,
-            total,
-            total_lse,
-            output=total,
-            output_lse=total_lse,
+            own, chunk_lse, total, total_lse, output=total, output_lse=total_lse
         )
     if lse is not None:
         lse.copy_(total_lse)
-    return total.to(q_nope.dtype) if out is None else out.copy_(total)
+    return total.to(dtype) if out is None else out.copy_(total)

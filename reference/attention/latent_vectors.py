@@ -1,5 +1,7 @@
 """Latent vectors: how they are read from their cache and expanded to keys and values."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -36,6 +38,38 @@ def gather_latents(
         chunks.append(kv_cache[block_ids, positions % block_size])
     latents = torch.cat(chunks).to(dtype)
     return latents if k_scale is None else (latents * k_scale).to(dtype)
+
+
+def context_chunks(
+    kv_cache: Tensor,
+    block_table: Tensor,
+    context_lens: Tensor,
+    num_context_tokens: int,
+    max_context_chunk: int | None,
+    k_scale: Tensor | float | None,
+    dtype: torch.dtype,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the cached contexts of all requests, concatenated, in chunks.
+
+    Args:
+        context_lens: [reqs] cached tokens before each request's new ones.
+        num_context_tokens: At least their sum.
+        max_context_chunk: Tokens per chunk. If None, there is one chunk.
+        kv_cache, block_table, k_scale, dtype: As in `gather_latents`.
+
+    Yields:
+        latents: [at most max_context_chunk, latent_width].
+        starts: [reqs + 1] where each request starts in the chunk.
+    """
+    start_loc = torch.nn.functional.pad(context_lens.cumsum(0), (1, 0)).int()
+    chunk = num_context_tokens if max_context_chunk is None else max_context_chunk
+    for begin in range(0, num_context_tokens, max(chunk, 1)):
+        # step: gather the next chunk of the context
+        end = begin + chunk
+        latents = gather_latents(
+            kv_cache, block_table, start_loc, begin, end, k_scale, dtype
+        )
+        yield latents, (start_loc - begin).clamp(0, len(latents))
 
 
 def expand_latents(

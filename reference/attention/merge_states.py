@@ -74,15 +74,15 @@ def merge_attn_states(
     with_prefix = tokens
     if prefill_tokens_with_context is not None:
         with_prefix = prefill_tokens_with_context
-    # step: count what is not finite as empty
+    # step: treat log-sum-exps that are not finite as empty
     lses = torch.stack([prefix_lse, suffix_lse])
     base = math.log(prefix_lse_base)
     lses = torch.where(lses.isinf(), -torch.inf, lses * base)
     lses[0, :, with_prefix:] = -torch.inf
-    # step: weigh each part by its share
+    # step: compute the weight of each partial result
     joint = lses.logsumexp(0)  # [query_heads, tokens]
     weights = torch.exp(lses - torch.where(joint.isinf(), 0.0, joint))
-    # step: add up what has weight
+    # step: add the partial results that have weight
     total = torch.zeros_like(prefix_output, dtype=lses.dtype)
     for part, weight in zip((prefix_output, suffix_output), weights, strict=True):
         weight = weight.T[:, :, None]  # [tokens, query_heads, 1]
@@ -128,12 +128,12 @@ def lse_weighted_combine(
         tensor([5.3333])
     """
     base = 1.0 if is_lse_base_on_e else math.log(2)
-    # step: count what is not finite as empty
+    # step: treat log-sum-exps that are not finite as empty
     natural = torch.where(lses.isfinite(), lses * base, -torch.inf)
-    # step: weigh each part by its share
+    # step: compute the weight of each partial result
     joint = natural.logsumexp(0)  # [tokens, query_heads]
     weights = torch.exp(natural - torch.where(joint.isinf(), 0.0, joint))
-    # step: add up what has weight
+    # step: add the partial results that have weight
     total = torch.zeros_like(outputs[0], dtype=lses.dtype)
     for part, weight in zip(outputs, weights[:, :, :, None], strict=True):
         total += torch.where(weight > 0, weight * part.to(lses.dtype), 0.0)

@@ -50,7 +50,7 @@ class ReferenceAttentionMetadataBuilder(AttentionMetadataBuilder):
             boundary = (0, common.num_reqs, 0, common.num_actual_tokens)
         else:
             boundary = split_decodes_and_prefills(common, self.reorder_batch_threshold)
-        # step: find the image of each token
+        # step: find the image that contains each token
         ranges = torch.full(
             (common.num_actual_tokens, 2), -1, dtype=torch.int32, device=HOST
         )
@@ -86,7 +86,7 @@ class ReferenceAttentionImpl(AttentionImpl):
         if attn_metadata is None:
             return output
         compute_dtype = torch.promote_types(torch.float32, query.dtype)
-        # step: attend inside an encoder, which keeps nothing
+        # step: attend without a cache if the layer is in an encoder
         if self.is_uncached:
             call = self.encoder_arguments(
                 query, key, value, attn_metadata, output, output_scale

@@ -194,7 +194,7 @@ def split_decodes_prefills_and_extends(
     for req in reversed(range(num_reqs)):
         if query_lens[req] > decode_threshold:
             first_extend = req
-    # step: find the first of them with nothing in the cache
+    # step: find the first of them without cached tokens
     first_prefill = num_reqs
     for req in reversed(range(first_extend, num_reqs)):
         if query_lens[req] > decode_threshold and query_lens[req] == seq_lens[req]:

@@ -266,6 +266,6 @@ def mamba_get_block_table_tensor(
     for req, seq_len in enumerate(seq_lens.tolist()):
         # step: find the block of the last token
         last = max(seq_len - 1, 0) // block_size
-        # step: take it and the blocks of the draft tokens
+        # step: select it and the blocks of the draft tokens
         selected[req] = block_table[req, last : last + 1 + num_speculative_blocks]
     return selected

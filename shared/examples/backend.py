@@ -79,7 +79,7 @@ tensor([20.0000,  4.0000,  5.5000])
                 " would attend here, among the new tokens of the step, and write nothing.",
                 "(layer.attn_type, layer.is_uncached)",
                 "('decoder', False)",
-                step="attend inside an encoder, which keeps nothing",
+                step="attend without a cache if the layer is in an encoder",
             ),
             StoryStep(
                 "The new values 30, 4 and 7 go to slots 2, 4 and 5: 2 is the start of block"

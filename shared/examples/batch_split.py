@@ -137,7 +137,7 @@ EXAMPLES = (
                 " tokens.",
                 "[new == seq for new, seq in ((4, 12), (6, 6))]",
                 "[False, True]",
-                step="find the first of them with nothing in the cache",
+                step="find the first of them without cached tokens",
             ),
             StoryStep(
                 "So the regions begin at tokens 0, 2 and 6 of the flat batch, which ends at"

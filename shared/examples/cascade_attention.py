@@ -65,7 +65,7 @@ tensor([3.0000, 3.6667])
                 "exp(1.6931) to exp(1) is 2 to 1: two thirds of 4.5 and a third of the own value.",
                 "[round(2 / 3 * 4.5 + own / 3, 4) for own in (0, 2)]",
                 "[3.0, 3.6667]",
-                step="join both by their log-sum-exp",
+                step="merge both results by their log-sum-exp",
             ),
         ),
     ),

@@ -64,27 +64,27 @@ tensor([4.0000, 4.5000])
                 "Query times key times scale: 1 * 1 * 1 / sqrt(1) = 1, for every pair.",
                 "1.0 * 1.0 * 1**-0.5",
                 "1.0",
-                step="compare each query with every key",
+                step="compute the scaled dot products of queries and keys",
             ),
             StoryStep(
                 "Token 0 has position 0, so position 1 is masked for it. Token 1 attends to"
                 " both.",
                 "[[key <= query for key in (0, 1)] for query in (0, 1)]",
                 "[[True, False], [True, True]]",
-                step="hide the keys that a query does not see",
+                step="mask the keys outside the visible range",
             ),
             StoryStep(
                 "Token 0 has one score: weight 1. Token 1 has two equal ones; the logarithm of"
                 " their summed exponentials is 1.6931, and exp(1 - 1.6931) = 0.5.",
                 "(round(math.log(2 * math.e), 4), round(math.exp(1 - 1.6931), 2))",
                 "(1.6931, 0.5)",
-                step="turn scores into weights",
+                step="turn scores into weights (softmax)",
             ),
             StoryStep(
                 "Token 0 gets 1 * 4, token 1 gets 0.5 * 4 + 0.5 * 5.",
                 "(1 * 4.0, 0.5 * 4 + 0.5 * 5)",
                 "(4.0, 4.5)",
-                step="average the values by them",
+                step="average the values by the weights",
             ),
         ),
     ),

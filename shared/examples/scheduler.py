@@ -73,14 +73,14 @@ EXAMPLES = (
                 " block of its tokens 5, 6 is still cached, so 2 tokens are not computed again.",
                 "second.scheduled_requests[1].request.token_ids",
                 "[5, 6, 8, 9, 1]",
-                step="look the first tokens of the next one up in the prefix cache",
+                step="look up the first tokens of the next request in the prefix cache",
             ),
             StoryStep(
                 "So 5 - 2 tokens are computed, which the budget of 4 allows. They end the known"
                 " tokens, so the next token can be sampled.",
                 "min(5 - 2, 4)",
                 "3",
-                step="give it a chunk that fits the budget, or let it wait for blocks",
+                step="schedule a chunk that fits the budget, or wait for blocks",
             ),
             StoryStep(
                 "Step 1 computes all 3 tokens of request a, of which 2 fill a block. It computes"

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..contract.attention_options import AttentionOptions
+from ..contract.attention_options import OPTION_NAMES, AttentionOptions
 from ..contract.kinds import FP8_DTYPES
 from .attention import check_bound
-from .attention_options import check_positions, check_scale
+from .attention_options import check_positions, check_scale, reject_options
 from .batch import check_block_ids, check_block_table, check_start_loc
 from .merge import LSE_DTYPES
 from .options.sliding_window import validate as check_window
@@ -75,18 +75,18 @@ def check_latent_decode_attention(
     max_seq_len: int,
     out: Tensor | None,
     lse: Tensor | None,
-    sliding_window: int | None,
-    k_scale: Tensor | float | None,
+    options: AttentionOptions,
     contents: bool,
 ) -> None:
     """Validate the arguments of latent decode attention."""
-    _check_cache(kv_cache, "k_scale", k_scale, contents)
+    _check_options(options)
+    _check_cache(kv_cache, "k_scale", options.k_scale, contents)
     dtypes = FLOATS if kv_cache.dtype in FP8_DTYPES else (kv_cache.dtype,)
     check_dtype("q_nope", q_nope, *dtypes)
     _check_heads(q_nope, q_pe, w_uk, w_uv, out, lse)
     _check_width(kv_cache, w_uk.shape[2], q_pe.shape[2])
-    if sliding_window is not None:
-        check_window(sliding_window)
+    if options.sliding_window is not None:
+        check_window(options.sliding_window)
     _check_batch(
         q_nope,
         kv_cache,
@@ -116,10 +116,15 @@ def check_latent_prefill_attention(
     max_context_chunk: int | None,
     out: Tensor | None,
     lse: Tensor | None,
-    k_scale: Tensor | float | None,
+    options: AttentionOptions,
     contents: bool,
 ) -> None:
     """Validate the arguments of latent prefill attention."""
+    reject_options(
+        options,
+        ("sliding_window",),
+        "every chunk of the context is fully visible; latent_decode_attention takes it",
+    )
     check_latent_decode_attention(
         q_nope,
         q_pe,
@@ -133,8 +138,7 @@ def check_latent_prefill_attention(
         max_seq_len,
         out,
         lse,
-        None,
-        k_scale,
+        options,
         contents,
     )
     check_dtype("kv_c", kv_c, q_nope.dtype)
@@ -158,6 +162,17 @@ def check_latent_prefill_attention(
                 f"num_context_tokens = {num_context_tokens}: expected at least {context},"
                 " the tokens that all requests have in the cache before their new ones"
             )
+
+
+def _check_options(options: AttentionOptions) -> None:
+    """Reject options that attention over latents does not take."""
+    if options.with_causal(True).causal is not True:
+        reject_options(options, ("causal",), "attention over latents is causal")
+    taken = ("causal", "sliding_window", "k_scale")
+    others = [name for name in OPTION_NAMES if name not in taken]
+    reject_options(
+        options, others, "attention over latents takes sliding_window and k_scale only"
+    )
 
 
 def _check_cache(

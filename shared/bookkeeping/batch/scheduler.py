@@ -138,11 +138,11 @@ class Scheduler:
             and not output.preempted_req_ids
             and len(self.running) < self.max_running
         ):
-            # step: look the first tokens of the next one up in the prefix cache
+            # step: look up the first tokens of the next request in the prefix cache
             request = self.waiting[0]
             computed_blocks = self.block_manager.get_computed_blocks(request.token_ids)
             num_hit_tokens = len(computed_blocks) * self.block_manager.block_size
-            # step: give it a chunk that fits the budget, or let it wait for blocks
+            # step: schedule a chunk that fits the budget, or wait for blocks
             num_new_tokens = min(request.num_tokens - num_hit_tokens, token_budget)
             try:
                 allocation = self.block_manager.allocate_slots(

@@ -97,7 +97,7 @@ class LatentBatch:
         return sum(self.plan.query_lens)
 
     def decode_arguments(self) -> dict[str, Any]:
-        """Return the arguments of `latent_decode_attention` by name."""
+        """Return the arguments of `latent_decode_attention` by name, its options too."""
         plan = self.plan
         names = ["q_nope", "q_pe", "kv_cache", "w_uk", "w_uv", "block_table"]
         names += ["query_start_loc", "seq_lens"]
@@ -115,7 +115,7 @@ class LatentBatch:
         return given
 
     def prefill_arguments(self) -> dict[str, Any]:
-        """Return the arguments of `latent_prefill_attention` by name."""
+        """Return the arguments of `latent_prefill_attention` by name, its options too."""
         context = sum(self.plan.key_lens) - self.tokens
         given = self.decode_arguments() | {"kv_c": self.kv_c, "k_pe": self.k_pe}
         given.pop("sliding_window", None)

@@ -14,6 +14,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ...contract.attention_options import pack_options
 from ...contract.kinds import FP8_DTYPES, PAD_SLOT_ID
 from ..generators.batches import DTYPES, NAN
 from ..generators.latent_batches import (
@@ -253,9 +254,13 @@ UNFIT: dict[str, Change] = {
     "an FP8 output": lambda given: {"out": torch.zeros(4, 3, 16).to(FP8_DTYPES[0])},
     "a log-sum-exp of tokens by heads": lambda given: {"lse": torch.zeros(4, 3)},
     "a log-sum-exp of 16 bits": lambda given: {"lse": torch.zeros(3, 4).half()},
+    "a cap": lambda given: {"logits_soft_cap": 30.0},
+    "a scale of values": lambda given: {"v_scale": 0.5},
+    "no causal mask": lambda given: {"causal": False},
 }
 DECODE: dict[str, Change] = {"a window of nothing": lambda given: {"sliding_window": 0}}
 PREFILL: dict[str, Change] = {
+    "a window": lambda given: {"sliding_window": 7},
     "latents of other tokens": lambda given: {"kv_c": given["kv_c"][:3]},
     "latents of another width": lambda given: {"kv_c": given["kv_c"][:, :15]},
     "rope keys of another dtype": lambda given: {"k_pe": given["k_pe"].half()},
@@ -285,7 +290,7 @@ def expect_rejected(setting: Setting, way: str, what: str, change: Change) -> No
     }
     operation = getattr(setting.candidate, way)
     with kept(out=moved["out"], lse=moved["lse"]):
-        expect_rejection(what, lambda: operation(**moved))
+        expect_rejection(what, lambda: operation(**pack_options(**moved)))
 
 
 @law(

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...contract.attention_options import pack_options
 from ...contract.budgets import judge_rows
 from ..generators.batches import DTYPES, NAN, NEEDLES
 from ..generators.latent_batches import (
@@ -33,7 +34,7 @@ WAYS = ("latent_decode_attention", "latent_prefill_attention")
 
 
 def arguments_of(batch: LatentBatch, way: str) -> dict[str, Any]:
-    """Return the arguments of one operation by name."""
+    """Return the arguments of one operation by name, its options too."""
     is_decode = way == WAYS[0]
     return batch.decode_arguments() if is_decode else batch.prefill_arguments()
 
@@ -48,7 +49,7 @@ def run_latents(
     given = arguments_of(batch, way) | changes
     operation = getattr(setting.candidate, way)
     try:
-        found = operation(**given, out=out, lse=lse)
+        found = operation(**pack_options(**given), out=out, lse=lse)
     except NotImplementedError as error:
         plan = batch.plan
         reason = setting.candidate.support.why_not(
@@ -82,7 +83,7 @@ def expect_latents(
     dtype, live = batch.plan.dtype, slice(0, batch.tokens)
     same, same_lse = torch.empty_like(out), torch.empty_like(lse)
     getattr(setting.truth, way)(
-        **(arguments_of(batch, way) | changes),
+        **pack_options(**arguments_of(batch, way) | changes),
         out=same,
         lse=same_lse,
         compute_dtype=dtype,
@@ -269,7 +270,7 @@ def latent_attention_changes_nothing_that_it_reads(
         table[req, : len(row)] = order[row].int()
     found = run_latents(setting, batch, way, kv_cache=cache, block_table=table)
     expect_same_results("with blocks elsewhere", found, before)
-    made = getattr(setting.candidate, way)(**given)
+    made = getattr(setting.candidate, way)(**pack_options(**given))
     expect_same("output that was made", made, before[0].cpu())
 
 
@@ -283,7 +284,8 @@ def nothing_is_written_outside_of_the_output_of_latent_attention(
     wide = torch.full((tokens + 2, 2 * heads, 16 + 3), 7.0, device=setting.device)
     tall = torch.full((heads + 1, 2 * tokens), 7.0, device=setting.device)
     out, lse = wide[1:-1, ::2, 1:17], tall[1:, ::2]
-    getattr(setting.candidate, way)(**arguments_of(batch, way), out=out, lse=lse)
+    given = pack_options(**arguments_of(batch, way))
+    getattr(setting.candidate, way)(**given, out=out, lse=lse)
     expect_latents(setting, batch, way, (out, lse))
     out.fill_(7.0)
     lse.fill_(7.0)

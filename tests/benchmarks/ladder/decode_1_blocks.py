@@ -43,7 +43,7 @@ def blocks_kernel(
     row_sum = 0.0
     row_max = -float("inf")
     for first in range(0, seq_len, BLOCK_SIZE):
-        # step: look the block up
+        # step: look up the block
         block_id = tl.load(block_table + req * table_width + first // BLOCK_SIZE)
         slot = block_id.to(tl.int64) * BLOCK_SIZE + offset
         place = (slot * KV_HEADS + kv_head)[:, None] * HEAD_SIZE + element[None, :]
@@ -51,16 +51,16 @@ def blocks_kernel(
         is_key = first + offset < seq_len
         key = tl.load(key_cache + place, mask=is_key[:, None], other=0)
         value = tl.load(value_cache + place, mask=is_key[:, None], other=0)
-        # step: compare the query with every key
+        # step: compute the scaled dot products of the query and the keys
         scores = tl.sum(key.to(tl.float32) * question[None, :], 1) * scale
         scores = tl.where(is_key, scores, -float("inf"))
-        # step: turn scores into weights
+        # step: turn scores into weights (softmax)
         new_max = tl.maximum(row_max, tl.max(scores, 0))
         fade = tl.exp(row_max - new_max)
         weights = tl.exp(scores - new_max)
         row_sum = row_sum * fade + tl.sum(weights, 0)
         row_max = new_max
-        # step: average the values by them
+        # step: average the values by the weights
         total = total * fade + tl.sum(weights[:, None] * value.to(tl.float32), 0)
     tl.store(out + row, (total / row_sum).to(out.dtype.element_ty))
 

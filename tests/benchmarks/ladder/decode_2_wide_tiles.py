@@ -43,7 +43,7 @@ def wide_tiles_kernel(
     row_sum = 0.0
     row_max = -float("inf")
     for first in range(0, seq_len, KEYS):
-        # step: look the blocks up, count slots into them
+        # step: look up the blocks and the offsets in them
         position = first + tl.arange(0, KEYS)
         is_key = position < seq_len
         entry = block_table + req * table_width + position // BLOCK_SIZE
@@ -52,16 +52,16 @@ def wide_tiles_kernel(
         place = (slot * KV_HEADS + kv_head)[:, None] * HEAD_SIZE + element[None, :]
         key = tl.load(key_cache + place, mask=is_key[:, None], other=0)
         value = tl.load(value_cache + place, mask=is_key[:, None], other=0)
-        # step: compare the query with every key
+        # step: compute the scaled dot products of the query and the keys
         scores = tl.sum(key.to(tl.float32) * question[None, :], 1) * scale
         scores = tl.where(is_key, scores, -float("inf"))
-        # step: turn scores into weights
+        # step: turn scores into weights (softmax)
         new_max = tl.maximum(row_max, tl.max(scores, 0))
         fade = tl.exp(row_max - new_max)
         weights = tl.exp(scores - new_max)
         row_sum = row_sum * fade + tl.sum(weights, 0)
         row_max = new_max
-        # step: average the values by them
+        # step: average the values by the weights
         total = total * fade + tl.sum(weights[:, None] * value.to(tl.float32), 0)
     tl.store(out + row, (total / row_sum).to(out.dtype.element_ty))
 

@@ -47,7 +47,7 @@ def tensor_cores_kernel(
     row_sum = tl.zeros([ROWS], dtype=tl.float32)
     row_max = tl.full([ROWS], -float("inf"), dtype=tl.float32)
     for first in range(0, seq_len, KEYS):
-        # step: look the blocks up, count slots into them
+        # step: look up the blocks and the offsets in them
         position = first + tl.arange(0, KEYS)
         is_key = position < seq_len
         entry = block_table + req * table_width + position // BLOCK_SIZE
@@ -56,16 +56,16 @@ def tensor_cores_kernel(
         place = (slot * KV_HEADS + kv_head)[:, None] * HEAD_SIZE + element[None, :]
         key = tl.load(key_cache + place, mask=is_key[:, None], other=0)
         value = tl.load(value_cache + place, mask=is_key[:, None], other=0)
-        # step: compare each query with every key
+        # step: compute the scaled dot products of queries and keys
         scores = tl.dot(question, tl.trans(key)) * scale
         scores = tl.where(is_key[None, :], scores, -float("inf"))
-        # step: turn scores into weights
+        # step: turn scores into weights (softmax)
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         fade = tl.exp(row_max - new_max)
         weights = tl.exp(scores - new_max[:, None])
         row_sum = row_sum * fade + tl.sum(weights, 1)
         row_max = new_max
-        # step: average the values by them
+        # step: average the values by the weights
         total = tl.dot(weights.to(value.dtype), value, total * fade[:, None])
     result = (total / row_sum[:, None]).to(out.dtype.element_ty)
     tl.store(out + asked, result, mask=is_head)

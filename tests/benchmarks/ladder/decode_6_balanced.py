@@ -83,7 +83,7 @@ def balanced_kernel(
         row_sum = tl.zeros([ROWS], dtype=tl.float32)
         row_max = tl.full([ROWS], -float("inf"), dtype=tl.float32)
         for first in range(first_key, end_key, KEYS):
-            # step: look the blocks up, count slots into them
+            # step: look up the blocks and the offsets in them
             position = first + tl.arange(0, KEYS)
             is_key = position < end_key
             entry = block_table + req * table_width + position // BLOCK_SIZE
@@ -92,16 +92,16 @@ def balanced_kernel(
             place = (slot * KV_HEADS + kv_head)[:, None] * HEAD_SIZE + element[None, :]
             key = tl.load(key_cache + place, mask=is_key[:, None], other=0)
             value = tl.load(value_cache + place, mask=is_key[:, None], other=0)
-            # step: compare each query with every key
+            # step: compute the scaled dot products of queries and keys
             scores = tl.dot(question, tl.trans(key)) * scale
             scores = tl.where(is_key[None, :], scores, -float("inf"))
-            # step: turn scores into weights
+            # step: turn scores into weights (softmax)
             new_max = tl.maximum(row_max, tl.max(scores, 1))
             fade = tl.exp(row_max - new_max)
             weights = tl.exp(scores - new_max[:, None])
             row_sum = row_sum * fade + tl.sum(weights, 1)
             row_max = new_max
-            # step: average the values by them
+            # step: average the values by the weights
             total = tl.dot(weights.to(value.dtype), value, total * fade[:, None])
         # tile t lies in span ((t + 1) * num_spans - 1) // num_tiles
         first_span = ((req_begin + 1) * num_spans - 1) // num_tiles

@@ -130,7 +130,7 @@ def attend_tile(
     element = tl.arange(0, HEAD_SIZE)
     position = first + tl.arange(0, KEYS)
     is_key = position < seq_len
-    # step: look the blocks up, count slots into them
+    # step: look up the blocks and the offsets in them
     entry = entries + position // BLOCK_SIZE
     if EDGE:
         block_id = tl.load(entry, mask=is_key, other=0).to(tl.int64)
@@ -144,16 +144,16 @@ def attend_tile(
     else:
         key = tl.load(key_cache + place)
         value = tl.load(value_cache + place)
-    # step: compare each query with every key
+    # step: compute the scaled dot products of queries and keys
     scores = tl.dot(question, tl.trans(key)) * (scale * LOG2_E)
     if EDGE:
         scores = tl.where(is_key[None, :], scores, -float("inf"))
-    # step: turn scores into weights
+    # step: turn scores into weights (softmax)
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     fade = tl.exp2(row_max - new_max)
     weights = tl.exp2(scores - new_max[:, None])
     row_sum = row_sum * fade + tl.sum(weights, 1)
-    # step: average the values by them
+    # step: average the values by the weights
     total = tl.dot(weights.to(value.dtype), value, total * fade[:, None])
     return total, row_sum, new_max
 

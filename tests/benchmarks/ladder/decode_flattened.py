@@ -65,7 +65,7 @@ def flattened_kernel(
     row_sum = tl.zeros([ROWS], dtype=tl.float32)
     row_max = tl.full([ROWS], -float("inf"), dtype=tl.float32)
     for tile in range(begin, end):
-        # step: look the blocks up, count slots into them
+        # step: look up the blocks and the offsets in them
         position = (tile - req_begin) * KEYS + tl.arange(0, KEYS)
         is_key = position < seq_len
         entry = block_table + req * table_width + position // BLOCK_SIZE
@@ -77,16 +77,16 @@ def flattened_kernel(
         head = req * QUERY_HEADS + kv_head * group + row
         asked = head[:, None] * HEAD_SIZE + element[None, :]
         question = tl.load(query + asked, mask=is_head, other=0)
-        # step: compare each query with every key
+        # step: compute the scaled dot products of queries and keys
         scores = tl.dot(question, tl.trans(key)) * scale
         scores = tl.where(is_key[None, :], scores, -float("inf"))
-        # step: turn scores into weights
+        # step: turn scores into weights (softmax)
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         fade = tl.exp(row_max - new_max)
         weights = tl.exp(scores - new_max[:, None])
         row_sum = row_sum * fade + tl.sum(weights, 1)
         row_max = new_max
-        # step: average the values by them
+        # step: average the values by the weights
         total = tl.dot(weights.to(value.dtype), value, total * fade[:, None])
         # step: finish the row where it ends
         req_end = req_begin + tl.cdiv(seq_len, KEYS)

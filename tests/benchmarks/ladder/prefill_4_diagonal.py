@@ -137,7 +137,7 @@ def attend_keys(
     for first in range(begin, end, KEYS):
         position = first + tl.arange(0, KEYS)
         is_key = position < end
-        # step: look the blocks up, count slots into them
+        # step: look up the blocks and the offsets in them
         entry = entries + position // BLOCK_SIZE
         if EDGE:
             block_id = tl.load(entry, mask=is_key, other=0).to(tl.int64)
@@ -151,18 +151,18 @@ def attend_keys(
         else:
             key = tl.load(key_cache + place)
             value = tl.load(value_cache + place)
-        # step: compare each query with every key
+        # step: compute the scaled dot products of queries and keys
         scores = tl.dot(question, tl.trans(key)) * (scale * LOG2_E)
-        # step: hide the keys that a query does not see
+        # step: mask the keys outside the visible range
         if EDGE:
             scores = tl.where(position[None, :] <= seen[:, None], scores, -float("inf"))
-        # step: turn scores into weights
+        # step: turn scores into weights (softmax)
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         fade = tl.exp2(row_max - new_max)
         weights = tl.exp2(scores - new_max[:, None])
         row_sum = row_sum * fade + tl.sum(weights, 1)
         row_max = new_max
-        # step: average the values by them
+        # step: average the values by the weights
         total = tl.dot(weights.to(value.dtype), value, total * fade[:, None])
     return total, row_sum, row_max
 

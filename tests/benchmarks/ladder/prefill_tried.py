@@ -66,7 +66,7 @@ def tried_kernel(
         for first in range(begin, stop, KEYS):
             position = first + tl.arange(0, KEYS)
             is_key = position < stop
-            # step: look the blocks up, count slots into them
+            # step: look up the blocks and the offsets in them
             if BY_BLOCK:
                 block = first // BLOCK_SIZE + tl.arange(0, KEYS // BLOCK_SIZE)
                 is_block = block * BLOCK_SIZE < stop
@@ -85,19 +85,19 @@ def tried_kernel(
             else:
                 key = tl.load(key_cache + place)
                 value = tl.load(value_cache + place)
-            # step: compare each query with every key
+            # step: compute the scaled dot products of queries and keys
             scores = tl.dot(question, tl.trans(key)) * (scale * LOG2_E)
-            # step: hide the keys that a query does not see
+            # step: mask the keys outside the visible range
             if edge:
                 is_seen = position[None, :] <= seen[:, None]
                 scores = tl.where(is_seen, scores, -float("inf"))
-            # step: turn scores into weights
+            # step: turn scores into weights (softmax)
             new_max = tl.maximum(row_max, tl.max(scores, 1))
             fade = tl.exp2(row_max - new_max)
             weights = tl.exp2(scores - new_max[:, None])
             row_sum = row_sum * fade + tl.sum(weights, 1)
             row_max = new_max
-            # step: average the values by them
+            # step: average the values by the weights
             total = tl.dot(weights.to(value.dtype), value, total * fade[:, None])
     result = (total / row_sum[:, None]).to(out.dtype.element_ty)
     tl.store(out + asked, result, mask=is_token)
