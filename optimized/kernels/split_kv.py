@@ -71,7 +71,9 @@ def split_rows_kernel(
     lse_stride_head,
     lse_stride_token,
     strides,
-    option_arguments,
+    masks,
+    scores,
+    scale_strides,
     tree_stride_req,
     tree_width,
     config: tl.constexpr,
@@ -85,8 +87,8 @@ def split_rows_kernel(
     kv_head = tl.program_id(1)
     index = tl.program_id(0)
     call = KernelCall(
-        tensors, strides, option_tensors, option_arguments, scale, partial_rows, table_stride_req,
-        lse_stride_head, lse_stride_token, tree_stride_req, tree_width,
+        tensors, strides, option_tensors, masks, scores, scale_strides, scale, partial_rows,
+        table_stride_req, lse_stride_head, lse_stride_token, tree_stride_req, tree_width,
     )  # fmt: skip
     first_req, end_req, first_row = find_request(
         tensors.query_start_loc, num_reqs, num_search_steps, config
@@ -126,7 +128,9 @@ def split_kv_kernel(
     lse_stride_head,
     lse_stride_token,
     strides,
-    option_arguments,
+    masks,
+    scores,
+    scale_strides,
     tree_stride_req,
     tree_width,
     config: tl.constexpr,
@@ -143,8 +147,8 @@ def split_kv_kernel(
     num_kv_heads = tl.num_programs(1)
     index = tl.program_id(0)
     call = KernelCall(
-        tensors, strides, option_tensors, option_arguments, scale, partial_rows, table_stride_req,
-        lse_stride_head, lse_stride_token, tree_stride_req, tree_width,
+        tensors, strides, option_tensors, masks, scores, scale_strides, scale, partial_rows,
+        table_stride_req, lse_stride_head, lse_stride_token, tree_stride_req, tree_width,
     )  # fmt: skip
     first_req, end_req, first_row = find_request(
         tensors.query_start_loc, num_reqs, num_search_steps, config

@@ -19,7 +19,8 @@ from ...contract.metadata_classes import CommonAttentionMetadata
 from ...contract.specs import KVCacheSpec
 from ...engine.backend_interface import AttentionBackend
 from ..generators.batches import LAYOUTS, NAN, empty_cache
-from ..generators.options import Call, build_call, draw_choice, starts_of, stored_as
+from ..generators.option_pairs import draw_choice
+from ..generators.options import Call, build_call, starts_of, stored_as
 from ..generators.rearranging import only
 from ..generators.steps import counts
 from ..harness.asking import expect_right
