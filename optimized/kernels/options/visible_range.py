@@ -6,7 +6,7 @@ tiles inside all of them need no mask. Trees and ranges add keys to the interval
 bounds, and have an element mask of their own.
 
 A new mask is a file beside this one, and an entry in `MaskConstants` or `MaskArguments`. If it
-limits the interval of a query, `noncausal_range` calls it. If it does not, `find_visible_keys` and
+limits the interval of a query, `limit_interval` calls it. If it does not, `find_visible_keys` and
 `element_mask` do.
 """
 
@@ -112,8 +112,14 @@ class KVTileKeys(NamedTuple):
 
 
 @triton.jit
-def noncausal_range(position, seq_len, config: tl.constexpr):
-    """Return the first key that a query at `position` attends to and the end, if not causal."""
+def limit_interval(
+    position, seq_len, is_causal, config: tl.constexpr, CAUSAL: tl.constexpr
+):
+    """Return the first key that a query at `position` attends to, and the end of its interval.
+
+    The causal mask ends no later than windows and chunks, which contain the query's own position.
+    So they come before it. Masks that may end earlier come after it.
+    """
     begin = position * 0
     end = begin + seq_len
     if config.masks.SLIDING_WINDOW > 0:
@@ -122,15 +128,14 @@ def noncausal_range(position, seq_len, config: tl.constexpr):
         begin, end = limit_to_chunk(
             begin, end, position, config.masks.ATTENTION_CHUNK_SIZE
         )
+    end = limit_to_past(end, position, seq_len, is_causal, CAUSAL)
     return begin, end
 
 
 @triton.jit
 def visible_range(position, seq_len, is_causal, config: tl.constexpr):
-    """Return the first key that a query at `position` attends to, and the end of its interval."""
-    begin, end = noncausal_range(position, seq_len, config)
-    end = limit_to_past(end, position, seq_len, is_causal, config.masks.CAUSAL)
-    return begin, end
+    """Return the interval of a query under the causal mask of the call."""
+    return limit_interval(position, seq_len, is_causal, config, config.masks.CAUSAL)
 
 
 @triton.jit
@@ -162,7 +167,7 @@ def find_visible_keys(call, req, rows, seq_len, config: tl.constexpr):
     full_begin, end = visible_range(last, seq_len, is_causal, config)
     if masks.tree is not None:
         # in a tree the mask replaces the causal order
-        tree_begin, tree_end = noncausal_range(position, seq_len, config)
+        tree_begin, tree_end = limit_interval(position, seq_len, False, config, 0)
         row_begin = tl.where(tree.in_tree, tree_begin, row_begin)  # type: ignore[attr-defined]
         row_end = tl.where(tree.in_tree, tree_end, row_end)  # type: ignore[attr-defined]
         begin, end, full_begin, full_end = widen_to_tree(
