@@ -117,8 +117,8 @@ def limit_interval(
 ):
     """Return the first key that a query at `position` attends to, and the end of its interval.
 
-    The causal mask ends no later than windows and chunks, which contain the query's own position.
-    So they come before it. Masks that may end earlier come after it.
+    The causal mask ends an interval no later than windows and chunks do: they contain the query's
+    own position. A mask that may end an interval before that position comes after the causal mask.
     """
     begin = position * 0
     end = begin + seq_len
