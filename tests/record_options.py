@@ -16,12 +16,8 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from pagetwin.conformance.generators.options import (
-    DESIGN,
-    OPTIONS,
-    REFUSED,
-    build_call,
-)
+from pagetwin.conformance.generators.option_pairs import DESIGN, OPTIONS, REJECTED
+from pagetwin.conformance.generators.options import build_call
 from pagetwin.contract.operations import load_implementation
 
 RECORD = Path(__file__).parent / "records" / "option_runs.json"
@@ -35,12 +31,13 @@ def drawn() -> dict[str, Any]:
                 "values": option.values,
                 "meaning": option.meaning,
                 "default": option.default,
+                "heading": option.heading,
             }
             for name, option in OPTIONS.items()
         },
-        "refused": [
+        "rejected": [
             {"one": each.one, "other": each.other, "reason": each.reason}
-            for each in REFUSED
+            for each in REJECTED
         ],
         "choices": [list(choice.values()) for choice in DESIGN],
     }

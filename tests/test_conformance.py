@@ -23,7 +23,8 @@ from pagetwin.conformance import (
 )
 from pagetwin.conformance.generators.batches import LAYOUTS, BatchPlan
 from pagetwin.conformance.generators.machine import KINDS, Machine
-from pagetwin.conformance.generators.options import PLAIN, build_call, draw_choice
+from pagetwin.conformance.generators.option_pairs import PLAIN, draw_choice
+from pagetwin.conformance.generators.options import build_call
 from pagetwin.conformance.harness.candidate import (
     Candidate,
     OutsideSupport,

@@ -7,16 +7,16 @@ import pytest
 import torch
 from conftest import Twin
 from pagetwin.conformance import parametrize_with_laws
-from pagetwin.conformance.generators.options import (
+from pagetwin.conformance.generators.option_pairs import (
     DESIGN,
     PLAIN,
-    REFUSED,
-    RefusedPair,
+    REJECTED,
+    RejectedPair,
     all_pairs,
-    build_call,
     draw_choice,
     pairs_of,
 )
+from pagetwin.conformance.generators.options import build_call
 from pagetwin.conformance.harness.pytest_support import LawToTry
 from record_options import RECORD, drawn
 
@@ -38,16 +38,16 @@ def test_a_random_choice_has_no_other_pair() -> None:
 
 
 @pytest.mark.parametrize(
-    "refused", REFUSED, ids=lambda each: f"{each.one[0]} and {each.other[0]}"
+    "rejected", REJECTED, ids=lambda each: f"{each.one[0]} and {each.other[0]}"
 )
 def test_a_pair_that_means_nothing_raises(
-    refused: RefusedPair, twin: Twin, device: torch.device, checked_values: None
+    rejected: RejectedPair, twin: Twin, device: torch.device, checked_values: None
 ) -> None:
-    for pair in refused.pairs():
+    for pair in rejected.pairs():
         call = build_call(PLAIN | dict(pair), 0, device)
         with pytest.raises((TypeError, ValueError, NotImplementedError)) as caught:
             call.run_into(twin.raw, call.out_dtype, True)
-        assert refused.words in str(caught.value), pair
+        assert rejected.words in str(caught.value), pair
 
 
 def test_the_record_in_the_documentation_is_of_this_design() -> None:

@@ -5,6 +5,7 @@ The tables are made from the record that the tests write.
 
 import json
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
 
 RECORD = Path(__file__).parents[2] / "tests" / "records" / "option_runs.json"
@@ -17,24 +18,11 @@ KINDS = (
     ("encoder", "operation", ("encoder_attention",)),
     ("across", "causal", ("cross",)),
 )
-BESIDE = (
-    *KINDS,
-    ("bidirectional", "causal", ("no",)),
-    ("flags", "causal", ("each request",)),
-    ("window", "sliding_window", None),
-    ("chunks", "attention_chunk_size", None),
-    ("tree", "tree_mask", None),
-    ("ranges", "query_ranges", None),
-    ("cap", "logits_soft_cap", None),
-    ("ALiBi", "alibi_slopes", None),
-    ("bias", "position_bias", None),
-    ("sinks", "sinks", None),
-    ("FP8 cache", "cache", None),
-    ("FP8 output", "out", ("e4m3", "e5m2")),
-    ("lse", "lse", ("given",)),
-    ("value size", "value_head_size", None),
-)
-"""Heading, option and values of each row. If the values are None, all that are not off."""
+SPLIT = {
+    "causal": (("bidirectional", ("no",)), ("flags", ("each request",))),
+    "out": (("FP8 output", ("e4m3", "e5m2")),),
+}
+"""Options with columns of their own in the table of pairs: heading and values of each."""
 
 
 def option_runs() -> str:
@@ -72,30 +60,41 @@ def option_table() -> str:
 def option_pairs() -> str:
     """Return how many calls had both of two options, or the letter of the reason for none."""
     record = _record()
-    reasons = list(dict.fromkeys(each["reason"] for each in record["refused"]))
+    columns = _columns(record)
     lines = [
-        "| |" + "".join(f" {heading} |" for heading, _, _ in BESIDE[:-1]),
-        "|---|" + "---|" * (len(BESIDE) - 1),
+        "| |" + "".join(f" {heading} |" for heading, _, _ in columns[:-1]),
+        "|---|" + "---|" * (len(columns) - 1),
     ]
-    for place, (heading, name, values) in enumerate(BESIDE[1:], 1):
+    for row, (heading, name, values) in enumerate(columns[1:], 1):
         cells = [
-            _cell(record, (name, values), other, its)
-            for _, other, its in BESIDE[:place]
+            _cell(record, (name, values), other, its) for _, other, its in columns[:row]
         ]
-        cells += [""] * (len(BESIDE) - 1 - place)
+        cells += [""] * (len(columns) - 1 - row)
         lines.append(f"| **{heading}** | {' | '.join(cells)} |")
     lines.append("")
-    for number, reason in enumerate(reasons):
-        refused = [each for each in record["refused"] if each["reason"] == reason]
+    for letter, reason in _reasons(record).items():
+        rejected = [each for each in record["rejected"] if each["reason"] == reason]
         ones, others = (
-            ", ".join(dict.fromkeys(_named(record, each[side]) for each in refused))
+            ", ".join(dict.fromkeys(_named(record, each[side]) for each in rejected))
             for side in ("one", "other")
         )
-        lines.append(f"- *{_letter(number)}*: {ones} with {others}: {reason}.")
+        lines.append(f"- *{letter}*: {ones} with {others}: {reason}.")
     return "\n".join(lines)
 
 
 Side = tuple[str, tuple[str, ...] | None]
+Column = tuple[str, str, tuple[str, ...] | None]
+"""Heading, option and values. If the values are None, all that are not off."""
+
+
+def _columns(record: dict[str, Any]) -> list[Column]:
+    """Return the columns of the table of pairs: kinds of batches, then options in their order."""
+    columns: list[Column] = list(KINDS)
+    for name, option in record["options"].items():
+        columns += [(heading, name, values) for heading, values in SPLIT.get(name, ())]
+        if option["heading"]:
+            columns.append((option["heading"], name, None))
+    return columns
 
 
 def _record() -> dict[str, Any]:
@@ -103,15 +102,17 @@ def _record() -> dict[str, Any]:
     return record
 
 
+def _reasons(record: dict[str, Any]) -> dict[str, str]:
+    """Return the reasons of the rejected pairs by letter."""
+    reasons = dict.fromkeys(each["reason"] for each in record["rejected"])
+    return dict(zip(ascii_lowercase, reasons, strict=False))
+
+
 def _named(record: dict[str, Any], side: list[Any]) -> str:
     """Return a rejected option, with its value if only that value is rejected."""
     name, values = side
     every = [value for value in record["options"][name]["values"] if value not in OFF]
     return f"`{name}`" if values == every else f"`{name}` ({', '.join(values)})"
-
-
-def _letter(number: int) -> str:
-    return chr(ord("a") + number)
 
 
 def _values(record: dict[str, Any], side: Side) -> list[str]:
@@ -124,7 +125,7 @@ def _count(record: dict[str, Any], *sides: Side) -> int:
     names = list(record["options"])
     wanted = [(names.index(side[0]), _values(record, side)) for side in sides]
     return sum(
-        all(choice[place] in values for place, values in wanted)
+        all(choice[index] in values for index, values in wanted)
         for choice in record["choices"]
     )
 
@@ -139,11 +140,11 @@ def _cell(
     if count := _count(record, side, other):
         return str(count)
     sides = {each[0]: _values(record, each) for each in (side, other)}
-    reasons = list(dict.fromkeys(each["reason"] for each in record["refused"]))
-    for each in record["refused"]:
+    for each in record["rejected"]:
         one, its = each["one"], each["other"]
         if {one[0], its[0]} == set(sides) and all(
-            set(sides[option]) <= set(refused) for option, refused in (one, its)
+            set(sides[option]) <= set(rejected) for option, rejected in (one, its)
         ):
-            return f"*{_letter(reasons.index(each['reason']))}*"
+            reasons = _reasons(record).items()
+            return next(f"*{a}*" for a, reason in reasons if reason == each["reason"])
     raise ValueError(f"{side} and {other} are neither drawn together nor rejected")

@@ -85,7 +85,9 @@ class KernelCall(NamedTuple):
     Args:
         tensors: Tensors.
         strides: Strides.
-        option_tensors, options: OptionTensors and OptionArguments, see options/.
+        option_tensors: OptionTensors, see options/score.py.
+        masks, scores: MaskArguments and ScoreArguments, see options/.
+        scale_strides: ScaleStrides of an FP8 cache and output, see fp8.py.
         scale: scale of the dot products.
         partial_rows: rows of a partial result in the workspace.
         table_stride_req, lse_stride_head, lse_stride_token, tree_stride_req, tree_width: strides
@@ -95,7 +97,9 @@ class KernelCall(NamedTuple):
     tensors: Any
     strides: Any
     option_tensors: Any
-    options: Any
+    masks: Any
+    scores: Any
+    scale_strides: Any
     scale: Any
     partial_rows: Any
     table_stride_req: Any
@@ -113,7 +117,7 @@ class Config(NamedTuple):
         HEAD_DIM, V_HEAD_DIM: elements of a query or key head, and of a value head.
         BLOCK_D, BLOCK_DV: those, rounded up to powers of two of at least 16.
         BLOCK_SIZE: slots per block of the cache; 0 without a block table.
-        options: OptionConstants, see options/.
+        masks, scores: MaskConstants and ScoreConstants, see options/.
         CACHE_FP8, OUT_FP8: 0 if not FP8, 1 for float8_e4m3fn, 2 for float8_e5m2.
         NATIVE_FP8: whether the chip decodes FP8 by an instruction.
         PIN_FP8_V: whether FP8 values are decoded before their layout changes.
@@ -133,7 +137,8 @@ class Config(NamedTuple):
     V_HEAD_DIM: int
     BLOCK_DV: int
     BLOCK_SIZE: int
-    options: Any
+    masks: Any
+    scores: Any
     CACHE_FP8: int
     OUT_FP8: int
     NATIVE_FP8: bool

@@ -91,9 +91,7 @@ def attend_to_keys(acc, l_i, m_i, call, tile, begin, end, config: tl.constexpr):
         call, tile: KernelCall, QueryTile.
         begin, end: a multiple of BLOCK_N, and any index.
     """
-    HAS_LOWER_BOUND: tl.constexpr = (
-        config.options.SLIDING_WINDOW > 0 or config.options.CHUNK_SIZE > 0
-    )
+    HAS_LOWER_BOUND: tl.constexpr = config.masks.HAS_LOWER_BOUND
     if config.MASK_ALL_TILES:
         # a decode waits for memory, not for its masks: one loop, whose pipeline is never drained
         acc, l_i, m_i = loop_over_kv_tiles(
@@ -137,7 +135,7 @@ def loop_over_kv_tiles(
         qk = multiply_qk(tile.q, k, config.ROW_SUMS)  # [BLOCK_M, BLOCK_N]
         qk = modify_scores(
             qk, tile.qk_scale, call, tile.terms, visible.position, keys.position,
-            config.options.SOFT_CAP,
+            config.scores.LOGITS_SOFT_CAP,
         )  # fmt: skip
         # step: mask the keys outside the visible range
         if MASKED:

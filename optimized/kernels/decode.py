@@ -86,7 +86,9 @@ def decode_kernel(
     lse_stride_head,
     lse_stride_token,
     strides,
-    option_arguments,
+    masks,
+    scores,
+    scale_strides,
     tree_stride_req,
     tree_width,
     decode_rows,
@@ -96,8 +98,8 @@ def decode_kernel(
     """Attend with all requests of at most `decode_rows` rows. Grid: (kv_heads, segments).
 
     Args:
-        tensors, option_tensors, strides, option_arguments, config, plan: Tensors, OptionTensors,
-            Strides, OptionArguments, Config, StreamK.
+        tensors, option_tensors, strides, masks, scores, scale_strides, config, plan: Tensors,
+            OptionTensors, Strides, MaskArguments, ScoreArguments, ScaleStrides, Config, StreamK.
         num_search_steps: not used here.
         partial_rows: rows of a request, at most, for which the workspace has room.
     """
@@ -106,15 +108,13 @@ def decode_kernel(
     num_kv_heads = tl.num_programs(0)
     index = tl.program_id(1)
     call = KernelCall(
-        tensors, strides, option_tensors, option_arguments, scale, partial_rows, table_stride_req,
-        lse_stride_head, lse_stride_token, tree_stride_req, tree_width,
+        tensors, strides, option_tensors, masks, scores, scale_strides, scale, partial_rows,
+        table_stride_req, lse_stride_head, lse_stride_token, tree_stride_req, tree_width,
     )  # fmt: skip
     batch = Batch(
-        tensors.query_start_loc, tensors.seq_lens, option_arguments.causal, num_reqs, decode_rows
+        tensors.query_start_loc, tensors.seq_lens, masks.causal, num_reqs, decode_rows
     )  # fmt: skip
-    ALL_KEYS: tl.constexpr = (
-        option_arguments.tree is not None or option_arguments.query_ranges is not None
-    )
+    ALL_KEYS: tl.constexpr = masks.tree is not None or masks.query_ranges is not None
     segment = find_segment(index, tl.num_programs(1), batch, config, plan, ALL_KEYS)
     clear_padding(
         call, num_tokens, num_reqs, index, tl.num_programs(1), kv_head, config

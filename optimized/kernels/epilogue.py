@@ -12,7 +12,7 @@ def scale_values(result, call, kv_head, CACHE_FP8: tl.constexpr):
     """Return rows with the scale of an FP8 cache's values: [BLOCK_M, BLOCK_DV]."""
     if CACHE_FP8:
         v_scale = call.option_tensors.v_scale
-        result *= load_scale(v_scale, call.options.scales.v, kv_head, True)
+        result *= load_scale(v_scale, call.scale_strides.v, kv_head, True)
     return result
 
 
@@ -30,7 +30,7 @@ def store_rows(call, result, lse, rows, config: tl.constexpr):
     dv = tl.arange(0, config.BLOCK_DV)
     if config.OUT_FP8:
         scale = load_scale(
-            call.option_tensors.out_scale, call.options.scales.out, 0, True
+            call.option_tensors.out_scale, call.scale_strides.out, 0, True
         )
         result = result / scale
         result = encode_fp8(result, config.OUT_FP8 == 2)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...contract.attention_options import AttentionOptions
 from ..launch.launcher import INTERPRETED
 
 
@@ -46,6 +47,15 @@ def scale_arguments(
     if not isinstance(scale, Tensor):
         return float(scale), None
     return scale, scale.stride(0) if scale.numel() > 1 else 0
+
+
+def scale_strides(options: AttentionOptions) -> ScaleStrides:
+    """Return the strides of the scales of one plan."""
+    return ScaleStrides(
+        k=scale_arguments(options.k_scale)[1],
+        v=scale_arguments(options.v_scale)[1],
+        out=scale_arguments(options.out_scale)[1],
+    )
 
 
 @triton.jit

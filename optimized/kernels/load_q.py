@@ -78,7 +78,7 @@ def load_q(call, rows, kv_head, config: tl.constexpr):
     qk_scale = call.scale
     if config.CACHE_FP8:
         k_scale = call.option_tensors.k_scale
-        qk_scale *= load_scale(k_scale, call.options.scales.k, kv_head, True)
+        qk_scale *= load_scale(k_scale, call.scale_strides.k, kv_head, True)
         if config.NATIVE_FP8 and q.dtype != tl.float32:
             q, power = fit_float16(q)
             qk_scale = (qk_scale * power)[:, None]

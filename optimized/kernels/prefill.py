@@ -67,7 +67,9 @@ def prefill_kernel(
     lse_stride_head,
     lse_stride_token,
     strides,
-    option_arguments,
+    masks,
+    scores,
+    scale_strides,
     tree_stride_req,
     tree_width,
     decode_rows,
@@ -76,16 +78,16 @@ def prefill_kernel(
     """Attend with all requests of more than `decode_rows` rows. Grid: (query tiles, kv_heads).
 
     Args:
-        tensors, option_tensors, strides, option_arguments, config: Tensors, OptionTensors, Strides,
-            OptionArguments, Config.
+        tensors, option_tensors, strides, masks, scores, scale_strides, config: Tensors,
+            OptionTensors, Strides, MaskArguments, ScoreArguments, ScaleStrides, Config.
         num_search_steps: steps of the binary search for a tile's request.
         partial_rows: not used here.
     """
     kv_head = tl.program_id(1)
     index = tl.program_id(0)
     call = KernelCall(
-        tensors, strides, option_tensors, option_arguments, scale, partial_rows, table_stride_req,
-        lse_stride_head, lse_stride_token, tree_stride_req, tree_width,
+        tensors, strides, option_tensors, masks, scores, scale_strides, scale, partial_rows,
+        table_stride_req, lse_stride_head, lse_stride_token, tree_stride_req, tree_width,
     )  # fmt: skip
     first_req, end_req, first_row = find_request(
         tensors.query_start_loc, num_reqs, num_search_steps, config

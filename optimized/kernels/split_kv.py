@@ -117,7 +117,9 @@ def split_rows_kernel(
     lse_stride_head,
     lse_stride_token,
     strides,
-    option_arguments,
+    masks,
+    scores,
+    scale_strides,
     tree_stride_req,
     tree_width,
     config: tl.constexpr,
@@ -131,8 +133,8 @@ def split_rows_kernel(
     kv_head = tl.program_id(1)
     index = tl.program_id(0)
     call = KernelCall(
-        tensors, strides, option_tensors, option_arguments, scale, partial_rows, table_stride_req,
-        lse_stride_head, lse_stride_token, tree_stride_req, tree_width,
+        tensors, strides, option_tensors, masks, scores, scale_strides, scale, partial_rows,
+        table_stride_req, lse_stride_head, lse_stride_token, tree_stride_req, tree_width,
     )  # fmt: skip
     first_req, end_req, first_row = find_request(
         tensors.query_start_loc, num_reqs, num_search_steps, config
@@ -169,7 +171,9 @@ def split_kv_kernel(
     lse_stride_head,
     lse_stride_token,
     strides,
-    option_arguments,
+    masks,
+    scores,
+    scale_strides,
     tree_stride_req,
     tree_width,
     config: tl.constexpr,
@@ -185,8 +189,8 @@ def split_kv_kernel(
     kv_head = tl.program_id(1)
     index = tl.program_id(0)
     call = KernelCall(
-        tensors, strides, option_tensors, option_arguments, scale, partial_rows, table_stride_req,
-        lse_stride_head, lse_stride_token, tree_stride_req, tree_width,
+        tensors, strides, option_tensors, masks, scores, scale_strides, scale, partial_rows,
+        table_stride_req, lse_stride_head, lse_stride_token, tree_stride_req, tree_width,
     )  # fmt: skip
     first_req, end_req, first_row = find_request(
         tensors.query_start_loc, num_reqs, num_search_steps, config

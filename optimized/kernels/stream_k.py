@@ -72,7 +72,7 @@ def count_tiles(batch, req, is_req, config: tl.constexpr, ALL_KEYS: tl.constexpr
     seq_len = tl.load(batch.seq_lens + req, mask=is_req, other=0)
     if config.BLOCK_SIZE == 0:
         seq_len = tl.load(batch.seq_lens + req + 1, mask=is_req, other=0) - seq_len
-    is_causal = load_is_causal(batch.causal, req, is_req, config.options.CAUSAL)
+    is_causal = load_is_causal(batch.causal, req, is_req, config.masks.CAUSAL)
     context = seq_len - query_len
     begin, _ = visible_range(context, seq_len, is_causal, config)
     _, end = visible_range(seq_len - 1, seq_len, is_causal, config)

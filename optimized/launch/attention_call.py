@@ -1,25 +1,12 @@
 """Description of one attention call, and the signature that selects its launch plan."""
 
-from operator import attrgetter, mul
+from operator import mul
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from ...contract.attention_options import OPTION_NAMES, AttentionOptions
+from ...contract.attention_options import OPTIONS_PER_BATCH, AttentionOptions
 from .launcher import INTERPRETED
-
-COMPILED_IN = (
-    "causal",
-    "sliding_window",
-    "attention_chunk_size",
-    "logits_soft_cap",
-    "batch_invariant",
-)
-"""Options that are compiled into a kernel. The others are pointers, or scales of any value."""
-_all_options = attrgetter(*OPTION_NAMES)
-_compiled_in = attrgetter(*COMPILED_IN)
-_others = attrgetter(*(name for name in OPTION_NAMES if name not in COMPILED_IN))
-_MEMO = "_compiled_in"
 
 Signature: TypeAlias = tuple[Any, ...]
 
@@ -72,7 +59,7 @@ def sign(call: AttentionCall) -> Signature | None:
     """
     if INTERPRETED:
         return None
-    of_options = compiled_in(call.options)
+    of_options = call.options.numbers
     if of_options is None:
         of_options = _sign_tensors(call.options)
         if of_options is None:
@@ -154,36 +141,15 @@ def _extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
     return sum(map(mul, shape, strides))
 
 
-def compiled_in(options: AttentionOptions) -> Signature | None:
-    """Return the options that are compiled into a kernel; None if there are others too.
-
-    The result is kept in the options' own dictionary. They are frozen, and none of the values is a
-    tensor, so it cannot become wrong. A layer that passes the same options in every step pays for
-    one dictionary access.
-    """
-    memo = options.__dict__
-    if _MEMO in memo:
-        found: Signature | None = memo[_MEMO]
-        return found
-    others = _others(options)
-    found = _compiled_in(options)
-    if others.count(None) < len(others) or isinstance(options.causal, Tensor):
-        found = None
-    memo[_MEMO] = found
-    return found
-
-
 def _sign_tensors(options: AttentionOptions) -> Signature | None:
-    """Return options as a hashable tuple; None if some belong to this batch alone."""
-    if (
-        options.tree_mask is not None
-        or options.query_ranges is not None
-        or isinstance(options.causal, Tensor)
-    ):
-        return None
+    """Return options as a hashable tuple; None if a tensor belongs to this batch alone."""
+    for name in OPTIONS_PER_BATCH:
+        if isinstance(getattr(options, name), Tensor):
+            return None
+    values = [(name, getattr(options, name)) for name in options.given]
     return tuple(
-        (each.shape, each.stride(), each.dtype, each.get_device())
-        if isinstance(each, Tensor)
-        else each
-        for each in _all_options(options)
+        (name, value.shape, value.stride(), value.dtype, value.get_device())
+        if isinstance(value, Tensor)
+        else (name, value)
+        for name, value in values
     )

@@ -88,7 +88,7 @@ PLANS: PlanCache[LaunchPlan] = PlanCache(MAX_PLANS)
 def choose_options(options: AttentionOptions, causal: bool) -> AttentionOptions:
     """Return the options of a call with `causal` set.
 
-    The result is kept in the options' own dictionary (see `compiled_in`), so a layer that passes
+    The result is kept in the options' own dictionary, so a layer that passes
     the same options in every step gets the same object.
 
     Args:

@@ -13,9 +13,6 @@ RUNTIME = triton.knobs.runtime
 INTERPRETED: bool = RUNTIME.interpret
 """Whether kernels run in Triton's interpreter, on any tensor, or compiled, on CUDA tensors."""
 
-NO_OPTIONS: tuple[None, ...] = (None,) * 6
-"""Option values of a call that has none; compared by identity."""
-
 
 def check_launch(tensor: Tensor) -> None:
     """Reject a tensor that compiled kernels cannot read.
@@ -84,6 +81,7 @@ class Launcher:
         self._lower = lower
         self._fixed = fixed
         self._groups = groups
+        self._no_options = () if groups is None else (None,) * len(groups[1]._fields)
         self._chosen = {"num_warps": num_warps, "num_stages": num_stages}
         self._rest: tuple[Any, ...] = ()
         self._run: Any = None
@@ -113,7 +111,7 @@ class Launcher:
         self,
         grid: tuple[int, int, int],
         pointers: Sequence[int],
-        options: Sequence[Tensor | float | None],
+        options: Sequence[Tensor | float | None] | None,
         numbers: Sequence[float],
         tensors: Sequence[Any],
         maps: Sequence[Any] = (),
@@ -123,23 +121,25 @@ class Launcher:
         Args:
             grid: programs along each axis.
             pointers: addresses; 0 for tensors that are absent.
-            options: option values, tensors and numbers; NO_OPTIONS if all are None.
+            options: Optional. Option values, tensors and numbers. If None, all are absent.
             numbers: sizes and strides.
             tensors: arguments of `lower`, for a launch through Triton.
             maps: what `encode` returned for each tensor map, one list after another. Empty if
                 the kernel has none, or the launcher is not ready.
         """
+        union = 0
+        for pointer in pointers:
+            union |= pointer
+        if options is None:
+            options = self._no_options
+        else:
+            for option in options:
+                if option is not None and not isinstance(option, float):
+                    union |= option.data_ptr()
         # Triton's launch takes plain tuples; only its specialization needs NamedTuples
         changing: tuple[Any, ...] = (pointers, options, *numbers)
         if self._groups is None:
             changing = (*pointers, *options, *numbers)
-        union = 0
-        for pointer in pointers:
-            union |= pointer
-        if options is not NO_OPTIONS:
-            for option in options:
-                if option is not None and not isinstance(option, float):
-                    union |= option.data_ptr()
         if (
             self._run is not None
             and not union & 15

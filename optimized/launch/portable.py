@@ -9,9 +9,9 @@ requests of the other one, so nothing has to be read from the device to separate
 from torch import Tensor
 
 from ..kernels.arguments import Tensors
-from ..kernels.options import lower_tensors
-from .attention_call import AttentionCall, compiled_in
-from .launcher import NO_OPTIONS, Launcher
+from ..kernels.options.score import lower_tensors
+from .attention_call import AttentionCall
+from .launcher import Launcher
 from .prepare import MAX_WORKSPACE, Launches, prepare
 from .workspace import find_workspace
 
@@ -32,7 +32,8 @@ def plan(call: AttentionCall) -> "PortablePlan":
         call.out,
         call.options,
     )
-    return PortablePlan(launches, has_values=compiled_in(call.options) is None)
+    values = lower_tensors(call.options)
+    return PortablePlan(launches, any(each is not None for each in values))
 
 
 class PortablePlan:
@@ -186,5 +187,5 @@ class PortablePlan:
             query, key, value, block_table, query_start_loc, lengths, out, lse,
             workspace, partials, arrivals,
         )  # fmt: skip
-        values = lower_tensors(call.options) if self._has_values else NO_OPTIONS
+        values = lower_tensors(call.options) if self._has_values else None
         launcher(grid, pointers, values, numbers, tensors)

@@ -15,8 +15,9 @@ from ...contract.attention_options import AttentionOptions
 from ...contract.kinds import FP8_DTYPES
 from ..kernels.arguments import Config, StreamK, Strides, Tensors
 from ..kernels.decode import decode_kernel
-from ..kernels.fp8 import has_native_fp8
-from ..kernels.options import OptionTensors, lower_options
+from ..kernels.fp8 import has_native_fp8, scale_strides
+from ..kernels.options.score import OptionTensors, ScoreConstants, lower_scores
+from ..kernels.options.visible_range import MaskConstants, lower_masks
 from ..kernels.prefill import prefill_kernel
 from ..kernels.split_kv import split_kv_kernel, split_rows_kernel
 from .launcher import INTERPRETED, Launcher, must_widen, next_power_of_2
@@ -140,8 +141,11 @@ def prepare(
         out = torch.zeros_like(out, dtype=torch.float32)
     kv_heads, value_size = value.shape[-2:]
     group_size = query.shape[1] // kv_heads
-    arguments, constants = lower_options(options, query_start_loc)
-    config = _make_config(query, key, value, block_table, out, options, constants)
+    masks, mask_constants = lower_masks(options, query_start_loc)
+    scores, score_constants = lower_scores(options)
+    config = _make_config(
+        query, key, value, block_table, out, options, mask_constants, score_constants
+    )
     decode, small_batch, prefill = _choose_tiles(query, config, options)
     # the rows of a decode request fit one decode tile
     short_rows = min(64, max(decode.block_m, next_power_of_2(group_size)))
@@ -151,8 +155,9 @@ def prepare(
     tree = options.tree_mask
     fixed = {
         "strides": _strides(query, key, value, block_table, out),
-        # Triton reserves the parameter name "options"
-        "option_arguments": arguments,
+        "masks": masks,
+        "scores": scores,
+        "scale_strides": scale_strides(options),
         "tree_stride_req": 0 if tree is None else tree.stride(0),
         "tree_width": 0 if tree is None else tree.shape[1],
         "decode_rows": short_rows,
@@ -248,7 +253,8 @@ def _make_config(
     block_table: Tensor | None,
     out: Tensor,
     options: AttentionOptions,
-    constants: Any,
+    masks: MaskConstants,
+    scores: ScoreConstants,
 ) -> Config:
     """Return the constants of all launches; those of tiles are replaced for each kernel."""
     head_size, value_size = query.shape[-1], value.shape[-1]
@@ -260,7 +266,8 @@ def _make_config(
         V_HEAD_DIM=value_size,
         BLOCK_DV=max(16, next_power_of_2(value_size)),
         BLOCK_SIZE=0 if block_table is None else key.shape[1],
-        options=constants,
+        masks=masks,
+        scores=scores,
         CACHE_FP8=cache_fp8,
         OUT_FP8=_fp8_kind(out.dtype),
         NATIVE_FP8=cache_fp8 > 0 and has_native_fp8(query.device),

@@ -1,7 +1,10 @@
 """AttentionOptions: the options of one attention call as one object."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any
+
+from torch import Tensor
 
 from .shapes import (
     CausalFlags,
@@ -12,26 +15,27 @@ from .shapes import (
     TreeMask,
 )
 
+BY_POSITION = {"by_position": True}
+"""Declares an option that depends on the distance between a query and a key."""
+
+PER_BATCH = {"per_batch": True}
+"""Declares an option whose tensor has an entry per request or token of one batch."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionOptions:
     """The options of one attention call: masks, score functions, FP8 scales.
 
     A new object has every option off, so a call names only the options that it uses. An operation
-    that cannot take one of them raises and names it.
+    that cannot take one of them raises and names it. Score functions are applied in the order of
+    their fields. Tables and laws have the options in this order too.
 
     Args:
-        sliding_window: Keys that a query attends to on each side, its own position included. If
-            None, the window is unlimited.
-        logits_soft_cap: Cap c turns a scaled score s into c * tanh(s / c). If None, scores are
-            not capped.
-        alibi_slopes: [query_heads] float32. The score gets slope * (key position - query
-            position) added, after the cap. If None, nothing is added.
-        sinks: [query_heads] float32. One score per head that takes part in the softmax and has no
-            value. If None, no sink is added.
         causal: Whether a query attends only to keys up to its own position; [reqs] bool sets it
             per request. If None, the operation's own default: True in `paged_attention`, False in
             `encoder_attention`.
+        sliding_window: Keys that a query attends to on each side, its own position included. If
+            None, the window is unlimited.
         attention_chunk_size: Positions per chunk; a query attends only to keys in its own chunk.
             If None, the sequence is not divided.
         tree_mask: [reqs, tree, tree] bool. New token i of a request attends to new token j, and to
@@ -40,9 +44,15 @@ class AttentionOptions:
         query_ranges: [tokens, 2] int32, first and last position of a range of keys that the query
             attends to whatever the other masks say, such as the image it belongs to. (-1, -1), or
             a first past the last, means no range. If None, no query has one.
+        logits_soft_cap: Cap c turns a scaled score s into c * tanh(s / c). If None, scores are
+            not capped.
+        alibi_slopes: [query_heads] float32. The score gets slope * (key position - query
+            position) added, after the cap. If None, nothing is added.
         position_bias: [query_heads, 2 * reach + 1] float32, added to the score: entry reach + d
             for a key d positions after the query (d < 0: before it). Distances beyond the reach
             use the outermost entries. If None, nothing is added.
+        sinks: [query_heads] float32. One score per head that takes part in the softmax and has no
+            value. If None, no sink is added.
         k_scale: What the keys of an FP8 cache are multiplied by: one number, or [kv_heads]
             float32. If None, the cache is not quantised.
         v_scale: The same for values.
@@ -63,15 +73,17 @@ class AttentionOptions:
         ['sliding_window', 'logits_soft_cap']
     """
 
-    sliding_window: int | None = None
+    causal: bool | CausalFlags | None = field(default=None, metadata=PER_BATCH)
+    sliding_window: int | None = field(default=None, metadata=BY_POSITION)
+    attention_chunk_size: int | None = field(default=None, metadata=BY_POSITION)
+    tree_mask: TreeMask | None = field(default=None, metadata=PER_BATCH)
+    query_ranges: TokenRanges | None = field(
+        default=None, metadata=BY_POSITION | PER_BATCH
+    )
     logits_soft_cap: float | None = None
-    alibi_slopes: PerHead | None = None
+    alibi_slopes: PerHead | None = field(default=None, metadata=BY_POSITION)
+    position_bias: PositionBias | None = field(default=None, metadata=BY_POSITION)
     sinks: PerHead | None = None
-    causal: bool | CausalFlags | None = None
-    attention_chunk_size: int | None = None
-    tree_mask: TreeMask | None = None
-    query_ranges: TokenRanges | None = None
-    position_bias: PositionBias | None = None
     k_scale: Scale | float | None = None
     v_scale: Scale | float | None = None
     out_scale: Scale | float | None = None
@@ -81,9 +93,9 @@ class AttentionOptions:
     def given(self) -> list[str]:
         """The names of the options that are not at their default."""
         return [
-            field.name
-            for field in fields(self)
-            if getattr(self, field.name) is not field.default
+            each.name
+            for each in fields(self)
+            if getattr(self, each.name) is not each.default
         ]
 
     def with_causal(self, default: bool) -> "AttentionOptions":
@@ -91,22 +103,35 @@ class AttentionOptions:
         return replace(self, causal=default) if self.causal is None else self
 
     @property
-    def counting_positions(self) -> list[str]:
+    def given_by_position(self) -> list[str]:
         """The given options that depend on the distance between a query and a key."""
-        return [name for name in COUNTING_POSITIONS if getattr(self, name) is not None]
+        return [name for name in OPTIONS_BY_POSITION if getattr(self, name) is not None]
+
+    @cached_property
+    def numbers(self) -> tuple[Any, ...] | None:
+        """Name and value of each given option in one tuple. None if a value is a tensor.
+
+        The launch plan of a call depends on it. A layer passes the same options in every step, so
+        it is computed once per object.
+        """
+        values = [(name, getattr(self, name)) for name in self.given]
+        if any(isinstance(value, Tensor) for _, value in values):
+            return None
+        return tuple(each for pair in values for each in pair)
 
 
-OPTION_NAMES = tuple(field.name for field in fields(AttentionOptions))
+OPTION_NAMES = tuple(each.name for each in fields(AttentionOptions))
 """The names of all options."""
 
-COUNTING_POSITIONS = (
-    "sliding_window",
-    "attention_chunk_size",
-    "query_ranges",
-    "alibi_slopes",
-    "position_bias",
+OPTIONS_BY_POSITION = tuple(
+    each.name for each in fields(AttentionOptions) if "by_position" in each.metadata
 )
 """The options that depend on the distance between a query and a key."""
+
+OPTIONS_PER_BATCH = tuple(
+    each.name for each in fields(AttentionOptions) if "per_batch" in each.metadata
+)
+"""The options whose tensors have an entry per request or token of one batch."""
 
 DEFAULT_OPTIONS = AttentionOptions()
 """No option. Operations compare with it by identity, which makes the plain call cheap."""

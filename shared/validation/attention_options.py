@@ -5,11 +5,12 @@ from collections.abc import Collection
 from torch import Tensor
 
 from ..contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
-from .options import OPTIONS, OptionCall
-from .options.scales import check_cache_scales as check_cache_scales
-from .options.scales import check_out_scale
-from .options.scales import check_scale as check_scale
-from .options.tree import validate_diagonal
+from .option import OptionCall
+from .options import OPTIONS
+from .options.tree_mask import validate_diagonal
+from .scales import check_cache_scales as check_cache_scales
+from .scales import check_out_scale
+from .scales import check_scale as check_scale
 
 
 def check_options(
@@ -69,9 +70,9 @@ def check_positions(
                 f"request {req} has {query_len} queries on {key_len} keys and is causal:"
                 " expected its queries to be the last tokens of its sequence"
             )
-        if options.counting_positions:
+        if options.given_by_position:
             raise ValueError(
                 f"request {req} has {query_len} queries on {key_len} keys and"
-                f" {options.counting_positions[0]} is given: expected at most as many queries"
+                f" {options.given_by_position[0]} is given: expected at most as many queries"
                 " as keys, so that each has a position among them"
             )

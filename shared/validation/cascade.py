@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from ..contract.attention_options import COUNTING_POSITIONS, AttentionOptions
+from ..contract.attention_options import OPTIONS_BY_POSITION, AttentionOptions
 from .attention import check_bound, check_paged_attention
 from .attention_options import check_positions, reject_options
 from .batch import check_block_ids, check_start_loc
@@ -168,7 +168,7 @@ def check_dcp_attention(
 def _check_plain(options: AttentionOptions, out: Tensor | None, why: str) -> None:
     """Reject options that depend on the distance between a query and a key."""
     reject_options(
-        options, COUNTING_POSITIONS, f"{why}, and then a key's position is not known"
+        options, OPTIONS_BY_POSITION, f"{why}, and then a key's position is not known"
     )
     reject_options(
         options,

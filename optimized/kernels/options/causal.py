@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# values of config.CAUSAL; PER_REQUEST reads a flag per request
+# values of config.masks.CAUSAL; PER_REQUEST reads a flag per request
 NOT_CAUSAL, CAUSAL, PER_REQUEST = 0, 1, 2
 
 
@@ -19,7 +19,7 @@ class CausalFlags(NamedTuple):
 
 
 def lower(causal: bool | Tensor) -> tuple[int, CausalFlags | None]:
-    """Return config.CAUSAL and the flags, if there is one per request."""
+    """Return config.masks.CAUSAL and the flags, if there is one per request."""
     if not isinstance(causal, Tensor):
         return int(causal), None
     return PER_REQUEST, CausalFlags(causal.view(torch.uint8), causal.stride(0))

@@ -1,6 +1,7 @@
 """Score modification: scale, soft cap, ALiBi and position bias, composed in this order.
 
-A new score option is a file beside this one, and is called in `modify_scores`.
+A new score option is a file beside this one, and an entry in `ScoreConstants`, or in
+`ScoreArguments` and `OptionTensors`. `modify_scores` calls it.
 """
 
 from typing import Any, NamedTuple
@@ -8,10 +9,58 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from ....contract.attention_options import AttentionOptions
+from ..fp8 import scale_arguments
 from ..softmax import LOG2_E
-from .alibi import add_alibi, load_slopes
+from . import position_bias
+from .alibi_slopes import add_alibi, load_slopes
+from .logits_soft_cap import cap_scores
 from .position_bias import add_position_bias, find_bias_rows
-from .soft_cap import cap_scores
+
+
+class ScoreConstants(NamedTuple):
+    """Compile-time constants of the score options. 0 if an option is absent."""
+
+    LOGITS_SOFT_CAP: float
+
+
+class ScoreArguments(NamedTuple):
+    """Arguments of score options that stay as they are in launches of one plan. None if absent."""
+
+    position_bias: position_bias.BiasTable | None
+
+
+class OptionTensors(NamedTuple):
+    """Options that are passed anew at each launch: tensors of scores, and FP8 scales.
+
+    A scale is a tensor or a number. A field is None if its option is absent.
+    """
+
+    alibi_slopes: Any
+    sinks: Any
+    position_bias: Any
+    k_scale: Any
+    v_scale: Any
+    out_scale: Any
+
+
+def lower_scores(options: AttentionOptions) -> tuple[ScoreArguments, ScoreConstants]:
+    """Return what the score options are for the kernels of one plan."""
+    arguments = ScoreArguments(position_bias=position_bias.lower(options.position_bias))
+    return arguments, ScoreConstants(LOGITS_SOFT_CAP=options.logits_soft_cap or 0.0)
+
+
+def lower_tensors(options: AttentionOptions) -> OptionTensors:
+    """Return the options that are passed anew at each launch."""
+    slopes, sinks = options.alibi_slopes, options.sinks
+    return OptionTensors(
+        alibi_slopes=None if slopes is None else slopes.contiguous(),
+        sinks=None if sinks is None else sinks.contiguous(),
+        position_bias=options.position_bias,
+        k_scale=scale_arguments(options.k_scale)[0],
+        v_scale=scale_arguments(options.v_scale)[0],
+        out_scale=scale_arguments(options.out_scale)[0],
+    )
 
 
 class ScoreTerms(NamedTuple):
@@ -35,7 +84,7 @@ def load_score_terms(call, rows):
         slope = load_slopes(tensors.alibi_slopes, rows)
     bias = ()
     if tensors.position_bias is not None:
-        bias = find_bias_rows(tensors.position_bias, call.options.position_bias, rows)
+        bias = find_bias_rows(tensors.position_bias, call.scores.position_bias, rows)
     return ScoreTerms(slope, bias)
 
 
@@ -62,6 +111,6 @@ def modify_scores(
         if HAS_SLOPES:
             qk = add_alibi(qk, terms.slope, distance)
         if HAS_BIAS:
-            qk = add_position_bias(qk, terms.bias, call.options.position_bias, distance)
+            qk = add_position_bias(qk, terms.bias, call.scores.position_bias, distance)
     IS_SCALED: tl.constexpr = SOFT_CAP > 0 or HAS_SLOPES or HAS_BIAS
     return qk * (LOG2_E if IS_SCALED else qk_scale * LOG2_E)

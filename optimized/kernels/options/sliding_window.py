@@ -4,11 +4,6 @@ import triton
 import triton.language as tl
 
 
-def lower(sliding_window: int | None) -> int:
-    """Return config.SLIDING_WINDOW."""
-    return sliding_window or 0
-
-
 @triton.jit
 def limit_to_window(begin, end, position, WINDOW: tl.constexpr):
     """Return the visible range, limited to position - WINDOW + 1 ... position + WINDOW - 1."""

@@ -5,20 +5,71 @@ of a query tile come from its first and last row: keys outside all intervals are
 tiles inside all of them need no mask. Trees and ranges add keys to the interval; they widen the
 bounds, and have an element mask of their own.
 
-A new mask is a file beside this one. If it limits the interval of a query, `noncausal_range` calls
-it. If it does not, `find_visible_keys` and `element_mask` do.
+A new mask is a file beside this one, and an entry in `MaskConstants` or `MaskArguments`. If it
+limits the interval of a query, `limit_interval` calls it. If it does not, `find_visible_keys` and
+`element_mask` do.
 """
 
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from .attention_chunk import limit_to_chunk
+from ....contract.attention_options import AttentionOptions
+from . import causal, query_ranges, tree_mask
+from .attention_chunk_size import limit_to_chunk
 from .causal import limit_to_past, load_is_causal
 from .query_ranges import load_ranges, range_element_mask, widen_to_ranges
 from .sliding_window import limit_to_window
-from .tree import find_tree_keys, load_tree, tree_element_mask, widen_to_tree
+from .tree_mask import find_tree_keys, load_tree, tree_element_mask, widen_to_tree
+
+
+class MaskConstants(NamedTuple):
+    """Compile-time constants of the masks. 0 if a mask is absent.
+
+    Args:
+        CAUSAL: 0 or 1, or 2 for a flag per request.
+        SLIDING_WINDOW, ATTENTION_CHUNK_SIZE: positions.
+        HAS_LOWER_BOUND: whether the interval of some row begins after the first key.
+    """
+
+    CAUSAL: int
+    SLIDING_WINDOW: int
+    ATTENTION_CHUNK_SIZE: int
+    HAS_LOWER_BOUND: bool
+
+
+class MaskArguments(NamedTuple):
+    """Arguments of the masks that stay as they are in launches of one plan. None if absent."""
+
+    causal: causal.CausalFlags | None
+    tree: tree_mask.TreeMask | None
+    tree_depth: Tensor | None
+    query_ranges: query_ranges.QueryRanges | None
+
+
+def lower_masks(
+    options: AttentionOptions, query_start_loc: Tensor
+) -> tuple[MaskArguments, MaskConstants]:
+    """Return what the masks are for the kernels of one plan."""
+    # `choose_options` has replaced None by the operation's default
+    causal_constant, causal_flags = causal.lower(options.causal)  # type: ignore[arg-type]
+    arguments = MaskArguments(
+        causal=causal_flags,
+        tree=tree_mask.lower(options.tree_mask),
+        tree_depth=tree_mask.lower_depth(
+            options.tree_mask, bool(options.given_by_position), query_start_loc
+        ),
+        query_ranges=query_ranges.lower(options.query_ranges),
+    )
+    constants = MaskConstants(
+        CAUSAL=causal_constant,
+        SLIDING_WINDOW=options.sliding_window or 0,
+        ATTENTION_CHUNK_SIZE=options.attention_chunk_size or 0,
+        HAS_LOWER_BOUND=bool(options.sliding_window or options.attention_chunk_size),
+    )
+    return arguments, constants
 
 
 class VisibleKeys(NamedTuple):
@@ -61,25 +112,30 @@ class KVTileKeys(NamedTuple):
 
 
 @triton.jit
-def noncausal_range(position, seq_len, config: tl.constexpr):
-    """Return the first key that a query at `position` attends to and the end, if not causal."""
+def limit_interval(
+    position, seq_len, is_causal, config: tl.constexpr, CAUSAL: tl.constexpr
+):
+    """Return the first key that a query at `position` attends to, and the end of its interval.
+
+    The causal mask ends an interval no later than windows and chunks do: they contain the query's
+    own position. A mask that may end an interval before that position comes after the causal mask.
+    """
     begin = position * 0
     end = begin + seq_len
-    if config.options.SLIDING_WINDOW > 0:
-        begin, end = limit_to_window(
-            begin, end, position, config.options.SLIDING_WINDOW
+    if config.masks.SLIDING_WINDOW > 0:
+        begin, end = limit_to_window(begin, end, position, config.masks.SLIDING_WINDOW)
+    if config.masks.ATTENTION_CHUNK_SIZE > 0:
+        begin, end = limit_to_chunk(
+            begin, end, position, config.masks.ATTENTION_CHUNK_SIZE
         )
-    if config.options.CHUNK_SIZE > 0:
-        begin, end = limit_to_chunk(begin, end, position, config.options.CHUNK_SIZE)
+    end = limit_to_past(end, position, seq_len, is_causal, CAUSAL)
     return begin, end
 
 
 @triton.jit
 def visible_range(position, seq_len, is_causal, config: tl.constexpr):
-    """Return the first key that a query at `position` attends to, and the end of its interval."""
-    begin, end = noncausal_range(position, seq_len, config)
-    end = limit_to_past(end, position, seq_len, is_causal, config.options.CAUSAL)
-    return begin, end
+    """Return the interval of a query under the causal mask of the call."""
+    return limit_interval(position, seq_len, is_causal, config, config.masks.CAUSAL)
 
 
 @triton.jit
@@ -93,33 +149,33 @@ def find_visible_keys(call, req, rows, seq_len, config: tl.constexpr):
         req: index of the request.
         rows: QueryRows of the tile.
     """
-    options = call.options
+    masks = call.masks
     context = seq_len - rows.query_len
     position = context + rows.token  # [BLOCK_M]
     tree = ()
-    if options.tree is not None:
+    if masks.tree is not None:
         tree, position = load_tree(
-            options.tree, options.tree_depth, req, rows, context, position,
+            masks.tree, masks.tree_depth, req, rows, context, position,
             call.tree_stride_req, call.tree_width,
         )  # fmt: skip
-    is_causal = load_is_causal(options.causal, req, True, config.options.CAUSAL)
+    is_causal = load_is_causal(masks.causal, req, True, config.masks.CAUSAL)
     row_begin, row_end = visible_range(position, seq_len, is_causal, config)
     first = context + rows.first_row // config.GROUP_SIZE
     last_token = (rows.first_row + config.BLOCK_M - 1) // config.GROUP_SIZE
     last = context + tl.minimum(last_token, rows.query_len - 1)
     begin, full_end = visible_range(first, seq_len, is_causal, config)
     full_begin, end = visible_range(last, seq_len, is_causal, config)
-    if options.tree is not None:
+    if masks.tree is not None:
         # in a tree the mask replaces the causal order
-        tree_begin, tree_end = noncausal_range(position, seq_len, config)
+        tree_begin, tree_end = limit_interval(position, seq_len, False, config, 0)
         row_begin = tl.where(tree.in_tree, tree_begin, row_begin)  # type: ignore[attr-defined]
         row_end = tl.where(tree.in_tree, tree_end, row_end)  # type: ignore[attr-defined]
         begin, end, full_begin, full_end = widen_to_tree(
             tree, rows, begin, end, full_begin, full_end, row_begin, seq_len
         )
     ranges = ()
-    if options.query_ranges is not None:
-        ranges = load_ranges(options.query_ranges, rows)
+    if masks.query_ranges is not None:
+        ranges = load_ranges(masks.query_ranges, rows)
         begin, end = widen_to_ranges(ranges, begin, end, seq_len)
     return VisibleKeys(
         position, row_begin, row_end, begin, end, full_begin, full_end, tree, ranges
@@ -150,9 +206,9 @@ def locate_keys(
             is_key &= n >= visible.begin
     position = n
     of_tree = ()
-    if MASKED and call.options.tree is not None:
+    if MASKED and call.masks.tree is not None:
         of_tree, position = find_tree_keys(
-            call.options.tree_depth, visible.tree, n, is_key
+            call.masks.tree_depth, visible.tree, n, is_key
         )
     return KVTileKeys(n, is_key, position, of_tree)
 
@@ -163,9 +219,9 @@ def element_mask(call, visible, keys, HAS_LOWER_BOUND: tl.constexpr):
     mask = keys.position[None, :] < visible.row_end[:, None]
     if HAS_LOWER_BOUND:
         mask &= keys.position[None, :] >= visible.row_begin[:, None]
-    tree = call.options.tree
+    tree = call.masks.tree
     if tree is not None:
         mask &= tree_element_mask(visible.tree, tree.stride_key, keys.n, keys.of_tree)
-    if call.options.query_ranges is not None:
+    if call.masks.query_ranges is not None:
         mask |= range_element_mask(visible.ranges, keys.position, keys.is_key)
     return mask

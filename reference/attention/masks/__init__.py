@@ -1,4 +1,8 @@
-"""Masks: which keys each query attends to. One file per option, composed here."""
+"""Masks: which keys each query attends to.
+
+Every file of this folder is one option and has its name. It defines `visible` or `also_visible`. A
+key is visible if `visible` of all options agree, or if `also_visible` of one option is true.
+"""
 
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -7,21 +11,23 @@ import torch
 from torch import Tensor
 
 from ....contract.attention_options import AttentionOptions
+from ....contract.option_files import import_option_files
 from ..requests.request import RequestView
-from . import attention_chunk, causal, query_ranges, sliding_window, tree
 
 Mask: TypeAlias = Callable[[Any, RequestView], Tensor]
 """Takes an option's value and a request; returns [queries, keys] bool."""
 
+_FILES = import_option_files(__name__, __path__)
 LIMITS: dict[str, Mask] = {
-    "causal": causal.visible,
-    "tree_mask": tree.visible,
-    "sliding_window": sliding_window.visible,
-    "attention_chunk_size": attention_chunk.visible,
+    name: file.visible for name, file in _FILES.items() if hasattr(file, "visible")
 }
 """Masks by option. A key is visible if all of these agree..."""
 
-ADDITIONS: dict[str, Mask] = {"query_ranges": query_ranges.visible}
+ADDITIONS: dict[str, Mask] = {
+    name: file.also_visible
+    for name, file in _FILES.items()
+    if hasattr(file, "also_visible")
+}
 """...or if one of these does."""
 
 

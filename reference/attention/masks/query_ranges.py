@@ -10,7 +10,7 @@ from torch import Tensor
 from ..requests.request import RequestView
 
 
-def visible(query_ranges: Tensor, request: RequestView) -> Tensor:
+def also_visible(query_ranges: Tensor, request: RequestView) -> Tensor:
     """Return [queries, keys]: first <= key position <= last.
 
     Args:

@@ -1,4 +1,8 @@
-"""Scores: what is done to the scaled dot products. One file per option, composed here."""
+"""Scores: what is done to the scaled dot products.
+
+Every file of this folder is one option and has its name. It defines `modify`. The exception is
+sinks, which take part in the softmax: softmax.py calls them.
+"""
 
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -6,18 +10,18 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from ....contract.attention_options import AttentionOptions
+from ....contract.option_files import import_option_files
 from ..requests.request import RequestView
-from . import alibi, position_bias, soft_cap
 
 ScoreFunction: TypeAlias = Callable[[Tensor, Any, RequestView], Tensor]
 """Takes scores, an option's value and a request; returns scores."""
 
 MODIFICATIONS: dict[str, ScoreFunction] = {
-    "logits_soft_cap": soft_cap.modify,
-    "alibi_slopes": alibi.modify,
-    "position_bias": position_bias.modify,
+    name: file.modify
+    for name, file in import_option_files(__name__, __path__).items()
+    if hasattr(file, "modify")
 }
-"""Score functions by option, in the order in which they are applied."""
+"""Score functions by option, in the order of `AttentionOptions`, in which they are applied."""
 
 
 def modify_scores(

@@ -1,27 +1,23 @@
-"""Calls with options of attention: choices that cover all pairs of values, and random ones.
+"""Calls of attention with any options, as tensors.
 
-OPTIONS names all properties in which calls differ, and the values that the tests draw. The value of
-an option is drawn by its file in `validation/options`. A choice gives each option one value. DESIGN
-is a list of choices that contains every pair of values at least once, except the pairs in REFUSED,
-which are invalid and raise. `build_call` turns a choice into tensors, with poison (NaN, ids out of
-range) in everything that must not be read.
+`build_call` turns a choice of options into tensors, with poison (NaN, ids out of range) in
+everything that must not be read. The value of an option is drawn by its file in
+`validation/options`.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import combinations
 from random import Random
 from typing import Any
 
 import torch
-from hypothesis import strategies as st
 from torch import Tensor
 
 from ...contract.attention_options import pack_options
 from ...contract.operations import Implementation
+from ...validation.option import Drawing
 from ...validation.options import OPTIONS as OPTION_FILES
-from ...validation.options import Drawing, Option
-from ...validation.options.alibi import slopes as slopes
+from ...validation.options.alibi_slopes import slopes as slopes
 from ...validation.options.position_bias import bias_table as bias_table
 from ..oracles.brute_force import (
     Answer,
@@ -34,7 +30,6 @@ from ..oracles.brute_force import (
 )
 from .batches import (
     GARBAGE,
-    LAYOUTS,
     NAN,
     TABLES,
     BatchPlan,
@@ -43,25 +38,7 @@ from .batches import (
     empty_cache,
     heads_of,
 )
-
-Choice = dict[str, str]
-"""One value for each option."""
-
-
-@dataclass(frozen=True)
-class Axis:
-    """A property in which calls differ, besides the options.
-
-    Args:
-        values: Names of the values that the tests draw. The first one is the plain one.
-        meaning: Its meaning in a few words.
-        default: Its value in calls that do not set it, in a few words.
-    """
-
-    values: tuple[str, ...]
-    meaning: str
-    default: str
-
+from .option_pairs import Choice
 
 DTYPES = {
     "float32": torch.float32,
@@ -70,211 +47,6 @@ DTYPES = {
     "e4m3": torch.float8_e4m3fn,
     "e5m2": torch.float8_e5m2,
 }
-OPTIONS: dict[str, Axis | Option] = {
-    "operation": Axis(
-        ("paged_attention", "encoder_attention"),
-        "keys in pages, or one after another",
-        "-",
-    ),
-    "causal": OPTION_FILES["causal"],
-    "batch": Axis(
-        ("mixed", "prefill", "decode", "verification"),
-        "whole prompts, single tokens, a few drafts, or all of it",
-        "-",
-    ),
-    "sliding_window": OPTION_FILES["sliding_window"],
-    "attention_chunk_size": OPTION_FILES["attention_chunk_size"],
-    "tree_mask": OPTION_FILES["tree_mask"],
-    "query_ranges": OPTION_FILES["query_ranges"],
-    "logits_soft_cap": OPTION_FILES["logits_soft_cap"],
-    "alibi_slopes": OPTION_FILES["alibi_slopes"],
-    "position_bias": OPTION_FILES["position_bias"],
-    "sinks": OPTION_FILES["sinks"],
-    "cache": Axis(
-        ("as the query", "e4m3", "e5m2"), "dtype of keys and values", "as the query"
-    ),
-    "scales": Axis(
-        ("none", "numbers", "one element", "each head"),
-        "`k_scale`, `v_scale`: what an FP8 cache's numbers stand for",
-        "none",
-    ),
-    "dtype": Axis(("float32", "float16", "bfloat16"), "dtype of the queries", "-"),
-    "out": Axis(
-        ("given", "made", "e4m3", "e5m2"),
-        "the output: given, made, or in FP8 with an `out_scale`",
-        "made",
-    ),
-    "batch_invariant": OPTION_FILES["batch_invariant"],
-    "lse": Axis(("given", "none"), "the log-sum-exp is wanted", "none"),
-    "value_head_size": Axis(
-        ("as the keys", "other"), "elements of a value", "as the keys"
-    ),
-    "layout": Axis(LAYOUTS, "strides of keys and values", "any"),
-    "block_size": Axis(("16", "1", "3", "24"), "slots in a block", "any"),
-    "group": Axis(("2", "1", "3", "8"), "query heads that share a kv head", "any"),
-    "head_size": Axis(("16", "1", "24", "80"), "elements of a head", "any"),
-    "query": Axis(("fused", "apart"), "a slice of a projection, or packed", "any"),
-    "scale": Axis(("none", "0.3"), "what scores are multiplied with", "1/sqrt(size)"),
-}
-"""All axes and options, in the order of the tables in the documentation."""
-PLAIN: Choice = {name: option.values[0] for name, option in OPTIONS.items()}
-
-
-@dataclass(frozen=True)
-class RefusedPair:
-    """Two options with values that cannot be combined.
-
-    Args:
-        one, other: Each an option and some of its values. No value of one can be combined with any
-            value of the other.
-        reason: The reason.
-        words: A part of the error message.
-    """
-
-    one: tuple[str, tuple[str, ...]]
-    other: tuple[str, tuple[str, ...]]
-    reason: str
-    words: str
-
-    def pairs(self) -> Iterator[tuple[tuple[str, str], tuple[str, str]]]:
-        for a in self.one[1]:
-            for b in self.other[1]:
-                yield (self.one[0], a), (self.other[0], b)
-
-
-def _on(name: str) -> tuple[str, tuple[str, ...]]:
-    return name, OPTIONS[name].values[1:]
-
-
-ENCODER = ("operation", ("encoder_attention",))
-CROSS = ("causal", ("cross",))
-MORE_QUERIES = "more queries than keys have no positions among them to count from"
-REFUSED = (
-    RefusedPair(
-        ENCODER,
-        _on("tree_mask"),
-        "trees grow behind a cached context",
-        "tree_mask is given: expected None, since the keys and values are not read",
-    ),
-    RefusedPair(
-        ENCODER,
-        _on("cache"),
-        "what is not cached is not quantised",
-        "expected torch.float16 or torch.bfloat16 or torch.float32",
-    ),
-    RefusedPair(
-        ENCODER,
-        _on("scales"),
-        "what is not cached is not quantised",
-        "k_scale is given: expected None, since the keys and values are not read",
-    ),
-    RefusedPair(
-        ENCODER,
-        _on("block_size"),
-        "there are no blocks without a cache",
-        "unexpected keyword argument 'block_table'",
-    ),
-    RefusedPair(
-        ("tree_mask", ("tree",)),
-        _on("causal"),
-        "the mask says what is seen",
-        "tree_mask is given beside causal",
-    ),
-    *(
-        RefusedPair(
-            CROSS, _on(name), MORE_QUERIES, f"{name} is given: expected at most as many"
-        )
-        for name in (
-            "sliding_window",
-            "attention_chunk_size",
-            "query_ranges",
-            "alibi_slopes",
-            "position_bias",
-        )
-    ),
-    RefusedPair(
-        ("cache", ("as the query",)),
-        _on("scales"),
-        "only FP8 numbers have scales",
-        "k_scale is given but the cache is",
-    ),
-    RefusedPair(
-        ("scales", ("none",)),
-        _on("cache"),
-        "FP8 numbers mean nothing without scales",
-        "k_scale = None: expected a scale",
-    ),
-)
-_FORBIDDEN = {
-    pair for refused in REFUSED for a, b in refused.pairs() for pair in ((a, b), (b, a))
-}
-
-Pair = tuple[tuple[str, str], tuple[str, str]]
-
-
-def pairs_of(choice: Choice) -> set[Pair]:
-    """Return all pairs of values of a choice."""
-    return set(combinations(choice.items(), 2))
-
-
-def all_pairs() -> set[Pair]:
-    """Return all valid pairs of values."""
-    return {
-        ((name, value), (other, its))
-        for name, other in combinations(OPTIONS, 2)
-        for value in OPTIONS[name].values
-        for its in OPTIONS[other].values
-        if ((name, value), (other, its)) not in _FORBIDDEN
-    }
-
-
-def allowed(choice: Choice, name: str) -> list[str]:
-    """Return the values of an option that are valid together with those of a choice."""
-    return [
-        value
-        for value in OPTIONS[name].values
-        if not any(((name, value), beside) in _FORBIDDEN for beside in choice.items())
-    ]
-
-
-def draw_choice(pick: Random, start: Iterable[tuple[str, str]] = ()) -> Choice:
-    """Return a random choice in the order of OPTIONS that contains the given values."""
-    while True:
-        choice = dict(start)
-        for name in pick.sample(list(OPTIONS), len(OPTIONS)):
-            values = [choice[name]] if name in choice else allowed(choice, name)
-            if not values:
-                break
-            choice[name] = pick.choice(values)
-        else:
-            return {name: choice[name] for name in OPTIONS}
-
-
-def cover_pairs(candidates: int = 60) -> list[Choice]:
-    """Return choices that contain every valid pair, each the best of some random candidates.
-
-    Every choice starts from a pair that is still missing, so that the search ends.
-    """
-    pick = Random(0)
-    missing = all_pairs()
-    design: list[Choice] = []
-    while missing:
-        first = min(missing)
-        drawn = [draw_choice(pick, first) for _ in range(candidates)]
-        best = max(drawn, key=lambda choice: len(pairs_of(choice) & missing))
-        missing -= pairs_of(best)
-        design.append(best)
-    return design
-
-
-@st.composite
-def choices(draw: st.DrawFn) -> tuple[Choice, int]:
-    """Draw any valid choice, and a seed for its batch."""
-    seed = draw(st.integers(0, 2**20))
-    return draw_choice(Random(seed)), seed
-
-
-DESIGN = cover_pairs()
 
 
 @dataclass(frozen=True)
@@ -378,13 +150,11 @@ class Call:
         pair = [self.arguments[name].cpu() for name in ("key_cache", "value_cache")]
         block_size = pair[0].shape[1]
         requests = []
-        for question, key_len, row in zip(
-            queries, self.key_lens, self.rows, strict=True
-        ):
-            blocks = [row[place // block_size] for place in range(key_len)]
-            offsets = [place % block_size for place in range(key_len)]
+        for query, key_len, row in zip(queries, self.key_lens, self.rows, strict=True):
+            blocks = [row[position // block_size] for position in range(key_len)]
+            offsets = [position % block_size for position in range(key_len)]
             requests.append(
-                OracleRequest(question, *(each[blocks, offsets] for each in pair))
+                OracleRequest(query, *(each[blocks, offsets] for each in pair))
             )
         return requests
 
@@ -453,7 +223,7 @@ def build_call(choice: Choice, seed: int, device: torch.device) -> Call:
     """Return a call with every option as chosen, on a batch drawn from the seed.
 
     About half of the requests hold a needle: a key that outweighs all others of its sequence.
-    Choices with an invalid pair are built as well.
+    Choices with a rejected pair are built as well.
     """
     pick = Random(f"options {seed}")
     generator = torch.Generator().manual_seed(seed)
@@ -486,7 +256,7 @@ def build_call(choice: Choice, seed: int, device: torch.device) -> Call:
     # step: draw queries, keys and values, with needles among the keys
     padding = pick.choice([0, 0, 2])
     lean = torch.nn.functional.normalize(random(kv_heads, size), dim=1)
-    questions = random(tokens, heads, size)
+    queries = random(tokens, heads, size)
     keys = [random(count, kv_heads, size) for count in key_lens]
     values = [random(count, kv_heads, value_size) for count in key_lens]
     factor = size**-0.5 if scale is None else scale
@@ -494,19 +264,19 @@ def build_call(choice: Choice, seed: int, device: torch.device) -> Call:
         if not key_lens[req] or pick.random() < 0.5:
             continue
         own = slice(sum(query_lens[:req]), sum(query_lens[: req + 1]))
-        questions[own] = 0.25 * questions[own] + 2 * lean.repeat_interleave(group, 0)
+        queries[own] = 0.25 * queries[own] + 2 * lean.repeat_interleave(group, 0)
         last = key_lens[req] - 1
-        places = [0, last, last - query_lens[req] + 1, last - 6, last - 7, last - 32]
-        places += [last // 8 * 8, last // 33 * 33, last // 32 * 32]
-        place = min(max(0, pick.choice(places)), last)
-        keys[req][place] = 12 / factor * lean
-        values[req][place] += 3
+        edges = [0, last, last - query_lens[req] + 1, last - 6, last - 7, last - 32]
+        edges += [last // 8 * 8, last // 33 * 33, last // 32 * 32]
+        position = min(max(0, pick.choice(edges)), last)
+        keys[req][position] = 12 / factor * lean
+        values[req][position] += 3
 
     # step: store them in the chosen layout
     wide = heads * size + (24 if choice["query"] == "fused" else 0)
     query = torch.full((tokens + padding, wide), NAN, dtype=dtype, device=device)
     query = heads_of(query[:, : heads * size], heads)
-    query[:tokens] = questions.to(dtype).to(device)
+    query[:tokens] = queries.to(dtype).to(device)
     arguments |= {
         "query": query,
         "query_start_loc": starts_of(query_lens, device),

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..oracles.brute_force import Answer, places, sees
+from ..oracles.brute_force import Answer, attends, positions_of
 from .batches import NAN
 from .options import Call, starts_of
 
@@ -163,13 +163,13 @@ def given_away(call: Call) -> Call:
     for req, (query_len, key_len) in enumerate(
         zip(call.query_lens, call.key_lens, strict=True)
     ):
-        both = places(req, query_len, key_len, options)
+        both = positions_of(req, query_len, key_len, options)
         first = min(
             (
                 key
                 for own in range(query_len)
                 for key in range(key_len)
-                if sees(req, token + own, own, key, *both, options)
+                if attends(req, token + own, own, key, *both, options)
             ),
             default=key_len,
         )

@@ -10,8 +10,10 @@ from collections.abc import Collection
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+from ...validation.options import OPTIONS as OPTION_FILES
 from ..generators.batches import BatchPlan
-from ..generators.options import DTYPES, OPTIONS, Choice
+from ..generators.option_pairs import OPTIONS, Choice
+from ..generators.options import DTYPES
 from .candidate import Support
 
 Value = TypeVar("Value")
@@ -25,19 +27,12 @@ class Fitted(Protocol):
         """Return the nearest case inside of the support."""
 
 
-NEEDED = {
-    "sliding_window": "sliding_window",
-    "attention_chunk_size": "attention_chunk_size",
-    "tree_mask": "tree_mask",
-    "query_ranges": "query_ranges",
-    "logits_soft_cap": "logits_soft_cap",
-    "alibi_slopes": "alibi_slopes",
-    "position_bias": "position_bias",
-    "sinks": "sinks",
-    "value_head_size": "value_head_size",
-    "scale": "scale",
-}
-"""For each option of a choice, the name that SUPPORT must list for any value but the first."""
+NEEDED = (
+    *(name for name in OPTION_FILES if name not in ("causal", "batch_invariant")),
+    "value_head_size",
+    "scale",
+)
+"""Options of a choice whose values but the first one need an entry of that name in SUPPORT."""
 
 
 def fit_case(case: Any, support: Support) -> Any:
@@ -116,8 +111,8 @@ def _fit_choice(choice: Choice, support: Support) -> Choice:
     if longest is not None and longest < 128 and choice["batch"] != "decode":
         fitted["batch"] = "decode"
     if options is not None:
-        for name, needed in NEEDED.items():
-            if needed not in options:
+        for name in NEEDED:
+            if name not in options:
                 fitted[name] = OPTIONS[name].values[0]
         if "causal" not in options:
             encodes = choice["operation"] == "encoder_attention"

@@ -11,7 +11,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from ..generators.batches import BatchPlan
-from ..generators.options import OPTIONS, PLAIN, Choice, allowed
+from ..generators.option_pairs import OPTIONS, PLAIN, Choice, allowed
 
 
 def shrink(case: Any, fails: Callable[[Any], bool], seconds: float) -> Any:

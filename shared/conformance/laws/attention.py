@@ -21,14 +21,8 @@ from ..generators.batches import (
     BatchPlan,
     plans,
 )
-from ..generators.options import (
-    DESIGN,
-    Choice,
-    build_call,
-    draw_choice,
-    paged_call,
-    ragged_call,
-)
+from ..generators.option_pairs import DESIGN, Choice, draw_choice
+from ..generators.options import build_call, paged_call, ragged_call
 from ..harness.calling import expect_right, expect_same_results, run_call, value_size_of
 from ..harness.canaries import kept
 from ..harness.expect import expect_same

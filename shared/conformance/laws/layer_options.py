@@ -18,8 +18,10 @@ from ...contract.kinds import PAD_SLOT_ID
 from ...contract.metadata_classes import CommonAttentionMetadata
 from ...contract.specs import KVCacheSpec
 from ...engine.backend_interface import AttentionBackend
+from ...validation.options import OPTIONS
 from ..generators.batches import LAYOUTS, NAN, empty_cache
-from ..generators.options import Call, build_call, draw_choice, starts_of, stored_as
+from ..generators.option_pairs import draw_choice
+from ..generators.options import Call, build_call, starts_of, stored_as
 from ..generators.rearranging import only
 from ..generators.steps import counts
 from ..harness.calling import expect_right
@@ -39,6 +41,8 @@ OF_LAYERS = (
     "sinks",
 )
 """Options of a layer's constructor, with the names that attention uses."""
+OF_STEPS = ("causal", "tree_mask", "query_ranges", "batch_invariant")
+"""Options of a layer's step. Options of neither kind stay off: a layer does not take them."""
 CACHE_DTYPES = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
 Images = dict[int, list[tuple[int, int]]]
 
@@ -55,6 +59,11 @@ def layer_cases(draw: st.DrawFn, fixed: tuple[tuple[str, str], ...] = ()) -> Dra
         "value_head_size": "as the keys",
         "causal": pick.choice(["yes", "yes", "no", "each request"]),
         "group": pick.choice(["1", "2"]),
+        **{
+            name: option.values[0]
+            for name, option in OPTIONS.items()
+            if name not in (*OF_LAYERS, *OF_STEPS)
+        },
     } | dict(fixed)
     if pick.random() < 0.6:  # whole prompts are slow in an interpreter
         start["batch"] = pick.choice(["decode", "verification"])

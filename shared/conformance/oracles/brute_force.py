@@ -83,19 +83,18 @@ def attend_by_hand(
         reads = [head * kv_heads // query_heads for head in range(query_heads)]
         key = request.key.double() * column(given.get("k_scale", 1.0), kv_heads)
         value = request.value.double() * column(given.get("v_scale", 1.0), kv_heads)
-        queries, keys = places(req, len(request.query), len(request.key), given)
-        for own, place in enumerate(queries):
-            seen = [
+        queries, keys = positions_of(req, len(request.query), len(request.key), given)
+        for own, position in enumerate(queries):
+            visible = [
                 number
                 for number in range(len(keys))
-                if sees(req, token, own, number, queries, keys, given)
+                if attends(req, token, own, number, queries, keys, given)
                 != flip(req, own, number)
             ]
-            distances = [keys[number] - place for number in seen]
-            question = request.query[own].double()[:, None]
-            products = (
-                question * key[seen].transpose(0, 1)[reads]
-            )  # [heads, keys, size]
+            distances = [keys[number] - position for number in visible]
+            query = request.query[own].double()[:, None]
+            # [heads, keys, size]
+            products = query * key[visible].transpose(0, 1)[reads]
             score = products.sum(2) * scale
             size = products.abs().sum(2) * scale
             if "logits_soft_cap" in given:
@@ -108,17 +107,17 @@ def attend_by_hand(
             if score.shape[1]:
                 lse[:, token] = score.logsumexp(1)
                 # [heads, keys]; a sink takes weight and has no value
-                weights = torch.exp(score - lse[:, token, None])[:, : len(seen)]
-                answers = value[seen].transpose(0, 1)[reads]  # [heads, keys, size]
-                out[token] = (weights[:, :, None] * answers).sum(1)
-                sizes[token] = (weights[:, :, None] * answers.abs()).sum(1)
-            if seen:
+                weights = torch.exp(score - lse[:, token, None])[:, : len(visible)]
+                values = value[visible].transpose(0, 1)[reads]  # [heads, keys, size]
+                out[token] = (weights[:, :, None] * values).sum(1)
+                sizes[token] = (weights[:, :, None] * values.abs()).sum(1)
+            if visible:
                 scores[:, token] = size.amax(1)
             token += 1
     return Answer(out, lse, sizes, scores)
 
 
-def places(
+def positions_of(
     req: int, query_len: int, key_len: int, given: dict[str, Any]
 ) -> tuple[list[int], list[int]]:
     """Return the positions of one request's queries and of its keys."""
@@ -127,12 +126,12 @@ def places(
     if mask is None or query_len > mask.shape[1]:
         return list(range(context, key_len)), list(range(key_len))
     # position of a tree token: context + visible new tokens (itself included) - 1
-    seen = [sum(mask[req, own, :query_len].tolist()) for own in range(query_len)]
-    queries = [context + count - 1 for count in seen]
+    counts = [sum(mask[req, own, :query_len].tolist()) for own in range(query_len)]
+    queries = [context + count - 1 for count in counts]
     return queries, [*range(context), *queries]
 
 
-def sees(
+def attends(
     req: int,
     token: int,
     own: int,
@@ -142,23 +141,23 @@ def sees(
     given: dict[str, Any],
 ) -> bool:
     """Return whether the query `own` of a request attends to its key `number`."""
-    here, there = queries[own], keys[number]
+    query, key = queries[own], keys[number]
     if "query_ranges" in given:
         first, last = given["query_ranges"][token].tolist()
-        if first >= 0 and first <= there <= last:
+        if first >= 0 and first <= key <= last:
             return True
     mask, causal = given.get("tree_mask"), given["causal"]
     new = number - (len(keys) - len(queries))
     if mask is not None and len(queries) <= mask.shape[1]:
         if new >= 0 and not mask[req, own, new]:
             return False
-    elif (causal[req] if isinstance(causal, Tensor) else causal) and there > here:
+    elif (causal[req] if isinstance(causal, Tensor) else causal) and key > query:
         return False
     window = given.get("sliding_window")
-    if window is not None and abs(here - there) >= window:
+    if window is not None and abs(query - key) >= window:
         return False
     chunk = given.get("attention_chunk_size")
-    return chunk is None or here // chunk == there // chunk
+    return chunk is None or query // chunk == key // chunk
 
 
 def biases(

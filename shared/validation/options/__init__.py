@@ -1,38 +1,12 @@
-"""Options of attention: one file per option, with its validation and its generator.
+"""Options of attention: what is declared, validated and drawn for each.
 
-An option is a field of `AttentionOptions`. To add one, write the field and its file here, and list
-it in OPTIONS; the laws then draw it together with all others.
+Every file of this folder is one option and has its name. It defines `OPTION`.
 """
 
-from . import (
-    alibi,
-    attention_chunk,
-    batch_invariant,
-    causal,
-    position_bias,
-    query_ranges,
-    sinks,
-    sliding_window,
-    soft_cap,
-    tree,
-)
-from .option import Drawing as Drawing
-from .option import Option as Option
-from .option import OptionCall as OptionCall
+from ...contract.option_files import import_option_files
+from ..option import Option
 
-OPTIONS = {
-    each.OPTION.name: each.OPTION
-    for each in (
-        causal,
-        sliding_window,
-        attention_chunk,
-        soft_cap,
-        alibi,
-        position_bias,
-        sinks,
-        tree,
-        batch_invariant,
-        query_ranges,
-    )
+OPTIONS: dict[str, Option] = {
+    name: file.OPTION for name, file in import_option_files(__name__, __path__).items()
 }
-"""Options by name, in the order in which they are validated and drawn."""
+"""Options by name, in the order of `AttentionOptions`, in which they are validated and drawn."""

@@ -1,6 +1,6 @@
 """Generator of `batch_invariant`: the same bits whatever else is in the batch."""
 
-from .option import Drawing, Option, OptionCall
+from ..option import Drawing, Option, OptionCall
 
 
 def validate(batch_invariant: bool, call: OptionCall) -> None:
@@ -13,10 +13,10 @@ def draw(name: str, drawing: Drawing) -> bool:
 
 
 OPTION = Option(
-    "batch_invariant",
-    "the same bits whatever else is in the batch",
-    "no",
-    ("no", "yes"),
-    draw,
-    validate,
+    name="batch_invariant",
+    meaning="the same bits whatever else is in the batch",
+    default="no",
+    values=("no", "yes"),
+    draw=draw,
+    validate=validate,
 )

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from ..option import Drawing, Option, OptionCall
 from ..primitives import check_dtype, check_length, check_same_device
-from .option import Drawing, Option, OptionCall
 
 
 def validate(causal: bool | Tensor, call: OptionCall) -> None:
@@ -25,10 +25,10 @@ def draw(name: str, drawing: Drawing) -> bool | Tensor:
 
 
 OPTION = Option(
-    "causal",
-    "a query attends to no key after itself; cross: not causal, more queries than keys",
-    "yes with pages, no in an encoder",
-    ("yes", "no", "each request", "cross"),
-    draw,
-    validate,
+    name="causal",
+    meaning="a query attends to no key after itself; cross: not causal, more queries than keys",
+    default="yes with pages, no in an encoder",
+    values=("yes", "no", "each request", "cross"),
+    draw=draw,
+    validate=validate,
 )

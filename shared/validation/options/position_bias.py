@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from ..option import Drawing, Option, OptionCall
 from ..primitives import check_dtype, check_same_device
-from .option import Drawing, Option, OptionCall
 
 
 def validate(position_bias: Tensor, call: OptionCall) -> None:
@@ -31,10 +31,11 @@ def draw(name: str, drawing: Drawing) -> Tensor:
 
 
 OPTION = Option(
-    "position_bias",
-    "a bias per distance",
-    "no bias",
-    ("none", "reach 4"),
-    draw,
-    validate,
+    name="position_bias",
+    meaning="a bias per distance",
+    default="no bias",
+    heading="bias",
+    values=("none", "reach 4"),
+    draw=draw,
+    validate=validate,
 )

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from ..option import Drawing, Option, OptionCall
 from ..primitives import check_dtype, check_same_device
-from .option import Drawing, Option, OptionCall
 
 
 def validate(query_ranges: Tensor, call: OptionCall) -> None:
@@ -34,10 +34,11 @@ def draw(name: str, drawing: Drawing) -> Tensor:
 
 
 OPTION = Option(
-    "query_ranges",
-    "a range of keys that no other mask hides",
-    "no range",
-    ("none", "ranges"),
-    draw,
-    validate,
+    name="query_ranges",
+    meaning="a range of keys that no other mask hides",
+    default="no range",
+    heading="ranges",
+    values=("none", "ranges"),
+    draw=draw,
+    validate=validate,
 )

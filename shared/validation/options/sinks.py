@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
+from ..option import Drawing, Option, OptionCall
 from ..primitives import check_dtype, check_length, check_same_device
-from .alibi import slopes
-from .option import Drawing, Option, OptionCall
+from .alibi_slopes import slopes
 
 
 def validate(sinks: Tensor, call: OptionCall) -> None:
@@ -22,10 +22,11 @@ def draw(name: str, drawing: Drawing) -> Tensor:
 
 
 OPTION = Option(
-    "sinks",
-    "a score that takes weight only",
-    "no sink",
-    ("none", "sinks"),
-    draw,
-    validate,
+    name="sinks",
+    meaning="a score that takes weight only",
+    default="no sink",
+    heading="sinks",
+    values=("none", "sinks"),
+    draw=draw,
+    validate=validate,
 )

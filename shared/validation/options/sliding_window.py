@@ -1,7 +1,7 @@
 """Validation and generator of `sliding_window`: keys on each side of a query."""
 
+from ..option import Drawing, Option, OptionCall
 from ..primitives import check_positive
-from .option import Drawing, Option, OptionCall
 
 
 def validate(sliding_window: int, call: OptionCall | None = None) -> None:
@@ -15,10 +15,11 @@ def draw(name: str, drawing: Drawing) -> int:
 
 
 OPTION = Option(
-    "sliding_window",
-    "keys on each side of a query, its own included",
-    "all",
-    ("none", "1", "7", "33"),
-    draw,
-    validate,
+    name="sliding_window",
+    meaning="keys on each side of a query, its own included",
+    default="all",
+    heading="window",
+    values=("none", "1", "7", "33"),
+    draw=draw,
+    validate=validate,
 )

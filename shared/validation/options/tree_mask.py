@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from ..option import Drawing, Option, OptionCall, Rejected
 from ..primitives import check_dtype, check_same_device
-from .option import Drawing, Option, OptionCall
 
 
 def validate(tree_mask: Tensor, call: OptionCall) -> None:
@@ -19,8 +19,8 @@ def validate(tree_mask: Tensor, call: OptionCall) -> None:
     check_same_device(query=call.query, tree_mask=tree_mask)
     if call.options.causal is not True:
         raise ValueError(
-            "tree_mask is given beside causal: expected causal = True, since the mask says"
-            " what is seen; a request without a tree has a lower triangle"
+            "tree_mask is given beside causal: expected causal = True, since the tree mask"
+            " replaces the causal one; a request without a tree has a lower triangle"
         )
 
 
@@ -57,10 +57,25 @@ def draw(name: str, drawing: Drawing) -> Tensor:
 
 
 OPTION = Option(
-    "tree_mask",
-    "which new token attends to which",
-    "no tree",
-    ("none", "tree"),
-    draw,
-    validate,
+    name="tree_mask",
+    meaning="which new token attends to which",
+    default="no tree",
+    heading="tree",
+    values=("none", "tree"),
+    draw=draw,
+    validate=validate,
+    rejected=(
+        Rejected(
+            "operation",
+            ("encoder_attention",),
+            "a tree follows the cached keys of its sequence",
+            "tree_mask is given: expected None, since the keys and values are not read",
+        ),
+        Rejected(
+            "causal",
+            ("no", "each request", "cross"),
+            "the tree mask replaces the causal mask",
+            "tree_mask is given beside causal",
+        ),
+    ),
 )

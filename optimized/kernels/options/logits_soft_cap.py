@@ -4,11 +4,6 @@ import triton
 import triton.language as tl
 
 
-def lower(logits_soft_cap: float | None) -> float:
-    """Return config.SOFT_CAP."""
-    return logits_soft_cap or 0.0
-
-
 @triton.jit
 def tanh(x):
     """Return tanh(x), accurate to a few roundings for small x, where 1 - 2 / (e^2x + 1) cancels."""

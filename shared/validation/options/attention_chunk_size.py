@@ -1,7 +1,7 @@
 """Validation and generator of `attention_chunk_size`: positions per chunk."""
 
+from ..option import Drawing, Option, OptionCall
 from ..primitives import check_positive
-from .option import Drawing, Option, OptionCall
 
 
 def validate(attention_chunk_size: int, call: OptionCall) -> None:
@@ -15,10 +15,11 @@ def draw(name: str, drawing: Drawing) -> int:
 
 
 OPTION = Option(
-    "attention_chunk_size",
-    "positions per chunk; a query attends to its own chunk",
-    "no chunks",
-    ("none", "8", "33"),
-    draw,
-    validate,
+    name="attention_chunk_size",
+    meaning="positions per chunk; a query attends to its own chunk",
+    default="no chunks",
+    heading="chunks",
+    values=("none", "8", "33"),
+    draw=draw,
+    validate=validate,
 )

@@ -2,7 +2,7 @@
 
 import math
 
-from .option import Drawing, Option, OptionCall
+from ..option import Drawing, Option, OptionCall
 
 
 def validate(logits_soft_cap: float, call: OptionCall) -> None:
@@ -20,5 +20,11 @@ def draw(name: str, drawing: Drawing) -> float:
 
 
 OPTION = Option(
-    "logits_soft_cap", "bounds every score", "no cap", ("none", "2.0"), draw, validate
+    name="logits_soft_cap",
+    meaning="bounds every score",
+    default="no cap",
+    heading="cap",
+    values=("none", "2.0"),
+    draw=draw,
+    validate=validate,
 )

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from ...contract.attention_options import AttentionOptions
-from ...contract.kinds import FP8_DTYPES
-from ..primitives import check_dtype, check_same_device
+from ..contract.attention_options import AttentionOptions
+from ..contract.kinds import FP8_DTYPES
+from .primitives import check_dtype, check_same_device
 
 SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 

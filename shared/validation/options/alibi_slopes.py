@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from ..option import Drawing, Option, OptionCall
 from ..primitives import check_dtype, check_length, check_same_device
-from .option import Drawing, Option, OptionCall
 
 
 def validate(alibi_slopes: Tensor, call: OptionCall) -> None:
@@ -25,10 +25,11 @@ def draw(name: str, drawing: Drawing) -> Tensor:
 
 
 OPTION = Option(
-    "alibi_slopes",
-    "a bias that grows with the distance",
-    "no bias",
-    ("none", "slopes"),
-    draw,
-    validate,
+    name="alibi_slopes",
+    meaning="a bias that grows with the distance",
+    default="no bias",
+    heading="ALiBi",
+    values=("none", "slopes"),
+    draw=draw,
+    validate=validate,
 )

@@ -4,11 +4,6 @@ import triton
 import triton.language as tl
 
 
-def lower(attention_chunk_size: int | None) -> int:
-    """Return config.CHUNK_SIZE."""
-    return attention_chunk_size or 0
-
-
 @triton.jit
 def limit_to_chunk(begin, end, position, CHUNK_SIZE: tl.constexpr):
     """Return the visible range, limited to the chunk that contains `position`."""
