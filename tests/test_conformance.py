@@ -385,23 +385,26 @@ def test_a_kernel_that_needs_a_gpu_is_not_reported_as_broken(kernels):
 # what a report shows
 
 READS_PAST_THE_END = """
+from pagetwin.contract.attention_options import DEFAULT_OPTIONS
 from pagetwin.reference.attention.paged import paged_attention as right
 
 def paged_attention(
-    query, key_cache, value_cache, block_table, query_start_loc, seq_lens, *rest, **given
+    query, key_cache, value_cache, block_table, query_start_loc, seq_lens,
+    max_query_len, max_seq_len, options=DEFAULT_OPTIONS, out=None, **given
 ):
     partly_filled = seq_lens % key_cache.shape[1] != 0
-    longest = rest[1] + 1
     return right(
         query, key_cache, value_cache, block_table, query_start_loc,
-        seq_lens + partly_filled, rest[0], longest, *rest[2:], **given
+        seq_lens + partly_filled, max_query_len, max_seq_len + 1,
+        options=options, out=out, **given
     )
 """
 LEAVES_AN_ELEMENT = """
+from pagetwin.contract.attention_options import DEFAULT_OPTIONS
 from pagetwin.reference.attention.paged import paged_attention as right
 
-def paged_attention(*arguments, out=None, **given):
-    result = right(*arguments, **given)
+def paged_attention(*arguments, options=DEFAULT_OPTIONS, out=None, **given):
+    result = right(*arguments, options=options, **given)
     if out is None:
         return result
     out[..., 1:] = result[..., 1:]

@@ -558,7 +558,7 @@ def test_a_write_to_a_slot_of_another_block_is_caught(tmp_path):
             ReplayLaw.REST.value,
             ReplayLaw.ATTENTION.value,
         )
-        assert (caught.value.stored.step == 0) == (place == "first")
+        assert (caught.value.stored.step == 1) == (place == "first")
         hint = "check_every = 1 finds the step" in str(caught.value)
         assert hint == (
             place == "last" and caught.value.violation.law == ReplayLaw.REST.value
@@ -621,7 +621,8 @@ def test_a_file_that_is_not_a_stored_step_raises(tmp_path):
         ("step", "7"),
         ("twins", []),
         ("query", torch.zeros(2)),
-        ("query_lens", [1, 2]),
+        ("query_lens", None),
+        ("scheduled_tokens", [1, 2]),
         ("block_rows", [[0.5]]),
         ("block_ids", torch.tensor([10**6])),
         ("blocks", torch.zeros(2, 1, 1, 1, 1)),

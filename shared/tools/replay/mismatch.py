@@ -209,10 +209,10 @@ def _contradiction(content: dict[str, Any]) -> str | None:
         if content[name].shape[0] != tokens:
             return name
     cached = {block for row in content["block_rows"] for block in row}
-    if blocks.shape[:3] != (2, len(used), content["block_size"]):
-        return "blocks"
     if not cached <= set(used.tolist()) <= set(range(content["num_blocks"])):
         return "block_ids"
+    if blocks.shape[:3] != (2, len(used), content["block_size"]):
+        return "blocks"
     for name in ("key", "value"):
         if content[name].shape[1:] != blocks.shape[3:]:
             return name
