@@ -318,8 +318,8 @@ def test_a_file_elsewhere_is_a_module_too(kernels, tmp_path):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["nobody"], "there is no module nobody here"),
-        (["nobody.py"], "there is no such file"),
+        (["nobody"], "module nobody does not exist here"),
+        (["nobody.py"], "the file does not exist"),
         (["json"], "json has none of the operations"),
         (["reference", "--only", "no such words"], "no law contains it; areas are"),
         (["reference", "--known", "a law"], "expected LAW=REASON"),

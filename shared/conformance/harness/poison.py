@@ -163,7 +163,7 @@ class _Call:
         nan = self.output.float().isnan()
         if not bool(nan.any()):
             return ""
-        # the views that the call got are modified, so that it sees the same strides
+        # the views that the call got are modified, so the strides are the same
         before = {name: each.clone() for name, each in caches.items()}
         try:
             return self._cause(nan, before)

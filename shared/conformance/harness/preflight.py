@@ -104,7 +104,7 @@ def _check_exists(implementation: str) -> None:
     if implementation.endswith(".py"):
         if not Path(implementation).is_file():
             raise ModuleNotFoundError(
-                f"implementation = {implementation!r}: there is no such file"
+                f"implementation = {implementation!r}: the file does not exist"
             )
         return
     top = implementation.partition(".")[0]
@@ -114,7 +114,7 @@ def _check_exists(implementation: str) -> None:
         or importlib.util.find_spec(top) is not None
     ):
         raise ModuleNotFoundError(
-            f"implementation = {implementation!r}: there is no module {top} here; expected"
+            f"implementation = {implementation!r}: module {top} does not exist here; expected"
             " reference, optimized, a module or package that can be imported, or a .py file"
         )
 
