@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from pagetwin.contract.operations import CONCEPTS
 from pagetwin.tools.cli import DISAGREE, USER_ERROR, app
+from pagetwin.tools.files import whole_file, write_text
 from typer.testing import CliRunner
 
 SMALL = ("--device", "cpu", "--requests", "6", "--twins", "reference,reference")
@@ -73,7 +74,7 @@ def test_a_replay_ends_with_tables_figures_and_a_page(pagetwin, tmp_path):
         "replay", *SMALL, "--json", "figures.json", "--report", "page.html"
     )
     assert result.exit_code == 0, result.output
-    for words in ("prefill tokens", "prefix hits", "preemptions", "The twins agree"):
+    for words in ("prefill tokens", "prefix hits", "preemptions"):
         assert words in result.output
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert figures["requests"] == figures["requests_finished"] == 6
@@ -85,6 +86,56 @@ def test_a_replay_ends_with_tables_figures_and_a_page(pagetwin, tmp_path):
         "figures.json",
         "page.html",
     ]
+
+
+def test_twins_agree_only_if_two_of_them_ran(pagetwin, tmp_path, monkeypatch):
+    """A replay of the reference alone once ended with "The twins agree"."""
+    monkeypatch.syspath_prepend(tmp_path)
+    write_twin(tmp_path, "another_twin")
+    small = ("replay", "--device", "cpu", "--requests", "3", "--twins")
+    for alone in ("reference", "reference,reference"):
+        result = pagetwin(*small, alone)
+        assert result.exit_code == 0, result.output
+        assert "The twins agree" not in result.output
+        assert "No twins were compared" in result.output
+    two = pagetwin(*small, "reference,another_twin")
+    assert re.search(r"The twins agree in all \d+ steps", two.output), two.output
+
+
+def test_steps_have_one_numbering(pagetwin, tmp_path):
+    """The progress bar began at 0 and skipped idle times; the table counted."""
+    result = pagetwin("replay", *SMALL, "--json", "f.json")
+    assert result.exit_code == 0, result.output
+    steps = json.loads((tmp_path / "f.json").read_text())["steps"]
+    assert re.search(rf"step {steps}: \d+ running", result.output)
+    assert f"in all {steps} steps" in result.output
+
+
+def test_the_table_says_what_was_scaled_and_by_how_much(pagetwin, tmp_path):
+    result = pagetwin("replay", *SMALL, "--json", "f.json")
+    assert result.exit_code == 0, result.output
+    figures = json.loads((tmp_path / "f.json").read_text())
+    here, there = figures["lengths"], figures["lengths_in_trace"]
+    for name, scale in (("prompt", "1/64"), ("output", "1/32")):
+        tokens = f"{name}_tokens"
+        assert here[tokens] < there[tokens]
+        row = next(line for line in result.output.splitlines() if f"{name} tok" in line)
+        assert f"{here[tokens]:,}" in row
+        assert f"of {there[tokens]:,} in the trace, scaled by {scale}" in row
+    full = pagetwin(
+        "replay",
+        "--twins",
+        "reference",
+        "--trace",
+        "azure",
+        "--requests",
+        1,
+        "--scale",
+        1,
+        "--output-scale",
+        1,
+    )
+    assert full.output.count("as in the trace") == 2, full.output
 
 
 def test_the_page_loads_nothing(pagetwin, tmp_path):
@@ -120,7 +171,7 @@ def test_a_disagreement_ends_with_one_and_can_be_reproduced(
         "--requests",
         6,
         "--twins",
-        "twin_without_first_key",
+        "reference,twin_without_first_key",
     )
     assert result.exit_code == DISAGREE, result.output
     assert "The twins disagree." in result.output
@@ -160,6 +211,11 @@ def test_a_disagreement_ends_with_one_and_can_be_reproduced(
         (["--device", "tpu"], "device = 'tpu'"),
         (["--report", "no/such/folder.html"], "no/such/folder.html"),
         (["--json", "no/such/folder.json"], "no/such/folder.json"),
+        (["--json", "."], "json = . is a folder"),
+        (["--report", "."], "report = . is a folder"),
+        (["--json", "/proc/figures.json"], "no file can be created in /proc"),
+        (["--json", "x", "--report", "x"], "json and report are both x"),
+        (["--output-scale", "2"], "output_scale = 2"),
     ],
 )
 def test_what_the_user_can_mend_is_one_sentence(pagetwin, tmp_path, words, sentence):
@@ -171,6 +227,44 @@ def test_what_the_user_can_mend_is_one_sentence(pagetwin, tmp_path, words, sente
     assert sentence in result.output
     assert "Traceback" not in result.output
     assert len(result.output.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("replay", "--json"),
+        ("replay", "--report"),
+        ("check", "reference", "--json"),
+        ("check", "reference", "--markdown"),
+        ("bench", "--smoke", "--device", "cpu", "--json"),
+        ("bench", "--smoke", "--device", "cpu", "--markdown"),
+        ("bench", "--smoke", "--device", "cpu", "--plot"),
+    ],
+)
+def test_an_output_that_cannot_be_written_ends_the_command_before_it_runs(
+    pagetwin, tmp_path, words
+):
+    """`--json` of a folder once failed after the whole run."""
+    (tmp_path / "folder.svg").mkdir()
+    result = pagetwin(*words, "folder.svg")
+    assert result.exit_code == USER_ERROR, result.output
+    assert result.output.strip().endswith("= folder.svg is a folder: expected a file")
+    assert len(result.output.strip().splitlines()) == 1
+
+
+def test_a_file_is_written_completely_or_not_at_all(tmp_path):
+    path, link = tmp_path / "figures.json", tmp_path / "link.json"
+    path.write_text("old")
+    link.symlink_to(path)
+    with pytest.raises(RuntimeError), whole_file(link) as unfinished:
+        unfinished.write_text("half")
+        raise RuntimeError
+    assert path.read_text() == "old"
+    write_text(link, "new")
+    assert link.is_symlink() and path.read_text() == "new"
+    assert sorted(each.name for each in tmp_path.iterdir()) == [path.name, link.name]
+    write_text(Path("/dev/null"), "a device is not replaced")
+    assert Path("/dev/null").is_char_device()
 
 
 def test_a_trace_of_ones_own_runs(pagetwin, tmp_path):
@@ -212,20 +306,68 @@ def test_a_replay_without_a_report_needs_no_drawing(pagetwin, monkeypatch):
 
 def test_a_damaged_file_cannot_be_reproduced(pagetwin, tmp_path):
     (tmp_path / "step.pt").write_bytes(b"nonsense")
-    for name, sentence in (("step.pt", "not a stored step"), ("none.pt", "expected")):
+    # torch.load raises an IndexError for these bytes, which once was a traceback and exit code 1
+    (tmp_path / "notes.txt").write_bytes(b". notes")
+    (tmp_path / "folder").mkdir()
+    for name, sentence in (
+        ("step.pt", "not a stored step"),
+        ("notes.txt", "not a stored step"),
+        ("folder", "is not a file"),
+        ("none.pt", "expected"),
+    ):
         result = pagetwin("reproduce", name)
-        assert result.exit_code == USER_ERROR
+        assert result.exit_code == USER_ERROR, result.output
         assert sentence in result.output
         assert "Traceback" not in result.output
+        assert len(result.output.strip().splitlines()) == 1
 
 
-def test_a_concept_is_explained_and_an_unknown_one_is_refused(pagetwin):
-    result = pagetwin("explain", "slot_mapping")
+@pytest.mark.parametrize("name", ["slot_mapping", "slot-mapping", "Slot Mapping"])
+def test_a_concept_is_explained_from_files_that_exist(pagetwin, name):
+    """The paths were those of a checkout, which a wheel does not have."""
+    result = pagetwin("explain", name)
     assert result.exit_code == 0, result.output
     assert "block" in result.output
-    result = pagetwin("explain", "slots")
+    modules = re.findall(r"Source: (\S+)\n\s+(\S+)", result.output)
+    assert [module for module, _ in modules] == [
+        "pagetwin.reference.cache.slot_mapping",
+        "pagetwin.optimized.cache.slot_mapping",
+    ]
+    for module, path in modules:
+        assert importlib.util.find_spec(module) and Path(path).is_file()
+
+
+@pytest.mark.parametrize(
+    ("name", "close"),
+    [
+        ("slots", "slot_mapping"),
+        ("slot-maping", "slot_mapping"),
+        ("reshape_and_cache", "cache_ops"),
+        ("mla-attention", "paged_attention"),
+    ],
+)
+def test_an_unknown_concept_ends_with_close_ones(pagetwin, name, close):
+    result = pagetwin("explain", name)
     assert result.exit_code == USER_ERROR
-    assert "concept = 'slots': expected one of block_table" in result.output
+    assert f"concept = {name!r} does not exist: did you mean" in result.output
+    assert close in result.output and "`pagetwin explain` lists" in result.output
+
+
+def test_explain_alone_lists_every_concept_in_one_line(pagetwin):
+    result = pagetwin("explain")
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    for concept, line in zip(CONCEPTS, lines, strict=False):
+        assert line.split() == [concept.name, *concept.summary.split()]
+
+
+@pytest.mark.parametrize(
+    "command", [each.callback.__name__ for each in app.registered_commands]
+)
+def test_help_names_every_exit_code(pagetwin, command):
+    result = pagetwin(command, "--help")
+    words = " ".join(result.output.split())
+    assert "Exit codes: 0, " in words and " 2, " in words, words
 
 
 @pytest.mark.skipif(

@@ -5,6 +5,7 @@ crash, hang, are missing or reject, and what is reported of it.
 """
 
 import json
+import re
 import subprocess
 import sys
 import textwrap
@@ -318,7 +319,7 @@ def test_a_file_elsewhere_is_a_module_too(kernels, tmp_path):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["nobody"], "module nobody was not found"),
+        (["nobody"], "module nobody does not exist here"),
         (["nobody.py"], "the file does not exist"),
         (["json"], "json has none of the operations"),
         (["reference", "--only", "no such words"], "no law contains it; areas are"),
@@ -326,6 +327,7 @@ def test_a_file_elsewhere_is_a_module_too(kernels, tmp_path):
         (["reference", "--known", "a law=why"], "expected sentences of laws"),
         (["reference", "--examples", "0"], "examples = 0"),
         (["reference", "--json", "no/folder.json"], "no/folder.json"),
+        (["reference", "--json", "."], "json = . is a folder"),
     ],
 )
 def test_what_the_user_can_fix_is_one_sentence(kernels, words, sentence):
@@ -334,6 +336,160 @@ def test_what_the_user_can_fix_is_one_sentence(kernels, words, sentence):
     assert sentence in result.output
     assert "Traceback" not in result.output
     assert len(result.output.strip().splitlines()) == 1
+
+
+CANNOT_RUN = {
+    "import nothere": "line 1): install nothere, or correct the import",
+    "import torch\nraise RuntimeError('no GPU here')": "no GPU here (line 2)",
+    "def f(:": "SyntaxError",
+    "from pagetwin.conformance import Support\n"
+    "SUPPORT = Support(dtypes=['bf16'])\n"
+    "def paged_attention(): pass": "SUPPORT.dtypes has 'bf16': expected names of torch",
+    "from pagetwin.conformance import Support\n"
+    "SUPPORT = Support(operations=['paged_atention'])\n"
+    "def paged_attention(): pass": "such as 'paged_attention'",
+}
+
+
+@pytest.mark.parametrize(("source", "words"), CANNOT_RUN.items())
+def test_an_adapter_that_cannot_run_is_reported_before_torch_is_imported(
+    kernels, source, words
+):
+    """Such an adapter once took the seconds in which two processes import torch and all laws."""
+    name = kernels(source)
+    script = (
+        "import sys\nfrom pagetwin.tools.cli import app\n"
+        f"try:\n    app(['check', {name!r}])\n"
+        "except SystemExit as ended:\n"
+        "    assert 'torch' not in sys.modules\n    raise\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == USER_ERROR, done.stderr
+    assert words in done.stderr and "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_kernel_that_needs_a_gpu_is_not_reported_as_broken(kernels):
+    """Every law was reported as broken."""
+    name = kernels(
+        "def paged_attention(*arguments, **options):\n"
+        "    raise RuntimeError('Expected all tensors on CUDA')\n"
+    )
+    result = check(name, "--only", "attention", "--examples", 2)
+    assert result.exit_code == USER_ERROR, result.output
+    assert f"device = 'cpu': {name} needs a GPU" in result.output
+    assert len(result.output.strip().splitlines()) == 1
+
+
+# what a report shows
+
+READS_PAST_THE_END = """
+from pagetwin.contract.attention_options import DEFAULT_OPTIONS
+from pagetwin.reference.attention.paged import paged_attention as right
+
+def paged_attention(
+    query, key_cache, value_cache, block_table, query_start_loc, seq_lens,
+    max_query_len, max_seq_len, options=DEFAULT_OPTIONS, out=None, **given
+):
+    partly_filled = seq_lens % key_cache.shape[1] != 0
+    return right(
+        query, key_cache, value_cache, block_table, query_start_loc,
+        seq_lens + partly_filled, max_query_len, max_seq_len + 1,
+        options=options, out=out, **given
+    )
+"""
+LEAVES_AN_ELEMENT = """
+from pagetwin.contract.attention_options import DEFAULT_OPTIONS
+from pagetwin.reference.attention.paged import paged_attention as right
+
+def paged_attention(*arguments, options=DEFAULT_OPTIONS, out=None, **given):
+    result = right(*arguments, options=options, **given)
+    if out is None:
+        return result
+    out[..., 1:] = result[..., 1:]
+    return out
+"""
+ATTENDS = "every new token attends to its sequence up to itself"
+
+
+@pytest.mark.parametrize(
+    ("source", "cause"),
+    [
+        (
+            READS_PAST_THE_END,
+            r"contains the poison of slot 5 of block \d+ in key_cache: position 21 of"
+            r" request 1, which is past its seq_len = 21",
+        ),
+        (LEAVES_AN_ELEMENT, "the output of token 0 is not written everywhere"),
+    ],
+    ids=["reads past the end", "leaves an element"],
+)
+def test_a_nan_is_explained_by_the_slot_that_it_comes_from(kernels, source, cause):
+    """The report said "found nan", and nothing about where it came from."""
+    case = "BatchPlan((1, 1), (32, 21), block_size=16)"
+    with pytest.raises(Disagreement, match=cause):
+        reproduce(kernels(source), ATTENDS, case, device="cpu")
+
+
+@pytest.mark.slow
+def test_laws_that_fail_alike_have_one_program(kernels, tmp_path):
+    page = (ROOT / "docs" / "conformance.md").read_text(encoding="utf-8")
+    source = re.search(r"```python\n(import torch\n.*?)```", page, re.DOTALL)[1]
+    bug = "seq_len -= seq_len % 16 == 1"
+    assert bug in source
+    source = source.replace(bug, "pass").replace(
+        "[:seq_len]", "[: seq_len + (seq_len % 5 == 0)]"
+    )
+    name = kernels(source)
+    words = ("--only", "attention ", "--examples", 10, "--json", "r.json")
+    result = check(name, *words, "--markdown", "r.md")
+    assert result.exit_code == DISAGREE, result.output
+    report = json.loads((tmp_path / "r.json").read_text())
+    broken = [each["law"] for each in report["results"] if each["status"] == "broken"]
+    symptoms = report["symptoms"]
+    assert sorted(law for laws in symptoms for law in laws) == sorted(broken)
+    assert len(symptoms) < len(broken) and len(symptoms[0]) > 2
+    page = (tmp_path / "r.md").read_text()
+    for text in (result.output, page):
+        assert text.count("from pagetwin.conformance import reproduce") == len(symptoms)
+        assert "contains the poison of slot" in text
+        assert re.search(r"The three laws to look at first", text)
+    first = report["laws_to_look_at_first"]
+    assert len(first) == 3
+    last = result.output.strip().splitlines()[-3:]
+    for number, (law, line) in enumerate(zip(first, last, strict=True), 1):
+        assert line.startswith(f"  {number}. {law}: ")
+
+
+def test_symptoms_differ_in_the_failure_and_not_in_its_numbers():
+    def broken(law: str, case: str, **failure: str) -> Result:
+        return Result(law, "area", Status.BROKEN, case=case, **failure)
+
+    report = Report(
+        "mine",
+        "cpu",
+        (
+            Result("held", "area", Status.HELD),
+            broken("a", "12345", what="out[3]", where="at [1]", found="1.5", right="2"),
+            broken(
+                "b", "123", what="out[40]", where="at [2]", found="3", right="-7e-3"
+            ),
+            broken("c", "1", what="out[3]", where="at [1]", found="nan", right="2"),
+            broken("d", "12", message="ValueError: head_size = 24"),
+            broken("e", "1", message="ValueError: head_size = 8"),
+            Result("f", "area", Status.MISSING, reason="mine has no copy_blocks"),
+            Result("g", "area", Status.MISSING, reason="mine has no copy_blocks"),
+        ),
+    )
+    found = [[each.law for each in one.results] for one in report.symptoms()]
+    assert found == [["e", "d"], ["b", "a"], ["f", "g"], ["c"]]
+    assert [each.law for each in report.laws_to_look_at_first()] == ["e", "b", "f"]
+    alone = Report("mine", "cpu", report.results[:3])
+    assert [each.law for each in alone.laws_to_look_at_first()] == ["b", "a"]
+    assert "## The two laws to look at first" in alone.to_markdown()
+    assert Report("mine", "cpu", report.results[:1]).laws_to_look_at_first() == []
 
 
 # what a module declares

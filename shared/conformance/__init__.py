@@ -10,11 +10,38 @@ implementations that it checks.
     >>> report = check_implementation("my_kernels")  # doctest: +SKIP
 """
 
-from .harness.candidate import Support as Support
-from .harness.fuzz import fuzz_implementation as fuzz_implementation
-from .harness.pytest_support import parametrize_with_laws as parametrize_with_laws
-from .harness.report import Report as Report
-from .harness.report import Result as Result
-from .harness.report import Status as Status
-from .harness.runner import check_implementation as check_implementation
-from .harness.runner import reproduce as reproduce
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .harness.candidate import Support as Support
+    from .harness.fuzz import fuzz_implementation as fuzz_implementation
+    from .harness.pytest_support import parametrize_with_laws as parametrize_with_laws
+    from .harness.report import Report as Report
+    from .harness.report import Result as Result
+    from .harness.report import Status as Status
+    from .harness.runner import check_implementation as check_implementation
+    from .harness.runner import reproduce as reproduce
+
+_MODULES = {
+    "Support": "candidate",
+    "fuzz_implementation": "fuzz",
+    "parametrize_with_laws": "pytest_support",
+    "Report": "report",
+    "Result": "report",
+    "Status": "report",
+    "check_implementation": "runner",
+    "reproduce": "runner",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name when it is used: an adapter needs `Support` and not all laws."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = import_module(f"{__name__}.harness.{_MODULES[name]}")
+    return getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})

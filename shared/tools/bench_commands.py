@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 
 from .command_line import choose_interpreter, sentences_for_errors
+from .files import check_outputs, write_text
 
 if TYPE_CHECKING:
     from .bench.run import Benchmark
@@ -17,90 +18,83 @@ WRONG = 1
 INTERRUPTED = 130
 
 
+Names = Annotated[
+    list[str] | None,
+    typer.Argument(help="Workloads, or patterns such as 'decode-*'.  (all)"),
+]
+Device = Annotated[str | None, typer.Option(help="cuda, or cpu with --smoke.  (cuda)")]
+Implementations = Annotated[
+    str | None,
+    typer.Option(
+        help="Comma-separated: ours, fa3, flashinfer, vllm, xformers, torch."
+        "  (all that are installed)"
+    ),
+]
+Rounds = Annotated[
+    int | None, typer.Option(help="Rounds, each with new inputs.  (3; smoke 1)")
+]
+Repeats = Annotated[
+    int | None, typer.Option(help="Runs per implementation and round.  (30; smoke 2)")
+]
+Seed = Annotated[int, typer.Option(help="Seed of inputs and of the order of runs.")]
+Limit = Annotated[
+    float | None,
+    typer.Option(help="Seconds after which no workload is started.  (none)"),
+]
+FlashAttention3 = Annotated[
+    Path | None,
+    typer.Option(
+        help="vLLM's _vllm_fa3_C.abi3.so, which holds FlashAttention-3.  ($PAGETWIN_FA3,"
+        " or an installed package)"
+    ),
+]
+JsonFile = Annotated[
+    Path | None,
+    typer.Option("--json", help="Write the record to this file, after each workload."),
+]
+PlotFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="Draw plots into this .svg or .png file, and a dark version next to it."
+    ),
+]
+MarkdownFile = Annotated[Path | None, typer.Option(help="Write a page to this file.")]
+Commit = Annotated[
+    str | None, typer.Option(help="Commit that the record names.  (from git)")
+]
+Smoke = Annotated[
+    bool,
+    typer.Option(
+        "--smoke", help="Tiny versions of all workloads; their times have no meaning."
+    ),
+]
+
+
 def bench(
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(help="Workloads, or patterns such as 'decode-*'.  (all)"),
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="cuda, or cpu with --smoke.  (cuda)")
-    ] = None,
-    implementations: Annotated[
-        str | None,
-        typer.Option(
-            help="Comma-separated: ours, fa3, flashinfer, vllm, xformers, torch."
-            "  (all that are installed)"
-        ),
-    ] = None,
-    rounds: Annotated[
-        int | None, typer.Option(help="Rounds, each with new inputs.  (3; smoke 1)")
-    ] = None,
-    repeats: Annotated[
-        int | None,
-        typer.Option(help="Runs per implementation and round.  (30; smoke 2)"),
-    ] = None,
-    seed: Annotated[
-        int, typer.Option(help="Seed of inputs and of the order of runs.")
-    ] = 0,
-    limit: Annotated[
-        float | None,
-        typer.Option(help="Seconds after which no workload is started.  (none)"),
-    ] = None,
-    fa3: Annotated[
-        Path | None,
-        typer.Option(
-            help="vLLM's _vllm_fa3_C.abi3.so, which holds FlashAttention-3.  ($PAGETWIN_FA3,"
-            " or an installed package)"
-        ),
-    ] = None,
-    json_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--json", help="Write the record to this file, after each workload."
-        ),
-    ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            help="Draw plots into this .svg or .png file, and a dark version next to it."
-        ),
-    ] = None,
-    markdown: Annotated[
-        Path | None, typer.Option(help="Write a page to this file.")
-    ] = None,
-    commit: Annotated[
-        str | None, typer.Option(help="Commit that the record names.  (from git)")
-    ] = None,
-    smoke: Annotated[
-        bool,
-        typer.Option(
-            "--smoke",
-            help="Tiny versions of all workloads; their times have no meaning.",
-        ),
-    ] = False,
+    names: Names = None,
+    device: Device = None,
+    implementations: Implementations = None,
+    rounds: Rounds = None,
+    repeats: Repeats = None,
+    seed: Seed = 0,
+    limit: Limit = None,
+    fa3: FlashAttention3 = None,
+    json_file: JsonFile = None,
+    plot: PlotFile = None,
+    markdown: MarkdownFile = None,
+    commit: Commit = None,
+    smoke: Smoke = False,
 ) -> None:
     """Time attention of pagetwin and of other installed libraries, on the same tensors.
 
     Outputs are checked first. Implementations that fail the check are not timed.
 
-    Exit code 1: ours is wrong or fails in a workload.
+    Exit codes: 0, every workload was timed or the time limit was reached. 1, ours is wrong or
+    fails in a workload, or the GPU was lost. 2, the benchmark could not start; one sentence says
+    why. 130, it was interrupted.
     """
     with sentences_for_errors():
-        for option, file in (
-            ("json", json_file),
-            ("plot", plot),
-            ("markdown", markdown),
-        ):
-            if file is not None and not file.parent.is_dir():
-                raise FileNotFoundError(
-                    f"{option} = {file}: expected a file in a folder that exists"
-                )
-        if plot is not None:
-            from .bench.plot import check_plot_can_be_drawn
-
-            check_plot_can_be_drawn(plot)
-        if fa3 is not None and not fa3.is_file():
-            raise FileNotFoundError(f"fa3 = {fa3}: expected a file")
+        _check_files(json_file, plot, markdown, fa3)
         choose_interpreter(device)
         from .bench.run import Benchmark
         from .bench.settings import choose_settings
@@ -125,8 +119,28 @@ def bench(
         if commit is not None:
             run.machine["commit"] = commit
     record = _watch(run, settings)
+    _print_record(record)
+    _write_files(record, json_file, plot, markdown)
+    _leave(record)
+
+
+def _check_files(
+    json_file: Path | None, plot: Path | None, markdown: Path | None, fa3: Path | None
+) -> None:
+    """Raise if a file cannot be written or read, before anything is measured."""
+    dark = None if plot is None else plot.with_stem(f"{plot.stem}-dark")
+    check_outputs(json=json_file, plot=plot, dark_plot=dark, markdown=markdown)
+    if plot is not None:
+        from .bench.plot import check_plot_can_be_drawn
+
+        check_plot_can_be_drawn(plot)
+    if fa3 is not None and not fa3.is_file():
+        raise FileNotFoundError(f"fa3 = {fa3}: expected a file")
+
+
+def _print_record(record: dict[str, Any]) -> None:
+    """Print the table of a record, and what explains it."""
     from .bench.tables import ceiling_words, reasons, result_table
-    from .bench.tables import markdown as as_markdown
 
     console = Console()
     table = result_table(record)
@@ -134,28 +148,41 @@ def bench(
         # a file has no width at which a table would have to be wrapped
         console = Console(width=max(80, Console(width=400).measure(table).maximum))
     console.print(table)
-    wide = Console(soft_wrap=True)
     for line in [ceiling_words(record), *reasons(record)]:
-        wide.print(line, highlight=False, markup=False)
+        _print_line(line)
     if record["published"] is not None:
-        source = record["published"]["source"]
-        wide.print(f"published: {source}", highlight=False, markup=False)
+        _print_line(f"published: {record['published']['source']}")
+
+
+def _write_files(
+    record: dict[str, Any],
+    json_file: Path | None,
+    plot: Path | None,
+    markdown: Path | None,
+) -> None:
+    """Write the page and the plots, and name all files; the run wrote the record."""
+    from .bench.tables import markdown as as_markdown
+
     with sentences_for_errors():
         if json_file is not None:
-            wide.print(f"record: {json_file}", highlight=False, markup=False)
+            _print_line(f"record: {json_file}")
         if markdown is not None:
-            markdown.write_text(as_markdown(record), encoding="utf-8")
-            wide.print(f"page: {markdown}", highlight=False, markup=False)
+            write_text(markdown, as_markdown(record))
+            _print_line(f"page: {markdown}")
         if plot is not None:
             from .bench.plot import write_plots
 
             for path in write_plots(record, plot):
-                wide.print(f"plot: {path}", highlight=False, markup=False)
-    _leave(record, console)
+                _print_line(f"plot: {path}")
 
 
-def _leave(record: dict[str, Any], console: Console) -> None:
+def _print_line(line: str) -> None:
+    Console(soft_wrap=True).print(line, highlight=False, markup=False)
+
+
+def _leave(record: dict[str, Any]) -> None:
     """Print how the run ended, and exit with the code for it."""
+    console = Console(soft_wrap=True)
     ended, seconds = record["ended"], record["seconds"]
     faults = [
         each["name"]
@@ -196,7 +223,6 @@ def _watch(run: "Benchmark", settings: "BenchSettings") -> dict[str, Any]:
         TimeElapsedColumn(),
         TextColumn("{task.description}"),
     )
-    lines = Console(soft_wrap=True)
     total = settings.rounds * len(settings.workloads)
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("compiling and measuring ceilings", total=total)
@@ -206,7 +232,7 @@ def _watch(run: "Benchmark", settings: "BenchSettings") -> dict[str, Any]:
             progress.update(task, advance=1, description=words)
             if turn == 0:
                 line = one_line(found, run.record()["meaningless"])
-                lines.print(line, highlight=False, markup=False)
+                _print_line(line)
 
         run.on_measured = show
         return run.run()

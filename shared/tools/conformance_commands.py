@@ -12,9 +12,10 @@ from rich.console import Console
 from rich.table import Table
 
 from .command_line import DISAGREE, choose_interpreter, sentences_for_errors
+from .files import check_outputs, write_text
 
 if TYPE_CHECKING:
-    from ..conformance.harness.report import Report, Result
+    from ..conformance.harness.report import Report, Result, Symptom
 
 OUTSIDE = "undeclared"
 COLOURS = {
@@ -44,10 +45,11 @@ def check(
     examples: Annotated[int, typer.Option(help="Drawn cases per law.")] = 25,
     device: Device = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the report to this file.")
+        Path | None,
+        typer.Option("--json", help="Write the report to this file, as JSON."),
     ] = None,
     markdown: Annotated[
-        Path | None, typer.Option(help="Write the report to this file.")
+        Path | None, typer.Option(help="Write the report to this file, as Markdown.")
     ] = None,
     known: Annotated[
         list[str] | None,
@@ -61,27 +63,31 @@ def check(
 ) -> None:
     """Check an implementation against every law, in a separate process.
 
-    Exit code 1: a law is broken, crashes or misses an operation, or a known failure holds.
+    Laws that fail alike are reported together, with one program that reproduces the failure.
+
+    Exit codes: 0, every law holds, is undeclared or is a known failure. 1, a law is broken,
+    crashes or misses an operation, or a known failure holds. 2, the implementation could not run;
+    one sentence says why.
     """
     with sentences_for_errors():
         _check_hypothesis("check")
-        for name, file in (("json", json_file), ("markdown", markdown)):
-            if file is not None and not file.parent.is_dir():
-                raise FileNotFoundError(
-                    f"{name} = {file}: expected a file in a folder that exists"
-                )
+        check_outputs(json=json_file, markdown=markdown)
+        _check_can_run(module, device)
         choose_interpreter(device)
         known_failures = dict(_law_and_reason(each) for each in known or ())
         report = _watch(module, only, seed, examples, device, known_failures, workers)
         if json_file is not None:
-            json_file.write_text(report.to_json(), encoding="utf-8")
+            write_text(json_file, report.to_json())
         if markdown is not None:
-            markdown.write_text(report.to_markdown(), encoding="utf-8")
-    console = Console()
-    console.print(_table(report))
-    for result in report.results:
-        if not result.ok:
-            _print_failure(report, result, Console(soft_wrap=True))
+            write_text(markdown, report.to_markdown())
+    console, table = Console(), _table(report)
+    if not console.is_terminal:
+        # a file has no width at which a law's name would have to be wrapped
+        console = Console(width=max(80, Console(width=400).measure(table).maximum))
+    console.print(table)
+    wide = Console(soft_wrap=True)
+    for symptom in report.symptoms():
+        _print_symptom(report, symptom, wide)
     counts = ", ".join(f"{count} {name}" for name, count in report.counts().items())
     for file in (json_file, markdown):
         if file is not None:
@@ -91,6 +97,7 @@ def check(
         f"[bold {colour}]{module} on {report.device}: {counts}.[/]", highlight=False
     )
     if not report.ok:
+        _print_first_laws(report, wide)
         raise typer.Exit(DISAGREE)
 
 
@@ -109,10 +116,12 @@ def fuzz(
 
     The next run begins with the stored failures.
 
-    Exit code 1: a law is broken. A program for each one reproduces it.
+    Exit codes: 0, no law is broken. 1, a law is broken, and a program for each one reproduces it.
+    2, the implementation could not run; one sentence says why.
     """
     with sentences_for_errors():
         _check_hypothesis("fuzz")
+        _check_can_run(module, device)
         choose_interpreter(device)
         from ..conformance.harness.fuzz import CORPUS, Fuzzing, fuzz_implementation
 
@@ -161,6 +170,13 @@ def _check_hypothesis(command: str) -> None:
             f"pagetwin {command} needs hypothesis, which draws the cases:"
             " pip install 'pagetwin[conformance]'"
         )
+
+
+def _check_can_run(module: str, device: str | None) -> None:
+    """Raise if the implementation cannot run, before torch or a law is imported here."""
+    from ..conformance.harness.preflight import check_can_run
+
+    check_can_run(module, device)
 
 
 def _law_and_reason(text: str) -> tuple[str, str]:
@@ -243,19 +259,36 @@ def _table(report: "Report") -> Table:
     return table
 
 
-def _print_failure(report: "Report", result: "Result", console: Console) -> None:
-    """Print everything about a law that does not hold."""
-    console.print(f"\n[bold red]{result.status}:[/] {result.law}", highlight=False)
-    lines = [result.reason, result.message]
-    if result.what:
-        lines.append(f"{result.what}, {result.where}")
-        lines.append(f"found {result.found}")
-        lines.append(f"right {result.right}")
-    if result.case:
-        lines.append(f"input {result.case}")
+def _print_symptom(report: "Report", symptom: "Symptom", console: Console) -> None:
+    """Print what laws that fail alike have in common, and one program that reproduces it."""
+    first = symptom.first
+    console.print(f"\n[bold red]{first.status}:[/] {symptom.title}", highlight=False)
+    lines = [first.reason, first.cause, first.message]
+    if first.what:
+        lines.append(f"{first.what}, {first.where}")
+        lines.append(f"found {first.found}")
+        lines.append(f"right {first.right}")
+    if first.case:
+        lines.append(f"input {first.case}")
+    if len(symptom.results) > 1:
+        lines += [
+            "laws that fail alike:",
+            *(f"  {each.law}" for each in symptom.results),
+        ]
     for line in lines:
         if line:
             console.print(f"  {line}", highlight=False, markup=False)
-    if result.case:
+    if first.case:
         console.print("  to reproduce:\n", highlight=False)
-        console.print(report.reproducer(result), highlight=False, markup=False)
+        console.print(report.reproducer(first), highlight=False, markup=False)
+
+
+def _print_first_laws(report: "Report", console: Console) -> None:
+    """Print which laws to look at first, the most frequent symptom first."""
+    from ..conformance.harness.report import heading_of
+
+    first = report.laws_to_look_at_first()
+    console.print(f"[bold]{heading_of(first)}:[/]")
+    for number, each in enumerate(first, 1):
+        line = f"  {number}. {each.law}: {each.summary}"
+        console.print(line, highlight=False, markup=False)

@@ -1,5 +1,6 @@
 """Worked examples of a concept in the terminal, with a picture and computed results."""
 
+import importlib.util
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -40,10 +41,21 @@ def explain(concept: str, console: Console) -> None:
     names = [each.name for each in CONCEPTS]
     following = names[names.index(concept) + 1 :]
     console.print()
-    files = dict.fromkeys((topic.path("reference"), topic.path("optimized")))
-    console.print(Text(f"Source: {', '.join(files)}", style=DIM))
+    modules = dict.fromkeys(
+        f"{topic.package(twin)}.{topic.module}" for twin in ("reference", "optimized")
+    )
+    for module in modules:
+        console.print(Text(f"Source: {module}", style=DIM))
+        console.print(Text(f"        {_file_of(module)}", style=DIM), soft_wrap=True)
     if following:
-        console.print(Text(f"Next:       pagetwin explain {following[0]}", style=DIM))
+        console.print(Text(f"Next:   pagetwin explain {following[0]}", style=DIM))
+
+
+def _file_of(module: str) -> str:
+    """Return the installed file of a module, which exists in a wheel too."""
+    found = importlib.util.find_spec(module)
+    assert found is not None and found.origin is not None
+    return found.origin
 
 
 def _tell(example: Example, names: dict[str, Any]) -> RenderableType:

@@ -7,7 +7,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 CONFORMANCE = ROOT / "shared" / "conformance"
-NO_PART = ("report.py", "pytest_support.py", "fuzz.py", "worker.py", "runner.py")
+NO_PART = (
+    "report.py",
+    "pytest_support.py",
+    "fuzz.py",
+    "worker.py",
+    "runner.py",
+    "preflight.py",
+    "poison.py",
+)
 """Files of the harness that no mutant is tried with: they start processes and write reports."""
 
 

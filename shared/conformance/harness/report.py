@@ -1,8 +1,13 @@
-"""Report: the result of each law on an implementation, as JSON and Markdown."""
+"""Report: the result of each law on an implementation, as JSON and Markdown.
+
+Laws that fail alike are one symptom: an implementation with one bug breaks many laws, and one
+program is enough to reproduce it.
+"""
 
 import json
+import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 
@@ -41,6 +46,8 @@ class Result:
         message: The error, if the implementation raised one.
         reason: The missing operations, the reasons why cases are outside of the support, or the
             reason of a known failure.
+        cause: The slot whose poison reached the output, if the found value is NaN and the search
+            found one.
     """
 
     law: str
@@ -56,6 +63,7 @@ class Result:
     right: str = ""
     message: str = ""
     reason: str = ""
+    cause: str = ""
 
     @property
     def ok(self) -> bool:
@@ -68,6 +76,50 @@ class Result:
         return (
             f"{self.cases}, {self.skipped} skipped" if self.skipped else f"{self.cases}"
         )
+
+    @property
+    def summary(self) -> str:
+        """One sentence about the failure."""
+        if self.cause or self.message:
+            return self.cause or self.message
+        if self.what:
+            return (
+                f"{self.what}, {self.where}: found {self.found}, right is {self.right}"
+            )
+        return self.reason
+
+    @property
+    def symptom(self) -> tuple[str, ...]:
+        """What laws that fail alike have in common: the failure without its numbers."""
+        if self.status in (Status.MISSING, Status.UNEXPECTED):
+            return str(self.status), self.reason
+        if self.cause or self.message:
+            return str(self.status), _without_numbers(self.cause or self.message)
+        what = _without_numbers(self.what)
+        return str(self.status), what, _kind_of_value(self.found, self.right)
+
+
+@dataclass(frozen=True)
+class Symptom:
+    """Laws that fail alike.
+
+    Args:
+        results: Their results. The first one has the smallest input.
+    """
+
+    results: tuple[Result, ...]
+
+    @property
+    def first(self) -> Result:
+        """The result with the smallest input, which represents the others."""
+        return self.results[0]
+
+    @property
+    def title(self) -> str:
+        """The law of the first result, and how many others fail alike."""
+        others = len(self.results) - 1
+        laws = f" and {others} more law{'s' * (others > 1)}" if others else ""
+        return f"{self.first.law}{laws}"
 
 
 @dataclass(frozen=True)
@@ -95,6 +147,22 @@ class Report:
         """Return the number of laws per outcome."""
         return Counter(str(each.status) for each in self.results)
 
+    def symptoms(self) -> list[Symptom]:
+        """Return the failures, laws that fail alike together: the most frequent symptom first."""
+        groups: dict[tuple[str, ...], list[Result]] = {}
+        for each in self.results:
+            if not each.ok:
+                groups.setdefault(each.symptom, []).append(each)
+        found = [Symptom(tuple(sorted(group, key=_size))) for group in groups.values()]
+        return sorted(found, key=lambda each: (-len(each.results), _size(each.first)))
+
+    def laws_to_look_at_first(self) -> list[Result]:
+        """Return at most three failures: one per symptom, then those with the smallest inputs."""
+        symptoms = self.symptoms()
+        firsts = [each.first for each in symptoms]
+        others = [other for each in symptoms for other in each.results[1:]]
+        return [*firsts, *sorted(others, key=_size)][:3]
+
     def reproducer(self, result: Result) -> str:
         """Return a program that runs a broken law on its smallest failing input."""
         interpreted = (
@@ -119,11 +187,17 @@ class Report:
             "results": [
                 asdict(each) | {"status": str(each.status)} for each in self.results
             ],
+            "symptoms": [
+                [result.law for result in each.results] for each in self.symptoms()
+            ],
+            "laws_to_look_at_first": [
+                each.law for each in self.laws_to_look_at_first()
+            ],
         }
         return json.dumps(found, indent=1) + "\n"
 
     def to_markdown(self) -> str:
-        """Return a table of the laws, and a section for each law that does not hold."""
+        """Return a table of the laws, and a section for each symptom."""
         counts = ", ".join(f"{count} {name}" for name, count in self.counts().items())
         lines = [
             f"# {self.implementation} on {self.device}",
@@ -138,9 +212,16 @@ class Report:
             f" | {each.seconds:.1f} |"
             for each in self.results
         ]
-        for each in self.results:
-            if not each.ok:
-                lines += ["", f"## {each.law}: {each.status}", "", self.describe(each)]
+        for symptom in self.symptoms():
+            first = symptom.first
+            lines += ["", f"## {symptom.title}: {first.status}", ""]
+            lines.append(self.describe(first))
+            if len(symptom.results) > 1:
+                lines += ["", "Laws that fail alike:", ""]
+                lines += [f"- {each.law}" for each in symptom.results]
+        if first_laws := self.laws_to_look_at_first():
+            lines += ["", f"## {heading_of(first_laws)}", ""]
+            lines += [f"1. {each.law}: {each.summary}" for each in first_laws]
         return "\n".join(lines) + "\n"
 
     def describe(self, result: Result) -> str:
@@ -149,11 +230,46 @@ class Report:
         if result.case:
             which = "input" if result.status == Status.CRASHED else "smallest input"
             parts.append(f"{which}: `{result.case}`")
+        if result.cause:
+            parts.append(f"cause: {result.cause}")
         if result.what:
-            parts.append(f"worst place: {result.what}, {result.where}")
+            parts.append(f"worst element: {result.what}, {result.where}")
             parts.append(f"found {result.found}, right is {result.right}")
         if result.message:
             parts.append(f"error: {result.message}")
         if result.case:
             parts.append(f"```python\n{self.reproducer(result).rstrip()}\n```")
         return "\n\n".join(parts)
+
+
+def heading_of(results: Sequence[Result]) -> str:
+    """Return the heading of the list of laws to look at first."""
+    words = {1: "The law", 2: "The two laws", 3: "The three laws"}
+    return f"{words[len(results)]} to look at first"
+
+
+def _size(result: Result) -> tuple[bool, bool, int]:
+    """Return a sort key: results with an input first, batches before other inputs, by length.
+
+    The lengths in a batch can be read, and it has been made as small as possible.
+    """
+    is_batch = result.case.startswith("BatchPlan(")
+    return not result.case, not is_batch, len(result.case)
+
+
+def _without_numbers(text: str) -> str:
+    return re.sub(r"[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?", "#", text)
+
+
+def _kind_of_value(found: str, right: str) -> str:
+    """Return what kind of value was found instead of which kind."""
+    kinds = []
+    for text in (found, right):
+        try:
+            value = float(text)
+        except ValueError:
+            kinds.append(_without_numbers(text))
+            continue
+        special = value == 0 or value - value != 0  # 0, inf or NaN
+        kinds.append(f"{value:g}" if special else "a number")
+    return " instead of ".join(kinds)

@@ -6,20 +6,27 @@ law that was running is reported as crashed, with the input, and a new process c
 next law. The laws can be distributed over several processes.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from queue import SimpleQueue
 
-import torch
-
 from ..laws.all_laws import ALL_LAWS
 from .candidate import load_candidate
+from .expect import Disagreement
 from .law import Law
+from .poison import explain_nan, explain_nans
+from .preflight import choose_device as choose_device
 from .report import Report, Result, Status
 from .trial import find_law, make_case, make_setting, run_law, try_law
 from .worker import SECONDS_OF_A_LAW, Job, Worker
+
+SMALLEST_LAW = "every new token attends to its sequence up to itself"
+SMALLEST_CASE = "BatchPlan((1,), (1,))"
+NEEDS_GPU = re.compile(r"cuda|gpu|nvidia|cpu tensor|active drivers", re.IGNORECASE)
+"""Words in the errors of kernels that cannot run on a CPU."""
 
 
 def check_implementation(
@@ -56,7 +63,8 @@ def check_implementation(
     Raises:
         ModuleNotFoundError, ImportError: The implementation does not exist or cannot be imported.
         ValueError: The implementation has none of the operations, no law contains the words, a
-            known failure is not the name of a law, or a number is out of range.
+            known failure is not the name of a law, a number is out of range, or the device is the
+            CPU and the implementation needs a GPU.
     """
     laws = choose_laws(only)
     known = check_known_failures(known_failures)
@@ -76,8 +84,9 @@ def check_implementation(
             results[law.name] = with_known(result, known.get(law.name))
             on_result(results[law.name])
     options = {"seed": seed, "examples": examples}
-    in_order = tuple(results[law.name] for law in laws)
-    return Report(implementation, device, in_order, options)
+    in_order = [results[law.name] for law in laws]
+    explained = explain_nans(implementation, device, in_order)
+    return Report(implementation, device, tuple(explained), options)
 
 
 def choose_laws(only: str | None) -> list[Law]:
@@ -92,21 +101,6 @@ def choose_laws(only: str | None) -> list[Law]:
         areas = ", ".join(dict.fromkeys(law.area for law in ALL_LAWS))
         raise ValueError(f"only = {only!r}: no law contains it; areas are {areas}")
     return chosen
-
-
-def choose_device(device: str | None) -> str:
-    """Return the device of the tensors; by default CUDA if it is available, else the CPU.
-
-    Raises:
-        ValueError: The device is not available.
-    """
-    if device is None:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if device.partition(":")[0] not in ("cpu", "cuda"):
-        raise ValueError(f"device = {device!r}: expected cpu or cuda")
-    if device != "cpu" and not torch.cuda.is_available():
-        raise ValueError(f"device = {device!r}: no GPU is usable here; expected cpu")
-    return device
 
 
 def check_known_failures(known_failures: Mapping[str, str] | None) -> dict[str, str]:
@@ -141,7 +135,14 @@ def reproduce(
     """
     found = find_law(law)
     setting = make_setting(load_candidate(implementation), choose_device(device))
-    run_law(found, setting, make_case(found, case))
+    try:
+        run_law(found, setting, make_case(found, case))
+    except Disagreement as error:
+        cause = explain_nan(found, setting, case) if error.found == "nan" else ""
+        if not cause:
+            raise
+        where = f"{error.where}: {cause}"
+        raise Disagreement(error.what, where, error.found, error.right) from None
 
 
 def with_known(result: Result, reason: str | None) -> Result:
@@ -173,6 +174,8 @@ def _trying(
             free.put(worker)
         # an import error is raised before any law is tried
         worker.start()
+        if device == "cpu":
+            _check_needs_no_gpu(worker)
         pool = ThreadPoolExecutor(workers)
         ended.callback(pool.shutdown, cancel_futures=True)
 
@@ -194,3 +197,16 @@ def _trying(
                 yield tried[each], each.result()
 
         yield try_all
+
+
+def _check_needs_no_gpu(worker: Worker) -> None:
+    """Raise if attention on one key raises an error that says that a GPU is needed.
+
+    Without this check every law would be reported as broken.
+    """
+    result = worker.try_law(Job(SMALLEST_LAW, case=SMALLEST_CASE), "attention")
+    if not result.ok and NEEDS_GPU.search(result.message):
+        raise ValueError(
+            f"device = 'cpu': {worker.implementation} needs a GPU ({result.message}); expected"
+            " cuda, on a machine with a GPU"
+        )

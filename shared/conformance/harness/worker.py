@@ -141,14 +141,14 @@ class Worker:
         process.kill()
         process.wait()
         assert process.stdin is not None
-        with _dead_process_ignored():
+        with _ignore_broken_pipe():
             process.stdin.close()
         self._lines.close()
         self._said.close()
 
     def _send(self, words: dict[str, Any]) -> None:
         assert self._process is not None and self._process.stdin is not None
-        with _dead_process_ignored():
+        with _ignore_broken_pipe():
             self._process.stdin.write(json.dumps(words) + "\n")
             self._process.stdin.flush()
 
@@ -183,7 +183,7 @@ class Worker:
 
 
 @contextmanager
-def _dead_process_ignored() -> Iterator[None]:
+def _ignore_broken_pipe() -> Iterator[None]:
     """Ignore a broken pipe: the end of the process is detected when its result is read."""
     try:
         yield

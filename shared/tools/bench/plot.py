@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..files import whole_file
 from .tables import timed_names
 
 SUFFIXES = (".svg", ".png")
@@ -61,7 +62,8 @@ def write_plots(record: Mapping[str, Any], path: Path) -> list[Path]:
     for colors, file in zip((LIGHT, DARK), paths, strict=True):
         figure = draw_benchmark(record, colors)
         has_date = {"metadata": {"Date": None}} if file.suffix == ".svg" else {}
-        figure.savefig(file, dpi=160, facecolor=colors["page"], **has_date)
+        with whole_file(file) as unfinished:
+            figure.savefig(unfinished, dpi=160, facecolor=colors["page"], **has_date)
     return paths
 
 

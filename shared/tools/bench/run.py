@@ -6,7 +6,6 @@ limit, Ctrl-C or a crash of the process costs only what was not measured yet.
 """
 
 import json
-import os
 import random
 import time
 import zlib
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ..files import write_text
 from .accuracy import ExpectedRows, Finding, check_write, find_expected
 from .ceilings import Ceilings, measure_ceilings
 from .inputs import Inputs, draw_inputs
@@ -300,15 +300,7 @@ class Benchmark:
         """Write the record atomically, and return it."""
         record = self.record()
         if self.json_file is not None:
-            unfinished = self.json_file.with_name(
-                f".{self.json_file.name}.{os.getpid()}"
-            )
-            try:
-                text = json.dumps(record, indent=1) + "\n"
-                unfinished.write_text(text, encoding="utf-8")
-                unfinished.replace(self.json_file)
-            finally:
-                unfinished.unlink(missing_ok=True)
+            write_text(self.json_file, json.dumps(record, indent=1) + "\n")
         return record
 
 

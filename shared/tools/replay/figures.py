@@ -3,9 +3,11 @@
 The tables print it, `--json` stores it, and the report shows it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from fractions import Fraction
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -46,9 +48,12 @@ def summarize(
             "twins": labels,
             "machine": _machine(settings.device),
         },
+        "compared": len(set(settings.twins)) > 1,
         "steps": len(records),
         "requests": len(replay.requests),
         "requests_finished": replay.requests_finished,
+        "lengths": asdict(replay.lengths),
+        "lengths_in_trace": asdict(replay.trace_lengths),
         "tokens": {
             "prefill": sum(record.prefill_tokens for record in records),
             "decode": sum(record.decode_tokens for record in records),
@@ -79,6 +84,54 @@ def summarize(
             },
         },
     }
+
+
+class ScaledLengths(NamedTuple):
+    """Lengths of all prompts or of all outputs, as replayed and as in the trace."""
+
+    name: str
+    tokens: int
+    in_trace: int
+    scale: str
+
+    @property
+    def words(self) -> str:
+        """How the replayed number of tokens was obtained."""
+        if self.scale == "1":
+            return "as in the trace"
+        return f"of {self.in_trace:,} in the trace, scaled by {self.scale}"
+
+
+def scaled_lengths(figures: Mapping[str, Any]) -> tuple[ScaledLengths, ScaledLengths]:
+    """Return by how much prompts and outputs were scaled.
+
+    Example:
+        4,181 prompt tokens "of 267,501 in the trace, scaled by 1/64".
+    """
+    here, there = figures["lengths"], figures["lengths_in_trace"]
+
+    def lengths(name: str, scale: float) -> ScaledLengths:
+        ratio = Fraction(scale).limit_denominator(10_000)
+        words = str(ratio) if ratio.numerator == 1 else f"{scale:g}"
+        tokens = f"{name}_tokens"
+        return ScaledLengths(f"{name} tokens", here[tokens], there[tokens], words)
+
+    settings = figures["settings"]
+    return (
+        lengths("prompt", settings["scale"]),
+        lengths("output", settings["output_scale"]),
+    )
+
+
+def describe_result(figures: Mapping[str, Any]) -> str:
+    """Return what the replay has shown: that twins agree only if two twins were compared."""
+    steps, twins = figures["steps"], figures["settings"]["twins"]
+    if figures["compared"]:
+        return f"The twins agree in all {steps:,} steps."
+    return (
+        f"{twins[0]} agrees with the reference in float64 in all {steps:,} steps. No twins"
+        " were compared, because only one implementation ran: --twins takes several."
+    )
 
 
 def _agreement(records: Sequence[StepRecord], index: int) -> dict[str, Any]:

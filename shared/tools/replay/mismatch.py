@@ -5,8 +5,7 @@ the blocks of the cache that the batch uses (all others held NaN), the output of
 law that was violated. It holds plain tensors, lists and strings, so loading it runs no code.
 """
 
-import os
-import pickle
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..files import whole_file
 from .batch import ReplayBatch
 from .model import LayerInputs
 
@@ -45,7 +45,7 @@ class StoredStep:
     """A step that can be run again.
 
     Args:
-        step: number of the step in the replay.
+        step: number of the step in the replay, from 1.
         layer: the layer.
         twins: names of the twins.
         device: the device on which it ran.
@@ -81,14 +81,20 @@ class TwinMismatch(Exception):
         violation: the law that is violated.
         stored: the step.
         path: the file that reproduces it. None if none was written.
+        why_not_stored: the reason why the file could not be written. Empty if there is none.
     """
 
     def __init__(
-        self, violation: Violation, stored: StoredStep, path: Path | None
+        self,
+        violation: Violation,
+        stored: StoredStep,
+        path: Path | None,
+        why_not_stored: str = "",
     ) -> None:
         self.violation = violation
         self.stored = stored
         self.path = path
+        self.why_not_stored = why_not_stored
         name = stored.twins[violation.twin]
         super().__init__(
             f"step {stored.step}, layer {stored.layer}, {name}: {violation.law} does not"
@@ -123,12 +129,8 @@ def save_step(path: Path, stored: StoredStep, violation: Violation) -> None:
         "output": _on_cpu(violation.output),
         "exact": _on_cpu(violation.exact),
     }
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with whole_file(path) as unfinished:
         torch.save(content, unfinished)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def load_step(path: Path) -> tuple[StoredStep, Violation]:
@@ -138,24 +140,87 @@ def load_step(path: Path) -> tuple[StoredStep, Violation]:
         FileNotFoundError: the file does not exist.
         ValueError: the file is not a stored step, or it is damaged.
     """
-    if not path.is_file():
+    if not path.exists():
         raise FileNotFoundError(f"{path}: expected a file that `pagetwin replay` wrote")
+    if not path.is_file():
+        raise ValueError(
+            f"{path} is not a file: expected one that `pagetwin replay` wrote"
+        )
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError):
+        with warnings.catch_warnings(), path.open("rb") as file:
+            warnings.simplefilter("ignore")
+            content = torch.load(file, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception:  # of any type: the bytes may be anything
         content = None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(
             f"{path} is not a stored step, or it is damaged: expected a file that"
             " `pagetwin replay` wrote"
         )
-    try:
-        return _read(content)
-    except (KeyError, TypeError) as error:
+    if damaged := _damaged_entry(content):
         raise ValueError(
-            f"{path} is a stored step with a missing or damaged entry ({error}): expected it as"
+            f"{path} is a stored step with a missing or damaged entry ({damaged}): expected it as"
             " `pagetwin replay` wrote it"
-        ) from None
+        )
+    return _read(content)
+
+
+_INTEGERS = ("step", "layer", "block_size", "num_blocks", "twin")
+_LISTS = ("scheduled_tokens", "order", "query_lens", "num_computed_tokens")
+_TENSORS = {"query": 3, "key": 3, "value": 3, "block_ids": 1, "blocks": 5}
+
+
+def _damaged_entry(content: dict[str, Any]) -> str | None:
+    """Return the first entry that is missing or of a wrong type or shape, or None."""
+    for name in _INTEGERS:
+        if type(content.get(name)) is not int:
+            return name
+    for name in ("device", "law", "found"):
+        if not isinstance(content.get(name), str):
+            return name
+    for name in _LISTS:
+        if not _is_list(content.get(name), int):
+            return name
+    for name, axes in _TENSORS.items():
+        tensor = content.get(name)
+        if not isinstance(tensor, Tensor) or tensor.ndim != axes:
+            return name
+    for name in ("output", "exact"):
+        if not isinstance(content.get(name, ""), Tensor | None):
+            return name
+    if not _is_list(content.get("twins"), str) or not content["twins"]:
+        return "twins"
+    rows = content.get("block_rows")
+    if not isinstance(rows, list) or not all(_is_list(row, int) for row in rows):
+        return "block_rows"
+    return _contradiction(content)
+
+
+def _contradiction(content: dict[str, Any]) -> str | None:
+    """Return the first entry whose value does not fit to the others, or None."""
+    blocks, used = content["blocks"], content["block_ids"]
+    requests, tokens = len(content["query_lens"]), sum(content["query_lens"])
+    for name in (*_LISTS, "block_rows"):
+        if len(content[name]) != requests:
+            return name
+    for name in ("query", "key", "value"):
+        if content[name].shape[0] != tokens:
+            return name
+    cached = {block for row in content["block_rows"] for block in row}
+    if not cached <= set(used.tolist()) <= set(range(content["num_blocks"])):
+        return "block_ids"
+    if blocks.shape[:3] != (2, len(used), content["block_size"]):
+        return "blocks"
+    for name in ("key", "value"):
+        if content[name].shape[1:] != blocks.shape[3:]:
+            return name
+    return None if 0 <= content["twin"] < len(content["twins"]) else "twin"
+
+
+def _is_list(value: object, kind: type) -> bool:
+    return isinstance(value, list) and all(type(each) is kind for each in value)
 
 
 def _read(content: dict[str, Any]) -> tuple[StoredStep, Violation]:

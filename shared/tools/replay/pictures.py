@@ -57,7 +57,8 @@ def draw_holders(records: Sequence[StepRecord]) -> str:
     assert FREE < 0 <= picture.min()
     with matplotlib.rc_context(STYLE):
         figure, axes = _axes(height=5.2)
-        extent = (-0.5, len(records) - 0.5, len(records[0].holders) - 0.5, -0.5)
+        edges = (records[0].step - 0.5, records[-1].step + 0.5)
+        extent = (*edges, len(records[0].holders) - 0.5, -0.5)
         axes.imshow(
             picture,
             cmap=palette,
@@ -68,7 +69,7 @@ def draw_holders(records: Sequence[StepRecord]) -> str:
             extent=extent,
         )
         axes.scatter(
-            when * columns,
+            records[0].step + when * columns,
             where,
             s=5 if len(where) <= MAX_LARGE_DOTS else 0.6,
             color=INK,
@@ -96,7 +97,7 @@ def draw_holders(records: Sequence[StepRecord]) -> str:
 
 def draw_batches(records: Sequence[StepRecord], token_budget: int) -> str:
     """Return each step's tokens, and its running and waiting requests."""
-    steps = np.arange(len(records))
+    steps = _steps(records)
     decode = np.array([record.decode_tokens for record in records])
     prefill = np.array([record.prefill_tokens for record in records])
     recomputed = np.array([record.recomputed_tokens for record in records])
@@ -130,7 +131,7 @@ def draw_batches(records: Sequence[StepRecord], token_budget: int) -> str:
 
 def draw_occupancy(records: Sequence[StepRecord]) -> str:
     """Return the used, cached and free blocks of each step, and its preemptions."""
-    steps = np.arange(len(records))
+    steps = _steps(records)
     used = np.array([record.used for record in records])
     cached = np.array([record.cached for record in records])
     total = used[0] + cached[0] + records[0].free
@@ -177,6 +178,7 @@ def draw_agreement(records: Sequence[StepRecord], labels: Sequence[str]) -> str:
             shares = [max(record.verdicts[index].worst, least) for record in records]
             # a wide pale line first, so that two equal lines are both visible
             axes.plot(
+                _steps(records),
                 shares,
                 color=_color(index),
                 lw=4.5 if wide_first and index == 0 else 1.4,
@@ -278,6 +280,10 @@ def _legend(axes: Axes, handles: Sequence[Any]) -> None:
         handlelength=1.4,
         handletextpad=0.5,
     )
+
+
+def _steps(records: Sequence[StepRecord]) -> np.ndarray[Any, Any]:
+    return np.array([record.step for record in records])
 
 
 def _count_steps(axes: Axes) -> None:

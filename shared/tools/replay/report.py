@@ -2,20 +2,20 @@
 
 import base64
 import importlib.util
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..files import write_text
+from .figures import scaled_lengths
 from .run import StepRecord
 
 
-def check_report_can_be_written(path: Path) -> None:
-    """Raise if the report could not be written, before anything is computed.
+def check_report_can_be_drawn() -> None:
+    """Raise if a library that draws the report is missing, before anything is computed.
 
     Raises:
         ImportError: jinja2 or matplotlib is not installed.
-        FileNotFoundError: the folder does not exist.
     """
     missing = [
         name
@@ -26,10 +26,6 @@ def check_report_can_be_written(path: Path) -> None:
         raise ImportError(
             f"a report needs {' and '.join(missing)}: expected after"
             " pip install 'pagetwin[report]'"
-        )
-    if path.is_dir() or not path.parent.is_dir():
-        raise FileNotFoundError(
-            f"report = {path}: expected a file in a folder that exists"
         )
 
 
@@ -43,13 +39,7 @@ def write_report(
         figures: what `summarize` returned.
         records: the steps, with the holder of every block.
     """
-    page = render_report(figures, records)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        unfinished.write_text(page, encoding="utf-8")
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    write_text(path, render_report(figures, records))
 
 
 def render_report(figures: Mapping[str, Any], records: Sequence[StepRecord]) -> str:
@@ -79,6 +69,7 @@ def render_report(figures: Mapping[str, Any], records: Sequence[StepRecord]) -> 
     return environment.from_string(template).render(
         figures=figures,
         settings=settings,
+        scaled=scaled_lengths(figures),
         pictures={name: _inside(svg) for name, svg in pictures.items()},
     )
 

@@ -30,7 +30,7 @@ from .oracle import MAX_SCORES_PER_CHUNK
 from .settings import CACHE_SHARE, ReplaySettings
 from .step import ReplayLaw, Stage, compare_whole_caches, run_step
 from .tokens import draw_tokens
-from .trace import read_trace, scale_trace
+from .trace import TraceLengths, read_trace, scale_trace
 from .traffic import arrival_steps, make_requests, next_tokens, peak_blocks
 from .twins import ImplementationTwin, ReplayTwin, load_reference, make_twin
 
@@ -43,7 +43,7 @@ class StepRecord:
     """Counts, times and comparisons of one step.
 
     Args:
-        step: number of the step.
+        step: number of the step, from 1. Idle times of the trace are not counted.
         prefill_tokens: new tokens of requests that compute more than one.
         decode_tokens: new tokens of requests that compute one.
         recomputed_tokens: new tokens that had been computed before a preemption.
@@ -103,9 +103,12 @@ class Replay:
         with_holders: bool = False,
         max_scores: int = MAX_SCORES_PER_CHUNK,
     ) -> None:
-        trace = scale_trace(
-            read_trace(settings.trace, settings.requests), settings.scale
-        )
+        whole = read_trace(settings.trace, settings.requests)
+        trace = scale_trace(whole, settings.scale, settings.output_scale)
+        self.lengths = TraceLengths.of(trace)
+        """Lengths of the requests that are replayed."""
+        self.trace_lengths = TraceLengths.of(whole)
+        """Lengths of the same requests in the trace."""
         self.sequences = draw_tokens(trace, settings.seed)
         self.requests = make_requests(trace, self.sequences)
         self._arrivals = arrival_steps(trace, settings.steps_per_second)
@@ -179,7 +182,8 @@ class Replay:
         caches = [[self._new_cache(twin) for _ in layers] for twin in self.twins]
         last: tuple[int, ReplayBatch, list[LayerInputs]] | None = None
         steps = schedule_arrivals(self.scheduler, self.requests, self._arrivals)
-        for count, (step, output) in enumerate(steps, 1):
+        # numbered from 1 without gaps, so the number of the last step is the number of steps
+        for step, (_, output) in enumerate(steps, 1):
             batch = self._batch(output)
             inputs = self._inputs(batch)
             last = (step, batch, inputs)
@@ -192,7 +196,7 @@ class Replay:
                 inputs,
                 expected_caches,
                 caches,
-                check_whole_cache=count % self.settings.check_every == 0,
+                check_whole_cache=step % self.settings.check_every == 0,
                 max_scores=self._max_scores,
             )
             if result.violation is not None:
@@ -309,10 +313,14 @@ class Replay:
             block_ids=used,
             blocks=before,
         )
-        path = None
-        if self._folder is not None:
-            path = self._folder / f"pagetwin-step-{step}.pt"
+        if self._folder is None:
+            raise TwinMismatch(violation, stored, None)
+        path = self._folder / f"pagetwin-step-{step}.pt"
+        try:
             save_step(path, stored, violation)
+        except (OSError, RuntimeError) as error:
+            # the mismatch is the result, so it is reported also if the disk is full
+            raise TwinMismatch(violation, stored, None, str(error)) from error
         raise TwinMismatch(violation, stored, path)
 
 

@@ -24,7 +24,8 @@ class ReplaySettings:
     Args:
         trace: "mooncake", "azure" or a path.
         requests: requests of the trace that are replayed at most, from the first.
-        scale: factor of all lengths.
+        scale: factor of the prompt lengths.
+        output_scale: factor of the output lengths. An output of 2 or more tokens keeps 2.
         steps_per_second: steps in one second of the trace; arrivals are counted in steps.
         twins: the implementations to compare: "reference", "optimized", "triton", "xformers", or
             the dotted name of a package with the same files.
@@ -43,6 +44,7 @@ class ReplaySettings:
     trace: str = "mooncake"
     requests: int
     scale: float
+    output_scale: float
     steps_per_second: float
     twins: tuple[str, ...] = ("reference", "optimized")
     device: str
@@ -103,6 +105,7 @@ DEFAULTS = {
     "cpu": ReplaySettings(
         requests=40,
         scale=1 / 64,
+        output_scale=1 / 32,
         steps_per_second=3.0,
         device="cpu",
         dtype="float16",
@@ -111,12 +114,13 @@ DEFAULTS = {
         head_size=16,
         block_size=8,
         token_budget=96,
-        max_running=8,
+        max_running=16,
         check_every=1,
     ),
     "cuda": ReplaySettings(
         requests=100,
         scale=1.0,
+        output_scale=1.0,
         steps_per_second=30.0,
         device="cuda",
         dtype="bfloat16",

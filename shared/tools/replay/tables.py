@@ -6,6 +6,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from .figures import scaled_lengths
+
 
 def print_figures(figures: Mapping[str, Any], console: Console) -> None:
     """Print the tables of a replay."""
@@ -27,6 +29,8 @@ def _traffic(figures: Mapping[str, Any]) -> Table:
         f"at most {figures['running_at_most']} running,"
         f" {figures['waiting_at_most']} waiting",
     )
+    for each in scaled_lengths(figures):
+        table.add_row(each.name, f"{each.tokens:,}", each.words)
     table.add_row("prefill tokens", f"{tokens['prefill']:,}", "")
     table.add_row("decode tokens", f"{tokens['decode']:,}", "")
     table.add_row("recomputed tokens", f"{tokens['recomputed']:,}", "included above")
@@ -49,7 +53,7 @@ def _traffic(figures: Mapping[str, Any]) -> Table:
 def _agreement(figures: Mapping[str, Any]) -> Table:
     table = Table(title="Agreement with the reference in float64", title_justify="left")
     table.add_column("twin", style="bold")
-    for name in ("worst error", "error budget", "share of the budget", "step"):
+    for name in ("worst error", "error budget", "share of the budget", "in step"):
         table.add_column(name, justify="right")
     for label, worst in figures["agreement"].items():
         table.add_row(

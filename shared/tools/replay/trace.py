@@ -46,6 +46,29 @@ class TraceRequest:
     tokens_per_hash: int = TOKENS_PER_HASH
 
 
+@dataclass(frozen=True)
+class TraceLengths:
+    """Sums over the requests of a trace.
+
+    Args:
+        prompt_tokens: tokens of all prompts.
+        output_tokens: tokens of all outputs.
+        decode_tokens: output tokens after the first one of each request. The prefill gives the
+            first one, so each of these needs a decode.
+    """
+
+    prompt_tokens: int
+    output_tokens: int
+    decode_tokens: int
+
+    @classmethod
+    def of(cls, trace: list[TraceRequest]) -> "TraceLengths":
+        """Return the sums of a trace."""
+        outputs = sum(request.output_len for request in trace)
+        decodes = sum(max(0, request.output_len - 1) for request in trace)
+        return cls(sum(request.prompt_len for request in trace), outputs, decodes)
+
+
 class TraceError(ValueError):
     """The trace cannot be read; the message names file, line and value."""
 
@@ -99,29 +122,41 @@ def read_trace(name: str, requests: int | None = None) -> list[TraceRequest]:
     ]
 
 
-def scale_trace(trace: list[TraceRequest], scale: float) -> list[TraceRequest]:
+def scale_trace(
+    trace: list[TraceRequest], scale: float, output_scale: float | None = None
+) -> list[TraceRequest]:
     """Return the same traffic with shorter prompts and outputs.
 
     Prompts made of named blocks are scaled block by block, so that shared prefixes stay shared.
 
     Args:
         trace: the requests.
-        scale: factor of all lengths, above 0 and at most 1. No length becomes less than 1.
+        scale: factor of the prompt lengths, above 0 and at most 1. No length becomes less than 1.
+        output_scale: Optional. Factor of the output lengths, in the same range. If None, `scale`.
+            An output of 2 or more tokens keeps at least 2, so each request that decodes in the
+            trace decodes here too.
 
     Raises:
-        ValueError: the scale is out of range.
+        ValueError: a scale is out of range.
 
     Example:
         scale 1/64: a prompt of 1,100 tokens in blocks of 512 (2 full blocks and 76 tokens)
         becomes 2 blocks of 8 and 1 token, 17 tokens.
     """
-    if not 0 < scale <= 1:
-        raise ValueError(f"scale = {scale}: expected a number above 0 and at most 1")
-    return [_scale_request(request, scale) for request in trace]
+    output_scale = scale if output_scale is None else output_scale
+    for name, factor in (("scale", scale), ("output_scale", output_scale)):
+        if not 0 < factor <= 1:
+            raise ValueError(
+                f"{name} = {factor}: expected a number above 0 and at most 1"
+            )
+    return [_scale_request(request, scale, output_scale) for request in trace]
 
 
-def _scale_request(request: TraceRequest, scale: float) -> TraceRequest:
-    output_len = max(1, round(request.output_len * scale))
+def _scale_request(
+    request: TraceRequest, scale: float, output_scale: float
+) -> TraceRequest:
+    least = max(1, min(request.output_len, 2))
+    output_len = max(least, round(request.output_len * output_scale))
     if not request.hash_ids:
         prompt_len = max(1, round(request.prompt_len * scale))
         return replace(request, prompt_len=prompt_len, output_len=output_len)

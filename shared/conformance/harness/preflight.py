@@ -1,0 +1,174 @@
+"""Preflight: whether an implementation can be imported, and whether its SUPPORT can be read.
+
+It runs in a process of its own and imports no law. So an implementation that cannot run is reported
+before the calling process imports anything slow.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Collection
+from difflib import get_close_matches
+from pathlib import Path
+
+SECONDS = 120.0
+"""Time limit of an import."""
+
+
+def check_can_run(implementation: str, device: str | None) -> None:
+    """Raise if an implementation cannot be imported or cannot run on a device.
+
+    Args:
+        implementation: As in `check_implementation`.
+        device: Optional. The device of the tensors. If None, any device will do.
+
+    Raises:
+        ImportError: The implementation does not exist, or its import raises or ends the process.
+        ValueError: The device is not available, the implementation has none of the operations, or
+            its SUPPORT names something unknown.
+    """
+    _check_exists(implementation)
+    ours, theirs = os.pipe()
+    environment = dict(os.environ)
+    environment["PYTHONPATH"] = os.pathsep.join(each or "." for each in sys.path)
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-c", f"from {__name__} import main; main({theirs})"],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            pass_fds=[theirs],
+            env=environment,
+            text=True,
+        )
+        os.close(theirs)
+        try:
+            process.communicate(json.dumps([implementation, device]), SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        with os.fdopen(ours) as pipe:
+            said = pipe.read()
+        if said:
+            kind, sentence = json.loads(said)
+            if kind:
+                raise (ValueError if kind == "ValueError" else ImportError)(sentence)
+            return
+        output.seek(0)
+        last = [line for line in output.read().splitlines() if line.strip()][-1:]
+    ended = f"the process ended with code {process.returncode}"
+    raise ImportError(
+        f"{implementation} cannot be imported: {': '.join([ended, *last])}"
+    )
+
+
+def main(pipe: int) -> None:
+    """Import the implementation that standard input names, and write the error to a pipe."""
+    implementation, device = json.loads(sys.stdin.read())
+    with os.fdopen(pipe, "w") as lines:
+        try:
+            if device is not None:
+                choose_device(device)
+            _load(implementation)
+        except Exception as error:
+            json.dump([type(error).__name__, str(error)], lines)
+        else:
+            json.dump(["", ""], lines)
+
+
+def choose_device(device: str | None) -> str:
+    """Return the device of the tensors; by default CUDA if it is available, else the CPU.
+
+    Raises:
+        ValueError: The device is not available.
+    """
+    import torch
+
+    if device is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device.partition(":")[0] not in ("cpu", "cuda"):
+        raise ValueError(f"device = {device!r}: expected cpu or cuda")
+    if device != "cpu" and not torch.cuda.is_available():
+        raise ValueError(f"device = {device!r}: no GPU is usable here; expected cpu")
+    return device
+
+
+def _check_exists(implementation: str) -> None:
+    """Raise if there is neither a file nor a module of this name. Nothing is imported."""
+    if implementation in ("reference", "optimized"):
+        return
+    if implementation.endswith(".py"):
+        if not Path(implementation).is_file():
+            raise ModuleNotFoundError(
+                f"implementation = {implementation!r}: the file does not exist"
+            )
+        return
+    top = implementation.partition(".")[0]
+    if not top.isidentifier() or not (
+        Path(top).is_dir()
+        or Path(f"{top}.py").is_file()
+        or importlib.util.find_spec(top) is not None
+    ):
+        raise ModuleNotFoundError(
+            f"implementation = {implementation!r}: module {top} does not exist here; expected"
+            " reference, optimized, a module or package that can be imported, or a .py file"
+        )
+
+
+def _load(implementation: str) -> None:
+    from .candidate import load_candidate
+
+    try:
+        candidate = load_candidate(implementation)
+    except Exception as error:
+        if str(error).startswith(("implementation = ", f"{implementation} has none")):
+            raise
+        own = [
+            frame
+            for frame in traceback.extract_tb(error.__traceback__)
+            if Path(frame.filename).stem == implementation.split(".")[-1]
+            or frame.filename.endswith(implementation)
+        ]
+        where = f" (line {own[-1].lineno})" if own else ""
+        name = "" if isinstance(error, ImportError) else f"{type(error).__name__}: "
+        sentence = f"{name}{error}".split("\n")[0] + where
+        if isinstance(error, ModuleNotFoundError):
+            sentence += f": install {error.name}, or correct the import"
+        kind = ValueError if isinstance(error, ValueError) else ImportError
+        raise kind(f"{implementation} cannot be imported: {sentence}") from error
+    support = candidate.support
+    _check_names(implementation, "operations", support.operations, _operations())
+    for field in ("dtypes", "cache_dtypes"):
+        _check_names(implementation, field, getattr(support, field), _dtypes())
+
+
+def _operations() -> set[str]:
+    from ...contract.operations import CONCEPTS
+
+    names = {operation for each in CONCEPTS for operation in each.operations}
+    return names | {"BACKENDS"}
+
+
+def _dtypes() -> set[str]:
+    import torch
+
+    return {name for name, each in vars(torch).items() if isinstance(each, torch.dtype)}
+
+
+def _check_names(
+    implementation: str, field: str, names: Collection[str] | None, known: set[str]
+) -> None:
+    """Raise if SUPPORT names something unknown, which no law would ever try."""
+    for name in names or ():
+        if not isinstance(name, str) or name not in known:
+            close = get_close_matches(str(name), known, 1, 0.3)
+            likely = f", such as {close[0]!r}" if close else ""
+            what = "operations" if field == "operations" else "torch dtypes"
+            raise ValueError(
+                f"{implementation}: SUPPORT.{field} has {name!r}: expected names of {what}"
+                f"{likely}"
+            )

@@ -1,0 +1,269 @@
+"""Commands `pagetwin replay` and `pagetwin reproduce`."""
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from .command_line import DISAGREE, choose_interpreter, sentences_for_errors
+from .files import check_outputs, write_text
+
+if TYPE_CHECKING:
+    from .replay.mismatch import TwinMismatch
+    from .replay.run import Replay, StepRecord
+
+Trace = Annotated[str, typer.Option(help="mooncake, azure, or a .csv or .jsonl file.")]
+Requests = Annotated[
+    int | None, typer.Option(help="Maximum number of requests.  (40; cuda 100)")
+]
+Scale = Annotated[
+    float | None, typer.Option(help="Factor of prompt lengths.  (1/64; cuda 1)")
+]
+OutputScale = Annotated[
+    float | None, typer.Option(help="Factor of output lengths.  (1/32; cuda 1)")
+]
+Twins = Annotated[
+    str,
+    typer.Option(
+        help="Comma-separated: reference, optimized, triton, xformers, or a package with"
+        " the same files."
+    ),
+]
+Device = Annotated[
+    str | None, typer.Option(help="cpu or cuda.  (cuda if there is a GPU)")
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(help="float32, float16 or bfloat16.  (float16; cuda bfloat16)"),
+]
+QueryHeads = Annotated[
+    int | None, typer.Option(help="Query heads of the model.  (4; cuda 32)")
+]
+KVHeads = Annotated[
+    int | None, typer.Option(help="KV heads of the model.  (2; cuda 8)")
+]
+HeadSize = Annotated[
+    int | None, typer.Option(help="Elements per head.  (16; cuda 128)")
+]
+Layers = Annotated[int | None, typer.Option(help="Attention layers.  (1)")]
+BlockSize = Annotated[int | None, typer.Option(help="Slots per block.  (8; cuda 16)")]
+NumBlocks = Annotated[
+    int | None,
+    typer.Option(
+        help="Blocks in the cache.  (60 % of the blocks that the trace would use at most)"
+    ),
+]
+TokenBudget = Annotated[
+    int | None,
+    typer.Option(help="Maximum number of new tokens per step.  (96; cuda 2048)"),
+]
+MaxRunning = Annotated[
+    int | None, typer.Option(help="Maximum number of running requests.  (16; cuda 64)")
+]
+StepsPerSecond = Annotated[
+    float | None, typer.Option(help="Steps per second of the trace.  (3; cuda 30)")
+]
+CheckEvery = Annotated[
+    int | None,
+    typer.Option(
+        help="Interval in steps at which whole caches are compared.  (1; cuda 16)"
+    ),
+]
+Seed = Annotated[int, typer.Option(help="Seed of tokens, tables and block order.")]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", help="Write all figures to this file.")
+]
+ReportFile = Annotated[
+    Path | None, typer.Option(help="Write a report with plots to this .html file.")
+]
+
+
+def replay(
+    trace: Trace = "mooncake",
+    requests: Requests = None,
+    scale: Scale = None,
+    output_scale: OutputScale = None,
+    twins: Twins = "reference,optimized",
+    device: Device = None,
+    dtype: Dtype = None,
+    query_heads: QueryHeads = None,
+    kv_heads: KVHeads = None,
+    head_size: HeadSize = None,
+    layers: Layers = None,
+    block_size: BlockSize = None,
+    num_blocks: NumBlocks = None,
+    token_budget: TokenBudget = None,
+    max_running: MaxRunning = None,
+    steps_per_second: StepsPerSecond = None,
+    check_every: CheckEvery = None,
+    seed: Seed = 0,
+    json_file: JsonFile = None,
+    report: ReportFile = None,
+) -> None:
+    """Replay a serving trace through both twins and compare them at every step.
+
+    Each twin is also compared with the reference in float64. Defaults are in parentheses, without
+    a GPU and with one. Lengths are scaled down without a GPU; a table says by how much.
+
+    Exit codes: 0, no step differs. 1, a step differs, and a file that reproduces it has been
+    written. 2, the replay could not run; one sentence says why.
+    """
+    given = {
+        "trace": trace,
+        "requests": requests,
+        "scale": scale,
+        "output_scale": output_scale,
+        "twins": [name.strip() for name in twins.split(",")],
+        "dtype": dtype,
+        "query_heads": query_heads,
+        "kv_heads": kv_heads,
+        "head_size": head_size,
+        "layers": layers,
+        "block_size": block_size,
+        "num_blocks": num_blocks,
+        "token_budget": token_budget,
+        "max_running": max_running,
+        "steps_per_second": steps_per_second,
+        "check_every": check_every,
+        "seed": seed,
+    }
+    with sentences_for_errors():
+        # before the replay, because a failure afterwards would lose its results
+        check_outputs(json=json_file, report=report)
+        if report is not None:
+            from .replay.report import check_report_can_be_drawn
+
+            check_report_can_be_drawn()
+        choose_interpreter(device)
+        from .replay.run import Replay
+        from .replay.settings import choose_settings
+
+        settings = choose_settings(device, **given)
+        run = Replay(settings, folder=Path(), with_holders=report is not None)
+    began = time.perf_counter()
+    records = _watch(run)
+    _print_results(run, records, time.perf_counter() - began, json_file, report)
+
+
+def reproduce(
+    file: Annotated[Path, typer.Argument(help="The .pt file that `replay` wrote.")],
+) -> None:
+    """Run again a step on which the twins disagreed.
+
+    Exit codes: 0, the twins agree now. 1, they still disagree. 2, the step could not run; one
+    sentence says why.
+    """
+    with sentences_for_errors():
+        from .replay.mismatch import load_step
+
+        stored, before = load_step(file)
+        choose_interpreter(stored.device)
+        from .replay.reproduce import run_again
+
+        still = run_again(stored, file)
+    console = Console(soft_wrap=True)
+    console.print(
+        f"step {stored.step}, layer {stored.layer}; requests:"
+        f" {len(stored.batch.query_lens)}; new tokens: {stored.batch.num_tokens}; twins:"
+        f" {', '.join(stored.twins)} on {stored.device}",
+        highlight=False,
+        markup=False,
+    )
+    if still is None:
+        console.print("[bold green]The step is right now.[/] The stored failure was:")
+        console.print(f"{before.law}: {before.found}", highlight=False, markup=False)
+        return
+    console.print("[bold red]The step is still wrong.[/]")
+    console.print(str(still), highlight=False, markup=False)
+    raise typer.Exit(DISAGREE)
+
+
+def _watch(run: "Replay") -> "list[StepRecord]":
+    """Run a replay with a progress bar. A disagreement is printed and ends the command."""
+    import torch
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+    )
+
+    from .replay.mismatch import TwinMismatch
+
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("tokens"),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    records: list[StepRecord] = []
+    try:
+        with (
+            sentences_for_errors(torch.OutOfMemoryError),
+            Progress(*columns, console=Console(stderr=True)) as progress,
+        ):
+            task = progress.add_task("", total=run.tokens_to_compute)
+            for record in run.steps():
+                records.append(record)
+                progress.update(
+                    task,
+                    completed=run.tokens_done,
+                    description=f"step {record.step}: {record.running} running,"
+                    f" {record.waiting} waiting",
+                )
+    except TwinMismatch as disagreement:
+        _print_disagreement(disagreement)
+        raise typer.Exit(DISAGREE) from None
+    return records
+
+
+def _print_results(
+    run: "Replay",
+    records: "list[StepRecord]",
+    seconds: float,
+    json_file: Path | None,
+    report: Path | None,
+) -> None:
+    """Print the tables of a replay without a disagreement, and write its files."""
+    from .replay.figures import describe_result, summarize
+    from .replay.tables import print_figures
+
+    console = Console()
+    figures: dict[str, Any] = summarize(run, records, seconds)
+    print_figures(figures, console)
+    with sentences_for_errors():
+        if json_file is not None:
+            write_text(json_file, json.dumps(figures, indent=2) + "\n")
+            console.print(f"figures: {json_file}", highlight=False, markup=False)
+        if report is not None:
+            from .replay.report import write_report
+
+            write_report(report, figures, records)
+            console.print(f"report: {report}", highlight=False, markup=False)
+    wide = Console(soft_wrap=True)
+    wide.print(describe_result(figures), style="bold green", highlight=False)
+
+
+def _print_disagreement(disagreement: "TwinMismatch") -> None:
+    twins = set(disagreement.stored.twins)
+    headline = (
+        "The twins disagree."
+        if len(twins) > 1
+        else "The result differs from the reference in float64."
+    )
+    console = Console(soft_wrap=True)
+    console.print(f"[bold red]{headline}[/]")
+    console.print(str(disagreement), highlight=False, markup=False)
+    if disagreement.path is None:
+        last = f"The step is not stored: {disagreement.why_not_stored}"
+    else:
+        last = (
+            "The step is stored. To run it again:\n"
+            f"  pagetwin reproduce {disagreement.path}"
+        )
+    console.print(last, highlight=False, markup=False)
