@@ -17,6 +17,7 @@ from .command_line import DISAGREE as DISAGREE
 from .command_line import USER_ERROR as USER_ERROR
 from .command_line import choose_interpreter, sentences_for_errors
 from .conformance_commands import check, fuzz
+from .puzzles.command import puzzles
 
 if TYPE_CHECKING:
     from .replay.run import Replay, StepRecord
@@ -235,6 +236,7 @@ def explain(
 app.command()(check)
 app.command()(fuzz)
 app.command()(bench)
+app.command()(puzzles)
 
 
 def _watch(run: "Replay") -> "list[StepRecord]":
