@@ -13,7 +13,7 @@ TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True)
-class Answer:
+class CallResult:
     """The results of one call.
 
     Args:
@@ -42,13 +42,13 @@ class Difference:
     text: str
 
 
-def answer_of(puzzle: Puzzle, function: Function, case: Case) -> Answer:
+def answer_of(puzzle: Puzzle, function: Function, case: Case) -> CallResult:
     """Return the answer of a function on a case, which is not modified."""
     given = {name: copy_of(value) for name, value in case.items()}
     try:
         found = puzzle.call(function, given) if puzzle.call else function(**given)
     except Exception as error:
-        return Answer({}, error)
+        return CallResult({}, error)
     results = {name: given[name] for name in puzzle.modified}
     changed = tuple(
         name
@@ -57,12 +57,14 @@ def answer_of(puzzle: Puzzle, function: Function, case: Case) -> Answer:
     )
     returned = found if isinstance(found, tuple) else () if found is None else (found,)
     if len(returned) != len(puzzle.results):
-        return Answer(results, None, changed, _described(found))
+        return CallResult(results, None, changed, _described(found))
     results |= dict(zip(puzzle.results, returned, strict=True))
-    return Answer(results, None, changed)
+    return CallResult(results, None, changed)
 
 
-def first_difference(puzzle: Puzzle, found: Answer, right: Answer) -> Difference | None:
+def first_difference(
+    puzzle: Puzzle, found: CallResult, right: CallResult
+) -> Difference | None:
     """Return the first difference of an answer from the right one, or None if it is right."""
     if found.error is not None:
         return Difference("error", f"{type(found.error).__name__}: {found.error}")
@@ -79,7 +81,7 @@ def first_difference(puzzle: Puzzle, found: Answer, right: Answer) -> Difference
     return None
 
 
-def is_same(found: Answer, other: Answer) -> bool:
+def is_same(found: CallResult, other: CallResult) -> bool:
     """Return whether two answers have the same results, or raised the same type of error."""
     if found.error is not None or other.error is not None:
         return type(found.error) is type(other.error)

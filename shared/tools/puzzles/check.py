@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from .answers import Answer, Difference, answer_of, first_difference, is_same
+from .answers import CallResult, Difference, answer_of, first_difference, is_same
 from .puzzle import Case, Function, Puzzle
 from .show import show_answer, show_case
 
@@ -35,7 +35,7 @@ GENERAL_HINTS = {
     "changed": "The caller still needs its arguments. Write to a new tensor.",
 }
 
-Tried = tuple[Case, Answer, Answer]
+Tried = tuple[Case, CallResult, CallResult]
 """A case, the answer of the function, and the right one."""
 
 
@@ -176,7 +176,7 @@ def _check_laws(puzzle: Puzzle, function: Function) -> Outcome:
     from ...conformance.harness.report import Status
     from ...conformance.harness.trial import find_law, make_setting, try_law
 
-    candidate = Candidate(puzzle.name, puzzle.operations(function), Support(refuses=()))
+    candidate = Candidate(puzzle.name, puzzle.operations(function), Support())
     setting = make_setting(candidate, "cpu")
     for sentence in puzzle.laws:
         result = try_law(find_law(sentence), setting, 0, EXAMPLES)
@@ -195,7 +195,7 @@ def _check_laws(puzzle: Puzzle, function: Function) -> Outcome:
     return Outcome(SOLVED)
 
 
-def _is_not_started(answer: Answer) -> bool:
+def _is_not_started(answer: CallResult) -> bool:
     """Return whether the call reached a bare `raise NotImplementedError`, as in the template."""
     error: BaseException | None = answer.error
     while error is not None:

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .answers import Answer, number
+from .answers import CallResult, number
 from .puzzle import Case
 
 LINE_WIDTH = 68
@@ -16,7 +16,7 @@ def show_case(case: Case) -> list[str]:
     return [line for name, value in case.items() for line in show(name, value)]
 
 
-def show_answer(answer: Answer, names: dict[str, Any]) -> list[str]:
+def show_answer(answer: CallResult, names: dict[str, Any]) -> list[str]:
     """Return the results of an answer, or how the call ended."""
     if answer.error is not None:
         return [f"{type(answer.error).__name__}: {answer.error}"]

@@ -35,7 +35,7 @@ def cross_attention_lengths(
     Returns:
         Four int32 tensors:
         query_start_loc [reqs + 1]: the first query of each request, and the number of all.
-        kv_lens [reqs]: keys that each request's queries attend to. There is no causal mask.
+        kv_lens [reqs]: keys that each request's queries attend to. No causal mask applies.
         new_kv_lens [reqs]: keys that this step writes to the cache.
         num_blocks [reqs]: cache blocks that hold the keys.
 

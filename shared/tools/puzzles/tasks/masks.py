@@ -1,22 +1,29 @@
-"""Masks of the puzzles, by the oracle's definition of visible keys."""
+"""Masks of the puzzles, by the brute-force oracle."""
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from ....conformance.oracles.brute_force import places, sees
+from ....conformance.oracles.brute_force import OracleRequest, attend_by_hand
 
 
 def mask_of(query_len: int, kv_len: int, window: int | None = None) -> Tensor:
-    """Return the mask of the oracle: causal, and with a sliding window if there is one."""
-    given = {"causal": True} | ({} if window is None else {"sliding_window": window})
-    queries, keys = places(0, query_len, kv_len, given)
-    return by_rule(
-        query_len,
-        kv_len,
-        lambda query, key: sees(0, query, query, key, queries, keys, given),
-    )
+    """Return which keys have weight in the oracle: causal, with an optional sliding window.
+
+    All scores are 0. Key i has the value with 1 as element i, so that a row of the output is the
+    weights of the keys.
+    """
+    mask = torch.zeros(query_len, kv_len, dtype=torch.bool)
+    if mask.numel():
+        request = OracleRequest(
+            torch.zeros(query_len, 1, 1),
+            torch.zeros(kv_len, 1, 1),
+            torch.eye(kv_len)[:, None],
+        )
+        options = {"causal": True, "sliding_window": window}
+        mask[:] = attend_by_hand([request], options, query_len).out[:, 0] > 0
+    return mask
 
 
 def by_rule(
