@@ -139,7 +139,7 @@ PUZZLE = Puzzle(
     number=9,
     name="cross_attention_lengths",
     title="the lengths of cross-attention",
-    page="concepts/encoder_decoder",
+    page="ideas/cross_attention",
     template=TEMPLATE,
     results={
         "query_start_loc": ("entry",),
