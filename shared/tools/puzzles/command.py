@@ -22,7 +22,7 @@ def puzzles(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[FOLDER] [NAME]...",
+            metavar="FOLDER|NAME",
             help="A folder, then names or numbers of puzzles.  (puzzles; all)",
             show_default=False,
         ),
