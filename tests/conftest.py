@@ -59,6 +59,7 @@ QUICK: dict[str, str] = {
     "test_metadata_fields.py": "",
     "test_mutants.py": "catalogue or todays or equivalent",
     "test_option_pairs.py": "design or choice",
+    "test_puzzles.py": "accepted or template or example or page or unknown",
     "test_twins.py": "",
     "test_validation.py": "",
     "test_words.py": "",

@@ -392,6 +392,21 @@ def without_seed(make: Function) -> Function:
     return init
 
 
+def always_caching(make: Function) -> Function:
+    """Return the creation of a block manager whose prefix caching cannot be switched off."""
+
+    def init(
+        self: Any,
+        num_blocks: int,
+        block_size: int,
+        seed: int | None = None,
+        enable_caching: bool = True,
+    ) -> None:
+        make(self, num_blocks, block_size, seed)
+
+    return init
+
+
 def another_token(update: Function) -> Function:
     """Return an update that appends another token than the sampled one."""
     return lambda self, output, sampled: update(
@@ -498,6 +513,10 @@ SINGLE: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "a layer keeps its cache in fp8 under its scales": (
         "BACKENDS",
         of_layers(swapped_scales),
+    ),
+    "without prefix caching no content is known": (
+        "BlockManager",
+        with_method("__init__", always_caching),
     ),
     "free blocks are allocated in order of their ids unless a seed shuffles them": (
         "BlockManager",

@@ -45,6 +45,7 @@ LARGE_FOLDERS = {
     "shared/contract": "one file per family of classes",
     "shared/examples": "one file per concept",
     "shared/tools/bench": "one file per part of a run",
+    "shared/tools/puzzles/tasks": "one file per puzzle",
     "shared/tools/replay": "to be grouped",
     "shared/validation": "one file per subject of arguments",
     "shared/validation/options": "one file per option",

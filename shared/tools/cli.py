@@ -14,6 +14,7 @@ from .command_line import DISAGREE as DISAGREE
 from .command_line import USER_ERROR as USER_ERROR
 from .command_line import choose_interpreter, sentences_for_errors
 from .conformance_commands import check, fuzz
+from .puzzles.command import puzzles
 from .replay_commands import replay, reproduce
 
 app = typer.Typer(
@@ -81,3 +82,4 @@ def explain(
 app.command()(check)
 app.command()(fuzz)
 app.command()(bench)
+app.command()(puzzles)

@@ -291,6 +291,21 @@ def free_blocks_are_allocated_in_order_of_their_ids_unless_a_seed_shuffles_them(
             raise Disagreement("order", f"seed {seed}", orders[0], "a shuffled one")
 
 
+@law("BlockManager", cases=st.integers(1, 5))
+def without_prefix_caching_no_content_is_known(
+    setting: Setting, block_size: int
+) -> None:
+    manager = setting.candidate.BlockManager(4, block_size, None, enable_caching=False)
+    tokens = list(range(3 * block_size))
+    manager.allocate_slots("a", 0, len(tokens))
+    manager.cache_full_blocks("a", tokens, len(tokens))
+    found = list(manager.get_computed_blocks([*tokens, 1]))
+    expect_same("blocks with the same tokens", found, [])
+    manager.free("a")
+    counts = manager.num_cached_blocks, manager.num_free_blocks
+    expect_same("cached and free blocks at the end", counts, (0, 4))
+
+
 def _unknown_block(manager: Any) -> Any:
     return manager.allocate_slots("b", 2, 1, [2])
 

@@ -1,0 +1,1 @@
+"""Puzzles: twelve functions to write, each checked against small cases and the laws."""

@@ -1,0 +1,175 @@
+"""Command `pagetwin puzzles`: write the puzzles, or check the answers."""
+
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from ..command_line import DISAGREE, sentences_for_errors
+
+if TYPE_CHECKING:
+    from .check import Outcome
+    from .puzzle import Puzzle
+
+SHOWN_LINES = 16
+"""Lines of a case or an answer that are shown."""
+
+
+def puzzles(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="FOLDER|NAME",
+            help="A folder, then names or numbers of puzzles.  (puzzles; all)",
+            show_default=False,
+        ),
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Check the answers instead.")
+    ] = False,
+) -> None:
+    """Write twelve functions without their bodies, from slot mapping to a Triton kernel.
+
+    With --check: check what you wrote into them. No GPU is needed.
+
+    Exit codes: 0, written, or everything checked is solved; 1, a puzzle is not solved yet; 2, wrong
+    arguments.
+    """
+    with sentences_for_errors():
+        if check and importlib.util.find_spec("hypothesis") is None:
+            raise ImportError(
+                "pagetwin puzzles --check needs hypothesis, which draws cases for the laws:"
+                " pip install 'pagetwin[conformance]'"
+            )
+        from .folder import choose
+        from .tasks import PUZZLES
+
+        folder, chosen = choose(words or [])
+        if not check:
+            _write(folder, chosen)
+            return
+        with_file = [each for each in chosen if (folder / each.file).is_file()]
+        missing = [each for each in chosen if each not in with_file]
+        is_named = len(chosen) < len(PUZZLES)
+        if missing and (is_named or not with_file):
+            raise FileNotFoundError(
+                f"{folder} has no file {missing[0].file}. This command writes it:"
+                f" {_command(folder, missing[0].name if is_named else '')}"
+            )
+        is_all_solved = _check(folder, with_file)
+    if not is_all_solved:
+        raise typer.Exit(DISAGREE)
+
+
+def _command(folder: Path, name: str = "", check: bool = False) -> str:
+    """Return the command that a user types next."""
+    return " ".join(
+        word
+        for word in (
+            "pagetwin puzzles",
+            "--check" if check else "",
+            str(folder) if str(folder) not in (".", "puzzles") else "",
+            name,
+        )
+        if word
+    )
+
+
+def _write(folder: Path, chosen: "list[Puzzle]") -> None:
+    from .folder import write
+
+    written = write(folder, chosen)
+    console = Console(highlight=False)
+    for puzzle in chosen:
+        is_new = folder / puzzle.file in written
+        note = "" if is_new else "  (there already)"
+        console.print(
+            f"{puzzle.file:30}{puzzle.title}{note}", markup=False, soft_wrap=True
+        )
+    first = chosen[0]
+    console.print()
+    console.print(
+        f"Open {folder / first.file}, replace its last line with your answer, then run:",
+        markup=False,
+        soft_wrap=True,
+    )
+    command = _command(folder, first.name, check=True)
+    console.print(f"  {command}", style="bold", markup=False, soft_wrap=True)
+
+
+def _check(folder: Path, chosen: "list[Puzzle]") -> bool:
+    """Check puzzles and print each outcome. Return whether all are solved."""
+    from .check import NOT_STARTED, SOLVED
+    from .runner import check_folder
+
+    console = Console(highlight=False)
+    results: list[tuple[Puzzle, Outcome]] = []
+    for puzzle, outcome in check_folder(folder, chosen):
+        results.append((puzzle, outcome))
+        style = {SOLVED: "bold green", NOT_STARTED: "dim"}.get(
+            outcome.status, "bold red"
+        )
+        line = Text(f"{puzzle.number:2}  {puzzle.name:24}")
+        console.print(line.append(outcome.status, style=style))
+        if outcome.status not in (SOLVED, NOT_STARTED):
+            _print_wrong(console, outcome)
+    solved = sum(outcome.status == SOLVED for _, outcome in results)
+    console.print()
+    console.print(f"{solved} of {len(results)} solved.", style="bold")
+    if solved == len(results):
+        console.print(
+            "Compare your answers with the code in reference/ and optimized/."
+        )
+    unsolved = [puzzle for puzzle, outcome in results if outcome.status != SOLVED]
+    if unsolved:
+        following = unsolved[0]
+        console.print(
+            f"Next: {folder / following.file}. To read first: {_teacher(following)}",
+            markup=False,
+            soft_wrap=True,
+        )
+    return not unsolved
+
+
+def _teacher(puzzle: "Puzzle") -> str:
+    """Return where the idea of a puzzle is explained."""
+    kind, _, name = puzzle.page.partition("/")
+    if kind == "concepts":
+        return f"pagetwin explain {name}"
+    return f"the page {puzzle.page} of the documentation"
+
+
+def _print_wrong(console: Console, outcome: "Outcome") -> None:
+    """Print the counterexample, the first difference and the hint."""
+    parts: list[tuple[str, tuple[str, ...], str]] = []
+    if outcome.law:
+        parts.append(("law", (outcome.law,), ""))
+    if outcome.case:
+        parts.append(("input", outcome.case, ""))
+    if outcome.right:
+        parts.append(("yours", outcome.found, "red"))
+        parts.append(("right", outcome.right, "green"))
+    first = "where" if outcome.right else "error"
+    parts.append((first, tuple(outcome.difference.split("\n")), "bold"))
+    for name, lines, style in parts:
+        shown = list(lines[:SHOWN_LINES])
+        if len(lines) > SHOWN_LINES:
+            shown.append(f"... {len(lines) - SHOWN_LINES} more lines")
+        for number, line in enumerate(shown):
+            text = Text(f"{name if not number else '':7}", style="dim")
+            _print(console, text.append(line, style=style or "not dim"))
+    hint = Text("hint   ", style="dim")
+    _print(console, hint.append(outcome.hint_text, style="not dim yellow"))
+
+
+def _print(console: Console, text: Text) -> None:
+    """Print a line indented by 4. A longer one continues under its own beginning."""
+    width = max(console.width - 4 - 7, 20)
+    head, body = text[:7], text[7:]
+    for number, line in enumerate(body.wrap(console, width)):
+        line.rstrip()
+        start = head if not number else Text(" " * 7)
+        console.print(Text("    ") + start + line, soft_wrap=True)
