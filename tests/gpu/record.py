@@ -76,7 +76,14 @@ def run_tests(folder: Path, workers: int, limit: float, extra: list[str]) -> Rec
     """Return how the suite ended, and why tests failed or were skipped."""
     report = folder / "junit.xml"
     command = [sys.executable, "-m", "pytest", "-v", "-rs", "-p", "no:cacheprovider"]
-    command += ["-n", str(workers), "-m", "not slow", f"--junit-xml={report}", *extra]
+    command += [
+        "-n",
+        str(workers),
+        "-m",
+        "not slow and not compile and not site",
+        f"--junit-xml={report}",
+        *extra,
+    ]
     os.environ.setdefault("HYPOTHESIS_PROFILE", "cuda")
     code, output = run_limited(command, limit, folder / "pytest.log")
     if report.exists():
