@@ -35,13 +35,16 @@ from pagetwin.integrations.transformers import (
     generate,
     register,
     register_all,
+    use_attention,
 )
 from pagetwin.integrations.transformers.masks import (
     VisibleRange,
+    read_bidirectional_window,
     read_padded_ranges,
     read_position_bias,
 )
 from tiny_models import DECODER_ONLY, ENCODER_DECODER, VOCABULARY, WINDOW, make_model
+from transformers.modeling_outputs import BaseModelOutput
 
 TWINS = ("reference", "optimized")
 NEW_TOKENS = 4
@@ -121,7 +124,14 @@ def on_device(values: Any) -> Tensor:
 
 def calls_of(name: str, steps: int) -> dict[str, int]:
     """Return the expected calls of a decoder-only model's layers."""
-    return {f"model.layers.{layer}.self_attn": steps for layer in range(2)}
+    paths = {
+        "bloom": "transformer.h.{}.self_attention",
+        "falcon": "transformer.h.{}.self_attention",
+        "falcon_7b": "transformer.h.{}.self_attention",
+        "mpt": "transformer.blocks.{}.attn",
+    }
+    path = paths.get(name, "model.layers.{}.self_attn")
+    return {path.format(layer): steps for layer in range(2)}
 
 
 # --- models that only decode
@@ -158,14 +168,17 @@ def library_answers(name: str) -> list[tuple[list[int], Tensor]]:
     return answers
 
 
-# the kernels get no option from Mistral and Qwen 3 that Gemma 2 and GPT-OSS do not give them
+# the kernels get no option from the other models that these do not give them
+ON_KERNELS = ("llama", "gemma2", "gpt_oss", "llama4", "bloom")
+
+
 @pytest.mark.parametrize(
     ("name", "implementation"),
     [
         (name, twin)
         for name in DECODER_ONLY
         for twin in TWINS
-        if twin == "reference" or name not in ("mistral", "qwen3")
+        if twin == "reference" or name in ON_KERNELS
     ],
 )
 def test_a_crowded_cache_gives_the_tokens_of_the_library_prompt_by_prompt(
@@ -192,7 +205,7 @@ def test_a_crowded_cache_gives_the_tokens_of_the_library_prompt_by_prompt(
 
 
 # the library's own batching omits Gemma 2's soft cap, and does not support chunks (5.17 to 5.23)
-@pytest.mark.parametrize("name", sorted(set(DECODER_ONLY) - {"gemma2", "llama4"}))
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3", "gpt_oss"])
 def test_the_library_s_own_continuous_batching_gives_the_same_tokens(name: str) -> None:
     settings = transformers.GenerationConfig(
         max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1, pad_token_id=0
@@ -221,6 +234,9 @@ def test_the_library_s_own_continuous_batching_gives_the_same_tokens(name: str) 
         ("gemma2", "logits_soft_cap", None),
         ("gpt_oss", "sinks", None),
         ("llama4", "attention_chunk_size", WINDOW - 1),
+        ("bloom", "alibi_slopes", None),
+        ("mpt", "alibi_slopes", None),
+        ("falcon", "scale", 0.5),
     ],
 )
 def test_an_attention_with_one_wrong_option_gives_other_tokens(
@@ -280,7 +296,6 @@ def test_an_output_ends_with_the_first_stop_token() -> None:
         )
         if ends == end:
             assert answers == until
-    assert generate(tiny("llama"), [], "reference") == []
 
 
 def test_a_paged_batch_runs_without_the_scheduler() -> None:
@@ -301,6 +316,97 @@ def test_a_paged_batch_runs_without_the_scheduler() -> None:
         answer, told = library_answers("gemma2")[number]
         assert int(logits[place].argmax()) == answer[0]
         torch.testing.assert_close(logits[place], told[0], atol=1e-4, rtol=1e-4)
+
+
+class _CallsOthers:
+    """A hook on a layer's MLP that runs further models inside of a step, once."""
+
+    def __init__(self, *models: Any) -> None:
+        self.models, self.logits = models, []
+
+    def __call__(self, *_: Any) -> None:
+        models, self.models = self.models, ()
+        ids = on_device([PROMPTS[3]])
+        self.logits += [
+            model(input_ids=ids, use_cache=False).logits for model in models
+        ]
+
+
+@pytest.mark.parametrize("name", ["llama", "stablelm"])
+def test_a_batch_is_not_used_by_models_that_are_not_in_the_step(name: str) -> None:
+    """Another model and the same one run inside of a step, with as many tokens as the step has.
+
+    With the batch of the step, their 12 tokens would be two requests instead of one.
+    """
+    model, other = tiny(name), tiny("nemotron")
+    prompts = [PROMPTS[3][:5], PROMPTS[3][5:]]
+    told = [
+        logits_of(each, input_ids=on_device([PROMPTS[3]]))[1]
+        for each in ("nemotron", name)
+    ]
+    apart = [logits_of(name, input_ids=on_device([each]))[1] for each in prompts]
+    hook = _CallsOthers(other, model)
+    with (
+        torch.no_grad(),
+        use_attention(model, "reference"),
+        use_attention(other, "reference"),
+    ):
+        handle = model.model.layers[0].mlp.register_forward_hook(hook)
+        try:
+            batch = PagedBatch("reference", 8, block_size=4, device=model.device)
+            batch.begin_step([5, 7], [0, 0], [[6, 2], [5, 0]])
+            logits = model(**batch.model_inputs(PROMPTS[3])).logits
+        finally:
+            handle.remove()
+    assert len(hook.logits) == 2
+    for found, expected in zip(hook.logits, told, strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits, torch.cat(apart, 1), atol=1e-4, rtol=1e-4)
+
+
+def test_a_layer_that_passes_on_neither_keyword_nor_mask_raises(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its attention mixed the requests of a step, and was counted as a call of the twin."""
+    layer = tiny("stablelm").model.layers[1].self_attn
+    forward = layer.forward
+
+    def without_mask(*args: Any, **named: Any) -> Any:
+        return forward(*args, **{**named, "attention_mask": None})
+
+    monkeypatch.setattr(layer, "forward", without_mask)
+    with pytest.raises(
+        NotImplementedError, match="1 of 2 attention layers got the pages"
+    ):
+        generate(tiny("stablelm"), PROMPTS, "reference")
+
+
+@pytest.mark.parametrize("name", ["bloom", "falcon", "mpt"])
+def test_a_model_with_its_own_attention_runs_in_steps_only(name: str) -> None:
+    model, ids = tiny(name), on_device([[5, 6, 7]])
+    told = logits_of(name, input_ids=ids)[1]
+    batch = PagedBatch("reference", 2, block_size=4, device=model.device)
+    batch.begin_step([3], [0], [[1]])
+    with torch.no_grad(), use_attention(model, "reference"):
+        found = model(**batch.model_inputs([5, 6, 7])).logits
+        with pytest.raises(
+            NotImplementedError, match=r"expected generate\(\.\.\.\) or"
+        ):
+            model(input_ids=ids)
+        model.train()
+        try:
+            with pytest.raises(NotImplementedError, match=r"dropout = 0\.5"):
+                for module in model.modules():
+                    if type(module).__name__.endswith("Attention"):
+                        module.attention_dropout = torch.nn.Dropout(0.5)
+                        module.attn_dropout_p = 0.5
+                model(**batch.model_inputs([5, 6, 7]))
+        finally:
+            model.eval()
+    torch.testing.assert_close(found, told, atol=1e-4, rtol=1e-4)
+    # restored
+    again = logits_of(name, input_ids=ids)[1]
+    assert torch.equal(again, told)
 
 
 # --- models that encode first
@@ -324,12 +430,19 @@ def encoder_inputs(name: str, prompt: Any) -> dict[str, Tensor]:
     return {"input_ids": on_device([prompt])}
 
 
+def start_of(name: str) -> int:
+    """Return the first token of a decoder; the library falls back to bos_token_id."""
+    config = tiny(name).config
+    start = getattr(config, "decoder_start_token_id", None)
+    return config.bos_token_id if start is None else start
+
+
 @functools.cache
 def library_decodes(name: str) -> list[tuple[list[int], Tensor]]:
     """Return the tokens and logits of the library's eager attention, prompt by prompt."""
     model, answers = tiny(name), []
     for prompt in encoder_prompts(name):
-        ids = on_device([[model.config.decoder_start_token_id]])
+        ids = on_device([[start_of(name)]])
         logits: list[Tensor] = []
         told: dict[str, Any] = encoder_inputs(name, prompt)
         for _ in range(DECODED):
@@ -338,7 +451,7 @@ def library_decodes(name: str) -> list[tuple[list[int], Tensor]]:
             logits.append(out.logits[:, -1])
             ids = logits[-1].argmax(1, keepdim=True)
             told = {
-                "encoder_outputs": (out.encoder_last_hidden_state,),
+                "encoder_outputs": BaseModelOutput(out.encoder_last_hidden_state),
                 "past_key_values": out.past_key_values,
             }
         tokens = torch.cat(logits).argmax(1).tolist()
@@ -430,7 +543,7 @@ def test_cross_attention_reads_the_encoder_s_keys_from_pages_in_every_step(
     lengths = [20 if name == "whisper" else len(prompt) for prompt in prompts]
     assert sum(written) == 2 * (sum(lengths) + len(prompts) * DECODED)
     # the logits are within the error budget
-    start = [tiny(name).config.decoder_start_token_id]
+    start = [start_of(name)]
     for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         ids = on_device([[*start, *answer[:-1]]])
         truth, same = logits_of(
@@ -629,6 +742,13 @@ def test_a_mask_that_contains_more_raises(
         read_padded_ranges(mask, 1, 3, 3, visible)
 
 
+def test_the_mask_shows_whether_a_bidirectional_window_includes_its_end() -> None:
+    mask = mask_of("1100", "1110", "0111", "0011")
+    assert read_bidirectional_window(mask, 2) == 2
+    assert read_bidirectional_window(mask, 1) == 2
+    assert read_bidirectional_window(mask, 9) == 9
+
+
 def test_a_bias_by_distance_becomes_a_table() -> None:
     """Of five keys and two queries, the last ones."""
     table = torch.randn(3, 9)
@@ -660,12 +780,13 @@ def test_a_layer_that_computes_its_own_attention_raises(
 
 
 def test_a_model_with_its_own_attention_raises() -> None:
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    falcon = transformers.FalconForCausalLM(
-        transformers.FalconConfig(vocab_size=VOCABULARY, **sizes)
+    gpt_j = transformers.GPTJForCausalLM(
+        transformers.GPTJConfig(
+            vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=2, rotary_dim=8
+        )
     )
     with pytest.raises(NotImplementedError, match="does not let its attention be repl"):
-        generate(falcon.eval(), [[5, 6]], "reference")
+        generate(gpt_j.eval(), [[5, 6]], "reference")
     mamba = transformers.MambaForCausalLM(
         transformers.MambaConfig(
             vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2
@@ -673,6 +794,48 @@ def test_a_model_with_its_own_attention_raises() -> None:
     )
     with pytest.raises(NotImplementedError, match="keeps a state of the past"):
         generate(mamba.eval(), [[5, 6]], "reference")
+
+
+def test_falcon_with_alibi_raises() -> None:
+    """The library rounds its bias to bfloat16, so no slopes give the same logits."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    falcon = transformers.FalconForCausalLM(
+        transformers.FalconConfig(vocab_size=VOCABULARY, alibi=True, **sizes)
+    )
+    with pytest.raises(NotImplementedError, match="rounds the bias of each key to bf"):
+        generate(falcon.eval(), [[5, 6]], "reference")
+
+
+def test_merged_attention_of_decoder_and_encoder_raises() -> None:
+    text = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+    }
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    config = transformers.T5Gemma2Config(
+        encoder={
+            "text_config": text,
+            "vision_config": vision,
+            "mm_tokens_per_image": 1,
+        },
+        decoder=text,
+        vocab_size=VOCABULARY,
+    )
+    model = transformers.T5Gemma2ForConditionalGeneration(config).eval()
+    with pytest.raises(NotImplementedError, match="one softmax over the keys"):
+        generate(model, [[5, 6]], "reference")
 
 
 def test_the_model_s_attention_is_restored_after_an_error() -> None:
@@ -689,6 +852,42 @@ def test_the_model_s_attention_is_restored_after_an_error() -> None:
     [
         ([[5], []], {}, ValueError, r"prompts\[1\] is empty: expected at least one"),
         ([["five"]], {}, TypeError, r"prompts\[0\]\[0\] = 'five' is str.*tokenizer"),
+        ([], {}, ValueError, r"prompts = \[\] is empty: expected a list of .*\[\[5, 6"),
+        (None, {}, TypeError, r"prompts = None is NoneType: expected .*\[\[5, 6, 7\]"),
+        (
+            [5, 6],
+            {},
+            TypeError,
+            r"prompts\[0\] = 5 is int: .*\[\[5, 6, 7\], \[8, 9\]\]",
+        ),
+        (
+            "five",
+            {},
+            TypeError,
+            r"prompts = 'five' is str: .*\[\[5, 6.*run the tokenizer",
+        ),
+        (["five"], {}, TypeError, r"prompts\[0\] = 'five' is str: .*run the tokenizer"),
+        ({"input_ids": [[5]]}, {}, TypeError, r"is dict: .* give its input_ids"),
+        ({5, 6}, {}, TypeError, r"prompts = \{5, 6\} is set: expected a list of"),
+        (
+            torch.zeros(2, 3),
+            {},
+            TypeError,
+            r"prompts is Tensor of torch\.float32, shape \[2, 3\]: .* are integers",
+        ),
+        (
+            [torch.zeros(3)],
+            {},
+            TypeError,
+            r"prompts\[0\] is Tensor of torch\.float32, shape \[3\]: .* are integers",
+        ),
+        (
+            torch.zeros(2, 3, dtype=torch.int64),
+            {},
+            TypeError,
+            r"prompts is Tensor of torch\.int64, .*\[\[5, 6.*\.tolist\(\)",
+        ),
+        ([[5.0]], {}, TypeError, r"prompts\[0\]\[0\] = 5\.0 is float: expected an int"),
         ([[5, 96]], {}, ValueError, r"prompts\[0\]\[1\] = 96 .* 0 <= token < 96"),
         (
             [[5] * 9],
@@ -718,14 +917,21 @@ def test_bad_input_raises(
         ("bart", [[5] * 9], {"num_blocks": 2, "block_size": 4}, "3 blocks for its enc"),
         ("bart", [[5]], {"decoder_prompt": [96]}, r"decoder_prompt\[0\] = 96"),
         ("bart", [[5]], {"decoder_prompt": []}, "at least one token"),
+        ("whisper", [], {}, r"is empty: expected a list of tensors \[bands, frames\]"),
         ("whisper", [torch.zeros(8)], {}, r"prompts\[0\] has shape \[8\]"),
-        ("whisper", [torch.zeros(8, 40), [5]], {}, r"prompts\[1\] has shape None"),
+        (
+            "whisper",
+            [torch.zeros(8, 40), [5]],
+            {},
+            r"prompts\[1\] = \[5\] is list: .*ten",
+        ),
+        ("whisper", torch.zeros(1, 8), {}, r"prompts\[0\] has shape \[8\]"),
     ],
 )
 def test_bad_input_of_an_encoder_raises(
     name: str, prompts: Any, options: dict[str, Any], words: str
 ) -> None:
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises((TypeError, ValueError), match=words):
         generate(tiny(name), prompts, "reference", **options)
 
 

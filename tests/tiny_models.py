@@ -79,6 +79,64 @@ def llama4() -> Any:
     )
 
 
+def stablelm() -> Any:
+    """The decoder layer passes no further keywords to its attention; rotary on half a head."""
+    sizes = {name: size for name, size in SIZES.items() if name != "head_dim"}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    return transformers.StableLmConfig(
+        **sizes, rope_parameters=rope, use_parallel_residual=True
+    )
+
+
+def nemotron() -> Any:
+    """The decoder layer passes no further keywords to its attention."""
+    return transformers.NemotronConfig(**SIZES)
+
+
+def falcon() -> Any:
+    """Own attention code; four query heads share two key/value heads; rotary positions."""
+    return transformers.FalconConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_kv_heads=2,
+        new_decoder_architecture=True,
+        attn_implementation="eager",
+    )
+
+
+def falcon_7b() -> Any:
+    """Own attention code; all query heads share one key/value head; rotary positions."""
+    return transformers.FalconConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        multi_query=True,
+        attn_implementation="eager",
+    )
+
+
+def bloom() -> Any:
+    """Own attention code; ALiBi with six heads, so the slopes are of two series."""
+    return transformers.BloomConfig(
+        vocab_size=VOCABULARY, hidden_size=48, n_layer=2, n_head=6
+    )
+
+
+def mpt() -> Any:
+    """Own attention code; ALiBi with six heads; queries, keys and values are clipped."""
+    return transformers.MptConfig(
+        vocab_size=VOCABULARY,
+        d_model=48,
+        n_layers=2,
+        n_heads=6,
+        max_seq_len=64,
+        attn_config={"clip_qkv": 1.5},
+    )
+
+
 def bart() -> Any:
     """Learned positions, an encoder and a decoder."""
     return transformers.BartConfig(
@@ -121,6 +179,25 @@ def t5() -> Any:
     )
 
 
+def t5gemma() -> Any:
+    """Windows that alternate with full layers, in the encoder too; scores are capped."""
+    module = {
+        **ONE_KV_HEAD,
+        "num_hidden_layers": 2,
+        "sliding_window": 2,
+        "query_pre_attn_scalar": 16,
+        "attn_logit_softcapping": 5.0,
+    }
+    del module["attn_implementation"]
+    return transformers.T5GemmaConfig(
+        encoder=module,
+        decoder=module,
+        vocab_size=VOCABULARY,
+        decoder_start_token_id=1,
+        attn_implementation="eager",
+    )
+
+
 def whisper() -> Any:
     """Audio input: 20 positions of the encoder, without padding."""
     return transformers.WhisperConfig(
@@ -158,9 +235,12 @@ SPREADS = (
     ("EncDecAttention.k", 0.25),
     ("sinks", 1.0),
     ("experts", 0.1),
+    ("query_key_value", 0.4),
+    ("self_attention.dense", 1.0),
+    ("Wqkv", 0.4),
+    ("word_embeddings", 1.0),
+    ("wte", 1.0),
 )
-
-HEADS = {"whisper": "proj_out"}
 
 DECODER_ONLY: dict[str, tuple[Callable[[], Any], str]] = {
     "llama": (llama, "LlamaForCausalLM"),
@@ -169,10 +249,17 @@ DECODER_ONLY: dict[str, tuple[Callable[[], Any], str]] = {
     "gemma2": (gemma2, "Gemma2ForCausalLM"),
     "gpt_oss": (gpt_oss, "GptOssForCausalLM"),
     "llama4": (llama4, "Llama4ForCausalLM"),
+    "stablelm": (stablelm, "StableLmForCausalLM"),
+    "nemotron": (nemotron, "NemotronForCausalLM"),
+    "falcon": (falcon, "FalconForCausalLM"),
+    "falcon_7b": (falcon_7b, "FalconForCausalLM"),
+    "bloom": (bloom, "BloomForCausalLM"),
+    "mpt": (mpt, "MptForCausalLM"),
 }
 ENCODER_DECODER: dict[str, tuple[Callable[[], Any], str]] = {
     "bart": (bart, "BartForConditionalGeneration"),
     "t5": (t5, "T5ForConditionalGeneration"),
+    "t5gemma": (t5gemma, "T5GemmaForConditionalGeneration"),
     "whisper": (whisper, "WhisperForConditionalGeneration"),
 }
 
@@ -189,13 +276,17 @@ def make_model(name: str) -> Any:
     if name == "gpt_oss":
         model.set_experts_implementation("eager")  # the other one has no float64
     # with a head that is tied to the embedding, the most likely token is the input token
-    head = getattr(model, HEADS.get(name, "lm_head"))
+    head = model.get_output_embeddings()
     head.weight = torch.nn.Parameter(torch.empty_like(head.weight))
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if "norm" not in parameter_name:
                 drawn = torch.randn(parameter.shape, generator=generator)
                 parameter.copy_(drawn * _spread(parameter_name))
+            elif name == "nemotron":
+                # its norms multiply by 1 + weight; with the weights 1 of a new model, scores are
+                # four times as large, and so are their rounding errors
+                parameter.zero_()
     model.generation_config.eos_token_id = None
     return model
 

@@ -1,6 +1,6 @@
 """Validation of models, prompts and masks of other libraries."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, NoReturn
 
@@ -32,6 +32,56 @@ def check_limits(**limits: int | None) -> None:
     check_positive(
         **{name: number for name, number in limits.items() if number is not None}
     )
+
+
+def check_prompt_list(prompts: Any, takes_features: bool) -> None:
+    """Raise for prompts that are not one list of token ids, or one tensor of features, each.
+
+    Args:
+        prompts: what the caller gave.
+        takes_features: whether the model takes features, [bands, frames] per prompt.
+    """
+    expected = "a list of token ids per prompt, such as [[5, 6, 7], [8, 9]]"
+    if takes_features:
+        expected = "a list of tensors [bands, frames], one per prompt"
+    if not (takes_features and isinstance(prompts, Tensor)):
+        _check_is_list("prompts", prompts, expected)
+    if not len(prompts):
+        raise ValueError(f"prompts = {prompts!r} is empty: expected {expected}")
+    for index, prompt in enumerate(prompts):
+        if not takes_features:
+            _check_is_list(f"prompts[{index}]", prompt, expected)
+        elif not isinstance(prompt, Tensor):
+            raise TypeError(
+                f"prompts[{index}] = {_shortened(prompt)} is {type(prompt).__name__}:"
+                f" expected {expected}; run the feature extractor first"
+            )
+
+
+def _check_is_list(name: str, value: Any, expected: str) -> None:
+    """Raise TypeError unless a value has numbered entries and is neither text nor a tensor."""
+    kind = type(value).__name__
+    if isinstance(value, Tensor):
+        hint = "convert token ids with .tolist(), without padding"
+        if value.is_floating_point():
+            hint = "token ids are integers"
+        raise TypeError(
+            f"{name} is {kind} of {value.dtype}, shape {list(value.shape)}: expected"
+            f" {expected}; {hint}"
+        )
+    if isinstance(value, str | bytes | Mapping):
+        raise TypeError(
+            f"{name} = {_shortened(value)} is {kind}: expected {expected}; run the tokenizer"
+            " first, and give its input_ids"
+        )
+    if not hasattr(value, "__len__") or not hasattr(value, "__getitem__"):
+        raise TypeError(f"{name} = {_shortened(value)} is {kind}: expected {expected}")
+
+
+def _shortened(value: object) -> str:
+    """Return a value as text of at most 40 characters."""
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def check_prompts(
@@ -92,7 +142,7 @@ def check_decoder_prompt(decoder_prompt: Sequence[Any], vocabulary: int) -> list
     if not decoder_prompt or any(token is None for token in decoder_prompt):
         raise ValueError(
             f"decoder_prompt = {list(decoder_prompt)}: expected at least one token, as the model"
-            " has no decoder_start_token_id"
+            " has neither decoder_start_token_id nor bos_token_id"
         )
     for index, token in enumerate(decoder_prompt):
         if not 0 <= token < vocabulary:
@@ -104,12 +154,10 @@ def check_decoder_prompt(decoder_prompt: Sequence[Any], vocabulary: int) -> list
 
 
 def check_features(prompts: Sequence[Any]) -> None:
-    """Raise ValueError for features of different shapes, and for tokens among features."""
-    shapes = [
-        list(prompt.shape) if isinstance(prompt, Tensor) else None for prompt in prompts
-    ]
+    """Raise ValueError for features of different shapes."""
+    shapes = [list(prompt.shape) for prompt in prompts]
     for index, shape in enumerate(shapes):
-        if shape is None or len(shape) != 2 or shape != shapes[0]:
+        if len(shape) != 2 or shape != shapes[0]:
             raise ValueError(
                 f"prompts[{index}] has shape {shape}: expected features [bands, frames], of one"
                 f" shape for all prompts ({shapes[0]})"
@@ -175,6 +223,45 @@ def check_calls(model: str, calls: Mapping[str, int], expected: int) -> None:
         )
 
 
+def check_pages_used(model: str, found: int, expected: int) -> None:
+    """Raise NotImplementedError unless each layer read the pages of the step."""
+    if found != expected:
+        raise NotImplementedError(
+            f"{model}: {found} of {expected} attention layers got the pages of this step: expected"
+            " layers that pass on either further keywords (pagetwin=) or attention_mask unchanged"
+        )
+
+
+def check_in_step(module: str, is_in_step: bool) -> None:
+    """Raise NotImplementedError for a replaced attention module outside of a step."""
+    if not is_in_step:
+        raise NotImplementedError(
+            f"{module} runs on a twin only in a step of PagedBatch: expected generate(...) or"
+            " model(**batch.model_inputs(...)), without a cache of the library"
+        )
+
+
+def check_no_rounded_alibi(model: str, has_alibi: bool) -> None:
+    """Raise NotImplementedError for a Falcon model with ALiBi."""
+    if has_alibi:
+        raise NotImplementedError(
+            f"{model} has alibi = True: transformers rounds the bias of each key to bfloat16 in"
+            " every dtype, which no slope per head expresses; expected rotary positions (alibi ="
+            " False), or run this model with model.generate of the library"
+        )
+
+
+def check_no_merged_attention(model: str, classes: Iterable[type]) -> None:
+    """Raise NotImplementedError for a decoder that merges self-attention and cross-attention."""
+    merged = [each.__name__ for each in classes if "MergedAttention" in each.__name__]
+    if merged:
+        raise NotImplementedError(
+            f"{model}: {merged[0]} computes one softmax over the keys of the decoder and of the"
+            " encoder, which are in two block tables; expected separate cross-attention (such as"
+            " T5Gemma), or run this model with model.generate of the library"
+        )
+
+
 def check_inference(query: Tensor, dropout: float) -> None:
     """Raise NotImplementedError for dropout and for gradients."""
     if dropout:
@@ -188,9 +275,14 @@ def check_inference(query: Tensor, dropout: float) -> None:
         )
 
 
-def check_layer_kind(module: Any, sliding_window: int | None) -> int | None:
+def check_layer_kind(
+    module: Any, sliding_window: int | None, causal: bool
+) -> int | None:
     """Return the layer's chunk size; raise if its options contradict its kind."""
     config: Any = getattr(module, "config", None)
+    # cross-attention; the kinds are those of the decoder's self-attention
+    if not causal and getattr(config, "is_decoder", False):
+        return None
     layer = getattr(module, "layer_idx", None)
     kinds = getattr(config, "layer_types", None)
     of_config = getattr(config, "sliding_window", None)

@@ -20,6 +20,7 @@ except ImportError as error:
 from .attention import count_calls as count_calls
 from .attention import register as register
 from .attention import register_all as register_all
+from .attention import use_attention as use_attention
 from .generation import generate as generate
 from .paged_batch import PagedBatch as PagedBatch
 from .paged_cache import PagedCache as PagedCache

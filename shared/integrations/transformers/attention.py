@@ -1,15 +1,16 @@
 """The attention function that models of the library call.
 
 `register` registers a twin under "pagetwin_reference" or "pagetwin_optimized", together with a
-function that makes the masks. The attention function supports three kinds of calls: with a batch of
-pages (`pagetwin=`), with keys in a `PagedCache`, and with plain key and value tensors that are
-padded to one length and become one ragged batch. A call that it cannot compute exactly raises.
+function that makes the masks. The attention function supports three kinds of calls: in a step of a
+`PagedBatch`, with keys in a `PagedCache`, and with plain key and value tensors that are padded to
+one length and become one ragged batch. A call that it cannot compute exactly raises.
 """
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,13 +21,22 @@ from transformers.masking_utils import sdpa_mask
 from ...contract.attention_options import AttentionOptions
 from ...contract.operations import Implementation
 from ...validation.integrations import (
+    check_attention_replaced,
     check_causal_batch,
     check_inference,
     check_layer_kind,
     check_same_implementation,
     load_named,
 )
-from .masks import PaddedRanges, VisibleRange, read_padded_ranges, read_position_bias
+from .masks import (
+    PaddedRanges,
+    VisibleRange,
+    read_bidirectional_window,
+    read_padded_ranges,
+    read_position_bias,
+)
+from .own_attention import has_own_attention, replace_attention
+from .paged_batch import batch_of
 from .paged_cache import KeysInPages, attend_pages
 
 CALLS: ContextVar[Counter[nn.Module] | None] = ContextVar(
@@ -69,9 +79,9 @@ def register(implementation: str = "optimized") -> str:
         check_inference(query, dropout)
         _count(module)
         bias = read_position_bias(given.get("position_bias"))
-        visible = _visible_range(module, given, bias is not None)
+        visible = _visible_range(module, attention_mask, given, bias is not None)
         arguments = _arguments(query, scaling, visible, bias, given)
-        batch = given.get("pagetwin")
+        batch = given.get("pagetwin") or batch_of(attention_mask)
         if batch is not None:
             check_same_implementation(batch.name, implementation)
             check_causal_batch(module, visible.causal)
@@ -93,6 +103,37 @@ def register(implementation: str = "optimized") -> str:
 def register_all() -> tuple[str, str]:
     """Register both twins with the library, and return their names there."""
     return register("reference"), register("optimized")
+
+
+@contextmanager
+def use_attention(model: Any, implementation: str = "optimized") -> Iterator[None]:
+    """Run a model's attention on a twin inside of the block, and restore it afterwards.
+
+    It supports what `model.set_attn_implementation(register(...))` supports, and also Bloom, Falcon
+    and MPT, whose attention modules it replaces. These three run in steps of a `PagedBatch` only.
+
+    Args:
+        model: a model of transformers.
+        implementation: "reference", "optimized", or the dotted name of a package with the same
+            operations.
+
+    Raises:
+        NotImplementedError: the model does not let its attention be replaced.
+        ValueError: the implementation cannot be loaded.
+    """
+    name = register(implementation)
+    if has_own_attention(model):
+        with replace_attention(model, name):
+            yield
+        return
+    before = model.config._attn_implementation
+    model.set_attn_implementation(name)
+    try:
+        found = model.config._attn_implementation
+        check_attention_replaced(type(model).__name__, found, name)
+        yield
+    finally:
+        model.set_attn_implementation(before)
 
 
 @contextmanager
@@ -137,15 +178,18 @@ def _full_mask(*args: Any, **kwargs: Any) -> Tensor | None:
 
 
 def _visible_range(
-    module: nn.Module, given: Mapping[str, Any], has_bias: bool
+    module: nn.Module, mask: Tensor | None, given: Mapping[str, Any], has_bias: bool
 ) -> VisibleRange:
     """Return the visible range of a layer."""
     causal = given.get("is_causal")
     if causal is None:
         causal = getattr(module, "is_causal", True)
     window = given.get("sliding_window")
-    chunk = check_layer_kind(module, window)
-    return VisibleRange(bool(causal), window, chunk, has_bias)
+    chunk = check_layer_kind(module, window, bool(causal))
+    visible = VisibleRange(bool(causal), window, chunk, has_bias)
+    if causal or window is None or mask is None:
+        return visible
+    return replace(visible, sliding_window=read_bidirectional_window(mask, window))
 
 
 def _arguments(
@@ -156,7 +200,7 @@ def _arguments(
     given: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return the arguments that both attention operations take besides tensors."""
-    sinks = given.get("s_aux")
+    sinks, slopes = given.get("s_aux"), given.get("alibi_slopes")
     arguments: dict[str, Any] = {
         "options": AttentionOptions(
             causal=visible.causal,
@@ -164,6 +208,7 @@ def _arguments(
             attention_chunk_size=visible.attention_chunk_size,
             logits_soft_cap=given.get("softcap"),
             sinks=None if sinks is None else sinks.detach().float(),
+            alibi_slopes=None if slopes is None else slopes.float(),
             position_bias=bias,
         )
     }

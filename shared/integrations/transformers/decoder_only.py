@@ -14,6 +14,7 @@ from ...contract.scheduler_classes import Request, ScheduledRequest, SchedulerOu
 from ...validation.integrations import (
     check_attends_everywhere,
     check_calls,
+    check_pages_used,
     check_prompts,
     check_takes_keywords,
 )
@@ -62,6 +63,9 @@ def run_requests(
                 model, batch, output.scheduled_requests, takes_logits_to_keep
             )
         check_calls(type(model).__name__, calls, config.num_hidden_layers)
+        check_pages_used(
+            type(model).__name__, len(batch.layers_run), config.num_hidden_layers
+        )
         # step: take the most likely token of each request whose known tokens are computed
         sampling = [
             each.request for each in output.scheduled_requests if each.samples_token

@@ -18,6 +18,7 @@ from ...validation.integrations import (
     check_calls,
     check_decoder_prompt,
     check_features,
+    check_no_merged_attention,
     check_prompts,
     check_wave_fits,
 )
@@ -53,9 +54,9 @@ def run_waves(
 ) -> list[list[int]]:
     """Return each prompt's new tokens; the arguments are those of `generate`."""
     config = model.config
-    if decoder_prompt is None:
-        decoder_prompt = [config.decoder_start_token_id]
-    first_tokens = check_decoder_prompt(decoder_prompt, config.vocab_size)
+    check_no_merged_attention(type(model).__name__, map(type, model.modules()))
+    start = [_start_token(model)] if decoder_prompt is None else decoder_prompt
+    first_tokens = check_decoder_prompt(start, config.vocab_size)
     if any(isinstance(prompt, Tensor) for prompt in prompts):
         check_features(prompts)
     else:
@@ -190,6 +191,19 @@ def _encoder_inputs(
     mask = torch.tensor(shown, dtype=torch.int64, device=device)
     input_ids = torch.tensor(ids, device=device)
     return {"input_ids": input_ids, "attention_mask": mask}, mask
+
+
+def _start_token(model: Any) -> int | None:
+    """Return the first token of every output; None if the model has none."""
+    for owner, name in (
+        (model.config, "decoder_start_token_id"),
+        (model.generation_config, "decoder_start_token_id"),
+        (model.config, "bos_token_id"),
+    ):
+        token: int | None = getattr(owner, name, None)
+        if token is not None:
+            return token
+    return None
 
 
 def _encoder_len(model: Any, prompt: Any) -> int:

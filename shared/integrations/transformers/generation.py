@@ -5,8 +5,7 @@ prompt chunks. An encoder-decoder model runs in waves: the inputs of a wave are 
 their keys and values are written to pages once, and the decoder reads them in every step.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,11 +13,11 @@ from torch import Tensor
 
 from ...validation.integrations import (
     check_arrivals,
-    check_attention_replaced,
     check_limits,
+    check_prompt_list,
     raise_option_not_supported,
 )
-from .attention import register
+from .attention import use_attention
 from .decoder_only import run_requests
 from .encoder_decoder import run_waves
 from .settings import Settings
@@ -62,7 +61,8 @@ def generate(
         arrival_steps: Optional. The first step that each prompt can take part in. If None, all
             arrive at once. Not for encoder-decoder models.
         decoder_prompt: Optional. First tokens of every output of an encoder-decoder model; they
-            are not returned. If None, the model's `decoder_start_token_id`.
+            are not returned. If None, the model's `decoder_start_token_id`, or its `bos_token_id`
+            if it has none.
         poison: whether every block without needed content is filled with NaN, so that a wrong read
             gives NaN. It costs time.
         statistics: Optional. Counts are added to it, modified in place. If None, nothing is
@@ -72,8 +72,10 @@ def generate(
         For each prompt its new tokens.
 
     Raises:
-        ValueError: a limit is less than 1, a prompt is empty, has an unknown token or never fits
-            in the cache, or the implementation cannot be loaded.
+        TypeError: prompts are anything but token ids of each prompt, for instance a flat list, a
+            string or a tensor.
+        ValueError: a limit is less than 1, no prompt is given, a prompt is empty, has an unknown
+            token or never fits in the cache, or the implementation cannot be loaded.
         NotImplementedError: a layer of the model does not use the twin, or the twin cannot compute
             it exactly.
 
@@ -88,6 +90,8 @@ def generate(
         max_batch_tokens=max_batch_tokens,
         max_running=max_running,
     )
+    takes_features = getattr(model, "main_input_name", "input_ids") != "input_ids"
+    check_prompt_list(prompts, takes_features)
     if isinstance(eos_token_id, int):
         eos_token_id = [eos_token_id]
     settings = Settings(
@@ -100,7 +104,7 @@ def generate(
         frozenset(eos_token_id or ()),
     )
     statistics = Statistics() if statistics is None else statistics
-    with torch.no_grad(), _attention(model, register(implementation)):
+    with torch.no_grad(), use_attention(model, implementation):
         if model.config.is_encoder_decoder:
             if arrival_steps is not None:
                 raise_option_not_supported(
@@ -111,17 +115,3 @@ def generate(
             raise_option_not_supported("decoder_prompt", decoder_prompt, "decoder-only")
         arrivals = check_arrivals(arrival_steps, len(prompts))
         return run_requests(model, prompts, arrivals, settings, poison, statistics)
-
-
-@contextmanager
-def _attention(model: Any, name: str) -> Iterator[None]:
-    """Set the model's attention implementation inside of the block."""
-    before = model.config._attn_implementation
-    model.set_attn_implementation(name)
-    try:
-        check_attention_replaced(
-            type(model).__name__, model.config._attn_implementation, name
-        )
-        yield
-    finally:
-        model.set_attn_implementation(before)

@@ -138,6 +138,30 @@ def _read_padded_ranges(
     )
 
 
+def read_bidirectional_window(mask: Tensor, window: int) -> int:
+    """Return the keys on each side that a layer attends to, the query's own included.
+
+    The models of the library count a bidirectional window differently: the distance to a visible
+    key is less than it, or at most equal to it. The mask shows which.
+
+    Args:
+        mask: [reqs or 1, 1, query_len, key_len] bool, of a layer that is not causal.
+        window: the window of the model's configuration.
+
+    Example:
+        >>> mask = torch.tensor([[[[1, 1, 0], [1, 1, 1], [0, 1, 1]]]]).bool()
+        >>> read_bidirectional_window(mask, 1), read_bidirectional_window(mask, 2)
+        (2, 2)
+    """
+    known = mask.__dict__.setdefault("_pagetwin_windows", {})
+    if window not in known:
+        known[window] = any(
+            bool(mask.diagonal(distance, -2, -1).any())
+            for distance in (window, -window)
+        )
+    return window + int(known[window])
+
+
 def read_position_bias(bias: Tensor | None) -> Tensor | None:
     """Return a bias per query and key as a table per distance; None if it adds nothing.
 

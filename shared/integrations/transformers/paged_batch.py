@@ -1,8 +1,9 @@
 """One flat batch of a model's tokens, with the paged KV caches of all layers.
 
 The tokens of all requests are concatenated into one row, as in an engine. The model runs on that
-row and passes this object to its attention function. In each layer it writes the new keys and
-values to their slots, and computes attention of each new token with its own sequence.
+row. Its attention function gets this object from the keyword `pagetwin`, or, where a layer drops
+the keyword, from the attention mask of the step. In each layer it writes the new keys and values to
+their slots, and computes attention of each new token with its own sequence.
 """
 
 from collections.abc import Sequence
@@ -14,6 +15,14 @@ from torch import Tensor, nn
 from ...contract.metadata_classes import CommonAttentionMetadata
 from ...validation.integrations import check_flat_batch, load_named
 from .pages import Pages
+
+BATCH = "_pagetwin_batch"
+"""The attribute of a step's mask that holds the batch."""
+
+
+def batch_of(mask: Tensor | None) -> "PagedBatch | None":
+    """Return the batch that made a mask in `model_inputs`; None for any other mask."""
+    return None if mask is None else mask.__dict__.get(BATCH)
 
 
 class PagedBatch:
@@ -44,6 +53,8 @@ class PagedBatch:
         self.device = torch.device(device)
         self.pages: dict[int, Pages] = {}
         self.metadata: CommonAttentionMetadata | None = None
+        self.layers_run: set[int] = set()
+        """Layers that computed attention with the pages in the current step."""
 
     def begin_step(
         self,
@@ -61,6 +72,7 @@ class PagedBatch:
         Raises:
             IndexError, ValueError: as in `build_common_attn_metadata`.
         """
+        self.layers_run.clear()
         self.metadata = self.run.build_common_attn_metadata(
             query_lens=query_lens,
             num_computed_tokens=num_computed_tokens,
@@ -88,14 +100,16 @@ class PagedBatch:
             )
             for position in range(first, last)
         ]
+        # the library passes a mask of four dimensions on unchanged; otherwise it would build a mask
+        # of tokens by tokens that is never read
+        mask = torch.empty(1, 1, len(tokens), 0, dtype=torch.bool, device=self.device)
+        # a layer that drops further keywords still passes its mask on; a call of another model, or
+        # of the same one with another mask, does not get this batch
+        mask.__dict__[BATCH] = self
         return {
             "input_ids": torch.tensor([list(tokens)], device=self.device),
             "position_ids": torch.tensor([positions], device=self.device),
-            # the library passes a mask of four dimensions on unchanged; otherwise it would build
-            # a mask of tokens by tokens that is never read
-            "attention_mask": torch.empty(
-                1, 1, len(tokens), 0, dtype=torch.bool, device=self.device
-            ),
+            "attention_mask": mask,
             "use_cache": False,
             "pagetwin": self,
         }
@@ -148,6 +162,7 @@ class PagedBatch:
             metadata.max_seq_len,
             **arguments,
         )
+        self.layers_run.add(layer)
         return out[None]
 
     def poison(self, blocks: Sequence[int]) -> None:
