@@ -1,18 +1,17 @@
-"""Constants of the Hopper prefill kernel: tile shape, pipeline depth, registers, layouts.
+"""Constants of the Hopper prefill kernel: options, tile shape, pipeline depth, registers, layouts.
 
 All figures are of an H200 with triton 3.6, bfloat16 and blocks of 16 tokens, unless they say
 otherwise. "1 x 8,192" is one prompt of 8,192 tokens with 32 query heads and a causal mask.
 """
 
 import math
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 WARPGROUP_M = gl.constexpr(64)
 """Query rows per consumer warpgroup: the M of one wgmma instruction."""
-BLOCK_N = gl.constexpr(128)
-"""Keys per KV tile. A warpgroup's qk takes 64 registers per thread. No other width is recorded."""
 BOX_COLUMNS = gl.constexpr(64)
 """Elements per row of a TMA box of K or V: 128 bytes, the widest swizzle."""
 SWIZZLE_ROWS = gl.constexpr(8)
@@ -32,6 +31,58 @@ SWIZZLED_32_BIT = gl.constexpr(gl.NVMMASharedLayout(128, 32, rank=2))
 """The same bytes seen as 32-bit words."""
 LINEAR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
 """Shared-memory layout of a vector."""
+
+
+class Config(NamedTuple):
+    """Compile-time constants of a launch plan. An option that is off generates no code.
+
+    Args:
+        HEAD_DIM: head size.
+        BLOCK_SIZE: tokens per cache block, a multiple of 16; 0 without a block table.
+        CAUSAL: whether a query attends only to keys up to its own position.
+        WINDOW: last keys that a query attends to, its own included. 0 without a window. A window
+            requires CAUSAL.
+        CHUNK_SIZE: positions per attention chunk. 0 without chunks. Chunks require CAUSAL.
+    """
+
+    HEAD_DIM: int
+    BLOCK_SIZE: int
+    CAUSAL: bool
+    WINDOW: int = 0
+    CHUNK_SIZE: int = 0
+
+
+@gluon.constexpr_function
+def has_lower_bound(config):
+    """Return whether a query's first visible key depends on its position."""
+    return config.WINDOW > 0 or config.CHUNK_SIZE > 0
+
+
+MASK_END = gl.constexpr(1)
+"""Mask keys after the last visible one: the sequence's end, or the query's own position."""
+MASK_BEGIN = gl.constexpr(2)
+"""Mask keys before the first visible one: the begin of a window or chunk."""
+
+
+@gluon.constexpr_function
+def choose_masks(config):
+    """Return the masks of KV tiles at the end of the visible range, and of those at its begin.
+
+    One tile may need both masks if a window is shorter than a query tile and a KV tile.
+    """
+    block_m = 64 * count_consumers(config.HEAD_DIM)
+    if config.CHUNK_SIZE or 0 < config.WINDOW < block_m + block_n(config.HEAD_DIM):
+        return 3, 3
+    return 1, 2
+
+
+@gluon.constexpr_function
+def block_n(head_dim):
+    """Return the keys per KV tile. A warpgroup's qk takes 64 registers per thread.
+
+    No other width is recorded.
+    """
+    return 128
 
 
 @gluon.constexpr_function
@@ -80,9 +131,9 @@ PRODUCER_REGISTERS = gl.constexpr(24)
 
 
 @gluon.constexpr_function
-def qk_layout():
+def qk_layout(head_dim):
     """Return the register layout of qk and p of a warpgroup, [WARPGROUP_M, BLOCK_N]."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N.value, 16])
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, block_n(head_dim), 16])
 
 
 @gluon.constexpr_function

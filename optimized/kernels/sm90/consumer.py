@@ -26,19 +26,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .config import (
-    BLOCK_N,
     Q_STAGES,
     SWIZZLED,
     WARPGROUP_M,
     WORK_STAGES,
     acc_layout,
+    block_n,
+    choose_masks,
     count_stages,
+    has_lower_bound,
     qk_layout,
     uses_ping_pong,
 )
 from .epilogue import normalize, store_tile
 from .pipeline import PipelineState, ping_pong_arrive, ping_pong_wait
-from .scheduler import NO_WORK, receive_work
+from .scheduler import NO_WORK, first_kv_tile, first_visible_key, receive_work
 from .softmax import mask_qk, online_softmax, pack_p, rescale, round_p, unpack_p
 
 
@@ -78,12 +80,13 @@ def consume(
     shared,
     output,
     scale_log2,
-    HEAD_DIM: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    config: gl.constexpr,
     NUM_CONSUMERS: gl.constexpr,
     CONSUMER: gl.constexpr,
 ):
     """Run a consumer warpgroup: compute and store its rows of every published work item."""
+    HEAD_DIM: gl.constexpr = config.HEAD_DIM
+    BLOCK_N: gl.constexpr = block_n(HEAD_DIM)
     STAGES: gl.constexpr = count_stages(HEAD_DIM)
     PING_PONG: gl.constexpr = uses_ping_pong(HEAD_DIM)
     ACC_ROWS: gl.constexpr = gl.SliceLayout(1, acc_layout(HEAD_DIM))
@@ -107,7 +110,7 @@ def consume(
         if work.num_kv_tiles > 0:
             carry, kv_state = _mainloop(
                 shared, Operands(q, k, v), acc, kv_state, q_state, work, scale_log2,
-                HEAD_DIM, CAUSAL, NUM_CONSUMERS, CONSUMER,
+                config, NUM_CONSUMERS, CONSUMER,
             )  # fmt: skip
             acc, lse = normalize(carry.acc, carry.m_i, carry.l_i, scale_log2, HEAD_DIM)
             q_state = q_state.advance()
@@ -129,8 +132,7 @@ def _mainloop(
     q_state,
     work,
     scale_log2,
-    HEAD_DIM: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    config: gl.constexpr,
     NUM_CONSUMERS: gl.constexpr,
     CONSUMER: gl.constexpr,
 ):
@@ -140,32 +142,51 @@ def _mainloop(
         tiles: `Operands`.
         acc: [WARPGROUP_M, HEAD_DIM] zeros.
     """
+    BLOCK_M: gl.constexpr = NUM_CONSUMERS * WARPGROUP_M
+    BLOCK_N: gl.constexpr = block_n(config.HEAD_DIM)
+    MASKS: gl.constexpr = choose_masks(config)
     position = work.position + CONSUMER * WARPGROUP_M
-    # the first tiles need no mask for any row of the work item
-    num_unmasked = work.seq_len // BLOCK_N
-    if CAUSAL:
-        num_unmasked = gl.maximum(work.position + 1, 0) // BLOCK_N
-    num_unmasked = gl.minimum(num_unmasked, work.num_kv_tiles - 1)
+    # tiles from full_begin to full_end need no mask for any row of the work item
+    full_end = work.seq_len // BLOCK_N
+    if config.CAUSAL:
+        full_end = gl.maximum(work.position + 1, 0) // BLOCK_N
+    first_tile = first_kv_tile(work, config)
+    last_tile = first_tile + work.num_kv_tiles - 1
+    full_end = gl.minimum(full_end, last_tile)
+    full_begin = first_tile
+    if has_lower_bound(config):
+        last_row_begin = first_visible_key(work.position + BLOCK_M - 1, config)
+        full_begin = gl.minimum((last_row_begin + BLOCK_N - 1) // BLOCK_N, last_tile)
+        full_end = gl.maximum(full_end, full_begin)
     p, alpha, m_i, l_i = _first_tile(
-        shared, tiles, kv_state, q_state, work, position, scale_log2, HEAD_DIM, CAUSAL
-    )
+        shared, tiles, kv_state, q_state, work, last_tile, position, scale_log2,
+        MASKS[0], config,
+    )  # fmt: skip
     kv_state = kv_state.advance()
     carry = Carry(acc, p, alpha, m_i, l_i)
-    for i in range(work.num_kv_tiles - 1 - num_unmasked):
+    for i in range(last_tile - full_end):
         carry = _kv_iteration(
             shared, tiles, carry, kv_state,
-            work.num_kv_tiles - 2 - i, position, work.seq_len, scale_log2,
-            HEAD_DIM, CAUSAL, True, NUM_CONSUMERS, CONSUMER,
+            last_tile - 1 - i, position, work.seq_len, scale_log2,
+            config, MASKS[0], NUM_CONSUMERS, CONSUMER,
         )  # fmt: skip
         kv_state = kv_state.advance()
-    for i in range(num_unmasked):
+    for i in range(full_end - full_begin):
         carry = _kv_iteration(
             shared, tiles, carry, kv_state,
-            num_unmasked - 1 - i, position, work.seq_len, scale_log2,
-            HEAD_DIM, CAUSAL, False, NUM_CONSUMERS, CONSUMER,
+            full_end - 1 - i, position, work.seq_len, scale_log2,
+            config, 0, NUM_CONSUMERS, CONSUMER,
         )  # fmt: skip
         kv_state = kv_state.advance()
-    return _last_pv(shared, tiles, carry, kv_state, HEAD_DIM), kv_state
+    if has_lower_bound(config):
+        for i in range(full_begin - first_tile):
+            carry = _kv_iteration(
+                shared, tiles, carry, kv_state,
+                full_begin - 1 - i, position, work.seq_len, scale_log2,
+                config, MASKS[1], NUM_CONSUMERS, CONSUMER,
+            )  # fmt: skip
+            kv_state = kv_state.advance()
+    return _last_pv(shared, tiles, carry, kv_state, config.HEAD_DIM), kv_state
 
 
 @gluon.jit
@@ -175,26 +196,29 @@ def _first_tile(
     kv_state,
     q_state,
     work,
+    kv_tile,
     position,
     scale_log2,
-    HEAD_DIM: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    MASKS: gl.constexpr,
+    config: gl.constexpr,
 ):
     """Return p, alpha, m_i and l_i of a work item's first KV tile, its last in the sequence."""
     shared.q_pipe.consumer_wait(q_state)
     shared.k_pipe.consumer_wait(kv_state)
-    qk = _issue_qk(tiles, kv_state)
+    HEAD_DIM: gl.constexpr = config.HEAD_DIM
+    qk = _issue_qk(tiles, kv_state, HEAD_DIM)
     qk = warpgroup_mma_wait(0, deps=[qk])
     shared.k_pipe.consumer_release(kv_state)
     if q_state.count > 0:
         # the previous work item's output has been stored: its stage may take the next queries
         tma.store_wait(0)
         shared.q_pipe.consumer_release(q_state.previous())
-    m_i = gl.full(
-        [WARPGROUP_M], -float("inf"), gl.float32, gl.SliceLayout(1, qk_layout())
+    ROWS: gl.constexpr = gl.SliceLayout(1, qk_layout(HEAD_DIM))
+    m_i = gl.full([WARPGROUP_M], -float("inf"), gl.float32, ROWS)
+    qk = mask_qk(qk, kv_tile, position, work.seq_len, MASKS, config)
+    p, alpha, m_i, l_i = online_softmax(
+        qk, m_i, 0, scale_log2, HEAD_DIM, True, True, False
     )
-    qk = mask_qk(qk, work.num_kv_tiles - 1, position, work.seq_len, CAUSAL)
-    p, alpha, m_i, l_i = online_softmax(qk, m_i, 0, scale_log2, True, True, False)
     if uses_ping_pong(HEAD_DIM):
         p = pack_p(p, tiles.q.dtype)
     return p, alpha, m_i, l_i
@@ -210,9 +234,8 @@ def _kv_iteration(
     position,
     seq_len,
     scale_log2,
-    HEAD_DIM: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    MASKED: gl.constexpr,
+    config: gl.constexpr,
+    MASKS: gl.constexpr,
     NUM_CONSUMERS: gl.constexpr,
     CONSUMER: gl.constexpr,
 ):
@@ -224,7 +247,10 @@ def _kv_iteration(
         kv_state: position of the K tile; the V tile of `carry.p` is at the position before.
         kv_tile: index of the KV tile in the sequence.
         position: position of the warpgroup's first row.
+        MASKS: MASK_END, MASK_BEGIN, or their sum; 0 if all rows attend to all keys of the tile.
     """
+    MASKED: gl.constexpr = MASKS > 0
+    HEAD_DIM: gl.constexpr = config.HEAD_DIM
     PING_PONG: gl.constexpr = uses_ping_pong(HEAD_DIM)
     dtype: gl.constexpr = tiles.q.dtype
     acc, p, alpha, m_i, l_i = carry
@@ -232,7 +258,7 @@ def _kv_iteration(
     shared.k_pipe.consumer_wait(kv_state)
     if PING_PONG:
         ping_pong_wait(CONSUMER)
-    qk = _issue_qk(tiles, kv_state)  # [WARPGROUP_M, BLOCK_N]
+    qk = _issue_qk(tiles, kv_state, HEAD_DIM)  # [WARPGROUP_M, BLOCK_N]
     # issue P @ V of the tile before
     shared.v_pipe.consumer_wait(kv_state.previous())
     if PING_PONG:
@@ -246,9 +272,9 @@ def _kv_iteration(
     if PING_PONG:
         ping_pong_arrive((CONSUMER + 1) % NUM_CONSUMERS)
     if MASKED:
-        qk = mask_qk(qk, kv_tile, position, seq_len, CAUSAL)
+        qk = mask_qk(qk, kv_tile, position, seq_len, MASKS, config)
     p_next, alpha, m_i, l_i = online_softmax(
-        qk, m_i, l_i, scale_log2, False, MASKED, not MASKED and not PING_PONG
+        qk, m_i, l_i, scale_log2, HEAD_DIM, False, MASKED, not MASKED and not PING_PONG
     )
     # wait for P @ V, and release K of this tile with V of the tile before
     if not PING_PONG:
@@ -284,12 +310,13 @@ def _last_pv(shared, tiles, carry, kv_state, HEAD_DIM: gl.constexpr):
 
 
 @gluon.jit
-def _issue_qk(tiles, kv_state):
+def _issue_qk(tiles, kv_state, HEAD_DIM: gl.constexpr):
     """Issue Q @ K^T of a stage.  # [WARPGROUP_M, BLOCK_N]"""
+    BLOCK_N: gl.constexpr = block_n(HEAD_DIM)
     return warpgroup_mma(
         tiles.q,
         tiles.k.index(kv_state.stage()).permute((1, 0)),
-        gl.zeros([WARPGROUP_M, BLOCK_N], gl.float32, qk_layout()),
+        gl.zeros([WARPGROUP_M, BLOCK_N], gl.float32, qk_layout(HEAD_DIM)),
         use_acc=False,
         is_async=True,
     )

@@ -20,13 +20,20 @@ from ...launch.attention_call import AttentionCall
 from ...launch.launcher import Launcher
 from ...launch.tuning import count_processors, is_hopper
 from ...launch.workspace import find_workspace
-from .config import BLOCK_N, BOX_COLUMNS, SWIZZLED, WARPGROUP_M, count_consumers
+from .config import (
+    BOX_COLUMNS,
+    SWIZZLED,
+    WARPGROUP_M,
+    Config,
+    block_n,
+    count_consumers,
+)
 from .kernel import prefill_kernel
 
 LOG2_E = math.log2(math.e)
 DTYPES = (torch.bfloat16, torch.float16)
 HEAD_SIZES = (64, 128)
-READ_OPTIONS = ("causal", "batch_invariant")
+READ_OPTIONS = ("causal", "batch_invariant", "sliding_window", "attention_chunk_size")
 OTHER_OPTIONS = [
     each.name for each in fields(AttentionOptions) if each.name not in READ_OPTIONS
 ]
@@ -97,11 +104,12 @@ def plan(call: AttentionCall) -> "Sm90Plan":
             " supports(call) is True; use the portable kernel"
         )
     q_plane, k_plane, v_plane, out_plane = planes
+    options: Any = call.options
     _, num_heads, head_size = call.query.shape
     block_size = 0 if call.block_table is None else call.key.shape[1]
     q_box = (WARPGROUP_M.value, head_size)
     # a box has at least 16 rows and does not cross a block
-    kv_box = (math.gcd(block_size, BLOCK_N.value), BOX_COLUMNS.value)
+    kv_box = (math.gcd(block_size, block_n(head_size)), BOX_COLUMNS.value)
     return Sm90Plan(
         dtype=call.query.dtype,
         planes=planes,
@@ -119,9 +127,13 @@ def plan(call: AttentionCall) -> "Sm90Plan":
             *call.out.stride()[:2],
         ),
         constants={
-            "HEAD_DIM": head_size,
-            "BLOCK_SIZE": block_size,
-            "CAUSAL": call.options.causal,
+            "config": Config(
+                HEAD_DIM=head_size,
+                BLOCK_SIZE=block_size,
+                CAUSAL=options.causal,
+                WINDOW=options.sliding_window or 0,
+                CHUNK_SIZE=options.attention_chunk_size or 0,
+            )
         },
     )
 
@@ -293,6 +305,12 @@ def _find_planes(call: AttentionCall) -> tuple[Plane, Plane, Plane, Plane] | Non
     if type(call.options.causal) is not bool:
         return None
     if get_other_options(call.options).count(None) < len(OTHER_OPTIONS):
+        return None
+    has_lower_bound = (
+        call.options.sliding_window is not None
+        or call.options.attention_chunk_size is not None
+    )
+    if has_lower_bound and not call.options.causal:
         return None
     dtype, head_size = query.dtype, query.shape[-1]
     if dtype not in DTYPES or not dtype == key.dtype == value.dtype == call.out.dtype:

@@ -19,7 +19,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .config import (
-    BLOCK_N,
     BOX_COLUMNS,
     LINEAR,
     MAX_CONSUMERS,
@@ -29,6 +28,7 @@ from .config import (
     WARP_SIZE,
     WARPGROUP_M,
     WORK_STAGES,
+    block_n,
     consumer_registers,
     count_consumers,
     count_stages,
@@ -73,6 +73,7 @@ def _allocate(
     NUM_CONSUMERS: gl.constexpr,
 ):
     """Return the `SharedStorage` of a program, with its barriers initialized."""
+    BLOCK_N: gl.constexpr = block_n(HEAD_DIM)
     STAGES: gl.constexpr = count_stages(HEAD_DIM)
     COLUMN_BOXES: gl.constexpr = HEAD_DIM // BOX_COLUMNS
     K_BOXES: gl.constexpr = STAGES * (BLOCK_N // k_box_rows) * COLUMN_BOXES
@@ -140,9 +141,7 @@ def prefill_kernel(
     lse_stride_head,
     lse_stride_token,
     block_table_stride,
-    HEAD_DIM: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    config: gl.constexpr,
 ):
     """Compute the attention of all prefill requests of a batch.
 
@@ -152,9 +151,9 @@ def prefill_kernel(
         block_table, query_start_loc, kv_lens: `BatchArgs`.
         work_counter: [2] int32, 0 before and after the launch.
         scale_log2: the scale of the dot products times log2(e), positive.
-        BLOCK_SIZE: tokens per cache block, a multiple of 16; 0 without a block table.
-        CAUSAL: whether a query attends only to keys up to its own position.
+        config: `Config`.
     """
+    HEAD_DIM: gl.constexpr = config.HEAD_DIM
     N: gl.constexpr = count_consumers(HEAD_DIM)
     batch = BatchArgs(
         block_table,
@@ -191,17 +190,11 @@ def prefill_kernel(
     gl.warp_specialize(
         [
             # the first role runs in the 4 warps of the launch, the others in additional warps
-            (consume, (shared, output, scale_log2, HEAD_DIM, CAUSAL, N, N - 3)),
-            (consume, (shared, output, scale_log2, HEAD_DIM, CAUSAL, N, N - 2)),
-            (consume, (shared, output, scale_log2, HEAD_DIM, CAUSAL, N, N - 1)),
-            (
-                produce_q_and_k,
-                (
-                    shared, batch, q, k, work_counter,
-                    HEAD_DIM, BLOCK_SIZE, CAUSAL, N,
-                ),
-            ),
-            (produce_v, (shared, batch, v, HEAD_DIM, BLOCK_SIZE)),
+            (consume, (shared, output, scale_log2, config, N, N - 3)),
+            (consume, (shared, output, scale_log2, config, N, N - 2)),
+            (consume, (shared, output, scale_log2, config, N, N - 1)),
+            (produce_q_and_k, (shared, batch, q, k, work_counter, config, N)),
+            (produce_v, (shared, batch, v, config)),
         ][UNUSED:],
         [4, 4, 1, 1][UNUSED:],
         [REGISTERS, REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS][UNUSED:],
