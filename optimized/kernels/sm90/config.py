@@ -16,8 +16,6 @@ BOX_COLUMNS = gl.constexpr(64)
 """Elements per row of a TMA box of K or V: 128 bytes, the widest swizzle."""
 SWIZZLE_ROWS = gl.constexpr(8)
 """Rows after which the 128-byte swizzle repeats."""
-Q_STAGES = gl.constexpr(2)
-"""Query tiles per warpgroup: the next work item's is loaded while this one's output is stored."""
 WORK_STAGES = gl.constexpr(2)
 """Published work items: the next one is published while this one is computed."""
 MAX_CONSUMERS = gl.constexpr(3)
@@ -78,11 +76,12 @@ def choose_masks(config):
 
 @gluon.constexpr_function
 def block_n(head_dim):
-    """Return the keys per KV tile. A warpgroup's qk takes 64 registers per thread.
+    """Return the keys per KV tile.
 
-    No other width is recorded.
+    With 128, qk takes 64 registers per thread. At head size 256 the accumulator takes 128, and a
+    tile of K and V takes 128 KiB of shared memory, so tiles have 64 keys.
     """
-    return 128
+    return 64 if head_dim == 256 else 128
 
 
 @gluon.constexpr_function
@@ -93,6 +92,16 @@ def count_consumers(head_dim):
     1 x 8,192 in an early version of the kernel.
     """
     return 3 if head_dim == 64 else 2
+
+
+@gluon.constexpr_function
+def count_q_stages(head_dim):
+    """Return the query tiles per warpgroup.
+
+    With two, the next work item's is loaded while this one's output is stored. At head size 256
+    there is shared memory for one.
+    """
+    return 1 if head_dim == 256 else 2
 
 
 @gluon.constexpr_function

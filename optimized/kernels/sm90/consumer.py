@@ -26,13 +26,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .config import (
-    Q_STAGES,
     SWIZZLED,
     WARPGROUP_M,
     WORK_STAGES,
     acc_layout,
     block_n,
     choose_masks,
+    count_q_stages,
     count_stages,
     has_lower_bound,
     qk_layout,
@@ -88,6 +88,7 @@ def consume(
     HEAD_DIM: gl.constexpr = config.HEAD_DIM
     BLOCK_N: gl.constexpr = block_n(HEAD_DIM)
     STAGES: gl.constexpr = count_stages(HEAD_DIM)
+    Q_STAGES: gl.constexpr = count_q_stages(HEAD_DIM)
     PING_PONG: gl.constexpr = uses_ping_pong(HEAD_DIM)
     ACC_ROWS: gl.constexpr = gl.SliceLayout(1, acc_layout(HEAD_DIM))
     dtype: gl.constexpr = shared.q.dtype
@@ -115,6 +116,10 @@ def consume(
             acc, lse = normalize(carry.acc, carry.m_i, carry.l_i, scale_log2, HEAD_DIM)
             q_state = q_state.advance()
         store_tile(output, q, acc, lse, work, row, column, HEAD_DIM, CONSUMER)
+        if Q_STAGES == 1 and work.num_kv_tiles > 0:
+            # the output has been stored: the stage may take the next queries
+            tma.store_wait(0)
+            shared.q_pipe.consumer_release(q_state.previous())
         work_state = work_state.advance()
         work = receive_work(shared, work_state)
     if PING_PONG and CONSUMER == 0:
@@ -209,7 +214,7 @@ def _first_tile(
     qk = _issue_qk(tiles, kv_state, HEAD_DIM)
     qk = warpgroup_mma_wait(0, deps=[qk])
     shared.k_pipe.consumer_release(kv_state)
-    if q_state.count > 0:
+    if count_q_stages(HEAD_DIM) > 1 and q_state.count > 0:
         # the previous work item's output has been stored: its stage may take the next queries
         tma.store_wait(0)
         shared.q_pipe.consumer_release(q_state.previous())

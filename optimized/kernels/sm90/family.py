@@ -32,7 +32,7 @@ from .kernel import prefill_kernel
 
 LOG2_E = math.log2(math.e)
 DTYPES = (torch.bfloat16, torch.float16)
-HEAD_SIZES = (64, 128)
+HEAD_SIZES = (64, 128, 256)
 READ_OPTIONS = ("causal", "batch_invariant", "sliding_window", "attention_chunk_size")
 OTHER_OPTIONS = [
     each.name for each in fields(AttentionOptions) if each.name not in READ_OPTIONS

@@ -23,7 +23,6 @@ from .config import (
     LINEAR,
     MAX_CONSUMERS,
     PRODUCER_REGISTERS,
-    Q_STAGES,
     SWIZZLED,
     WARP_SIZE,
     WARPGROUP_M,
@@ -31,6 +30,7 @@ from .config import (
     block_n,
     consumer_registers,
     count_consumers,
+    count_q_stages,
     count_stages,
 )
 from .consumer import consume
@@ -75,6 +75,7 @@ def _allocate(
     """Return the `SharedStorage` of a program, with its barriers initialized."""
     BLOCK_N: gl.constexpr = block_n(HEAD_DIM)
     STAGES: gl.constexpr = count_stages(HEAD_DIM)
+    Q_STAGES: gl.constexpr = count_q_stages(HEAD_DIM)
     COLUMN_BOXES: gl.constexpr = HEAD_DIM // BOX_COLUMNS
     K_BOXES: gl.constexpr = STAGES * (BLOCK_N // k_box_rows) * COLUMN_BOXES
     V_BOXES: gl.constexpr = STAGES * (BLOCK_N // v_box_rows) * COLUMN_BOXES
@@ -93,9 +94,10 @@ def _allocate(
     never = allocate_barriers(1)
     # Full and empty barriers alternate, and the two rings share a loop, because triton 3.6
     # synchronizes the CTA between two writes to one array.
-    gl.static_assert(Q_STAGES == WORK_STAGES)
-    for i in gl.static_range(Q_STAGES):
-        q_pipe.init_stage(i, NUM_CONSUMERS)
+    gl.static_assert(Q_STAGES <= WORK_STAGES)
+    for i in gl.static_range(WORK_STAGES):
+        if i < Q_STAGES:
+            q_pipe.init_stage(i, NUM_CONSUMERS)
         # read by the consumers and by the warp that loads V
         work_pipe.init_stage(i, NUM_CONSUMERS + 1)
     for i in gl.static_range(STAGES):

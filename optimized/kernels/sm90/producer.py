@@ -17,12 +17,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .config import (
     BOX_COLUMNS,
-    Q_STAGES,
     SWIZZLE_ROWS,
     SWIZZLED_32_BIT,
     WARPGROUP_M,
     WORK_STAGES,
     block_n,
+    count_q_stages,
     count_stages,
     has_lower_bound,
 )
@@ -74,7 +74,7 @@ def produce_q_and_k(
     PAGED: gl.constexpr = config.BLOCK_SIZE > 0
     work_state = PipelineState.start(WORK_STAGES)
     k_state = PipelineState.start(count_stages(HEAD_DIM))
-    q_state = PipelineState.start(Q_STAGES)
+    q_state = PipelineState.start(count_q_stages(HEAD_DIM))
     item = gl.program_id(0)
     zero = gl.to_tensor(0)
     items = find_request(batch, item, zero, zero, BLOCK_M)
