@@ -22,6 +22,7 @@ MAX_CONSUMERS = gl.constexpr(3)
 """The largest `count_consumers`."""
 WARP_SIZE = gl.constexpr(32)
 LN_2 = gl.constexpr(math.log(2.0))
+LOG2_E = gl.constexpr(math.log2(math.e))
 
 SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
 """Shared-memory layout of all tiles: 16-bit elements, 128-byte swizzle."""
@@ -35,19 +36,29 @@ class Config(NamedTuple):
     """Compile-time constants of a launch plan. An option that is off generates no code.
 
     Args:
-        HEAD_DIM: head size.
+        HEAD_SIZE: head size of queries, keys and values.
+        HEAD_DIM: columns of their tiles, a power of two (`pad_head_size`). TMA fills the columns
+            from HEAD_SIZE on with the next head or zeros. They are not multiplied or not stored.
         BLOCK_SIZE: tokens per cache block, a multiple of 16; 0 without a block table.
         CAUSAL: whether a query attends only to keys up to its own position.
         WINDOW: last keys that a query attends to, its own included. 0 without a window. A window
             requires CAUSAL.
         CHUNK_SIZE: positions per attention chunk. 0 without chunks. Chunks require CAUSAL.
+        SOFT_CAP: bound of the scores; 0 without a soft cap.
     """
 
+    HEAD_SIZE: int
     HEAD_DIM: int
     BLOCK_SIZE: int
     CAUSAL: bool
     WINDOW: int = 0
     CHUNK_SIZE: int = 0
+    SOFT_CAP: float = 0.0
+
+
+def pad_head_size(head_size: int) -> int:
+    """Return the columns of a head's tiles."""
+    return 64 if head_size <= 64 else 128 if head_size <= 128 else 256
 
 
 @gluon.constexpr_function
@@ -82,6 +93,17 @@ def block_n(head_dim):
     tile of K and V takes 128 KiB of shared memory, so tiles have 64 keys.
     """
     return 64 if head_dim == 256 else 128
+
+
+@gluon.constexpr_function
+def split_columns(head_size):
+    """Return a head's columns as (first, size) of parts whose sizes are powers of two."""
+    parts, first = [], 0
+    while first < head_size:
+        size = 1 << ((head_size - first).bit_length() - 1)
+        parts.append((first, size))
+        first += size
+    return tuple(parts)
 
 
 @gluon.constexpr_function

@@ -36,11 +36,13 @@ from .config import (
     count_stages,
     has_lower_bound,
     qk_layout,
+    split_columns,
     uses_ping_pong,
 )
 from .epilogue import normalize, store_tile
 from .pipeline import PipelineState, ping_pong_arrive, ping_pong_wait
 from .scheduler import NO_WORK, first_kv_tile, first_visible_key, receive_work
+from .score import modify_scores, softmax_scale
 from .softmax import mask_qk, online_softmax, pack_p, rescale, round_p, unpack_p
 
 
@@ -79,12 +81,19 @@ class Carry(NamedTuple):
 def consume(
     shared,
     output,
-    scale_log2,
+    score,
     config: gl.constexpr,
     NUM_CONSUMERS: gl.constexpr,
     CONSUMER: gl.constexpr,
 ):
-    """Run a consumer warpgroup: compute and store its rows of every published work item."""
+    """Run a consumer warpgroup: compute and store its rows of every published work item.
+
+    Args:
+        shared: `SharedStorage`.
+        output: `OutputArgs`.
+        score: `ScoreArgs`.
+        CONSUMER: index of the warpgroup.
+    """
     HEAD_DIM: gl.constexpr = config.HEAD_DIM
     BLOCK_N: gl.constexpr = block_n(HEAD_DIM)
     STAGES: gl.constexpr = count_stages(HEAD_DIM)
@@ -107,15 +116,21 @@ def consume(
     while work.num_kv_tiles != NO_WORK:
         acc = gl.zeros([WARPGROUP_M, HEAD_DIM], gl.float32, acc_layout(HEAD_DIM))
         lse = gl.full([WARPGROUP_M], -float("inf"), gl.float32, ACC_ROWS)
+        sink = None
+        if score.sinks is not None:
+            # loaded here, needed after this item's keys
+            sink = gl.load(score.sinks + work.head)
+            lse = gl.full([WARPGROUP_M], 0.0, gl.float32, ACC_ROWS) + sink
         q = shared.q.index(q_state.stage() * NUM_CONSUMERS + CONSUMER)
         if work.num_kv_tiles > 0:
             carry, kv_state = _mainloop(
-                shared, Operands(q, k, v), acc, kv_state, q_state, work, scale_log2,
+                shared, Operands(q, k, v), acc, kv_state, q_state, work, score.scale_log2,
                 config, NUM_CONSUMERS, CONSUMER,
             )  # fmt: skip
-            acc, lse = normalize(carry.acc, carry.m_i, carry.l_i, scale_log2, HEAD_DIM)
+            scale = softmax_scale(score.scale_log2, config)
+            acc, lse = normalize(carry.acc, carry.m_i, carry.l_i, scale, sink, HEAD_DIM)
             q_state = q_state.advance()
-        store_tile(output, q, acc, lse, work, row, column, HEAD_DIM, CONSUMER)
+        store_tile(output, q, acc, lse, work, row, column, config, CONSUMER)
         if Q_STAGES == 1 and work.num_kv_tiles > 0:
             # the output has been stored: the stage may take the next queries
             tma.store_wait(0)
@@ -211,7 +226,7 @@ def _first_tile(
     shared.q_pipe.consumer_wait(q_state)
     shared.k_pipe.consumer_wait(kv_state)
     HEAD_DIM: gl.constexpr = config.HEAD_DIM
-    qk = _issue_qk(tiles, kv_state, HEAD_DIM)
+    qk = _issue_qk(tiles, kv_state, config)
     qk = warpgroup_mma_wait(0, deps=[qk])
     shared.k_pipe.consumer_release(kv_state)
     if count_q_stages(HEAD_DIM) > 1 and q_state.count > 0:
@@ -220,10 +235,10 @@ def _first_tile(
         shared.q_pipe.consumer_release(q_state.previous())
     ROWS: gl.constexpr = gl.SliceLayout(1, qk_layout(HEAD_DIM))
     m_i = gl.full([WARPGROUP_M], -float("inf"), gl.float32, ROWS)
+    qk = modify_scores(qk, scale_log2, config)
     qk = mask_qk(qk, kv_tile, position, work.seq_len, MASKS, config)
-    p, alpha, m_i, l_i = online_softmax(
-        qk, m_i, 0, scale_log2, HEAD_DIM, True, True, False
-    )
+    scale = softmax_scale(scale_log2, config)
+    p, alpha, m_i, l_i = online_softmax(qk, m_i, 0, scale, HEAD_DIM, True, True, False)
     if uses_ping_pong(HEAD_DIM):
         p = pack_p(p, tiles.q.dtype)
     return p, alpha, m_i, l_i
@@ -263,7 +278,7 @@ def _kv_iteration(
     shared.k_pipe.consumer_wait(kv_state)
     if PING_PONG:
         ping_pong_wait(CONSUMER)
-    qk = _issue_qk(tiles, kv_state, HEAD_DIM)  # [WARPGROUP_M, BLOCK_N]
+    qk = _issue_qk(tiles, kv_state, config)  # [WARPGROUP_M, BLOCK_N]
     # issue P @ V of the tile before
     shared.v_pipe.consumer_wait(kv_state.previous())
     if PING_PONG:
@@ -276,11 +291,13 @@ def _kv_iteration(
     qk = warpgroup_mma_wait(1, deps=[qk])
     if PING_PONG:
         ping_pong_arrive((CONSUMER + 1) % NUM_CONSUMERS)
+    qk = modify_scores(qk, scale_log2, config)
     if MASKED:
         qk = mask_qk(qk, kv_tile, position, seq_len, MASKS, config)
     p_next, alpha, m_i, l_i = online_softmax(
-        qk, m_i, l_i, scale_log2, HEAD_DIM, False, MASKED, not MASKED and not PING_PONG
-    )
+        qk, m_i, l_i, softmax_scale(scale_log2, config),
+        HEAD_DIM, False, MASKED, not MASKED and not PING_PONG,
+    )  # fmt: skip
     # wait for P @ V, and release K of this tile with V of the tile before
     if not PING_PONG:
         # This wait is over at once, but it begins a basic block. Without it ptxas moves the wait
@@ -315,16 +332,25 @@ def _last_pv(shared, tiles, carry, kv_state, HEAD_DIM: gl.constexpr):
 
 
 @gluon.jit
-def _issue_qk(tiles, kv_state, HEAD_DIM: gl.constexpr):
+def _issue_qk(tiles, kv_state, config: gl.constexpr):
     """Issue Q @ K^T of a stage.  # [WARPGROUP_M, BLOCK_N]"""
-    BLOCK_N: gl.constexpr = block_n(HEAD_DIM)
-    return warpgroup_mma(
-        tiles.q,
-        tiles.k.index(kv_state.stage()).permute((1, 0)),
-        gl.zeros([WARPGROUP_M, BLOCK_N], gl.float32, qk_layout(HEAD_DIM)),
-        use_acc=False,
-        is_async=True,
-    )
+    BLOCK_N: gl.constexpr = block_n(config.HEAD_DIM)
+    PARTS: gl.constexpr = split_columns(config.HEAD_SIZE)
+    q = tiles.q
+    k = tiles.k.index(kv_state.stage())  # [BLOCK_N, HEAD_DIM]
+    qk = gl.zeros([WARPGROUP_M, BLOCK_N], gl.float32, qk_layout(config.HEAD_DIM))
+    if len(PARTS) == 1:
+        return warpgroup_mma(q, k.permute((1, 0)), qk, use_acc=False, is_async=True)
+    else:  # noqa: RET505 (a constexpr branch)
+        for i in gl.static_range(len(PARTS)):
+            qk = warpgroup_mma(
+                q.slice(PARTS[i][0], PARTS[i][1], 1),
+                k.slice(PARTS[i][0], PARTS[i][1], 1).permute((1, 0)),
+                qk,
+                use_acc=i > 0,
+                is_async=True,
+            )
+        return qk
 
 
 @gluon.jit

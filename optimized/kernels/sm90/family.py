@@ -22,18 +22,26 @@ from ...launch.tuning import count_processors, is_hopper
 from ...launch.workspace import find_workspace
 from .config import (
     BOX_COLUMNS,
+    LOG2_E,
     SWIZZLED,
     WARPGROUP_M,
     Config,
     block_n,
     count_consumers,
+    pad_head_size,
 )
 from .kernel import prefill_kernel
 
-LOG2_E = math.log2(math.e)
 DTYPES = (torch.bfloat16, torch.float16)
-HEAD_SIZES = (64, 128, 256)
-READ_OPTIONS = ("causal", "batch_invariant", "sliding_window", "attention_chunk_size")
+HEAD_SIZES = (64, 80, 96, 112, 128, 256)
+READ_OPTIONS = (
+    "causal",
+    "batch_invariant",
+    "sliding_window",
+    "attention_chunk_size",
+    "logits_soft_cap",
+    "sinks",
+)
 OTHER_OPTIONS = [
     each.name for each in fields(AttentionOptions) if each.name not in READ_OPTIONS
 ]
@@ -107,9 +115,10 @@ def plan(call: AttentionCall) -> "Sm90Plan":
     options: Any = call.options
     _, num_heads, head_size = call.query.shape
     block_size = 0 if call.block_table is None else call.key.shape[1]
-    q_box = (WARPGROUP_M.value, head_size)
+    head_dim = pad_head_size(head_size)
+    q_box = (WARPGROUP_M.value, head_dim)
     # a box has at least 16 rows and does not cross a block
-    kv_box = (math.gcd(block_size, block_n(head_size)), BOX_COLUMNS.value)
+    kv_box = (math.gcd(block_size, block_n(head_dim)), BOX_COLUMNS.value)
     return Sm90Plan(
         dtype=call.query.dtype,
         planes=planes,
@@ -118,7 +127,7 @@ def plan(call: AttentionCall) -> "Sm90Plan":
         keys=call.key.shape[0],
         num_heads=num_heads,
         group_size=num_heads // call.key.shape[-2],
-        tile_rows=WARPGROUP_M.value * count_consumers(head_size),
+        tile_rows=WARPGROUP_M.value * count_consumers(head_dim),
         strides=(
             *q_plane[4:],
             *k_plane[3:],
@@ -128,11 +137,13 @@ def plan(call: AttentionCall) -> "Sm90Plan":
         ),
         constants={
             "config": Config(
-                HEAD_DIM=head_size,
+                HEAD_SIZE=head_size,
+                HEAD_DIM=head_dim,
                 BLOCK_SIZE=block_size,
                 CAUSAL=options.causal,
                 WINDOW=options.sliding_window or 0,
                 CHUNK_SIZE=options.attention_chunk_size or 0,
+                SOFT_CAP=float(options.logits_soft_cap or 0.0),
             )
         },
     )
@@ -211,6 +222,7 @@ class Sm90Plan:
         """
         query, key, value, block_table = call[:4]
         out, lse = call.out, call.lse
+        sinks = call.options.sinks
         if call.max_query_len * self.group_size <= short_rows:
             return
         num_reqs = call.query_start_loc.shape[0] - 1
@@ -236,7 +248,7 @@ class Sm90Plan:
         self.launcher(
             grid,
             pointers,
-            (call.scale * LOG2_E,),
+            (None if sinks is None else sinks.contiguous(), call.scale * LOG2_E.value),
             numbers,
             (*tensors, *others),
             self.tensor_maps(tensors) if self.launcher.is_ready else (),

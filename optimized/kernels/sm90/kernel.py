@@ -38,6 +38,7 @@ from .epilogue import OutputArgs
 from .pipeline import Pipeline, SharedStorage, allocate_barriers
 from .producer import TmaTensor, produce_q_and_k, produce_v
 from .scheduler import WORK_FIELDS, BatchArgs
+from .score import ScoreArgs
 
 # numbers that change from call to call, and must not make a specialization each
 NUMBERS = [
@@ -61,7 +62,15 @@ NUMBERS = [
     "lse_stride_token",
     "block_table_stride",
 ]
-POINTERS = ["out", "lse", "block_table", "query_start_loc", "kv_lens", "work_counter"]
+POINTERS = [
+    "out",
+    "lse",
+    "block_table",
+    "query_start_loc",
+    "kv_lens",
+    "work_counter",
+    "sinks",
+]
 
 
 @gluon.jit
@@ -123,6 +132,7 @@ def prefill_kernel(
     query_start_loc,
     kv_lens,
     work_counter,
+    sinks,
     scale_log2,
     num_reqs,
     num_heads,
@@ -152,7 +162,7 @@ def prefill_kernel(
         out, lse: `OutputArgs`.
         block_table, query_start_loc, kv_lens: `BatchArgs`.
         work_counter: [2] int32, 0 before and after the launch.
-        scale_log2: the scale of the dot products times log2(e), positive.
+        sinks, scale_log2: `ScoreArgs`.
         config: `Config`.
     """
     HEAD_DIM: gl.constexpr = config.HEAD_DIM
@@ -179,6 +189,7 @@ def prefill_kernel(
         lse_stride_token,
         lse_stride_head,
     )
+    score = ScoreArgs(scale_log2, sinks)
     shared = _allocate(
         k_desc.dtype,
         k_desc.block_type.shape[0],
@@ -192,9 +203,9 @@ def prefill_kernel(
     gl.warp_specialize(
         [
             # the first role runs in the 4 warps of the launch, the others in additional warps
-            (consume, (shared, output, scale_log2, config, N, N - 3)),
-            (consume, (shared, output, scale_log2, config, N, N - 2)),
-            (consume, (shared, output, scale_log2, config, N, N - 1)),
+            (consume, (shared, output, score, config, N, N - 3)),
+            (consume, (shared, output, score, config, N, N - 2)),
+            (consume, (shared, output, score, config, N, N - 1)),
             (produce_q_and_k, (shared, batch, q, k, work_counter, config, N)),
             (produce_v, (shared, batch, v, config)),
         ][UNUSED:],

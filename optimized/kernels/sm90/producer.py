@@ -1,8 +1,8 @@
 """Producer warps of the Hopper prefill kernel: TMA loads of Q, K and V.
 
 Producer warp 0 takes work items from the tile scheduler, publishes them and loads Q and K. Producer
-warp 1 loads V. A KV tile of BLOCK_N keys is loaded as boxes of [box rows, 64] elements. A box does not
-cross a cache block, so with blocks of 16 tokens a tile of head size 128 is 8 x 2 boxes.
+warp 1 loads V. A KV tile of BLOCK_N keys is loaded as boxes of [box rows, 64] elements. A box does
+not cross a cache block, so with blocks of 16 tokens a tile of head size 128 is 8 x 2 boxes.
 """
 
 from typing import Any, NamedTuple

@@ -62,9 +62,7 @@ SPLIT_PAIR = gl.constexpr("mov.b32 {$0, $1}, $2;")
 
 
 @gluon.jit
-def mask_qk(
-    qk, kv_tile, position, seq_len, MASKS: gl.constexpr, config: gl.constexpr
-):
+def mask_qk(qk, kv_tile, position, seq_len, MASKS: gl.constexpr, config: gl.constexpr):
     """Set the dot products with keys that are not visible to -inf.
 
     Args:
