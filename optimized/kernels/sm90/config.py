@@ -45,6 +45,7 @@ class Config(NamedTuple):
             requires CAUSAL.
         CHUNK_SIZE: positions per attention chunk. 0 without chunks. Chunks require CAUSAL.
         SOFT_CAP: bound of the scores; 0 without a soft cap.
+        FAST_TANH: whether the soft cap may have a relative error of 2 ** -11.
     """
 
     HEAD_SIZE: int
@@ -54,6 +55,7 @@ class Config(NamedTuple):
     WINDOW: int = 0
     CHUNK_SIZE: int = 0
     SOFT_CAP: float = 0.0
+    FAST_TANH: bool = False
 
 
 def pad_head_size(head_size: int) -> int:
@@ -77,12 +79,13 @@ MASK_BEGIN = gl.constexpr(2)
 def choose_masks(config):
     """Return the masks of KV tiles at the end of the visible range, and of those at its begin.
 
-    One tile may need both masks if a window is shorter than a query tile and a KV tile.
+    One tile may need both if a window is shorter than a warpgroup's rows and a KV tile.
     """
-    block_m = 64 * count_consumers(config.HEAD_DIM)
-    if config.CHUNK_SIZE or 0 < config.WINDOW < block_m + block_n(config.HEAD_DIM):
-        return 3, 3
-    return 1, 2
+    both = MASK_END.value + MASK_BEGIN.value
+    shortest = WARPGROUP_M.value + block_n(config.HEAD_DIM)
+    if config.CHUNK_SIZE or 0 < config.WINDOW < shortest:
+        return both, both
+    return MASK_END.value, MASK_BEGIN.value
 
 
 @gluon.constexpr_function

@@ -162,7 +162,6 @@ def _mainloop(
         tiles: `Operands`.
         acc: [WARPGROUP_M, HEAD_DIM] zeros.
     """
-    BLOCK_M: gl.constexpr = NUM_CONSUMERS * WARPGROUP_M
     BLOCK_N: gl.constexpr = block_n(config.HEAD_DIM)
     MASKS: gl.constexpr = choose_masks(config)
     position = work.position + CONSUMER * WARPGROUP_M
@@ -172,12 +171,27 @@ def _mainloop(
         full_end = gl.maximum(work.position + 1, 0) // BLOCK_N
     first_tile = first_kv_tile(work, config)
     last_tile = first_tile + work.num_kv_tiles - 1
-    full_end = gl.minimum(full_end, last_tile)
     full_begin = first_tile
+    num_skipped = 0
     if has_lower_bound(config):
-        last_row_begin = first_visible_key(work.position + BLOCK_M - 1, config)
-        full_begin = gl.minimum((last_row_begin + BLOCK_N - 1) // BLOCK_N, last_tile)
+        # the tiles and masks of this warpgroup's own rows
+        last_row = position + WARPGROUP_M - 1
+        own_end = gl.minimum(last_row, work.seq_len - 1) // BLOCK_N
+        own_end = gl.minimum(gl.maximum(own_end, first_tile), last_tile)
+        kv_state = _skip_tiles(
+            shared, kv_state, last_tile - own_end,
+            config.HEAD_DIM, NUM_CONSUMERS, CONSUMER,
+        )  # fmt: skip
+        last_tile = own_end
+        own_first = first_visible_key(position, config) // BLOCK_N
+        own_first = gl.minimum(own_first, last_tile)
+        num_skipped = own_first - first_tile
+        first_tile = own_first
+        full_begin = (first_visible_key(last_row, config) + BLOCK_N - 1) // BLOCK_N
+        full_begin = gl.minimum(full_begin, last_tile)
+        full_end = gl.maximum(position + 1, 0) // BLOCK_N
         full_end = gl.maximum(full_end, full_begin)
+    full_end = gl.minimum(full_end, last_tile)
     p, alpha, m_i, l_i = _first_tile(
         shared, tiles, kv_state, q_state, work, last_tile, position, scale_log2,
         MASKS[0], config,
@@ -206,7 +220,34 @@ def _mainloop(
                 config, MASKS[1], NUM_CONSUMERS, CONSUMER,
             )  # fmt: skip
             kv_state = kv_state.advance()
-    return _last_pv(shared, tiles, carry, kv_state, config.HEAD_DIM), kv_state
+    carry = _last_pv(shared, tiles, carry, kv_state, config.HEAD_DIM)
+    if has_lower_bound(config):
+        kv_state = _skip_tiles(
+            shared, kv_state, num_skipped, config.HEAD_DIM, NUM_CONSUMERS, CONSUMER
+        )
+    return carry, kv_state
+
+
+@gluon.jit
+def _skip_tiles(
+    shared,
+    kv_state,
+    num_tiles,
+    HEAD_DIM: gl.constexpr,
+    NUM_CONSUMERS: gl.constexpr,
+    CONSUMER: gl.constexpr,
+):
+    """Release KV tiles that only other warpgroups attend to, and return the next KV state."""
+    for _ in range(num_tiles):
+        shared.k_pipe.consumer_wait(kv_state)
+        # a phase that was not waited for makes the wait for the phase after the next one return
+        shared.v_pipe.consumer_wait(kv_state)
+        if uses_ping_pong(HEAD_DIM):
+            ping_pong_wait(CONSUMER)
+            ping_pong_arrive((CONSUMER + 1) % NUM_CONSUMERS)
+        shared.k_pipe.consumer_release(kv_state)
+        kv_state = kv_state.advance()
+    return kv_state
 
 
 @gluon.jit

@@ -144,6 +144,10 @@ def plan(call: AttentionCall) -> "Sm90Plan":
                 WINDOW=options.sliding_window or 0,
                 CHUNK_SIZE=options.attention_chunk_size or 0,
                 SOFT_CAP=float(options.logits_soft_cap or 0.0),
+                # a log-sum-exp is float32, and its budget is smaller
+                FAST_TANH=options.logits_soft_cap is not None
+                and call.query.dtype == torch.bfloat16
+                and call.lse is None,
             )
         },
     )
