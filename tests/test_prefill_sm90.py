@@ -328,6 +328,18 @@ def test_every_row_is_within_its_error_budget(
     assert_right(build(plan, "cuda"), reference)
 
 
+@needs_hopper
+@pytest.mark.parametrize("place", range(16))
+def test_the_weight_of_the_largest_score_is_one(place: int, reference: Twin) -> None:
+    """For each column of a thread's: some exponentials are computed by a polynomial."""
+    plan = BatchPlan((300,), (300,), head_size=128, dtype=BF16, needle="first")
+    batch = build(plan, "cuda")
+    block = batch.rows[0][0]
+    for cache in (batch.key_cache, batch.value_cache):
+        cache[block, [0, place]] = cache[block, [place, 0]].clone()
+    assert_right(batch, reference)
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "a window of one key": {"sliding_window": 1},
     "a window": {"sliding_window": 100},
