@@ -20,10 +20,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -42,33 +42,71 @@ NAMES = {
     torch.int32: "i32",
     torch.int64: "i64",
 }
-# dtype, head size, block size (0 without a block table), causal, log-sum-exp
 BF16, FP16 = torch.bfloat16, torch.float16
+
+
+class Case(NamedTuple):
+    """A call signature.
+
+    Args:
+        dtype, head_size: of queries, keys and values.
+        block_size: tokens per block; 0 without a block table.
+        causal, options: options of the call. For `sinks` any value stands for a tensor.
+        has_lse: whether the log-sum-exp is computed.
+    """
+
+    dtype: torch.dtype
+    head_size: int
+    block_size: int
+    causal: bool
+    has_lse: bool
+    options: Mapping[str, Any] = MappingProxyType({})
+
+    def __str__(self) -> str:
+        words = [
+            f"{NAMES[self.dtype]} {self.head_size}",
+            f"blocks of {self.block_size}",
+        ]
+        words += ["causal"] * self.causal + ["log-sum-exp"] * self.has_lse
+        words += [f"{name} {value}" for name, value in self.options.items()]
+        return ", ".join(words)
+
+
 CASES = [
-    (BF16, 128, 16, True, True),
-    (BF16, 64, 16, True, False),
-    (FP16, 128, 0, False, False),
-    (FP16, 64, 48, False, True),
+    Case(BF16, 128, 16, True, True),
+    Case(BF16, 64, 16, True, False),
+    Case(FP16, 128, 0, False, False),
+    Case(FP16, 64, 48, False, True),
+    Case(BF16, 256, 16, True, False, {"logits_soft_cap": 30.0, "sliding_window": 1024}),
+    Case(BF16, 96, 16, True, False),
     # the cases above are compiled in every test run
-    (BF16, 128, 16, True, False),
-    (BF16, 128, 0, False, True),
-    (BF16, 128, 256, False, False),
-    (BF16, 64, 0, False, False),
-    (BF16, 64, 0, True, True),
-    (FP16, 128, 16, True, True),
-    (FP16, 128, 32, True, False),
-    (FP16, 64, 16, True, False),
-    (FP16, 64, 0, False, True),
+    Case(BF16, 128, 16, True, False),
+    Case(BF16, 128, 0, False, True),
+    Case(BF16, 128, 256, False, False),
+    Case(BF16, 64, 0, False, False),
+    Case(BF16, 64, 0, True, True),
+    Case(FP16, 128, 16, True, True),
+    Case(FP16, 128, 32, True, False),
+    Case(FP16, 64, 16, True, False),
+    Case(FP16, 64, 0, False, True),
+    Case(BF16, 256, 16, True, False),
+    Case(FP16, 256, 0, False, True, {"sinks": True}),
+    Case(BF16, 128, 16, True, False, {"sliding_window": 1024}),
+    Case(BF16, 128, 16, True, False, {"attention_chunk_size": 300}),
+    Case(BF16, 128, 16, True, False, {"logits_soft_cap": 30.0}),
+    Case(BF16, 64, 16, True, False, {"sliding_window": 256, "sinks": True}),
+    Case(BF16, 64, 16, True, False, {"sliding_window": 2048}),
+    Case(FP16, 80, 0, False, True),
+    Case(BF16, 112, 16, True, False),
 ]
-EVERY_DAY = 4
+EVERY_DAY = 6
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 COUNTED = ("HGMMA", "MUFU", "PRMT", "BAR", "LDL", "STL")
-Case = tuple[torch.dtype, int, int, bool, bool]
 
 
 def record(case: Case) -> dict[str, Any]:
     """Return the arguments that one call's kernel is launched with."""
-    dtype, head_size, block_size, causal, has_lse = case
+    dtype, head_size, block_size, causal, has_lse, options = case
     launches: list[dict[str, Any]] = []
 
     def keep(self: GluonJITFunction[Any], *args: Any, **options: Any) -> None:
@@ -86,9 +124,11 @@ def record(case: Case) -> dict[str, Any]:
         table = torch.zeros(2, 2, dtype=torch.int32)
         lengths = torch.tensor([block_size, 2 * block_size], dtype=torch.int32)
     lse = torch.zeros(8, 256) if has_lse else None
+    if "sinks" in options:
+        options = {**options, "sinks": torch.zeros(8)}
     call = AttentionCall(
         query, keys, keys, table, starts, lengths, 156, 512, 0.1, query, lse,
-        AttentionOptions(causal=causal),
+        AttentionOptions(causal=causal, **options),
     )  # fmt: skip
     family.plan(call).launch_prefill(call, 16)
     return launches[0]
@@ -143,7 +183,7 @@ def main_loops(cubin: bytes) -> Iterator[dict[str, int]]:
     """Return the instruction counts of each main loop's body.
 
     A body is the code between two labels that contains wgmma instructions and the exponentials of
-    a KV tile.
+    a KV tile. At head size 256 the first KV tile of a work item is one too.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.cubin"
@@ -159,7 +199,7 @@ def main_loops(cubin: bytes) -> Iterator[dict[str, int]]:
             r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+ )?([A-Z0-9]+)", body, re.M
         )
         found = Counter(in_order)
-        if found["HGMMA"] and found["MUFU"] > 50:
+        if found["HGMMA"] and found["MUFU"] > 25:
             before_bar = "".join(in_order).rpartition("BAR")[0]
             yield {
                 "instructions": found.total(),
@@ -172,13 +212,10 @@ def main_loops(cubin: bytes) -> Iterator[dict[str, int]]:
 def main(numbers: list[int]) -> None:
     """Compile the cases of these numbers."""
     for case in [CASES[number] for number in numbers]:
-        dtype, head_size, block_size, causal, has_lse = case
         begin = time.perf_counter()
         compiled = compile_case(record(case))
         line = {
-            "case": f"{NAMES[dtype]} {head_size}, blocks of {block_size}"
-            + (", causal" if causal else "")
-            + (", log-sum-exp" if has_lse else ""),
+            "case": str(case),
             **assemble(compiled.asm["ptx"]),
             "shared": compiled.metadata.shared,
             "loops": list(main_loops(compiled.asm["cubin"])),

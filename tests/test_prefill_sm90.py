@@ -7,13 +7,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from compile_prefill_sm90 import EVERY_DAY
+from compile_prefill_sm90 import CASES, EVERY_DAY
 from conftest import Twin
 from pagetwin.conformance.generators.batches import BatchPlan, BatchTensors, build
 from pagetwin.conformance.oracles.dense import judge_attention, judge_lse, same_bits
@@ -29,6 +30,7 @@ from triton.backends.nvidia.driver import wrap_handle_tensordesc
 SCRIPT = Path(__file__).parent / "compile_prefill_sm90.py"
 BF16, FP16 = torch.bfloat16, torch.float16
 NAN = float("nan")
+CAUSAL = AttentionOptions(causal=True)
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
@@ -54,7 +56,7 @@ def test_the_assembler_lets_products_and_softmax_overlap(
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(lines) == EVERY_DAY
-    for line in lines:
+    for case, line in zip(CASES, lines, strict=False):
         report_lines(
             f"sm_90   {line['case']:<40} {line['registers']:>3} registers"
             f" {line['spilled']:>4} bytes spilled {line['shared']:>7} bytes shared"
@@ -63,19 +65,25 @@ def test_the_assembler_lets_products_and_softmax_overlap(
         assert line["shared"] <= 232448, line
         # the spills are in the producer warps and at the ends of a work item
         assert line["spilled"] <= 256, line
-        consumers = 3 if " 64," in line["case"] else 2
-        assert len(line["loops"]) == 2 * consumers, line
-        for index, loop in enumerate(line["loops"]):
-            # wgmma instructions are in flight within one block; nothing is repacked or spilled
-            assert loop["HGMMA"] == 8, line
-            assert loop["PRMT"] <= 1, line
-            # three consumers also pass their turn on, before all exponentials are done
-            assert loop["BAR"] <= (2 if consumers == 3 else 1), line
-            if consumers == 3 and index % 2:
-                assert loop["MUFU before BAR"] < loop["MUFU"] * 0.8, line
-            # the first loop of each consumer has masks and few iterations: it may spill a little
-            assert loop["STL"] <= (0 if index % 2 else 8), line
-            assert loop["LDL"] <= (1 if index % 2 else 8), line
+        consumers = 3 if case.head_size == 64 else 2
+        has_left_edge = "sliding_window" in case.options
+        loops = 2 + has_left_edge + (case.head_size == 256)
+        assert len(line["loops"]) == loops * consumers, line
+        for consumer in range(consumers):
+            of_consumer = line["loops"][consumer * loops : (consumer + 1) * loops]
+            # the loop without masks, which has most iterations
+            hot = min(of_consumer, key=lambda loop: loop["instructions"])
+            # wgmma instructions are in flight within one block
+            assert hot["HGMMA"] == (4 if case.head_size == 256 else 8), line
+            if consumers == 3:
+                # they also pass their turn on, before all exponentials are done
+                assert hot["MUFU before BAR"] < hot["MUFU"] * 0.8, line
+            for loop in of_consumer:
+                # nothing is repacked; loops with masks have few iterations and may spill a little
+                assert loop["PRMT"] <= 1, line
+                assert loop["BAR"] <= (2 if consumers == 3 else 1), line
+                assert loop["STL"] <= (0 if loop is hot else 8), line
+                assert loop["LDL"] <= (1 if loop is hot else 8), line
 
 
 CACHE = (100, 16, 8, 128)
@@ -160,7 +168,8 @@ def test_blocks_that_a_box_would_cross_are_not_supported(
 
 
 @pytest.mark.parametrize(
-    "given", [{"sinks": torch.ones(3)}, {"sliding_window": 0}, {"k_scale": 1.0}]
+    "given",
+    [{"alibi_slopes": torch.ones(3)}, {"out_scale": 0.0}, {"k_scale": 1.0}],
 )
 def test_an_option_is_noticed_whatever_its_value(given: dict[str, Any]) -> None:
     """A tensor compared with None is neither true nor false, and 0 is not None."""
@@ -170,13 +179,42 @@ def test_an_option_is_noticed_whatever_its_value(given: dict[str, Any]) -> None:
     assert others(AttentionOptions(**given)).count(None) == count - 1
 
 
+@pytest.mark.parametrize("name", ["sliding_window", "attention_chunk_size"])
+def test_windows_and_chunks_are_supported_if_the_call_is_causal(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(family, "is_hopper", lambda device: True)
+    batch = build(BatchPlan((8,), (8,), head_size=128, dtype=BF16))
+    for causal in (True, False):
+        options = AttentionOptions(causal=causal, **{name: 5})
+        call = to_call(batch, *batch.fresh(), options)
+        assert family.supports(call) == causal
+
+
+@pytest.mark.parametrize("head_size", [32, 64, 80, 88, 96, 112, 128, 192, 256])
+def test_a_head_is_computed_in_tiles_of_a_power_of_two(
+    head_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(family, "is_hopper", lambda device: True)
+    batch = build(BatchPlan((8,), (8,), head_size=head_size, dtype=BF16))
+    call = to_call(batch, *batch.fresh())
+    assert family.supports(call) == (head_size in family.HEAD_SIZES)
+    if head_size in family.HEAD_SIZES:
+        config = family.plan(call).constants["config"]
+        assert head_size == config.HEAD_SIZE
+        assert config.HEAD_DIM in (64, 128, 256) and 2 * head_size > config.HEAD_DIM
+
+
 def test_no_call_is_supported_on_another_device() -> None:
     batch = build(BatchPlan((8,), (8,), head_size=128, dtype=BF16))
     assert not family.supports(to_call(batch, *batch.fresh()))
 
 
 def to_call(
-    batch: BatchTensors, out: Tensor, lse: Tensor | None, causal: bool = True
+    batch: BatchTensors,
+    out: Tensor,
+    lse: Tensor | None,
+    options: AttentionOptions = CAUSAL,
 ) -> AttentionCall:
     """Return the call that computes a batch."""
     plan = batch.plan
@@ -192,7 +230,7 @@ def to_call(
         plan.head_size**-0.5 if plan.scale is None else plan.scale,
         out,
         lse,
-        AttentionOptions(causal=causal),
+        options,
     )
 
 
@@ -207,13 +245,13 @@ def make_plan(call: AttentionCall) -> family.Sm90Plan:
 def run(
     batch: BatchTensors,
     short_rows: int = 0,
-    causal: bool = True,
+    options: AttentionOptions = CAUSAL,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launch the kernel into an output and a log-sum-exp full of NaN."""
     fresh, lse = batch.fresh()
     out = fresh if out is None else out
-    call = to_call(batch, out, lse, causal)
+    call = to_call(batch, out, lse, options)
     plan = make_plan(call)
     # the first launch goes through Triton, the second through `Launcher`
     for _ in range(2):
@@ -223,9 +261,15 @@ def run(
     return out, lse
 
 
-def assert_right(batch: BatchTensors, reference: Twin, short_rows: int = 0) -> None:
+def assert_right(
+    batch: BatchTensors,
+    reference: Twin,
+    short_rows: int = 0,
+    options: AttentionOptions = CAUSAL,
+) -> None:
     """Assert that computed rows are within their error budgets, and others are unchanged."""
-    out, lse = run(batch, short_rows)
+    out, lse = run(batch, short_rows, options)
+    attend = partial(reference.paged_attention, options=options)
     start = 0
     skipped = torch.ones(batch.query.shape[0], dtype=torch.bool, device=out.device)
     for query_len in batch.plan.query_lens:
@@ -235,10 +279,11 @@ def assert_right(batch: BatchTensors, reference: Twin, short_rows: int = 0) -> N
     assert bool(out[skipped].isnan().all())
     assert bool(lse[:, skipped].isnan().all())
     right, right_lse = batch.fresh()
-    reference.paged_attention(**batch.arguments(), out=right, lse=right_lse)
+    attend(**batch.arguments(), out=right, lse=right_lse)
     out[skipped] = right[skipped]
     lse[:, skipped] = right_lse[:, skipped]
-    verdict, exact_lse = judge_attention(batch, out, reference)
+    judged = SimpleNamespace(paged_attention=attend)
+    verdict, exact_lse = judge_attention(batch, out, judged)
     assert verdict.ok, verdict
     share = judge_lse(batch, lse, exact_lse)
     assert share <= 1, f"log-sum-exp: {share:.2f} of its budget"
@@ -274,13 +319,96 @@ BATCHES = {
 
 
 @needs_hopper
-@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("head_size", family.HEAD_SIZES)
 @pytest.mark.parametrize("name", BATCHES)
 def test_every_row_is_within_its_error_budget(
     name: str, head_size: int, reference: Twin
 ) -> None:
     plan = replace(BATCHES[name], head_size=head_size, dtype=BF16)
     assert_right(build(plan, "cuda"), reference)
+
+
+@needs_hopper
+@pytest.mark.parametrize("place", range(16))
+def test_the_weight_of_the_largest_score_is_one(place: int, reference: Twin) -> None:
+    """For each column of a thread's: some exponentials are computed by a polynomial."""
+    plan = BatchPlan((300,), (300,), head_size=128, dtype=BF16, needle="first")
+    batch = build(plan, "cuda")
+    block = batch.rows[0][0]
+    for cache in (batch.key_cache, batch.value_cache):
+        cache[block, [0, place]] = cache[block, [place, 0]].clone()
+    assert_right(batch, reference)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "a window of one key": {"sliding_window": 1},
+    "a window": {"sliding_window": 100},
+    "a window of a tile": {"sliding_window": 128},
+    "a window of several tiles": {"sliding_window": 330},
+    "chunks": {"attention_chunk_size": 100},
+    "chunks of a tile": {"attention_chunk_size": 64},
+    "a window in chunks": {"sliding_window": 40, "attention_chunk_size": 150},
+    "a cap": {"logits_soft_cap": 3.0},
+    "a cap far above the scores": {"logits_soft_cap": 1000.0},
+    "sinks": {"sinks": True},
+    "all": {"sliding_window": 90, "logits_soft_cap": 20.0, "sinks": True},
+}
+
+
+def make_options(batch: BatchTensors, given: dict[str, Any]) -> AttentionOptions:
+    """Return the options of a causal call, with a sink per head if there are sinks."""
+    if "sinks" in given:
+        heads = batch.query.shape[1]
+        sinks = torch.linspace(-3.0, 4.0, heads, device=batch.query.device)
+        given = {**given, "sinks": sinks}
+    return AttentionOptions(causal=True, **given)
+
+
+@needs_hopper
+@pytest.mark.parametrize("head_size", [64, 96, 128, 256])
+@pytest.mark.parametrize("needle", ["none", "first new", "tile edge"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_row_of_a_call_with_options_is_within_its_error_budget(
+    name: str, needle: str, head_size: int, reference: Twin
+) -> None:
+    plan = BatchPlan(
+        (1, 200, 0, 77, 129, 300),
+        (50, 200, 40, 300, 129, 700),
+        head_size=head_size,
+        dtype=BF16,
+        needle=needle,
+    )
+    batch = build(plan, "cuda")
+    assert_right(batch, reference, options=make_options(batch, OPTIONS[name]))
+
+
+@needs_hopper
+@pytest.mark.parametrize("block_size", [16, 48, 256])
+@pytest.mark.parametrize("head_size", [64, 96, 128, 256])
+@pytest.mark.parametrize("name", ["sliding_window", "attention_chunk_size"])
+def test_blocks_before_every_window_are_not_read(
+    name: str, head_size: int, block_size: int
+) -> None:
+    """They may have been reallocated, and then hold NaN."""
+    plan = BatchPlan(
+        (150, 40), (777, 295), head_size=head_size, block_size=block_size, dtype=BF16
+    )
+    batch = build(plan, "cuda")
+    options = AttentionOptions(causal=True, **{name: 70})
+    before = run(batch, options=options)
+    caches = batch.key_cache.clone(), batch.value_cache.clone()
+    for query_len, kv_len, row in zip(
+        plan.query_lens, plan.kv_lens, batch.rows, strict=True
+    ):
+        first = kv_len - query_len
+        first = first - 69 if name == "sliding_window" else first // 70 * 70
+        for cache in caches:
+            cache[row[: max(first, 0) // block_size]] = NAN
+    again = replace(batch, key_cache=caches[0], value_cache=caches[1])
+    after = run(again, options=options)
+    for one, other in zip(before, after, strict=True):
+        assert bool(one.isfinite().all())
+        assert same_bits(one, other)
 
 
 @needs_hopper
@@ -294,7 +422,7 @@ def test_every_row_of_float16_is_within_its_error_budget(
 
 
 @needs_hopper
-@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("head_size", [64, 96, 128, 256])
 def test_short_requests_are_not_written(head_size: int, reference: Twin) -> None:
     plan = replace(BATCHES["ragged"], head_size=head_size, dtype=BF16)
     for short_rows in (2, 16, 154, 258):
@@ -302,7 +430,7 @@ def test_short_requests_are_not_written(head_size: int, reference: Twin) -> None
 
 
 @needs_hopper
-@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("head_size", [64, 96, 128, 256])
 @pytest.mark.parametrize("poison", [0.0, float("inf"), 1e4])
 def test_unallocated_slots_do_not_change_a_bit(head_size: int, poison: float) -> None:
     """NaN or another value past a sequence's end gives bitwise equal results."""
@@ -357,17 +485,18 @@ def ragged(batch: BatchTensors) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @needs_hopper
-@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("head_size", [64, 96, 128, 256])
 @pytest.mark.parametrize("causal", [True, False])
 def test_ragged_keys_give_the_same_bits_as_a_cache(
     head_size: int, causal: bool
 ) -> None:
     plan = replace(BATCHES["ragged"], head_size=head_size, dtype=BF16)
     batch = build(plan, "cuda")
-    expected, expected_lse = run(batch, causal=causal)
+    options = AttentionOptions(causal=causal)
+    expected, expected_lse = run(batch, options=options)
     keys, values, starts = ragged(batch)
     out, lse = batch.fresh()
-    call = to_call(batch, out, lse, causal)._replace(
+    call = to_call(batch, out, lse, options)._replace(
         key=keys, value=values, block_table=None, lengths=starts
     )
     make_plan(call).launch_prefill(call, 0)
@@ -376,13 +505,13 @@ def test_ragged_keys_give_the_same_bits_as_a_cache(
 
 
 @needs_hopper
-@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("head_size", [64, 96, 128, 256])
 def test_without_a_mask_every_query_attends_to_its_whole_sequence(
     head_size: int,
 ) -> None:
     plan = BatchPlan((200, 5, 90), (300, 0, 129), head_size=head_size, dtype=BF16)
     batch = build(plan, "cuda")
-    out, lse = run(batch, causal=False)
+    out, lse = run(batch, options=AttentionOptions(causal=False))
     keys, values, starts = ragged(batch)
     begins = batch.query_start_loc.tolist()
     for req, (begin, end) in enumerate(itertools.pairwise(begins)):
@@ -477,7 +606,7 @@ def test_one_captured_launch_serves_other_lengths(reference: Twin) -> None:
 
 
 @needs_hopper
-@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("head_size", [64, 96, 128, 256])
 def test_calls_of_one_plan_may_have_any_number_of_tokens(
     head_size: int, reference: Twin
 ) -> None:

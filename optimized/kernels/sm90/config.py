@@ -1,30 +1,28 @@
-"""Constants of the Hopper prefill kernel: tile shape, pipeline depth, registers, layouts.
+"""Constants of the Hopper prefill kernel: options, tile shape, pipeline depth, registers, layouts.
 
 All figures are of an H200 with triton 3.6, bfloat16 and blocks of 16 tokens, unless they say
 otherwise. "1 x 8,192" is one prompt of 8,192 tokens with 32 query heads and a causal mask.
 """
 
 import math
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 WARPGROUP_M = gl.constexpr(64)
 """Query rows per consumer warpgroup: the M of one wgmma instruction."""
-BLOCK_N = gl.constexpr(128)
-"""Keys per KV tile. A warpgroup's qk takes 64 registers per thread. No other width is recorded."""
 BOX_COLUMNS = gl.constexpr(64)
 """Elements per row of a TMA box of K or V: 128 bytes, the widest swizzle."""
 SWIZZLE_ROWS = gl.constexpr(8)
 """Rows after which the 128-byte swizzle repeats."""
-Q_STAGES = gl.constexpr(2)
-"""Query tiles per warpgroup: the next work item's is loaded while this one's output is stored."""
 WORK_STAGES = gl.constexpr(2)
 """Published work items: the next one is published while this one is computed."""
 MAX_CONSUMERS = gl.constexpr(3)
 """The largest `count_consumers`."""
 WARP_SIZE = gl.constexpr(32)
 LN_2 = gl.constexpr(math.log(2.0))
+LOG2_E = gl.constexpr(math.log2(math.e))
 
 SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
 """Shared-memory layout of all tiles: 16-bit elements, 128-byte swizzle."""
@@ -32,6 +30,83 @@ SWIZZLED_32_BIT = gl.constexpr(gl.NVMMASharedLayout(128, 32, rank=2))
 """The same bytes seen as 32-bit words."""
 LINEAR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
 """Shared-memory layout of a vector."""
+
+
+class Config(NamedTuple):
+    """Compile-time constants of a launch plan. An option that is off generates no code.
+
+    Args:
+        HEAD_SIZE: head size of queries, keys and values.
+        HEAD_DIM: columns of their tiles, a power of two (`pad_head_size`). TMA fills the columns
+            from HEAD_SIZE on with the next head or zeros. They are not multiplied or not stored.
+        BLOCK_SIZE: tokens per cache block, a multiple of 16; 0 without a block table.
+        CAUSAL: whether a query attends only to keys up to its own position.
+        WINDOW: last keys that a query attends to, its own included. 0 without a window. A window
+            requires CAUSAL.
+        CHUNK_SIZE: positions per attention chunk. 0 without chunks. Chunks require CAUSAL.
+        SOFT_CAP: bound of the scores; 0 without a soft cap.
+        FAST_TANH: whether the soft cap may have a relative error of 2 ** -11.
+    """
+
+    HEAD_SIZE: int
+    HEAD_DIM: int
+    BLOCK_SIZE: int
+    CAUSAL: bool
+    WINDOW: int = 0
+    CHUNK_SIZE: int = 0
+    SOFT_CAP: float = 0.0
+    FAST_TANH: bool = False
+
+
+def pad_head_size(head_size: int) -> int:
+    """Return the columns of a head's tiles."""
+    return 64 if head_size <= 64 else 128 if head_size <= 128 else 256
+
+
+@gluon.constexpr_function
+def has_lower_bound(config):
+    """Return whether a query's first visible key depends on its position."""
+    return config.WINDOW > 0 or config.CHUNK_SIZE > 0
+
+
+MASK_END = gl.constexpr(1)
+"""Mask keys after the last visible one: the sequence's end, or the query's own position."""
+MASK_BEGIN = gl.constexpr(2)
+"""Mask keys before the first visible one: the begin of a window or chunk."""
+
+
+@gluon.constexpr_function
+def choose_masks(config):
+    """Return the masks of KV tiles at the end of the visible range, and of those at its begin.
+
+    One tile may need both if a window is shorter than a warpgroup's rows and a KV tile.
+    """
+    both = MASK_END.value + MASK_BEGIN.value
+    shortest = WARPGROUP_M.value + block_n(config.HEAD_DIM)
+    if config.CHUNK_SIZE or 0 < config.WINDOW < shortest:
+        return both, both
+    return MASK_END.value, MASK_BEGIN.value
+
+
+@gluon.constexpr_function
+def block_n(head_dim):
+    """Return the keys per KV tile.
+
+    With 128, qk takes 64 registers per thread. At head size 256 the accumulator takes 128, and a
+    tile of K and V takes 128 KiB of shared memory, so tiles have 64 keys.
+    """
+    return 64 if head_dim == 256 else 128
+
+
+@gluon.constexpr_function
+def split_columns(head_size):
+    """Return a head's columns as (first, size) of parts whose sizes are powers of two."""
+    parts, first = [], 0
+    while first < head_size:
+        size = 1 << ((head_size - first).bit_length() - 1)
+        parts.append((first, size))
+        first += size
+    return tuple(parts)
 
 
 @gluon.constexpr_function
@@ -42,6 +117,16 @@ def count_consumers(head_dim):
     1 x 8,192 in an early version of the kernel.
     """
     return 3 if head_dim == 64 else 2
+
+
+@gluon.constexpr_function
+def count_q_stages(head_dim):
+    """Return the query tiles per warpgroup.
+
+    With two, the next work item's is loaded while this one's output is stored. At head size 256
+    there is shared memory for one.
+    """
+    return 1 if head_dim == 256 else 2
 
 
 @gluon.constexpr_function
@@ -80,9 +165,9 @@ PRODUCER_REGISTERS = gl.constexpr(24)
 
 
 @gluon.constexpr_function
-def qk_layout():
+def qk_layout(head_dim):
     """Return the register layout of qk and p of a warpgroup, [WARPGROUP_M, BLOCK_N]."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N.value, 16])
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, block_n(head_dim), 16])
 
 
 @gluon.constexpr_function

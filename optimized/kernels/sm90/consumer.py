@@ -26,19 +26,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .config import (
-    BLOCK_N,
-    Q_STAGES,
     SWIZZLED,
     WARPGROUP_M,
     WORK_STAGES,
     acc_layout,
+    block_n,
+    choose_masks,
+    count_q_stages,
     count_stages,
+    has_lower_bound,
     qk_layout,
+    split_columns,
     uses_ping_pong,
 )
 from .epilogue import normalize, store_tile
 from .pipeline import PipelineState, ping_pong_arrive, ping_pong_wait
-from .scheduler import NO_WORK, receive_work
+from .scheduler import NO_WORK, first_kv_tile, first_visible_key, receive_work
+from .score import modify_scores, softmax_scale
 from .softmax import mask_qk, online_softmax, pack_p, rescale, round_p, unpack_p
 
 
@@ -77,14 +81,23 @@ class Carry(NamedTuple):
 def consume(
     shared,
     output,
-    scale_log2,
-    HEAD_DIM: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    score,
+    config: gl.constexpr,
     NUM_CONSUMERS: gl.constexpr,
     CONSUMER: gl.constexpr,
 ):
-    """Run a consumer warpgroup: compute and store its rows of every published work item."""
+    """Run a consumer warpgroup: compute and store its rows of every published work item.
+
+    Args:
+        shared: `SharedStorage`.
+        output: `OutputArgs`.
+        score: `ScoreArgs`.
+        CONSUMER: index of the warpgroup.
+    """
+    HEAD_DIM: gl.constexpr = config.HEAD_DIM
+    BLOCK_N: gl.constexpr = block_n(HEAD_DIM)
     STAGES: gl.constexpr = count_stages(HEAD_DIM)
+    Q_STAGES: gl.constexpr = count_q_stages(HEAD_DIM)
     PING_PONG: gl.constexpr = uses_ping_pong(HEAD_DIM)
     ACC_ROWS: gl.constexpr = gl.SliceLayout(1, acc_layout(HEAD_DIM))
     dtype: gl.constexpr = shared.q.dtype
@@ -103,15 +116,25 @@ def consume(
     while work.num_kv_tiles != NO_WORK:
         acc = gl.zeros([WARPGROUP_M, HEAD_DIM], gl.float32, acc_layout(HEAD_DIM))
         lse = gl.full([WARPGROUP_M], -float("inf"), gl.float32, ACC_ROWS)
+        sink = None
+        if score.sinks is not None:
+            # loaded here, needed after this item's keys
+            sink = gl.load(score.sinks + work.head)
+            lse = gl.full([WARPGROUP_M], 0.0, gl.float32, ACC_ROWS) + sink
         q = shared.q.index(q_state.stage() * NUM_CONSUMERS + CONSUMER)
         if work.num_kv_tiles > 0:
             carry, kv_state = _mainloop(
-                shared, Operands(q, k, v), acc, kv_state, q_state, work, scale_log2,
-                HEAD_DIM, CAUSAL, NUM_CONSUMERS, CONSUMER,
+                shared, Operands(q, k, v), acc, kv_state, q_state, work, score.scale_log2,
+                config, NUM_CONSUMERS, CONSUMER,
             )  # fmt: skip
-            acc, lse = normalize(carry.acc, carry.m_i, carry.l_i, scale_log2, HEAD_DIM)
+            scale = softmax_scale(score.scale_log2, config)
+            acc, lse = normalize(carry.acc, carry.m_i, carry.l_i, scale, sink, HEAD_DIM)
             q_state = q_state.advance()
-        store_tile(output, q, acc, lse, work, row, column, HEAD_DIM, CONSUMER)
+        store_tile(output, q, acc, lse, work, row, column, config, CONSUMER)
+        if Q_STAGES == 1 and work.num_kv_tiles > 0:
+            # the output has been stored: the stage may take the next queries
+            tma.store_wait(0)
+            shared.q_pipe.consumer_release(q_state.previous())
         work_state = work_state.advance()
         work = receive_work(shared, work_state)
     if PING_PONG and CONSUMER == 0:
@@ -129,8 +152,7 @@ def _mainloop(
     q_state,
     work,
     scale_log2,
-    HEAD_DIM: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    config: gl.constexpr,
     NUM_CONSUMERS: gl.constexpr,
     CONSUMER: gl.constexpr,
 ):
@@ -140,32 +162,92 @@ def _mainloop(
         tiles: `Operands`.
         acc: [WARPGROUP_M, HEAD_DIM] zeros.
     """
+    BLOCK_N: gl.constexpr = block_n(config.HEAD_DIM)
+    MASKS: gl.constexpr = choose_masks(config)
     position = work.position + CONSUMER * WARPGROUP_M
-    # the first tiles need no mask for any row of the work item
-    num_unmasked = work.seq_len // BLOCK_N
-    if CAUSAL:
-        num_unmasked = gl.maximum(work.position + 1, 0) // BLOCK_N
-    num_unmasked = gl.minimum(num_unmasked, work.num_kv_tiles - 1)
+    # tiles from full_begin to full_end need no mask for any row of the work item
+    full_end = work.seq_len // BLOCK_N
+    if config.CAUSAL:
+        full_end = gl.maximum(work.position + 1, 0) // BLOCK_N
+    first_tile = first_kv_tile(work, config)
+    last_tile = first_tile + work.num_kv_tiles - 1
+    full_begin = first_tile
+    num_skipped = 0
+    if has_lower_bound(config):
+        # the tiles and masks of this warpgroup's own rows
+        last_row = position + WARPGROUP_M - 1
+        own_end = gl.minimum(last_row, work.seq_len - 1) // BLOCK_N
+        own_end = gl.minimum(gl.maximum(own_end, first_tile), last_tile)
+        kv_state = _skip_tiles(
+            shared, kv_state, last_tile - own_end,
+            config.HEAD_DIM, NUM_CONSUMERS, CONSUMER,
+        )  # fmt: skip
+        last_tile = own_end
+        own_first = first_visible_key(position, config) // BLOCK_N
+        own_first = gl.minimum(own_first, last_tile)
+        num_skipped = own_first - first_tile
+        first_tile = own_first
+        full_begin = (first_visible_key(last_row, config) + BLOCK_N - 1) // BLOCK_N
+        full_begin = gl.minimum(full_begin, last_tile)
+        full_end = gl.maximum(position + 1, 0) // BLOCK_N
+        full_end = gl.maximum(full_end, full_begin)
+    full_end = gl.minimum(full_end, last_tile)
     p, alpha, m_i, l_i = _first_tile(
-        shared, tiles, kv_state, q_state, work, position, scale_log2, HEAD_DIM, CAUSAL
-    )
+        shared, tiles, kv_state, q_state, work, last_tile, position, scale_log2,
+        MASKS[0], config,
+    )  # fmt: skip
     kv_state = kv_state.advance()
     carry = Carry(acc, p, alpha, m_i, l_i)
-    for i in range(work.num_kv_tiles - 1 - num_unmasked):
+    for i in range(last_tile - full_end):
         carry = _kv_iteration(
             shared, tiles, carry, kv_state,
-            work.num_kv_tiles - 2 - i, position, work.seq_len, scale_log2,
-            HEAD_DIM, CAUSAL, True, NUM_CONSUMERS, CONSUMER,
+            last_tile - 1 - i, position, work.seq_len, scale_log2,
+            config, MASKS[0], NUM_CONSUMERS, CONSUMER,
         )  # fmt: skip
         kv_state = kv_state.advance()
-    for i in range(num_unmasked):
+    for i in range(full_end - full_begin):
         carry = _kv_iteration(
             shared, tiles, carry, kv_state,
-            num_unmasked - 1 - i, position, work.seq_len, scale_log2,
-            HEAD_DIM, CAUSAL, False, NUM_CONSUMERS, CONSUMER,
+            full_end - 1 - i, position, work.seq_len, scale_log2,
+            config, 0, NUM_CONSUMERS, CONSUMER,
         )  # fmt: skip
         kv_state = kv_state.advance()
-    return _last_pv(shared, tiles, carry, kv_state, HEAD_DIM), kv_state
+    if has_lower_bound(config):
+        for i in range(full_begin - first_tile):
+            carry = _kv_iteration(
+                shared, tiles, carry, kv_state,
+                full_begin - 1 - i, position, work.seq_len, scale_log2,
+                config, MASKS[1], NUM_CONSUMERS, CONSUMER,
+            )  # fmt: skip
+            kv_state = kv_state.advance()
+    carry = _last_pv(shared, tiles, carry, kv_state, config.HEAD_DIM)
+    if has_lower_bound(config):
+        kv_state = _skip_tiles(
+            shared, kv_state, num_skipped, config.HEAD_DIM, NUM_CONSUMERS, CONSUMER
+        )
+    return carry, kv_state
+
+
+@gluon.jit
+def _skip_tiles(
+    shared,
+    kv_state,
+    num_tiles,
+    HEAD_DIM: gl.constexpr,
+    NUM_CONSUMERS: gl.constexpr,
+    CONSUMER: gl.constexpr,
+):
+    """Release KV tiles that only other warpgroups attend to, and return the next KV state."""
+    for _ in range(num_tiles):
+        shared.k_pipe.consumer_wait(kv_state)
+        # a phase that was not waited for makes the wait for the phase after the next one return
+        shared.v_pipe.consumer_wait(kv_state)
+        if uses_ping_pong(HEAD_DIM):
+            ping_pong_wait(CONSUMER)
+            ping_pong_arrive((CONSUMER + 1) % NUM_CONSUMERS)
+        shared.k_pipe.consumer_release(kv_state)
+        kv_state = kv_state.advance()
+    return kv_state
 
 
 @gluon.jit
@@ -175,26 +257,29 @@ def _first_tile(
     kv_state,
     q_state,
     work,
+    kv_tile,
     position,
     scale_log2,
-    HEAD_DIM: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    MASKS: gl.constexpr,
+    config: gl.constexpr,
 ):
     """Return p, alpha, m_i and l_i of a work item's first KV tile, its last in the sequence."""
     shared.q_pipe.consumer_wait(q_state)
     shared.k_pipe.consumer_wait(kv_state)
-    qk = _issue_qk(tiles, kv_state)
+    HEAD_DIM: gl.constexpr = config.HEAD_DIM
+    qk = _issue_qk(tiles, kv_state, config)
     qk = warpgroup_mma_wait(0, deps=[qk])
     shared.k_pipe.consumer_release(kv_state)
-    if q_state.count > 0:
+    if count_q_stages(HEAD_DIM) > 1 and q_state.count > 0:
         # the previous work item's output has been stored: its stage may take the next queries
         tma.store_wait(0)
         shared.q_pipe.consumer_release(q_state.previous())
-    m_i = gl.full(
-        [WARPGROUP_M], -float("inf"), gl.float32, gl.SliceLayout(1, qk_layout())
-    )
-    qk = mask_qk(qk, work.num_kv_tiles - 1, position, work.seq_len, CAUSAL)
-    p, alpha, m_i, l_i = online_softmax(qk, m_i, 0, scale_log2, True, True, False)
+    ROWS: gl.constexpr = gl.SliceLayout(1, qk_layout(HEAD_DIM))
+    m_i = gl.full([WARPGROUP_M], -float("inf"), gl.float32, ROWS)
+    qk = modify_scores(qk, scale_log2, config)
+    qk = mask_qk(qk, kv_tile, position, work.seq_len, MASKS, config)
+    scale = softmax_scale(scale_log2, config)
+    p, alpha, m_i, l_i = online_softmax(qk, m_i, 0, scale, HEAD_DIM, True, True, False)
     if uses_ping_pong(HEAD_DIM):
         p = pack_p(p, tiles.q.dtype)
     return p, alpha, m_i, l_i
@@ -210,9 +295,8 @@ def _kv_iteration(
     position,
     seq_len,
     scale_log2,
-    HEAD_DIM: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    MASKED: gl.constexpr,
+    config: gl.constexpr,
+    MASKS: gl.constexpr,
     NUM_CONSUMERS: gl.constexpr,
     CONSUMER: gl.constexpr,
 ):
@@ -224,7 +308,10 @@ def _kv_iteration(
         kv_state: position of the K tile; the V tile of `carry.p` is at the position before.
         kv_tile: index of the KV tile in the sequence.
         position: position of the warpgroup's first row.
+        MASKS: MASK_END, MASK_BEGIN, or their sum; 0 if all rows attend to all keys of the tile.
     """
+    MASKED: gl.constexpr = MASKS > 0
+    HEAD_DIM: gl.constexpr = config.HEAD_DIM
     PING_PONG: gl.constexpr = uses_ping_pong(HEAD_DIM)
     dtype: gl.constexpr = tiles.q.dtype
     acc, p, alpha, m_i, l_i = carry
@@ -232,7 +319,7 @@ def _kv_iteration(
     shared.k_pipe.consumer_wait(kv_state)
     if PING_PONG:
         ping_pong_wait(CONSUMER)
-    qk = _issue_qk(tiles, kv_state)  # [WARPGROUP_M, BLOCK_N]
+    qk = _issue_qk(tiles, kv_state, config)  # [WARPGROUP_M, BLOCK_N]
     # issue P @ V of the tile before
     shared.v_pipe.consumer_wait(kv_state.previous())
     if PING_PONG:
@@ -245,11 +332,13 @@ def _kv_iteration(
     qk = warpgroup_mma_wait(1, deps=[qk])
     if PING_PONG:
         ping_pong_arrive((CONSUMER + 1) % NUM_CONSUMERS)
+    qk = modify_scores(qk, scale_log2, config)
     if MASKED:
-        qk = mask_qk(qk, kv_tile, position, seq_len, CAUSAL)
+        qk = mask_qk(qk, kv_tile, position, seq_len, MASKS, config)
     p_next, alpha, m_i, l_i = online_softmax(
-        qk, m_i, l_i, scale_log2, False, MASKED, not MASKED and not PING_PONG
-    )
+        qk, m_i, l_i, softmax_scale(scale_log2, config),
+        HEAD_DIM, False, MASKED, not MASKED and not PING_PONG,
+    )  # fmt: skip
     # wait for P @ V, and release K of this tile with V of the tile before
     if not PING_PONG:
         # This wait is over at once, but it begins a basic block. Without it ptxas moves the wait
@@ -284,15 +373,25 @@ def _last_pv(shared, tiles, carry, kv_state, HEAD_DIM: gl.constexpr):
 
 
 @gluon.jit
-def _issue_qk(tiles, kv_state):
+def _issue_qk(tiles, kv_state, config: gl.constexpr):
     """Issue Q @ K^T of a stage.  # [WARPGROUP_M, BLOCK_N]"""
-    return warpgroup_mma(
-        tiles.q,
-        tiles.k.index(kv_state.stage()).permute((1, 0)),
-        gl.zeros([WARPGROUP_M, BLOCK_N], gl.float32, qk_layout()),
-        use_acc=False,
-        is_async=True,
-    )
+    BLOCK_N: gl.constexpr = block_n(config.HEAD_DIM)
+    PARTS: gl.constexpr = split_columns(config.HEAD_SIZE)
+    q = tiles.q
+    k = tiles.k.index(kv_state.stage())  # [BLOCK_N, HEAD_DIM]
+    qk = gl.zeros([WARPGROUP_M, BLOCK_N], gl.float32, qk_layout(config.HEAD_DIM))
+    if len(PARTS) == 1:
+        return warpgroup_mma(q, k.permute((1, 0)), qk, use_acc=False, is_async=True)
+    else:  # noqa: RET505 (a constexpr branch)
+        for i in gl.static_range(len(PARTS)):
+            qk = warpgroup_mma(
+                q.slice(PARTS[i][0], PARTS[i][1], 1),
+                k.slice(PARTS[i][0], PARTS[i][1], 1).permute((1, 0)),
+                qk,
+                use_acc=i > 0,
+                is_async=True,
+            )
+        return qk
 
 
 @gluon.jit

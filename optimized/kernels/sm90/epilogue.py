@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from .config import LN_2, WARPGROUP_M, acc_layout
+from .config import LN_2, LOG2_E, WARPGROUP_M, acc_layout
 
 
 class OutputArgs(NamedTuple):
@@ -29,19 +29,31 @@ class OutputArgs(NamedTuple):
 
 
 @gluon.jit
-def normalize(acc, m_i, l_i, scale_log2, HEAD_DIM: gl.constexpr):
+def normalize(acc, m_i, l_i, scale_log2, sink, HEAD_DIM: gl.constexpr):
     """Return the output rows and their log-sum-exp.
 
-    A row without a visible key has the sum 0. Its output is 0 and its log-sum-exp -inf.
+    A row without a visible key has the sum 0. Its output is 0 and its log-sum-exp -inf, or the
+    sink.
 
     Args:
         acc: [WARPGROUP_M, HEAD_DIM].
         m_i: [WARPGROUP_M] running maximum before the scale.
         l_i: [WARPGROUP_M, 4] running sum, one share per thread of a row.
         scale_log2: the scale times log2(e).
+        sink: Optional. A score without a value. If None, there is none.
     """
     ROWS: gl.constexpr = gl.SliceLayout(1, acc_layout(HEAD_DIM))
     divisor = gl.convert_layout(gl.sum(l_i, 1), ROWS)  # [WARPGROUP_M]
+    if sink is not None:
+        m_i = gl.convert_layout(m_i, ROWS) * scale_log2  # [WARPGROUP_M]
+        m_new = gl.maximum(m_i, sink * LOG2_E)
+        # without a visible key, and with a sink of -inf, both are -inf
+        shift = gl.where(m_new == -float("inf"), 0.0, m_new)
+        alpha = gl.exp2(m_i - shift)
+        divisor = divisor * alpha + gl.exp2(sink * LOG2_E - shift)
+        divisor = gl.where(divisor > 0, divisor, 1.0)
+        acc = acc * (alpha / divisor)[:, None]
+        return acc, (m_new + gl.log2(divisor)) * LN_2
     divisor = gl.where(divisor > 0, divisor, 1.0)
     acc = acc * (1.0 / divisor)[:, None]
     lse = gl.convert_layout(m_i, ROWS) * scale_log2  # [WARPGROUP_M]
@@ -58,10 +70,12 @@ def store_tile(
     work,
     row,
     column,
-    HEAD_DIM: gl.constexpr,
+    config: gl.constexpr,
     CONSUMER: gl.constexpr,
 ):
     """Store a warpgroup's rows: a whole tile by TMA, the end of a request row by row.
+
+    Padded heads are stored row by row, because TMA would overwrite the next head.
 
     Args:
         output: `OutputArgs`.
@@ -75,7 +89,10 @@ def store_tile(
     dtype: gl.constexpr = staging.dtype
     FIRST_ROW: gl.constexpr = CONSUMER * WARPGROUP_M
     is_row = row < work.num_queries  # [WARPGROUP_M]
-    if (work.num_kv_tiles > 0) & (work.num_queries >= FIRST_ROW + WARPGROUP_M):
+    is_whole = (work.num_kv_tiles > 0) & (work.num_queries >= FIRST_ROW + WARPGROUP_M)
+    if config.HEAD_SIZE < config.HEAD_DIM:
+        is_whole = False
+    if is_whole:
         staging.store(acc.to(dtype))
         fence_async_shared()
         tma.async_copy_shared_to_global(
@@ -89,10 +106,13 @@ def store_tile(
     else:
         offset = (work.query_start + row).to(gl.int64) * output.out_stride_token
         offset += work.head.to(gl.int64) * output.out_stride_head  # [WARPGROUP_M]
+        is_column = column >= 0
+        if config.HEAD_SIZE < config.HEAD_DIM:
+            is_column = column < config.HEAD_SIZE
         gl.store(
             output.out + offset[:, None] + column[None, :],
             acc.to(dtype),
-            mask=is_row[:, None] & (column >= 0)[None, :],
+            mask=is_row[:, None] & is_column[None, :],
         )
     if output.lse is not None:
         offset = (work.query_start + row).to(gl.int64) * output.lse_stride_token

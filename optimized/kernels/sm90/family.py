@@ -20,13 +20,28 @@ from ...launch.attention_call import AttentionCall
 from ...launch.launcher import Launcher
 from ...launch.tuning import count_processors, is_hopper
 from ...launch.workspace import find_workspace
-from .config import BLOCK_N, BOX_COLUMNS, SWIZZLED, WARPGROUP_M, count_consumers
+from .config import (
+    BOX_COLUMNS,
+    LOG2_E,
+    SWIZZLED,
+    WARPGROUP_M,
+    Config,
+    block_n,
+    count_consumers,
+    pad_head_size,
+)
 from .kernel import prefill_kernel
 
-LOG2_E = math.log2(math.e)
 DTYPES = (torch.bfloat16, torch.float16)
-HEAD_SIZES = (64, 128)
-READ_OPTIONS = ("causal", "batch_invariant")
+HEAD_SIZES = (64, 80, 96, 112, 128, 256)
+READ_OPTIONS = (
+    "causal",
+    "batch_invariant",
+    "sliding_window",
+    "attention_chunk_size",
+    "logits_soft_cap",
+    "sinks",
+)
 OTHER_OPTIONS = [
     each.name for each in fields(AttentionOptions) if each.name not in READ_OPTIONS
 ]
@@ -97,11 +112,13 @@ def plan(call: AttentionCall) -> "Sm90Plan":
             " supports(call) is True; use the portable kernel"
         )
     q_plane, k_plane, v_plane, out_plane = planes
+    options: Any = call.options
     _, num_heads, head_size = call.query.shape
     block_size = 0 if call.block_table is None else call.key.shape[1]
-    q_box = (WARPGROUP_M.value, head_size)
+    head_dim = pad_head_size(head_size)
+    q_box = (WARPGROUP_M.value, head_dim)
     # a box has at least 16 rows and does not cross a block
-    kv_box = (math.gcd(block_size, BLOCK_N.value), BOX_COLUMNS.value)
+    kv_box = (math.gcd(block_size, block_n(head_dim)), BOX_COLUMNS.value)
     return Sm90Plan(
         dtype=call.query.dtype,
         planes=planes,
@@ -110,7 +127,7 @@ def plan(call: AttentionCall) -> "Sm90Plan":
         keys=call.key.shape[0],
         num_heads=num_heads,
         group_size=num_heads // call.key.shape[-2],
-        tile_rows=WARPGROUP_M.value * count_consumers(head_size),
+        tile_rows=WARPGROUP_M.value * count_consumers(head_dim),
         strides=(
             *q_plane[4:],
             *k_plane[3:],
@@ -119,9 +136,19 @@ def plan(call: AttentionCall) -> "Sm90Plan":
             *call.out.stride()[:2],
         ),
         constants={
-            "HEAD_DIM": head_size,
-            "BLOCK_SIZE": block_size,
-            "CAUSAL": call.options.causal,
+            "config": Config(
+                HEAD_SIZE=head_size,
+                HEAD_DIM=head_dim,
+                BLOCK_SIZE=block_size,
+                CAUSAL=options.causal,
+                WINDOW=options.sliding_window or 0,
+                CHUNK_SIZE=options.attention_chunk_size or 0,
+                SOFT_CAP=float(options.logits_soft_cap or 0.0),
+                # a log-sum-exp is float32, and its budget is smaller
+                FAST_TANH=options.logits_soft_cap is not None
+                and call.query.dtype == torch.bfloat16
+                and call.lse is None,
+            )
         },
     )
 
@@ -199,6 +226,7 @@ class Sm90Plan:
         """
         query, key, value, block_table = call[:4]
         out, lse = call.out, call.lse
+        sinks = call.options.sinks
         if call.max_query_len * self.group_size <= short_rows:
             return
         num_reqs = call.query_start_loc.shape[0] - 1
@@ -224,7 +252,7 @@ class Sm90Plan:
         self.launcher(
             grid,
             pointers,
-            (call.scale * LOG2_E,),
+            (None if sinks is None else sinks.contiguous(), call.scale * LOG2_E.value),
             numbers,
             (*tensors, *others),
             self.tensor_maps(tensors) if self.launcher.is_ready else (),
@@ -293,6 +321,12 @@ def _find_planes(call: AttentionCall) -> tuple[Plane, Plane, Plane, Plane] | Non
     if type(call.options.causal) is not bool:
         return None
     if get_other_options(call.options).count(None) < len(OTHER_OPTIONS):
+        return None
+    has_lower_bound = (
+        call.options.sliding_window is not None
+        or call.options.attention_chunk_size is not None
+    )
+    if has_lower_bound and not call.options.causal:
         return None
     dtype, head_size = query.dtype, query.shape[-1]
     if dtype not in DTYPES or not dtype == key.dtype == value.dtype == call.out.dtype:

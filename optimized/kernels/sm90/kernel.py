@@ -19,18 +19,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .config import (
-    BLOCK_N,
     BOX_COLUMNS,
     LINEAR,
     MAX_CONSUMERS,
     PRODUCER_REGISTERS,
-    Q_STAGES,
     SWIZZLED,
     WARP_SIZE,
     WARPGROUP_M,
     WORK_STAGES,
+    block_n,
     consumer_registers,
     count_consumers,
+    count_q_stages,
     count_stages,
 )
 from .consumer import consume
@@ -38,6 +38,7 @@ from .epilogue import OutputArgs
 from .pipeline import Pipeline, SharedStorage, allocate_barriers
 from .producer import TmaTensor, produce_q_and_k, produce_v
 from .scheduler import WORK_FIELDS, BatchArgs
+from .score import ScoreArgs
 
 # numbers that change from call to call, and must not make a specialization each
 NUMBERS = [
@@ -61,7 +62,15 @@ NUMBERS = [
     "lse_stride_token",
     "block_table_stride",
 ]
-POINTERS = ["out", "lse", "block_table", "query_start_loc", "kv_lens", "work_counter"]
+POINTERS = [
+    "out",
+    "lse",
+    "block_table",
+    "query_start_loc",
+    "kv_lens",
+    "work_counter",
+    "sinks",
+]
 
 
 @gluon.jit
@@ -73,7 +82,9 @@ def _allocate(
     NUM_CONSUMERS: gl.constexpr,
 ):
     """Return the `SharedStorage` of a program, with its barriers initialized."""
+    BLOCK_N: gl.constexpr = block_n(HEAD_DIM)
     STAGES: gl.constexpr = count_stages(HEAD_DIM)
+    Q_STAGES: gl.constexpr = count_q_stages(HEAD_DIM)
     COLUMN_BOXES: gl.constexpr = HEAD_DIM // BOX_COLUMNS
     K_BOXES: gl.constexpr = STAGES * (BLOCK_N // k_box_rows) * COLUMN_BOXES
     V_BOXES: gl.constexpr = STAGES * (BLOCK_N // v_box_rows) * COLUMN_BOXES
@@ -92,9 +103,10 @@ def _allocate(
     never = allocate_barriers(1)
     # Full and empty barriers alternate, and the two rings share a loop, because triton 3.6
     # synchronizes the CTA between two writes to one array.
-    gl.static_assert(Q_STAGES == WORK_STAGES)
-    for i in gl.static_range(Q_STAGES):
-        q_pipe.init_stage(i, NUM_CONSUMERS)
+    gl.static_assert(Q_STAGES <= WORK_STAGES)
+    for i in gl.static_range(WORK_STAGES):
+        if i < Q_STAGES:
+            q_pipe.init_stage(i, NUM_CONSUMERS)
         # read by the consumers and by the warp that loads V
         work_pipe.init_stage(i, NUM_CONSUMERS + 1)
     for i in gl.static_range(STAGES):
@@ -120,6 +132,7 @@ def prefill_kernel(
     query_start_loc,
     kv_lens,
     work_counter,
+    sinks,
     scale_log2,
     num_reqs,
     num_heads,
@@ -140,9 +153,7 @@ def prefill_kernel(
     lse_stride_head,
     lse_stride_token,
     block_table_stride,
-    HEAD_DIM: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    config: gl.constexpr,
 ):
     """Compute the attention of all prefill requests of a batch.
 
@@ -151,10 +162,10 @@ def prefill_kernel(
         out, lse: `OutputArgs`.
         block_table, query_start_loc, kv_lens: `BatchArgs`.
         work_counter: [2] int32, 0 before and after the launch.
-        scale_log2: the scale of the dot products times log2(e), positive.
-        BLOCK_SIZE: tokens per cache block, a multiple of 16; 0 without a block table.
-        CAUSAL: whether a query attends only to keys up to its own position.
+        sinks, scale_log2: `ScoreArgs`.
+        config: `Config`.
     """
+    HEAD_DIM: gl.constexpr = config.HEAD_DIM
     N: gl.constexpr = count_consumers(HEAD_DIM)
     batch = BatchArgs(
         block_table,
@@ -178,6 +189,7 @@ def prefill_kernel(
         lse_stride_token,
         lse_stride_head,
     )
+    score = ScoreArgs(scale_log2, sinks)
     shared = _allocate(
         k_desc.dtype,
         k_desc.block_type.shape[0],
@@ -191,17 +203,11 @@ def prefill_kernel(
     gl.warp_specialize(
         [
             # the first role runs in the 4 warps of the launch, the others in additional warps
-            (consume, (shared, output, scale_log2, HEAD_DIM, CAUSAL, N, N - 3)),
-            (consume, (shared, output, scale_log2, HEAD_DIM, CAUSAL, N, N - 2)),
-            (consume, (shared, output, scale_log2, HEAD_DIM, CAUSAL, N, N - 1)),
-            (
-                produce_q_and_k,
-                (
-                    shared, batch, q, k, work_counter,
-                    HEAD_DIM, BLOCK_SIZE, CAUSAL, N,
-                ),
-            ),
-            (produce_v, (shared, batch, v, HEAD_DIM, BLOCK_SIZE)),
+            (consume, (shared, output, score, config, N, N - 3)),
+            (consume, (shared, output, score, config, N, N - 2)),
+            (consume, (shared, output, score, config, N, N - 1)),
+            (produce_q_and_k, (shared, batch, q, k, work_counter, config, N)),
+            (produce_v, (shared, batch, v, config)),
         ][UNUSED:],
         [4, 4, 1, 1][UNUSED:],
         [REGISTERS, REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS][UNUSED:],

@@ -121,11 +121,11 @@ class SharedStorage(NamedTuple):
     """Shared memory that the warps of a program have in common.
 
     Args:
-        q: [Q_STAGES * consumers, WARPGROUP_M, HEAD_DIM] query tiles. A finished output tile
+        q: [query stages * consumers, WARPGROUP_M, HEAD_DIM] query tiles. A finished output tile
             overwrites its query tile, and is stored from there.
         k, v: [boxes, box rows, BOX_COLUMNS] the stages of the KV tiles, as TMA fills them.
         work: [WORK_STAGES, 32 * WORK_FIELDS] the published work items, one copy per lane.
-        q_pipe: Q_STAGES stages, one per work item.
+        q_pipe: one stage per query tile of a warpgroup.
         k_pipe: one stage per K tile. Its empty barrier i covers K tile i and V tile i - 1, so
             that consumers arrive once per iteration.
         v_pipe: one stage per V tile, with the empty barriers of `k_pipe`. One full barrier more,

@@ -1,8 +1,8 @@
 """Producer warps of the Hopper prefill kernel: TMA loads of Q, K and V.
 
 Producer warp 0 takes work items from the tile scheduler, publishes them and loads Q and K. Producer
-warp 1 loads V. A KV tile of 128 keys is loaded as boxes of [box rows, 64] elements. A box does not
-cross a cache block, so with blocks of 16 tokens a tile of head size 128 is 8 x 2 boxes.
+warp 1 loads V. A KV tile of BLOCK_N keys is loaded as boxes of [box rows, 64] elements. A box does
+not cross a cache block, so with blocks of 16 tokens a tile of head size 128 is 8 x 2 boxes.
 """
 
 from typing import Any, NamedTuple
@@ -16,21 +16,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .config import (
-    BLOCK_N,
     BOX_COLUMNS,
-    Q_STAGES,
     SWIZZLE_ROWS,
     SWIZZLED_32_BIT,
     WARPGROUP_M,
     WORK_STAGES,
+    block_n,
+    count_q_stages,
     count_stages,
+    has_lower_bound,
 )
 from .pipeline import PipelineState
 from .scheduler import (
     NO_WORK,
     fetch_and_increment,
     find_request,
+    first_kv_tile,
     first_lane,
+    first_visible_key,
     load_request,
     locate_work,
     publish_end,
@@ -62,17 +65,16 @@ def produce_q_and_k(
     q,
     k,
     work_counter,
-    HEAD_DIM: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    config: gl.constexpr,
     NUM_CONSUMERS: gl.constexpr,
 ):
     """Run producer warp 0: schedule the work items, and load their Q and K tiles."""
+    HEAD_DIM: gl.constexpr = config.HEAD_DIM
     BLOCK_M: gl.constexpr = NUM_CONSUMERS * WARPGROUP_M
-    PAGED: gl.constexpr = BLOCK_SIZE > 0
+    PAGED: gl.constexpr = config.BLOCK_SIZE > 0
     work_state = PipelineState.start(WORK_STAGES)
     k_state = PipelineState.start(count_stages(HEAD_DIM))
-    q_state = PipelineState.start(Q_STAGES)
+    q_state = PipelineState.start(count_q_stages(HEAD_DIM))
     item = gl.program_id(0)
     zero = gl.to_tensor(0)
     items = find_request(batch, item, zero, zero, BLOCK_M)
@@ -80,13 +82,13 @@ def produce_q_and_k(
     while items.req >= 0:
         # fetched now, needed after this item's keys
         fetched = fetch_and_increment(work_counter)
-        work = locate_work(batch, item, items, request, CAUSAL, BLOCK_M)
+        work = locate_work(batch, item, items, request, config, BLOCK_M)
         publish_work(shared, work_state, work)
         work_state = work_state.advance()
         if work.num_kv_tiles > 0:
             _load_q(shared, q, q_state, work, HEAD_DIM, NUM_CONSUMERS)
             q_state = q_state.advance()
-            k_state = _load_k(shared, batch, k, k_state, work, HEAD_DIM, BLOCK_SIZE)
+            k_state = _load_k(shared, batch, k, k_state, work, config)
         item = gl.num_programs(0) + first_lane(fetched)
         if item >= items.end_item:
             items = find_request(
@@ -98,16 +100,16 @@ def produce_q_and_k(
 
 
 @gluon.jit
-def produce_v(shared, batch, v, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr):
+def produce_v(shared, batch, v, config: gl.constexpr):
     """Run producer warp 1: load the V tiles of the published work items."""
     work_state = PipelineState.start(WORK_STAGES)
-    v_state = PipelineState.start(count_stages(HEAD_DIM))
+    v_state = PipelineState.start(count_stages(config.HEAD_DIM))
     tail_state = PipelineState.start(1)
     work = receive_work(shared, work_state)
     while work.num_kv_tiles != NO_WORK:
         if work.num_kv_tiles > 0:
             v_state, tail_state = _load_v(
-                shared, batch, v, v_state, tail_state, work, HEAD_DIM, BLOCK_SIZE
+                shared, batch, v, v_state, tail_state, work, config
             )
         work_state = work_state.advance()
         work = receive_work(shared, work_state)
@@ -138,22 +140,22 @@ def _load_k(
     k,
     state,
     work,
-    HEAD_DIM: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
+    config: gl.constexpr,
 ):
     """Load a work item's K tiles, from the last to the first, and return the next state."""
+    HEAD_DIM: gl.constexpr = config.HEAD_DIM
+    BLOCK_N: gl.constexpr = block_n(HEAD_DIM)
     ROW_BOXES: gl.constexpr = BLOCK_N // k.desc.block_type.shape[0]
     kv_head = work.head // batch.group_size
     column = kv_head * k.head_columns
     begin = work.kv_start + kv_head * k.head_rows
-    rows = _box_rows(
-        batch, work, work.num_kv_tiles - 1, begin, k.block_rows, ROW_BOXES, BLOCK_SIZE
-    )
+    last_tile = first_kv_tile(work, config) + work.num_kv_tiles - 1
+    rows = _box_rows(batch, work, last_tile, begin, k.block_rows, ROW_BOXES, config)
     for i in range(work.num_kv_tiles):
         # the next tile's block ids are loaded while this one waits for its stage
-        next_tile = gl.maximum(work.num_kv_tiles - 2 - i, 0)
+        next_tile = gl.maximum(last_tile - 1 - i, 0)
         next_rows = _box_rows(
-            batch, work, next_tile, begin, k.block_rows, ROW_BOXES, BLOCK_SIZE
+            batch, work, next_tile, begin, k.block_rows, ROW_BOXES, config
         )
         shared.k_pipe.producer_acquire(state)
         full = shared.k_pipe.full_barrier(state)
@@ -171,8 +173,7 @@ def _load_v(
     state,
     tail_state,
     work,
-    HEAD_DIM: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
+    config: gl.constexpr,
 ):
     """Load a work item's V tiles, from the last to the first, and return the next states.
 
@@ -182,18 +183,19 @@ def _load_v(
     stage's full barrier, where the consumers wait. TMA fills the stage again only after all
     consumers have released it.
     """
+    HEAD_DIM: gl.constexpr = config.HEAD_DIM
+    BLOCK_N: gl.constexpr = block_n(HEAD_DIM)
     ROW_BOXES: gl.constexpr = BLOCK_N // v.desc.block_type.shape[0]
     kv_head = work.head // batch.group_size
     column = kv_head * v.head_columns
     begin = work.kv_start + kv_head * v.head_rows
-    valid_rows = work.seq_len - (work.num_kv_tiles - 1) * BLOCK_N
-    rows = _box_rows(
-        batch, work, work.num_kv_tiles - 1, begin, v.block_rows, ROW_BOXES, BLOCK_SIZE
-    )
+    last_tile = first_kv_tile(work, config) + work.num_kv_tiles - 1
+    valid_rows = work.seq_len - last_tile * BLOCK_N
+    rows = _box_rows(batch, work, last_tile, begin, v.block_rows, ROW_BOXES, config)
     for i in range(work.num_kv_tiles):
-        next_tile = gl.maximum(work.num_kv_tiles - 2 - i, 0)
+        next_tile = gl.maximum(last_tile - 1 - i, 0)
         next_rows = _box_rows(
-            batch, work, next_tile, begin, v.block_rows, ROW_BOXES, BLOCK_SIZE
+            batch, work, next_tile, begin, v.block_rows, ROW_BOXES, config
         )
         # V tile i - 1 is released together with K tile i
         shared.v_pipe.producer_acquire(state.advance())
@@ -224,14 +226,19 @@ def _box_rows(
     begin,
     block_rows,
     ROW_BOXES: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
+    config: gl.constexpr,
 ):
     """Return the first row of each box of a KV tile, as a tuple of ROW_BOXES numbers.
+
+    Blocks before a window or chunk may have been reallocated, and hold NaN. Boxes of such keys get
+    a negative row: TMA reads no memory for them and fills them with zeros.
 
     Args:
         begin: row of the KV head's first key.
         block_rows: rows from cache block to cache block.
     """
+    BLOCK_N: gl.constexpr = block_n(config.HEAD_DIM)
+    BLOCK_SIZE: gl.constexpr = config.BLOCK_SIZE
     BOX_ROWS: gl.constexpr = BLOCK_N // ROW_BOXES
     rows = ()
     # block ids and rows fit 32 bits here and elsewhere: the host has checked it (`supports`)
@@ -244,6 +251,9 @@ def _box_rows(
             entry = gl.minimum(position // BLOCK_SIZE, last_entry)
             block = gl.load(entries + entry).to(gl.int32)
             row = begin + block * block_rows + position % BLOCK_SIZE
+            if has_lower_bound(config):
+                first_key = first_visible_key(work.position, config)
+                row = gl.where(position + BOX_ROWS <= first_key, -BOX_ROWS, row)
             # the compiler has no other way to lengthen a tuple
             rows = rows + (row,)  # type: ignore[assignment]  # noqa: RUF005
     else:
@@ -260,6 +270,7 @@ def _load_boxes(desc, boxes, stage, full, rows, column, HEAD_DIM: gl.constexpr):
     A stage is stored as [HEAD_DIM / 64, BLOCK_N, 64], the order of a swizzled tile of
     [BLOCK_N, HEAD_DIM].
     """
+    BLOCK_N: gl.constexpr = block_n(HEAD_DIM)
     ROW_BOXES: gl.constexpr = BLOCK_N // desc.block_type.shape[0]
     COLUMN_BOXES: gl.constexpr = HEAD_DIM // BOX_COLUMNS
     mbarrier.expect(full, BLOCK_N * HEAD_DIM * 2)
@@ -280,7 +291,7 @@ def _clear_rows(boxes, stage, first_row, HEAD_DIM: gl.constexpr):
     Two elements are handled as one word, in chunks of eight rows, after which the swizzle repeats.
     """
     COLUMN_BOXES: gl.constexpr = HEAD_DIM // BOX_COLUMNS
-    CHUNKS: gl.constexpr = BLOCK_N // SWIZZLE_ROWS
+    CHUNKS: gl.constexpr = block_n(HEAD_DIM) // SWIZZLE_ROWS
     ROWS: gl.constexpr = boxes.shape[0] * boxes.shape[1]
     WORDS: gl.constexpr = BOX_COLUMNS // 2
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .config import BLOCK_N, WARP_SIZE, warp_layout
+from .config import WARP_SIZE, block_n, has_lower_bound, warp_layout
 
 WORK_FIELDS = gl.constexpr(8)
 """Fields of a `WorkItem`."""
@@ -163,10 +163,33 @@ def load_request(batch, req, PAGED: gl.constexpr):
 
 
 @gluon.jit
+def first_visible_key(position, config: gl.constexpr):
+    """Return the first key that a query at `position` attends to.
+
+    Args:
+        position: a number, or [BLOCK_M] of several queries. Negative before the first key.
+    """
+    begin = position * 0
+    if config.WINDOW > 0:
+        begin = gl.maximum(begin, position - (config.WINDOW - 1))
+    if config.CHUNK_SIZE > 0:
+        begin = gl.maximum(begin, position // config.CHUNK_SIZE * config.CHUNK_SIZE)
+    return begin
+
+
+@gluon.jit
+def first_kv_tile(work, config: gl.constexpr):
+    """Return the index of the first KV tile with a key that is visible to a work item."""
+    BLOCK_N: gl.constexpr = block_n(config.HEAD_DIM)
+    return first_visible_key(work.position, config) // BLOCK_N
+
+
+@gluon.jit
 def locate_work(
-    batch, item, items, request, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr
+    batch, item, items, request, config: gl.constexpr, BLOCK_M: gl.constexpr
 ):
     """Return the `WorkItem` with a number, given its request and the request's items."""
+    BLOCK_N: gl.constexpr = block_n(config.HEAD_DIM)
     number = item - items.first_item
     head = number % batch.num_heads
     tiles_after = number // batch.num_heads
@@ -175,8 +198,11 @@ def locate_work(
     first_row = (num_q_tiles - 1 - tiles_after) * BLOCK_M
     position = request.seq_len - request.query_len + first_row
     kv_end = request.seq_len
-    if CAUSAL:
+    if config.CAUSAL:
         kv_end = gl.minimum(gl.maximum(position + BLOCK_M, 0), request.seq_len)
+    num_kv_tiles = (kv_end + BLOCK_N - 1) // BLOCK_N
+    if has_lower_bound(config):
+        num_kv_tiles -= first_visible_key(position, config) // BLOCK_N
     return WorkItem(
         items.req,
         head,
@@ -185,7 +211,7 @@ def locate_work(
         position,
         request.seq_len,
         request.kv_start,
-        (kv_end + BLOCK_N - 1) // BLOCK_N,
+        num_kv_tiles,
     )
 
 

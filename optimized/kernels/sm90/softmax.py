@@ -8,7 +8,16 @@ Source: FlashAttention-4 for the exponential without the special-function unit.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .config import BLOCK_N, WARPGROUP_M, acc_layout, p_operand_layout, qk_layout
+from .config import (
+    MASK_BEGIN,
+    MASK_END,
+    WARPGROUP_M,
+    acc_layout,
+    block_n,
+    p_operand_layout,
+    qk_layout,
+)
+from .scheduler import first_visible_key
 
 
 def _exp2_of_8() -> str:
@@ -21,11 +30,12 @@ def _exp2_of_8() -> str:
     The polynomial: adding 1.5 * 2**23 rounds x down and leaves the whole part in the low bits,
     from where it is shifted to the exponent. The fraction f goes through 1 + c1 f + c2 f^2 +
     c3 f^3, the cubic with the smallest largest relative error on [0, 1] among those that are 1
-    at 0. That error is 8.6e-5: a thirtieth of the error of rounding p to bfloat16, a sixth of
-    float16's.
+    at 0 and 2 at 1. That error is 1.03e-4: 1/19 of the error of rounding p to bfloat16, 2/5 of
+    float16's. The value at 1 matters because x of the largest score may be rounded to just below
+    0, where f is just below 1. Its error would be that of the log-sum-exp.
     """
-    # 0.07706563, 0.22764654, 0.69511644, 1.0 and -127.0 and 1.5 * 2**23
-    cubic = ("0f3D9DD496", "0f3E691C2D", "0f3F31F327", "0f3F800000")
+    # 0.07826797, 0.22630768, 0.69542435, 1.0 and -127.0 and 1.5 * 2**23
+    cubic = ("0f3DA04AF5", "0f3E67BD33", "0f3F320754", "0f3F800000")
     by_mufu = [f"ex2.approx.ftz.f32 ${each}, ${each + 8};" for each in range(7)]
     by_polynomial = [
         "max.ftz.f32 x, $15, 0fC2FE0000;",
@@ -53,7 +63,7 @@ SPLIT_PAIR = gl.constexpr("mov.b32 {$0, $1}, $2;")
 
 
 @gluon.jit
-def mask_qk(qk, kv_tile, position, seq_len, CAUSAL: gl.constexpr):
+def mask_qk(qk, kv_tile, position, seq_len, MASKS: gl.constexpr, config: gl.constexpr):
     """Set the dot products with keys that are not visible to -inf.
 
     Args:
@@ -61,16 +71,24 @@ def mask_qk(qk, kv_tile, position, seq_len, CAUSAL: gl.constexpr):
         kv_tile: index of the KV tile.
         position: position of the warpgroup's first row.
         seq_len: keys of the sequence.
+        MASKS: MASK_END, MASK_BEGIN, or their sum.
     """
-    ROWS: gl.constexpr = gl.SliceLayout(1, qk_layout())
-    column = gl.arange(0, BLOCK_N, gl.SliceLayout(0, qk_layout()))  # [BLOCK_N]
+    BLOCK_N: gl.constexpr = block_n(config.HEAD_DIM)
+    LAYOUT: gl.constexpr = qk_layout(config.HEAD_DIM)
+    ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    column = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))  # [BLOCK_N]
     end = gl.full([WARPGROUP_M], seq_len, gl.int32, ROWS)  # [WARPGROUP_M]
-    if CAUSAL:
-        row_position = position + gl.arange(0, WARPGROUP_M, ROWS)  # [WARPGROUP_M]
+    row_position = position + gl.arange(0, WARPGROUP_M, ROWS)  # [WARPGROUP_M]
+    if config.CAUSAL:
         end = gl.minimum(row_position + 1, seq_len)
     # relative to the tile, because then the columns are constants
     end -= kv_tile * BLOCK_N
-    return gl.where(column[None, :] < end[:, None], qk, -float("inf"))
+    if MASKS & MASK_END:
+        qk = gl.where(column[None, :] < end[:, None], qk, -float("inf"))
+    if MASKS & MASK_BEGIN:
+        begin = first_visible_key(row_position, config) - kv_tile * BLOCK_N
+        qk = gl.where(column[None, :] >= begin[:, None], qk, -float("inf"))
+    return qk
 
 
 @gluon.jit
@@ -79,6 +97,7 @@ def online_softmax(
     m_i,
     l_i,
     scale_log2,
+    HEAD_DIM: gl.constexpr,
     FIRST: gl.constexpr,
     MASKED: gl.constexpr,
     USE_POLYNOMIAL: gl.constexpr,
@@ -98,7 +117,7 @@ def online_softmax(
         alpha: [WARPGROUP_M] factor for the accumulator and sum of earlier tiles.
         m_i, l_i: as above.
     """
-    ROWS: gl.constexpr = gl.SliceLayout(1, qk_layout())
+    ROWS: gl.constexpr = gl.SliceLayout(1, qk_layout(HEAD_DIM))
     m_new = gl.max(_reduce_columns(qk, True), 1)  # [WARPGROUP_M]
     m_new = gl.convert_layout(m_new, ROWS, assert_trivial=True)
     m_new = gl.maximum(m_i, m_new)
@@ -131,6 +150,7 @@ def _reduce_columns(qk, TAKE_MAX: gl.constexpr):
 
     Reductions over registers alone form a tree and need no shuffle.
     """
+    BLOCK_N: gl.constexpr = qk.shape[1]
     # columns are [quarter of the tile, eight columns, thread, neighbour]
     qk = gl.reshape(qk, [WARPGROUP_M, 4, BLOCK_N // 32, 4, 2])
     if TAKE_MAX:
@@ -158,7 +178,7 @@ def pack_p(p, dtype: gl.constexpr):
     A loop that carries 16-bit numbers unpacks and packs every word (64 PRMT instructions per
     tile); one that carries words does not.
     """
-    left, right = gl.split(gl.reshape(p, [WARPGROUP_M, BLOCK_N // 2, 2]))
+    left, right = gl.split(gl.reshape(p, [WARPGROUP_M, p.shape[1] // 2, 2]))
     return gl.inline_asm_elementwise(
         ROUND_PAIR_TO_BF16 if dtype == gl.bfloat16 else ROUND_PAIR_TO_FP16,
         "=r,f,f",
@@ -180,5 +200,5 @@ def unpack_p(words, dtype: gl.constexpr, HEAD_DIM: gl.constexpr):
         is_pure=True,
         pack=1,
     )
-    p = gl.reshape(gl.join(left, right), [WARPGROUP_M, BLOCK_N])
+    p = gl.reshape(gl.join(left, right), [WARPGROUP_M, 2 * words.shape[1]])
     return gl.convert_layout(p.to(dtype, bitcast=True), p_operand_layout(HEAD_DIM))
