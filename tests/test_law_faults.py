@@ -5,6 +5,7 @@ all, with a disagreement that names both answers.
 """
 
 import pytest
+import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.strategies import SearchStrategy
 from law_faults import ANY, SINGLE, broken
@@ -13,6 +14,10 @@ from pagetwin.conformance.harness.expect import Disagreement
 from pagetwin.conformance.harness.law import Law
 from pagetwin.conformance.harness.trial import make_setting
 from pagetwin.conformance.laws.all_laws import ALL_LAWS
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="runs once, on a machine without a GPU"
+)
 
 RIGHT = load_candidate("reference")
 NAMED_BY_NO_LAW = ("compute_slot_mapping_batch", "merge_attn_states")

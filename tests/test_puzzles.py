@@ -1,10 +1,11 @@
-"""Do the puzzles accept right answers, and name each usual mistake?"""
+"""Puzzles: right answers are accepted, and each usual mistake gets its own hint."""
 
 import doctest
 import time
 from pathlib import Path
 
 import pytest
+import torch
 from pagetwin.contract.operations import CONCEPTS
 from pagetwin.tools.cli import DISAGREE, USER_ERROR, app
 from pagetwin.tools.puzzles.check import NOT_STARTED, SOLVED, WRONG, check_file, load
@@ -14,6 +15,10 @@ from pagetwin.tools.puzzles.runner import check_folder
 from pagetwin.tools.puzzles.tasks import PUZZLES
 from puzzles.mistakes import MISTAKES
 from typer.testing import CliRunner
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="runs once, on a machine without a GPU"
+)
 
 HERE = Path(__file__).parent
 SECONDS_OF_A_CHECK = 5.0
