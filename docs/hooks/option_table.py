@@ -3,11 +3,16 @@
 The tables are made from the record that the tests write.
 """
 
+import inspect
 import json
+import re
 from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
 
+from pagetwin.contract.attention_options import AttentionOptions
+
+ARGUMENT = re.compile(r"^ {4}(\w+): ((?:.+\n?)(?:^ {8}.+\n?)*)", re.MULTILINE)
 RECORD = Path(__file__).parents[2] / "tests" / "records" / "option_runs.json"
 OFF = ("none", "as the query", "as the keys")
 KINDS = (
@@ -23,6 +28,23 @@ SPLIT = {
     "out": (("FP8 output", ("e4m3", "e5m2")),),
 }
 """Options with columns of their own in the table of pairs: heading and values of each."""
+
+
+def option_arguments() -> str:
+    """Return one row per option: its meaning in the docstring's words, and what it means if it is not given."""
+    words = inspect.getdoc(AttentionOptions) or ""
+    arguments = words.partition("Args:\n")[2].partition("\n\n")[0]
+    lines = ["| option | meaning | if not given |", "|---|---|---|"]
+    for name, text in ARGUMENT.findall(arguments):
+        sentences = re.split(r"(?<=[.]) (?=[A-Z(\[])", " ".join(text.split()))
+        default = [each[8:] for each in sentences if each.startswith("If None, ")]
+        others = [each for each in sentences if not each.startswith("If None, ")]
+        # a first sentence that is only a shape does not give the meaning
+        is_shape = others[0].startswith("[") and len(others[0]) < 30
+        meaning = " ".join(others[: 1 + is_shape])
+        shown = default[0][1:] if default else "off"
+        lines.append(f"| `{name}` | {meaning.replace('|', chr(92) + '|')} | {shown} |")
+    return "\n".join(lines)
 
 
 def option_runs() -> str:

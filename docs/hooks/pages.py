@@ -303,6 +303,7 @@ MACROS: dict[str, Callable[..., str]] = {
         law_table.adapter,
         law_table.count_of,
         error_examples.error_examples,
+        option_table.option_arguments,
         option_table.option_runs,
         option_table.option_table,
         option_table.option_pairs,
