@@ -66,7 +66,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if is_full:
         place = place or REPORT
         kept = {} if given.all else up_to_date(place)
-        chosen = [each for each in chosen if each.id not in kept]
+        # those that took longest in the last run come first, so that none is left alone at the end
+        last = seconds_of_last_run(place)
+        chosen = sorted(
+            (each for each in chosen if each.id not in kept),
+            key=lambda each: -last.get(each.id, 0.0),
+        )
         if not chosen and len(kept) == len(catalogue):
             print(f"{place} is up to date; --all tries every mutant again")
             return 0
@@ -94,6 +99,14 @@ def up_to_date(place: Path) -> dict[str, dict[str, Any]]:
         for mutant in load_catalogue()
         if is_current(mutant, held.get(mutant.id))
     }
+
+
+def seconds_of_last_run(place: Path) -> dict[str, float]:
+    """Return how long each mutant of a record took, by id."""
+    if not place.exists():
+        return {}
+    record = json.loads(place.read_text(encoding="utf-8"))
+    return {each["id"]: each["seconds"] for each in record["mutants"]}
 
 
 def is_current(mutant: Mutant, entry: dict[str, Any] | None) -> bool:
