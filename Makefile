@@ -9,16 +9,20 @@ TWINS := $(addprefix -p pagetwin.,reference optimized $(notdir $(patsubst %/,%,$
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-quick compile docs types check mutants
+.PHONY: demo test test-quick test-long compile docs types check mutants
 
 # one thread per worker: torch's own threads are slower at these sizes
-test test-quick compile: export OMP_NUM_THREADS := 1
+test test-quick test-long compile: export OMP_NUM_THREADS := 1
 test: $(STAMP)
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m "not slow and not compile and not site"
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m "not slow and not long and not compile and not site"
 
 # structure, recorded cases, and one law per area on each twin
 test-quick: $(STAMP)
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) -m "quick and not slow"
+
+# tests that start many processes, the wrong answers to the puzzles, a sample of the mutants
+test-long: $(STAMP)
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m "long and not slow"
 
 # every kernel for several chips: registers, spills and instructions, without a GPU
 compile: $(STAMP)

@@ -67,6 +67,17 @@ QUICK: dict[str, str] = {
 """Tests of `make test-quick`: by file, one of these words in the name; empty: all of the file."""
 
 
+LONG: dict[str, str] = {
+    "test_bench.py": "smoke",
+    "test_conformance.py": "workers or command_ends or crash",
+    "test_howto.py": "",
+    "test_ladder.py": "",
+    "test_mutants.py": "sample or trivial",
+    "test_puzzles.py": "usual_mistake or loop",
+}
+"""Tests of `make test-long`: those that start many processes or try hundreds of variants."""
+
+
 @pytest.fixture(scope="session")
 def site() -> Path:
     """Build the documentation, and return its folder."""
@@ -92,19 +103,24 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what `make test-quick` runs: of the laws, one per area on each twin."""
+    """Mark the tests of `make test-long` and `make test-quick`: of laws, one per area and twin."""
     areas: set[tuple[str, str]] = set()
     for item in items:
-        words = QUICK.get(item.path.name)
-        if words is None or not any(each in item.name for each in words.split(" or ")):
-            continue
-        if item.path.name == "test_laws.py":
-            law = item.callspec.params["law"].law  # type: ignore[attr-defined]
-            one = item.name.partition("[")[0], law.area
-            if one in areas:
-                continue
-            areas.add(one)
-        item.add_marker("quick")
+        if _is_listed(item, LONG):
+            item.add_marker("long")
+        elif _is_listed(item, QUICK):
+            if item.path.name == "test_laws.py":
+                law = item.callspec.params["law"].law  # type: ignore[attr-defined]
+                one = item.name.partition("[")[0], law.area
+                if one in areas:
+                    continue
+                areas.add(one)
+            item.add_marker("quick")
+
+
+def _is_listed(item: pytest.Item, tests: dict[str, str]) -> bool:
+    words = tests.get(item.path.name)
+    return words is not None and any(each in item.name for each in words.split(" or "))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -311,12 +311,10 @@ def swapped_scales(impl: Any) -> Any:
     """Return layers that take the scale of the keys for that of the values."""
 
     def scales(self: Any, *given: Any) -> Any:
-        found = impl.scales(self, *given)
-        return (
-            {"k_scale": found["v_scale"], "v_scale": found["k_scale"]} if found else {}
-        )
+        found = impl._scales(self, *given)
+        return {"k_scale": found["v_scale"], "v_scale": found["k_scale"]}
 
-    return type(impl.__name__, (impl,), {"scales": scales})
+    return type(impl.__name__, (impl,), {"_scales": scales})
 
 
 def of_layers(change: Callable[[Any], Any]) -> Callable[[Any], Any]:

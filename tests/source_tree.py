@@ -52,8 +52,13 @@ def absolute(module: str, node: ast.ImportFrom) -> str | None:
 
 @cache
 def imports(module: str) -> frozenset[str]:
-    """Return the modules of pagetwin that a module names in import statements, anywhere in it."""
+    """Return the modules of pagetwin that a module names in import statements, anywhere in it.
+
+    A package that calls `import_option_files` imports all files of its folder.
+    """
     found = set()
+    if "import_option_files(__name__" in modules()[module].read_text(encoding="utf-8"):
+        found |= {each for each in modules() if each.rpartition(".")[0] == module}
     for node in ast.walk(tree_of(module)):
         if isinstance(node, ast.ImportFrom):
             target = absolute(module, node)

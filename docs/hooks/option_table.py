@@ -31,7 +31,7 @@ SPLIT = {
 
 
 def option_arguments() -> str:
-    """Return one row per option: its meaning in the docstring's words, and what it means if it is not given."""
+    """Return one row per option, in the docstring's words: its meaning, and what None means."""
     words = inspect.getdoc(AttentionOptions) or ""
     arguments = words.partition("Args:\n")[2].partition("\n\n")[0]
     lines = ["| option | meaning | if not given |", "|---|---|---|"]

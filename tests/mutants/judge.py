@@ -118,6 +118,7 @@ def _steps_to(twin: str, module: str) -> dict[str, int]:
             parts = (package, *path.relative_to(folder).with_suffix("").parts)
             # `__init__.py` is the package itself
             own = parts[:-1] if parts[-1] == "__init__" else parts
+            text = path.read_text(encoding="utf-8")
             imports[".".join(own)] = {
                 ".".join(
                     [
@@ -125,7 +126,7 @@ def _steps_to(twin: str, module: str) -> dict[str, int]:
                         *(part for part in more if part),
                     ]
                 )
-                for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+                for node in ast.walk(ast.parse(text))
                 if isinstance(node, ast.ImportFrom) and 1 <= node.level <= len(parts)
                 # `from . import kernel` names a module, `from .kernel import name` a
                 # name in one
@@ -134,6 +135,10 @@ def _steps_to(twin: str, module: str) -> dict[str, int]:
                     *((node.module, each.name) for each in node.names),
                 ]
             }
+            if "import_option_files(__name__" in text:
+                imports[".".join(own)] |= {
+                    ".".join([*own, each.stem]) for each in path.parent.glob("*.py")
+                }
     steps, frontier = {module: 0}, deque([module])
     while frontier:
         reached = frontier.popleft()

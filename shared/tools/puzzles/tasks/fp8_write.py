@@ -285,8 +285,8 @@ PUZZLE = Puzzle(
     " to the largest number of the format, and convert.",
     operations=operations,
     laws=(
-        "an eight bit cache holds the codes next to the quotients",
-        "numbers past the largest become it and nan stays",
+        "an fp8 cache holds the nearest codes of the scaled numbers",
+        "conversion to fp8 saturates and preserves nan",
     ),
     law_hint="The small cases are right. Here keys have 16 bits, other strides and all signs, and"
     " quotients are halfway between two FP8 numbers: divide in float32, and round once.",

@@ -266,7 +266,7 @@ PUZZLE = Puzzle(
     operations=operations,
     laws=(
         "tokens before the start get no slot and all others theirs",
-        "every new token gets the slot that its row says",
+        "every new token gets the slot of its block table row",
     ),
     law_hint="The small cases are right. Here the block ids are large: a slot id can need more"
     " than 32 bits. Check also that entries past the end of the sequence are never read.",
