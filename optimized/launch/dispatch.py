@@ -54,7 +54,7 @@ The portable family, which computes every request of every call, comes after all
 
 
 class CompletePlan(Protocol):
-    """What a family that computes every request of a call plans for all calls with one signature."""
+    """What a family that computes every request plans for all calls with one signature."""
 
     def takes(self, call: AttentionCall) -> bool:
         """Return whether the kernel takes what a signature leaves out: addresses and sizes."""

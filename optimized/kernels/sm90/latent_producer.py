@@ -91,7 +91,8 @@ def _load_item(
         _load_boxes(kv.desc, shared.half_0, stage, barrier, rows, 0, HALF_BOXES)
         if i == 0:
             # after the first KV tile, which does not wait for the end of the item before
-            _load_q(shared, q_desc, q_state, item.query_start * batch.num_heads + row_tile * BLOCK_M)  # fmt: skip
+            first_row = item.query_start * batch.num_heads + row_tile * BLOCK_M
+            _load_q(shared, q_desc, q_state, first_row)
         if is_tail:
             mbarrier.wait(shared.pipe_1.full.index(STAGES), tail_state.phase())
             mbarrier.wait(shared.pipe_0.full.index(STAGES), tail_state.phase())
