@@ -39,7 +39,7 @@ def _store_rows(
     """Store rows of the output and, unless it is None, of the log-sum-exp.
 
     Args:
-        result: [ROWS, RANK]; row_lse: [ROWS].
+        result: [ROWS, RANK]; row_lse: [ROWS] in base 2.
         token, head, is_row: [ROWS].
     """
     column = tl.arange(0, RANK)
@@ -52,7 +52,7 @@ def _store_rows(
     )
     if lse is not None:
         offset = token * lse_stride_token + head.to(tl.int64) * lse_stride_head
-        tl.store(lse + offset, row_lse, mask=is_row)
+        tl.store(lse + offset, row_lse * LN_2, mask=is_row)
 
 
 @triton.jit

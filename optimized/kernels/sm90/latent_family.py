@@ -96,7 +96,7 @@ class LatentPlan:
         """Create the launcher of the second kernel."""
         self._combiner = Launcher(
             latent_combine_kernel,
-            lambda *tensors: tensors,
+            _lower_outputs,
             {},
             num_warps=4,
             num_stages=1,
@@ -191,9 +191,7 @@ class LatentPlan:
                 return (
                     self.describe_query(query, q_rows),
                     self.describe_cache(cache),
-                    *others[:4],
-                    others[4].view(torch.int32),
-                    *others[5:],
+                    *_lower_outputs(*others),
                 )
 
             launcher = Launcher(
@@ -243,6 +241,11 @@ class LatentPlan:
             [box_rows, BOX_COLUMNS.value],
             SWIZZLED.value,
         )
+
+
+def _lower_outputs(*tensors: Any) -> tuple[Any, ...]:
+    """Return the tensors of a launch with the spans, the fifth, as int32."""
+    return (*tensors[:4], tensors[4].view(torch.int32), *tensors[5:])
 
 
 def choose_variant(request_rows: int) -> tuple[int, bool]:
