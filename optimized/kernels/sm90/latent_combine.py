@@ -45,11 +45,9 @@ def _store_rows(
     column = tl.arange(0, RANK)
     token = token.to(tl.int64)
     offset = token * out_stride_token + head * out_stride_head
-    tl.store(
-        out + offset[:, None] + column[None, :],
-        result.to(out.dtype.element_ty),
-        mask=is_row[:, None],
-    )
+    # rows begin at a multiple of 16 bytes
+    address = tl.multiple_of(out + offset[:, None] + column[None, :], [1, 16])
+    tl.store(address, result.to(out.dtype.element_ty), mask=is_row[:, None])
     if lse is not None:
         offset = token * lse_stride_token + head.to(tl.int64) * lse_stride_head
         tl.store(lse + offset, row_lse * LN_2, mask=is_row)
