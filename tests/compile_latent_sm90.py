@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from compile_prefill_sm90 import BF16, FP16, NAMES, assemble, compile_case
 from pagetwin.contract.attention_options import AttentionOptions
-from pagetwin.optimized.kernels.sm90 import latent_family
-from pagetwin.optimized.kernels.sm90.latent_combine import latent_combine_kernel
-from pagetwin.optimized.kernels.sm90.latent_decode import latent_decode_kernel
+from pagetwin.optimized.kernels.sm90.latent import family as latent_family
+from pagetwin.optimized.kernels.sm90.latent.combine import latent_combine_kernel
+from pagetwin.optimized.kernels.sm90.latent.kernel import latent_decode_kernel
 from pagetwin.optimized.launch.attention_call import AttentionCall
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime.jit import JITFunction

@@ -12,9 +12,9 @@ import pytest
 import torch
 from compile_latent_sm90 import CASES, Case, make_call
 from pagetwin.contract.attention_options import AttentionOptions
-from pagetwin.optimized.kernels.sm90 import latent_family
-from pagetwin.optimized.kernels.sm90.latent_combine import ROWS, latent_combine_kernel
-from pagetwin.optimized.kernels.sm90.latent_config import RANK
+from pagetwin.optimized.kernels.sm90.latent import family as latent_family
+from pagetwin.optimized.kernels.sm90.latent.combine import ROWS, latent_combine_kernel
+from pagetwin.optimized.kernels.sm90.latent.config import RANK
 from pagetwin.optimized.launch.attention_call import AttentionCall
 
 SCRIPT = Path(__file__).parent / "compile_latent_sm90.py"

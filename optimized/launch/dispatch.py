@@ -20,7 +20,7 @@ from torch import Tensor
 from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
 from ...validation import values_checked
 from ..kernels.sm90 import family as sm90
-from ..kernels.sm90 import latent_family as sm90_latent
+from ..kernels.sm90.latent import family as sm90_latent
 from . import portable
 from .attention_call import AttentionCall, sign, sizes_fit
 from .launcher import check_launch

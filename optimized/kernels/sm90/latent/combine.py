@@ -9,8 +9,8 @@ import math
 import triton
 import triton.language as tl
 
-from ..combine import fold_partials
-from ..softmax import normalize, start_softmax
+from ...combine import fold_partials
+from ...softmax import normalize, start_softmax
 
 LN_2 = tl.constexpr(math.log(2.0))
 RANK = tl.constexpr(512)

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .latent_config import BLOCK_M, BLOCK_N, REQS_PER_PASS, requests_layout
+from .config import BLOCK_M, BLOCK_N, REQS_PER_PASS, requests_layout
 
 
-class LatentBatch(NamedTuple):
+class LatentBatchArgs(NamedTuple):
     """The batch, as the kernel's arguments describe it.
 
     Args:
@@ -116,7 +116,7 @@ def find_latent_segment(batch, index, num_segments, min_tiles):
     """Return a program's `LatentSegment`.
 
     Args:
-        batch: `LatentBatch`.
+        batch: `LatentBatchArgs`.
         index, num_segments: of the segment, and how many there are.
         min_tiles: a shorter segment is not worth a combination.
     """

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ...launch.attention_call import AttentionCall
-from ...launch.launcher import Launcher
-from ...launch.tuning import count_processors, is_hopper
-from ...launch.workspace import find_workspace
-from .config import SWIZZLED
-from .family import (
+from ....launch.attention_call import AttentionCall
+from ....launch.launcher import Launcher
+from ....launch.tuning import count_processors, is_hopper
+from ....launch.workspace import find_workspace
+from ..config import SWIZZLED
+from ..family import (
     BOX_MARGIN,
     DTYPES,
     LOG2_E,
@@ -27,9 +27,9 @@ from .family import (
     Address,
     get_other_options,
 )
-from .latent_combine import ROWS, latent_combine_kernel
-from .latent_config import BLOCK_M, BLOCK_N, BOX_COLUMNS, RANK, ROPE_DIM
-from .latent_decode import latent_decode_kernel
+from .combine import ROWS, latent_combine_kernel
+from .config import BLOCK_M, BLOCK_N, BOX_COLUMNS, RANK, ROPE_DIM
+from .kernel import latent_decode_kernel
 
 WIDTH = RANK.value + ROPE_DIM.value
 SMALL_Q_ROWS = 16
@@ -45,7 +45,7 @@ def supports(call: AttentionCall) -> bool:
     return is_hopper(call.query.device) and _is_latent_decode(call)
 
 
-def plan(call: AttentionCall) -> "LatentPlan":
+def plan(call: AttentionCall) -> "LatentDecodePlan":
     """Return the launch plan of all calls with this call's signature, whatever their device.
 
     Raises:
@@ -59,7 +59,7 @@ def plan(call: AttentionCall) -> "LatentPlan":
     blocks, block_size = call.key.shape[:2]
     stride = call.key.stride(1)
     block_rows = call.key.stride(0) // stride
-    return LatentPlan(
+    return LatentDecodePlan(
         dtype=call.query.dtype,
         num_heads=call.query.shape[1],
         block_size=block_size,
@@ -70,7 +70,7 @@ def plan(call: AttentionCall) -> "LatentPlan":
 
 
 @dataclass
-class LatentPlan:
+class LatentDecodePlan:
     """Launches of the Hopper latent decode kernel for all calls with one signature.
 
     Args:

@@ -23,8 +23,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .config import LN_2, SWIZZLED
-from .latent_config import (
+from ..config import LN_2, SWIZZLED
+from ..pipeline import PipelineState
+from .config import (
     BLOCK_M,
     BLOCK_N,
     HALF,
@@ -35,9 +36,8 @@ from .latent_config import (
     p_operand_layout,
     qk_layout,
 )
-from .latent_schedule import locate_latent_item
-from .latent_sync import p_empty_arrive, p_empty_wait, p_full_arrive, p_full_wait
-from .pipeline import PipelineState
+from .schedule import locate_latent_item
+from .sync import p_empty_arrive, p_empty_wait, p_full_arrive, p_full_wait
 
 
 class LatentOutput(NamedTuple):

@@ -2,9 +2,9 @@
 
 | warps | role | file |
 |---|---|---|
-| 4 | consumer 0: Q @ K, softmax, P @ V of value columns 0 to 255 | latent_consumer.py |
-| 4 | consumer 1: P @ V of value columns 256 to 511 | latent_consumer.py |
-| 1 | producer: loads Q and the KV tiles by TMA | latent_producer.py |
+| 4 | consumer 0: Q @ K, softmax, P @ V of value columns 0 to 255 | consumer.py |
+| 4 | consumer 1: P @ V of value columns 256 to 511 | consumer.py |
+| 1 | producer: loads Q and the KV tiles by TMA | producer.py |
 
 A latent vector is loaded once and is key and value of all heads. Grid: (row tiles, segments). The
 row tiles of a request run at the same time, so the second one reads the latents from the L2 cache.
@@ -17,8 +17,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
 )
 
-from .config import LINEAR, SWIZZLED
-from .latent_config import (
+from ..config import LINEAR, SWIZZLED
+from ..pipeline import Pipeline, allocate_barriers
+from ..producer import TmaTensor
+from .config import (
     BLOCK_M,
     BLOCK_N,
     BOX_COLUMNS,
@@ -27,12 +29,10 @@ from .latent_config import (
     PRODUCER_REGISTERS,
     STAGES,
 )
-from .latent_consumer import LatentOutput, consume_scores, consume_values
-from .latent_producer import produce
-from .latent_schedule import LatentBatch, find_latent_segment
-from .latent_sync import LatentStorage
-from .pipeline import Pipeline, allocate_barriers
-from .producer import TmaTensor
+from .consumer import LatentOutput, consume_scores, consume_values
+from .producer import produce
+from .schedule import LatentBatchArgs, find_latent_segment
+from .sync import LatentStorage
 
 # numbers that change from call to call, and must not make a specialization each
 NUMBERS = [
@@ -90,7 +90,7 @@ def _allocate(dtype: gl.constexpr, q_rows: gl.constexpr, box_rows: gl.constexpr)
     )
 
 
-# The arguments are flat for the reasons that kernel.py gives.
+# The arguments are flat for the reasons that the prefill kernel gives.
 @gluon.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=POINTERS)
 def latent_decode_kernel(
     q_desc,
@@ -123,14 +123,14 @@ def latent_decode_kernel(
         q_desc: tensor map of the queries as rows, [tokens * heads, RANK + ROPE_DIM].
         kv_desc: tensor map of the cache as rows.
         out, lse, partial_out, partial_lse, spans, partial_rows: `LatentOutput`.
-        block_table, query_start_loc, seq_lens: `LatentBatch`.
+        block_table, query_start_loc, seq_lens: `LatentBatchArgs`.
         scale_log2: the scale of the dot products times log2(e), positive.
         min_tiles: KV tiles of a segment, at least.
         kv_block_rows: rows from cache block to cache block.
         BLOCK_SIZE: tokens per cache block, a multiple of 16.
-        OVERLAP: the order of the mainloop, see latent_consumer.py.
+        OVERLAP: the order of the mainloop, see consumer.py.
     """
-    batch = LatentBatch(
+    batch = LatentBatchArgs(
         block_table, block_table_stride, query_start_loc, seq_lens, num_reqs, num_heads
     )
     output = LatentOutput(

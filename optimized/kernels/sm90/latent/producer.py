@@ -13,8 +13,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 
-from .config import SWIZZLE_ROWS, SWIZZLED_32_BIT
-from .latent_config import (
+from ..config import SWIZZLE_ROWS, SWIZZLED_32_BIT
+from ..pipeline import PipelineState
+from .config import (
     BLOCK_M,
     BLOCK_N,
     BOX_COLUMNS,
@@ -24,8 +25,7 @@ from .latent_config import (
     ROPE_DIM,
     STAGES,
 )
-from .latent_schedule import locate_latent_item
-from .pipeline import PipelineState
+from .schedule import locate_latent_item
 
 
 @gluon.jit
