@@ -134,9 +134,8 @@ def record(case: Case) -> dict[str, Any]:
     return launches[0]
 
 
-def compile_case(values: dict[str, Any]) -> Any:
-    """Compile one recorded launch as triton would."""
-    kernel = prefill_kernel
+def compile_case(values: dict[str, Any], kernel: Any = prefill_kernel) -> Any:
+    """Compile one recorded launch of a kernel as triton would."""
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
     for parameter in kernel.params:

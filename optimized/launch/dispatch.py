@@ -6,7 +6,8 @@ more than filling in pointers and sizes. Nothing is read from the device, so eve
 captured in a CUDA graph.
 
 To add kernels for a chip, write a module with `supports(call)` and `plan(call)` in a folder of
-`optimized/kernels/`, and enter it in KERNEL_FAMILIES. No other file names it.
+`optimized/kernels/`, and enter it in KERNEL_FAMILIES. No other file names it. A module whose plans
+compute every request of a call is entered in COMPLETE_FAMILIES.
 """
 
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from torch import Tensor
 from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
 from ...validation import values_checked
 from ..kernels.sm90 import family as sm90
+from ..kernels.sm90.latent import family as sm90_latent
 from . import portable
 from .attention_call import AttentionCall, sign, sizes_fit
 from .launcher import check_launch
@@ -50,6 +52,31 @@ KERNEL_FAMILIES: tuple[KernelFamily, ...] = (sm90,)
 """Kernels of particular chips, in order of preference. Each computes the long requests of a batch.
 The portable family, which computes every request of every call, comes after all of them."""
 
+
+class CompletePlan(Protocol):
+    """What a family that computes every request plans for all calls with one signature."""
+
+    def takes(self, call: AttentionCall) -> bool:
+        """Return whether the kernel takes what a signature leaves out: addresses and sizes."""
+
+    def launch(self, call: AttentionCall) -> None:
+        """Compute all requests, and clear the rows of no request."""
+
+
+class CompleteFamily(Protocol):
+    """Kernels of one kind of chip that compute every request of a call."""
+
+    def supports(self, call: AttentionCall) -> bool:
+        """Return whether the kernels compute calls with this signature."""
+
+    def plan(self, call: AttentionCall) -> CompletePlan:
+        """Return a plan for all calls with this call's signature, which is supported."""
+
+
+COMPLETE_FAMILIES: tuple[CompleteFamily, ...] = (sm90_latent,)
+"""Kernels of particular chips and kinds of attention, in order of preference. A call that one of
+them takes needs no other family."""
+
 MAX_PLANS = 512
 """Plans that are kept. A model needs one per kind of layer and step; a plan is a few KiB of host
 memory, and making one takes 0.1 to 0.3 ms."""
@@ -66,6 +93,8 @@ class LaunchPlan:
     Args:
         portable: the plan of the portable family. It also computes the short requests.
         prefills: plans for the long requests, in order of preference; the last takes every call.
+        complete: plans for all requests, in order of preference. The others serve calls that none
+            of these takes.
         short_rows: the most rows of a short request; 0 if the portable kernel has no decode launch.
         has_decode: whether the portable kernel has a decode launch.
         group_size: query heads per kv head.
@@ -75,6 +104,7 @@ class LaunchPlan:
 
     portable: portable.PortablePlan
     prefills: tuple[PrefillPlan, ...]
+    complete: tuple[CompletePlan, ...]
     short_rows: int
     has_decode: bool
     group_size: int
@@ -166,6 +196,10 @@ def attend(
         call = call._replace(
             query_start_loc=query_start_loc.contiguous(), lengths=lengths.contiguous()
         )
+    for complete in plan.complete:
+        if complete.takes(call):
+            complete.launch(call)
+            return out
     if plan.has_decode:
         plan.portable.launch_decode(call)
     if max_query_len * plan.group_size > plan.short_rows or not plan.has_decode:
@@ -188,6 +222,9 @@ def make_plan(call: AttentionCall) -> LaunchPlan:
     return LaunchPlan(
         portable=base,
         prefills=(*prefills, base),
+        complete=tuple(
+            each.plan(call) for each in COMPLETE_FAMILIES if each.supports(call)
+        ),
         short_rows=base.short_rows,
         has_decode=base.has_decode,
         group_size=base.group_size,

@@ -1,0 +1,1 @@
+"""The latent decode kernel for Hopper GPUs."""

@@ -1,0 +1,135 @@
+"""Combination of the partial results of the Hopper latent decode kernel, in a launch of its own.
+
+A request that spans several segments has a partial result in each: the normalized rows and their
+log-sum-exp in base 2. The partials are combined in the order of their keys.
+"""
+
+import math
+
+import triton
+import triton.language as tl
+
+from ...combine import fold_partials
+from ...softmax import normalize, start_softmax
+
+LN_2 = tl.constexpr(math.log(2.0))
+RANK = tl.constexpr(512)
+ROWS = tl.constexpr(2)
+"""Rows per program."""
+SPLITS = tl.constexpr(8)
+"""Partial results that are loaded at once."""
+
+NUMBERS = [
+    "num_reqs",
+    "num_heads",
+    "num_tokens",
+    "partial_rows",
+    "out_stride_token",
+    "out_stride_head",
+    "lse_stride_head",
+    "lse_stride_token",
+]
+
+
+@triton.jit
+def _store_rows(
+    out, lse, result, row_lse, token, head, is_row,
+    out_stride_token, out_stride_head, lse_stride_head, lse_stride_token,
+):  # fmt: skip
+    """Store rows of the output and, unless it is None, of the log-sum-exp.
+
+    Args:
+        result: [ROWS, RANK]; row_lse: [ROWS] in base 2.
+        token, head, is_row: [ROWS].
+    """
+    column = tl.arange(0, RANK)
+    token = token.to(tl.int64)
+    offset = token * out_stride_token + head * out_stride_head
+    # rows begin at a multiple of 16 bytes
+    address = tl.multiple_of(out + offset[:, None] + column[None, :], [1, 16])
+    tl.store(address, result.to(out.dtype.element_ty), mask=is_row[:, None])
+    if lse is not None:
+        offset = token * lse_stride_token + head.to(tl.int64) * lse_stride_head
+        tl.store(lse + offset, row_lse * LN_2, mask=is_row)
+
+
+@triton.jit
+def _combine_rows(partial_out, partial_lse, row, is_row, first, last, partial_rows):
+    """Return the combined rows and their log-sum-exp.  # [ROWS, RANK], [ROWS]
+
+    Args:
+        row, is_row: [ROWS] rows of the request.
+        first, last: the request's segments.
+    """
+    column = tl.arange(0, RANK)
+    acc, l_i, m_i = start_softmax(ROWS, RANK)
+    for begin in range(first, last + 1, SPLITS):
+        segment = begin + tl.arange(0, SPLITS)  # [SPLITS]
+        is_partial = (segment <= last)[:, None] & is_row[None, :]  # [SPLITS, ROWS]
+        partial = segment * 2 + (segment == first).to(tl.int32)
+        offset = partial.to(tl.int64)[:, None] * partial_rows + row[None, :]
+        lse = tl.load(partial_lse + offset, mask=is_partial, other=-float("inf"))
+        # [SPLITS, ROWS, RANK]
+        results = tl.load(
+            partial_out + offset[:, :, None] * RANK + column[None, None, :],
+            mask=is_partial[:, :, None],
+            other=0.0,
+        )
+        acc, l_i, m_i = fold_partials(acc, l_i, m_i, results, lse)
+    return normalize(acc, l_i, m_i)
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def latent_combine_kernel(
+    out,
+    lse,
+    partial_out,
+    partial_lse,
+    spans,
+    query_start_loc,
+    num_reqs,
+    num_heads,
+    num_tokens,
+    partial_rows,
+    out_stride_token,
+    out_stride_head,
+    lse_stride_head,
+    lse_stride_token,
+):
+    """Store the rows of split requests, and clear the rows of no request.
+
+    Grid: (num_reqs + 1, groups of ROWS rows). The last request stands for the rows of no request.
+
+    Args:
+        out: [tokens, heads, RANK]; lse: [heads, tokens], or None.
+        partial_out, partial_lse, spans, partial_rows: see `LatentOutput`.
+    """
+    req = tl.program_id(0)
+    group = tl.program_id(1)
+    in_group = tl.arange(0, ROWS)
+    start = tl.load(query_start_loc + req).to(tl.int32)
+    if req == num_reqs:
+        end = (num_tokens - start) * num_heads
+        for first_row in range(group * ROWS, end, tl.num_programs(1) * ROWS):
+            row = first_row + in_group
+            _store_rows(
+                out, lse, tl.zeros([ROWS, RANK], tl.float32),
+                tl.full([ROWS], -float("inf"), tl.float32),
+                start + row // num_heads, row % num_heads, row < end,
+                out_stride_token, out_stride_head, lse_stride_head, lse_stride_token,
+            )  # fmt: skip
+    else:
+        query_len = tl.load(query_start_loc + req + 1).to(tl.int32) - start
+        row = group * ROWS + in_group
+        is_row = row < query_len * num_heads
+        first = tl.load(spans + 2 * req)
+        last = tl.load(spans + 2 * req + 1)
+        if (group * ROWS < query_len * num_heads) & (first < last):
+            result, row_lse = _combine_rows(
+                partial_out, partial_lse, row, is_row, first, last, partial_rows
+            )
+            _store_rows(
+                out, lse, result, row_lse,
+                start + row // num_heads, row % num_heads, is_row,
+                out_stride_token, out_stride_head, lse_stride_head, lse_stride_token,
+            )  # fmt: skip

@@ -1,0 +1,454 @@
+"""Consumer warpgroups of the Hopper latent decode kernel: Q @ K, softmax and P @ V.
+
+Both warpgroups have the same 64 query rows. Warpgroup 0 computes Q @ K of a KV tile and its
+softmax, and writes p and alpha to shared memory. Each warpgroup multiplies p with its half of the
+value columns. KV tiles are processed from the last to the first: tiles that need a mask come first.
+
+There are two orders of warpgroup 0's mainloop:
+- OVERLAP: Q @ K of a tile is issued before P @ V of the tile before, so that the softmax of one
+  overlaps with the products of the other. For several row tiles per request: tensor cores are the
+  limit.
+- Otherwise P @ V of a tile follows its softmax at once, and its stage is released earlier. For one
+  row tile per request: memory is the limit.
+Source: FlashMLA and FlashAttention-3 for the accumulator that two warpgroups share.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..config import LN_2, SWIZZLED
+from ..pipeline import PipelineState
+from .config import (
+    BLOCK_M,
+    BLOCK_N,
+    HALF,
+    RANK,
+    ROPE_DIM,
+    STAGES,
+    acc_layout,
+    p_operand_layout,
+    qk_layout,
+)
+from .schedule import locate_latent_item
+from .sync import p_empty_arrive, p_empty_wait, p_full_arrive, p_full_wait
+
+
+class LatentOutput(NamedTuple):
+    """The output, its log-sum-exp and the partial results, as the kernel's arguments describe them.
+
+    Args:
+        out: [tokens, heads, RANK].
+        lse: [heads, tokens], or None.
+        partial_out: [segments, 2, partial_rows, RANK] float32.
+        partial_lse: [segments, 2, partial_rows] float32, in base 2.
+        spans: [reqs, 2] int32: first and last segment of each request.
+        partial_rows: rows of a request, at most.
+        out_stride_token, out_stride_head, lse_stride_token, lse_stride_head: in elements.
+    """
+
+    out: Any
+    lse: Any
+    partial_out: Any
+    partial_lse: Any
+    spans: Any
+    partial_rows: Any
+    out_stride_token: Any
+    out_stride_head: Any
+    lse_stride_token: Any
+    lse_stride_head: Any
+
+
+class LatentTiles(NamedTuple):
+    """Tiles in shared memory that the consumers multiply.
+
+    Args:
+        q_0, q_1: [BLOCK_M, HALF]; q_rope: [BLOCK_M, ROPE_DIM].
+        half_0, half_1: [STAGES, BLOCK_N, HALF]; rope: [STAGES, BLOCK_N, ROPE_DIM].
+    """
+
+    q_0: Any
+    q_1: Any
+    q_rope: Any
+    half_0: Any
+    half_1: Any
+    rope: Any
+
+
+class LatentCarry(NamedTuple):
+    """Registers that warpgroup 0 carries from tile to tile.
+
+    Args:
+        acc: [BLOCK_M, HALF] P @ V of the tiles before (with OVERLAP, before the last).
+        p: [BLOCK_M, BLOCK_N] weights of the last tile, as the left operand.
+        alpha: [BLOCK_M] by which `acc` must be multiplied before `p` is.
+        m_i: [BLOCK_M] running maximum.
+        l_i: [BLOCK_M, 4] running sum, one share per thread of a row.
+    """
+
+    acc: Any
+    p: Any
+    alpha: Any
+    m_i: Any
+    l_i: Any
+
+
+@gluon.jit
+def _view_tiles(shared):
+    """Return the `LatentTiles` of what TMA fills as boxes."""
+    dtype: gl.constexpr = shared.p.dtype
+    return LatentTiles(
+        shared.q_0._reinterpret(dtype, [BLOCK_M, HALF], SWIZZLED),
+        shared.q_1._reinterpret(dtype, [BLOCK_M, HALF], SWIZZLED),
+        shared.q_rope._reinterpret(dtype, [BLOCK_M, ROPE_DIM], SWIZZLED),
+        shared.half_0._reinterpret(dtype, [STAGES, BLOCK_N, HALF], SWIZZLED),
+        shared.half_1._reinterpret(dtype, [STAGES, BLOCK_N, HALF], SWIZZLED),
+        shared.rope._reinterpret(dtype, [STAGES, BLOCK_N, ROPE_DIM], SWIZZLED),
+    )
+
+
+@gluon.jit
+def consume_scores(
+    shared, output, batch, segment, row_tile, scale_log2, OVERLAP: gl.constexpr
+):
+    """Run warpgroup 0: Q @ K, softmax, and P @ V of the first half of the value columns."""
+    tiles = _view_tiles(shared)
+    kv_state = PipelineState.start(STAGES)
+    q_state = PipelineState.start(1)
+    tile_index = segment.first_tile
+    for req in range(segment.first_req, segment.end_req):
+        item = locate_latent_item(batch, segment, req, tile_index, row_tile)
+        if (row_tile == 0) & (item.begins_here == 1) & (item.num_tiles > 0):
+            last = (tile_index + item.num_tiles - 1) // segment.length
+            gl.store(output.spans + 2 * req, segment.index)
+            gl.store(output.spans + 2 * req + 1, last)
+        if item.end > item.begin:
+            shared.q_pipe.consumer_wait(q_state)
+            carry, kv_state = _mainloop(
+                shared, tiles, batch, kv_state, item, row_tile, scale_log2, OVERLAP
+            )
+            shared.q_pipe.consumer_release(q_state)
+            q_state = q_state.advance()
+            acc, kv_state = _last_pv(shared, tiles, carry, kv_state, OVERLAP)
+            inverse, lse = _finish_softmax(carry, scale_log2)
+            p_empty_wait()
+            shared.alpha.store(inverse)
+            p_full_arrive()
+            ACC_ROWS: gl.constexpr = gl.SliceLayout(1, acc_layout())
+            acc = acc * gl.convert_layout(inverse, ACC_ROWS)[:, None]
+            lse = gl.convert_layout(lse, ACC_ROWS)
+            _store_half(output, batch, segment, item, acc, row_tile, 0)
+            _store_lse(output, batch, segment, item, lse, row_tile)
+        tile_index += item.num_tiles
+    # consume the last arrival, so that the named barrier ends as it began
+    p_empty_wait()
+
+
+@gluon.jit
+def consume_values(shared, output, batch, segment, row_tile):
+    """Run warpgroup 1: P @ V of the second half of the value columns."""
+    ACC_ROWS: gl.constexpr = gl.SliceLayout(1, acc_layout())
+    tiles = _view_tiles(shared)
+    kv_state = PipelineState.start(STAGES)
+    tile_index = segment.first_tile
+    p_empty_arrive()
+    for req in range(segment.first_req, segment.end_req):
+        item = locate_latent_item(batch, segment, req, tile_index, row_tile)
+        if item.end > item.begin:
+            acc = gl.zeros([BLOCK_M, HALF], gl.float32, acc_layout())
+            for _ in range(item.end - item.begin):
+                p_full_wait()
+                alpha = shared.alpha.load(ACC_ROWS)
+                shared.pipe_1.consumer_wait(kv_state)
+                acc = acc * alpha[:, None]
+                v = tiles.half_1.index(kv_state.stage())
+                acc = warpgroup_mma(shared.p, v, acc, is_async=True)
+                acc = warpgroup_mma_wait(0, deps=[acc])
+                p_empty_arrive()
+                shared.pipe_1.consumer_release(kv_state)
+                kv_state = kv_state.advance()
+            p_full_wait()
+            inverse = shared.alpha.load(ACC_ROWS)
+            acc = acc * inverse[:, None]
+            p_empty_arrive()
+            _store_half(output, batch, segment, item, acc, row_tile, 1)
+        tile_index += item.num_tiles
+
+
+@gluon.jit
+def _mainloop(
+    shared,
+    tiles,
+    batch,
+    kv_state,
+    item,
+    row_tile,
+    scale_log2,
+    OVERLAP: gl.constexpr,
+):
+    """Return the `LatentCarry` after all KV tiles of an item, and the next KV state.
+
+    With OVERLAP, P @ V of the last tile remains to be done, and the state is not yet past it.
+    """
+    ROWS: gl.constexpr = gl.SliceLayout(1, qk_layout())
+    row = row_tile * BLOCK_M + gl.arange(0, BLOCK_M, ROWS)  # [BLOCK_M]
+    visible_end = gl.minimum(item.context + row // batch.num_heads + 1, item.seq_len)
+    # the first tiles need no mask for any row
+    num_unmasked = (item.context + 1) // BLOCK_N
+    masked_begin = gl.minimum(gl.maximum(num_unmasked, item.begin), item.end - 1)
+    carry, kv_state = _first_tile(
+        shared, tiles, kv_state, item, visible_end, scale_log2, OVERLAP
+    )
+    for i in range(item.end - 1 - masked_begin):
+        carry, kv_state = _kv_iteration(
+            shared, tiles, carry, kv_state, item.end - 2 - i, visible_end, scale_log2,
+            True, OVERLAP,
+        )  # fmt: skip
+    for i in range(masked_begin - item.begin):
+        carry, kv_state = _kv_iteration(
+            shared, tiles, carry, kv_state, masked_begin - 1 - i, visible_end, scale_log2,
+            False, OVERLAP,
+        )  # fmt: skip
+    return carry, kv_state
+
+
+@gluon.jit
+def _first_tile(
+    shared, tiles, kv_state, item, visible_end, scale_log2, OVERLAP: gl.constexpr
+):
+    """Return the `LatentCarry` after an item's first KV tile, its last in the sequence."""
+    ROWS: gl.constexpr = gl.SliceLayout(1, qk_layout())
+    acc = gl.zeros([BLOCK_M, HALF], gl.float32, acc_layout())
+    m_i = gl.full([BLOCK_M], -float("inf"), gl.float32, ROWS)
+    qk = _issue_qk(shared, tiles, kv_state)
+    qk = warpgroup_mma_wait(0, deps=[qk])
+    shared.pipe_1.consumer_release(kv_state)
+    qk = _mask_qk(qk, item.end - 1, visible_end)
+    p, alpha, m_i, l_i = _online_softmax(qk, m_i, 0, scale_log2, True)
+    p = _publish_p(shared, p, alpha)
+    if not OVERLAP:
+        acc = _issue_pv(tiles, p, acc, kv_state)
+        acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+        shared.pipe_0.consumer_release(kv_state)
+    return LatentCarry(acc, p, alpha, m_i, l_i), kv_state.advance()
+
+
+@gluon.jit
+def _kv_iteration(
+    shared,
+    tiles,
+    carry,
+    kv_state,
+    kv_tile,
+    visible_end,
+    scale_log2,
+    MASKED: gl.constexpr,
+    OVERLAP: gl.constexpr,
+):
+    """Compute Q @ K of a KV tile, and P @ V of it (with OVERLAP, of the tile before).
+
+    Args:
+        tiles: `LatentTiles`.
+        carry: `LatentCarry`.
+        kv_state: position of the tile.
+        kv_tile: index of the tile in the sequence.
+        visible_end: [BLOCK_M] end of each row's visible keys.
+    """
+    acc, p, alpha, m_i, l_i = carry
+    qk = _issue_qk(shared, tiles, kv_state)  # [BLOCK_M, BLOCK_N]
+    if OVERLAP:
+        acc = _rescale(acc, alpha)
+        acc = _issue_pv(tiles, p, acc, kv_state.previous())  # [BLOCK_M, HALF]
+        qk = warpgroup_mma_wait(1, deps=[qk])
+    else:
+        qk = warpgroup_mma_wait(0, deps=[qk])
+    shared.pipe_1.consumer_release(kv_state)
+    if MASKED:
+        qk = _mask_qk(qk, kv_tile, visible_end)
+    p_next, alpha, m_i, l_i = _online_softmax(qk, m_i, l_i, scale_log2, False)
+    p_next = _publish_p(shared, p_next, alpha)
+    if OVERLAP:
+        acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+        shared.pipe_0.consumer_release(kv_state.previous())
+        p = p_next
+    else:
+        acc = _rescale(acc, alpha)
+        acc = _issue_pv(tiles, p_next, acc, kv_state)
+        acc, p = warpgroup_mma_wait(0, deps=[acc, p_next])
+        shared.pipe_0.consumer_release(kv_state)
+    return LatentCarry(acc, p, alpha, m_i, l_i), kv_state.advance()
+
+
+@gluon.jit
+def _last_pv(shared, tiles, carry, kv_state, OVERLAP: gl.constexpr):
+    """Return the accumulator after P @ V of an item's last tile, and the KV state."""
+    acc = carry.acc
+    if OVERLAP:
+        acc = _rescale(acc, carry.alpha)
+        acc = _issue_pv(tiles, carry.p, acc, kv_state.previous())
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        shared.pipe_0.consumer_release(kv_state.previous())
+    return acc, kv_state
+
+
+@gluon.jit
+def _issue_qk(shared, tiles, kv_state):
+    """Wait for a KV tile and issue Q @ K^T.  # [BLOCK_M, BLOCK_N]
+
+    Half 0 comes last: its stage is the last to be loaded again.
+    """
+    stage = kv_state.stage()
+    qk = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, qk_layout())
+    shared.pipe_1.consumer_wait(kv_state)
+    rope, half_1 = tiles.rope.index(stage), tiles.half_1.index(stage)
+    qk = warpgroup_mma(
+        tiles.q_rope, rope.permute((1, 0)), qk, use_acc=False, is_async=True
+    )
+    qk = warpgroup_mma(tiles.q_1, half_1.permute((1, 0)), qk, is_async=True)
+    shared.pipe_0.consumer_wait(kv_state)
+    half_0 = tiles.half_0.index(stage)
+    return warpgroup_mma(tiles.q_0, half_0.permute((1, 0)), qk, is_async=True)
+
+
+@gluon.jit
+def _issue_pv(tiles, p, acc, kv_state):
+    """Issue acc + P @ V of the first half of a stage.  # [BLOCK_M, HALF]"""
+    return warpgroup_mma(p, tiles.half_0.index(kv_state.stage()), acc, is_async=True)
+
+
+@gluon.jit
+def _mask_qk(qk, kv_tile, visible_end):
+    """Set the dot products with keys that are not visible to -inf."""
+    column = gl.arange(0, BLOCK_N, gl.SliceLayout(0, qk_layout()))  # [BLOCK_N]
+    # relative to the tile, because then the columns are constants
+    end = visible_end - kv_tile * BLOCK_N  # [BLOCK_M]
+    return gl.where(column[None, :] < end[:, None], qk, -float("inf"))
+
+
+@gluon.jit
+def _reduce_columns(qk, TAKE_MAX: gl.constexpr):
+    """Return each thread's maximum or sum of its own columns.  # [BLOCK_M, 4]"""
+    # columns are [eight columns, thread, neighbour]
+    qk = gl.reshape(qk, [BLOCK_M, 2, BLOCK_N // 16, 4, 2])
+    if TAKE_MAX:
+        return gl.max(gl.max(gl.max(qk, 4), 2), 1)
+    return gl.sum(gl.sum(gl.sum(qk, 4), 2), 1)
+
+
+@gluon.jit
+def _online_softmax(qk, m_i, l_i, scale_log2, FIRST: gl.constexpr):
+    """Return p, alpha, and the new m_i and l_i. A row may have no visible key so far.
+
+    Args:
+        qk: [BLOCK_M, BLOCK_N] dot products before the scale.
+        m_i, l_i: see `LatentCarry`.
+        scale_log2: the scale times log2(e).
+        FIRST: whether this is the first KV tile of the rows; then `l_i` is not read.
+    """
+    ROWS: gl.constexpr = gl.SliceLayout(1, qk_layout())
+    m_new = gl.max(_reduce_columns(qk, True), 1)  # [BLOCK_M]
+    m_new = gl.convert_layout(m_new, ROWS, assert_trivial=True)
+    m_new = gl.maximum(m_i, m_new)
+    # a row without a visible key so far has the maximum -inf, and -inf - -inf = NaN
+    shift = gl.where(m_new == -float("inf"), 0.0, m_new)
+    alpha = gl.exp2((m_i - shift) * scale_log2)  # [BLOCK_M]
+    p = gl.exp2(qk * scale_log2 - (shift * scale_log2)[:, None])
+    l_new = _reduce_columns(p, False)  # [BLOCK_M, 4]
+    if not FIRST:
+        SUM_ROWS: gl.constexpr = gl.SliceLayout(1, l_new.type.layout)
+        alpha_of_sum = gl.convert_layout(alpha, SUM_ROWS, assert_trivial=True)
+        l_new = l_i * gl.expand_dims(alpha_of_sum, 1) + l_new
+    return p, alpha, m_new, l_new
+
+
+@gluon.jit
+def _publish_p(shared, p, alpha):
+    """Write p and alpha to shared memory for warpgroup 1, and return p as the left operand."""
+    p = p.to(shared.p.dtype)
+    p_empty_wait()
+    shared.p.store(p)
+    shared.alpha.store(alpha)
+    # ordinary stores, before the tensor cores read through the async proxy
+    fence_async_shared()
+    p_full_arrive()
+    return gl.convert_layout(p, p_operand_layout())
+
+
+@gluon.jit
+def _rescale(acc, alpha):
+    """Return the accumulator times alpha, row by row.  # [BLOCK_M, HALF]"""
+    return acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc_layout()))[:, None]
+
+
+@gluon.jit
+def _finish_softmax(carry, scale_log2):
+    """Return 1 / sum and the log-sum-exp in base 2.  # [BLOCK_M] each
+
+    A row without a visible key has the sum 0. Its output is 0 and its log-sum-exp -inf.
+    """
+    ROWS: gl.constexpr = gl.SliceLayout(1, qk_layout())
+    total = gl.convert_layout(gl.sum(carry.l_i, 1), ROWS)
+    total = gl.where(total > 0, total, 1.0)
+    return 1.0 / total, carry.m_i * scale_log2 + gl.log2(total)
+
+
+@gluon.jit
+def _partial_row(output, segment, item, row):
+    """Return the offset of partial rows in [segments, 2, partial_rows]."""
+    partial = segment.index * 2 + item.begins_here
+    return partial.to(gl.int64) * output.partial_rows + row
+
+
+@gluon.jit
+def _store_half(output, batch, segment, item, acc, row_tile, CONSUMER: gl.constexpr):
+    """Store half of the value columns of an item's rows.
+
+    Args:
+        acc: [BLOCK_M, HALF] normalized rows.
+    """
+    row = gl.arange(0, BLOCK_M, gl.SliceLayout(1, acc_layout()))  # [BLOCK_M]
+    is_row = row < item.num_rows
+    row += row_tile * BLOCK_M
+    column = CONSUMER * HALF + gl.arange(0, HALF, gl.SliceLayout(0, acc_layout()))
+    is_value = is_row[:, None] & (column >= 0)[None, :]
+    if item.end - item.begin == item.num_tiles:
+        token = item.query_start + row // batch.num_heads
+        offset = token.to(gl.int64) * output.out_stride_token
+        offset += (row % batch.num_heads) * output.out_stride_head
+        # rows begin at a multiple of 16 bytes
+        address = gl.multiple_of(
+            output.out + offset[:, None] + column[None, :], [1, 16]
+        )
+        gl.store(address, acc.to(output.out.dtype.element_ty), mask=is_value)
+    else:
+        offset = _partial_row(output, segment, item, row) * RANK
+        partial = gl.multiple_of(
+            output.partial_out + offset[:, None] + column[None, :], [1, 16]
+        )
+        gl.store(partial, acc, mask=is_value)
+
+
+@gluon.jit
+def _store_lse(output, batch, segment, item, lse, row_tile):
+    """Store the log-sum-exp of an item's rows.
+
+    Args:
+        lse: [BLOCK_M] in base 2.
+    """
+    row = gl.arange(0, BLOCK_M, gl.SliceLayout(1, acc_layout()))  # [BLOCK_M]
+    is_row = row < item.num_rows
+    row += row_tile * BLOCK_M
+    if item.end - item.begin < item.num_tiles:
+        offset = _partial_row(output, segment, item, row)
+        gl.store(output.partial_lse + offset, lse, mask=is_row)
+    elif output.lse is not None:
+        token = item.query_start + row // batch.num_heads
+        offset = token.to(gl.int64) * output.lse_stride_token
+        offset += (row % batch.num_heads).to(gl.int64) * output.lse_stride_head
+        gl.store(output.lse + offset, lse * LN_2, mask=is_row)

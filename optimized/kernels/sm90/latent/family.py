@@ -1,0 +1,286 @@
+"""Kernel family of latent decodes on Hopper chips: supported calls, plans, tensor maps.
+
+Latent decode is attention with one kv head of 576 elements whose values are the first 512 elements
+of its keys. The family computes every request of a call, of any mixture of lengths.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ....launch.attention_call import AttentionCall
+from ....launch.launcher import Launcher
+from ....launch.tuning import count_processors, is_hopper
+from ....launch.workspace import find_workspace
+from ..config import SWIZZLED
+from ..family import (
+    BOX_MARGIN,
+    DTYPES,
+    LOG2_E,
+    MAX_COORDINATE,
+    MAX_TENSOR_MAPS,
+    OTHER_OPTIONS,
+    Address,
+    get_other_options,
+)
+from .combine import ROWS, latent_combine_kernel
+from .config import BLOCK_M, BLOCK_N, BOX_COLUMNS, RANK, ROPE_DIM
+from .kernel import latent_decode_kernel
+
+WIDTH = RANK.value + ROPE_DIM.value
+SMALL_Q_ROWS = 16
+"""Rows of the query box if a tile has no more; otherwise the box has BLOCK_M rows."""
+MAX_ROW_TILES = 16
+"""Row tiles of a request, at most: 8 query tokens of 128 heads."""
+MIN_TILES = 2
+"""KV tiles of a segment, at least."""
+
+
+def supports(call: AttentionCall) -> bool:
+    """Return whether the kernel computes calls with this signature."""
+    return is_hopper(call.query.device) and _is_latent_decode(call)
+
+
+def plan(call: AttentionCall) -> "LatentDecodePlan":
+    """Return the launch plan of all calls with this call's signature, whatever their device.
+
+    Raises:
+        NotImplementedError: options, a dtype, shapes or strides that the kernel does not support.
+    """
+    if not _is_latent_decode(call):
+        raise NotImplementedError(
+            "the Hopper latent decode kernel does not support this call: expected one for"
+            " which supports(call) is True; use the portable kernel"
+        )
+    blocks, block_size = call.key.shape[:2]
+    stride = call.key.stride(1)
+    block_rows = call.key.stride(0) // stride
+    return LatentDecodePlan(
+        dtype=call.query.dtype,
+        num_heads=call.query.shape[1],
+        block_size=block_size,
+        kv_rows=(blocks - 1) * block_rows + block_size,
+        kv_stride=stride,
+        kv_block_rows=block_rows,
+    )
+
+
+@dataclass
+class LatentDecodePlan:
+    """Launches of the Hopper latent decode kernel for all calls with one signature.
+
+    Args:
+        dtype: dtype of the queries, the cache and the output.
+        num_heads: query heads.
+        block_size: tokens per cache block.
+        kv_rows: rows of the cache, from its first block to its last.
+        kv_stride: elements from row to row.
+        kv_block_rows: rows from block to block.
+    """
+
+    dtype: torch.dtype
+    num_heads: int
+    block_size: int
+    kv_rows: int
+    kv_stride: int
+    kv_block_rows: int
+    _launchers: dict[tuple[int, bool], Launcher] = field(default_factory=dict)
+    _combiner: Launcher = field(init=False)
+    _tensor_maps: dict[tuple[int, int, int], list[Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Create the launcher of the second kernel."""
+        self._combiner = Launcher(
+            latent_combine_kernel,
+            _lower_outputs,
+            {},
+            num_warps=4,
+            num_stages=1,
+        )
+
+    def takes(self, call: AttentionCall) -> bool:
+        """Return whether the kernel takes what a signature leaves out.
+
+        That is values that are the cache's first columns, addresses that are multiples of 16, a
+        positive scale, few rows per request, and sizes within 32 bits.
+        """
+        query, key, value, block_table = call[:4]
+        lse = call.lse
+        if key.data_ptr() != value.data_ptr() or not 1e-20 < call.scale < 1e20:
+            return False
+        if call.max_query_len * self.num_heads > MAX_ROW_TILES * BLOCK_M.value:
+            return False
+        if (query.data_ptr() | key.data_ptr() | call.out.data_ptr()) % 16:
+            return False
+        if not query.is_contiguous() or block_table is None:
+            return False
+        if lse is not None and (
+            lse.dtype != torch.float32 or max(lse.stride()) > MAX_COORDINATE
+        ):
+            return False
+        rows = query.shape[0] * self.num_heads
+        return max(rows, block_table.stride(0)) + BOX_MARGIN <= MAX_COORDINATE
+
+    def launch(self, call: AttentionCall) -> None:
+        """Compute all requests, and clear the rows of no request.
+
+        Args:
+            call: one that the plan takes; its `out` and `lse` are modified in place.
+        """
+        query, key, _, block_table = call[:4]
+        out, lse, starts, lengths = (
+            call.out,
+            call.lse,
+            call.query_start_loc,
+            call.lengths,
+        )
+        assert block_table is not None
+        num_reqs = starts.shape[0] - 1
+        request_rows = call.max_query_len * self.num_heads
+        row_tiles = -(-request_rows // BLOCK_M.value)
+        max_tiles = num_reqs * max(1, -(-call.max_key_len // BLOCK_N.value))
+        segments = max(1, count_processors(query.device) // row_tiles)
+        segments = min(segments, max(1, max_tiles // MIN_TILES))
+        # both begin at a multiple of 16 bytes
+        partials = -(-segments * 2 * request_rows // 4) * 4
+        spans = -(-2 * num_reqs // 4) * 4
+        numbers = find_workspace(query.device, 0, spans + partials * (RANK.value + 1))[
+            1
+        ]
+        partial_lse, partial_out = numbers[spans:], numbers[spans + partials :]
+        q_rows, overlap = choose_variant(request_rows)
+        launcher = self.launcher(q_rows, overlap)
+        strides = (*out.stride()[:2], *((0, 0) if lse is None else lse.stride()))
+        outputs = (out, lse, partial_out, partial_lse, numbers)
+        others = (block_table, starts, lengths)
+        launcher(
+            (row_tiles, segments, 1),
+            [0 if each is None else each.data_ptr() for each in (*outputs, *others)],
+            (call.scale * LOG2_E,),
+            (
+                num_reqs,
+                self.num_heads,
+                MIN_TILES,
+                request_rows,
+                self.kv_block_rows,
+                *strides,
+                block_table.stride(0),
+            ),
+            (query, key, *outputs, *others),
+            self.tensor_maps(launcher, q_rows, query, key) if launcher.is_ready else (),
+        )
+        tensors = (*outputs, starts)
+        self._combiner(
+            (num_reqs + 1, -(-request_rows // ROWS.value), 1),
+            [0 if each is None else each.data_ptr() for each in tensors],
+            (),
+            (num_reqs, self.num_heads, query.shape[0], request_rows, *strides),
+            tensors,
+        )
+
+    def launcher(self, q_rows: int, overlap: bool) -> Launcher:
+        """Return the launcher of a variant of the first kernel, see `choose_variant`."""
+        launcher = self._launchers.get((q_rows, overlap))
+        if launcher is None:
+
+            def lower(query: Tensor, cache: Tensor, *others: Any) -> tuple[Any, ...]:
+                return (
+                    self.describe_query(query, q_rows),
+                    self.describe_cache(cache),
+                    *_lower_outputs(*others),
+                )
+
+            launcher = Launcher(
+                latent_decode_kernel,
+                lower,
+                {"BLOCK_SIZE": self.block_size, "OVERLAP": overlap},
+                num_warps=4,
+                num_stages=1,
+            )
+            self._launchers[q_rows, overlap] = launcher
+        return launcher
+
+    def tensor_maps(
+        self, launcher: Launcher, q_rows: int, query: Tensor, cache: Tensor
+    ) -> list[Any]:
+        """Return the encoded tensor maps of the queries and the cache."""
+        if len(self._tensor_maps) > MAX_TENSOR_MAPS:
+            self._tensor_maps.clear()
+        of_query = (q_rows, query.data_ptr(), query.shape[0])
+        if of_query not in self._tensor_maps:
+            descriptor = self.describe_query(query, q_rows)
+            self._tensor_maps[of_query] = launcher.encode(0, descriptor)
+        of_cache = (0, cache.data_ptr(), 0)
+        if of_cache not in self._tensor_maps:
+            descriptor = self.describe_cache(cache)
+            self._tensor_maps[of_cache] = launcher.encode(1, descriptor)
+        return self._tensor_maps[of_query] + self._tensor_maps[of_cache]
+
+    def describe_query(self, query: Tensor, q_rows: int) -> TensorDescriptor:
+        """Return the TMA descriptor of the queries as rows of WIDTH elements."""
+        return TensorDescriptor(
+            Address(query.data_ptr(), self.dtype),
+            [query.shape[0] * self.num_heads, WIDTH],
+            [WIDTH, 1],
+            [q_rows, BOX_COLUMNS.value],
+            SWIZZLED.value,
+        )
+
+    def describe_cache(self, cache: Tensor) -> TensorDescriptor:
+        """Return the TMA descriptor of the cache as rows of WIDTH elements."""
+        # a box has at least 16 rows and does not cross a block
+        box_rows = math.gcd(self.block_size, BLOCK_N.value)
+        return TensorDescriptor(
+            Address(cache.data_ptr(), self.dtype),
+            [self.kv_rows, WIDTH],
+            [self.kv_stride, 1],
+            [box_rows, BOX_COLUMNS.value],
+            SWIZZLED.value,
+        )
+
+
+def _lower_outputs(*tensors: Any) -> tuple[Any, ...]:
+    """Return the tensors of a launch with the spans, the fifth, as int32."""
+    return (*tensors[:4], tensors[4].view(torch.int32), *tensors[5:])
+
+
+def choose_variant(request_rows: int) -> tuple[int, bool]:
+    """Return the rows of the query box, and whether the mainloop overlaps softmax and products.
+
+    Args:
+        request_rows: query tokens times heads of a request, at most.
+    """
+    q_rows = SMALL_Q_ROWS if request_rows <= SMALL_Q_ROWS else BLOCK_M.value
+    # with several row tiles per request, tensor cores are the limit
+    return q_rows, request_rows > BLOCK_M.value
+
+
+def _is_latent_decode(call: AttentionCall) -> bool:
+    """Return whether a call is a latent decode with dtypes, shapes and strides of this kernel."""
+    query, key, value, block_table = call[:4]
+    if call.options.causal is not True or call.options.batch_invariant:
+        return False
+    if get_other_options(call.options).count(None) < len(OTHER_OPTIONS):
+        return False
+    if block_table is None or block_table.stride(1) != 1:
+        return False
+    dtype = query.dtype
+    if dtype not in DTYPES or not dtype == key.dtype == value.dtype == call.out.dtype:
+        return False
+    blocks, block_size, kv_heads, width = key.shape
+    if (width, value.shape[-1], kv_heads) != (WIDTH, RANK.value, 1):
+        return False
+    if query.shape[-1] != WIDTH or not blocks or block_size % 16:
+        return False
+    stride = key.stride(1)
+    if key.stride() != value.stride() or key.stride(3) != 1 or stride < WIDTH:
+        return False
+    if stride % 8 or key.stride(0) % stride or key.stride(0) < 0:
+        return False
+    if call.out.stride(2) != 1 or any(each % 8 for each in call.out.stride()[:2]):
+        return False
+    return bool(blocks * (key.stride(0) // stride) + BOX_MARGIN <= MAX_COORDINATE)

@@ -1,0 +1,168 @@
+"""Entry of the Hopper latent decode kernel: split-KV attention to a cache of latent vectors.
+
+| warps | role | file |
+|---|---|---|
+| 4 | consumer 0: Q @ K, softmax, P @ V of value columns 0 to 255 | consumer.py |
+| 4 | consumer 1: P @ V of value columns 256 to 511 | consumer.py |
+| 1 | producer: loads Q and the KV tiles by TMA | producer.py |
+
+A latent vector is loaded once and is key and value of all heads. Grid: (row tiles, segments). The
+row tiles of a request run at the same time, so the second one reads the latents from the L2 cache.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+)
+
+from ..config import LINEAR, SWIZZLED
+from ..pipeline import Pipeline, allocate_barriers
+from ..producer import TmaTensor
+from .config import (
+    BLOCK_M,
+    BLOCK_N,
+    BOX_COLUMNS,
+    CONSUMER_REGISTERS,
+    HALF_BOXES,
+    PRODUCER_REGISTERS,
+    STAGES,
+)
+from .consumer import LatentOutput, consume_scores, consume_values
+from .producer import produce
+from .schedule import LatentBatchArgs, find_latent_segment
+from .sync import LatentStorage
+
+# numbers that change from call to call, and must not make a specialization each
+NUMBERS = [
+    "num_reqs",
+    "num_heads",
+    "min_tiles",
+    "partial_rows",
+    "kv_block_rows",
+    "out_stride_token",
+    "out_stride_head",
+    "lse_stride_head",
+    "lse_stride_token",
+    "block_table_stride",
+]
+POINTERS = [
+    "out",
+    "lse",
+    "partial_out",
+    "partial_lse",
+    "spans",
+    "block_table",
+    "query_start_loc",
+    "seq_lens",
+]
+
+
+@gluon.jit
+def _allocate(dtype: gl.constexpr, q_rows: gl.constexpr, box_rows: gl.constexpr):
+    """Return the `LatentStorage` of a program, with its barriers initialized."""
+    Q_BOXES: gl.constexpr = BLOCK_M // q_rows
+    BOXES: gl.constexpr = STAGES * (BLOCK_N // box_rows)
+    q_half: gl.constexpr = [Q_BOXES * HALF_BOXES, q_rows, BOX_COLUMNS]
+    half: gl.constexpr = [BOXES * HALF_BOXES, box_rows, BOX_COLUMNS]
+    q_0 = gl.allocate_shared_memory(dtype, q_half, SWIZZLED)
+    q_1 = gl.allocate_shared_memory(dtype, q_half, SWIZZLED)
+    q_rope = gl.allocate_shared_memory(dtype, [Q_BOXES, q_rows, BOX_COLUMNS], SWIZZLED)
+    half_0 = gl.allocate_shared_memory(dtype, half, SWIZZLED)
+    half_1 = gl.allocate_shared_memory(dtype, half, SWIZZLED)
+    rope = gl.allocate_shared_memory(dtype, [BOXES, box_rows, BOX_COLUMNS], SWIZZLED)
+    p = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_N], SWIZZLED)
+    alpha = gl.allocate_shared_memory(gl.float32, [BLOCK_M], LINEAR)
+    q_pipe = Pipeline(allocate_barriers(1), allocate_barriers(1))
+    pipe_0 = Pipeline(allocate_barriers(STAGES + 1), allocate_barriers(STAGES))
+    pipe_1 = Pipeline(allocate_barriers(STAGES + 1), allocate_barriers(STAGES))
+    q_pipe.init_stage(0, 1)
+    for i in gl.static_range(STAGES):
+        pipe_0.init_stage(i, 1)
+        # read by both consumers
+        pipe_1.init_stage(i, 2)
+    mbarrier.init(pipe_0.full.index(STAGES), count=1)
+    mbarrier.init(pipe_1.full.index(STAGES), count=1)
+    fence_async_shared()
+    return LatentStorage(
+        q_0, q_1, q_rope, half_0, half_1, rope, p, alpha, q_pipe, pipe_0, pipe_1
+    )
+
+
+# The arguments are flat for the reasons that the prefill kernel gives.
+@gluon.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=POINTERS)
+def latent_decode_kernel(
+    q_desc,
+    kv_desc,
+    out,
+    lse,
+    partial_out,
+    partial_lse,
+    spans,
+    block_table,
+    query_start_loc,
+    seq_lens,
+    scale_log2,
+    num_reqs,
+    num_heads,
+    min_tiles,
+    partial_rows,
+    kv_block_rows,
+    out_stride_token,
+    out_stride_head,
+    lse_stride_head,
+    lse_stride_token,
+    block_table_stride,
+    BLOCK_SIZE: gl.constexpr,
+    OVERLAP: gl.constexpr,
+):
+    """Compute the attention of all requests of a batch to their latents.
+
+    Args:
+        q_desc: tensor map of the queries as rows, [tokens * heads, RANK + ROPE_DIM].
+        kv_desc: tensor map of the cache as rows.
+        out, lse, partial_out, partial_lse, spans, partial_rows: `LatentOutput`.
+        block_table, query_start_loc, seq_lens: `LatentBatchArgs`.
+        scale_log2: the scale of the dot products times log2(e), positive.
+        min_tiles: KV tiles of a segment, at least.
+        kv_block_rows: rows from cache block to cache block.
+        BLOCK_SIZE: tokens per cache block, a multiple of 16.
+        OVERLAP: the order of the mainloop, see consumer.py.
+    """
+    batch = LatentBatchArgs(
+        block_table, block_table_stride, query_start_loc, seq_lens, num_reqs, num_heads
+    )
+    output = LatentOutput(
+        out,
+        lse,
+        partial_out,
+        partial_lse,
+        spans,
+        partial_rows,
+        out_stride_token,
+        out_stride_head,
+        lse_stride_token,
+        lse_stride_head,
+    )
+    kv = TmaTensor(kv_desc, kv_block_rows, 0, 0)
+    row_tile = gl.program_id(0)
+    segment = find_latent_segment(
+        batch, gl.program_id(1), gl.num_programs(1), min_tiles
+    )
+    shared = _allocate(
+        kv_desc.dtype, q_desc.block_type.shape[0], kv_desc.block_type.shape[0]
+    )
+    gl.warp_specialize(
+        [
+            # the first role runs in the 4 warps of the launch, the others in additional warps
+            (
+                consume_scores,
+                (shared, output, batch, segment, row_tile, scale_log2, OVERLAP),
+            ),
+            (consume_values, (shared, output, batch, segment, row_tile)),
+            (produce, (shared, batch, q_desc, kv, segment, row_tile, BLOCK_SIZE)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )

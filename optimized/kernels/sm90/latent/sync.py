@@ -1,0 +1,84 @@
+"""Shared memory of the Hopper latent decode kernel, and the named barriers between its consumers.
+
+p and alpha are written by consumer 0 and read by consumer 1. Two named barriers order this: 128
+threads wait and the 128 threads of the other warpgroup arrive.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..config import warp_layout
+from ..pipeline import ARRIVE_PTX, WAIT_PTX
+
+# Triton numbers its own named barriers from 0, so the last 2 of 16 are taken.
+P_FULL = gl.constexpr(14)
+P_EMPTY = gl.constexpr(15)
+
+
+class LatentStorage(NamedTuple):
+    """Shared memory that the warps of a program have in common.
+
+    Args:
+        q_0, q_1: [boxes, box rows, BOX_COLUMNS] query columns of the halves.
+        q_rope: the same of the rope columns.
+        half_0, half_1: [boxes, box rows, BOX_COLUMNS] the stages of the value halves.
+        rope: the same of the rope columns.
+        p: [BLOCK_M, BLOCK_N] weights of one KV tile.
+        alpha: [BLOCK_M] float32, by which the accumulator must be multiplied before P @ V.
+        q_pipe: one stage.
+        pipe_0: STAGES stages of half 0. One full barrier more, the last, is for a tile whose last
+            rows must be cleared.
+        pipe_1: the same of half 1 and the rope columns.
+    """
+
+    q_0: Any
+    q_1: Any
+    q_rope: Any
+    half_0: Any
+    half_1: Any
+    rope: Any
+    p: Any
+    alpha: Any
+    q_pipe: Any
+    pipe_0: Any
+    pipe_1: Any
+
+
+@gluon.jit
+def p_full_wait():
+    """Wait until p and alpha are in shared memory."""
+    _named_barrier(WAIT_PTX, P_FULL)
+
+
+@gluon.jit
+def p_full_arrive():
+    """Signal that p and alpha are in shared memory."""
+    _named_barrier(ARRIVE_PTX, P_FULL)
+
+
+@gluon.jit
+def p_empty_wait():
+    """Wait until p and alpha may be overwritten."""
+    _named_barrier(WAIT_PTX, P_EMPTY)
+
+
+@gluon.jit
+def p_empty_arrive():
+    """Signal that p and alpha may be overwritten."""
+    _named_barrier(ARRIVE_PTX, P_EMPTY)
+
+
+@gluon.jit
+def _named_barrier(PTX: gl.constexpr, barrier: gl.constexpr):
+    # one element per thread, so each thread executes the instruction once
+    layout: gl.constexpr = warp_layout(gl.num_warps())
+    gl.inline_asm_elementwise(
+        PTX,
+        "=r,r",
+        [gl.full([32 * gl.num_warps()], barrier, gl.int32, layout)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
