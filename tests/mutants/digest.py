@@ -36,9 +36,26 @@ def definitions(text: str) -> list[str]:
     for statement in tree.body:
         if isinstance(statement, ast.ClassDef):
             own, statement.body = statement.body, []
-            found += [f"{statement.name}.{ast.dump(each)}" for each in own]
-        found.append(ast.dump(statement))
+            found += [f"{statement.name}.{_written_out(each)}" for each in own]
+        found.append(_written_out(statement))
     return found
+
+
+def _written_out(node: object) -> str:
+    """Return a syntax tree as text that is the same in every version of Python.
+
+    `ast.dump` writes fields that a later version added, although they are empty.
+    """
+    if isinstance(node, ast.AST):
+        fields = [
+            f"{name}={_written_out(value)}"
+            for name, value in ast.iter_fields(node)
+            if value is not None and value != []
+        ]
+        return f"{type(node).__name__}({', '.join(fields)})"
+    if isinstance(node, list):
+        return f"[{', '.join(map(_written_out, node))}]"
+    return repr(node)
 
 
 def _is_prose(node: ast.AST) -> bool:
