@@ -1,5 +1,6 @@
 """Tests of the Hopper prefill kernel: supported calls, compiled code, results on a GPU."""
 
+import inspect
 import itertools
 import json
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from compile_prefill_sm90 import CASES, EVERY_DAY
@@ -19,7 +21,17 @@ from conftest import Twin
 from pagetwin.conformance.generators.batches import BatchPlan, BatchTensors, build
 from pagetwin.conformance.oracles.dense import judge_attention, judge_lse, same_bits
 from pagetwin.contract.attention_options import AttentionOptions
-from pagetwin.optimized.kernels.sm90 import family
+from pagetwin.optimized.kernels.sm90 import family, scheduler
+from pagetwin.optimized.kernels.sm90.config import (
+    MASK_BEGIN,
+    MASK_END,
+    NARROW_TILE_KEYS,
+    WARPGROUP_M,
+    Config,
+    choose_masks,
+    count_consumers,
+    has_lower_bound,
+)
 from pagetwin.optimized.kernels.sm90.family import Plane, _find_plane
 from pagetwin.optimized.launch import workspace
 from pagetwin.optimized.launch.attention_call import AttentionCall
@@ -74,7 +86,9 @@ def test_the_assembler_lets_products_and_softmax_overlap(
             # the loop without masks, which has most iterations
             hot = min(of_consumer, key=lambda loop: loop["instructions"])
             # wgmma instructions are in flight within one block
-            assert hot["HGMMA"] == (4 if case.head_size == 256 else 8), line
+            has_narrow_tiles = consumers == 3 and has_left_edge
+            tile_products = 4 if case.head_size == 256 or has_narrow_tiles else 8
+            assert hot["HGMMA"] == tile_products, line
             if consumers == 3:
                 # they also pass their turn on, before all exponentials are done
                 assert hot["MUFU before BAR"] < hot["MUFU"] * 0.8, line
@@ -203,6 +217,238 @@ def test_a_head_is_computed_in_tiles_of_a_power_of_two(
         config = family.plan(call).constants["config"]
         assert head_size == config.HEAD_SIZE
         assert config.HEAD_DIM in (64, 128, 256) and 2 * head_size > config.HEAD_DIM
+
+
+@pytest.mark.parametrize(
+    ("head_size", "given", "block_n"),
+    [
+        (64, {}, 128),
+        (64, {"sliding_window": 1}, 64),
+        (64, {"sliding_window": NARROW_TILE_KEYS}, 64),
+        (64, {"sliding_window": NARROW_TILE_KEYS + 1}, 128),
+        (64, {"attention_chunk_size": NARROW_TILE_KEYS}, 64),
+        (64, {"attention_chunk_size": NARROW_TILE_KEYS + 1}, 128),
+        (64, {"sliding_window": 9999, "attention_chunk_size": 100}, 64),
+        (80, {"sliding_window": 100}, 128),
+        (128, {"sliding_window": 100}, 128),
+        (256, {}, 64),
+    ],
+)
+def test_short_windows_and_chunks_of_head_size_64_have_narrow_kv_tiles(
+    head_size: int,
+    given: dict[str, int],
+    block_n: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(family, "is_hopper", lambda device: True)
+    plan = BatchPlan((8,), (8,), head_size=head_size, block_size=256, dtype=BF16)
+    batch = build(plan)
+    call = to_call(batch, *batch.fresh(), AttentionOptions(causal=True, **given))
+    made = family.plan(call)
+    config = made.constants["config"]
+    assert block_n == config.BLOCK_N
+    # a TMA box has the keys of one tile
+    assert made.boxes[1] == made.boxes[2] == (block_n, 64)
+
+
+class Int32(int):
+    """An integer whose division rounds toward zero, as a kernel's does."""
+
+    def __add__(self, other: int) -> "Int32":
+        return Int32(int(self) + int(other))
+
+    def __sub__(self, other: int) -> "Int32":
+        return Int32(int(self) - int(other))
+
+    def __mul__(self, other: int) -> "Int32":
+        return Int32(int(self) * int(other))
+
+    def __floordiv__(self, other: int) -> "Int32":
+        quotient = abs(self) // abs(other)
+        return Int32(quotient if (self < 0) == (other < 0) else -quotient)
+
+
+def run_on_host(*mutations: tuple[str, str]) -> dict[str, Any]:
+    """Return the scheduler's functions of positions and tiles as functions of Python.
+
+    Args:
+        mutations: text of the source, each found once, and what replaces it.
+    """
+    functions = (
+        scheduler.first_visible_key,
+        scheduler.first_kv_tile,
+        scheduler.find_tiles,
+        scheduler.locate_work,
+    )
+    source = "\n".join(
+        inspect.getsource(each.fn).replace("@gluon.jit\n", "") for each in functions
+    )
+    for old, new in mutations:
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    limits = {
+        "minimum": lambda a, b: Int32(min(a, b)),
+        "maximum": lambda a, b: Int32(max(a, b)),
+    }
+    names = {
+        **vars(scheduler),
+        "gl": SimpleNamespace(constexpr=None, **limits),
+        "WARPGROUP_M": WARPGROUP_M.value,
+    }
+    exec(source, names)
+    return names
+
+
+def check_tiles(
+    names: dict[str, Any], config: Config, query_len: int, kv_len: int
+) -> None:
+    """Assert that every warpgroup computes the KV tiles of its rows, with the masks they need."""
+    consumers = count_consumers(config.HEAD_DIM)
+    block_m, block_n = consumers * WARPGROUP_M.value, config.BLOCK_N
+    masks = choose_masks(config)
+    keys = np.arange(-(-kv_len // block_n) * block_n)
+    batch = SimpleNamespace(num_heads=Int32(1))
+    request = scheduler.RequestBounds(
+        Int32(0), Int32(query_len), Int32(kv_len), Int32(0)
+    )
+    items = scheduler.ItemRange(0, Int32(0), Int32(1), 0, 0)
+    num_items = -(-query_len // block_m)
+    for item in range(num_items):
+        work = names["locate_work"](batch, Int32(item), items, request, config, block_m)
+        if work.num_kv_tiles <= 0:
+            continue
+        first_tile = names["first_kv_tile"](work, config)
+        end_tile = first_tile + work.num_kv_tiles
+        for consumer in range(consumers):
+            position = work.position + consumer * WARPGROUP_M.value
+            own = names["find_tiles"](work, position, config)
+            # the same tiles pass through the pipeline for every warpgroup
+            assert own.after >= 0 and own.before >= 0
+            assert own.last + 1 + own.after == end_tile
+            assert own.first - own.before == first_tile
+            assert own.first <= own.full_begin <= own.full_end <= own.last
+
+            rows = np.arange(position, position + WARPGROUP_M.value)
+            rows = rows[(rows >= 0) & (rows < kv_len)][:, None]
+            ends = np.minimum(rows + 1, kv_len) if config.CAUSAL else rows * 0 + kv_len
+            begins = rows * 0
+            if config.WINDOW:
+                begins = np.maximum(begins, rows - config.WINDOW + 1)
+            if config.CHUNK_SIZE:
+                begins = np.maximum(begins, rows - rows % config.CHUNK_SIZE)
+            for row, begin in zip(rows.flat, begins.flat, strict=True):
+                assert begin == names["first_visible_key"](Int32(row), config)
+            is_after, is_before = keys >= ends, keys < begins
+            is_visible = ~is_after & ~is_before
+            tiles = np.flatnonzero(
+                is_visible.any(0).reshape(-1, block_n).any(1)
+            ).tolist()
+            if not tiles:
+                continue
+            assert own.first <= tiles[0] and tiles[-1] <= own.last
+            if has_lower_bound(config):
+                assert (own.first, own.last) == (tiles[0], tiles[-1])
+            for tile in range(own.first, own.last + 1):
+                mask = 0
+                if tile == own.last or tile >= own.full_end:
+                    mask = masks[0]
+                elif tile < own.full_begin:
+                    mask = masks[1]
+                columns = slice(tile * block_n, (tile + 1) * block_n)
+                assert mask & MASK_END.value or not is_after[:, columns].any()
+                assert mask & MASK_BEGIN.value or not is_before[:, columns].any()
+
+
+def check_all_tiles(*mutations: tuple[str, str]) -> None:
+    """Run `check_tiles` for windows and chunks around the sizes of tiles and warpgroups."""
+    names = run_on_host(*mutations)
+    limits = [(0, 0), (40, 150), (200, 64)]
+    limits += [
+        (window, 0) for window in (1, 63, 64, 65, 66, 128, 130, 191, 192, 193, 330)
+    ]
+    limits += [(0, chunk) for chunk in (64, 100, 127, 128, 300)]
+    shapes = [(1, 1), (64, 64), (200, 200), (300, 700), (129, 514), (400, 300)]
+    for head_dim, block_n in ((64, 64), (64, 128), (128, 128), (256, 64)):
+        for window, chunk_size in limits:
+            causals = (True,) if window or chunk_size else (True, False)
+            for causal, shape in itertools.product(causals, shapes):
+                config = Config(
+                    head_dim, head_dim, 16, block_n, 2, causal, window, chunk_size
+                )
+                check_tiles(names, config, *shape)
+
+
+def test_a_warpgroup_computes_its_kv_tiles_with_the_masks_that_they_need() -> None:
+    check_all_tiles()
+
+
+WRONG_TILES = {
+    "a window of one key more": (
+        "position - (config.WINDOW - 1)",
+        "position - config.WINDOW",
+    ),
+    "a window of one key less": (
+        "position - (config.WINDOW - 1)",
+        "position - (config.WINDOW - 2)",
+    ),
+    "a chunk that begins late": (
+        "position // config.CHUNK_SIZE * config.CHUNK_SIZE",
+        "position // config.CHUNK_SIZE * config.CHUNK_SIZE + 1",
+    ),
+    "the last row is of another warpgroup": (
+        "last_row = position + WARPGROUP_M - 1",
+        "last_row = position + WARPGROUP_M",
+    ),
+    "the first row stands for the last": (
+        "last_row = position + WARPGROUP_M - 1",
+        "last_row = position",
+    ),
+    "the tile with the last key is skipped": (
+        "gl.maximum(last_row // BLOCK_N, first)",
+        "gl.maximum((last_row - 1) // BLOCK_N, first)",
+    ),
+    "no tile after the last is skipped": ("last = own_last", "pass"),
+    "the tile with the first key is skipped": (
+        "gl.minimum(first_visible_key(position, config) // BLOCK_N, last)",
+        "gl.minimum((first_visible_key(position, config) + BLOCK_N - 1) // BLOCK_N, last)",
+    ),
+    "the first tile is of the last row": (
+        "gl.minimum(first_visible_key(position, config) // BLOCK_N, last)",
+        "gl.minimum(first_visible_key(last_row, config) // BLOCK_N, last)",
+    ),
+    "no tile before the first is skipped": ("first = own_first", "pass"),
+    "skipped tiles are not counted": ("before = own_first - first", "before = 0"),
+    "no mask at the begin of the last row's window": (
+        "(first_visible_key(last_row, config) + BLOCK_N - 1) // BLOCK_N",
+        "first_visible_key(last_row, config) // BLOCK_N",
+    ),
+    "no mask at the begin of the first row's window only": (
+        "(first_visible_key(last_row, config) + BLOCK_N - 1) // BLOCK_N",
+        "(first_visible_key(position, config) + BLOCK_N - 1) // BLOCK_N",
+    ),
+    "no mask on the diagonal": (
+        "full_end = gl.maximum(position + 1, 0) // BLOCK_N",
+        "full_end = gl.maximum(last_row + 1, 0) // BLOCK_N",
+    ),
+    "no mask on the diagonal of a work item": (
+        "full_end = gl.maximum(work.position + 1, 0) // BLOCK_N",
+        "full_end = work.seq_len // BLOCK_N",
+    ),
+    "a work item without its last tile": (
+        "num_kv_tiles = (kv_end + BLOCK_N - 1) // BLOCK_N",
+        "num_kv_tiles = kv_end // BLOCK_N",
+    ),
+    "a work item with tiles of another window": (
+        "num_kv_tiles -= first_visible_key(position, config) // BLOCK_N",
+        "num_kv_tiles -= first_visible_key(position + BLOCK_M, config) // BLOCK_N",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_TILES)
+def test_a_wrong_bound_of_the_kv_tiles_is_found(name: str) -> None:
+    with pytest.raises(AssertionError):
+        check_all_tiles(WRONG_TILES[name])
 
 
 def test_no_call_is_supported_on_another_device() -> None:
@@ -380,6 +626,25 @@ def test_every_row_of_a_call_with_options_is_within_its_error_budget(
     )
     batch = build(plan, "cuda")
     assert_right(batch, reference, options=make_options(batch, OPTIONS[name]))
+
+
+@needs_hopper
+@pytest.mark.parametrize("needle", ["none", "first new", "tile edge"])
+@pytest.mark.parametrize("limit", [NARROW_TILE_KEYS, NARROW_TILE_KEYS + 1])
+@pytest.mark.parametrize("name", ["sliding_window", "attention_chunk_size"])
+def test_windows_and_chunks_around_the_change_of_the_kv_tile(
+    name: str, limit: int, needle: str, reference: Twin
+) -> None:
+    """With one key more, tiles of head size 64 have 128 keys and not 64.
+
+    The first new token of the second request outweighs all other keys, and leaves the window of
+    its last 200 rows.
+    """
+    plan = BatchPlan(
+        (300, 1230, 77), (1500, 1231, 2300), head_size=64, dtype=BF16, needle=needle
+    )
+    batch = build(plan, "cuda")
+    assert_right(batch, reference, options=make_options(batch, {name: limit}))
 
 
 @needs_hopper

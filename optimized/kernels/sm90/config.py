@@ -40,6 +40,8 @@ class Config(NamedTuple):
         HEAD_DIM: columns of their tiles, a power of two (`pad_head_size`). TMA fills the columns
             from HEAD_SIZE on with the next head or zeros. They are not multiplied or not stored.
         BLOCK_SIZE: tokens per cache block, a multiple of 16; 0 without a block table.
+        BLOCK_N: keys per KV tile (`choose_block_n`).
+        STAGES: K tiles, and V tiles, in flight (`choose_stages`).
         CAUSAL: whether a query attends only to keys up to its own position.
         WINDOW: last keys that a query attends to, its own included. 0 without a window. A window
             requires CAUSAL.
@@ -51,6 +53,8 @@ class Config(NamedTuple):
     HEAD_SIZE: int
     HEAD_DIM: int
     BLOCK_SIZE: int
+    BLOCK_N: int
+    STAGES: int
     CAUSAL: bool
     WINDOW: int = 0
     CHUNK_SIZE: int = 0
@@ -61,6 +65,41 @@ class Config(NamedTuple):
 def pad_head_size(head_size: int) -> int:
     """Return the columns of a head's tiles."""
     return 64 if head_size <= 64 else 128 if head_size <= 128 else 256
+
+
+NARROW_TILE_KEYS = 1024
+"""The longest window or chunk for which KV tiles of head size 64 have 64 keys.
+
+A warpgroup's 64 rows attend to W + 63 keys of a window of W. Tiles of 128 keys add 127 keys on
+average, tiles of 64 add 63. With tiles of 64 a window of 128 takes 199 us and not 332 (4 x 3,072
+tokens, 64 query heads, sinks), one of 256 takes 227 and not 322, and one of 512 takes 413 and not
+485 (1 x 16,384 tokens). Windows from 513 to 1,024 and chunks are not measured.
+"""
+
+
+def choose_block_n(head_dim: int, window: int, chunk_size: int) -> int:
+    """Return the keys per KV tile.
+
+    With 128, qk takes 64 registers per thread. At head size 256 the accumulator takes 128, and a
+    tile of K and V takes 128 KiB of shared memory, so tiles have 64 keys.
+
+    Args:
+        head_dim: columns of a head's tiles.
+        window, chunk_size: those of `Config`; 0 without.
+    """
+    is_short = 0 < window <= NARROW_TILE_KEYS or 0 < chunk_size <= NARROW_TILE_KEYS
+    return 64 if head_dim == 256 or (head_dim == 64 and is_short) else 128
+
+
+def choose_stages(head_dim: int, block_n: int) -> int:
+    """Return the number of K tiles, and of V tiles, in flight.
+
+    Three warpgroups that take turns (`uses_ping_pong`) hold a stage longer than two that do not.
+    Tiles of half the size are computed in half the time, so more of them are in flight.
+    """
+    if head_dim == 64:
+        return 3 if block_n == 128 else 5
+    return 2
 
 
 @gluon.constexpr_function
@@ -82,20 +121,10 @@ def choose_masks(config):
     One tile may need both if a window is shorter than a warpgroup's rows and a KV tile.
     """
     both = MASK_END.value + MASK_BEGIN.value
-    shortest = WARPGROUP_M.value + block_n(config.HEAD_DIM)
+    shortest = WARPGROUP_M.value + config.BLOCK_N
     if config.CHUNK_SIZE or 0 < config.WINDOW < shortest:
         return both, both
     return MASK_END.value, MASK_BEGIN.value
-
-
-@gluon.constexpr_function
-def block_n(head_dim):
-    """Return the keys per KV tile.
-
-    With 128, qk takes 64 registers per thread. At head size 256 the accumulator takes 128, and a
-    tile of K and V takes 128 KiB of shared memory, so tiles have 64 keys.
-    """
-    return 64 if head_dim == 256 else 128
 
 
 @gluon.constexpr_function
@@ -130,15 +159,6 @@ def count_q_stages(head_dim):
 
 
 @gluon.constexpr_function
-def count_stages(head_dim):
-    """Return the number of K tiles, and of V tiles, in flight.
-
-    Three warpgroups that take turns (`uses_ping_pong`) hold a stage longer than two that do not.
-    """
-    return 3 if head_dim == 64 else 2
-
-
-@gluon.constexpr_function
 def uses_ping_pong(head_dim):
     """Return whether the consumer warpgroups take turns at the tensor cores.
 
@@ -165,9 +185,9 @@ PRODUCER_REGISTERS = gl.constexpr(24)
 
 
 @gluon.constexpr_function
-def qk_layout(head_dim):
+def qk_layout(block_n):
     """Return the register layout of qk and p of a warpgroup, [WARPGROUP_M, BLOCK_N]."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, block_n(head_dim), 16])
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, block_n, 16])
 
 
 @gluon.constexpr_function

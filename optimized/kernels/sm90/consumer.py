@@ -30,10 +30,8 @@ from .config import (
     WARPGROUP_M,
     WORK_STAGES,
     acc_layout,
-    block_n,
     choose_masks,
     count_q_stages,
-    count_stages,
     has_lower_bound,
     qk_layout,
     split_columns,
@@ -41,7 +39,7 @@ from .config import (
 )
 from .epilogue import normalize, store_tile
 from .pipeline import PipelineState, ping_pong_arrive, ping_pong_wait
-from .scheduler import NO_WORK, first_kv_tile, first_visible_key, receive_work
+from .scheduler import NO_WORK, find_tiles, receive_work
 from .score import modify_scores, softmax_scale
 from .softmax import mask_qk, online_softmax, pack_p, rescale, round_p, unpack_p
 
@@ -95,8 +93,8 @@ def consume(
         CONSUMER: index of the warpgroup.
     """
     HEAD_DIM: gl.constexpr = config.HEAD_DIM
-    BLOCK_N: gl.constexpr = block_n(HEAD_DIM)
-    STAGES: gl.constexpr = count_stages(HEAD_DIM)
+    BLOCK_N: gl.constexpr = config.BLOCK_N
+    STAGES: gl.constexpr = config.STAGES
     Q_STAGES: gl.constexpr = count_q_stages(HEAD_DIM)
     PING_PONG: gl.constexpr = uses_ping_pong(HEAD_DIM)
     ACC_ROWS: gl.constexpr = gl.SliceLayout(1, acc_layout(HEAD_DIM))
@@ -162,68 +160,45 @@ def _mainloop(
         tiles: `Operands`.
         acc: [WARPGROUP_M, HEAD_DIM] zeros.
     """
-    BLOCK_N: gl.constexpr = block_n(config.HEAD_DIM)
     MASKS: gl.constexpr = choose_masks(config)
     position = work.position + CONSUMER * WARPGROUP_M
-    # tiles from full_begin to full_end need no mask for any row of the work item
-    full_end = work.seq_len // BLOCK_N
-    if config.CAUSAL:
-        full_end = gl.maximum(work.position + 1, 0) // BLOCK_N
-    first_tile = first_kv_tile(work, config)
-    last_tile = first_tile + work.num_kv_tiles - 1
-    full_begin = first_tile
-    num_skipped = 0
+    own = find_tiles(work, position, config)
     if has_lower_bound(config):
-        # the tiles and masks of this warpgroup's own rows
-        last_row = position + WARPGROUP_M - 1
-        own_end = gl.minimum(last_row, work.seq_len - 1) // BLOCK_N
-        own_end = gl.minimum(gl.maximum(own_end, first_tile), last_tile)
         kv_state = _skip_tiles(
-            shared, kv_state, last_tile - own_end,
-            config.HEAD_DIM, NUM_CONSUMERS, CONSUMER,
-        )  # fmt: skip
-        last_tile = own_end
-        own_first = first_visible_key(position, config) // BLOCK_N
-        own_first = gl.minimum(own_first, last_tile)
-        num_skipped = own_first - first_tile
-        first_tile = own_first
-        full_begin = (first_visible_key(last_row, config) + BLOCK_N - 1) // BLOCK_N
-        full_begin = gl.minimum(full_begin, last_tile)
-        full_end = gl.maximum(position + 1, 0) // BLOCK_N
-        full_end = gl.maximum(full_end, full_begin)
-    full_end = gl.minimum(full_end, last_tile)
+            shared, kv_state, own.after, config.HEAD_DIM, NUM_CONSUMERS, CONSUMER
+        )
     p, alpha, m_i, l_i = _first_tile(
-        shared, tiles, kv_state, q_state, work, last_tile, position, scale_log2,
+        shared, tiles, kv_state, q_state, work, own.last, position, scale_log2,
         MASKS[0], config,
     )  # fmt: skip
     kv_state = kv_state.advance()
     carry = Carry(acc, p, alpha, m_i, l_i)
-    for i in range(last_tile - full_end):
+    for i in range(own.last - own.full_end):
         carry = _kv_iteration(
             shared, tiles, carry, kv_state,
-            last_tile - 1 - i, position, work.seq_len, scale_log2,
+            own.last - 1 - i, position, work.seq_len, scale_log2,
             config, MASKS[0], NUM_CONSUMERS, CONSUMER,
         )  # fmt: skip
         kv_state = kv_state.advance()
-    for i in range(full_end - full_begin):
+    for i in range(own.full_end - own.full_begin):
         carry = _kv_iteration(
             shared, tiles, carry, kv_state,
-            full_end - 1 - i, position, work.seq_len, scale_log2,
+            own.full_end - 1 - i, position, work.seq_len, scale_log2,
             config, 0, NUM_CONSUMERS, CONSUMER,
         )  # fmt: skip
         kv_state = kv_state.advance()
     if has_lower_bound(config):
-        for i in range(full_begin - first_tile):
+        for i in range(own.full_begin - own.first):
             carry = _kv_iteration(
                 shared, tiles, carry, kv_state,
-                full_begin - 1 - i, position, work.seq_len, scale_log2,
+                own.full_begin - 1 - i, position, work.seq_len, scale_log2,
                 config, MASKS[1], NUM_CONSUMERS, CONSUMER,
             )  # fmt: skip
             kv_state = kv_state.advance()
     carry = _last_pv(shared, tiles, carry, kv_state, config.HEAD_DIM)
     if has_lower_bound(config):
         kv_state = _skip_tiles(
-            shared, kv_state, num_skipped, config.HEAD_DIM, NUM_CONSUMERS, CONSUMER
+            shared, kv_state, own.before, config.HEAD_DIM, NUM_CONSUMERS, CONSUMER
         )
     return carry, kv_state
 
@@ -274,12 +249,12 @@ def _first_tile(
         # the previous work item's output has been stored: its stage may take the next queries
         tma.store_wait(0)
         shared.q_pipe.consumer_release(q_state.previous())
-    ROWS: gl.constexpr = gl.SliceLayout(1, qk_layout(HEAD_DIM))
+    ROWS: gl.constexpr = gl.SliceLayout(1, qk_layout(config.BLOCK_N))
     m_i = gl.full([WARPGROUP_M], -float("inf"), gl.float32, ROWS)
     qk = modify_scores(qk, scale_log2, config)
     qk = mask_qk(qk, kv_tile, position, work.seq_len, MASKS, config)
     scale = softmax_scale(scale_log2, config)
-    p, alpha, m_i, l_i = online_softmax(qk, m_i, 0, scale, HEAD_DIM, True, True, False)
+    p, alpha, m_i, l_i = online_softmax(qk, m_i, 0, scale, True, True, False)
     if uses_ping_pong(HEAD_DIM):
         p = pack_p(p, tiles.q.dtype)
     return p, alpha, m_i, l_i
@@ -337,7 +312,7 @@ def _kv_iteration(
         qk = mask_qk(qk, kv_tile, position, seq_len, MASKS, config)
     p_next, alpha, m_i, l_i = online_softmax(
         qk, m_i, l_i, softmax_scale(scale_log2, config),
-        HEAD_DIM, False, MASKED, not MASKED and not PING_PONG,
+        False, MASKED, not MASKED and not PING_PONG,
     )  # fmt: skip
     # wait for P @ V, and release K of this tile with V of the tile before
     if not PING_PONG:
@@ -375,11 +350,11 @@ def _last_pv(shared, tiles, carry, kv_state, HEAD_DIM: gl.constexpr):
 @gluon.jit
 def _issue_qk(tiles, kv_state, config: gl.constexpr):
     """Issue Q @ K^T of a stage.  # [WARPGROUP_M, BLOCK_N]"""
-    BLOCK_N: gl.constexpr = block_n(config.HEAD_DIM)
+    BLOCK_N: gl.constexpr = config.BLOCK_N
     PARTS: gl.constexpr = split_columns(config.HEAD_SIZE)
     q = tiles.q
     k = tiles.k.index(kv_state.stage())  # [BLOCK_N, HEAD_DIM]
-    qk = gl.zeros([WARPGROUP_M, BLOCK_N], gl.float32, qk_layout(config.HEAD_DIM))
+    qk = gl.zeros([WARPGROUP_M, BLOCK_N], gl.float32, qk_layout(BLOCK_N))
     if len(PARTS) == 1:
         return warpgroup_mma(q, k.permute((1, 0)), qk, use_acc=False, is_async=True)
     else:  # noqa: RET505 (a constexpr branch)

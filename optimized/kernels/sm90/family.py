@@ -26,7 +26,8 @@ from .config import (
     SWIZZLED,
     WARPGROUP_M,
     Config,
-    block_n,
+    choose_block_n,
+    choose_stages,
     count_consumers,
     pad_head_size,
 )
@@ -116,9 +117,11 @@ def plan(call: AttentionCall) -> "Sm90Plan":
     _, num_heads, head_size = call.query.shape
     block_size = 0 if call.block_table is None else call.key.shape[1]
     head_dim = pad_head_size(head_size)
+    window, chunk_size = options.sliding_window or 0, options.attention_chunk_size or 0
+    block_n = choose_block_n(head_dim, window, chunk_size)
     q_box = (WARPGROUP_M.value, head_dim)
     # a box has at least 16 rows and does not cross a block
-    kv_box = (math.gcd(block_size, block_n(head_dim)), BOX_COLUMNS.value)
+    kv_box = (math.gcd(block_size, block_n), BOX_COLUMNS.value)
     return Sm90Plan(
         dtype=call.query.dtype,
         planes=planes,
@@ -140,9 +143,11 @@ def plan(call: AttentionCall) -> "Sm90Plan":
                 HEAD_SIZE=head_size,
                 HEAD_DIM=head_dim,
                 BLOCK_SIZE=block_size,
+                BLOCK_N=block_n,
+                STAGES=choose_stages(head_dim, block_n),
                 CAUSAL=options.causal,
-                WINDOW=options.sliding_window or 0,
-                CHUNK_SIZE=options.attention_chunk_size or 0,
+                WINDOW=window,
+                CHUNK_SIZE=chunk_size,
                 SOFT_CAP=float(options.logits_soft_cap or 0.0),
                 # a log-sum-exp is float32, and its budget is smaller
                 FAST_TANH=options.logits_soft_cap is not None

@@ -27,11 +27,9 @@ from .config import (
     WARP_SIZE,
     WARPGROUP_M,
     WORK_STAGES,
-    block_n,
     consumer_registers,
     count_consumers,
     count_q_stages,
-    count_stages,
 )
 from .consumer import consume
 from .epilogue import OutputArgs
@@ -78,12 +76,13 @@ def _allocate(
     dtype: gl.constexpr,
     k_box_rows: gl.constexpr,
     v_box_rows: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
+    config: gl.constexpr,
     NUM_CONSUMERS: gl.constexpr,
 ):
     """Return the `SharedStorage` of a program, with its barriers initialized."""
-    BLOCK_N: gl.constexpr = block_n(HEAD_DIM)
-    STAGES: gl.constexpr = count_stages(HEAD_DIM)
+    HEAD_DIM: gl.constexpr = config.HEAD_DIM
+    BLOCK_N: gl.constexpr = config.BLOCK_N
+    STAGES: gl.constexpr = config.STAGES
     Q_STAGES: gl.constexpr = count_q_stages(HEAD_DIM)
     COLUMN_BOXES: gl.constexpr = HEAD_DIM // BOX_COLUMNS
     K_BOXES: gl.constexpr = STAGES * (BLOCK_N // k_box_rows) * COLUMN_BOXES
@@ -194,7 +193,7 @@ def prefill_kernel(
         k_desc.dtype,
         k_desc.block_type.shape[0],
         v_desc.block_type.shape[0],
-        HEAD_DIM,
+        config,
         N,
     )
     REGISTERS: gl.constexpr = consumer_registers(HEAD_DIM)

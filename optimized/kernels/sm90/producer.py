@@ -21,9 +21,7 @@ from .config import (
     SWIZZLED_32_BIT,
     WARPGROUP_M,
     WORK_STAGES,
-    block_n,
     count_q_stages,
-    count_stages,
     has_lower_bound,
 )
 from .pipeline import PipelineState
@@ -73,7 +71,7 @@ def produce_q_and_k(
     BLOCK_M: gl.constexpr = NUM_CONSUMERS * WARPGROUP_M
     PAGED: gl.constexpr = config.BLOCK_SIZE > 0
     work_state = PipelineState.start(WORK_STAGES)
-    k_state = PipelineState.start(count_stages(HEAD_DIM))
+    k_state = PipelineState.start(config.STAGES)
     q_state = PipelineState.start(count_q_stages(HEAD_DIM))
     item = gl.program_id(0)
     zero = gl.to_tensor(0)
@@ -103,7 +101,7 @@ def produce_q_and_k(
 def produce_v(shared, batch, v, config: gl.constexpr):
     """Run producer warp 1: load the V tiles of the published work items."""
     work_state = PipelineState.start(WORK_STAGES)
-    v_state = PipelineState.start(count_stages(config.HEAD_DIM))
+    v_state = PipelineState.start(config.STAGES)
     tail_state = PipelineState.start(1)
     work = receive_work(shared, work_state)
     while work.num_kv_tiles != NO_WORK:
@@ -143,8 +141,7 @@ def _load_k(
     config: gl.constexpr,
 ):
     """Load a work item's K tiles, from the last to the first, and return the next state."""
-    HEAD_DIM: gl.constexpr = config.HEAD_DIM
-    BLOCK_N: gl.constexpr = block_n(HEAD_DIM)
+    BLOCK_N: gl.constexpr = config.BLOCK_N
     ROW_BOXES: gl.constexpr = BLOCK_N // k.desc.block_type.shape[0]
     kv_head = work.head // batch.group_size
     column = kv_head * k.head_columns
@@ -159,7 +156,7 @@ def _load_k(
         )
         shared.k_pipe.producer_acquire(state)
         full = shared.k_pipe.full_barrier(state)
-        _load_boxes(k.desc, shared.k, state.stage(), full, rows, column, HEAD_DIM)
+        _load_boxes(k.desc, shared.k, state.stage(), full, rows, column, config)
         state = state.advance()
         rows = next_rows
     return state
@@ -183,8 +180,7 @@ def _load_v(
     stage's full barrier, where the consumers wait. TMA fills the stage again only after all
     consumers have released it.
     """
-    HEAD_DIM: gl.constexpr = config.HEAD_DIM
-    BLOCK_N: gl.constexpr = block_n(HEAD_DIM)
+    BLOCK_N: gl.constexpr = config.BLOCK_N
     ROW_BOXES: gl.constexpr = BLOCK_N // v.desc.block_type.shape[0]
     kv_head = work.head // batch.group_size
     column = kv_head * v.head_columns
@@ -204,12 +200,12 @@ def _load_v(
         full = shared.v_pipe.full.index(
             gl.where(is_tail, state.num_stages, state.stage())
         )
-        _load_boxes(v.desc, shared.v, state.stage(), full, rows, column, HEAD_DIM)
+        _load_boxes(v.desc, shared.v, state.stage(), full, rows, column, config)
         if is_tail:
             tail_full = shared.v_pipe.full.index(state.num_stages)
             mbarrier.wait(tail_full, tail_state.phase())
             tail_state = tail_state.advance()
-            _clear_rows(shared.v, state.stage(), valid_rows, HEAD_DIM)
+            _clear_rows(shared.v, state.stage(), valid_rows, config)
             # ordinary stores, before the tensor cores read through the async proxy
             fence_async_shared()
             shared.v_pipe.producer_commit(state)
@@ -237,7 +233,7 @@ def _box_rows(
         begin: row of the KV head's first key.
         block_rows: rows from cache block to cache block.
     """
-    BLOCK_N: gl.constexpr = block_n(config.HEAD_DIM)
+    BLOCK_N: gl.constexpr = config.BLOCK_N
     BLOCK_SIZE: gl.constexpr = config.BLOCK_SIZE
     BOX_ROWS: gl.constexpr = BLOCK_N // ROW_BOXES
     rows = ()
@@ -264,13 +260,14 @@ def _box_rows(
 
 
 @gluon.jit
-def _load_boxes(desc, boxes, stage, full, rows, column, HEAD_DIM: gl.constexpr):
+def _load_boxes(desc, boxes, stage, full, rows, column, config: gl.constexpr):
     """Start the TMA loads of a KV tile, which signal `full`.
 
     A stage is stored as [HEAD_DIM / 64, BLOCK_N, 64], the order of a swizzled tile of
     [BLOCK_N, HEAD_DIM].
     """
-    BLOCK_N: gl.constexpr = block_n(HEAD_DIM)
+    HEAD_DIM: gl.constexpr = config.HEAD_DIM
+    BLOCK_N: gl.constexpr = config.BLOCK_N
     ROW_BOXES: gl.constexpr = BLOCK_N // desc.block_type.shape[0]
     COLUMN_BOXES: gl.constexpr = HEAD_DIM // BOX_COLUMNS
     mbarrier.expect(full, BLOCK_N * HEAD_DIM * 2)
@@ -285,13 +282,13 @@ def _load_boxes(desc, boxes, stage, full, rows, column, HEAD_DIM: gl.constexpr):
 
 
 @gluon.jit
-def _clear_rows(boxes, stage, first_row, HEAD_DIM: gl.constexpr):
+def _clear_rows(boxes, stage, first_row, config: gl.constexpr):
     """Set the rows of a stage to zero from `first_row` on.
 
     Two elements are handled as one word, in chunks of eight rows, after which the swizzle repeats.
     """
-    COLUMN_BOXES: gl.constexpr = HEAD_DIM // BOX_COLUMNS
-    CHUNKS: gl.constexpr = block_n(HEAD_DIM) // SWIZZLE_ROWS
+    COLUMN_BOXES: gl.constexpr = config.HEAD_DIM // BOX_COLUMNS
+    CHUNKS: gl.constexpr = config.BLOCK_N // SWIZZLE_ROWS
     ROWS: gl.constexpr = boxes.shape[0] * boxes.shape[1]
     WORDS: gl.constexpr = BOX_COLUMNS // 2
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])

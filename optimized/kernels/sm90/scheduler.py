@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .config import WARP_SIZE, block_n, has_lower_bound, warp_layout
+from .config import WARP_SIZE, WARPGROUP_M, has_lower_bound, warp_layout
 
 WORK_FIELDS = gl.constexpr(8)
 """Fields of a `WorkItem`."""
@@ -180,8 +180,65 @@ def first_visible_key(position, config: gl.constexpr):
 @gluon.jit
 def first_kv_tile(work, config: gl.constexpr):
     """Return the index of the first KV tile with a key that is visible to a work item."""
-    BLOCK_N: gl.constexpr = block_n(config.HEAD_DIM)
+    BLOCK_N: gl.constexpr = config.BLOCK_N
     return first_visible_key(work.position, config) // BLOCK_N
+
+
+class OwnTiles(NamedTuple):
+    """The KV tiles that a warpgroup computes, from the last to the first.
+
+    Args:
+        after: KV tiles of the work item after `last`.
+        last, first: the last tile and the first one, counted from the sequence's begin.
+        full_end, full_begin: tiles i with full_begin <= i < full_end need no mask. Tiles from
+            full_end to `last` may need the first mask of `choose_masks`, those from `first` to
+            full_begin the second.
+        before: KV tiles of the work item before `first`.
+    """
+
+    after: Any
+    last: Any
+    full_end: Any
+    full_begin: Any
+    first: Any
+    before: Any
+
+
+@gluon.jit
+def find_tiles(work, position, config: gl.constexpr):
+    """Return the `OwnTiles` of a warpgroup.
+
+    Without a window or chunk, all warpgroups compute all KV tiles of the work item.
+
+    Args:
+        work: `WorkItem` with at least one KV tile.
+        position: position of the warpgroup's first row.
+    """
+    BLOCK_N: gl.constexpr = config.BLOCK_N
+    # without a mask for any row of the work item
+    full_end = work.seq_len // BLOCK_N
+    if config.CAUSAL:
+        full_end = gl.maximum(work.position + 1, 0) // BLOCK_N
+    first = first_kv_tile(work, config)
+    last = first + work.num_kv_tiles - 1
+    full_begin = first
+    after = 0
+    before = 0
+    if has_lower_bound(config):
+        # of this warpgroup's own rows
+        last_row = position + WARPGROUP_M - 1
+        own_last = gl.minimum(gl.maximum(last_row // BLOCK_N, first), last)
+        after = last - own_last
+        last = own_last
+        own_first = gl.minimum(first_visible_key(position, config) // BLOCK_N, last)
+        before = own_first - first
+        first = own_first
+        full_begin = (first_visible_key(last_row, config) + BLOCK_N - 1) // BLOCK_N
+        full_begin = gl.minimum(full_begin, last)
+        full_end = gl.maximum(position + 1, 0) // BLOCK_N
+        full_end = gl.maximum(full_end, full_begin)
+    full_end = gl.minimum(full_end, last)
+    return OwnTiles(after, last, full_end, full_begin, first, before)
 
 
 @gluon.jit
@@ -189,7 +246,7 @@ def locate_work(
     batch, item, items, request, config: gl.constexpr, BLOCK_M: gl.constexpr
 ):
     """Return the `WorkItem` with a number, given its request and the request's items."""
-    BLOCK_N: gl.constexpr = block_n(config.HEAD_DIM)
+    BLOCK_N: gl.constexpr = config.BLOCK_N
     number = item - items.first_item
     head = number % batch.num_heads
     tiles_after = number // batch.num_heads

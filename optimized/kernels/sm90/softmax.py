@@ -13,7 +13,6 @@ from .config import (
     MASK_END,
     WARPGROUP_M,
     acc_layout,
-    block_n,
     p_operand_layout,
     qk_layout,
 )
@@ -73,8 +72,8 @@ def mask_qk(qk, kv_tile, position, seq_len, MASKS: gl.constexpr, config: gl.cons
         seq_len: keys of the sequence.
         MASKS: MASK_END, MASK_BEGIN, or their sum.
     """
-    BLOCK_N: gl.constexpr = block_n(config.HEAD_DIM)
-    LAYOUT: gl.constexpr = qk_layout(config.HEAD_DIM)
+    BLOCK_N: gl.constexpr = config.BLOCK_N
+    LAYOUT: gl.constexpr = qk_layout(BLOCK_N)
     ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     column = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))  # [BLOCK_N]
     end = gl.full([WARPGROUP_M], seq_len, gl.int32, ROWS)  # [WARPGROUP_M]
@@ -97,7 +96,6 @@ def online_softmax(
     m_i,
     l_i,
     scale_log2,
-    HEAD_DIM: gl.constexpr,
     FIRST: gl.constexpr,
     MASKED: gl.constexpr,
     USE_POLYNOMIAL: gl.constexpr,
@@ -117,7 +115,7 @@ def online_softmax(
         alpha: [WARPGROUP_M] factor for the accumulator and sum of earlier tiles.
         m_i, l_i: as above.
     """
-    ROWS: gl.constexpr = gl.SliceLayout(1, qk_layout(HEAD_DIM))
+    ROWS: gl.constexpr = gl.SliceLayout(1, qk_layout(qk.shape[1]))
     m_new = gl.max(_reduce_columns(qk, True), 1)  # [WARPGROUP_M]
     m_new = gl.convert_layout(m_new, ROWS, assert_trivial=True)
     m_new = gl.maximum(m_i, m_new)
