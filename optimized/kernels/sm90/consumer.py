@@ -6,8 +6,8 @@ the products of the other. KV tiles are processed from the last to the first: ti
 mask come first, then the rest in a loop without masks.
 
 Head sizes overlap differently, and `uses_ping_pong` selects the way:
-- Head sizes above 64, two warpgroups: the softmax runs between the issue of P @ V and the wait for it.
-  p stays in float32 until Q @ K of the next tile is issued, where rounding it costs no time.
+- Head sizes above 64, two warpgroups: the softmax runs between the issue of P @ V and the wait for
+  it. p stays in float32 until Q @ K of the next tile is issued, where rounding it costs no time.
 - Head size 64, three warpgroups with 160 registers per thread: one warpgroup's softmax overlaps
   with the products of the others, which a ping-pong order enforces. p is rounded at once and
   carried as packed 16-bit pairs, because 64 registers of float32 would spill.
