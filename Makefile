@@ -4,7 +4,7 @@ TEST_WORKERS ?= 2
 
 BIN := .venv/bin
 STAMP := .venv/.installed
-COMPILED := tests/test_compile.py tests/test_fp8.py tests/test_prefill_sm90.py
+COMPILED := tests/test_compile.py tests/test_fp8.py tests/test_prefill_sm90.py tests/test_latent_sm90.py
 TWINS := $(addprefix -p pagetwin.,reference optimized $(notdir $(patsubst %/,%,$(wildcard shared/*/))))
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1

@@ -93,7 +93,6 @@ def main(numbers: list[int]) -> None:
         line = {
             "case": f"{NAMES[dtype]}, {heads} heads, blocks of {block_size},"
             f" {query_len} queries" + (", log-sum-exp" if has_lse else ""),
-            "overlap": values["OVERLAP"],
             "numbers": {n: v for n, v in values.items() if isinstance(v, int | float)},
             **assemble(compiled.asm["ptx"]),
             "shared": compiled.metadata.shared,

@@ -4,12 +4,9 @@ Both warpgroups have the same 64 query rows. Warpgroup 0 computes Q @ K of a KV 
 softmax, and writes p and alpha to shared memory. Each warpgroup multiplies p with its half of the
 value columns. KV tiles are processed from the last to the first: tiles that need a mask come first.
 
-There are two orders of warpgroup 0's mainloop:
-- OVERLAP: Q @ K of a tile is issued before P @ V of the tile before, so that the softmax of one
-  overlaps with the products of the other. For several row tiles per request: tensor cores are the
-  limit.
-- Otherwise P @ V of a tile follows its softmax at once, and its stage is released earlier. For one
-  row tile per request: memory is the limit.
+P @ V of a tile follows its softmax at once, so its stage is released early. Q @ K of the next tile
+before P @ V of this one, so that softmax and products overlap, took 6 to 9 % longer on six shapes
+with 16 and 128 heads (H200, 2026-11-22).
 Source: FlashMLA and FlashAttention-3 for the accumulator that two warpgroups share.
 """
 
@@ -85,16 +82,12 @@ class LatentCarry(NamedTuple):
     """Registers that warpgroup 0 carries from tile to tile.
 
     Args:
-        acc: [BLOCK_M, HALF] P @ V of the tiles before (with OVERLAP, before the last).
-        p: [BLOCK_M, BLOCK_N] weights of the last tile, as the left operand.
-        alpha: [BLOCK_M] by which `acc` must be multiplied before `p` is.
+        acc: [BLOCK_M, HALF] P @ V of the tiles so far.
         m_i: [BLOCK_M] running maximum.
         l_i: [BLOCK_M, 4] running sum, one share per thread of a row.
     """
 
     acc: Any
-    p: Any
-    alpha: Any
     m_i: Any
     l_i: Any
 
@@ -114,9 +107,7 @@ def _view_tiles(shared):
 
 
 @gluon.jit
-def consume_scores(
-    shared, output, batch, segment, row_tile, scale_log2, OVERLAP: gl.constexpr
-):
+def consume_scores(shared, output, batch, segment, row_tile, scale_log2):
     """Run warpgroup 0: Q @ K, softmax, and P @ V of the first half of the value columns."""
     tiles = _view_tiles(shared)
     kv_state = PipelineState.start(STAGES)
@@ -131,17 +122,16 @@ def consume_scores(
         if item.end > item.begin:
             shared.q_pipe.consumer_wait(q_state)
             carry, kv_state = _mainloop(
-                shared, tiles, batch, kv_state, item, row_tile, scale_log2, OVERLAP
+                shared, tiles, batch, kv_state, item, row_tile, scale_log2
             )
             shared.q_pipe.consumer_release(q_state)
             q_state = q_state.advance()
-            acc, kv_state = _last_pv(shared, tiles, carry, kv_state, OVERLAP)
             inverse, lse = _finish_softmax(carry, scale_log2)
             p_empty_wait()
             shared.alpha.store(inverse)
             p_full_arrive()
             ACC_ROWS: gl.constexpr = gl.SliceLayout(1, acc_layout())
-            acc = acc * gl.convert_layout(inverse, ACC_ROWS)[:, None]
+            acc = carry.acc * gl.convert_layout(inverse, ACC_ROWS)[:, None]
             lse = gl.convert_layout(lse, ACC_ROWS)
             _store_half(output, batch, segment, item, acc, row_tile, 0)
             _store_lse(output, batch, segment, item, lse, row_tile)
@@ -182,20 +172,8 @@ def consume_values(shared, output, batch, segment, row_tile):
 
 
 @gluon.jit
-def _mainloop(
-    shared,
-    tiles,
-    batch,
-    kv_state,
-    item,
-    row_tile,
-    scale_log2,
-    OVERLAP: gl.constexpr,
-):
-    """Return the `LatentCarry` after all KV tiles of an item, and the next KV state.
-
-    With OVERLAP, P @ V of the last tile remains to be done, and the state is not yet past it.
-    """
+def _mainloop(shared, tiles, batch, kv_state, item, row_tile, scale_log2):
+    """Return the `LatentCarry` after all KV tiles of an item, and the next KV state."""
     ROWS: gl.constexpr = gl.SliceLayout(1, qk_layout())
     row = row_tile * BLOCK_M + gl.arange(0, BLOCK_M, ROWS)  # [BLOCK_M]
     visible_end = gl.minimum(item.context + row // batch.num_heads + 1, item.seq_len)
@@ -203,25 +181,23 @@ def _mainloop(
     num_unmasked = (item.context + 1) // BLOCK_N
     masked_begin = gl.minimum(gl.maximum(num_unmasked, item.begin), item.end - 1)
     carry, kv_state = _first_tile(
-        shared, tiles, kv_state, item, visible_end, scale_log2, OVERLAP
+        shared, tiles, kv_state, item, visible_end, scale_log2
     )
     for i in range(item.end - 1 - masked_begin):
         carry, kv_state = _kv_iteration(
             shared, tiles, carry, kv_state, item.end - 2 - i, visible_end, scale_log2,
-            True, OVERLAP,
+            True,
         )  # fmt: skip
     for i in range(masked_begin - item.begin):
         carry, kv_state = _kv_iteration(
             shared, tiles, carry, kv_state, masked_begin - 1 - i, visible_end, scale_log2,
-            False, OVERLAP,
+            False,
         )  # fmt: skip
     return carry, kv_state
 
 
 @gluon.jit
-def _first_tile(
-    shared, tiles, kv_state, item, visible_end, scale_log2, OVERLAP: gl.constexpr
-):
+def _first_tile(shared, tiles, kv_state, item, visible_end, scale_log2):
     """Return the `LatentCarry` after an item's first KV tile, its last in the sequence."""
     ROWS: gl.constexpr = gl.SliceLayout(1, qk_layout())
     acc = gl.zeros([BLOCK_M, HALF], gl.float32, acc_layout())
@@ -232,11 +208,8 @@ def _first_tile(
     qk = _mask_qk(qk, item.end - 1, visible_end)
     p, alpha, m_i, l_i = _online_softmax(qk, m_i, 0, scale_log2, True)
     p = _publish_p(shared, p, alpha)
-    if not OVERLAP:
-        acc = _issue_pv(tiles, p, acc, kv_state)
-        acc, p = warpgroup_mma_wait(0, deps=[acc, p])
-        shared.pipe_0.consumer_release(kv_state)
-    return LatentCarry(acc, p, alpha, m_i, l_i), kv_state.advance()
+    acc = _multiply_pv(shared, tiles, p, acc, kv_state)
+    return LatentCarry(acc, m_i, l_i), kv_state.advance()
 
 
 @gluon.jit
@@ -249,9 +222,8 @@ def _kv_iteration(
     visible_end,
     scale_log2,
     MASKED: gl.constexpr,
-    OVERLAP: gl.constexpr,
 ):
-    """Compute Q @ K of a KV tile, and P @ V of it (with OVERLAP, of the tile before).
+    """Compute Q @ K of a KV tile, its softmax and P @ V.
 
     Args:
         tiles: `LatentTiles`.
@@ -260,41 +232,17 @@ def _kv_iteration(
         kv_tile: index of the tile in the sequence.
         visible_end: [BLOCK_M] end of each row's visible keys.
     """
-    acc, p, alpha, m_i, l_i = carry
+    acc, m_i, l_i = carry
     qk = _issue_qk(shared, tiles, kv_state)  # [BLOCK_M, BLOCK_N]
-    if OVERLAP:
-        acc = _rescale(acc, alpha)
-        acc = _issue_pv(tiles, p, acc, kv_state.previous())  # [BLOCK_M, HALF]
-        qk = warpgroup_mma_wait(1, deps=[qk])
-    else:
-        qk = warpgroup_mma_wait(0, deps=[qk])
+    qk = warpgroup_mma_wait(0, deps=[qk])
     shared.pipe_1.consumer_release(kv_state)
     if MASKED:
         qk = _mask_qk(qk, kv_tile, visible_end)
-    p_next, alpha, m_i, l_i = _online_softmax(qk, m_i, l_i, scale_log2, False)
-    p_next = _publish_p(shared, p_next, alpha)
-    if OVERLAP:
-        acc, p = warpgroup_mma_wait(0, deps=[acc, p])
-        shared.pipe_0.consumer_release(kv_state.previous())
-        p = p_next
-    else:
-        acc = _rescale(acc, alpha)
-        acc = _issue_pv(tiles, p_next, acc, kv_state)
-        acc, p = warpgroup_mma_wait(0, deps=[acc, p_next])
-        shared.pipe_0.consumer_release(kv_state)
-    return LatentCarry(acc, p, alpha, m_i, l_i), kv_state.advance()
-
-
-@gluon.jit
-def _last_pv(shared, tiles, carry, kv_state, OVERLAP: gl.constexpr):
-    """Return the accumulator after P @ V of an item's last tile, and the KV state."""
-    acc = carry.acc
-    if OVERLAP:
-        acc = _rescale(acc, carry.alpha)
-        acc = _issue_pv(tiles, carry.p, acc, kv_state.previous())
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        shared.pipe_0.consumer_release(kv_state.previous())
-    return acc, kv_state
+    p, alpha, m_i, l_i = _online_softmax(qk, m_i, l_i, scale_log2, False)
+    p = _publish_p(shared, p, alpha)
+    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc_layout()))[:, None]
+    acc = _multiply_pv(shared, tiles, p, acc, kv_state)
+    return LatentCarry(acc, m_i, l_i), kv_state.advance()
 
 
 @gluon.jit
@@ -317,9 +265,14 @@ def _issue_qk(shared, tiles, kv_state):
 
 
 @gluon.jit
-def _issue_pv(tiles, p, acc, kv_state):
-    """Issue acc + P @ V of the first half of a stage.  # [BLOCK_M, HALF]"""
-    return warpgroup_mma(p, tiles.half_0.index(kv_state.stage()), acc, is_async=True)
+def _multiply_pv(shared, tiles, p, acc, kv_state):
+    """Return acc + P @ V of the first half of a stage, which is released.  # [BLOCK_M, HALF]"""
+    v = tiles.half_0.index(kv_state.stage())
+    acc = warpgroup_mma(p, v, acc, is_async=True)
+    # the registers of p are read until then
+    acc, _ = warpgroup_mma_wait(0, deps=[acc, p])
+    shared.pipe_0.consumer_release(kv_state)
+    return acc
 
 
 @gluon.jit
@@ -378,12 +331,6 @@ def _publish_p(shared, p, alpha):
     fence_async_shared()
     p_full_arrive()
     return gl.convert_layout(p, p_operand_layout())
-
-
-@gluon.jit
-def _rescale(acc, alpha):
-    """Return the accumulator times alpha, row by row.  # [BLOCK_M, HALF]"""
-    return acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc_layout()))[:, None]
 
 
 @gluon.jit

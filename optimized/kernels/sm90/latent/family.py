@@ -5,13 +5,15 @@ of its keys. The family computes every request of a call, of any mixture of leng
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from .....contract.attention_options import AttentionOptions
 from ....launch.attention_call import AttentionCall
 from ....launch.launcher import Launcher
 from ....launch.tuning import count_processors, is_hopper
@@ -23,14 +25,18 @@ from ..family import (
     LOG2_E,
     MAX_COORDINATE,
     MAX_TENSOR_MAPS,
-    OTHER_OPTIONS,
     Address,
-    get_other_options,
 )
 from .combine import ROWS, latent_combine_kernel
 from .config import BLOCK_M, BLOCK_N, BOX_COLUMNS, RANK, ROPE_DIM
 from .kernel import latent_decode_kernel
 
+READ_OPTIONS = ("causal", "batch_invariant")
+OTHER_OPTIONS = [
+    each.name for each in fields(AttentionOptions) if each.name not in READ_OPTIONS
+]
+"""Options that this kernel does not support: each must be None."""
+get_other_options = attrgetter(*OTHER_OPTIONS)
 WIDTH = RANK.value + ROPE_DIM.value
 SMALL_Q_ROWS = 16
 """Rows of the query box if a tile has no more; otherwise the box has BLOCK_M rows."""
@@ -88,7 +94,7 @@ class LatentDecodePlan:
     kv_rows: int
     kv_stride: int
     kv_block_rows: int
-    _launchers: dict[tuple[int, bool], Launcher] = field(default_factory=dict)
+    _launchers: dict[int, Launcher] = field(default_factory=dict)
     _combiner: Launcher = field(init=False)
     _tensor_maps: dict[tuple[int, int, int], list[Any]] = field(default_factory=dict)
 
@@ -152,15 +158,15 @@ class LatentDecodePlan:
             1
         ]
         partial_lse, partial_out = numbers[spans:], numbers[spans + partials :]
-        q_rows, overlap = choose_variant(request_rows)
-        launcher = self.launcher(q_rows, overlap)
+        q_rows = SMALL_Q_ROWS if request_rows <= SMALL_Q_ROWS else BLOCK_M.value
+        launcher = self.launcher(q_rows)
         strides = (*out.stride()[:2], *((0, 0) if lse is None else lse.stride()))
         outputs = (out, lse, partial_out, partial_lse, numbers)
         others = (block_table, starts, lengths)
         launcher(
             (row_tiles, segments, 1),
             [0 if each is None else each.data_ptr() for each in (*outputs, *others)],
-            (call.scale * LOG2_E,),
+            (call.scale * LOG2_E.value,),
             (
                 num_reqs,
                 self.num_heads,
@@ -182,9 +188,9 @@ class LatentDecodePlan:
             tensors,
         )
 
-    def launcher(self, q_rows: int, overlap: bool) -> Launcher:
-        """Return the launcher of a variant of the first kernel, see `choose_variant`."""
-        launcher = self._launchers.get((q_rows, overlap))
+    def launcher(self, q_rows: int) -> Launcher:
+        """Return the launcher of the first kernel for a query box of `q_rows` rows."""
+        launcher = self._launchers.get(q_rows)
         if launcher is None:
 
             def lower(query: Tensor, cache: Tensor, *others: Any) -> tuple[Any, ...]:
@@ -197,11 +203,11 @@ class LatentDecodePlan:
             launcher = Launcher(
                 latent_decode_kernel,
                 lower,
-                {"BLOCK_SIZE": self.block_size, "OVERLAP": overlap},
+                {"BLOCK_SIZE": self.block_size},
                 num_warps=4,
                 num_stages=1,
             )
-            self._launchers[q_rows, overlap] = launcher
+            self._launchers[q_rows] = launcher
         return launcher
 
     def tensor_maps(
@@ -246,17 +252,6 @@ class LatentDecodePlan:
 def _lower_outputs(*tensors: Any) -> tuple[Any, ...]:
     """Return the tensors of a launch with the spans, the fifth, as int32."""
     return (*tensors[:4], tensors[4].view(torch.int32), *tensors[5:])
-
-
-def choose_variant(request_rows: int) -> tuple[int, bool]:
-    """Return the rows of the query box, and whether the mainloop overlaps softmax and products.
-
-    Args:
-        request_rows: query tokens times heads of a request, at most.
-    """
-    q_rows = SMALL_Q_ROWS if request_rows <= SMALL_Q_ROWS else BLOCK_M.value
-    # with several row tiles per request, tensor cores are the limit
-    return q_rows, request_rows > BLOCK_M.value
 
 
 def _is_latent_decode(call: AttentionCall) -> bool:

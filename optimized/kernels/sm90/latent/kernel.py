@@ -115,7 +115,6 @@ def latent_decode_kernel(
     lse_stride_token,
     block_table_stride,
     BLOCK_SIZE: gl.constexpr,
-    OVERLAP: gl.constexpr,
 ):
     """Compute the attention of all requests of a batch to their latents.
 
@@ -128,7 +127,6 @@ def latent_decode_kernel(
         min_tiles: KV tiles of a segment, at least.
         kv_block_rows: rows from cache block to cache block.
         BLOCK_SIZE: tokens per cache block, a multiple of 16.
-        OVERLAP: the order of the mainloop, see consumer.py.
     """
     batch = LatentBatchArgs(
         block_table, block_table_stride, query_start_loc, seq_lens, num_reqs, num_heads
@@ -156,10 +154,7 @@ def latent_decode_kernel(
     gl.warp_specialize(
         [
             # the first role runs in the 4 warps of the launch, the others in additional warps
-            (
-                consume_scores,
-                (shared, output, batch, segment, row_tile, scale_log2, OVERLAP),
-            ),
+            (consume_scores, (shared, output, batch, segment, row_tile, scale_log2)),
             (consume_values, (shared, output, batch, segment, row_tile)),
             (produce, (shared, batch, q_desc, kv, segment, row_tile, BLOCK_SIZE)),
         ],
