@@ -241,8 +241,8 @@ def assert_right(
     same = attend(**given, compute_dtype=dtype)
     absolute = given | {"value_cache": batch.value_cache.abs()}
     attend(**absolute, out=sizes, compute_dtype=torch.float64)
-    rows = [each.flatten(0, 1) for each in (out, exact, same, sizes)]
-    verdict = judge_rows(*rows[:3], dtype, rows[3])
+    out, exact, same, sizes = (x.flatten(0, 1) for x in (out, exact, same, sizes))
+    verdict = judge_rows(out, exact, same, dtype, sizes)
     assert verdict.ok, verdict
     share = judge_lse(batch, lse, exact_lse)
     assert share <= 1, f"log-sum-exp: {share:.2f} of its budget"

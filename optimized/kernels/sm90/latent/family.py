@@ -18,11 +18,10 @@ from ....launch.attention_call import AttentionCall
 from ....launch.launcher import Launcher
 from ....launch.tuning import count_processors, is_hopper
 from ....launch.workspace import find_workspace
-from ..config import SWIZZLED
+from ..config import LOG2_E, SWIZZLED
 from ..family import (
     BOX_MARGIN,
     DTYPES,
-    LOG2_E,
     MAX_COORDINATE,
     MAX_TENSOR_MAPS,
     Address,
