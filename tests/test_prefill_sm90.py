@@ -291,7 +291,8 @@ def run_on_host(*mutations: tuple[str, str]) -> dict[str, Any]:
         "maximum": lambda a, b: Int32(max(a, b)),
     }
     names = {
-        **vars(scheduler),
+        # triton 3.6 passes a NamedTuple to a constexpr function as a tuple: call what it wraps
+        **{name: getattr(each, "fn", each) for name, each in vars(scheduler).items()},
         "gl": SimpleNamespace(constexpr=None, **limits),
         "WARPGROUP_M": WARPGROUP_M.value,
     }
@@ -305,7 +306,7 @@ def check_tiles(
     """Assert that every warpgroup computes the KV tiles of its rows, with the masks they need."""
     consumers = count_consumers(config.HEAD_DIM)
     block_m, block_n = consumers * WARPGROUP_M.value, config.BLOCK_N
-    masks = choose_masks(config)
+    masks = choose_masks.fn(config)
     keys = np.arange(-(-kv_len // block_n) * block_n)
     batch = SimpleNamespace(num_heads=Int32(1))
     request = scheduler.RequestBounds(
@@ -346,7 +347,7 @@ def check_tiles(
             if not tiles:
                 continue
             assert own.first <= tiles[0] and tiles[-1] <= own.last
-            if has_lower_bound(config):
+            if has_lower_bound.fn(config):
                 assert (own.first, own.last) == (tiles[0], tiles[-1])
             for tile in range(own.first, own.last + 1):
                 mask = 0
