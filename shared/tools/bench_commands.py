@@ -48,6 +48,20 @@ FlashAttention3 = Annotated[
         " or an installed package)"
     ),
 ]
+FlashMLAFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--flashmla",
+        help="vLLM's _flashmla_C.abi3.so, which holds FlashMLA.  ($PAGETWIN_FLASHMLA, or an"
+        " installed vLLM)",
+    ),
+]
+Suite = Annotated[
+    str,
+    typer.Option(
+        help="Suite of workloads: standard, extended (each with an aim), all."
+    ),
+]
 JsonFile = Annotated[
     Path | None,
     typer.Option("--json", help="Write the record to this file, after each workload."),
@@ -72,6 +86,7 @@ Smoke = Annotated[
 
 def bench(
     names: Names = None,
+    suite: Suite = "standard",
     device: Device = None,
     implementations: Implementations = None,
     rounds: Rounds = None,
@@ -79,6 +94,7 @@ def bench(
     seed: Seed = 0,
     limit: Limit = None,
     fa3: FlashAttention3 = None,
+    flashmla: FlashMLAFile = None,
     json_file: JsonFile = None,
     plot: PlotFile = None,
     markdown: MarkdownFile = None,
@@ -94,7 +110,7 @@ def bench(
     why. 130, it was interrupted.
     """
     with sentences_for_errors():
-        _check_files(json_file, plot, markdown, fa3)
+        _check_files(json_file, plot, markdown, fa3=fa3, flashmla=flashmla)
         choose_interpreter(device)
         from .bench.run import Benchmark
         from .bench.settings import choose_settings
@@ -111,6 +127,8 @@ def bench(
             limit=limit,
             smoke=smoke,
             fa3=None if fa3 is None else str(fa3),
+            flashmla=None if flashmla is None else str(flashmla),
+            suite=suite,
         )
         # xFormers uses deprecated block pointers; the interpreter warns about rounding
         warnings.filterwarnings("ignore", "tl.make_block_ptr is deprecated")
@@ -125,7 +143,10 @@ def bench(
 
 
 def _check_files(
-    json_file: Path | None, plot: Path | None, markdown: Path | None, fa3: Path | None
+    json_file: Path | None,
+    plot: Path | None,
+    markdown: Path | None,
+    **libraries: Path | None,
 ) -> None:
     """Raise if a file cannot be written or read, before anything is measured."""
     dark = None if plot is None else plot.with_stem(f"{plot.stem}-dark")
@@ -134,21 +155,31 @@ def _check_files(
         from .bench.plot import check_plot_can_be_drawn
 
         check_plot_can_be_drawn(plot)
-    if fa3 is not None and not fa3.is_file():
-        raise FileNotFoundError(f"fa3 = {fa3}: expected a file")
+    for name, path in libraries.items():
+        if path is not None and not path.is_file():
+            raise FileNotFoundError(f"{name} = {path}: expected a file")
 
 
 def _print_record(record: dict[str, Any]) -> None:
     """Print the table of a record, and what explains it."""
-    from .bench.tables import ceiling_words, reasons, result_table
+    from .bench.tables import (
+        aim_table,
+        ceiling_words,
+        error_notes,
+        reasons,
+        result_table,
+    )
 
     console = Console()
-    table = result_table(record)
-    if not console.is_terminal:
-        # a file has no width at which a table would have to be wrapped
-        console = Console(width=max(80, Console(width=400).measure(table).maximum))
-    console.print(table)
-    for line in [ceiling_words(record), *reasons(record)]:
+    for table in (result_table(record), aim_table(record)):
+        if table is None:
+            continue
+        if not console.is_terminal:
+            # a file has no width at which a table would have to be wrapped
+            width = Console(width=400).measure(table).maximum
+            console = Console(width=max(80, width))
+        console.print(table)
+    for line in [ceiling_words(record), *error_notes(record), *reasons(record)]:
         _print_line(line)
     if record["published"] is not None:
         _print_line(f"published: {record['published']['source']}")

@@ -1,7 +1,7 @@
 """Benchmark of attention: pagetwin and other libraries on the same tensors.
 
-Seventeen workloads, an accuracy check against the reference, interleaved timing, and ceilings that
-are measured in the same run. `pagetwin bench` runs it.
+Two suites of workloads, an accuracy check against the reference, interleaved timing, and ceilings
+that are measured in the same run. `pagetwin bench` runs it.
 """
 
 from .run import Benchmark as Benchmark

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...contract.attention_options import AttentionOptions
 from ...contract.budgets import judge_rows
 from ...contract.operations import load_implementation
-from .inputs import Inputs
+from .inputs import Inputs, fill_with_nan
 from .workloads import Workload
 
 ROWS = 6
@@ -133,7 +132,7 @@ def _attend_alone(inputs: Inputs, token: int) -> tuple[Tensor, Tensor, Tensor]:
         length = torch.tensor([visible], dtype=torch.int32, device=device)
 
         def attend(values: Tensor, dtype: torch.dtype) -> Tensor:
-            out = torch.empty_like(query, dtype=dtype)
+            out = query.new_empty(*query.shape[:2], workload.value_size, dtype=dtype)
             result: Tensor = reference.paged_attention(
                 query.to(key.dtype),
                 key,
@@ -143,11 +142,10 @@ def _attend_alone(inputs: Inputs, token: int) -> tuple[Tensor, Tensor, Tensor]:
                 length,
                 1,
                 visible,
+                scale=workload.scale,
                 out=out,
                 compute_dtype=dtype,
-                options=AttentionOptions(
-                    causal=workload.causal, sliding_window=workload.sliding_window
-                ),
+                options=inputs.options(),
             )
             return result
 
@@ -163,8 +161,11 @@ def check_write(inputs: Inputs, caches: tuple[Tensor, Tensor]) -> Finding:
     for name, new, cache in zip(
         ("key", "value"), (inputs.key, inputs.value), caches, strict=True
     ):
-        right = torch.full_like(cache, torch.nan)
-        right.flatten(0, 1)[inputs.slot_mapping] = new
+        right = torch.empty_like(cache)
+        fill_with_nan(right)
+        # bytes, because torch does not index FP8 tensors everywhere
+        slots = right.view(torch.uint8).flatten(0, 1)
+        slots[inputs.slot_mapping] = new.to(cache.dtype).view(torch.uint8)
         wrong = (right.view(torch.uint8) != cache.view(torch.uint8)).flatten(2)
         if bool(wrong.any()):
             block, offset = wrong.any(2).nonzero()[0].tolist()

@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ...contract.attention_options import AttentionOptions
 from .workloads import Workload
 
 SPARE_BLOCKS = 4
@@ -30,6 +31,8 @@ class Inputs:
         query_start_loc: [reqs + 1] int32.
         seq_lens: [reqs] int32.
         slot_mapping: [tokens] int64, of kind "write".
+        sinks: Optional. [query_heads] float32, representable in `dtype`. If None, there are none.
+        alibi_slopes: Optional. [query_heads] float32. If None, there are none.
     """
 
     workload: Workload
@@ -42,6 +45,8 @@ class Inputs:
     query_start_loc: Tensor
     seq_lens: Tensor
     slot_mapping: Tensor
+    sinks: Tensor | None = None
+    alibi_slopes: Tensor | None = None
 
     @property
     def device(self) -> torch.device:
@@ -57,12 +62,24 @@ class Inputs:
 
     def fresh(self) -> Tensor:
         """Return a new output that is poisoned with NaN."""
-        return torch.full_like(self.query, torch.nan)
+        shape = (*self.query.shape[:2], self.workload.value_size)
+        return self.query.new_full(shape, torch.nan)
+
+    def options(self) -> AttentionOptions:
+        """Return the options of the workload, without scales and without batch invariance."""
+        workload = self.workload
+        return AttentionOptions(
+            causal=workload.causal,
+            sliding_window=workload.sliding_window,
+            logits_soft_cap=workload.logits_soft_cap,
+            alibi_slopes=self.alibi_slopes,
+            sinks=self.sinks,
+        )
 
     def poison_cache(self) -> None:
         """Fill the cache with NaN, before a write."""
-        self.key_cache.fill_(torch.nan)
-        self.value_cache.fill_(torch.nan)
+        fill_with_nan(self.key_cache)
+        fill_with_nan(self.value_cache)
 
     @cached_property
     def dense(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -92,11 +109,19 @@ class Inputs:
         )
 
 
+def fill_with_nan(cache: Tensor) -> None:
+    """Fill a cache with NaN, modified in place. In both FP8 dtypes 0x7F is NaN."""
+    if cache.dtype.itemsize == 1:
+        cache.view(torch.uint8).fill_(0x7F)
+    else:
+        cache.fill_(torch.nan)
+
+
 def draw_inputs(workload: Workload, seed: int, device: torch.device | str) -> Inputs:
     """Return the tensors of a workload, all drawn from the seed."""
     generator = torch.Generator(device=device).manual_seed(seed)
     dtype, kv_dtype = workload.dtype, workload.kv_dtype
-    heads = (workload.kv_heads, workload.head_size)
+    sizes = (workload.head_size, workload.value_size)
 
     def normal(*sizes: int) -> Tensor:
         return torch.randn(sizes, dtype=dtype, device=device, generator=generator)
@@ -107,32 +132,56 @@ def draw_inputs(workload: Workload, seed: int, device: torch.device | str) -> In
     counts = [-(-kv // workload.block_size) for kv in workload.kv_lens]
     starts = torch.tensor([0, *workload.query_lens]).cumsum(0).int().to(device)
     query = normal(workload.tokens, workload.query_heads, workload.head_size)
+    if workload.query_dtype is not None:
+        query = query.to(workload.query_dtype).to(dtype)
     is_uncached = workload.kind in ("encoder", "write")
     new_tokens = workload.tokens if is_uncached else 0
-    key, value = normal(new_tokens, *heads), normal(new_tokens, *heads)
-    num_blocks = 0 if workload.kind == "encoder" else sum(counts)
+    key, value = (normal(new_tokens, workload.kv_heads, size) for size in sizes)
+    shared = workload.shared_prefix // workload.block_size
+    num_blocks = sum(counts) - shared * (len(counts) - 1)
+    num_blocks = 0 if workload.kind == "encoder" else num_blocks
     num_blocks += SPARE_BLOCKS if workload.kind == "write" else 0
-    caches = [
-        normal(num_blocks, workload.block_size, *heads).to(kv_dtype) for _ in range(2)
-    ]
+    slots_and_heads = (num_blocks, workload.block_size, workload.kv_heads)
+    key_cache = normal(*slots_and_heads, workload.head_size).to(kv_dtype)
+    if workload.kind == "latent":
+        value_cache = key_cache[..., : workload.value_size]
+    else:
+        value_cache = normal(*slots_and_heads, workload.value_size).to(kv_dtype)
     table = torch.zeros(len(counts), max(counts), dtype=torch.int32, device=device)
     slots = torch.zeros(0, dtype=torch.int64, device=device)
     if workload.kind == "write":
         slots = shuffled(num_blocks * workload.block_size)[: workload.tokens]
     elif workload.kind != "encoder":
-        blocks, begin = shuffled(num_blocks).int(), 0
+        blocks, begin = shuffled(num_blocks).int(), shared
         for row, count in zip(table, counts, strict=True):
-            row[:count] = blocks[begin : begin + count]
-            begin += count
+            row[:shared] = blocks[:shared]
+            row[shared:count] = blocks[begin : begin + count - shared]
+            begin += count - shared
+    sinks = normal(workload.query_heads).float() if workload.sinks else None
+    slopes = alibi_slopes(workload.query_heads, device) if workload.alibi else None
     return Inputs(
         workload=workload,
         query=query,
         key=key,
         value=value,
-        key_cache=caches[0],
-        value_cache=caches[1],
+        key_cache=key_cache,
+        value_cache=value_cache,
         block_table=table,
         query_start_loc=starts,
         seq_lens=torch.tensor(workload.kv_lens, dtype=torch.int32, device=device),
         slot_mapping=slots,
+        sinks=sinks,
+        alibi_slopes=slopes,
     )
+
+
+def alibi_slopes(query_heads: int, device: torch.device | str) -> Tensor:
+    """Return [query_heads] float32 slopes that fall geometrically from head to head.
+
+    Source: Press et al., "Train Short, Test Long", ICLR 2022.
+
+    Example:
+        8 heads: 1/2, 1/4, ..., 1/256.
+    """
+    heads = torch.arange(1, query_heads + 1, dtype=torch.float32, device=device)
+    return torch.exp2(-8 * heads / query_heads)

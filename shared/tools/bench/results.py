@@ -40,6 +40,9 @@ class Entry:
         host_us: Microseconds until a call returns.
         graph: Whether a captured graph was timed.
         same_work: Whether it did the same work as the other libraries.
+        within_budget: Whether its error is within the error budget. If False, it rounds more than
+            ours, and is a baseline only where the workload names it.
+        kernels: Names of the kernels that ran, if they are known.
     """
 
     status: BenchStatus = BenchStatus.NOT_RUN
@@ -50,6 +53,8 @@ class Entry:
     host_us: float | None = None
     graph: bool = False
     same_work: bool = True
+    within_budget: bool = True
+    kernels: list[str] = field(default_factory=list)
 
     @property
     def is_open(self) -> bool:
@@ -94,9 +99,15 @@ def workload_record(
     others = {
         name: each
         for name, each in entries.items()
-        if name != "ours" and each.median is not None and not meaningless
+        if not _is_ours(name) and each.median is not None and not meaningless
     }
-    best = _fastest({name: each for name, each in others.items() if each.same_work})
+    best = _fastest(
+        {
+            name: each
+            for name, each in others.items()
+            if each.same_work and each.within_budget
+        }
+    )
     found: dict[str, Any] = {
         "name": workload.name,
         "kind": workload.kind,
@@ -116,6 +127,9 @@ def workload_record(
         "ratio_to_fa3": _rounded(
             ratio(ours, others["fa3"]) if "fa3" in others else None, 4
         ),
+        "aim": None
+        if workload.aim is None
+        else _aim_record(workload, entries, best, meaningless),
         "published": None,
         "results": {
             name: _entry_record(each, workload, floor_us)
@@ -130,6 +144,30 @@ def workload_record(
     return found
 
 
+def _is_ours(name: str) -> bool:
+    """Return whether a library is ours, or a variant of it."""
+    return name.split("-")[0] == "ours"
+
+
+def _aim_record(
+    workload: Workload, entries: dict[str, Entry], best: str | None, meaningless: bool
+) -> dict[str, Any]:
+    """Return the baseline of a workload, the ratio of times to it, and whether its aim is met.
+
+    If none of the named baselines was timed, the best other implementation counts.
+    """
+    named = {name: entries[name] for name in workload.baselines if name in entries}
+    baseline = None if meaningless else _fastest(named) or best
+    found = ratio(entries["ours"], entries[baseline]) if baseline else None
+    return {
+        "named": list(workload.baselines),
+        "baseline": baseline,
+        "ratio": _rounded(found, 4),
+        "at_most": workload.aim,
+        "met": None if found is None or workload.aim is None else found <= workload.aim,
+    }
+
+
 def _fastest(entries: dict[str, Entry]) -> str | None:
     """Return the name with the smallest median, or None if nothing was timed."""
     medians = {name: each.median for name, each in entries.items()}
@@ -141,7 +179,9 @@ def _entry_record(
     entry: Entry, workload: Workload, floor_us: float | None
 ) -> dict[str, Any]:
     found: dict[str, Any] = {"status": str(entry.status)}
-    for name in ("reason", "note"):
+    if not entry.within_budget:
+        found["within_budget"] = False
+    for name in ("reason", "note", "kernels"):
         if words := getattr(entry, name):
             found[name] = words
     if entry.finding is not None:

@@ -26,6 +26,8 @@ class BenchSettings:
         limit: Optional. Seconds after which no workload is started.
         smoke: Whether the workloads are tiny. Their times have no meaning.
         fa3: Optional. The file with FlashAttention-3's operators. If None, an installed package.
+        flashmla: Optional. The same for FlashMLA's operators.
+        suite: The suite of the workloads: "standard", "extended" or "all".
     """
 
     workloads: tuple[Workload, ...]
@@ -37,6 +39,8 @@ class BenchSettings:
     limit: float | None = None
     smoke: bool = False
     fa3: str | None = None
+    flashmla: str | None = None
+    suite: str = "standard"
 
 
 def choose_settings(
@@ -49,11 +53,14 @@ def choose_settings(
     limit: float | None = None,
     smoke: bool = False,
     fa3: str | None = None,
+    flashmla: str | None = None,
+    suite: str = "standard",
 ) -> BenchSettings:
     """Return settings with defaults for everything that is None.
 
     Raises:
-        ValueError: Unknown workload or device, a number below 1, or full workloads without a GPU.
+        ValueError: Unknown suite, workload or device, a number below 1, or full workloads without
+            a GPU.
     """
     if device not in (None, "cpu", "cuda"):
         raise ValueError(f"device = {device!r}: expected cpu or cuda")
@@ -74,7 +81,7 @@ def choose_settings(
             raise ValueError(f"{name} = {number}: expected at least 1")
     if limit is not None and limit <= 0:
         raise ValueError(f"limit = {limit:g}: expected seconds, more than 0")
-    chosen = choose_workloads(names)
+    chosen = choose_workloads(names, suite)
     return BenchSettings(
         workloads=tuple(each.tiny() if smoke else each for each in chosen),
         device=device,
@@ -85,4 +92,6 @@ def choose_settings(
         limit=limit,
         smoke=smoke,
         fa3=fa3,
+        flashmla=flashmla,
+        suite=suite,
     )

@@ -6,6 +6,8 @@ from typing import Any
 from rich.table import Table
 
 Record = Mapping[str, Any]
+MANY = 16
+"""Workloads that a line of reasons names, if they are more than half of all."""
 
 
 def timed_names(record: Record) -> list[str]:
@@ -25,10 +27,16 @@ def one_line(workload: Record, meaningless: str | None) -> str:
     parts = []
     for name, entry in workload["results"].items():
         if entry["status"] == "timed":
-            parts.append(f"{name} {show_us(entry['median_us'], meaningless)}")
+            kernels = f" ({kernel_words(entry)})" if entry.get("kernels") else ""
+            parts.append(f"{name} {show_us(entry['median_us'], meaningless)}{kernels}")
         elif entry["status"] in ("wrong", "failed"):
             parts.append(f"{name} {entry['status'].upper()}: {entry['reason']}")
     return f"{workload['name']}: {', '.join(parts) or 'nothing was timed'}"
+
+
+def kernel_words(entry: Record) -> str:
+    """Return the names of the kernels that ran. Empty if they are not known."""
+    return " + ".join(entry.get("kernels", ()))
 
 
 def show_us(us: float, meaningless: str | None = None) -> str:
@@ -65,9 +73,114 @@ def result_table(record: Record) -> Table:
             table.add_column("ours / fa3", justify="right")
     if record["published"] is not None:
         table.add_column("ours / published", justify="right")
+    has_kernels = any(
+        "kernels" in each["results"]["ours"] for each in record["workloads"]
+    )
+    if has_kernels:
+        table.add_column("kernels of ours", style="dim")
     for each in record["workloads"]:
-        table.add_row(*_cells(record, each, names))
+        cells = _cells(record, each, names)
+        if has_kernels:
+            cells.append(kernel_words(each["results"]["ours"]))
+        table.add_row(*cells)
     return table
+
+
+AIM_HEADINGS = (
+    "workload",
+    "ours",
+    "baseline",
+    "us",
+    "ratio",
+    "aim",
+    "met",
+    "kernels of ours",
+)
+
+
+def aim_rows(record: Record) -> list[list[str]]:
+    """Return one row per workload that has an aim, with the columns of AIM_HEADINGS.
+
+    A baseline's time is in parentheses if its error exceeds the error budget.
+    """
+    meaningless, rows = record["meaningless"], []
+    for each in record["workloads"]:
+        aim = each.get("aim")
+        if aim is None:
+            continue
+        ours = each["results"]["ours"]
+        row = [each["name"], _cell_words(ours, meaningless)]
+        name, value = aim["baseline"], aim["ratio"]
+        if name is None:
+            row += [
+                f"none of {', '.join(aim['named'])}" if aim["named"] else "none",
+                "",
+            ]
+        else:
+            is_named = name in aim["named"] or not aim["named"]
+            row.append(
+                name if is_named else f"{name}, without {', '.join(aim['named'])}"
+            )
+            row.append(_cell_words(each["results"][name], meaningless))
+        row.append("" if value is None else f"{value:.3f}")
+        row.append(f"{aim['at_most']:.2f}")
+        row.append({True: "yes", False: "no", None: ""}[aim["met"]])
+        rows.append([*row, kernel_words(ours)])
+    return rows
+
+
+def aim_table(record: Record) -> Table | None:
+    """Return the table of ratios and aims, or None if no workload has an aim."""
+    rows = aim_rows(record)
+    if not rows:
+        return None
+    table = Table(title=aim_words(record), title_justify="left")
+    for heading in AIM_HEADINGS:
+        is_number = heading in ("ours", "us", "ratio", "aim")
+        table.add_column(heading, justify="right" if is_number else "left")
+    colors = {"yes": "green", "no": "yellow"}
+    for row in rows:
+        color = colors.get(row[6])
+        table.add_row(*row[:6], f"[{color}]{row[6]}[/]" if color else "", row[7])
+    return table
+
+
+def aim_words(record: Record) -> str:
+    """Return how many aims are met, in one sentence."""
+    aims = [each["aim"]["met"] for each in record["workloads"] if each.get("aim")]
+    compared = [met for met in aims if met is not None]
+    words = f"{sum(compared)} of {len(aims)} aims are met"
+    without = len(aims) - len(compared)
+    return f"{words}; {without} have no ratio" if without else words
+
+
+def aim_lines(record: Record) -> list[str]:
+    """Return the table of ratios and aims as lines of Markdown. Empty without an aim."""
+    rows = aim_rows(record)
+    if not rows:
+        return []
+    return [
+        f"{aim_words(record)}.",
+        "",
+        f"| {' | '.join(AIM_HEADINGS)} |",
+        "|---|---:|---|---:|---:|---:|---|---|",
+        *(f"| {' | '.join(row)} |" for row in rows),
+    ]
+
+
+def error_notes(record: Record) -> list[str]:
+    """Return the errors of libraries that were timed outside of the error budget."""
+    notes = []
+    for each in record["workloads"]:
+        ours = each["results"]["ours"].get("error")
+        for name, entry in each["results"].items():
+            if entry["status"] == "timed" and not entry.get("within_budget", True):
+                beside = "" if ours is None else f", ours {ours:.2g}"
+                notes.append(
+                    f"{name} in {each['name']}: its error exceeds the budget, because it rounds to"
+                    f" FP8; relative error {entry['error']:.2g}{beside}"
+                )
+    return notes
 
 
 def _cells(record: Record, each: Record, names: list[str]) -> list[str]:
@@ -98,10 +211,18 @@ def _cells(record: Record, each: Record, names: list[str]) -> list[str]:
 
 def _cell(entry: Record, meaningless: str | None) -> str:
     if entry["status"] == "timed":
-        return show_us(entry["median_us"], meaningless).removesuffix(" us")
+        return _cell_words(entry, meaningless)
     if entry["status"] in ("wrong", "failed"):
         return f"[bold red]{entry['status']}[/]"
     return f"[dim]{'-' if entry['status'] == 'declined' else entry['status']}[/]"
+
+
+def _cell_words(entry: Record, meaningless: str | None) -> str:
+    """Return the time of an entry, or its status. An error outside of the budget: (time)."""
+    if entry["status"] != "timed":
+        return "-" if entry["status"] == "declined" else str(entry["status"])
+    words = show_us(entry["median_us"], meaningless).removesuffix(" us")
+    return words if entry.get("within_budget", True) else f"({words})"
 
 
 def _ratio(value: float | None) -> str:
@@ -125,10 +246,19 @@ def reasons(record: Record) -> list[str]:
             elif entry["status"] == "not run":
                 key = (name, "not run", record["ended"])
                 found.setdefault(key, []).append(workload["name"])
+    every = [each["name"] for each in record["workloads"]]
     return [
-        f"{name} {status}{' in ' if where else ''}{', '.join(where)}: {reason}"
-        for (name, status, reason), where in found.items()
+        f"{name} {status}{_where(names, every)}: {reason}"
+        for (name, status, reason), names in found.items()
     ]
+
+
+def _where(names: list[str], every: list[str]) -> str:
+    """Return in which workloads, shorter if many are more than half of all."""
+    others = [each for each in every if each not in names]
+    if len(names) > MANY and len(names) > len(others):
+        return f" in all but {', '.join(others)}" if others else " in all"
+    return f" in {', '.join(names)}" if names else ""
 
 
 def ceiling_words(record: Record) -> str:
@@ -168,7 +298,9 @@ def markdown(record: Record) -> str:
     if not record["complete"]:
         lines += [f"This run is not complete: {record['ended']}.", ""]
     lines += [ceiling_words(record), "", *markdown_table(record), ""]
-    lines += [f"- {line}" for line in reasons(record)]
+    if aims := aim_lines(record):
+        lines += [*aims, ""]
+    lines += [f"- {line}" for line in [*error_notes(record), *reasons(record)]]
     if record["published"] is not None:
         lines += ["", f"Published: {record['published']['source']}."]
     lines += ["", f"Method: {record['method']}."]
@@ -189,11 +321,7 @@ def markdown_table(record: Record) -> list[str]:
         cells = [each["name"]]
         for name in names:
             entry = each["results"][name]
-            cells.append(
-                show_us(entry["median_us"], meaningless).removesuffix(" us")
-                if entry["status"] == "timed"
-                else {"declined": "-"}.get(entry["status"], entry["status"])
-            )
+            cells.append(_cell_words(entry, meaningless))
         is_shown = ours["status"] == "timed" and not meaningless
         cells.append(
             " to ".join(show_us(us).removesuffix(" us") for us in ours["quartiles_us"])

@@ -17,7 +17,15 @@ import torch
 
 from ...contract.kinds import FP8_DTYPES
 
-KINDS = ("decode", "cross", "prefill", "mixed", "encoder", "write")
+KINDS = (
+    "decode", "cross", "prefill", "mixed", "latent", "cascade", "encoder", "write"
+)  # fmt: skip
+SUITES = {
+    "standard": ("workloads.json",),
+    "extended": ("extended.json",),
+    "all": ("workloads.json", "extended.json"),
+}
+"""Files of each suite of workloads."""
 TINY_LEN = 48
 
 
@@ -27,7 +35,9 @@ class Workload:
 
     Args:
         name: Name of the workload.
-        kind: One of KINDS. "encoder" has no cache, "write" is a cache write without attention.
+        kind: One of KINDS. "encoder" has no cache, "write" is a cache write without attention. In
+            "latent" the values are the first elements of the keys. In "cascade" all requests
+            share a prefix.
         about: What it shows.
         query_lens: [reqs] new tokens of each request.
         kv_lens: [reqs] tokens of each request, the new ones included.
@@ -37,6 +47,18 @@ class Workload:
         causal: Whether a query attends only to keys up to its own position.
         sliding_window: Optional. Keys that a query attends to, its own position included. If
             None, the window is unlimited.
+        value_head_size: Optional. Elements of a value. If None, `head_size`.
+        logits_soft_cap: Optional. Cap of the scores. If None, they are not capped.
+        sinks, alibi: Whether each query head has a sink, or a slope for the distance.
+        batch_invariant: Whether ours has to be batch-invariant.
+        query_dtype: Optional. FP8 dtype that represents all queries exactly. If None, queries
+            have any values of `dtype`.
+        shared_prefix: Tokens at the start of each request that all requests share.
+        nope_head_size: Of kind "latent": elements of an expanded key without position. They and
+            the rope elements set the scale of the scores.
+        source: Where such a shape is found.
+        baselines: Implementations to compare ours with. The fastest counts. If empty, all.
+        aim: Optional. Largest ratio of our time to the baseline's that counts as met.
     """
 
     name: str
@@ -52,6 +74,50 @@ class Workload:
     kv_dtype: torch.dtype = torch.bfloat16
     causal: bool = True
     sliding_window: int | None = None
+    value_head_size: int | None = None
+    logits_soft_cap: float | None = None
+    sinks: bool = False
+    alibi: bool = False
+    batch_invariant: bool = False
+    query_dtype: torch.dtype | None = None
+    shared_prefix: int = 0
+    nope_head_size: int | None = None
+    source: str = ""
+    baselines: tuple[str, ...] = ()
+    aim: float | None = None
+
+    @property
+    def value_size(self) -> int:
+        """Elements of a value."""
+        return self.value_head_size or self.head_size
+
+    @property
+    def scale(self) -> float:
+        """The factor of the dot products.
+
+        Example:
+            A latent of 512 elements and 64 of rope, from keys of 128 elements without position:
+            (128 + 64) ** -0.5.
+        """
+        size = self.head_size
+        if self.nope_head_size is not None:
+            size = self.nope_head_size + self.head_size - self.value_size
+        return float(size**-0.5)
+
+    @property
+    def features(self) -> set[str]:
+        """What a library must support beyond a mask, a window and FP8 numbers, in words."""
+        found = {
+            "a soft cap": self.logits_soft_cap is not None,
+            "sinks": self.sinks,
+            "ALiBi": self.alibi,
+            "batch invariance": self.batch_invariant,
+            "a latent cache": self.kind == "latent",
+            "a shared prefix": self.kind == "cascade",
+            "values smaller than keys": self.kind != "latent"
+            and self.value_size != self.head_size,
+        }
+        return {name for name, is_needed in found.items() if is_needed}
 
     @property
     def tokens(self) -> int:
@@ -72,24 +138,28 @@ class Workload:
     def bytes(self) -> int:
         """Minimum of bytes moved: keys, values and queries read once, outputs written once.
 
+        A shared prefix is read once. The values of a latent cache are part of its keys.
+
         Example:
             One request, 2 new tokens of 10 in a window of 4, 2 query heads, 1 kv head of 8,
             16 bits: its queries attend to the last 5 keys, 5 * 1 * (8 + 8) * 2 = 160 bytes; queries
             and outputs are 2 * 2 * (8 + 8) * 2 = 128 more.
         """
-        row = self.kv_heads * 2 * self.head_size
+        both = self.head_size + self.value_size
+        row = self.kv_heads * (self.head_size if self.kind == "latent" else both)
         if self.kind == "write":
             return self.tokens * row * (self.dtype.itemsize + self.kv_dtype.itemsize)
         read = sum(
             min(kv, (self.sliding_window or kv) + new - 1)
             for new, kv in zip(self.query_lens, self.kv_lens, strict=True)
         )
-        rows = self.tokens * self.query_heads * 2 * self.head_size
+        read -= self.shared_prefix * (len(self.kv_lens) - 1)
+        rows = self.tokens * self.query_heads * both
         return read * row * self.kv_dtype.itemsize + rows * self.dtype.itemsize
 
     @property
     def flops(self) -> int:
-        """Minimum of operations: 4 * head_size per query head, query and visible key.
+        """Minimum of operations: 2 per element of a key or value, query head and visible key.
 
         Example:
             One request, 2 new tokens of 10 in a window of 4: each attends to 4 keys. With 2 query
@@ -99,15 +169,22 @@ class Workload:
             return 0
         pairs = 0
         for new, kv in zip(self.query_lens, self.kv_lens, strict=True):
+            if not self.causal:
+                pairs += new * kv
+                continue
             window = self.sliding_window or kv
-            for index in range(new):
-                pairs += min(kv - new + index + 1, window) if self.causal else kv
-        return 4 * self.head_size * self.query_heads * pairs
+            # the first queries see all keys up to their own position, the others a window
+            first = kv - new + 1
+            last = max(first - 1, min(kv, window))
+            pairs += (first + last) * (last - first + 1) // 2 + window * (kv - last)
+        return 2 * (self.head_size + self.value_size) * self.query_heads * pairs
 
     def tiny(self) -> "Workload":
         """Return a small version of the workload, to be run in an interpreter."""
         shown = sorted({0, len(self.kv_lens) - 1})
         group = self.query_heads // self.kv_heads
+        kv_heads = min(self.kv_heads, 2)
+        has_own_values = self.value_size != self.head_size
         return replace(
             self,
             query_lens=tuple(
@@ -115,10 +192,14 @@ class Workload:
                 for req in shown
             ),
             kv_lens=tuple(_tiny(self.kv_lens[req]) for req in shown),
-            query_heads=2 * min(group, 2),
-            kv_heads=2,
-            head_size=32,
+            query_heads=kv_heads * min(group, 2),
+            kv_heads=kv_heads,
+            head_size=48 if has_own_values else 32,
+            value_head_size=32 if has_own_values else None,
+            nope_head_size=None if self.nope_head_size is None else 32,
+            block_size=16,
             sliding_window=None if self.sliding_window is None else 16,
+            shared_prefix=min(self.shared_prefix, 32),
         )
 
 
@@ -127,11 +208,19 @@ def _tiny(length: int) -> int:
     return length if length <= 4 else min(max(length // 64, 5), TINY_LEN)
 
 
-def load_workloads() -> dict[str, Workload]:
-    """Return all workloads by name, in the order in which they are run."""
-    path = Path(__file__).with_name("workloads.json")
-    stored = json.loads(path.read_text(encoding="utf-8"))
-    found = [_parse(stored["defaults"] | each) for each in stored["workloads"]]
+def load_workloads(suite: str = "standard") -> dict[str, Workload]:
+    """Return the workloads of a suite by name, in the order in which they are run.
+
+    Raises:
+        ValueError: The suite is not one of SUITES.
+    """
+    if suite not in SUITES:
+        raise ValueError(f"suite = {suite!r}: expected {', '.join(SUITES)}")
+    found = []
+    for name in SUITES[suite]:
+        path = Path(__file__).with_name(name)
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        found += [_parse(stored["defaults"] | each) for each in stored["workloads"]]
     return {each.name: each for each in found}
 
 
@@ -140,8 +229,17 @@ def _parse(stored: dict[str, Any]) -> Workload:
         kv_lens = ragged_lens(stored["count"], **stored["ragged"])
         lens = [(1, kv) for kv in kv_lens]
     else:
-        lens = [(new, kv) for count, new, kv in stored["lens"] for _ in range(count)]
+        lens = [pair for each in stored["lens"] for pair in _lens(each)]
     assert stored["kind"] in KINDS
+    query_dtype = stored.get("query_dtype")
+    optional = {
+        name: stored[name]
+        for name in (
+            "sliding_window", "value_head_size", "logits_soft_cap", "sinks", "alibi",
+            "batch_invariant", "shared_prefix", "nope_head_size", "source", "aim",
+        )
+        if name in stored
+    }  # fmt: skip
     return Workload(
         name=stored["name"],
         kind=stored["kind"],
@@ -155,8 +253,33 @@ def _parse(stored: dict[str, Any]) -> Workload:
         dtype=getattr(torch, stored["dtype"]),
         kv_dtype=getattr(torch, stored["kv_dtype"]),
         causal=stored["causal"],
-        sliding_window=stored.get("sliding_window"),
+        query_dtype=None if query_dtype is None else getattr(torch, query_dtype),
+        baselines=tuple(stored.get("baselines", ())),
+        **optional,
     )
+
+
+def _lens(entry: list[int] | dict[str, Any]) -> list[tuple[int, int]]:
+    """Return (new tokens, keys) of the requests of one entry of `lens`.
+
+    Example:
+        [2, 1, 4096] is two requests of 1 new token and 4,096 keys.
+    """
+    if isinstance(entry, list):
+        count, new, keys = entry
+        return [(new, keys)] * count
+    count, random = entry["count"], np.random.default_rng(entry["seed"])
+
+    def draw(numbers: int | list[int]) -> list[int]:
+        if isinstance(numbers, int):
+            return [numbers] * count
+        return [int(each) for each in random.integers(*numbers, count)]
+
+    news = draw(entry["new"])
+    if "keys" in entry:
+        return list(zip(news, draw(entry["keys"]), strict=True))
+    before = draw(entry.get("before", 0))
+    return [(new, old + new) for new, old in zip(news, before, strict=True)]
 
 
 def ragged_lens(
@@ -167,13 +290,16 @@ def ragged_lens(
     return [int(length) for length in np.clip(np.round(drawn), least, most)]
 
 
-def choose_workloads(names: Sequence[str]) -> list[Workload]:
-    """Return the workloads with these names or patterns ("decode-*"). Without names, all of them.
+def choose_workloads(names: Sequence[str], suite: str = "standard") -> list[Workload]:
+    """Return the workloads of a suite with these names or patterns ("decode-*").
+
+    Without names, all of them.
 
     Raises:
-        ValueError: No workload has one of the names. The message lists similar names.
+        ValueError: The suite is unknown, or none of its workloads has one of the names. The
+            message lists similar names.
     """
-    known = load_workloads()
+    known = load_workloads(suite)
     if not names:
         return list(known.values())
     chosen: dict[str, Workload] = {}

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....contract.operations import load_implementation
 from ..inputs import Inputs
 from .library import (
     AttentionLibrary,
     Declined,
     Prepared,
+    decline_features,
     has_module,
     library_error,
 )
@@ -37,6 +39,17 @@ SETTINGS: dict[str, Any] = {
     "cp_rank": 0,
 }
 """Arguments that the operators require but that are not used here. With 0 splits, it chooses."""
+
+
+SUPPORTED = frozenset(
+    {
+        "a soft cap",
+        "sinks",
+        "a latent cache",
+        "a shared prefix",
+        "values smaller than keys",
+    }
+)
 
 
 class FlashAttention3(AttentionLibrary):
@@ -87,6 +100,9 @@ class FlashAttention3(AttentionLibrary):
             raise Declined("it does not write a cache by slots")
         if self._operators is None:
             return self._by_module(inputs)
+        decline_features(workload, SUPPORTED)
+        if workload.kind == "cascade":
+            return self._cascade(inputs)
         out = inputs.fresh()
         query, note = inputs.query, "plan prepared in advance"
         arguments: dict[str, Any] = SETTINGS | self._batch(inputs)
@@ -105,13 +121,60 @@ class FlashAttention3(AttentionLibrary):
             if workload.kind == "encoder"
             else {"k": inputs.key_cache, "v": inputs.value_cache}
         )
+        if workload.kind == "latent":
+            # the latent without position is a second query, and the latents are the values
+            rank = workload.value_size
+            query, note = inputs.query[..., rank:].contiguous(), f"{note}; query split"
+            keys["k"] = inputs.key_cache[..., rank:]
+            keys["q_v"] = inputs.query[..., :rank].contiguous()
         attend = self._bind("fwd", arguments | keys | {"q": query, "out": out})
 
         def call() -> Tensor:
             attend()
             return out
 
-        return Prepared(call, note=note)
+        return Prepared(call, note=note, rounds_more=workload.is_quantised)
+
+    def _cascade(self, inputs: Inputs) -> Prepared:
+        """Return two passes, over the shared prefix and over the rest, and our merge of both."""
+        workload, device = inputs.workload, inputs.device
+        twin: Any = load_implementation("optimized")
+        shared, out = workload.shared_prefix, inputs.fresh()
+        blocks = shared // workload.block_size
+        of_all = torch.tensor([0, workload.tokens], dtype=torch.int32, device=device)
+        prefix = {
+            "cu_seqlens_q": of_all,
+            "max_seqlen_q": workload.tokens,
+            "max_seqlen_k": shared,
+            "seqused_k": inputs.seq_lens.new_full((1,), shared),
+            "page_table": inputs.block_table[:1, :blocks],
+            "is_causal": False,
+            "batch_size": 1,
+        }
+        rest = {
+            "max_seqlen_k": inputs.max_seq_len - shared,
+            "seqused_k": inputs.seq_lens - shared,
+            "page_table": inputs.block_table[:, blocks:],
+        }
+        passes = []
+        for of_pass in (prefix, rest):
+            given = SETTINGS | self._batch(inputs) | self._plan(inputs) | of_pass
+            given["scheduler_metadata"] = self._bind("get_scheduler_metadata", given)()
+            given |= {
+                "q": inputs.query,
+                "k": inputs.key_cache,
+                "v": inputs.value_cache,
+            }
+            passes.append(self._bind("fwd", given))
+
+        def call() -> Tensor:
+            (one, one_lse), (other, other_lse) = (attend()[:2] for attend in passes)
+            twin.merge_attn_states(one, one_lse, other, other_lse, output=out)
+            return out
+
+        return Prepared(
+            call, note="plans prepared in advance; merged by our merge_attn_states"
+        )
 
     @staticmethod
     def _installed() -> str | None:
@@ -134,11 +197,15 @@ class FlashAttention3(AttentionLibrary):
             "cu_seqlens_q": inputs.query_start_loc,
             "max_seqlen_q": inputs.max_query_len,
             "max_seqlen_k": inputs.max_seq_len,
-            "softmax_scale": workload.head_size**-0.5,
+            "softmax_scale": workload.scale,
+            "softcap": workload.logits_soft_cap or 0.0,
+            "has_softcap": workload.logits_soft_cap is not None,
             "is_causal": workload.causal,
             "window_size_left": -1 if window is None else window - 1,
             "window_size_right": -1 if window is None else 0,
         }
+        if inputs.sinks is not None:
+            batch["s_aux"] = inputs.sinks.to(torch.bfloat16)
         if workload.kind == "encoder":
             return batch | {"cu_seqlens_k": inputs.query_start_loc}
         return batch | {"seqused_k": inputs.seq_lens, "page_table": inputs.block_table}
@@ -147,12 +214,14 @@ class FlashAttention3(AttentionLibrary):
     def _plan(inputs: Inputs) -> dict[str, Any]:
         """Return the arguments of the plan besides the batch."""
         workload = inputs.workload
+        # of a latent cache, the first elements of a key are its value
+        rope_beside = workload.value_size if workload.kind == "latent" else 0
         return {
             "batch_size": len(workload.kv_lens),
             "num_heads": workload.query_heads,
             "num_heads_k": workload.kv_heads,
-            "headdim": workload.head_size,
-            "headdim_v": workload.head_size,
+            "headdim": workload.head_size - rope_beside,
+            "headdim_v": workload.value_size,
             "qkv_dtype": workload.kv_dtype,
             "page_size": workload.block_size,
         }
@@ -176,12 +245,14 @@ class FlashAttention3(AttentionLibrary):
         workload = inputs.workload
         if workload.is_quantised:
             raise Declined("it supports an FP8 cache only with FP8 queries")
+        decline_features(workload, {"a soft cap"})
         window = workload.sliding_window
         lens: dict[str, Any] = {
             "cu_seqlens_q": inputs.query_start_loc,
             "max_seqlen_q": inputs.max_query_len,
             "causal": workload.causal,
             "window_size": (-1, -1) if window is None else (window - 1, 0),
+            "softcap": workload.logits_soft_cap or 0.0,
         }
         if workload.kind == "encoder":
             lens |= {

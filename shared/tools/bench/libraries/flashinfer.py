@@ -16,6 +16,7 @@ from .library import (
     AttentionLibrary,
     Declined,
     Prepared,
+    decline_features,
     has_module,
     library_error,
 )
@@ -43,6 +44,7 @@ class FlashInfer(AttentionLibrary):
         workload = inputs.workload
         if workload.kind == "write":
             raise Declined("it appends by request and position, not by slots")
+        decline_features(workload, {"a soft cap"})
         library: Any = importlib.import_module("flashinfer")
         workspace = torch.empty(
             WORKSPACE_BYTES, dtype=torch.uint8, device=inputs.device
@@ -59,7 +61,11 @@ class FlashInfer(AttentionLibrary):
                 note="plan prepared in advance",
             )
         window = workload.sliding_window
-        options = {"window_left": -1 if window is None else window - 1, **dtypes}
+        options = {
+            "logits_soft_cap": workload.logits_soft_cap or 0.0,
+            "window_left": -1 if window is None else window - 1,
+            **dtypes,
+        }
         sizes = (*heads, workload.block_size)
         blocks = _flat_blocks(inputs)
         if inputs.max_query_len == 1:

@@ -8,13 +8,15 @@ named in its note.
 import importlib.metadata
 import importlib.util
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from ..inputs import Inputs
+from ..workloads import Workload
 
 
 class Declined(NotImplementedError):
@@ -37,12 +39,15 @@ class Prepared:
         note: What was prepared in advance, or what differs from the other libraries.
         same_work: Whether it does the same work as the others. If False, it reads keys that were
             gathered for it, so its time is shown but not used as a baseline.
+        rounds_more: Whether it rounds queries or weights to FP8. A workload of an FP8 cache may
+            time it although its error exceeds the budget. The error is then shown.
     """
 
     call: Callable[[], Any]
     rows: Callable[[Any], Tensor] = unchanged
     note: str = ""
     same_work: bool = True
+    rounds_more: bool = False
 
 
 class AttentionLibrary(ABC):
@@ -70,6 +75,11 @@ class AttentionLibrary(ABC):
         except importlib.metadata.PackageNotFoundError:
             return None
 
+    @contextmanager
+    def watch(self) -> Iterator[list[str]]:
+        """Watch a call; the list holds the names of the kernels at the end, if they are known."""
+        yield []
+
     @abstractmethod
     def prepare(self, inputs: Inputs) -> Prepared:
         """Return a workload, ready to run.
@@ -77,6 +87,20 @@ class AttentionLibrary(ABC):
         Raises:
             Declined: The library does not support this workload.
         """
+
+
+def decline_features(workload: Workload, supported: Collection[str] = ()) -> None:
+    """Decline a workload that needs a feature which a library does not support here.
+
+    Args:
+        workload: The workload.
+        supported: Features that the library supports, in the words of `Workload.features`.
+
+    Raises:
+        Declined: The message names the features.
+    """
+    if lacking := sorted(workload.features.difference(supported)):
+        raise Declined(f"it does not support {' or '.join(lacking)} here")
 
 
 def library_error(name: str, error: Exception) -> str:

@@ -1,11 +1,14 @@
-"""pagetwin: the operations of `pagetwin.optimized`."""
+"""pagetwin: the operations of `pagetwin.optimized`, and two baselines that are ours too."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
-from ....contract.attention_options import AttentionOptions
 from ....contract.operations import load_implementation
 from ..inputs import Inputs
-from .library import AttentionLibrary, Prepared
+from .launches import watch_launches
+from .library import AttentionLibrary, Declined, Prepared
 
 
 class Ours(AttentionLibrary):
@@ -13,9 +16,15 @@ class Ours(AttentionLibrary):
 
     name, title = "ours", "pagetwin"
 
+    @contextmanager
+    def watch(self) -> Iterator[list[str]]:
+        with watch_launches(load_implementation("optimized")) as found:
+            yield found
+
     def prepare(self, inputs: Inputs) -> Prepared:
         workload = inputs.workload
         twin: Any = load_implementation("optimized")
+        scale = 1.0 if workload.is_quantised else None
         if workload.kind == "write":
             return Prepared(
                 lambda: twin.reshape_and_cache(
@@ -24,6 +33,8 @@ class Ours(AttentionLibrary):
                     inputs.key_cache,
                     inputs.value_cache,
                     inputs.slot_mapping,
+                    scale,
+                    scale,
                 )
             )
         out = inputs.fresh()
@@ -41,15 +52,21 @@ class Ours(AttentionLibrary):
                     out=out,
                 )
             )
-        scale = 1.0 if workload.is_quantised else None
-        options = AttentionOptions(
-            causal=workload.causal,
-            sliding_window=workload.sliding_window,
+        options = replace(
+            inputs.options(),
             k_scale=scale,
             v_scale=scale,
+            batch_invariant=workload.batch_invariant,
         )
+        attend, note = twin.paged_attention, ""
+        if workload.kind == "cascade":
+            attend, lens = twin.cascade_attention, (*lens, workload.shared_prefix)
+        arguments: dict[str, Any] = {"out": out, "options": options}
+        if workload.kind == "latent":
+            arguments["scale"] = workload.scale
+            note = "attention over latents alone, without the projections around it"
         return Prepared(
-            lambda: twin.paged_attention(
+            lambda: attend(
                 inputs.query,
                 inputs.key_cache,
                 inputs.value_cache,
@@ -57,7 +74,41 @@ class Ours(AttentionLibrary):
                 inputs.query_start_loc,
                 inputs.seq_lens,
                 *lens,
-                out=out,
-                options=options,
+                **arguments,
+            ),
+            note=note,
+        )
+
+
+class OursPlain(Ours):
+    """Ours without `batch_invariant`: what batch invariance costs."""
+
+    name, title = "ours-plain", "pagetwin without batch_invariant"
+
+    def prepare(self, inputs: Inputs) -> Prepared:
+        if self.name not in inputs.workload.baselines:
+            raise Declined("the workload does not name it as a baseline")
+        workload = replace(inputs.workload, batch_invariant=False)
+        return super().prepare(replace(inputs, workload=workload))
+
+
+class OursUnquantised(Ours):
+    """Ours with the numbers of an FP8 cache in a 16-bit cache: what reading FP8 costs or gains."""
+
+    name, title = "ours-bf16", "pagetwin, cache in bf16"
+
+    def prepare(self, inputs: Inputs) -> Prepared:
+        workload = inputs.workload
+        if self.name not in workload.baselines:
+            raise Declined("the workload does not name it as a baseline")
+        caches = [
+            each.to(workload.dtype) for each in (inputs.key_cache, inputs.value_cache)
+        ]
+        return super().prepare(
+            replace(
+                inputs,
+                workload=replace(workload, kv_dtype=workload.dtype),
+                key_cache=caches[0],
+                value_cache=caches[1],
             )
         )

@@ -1,22 +1,40 @@
 """Registry: every attention library that the benchmark can call, ours first."""
 
 from .flash_attention_3 import FlashAttention3
+from .flash_mla import FlashMLA
 from .flashinfer import FlashInfer
 from .library import AttentionLibrary
-from .ours import Ours
+from .ours import Ours, OursPlain, OursUnquantised
+from .torch_index import TorchIndex
 from .torch_sdpa import TorchAttention
 from .vllm_triton import VLLMTriton
 from .xformers_split_k import XFormers
 
 
-def all_libraries(device: str, fa3: str | None = None) -> list[AttentionLibrary]:
+def all_libraries(
+    device: str,
+    fa3: str | None = None,
+    flashmla: str | None = None,
+    suite: str = "standard",
+) -> list[AttentionLibrary]:
     """Return all libraries, installed or not, ours first.
 
     Args:
         device: "cuda" or "cpu".
         fa3: Optional. The file with FlashAttention-3's operators, as vLLM ships it. If None, an
             installed package is used.
+        flashmla: Optional. The same for FlashMLA's operators.
+        suite: Suite of workloads. The standard suite has no workload of FlashMLA, and does not
+            compare ours with itself.
     """
+    beyond: list[AttentionLibrary] = []
+    if suite != "standard":
+        beyond = [
+            OursPlain(device),
+            OursUnquantised(device),
+            FlashMLA(device, flashmla),
+            TorchIndex(device),
+        ]
     return [
         Ours(device),
         FlashAttention3(device, fa3),
@@ -25,23 +43,25 @@ def all_libraries(device: str, fa3: str | None = None) -> list[AttentionLibrary]
         XFormers(device),
         TorchAttention(device, "FLASH_ATTENTION", "torch-flash", "torch, flash"),
         TorchAttention(device, "CUDNN_ATTENTION", "torch-cudnn", "torch, cuDNN"),
+        *beyond,
     ]
 
 
 def choose_libraries(
     libraries: list[AttentionLibrary], names: list[str]
 ) -> list[AttentionLibrary]:
-    """Return the libraries with these names. Ours is always included.
+    """Return the libraries with these names. Ours and its variants are always included.
 
     Args:
         libraries: All libraries.
-        names: Names of libraries. "torch" means both of torch's. If empty, all are returned.
+        names: Names of libraries. "torch" means all of torch's, "ours" also the variants of ours
+            that are baselines. If empty, all are returned.
 
     Raises:
         ValueError: No library has one of the names.
     """
     known = [each.name for each in libraries]
-    chosen = {"ours"}
+    chosen = {each for each in known if each.split("-")[0] == "ours"}
     for name in names:
         found = [each for each in known if each == name or each.startswith(f"{name}-")]
         if not found:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..inputs import Inputs
-from .library import AttentionLibrary, Declined, Prepared
+from .library import AttentionLibrary, Declined, Prepared, decline_features
 
 
 class TorchAttention(AttentionLibrary):
@@ -40,6 +40,7 @@ class TorchAttention(AttentionLibrary):
         workload = inputs.workload
         if workload.kind == "write":
             raise Declined("torch has no paged cache to write to")
+        decline_features(workload)
         if workload.is_ragged:
             raise Declined(
                 "it takes dense batches, and these requests differ in length"

@@ -16,6 +16,7 @@ from .library import (
     AttentionLibrary,
     Declined,
     Prepared,
+    decline_features,
     has_module,
     library_error,
 )
@@ -52,6 +53,7 @@ class VLLMTriton(AttentionLibrary):
             raise Declined("its kernel requires a paged cache")
         if not workload.causal and inputs.max_query_len > 1:
             raise Declined("its kernel supports causal attention only")
+        decline_features(workload, {"a soft cap", "sinks", "ALiBi"})
         attend: Any = importlib.import_module(ATTEND).unified_attention
         out, device = inputs.fresh(), inputs.device
         reqs, window = len(workload.kv_lens), workload.sliding_window
@@ -71,7 +73,9 @@ class VLLMTriton(AttentionLibrary):
             "causal": True,  # for one new token both settings are the same
             "window_size": (-1, -1) if window is None else (window - 1, 0),
             "block_table": inputs.block_table,
-            "softcap": 0.0,
+            "softcap": workload.logits_soft_cap or 0.0,
+            "sinks": inputs.sinks,
+            "alibi_slopes": inputs.alibi_slopes,
             "q_descale": None,
             "k_descale": scales,
             "v_descale": scales,
@@ -106,7 +110,7 @@ class VLLMTriton(AttentionLibrary):
                 inputs.value,
                 *caches,
                 inputs.slot_mapping,
-                "auto",
+                "fp8" if inputs.workload.is_quantised else "auto",
                 one,
                 one,
             )

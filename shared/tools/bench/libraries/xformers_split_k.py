@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from ..inputs import Inputs
-from .library import AttentionLibrary, Declined, Prepared, has_module, library_error
+from .library import (
+    AttentionLibrary,
+    Declined,
+    Prepared,
+    decline_features,
+    has_module,
+    library_error,
+)
 
 TILE_SIZES = (64, 32, 16)
 
@@ -35,6 +42,7 @@ class XFormers(AttentionLibrary):
         workload = inputs.workload
         if workload.kind not in ("decode", "cross", "mixed"):
             raise Declined("its paged operator is for decodes")
+        decline_features(workload)
         if inputs.max_query_len > 1:
             raise Declined("its paged mask here has one new token per request")
         if workload.is_quantised:
