@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from pagetwin.contract.attention_options import AttentionOptions
+from pagetwin.contract.operations import load_implementation
 from pagetwin.tools.bench import Benchmark, choose_settings, load_workloads
 from pagetwin.tools.bench.accuracy import (
     Finding,
@@ -24,6 +25,8 @@ from pagetwin.tools.bench.ceilings import Ceilings
 from pagetwin.tools.bench.inputs import draw_inputs
 from pagetwin.tools.bench.libraries import all_libraries, choose_libraries
 from pagetwin.tools.bench.libraries.flash_attention_3 import FlashAttention3
+from pagetwin.tools.bench.libraries.flash_mla import FlashMLA
+from pagetwin.tools.bench.libraries.launches import watch_launches
 from pagetwin.tools.bench.libraries.library import (
     AttentionLibrary,
     Declined,
@@ -33,7 +36,7 @@ from pagetwin.tools.bench.libraries.ours import Ours
 from pagetwin.tools.bench.results import BenchStatus, Entry, ratio, workload_record
 from pagetwin.tools.bench.run import DeviceLost
 from pagetwin.tools.bench.settings import BenchSettings
-from pagetwin.tools.bench.tables import markdown, reasons
+from pagetwin.tools.bench.tables import aim_table, error_notes, markdown, reasons
 from pagetwin.tools.bench.timing import Stopwatch, captured, quartiles, time_interleaved
 from pagetwin.tools.bench.workloads import Workload, best_published, published_figures
 from pagetwin.tools.cli import USER_ERROR, app
@@ -69,7 +72,7 @@ def run(*words: object) -> Any:
 
 
 def small(name: str) -> Workload:
-    return load_workloads()[name].tiny()
+    return load_workloads("all")[name].tiny()
 
 
 def settings_of(*names: str, **others: Any) -> BenchSettings:
@@ -98,10 +101,8 @@ class Plain(AttentionLibrary):
                     *batch,
                     *lens,
                     out=out,
-                    options=AttentionOptions(
-                        causal=inputs.workload.causal,
-                        sliding_window=inputs.workload.sliding_window,
-                    ),
+                    scale=inputs.workload.scale,
+                    options=inputs.options(),
                 )
             )
         )
@@ -222,6 +223,55 @@ def test_published_figures_are_of_one_gpu_and_leave_out_what_is_inaccurate() -> 
     assert stored["source"] == "NVIDIA H200, torch 2.11+cu130, Triton 3.6, 2026-11-20"
 
 
+def test_the_extended_suite_has_baselines_and_aims_and_no_standard_workload() -> None:
+    standard, extended = (load_workloads(each) for each in ("standard", "extended"))
+    assert len(extended) == 34 and not standard.keys() & extended.keys()
+    assert list(load_workloads("all")) == [*standard, *extended]
+    libraries = {each.name for each in all_libraries("cpu", suite="extended")}
+    for each in extended.values():
+        assert each.aim is not None and 0.5 <= each.aim <= 1.1, each.name
+        assert set(each.baselines) <= libraries, each.name
+        assert each.about and each.source, each.name
+    assert all(each.aim is None for each in standard.values())
+
+
+def test_the_drawn_lengths_of_the_extended_suite_are_those_of_their_generators() -> (
+    None
+):
+    workloads = load_workloads("extended")
+    short = np.random.default_rng(1).integers(30, 700, 48).tolist()
+    assert list(workloads["prefill-48-short"].kv_lens) == short
+    assert list(workloads["prefill-48-short"].query_lens) == short
+    encoder = np.random.default_rng(2).integers(200, 2000, 24).tolist()
+    assert list(workloads["encoder-24-ragged"].kv_lens) == encoder
+    mixed = workloads["mixed-100+6"]
+    decodes = np.random.default_rng(3).integers(512, 12288, 100).tolist()
+    assert list(mixed.kv_lens[:100]) == decodes and set(mixed.query_lens[:100]) == {1}
+    random = np.random.default_rng(4)
+    news, before = random.integers(256, 1024, 6), random.integers(0, 6144, 6)
+    assert list(mixed.query_lens[100:]) == news.tolist()
+    assert list(mixed.kv_lens[100:]) == (news + before).tolist()
+
+
+def test_bytes_and_operations_of_the_extended_suite_are_those_counted_by_hand() -> None:
+    workloads = load_workloads("extended")
+    latent = workloads["mla-decode-128h-32x8k"]
+    assert latent.bytes == 32 * (8192 * 576 * 2 + 128 * (576 + 512) * 2)
+    assert latent.flops == 32 * 8192 * 128 * 2 * (576 + 512)
+    assert latent.scale == pytest.approx(192**-0.5)
+    cascade = workloads["cascade-128x4k+256"]
+    assert cascade.bytes == (4096 + 128 * 256) * 8 * 256 * 2 + 128 * 32 * 256 * 2
+    assert cascade.flops == 128 * 4352 * 32 * 4 * 128
+    wide = workloads["prefill-1x8k-d192-v128"]
+    assert wide.flops == 8192 * 8193 // 2 * 32 * 2 * (192 + 128)
+    assert wide.bytes == 8192 * 32 * (192 + 128) * 2 * 2
+    window = workloads["prefill-1x24k-swa2k"]
+    seen = sum(min(position + 1, 2048) for position in range(24576))
+    assert window.flops == seen * 32 * 4 * 128
+    write = workloads["write-24k-fp8"]
+    assert write.bytes == 24576 * 8 * 256 * (2 + 1)
+
+
 # inputs and judging
 
 
@@ -241,6 +291,23 @@ def test_inputs_are_drawn_from_their_seed_and_scatter_the_blocks() -> None:
     assert owned != sorted(owned)
 
 
+def test_requests_of_a_cascade_share_the_blocks_of_their_prefix_and_no_other() -> None:
+    workload = small("cascade-128x4k+256")
+    inputs = draw_inputs(workload, 1, "cpu")
+    shared = workload.shared_prefix // workload.block_size
+    one, other = (row.tolist() for row in inputs.block_table)
+    assert one[:shared] == other[:shared]
+    assert not set(one[shared:]) & set(other[shared:])
+    assert sorted({*one, *other}) == list(range(len(inputs.key_cache)))
+
+
+def test_queries_of_an_fp8_workload_are_numbers_of_fp8() -> None:
+    query = draw_inputs(small("prefill-1x16k-fp8-vs-fa3"), 1, "cpu").query
+    assert torch.equal(query.to(torch.float8_e4m3fn).to(query.dtype), query)
+    query = draw_inputs(small("prefill-1x16k-fp8"), 1, "cpu").query
+    assert not torch.equal(query.to(torch.float8_e4m3fn).to(query.dtype), query)
+
+
 def test_rows_are_judged_all_over_a_batch() -> None:
     for name, workload in load_workloads().items():
         rows = choose_rows(workload)
@@ -255,7 +322,18 @@ def test_rows_are_judged_all_over_a_batch() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["decode-256-ragged", "decode-64x4k-swa", "cross-64x1500", "mixed-128x4k+2k"],
+    [
+        "decode-256-ragged",
+        "decode-64x4k-swa",
+        "cross-64x1500",
+        "mixed-128x4k+2k",
+        "prefill-4x3k-sinks-swa256-d64",
+        "prefill-2x4k-alibi",
+        "prefill-1x6k-cap30-d256",
+        "prefill-1x8k-d192-v128",
+        "mla-verify-q2-128h-64x4k",
+        "cascade-128x4k+256",
+    ],
 )
 def test_a_row_alone_is_right_as_it_is_in_its_batch(name: str) -> None:
     inputs = draw_inputs(small(name), 3, "cpu")
@@ -276,12 +354,13 @@ def test_a_row_that_was_not_written_is_found_wherever_it_is() -> None:
     assert not found.ok and found.message.startswith(f"row {row} ")
 
 
-def test_a_write_is_judged_by_every_byte() -> None:
-    inputs = draw_inputs(small("write-8k"), 0, "cpu")
+@pytest.mark.parametrize("name", ["write-8k", "write-24k-fp8"])
+def test_a_write_is_judged_by_every_byte(name: str) -> None:
+    inputs = draw_inputs(small(name), 0, "cpu")
     inputs.poison_cache()
     rows = inputs.key_cache.flatten(0, 1), inputs.value_cache.flatten(0, 1)
-    rows[0][inputs.slot_mapping] = inputs.key
-    rows[1][inputs.slot_mapping] = inputs.value
+    rows[0][inputs.slot_mapping] = inputs.key.to(rows[0].dtype)
+    rows[1][inputs.slot_mapping] = inputs.value.to(rows[1].dtype)
     caches = (inputs.key_cache, inputs.value_cache)
     assert check_write(inputs, caches).ok
     nobodys = next(
@@ -377,6 +456,45 @@ def test_a_smoke_run_does_every_workload_right(smoke: Any) -> None:
         assert ours["status"] == "timed", each["name"]
         assert ours["share_of_budget"] <= 1
         assert ours["median_us"] > 0
+
+
+@pytest.fixture(scope="module")
+def extended_smoke(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return a smoke run of the extended suite: what it printed, and its record."""
+    file = tmp_path_factory.mktemp("extended") / "record.json"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        result = run(
+            *("--smoke", "--device", "cpu", "--suite", "extended", "--json", file),
+            *("--implementations", "fa3,flashmla,torch-index", "--repeats", 1),
+        )
+    return SimpleNamespace(result=result, record=json.loads(file.read_text()))
+
+
+def test_a_smoke_run_does_every_extended_workload_right(extended_smoke: Any) -> None:
+    assert extended_smoke.result.exit_code == 0, extended_smoke.result.output
+    record = extended_smoke.record
+    workloads = load_workloads("extended")
+    assert [each["name"] for each in record["workloads"]] == list(workloads)
+    for each in record["workloads"]:
+        ours = each["results"]["ours"]
+        assert ours["status"] == "timed" and ours["share_of_budget"] <= 1, each["name"]
+        for name in workloads[each["name"]].baselines:
+            status = each["results"].get(name, {}).get("status")
+            assert status == ("timed" if name.startswith("ours") else status)
+        if each["kind"] == "write":
+            assert each["results"]["torch-index"]["status"] == "timed"
+            assert "kernels" not in ours
+        else:
+            assert all(kernel.startswith("portable ") for kernel in ours["kernels"])
+
+
+def test_a_smoke_run_prints_kernels_and_aims(extended_smoke: Any) -> None:
+    output = extended_smoke.result.output
+    assert "0 of 34 aims are met; 34 have no ratio" in output
+    assert "ours-bf16 declined in all but prefill-1x16k-fp8" in output
+    (line,) = (each for each in output.splitlines() if each.startswith("mixed-100+6:"))
+    assert line.endswith("(portable decode + portable prefill)")
 
 
 def test_a_smoke_run_says_that_its_times_mean_nothing(smoke: Any) -> None:
@@ -672,6 +790,51 @@ def test_a_lost_device_ends_the_run_and_names_who_lost_it(
         run._check_device("raises", run.settings.workloads[0])
 
 
+def test_kernels_are_named_by_the_plans_that_were_launched() -> None:
+    """The plan cache of other calls keeps its plans."""
+    from pagetwin.optimized.launch import dispatch
+
+    twin = load_implementation("optimized")
+    cached = dispatch.PLANS
+    for name, kernels in (
+        ("decode-16x512", ["portable decode"]),
+        ("prefill-8x2k", ["portable prefill"]),
+        ("write-8k", []),
+    ):
+        library = Ours("cpu")
+        prepared = library.prepare(draw_inputs(small(name), 0, "cpu"))
+        with library.watch() as found:
+            prepared.call()
+        assert found == kernels, name
+    with pytest.raises(RuntimeError), watch_launches(twin):
+        raise RuntimeError
+    assert dispatch.PLANS is cached
+
+
+class RoundsToFP8(Plain):
+    name = "coarse"
+
+    def prepare(self, inputs: Any) -> Prepared:
+        return dataclasses.replace(super().prepare(inputs), rounds_more=True)
+
+    def change(self, out: torch.Tensor) -> torch.Tensor:
+        return out.mul_(1.08)
+
+
+def test_a_baseline_that_rounds_to_fp8_is_timed_where_its_error_is_shown() -> None:
+    """The standard suite has no aims, and does not time it."""
+    everyone = [AsOurs("cpu"), RoundsToFP8("cpu"), Scales("cpu")]
+    names = ("decode-16x512", "decode-2x2k")
+    record = Benchmark(settings_of(*names, suite="all"), everyone).run()
+    standard, extended = (each["results"] for each in record["workloads"])
+    assert standard["coarse"]["status"] == "wrong"
+    assert extended["coarse"]["status"] == "timed"
+    assert extended["coarse"]["within_budget"] is False
+    assert extended["scales"]["status"] == "wrong"
+    (note,) = error_notes(record)
+    assert "coarse in decode-2x2k" in note and "relative error 0.08" in note
+
+
 # a record of a GPU, which there is none of here
 
 
@@ -734,6 +897,39 @@ def test_ratios_stand_beside_the_best_peer_and_beside_what_was_published(
     assert "reading 4,000 GB/s" in page
 
 
+@pytest.mark.parametrize(
+    ("name", "times", "baseline", "ratio", "met"),
+    [
+        (
+            "mla-decode-128h-32x8k",
+            {"fa3": 200.0, "flashmla": 125.0},
+            "flashmla",
+            0.8,
+            True,
+        ),
+        ("prefill-2x4k-d96", {"fa3": 80.0, "torch-flash": 50.0}, "fa3", 1.25, False),
+        ("prefill-2x4k-alibi", {"flashinfer": 200.0}, "flashinfer", 0.5, True),
+        ("decode-2x2k", {"fa3": 100.0, "vllm": 101.0}, "fa3", 1.0, True),
+        ("invariant-decode-64x4k", {"ours-plain": 80.0}, "ours-plain", 1.25, False),
+        ("prefill-1x6k-cap30-d256", {}, None, None, None),
+    ],
+)
+def test_a_ratio_is_compared_with_the_aim(
+    name: str, times: dict[str, float], baseline: str, ratio: float, met: bool
+) -> None:
+    """Against the fastest of the named baselines, or against the best if none was timed."""
+    entries = {
+        library: Entry(
+            BenchStatus.TIMED, rounds=[[us] * 3], same_work=library != "torch-flash"
+        )
+        for library, us in ({"ours": 100.0} | times).items()
+    }
+    workload = load_workloads("extended")[name]
+    found = workload_record(workload, entries, [1], CEILINGS, None)["aim"]
+    assert (found["baseline"], found["ratio"], found["met"]) == (baseline, ratio, met)
+    assert found["at_most"] == workload.aim
+
+
 def test_a_record_of_a_gpu_is_drawn_with_its_roofline(
     gpu_record: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -761,6 +957,35 @@ def test_the_page_shows_the_newest_record_or_says_that_there_is_none(
     assert "NVIDIA H200" in page and "| decode-64x4k | 260 | 265 | 200 |" in page
     assert all(name in bench_table.bench_workloads() for name in NAMES)
     assert "(176)" in bench_table.bench_published()
+    assert "`mla-decode-16h-256x1k`" in bench_table.bench_extended_workloads()
+
+
+def test_the_page_shows_the_aims_of_the_extended_record(
+    gpu_record: dict[str, Any], tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "docs" / "hooks"))
+    import bench_table
+
+    assert "No run of the extended suite" in bench_table.bench_extended(tmp_path)
+    assert aim_table(gpu_record) is None
+    entries = {
+        "ours": Entry(BenchStatus.TIMED, rounds=[[90.0]], kernels=["sm90 prefill"]),
+        "fa3": Entry(
+            BenchStatus.TIMED,
+            rounds=[[100.0]],
+            finding=Finding(False, share=9.0, error=0.04),
+            within_budget=False,
+        ),
+    }
+    workload = load_workloads("extended")["prefill-1x16k-fp8-vs-fa3"]
+    made = workload_record(workload, entries, [1], CEILINGS, None)
+    file = tmp_path / "2026-11-22-a-bench-extended.json"
+    file.write_text(json.dumps(gpu_record | {"workloads": [made]}))
+    page = bench_table.bench_extended(tmp_path)
+    row = "90.0 | fa3 | (100) | 0.900 | 1.00 | yes | sm90 prefill |"
+    assert f"| prefill-1x16k-fp8-vs-fa3 | {row}" in page
+    assert "1 of 1 aims are met." in page and "relative error 0.04" in page
+    assert bench_table.bench_table(tmp_path) == "*No run is recorded yet.*"
 
 
 # a peer that is not here
@@ -807,6 +1032,141 @@ def test_arguments_of_flash_attention_3_go_by_their_names() -> None:
     scale, causal, left, right, cap, metadata, splits = seen["rest"]
     assert (causal, left, right, cap, splits) == (True, -1, -1, 0.0, 0)
     assert scale == pytest.approx(32**-0.5) and metadata is not None
+
+
+@pytest.fixture
+def operators_of_flash_attention_3() -> Any:
+    """Return operators with FlashAttention-3's arguments, computed by the reference."""
+    from pagetwin.reference.attention.paged import paged_attention
+
+    library = torch.library.Library("pagetwin_option_fa3", "DEF")
+    library.define(
+        "fwd(Tensor q, Tensor k, Tensor v, Tensor? q_v, Tensor? out, Tensor? cu_seqlens_q,"
+        " Tensor? seqused_k, int? max_seqlen_q, int? max_seqlen_k, Tensor? page_table,"
+        " float softmax_scale, bool is_causal, int window_size_left, float softcap, Tensor?"
+        " s_aux) -> Tensor[]"
+    )
+    library.define(
+        "get_scheduler_metadata(int batch_size, int headdim, int headdim_v, bool has_softcap)"
+        " -> Tensor"
+    )
+    plans: list[tuple[Any, ...]] = []
+
+    def fwd(
+        q,
+        k,
+        v,
+        q_v,
+        out,
+        starts,
+        lens,
+        most_q,
+        most_k,
+        table,
+        scale,
+        causal,
+        left,
+        cap,
+        sinks,
+    ):  # type: ignore[no-untyped-def]
+        if q_v is not None:
+            q, k = torch.cat([q_v, q], -1), torch.cat([v, k], -1)
+        lse = torch.empty(q.shape[1], q.shape[0])
+        options = AttentionOptions(
+            causal=causal,
+            sliding_window=None if left < 0 else left + 1,
+            logits_soft_cap=cap or None,
+            sinks=None if sinks is None else sinks.float(),
+        )
+        found = paged_attention(
+            q, k, v, table, starts, lens, most_q, most_k, scale, lse=lse, options=options,
+            out=q.new_empty(*q.shape[:2], v.shape[-1]),
+        )  # fmt: skip
+        if out is not None:
+            out.copy_(found)
+        return [found, lse]
+
+    def plan(*given: Any) -> torch.Tensor:
+        plans.append(given)
+        return torch.zeros(1)
+
+    library.impl("fwd", fwd, "CPU")
+    library.impl("get_scheduler_metadata", plan, "CompositeExplicitAutograd")
+    yield SimpleNamespace(library=library, plans=plans)
+
+
+@pytest.mark.parametrize(
+    ("name", "planned"),
+    [
+        ("prefill-4x3k-sinks-swa256-d64", [(2, 32, 32, False)]),
+        ("prefill-1x6k-cap30-d256", [(1, 32, 32, True)]),
+        ("prefill-1x8k-d192-v128", [(1, 48, 32, False)]),
+        ("mla-verify-q2-128h-64x4k", [(2, 16, 32, False)]),
+        ("cascade-128x4k+256", [(1, 32, 32, False), (2, 32, 32, False)]),
+    ],
+)
+def test_flash_attention_3_gets_the_options_of_a_workload(
+    operators_of_flash_attention_3: Any, name: str, planned: list[Any]
+) -> None:
+    peer = FlashAttention3("cpu")
+    peer._operators = torch.ops.pagetwin_option_fa3
+    inputs = draw_inputs(small(name), 0, "cpu")
+    prepared = peer.prepare(inputs)
+    found = find_expected(inputs).check(prepared.call(), torch.bfloat16)
+    assert found.ok, found.message
+    assert operators_of_flash_attention_3.plans == planned
+
+
+@pytest.mark.parametrize(
+    ("name", "lacking"),
+    [("prefill-2x4k-alibi", "ALiBi"), ("invariant-decode-64x4k", "batch invariance")],
+)
+def test_flash_attention_3_declines_what_it_lacks(name: str, lacking: str) -> None:
+    peer = FlashAttention3("cpu")
+    peer._operators = torch.ops
+    with pytest.raises(Declined, match=f"does not support {lacking} here"):
+        peer.prepare(draw_inputs(small(name), 0, "cpu"))
+
+
+def test_flashmla_reuses_the_schedule_of_its_first_call() -> None:
+    from pagetwin.reference.attention.paged import paged_attention
+
+    library = torch.library.Library("pagetwin_fake_flashmla", "DEF")
+    library.define(
+        "dense_decode_fwd(Tensor q, Tensor kcache, int head_size_v, Tensor seqlens_k, Tensor"
+        " block_table, float softmax_scale, bool is_causal, Tensor? metadata, Tensor?"
+        " num_splits, Tensor? out) -> (Tensor, Tensor, Tensor, Tensor)"
+    )
+    plans: list[Any] = []
+
+    def decode(q, cache, size, lens, table, scale, causal, metadata, splits, out):  # type: ignore[no-untyped-def]
+        plans.append((metadata, splits))
+        reqs, new = q.shape[:2]
+        rows = q.flatten(0, 1)
+        starts = torch.arange(reqs + 1, dtype=torch.int32) * new
+        found = paged_attention(
+            rows, cache, cache[..., :size], table, starts, lens, new, int(lens.max()), scale,
+            out=rows.new_empty(*rows.shape[:2], size), options=AttentionOptions(causal=causal),
+        )  # fmt: skip
+        return (
+            found.view(reqs, new, -1, size),
+            torch.zeros(1),
+            torch.ones(1),
+            torch.ones(2),
+        )
+
+    library.impl("dense_decode_fwd", decode, "CPU")
+    peer = FlashMLA("cpu")
+    peer._decode = torch.ops.pagetwin_fake_flashmla.dense_decode_fwd
+    inputs = draw_inputs(small("mla-verify-q2-128h-64x4k"), 0, "cpu")
+    prepared = peer.prepare(inputs)
+    out = prepared.rows(prepared.call())
+    found = find_expected(inputs).check(out, torch.bfloat16)
+    assert found.ok, found.message
+    assert plans[0] == (None, None)
+    assert [each.shape for each in plans[1]] == [(1,), (2,)]
+    with pytest.raises(Declined, match="latent decodes only"):
+        peer.prepare(draw_inputs(small("decode-16x512"), 0, "cpu"))
 
 
 def test_an_operator_that_wants_what_nobody_knows_is_declined() -> None:
@@ -897,6 +1257,8 @@ def test_without_a_gpu_full_workloads_are_refused_and_smoke_is_named() -> None:
         (("--json", "nowhere/record.json"), "json = nowhere/record.json"),
         (("--plot", "plot.pdf"), "plot = plot.pdf"),
         (("--fa3", "nowhere.so"), "fa3 = nowhere.so"),
+        (("--flashmla", "nowhere.so"), "flashmla = nowhere.so"),
+        (("--suite", "both"), "suite = 'both': expected standard, extended, all"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_measured(

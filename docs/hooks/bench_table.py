@@ -7,7 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from pagetwin.tools.bench.plot import write_plots
-from pagetwin.tools.bench.tables import ceiling_words, markdown_table, reasons
+from pagetwin.tools.bench.tables import (
+    aim_lines,
+    ceiling_words,
+    error_notes,
+    markdown_table,
+    reasons,
+)
 from pagetwin.tools.bench.workloads import (
     best_published,
     load_workloads,
@@ -15,13 +21,14 @@ from pagetwin.tools.bench.workloads import (
 )
 
 FOLDER = Path(__file__).parents[2] / "tests" / "records"
+EXTENDED = "bench-extended"
 NOTHING = "*No run is recorded yet.*"
 
 
-def newest_record(folder: Path = FOLDER) -> dict[str, Any] | None:
-    """Return the newest record, or None."""
+def newest_record(folder: Path = FOLDER, name: str = "bench") -> dict[str, Any] | None:
+    """Return the newest record of the standard suite ("bench"), or of another, or None."""
     # each name starts with a date
-    files = sorted(folder.glob("*-bench.json"))
+    files = sorted(folder.glob(f"*-{name}.json"))
     if not files:
         return None
     record: dict[str, Any] = json.loads(files[-1].read_text(encoding="utf-8"))
@@ -56,6 +63,30 @@ def bench_table(folder: Path = FOLDER) -> str:
     record = newest_record(folder)
     if record is None:
         return NOTHING
+    parts = [
+        _conditions(record),
+        "\n".join(markdown_table(record)),
+        "\n".join(f"- {_plain(line)}" for line in reasons(record)),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def bench_extended(folder: Path = FOLDER) -> str:
+    """Return the newest record of the extended suite: ratios and aims, or that there is none."""
+    record = newest_record(folder, EXTENDED)
+    if record is None:
+        return "*No run of the extended suite is recorded yet.*"
+    notes = [*error_notes(record), *reasons(record)]
+    parts = [
+        _conditions(record),
+        "\n".join(aim_lines(record)),
+        "\n".join(f"- {_plain(line)}" for line in notes),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _conditions(record: dict[str, Any]) -> str:
+    """Return machine, versions, rounds and ceilings of a record, and what limits its use."""
     machine = record["machine"]
     commit = (machine["commit"] or "unknown").split(",")[0][:12]
     parts = [
@@ -69,13 +100,11 @@ def bench_table(folder: Path = FOLDER) -> str:
         parts.append(f"This run is not complete: {record['ended']}.")
     if record["meaningless"]:
         parts.append("These are tiny workloads; their times have no meaning.")
-    parts.append("\n".join(markdown_table(record)))
-    parts.append("\n".join(f"- {_plain(line)}" for line in reasons(record)))
-    return "\n\n".join(part for part in parts if part)
+    return "\n\n".join(parts)
 
 
 def bench_workloads() -> str:
-    """Return one row per workload: its batch, its bytes and its operations."""
+    """Return one row per standard workload: its batch, its bytes and its operations."""
     lines = [
         "| workload | batch | heads, head size | GB | GFLOP |",
         "|---|---|---|---:|---:|",
@@ -85,6 +114,25 @@ def bench_workloads() -> str:
         flops = f"{each.flops / 1e9:,.0f}" if each.flops else "-"
         lines.append(
             f"| `{each.name}` | {each.about} | {heads} | {each.bytes / 1e9:,.3f} | {flops} |"
+        )
+    return "\n".join(lines)
+
+
+def bench_extended_workloads() -> str:
+    """Return one row per workload of the extended suite: its batch, baselines, aim and source."""
+    lines = [
+        "| workload | batch | heads, head size | baseline | aim | found in |",
+        "|---|---|---|---|---:|---|",
+    ]
+    for each in load_workloads("extended").values():
+        size = f"{each.head_size}"
+        if each.value_size != each.head_size:
+            size += f" and {each.value_size}"
+        heads = f"{each.query_heads} on {each.kv_heads}, {size}"
+        named = " or ".join(f"`{name}`" for name in each.baselines) or "the fastest"
+        lines.append(
+            f"| `{each.name}` | {each.about} | {heads} | {named} | {each.aim:.2f} |"
+            f" {each.source} |"
         )
     return "\n".join(lines)
 

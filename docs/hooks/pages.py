@@ -263,7 +263,7 @@ def gpu_records() -> str:
         path.with_suffix(".md").read_text(encoding="utf-8")
         for path in sorted(folder.glob("20*.json"), reverse=True)
         # a benchmark's record is shown on the benchmark page
-        if not path.stem.endswith("-bench")
+        if not path.stem.endswith(("-bench", f"-{bench_table.EXTENDED}"))
     ]
     if not summaries:
         return "*No run on a GPU is recorded yet.*"
@@ -292,6 +292,8 @@ MACROS: dict[str, Callable[..., str]] = {
         bench_table.bench_table,
         bench_table.bench_plot,
         bench_table.bench_workloads,
+        bench_table.bench_extended,
+        bench_table.bench_extended_workloads,
         bench_table.bench_published,
         law_table.law_table,
         mutant_table.mutant_table,

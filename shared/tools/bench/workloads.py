@@ -273,7 +273,8 @@ def _lens(entry: list[int] | dict[str, Any]) -> list[tuple[int, int]]:
     def draw(numbers: int | list[int]) -> list[int]:
         if isinstance(numbers, int):
             return [numbers] * count
-        return [int(each) for each in random.integers(*numbers, count)]
+        low, high = numbers
+        return [int(each) for each in random.integers(low, high, count)]
 
     news = draw(entry["new"])
     if "keys" in entry:

@@ -38,7 +38,7 @@ class Ours(AttentionLibrary):
                 )
             )
         out = inputs.fresh()
-        lens = (inputs.max_query_len, inputs.max_seq_len)
+        lens: tuple[int, ...] = (inputs.max_query_len, inputs.max_seq_len)
         if workload.kind == "encoder":
             starts = inputs.query_start_loc
             return Prepared(
