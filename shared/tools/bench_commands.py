@@ -26,7 +26,7 @@ Device = Annotated[str | None, typer.Option(help="cuda, or cpu with --smoke.  (c
 Implementations = Annotated[
     str | None,
     typer.Option(
-        help="Comma-separated: ours, fa3, flashinfer, vllm, xformers, torch."
+        help="Comma-separated: ours, fa3, flashmla, flashinfer, vllm, xformers, torch."
         "  (all that are installed)"
     ),
 ]
