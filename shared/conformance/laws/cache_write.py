@@ -212,6 +212,7 @@ def an_fp8_cache_holds_the_nearest_codes_of_the_scaled_numbers(
 ) -> None:
     """Inputs are codes, midpoints of two codes, numbers next to midpoints and past the largest."""
     pick = Random(write.seed)
+    generator = np.random.default_rng(write.seed)
     dtype = pick.choice(DTYPES[:3])
     scales = {
         name: draw_scale(pick, write.sizes.kv_heads, setting.device)
@@ -223,10 +224,9 @@ def an_fp8_cache_holds_the_nearest_codes_of_the_scaled_numbers(
     tokens = write.tokens(setting.device, dtype)
     for new, scale in zip(tokens, scales.values(), strict=True):
         live = new[: len(write.slots)]
-        drawn = [
-            pick.choice(points) * pick.choice([-1, 1]) for _ in range(live.numel())
-        ]
-        numbers = torch.tensor(drawn).view(live.shape) * scale_column(scale)
+        drawn = generator.choice(points, live.shape)
+        signs = generator.choice([-1, 1], live.shape)
+        numbers = torch.from_numpy(drawn * signs) * scale_column(scale)
         live.copy_(numbers.to(dtype))
 
     def stored(new: Tensor, number: int) -> Tensor:
