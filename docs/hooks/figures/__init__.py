@@ -8,6 +8,12 @@ import importlib
 
 
 def figure(name: str) -> str:
-    """Return the figure of that name as HTML for a page."""
-    drawn: str = importlib.import_module(f".{name}", __name__).draw().svg()
-    return drawn
+    """Return the figure of that name as HTML for a page.
+
+    A module that has `draw_narrow` gives two figures, and the page shows the one that fits the
+    screen.
+    """
+    module = importlib.import_module(f".{name}", __name__)
+    if not hasattr(module, "draw_narrow"):
+        return str(module.draw().svg())
+    return f"{module.draw().svg('wide')}\n{module.draw_narrow().svg('narrow')}"

@@ -5,8 +5,13 @@ from pagetwin.reference import BlockManager
 from .drawing import Drawing
 
 NUM_BLOCKS = 5
-LEFT, CELL, ROW = 330, 76, 46
 PROMPT = [7, 8, 7, 9, 7]
+LEGEND = (
+    ("a", "held by one request"),
+    ("b", "held by several"),
+    ("new", "cached: known content, no holder"),
+    ("off", "free"),
+)
 
 
 def frames() -> list[tuple[str, str, list[tuple[str, str]]]]:
@@ -48,26 +53,45 @@ def frames() -> list[tuple[str, str, list[tuple[str, str]]]]:
 
 def draw() -> Drawing:
     shown = frames()
-    d = Drawing(
-        760,
-        70 + ROW * len(shown),
+    left, cell, pitch = 330, 76, 46
+    d = _drawing(760, 70 + pitch * len(shown))
+    d.captions(left, 20, [f"block {block}" for block in range(NUM_BLOCKS)], w=cell)
+    for row, (event, words, cells) in enumerate(shown):
+        y = 28 + row * pitch
+        d.text(20, y + 17, event)
+        d.text(20, y + 33, words, "note")
+        d.row(left, y, cells, w=cell, h=34)
+    y = 28 + pitch * len(shown) + 6
+    for x, (kind, words) in zip((20, 190, 340, 590), LEGEND, strict=True):
+        _legend(d, x, y, kind, words)
+    return d
+
+
+def draw_narrow() -> Drawing:
+    shown = frames()
+    left, cell, pitch = 8, 66, 80
+    d = _drawing(340, 30 + pitch * len(shown) + 104)
+    d.captions(left, 20, [f"block {block}" for block in range(NUM_BLOCKS)], w=cell)
+    for row, (event, words, cells) in enumerate(shown):
+        y = 30 + row * pitch
+        d.text(left, y + 16, event)
+        d.text(left, y + 32, words, "note")
+        d.row(left, y + 38, cells, w=cell, h=30)
+    for row, (kind, words) in enumerate(LEGEND):
+        _legend(d, left, 30 + pitch * len(shown) + 8 + row * 24, kind, words)
+    return d
+
+
+def _drawing(width: int, height: int) -> Drawing:
+    return Drawing(
+        width,
+        height,
         "Five blocks of two tokens after each event. A number is the reference count: how many"
         " requests hold the block. The states are computed by BlockManager when this page is"
         " built.",
     )
-    d.captions(LEFT, 20, [f"block {block}" for block in range(NUM_BLOCKS)], w=CELL)
-    for row, (event, words, cells) in enumerate(shown):
-        y = 28 + row * ROW
-        d.text(20, y + 17, event)
-        d.text(20, y + 33, words, "note")
-        d.row(LEFT, y, cells, w=CELL, h=34)
-    y = 28 + ROW * len(shown) + 6
-    for x, kind, words in (
-        (20, "a", "held by one request"),
-        (190, "b", "held by several"),
-        (340, "new", "cached: known content, no holder"),
-        (590, "off", "free"),
-    ):
-        d.box(x, y, 18, 18, "", kind)
-        d.text(x + 26, y + 14, words, "note")
-    return d
+
+
+def _legend(d: Drawing, x: float, y: float, kind: str, words: str) -> None:
+    d.box(x, y, 18, 18, "", kind)
+    d.text(x + 26, y + 14, words, "note")

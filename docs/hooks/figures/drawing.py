@@ -50,16 +50,22 @@ class Drawing:
         )
         self.parts.append(f'<path d="{path}" class="arrow" marker-end="url(#tip)"/>')
 
-    def svg(self) -> str:
+    def svg(self, screen: str = "") -> str:
+        """Return the figure as HTML.
+
+        Args:
+            screen: wide or narrow: the only screens that show it. Empty for all screens.
+        """
         # ids are unique on a page, and a page may have two figures
-        name = f"tip-{zlib.crc32(self.caption.encode()):x}"
+        name = f"tip-{zlib.crc32(f'{self.width} {self.caption}'.encode()):x}"
         tip = (
             f'<defs><marker id="{name}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7"'
             ' markerHeight="7" orient="auto"><path d="M0 0 L8 4 L0 8 z"/></marker></defs>'
         )
         parts = "".join(self.parts).replace("url(#tip)", f"url(#{name})")
         return (
-            f'<figure class="drawing" tabindex="0"><svg viewBox="0 0 {self.width} {self.height}"'
+            f'<figure class="{f"drawing {screen}".strip()}" tabindex="0">'
+            f'<svg viewBox="0 0 {self.width} {self.height}"'
             f' style="max-width:{self.width}px" role="img"'
             f' aria-label="{escape(self.caption, quote=True)}">{tip}{parts}'
             f"</svg><figcaption>{escape(self.caption)}</figcaption></figure>"

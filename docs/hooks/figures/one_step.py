@@ -1,5 +1,7 @@
 """The picture of one_step: a decode and a prefill chunk in one batch, with all its tensors."""
 
+from typing import NamedTuple
+
 from pagetwin.reference import compute_slot_mapping_batch
 
 from .drawing import Drawing
@@ -9,8 +11,34 @@ NUM_BLOCKS = 6
 NEW, CONTEXT = (1, 3), (5, 2)
 TABLE = ((4, 1), (2, 5))
 KINDS = ("a", "b")
-CELL, LEFT = 56, 190
-SLOT, GAP = 26, 10
+
+
+class Layout(NamedTuple):
+    """Sizes of the figure: of the whole, and of its parts.
+
+    Args:
+        left, cell: Left edge of the tensors, and width of an entry.
+        pitch: Distance of two tensors.
+        note: Left edge of a tensor's explanation, and its distance below the tensor's text.
+        slot: Width of a slot of the cache.
+        blocks: Blocks of the cache in one line.
+        key: Width of a key of an output row.
+    """
+
+    width: int
+    height: int
+    margin: int
+    left: int
+    cell: int
+    pitch: int
+    note: tuple[int, int]
+    slot: int
+    blocks: int
+    key: int
+
+
+WIDE = Layout(760, 560, 20, 190, 56, 42, (430, 0), 26, 6, 30)
+NARROW = Layout(340, 726, 8, 130, 48, 54, (8, 26), 24, 3, 22)
 
 
 def slots() -> list[int]:
@@ -31,79 +59,71 @@ def tokens() -> list[tuple[int, int]]:
 
 
 def draw() -> Drawing:
+    return _draw(WIDE)
+
+
+def draw_narrow() -> Drawing:
+    return _draw(NARROW)
+
+
+def _draw(sizes: Layout) -> Drawing:
     d = Drawing(
-        760,
-        560,
+        sizes.width,
+        sizes.height,
         "One step with two requests: request a decodes its token at position 5, request b computes"
         " the tokens at positions 2 to 4 of its prompt. Blocks have 4 slots.",
     )
     batch = tokens()
     kinds = [KINDS[req] for req, _ in batch]
     starts = [sum(NEW[:req]) for req in range(len(NEW) + 1)]
+    lengths = [c + n for c, n in zip(CONTEXT, NEW, strict=True)]
     lines: tuple[tuple[str, str, list[object], list[str]], ...] = (
-        (
-            "tokens of the step",
-            "",
-            [f"a{p}" if r == 0 else f"b{p}" for r, p in batch],
-            kinds,
-        ),
+        ("tokens of the step", "", [f"{'ab'[r]}{p}" for r, p in batch], kinds),
         ("positions", "", [p for _, p in batch], kinds),
         ("slot_mapping", "where each token is written", list(slots()), kinds),
-    )
-    for row, (name, words, values, colours) in enumerate(lines):
-        y = 22 + row * 42
-        d.text(20, y + 21, name)
-        d.row(
-            LEFT,
-            y,
-            [(str(v), k) for v, k in zip(values, colours, strict=True)],
-            w=CELL,
-            h=30,
-        )
-        d.text(LEFT + 4 * CELL + 16, y + 20, words, "note")
-    for name, words, values, colours, y in (
         (
             "query_start_loc",
             "request r has rows [r] to [r + 1]",
-            starts,
+            list(starts),
             ["a", "b", "off"],
-            148,
         ),
         (
             "seq_lens",
             "keys of each request, the new ones included",
-            [c + n for c, n in zip(CONTEXT, NEW, strict=True)],
+            list(lengths),
             list(KINDS),
-            190,
         ),
-    ):
-        d.text(20, y + 21, name)
-        d.row(
-            LEFT,
-            y,
-            [(str(v), k) for v, k in zip(values, colours, strict=True)],
-            w=CELL,
-            h=30,
-        )
-        d.text(LEFT + 4 * CELL + 16, y + 20, words, "note")
-    d.text(20, 253, "block_table")
-    for req, row in enumerate(TABLE):
-        d.row(LEFT, 232 + req * 32, [(str(b), KINDS[req]) for b in row], w=CELL, h=30)
-    d.text(
-        LEFT + 4 * CELL + 16, 252, "position p is in block [p // 4], slot p % 4", "note"
     )
-    _cache(d, 350)
-    _outputs(d, 460)
+    for row, (name, words, values, colours) in enumerate(lines):
+        y = 22 + row * sizes.pitch
+        cells = [(str(v), k) for v, k in zip(values, colours, strict=True)]
+        d.text(sizes.margin, y + 21, name)
+        d.row(sizes.left, y, cells, w=sizes.cell, h=30)
+        d.text(sizes.note[0], y + 20 + sizes.note[1], words, "note")
+    y = 22 + len(lines) * sizes.pitch
+    d.text(sizes.margin, y + 21, "block_table")
+    for req, entries in enumerate(TABLE):
+        cells = [(str(block), KINDS[req]) for block in entries]
+        d.row(sizes.left, y + req * 32, cells, w=sizes.cell, h=30)
+    words = "position p is in block [p // 4], slot p % 4"
+    d.text(sizes.note[0], y + 20 + 2.4 * sizes.note[1], words, "note")
+    y = _cache(d, sizes, y + 118 + sizes.note[1])
+    _outputs(d, sizes, y)
     return d
 
 
-def _cache(d: Drawing, y: float) -> None:
-    """Draw the cache after the write; what this step wrote has its slot number below."""
-    d.text(20, y - 22, "KV cache after the write")
+def _cache(d: Drawing, sizes: Layout, y: float) -> float:
+    """Draw the cache after the write; what this step wrote has its slot number below.
+
+    Returns: the place of what comes below.
+    """
+    d.text(sizes.margin, y - 22, "KV cache after the write")
     written = dict(zip(slots(), tokens(), strict=True))
     for block in range(NUM_BLOCKS):
-        x = 20 + block * (BLOCK_SIZE * SLOT + GAP)
-        d.text(x + 2 * SLOT, y - 4, f"block {block}", "caption")
+        line, column = divmod(block, sizes.blocks)
+        x = sizes.margin + column * (BLOCK_SIZE * sizes.slot + 10)
+        top = y + line * 76
+        d.text(x + 2 * sizes.slot, top - 4, f"block {block}", "caption")
         for offset in range(BLOCK_SIZE):
             slot = block * BLOCK_SIZE + offset
             words, kind = "", "off"
@@ -112,26 +132,26 @@ def _cache(d: Drawing, y: float) -> None:
                     position = row.index(block) * BLOCK_SIZE + offset
                     if position < CONTEXT[req] + NEW[req]:
                         words, kind = f"{'ab'[req]}{position}", KINDS[req]
-            d.box(
-                x + offset * SLOT,
-                y,
-                SLOT,
-                30,
-                words,
-                "new" if slot in written else kind,
-            )
+            left = x + offset * sizes.slot
+            kind = "new" if slot in written else kind
+            d.box(left, top, sizes.slot, 30, words, kind)
             if slot in written:
-                d.text(x + (offset + 0.5) * SLOT, y + 46, str(slot), "caption")
+                d.text(left + sizes.slot / 2, top + 46, str(slot), "caption")
+    return top + 110
 
 
-def _outputs(d: Drawing, y: float) -> None:
+def _outputs(d: Drawing, sizes: Layout, y: float) -> None:
     """Draw the output rows, and the keys that each attends to."""
-    d.text(20, y - 16, "output rows, and the keys that each attends to")
+    d.text(sizes.margin, y - 16, "output rows, and the keys that each attends to")
     for row, (req, position) in enumerate(tokens()):
         top = y + row * 24
-        d.text(20, top + 15, f"{row}", "note")
-        d.box(40, top, CELL, 20, f"{'ab'[req]}{position}", KINDS[req])
+        x = sizes.margin + 20
+        d.text(sizes.margin, top + 15, f"{row}", "note")
+        d.box(x, top, sizes.cell, 20, f"{'ab'[req]}{position}", KINDS[req])
+        x += sizes.cell + 14
         for key in range(CONTEXT[req] + NEW[req]):
             visible = key <= position
-            d.box(120 + key * 30, top, 28, 20, "", KINDS[req] if visible else "off")
-        d.text(330, top + 15, f"keys 0 to {position} of request {'ab'[req]}", "note")
+            colour = KINDS[req] if visible else "off"
+            d.box(x + key * sizes.key, top, sizes.key - 2, 20, "", colour)
+        x += 6 * sizes.key + 12
+        d.text(x, top + 15, f"keys 0 to {position} of {'ab'[req]}", "note")
