@@ -14,6 +14,7 @@ from typing import Any
 
 import bench_table
 import block_map
+import block_size_table
 import error_examples
 import figures
 import ladder_table
@@ -310,5 +311,6 @@ MACROS: dict[str, Callable[..., str]] = {
         option_table.option_table,
         option_table.option_pairs,
         operator_table.operator_table,
+        block_size_table.block_size_table,
     )
 }

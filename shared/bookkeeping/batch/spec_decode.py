@@ -1,8 +1,15 @@
 """Speculative decoding: the draft tokens of a request as a batch axis.
 
-Speculative decoding verifies several draft tokens of each request in one step. If all requests
-have the same number, the flat tokens can be viewed as [reqs, query_len]. Nothing is copied. Decode
-kernels that take several queries per request expect this shape.
+A small model drafts k tokens, and the large model verifies them in one step. A request then has
+k + 1 new tokens: the last accepted token and its drafts. All of them write their keys, and each
+attends causally. The large model's output at a token is its choice for the next position. So the
+drafts are accepted up to the first one that differs from that choice, and the choice at that place
+is a further token ("bonus"). The keys of rejected drafts stay in the cache, past `seq_lens`, where
+no query reads them. The next step overwrites their slots.
+
+If all requests have the same number of new tokens, the flat tokens can be viewed as
+[reqs, query_len]. Nothing is copied. Decode kernels that take several queries per request expect
+this shape.
 """
 
 from ...contract.shapes import Output, Query, SpecDecodeQuery
