@@ -47,7 +47,7 @@ from ..bookkeeping.v0.encoder_decoder import (
     is_all_encoder_attn_metadata_set,
 )
 from ..contract.attention_options import AttentionOptions
-from .attention.cascade import cascade_attention
+from .attention.cascade import cascade_attention, use_cascade_attention
 from .attention.context_parallel import (
     dcp_attention,
     get_dcp_local_seq_lens,
@@ -184,5 +184,6 @@ __all__ = [
     "subclass_attention_backend",
     "subclass_attention_metadata",
     "swap_blocks",
+    "use_cascade_attention",
     "view_kv_cache",
 ]

@@ -13,6 +13,9 @@ from functools import partial
 
 import torch
 
+from ...bookkeeping.attention.cascade import (
+    use_cascade_attention as use_cascade_attention,
+)
 from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
 from ...contract.shapes import (
     BlockTable,

@@ -186,7 +186,7 @@ CONCEPTS = (
         "cascade_attention",
         "attention.cascade",
         "Cascade attention: a prefix that all requests share is read once.",
-        ("cascade_attention",),
+        ("use_cascade_attention", "cascade_attention"),
     ),
     Concept(
         "latent_attention",

@@ -6,6 +6,7 @@ device. The names and signatures are those of vLLM's V1 backends.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -58,8 +59,8 @@ class AttentionMetadataBuilder(ABC):
         """Return the backend's metadata of a step whose decodes come first.
 
         Args:
-            common_prefix_len: length of the prefix that all sequences share. It is 0, since no
-                backend here uses cascade attention.
+            common_prefix_len: length of the prefix that all sequences share. It is not read,
+                since no backend here uses cascade attention.
             common_attn_metadata: the step.
             fast_build: whether a short build time is preferred over a short step time.
 
@@ -141,6 +142,25 @@ class AttentionMetadataBuilder(ABC):
             fast_build=True,
         )
 
+    def use_cascade_attention(
+        self,
+        common_prefix_len: int,
+        query_lens: Sequence[int],
+        num_query_heads: int,
+        num_kv_heads: int,
+        use_alibi: bool,
+        use_sliding_window: bool,
+        use_local_attention: bool,
+        num_sms: int,
+        dcp_world_size: int = 1,
+    ) -> bool:
+        """Return whether its layers read a shared prefix once: False unless it is overridden.
+
+        The builders here ignore `common_prefix_len`. A builder whose layers call
+        `cascade_attention` returns the operation `use_cascade_attention` of these arguments.
+        """
+        return False
+
 
 class AttentionBackend(Capabilities, ABC):
     """An attention backend: its implementation, metadata and builder classes, and capabilities.
@@ -164,6 +184,19 @@ class AttentionBackend(Capabilities, ABC):
     @classmethod
     def get_name(cls) -> str:
         return cls.name
+
+    @classmethod
+    def full_cls_name(cls) -> tuple[str, str]:
+        """Return the class's module and its name in that module, which identify a backend."""
+        return cls.__module__, cls.__qualname__
+
+    @staticmethod
+    def use_cascade_attention(*args: Any, **kwargs: Any) -> bool:
+        """Return False: the layers of no backend here read a shared prefix once.
+
+        The arguments are those of its builder's method, which engines call.
+        """
+        return False
 
     @classmethod
     def get_supported_dtypes(cls) -> list[torch.dtype]:

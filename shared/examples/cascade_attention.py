@@ -30,6 +30,38 @@ def draw() -> list[Text]:
 EXAMPLES = (
     Example(
         "cascade_attention",
+        "use_cascade_attention",
+        "The cascade is used if it takes fewer rounds of key tiles.",
+        """\
+>>> use_cascade_attention(
+...     common_prefix_len=512,
+...     query_lens=[1] * 16,
+...     num_query_heads=8,
+...     num_kv_heads=2,
+...     use_alibi=False,
+...     use_sliding_window=False,
+...     use_local_attention=False,
+...     num_sms=4,
+... )
+True
+""",
+        (
+            StoryStep(
+                "A prefix of 512 keys has 4 tiles of 128. The cascade runs 8 programs, one per"
+                " query head: 2 waves on 4 SMs, each of 4 tiles.",
+                "8 // 4 * 4",
+                "8",
+            ),
+            StoryStep(
+                "Split-KV reads the 4 tiles for each of 16 requests and 2 KV heads, evenly"
+                " distributed over 4 SMs. 8 is less than 32.",
+                "16 * 2 * 4 // 4",
+                "32",
+            ),
+        ),
+    ),
+    Example(
+        "cascade_attention",
         "cascade_attention",
         "Two requests read their common block once, then each its own.",
         """\

@@ -1,12 +1,14 @@
 """Validation of attention that combines partial results: cascade and context parallel."""
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from ..contract.attention_options import OPTIONS_BY_POSITION, AttentionOptions
 from .attention import check_bound, check_paged_attention
 from .attention_options import check_positions, reject_options
 from .batch import check_block_ids, check_start_loc
-from .primitives import FLOATS, check_dtype, check_not_negative
+from .primitives import FLOATS, check_dtype, check_not_negative, check_positive
 from .step_shapes import check_multiple, check_ranks
 
 
@@ -182,3 +184,25 @@ def _check_plain(options: AttentionOptions, out: Tensor | None, why: str) -> Non
 def _count_share(seq_len: int, ranks: int, rank: int, in_a_row: int) -> int:
     rounds, rest = divmod(seq_len, ranks * in_a_row)
     return rounds * in_a_row + min(max(rest - rank * in_a_row, 0), in_a_row)
+
+
+def check_cascade_choice(
+    common_prefix_len: int,
+    query_lens: Sequence[int],
+    num_query_heads: int,
+    num_kv_heads: int,
+    num_sms: int,
+    dcp_world_size: int,
+) -> None:
+    """Reject negative counts, sizes below 1 and query heads that do not divide."""
+    check_not_negative(common_prefix_len=common_prefix_len)
+    check_positive(
+        num_query_heads=num_query_heads,
+        num_kv_heads=num_kv_heads,
+        num_sms=num_sms,
+        dcp_world_size=dcp_world_size,
+    )
+    check_multiple("num_query_heads", num_query_heads, "num_kv_heads", num_kv_heads)
+    for req, query_len in enumerate(query_lens):
+        if query_len < 0:
+            raise ValueError(f"query_lens[{req}] = {query_len}: expected at least 0")

@@ -17,7 +17,7 @@ from ..generators.batches import DTYPES, LAYOUTS, NAN, BatchPlan
 from ..generators.options import Call, paged_call, quantised_call, slopes, tree_of
 from ..harness.calling import Result, expect_right, expect_same_results, run_call
 from ..harness.canaries import checked_values, kept
-from ..harness.expect import expect_rejection
+from ..harness.expect import expect_rejection, expect_same
 from ..harness.law import Setting, law
 
 KINDS = ("plain", "cap", "sinks", "not causal", "flags", "tree", "fp8", "values")
@@ -291,3 +291,105 @@ def a_prefix_that_is_not_shared_is_rejected_if_contents_are_checked(
 ) -> None:
     with checked_values():
         expect_rejected(setting, what, CONTENTS[what])
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The arguments of the decision between cascade attention and ordinary attention.
+
+    Args:
+        prefix_len: keys that all requests share.
+        query_lens: new tokens of each request.
+        kv_heads: KV heads of the layer.
+        group: query heads per KV head.
+        num_sms: streaming multiprocessors.
+        excluded: the option that rules the cascade out. Optional.
+    """
+
+    prefix_len: int
+    query_lens: tuple[int, ...]
+    kv_heads: int
+    group: int
+    num_sms: int
+    excluded: str | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the call's keyword arguments."""
+        given: dict[str, Any] = {
+            "common_prefix_len": self.prefix_len,
+            "query_lens": list(self.query_lens),
+            "num_query_heads": self.kv_heads * self.group,
+            "num_kv_heads": self.kv_heads,
+            "use_alibi": False,
+            "use_sliding_window": False,
+            "use_local_attention": False,
+            "num_sms": self.num_sms,
+        }
+        if self.excluded == "dcp_world_size":
+            return given | {"dcp_world_size": 2}
+        return given | ({self.excluded: True} if self.excluded else {})
+
+    def rounds(self) -> tuple[int, int]:
+        """Return the key tiles that one SM reads: of the cascade, and of split-KV."""
+        key_tiles = len(range(0, self.prefix_len, 128))
+        query_tiles = len(range(0, len(self.query_lens), 128))
+        programs = range(self.kv_heads * self.group * query_tiles)
+        cascade = len(programs[:: self.num_sms]) * key_tiles
+        group_tiles = len(range(0, self.group, 128))
+        tiles = range(len(self.query_lens) * self.kv_heads * group_tiles * key_tiles)
+        return cascade, len(tiles[:: self.num_sms])
+
+
+EXCLUDED = ("use_alibi", "use_sliding_window", "use_local_attention", "dcp_world_size")
+
+
+@st.composite
+def choices(draw: st.DrawFn) -> Choice:
+    """Return decisions at the limits of 256 keys and 8 requests, and near equal costs."""
+    pick = Random(draw(st.integers(0, 2**20)))
+    reqs = pick.choice([0, 7, 8, 9, 64, 128, 129, 300])
+    query_lens = [1] * reqs
+    if reqs and pick.random() < 0.3:
+        query_lens[pick.randrange(reqs)] = pick.choice([0, 2, 5])
+    return Choice(
+        pick.choice([0, 255, 256, 257, 384, 385, 4096, 5000]),
+        tuple(query_lens),
+        kv_heads=pick.choice([1, 2, 8]),
+        group=pick.choice([1, 2, 4, 7, 129]),
+        num_sms=pick.choice([1, 4, 31, 108, 132, 2000, 100_000]),
+        excluded=pick.choice([None] * 8 + list(EXCLUDED)),
+    )
+
+
+@law("use_cascade_attention", cases=choices())
+def a_cascade_is_used_if_it_reads_fewer_key_tiles_per_sm(
+    setting: Setting, choice: Choice
+) -> None:
+    """Never for short prefixes, few requests and options that it does not take.
+
+    Always for several new tokens or heads that are not grouped.
+    """
+    cascade, split_kv = choice.rounds()
+    several = choice.group == 1 or any(each != 1 for each in choice.query_lens)
+    is_large = choice.prefix_len >= 256 and len(choice.query_lens) >= 8
+    right = is_large and not choice.excluded and (several or cascade < split_kv)
+    found = setting.candidate.use_cascade_attention(**choice.arguments())
+    expect_same("whether the cascade is used", bool(found), right)
+
+
+WRONG_NUMBERS: dict[str, dict[str, Any]] = {
+    "a negative prefix": {"common_prefix_len": -1},
+    "a negative query": {"query_lens": [1] * 8 + [-1]},
+    "no query heads": {"num_query_heads": 0},
+    "no KV heads": {"num_kv_heads": 0},
+    "heads that do not divide": {"num_query_heads": 7},
+    "no SMs": {"num_sms": 0},
+    "no ranks": {"dcp_world_size": 0},
+}
+
+
+@law("use_cascade_attention", cases=[*WRONG_NUMBERS], claim="rejects shapes")
+def a_decision_about_impossible_sizes_is_rejected(setting: Setting, what: str) -> None:
+    given = Choice(512, (1,) * 16, 2, 4, 4).arguments() | WRONG_NUMBERS[what]
+    decide = setting.candidate.use_cascade_attention
+    expect_rejection(what, lambda: decide(**given))
