@@ -21,6 +21,7 @@ from ...contract.shapes import (
     StartLoc,
     TokenCounts,
     ValueCache,
+    WideTokenCounts,
 )
 from ...validation import values_checked
 from ...validation.cascade import check_dcp_attention
@@ -30,7 +31,7 @@ from .paged import paged_attention
 
 
 def get_dcp_local_seq_lens(
-    seq_lens: TokenCounts,
+    seq_lens: TokenCounts | WideTokenCounts,
     dcp_world_size: int = 1,
     dcp_rank: int | None = None,
     dcp_kv_cache_interleave_size: int = 1,
@@ -45,7 +46,8 @@ def get_dcp_local_seq_lens(
     rest = (seq_lens % tokens_per_round)[:, None] - ranks * interleave
     counts = rounds[:, None] * interleave + rest.clamp(0, interleave)
     # step: select the requested rank
-    return counts if dcp_rank is None else counts[:, dcp_rank]
+    chosen = counts if dcp_rank is None else counts[:, dcp_rank]
+    return chosen.to(torch.int32)
 
 
 @operator(out=["out", "lse"])

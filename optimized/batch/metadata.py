@@ -71,6 +71,7 @@ def build_attn_metadata(
     block_tables: Sequence[BlockTable],
     slot_mappings: Sequence[SlotMapping],
     layer_names: Sequence[Sequence[str]],
+    num_tokens_padded: int | None = None,
 ) -> dict[str, PagedAttentionMetadata]:
     """Return the metadata of every layer: one object per group of layers."""
     check_attn_groups(
@@ -85,7 +86,9 @@ def build_attn_metadata(
         block_tables,
         slot_mappings,
         layer_names,
+        num_tokens_padded,
     )
+    num_slots = num_tokens if num_tokens_padded is None else num_tokens_padded
     # step: slice the buffers to the batch
     starts = query_start_loc_cpu[: num_reqs + 1]
     lens = seq_lens_cpu[:num_reqs]
@@ -103,7 +106,7 @@ def build_attn_metadata(
             max_query_len=int(np.diff(starts.numpy()).max()),
             max_seq_len=int(lens.numpy().max()),
             block_table_tensor=block_tables[group][:num_reqs],
-            slot_mapping=slot_mappings[group][:num_tokens],
+            slot_mapping=slot_mappings[group][:num_slots],
         )
         metadata = attn_metadata_builders[group].build(0, common)
         attn_metadata.update(dict.fromkeys(names, metadata))

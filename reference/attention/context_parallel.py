@@ -24,6 +24,7 @@ from ...contract.shapes import (
     StartLoc,
     TokenCounts,
     ValueCache,
+    WideTokenCounts,
 )
 from ...validation import validated
 from ...validation.cascade import check_dcp_attention
@@ -32,7 +33,7 @@ from .paged import paged_attention
 
 
 def get_dcp_local_seq_lens(
-    seq_lens: TokenCounts,
+    seq_lens: TokenCounts | WideTokenCounts,
     dcp_world_size: int = 1,
     dcp_rank: int | None = None,
     dcp_kv_cache_interleave_size: int = 1,
@@ -40,7 +41,7 @@ def get_dcp_local_seq_lens(
     """Return how many tokens of each sequence are stored on one rank, or on each rank.
 
     Args:
-        seq_lens: [reqs] tokens of each sequence.
+        seq_lens: [reqs] tokens of each sequence, int32 or int64.
         dcp_world_size: Number of ranks, at least 1.
         dcp_rank: The rank that is counted. If None, all ranks are.
         dcp_kv_cache_interleave_size: Consecutive positions that go to the same rank, at least 1.

@@ -107,6 +107,7 @@ def build_attn_metadata(
     block_tables: Sequence[BlockTable],
     slot_mappings: Sequence[SlotMapping],
     layer_names: Sequence[Sequence[str]],
+    num_tokens_padded: int | None = None,
 ) -> dict[str, PagedAttentionMetadata]:
     """Return the metadata of every layer: one object per group of layers.
 
@@ -124,16 +125,19 @@ def build_attn_metadata(
         block_tables: per group [reqs or more, max_blocks].
         slot_mappings: per group [tokens or more].
         layer_names: per group the names of its layers.
+        num_tokens_padded: Optional. Slots that the metadata keeps, at least `num_tokens`: a CUDA
+            graph runs on so many tokens. If None, as many as there are tokens.
 
     Returns:
         The metadata by layer name; layers of one group share one object.
 
     Raises:
         IndexError: a group has no builder, table or slots.
-        ValueError: no request, or a buffer shorter than the batch.
+        ValueError: no request, a buffer shorter than the batch, or fewer padded tokens than
+            tokens.
 
     Source:
-        vLLM's function of that name.
+        vLLM's function of that name. Its runner passes `num_tokens_padded`.
 
     Example:
         Two decodes; the buffers hold a third request.
@@ -161,6 +165,7 @@ def build_attn_metadata(
         >>> metadata["layer.0"].seq_lens, metadata["layer.0"].max_query_len
         (tensor([7, 3], dtype=torch.int32), 1)
     """
+    num_slots = num_tokens if num_tokens_padded is None else num_tokens_padded
     # step: slice the buffers to the batch
     starts = query_start_loc_cpu[: num_reqs + 1]
     lens = seq_lens_cpu[:num_reqs]
@@ -178,7 +183,7 @@ def build_attn_metadata(
             max_query_len=int(starts.diff().max()),
             max_seq_len=int(lens.max()),
             block_table_tensor=block_tables[group][:num_reqs],
-            slot_mapping=slot_mappings[group][:num_tokens],
+            slot_mapping=slot_mappings[group][:num_slots],
         )
         metadata = attn_metadata_builders[group].build(0, common)
         attn_metadata.update(dict.fromkeys(names, metadata))

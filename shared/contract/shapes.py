@@ -64,6 +64,7 @@ BlockMapping = Int64[Tensor, "pairs 2"]
 SlotMapping = Int64[Tensor, "slots"]
 StartLoc = Int32[Tensor, "starts"]
 TokenCounts = Int32[Tensor, "reqs"]
+WideTokenCounts = Int64[Tensor, "reqs"]
 CountsBuffer = Int32[Tensor, "_"]
 
 SpecDecodeQuery = Float[Tensor, "reqs query_len query_heads head_size"]

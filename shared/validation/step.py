@@ -139,11 +139,18 @@ def check_attn_groups(
     block_tables: Sequence[Tensor],
     slot_mappings: Sequence[Tensor] | Tensor,
     layer_names: Sequence[object],
+    num_tokens_padded: int | None = None,
 ) -> None:
     """Raise an error for short buffers, and for groups without builder, table or slots."""
     num_groups = len(layer_names)
     check_positive(num_reqs=num_reqs)
     check_not_negative(num_tokens=num_tokens)
+    num_slots = num_tokens if num_tokens_padded is None else num_tokens_padded
+    if num_slots < num_tokens:
+        raise ValueError(
+            f"num_tokens_padded = {num_tokens_padded}: expected at least {num_tokens}, the"
+            " tokens of the batch"
+        )
     for name, buffer in (
         ("query_start_loc", query_start_loc),
         ("query_start_loc_cpu", query_start_loc_cpu),
@@ -170,10 +177,10 @@ def check_attn_groups(
     for group, (table, slots) in enumerate(
         zip(block_tables, slot_mappings, strict=False)
     ):
-        if table.shape[0] < num_reqs or slots.shape[0] < num_tokens:
+        if table.shape[0] < num_reqs or slots.shape[0] < num_slots:
             raise ValueError(
                 f"group {group} has {table.shape[0]} rows and {slots.shape[0]} slots:"
-                f" expected at least num_reqs = {num_reqs} and num_tokens = {num_tokens}"
+                f" expected at least num_reqs = {num_reqs} and {num_slots}, the tokens"
             )
 
 

@@ -281,14 +281,16 @@ def check_mamba_block_table(
     contents: bool,
 ) -> None:
     """Raise an error for a mode that does not exist, and rows that end before the last blocks."""
-    check_positive(block_size=block_size)
-    check_not_negative(num_speculative_blocks=num_speculative_blocks)
     if mamba_cache_mode not in ("none", "all", "align"):
         raise ValueError(
             f"mamba_cache_mode = {mamba_cache_mode!r}: expected 'none', 'all' or 'align'"
         )
+    if mamba_cache_mode != "align":
+        return
+    check_positive(block_size=block_size)
+    check_not_negative(num_speculative_blocks=num_speculative_blocks)
     check_length("seq_lens", seq_lens, block_table.shape[0], "rows of the block table")
-    if mamba_cache_mode != "align" or not contents:
+    if not contents:
         return
     max_blocks = block_table.shape[1]
     for req, seq_len in enumerate(seq_lens.tolist()):

@@ -183,6 +183,8 @@ def every_token_is_counted_on_one_rank(setting: Setting, cases: list[Deal]) -> N
                 f"tokens of rank {rank}", packed(column), packed(right[:, rank])
             )
         expect_same("the lengths afterwards", lens, before)
+        found = setting.candidate.get_dcp_local_seq_lens(lens.long(), *of_ranks)
+        expect_same("tokens of each rank, from lengths of 64 bits", found, right)
         alone = setting.candidate.get_dcp_local_seq_lens(lens)
         expect_same("tokens without ranks", alone, before.view(-1, 1))
 

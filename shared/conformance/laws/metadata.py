@@ -169,12 +169,18 @@ class LayerGroups:
         groups: Number of layers of each group.
         spare: Number of buffer entries after the end of the batch. All of them hold garbage.
         padding: Number of padding tokens after the last request.
+        counted: Whether the padding counts as tokens. If not, it is passed apart.
     """
 
     step: Requests
     groups: tuple[int, ...]
     spare: int
     padding: int = 0
+    counted: bool = True
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.step.new) + self.padding * self.counted
 
     def of(self, group: int) -> Requests:
         """Return the step with the block ids of one group."""
@@ -191,6 +197,7 @@ def groups(draw: st.DrawFn) -> LayerGroups:
         tuple(pick.choice([0, 1, 2, 3]) for _ in range(pick.choice([1, 1, 2, 3]))),
         pick.choice([0, 1, 3]),
         pick.choice([0, 0, 2]),
+        pick.choice([True, False]),
     )
 
 
@@ -205,13 +212,12 @@ def longer(tensor: Tensor, spare: int) -> Tensor:
 def attn_arguments(case: LayerGroups, device: torch.device) -> dict[str, Any]:
     """Return all arguments of `build_attn_metadata` except the builders."""
     step, spare = case.step, case.spare
-    tokens = sum(step.new) + case.padding
     starts, lens = (counts(each) for each in (step.starts, step.seq_lens))
     pad = [-1] * case.padding
     every = range(len(case.groups))
     return {
         "num_reqs": len(step.new),
-        "num_tokens": tokens,
+        "num_tokens": case.num_tokens,
         "query_start_loc": longer(starts, spare).to(device),
         "query_start_loc_cpu": longer(starts, spare),
         "seq_lens": longer(lens, spare).to(device),
@@ -228,6 +234,7 @@ def attn_arguments(case: LayerGroups, device: torch.device) -> dict[str, Any]:
             [f"layer {group} {index}" for index in range(case.groups[group])]
             for group in every
         ],
+        **({} if case.counted else {"num_tokens_padded": sum(step.new) + case.padding}),
     }
 
 
@@ -265,7 +272,7 @@ def every_group_of_layers_is_built_from_its_own_table(
                         "seq_lens_cpu": lens,
                         "num_computed_tokens_cpu": counts(step.computed),
                         "num_reqs": len(step.new),
-                        "num_actual_tokens": sum(step.new) + case.padding,
+                        "num_actual_tokens": case.num_tokens,
                         "max_query_len": max(step.new),
                         "max_seq_len": max(step.seq_lens),
                         "block_table_tensor": table_of(case.of(group).rows(), device),
@@ -320,6 +327,8 @@ REJECTED_GROUPS = (
     "a group without a table",
     "a group without slots",
     "a group without a builder",
+    "fewer padded tokens than tokens",
+    "slots shorter than the padded batch",
 )
 
 
@@ -349,6 +358,8 @@ def buffers_shorter_than_the_batch_are_rejected(
         "a group without a table": {"block_tables": tables[:1]},
         "a group without slots": {"slot_mappings": slots[:1]},
         "a group without a builder": {},
+        "fewer padded tokens than tokens": {"num_tokens_padded": 3},
+        "slots shorter than the padded batch": {"num_tokens_padded": 5},
     }
     if invalid.what == "a group without a builder":
         builders.pop()
