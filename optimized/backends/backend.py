@@ -26,6 +26,7 @@ from ...engine.backend_interface import (
     metadata_fields,
 )
 from ...engine.capabilities import MultipleOf
+from ...validation.batch import check_sequences_fit
 from ..attention.encoder import encoder_attention
 from ..attention.paged import paged_attention
 from ..batch.batch_split import split_decodes_and_prefills
@@ -359,6 +360,8 @@ def _mask(decodes: PagedAttentionMetadata, block_size: int) -> Any:
         kept = decodes.query_start_loc_cpu.diff().nonzero().flatten()
         block_table = block_table[kept.to(block_table.device)]
         seq_lens = seq_lens[kept]
+    rows = [block_table.shape[1]] * len(seq_lens)
+    check_sequences_fit([0] * len(rows), seq_lens.tolist(), rows, block_size)
     return build_decode_bias(seq_lens.tolist(), block_table, block_size)
 
 

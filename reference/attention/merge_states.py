@@ -84,9 +84,12 @@ def merge_attn_states(
     weights = torch.exp(lses - torch.where(joint.isinf(), 0.0, joint))
     # step: add the partial results that have weight
     total = torch.zeros_like(prefix_output, dtype=lses.dtype)
-    for part, weight in zip((prefix_output, suffix_output), weights, strict=True):
+    for part_lse, part, weight in zip(
+        lses, (prefix_output, suffix_output), weights, strict=True
+    ):
         weight = weight.T[:, :, None]  # [tokens, query_heads, 1]
-        total += torch.where(weight > 0, weight * part.to(lses.dtype), 0.0)
+        is_empty = part_lse.T[:, :, None].isinf()
+        total += torch.where(is_empty, 0.0, weight * part.to(lses.dtype))
     output.copy_(total)
     if output_lse is not None:
         output_lse.copy_(joint / base)
@@ -135,6 +138,7 @@ def lse_weighted_combine(
     weights = torch.exp(natural - torch.where(joint.isinf(), 0.0, joint))
     # step: add the partial results that have weight
     total = torch.zeros_like(outputs[0], dtype=lses.dtype)
-    for part, weight in zip(outputs, weights[:, :, :, None], strict=True):
-        total += torch.where(weight > 0, weight * part.to(lses.dtype), 0.0)
+    for part_lse, part, weight in zip(natural, outputs, weights, strict=True):
+        is_empty = part_lse[:, :, None].isinf()
+        total += torch.where(is_empty, 0.0, weight[:, :, None] * part.to(lses.dtype))
     return total.to(outputs.dtype), joint / base
