@@ -59,11 +59,17 @@ def describe_bias(twin: Any, metadata: Any, block_size: int) -> dict[str, Any] |
     decodes = metadata.decode_metadata
     if decodes is None:
         return None
-    seq_lens = decodes.seq_lens.tolist()
-    table = decodes.block_table
+    # padding has no row in the mask
+    live = decodes.query_start_loc.diff() > 0
+    seq_lens = decodes.seq_lens[live].tolist()
+    table = decodes.block_table[live]
     width = table.shape[1] * block_size
-    slots = (int(table.max()) + 1) * block_size
-    if twin.name == "optimized":
+    if max(seq_lens, default=0) > width:
+        return (
+            None  # the reference makes no mask, and validates the rows when it attends
+        )
+    slots = (int(table.max()) + 1) * block_size if table.numel() else 0
+    if twin.name == "optimized" and seq_lens:
         bias = metadata.attn_bias
         assert bias.q_seqinfo.seqstart_py == starts_of([1] * len(seq_lens)).tolist()
         assert list(bias.k_seqinfo.seqlen_py) == seq_lens
@@ -96,7 +102,9 @@ def static(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     if twin.name == "reference" and method != "get_kv_cache_shape":
         # the reference has one backend of its own name, which takes every dtype and head size
         backend = backend_of(type("Optimized", (), {"name": "optimized"}))
-    result = getattr(backend, method)(*inputs["args"])
+    member = getattr(backend, method)
+    # vLLM's `accept_output_buffer` is recorded like a method
+    result = member(*inputs["args"]) if callable(member) else member
     if method == "get_supported_dtypes":
         result = [str(dtype).removeprefix("torch.") for dtype in result]
     return {"result": result.__name__ if isinstance(result, type) else result}

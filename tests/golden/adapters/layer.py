@@ -102,8 +102,11 @@ def layer_of(
         config = CacheConfig(**{k: v for k, v in config.items() if k in CONFIG_FIELDS})
     named = {k: given[k] for k in LAYER_FIELDS if k in given}
     known = {*LAYER_FIELDS, "cache_config", "existing_prefixes", "extra_impl_args"}
-    extra = {k: v for k, v in inputs.items() if k not in known}
-    extra.update(inputs.get("extra_impl_args") or {})
+    extra = dict(inputs.get("extra_impl_args") or {})
+    for name in inputs.keys() - known:
+        # arguments of the implementation are recorded by name, or together
+        value = inputs[name]
+        extra |= value if isinstance(value, dict) else {name: value}
     backend = changed.get("attn_backend", FakeBackend)
     if "attn_backend" in changed:
         extra = {}
@@ -169,8 +172,11 @@ def layer_forward(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     made = layer_of(inputs, {}, attn_backend=backend)
     shape = inputs["query_shape"]
     query = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
-    key = torch.zeros(inputs["key_shape"])
-    value = torch.zeros(inputs.get("value_shape") or inputs["key_shape"])
+    key_shape = inputs["key_shape"]
+    value_shape = inputs.get("value_shape", key_shape)
+    # a layer that shares a cache gets neither
+    key = None if key_shape is None else torch.zeros(key_shape)
+    value = None if value_shape is None else torch.zeros(value_shape)
     output_shape = inputs["output_shape"]
     output = made(query, key, value, inputs["attn_metadata"], output_shape)
     return {
@@ -289,4 +295,10 @@ def package_constants(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
         return {"value": names}
     if name == "AttentionType":
         return {"value": {each.name: each.value for each in AttentionType}}
-    return {"value": SKIP}  # which methods and fields vLLM's classes leave abstract
+    owner, _, attribute = name.partition(".")
+    module, _, cls_name = OURS.get(owner, "").rpartition(".")
+    if not module:
+        return {"value": None}
+    cls = getattr(importlib.import_module(f"pagetwin.{module}"), cls_name)
+    value = getattr(cls, attribute or "__abstractmethods__", ())
+    return {"value": sorted(value) if isinstance(value, frozenset) else value}

@@ -262,7 +262,7 @@ def asdict_zerocopy(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
 def constants(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     # the others are a type variable, a logger, the length from which vLLM computes slots with
     # numpy, and a sentence about one platform
-    return {"value": {"PAD_SLOT_ID": PAD_SLOT_ID}.get(inputs["name"], SKIP)}
+    return {"value": {"PAD_SLOT_ID": PAD_SLOT_ID}.get(inputs["name"])}
 
 
 # ---- encoders

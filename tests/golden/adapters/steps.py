@@ -175,9 +175,14 @@ def micro_batch(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
 @adapter("make_metadata_with_slice", "0.33.0")
 def micro_batch_033(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     found = micro_batch(twin, inputs)
-    # an upper bound in that version: that of the whole step; ours is exact
-    found["result"]["max_seq_len"] = SKIP
+    _skip_fields_of_033(found["result"])
     return found
+
+
+def _skip_fields_of_033(result: dict[str, Any]) -> None:
+    """Skip the longest sequence, there an upper bound, and counts that 0.33 does not have."""
+    result["max_seq_len"] = SKIP
+    result["num_computed_tokens_cpu"] = SKIP
 
 
 @adapter("split_attn_metadata")
@@ -193,7 +198,7 @@ def micro_batches(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
 def micro_batches_033(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     found = micro_batches(twin, inputs)
     for part in found["result"]:
-        part["max_seq_len"] = SKIP  # as above
+        _skip_fields_of_033(part)
     return found
 
 
@@ -255,6 +260,7 @@ def every_layer(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
         inputs["block_tables"],
         list(inputs["slot_mappings"]),
         [group["layer_names"] for group in groups],
+        inputs.get("num_tokens_padded"),
     )
     return {
         "calls": calls,

@@ -1,0 +1,94 @@
+"""How a case is run on a twin, and compared with what vLLM returned and what the rules predict."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from conftest import TWINS
+from pagetwin.conformance.harness.canaries import checked_values
+
+from .cases import ADAPTERS, ON_DEVICE, Case, differences, move
+from .deviations import Rule, broken_predictions, rules_that_hold
+
+NAMED_ERRORS = (
+    ValueError,
+    TypeError,
+    IndexError,
+    KeyError,
+    ImportError,
+    NotImplementedError,
+    RuntimeError,
+)
+
+
+def run(case: Case, name: str, version: str) -> dict[str, Any]:
+    """Return what a twin makes of a case; {"raises": name} if it raises a named error."""
+    try:
+        # each run gets its own tensors, since a twin may modify them
+        inputs = copied(case.inputs)
+        if case.file not in ON_DEVICE or not torch.cuda.is_available():
+            with checked_values():
+                return ADAPTERS[case.file, version](TWINS[name].raw, inputs)
+        with torch.device("cuda"), checked_values():
+            inputs = move(inputs, torch.device("cuda"))
+            return ADAPTERS[case.file, version](TWINS[name].raw, inputs)
+    except NAMED_ERRORS as error:
+        return {"raises": type(error).__name__, "message": str(error)}
+
+
+def compare(case: Case, found: dict[str, Any], version: str) -> Iterator[str]:
+    """Yield where a twin's result differs from vLLM's."""
+    expected = case.other.get(version, case.expected) if version else case.expected
+    if "raises" in expected or "raises" in found:
+        if not ("raises" in expected and "raises" in found):
+            yield f".raises: found {found}, expected {expected}"
+        return
+    tolerance = expected.get("tolerance") or case.expected.get("tolerance")
+    fields = {name: v for name, v in expected.items() if name != "tolerance"}
+    yield from differences(found, fields, tolerance)
+
+
+def copied(value: Any) -> Any:
+    """Return inputs with tensors of their own."""
+    if isinstance(value, dict):
+        return {name: copied(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [copied(each) for each in value]
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def check(case: Case, name: str, version: str) -> bool:
+    """Return whether a twin deviates from a case; fail unless the rules predict where."""
+    found = run(case, name, version)
+    inputs = copied(case.inputs)
+    rules = rules_that_hold(case.file, inputs, name, version)
+    parts = list(compare(case, found, version))
+    wrong = list(broken_predictions(rules, parts))
+    assert not wrong, f"{case.file}/{case.name} ({name}): {wrong}"
+    for rule in rules:
+        if rule.value is not None and "raises" not in found:
+            check_value(case, found, rule)
+    return bool(parts)
+
+
+def check_value(case: Case, found: dict[str, Any], rule: Rule) -> None:
+    """Fail unless our field has the value that the rule calls right."""
+    assert rule.value is not None
+    right = rule.value(copied(case.inputs))
+    place: Any = found
+    for part in rule.fields[0].split("."):
+        place = place.get(part) if isinstance(place, dict) else None
+    wrong = list(differences(place, recorded(right), None))
+    assert not wrong, f"{case.file}/{case.name}: {rule.name}: {wrong}"
+
+
+def recorded(value: Any) -> Any:
+    """Return a value in the form of the case files."""
+    if isinstance(value, torch.Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        return {"dtype": dtype, "shape": list(value.shape), "data": value.tolist()}
+    if isinstance(value, dict):
+        return {name: recorded(each) for name, each in value.items()}
+    return (
+        [recorded(each) for each in value] if isinstance(value, tuple | list) else value
+    )

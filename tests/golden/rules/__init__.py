@@ -1,0 +1,1 @@
+"""The rules by area. The modules register them on import."""

@@ -1,0 +1,177 @@
+"""The state of captured graphs: vLLM's V0 buffers."""
+
+from typing import Any
+
+import torch
+
+from golden.deviations import deviation
+
+CAPTURE = "common_attention_state_graph_capture"
+GET = "common_attention_state_get_metadata_for_batch"
+BUFFERS = "common_attention_state_get_graph_input_buffers"
+PREPARE = "common_attention_state_prepare_graph_input_buffers"
+
+
+def is_captured_by_vllm(inputs: dict[str, Any]) -> bool:
+    """Return whether vLLM captures the backend with an encoder."""
+    names = ("XFORMERS", "FLASH_ATTN", "ROCM_FLASH")
+    is_plain = not inputs["is_encoder_decoder_model"]
+    return is_plain or inputs["attn_backend_name"] in names
+
+
+def fits_the_buffers(inputs: dict[str, Any]) -> bool:
+    return bool(inputs["batch_size"] <= inputs["max_batch_size"])
+
+
+# ---- capture
+
+
+@deviation(CAPTURE, fields=["inside._graph_block_tables"], right="zeros")
+def the_runners_table_has_ids(inputs: dict[str, Any]) -> bool:
+    """vLLM captures with the ids that an older batch left in the runner's block table."""
+    return bool(inputs["runner"]["graph_block_tables"].any())
+
+
+@deviation(
+    CAPTURE,
+    fields=["inside.block_tables_alias_runner"],
+    right="the state owns its buffers",
+)
+def a_state_has_a_runner(inputs: dict[str, Any]) -> bool:
+    """vLLM's state uses the block table of a model runner."""
+    return True
+
+
+@deviation(
+    CAPTURE,
+    fields=["exception_inside_leaves_state"],
+    right="as after a capture that ended well",
+    value=lambda _: {"_is_graph_capturing": False, "left_attributes": []},
+)
+def an_exception_ends_the_capture(inputs: dict[str, Any]) -> bool:
+    """vLLM has no `finally`: after an exception the state is still capturing."""
+    return True
+
+
+# ---- captured metadata
+
+
+@deviation(GET, BUFFERS, fields=["raises"], right="no backend is rejected by its name")
+def an_encoder_needs_a_known_backend(inputs: dict[str, Any]) -> bool:
+    """vLLM rejects all backends but three by name."""
+    return fits_the_buffers(inputs) and not is_captured_by_vllm(inputs)
+
+
+@deviation(GET, BUFFERS, fields=["raises"], right="rejected")
+def a_batch_is_larger_than_the_buffers(inputs: dict[str, Any]) -> bool:
+    """vLLM returns tensors that are shorter than the batch."""
+    return is_captured_by_vllm(inputs) and not fits_the_buffers(inputs)
+
+
+@deviation(GET, fields=["result.query_start_loc"], right="0, 1, 2, ...: one token each")
+def a_batch_is_captured(inputs: dict[str, Any]) -> bool:
+    """vLLM's captured metadata has no start locations."""
+    return fits_the_buffers(inputs) and is_captured_by_vllm(inputs)
+
+
+@deviation(GET, fields=["result.encoder_seq_lens"], right="a list, as declared")
+def encoder_lengths_are_captured(inputs: dict[str, Any]) -> bool:
+    """vLLM's captured metadata has a tensor where a list is declared."""
+    return bool(inputs["is_encoder_decoder_model"]) and a_batch_is_captured(inputs)
+
+
+def has_encoder_slots(inputs: dict[str, Any]) -> bool:
+    """vLLM captures slots of 32 bits, while every batch has slots of 64 bits."""
+    return bool(inputs["is_encoder_decoder_model"]) and a_batch_is_captured(inputs)
+
+
+for _file, _field in (
+    (GET, "result.cross_slot_mapping"),
+    (BUFFERS, "buffers.cross_slot_mapping"),
+):
+    deviation(_file, fields=[_field], right="an empty int64 tensor")(has_encoder_slots)
+
+
+# ---- the buffers of a replay
+
+COPIED = ("seq_lens_tensor", "block_tables")
+COPIED_WITH_ENCODER = (*COPIED, "encoder_seq_lens_tensor", "cross_block_tables")
+
+
+def sizes(inputs: dict[str, Any]) -> list[tuple[int, int]]:
+    """Return the sizes of every copied tensor: of the batch, and of the buffer."""
+    has_encoder = inputs["is_encoder_decoder_model"]
+    names = COPIED_WITH_ENCODER if has_encoder else COPIED
+    batch, buffers = inputs["attn_metadata"], inputs["input_buffers"]
+    return [
+        pair
+        for name in names
+        if batch.get(name) is not None
+        for pair in zip(batch[name].shape, buffers[name].shape, strict=True)
+    ]
+
+
+def has_decodes(inputs: dict[str, Any]) -> bool:
+    return bool(inputs["attn_metadata"]["num_decode_tokens"])
+
+
+def is_taken_here(inputs: dict[str, Any]) -> bool:
+    """Return whether every tensor fits its buffer, and no token is the encoder's."""
+    slots = inputs["attn_metadata"].get("cross_slot_mapping")
+    has_tokens = slots is not None and slots.numel() > 0
+    fits = all(there <= room for there, room in sizes(inputs))
+    is_free = not (inputs["is_encoder_decoder_model"] and has_tokens)
+    return fits and has_decodes(inputs) and is_free
+
+
+def is_copied_by_vllm(inputs: dict[str, Any]) -> bool:
+    """Return whether vLLM copies every tensor: equal sizes, or one that is broadcast."""
+    is_known = inputs["attn_backend_name"] in ("XFORMERS", "FLASH_ATTN")
+    if inputs["is_encoder_decoder_model"]:
+        slots = inputs["attn_metadata"].get("cross_slot_mapping")
+        if not is_known or (slots is not None and slots.numel() > 1):
+            return False
+    pairs = sizes(inputs)
+    return has_decodes(inputs) and all(n in (1, room) for n, room in pairs)
+
+
+@deviation(PREPARE, fields=["raises"], right="padding is filled; any backend")
+def a_replay_is_rejected_by_vllm(inputs: dict[str, Any]) -> bool:
+    """vLLM fails for smaller batches than the buffers, and rejects all backends but two."""
+    return is_taken_here(inputs) and not is_copied_by_vllm(inputs)
+
+
+@deviation(PREPARE, fields=["raises"], right="a decode has no tokens for the encoder")
+def a_replay_is_rejected_here(inputs: dict[str, Any]) -> bool:
+    """vLLM broadcasts one slot of the encoder into the empty buffer, so that it is lost."""
+    return is_copied_by_vllm(inputs) and not is_taken_here(inputs)
+
+
+@deviation(PREPARE, fields=["input_buffers.slot_mapping"], right="the batch's slots")
+def the_slots_are_other_slots(inputs: dict[str, Any]) -> bool:
+    """vLLM leaves the slots to another class."""
+    if not (is_taken_here(inputs) and is_copied_by_vllm(inputs)):
+        return False
+    buffer = inputs["input_buffers"]["slot_mapping"]
+    slots = inputs["attn_metadata"]["slot_mapping"]
+    padded = torch.full_like(buffer, -1)
+    padded[: len(slots)] = slots
+    return not torch.equal(buffer, padded)
+
+
+@deviation(PREPARE, fields=["input_buffers.cross_slot_mapping"], right="64 bits")
+def a_replay_has_encoder_slots(inputs: dict[str, Any]) -> bool:
+    """vLLM captures slots of 32 bits, while every batch has slots of 64 bits."""
+    is_run = is_taken_here(inputs) and is_copied_by_vllm(inputs)
+    return is_run and bool(inputs["is_encoder_decoder_model"])
+
+
+@deviation(
+    PREPARE,
+    fields=[f"input_buffers.{name}" for name in COPIED_WITH_ENCODER],
+    right="the batch is at the start; padding rows have no keys",
+)
+def one_row_is_broadcast(inputs: dict[str, Any]) -> bool:
+    """vLLM copies one row, or one column, into all rows or columns of a larger buffer."""
+    is_run = is_taken_here(inputs) and is_copied_by_vllm(inputs)
+    return is_run and any(there < room for there, room in sizes(inputs))

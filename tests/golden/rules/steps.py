@@ -1,0 +1,368 @@
+"""One step: buffers longer than the batch, boundaries, micro-batches."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+from golden.deviations import deviation
+
+BUILD = "build_attn_metadata"
+COMMON = "calls[].common_attn_metadata"
+
+
+# ---- metadata of every layer
+
+
+def cut_starts(inputs: dict[str, Any]) -> list[int]:
+    starts: list[int] = inputs["query_start_loc"]["np"][: inputs["num_reqs"] + 1]
+    return starts
+
+
+def num_slots(inputs: dict[str, Any]) -> int:
+    padded = inputs.get("num_tokens_padded")
+    return int(inputs["num_tokens"] if padded is None else padded)
+
+
+def per_group(inputs: dict[str, Any]) -> list[tuple[Any, Any]]:
+    """Return the table and slots of every group."""
+    groups = range(len(inputs["kv_cache_groups"]))
+    return [(inputs["block_tables"][i], inputs["slot_mappings"][i]) for i in groups]
+
+
+@deviation(BUILD, fields=["raises"], right="a ValueError that names the buffer")
+def a_buffer_is_shorter_than_the_batch(inputs: dict[str, Any]) -> bool:
+    """vLLM slices a shorter buffer without an error."""
+    reqs, groups = inputs["num_reqs"], len(inputs["kv_cache_groups"])
+    counts = [len(inputs[name]) for name in ("block_tables", "slot_mappings")]
+    if not reqs or min(*counts, len(inputs.get("builders", [0] * groups))) < groups:
+        return False  # both raise
+    starts, lens = inputs["query_start_loc"]["np"], inputs["seq_lens"]["np"]
+    is_short = len(starts) <= reqs or len(lens) < reqs
+    is_short |= len(inputs["num_computed_tokens_cpu"]) < reqs
+    return is_short or any(
+        len(table) < reqs or len(slots) < num_slots(inputs)
+        for table, slots in per_group(inputs)
+    )
+
+
+@deviation(
+    BUILD,
+    fields=[f"{COMMON}.max_query_len"],
+    right="the most new tokens of one request",
+)
+def several_requests_have_tokens(inputs: dict[str, Any]) -> bool:
+    """vLLM takes the largest start, which is the number of tokens, as the longest query."""
+    starts = cut_starts(inputs)
+    lens = [end - begin for begin, end in pairwise(starts)]
+    return bool(inputs["kv_cache_groups"]) and max(starts) != max(lens)
+
+
+@deviation(BUILD, fields=[f"{COMMON}.block_table_tensor"], right="one row per request")
+def a_table_is_longer_than_the_batch(inputs: dict[str, Any]) -> bool:
+    """vLLM passes the whole buffer on, with rows of other requests."""
+    return any(len(table) > inputs["num_reqs"] for table, _ in per_group(inputs))
+
+
+@deviation(BUILD, fields=[f"{COMMON}.slot_mapping"], right="one slot per token")
+def slots_are_longer_than_the_batch(inputs: dict[str, Any]) -> bool:
+    """vLLM passes the whole buffer on."""
+    return any(len(slots) > num_slots(inputs) for _, slots in per_group(inputs))
+
+
+@deviation(
+    BUILD, fields=[f"{COMMON}.num_computed_tokens_cpu"], right="one count per request"
+)
+def counts_are_longer_than_the_batch(inputs: dict[str, Any]) -> bool:
+    """vLLM passes the whole buffer on."""
+    is_used = bool(inputs["kv_cache_groups"])
+    return is_used and len(inputs["num_computed_tokens_cpu"]) > inputs["num_reqs"]
+
+
+# ---- boundaries
+
+
+def query_lens(common: dict[str, Any]) -> list[int]:
+    lens: list[int] = common["query_start_loc_cpu"].diff().tolist()
+    return lens
+
+
+def first_other(lens: list[int], allowed: set[int]) -> int:
+    """Return the index of the first request of another length, or their number."""
+    others = (index for index, each in enumerate(lens) if each not in allowed)
+    return next(others, len(lens))
+
+
+@deviation(
+    "split_decodes_and_prefills", fields=["result"], right="counts the new tokens"
+)
+def the_longest_query_is_longer_than_its_maximum(inputs: dict[str, Any]) -> bool:
+    """vLLM counts all requests as decodes if `max_query_len` says so."""
+    common, most = inputs["common_attn_metadata"], inputs["decode_threshold"]
+    is_trusted = common["max_query_len"] <= most and not (
+        inputs.get("require_uniform") and most > 1
+    )
+    return is_trusted and max(query_lens(common), default=0) > most
+
+
+THREE = "split_decodes_prefills_and_extends"
+
+
+@deviation(THREE, fields=["result"], right="counts the new tokens")
+def a_request_is_longer_than_the_maximum(inputs: dict[str, Any]) -> bool:
+    """vLLM counts all requests as decodes if `max_query_len` says so."""
+    common, most = inputs["common_attn_metadata"], inputs["decode_threshold"]
+    return bool(common["max_query_len"] <= most < max(query_lens(common), default=0))
+
+
+@deviation(THREE, fields=["result"], right="all requests are decodes")
+def the_maximum_is_longer_than_all_requests(inputs: dict[str, Any]) -> bool:
+    """vLLM counts no request at all if no one is as long as `max_query_len` says."""
+    common, most = inputs["common_attn_metadata"], inputs["decode_threshold"]
+    lens = query_lens(common)
+    return bool(lens) and max(lens) <= most < common["max_query_len"]
+
+
+def uniform_cuts(inputs: dict[str, Any]) -> tuple[int, int, list[int]] | None:
+    """Return where a uniform split begins its prefills: in vLLM and here, and the lengths.
+
+    None if it is not a uniform split, or if vLLM's first condition already decides.
+    """
+    common, most = inputs["common_attn_metadata"], inputs["decode_threshold"]
+    lens = query_lens(common)
+    if not inputs.get("require_uniform") or not lens:
+        return None
+    if common["max_query_len"] <= most <= 1:
+        return None
+    measure = next((each for each in lens if each), 0)
+    allowed = {0, measure} if measure <= most else {0}
+    here = first_other(lens, allowed)
+    there = first_other(lens, {lens[0]}) if lens[0] <= most else 0
+    return there, here, lens
+
+
+@deviation(
+    "split_decodes_and_prefills",
+    fields=["result"],
+    right="padding is skipped: the measure is the first request that has new tokens",
+)
+def padding_is_among_uniform_decodes(inputs: dict[str, Any]) -> bool:
+    """vLLM compares every length with that of the first request, so that empty requests, which are
+    padding, end the decodes."""
+    cuts = uniform_cuts(inputs)
+    return cuts is not None and cuts[0] != cuts[1]
+
+
+@deviation(
+    "v033_split_decodes_and_prefills",
+    fields=["result"],
+    right="padding is skipped: the measure is the first request that has new tokens",
+)
+def padding_begins_uniform_decodes(inputs: dict[str, Any]) -> bool:
+    """vLLM 0.33 takes padding at the start for the measure, and counts a batch that only padding
+    interrupts as decodes to its end."""
+    common, most = inputs["common_attn_metadata"], inputs["decode_threshold"]
+    if not inputs.get("require_uniform"):
+        return False
+    lens = query_lens(common)
+    if not lens or lens[0] > most or (most <= 1 and max(lens) <= most):
+        return False
+    other = first_other(lens, {0, lens[0]})
+    if lens[0]:
+        return other < len(lens) and 0 in lens[:other]
+    return lens[min(other, len(lens) - 1)] in range(1, most + 1)
+
+
+# ---- micro-batches
+
+SLICE, SPLIT = "make_metadata_with_slice", "split_attn_metadata"
+
+
+class Cut:
+    """A micro-batch: its tokens `first` to `stop` of the requests of a slice.
+
+    Args:
+        ubatch_slice: slices of the requests and of the tokens.
+        common: the step.
+    """
+
+    def __init__(self, ubatch_slice: dict[str, Any], common: dict[str, Any]) -> None:
+        self.starts = common["query_start_loc_cpu"].tolist()
+        self.req, self.req_stop = ubatch_slice["request_slice"]
+        self.first, self.stop = ubatch_slice["token_slice"]
+        self.slots = len(common["slot_mapping"])
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether both slices have something, and all of it exists."""
+        is_some = self.req < self.req_stop and self.first < self.stop
+        return is_some and self.req_stop < len(self.starts) and self.stop <= self.slots
+
+    @property
+    def ends_of_first(self) -> tuple[int, int]:
+        return self.starts[self.req], self.starts[self.req + 1]
+
+    @property
+    def ends_of_last(self) -> tuple[int, int]:
+        return self.starts[self.req_stop - 1], self.starts[self.req_stop]
+
+    @property
+    def fits_vllm(self) -> bool:
+        """Whether the first token is in the first request, and the last in the last."""
+        begin, end = self.ends_of_first
+        last_begin, last_end = self.ends_of_last
+        return begin <= self.first < end and last_begin <= self.stop - 1 < last_end
+
+    @property
+    def fits_here(self) -> bool:
+        """The same, but an empty request may be at either end, and padding after the last."""
+        begin, end = self.ends_of_first
+        last_begin, last_end = self.ends_of_last
+        lowest = last_begin + 1 if last_begin < last_end else last_end
+        highest = self.slots if self.req_stop == len(self.starts) - 1 else last_end
+        starts_inside = begin <= self.first < max(end, begin + 1)
+        return starts_inside and lowest <= self.stop <= highest
+
+    @property
+    def splits_first(self) -> bool:
+        return bool(self.first > self.ends_of_first[0])
+
+    @property
+    def splits_last(self) -> bool:
+        return bool(self.stop < self.ends_of_last[1])
+
+
+def cuts(inputs: dict[str, Any]) -> Iterator[Cut]:
+    common = step_of(inputs)
+    for each in inputs.get("ubatch_slices") or [inputs["ubatch_slice"]]:
+        yield Cut(each, common)
+
+
+def step_of(inputs: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = (
+        inputs.get("attn_metadata") or inputs["common_attn_metadata"]
+    )
+    return found
+
+
+def is_returned(inputs: dict[str, Any]) -> bool:
+    """Return whether vLLM cuts every micro-batch."""
+    return all(each.is_inside and each.fits_vllm for each in cuts(inputs))
+
+
+def is_rejected_by_vllm_alone(inputs: dict[str, Any]) -> bool:
+    """vLLM asserts that no request at an end of a micro-batch is empty, as padding is."""
+    every = list(cuts(inputs))
+    if not all(each.is_inside and each.fits_here for each in every):
+        return False
+    return not all(each.fits_vllm for each in every)
+
+
+def is_cut_at_its_end(inputs: dict[str, Any]) -> bool:
+    """vLLM subtracts a token index of the step from a start of the micro-batch, which is wrong
+    unless the micro-batch begins with the step."""
+    found = any(each.splits_last and each.first > 0 for each in cuts(inputs))
+    return is_returned(inputs) and found
+
+
+def is_cut_at_its_start(inputs: dict[str, Any]) -> bool:
+    """vLLM does not count the tokens of a divided request that the previous micro-batch
+    computes."""
+    return is_returned(inputs) and any(each.splits_first for each in cuts(inputs))
+
+
+def is_not_causal(inputs: dict[str, Any]) -> bool:
+    """vLLM drops `causal`, so that a micro-batch is causal though the step is not."""
+    return is_returned(inputs) and step_of(inputs).get("causal") is False
+
+
+LATER_FIELDS = (
+    "logits_indices_padded",
+    "num_logits_indices",
+    "encoder_seq_lens",
+    "dcp_local_seq_lens",
+)
+
+
+def has_later_fields(inputs: dict[str, Any]) -> bool:
+    """vLLM drops all fields after `causal`."""
+    given = (step_of(inputs).get(name) for name in LATER_FIELDS)
+    return is_returned(inputs) and any(each is not None for each in given)
+
+
+def begins_in_its_first_request(inputs: dict[str, Any]) -> bool:
+    """Return whether vLLM 0.33 cuts every micro-batch: it does not validate the last token."""
+    return all(
+        each.is_inside and each.ends_of_first[0] <= each.first < each.ends_of_first[1]
+        for each in cuts(inputs)
+    )
+
+
+def fits_here(inputs: dict[str, Any]) -> bool:
+    return all(each.is_inside and each.fits_here for each in cuts(inputs))
+
+
+def begins_with_padding(inputs: dict[str, Any]) -> bool:
+    """vLLM asserts that the first request of a micro-batch is not empty, as padding is."""
+    return fits_here(inputs) and not begins_in_its_first_request(inputs)
+
+
+def ends_outside_its_last_request(inputs: dict[str, Any]) -> bool:
+    """vLLM 0.33 accepts a last token outside of the last request."""
+    return begins_in_its_first_request(inputs) and not fits_here(inputs)
+
+
+def is_not_causal_in_033(inputs: dict[str, Any]) -> bool:
+    """vLLM drops `causal`, so that a micro-batch is causal though the step is not."""
+    is_run = begins_in_its_first_request(inputs) and fits_here(inputs)
+    return is_run and step_of(inputs).get("causal") is False
+
+
+CUT_FIELDS = ("query_start_loc", "seq_lens", "max_query_len", "max_seq_len")
+for _file, _result in ((SLICE, "result"), (SPLIT, "result[]")):
+    deviation(_file, fields=["raises"], right="an empty request stays empty")(
+        is_rejected_by_vllm_alone
+    )
+    deviation(
+        _file,
+        fields=[f"{_result}.{name}" for name in CUT_FIELDS],
+        right="each request clipped to the tokens of the micro-batch",
+    )(is_cut_at_its_end)
+    deviation(
+        _file,
+        fields=[f"{_result}.num_computed_tokens_cpu"],
+        right="the request's tokens before the micro-batch count as computed",
+    )(is_cut_at_its_start)
+    deviation(_file, fields=[f"{_result}.causal"], right="as in the step")(
+        is_not_causal
+    )
+    for _condition in (begins_with_padding, ends_outside_its_last_request):
+        deviation(
+            _file,
+            fields=["raises"],
+            right="the slice's tokens are those of its requests, or padding",
+            versions=("0.33.0",),
+        )(_condition)
+    deviation(
+        _file,
+        fields=[f"{_result}.causal"],
+        right="as in the step",
+        versions=("0.33.0",),
+    )(is_not_causal_in_033)
+    deviation(
+        _file,
+        fields=[f"{_result}.{name}" for name in LATER_FIELDS],
+        right="every field is sliced or copied",
+    )(has_later_fields)
+
+
+# ---- methods of the metadata
+
+
+@deviation(
+    "v033_common_attention_metadata_methods",
+    fields=["unpadded.positions"],
+    right="the positions of the tokens that remain",
+)
+def positions_are_given(inputs: dict[str, Any]) -> bool:
+    """vLLM drops the positions when it removes the padding."""
+    return inputs["common_attn_metadata"].get("positions") is not None
