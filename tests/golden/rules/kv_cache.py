@@ -123,9 +123,11 @@ def is_bound(inputs: dict[str, Any]) -> bool:
 
 
 def is_created_here(inputs: dict[str, Any]) -> bool:
+    """Return whether every layer has one tensor of whole and sufficient pages."""
+    if not names_the_same(inputs) or names_one_twice(inputs):
+        return False
     is_whole = all(size % page == 0 for size, page in pages(inputs))
-    is_valid = names_the_same(inputs) and not names_one_twice(inputs)
-    return is_valid and is_whole and has_enough_pages(inputs)
+    return is_whole and has_enough_pages(inputs)
 
 
 @deviation(INIT, fields=["raises"], right="the caches are returned, there is no list")
