@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..generators.batches import DTYPES, LAYOUTS, NAN, BatchPlan
 from ..generators.options import Call, paged_call, quantised_call, slopes, tree_of
+from ..generators.steps import several
 from ..harness.calling import Result, expect_right, expect_same_results, run_call
 from ..harness.canaries import checked_values, kept
 from ..harness.expect import expect_rejection, expect_same
@@ -349,32 +350,38 @@ def choices(draw: st.DrawFn) -> Choice:
     pick = Random(draw(st.integers(0, 2**20)))
     reqs = pick.choice([0, 7, 8, 9, 64, 128, 129, 300])
     query_lens = [1] * reqs
-    if reqs and pick.random() < 0.3:
+    if reqs and pick.random() < 0.15:
         query_lens[pick.randrange(reqs)] = pick.choice([0, 2, 5])
+    kv_heads, group = pick.choice([1, 2, 8]), pick.choice([1, 2, 4, 7, 129])
+    # as many SMs as programs of the cascade, and as tiles of split-KV, and other numbers
+    programs, requests = kv_heads * group, max(kv_heads * reqs, 1)
+    sms = [1, 4, 108, 132, programs, programs - 1, 2 * programs, requests, 2 * requests]
     return Choice(
         pick.choice([0, 255, 256, 257, 384, 385, 4096, 5000]),
         tuple(query_lens),
-        kv_heads=pick.choice([1, 2, 8]),
-        group=pick.choice([1, 2, 4, 7, 129]),
-        num_sms=pick.choice([1, 4, 31, 108, 132, 2000, 100_000]),
+        kv_heads,
+        group,
+        num_sms=max(pick.choice(sms), 1),
         excluded=pick.choice([None] * 8 + list(EXCLUDED)),
     )
 
 
-@law("use_cascade_attention", cases=choices())
+@law("use_cascade_attention", cases=several(choices()))
 def a_cascade_is_used_if_it_reads_fewer_key_tiles_per_sm(
-    setting: Setting, choice: Choice
+    setting: Setting, choices: list[Choice]
 ) -> None:
     """Never for short prefixes, few requests and options that it does not take.
 
     Always for several new tokens or heads that are not grouped.
     """
-    cascade, split_kv = choice.rounds()
-    several = choice.group == 1 or any(each != 1 for each in choice.query_lens)
-    is_large = choice.prefix_len >= 256 and len(choice.query_lens) >= 8
-    right = is_large and not choice.excluded and (several or cascade < split_kv)
-    found = setting.candidate.use_cascade_attention(**choice.arguments())
-    expect_same("whether the cascade is used", bool(found), right)
+    for choice in choices:
+        cascade, split_kv = choice.rounds()
+        is_plain = choice.group == 1 or any(each != 1 for each in choice.query_lens)
+        is_large = choice.prefix_len >= 256 and len(choice.query_lens) >= 8
+        pays = is_plain or cascade < split_kv
+        found = setting.candidate.use_cascade_attention(**choice.arguments())
+        right = is_large and not choice.excluded and pays
+        expect_same(f"whether the cascade is used: {choice}", bool(found), right)
 
 
 WRONG_NUMBERS: dict[str, dict[str, Any]] = {
