@@ -1,6 +1,8 @@
 """Backends: which one is selected, why one cannot run, and what each one declares."""
 
+import importlib
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from pagetwin.engine.selector import (
     get_attn_backend,
     load_backend,
 )
+from pagetwin.reference import use_cascade_attention
 
 SPEC = KVCacheSpec(16, 2, 64, torch.float16)
 VARIABLE = "PAGETWIN_ATTENTION_BACKEND"
@@ -298,3 +301,31 @@ def test_a_backend_names_its_own_classes(name: str) -> None:
     assert backend.get_kv_cache_shape(10, 16, 8, 64) == (2, 10, 16, 8, 64)
     for cls in (backend.get_impl_cls(), backend.get_builder_cls()):
         assert cls.__module__ == backend.__module__
+
+
+@pytest.mark.parametrize("name", backend_names())
+def test_a_backend_is_found_by_its_full_name(name: str) -> None:
+    backend = load_backend(name)
+    module, cls_name = backend.full_cls_name()
+    assert getattr(importlib.import_module(module), cls_name) is backend
+
+
+@pytest.mark.parametrize("name", backend_names())
+def test_no_backend_reads_a_shared_prefix_once(name: str) -> None:
+    """An engine that asks a builder calls it with these names, with and without ranks."""
+    backend = load_backend(name)
+    builder = backend.get_builder_cls()(SPEC, ["layer"], "cpu")
+    given: dict[str, Any] = {
+        "common_prefix_len": 4096,
+        "query_lens": [1] * 64,
+        "num_query_heads": 8,
+        "num_kv_heads": 8,
+        "use_alibi": False,
+        "use_sliding_window": False,
+        "use_local_attention": False,
+        "num_sms": 132,
+    }
+    assert use_cascade_attention(**given)
+    assert builder.use_cascade_attention(**given) is False
+    assert builder.use_cascade_attention(**given, dcp_world_size=2) is False
+    assert backend.use_cascade_attention(**given) is False

@@ -35,7 +35,10 @@ for _name, _tensor in (("q", "query"), ("k", "key"), ("v", "value")):
 @deviation("attention_layer_init", fields=["raises"], right="a ValueError")
 def a_layers_type_is_unknown(inputs: dict[str, Any]) -> bool:
     """vLLM accepts any string as the type of attention."""
-    heads, kv_heads = inputs["num_heads"], inputs["num_kv_heads"] or inputs["num_heads"]
+    heads, kv_heads = (
+        inputs["num_heads"],
+        inputs.get("num_kv_heads") or inputs["num_heads"],
+    )
     is_new = inputs["prefix"] not in inputs["existing_prefixes"]
     target = inputs.get("kv_sharing_target_layer_name")
     is_shared = target is None or target in inputs["existing_prefixes"]

@@ -36,10 +36,11 @@ def fits_its_row(inputs: dict[str, Any]) -> bool:
 def a_sequence_is_longer_than_its_row(inputs: dict[str, Any]) -> bool:
     """vLLM repeats the row's last block, and accepts more new tokens than tokens."""
     has_rows = inputs["common_attn_metadata"]["block_table_tensor"].numel() > 0
+    if not (has_rows and chunks_are_blocks(inputs)):
+        return False
     # both raise if an empty sequence is before its row
     is_read = 0 not in chunked(inputs)[1] or reads_the_table(inputs)
-    is_run = chunks_are_blocks(inputs) and has_rows and is_read
-    return is_run and not fits_its_row(inputs)
+    return is_read and not fits_its_row(inputs)
 
 
 def virtual_seq_lens(inputs: dict[str, Any]) -> list[int]:

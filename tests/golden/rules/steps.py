@@ -97,7 +97,7 @@ def first_other(lens: list[int], allowed: set[int]) -> int:
 )
 def the_longest_query_is_longer_than_its_maximum(inputs: dict[str, Any]) -> bool:
     """vLLM counts all requests as decodes if `max_query_len` says so."""
-    common, most = inputs["common_attn_metadata"], inputs["decode_threshold"]
+    common, most = inputs["common_attn_metadata"], inputs.get("decode_threshold", 1)
     is_trusted = common["max_query_len"] <= most and not (
         inputs.get("require_uniform") and most > 1
     )
@@ -110,14 +110,14 @@ THREE = "split_decodes_prefills_and_extends"
 @deviation(THREE, fields=["result"], right="counts the new tokens")
 def a_request_is_longer_than_the_maximum(inputs: dict[str, Any]) -> bool:
     """vLLM counts all requests as decodes if `max_query_len` says so."""
-    common, most = inputs["common_attn_metadata"], inputs["decode_threshold"]
+    common, most = inputs["common_attn_metadata"], inputs.get("decode_threshold", 1)
     return bool(common["max_query_len"] <= most < max(query_lens(common), default=0))
 
 
 @deviation(THREE, fields=["result"], right="all requests are decodes")
 def the_maximum_is_longer_than_all_requests(inputs: dict[str, Any]) -> bool:
     """vLLM counts no request at all if no one is as long as `max_query_len` says."""
-    common, most = inputs["common_attn_metadata"], inputs["decode_threshold"]
+    common, most = inputs["common_attn_metadata"], inputs.get("decode_threshold", 1)
     lens = query_lens(common)
     return bool(lens) and max(lens) <= most < common["max_query_len"]
 
@@ -127,7 +127,7 @@ def uniform_cuts(inputs: dict[str, Any]) -> tuple[int, int, list[int]] | None:
 
     None if it is not a uniform split, or if vLLM's first condition already decides.
     """
-    common, most = inputs["common_attn_metadata"], inputs["decode_threshold"]
+    common, most = inputs["common_attn_metadata"], inputs.get("decode_threshold", 1)
     lens = query_lens(common)
     if not inputs.get("require_uniform") or not lens:
         return None
@@ -160,7 +160,7 @@ def padding_is_among_uniform_decodes(inputs: dict[str, Any]) -> bool:
 def padding_begins_uniform_decodes(inputs: dict[str, Any]) -> bool:
     """vLLM 0.33 takes padding at the start for the measure, and counts a batch that only padding
     interrupts as decodes to its end."""
-    common, most = inputs["common_attn_metadata"], inputs["decode_threshold"]
+    common, most = inputs["common_attn_metadata"], inputs.get("decode_threshold", 1)
     if not inputs.get("require_uniform"):
         return False
     lens = query_lens(common)
