@@ -66,7 +66,13 @@ WITH_TWINS = [
 # what the packages export besides operations
 OTHER_EXPORTS = {
     "reference": {"AttentionOptions"},
-    "optimized": {"AttentionOptions", "release_workspace"},
+    "optimized": {
+        "AttentionOptions",
+        "WarmUpSpec",
+        "WarmedKernel",
+        "release_workspace",
+        "warm_up",
+    },
 }
 
 
