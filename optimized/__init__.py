@@ -101,6 +101,7 @@ from .cache.slot_mapping import (
     compute_slot_mapping_device,
     compute_slot_mapping_start_idx,
 )
+from .launch.warm_up import WarmedKernel, WarmUpSpec, warm_up
 from .launch.workspace import release_workspace
 from .v0.graph_state import CommonAttentionState, get_attn_cg_support
 from .v0.sequence_metadata import (
@@ -117,6 +118,8 @@ __all__ = [
     "CommonMetadataBuilder",
     "Scheduler",
     "StepBuffers",
+    "WarmUpSpec",
+    "WarmedKernel",
     "allocate_kv_cache",
     "allocate_kv_caches",
     "append_blocks",
@@ -186,4 +189,5 @@ __all__ = [
     "swap_blocks",
     "use_cascade_attention",
     "view_kv_cache",
+    "warm_up",
 ]

@@ -88,7 +88,7 @@ def pretend(chip: int, launches: list[Any]) -> None:
 
     JITFunction.run = record
     concepts = [each.module for each in CONCEPTS if not each.is_single]
-    for name in ("launch.dispatch", *concepts):
+    for name in ("launch.dispatch", "launch.cascade", *concepts):
         module = import_module(f"pagetwin.optimized.{name}")
         if hasattr(module, "check_launch"):
             module.check_launch = lambda tensor: None
@@ -103,14 +103,17 @@ def run_attention(
     heads: tuple[int, int] = (32, 8),
     value_size: int | None = None,
     cache_dtype: torch.dtype | None = None,
+    prefix_len: int = 0,
     **options: Any,
 ) -> None:
-    """Launch attention over a paged cache, log-sum-exp included."""
+    """Launch attention over a paged cache, log-sum-exp included; a cascade if there is a prefix."""
     query_heads, kv_heads = heads
     blocks = -(-kv_len // 16)
     query = torch.zeros(reqs * query_len, query_heads, head_size, dtype=dtype)
     cache = torch.zeros(2, blocks, 16, kv_heads, head_size, dtype=cache_dtype or dtype)
-    load_implementation("optimized").paged_attention(
+    twin = load_implementation("optimized")
+    given = () if not prefix_len else (prefix_len,)
+    (twin.cascade_attention if prefix_len else twin.paged_attention)(
         query,
         cache[0],
         cache[1][..., : value_size or head_size],
@@ -119,6 +122,7 @@ def run_attention(
         torch.full((reqs,), kv_len, dtype=torch.int32),
         query_len,
         kv_len,
+        *given,
         lse=torch.zeros(query_heads, reqs * query_len),
         **pack_options(**options),
     )
@@ -206,6 +210,43 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
             f"{kind}, latent 576 of 512",
             lambda q=query_len, o=latent: run_attention(
                 q, 4096, 576, torch.bfloat16, **o
+            ),
+        )
+    for query_len, name, options in (
+        (6, "bf16 128, 32 rows", {}),
+        (16, "bf16 128, 64 rows", {}),
+        (32, "bf16 128, 128 rows", {}),
+        (6, "all options", every_score | every_mask),
+        (
+            16,
+            "float8_e4m3fn cache",
+            {"cache_dtype": FP8_DTYPES[0], "k_scale": torch.ones(8), "v_scale": 0.5},
+        ),
+    ):
+        yield (
+            f"append, {name}",
+            lambda q=query_len, o=options: run_attention(
+                q, 16384, 128, torch.bfloat16, **o
+            ),
+        )
+    for query_len, name, options in (
+        (1, "bf16 128, decodes", {}),
+        (32, "bf16 128, 128 rows", {"logits_soft_cap": 50.0}),
+        (
+            1,
+            "sinks, float8_e4m3fn cache",
+            {
+                "cache_dtype": FP8_DTYPES[0],
+                "sinks": torch.ones(32),
+                "k_scale": torch.ones(8),
+                "v_scale": 0.5,
+            },
+        ),
+    ):
+        yield (
+            f"cascade, {name}",
+            lambda q=query_len, o=options: run_attention(
+                q, 16384, 128, torch.bfloat16, prefix_len=8192, **o
             ),
         )
     for kind, query_len, kv_len in (("alone", 99, 4096), ("spread", 1, 32768)):
@@ -355,10 +396,10 @@ def specialize(
     return "i32" if -(2**31) <= value < 2**31 else "i64"
 
 
-def compile_launch(
-    kernel: JITFunction, values: dict[str, Any], options: dict[str, int], chip: int
-) -> dict[str, Any]:
-    """Compile one recorded launch as triton would, and return what it uses."""
+def specialize_launch(
+    kernel: JITFunction, values: dict[str, Any]
+) -> tuple[dict[str, Any], dict[tuple[int, ...], Any], dict[tuple[int, ...], Any]]:
+    """Return the types, constants and alignments that triton compiles a launch for."""
     signature: dict[str, Any] = {}
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
@@ -371,6 +412,14 @@ def compile_launch(
             signature[parameter.name] = specialize(
                 value, (index,), constants, attributes
             )
+    return signature, constants, attributes
+
+
+def compile_launch(
+    kernel: JITFunction, values: dict[str, Any], options: dict[str, int], chip: int
+) -> dict[str, Any]:
+    """Compile one recorded launch as triton would, and return what it uses."""
+    signature, constants, attributes = specialize_launch(kernel, values)
     begin = time.perf_counter()
     compiled = triton.compile(
         ASTSource(
@@ -468,7 +517,7 @@ def main(chips: list[int]) -> None:
                 seen.add(key)
                 used = compile_launch(kernel, values, options, chip)
                 cubin = used.pop("cubin")
-                if case.startswith("decode, bf16"):
+                if case.startswith(("decode, bf16", "append, bf16", "cascade, bf16")):
                     used |= walk_over_keys(cubin)
                 line = {"chip": chip, "case": case, "kernel": kernel.__name__} | used
                 print(json.dumps(line), flush=True)

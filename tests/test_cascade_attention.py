@@ -14,6 +14,12 @@ from pagetwin.conformance.generators.batches import (
     build,
 )
 from pagetwin.conformance.oracles.dense import same_bits
+from pagetwin.contract.attention_options import AttentionOptions
+from pagetwin.optimized.launch import attention_call, cascade
+from pagetwin.optimized.launch.launcher import Launcher
+from pagetwin.optimized.launch.plan_cache import PlanCache
+from test_append import plant
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def share_prefix(batch: BatchTensors, prefix_len: int) -> BatchTensors:
@@ -53,3 +59,93 @@ def test_each_key_of_the_prefix_is_gathered_once(
     batch = share_prefix(build(BatchPlan((1, 3, 1), (40, 50, 33)), device), 32)
     TWINS["reference"].cascade_attention(**batch.arguments(), common_prefix_len=32)
     assert counts == [32, 40 - 32, 50 - 32, 33 - 32]
+
+
+def expect_equal(batch: BatchTensors, prefix_len: int, **options: Any) -> None:
+    """Compare outputs and log-sum-exps of both twins."""
+    tokens, heads, _ = batch.query.shape
+    arguments = batch.arguments() | options
+    found = []
+    for twin in ("optimized", "reference"):
+        lse = batch.query.new_zeros(heads, tokens)
+        out = TWINS[twin].cascade_attention(
+            **arguments, common_prefix_len=prefix_len, lse=lse
+        )
+        found.append((out, lse))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=2e-6)
+
+
+EDGES = {
+    "no prefix": (BatchPlan((1, 3), (40, 50)), 0),
+    "new tokens after the prefix alone": (BatchPlan((1, 9, 2), (97, 105, 98)), 96),
+    "one request": (BatchPlan((5,), (140,)), 96),
+    "one token": (BatchPlan((1,), (49,)), 48),
+    "rows that fill no tile": (BatchPlan((3, 1, 7), (60, 90, 70), group=3), 48),
+    "several query tiles": (BatchPlan((30, 1, 25), (90, 40, 70), group=4), 32),
+    "many requests": (BatchPlan((1,) * 11, (40, 70) * 5 + (36,)), 32),
+    "padding": (BatchPlan((2, 1), (60, 70), padding=6, spare_max=40), 48),
+}
+
+
+@pytest.mark.parametrize("name", EDGES)
+def test_a_cascade_is_right_at_the_edges_of_its_sizes(
+    name: str, device: torch.device
+) -> None:
+    plan, prefix_len = EDGES[name]
+    expect_equal(share_prefix(build(plan, device), prefix_len), prefix_len)
+
+
+def test_a_prefix_may_be_all_keys_of_requests_that_are_not_causal(
+    device: torch.device,
+) -> None:
+    """Then nothing is left for the second launch but to store the partial results."""
+    batch = share_prefix(build(BatchPlan((2, 1), (64, 64)), device), 64)
+    expect_equal(batch, 64, options=AttentionOptions(causal=False))
+
+
+NEEDLES = [key for edge in (32, 64, 96, 128, 160) for key in (edge - 1, edge)]
+
+
+@pytest.mark.parametrize("position", NEEDLES)
+def test_no_key_is_lost_at_the_edge_of_a_split_of_either_launch(
+    position: int, device: torch.device
+) -> None:
+    """The prefix ends at 96; both launches split their keys every 32."""
+    plan = BatchPlan((12, 3), (190, 175), group=4, kv_heads=1)
+    batch = share_prefix(build(plan, device), 96)
+    plant(batch.rows, batch.key_cache, batch.value_cache, batch.query, position)
+    expect_equal(batch, 96)
+
+
+class NoWork(TorchDispatchMode):
+    """Note the operations of torch, other than new tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func._schema.name.split("::")[1] not in ("empty", "new_empty", "zeros"):
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_cascade_is_two_launches_and_no_other_work_once_it_is_planned(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    """It once was seven operations of torch, two plans and three launches: 282 us of host time."""
+    grids: list[Any] = []
+    monkeypatch.setattr(Launcher, "__call__", lambda _, grid, *rest: grids.append(grid))
+    monkeypatch.setattr(cascade, "PLANS", PlanCache(8))
+    monkeypatch.setattr(attention_call, "INTERPRETED", False)
+    batch = share_prefix(build(BatchPlan((1, 3, 1), (40, 50, 36)), device), 32)
+    raw = TWINS["optimized"].raw
+    raw.cascade_attention(**batch.arguments(), common_prefix_len=32)
+    assert len(grids) == 2 and len(cascade.PLANS) == 1
+    with NoWork() as mode:
+        raw.cascade_attention(**batch.arguments(), common_prefix_len=16)
+    assert mode.found == []
+    assert len(grids) == 4 and len(cascade.PLANS) == 1

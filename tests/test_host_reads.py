@@ -19,6 +19,7 @@ from pagetwin.contract.specs import KVCacheSpec
 from pagetwin.engine.selector import load_backend
 from pagetwin.optimized.kernels.sm90 import family as sm90
 from pagetwin.optimized.launch import portable
+from pagetwin.optimized.launch.launcher import Launcher
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -146,11 +147,10 @@ def test_planning_touches_the_same_bytes_at_any_context(optimized: Twin) -> None
 def test_cascade_attention_reads_nothing_on_the_host(
     monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
-    """Its own lines run on tensors without contents, which cannot be read."""
+    """On tensors without contents, which cannot be read: two launches, and no other operation."""
     module = import_module("pagetwin.optimized.attention.cascade")
-    passes = []
-    monkeypatch.setattr(module, "paged_attention", lambda *a, **k: passes.append(k))
-    monkeypatch.setattr(module, "merge_attn_states", lambda *a, **k: k["output"])
+    grids: list[Any] = []
+    monkeypatch.setattr(Launcher, "__call__", lambda _, grid, *rest: grids.append(grid))
     batch = build(BatchPlan((1, 3, 1), (40, 50, 33)), device)
     with FakeTensorMode() as mode:
         fake = {
@@ -159,7 +159,8 @@ def test_cascade_attention_reads_nothing_on_the_host(
         }
         out = unwrap(module.cascade_attention)(**fake, common_prefix_len=32)
     assert out.shape == batch.query.shape
-    assert [each["max_seq_len"] for each in passes] == [32, 50 - 32]
+    kv_heads = batch.plan.kv_heads
+    assert len(grids) == 2 and all(grid[0] == kv_heads for grid in grids)
 
 
 def test_attention_of_a_rank_reads_nothing_on_the_host(

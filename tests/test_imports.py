@@ -40,6 +40,7 @@ LIBRARIES = {"triton", "xformers"}
 LARGE_FOLDERS = {
     "optimized/kernels": "one file per kernel and per step of a kernel",
     "optimized/kernels/options": "one file per option",
+    "optimized/launch": "one file per stage of a launch",
     "shared/conformance/harness": "one file per stage of a run",
     "shared/conformance/laws": "one file per subject of laws",
     "shared/contract": "one file per family of classes",

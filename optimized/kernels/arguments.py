@@ -157,12 +157,14 @@ class StreamK(NamedTuple):
 
     Args:
         MIN_TILES: KV tiles of a segment, at least.
+        QUERY_TILES: whether requests may have more rows than a query tile.
         REQS_PER_PASS: requests whose tiles are counted at once.
         MANY_REQS: whether there may be more requests than that.
         COMBINE_ROWS, COMBINE_SPLITS: rows and partial results that are combined at once.
     """
 
     MIN_TILES: int
+    QUERY_TILES: bool
     REQS_PER_PASS: int
     MANY_REQS: bool
     COMBINE_ROWS: int

@@ -52,6 +52,20 @@ def load_query_tile(
         first_row: first row of the tile in the request.
     """
     kv, seq_len = locate_kv(call, req, kv_head, config)
+    return make_query_tile(
+        call, kv, seq_len, req, start, query_len, first_row, kv_head, config
+    )
+
+
+@triton.jit
+def make_query_tile(
+    call, kv, seq_len, req, start, query_len, first_row, kv_head, config: tl.constexpr
+):
+    """Return a query tile that attends to `seq_len` keys.
+
+    Args:
+        As in `load_query_tile`, and kv: KVSource of the keys.
+    """
     rows = find_rows(start, query_len, first_row, kv_head, config)
     q, qk_scale = load_q(call, rows, kv_head, config)
     visible = find_visible_keys(call, req, rows, seq_len, config)

@@ -93,20 +93,25 @@ def segment_offset(segment, begins_here, kv_head, num_kv_heads, partial_rows):
 
 
 @triton.jit
-def combine_segments(
-    call, start, query_len, first_segment, last_segment, kv_head, num_kv_heads,
-    config: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
+def fold_segments(
+    call, start, query_len, first_row, in_tile, first_segment, last_segment, kv_head,
+    num_kv_heads, config: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Store a decode request's rows, combined from the segments they are split over.
+    """Return rows of a query tile, combined from the segments they are split over.
 
     Args:
         start, query_len: first token of the request in the batch, and how many it has.
-        ROWS, SPLITS: rows of the request, at most, and partial results that are loaded at once.
+        first_row: the tile's first row in the request.
+        in_tile: [ROWS] indices of the rows in the tile.
+        ROWS, SPLITS: rows, and partial results that are loaded at once.
+
+    Returns:
+        [ROWS, BLOCK_DV]; [ROWS] log-sum-exp in base 2; their QueryRows.
     """
-    row = tl.arange(0, ROWS)  # [ROWS]
+    row = first_row + in_tile  # [ROWS]
     dv = tl.arange(0, config.BLOCK_DV)
     num_rows = query_len * config.GROUP_SIZE
-    is_row = row < tl.minimum(num_rows, call.partial_rows)
+    is_row = in_tile < tl.minimum(num_rows - first_row, call.partial_rows)
     head = kv_head * config.GROUP_SIZE + row % config.GROUP_SIZE
     acc, l_i, m_i = start_softmax(ROWS, config.BLOCK_DV)
     l_i, m_i = start_with_sinks(l_i, m_i, call.option_tensors.sinks, head, is_row, True)
@@ -118,7 +123,7 @@ def combine_segments(
         offset = segment_offset(
             segment, begins_here, kv_head, num_kv_heads, call.partial_rows
         )
-        offset = offset[:, None] + row[None, :]  # [SPLITS, ROWS]
+        offset = offset[:, None] + in_tile[None, :]  # [SPLITS, ROWS]
         # other programs stored these, so they are not loaded from this one's L1 cache
         lse = tl.load(
             call.tensors.partial_lse + offset,
@@ -138,7 +143,20 @@ def combine_segments(
         acc, l_i, m_i = fold_partials(acc, l_i, m_i, results, lse)
     result, lse = normalize(acc, l_i, m_i)
     token = row // config.GROUP_SIZE
-    rows = QueryRows(query_len, 0, num_rows, token, start + token, head, is_row)
+    rows = QueryRows(query_len, first_row, num_rows, token, start + token, head, is_row)
+    return result, lse, rows
+
+
+@triton.jit
+def combine_segments(
+    call, start, query_len, first_segment, last_segment, kv_head, num_kv_heads,
+    config: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Store a decode request's rows, combined from the segments they are split over."""
+    result, lse, rows = fold_segments(
+        call, start, query_len, 0, tl.arange(0, ROWS), first_segment, last_segment,
+        kv_head, num_kv_heads, config, ROWS, SPLITS,
+    )  # fmt: skip
     store_rows(call, result, lse, rows, config)
 
 

@@ -112,7 +112,8 @@ def decode_kernel(
         table_stride_req, lse_stride_head, lse_stride_token, tree_stride_req, tree_width,
     )  # fmt: skip
     batch = Batch(
-        tensors.query_start_loc, tensors.seq_lens, masks.causal, num_reqs, decode_rows
+        tensors.query_start_loc, tensors.seq_lens, masks.causal, num_reqs, decode_rows,
+        None,
     )  # fmt: skip
     ALL_KEYS: tl.constexpr = masks.tree is not None or masks.query_ranges is not None
     segment = find_segment(index, tl.num_programs(1), batch, config, plan, ALL_KEYS)

@@ -1,8 +1,9 @@
 """Stream-K work partition of decode requests.
 
 The KV tiles of all decode requests are concatenated, request after request, and divided evenly into
-segments; each program processes one contiguous segment for one kv head. So a ragged batch is
-balanced and a single long request fills the chip. No plan is made on the host: each program counts
+segments; each program processes one contiguous segment for one kv head. A request of several query
+tiles is counted once per query tile. So a ragged batch is balanced and a single long request fills
+the chip. No plan is made on the host: each program counts
 the tiles from the lengths itself, which is one load and one sum for a usual batch.
 
 A request inside one segment is stored at once. One that spans several has a partial result in each,
@@ -27,7 +28,8 @@ class Batch(NamedTuple):
         query_start_loc, seq_lens: see Tensors.
         causal: Optional. CausalFlags.
         num_reqs: number of requests.
-        decode_rows: rows of a decode request, at most.
+        decode_rows: rows of a request, at most, that has tiles.
+        prefix: Optional. PrefixPartials, see cascade.py: keys that are not counted.
     """
 
     query_start_loc: Any
@@ -35,6 +37,7 @@ class Batch(NamedTuple):
     causal: Any
     num_reqs: Any
     decode_rows: Any
+    prefix: Any
 
 
 class Segment(NamedTuple):
@@ -72,6 +75,8 @@ def count_tiles(batch, req, is_req, config: tl.constexpr, ALL_KEYS: tl.constexpr
     seq_len = tl.load(batch.seq_lens + req, mask=is_req, other=0)
     if config.BLOCK_SIZE == 0:
         seq_len = tl.load(batch.seq_lens + req + 1, mask=is_req, other=0) - seq_len
+    if batch.prefix is not None:
+        seq_len = tl.maximum(seq_len - batch.prefix.length, 0)
     is_causal = load_is_causal(batch.causal, req, is_req, config.masks.CAUSAL)
     context = seq_len - query_len
     begin, _ = visible_range(context, seq_len, is_causal, config)
@@ -87,6 +92,14 @@ def count_tiles(batch, req, is_req, config: tl.constexpr, ALL_KEYS: tl.constexpr
 
 
 @triton.jit
+def count_query_tiles(batch, req, is_req, config: tl.constexpr):
+    """Return how many query tiles each request has."""
+    start = tl.load(batch.query_start_loc + req, mask=is_req, other=0)
+    query_len = tl.load(batch.query_start_loc + req + 1, mask=is_req, other=0) - start
+    return tl.cdiv(query_len * config.GROUP_SIZE, config.BLOCK_M)
+
+
+@triton.jit
 def choose_length(total, num_decodes, longest, num_segments, MIN_TILES: tl.constexpr):
     """Return how many tiles a segment has.
 
@@ -95,8 +108,8 @@ def choose_length(total, num_decodes, longest, num_segments, MIN_TILES: tl.const
 
     Args:
         total: tiles of all requests.
-        num_decodes: requests that have some.
-        longest: tiles of the longest request.
+        num_decodes: requests that have some, each counted once per query tile.
+        longest: KV tiles of the longest request.
         num_segments: segments, at most.
         MIN_TILES: a shorter segment is not worth a combination.
     """
@@ -175,9 +188,16 @@ def find_segment_of_few(
     req = tl.arange(0, plan.REQS_PER_PASS)
     is_req = req < batch.num_reqs
     _, tiles = count_tiles(batch, req, is_req, config, ALL_KEYS)
-    tiles_end = tl.cumsum(tiles, 0)
+    all_tiles = tiles
+    if plan.QUERY_TILES:
+        query_tiles = count_query_tiles(batch, req, is_req, config)
+        all_tiles = tiles * query_tiles
+    tiles_end = tl.cumsum(all_tiles, 0)
     total = tl.max(tiles_end, 0)
-    num_decodes = tl.sum((tiles > 0).to(tl.int32), 0)
+    if plan.QUERY_TILES:
+        num_decodes = tl.sum(query_tiles, 0)
+    else:
+        num_decodes = tl.sum((tiles > 0).to(tl.int32), 0)
     longest = tl.max(tiles, 0)
     length = choose_length(total, num_decodes, longest, num_segments, plan.MIN_TILES)
     begin = tl.minimum(index * length, total)
@@ -205,8 +225,13 @@ def find_segment_of_many(
         req = base + tl.arange(0, plan.REQS_PER_PASS)
         is_req = req < batch.num_reqs
         _, tiles = count_tiles(batch, req, is_req, config, ALL_KEYS)
-        total += tl.sum(tiles, 0)
-        num_decodes += tl.sum((tiles > 0).to(tl.int32), 0)
+        if plan.QUERY_TILES:
+            query_tiles = count_query_tiles(batch, req, is_req, config)
+            total += tl.sum(tiles * query_tiles, 0)
+            num_decodes += tl.sum(query_tiles, 0)
+        else:
+            total += tl.sum(tiles, 0)
+            num_decodes += tl.sum((tiles > 0).to(tl.int32), 0)
         longest = tl.maximum(longest, tl.max(tiles, 0))
     length = choose_length(total, num_decodes, longest, num_segments, plan.MIN_TILES)
     begin = tl.minimum(index * length, total)
@@ -219,6 +244,8 @@ def find_segment_of_many(
         req = base + tl.arange(0, plan.REQS_PER_PASS)
         is_req = req < batch.num_reqs
         _, tiles = count_tiles(batch, req, is_req, config, ALL_KEYS)
+        if plan.QUERY_TILES:
+            tiles *= count_query_tiles(batch, req, is_req, config)
         tiles_end = counted + tl.cumsum(tiles, 0)
         counted = tl.max(tiles_end, 0)
         before, within, last_end = count_requests(tiles_end, is_req, begin, end)

@@ -23,6 +23,7 @@ from ..kernels.sm90 import family as sm90
 from ..kernels.sm90.latent import family as sm90_latent
 from . import portable
 from .attention_call import AttentionCall, sign, sizes_fit
+from .cost_model import Layer, choose_path
 from .launcher import check_launch
 from .plan_cache import PlanCache
 from .tuning import max_head_size
@@ -98,6 +99,8 @@ class LaunchPlan:
         short_rows: the most rows of a short request; 0 if the portable kernel has no decode launch.
         has_decode: whether the portable kernel has a decode launch.
         group_size: query heads per kv head.
+        layer: Optional. What the cost model needs to know. If None, requests that do not fit a
+            decode tile are never split: batch-invariant rows.
         is_packed: whether `query_start_loc` and `lengths` are contiguous.
         upcasts_output: whether the output is written in float32 first.
     """
@@ -108,6 +111,7 @@ class LaunchPlan:
     short_rows: int
     has_decode: bool
     group_size: int
+    layer: Layer | None
     is_packed: bool
     upcasts_output: bool
 
@@ -200,14 +204,29 @@ def attend(
         if complete.takes(call):
             complete.launch(call)
             return out
+    if max_query_len * plan.group_size > plan.short_rows or not plan.has_decode:
+        launch_long(plan, call)
+    else:
+        plan.portable.launch_decode(call)
+    return out.copy_(call.out) if plan.upcasts_output else out
+
+
+def launch_long(plan: LaunchPlan, call: AttentionCall) -> None:
+    """Launch a batch whose longest request does not fit a decode tile."""
+    if plan.layer is not None:
+        choice = choose_path(
+            plan.layer, call.query_start_loc.shape[0] - 1, call.query.shape[0],
+            call.max_query_len, call.max_key_len,
+        )  # fmt: skip
+        if choice.path == "split":
+            plan.portable.launch_append(call, choice.block_m)
+            return
     if plan.has_decode:
         plan.portable.launch_decode(call)
-    if max_query_len * plan.group_size > plan.short_rows or not plan.has_decode:
-        for each in plan.prefills:
-            if each.takes(call):
-                each.launch_prefill(call, plan.short_rows)
-                break
-    return out.copy_(call.out) if plan.upcasts_output else out
+    for each in plan.prefills:
+        if each.takes(call):
+            each.launch_prefill(call, plan.short_rows)
+            break
 
 
 def make_plan(call: AttentionCall) -> LaunchPlan:
@@ -228,6 +247,9 @@ def make_plan(call: AttentionCall) -> LaunchPlan:
         short_rows=base.short_rows,
         has_decode=base.has_decode,
         group_size=base.group_size,
+        layer=None
+        if call.options.batch_invariant
+        else portable.describe_layer(base.launches, call, bool(prefills)),
         is_packed=starts.stride(0) == 1 and lengths.stride(0) == 1,
         upcasts_output=base.upcasts_output,
     )

@@ -3,7 +3,8 @@
 A batch may mix requests of any length. Requests whose rows (queries times the query heads that
 share a kv head) fit one decode tile are computed by the decode launch, in split-KV form. All
 others are computed by the prefill launch, one program per tile of rows. Each launch skips the
-requests of the other one, so nothing has to be read from the device to separate them.
+requests of the other one, so nothing has to be read from the device to separate them. If the cost
+model finds a split faster, one append launch computes all requests instead.
 """
 
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from ..kernels.arguments import Tensors
 from ..kernels.options.score import lower_tensors
 from .attention_call import AttentionCall
+from .cost_model import Layer
 from .launcher import Launcher
 from .prepare import MAX_WORKSPACE, Launches, prepare
 from .workspace import find_workspace
@@ -45,6 +47,7 @@ class PortablePlan:
             each call.
 
     Attributes:
+        launches: as given.
         short_rows: the most rows of a request that the decode launch computes; 0 if there is no
             decode launch.
         group_size: query heads per kv head.
@@ -53,7 +56,7 @@ class PortablePlan:
     """
 
     def __init__(self, launches: Launches, has_values: bool) -> None:
-        self._launches = launches
+        self.launches = launches
         self._has_values = has_values
         self.has_decode = launches.has_decode
         self.short_rows = launches.short_rows
@@ -70,7 +73,7 @@ class PortablePlan:
         The key tiles of all requests are divided evenly among the programs, so a request may be
         split over several. The workspace holds two partial results per program.
         """
-        launches = self._launches
+        launches = self.launches
         num_reqs = call.query_start_loc.shape[0] - 1
         split_rows = min(launches.short_rows, call.max_query_len * launches.group_size)
         decode, block_n, max_splits = launches.decode(
@@ -91,9 +94,33 @@ class PortablePlan:
         grid = (launches.kv_heads, splits, 1)
         self._start(decode, grid, call, split_rows, workspace, partials, arrivals)
 
+    def launch_append(self, call: AttentionCall, block_m: int) -> None:
+        """Compute all requests, split over their keys, and clear the rows of no request.
+
+        Args:
+            call: the call.
+            block_m: rows of a query tile, one of the layer's `row_tiles`.
+        """
+        launches = self.launches
+        num_reqs = call.query_start_loc.shape[0] - 1
+        append, block_n, max_splits = launches.append(num_reqs, block_m)
+        rows = call.query.shape[0] * launches.group_size
+        # each request has at most the tiles that its rows fill, and one that is not full
+        query_tiles = rows // block_m + num_reqs
+        splits = min(max_splits, query_tiles * max(1, -(-call.max_key_len // block_n)))
+        split_rows = min(block_m, call.max_query_len * launches.group_size)
+        counters = splits * launches.kv_heads
+        # the values begin at a multiple of 16 bytes, after the log-sum-exps
+        partials = -(-2 * counters * split_rows // 4) * 4
+        arrivals, workspace = find_workspace(
+            call.query.device, counters, partials * (launches.value_size + 1)
+        )
+        grid = (launches.kv_heads, splits, 1)
+        self._start(append, grid, call, split_rows, workspace, partials, arrivals)
+
     def launch_prefill(self, call: AttentionCall, short_rows: int) -> None:
         """Compute all requests of more than `short_rows` rows."""
-        launches = self._launches
+        launches = self.launches
         num_reqs = call.query_start_loc.shape[0] - 1
         # each request has at most the tiles that its rows fill, and one that is not full
         rows = call.query.shape[0] * launches.group_size
@@ -189,3 +216,34 @@ class PortablePlan:
         )  # fmt: skip
         values = lower_tensors(call.options) if self._has_values else None
         launcher(grid, pointers, values, numbers, tensors)
+
+
+def describe_layer(launches: Launches, call: AttentionCall, has_hopper: bool) -> Layer:
+    """Return what the cost model needs to know of all calls with one signature.
+
+    Args:
+        launches: the launches of the signature.
+        call: one of the calls.
+        has_hopper: whether the prefill kernel of Hopper chips takes them.
+    """
+    options = call.options
+    numbers = call.query.shape[-1] + launches.value_size
+    visible = None
+    if options.tree_mask is None and options.query_ranges is None:
+        sides = 1 if options.causal is True else 2
+        window, chunk = options.sliding_window, options.attention_chunk_size
+        limits = [*([sides * window] if window else []), *([chunk] if chunk else [])]
+        visible = min(limits, default=None)
+    return Layer(
+        group_size=launches.group_size,
+        kv_heads=launches.kv_heads,
+        numbers=numbers,
+        key_bytes=numbers * call.key.dtype.itemsize,
+        short_rows=launches.short_rows,
+        row_tiles=tuple(each.block_m for each in launches.row_tiles),
+        prefill_rows=launches.block_m,
+        has_hopper=has_hopper,
+        causal=options.causal is True,
+        max_visible_keys=visible,
+        processors=launches.processors,
+    )

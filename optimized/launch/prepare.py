@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...contract.attention_options import AttentionOptions
 from ...contract.kinds import FP8_DTYPES
+from ..kernels.append import append_kernel
 from ..kernels.arguments import Config, StreamK, Strides, Tensors
 from ..kernels.decode import decode_kernel
 from ..kernels.fp8 import has_native_fp8, scale_strides
@@ -21,7 +22,13 @@ from ..kernels.options.visible_range import MaskConstants, lower_masks
 from ..kernels.prefill import prefill_kernel
 from ..kernels.split_kv import split_kv_kernel, split_rows_kernel
 from .launcher import INTERPRETED, Launcher, must_widen, next_power_of_2
-from .tuning import PROGRAMS, Tiles, choose_tiles, count_processors
+from .tuning import (
+    PROGRAMS,
+    Tiles,
+    choose_row_tiles,
+    choose_tiles,
+    count_processors,
+)
 
 REQS_PER_PASS = (8, 32, 64) if INTERPRETED else (32, 128, 1024)
 """Requests whose tiles a decode program counts at once: for a small batch, the lanes of a warp."""
@@ -46,7 +53,9 @@ class Launches:
         fixed: arguments of all launches, by name.
         config: constants of all launches; those of tiles are the prefill's.
         decode_tiles, small_batch_tiles: tiles of decodes, and of decodes too few to fill the chip.
+        row_tiles: tiles of split requests of any number of rows, fewest rows first.
         decodes: launches of the decode kernel, made when they are first needed.
+        appends: launches of the kernels for split requests of any number of rows, as well.
         prefills: launches for all other requests: one program per query tile, and one per split
             of its keys. The second one is launched only for batch-invariant rows.
         group_size: query heads per kv head.
@@ -68,6 +77,7 @@ class Launches:
     config: Config
     decode_tiles: Tiles
     small_batch_tiles: Tiles
+    row_tiles: tuple[Tiles, ...]
     prefills: tuple[Launcher, Launcher]
     group_size: int
     kv_heads: int
@@ -84,13 +94,16 @@ class Launches:
     decodes: dict[tuple[int, int, bool, bool, bool], tuple[Launcher, int, int]] = field(
         default_factory=dict
     )
+    appends: dict[tuple[int, int, bool], tuple[Launcher, int, int]] = field(
+        default_factory=dict
+    )
 
     def decode(
         self, num_reqs: int, partial_rows: int, max_query_len: int, max_key_len: int
     ) -> tuple[Launcher, int, int]:
         """Return the launch of the decode kernel, the keys of its tiles, and its most segments."""
         combine_rows = next_power_of_2(max(partial_rows, 1))
-        per_pass = next((n for n in REQS_PER_PASS if num_reqs <= n), REQS_PER_PASS[-1])
+        per_pass = _reqs_per_pass(num_reqs)
         is_small_batch = num_reqs < self.full_reqs
         # the code of a second loop costs short sequences more than the masks of one
         masks_all_tiles = (
@@ -112,6 +125,7 @@ class Launches:
             )
             plan = StreamK(
                 MIN_TILES=max(1, MIN_SEGMENT // tiles.block_n),
+                QUERY_TILES=False,
                 REQS_PER_PASS=per_pass,
                 MANY_REQS=has_many_reqs,
                 COMBINE_ROWS=combine_rows,
@@ -122,6 +136,60 @@ class Launches:
             )
             known = (launcher, tiles.block_n, max(1, programs // self.kv_heads))
             self.decodes[key] = known
+        return known
+
+    def append(
+        self,
+        num_reqs: int,
+        block_m: int,
+        kernel: Any = append_kernel,
+        lower: Any = None,
+        tensors: Any = Tensors,
+    ) -> tuple[Launcher, int, int]:
+        """Return the launch of a kernel for split requests of any number of rows.
+
+        Args:
+            num_reqs: requests of the batch.
+            block_m: rows of a query tile, those of one of `row_tiles`.
+            kernel: `append_kernel`, or one with its constants.
+            lower: Optional. Converts the tensors of a launch to the kernel's. If None, those of a
+                call to paged attention.
+            tensors: NamedTuple in which the kernel takes its pointers.
+
+        Returns:
+            the launcher, the keys of a tile, and the most segments.
+        """
+        per_pass = _reqs_per_pass(num_reqs)
+        key = (block_m, per_pass, num_reqs > per_pass)
+        known = self.appends.get(key)
+        if known is None:
+            tiles = next(each for each in self.row_tiles if each.block_m == block_m)
+            rows = min(16, block_m)
+            config = self.config._replace(
+                BLOCK_M=block_m,
+                BLOCK_N=tiles.block_n,
+                PIN_FP8_V=block_m < 64,
+                CLEAR_PADDING=True,
+                # the products of few rows take less time than the keys, masked or not
+                MASK_ALL_TILES=self.masks_all_tiles or block_m < 64,
+            )
+            plan = StreamK(
+                MIN_TILES=max(1, MIN_SEGMENT // tiles.block_n),
+                QUERY_TILES=True,
+                REQS_PER_PASS=per_pass,
+                MANY_REQS=num_reqs > per_pass,
+                COMBINE_ROWS=rows,
+                COMBINE_SPLITS=max(
+                    1, min(16, COMBINED_AT_ONCE // (rows * config.BLOCK_DV))
+                ),
+            )
+            launcher = _launcher(
+                kernel, self.fixed, tiles, (lower or _lower_tensors, tensors),
+                config=config, plan=plan,
+            )  # fmt: skip
+            programs = self.processors * (PROGRAMS if tiles.num_warps <= 4 else 1)
+            known = (launcher, tiles.block_n, max(1, programs // self.kv_heads))
+            self.appends[key] = known
         return known
 
 
@@ -147,6 +215,7 @@ def prepare(
         query, key, value, block_table, out, options, mask_constants, score_constants
     )
     decode, small_batch, prefill = _choose_tiles(query, config, options)
+    row_tiles = choose_row_tiles(decode, prefill, block_table is not None)
     # the rows of a decode request fit one decode tile
     short_rows = min(64, max(decode.block_m, next_power_of_2(group_size)))
     has_decode = group_size <= short_rows and not options.batch_invariant
@@ -175,6 +244,7 @@ def prepare(
         config=config,
         decode_tiles=decode,
         small_batch_tiles=small_batch,
+        row_tiles=row_tiles,
         prefills=_prefill_launchers(fixed, prefill, config, options),
         group_size=group_size,
         kv_heads=kv_heads,
@@ -233,16 +303,32 @@ def _prefill_launchers(
     )  # fmt: skip
 
 
+def _reqs_per_pass(num_reqs: int) -> int:
+    """Return how many requests a program counts at once."""
+    return next((n for n in REQS_PER_PASS if num_reqs <= n), REQS_PER_PASS[-1])
+
+
 def _launcher(
-    kernel: Any, fixed: dict[str, Any], tiles: Tiles, **constants: Any
+    kernel: Any,
+    fixed: dict[str, Any],
+    tiles: Tiles,
+    inputs: tuple[Any, Any] | None = None,
+    **constants: Any,
 ) -> Launcher:
+    """Return a launcher of a kernel.
+
+    Args:
+        inputs: Optional. What converts the tensors of a launch, and the NamedTuple in which the
+            kernel takes its pointers. If None, those of a call to paged attention.
+    """
+    lower, tensors = inputs or (_lower_tensors, Tensors)
     return Launcher(
         kernel,
-        _lower_tensors,
+        lower,
         fixed | constants,
         tiles.num_warps,
         tiles.num_stages,
-        groups=(Tensors, OptionTensors),
+        groups=(tensors, OptionTensors),
     )
 
 
@@ -342,12 +428,12 @@ def _lower_tensors(
     """
     return Tensors(
         q=query,
-        k=_as_bits(key),
-        v=_as_bits(value),
+        k=as_bits(key),
+        v=as_bits(value),
         block_table=block_table,
         query_start_loc=query_start_loc,
         seq_lens=lengths,
-        out=_as_bits(out),
+        out=as_bits(out),
         lse=lse,
         partial_out=None if workspace is None else workspace[partials:],
         partial_lse=workspace,
@@ -355,7 +441,7 @@ def _lower_tensors(
     )
 
 
-def _as_bits(tensor: Tensor) -> Tensor:
+def as_bits(tensor: Tensor) -> Tensor:
     """Return FP8 numbers as bytes, which the kernels decode themselves."""
     return tensor.view(torch.uint8) if tensor.dtype in FP8_DTYPES else tensor
 

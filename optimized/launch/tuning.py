@@ -72,8 +72,31 @@ SHARED_MEMORY = 160 * 1024
 MAX_HEAD_SIZE = 1024
 PROGRAMS = 2
 """Decode programs per SM."""
-DECODE_ROWS = 16
-"""Rows of a decode tile, the fewest that `tl.dot` takes."""
+
+# Constants of cost_model.py, per multiprocessor of an H200 (132 of them). On another chip their
+# ratios matter, since all paths are estimated with the same ones.
+DECODE_BYTES_PER_US = 32_000.0
+"""Bytes of keys and values that a decode reads: 64 over 4,096 keys take 262 us."""
+L2_BYTES_PER_US = 64_000.0
+"""Bytes that a query tile reads of what another one has read. Assumed: twice the memory's."""
+PORTABLE_FLOP_PER_US = {16: 0.5e6, 32: 1.0e6, 64: 1.8e6, 128: 2.5e6}
+"""Operations of the portable kernels with tiles of so many rows: a prefill of 8,192 tokens takes
+1,658 us with 128 rows and 2,297 with 64. Those of fewer rows are assumed. With 16 rows they are at
+least that: 4 drafts each of 64 requests over 4,096 keys take as long as reading the keys."""
+HOPPER_FLOP_PER_US = 5.0e6
+"""Operations of the prefill kernel of Hopper chips: the same prefill takes 830 us."""
+HOPPER_TILE_TOKENS = 192
+"""Tokens of one query head in a tile of that kernel, at head size 128; the others are padding."""
+LAUNCH_US = 5.0
+"""A launch in a CUDA graph, its first memory accesses and its tail: 4.4 us for an empty kernel."""
+COMBINE_US = 4.0
+"""Combination of partial results, of which 264 programs have two each at most."""
+MAX_SPLIT_TOKENS = 8 if INTERPRETED else 1024
+"""New tokens of a request, at most, for which a split is considered."""
+MIN_SPLIT_KEYS = 32 if INTERPRETED else 512
+"""Keys of a sequence, at least, for which a split is considered: a stream-K segment."""
+DECODE_KEYS_ROWS = 32
+"""Rows of a split tile, at most, that has as many keys as a decode tile. Not measured yet."""
 
 
 def choose_tiles(
@@ -146,6 +169,31 @@ def max_head_size(dtype: torch.dtype, device: torch.device) -> int:
     """Return the largest head size whose smallest tile fits the chip."""
     widest = max(_table(dtype == torch.float32, device))
     return min(MAX_HEAD_SIZE, widest // dtype.itemsize)
+
+
+def choose_row_tiles(
+    decode: Tiles, prefill: Tiles, is_paged: bool
+) -> tuple[Tiles, ...]:
+    """Return the tiles of split requests of any number of rows, the one with fewest rows first.
+
+    Up to 32 rows a tile has the keys of a decode tile, because reading takes longer than its
+    products. From 64 rows on it has those of a prefill tile, with 128 rows and 8 warps: with 4,
+    triton 3.7 spills 336 bytes and reads them 129 times in the loops over the keys. One program of
+    8 warps fits an SM, so it has one KV tile more in flight.
+
+    Args:
+        decode, prefill: what `choose_tiles` returns for these requests.
+        is_paged: whether loads go through the block table.
+    """
+    tiles = [decode]
+    for rows in (32, 64, 128):
+        if decode.block_m < rows <= prefill.block_m:
+            like = decode if rows <= DECODE_KEYS_ROWS else prefill
+            tiles.append(replace(like, block_m=rows))
+            if rows == 128:
+                stages = 5 if is_paged and like.num_stages == 3 else like.num_stages
+                tiles[-1] = replace(tiles[-1], num_warps=8, num_stages=stages)
+    return tuple(tiles)
 
 
 @cache

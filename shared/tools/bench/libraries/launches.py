@@ -29,7 +29,7 @@ class _Watched:
 
     def __getattr__(self, name: str) -> Any:
         given = getattr(self._plan, name)
-        if not name.startswith("launch"):
+        if not name.startswith("launch") or not callable(given):
             return given
 
         def launch(call: Any, *rest: Any) -> None:
@@ -71,6 +71,7 @@ def watch_launches(twin: Any) -> Iterator[list[str]]:
     package = twin.paged_attention.__module__.rsplit(".", 2)[0]
     try:
         dispatch: Any = importlib.import_module(f"{package}.launch.dispatch")
+        cascade: Any = importlib.import_module(f"{package}.launch.cascade")
     except ImportError:
         yield found
         return
@@ -92,8 +93,16 @@ def watch_launches(twin: Any) -> Iterator[list[str]]:
         }
         return dataclasses.replace(plan, **parts)
 
+    launch_cascade = cascade.launch_cascade
+
+    def launch_watched(*arguments: Any) -> None:
+        launch_cascade(*arguments)
+        found.append("portable cascade")
+
     dispatch.PLANS, dispatch.make_plan = type(plans)(2), make_watched
+    cascade.launch_cascade = launch_watched
     try:
         yield found
     finally:
         dispatch.PLANS, dispatch.make_plan = plans, make_plan
+        cascade.launch_cascade = launch_cascade

@@ -1,0 +1,149 @@
+"""Cascade kernels: attention to a prefix that all requests share, and to the keys after it.
+
+`cascade_prefix_kernel` attends to the prefix, with the queries of all requests as the rows of one
+sequence. `cascade_rest_kernel` attends to the rest of each request, and merges each finished row
+with its partial result over the prefix. Both have the stream-K partition of append.py.
+Source: Juravsky et al., "Hydragen", 2024; Ye et al., "Cascade Inference", FlashInfer, 2024.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from .append import PREFIX, REST, attend_in_segment, attend_with_requests
+from .arguments import CHANGING, KernelCall
+from .cascade_prefix import PrefixPartials
+from .load_kv import locate_kv
+from .stream_k import Segment, choose_length
+
+
+class CascadeTensors(NamedTuple):
+    """Pointers to the tensors of a cascade: those of `Tensors`, and the partial results.
+
+    Args:
+        q, k, v, block_table, query_start_loc, seq_lens, out, lse, partial_out, partial_lse,
+            semaphores: as in `Tensors`. The prefix is read through row 0 of `block_table`.
+        prefix_out, prefix_lse: as in `PrefixPartials`.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    block_table: Any
+    query_start_loc: Any
+    seq_lens: Any
+    out: Any
+    lse: Any
+    partial_out: Any
+    partial_lse: Any
+    semaphores: Any
+    prefix_out: Any
+    prefix_lse: Any
+
+
+@triton.jit
+def find_prefix_segment(
+    index, num_segments, num_tiles, query_tiles, MIN_TILES: tl.constexpr
+):
+    """Return a program's segment of the KV tiles of one sequence.
+
+    Args:
+        num_tiles, query_tiles: KV tiles per query tile, and query tiles.
+    """
+    total = num_tiles * query_tiles
+    length = choose_length(total, query_tiles, num_tiles, num_segments, MIN_TILES)
+    begin = tl.minimum(index * length, total)
+    end = tl.minimum(begin + length, total)
+    return Segment(0, 1, 0, begin, end, length)
+
+
+@triton.jit(do_not_specialize=[*CHANGING, "prefix_len"])
+def cascade_prefix_kernel(
+    tensors,
+    option_tensors,
+    num_tokens,
+    num_reqs,
+    prefix_len,
+    partial_rows,
+    scale,
+    table_stride_req,
+    lse_stride_head,
+    lse_stride_token,
+    strides,
+    masks,
+    scores,
+    scale_strides,
+    tree_stride_req,
+    tree_width,
+    config: tl.constexpr,
+    plan: tl.constexpr,
+):
+    """Attend to the prefix with all tokens. Grid: (kv_heads, segments).
+
+    Rows of tokens that belong to no request are computed too, and are not used.
+
+    Args:
+        tensors: CascadeTensors; partial results are written to `prefix_out` and `prefix_lse`.
+        num_reqs: not used here.
+        prefix_len: keys of the prefix, at least 1.
+        option_tensors, strides, masks, scores, scale_strides, config, plan: as in `append_kernel`.
+    """
+    kv_head = tl.program_id(0)
+    index = tl.program_id(1)
+    call = KernelCall(
+        tensors, strides, option_tensors, masks, scores, scale_strides, scale, partial_rows,
+        table_stride_req, lse_stride_head, lse_stride_token, tree_stride_req, tree_width,
+    )  # fmt: skip
+    num_heads = tl.num_programs(0) * config.GROUP_SIZE
+    prefix = PrefixPartials(
+        tensors.prefix_out, tensors.prefix_lse, prefix_len, num_heads
+    )
+    num_tiles = tl.cdiv(prefix_len, config.BLOCK_N)
+    query_tiles = tl.cdiv(num_tokens * config.GROUP_SIZE, config.BLOCK_M)
+    segment = find_prefix_segment(
+        index, tl.num_programs(1), num_tiles, query_tiles, plan.MIN_TILES
+    )
+    kv, _ = locate_kv(call, 0, kv_head, config)
+    if segment.begin < segment.end:
+        attend_in_segment(
+            call, segment, index, 0, kv, prefix_len, 0, 0, num_tokens, 0, num_tiles,
+            query_tiles, prefix, kv_head, config, plan, PREFIX,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=[*CHANGING, "prefix_len"])
+def cascade_rest_kernel(
+    tensors,
+    option_tensors,
+    num_tokens,
+    num_reqs,
+    prefix_len,
+    partial_rows,
+    scale,
+    table_stride_req,
+    lse_stride_head,
+    lse_stride_token,
+    strides,
+    masks,
+    scores,
+    scale_strides,
+    tree_stride_req,
+    tree_width,
+    config: tl.constexpr,
+    plan: tl.constexpr,
+):
+    """Attend to the keys after the prefix with all requests. Grid: (kv_heads, segments).
+
+    Args:
+        As in `cascade_prefix_kernel`, whose partial results are read.
+    """
+    call = KernelCall(
+        tensors, strides, option_tensors, masks, scores, scale_strides, scale, partial_rows,
+        table_stride_req, lse_stride_head, lse_stride_token, tree_stride_req, tree_width,
+    )  # fmt: skip
+    num_heads = tl.num_programs(0) * config.GROUP_SIZE
+    prefix = PrefixPartials(
+        tensors.prefix_out, tensors.prefix_lse, prefix_len, num_heads
+    )
+    attend_with_requests(call, num_tokens, num_reqs, prefix, config, plan, REST)

@@ -1,0 +1,200 @@
+"""Cost model: which kernels compute the requests of a batch that are too long for a decode tile.
+
+Three paths exist. **decode**: every request fits one decode tile, so there is nothing to choose.
+**split**: one launch of the append kernel computes every request, short ones included, and divides
+their KV tiles evenly among the multiprocessors. **prefill**: the decode kernel computes the short
+requests, and a prefill kernel has one program per query tile of the long ones. That kernel reads no
+key twice, but few query tiles leave most of the chip idle.
+
+The model compares estimates in microseconds. A launch takes the longest of its products, its reads
+of memory and its reads of the L2 cache, plus a constant. The host knows bounds only: the number of
+requests and tokens, and the longest request. As many requests as possible are assumed to be as long
+as the longest one, and the others to have one new token. The constants are in tuning.py.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from .tuning import (
+    COMBINE_US,
+    DECODE_BYTES_PER_US,
+    HOPPER_FLOP_PER_US,
+    HOPPER_TILE_TOKENS,
+    L2_BYTES_PER_US,
+    LAUNCH_US,
+    MAX_SPLIT_TOKENS,
+    MIN_SPLIT_KEYS,
+    PORTABLE_FLOP_PER_US,
+)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What the estimates need to know of all calls with one signature.
+
+    Args:
+        group_size, kv_heads: query heads per kv head, and kv heads.
+        numbers: elements of a key and a value of one head.
+        key_bytes: bytes of a key and a value of one head.
+        short_rows: rows of a request, at most, that fits a decode tile; 0 without a decode kernel.
+        row_tiles: rows of each tile of the append kernel, fewest first.
+        prefill_rows: rows of a tile of the portable prefill kernel.
+        has_hopper: whether the prefill kernel of Hopper chips takes the calls.
+        causal: whether queries attend to no later keys.
+        max_visible_keys: Optional. Keys that a row attends to, at most. If None, all of them.
+        processors: multiprocessors of the chip.
+    """
+
+    group_size: int
+    kv_heads: int
+    numbers: int
+    key_bytes: int
+    short_rows: int
+    row_tiles: tuple[int, ...]
+    prefill_rows: int
+    has_hopper: bool
+    causal: bool
+    max_visible_keys: int | None
+    processors: int
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The kernels of a batch.
+
+    Args:
+        path: "decode", "split" or "prefill".
+        block_m: rows of a query tile on the path "split"; 0 on the others.
+    """
+
+    path: str
+    block_m: int = 0
+
+
+DECODE, PREFILL = Choice("decode"), Choice("prefill")
+
+
+def choose_path(
+    layer: Layer, num_reqs: int, tokens: int, max_query_len: int, max_key_len: int
+) -> Choice:
+    """Return the kernels that are estimated to take the least time.
+
+    Args:
+        layer: what the calls of a signature have in common.
+        num_reqs, tokens: requests, and new tokens of all of them.
+        max_query_len, max_key_len: upper bounds over the requests.
+    """
+    if layer.short_rows and max_query_len * layer.group_size <= layer.short_rows:
+        return DECODE
+    if max_query_len > MAX_SPLIT_TOKENS or max_key_len < MIN_SPLIT_KEYS:
+        return PREFILL
+    return _choose_long(layer, num_reqs, tokens, max_query_len, max_key_len)
+
+
+@lru_cache(maxsize=1024)
+def _choose_long(
+    layer: Layer, num_reqs: int, tokens: int, max_query_len: int, max_key_len: int
+) -> Choice:
+    """Return the choice for a batch whose longest request does not fit a decode tile."""
+    num_long = count_long(num_reqs, tokens, max_query_len)
+    batch = (num_reqs, num_long, max_query_len, max_key_len)
+    block_m = choose_row_tile(layer, num_reqs, tokens, max_query_len, max_key_len)
+    if estimate_split(layer, block_m, *batch) < estimate_prefill(layer, *batch):
+        return Choice("split", block_m)
+    return PREFILL
+
+
+@lru_cache(maxsize=1024)
+def choose_row_tile(
+    layer: Layer, num_reqs: int, tokens: int, max_query_len: int, max_key_len: int
+) -> int:
+    """Return the rows of the query tiles with which a split is estimated to take least."""
+    num_long = count_long(num_reqs, tokens, max_query_len)
+    batch = (num_reqs, num_long, max_query_len, max_key_len)
+    return min(
+        layer.row_tiles, key=lambda block_m: estimate_split(layer, block_m, *batch)
+    )
+
+
+def count_long(num_reqs: int, tokens: int, max_query_len: int) -> int:
+    """Return how many requests are as long as the longest one, if the others have one token.
+
+    Example:
+        4 requests of 9 tokens, at most 3 each: 2 * 3 + 2 * 1 is 8, so the third is assumed long.
+    """
+    spare = tokens - num_reqs
+    return max(1, min(num_reqs, -(-spare // max(1, max_query_len - 1))))
+
+
+def estimate_split(
+    layer: Layer,
+    block_m: int,
+    num_reqs: int,
+    num_long: int,
+    max_query_len: int,
+    max_key_len: int,
+) -> float:
+    """Return the microseconds of the append kernel for all requests, with tiles of `block_m` rows.
+
+    Every query tile is counted with the keys of its request, because the slowest program counts.
+    """
+    rows = max_query_len * layer.group_size
+    tiles = num_long * -(-rows // block_m)
+    tiles += (num_reqs - num_long) * -(-layer.group_size // block_m)
+    keys = _visible_keys(layer, max_query_len, max_key_len)
+    heads = layer.kv_heads
+    products = 2 * tiles * heads * block_m * keys * layer.numbers
+    reads = num_reqs * heads * keys * layer.key_bytes
+    reads_again = (tiles - num_reqs) * heads * keys * layer.key_bytes
+    processors = layer.processors
+    return (
+        LAUNCH_US
+        + COMBINE_US
+        + max(
+            products / (PORTABLE_FLOP_PER_US[block_m] * processors),
+            reads / (DECODE_BYTES_PER_US * processors)
+            + reads_again / (L2_BYTES_PER_US * processors),
+        )
+    )
+
+
+def estimate_prefill(
+    layer: Layer, num_reqs: int, num_long: int, max_query_len: int, max_key_len: int
+) -> float:
+    """Return the microseconds of a decode launch and a prefill launch.
+
+    A prefill of a whole prompt attends to half of its keys on average.
+    """
+    processors = layer.processors
+    keys = _visible_keys(layer, max_query_len, max_key_len)
+    if layer.causal:
+        keys -= min(keys, max_query_len) // 2
+    if layer.has_hopper:
+        # this kernel has a query tile per query head
+        rows, heads = HOPPER_TILE_TOKENS, layer.kv_heads * layer.group_size
+        tiles = num_long * -(-max_query_len // rows)
+        rate = HOPPER_FLOP_PER_US
+    else:
+        rows, heads = layer.prefill_rows, layer.kv_heads
+        tiles = num_long * -(-max_query_len * layer.group_size // rows)
+        rate = PORTABLE_FLOP_PER_US[rows]
+    # fewer programs than multiprocessors leave some idle
+    busy = min(processors, tiles * heads)
+    products = 2 * tiles * heads * rows * keys * layer.numbers
+    reads = num_long * layer.kv_heads * keys * layer.key_bytes
+    reads_again = tiles * heads * keys * layer.key_bytes - reads
+    long = LAUNCH_US + max(
+        products / (rate * busy),
+        reads / (DECODE_BYTES_PER_US * busy) + reads_again / (L2_BYTES_PER_US * busy),
+    )
+    if not layer.short_rows:
+        return long
+    reads = (num_reqs - num_long) * layer.kv_heads * max_key_len * layer.key_bytes
+    return long + LAUNCH_US + reads / (DECODE_BYTES_PER_US * processors)
+
+
+def _visible_keys(layer: Layer, max_query_len: int, max_key_len: int) -> int:
+    """Return the keys that the rows of one request attend to, at most."""
+    if layer.max_visible_keys is None:
+        return max_key_len
+    return min(max_key_len, layer.max_visible_keys + max_query_len)

@@ -1,0 +1,343 @@
+"""Warm-up: compiles the kernels of an engine before its first request arrives.
+
+A kernel is compiled at its first launch, which takes a second or more. Which kernels a call
+launches depends on its signature and on the bounds of its batch. `warm_up` launches each of them
+once, on a small batch whose lengths are 1 while its bounds are those of the kernel.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
+from ..attention.cascade import cascade_attention
+from ..attention.paged import paged_attention
+from ..cache.cache_ops import reshape_and_cache
+from . import cascade, dispatch
+from .attention_call import AttentionCall, sign
+from .launcher import is_capturing
+from .prepare import BRIEF, REQS_PER_PASS, SPLIT_SIZE
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmUpSpec:
+    """The calls that an engine will make.
+
+    Args:
+        key_cache, value_cache: [num_blocks, block_size, kv_heads, head_size] one layer's cache as
+            the engine passes it. Its contents are not changed.
+        num_query_heads: query heads of a layer.
+        max_num_reqs: requests of a batch, at most.
+        max_query_len: new tokens of a request, at most.
+        max_seq_len: keys of a sequence, at most.
+        dtype: dtype of queries, new keys and values, and outputs.
+        out_dtype: Optional. Dtype of the output. If None, `dtype`.
+        options: the options of each kind of layer. Tensors with an entry per request or token may
+            have any number of entries.
+        lse: whether calls pass a float32 `lse`, for each kind of call.
+        cascades: whether `cascade_attention` is called too.
+    """
+
+    key_cache: Tensor
+    value_cache: Tensor
+    num_query_heads: int
+    max_num_reqs: int
+    max_query_len: int
+    max_seq_len: int
+    dtype: torch.dtype = torch.bfloat16
+    out_dtype: torch.dtype | None = None
+    options: tuple[AttentionOptions, ...] = (DEFAULT_OPTIONS,)
+    lse: tuple[bool, ...] = (False,)
+    cascades: bool = False
+
+
+class WarmedKernel(NamedTuple):
+    """One kernel that was compiled, with the batch that launched it.
+
+    Args:
+        kernel: name of the kernel, with the rows of its query tile if there are several; or the
+            plan that launched a kernel of the chip.
+        num_reqs, max_query_len, max_seq_len: bounds of the batch.
+        options: index in the spec's options.
+        lse: whether the call had an `lse`.
+    """
+
+    kernel: str
+    num_reqs: int
+    max_query_len: int
+    max_seq_len: int
+    options: int
+    lse: bool
+
+
+def warm_up(spec: WarmUpSpec) -> tuple[WarmedKernel, ...]:
+    """Compile every kernel that calls within a spec launch, and return what was compiled.
+
+    Later calls of `paged_attention`, `reshape_and_cache` and, if the spec has them,
+    `cascade_attention` compile nothing if they are within the spec: the same cache, heads, dtypes
+    and options, bounds up to those of the spec, packed queries and outputs, and addresses that
+    are multiples of 16.
+
+    Args:
+        spec: the calls that will be made.
+
+    Raises:
+        ValueError: a number of the spec is not positive, or the heads do not fit each other. Also
+            what `paged_attention` raises for such calls.
+        RuntimeError: a CUDA graph is being captured.
+
+    Example:
+        >>> import torch
+        >>> from pagetwin.optimized import WarmUpSpec, warm_up
+        >>> if torch.cuda.is_available():
+        ...     key_cache, value_cache = torch.zeros(
+        ...         2, 100, 16, 8, 128, dtype=torch.bfloat16, device="cuda"
+        ...     )
+        ...     spec = WarmUpSpec(
+        ...         key_cache=key_cache,
+        ...         value_cache=value_cache,
+        ...         num_query_heads=32,
+        ...         max_num_reqs=64,
+        ...         max_query_len=512,
+        ...         max_seq_len=1600,
+        ...     )
+        ...     kernels = {each.kernel for each in warm_up(spec)}
+    """
+    check_spec(spec)
+    found = list(_warm_cache_write(spec))
+    for index, lse in product(range(len(spec.options)), sorted(set(spec.lse))):
+        launches = [_warm_attention(spec, index, lse)]
+        if spec.cascades:
+            launches.append(_warm_cascade(spec, index, lse))
+        for launched in launches:
+            found += [
+                WarmedKernel(kernel, *bounds, index, lse) for kernel, bounds in launched
+            ]
+    return tuple(found)
+
+
+def check_spec(spec: WarmUpSpec) -> None:
+    """Reject a spec that no call fits.
+
+    Raises:
+        ValueError, RuntimeError: as `warm_up`.
+    """
+    for name in ("num_query_heads", "max_num_reqs", "max_query_len", "max_seq_len"):
+        number = getattr(spec, name)
+        if type(number) is not int or number < 1:
+            raise ValueError(f"{name} = {number!r}: expected an integer of at least 1")
+    for name in ("key_cache", "value_cache"):
+        if getattr(spec, name).dim() != 4 or not getattr(spec, name).numel():
+            raise ValueError(
+                f"{name} has shape {list(getattr(spec, name).shape)}: expected"
+                " [num_blocks, block_size, kv_heads, head_size], none of them 0"
+            )
+    kv_heads = spec.key_cache.shape[2]
+    if spec.num_query_heads % kv_heads:
+        raise ValueError(
+            f"num_query_heads = {spec.num_query_heads} is not a multiple of the cache's"
+            f" {kv_heads} kv heads"
+        )
+    if spec.max_query_len > spec.max_seq_len:
+        raise ValueError(
+            f"max_query_len = {spec.max_query_len}: expected at most max_seq_len ="
+            f" {spec.max_seq_len}, since new tokens are part of their sequence"
+        )
+    for name in ("options", "lse"):
+        if not getattr(spec, name):
+            raise ValueError(f"{name} is empty: expected an entry per kind of call")
+    if spec.key_cache.is_cuda and is_capturing():
+        raise RuntimeError(
+            "a CUDA graph is being captured: call warm_up before the capture, since kernels"
+            " are not compiled inside it"
+        )
+
+
+_Launched = Iterator[tuple[str, tuple[int, int, int]]]
+"""Names of kernels, and the bounds of the batch that launched each: requests, new tokens, keys."""
+
+
+def _warm_cache_write(spec: WarmUpSpec) -> Iterator[WarmedKernel]:
+    """Launch the cache write without a token that is stored."""
+    of_token = (1, spec.key_cache.shape[2])
+    device, options = spec.key_cache.device, spec.options[0]
+    key = torch.zeros(
+        *of_token, spec.key_cache.shape[3], dtype=spec.dtype, device=device
+    )
+    value = torch.zeros(
+        *of_token, spec.value_cache.shape[3], dtype=spec.dtype, device=device
+    )
+    slots = torch.full((1,), -1, dtype=torch.int64, device=device)
+    caches = (spec.key_cache, spec.value_cache)
+    reshape_and_cache(key, value, *caches, slots, options.k_scale, options.v_scale)
+    yield WarmedKernel("reshape_and_cache", 1, 1, 1, 0, False)
+
+
+def _warm_attention(spec: WarmUpSpec, index: int, lse: bool) -> _Launched:
+    """Launch every kernel of paged attention with one kind of options."""
+    call = _make_call(spec, index, lse, 1)
+    plan = _find_plan(call)
+    for complete in plan.complete:
+        for query_len in _query_lens(spec.max_query_len, 64):
+            bounds = (1, query_len, spec.max_seq_len)
+            bounded = _bound(call, *bounds)
+            if complete.takes(bounded):
+                complete.launch(bounded)
+                yield type(complete).__name__, bounds
+    launches, group_size = plan.portable.launches, plan.group_size
+    req_counts = _req_counts(spec.max_num_reqs, launches.full_reqs)
+    is_long = spec.max_query_len * group_size > plan.short_rows
+    started: set[int] = set()
+
+    def is_new(launcher: Any) -> bool:
+        known = id(launcher) in started
+        started.add(id(launcher))
+        return not known
+
+    for num_reqs in req_counts:
+        call = _make_call(spec, index, lse, num_reqs)
+        of_decode = _query_lens(spec.max_query_len, plan.short_rows // group_size)
+        for query_len, keys in product(
+            # a decode launch serves the short requests of a longer batch too
+            sorted({*of_decode, spec.max_query_len}) if plan.has_decode else (),
+            sorted({min(BRIEF, spec.max_seq_len), spec.max_seq_len}),
+        ):
+            rows = min(plan.short_rows, query_len * group_size)
+            if is_new(launches.decode(num_reqs, rows, query_len, keys)[0]):
+                bounds = (num_reqs, query_len, keys)
+                plan.portable.launch_decode(_bound(call, *bounds))
+                yield "decode_kernel", bounds
+        if is_long and plan.layer is not None:
+            bounds = (num_reqs, spec.max_query_len, spec.max_seq_len)
+            for block_m in plan.layer.row_tiles:
+                if is_new(launches.append(num_reqs, block_m)[0]):
+                    plan.portable.launch_append(_bound(call, *bounds), block_m)
+                    yield f"append_kernel, {block_m} rows", bounds
+    if is_long or not plan.has_decode:
+        # batch-invariant rows have a kernel for one split, and one for several
+        for keys in sorted({min(SPLIT_SIZE, spec.max_seq_len), spec.max_seq_len}):
+            bounds = (1, spec.max_query_len, keys)
+            bounded = _bound(_make_call(spec, index, lse, 1), *bounds)
+            chosen = next(each for each in plan.prefills if each.takes(bounded))
+            chosen.launch_prefill(bounded, plan.short_rows)
+            yield f"{type(chosen).__name__}.launch_prefill", bounds
+
+
+def _warm_cascade(spec: WarmUpSpec, index: int, lse: bool) -> _Launched:
+    """Launch both kernels of a cascade with every tile."""
+    block_size = spec.key_cache.shape[1]
+    if spec.max_seq_len <= block_size:
+        return  # no sequence has a prefix of whole blocks
+    call = _make_call(spec, index, lse, 1, block_size + 1)
+    cascade_attention(
+        *_tensors(call), call.max_query_len, call.max_key_len, block_size,
+        out=call.out, lse=call.lse, options=call.options,
+    )  # fmt: skip
+    signature = sign(call)
+    plan = None if signature is None else cascade.PLANS.get(signature)
+    plan = plan or cascade.make_plan(call)
+    for num_reqs in _req_counts(spec.max_num_reqs, plan.rest.full_reqs):
+        call = _make_call(spec, index, lse, num_reqs, block_size + 1)
+        bounds = (num_reqs, spec.max_query_len, spec.max_seq_len)
+        for block_m in plan.layer.row_tiles:
+            known = len(plan.rest.appends)
+            row_tiles = (block_m, block_m)
+            cascade.launch_cascade(plan, _bound(call, *bounds), block_size, row_tiles)
+            if len(plan.rest.appends) > known:
+                yield f"cascade_rest_kernel, {block_m} rows", bounds
+            if num_reqs == 1:
+                yield f"cascade_prefix_kernel, {block_m} rows", bounds
+
+
+def _make_call(
+    spec: WarmUpSpec, index: int, lse: bool, num_reqs: int, seq_len: int = 1
+) -> AttentionCall:
+    """Return a call of requests of one token each, whose bounds are those of the spec.
+
+    Args:
+        seq_len: keys of each request.
+    """
+    key, value, heads = spec.key_cache, spec.value_cache, spec.num_query_heads
+    device, block_size = key.device, key.shape[1]
+    options = dispatch.choose_options(
+        _fit_options(spec.options[index], num_reqs), causal=True
+    )
+    starts = torch.arange(num_reqs + 1, dtype=torch.int32, device=device)
+    blocks = -(-spec.max_seq_len // block_size)
+    return AttentionCall(
+        query=torch.zeros(
+            num_reqs, heads, key.shape[3], dtype=spec.dtype, device=device
+        ),
+        key=key,
+        value=value,
+        block_table=torch.zeros(num_reqs, blocks, dtype=torch.int32, device=device),
+        query_start_loc=starts,
+        lengths=torch.full((num_reqs,), seq_len, dtype=torch.int32, device=device),
+        max_query_len=spec.max_query_len,
+        max_key_len=spec.max_seq_len,
+        scale=key.shape[3] ** -0.5,
+        out=torch.zeros(
+            num_reqs, heads, value.shape[3], dtype=spec.dtype, device=device
+        ).to(spec.out_dtype or spec.dtype),
+        lse=torch.zeros(heads, num_reqs, device=device) if lse else None,
+        options=options,
+    )
+
+
+def _fit_options(options: AttentionOptions, num_reqs: int) -> AttentionOptions:
+    """Return the options with an entry per request and token of a batch of one token each."""
+    changes: dict[str, Any] = {}
+    if isinstance(options.causal, Tensor):
+        changes["causal"] = options.causal.new_ones(num_reqs)
+    if options.tree_mask is not None:
+        _, *tree = options.tree_mask.shape
+        changes["tree_mask"] = options.tree_mask.new_ones(num_reqs, *tree)
+    if options.query_ranges is not None:
+        changes["query_ranges"] = options.query_ranges.new_full((num_reqs, 2), -1)
+    return replace(options, **changes) if changes else options
+
+
+def _bound(
+    call: AttentionCall, num_reqs: int, max_query_len: int, max_key_len: int
+) -> AttentionCall:
+    """Return the call with other bounds. Its requests are as many as it has already."""
+    assert call.lengths.shape[0] == num_reqs
+    return call._replace(max_query_len=max_query_len, max_key_len=max_key_len)
+
+
+def _tensors(
+    call: AttentionCall,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the tensors of a call, in the order of `paged_attention`."""
+    assert call.block_table is not None
+    return (
+        call.query, call.key, call.value, call.block_table, call.query_start_loc,
+        call.lengths,
+    )  # fmt: skip
+
+
+def _find_plan(call: AttentionCall) -> dispatch.LaunchPlan:
+    """Return the launch plan of a call, which is validated and computed on the way."""
+    paged_attention(
+        *_tensors(call), call.max_query_len, call.max_key_len,
+        out=call.out, lse=call.lse, options=call.options,
+    )  # fmt: skip
+    signature = sign(call)
+    plan = None if signature is None else dispatch.PLANS.get(signature)
+    return plan or dispatch.make_plan(call)
+
+
+def _query_lens(most: int, most_of_kernel: int) -> list[int]:
+    """Return the lengths from 1 on that a kernel takes."""
+    return list(range(1, min(most, most_of_kernel) + 1))
+
+
+def _req_counts(most: int, full_reqs: int) -> list[int]:
+    """Return numbers of requests on both sides of every limit between kernels."""
+    limits = {1, full_reqs - 1, full_reqs, most}
+    limits |= {each for limit in REQS_PER_PASS for each in (limit, limit + 1)}
+    return sorted(each for each in limits if 1 <= each <= most)

@@ -1,0 +1,101 @@
+"""Warm-up: every kernel of an engine is compiled before its first request."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pagetwin.contract.attention_options import AttentionOptions
+from pagetwin.optimized import WarmUpSpec, warm_up
+
+SCRIPT = Path(__file__).parent / "warmed_launches.py"
+
+
+def test_calls_within_a_spec_need_no_other_kernel() -> None:
+    """Launches are recorded; a kernel is compiled once per set of types and constants."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "90"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert found["warmed"] > 50 and found["calls"] >= 200
+    assert found["missing"] == []
+
+
+def make_spec(device: torch.device, **changes: Any) -> WarmUpSpec:
+    cache = torch.full((2, 6, 16, 2, 16), 3.0, device=device)
+    spec = {
+        "key_cache": cache[0],
+        "value_cache": cache[1],
+        "num_query_heads": 4,
+        "max_num_reqs": 2,
+        "max_query_len": 10,
+        "max_seq_len": 40,
+        "dtype": torch.float32,
+    }
+    return WarmUpSpec(**(spec | changes))  # type: ignore[arg-type]
+
+
+def test_warm_up_tells_what_it_compiled_and_leaves_the_cache_as_it_is(
+    device: torch.device,
+) -> None:
+    tree = torch.ones(1, 3, 3, dtype=torch.bool, device=device)
+    options = (AttentionOptions(), AttentionOptions(tree_mask=tree))
+    spec = make_spec(device, options=options, lse=(True,), cascades=True)
+    found = warm_up(spec)
+    assert {each.kernel.partition(",")[0] for each in found} == {
+        "reshape_and_cache",
+        "decode_kernel",
+        "append_kernel",
+        "PortablePlan.launch_prefill",
+        "cascade_prefix_kernel",
+        "cascade_rest_kernel",
+    }
+    assert {(each.options, each.lse) for each in found[1:]} == {(0, True), (1, True)}
+    assert all(each.num_reqs <= 2 and each.max_query_len <= 10 for each in found)
+    assert all(each.max_seq_len <= 40 for each in found)
+    assert len(found) == len(set(found))
+    assert bool((spec.key_cache == 3).all()) and bool((spec.value_cache == 3).all())
+
+
+def test_a_spec_of_decodes_compiles_no_prefill(device: torch.device) -> None:
+    found = {each.kernel for each in warm_up(make_spec(device, max_query_len=1))}
+    assert found == {"reshape_and_cache", "decode_kernel"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_query_heads": 3}, "num_query_heads = 3 is not a multiple of .* 2 kv"),
+        ({"max_num_reqs": 0}, "max_num_reqs = 0: expected an integer of at least 1"),
+        ({"max_query_len": 2.0}, "max_query_len = 2.0: expected an integer"),
+        (
+            {"max_query_len": 41},
+            "max_query_len = 41: expected at most max_seq_len = 40",
+        ),
+        ({"options": ()}, "options is empty: expected an entry per kind of call"),
+        ({"lse": ()}, "lse is empty"),
+        ({"key_cache": torch.zeros(6, 16, 32)}, r"key_cache has shape \[6, 16, 32\]"),
+        ({"value_cache": torch.zeros(0, 16, 2, 16)}, "value_cache has shape"),
+    ],
+)
+def test_a_spec_that_no_call_fits_is_rejected(
+    changes: dict[str, Any], words: str, device: torch.device
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        warm_up(make_spec(device, **changes))
+
+
+def test_an_option_that_the_operation_rejects_is_rejected(device: torch.device) -> None:
+    options = (AttentionOptions(sliding_window=0),)
+    with pytest.raises(ValueError, match="sliding_window"):
+        warm_up(make_spec(device, options=options))
