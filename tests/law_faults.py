@@ -336,6 +336,16 @@ def metadata_without_trees(backends: Any) -> Any:
     return tuple(with_class(each, "get_builder_cls", change) for each in backends)
 
 
+def threshold_of_the_class(backends: Any) -> Any:
+    """Return backends whose metadata builders keep the threshold of their class."""
+
+    def change(builder: Any) -> Any:
+        init = {"init_reorder_batch_threshold": lambda self, *given, **named: None}
+        return type(builder.__name__, (builder,), init)
+
+    return tuple(with_class(each, "get_builder_cls", change) for each in backends)
+
+
 def with_method(name: str, fault: Fault) -> Callable[[Any], Any]:
     """Return a fault of a class: one of its methods has a fault."""
     return lambda kind: with_methods(kind, fault, lambda own: own == name)
@@ -495,6 +505,10 @@ SINGLE: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "every field of a layers metadata follows from the step": (
         "BACKENDS",
         metadata_without_trees,
+    ),
+    "a step is split at the threshold of its builder": (
+        "BACKENDS",
+        threshold_of_the_class,
     ),
     "a layer applies the trees of its step": (
         "BACKENDS",

@@ -125,7 +125,7 @@ class Config(NamedTuple):
         MASK_ALL_TILES: whether one loop masks all KV tiles; otherwise fully visible tiles have a
             loop without masks.
         CLEAR_PADDING: whether this launch clears the rows of padding tokens.
-        INDEX_64: whether offsets into keys and values need 64 bits.
+        INDEX_64: whether offsets into keys, values and block table need 64 bits.
         UPCAST: whether 16-bit inputs are converted to float32 (interpreter only).
         ROW_SUMS: whether products are summed row by row. In the interpreter a product of tiles is
             numpy's, whose rounding depends on a row's index in its tile; a chip's does not.

@@ -47,7 +47,10 @@ def kv_offsets(kv, strides, keys, config: tl.constexpr, MASKED: tl.constexpr):
     n = keys.n
     is_key = keys.is_key
     if config.BLOCK_SIZE > 0:
-        entry = kv.block_table + (n // config.BLOCK_SIZE) * strides.table_entry
+        index = n // config.BLOCK_SIZE
+        if config.INDEX_64:
+            index = index.to(tl.int64)
+        entry = kv.block_table + index * strides.table_entry
         block_id = tl.load(entry, mask=is_key, other=0) if MASKED else tl.load(entry)
         # tiles begin at multiples of their size
         in_tile = tl.arange(0, config.BLOCK_N)

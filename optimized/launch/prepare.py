@@ -362,7 +362,12 @@ def _make_config(
         BLOCK_N=0,
         MASK_ALL_TILES=False,
         CLEAR_PADDING=False,
-        INDEX_64=INTERPRETED or max(_extent(key), _extent(value)) >= 2**31,
+        INDEX_64=(
+            INTERPRETED
+            or max(_extent(key), _extent(value)) >= 2**31
+            # the number of entries is not in the signature: any stride may pass 2**31
+            or (block_table is not None and block_table.stride(1) > 1)
+        ),
         UPCAST=must_widen(query.dtype),
         ROW_SUMS=INTERPRETED and options.batch_invariant,
     )

@@ -67,6 +67,7 @@ class LatentPlan:
     table: str = "scattered"
     needle: str = "none"
     is_rope: bool = False
+    rope_size: float = 1.0
     scale: float | None = None
     sliding_window: int | None = None
     padding: int = 0
@@ -241,6 +242,9 @@ def build_latents(plan: LatentPlan, device: torch.device) -> LatentBatch:
             length = towards.square().sum(1, keepdim=True)
             own[..., : plan.nope] += 2 * towards / length
             key[:rank] = 12 / scale * lean
+    # the scores stay as they are
+    latents[..., rank:] *= plan.rope_size
+    queries[..., plan.nope :] /= plan.rope_size
     queries[tokens:] = NAN
 
     # step: store the latents of all sequences in the cache
@@ -316,5 +320,6 @@ def latent_plans(draw: st.DrawFn, max_reqs: int = 3) -> LatentPlan:
         scale=pick.choice([None, None, 0.3]),
         padding=pick.choice([0, 0, 1, 3]),
         spare_max=pick.choice([0, 0, 5]),
+        rope_size=pick.choice([1.0, 1.0, 300.0]),
         seed=pick.randrange(2**16),
     )

@@ -66,6 +66,8 @@ class Requests:
         """Return each request's block ids; some have one more than they need."""
         pick = Random(self.seed)
         ids = pick.sample(range(1, 2**20), sum(self.seq_lens) + 2 * len(self.new))
+        if ids and pick.random() < 0.5:  # block 0 is a block like any other
+            ids[-pick.randint(1, min(3, len(ids)))] = 0
         rows: list[list[int]] = []
         for seq_len in self.seq_lens:
             count = -(-seq_len // self.block_size) + pick.choice([0, 0, 1])
@@ -113,9 +115,11 @@ def draw_requests(pick: Random, most: int = 4, fewest: int = 0) -> Requests:
     size = pick.choice([1, 2, 3, 4, 4, 5, 16])
     edges = [0, 1, 1, size - 1, size, size + 1, 2 * size, 2 * size + 1, 3 * size - 1]
     reqs = pick.choice(range(fewest, most + 1))
+    # numbers that do not fit eight bits
+    large = pick.choice([255, 256, 257, 300]) if pick.random() < 0.1 else 0
     return Requests(
-        tuple(pick.choice([*edges, 7]) for _ in range(reqs)),
-        tuple(pick.choice([*edges, pick.randint(0, 20)]) for _ in range(reqs)),
+        tuple(pick.choice([*edges, 7, large]) for _ in range(reqs)),
+        tuple(pick.choice([*edges, pick.randint(0, 20), large]) for _ in range(reqs)),
         size,
         pick.randrange(1000),
     )

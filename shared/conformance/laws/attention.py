@@ -401,6 +401,29 @@ def a_soft_cap_far_above_the_scores_does_not_round_them(
         expect_right(setting, call, run_call(setting, call), is_joined=True)
 
 
+FAR_CAPS = [
+    (cap, far, lens) for cap in (0.5, 30.0) for far in (80, 3e3) for lens in (1, 3)
+]
+
+
+@law("paged_attention", cases=FAR_CAPS)
+def scores_far_beyond_a_soft_cap_are_the_cap(
+    setting: Setting, case: tuple[float, float, int]
+) -> None:
+    """Exponentials of 89 are infinite in float32; the scores are up to 3,000 caps."""
+    cap, far, query_len = case
+    count = 40
+    plan = BatchPlan((query_len,), (count,), kv_heads=1, group=1, scale=1.0)
+    call = paged_call(plan, setting.device, logits_soft_cap=cap)
+    call.query.zero_()
+    call.query[..., 0] = 1.0
+    keys = call.arguments["key_cache"]
+    for position in range(count):
+        level = cap * far * (0.0, 1.0, -1.0, 0.6, 1e-3 / far)[position % 5]
+        keys[call.rows[0][position // 16], position % 16, 0, 0] = level
+    expect_right(setting, call, run_call(setting, call), is_joined=True)
+
+
 @law("paged_attention", cases=[(0, 1), (3, 20), (6, 7)])
 def nan_in_a_query_affects_only_its_own_row(
     setting: Setting, case: tuple[int, int]

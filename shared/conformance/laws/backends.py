@@ -413,6 +413,42 @@ def every_field_of_a_layers_metadata_follows_from_the_step(
         expect_same("longest encoder", found.max_encoder_seq_len, longest)
 
 
+def counted_by(step: Requests, threshold: int) -> list[int]:
+    """Return decodes, their tokens, prefills and theirs; all of more tokens are prefills."""
+    decodes = 0
+    while decodes < len(step.new) and step.new[decodes] <= threshold:
+        decodes += 1
+    short = sum(step.new[:decodes])
+    return [decodes, short, len(step.new) - decodes, sum(step.new) - short]
+
+
+@law("BACKENDS", cases=[0, 1, 2, 4])
+def a_step_is_split_at_the_threshold_of_its_builder(
+    setting: Setting, drafts: int
+) -> None:
+    """The threshold of an engine that verifies drafts, on every way into the metadata."""
+    device = setting.device
+    step = Requests((1, 2, 1, 3, 4, 5, 6, 9), (3, 9, 1, 0, 8, 4, 5, 0), 16)
+    common = bare_step(step, device)
+    spec = KVCacheSpec(16, 2, 32, torch.float16)
+    for backend in that_take(setting, spec):
+        builder = make_builder(backend, spec, device)
+        builder.init_reorder_batch_threshold(
+            1, supports_spec_as_decode=True, num_speculative_tokens=drafts
+        )
+        right = counted_by(step, 1 + drafts)
+        for way, found in (
+            ("build", builder.build(0, common)),
+            ("build_for_drafting", builder.build_for_drafting(common, 0)),
+            (
+                "build_for_cudagraph_capture",
+                builder.build_for_cudagraph_capture(common),
+            ),
+        ):
+            counted = [getattr(found, name) for name in COUNTED]
+            expect_same(f"{backend.name}: {way}", counted, right)
+
+
 @law("BACKENDS", cases=layers())
 def encoder_attention_does_not_use_the_cache(
     setting: Setting, layer: LayerCase

@@ -52,9 +52,11 @@ def batches(draw: st.DrawFn) -> UnsortedBatch:
     """Return a batch with requests on both sides of every boundary, in any order."""
     pick = Random(draw(st.integers(0, 2**20)))
     threshold = pick.choice([0, 1, 1, 2, 5])
-    edges = [0, 1, 2, threshold, threshold + 1, 9]
+    # 256 is 0 in eight bits
+    edges = [0, 1, 2, threshold, threshold + 1, pick.choice([9, 256, 257])]
     reqs = pick.choice([0, 1, 2, 3, 5, 8, 12])
-    computed = tuple(pick.choice([0, 0, 1, 5, 6]) for _ in range(reqs))
+    old = [0, 0, 1, 5, pick.choice([6, 256, 512])]
+    computed = tuple(pick.choice(old) for _ in range(reqs))
     return UnsortedBatch(
         tuple(pick.choice(edges) for _ in range(reqs)),
         computed,
@@ -139,7 +141,8 @@ def boundaries(draw: st.DrawFn) -> Boundary:
     reqs = pick.choice([0, 1, 2, 4, 6, 6])
     usual = pick.choice([1, threshold, 2])
     alike = [usual] * 6 + [0, threshold, threshold + 1]
-    edges = pick.choice([alike, [0, 1, 1, 2, threshold, threshold + 1, 6]])
+    long = pick.choice([6, 256, 257])
+    edges = pick.choice([alike, [0, 1, 1, 2, threshold, threshold + 1, long]])
     new = [pick.choice(edges) for _ in range(reqs)]
     computed = [pick.choice([0, 0, 1, 4]) for _ in range(reqs)]
     if pick.random() < 0.6:  # as an engine orders them

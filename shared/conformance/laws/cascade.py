@@ -185,6 +185,7 @@ NEEDLES = [
     for dtype in DTYPES
     if dtype == torch.float32 or needle in (-1, 0)
 ]
+NEEDLES.append(SharedPrefix(2, (3, 1), (6, 3), kind="fp8"))
 
 
 @law("cascade_attention", cases=NEEDLES)
@@ -207,6 +208,22 @@ def a_shorter_common_prefix_gives_the_same_result(
     for blocks in {shared.prefix_blocks // 2, 0}:
         found = run_cascade(setting, call, blocks * shared.block_size)
         expect_right(setting, call, found, answer, is_joined=True)
+
+
+@law(
+    "cascade_attention",
+    cases=[
+        SharedPrefix(0, (3, 1, 0), (6, 20, 3), kind=kind, needle=needle)
+        for kind in KINDS
+        for needle in (None, 5)
+    ],
+)
+def a_cascade_without_a_prefix_is_attention(
+    setting: Setting, shared: SharedPrefix
+) -> None:
+    """Causal, not causal, or per request."""
+    call = shared.call(setting.device)
+    expect_right(setting, call, run_cascade(setting, call, 0), is_joined=True)
 
 
 TWO = SharedPrefix(2, (3, 1), (6, 3), kv_heads=2, padding=1)

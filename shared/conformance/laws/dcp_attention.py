@@ -23,7 +23,7 @@ from ..generators.batches import (
     draw_rows,
     empty_cache,
 )
-from ..generators.options import Call, paged_call, slopes
+from ..generators.options import Call, paged_call, quantised_call, slopes
 from ..harness.calling import Result, expect_right, expect_same_results, run_call
 from ..harness.canaries import checked_values, kept
 from ..harness.expect import Disagreement, expect_budget, expect_rejection
@@ -35,7 +35,7 @@ from ..oracles.brute_force import (
     judge_log_sum_exp,
 )
 
-KINDS = ("plain", "plain", "cap", "sinks", "values")
+KINDS = ("plain", "plain", "cap", "sinks", "values", "fp8", "fp8")
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,10 @@ class Dealt:
             "cap": {"logits_soft_cap": 3.0},
             "sinks": {"sinks": level.clamp(min=-9.0).float()},
         }
+        if self.kind == "fp8":
+            heads = call.arguments["key_cache"].shape[2]
+            scales = (slopes(heads, 0.2), slopes(heads, 0.01).flip(0))
+            return quantised_call(call, torch.float8_e4m3fn, *scales)
         if self.kind == "values":
             values = call.arguments["value_cache"][..., :11]
             call = call.changed(value_cache=values)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...contract.attention_options import pack_options
 from ..generators.batches import NAN, BatchPlan
 from ..generators.options import (
     Call,
@@ -320,6 +321,66 @@ def addresses_of_attention_have_64_bits(setting: Setting, far: FarAttention) -> 
     expect_right(setting, call, run_call(setting, call), answer)
 
 
+FAR_AXES = [
+    ("query", 1),
+    ("key_cache", 1),
+    ("key_cache", 2),
+    ("value_cache", 1),
+    ("value_cache", 2),
+    ("block_table", 0),
+    ("block_table", 1),
+    ("position_bias", 0),
+    ("query_ranges", 0),
+    ("tree_mask", 0),
+    ("out", 0),
+    ("out", 1),
+    ("lse", 0),
+    ("lse", 1),
+]
+"""Tensors of a call, and an axis of three entries of each."""
+
+
+def far_apart(tensor: Tensor, axis: int) -> Tensor:
+    """Return a view with the same numbers, in which the entries of one axis are FAR apart."""
+    strides, compact = [0] * tensor.dim(), 1
+    for number in reversed(range(tensor.dim())):
+        if number != axis:
+            strides[number], compact = compact, compact * tensor.shape[number]
+    strides[axis] = FAR
+    # on a host, only the touched part takes memory
+    memory = tensor.new_empty(2 * FAR + compact)
+    return memory.as_strided(tensor.shape, strides).copy_(tensor)
+
+
+@law("paged_attention", cases=FAR_AXES)
+def every_axis_of_a_tensor_of_attention_may_be_outermost(
+    setting: Setting, case: tuple[str, int]
+) -> None:
+    """Heads, slots, requests and tokens whose third entry is past 2**31 elements."""
+    name, axis = case
+    is_output = name in ("out", "lse")
+    # of an output the last token is padding, which is cleared
+    news, lens = ((1, 1), (5, 9)) if is_output else ((1, 1, 1), (5, 9, 7))
+    plan = BatchPlan(
+        news, lens, block_size=3, kv_heads=3, group=1, head_size=4,
+        dtype=torch.float16, padding=int(is_output), spare_blocks=0,
+    )  # fmt: skip
+    call = paged_call(plan, setting.device)
+    if name in ("query_ranges", "tree_mask", "position_bias"):
+        call = Change(name).of(call)
+    given = dict(call.arguments)
+    outputs = {
+        "out": torch.full(call.query.shape, NAN, dtype=torch.float16),
+        "lse": torch.full((3, 3), NAN),
+    }
+    for tensors in (given, outputs):
+        if name in tensors:
+            tensors[name] = far_apart(tensors[name].to(setting.device), axis)
+    outputs = {what: each.to(setting.device) for what, each in outputs.items()}
+    setting.candidate.paged_attention(**pack_options(**given), **outputs)
+    expect_right(setting, call, (outputs["out"], outputs["lse"]))
+
+
 @dataclass(frozen=True)
 class Change:
     """An argument of attention that gets another value."""
@@ -343,7 +404,7 @@ class Change:
             "sinks": lambda: slopes(heads, 2.0),
             "causal": lambda: False,
             "flags": lambda: torch.tensor([True, False]),
-            "tree_mask": lambda: torch.eye(6).bool().repeat(2, 1, 1),
+            "tree_mask": lambda: torch.eye(6).bool().repeat(len(call.rows), 1, 1),
             "query_ranges": lambda: torch.tensor(
                 [[17, 19]] * tokens, dtype=torch.int32
             ),

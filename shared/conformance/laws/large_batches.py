@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
+from torch import Tensor
 
 from ..generators.batches import DTYPES, LAYOUTS, NEEDLES, BatchPlan
-from ..generators.options import paged_call, ragged_call, slopes
+from ..generators.options import paged_call, quantised_call, ragged_call, slopes
 from ..generators.rearranging import only
 from ..harness.calling import expect_right, expect_same_results, run_call
 from ..harness.law import Setting, law
@@ -218,6 +219,40 @@ def groups_and_heads_may_be_larger_than_a_tile(
     setting: Setting, batch: LargeBatch
 ) -> None:
     expect_right_batch(setting, batch)
+
+
+@law("paged_attention", cases=["prefill", "fp8"])
+def a_call_does_not_affect_the_next_one_of_equal_shape(
+    setting: Setting, kind: str
+) -> None:
+    """The tensors are the same ones with other contents; numbers and options are others too."""
+    news = (1, 1, 1) if kind != "prefill" else (20, 1, 1)
+    plan = BatchPlan(news, (90, 40, 33), group=2, head_size=8, needle="last")
+    calls = []
+    for seed, cap, scale in ((1, 3.0, 0.2), (2, 0.7, 0.5)):
+        lens = plan.kv_lens[:: 3 - 2 * seed]
+        own = replace(plan, seed=seed, kv_lens=lens, scale=scale)
+        call = paged_call(
+            own, setting.device, logits_soft_cap=cap, sinks=slopes(4, cap)
+        )
+        if kind == "fp8":
+            scales = (slopes(2, scale), slopes(2, cap))
+            call = quantised_call(call, torch.float8_e4m3fn, *scales)
+        calls.append(call)
+    first, second = calls
+    kept = first.arguments
+    before = run_call(setting, first)
+    expect_right(setting, first, before)
+    old = {
+        name: each.clone() for name, each in kept.items() if isinstance(each, Tensor)
+    }
+    for name in old:
+        kept[name].copy_(second.arguments[name])
+        second.arguments[name] = kept[name]
+    expect_right(setting, second, run_call(setting, second))
+    for name, each in old.items():
+        kept[name].copy_(each)
+    expect_same_results("after another call", run_call(setting, first), before)
 
 
 @law("paged_attention", cases=[0, 1, 2])

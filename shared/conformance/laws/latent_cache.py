@@ -23,7 +23,7 @@ from ..generators.latent_batches import (
     build_latents,
     empty_latent_cache,
 )
-from ..harness.canaries import checked_values, copy_of, expect_memory, kept
+from ..harness.canaries import checked_values, copy_of, expect_memory, kept, packed
 from ..harness.expect import expect_rejection, expect_same
 from ..harness.law import Setting, law
 from ..oracles.brute_force import quantise_by_hand
@@ -80,7 +80,7 @@ def writes(draw: st.DrawFn) -> LatentWrite:
         pick.choice([1, 24, 40]),
         pick.choice(DTYPES),
         pick.choice([None, None, *FP8_DTYPES]),
-        pick.choice([0.5, 0.03, 1.7]),
+        pick.choice([0.5, 0.03, 1.7, 50.0]),
         pick.random() < 0.5,
         pick.choice(LAYOUTS),
         pick.random() < 0.5,
@@ -107,6 +107,8 @@ def a_latent_and_its_rope_key_are_written_to_their_slot(
     tokens, width = len(write.slots) + write.padding, write.rank + write.rope
     numbers = 9 * torch.randn(tokens, width, generator=generator)
     numbers[:, 0] *= 1e3
+    # a rope key may be much larger than its latent
+    numbers[:, -1] *= 1e3
     new = numbers.to(write.dtype)
     fused = torch.full((tokens, width + 3), NAN, dtype=write.dtype)
     fused[:, :width] = new
@@ -160,6 +162,22 @@ def latents_past_two_billion_elements_are_found(setting: Setting, block: int) ->
     changes = {"kv_cache": far, "block_table": table}
     found = run_latents(setting, batch, WAYS[0], **changes)
     expect_latents(setting, batch, WAYS[0], found)
+
+
+@law("concat_and_cache_mla", cases=["token", "element"])
+def offsets_of_new_latents_have_64_bits(setting: Setting, axis: str) -> None:
+    """The latents and rope keys are views of large tensors, of which nothing else is touched."""
+    far = {"token": (FAR, 1), "element": (3, FAR)}[axis]
+    memory = torch.empty(2 * FAR + 2**12, dtype=torch.float16, device=setting.device)
+    new = memory.as_strided((3, 3), far)
+    new.copy_(torch.arange(9.0).view(3, 3))
+    slots, device = [2, 0, 3], setting.device
+    for rank in (3, 1):
+        given = (new[:, :rank], new[:, 3 - rank :])
+        cache = torch.zeros(1, 4, 2 * rank, dtype=torch.float16, device=device)
+        mapping = torch.tensor(slots, dtype=torch.int64, device=device)
+        setting.candidate.concat_and_cache_mla(*given, cache, mapping)
+        expect_same("cache", packed(cache[0, slots]), packed(torch.cat(given, 1)))
 
 
 @law("latent_prefill_attention", cases=[2, 1])

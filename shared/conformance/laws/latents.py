@@ -174,6 +174,29 @@ def a_needle_among_latents_is_found(
     expect_latents(setting, batch, way, found, **changes)
 
 
+LARGE_ROPES = [
+    LatentPlan(
+        (1, 3), (20, 18), heads=1, cache_dtype=cache_dtype, k_scale=k_scale,
+        needle=needle, rope_size=rope_size,
+    )
+    for cache_dtype, k_scale, rope_size in (
+        (torch.float8_e5m2, 8.0, 3e4),
+        (torch.float8_e4m3fn, 2.0, 200.0),
+    )
+    for needle in ("first", "none")
+]  # fmt: skip
+
+
+@law(*WAYS, cases=[(way, plan) for plan in LARGE_ROPES for way in WAYS])
+def rope_keys_in_fp8_may_be_much_larger_than_their_latents(
+    setting: Setting, case: tuple[str, LatentPlan]
+) -> None:
+    """Under the scale of the cache; float16 does not hold the largest of them."""
+    way, plan = case
+    batch = build_latents(plan, setting.device)
+    expect_latents(setting, batch, way, run_latents(setting, batch, way))
+
+
 def pieces(batch: LatentBatch, cuts: list[int]) -> list[tuple[slice, LatentBatch]]:
     """Return the chunks of a batch's only request, each with its rows."""
     length = batch.plan.key_lens[0]

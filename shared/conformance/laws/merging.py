@@ -20,6 +20,7 @@ from ..generators.batches import DTYPES, NAN
 from ..harness.canaries import expect_own_memory, kept
 from ..harness.expect import Disagreement, expect_budget, expect_rejection, expect_same
 from ..harness.law import Setting, law
+from .invariance import far_apart
 
 INF = math.inf
 VIEWS = ("packed", "heads first", "padded", "every other element")
@@ -184,10 +185,13 @@ def two_partial_results_combine_by_their_weight(setting: Setting, parts: Parts) 
     (prefix, suffix), lses = parts.draw(setting.device)
     base = 2.0 if parts.base_2 else math.e
     shape = (parts.heads, parts.tokens)
-    lse = torch.full(shape, NAN, dtype=parts.lse_dtype, device=setting.device)
-    wide = torch.full((parts.tokens, 2 * parts.heads, parts.size), 7.0)
+    # the results have strides like those of the first partial result
+    step = 2 if parts.views[0] == "every other element" else 1
+    tall = torch.full((parts.heads, step * parts.tokens), NAN, dtype=parts.lse_dtype)
+    lse = tall.to(setting.device)[:, ::step]
+    wide = torch.full((parts.tokens, 2 * parts.heads, step * parts.size), 7.0)
     wide = wide.to(parts.dtype).to(setting.device)
-    output = wide[:, ::2]
+    output = wide[:, ::2, ::step]
     with kept(prefix=prefix, suffix=suffix, first=lses[0], second=lses[1]):
         found = setting.candidate.merge_attn_states(
             prefix,
@@ -202,8 +206,9 @@ def two_partial_results_combine_by_their_weight(setting: Setting, parts: Parts) 
         )
     if found is not output:
         raise Disagreement("output", "as a whole", "another tensor", "output")
-    others = wide[:, 1::2].float().cpu()
-    expect_same("heads next to the output", others, torch.full(others.shape, 7.0))
+    others = wide.float().cpu().clone()
+    others[:, ::2, ::step] = 7.0
+    expect_same("what is next to the output", others, torch.full(others.shape, 7.0))
     first = lses[0].T.clone()
     if parts.with_prefix is not None:
         first[parts.with_prefix :] = -INF
@@ -244,6 +249,26 @@ def a_partial_result_may_be_overwritten_by_the_combined_one(
     natural = Parts(**(vars(parts) | {"base_2": False}))
     ours = [each.T for each in lses]
     expect_joined(natural, [prefix, suffix], ours, into, into_lse.T)
+
+
+@law(
+    "merge_attn_states",
+    cases=[(part, axis) for part in ("prefix", "suffix", "output") for axis in (0, 1)],
+)
+def offsets_of_partial_results_have_64_bits(
+    setting: Setting, case: tuple[str, int]
+) -> None:
+    """The third token or head of one tensor is past 2**31 elements."""
+    what, axis = case
+    parts = Parts(2, 3, 3, 4, torch.float16, ("packed",) * 2, 0.5, 0.0, 0.0, -INF, False)
+    outputs, lses = parts.draw(setting.device)
+    given = dict(zip(("prefix", "suffix"), outputs, strict=True))
+    given["output"] = torch.full_like(outputs[0], NAN)
+    given[what] = far_apart(given[what], axis)
+    setting.candidate.merge_attn_states(
+        given["prefix"], lses[0], given["suffix"], lses[1], output=given["output"]
+    )
+    expect_joined(parts, outputs, [each.T for each in lses], given["output"], None)
 
 
 @law("lse_weighted_combine", cases=all_parts())

@@ -61,10 +61,12 @@ def steps(draw: st.DrawFn) -> SlotStep:
     size = pick.choice([1, 2, 3, 7, 16, 16, 24])
     edges = [0, 1, size - 1, size, size + 1, 3 * size, 3 * size + 1]
     reqs = pick.choice([0, 1, 2, 3, 5])
-    new = tuple(pick.choice([*edges, 1, 1, 300]) for _ in range(reqs))
+    new = tuple(pick.choice([*edges, 1, 1, 2, 5, 300]) for _ in range(reqs))
     computed = tuple(pick.choice([*edges, pick.randint(0, 70)]) for _ in range(reqs))
     top = pick.choice([4096, 2**16, 2**31])
     ids = pick.sample(range(top - 4096, top), 4096)
+    if pick.random() < 0.3:  # block 0 is a block like any other
+        ids = [each for each in ids if each] + [0]
     rows: list[tuple[int, ...]] = []
     for own, before in zip(new, computed, strict=True):
         count = -(-(own + before) // size) + pick.choice([0, 0, 1])

@@ -77,6 +77,7 @@ def histories(draw: st.DrawFn) -> BufferHistory:
     max_tokens = pick.choice([8, 20, MAX_BLOCKS * size + 3])
     held = [0] * MAX_REQS
     ids = pick.sample(range(1, 2**20), 400)
+    ids[-pick.randint(1, 4)] = 0  # block 0 is a block like any other
     actions = []
     for _ in range(pick.choice([3, 6, 10])):
         kind = pick.choice(["append", "step", "step", "step", "clear"])

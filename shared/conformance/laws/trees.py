@@ -94,3 +94,16 @@ def every_request_has_its_own_tree_mask(setting: Setting, grove: Grove) -> None:
         grove.plan, setting.device, tree_mask=mask, **options[grove.option]
     )
     expect_right(setting, call, run_call(setting, call))
+
+
+@law("paged_attention", cases=[(200, 70, 126), (200, 70, 129), (170, 33, 138)])
+def a_key_before_the_window_of_a_row_of_a_large_tree_is_masked(
+    setting: Setting, case: tuple[int, int, int]
+) -> None:
+    """96 rows, more than a tile of a decode. The window of only the first tokens has the key."""
+    kv_len, window, key = case
+    plan = BatchPlan((6,), (kv_len,), kv_heads=1, group=16, head_size=8)
+    tree = tree_of([None, 0, 0, 1, 2, 4])[None]
+    options: dict[str, Any] = {"tree_mask": tree, "sliding_window": window}
+    call = paged_call(plan, setting.device, [(0, key)], **options)
+    expect_right(setting, call, run_call(setting, call))
