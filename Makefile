@@ -9,7 +9,7 @@ TWINS := $(addprefix -p pagetwin.,reference optimized $(notdir $(patsubst %/,%,$
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-quick test-long compile docs types check mutants
+.PHONY: demo test test-quick test-long compile docs types check mutants mutants-generated
 
 # one thread per worker: torch's own threads are slower at these sizes
 test test-quick test-long compile: export OMP_NUM_THREADS := 1
@@ -34,6 +34,10 @@ demo: $(STAMP)
 # plant the bugs of tests/mutants whose entry in tests/records/mutants.json is out of date
 mutants: $(STAMP)
 	PYTHONPATH=tests $(BIN)/python -m mutants.run --workers $(TEST_WORKERS)
+
+# changes of kernels and metadata builders that operators make: ARGUMENTS="--sample 300 --seed 0"
+mutants-generated: $(STAMP)
+	PYTHONPATH=tests $(BIN)/python -m mutants.run_generated --workers $(TEST_WORKERS) $(ARGUMENTS)
 
 # builds site/ and tests its pages, in Chromium where it is installed
 docs: $(STAMP)

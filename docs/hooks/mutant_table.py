@@ -9,11 +9,19 @@ from pathlib import Path
 from typing import Any
 
 RECORD = Path(__file__).parents[2] / "tests" / "records" / "mutants.json"
+GENERATED = RECORD.with_name("mutants-generated.json")
 ENDS = ("killed", "alive", "equivalent")
 
 
 def mutant_table(part: str) -> str:
-    """Return a part of the report: "counts", "operators", "laws", "alive" or "equivalent"."""
+    """Return a part of the report.
+
+    Args:
+        part: "counts", "operators", "laws", "alive" or "equivalent"; "generated" is the table of
+            the report of `make mutants-generated`.
+    """
+    if part == "generated":
+        return _generated()
     if not RECORD.exists():
         return "*No full run is recorded yet.*"
     record: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8"))
@@ -29,8 +37,22 @@ def mutant_table(part: str) -> str:
     if part in ("alive", "equivalent"):
         return _named([each for each in mutants if each["ended"] == part])
     raise ValueError(
-        f"part = {part!r}: expected counts, operators, laws, alive or equivalent"
+        f"part = {part!r}: expected counts, operators, laws, alive, equivalent or generated"
     )
+
+
+def _generated() -> str:
+    record: dict[str, Any] = json.loads(GENERATED.read_text(encoding="utf-8"))
+    mutants, ends = record["mutants"], ("killed", "survived", "equivalent")
+    lines = ["| change | killed | survived | equivalent |", "|---|---:|---:|---:|"]
+    for name, meaning in (*record["operators"].items(), ("all", "")):
+        own = [each for each in mutants if name in (each["operator"], "all")]
+        counts = Counter(each["ended"] for each in own)
+        title = f"{name}: {meaning}" if meaning else f"**{name}**"
+        numbers = " | ".join(str(counts[end]) for end in ends)
+        lines.append(f"| {title.replace('|', chr(92) + '|')} | {numbers} |")
+    lines += ["", f"These are {len(mutants)} of {record['generated']} mutants."]
+    return "\n".join(lines)
 
 
 def _counts(record: dict[str, Any]) -> str:

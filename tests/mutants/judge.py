@@ -64,6 +64,8 @@ class Trial:
         what: what was wrong, in a line.
         seconds: how long it took, its process included.
         seconds_of: how long each law took that held.
+        limit: seconds after which the trial ends, if no law broke by then.
+        is_cut: whether it ended at that limit.
     """
 
     twin: str
@@ -74,6 +76,8 @@ class Trial:
     what: str = ""
     seconds: float = 0.0
     seconds_of: dict[str, float] = field(default_factory=dict)
+    limit: float = math.inf
+    is_cut: bool = False
 
 
 def laws_near(
@@ -169,7 +173,7 @@ def judge(
     while waiting or running:
         while waiting and len(running) < workers:
             running.append(_Running(waiting.popleft(), examples, usual))
-        limit = min(each.deadline for each in running) - time.monotonic()
+        limit = min(each.next_limit for each in running) - time.monotonic()
         wait([each.reports for each in running], timeout=max(0.0, limit))
         for each in list(running):
             if each.has_ended():
@@ -205,6 +209,11 @@ class _Running:
             usual = SECONDS + 3 * self.usual.get(law, 0.0)
         self.deadline = time.monotonic() + usual
 
+    @property
+    def next_limit(self) -> float:
+        """The time at which the law counts as hanging, or the trial is cut, if that is earlier."""
+        return min(self.deadline, self.begin + self.trial.limit)
+
     def has_ended(self) -> bool:
         """Read what there is to read, and tell whether that was all."""
         trial = self.trial
@@ -228,6 +237,9 @@ class _Running:
             return self._end("crashed")
         if time.monotonic() > self.deadline:
             return self._end("hung")
+        if time.monotonic() > self.begin + trial.limit:
+            trial.is_cut = True
+            return self._end()
         return False
 
     def _end(self, how: str = "") -> bool:

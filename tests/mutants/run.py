@@ -145,7 +145,7 @@ def run(
             for part in range(min(workers, len(laws)))
         ]
         for trial in judge(parts, workers, examples):
-            _say(f"unchanged {trial.twin}: {_ended(trial)}", trial.seconds)
+            say(f"unchanged {trial.twin}: {_ended(trial)}", trial.seconds)
             broken.update(trial.broken)
             for law, seconds in trial.seconds_of.items():
                 usual[law] = max(seconds, usual.get(law, 0.0))
@@ -161,7 +161,7 @@ def run(
     for trial in judge(waiting, workers, examples, usual or None):
         assert trial.mutant is not None
         trials[trial.mutant.id] = trial
-        _say(f"{trial.mutant.id}: {_ended(trial)}", trial.seconds)
+        say(f"{trial.mutant.id}: {_ended(trial)}", trial.seconds)
     if not all_laws_first:
         killers = {law for trial in trials.values() for law in trial.broken}
         try_unchanged([law for law in ALL_LAWS if law.name in killers])
@@ -244,7 +244,7 @@ def _ended(trial: Trial) -> str:
     return f"{trial.how} by: {'; '.join(trial.broken)} ({trial.what[:100]})"
 
 
-def _say(line: str, seconds: float) -> None:
+def say(line: str, seconds: float) -> None:
     print(f"{seconds:6.1f} s  {line}", flush=True)
 
 
