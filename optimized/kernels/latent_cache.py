@@ -47,6 +47,7 @@ def write_latents_kernel(
     """Write the latent and the rope key of each token to its slot."""
     token = tl.program_id(0).to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     element = tl.program_id(1) * BLOCK_ELEMENTS + tl.arange(0, BLOCK_ELEMENTS)
+    element = element.to(tl.int64)  # [BLOCK_ELEMENTS]
     slot = tl.load(
         slot_mapping + token * mapping_stride, mask=token < num_slots, other=-1
     )
@@ -102,6 +103,7 @@ def gather_latents_kernel(
     """Copy the latents of concatenated sequences, `num_tokens` from token `begin` on."""
     row = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     element = tl.program_id(1) * BLOCK_ELEMENTS + tl.arange(0, BLOCK_ELEMENTS)
+    element = element.to(tl.int64)  # [BLOCK_ELEMENTS]
     token = begin + row
     req = find_request(start_loc, token, num_reqs, num_halvings)
     is_token = (row < num_tokens) & (req < num_reqs)

@@ -260,7 +260,9 @@ def offsets_of_partial_results_have_64_bits(
 ) -> None:
     """The third token or head of one tensor is past 2**31 elements."""
     what, axis = case
-    parts = Parts(2, 3, 3, 4, torch.float16, ("packed",) * 2, 0.5, 0.0, 0.0, -INF, False)
+    parts = Parts(
+        2, 3, 3, 4, torch.float16, ("packed",) * 2, 0.5, 0.0, 0.0, -INF, False
+    )
     outputs, lses = parts.draw(setting.device)
     given = dict(zip(("prefix", "suffix"), outputs, strict=True))
     given["output"] = torch.full_like(outputs[0], NAN)
