@@ -19,7 +19,6 @@ from pagetwin.conformance import (
     Status,
     Support,
     check_implementation,
-    fuzz_implementation,
     reproduce,
 )
 from pagetwin.conformance.generators.batches import LAYOUTS, BatchPlan
@@ -624,46 +623,6 @@ def test_histories_reach_every_action_and_end_with_requests():
     assert kinds == set(KINDS) and forked > 20
     assert layouts == set(LAYOUTS)
     assert all(eval(repr(each), vars(sys.modules[Machine.__module__])) for each in TOLD)
-
-
-# fuzzing
-
-
-@pytest.mark.slow
-def test_fuzzing_keeps_what_broke_and_begins_with_it(kernels, tmp_path):
-    name = kernels(OFF_BY_ONE)
-    options = {"only": SLOTS, "examples": 60, "device": "cpu"}
-    run = fuzz_implementation(name, 1.0, corpus=tmp_path / "kept", **options)
-    assert set(run.broken) == {SLOTS} and run.rounds == 1
-    (program,) = run.programs
-    done = subprocess.run([sys.executable, program], capture_output=True, text=True)
-    assert done.returncode == 1 and "slots, at [4]" in done.stderr
-    corpus = json.loads((program.parent / "corpus.json").read_text())
-    assert corpus == {"next_seed": 1, "cases": {SLOTS: run.broken[SLOTS].case}}
-    again = fuzz_implementation(name, 1.0, corpus=tmp_path / "kept", **options)
-    assert set(again.broken) == {SLOTS} and again.cases == 0
-    (tmp_path / f"{name}.py").write_text(OFF_BY_ONE.replace("+= 1", "+= 0"))
-    fixed = fuzz_implementation(name, 0.02, corpus=tmp_path / "kept", **options)
-    assert fixed.fixed == [SLOTS] and not fixed.broken and fixed.cases > 0
-    assert not program.exists()
-    assert json.loads((program.parent / "corpus.json").read_text())["cases"] == {}
-    (program.parent / "corpus.json").write_text("{")
-    with pytest.raises(ValueError, match="remove it to start anew"):
-        fuzz_implementation(name, 1.0, corpus=tmp_path / "kept", **options)
-
-
-@pytest.mark.slow
-def test_the_fuzzing_command_says_what_it_found(kernels, tmp_path):
-    name = kernels(ENDS_THE_PROCESS)
-    words = ["fuzz", name, "--only", SLOTS, "--minutes", "1", "--device", "cpu"]
-    result = CliRunner().invoke(app, words)
-    assert result.exit_code == DISAGREE, result.output
-    assert f"crashed: {SLOTS}" in result.output and "1 laws broken" in result.output
-    (program,) = (tmp_path / ".pagetwin" / "fuzz").rglob("*.py")
-    assert f"python {program.relative_to(tmp_path)}" in result.output
-    assert "the process ended with code 7" in program.read_text()
-    wrong = CliRunner().invoke(app, ["fuzz", name, "--minutes", "0"])
-    assert wrong.exit_code == USER_ERROR and "minutes = 0" in wrong.output
 
 
 # pytest

@@ -1,10 +1,6 @@
-"""Commands `pagetwin check` and `pagetwin fuzz`: run the laws on any implementation.
-
-`check` runs all laws once; `fuzz` continues with new seeds.
-"""
+"""Command `pagetwin check`: run the laws on any implementation."""
 
 import importlib.util
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .command_line import DISAGREE, choose_interpreter, sentences_for_errors
-from .files import check_outputs, write_text
+from .report_files import HtmlFile, JsonFile, JUnitFile, MarkdownFile, ReportFiles
 
 if TYPE_CHECKING:
     from ..conformance.harness.report import Report, Result, Symptom
@@ -44,13 +40,10 @@ def check(
     seed: Annotated[int, typer.Option(help="Seed of the cases.")] = 0,
     examples: Annotated[int, typer.Option(help="Drawn cases per law.")] = 25,
     device: Device = None,
-    json_file: Annotated[
-        Path | None,
-        typer.Option("--json", help="Write the report to this file, as JSON."),
-    ] = None,
-    markdown: Annotated[
-        Path | None, typer.Option(help="Write the report to this file, as Markdown.")
-    ] = None,
+    json_file: JsonFile = None,
+    markdown: MarkdownFile = None,
+    junit: JUnitFile = None,
+    html: HtmlFile = None,
     known: Annotated[
         list[str] | None,
         typer.Option(
@@ -70,16 +63,14 @@ def check(
     one sentence says why.
     """
     with sentences_for_errors():
-        _check_hypothesis("check")
-        check_outputs(json=json_file, markdown=markdown)
-        _check_can_run(module, device)
+        check_hypothesis("check")
+        files = ReportFiles(json_file, markdown, junit, html)
+        files.check()
+        check_module(module, device)
         choose_interpreter(device)
         known_failures = dict(_law_and_reason(each) for each in known or ())
         report = _watch(module, only, seed, examples, device, known_failures, workers)
-        if json_file is not None:
-            write_text(json_file, report.to_json())
-        if markdown is not None:
-            write_text(markdown, report.to_markdown())
+        written = files.write(report)
     console, table = Console(), _table(report)
     if not console.is_terminal:
         # a file has no width at which a law's name would have to be wrapped
@@ -87,11 +78,10 @@ def check(
     console.print(table)
     wide = Console(soft_wrap=True)
     for symptom in report.symptoms():
-        _print_symptom(report, symptom, wide)
+        print_symptom(report, symptom, wide)
     counts = ", ".join(f"{count} {name}" for name, count in report.counts().items())
-    for file in (json_file, markdown):
-        if file is not None:
-            console.print(f"report: {file}", highlight=False, markup=False)
+    for file in written:
+        console.print(f"report: {file}", highlight=False, markup=False)
     colour = "green" if report.ok else "red"
     console.print(
         f"[bold {colour}]{module} on {report.device}: {counts}.[/]", highlight=False
@@ -101,70 +91,8 @@ def check(
         raise typer.Exit(DISAGREE)
 
 
-def fuzz(
-    module: Module,
-    minutes: Annotated[float, typer.Option(help="Duration in minutes.")] = 10.0,
-    corpus: Annotated[
-        Path | None,
-        typer.Option(help="Folder of stored failures.  (.pagetwin/fuzz)"),
-    ] = None,
-    only: Only = None,
-    examples: Annotated[int, typer.Option(help="Drawn cases per law and round.")] = 50,
-    device: Device = None,
-) -> None:
-    """Run the laws with new seeds until the time is over, and store the failures.
-
-    The next run begins with the stored failures.
-
-    Exit codes: 0, no law is broken. 1, a law is broken, and a program for each one reproduces it.
-    2, the implementation could not run; one sentence says why.
-    """
-    with sentences_for_errors():
-        _check_hypothesis("fuzz")
-        _check_can_run(module, device)
-        choose_interpreter(device)
-        from ..conformance.harness.fuzz import CORPUS, Fuzzing, fuzz_implementation
-
-        errors = Console(stderr=True)
-        with errors.status("") as status:
-
-            def show(run: Fuzzing, result: "Result") -> None:
-                status.update(
-                    f"round {run.rounds + 1}, {run.cases:,} cases,"
-                    f" {len(run.broken)} broken: {result.law}"
-                )
-
-            run = fuzz_implementation(
-                module,
-                minutes,
-                corpus=CORPUS if corpus is None else corpus,
-                only=only,
-                examples=examples,
-                device=device,
-                on_result=show,
-            )
-    console = Console(soft_wrap=True)
-    for law in run.fixed:
-        console.print(f"[green]fixed:[/] {law}", highlight=False)
-    for law in run.missing:
-        console.print(f"[yellow]missing:[/] {law}", highlight=False)
-    for law, result in run.broken.items():
-        console.print(f"[bold red]{result.status}:[/] {law}", highlight=False)
-        if result.case:
-            console.print(f"  {result.case}", highlight=False, markup=False)
-    for path in run.programs:
-        console.print(f"to reproduce: python {path}", highlight=False, markup=False)
-    colour = "red" if run.broken else "green"
-    console.print(
-        f"[bold {colour}]{run.cases:,} cases in {run.rounds} rounds:"
-        f" {len(run.broken)} laws broken.[/]",
-        highlight=False,
-    )
-    if run.broken:
-        raise typer.Exit(DISAGREE)
-
-
-def _check_hypothesis(command: str) -> None:
+def check_hypothesis(command: str) -> None:
+    """Raise if Hypothesis, which draws the cases, is not installed."""
     if importlib.util.find_spec("hypothesis") is None:
         raise ImportError(
             f"pagetwin {command} needs hypothesis, which draws the cases:"
@@ -172,7 +100,7 @@ def _check_hypothesis(command: str) -> None:
         )
 
 
-def _check_can_run(module: str, device: str | None) -> None:
+def check_module(module: str, device: str | None) -> None:
     """Raise if the implementation cannot run, before torch or a law is imported here."""
     from ..conformance.harness.preflight import check_can_run
 
@@ -259,15 +187,19 @@ def _table(report: "Report") -> Table:
     return table
 
 
-def _print_symptom(report: "Report", symptom: "Symptom", console: Console) -> None:
+def print_symptom(report: "Report", symptom: "Symptom", console: Console) -> None:
     """Print what laws that fail alike have in common, and one program that reproduces it."""
     first = symptom.first
+    from ..conformance.harness.report import SEVERITIES
+
     console.print(f"\n[bold red]{first.status}:[/] {symptom.title}", highlight=False)
-    lines = [first.reason, first.cause, first.message]
+    lines = [SEVERITIES[symptom.severity], first.reason, first.cause, first.message]
     if first.what:
         lines.append(f"{first.what}, {first.where}")
         lines.append(f"found {first.found}")
         lines.append(f"right {first.right}")
+    if picture := first.details.get("picture"):
+        lines += [picture["where"], picture["finding"]]
     if first.case:
         lines.append(f"input {first.case}")
     if len(symptom.results) > 1:

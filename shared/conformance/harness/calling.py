@@ -19,6 +19,7 @@ from ..oracles.brute_force import Answer, judge_log_sum_exp
 from .candidate import OutsideSupport
 from .expect import Disagreement, expect_same
 from .law import Setting
+from .pictures import Failure
 
 Result: TypeAlias = tuple[Tensor, Tensor | None]
 """The output, and the log-sum-exp if the call requests it."""
@@ -172,6 +173,7 @@ def expect_right(
             " the row's budget",
             stored.flatten()[element].item(),
             right.flatten()[element].item(),
+            Failure(call, out, answer, verdict.row),
         )
     if lse is None:
         return
@@ -187,6 +189,7 @@ def expect_right(
             f"at [{head}, {token}], {share:.3g} of its budget",
             stored[head, token].item(),
             answer.lse[head, token].item(),
+            Failure(call, out, answer, token),
         )
 
 

@@ -14,6 +14,7 @@ from ...validation.options import OPTIONS as OPTION_FILES
 from ..generators.batches import BatchPlan
 from ..generators.option_pairs import OPTIONS, Choice
 from ..generators.options import DTYPES
+from ..generators.signatures import Signature, SignedBatch
 from .candidate import Support
 
 Value = TypeVar("Value")
@@ -47,6 +48,8 @@ def fit_case(case: Any, support: Support) -> Any:
         return _fit_plan(case, support)
     if isinstance(case, dict) and case.keys() == OPTIONS.keys():
         return _fit_choice(case, support)
+    if isinstance(case, SignedBatch):
+        return _fit_batch(case, support)
     if isinstance(case, Fitted):
         found = case.within(support)
         return case if found == case else found
@@ -126,3 +129,36 @@ def _fit_choice(choice: Choice, support: Support) -> Choice:
         if "out" not in options:
             fitted["out"] = "made"
     return choice if fitted == choice else fitted
+
+
+def fit_signature(signature: Signature, support: Support) -> Signature:
+    """Return the nearest signature inside of the declared support."""
+    choice = _fit_choice(signature.choice, support)
+    longest = 1 if choice["batch"] == "decode" else signature.max_query_len
+    fitted = replace(signature, choice=choice, max_query_len=longest)
+    return signature if fitted == signature else fitted
+
+
+def _fit_batch(batch: SignedBatch, support: Support) -> SignedBatch:
+    """Return a batch with a supported signature and supported lengths."""
+    signature = fit_signature(batch.signature, support)
+    lens = _fit_plan(BatchPlan(batch.query_lens, batch.key_lens), support)
+    longest = signature.max_query_len
+    query_lens = tuple(min(length, longest) for length in lens.query_lens)
+    crosses = signature.choice["causal"] == "cross"
+    key_lens = tuple(
+        keys if crosses else max(keys, new)
+        for new, keys in zip(query_lens, lens.kv_lens, strict=True)
+    )
+    needles = tuple(
+        min(needle, keys - 1)
+        for needle, keys in zip(batch.needles, key_lens, strict=True)
+    )
+    fitted = replace(
+        batch,
+        signature=signature,
+        query_lens=query_lens,
+        key_lens=key_lens,
+        needles=needles,
+    )
+    return batch if fitted == batch else fitted

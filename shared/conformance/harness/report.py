@@ -1,4 +1,4 @@
-"""Report: the result of each law on an implementation, as JSON and Markdown.
+"""Report: the result of each law on an implementation, as JSON, Markdown and JUnit XML.
 
 Laws that fail alike are one symptom: an implementation with one bug breaks many laws, and one
 program is enough to reproduce it.
@@ -6,10 +6,12 @@ program is enough to reproduce it.
 
 import json
 import re
+import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
+from typing import Any
 
 
 class Status(str, Enum):
@@ -48,6 +50,8 @@ class Result:
             reason of a known failure.
         cause: The slot whose poison reached the output, if the found value is NaN and the search
             found one.
+        details: What else is known, as numbers and words: "picture" is what `pictures.py` draws of
+            a failure; "signature", "counts" and "seconds" describe the batches of a signature.
     """
 
     law: str
@@ -64,6 +68,7 @@ class Result:
     message: str = ""
     reason: str = ""
     cause: str = ""
+    details: dict[str, Any] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -99,6 +104,22 @@ class Result:
         return str(self.status), what, _kind_of_value(self.found, self.right)
 
 
+SEVERITIES = (
+    "ends the process",
+    "writes outside of its output",
+    "reads memory that it must not read",
+    "wrong result",
+    "result above its error budget",
+    "error for declared input",
+    "invalid input is accepted",
+    "operation is missing",
+    "known failure that holds",
+)
+"""What a failure means for a user of the kernel, the most severe first."""
+CLEARLY_WRONG = 100.0
+"""Error budgets above which a result is wrong whatever the rounding."""
+
+
 @dataclass(frozen=True)
 class Symptom:
     """Laws that fail alike.
@@ -113,6 +134,11 @@ class Symptom:
     def first(self) -> Result:
         """The result with the smallest input, which represents the others."""
         return self.results[0]
+
+    @property
+    def severity(self) -> int:
+        """The smallest index in SEVERITIES of its results."""
+        return min(severity_of(each) for each in self.results)
 
     @property
     def title(self) -> str:
@@ -148,13 +174,17 @@ class Report:
         return Counter(str(each.status) for each in self.results)
 
     def symptoms(self) -> list[Symptom]:
-        """Return the failures, laws that fail alike together: the most frequent symptom first."""
-        groups: dict[tuple[str, ...], list[Result]] = {}
+        """Return the failures, laws that fail alike together: the most severe symptom first."""
+        groups: dict[tuple[object, ...], list[Result]] = {}
         for each in self.results:
             if not each.ok:
-                groups.setdefault(each.symptom, []).append(each)
+                key = (severity_of(each), *each.symptom)
+                groups.setdefault(key, []).append(each)
         found = [Symptom(tuple(sorted(group, key=_size))) for group in groups.values()]
-        return sorted(found, key=lambda each: (-len(each.results), _size(each.first)))
+        return sorted(
+            found,
+            key=lambda each: (each.severity, -len(each.results), _size(each.first)),
+        )
 
     def laws_to_look_at_first(self) -> list[Result]:
         """Return at most three failures: one per symptom, then those with the smallest inputs."""
@@ -190,6 +220,7 @@ class Report:
             "symptoms": [
                 [result.law for result in each.results] for each in self.symptoms()
             ],
+            "severities": [SEVERITIES[each.severity] for each in self.symptoms()],
             "laws_to_look_at_first": [
                 each.law for each in self.laws_to_look_at_first()
             ],
@@ -215,6 +246,7 @@ class Report:
         for symptom in self.symptoms():
             first = symptom.first
             lines += ["", f"## {symptom.title}: {first.status}", ""]
+            lines += [f"Severity: {SEVERITIES[symptom.severity]}.", ""]
             lines.append(self.describe(first))
             if len(symptom.results) > 1:
                 lines += ["", "Laws that fail alike:", ""]
@@ -223,6 +255,35 @@ class Report:
             lines += ["", f"## {heading_of(first_laws)}", ""]
             lines += [f"1. {each.law}: {each.summary}" for each in first_laws]
         return "\n".join(lines) + "\n"
+
+    def to_junit(self) -> str:
+        """Return the report as JUnit XML: one test case per law, and a failure per symptom."""
+        suite = ElementTree.Element("testsuite", name=self.implementation)
+        failed = errors = skipped = 0
+        for each in self.results:
+            case = ElementTree.SubElement(
+                suite,
+                "testcase",
+                classname=f"{self.implementation}.{each.area}",
+                name=each.law,
+                time=f"{each.seconds:.2f}",
+            )
+            text = _without_control(self.describe(each))
+            if each.status in (Status.BROKEN, Status.UNEXPECTED):
+                failed += 1
+                _child(case, "failure", each, text)
+            elif not each.ok:
+                errors += 1
+                _child(case, "error", each, text)
+            elif each.status != Status.HELD:
+                skipped += 1
+                _child(case, "skipped", each, "")
+        seconds = sum(each.seconds for each in self.results)
+        counts = {"failures": failed, "errors": errors, "skipped": skipped}
+        suite.attrib |= {name: str(count) for name, count in counts.items()}
+        suite.attrib |= {"tests": str(len(self.results)), "time": f"{seconds:.2f}"}
+        found = ElementTree.tostring(suite, encoding="unicode")
+        return f'<?xml version="1.0" encoding="utf-8"?>\n{found}\n'
 
     def describe(self, result: Result) -> str:
         """Return the details of a law that does not hold, as Markdown."""
@@ -237,9 +298,44 @@ class Report:
             parts.append(f"found {result.found}, right is {result.right}")
         if result.message:
             parts.append(f"error: {result.message}")
+        if picture := result.details.get("picture"):
+            parts.append(f"{picture['where']} {picture['finding']}".strip())
         if result.case:
             parts.append(f"```python\n{self.reproducer(result).rstrip()}\n```")
         return "\n\n".join(parts)
+
+
+def _child(case: ElementTree.Element, tag: str, result: Result, text: str) -> None:
+    """Add the outcome of a law to its test case."""
+    message = _without_control(result.summary or str(result.status))
+    child = ElementTree.SubElement(case, tag, type=str(result.status), message=message)
+    child.text = text
+
+
+def _without_control(text: str) -> str:
+    """Return a text without the characters that XML does not allow."""
+    return re.sub(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd]", "?", text)
+
+
+def severity_of(result: Result) -> int:
+    """Return the index of a failure in SEVERITIES."""
+    if result.status == Status.MISSING:
+        return 7
+    if result.status == Status.UNEXPECTED:
+        return 8
+    if result.status not in (Status.BROKEN, Status.KNOWN):
+        return 0
+    if "written outside" in result.law or "changes nothing" in result.law:
+        return 1
+    if result.cause or result.found == "nan":
+        return 2
+    if result.right == "an error":
+        return 6
+    if result.message:
+        return 5
+    share = re.search(r"([\d.e+]+|inf) of (?:the row's|its) budget", result.where)
+    is_slight = share is not None and float(share[1]) < CLEARLY_WRONG
+    return 4 if is_slight else 3
 
 
 def heading_of(results: Sequence[Result]) -> str:

@@ -17,6 +17,7 @@ from .candidate import Candidate, OutsideSupport
 from .expect import Disagreement
 from .fitting import fit_case
 from .law import Law, Setting
+from .pictures import picture_of
 from .report import Result, Status
 from .shrinking import shrink
 
@@ -234,9 +235,11 @@ def _drawn(once: Any, cases: SearchStrategy[Any], seed_of: int, examples: int) -
 def _with_failure(result: Result, case: str, error: Exception) -> Result:
     """Return a result with the failing case and the details of the failure."""
     if isinstance(error, Disagreement):
+        picture = {} if error.failure is None else picture_of(error.failure)
         return replace(
             result,
             case=case,
+            details={"picture": picture} if picture else {},
             what=error.what,
             where=error.where,
             found=error.found,

@@ -36,6 +36,8 @@ class Job:
         case: Optional. The only case to try, as Python. If None, cases are drawn or listed.
         listed: Optional. The maximum number of cases of a law that lists them. If None, all of
             them.
+        signature: Optional. Seed of a signature. The cases are then its batches with the indices
+            `seed` to `seed + examples - 1`. If None, the law draws its cases.
     """
 
     law: str
@@ -43,6 +45,7 @@ class Job:
     examples: int = 25
     case: str | None = None
     listed: int | None = None
+    signature: int | None = None
 
 
 class Worker:

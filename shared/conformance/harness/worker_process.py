@@ -27,6 +27,7 @@ def main(pipe: int) -> None:
         first = json.loads(sys.stdin.readline())
         try:
             from .candidate import load_candidate
+            from .screening import screen
             from .trial import make_setting, try_case, try_law
 
             setting = make_setting(
@@ -40,6 +41,10 @@ def main(pipe: int) -> None:
         from ..laws.all_laws import ALL_LAWS
 
         torch.set_num_threads(1)
+        if first["device"] == "cpu" and "triton" in sys.modules:
+            from .interpreter import speed_up
+
+            speed_up()
         by_name = {law.name: law for law in ALL_LAWS}
         say(ready=True)
         for line in sys.stdin:
@@ -49,7 +54,10 @@ def main(pipe: int) -> None:
             def at(case: str) -> None:
                 say(case=case)
 
-            if job.case is None:
+            if job.signature is not None and job.case is None:
+                drawn = (job.signature, job.seed, job.examples)
+                result = screen(law, setting, *drawn, at)
+            elif job.case is None:
                 result = try_law(law, setting, job.seed, job.examples, at, job.listed)
             else:
                 result = try_case(law, setting, job.case, at)
