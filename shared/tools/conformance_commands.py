@@ -1,7 +1,7 @@
 """Command `pagetwin check`: run the laws on any implementation."""
 
 import importlib.util
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -53,10 +53,26 @@ def check(
     workers: Annotated[
         int, typer.Option(help="Processes that the laws are distributed over.")
     ] = 1,
+    outside: Annotated[
+        bool,
+        typer.Option(
+            "--outside", help="Try cases outside of SUPPORT too, and report them apart."
+        ),
+    ] = False,
+    probe: Annotated[
+        bool,
+        typer.Option(
+            "--probe", help="Find out what a kernel takes, and print a SUPPORT."
+        ),
+    ] = False,
+    case_seconds: Annotated[
+        float, typer.Option(help="A case that takes longer hangs, and is stopped.")
+    ] = 120.0,
 ) -> None:
     """Check an implementation against every law, in a separate process.
 
-    Laws that fail alike are reported together, with one program that reproduces the failure.
+    A kernel is called only within its SUPPORT. Laws that fail alike are reported together, with
+    one program that reproduces the failure, the most severe failures first.
 
     Exit codes: 0, every law holds, is undeclared or is a known failure. 1, a law is broken,
     crashes or misses an operation, or a known failure holds. 2, the implementation could not run;
@@ -68,8 +84,22 @@ def check(
         files.check()
         check_module(module, device)
         choose_interpreter(device)
-        known_failures = dict(_law_and_reason(each) for each in known or ())
-        report = _watch(module, only, seed, examples, device, known_failures, workers)
+        if not case_seconds > 0:
+            raise ValueError(f"case_seconds = {case_seconds:g}: expected more than 0")
+        if probe:
+            _print_support(module, device, case_seconds)
+            return
+        report = _watch(
+            module,
+            only,
+            outside,
+            seed=seed,
+            examples=examples,
+            device=device,
+            known_failures=dict(_law_and_reason(each) for each in known or ()),
+            workers=workers,
+            seconds_of_a_case=case_seconds,
+        )
         written = files.write(report)
     console, table = Console(), _table(report)
     if not console.is_terminal:
@@ -77,6 +107,7 @@ def check(
         console = Console(width=max(80, Console(width=400).measure(table).maximum))
     console.print(table)
     wide = Console(soft_wrap=True)
+    _print_undeclared(report, wide)
     for symptom in report.symptoms():
         print_symptom(report, symptom, wide)
     counts = ", ".join(f"{count} {name}" for name, count in report.counts().items())
@@ -114,15 +145,18 @@ def _law_and_reason(text: str) -> tuple[str, str]:
     return law.strip(), reason.strip()
 
 
-def _watch(
-    module: str,
-    only: str | None,
-    seed: int,
-    examples: int,
-    device: str | None,
-    known_failures: dict[str, str],
-    workers: int,
-) -> "Report":
+def _print_support(module: str, device: str | None, seconds: float) -> None:
+    """Print what a kernel takes, found by trying."""
+    from ..conformance.harness.probe import probe_support
+    from ..conformance.harness.runner import choose_device
+
+    with Console(stderr=True).status("") as status:
+        found = probe_support(module, choose_device(device), seconds, status.update)
+    # not rich: this is to be pasted
+    print(found)
+
+
+def _watch(module: str, only: str | None, outside: bool, **given: Any) -> "Report":
     """Run all laws with a progress bar."""
     from rich.progress import (
         BarColumn,
@@ -143,20 +177,13 @@ def _watch(
     )
     laws = choose_laws(only)
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=len(laws))
+        task = progress.add_task("", total=len(laws) * (1 + outside))
 
         def show(result: "Result") -> None:
             progress.update(task, advance=1, description=result.law)
 
         return check_implementation(
-            module,
-            only=only,
-            seed=seed,
-            examples=examples,
-            device=device,
-            known_failures=known_failures,
-            on_result=show,
-            workers=workers,
+            module, only=only, outside=outside, on_result=show, **given
         )
 
 
@@ -167,10 +194,9 @@ def _table(report: "Report") -> Table:
     table.add_column("ended")
     table.add_column("cases", justify="right")
     table.add_column("seconds", justify="right")
-    undeclared, area = 0, ""
+    area = ""
     for each in report.results:
-        if str(each.status) == OUTSIDE and not each.cases:
-            undeclared += 1
+        if str(each.status) == OUTSIDE:
             continue
         colour = COLOURS.get(str(each.status), "red")
         if each.area != area:
@@ -182,9 +208,20 @@ def _table(report: "Report") -> Table:
             each.count,
             f"{each.seconds:.1f}",
         )
-    if undeclared:
-        table.caption = f"{undeclared} laws need operations that are not declared"
     return table
+
+
+def _print_undeclared(report: "Report", console: Console) -> None:
+    """Print why laws are undeclared, and what was found outside of the declared support."""
+    reasons = report.why_undeclared()
+    if reasons:
+        console.print(f"[yellow]undeclared[/]: {sum(reasons.values())} laws")
+    for reason, count in reasons.items():
+        console.print(f"  {count}: {reason}", highlight=False, markup=False)
+    if report.outside:
+        console.print("[yellow]outside of the declared support[/]:")
+    for how, what in report.outcomes_outside():
+        console.print(f"  {how}: {what}", highlight=False, markup=False)
 
 
 def print_symptom(report: "Report", symptom: "Symptom", console: Console) -> None:
@@ -192,8 +229,15 @@ def print_symptom(report: "Report", symptom: "Symptom", console: Console) -> Non
     first = symptom.first
     from ..conformance.harness.report import SEVERITIES
 
-    console.print(f"\n[bold red]{first.status}:[/] {symptom.title}", highlight=False)
-    lines = [SEVERITIES[symptom.severity], first.reason, first.cause, first.message]
+    console.print()
+    console.print(symptom.title, style="bold red", highlight=False, markup=False)
+    lines = [
+        f"law {first.law}",
+        SEVERITIES[symptom.severity],
+        first.reason,
+        first.cause,
+        first.message,
+    ]
     if first.what:
         lines.append(f"{first.what}, {first.where}")
         lines.append(f"found {first.found}")
@@ -205,7 +249,7 @@ def print_symptom(report: "Report", symptom: "Symptom", console: Console) -> Non
     if len(symptom.results) > 1:
         lines += [
             "laws that fail alike:",
-            *(f"  {each.law}" for each in symptom.results),
+            *(f"  {each.law}" for each in symptom.results[1:]),
         ]
     for line in lines:
         if line:
@@ -216,7 +260,7 @@ def print_symptom(report: "Report", symptom: "Symptom", console: Console) -> Non
 
 
 def _print_first_laws(report: "Report", console: Console) -> None:
-    """Print which laws to look at first, the most frequent symptom first."""
+    """Print which laws to look at first, the most severe symptom first."""
     from ..conformance.harness.report import heading_of
 
     first = report.laws_to_look_at_first()

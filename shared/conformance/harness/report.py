@@ -1,7 +1,7 @@
 """Report: the result of each law on an implementation, as JSON, Markdown and JUnit XML.
 
 Laws that fail alike are one symptom: an implementation with one bug breaks many laws, and one
-program is enough to reproduce it.
+program is enough to reproduce it. The symptoms are ordered by severity.
 """
 
 import json
@@ -20,6 +20,8 @@ class Status(str, Enum):
     HELD = "held"
     BROKEN = "broken"
     CRASHED = "crashed"
+    HANGS = "hangs"
+    OUT_OF_MEMORY = "out of memory"
     MISSING = "missing"
     OUTSIDE = "undeclared"
     KNOWN = "known failure"
@@ -94,14 +96,24 @@ class Result:
         return self.reason
 
     @property
-    def symptom(self) -> tuple[str, ...]:
-        """What laws that fail alike have in common: the failure without its numbers."""
+    def symptom(self) -> tuple[str, str]:
+        """What laws that fail alike have in common: the outcome, and the failure in words."""
+        return str(self.status), self._failure
+
+    @property
+    def _failure(self) -> str:
+        """The failure without its numbers."""
         if self.status in (Status.MISSING, Status.UNEXPECTED):
-            return str(self.status), self.reason
-        if self.cause or self.message:
-            return str(self.status), _without_numbers(self.cause or self.message)
+            return self.reason
+        if self.cause:
+            return _kind_of_cause(self.cause)
+        if self.message:
+            return _without_numbers(self.message)
         what = _without_numbers(self.what)
-        return str(self.status), what, _kind_of_value(self.found, self.right)
+        kind = _kind_of_value(self.found, self.right)
+        if kind == "a number instead of a number":
+            kind = "outside of its error budget" if "budget" in self.where else "wrong"
+        return f"{what} is {kind}"
 
 
 SEVERITIES = (
@@ -142,10 +154,10 @@ class Symptom:
 
     @property
     def title(self) -> str:
-        """The law of the first result, and how many others fail alike."""
-        others = len(self.results) - 1
-        laws = f" and {others} more law{'s' * (others > 1)}" if others else ""
-        return f"{self.first.law}{laws}"
+        """How many laws fail, and what they have in common."""
+        count = len(self.results)
+        status, failure = self.first.symptom
+        return f"{count} law{'s' * (count > 1)} {status}: {failure}"
 
 
 @dataclass(frozen=True)
@@ -157,17 +169,28 @@ class Report:
         device: The device of its tensors.
         results: One result per law.
         settings: Seed and number of examples.
+        outside: Results of the laws on cases outside of the declared support, if these were
+            tried.
+        is_outside_promised: Whether the implementation promises to reject such cases. Then a
+            wrong result there is a failure.
     """
 
     implementation: str
     device: str
     results: tuple[Result, ...]
     settings: Mapping[str, int] = field(default_factory=dict)
+    outside: tuple[Result, ...] = ()
+    is_outside_promised: bool = False
 
     @property
     def ok(self) -> bool:
         """Whether every law holds, is outside of the support, or is a known failure."""
-        return bool(self.results) and all(each.ok for each in self.results)
+        return bool(self.results) and all(each.ok for each in self.judged)
+
+    @property
+    def judged(self) -> tuple[Result, ...]:
+        """The results that count: those inside of the support, and what else is promised."""
+        return self.results + (self.outside if self.is_outside_promised else ())
 
     def counts(self) -> Counter[str]:
         """Return the number of laws per outcome."""
@@ -176,7 +199,7 @@ class Report:
     def symptoms(self) -> list[Symptom]:
         """Return the failures, laws that fail alike together: the most severe symptom first."""
         groups: dict[tuple[object, ...], list[Result]] = {}
-        for each in self.results:
+        for each in self.judged:
             if not each.ok:
                 key = (severity_of(each), *each.symptom)
                 groups.setdefault(key, []).append(each)
@@ -200,10 +223,12 @@ class Report:
             if self.device == "cpu"
             else ""
         )
+        is_outside = any(result is each for each in self.outside)
+        outside = "    outside=True,\n" if is_outside else ""
         return (
             f"{interpreted}from pagetwin.conformance import reproduce\n\n"
             f"reproduce(\n    {self.implementation!r},\n    {result.law!r},\n"
-            f"    {result.case!r},\n    device={self.device!r},\n)\n"
+            f"    {result.case!r},\n    device={self.device!r},\n{outside})\n"
         )
 
     def to_json(self) -> str:
@@ -216,6 +241,9 @@ class Report:
             "counts": dict(self.counts()),
             "results": [
                 asdict(each) | {"status": str(each.status)} for each in self.results
+            ],
+            "outside": [
+                asdict(each) | {"status": str(each.status)} for each in self.outside
             ],
             "symptoms": [
                 [result.law for result in each.results] for each in self.symptoms()
@@ -245,12 +273,12 @@ class Report:
         ]
         for symptom in self.symptoms():
             first = symptom.first
-            lines += ["", f"## {symptom.title}: {first.status}", ""]
+            lines += ["", f"## {symptom.title}", ""]
             lines += [f"Severity: {SEVERITIES[symptom.severity]}.", ""]
             lines.append(self.describe(first))
-            if len(symptom.results) > 1:
-                lines += ["", "Laws that fail alike:", ""]
-                lines += [f"- {each.law}" for each in symptom.results]
+            lines += ["", "Laws:", ""]
+            lines += [f"- {each.law}" for each in symptom.results]
+        lines += self._undeclared()
         if first_laws := self.laws_to_look_at_first():
             lines += ["", f"## {heading_of(first_laws)}", ""]
             lines += [f"1. {each.law}: {each.summary}" for each in first_laws]
@@ -284,6 +312,39 @@ class Report:
         suite.attrib |= {"tests": str(len(self.results)), "time": f"{seconds:.2f}"}
         found = ElementTree.tostring(suite, encoding="unicode")
         return f'<?xml version="1.0" encoding="utf-8"?>\n{found}\n'
+
+    def why_undeclared(self) -> dict[str, int]:
+        """Return each reason why laws are undeclared, with the number of laws."""
+        undeclared = [each for each in self.results if each.status == Status.OUTSIDE]
+        reasons = Counter(
+            "operations that are not declared"
+            if each.reason.startswith("needs ")
+            else each.reason
+            for each in undeclared
+        )
+        return dict(reasons.most_common())
+
+    def outcomes_outside(self) -> list[tuple[str, str]]:
+        """Return the outcome and the sentence of each law that was tried outside of the support.
+
+        Laws without a case outside are left out.
+        """
+        return [
+            (OUTCOMES.get(each.status, str(each.status)), f"{each.law}: {each.summary}")
+            for each in self.outside
+            if each.cases > each.skipped or not each.ok
+        ]
+
+    def _undeclared(self) -> list[str]:
+        """Return the sections about undeclared laws, and about cases outside of the support."""
+        lines: list[str] = []
+        if reasons := self.why_undeclared():
+            lines += ["", "## Why laws are undeclared", ""]
+            lines += [f"- {count}: {reason}" for reason, count in reasons.items()]
+        if self.outside:
+            lines += ["", "## Outside of the declared support", ""]
+            lines += [f"- {how}: {what}" for how, what in self.outcomes_outside()]
+        return lines
 
     def describe(self, result: Result) -> str:
         """Return the details of a law that does not hold, as Markdown."""
@@ -338,6 +399,10 @@ def severity_of(result: Result) -> int:
     return 4 if is_slight else 3
 
 
+OUTCOMES = {Status.HELD: "right", Status.BROKEN: "wrong"}
+"""Outcomes of laws on cases outside of the declared support; others keep their name."""
+
+
 def heading_of(results: Sequence[Result]) -> str:
     """Return the heading of the list of laws to look at first."""
     words = {1: "The law", 2: "The two laws", 3: "The three laws"}
@@ -351,6 +416,15 @@ def _size(result: Result) -> tuple[bool, bool, int]:
     """
     is_batch = result.case.startswith("BatchPlan(")
     return not result.case, not is_batch, len(result.case)
+
+
+def _kind_of_cause(cause: str) -> str:
+    """Return where NaN comes from, without the numbers of tokens, slots and blocks."""
+    for words in ("is not written everywhere", "a block that no request uses"):
+        if words in cause:
+            is_poison = "poison" in cause
+            return f"the output {'contains the poison of ' * is_poison}{words}"
+    return "the output contains the poison of slots past seq_len"
 
 
 def _without_numbers(text: str) -> str:
