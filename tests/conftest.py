@@ -18,14 +18,14 @@ from typing import Any
 import pytest
 from beartype import beartype
 from hypothesis import HealthCheck, settings
-from interpreter import list_builtins_once
 from jaxtyping import jaxtyped
+from pagetwin.conformance.harness.interpreter import speed_up
 from pagetwin.contract.operations import CONCEPTS
 
 ROOT = Path(__file__).parents[1]
 
 torch.set_num_threads(1)
-list_builtins_once()
+speed_up()
 
 settings.register_profile(
     "ci",
@@ -70,6 +70,7 @@ QUICK: dict[str, str] = {
 LONG: dict[str, str] = {
     "test_bench.py": "smoke",
     "test_conformance.py": "workers or command_ends or crash",
+    "test_fuzzing.py": "planted or minimised",
     "test_howto.py": "",
     "test_ladder.py": "",
     "test_mutants.py": "sample or trivial",

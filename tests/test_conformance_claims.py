@@ -160,7 +160,7 @@ def test_a_decode_adapter_is_judged_on_masks_and_on_plans_of_a_laws_own() -> Non
 
 
 def test_a_mask_case_is_cut_at_the_position_of_its_query() -> None:
-    support = Support(max_query_len=1, options=["sliding_window"])
+    support = Support(query_lens=range(2), options=["sliding_window"])
     sight = MaskCase(5, 40, "window to both sides", 7, 2, 37)
     fitted = fit_case(sight, support)
     assert (fitted.query_len, fitted.key_len, fitted.own) == (1, 38, 0)
@@ -187,7 +187,7 @@ def test_who_declares_to_check_nothing_is_not_tried_with_invalid_input() -> None
         assert all("does not check" in each.reason for each in rest)
 
 
-DECODES = Support(operations=["paged_attention"], max_query_len=1, options=PLAIN)
+DECODES = Support(operations=["paged_attention"], query_lens=range(2), options=PLAIN)
 
 
 def checks_nothing(query: Tensor, *given: Any, **named: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Adapter for FlashAttention with a paged cache.
+"""Adapter for FlashAttention-2 with a paged cache.
 
 Written from the documented signature of `flash_attn_varlen_func`; it needs a GPU and has not been
 run here. FlashAttention 2 takes pages of 256 slots and multiples of that, and aligns a causal mask
@@ -6,7 +6,7 @@ to the end of the keys, as pagetwin does.
 """
 
 import torch
-from pagetwin.conformance import Support
+from pagetwin.conformance import flash_attention_like
 
 try:
     from flash_attn import flash_attn_varlen_func
@@ -15,22 +15,24 @@ except ImportError as error:
         "this adapter needs FlashAttention 2 and a GPU: pip install flash-attn"
     ) from error
 
-SUPPORT = Support(
-    operations=["paged_attention"],
-    dtypes=["float16", "bfloat16"],
-    cache_dtypes=["float16", "bfloat16"],
-    block_sizes=[256],
-    head_sizes=[32, 64, 128, 256],
-    options=[
-        "scale",
-        "out",
-        "lse",
-        "causal",
-        "sliding_window",
-        "logits_soft_cap",
-        "alibi_slopes",
-    ],
-    rejects=[],
+SUPPORT = flash_attention_like(
+    # its caches and queries are packed below
+    kv_layouts=None,
+    strides={},
+    alignment=None,
+    block_sizes=[256, 512],
+    head_sizes=[32, 64, 96, 128, 160, 192, 256],
+    options={
+        "scale": None,
+        "out": None,
+        "lse": None,
+        "causal": "bool",  # one flag for all requests
+        "sliding_window": None,
+        "logits_soft_cap": None,
+        "alibi_slopes": None,
+    },
+    # without a causal mask its bias falls to both sides, -|distance|
+    never_together=[("causal", "alibi_slopes")],
 )
 
 
@@ -52,10 +54,6 @@ def paged_attention(
     causal=True,
 ):
     """Return attention of each new token over its sequence in the paged cache."""
-    if not isinstance(causal, bool):
-        raise NotImplementedError("one flag for all requests")
-    if alibi_slopes is not None and not causal:
-        raise NotImplementedError("its bias falls to both sides, -|distance|")
     out = torch.empty_like(query) if out is None else out
     out.zero_()
     if lse is not None:

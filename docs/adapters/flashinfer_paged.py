@@ -8,7 +8,7 @@ requests in one list instead of a table, and its log-sum-exp has base 2.
 import math
 
 import torch
-from pagetwin.conformance import Support
+from pagetwin.conformance import flashinfer_like
 
 try:
     import flashinfer
@@ -17,15 +17,8 @@ except ImportError as error:
         "this adapter needs FlashInfer and a GPU: pip install flashinfer-python"
     ) from error
 
-SUPPORT = Support(
-    operations=["paged_attention"],
-    dtypes=["float16", "bfloat16"],
-    cache_dtypes=["float16", "bfloat16"],
-    block_sizes=[1, 8, 16, 32],
-    head_sizes=[64, 128, 256],
-    options=["scale", "out", "lse", "sliding_window", "logits_soft_cap", "causal"],
-    rejects=[],
-)
+# its caches and queries are packed below; one causal flag for all requests, windows are causal
+SUPPORT = flashinfer_like(strides={}, alignment=None)
 
 
 def paged_attention(
@@ -45,8 +38,6 @@ def paged_attention(
     causal=True,
 ):
     """Return attention of each new token over its sequence in the paged cache."""
-    if not isinstance(causal, bool) or (sliding_window is not None and not causal):
-        raise NotImplementedError("one flag for all requests; windows are causal")
     out = torch.empty_like(query) if out is None else out
     out.zero_()
     if lse is not None:

@@ -49,11 +49,8 @@ def paged_attention(
     alibi_slopes=None,  # [query_heads]
     causal=True,  # or [reqs]
     attention_chunk_size=None,
-    **others,
 ):
     """Return attention of each new token over its sequence in the paged cache."""
-    if others or query.dtype != key_cache.dtype:
-        raise NotImplementedError(f"{sorted(others)} beside {key_cache.dtype}")
     sizes = (*query.shape[:2], value_cache.shape[-1])
     out = query.new_empty(sizes) if out is None else out
     out.zero_()

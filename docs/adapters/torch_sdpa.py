@@ -11,7 +11,7 @@ SUPPORT = Support(
     operations=["paged_attention"],
     dtypes=["float32", "float16"],
     cache_dtypes=["float32", "float16"],
-    max_query_len=1,
+    query_lens=range(2),
     options=["scale", "out"],
     rejects=[],
 )
@@ -30,8 +30,6 @@ def paged_attention(
     out=None,
 ):
     """Return attention of one new token of each request over its sequence."""
-    if max_query_len > 1:
-        raise NotImplementedError(f"max_query_len = {max_query_len}: decodes only")
     out = torch.empty_like(query) if out is None else out
     out.zero_()
     group = query.shape[1] // key_cache.shape[2]

@@ -6,29 +6,15 @@ past the end of a row must be valid block ids.
 """
 
 import torch
-from pagetwin.conformance import Support
+from pagetwin.conformance import vllm_like
 
 try:
     from vllm.v1.attention.ops.triton_unified_attention import unified_attention
 except ImportError as error:
     raise ImportError("this adapter needs vLLM and a GPU: pip install vllm") from error
 
-SUPPORT = Support(
-    operations=["paged_attention"],
-    dtypes=["float16", "bfloat16"],
-    cache_dtypes=["float16", "bfloat16"],
-    block_sizes=[16, 32, 64],
-    head_sizes=[64, 80, 128, 256],
-    options=[
-        "scale",
-        "out",
-        "sliding_window",
-        "logits_soft_cap",
-        "alibi_slopes",
-        "sinks",
-    ],
-    rejects=[],
-)
+# float16 and bfloat16 only: float32 products would be rounded to TF32
+SUPPORT = vllm_like(head_sizes=[64, 80, 96, 128, 256])
 
 
 def paged_attention(

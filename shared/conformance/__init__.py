@@ -14,7 +14,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .harness.candidate import Support as Support
+    from .harness.families import flash_attention_like as flash_attention_like
+    from .harness.families import flashinfer_like as flashinfer_like
+    from .harness.families import vllm_like as vllm_like
     from .harness.fuzz import fuzz_implementation as fuzz_implementation
     from .harness.pytest_support import parametrize_with_laws as parametrize_with_laws
     from .harness.report import Report as Report
@@ -22,9 +24,13 @@ if TYPE_CHECKING:
     from .harness.report import Status as Status
     from .harness.runner import check_implementation as check_implementation
     from .harness.runner import reproduce as reproduce
+    from .harness.support import Support as Support
 
 _MODULES = {
-    "Support": "candidate",
+    "Support": "support",
+    "flash_attention_like": "families",
+    "flashinfer_like": "families",
+    "vllm_like": "families",
     "fuzz_implementation": "fuzz",
     "parametrize_with_laws": "pytest_support",
     "Report": "report",

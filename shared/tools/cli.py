@@ -13,7 +13,8 @@ from .bench_commands import bench
 from .command_line import DISAGREE as DISAGREE
 from .command_line import USER_ERROR as USER_ERROR
 from .command_line import choose_interpreter, sentences_for_errors
-from .conformance_commands import check, fuzz
+from .conformance_commands import check
+from .fuzz_command import fuzz
 from .puzzles.command import puzzles
 from .replay_commands import replay, reproduce
 

@@ -1,18 +1,14 @@
-"""Commands `pagetwin check` and `pagetwin fuzz`: run the laws on any implementation.
-
-`check` runs all laws once; `fuzz` continues with new seeds.
-"""
+"""Command `pagetwin check`: run the laws on any implementation."""
 
 import importlib.util
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from .command_line import DISAGREE, choose_interpreter, sentences_for_errors
-from .files import check_outputs, write_text
+from .report_files import HtmlFile, JsonFile, JUnitFile, MarkdownFile, ReportFiles
 
 if TYPE_CHECKING:
     from ..conformance.harness.report import Report, Result, Symptom
@@ -44,13 +40,10 @@ def check(
     seed: Annotated[int, typer.Option(help="Seed of the cases.")] = 0,
     examples: Annotated[int, typer.Option(help="Drawn cases per law.")] = 25,
     device: Device = None,
-    json_file: Annotated[
-        Path | None,
-        typer.Option("--json", help="Write the report to this file, as JSON."),
-    ] = None,
-    markdown: Annotated[
-        Path | None, typer.Option(help="Write the report to this file, as Markdown.")
-    ] = None,
+    json_file: JsonFile = None,
+    markdown: MarkdownFile = None,
+    junit: JUnitFile = None,
+    html: HtmlFile = None,
     known: Annotated[
         list[str] | None,
         typer.Option(
@@ -60,38 +53,66 @@ def check(
     workers: Annotated[
         int, typer.Option(help="Processes that the laws are distributed over.")
     ] = 1,
+    outside: Annotated[
+        bool,
+        typer.Option(
+            "--outside", help="Try cases outside of SUPPORT too, and report them apart."
+        ),
+    ] = False,
+    probe: Annotated[
+        bool,
+        typer.Option(
+            "--probe", help="Find out what a kernel takes, and print a SUPPORT."
+        ),
+    ] = False,
+    case_seconds: Annotated[
+        float, typer.Option(help="A case that takes longer hangs, and is stopped.")
+    ] = 120.0,
 ) -> None:
     """Check an implementation against every law, in a separate process.
 
-    Laws that fail alike are reported together, with one program that reproduces the failure.
+    A kernel is called only within its SUPPORT. Laws that fail alike are reported together, with
+    one program that reproduces the failure, the most severe failures first.
 
     Exit codes: 0, every law holds, is undeclared or is a known failure. 1, a law is broken,
     crashes or misses an operation, or a known failure holds. 2, the implementation could not run;
     one sentence says why.
     """
     with sentences_for_errors():
-        _check_hypothesis("check")
-        check_outputs(json=json_file, markdown=markdown)
-        _check_can_run(module, device)
+        check_hypothesis("check")
+        files = ReportFiles(json_file, markdown, junit, html)
+        files.check()
+        check_module(module, device)
         choose_interpreter(device)
-        known_failures = dict(_law_and_reason(each) for each in known or ())
-        report = _watch(module, only, seed, examples, device, known_failures, workers)
-        if json_file is not None:
-            write_text(json_file, report.to_json())
-        if markdown is not None:
-            write_text(markdown, report.to_markdown())
+        if not case_seconds > 0:
+            raise ValueError(f"case_seconds = {case_seconds:g}: expected more than 0")
+        if probe:
+            _print_support(module, device, case_seconds)
+            return
+        report = _watch(
+            module,
+            only,
+            outside,
+            seed=seed,
+            examples=examples,
+            device=device,
+            known_failures=dict(_law_and_reason(each) for each in known or ()),
+            workers=workers,
+            seconds_of_a_case=case_seconds,
+        )
+        written = files.write(report)
     console, table = Console(), _table(report)
     if not console.is_terminal:
         # a file has no width at which a law's name would have to be wrapped
         console = Console(width=max(80, Console(width=400).measure(table).maximum))
     console.print(table)
     wide = Console(soft_wrap=True)
+    _print_undeclared(report, wide)
     for symptom in report.symptoms():
-        _print_symptom(report, symptom, wide)
+        print_symptom(report, symptom, wide)
     counts = ", ".join(f"{count} {name}" for name, count in report.counts().items())
-    for file in (json_file, markdown):
-        if file is not None:
-            console.print(f"report: {file}", highlight=False, markup=False)
+    for file in written:
+        console.print(f"report: {file}", highlight=False, markup=False)
     colour = "green" if report.ok else "red"
     console.print(
         f"[bold {colour}]{module} on {report.device}: {counts}.[/]", highlight=False
@@ -101,70 +122,8 @@ def check(
         raise typer.Exit(DISAGREE)
 
 
-def fuzz(
-    module: Module,
-    minutes: Annotated[float, typer.Option(help="Duration in minutes.")] = 10.0,
-    corpus: Annotated[
-        Path | None,
-        typer.Option(help="Folder of stored failures.  (.pagetwin/fuzz)"),
-    ] = None,
-    only: Only = None,
-    examples: Annotated[int, typer.Option(help="Drawn cases per law and round.")] = 50,
-    device: Device = None,
-) -> None:
-    """Run the laws with new seeds until the time is over, and store the failures.
-
-    The next run begins with the stored failures.
-
-    Exit codes: 0, no law is broken. 1, a law is broken, and a program for each one reproduces it.
-    2, the implementation could not run; one sentence says why.
-    """
-    with sentences_for_errors():
-        _check_hypothesis("fuzz")
-        _check_can_run(module, device)
-        choose_interpreter(device)
-        from ..conformance.harness.fuzz import CORPUS, Fuzzing, fuzz_implementation
-
-        errors = Console(stderr=True)
-        with errors.status("") as status:
-
-            def show(run: Fuzzing, result: "Result") -> None:
-                status.update(
-                    f"round {run.rounds + 1}, {run.cases:,} cases,"
-                    f" {len(run.broken)} broken: {result.law}"
-                )
-
-            run = fuzz_implementation(
-                module,
-                minutes,
-                corpus=CORPUS if corpus is None else corpus,
-                only=only,
-                examples=examples,
-                device=device,
-                on_result=show,
-            )
-    console = Console(soft_wrap=True)
-    for law in run.fixed:
-        console.print(f"[green]fixed:[/] {law}", highlight=False)
-    for law in run.missing:
-        console.print(f"[yellow]missing:[/] {law}", highlight=False)
-    for law, result in run.broken.items():
-        console.print(f"[bold red]{result.status}:[/] {law}", highlight=False)
-        if result.case:
-            console.print(f"  {result.case}", highlight=False, markup=False)
-    for path in run.programs:
-        console.print(f"to reproduce: python {path}", highlight=False, markup=False)
-    colour = "red" if run.broken else "green"
-    console.print(
-        f"[bold {colour}]{run.cases:,} cases in {run.rounds} rounds:"
-        f" {len(run.broken)} laws broken.[/]",
-        highlight=False,
-    )
-    if run.broken:
-        raise typer.Exit(DISAGREE)
-
-
-def _check_hypothesis(command: str) -> None:
+def check_hypothesis(command: str) -> None:
+    """Raise if Hypothesis, which draws the cases, is not installed."""
     if importlib.util.find_spec("hypothesis") is None:
         raise ImportError(
             f"pagetwin {command} needs hypothesis, which draws the cases:"
@@ -172,7 +131,7 @@ def _check_hypothesis(command: str) -> None:
         )
 
 
-def _check_can_run(module: str, device: str | None) -> None:
+def check_module(module: str, device: str | None) -> None:
     """Raise if the implementation cannot run, before torch or a law is imported here."""
     from ..conformance.harness.preflight import check_can_run
 
@@ -186,15 +145,18 @@ def _law_and_reason(text: str) -> tuple[str, str]:
     return law.strip(), reason.strip()
 
 
-def _watch(
-    module: str,
-    only: str | None,
-    seed: int,
-    examples: int,
-    device: str | None,
-    known_failures: dict[str, str],
-    workers: int,
-) -> "Report":
+def _print_support(module: str, device: str | None, seconds: float) -> None:
+    """Print what a kernel takes, found by trying."""
+    from ..conformance.harness.probe import probe_support
+    from ..conformance.harness.runner import choose_device
+
+    with Console(stderr=True).status("") as status:
+        found = probe_support(module, choose_device(device), seconds, status.update)
+    # not rich: this is to be pasted
+    print(found)
+
+
+def _watch(module: str, only: str | None, outside: bool, **given: Any) -> "Report":
     """Run all laws with a progress bar."""
     from rich.progress import (
         BarColumn,
@@ -215,20 +177,13 @@ def _watch(
     )
     laws = choose_laws(only)
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=len(laws))
+        task = progress.add_task("", total=len(laws) * (1 + outside))
 
         def show(result: "Result") -> None:
             progress.update(task, advance=1, description=result.law)
 
         return check_implementation(
-            module,
-            only=only,
-            seed=seed,
-            examples=examples,
-            device=device,
-            known_failures=known_failures,
-            on_result=show,
-            workers=workers,
+            module, only=only, outside=outside, on_result=show, **given
         )
 
 
@@ -239,10 +194,9 @@ def _table(report: "Report") -> Table:
     table.add_column("ended")
     table.add_column("cases", justify="right")
     table.add_column("seconds", justify="right")
-    undeclared, area = 0, ""
+    area = ""
     for each in report.results:
-        if str(each.status) == OUTSIDE and not each.cases:
-            undeclared += 1
+        if str(each.status) == OUTSIDE:
             continue
         colour = COLOURS.get(str(each.status), "red")
         if each.area != area:
@@ -254,26 +208,48 @@ def _table(report: "Report") -> Table:
             each.count,
             f"{each.seconds:.1f}",
         )
-    if undeclared:
-        table.caption = f"{undeclared} laws need operations that are not declared"
     return table
 
 
-def _print_symptom(report: "Report", symptom: "Symptom", console: Console) -> None:
+def _print_undeclared(report: "Report", console: Console) -> None:
+    """Print why laws are undeclared, and what was found outside of the declared support."""
+    reasons = report.why_undeclared()
+    if reasons:
+        console.print(f"[yellow]undeclared[/]: {sum(reasons.values())} laws")
+    for reason, count in reasons.items():
+        console.print(f"  {count}: {reason}", highlight=False, markup=False)
+    if report.outside:
+        console.print("[yellow]outside of the declared support[/]:")
+    for how, what in report.outcomes_outside():
+        console.print(f"  {how}: {what}", highlight=False, markup=False)
+
+
+def print_symptom(report: "Report", symptom: "Symptom", console: Console) -> None:
     """Print what laws that fail alike have in common, and one program that reproduces it."""
     first = symptom.first
-    console.print(f"\n[bold red]{first.status}:[/] {symptom.title}", highlight=False)
-    lines = [first.reason, first.cause, first.message]
+    from ..conformance.harness.report import SEVERITIES
+
+    console.print()
+    console.print(symptom.title, style="bold red", highlight=False, markup=False)
+    lines = [
+        f"law {first.law}",
+        SEVERITIES[symptom.severity],
+        first.reason,
+        first.cause,
+        first.message,
+    ]
     if first.what:
         lines.append(f"{first.what}, {first.where}")
         lines.append(f"found {first.found}")
         lines.append(f"right {first.right}")
+    if picture := first.details.get("picture"):
+        lines += [picture["where"], picture["finding"]]
     if first.case:
         lines.append(f"input {first.case}")
     if len(symptom.results) > 1:
         lines += [
             "laws that fail alike:",
-            *(f"  {each.law}" for each in symptom.results),
+            *(f"  {each.law}" for each in symptom.results[1:]),
         ]
     for line in lines:
         if line:
@@ -284,7 +260,7 @@ def _print_symptom(report: "Report", symptom: "Symptom", console: Console) -> No
 
 
 def _print_first_laws(report: "Report", console: Console) -> None:
-    """Print which laws to look at first, the most frequent symptom first."""
+    """Print which laws to look at first, the most severe symptom first."""
     from ..conformance.harness.report import heading_of
 
     first = report.laws_to_look_at_first()

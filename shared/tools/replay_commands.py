@@ -149,13 +149,23 @@ def replay(
 
 
 def reproduce(
-    file: Annotated[Path, typer.Argument(help="The .pt file that `replay` wrote.")],
+    file: Annotated[
+        Path,
+        typer.Argument(
+            help="A .pt file that `replay` wrote, or a .py file that `fuzz` wrote."
+        ),
+    ],
 ) -> None:
-    """Run again a step on which the twins disagreed.
+    """Run again a step on which the twins disagreed, or a case that broke a law.
 
-    Exit codes: 0, the twins agree now. 1, they still disagree. 2, the step could not run; one
-    sentence says why.
+    Exit codes: 0, the twins agree now, or the law holds. 1, it still fails. 2, it could not run;
+    one sentence says why.
     """
+    if file.suffix == ".py":
+        from .reproduce_case import reproduce_case
+
+        reproduce_case(file)
+        return
     with sentences_for_errors():
         from .replay.mismatch import load_step
 

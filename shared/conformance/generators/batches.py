@@ -116,7 +116,7 @@ class BatchTensors:
         }
         if device.type != "cpu":
             for name in ("query", "key_cache", "value_cache"):
-                moved[name] = _to_strided(getattr(self, name), device)
+                moved[name] = to_strided(getattr(self, name), device)
         return replace(self, **moved)
 
     @property
@@ -125,7 +125,7 @@ class BatchTensors:
         return sum(self.plan.query_lens)
 
 
-def _to_strided(tensor: Tensor, device: torch.device) -> Tensor:
+def to_strided(tensor: Tensor, device: torch.device) -> Tensor:
     # .to() packs views; this keeps the strides, with NaN between the elements
     spans = zip(tensor.shape, tensor.stride(), strict=True)
     extent = 1 + sum((max(size, 1) - 1) * stride for size, stride in spans)

@@ -1,9 +1,8 @@
 """Calls of a candidate's attention operations, and the check of their results.
 
-Outputs are allocated full of NaN, so that elements that are not written are found. A candidate may
-raise for a call outside of its declared support; such a case then has no effect on the result. An
-optional output that is not declared, such as the log-sum-exp, is not requested. The other outputs
-are checked.
+Outputs are allocated full of NaN, so that elements that are not written are found. An optional
+output that is not declared, such as the log-sum-exp, is not requested. The other outputs are
+checked.
 """
 
 from dataclasses import replace
@@ -16,66 +15,30 @@ from ...contract.budgets import judge_rows
 from ..generators.batches import NAN
 from ..generators.options import Call
 from ..oracles.brute_force import Answer, judge_log_sum_exp
-from .candidate import OutsideSupport
 from .expect import Disagreement, expect_same
 from .law import Setting
+from .pictures import Failure
+from .support import bounds_of
 
 Result: TypeAlias = tuple[Tensor, Tensor | None]
 """The output, and the log-sum-exp if the call requests it."""
 
-EVERY_CALL = (
-    "query",
-    "key_cache",
-    "value_cache",
-    "block_table",
-    "seq_lens",
-    "max_seq_len",
-    "key",
-    "value",
-    "key_start_loc",
-    "max_key_len",
-    "query_start_loc",
-    "max_query_len",
-)
-"""Arguments that every call passes and that `Support` does not declare."""
-UNSUPPORTED_ERRORS = (NotImplementedError, TypeError, ValueError)
-
-
-def options_of(call: Call) -> set[str]:
-    """Return the names of the options of a call that are not at their default."""
-    default = call.operation != "encoder_attention"
-    named = set(call.arguments) - set(EVERY_CALL)
-    if call.arguments.get("causal", default) is default:
-        named.discard("causal")
-    if call.out_dtype == call.dtype:
-        named.add("out")
-    if value_size_of(call) != call.query.shape[2]:
-        named.add("value_head_size")
-    return named
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """Return the name of a dtype as `Support` spells it."""
-    return str(dtype).removeprefix("torch.")
-
-
-def why_outside(setting: Setting, call: Call) -> str | None:
-    """Return why a call is outside of the declared support, or None if it is inside."""
-    keys = call.arguments.get("key_cache", call.arguments.get("key"))
-    assert keys is not None
-    return setting.candidate.support.why_not(
-        name_of(call.dtype),
-        name_of(keys.dtype),
-        keys.shape[1] if "key_cache" in call.arguments else None,
-        call.query.shape[2],
-        max(call.query_lens, default=0),
-        options_of(call) | ({"lse"} if call.wants_lse else set()),
-    )
-
 
 def declared(setting: Setting, call: Call) -> Call:
-    """Return the call without the outputs that the candidate does not declare."""
-    taken = setting.candidate.support.options
+    """Return the call without the outputs that the candidate does not declare.
+
+    A bound on the lengths that exceeds the declared lengths becomes the longest length.
+    """
+    support = setting.candidate.support
+    for bound, lens, lengths in (
+        ("max_query_len", call.query_lens, support.query_lens),
+        ("max_seq_len", call.key_lens, support.seq_lens),
+    ):
+        longest = max(lens, default=0)
+        most = call.arguments.get(bound, 0)
+        if lengths is not None and most > bounds_of(lengths)[1] >= longest:
+            call = call.changed(**{bound: longest})
+    taken = support.options
     if taken is None:
         return call
     if "lse" not in taken:
@@ -95,7 +58,7 @@ def run_call(setting: Setting, call: Call, out: Tensor | None = None) -> Result:
             full of NaN is allocated.
 
     Raises:
-        OutsideSupport: The candidate raised, and the call is outside of its declared support.
+        OutsideSupport: The call is outside of the candidate's declared support.
     """
     if out is None:
         call = declared(setting, call)
@@ -111,13 +74,7 @@ def run_call(setting: Setting, call: Call, out: Tensor | None = None) -> Result:
     if call.wants_lse:
         given["lse"] = torch.full((heads, tokens), NAN, device=call.query.device)
     operation = getattr(setting.candidate, call.operation)
-    try:
-        found = operation(**call.keywords, **given)
-    except UNSUPPORTED_ERRORS as error:
-        reason = why_outside(setting, call)
-        if reason is None:
-            raise
-        raise OutsideSupport(reason) from error
+    found = operation(**call.keywords, **given)
     if "out" in given and found is not given["out"]:
         if not isinstance(found, Tensor) or found.data_ptr() != given["out"].data_ptr():
             raise Disagreement("output", "as a whole", "another tensor", "out")
@@ -172,6 +129,7 @@ def expect_right(
             " the row's budget",
             stored.flatten()[element].item(),
             right.flatten()[element].item(),
+            Failure(call, out, answer, verdict.row),
         )
     if lse is None:
         return
@@ -187,6 +145,7 @@ def expect_right(
             f"at [{head}, {token}], {share:.3g} of its budget",
             stored[head, token].item(),
             answer.lse[head, token].item(),
+            Failure(call, out, answer, token),
         )
 
 

@@ -2,20 +2,21 @@
 
 A candidate is a package with the same files as the twins, or one module that defines some of their
 functions under the same names, such as an adapter around another kernel. Operations that it does
-not have are reported as missing. A module may declare in SUPPORT what its kernel supports. Outside
-of that it may raise an error, but must not return a wrong result.
+not have are reported as missing. A module may declare in SUPPORT what its kernel supports. It is
+called only inside of that, unless calls outside of it are requested.
 """
 
 import importlib
 import inspect
 import sys
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial, wraps
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...contract.attention_options import (
@@ -24,7 +25,15 @@ from ...contract.attention_options import (
     AttentionOptions,
     unpack_options,
 )
-from ...contract.operations import find_backends, find_operations, load_implementation
+from ...contract.operations import (
+    CONCEPTS,
+    find_backends,
+    find_operations,
+    load_implementation,
+)
+from .fatal import fatal_status
+from .support import Support as Support
+from .support import bounds_of, converted
 
 BATCH_INVARIANT = "batch_invariant"
 """Name of the option that requests batch-invariant results."""
@@ -33,81 +42,7 @@ CLAIMS = ("rejects shapes", "rejects contents", BATCH_INVARIANT)
 
 
 class OutsideSupport(NotImplementedError):
-    """The candidate raised for a call that is outside of its declared support."""
-
-
-@dataclass(frozen=True)
-class Support:
-    """The calls that an adapter's kernel supports. A field that is not set imposes no limit.
-
-    Args:
-        operations: Optional. The operations that are supported. Laws that need other operations
-            are skipped. If None, all operations are expected.
-        dtypes: Optional. Names of the element types of queries, such as "bfloat16".
-        cache_dtypes: Optional. Names of the element types of caches.
-        block_sizes: Optional. Supported numbers of slots per block.
-        head_sizes: Optional. Supported numbers of elements per head.
-        max_query_len: Optional. The maximum number of new tokens per request.
-        options: Optional. Names of the supported fields of `AttentionOptions` and of the supported
-            arguments among `scale`, `out` and `lse`. "value_head_size" means that values may have
-            another head size than keys. A function with a parameter `options` gets an
-            `AttentionOptions`. Any other function gets the options that are not at their default
-            as keyword arguments.
-        rejects: Optional. The kinds of invalid input that are validated. "shapes" means everything
-            that shapes, dtypes, devices and numbers show. "contents" means the elements of
-            tensors, if PAGETWIN_CHECK_VALUES=1. A call with invalid input must raise, or return
-            the result of the call that was meant. If None, both kinds are validated. If empty,
-            nothing is validated, and the laws about invalid input are skipped.
-        batch_invariant: Whether the result of a token is bitwise equal whatever else is in the
-            batch, in however many steps its prompt is computed, and whichever blocks hold its
-            keys. A function is called instead of `paged_attention`, with the same arguments, to
-            get such results. If False, results are batch-invariant only if the operation takes
-            the option `batch_invariant`, which is then set.
-    """
-
-    operations: Collection[str] | None = None
-    dtypes: Collection[str] | None = None
-    cache_dtypes: Collection[str] | None = None
-    block_sizes: Collection[int] | None = None
-    head_sizes: Collection[int] | None = None
-    max_query_len: int | None = None
-    options: Collection[str] | None = None
-    rejects: Collection[str] | None = None
-    batch_invariant: bool | Callable[..., Any] = False
-
-    def why_not(
-        self,
-        dtype: str,
-        cache_dtype: str,
-        block_size: int | None,
-        head_size: int,
-        max_query_len: int,
-        options: Collection[str],
-    ) -> str | None:
-        """Return the first reason why a call is not supported, or None if it is supported.
-
-        Args:
-            dtype, cache_dtype: Names of element types.
-            block_size: Optional. Slots per block. If None, the keys are not in blocks.
-            head_size: Elements per head.
-            max_query_len: New tokens of the longest request.
-            options: Names of the options that the call sets.
-        """
-        for name, value, taken in (
-            ("dtype", dtype, self.dtypes),
-            ("cache dtype", cache_dtype, self.cache_dtypes),
-            ("block size", block_size, self.block_sizes),
-            ("head size", head_size, self.head_sizes),
-        ):
-            if value is not None and taken is not None and value not in taken:
-                return f"{name} {value}"
-        if self.max_query_len is not None and max_query_len > self.max_query_len:
-            return f"{max_query_len} new tokens of a request"
-        if self.options is not None:
-            for option in options:
-                if option not in self.options:
-                    return f"option {option}"
-        return None
+    """A call is outside of the candidate's declared support: it was not made, or it raised."""
 
 
 class Candidate:
@@ -116,16 +51,29 @@ class Candidate:
     Args:
         name: Its dotted name.
         operations: Functions and classes by the name of the operation.
-        support: The declared support. An error of a call that is outside of it is converted to
-            OutsideSupport. An error of any other call is a failure.
-
+        support: The declared support. A call that is outside of it raises OutsideSupport, and the
+            implementation is not called. An error of any other call is a failure.
+        goes_outside: Whether calls outside of the support are made too. Their errors are converted
+            to OutsideSupport.
+        device: Optional. The device of the tensors. On CUDA each call is synchronized, so that an
+            error of a kernel is raised by the call that launched it.
     """
 
-    def __init__(self, name: str, operations: dict[str, Any], support: Support) -> None:
+    def __init__(
+        self,
+        name: str,
+        operations: dict[str, Any],
+        support: Support,
+        goes_outside: bool = False,
+        device: torch.device | None = None,
+    ) -> None:
         self.name = name
         self.operations = operations
         self.support = support
+        self.goes_outside = goes_outside
+        self.device = device
         self._accesses = [0]
+        self._calls_outside = [0]
 
     def __getattr__(self, operation: str) -> Any:
         operations: dict[str, Any] = self.__dict__["operations"]
@@ -135,9 +83,13 @@ class Candidate:
         found = operations[operation]
         if inspect.isclass(found) or not callable(found):
             return found
-        if self.support == Support():
-            return with_keywords(operation, found)
-        return _declared(operation, found, self.support)
+        if self.promises_all:
+            found = with_keywords(operation, found)
+        else:
+            found = self._declared(operation, found)
+        if self.device is not None and self.device.type == "cuda":
+            found = _synchronized(found)
+        return found
 
     @property
     def accesses(self) -> int:
@@ -147,11 +99,82 @@ class Candidate:
         """
         return self._accesses[0]
 
+    @property
+    def calls_outside(self) -> int:
+        """The number of calls that were made outside of the declared support."""
+        return self._calls_outside[0]
+
     def with_operations(self, **operations: Any) -> "Candidate":
-        """Return the candidate with some operations replaced. Both share one access count."""
-        found = Candidate(self.name, self.operations | operations, self.support)
-        found._accesses = self._accesses
+        """Return the candidate with some operations replaced. Both share the counts of calls."""
+        return self._with(operations=self.operations | operations)
+
+    def on(self, device: torch.device) -> "Candidate":
+        """Return the candidate with the device of its tensors."""
+        return self._with(device=device)
+
+    def outside(self) -> "Candidate":
+        """Return the candidate with calls outside of its declared support."""
+        return self._with(goes_outside=True)
+
+    def with_support(self, support: Support) -> "Candidate":
+        """Return the candidate with another declared support."""
+        return self._with(support=support)
+
+    def _with(self, **changes: Any) -> "Candidate":
+        found = object.__new__(Candidate)
+        found.__dict__ |= self.__dict__ | changes
         return found
+
+    def _declared(
+        self, operation: str, function: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        """Return an operation that raises OutsideSupport outside of the declared support."""
+        taken = inspect.signature(function).parameters
+        takes_any = any(each.kind == each.VAR_KEYWORD for each in taken.values())
+
+        @wraps(function)
+        def call(*args: Any, **given: Any) -> Any:
+            try:
+                arguments = _signature(operation).bind(*args, **given).arguments
+            except TypeError:
+                return function(*args, **given)
+            why = why_outside(operation, arguments, self.support)
+            if why and not self.goes_outside:
+                raise OutsideSupport(why)
+            if "options" in given and _wants_keywords(operation, function):
+                given |= unpack_options(given.pop("options"))
+            lacking = [name for name in given if name not in taken and not takes_any]
+            for name in lacking:
+                # an option that is off may be unknown to the function
+                if _is_plain(operation, name, given[name]):
+                    del given[name]
+            if why and any(name in given for name in lacking):
+                raise OutsideSupport(why)
+            self._convert(given)
+            self._calls_outside[0] += why is not None
+            try:
+                return function(*args, **given)
+            except Exception as error:
+                # outside of the declared support any error is allowed: it is not a wrong result
+                if why is None or fatal_status(error, self.device):
+                    raise
+                raise OutsideSupport(why) from error
+
+        return call
+
+    def _convert(self, given: dict[str, Any]) -> None:
+        """Convert tensors to the dtypes that the support declares; `given` is modified."""
+        options = given.get("options", DEFAULT_OPTIONS)
+        for name, dtypes in self.support.tensor_dtypes.items():
+            is_option = name in OPTION_NAMES and name not in given
+            tensor = getattr(options, name) if is_option else given.get(name)
+            exact = converted(tensor, dtypes) if isinstance(tensor, Tensor) else None
+            if exact is None:
+                continue
+            if is_option:
+                given["options"] = options = replace(options, **{name: exact})
+            else:
+                given[name] = exact
 
     @property
     def promises_all(self) -> bool:
@@ -271,6 +294,15 @@ def _signature(operation: str) -> inspect.Signature:
     return inspect.signature(getattr(load_implementation("reference"), operation))
 
 
+def arguments_with_default() -> set[str]:
+    """Return the names of all arguments of operations that may be left out."""
+    reference = load_implementation("reference")
+    names = [name for each in CONCEPTS for name in each.operations]
+    found = [_signature(name) for name in names if callable(getattr(reference, name))]
+    parameters = [each for one in found for each in one.parameters.values()]
+    return {each.name for each in parameters if each.default is not each.empty}
+
+
 def _takes(operation: Callable[..., Any], argument: str) -> bool:
     """Tell whether an operation has an argument of that name."""
     try:
@@ -315,36 +347,15 @@ def _is_plain(operation: str, name: str, value: object) -> bool:
     return value is _signature(operation).parameters[name].default
 
 
-def _declared(
-    operation: str, function: Callable[..., Any], support: Support
-) -> Callable[..., Any]:
-    """Return an operation that raises OutsideSupport for errors outside of the support."""
-    taken = inspect.signature(function).parameters
-    takes_any = any(each.kind == each.VAR_KEYWORD for each in taken.values())
+def _synchronized(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that returns when the kernels that it launched have ended."""
 
     @wraps(function)
     def call(*args: Any, **given: Any) -> Any:
-        try:
-            arguments = _signature(operation).bind(*args, **given).arguments
-        except TypeError:
-            return function(*args, **given)
-        why = why_outside(operation, arguments, support)
-        if "options" in given and _wants_keywords(operation, function):
-            given |= unpack_options(given.pop("options"))
-        lacking = [name for name in given if name not in taken and not takes_any]
-        for name in lacking:
-            # an option that is off may be unknown to the function
-            if _is_plain(operation, name, given[name]):
-                del given[name]
-        if why and any(name in given for name in lacking):
-            raise OutsideSupport(why)
-        try:
-            return function(*args, **given)
-        except Exception as error:
-            # outside of the declared support any error is allowed: it is not a wrong result
-            if why is None:
-                raise
-            raise OutsideSupport(why) from error
+        found = function(*args, **given)
+        if not torch.cuda.is_current_stream_capturing():
+            torch.cuda.synchronize()
+        return found
 
     return call
 
@@ -359,35 +370,49 @@ def why_outside(
         arguments: The arguments of the call, by name.
         support: The declared support.
     """
-    options = [
-        name
+    given = {
+        name: arguments[name]
         for name, each in _signature(operation).parameters.items()
-        if each.default is not each.empty
-        and name in arguments
-        and name != "options"
-        and not _is_plain(operation, name, arguments[name])
-    ]
-    given = unpack_options(arguments.get("options", DEFAULT_OPTIONS))
-    options += [
-        name for name, value in given.items() if not _is_plain(operation, name, value)
-    ]
-    first = arguments.get("query", arguments.get("key"))
-    cache = arguments.get("key_cache")
-    key = first if cache is None else cache
-    if not isinstance(first, Tensor) or not isinstance(key, Tensor):
+        if each.default is not each.empty and name in arguments and name != "options"
+    }
+    given |= unpack_options(arguments.get("options", DEFAULT_OPTIONS))
+    options = {
+        name: value
+        for name, value in given.items()
+        if not _is_plain(operation, name, value)
+    }
+    tensors = {
+        name: each for name, each in arguments.items() if isinstance(each, Tensor)
+    }
+    if {"q_nope", "q_pe", "kv_cache"} <= tensors.keys():
+        # latents: one KV head, which keys and values share
+        nope, rope = tensors["q_nope"], tensors["q_pe"]
+        shape = (*nope.shape[:-1], nope.shape[-1] + rope.shape[-1])
+        tensors["query"] = torch.empty(shape, dtype=nope.dtype, device="meta")
+        tensors["key_cache"] = tensors["kv_cache"].unsqueeze(-2)
+    first = tensors.get("query", tensors.get("key"))
+    key = tensors.get("key_cache", first)
+    if first is None or key is None or first.dim() < 2 or key.dim() < 2:
         return None
-    values = arguments.get("value_cache", arguments.get("value"))
-    if isinstance(values, Tensor) and values.shape[-1] != key.shape[-1]:
-        options.append("value_head_size")
-    return support.why_not(
-        dtype=_name(first),
-        cache_dtype=_name(key),
-        block_size=None if cache is None else cache.shape[1],
-        head_size=first.shape[-1],
-        max_query_len=int(arguments.get("max_query_len", 0)),
-        options=options,
-    )
+    values = tensors.get("value_cache", tensors.get("value"))
+    if values is not None and values.shape[-1] != key.shape[-1]:
+        options["value_head_size"] = values.shape[-1]
+    return support.why_not(tensors, options, **_lengths(arguments, support))
 
 
-def _name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def _lengths(arguments: Mapping[str, Any], support: Support) -> dict[str, list[int]]:
+    """Return the declared lengths of a call, each with a bound that exceeds all that are taken."""
+    found: dict[str, list[int]] = {"query_lens": [], "seq_lens": []}
+    for name, taken, bound in (
+        ("query_lens", support.query_lens, arguments.get("max_query_len", 0)),
+        ("seq_lens", support.seq_lens, arguments.get("max_seq_len", 0)),
+    ):
+        if taken is None:
+            continue
+        counts = arguments.get("query_start_loc" if name == "query_lens" else name)
+        lens: list[int] = []
+        if isinstance(counts, Tensor) and counts.dim() == 1 and not counts.is_meta:
+            counts = counts.diff() if name == "query_lens" else counts
+            lens = [int(each) for each in counts.tolist()]
+        found[name] = lens + [bound] * (bound > bounds_of(taken)[1])
+    return found

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...contract.budgets import judge_rows
 from .candidate import OutsideSupport
+from .pictures import Failure
 
 INPUT_ERRORS = (ValueError, IndexError, TypeError, NotImplementedError, KeyError)
 """Errors that report invalid input."""
@@ -25,12 +26,22 @@ class Disagreement(AssertionError):
         where: The index of the element, in words.
         found: The candidate's value of that element.
         right: The expected value.
+        failure: Optional. The call and its result, of which a report shows a picture. If None, the
+            report has no picture.
     """
 
-    def __init__(self, what: str, where: str, found: object, right: object) -> None:
+    def __init__(
+        self,
+        what: str,
+        where: str,
+        found: object,
+        right: object,
+        failure: Failure | None = None,
+    ) -> None:
         super().__init__(f"{what}, {where}: {found}, right is {right}")
         self.what, self.where = what, where
         self.found, self.right = str(found), str(right)
+        self.failure = failure
 
 
 def expect_same(what: str, found: Any, right: Any) -> None:

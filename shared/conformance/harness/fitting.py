@@ -1,20 +1,25 @@
 """Fitting of cases to the declared support of a kernel.
 
-Cases are drawn from all calls that attention allows. A kernel that supports only head size 128 and
-block size 16 would raise for nearly all of them. Therefore a case for which it raises is tried
-again as the nearest case inside of the declared support. That case has the same lengths, tables
-and poison, with sizes and options that the kernel supports.
+Cases are drawn from all calls that attention allows. For a kernel that supports only head size 128
+and block size 16 nearly all of them are outside. Therefore such a case is tried as the nearest
+case inside of the declared support. That case has the same lengths, tables and poison, with sizes,
+strides and options that the kernel supports.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import fields, is_dataclass, replace
+from random import Random
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+import torch
+
+from ...validation.option import Drawing
 from ...validation.options import OPTIONS as OPTION_FILES
-from ..generators.batches import BatchPlan
-from ..generators.option_pairs import OPTIONS, Choice
+from ..generators.batches import LAYOUTS, BatchPlan, empty_cache
+from ..generators.option_pairs import OPTIONS, Choice, allowed
 from ..generators.options import DTYPES
-from .candidate import Support
+from ..generators.signatures import Signature, SignedBatch
+from .support import Support, nearest_length
 
 Value = TypeVar("Value")
 
@@ -27,12 +32,16 @@ class Fitted(Protocol):
         """Return the nearest case inside of the support."""
 
 
-NEEDED = (
-    *(name for name in OPTION_FILES if name not in ("causal", "batch_invariant")),
-    "value_head_size",
-    "scale",
-)
-"""Options of a choice whose values but the first one need an entry of that name in SUPPORT."""
+DECLARED = (*OPTION_FILES, "value_head_size", "scale")
+"""Options of a choice that need an entry in SUPPORT."""
+DRAWING = Drawing(Random(0), (2, 2), (3, 3), 2, 0, torch.device("cpu"))
+"""A batch for which a value of each kind is drawn."""
+SCALES = {
+    "numbers": 0.1,
+    "one element": torch.ones(1),
+    "each head": torch.ones(2),
+}
+"""A value of each kind of scale of a cache."""
 
 
 def fit_case(case: Any, support: Support) -> Any:
@@ -47,6 +56,8 @@ def fit_case(case: Any, support: Support) -> Any:
         return _fit_plan(case, support)
     if isinstance(case, dict) and case.keys() == OPTIONS.keys():
         return _fit_choice(case, support)
+    if isinstance(case, SignedBatch):
+        return _fit_batch(case, support)
     if isinstance(case, Fitted):
         found = case.within(support)
         return case if found == case else found
@@ -68,61 +79,188 @@ def _nearest(value: Value, taken: Collection[Value] | None, turn: int) -> Value:
     """Return a value if it is supported, else one that is, selected by `turn`."""
     if taken is None or value in taken:
         return value
-    return list(taken)[turn % len(taken)]
+    ordered = taken if isinstance(taken, Sequence) else list(taken)
+    return ordered[turn % len(ordered)]
+
+
+def _fit_layout(
+    layout: str, support: Support, head_size: int, dtype: torch.dtype, turn: int
+) -> str:
+    """Return a layout of caches whose strides are supported."""
+
+    def is_supported(name: str) -> bool:
+        pair = empty_cache(name, 2, 2, 2, head_size, dtype)
+        tensors = {"key_cache": pair[0], "value_cache": pair[1]}
+        return support.why_not_strides(tensors) is None
+
+    if is_supported(layout):
+        return layout
+    return _nearest(layout, [each for each in LAYOUTS if is_supported(each)], turn)
 
 
 def _fit_plan(plan: BatchPlan, support: Support) -> BatchPlan:
-    """Return a plan with supported sizes, dtype and lengths."""
-    longest = support.max_query_len
-    lens = plan.query_lens
-    if longest is not None:
-        lens = tuple(min(length, longest) for length in lens)
+    """Return a plan with supported sizes, dtype, layouts and lengths."""
+    query_lens = tuple(
+        nearest_length(each, support.query_lens) for each in plan.query_lens
+    )
+    kv_lens = tuple(
+        nearest_length(max(keys, new), support.seq_lens)
+        for keys, new in zip(plan.kv_lens, query_lens, strict=True)
+    )
     head_size = _nearest(plan.head_size, support.head_sizes, plan.seed)
-    given = support.options is None or "scale" in support.options
+    given = support.why_not_options({"scale": 1.0}) is None
     # a scale drawn for a small head size makes the scores of a large one huge
     keeps_scale = given and head_size == plan.head_size
     dtype = str(plan.dtype).removeprefix("torch.")
+    dtype = _nearest(dtype, _drawn_dtypes(support), plan.seed)
+
+    def layout_of(layout: str) -> str:
+        return _fit_layout(layout, support, head_size, DTYPES[dtype], plan.seed)
+
     fitted = replace(
         plan,
-        query_lens=lens,
+        query_lens=query_lens,
+        kv_lens=kv_lens,
         block_size=_nearest(plan.block_size, support.block_sizes, plan.seed),
+        group=_nearest(plan.group, support.group_sizes, plan.seed),
         head_size=head_size,
-        dtype=DTYPES[_nearest(dtype, support.dtypes, plan.seed)],
+        dtype=DTYPES[dtype],
+        layout=layout_of(plan.layout),
+        value_layout=plan.value_layout and layout_of(plan.value_layout),
         scale=plan.scale if keeps_scale else None,
+        fused=plan.fused and support.strides.get("query") != "packed",
     )
     return plan if fitted == plan else fitted
 
 
+def _drawn_dtypes(support: Support) -> Collection[str] | None:
+    """Return the supported dtypes of queries that cases are drawn in."""
+    if support.dtypes is None:
+        return None
+    return [each for each in support.dtypes if each in DTYPES] or None
+
+
+LENGTHS = {
+    "mixed": (0, 1, 5, 7, 20, 33),
+    "prefill": (1, 3, 5, 12, 20, 33),
+    "verification": (1, 2, 3, 4, 5),
+    "decode": (1,),
+}
+"""New tokens of the requests of each kind of batch (`generators.options.draw_lens`)."""
+STORED = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
+
+
 def _fit_choice(choice: Choice, support: Support) -> Choice:
-    """Return a choice without the options that are not supported."""
+    """Return a choice without the options and values that are not supported."""
     fitted = dict(choice)
-    options = support.options
     turn = sum(map(len, choice.values()))
     for name, taken in (
         ("block_size", support.block_sizes),
         ("head_size", support.head_sizes),
+        ("group", support.group_sizes),
     ):
-        sizes = None if taken is None else [str(each) for each in taken]
-        fitted[name] = _nearest(choice[name], sizes, turn)
+        fitted[name] = str(_nearest(int(choice[name]), taken, turn))
     if fitted["head_size"] != choice["head_size"]:
         fitted["scale"] = "none"
-    fitted["dtype"] = _nearest(choice["dtype"], support.dtypes, turn)
-    longest = support.max_query_len
-    if longest is not None and longest < 128 and choice["batch"] != "decode":
-        fitted["batch"] = "decode"
-    if options is not None:
-        for name in NEEDED:
-            if name not in options:
-                fitted[name] = OPTIONS[name].values[0]
-        if "causal" not in options:
-            encodes = choice["operation"] == "encoder_attention"
-            fitted["causal"] = "no" if encodes else "yes"
-        if "k_scale" not in options:
-            fitted["cache"], fitted["scales"] = "as the query", "none"
-        if "lse" not in options:
-            fitted["lse"] = "none"
-        if "out_scale" not in options and choice["out"] not in ("given", "made"):
-            fitted["out"] = "given"
-        if "out" not in options:
-            fitted["out"] = "made"
+    fitted["dtype"] = _nearest(choice["dtype"], _drawn_dtypes(support), turn)
+    lens = support.query_lens
+    if lens is not None:
+        own = choice["batch"]
+        kinds = [own, *(each for each in LENGTHS if each != own)]
+        inside = [each for each in kinds if all(n in lens for n in LENGTHS[each])]
+        fitted["batch"] = inside[0] if inside else "decode"
+    size, dtype = int(fitted["head_size"]), DTYPES[fitted["dtype"]]
+    fitted["layout"] = _fit_layout(choice["layout"], support, size, dtype, turn)
+    if support.strides.get("query") == "packed":
+        fitted["query"] = "apart"
+    _fit_options(fitted, support)
     return choice if fitted == choice else fitted
+
+
+def fit_signature(signature: Signature, support: Support) -> Signature:
+    """Return the nearest signature inside of the declared support."""
+    choice = _fit_choice(signature.choice, support)
+    longest = 1 if choice["batch"] == "decode" else signature.max_query_len
+    fitted = replace(signature, choice=choice, max_query_len=longest)
+    return signature if fitted == signature else fitted
+
+
+def _fit_batch(batch: SignedBatch, support: Support) -> SignedBatch:
+    """Return a batch with a supported signature and supported lengths."""
+    signature = fit_signature(batch.signature, support)
+    lens = _fit_plan(BatchPlan(batch.query_lens, batch.key_lens), support)
+    longest = signature.max_query_len
+    query_lens = tuple(min(length, longest) for length in lens.query_lens)
+    crosses = signature.choice["causal"] == "cross"
+    key_lens = tuple(
+        keys if crosses else max(keys, new)
+        for new, keys in zip(query_lens, lens.kv_lens, strict=True)
+    )
+    needles = tuple(
+        min(needle, keys - 1)
+        for needle, keys in zip(batch.needles, key_lens, strict=True)
+    )
+    fitted = replace(
+        batch,
+        signature=signature,
+        query_lens=query_lens,
+        key_lens=key_lens,
+        needles=needles,
+    )
+    return batch if fitted == batch else fitted
+
+
+def _fit_options(fitted: Choice, support: Support) -> None:
+    """Replace the options of a choice that are not supported; `fitted` is modified."""
+    for name in DECLARED:
+        if _is_supported(fitted, support, name):
+            continue
+        rest = {other: value for other, value in fitted.items() if other != name}
+        for value in allowed(rest, name):
+            if _is_supported(rest | {name: value}, support, name):
+                fitted[name] = value
+                break
+    stored = STORED.get(fitted["cache"])
+    if stored is not None:
+        scales = [each for each in SCALES if _takes(support, "k_scale", SCALES[each])]
+        dtypes = support.cache_dtypes
+        if not scales or (dtypes is not None and stored not in dtypes):
+            fitted["cache"], fitted["scales"] = "as the query", "none"
+        elif fitted["scales"] not in scales:
+            fitted["scales"] = scales[0]
+    if not _takes(support, "lse", SCALES["each head"]):
+        fitted["lse"] = "none"
+    if fitted["out"] not in ("given", "made") and not _takes(support, "out_scale", 0.1):
+        fitted["out"] = "given"
+    if not _takes(support, "out", SCALES["each head"]):
+        fitted["out"] = "made"
+    for names in support.never_together:
+        on = [name for name in names if name in DECLARED and _option(fitted, name)]
+        if len(on) == len(names):
+            plain = "no" if fitted["operation"] == "encoder_attention" else "yes"
+            is_flag = on[-1] == "causal"
+            fitted[on[-1]] = plain if is_flag else OPTIONS[on[-1]].values[0]
+
+
+def _takes(support: Support, name: str, value: Any) -> bool:
+    return support.why_not_options({name: value}) is None
+
+
+def _is_supported(choice: Choice, support: Support, name: str) -> bool:
+    return support.why_not_options(_option(choice, name)) is None
+
+
+def _option(choice: Choice, name: str) -> dict[str, Any]:
+    """Return an option of a choice with a value of its kind; nothing if it is off."""
+    text = choice[name]
+    if name == "causal":
+        causal = OPTION_FILES[name].draw(text, DRAWING)
+        is_plain = causal is (choice["operation"] != "encoder_attention")
+        return {} if is_plain else {name: causal}
+    if text == OPTIONS[name].values[0]:
+        return {}
+    if name == "scale":
+        return {name: float(text)}
+    if name == "value_head_size":
+        return {name: int(choice["head_size"]) + 5}
+    return {name: OPTION_FILES[name].draw(text, DRAWING)}

@@ -1,25 +1,43 @@
-"""Fuzzing: laws tried on new seeds for a number of minutes, with a corpus of failing cases.
+"""Fuzzing: batches of drawn signatures and laws on new seeds, with a corpus of failing cases.
 
-In each round, every law that still holds is tried on a new seed. Cases that break a law or crash
-are stored in a folder: the corpus, which the next run tries first, and a program for each broken
-law that reproduces the failure. A broken law is not tried on more seeds until its case is fixed.
+Most of the time goes to signatures: hundreds of batches each, which the same compiled kernels serve
+(`generators/signatures.py`). The rest goes to the other laws, each on a new seed. The corpus is the
+folder that stores what was tried and what failed. The next run tries the failures first, and then
+what has not been tried.
 """
 
-import json
-import re
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from threading import Lock
+from typing import Any
 
 from hypothesis.strategies import SearchStrategy
 
+from .corpus import CORPUS, Corpus, Line, check_numbers
+from .law import Law
+from .poison import explain_nans
 from .report import Report, Result, Status
 from .runner import choose_device, choose_laws
 from .worker import SECONDS_OF_A_LAW, Job, Worker
 
-CORPUS = Path(".pagetwin") / "fuzz"
-"""Default folder of the corpus."""
+AREA = "signatures"
+"""Area of the laws that are tried on many batches of one signature."""
+BATCHES = 256
+"""Batches of a signature, by default."""
+BATCHES_AT_ONCE = 32
+"""Batches of a job: what is lost if a run is ended by force. On CUDA eight times as many."""
+SHARE_OF_LAWS = 0.1
+"""Share of the time that the other laws get."""
+ALIKE = 3
+"""Signatures that may fail alike before the law is not tried on further ones."""
+ENDED = (Status.CRASHED,)
+"""Statuses of a job whose process has ended, or was ended by the time limit."""
+UNEXPLAINED = 4
+"""Failures with NaN whose cause is searched."""
 
 
 @dataclass
@@ -30,21 +48,27 @@ class Fuzzing:
         implementation: The implementation that was tried.
         device: The device of its tensors.
         cases: Number of cases that were tried, without those of the corpus.
-        rounds: Number of passes over all laws.
-        broken: The failing result of each broken law.
+        signatures: Number of signatures that batches were drawn from.
+        seconds: Duration in seconds, without the cases of the corpus.
+        failures: One result per symptom, the most severe first.
         fixed: Laws whose case in the corpus no longer breaks them.
         missing: Laws that need an operation that the implementation does not have.
-        programs: Files that reproduce broken laws.
+        programs: Files that reproduce the failures.
+        report: The results of this run by law, for the files of a report.
+        summary: Counts of all that was tried in all runs on this corpus.
     """
 
     implementation: str
     device: str
     cases: int = 0
-    rounds: int = 0
-    broken: dict[str, Result] = field(default_factory=dict)
+    signatures: int = 0
+    seconds: float = 0.0
+    failures: list[Result] = field(default_factory=list)
     fixed: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     programs: list[Path] = field(default_factory=list)
+    report: Report | None = None
+    summary: dict[str, Any] = field(default_factory=dict)
 
 
 def fuzz_implementation(
@@ -56,136 +80,324 @@ def fuzz_implementation(
     device: str | None = None,
     seconds_of_a_law: float = SECONDS_OF_A_LAW,
     on_result: Callable[[Fuzzing, Result], None] = lambda run, result: None,
+    workers: int = 1,
+    batches: int = BATCHES,
+    cases: int | None = None,
 ) -> Fuzzing:
-    """Return the result of trying laws on new seeds for some minutes.
+    """Return the result of trying new cases for some minutes.
 
     Args:
         implementation: As in `check_implementation`.
-        minutes: Time limit. It also stops the law that is running. Cases of the corpus are tried
+        minutes: Time limit. It also stops the jobs that are running. Cases of the corpus are tried
             first, all of them, and their time is not counted.
-        corpus: Folder of the cases that broke a law or crashed before. It is modified, and created
-            if it does not exist.
+        corpus: Folder of what was tried and what failed. It is modified, and created if it does
+            not exist.
         only: Optional. Words that the sentence or the area of a law must contain. If None, all
             laws are tried.
-        examples: Number of drawn cases per law in each round.
+        examples: Number of drawn cases per law and seed.
         device: Optional. The device of the tensors. If None, CUDA if it is available, else the
             CPU.
-        seconds_of_a_law: A law that takes longer is reported as crashed.
-        on_result: Called with the run so far and the result of a law.
+        seconds_of_a_law: A job that takes longer is reported as crashed.
+        on_result: Called with the run so far and the result of a job, by one thread at a time.
+        workers: Number of processes.
+        batches: Number of batches per signature.
+        cases: Optional. The run ends after this number of new cases. If None, only the time ends
+            it.
 
     Raises:
         ModuleNotFoundError, ImportError: The implementation does not exist or cannot be imported.
         ValueError: The implementation has none of the operations, no law contains the words, the
             corpus cannot be read, or a number is out of range.
+        PermissionError, NotADirectoryError: The corpus cannot be written.
     """
-    if not minutes > 0:
-        raise ValueError(f"minutes = {minutes:g}: expected more than 0")
+    check_numbers(
+        minutes, examples=examples, workers=workers, batches=batches, cases=cases
+    )
     laws = choose_laws(only)
     device = choose_device(device)
     run = Fuzzing(implementation, device)
-    folder = corpus / re.sub(r"\W+", "_", implementation).strip("_")
-    stored, seed = _read(folder / "corpus.json")
-    by_name = {law.name: law for law in laws}
-    worker = Worker(implementation, device, seconds_of_a_law)
-    try:
-        worker.start()
-        # step: try the cases of the corpus
-        for name, case in stored.items():
-            if name not in by_name:
-                continue  # excluded by `only`, and kept in the corpus
-            result = worker.try_law(Job(name, case=case), by_name[name].area)
-            if result.ok:
-                run.fixed.append(name)
-            else:
-                run.broken[name] = result
-            on_result(run, result)
-        deadline = time.monotonic() + 60 * minutes
-        # step: try new seeds until the deadline
-        while time.monotonic() < deadline:
-            for law in laws:
-                drawn = isinstance(law.cases, SearchStrategy)
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    break
-                if law.name in run.broken or law.name in run.missing:
-                    continue
-                if run.rounds and not drawn:
-                    continue  # a list of cases is the same in every round
-                worker.seconds_of_a_law = min(seconds_of_a_law, left)
-                result = worker.try_law(Job(law.name, seed, examples), law.area)
-                run.cases += result.cases
-                cut_short = time.monotonic() >= deadline
-                if result.status == Status.MISSING:
-                    run.missing.append(law.name)
-                elif not result.ok and not (
-                    cut_short and result.status == Status.CRASHED
-                ):
-                    run.broken[law.name] = result
-                on_result(run, result)
-            run.rounds += 1
-            seed += 1
-            if all(
-                law.name in run.broken
-                or law.name in run.missing
-                or not isinstance(law.cases, SearchStrategy)
-                for law in laws
-            ):
-                break  # no law remains that can be tried on new seeds
-    finally:
-        worker.stop()
-        # step: store failing cases, and remove those that are fixed
-        kept = {name: case for name, case in stored.items() if name not in run.fixed}
-        kept |= {
-            name: result.case for name, result in run.broken.items() if result.case
-        }
-        if kept or folder.exists():
-            _write(folder, run, kept, seed)
+    stored = Corpus(corpus, implementation)
+    with ExitStack() as ended:
+        processes = []
+        for _ in range(workers):
+            processes.append(Worker(implementation, device, seconds_of_a_law))
+            ended.callback(processes[-1].stop)
+        processes[0].start()
+        seen = _try_stored(run, stored, laws, processes[0], on_result)
+        began = time.monotonic()
+        deadline = began + 60 * minutes
+        drawing = _Drawing(laws, stored, seen, examples, batches, cases, device)
+        try:
+            with ThreadPoolExecutor(workers) as pool:
+                loops = [
+                    pool.submit(_work, each, drawing, run, deadline, on_result)
+                    for each in processes
+                ]
+                try:
+                    for loop in loops:
+                        loop.result()
+                except BaseException:
+                    drawing.stop()
+                    for each in processes:
+                        each.stop()
+                    raise
+        finally:
+            run.seconds = time.monotonic() - began
+            _finish(run, stored, laws, drawing)
     return run
 
 
-def _read(file: Path) -> tuple[dict[str, str], int]:
-    """Return the case of each law in a corpus, and the next seed."""
-    if not file.exists():
-        return {}, 0
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        return dict(found["cases"]), int(found["next_seed"])
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(
-            f"corpus = {file}: expected a file that `pagetwin fuzz` wrote; remove it to start anew"
-        ) from None
+def _try_stored(
+    run: Fuzzing,
+    stored: Corpus,
+    laws: Sequence[Law],
+    worker: Worker,
+    on_result: Callable[[Fuzzing, Result], None],
+) -> list[Result]:
+    """Try the cases of the corpus, and return those that still fail or were not tried."""
+    by_name = {law.name: law for law in laws}
+    still = []
+    for failure in stored.failures:
+        if failure.law not in by_name or not failure.case:
+            still.append(failure)  # excluded by `only`, and kept in the corpus
+            continue
+        job = Job(failure.law, case=failure.case)
+        result = worker.try_law(job, by_name[failure.law].area)
+        if result.ok:
+            run.fixed.append(failure.law)
+        else:
+            still.append(result)
+        on_result(run, result)
+    return still
 
 
-def _write(folder: Path, run: Fuzzing, cases: dict[str, str], seed: int) -> None:
-    """Write the corpus, and a program for each law that this run found broken."""
-    folder.mkdir(parents=True, exist_ok=True)
-    words = {"next_seed": seed, "cases": cases}
-    (folder / "corpus.json").write_text(
-        json.dumps(words, indent=1) + "\n", encoding="utf-8"
-    )
-    report = Report(run.implementation, run.device, (), {})
-    for law in run.fixed:
-        if law not in run.broken:
-            _program(folder, law).unlink(missing_ok=True)
-    for law, result in run.broken.items():
-        if result.case:
-            path = _program(folder, law)
-            path.write_text(_words(report, result), encoding="utf-8")
-            run.programs.append(path)
+class _Drawing:
+    """Selects the next job: batches of a signature, or a law on a new seed.
 
+    Args:
+        laws: The laws to try.
+        corpus: What was tried in earlier runs.
+        failures: Failures of the corpus.
+        examples, batches, cases: As in `fuzz_implementation`.
+        device: The device of the tensors.
+    """
 
-def _program(folder: Path, law: str) -> Path:
-    return folder / f"{re.sub(r'[^a-z0-9]+', '_', law.lower())}.py"
+    def __init__(
+        self,
+        laws: Sequence[Law],
+        corpus: Corpus,
+        failures: Sequence[Result],
+        examples: int,
+        batches: int,
+        cases: int | None,
+        device: str,
+    ) -> None:
+        self.lock = Lock()
+        self.corpus, self.device = corpus, device
+        self.examples, self.batches, self.left = examples, batches, cases
+        self.signed = [law for law in laws if law.area == AREA]
+        self.others = [law for law in laws if law.area != AREA]
+        self.tried = corpus.tried_batches()
+        self.seeds = corpus.next_seeds()
+        self.failures = list(failures)
+        self.closed = {each.law for each in failures}
+        self.broken = {
+            each for each in corpus.broken_signatures() if each[0] in self.closed
+        }
+        self.unit = 0
+        self.at_law = 0
+        self.spent = {"laws": 0.0, "signatures": 0.0}
+        self.results: dict[str, Result] = {}
+        self.missing: set[str] = set()
 
+    def stop(self) -> None:
+        """Give no more jobs."""
+        with self.lock:
+            self.signed, self.others = [], []
 
-def _words(report: Report, result: Result) -> str:
-    """Return a program that reproduces a broken law. Its docstring shows the failure."""
-    told = [f"{result.law}: {result.status}"]
-    if result.what:
-        told.append(
-            f"{result.what}, {result.where}: {result.found}, right is {result.right}"
+    def next_law(self) -> tuple[Law, Job] | None:
+        """Return the next law on a new seed, or None if the laws have had their share of time."""
+        with self.lock:
+            total = self.spent["laws"] + self.spent["signatures"]
+            is_due = self.spent["laws"] <= SHARE_OF_LAWS * total
+            if self.signed and not is_due:
+                return None
+            for _ in range(len(self.others)):
+                law = self.others[self.at_law % len(self.others)]
+                self.at_law += 1
+                seed = self.seeds.get(law.name, 0)
+                drawn = isinstance(law.cases, SearchStrategy)
+                if law.name in self.closed or (seed and not drawn):
+                    continue  # a list of cases is the same for every seed
+                if (
+                    not (count := self._reserve(self.examples if drawn else 0))
+                    and drawn
+                ):
+                    return None
+                self.seeds[law.name] = seed + 1
+                return law, Job(law.name, seed, count)
+            return None
+
+    def next_signature(self) -> tuple[Law, int] | None:
+        """Return a law and the seed of the next signature with batches that were not tried."""
+        with self.lock:
+            while self.signed and self.left != 0:
+                law = self.signed[self.unit % len(self.signed)]
+                key = law.name, self.unit // len(self.signed)
+                self.unit += 1
+                if key not in self.broken and self.tried.get(key, 0) < self.batches:
+                    return law, key[1]
+            return None
+
+    def next_batches(self, law: Law, seed: int) -> Job | None:
+        """Return the next batches of a signature, or None if all were tried or failed."""
+        with self.lock:
+            first = self.tried.get((law.name, seed), 0)
+            at_once = BATCHES_AT_ONCE * (1 if self.device == "cpu" else 8)
+            if (law.name, seed) in self.broken or law not in self.signed:
+                return None
+            count = self._reserve(min(at_once, self.batches - first))
+            return Job(law.name, first, count, signature=seed) if count else None
+
+    def _reserve(self, count: int) -> int:
+        if self.left is None:
+            return max(count, 0)
+        count = max(0, min(count, self.left))
+        self.left -= count
+        return count
+
+    def end(self, law: Law, job: Job, result: Result, is_cut: bool) -> int:
+        """Store the result of a job, and return how many cases it tried.
+
+        A job that the time limit has stopped does not count: the next run tries it.
+        """
+        with self.lock:
+            kind = "laws" if job.signature is None else "signatures"
+            self.spent[kind] += result.seconds
+            is_listed = not isinstance(law.cases, SearchStrategy)
+            if self.left is not None and not is_listed:
+                self.left += job.examples - (0 if is_cut else result.cases)
+            if is_cut:
+                return 0
+            if result.status == Status.MISSING:
+                self.missing.add(law.name)
+            if not result.cases:
+                self._close(law)
+            self._count(result)
+            if result.status == Status.MISSING or not result.cases:
+                return 0
+            details = {k: v for k, v in result.details.items() if k != "picture"}
+            self.corpus.append(
+                Line(
+                    law.name,
+                    job.signature,
+                    job.seed,
+                    result.cases,
+                    result.skipped,
+                    result.seconds,
+                    str(result.status),
+                    self.device,
+                    details,
+                )
+            )
+            if job.signature is not None:
+                key = law.name, job.signature
+                self.tried[key] = job.seed + result.cases
+            if result.ok:
+                return result.cases
+            self.failures.append(result)
+            alike = [
+                each
+                for each in self.failures
+                if (each.law, each.symptom) == (result.law, result.symptom)
+            ]
+            if job.signature is None:
+                self.closed.add(law.name)
+            else:
+                self.broken.add((law.name, job.signature))
+                if len(alike) >= ALIKE:
+                    self._close(law)
+            return result.cases
+
+    def _close(self, law: Law) -> None:
+        self.closed.add(law.name)
+        self.signed = [each for each in self.signed if each is not law]
+
+    def _count(self, result: Result) -> None:
+        """Add a result to those of its law in this run."""
+        before = self.results.get(result.law)
+        if before is None:
+            self.results[result.law] = result
+            return
+        latest = result if before.ok else before
+        self.results[result.law] = replace(
+            latest,
+            cases=before.cases + result.cases,
+            skipped=before.skipped + result.skipped,
+            seconds=round(before.seconds + result.seconds, 2),
         )
-    if result.message:
-        told.append(result.message)
-    words = "\n\n".join(told).replace("\\", "\\\\").replace('"""', "'''")
-    return f'"""{words}\n"""\n\n{report.reproducer(result)}'
+
+
+def _work(
+    worker: Worker,
+    drawing: _Drawing,
+    run: Fuzzing,
+    deadline: float,
+    on_result: Callable[[Fuzzing, Result], None],
+) -> None:
+    """Try jobs in one process until the deadline, or until none is left."""
+    limit = worker.seconds_of_a_law
+
+    def try_job(law: Law, job: Job) -> None:
+        left = deadline - time.monotonic()
+        worker.seconds_of_a_law = min(limit, max(left, 0.01))
+        result = worker.try_law(job, law.area)
+        is_late = time.monotonic() >= deadline
+        cases = drawing.end(law, job, result, is_late and result.status in ENDED)
+        with drawing.lock:
+            run.cases += cases
+            on_result(run, result)
+
+    while time.monotonic() < deadline:
+        due = drawing.next_law()
+        if due is not None:
+            try_job(*due)
+            continue
+        unit = drawing.next_signature()
+        if unit is None:
+            return
+        with drawing.lock:
+            run.signatures += 1
+        while time.monotonic() < deadline:
+            job = drawing.next_batches(*unit)
+            if job is None:
+                break
+            try_job(unit[0], job)
+
+
+def _finish(
+    run: Fuzzing, stored: Corpus, laws: Sequence[Law], drawing: _Drawing
+) -> None:
+    """Write the corpus, and the results into the run."""
+    failures = []
+    for number, each in enumerate(drawing.failures):
+        if number < UNEXPLAINED and not each.cause:
+            (each,) = explain_nans(run.implementation, run.device, [each])
+        failures.append(each)
+    everything = Report(run.implementation, run.device, tuple(failures))
+    run.failures = [symptom.first for symptom in everything.symptoms()]
+    broken = {each.law for each in run.failures}
+    held = [
+        drawing.results[law.name]
+        for law in laws
+        if law.name in drawing.results and law.name not in broken
+    ]
+    run.report = Report(
+        run.implementation,
+        run.device,
+        (*(each for each in held if each.ok), *run.failures),
+        {"cases": run.cases, "signatures": run.signatures},
+    )
+    run.missing = [law.name for law in laws if law.name in drawing.missing]
+    run.programs = stored.write(run.report, run.failures)
+    run.summary = stored.summary()

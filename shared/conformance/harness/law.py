@@ -30,8 +30,8 @@ class Setting:
         candidate: The implementation under test.
         truth: The reference.
         device: The device of the tensors.
-        is_fitting: Whether the candidate raised OutsideSupport for the drawn case, which is now
-            tried again inside of the declared support.
+        is_fitting: Whether the drawn case is outside of the declared support, so that the nearest
+            one inside of it is tried.
     """
 
     candidate: Candidate
@@ -40,10 +40,14 @@ class Setting:
     is_fitting: bool = False
 
     def fit(self, drawn: Drawn) -> Drawn:
-        """Return a plan made by a law; if `is_fitting`, the nearest one inside of the support."""
+        """Return a plan made by a law; if `is_fitting`, the nearest one inside of the support.
+
+        The number of heads is kept, because the law may make options per head.
+        """
         if not self.is_fitting:
             return drawn
-        fitted: Drawn = fit_case(drawn, self.candidate.support)
+        support = replace(self.candidate.support, group_sizes=None)
+        fitted: Drawn = fit_case(drawn, support)
         return fitted
 
     def fitting(self) -> "Setting":

@@ -71,9 +71,7 @@ def main(pipe: int) -> None:
     implementation, device = json.loads(sys.stdin.read())
     with os.fdopen(pipe, "w") as lines:
         try:
-            if device is not None:
-                choose_device(device)
-            _load(implementation)
+            _load(implementation, choose_device(device))
         except Exception as error:
             json.dump([type(error).__name__, str(error)], lines)
         else:
@@ -119,7 +117,10 @@ def _check_exists(implementation: str) -> None:
         )
 
 
-def _load(implementation: str) -> None:
+def _load(implementation: str, device: str) -> None:
+    import torch
+
+    from ...contract.attention_options import OPTION_NAMES
     from .candidate import load_candidate
 
     try:
@@ -144,6 +145,14 @@ def _load(implementation: str) -> None:
     _check_names(implementation, "operations", support.operations, _operations())
     for field in ("dtypes", "cache_dtypes"):
         _check_names(implementation, field, getattr(support, field), _dtypes())
+    for dtypes in support.tensor_dtypes.values():
+        _check_names(implementation, "tensor_dtypes", dtypes, _dtypes())
+    if others := set(support.options or ()) - {*OPTION_NAMES, "scale", "out", "lse"}:
+        _check_names(implementation, "options", others, _options())
+    if why := support.why_not_device(torch.device(device)):
+        raise ValueError(
+            f"device = {device!r}: {implementation} does not support {why}"
+        )
 
 
 def _operations() -> set[str]:
@@ -151,6 +160,14 @@ def _operations() -> set[str]:
 
     names = {operation for each in CONCEPTS for operation in each.operations}
     return names | {"BACKENDS"}
+
+
+def _options() -> set[str]:
+    """Return the names of options, and of the other arguments that have a default."""
+    from ...contract.attention_options import OPTION_NAMES
+    from .candidate import arguments_with_default
+
+    return {*OPTION_NAMES, "value_head_size", *arguments_with_default()}
 
 
 def _dtypes() -> set[str]:
@@ -167,7 +184,7 @@ def _check_names(
         if not isinstance(name, str) or name not in known:
             close = get_close_matches(str(name), known, 1, 0.3)
             likely = f", such as {close[0]!r}" if close else ""
-            what = "operations" if field == "operations" else "torch dtypes"
+            what = field if field in ("operations", "options") else "torch dtypes"
             raise ValueError(
                 f"{implementation}: SUPPORT.{field} has {name!r}: expected names of {what}"
                 f"{likely}"

@@ -1,15 +1,17 @@
-"""Report: the result of each law on an implementation, as JSON and Markdown.
+"""Report: the result of each law on an implementation, as JSON, Markdown and JUnit XML.
 
 Laws that fail alike are one symptom: an implementation with one bug breaks many laws, and one
-program is enough to reproduce it.
+program is enough to reproduce it. The symptoms are ordered by severity.
 """
 
 import json
 import re
+import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
+from typing import Any
 
 
 class Status(str, Enum):
@@ -18,6 +20,8 @@ class Status(str, Enum):
     HELD = "held"
     BROKEN = "broken"
     CRASHED = "crashed"
+    HANGS = "hangs"
+    OUT_OF_MEMORY = "out of memory"
     MISSING = "missing"
     OUTSIDE = "undeclared"
     KNOWN = "known failure"
@@ -48,6 +52,8 @@ class Result:
             reason of a known failure.
         cause: The slot whose poison reached the output, if the found value is NaN and the search
             found one.
+        details: What else is known, as numbers and words: "picture" is what `pictures.py` draws of
+            a failure; "signature", "counts" and "seconds" describe the batches of a signature.
     """
 
     law: str
@@ -64,6 +70,7 @@ class Result:
     message: str = ""
     reason: str = ""
     cause: str = ""
+    details: dict[str, Any] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -89,14 +96,40 @@ class Result:
         return self.reason
 
     @property
-    def symptom(self) -> tuple[str, ...]:
-        """What laws that fail alike have in common: the failure without its numbers."""
+    def symptom(self) -> tuple[str, str]:
+        """What laws that fail alike have in common: the outcome, and the failure in words."""
+        return str(self.status), self._failure
+
+    @property
+    def _failure(self) -> str:
+        """The failure without its numbers."""
         if self.status in (Status.MISSING, Status.UNEXPECTED):
-            return str(self.status), self.reason
-        if self.cause or self.message:
-            return str(self.status), _without_numbers(self.cause or self.message)
+            return self.reason
+        if self.cause:
+            return _kind_of_cause(self.cause)
+        if self.message:
+            return _without_numbers(self.message)
         what = _without_numbers(self.what)
-        return str(self.status), what, _kind_of_value(self.found, self.right)
+        kind = _kind_of_value(self.found, self.right)
+        if kind == "a number instead of a number":
+            kind = "outside of its error budget" if "budget" in self.where else "wrong"
+        return f"{what} is {kind}"
+
+
+SEVERITIES = (
+    "ends the process",
+    "writes outside of its output",
+    "reads memory that it must not read",
+    "wrong result",
+    "result above its error budget",
+    "error for declared input",
+    "invalid input is accepted",
+    "operation is missing",
+    "known failure that holds",
+)
+"""What a failure means for a user of the kernel, the most severe first."""
+CLEARLY_WRONG = 100.0
+"""Error budgets above which a result is wrong whatever the rounding."""
 
 
 @dataclass(frozen=True)
@@ -115,11 +148,16 @@ class Symptom:
         return self.results[0]
 
     @property
+    def severity(self) -> int:
+        """The smallest index in SEVERITIES of its results."""
+        return min(severity_of(each) for each in self.results)
+
+    @property
     def title(self) -> str:
-        """The law of the first result, and how many others fail alike."""
-        others = len(self.results) - 1
-        laws = f" and {others} more law{'s' * (others > 1)}" if others else ""
-        return f"{self.first.law}{laws}"
+        """How many laws fail, and what they have in common."""
+        count = len(self.results)
+        status, failure = self.first.symptom
+        return f"{count} law{'s' * (count > 1)} {status}: {failure}"
 
 
 @dataclass(frozen=True)
@@ -131,30 +169,45 @@ class Report:
         device: The device of its tensors.
         results: One result per law.
         settings: Seed and number of examples.
+        outside: Results of the laws on cases outside of the declared support, if these were
+            tried.
+        is_outside_promised: Whether the implementation promises to reject such cases. Then a
+            wrong result there is a failure.
     """
 
     implementation: str
     device: str
     results: tuple[Result, ...]
     settings: Mapping[str, int] = field(default_factory=dict)
+    outside: tuple[Result, ...] = ()
+    is_outside_promised: bool = False
 
     @property
     def ok(self) -> bool:
         """Whether every law holds, is outside of the support, or is a known failure."""
-        return bool(self.results) and all(each.ok for each in self.results)
+        return bool(self.results) and all(each.ok for each in self.judged)
+
+    @property
+    def judged(self) -> tuple[Result, ...]:
+        """The results that count: those inside of the support, and what else is promised."""
+        return self.results + (self.outside if self.is_outside_promised else ())
 
     def counts(self) -> Counter[str]:
         """Return the number of laws per outcome."""
         return Counter(str(each.status) for each in self.results)
 
     def symptoms(self) -> list[Symptom]:
-        """Return the failures, laws that fail alike together: the most frequent symptom first."""
-        groups: dict[tuple[str, ...], list[Result]] = {}
-        for each in self.results:
+        """Return the failures, laws that fail alike together: the most severe symptom first."""
+        groups: dict[tuple[object, ...], list[Result]] = {}
+        for each in self.judged:
             if not each.ok:
-                groups.setdefault(each.symptom, []).append(each)
+                key = (severity_of(each), *each.symptom)
+                groups.setdefault(key, []).append(each)
         found = [Symptom(tuple(sorted(group, key=_size))) for group in groups.values()]
-        return sorted(found, key=lambda each: (-len(each.results), _size(each.first)))
+        return sorted(
+            found,
+            key=lambda each: (each.severity, -len(each.results), _size(each.first)),
+        )
 
     def laws_to_look_at_first(self) -> list[Result]:
         """Return at most three failures: one per symptom, then those with the smallest inputs."""
@@ -170,10 +223,12 @@ class Report:
             if self.device == "cpu"
             else ""
         )
+        is_outside = any(result is each for each in self.outside)
+        outside = "    outside=True,\n" if is_outside else ""
         return (
             f"{interpreted}from pagetwin.conformance import reproduce\n\n"
             f"reproduce(\n    {self.implementation!r},\n    {result.law!r},\n"
-            f"    {result.case!r},\n    device={self.device!r},\n)\n"
+            f"    {result.case!r},\n    device={self.device!r},\n{outside})\n"
         )
 
     def to_json(self) -> str:
@@ -187,9 +242,13 @@ class Report:
             "results": [
                 asdict(each) | {"status": str(each.status)} for each in self.results
             ],
+            "outside": [
+                asdict(each) | {"status": str(each.status)} for each in self.outside
+            ],
             "symptoms": [
                 [result.law for result in each.results] for each in self.symptoms()
             ],
+            "severities": [SEVERITIES[each.severity] for each in self.symptoms()],
             "laws_to_look_at_first": [
                 each.law for each in self.laws_to_look_at_first()
             ],
@@ -214,15 +273,78 @@ class Report:
         ]
         for symptom in self.symptoms():
             first = symptom.first
-            lines += ["", f"## {symptom.title}: {first.status}", ""]
+            lines += ["", f"## {symptom.title}", ""]
+            lines += [f"Severity: {SEVERITIES[symptom.severity]}.", ""]
             lines.append(self.describe(first))
-            if len(symptom.results) > 1:
-                lines += ["", "Laws that fail alike:", ""]
-                lines += [f"- {each.law}" for each in symptom.results]
+            lines += ["", "Laws:", ""]
+            lines += [f"- {each.law}" for each in symptom.results]
+        lines += self._undeclared()
         if first_laws := self.laws_to_look_at_first():
             lines += ["", f"## {heading_of(first_laws)}", ""]
             lines += [f"1. {each.law}: {each.summary}" for each in first_laws]
         return "\n".join(lines) + "\n"
+
+    def to_junit(self) -> str:
+        """Return the report as JUnit XML: one test case per law, and a failure per symptom."""
+        suite = ElementTree.Element("testsuite", name=self.implementation)
+        failed = errors = skipped = 0
+        for each in self.results:
+            case = ElementTree.SubElement(
+                suite,
+                "testcase",
+                classname=f"{self.implementation}.{each.area}",
+                name=each.law,
+                time=f"{each.seconds:.2f}",
+            )
+            text = _without_control(self.describe(each))
+            if each.status in (Status.BROKEN, Status.UNEXPECTED):
+                failed += 1
+                _child(case, "failure", each, text)
+            elif not each.ok:
+                errors += 1
+                _child(case, "error", each, text)
+            elif each.status != Status.HELD:
+                skipped += 1
+                _child(case, "skipped", each, "")
+        seconds = sum(each.seconds for each in self.results)
+        counts = {"failures": failed, "errors": errors, "skipped": skipped}
+        suite.attrib |= {name: str(count) for name, count in counts.items()}
+        suite.attrib |= {"tests": str(len(self.results)), "time": f"{seconds:.2f}"}
+        found = ElementTree.tostring(suite, encoding="unicode")
+        return f'<?xml version="1.0" encoding="utf-8"?>\n{found}\n'
+
+    def why_undeclared(self) -> dict[str, int]:
+        """Return each reason why laws are undeclared, with the number of laws."""
+        undeclared = [each for each in self.results if each.status == Status.OUTSIDE]
+        reasons = Counter(
+            "operations that are not declared"
+            if each.reason.startswith("needs ")
+            else each.reason
+            for each in undeclared
+        )
+        return dict(reasons.most_common())
+
+    def outcomes_outside(self) -> list[tuple[str, str]]:
+        """Return the outcome and the sentence of each law that was tried outside of the support.
+
+        Laws without a case outside are left out.
+        """
+        return [
+            (OUTCOMES.get(each.status, str(each.status)), f"{each.law}: {each.summary}")
+            for each in self.outside
+            if each.cases > each.skipped or not each.ok
+        ]
+
+    def _undeclared(self) -> list[str]:
+        """Return the sections about undeclared laws, and about cases outside of the support."""
+        lines: list[str] = []
+        if reasons := self.why_undeclared():
+            lines += ["", "## Why laws are undeclared", ""]
+            lines += [f"- {count}: {reason}" for reason, count in reasons.items()]
+        if self.outside:
+            lines += ["", "## Outside of the declared support", ""]
+            lines += [f"- {how}: {what}" for how, what in self.outcomes_outside()]
+        return lines
 
     def describe(self, result: Result) -> str:
         """Return the details of a law that does not hold, as Markdown."""
@@ -237,9 +359,48 @@ class Report:
             parts.append(f"found {result.found}, right is {result.right}")
         if result.message:
             parts.append(f"error: {result.message}")
+        if picture := result.details.get("picture"):
+            parts.append(f"{picture['where']} {picture['finding']}".strip())
         if result.case:
             parts.append(f"```python\n{self.reproducer(result).rstrip()}\n```")
         return "\n\n".join(parts)
+
+
+def _child(case: ElementTree.Element, tag: str, result: Result, text: str) -> None:
+    """Add the outcome of a law to its test case."""
+    message = _without_control(result.summary or str(result.status))
+    child = ElementTree.SubElement(case, tag, type=str(result.status), message=message)
+    child.text = text
+
+
+def _without_control(text: str) -> str:
+    """Return a text without the characters that XML does not allow."""
+    return re.sub(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd]", "?", text)
+
+
+def severity_of(result: Result) -> int:
+    """Return the index of a failure in SEVERITIES."""
+    if result.status == Status.MISSING:
+        return 7
+    if result.status == Status.UNEXPECTED:
+        return 8
+    if result.status not in (Status.BROKEN, Status.KNOWN):
+        return 0
+    if "written outside" in result.law or "changes nothing" in result.law:
+        return 1
+    if result.cause or result.found == "nan":
+        return 2
+    if result.right == "an error":
+        return 6
+    if result.message:
+        return 5
+    share = re.search(r"([\d.e+]+|inf) of (?:the row's|its) budget", result.where)
+    is_slight = share is not None and float(share[1]) < CLEARLY_WRONG
+    return 4 if is_slight else 3
+
+
+OUTCOMES = {Status.HELD: "right", Status.BROKEN: "wrong"}
+"""Outcomes of laws on cases outside of the declared support; others keep their name."""
 
 
 def heading_of(results: Sequence[Result]) -> str:
@@ -255,6 +416,15 @@ def _size(result: Result) -> tuple[bool, bool, int]:
     """
     is_batch = result.case.startswith("BatchPlan(")
     return not result.case, not is_batch, len(result.case)
+
+
+def _kind_of_cause(cause: str) -> str:
+    """Return where NaN comes from, without the numbers of tokens, slots and blocks."""
+    for words in ("is not written everywhere", "a block that no request uses"):
+        if words in cause:
+            is_poison = "poison" in cause
+            return f"the output {'contains the poison of ' * is_poison}{words}"
+    return "the output contains the poison of slots past seq_len"
 
 
 def _without_numbers(text: str) -> str:

@@ -1,13 +1,13 @@
 """Runner: tries an implementation on all laws and returns a report.
 
 The cases of a law are tried one after another until one breaks it. Then Hypothesis searches for a
-smaller failing case. The laws run in a worker process. If a kernel crashes, that process ends; the
-law that was running is reported as crashed, with the input, and a new process continues with the
-next law. The laws can be distributed over several processes.
+smaller failing case. The laws run in a worker process. A fatal error ends that process; the law
+that was running is tried on that input in a fresh process and reported with it, and another one
+continues with the next law. The laws can be distributed over several processes.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -21,10 +21,11 @@ from .poison import explain_nan, explain_nans
 from .preflight import choose_device as choose_device
 from .report import Report, Result, Status
 from .trial import find_law, make_case, make_setting, run_law, try_law
-from .worker import SECONDS_OF_A_LAW, Job, Worker
+from .worker import SECONDS_OF_A_CASE, SECONDS_OF_A_LAW, Job, Worker
 
 SMALLEST_LAW = "every new token attends to its sequence up to itself"
 SMALLEST_CASE = "BatchPlan((1,), (1,))"
+TryAll = Callable[[list[Law], Job], Iterator[tuple[Law, Result]]]
 NEEDS_GPU = re.compile(r"cuda|gpu|nvidia|cpu tensor|active drivers", re.IGNORECASE)
 """Words in the errors of kernels that cannot run on a CPU."""
 
@@ -40,6 +41,8 @@ def check_implementation(
     seconds_of_a_law: float = SECONDS_OF_A_LAW,
     on_result: Callable[[Result], None] = lambda result: None,
     workers: int = 1,
+    outside: bool = False,
+    seconds_of_a_case: float = SECONDS_OF_A_CASE,
 ) -> Report:
     """Return the report of an implementation on all laws.
 
@@ -59,6 +62,10 @@ def check_implementation(
         seconds_of_a_law: An isolated law that takes longer is reported as crashed.
         on_result: Called with the result of each law, as soon as it is known.
         workers: Number of worker processes. The report does not depend on it.
+        outside: Whether the laws are tried on cases outside of the declared support too. Their
+            results are in `Report.outside`. They count only if SUPPORT promises to reject such
+            cases.
+        seconds_of_a_case: An isolated case that takes longer is reported as a hang.
 
     Raises:
         ModuleNotFoundError, ImportError: The implementation does not exist or cannot be imported.
@@ -77,16 +84,30 @@ def check_implementation(
         )
     device = choose_device(device)
     results: dict[str, Result] = {}
-    with _trying(
-        implementation, device, isolated, seconds_of_a_law, min(workers, len(laws))
-    ) as try_all:
-        for law, result in try_all(laws, seed, examples):
+    beyond: dict[str, Result] = {}
+    bounds = seconds_of_a_law, seconds_of_a_case
+    with _trying(implementation, device, isolated, bounds, min(workers, len(laws))) as (
+        try_all,
+        promises,
+    ):
+        for law, result in try_all(laws, Job("", seed, examples)):
             results[law.name] = with_known(result, known.get(law.name))
             on_result(results[law.name])
+        if outside:
+            for law, result in try_all(laws, Job("", seed, examples, outside=True)):
+                beyond[law.name] = result
+                on_result(result)
     options = {"seed": seed, "examples": examples}
     in_order = [results[law.name] for law in laws]
     explained = explain_nans(implementation, device, in_order)
-    return Report(implementation, device, tuple(explained), options)
+    return Report(
+        implementation,
+        device,
+        tuple(explained),
+        options,
+        tuple(beyond[law.name] for law in laws if law.name in beyond),
+        "undeclared" in promises,
+    )
 
 
 def choose_laws(only: str | None) -> list[Law]:
@@ -118,7 +139,11 @@ def check_known_failures(known_failures: Mapping[str, str] | None) -> dict[str, 
 
 
 def reproduce(
-    implementation: str, law: str, case: str, device: str | None = None
+    implementation: str,
+    law: str,
+    case: str,
+    device: str | None = None,
+    outside: bool = False,
 ) -> None:
     """Run one law on one case in this process.
 
@@ -128,13 +153,16 @@ def reproduce(
         case: The case as Python, as a report shows it.
         device: Optional. The device of the tensors. If None, CUDA if it is available, else the
             CPU.
+        outside: Whether calls outside of the declared support are made.
 
     Raises:
         Disagreement: The law is broken.
         ValueError: No law has this sentence.
     """
     found = find_law(law)
-    setting = make_setting(load_candidate(implementation), choose_device(device))
+    candidate = load_candidate(implementation)
+    candidate = candidate.outside() if outside else candidate
+    setting = make_setting(candidate, choose_device(device))
     try:
         run_law(found, setting, make_case(found, case))
     except Disagreement as error:
@@ -157,19 +185,31 @@ def with_known(result: Result, reason: str | None) -> Result:
 
 @contextmanager
 def _trying(
-    implementation: str, device: str, isolated: bool, seconds: float, workers: int
-) -> Iterator[Callable[[list[Law], int, int], Iterator[tuple[Law, Result]]]]:
-    """Yield a function that tries laws in worker processes or in this process."""
+    implementation: str,
+    device: str,
+    isolated: bool,
+    bounds: tuple[float, float],
+    workers: int,
+) -> Iterator[tuple[TryAll, Collection[str]]]:
+    """Provide a function that yields laws with their results, and what SUPPORT promises to reject.
+
+    The function gets the laws, and a job that says how they are tried.
+    """
     if not isolated:
-        setting = make_setting(load_candidate(implementation), device)
-        yield lambda laws, seed, examples: (
-            (law, try_law(law, setting, seed, examples)) for law in laws
-        )
+        inside = make_setting(load_candidate(implementation), device)
+        beyond = replace(inside, candidate=inside.candidate.outside())
+
+        def try_here(laws: list[Law], job: Job) -> Iterator[tuple[Law, Result]]:
+            setting = beyond if job.outside else inside
+            for law in laws:
+                yield law, try_law(law, setting, job.seed, job.examples)
+
+        yield try_here, inside.candidate.support.rejects or ()
         return
     with ExitStack() as ended:
         free: SimpleQueue[Worker] = SimpleQueue()
         for _ in range(workers):
-            worker = Worker(implementation, device, seconds)
+            worker = Worker(implementation, device, *bounds)
             ended.callback(worker.stop)
             free.put(worker)
         # an import error is raised before any law is tried
@@ -186,17 +226,15 @@ def _trying(
             finally:
                 free.put(worker)
 
-        def try_all(
-            laws: list[Law], seed: int, examples: int
-        ) -> Iterator[tuple[Law, Result]]:
+        def try_all(laws: list[Law], job: Job) -> Iterator[tuple[Law, Result]]:
             tried = {
-                pool.submit(try_one, law, Job(law.name, seed, examples)): law
+                pool.submit(try_one, law, replace(job, law=law.name)): law
                 for law in laws
             }
             for each in as_completed(tried):
                 yield tried[each], each.result()
 
-        yield try_all
+        yield try_all, worker.promises
 
 
 def _check_needs_no_gpu(worker: Worker) -> None:

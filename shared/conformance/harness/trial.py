@@ -15,13 +15,17 @@ from ...contract.operations import load_implementation
 from ..laws.all_laws import ALL_LAWS
 from .candidate import Candidate, OutsideSupport
 from .expect import Disagreement
+from .fatal import Fatal, fatal_status, message_of
 from .fitting import fit_case
 from .law import Law, Setting
+from .pictures import picture_of
 from .report import Result, Status
 from .shrinking import shrink
 
 SECONDS_TO_SHRINK = 60.0
 """Time limit of the search for a smaller failing input."""
+IS_INSIDE = "inside of the declared support"
+"""Why a case is not counted if only calls outside of the support are of interest."""
 
 
 def run_law(law: Law, setting: Setting, case: Any) -> None:
@@ -29,7 +33,11 @@ def run_law(law: Law, setting: Setting, case: Any) -> None:
     try:
         law.body(setting, case)
     except OutsideSupport:
+        if setting.candidate.goes_outside:
+            raise
         law.body(setting.fitting(), fit_case(case, setting.candidate.support))
+    if setting.device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 def find_law(name: str) -> Law:
@@ -53,7 +61,8 @@ def make_case(law: Law, case: str) -> Any:
 
 def make_setting(candidate: Candidate, device: str) -> Setting:
     """Return the setting in which the laws run."""
-    return Setting(candidate, load_implementation("reference"), torch.device(device))
+    where = torch.device(device)
+    return Setting(candidate.on(where), load_implementation("reference"), where)
 
 
 def try_law(
@@ -88,10 +97,22 @@ def try_law(
 
 
 def try_case(
-    law: Law, setting: Setting, case: str, at: Callable[[str], None]
+    law: Law,
+    setting: Setting,
+    case: str,
+    at: Callable[[str], None] = lambda case: None,
+    is_exact: bool = False,
 ) -> Result:
-    """Return the result of one law on one case, given as Python."""
-    return _watched(law, setting, lambda once: once(make_case(law, case)), at)
+    """Return the result of one law on one case, given as Python.
+
+    Args:
+        law: The law.
+        setting: The candidate, the reference and the device.
+        case: The case.
+        at: Called with each case, as Python, before it is tried.
+        is_exact: Whether the case is neither fitted to the support nor shrunk.
+    """
+    return _watched(law, setting, lambda once: once(make_case(law, case)), at, is_exact)
 
 
 def _watched(
@@ -99,62 +120,72 @@ def _watched(
     setting: Setting,
     go: Callable[[Callable[[Any], None]], None],
     at: Callable[[str], None],
+    is_exact: bool = False,
 ) -> Result:
     """Return the result of a law on the cases that `go` tries one after another."""
-    if missing := setting.candidate.missing(law.needs):
-        declared = setting.candidate.support.operations
+    candidate = setting.candidate
+    if missing := candidate.missing(law.needs):
+        declared = candidate.support.operations
         if declared is not None and not set(missing) & set(declared):
             reason = f"needs {', '.join(missing)}, which is not declared"
             return Result(law.name, law.area, Status.OUTSIDE, reason=reason)
-        reason = f"{setting.candidate.name} has no {', '.join(missing)}"
+        reason = f"{candidate.name} has no {', '.join(missing)}"
         return Result(law.name, law.area, Status.MISSING, reason=reason)
-    if unclaimed := setting.candidate.why_unclaimed(law.claim):
+    if unclaimed := candidate.why_unclaimed(law.claim):
         return Result(law.name, law.area, Status.OUTSIDE, reason=unclaimed)
     begin = time.perf_counter()
     tried, skipped = 0, 0
     outside: set[str] = set()
     failures: dict[str, Exception] = {}
     first_failure = 0.0
+    is_fitted = not (candidate.promises_all or candidate.goes_outside or is_exact)
 
     def once(case: Any) -> None:
         nonlocal tried, skipped
-        if attempt(case, setting) or setting.candidate.promises_all:
-            return
-        fitted = fit_case(case, setting.candidate.support)
-        # a law may also make its own plan, which `Setting.fit` then fits
-        if not attempt(fitted, setting.fitting()) and fitted is case:
-            tried, skipped = tried - (not failures), skipped - (not failures)
+        tried += not failures
+        why = attempt(case, setting)
+        if why and is_fitted:
+            # a law may also make its own plan, which `Setting.fit` then fits
+            why = attempt(fit_case(case, candidate.support), setting.fitting())
+        if why:
+            skipped += not failures
+            outside.add(why)
 
-    def attempt(case: Any, setting: Setting) -> bool:
-        """Try a case, and return whether it is inside of the candidate's support."""
-        nonlocal tried, skipped, first_failure
+    def attempt(case: Any, setting: Setting) -> str:
+        """Try a case, and return why it is outside of the candidate's support, or nothing."""
+        nonlocal first_failure
         shown = repr(case)
         late = time.perf_counter() - first_failure > SECONDS_TO_SHRINK
         if failures and late and shown not in failures:
-            return True  # time limit reached: the smallest failing case so far is kept
+            return ""  # time limit reached: the smallest failing case so far is kept
         at(shown)
-        tried += not failures
-        accesses = setting.candidate.accesses
+        accesses, calls_outside = candidate.accesses, candidate.calls_outside
         try:
             law.body(setting, case)
-            if setting.candidate.accesses == accesses:
-                raise OutsideSupport("the law called no operation")
+            if setting.device.type == "cuda":
+                torch.cuda.synchronize()
+            if candidate.accesses == accesses:
+                return "the law called no operation"
         except OutsideSupport as error:
-            skipped += not failures
-            outside.add(str(error))
-            return False
+            return str(error)
         except Exception as error:
+            if status := fatal_status(error, setting.device):
+                raise Fatal(status, shown, message_of(error)) from error
+            if candidate.goes_outside and candidate.calls_outside == calls_outside:
+                return IS_INSIDE
             first_failure = first_failure if failures else time.perf_counter()
             # the last failing case is the smallest
             failures.pop(shown, None)
             failures[shown] = error
             raise
-        return True
+        if candidate.goes_outside and candidate.calls_outside == calls_outside:
+            return IS_INSIDE
+        return ""
 
-    failed: Exception | None = None
+    failed: BaseException | None = None
     try:
         go(once)
-    except Exception as error:
+    except (Exception, Fatal) as error:
         failed = error
     result = Result(
         law.name,
@@ -168,11 +199,20 @@ def _watched(
     if failed is None:
         all_outside = tried > 0 and tried == skipped
         return replace(result, status=Status.OUTSIDE) if all_outside else result
+    if isinstance(failed, Fatal):
+        return replace(
+            result,
+            status=failed.status,
+            case=failed.case,
+            message=failed.message,
+            reason="",
+        )
+    assert isinstance(failed, Exception)
     result = replace(result, status=Status.BROKEN, reason="")
     if not failures:
         return _with_failure(result, "", failed)
     shown, last = list(failures.items())[-1]
-    if not _is_flaky(failed):
+    if not (_is_flaky(failed) or is_exact):
         shown, last = _smaller(law, setting, shown, last, at)
     result = replace(
         _with_failure(result, shown, last),
@@ -196,14 +236,27 @@ def _smaller(
 
     def fails(case: Any) -> bool:
         at(repr(case))
+        candidate = setting.candidate
+        calls_outside = candidate.calls_outside
         try:
             run_law(law, setting, case)
         except Exception as error:
+            if status := fatal_status(error, setting.device):
+                raise Fatal(status, repr(case), message_of(error)) from error
             errors[repr(case)] = error
-            return type(error) is type(last)
+            is_like = type(error) is type(last)
+            if candidate.goes_outside:
+                is_like &= candidate.calls_outside > calls_outside
+            return is_like
         return False
 
-    smallest = repr(shrink(make_case(law, shown), fails, SECONDS_TO_SHRINK / 4))
+    try:
+        smallest = repr(shrink(make_case(law, shown), fails, SECONDS_TO_SHRINK / 4))
+    except Fatal:
+        return (
+            shown,
+            last,
+        )  # a smaller case ends the process; this one only breaks the law
     return smallest, errors.get(smallest, last)
 
 
@@ -234,13 +287,14 @@ def _drawn(once: Any, cases: SearchStrategy[Any], seed_of: int, examples: int) -
 def _with_failure(result: Result, case: str, error: Exception) -> Result:
     """Return a result with the failing case and the details of the failure."""
     if isinstance(error, Disagreement):
+        picture = {} if error.failure is None else picture_of(error.failure)
         return replace(
             result,
             case=case,
+            details={"picture": picture} if picture else {},
             what=error.what,
             where=error.where,
             found=error.found,
             right=error.right,
         )
-    message = f"{type(error).__name__}: {error}".split("\n")[0][:500]
-    return replace(result, case=case, message=message)
+    return replace(result, case=case, message=message_of(error))

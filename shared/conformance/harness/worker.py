@@ -1,20 +1,25 @@
-"""Worker: a separate process that tries laws, so that a crash does not end the caller.
+"""Worker: a separate process that tries laws, so that a fatal error does not end the caller.
 
 The process reads jobs from its standard input, one line of JSON per job. It writes each case
 before it is tried, and the result of the law, to another pipe. If the process ends early, the
 caller therefore knows the input that caused it.
+
+A crash, a CUDA error after which no call succeeds, a case that does not end and a failed allocation
+are fatal: the process is ended. The law is then tried on that input alone in a fresh process, which
+shows whether the input or an earlier one is the cause. The next law gets a fresh process too.
 """
 
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from .report import Result, Status
@@ -23,6 +28,10 @@ PROCESS = f"{__package__}.worker_process"
 """The module that the process runs."""
 SECONDS_OF_A_LAW = 300.0
 """Time limit of a law. A law that takes longer is stopped and reported as crashed."""
+SECONDS_OF_A_CASE = 120.0
+"""Time limit of a case, compilation included. A case that takes longer hangs."""
+FATAL = (Status.CRASHED, Status.HANGS, Status.OUT_OF_MEMORY)
+"""Statuses after which the process is ended."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +45,11 @@ class Job:
         case: Optional. The only case to try, as Python. If None, cases are drawn or listed.
         listed: Optional. The maximum number of cases of a law that lists them. If None, all of
             them.
+        signature: Optional. Seed of a signature. The cases are then its batches with the indices
+            `seed` to `seed + examples - 1`. If None, the law draws its cases.
+        outside: Whether cases outside of the declared support are tried, instead of those inside.
+        probe: Optional. Fields of a `Support` that replaces the declared one, to find out what a
+            kernel takes. The case is then neither fitted nor shrunk. If None, nothing is replaced.
     """
 
     law: str
@@ -43,6 +57,9 @@ class Job:
     examples: int = 25
     case: str | None = None
     listed: int | None = None
+    signature: int | None = None
+    outside: bool = False
+    probe: dict[str, Any] | None = None
 
 
 class Worker:
@@ -52,6 +69,7 @@ class Worker:
         implementation: Argument of `load_candidate`.
         device: The device of the tensors.
         seconds_of_a_law: Time limit of a law.
+        seconds_of_a_case: Time limit of a case.
     """
 
     def __init__(
@@ -59,11 +77,16 @@ class Worker:
         implementation: str,
         device: str,
         seconds_of_a_law: float = SECONDS_OF_A_LAW,
+        seconds_of_a_case: float = SECONDS_OF_A_CASE,
     ) -> None:
         self.implementation = implementation
         self.device = device
         self.seconds_of_a_law = seconds_of_a_law
+        self.seconds_of_a_case = seconds_of_a_case
         self._process: subprocess.Popen[str] | None = None
+        self._is_late = False
+        self.promises: list[str] = []
+        """What SUPPORT promises to reject. Known once the process has been started."""
 
     def start(self) -> None:
         """Start the process, which imports the implementation.
@@ -97,13 +120,14 @@ class Worker:
         self._send({"implementation": self.implementation, "device": self.device})
         found = self._next(time.monotonic() + SECONDS_OF_A_LAW)
         if found is None:
-            ended = self._ended()
+            _, ended = self._ended(SECONDS_OF_A_LAW)
             self.stop()
             raise ImportError(f"{self.implementation} cannot be imported: {ended}")
         if "error" in found:
             self.stop()
             errors = {each.__name__: each for each in (ModuleNotFoundError, ValueError)}
             raise errors.get(found["kind"], ImportError)(found["error"])
+        self.promises = found["promises"]
 
     def try_law(self, job: Job, area: str) -> Result:
         """Return the result of a law.
@@ -112,25 +136,47 @@ class Worker:
             job: The law and its cases.
             area: The subject of the law.
         """
+        found = self._try(job, area)
+        is_known = not found.case or self._is_late or job.probe is not None
+        if found.status not in FATAL or is_known:
+            return found
+        alone = self._try(replace(job, case=found.case), area)
+        seconds = round(found.seconds + alone.seconds, 2)
+        if not alone.ok or job.case is not None:
+            return replace(alone, cases=found.cases, seconds=seconds)
+        if found.status == Status.OUT_OF_MEMORY:
+            # memory that earlier laws had left occupied: the law gets a process of its own
+            self.stop()
+            return self._try(job, area)
+        after = "alone, in a fresh process, this input does not fail"
+        return replace(found, message=f"{found.message}; {after}", seconds=seconds)
+
+    def _try(self, job: Job, area: str) -> Result:
+        """Return the result of a law. If it is fatal, the process has been ended."""
         self.start()
         began = time.monotonic()
+        end = began + self.seconds_of_a_law
+        self._is_late = False
         self._send(asdict(job))
-        case, tried = "", 0
-        while found := self._next(began + self.seconds_of_a_law):
+        case, tried, bound = "", 0, self.seconds_of_a_law
+        while found := self._next(min(end, time.monotonic() + bound)):
             if "result" in found:
                 status = Status(found["result"].pop("status"))
+                if found["is_last"]:
+                    self.stop()
                 return Result(status=status, **found["result"])
-            case, tried = found["case"], tried + 1
-        ended = self._ended()
+            case, tried, bound = found["case"], tried + 1, self.seconds_of_a_case
+        self._is_late = time.monotonic() >= end
+        status, message = self._ended(min(bound, self.seconds_of_a_law))
         self.stop()
         return Result(
             job.law,
             area,
-            Status.CRASHED,
+            Status.CRASHED if self._is_late else status,
             cases=tried,
             seconds=round(time.monotonic() - began, 2),
             case=case,
-            message=ended,
+            message=message,
         )
 
     def stop(self) -> None:
@@ -167,19 +213,27 @@ class Worker:
         found: dict[str, Any] = json.loads(line)
         return found
 
-    def _ended(self) -> str:
-        """Return how the process ended, with its last line of output."""
+    def _ended(self, seconds: float) -> tuple[Status, str]:
+        """Return how the process ended, with its last line of output.
+
+        Args:
+            seconds: The time limit that is over if the process still runs.
+        """
         assert self._process is not None
         try:
             code = self._process.wait(1)
         except subprocess.TimeoutExpired:
-            return f"it took more than {self.seconds_of_a_law:g} seconds"
+            limit = self.seconds_of_a_law if self._is_late else seconds
+            return Status.HANGS, f"it took more than {limit:g} seconds"
+        if code == -signal.SIGKILL:
+            killed = "the process was killed, as the system does if memory runs out"
+            return Status.OUT_OF_MEMORY, killed
         self._said.seek(0)
         said = [line for line in self._said.read().splitlines() if line.strip()]
         # the first line of the fault handler names the error; a traceback follows
         fatal = [line for line in said if line.startswith("Fatal Python error")]
-        last = (fatal or said)[-1:]
-        return ": ".join([f"the process ended with code {code}", *last])
+        ended = f"the process ended with code {code}"
+        return Status.CRASHED, ": ".join([ended, *(fatal or said)[-1:]])
 
 
 @contextmanager

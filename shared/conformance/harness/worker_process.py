@@ -1,12 +1,15 @@
-"""The loop of a worker process: jobs from standard input, results to a pipe, one JSON per line."""
+"""The loop of a worker process: jobs from standard input, results to a pipe, one JSON per line.
+
+After a fatal error the process ends by itself, because it could not judge anything else.
+"""
 
 import json
 import os
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
-from .worker import Job
+from .worker import FATAL, Job
 
 
 def main(pipe: int) -> None:
@@ -27,21 +30,29 @@ def main(pipe: int) -> None:
         first = json.loads(sys.stdin.readline())
         try:
             from .candidate import load_candidate
+            from .screening import screen
             from .trial import make_setting, try_case, try_law
 
-            setting = make_setting(
-                load_candidate(first["implementation"]), first["device"]
-            )
+            candidate = load_candidate(first["implementation"])
+            setting = make_setting(candidate, first["device"])
+            if why := candidate.support.why_not_device(setting.device):
+                raise ValueError(f"{candidate.name} does not support {why}")
         except Exception as error:
             say(kind=type(error).__name__, error=str(error))
             return
         import torch
 
         from ..laws.all_laws import ALL_LAWS
+        from .fatal import is_context_lost
+        from .support import Support
 
         torch.set_num_threads(1)
+        if first["device"] == "cpu" and "triton" in sys.modules:
+            from .interpreter import speed_up
+
+            speed_up()
         by_name = {law.name: law for law in ALL_LAWS}
-        say(ready=True)
+        say(promises=list(candidate.support.rejects or ()))
         for line in sys.stdin:
             job = Job(**json.loads(line))
             law = by_name[job.law]
@@ -49,8 +60,26 @@ def main(pipe: int) -> None:
             def at(case: str) -> None:
                 say(case=case)
 
-            if job.case is None:
-                result = try_law(law, setting, job.seed, job.examples, at, job.listed)
+            own = setting
+            if job.outside:
+                own = replace(setting, candidate=setting.candidate.outside())
+            if job.probe is not None:
+                probed = setting.candidate.with_support(Support(**job.probe))
+                own = replace(setting, candidate=probed)
+            if job.signature is not None and job.case is None:
+                drawn = (job.signature, job.seed, job.examples)
+                result = screen(law, own, *drawn, at)
+            elif job.case is None:
+                result = try_law(law, own, job.seed, job.examples, at, job.listed)
             else:
-                result = try_case(law, setting, job.case, at)
-            say(result=asdict(result) | {"status": result.status.value})
+                result = try_case(law, own, job.case, at, job.probe is not None)
+            is_last = result.status in FATAL or (
+                not result.ok and is_context_lost(setting.device)
+            )
+            say(
+                result=asdict(result) | {"status": result.status.value},
+                is_last=is_last,
+            )
+            if is_last:
+                # an orderly end would raise once more, or wait for a kernel
+                os._exit(0)

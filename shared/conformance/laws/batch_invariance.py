@@ -18,9 +18,10 @@ from ..generators.batches import DTYPES, LAYOUTS, BatchPlan
 from ..generators.options import Call, build_call, paged_call
 from ..generators.rearranging import moved_pages, of_parts, only, rows_of
 from ..harness.calling import Result, run_call
-from ..harness.candidate import BATCH_INVARIANT, Support
+from ..harness.candidate import BATCH_INVARIANT
 from ..harness.expect import expect_same
 from ..harness.law import Setting, law
+from ..harness.support import Support, nearest_length
 from .attention import Drawn, drawn_calls
 from .invariance import WHOLE
 
@@ -167,12 +168,11 @@ class DecodesAround:
 
         The window is removed if the candidate does not support it.
         """
-        longest, taken = support.max_query_len or self.query_len, support.options
-        is_taken = taken is None or "sliding_window" in taken
+        window = {} if self.window is None else {"sliding_window": self.window}
         return replace(
             self,
-            query_len=min(self.query_len, longest),
-            window=self.window if is_taken else None,
+            query_len=nearest_length(self.query_len, support.query_lens),
+            window=None if support.why_not_options(window) else self.window,
         )
 
     def plan(self) -> BatchPlan:

@@ -25,7 +25,6 @@ from ..generators.latent_batches import (
 from ..generators.options import starts_of
 from ..harness.calling import Result, expect_same_results
 from ..harness.canaries import kept
-from ..harness.candidate import OutsideSupport
 from ..harness.expect import Disagreement, expect_budget, expect_same
 from ..harness.law import Setting, law
 from ..oracles.brute_force import Answer
@@ -48,21 +47,7 @@ def run_latents(
     lse = torch.full((heads, tokens), NAN, device=setting.device)
     given = arguments_of(batch, way) | changes
     operation = getattr(setting.candidate, way)
-    try:
-        found = operation(**pack_options(**given), out=out, lse=lse)
-    except NotImplementedError as error:
-        plan = batch.plan
-        reason = setting.candidate.support.why_not(
-            str(plan.dtype).removeprefix("torch."),
-            str(plan.cache_dtype or plan.dtype).removeprefix("torch."),
-            plan.block_size,
-            plan.nope + plan.rope,
-            max(plan.query_lens, default=0),
-            (),
-        )
-        if reason is None:
-            raise
-        raise OutsideSupport(reason) from error
+    found = operation(**pack_options(**given), out=out, lse=lse)
     if found is not out:
         raise Disagreement("output", "as a whole", "another tensor", "out")
     return out, lse

@@ -24,8 +24,8 @@ from ..generators.options import (
 )
 from ..generators.rearranging import given_away
 from ..harness.calling import expect_right, expect_same_results, run_call
-from ..harness.candidate import Support
 from ..harness.law import Setting, law
+from ..harness.support import Support, nearest_length
 
 KINDS = (
     "causal",
@@ -40,19 +40,6 @@ KINDS = (
     "window in a tree",
 )
 
-HIDDEN_BY: dict[str, tuple[str, ...]] = {
-    "causal": (),
-    "not causal": ("causal",),
-    "flags": ("causal",),
-    "window": ("sliding_window",),
-    "window to both sides": ("sliding_window", "causal"),
-    "chunks": ("attention_chunk_size",),
-    "window and chunks": ("sliding_window", "attention_chunk_size"),
-    "range": ("query_ranges", "sliding_window"),
-    "tree": ("tree_mask",),
-    "window in a tree": ("tree_mask", "sliding_window"),
-}
-"""Options that each kind of mask sets."""
 ALIKE = (KINDS[:3], KINDS[3:7], KINDS[7:8], KINDS[8:])
 """Groups of kinds: each group is tested by one law."""
 
@@ -120,16 +107,19 @@ class MaskCase:
         query does not change, so the needle is as near to the edge as before. If the kind of mask
         is not declared, a declared kind of the same law replaces it where there is one.
         """
-        longest, taken = support.max_query_len, support.options
-        if longest is None or self.query_len <= longest:
-            longest = self.query_len
+        longest = nearest_length(self.query_len, support.query_lens)
         position = self.key_len - self.query_len + self.own
         is_cut = longest < self.query_len
         key_len = position + 1 if is_cut else self.key_len
         kind = self.kind
-        if taken is not None and not set(HIDDEN_BY[kind]) <= set(taken):
+
+        def is_declared(kind: str) -> bool:
+            options = {} if kind == "causal" else replace(self, kind=kind).options()
+            return support.why_not_options(options) is None
+
+        if not is_declared(kind):
             alike = next(group for group in ALIKE if kind in group)
-            others = [each for each in alike if set(HIDDEN_BY[each]) <= set(taken)]
+            others = [each for each in alike if is_declared(each)]
             kind = others[self.seed % len(others)] if others else kind
         return replace(
             self,

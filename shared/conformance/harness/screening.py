@@ -1,0 +1,275 @@
+"""Screening: hundreds of batches of one signature, judged together by the batched oracle.
+
+The kernels run call by call; the oracle computes a group of calls at once. A batch that is wrong is
+tried again by its law, alone, which is the judgement of record and makes the input smaller.
+"""
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..generators.option_pairs import PLAIN
+from ..generators.signatures import (
+    LARGE,
+    SMALL,
+    Signature,
+    SignedBatch,
+    SignedCall,
+    build_signed,
+    draw_batch,
+    draw_signature,
+)
+from ..oracles.batched import MAX_SCORES, judge_group, make_group
+from .calling import Result as Output
+from .calling import run_call
+from .candidate import OutsideSupport
+from .fitting import fit_case, fit_signature
+from .law import Law, Setting
+from .report import Result, Status
+from .trial import try_case
+
+CALLS_AT_ONCE = 32
+"""Calls of a group, at most."""
+MARGIN = 2.0
+"""Error budgets by which a batch must be wrong to be reported if its law holds when it is tried
+again. Below that, the rounding of the two oracles makes the difference."""
+
+
+class ContextLostError(RuntimeError):
+    """A kernel has ended the CUDA context: no later call of this process can be judged.
+
+    Args:
+        case: The case, as Python.
+        error: What the call raised.
+    """
+
+    def __init__(self, case: str, error: Exception) -> None:
+        super().__init__(f"{type(error).__name__}: {error}".split("\n")[0][:500])
+        self.case = case
+
+
+def is_context_lost(device: torch.device) -> bool:
+    """Return whether every further call on a CUDA device raises an error."""
+    if device.type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize()
+        torch.ones(1, device=device).item()
+    except RuntimeError:
+        return True
+    return False
+
+
+def signature_of(law: Law, setting: Setting, seed: int) -> Signature:
+    """Return the signature of a seed, within the declared support."""
+    limits = SMALL if setting.device.type == "cpu" else LARGE
+    drawn = draw_signature(seed, limits, law.needs[0])
+    if setting.candidate.promises_all:
+        return drawn
+    return fit_signature(drawn, setting.candidate.support)
+
+
+def screen(
+    law: Law,
+    setting: Setting,
+    seed: int,
+    first: int,
+    count: int,
+    at: Callable[[str], None] = lambda case: None,
+) -> Result:
+    """Return the result of a law on some batches of one signature.
+
+    Args:
+        law: One of the laws of signatures.
+        setting: The candidate, the reference and the device.
+        seed: Seed of the signature.
+        first, count: Index of the first batch, and number of batches.
+        at: Called with each case, as Python, before it is tried.
+    """
+    if missing := setting.candidate.missing(law.needs):
+        reason = f"{setting.candidate.name} has no {', '.join(missing)}"
+        declared = setting.candidate.support.operations
+        is_declared = declared is None or set(missing) & set(declared)
+        status = Status.MISSING if is_declared else Status.OUTSIDE
+        return Result(law.name, law.area, status, reason=reason)
+    begin = time.perf_counter()
+    signature = signature_of(law, setting, seed)
+    tally = Tally()
+    failed: Result | None = None
+    batches = (draw_batch(signature, first + number) for number in range(count))
+    try:
+        for group in _groups(batches, setting, at, tally):
+            failed = _judge(law, setting, group, at, tally)
+            if failed is not None:
+                break
+    except ContextLostError as lost:
+        failed = Result(
+            law.name, law.area, Status.CRASHED, case=lost.case, message=str(lost)
+        )
+    result = failed or Result(law.name, law.area, Status.HELD)
+    if failed is None and tally.cases and tally.cases == tally.skipped:
+        result = replace(result, status=Status.OUTSIDE)
+    if failed is None:
+        result = replace(result, reason="; ".join(sorted(tally.outside)[:3]))
+    return replace(
+        result,
+        cases=tally.cases,
+        skipped=tally.skipped,
+        seconds=round(time.perf_counter() - begin, 3),
+        details=result.details
+        | {
+            "signature": describe(signature),
+            "counts": dict(tally.counts),
+            "seconds": {name: round(each, 3) for name, each in tally.seconds.items()},
+        },
+    )
+
+
+def describe(signature: Signature) -> dict[str, str]:
+    """Return the sizes and the options of a signature that are not plain, by name."""
+    always = (
+        "operation",
+        "batch",
+        "dtype",
+        "head_size",
+        "group",
+        "block_size",
+        "layout",
+    )
+    choice = signature.choice
+    found = {name: choice[name] for name in always}
+    found["kv_heads"] = str(signature.kv_heads)
+    found |= {
+        name: value
+        for name, value in choice.items()
+        if name not in found and value != PLAIN[name]
+    }
+    return found
+
+
+class Tally:
+    """What was tried: cases, those that tested nothing, contents of the batches, seconds."""
+
+    def __init__(self) -> None:
+        self.cases = 0
+        self.skipped = 0
+        self.outside: set[str] = set()
+        self.counts: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+
+    def add(self, batch: SignedBatch) -> None:
+        """Count what a batch contains."""
+        self.counts += Counter(
+            {
+                "requests": len(batch.query_lens),
+                "new tokens": sum(batch.query_lens),
+                "keys": sum(batch.key_lens),
+                "needles": sum(each >= 0 for each in batch.needles),
+                f"table: {batch.table}": 1,
+                f"poison: {batch.poison}": 1,
+                f"entries: {batch.entries}": 1,
+            }
+        )
+
+
+Tried = tuple[SignedBatch, SignedCall, Output]
+"""A batch, its call and the candidate's result, or the error that it raised."""
+
+
+def _groups(
+    batches: Iterator[SignedBatch],
+    setting: Setting,
+    at: Callable[[str], None],
+    tally: Tally,
+) -> Iterator[list[tuple[SignedBatch, SignedCall | None, Output | Exception]]]:
+    """Run batches one after another, and yield them in groups that the oracle computes at once."""
+    group: list[Any] = []
+    scores = 0
+    for batch in batches:
+        shown = batch if setting.candidate.promises_all else _fitted(batch, setting)
+        at(repr(shown))
+        began = time.perf_counter()
+        built = build_signed(shown, setting.device)
+        ran = time.perf_counter()
+        tally.seconds["build"] += ran - began
+        tally.cases += 1
+        tally.add(shown)
+        out: Output | Exception
+        try:
+            out = run_call(setting, built.call)
+            if setting.device.type == "cuda":
+                # an error of a kernel belongs to the call that launched it
+                torch.cuda.synchronize()
+        except OutsideSupport as error:
+            tally.skipped += 1
+            tally.outside.add(str(error))
+            continue
+        except Exception as error:
+            if is_context_lost(setting.device):
+                raise ContextLostError(repr(shown), error) from error
+            out = error
+        tally.seconds["candidate"] += time.perf_counter() - ran
+        group.append((shown, built, out))
+        heads = built.host.query.shape[1]
+        scores += (
+            len(shown.query_lens) * max(shown.query_lens) * max(shown.key_lens) * heads
+        )
+        if (
+            isinstance(out, Exception)
+            or len(group) == CALLS_AT_ONCE
+            or scores > MAX_SCORES
+        ):
+            yield group
+            group, scores = [], 0
+    if group:
+        yield group
+
+
+def _fitted(batch: SignedBatch, setting: Setting) -> SignedBatch:
+    fitted: SignedBatch = fit_case(batch, setting.candidate.support)
+    return fitted
+
+
+def _judge(
+    law: Law,
+    setting: Setting,
+    group: list[Any],
+    at: Callable[[str], None],
+    tally: Tally,
+) -> Result | None:
+    """Return the failure of the first batch of a group that is wrong, or None if all are right."""
+    began = time.perf_counter()
+    ran = [each for each in group if not isinstance(each[2], Exception)]
+    shares: list[float] = []
+    if ran:
+        padded = make_group([built for _, built, _ in ran], setting.device)
+        shares = judge_group(padded, [out for _, _, out in ran])
+    tally.seconds["oracle"] += time.perf_counter() - began
+    wrong = [
+        (batch, share)
+        for (batch, _, _), share in zip(ran, shares, strict=True)
+        if not share <= 1
+    ]
+    wrong += [
+        (batch, float("inf")) for batch, _, out in group if isinstance(out, Exception)
+    ]
+    for batch, share in wrong:
+        began = time.perf_counter()
+        result = try_case(law, setting, repr(batch), at)
+        tally.seconds["law"] += time.perf_counter() - began
+        if not result.ok:
+            return result
+        tally.counts["judged again"] += 1
+        if share > MARGIN:
+            message = (
+                f"{share:.3g} of the error budget after the calls before it, and right when it"
+                " was tried again: the result depends on earlier calls or on timing"
+            )
+            return Result(
+                law.name, law.area, Status.BROKEN, case=repr(batch), message=message
+            )
+    return None

@@ -1,0 +1,407 @@
+"""Batched oracle: attention of many calls of one signature at once, padded, on any device.
+
+`brute_force` computes one query at a time and is the oracle of record. This one computes the
+padded scores of all requests of a group of calls, in float64 for the exact result and in the
+calls' own dtype for the error budgets. It shares no code with either twin. A result that it finds
+wrong is judged again by `brute_force`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from ...contract.budgets import FACTOR, ROUNDINGS_INSIDE, ROUNDS_ONCE
+from ..generators.options import Call
+from ..generators.signatures import SignedCall
+
+MAX_SCORES = 1 << 22
+"""Scores of a group that are computed at once, in elements."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """The requests of some calls, padded to equal lengths. `n` counts requests over all calls.
+
+    Args:
+        call: The first call; options that are numbers are the same in all calls.
+        query: [n, queries, query_heads, head_size].
+        key, value: [n, keys, kv_heads, size] as the cache stores them.
+        query_lens, key_lens: [n].
+        options: Tensors of options, with the first axis n, or [n, queries] for ranges.
+        index, request, own, token: [rows] for each live row its call, its request, its query of
+            the request, and its row of the call's output.
+        out_scales: [calls] scale of an FP8 output; 1 for other outputs.
+    """
+
+    call: Call
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    query_lens: Tensor
+    key_lens: Tensor
+    options: dict[str, Tensor]
+    index: Tensor
+    request: Tensor
+    own: Tensor
+    token: Tensor
+    out_scales: Tensor
+
+    @property
+    def scores(self) -> int:
+        """Number of scores, padding included."""
+        reqs, queries, heads, _ = self.query.shape
+        return reqs * queries * heads * self.key.shape[1]
+
+
+@dataclass(frozen=True)
+class Exact:
+    """Attention of the live rows of a group.
+
+    Args:
+        out: [rows, query_heads, value_head_size].
+        lse: [rows, query_heads] natural log-sum-exp.
+        sizes: [rows] the largest weighted average of absolute values of a row.
+        scores: [rows, query_heads] the largest sum of absolute products of a score.
+    """
+
+    out: Tensor
+    lse: Tensor
+    sizes: Tensor
+    scores: Tensor
+
+
+def make_group(calls: Sequence[SignedCall], device: torch.device) -> Group:
+    """Return the requests of calls of one signature as padded tensors on a device."""
+    hosts = [each.host for each in calls]
+    query_lens = [length for host in hosts for length in host.query_lens]
+    key_lens = [length for host in hosts for length in host.key_lens]
+    queries: list[Tensor] = []
+    keys: list[Tensor] = []
+    values: list[Tensor] = []
+    for each in calls:
+        tokens = list(each.host.query_lens)
+        queries += torch.split(each.host.query[: sum(tokens)], tokens)
+        for tensor, into in ((each.keys, keys), (each.values, values)):
+            # torch pads no FP8 numbers, all of which float16 holds
+            numbers = tensor.half() if tensor.element_size() == 1 else tensor
+            into += torch.split(numbers, list(each.host.key_lens))
+    places = [
+        (index, req, own, token)
+        for index, host in enumerate(hosts)
+        for req, own, token in _rows_of(host)
+    ]
+    first = [0]
+    for host in hosts:
+        first.append(first[-1] + len(host.query_lens))
+    columns = list(zip(*places, strict=True)) or [()] * 4
+    index, request, own, token = (
+        torch.tensor(each, dtype=torch.long) for each in columns
+    )
+    request = request + torch.tensor(first, dtype=torch.long)[index]
+    return Group(
+        call=hosts[0],
+        query=pad_sequence(queries, batch_first=True).to(device),
+        key=pad_sequence(keys, batch_first=True).to(device),
+        value=pad_sequence(values, batch_first=True).to(device),
+        query_lens=torch.tensor(query_lens, device=device),
+        key_lens=torch.tensor(key_lens, device=device),
+        options={
+            name: each.to(device) for name, each in _padded_options(hosts).items()
+        },
+        index=index.to(device),
+        request=request.to(device),
+        own=own.to(device),
+        token=token.to(device),
+        out_scales=torch.tensor(
+            [float(host.arguments.get("out_scale", 1.0)) for host in hosts],
+            dtype=torch.float64,
+            device=device,
+        ),
+    )
+
+
+def _rows_of(host: Call) -> list[tuple[int, int, int]]:
+    """Return request, query of the request and token of each live row."""
+    rows, token = [], 0
+    for req, length in enumerate(host.query_lens):
+        for own in range(length):
+            rows.append((req, own, token))
+            token += 1
+    return rows
+
+
+PER_CALL = ("alibi_slopes", "position_bias", "sinks", "k_scale", "v_scale")
+"""Tensors of options that all requests of a call share."""
+
+
+def _padded_options(hosts: Sequence[Call]) -> dict[str, Tensor]:
+    """Return the tensors of options of all requests, one after another."""
+    found: dict[str, Tensor] = {}
+    first = hosts[0].arguments
+    for name in PER_CALL:
+        if isinstance(first.get(name), Tensor):
+            found[name] = torch.cat(
+                [
+                    host.arguments[name]
+                    .flatten()[None]
+                    .expand(len(host.query_lens), -1)
+                    if name != "position_bias"
+                    else host.arguments[name][None].expand(len(host.query_lens), -1, -1)
+                    for host in hosts
+                ]
+            )
+    for name in ("causal", "tree_mask"):
+        if isinstance(first.get(name), Tensor):
+            found[name] = torch.cat([host.arguments[name] for host in hosts])
+    if "query_ranges" in first:
+        found["query_ranges"] = pad_sequence(
+            [
+                each
+                for host in hosts
+                for each in host.arguments["query_ranges"][
+                    : sum(host.query_lens)
+                ].split(list(host.query_lens))
+            ],
+            batch_first=True,
+            padding_value=-1,
+        )
+    return found
+
+
+def attend_batched(group: Group, dtype: torch.dtype = torch.float64) -> Exact:
+    """Return the attention of all live rows of a group.
+
+    Args:
+        group: The requests.
+        dtype: Element type of the arithmetic.
+    """
+    given = group.call.arguments
+    reqs, queries, heads, head_size = group.query.shape
+    keys, kv_heads = group.key.shape[1:3]
+    share = heads // kv_heads
+    scale = given.get("scale", head_size**-0.5)
+    visible, distance = visible_keys(group)  # [n, queries, keys]
+    query = group.query.to(dtype).view(reqs, queries, kv_heads, share, head_size)
+    key = _read(group, group.key, "k_scale", dtype)
+    value = _read(group, group.value, "v_scale", dtype)
+    score = torch.einsum("nqhgd,nkhd->nhgqk", query, key)
+    score = (score * scale).reshape(reqs, heads, queries, keys)
+    size = torch.einsum("nqhgd,nkhd->nhgqk", query.abs(), key.abs()) * scale
+    size = size.reshape(reqs, heads, queries, keys)
+    if "logits_soft_cap" in given:
+        cap = given["logits_soft_cap"]
+        score = cap * torch.tanh(score / cap)
+    for bias in _biases(group, distance, dtype):
+        score, size = score + bias, size + bias.abs()
+    score = score.masked_fill(~visible[:, None], -torch.inf)
+    lse = score.logsumexp(3)
+    if "sinks" in given:
+        sinks = group.options["sinks"].to(dtype)[:, :, None]
+        lse = torch.logaddexp(lse, sinks)
+    finite = lse.masked_fill(lse.isinf(), 0.0)
+    weights = torch.exp(score - finite[..., None])  # [n, heads, queries, keys]
+    weights = weights.view(reqs, kv_heads, share, queries, keys)
+    rows = group.request, group.own
+    out = torch.einsum("nhgqk,nkhd->nqhgd", weights, value)
+    sizes = torch.einsum("nhgqk,nkhd->nqhgd", weights, value.abs())
+    out, sizes = out.reshape(reqs, queries, heads, -1), sizes.flatten(2).amax(2)
+    size = size.masked_fill(~visible[:, None], 0.0)
+    largest = size.amax(3) if keys else lse.new_zeros(lse.shape)
+    return Exact(
+        out[rows], lse.transpose(1, 2)[rows], sizes[rows], largest.transpose(1, 2)[rows]
+    )
+
+
+def _read(group: Group, stored: Tensor, scale: str, dtype: torch.dtype) -> Tensor:
+    """Return stored keys or values as numbers."""
+    numbers = stored.to(dtype)
+    if scale in group.options:
+        return (numbers * group.options[scale][:, None, :, None]).to(dtype)
+    factor: float = group.call.arguments.get(scale, 1.0)
+    return numbers * factor
+
+
+def visible_keys(group: Group) -> tuple[Tensor, Tensor]:
+    """Return which keys each query attends to, and key position minus query position.
+
+    Returns:
+        [n, queries, keys] bool, and [n, queries, keys] int64.
+    """
+    given, options = group.call.arguments, group.options
+    queries, keys = group.query.shape[1], group.key.shape[1]
+    device = group.query.device
+    own = torch.arange(queries, device=device)
+    number = torch.arange(keys, device=device)
+    context = group.key_lens - group.query_lens
+    query = (context[:, None] + own).expand(len(context), -1)  # [n, queries]
+    key = number.expand(len(context), -1)  # [n, keys]
+    live = (own < group.query_lens[:, None])[:, :, None]
+    live = live & (number < group.key_lens[:, None])[:, None]
+    new = number - context[:, None]  # [n, keys] index among the new tokens
+    tree = options.get("tree_mask")
+    is_tree = None
+    if tree is not None:
+        width = tree.shape[1]
+        is_tree = group.query_lens <= width
+        valid = torch.arange(width, device=device) < group.query_lens[:, None]
+        ancestors = tree & valid[:, None] & valid[:, :, None]
+        depth = ancestors.sum(2)  # [n, width]
+        at = own.clamp(max=width - 1)
+        of_tree = context[:, None] + depth[:, at] - 1
+        query = torch.where(is_tree[:, None], of_tree, query)
+        its = depth.gather(1, new.clamp(0, width - 1))
+        is_new = is_tree[:, None] & (new >= 0)
+        key = torch.where(is_new, context[:, None] + its - 1, key)
+    distance = key[:, None] - query[:, :, None]
+    causal = given.get("causal", call_is_causal(group.call))
+    flags = options.get("causal")
+    past = distance <= 0
+    if flags is not None:
+        visible = past | ~flags[:, None, None]
+    elif causal:
+        visible = past
+    else:
+        visible = torch.ones_like(past)
+    if tree is not None and is_tree is not None:
+        at = own.clamp(max=tree.shape[1] - 1)
+        allowed = tree[:, at].gather(
+            2, new.clamp(0, tree.shape[1] - 1)[:, None].expand(-1, queries, -1)
+        )
+        allowed = allowed | (new < 0)[:, None]
+        visible = torch.where(is_tree[:, None, None], allowed, visible)
+    window = given.get("sliding_window")
+    if window is not None:
+        visible = visible & (distance.abs() < window)
+    chunk = given.get("attention_chunk_size")
+    if chunk is not None:
+        visible = visible & (
+            torch.div(key, chunk, rounding_mode="floor")[:, None]
+            == torch.div(query, chunk, rounding_mode="floor")[:, :, None]
+        )
+    if "query_ranges" in options:
+        first, last = options["query_ranges"].long().unbind(2)
+        inside = (key[:, None] >= first[:, :, None]) & (
+            key[:, None] <= last[:, :, None]
+        )
+        visible = visible | (inside & (first >= 0)[:, :, None])
+    return visible & live, distance
+
+
+def call_is_causal(call: Call) -> bool:
+    """Return whether the operation is causal by default."""
+    return call.operation == "paged_attention"
+
+
+def _biases(group: Group, distance: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Return the tensors that are added to the scores, [n, heads, queries, keys]."""
+    added = []
+    if "alibi_slopes" in group.options:
+        slopes = group.options["alibi_slopes"].to(dtype)
+        added.append(slopes[:, :, None, None] * distance[:, None].to(dtype))
+    if "position_bias" in group.options:
+        bias = group.options["position_bias"].to(dtype)  # [n, heads, entries]
+        reach = bias.shape[2] // 2
+        entry = (distance.clamp(-reach, reach) + reach)[:, None]
+        entry = entry.expand(-1, bias.shape[1], -1, -1)
+        added.append(bias.gather(2, entry.flatten(2)).view(entry.shape))
+    return added
+
+
+def judge_group(
+    group: Group, results: Sequence[tuple[Tensor, Tensor | None]]
+) -> list[float]:
+    """Return for each call its largest error divided by the error budget; inf if it is not finite.
+
+    Args:
+        group: The requests of the calls.
+        results: Output and log-sum-exp of each call. Rows past the last request must be 0 and
+            -inf.
+    """
+    exact = attend_batched(group)
+    same = attend_batched(group, group.call.dtype)
+    device = exact.out.device
+    calls = len(results)
+    rows = max(len(out) for out, _ in results)
+    lens = torch.tensor([len(out) for out, _ in results], device=device)
+    shape = (calls, rows, *exact.out.shape[1:])
+    place = group.index, group.token
+    outs = pad_sequence([_numbers(out) for out, _ in results], batch_first=True)
+    right = exact.out.new_zeros(shape)
+    right[place] = exact.out
+    # step: budget each row as contract.budgets does
+    its_dtype = group.call.dtype
+    lost = torch.full((calls, rows), torch.nan, dtype=torch.float64, device=device)
+    lost = lost.masked_fill(torch.arange(rows, device=device) < lens[:, None], 0.0)
+    rounded = same.out.to(its_dtype).double()
+    lost[place] = (rounded - exact.out).abs().flatten(1).amax(1)
+    size, largest = torch.zeros_like(lost), torch.zeros_like(lost)
+    size[place] = exact.out.abs().flatten(1).amax(1)
+    largest[place] = exact.sizes
+    eps = torch.finfo(its_dtype).eps
+    typical = lost.nanquantile(0.75, dim=1)[:, None]
+    lost = lost.nan_to_num(0.0).maximum(torch.minimum(typical, eps * largest))
+    budget = FACTOR * lost + eps * size
+    if its_dtype not in ROUNDS_ONCE:
+        budget = FACTOR * lost + ROUNDINGS_INSIDE * eps * largest
+    # step: compare output and log-sum-exp
+    if "out_scale" not in group.call.arguments:
+        error = (outs.double() - right).abs().flatten(2).amax(2)
+        shares = torch.where(error == 0, 0.0, error / budget)
+    else:
+        shares = _outside_fp8(group, outs, right, budget, results)
+    worst = shares.nan_to_num(torch.inf, torch.inf).amax(1)
+    if results[0][1] is not None:
+        worst = worst.maximum(_lse_shares(group, exact, results, shape[:2]))
+    return [float(each) for each in worst.tolist()]
+
+
+def _numbers(out: Tensor) -> Tensor:
+    """Return an output in a dtype that torch can pad."""
+    return out.float() if out.element_size() == 1 else out
+
+
+def _outside_fp8(
+    group: Group,
+    outs: Tensor,
+    right: Tensor,
+    budget: Tensor,
+    results: Sequence[tuple[Tensor, Tensor | None]],
+) -> Tensor:
+    """Return inf for rows with an FP8 number that is not the rounding of a result in its budget."""
+    dtype = results[0][0].dtype
+    most = torch.finfo(dtype).max
+    scale = group.out_scales[:, None, None, None]
+
+    def rounded(numbers: Tensor) -> Tensor:
+        clamped = (numbers / scale).clamp(-most, most).float()
+        return clamped.to(dtype).double()
+
+    low, high = (rounded(right + sign * budget[..., None, None]) for sign in (-1, 1))
+    found = outs.double()
+    outside = (found < low) | (found > high) | ~found.isfinite()
+    return torch.where(outside.flatten(2).any(2), torch.inf, 0.0)
+
+
+def _lse_shares(
+    group: Group,
+    exact: Exact,
+    results: Sequence[tuple[Tensor, Tensor | None]],
+    shape: tuple[int, ...],
+) -> Tensor:
+    """Return for each call the largest error of its log-sum-exps divided by their budget."""
+    lses = [lse.T for _, lse in results if lse is not None]
+    found = pad_sequence(lses, batch_first=True, padding_value=-torch.inf).double()
+    right = found.new_full((*shape, found.shape[2]), -torch.inf)
+    scores = torch.zeros_like(right)
+    place = group.index, group.token
+    right[place], scores[place] = exact.lse, exact.scores
+    empty = right == -torch.inf
+    error = (found - right).abs().masked_fill(empty, 0.0)
+    size = 1 + scores + right.abs().masked_fill(empty, 0.0)
+    budget = 8 * torch.finfo(torch.float32).eps * size
+    share = (error / budget).nan_to_num(torch.inf, torch.inf)
+    share = torch.where(empty & (found != -torch.inf), torch.inf, share)
+    return share.flatten(1).amax(1)

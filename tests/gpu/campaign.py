@@ -1,0 +1,86 @@
+"""A campaign of fuzzing on a GPU, with its corpus summary as a record.
+
+    python tests/gpu/campaign.py OUTDIR --cases 1000000 --minutes 9 --commit $(git rev-parse HEAD)
+
+Runs `pagetwin fuzz` on the batches of signatures, with several processes on one GPU. A second run
+with the same OUTDIR continues the first one: no case is tried twice. The record holds the counts of
+all runs. It is written to OUTDIR as <date>-<device>-campaign.json and .md.
+
+Exit codes: 0, as many cases as requested and no failure. 1, a failure. 2, cases are left: run it
+again.
+"""
+
+import argparse
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from record import ROOT, describe_machine, run_limited
+
+IMPLEMENTATION = "pagetwin.optimized"
+LAWS = "for every batch of a signature"
+STARTING = 60.0
+"""Seconds that a run may take beyond its time limit: imports, cases of the corpus, reports."""
+
+
+def read_summary(corpus: Path) -> dict[str, Any]:
+    """Return the summary of the corpus, empty before the first run."""
+    (file,) = [*corpus.glob("*/summary.json")] or [None]
+    if file is None:
+        return {}
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return found
+
+
+def main() -> int:
+    """Run the campaign, and return its exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("folder", type=Path, help="where corpus and record are written")
+    parser.add_argument("--cases", type=int, default=1_000_000, help="in all runs")
+    parser.add_argument("--minutes", type=float, default=9.0, help="of this run")
+    parser.add_argument("--workers", type=int, default=min(os.cpu_count() or 1, 12))
+    parser.add_argument("--batches", type=int, default=2048, help="per signature")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--commit", help="default: what git says")
+    asked = parser.parse_args()
+    folder = asked.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    before = read_summary(folder / "corpus").get("cases", 0)
+    machine = describe_machine(asked.commit, asked.device)
+    code, said = 0, ""
+    if before < asked.cases:
+        command = [sys.executable, "-c", "from pagetwin.tools.cli import app; app()"]
+        command += ["fuzz", IMPLEMENTATION, "--only", LAWS, "--device", asked.device]
+        command += [
+            "--corpus",
+            str(folder / "corpus"),
+            "--html",
+            str(folder / "r.html"),
+        ]
+        for name in ("minutes", "workers", "batches"):
+            command += [f"--{name}", str(getattr(asked, name))]
+        command += ["--cases", str(asked.cases - before)]
+        limit = 60 * asked.minutes + STARTING
+        found, said = run_limited(command, limit, folder / "log.txt")
+        code = 1 if found is None else found
+    summary = read_summary(folder / "corpus")
+    record = machine | {"command": vars(asked) | {"folder": ""}, "summary": summary}
+    device = re.sub(r"[^a-z0-9]+", "-", record["device"].lower()).strip("-")
+    path = folder / f"{record['date'][:10]}-{device}-campaign.json"
+    text = json.dumps(record, indent=1).replace(f"{ROOT}/", "")
+    path.write_text(text + "\n", encoding="utf-8")
+    for table in (folder / "corpus").glob("*/summary.md"):
+        words = table.read_text(encoding="utf-8")
+        path.with_suffix(".md").write_text(words, encoding="utf-8")
+    print(said[-2000:])
+    print(f"record: {path}; {summary.get('cases', 0):,} of {asked.cases:,} cases")
+    if code:
+        return 1
+    return 0 if summary.get("cases", 0) >= asked.cases else 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

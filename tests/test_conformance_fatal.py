@@ -1,0 +1,209 @@
+"""Fatal errors: crashes, hangs, failed allocations and lost CUDA contexts end only one process.
+
+Each kernel fails for some inputs alone. Its law is reported with such an input, and every other law
+is judged as if nothing had happened.
+"""
+
+import textwrap
+from collections.abc import Callable
+
+import pytest
+import torch
+from pagetwin.conformance import Status
+from pagetwin.conformance.harness.report import SEVERITIES, Report, severity_of
+from pagetwin.conformance.harness.trial import find_law, make_case
+from pagetwin.conformance.harness.worker import Job, Worker
+
+SLOTS = "every new token gets the slot of its block table row"
+BLOCKS = "blocks needed are the fewest that hold the tokens"
+ATTENDS = "every new token attends to its sequence up to itself"
+EMPTY = "an empty batch gives rows of zeros"
+AROUND = "nothing is written outside of the output"
+Write = Callable[[str], str]
+
+
+@pytest.fixture
+def kernels(tmp_path, monkeypatch) -> Write:
+    """Return a function that writes a module into the current folder and returns its name."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def write(source: str) -> str:
+        name = f"fatal_{tmp_path.name}".replace("-", "_")
+        (tmp_path / f"{name}.py").write_text(textwrap.dedent(source))
+        return name
+
+    return write
+
+
+def slots(fault: str, condition: str = "block_size == 3") -> str:
+    """Return a module whose slot mapping has a fault under a condition."""
+    return f"""
+    import os, time
+    from pagetwin.reference import blocks_needed
+    from pagetwin.reference import compute_slot_mapping_batch as right
+
+    calls = []
+
+    def compute_slot_mapping_batch(query_lens, computed, rows, block_size):
+        calls.append(1)
+        if {condition}:
+            {fault}
+        return right(query_lens, computed, rows, block_size)
+    """
+
+
+FAULTS = {
+    "abort": ("os.abort()", Status.CRASHED, "Aborted"),
+    "sleep": ("time.sleep(1000)", Status.HANGS, "it took more than 2 seconds"),
+    "memory": ("raise MemoryError('8 GiB')", Status.OUT_OF_MEMORY, "8 GiB"),
+    "killed": ("os.kill(os.getpid(), 9)", Status.OUT_OF_MEMORY, "memory runs out"),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fatal_error_ends_one_law_and_not_the_next(kernels: Write, name: str) -> None:
+    fault, status, words = FAULTS[name]
+    worker = Worker(kernels(slots(fault)), "cpu", seconds_of_a_case=2)
+    try:
+        first = worker.try_law(Job(SLOTS, examples=60), "slots")
+        other = worker.try_law(Job(BLOCKS, examples=5), "blocks")
+    finally:
+        worker.stop()
+    assert first.status == status and words in first.message, first
+    assert make_case(find_law(SLOTS), first.case).block_size == 3
+    assert "alone" not in first.message
+    assert other.status == Status.HELD, other
+
+
+@pytest.mark.long
+def test_a_crash_that_needs_earlier_inputs_says_so(kernels: Write) -> None:
+    worker = Worker(kernels(slots("os.abort()", "len(calls) == 3")), "cpu")
+    try:
+        result = worker.try_law(Job(SLOTS, examples=10), "slots")
+    finally:
+        worker.stop()
+    assert result.status == Status.CRASHED and result.cases == 3
+    assert "alone, in a fresh process, this input does not fail" in result.message
+
+
+@pytest.mark.long
+def test_memory_that_another_law_has_left_occupied_breaks_no_law(
+    kernels: Write,
+) -> None:
+    fault = "raise MemoryError('occupied')"
+    worker = Worker(kernels(slots(fault, "len(calls) > 40")), "cpu")
+    try:
+        results = [worker.try_law(Job(SLOTS, examples=30), "slots") for _ in range(2)]
+    finally:
+        worker.stop()
+    assert [each.status for each in results] == [Status.HELD] * 2, results
+
+
+WRITES_PAST_ITS_OUTPUT = """
+from pagetwin.conformance import Support
+from pagetwin.contract.attention_options import pack_options
+from pagetwin.reference import paged_attention as right
+
+SUPPORT = Support(operations=["paged_attention"])
+
+def paged_attention(*arguments, out=None, **given):
+    found = right(*arguments, out=out, **pack_options(**given))
+    if out is not None and out.storage_offset():
+        out.as_strided((1,), (1,), out.storage_offset() - 1).fill_(1.0)
+    return found
+"""
+
+
+def test_a_write_before_the_output_is_found_and_is_severe(kernels: Write) -> None:
+    worker = Worker(kernels(WRITES_PAST_ITS_OUTPUT), "cpu")
+    try:
+        result = worker.try_law(Job(AROUND, listed=3), "attention")
+    finally:
+        worker.stop()
+    assert result.status == Status.BROKEN
+    assert SEVERITIES[severity_of(result)] == "writes outside of its output"
+    assert result.what == "what lies around the output"
+    title = Report("mine", "cpu", (result,)).symptoms()[0].title
+    assert title.startswith("1 law broken: what lies around the output")
+
+
+# ---- on a GPU
+
+ON_CUDA = """
+import torch
+import triton
+import triton.language as tl
+from pagetwin.conformance import Support
+from pagetwin.contract.attention_options import pack_options
+from pagetwin.optimized import paged_attention as right
+
+SUPPORT = Support(operations=["paged_attention"])
+
+@triton.jit
+def trap(x):
+    value = tl.load(x + tl.arange(0, 32))
+    asm: tl.constexpr = "trap; mov.b32 $0, $1;"
+    value = tl.inline_asm_elementwise(asm, "=r,r", [value], tl.int32, False, 1)
+    tl.store(x + tl.arange(0, 32), value)
+
+@triton.jit
+def hang(x):
+    value = tl.load(x, volatile=True)
+    while value == 0:
+        value = tl.load(x, volatile=True)
+    tl.store(x, value)
+
+@triton.jit
+def write_far(x):
+    tl.store(x + tl.full((), 1 << 40, tl.int64), 1)
+
+def paged_attention(query, *arguments, **given):
+    if query.dtype == torch.float16:
+        FAULT[(1,)](torch.zeros(32, dtype=torch.int32, device=query.device))
+    return right(query, *arguments, **pack_options(**given))
+"""
+ON_DEVICE = {
+    "trap": (Status.CRASHED, "CUDA error"),
+    "hang": (Status.HANGS, "it took more than 20 seconds"),
+    "write_far": (Status.CRASHED, "CUDA error"),
+}
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ON_DEVICE)
+def test_a_cuda_error_belongs_to_its_call_and_ends_only_its_process(
+    kernels: Write, name: str
+) -> None:
+    """The context stays unusable, so that every later law of the process was broken too."""
+    status, words = ON_DEVICE[name]
+    module = kernels(ON_CUDA.replace("FAULT", name))
+    worker = Worker(module, "cuda", seconds_of_a_case=20)
+    try:
+        first = worker.try_law(Job(ATTENDS, examples=12), "attention")
+        other = worker.try_law(Job(EMPTY), "attention")
+        again = worker.try_law(Job(ATTENDS, case=first.case), "attention")
+    finally:
+        worker.stop()
+    assert first.status == again.status == status, (first, again)
+    assert words in first.message and "alone" not in first.message
+    assert make_case(find_law(ATTENDS), first.case).dtype == torch.float16
+    assert other.status == Status.HELD, other
+    assert SEVERITIES[severity_of(first)] == "ends the process"
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_device_memory_that_runs_out_is_reported_as_such(kernels: Write) -> None:
+    fault = "query.new_empty(1 << 45)"
+    call = "FAULT[(1,)](torch.zeros(32, dtype=torch.int32, device=query.device))"
+    worker = Worker(kernels(ON_CUDA.replace(call, fault)), "cuda")
+    try:
+        first = worker.try_law(Job(ATTENDS, examples=12), "attention")
+        other = worker.try_law(Job(EMPTY), "attention")
+    finally:
+        worker.stop()
+    assert first.status == Status.OUT_OF_MEMORY, first
+    assert other.status == Status.HELD, other
