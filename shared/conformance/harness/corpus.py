@@ -201,7 +201,7 @@ def check_numbers(minutes: float, **numbers: int | None) -> None:
 
     Args:
         minutes: Duration.
-        numbers: Numbers of at least 1, by name. None means that there is no limit.
+        numbers: Numbers of at least 1, by name. If None, a number is not limited.
     """
     if not minutes > 0:
         raise ValueError(f"minutes = {minutes:g}: expected more than 0")
