@@ -9,7 +9,7 @@ TWINS := $(addprefix -p pagetwin.,reference optimized $(notdir $(patsubst %/,%,$
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-quick test-long compile docs types check mutants mutants-generated
+.PHONY: demo test test-quick test-long compile docs types check mutants mutants-generated matrix
 
 # one thread per worker: torch's own threads are slower at these sizes
 test test-quick test-long compile: export OMP_NUM_THREADS := 1
@@ -39,6 +39,11 @@ mutants: $(STAMP)
 mutants-generated: $(STAMP)
 	PYTHONPATH=tests $(BIN)/python -m mutants.run_generated --workers $(TEST_WORKERS) $(ARGUMENTS)
 
+# The quick tests on each declared combination of versions, each in its own environment in .matrix/.
+# CORNERS="name name" chooses; CUDA_BUILDS=1 also installs CUDA builds of torch, several GB each.
+matrix: $(STAMP)
+	$(BIN)/python tests/version_matrix.py --workers $(TEST_WORKERS) $(if $(CUDA_BUILDS),--cuda-builds) $(CORNERS)
+
 # builds site/ and tests its pages, in Chromium where it is installed
 docs: $(STAMP)
 	$(BIN)/python -m pytest -q -rs -m site tests/test_docs.py tests/test_site.py
@@ -51,7 +56,7 @@ check: types docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml .ci/constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q -e '.[dev,docs]'
+	$(BIN)/python -m pip install -q -e '.[dev,docs]' -c .ci/constraints.txt
 	touch $@

@@ -7,11 +7,10 @@ slow and exact, if TRITON_INTERPRET=1 is set before triton is imported.
 
 import importlib.util
 
+from ..engine.triton_versions import why_no_triton
+
 if importlib.util.find_spec("triton") is None:
-    raise ImportError(
-        "pagetwin.optimized needs triton 3.6 to 3.7, which is made for Linux on x86-64;"
-        " pagetwin.reference has the same functions and runs anywhere"
-    )
+    raise ImportError(why_no_triton())
 
 from ..bookkeeping.batch.layer_parameters import (
     get_per_layer_parameters,

@@ -32,6 +32,7 @@ from pagetwin.optimized.kernels.sm90 import family
 from pagetwin.optimized.kernels.sm90.kernel import prefill_kernel
 from pagetwin.optimized.launch.attention_call import AttentionCall
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -162,7 +163,7 @@ def assemble(ptx: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.ptx"
         file.write_text(ptx)
-        tool, made = str(TOOLS / "ptxas"), str(file.with_suffix(".cubin"))
+        tool, made = get_ptxas(90).path, str(file.with_suffix(".cubin"))
         report = subprocess.run(
             [tool, "-v", "--gpu-name", "sm_90a", str(file), "-o", made],
             capture_output=True,

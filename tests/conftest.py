@@ -62,6 +62,7 @@ QUICK: dict[str, str] = {
     "test_puzzles.py": "accepted or template or example or page or unknown",
     "test_twins.py": "",
     "test_validation.py": "",
+    "test_versions.py": "",
     "test_words.py": "",
 }
 """Tests of `make test-quick`: by file, one of these words in the name; empty: all of the file."""
@@ -216,6 +217,14 @@ def same_interpreter() -> Iterator[None]:
     os.environ.pop(name, None)
     if chosen is not None:
         os.environ[name] = chosen
+
+
+@pytest.fixture(scope="session")
+def xformers() -> None:
+    """Skip the test, with the reason, where the optimized twin cannot use xFormers."""
+    split_k = import_module("pagetwin.optimized.launch.xformers_split_k")
+    if reasons := split_k.why_no_xformers():
+        pytest.skip(reasons[0])
 
 
 @pytest.fixture

@@ -1,7 +1,9 @@
 """Backends: which one is selected, why one cannot run, and what each one declares."""
 
 import importlib
+import platform
 import re
+import sys
 from typing import Any
 
 import pytest
@@ -215,7 +217,9 @@ def test_a_block_size_below_one_is_refused() -> None:
         load_backend("XFORMERS").supports_block_size(0)
 
 
-def test_a_backend_that_can_run_is_returned(device: torch.device) -> None:
+def test_a_backend_that_can_run_is_returned(
+    device: torch.device, xformers: None
+) -> None:
     for name in ("REFERENCE", "TRITON", "XFORMERS"):
         assert get_attn_backend(name, SPEC, device) is load_backend(name)
         assert load_backend(name).get_name() == name
@@ -250,20 +254,49 @@ def test_an_unknown_backend_is_refused(device: torch.device) -> None:
 def test_xformers_is_never_replaced_silently(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where it cannot be imported, asking for it is an error that says what fits."""
+    """Where it is not installed, the error says what to install."""
     from pagetwin.optimized.launch import xformers_split_k as _xformers
 
-    monkeypatch.setitem(__import__("sys").modules, "xformers", None)
+    monkeypatch.setitem(sys.modules, "xformers", None)
     _xformers.why_no_xformers.cache_clear()
     try:
-        with pytest.raises(ValueError, match="xFormers cannot be imported") as caught:
+        with pytest.raises(ValueError, match="xFormers is not installed") as caught:
             get_attn_backend("XFORMERS", SPEC, device)
-        assert "expected xformers 0.0.35" in str(caught.value)
-        assert str(caught.value).endswith("What can: REFERENCE, TRITON")
+        message = str(caught.value)
+        assert "expected xformers 0.0.35" in message
+        assert "pip install 'pagetwin[xformers]' installs it" in message
+        assert message.endswith("What can: REFERENCE, TRITON")
     finally:
         monkeypatch.undo()
         _xformers.why_no_xformers.cache_clear()
-    assert not _xformers.why_no_xformers()
+
+
+def test_xformers_on_another_machine_is_not_said_to_be_installable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """pip's marker leaves it out there, so the extra would install nothing."""
+    from pagetwin.optimized.launch.xformers_split_k import what_fits
+
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    assert "(here: Linux on aarch64)" in what_fits()
+    assert "pip install" not in what_fits()
+
+
+def test_xformers_beside_triton_3_9_is_rejected_with_the_reason(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its operator failed at the first launch, since triton 3.9 has no block pointers."""
+    from pagetwin.optimized.launch import xformers_split_k as _xformers
+
+    monkeypatch.setattr(_xformers, "find_spec", lambda name: "found")
+    monkeypatch.setattr("triton.__version__", "3.9.0")
+    _xformers.why_no_xformers.cache_clear()
+    try:
+        with pytest.raises(ValueError, match="block pointers"):
+            get_attn_backend("XFORMERS", SPEC, device)
+    finally:
+        monkeypatch.undo()
+        _xformers.why_no_xformers.cache_clear()
 
 
 @pytest.mark.parametrize("name", ["REFERENCE", "TRITON", "XFORMERS"])
@@ -281,8 +314,10 @@ def test_a_layer_of_an_unsupported_head_size_is_refused() -> None:
 
 @pytest.mark.parametrize("name", backend_names())
 def test_a_backend_takes_quantised_caches_and_says_once_what_it_does_not_take(
-    name: str, device: torch.device
+    name: str, device: torch.device, request: pytest.FixtureRequest
 ) -> None:
+    if name == "XFORMERS":
+        request.getfixturevalue("xformers")
     backend = load_backend(name)
     for dtype in FP8_DTYPES:
         spec = KVCacheSpec(16, 2, 64, dtype)

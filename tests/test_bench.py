@@ -570,12 +570,11 @@ def test_a_plot_is_drawn_for_light_and_for_dark_pages(smoke: Any) -> None:
     assert "<svg" in light and "<svg" in dark and light != dark
 
 
-def test_xformers_is_asked_as_the_backend_asks_it() -> None:
-    pytest.importorskip("xformers")
+def test_xformers_is_asked_as_the_backend_asks_it(xformers: None) -> None:
     everyone = choose_libraries(all_libraries("cpu"), ["xformers"])
     assert [each.name for each in everyone] == ["ours", "xformers"]
-    xformers = [AsOurs("cpu"), everyone[1]]
-    record = Benchmark(settings_of("decode-16x512", "write-8k"), xformers).run()
+    libraries = [AsOurs("cpu"), everyone[1]]
+    record = Benchmark(settings_of("decode-16x512", "write-8k"), libraries).run()
     decode, write = (each["results"]["xformers"] for each in record["workloads"])
     assert decode["status"] == "timed", decode
     assert write["reason"] == "its paged operator is for decodes"

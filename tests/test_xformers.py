@@ -18,7 +18,7 @@ from pagetwin.conformance.oracles.dense import judge_attention
 from pagetwin.contract.specs import CrossAttentionSpec, KVCacheSpec
 from pagetwin.engine.selector import load_backend
 
-pytest.importorskip("xformers")
+pytestmark = pytest.mark.usefixtures("xformers")
 
 
 @pytest.fixture

@@ -19,7 +19,8 @@ try:
     )
 except ImportError as error:
     raise ImportError(
-        "this adapter needs xFormers 0.0.35 with Triton: pip install xformers==0.0.35"
+        "this adapter needs xFormers 0.0.35 and triton older than 3.9:"
+        " pip install 'pagetwin[xformers]'"
     ) from error
 
 ON_HOST = not torch.cuda.is_available()

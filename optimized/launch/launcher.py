@@ -9,18 +9,22 @@ import torch
 import triton
 from torch import Tensor
 
+from ...engine.triton_versions import repair_loaded_interpreter
+
 RUNTIME = triton.knobs.runtime
 INTERPRETED: bool = RUNTIME.interpret
 """Whether kernels run in Triton's interpreter, on any tensor, or compiled, on CUDA tensors."""
 
 
 def check_launch(tensor: Tensor) -> None:
-    """Reject a tensor that compiled kernels cannot read.
+    """Reject a tensor that compiled kernels cannot read; repair the interpreter if it is used.
 
     Raises:
         ValueError: a tensor that is not on a CUDA device while the interpreter is off.
     """
-    if not INTERPRETED and tensor.device.type != "cuda":
+    if INTERPRETED:
+        repair_loaded_interpreter()
+    elif tensor.device.type != "cuda":
         raise ValueError(
             f"the tensors are on {tensor.device}: expected cuda. To run the kernels without a"
             " GPU, set TRITON_INTERPRET=1 before triton is imported; or use"
@@ -104,7 +108,11 @@ class Launcher:
         """
         from triton.backends.nvidia.driver import make_tensordesc_arg
 
-        made: list[Any] = make_tensordesc_arg(descriptor, self._map_kinds[number])
+        # from triton 3.8 on it takes the launch's other arguments too, which it does not read
+        others = len(inspect.signature(make_tensordesc_arg).parameters) - 2
+        made: list[Any] = make_tensordesc_arg(
+            descriptor, self._map_kinds[number], *(None,) * others
+        )
         return made
 
     def __call__(

@@ -6,9 +6,11 @@ what the operator needs: it reads `BLOCK_N` keys at once, which must divide the 
 """
 
 import logging
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -16,29 +18,48 @@ from torch import Tensor
 
 from ...contract.metadata_classes import PagedAttentionMetadata
 from ...engine.attention_impl import AttentionImpl
-from .launcher import INTERPRETED, must_widen
+from ...engine.triton_versions import release
+from .launcher import INTERPRETED, check_launch, must_widen
 
 HEAD_SIZES_OF_SPLIT_K = (32, 64, 128, 256)
-FITS = "xformers 0.0.35 with torch 2.10 to 2.13 and triton 3.6 to 3.7"
+FITS = "xformers 0.0.35 with torch 2.10 to 2.14 and triton 3.6 to 3.8"
+
+
+def what_fits() -> str:
+    """Return which versions of xFormers can be used on this machine, and how to install them."""
+    system, machine = platform.system(), platform.machine()
+    if (system, machine) == ("Linux", "x86_64"):
+        return f"expected {FITS}; pip install 'pagetwin[xformers]' installs it"
+    return (
+        f"expected Linux on x86_64, for which xFormers has wheels (here: {system} on"
+        f" {machine}); the TRITON backend has the same operations"
+    )
 
 
 @cache
 def why_no_xformers() -> list[str]:
     """Return why xFormers' operator cannot be used. If the list is empty, it can."""
-    try:
-        import triton
+    if find_spec("xformers") is None:
+        return [f"xFormers is not installed: {what_fits()}"]
+    import triton
 
+    if release(triton.__version__) >= (3, 9):
+        return [
+            "xFormers' operator uses block pointers, which triton 3.9 removed (here:"
+            f" {triton.__version__}): {what_fits()}"
+        ]
+    try:
         with _without_warnings("xformers"):
             import xformers
             from xformers.ops.fmha import triton_splitk
     except Exception as error:  # a broken installation fails in many ways
         return [
-            f"xFormers cannot be imported ({type(error).__name__}: {error}): expected {FITS}"
+            f"xFormers cannot be imported ({type(error).__name__}: {error}): {what_fits()}"
         ]
     if triton_splitk.FwOp.OPERATOR is None:
         return [
             f"xFormers {xformers.__version__} finds no usable triton (here:"
-            f" {triton.__version__}, torch {torch.__version__}): expected {FITS}"
+            f" {triton.__version__}, torch {torch.__version__}): {what_fits()}"
         ]
     return []
 
@@ -150,7 +171,8 @@ def split_k_attention(
         [reqs, query_heads, head_size].
 
     Raises:
-        ValueError: the mask was built for another block size.
+        ValueError: the mask was built for another block size, or compiled kernels cannot read the
+            tensors.
     """
     from xformers.ops.fmha import Inputs
 
@@ -161,6 +183,7 @@ def split_k_attention(
             f"the metadata was built for blocks of {bias.page_size}: expected"
             f" {block_size}, as the cache has; build it for the group of this layer"
         )
+    check_launch(query)
     group_size = query_heads // kv_heads
     dtype = torch.float32 if must_widen(query.dtype) else query.dtype
     # all slots as one sequence; the heads of a group read the same keys through stride 0

@@ -1,1 +1,1 @@
-"""What an engine uses: the attention layer, the backend interface, the backend selector."""
+"""What an engine uses: attention layer, backend interface, selector, versions of triton."""

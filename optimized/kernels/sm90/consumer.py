@@ -38,6 +38,7 @@ from .config import (
     uses_ping_pong,
 )
 from .epilogue import normalize, store_tile
+from .gluon_names import reinterpret
 from .pipeline import PipelineState, ping_pong_arrive, ping_pong_wait
 from .scheduler import NO_WORK, find_tiles, receive_work
 from .score import modify_scores, softmax_scale
@@ -99,8 +100,8 @@ def consume(
     PING_PONG: gl.constexpr = uses_ping_pong(HEAD_DIM)
     ACC_ROWS: gl.constexpr = gl.SliceLayout(1, acc_layout(HEAD_DIM))
     dtype: gl.constexpr = shared.q.dtype
-    k = shared.k._reinterpret(dtype, [STAGES, BLOCK_N, HEAD_DIM], SWIZZLED)
-    v = shared.v._reinterpret(dtype, [STAGES, BLOCK_N, HEAD_DIM], SWIZZLED)
+    k = reinterpret(shared.k, dtype, [STAGES, BLOCK_N, HEAD_DIM], SWIZZLED)
+    v = reinterpret(shared.v, dtype, [STAGES, BLOCK_N, HEAD_DIM], SWIZZLED)
     # computed before the loop: in `store_tile` they would change what is spilled
     column = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, acc_layout(HEAD_DIM)))
     row = CONSUMER * WARPGROUP_M + gl.arange(0, WARPGROUP_M, ACC_ROWS)

@@ -4,9 +4,10 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from .config import LN_2, LOG2_E, WARPGROUP_M, acc_layout
+from .gluon_names import async_store
 
 
 class OutputArgs(NamedTuple):
@@ -95,7 +96,7 @@ def store_tile(
     if is_whole:
         staging.store(acc.to(dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(
+        async_store(
             output.plane.desc,
             [
                 work.query_start + FIRST_ROW + work.head * output.plane.head_rows,

@@ -10,10 +10,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-# triton 3.6 and 3.7 export no public name for it
-from triton.language.core import _aggregate as aggregate
-
 from .config import warp_layout
+from .gluon_names import aggregate
 
 
 @aggregate

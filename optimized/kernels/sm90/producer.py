@@ -12,7 +12,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
 )
 
 from .config import (
@@ -24,6 +23,7 @@ from .config import (
     count_q_stages,
     has_lower_bound,
 )
+from .gluon_names import async_load, reinterpret
 from .pipeline import PipelineState
 from .scheduler import (
     NO_WORK,
@@ -123,7 +123,7 @@ def _load_q(
     row = work.query_start + work.head * q.head_rows
     mbarrier.expect(full, NUM_CONSUMERS * WARPGROUP_M * HEAD_DIM * 2)
     for consumer in gl.static_range(NUM_CONSUMERS):
-        tma.async_copy_global_to_shared(
+        async_load(
             q.desc,
             [row + consumer * WARPGROUP_M, work.head * q.head_columns],
             full,
@@ -273,7 +273,7 @@ def _load_boxes(desc, boxes, stage, full, rows, column, config: gl.constexpr):
     mbarrier.expect(full, BLOCK_N * HEAD_DIM * 2)
     for i in gl.static_range(ROW_BOXES):
         for j in gl.static_range(COLUMN_BOXES):
-            tma.async_copy_global_to_shared(
+            async_load(
                 desc,
                 [rows[i], column + j * BOX_COLUMNS],
                 full,
@@ -292,8 +292,8 @@ def _clear_rows(boxes, stage, first_row, config: gl.constexpr):
     ROWS: gl.constexpr = boxes.shape[0] * boxes.shape[1]
     WORDS: gl.constexpr = BOX_COLUMNS // 2
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
-    chunks = boxes._reinterpret(
-        gl.int32, [ROWS // SWIZZLE_ROWS, SWIZZLE_ROWS, WORDS], SWIZZLED_32_BIT
+    chunks = reinterpret(
+        boxes, gl.int32, [ROWS // SWIZZLE_ROWS, SWIZZLE_ROWS, WORDS], SWIZZLED_32_BIT
     )
     row = gl.arange(0, SWIZZLE_ROWS, gl.SliceLayout(1, layout))  # [8]
     for chunk in range(first_row // SWIZZLE_ROWS, CHUNKS):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
+from ...engine.triton_versions import repair_loaded_interpreter
 from .answers import CallResult, Difference, answer_of, first_difference, is_same
 from .puzzle import Case, Function, Puzzle
 from .show import show_answer, show_case
@@ -99,6 +100,7 @@ def load(file: Path) -> ModuleType:
     sys.modules[name] = module
     with _without_bytecode():
         spec.loader.exec_module(module)
+    repair_loaded_interpreter()
     return module
 
 

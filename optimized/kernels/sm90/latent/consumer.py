@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..config import LN_2, SWIZZLED
+from ..gluon_names import reinterpret
 from ..pipeline import PipelineState
 from .config import (
     BLOCK_M,
@@ -97,12 +98,12 @@ def _view_tiles(shared):
     """Return the `LatentTiles` of what TMA fills as boxes."""
     dtype: gl.constexpr = shared.p.dtype
     return LatentTiles(
-        shared.q_0._reinterpret(dtype, [BLOCK_M, HALF], SWIZZLED),
-        shared.q_1._reinterpret(dtype, [BLOCK_M, HALF], SWIZZLED),
-        shared.q_rope._reinterpret(dtype, [BLOCK_M, ROPE_DIM], SWIZZLED),
-        shared.half_0._reinterpret(dtype, [STAGES, BLOCK_N, HALF], SWIZZLED),
-        shared.half_1._reinterpret(dtype, [STAGES, BLOCK_N, HALF], SWIZZLED),
-        shared.rope._reinterpret(dtype, [STAGES, BLOCK_N, ROPE_DIM], SWIZZLED),
+        reinterpret(shared.q_0, dtype, [BLOCK_M, HALF], SWIZZLED),
+        reinterpret(shared.q_1, dtype, [BLOCK_M, HALF], SWIZZLED),
+        reinterpret(shared.q_rope, dtype, [BLOCK_M, ROPE_DIM], SWIZZLED),
+        reinterpret(shared.half_0, dtype, [STAGES, BLOCK_N, HALF], SWIZZLED),
+        reinterpret(shared.half_1, dtype, [STAGES, BLOCK_N, HALF], SWIZZLED),
+        reinterpret(shared.rope, dtype, [STAGES, BLOCK_N, ROPE_DIM], SWIZZLED),
     )
 
 

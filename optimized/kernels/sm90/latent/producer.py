@@ -10,10 +10,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
 )
 
 from ..config import SWIZZLE_ROWS, SWIZZLED_32_BIT
+from ..gluon_names import async_load, reinterpret
 from ..pipeline import PipelineState
 from .config import (
     BLOCK_M,
@@ -116,18 +116,16 @@ def _load_q(shared, desc, state, row):
     shared.q_pipe.producer_acquire(state)
     full = shared.q_pipe.full_barrier(state)
     mbarrier.expect(full, Q_ROWS * (RANK + ROPE_DIM) * 2)
-    tma.async_copy_global_to_shared(desc, [row, RANK], full, shared.q_rope.index(0))
+    async_load(desc, [row, RANK], full, shared.q_rope.index(0))
     for j in gl.static_range(HALF_BOXES):
-        tma.async_copy_global_to_shared(
+        async_load(
             desc,
             [row, HALF + j * BOX_COLUMNS],
             full,
             shared.q_1.index(j * ROW_BOXES),
         )
     for j in gl.static_range(HALF_BOXES):
-        tma.async_copy_global_to_shared(
-            desc, [row, j * BOX_COLUMNS], full, shared.q_0.index(j * ROW_BOXES)
-        )
+        async_load(desc, [row, j * BOX_COLUMNS], full, shared.q_0.index(j * ROW_BOXES))
 
 
 @gluon.jit
@@ -177,7 +175,7 @@ def _load_boxes(
     ROW_BOXES: gl.constexpr = BLOCK_N // desc.block_type.shape[0]
     for i in gl.static_range(ROW_BOXES):
         for j in gl.static_range(COLUMN_BOXES):
-            tma.async_copy_global_to_shared(
+            async_load(
                 desc,
                 [rows[i], column + j * BOX_COLUMNS],
                 barrier,
@@ -195,8 +193,8 @@ def _clear_rows(boxes, stage, first_row):
     ROWS: gl.constexpr = boxes.shape[0] * boxes.shape[1]
     WORDS: gl.constexpr = BOX_COLUMNS // 2
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
-    chunks = boxes._reinterpret(
-        gl.int32, [ROWS // SWIZZLE_ROWS, SWIZZLE_ROWS, WORDS], SWIZZLED_32_BIT
+    chunks = reinterpret(
+        boxes, gl.int32, [ROWS // SWIZZLE_ROWS, SWIZZLE_ROWS, WORDS], SWIZZLED_32_BIT
     )
     row = gl.arange(0, SWIZZLE_ROWS, gl.SliceLayout(1, layout))  # [8]
     zeros = gl.zeros([SWIZZLE_ROWS, WORDS], gl.int32, layout)

@@ -31,7 +31,7 @@ class XFormers(AttentionLibrary):
 
     def missing(self) -> str:
         if not has_module("xformers"):
-            return "not installed (pip install xformers)"
+            return "not installed (pip install 'pagetwin[xformers]')"
         try:
             operator = importlib.import_module("xformers.ops.fmha.triton_splitk")
         except Exception as error:  # a broken installation fails in many ways

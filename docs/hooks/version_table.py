@@ -1,0 +1,49 @@
+"""Table of the versions on which the quick tests ran, from the record of `make matrix`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+RECORD = Path(__file__).parents[2] / "tests" / "records" / "versions.json"
+PACKAGES = ("python", "torch", "triton", "numpy", "xformers")
+
+
+def version_table() -> str:
+    """Return one row per declared combination: the versions, and the result or why none."""
+    record: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8"))
+    lines = [
+        "| corner | Python | torch | triton | numpy | xFormers | result | date |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, entry in record["corners"].items():
+        cells = [
+            f"`{name}`: {entry['meaning']}",
+            *_versions(entry),
+            _result(entry),
+            entry["date"],
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _versions(entry: dict[str, Any]) -> list[str]:
+    if "versions" in entry:
+        return [entry["versions"].get(each, "none") for each in PACKAGES]
+    wanted = (entry["python"], entry["torch"], entry["triton"], entry["numpy"])
+    return [
+        *(each.removeprefix("==") for each in wanted),
+        "0.0.35" if entry["xformers"] else "none",
+    ]
+
+
+def _result(entry: dict[str, Any]) -> str:
+    if "reason" in entry:
+        return f"not run: {entry['reason']}"
+    if "passed" not in entry:
+        return "; ".join(entry["failures"])
+    if entry["wheel"]:
+        return "imports" if not entry["failed"] else entry["failures"][0]
+    counts = ", ".join(
+        f"{entry[each]:,} {each}" for each in ("passed", "failed", "skipped")
+    )
+    return f"{counts} in {entry['seconds']} s"

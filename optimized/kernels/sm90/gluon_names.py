@@ -1,0 +1,28 @@
+"""Gluon's operations whose names differ between triton 3.6 and 3.9, under one name each."""
+
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+# no version up to 3.9 exports a public name
+from triton.language.core import _aggregate as aggregate
+
+# triton 3.8 renamed them, and 3.9 removed the old names
+HAS_NEW_NAMES = hasattr(tma, "async_load")
+async_load = tma.async_load if HAS_NEW_NAMES else tma.async_copy_global_to_shared
+async_store = tma.async_store if HAS_NEW_NAMES else tma.async_copy_shared_to_global
+
+__all__ = ["aggregate", "async_load", "async_store", "reinterpret"]
+
+
+@builtin
+def reinterpret(buffer, dtype, shape, layout, _semantic=None):
+    """Return a view of a shared-memory buffer. No bytes are moved.
+
+    Triton 3.9 renamed the method.
+
+    Args:
+        buffer: a shared-memory descriptor.
+        dtype, shape, layout: those of the view, which has as many bytes.
+    """
+    view = getattr(buffer, "reinterpret", None) or buffer._reinterpret
+    return view(dtype, shape, layout, _semantic=_semantic)
