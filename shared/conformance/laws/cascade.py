@@ -312,7 +312,7 @@ def a_prefix_that_is_not_shared_is_rejected_if_contents_are_checked(
 
 
 @dataclass(frozen=True)
-class Choice:
+class CascadeChoice:
     """The arguments of the decision between cascade attention and ordinary attention.
 
     Args:
@@ -362,7 +362,7 @@ EXCLUDED = ("use_alibi", "use_sliding_window", "use_local_attention", "dcp_world
 
 
 @st.composite
-def choices(draw: st.DrawFn) -> Choice:
+def choices(draw: st.DrawFn) -> CascadeChoice:
     """Return decisions at the limits of 256 keys and 8 requests, and near equal costs."""
     pick = Random(draw(st.integers(0, 2**20)))
     reqs = pick.choice([0, 7, 8, 9, 64, 128, 129, 300])
@@ -373,7 +373,7 @@ def choices(draw: st.DrawFn) -> Choice:
     # as many SMs as programs of the cascade, and as tiles of split-KV, and other numbers
     programs, requests = kv_heads * group, max(kv_heads * reqs, 1)
     sms = [1, 4, 108, 132, programs, programs - 1, 2 * programs, requests, 2 * requests]
-    return Choice(
+    return CascadeChoice(
         pick.choice([0, 255, 256, 257, 384, 385, 4096, 5000]),
         tuple(query_lens),
         kv_heads,
@@ -385,7 +385,7 @@ def choices(draw: st.DrawFn) -> Choice:
 
 @law("use_cascade_attention", cases=several(choices()))
 def a_cascade_is_used_if_it_reads_fewer_key_tiles_per_sm(
-    setting: Setting, choices: list[Choice]
+    setting: Setting, choices: list[CascadeChoice]
 ) -> None:
     """Never for short prefixes, few requests and options that it does not take.
 
@@ -414,6 +414,6 @@ WRONG_NUMBERS: dict[str, dict[str, Any]] = {
 
 @law("use_cascade_attention", cases=[*WRONG_NUMBERS], claim="rejects shapes")
 def a_decision_about_impossible_sizes_is_rejected(setting: Setting, what: str) -> None:
-    given = Choice(512, (1,) * 16, 2, 4, 4).arguments() | WRONG_NUMBERS[what]
+    given = CascadeChoice(512, (1,) * 16, 2, 4, 4).arguments() | WRONG_NUMBERS[what]
     decide = setting.candidate.use_cascade_attention
     expect_rejection(what, lambda: decide(**given))
