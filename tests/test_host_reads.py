@@ -144,6 +144,7 @@ def test_planning_touches_the_same_bytes_at_any_context(optimized: Twin) -> None
     assert len(sent[0]) == 1, "more than one copy"
 
 
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 def test_cascade_attention_reads_nothing_on_the_host(
     monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
