@@ -26,6 +26,7 @@ from hypothesis import Phase, settings
 from hypothesis.strategies import SearchStrategy
 from pagetwin.conformance.harness import trial as trying
 from pagetwin.conformance.harness.candidate import load_candidate
+from pagetwin.conformance.harness.interpreter import speed_up
 from pagetwin.conformance.harness.law import Law, Setting
 from pagetwin.conformance.harness.report import Status
 from pagetwin.contract.operations import CONCEPTS
@@ -167,6 +168,7 @@ def judge(
         examples: drawn cases of a law.
         usual: how long each law takes on the unchanged twin; None: nothing hangs.
     """
+    speed_up()
     trials = list(trials)
     yield from (trial for trial in trials if not trial.laws)
     waiting, running = deque(trial for trial in trials if trial.laws), []
