@@ -35,7 +35,7 @@ from pagetwin.optimized.kernels.sm90.config import (
 from pagetwin.optimized.kernels.sm90.family import Plane, _find_plane
 from pagetwin.optimized.launch import workspace
 from pagetwin.optimized.launch.attention_call import AttentionCall
-from pagetwin.optimized.launch.launcher import _with_ready_maps
+from pagetwin.optimized.launch.launcher import find_direct_launch
 from torch import Tensor
 from triton.backends.nvidia.driver import wrap_handle_tensordesc
 
@@ -892,17 +892,26 @@ def test_calls_of_one_plan_may_have_any_number_of_tokens(
 
 
 def test_a_kernel_whose_launch_cannot_be_found_is_left_to_triton() -> None:
-    """The encoded maps need a part of Triton's launcher. Without it the launch is still right."""
-    maker: Any = SimpleNamespace(launch=print)
-    assert _with_ready_maps(maker) is None
+    """A direct launch needs a part of Triton's launcher. Without it the launch is still right."""
+    options = {"launch_cooperative_grid": False, "launch_pdl": False}
+    of_triton_37 = {"arg_annotations": (), "kernel_signature": b""}
+    scratch = {"global_scratch_size": 0, "profile_scratch_size": 0}
+    maker: Any = SimpleNamespace(launch=print, **options, **of_triton_37)
+    compiled = SimpleNamespace(run=maker, function=7, packed_metadata=(4, 1, 0))
+    assert find_direct_launch(compiled, 0) is None
+    vars(maker).update(scratch)
+    direct = find_direct_launch(compiled, 0)
+    assert direct is not None and direct.function is print
     maker.launch = lambda *arguments: arguments
-    assert _with_ready_maps(maker) is None
+    assert find_direct_launch(compiled, 0) is None
 
-    # as this version of triton does it
+    # as this version of triton wraps the launch of a kernel with tensor maps
     kinds = {"query": "tensordesc<fp16[64, 64]>", "scale": "fp32"}
     maker.launch = wrap_handle_tensordesc(print, kinds, [{"swizzle": 3}])
-    assert _with_ready_maps(maker).launch is print
-    assert maker.launch is not print
+    direct = find_direct_launch(compiled, 0)
+    assert direct is not None and direct.function is print
+    maker.global_scratch_size = 128
+    assert find_direct_launch(compiled, 0) is None
 
 
 @needs_hopper

@@ -43,6 +43,7 @@ from ..kernels.fp8 import (
 )
 from ..launch.launcher import check_launch, must_widen
 from ..launch.operators import operator
+from ..launch.repeat.writes import WRITES, record_write, sign_write
 from .slot_mapping import find_request
 
 TOKENS_PER_PROGRAM = 4
@@ -93,6 +94,19 @@ def reshape_and_cache(
     v_scale: Scale | float | None = None,
 ) -> None:
     """Write each new token's key and value to its slot."""
+    signature = sign_write(
+        key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale
+    )
+    repeated = None if signature is None else WRITES.get(signature)
+    contents = values_checked()
+    if (
+        repeated is not None
+        and not contents
+        and repeated.launch(
+            key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale
+        )
+    ):
+        return
     check_reshape_and_cache(
         key,
         value,
@@ -101,7 +115,7 @@ def reshape_and_cache(
         slot_mapping,
         k_scale,
         v_scale,
-        contents=values_checked(),
+        contents=contents,
     )
     check_launch(key_cache)
     num_slots = slot_mapping.shape[0]
@@ -116,7 +130,7 @@ def reshape_and_cache(
     key_cache, value_cache = as_bits(key_cache, value_cache)
     tile = min(MAX_ELEMENTS_PER_PROGRAM, triton.next_power_of_2(elements))
     grid = (triton.cdiv(num_slots, TOKENS_PER_PROGRAM), triton.cdiv(elements, tile))
-    _write_kernel[grid](
+    arguments = (
         _NewTokens(key, *key.stride()),
         _NewTokens(value, *value.stride()),
         _CacheHalf(key_cache, *scale_arguments(k_scale), *key_cache.stride()),
@@ -126,12 +140,16 @@ def reshape_and_cache(
         kv_heads,
         block_size,
         slot_mapping.stride(0),
-        HEAD_SIZE=head_size,
-        VALUE_HEAD_SIZE=value_head_size,
-        E5M2=dtype == torch.float8_e5m2,
-        TOKENS=TOKENS_PER_PROGRAM,
-        ELEMENTS=tile,
+        # HEAD_SIZE, VALUE_HEAD_SIZE, E5M2, TOKENS, ELEMENTS
+        head_size,
+        value_head_size,
+        dtype == torch.float8_e5m2,
+        TOKENS_PER_PROGRAM,
+        tile,
     )
+    compiled = _write_kernel[grid](*arguments)
+    if signature is not None:
+        record_write(signature, compiled, grid, arguments)
 
 
 @operator(sizes={"tokens": "num_tokens"})

@@ -59,11 +59,9 @@ def sign(call: AttentionCall) -> Signature | None:
     """
     if INTERPRETED:
         return None
-    of_options = call.options.numbers
+    of_options = sign_options(call.options)
     if of_options is None:
-        of_options = _sign_tensors(call.options)
-        if of_options is None:
-            return None
+        return None
     query, key, value, block_table, query_start_loc, lengths, _, _, _, out, lse, _ = (
         call
     )
@@ -141,15 +139,19 @@ def _extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
     return sum(map(mul, shape, strides))
 
 
-def _sign_tensors(options: AttentionOptions) -> Signature | None:
+def sign_options(options: AttentionOptions) -> Signature | None:
     """Return options as a hashable tuple; None if a tensor belongs to this batch alone."""
-    for name in OPTIONS_PER_BATCH:
-        if isinstance(getattr(options, name), Tensor):
+    numbers = options.numbers
+    if numbers is not None:
+        return numbers
+    found: list[Any] = []
+    for name in options.given:
+        value = getattr(options, name)
+        if not isinstance(value, Tensor):
+            found.append((name, value))
+        elif name in OPTIONS_PER_BATCH:
             return None
-    values = [(name, getattr(options, name)) for name in options.given]
-    return tuple(
-        (name, value.shape, value.stride(), value.dtype, value.get_device())
-        if isinstance(value, Tensor)
-        else (name, value)
-        for name, value in values
-    )
+        else:
+            place = value.dtype, value.get_device()
+            found.append((name, value.shape, value.stride(), *place))
+    return tuple(found)

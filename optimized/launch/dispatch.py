@@ -1,17 +1,20 @@
 """Dispatch of attention calls: kernel families, launch plans and their cache.
 
 A call is validated, planned and launched. The first two steps happen once per signature: calls
-that differ only in what changes from step to step share a launch plan, and then a call costs little
-more than filling in pointers and sizes. Nothing is read from the device, so every call can be
-captured in a CUDA graph.
+that differ only in what changes from step to step share a launch plan. Calls that differ in nothing
+but addresses, as those of a model's layers in one step, repeat the recorded launches of one of them
+(repeat/calls.py). Nothing is read from the device, so every call can be captured in a CUDA graph.
 
 To add kernels for a chip, write a module with `supports(call)` and `plan(call)` in a folder of
 `optimized/kernels/`, and enter it in KERNEL_FAMILIES. No other file names it. A module whose plans
-compute every request of a call is entered in COMPLETE_FAMILIES.
+compute every request of a call is entered in COMPLETE_FAMILIES. If a plan launches only through
+`Launcher`, takes memory only from `find_workspace` and does nothing else on the device, it may have
+the attribute `is_repeatable = True`. Its calls are then repeated (repeat/calls.py).
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -24,8 +27,9 @@ from ..kernels.sm90.latent import family as sm90_latent
 from . import portable
 from .attention_call import AttentionCall, sign, sizes_fit
 from .cost_model import Layer, choose_path
-from .launcher import check_launch
+from .launcher import RECORDING, check_launch
 from .plan_cache import PlanCache
+from .repeat.calls import SEEN, RepeatedCall, repeat, sign_exactly
 from .tuning import max_head_size
 
 
@@ -115,6 +119,12 @@ class LaunchPlan:
     is_packed: bool
     upcasts_output: bool
 
+    @cached_property
+    def is_repeatable(self) -> bool:
+        """Whether all plans do nothing on the device that a recording does not note."""
+        plans = (self.portable, *self.prefills, *self.complete)
+        return all(getattr(each, "is_repeatable", False) for each in plans)
+
 
 PLANS: PlanCache[LaunchPlan] = PlanCache(MAX_PLANS)
 
@@ -155,7 +165,9 @@ def attend(
     options: AttentionOptions,
     check: Callable[[bool], None],
 ) -> Tensor:
-    """Validate, plan and launch one attention call, and return its output.
+    """Validate and launch one attention call, and return its output.
+
+    A call whose exact signature is known is launched at once, see repeat/calls.py.
 
     Args:
         query, key, value, block_table, query_start_loc, lengths, max_query_len, max_key_len,
@@ -164,6 +176,64 @@ def attend(
             given True. It is called unless a call with the same signature has passed it and the
             sizes fit.
     """
+    exact = sign_exactly(
+        query, key, value, block_table, query_start_loc, lengths, max_query_len,
+        max_key_len, scale, out, lse, options,
+    )  # fmt: skip
+    known = None if exact is None else PLANS.repeats.get(exact)
+    if isinstance(known, RepeatedCall) and not values_checked():
+        target = query.new_empty(known.out_shape) if out is None else out
+        if known.launch(
+            query,
+            key,
+            value,
+            block_table,
+            query_start_loc,
+            lengths,
+            target,
+            lse,
+            options,
+        ):
+            return target
+    RECORDING.notes = None if known is None else []
+    try:
+        result = attend_anew(
+            query, key, value, block_table, query_start_loc, lengths, max_query_len,
+            max_key_len, scale, out, lse, options, check,
+        )  # fmt: skip
+        notes = RECORDING.notes
+    finally:
+        RECORDING.notes = None
+    if exact is None:
+        return result
+    if known is None:
+        PLANS.repeats.put(exact, SEEN)
+    elif notes:
+        tensors = (
+            query, key, value, block_table, query_start_loc, lengths, result, lse,
+        )  # fmt: skip
+        repeated = repeat(notes, tensors, options)
+        if repeated is not None:
+            PLANS.repeats.put(exact, repeated)
+    return result
+
+
+def attend_anew(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_table: Tensor | None,
+    query_start_loc: Tensor,
+    lengths: Tensor,
+    max_query_len: int,
+    max_key_len: int,
+    scale: float | None,
+    out: Tensor | None,
+    lse: Tensor | None,
+    options: AttentionOptions,
+    check: Callable[[bool], None],
+) -> Tensor:
+    """Validate, plan and launch one attention call; the arguments are those of `attend`."""
     call = AttentionCall(
         query, key, value, block_table, query_start_loc, lengths, max_query_len,
         max_key_len, scale, out, lse, options,
@@ -193,6 +263,8 @@ def attend(
         plan = make_plan(call)
         if signature is not None:
             PLANS.put(signature, plan)
+    if RECORDING.notes is not None and not plan.is_repeatable:
+        RECORDING.notes.append(None)
     if plan.upcasts_output:
         call = call._replace(out=torch.zeros_like(out, dtype=torch.float32))
     if not plan.is_packed:

@@ -1,51 +1,73 @@
-"""Bounded cache of launch plans, keyed by call signature."""
+"""Bounded caches of launch plans and repeated calls, keyed by call signature."""
 
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from .attention_call import Signature
 
-_Plan = TypeVar("_Plan")
+_Value = TypeVar("_Value")
 
 
-class PlanCache(Generic[_Plan]):
+class SignatureCache(Generic[_Value]):
     """A cache in two generations, so that a hit costs one dictionary access.
 
-    A new plan enters the young generation. When that is full, it becomes the old one, and the
-    plans of the previous old generation are dropped. A plan that is used again in the old
-    generation returns to the young one. So the `capacity // 2` plans that were used last are
+    A new value enters the young generation. When that is full, it becomes the old one, and the
+    values of the previous old generation are dropped. A value that is used again in the old
+    generation returns to the young one. So the `capacity // 2` values that were used last are
     always kept, and never more than `capacity`.
 
     Several threads may use a cache. Each step is one operation on a dictionary, which is atomic.
-    A plan that two threads make at once, or that is lost between two steps, is only made again.
+    A value that two threads make at once, or that is lost between two steps, is only made again.
 
     Args:
-        capacity: maximum number of plans, at least 2.
+        capacity: maximum number of values, at least 2.
     """
 
     def __init__(self, capacity: int) -> None:
         self._half = capacity // 2
-        self._young: dict[Signature, _Plan] = {}
-        self._old: dict[Signature, _Plan] = {}
+        self._young: dict[Signature, _Value] = {}
+        self._old: dict[Signature, _Value] = {}
 
     def __len__(self) -> int:
-        """Return the number of plans."""
+        """Return the number of values."""
         return len(self._young) + len(self._old)
 
-    def get(self, signature: Signature) -> _Plan | None:
-        """Return the plan of a signature, or None."""
-        plan = self._young.get(signature)
-        if plan is None:
-            plan = self._old.pop(signature, None)
-            if plan is not None:
-                self.put(signature, plan)
-        return plan
+    def get(self, signature: Signature) -> _Value | None:
+        """Return the value of a signature, or None."""
+        value = self._young.get(signature)
+        if value is None:
+            value = self._old.pop(signature, None)
+            if value is not None:
+                self.put(signature, value)
+        return value
 
-    def put(self, signature: Signature, plan: _Plan) -> None:
-        """Add a plan. This may drop those that were not used for longest."""
+    def put(self, signature: Signature, value: _Value) -> None:
+        """Add a value. This may drop those that were not used for longest."""
         if len(self._young) >= self._half:
             self._old, self._young = self._young, {}
-        self._young[signature] = plan
+        self._young[signature] = value
 
     def clear(self) -> None:
-        """Drop all plans."""
+        """Drop all values."""
         self._young, self._old = {}, {}
+
+
+MAX_REPEATS = 128
+"""Repeated calls that are kept, at most: a few KiB each. One serves all layers of a kind in all
+steps with the same sizes."""
+
+
+class PlanCache(SignatureCache[_Value]):
+    """A cache of launch plans, with the repeated calls that were recorded from them.
+
+    Attributes:
+        repeats: repeated calls by exact signature, see repeat/calls.py.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self.repeats: SignatureCache[Any] = SignatureCache(min(capacity, MAX_REPEATS))
+
+    def clear(self) -> None:
+        """Drop all plans and repeated calls."""
+        super().clear()
+        self.repeats.clear()

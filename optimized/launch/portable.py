@@ -55,6 +55,8 @@ class PortablePlan:
             interpreter, whose stores to bfloat16 truncate).
     """
 
+    is_repeatable = True
+
     def __init__(self, launches: Launches, has_values: bool) -> None:
         self.launches = launches
         self._has_values = has_values

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .capture import find_capture_id
-from .launcher import current_stream, is_capturing, next_power_of_2
+from .launcher import RECORDING, current_stream, is_capturing, next_power_of_2
 
 CACHE_LINE = 32
 """Counters per cache line of 128 bytes. Launches do not share a line."""
@@ -58,6 +58,24 @@ class StreamWorkspace:
         numbers: float32 of any content.
     """
 
+    counters: Tensor
+    numbers: Tensor
+
+
+@dataclass(frozen=True)
+class WorkspaceNote:
+    """One request for workspace of a call that is recorded, see repeat/calls.py.
+
+    Args:
+        device, index: the device of the launch, and its index.
+        num_counters, num_numbers: what was requested.
+        counters, numbers: what was found.
+    """
+
+    device: torch.device
+    index: int
+    num_counters: int
+    num_numbers: int
     counters: Tensor
     numbers: Tensor
 
@@ -109,7 +127,28 @@ def find_workspace(
     if device.type != "cuda":
         return _allocate(device, counters, numbers)
     index = torch.cuda.current_device() if device.index is None else device.index
-    stream = current_stream(index)
+    found = find_on_stream(device, index, current_stream(index), counters, numbers)
+    if RECORDING.notes is not None:
+        RECORDING.notes.append(WorkspaceNote(device, index, counters, numbers, *found))
+    return found
+
+
+def find_on_stream(
+    device: torch.device, index: int, stream: int, counters: int, numbers: int
+) -> tuple[Tensor, Tensor]:
+    """Return a launch's workspace on the current stream.
+
+    Args:
+        device: a CUDA device.
+        index: its index.
+        stream: raw handle of its current stream.
+        counters: number of int32 counters, which are 0 when the launch begins.
+        numbers: number of float32 numbers, of any content.
+
+    Returns:
+        counters and numbers, at least as many as requested. A launch uses those of the latest
+        request, because repeat/calls.py relies on it.
+    """
     if is_capturing():
         return _find_captured(device, index, stream, counters, numbers)
     kept = _streams.get((index, stream))

@@ -89,9 +89,9 @@ class AttentionOptions:
     out_scale: Scale | float | None = None
     batch_invariant: bool = False
 
-    @property
+    @cached_property
     def given(self) -> list[str]:
-        """The names of the options that are not at their default."""
+        """The names of the options that are not at their default, computed once per object."""
         return [
             each.name
             for each in fields(self)

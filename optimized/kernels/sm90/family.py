@@ -9,7 +9,7 @@ changes with the address and the number of tokens only, so the maps of a KV cach
 import math
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -52,8 +52,9 @@ MAX_COORDINATE = 2**31 - 1
 """The largest row or column that TMA addresses."""
 BOX_MARGIN = 1024
 """Rows past a tensor's last row at which a box may begin. TMA fills such rows with zeros."""
-MAX_TENSOR_MAPS = 64
-"""Tensor maps that a plan keeps. Queries and outputs alternate between a few addresses."""
+MAX_TENSOR_MAPS = 512
+"""Tensor maps that a plan keeps, 256 KiB of host memory. Each layer has a map of its keys and one
+of its values, which all steps share; queries and outputs alternate between a few addresses."""
 
 Box: TypeAlias = tuple[int, int]
 
@@ -186,6 +187,7 @@ class Sm90Plan:
     constants: dict[str, Any]
     launcher: Launcher = field(init=False)
     _tensor_maps: dict[tuple[int, int, int], list[Any]] = field(default_factory=dict)
+    is_repeatable: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Create the launcher."""
@@ -254,26 +256,41 @@ class Sm90Plan:
             0 if block_table is None else block_table.stride(0),
         )
         tensors = (query, key, value, out)
+        extra_rows = self.extra_rows(query, key)
+
+        def make_maps(*addresses: int) -> list[Any]:
+            return self.tensor_maps(addresses, extra_rows)
+
+        maps: list[Any] = []
+        if self.launcher.is_ready:
+            maps = make_maps(*(each.data_ptr() for each in tensors))
         self.launcher(
             grid,
             pointers,
             (None if sinks is None else sinks.contiguous(), call.scale * LOG2_E.value),
             numbers,
             (*tensors, *others),
-            self.tensor_maps(tensors) if self.launcher.is_ready else (),
+            maps,
+            make_maps,
         )
 
-    def tensor_maps(self, tensors: tuple[Tensor, ...]) -> list[Any]:
-        """Return the encoded tensor maps of the queries, keys, values and the output."""
+    def tensor_maps(
+        self, addresses: tuple[int, ...], extra_rows: tuple[int, ...]
+    ) -> list[Any]:
+        """Return the encoded tensor maps of the queries, keys, values and the output.
+
+        Args:
+            addresses: of these four.
+            extra_rows: what the method of this name returns.
+        """
         if len(self._tensor_maps) > MAX_TENSOR_MAPS:
             self._tensor_maps.clear()
-        extra_rows = self.extra_rows(tensors[0], tensors[1])
         maps = []
-        for index, (tensor, extra) in enumerate(zip(tensors, extra_rows, strict=True)):
-            key = (index, tensor.data_ptr(), extra)
+        for key in zip(range(4), addresses, extra_rows, strict=True):
             cached = self._tensor_maps.get(key)
             if cached is None:
-                descriptor = self.describe(index, tensor, extra)
+                index, address, extra = key
+                descriptor = self.describe(index, Address(address, self.dtype), extra)
                 cached = self.launcher.encode(index, descriptor)
                 self._tensor_maps[key] = cached
             maps += cached
@@ -289,7 +306,9 @@ class Sm90Plan:
         keys = key.shape[0] - self.keys
         return tokens, keys, keys, tokens
 
-    def describe(self, index: int, tensor: Tensor, extra_rows: int) -> TensorDescriptor:
+    def describe(
+        self, index: int, tensor: Tensor | Address, extra_rows: int
+    ) -> TensorDescriptor:
         """Return the TMA descriptor of a tensor.
 
         Args:

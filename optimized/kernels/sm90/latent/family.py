@@ -7,7 +7,7 @@ of its keys. The family computes every request of a call, of any mixture of leng
 import math
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -96,6 +96,7 @@ class LatentDecodePlan:
     _launchers: dict[int, Launcher] = field(default_factory=dict)
     _combiner: Launcher = field(init=False)
     _tensor_maps: dict[tuple[int, int, int], list[Any]] = field(default_factory=dict)
+    is_repeatable: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Create the launcher of the second kernel."""
@@ -162,6 +163,14 @@ class LatentDecodePlan:
         strides = (*out.stride()[:2], *((0, 0) if lse is None else lse.stride()))
         outputs = (out, lse, partial_out, partial_lse, numbers)
         others = (block_table, starts, lengths)
+        tokens = query.shape[0]
+
+        def make_maps(q: int, k: int, *_: int) -> list[Any]:
+            return self.tensor_maps(launcher, q_rows, tokens, q, k)
+
+        maps: list[Any] = []
+        if launcher.is_ready:
+            maps = make_maps(query.data_ptr(), key.data_ptr())
         launcher(
             (row_tiles, segments, 1),
             [0 if each is None else each.data_ptr() for each in (*outputs, *others)],
@@ -176,7 +185,8 @@ class LatentDecodePlan:
                 block_table.stride(0),
             ),
             (query, key, *outputs, *others),
-            self.tensor_maps(launcher, q_rows, query, key) if launcher.is_ready else (),
+            maps,
+            make_maps,
         )
         tensors = (*outputs, starts)
         self._combiner(
@@ -194,8 +204,8 @@ class LatentDecodePlan:
 
             def lower(query: Tensor, cache: Tensor, *others: Any) -> tuple[Any, ...]:
                 return (
-                    self.describe_query(query, q_rows),
-                    self.describe_cache(cache),
+                    self.describe_query(query.data_ptr(), query.shape[0], q_rows),
+                    self.describe_cache(cache.data_ptr()),
                     *_lower_outputs(*others),
                 )
 
@@ -210,37 +220,47 @@ class LatentDecodePlan:
         return launcher
 
     def tensor_maps(
-        self, launcher: Launcher, q_rows: int, query: Tensor, cache: Tensor
+        self, launcher: Launcher, q_rows: int, tokens: int, query: int, cache: int
     ) -> list[Any]:
-        """Return the encoded tensor maps of the queries and the cache."""
+        """Return the encoded tensor maps of the queries and the cache.
+
+        Args:
+            launcher: the launcher for a query box of `q_rows` rows.
+            q_rows: rows of the query box.
+            tokens: new tokens.
+            query, cache: addresses.
+        """
         if len(self._tensor_maps) > MAX_TENSOR_MAPS:
             self._tensor_maps.clear()
-        of_query = (q_rows, query.data_ptr(), query.shape[0])
-        if of_query not in self._tensor_maps:
-            descriptor = self.describe_query(query, q_rows)
-            self._tensor_maps[of_query] = launcher.encode(0, descriptor)
-        of_cache = (0, cache.data_ptr(), 0)
-        if of_cache not in self._tensor_maps:
-            descriptor = self.describe_cache(cache)
-            self._tensor_maps[of_cache] = launcher.encode(1, descriptor)
-        return self._tensor_maps[of_query] + self._tensor_maps[of_cache]
+        of_query = (q_rows, query, tokens)
+        query_map = self._tensor_maps.get(of_query)
+        if query_map is None:
+            descriptor = self.describe_query(query, tokens, q_rows)
+            query_map = launcher.encode(0, descriptor)
+            self._tensor_maps[of_query] = query_map
+        of_cache = (0, cache, 0)
+        cache_map = self._tensor_maps.get(of_cache)
+        if cache_map is None:
+            cache_map = launcher.encode(1, self.describe_cache(cache))
+            self._tensor_maps[of_cache] = cache_map
+        return query_map + cache_map
 
-    def describe_query(self, query: Tensor, q_rows: int) -> TensorDescriptor:
-        """Return the TMA descriptor of the queries as rows of WIDTH elements."""
+    def describe_query(self, query: int, tokens: int, q_rows: int) -> TensorDescriptor:
+        """Return the TMA descriptor of queries at an address, as rows of WIDTH elements."""
         return TensorDescriptor(
-            Address(query.data_ptr(), self.dtype),
-            [query.shape[0] * self.num_heads, WIDTH],
+            Address(query, self.dtype),
+            [tokens * self.num_heads, WIDTH],
             [WIDTH, 1],
             [q_rows, BOX_COLUMNS.value],
             SWIZZLED.value,
         )
 
-    def describe_cache(self, cache: Tensor) -> TensorDescriptor:
-        """Return the TMA descriptor of the cache as rows of WIDTH elements."""
+    def describe_cache(self, cache: int) -> TensorDescriptor:
+        """Return the TMA descriptor of the cache at an address, as rows of WIDTH elements."""
         # a box has at least 16 rows and does not cross a block
         box_rows = math.gcd(self.block_size, BLOCK_N.value)
         return TensorDescriptor(
-            Address(cache.data_ptr(), self.dtype),
+            Address(cache, self.dtype),
             [self.kv_rows, WIDTH],
             [self.kv_stride, 1],
             [box_rows, BOX_COLUMNS.value],

@@ -1,0 +1,1 @@
+"""Repeated calls and cache writes: recorded launches, made again with other addresses."""
