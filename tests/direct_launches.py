@@ -13,6 +13,7 @@ import os
 
 if __name__ == "__main__":
     os.environ.pop("TRITON_INTERPRET", None)
+    os.environ["PAGETWIN_DIRECT_LAUNCH"] = "1"
 
 import ctypes
 import json

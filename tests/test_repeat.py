@@ -64,6 +64,7 @@ def make_maps(*addresses: int) -> tuple[Any, ...]:
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     made = Machine()
     monkeypatch.setattr(repeat, "INTERPRETED", False)
+    monkeypatch.setattr(repeat, "DIRECT_LAUNCH", True)
     monkeypatch.setattr(repeat, "current_device", lambda: made.device)
     monkeypatch.setattr(repeat, "current_stream", lambda index: made.stream)
     monkeypatch.setattr(repeat, "is_profiled", lambda: made.profiled)

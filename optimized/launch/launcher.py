@@ -1,7 +1,9 @@
 """Launches of Triton kernels: the interpreter's rules, and a launcher with low host cost."""
 
+import copy
 import inspect
 import logging
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +18,8 @@ from ...engine.triton_versions import repair_loaded_interpreter
 
 RUNTIME = triton.knobs.runtime
 INTERPRETED: bool = RUNTIME.interpret
+DIRECT_LAUNCH: bool = os.environ.get("PAGETWIN_DIRECT_LAUNCH") == "1"
+"""Whether calls are repeated and launches skip Triton's launcher. Off until a GPU has shown it."""
 """Whether kernels run in Triton's interpreter, on any tensor, or compiled, on CUDA tensors."""
 
 
@@ -100,6 +104,8 @@ class DirectLaunch(NamedTuple):
 def find_direct_launch(compiled: Any, device: int) -> DirectLaunch | None:
     """Return the driver launch of a kernel that Triton has compiled and loaded.
 
+    Without DIRECT_LAUNCH it is the call of Triton's launcher object.
+
     Args:
         compiled: the kernel.
         device: index of the device on which it is loaded.
@@ -109,6 +115,11 @@ def find_direct_launch(compiled: Any, device: int) -> DirectLaunch | None:
         log message says once. The kernel is then always launched through Triton.
     """
     run = compiled.run
+    if not DIRECT_LAUNCH:
+        if getattr(compiled.metadata, "tensordesc_meta", None):
+            run = _with_ready_maps(run)
+        fixed = (compiled.function, compiled.packed_metadata, None, None, None)
+        return run and DirectLaunch(run, fixed, packs=False, device=device)
     known = ("launch", "launch_cooperative_grid", "launch_pdl")
     scratch = ("global_scratch_size", "profile_scratch_size")
     launch = getattr(run, "launch", None)
@@ -134,6 +145,25 @@ def find_direct_launch(compiled: Any, device: int) -> DirectLaunch | None:
     annotations = (run.arg_annotations, run.kernel_signature)
     fixed = (*options, metadata, None, *no_hooks, *no_scratch, *annotations)
     return DirectLaunch(launch, fixed, packs=True, device=device)
+
+
+def _with_ready_maps(run: Any) -> Any:
+    """Return the launcher object of a kernel whose tensor maps are encoded already.
+
+    Triton wraps the launch of a kernel with tensor maps in a function that encodes all maps at
+    each launch. The wrapped function is in its closure.
+
+    Returns:
+        None if this version of Triton has no such closure. Each launch then goes through Triton.
+    """
+    if not inspect.isfunction(run.launch):
+        return None
+    wrapped = inspect.getclosurevars(run.launch).nonlocals.get("launcher")
+    if wrapped is None:
+        return None
+    run = copy.copy(run)
+    run.launch = wrapped
+    return run
 
 
 @cache

@@ -34,6 +34,7 @@ from torch import Tensor
 from ....contract.attention_options import AttentionOptions
 from ..attention_call import Signature, sign_options
 from ..launcher import (
+    DIRECT_LAUNCH,
     INTERPRETED,
     LaunchNote,
     current_device,
@@ -146,6 +147,7 @@ def sign_exactly(
     """
     if (
         INTERPRETED
+        or not DIRECT_LAUNCH
         or type(max_query_len) is not int
         or type(max_key_len) is not int
         or (scale is not None and type(scale) is not float)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..attention_call import Signature
 from ..launcher import (
+    DIRECT_LAUNCH,
     INTERPRETED,
     DirectLaunch,
     current_device,
@@ -101,7 +102,7 @@ def sign_write(
     Returns:
         a hashable tuple. None in the interpreter, where writes are not repeated.
     """
-    if INTERPRETED:
+    if INTERPRETED or not DIRECT_LAUNCH:
         return None
     return (
         *sign_tensor(key),

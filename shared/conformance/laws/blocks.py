@@ -258,7 +258,7 @@ def lives(draw: st.DrawFn) -> Life:
     interleave = pick.choice([each for each in (1, 2, 3, 4) if kernel % each == 0])
     per_block = pick.choice([1, 1, 2, 3])
     reqs, width = pick.choice([1, 2, 3, 4]), pick.choice([1, 2, 3])
-    top = pick.choice([64, LARGEST // per_block + 1])
+    top = pick.choice([64, (LARGEST + 1) // per_block])
     rows: list[list[int]] = [[] for _ in range(reqs)]
     moves: list[Move] = []
     req = other = 0
