@@ -18,6 +18,7 @@ import torch
 from mutants.graft import graft
 from mutants.mutant import load_catalogue
 from pagetwin.conformance.generators.option_pairs import PLAIN
+from pagetwin.conformance.generators.options import Call
 from pagetwin.conformance.generators.signatures import (
     LARGE,
     SMALL,
@@ -29,6 +30,7 @@ from pagetwin.conformance.generators.signatures import (
 from pagetwin.conformance.harness import fuzz
 from pagetwin.conformance.harness.candidate import Candidate, Support, load_candidate
 from pagetwin.conformance.harness.corpus import TRIED, Corpus
+from pagetwin.conformance.harness.pictures import Failure, picture_of
 from pagetwin.conformance.harness.report import SEVERITIES, Report, Result, Status
 from pagetwin.conformance.harness.screening import screen
 from pagetwin.conformance.harness.trial import (
@@ -587,3 +589,13 @@ def test_the_page_is_one_file_without_scripts() -> None:
     assert page.count("<svg") == 3
     assert not re.search(r"<script|src=|href=|@import|url\(", page)
     assert "law &amp; &lt;held&gt;" in page and "prefers-color-scheme: dark" in page
+
+
+def test_a_call_whose_blocks_hold_a_part_of_the_keys_has_no_picture() -> None:
+    """A rank's rows are shorter than its sequences; the report was lost for that."""
+    tensors = {"query": torch.zeros(1, 1, 8), "key_cache": torch.zeros(2, 4, 1, 8)}
+    call = Call(
+        "paged_attention", tensors, torch.float32, None, False, (1,), (9,), [[0]]
+    )
+    answer: Any = None
+    assert picture_of(Failure(call, torch.zeros(1, 1, 8), answer, token=0)) == {}

@@ -43,10 +43,14 @@ class Failure:
 
 
 def picture_of(failure: Failure) -> dict[str, Any]:
-    """Return what a report shows of a wrong result; empty if the row belongs to no request."""
+    """Return what a report shows of a wrong result.
+
+    Empty if the row belongs to no request, or if the call's blocks hold only a part of the keys, as
+    those of a rank.
+    """
     call, token = failure.call, failure.token
     place = _request_of(call, token)
-    if place is None:
+    if place is None or not _holds_all_keys(call):
         return {}
     req, own = place
     errors = _errors(failure)
@@ -104,6 +108,17 @@ def _request_of(call: Call, token: int) -> tuple[int, int] | None:
             return req, token
         token -= length
     return None
+
+
+def _holds_all_keys(call: Call) -> bool:
+    """Return whether each row of the block table has a block for every key."""
+    if "key_cache" not in call.arguments:
+        return True
+    block_size = _keys_of(call).shape[1]
+    return all(
+        key_len <= len(row) * block_size
+        for key_len, row in zip(call.key_lens, call.rows, strict=True)
+    )
 
 
 def _keys_of(call: Call) -> Tensor:
