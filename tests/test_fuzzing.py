@@ -70,7 +70,7 @@ SUPPORT = Support(
     operations=["paged_attention"],
     dtypes=["float32"],
     cache_dtypes=["float32"],
-    max_query_len=1,
+    query_lens=range(2),
     options=["scale", "out"],
     rejects=[],
 )

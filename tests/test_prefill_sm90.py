@@ -33,7 +33,7 @@ from pagetwin.optimized.kernels.sm90.config import (
     has_lower_bound,
 )
 from pagetwin.optimized.kernels.sm90.family import Plane, _find_plane
-from pagetwin.optimized.launch import workspace
+from pagetwin.optimized.launch import launcher, workspace
 from pagetwin.optimized.launch.attention_call import AttentionCall
 from pagetwin.optimized.launch.launcher import find_direct_launch
 from torch import Tensor
@@ -891,13 +891,20 @@ def test_calls_of_one_plan_may_have_any_number_of_tokens(
         assert judge_lse(batch, lse, exact_lse) <= 1
 
 
-def test_a_kernel_whose_launch_cannot_be_found_is_left_to_triton() -> None:
+def test_a_kernel_whose_launch_cannot_be_found_is_left_to_triton(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A direct launch needs a part of Triton's launcher. Without it the launch is still right."""
     options = {"launch_cooperative_grid": False, "launch_pdl": False}
     of_triton_37 = {"arg_annotations": (), "kernel_signature": b""}
     scratch = {"global_scratch_size": 0, "profile_scratch_size": 0}
     maker: Any = SimpleNamespace(launch=print, **options, **of_triton_37)
-    compiled = SimpleNamespace(run=maker, function=7, packed_metadata=(4, 1, 0))
+    compiled = SimpleNamespace(
+        run=maker, function=7, packed_metadata=(4, 1, 0), metadata=SimpleNamespace()
+    )
+    usual = find_direct_launch(compiled, 0)
+    assert usual is not None and usual.function is maker
+    monkeypatch.setattr(launcher, "DIRECT_LAUNCH", True)
     assert find_direct_launch(compiled, 0) is None
     vars(maker).update(scratch)
     direct = find_direct_launch(compiled, 0)
