@@ -118,8 +118,8 @@ def find_direct_launch(compiled: Any, device: int) -> DirectLaunch | None:
     if not DIRECT_LAUNCH:
         if getattr(compiled.metadata, "tensordesc_meta", None):
             run = _with_ready_maps(run)
-        fixed = (compiled.function, compiled.packed_metadata, None, None, None)
-        return run and DirectLaunch(run, fixed, packs=False, device=device)
+        of_kernel = (compiled.function, compiled.packed_metadata, None, None, None)
+        return run and DirectLaunch(run, of_kernel, packs=False, device=device)
     known = ("launch", "launch_cooperative_grid", "launch_pdl")
     scratch = ("global_scratch_size", "profile_scratch_size")
     launch = getattr(run, "launch", None)
