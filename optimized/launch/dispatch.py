@@ -1,9 +1,10 @@
 """Dispatch of attention calls: kernel families, launch plans and their cache.
 
 A call is validated, planned and launched. The first two steps happen once per signature: calls
-that differ only in what changes from step to step share a launch plan. Calls that differ in nothing
-but addresses, as those of a model's layers in one step, repeat the recorded launches of one of them
-(repeat/calls.py). Nothing is read from the device, so every call can be captured in a CUDA graph.
+that differ only in what changes from step to step share a launch plan. Nothing is read from the
+device, so every call can be captured in a CUDA graph. With PAGETWIN_DIRECT_LAUNCH=1, calls that
+differ in nothing but addresses, as those of a model's layers in one step, repeat the recorded
+launches of one of them (repeat/calls.py).
 
 To add kernels for a chip, write a module with `supports(call)` and `plan(call)` in a folder of
 `optimized/kernels/`, and enter it in KERNEL_FAMILIES. No other file names it. A module whose plans
@@ -167,7 +168,8 @@ def attend(
 ) -> Tensor:
     """Validate and launch one attention call, and return its output.
 
-    A call whose exact signature is known is launched at once, see repeat/calls.py.
+    With PAGETWIN_DIRECT_LAUNCH=1, a call whose exact signature is known is launched at once, see
+    repeat/calls.py.
 
     Args:
         query, key, value, block_table, query_start_loc, lengths, max_query_len, max_key_len,
