@@ -24,6 +24,8 @@ from pagetwin.contract.operations import CONCEPTS
 
 ROOT = Path(__file__).parents[1]
 
+CHOSEN_INTERPRETER = os.environ.get("TRITON_INTERPRET")
+
 torch.set_num_threads(1)
 speed_up()
 
@@ -207,16 +209,21 @@ def device() -> torch.device:
 
 @pytest.fixture(autouse=True)
 def same_interpreter() -> Iterator[None]:
-    """Put back how kernels run, which the command chooses for a process of its own.
+    """Set how kernels run to what it was at the start, before and after each test.
 
-    What is imported later would else be interpreted beside a GPU.
+    A command chooses it for a process of its own. In this process kernels that are compiled later
+    would fail beside a GPU, also if a fixture of a module ran the command.
     """
-    name = "TRITON_INTERPRET"
-    chosen = os.environ.get(name)
+    _set_interpreter()
     yield
-    os.environ.pop(name, None)
-    if chosen is not None:
-        os.environ[name] = chosen
+    _set_interpreter()
+
+
+def _set_interpreter() -> None:
+    if CHOSEN_INTERPRETER is None:
+        os.environ.pop("TRITON_INTERPRET", None)
+    else:
+        os.environ["TRITON_INTERPRET"] = CHOSEN_INTERPRETER
 
 
 @pytest.fixture(scope="session")
