@@ -50,10 +50,12 @@ class Case(NamedTuple):
     """A call signature.
 
     Args:
-        dtype, head_size: of queries, keys and values.
+        dtype, head_size: of queries and keys, and of values unless `value_size` is given.
         block_size: tokens per block; 0 without a block table.
         causal, options: options of the call. For `sinks` any value stands for a tensor.
         has_lse: whether the log-sum-exp is computed.
+        value_size: Optional. Head size of values. If None, that of keys.
+        out_dtype: Optional. Dtype of the output. If None, that of queries.
     """
 
     dtype: torch.dtype
@@ -62,14 +64,18 @@ class Case(NamedTuple):
     causal: bool
     has_lse: bool
     options: Mapping[str, Any] = MappingProxyType({})
+    value_size: int | None = None
+    out_dtype: torch.dtype | None = None
 
     def __str__(self) -> str:
         words = [
-            f"{NAMES[self.dtype]} {self.head_size}",
+            f"{NAMES[self.dtype]} {self.head_size}"
+            + (f"/{self.value_size}" if self.value_size else ""),
             f"blocks of {self.block_size}",
         ]
         words += ["causal"] * self.causal + ["log-sum-exp"] * self.has_lse
         words += [f"{name} {value}" for name, value in self.options.items()]
+        words += [f"{NAMES[self.out_dtype]} output"] if self.out_dtype else []
         return ", ".join(words)
 
 
@@ -81,6 +87,7 @@ CASES = [
     Case(BF16, 256, 16, True, False, {"logits_soft_cap": 30.0, "sliding_window": 1024}),
     Case(BF16, 96, 16, True, False),
     Case(BF16, 64, 16, True, False, {"sliding_window": 256, "sinks": True}),
+    Case(BF16, 192, 16, True, False, value_size=128),
     # the cases above are compiled in every test run
     Case(BF16, 128, 16, True, False),
     Case(BF16, 128, 0, False, True),
@@ -100,15 +107,19 @@ CASES = [
     Case(BF16, 64, 16, True, False, {"sliding_window": 2048}),
     Case(FP16, 80, 0, False, True),
     Case(BF16, 112, 16, True, False),
+    Case(BF16, 192, 0, True, True, value_size=128, out_dtype=torch.float32),
+    Case(FP16, 192, 0, False, True, value_size=128),
+    Case(BF16, 192, 16, True, False, {"sliding_window": 1024}, 128),
+    Case(BF16, 192, 16, True, False, {"logits_soft_cap": 30.0}, 128),
 ]
-EVERY_DAY = 7
+EVERY_DAY = 8
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 COUNTED = ("HGMMA", "MUFU", "PRMT", "BAR", "LDL", "STL")
 
 
 def record(case: Case) -> dict[str, Any]:
     """Return the arguments that one call's kernel is launched with."""
-    dtype, head_size, block_size, causal, has_lse, options = case
+    dtype, head_size, block_size, causal, has_lse, options, value_size, out_dtype = case
     launches: list[dict[str, Any]] = []
 
     def keep(self: GluonJITFunction[Any], *args: Any, **options: Any) -> None:
@@ -125,11 +136,13 @@ def record(case: Case) -> dict[str, Any]:
         keys = torch.zeros(4, block_size, 2, head_size, dtype=dtype)
         table = torch.zeros(2, 2, dtype=torch.int32)
         lengths = torch.tensor([block_size, 2 * block_size], dtype=torch.int32)
+    values = keys[..., : value_size or head_size]
+    out = query[..., : value_size or head_size].to(out_dtype or dtype).contiguous()
     lse = torch.zeros(8, 256) if has_lse else None
     if "sinks" in options:
         options = {**options, "sinks": torch.zeros(8)}
     call = AttentionCall(
-        query, keys, keys, table, starts, lengths, 156, 512, 0.1, query, lse,
+        query, keys, values, table, starts, lengths, 156, 512, 0.1, out, lse,
         AttentionOptions(causal=causal, **options),
     )  # fmt: skip
     family.plan(call).launch_prefill(call, 16)

@@ -34,7 +34,6 @@ PATHS_ON_AN_H200 = {
     "mla-decode-16h-256x1k": "sm90 latent",
     "mla-verify-q2-128h-64x4k": "sm90 latent",
     "cascade-128x4k+256": "cascade, 128 and 16 rows",
-    "prefill-1x8k-d192-v128": "portable prefill",
     "prefill-2x4k-alibi": "portable prefill",
     "prefill-1x16k-fp8": "portable prefill",
     "prefill-1x16k-fp8-vs-fa3": "portable prefill",

@@ -18,7 +18,8 @@ import pytest
 import torch
 from compile_prefill_sm90 import CASES, EVERY_DAY
 from conftest import Twin
-from pagetwin.conformance.generators.batches import BatchPlan, BatchTensors, build
+from pagetwin.conformance.generators.batches import BatchPlan, BatchTensors
+from pagetwin.conformance.generators.batches import build as build_alike
 from pagetwin.conformance.oracles.dense import judge_attention, judge_lse, same_bits
 from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.optimized.kernels.sm90 import family, scheduler
@@ -43,6 +44,8 @@ SCRIPT = Path(__file__).parent / "compile_prefill_sm90.py"
 BF16, FP16 = torch.bfloat16, torch.float16
 NAN = float("nan")
 CAUSAL = AttentionOptions(causal=True)
+SIZES = [64, 96, 128, 192, 256]
+"""Head sizes of most tests. Those of 192 have values of 128."""
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
@@ -50,6 +53,14 @@ def needs_hopper(test: Callable[..., None]) -> Callable[..., None]:
     """Skip a test anywhere but on a CUDA device of capability 9.0."""
     reason = "needs a CUDA device of capability 9.0"
     return pytest.mark.cuda(pytest.mark.skipif(not IS_HOPPER, reason=reason)(test))
+
+
+def build(plan: BatchPlan, device: str = "cpu") -> BatchTensors:
+    """Return the tensors of a plan. Head size 192 is that of queries and keys: values have 128."""
+    batch = build_alike(plan, device)
+    if plan.head_size != 192:
+        return batch
+    return replace(batch, value_cache=batch.value_cache[..., :128])
 
 
 @pytest.mark.compile
@@ -79,7 +90,7 @@ def test_the_assembler_lets_products_and_softmax_overlap(
         assert line["spilled"] <= 256, line
         consumers = 3 if case.head_size == 64 else 2
         has_left_edge = "sliding_window" in case.options
-        loops = 2 + has_left_edge + (case.head_size == 256)
+        loops = 2 + has_left_edge + (case.head_size > 128)
         assert len(line["loops"]) == loops * consumers, line
         for consumer in range(consumers):
             of_consumer = line["loops"][consumer * loops : (consumer + 1) * loops]
@@ -210,13 +221,37 @@ def test_a_head_is_computed_in_tiles_of_a_power_of_two(
     head_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(family, "is_hopper", lambda device: True)
-    batch = build(BatchPlan((8,), (8,), head_size=head_size, dtype=BF16))
+    batch = build_alike(BatchPlan((8,), (8,), head_size=head_size, dtype=BF16))
     call = to_call(batch, *batch.fresh())
     assert family.supports(call) == (head_size in family.HEAD_SIZES)
     if head_size in family.HEAD_SIZES:
         config = family.plan(call).constants["config"]
         assert head_size == config.HEAD_SIZE
         assert config.HEAD_DIM in (64, 128, 256) and 2 * head_size > config.HEAD_DIM
+
+
+@pytest.mark.parametrize(
+    ("head_size", "value_size", "is_supported"),
+    [(192, 128, True), (192, 64, False), (128, 64, False), (256, 128, False)],
+)
+def test_values_may_be_narrower_than_keys_of_head_size_192(
+    head_size: int,
+    value_size: int,
+    is_supported: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(family, "is_hopper", lambda device: True)
+    batch = build_alike(BatchPlan((8,), (8,), head_size=head_size, dtype=BF16))
+    batch = replace(batch, value_cache=batch.value_cache[..., :value_size])
+    call = to_call(batch, *batch.fresh())
+    assert family.supports(call) == is_supported
+    if is_supported:
+        plan = family.plan(call)
+        config = plan.constants["config"]
+        assert config.HEAD_DIM + config.TAIL_DIM == head_size
+        assert config.HEAD_SIZE == config.HEAD_DIM == value_size
+        # queries in columns of 64, outputs in rows of a value
+        assert plan.boxes[0] == (64, 64) and plan.boxes[3] == (64, value_size)
 
 
 @pytest.mark.parametrize(
@@ -566,7 +601,7 @@ BATCHES = {
 
 
 @needs_hopper
-@pytest.mark.parametrize("head_size", family.HEAD_SIZES)
+@pytest.mark.parametrize("head_size", [*family.HEAD_SIZES, 192])
 @pytest.mark.parametrize("name", BATCHES)
 def test_every_row_is_within_its_error_budget(
     name: str, head_size: int, reference: Twin
@@ -612,7 +647,7 @@ def make_options(batch: BatchTensors, given: dict[str, Any]) -> AttentionOptions
 
 
 @needs_hopper
-@pytest.mark.parametrize("head_size", [64, 96, 128, 256])
+@pytest.mark.parametrize("head_size", SIZES)
 @pytest.mark.parametrize("needle", ["none", "first new", "tile edge"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_row_of_a_call_with_options_is_within_its_error_budget(
@@ -650,7 +685,7 @@ def test_windows_and_chunks_around_the_change_of_the_kv_tile(
 
 @needs_hopper
 @pytest.mark.parametrize("block_size", [16, 48, 256])
-@pytest.mark.parametrize("head_size", [64, 96, 128, 256])
+@pytest.mark.parametrize("head_size", SIZES)
 @pytest.mark.parametrize("name", ["sliding_window", "attention_chunk_size"])
 def test_blocks_before_every_window_are_not_read(
     name: str, head_size: int, block_size: int
@@ -678,7 +713,7 @@ def test_blocks_before_every_window_are_not_read(
 
 
 @needs_hopper
-@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("head_size", [64, 128, 192])
 @pytest.mark.parametrize("name", ["ragged", "a chunk of a prompt", "a large scale"])
 def test_every_row_of_float16_is_within_its_error_budget(
     name: str, head_size: int, reference: Twin
@@ -688,7 +723,7 @@ def test_every_row_of_float16_is_within_its_error_budget(
 
 
 @needs_hopper
-@pytest.mark.parametrize("head_size", [64, 96, 128, 256])
+@pytest.mark.parametrize("head_size", SIZES)
 def test_short_requests_are_not_written(head_size: int, reference: Twin) -> None:
     plan = replace(BATCHES["ragged"], head_size=head_size, dtype=BF16)
     for short_rows in (2, 16, 154, 258):
@@ -696,7 +731,7 @@ def test_short_requests_are_not_written(head_size: int, reference: Twin) -> None
 
 
 @needs_hopper
-@pytest.mark.parametrize("head_size", [64, 96, 128, 256])
+@pytest.mark.parametrize("head_size", SIZES)
 @pytest.mark.parametrize("poison", [0.0, float("inf"), 1e4])
 def test_unallocated_slots_do_not_change_a_bit(head_size: int, poison: float) -> None:
     """NaN or another value past a sequence's end gives bitwise equal results."""
@@ -751,7 +786,7 @@ def ragged(batch: BatchTensors) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @needs_hopper
-@pytest.mark.parametrize("head_size", [64, 96, 128, 256])
+@pytest.mark.parametrize("head_size", SIZES)
 @pytest.mark.parametrize("causal", [True, False])
 def test_ragged_keys_give_the_same_bits_as_a_cache(
     head_size: int, causal: bool
@@ -771,7 +806,7 @@ def test_ragged_keys_give_the_same_bits_as_a_cache(
 
 
 @needs_hopper
-@pytest.mark.parametrize("head_size", [64, 96, 128, 256])
+@pytest.mark.parametrize("head_size", SIZES)
 def test_without_a_mask_every_query_attends_to_its_whole_sequence(
     head_size: int,
 ) -> None:
@@ -818,6 +853,22 @@ def test_the_output_may_have_any_strides(layout: str) -> None:
     run(batch, out=out)
     assert same_bits(out, expected)
     assert int(memory.isnan().sum()) == memory.numel() - out.numel()
+
+
+@needs_hopper
+@pytest.mark.parametrize("head_size", SIZES)
+def test_an_output_of_float32_is_rounded_to_the_output_of_16_bits(
+    head_size: int,
+) -> None:
+    """Latent prefill merges outputs of float32, which TMA does not store."""
+    plan = BatchPlan((150, 20), (333, 20), head_size=head_size, dtype=BF16, padding=2)
+    batch = build(plan, "cuda")
+    expected, expected_lse = run(batch)
+    out, lse = run(batch, out=torch.full_like(expected, NAN, dtype=torch.float32))
+    assert same_bits(out[:170].to(BF16), expected[:170])
+    assert same_bits(lse[:, :170], expected_lse[:, :170])
+    assert bool((out[:170] != expected[:170]).any())
+    assert bool(out[170:].isnan().all())
 
 
 @needs_hopper
@@ -872,7 +923,7 @@ def test_one_captured_launch_serves_other_lengths(reference: Twin) -> None:
 
 
 @needs_hopper
-@pytest.mark.parametrize("head_size", [64, 96, 128, 256])
+@pytest.mark.parametrize("head_size", SIZES)
 def test_calls_of_one_plan_may_have_any_number_of_tokens(
     head_size: int, reference: Twin
 ) -> None:

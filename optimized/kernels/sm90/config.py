@@ -36,7 +36,7 @@ class Config(NamedTuple):
     """Compile-time constants of a launch plan. An option that is off generates no code.
 
     Args:
-        HEAD_SIZE: head size of queries, keys and values.
+        HEAD_SIZE: head size of values and outputs, and of queries and keys without TAIL_DIM.
         HEAD_DIM: columns of their tiles, a power of two (`pad_head_size`). TMA fills the columns
             from HEAD_SIZE on with the next head or zeros. They are not multiplied or not stored.
         BLOCK_SIZE: tokens per cache block, a multiple of 16; 0 without a block table.
@@ -48,6 +48,9 @@ class Config(NamedTuple):
         CHUNK_SIZE: positions per attention chunk. 0 without chunks. Chunks require CAUSAL.
         SOFT_CAP: bound of the scores; 0 without a soft cap.
         FAST_TANH: whether the soft cap may have a relative error of 2 ** -11.
+        TAIL_DIM: columns of queries and keys after HEAD_DIM, which values do not have: 64 for
+            queries and keys of head size 192 and values of 128. They have tiles of their own,
+            because a tile's columns are a power of two.
     """
 
     HEAD_SIZE: int
@@ -60,6 +63,7 @@ class Config(NamedTuple):
     CHUNK_SIZE: int = 0
     SOFT_CAP: float = 0.0
     FAST_TANH: bool = False
+    TAIL_DIM: int = 0
 
 
 def pad_head_size(head_size: int) -> int:
@@ -149,13 +153,13 @@ def count_consumers(head_dim):
 
 
 @gluon.constexpr_function
-def count_q_stages(head_dim):
+def count_q_stages(config):
     """Return the query tiles per warpgroup.
 
-    With two, the next work item's is loaded while this one's output is stored. At head size 256
-    there is shared memory for one.
+    With two, the next work item's is loaded while this one's output is stored. At head size 256,
+    and with TAIL_DIM, there is shared memory for one.
     """
-    return 1 if head_dim == 256 else 2
+    return 1 if config.HEAD_DIM == 256 or config.TAIL_DIM else 2
 
 
 @gluon.constexpr_function

@@ -50,11 +50,15 @@ class Operands(NamedTuple):
 
     Args:
         q: [WARPGROUP_M, HEAD_DIM].
+        q_tail: [WARPGROUP_M, TAIL_DIM]. Without TAIL_DIM it is `q`, and not used.
         k, v: [num_stages, BLOCK_N, HEAD_DIM].
+        k_tail: [num_stages, BLOCK_N, TAIL_DIM]. Without TAIL_DIM it is `k`, and not used.
     """
 
     q: Any
+    q_tail: Any
     k: Any
+    k_tail: Any
     v: Any
 
 
@@ -96,12 +100,18 @@ def consume(
     HEAD_DIM: gl.constexpr = config.HEAD_DIM
     BLOCK_N: gl.constexpr = config.BLOCK_N
     STAGES: gl.constexpr = config.STAGES
-    Q_STAGES: gl.constexpr = count_q_stages(HEAD_DIM)
+    TAIL_DIM: gl.constexpr = config.TAIL_DIM
+    Q_STAGES: gl.constexpr = count_q_stages(config)
     PING_PONG: gl.constexpr = uses_ping_pong(HEAD_DIM)
     ACC_ROWS: gl.constexpr = gl.SliceLayout(1, acc_layout(HEAD_DIM))
     dtype: gl.constexpr = shared.q.dtype
     k = reinterpret(shared.k, dtype, [STAGES, BLOCK_N, HEAD_DIM], SWIZZLED)
     v = reinterpret(shared.v, dtype, [STAGES, BLOCK_N, HEAD_DIM], SWIZZLED)
+    k_tail = k
+    if TAIL_DIM > 0:
+        k_tail = reinterpret(
+            shared.k_tail, dtype, [STAGES, BLOCK_N, TAIL_DIM], SWIZZLED
+        )
     # computed before the loop: in `store_tile` they would change what is spilled
     column = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, acc_layout(HEAD_DIM)))
     row = CONSUMER * WARPGROUP_M + gl.arange(0, WARPGROUP_M, ACC_ROWS)
@@ -121,10 +131,13 @@ def consume(
             sink = gl.load(score.sinks + work.head)
             lse = gl.full([WARPGROUP_M], 0.0, gl.float32, ACC_ROWS) + sink
         q = shared.q.index(q_state.stage() * NUM_CONSUMERS + CONSUMER)
+        q_tail = q
+        if TAIL_DIM > 0:
+            q_tail = shared.q_tail.index(q_state.stage() * NUM_CONSUMERS + CONSUMER)
         if work.num_kv_tiles > 0:
             carry, kv_state = _mainloop(
-                shared, Operands(q, k, v), acc, kv_state, q_state, work, score.scale_log2,
-                config, NUM_CONSUMERS, CONSUMER,
+                shared, Operands(q, q_tail, k, k_tail, v), acc, kv_state, q_state, work,
+                score.scale_log2, config, NUM_CONSUMERS, CONSUMER,
             )  # fmt: skip
             scale = softmax_scale(score.scale_log2, config)
             acc, lse = normalize(carry.acc, carry.m_i, carry.l_i, scale, sink, HEAD_DIM)
@@ -246,7 +259,7 @@ def _first_tile(
     qk = _issue_qk(tiles, kv_state, config)
     qk = warpgroup_mma_wait(0, deps=[qk])
     shared.k_pipe.consumer_release(kv_state)
-    if count_q_stages(HEAD_DIM) > 1 and q_state.count > 0:
+    if count_q_stages(config) > 1 and q_state.count > 0:
         # the previous work item's output has been stored: its stage may take the next queries
         tma.store_wait(0)
         shared.q_pipe.consumer_release(q_state.previous())
@@ -356,9 +369,13 @@ def _issue_qk(tiles, kv_state, config: gl.constexpr):
     q = tiles.q
     k = tiles.k.index(kv_state.stage())  # [BLOCK_N, HEAD_DIM]
     qk = gl.zeros([WARPGROUP_M, BLOCK_N], gl.float32, qk_layout(BLOCK_N))
-    if len(PARTS) == 1:
+    if config.TAIL_DIM > 0:
+        k_tail = tiles.k_tail.index(kv_state.stage())  # [BLOCK_N, TAIL_DIM]
+        qk = warpgroup_mma(q, k.permute((1, 0)), qk, use_acc=False, is_async=True)
+        return warpgroup_mma(tiles.q_tail, k_tail.permute((1, 0)), qk, is_async=True)
+    elif len(PARTS) == 1:  # noqa: RET505 (constexpr branches)
         return warpgroup_mma(q, k.permute((1, 0)), qk, use_acc=False, is_async=True)
-    else:  # noqa: RET505 (a constexpr branch)
+    else:
         for i in gl.static_range(len(PARTS)):
             qk = warpgroup_mma(
                 q.slice(PARTS[i][0], PARTS[i][1], 1),

@@ -15,7 +15,7 @@ class OutputArgs(NamedTuple):
 
     Args:
         plane: `TmaTensor` of the output.
-        out: [tokens, heads, HEAD_DIM].
+        out: [tokens, heads, HEAD_SIZE], in the dtype of the queries or float32.
         lse: [heads, tokens], or None.
         out_stride_token, out_stride_head, lse_stride_token, lse_stride_head: in elements.
     """
@@ -76,7 +76,8 @@ def store_tile(
 ):
     """Store a warpgroup's rows: a whole tile by TMA, the end of a request row by row.
 
-    Padded heads are stored row by row, because TMA would overwrite the next head.
+    Padded heads are stored row by row, because TMA would overwrite the next head. So are outputs of
+    float32, which do not fit the query tile.
 
     Args:
         output: `OutputArgs`.
@@ -87,14 +88,14 @@ def store_tile(
         row: [WARPGROUP_M] indices of the rows in the work item.
         column: [HEAD_DIM] indices of the columns.
     """
-    dtype: gl.constexpr = staging.dtype
+    dtype: gl.constexpr = output.out.dtype.element_ty
     FIRST_ROW: gl.constexpr = CONSUMER * WARPGROUP_M
     is_row = row < work.num_queries  # [WARPGROUP_M]
     is_whole = (work.num_kv_tiles > 0) & (work.num_queries >= FIRST_ROW + WARPGROUP_M)
-    if config.HEAD_SIZE < config.HEAD_DIM:
+    if config.HEAD_SIZE < config.HEAD_DIM or dtype != staging.dtype:
         is_whole = False
     if is_whole:
-        staging.store(acc.to(dtype))
+        staging.store(acc.to(staging.dtype))
         fence_async_shared()
         async_store(
             output.plane.desc,

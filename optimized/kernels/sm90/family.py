@@ -35,6 +35,9 @@ from .kernel import prefill_kernel
 
 DTYPES = (torch.bfloat16, torch.float16)
 HEAD_SIZES = (64, 80, 96, 112, 128, 256)
+"""Head sizes of queries, keys and values that are alike."""
+TAIL_DIMS = {(192, 128): 64}
+"""Other head sizes, of queries and keys and of values, with the columns that values lack."""
 READ_OPTIONS = (
     "causal",
     "batch_invariant",
@@ -115,18 +118,19 @@ def plan(call: AttentionCall) -> "Sm90Plan":
         )
     q_plane, k_plane, v_plane, out_plane = planes
     options: Any = call.options
-    _, num_heads, head_size = call.query.shape
+    num_heads, head_size = call.query.shape[1], call.value.shape[-1]
+    tail_dim = TAIL_DIMS.get((call.query.shape[-1], head_size), 0)
     block_size = 0 if call.block_table is None else call.key.shape[1]
     head_dim = pad_head_size(head_size)
     window, chunk_size = options.sliding_window or 0, options.attention_chunk_size or 0
     block_n = choose_block_n(head_dim, window, chunk_size)
-    q_box = (WARPGROUP_M.value, head_dim)
+    q_box = (WARPGROUP_M.value, BOX_COLUMNS.value if tail_dim else head_dim)
     # a box has at least 16 rows and does not cross a block
     kv_box = (math.gcd(block_size, block_n), BOX_COLUMNS.value)
     return Sm90Plan(
         dtype=call.query.dtype,
         planes=planes,
-        boxes=(q_box, kv_box, kv_box, q_box),
+        boxes=(q_box, kv_box, kv_box, (WARPGROUP_M.value, head_dim)),
         tokens=call.query.shape[0],
         keys=call.key.shape[0],
         num_heads=num_heads,
@@ -154,6 +158,7 @@ def plan(call: AttentionCall) -> "Sm90Plan":
                 FAST_TANH=options.logits_soft_cap is not None
                 and call.query.dtype == torch.bfloat16
                 and call.lse is None,
+                TAIL_DIM=tail_dim,
             )
         },
     )
@@ -164,7 +169,8 @@ class Sm90Plan:
     """Launches of the Hopper prefill kernel for all calls with one signature.
 
     Args:
-        dtype: dtype of the queries, keys, values and the output.
+        dtype: dtype of the queries, keys and values. The output has it too, or float32, which
+            TMA does not store.
         planes: the planes of those four, with the sizes of the first call.
         boxes: the TMA box of each.
         tokens: new tokens of the first call.
@@ -353,9 +359,13 @@ def _find_planes(call: AttentionCall) -> tuple[Plane, Plane, Plane, Plane] | Non
     if has_lower_bound and not call.options.causal:
         return None
     dtype, head_size = query.dtype, query.shape[-1]
-    if dtype not in DTYPES or not dtype == key.dtype == value.dtype == call.out.dtype:
+    if dtype not in DTYPES or not dtype == key.dtype == value.dtype:
         return None
-    if head_size not in HEAD_SIZES or value.shape[-1] != head_size:
+    if call.out.dtype not in (dtype, torch.float32):
+        return None
+    value_size = value.shape[-1]
+    is_alike = head_size == value_size and head_size in HEAD_SIZES
+    if not is_alike and (head_size, value_size) not in TAIL_DIMS:
         return None
     block_size = 0 if block_table is None else key.shape[1]
     if block_size % 16 or (block_table is not None and block_table.stride(1) != 1):

@@ -83,7 +83,7 @@ def _allocate(
     HEAD_DIM: gl.constexpr = config.HEAD_DIM
     BLOCK_N: gl.constexpr = config.BLOCK_N
     STAGES: gl.constexpr = config.STAGES
-    Q_STAGES: gl.constexpr = count_q_stages(HEAD_DIM)
+    Q_STAGES: gl.constexpr = count_q_stages(config)
     COLUMN_BOXES: gl.constexpr = HEAD_DIM // BOX_COLUMNS
     K_BOXES: gl.constexpr = STAGES * (BLOCK_N // k_box_rows) * COLUMN_BOXES
     V_BOXES: gl.constexpr = STAGES * (BLOCK_N // v_box_rows) * COLUMN_BOXES
@@ -92,6 +92,18 @@ def _allocate(
     )
     k = gl.allocate_shared_memory(dtype, [K_BOXES, k_box_rows, BOX_COLUMNS], SWIZZLED)
     v = gl.allocate_shared_memory(dtype, [V_BOXES, v_box_rows, BOX_COLUMNS], SWIZZLED)
+    # not None without TAIL_DIM: triton 3.6 does not return a tuple with None
+    q_tail = q
+    k_tail = k
+    if config.TAIL_DIM > 0:
+        # one box per row of boxes
+        gl.static_assert(config.TAIL_DIM == BOX_COLUMNS)
+        q_tail = gl.allocate_shared_memory(
+            dtype, [Q_STAGES * NUM_CONSUMERS, WARPGROUP_M, BOX_COLUMNS], SWIZZLED
+        )
+        k_tail = gl.allocate_shared_memory(
+            dtype, [K_BOXES // COLUMN_BOXES, k_box_rows, BOX_COLUMNS], SWIZZLED
+        )
     work = gl.allocate_shared_memory(
         gl.int32, [WORK_STAGES, WARP_SIZE * WORK_FIELDS], LINEAR
     )
@@ -114,7 +126,9 @@ def _allocate(
         mbarrier.init(v_pipe.full.index(i), count=1)
     mbarrier.init(never.index(0), count=1)
     fence_async_shared()
-    return SharedStorage(q, k, v, work, q_pipe, k_pipe, v_pipe, work_pipe, never)
+    return SharedStorage(
+        q, q_tail, k, k_tail, v, work, q_pipe, k_pipe, v_pipe, work_pipe, never
+    )
 
 
 # The arguments are flat, and grouped in the body, for two reasons: triton 3.6 and 3.7 specialize

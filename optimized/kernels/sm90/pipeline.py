@@ -121,7 +121,10 @@ class SharedStorage(NamedTuple):
     Args:
         q: [query stages * consumers, WARPGROUP_M, HEAD_DIM] query tiles. A finished output tile
             overwrites its query tile, and is stored from there.
+        q_tail: [query stages * consumers, WARPGROUP_M, TAIL_DIM] the queries' columns after
+            HEAD_DIM. Without TAIL_DIM it is `q`, and not used.
         k, v: [boxes, box rows, BOX_COLUMNS] the stages of the KV tiles, as TMA fills them.
+        k_tail: the same of the keys' columns after HEAD_DIM. Without TAIL_DIM it is `k`.
         work: [WORK_STAGES, 32 * WORK_FIELDS] the published work items, one copy per lane.
         q_pipe: one stage per query tile of a warpgroup.
         k_pipe: one stage per K tile. Its empty barrier i covers K tile i and V tile i - 1, so
@@ -133,7 +136,9 @@ class SharedStorage(NamedTuple):
     """
 
     q: Any
+    q_tail: Any
     k: Any
+    k_tail: Any
     v: Any
     work: Any
     q_pipe: Any

@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .config import (
     BOX_COLUMNS,
     SWIZZLE_ROWS,
+    SWIZZLED,
     SWIZZLED_32_BIT,
     WARPGROUP_M,
     WORK_STAGES,
@@ -67,12 +68,11 @@ def produce_q_and_k(
     NUM_CONSUMERS: gl.constexpr,
 ):
     """Run producer warp 0: schedule the work items, and load their Q and K tiles."""
-    HEAD_DIM: gl.constexpr = config.HEAD_DIM
     BLOCK_M: gl.constexpr = NUM_CONSUMERS * WARPGROUP_M
     PAGED: gl.constexpr = config.BLOCK_SIZE > 0
     work_state = PipelineState.start(WORK_STAGES)
     k_state = PipelineState.start(config.STAGES)
-    q_state = PipelineState.start(count_q_stages(HEAD_DIM))
+    q_state = PipelineState.start(count_q_stages(config))
     item = gl.program_id(0)
     zero = gl.to_tensor(0)
     items = find_request(batch, item, zero, zero, BLOCK_M)
@@ -84,7 +84,7 @@ def produce_q_and_k(
         publish_work(shared, work_state, work)
         work_state = work_state.advance()
         if work.num_kv_tiles > 0:
-            _load_q(shared, q, q_state, work, HEAD_DIM, NUM_CONSUMERS)
+            _load_q(shared, q, q_state, work, config, NUM_CONSUMERS)
             q_state = q_state.advance()
             k_state = _load_k(shared, batch, k, k_state, work, config)
         item = gl.num_programs(0) + first_lane(fetched)
@@ -115,20 +115,37 @@ def produce_v(shared, batch, v, config: gl.constexpr):
 
 @gluon.jit
 def _load_q(
-    shared, q, state, work, HEAD_DIM: gl.constexpr, NUM_CONSUMERS: gl.constexpr
+    shared, q, state, work, config: gl.constexpr, NUM_CONSUMERS: gl.constexpr
 ):
     """Load the query tile of every consumer warpgroup."""
+    HEAD_DIM: gl.constexpr = config.HEAD_DIM
+    TAIL_DIM: gl.constexpr = config.TAIL_DIM
+    # the columns of a box: all, or 64 of a tile whose columns are no power of two
+    Q_COLUMNS: gl.constexpr = q.desc.block_type.shape[1]
+    BOXES: gl.constexpr = HEAD_DIM // Q_COLUMNS
+    STORED: gl.constexpr = shared.q.shape[0] * BOXES
+    boxes = reinterpret(
+        shared.q, q.desc.dtype, [STORED, WARPGROUP_M, Q_COLUMNS], SWIZZLED
+    )
     shared.q_pipe.producer_acquire(state)
     full = shared.q_pipe.full_barrier(state)
     row = work.query_start + work.head * q.head_rows
-    mbarrier.expect(full, NUM_CONSUMERS * WARPGROUP_M * HEAD_DIM * 2)
+    column = work.head * q.head_columns
+    mbarrier.expect(full, NUM_CONSUMERS * WARPGROUP_M * (HEAD_DIM + TAIL_DIM) * 2)
     for consumer in gl.static_range(NUM_CONSUMERS):
-        async_load(
-            q.desc,
-            [row + consumer * WARPGROUP_M, work.head * q.head_columns],
-            full,
-            shared.q.index(state.stage() * NUM_CONSUMERS + consumer),
-        )
+        tile = state.stage() * NUM_CONSUMERS + consumer
+        tile_row = row + consumer * WARPGROUP_M
+        for j in gl.static_range(BOXES):
+            async_load(
+                q.desc,
+                [tile_row, column + j * Q_COLUMNS],
+                full,
+                boxes.index(tile * BOXES + j),
+            )
+        if TAIL_DIM > 0:
+            async_load(
+                q.desc, [tile_row, column + HEAD_DIM], full, shared.q_tail.index(tile)
+            )
 
 
 @gluon.jit
@@ -156,7 +173,9 @@ def _load_k(
         )
         shared.k_pipe.producer_acquire(state)
         full = shared.k_pipe.full_barrier(state)
-        _load_boxes(k.desc, shared.k, state.stage(), full, rows, column, config)
+        _load_boxes(
+            k.desc, shared.k, shared.k_tail, state.stage(), full, rows, column, config
+        )
         state = state.advance()
         rows = next_rows
     return state
@@ -200,7 +219,7 @@ def _load_v(
         full = shared.v_pipe.full.index(
             gl.where(is_tail, state.num_stages, state.stage())
         )
-        _load_boxes(v.desc, shared.v, state.stage(), full, rows, column, config)
+        _load_boxes(v.desc, shared.v, None, state.stage(), full, rows, column, config)
         if is_tail:
             tail_full = shared.v_pipe.full.index(state.num_stages)
             mbarrier.wait(tail_full, tail_state.phase())
@@ -260,17 +279,22 @@ def _box_rows(
 
 
 @gluon.jit
-def _load_boxes(desc, boxes, stage, full, rows, column, config: gl.constexpr):
+def _load_boxes(desc, boxes, tail, stage, full, rows, column, config: gl.constexpr):
     """Start the TMA loads of a KV tile, which signal `full`.
 
     A stage is stored as [HEAD_DIM / 64, BLOCK_N, 64], the order of a swizzled tile of
     [BLOCK_N, HEAD_DIM].
+
+    Args:
+        boxes: `SharedStorage.k` or `.v`.
+        tail: Optional. Boxes of the columns after HEAD_DIM. If None, there are no such columns.
     """
     HEAD_DIM: gl.constexpr = config.HEAD_DIM
     BLOCK_N: gl.constexpr = config.BLOCK_N
     ROW_BOXES: gl.constexpr = BLOCK_N // desc.block_type.shape[0]
     COLUMN_BOXES: gl.constexpr = HEAD_DIM // BOX_COLUMNS
-    mbarrier.expect(full, BLOCK_N * HEAD_DIM * 2)
+    TAIL_DIM: gl.constexpr = 0 if tail is None else config.TAIL_DIM
+    mbarrier.expect(full, BLOCK_N * (HEAD_DIM + TAIL_DIM) * 2)
     for i in gl.static_range(ROW_BOXES):
         for j in gl.static_range(COLUMN_BOXES):
             async_load(
@@ -278,6 +302,13 @@ def _load_boxes(desc, boxes, stage, full, rows, column, config: gl.constexpr):
                 [rows[i], column + j * BOX_COLUMNS],
                 full,
                 boxes.index((stage * COLUMN_BOXES + j) * ROW_BOXES + i),
+            )
+        if TAIL_DIM > 0:
+            async_load(
+                desc,
+                [rows[i], column + HEAD_DIM],
+                full,
+                tail.index(stage * ROW_BOXES + i),
             )
 
 

@@ -97,13 +97,12 @@ class BatchTensors:
 
     def fresh(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         """Return an output and a log-sum-exp full of NaN."""
-        out = torch.full_like(
-            self.query,
+        tokens, heads, _ = self.query.shape
+        out = self.query.new_full(
+            (tokens, heads, self.value_cache.shape[-1]),
             NAN,
             dtype=dtype or self.plan.dtype,
-            memory_format=torch.contiguous_format,
         )
-        tokens, heads, _ = self.query.shape
         lse_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         return out, torch.full((heads, tokens), NAN, dtype=lse_dtype, device=out.device)
 
