@@ -120,7 +120,7 @@ def _load_q(
     """Load the query tile of every consumer warpgroup."""
     HEAD_DIM: gl.constexpr = config.HEAD_DIM
     TAIL_DIM: gl.constexpr = config.TAIL_DIM
-    # the columns of a box: all, or 64 of a tile whose columns are no power of two
+    # the columns of a box: all, or 64 of a tile whose columns are not a power of two
     Q_COLUMNS: gl.constexpr = q.desc.block_type.shape[1]
     BOXES: gl.constexpr = HEAD_DIM // Q_COLUMNS
     STORED: gl.constexpr = shared.q.shape[0] * BOXES
@@ -287,7 +287,7 @@ def _load_boxes(desc, boxes, tail, stage, full, rows, column, config: gl.constex
 
     Args:
         boxes: `SharedStorage.k` or `.v`.
-        tail: Optional. Boxes of the columns after HEAD_DIM. If None, there are no such columns.
+        tail: Optional. Boxes of the columns after HEAD_DIM. If None, the tile ends at HEAD_DIM.
     """
     HEAD_DIM: gl.constexpr = config.HEAD_DIM
     BLOCK_N: gl.constexpr = config.BLOCK_N
