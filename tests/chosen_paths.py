@@ -78,8 +78,9 @@ def find_kernels(workload: Workload) -> str:
         rows = cascade.choose_row_tiles(plan, call, workload.shared_prefix)
         return f"cascade, {rows[0]} and {rows[1]} rows"
     plan = dispatch.make_plan(call)
-    if any(each.takes(call) for each in plan.complete):
-        return "sm90 latent"
+    for each in plan.complete:
+        if each.takes(call):
+            return " ".join(type(each).__module__.split(".")[-3:-1])
     if plan.layer is not None:
         bounds = (call.max_query_len, call.max_key_len)
         choice = cost_model.choose_path(
@@ -96,8 +97,8 @@ def find_kernels(workload: Workload) -> str:
 def main(chip: int) -> None:
     """Print the kernels of every workload that is not a cache write."""
     pretend(chip, [])
-    for module in ("kernels.sm90.family", "kernels.sm90.latent.family"):
-        family = import_module(f"pagetwin.optimized.{module}")
+    for folder in ("sm90", "sm90.latent", "sm90.invariant"):
+        family = import_module(f"pagetwin.optimized.kernels.{folder}.family")
         family.is_hopper = lambda device: chip == 90
     workloads = load_workloads("all").values()
     found = {

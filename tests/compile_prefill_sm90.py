@@ -29,6 +29,11 @@ import torch
 import triton
 from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.optimized.kernels.sm90 import family
+from pagetwin.optimized.kernels.sm90.invariant import family as invariant
+from pagetwin.optimized.kernels.sm90.invariant.kernel import (
+    fold_kernel,
+    invariant_kernel,
+)
 from pagetwin.optimized.kernels.sm90.kernel import prefill_kernel
 from pagetwin.optimized.launch.attention_call import AttentionCall
 from triton.backends.compiler import GPUTarget
@@ -88,6 +93,7 @@ CASES = [
     Case(BF16, 96, 16, True, False),
     Case(BF16, 64, 16, True, False, {"sliding_window": 256, "sinks": True}),
     Case(BF16, 192, 16, True, False, value_size=128),
+    Case(BF16, 128, 16, True, True, {"batch_invariant": True}),
     # the cases above are compiled in every test run
     Case(BF16, 128, 16, True, False),
     Case(BF16, 128, 0, False, True),
@@ -111,8 +117,12 @@ CASES = [
     Case(FP16, 192, 0, False, True, value_size=128),
     Case(BF16, 192, 16, True, False, {"sliding_window": 1024}, 128),
     Case(BF16, 192, 16, True, False, {"logits_soft_cap": 30.0}, 128),
+    Case(BF16, 64, 16, True, True, {"batch_invariant": True, "sinks": True}),
+    Case(BF16, 256, 16, True, False, {"batch_invariant": True}),
+    Case(BF16, 192, 16, True, False, {"batch_invariant": True}, 128),
+    Case(BF16, 96, 0, True, False, {"batch_invariant": True, "sliding_window": 1024}),
 ]
-EVERY_DAY = 8
+EVERY_DAY = 9
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 COUNTED = ("HGMMA", "MUFU", "PRMT", "BAR", "LDL", "STL")
 
@@ -121,6 +131,7 @@ def record(case: Case) -> dict[str, Any]:
     """Return the arguments that one call's kernel is launched with."""
     dtype, head_size, block_size, causal, has_lse, options, value_size, out_dtype = case
     launches: list[dict[str, Any]] = []
+    is_invariant = "batch_invariant" in options
 
     def keep(self: GluonJITFunction[Any], *args: Any, **options: Any) -> None:
         launches.append(dict(zip(self.arg_names, args, strict=True)))
@@ -142,10 +153,15 @@ def record(case: Case) -> dict[str, Any]:
     if "sinks" in options:
         options = {**options, "sinks": torch.zeros(8)}
     call = AttentionCall(
-        query, keys, values, table, starts, lengths, 156, 512, 0.1, out, lse,
+        query, keys, values, table, starts, lengths, 156, 8192, 0.1, out, lse,
         AttentionOptions(causal=causal, **options),
     )  # fmt: skip
-    family.plan(call).launch_prefill(call, 16)
+    if is_invariant:
+        # so few rows of so many keys are split over several programs, and folded
+        invariant.plan(call).launch(call)
+        compile_case(launches[1], fold_kernel)
+    else:
+        family.plan(call).launch_prefill(call, 16)
     return launches[0]
 
 
@@ -227,7 +243,9 @@ def main(numbers: list[int]) -> None:
     """Compile the cases of these numbers."""
     for case in [CASES[number] for number in numbers]:
         begin = time.perf_counter()
-        compiled = compile_case(record(case))
+        is_invariant = "batch_invariant" in case.options
+        kernel = invariant_kernel if is_invariant else prefill_kernel
+        compiled = compile_case(record(case), kernel)
         line = {
             "case": str(case),
             **assemble(compiled.asm["ptx"]),

@@ -37,8 +37,8 @@ PATHS_ON_AN_H200 = {
     "prefill-2x4k-alibi": "portable prefill",
     "prefill-1x16k-fp8": "portable prefill",
     "prefill-1x16k-fp8-vs-fa3": "portable prefill",
-    "invariant-prefill-1x8k": "portable prefill",
-    "invariant-decode-64x4k": "portable prefill",
+    "invariant-prefill-1x8k": "sm90 invariant",
+    "invariant-decode-64x4k": "sm90 invariant",
 }
 DECODED = ("decode", "verify", "cross")
 

@@ -12,13 +12,14 @@ from conftest import Twin
 from pagetwin.conformance.generators.batches import BatchPlan, BatchTensors, build
 from pagetwin.conformance.oracles.dense import judge_attention, judge_lse, same_bits
 from pagetwin.contract.attention_options import AttentionOptions, pack_options
+from pagetwin.optimized.kernels.sm90.invariant.family import InvariantPlan
 from pagetwin.optimized.launch.launcher import INTERPRETED
 from pagetwin.optimized.launch.portable import PortablePlan
 from pagetwin.optimized.launch.prepare import SPLIT_SIZE
 from torch import Tensor
 
 LONG = 3 * SPLIT_SIZE + 17
-CROWD = 5 if INTERPRETED else 70
+CROWD = 5 if INTERPRETED else 300
 """Requests that leave no program to parts: a chip has many more programs than the interpreter."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -45,7 +46,7 @@ def optimized() -> Twin:
 def spreads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return the programs for parts of each launch, as launches are made."""
     found: list[int] = []
-    start = PortablePlan._start
+    start, count_splits = PortablePlan._start, InvariantPlan.count_splits
 
     def note(
         plan: PortablePlan, launcher: Any, grid: tuple[int, int, int], *rest: Any
@@ -53,7 +54,13 @@ def spreads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.append(grid[2])
         start(plan, launcher, grid, *rest)
 
+    def note_splits(plan: InvariantPlan, *rest: Any) -> int:
+        found.append(count_splits(plan, *rest))
+        return found[-1]
+
     monkeypatch.setattr(PortablePlan, "_start", note)
+    # on a Hopper chip
+    monkeypatch.setattr(InvariantPlan, "count_splits", note_splits)
     return found
 
 

@@ -86,11 +86,13 @@ def test_the_assembler_lets_products_and_softmax_overlap(
         )
         assert not line["warnings"], line
         assert line["shared"] <= 232448, line
-        # the spills are in the producer warps and at the ends of a work item
-        assert line["spilled"] <= 256, line
+        # the spills are in the producer warps and at the ends of a work item, of which
+        # batch-invariant rows have one per split
+        is_invariant = "batch_invariant" in case.options
+        assert line["spilled"] <= (288 if is_invariant else 256), line
         consumers = 3 if case.head_size == 64 else 2
         has_left_edge = "sliding_window" in case.options
-        loops = 2 + has_left_edge + (case.head_size > 128)
+        loops = 2 + has_left_edge + (case.head_size > 128 or is_invariant)
         assert len(line["loops"]) == loops * consumers, line
         for consumer in range(consumers):
             of_consumer = line["loops"][consumer * loops : (consumer + 1) * loops]
@@ -248,7 +250,7 @@ def test_values_may_be_narrower_than_keys_of_head_size_192(
     if is_supported:
         plan = family.plan(call)
         config = plan.constants["config"]
-        assert config.HEAD_DIM + config.TAIL_DIM == head_size
+        assert head_size == config.HEAD_DIM + config.TAIL_DIM
         assert config.HEAD_SIZE == config.HEAD_DIM == value_size
         # queries in columns of 64, outputs in rows of a value
         assert plan.boxes[0] == (64, 64) and plan.boxes[3] == (64, value_size)
@@ -303,17 +305,21 @@ class Int32(int):
         return Int32(quotient if (self < 0) == (other < 0) else -quotient)
 
 
-def run_on_host(*mutations: tuple[str, str]) -> dict[str, Any]:
+def run_on_host(
+    *mutations: tuple[str, str], more: tuple[Any, ...] = ()
+) -> dict[str, Any]:
     """Return the scheduler's functions of positions and tiles as functions of Python.
 
     Args:
         mutations: text of the source, each found once, and what replaces it.
+        more: further functions that rely on these.
     """
     functions = (
         scheduler.first_visible_key,
         scheduler.first_kv_tile,
         scheduler.find_tiles,
         scheduler.locate_work,
+        *more,
     )
     source = "\n".join(
         inspect.getsource(each.fn).replace("@gluon.jit\n", "") for each in functions
@@ -432,11 +438,11 @@ WRONG_TILES = {
         "position // config.CHUNK_SIZE * config.CHUNK_SIZE + 1",
     ),
     "the last row is of another warpgroup": (
-        "last_row = position + WARPGROUP_M - 1",
-        "last_row = position + WARPGROUP_M",
+        "last_row = position + count_tokens(config) - 1",
+        "last_row = position + count_tokens(config)",
     ),
     "the first row stands for the last": (
-        "last_row = position + WARPGROUP_M - 1",
+        "last_row = position + count_tokens(config) - 1",
         "last_row = position",
     ),
     "the tile with the last key is skipped": (

@@ -24,6 +24,7 @@ from torch import Tensor
 from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
 from ...validation import values_checked
 from ..kernels.sm90 import family as sm90
+from ..kernels.sm90.invariant import family as sm90_invariant
 from ..kernels.sm90.latent import family as sm90_latent
 from . import portable
 from .attention_call import AttentionCall, sign, sizes_fit
@@ -79,7 +80,7 @@ class CompleteFamily(Protocol):
         """Return a plan for all calls with this call's signature, which is supported."""
 
 
-COMPLETE_FAMILIES: tuple[CompleteFamily, ...] = (sm90_latent,)
+COMPLETE_FAMILIES: tuple[CompleteFamily, ...] = (sm90_latent, sm90_invariant)
 """Kernels of particular chips and kinds of attention, in order of preference. A call that one of
 them takes needs no other family."""
 

@@ -51,6 +51,9 @@ class Config(NamedTuple):
         TAIL_DIM: columns of queries and keys after HEAD_DIM, which values do not have: 64 for
             queries and keys of head size 192 and values of 128. They have tiles of their own,
             because a tile's columns are a power of two.
+        GROUP: rows per token in a query tile: the query heads of a KV head, rounded up to a power
+            of two. 1 if a query tile has one query head.
+        SPLIT_TILES: KV tiles per split of batch-invariant rows; 0 if rows are not split.
     """
 
     HEAD_SIZE: int
@@ -64,6 +67,8 @@ class Config(NamedTuple):
     SOFT_CAP: float = 0.0
     FAST_TANH: bool = False
     TAIL_DIM: int = 0
+    GROUP: int = 1
+    SPLIT_TILES: int = 0
 
 
 def pad_head_size(head_size: int) -> int:
@@ -112,6 +117,12 @@ def has_lower_bound(config):
     return config.WINDOW > 0 or config.CHUNK_SIZE > 0
 
 
+@gluon.constexpr_function
+def count_tokens(config):
+    """Return the tokens in the WARPGROUP_M rows of a consumer warpgroup."""
+    return WARPGROUP_M.value // config.GROUP
+
+
 MASK_END = gl.constexpr(1)
 """Mask keys after the last visible one: the sequence's end, or the query's own position."""
 MASK_BEGIN = gl.constexpr(2)
@@ -125,8 +136,11 @@ def choose_masks(config):
     One tile may need both if a window is shorter than a warpgroup's rows and a KV tile.
     """
     both = MASK_END.value + MASK_BEGIN.value
-    shortest = WARPGROUP_M.value + config.BLOCK_N
+    shortest = WARPGROUP_M.value // config.GROUP + config.BLOCK_N
     if config.CHUNK_SIZE or 0 < config.WINDOW < shortest:
+        return both, both
+    if config.WINDOW and config.SPLIT_TILES:
+        # the first tile of any split may be at the window's begin
         return both, both
     return MASK_END.value, MASK_BEGIN.value
 
@@ -172,6 +186,19 @@ def uses_ping_pong(head_dim):
     each of them has the registers to overlap its own softmax with its own P @ V.
     """
     return head_dim == 64
+
+
+@gluon.constexpr_function
+def uses_polynomial(config, masked):
+    """Return whether a polynomial computes one exponential in eight of a KV tile.
+
+    Batch-invariant rows round alike in tiles with and without a mask. In a short row, whose keys
+    are all in a tile with a mask, the polynomial's error may exceed the log-sum-exp's budget.
+
+    Args:
+        masked: whether the tile has a mask.
+    """
+    return config.HEAD_DIM != 64 and not masked and config.SPLIT_TILES == 0
 
 
 @gluon.constexpr_function

@@ -36,6 +36,7 @@ from .config import (
     qk_layout,
     split_columns,
     uses_ping_pong,
+    uses_polynomial,
 )
 from .epilogue import normalize, store_tile
 from .gluon_names import reinterpret
@@ -174,13 +175,47 @@ def _mainloop(
         tiles: `Operands`.
         acc: [WARPGROUP_M, HEAD_DIM] zeros.
     """
-    MASKS: gl.constexpr = choose_masks(config)
     position = work.position + CONSUMER * WARPGROUP_M
     own = find_tiles(work, position, config)
     if has_lower_bound(config):
-        kv_state = _skip_tiles(
+        kv_state = skip_tiles(
             shared, kv_state, own.after, config.HEAD_DIM, NUM_CONSUMERS, CONSUMER
         )
+    carry, kv_state = attend_to_tiles(
+        shared, tiles, acc, kv_state, q_state, work, own, position, scale_log2,
+        config, NUM_CONSUMERS, CONSUMER,
+    )  # fmt: skip
+    if has_lower_bound(config):
+        kv_state = skip_tiles(
+            shared, kv_state, own.before, config.HEAD_DIM, NUM_CONSUMERS, CONSUMER
+        )
+    return carry, kv_state
+
+
+@gluon.jit
+def attend_to_tiles(
+    shared,
+    tiles,
+    acc,
+    kv_state,
+    q_state,
+    work,
+    own,
+    position,
+    scale_log2,
+    config: gl.constexpr,
+    NUM_CONSUMERS: gl.constexpr,
+    CONSUMER: gl.constexpr,
+):
+    """Return the `Carry` after some KV tiles of a work item, and the next KV state.
+
+    Args:
+        tiles: `Operands`.
+        acc: [WARPGROUP_M, HEAD_DIM] zeros.
+        own: `OwnTiles`.
+        position: position of the warpgroup's first row.
+    """
+    MASKS: gl.constexpr = choose_masks(config)
     p, alpha, m_i, l_i = _first_tile(
         shared, tiles, kv_state, q_state, work, own.last, position, scale_log2,
         MASKS[0], config,
@@ -210,15 +245,11 @@ def _mainloop(
             )  # fmt: skip
             kv_state = kv_state.advance()
     carry = _last_pv(shared, tiles, carry, kv_state, config.HEAD_DIM)
-    if has_lower_bound(config):
-        kv_state = _skip_tiles(
-            shared, kv_state, own.before, config.HEAD_DIM, NUM_CONSUMERS, CONSUMER
-        )
     return carry, kv_state
 
 
 @gluon.jit
-def _skip_tiles(
+def skip_tiles(
     shared,
     kv_state,
     num_tiles,
@@ -259,7 +290,7 @@ def _first_tile(
     qk = _issue_qk(tiles, kv_state, config)
     qk = warpgroup_mma_wait(0, deps=[qk])
     shared.k_pipe.consumer_release(kv_state)
-    if count_q_stages(config) > 1 and q_state.count > 0:
+    if count_q_stages(config) > 1 and q_state.count > 0 and config.SPLIT_TILES == 0:
         # the previous work item's output has been stored: its stage may take the next queries
         tma.store_wait(0)
         shared.q_pipe.consumer_release(q_state.previous())
@@ -268,7 +299,9 @@ def _first_tile(
     qk = modify_scores(qk, scale_log2, config)
     qk = mask_qk(qk, kv_tile, position, work.seq_len, MASKS, config)
     scale = softmax_scale(scale_log2, config)
-    p, alpha, m_i, l_i = online_softmax(qk, m_i, 0, scale, True, True, False)
+    p, alpha, m_i, l_i = online_softmax(
+        qk, m_i, 0, scale, True, True, False, config.SPLIT_TILES > 0
+    )
     if uses_ping_pong(HEAD_DIM):
         p = pack_p(p, tiles.q.dtype)
     return p, alpha, m_i, l_i
@@ -326,7 +359,7 @@ def _kv_iteration(
         qk = mask_qk(qk, kv_tile, position, seq_len, MASKS, config)
     p_next, alpha, m_i, l_i = online_softmax(
         qk, m_i, l_i, softmax_scale(scale_log2, config),
-        False, MASKED, not MASKED and not PING_PONG,
+        False, MASKED, uses_polynomial(config, MASKED), config.SPLIT_TILES > 0,
     )  # fmt: skip
     # wait for P @ V, and release K of this tile with V of the tile before
     if not PING_PONG:

@@ -90,8 +90,9 @@ def store_tile(
     """
     dtype: gl.constexpr = output.out.dtype.element_ty
     FIRST_ROW: gl.constexpr = CONSUMER * WARPGROUP_M
-    is_row = row < work.num_queries  # [WARPGROUP_M]
-    is_whole = (work.num_kv_tiles > 0) & (work.num_queries >= FIRST_ROW + WARPGROUP_M)
+    num_queries = work.seq_len - work.position
+    is_row = row < num_queries  # [WARPGROUP_M]
+    is_whole = (work.num_kv_tiles > 0) & (num_queries >= FIRST_ROW + WARPGROUP_M)
     if config.HEAD_SIZE < config.HEAD_DIM or dtype != staging.dtype:
         is_whole = False
     if is_whole:

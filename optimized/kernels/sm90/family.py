@@ -100,7 +100,7 @@ def supports(call: AttentionCall) -> bool:
     return (
         is_hopper(call.query.device)
         and not call.options.batch_invariant
-        and _find_planes(call) is not None
+        and find_planes(call) is not None
     )
 
 
@@ -110,7 +110,7 @@ def plan(call: AttentionCall) -> "Sm90Plan":
     Raises:
         NotImplementedError: options, a dtype, shapes or strides that the kernel does not support.
     """
-    planes = _find_planes(call)
+    planes = find_planes(call)
     if planes is None:
         raise NotImplementedError(
             "the Hopper prefill kernel does not support this call: expected one for which"
@@ -286,13 +286,13 @@ class Sm90Plan:
         """Return the encoded tensor maps of the queries, keys, values and the output.
 
         Args:
-            addresses: of these four.
-            extra_rows: what the method of this name returns.
+            addresses: of these four, or of the first of them.
+            extra_rows: what the method of this name returns, for as many.
         """
         if len(self._tensor_maps) > MAX_TENSOR_MAPS:
             self._tensor_maps.clear()
         maps = []
-        for key in zip(range(4), addresses, extra_rows, strict=True):
+        for key in zip(range(len(addresses)), addresses, extra_rows, strict=True):
             cached = self._tensor_maps.get(key)
             if cached is None:
                 index, address, extra = key
@@ -345,7 +345,7 @@ class Sm90Plan:
         return (*descriptors, out, *others)
 
 
-def _find_planes(call: AttentionCall) -> tuple[Plane, Plane, Plane, Plane] | None:
+def find_planes(call: AttentionCall) -> tuple[Plane, Plane, Plane, Plane] | None:
     """Return the planes of a call's tensors, or None if the kernel does not support the call."""
     query, key, value, block_table = call[:4]
     if type(call.options.causal) is not bool:

@@ -72,7 +72,7 @@ POINTERS = [
 
 
 @gluon.jit
-def _allocate(
+def allocate(
     dtype: gl.constexpr,
     k_box_rows: gl.constexpr,
     v_box_rows: gl.constexpr,
@@ -203,7 +203,7 @@ def prefill_kernel(
         lse_stride_head,
     )
     score = ScoreArgs(scale_log2, sinks)
-    shared = _allocate(
+    shared = allocate(
         k_desc.dtype,
         k_desc.block_type.shape[0],
         v_desc.block_type.shape[0],

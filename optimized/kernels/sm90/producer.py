@@ -86,7 +86,7 @@ def produce_q_and_k(
         if work.num_kv_tiles > 0:
             _load_q(shared, q, q_state, work, config, NUM_CONSUMERS)
             q_state = q_state.advance()
-            k_state = _load_k(shared, batch, k, k_state, work, config)
+            k_state = load_k(shared, batch, k, k_state, work, config)
         item = gl.num_programs(0) + first_lane(fetched)
         if item >= items.end_item:
             items = find_request(
@@ -149,7 +149,7 @@ def _load_q(
 
 
 @gluon.jit
-def _load_k(
+def load_k(
     shared,
     batch,
     k,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .config import WARP_SIZE, WARPGROUP_M, has_lower_bound, warp_layout
+from .config import WARP_SIZE, count_tokens, has_lower_bound, warp_layout
 
 WORK_FIELDS = gl.constexpr(8)
 """Fields of a `WorkItem`."""
@@ -84,9 +84,9 @@ class WorkItem(NamedTuple):
     Args:
         req, head: the request and the query head.
         query_start: index of the tile's first query in the batch.
-        num_queries: the request's queries from there on; may be more than BLOCK_M.
+        split: index of the split whose keys the tile attends to; 0 if rows are not split.
         position: position of the first query in its sequence; negative if the sequence has
-            fewer keys than queries.
+            fewer keys than queries. The request has seq_len - position queries from there on.
         seq_len: keys of the request.
         kv_start: row of the request's first key; 0 with a block table.
         num_kv_tiles: KV tiles with keys that are visible to the tile, or NO_WORK.
@@ -95,7 +95,7 @@ class WorkItem(NamedTuple):
     req: Any
     head: Any
     query_start: Any
-    num_queries: Any
+    split: Any
     position: Any
     seq_len: Any
     kv_start: Any
@@ -179,9 +179,12 @@ def first_visible_key(position, config: gl.constexpr):
 
 @gluon.jit
 def first_kv_tile(work, config: gl.constexpr):
-    """Return the index of the first KV tile with a key that is visible to a work item."""
+    """Return the index of the first KV tile with a key that a work item attends to."""
     BLOCK_N: gl.constexpr = config.BLOCK_N
-    return first_visible_key(work.position, config) // BLOCK_N
+    tile = first_visible_key(work.position, config) // BLOCK_N
+    if config.SPLIT_TILES > 0:
+        tile = gl.maximum(tile, work.split * config.SPLIT_TILES)
+    return tile
 
 
 class OwnTiles(NamedTuple):
@@ -226,11 +229,14 @@ def find_tiles(work, position, config: gl.constexpr):
     before = 0
     if has_lower_bound(config):
         # of this warpgroup's own rows
-        last_row = position + WARPGROUP_M - 1
+        last_row = position + count_tokens(config) - 1
         own_last = gl.minimum(gl.maximum(last_row // BLOCK_N, first), last)
         after = last - own_last
         last = own_last
         own_first = gl.minimum(first_visible_key(position, config) // BLOCK_N, last)
+        if config.SPLIT_TILES > 0:
+            # the window may begin in an earlier split
+            own_first = gl.maximum(own_first, first)
         before = own_first - first
         first = own_first
         full_begin = (first_visible_key(last_row, config) + BLOCK_N - 1) // BLOCK_N
@@ -264,7 +270,7 @@ def locate_work(
         items.req,
         head,
         request.query_start + first_row,
-        request.query_len - first_row,
+        0,
         position,
         request.seq_len,
         request.kv_start,

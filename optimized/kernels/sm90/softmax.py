@@ -77,7 +77,8 @@ def mask_qk(qk, kv_tile, position, seq_len, MASKS: gl.constexpr, config: gl.cons
     ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     column = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))  # [BLOCK_N]
     end = gl.full([WARPGROUP_M], seq_len, gl.int32, ROWS)  # [WARPGROUP_M]
-    row_position = position + gl.arange(0, WARPGROUP_M, ROWS)  # [WARPGROUP_M]
+    row = gl.arange(0, WARPGROUP_M, ROWS)
+    row_position = position + row // config.GROUP  # [WARPGROUP_M]
     if config.CAUSAL:
         end = gl.minimum(row_position + 1, seq_len)
     # relative to the tile, because then the columns are constants
@@ -99,6 +100,7 @@ def online_softmax(
     FIRST: gl.constexpr,
     MASKED: gl.constexpr,
     USE_POLYNOMIAL: gl.constexpr,
+    ROUNDS_ALIKE: gl.constexpr,
 ):
     """Return p, alpha, and the new m_i and l_i.
 
@@ -110,6 +112,8 @@ def online_softmax(
         FIRST: whether this is the first KV tile of the rows; then `l_i` is not read.
         MASKED: whether a row may have had no visible key so far.
         USE_POLYNOMIAL: whether one exponential in eight avoids the MUFU unit.
+        ROUNDS_ALIKE: whether sums name the product that they fuse, so that a row is rounded alike
+            wherever this is compiled.
     Returns:
         p: [WARPGROUP_M, BLOCK_N] 2 ** ((qk - m_i) * scale_log2).
         alpha: [WARPGROUP_M] factor for the accumulator and sum of earlier tiles.
@@ -122,7 +126,12 @@ def online_softmax(
     # a row without a visible key so far has the maximum -inf, and -inf - -inf = NaN
     shift = gl.where(m_new == -float("inf"), 0.0, m_new) if MASKED else m_new
     alpha = gl.exp2((m_i - shift) * scale_log2)  # [WARPGROUP_M]
-    qk = qk * scale_log2 - (shift * scale_log2)[:, None]
+    if ROUNDS_ALIKE:
+        shift = gl.expand_dims(shift * scale_log2, 1)  # [WARPGROUP_M, 1]
+        scales = gl.full(qk.shape, scale_log2, gl.float32, qk.type.layout)
+        qk = gl.fma(qk, scales, gl.broadcast(-shift, qk)[0])
+    else:
+        qk = qk * scale_log2 - (shift * scale_log2)[:, None]
     if USE_POLYNOMIAL:
         p = gl.inline_asm_elementwise(
             EXP2_OF_8_PTX,
@@ -138,7 +147,11 @@ def online_softmax(
     if not FIRST:
         SUM_ROWS: gl.constexpr = gl.SliceLayout(1, l_new.type.layout)
         alpha_of_sum = gl.convert_layout(alpha, SUM_ROWS, assert_trivial=True)
-        l_new = l_i * gl.expand_dims(alpha_of_sum, 1) + l_new
+        if ROUNDS_ALIKE:
+            alpha_of_sum = gl.broadcast(gl.expand_dims(alpha_of_sum, 1), l_i)[0]
+            l_new = gl.fma(l_i, alpha_of_sum, l_new)
+        else:
+            l_new = l_i * gl.expand_dims(alpha_of_sum, 1) + l_new
     return p, alpha, m_new, l_new
 
 

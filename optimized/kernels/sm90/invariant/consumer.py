@@ -1,0 +1,233 @@
+"""Consumer warpgroups of the batch-invariant Hopper kernel: fixed splits of keys, and their fold.
+
+The keys of a sequence are cut at multiples of SPLIT_TILES KV tiles, counted from its first key. A
+warpgroup computes its splits from the last to the first, each from nothing, and folds their states
+in this order. In between, the folded accumulator is in global memory, where each thread reads what
+it wrote itself. Tiles in which a row has no visible key leave its state as it is, bit by bit: its
+weights are exactly 0, and alpha is exactly 1. So a row does not depend on the other rows of its
+tile.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..config import (
+    SWIZZLED,
+    WARPGROUP_M,
+    WORK_STAGES,
+    acc_layout,
+    count_q_stages,
+    count_tokens,
+    uses_ping_pong,
+)
+from ..consumer import Operands, attend_to_tiles, skip_tiles
+from ..gluon_names import reinterpret
+from ..pipeline import PipelineState, ping_pong_arrive, ping_pong_wait
+from ..scheduler import NO_WORK, find_tiles, receive_work
+from ..score import softmax_scale
+from .fold import fold, normalize_state
+from .rows import count_live_tokens, locate_states, store_results
+from .scheduler import find_split
+
+
+@gluon.jit
+def consume_splits(
+    shared,
+    output,
+    score,
+    config: gl.constexpr,
+    NUM_CONSUMERS: gl.constexpr,
+    CONSUMER: gl.constexpr,
+):
+    """Run a consumer warpgroup: compute and store its rows of every published work item.
+
+    Args:
+        shared: `SharedStorage`.
+        output: `OutputArgs`.
+        score: `ScoreArgs`.
+        CONSUMER: index of the warpgroup.
+    """
+    HEAD_DIM: gl.constexpr = config.HEAD_DIM
+    STAGES: gl.constexpr = config.STAGES
+    PING_PONG: gl.constexpr = uses_ping_pong(HEAD_DIM)
+    LAYOUT: gl.constexpr = acc_layout(HEAD_DIM)
+    ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    dtype: gl.constexpr = shared.q.dtype
+    k = reinterpret(shared.k, dtype, [STAGES, config.BLOCK_N, HEAD_DIM], SWIZZLED)
+    v = reinterpret(shared.v, dtype, [STAGES, config.BLOCK_N, HEAD_DIM], SWIZZLED)
+    k_tail = k
+    if config.TAIL_DIM > 0:
+        k_tail = reinterpret(
+            shared.k_tail, dtype, [STAGES, config.BLOCK_N, config.TAIL_DIM], SWIZZLED
+        )
+    if PING_PONG and CONSUMER == NUM_CONSUMERS - 1:
+        # the first warpgroup begins
+        ping_pong_arrive(0)
+    work_state = PipelineState.start(WORK_STAGES)
+    kv_state = PipelineState.start(STAGES)
+    q_state = PipelineState.start(count_q_stages(config))
+    work = receive_work(shared, work_state)
+    while work.num_kv_tiles != NO_WORK:
+        acc = gl.zeros([WARPGROUP_M, HEAD_DIM], gl.float32, LAYOUT)
+        m_i = gl.full([WARPGROUP_M], -float("inf"), gl.float32, ROWS)
+        l_i = gl.full([WARPGROUP_M], 0.0, gl.float32, ROWS)
+        if work.num_kv_tiles > 0:
+            tile = q_state.stage() * NUM_CONSUMERS + CONSUMER
+            q = shared.q.index(tile)
+            q_tail = q
+            if config.TAIL_DIM > 0:
+                q_tail = shared.q_tail.index(tile)
+            shared.q_pipe.consumer_wait(q_state)
+            acc, m_i, l_i, kv_state = _attend_to_splits(
+                shared, Operands(q, q_tail, k, k_tail, v), acc, m_i, l_i, kv_state,
+                q_state, work, output.states, score.scale_log2, config, NUM_CONSUMERS,
+                CONSUMER,
+            )  # fmt: skip
+            shared.q_pipe.consumer_release(q_state)
+            q_state = q_state.advance()
+        _store(output, acc, m_i, l_i, work, score, config, NUM_CONSUMERS, CONSUMER)
+        work_state = work_state.advance()
+        work = receive_work(shared, work_state)
+    if PING_PONG and CONSUMER == 0:
+        # consume the last arrival, so that the named barrier ends as it began
+        ping_pong_wait(0)
+    if CONSUMER == 0:
+        _clear_padding(output, config)
+
+
+@gluon.jit
+def _own_states(
+    output_states,
+    config: gl.constexpr,
+    NUM_CONSUMERS: gl.constexpr,
+    CONSUMER: gl.constexpr,
+):
+    """Return pointers to the accumulator that a warpgroup keeps.  # [WARPGROUP_M, HEAD_DIM]"""
+    LAYOUT: gl.constexpr = acc_layout(config.HEAD_DIM)
+    row = gl.arange(0, WARPGROUP_M, gl.SliceLayout(1, LAYOUT))
+    column = gl.arange(0, config.HEAD_DIM, gl.SliceLayout(0, LAYOUT))
+    first = (gl.program_id(0) * NUM_CONSUMERS + CONSUMER) * (
+        WARPGROUP_M * config.HEAD_DIM
+    )
+    offset = gl.expand_dims(row * config.HEAD_DIM, 1) + gl.expand_dims(column, 0)
+    return output_states + first + offset
+
+
+@gluon.jit
+def _attend_to_splits(
+    shared,
+    tiles,
+    acc,
+    m_i,
+    l_i,
+    kv_state,
+    q_state,
+    work,
+    states,
+    scale_log2,
+    config: gl.constexpr,
+    NUM_CONSUMERS: gl.constexpr,
+    CONSUMER: gl.constexpr,
+):
+    """Return acc, m_i and l_i after all KV tiles of a work item, and the next KV state.
+
+    Args:
+        tiles: `Operands`.
+        acc: [WARPGROUP_M, HEAD_DIM] zeros.
+        m_i, l_i: [WARPGROUP_M] -inf and 0.
+        states: where warpgroups keep accumulators.
+    """
+    HEAD_DIM: gl.constexpr = config.HEAD_DIM
+    LAYOUT: gl.constexpr = acc_layout(HEAD_DIM)
+    ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    PING_PONG: gl.constexpr = uses_ping_pong(HEAD_DIM)
+    position = work.position + CONSUMER * count_tokens(config)
+    own = find_tiles(work, position, config)
+    last = own.last
+    after = own.after
+    before = own.before
+    if CONSUMER > 0 and not PING_PONG:  # noqa: SIM102 (a constexpr branch)
+        if position >= work.seq_len:
+            # no row of this warpgroup is a query
+            last = own.first - 1
+            after = work.num_kv_tiles
+            before = before * 0
+    kv_state = skip_tiles(shared, kv_state, after, HEAD_DIM, NUM_CONSUMERS, CONSUMER)
+    own_last = last
+    while last >= own.first:
+        of_split = find_split(own, last, config)
+        if PING_PONG:  # noqa: SIM102 (a constexpr branch)
+            if last < own_last:
+                # every tile but the first of a work item is a turn, also of other warpgroups
+                ping_pong_wait(CONSUMER)
+                ping_pong_arrive((CONSUMER + 1) % NUM_CONSUMERS)
+        split_acc = gl.zeros([WARPGROUP_M, HEAD_DIM], gl.float32, LAYOUT)
+        carry, kv_state = attend_to_tiles(
+            shared, tiles, split_acc, kv_state, q_state, work, of_split, position,
+            scale_log2, config, NUM_CONSUMERS, CONSUMER,
+        )  # fmt: skip
+        split_m = gl.convert_layout(carry.m_i, ROWS)
+        split_l = gl.convert_layout(gl.sum(carry.l_i, 1), ROWS)
+        if last == own_last:
+            acc = carry.acc
+            m_i = split_m
+            l_i = split_l
+        else:
+            kept = gl.load(_own_states(states, config, NUM_CONSUMERS, CONSUMER))
+            acc, m_i, l_i = fold(
+                kept, m_i, l_i, carry.acc, split_m, split_l,
+                softmax_scale(scale_log2, config),
+            )  # fmt: skip
+        if of_split.first > own.first:
+            gl.store(_own_states(states, config, NUM_CONSUMERS, CONSUMER), acc)
+        last = of_split.first - 1
+    kv_state = skip_tiles(shared, kv_state, before, HEAD_DIM, NUM_CONSUMERS, CONSUMER)
+    return acc, m_i, l_i, kv_state
+
+
+@gluon.jit
+def _store(
+    output, acc, m_i, l_i, work, score,
+    config: gl.constexpr, NUM_CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr,
+):  # fmt: skip
+    """Store a warpgroup's rows: their results, or their states if programs share them."""
+    LAYOUT: gl.constexpr = acc_layout(config.HEAD_DIM)
+    ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    row = gl.arange(0, WARPGROUP_M, ROWS)  # [WARPGROUP_M]
+    query = CONSUMER * count_tokens(config) + row // config.GROUP
+    of_group = row % config.GROUP
+    token = work.query_start + query
+    head = work.head * output.group_size + of_group
+    is_row = (query < work.seq_len - work.position) & (of_group < output.group_size)
+    if output.num_splits > 1:
+        begin = gl.num_programs(0) * (NUM_CONSUMERS * WARPGROUP_M * config.HEAD_DIM)
+        accs, maxima, sums = locate_states(
+            output, work.split, token, head, begin, LAYOUT, config
+        )
+        gl.store(accs, acc, mask=gl.expand_dims(is_row, 1))
+        gl.store(maxima, m_i, mask=is_row)
+        gl.store(sums, l_i, mask=is_row)
+    else:
+        sink = None
+        if score.sinks is not None:
+            sink = gl.load(score.sinks + head, mask=is_row, other=0.0)
+        scale = softmax_scale(score.scale_log2, config)
+        result, lse = normalize_state(acc, m_i, l_i, scale, sink)
+        store_results(output, result, lse, token, head, is_row, config)
+
+
+@gluon.jit
+def _clear_padding(output, config: gl.constexpr):
+    """Store 0 and -inf to the rows of no request."""
+    HEAD_DIM: gl.constexpr = config.HEAD_DIM
+    LAYOUT: gl.constexpr = acc_layout(HEAD_DIM)
+    ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    row = gl.arange(0, WARPGROUP_M, ROWS)  # [WARPGROUP_M]
+    acc = gl.zeros([WARPGROUP_M, HEAD_DIM], gl.float32, LAYOUT)
+    lse = gl.full([WARPGROUP_M], -float("inf"), gl.float32, ROWS)
+    end = count_live_tokens(output)
+    for token in range(end + gl.program_id(0), output.num_tokens, gl.num_programs(0)):
+        for first_head in range(0, output.num_heads, WARPGROUP_M):
+            head = first_head + row
+            is_row = head < output.num_heads
+            store_results(output, acc, lse, token + row * 0, head, is_row, config)

@@ -1,0 +1,216 @@
+"""Kernel family of batch-invariant attention on Hopper chips: supported calls and plans.
+
+The family computes every request of a call, of any mixture of lengths. A row's result follows from
+its own keys, because its query tile, KV tiles and splits have fixed bounds, and one kernel computes
+prefills and decodes. If the query tiles are few, each split of their keys is a work item, and a
+second kernel folds the splits in the order in which a work item folds several.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ....launch.attention_call import AttentionCall
+from ....launch.launcher import Launcher, next_power_of_2
+from ....launch.prepare import MAX_WORKSPACE
+from ....launch.tuning import count_processors, is_hopper
+from ....launch.workspace import find_workspace
+from .. import family as sm90
+from ..config import BOX_COLUMNS, LOG2_E, WARPGROUP_M, Config
+from ..family import Address, Sm90Plan, find_planes
+from .kernel import ROWS, fold_kernel, invariant_kernel
+
+SPLIT_KEYS = 4096
+"""Keys per split, as in the portable kernels."""
+ITEMS_PER_PROCESSOR = 4
+"""Query tiles per SM, fewer than which share their splits. With more, every SM has enough."""
+
+
+def supports(call: AttentionCall) -> bool:
+    """Return whether the kernels compute calls with this signature."""
+    return is_hopper(call.query.device) and _is_supported(call)
+
+
+def plan(call: AttentionCall) -> "InvariantPlan":
+    """Return the launch plan of all calls with this call's signature, whatever their device.
+
+    Raises:
+        NotImplementedError: options, a dtype, shapes or strides that the kernels do not support.
+    """
+    if not _is_supported(call):
+        raise NotImplementedError(
+            "the batch-invariant Hopper kernel does not support this call: expected one for"
+            " which supports(call) is True; use the portable kernel"
+        )
+    base = sm90.plan(call)
+    config: Config = base.constants["config"]
+    group = next_power_of_2(base.group_size)
+    config = config._replace(
+        # a row does not depend on whether its log-sum-exp is wanted
+        FAST_TANH=False,
+        GROUP=group,
+        SPLIT_TILES=SPLIT_KEYS // config.BLOCK_N,
+    )
+    q_box = (WARPGROUP_M.value // group, group, BOX_COLUMNS.value)
+    return InvariantPlan(
+        dtype=base.dtype,
+        planes=base.planes,
+        boxes=(q_box, *base.boxes[1:3], q_box),  # type: ignore[arg-type]
+        tokens=base.tokens,
+        keys=base.keys,
+        num_heads=base.num_heads,
+        group_size=base.group_size,
+        tile_rows=base.tile_rows,
+        # of the keys and values, and of the output
+        strides=(*base.strides[2:8], *base.strides[10:]),
+        constants={"config": config},
+    )
+
+
+@dataclass
+class InvariantPlan(Sm90Plan):
+    """Launches of the batch-invariant Hopper kernels for all calls with one signature.
+
+    Args:
+        boxes: the TMA box of the queries has tokens, heads and columns. The output has none.
+        strides: the kernel's arguments from `k_block_rows` to `out_stride_head`.
+        constants: the kernels' constexpr arguments.
+    """
+
+    _folder: Launcher = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Create the launchers."""
+        kernels = (invariant_kernel, self.lower), (fold_kernel, lambda *each: each)
+        self.launcher, self._folder = (
+            Launcher(kernel, lower, self.constants, num_warps=4, num_stages=1)
+            for kernel, lower in kernels
+        )
+
+    def count_splits(self, call: AttentionCall, num_tiles: int) -> int:
+        """Return how many work items share a query tile; 1 if the tiles fill the chip.
+
+        Args:
+            call: the call.
+            num_tiles: query tiles of all KV heads, at most.
+        """
+        splits = max(1, -(-call.max_key_len // SPLIT_KEYS))
+        if num_tiles >= ITEMS_PER_PROCESSOR * count_processors(call.query.device):
+            return 1
+        return splits if splits * self._numbers_per_split(call) <= MAX_WORKSPACE else 1
+
+    def launch(self, call: AttentionCall) -> None:
+        """Compute all requests, and clear the rows of no request.
+
+        Args:
+            call: one that the plan takes; its `out` and `lse` are modified in place.
+        """
+        query, key, value, block_table = call[:4]
+        out, lse, starts = call.out, call.lse, call.query_start_loc
+        config: Config = self.constants["config"]
+        num_reqs = starts.shape[0] - 1
+        # a request has at most the tiles that its tokens fill, and one that is not full
+        tokens_per_tile = self.tile_rows // config.GROUP
+        num_tiles = query.shape[0] // tokens_per_tile + num_reqs
+        num_tiles *= self.num_heads // self.group_size
+        num_splits = self.count_splits(call, num_tiles)
+        num_programs = min(num_tiles * num_splits, count_processors(query.device))
+        kept = num_programs * self.tile_rows * config.HEAD_DIM
+        shared = num_splits * self._numbers_per_split(call) if num_splits > 1 else 0
+        work_counter, states = find_workspace(query.device, 2, kept + shared)
+        strides = (
+            *self.strides,
+            *((0, 0) if lse is None else lse.stride()),
+        )
+        sinks = call.options.sinks
+        options = (
+            None if sinks is None else sinks.contiguous(),
+            call.scale * LOG2_E.value,
+        )
+        tensors = (out, lse, states, block_table, starts, call.lengths, work_counter)
+        extra_rows = self.extra_rows(query, key)
+
+        def make_maps(*addresses: int) -> list[Any]:
+            return self.tensor_maps(addresses[:3], extra_rows[:3])
+
+        maps: list[Any] = []
+        if self.launcher.is_ready:
+            maps = make_maps(*(each.data_ptr() for each in (query, key, value)))
+        sizes = (num_reqs, query.shape[0], self.num_heads)
+        self.launcher(
+            (num_programs, 1, 1),
+            [0 if each is None else each.data_ptr() for each in tensors],
+            options,
+            (
+                *sizes,
+                self.group_size,
+                num_splits,
+                *strides,
+                0 if block_table is None else block_table.stride(0),
+            ),
+            (query, key, value, *tensors),
+            maps,
+            make_maps,
+        )
+        if num_splits > 1:
+            outputs = (out, lse, states, starts)
+            self._folder(
+                (-(-query.shape[0] * self.num_heads // ROWS.value), 1, 1),
+                [0 if each is None else each.data_ptr() for each in outputs],
+                options,
+                (*sizes, num_splits, num_programs, *strides[6:]),
+                outputs,
+            )
+
+    def _numbers_per_split(self, call: AttentionCall) -> int:
+        rows = call.query.shape[0] * self.num_heads
+        head_dim: int = self.constants["config"].HEAD_DIM
+        return rows * (head_dim + 2)
+
+    def describe(
+        self, index: int, tensor: Tensor | Address, extra_rows: int
+    ) -> TensorDescriptor:
+        """Return the TMA descriptor of the queries (0), the keys or the values.
+
+        Args:
+            index: index of the tensor's plane in `planes`.
+            tensor: the tensor.
+            extra_rows: rows that it has beyond those of the plane; may be negative.
+        """
+        if index:
+            return super().describe(index, tensor, extra_rows)
+        plane, config = self.planes[0], self.constants["config"]
+        head_stride = plane.head_columns + plane.head_rows * plane.stride
+        return TensorDescriptor(
+            Address(tensor.data_ptr(), self.dtype),
+            [
+                self.tokens + extra_rows,
+                self.num_heads,
+                (
+                    config.HEAD_SIZE
+                    if not config.TAIL_DIM
+                    else config.HEAD_DIM + config.TAIL_DIM
+                ),
+            ],
+            [plane.stride, head_stride, 1],
+            list(self.boxes[0]),
+            gl.NVMMASharedLayout(128, 16, rank=3),
+        )
+
+    def lower(
+        self, query: Tensor, key: Tensor, value: Tensor, *others: Tensor | None
+    ) -> tuple[Any, ...]:
+        """Return a call's descriptors and tensors in the order of the kernel's arguments."""
+        tensors, extra_rows = (query, key, value), self.extra_rows(query, key)
+        return (*map(self.describe, range(3), tensors, extra_rows), *others)
+
+
+def _is_supported(call: AttentionCall) -> bool:
+    """Return whether a call is batch-invariant and has what the kernels support."""
+    if not call.options.batch_invariant or find_planes(call) is None:
+        return False
+    group_size = call.query.shape[1] // call.value.shape[-2]
+    return next_power_of_2(group_size) <= WARPGROUP_M.value

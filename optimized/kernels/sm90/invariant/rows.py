@@ -1,0 +1,95 @@
+"""Rows of batch-invariant query tiles, and where their results and states are stored.
+
+A query tile has the rows of several tokens and of the query heads that share a KV head. Row r is
+query head r % GROUP of token r // GROUP. If the heads are not a power of two, some rows are unused.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+class OutputArgs(NamedTuple):
+    """Results, and memory for states of splits, as the kernels' arguments describe them.
+
+    Args:
+        out: [tokens, heads, HEAD_SIZE], in the dtype of the queries or float32.
+        lse: [heads, tokens], or None.
+        states: [splits, tokens, heads, HEAD_DIM] accumulators of splits that programs share, and
+            after them [splits, tokens, heads] maxima and as many sums. Before them
+            [programs, consumers, WARPGROUP_M, HEAD_DIM], where each warpgroup keeps its own.
+        query_start_loc, num_reqs: [reqs + 1], and the requests.
+        num_tokens, num_heads, num_splits: sizes of `states`.
+        group_size: query heads per KV head.
+        out_stride_token, out_stride_head, lse_stride_token, lse_stride_head: in elements.
+    """
+
+    out: Any
+    lse: Any
+    states: Any
+    query_start_loc: Any
+    num_reqs: Any
+    num_tokens: Any
+    num_heads: Any
+    num_splits: Any
+    group_size: Any
+    out_stride_token: Any
+    out_stride_head: Any
+    lse_stride_token: Any
+    lse_stride_head: Any
+
+
+@gluon.jit
+def count_live_tokens(output):
+    """Return the tokens of requests; further rows are of no request."""
+    return gl.load(output.query_start_loc + output.num_reqs).to(gl.int32)
+
+
+@gluon.jit
+def store_results(output, acc, lse, token, head, is_row, config: gl.constexpr):
+    """Store rows of the output and, unless it is None, of the log-sum-exp.
+
+    Args:
+        output: `OutputArgs`.
+        acc: [rows, HEAD_DIM]; lse: [rows].
+        token, head, is_row: [rows].
+    """
+    column = gl.arange(0, config.HEAD_DIM, gl.SliceLayout(0, acc.type.layout))
+    offset = token.to(gl.int64) * output.out_stride_token
+    offset += head.to(gl.int64) * output.out_stride_head  # [rows]
+    mask = gl.expand_dims(is_row, 1)
+    if config.HEAD_SIZE < config.HEAD_DIM:
+        mask = mask & gl.expand_dims(column < config.HEAD_SIZE, 0)
+    gl.store(
+        output.out + gl.expand_dims(offset, 1) + gl.expand_dims(column, 0),
+        acc.to(output.out.dtype.element_ty),
+        mask=mask,
+    )
+    if output.lse is not None:
+        offset = token.to(gl.int64) * output.lse_stride_token
+        offset += head.to(gl.int64) * output.lse_stride_head
+        gl.store(output.lse + offset, lse, mask=is_row)
+
+
+@gluon.jit
+def locate_states(
+    output, split, token, head, begin, layout: gl.constexpr, config: gl.constexpr
+):
+    """Return pointers to the accumulators, maxima and sums of rows in one split.
+
+    Args:
+        output: `OutputArgs`.
+        token, head: [rows].
+        begin: offset of the shared states in `output.states`.
+
+    Returns:
+        [rows, HEAD_DIM], [rows], [rows].
+    """
+    column = gl.arange(0, config.HEAD_DIM, gl.SliceLayout(0, layout))
+    rows = output.num_tokens.to(gl.int64) * output.num_heads
+    row = split * rows + token.to(gl.int64) * output.num_heads + head  # [rows]
+    states = output.states + begin
+    accs = states + gl.expand_dims(row * config.HEAD_DIM, 1) + gl.expand_dims(column, 0)
+    maxima = states + output.num_splits * rows * config.HEAD_DIM
+    return accs, maxima + row, maxima + output.num_splits * rows + row
