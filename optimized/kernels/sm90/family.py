@@ -95,7 +95,7 @@ def supports(call: AttentionCall) -> bool:
     """Return whether the kernel computes long requests of calls with this signature.
 
     The kernel is not batch-invariant: it and the portable decode kernel add up in different
-    orders.
+    orders. `invariant/` has kernels for such calls.
     """
     return (
         is_hopper(call.query.device)

@@ -114,9 +114,7 @@ def produce_v(shared, batch, v, config: gl.constexpr):
 
 
 @gluon.jit
-def _load_q(
-    shared, q, state, work, config: gl.constexpr, NUM_CONSUMERS: gl.constexpr
-):
+def _load_q(shared, q, state, work, config: gl.constexpr, NUM_CONSUMERS: gl.constexpr):
     """Load the query tile of every consumer warpgroup."""
     HEAD_DIM: gl.constexpr = config.HEAD_DIM
     TAIL_DIM: gl.constexpr = config.TAIL_DIM
