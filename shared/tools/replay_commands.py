@@ -139,10 +139,16 @@ def replay(
             check_report_can_be_drawn()
         choose_interpreter(device)
         from .replay.run import Replay
+        from ..recorder import recorder_from_environment
         from .replay.settings import choose_settings
 
         settings = choose_settings(device, **given)
-        run = Replay(settings, folder=Path(), with_holders=report is not None)
+        run = Replay(
+            settings,
+            folder=Path(),
+            with_holders=report is not None,
+            recorder=recorder_from_environment(),
+        )
     began = time.perf_counter()
     records = _watch(run)
     _print_results(run, records, time.perf_counter() - began, json_file, report)

@@ -1,0 +1,533 @@
+"""Recorder: checks each step of an engine, and stores the first violation of each law.
+
+An engine, or a wrapper in `wrappers/`, calls `begin_step` with the step's metadata, `wrote` after
+each layer's cache write and `attended` after its attention. It may tell what its scheduler decided
+(`schedule`) and which blocks it changed itself (`blocks_changed`).
+
+An error of the recorder itself is logged once, and the recorder is off from then on.
+"""
+
+import functools
+import logging
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..contract.attention_options import AttentionOptions
+from ..contract.operations import load_implementation
+from ..contract.scheduler_classes import Request, SchedulerOutput
+from .case import StoredCase, describe_versions, save_case
+from .findings import CorruptionFound, Finding
+from .graphs import GraphSamples
+from .laws.attention import AttentionCall, check_attention
+from .laws.bookkeeping import check_groups, check_step
+from .laws.cache import CacheWrite, WatchedBlock, check_watched, check_write
+from .laws.schedule import ExpectedRows, Ledger, ScheduledRow
+from .settings import RecorderSettings, prepare_folder, settings_from_environment
+from .step import HostStep, StepCopy, StepTensors
+
+LOGGER = logging.getLogger("pagetwin.recorder")
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+Result = TypeVar("Result")
+
+
+def _guarded(method: Method) -> Method:
+    """Switch the recorder off after an error of its own; only `CorruptionFound` leaves it."""
+
+    @functools.wraps(method)
+    def call(self: "Recorder", *args: Any, **kwargs: Any) -> Any:
+        if not self.is_on:
+            return None
+        try:
+            with self._lock:
+                return method(self, *args, **kwargs)
+        except CorruptionFound:
+            raise
+        except Exception as error:
+            self.is_on = False
+            LOGGER.exception(
+                "the recorder failed in step %d and is off from now on (%s: %s); the"
+                " engine is not affected",
+                self.step,
+                type(error).__name__,
+                error,
+            )
+        return None
+
+    return call  # type: ignore[return-value]
+
+
+class Recorder:
+    """Checks the steps of one engine.
+
+    Args:
+        settings: what is checked and stored.
+        implementation: name of what computes attention, for the messages and for `reproduce`.
+        fp8_steps: as in `CacheWrite`.
+
+    Raises:
+        OSError: the folder cannot be written, or its file system is full.
+    """
+
+    def __init__(
+        self,
+        settings: RecorderSettings,
+        implementation: str = "",
+        fp8_steps: int = 0,
+    ) -> None:
+        prepare_folder(settings)
+        self.settings = settings
+        self.implementation = implementation
+        self.is_on = True
+        """False after an error of the recorder itself."""
+        self.step = 0
+        """Number of the current step, from 1."""
+        self.findings: list[Finding] = []
+        """The first violation of each law."""
+        self.checked: dict[str, int] = dict.fromkeys(
+            ("steps", "sampled_steps", "writes", "rows", "blocks"), 0
+        )
+        """How much was checked so far."""
+        self._fp8_steps = fp8_steps
+        self._lock = threading.RLock()
+        self._ring: deque[HostStep] = deque(maxlen=settings.ring)
+        self._copies: list[tuple[StepCopy, tuple[ScheduledRow, ...] | None]] = []
+        self._current: dict[str, HostStep | StepCopy] = {}
+        self._names: dict[int, Hashable] = {}
+        self._ledger: Ledger | None = None
+        self._scheduled: tuple[ScheduledRow, ...] | None = None
+        self._running: list[Request] = []
+        self._num_blocks: dict[str, int] = {}
+        self._last_write: dict[str, np.ndarray[Any, np.dtype[np.int64]]] = {}
+        self._watched: list[WatchedBlock] = []
+        self._next_watched: list[WatchedBlock] = []
+        self._changed: set[int] = set()
+        self._layers: list[str] = []
+        self._graphs = GraphSamples(settings.rows)
+
+    # --- what an engine tells ---
+
+    @_guarded
+    def schedule(
+        self,
+        rows: Sequence[ScheduledRow],
+        block_size: int,
+        freed: Iterable[Hashable] = (),
+        knows_all: bool = True,
+    ) -> None:
+        """Tell what the scheduler decided about the next step, before `begin_step`.
+
+        Args:
+            rows: the requests of the step.
+            block_size: slots per block.
+            freed: requests that finished or were preempted since the last step.
+            knows_all: as in `Ledger`.
+        """
+        if self._ledger is None:
+            self._ledger = Ledger(block_size, knows_all)
+        self._ledger.free(freed)
+        self._scheduled = tuple(rows)
+        finding = self._ledger.schedule(rows)
+        if finding is not None:
+            self._report(finding, None, self.step + 1)
+
+    @_guarded
+    def schedule_output(self, output: SchedulerOutput, block_size: int) -> None:
+        """Tell the result of `Scheduler.schedule`, before the step's blocks are copied.
+
+        Args:
+            output: the result.
+            block_size: slots per block.
+        """
+        finished = [each for each in self._running if each.is_finished]
+        self._running = [each.request for each in output.scheduled_requests]
+        rows = [
+            ScheduledRow(
+                each.request.request_id,
+                each.num_computed_tokens,
+                each.num_scheduled_tokens,
+                each.block_ids,
+            )
+            for each in output.scheduled_requests
+        ]
+        copied = [destination for _, destination in output.blocks_to_copy]
+        self.blocks_changed([*output.new_block_ids, *copied])
+        freed = [*output.preempted_req_ids, *(each.request_id for each in finished)]
+        self.schedule(rows, block_size, freed)
+
+    @_guarded
+    def blocks_changed(self, block_ids: Iterable[int]) -> None:
+        """Tell that the engine copied to blocks, filled or swapped them in by itself."""
+        ids = [int(each) for each in block_ids]
+        self._changed.update(ids)
+
+    @_guarded
+    def begin_capture(self, tensors: StepTensors) -> None:
+        """Tell that a CUDA graph is about to be captured.
+
+        Args:
+            tensors: the metadata that the graph will read. The slot mapping has the length of the
+                graph, padding included.
+        """
+        self._graphs.prepare(tensors)
+
+    @_guarded
+    def begin_step(
+        self,
+        tensors: StepTensors,
+        group: str = "layers",
+        replays_graph: bool = False,
+    ) -> None:
+        """Check the metadata of a step. A group that begins again begins a new step.
+
+        On CUDA the metadata are copied without waiting, and checked in the next step. Nothing is
+        read while a CUDA graph is captured.
+
+        Args:
+            tensors: the metadata.
+            group: name of the layers that share them.
+            replays_graph: whether the step is known to replay a captured graph. The addresses of
+                the metadata are then compared with those of the capture.
+        """
+        if self.is_capturing:
+            return
+        if group in self._current or not self._current:
+            self._finish_step()
+            self.step += 1
+            self.checked["steps"] += 1
+            if self.is_sampled:
+                self.checked["sampled_steps"] += 1
+        copy = StepCopy(tensors, self.step, group)
+        self._current[group] = copy
+        self._copies.append((copy, self._scheduled))
+        if self.is_sampled:
+            self._graphs.begin_replay(tensors.slot_mapping.shape[0], self.step)
+        if not tensors.seq_lens.is_cuda:
+            self._check_copies()
+        if replays_graph and (finding := self._graphs.check_buffers(tensors)):
+            self._report(finding, None, self.step)
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether cache and attention are compared in the current step."""
+        return self.step % self.settings.sample_every == 1 % self.settings.sample_every
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether a CUDA graph is being captured on the current stream."""
+        return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+    @property
+    def wants_layers(self) -> bool:
+        """Whether `wrote` and `attended` do anything now."""
+        return self.is_on and (
+            self.is_sampled or not self._layers or self.is_capturing
+        )
+
+    @_guarded
+    def own(self, read: Callable[[], Result]) -> Result:
+        """Return what a function returns; an error in it is one of the recorder."""
+        return read()
+
+    def wrote(
+        self,
+        layer: str,
+        key: Tensor | None,
+        value: Tensor | None,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        scales: dict[str, Any] | None = None,
+        group: str = "layers",
+    ) -> None:
+        """Compare what a layer has written to its cache, in sampled steps.
+
+        Args:
+            layer: name of the layer, unique in the engine.
+            key, value: [tokens, kv_heads, head_size]; None if the layer writes nothing.
+            key_cache, value_cache: [num_blocks, block_size, kv_heads, head_size].
+            scales: Optional. `k_scale` and `v_scale` of an FP8 cache. If None, no scales.
+            group: the layers whose metadata the layer uses.
+        """
+        if self.wants_layers:
+            self._wrote(layer, key, value, key_cache, value_cache, scales or {}, group)
+
+    def attended(
+        self,
+        layer: str,
+        query: Tensor,
+        output: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        scale: float | None,
+        options: AttentionOptions,
+        group: str = "layers",
+    ) -> None:
+        """Recompute some rows of a layer's attention, in sampled steps and one layer per step.
+
+        Args:
+            layer, key_cache, value_cache, group: as in `wrote`.
+            query: [tokens, query_heads, head_size].
+            output: [tokens, query_heads, value_head_size].
+            scale, options: as in `paged_attention`.
+        """
+        if self.wants_layers:
+            call = AttentionCall(
+                layer,
+                query,
+                output,
+                key_cache,
+                value_cache,
+                scale,
+                options,
+                self.implementation,
+            )
+            self._attended(call, group)
+
+    @_guarded
+    def finish(self) -> None:
+        """Check what is still to be checked of the last step."""
+        self._finish_step()
+
+    # --- checks ---
+
+    @_guarded
+    def _wrote(
+        self,
+        layer: str,
+        key: Tensor | None,
+        value: Tensor | None,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        scales: dict[str, Any],
+        group: str,
+    ) -> None:
+        self._num_blocks[group] = key_cache.shape[0]
+        if self.is_capturing or key is None or value is None:
+            return
+        if not self._is_turn(layer):
+            return
+        step = self._host_step(group)
+        if step is None or not step.num_tokens:
+            return
+        tokens = self._choose(step)
+        write = CacheWrite(
+            layer, key, value, key_cache, value_cache, scales, self._fp8_steps
+        )
+        run = load_implementation("reference").reshape_and_cache
+        self.checked["writes"] += len(tokens)
+        self._report_if(check_write(write, step, tokens, run), step)
+
+    @_guarded
+    def _attended(self, call: AttentionCall, group: str) -> None:
+        if self.is_capturing:
+            self._graphs.capture(call, group)
+            return
+        self._num_blocks[group] = call.key_cache.shape[0]
+        if not self._is_turn(call.layer):
+            return
+        step = self._host_step(group)
+        if step is None or not step.num_tokens:
+            return
+        tokens = self._choose(step)
+        rows = torch.tensor(tokens, device=call.query.device)
+        part = replace(call, query=call.query[rows], output=call.output[rows])
+        self._compare_rows(part, step, tokens)
+        self._watch(call, step)
+
+    def _compare_rows(
+        self, call: AttentionCall, step: HostStep, tokens: Sequence[int]
+    ) -> None:
+        run = load_implementation("reference").paged_attention
+        self.checked["rows"] += len(tokens)
+        self._report_if(check_attention(call, step, tokens, run), step)
+
+    def _check_watched(self) -> None:
+        """Compare the blocks watched since the last sampled step, and watch those of this one."""
+        watched, self._watched = self._watched, self._next_watched
+        self._next_watched = []
+        for each in watched:
+            step = self._host_step(each.group)
+            writes = self._last_write.get(each.group)
+            if step is None or writes is None or each.block_id in self._changed:
+                continue
+            self.checked["blocks"] += 1
+            self._report_if(check_watched(each, step, writes), step)
+        self._changed.clear()
+
+    def _watch(self, call: AttentionCall, step: HostStep) -> None:
+        """Copy some full blocks, to be compared in the next sampled step."""
+        computed = step.seq_lens - step.query_lens
+        full = np.where(step.query_lens > 0, computed // step.block_size, 0)
+        rows = np.flatnonzero(full > 0)
+        draw = self._random()
+        for row in draw.sample(
+            rows.tolist(), min(self.settings.watched_blocks, len(rows))
+        ):
+            column = draw.randrange(int(full[row]))
+            block_id = int(step.block_table[row, column])
+            window = step.window
+            if window is not None and (column + 1) * step.block_size <= (
+                int(computed[row]) - window + 1
+            ):
+                continue
+            self._next_watched.append(
+                WatchedBlock.of(
+                    call.layer,
+                    step,
+                    block_id,
+                    column,
+                    call.key_cache,
+                    call.value_cache,
+                )
+            )
+
+    def _check_copies(self) -> None:
+        """Check the metadata that have arrived, in the order of the steps."""
+        while self._copies:
+            copy, scheduled = self._copies[0]
+            if not copy.is_done:
+                return
+            self._check_copy(*self._copies.pop(0))
+
+    def _check_copy(
+        self, copy: StepCopy, scheduled: tuple[ScheduledRow, ...] | None
+    ) -> None:
+        step = copy.wait(self._num_blocks.get(copy.group))
+        self._ring.append(step)
+        others = [each for each in self._current.values() if isinstance(each, HostStep)]
+        if self._current.get(copy.group) is copy:
+            self._current[copy.group] = step
+        self._names = {}
+        finding = check_step(step)
+        if finding is None and others and others[0].number == step.number:
+            finding = check_groups([others[0], step])
+        if scheduled is not None and step.num_tokens and self._ledger is not None:
+            expected = ExpectedRows(scheduled, self._ledger.block_size)
+            self._names, stranger = expected.match(step)
+            finding = stranger or finding
+        self._note_writes(step)
+        self._report_if(finding, step)
+
+    def _note_writes(self, step: HostStep) -> None:
+        blocks = step.slot_mapping[step.slot_mapping >= 0] // step.block_size
+        size = max(int(step.num_blocks or 0), int(blocks.max(initial=-1)) + 1)
+        writes = self._last_write.get(step.group, np.zeros(0, np.int64))
+        if len(writes) < size:
+            writes = np.concatenate([writes, np.zeros(size - len(writes), np.int64)])
+            self._last_write[step.group] = writes
+        writes[blocks] = step.number
+
+    def _finish_step(self) -> None:
+        """Wait for the metadata of the current step, and check what a graph has computed."""
+        while self._copies:
+            self._check_copy(*self._copies.pop(0))
+        if self.is_sampled:
+            for call, tokens, group in self._graphs.replayed():
+                self._check_replay(call, tokens, group)
+            self._check_watched()
+        self._current.clear()
+        self._scheduled = None
+
+    def _check_replay(
+        self, call: AttentionCall, tokens: Sequence[int], group: str
+    ) -> None:
+        step = self._host_step(group)
+        if step is None or not step.num_tokens:
+            return
+        # the tokens are in rising order, and those past the last one are padding
+        kept = [each for each in tokens if each < step.num_tokens]
+        part = replace(
+            call, query=call.query[: len(kept)], output=call.output[: len(kept)]
+        )
+        self._compare_rows(part, step, kept)
+        self._watch(call, step)
+
+    def _host_step(self, group: str) -> HostStep | None:
+        """Return the current step of a group on the host, waiting for it if necessary."""
+        if isinstance(self._current.get(group), StepCopy):
+            while self._copies:
+                self._check_copy(*self._copies.pop(0))
+        step = self._current.get(group)
+        return step if isinstance(step, HostStep) else None
+
+    def _is_turn(self, layer: str) -> bool:
+        """Return whether the current sampled step compares this layer; layers take turns."""
+        if layer not in self._layers:
+            self._layers.append(layer)
+        if not self.is_sampled:
+            return False
+        turn = self.step // self.settings.sample_every
+        return self._layers[turn % len(self._layers)] == layer
+
+    def _choose(self, step: HostStep) -> list[int]:
+        """Return the sampled tokens: the last one of the longest sequence, and random ones."""
+        longest = int(np.where(step.query_lens > 0, step.seq_lens, -1).argmax())
+        last = int(step.query_start_loc[longest + 1]) - 1
+        count = min(self.settings.rows, step.num_tokens)
+        drawn = self._random().sample(range(step.num_tokens), count)
+        return sorted({last, *drawn[: count - (last not in drawn)]})
+
+    def _random(self) -> random.Random:
+        return random.Random(self.settings.seed * 1_000_003 + self.step)
+
+    # --- reports ---
+
+    def _report_if(self, finding: Finding | None, step: HostStep) -> None:
+        if finding is not None:
+            if finding.request_id is None and finding.row is not None:
+                finding = replace(finding, request_id=self._names.get(finding.row))
+            self._report(finding, step, step.number)
+
+    def _report(self, finding: Finding, step: HostStep | None, number: int) -> None:
+        """Log and store the first violation of a law; raise if the engine shall stop."""
+        if finding.law in [each.law for each in self.findings]:
+            return
+        self.findings.append(finding)
+        whose = f", {finding.request}" if finding.request else ""
+        sentence = f"step {number}{whose}: {finding.law}: {finding.found}"
+        path = None
+        if len(self.findings) <= self.settings.max_cases:
+            case = StoredCase(
+                finding,
+                sentence,
+                step,
+                tuple(each for each in self._ring if each is not step),
+                describe_versions(),
+            )
+            try:
+                path = save_case(self.settings.folder, case, self.settings.max_mib)
+                sentence += f". To check it again: pagetwin reproduce {path}"
+            except OSError as error:
+                sentence += f". The case is not stored: {error}"
+        LOGGER.error(sentence)
+        if self.settings.action == "stop":
+            raise CorruptionFound(sentence, finding, path)
+
+
+def recorder_from_environment(
+    implementation: str = "", fp8_steps: int = 0
+) -> Recorder | None:
+    """Return a recorder if PAGETWIN_RECORD is set, otherwise None.
+
+    If the settings are wrong or the folder cannot be used, one sentence is logged and None is
+    returned, so the engine runs without a recorder.
+
+    Args:
+        implementation, fp8_steps: as in `Recorder`.
+    """
+    try:
+        settings = settings_from_environment()
+        if settings is None:
+            return None
+        return Recorder(settings, implementation, fp8_steps)
+    except (OSError, ValueError) as error:
+        LOGGER.error("nothing is recorded: %s", error)
+        return None
