@@ -33,6 +33,7 @@ class StoredCase:
     Args:
         finding: the law, the sentence and the evidence.
         sentence: the whole sentence that was logged.
+        number: number of the step.
         step: Optional. Metadata of the step. None if the law concerns the schedule alone.
         ring: metadata of the steps before it, the oldest first.
         versions: versions of packages, Python and the device.
@@ -40,6 +41,7 @@ class StoredCase:
 
     finding: Finding
     sentence: str
+    number: int
     step: HostStep | None
     ring: tuple[HostStep, ...]
     versions: dict[str, str]
@@ -80,6 +82,7 @@ def save_case(folder: Path, case: StoredCase, max_mib: int) -> Path:
         "request_id": None if finding.request_id is None else str(finding.request_id),
         "evidence": finding.evidence,
         "sentence": case.sentence,
+        "number": case.number,
         "versions": case.versions,
         "step": None if case.step is None else case.step.as_dict(),
     }
@@ -98,9 +101,8 @@ def save_case(folder: Path, case: StoredCase, max_mib: int) -> Path:
             break
         ring.insert(0, stored)
     content["ring"] = ring
-    number = case.step.number if case.step is not None else 0
     law = finding.law.replace(" ", "-")
-    path = folder / f"{PREFIX}-{os.getpid()}-step-{number}-{law}.pt"
+    path = folder / f"{PREFIX}-{os.getpid()}-step-{case.number}-{law}.pt"
     unfinished = folder / f".{path.name}.unfinished"
     try:
         torch.save(content, unfinished)
@@ -141,6 +143,7 @@ def load_case(path: Path) -> StoredCase:
                 content["evidence"],
             ),
             sentence=content["sentence"],
+            number=content["number"],
             step=None if step is None else HostStep.of_dict(step),
             ring=tuple(HostStep.of_dict(each) for each in content["ring"]),
             versions=dict(content["versions"]),

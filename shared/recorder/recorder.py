@@ -104,6 +104,7 @@ class Recorder:
         self._names: dict[int, Hashable] = {}
         self._ledger: Ledger | None = None
         self._scheduled: tuple[ScheduledRow, ...] | None = None
+        self._next_scheduled: tuple[ScheduledRow, ...] | None = None
         self._running: list[Request] = []
         self._num_blocks: dict[str, int] = {}
         self._last_write: dict[str, np.ndarray[Any, np.dtype[np.int64]]] = {}
@@ -134,7 +135,7 @@ class Recorder:
         if self._ledger is None:
             self._ledger = Ledger(block_size, knows_all)
         self._ledger.free(freed)
-        self._scheduled = tuple(rows)
+        self._next_scheduled = tuple(rows)
         finding = self._ledger.schedule(rows)
         if finding is not None:
             self._report(finding, None, self.step + 1)
@@ -202,6 +203,7 @@ class Recorder:
         if group in self._current or not self._current:
             self._finish_step()
             self.step += 1
+            self._scheduled, self._next_scheduled = self._next_scheduled, None
             self.checked["steps"] += 1
             if self.is_sampled:
                 self.checked["sampled_steps"] += 1
@@ -434,7 +436,6 @@ class Recorder:
                 self._check_replay(call, tokens, group)
             self._check_watched()
         self._current.clear()
-        self._scheduled = None
 
     def _check_replay(
         self, call: AttentionCall, tokens: Sequence[int], group: str
@@ -498,6 +499,7 @@ class Recorder:
             case = StoredCase(
                 finding,
                 sentence,
+                number,
                 step,
                 tuple(each for each in self._ring if each is not step),
                 describe_versions(),
