@@ -84,6 +84,8 @@ class SmallEngine:
         self.settings = settings
         self.recorder = recorder
         self.steps = self.preemptions = 0
+        self.first_wrong: int | None = None
+        """The first step in which the planted bug changed something."""
         self.run = load_implementation("reference")
         self.manager = LeakyBlockManager(settings.num_blocks, settings.block_size, 1)
         self.scheduler = Scheduler(
@@ -139,6 +141,7 @@ class SmallEngine:
         self.steps += 1
         if self.settings.bug == "freed block" and self.steps == self.settings.bug_from:
             self.manager.leaks = True
+            self.note_bug()
         output = self.scheduler.schedule()
         self.preemptions += len(output.preempted_req_ids)
         if self.recorder is not None:
@@ -156,7 +159,7 @@ class SmallEngine:
         common = self.padded(common)
         metadata = self.builder.build(0, common)
         numbers = [
-            7 * (hash(each.request.request_id) % 89) + position
+            7 * each.request.num_prompt_tokens + position
             for each in scheduled
             for position in range(
                 each.num_computed_tokens,
@@ -184,8 +187,11 @@ class SmallEngine:
         if self.settings.bug == "stale row" and self.steps >= self.settings.bug_from:
             for index, each in enumerate(scheduled):
                 old = self.stale.get(each.request.request_id, [])
-                if each.request.num_preemptions and len(old) >= len(rows[index]):
-                    rows[index] = old[: len(rows[index])]
+                stale = old[: len(rows[index])]
+                if each.request.num_preemptions and len(stale) == len(rows[index]):
+                    if stale != rows[index]:
+                        self.note_bug()
+                    rows[index] = stale
         for each in scheduled:
             if not each.request.num_preemptions:
                 self.stale[each.request.request_id] = list(each.block_ids)
@@ -196,8 +202,14 @@ class SmallEngine:
         slots = common.slot_mapping
         count = -len(slots) % self.settings.pad_to
         wrong = self.settings.bug == "padded row" and self.steps >= self.settings.bug_from
+        if wrong and count:
+            self.note_bug()
         pad = torch.full((count,), 0 if wrong else PAD_SLOT_ID, dtype=slots.dtype)
         return common.replace(slot_mapping=torch.cat([slots, pad]))
+
+    def note_bug(self) -> None:
+        """Note that the planted bug changes something in this step."""
+        self.first_wrong = self.first_wrong or self.steps
 
     def run_to_the_end(self, limit: int = 10**9) -> None:
         """Run steps until all requests are finished, or a number of steps is reached."""
@@ -226,6 +238,7 @@ def planted(backend: Any, settings: EngineSettings, engine: SmallEngine) -> Any:
         def forward(self, *args: Any, **kwargs: Any) -> Tensor:
             with ExitStack() as stack:
                 if engine.steps >= settings.bug_from:
+                    engine.note_bug()
                     for name in bugs[str(settings.bug)]:
                         stack.enter_context(patch.object(module, name, wrong(name)))
                 result: Tensor = super().forward(*args, **kwargs)

@@ -7,6 +7,7 @@ loading it runs no code.
 
 import os
 import platform
+import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -103,6 +104,8 @@ def save_case(folder: Path, case: StoredCase, max_mib: int) -> Path:
     content["ring"] = ring
     law = finding.law.replace(" ", "-")
     path = folder / f"{PREFIX}-{os.getpid()}-step-{case.number}-{law}.pt"
+    if path.exists():  # of another recorder of this process
+        path = path.with_stem(f"{path.stem}-{time.time_ns()}")
     unfinished = folder / f".{path.name}.unfinished"
     try:
         torch.save(content, unfinished)

@@ -12,6 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..contract.metadata_classes import CommonAttentionMetadata
+
 Integers = NDArray[np.int64]
 ARRAYS = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
 
@@ -45,6 +47,32 @@ class StepTensors:
     def addresses(self) -> dict[str, int]:
         """Return the address of each tensor, by name."""
         return {name: getattr(self, name).data_ptr() for name in ARRAYS}
+
+
+def step_tensors(
+    common: CommonAttentionMetadata,
+    block_size: int,
+    window: int | None = None,
+    stores_all: bool = True,
+) -> StepTensors:
+    """Return what the recorder needs of a step's metadata.
+
+    Args:
+        common: the step.
+        block_size: slots per block.
+        window, stores_all: as in `StepTensors`.
+    """
+    return StepTensors(
+        query_start_loc=common.query_start_loc,
+        seq_lens=common.seq_lens,
+        block_table=common.block_table_tensor,
+        slot_mapping=common.slot_mapping,
+        max_query_len=common.max_query_len,
+        max_seq_len=common.max_seq_len,
+        block_size=block_size,
+        stores_all=stores_all,
+        window=window,
+    )
 
 
 @dataclass(frozen=True)

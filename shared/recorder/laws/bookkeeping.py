@@ -233,6 +233,7 @@ def check_groups(steps: list[HostStep]) -> Finding | None:
                 f" ({left[index : index + 1].tolist()}) and {other.group}"
                 f" ({right[index : index + 1].tolist()}): expected the same",
                 min(index, len(first.seq_lens) - 1),
+                evidence={"kind": "groups"},
             )
     return None
 

@@ -83,7 +83,11 @@ class Ledger:
                         f" writes to it in this step, while request {other!r} holds it:"
                         " expected a block that only the writer holds",
                         request_id=other,
-                        evidence={"block": block_id},
+                        evidence={
+                            "kind": "ownership",
+                            "block": block_id,
+                            "rows": [self._rows[each.request_id], self._rows[other]],
+                        },
                     )
         return None
 
@@ -164,6 +168,7 @@ class ExpectedRows:
                 f" expected {expected}, which the scheduler gave it",
                 row,
                 request_id,
+                {"kind": "block table", "given": given.tolist()},
             )
         return Finding(
             "block table",

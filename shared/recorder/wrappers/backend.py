@@ -4,6 +4,8 @@ It wraps the backends of `engine/backend_interface.py` and, with another reader,
 have a builder that makes a step's metadata, and an implementation that runs a layer.
 """
 
+import os
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -11,8 +13,9 @@ from torch import Tensor
 
 from ...contract.attention_options import AttentionOptions
 from ...contract.kinds import AttentionType
-from ..recorder import Recorder
-from ..step import StepTensors
+from ..recorder import Recorder, recorder_from_environment
+from ..settings import RECORD_VARIABLE
+from ..step import StepTensors, step_tensors
 
 
 class LayerView:
@@ -48,7 +51,7 @@ class LayerView:
 class Reader(Protocol):
     """How to read one engine's metadata, caches and implementations."""
 
-    def step(self, builder: Any, metadata: Any) -> StepTensors | None:
+    def step(self, builder: Any, common: Any) -> StepTensors | None:
         """Return a step's metadata; None if it is not checked."""
 
     def layer(
@@ -60,21 +63,13 @@ class Reader(Protocol):
 class EngineReader:
     """Reads the backends of `engine/backend_interface.py`."""
 
-    def step(self, builder: Any, metadata: Any) -> StepTensors | None:
-        """Return a step's metadata; None for layers without a cache."""
+    def step(self, builder: Any, common: Any) -> StepTensors | None:
+        """Return a step's metadata; None for layers without a cache, and cross-attention."""
         spec = builder.kv_cache_spec
-        if spec is None or metadata.cross_block_table is not None:
+        if spec is None or common.cross_block_table_tensor is not None:
             return None
-        return StepTensors(
-            query_start_loc=metadata.query_start_loc,
-            seq_lens=metadata.seq_lens,
-            block_table=metadata.block_table,
-            slot_mapping=metadata.slot_mapping,
-            max_query_len=metadata.max_query_len,
-            max_seq_len=metadata.max_seq_len,
-            block_size=spec.block_size,
-            window=getattr(spec, "sliding_window", None),
-        )
+        window = getattr(spec, "sliding_window", None)
+        return step_tensors(common, spec.block_size, window)
 
     def layer(
         self, impl: Any, layer: Any, kv_cache: Tensor, metadata: Any, query: Tensor
@@ -100,6 +95,36 @@ class EngineReader:
 ENGINE_READER = EngineReader()
 
 
+class StepGroups:
+    """The groups of layers of one backend: which metadata object belongs to which group."""
+
+    def __init__(self) -> None:
+        self._of_layer: dict[str, str] = {}
+        self._built: dict[str, Any] = {}
+
+    def add(self, layer_names: Sequence[str]) -> str:
+        """Return the name of a new group; numbered if another engine has one of that name."""
+        name = " to ".join(dict.fromkeys([*layer_names[:1], *layer_names[-1:]]))
+        group, number = name or "layers", 2
+        while group in self._built:
+            group, number = f"{name} ({number})", number + 1
+        self._built[group] = None
+        self._of_layer.update(dict.fromkeys(layer_names, group))
+        return group
+
+    def built(self, group: str, metadata: Any) -> None:
+        """Note the current metadata of a group."""
+        self._built[group] = metadata
+
+    def find(self, metadata: Any, layer_name: str) -> str | None:
+        """Return the group of a call: by its metadata, or by the layer if they are a copy."""
+        for group, built in self._built.items():
+            if built is metadata:
+                return group
+        only = next(iter(self._built)) if len(self._built) == 1 else None
+        return self._of_layer.get(layer_name, only)
+
+
 def record_backend(
     backend: Any, recorder: Recorder, reader: Reader = ENGINE_READER
 ) -> Any:
@@ -110,7 +135,7 @@ def record_backend(
         recorder: the recorder.
         reader: how its metadata and caches are read.
     """
-    groups: dict[str, str] = {}
+    groups = StepGroups()
     if not recorder.implementation:
         recorder.implementation = backend.get_name()
     builder = _recorded_builder(backend.get_builder_cls(), recorder, reader, groups)
@@ -123,39 +148,71 @@ def record_backend(
             "get_impl_cls": staticmethod(lambda: impl),
             "builder_cls": builder,
             "impl_cls": impl,
+            "recorder": recorder,
         },
     )
 
 
+_FROM_ENVIRONMENT: dict[tuple[Any, str], Any] = {}
+
+
+def backend_from_environment(backend: Any) -> Any:
+    """Return a recorded backend if PAGETWIN_RECORD is set, otherwise the backend itself.
+
+    All layers of a process that ask for the same backend get the same class and recorder.
+
+    Args:
+        backend: an `AttentionBackend` of this project.
+    """
+    folder = os.environ.get(RECORD_VARIABLE, "")
+    if not folder or hasattr(backend, "recorder"):
+        return backend
+    key = (backend, folder)
+    if key not in _FROM_ENVIRONMENT:
+        recorder = recorder_from_environment(backend.get_name())
+        recorded = backend if recorder is None else record_backend(backend, recorder)
+        _FROM_ENVIRONMENT[key] = recorded
+    return _FROM_ENVIRONMENT[key]
+
+
 def _recorded_builder(
-    base: Any, recorder: Recorder, reader: Reader, groups: dict[str, str]
+    base: Any, recorder: Recorder, reader: Reader, groups: StepGroups
 ) -> Any:
     class RecordedBuilder(base):  # type: ignore[misc]
-        """Begins a step of the recorder for each metadata object that it builds."""
+        """Begins a step of the recorder for each step whose metadata it builds."""
 
-        def __init__(self, kv_cache_spec: Any, layer_names: Any, *args: Any) -> None:
-            super().__init__(kv_cache_spec, layer_names, *args)
-            names = list(layer_names)
-            self._group = names[0] if names else "layers"
-            if len(names) > 1:
-                self._group += f" to {names[-1]}"
-            groups.update(dict.fromkeys(names, self._group))
+        def __init__(
+            self, kv_cache_spec: Any, layer_names: Any, *args: Any, **kwargs: Any
+        ) -> None:
+            super().__init__(kv_cache_spec, layer_names, *args, **kwargs)
+            self._recorded_group = groups.add(list(layer_names))
+            self._captures = False
 
-        def build(self, *args: Any, **kwargs: Any) -> Any:
-            metadata = super().build(*args, **kwargs)
-            step = reader.step(self, metadata) if recorder.is_on else None
-            if step is not None:
-                recorder.begin_step(step, self._group)
+        def build(
+            self,
+            common_prefix_len: int,
+            common_attn_metadata: Any,
+            *args: Any,
+            **kwargs: Any,
+        ) -> Any:
+            common = common_attn_metadata
+            metadata = super().build(common_prefix_len, common, *args, **kwargs)
+            groups.built(self._recorded_group, metadata)
+            step = recorder.own(lambda: reader.step(self, common))
+            if step is not None and not self._captures:
+                recorder.begin_step(step, self._recorded_group)
             return metadata
 
-        def build_for_cudagraph_capture(self, *args: Any, **kwargs: Any) -> Any:
+        def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
+            common = common_attn_metadata
             # the metadata of a capture are not a step
-            was_on, recorder.is_on = recorder.is_on, False
+            self._captures = True
             try:
-                metadata = super().build_for_cudagraph_capture(*args, **kwargs)
+                metadata = super().build_for_cudagraph_capture(common)
             finally:
-                recorder.is_on = was_on
-            step = reader.step(self, metadata) if was_on else None
+                self._captures = False
+            groups.built(self._recorded_group, metadata)
+            step = recorder.own(lambda: reader.step(self, common))
             if step is not None:
                 recorder.begin_capture(step)
             return metadata
@@ -164,7 +221,7 @@ def _recorded_builder(
 
 
 def _recorded_impl(
-    base: Any, recorder: Recorder, reader: Reader, groups: dict[str, str]
+    base: Any, recorder: Recorder, reader: Reader, groups: StepGroups
 ) -> Any:
     class RecordedImpl(base):  # type: ignore[misc]
         """Tells the recorder what each layer has written and computed."""
@@ -178,54 +235,50 @@ def _recorded_impl(
             kv_cache: Tensor,
             attn_metadata: Any,
             output: Tensor | None = None,
-            *args: Any,
-            **kwargs: Any,
+            output_scale: Any = None,
+            output_block_scale: Any = None,
         ) -> Any:
             result = super().forward(
-                layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
+                layer,
+                query,
+                key,
+                value,
+                kv_cache,
+                attn_metadata,
+                output,
+                output_scale,
+                output_block_scale,
             )
-            if attn_metadata is None or output is None or not recorder.is_on:
+            if attn_metadata is None or output is None or not recorder.wants_layers:
                 return result
-            if torch.compiler.is_compiling() or any(
-                each is not None for each in (*args, *kwargs.values())
-            ):
-                # an output with a scale is not compared
+            # a compiled graph is not interrupted, and an FP8 output is not compared
+            if torch.compiler.is_compiling() or output_scale is not None:
                 return result
-            if recorder.wants_layers:
-                tell_layer(
-                    recorder,
-                    reader,
-                    groups,
-                    (self, layer, kv_cache, attn_metadata),
-                    (query, key, value, output),
-                )
+            _tell(
+                recorder,
+                recorder.own(
+                    lambda: reader.layer(self, layer, kv_cache, attn_metadata, query)
+                ),
+                getattr(layer, "layer_name", None) or "layer",
+                groups.find(attn_metadata, getattr(layer, "layer_name", "")),
+                (query, key, value, output),
+            )
             return result
 
     return RecordedImpl
 
 
-def tell_layer(
+def _tell(
     recorder: Recorder,
-    reader: Reader,
-    groups: dict[str, str],
-    called: tuple[Any, Any, Tensor, Any],
+    view: LayerView | None,
+    name: str,
+    group: str | None,
     tensors: tuple[Tensor, Tensor | None, Tensor | None, Tensor],
 ) -> None:
-    """Tell the recorder what a layer has written and computed.
-
-    Args:
-        recorder, reader: as in `record_backend`.
-        groups: the group of each layer by name.
-        called: implementation, layer, its cache and the step's metadata.
-        tensors: query, key, value and output.
-    """
-    impl, layer, kv_cache, metadata = called
-    query, key, value, output = tensors
-    view = recorder.own(lambda: reader.layer(impl, layer, kv_cache, metadata, query))
-    if view is None:
+    """Tell the recorder what a layer has written and computed, if the call is one to check."""
+    if view is None or group is None:
         return
-    name = getattr(layer, "layer_name", None) or "layer"
-    group = groups.get(name) or next(iter(groups.values()), "layers")
+    query, key, value, output = tensors
     if view.writes:
         recorder.wrote(
             name, key, value, view.key_cache, view.value_cache, view.scales, group

@@ -8,7 +8,7 @@ from ...contract.attention_options import DEFAULT_OPTIONS
 from ...contract.metadata_classes import CommonAttentionMetadata
 from ...contract.operations import Implementation
 from ..recorder import Recorder
-from ..step import StepTensors
+from ..step import step_tensors
 
 
 class RecordedOperations:
@@ -97,29 +97,3 @@ class RecordedOperations:
         if address not in self._layers:
             self._layers[address] = f"layer {len(self._layers)}"
         return self._layers[address]
-
-
-def step_tensors(
-    common: CommonAttentionMetadata,
-    block_size: int,
-    window: int | None = None,
-    stores_all: bool = True,
-) -> StepTensors:
-    """Return what the recorder needs of a step's metadata.
-
-    Args:
-        common: the step.
-        block_size: slots per block.
-        window, stores_all: as in `StepTensors`.
-    """
-    return StepTensors(
-        query_start_loc=common.query_start_loc,
-        seq_lens=common.seq_lens,
-        block_table=common.block_table_tensor,
-        slot_mapping=common.slot_mapping,
-        max_query_len=common.max_query_len,
-        max_seq_len=common.max_seq_len,
-        block_size=block_size,
-        stores_all=stores_all,
-        window=window,
-    )
