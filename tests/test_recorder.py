@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from pagetwin.contract.attention_options import DEFAULT_OPTIONS
 from pagetwin.contract.metadata_classes import CommonAttentionMetadata
 from pagetwin.contract.operations import Implementation, load_implementation
 from pagetwin.contract.scheduler_classes import Request
@@ -193,7 +194,6 @@ def test_the_replay_shows_a_wrong_layout_to_its_recorder(tmp_path: Path) -> None
 
 def test_the_replay_shows_a_stale_row_to_its_recorder(tmp_path: Path) -> None:
     """The metadata are consistent, so only the scheduler's rows show the bug."""
-    rows: dict[int, list[list[int]]] = {}
     steps = [0]
 
     def stale(**given: Any) -> CommonAttentionMetadata:
@@ -201,7 +201,6 @@ def test_the_replay_shows_a_stale_row_to_its_recorder(tmp_path: Path) -> None:
         given["block_rows"] = [list(each) for each in given["block_rows"]]
         if steps[0] == 9:
             given["block_rows"][0] = given["block_rows"][0][::-1]
-        rows[steps[0]] = given["block_rows"]
         built: CommonAttentionMetadata = REFERENCE.build_common_attn_metadata(**given)
         return built
 
@@ -328,7 +327,6 @@ def test_nothing_is_read_while_a_graph_is_captured(
     monkeypatch.setattr(torch.Tensor, "numpy", _fail)
     monkeypatch.setattr(torch.Tensor, "item", _fail)
     monkeypatch.setattr(torch.Tensor, "tolist", _fail)
-    common = None
     recorder = Recorder(RecorderSettings(tmp_path, sample_every=1))
     cache = torch.zeros(4, 4, 1, 8)
     tensors = StepTensors(
@@ -343,14 +341,8 @@ def test_nothing_is_read_while_a_graph_is_captured(
     recorder.begin_step(tensors)
     key = torch.zeros(1, 1, 8)
     recorder.wrote("layer", key, key, cache, cache)
-    recorder.attended("layer", key, key, cache, cache, None, _options())
-    assert common is None and recorder.is_on and recorder.step == 0
-
-
-def _options() -> Any:
-    from pagetwin.contract.attention_options import DEFAULT_OPTIONS
-
-    return DEFAULT_OPTIONS
+    recorder.attended("layer", key, key, cache, cache, None, DEFAULT_OPTIONS)
+    assert recorder.is_on and recorder.step == 0
 
 
 def _fail(*_args: Any) -> None:
