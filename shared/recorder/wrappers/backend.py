@@ -235,24 +235,16 @@ def _recorded_impl(
             kv_cache: Tensor,
             attn_metadata: Any,
             output: Tensor | None = None,
-            output_scale: Any = None,
-            output_block_scale: Any = None,
+            *args: Any,
+            **kwargs: Any,
         ) -> Any:
-            result = super().forward(
-                layer,
-                query,
-                key,
-                value,
-                kv_cache,
-                attn_metadata,
-                output,
-                output_scale,
-                output_block_scale,
-            )
+            tensors = (query, key, value, kv_cache, attn_metadata, output)
+            result = super().forward(layer, *tensors, *args, **kwargs)
             if attn_metadata is None or output is None or not recorder.wants_layers:
                 return result
             # a compiled graph is not interrupted, and an FP8 output is not compared
-            if torch.compiler.is_compiling() or output_scale is not None:
+            scales = [each for each in (*args, *kwargs.values()) if each is not None]
+            if torch.compiler.is_compiling() or scales:
                 return result
             _tell(
                 recorder,
