@@ -166,9 +166,7 @@ class SmallEngine:
                 each.num_computed_tokens + each.num_scheduled_tokens,
             )
         ]
-        rows = torch.zeros(
-            common.slot_mapping.shape[0], HEADS + 2 * KV_HEADS, SIZE
-        )
+        rows = torch.zeros(common.slot_mapping.shape[0], HEADS + 2 * KV_HEADS, SIZE)
         rows[: len(numbers)] = self.table[torch.tensor(numbers) % 997]
         for layer in self.layers.values():
             query, key, value = rows.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
@@ -181,7 +179,9 @@ class SmallEngine:
         self.scheduler.update_from_output(output, sampled)
         return output
 
-    def rows(self, scheduled: Sequence[Any], output: SchedulerOutput) -> list[list[int]]:
+    def rows(
+        self, scheduled: Sequence[Any], output: SchedulerOutput
+    ) -> list[list[int]]:
         """Return the rows of the block table, stale after a preemption if that bug is planted."""
         rows = [list(each.block_ids) for each in scheduled]
         if self.settings.bug == "stale row" and self.steps >= self.settings.bug_from:
@@ -201,7 +201,9 @@ class SmallEngine:
         """Return the step with padded rows, whose slots are wrong if that bug is planted."""
         slots = common.slot_mapping
         count = -len(slots) % self.settings.pad_to
-        wrong = self.settings.bug == "padded row" and self.steps >= self.settings.bug_from
+        wrong = (
+            self.settings.bug == "padded row" and self.steps >= self.settings.bug_from
+        )
         if wrong and count:
             self.note_bug()
         pad = torch.full((count,), 0 if wrong else PAD_SLOT_ID, dtype=slots.dtype)

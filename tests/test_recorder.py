@@ -1,4 +1,4 @@
-"""The recorder: planted bugs are found in their step, clean engines raise nothing, faults are its own."""
+"""The recorder: planted bugs are found in their step, and clean engines raise nothing."""
 
 import logging
 import random
@@ -146,10 +146,10 @@ def test_a_stray_write_to_a_full_block_is_found_by_its_content(tmp_path: Path) -
     engine = recorded_engine(tmp_path)
     layer = engine.layers["layers.0.attn"]
     for _ in range(120):
-        before = len(engine.recorder._watched)
+        before = len(engine.recorder._samples._watched)
         engine.step()
         if before and not engine.recorder.findings and engine.steps > BUG_FROM:
-            for each in engine.recorder._next_watched:
+            for each in engine.recorder._samples._next_watched:
                 if each.layer == "layers.0.attn":
                     layer.kv_cache[1, each.block_id, 0] += 1
         if engine.recorder.findings:
@@ -404,7 +404,9 @@ def test_a_folder_that_cannot_be_written_is_one_sentence_and_the_engine_starts(
 def test_a_full_file_system_is_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9, 9, 0))
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9, 9, 0)
+    )
     with pytest.raises(OSError, match="0 MiB are free there: expected at least"):
         Recorder(RecorderSettings(tmp_path))
 
@@ -511,7 +513,9 @@ def test_ten_thousand_clean_steps_raise_nothing(tmp_path: Path) -> None:
             seed += 1
             engine.add(
                 [
-                    Request(f"{seed}-{each.request_id}", each.token_ids, each.max_tokens)
+                    Request(
+                        f"{seed}-{each.request_id}", each.token_ids, each.max_tokens
+                    )
                     for each in requests(40, seed)
                 ]
             )

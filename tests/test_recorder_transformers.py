@@ -31,7 +31,12 @@ def recorded(folder: Path, model: str, **given: Any) -> tuple[Recorder, list[Any
     recorder = Recorder(RecorderSettings(folder, sample_every=1))
     with torch.no_grad():
         tokens = generate(
-            make_model(model), PROMPTS, "reference", **CROWDED, recorder=recorder, **given
+            make_model(model),
+            PROMPTS,
+            "reference",
+            **CROWDED,
+            recorder=recorder,
+            **given,
         )
     return recorder, tokens
 

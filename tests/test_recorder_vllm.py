@@ -44,7 +44,9 @@ class Builder:
     def __init__(self, kv_cache_spec: Any, layer_names: Any, config: Any, device: Any):
         self.kv_cache_spec, self.layer_names = kv_cache_spec, layer_names
 
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build=False):
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build=False
+    ):
         return Metadata(common_attn_metadata, common_attn_metadata.num_actual_tokens)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Metadata:

@@ -122,7 +122,7 @@ class Attention(nn.Module):
         layers = {} if static_forward_context is None else static_forward_context
         check_new_layer(prefix, layers)
         self._target = self._find_target(layers)
-        self.attn_backend = backend_from_environment(
+        self.attn_backend: type[AttentionBackend] = backend_from_environment(
             self._choose_backend(attn_backend, config)
         )
         self.backend = self.attn_backend.get_name()

@@ -8,32 +8,26 @@ An error of the recorder itself is logged once, and the recorder is off from the
 """
 
 import functools
-import logging
-import random
 import threading
-from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..contract.attention_options import AttentionOptions
-from ..contract.operations import load_implementation
 from ..contract.scheduler_classes import Request, SchedulerOutput
-from .case import StoredCase, describe_versions, save_case
 from .findings import CorruptionFound, Finding
 from .graphs import GraphSamples
-from .laws.attention import AttentionCall, check_attention
+from .laws.attention import AttentionCall
 from .laws.bookkeeping import check_groups, check_step
-from .laws.cache import CacheWrite, WatchedBlock, check_watched, check_write
+from .laws.cache import CacheWrite
 from .laws.schedule import ExpectedRows, Ledger, ScheduledRow
+from .reports import LOGGER, Reports
+from .samples import Samples
 from .settings import RecorderSettings, prepare_folder, settings_from_environment
 from .step import HostStep, StepCopy, StepTensors
-
-LOGGER = logging.getLogger("pagetwin.recorder")
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 Result = TypeVar("Result")
@@ -90,28 +84,21 @@ class Recorder:
         """False after an error of the recorder itself."""
         self.step = 0
         """Number of the current step, from 1."""
-        self.findings: list[Finding] = []
-        """The first violation of each law."""
         self.checked: dict[str, int] = dict.fromkeys(
             ("steps", "sampled_steps", "writes", "rows", "blocks"), 0
         )
         """How much was checked so far."""
         self._fp8_steps = fp8_steps
         self._lock = threading.RLock()
-        self._ring: deque[HostStep] = deque(maxlen=settings.ring)
+        self._reports = Reports(settings)
+        self._samples = Samples(settings, self._reports, self.checked)
         self._copies: list[tuple[StepCopy, tuple[ScheduledRow, ...] | None]] = []
         self._current: dict[str, HostStep | StepCopy] = {}
-        self._names: dict[int, Hashable] = {}
         self._ledger: Ledger | None = None
         self._scheduled: tuple[ScheduledRow, ...] | None = None
         self._next_scheduled: tuple[ScheduledRow, ...] | None = None
         self._running: list[Request] = []
         self._num_blocks: dict[str, int] = {}
-        self._last_write: dict[str, np.ndarray[Any, np.dtype[np.int64]]] = {}
-        self._watched: list[WatchedBlock] = []
-        self._next_watched: list[WatchedBlock] = []
-        self._changed: set[int] = set()
-        self._layers: list[str] = []
         self._graphs = GraphSamples(settings.rows)
 
     # --- what an engine tells ---
@@ -138,7 +125,7 @@ class Recorder:
         self._next_scheduled = tuple(rows)
         finding = self._ledger.schedule(rows)
         if finding is not None:
-            self._report(finding, None, self.step + 1)
+            self._reports.report(finding, None, self.step + 1)
 
     @_guarded
     def schedule_output(self, output: SchedulerOutput, block_size: int) -> None:
@@ -167,8 +154,7 @@ class Recorder:
     @_guarded
     def blocks_changed(self, block_ids: Iterable[int]) -> None:
         """Tell that the engine copied to blocks, filled or swapped them in by itself."""
-        ids = [int(each) for each in block_ids]
-        self._changed.update(ids)
+        self._samples.note_changes(int(each) for each in block_ids)
 
     @_guarded
     def begin_capture(self, tensors: StepTensors) -> None:
@@ -215,12 +201,17 @@ class Recorder:
         if not tensors.seq_lens.is_cuda:
             self._check_copies()
         if replays_graph and (finding := self._graphs.check_buffers(tensors)):
-            self._report(finding, None, self.step)
+            self._reports.report(finding, None, self.step)
 
     @property
     def is_sampled(self) -> bool:
         """Whether cache and attention are compared in the current step."""
-        return self.step % self.settings.sample_every == 1 % self.settings.sample_every
+        return self._samples.is_sampled(self.step)
+
+    @property
+    def findings(self) -> list[Finding]:
+        """The first violation of each law."""
+        return self._reports.findings
 
     @property
     def is_capturing(self) -> bool:
@@ -231,7 +222,7 @@ class Recorder:
     def wants_layers(self) -> bool:
         """Whether `wrote` and `attended` do anything now."""
         return self.is_on and (
-            self.is_sampled or not self._layers or self.is_capturing
+            self.is_sampled or not self._samples.layers or self.is_capturing
         )
 
     @_guarded
@@ -314,18 +305,15 @@ class Recorder:
         self._num_blocks[group] = key_cache.shape[0]
         if self.is_capturing or key is None or value is None:
             return
-        if not self._is_turn(layer):
+        if not self._samples.is_turn(layer, self.step):
             return
         step = self._host_step(group)
         if step is None or not step.num_tokens:
             return
-        tokens = self._choose(step)
         write = CacheWrite(
             layer, key, value, key_cache, value_cache, scales, self._fp8_steps
         )
-        run = load_implementation("reference").reshape_and_cache
-        self.checked["writes"] += len(tokens)
-        self._report_if(check_write(write, step, tokens, run), step)
+        self._samples.compare_write(write, step)
 
     @_guarded
     def _attended(self, call: AttentionCall, group: str) -> None:
@@ -333,69 +321,17 @@ class Recorder:
             self._graphs.capture(call, group)
             return
         self._num_blocks[group] = call.key_cache.shape[0]
-        if not self._is_turn(call.layer):
+        if not self._samples.is_turn(call.layer, self.step):
             return
         step = self._host_step(group)
         if step is None or not step.num_tokens:
             return
-        tokens = self._choose(step)
-        rows = torch.tensor(tokens, device=call.query.device)
-        part = replace(call, query=call.query[rows], output=call.output[rows])
-        self._compare_rows(part, step, tokens)
-        self._watch(call, step)
-
-    def _compare_rows(
-        self, call: AttentionCall, step: HostStep, tokens: Sequence[int]
-    ) -> None:
-        run = load_implementation("reference").paged_attention
-        self.checked["rows"] += len(tokens)
-        self._report_if(check_attention(call, step, tokens, run), step)
-
-    def _check_watched(self) -> None:
-        """Compare the blocks watched since the last sampled step, and watch those of this one."""
-        watched, self._watched = self._watched, self._next_watched
-        self._next_watched = []
-        for each in watched:
-            step = self._host_step(each.group)
-            writes = self._last_write.get(each.group)
-            if step is None or writes is None or each.block_id in self._changed:
-                continue
-            self.checked["blocks"] += 1
-            self._report_if(check_watched(each, step, writes), step)
-        self._changed.clear()
-
-    def _watch(self, call: AttentionCall, step: HostStep) -> None:
-        """Copy some full blocks, to be compared in the next sampled step."""
-        computed = step.seq_lens - step.query_lens
-        full = np.where(step.query_lens > 0, computed // step.block_size, 0)
-        rows = np.flatnonzero(full > 0)
-        draw = self._random()
-        for row in draw.sample(
-            rows.tolist(), min(self.settings.watched_blocks, len(rows))
-        ):
-            column = draw.randrange(int(full[row]))
-            block_id = int(step.block_table[row, column])
-            window = step.window
-            if window is not None and (column + 1) * step.block_size <= (
-                int(computed[row]) - window + 1
-            ):
-                continue
-            self._next_watched.append(
-                WatchedBlock.of(
-                    call.layer,
-                    step,
-                    block_id,
-                    column,
-                    call.key_cache,
-                    call.value_cache,
-                )
-            )
+        self._samples.compare_attention(call, step)
 
     def _check_copies(self) -> None:
         """Check the metadata that have arrived, in the order of the steps."""
         while self._copies:
-            copy, scheduled = self._copies[0]
-            if not copy.is_done:
+            if not self._copies[0][0].is_done:
                 return
             self._check_copy(*self._copies.pop(0))
 
@@ -403,29 +339,21 @@ class Recorder:
         self, copy: StepCopy, scheduled: tuple[ScheduledRow, ...] | None
     ) -> None:
         step = copy.wait(self._num_blocks.get(copy.group))
-        self._ring.append(step)
+        self._reports.ring.append(step)
         others = [each for each in self._current.values() if isinstance(each, HostStep)]
         if self._current.get(copy.group) is copy:
             self._current[copy.group] = step
-        self._names = {}
+        self._reports.names = {}
         finding = check_step(step)
         if finding is None and others and others[0].number == step.number:
             finding = check_groups([others[0], step])
         if scheduled is not None and step.num_tokens and self._ledger is not None:
             expected = ExpectedRows(scheduled, self._ledger.block_size)
-            self._names, stranger = expected.match(step)
+            names, stranger = expected.match(step)
+            self._reports.names = {**names}
             finding = stranger or finding
-        self._note_writes(step)
-        self._report_if(finding, step)
-
-    def _note_writes(self, step: HostStep) -> None:
-        blocks = step.slot_mapping[step.slot_mapping >= 0] // step.block_size
-        size = max(int(step.num_blocks or 0), int(blocks.max(initial=-1)) + 1)
-        writes = self._last_write.get(step.group, np.zeros(0, np.int64))
-        if len(writes) < size:
-            writes = np.concatenate([writes, np.zeros(size - len(writes), np.int64)])
-            self._last_write[step.group] = writes
-        writes[blocks] = step.number
+        self._samples.note_writes(step)
+        self._reports.report(finding, step, step.number)
 
     def _finish_step(self) -> None:
         """Wait for the metadata of the current step, and check what a graph has computed."""
@@ -434,7 +362,7 @@ class Recorder:
         if self.is_sampled:
             for call, tokens, group in self._graphs.replayed():
                 self._check_replay(call, tokens, group)
-            self._check_watched()
+            self._samples.compare_watched(self._host_step)
         self._current.clear()
 
     def _check_replay(
@@ -448,8 +376,7 @@ class Recorder:
         part = replace(
             call, query=call.query[: len(kept)], output=call.output[: len(kept)]
         )
-        self._compare_rows(part, step, kept)
-        self._watch(call, step)
+        self._samples.compare_rows(part, step, kept)
 
     def _host_step(self, group: str) -> HostStep | None:
         """Return the current step of a group on the host, waiting for it if necessary."""
@@ -458,60 +385,6 @@ class Recorder:
                 self._check_copy(*self._copies.pop(0))
         step = self._current.get(group)
         return step if isinstance(step, HostStep) else None
-
-    def _is_turn(self, layer: str) -> bool:
-        """Return whether the current sampled step compares this layer; layers take turns."""
-        if layer not in self._layers:
-            self._layers.append(layer)
-        if not self.is_sampled:
-            return False
-        turn = self.step // self.settings.sample_every
-        return self._layers[turn % len(self._layers)] == layer
-
-    def _choose(self, step: HostStep) -> list[int]:
-        """Return the sampled tokens: the last one of the longest sequence, and random ones."""
-        longest = int(np.where(step.query_lens > 0, step.seq_lens, -1).argmax())
-        last = int(step.query_start_loc[longest + 1]) - 1
-        count = min(self.settings.rows, step.num_tokens)
-        drawn = self._random().sample(range(step.num_tokens), count)
-        return sorted({last, *drawn[: count - (last not in drawn)]})
-
-    def _random(self) -> random.Random:
-        return random.Random(self.settings.seed * 1_000_003 + self.step)
-
-    # --- reports ---
-
-    def _report_if(self, finding: Finding | None, step: HostStep) -> None:
-        if finding is not None:
-            if finding.request_id is None and finding.row is not None:
-                finding = replace(finding, request_id=self._names.get(finding.row))
-            self._report(finding, step, step.number)
-
-    def _report(self, finding: Finding, step: HostStep | None, number: int) -> None:
-        """Log and store the first violation of a law; raise if the engine shall stop."""
-        if finding.law in [each.law for each in self.findings]:
-            return
-        self.findings.append(finding)
-        whose = f", {finding.request}" if finding.request else ""
-        sentence = f"step {number}{whose}: {finding.law}: {finding.found}"
-        path = None
-        if len(self.findings) <= self.settings.max_cases:
-            case = StoredCase(
-                finding,
-                sentence,
-                number,
-                step,
-                tuple(each for each in self._ring if each is not step),
-                describe_versions(),
-            )
-            try:
-                path = save_case(self.settings.folder, case, self.settings.max_mib)
-                sentence += f". To check it again: pagetwin reproduce {path}"
-            except OSError as error:
-                sentence += f". The case is not stored: {error}"
-        LOGGER.error(sentence)
-        if self.settings.action == "stop":
-            raise CorruptionFound(sentence, finding, path)
 
 
 def recorder_from_environment(

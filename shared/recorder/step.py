@@ -156,20 +156,20 @@ class StepCopy:
     def __init__(self, tensors: StepTensors, number: int, group: str) -> None:
         self._tensors = tensors
         self._number, self.group = number, group
-        self._event: torch.cuda.Event | None = None
+        self._event: Any = None
         used = -(-tensors.max_seq_len // tensors.block_size)
         width = min(max(used, 1), tensors.block_table.shape[1])
         parts = {name: getattr(tensors, name) for name in ARRAYS}
         parts["block_table"] = tensors.block_table[:, :width]
         self._parts = {name: _to_host(part) for name, part in parts.items()}
         if tensors.seq_lens.is_cuda:
-            self._event = torch.cuda.Event()
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
     @property
     def is_done(self) -> bool:
         """Whether `wait` returns at once."""
-        return self._event is None or self._event.query()
+        return self._event is None or bool(self._event.query())
 
     def wait(self, num_blocks: int | None) -> HostStep:
         """Return the step; waits until it is copied."""

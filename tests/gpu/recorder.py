@@ -57,9 +57,7 @@ class Decoder:
         self.slots = torch.zeros(self.reqs, dtype=torch.int64, device=DEVICE)
         shape = (self.reqs * width, BLOCK, KV_HEADS, SIZE)
         self.caches = [
-            tuple(
-                torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in "kv"
-            )
+            tuple(torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in "kv")
             for _ in range(self.layers)
         ]
         self.x = torch.randn(self.reqs, HIDDEN, device=DEVICE, dtype=torch.bfloat16)
@@ -96,7 +94,9 @@ class Decoder:
         last = self.lens.long() - 1
         blocks = self.rows.gather(1, (last // BLOCK)[:, None])[:, 0].long()
         self.seq_lens.copy_(self.lens.pin_memory(), non_blocking=True)
-        self.slots.copy_((blocks * BLOCK + last % BLOCK).pin_memory(), non_blocking=True)
+        self.slots.copy_(
+            (blocks * BLOCK + last % BLOCK).pin_memory(), non_blocking=True
+        )
 
     def scheduled(self) -> list[ScheduledRow]:
         """Return what a scheduler would tell about the step."""
@@ -153,9 +153,7 @@ def make(folder: Path, every: int, **sizes: Any) -> tuple[Recorder, Decoder]:
 
 def check_graph(folder: Path, bug: str) -> str:
     """Return the findings of 48 replays, with a bug from the 33rd on."""
-    recorder, model = make(
-        folder, 1, reqs=24, seq_len=700, layers=3, with_linear=False
-    )
+    recorder, model = make(folder, 1, reqs=24, seq_len=700, layers=3, with_linear=False)
     graph = model.capture(recorder)
     for step in range(1, 49):
         model.advance()
@@ -181,9 +179,7 @@ def check_graph(folder: Path, bug: str) -> str:
 
 def check_eager(folder: Path) -> str:
     """Return the findings of 40 eager decode steps."""
-    recorder, model = make(
-        folder, 1, reqs=24, seq_len=700, layers=3, with_linear=False
-    )
+    recorder, model = make(folder, 1, reqs=24, seq_len=700, layers=3, with_linear=False)
     for _ in range(40):
         model.advance()
         recorder.schedule(model.scheduled(), BLOCK)

@@ -123,9 +123,7 @@ class RowCase:
             output=self.output[row : row + 1],
             key_blocks=self.key_blocks[own],
             value_blocks=self.value_blocks[own],
-            block_table=torch.arange(
-                used, dtype=torch.int32, device=own.device
-            )[None],
+            block_table=torch.arange(used, dtype=torch.int32, device=own.device)[None],
             seq_lens=self.seq_lens[row : row + 1],
         )
 
@@ -147,7 +145,7 @@ class RowCase:
     def of_dict(cls, stored: dict[str, Any], device: str) -> "RowCase":
         """Return the case that `as_dict` stored, on a device."""
         tensors = {name: stored[name].to(device) for name in _TENSORS}
-        options = {
+        options: dict[str, Any] = {
             name: each.to(device) if isinstance(each, Tensor) else each
             for name, each in stored["options"].items()
         }
@@ -224,9 +222,7 @@ def gather_rows(call: AttentionCall, step: HostStep, tokens: Sequence[int]) -> R
         ).to(device),
         seq_lens=torch.tensor(lens, dtype=torch.int32, device=device),
         scale=call.scale,
-        options=replace(
-            call.options, causal=torch.tensor(flags, device=device)
-        )
+        options=replace(call.options, causal=torch.tensor(flags, device=device))
         if not all(flags)
         else replace(call.options, causal=None),
         implementation=call.implementation,

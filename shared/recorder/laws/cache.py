@@ -188,15 +188,11 @@ def _differs(found: Tensor, expected: Tensor, fp8_steps: int) -> Tensor:
         )
         if not fp8_steps:
             return left != right
-        ordered = [
-            torch.where(code < 128, code, 128 - code) for code in (left, right)
-        ]
+        ordered = [torch.where(code < 128, code, 128 - code) for code in (left, right)]
         return (ordered[0] - ordered[1]).abs() > fp8_steps
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     size = found.element_size()
-    left, right = (
-        each.contiguous().view(integer[size]) for each in (found, expected)
-    )
+    left, right = (each.contiguous().view(integer[size]) for each in (found, expected))
     return left != right
 
 

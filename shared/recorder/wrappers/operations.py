@@ -75,7 +75,12 @@ class RecordedOperations:
         )
 
     def paged_attention(
-        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, *args: Any, **kw: Any
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        *args: Any,
+        **kw: Any,
     ) -> Tensor:
         """Return attention of each new token over its sequence in the paged cache."""
         out: Tensor = self._run.paged_attention(

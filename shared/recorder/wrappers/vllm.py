@@ -1,7 +1,7 @@
 """The recorder in vLLM: any of its attention backends, recorded, without a change of the engine.
 
-vLLM resolves each backend by a path in its registry, when an engine chooses it. With PAGETWIN_RECORD
-set, `record_vllm_backends` replaces the paths by paths into this module, which gives a recorded
+vLLM resolves each backend by a path in its registry, when an engine chooses it. If PAGETWIN_RECORD
+is set, `record_vllm_backends` replaces the paths by paths into this module, which gives a recorded
 subclass of the same backend.
 
 Layers that are not checked: latent attention (MLA), cross-attention, encoders, chunked local
@@ -68,7 +68,8 @@ class VllmReader:
         """Return what is read of a call; None if it is not checked."""
         # pagetwin's own implementation holds the arguments in its layer
         impl = getattr(impl, "own", impl)
-        kind = getattr(impl.attn_type, "value", impl.attn_type)
+        kind = getattr(impl, "attn_type", AttentionType.DECODER.value)
+        kind = getattr(kind, "value", kind)
         if kind != AttentionType.DECODER.value or not kv_cache.numel():
             return None
         if query.dtype in FP8_DTYPES or _has_other_masks(impl, metadata):
@@ -91,7 +92,7 @@ class VllmReader:
             scales,
             impl.scale,
             options,
-            impl.kv_sharing_target_layer_name is None,
+            getattr(impl, "kv_sharing_target_layer_name", None) is None,
             metadata.num_actual_tokens,
         )
 
