@@ -24,13 +24,13 @@ class _Graph:
         num_tokens: tokens of the graph, padding included.
         addresses: address of each metadata tensor, by name.
         rows: [rows] int64 on the device, the tokens to copy.
-        replays: [1] int64 on the device, the number of replays.
+        replays: [1] int64 on the device, the number of replays since `begin_replay`.
         layers: the layers captured so far, in order.
         turn: index of the layer whose rows are copied.
         call: Optional. That layer's call, with the buffers of its rows. None if not captured.
         group: the layers whose metadata that layer uses.
         tokens: the tokens of the current replay on the host, in rising order.
-        known_replays: Optional. Replays before the current one. None if the step is not sampled.
+        is_sampled: whether the rows of the current step are compared.
     """
 
     num_tokens: int
@@ -42,7 +42,7 @@ class _Graph:
     call: AttentionCall | None = None
     group: str = ""
     tokens: tuple[int, ...] = ()
-    known_replays: int | None = None
+    is_sampled: bool = False
 
 
 class GraphSamples:
@@ -102,17 +102,20 @@ class GraphSamples:
         first %= stride
         tokens = [first + index * stride for index in range(self._num_rows)]
         graph.tokens = tuple(min(each, num_tokens - 1) for each in tokens)
-        graph.rows.copy_(torch.tensor(graph.tokens))
-        graph.known_replays = int(graph.replays)
+        rows = torch.tensor(graph.tokens)
+        # without waiting: from pinned memory, in the order of the stream
+        graph.rows.copy_(
+            rows.pin_memory() if graph.rows.is_cuda else rows, non_blocking=True
+        )
+        graph.replays.zero_()
+        graph.is_sampled = True
 
     def replayed(self) -> list[tuple[AttentionCall, tuple[int, ...], str]]:
         """Return call, tokens and group of the graphs that ran since `begin_replay`."""
         found = []
         for graph in self._graphs.values():
-            known, graph.known_replays = graph.known_replays, None
-            if known is None or graph.call is None:
-                continue
-            if int(graph.replays) == known + 1:
+            was_sampled, graph.is_sampled = graph.is_sampled, False
+            if was_sampled and graph.call is not None and int(graph.replays) == 1:
                 found.append((graph.call, graph.tokens, graph.group))
         return found
 

@@ -23,7 +23,13 @@ from .graphs import GraphSamples
 from .laws.attention import AttentionCall
 from .laws.bookkeeping import check_groups, check_step
 from .laws.cache import CacheWrite
-from .laws.schedule import ExpectedRows, Ledger, ScheduledRow
+from .laws.schedule import (
+    ExpectedRows,
+    Ledger,
+    Scheduled,
+    ScheduledRow,
+    entries_match,
+)
 from .reports import LOGGER, Reports
 from .samples import Samples
 from .settings import RecorderSettings, prepare_folder, settings_from_environment
@@ -46,7 +52,7 @@ def _guarded(method: Method) -> Method:
         except CorruptionFound:
             raise
         except Exception as error:
-            self.is_on = False
+            self.is_on = self.wants_layers = False
             LOGGER.exception(
                 "the recorder failed in step %d and is off from now on (%s: %s); the"
                 " engine is not affected",
@@ -82,6 +88,8 @@ class Recorder:
         self.implementation = implementation
         self.is_on = True
         """False after an error of the recorder itself."""
+        self.wants_layers = True
+        """Whether `wrote` and `attended` do anything now. Wrappers read it before each call."""
         self.step = 0
         """Number of the current step, from 1."""
         self.checked: dict[str, int] = dict.fromkeys(
@@ -92,11 +100,13 @@ class Recorder:
         self._lock = threading.RLock()
         self._reports = Reports(settings)
         self._samples = Samples(settings, self._reports, self.checked)
-        self._copies: list[tuple[StepCopy, tuple[ScheduledRow, ...] | None]] = []
+        self._copies: list[tuple[StepCopy, Scheduled | None]] = []
         self._current: dict[str, HostStep | StepCopy] = {}
         self._ledger: Ledger | None = None
-        self._scheduled: tuple[ScheduledRow, ...] | None = None
-        self._next_scheduled: tuple[ScheduledRow, ...] | None = None
+        self._scheduled: Scheduled | None = None
+        self._next_scheduled: Scheduled | None = None
+        self._requests: list[Hashable] = []
+        self._row_of: dict[Hashable, int] = {}
         self._running: list[Request] = []
         self._num_blocks: dict[str, int] = {}
         self._graphs = GraphSamples(settings.rows)
@@ -122,8 +132,8 @@ class Recorder:
         if self._ledger is None:
             self._ledger = Ledger(block_size, knows_all)
         self._ledger.free(freed)
-        self._next_scheduled = tuple(rows)
         finding = self._ledger.schedule(rows)
+        self._next_scheduled = Scheduled(tuple(rows), self._ledger.appended())
         if finding is not None:
             self._reports.report(finding, None, self.step + 1)
 
@@ -165,6 +175,7 @@ class Recorder:
                 graph, padding included.
         """
         self._graphs.prepare(tensors)
+        self.wants_layers = True
 
     @_guarded
     def begin_step(
@@ -191,6 +202,7 @@ class Recorder:
             self.step += 1
             self._scheduled, self._next_scheduled = self._next_scheduled, None
             self.checked["steps"] += 1
+            self.wants_layers = self.is_sampled or not self._samples.layers
             if self.is_sampled:
                 self.checked["sampled_steps"] += 1
         copy = StepCopy(tensors, self.step, group)
@@ -217,13 +229,6 @@ class Recorder:
     def is_capturing(self) -> bool:
         """Whether a CUDA graph is being captured on the current stream."""
         return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-    @property
-    def wants_layers(self) -> bool:
-        """Whether `wrote` and `attended` do anything now."""
-        return self.is_on and (
-            self.is_sampled or not self._samples.layers or self.is_capturing
-        )
 
     @_guarded
     def own(self, read: Callable[[], Result]) -> Result:
@@ -335,25 +340,36 @@ class Recorder:
                 return
             self._check_copy(*self._copies.pop(0))
 
-    def _check_copy(
-        self, copy: StepCopy, scheduled: tuple[ScheduledRow, ...] | None
-    ) -> None:
+    def _check_copy(self, copy: StepCopy, scheduled: Scheduled | None) -> None:
         step = copy.wait(self._num_blocks.get(copy.group))
         self._reports.ring.append(step)
         others = [each for each in self._current.values() if isinstance(each, HostStep)]
         if self._current.get(copy.group) is copy:
             self._current[copy.group] = step
-        self._reports.names = {}
         finding = check_step(step)
         if finding is None and others and others[0].number == step.number:
             finding = check_groups([others[0], step])
-        if scheduled is not None and step.num_tokens and self._ledger is not None:
-            expected = ExpectedRows(scheduled, self._ledger.block_size)
-            names, stranger = expected.match(step)
-            self._reports.names = {**names}
-            finding = stranger or finding
+        if scheduled is not None and step.num_tokens:
+            finding = self._match(scheduled, step) or finding
+        else:
+            self._reports.names, self._requests = {}, []
         self._samples.note_writes(step)
         self._reports.report(finding, step, step.number)
+
+    def _match(self, scheduled: Scheduled, step: HostStep) -> Finding | None:
+        """Compare a step's block table with the scheduler's rows."""
+        requests = [each.request_id for each in scheduled.rows]
+        is_known = requests == self._requests and len(self._row_of) == len(requests)
+        # if the requests are those of the step before, only what was added is compared
+        is_short = is_known and not self._samples.is_sampled(step.number)
+        if is_short and entries_match(scheduled.appended, self._row_of, step):
+            return None
+        assert self._ledger is not None
+        expected = ExpectedRows(scheduled.rows, self._ledger.block_size)
+        names, stranger = expected.match(step)
+        self._reports.names, self._requests = {**names}, requests
+        self._row_of = {name: row for row, name in names.items()}
+        return stranger
 
     def _finish_step(self) -> None:
         """Wait for the metadata of the current step, and check what a graph has computed."""

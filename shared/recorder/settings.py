@@ -37,7 +37,7 @@ class RecorderSettings:
     """
 
     folder: Path
-    sample_every: int = 128
+    sample_every: int = 256
     rows: int = 4
     watched_blocks: int = 4
     ring: int = 16

@@ -5,6 +5,7 @@ the next step, so the recorder does not make the host wait for the device.
 """
 
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from ..contract.metadata_classes import CommonAttentionMetadata
 
-Integers = NDArray[np.int64]
+Integers = NDArray[np.integer[Any]]
 ARRAYS = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
 
 
@@ -100,10 +101,21 @@ class HostStep:
     window: int | None = None
     num_blocks: int | None = None
 
-    @property
+    @cached_property
     def query_lens(self) -> Integers:
         """[reqs] new tokens of each request."""
         return np.diff(self.query_start_loc)
+
+    @cached_property
+    def used(self) -> NDArray[np.bool_]:
+        """[reqs, max_blocks]: whether an entry holds keys that new tokens attend to."""
+        starts = np.arange(self.block_table.shape[1]) * self.block_size
+        lens = np.where(self.query_lens > 0, self.seq_lens, 0)
+        used: NDArray[np.bool_] = starts < lens[:, None]
+        if self.window is not None:
+            first = self.seq_lens - self.query_lens - self.window + 1
+            used &= starts + self.block_size > np.maximum(first, 0)[:, None]
+        return used
 
     @property
     def num_tokens(self) -> int:
@@ -141,7 +153,7 @@ class HostStep:
         """Return the step that `as_dict` stored."""
         known = {each.name: stored[each.name] for each in fields(cls)}
         for name in ARRAYS:
-            known[name] = known[name].numpy().astype(np.int64)
+            known[name] = known[name].numpy()
         return cls(**known)
 
 
@@ -176,9 +188,7 @@ class StepCopy:
         if self._event is not None:
             self._event.synchronize()
         tensors = self._tensors
-        arrays = {
-            name: part.numpy().astype(np.int64) for name, part in self._parts.items()
-        }
+        arrays = {name: part.numpy() for name, part in self._parts.items()}
         return HostStep(
             number=self._number,
             group=self.group,

@@ -68,7 +68,7 @@ def check_lengths(step: HostStep) -> Finding | None:
 
 def check_block_ids(step: HostStep) -> Finding | None:
     """Every block that a sequence uses is a block of the cache."""
-    used = _used(step)
+    used = step.used
     wrong = used & (step.block_table < 0)
     if step.num_blocks is not None:
         wrong |= used & (step.block_table >= step.num_blocks)
@@ -101,7 +101,7 @@ def check_slots(step: HostStep) -> Finding | None:
     ends = step.query_start_loc[1:]
     positions = step.seq_lens[rows] - ends[rows] + tokens
     columns, offsets = np.divmod(positions, step.block_size)
-    blocks = step.block_table[rows, columns]
+    blocks = step.block_table[rows, columns].astype(np.int64)
     wrong = np.flatnonzero(slots != blocks * step.block_size + offsets)
     if not wrong.size:
         return None
@@ -131,7 +131,7 @@ def check_padding(step: HostStep) -> Finding | None:
         return None
     token = step.num_tokens + int(wrong[0])
     slot = int(padding[wrong[0]])
-    holder = np.argwhere(_used(step) & (step.block_table == slot // step.block_size))
+    holder = np.argwhere(step.used & (step.block_table == slot // step.block_size))
     whose = ""
     row = None
     if holder.size:
@@ -170,23 +170,23 @@ def check_shared_blocks(step: HostStep) -> Finding | None:
     stored = np.flatnonzero(step.slot_mapping[: step.num_tokens] >= 0)
     blocks = step.slot_mapping[stored] // step.block_size
     writers = np.searchsorted(step.query_start_loc, stored, side="right") - 1
-    rows, columns = np.nonzero(_used(step))
-    entries = step.block_table[rows, columns]
+    entries = np.where(step.used, step.block_table, -1)
     size = int(max(entries.max(initial=0), blocks.max(initial=0))) + 1
-    writer_of = np.full(size, -1, dtype=np.int64)
+    # the last element is that of the entries that are not used
+    writer_of = np.full(size + 1, -1, dtype=np.int32)
     writer_of[blocks] = writers
-    entries = np.maximum(entries, 0)
     writer = writer_of[entries]
-    wrong = np.flatnonzero((writer >= 0) & (writer != rows))
-    if not wrong.size:
+    rows = np.arange(len(step.seq_lens), dtype=np.int32)[:, None]
+    wrong = (writer != rows) & (writer >= 0)
+    if not wrong.any():
         return None
-    index = int(wrong[0])
+    row, column = map(int, np.argwhere(wrong)[0])
     return Finding(
         "shared blocks",
-        f"the request in row {int(writer[index])} writes to block {int(entries[index])},"
-        f" which is entry {int(columns[index])} of the row of another request: expected a"
-        " block that only the writer holds",
-        int(rows[index]),
+        f"the request in row {int(writer[row, column])} writes to block"
+        f" {int(entries[row, column])}, which is entry {column} of the row of another"
+        " request: expected a block that only the writer holds",
+        row,
     )
 
 
@@ -236,15 +236,3 @@ def check_groups(steps: list[HostStep]) -> Finding | None:
                 evidence={"kind": "groups"},
             )
     return None
-
-
-def _used(step: HostStep) -> "np.ndarray[tuple[int, ...], np.dtype[np.bool_]]":
-    """Return [reqs, max_blocks]: whether an entry holds keys that new tokens attend to."""
-    column = np.arange(step.block_table.shape[1])
-    lens = np.where(step.query_lens > 0, step.seq_lens, 0)
-    used = column * step.block_size < lens[:, None]
-    if step.window is not None:
-        first = np.maximum(step.seq_lens - step.query_lens - step.window + 1, 0)
-        used &= (column + 1) * step.block_size > first[:, None]
-    result: np.ndarray[tuple[int, ...], np.dtype[np.bool_]] = used
-    return result

@@ -33,6 +33,8 @@ class RecordedOperations:
         self.recorder = recorder
         self._window = window
         self._layers: dict[int, str] = {}
+        # bound once, since every layer calls them in every step
+        self._write, self._attend = run.reshape_and_cache, run.paged_attention
         if not recorder.implementation:
             recorder.implementation = run.name
 
@@ -62,14 +64,17 @@ class RecordedOperations:
         v_scale: Tensor | float | None = None,
     ) -> None:
         """Write each new token's key and value to its slot."""
+        if not self.recorder.wants_layers:
+            self._write(
+                key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale
+            )
+            return
         scales = {
             name: each
             for name, each in (("k_scale", k_scale), ("v_scale", v_scale))
             if each is not None
         }
-        self._run.reshape_and_cache(
-            key, value, key_cache, value_cache, slot_mapping, **scales
-        )
+        self._write(key, value, key_cache, value_cache, slot_mapping, **scales)
         self.recorder.wrote(
             self._name(key_cache), key, value, key_cache, value_cache, scales
         )
@@ -83,9 +88,9 @@ class RecordedOperations:
         **kw: Any,
     ) -> Tensor:
         """Return attention of each new token over its sequence in the paged cache."""
-        out: Tensor = self._run.paged_attention(
-            query, key_cache, value_cache, *args, **kw
-        )
+        out: Tensor = self._attend(query, key_cache, value_cache, *args, **kw)
+        if not self.recorder.wants_layers:
+            return out
         self.recorder.attended(
             self._name(key_cache),
             query,
