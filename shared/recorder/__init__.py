@@ -9,7 +9,7 @@ first disagreement of each law is described in one sentence and stored as a file
 """
 
 from .findings import CorruptionFound as CorruptionFound
-from .findings import Finding as Finding
+from .findings import Corruption as Corruption
 from .recorder import Recorder as Recorder
 from .recorder import recorder_from_environment as recorder_from_environment
 from .settings import RecorderSettings as RecorderSettings

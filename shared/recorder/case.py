@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .findings import Finding
+from .findings import Corruption
 from .settings import MEBI
 from .step import HostStep
 
@@ -40,7 +40,7 @@ class StoredCase:
         versions: versions of packages, Python and the device.
     """
 
-    finding: Finding
+    finding: Corruption
     sentence: str
     number: int
     step: HostStep | None
@@ -138,7 +138,7 @@ def load_case(path: Path) -> StoredCase:
         assert content["format"] == FORMAT
         step = content["step"]
         return StoredCase(
-            finding=Finding(
+            finding=Corruption(
                 content["law"],
                 content["found"],
                 content["row"],

@@ -1,4 +1,4 @@
-"""Finding: one violated law, the request concerned, and the tensors that show it."""
+"""Corruption: one violated law, the request concerned, and the tensors that show it."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Finding:
+class Corruption:
     """A law that a step violates.
 
     Args:
@@ -41,7 +41,7 @@ class CorruptionFound(RuntimeError):
         path: Optional. The stored case. If None, it could not be stored.
     """
 
-    def __init__(self, sentence: str, finding: Finding, path: Path | None) -> None:
+    def __init__(self, sentence: str, finding: Corruption, path: Path | None) -> None:
         super().__init__(sentence)
         self.finding = finding
         self.path = path

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .findings import Finding
-from .laws.attention import AttentionCall
+from .findings import Corruption
+from .laws.attention import RecordedCall
 from .step import ARRAYS, StepTensors
 
 
@@ -39,7 +39,7 @@ class _Graph:
     replays: Tensor
     layers: list[str]
     turn: int
-    call: AttentionCall | None = None
+    call: RecordedCall | None = None
     group: str = ""
     tokens: tuple[int, ...] = ()
     is_sampled: bool = False
@@ -71,7 +71,7 @@ class GraphSamples:
             turn=len(others) % self._num_layers,
         )
 
-    def capture(self, call: AttentionCall, group: str) -> None:
+    def capture(self, call: RecordedCall, group: str) -> None:
         """Add the copies to the graph that is being captured, if it is the turn of the layer."""
         graph = self._graphs.get(call.query.shape[0])
         if graph is None or call.layer in graph.layers:
@@ -110,7 +110,7 @@ class GraphSamples:
         graph.replays.zero_()
         graph.is_sampled = True
 
-    def replayed(self) -> list[tuple[AttentionCall, tuple[int, ...], str]]:
+    def replayed(self) -> list[tuple[RecordedCall, tuple[int, ...], str]]:
         """Return call, tokens and group of the graphs that ran since `begin_replay`."""
         found = []
         for graph in self._graphs.values():
@@ -119,12 +119,12 @@ class GraphSamples:
                 found.append((graph.call, graph.tokens, graph.group))
         return found
 
-    def check_buffers(self, tensors: StepTensors) -> Finding | None:
+    def check_buffers(self, tensors: StepTensors) -> Corruption | None:
         """Return a violation if a graph would read other buffers than those of the step."""
         num_tokens = tensors.slot_mapping.shape[0]
         graph = self._graphs.get(num_tokens)
         if graph is None:
-            return Finding(
+            return Corruption(
                 "graph buffers",
                 f"a graph for {num_tokens} tokens is replayed: expected one of those that"
                 f" were captured, {sorted(self._graphs)}",
@@ -132,7 +132,7 @@ class GraphSamples:
         now = tensors.addresses()
         for name in ARRAYS:
             if now[name] != graph.addresses[name]:
-                return Finding(
+                return Corruption(
                     "graph buffers",
                     f"{name} of the step is at address {now[name]:#x}, and the graph for"
                     f" {num_tokens} tokens reads {graph.addresses[name]:#x}: expected the"

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from ..contract.attention_options import AttentionOptions
 from ..contract.scheduler_classes import Request, SchedulerOutput
-from .findings import CorruptionFound, Finding
+from .findings import CorruptionFound, Corruption
 from .graphs import GraphSamples
-from .laws.attention import AttentionCall
+from .laws.attention import RecordedCall
 from .laws.bookkeeping import check_groups, check_step
-from .laws.cache import CacheWrite
+from .laws.cache import RecordedWrite
 from .laws.schedule import (
-    ExpectedRows,
+    ScheduledRows,
     Ledger,
     Scheduled,
     ScheduledRow,
@@ -71,7 +71,7 @@ class Recorder:
     Args:
         settings: what is checked and stored.
         implementation: name of what computes attention, for the messages and for `reproduce`.
-        fp8_steps: as in `CacheWrite`.
+        fp8_steps: as in `RecordedWrite`.
 
     Raises:
         OSError: the folder cannot be written, or its file system is full.
@@ -221,7 +221,7 @@ class Recorder:
         return self._samples.is_sampled(self.step)
 
     @property
-    def findings(self) -> list[Finding]:
+    def findings(self) -> list[Corruption]:
         """The first violation of each law."""
         return self._reports.findings
 
@@ -277,7 +277,7 @@ class Recorder:
             scale, options: as in `paged_attention`.
         """
         if self.wants_layers:
-            call = AttentionCall(
+            call = RecordedCall(
                 layer,
                 query,
                 output,
@@ -315,13 +315,13 @@ class Recorder:
         step = self._host_step(group)
         if step is None or not step.num_tokens:
             return
-        write = CacheWrite(
+        write = RecordedWrite(
             layer, key, value, key_cache, value_cache, scales, self._fp8_steps
         )
         self._samples.compare_write(write, step)
 
     @_guarded
-    def _attended(self, call: AttentionCall, group: str) -> None:
+    def _attended(self, call: RecordedCall, group: str) -> None:
         if self.is_capturing:
             self._graphs.capture(call, group)
             return
@@ -356,7 +356,7 @@ class Recorder:
         self._samples.note_writes(step)
         self._reports.report(finding, step, step.number)
 
-    def _match(self, scheduled: Scheduled, step: HostStep) -> Finding | None:
+    def _match(self, scheduled: Scheduled, step: HostStep) -> Corruption | None:
         """Compare a step's block table with the scheduler's rows."""
         requests = [each.request_id for each in scheduled.rows]
         is_known = requests == self._requests and len(self._row_of) == len(requests)
@@ -365,7 +365,7 @@ class Recorder:
         if is_short and entries_match(scheduled.appended, self._row_of, step):
             return None
         assert self._ledger is not None
-        expected = ExpectedRows(scheduled.rows, self._ledger.block_size)
+        expected = ScheduledRows(scheduled.rows, self._ledger.block_size)
         names, stranger = expected.match(step)
         self._reports.names, self._requests = {**names}, requests
         self._row_of = {name: row for row, name in names.items()}
@@ -382,7 +382,7 @@ class Recorder:
         self._current.clear()
 
     def _check_replay(
-        self, call: AttentionCall, tokens: Sequence[int], group: str
+        self, call: RecordedCall, tokens: Sequence[int], group: str
     ) -> None:
         step = self._host_step(group)
         if step is None or not step.num_tokens:

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from dataclasses import replace
 
 from .case import StoredCase, describe_versions, save_case
-from .findings import CorruptionFound, Finding
+from .findings import CorruptionFound, Corruption
 from .settings import RecorderSettings
 from .step import HostStep
 
@@ -22,7 +22,7 @@ class Reports:
 
     def __init__(self, settings: RecorderSettings) -> None:
         self.settings = settings
-        self.findings: list[Finding] = []
+        self.findings: list[Corruption] = []
         """The first violation of each law."""
         self.ring: deque[HostStep] = deque(maxlen=settings.ring)
         """The metadata of the last steps."""
@@ -30,7 +30,7 @@ class Reports:
         """The request of each row of the current batch, if the engine tells its schedule."""
 
     def report(
-        self, finding: Finding | None, step: HostStep | None, number: int
+        self, finding: Corruption | None, step: HostStep | None, number: int
     ) -> None:
         """Log and store the first violation of a law; raise if the engine shall stop.
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..contract.operations import Implementation, load_implementation
 from .case import StoredCase, load_case
-from .findings import Finding
+from .findings import Corruption
 from .laws.attention import RowCase
 from .laws.bookkeeping import check_step
 
@@ -30,7 +30,7 @@ class Reproduced:
     """
 
     case: StoredCase
-    still: Finding | None
+    still: Corruption | None
     candidate: str = ""
     candidate_agrees: bool | None = None
 
@@ -89,7 +89,7 @@ def _run(implementation: Implementation, rows: RowCase) -> Tensor:
     return out
 
 
-def _write(case: StoredCase) -> Finding | None:
+def _write(case: StoredCase) -> Corruption | None:
     evidence = case.finding.evidence
     given, found = evidence["given"], evidence["found"]
     expected = {side: torch.zeros_like(one)[:, None] for side, one in found.items()}

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from ..contract.operations import load_implementation
-from .laws.attention import AttentionCall, check_attention
-from .laws.cache import CacheWrite, WatchedBlock, check_watched, check_write
+from .laws.attention import RecordedCall, check_attention
+from .laws.cache import RecordedWrite, WatchedBlock, check_watched, check_write
 from .reports import Reports
 from .settings import RecorderSettings
 from .step import HostStep, Integers
@@ -53,14 +53,14 @@ class Samples:
         turn = number // self.settings.sample_every
         return self.layers[turn % len(self.layers)] == layer
 
-    def compare_write(self, write: CacheWrite, step: HostStep) -> None:
+    def compare_write(self, write: RecordedWrite, step: HostStep) -> None:
         """Compare some of the keys and values that a step has written."""
         tokens = self._choose(step)
         run = load_implementation("reference").reshape_and_cache
         self._checked["writes"] += len(tokens)
         self._reports.report(check_write(write, step, tokens, run), step, step.number)
 
-    def compare_attention(self, call: AttentionCall, step: HostStep) -> None:
+    def compare_attention(self, call: RecordedCall, step: HostStep) -> None:
         """Compare some rows of a step's attention, and watch some blocks."""
         tokens = self._choose(step)
         rows = torch.tensor(tokens, device=call.query.device)
@@ -68,7 +68,7 @@ class Samples:
         self.compare_rows(part, step, tokens)
 
     def compare_rows(
-        self, call: AttentionCall, step: HostStep, tokens: Sequence[int]
+        self, call: RecordedCall, step: HostStep, tokens: Sequence[int]
     ) -> None:
         """Compare rows of attention, and watch some blocks of the layer.
 
@@ -115,7 +115,7 @@ class Samples:
             self._reports.report(finding, step, step.number)
         self._changed.clear()
 
-    def _watch(self, call: AttentionCall, step: HostStep) -> None:
+    def _watch(self, call: RecordedCall, step: HostStep) -> None:
         """Copy some full blocks, to be compared in the next sampled step."""
         computed = step.seq_lens - step.query_lens
         full = np.where(step.query_lens > 0, computed // step.block_size, 0)

@@ -176,7 +176,7 @@ def reproduce(
         reproduce_case(file)
         return
     if file.name.startswith("pagetwin-record"):
-        from .recorder_command import reproduce_recorded
+        from .reproduce_case import reproduce_recorded
 
         reproduce_recorded(file)
         return

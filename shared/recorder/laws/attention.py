@@ -19,12 +19,12 @@ from ...contract.attention_options import (
 )
 from ...contract.budgets import Verdict, judge_rows
 from ...contract.kinds import FP8_DTYPES
-from ..findings import Finding
+from ..findings import Corruption
 from ..step import HostStep
 
 
 @dataclass(frozen=True)
-class AttentionCall:
+class RecordedCall:
     """One layer's call of paged attention.
 
     Args:
@@ -52,7 +52,7 @@ class RowCase:
     """Some rows of attention with everything that they depend on.
 
     Args:
-        layer, query, output, scale, implementation: as in `AttentionCall`.
+        layer, query, output, scale, implementation: as in `RecordedCall`.
         key_blocks, value_blocks: [blocks, block_size, kv_heads, head_size] content of the cache.
         block_table: [rows, max_blocks] indices into these blocks.
         seq_lens: [rows] keys up to and including the query's own.
@@ -185,7 +185,7 @@ def _any_not_causal(options: AttentionOptions) -> bool:
     return not (bool(causal.all()) if isinstance(causal, Tensor) else causal)
 
 
-def gather_rows(call: AttentionCall, step: HostStep, tokens: Sequence[int]) -> RowCase:
+def gather_rows(call: RecordedCall, step: HostStep, tokens: Sequence[int]) -> RowCase:
     """Return the case of some rows: only the blocks of their requests, renumbered.
 
     Args:
@@ -230,11 +230,11 @@ def gather_rows(call: AttentionCall, step: HostStep, tokens: Sequence[int]) -> R
 
 
 def check_attention(
-    call: AttentionCall,
+    call: RecordedCall,
     step: HostStep,
     tokens: Sequence[int],
     paged_attention: Callable[..., Tensor],
-) -> Finding | None:
+) -> Corruption | None:
     """Return a violation if a sampled row is outside its error budget.
 
     Args:
@@ -252,7 +252,7 @@ def check_attention(
     errors = (output.double() - exact[verdict.row]).abs().nan_to_num(torch.inf)
     head, element = divmod(int(errors.argmax()), output.shape[1])
     worst = case.one(verdict.row)
-    return Finding(
+    return Corruption(
         "attention",
         f"{call.layer}: attention of position {step.position_of(token)} has error"
         f" {verdict.error:.3g}: expected at most {verdict.budget:.3g}; head {head},"

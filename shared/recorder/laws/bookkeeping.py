@@ -9,15 +9,15 @@ from collections.abc import Callable
 import numpy as np
 
 from ...contract.kinds import PAD_SLOT_ID
-from ..findings import Finding
+from ..findings import Corruption
 from ..step import HostStep
 
 
-def check_starts(step: HostStep) -> Finding | None:
+def check_starts(step: HostStep) -> Corruption | None:
     """Each request's new tokens come after those of the request before it."""
     starts = step.query_start_loc
     if len(starts) != len(step.seq_lens) + 1 or starts[0] != 0:
-        return Finding(
+        return Corruption(
             "starts",
             f"query_start_loc has {len(starts)} entries from"
             f" {int(starts[0]) if len(starts) else 'nothing'}: expected"
@@ -26,7 +26,7 @@ def check_starts(step: HostStep) -> Finding | None:
     wrong = np.flatnonzero(np.diff(starts) < 0)
     if wrong.size:
         row = int(wrong[0])
-        return Finding(
+        return Corruption(
             "starts",
             f"query_start_loc[{row + 1}] = {int(starts[row + 1])}: expected at least"
             f" {int(starts[row])}, the start of the request",
@@ -35,7 +35,7 @@ def check_starts(step: HostStep) -> Finding | None:
     return None
 
 
-def check_lengths(step: HostStep) -> Finding | None:
+def check_lengths(step: HostStep) -> Corruption | None:
     """Lengths fit the new tokens, the rows of the block table, and the upper bounds."""
     query_lens, seq_lens = step.query_lens, step.seq_lens
     slots = step.block_table.shape[1] * step.block_size
@@ -51,13 +51,13 @@ def check_lengths(step: HostStep) -> Finding | None:
             expected = words.format(
                 query=int(query_lens[row]), longest=step.max_seq_len, slots=slots
             )
-            return Finding(
+            return Corruption(
                 "lengths", f"seq_lens = {int(seq_lens[row])}: expected {expected}", row
             )
     rows = np.flatnonzero(query_lens > step.max_query_len)
     if rows.size:
         row = int(rows[0])
-        return Finding(
+        return Corruption(
             "lengths",
             f"{int(query_lens[row])} new tokens: expected at most max_query_len ="
             f" {step.max_query_len}",
@@ -66,7 +66,7 @@ def check_lengths(step: HostStep) -> Finding | None:
     return None
 
 
-def check_block_ids(step: HostStep) -> Finding | None:
+def check_block_ids(step: HostStep) -> Corruption | None:
     """Every block that a sequence uses is a block of the cache."""
     used = step.used
     wrong = used & (step.block_table < 0)
@@ -77,7 +77,7 @@ def check_block_ids(step: HostStep) -> Finding | None:
         return None
     row, column = map(int, where[0])
     last = "" if step.num_blocks is None else f" to {step.num_blocks - 1}"
-    return Finding(
+    return Corruption(
         "block ids",
         f"entry {column} of its block-table row is {int(step.block_table[row, column])}:"
         f" expected a block of the cache, from 0{last}",
@@ -85,14 +85,14 @@ def check_block_ids(step: HostStep) -> Finding | None:
     )
 
 
-def check_slots(step: HostStep) -> Finding | None:
+def check_slots(step: HostStep) -> Corruption | None:
     """The slot of each new token is at its position, in a block of its request."""
     slots = step.slot_mapping[: step.num_tokens]
     if not step.stores_all:
         return None
     tokens = np.arange(step.num_tokens)
     if len(slots) < len(tokens):
-        return Finding(
+        return Corruption(
             "slots",
             f"slot_mapping has {len(slots)} entries: expected {len(tokens)}, one per new"
             " token",
@@ -115,7 +115,7 @@ def check_slots(step: HostStep) -> Finding | None:
         where = "another slot of the same request"
     else:
         where = f"in block {slot // step.block_size}, which is not in its row"
-    return Finding(
+    return Corruption(
         "slots",
         f"new token {token - int(step.query_start_loc[row])} at position"
         f" {int(positions[token])} has slot {slot} ({where}): expected slot {expected}",
@@ -123,7 +123,7 @@ def check_slots(step: HostStep) -> Finding | None:
     )
 
 
-def check_padding(step: HostStep) -> Finding | None:
+def check_padding(step: HostStep) -> Corruption | None:
     """Tokens after those of the last request have the slot PAD_SLOT_ID."""
     padding = step.slot_mapping[step.num_tokens :]
     wrong = np.flatnonzero(padding != PAD_SLOT_ID)
@@ -137,7 +137,7 @@ def check_padding(step: HostStep) -> Finding | None:
     if holder.size:
         row = int(holder[0][0])
         whose = ", in a block of a request"
-    return Finding(
+    return Corruption(
         "padding",
         f"padded row {token} has slot {slot}{whose}: expected {PAD_SLOT_ID}, because the"
         f" requests have {step.num_tokens} tokens",
@@ -145,7 +145,7 @@ def check_padding(step: HostStep) -> Finding | None:
     )
 
 
-def check_writers(step: HostStep) -> Finding | None:
+def check_writers(step: HostStep) -> Corruption | None:
     """No two tokens of a step have the same slot."""
     slots = step.slot_mapping
     order = np.argsort(slots, kind="stable")
@@ -155,7 +155,7 @@ def check_writers(step: HostStep) -> Finding | None:
         return None
     first, second = (int(order[int(twice[0]) + each]) for each in (0, 1))
     row = min(step.row_of(first), len(step.seq_lens) - 1)
-    return Finding(
+    return Corruption(
         "one writer",
         f"tokens {first} and {second} of the step both have slot {int(slots[first])}:"
         " expected different slots",
@@ -163,7 +163,7 @@ def check_writers(step: HostStep) -> Finding | None:
     )
 
 
-def check_shared_blocks(step: HostStep) -> Finding | None:
+def check_shared_blocks(step: HostStep) -> Corruption | None:
     """A block that a request writes is in no other request's row."""
     if not step.stores_all:
         return None
@@ -181,7 +181,7 @@ def check_shared_blocks(step: HostStep) -> Finding | None:
     if not wrong.any():
         return None
     row, column = map(int, np.argwhere(wrong)[0])
-    return Finding(
+    return Corruption(
         "shared blocks",
         f"the request in row {int(writer[row, column])} writes to block"
         f" {int(entries[row, column])}, which is entry {column} of the row of another"
@@ -190,7 +190,7 @@ def check_shared_blocks(step: HostStep) -> Finding | None:
     )
 
 
-LAWS: tuple[Callable[[HostStep], Finding | None], ...] = (
+LAWS: tuple[Callable[[HostStep], Corruption | None], ...] = (
     check_starts,
     check_lengths,
     check_block_ids,
@@ -202,7 +202,7 @@ LAWS: tuple[Callable[[HostStep], Finding | None], ...] = (
 """All laws of one step, in the order in which they are checked. A law may rely on those before."""
 
 
-def check_step(step: HostStep) -> Finding | None:
+def check_step(step: HostStep) -> Corruption | None:
     """Return the first violation of a step. A step that stores nothing at all is not checked.
 
     Engines run such steps to compile, to capture graphs, and on idle ranks.
@@ -216,7 +216,7 @@ def check_step(step: HostStep) -> Finding | None:
     return None
 
 
-def check_groups(steps: list[HostStep]) -> Finding | None:
+def check_groups(steps: list[HostStep]) -> Corruption | None:
     """Groups of layers have the same requests and lengths in a step."""
     for other in steps[1:]:
         first = steps[0]
@@ -227,7 +227,7 @@ def check_groups(steps: list[HostStep]) -> Finding | None:
             rows = min(len(left), len(right))
             differs = np.flatnonzero(left[:rows] != right[:rows])
             index = int(differs[0]) if differs.size else rows
-            return Finding(
+            return Corruption(
                 "groups",
                 f"{name} differs from entry {index} on between the layers {first.group}"
                 f" ({left[index : index + 1].tolist()}) and {other.group}"

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from ...contract.kinds import FP8_DTYPES
-from ..findings import Finding
+from ..findings import Corruption
 from ..step import HostStep, Integers
 
 
 @dataclass(frozen=True)
-class CacheWrite:
+class RecordedWrite:
     """One layer's call of `reshape_and_cache`.
 
     Args:
@@ -35,11 +35,11 @@ class CacheWrite:
 
 
 def check_write(
-    write: CacheWrite,
+    write: RecordedWrite,
     step: HostStep,
     tokens: Sequence[int],
     reshape_and_cache: Callable[..., None],
-) -> Finding | None:
+) -> Corruption | None:
     """Return a violation if a new token's key or value is not in its slot.
 
     Args:
@@ -77,7 +77,7 @@ def check_write(
         index, head, element = differs.nonzero()[0].tolist()
         token = stored[index]
         row = step.row_of(token)
-        return Finding(
+        return Corruption(
             "cache write",
             f"{write.layer}: the {name} at position {step.position_of(token)} (slot"
             f" {int(step.slot_mapping[token])}), head {head}, element {element} is"
@@ -136,7 +136,7 @@ class WatchedBlock:
 
 def check_watched(
     watched: WatchedBlock, step: HostStep, last_write: Integers
-) -> Finding | None:
+) -> Corruption | None:
     """Return a violation if a full block changed although no token was written to it.
 
     Args:
@@ -160,7 +160,7 @@ def check_watched(
         if not bool(differs.any()):
             continue
         offset, head, element = differs.nonzero()[0].tolist()
-        return Finding(
+        return Corruption(
             "unchanged blocks",
             f"{watched.layer}: the {name} at position"
             f" {column * step.block_size + offset} (block {block_id}, offset {offset}),"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..findings import Finding
+from ..findings import Corruption
 from ..step import HostStep, Integers
 
 
@@ -73,7 +73,7 @@ class Ledger:
             for block_id in self._rows.pop(request_id, ()):
                 self._holders[block_id].discard(request_id)
 
-    def schedule(self, rows: Sequence[ScheduledRow]) -> Finding | None:
+    def schedule(self, rows: Sequence[ScheduledRow]) -> Corruption | None:
         """Take over a step's rows; return a violation if a written block has another holder.
 
         Args:
@@ -99,10 +99,10 @@ class Ledger:
         """Return request, column and block of each entry that the last `schedule` added."""
         return self._appended
 
-    def _describe(self, writer: Hashable, block_id: int) -> Finding:
+    def _describe(self, writer: Hashable, block_id: int) -> Corruption:
         others = self._holders[block_id] - {writer}
         other = sorted(others, key=str)[0]
-        return Finding(
+        return Corruption(
             "block ownership",
             f"block {block_id} was given to request {writer!r}, which writes to it in this"
             f" step, while request {other!r} holds it: expected a block that only the"
@@ -126,7 +126,7 @@ class Ledger:
         self._rows[request_id] = row
 
 
-class ExpectedRows:
+class ScheduledRows:
     """The rows of one step by content, to be compared with its block table.
 
     Args:
@@ -138,7 +138,7 @@ class ExpectedRows:
         self._rows = {each.request_id: each for each in rows}
         self._block_size = block_size
 
-    def match(self, step: HostStep) -> tuple[dict[int, Hashable], Finding | None]:
+    def match(self, step: HostStep) -> tuple[dict[int, Hashable], Corruption | None]:
         """Return the request of each row of the batch, and the first row that is not one.
 
         Rows and requests are matched by their lengths and blocks, because engines order them
@@ -174,7 +174,7 @@ class ExpectedRows:
 
     def _describe(
         self, step: HostStep, row: int, unmatched: Sequence[Hashable]
-    ) -> Finding:
+    ) -> Corruption:
         """Return the sentence about a row that no scheduled request has."""
         found = step.blocks_of(row)
         lengths = (int(step.query_lens[row]), int(step.seq_lens[row]))
@@ -186,7 +186,7 @@ class ExpectedRows:
             differs = np.flatnonzero(found[: len(given)] != given)
             column = int(differs[0]) if differs.size else len(given)
             expected = int(given[column]) if column < len(given) else "no further block"
-            return Finding(
+            return Corruption(
                 "block table",
                 f"entry {column} of its block-table row is block {int(found[column])}:"
                 f" expected {expected}, which the scheduler gave it",
@@ -194,7 +194,7 @@ class ExpectedRows:
                 request_id,
                 {"kind": "block table", "given": given.tolist()},
             )
-        return Finding(
+        return Corruption(
             "block table",
             f"a request with {lengths[0]} new tokens and {lengths[1]} tokens is in the"
             " batch: expected only requests that the scheduler chose",
@@ -209,7 +209,7 @@ def entries_match(
 ) -> bool:
     """Return whether the entries that a step's schedule added are in its block table.
 
-    It costs less than `ExpectedRows.match`, for steps that have the requests of the step before.
+    It costs less than `ScheduledRows.match`, for steps that have the requests of the step before.
 
     Args:
         appended: result of `Ledger.appended`.
