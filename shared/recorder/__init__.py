@@ -8,8 +8,8 @@ first disagreement of each law is described in one sentence and stored as a file
     PAGETWIN_RECORD=/var/tmp/pagetwin python my_engine.py
 """
 
-from .findings import CorruptionFound as CorruptionFound
 from .findings import Corruption as Corruption
+from .findings import CorruptionFound as CorruptionFound
 from .recorder import Recorder as Recorder
 from .recorder import recorder_from_environment as recorder_from_environment
 from .settings import RecorderSettings as RecorderSettings

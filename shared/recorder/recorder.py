@@ -18,16 +18,16 @@ from torch import Tensor
 
 from ..contract.attention_options import AttentionOptions
 from ..contract.scheduler_classes import Request, SchedulerOutput
-from .findings import CorruptionFound, Corruption
+from .findings import Corruption, CorruptionFound
 from .graphs import GraphSamples
 from .laws.attention import RecordedCall
 from .laws.bookkeeping import check_groups, check_step
 from .laws.cache import RecordedWrite
 from .laws.schedule import (
-    ScheduledRows,
     Ledger,
     Scheduled,
     ScheduledRow,
+    ScheduledRows,
     entries_match,
 )
 from .reports import LOGGER, Reports
@@ -367,7 +367,7 @@ class Recorder:
         assert self._ledger is not None
         expected = ScheduledRows(scheduled.rows, self._ledger.block_size)
         names, stranger = expected.match(step)
-        self._reports.names, self._requests = {**names}, requests
+        self._reports.names, self._requests = names, requests
         self._row_of = {name: row for row, name in names.items()}
         return stranger
 

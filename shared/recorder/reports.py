@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from dataclasses import replace
 
 from .case import StoredCase, describe_versions, save_case
-from .findings import CorruptionFound, Corruption
+from .findings import Corruption, CorruptionFound
 from .settings import RecorderSettings
 from .step import HostStep
 
@@ -26,7 +26,7 @@ class Reports:
         """The first violation of each law."""
         self.ring: deque[HostStep] = deque(maxlen=settings.ring)
         """The metadata of the last steps."""
-        self.names: dict[int | None, Hashable] = {}
+        self.names: dict[int, Hashable] = {}
         """The request of each row of the current batch, if the engine tells its schedule."""
 
     def report(
@@ -43,7 +43,8 @@ class Reports:
             CorruptionFound: the action is "stop".
         """
         if finding is not None and finding.request_id is None and step is not None:
-            finding = replace(finding, request_id=self.names.get(finding.row))
+            row = -1 if finding.row is None else finding.row
+            finding = replace(finding, request_id=self.names.get(row))
         if finding is None or finding.law in [each.law for each in self.findings]:
             return
         self.findings.append(finding)
