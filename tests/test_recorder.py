@@ -133,6 +133,22 @@ def test_a_stored_case_is_reproduced_without_the_engine(
     assert "The stored data violate the law." in printed.output
 
 
+def test_a_case_of_our_kernels_is_run_on_them_again(tmp_path: Path) -> None:
+    engine = recorded_engine(tmp_path, bug="window", window=6)
+    while not engine.recorder.findings:
+        engine.step()
+    (path,) = stored(tmp_path)
+    content = torch.load(path, weights_only=True)
+    content["evidence"]["rows"]["implementation"] = "optimized"
+    torch.save(content, path)
+    result = reproduce_case(path)
+    # the stored output is wrong, and that of the kernels is right
+    assert result.still is not None and result.candidate_agrees
+    printed = CliRunner().invoke(app, ["reproduce", str(path)])
+    assert printed.exit_code == 0, printed.output
+    assert "The implementation is right now." in printed.output
+
+
 def test_a_bug_that_shows_in_sampled_steps_alone_is_found_at_the_next_one(
     tmp_path: Path,
 ) -> None:

@@ -13,8 +13,8 @@ from .findings import Corruption
 from .laws.attention import RowCase
 from .laws.bookkeeping import check_step
 
-OURS = ("optimized",)
-"""Implementations that a case of attention is run on again."""
+OURS = {"optimized": "optimized", "TRITON": "optimized", "CUSTOM": "optimized"}
+"""The implementation on which a case of attention is run again, by the stored name."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,13 @@ def _attention(case: StoredCase, device: str) -> Reproduced:
     still = None if verdict.ok else case.finding
     if rows.implementation not in OURS:
         return Reproduced(case, still)
-    again = _run(load_implementation(rows.implementation), rows)
+    name = OURS[rows.implementation]
+    again = _run(load_implementation(name), rows)
     now, _ = RowCase.of_dict(
         {**case.finding.evidence["rows"], "output": again}, device
     ).judge(reference.paged_attention)
     return Reproduced(
-        case, still, f"{rows.implementation} on {device} now: {now}", now.ok
+        case, still, f"{name} on {device} now: {now}", now.ok
     )
 
 
