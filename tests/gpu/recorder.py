@@ -272,7 +272,7 @@ def main() -> None:
     for bug in ("", "slot", "buffer", "length in the graph"):
         print(f"graph {bug or 'clean'}:", check_graph(folder, bug), flush=True)
     rows = []
-    for layers, graphs, segments in ((32, True, 4), (16, True, 3), (16, False, 3)):
+    for layers, graphs, segments in ((32, True, 3), (16, False, 3), (16, True, 3)):
         sizes = {"reqs": 64, "seq_len": 1024, "layers": layers, "with_linear": True}
         row = measure(folder, graphs, segments, **sizes)
         rows.append(row)
