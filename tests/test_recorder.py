@@ -22,8 +22,8 @@ from pagetwin.recorder import (
     Recorder,
     RecorderSettings,
     recorder_from_environment,
+    steps,
 )
-from pagetwin.recorder import recorder as recorder_module
 from pagetwin.recorder.case import load_case
 from pagetwin.recorder.laws.bookkeeping import check_groups, check_step
 from pagetwin.recorder.reproduce import reproduce_case
@@ -373,7 +373,7 @@ def test_an_error_of_the_recorder_is_logged_once_and_the_engine_goes_on(
     engine = recorded_engine(tmp_path)
     plain = SmallEngine(EngineSettings())
     plain.add(requests(40))
-    monkeypatch.setattr(recorder_module, "check_step", _fail)
+    monkeypatch.setattr(steps, "check_step", _fail)
     with caplog.at_level(logging.ERROR, logger="pagetwin.recorder"):
         engine.run_to_the_end()
     plain.run_to_the_end()

@@ -8,10 +8,10 @@ first disagreement of each law is described in one sentence and stored as a file
     PAGETWIN_RECORD=/var/tmp/pagetwin python my_engine.py
 """
 
+from .environment import recorder_from_environment as recorder_from_environment
 from .findings import Corruption as Corruption
 from .findings import CorruptionFound as CorruptionFound
 from .recorder import Recorder as Recorder
-from .recorder import recorder_from_environment as recorder_from_environment
 from .settings import RecorderSettings as RecorderSettings
 from .wrappers.backend import record_backend as record_backend
 from .wrappers.operations import RecordedOperations as RecordedOperations

@@ -7,7 +7,6 @@ each layer's cache write and `attended` after its attention. It may tell what it
 An error of the recorder itself is logged once, and the recorder is off from then on.
 """
 
-import functools
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
@@ -18,51 +17,19 @@ from torch import Tensor
 
 from ..contract.attention_options import AttentionOptions
 from ..contract.scheduler_classes import Request, SchedulerOutput
-from .findings import Corruption, CorruptionFound
+from .findings import Corruption
 from .graphs import GraphSamples
+from .guard import guarded
 from .laws.attention import RecordedCall
-from .laws.bookkeeping import check_groups, check_step
 from .laws.cache import RecordedWrite
-from .laws.schedule import (
-    Ledger,
-    Scheduled,
-    ScheduledRow,
-    ScheduledRows,
-    entries_match,
-)
-from .reports import LOGGER, Reports
+from .laws.schedule import ScheduledRow
+from .reports import Reports
 from .samples import Samples
-from .settings import RecorderSettings, prepare_folder, settings_from_environment
-from .step import HostStep, StepCopy, StepTensors
+from .settings import RecorderSettings, prepare_folder
+from .step import StepTensors
+from .steps import Steps
 
-Method = TypeVar("Method", bound=Callable[..., Any])
 Result = TypeVar("Result")
-
-
-def _guarded(method: Method) -> Method:
-    """Switch the recorder off after an error of its own; only `CorruptionFound` leaves it."""
-
-    @functools.wraps(method)
-    def call(self: "Recorder", *args: Any, **kwargs: Any) -> Any:
-        if not self.is_on:
-            return None
-        try:
-            with self._lock:
-                return method(self, *args, **kwargs)
-        except CorruptionFound:
-            raise
-        except Exception as error:
-            self.is_on = self.wants_layers = False
-            LOGGER.exception(
-                "the recorder failed in step %d and is off from now on (%s: %s); the"
-                " engine is not affected",
-                self.step,
-                type(error).__name__,
-                error,
-            )
-        return None
-
-    return call  # type: ignore[return-value]
 
 
 class Recorder:
@@ -100,20 +67,13 @@ class Recorder:
         self._lock = threading.RLock()
         self._reports = Reports(settings)
         self._samples = Samples(settings, self._reports, self.checked)
-        self._copies: list[tuple[StepCopy, Scheduled | None]] = []
-        self._current: dict[str, HostStep | StepCopy] = {}
-        self._ledger: Ledger | None = None
-        self._scheduled: Scheduled | None = None
-        self._next_scheduled: Scheduled | None = None
-        self._requests: list[Hashable] = []
-        self._row_of: dict[Hashable, int] = {}
+        self._steps = Steps(self._reports, self._samples)
         self._running: list[Request] = []
-        self._num_blocks: dict[str, int] = {}
         self._graphs = GraphSamples(settings.rows)
 
     # --- what an engine tells ---
 
-    @_guarded
+    @guarded
     def schedule(
         self,
         rows: Sequence[ScheduledRow],
@@ -129,15 +89,10 @@ class Recorder:
             freed: requests that finished or were preempted since the last step.
             knows_all: as in `Ledger`.
         """
-        if self._ledger is None:
-            self._ledger = Ledger(block_size, knows_all)
-        self._ledger.free(freed)
-        finding = self._ledger.schedule(rows)
-        self._next_scheduled = Scheduled(tuple(rows), self._ledger.appended())
-        if finding is not None:
-            self._reports.report(finding, None, self.step + 1)
+        finding = self._steps.schedule(rows, block_size, freed, knows_all)
+        self._reports.report(finding, None, self.step + 1)
 
-    @_guarded
+    @guarded
     def schedule_output(self, output: SchedulerOutput, block_size: int) -> None:
         """Tell the result of `Scheduler.schedule`, before the step's blocks are copied.
 
@@ -161,12 +116,12 @@ class Recorder:
         freed = [*output.preempted_req_ids, *(each.request_id for each in finished)]
         self.schedule(rows, block_size, freed)
 
-    @_guarded
+    @guarded
     def blocks_changed(self, block_ids: Iterable[int]) -> None:
         """Tell that the engine copied to blocks, filled or swapped them in by itself."""
         self._samples.note_changes(int(each) for each in block_ids)
 
-    @_guarded
+    @guarded
     def begin_capture(self, tensors: StepTensors) -> None:
         """Tell that a CUDA graph is about to be captured.
 
@@ -177,7 +132,7 @@ class Recorder:
         self._graphs.prepare(tensors)
         self.wants_layers = True
 
-    @_guarded
+    @guarded
     def begin_step(
         self,
         tensors: StepTensors,
@@ -197,21 +152,18 @@ class Recorder:
         """
         if self.is_capturing:
             return
-        if group in self._current or not self._current:
+        if self._steps.is_new(group):
             self._finish_step()
             self.step += 1
-            self._scheduled, self._next_scheduled = self._next_scheduled, None
             self.checked["steps"] += 1
             self.wants_layers = self.is_sampled or not self._samples.layers
             if self.is_sampled:
                 self.checked["sampled_steps"] += 1
-        copy = StepCopy(tensors, self.step, group)
-        self._current[group] = copy
-        self._copies.append((copy, self._scheduled))
+        self._steps.begin(tensors, self.step, group)
         if self.is_sampled:
             self._graphs.begin_replay(tensors.slot_mapping.shape[0], self.step)
         if not tensors.seq_lens.is_cuda:
-            self._check_copies()
+            self._steps.check_all()
         if replays_graph and (finding := self._graphs.check_buffers(tensors)):
             self._reports.report(finding, None, self.step)
 
@@ -230,7 +182,7 @@ class Recorder:
         """Whether a CUDA graph is being captured on the current stream."""
         return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
-    @_guarded
+    @guarded
     def own(self, read: Callable[[], Result]) -> Result:
         """Return what a function returns; an error in it is one of the recorder."""
         return read()
@@ -289,14 +241,14 @@ class Recorder:
             )
             self._attended(call, group)
 
-    @_guarded
+    @guarded
     def finish(self) -> None:
         """Check what is still to be checked of the last step."""
         self._finish_step()
 
     # --- checks ---
 
-    @_guarded
+    @guarded
     def _wrote(
         self,
         layer: str,
@@ -307,12 +259,12 @@ class Recorder:
         scales: dict[str, Any],
         group: str,
     ) -> None:
-        self._num_blocks[group] = key_cache.shape[0]
+        self._steps.num_blocks[group] = key_cache.shape[0]
         if self.is_capturing or key is None or value is None:
             return
         if not self._samples.is_turn(layer, self.step):
             return
-        step = self._host_step(group)
+        step = self._steps.host_step(group)
         if step is None or not step.num_tokens:
             return
         write = RecordedWrite(
@@ -320,71 +272,32 @@ class Recorder:
         )
         self._samples.compare_write(write, step)
 
-    @_guarded
+    @guarded
     def _attended(self, call: RecordedCall, group: str) -> None:
         if self.is_capturing:
             self._graphs.capture(call, group)
             return
-        self._num_blocks[group] = call.key_cache.shape[0]
+        self._steps.num_blocks[group] = call.key_cache.shape[0]
         if not self._samples.is_turn(call.layer, self.step):
             return
-        step = self._host_step(group)
+        step = self._steps.host_step(group)
         if step is None or not step.num_tokens:
             return
         self._samples.compare_attention(call, step)
 
-    def _check_copies(self) -> None:
-        """Check the metadata that have arrived, in the order of the steps."""
-        while self._copies:
-            if not self._copies[0][0].is_done:
-                return
-            self._check_copy(*self._copies.pop(0))
-
-    def _check_copy(self, copy: StepCopy, scheduled: Scheduled | None) -> None:
-        step = copy.wait(self._num_blocks.get(copy.group))
-        self._reports.ring.append(step)
-        others = [each for each in self._current.values() if isinstance(each, HostStep)]
-        if self._current.get(copy.group) is copy:
-            self._current[copy.group] = step
-        finding = check_step(step)
-        if finding is None and others and others[0].number == step.number:
-            finding = check_groups([others[0], step])
-        if scheduled is not None and step.num_tokens:
-            finding = self._match(scheduled, step) or finding
-        else:
-            self._reports.names, self._requests = {}, []
-        self._samples.note_writes(step)
-        self._reports.report(finding, step, step.number)
-
-    def _match(self, scheduled: Scheduled, step: HostStep) -> Corruption | None:
-        """Compare a step's block table with the scheduler's rows."""
-        requests = [each.request_id for each in scheduled.rows]
-        is_known = requests == self._requests and len(self._row_of) == len(requests)
-        # if the requests are those of the step before, only what was added is compared
-        is_short = is_known and not self._samples.is_sampled(step.number)
-        if is_short and entries_match(scheduled.appended, self._row_of, step):
-            return None
-        assert self._ledger is not None
-        expected = ScheduledRows(scheduled.rows, self._ledger.block_size)
-        names, stranger = expected.match(step)
-        self._reports.names, self._requests = names, requests
-        self._row_of = {name: row for row, name in names.items()}
-        return stranger
-
     def _finish_step(self) -> None:
         """Wait for the metadata of the current step, and check what a graph has computed."""
-        while self._copies:
-            self._check_copy(*self._copies.pop(0))
+        self._steps.check_all()
         if self.is_sampled:
             for call, tokens, group in self._graphs.replayed():
                 self._check_replay(call, tokens, group)
-            self._samples.compare_watched(self._host_step)
-        self._current.clear()
+            self._samples.compare_watched(self._steps.host_step)
+        self._steps.end()
 
     def _check_replay(
         self, call: RecordedCall, tokens: Sequence[int], group: str
     ) -> None:
-        step = self._host_step(group)
+        step = self._steps.host_step(group)
         if step is None or not step.num_tokens:
             return
         # the tokens are in rising order, and those past the last one are padding
@@ -393,32 +306,3 @@ class Recorder:
             call, query=call.query[: len(kept)], output=call.output[: len(kept)]
         )
         self._samples.compare_rows(part, step, kept)
-
-    def _host_step(self, group: str) -> HostStep | None:
-        """Return the current step of a group on the host, waiting for it if necessary."""
-        if isinstance(self._current.get(group), StepCopy):
-            while self._copies:
-                self._check_copy(*self._copies.pop(0))
-        step = self._current.get(group)
-        return step if isinstance(step, HostStep) else None
-
-
-def recorder_from_environment(
-    implementation: str = "", fp8_steps: int = 0
-) -> Recorder | None:
-    """Return a recorder if PAGETWIN_RECORD is set, otherwise None.
-
-    If the settings are wrong or the folder cannot be used, one sentence is logged and None is
-    returned, so the engine runs without a recorder.
-
-    Args:
-        implementation, fp8_steps: as in `Recorder`.
-    """
-    try:
-        settings = settings_from_environment()
-        if settings is None:
-            return None
-        return Recorder(settings, implementation, fp8_steps)
-    except (OSError, ValueError) as error:
-        LOGGER.error("nothing is recorded: %s", error)
-        return None

@@ -80,9 +80,7 @@ def _attention(case: StoredCase, device: str) -> Reproduced:
     now, _ = RowCase.of_dict(
         {**case.finding.evidence["rows"], "output": again}, device
     ).judge(reference.paged_attention)
-    return Reproduced(
-        case, still, f"{name} on {device} now: {now}", now.ok
-    )
+    return Reproduced(case, still, f"{name} on {device} now: {now}", now.ok)
 
 
 def _run(implementation: Implementation, rows: RowCase) -> Tensor:

@@ -178,11 +178,6 @@ class StepCopy:
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
-    @property
-    def is_done(self) -> bool:
-        """Whether `wait` returns at once."""
-        return self._event is None or bool(self._event.query())
-
     def wait(self, num_blocks: int | None) -> HostStep:
         """Return the step; waits until it is copied."""
         if self._event is not None:

@@ -251,6 +251,7 @@ def measure(folder: Path, graphs: bool, segments: int, **sizes: Any) -> dict[str
             host.clear()
     medians = {name: statistics.median(each) * 1e3 for name, each in times.items()}
     return {
+        "device": torch.cuda.get_device_name(),
         **sizes,
         "graphs": graphs,
         "sample_every": every,

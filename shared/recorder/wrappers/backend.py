@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ...contract.attention_options import AttentionOptions
 from ...contract.kinds import AttentionType
-from ..recorder import Recorder, recorder_from_environment
+from ..environment import recorder_from_environment
+from ..recorder import Recorder
 from ..settings import RECORD_VARIABLE
 from ..step import StepTensors, step_tensors
 

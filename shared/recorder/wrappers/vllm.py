@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...contract.attention_options import AttentionOptions
 from ...contract.kinds import CACHE_DTYPE_NAMES, FP8_DTYPES, AttentionType
-from ..recorder import recorder_from_environment
+from ..environment import recorder_from_environment
 from ..settings import RECORD_VARIABLE
 from ..step import StepTensors
 from .backend import LayerView, record_backend
