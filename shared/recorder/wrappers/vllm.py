@@ -153,8 +153,10 @@ def record_vllm_backends() -> None:
             continue
         if path.startswith(f"{__name__}."):
             continue
+        # the plugin of a backend may register the same path again
+        if _PATHS.get(member.name) != path:
+            _RECORDED.pop(member.name, None)
         _PATHS[member.name] = path
-        _RECORDED.pop(member.name, None)
         registry.register_backend(member, f"{__name__}.{member.name}")
 
 
