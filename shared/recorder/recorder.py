@@ -27,7 +27,7 @@ from .reports import Reports
 from .samples import Samples
 from .settings import RecorderSettings, prepare_folder
 from .step import StepTensors
-from .steps import Steps
+from .steps import CheckedSteps
 
 Result = TypeVar("Result")
 
@@ -67,7 +67,7 @@ class Recorder:
         self._lock = threading.RLock()
         self._reports = Reports(settings)
         self._samples = Samples(settings, self._reports, self.checked)
-        self._steps = Steps(self._reports, self._samples)
+        self._steps = CheckedSteps(self._reports, self._samples)
         self._running: list[Request] = []
         self._graphs = GraphSamples(settings.rows)
 

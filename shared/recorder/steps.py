@@ -16,7 +16,7 @@ from .samples import Samples
 from .step import HostStep, StepCopy, StepTensors
 
 
-class Steps:
+class CheckedSteps:
     """The metadata of the current step and the scheduler's decisions about it.
 
     Args:
