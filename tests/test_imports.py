@@ -19,14 +19,15 @@ ENGINE = {*CONTRACT, "engine"}
 ALLOWED: dict[str, set[str]] = {
     "contract": set(),
     "validation": {"contract"},
-    "engine": CONTRACT,
+    "recorder": CONTRACT,
+    "engine": {*CONTRACT, "recorder"},
     "bookkeeping": ENGINE,
     "reference": {*ENGINE, "bookkeeping"},
     "optimized": {*ENGINE, "bookkeeping"},
     "conformance": ENGINE,
     "examples": ENGINE,
-    "integrations": {*ENGINE, "bookkeeping"},
-    "tools": {*ENGINE, "bookkeeping", "conformance", "examples"},
+    "integrations": {*ENGINE, "bookkeeping", "recorder"},
+    "tools": {*ENGINE, "bookkeeping", "conformance", "examples", "recorder"},
 }
 # imports that are still to be removed, by importing module and imported module
 PENDING_IMPORTS: set[tuple[str, str]] = set()

@@ -25,6 +25,7 @@ from ..contract.specs import (
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
+from ..recorder.wrappers.backend import backend_from_environment
 from ..validation import check_positive
 from ..validation.layer import (
     check_kv_sharing_target,
@@ -121,7 +122,9 @@ class Attention(nn.Module):
         layers = {} if static_forward_context is None else static_forward_context
         check_new_layer(prefix, layers)
         self._target = self._find_target(layers)
-        self.attn_backend = self._choose_backend(attn_backend, config)
+        self.attn_backend: type[AttentionBackend] = backend_from_environment(
+            self._choose_backend(attn_backend, config)
+        )
         self.backend = self.attn_backend.get_name()
         self.use_output = self.attn_backend.accept_output_buffer
         optional = {

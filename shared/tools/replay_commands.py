@@ -138,11 +138,17 @@ def replay(
 
             check_report_can_be_drawn()
         choose_interpreter(device)
+        from ..recorder import recorder_from_environment
         from .replay.run import Replay
         from .replay.settings import choose_settings
 
         settings = choose_settings(device, **given)
-        run = Replay(settings, folder=Path(), with_holders=report is not None)
+        run = Replay(
+            settings,
+            folder=Path(),
+            with_holders=report is not None,
+            recorder=recorder_from_environment(),
+        )
     began = time.perf_counter()
     records = _watch(run)
     _print_results(run, records, time.perf_counter() - began, json_file, report)
@@ -152,11 +158,14 @@ def reproduce(
     file: Annotated[
         Path,
         typer.Argument(
-            help="A .pt file that `replay` wrote, or a .py file that `fuzz` wrote."
+            help="A .pt file that `replay` or the recorder wrote, or a .py file that `fuzz`"
+            " wrote."
         ),
     ],
 ) -> None:
     """Run again a step on which the twins disagreed, or a case that broke a law.
+
+    A case of the recorder is checked by the law that it violated, without the engine.
 
     Exit codes: 0, the twins agree now, or the law holds. 1, it still fails. 2, it could not run;
     one sentence says why.
@@ -165,6 +174,11 @@ def reproduce(
         from .reproduce_case import reproduce_case
 
         reproduce_case(file)
+        return
+    if file.name.startswith("pagetwin-record"):
+        from .reproduce_case import reproduce_recorded
+
+        reproduce_recorded(file)
         return
     with sentences_for_errors():
         from .replay.mismatch import load_step

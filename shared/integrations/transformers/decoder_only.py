@@ -11,6 +11,7 @@ from ...bookkeeping.batch.arrivals import schedule_arrivals
 from ...bookkeeping.batch.scheduler import Scheduler
 from ...bookkeeping.cache.block_manager import BlockManager
 from ...contract.scheduler_classes import Request, ScheduledRequest, SchedulerOutput
+from ...recorder import Recorder
 from ...validation.integrations import (
     check_attends_everywhere,
     check_calls,
@@ -31,6 +32,7 @@ def run_requests(
     settings: Settings,
     poison: bool,
     statistics: Statistics,
+    recorder: Recorder | None = None,
 ) -> list[list[int]]:
     """Return each prompt's new tokens; the arguments are those of `generate`."""
     config = model.config.get_text_config(decoder=True)
@@ -49,10 +51,14 @@ def run_requests(
     # shuffled, so that no block table is 0, 1, 2, ... by chance
     manager = BlockManager(num_blocks, block_size, seed=0)
     scheduler = Scheduler(manager, settings.max_batch_tokens, settings.max_running)
-    batch = PagedBatch(settings.implementation, num_blocks, block_size, model.device)
+    batch = PagedBatch(
+        settings.implementation, num_blocks, block_size, model.device, recorder
+    )
     logits: list[list[Tensor]] = [[] for _ in prompts]
     written: set[int] = set()
     for _, output in schedule_arrivals(scheduler, requests, arrivals):
+        if recorder is not None:
+            recorder.schedule_output(output, block_size)
         batch.copy_blocks(output.blocks_to_copy)
         # step: fill blocks without known content with NaN
         if poison:
@@ -80,6 +86,8 @@ def run_requests(
         scheduler.update_from_output(output, sampled)
     if statistics.keep_logits:
         statistics.logits += [torch.stack(each) for each in logits]
+    if recorder is not None:
+        recorder.finish()
     return [request.output_token_ids for request in requests]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...recorder import Recorder, recorder_from_environment
 from ...validation.integrations import (
     check_arrivals,
     check_limits,
@@ -38,6 +39,7 @@ def generate(
     decoder_prompt: Sequence[int] | None = None,
     poison: bool = False,
     statistics: Statistics | None = None,
+    recorder: Recorder | None = None,
 ) -> list[list[int]]:
     """Return the most likely next tokens of each prompt (greedy decoding).
 
@@ -67,6 +69,8 @@ def generate(
             gives NaN. It costs time.
         statistics: Optional. Counts are added to it, modified in place. If None, nothing is
             counted.
+        recorder: Optional. Checks each step of a decoder-only model (docs/recorder.md). If None,
+            the environment variable PAGETWIN_RECORD decides.
 
     Returns:
         For each prompt its new tokens.
@@ -114,4 +118,8 @@ def generate(
         if decoder_prompt is not None:
             raise_option_not_supported("decoder_prompt", decoder_prompt, "decoder-only")
         arrivals = check_arrivals(arrival_steps, len(prompts))
-        return run_requests(model, prompts, arrivals, settings, poison, statistics)
+        if recorder is None:
+            recorder = recorder_from_environment(implementation)
+        return run_requests(
+            model, prompts, arrivals, settings, poison, statistics, recorder
+        )

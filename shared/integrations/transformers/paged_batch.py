@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...contract.metadata_classes import CommonAttentionMetadata
+from ...recorder import RecordedOperations, Recorder
 from ...validation.integrations import check_flat_batch, load_named
 from .pages import Pages
 
@@ -34,6 +35,7 @@ class PagedBatch:
         num_blocks: blocks in each layer's cache.
         block_size: slots per block.
         device: device of the model.
+        recorder: Optional. Checks each step. If None, nothing is checked.
 
     Raises:
         ValueError: the implementation cannot be loaded.
@@ -45,9 +47,12 @@ class PagedBatch:
         num_blocks: int,
         block_size: int,
         device: torch.device | str,
+        recorder: Recorder | None = None,
     ) -> None:
         self.name = implementation
-        self.run = load_named(implementation)
+        self.run: Any = load_named(implementation)
+        if recorder is not None:
+            self.run = RecordedOperations(self.run, recorder)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.device = torch.device(device)

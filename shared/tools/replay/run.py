@@ -22,6 +22,7 @@ from ...contract.budgets import Verdict
 from ...contract.operations import Implementation
 from ...contract.scheduler_classes import SchedulerOutput
 from ...contract.specs import KVCacheSpec
+from ...recorder import Recorder
 from ...validation.scheduler import check_new_request
 from .batch import ReplayBatch, keep_rows, make_batch
 from .mismatch import StoredStep, TwinMismatch, Violation, save_step
@@ -89,6 +90,7 @@ class Replay:
             is not stored.
         with_holders: whether the records contain the holder of every block.
         max_scores: score elements that the oracle holds in memory at once.
+        recorder: Optional. Checks the steps of the last twin. If None, no recorder does.
 
     Raises:
         FileNotFoundError, ValueError: the trace cannot be read, a twin cannot be loaded, or a
@@ -102,6 +104,7 @@ class Replay:
         folder: Path | None = None,
         with_holders: bool = False,
         max_scores: int = MAX_SCORES_PER_CHUNK,
+        recorder: Recorder | None = None,
     ) -> None:
         whole = read_trace(settings.trace, settings.requests)
         trace = scale_trace(whole, settings.scale, settings.output_scale)
@@ -148,6 +151,9 @@ class Replay:
             )
             for name in settings.twins
         ]
+        self._recorder = recorder
+        if recorder is not None:
+            self.twins[-1].record(recorder)
         self.model = SyntheticModel(settings)
         self.rows: list[int] = []
         """Number of the request in each row of the last step."""
@@ -184,6 +190,8 @@ class Replay:
         steps = schedule_arrivals(self.scheduler, self.requests, self._arrivals)
         # numbered from 1 without gaps, so the number of the last step is the number of steps
         for step, (_, output) in enumerate(steps, 1):
+            if self._recorder is not None:
+                self._recorder.schedule_output(output, self.settings.block_size)
             batch = self._batch(output)
             inputs = self._inputs(batch)
             last = (step, batch, inputs)
@@ -229,6 +237,8 @@ class Replay:
                 holders=holders,
                 shared=shared,
             )
+        if self._recorder is not None:
+            self._recorder.finish()
         broken = compare_whole_caches(expected_caches, caches)
         if broken is not None and last is not None:
             self._stop(last, *broken, expected_caches)

@@ -18,6 +18,7 @@ from ...contract.operations import Implementation, load_implementation
 from ...contract.specs import KVCacheSpec
 from ...engine.backend_interface import AttentionBackend
 from ...engine.selector import TWINS, backend_names, get_attn_backend
+from ...recorder import RecordedOperations, Recorder, record_backend
 from .batch import ReplayBatch
 from .model import LayerInputs
 
@@ -53,8 +54,12 @@ class ReplayTwin(ABC):
         device: torch.device | str,
     ) -> None:
         self.name = name
-        self.implementation = implementation
+        self.implementation: Any = implementation
         self.device = torch.device(device)
+
+    def record(self, recorder: Recorder) -> None:
+        """Let a recorder check the steps from now on."""
+        self.implementation = RecordedOperations(self.implementation, recorder)
 
     def metadata(self, batch: ReplayBatch) -> StepMetadata:
         """Return the metadata of a batch."""
@@ -133,10 +138,19 @@ class BackendTwin(ReplayTwin):
         device: torch.device | str,
     ) -> None:
         super().__init__(name, implementation, device)
+        self._backend, self._spec, self._query_heads = backend, spec, query_heads
+        self._set_up(backend)
+
+    def _set_up(self, backend: type[AttentionBackend]) -> None:
+        spec = self._spec
         self._builder = backend.get_builder_cls()(spec, ["layer"], self.device)
         self._layer = backend.get_impl_cls()(
-            query_heads, spec.head_size, spec.head_size**-0.5, spec.num_kv_heads
+            self._query_heads, spec.head_size, spec.head_size**-0.5, spec.num_kv_heads
         )
+
+    def record(self, recorder: Recorder) -> None:
+        """Let a recorder check the steps from now on."""
+        self._set_up(record_backend(self._backend, recorder))
 
     def metadata(self, batch: ReplayBatch) -> StepMetadata:
         """Return the metadata of a batch."""

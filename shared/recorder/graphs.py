@@ -1,0 +1,141 @@
+"""Samples from CUDA graphs: a captured graph copies some rows of one layer to buffers of its own.
+
+Python does not run while a graph is replayed. So while a graph is captured, the recorder adds three
+small kernels to it: they copy some rows of the queries and outputs of one layer, and count the
+replays. Before a replay the recorder writes the numbers of the rows. After it, the rows are
+compared as in a step without a graph. Nothing is read on the host during the capture.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .findings import Corruption
+from .laws.attention import RecordedCall
+from .step import ARRAYS, StepTensors
+
+
+@dataclass
+class _Graph:
+    """What the recorder knows of one captured graph.
+
+    Args:
+        num_tokens: tokens of the graph, padding included.
+        addresses: address of each metadata tensor, by name.
+        rows: [rows] int64 on the device, the tokens to copy.
+        replays: [1] int64 on the device, the number of replays since `begin_replay`.
+        layers: the layers captured so far, in order.
+        turn: index of the layer whose rows are copied.
+        call: Optional. That layer's call, with the buffers of its rows. None if not captured.
+        group: the layers whose metadata that layer uses.
+        tokens: the tokens of the current replay on the host, in rising order.
+        is_sampled: whether the rows of the current step are compared.
+    """
+
+    num_tokens: int
+    addresses: dict[str, int]
+    rows: Tensor
+    replays: Tensor
+    layers: list[str]
+    turn: int
+    call: RecordedCall | None = None
+    group: str = ""
+    tokens: tuple[int, ...] = ()
+    is_sampled: bool = False
+
+
+class GraphSamples:
+    """The samples of all captured graphs, by the number of their tokens.
+
+    Args:
+        rows: rows per sample.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self._num_rows = rows
+        self._graphs: dict[int, _Graph] = {}
+        self._num_layers = 1
+
+    def prepare(self, tensors: StepTensors) -> None:
+        """Allocate the buffers of a graph, before it is captured with these metadata."""
+        num_tokens, device = tensors.slot_mapping.shape[0], tensors.slot_mapping.device
+        others = [each for each in self._graphs if each != num_tokens]
+        self._graphs[num_tokens] = _Graph(
+            num_tokens=num_tokens,
+            addresses=tensors.addresses(),
+            rows=torch.zeros(self._num_rows, dtype=torch.int64, device=device),
+            replays=torch.zeros(1, dtype=torch.int64, device=device),
+            layers=[],
+            # the first graph copies rows of the first layer, the second of the second
+            turn=len(others) % self._num_layers,
+        )
+
+    def capture(self, call: RecordedCall, group: str) -> None:
+        """Add the copies to the graph that is being captured, if it is the turn of the layer."""
+        graph = self._graphs.get(call.query.shape[0])
+        if graph is None or call.layer in graph.layers:
+            return
+        graph.layers.append(call.layer)
+        self._num_layers = max(self._num_layers, len(graph.layers))
+        if len(graph.layers) != graph.turn + 1:
+            return
+        graph.replays.add_(1)
+        graph.group = group
+        graph.call = replace(
+            call,
+            query=call.query.index_select(0, graph.rows),
+            output=call.output.index_select(0, graph.rows),
+        )
+
+    def begin_replay(self, num_tokens: int, first: int) -> None:
+        """Choose the rows of the next replay.
+
+        Args:
+            num_tokens: tokens of the step, padding included.
+            first: any number; it determines the first row.
+        """
+        graph = self._graphs.get(num_tokens)
+        if graph is None or graph.call is None:
+            return
+        stride = max(1, num_tokens // self._num_rows)
+        first %= stride
+        tokens = [first + index * stride for index in range(self._num_rows)]
+        graph.tokens = tuple(min(each, num_tokens - 1) for each in tokens)
+        rows = torch.tensor(graph.tokens)
+        # without waiting: from pinned memory, in the order of the stream
+        graph.rows.copy_(
+            rows.pin_memory() if graph.rows.is_cuda else rows, non_blocking=True
+        )
+        graph.replays.zero_()
+        graph.is_sampled = True
+
+    def replayed(self) -> list[tuple[RecordedCall, tuple[int, ...], str]]:
+        """Return call, tokens and group of the graphs that ran since `begin_replay`."""
+        found = []
+        for graph in self._graphs.values():
+            was_sampled, graph.is_sampled = graph.is_sampled, False
+            if was_sampled and graph.call is not None and int(graph.replays) == 1:
+                found.append((graph.call, graph.tokens, graph.group))
+        return found
+
+    def check_buffers(self, tensors: StepTensors) -> Corruption | None:
+        """Return a violation if a graph would read other buffers than those of the step."""
+        num_tokens = tensors.slot_mapping.shape[0]
+        graph = self._graphs.get(num_tokens)
+        if graph is None:
+            return Corruption(
+                "graph buffers",
+                f"a graph for {num_tokens} tokens is replayed: expected one of those that"
+                f" were captured, {sorted(self._graphs)}",
+            )
+        now = tensors.addresses()
+        for name in ARRAYS:
+            if now[name] != graph.addresses[name]:
+                return Corruption(
+                    "graph buffers",
+                    f"{name} of the step is at address {now[name]:#x}, and the graph for"
+                    f" {num_tokens} tokens reads {graph.addresses[name]:#x}: expected the"
+                    " step's metadata in the buffers of the graph",
+                )
+        return None

@@ -1,0 +1,1 @@
+"""The laws that the recorder checks: bookkeeping, schedule, cache writes, attention rows."""

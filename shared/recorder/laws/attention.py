@@ -1,0 +1,263 @@
+"""Law of attention: sampled rows stay within their error budget, measured against the reference.
+
+A sampled row is one query token of one request. It is computed again from the content of the
+cache, in float64 and in the dtype of the output, as in `contract/budgets.py`. Only the blocks of
+the sampled requests are gathered.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...contract.attention_options import (
+    AttentionOptions,
+    unpack_options,
+)
+from ...contract.budgets import Verdict, judge_rows
+from ...contract.kinds import FP8_DTYPES
+from ..findings import Corruption
+from ..step import HostStep
+
+
+@dataclass(frozen=True)
+class RecordedCall:
+    """One layer's call of paged attention.
+
+    Args:
+        layer: name of the layer.
+        query: [rows, query_heads, head_size] the queries of the sampled tokens.
+        output: [rows, query_heads, value_head_size] what the engine computed for them.
+        key_cache, value_cache: [num_blocks, block_size, kv_heads, head_size].
+        scale: Optional. Factor of the dot products. If None, 1 / sqrt(head_size).
+        options: the options of the whole call.
+        implementation: name of what computed it.
+    """
+
+    layer: str
+    query: Tensor
+    output: Tensor
+    key_cache: Tensor
+    value_cache: Tensor
+    scale: float | None
+    options: AttentionOptions
+    implementation: str
+
+
+@dataclass(frozen=True)
+class RowCase:
+    """Some rows of attention with everything that they depend on.
+
+    Args:
+        layer, query, output, scale, implementation: as in `RecordedCall`.
+        key_blocks, value_blocks: [blocks, block_size, kv_heads, head_size] content of the cache.
+        block_table: [rows, max_blocks] indices into these blocks.
+        seq_lens: [rows] keys up to and including the query's own.
+        options: the options of these rows.
+    """
+
+    layer: str
+    query: Tensor
+    output: Tensor
+    key_blocks: Tensor
+    value_blocks: Tensor
+    block_table: Tensor
+    seq_lens: Tensor
+    scale: float | None
+    options: AttentionOptions
+    implementation: str
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of `paged_attention` for these rows."""
+        rows, device = len(self.query), self.query.device
+        return {
+            "query": self.query,
+            "key_cache": self.key_blocks,
+            "value_cache": self.value_blocks,
+            "block_table": self.block_table,
+            "query_start_loc": torch.arange(rows + 1, dtype=torch.int32, device=device),
+            "seq_lens": self.seq_lens,
+            "max_query_len": 1,
+            "max_seq_len": int(self.seq_lens.max()),
+            "scale": self.scale,
+            "options": self.options,
+        }
+
+    def judge(self, paged_attention: Callable[..., Tensor]) -> tuple[Verdict, Tensor]:
+        """Return the worst row relative to its error budget, and the result in float64.
+
+        Args:
+            paged_attention: the reference's operation.
+        """
+        given = self.arguments()
+        given["options"] = replace(self.options, batch_invariant=False)
+        shape, device = self.output.shape, self.output.device
+        values = self.value_blocks
+        if values.dtype in FP8_DTYPES:
+            absolute = values.float().abs().to(values.dtype)
+        else:
+            absolute = values.abs()
+
+        def attend(dtype: torch.dtype, out: torch.dtype, values: Tensor) -> Tensor:
+            result = torch.empty(shape, dtype=out, device=device)
+            arguments = {**given, "value_cache": values, "out": result}
+            return paged_attention(**arguments, compute_dtype=dtype)
+
+        exact = attend(torch.float64, torch.float64, values)
+        same = attend(self.output.dtype, self.output.dtype, values)
+        magnitude = attend(torch.float32, torch.float32, absolute)
+        verdict = judge_rows(self.output, exact, same, self.output.dtype, magnitude)
+        return verdict, exact
+
+    def one(self, row: int) -> "RowCase":
+        """Return the case of one row, with its own blocks alone."""
+        blocks = self.block_table[row : row + 1].long()
+        used = -(-int(self.seq_lens[row]) // self.key_blocks.shape[1])
+        own = blocks[0, :used]
+        return replace(
+            self,
+            query=self.query[row : row + 1],
+            output=self.output[row : row + 1],
+            key_blocks=self.key_blocks[own],
+            value_blocks=self.value_blocks[own],
+            block_table=torch.arange(used, dtype=torch.int32, device=own.device)[None],
+            seq_lens=self.seq_lens[row : row + 1],
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the case as tensors on the host and plain values, to be stored."""
+        stored: dict[str, Any] = {
+            name: getattr(self, name).cpu().clone() for name in _TENSORS
+        }
+        options = unpack_options(self.options)
+        stored["options"] = {
+            name: each.cpu() if isinstance(each, Tensor) else each
+            for name, each in options.items()
+        }
+        for name in ("layer", "scale", "implementation"):
+            stored[name] = getattr(self, name)
+        return stored
+
+    @classmethod
+    def of_dict(cls, stored: dict[str, Any], device: str) -> "RowCase":
+        """Return the case that `as_dict` stored, on a device."""
+        tensors = {name: stored[name].to(device) for name in _TENSORS}
+        options: dict[str, Any] = {
+            name: each.to(device) if isinstance(each, Tensor) else each
+            for name, each in stored["options"].items()
+        }
+        return cls(
+            layer=stored["layer"],
+            scale=stored["scale"],
+            implementation=stored["implementation"],
+            options=AttentionOptions(**options),
+            **tensors,
+        )
+
+
+_TENSORS = (
+    "query",
+    "output",
+    "key_blocks",
+    "value_blocks",
+    "block_table",
+    "seq_lens",
+)
+
+
+def why_not_recomputed(options: AttentionOptions, output: Tensor) -> str:
+    """Return why rows of such a call are not recomputed; empty if they are."""
+    for name in ("tree_mask", "query_ranges", "out_scale"):
+        if getattr(options, name) is not None:
+            return name
+    if output.dtype in FP8_DTYPES:
+        return "an FP8 output"
+    if _any_not_causal(options) and options.given_by_position:
+        return "positions without causality"
+    return ""
+
+
+def _any_not_causal(options: AttentionOptions) -> bool:
+    causal = options.with_causal(True).causal
+    return not (bool(causal.all()) if isinstance(causal, Tensor) else causal)
+
+
+def gather_rows(call: RecordedCall, step: HostStep, tokens: Sequence[int]) -> RowCase:
+    """Return the case of some rows: only the blocks of their requests, renumbered.
+
+    Args:
+        call: the call; its queries and outputs are those of the tokens.
+        step: the step.
+        tokens: [rows] the new tokens.
+    """
+    device = call.query.device
+    causal = call.options.with_causal(True).causal
+    rows = [step.row_of(token) for token in tokens]
+    flags = (
+        [bool(each) for each in causal[rows]]
+        if isinstance(causal, Tensor)
+        else [bool(causal)] * len(rows)
+    )
+    # a causal query attends to nothing after it, so its sequence can end there
+    lens = [
+        step.position_of(token) + 1 if flag else int(step.seq_lens[row])
+        for token, row, flag in zip(tokens, rows, flags, strict=True)
+    ]
+    width = max(-(-each // step.block_size) for each in lens)
+    table = np.maximum(step.block_table[rows, :width], 0)
+    used = np.arange(width) * step.block_size < np.array(lens)[:, None]
+    blocks, index = np.unique(np.where(used, table, table[0, 0]), return_inverse=True)
+    ids = torch.from_numpy(blocks).to(device)
+    return RowCase(
+        layer=call.layer,
+        query=call.query,
+        output=call.output,
+        key_blocks=call.key_cache[ids],
+        value_blocks=call.value_cache[ids],
+        block_table=torch.from_numpy(
+            index.reshape(len(rows), width).astype(np.int32)
+        ).to(device),
+        seq_lens=torch.tensor(lens, dtype=torch.int32, device=device),
+        scale=call.scale,
+        options=replace(call.options, causal=torch.tensor(flags, device=device))
+        if not all(flags)
+        else replace(call.options, causal=None),
+        implementation=call.implementation,
+    )
+
+
+def check_attention(
+    call: RecordedCall,
+    step: HostStep,
+    tokens: Sequence[int],
+    paged_attention: Callable[..., Tensor],
+) -> Corruption | None:
+    """Return a violation if a sampled row is outside its error budget.
+
+    Args:
+        call, step, tokens: as in `gather_rows`.
+        paged_attention: the reference's operation.
+    """
+    if why_not_recomputed(call.options, call.output) or not len(tokens):
+        return None
+    case = gather_rows(call, step, tokens)
+    verdict, exact = case.judge(paged_attention)
+    if verdict.ok:
+        return None
+    token = tokens[verdict.row]
+    output = call.output[verdict.row]
+    errors = (output.double() - exact[verdict.row]).abs().nan_to_num(torch.inf)
+    head, element = divmod(int(errors.argmax()), output.shape[1])
+    worst = case.one(verdict.row)
+    return Corruption(
+        "attention",
+        f"{call.layer}: attention of position {step.position_of(token)} has error"
+        f" {verdict.error:.3g}: expected at most {verdict.budget:.3g}; head {head},"
+        f" element {element} is {float(output[head, element]):.6g}, the reference has"
+        f" {float(exact[verdict.row][head, element]):.6g}",
+        step.row_of(token),
+        evidence={"kind": "attention", "rows": worst.as_dict()},
+    )

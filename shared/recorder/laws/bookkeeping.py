@@ -1,0 +1,238 @@
+"""Laws of one step's metadata: lengths, block tables, slots, padding, writers.
+
+Each law takes a step on the host and returns the first violation, or None. All laws of a step
+together cost a few numpy operations on arrays of its size.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from ...contract.kinds import PAD_SLOT_ID
+from ..findings import Corruption
+from ..step import HostStep
+
+
+def check_starts(step: HostStep) -> Corruption | None:
+    """Each request's new tokens come after those of the request before it."""
+    starts = step.query_start_loc
+    if len(starts) != len(step.seq_lens) + 1 or starts[0] != 0:
+        return Corruption(
+            "starts",
+            f"query_start_loc has {len(starts)} entries from"
+            f" {int(starts[0]) if len(starts) else 'nothing'}: expected"
+            f" {len(step.seq_lens) + 1} entries from 0",
+        )
+    wrong = np.flatnonzero(np.diff(starts) < 0)
+    if wrong.size:
+        row = int(wrong[0])
+        return Corruption(
+            "starts",
+            f"query_start_loc[{row + 1}] = {int(starts[row + 1])}: expected at least"
+            f" {int(starts[row])}, the start of the request",
+            row,
+        )
+    return None
+
+
+def check_lengths(step: HostStep) -> Corruption | None:
+    """Lengths fit the new tokens, the rows of the block table, and the upper bounds."""
+    query_lens, seq_lens = step.query_lens, step.seq_lens
+    slots = step.block_table.shape[1] * step.block_size
+    real = query_lens > 0
+    for wrong, words in (
+        (real & (seq_lens < query_lens), "at least its {query} new tokens"),
+        (real & (seq_lens > step.max_seq_len), "at most max_seq_len = {longest}"),
+        (real & (seq_lens > slots), "at most {slots}, what its row holds"),
+    ):
+        rows = np.flatnonzero(wrong)
+        if rows.size:
+            row = int(rows[0])
+            expected = words.format(
+                query=int(query_lens[row]), longest=step.max_seq_len, slots=slots
+            )
+            return Corruption(
+                "lengths", f"seq_lens = {int(seq_lens[row])}: expected {expected}", row
+            )
+    rows = np.flatnonzero(query_lens > step.max_query_len)
+    if rows.size:
+        row = int(rows[0])
+        return Corruption(
+            "lengths",
+            f"{int(query_lens[row])} new tokens: expected at most max_query_len ="
+            f" {step.max_query_len}",
+            row,
+        )
+    return None
+
+
+def check_block_ids(step: HostStep) -> Corruption | None:
+    """Every block that a sequence uses is a block of the cache."""
+    used = step.used
+    wrong = used & (step.block_table < 0)
+    if step.num_blocks is not None:
+        wrong |= used & (step.block_table >= step.num_blocks)
+    where = np.argwhere(wrong)
+    if not where.size:
+        return None
+    row, column = map(int, where[0])
+    last = "" if step.num_blocks is None else f" to {step.num_blocks - 1}"
+    return Corruption(
+        "block ids",
+        f"entry {column} of its block-table row is {int(step.block_table[row, column])}:"
+        f" expected a block of the cache, from 0{last}",
+        row,
+    )
+
+
+def check_slots(step: HostStep) -> Corruption | None:
+    """The slot of each new token is at its position, in a block of its request."""
+    slots = step.slot_mapping[: step.num_tokens]
+    if not step.stores_all:
+        return None
+    tokens = np.arange(step.num_tokens)
+    if len(slots) < len(tokens):
+        return Corruption(
+            "slots",
+            f"slot_mapping has {len(slots)} entries: expected {len(tokens)}, one per new"
+            " token",
+        )
+    rows = np.repeat(np.arange(len(step.seq_lens)), step.query_lens)
+    ends = step.query_start_loc[1:]
+    positions = step.seq_lens[rows] - ends[rows] + tokens
+    columns, offsets = np.divmod(positions, step.block_size)
+    blocks = step.block_table[rows, columns].astype(np.int64)
+    wrong = np.flatnonzero(slots != blocks * step.block_size + offsets)
+    if not wrong.size:
+        return None
+    token = int(wrong[0])
+    row, slot = int(rows[token]), int(slots[token])
+    expected = int(blocks[token]) * step.block_size + int(offsets[token])
+    own = step.blocks_of(row).tolist()
+    if slot == PAD_SLOT_ID:
+        where = "it would not be stored"
+    elif slot // step.block_size in own:
+        where = "another slot of the same request"
+    else:
+        where = f"in block {slot // step.block_size}, which is not in its row"
+    return Corruption(
+        "slots",
+        f"new token {token - int(step.query_start_loc[row])} at position"
+        f" {int(positions[token])} has slot {slot} ({where}): expected slot {expected}",
+        row,
+    )
+
+
+def check_padding(step: HostStep) -> Corruption | None:
+    """Tokens after those of the last request have the slot PAD_SLOT_ID."""
+    padding = step.slot_mapping[step.num_tokens :]
+    wrong = np.flatnonzero(padding != PAD_SLOT_ID)
+    if not wrong.size:
+        return None
+    token = step.num_tokens + int(wrong[0])
+    slot = int(padding[wrong[0]])
+    holder = np.argwhere(step.used & (step.block_table == slot // step.block_size))
+    whose = ""
+    row = None
+    if holder.size:
+        row = int(holder[0][0])
+        whose = ", in a block of a request"
+    return Corruption(
+        "padding",
+        f"padded row {token} has slot {slot}{whose}: expected {PAD_SLOT_ID}, because the"
+        f" requests have {step.num_tokens} tokens",
+        row,
+    )
+
+
+def check_writers(step: HostStep) -> Corruption | None:
+    """No two tokens of a step have the same slot."""
+    slots = step.slot_mapping
+    order = np.argsort(slots, kind="stable")
+    ordered = slots[order]
+    twice = np.flatnonzero((ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0))
+    if not twice.size:
+        return None
+    first, second = (int(order[int(twice[0]) + each]) for each in (0, 1))
+    row = min(step.row_of(first), len(step.seq_lens) - 1)
+    return Corruption(
+        "one writer",
+        f"tokens {first} and {second} of the step both have slot {int(slots[first])}:"
+        " expected different slots",
+        row,
+    )
+
+
+def check_shared_blocks(step: HostStep) -> Corruption | None:
+    """A block that a request writes is in no other request's row."""
+    if not step.stores_all:
+        return None
+    stored = np.flatnonzero(step.slot_mapping[: step.num_tokens] >= 0)
+    blocks = step.slot_mapping[stored] // step.block_size
+    writers = np.searchsorted(step.query_start_loc, stored, side="right") - 1
+    entries = np.where(step.used, step.block_table, -1)
+    size = int(max(entries.max(initial=0), blocks.max(initial=0))) + 1
+    # the last element is that of the entries that are not used
+    writer_of = np.full(size + 1, -1, dtype=np.int32)
+    writer_of[blocks] = writers
+    writer = writer_of[entries]
+    rows = np.arange(len(step.seq_lens), dtype=np.int32)[:, None]
+    wrong = (writer != rows) & (writer >= 0)
+    if not wrong.any():
+        return None
+    row, column = map(int, np.argwhere(wrong)[0])
+    return Corruption(
+        "shared blocks",
+        f"the request in row {int(writer[row, column])} writes to block"
+        f" {int(entries[row, column])}, which is entry {column} of the row of another"
+        " request: expected a block that only the writer holds",
+        row,
+    )
+
+
+LAWS: tuple[Callable[[HostStep], Corruption | None], ...] = (
+    check_starts,
+    check_lengths,
+    check_block_ids,
+    check_slots,
+    check_padding,
+    check_writers,
+    check_shared_blocks,
+)
+"""All laws of one step, in the order in which they are checked. A law may rely on those before."""
+
+
+def check_step(step: HostStep) -> Corruption | None:
+    """Return the first violation of a step. A step that stores nothing at all is not checked.
+
+    Engines run such steps to compile, to capture graphs, and on idle ranks.
+    """
+    if step.stores_all and step.num_tokens and not (step.slot_mapping >= 0).any():
+        return None
+    for law in LAWS:
+        finding = law(step)
+        if finding is not None:
+            return finding
+    return None
+
+
+def check_groups(steps: list[HostStep]) -> Corruption | None:
+    """Groups of layers have the same requests and lengths in a step."""
+    for other in steps[1:]:
+        first = steps[0]
+        for name in ("query_start_loc", "seq_lens"):
+            left, right = getattr(first, name), getattr(other, name)
+            if left.shape == right.shape and (left == right).all():
+                continue
+            rows = min(len(left), len(right))
+            differs = np.flatnonzero(left[:rows] != right[:rows])
+            index = int(differs[0]) if differs.size else rows
+            return Corruption(
+                "groups",
+                f"{name} differs from entry {index} on between the layers {first.group}"
+                f" ({left[index : index + 1].tolist()}) and {other.group}"
+                f" ({right[index : index + 1].tolist()}): expected the same",
+                min(index, len(first.seq_lens) - 1),
+                evidence={"kind": "groups"},
+            )
+    return None

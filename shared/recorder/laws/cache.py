@@ -1,0 +1,200 @@
+"""Laws of the cache's content: what was written is there, and full blocks do not change."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...contract.kinds import FP8_DTYPES
+from ..findings import Corruption
+from ..step import HostStep, Integers
+
+
+@dataclass(frozen=True)
+class RecordedWrite:
+    """One layer's call of `reshape_and_cache`.
+
+    Args:
+        layer: name of the layer.
+        key, value: [tokens, kv_heads, head_size] as the engine gave them.
+        key_cache, value_cache: [num_blocks, block_size, kv_heads, head_size] after the write.
+        scales: `k_scale` and `v_scale` of an FP8 cache; empty for others.
+        fp8_steps: FP8 codes by which a stored number may differ from the reference. 0, or 1 for
+            engines that multiply by the inverse of the scale.
+    """
+
+    layer: str
+    key: Tensor
+    value: Tensor
+    key_cache: Tensor
+    value_cache: Tensor
+    scales: dict[str, Any]
+    fp8_steps: int = 0
+
+
+def check_write(
+    write: RecordedWrite,
+    step: HostStep,
+    tokens: Sequence[int],
+    reshape_and_cache: Callable[..., None],
+) -> Corruption | None:
+    """Return a violation if a new token's key or value is not in its slot.
+
+    Args:
+        write: the call.
+        step: the step.
+        tokens: the new tokens to compare. Tokens without a slot are not compared.
+        reshape_and_cache: the reference's operation.
+    """
+    block_size = write.key_cache.shape[1]
+    stored = [token for token in tokens if step.slot_mapping[token] >= 0]
+    if not stored:
+        return None
+    device = write.key.device
+    rows = torch.tensor(stored, device=device)
+    slots = torch.from_numpy(step.slot_mapping[stored]).to(device)
+    block, offset = slots // block_size, slots % block_size
+    found = {
+        "key": write.key_cache[block, offset],
+        "value": write.value_cache[block, offset],
+    }
+    given = {"key": write.key[rows], "value": write.value[rows]}
+    expected = {name: torch.zeros_like(each)[:, None] for name, each in found.items()}
+    reshape_and_cache(
+        given["key"],
+        given["value"][..., : found["value"].shape[-1]],
+        expected["key"],
+        expected["value"],
+        torch.arange(len(stored), device=device),
+        **write.scales,
+    )
+    for name, each in found.items():
+        differs = _differs(each, expected[name][:, 0], write.fp8_steps)
+        if not bool(differs.any()):
+            continue
+        index, head, element = differs.nonzero()[0].tolist()
+        token = stored[index]
+        row = step.row_of(token)
+        return Corruption(
+            "cache write",
+            f"{write.layer}: the {name} at position {step.position_of(token)} (slot"
+            f" {int(step.slot_mapping[token])}), head {head}, element {element} is"
+            f" {float(each[index, head, element]):.6g} in the cache: expected"
+            f" {float(expected[name][index, 0, head, element]):.6g}",
+            row,
+            evidence={
+                "kind": "write",
+                "given": {side: one.cpu() for side, one in given.items()},
+                "found": {side: one.cpu() for side, one in found.items()},
+                "scales": {side: _plain(one) for side, one in write.scales.items()},
+                "fp8_steps": write.fp8_steps,
+                "tokens": stored,
+            },
+        )
+    return None
+
+
+@dataclass(frozen=True)
+class WatchedBlock:
+    """The content of a full block, to be compared in a later step.
+
+    Args:
+        layer: the layer.
+        group: the layers that share its metadata.
+        block_id: the block.
+        column: index of the block in the row of the request.
+        step: number of the step in which it was copied.
+        caches: key cache and value cache of the layer.
+        before: copies of the block in both, [block_size, kv_heads, head_size] each.
+    """
+
+    layer: str
+    group: str
+    block_id: int
+    column: int
+    step: int
+    caches: tuple[Tensor, Tensor]
+    before: tuple[Tensor, Tensor]
+
+    @classmethod
+    def of(
+        cls,
+        layer: str,
+        step: HostStep,
+        block_id: int,
+        column: int,
+        key_cache: Tensor,
+        value_cache: Tensor,
+    ) -> "WatchedBlock":
+        """Return a block with a copy of its content."""
+        caches = (key_cache, value_cache)
+        before = (key_cache[block_id].clone(), value_cache[block_id].clone())
+        return cls(layer, step.group, block_id, column, step.number, caches, before)
+
+
+def check_watched(
+    watched: WatchedBlock, step: HostStep, last_write: Integers
+) -> Corruption | None:
+    """Return a violation if a full block changed although no token was written to it.
+
+    Args:
+        watched: the block.
+        step: a later step, whose writes are done.
+        last_write: [num_blocks] the last step that wrote to each block.
+    """
+    block_id, column = watched.block_id, watched.column
+    if last_write[block_id] > watched.step or column >= step.block_table.shape[1]:
+        return None
+    # the block must still be full and at the same index of a row, or it may have a new owner
+    holds = step.block_table[:, column] == block_id
+    full = (column + 1) * step.block_size <= step.seq_lens - step.query_lens
+    rows = (holds & full & (step.query_lens > 0)).nonzero()[0]
+    if not rows.size:
+        return None
+    names = ("key", "value")
+    for name, cache, before in zip(names, watched.caches, watched.before, strict=True):
+        now = cache[block_id]
+        differs = _differs(now, before, 0)
+        if not bool(differs.any()):
+            continue
+        offset, head, element = differs.nonzero()[0].tolist()
+        return Corruption(
+            "unchanged blocks",
+            f"{watched.layer}: the {name} at position"
+            f" {column * step.block_size + offset} (block {block_id}, offset {offset}),"
+            f" head {head}, element {element} changed from"
+            f" {float(before[offset, head, element]):.6g} to"
+            f" {float(now[offset, head, element]):.6g} after step {watched.step},"
+            " although no step stored a token in that block: expected the same",
+            int(rows[0]),
+            evidence={
+                "kind": "watched",
+                "side": name,
+                "before": before.cpu(),
+                "now": now.cpu(),
+            },
+        )
+    return None
+
+
+def _differs(found: Tensor, expected: Tensor, fp8_steps: int) -> Tensor:
+    """Return where bits differ; FP8 numbers may differ by some codes."""
+    if found.dtype in FP8_DTYPES:
+        # without the sign, the codes of FP8 are in the order of their numbers
+        left, right = (
+            each.contiguous().view(torch.uint8).int() for each in (found, expected)
+        )
+        if not fp8_steps:
+            return left != right
+        ordered = [torch.where(code < 128, code, 128 - code) for code in (left, right)]
+        return (ordered[0] - ordered[1]).abs() > fp8_steps
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    size = found.element_size()
+    left, right = (each.contiguous().view(integer[size]) for each in (found, expected))
+    return left != right
+
+
+def _plain(scale: Any) -> Any:
+    return scale.cpu() if isinstance(scale, Tensor) else scale

@@ -1,0 +1,148 @@
+"""Samples: what sampled steps compare. Cache writes and attention of one layer, watched blocks.
+
+Layers take turns: each sampled step compares one of them.
+"""
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from ..contract.operations import load_implementation
+from .laws.attention import RecordedCall, check_attention
+from .laws.cache import RecordedWrite, WatchedBlock, check_watched, check_write
+from .reports import Reports
+from .settings import RecorderSettings
+from .step import HostStep, Integers
+
+
+class Samples:
+    """The comparisons of sampled steps, and what they need from one to the next.
+
+    Args:
+        settings: how much is compared.
+        reports: takes the violations.
+        checked: counts of what was compared, modified in place.
+    """
+
+    def __init__(
+        self, settings: RecorderSettings, reports: Reports, checked: dict[str, int]
+    ) -> None:
+        self.settings = settings
+        self.layers: list[str] = []
+        """The layers seen so far, in the order of their first calls."""
+        self._reports, self._checked = reports, checked
+        self._last_write: dict[str, Integers] = {}
+        self._watched: list[WatchedBlock] = []
+        self._next_watched: list[WatchedBlock] = []
+        self._changed: set[int] = set()
+
+    def is_sampled(self, number: int) -> bool:
+        """Return whether a step is sampled: the first one, and every `sample_every`-th."""
+        every = self.settings.sample_every
+        return number % every == 1 % every
+
+    def is_turn(self, layer: str, number: int) -> bool:
+        """Return whether a step compares this layer."""
+        if layer not in self.layers:
+            self.layers.append(layer)
+        if not self.is_sampled(number):
+            return False
+        turn = number // self.settings.sample_every
+        return self.layers[turn % len(self.layers)] == layer
+
+    def compare_write(self, write: RecordedWrite, step: HostStep) -> None:
+        """Compare some of the keys and values that a step has written."""
+        tokens = self._choose(step)
+        run = load_implementation("reference").reshape_and_cache
+        self._checked["writes"] += len(tokens)
+        self._reports.report(check_write(write, step, tokens, run), step, step.number)
+
+    def compare_attention(self, call: RecordedCall, step: HostStep) -> None:
+        """Compare some rows of a step's attention, and watch some blocks."""
+        tokens = self._choose(step)
+        rows = torch.tensor(tokens, device=call.query.device)
+        part = replace(call, query=call.query[rows], output=call.output[rows])
+        self.compare_rows(part, step, tokens)
+
+    def compare_rows(
+        self, call: RecordedCall, step: HostStep, tokens: Sequence[int]
+    ) -> None:
+        """Compare rows of attention, and watch some blocks of the layer.
+
+        Args:
+            call: the call, with the queries and outputs of the tokens alone.
+            step: the step.
+            tokens: the new tokens.
+        """
+        run = load_implementation("reference").paged_attention
+        self._checked["rows"] += len(tokens)
+        finding = check_attention(call, step, tokens, run)
+        self._reports.report(finding, step, step.number)
+        self._watch(call, step)
+
+    def note_changes(self, block_ids: Iterable[int]) -> None:
+        """Note blocks that the engine changed without a token's write."""
+        self._changed.update(block_ids)
+
+    def note_writes(self, step: HostStep) -> None:
+        """Note which blocks a step writes."""
+        blocks = step.slot_mapping[step.slot_mapping >= 0] // step.block_size
+        size = max(int(step.num_blocks or 0), int(blocks.max(initial=-1)) + 1)
+        writes = self._last_write.get(step.group, np.zeros(0, np.int64))
+        if len(writes) < size:
+            writes = np.concatenate([writes, np.zeros(size - len(writes), np.int64)])
+            self._last_write[step.group] = writes
+        writes[blocks] = step.number
+
+    def compare_watched(self, step_of: Callable[[str], HostStep | None]) -> None:
+        """Compare the blocks watched since the last sampled step, and take over the new ones.
+
+        Args:
+            step_of: returns the current step of a group, whose writes are done.
+        """
+        watched, self._watched = self._watched, self._next_watched
+        self._next_watched = []
+        for each in watched:
+            step = step_of(each.group)
+            writes = self._last_write.get(each.group)
+            if step is None or writes is None or each.block_id in self._changed:
+                continue
+            self._checked["blocks"] += 1
+            finding = check_watched(each, step, writes)
+            self._reports.report(finding, step, step.number)
+        self._changed.clear()
+
+    def _watch(self, call: RecordedCall, step: HostStep) -> None:
+        """Copy some full blocks, to be compared in the next sampled step."""
+        computed = step.seq_lens - step.query_lens
+        full = np.where(step.query_lens > 0, computed // step.block_size, 0)
+        rows = np.flatnonzero(full > 0).tolist()
+        draw = self._random(step)
+        for row in draw.sample(rows, min(self.settings.watched_blocks, len(rows))):
+            # blocks before the window may have been given up
+            first = 0
+            if step.window is not None:
+                outside = int(computed[row]) - step.window + 1
+                first = max(0, -(-outside // step.block_size))
+            if first >= int(full[row]):
+                continue
+            column = draw.randrange(first, int(full[row]))
+            block_id = int(step.block_table[row, column])
+            caches = (call.key_cache, call.value_cache)
+            self._next_watched.append(
+                WatchedBlock.of(call.layer, step, block_id, column, *caches)
+            )
+
+    def _choose(self, step: HostStep) -> list[int]:
+        """Return the sampled tokens: the last one of the longest sequence, and random ones."""
+        longest = int(np.where(step.query_lens > 0, step.seq_lens, -1).argmax())
+        last = int(step.query_start_loc[longest + 1]) - 1
+        count = min(self.settings.rows, step.num_tokens)
+        drawn = self._random(step).sample(range(step.num_tokens), count)
+        return sorted({last, *drawn[: count - (last not in drawn)]})
+
+    def _random(self, step: HostStep) -> random.Random:
+        return random.Random(self.settings.seed * 1_000_003 + step.number)

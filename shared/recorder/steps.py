@@ -1,0 +1,123 @@
+"""Steps: the metadata of the current step, checked once they are on the host."""
+
+from collections.abc import Hashable, Iterable, Sequence
+
+from .findings import Corruption
+from .laws.bookkeeping import check_groups, check_step
+from .laws.schedule import (
+    Ledger,
+    Scheduled,
+    ScheduledRow,
+    ScheduledRows,
+    entries_match,
+)
+from .reports import Reports
+from .samples import Samples
+from .step import HostStep, StepCopy, StepTensors
+
+
+class CheckedSteps:
+    """The metadata of the current step and the scheduler's decisions about it.
+
+    Args:
+        reports: takes the violations.
+        samples: is told which blocks each step writes.
+    """
+
+    def __init__(self, reports: Reports, samples: Samples) -> None:
+        self.num_blocks: dict[str, int] = {}
+        """Blocks in the caches of each group, once a cache was seen."""
+        self._reports, self._samples = reports, samples
+        self._copies: list[tuple[StepCopy, Scheduled | None]] = []
+        self._current: dict[str, HostStep | StepCopy] = {}
+        self._ledger: Ledger | None = None
+        self._scheduled: Scheduled | None = None
+        self._next_scheduled: Scheduled | None = None
+        self._requests: list[Hashable] = []
+        self._row_of: dict[Hashable, int] = {}
+
+    def schedule(
+        self,
+        rows: Sequence[ScheduledRow],
+        block_size: int,
+        freed: Iterable[Hashable],
+        knows_all: bool,
+    ) -> Corruption | None:
+        """Note what the scheduler decided about the next step; return a violation.
+
+        Args:
+            rows, block_size, freed, knows_all: as in `Recorder.schedule`.
+        """
+        if self._ledger is None:
+            self._ledger = Ledger(block_size, knows_all)
+        self._ledger.free(freed)
+        finding = self._ledger.schedule(rows)
+        self._next_scheduled = Scheduled(tuple(rows), self._ledger.appended())
+        return finding
+
+    def is_new(self, group: str) -> bool:
+        """Return whether metadata of a group begin a new step."""
+        return group in self._current or not self._current
+
+    def begin(self, tensors: StepTensors, number: int, group: str) -> None:
+        """Copy the metadata of a group to the host, without waiting for the device."""
+        if not self._current:
+            self._scheduled, self._next_scheduled = self._next_scheduled, None
+        copy = StepCopy(tensors, number, group)
+        self._current[group] = copy
+        self._copies.append((copy, self._scheduled))
+
+    def check_all(self) -> None:
+        """Check all metadata that have not been checked, and wait for their copies."""
+        while self._copies:
+            self._check(*self._copies.pop(0))
+
+    def host_step(self, group: str) -> HostStep | None:
+        """Return the current step of a group on the host, waiting for it if necessary."""
+        if isinstance(self._current.get(group), StepCopy):
+            self.check_all()
+        step = self._current.get(group)
+        return step if isinstance(step, HostStep) else None
+
+    def end(self) -> None:
+        """Forget the current step."""
+        self._current.clear()
+
+    def _check(self, copy: StepCopy, scheduled: Scheduled | None) -> None:
+        step = copy.wait(self.num_blocks.get(copy.group))
+        self._reports.ring.append(step)
+        others = [each for each in self._current.values() if isinstance(each, HostStep)]
+        if self._current.get(copy.group) is copy:
+            self._current[copy.group] = step
+        finding = check_step(step)
+        if finding is None and others:
+            finding = check_groups([others[0], step])
+        if scheduled is not None and step.num_tokens:
+            finding = self._match(scheduled, step, finding is not None) or finding
+        else:
+            self._reports.names, self._requests = {}, []
+        self._samples.note_writes(step)
+        self._reports.report(finding, step, step.number)
+
+    def _match(
+        self, scheduled: Scheduled, step: HostStep, in_full: bool
+    ) -> Corruption | None:
+        """Return the first row that the scheduler did not give.
+
+        Args:
+            scheduled: the scheduler's decisions.
+            step: the metadata.
+            in_full: whether all rows are compared. If not, that may be limited to the entries that
+                were added, if the requests are those of the step before.
+        """
+        requests = [each.request_id for each in scheduled.rows]
+        is_known = requests == self._requests and len(self._row_of) == len(requests)
+        in_full = in_full or self._samples.is_sampled(step.number) or not is_known
+        if not in_full and entries_match(scheduled.appended, self._row_of, step):
+            return None
+        assert self._ledger is not None
+        expected = ScheduledRows(scheduled.rows, self._ledger.block_size)
+        names, stranger = expected.match(step)
+        self._reports.names, self._requests = names, requests
+        self._row_of = {name: row for row, name in names.items()}
+        return stranger

@@ -1,0 +1,1 @@
+"""What the recorder wraps: operations of an implementation, and attention backends."""

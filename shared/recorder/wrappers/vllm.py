@@ -1,0 +1,213 @@
+"""The recorder in vLLM: any of its attention backends, recorded, without a change of the engine.
+
+vLLM resolves each backend by a path in its registry, when an engine chooses it. If PAGETWIN_RECORD
+is set, `record_vllm_backends` replaces the paths by paths into this module, which gives a recorded
+subclass of the same backend.
+
+Layers that are not checked: latent attention (MLA), cross-attention, encoders, chunked local
+attention, context parallelism, FP8 queries and FP8 outputs. Their steps run as without a recorder.
+"""
+
+import importlib
+import inspect
+import logging
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...contract.attention_options import AttentionOptions
+from ...contract.kinds import CACHE_DTYPE_NAMES, FP8_DTYPES, AttentionType
+from ..environment import recorder_from_environment
+from ..settings import RECORD_VARIABLE
+from ..step import StepTensors
+from .backend import LayerView, record_backend
+
+LOGGER = logging.getLogger("pagetwin.recorder")
+REGISTRY = "vllm.v1.attention.backends.registry"
+FORWARD = ["self", "layer", "query", "key", "value", "kv_cache", "attn_metadata"]
+OWN_NAMES = ("CUSTOM", "PAGETWIN")
+"""Names under which pagetwin's own backend is registered; its FP8 writes are compared exactly."""
+
+
+class VllmReader:
+    """Reads vLLM's metadata, caches and implementations, from 0.25 on."""
+
+    def step(self, builder: Any, common: Any) -> StepTensors | None:
+        """Return a step's metadata; None for caches that are not checked.
+
+        Args:
+            builder: an `AttentionMetadataBuilder` of vLLM.
+            common: its `CommonAttentionMetadata`. The tensors may be longer than the step.
+        """
+        spec = builder.kv_cache_spec
+        kind = type(spec).__name__
+        if kind not in ("FullAttentionSpec", "SlidingWindowSpec"):
+            return None
+        if getattr(spec, "attention_chunk_size", None) is not None:
+            return None
+        if getattr(common, "dcp_local_seq_lens", None) is not None:
+            return None
+        reqs = common.num_reqs
+        return StepTensors(
+            query_start_loc=common.query_start_loc[: reqs + 1],
+            seq_lens=common.seq_lens[:reqs],
+            block_table=common.block_table_tensor[:reqs],
+            slot_mapping=common.slot_mapping[: common.num_actual_tokens],
+            max_query_len=int(common.max_query_len),
+            max_seq_len=int(common.max_seq_len),
+            block_size=spec.block_size,
+            # only such a cache gives up the blocks before the window
+            window=spec.sliding_window if kind == "SlidingWindowSpec" else None,
+        )
+
+    def layer(
+        self, impl: Any, layer: Any, kv_cache: Tensor, metadata: Any, query: Tensor
+    ) -> LayerView | None:
+        """Return what is read of a call; None if it is not checked."""
+        # pagetwin's own implementation holds the arguments in its layer
+        impl = getattr(impl, "own", impl)
+        kind = getattr(impl, "attn_type", AttentionType.DECODER.value)
+        kind = getattr(kind, "value", kind)
+        if kind != AttentionType.DECODER.value or not kv_cache.numel():
+            return None
+        if query.dtype in FP8_DTYPES or _has_other_masks(impl, metadata):
+            return None
+        name = impl.kv_cache_dtype
+        caches = split_cache(kv_cache, impl.head_size, name)
+        scales = {}
+        if name in CACHE_DTYPE_NAMES:
+            scales = {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
+        options = AttentionOptions(
+            causal=_causal(metadata),
+            sliding_window=_window(impl.sliding_window),
+            logits_soft_cap=impl.logits_soft_cap or None,
+            alibi_slopes=_per_head(impl, "alibi_slopes", query),
+            sinks=_per_head(impl, "sinks", query),
+            **scales,
+        )
+        return LayerView(
+            *caches,
+            scales,
+            impl.scale,
+            options,
+            getattr(impl, "kv_sharing_target_layer_name", None) is None,
+            metadata.num_actual_tokens,
+        )
+
+
+VLLM_READER = VllmReader()
+
+
+def split_cache(
+    kv_cache: Tensor, head_size: int, cache_dtype: str
+) -> tuple[Tensor, Tensor]:
+    """Return the key and value views of a layer's cache.
+
+    Args:
+        kv_cache: [num_blocks, 2, block_size, kv_heads, head_size], as in vLLM 0.25; or
+            [num_blocks, kv_heads, block_size, elements], the key of a state before its value.
+        head_size: elements of a key.
+        cache_dtype: vLLM's name of the dtype. FP8 caches are allocated as uint8.
+
+    Raises:
+        ValueError: the cache has neither shape.
+    """
+    if kv_cache.dim() == 5 and kv_cache.shape[1] == 2:
+        key, value = kv_cache.unbind(1)
+    elif kv_cache.dim() == 4 and kv_cache.shape[3] > head_size:
+        states = kv_cache.transpose(1, 2)
+        key, value = states[..., :head_size], states[..., head_size:]
+    else:
+        raise ValueError(
+            f"kv_cache has shape {list(kv_cache.shape)}: expected [num_blocks, 2,"
+            " block_size, kv_heads, head_size] or [num_blocks, kv_heads, block_size,"
+            " elements]"
+        )
+    fp8 = CACHE_DTYPE_NAMES.get(cache_dtype)
+    if fp8 is not None and key.dtype != fp8:
+        key, value = key.view(fp8), value.view(fp8)
+    return key, value
+
+
+_PATHS: dict[str, str] = {}
+"""The path of each backend before it was replaced, by the name of its member."""
+
+_RECORDED: dict[str, Any] = {}
+
+
+def record_vllm_backends() -> None:
+    """Let vLLM resolve recorded backends if PAGETWIN_RECORD is set. May be called several times.
+
+    Raises:
+        ImportError: vLLM is not installed.
+    """
+    if not os.environ.get(RECORD_VARIABLE):
+        return
+    registry = importlib.import_module(REGISTRY)
+    for member in registry.AttentionBackendEnum:
+        try:
+            path = member.get_path()
+        except ValueError:  # no backend is registered under that name
+            continue
+        if path.startswith(f"{__name__}."):
+            continue
+        # the plugin of a backend may register the same path again
+        if _PATHS.get(member.name) != path:
+            _RECORDED.pop(member.name, None)
+        _PATHS[member.name] = path
+        registry.register_backend(member, f"{__name__}.{member.name}")
+
+
+def __getattr__(name: str) -> Any:
+    # vLLM resolves a path by getattr
+    if name not in _PATHS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _RECORDED:
+        _RECORDED[name] = _recorded(name)
+    return _RECORDED[name]
+
+
+def _recorded(name: str) -> Any:
+    """Return the recorded subclass of a backend; the backend itself if it is not checked."""
+    module, _, attribute = _PATHS[name].rpartition(".")
+    backend = getattr(importlib.import_module(module), attribute)
+    impl = backend.get_impl_cls()
+    names = list(inspect.signature(impl.forward).parameters)[: len(FORWARD)]
+    if backend.is_mla() or names != FORWARD:
+        LOGGER.warning("%s is not recorded: its layers are not checked", name)
+        return backend
+    recorder = recorder_from_environment(name, int(name not in OWN_NAMES))
+    return (
+        backend if recorder is None else record_backend(backend, recorder, VLLM_READER)
+    )
+
+
+def _has_other_masks(impl: Any, metadata: Any) -> bool:
+    """Return whether a layer has a mask or a bias that `AttentionOptions` does not describe."""
+    return (
+        bool(getattr(impl, "use_alibi_sqrt", False))
+        or getattr(impl, "chunk_lookback", -1) > -1
+        or getattr(metadata, "mm_prefix_range", None) is not None
+    )
+
+
+def _causal(metadata: Any) -> bool | Tensor | None:
+    causal = getattr(metadata, "causal", True)
+    return None if causal is True else causal
+
+
+def _window(window: Any) -> int | None:
+    """Return the keys that a query attends to, from vLLM's (left, right) or a number."""
+    left = window[0] if isinstance(window, tuple | list) else window
+    if isinstance(window, tuple | list):
+        return None if left < 0 else int(left) + 1
+    return None if left is None or left <= 0 else int(left)
+
+
+def _per_head(impl: Any, name: str, query: Tensor) -> Tensor | None:
+    given = getattr(impl, name, None)
+    if given is None:
+        return None
+    return torch.as_tensor(given, dtype=torch.float32, device=query.device)
