@@ -50,6 +50,8 @@ class Job:
         outside: Whether cases outside of the declared support are tried, instead of those inside.
         probe: Optional. Fields of a `Support` that replaces the declared one, to find out what a
             kernel takes. The case is then neither fitted nor shrunk. If None, nothing is replaced.
+        is_measured: Whether the case is a workload of a solution, whose errors and latency are
+            measured. The case is then neither fitted nor shrunk.
     """
 
     law: str
@@ -60,6 +62,7 @@ class Job:
     signature: int | None = None
     outside: bool = False
     probe: dict[str, Any] | None = None
+    is_measured: bool = False
 
 
 class Worker:
