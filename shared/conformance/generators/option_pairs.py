@@ -2,12 +2,13 @@
 
 OPTIONS names all properties in which calls differ, and the values that the laws draw. Attention
 options are declared in `validation/options`, with the pairs that they reject; all other properties
-are declared here. A choice gives each of them one value. DESIGN is a list of choices that contains
+are declared here. A choice gives each of them one value. `design` returns choices that contain
 every pair of values at least once, except the pairs in REJECTED, which raise.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import combinations
 from random import Random
 
@@ -245,4 +246,7 @@ def choices(draw: st.DrawFn) -> tuple[Choice, int]:
     return draw_choice(Random(seed)), seed
 
 
-DESIGN = cover_pairs()
+@cache
+def design() -> list[Choice]:
+    """Return choices that together cover every pair of options. It takes half a second, once."""
+    return cover_pairs()

@@ -140,7 +140,8 @@ class Worker:
             area: The subject of the law.
         """
         found = self._try(job, area)
-        is_known = not found.case or self._is_late or job.probe is not None
+        is_single = job.is_measured or job.probe is not None
+        is_known = not found.case or self._is_late or is_single
         if found.status not in FATAL or is_known:
             return found
         alone = self._try(replace(job, case=found.case), area)
