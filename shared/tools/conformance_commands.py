@@ -13,6 +13,7 @@ from .solution_commands import (
     SolutionFile,
     TraceFile,
     choose_implementation,
+    print_interpreted,
     write_traces,
 )
 
@@ -123,6 +124,8 @@ def check(
     _print_undeclared(report, wide)
     for symptom in report.symptoms():
         print_symptom(report, symptom, wide)
+    if solution is not None:
+        print_interpreted(module, wide)
     counts = ", ".join(f"{count} {name}" for name, count in report.counts().items())
     for file in written:
         console.print(f"report: {file}", highlight=False, markup=False)

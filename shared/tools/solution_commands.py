@@ -66,6 +66,21 @@ def choose_implementation(
     return file
 
 
+def print_interpreted(file: str, console: Console) -> None:
+    """Print that kernels were interpreted, if they were."""
+    from ..conformance.flashinfer_bench.adapter import INTERPRETED, is_interpreted
+    from ..conformance.flashinfer_bench.definitions import DTYPE
+    from ..conformance.flashinfer_bench.solutions import read_solution
+
+    solution = read_solution(file)
+    if is_interpreted(solution):
+        words = (
+            f"[yellow]interpreted[/]: tensors are {INTERPRETED}, because arithmetic in"
+        )
+        words += f" {DTYPE} is wrong in the interpreter; check {DTYPE} on a GPU"
+        console.print(words, highlight=False)
+
+
 def write_traces(path: Path, report: "Report", seconds_of_a_case: float) -> None:
     """Try a checked solution on the workloads of its definition, and write the traces."""
     from ..conformance.flashinfer_bench.solutions import read_solution
