@@ -16,19 +16,19 @@ from pagetwin.conformance.flashinfer_bench.definitions import (
     Definition,
     find_definition,
 )
-from pagetwin.conformance.flashinfer_bench.export import (
-    export_definitions,
-    reference_solution,
-)
+from pagetwin.conformance.flashinfer_bench.export import reference_solution
 from pagetwin.conformance.flashinfer_bench.families import EXPORTED, FAMILIES
 from pagetwin.conformance.flashinfer_bench.measuring import load_reference
 from pagetwin.conformance.flashinfer_bench.solutions import read_solution
 from pagetwin.conformance.flashinfer_bench.workloads import workloads_of
 from pagetwin.conformance.generators.latent_batches import LatentPlan
 from pagetwin.conformance.harness.candidate import load_candidate
+from pagetwin.conformance.harness.preflight import check_can_run
+from pagetwin.conformance.harness.report import Report, Result
 from pagetwin.conformance.harness.support import Support
 from pagetwin.conformance.harness.trial import find_law, make_setting, try_law
 from pagetwin.tools.cli import USER_ERROR, app
+from pagetwin.tools.solution_commands import write_traces
 from typer.testing import CliRunner
 
 ATTENDS = "every new token attends to its sequence up to itself"
@@ -284,6 +284,15 @@ def test_a_solution_that_cannot_be_judged_is_rejected(what: str, pack: Pack) -> 
     assert sentence in str(rejected.value)
 
 
+def test_an_error_of_an_import_names_the_line_of_the_source(pack: Pack) -> None:
+    file = pack(source=f"x = 1\nprint(x / 0)\n{REFERENCE}")
+    with pytest.raises(ImportError) as raised:
+        check_can_run(file, "cpu")
+    assert str(raised.value) == (
+        f"{file} cannot be imported: ZeroDivisionError: division by zero (main.py, line 2)"
+    )
+
+
 FILES = {
     "not JSON": ("{", "solution.json is not a JSON file: "),
     "not an object": ("[1]", "contains list: expected an object"),
@@ -328,10 +337,15 @@ def test_a_file_that_is_not_a_solution_is_rejected_before_torch_is_imported(
         (["reference", "--solution", "a.json"], "both given"),
         (["reference", "--trace", "t.jsonl"], "without --solution"),
         (["--solution", "nowhere.json"], "the file does not exist"),
+        (["--definition", "gemm_n1"], "definition = 'gemm_n1' is not known"),
     ],
 )
-def test_what_is_checked_is_given_once(words: list[str], sentence: str) -> None:
-    result = CliRunner().invoke(app, ["check", *words])
+def test_what_cannot_be_checked_or_exported_is_one_sentence(
+    words: list[str], sentence: str, tmp_path: Path
+) -> None:
+    is_export = words[:1] == ["--definition"]
+    command = ["export", str(tmp_path)] if is_export else ["check"]
+    result = CliRunner().invoke(app, [*command, *words])
     assert result.exit_code == USER_ERROR
     assert sentence in result.output and len(result.output.splitlines()) == 1
 
@@ -363,12 +377,10 @@ def test_each_workload_is_judged_though_a_kernel_ends_the_process(
     pack: Pack, tmp_path: Path
 ) -> None:
     file = pack(source=REFERENCE + FAULTS, entry_point="main.py::run_with_faults")
-    trace = tmp_path / "trace.jsonl"
-    words = ["check", "--solution", file, "--trace", str(trace), "--only", LATENTS]
-    result = CliRunner().invoke(app, [*words, "--device", "cpu"])
-    assert result.exit_code == 0, result.output
-    assert " on cpu: 1 undeclared." in " ".join(result.output.split())
-    traces = [json.loads(each) for each in trace.read_text().splitlines()]
+    report = Report(file, "cpu", (Result(ATTENDS, "attention", Status.HELD),))
+    write_traces(tmp_path / "trace.jsonl", report, seconds_of_a_case=60.0)
+    lines = (tmp_path / "trace.jsonl").read_text().splitlines()
+    traces = [json.loads(each) for each in lines]
     workloads = workloads_of(find_definition(DECODE))
     assert [each["workload"] for each in traces] == [
         each.to_json() for each in workloads
@@ -393,7 +405,7 @@ def test_each_workload_is_judged_though_a_kernel_ends_the_process(
     assert right["performance"]["latency_ms"] > 0
     assert found["a long request"]["correctness"] is None
     assert "ended with code -6" in found["a long request"]["log"]
-    assert right["log"] == "laws of pagetwin: 1 undeclared"
+    assert right["log"] == "laws of pagetwin: 1 held"
 
 
 @pytest.mark.parametrize("name", [SMALL[1], SMALL[3], SMALL[4]])
@@ -402,16 +414,15 @@ def test_an_exported_definition_can_be_read_with_its_tensors(
 ) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     definition = find_definition(name)
-    counts = export_definitions(tmp_path, [name])
+    words = ["export", str(tmp_path), "--definition", name]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
     where = definition.family.op_type
     found = json.loads((tmp_path / f"definitions/{where}/{name}.json").read_text())
     assert found == definition.to_json()
     lines = (tmp_path / f"workloads/{where}/{name}.jsonl").read_text().splitlines()
-    assert (
-        len(lines)
-        == counts[name]
-        == len({json.loads(each)["workload"]["uuid"] for each in lines})
-    )
+    assert f"{name}: {len(lines)} workloads" in result.output
+    assert len({json.loads(each)["workload"]["uuid"] for each in lines}) == len(lines)
     poisoned = 0
     for line in lines:
         workload = json.loads(line)["workload"]

@@ -141,13 +141,7 @@ def _load(implementation: str, device: str) -> None:
     except Exception as error:
         if str(error).startswith(("implementation = ", f"{implementation} has none")):
             raise
-        own = [
-            frame
-            for frame in traceback.extract_tb(error.__traceback__)
-            if Path(frame.filename).stem == implementation.split(".")[-1]
-            or frame.filename.endswith(implementation)
-        ]
-        where = f" (line {own[-1].lineno})" if own else ""
+        where = _line_in(implementation, error)
         name = "" if isinstance(error, ImportError) else f"{type(error).__name__}: "
         sentence = f"{name}{error}".split("\n")[0] + where
         if isinstance(error, ModuleNotFoundError):
@@ -166,6 +160,23 @@ def _load(implementation: str, device: str) -> None:
         raise ValueError(
             f"device = {device!r}: {implementation} does not support {why}"
         )
+
+
+def _line_in(implementation: str, error: Exception) -> str:
+    """Return the line of an implementation that raised an error, in parentheses, or nothing."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if implementation.endswith(".json"):
+        # the sources of a solution are in no file
+        own = [each for each in frames if each.filename.endswith(".py")]
+        own = [each for each in own if not Path(each.filename).exists()]
+        return f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
+    own = [
+        each
+        for each in frames
+        if Path(each.filename).stem == implementation.split(".")[-1]
+        or each.filename.endswith(implementation)
+    ]
+    return f" (line {own[-1].lineno})" if own else ""
 
 
 def _operations() -> set[str]:
