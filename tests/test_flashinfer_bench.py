@@ -230,6 +230,15 @@ def test_a_triton_solution_is_interpreted_in_float32_and_fills_its_outputs(
     assert result.status == Status.HELD, result
 
 
+def test_an_output_that_is_not_filled_breaks_the_law(pack: Pack) -> None:
+    arguments = ", ".join([*find_definition(DECODE).inputs, "output", "lse"])
+    source = f"def run({arguments}):\n    lse.zero_()\n    output[:, 1:] = 0\n"
+    file = pack(source=source, destination_passing_style=True)
+    setting = make_setting(load_candidate(file), "cpu")
+    result = try_law(find_law(ATTENDS), setting, 0, 4)
+    assert (result.status, result.found) == (Status.BROKEN, "nan")
+
+
 def test_a_source_may_import_its_siblings(pack: Pack, tmp_path: Path) -> None:
     file = pack(source="from .parts.attention import run\n")
     solution = json.loads(Path(file).read_text())
