@@ -33,11 +33,6 @@ class HeadMap:
     query_sources: list[int]
     query_places: list[int]
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether the case has the heads of the definition."""
-        return self.query_sources == list(range(len(self.query_places)))
-
 
 def map_heads(heads: range, group: int, num_kv_heads: int, seed: int) -> HeadMap:
     """Return a map of some KV heads of a case to all heads of a definition.

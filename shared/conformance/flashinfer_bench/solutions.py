@@ -212,32 +212,34 @@ def _check_installed(solution: Solution) -> None:
     for each in solution.dependencies:
         name = re.split(r"[\s<>=!~\[;]", each, maxsplit=1)[0]
         # others, such as CUTLASS_3_7, are headers and toolchains
-        if name.islower() and not _is_found(name.replace("-", "_")):
+        if name.islower() and not is_found(name.replace("-", "_")):
             raise ImportError(
                 f"{solution.file} needs {each}, which is not installed: pip install {name}"
             )
     for path in solution.sources:
         if not path.endswith(".py") or "sys.path" in solution.sources[path]:
             continue
-        for name in _first_imports(_tree(solution, path)):
-            if not _is_found(name):
+        for name, _ in first_imports(_tree(solution, path)):
+            if not is_found(name):
                 raise ImportError(
                     f"{solution.file}: {path} imports {name}, which is not installed: pip"
                     f" install {name}"
                 )
 
 
-def _is_found(name: str) -> bool:
+def is_found(name: str) -> bool:
+    """Return whether a package can be imported. Nothing is imported."""
     return name in sys.modules or importlib.util.find_spec(name) is not None
 
 
-def _first_imports(tree: ast.Module) -> Iterator[str]:
-    """Yield the packages that a file imports before anything else is executed."""
+def first_imports(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """Yield the packages that a file imports before anything else is executed, and their lines."""
     for each in tree.body:
         if isinstance(each, ast.Import):
-            yield from (alias.name.partition(".")[0] for alias in each.names)
+            for alias in each.names:
+                yield alias.name.partition(".")[0], each.lineno
         elif isinstance(each, ast.ImportFrom):
             if not each.level and each.module:
-                yield each.module.partition(".")[0]
+                yield each.module.partition(".")[0], each.lineno
         elif not isinstance(each, ast.Expr):
             return

@@ -4,6 +4,7 @@ It runs in a process of its own and imports no law. So an implementation that ca
 before the calling process imports anything slow.
 """
 
+import ast
 import importlib.util
 import json
 import os
@@ -15,8 +16,10 @@ from collections.abc import Collection
 from difflib import get_close_matches
 from pathlib import Path
 
-from ..flashinfer_bench.solutions import read_solution
+from ..flashinfer_bench.solutions import first_imports, is_found, read_solution
 
+KNOWN = {*sys.stdlib_module_names, "numpy", "pagetwin", "torch", "triton"}
+"""Packages whose import does not change where others are found."""
 SECONDS = 120.0
 """Time limit of an import."""
 
@@ -35,6 +38,7 @@ def check_can_run(implementation: str, device: str | None) -> None:
             SUPPORT names something unknown, or the file of a solution is invalid.
     """
     _check_exists(implementation)
+    _check_source(implementation)
     ours, theirs = os.pipe()
     environment = dict(os.environ)
     environment["PYTHONPATH"] = os.pathsep.join(each or "." for each in sys.path)
@@ -128,6 +132,37 @@ def _check_exists(implementation: str) -> None:
             f"implementation = {implementation!r}: module {top} does not exist here; expected"
             " reference, optimized, a module or package that can be imported, or a .py file"
         )
+
+
+def _check_source(implementation: str) -> None:
+    """Raise if the file of an implementation is not valid Python, or imports what is missing.
+
+    This takes no process that imports torch. It is looked for only until an import that may change
+    where others are found.
+    """
+    is_file = implementation.endswith(".py")
+    file = Path(implementation if is_file else f"{implementation}.py")
+    if not file.is_file():
+        return
+    source = file.read_bytes()
+    cannot = f"{implementation} cannot be imported: "
+    try:
+        tree = ast.parse(source, file.name)
+    except SyntaxError as error:
+        raise ImportError(f"{cannot}SyntaxError: {error}") from None
+    except ValueError:
+        return
+    if b"sys." in source:
+        return
+    for name, line in first_imports(tree):
+        here = file.parent / name
+        if not (here.is_dir() or here.with_suffix(".py").is_file() or is_found(name)):
+            raise ImportError(
+                f"{cannot}No module named {name!r} (line {line}): install {name}, or correct the"
+                " import"
+            )
+        if name not in KNOWN:
+            return
 
 
 def _load(implementation: str, device: str) -> None:
