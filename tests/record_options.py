@@ -16,7 +16,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from pagetwin.conformance.generators.option_pairs import DESIGN, OPTIONS, REJECTED
+from pagetwin.conformance.generators.option_pairs import OPTIONS, REJECTED, design
 from pagetwin.conformance.generators.options import build_call
 from pagetwin.contract.operations import load_implementation
 
@@ -39,7 +39,7 @@ def drawn() -> dict[str, Any]:
             {"one": each.one, "other": each.other, "reason": each.reason}
             for each in REJECTED
         ],
-        "choices": [list(choice.values()) for choice in DESIGN],
+        "choices": [list(choice.values()) for choice in design()],
     }
     as_stored: dict[str, Any] = json.loads(json.dumps(found))
     return as_stored
@@ -49,7 +49,7 @@ def run_all(name: str, device: torch.device) -> dict[str, list[int]]:
     """Return the numbers of the choices that keep their error budget, and of those that do not."""
     twin, reference = (load_implementation(each) for each in (name, "reference"))
     found: dict[str, list[int]] = {"passed": [], "failed": []}
-    for number, choice in enumerate(DESIGN):
+    for number, choice in enumerate(design()):
         call = build_call(choice, number, device)
         try:
             call.assert_right(*call.run(twin), reference)

@@ -25,6 +25,7 @@ from pagetwin.conformance.generators.batches import LAYOUTS, BatchPlan
 from pagetwin.conformance.generators.machine import KINDS, Machine
 from pagetwin.conformance.generators.option_pairs import PLAIN, draw_choice
 from pagetwin.conformance.generators.options import build_call
+from pagetwin.conformance.harness import preflight
 from pagetwin.conformance.harness.candidate import (
     Candidate,
     OutsideSupport,
@@ -370,6 +371,20 @@ def test_an_adapter_that_cannot_run_is_reported_before_torch_is_imported(
     assert done.returncode == USER_ERROR, done.stderr
     assert words in done.stderr and "Traceback" not in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("source", ["import torch\nimport nothere", "def f(:"])
+def test_what_the_source_alone_shows_needs_no_process(kernels, source, monkeypatch):
+    """A process that imports torch took a second and a half."""
+    monkeypatch.setattr(preflight.subprocess, "Popen", None)
+    with pytest.raises(ImportError, match=r"cannot be imported: .*line [12]\)"):
+        preflight.check_can_run(kernels(source), "cpu")
+
+
+def test_a_package_that_an_earlier_import_provides_is_not_missing(kernels):
+    first = kernels("import sys\nsys.modules['nothere'] = sys")
+    name = kernels(f"import {first}\nimport nothere\ndef paged_attention(): pass")
+    preflight.check_can_run(name, "cpu")
 
 
 def test_a_kernel_that_needs_a_gpu_is_not_reported_as_broken(kernels):

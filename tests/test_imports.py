@@ -49,6 +49,7 @@ LARGE_FOLDERS = {
     "shared/conformance/laws": "one file per subject of laws",
     "shared/contract": "one file per family of classes",
     "shared/examples": "one file per concept",
+    "shared/tools": "one file per group of commands, and what they share",
     "shared/tools/bench": "one file per part of a run",
     "shared/tools/puzzles/tasks": "one file per puzzle",
     "shared/tools/replay": "to be grouped",

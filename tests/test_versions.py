@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 import version_matrix
+from pagetwin.conformance.harness.candidate import load_candidate
 from pagetwin.engine import triton_versions
 from pagetwin.engine.triton_versions import repair_interpreter, why_no_triton
 from pagetwin.optimized.launch.launcher import Launcher, check_launch
@@ -151,6 +152,25 @@ def test_loop_bounds_are_repaired_for_triton_3_6_beside_numpy_2_4(
     if is_repaired:
         one = SimpleNamespace(handle=SimpleNamespace(data=numpy.array([7])))
         assert scope.methods["__index__"](one) == 7
+
+
+def test_kernels_that_are_checked_run_in_a_repaired_interpreter(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Only the launches of this package were repaired, and other kernels could not run."""
+    interpreter = interpreter_of("3.6.0")
+    monkeypatch.setattr(numpy, "__version__", "2.4.0")
+    monkeypatch.setitem(sys.modules, "triton.runtime.interpreter", interpreter)
+    # this interpreter cannot be hashed, so its repair cannot be cached
+    monkeypatch.setattr(
+        triton_versions, "repair_interpreter", repair_interpreter.__wrapped__
+    )
+    adapter = tmp_path / "my_repaired_kernels.py"
+    adapter.write_text("def paged_attention(): pass")
+    load_candidate(str(adapter))
+    scope = Scope()
+    interpreter._patch_lang_tensor(tl.tensor, scope)
+    assert "__index__" in scope.methods
 
 
 @pytest.mark.parametrize(

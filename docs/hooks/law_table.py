@@ -5,6 +5,8 @@ from functools import cache
 from pathlib import Path
 
 from pagetwin.conformance import check_implementation
+from pagetwin.conformance.flashinfer_bench.definitions import Definition
+from pagetwin.conformance.flashinfer_bench.families import FAMILIES
 from pagetwin.conformance.harness.law import Law
 from pagetwin.conformance.laws.all_laws import ALL_LAWS
 
@@ -41,6 +43,22 @@ def count_of(name: str) -> str:
     assert report.ok, report.to_markdown()
     counts = ", ".join(f"{count} {status}" for status, count in report.counts().items())
     return f"```\nmy_kernels on cpu: {counts}.\n```"
+
+
+def solution(name: str) -> str:
+    """Return a file of docs/solutions."""
+    source = (ROOT / "docs" / "solutions" / f"{name}.py").read_text(encoding="utf-8")
+    return f"```python\n{source.rstrip()}\n```"
+
+
+def definition_table() -> str:
+    """Return a table of the families of definitions of FlashInfer-Bench."""
+    lines = ["| name | inputs | operation |", "|---|---|---|"]
+    for family in FAMILIES:
+        definition = Definition(family, (2,) * len(family.constants))
+        inputs = ", ".join(f"`{name}`" for name in definition.inputs)
+        lines.append(f"| `{family.pattern}` | {inputs} | `{family.operation}` |")
+    return "\n".join(lines)
 
 
 def adapter(name: str) -> str:

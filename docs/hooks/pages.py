@@ -305,6 +305,8 @@ MACROS: dict[str, Callable[..., str]] = {
         ladder_table.ladder_resources,
         ladder_table.ladder_rung,
         law_table.adapter,
+        law_table.definition_table,
+        law_table.solution,
         law_table.count_of,
         error_examples.error_examples,
         option_table.option_arguments,

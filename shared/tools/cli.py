@@ -1,4 +1,4 @@
-"""The command `pagetwin`: replay, reproduce, explain, check, fuzz, bench.
+"""The command `pagetwin`: replay, reproduce, explain, check, fuzz, export, bench.
 
 Slow imports are inside the commands, so `pagetwin --help` is fast.
 """
@@ -17,6 +17,7 @@ from .conformance_commands import check
 from .fuzz_command import fuzz
 from .puzzles.command import puzzles
 from .replay_commands import replay, reproduce
+from .solution_commands import export
 
 app = typer.Typer(
     help="Paged attention and its bookkeeping, written twice: to be read and to be fast.",
@@ -82,5 +83,6 @@ def explain(
 
 app.command()(check)
 app.command()(fuzz)
+app.command()(export)
 app.command()(bench)
 app.command()(puzzles)

@@ -9,6 +9,13 @@ from rich.table import Table
 
 from .command_line import DISAGREE, choose_interpreter, sentences_for_errors
 from .report_files import HtmlFile, JsonFile, JUnitFile, MarkdownFile, ReportFiles
+from .solution_commands import (
+    SolutionFile,
+    TraceFile,
+    choose_implementation,
+    print_interpreted,
+    write_traces,
+)
 
 if TYPE_CHECKING:
     from ..conformance.harness.report import Report, Result, Symptom
@@ -19,12 +26,13 @@ COLOURS = {
     OUTSIDE: "yellow",
     "known failure": "yellow",
 }
-Module = Annotated[
-    str,
-    typer.Argument(
-        help="reference, optimized, a package or module with functions named like operations,"
-        " or a .py file."
-    ),
+OF_MODULE = (
+    "reference, optimized, a package or module with functions named like operations,"
+    " or a .py file."
+)
+Module = Annotated[str, typer.Argument(help=OF_MODULE)]
+OptionalModule = Annotated[
+    str | None, typer.Argument(help=OF_MODULE, show_default=False)
 ]
 Only = Annotated[
     str | None, typer.Option(help="Words in a law's name or area.  (all laws)")
@@ -35,7 +43,9 @@ Device = Annotated[
 
 
 def check(
-    module: Module,
+    module: OptionalModule = None,
+    solution: SolutionFile = None,
+    trace: TraceFile = None,
     only: Only = None,
     seed: Annotated[int, typer.Option(help="Seed of the cases.")] = 0,
     examples: Annotated[int, typer.Option(help="Drawn cases per law.")] = 25,
@@ -72,7 +82,8 @@ def check(
     """Check an implementation against every law, in a separate process.
 
     A kernel is called only within its SUPPORT. Laws that fail alike are reported together, with
-    one program that reproduces the failure, the most severe failures first.
+    one program that reproduces the failure, the most severe failures first. --solution checks a
+    solution in the format of FlashInfer-Bench: its definition determines SUPPORT.
 
     Exit codes: 0, every law holds, is undeclared or is a known failure. 1, a law is broken,
     crashes or misses an operation, or a known failure holds. 2, the implementation could not run;
@@ -80,8 +91,9 @@ def check(
     """
     with sentences_for_errors():
         check_hypothesis("check")
-        files = ReportFiles(json_file, markdown, junit, html)
+        files = ReportFiles(json_file, markdown, junit, html, trace)
         files.check()
+        module = choose_implementation(module, solution, trace, device)
         check_module(module, device)
         choose_interpreter(device)
         if not case_seconds > 0:
@@ -100,6 +112,8 @@ def check(
             workers=workers,
             seconds_of_a_case=case_seconds,
         )
+        if trace is not None:
+            write_traces(trace, report, case_seconds)
         written = files.write(report)
     console, table = Console(), _table(report)
     if not console.is_terminal:
@@ -110,6 +124,8 @@ def check(
     _print_undeclared(report, wide)
     for symptom in report.symptoms():
         print_symptom(report, symptom, wide)
+    if solution is not None:
+        print_interpreted(module, wide)
     counts = ", ".join(f"{count} {name}" for name, count in report.counts().items())
     for file in written:
         console.print(f"report: {file}", highlight=False, markup=False)

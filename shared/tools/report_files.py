@@ -33,12 +33,16 @@ HtmlFile = Annotated[
 
 @dataclass(frozen=True)
 class ReportFiles:
-    """The files of a report. None if an option is not given."""
+    """The files of a report. None if an option is not given.
+
+    `trace` is checked with the others, and written by `solution_commands.write_traces`.
+    """
 
     json: Path | None = None
     markdown: Path | None = None
     junit: Path | None = None
     html: Path | None = None
+    trace: Path | None = None
 
     def check(self) -> None:
         """Raise if a file could not be written, before anything is computed.
@@ -57,7 +61,7 @@ class ReportFiles:
         """Write the files, each completely or not at all, and return their paths."""
         from .report_page import render_page
 
-        written = []
+        written = [] if self.trace is None else [self.trace]
         for path, render in (
             (self.json, report.to_json),
             (self.markdown, report.to_markdown),

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ...contract.kinds import FP8_DTYPES
+from ..harness.support import Support, bounds_of, nearest_length
 from ..oracles.brute_force import (
     Answer,
     OracleRequest,
@@ -73,6 +74,53 @@ class LatentPlan:
     padding: int = 0
     spare_max: int = 0
     seed: int = 0
+
+    def within(self, support: Support) -> "LatentPlan":
+        """Return the nearest plan inside of the declared support."""
+        lens = [nearest_length(each, support.query_lens) for each in self.query_lens]
+        keys = [
+            nearest_length(max(key_len, new), support.seq_lens)
+            for key_len, new in zip(self.key_lens, lens, strict=True)
+        ]
+        dtypes = support.dtypes
+        taken = [each for each in DTYPES if dtypes is None or name_of(each) in dtypes]
+        dtype = self.dtype
+        if taken and dtype not in taken:
+            dtype = taken[self.seed % len(taken)]
+        sizes = sorted(support.block_sizes or [self.block_size])
+        is_size = self.block_size in sizes
+        stored = self.cache_dtype
+        caches = support.cache_dtypes
+        if stored is not None and (
+            support.why_not_options({"k_scale": self.k_scale})
+            or (caches is not None and name_of(stored) not in caches)
+        ):
+            stored = None
+
+        spare = self.spare_max
+        for own, taken_lens in ((lens, support.query_lens), (keys, support.seq_lens)):
+            if taken_lens and max(own, default=0) + spare > bounds_of(taken_lens)[1]:
+                spare = 0
+
+        def option(name: str, value: Any) -> Any:
+            return None if support.why_not_options({name: value}) else value
+
+        return replace(
+            self,
+            query_lens=tuple(lens),
+            key_lens=tuple(keys),
+            dtype=dtype,
+            block_size=self.block_size if is_size else sizes[self.seed % len(sizes)],
+            cache_dtype=stored,
+            scale=option("scale", self.scale),
+            sliding_window=option("sliding_window", self.sliding_window),
+            spare_max=spare,
+        )
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return the name of a dtype as `Support` spells it."""
+    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,13 @@
 
 OPTIONS names all properties in which calls differ, and the values that the laws draw. Attention
 options are declared in `validation/options`, with the pairs that they reject; all other properties
-are declared here. A choice gives each of them one value. DESIGN is a list of choices that contains
+are declared here. A choice gives each of them one value. `design` returns choices that contain
 every pair of values at least once, except the pairs in REJECTED, which raise.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import combinations
 from random import Random
 
@@ -170,14 +171,16 @@ REJECTED = (
         "k_scale = None: expected a scale",
     ),
 )
-_FORBIDDEN = {
-    pair
-    for rejected in REJECTED
-    for a, b in rejected.pairs()
-    for pair in ((a, b), (b, a))
-}
-
-Pair = tuple[tuple[str, str], tuple[str, str]]
+Value = tuple[str, str]
+"""An option and one of its values."""
+Pair = tuple[Value, Value]
+_FORBIDDEN: dict[Value, set[Value]] = {}
+"""For each value of an option, the values of others that it cannot be combined with."""
+for _rejected in REJECTED:
+    for _one, _other in _rejected.pairs():
+        _FORBIDDEN.setdefault(_one, set()).add(_other)
+        _FORBIDDEN.setdefault(_other, set()).add(_one)
+_NONE: set[Value] = set()
 
 
 def pairs_of(choice: Choice) -> set[Pair]:
@@ -192,16 +195,17 @@ def all_pairs() -> set[Pair]:
         for name, other in combinations(OPTIONS, 2)
         for value in OPTIONS[name].values
         for its in OPTIONS[other].values
-        if ((name, value), (other, its)) not in _FORBIDDEN
+        if (other, its) not in _FORBIDDEN.get((name, value), _NONE)
     }
 
 
 def allowed(choice: Choice, name: str) -> list[str]:
     """Return the values of an option that are valid together with those of a choice."""
+    beside = choice.items()
     return [
         value
         for value in OPTIONS[name].values
-        if not any(((name, value), beside) in _FORBIDDEN for beside in choice.items())
+        if _FORBIDDEN.get((name, value), _NONE).isdisjoint(beside)
     ]
 
 
@@ -242,4 +246,7 @@ def choices(draw: st.DrawFn) -> tuple[Choice, int]:
     return draw_choice(Random(seed)), seed
 
 
-DESIGN = cover_pairs()
+@cache
+def design() -> list[Choice]:
+    """Return choices that together cover every pair of options. It takes half a second, once."""
+    return cover_pairs()

@@ -31,6 +31,7 @@ from ...contract.operations import (
     find_operations,
     load_implementation,
 )
+from ...engine.triton_versions import repair_loaded_interpreter
 from .fatal import fatal_status
 from .support import Support as Support
 from .support import bounds_of, converted
@@ -239,14 +240,16 @@ def load_candidate(name: str) -> Candidate:
 
     Args:
         name: "reference", "optimized", a package with files named after the concepts, a module
-            that defines operations itself, or the path of a .py file. Modules of the current
-            folder are found.
+            that defines operations itself, the path of a .py file, or that of the .json file of a
+            FlashInfer-Bench solution. Modules of the current folder are found.
 
     Raises:
-        ModuleNotFoundError: The module or file does not exist.
+        FileNotFoundError, ModuleNotFoundError: The module or file does not exist.
         ValueError: It has none of the operations, or its SUPPORT is not a `Support`.
     """
     name, top = _import(name)
+    # its kernels may run in the interpreter; this package's own are repaired when they are launched
+    repair_loaded_interpreter()
     operations = find_operations(top)
     if backends := find_backends(top):
         operations["BACKENDS"] = backends
@@ -266,6 +269,10 @@ def load_candidate(name: str) -> Candidate:
 def _import(name: str) -> tuple[str, ModuleType]:
     """Return a module and its dotted name."""
     folder = Path.cwd()
+    if name.endswith(".json"):
+        from ..flashinfer_bench.adapter import load_solution
+
+        return name, load_solution(name)
     if name.endswith(".py"):
         file = Path(name).resolve()
         if not file.is_file():

@@ -4,6 +4,7 @@ It runs in a process of its own and imports no law. So an implementation that ca
 before the calling process imports anything slow.
 """
 
+import ast
 import importlib.util
 import json
 import os
@@ -15,6 +16,10 @@ from collections.abc import Collection
 from difflib import get_close_matches
 from pathlib import Path
 
+from ..flashinfer_bench.solutions import first_imports, is_found, read_solution
+
+KNOWN = {*sys.stdlib_module_names, "numpy", "pagetwin", "torch", "triton"}
+"""Packages whose import does not change where others are found."""
 SECONDS = 120.0
 """Time limit of an import."""
 
@@ -27,11 +32,13 @@ def check_can_run(implementation: str, device: str | None) -> None:
         device: Optional. The device of the tensors. If None, any device will do.
 
     Raises:
-        ImportError: The implementation does not exist, or its import raises or ends the process.
-        ValueError: The device is not available, the implementation has none of the operations, or
-            its SUPPORT names something unknown.
+        FileNotFoundError, ImportError: The implementation does not exist, or its import raises or
+            ends the process.
+        ValueError: The device is not available, the implementation has none of the operations, its
+            SUPPORT names something unknown, or the file of a solution is invalid.
     """
     _check_exists(implementation)
+    _check_source(implementation)
     ours, theirs = os.pipe()
     environment = dict(os.environ)
     environment["PYTHONPATH"] = os.pathsep.join(each or "." for each in sys.path)
@@ -67,7 +74,10 @@ def check_can_run(implementation: str, device: str | None) -> None:
 
 
 def main(pipe: int) -> None:
-    """Import the implementation that standard input names, and write the error to a pipe."""
+    """Import the implementation that standard input names, and write the error to a pipe.
+
+    The process ends here: an orderly end of one that imported torch takes a quarter of a second.
+    """
     implementation, device = json.loads(sys.stdin.read())
     with os.fdopen(pipe, "w") as lines:
         try:
@@ -76,6 +86,7 @@ def main(pipe: int) -> None:
             json.dump([type(error).__name__, str(error)], lines)
         else:
             json.dump(["", ""], lines)
+    os._exit(0)
 
 
 def choose_device(device: str | None) -> str:
@@ -96,8 +107,14 @@ def choose_device(device: str | None) -> str:
 
 
 def _check_exists(implementation: str) -> None:
-    """Raise if there is neither a file nor a module of this name. Nothing is imported."""
+    """Raise if there is neither a file nor a module of this name, or a solution is invalid.
+
+    Nothing is imported.
+    """
     if implementation in ("reference", "optimized"):
+        return
+    if implementation.endswith(".json"):
+        read_solution(implementation)
         return
     if implementation.endswith(".py"):
         if not Path(implementation).is_file():
@@ -117,6 +134,37 @@ def _check_exists(implementation: str) -> None:
         )
 
 
+def _check_source(implementation: str) -> None:
+    """Raise if the file of an implementation is not valid Python, or imports what is missing.
+
+    This takes no process that imports torch. It is looked for only until an import that may change
+    where others are found.
+    """
+    is_file = implementation.endswith(".py")
+    file = Path(implementation if is_file else f"{implementation}.py")
+    if not file.is_file():
+        return
+    source = file.read_bytes()
+    cannot = f"{implementation} cannot be imported: "
+    try:
+        tree = ast.parse(source, file.name)
+    except SyntaxError as error:
+        raise ImportError(f"{cannot}SyntaxError: {error}") from None
+    except ValueError:
+        return
+    if b"sys." in source:
+        return
+    for name, line in first_imports(tree):
+        here = file.parent / name
+        if not (here.is_dir() or here.with_suffix(".py").is_file() or is_found(name)):
+            raise ImportError(
+                f"{cannot}No module named {name!r} (line {line}): install {name}, or correct the"
+                " import"
+            )
+        if name not in KNOWN:
+            return
+
+
 def _load(implementation: str, device: str) -> None:
     import torch
 
@@ -128,13 +176,7 @@ def _load(implementation: str, device: str) -> None:
     except Exception as error:
         if str(error).startswith(("implementation = ", f"{implementation} has none")):
             raise
-        own = [
-            frame
-            for frame in traceback.extract_tb(error.__traceback__)
-            if Path(frame.filename).stem == implementation.split(".")[-1]
-            or frame.filename.endswith(implementation)
-        ]
-        where = f" (line {own[-1].lineno})" if own else ""
+        where = _line_in(implementation, error)
         name = "" if isinstance(error, ImportError) else f"{type(error).__name__}: "
         sentence = f"{name}{error}".split("\n")[0] + where
         if isinstance(error, ModuleNotFoundError):
@@ -153,6 +195,23 @@ def _load(implementation: str, device: str) -> None:
         raise ValueError(
             f"device = {device!r}: {implementation} does not support {why}"
         )
+
+
+def _line_in(implementation: str, error: Exception) -> str:
+    """Return the line of an implementation that raised an error, in parentheses, or nothing."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if implementation.endswith(".json"):
+        # the sources of a solution are in no file
+        own = [each for each in frames if each.filename.endswith(".py")]
+        own = [each for each in own if not Path(each.filename).exists()]
+        return f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
+    own = [
+        each
+        for each in frames
+        if Path(each.filename).stem == implementation.split(".")[-1]
+        or each.filename.endswith(implementation)
+    ]
+    return f" (line {own[-1].lineno})" if own else ""
 
 
 def _operations() -> set[str]:

@@ -50,6 +50,8 @@ class Job:
         outside: Whether cases outside of the declared support are tried, instead of those inside.
         probe: Optional. Fields of a `Support` that replaces the declared one, to find out what a
             kernel takes. The case is then neither fitted nor shrunk. If None, nothing is replaced.
+        is_measured: Whether the case is a workload of a solution, whose errors and latency are
+            measured. The case is then neither fitted nor shrunk.
     """
 
     law: str
@@ -60,6 +62,7 @@ class Job:
     signature: int | None = None
     outside: bool = False
     probe: dict[str, Any] | None = None
+    is_measured: bool = False
 
 
 class Worker:
@@ -137,7 +140,8 @@ class Worker:
             area: The subject of the law.
         """
         found = self._try(job, area)
-        is_known = not found.case or self._is_late or job.probe is not None
+        is_single = job.is_measured or job.probe is not None
+        is_known = not found.case or self._is_late or is_single
         if found.status not in FATAL or is_known:
             return found
         alone = self._try(replace(job, case=found.case), area)

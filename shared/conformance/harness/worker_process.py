@@ -7,9 +7,13 @@ import json
 import os
 import sys
 from dataclasses import asdict, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .worker import FATAL, Job
+
+if TYPE_CHECKING:
+    from .law import Setting
+    from .report import Result
 
 
 def main(pipe: int) -> None:
@@ -48,9 +52,12 @@ def main(pipe: int) -> None:
 
         torch.set_num_threads(1)
         if first["device"] == "cpu" and "triton" in sys.modules:
+            from ...engine.triton_versions import repair_loaded_interpreter
             from .interpreter import speed_up
 
+            # this imports the interpreter, which kernels that are defined later use
             speed_up()
+            repair_loaded_interpreter()
         by_name = {law.name: law for law in ALL_LAWS}
         say(promises=list(candidate.support.rejects or ()))
         for line in sys.stdin:
@@ -72,7 +79,10 @@ def main(pipe: int) -> None:
             elif job.case is None:
                 result = try_law(law, own, job.seed, job.examples, at, job.listed)
             else:
-                result = try_case(law, own, job.case, at, job.probe is not None)
+                is_exact = job.is_measured or job.probe is not None
+                result = try_case(law, own, job.case, at, is_exact)
+            if job.is_measured and job.case is not None:
+                result = measured(result, own, job.case)
             is_last = result.status in FATAL or (
                 not result.ok and is_context_lost(setting.device)
             )
@@ -83,3 +93,19 @@ def main(pipe: int) -> None:
             if is_last:
                 # an orderly end would raise once more, or wait for a kernel
                 os._exit(0)
+
+
+def measured(result: "Result", setting: "Setting", case: str) -> "Result":
+    """Return the result of a workload with the errors and the latency of the solution.
+
+    A workload whose outputs could not be compared is returned as it is.
+    """
+    if result.message or result.status in FATAL:
+        return result
+    from ..flashinfer_bench.measuring import measure
+    from .trial import find_law, make_case
+
+    law = find_law(result.law)
+    operation = setting.candidate.operations[law.needs[0]]
+    numbers = measure(operation, make_case(law, case), setting.device)
+    return replace(result, details=result.details | {"measured": numbers})

@@ -1,12 +1,14 @@
 """Laws of attention over a paged cache and over contiguous (ragged) keys and values.
 
 The expected result is computed key by key in float64, under any options (`brute_force`). The error
-budget of each row is derived from the error of plain torch in the same dtype. DESIGN covers every
+budget of each row is derived from the error of plain torch in the same dtype. `design` covers every
 pair of options; drawn choices and batches cover the rest.
 """
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from random import Random
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -21,7 +23,7 @@ from ..generators.batches import (
     BatchPlan,
     plans,
 )
-from ..generators.option_pairs import DESIGN, Choice, draw_choice
+from ..generators.option_pairs import Choice, design, draw_choice
 from ..generators.options import build_call, paged_call, ragged_call
 from ..harness.calling import expect_right, expect_same_results, run_call, value_size_of
 from ..harness.canaries import kept
@@ -32,13 +34,35 @@ Drawn = tuple[Choice, int]
 """The chosen options, and the seed of the batch."""
 
 
-def designed(operation: str) -> list[Drawn]:
-    """Return the choices that together cover every pair of options of an operation."""
-    return [
-        (choice, seed)
-        for seed, choice in enumerate(DESIGN)
-        if choice["operation"] == operation
-    ]
+@dataclass(frozen=True)
+class Designed(Sequence[Drawn]):
+    """The choices that together cover every pair of options of an operation.
+
+    They are computed when the first one is used: most processes need none of them.
+
+    Args:
+        operation: The operation.
+        step: Distance of the choices in the list of all.
+        most: Optional. The maximum number of choices. If None, all of them.
+    """
+
+    operation: str
+    step: int = 1
+    most: int | None = None
+
+    def _all(self) -> list[Drawn]:
+        drawn = [
+            (choice, seed)
+            for seed, choice in enumerate(design())
+            if choice["operation"] == self.operation
+        ]
+        return drawn[:: self.step][: self.most]
+
+    def __len__(self) -> int:
+        return len(self._all())
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._all()[index]
 
 
 @st.composite
@@ -53,7 +77,7 @@ def drawn_calls(
     return draw_choice(Random(seed), start.items()), seed
 
 
-PAGED, RAGGED = designed("paged_attention"), designed("encoder_attention")
+PAGED, RAGGED = Designed("paged_attention"), Designed("encoder_attention")
 
 
 def expect_right_answer(setting: Setting, case: Drawn) -> None:
@@ -152,13 +176,9 @@ def values_may_be_smaller_than_keys(
     expect_right(setting, call, run_call(setting, call))
 
 
-def small_calls(operation: str) -> list[Drawn]:
-    """Return every third designed choice, for laws that call the operation twice."""
-    return designed(operation)[::3]
-
-
-SMALL = small_calls("paged_attention")
-SMALL_RAGGED = small_calls("encoder_attention")[:2]
+SMALL = Designed("paged_attention", step=3)
+SMALL_RAGGED = Designed("encoder_attention", step=3, most=2)
+"""Every third choice, for laws that call the operation twice."""
 
 
 def expect_reads_kept(setting: Setting, case: Drawn) -> None:

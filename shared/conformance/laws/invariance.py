@@ -40,9 +40,8 @@ from ..harness.canaries import checked_values
 from ..harness.expect import expect_same
 from ..harness.law import Setting, law
 from ..oracles.brute_force import Answer
-from .attention import Drawn, designed, drawn_calls
+from .attention import Designed, Drawn, drawn_calls
 
-PAGED = designed("paged_attention")
 POISONS = (0.0, float("inf"), 1e4, -3e38)
 
 
@@ -56,7 +55,7 @@ def results_are_bitwise_equal_wherever_pages_are_stored(
     expect_same_results("with its pages elsewhere", run_call(setting, moved), found)
 
 
-@law("paged_attention", cases=PAGED[::2])
+@law("paged_attention", cases=Designed("paged_attention", step=2))
 def results_are_bitwise_equal_whatever_unallocated_slots_hold(
     setting: Setting, case: Drawn
 ) -> None:
@@ -68,7 +67,7 @@ def results_are_bitwise_equal_whatever_unallocated_slots_hold(
     )
 
 
-@law("encoder_attention", cases=designed("encoder_attention"))
+@law("encoder_attention", cases=Designed("encoder_attention"))
 def results_are_bitwise_equal_whatever_follows_the_last_key(
     setting: Setting, case: Drawn
 ) -> None:

@@ -1,0 +1,211 @@
+"""Adapter: a solution as an implementation that the laws can judge, with its `Support`."""
+
+import math
+import os
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..harness.support import Support
+from .calls import (
+    draw_columns,
+    latent_inputs,
+    lengths_of,
+    map_heads,
+    paged_inputs,
+)
+from .definitions import DTYPE, OUTPUTS, Definition
+from .solutions import Solution, read_solution
+from .sources import import_entry
+
+INTERPRETED = "float32"
+"""The dtype of tensors in Triton's interpreter, whose arithmetic in bfloat16 is wrong."""
+MOST_KEYS = 1 << 17
+"""One more than the longest supported request."""
+SHAPE_OF, DTYPE_OF = "shape of", "dtype of"
+"""What the error of an output of the wrong kind begins with."""
+
+
+def is_interpreted(solution: Solution) -> bool:
+    """Return whether the kernels of a solution run in Triton's interpreter."""
+    return solution.language == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def support_of(definition: Definition, dtype: str = DTYPE) -> Support:
+    """Return the support that the constants of a definition determine.
+
+    Args:
+        definition: The definition.
+        dtype: The dtype of queries and caches.
+    """
+    support = Support(
+        operations=[definition.family.operation],
+        dtypes=[dtype],
+        cache_dtypes=[dtype],
+        query_lens=[1] if definition.family.is_decode else range(MOST_KEYS),
+        seq_lens=range(MOST_KEYS),
+        options=["scale", "lse"],
+        rejects=[],
+    )
+    sizes = definition.constants
+    if "page_size" in sizes:
+        support = replace(support, block_sizes=[sizes["page_size"]])
+    if "head_dim" not in sizes:
+        # the widths of a case are placed in those of the definition
+        return replace(support, options=["scale", "lse", "out"])
+    group = sizes["num_qo_heads"] // sizes["num_kv_heads"]
+    return replace(support, head_sizes=[sizes["head_dim"]], group_sizes=[group])
+
+
+def load_solution(file: str) -> ModuleType:
+    """Return a solution as a module with one operation and SUPPORT.
+
+    Raises:
+        FileNotFoundError, ValueError, ImportError: As `read_solution`.
+    """
+    solution = read_solution(file)
+    dtype = INTERPRETED if is_interpreted(solution) else DTYPE
+    module = ModuleType(solution.package)
+    call = SolutionCall(solution)
+    operation = solution.definition.family.operation
+    is_latent = operation == "latent_decode_attention"
+    setattr(module, operation, call.latent_decode if is_latent else call.attention)
+    module.SUPPORT = support_of(solution.definition, dtype)  # type: ignore[attr-defined]
+    module.CALL = call  # type: ignore[attr-defined]
+    return module
+
+
+class SolutionCall:
+    """Calls of the function of a solution.
+
+    Args:
+        solution: The solution. Its sources are imported.
+    """
+
+    def __init__(self, solution: Solution) -> None:
+        self.solution = solution
+        self.definition = solution.definition
+        self.function = import_entry(solution)
+
+    def run(self, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Return the outputs for inputs in the definition's order, checked for shape and dtype."""
+        given = self.prepare(inputs)
+        found = self.function(*given)
+        first = next(iter(inputs.values()))
+        outputs = self._outputs(given[-2:] if self.solution.fills_outputs else found)
+        for name, each, shape, dtype in (
+            ("output", outputs[0], first.shape, first.dtype),
+            ("lse", outputs[1], first.shape[:2], torch.float32),
+        ):
+            if not isinstance(each, Tensor):
+                raise TypeError(f"{name} is {type(each).__name__}: expected a tensor")
+            if each.shape != shape:
+                wrong = f"{SHAPE_OF} {name} = {list(each.shape)}"
+                raise ValueError(f"{wrong}: expected {list(shape)}")
+            if each.dtype != dtype:
+                raise TypeError(f"{DTYPE_OF} {name} = {each.dtype}: expected {dtype}")
+        return outputs
+
+    def prepare(self, inputs: dict[str, Any]) -> list[Any]:
+        """Return the arguments of the function. Outputs to fill are full of NaN."""
+        given = list(inputs.values())
+        if self.solution.fills_outputs:
+            first = given[0]
+            given.append(torch.full_like(first, torch.nan))
+            given.append(
+                first.new_full(first.shape[:2], torch.nan, dtype=torch.float32)
+            )
+        return given
+
+    def _outputs(self, found: Any) -> tuple[Any, Any]:
+        """Return both outputs of a result."""
+        if isinstance(found, dict) and set(found) == set(OUTPUTS):
+            return found["output"], found["lse"]
+        if isinstance(found, (tuple, list)) and len(found) == len(OUTPUTS):
+            return found[0], found[1]
+        raise TypeError(
+            f"{self.solution.entry_name} returned {type(found).__name__}: expected the tensors"
+            " output and lse"
+        )
+
+    def attention(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        block_table: Tensor,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        max_query_len: int,
+        max_seq_len: int,
+        scale: float | None = None,
+        lse: Tensor | None = None,
+    ) -> Tensor:
+        """Return paged attention: the solution is called with all heads of its definition."""
+        arguments = {name: each for name, each in locals().items() if name != "self"}
+        sizes = self.definition.constants
+        kv_heads, most = key_cache.shape[2], sizes["num_kv_heads"]
+        group = query.shape[1] // kv_heads
+        out = query.new_zeros(*query.shape[:2], value_cache.shape[3])
+        if lse is not None:
+            lse.fill_(-torch.inf)
+        tokens = lengths_of(arguments).tokens
+        for first in range(0, kv_heads, most):
+            some = range(first, min(first + most, kv_heads))
+            heads = map_heads(some, group, most, seed=tokens + kv_heads)
+            found, base_2 = self.run(paged_inputs(self.definition, arguments, heads))
+            own = slice(first * group, some.stop * group)
+            out[:tokens, own] = found[:, heads.query_places]
+            if lse is not None:
+                lse[own, :tokens] = base_2[:, heads.query_places].T * math.log(2)
+        return out
+
+    def latent_decode(
+        self,
+        q_nope: Tensor,
+        q_pe: Tensor,
+        kv_cache: Tensor,
+        w_uk: Tensor,
+        w_uv: Tensor,
+        block_table: Tensor,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        max_query_len: int,
+        max_seq_len: int,
+        scale: float | None = None,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+    ) -> Tensor:
+        """Return latent attention: the solution attends, and its results are projected here."""
+        arguments = {name: each for name, each in locals().items() if name != "self"}
+        sizes = self.definition.constants
+        count, most = q_nope.shape[1], sizes["num_qo_heads"]
+        tokens = lengths_of(arguments).tokens
+        if out is None:
+            out = q_nope.new_empty(*q_nope.shape[:2], w_uv.shape[2])
+        out.zero_()
+        if lse is not None:
+            lse.fill_(-torch.inf)
+        seed = tokens + count
+        columns = (
+            draw_columns(w_uk.shape[2], sizes["head_dim_ckv"], seed),
+            draw_columns(q_pe.shape[2], sizes["head_dim_kpe"], seed),
+        )
+        for first in range(0, count, most):
+            some = range(first, min(first + most, count))
+            heads = map_heads(some, 1, most, seed)
+            inputs = latent_inputs(
+                self.definition, arguments, heads.kv_sources, columns
+            )
+            found, base_2 = self.run(inputs)
+            latent = found[:, heads.query_places][..., columns[0]].double()
+            own = slice(first, some.stop)
+            out[:tokens, own] = torch.einsum(
+                "thl,hlv->thv", latent, w_uv[own].double()
+            ).to(out.dtype)
+            if lse is not None:
+                lse[own, :tokens] = base_2[:, heads.query_places].T * math.log(2)
+        return out

@@ -1,0 +1,237 @@
+"""Definitions: the attention operations of FlashInfer-Bench that the laws can judge.
+
+A definition fixes the sizes of an operation: its name ends with its constants, as in
+"gqa_paged_decode_h32_kv8_d128_ps64". The names, the axes, and the order of inputs and outputs are
+those of the dataset flashinfer-trace. Nothing here imports torch.
+
+Source:
+    https://github.com/flashinfer-ai/flashinfer-bench, its pages about the schema and the op types.
+"""
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from .families import FAMILIES, Family
+
+REFERENCES = Path(__file__).parent / "references"
+DTYPE = "bfloat16"
+"""The dtype of queries, caches and outputs of all definitions."""
+
+AXES = {
+    "batch_size": "Number of requests.",
+    "total_q": "Number of queries of all requests.",
+    "total_kv": "Number of keys of all requests.",
+    "num_pages": "Number of pages of the cache.",
+    "len_indptr": "Number of requests, plus 1.",
+    "num_kv_indices": "Number of page ids of all requests.",
+    "num_qo_heads": "Number of query heads.",
+    "num_kv_heads": "Number of KV heads.",
+    "head_dim": "Elements per head.",
+    "head_dim_ckv": "Elements of a latent.",
+    "head_dim_kpe": "Elements of a rope key.",
+    "page_size": "Tokens per page.",
+}
+"""What each axis counts."""
+INPUTS = {
+    "q": "Queries, request after request.",
+    "q_nope": "Queries in the space of the latents, request after request.",
+    "q_pe": "The part of the queries with rotary position.",
+    "k": "Keys, request after request.",
+    "v": "Values, request after request.",
+    "k_cache": "Paged cache of keys.",
+    "v_cache": "Paged cache of values.",
+    "ckv_cache": "Paged cache of latents.",
+    "kpe_cache": "Paged cache of rope keys.",
+    "qo_indptr": "Where the queries of each request start.",
+    "kv_indptr": "Where the page ids of each request start.",
+    "kv_indices": "Page ids, request after request.",
+    "kv_last_page_len": "Tokens in the last page of each request, from 1 to page_size.",
+    "sm_scale": "Factor of the scores.",
+}
+"""What each input contains."""
+OUTPUTS = ("output", "lse")
+
+
+@dataclass(frozen=True)
+class Definition:
+    """An operation with fixed sizes.
+
+    Args:
+        family: Its family.
+        sizes: The value of each constant axis of the family, in the family's order.
+    """
+
+    family: Family
+    sizes: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """The name of the definition."""
+        letters = self.family.constants.values()
+        ends = [f"{each}{n}" for each, n in zip(letters, self.sizes, strict=True)]
+        return "_".join([self.family.name, *ends])
+
+    @cached_property
+    def constants(self) -> dict[str, int]:
+        """The value of each constant axis."""
+        return dict(zip(self.family.constants, self.sizes, strict=True))
+
+    @cached_property
+    def inputs(self) -> dict[str, list[str] | None]:
+        """The axes of each input, in the order of the arguments. None is a number."""
+        rows = "batch_size" if self.family.is_decode else "total_q"
+        kv = ["num_kv_heads", "head_dim"]
+        found: dict[str, list[str] | None]
+        if self.family.op_type == "mla_paged":
+            found = {
+                "q_nope": [rows, "num_qo_heads", "head_dim_ckv"],
+                "q_pe": [rows, "num_qo_heads", "head_dim_kpe"],
+                "ckv_cache": ["num_pages", "page_size", "head_dim_ckv"],
+                "kpe_cache": ["num_pages", "page_size", "head_dim_kpe"],
+            }
+        elif self.family.is_paged:
+            cache = ["num_pages", "page_size", *kv]
+            found = {
+                "q": [rows, "num_qo_heads", "head_dim"],
+                "k_cache": cache,
+                "v_cache": cache,
+            }
+        else:
+            found = {
+                "q": [rows, "num_qo_heads", "head_dim"],
+                "k": ["total_kv", *kv],
+                "v": ["total_kv", *kv],
+            }
+        if not self.family.is_decode:
+            found["qo_indptr"] = ["len_indptr"]
+        found["kv_indptr"] = ["len_indptr"]
+        if self.family.is_paged:
+            found["kv_indices"] = ["num_kv_indices"]
+            if self.constants["page_size"] > 1:
+                found["kv_last_page_len"] = ["batch_size"]
+        return found | {"sm_scale": None}
+
+    @property
+    def outputs(self) -> dict[str, list[str]]:
+        """The axes of each output, in the order of the results."""
+        first = next(iter(self.inputs.values()))
+        assert first is not None
+        return {"output": first, "lse": first[:2]}
+
+    @property
+    def axes(self) -> list[str]:
+        """The names of all axes, in the order in which tensors use them."""
+        shapes = [*self.inputs.values(), *self.outputs.values()]
+        return list(dict.fromkeys(axis for each in shapes for axis in each or ()))
+
+    @property
+    def constraints(self) -> list[str]:
+        """What relates axes and contents of inputs, as Python."""
+        found = []
+        if self.family.is_decode:
+            found.append("len_indptr == batch_size + 1")
+        else:
+            found.append("total_q == qo_indptr[-1].item()")
+            if "batch_size" in self.axes:
+                found.append("len_indptr == batch_size + 1")
+        count = "num_kv_indices" if self.family.is_paged else "total_kv"
+        return [*found, f"{count} == kv_indptr[-1].item()"]
+
+    @property
+    def reference(self) -> str:
+        """The source of the reference: a function `run` that takes the inputs."""
+        source = (REFERENCES / f"{self.family.op_type}.py").read_text(encoding="utf-8")
+        first = next(iter(self.inputs))
+        lines = [f"def run({', '.join(self.inputs)}):"]
+        if self.family.is_decode:
+            lines.append(
+                f"    qo_indptr = torch.arange(len(kv_indptr), device={first}.device)"
+            )
+        if self.family.is_paged and "kv_last_page_len" not in self.inputs:
+            lines.append("    kv_last_page_len = torch.ones_like(kv_indptr[1:])")
+        taken = re.search(r"^def attend\((.*?)\)", source, re.DOTALL | re.MULTILINE)
+        assert taken is not None
+        names = re.findall(r"(\w+):", taken[1])
+        lines.append(f"    return attend({', '.join(names)})")
+        return "\n".join([source.rstrip(), "", "", *lines, ""])
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the definition in the schema of flashinfer-trace."""
+
+        def axis(name: str) -> dict[str, Any]:
+            kind: dict[str, Any] = {"type": "var"}
+            if name in self.constants:
+                kind = {"type": "const", "value": self.constants[name]}
+            return kind | {"description": AXES[name]}
+
+        results = {
+            "output": (DTYPE, "Attention. 0 for a query without a visible key."),
+            "lse": (
+                "float32",
+                "Log-sum-exp of the scores in base 2. -inf without a visible key.",
+            ),
+        }
+        stage = "decode" if self.family.is_decode else "prefill"
+        return {
+            "name": self.name,
+            "description": self.family.summary,
+            "op_type": self.family.op_type,
+            "tags": [f"stage:{stage}"],
+            "axes": {name: axis(name) for name in self.axes},
+            "constraints": self.constraints,
+            "inputs": {
+                name: {
+                    "shape": shape,
+                    "dtype": dtype_of(name),
+                    "description": INPUTS[name],
+                }
+                for name, shape in self.inputs.items()
+            },
+            "outputs": {
+                name: {
+                    "shape": shape,
+                    "dtype": results[name][0],
+                    "description": results[name][1],
+                }
+                for name, shape in self.outputs.items()
+            },
+            "reference": self.reference,
+        }
+
+
+def dtype_of(name: str) -> str:
+    """Return the dtype of an input."""
+    if name == "sm_scale":
+        return "float32"
+    return (
+        "int32"
+        if name in ("kv_last_page_len", "kv_indices") or "indptr" in name
+        else DTYPE
+    )
+
+
+def find_definition(name: str) -> Definition:
+    """Return a definition by its name.
+
+    Raises:
+        ValueError: The name is not that of a known family, or its constants contradict each other.
+    """
+    for family in FAMILIES:
+        ends = "".join(rf"_{each}(\d+)" for each in family.constants.values())
+        found = re.fullmatch(family.name + ends, name)
+        if found is None:
+            continue
+        sizes = tuple(int(each) for each in found.groups())
+        definition = Definition(family, sizes)
+        heads, kv_heads = sizes[0], definition.constants.get("num_kv_heads", 1)
+        if min(sizes) < 1 or heads % kv_heads:
+            raise ValueError(
+                f"definition = {name!r}: expected sizes of at least 1, and a number of query"
+                " heads that is a multiple of the number of KV heads"
+            )
+        return definition
+    known = ", ".join(each.pattern for each in FAMILIES)
+    raise ValueError(f"definition = {name!r} is not known: expected {known}")

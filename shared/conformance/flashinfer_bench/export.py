@@ -1,0 +1,94 @@
+"""Export of definitions, workloads and the reference, in the folders of flashinfer-trace."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, device
+
+from .definitions import Definition, find_definition
+from .families import EXPORTED
+from .workloads import TraceWorkload, workloads_of, write_safetensors
+
+AUTHOR = "pagetwin"
+
+
+def export_definitions(
+    folder: Path, names: Sequence[str] | None = None
+) -> dict[str, int]:
+    """Write definitions with their reference, workloads and a solution that is the reference.
+
+    Args:
+        folder: The root of the dataset. It may contain another one; files of the same names are
+            replaced.
+        names: Optional. Names of definitions. If None, those of `EXPORTED`.
+
+    Returns:
+        The number of workloads of each definition.
+
+    Raises:
+        ValueError: A definition is not known.
+    """
+    found = [find_definition(name) for name in names or EXPORTED]
+    counts = {}
+    for each in found:
+        where = each.family.op_type
+        _write(folder / "definitions" / where / f"{each.name}.json", each.to_json())
+        solution = reference_solution(each)
+        of_author = folder / "solutions" / AUTHOR / where / each.name
+        _write(of_author / f"{solution['name']}.json", solution)
+        workloads = workloads_of(each)
+        lines = [json.dumps(trace_of(workload)) for workload in workloads]
+        file = folder / "workloads" / where / f"{each.name}.jsonl"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("\n".join([*lines, ""]), encoding="utf-8")
+        for workload in workloads:
+            _write_tensors(folder, workload)
+        counts[each.name] = len(workloads)
+    return counts
+
+
+def trace_of(
+    workload: TraceWorkload,
+    solution: str | None = None,
+    evaluation: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return a trace: a workload, and what a solution did on it if there is one."""
+    return {
+        "definition": workload.definition.name,
+        "workload": workload.to_json(),
+        "solution": solution,
+        "evaluation": evaluation,
+    }
+
+
+def reference_solution(definition: Definition) -> dict[str, Any]:
+    """Return the reference as a solution, which holds every law."""
+    return {
+        "name": f"{AUTHOR}_reference_{definition.name}",
+        "definition": definition.name,
+        "author": AUTHOR,
+        "description": "The reference of the definition, in float64.",
+        "spec": {
+            "language": "python",
+            "target_hardware": ["cpu", "cuda"],
+            "entry_point": "main.py::run",
+            "dependencies": ["torch"],
+            "destination_passing_style": False,
+        },
+        "sources": [{"path": "main.py", "content": definition.reference}],
+    }
+
+
+def _write(path: Path, found: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_tensors(folder: Path, workload: TraceWorkload) -> None:
+    inputs = workload.inputs(device("cpu"))
+    path = folder / workload.blob
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tensors = {name: each for name, each in inputs.items() if isinstance(each, Tensor)}
+    write_safetensors(path, tensors)

@@ -1,0 +1,94 @@
+"""Families of definitions: operations whose definitions differ only in their sizes."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Family:
+    """Definitions that differ only in their constants.
+
+    Args:
+        name: What precedes the constants in the name of a definition.
+        op_type: The category of the operation, which is also the file of its reference.
+        operation: The operation whose laws apply.
+        constants: The constant axes, each with its letters in the name of a definition.
+        is_decode: Whether each request has exactly one query.
+        summary: One sentence for the description of a definition.
+    """
+
+    name: str
+    op_type: str
+    operation: str
+    constants: dict[str, str]
+    is_decode: bool
+    summary: str
+
+    @property
+    def pattern(self) -> str:
+        """The form of the names of its definitions."""
+        return "_".join(
+            [self.name, *(f"{each}<{axis}>" for axis, each in self.constants.items())]
+        )
+
+    @property
+    def is_paged(self) -> bool:
+        """Whether keys are in a paged cache."""
+        return "page_size" in self.constants
+
+
+HEADS = {"num_qo_heads": "h", "num_kv_heads": "kv", "head_dim": "d"}
+LATENTS = {"num_qo_heads": "h", "head_dim_ckv": "ckv", "head_dim_kpe": "kpe"}
+PAGES = {"page_size": "ps"}
+FAMILIES = (
+    Family(
+        "gqa_paged_decode",
+        "gqa_paged",
+        "paged_attention",
+        HEADS | PAGES,
+        True,
+        "Attention of one query per request over a paged KV cache.",
+    ),
+    Family(
+        "gqa_paged_prefill_causal",
+        "gqa_paged",
+        "paged_attention",
+        HEADS | PAGES,
+        False,
+        "Causal attention of the new tokens of each request over a paged KV cache.",
+    ),
+    Family(
+        "gqa_ragged_prefill_causal",
+        "gqa_ragged",
+        "paged_attention",
+        HEADS,
+        False,
+        "Causal attention over keys and values that are stored request after request.",
+    ),
+    Family(
+        "mla_paged_decode",
+        "mla_paged",
+        "latent_decode_attention",
+        LATENTS | PAGES,
+        True,
+        "Latent attention (MLA) of one query per request over a paged cache of latents.",
+    ),
+    Family(
+        "mla_paged_prefill_causal",
+        "mla_paged",
+        "latent_decode_attention",
+        LATENTS | PAGES,
+        False,
+        "Causal latent attention (MLA) of the new tokens of each request over a paged cache.",
+    ),
+)
+EXPORTED = (
+    "gqa_paged_decode_h32_kv8_d128_ps1",
+    "gqa_paged_decode_h32_kv8_d128_ps64",
+    "gqa_paged_prefill_causal_h32_kv8_d128_ps1",
+    "gqa_paged_prefill_causal_h32_kv8_d128_ps64",
+    "gqa_ragged_prefill_causal_h32_kv8_d128",
+    "mla_paged_decode_h16_ckv512_kpe64_ps1",
+    "mla_paged_decode_h16_ckv512_kpe64_ps64",
+    "mla_paged_prefill_causal_h16_ckv512_kpe64_ps64",
+)
+"""The definitions that are written if none is named."""

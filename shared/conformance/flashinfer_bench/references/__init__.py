@@ -1,0 +1,1 @@
+"""References of the definitions: one file of plain torch per kind of operation."""

@@ -1,0 +1,196 @@
+"""Workloads: inputs of a definition with needles, poison and lengths on both sides of edges.
+
+A workload is a plan of the laws with the sizes of the definition. Its tensors are written to a
+safetensors file. NaN is in every slot that no request uses, and in the rest of each last page.
+Every request has keys, because FlashInfer-Bench counts -inf in a result as an error.
+"""
+
+import json
+import uuid
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..generators.batches import BatchPlan, build
+from ..generators.latent_batches import LatentPlan, build_latents
+from .calls import latent_inputs, map_heads, paged_inputs
+from .definitions import DTYPE, Definition
+
+Plan = BatchPlan | LatentPlan
+RAGGED_BLOCK = 16
+"""Block size of the plans of definitions without pages."""
+NOPE = 32
+"""Elements of the part without position of a head's key, before it is projected to a latent."""
+LONG = 700
+"""Keys of the longest request."""
+ST_DTYPES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.int32: "I32"}
+"""Names of dtypes in safetensors files."""
+
+
+@dataclass(frozen=True)
+class TraceWorkload:
+    """Inputs of a definition.
+
+    Args:
+        definition: The definition.
+        title: What is special about it.
+        plan: The plan from which its tensors are built.
+    """
+
+    definition: Definition
+    title: str
+    plan: Plan
+
+    @property
+    def uuid(self) -> str:
+        """An identifier that depends on the definition and the plan alone."""
+        return str(
+            uuid.uuid5(uuid.NAMESPACE_URL, f"{self.definition.name} {self.plan}")
+        )
+
+    @property
+    def blob(self) -> str:
+        """The path of its tensors, relative to the root of the dataset."""
+        family = self.definition.family.op_type
+        return f"blob/workloads/{family}/{self.definition.name}/{self.uuid}.safetensors"
+
+    def inputs(self, device: torch.device) -> dict[str, Any]:
+        """Return the inputs in the definition's order."""
+        return inputs_of(self.definition, self.plan, device)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the workload in the schema of flashinfer-trace, without its tensors."""
+        inputs = self.inputs(torch.device("cpu"))
+        axes: dict[str, int] = {}
+        described: dict[str, Any] = {}
+        for name, shape in self.definition.inputs.items():
+            if shape is None:
+                described[name] = {"type": "scalar", "value": inputs[name]}
+                continue
+            axes |= dict(zip(shape, inputs[name].shape, strict=True))
+            described[name] = {
+                "type": "safetensors",
+                "path": self.blob,
+                "tensor_key": name,
+            }
+        constants = self.definition.constants
+        variable = {axis: n for axis, n in axes.items() if axis not in constants}
+        return {"uuid": self.uuid, "axes": variable, "inputs": described}
+
+
+def inputs_of(
+    definition: Definition, plan: Plan, device: torch.device
+) -> dict[str, Any]:
+    """Return the inputs of a plan that has the sizes of the definition."""
+    sizes = definition.constants
+    if isinstance(plan, LatentPlan):
+        given = build_latents(plan, device).decode_arguments()
+        every = list(range(sizes["num_qo_heads"]))
+        widths = list(range(plan.rank)), list(range(plan.rope))
+        return latent_inputs(definition, given, every, widths)
+    given = build(plan, device).arguments()
+    heads = map_heads(range(plan.kv_heads), plan.group, plan.kv_heads, seed=0)
+    return paged_inputs(definition, given, heads)
+
+
+def workloads_of(definition: Definition) -> list[TraceWorkload]:
+    """Return the workloads of a definition."""
+    size = definition.constants.get("page_size", RAGGED_BLOCK)
+    edges = sorted({max(1, size - 1), size, size + 1, 2 * size, 2 * size + 1})
+    tiles = [63, 64, 65, 127, 128, 129]
+    decodes: dict[str, tuple[list[tuple[int, int]], str, str]] = {
+        "one key": ([(1, 1)], "none", "scattered"),
+        "page edges, needle last": ([(1, n) for n in edges], "last", "scattered"),
+        "tile edges, needle there": ([(1, n) for n in tiles], "tile edge", "scattered"),
+        "shared pages": ([(1, n) for n in (200, 33, 130)], "first", "shared prefix"),
+        "a page twice": ([(1, 3 * size), (1, 2 * size)], "none", "repeated block"),
+        "a long request": (
+            [(1, 1), (1, LONG), (1, 2)],
+            "block edge",
+            "scattered",
+        ),
+        "many requests": (
+            [(1, 1 + 7 * n % 97) for n in range(64)],
+            "none",
+            "scattered",
+        ),
+    }
+    prefills = {
+        "one key": ([(1, 1)], "none", "scattered"),
+        "whole prompts at page edges": ([(n, n) for n in edges], "last", "scattered"),
+        "whole prompts at tile edges": (
+            [(n, n) for n in tiles],
+            "tile edge",
+            "scattered",
+        ),
+        "chunks of prompts": (
+            [(16, 48), (17, 65), (1, 65), (64, 129)],
+            "first new",
+            "scattered",
+        ),
+        "shared pages": ([(5, 200), (33, 33), (2, 130)], "first", "shared prefix"),
+        "a long request beside decodes": (
+            [(1, 1), (130, LONG), (1, 2)],
+            "block edge",
+            "scattered",
+        ),
+    }
+    chosen = decodes if definition.family.is_decode else prefills
+    return [
+        TraceWorkload(
+            definition, title, _plan(definition, size, lens, needle, table, seed)
+        )
+        for seed, (title, (lens, needle, table)) in enumerate(chosen.items())
+    ]
+
+
+def _plan(
+    definition: Definition,
+    size: int,
+    lens: list[tuple[int, int]],
+    needle: str,
+    table: str,
+    seed: int,
+) -> Plan:
+    sizes = definition.constants
+    queries, keys = tuple(new for new, _ in lens), tuple(key for _, key in lens)
+    dtype = getattr(torch, DTYPE)
+    heads = sizes["num_qo_heads"]
+    if "head_dim" not in sizes:
+        return LatentPlan(
+            queries, keys, block_size=size, heads=heads, rank=sizes["head_dim_ckv"],
+            rope=sizes["head_dim_kpe"], nope=NOPE, value=NOPE, dtype=dtype,
+            table=table, needle=needle, seed=seed,
+        )  # fmt: skip
+    return BatchPlan(
+        queries, keys, block_size=size, kv_heads=sizes["num_kv_heads"],
+        group=heads // sizes["num_kv_heads"], head_size=sizes["head_dim"],
+        dtype=dtype, table=table, needle=needle, fused=False, seed=seed,
+    )  # fmt: skip
+
+
+def write_safetensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write tensors to a safetensors file.
+
+    Source:
+        https://huggingface.co/docs/safetensors, section "Format".
+    """
+    header: dict[str, Any] = {}
+    begin = 0
+    for name, each in tensors.items():
+        end = begin + each.numel() * each.element_size()
+        header[name] = {
+            "dtype": ST_DTYPES[each.dtype],
+            "shape": list(each.shape),
+            "data_offsets": [begin, end],
+        }
+        begin = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    data = (each.contiguous().view(torch.uint8).numpy() for each in tensors.values())
+    parts = chain([len(text).to_bytes(8, "little"), text], map(bytes, data))
+    path.write_bytes(b"".join(parts))
