@@ -1,11 +1,14 @@
 """Adapter for FlashInfer's paged attention.
 
-Written from FlashInfer's documented signatures; it needs a GPU and has not been run here. The
-wrapper is planned for each call, which is slow and correct. FlashInfer takes the block ids of all
-requests in one list instead of a table, and its log-sum-exp has base 2.
+The wrapper is planned for each call, which is slow and correct. FlashInfer takes the block ids of
+all requests in one list instead of a table, and its log-sum-exp has base 2. It compiles its kernels
+for each dtype, head size, window and soft cap, with nvcc, for a minute or more. So the declaration
+is narrower than what FlashInfer takes: bfloat16 and head size 128. The variable
+PAGETWIN_FLASHINFER_BACKEND chooses among "auto", "fa2" and "fa3".
 """
 
 import math
+import os
 
 import torch
 from pagetwin.conformance import flashinfer_like
@@ -18,7 +21,14 @@ except ImportError as error:
     ) from error
 
 # its caches and queries are packed below; one causal flag for all requests, windows are causal
-SUPPORT = flashinfer_like(strides={}, alignment=None)
+SUPPORT = flashinfer_like(
+    dtypes=["bfloat16"],
+    cache_dtypes=["bfloat16"],
+    head_sizes=[128],
+    strides={},
+    alignment=None,
+)
+BACKEND = os.environ.get("PAGETWIN_FLASHINFER_BACKEND", "auto")
 
 
 def paged_attention(
@@ -60,7 +70,9 @@ def paged_attention(
         return total.to(device=query.device, dtype=torch.int32)
 
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-        torch.empty(128 << 20, dtype=torch.uint8, device=query.device), "NHD"
+        torch.empty(128 << 20, dtype=torch.uint8, device=query.device),
+        "NHD",
+        backend=BACKEND,
     )
     wrapper.plan(
         running(queries),

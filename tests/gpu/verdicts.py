@@ -209,20 +209,9 @@ def main() -> int:
             )
             for law in verdict["laws"]:
                 if law["status"] in FAILED:
-                    words = [
-                        law.get(name, "")
-                        for name in (
-                            "message",
-                            "cause",
-                            "where",
-                            "found",
-                            "right",
-                            "case",
-                        )
-                    ]
-                    print(
-                        f"  {law['status']}: {law['law']}\n    {' | '.join(filter(None, words))[:420]}"
-                    )
+                    names = ("message", "cause", "where", "found", "right", "case")
+                    words = " | ".join(law[name] for name in names if name in law)
+                    print(f"  {law['status']}: {law['law']}\n    {words[:420]}")
     print(f"record: {path}")
     return 0
 
