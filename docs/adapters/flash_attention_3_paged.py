@@ -52,6 +52,7 @@ SUPPORT = flash_attention_like(
         "sinks": None,
     },
     tensor_dtypes={"sinks": ["bfloat16"]},
+    reads_past=["block_table"],
 )
 
 

@@ -19,6 +19,7 @@ except ImportError as error:
 SUPPORT = vllm_like(
     head_sizes=[64, 80, 96, 128, 256],
     never_together=[("alibi_slopes", "sinks")],
+    reads_past=["block_table"],
 )
 
 
