@@ -62,12 +62,17 @@ def paged_attention(
     block_size = key_cache.shape[1]
     counts = [-(-lens[req] // block_size) for req in rows]
     queries = [starts[req + 1] - starts[req] for req in rows]
-    tokens = torch.cat([torch.arange(starts[req], starts[req + 1]) for req in rows])
+    tokens = torch.cat(
+        [
+            torch.arange(starts[req], starts[req + 1], device=query.device)
+            for req in rows
+        ]
+    )
 
     # step: plan, with the rows of the table concatenated
     def running(numbers):
-        total = torch.tensor([0, *numbers]).cumsum(0)
-        return total.to(device=query.device, dtype=torch.int32)
+        total = torch.tensor([0, *numbers], device=query.device).cumsum(0)
+        return total.int()
 
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
         torch.empty(128 << 20, dtype=torch.uint8, device=query.device),
@@ -91,7 +96,7 @@ def paged_attention(
         block_size,
         causal=causal,
         sm_scale=scale,
-        # keys before the query's own position
+        # keys before the position of the query
         window_left=-1 if sliding_window is None else sliding_window - 1,
         logits_soft_cap=logits_soft_cap,
         q_data_type=query.dtype,

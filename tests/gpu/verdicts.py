@@ -27,9 +27,8 @@ TWINS = ("optimized", "reference")
 LIBRARIES = {
     "flash_attention_3_paged": "vllm",
     "flash_attention_paged": "flash-attn",
-    "flash_mla": "vllm",
+    "flashinfer_output": "flashinfer-python",
     "flashinfer_paged": "flashinfer-python",
-    "flex_compiled": "torch",
     "flex_paged": "torch",
     "torch_sdpa": "torch",
     "vllm_cache": "vllm",

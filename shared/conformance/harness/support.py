@@ -214,7 +214,8 @@ class Support:
             options: The options that are not at their default, with their values.
             query_lens, seq_lens: New tokens and keys of the requests, and their bounds.
         """
-        query = tensors.get("query", tensors.get("key"))
+        outputs = tensors.get("prefix_output")  # of partial results that are merged
+        query = tensors.get("query", tensors.get("key", outputs))
         cache = tensors.get("key_cache")
         for what, value, taken in (
             ("dtype", query is not None and name_of(query), self.dtypes),
