@@ -1,11 +1,13 @@
 """Adapter for vLLM's Triton kernels that write the cache and merge partial results.
 
-`triton_reshape_and_cache_flash` and `merge_attn_states`. Both assume that heads are packed, and that
-the caches of keys and values have the same strides.
+`triton_reshape_and_cache_flash` and `merge_attn_states`. Both assume packed heads and the same
+strides of keys and values. Laws about writes read the cache by `gather_cache`, which is the
+reference's here.
 """
 
 import torch
 from pagetwin.conformance import Support
+from pagetwin.reference import gather_cache as gather_cache
 
 try:
     from vllm.v1.attention.ops.triton_merge_attn_states import (
@@ -19,10 +21,11 @@ except ImportError as error:
 
 PACKED = ["key", "value", "key_cache", "value_cache", "prefix_output", "suffix_output"]
 SUPPORT = Support(
-    operations=["reshape_and_cache", "merge_attn_states"],
+    operations=["reshape_and_cache", "gather_cache", "merge_attn_states"],
+    devices=["cuda"],
     dtypes=["float32", "float16", "bfloat16"],
     cache_dtypes=["float32", "float16", "bfloat16"],
-    tensor_dtypes={"prefix_lse": ["float32"], "suffix_lse": ["float32"]},
+    tensor_dtypes=dict.fromkeys(["prefix_lse", "suffix_lse", "output_lse"], ["float32"]),
     kv_layouts=["NHD"],
     strides=dict.fromkeys([*PACKED, "prefix_lse", "suffix_lse", "output"], "packed"),
     options=["output", "output_lse", "prefill_tokens_with_context"],
