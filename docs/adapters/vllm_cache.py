@@ -25,7 +25,9 @@ SUPPORT = Support(
     devices=["cuda"],
     dtypes=["float32", "float16", "bfloat16"],
     cache_dtypes=["float32", "float16", "bfloat16"],
-    tensor_dtypes=dict.fromkeys(["prefix_lse", "suffix_lse", "output_lse"], ["float32"]),
+    tensor_dtypes={
+        name: ["float32"] for name in ("prefix_lse", "suffix_lse", "output_lse")
+    },
     kv_layouts=["NHD"],
     strides=dict.fromkeys([*PACKED, "prefix_lse", "suffix_lse", "output"], "packed"),
     options=["output", "output_lse", "prefill_tokens_with_context"],

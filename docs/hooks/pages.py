@@ -23,6 +23,7 @@ import mutant_table
 import operator_table
 import option_table
 import side_by_side as twins
+import verdict_table
 import version_table
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -313,6 +314,8 @@ MACROS: dict[str, Callable[..., str]] = {
         option_table.option_pairs,
         operator_table.operator_table,
         block_size_table.block_size_table,
+        verdict_table.verdict_details,
+        verdict_table.verdict_table,
         version_table.version_table,
     )
 }
