@@ -13,7 +13,7 @@ RECORDS = ROOT / "tests" / "records"
 EXPLANATIONS = ROOT / "docs" / "adapters" / "explanations.json"
 FAULTS = {
     "kernel": "the kernel",
-    "convention": "nobody: the kernel has another convention",
+    "convention": "none, the kernel has another convention",
     "adapter": "the adapter",
     "budget": "the error budget",
 }
