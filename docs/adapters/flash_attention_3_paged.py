@@ -107,7 +107,7 @@ def paged_attention(
     result, natural, *_ = FORWARD(*(arguments.get(name) for name in names))
     out[:tokens] = result
     if lse is not None:
-        # [query_heads, tokens]; without keys its log-sum-exp is +inf, with a sink too
+        # [query_heads, tokens]; without keys it is infinite, with a sink too
         empty = -torch.inf if sinks is None else sinks.float()[:, None]
-        lse[:, :tokens] = torch.where(natural == torch.inf, empty, natural)
+        lse[:, :tokens] = torch.where(natural.isinf(), empty, natural)
     return out

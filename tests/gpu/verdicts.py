@@ -154,8 +154,51 @@ def law_of(result: dict[str, Any]) -> Record:
     return found | {name: result[name][:LONGEST] for name in kept if result[name]}
 
 
-def main() -> int:
-    """Check the adapters, and return 0 if a record was written."""
+def joined(records: list[Path]) -> Record:
+    """Return one record of several runs of one commit on one device.
+
+    Raises:
+        ValueError: The commits or the devices differ.
+    """
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in records]
+    for name in ("commit", "device"):
+        if len({each[name] for each in found}) > 1:
+            raise ValueError(f"{name}: expected the same in {[*map(str, records)]}")
+    verdicts = {
+        verdict["adapter"]: verdict for each in found for verdict in each["verdicts"]
+    }
+    notes = [note for each in found for note in each["notes"]]
+    return found[0] | {
+        "verdicts": [*verdicts.values()],
+        "notes": [*dict.fromkeys(notes)],
+    }
+
+
+def write_record(record: Record, folder: Path) -> Path:
+    """Write a record, named after its date and device, and return its path."""
+    device = re.sub(r"[^a-z0-9]+", "-", record["device"].lower()).strip("-")
+    path = folder / f"{record['date'][:10]}-{device}-verdicts.json"
+    text = json.dumps(record, indent=1).replace(f"{ROOT}/", "")
+    path.write_text(text + "\n", encoding="utf-8")
+    return path
+
+
+def words_of(verdict: Record) -> str:
+    """Return a verdict in a few lines: the counts, and each failure."""
+    lines = [
+        f"{verdict['adapter']}: {verdict.get('why') or verdict['counts']}"
+        f" {verdict.get('ended', '')} {verdict['seconds']} s"
+    ]
+    shown = ("message", "cause", "where", "found", "right", "case")
+    for law in verdict["laws"]:
+        if law["status"] in FAILED:
+            words = " | ".join(law[name] for name in shown if name in law)
+            lines.append(f"  {law['status']}: {law['law']}\n    {words[:420]}")
+    return "\n".join(lines)
+
+
+def parse() -> argparse.Namespace:
+    """Return the arguments of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folder", type=Path, help="where the record is written")
     parser.add_argument(
@@ -180,11 +223,25 @@ def main() -> int:
         default=[],
         help="of an adapter whose library is not installed as a package: adapter=library version",
     )
+    parser.add_argument(
+        "--join", type=Path, nargs="+", help="records of one commit, to be one"
+    )
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--lines", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     asked.folder = asked.folder.resolve()
+    return asked
+
+
+def main() -> int:
+    """Check the adapters, and return 0 if a record was written."""
+    asked = parse()
     asked.folder.mkdir(parents=True, exist_ok=True)
+    if asked.join:
+        record = joined(asked.join)
+        record["notes"] += asked.note
+        print(f"record: {write_record(record, asked.folder)}")
+        return 0
     if asked.one:
         return judge_here(asked.one, asked.lines, asked)
     names = [each.stem for each in sorted(ADAPTERS.glob("*.py"))] + [*TWINS]
@@ -194,23 +251,11 @@ def main() -> int:
     record["settings"] = {name: getattr(asked, name) for name in settings}
     record["notes"] = asked.note
     record["verdicts"] = []
-    device = re.sub(r"[^a-z0-9]+", "-", record["device"].lower()).strip("-")
-    path = asked.folder / f"{record['date'][:10]}-{device}-verdicts.json"
     with ThreadPoolExecutor(asked.together) as pool:
         for verdict in pool.map(lambda name: judge(name, asked), names):
             record["verdicts"].append(verdict)
-            text = json.dumps(record, indent=1).replace(f"{ROOT}/", "")
-            path.write_text(text + "\n", encoding="utf-8")
-            print(
-                f"{verdict['adapter']}: {verdict.get('why') or verdict['counts']}"
-                f" {verdict.get('ended', '')} {verdict['seconds']} s",
-                flush=True,
-            )
-            for law in verdict["laws"]:
-                if law["status"] in FAILED:
-                    names = ("message", "cause", "where", "found", "right", "case")
-                    words = " | ".join(law[name] for name in names if name in law)
-                    print(f"  {law['status']}: {law['law']}\n    {words[:420]}")
+            path = write_record(record, asked.folder)
+            print(words_of(verdict), flush=True)
     print(f"record: {path}")
     return 0
 
