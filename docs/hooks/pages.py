@@ -265,8 +265,8 @@ def gpu_records() -> str:
     summaries = [
         path.with_suffix(".md").read_text(encoding="utf-8")
         for path in sorted(folder.glob("20*.json"), reverse=True)
-        # a benchmark's record is shown on the benchmark page
-        if not path.stem.endswith(("-bench", f"-{bench_table.EXTENDED}"))
+        # records of benchmarks and of verdicts are shown on pages of their own
+        if not path.stem.endswith(("-bench", f"-{bench_table.EXTENDED}", "-verdicts"))
     ]
     if not summaries:
         return "*No run on a GPU is recorded yet.*"
