@@ -138,7 +138,7 @@ def _summary_of(verdict: Verdict) -> str:
 
 def _failure(explanation: dict[str, Any], laws: list[dict[str, Any]]) -> str:
     """Return a failure: whose fault it is and why, the smallest input, and the laws."""
-    first = min(laws, key=lambda law: len(law.get("case", "")))
+    first = min(laws, key=_size)
     parts = [f"**{explanation['title']}** Fault: {FAULTS[explanation['fault']]}."]
     parts[0] += f" {explanation['why']}"
     if "upstream" in explanation:
@@ -156,3 +156,9 @@ def _failure(explanation: dict[str, Any], laws: list[dict[str, Any]]) -> str:
         others = ", ".join(f"*{law['law']}*" for law in laws if law is not first)
         parts.append(f"Laws that fail alike: {others}.")
     return "\n\n".join(parts)
+
+
+def _size(law: dict[str, Any]) -> tuple[bool, int]:
+    """Return a sort key: laws whose input is a batch first, then by the length of the input."""
+    case = law.get("case", "")
+    return not case.startswith("BatchPlan("), len(case)
