@@ -19,6 +19,8 @@ BLOCKS = "blocks needed are the fewest that hold the tokens"
 ATTENDS = "every new token attends to its sequence up to itself"
 EMPTY = "an empty batch gives rows of zeros"
 AROUND = "nothing is written outside of the output"
+ROWS = "block table entries past the end of a sequence are never read"
+PAST = "nothing past the end of a tensor is read"
 Write = Callable[[str], str]
 
 
@@ -129,6 +131,58 @@ def test_a_write_before_the_output_is_found_and_is_severe(kernels: Write) -> Non
     assert title.startswith("1 law broken: what lies around the output")
 
 
+READS_TOO_FAR = """
+import torch
+import triton
+import triton.language as tl
+from pagetwin.conformance import Support
+from pagetwin.contract.attention_options import pack_options
+from pagetwin.reference import paged_attention as right
+
+SUPPORT = Support(operations=["paged_attention"])
+
+@triton.jit
+def read(tensor, index, found):
+    tl.store(found, tl.load(tensor + index))
+
+def paged_attention(query, key_cache, block_table, seq_lens, **given):
+    used = -(-int(seq_lens[0]) // key_cache.shape[1])
+    found = torch.zeros(1, dtype=torch.int32, device=query.device)
+    read[(1,)](TENSOR, INDEX, found)
+    given |= dict(query=query, key_cache=key_cache)
+    given |= dict(block_table=block_table, seq_lens=seq_lens)
+    return right(**pack_options(**given))
+"""
+ONE_TOO_FAR = {
+    "an entry past a sequence": (ROWS, PAST, "block_table", "used"),
+    "a length past the requests": (PAST, ROWS, "seq_lens", "len(seq_lens)"),
+}
+
+
+def try_reading_too_far(kernels: Write, name: str, device: str) -> None:
+    """Assert that the law of this memory is reported as crashed, and that the other holds."""
+    law, other, tensor, index = ONE_TOO_FAR[name]
+    source = READS_TOO_FAR.replace("TENSOR", tensor).replace("INDEX", index)
+    worker = Worker(kernels(source), device, seconds_of_a_case=60)
+    try:
+        found = worker.try_law(Job(law, listed=3), "guarded memory")
+        held = worker.try_law(Job(other, listed=3), "guarded memory")
+    finally:
+        worker.stop()
+    words = "CUDA error" if device == "cuda" else "Segmentation fault"
+    assert found.status == Status.CRASHED and words in found.message, found
+    assert "alone" not in found.message and found.cases == 1
+    assert held.status == Status.HELD, held
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ONE_TOO_FAR)
+def test_a_read_of_one_element_too_many_ends_the_process(
+    kernels: Write, name: str
+) -> None:
+    try_reading_too_far(kernels, name, "cpu")
+
+
 # ---- on a GPU
 
 ON_CUDA = """
@@ -207,3 +261,12 @@ def test_device_memory_that_runs_out_is_reported_as_such(kernels: Write) -> None
         worker.stop()
     assert first.status == Status.OUT_OF_MEMORY, first
     assert other.status == Status.HELD, other
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ONE_TOO_FAR)
+def test_a_read_of_one_element_too_many_is_a_cuda_error(
+    kernels: Write, name: str
+) -> None:
+    try_reading_too_far(kernels, name, "cuda")

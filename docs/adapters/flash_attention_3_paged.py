@@ -52,6 +52,7 @@ SUPPORT = flash_attention_like(
         "sinks": None,
     },
     tensor_dtypes={"sinks": ["bfloat16"]},
+    reads_past=["block_table"],
 )
 
 
@@ -106,6 +107,7 @@ def paged_attention(
     result, natural, *_ = FORWARD(*(arguments.get(name) for name in names))
     out[:tokens] = result
     if lse is not None:
-        # [query_heads, tokens]; without keys its log-sum-exp is +inf
-        lse[:, :tokens] = natural.masked_fill(natural == torch.inf, -torch.inf)
+        # [query_heads, tokens]; without keys it is infinite, with a sink too
+        empty = -torch.inf if sinks is None else sinks.float()[:, None]
+        lse[:, :tokens] = torch.where(natural.isinf(), empty, natural)
     return out

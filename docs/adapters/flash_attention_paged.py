@@ -33,6 +33,7 @@ SUPPORT = flash_attention_like(
     },
     # without a causal mask its bias falls to both sides, -|distance|
     never_together=[("causal", "alibi_slopes")],
+    reads_past=["block_table"],
 )
 
 

@@ -1,11 +1,14 @@
 """Adapter for FlashInfer's paged attention.
 
-Written from FlashInfer's documented signatures; it needs a GPU and has not been run here. The
-wrapper is planned for each call, which is slow and correct. FlashInfer takes the block ids of all
-requests in one list instead of a table, and its log-sum-exp has base 2.
+The wrapper is planned for each call, which is slow and correct. FlashInfer takes the block ids of
+all requests in one list instead of a table, and its log-sum-exp has base 2. It compiles its kernels
+for each dtype, head size, window and soft cap, with nvcc, for a minute or more. So the declaration
+is narrower than what FlashInfer takes: bfloat16 and head size 128. The variable
+PAGETWIN_FLASHINFER_BACKEND chooses among "auto", "fa2" and "fa3".
 """
 
 import math
+import os
 
 import torch
 from pagetwin.conformance import flashinfer_like
@@ -18,7 +21,14 @@ except ImportError as error:
     ) from error
 
 # its caches and queries are packed below; one causal flag for all requests, windows are causal
-SUPPORT = flashinfer_like(strides={}, alignment=None)
+SUPPORT = flashinfer_like(
+    dtypes=["bfloat16"],
+    cache_dtypes=["bfloat16"],
+    head_sizes=[128],
+    strides={},
+    alignment=None,
+)
+BACKEND = os.environ.get("PAGETWIN_FLASHINFER_BACKEND", "auto")
 
 
 def paged_attention(
@@ -52,15 +62,22 @@ def paged_attention(
     block_size = key_cache.shape[1]
     counts = [-(-lens[req] // block_size) for req in rows]
     queries = [starts[req + 1] - starts[req] for req in rows]
-    tokens = torch.cat([torch.arange(starts[req], starts[req + 1]) for req in rows])
+    tokens = torch.cat(
+        [
+            torch.arange(starts[req], starts[req + 1], device=query.device)
+            for req in rows
+        ]
+    )
 
     # step: plan, with the rows of the table concatenated
     def running(numbers):
-        total = torch.tensor([0, *numbers]).cumsum(0)
-        return total.to(device=query.device, dtype=torch.int32)
+        total = torch.tensor([0, *numbers], device=query.device).cumsum(0)
+        return total.int()
 
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-        torch.empty(128 << 20, dtype=torch.uint8, device=query.device), "NHD"
+        torch.empty(128 << 20, dtype=torch.uint8, device=query.device),
+        "NHD",
+        backend=BACKEND,
     )
     wrapper.plan(
         running(queries),
@@ -79,7 +96,7 @@ def paged_attention(
         block_size,
         causal=causal,
         sm_scale=scale,
-        # keys before the query's own position
+        # keys before the position of the query
         window_left=-1 if sliding_window is None else sliding_window - 1,
         logits_soft_cap=logits_soft_cap,
         q_data_type=query.dtype,

@@ -1,8 +1,10 @@
 """Adapter for vLLM's Triton kernel, `unified_attention`.
 
-Written from vLLM's own signature; vLLM is not installed here, and this has not been run. The kernel
-is causal, does not write a log-sum-exp, and reads the block table one tile at a time. So entries
-past the end of a row must be valid block ids.
+The kernel is causal, does not write a log-sum-exp, and reads the block table one tile at a time. So
+entries past the end of a row must be valid block ids. Slopes and sinks are packed, as vLLM's are.
+Its ALiBi bias counts from the end of the context instead of the query's position. The difference is
+a constant per query, which softmax cancels, except in the weight of a sink. So slopes and sinks are
+not declared together.
 """
 
 import torch
@@ -14,7 +16,11 @@ except ImportError as error:
     raise ImportError("this adapter needs vLLM and a GPU: pip install vllm") from error
 
 # float16 and bfloat16 only: float32 products would be rounded to TF32
-SUPPORT = vllm_like(head_sizes=[64, 80, 96, 128, 256])
+SUPPORT = vllm_like(
+    head_sizes=[64, 80, 96, 128, 256],
+    never_together=[("alibi_slopes", "sinks")],
+    reads_past=["block_table"],
+)
 
 
 def paged_attention(
@@ -41,7 +47,6 @@ def paged_attention(
         return out
     columns = torch.arange(block_table.shape[1], device=query.device)
     owned = columns < -(-seq_lens // key_cache.shape[1])[:, None]
-    # its bias counts from the context's end: a constant per query, which cancels in softmax
     unified_attention(
         q=query[:tokens],
         k=key_cache,
@@ -59,7 +64,7 @@ def paged_attention(
         q_descale=None,
         k_descale=None,
         v_descale=None,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
+        alibi_slopes=None if alibi_slopes is None else alibi_slopes.contiguous(),
+        sinks=None if sinks is None else sinks.contiguous(),
     )
     return out

@@ -33,6 +33,7 @@ SUPPORT = Support(
     head_sizes=[32, 64, 128, 256],
     query_lens=range(2),
     options=["scale", "out", "lse"],
+    reads_past=["block_table"],  # rows of the table are copied below
     rejects=[],
 )
 

@@ -23,6 +23,7 @@ import mutant_table
 import operator_table
 import option_table
 import side_by_side as twins
+import verdict_table
 import version_table
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -264,8 +265,8 @@ def gpu_records() -> str:
     summaries = [
         path.with_suffix(".md").read_text(encoding="utf-8")
         for path in sorted(folder.glob("20*.json"), reverse=True)
-        # a benchmark's record is shown on the benchmark page
-        if not path.stem.endswith(("-bench", f"-{bench_table.EXTENDED}"))
+        # records of benchmarks and of verdicts are shown on pages of their own
+        if not path.stem.endswith(("-bench", f"-{bench_table.EXTENDED}", "-verdicts"))
     ]
     if not summaries:
         return "*No run on a GPU is recorded yet.*"
@@ -315,6 +316,8 @@ MACROS: dict[str, Callable[..., str]] = {
         option_table.option_pairs,
         operator_table.operator_table,
         block_size_table.block_size_table,
+        verdict_table.verdict_details,
+        verdict_table.verdict_table,
         version_table.version_table,
     )
 }

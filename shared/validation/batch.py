@@ -218,16 +218,21 @@ def check_block_ids(
 ) -> None:
     """Raise an error for a sequence longer than its row, and for an invalid block id in it."""
     max_blocks = block_table.shape[1]
-    rows, lens = block_table.tolist(), seq_lens.tolist()
-    for req, (row, seq_len) in enumerate(zip(rows, lens, strict=True)):
+    lens = seq_lens.tolist()
+    for req, seq_len in enumerate(lens):
         if not 0 <= seq_len <= max_blocks * block_size:
             raise IndexError(
                 f"seq_lens[{req}] = {seq_len}: expected 0 to {max_blocks * block_size},"
                 f" what {max_blocks} blocks of {block_size} hold"
             )
-        for entry in range(-(-seq_len // block_size)):
-            if not 0 <= row[entry] < num_blocks:
+    # entries past the end of a sequence are not read
+    rows = [
+        row[: -(-n // block_size)] for row, n in zip(block_table, lens, strict=True)
+    ]
+    for req, row in enumerate(rows):
+        for entry, block_id in enumerate(row.tolist()):
+            if not 0 <= block_id < num_blocks:
                 raise IndexError(
-                    f"block_table[{req}, {entry}] = {row[entry]} is outside the cache:"
+                    f"block_table[{req}, {entry}] = {block_id} is outside the cache:"
                     f" expected 0 <= block id < {num_blocks}"
                 )

@@ -397,7 +397,7 @@ def why_outside(
         shape = (*nope.shape[:-1], nope.shape[-1] + rope.shape[-1])
         tensors["query"] = torch.empty(shape, dtype=nope.dtype, device="meta")
         tensors["key_cache"] = tensors["kv_cache"].unsqueeze(-2)
-    first = tensors.get("query", tensors.get("key"))
+    first = tensors.get("query", tensors.get("key", tensors.get("prefix_output")))
     key = tensors.get("key_cache", first)
     if first is None or key is None or first.dim() < 2 or key.dim() < 2:
         return None

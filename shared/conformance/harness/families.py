@@ -18,6 +18,8 @@ COMMON = Support(
     cache_dtypes=HALVES,
     rejects=[],
 )
+ROWS = dict.fromkeys(("query", "key_cache", "value_cache"), "rows")
+LENGTHS = dict.fromkeys(("query_start_loc", "seq_lens"), "packed")
 OPTIONS = {
     "scale": None,
     "out": None,
@@ -41,7 +43,7 @@ def flash_attention_like(**changes: Any) -> Support:
         COMMON,
         head_sizes=range(8, 257, 8),
         kv_layouts=["NHD"],
-        strides={"query": "rows", "key_cache": "rows", "value_cache": "rows"},
+        strides=ROWS | LENGTHS,
         alignment=16,
         options=OPTIONS,
     )
@@ -61,7 +63,8 @@ def flashinfer_like(**changes: Any) -> Support:
         COMMON,
         head_sizes=[64, 128, 256],
         block_sizes=[1, 8, 16, 32],
-        strides={"query": "rows", "key_cache": "packed", "value_cache": "packed"},
+        strides={"query": "rows", "key_cache": "packed", "value_cache": "packed"}
+        | LENGTHS,
         alignment=16,
         options=OPTIONS,
         never_together=[("causal", "sliding_window")],
@@ -81,7 +84,7 @@ def vllm_like(**changes: Any) -> Support:
         COMMON,
         block_sizes=range(16, 129, 16),
         kv_layouts=["NHD"],
-        strides={"query": "rows", "key_cache": "rows", "value_cache": "rows"},
+        strides=ROWS | LENGTHS,
         options=[
             "scale",
             "out",

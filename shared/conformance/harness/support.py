@@ -55,6 +55,8 @@ class Support:
             as keyword arguments.
         never_together: Options that cannot be combined: [("causal", "alibi_slopes")] means that
             a call with slopes is causal.
+        reads_past: Arguments past whose end the kernel reads memory that it does not use, such as
+            ["block_table"]. Laws that forbid it do not guard that memory.
         rejects: Optional. The kinds of invalid input that are validated. "shapes" means everything
             that shapes, dtypes, devices and numbers show. "contents" means the elements of
             tensors, if PAGETWIN_CHECK_VALUES=1. A call with invalid input must raise, or return
@@ -86,6 +88,7 @@ class Support:
     seq_lens: Collection[int] | None = None
     options: Collection[str] | Mapping[str, Any] | None = None
     never_together: Collection[Collection[str]] = ()
+    reads_past: Collection[str] = ()
     rejects: Collection[str] | None = None
     batch_invariant: bool | Callable[..., Any] = False
 
@@ -99,7 +102,13 @@ class Support:
             value = getattr(self, each.name)
             if isinstance(value, str):
                 yield f"{each.name} = {value!r}: expected a list"
-            may_be_empty = ("options", "rejects", "strides", "never_together")
+            may_be_empty = (
+                "options",
+                "rejects",
+                "strides",
+                "never_together",
+                "reads_past",
+            )
             is_list = isinstance(value, Collection) and each.name not in may_be_empty
             if is_list and not value and each.name != "tensor_dtypes":
                 yield f"{each.name} = {value!r}: expected at least one, or no such field"
@@ -205,7 +214,8 @@ class Support:
             options: The options that are not at their default, with their values.
             query_lens, seq_lens: New tokens and keys of the requests, and their bounds.
         """
-        query = tensors.get("query", tensors.get("key"))
+        outputs = tensors.get("prefix_output")  # of partial results that are merged
+        query = tensors.get("query", tensors.get("key", outputs))
         cache = tensors.get("key_cache")
         for what, value, taken in (
             ("dtype", query is not None and name_of(query), self.dtypes),

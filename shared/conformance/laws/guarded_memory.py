@@ -1,13 +1,10 @@
-"""Laws of memory past the end of a tensor: it is not even read.
+"""Laws of memory past the end of a tensor, or of a row of a block table: it is not even read.
 
 A kernel that reads past the end of a tensor usually reads other memory of its process, and masks it
-later. So here every tensor ends at a page that must not be accessed. On a CPU a read past the end
-then ends the process, in interpreted kernels too. On other devices these are ordinary calls.
+later. So here every tensor ends at a guard page. On a CPU and on a CUDA device a read past the end
+then ends the process, in interpreted kernels too.
 """
 
-import ctypes
-import math
-import mmap
 from dataclasses import replace
 from typing import Any
 
@@ -26,56 +23,55 @@ from ..generators.options import (
 )
 from ..harness.calling import expect_right, run_call
 from ..harness.canaries import packed
+from ..harness.candidate import OutsideSupport
 from ..harness.expect import expect_same
+from ..harness.guard_pages import guarded, guarded_rows
 from ..harness.law import Setting, law
 from .latents import WAYS, arguments_of, expect_latents, run_latents
 from .slots import SlotStep, tensors_of
 
-PAGE = mmap.PAGESIZE
 
-
-def guarded(tensor: Tensor) -> Tensor:
-    """Return a contiguous copy after whose last byte comes a page that must not be accessed.
-
-    A load or store there is a segmentation fault, which ends the process.
-
-    Args:
-        tensor: Any tensor. One on another device than the CPU is returned as it is.
-
-    Raises:
-        OSError: The system does not protect the page.
-    """
-    if tensor.device.type != "cpu" or not tensor.numel():
-        return tensor
-    num_bytes = tensor.numel() * tensor.element_size()
-    pages = math.ceil(num_bytes / PAGE)
-    memory = torch.frombuffer(mmap.mmap(-1, (pages + 1) * PAGE), dtype=torch.uint8)
-    end = pages * PAGE
-    protect = ctypes.CDLL(None, use_errno=True).mprotect
-    address = ctypes.c_void_p(memory.data_ptr() + end)
-    if protect(address, ctypes.c_size_t(PAGE), 0):
-        raise OSError(ctypes.get_errno(), "mprotect did not protect a page")
-    copy = memory[end - num_bytes : end].view(tensor.dtype).view(tensor.shape)
-    return copy.copy_(tensor)
-
-
-def all_guarded(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments by name, every tensor among them guarded."""
+def all_guarded(setting: Setting, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments by name, every tensor among them guarded that may not be read past."""
+    allowed = setting.candidate.support.reads_past
     return {
-        name: guarded(each) if isinstance(each, Tensor) else each
+        name: guarded(each)
+        if isinstance(each, Tensor) and name not in allowed
+        else each
         for name, each in arguments.items()
     }
+
+
+def with_guarded_rows(setting: Setting, table: Tensor, used: int) -> Tensor:
+    """Return a block table of which no entry past the first ones of a row may be read.
+
+    Raises:
+        OutsideSupport: The candidate declares that it reads such entries.
+    """
+    if "block_table" in setting.candidate.support.reads_past:
+        raise OutsideSupport("block_table that must not be read past the sequences")
+    return guarded_rows(table, used)
 
 
 KINDS = ("decode", "prefill", "window", "tree", "not causal", "fp8", "invariant")
 
 
-def tight_call(kind: str, device: torch.device) -> Call:
-    """Return a call whose last request fills its row of the block table, but no KV tile."""
+def tight_call(
+    kind: str, setting: Setting, lens: tuple[int, int] = (9, 37), spare: int = 0
+) -> Call:
+    """Return a call whose last request fills its row of the block table, but no KV tile.
+
+    Args:
+        kind: One of KINDS: the options and the new tokens.
+        setting: The candidate's declared support, to which the sizes are fitted.
+        lens: Keys of the two requests.
+        spare: Columns of the block table that no request uses.
+    """
     news = {"prefill": (1, 20), "tree": (1, 3)}.get(kind, (1, 1))
     plan = BatchPlan(
-        news, (9, 37), kv_heads=1, head_size=8, spare_blocks=0, fused=False
+        news, lens, kv_heads=1, head_size=8, spare_blocks=spare, fused=False
     )
+    plan, device = setting.fit(plan), setting.device
     heads = plan.kv_heads * plan.group
     options: dict[str, dict[str, Any]] = {
         "window": {"sliding_window": 20, "sinks": slopes(heads)},
@@ -92,18 +88,29 @@ def tight_call(kind: str, device: torch.device) -> Call:
 
 @law("paged_attention", cases=KINDS)
 def nothing_past_the_end_of_a_tensor_is_read(setting: Setting, kind: str) -> None:
-    call = tight_call(kind, setting.device)
-    call = replace(call, arguments=all_guarded(call.arguments))
-    expect_right(setting, call, run_call(setting, call))
+    call = tight_call(kind, setting)
+    close = replace(call, arguments=all_guarded(setting, call.arguments))
+    expect_right(setting, call, run_call(setting, close))
+
+
+@law("paged_attention", cases=KINDS)
+def block_table_entries_past_the_end_of_a_sequence_are_never_read(
+    setting: Setting, kind: str
+) -> None:
+    """Both sequences have as many blocks, and the table has three more columns."""
+    call = tight_call(kind, setting, (37, 37), spare=3)
+    table = with_guarded_rows(setting, call.arguments["block_table"], len(call.rows[0]))
+    close = replace(call, arguments=call.arguments | {"block_table": table})
+    expect_right(setting, call, run_call(setting, close))
 
 
 @law("encoder_attention", cases=["decode", "prefill", "not causal"])
 def nothing_past_the_end_of_a_ragged_tensor_is_read(
     setting: Setting, kind: str
 ) -> None:
-    call = ragged_call(tight_call(kind, setting.device))
-    call = replace(call, arguments=all_guarded(call.arguments))
-    expect_right(setting, call, run_call(setting, call))
+    call = ragged_call(tight_call(kind, setting))
+    close = replace(call, arguments=all_guarded(setting, call.arguments))
+    expect_right(setting, call, run_call(setting, close))
 
 
 @law(*WAYS, cases=WAYS)
@@ -113,7 +120,7 @@ def nothing_past_the_end_of_a_tensor_of_latents_is_read(
     plan = LatentPlan((1, 3), (9, 37), heads=1)
     batch = build_latents(plan, setting.device)
     batch = replace(batch, block_table=batch.block_table[:, :3].contiguous())
-    given = all_guarded(arguments_of(batch, way))
+    given = all_guarded(setting, arguments_of(batch, way))
     expect_latents(setting, batch, way, run_latents(setting, batch, way, **given))
 
 
@@ -128,6 +135,7 @@ def nothing_past_the_end_of_a_tensor_is_gathered_or_written(
     caches = torch.zeros(2, blocks, block_size, 3, 5).to(setting.device)
     new = torch.randn(2, tokens, 3, 5, generator=generator).to(setting.device)
     given = all_guarded(
+        setting,
         {
             "key": new[0],
             "value": new[1],
@@ -136,7 +144,7 @@ def nothing_past_the_end_of_a_tensor_is_gathered_or_written(
             "slot_mapping": torch.arange(tokens, device=setting.device),
             "block_table": torch.arange(blocks, device=setting.device).int()[None],
             "seq_start_loc": torch.tensor([0, tokens], device=setting.device).int(),
-        }
+        },
     )
     read = ("key_cache", "value_cache", "block_table", "seq_start_loc")
     written = {name: each for name, each in given.items() if name not in read[2:]}
@@ -157,7 +165,7 @@ def nothing_past_the_end_of_a_block_table_is_read_for_slots(
     step = SlotStep((0, new), (0, computed), ((), row), 4)
     given = tensors_of(step, setting.device)
     table = given["block_table"][:, : len(row)]
-    given = all_guarded(given | {"block_table": table})
+    given = all_guarded(setting, given | {"block_table": table})
     found = setting.candidate.compute_slot_mapping_device(
         **given, block_size=4, num_tokens=new + 2
     )

@@ -1,0 +1,75 @@
+"""Adapter for vLLM's Triton kernels that write the cache and merge partial results.
+
+`triton_reshape_and_cache_flash` and `merge_attn_states`. Both assume packed heads and the same
+strides of keys and values. Laws about writes read the cache by `gather_cache`, which is the
+reference's here.
+"""
+
+import torch
+from pagetwin.conformance import Support
+from pagetwin.reference import gather_cache as gather_cache
+
+try:
+    from vllm.v1.attention.ops.triton_merge_attn_states import (
+        merge_attn_states as merge,
+    )
+    from vllm.v1.attention.ops.triton_reshape_and_cache_flash import (
+        triton_reshape_and_cache_flash,
+    )
+except ImportError as error:
+    raise ImportError("this adapter needs vLLM and a GPU: pip install vllm") from error
+
+PACKED = ["key", "value", "key_cache", "value_cache", "prefix_output", "suffix_output"]
+SUPPORT = Support(
+    operations=["reshape_and_cache", "gather_cache", "merge_attn_states"],
+    devices=["cuda"],
+    dtypes=["float32", "float16", "bfloat16"],
+    cache_dtypes=["float32", "float16", "bfloat16"],
+    tensor_dtypes={
+        name: ["float32"] for name in ("prefix_lse", "suffix_lse", "output_lse")
+    },
+    kv_layouts=["NHD"],
+    strides=dict.fromkeys([*PACKED, "prefix_lse", "suffix_lse", "output"], "packed"),
+    options=["output", "output_lse", "prefill_tokens_with_context"],
+    rejects=[],
+)
+
+
+def reshape_and_cache(
+    key,  # [tokens, kv_heads, head_size]
+    value,
+    key_cache,  # [num_blocks, block_size, kv_heads, head_size]
+    value_cache,
+    slot_mapping,  # [tokens] int64, -1 for a token that is not stored
+):
+    """Write keys and values into their slots."""
+    if not len(slot_mapping):
+        return
+    one = torch.ones(1, device=key.device)
+    triton_reshape_and_cache_flash(
+        key, value, key_cache, value_cache, slot_mapping, "auto", one, one
+    )
+
+
+def merge_attn_states(
+    prefix_output,  # [tokens, query_heads, head_size]
+    prefix_lse,  # [query_heads, tokens]
+    suffix_output,
+    suffix_lse,
+    output=None,
+    output_lse=None,
+    prefill_tokens_with_context=None,
+):
+    """Return attention over two sets of keys."""
+    output = torch.empty_like(prefix_output) if output is None else output
+    if output.numel():
+        merge(
+            output,
+            prefix_output,
+            prefix_lse,
+            suffix_output,
+            suffix_lse,
+            output_lse,
+            prefill_tokens_with_context,
+        )
+    return output

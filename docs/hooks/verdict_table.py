@@ -1,0 +1,164 @@
+"""Verdicts on the kernels of other projects: tables made from the records of runs on a GPU.
+
+`tests/gpu/verdicts.py` writes the records. For each adapter the newest record that judged it is
+shown. `docs/adapters/explanations.json` says of each failure whose fault it is, and why.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+RECORDS = ROOT / "tests" / "records"
+EXPLANATIONS = ROOT / "docs" / "adapters" / "explanations.json"
+FAULTS = {
+    "kernel": "the kernel",
+    "convention": "none, the kernel has another convention",
+    "adapter": "the adapter",
+    "budget": "the error budget",
+}
+"""Whose fault a failure may be."""
+FAILED = ("broken", "crashed", "hangs", "out of memory", "missing")
+TITLES = {
+    "flash_attention_3_paged": "FlashAttention-3, paged",
+    "flash_attention_paged": "FlashAttention-2, paged",
+    "flashinfer_output": "FlashInfer, output alone",
+    "flashinfer_paged": "FlashInfer",
+    "flex_paged": "FlexAttention, not compiled",
+    "optimized": "pagetwin.optimized",
+    "reference": "pagetwin.reference",
+    "torch_sdpa": "torch SDPA, decodes",
+    "vllm_cache": "vLLM's cache write and merge",
+    "vllm_unified": "vLLM's unified_attention",
+    "xformers_split_k": "xFormers split-K, decodes",
+}
+Verdict = dict[str, Any]
+
+
+def newest_verdicts() -> dict[str, Verdict]:
+    """Return the newest verdict on each adapter, with the date, device and commit of its record.
+
+    An adapter whose library was never installed has a verdict without laws.
+    """
+    found: dict[str, Verdict] = {}
+    for path in sorted(RECORDS.glob("*-verdicts.json")):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        run = {name: record[name] for name in ("date", "device", "commit", "versions")}
+        for verdict in record["verdicts"]:
+            name = verdict["adapter"]
+            if verdict["laws"] or not found.get(name, {}).get("laws"):
+                found[name] = verdict | {"run": run | {"record": path.name}}
+    order = [*TITLES]
+    return dict(sorted(found.items(), key=lambda each: order.index(each[0])))
+
+
+def explanations() -> list[dict[str, Any]]:
+    """Return what is known about the failures.
+
+    Each has the adapter, the laws that fail (or `what` they all found wrong), a title, whose
+    fault it is, why, and where it is known upstream.
+    """
+    found: list[dict[str, Any]] = json.loads(EXPLANATIONS.read_text(encoding="utf-8"))
+    return found
+
+
+def explains(explanation: dict[str, Any], adapter: str, law: dict[str, Any]) -> bool:
+    """Return whether an explanation is about the failure of a law."""
+    if explanation["adapter"] != adapter or law["status"] not in FAILED:
+        return False
+    if law["law"] in explanation.get("laws", ()):
+        return True
+    return "what" in explanation and law.get("what") == explanation["what"]
+
+
+def verdict_table() -> str:
+    """Return one row per kernel: its library, the laws by outcome, the cases, and the run."""
+    lines = [
+        "| kernel | library | held | broken | undeclared | cases | device, date, commit |",
+        "|---|---|---:|---:|---:|---:|---|",
+    ]
+    for name, verdict in newest_verdicts().items():
+        run, counts = verdict["run"], verdict["counts"]
+        if not verdict["laws"]:
+            cells = [TITLES[name], verdict["library"], f"not run: {verdict['why']}"]
+            lines.append(f"| {' | '.join(cells)} | | | | |")
+            continue
+        failed = sum(counts.get(each, 0) for each in FAILED)
+        where = f"{run['device']}, {run['date'][:10]}, {run['commit'][:7]}"
+        cells = [
+            f"[{TITLES[name]}](#{name})",
+            verdict["library"],
+            str(counts.get("held", 0)),
+            str(failed),
+            str(counts.get("undeclared", 0)),
+            f"{verdict['cases']:,}",
+            where,
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def verdict_details() -> str:
+    """Return a section per kernel: each failure with its explanation and its smallest input."""
+    parts = []
+    for name, verdict in newest_verdicts().items():
+        if not verdict["laws"]:
+            continue
+        parts.append(f"### {TITLES[name]} {{: #{name} }}")
+        parts.append(_summary_of(verdict))
+        known = [each for each in explanations() if each["adapter"] == name]
+        for each in known:
+            laws = [law for law in verdict["laws"] if explains(each, name, law)]
+            if laws:
+                parts.append(_failure(each, laws))
+        parts += [
+            f"Not explained: *{law['law']}*."
+            for law in verdict["laws"]
+            if law["status"] in FAILED
+            and not any(explains(each, name, law) for each in known)
+        ]
+    return "\n\n".join(parts)
+
+
+def _summary_of(verdict: Verdict) -> str:
+    """Return what was judged, and what was not."""
+    run, counts = verdict["run"], verdict["counts"]
+    versions = ", ".join(
+        f"{each} {run['versions'][each]}" for each in ("torch", "triton")
+    )
+    words = [f"{counts.get('held', 0)} laws hold on {verdict['cases']:,} cases"]
+    words.append(f" ({verdict['library']}; {versions}; {verdict['ended']}).")
+    outside = dict(verdict["undeclared"])
+    others = sum(outside.values()) - outside.pop("operations that are not declared", 0)
+    if others:
+        first = "; ".join(list(outside)[:4])
+        words.append(f" Undeclared, among others: {first}.")
+    return "".join(words)
+
+
+def _failure(explanation: dict[str, Any], laws: list[dict[str, Any]]) -> str:
+    """Return a failure: whose fault it is and why, the smallest input, and the laws."""
+    first = min(laws, key=_size)
+    parts = [f"**{explanation['title']}** Fault: {FAULTS[explanation['fault']]}."]
+    parts[0] += f" {explanation['why']}"
+    if "upstream" in explanation:
+        parts[0] += f" {explanation['upstream']}"
+    if case := first.get("case"):
+        parts.append(f"Smallest input of *{first['law']}*:\n\n```python\n{case}\n```")
+    if first.get("message"):
+        parts.append(f"The error: `{first['message']}`")
+    elif first.get("what"):
+        parts.append(
+            f"{first['what'].capitalize()}, {first['where']}: found {first['found']},"
+            f" right is {first['right']}."
+        )
+    if len(laws) > 1:
+        others = ", ".join(f"*{law['law']}*" for law in laws if law is not first)
+        parts.append(f"Laws that fail alike: {others}.")
+    return "\n\n".join(parts)
+
+
+def _size(law: dict[str, Any]) -> tuple[bool, int]:
+    """Return a sort key: laws whose input is a batch first, then by the length of the input."""
+    case = law.get("case", "")
+    return not case.startswith("BatchPlan("), len(case)

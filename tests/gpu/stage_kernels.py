@@ -1,0 +1,109 @@
+"""Take vLLM's Triton kernels out of its wheel, for a machine on which vLLM is not installed.
+
+    python tests/gpu/stage_kernels.py vllm-0.25.1-....whl FOLDER
+
+FOLDER then holds a package `vllm` with the unchanged files of the kernels, a few hundred KiB. What
+they import from the rest of vLLM (logger, platform, environment variables) is replaced by modules
+of a few lines. With FOLDER on PYTHONPATH the adapters of these kernels can be imported.
+"""
+
+import argparse
+import re
+import zipfile
+from pathlib import Path
+
+OPS = "vllm/v1/attention/ops/"
+KERNELS = (
+    "triton_unified_attention.py",
+    "triton_attention_helpers.py",
+    "triton_reshape_and_cache_flash.py",
+    "triton_merge_attn_states.py",
+)
+STAND_INS = {
+    "vllm/__init__.py": "__version__ = {version!r}\n",
+    "vllm/envs.py": "VLLM_BATCH_INVARIANT = False\n",
+    "vllm/logger.py": "from logging import getLogger as init_logger\n",
+    "vllm/platforms.py": """
+import torch
+
+
+class Cuda:
+    def fp8_dtype(self):
+        return torch.float8_e4m3fn
+
+    def has_device_capability(self, least):
+        major, minor = torch.cuda.get_device_capability()
+        return 10 * major + minor >= least
+
+    def is_device_capability_family(self, family):
+        return torch.cuda.is_available() and (
+            torch.cuda.get_device_capability()[0] == family // 10
+        )
+
+    def is_rocm(self):
+        return False
+
+    is_xpu = is_rocm
+
+
+current_platform = Cuda()
+""",
+    "vllm/triton_utils.py": "import triton\nimport triton.language as tl\n",
+    "vllm/utils/torch_utils.py": """
+def is_quantized_kv_cache(kv_cache_dtype):
+    return kv_cache_dtype.startswith("fp8") or kv_cache_dtype.endswith("per_token_head")
+""",
+    "vllm/model_executor/layers/quantization/utils/quant_utils.py": """
+import torch
+
+FP8_DTYPE = torch.float8_e4m3fn
+
+
+def get_fp8_min_max():
+    found = torch.finfo(FP8_DTYPE)
+    return found.min, found.max
+""",
+    "vllm/v1/kv_cache_interface.py": """
+from enum import IntEnum
+
+
+class KVQuantMode(IntEnum):
+    NONE = 0
+    FP8_PER_TENSOR = 1
+    INT8_PER_TOKEN_HEAD = 2
+    FP8_PER_TOKEN_HEAD = 3
+    INT4_PER_TOKEN_HEAD = 4
+    NVFP4 = 5
+""",
+}
+"""Modules that replace those of vLLM which the kernels import."""
+
+
+def main() -> None:
+    """Write the package."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("wheel", type=Path)
+    parser.add_argument("folder", type=Path)
+    asked = parser.parse_args()
+    named = re.match(r"vllm-([^-]+)-", asked.wheel.name)
+    if named is None:
+        raise SystemExit(f"{asked.wheel.name}: expected a wheel of vLLM")
+    files = {
+        name: text.replace("{version!r}", repr(named[1])).lstrip("\n")
+        for name, text in STAND_INS.items()
+    }
+    with zipfile.ZipFile(asked.wheel) as wheel:
+        files |= {OPS + each: wheel.read(OPS + each).decode() for each in KERNELS}
+    for name, text in files.items():
+        path = asked.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        for parent in path.parents:
+            if parent == asked.folder:
+                break
+            (parent / "__init__.py").touch()
+    print(f"{asked.folder}: {len(files)} files of vLLM {named[1]}")
+
+
+if __name__ == "__main__":
+    main()
