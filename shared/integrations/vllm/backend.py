@@ -46,7 +46,7 @@ class Reasons:
                 f" of {dtype}"
             )
         backend = load_plugin_implementation().backends[0]
-        # 16 is vLLM's default; a cache of one head has what a reason may depend on
+        # vLLM's default block size is 16; no reason depends on the number of heads
         spec = KVCacheSpec(block_size or 16, 1, head_size, dtype)
         reasons += backend.validate_configuration(spec, "cuda")
         return "; ".join(reasons) or None

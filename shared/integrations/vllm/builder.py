@@ -64,21 +64,16 @@ class PagetwinMetadataBuilder(AttentionMetadataBuilder):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.run = load_plugin_implementation()
-        layers = _find_layers(vllm_config, layer_names)
+        impls = give_bounds(vllm_config, layer_names)
         # vLLM does not tell whether a layer has what a cascade does not take
-        self.takes_cascade = all(each.impl.takes_cascade for each in layers)
-        bounds = StepBounds.of(vllm_config)
-        for each in layers:
-            each.impl.bounds = bounds
+        self.takes_cascade = all(each.takes_cascade for each in impls)
 
     @classmethod
     def get_cudagraph_support(
         cls, vllm_config: Any, kv_cache_spec: Any
     ) -> AttentionCGSupport:
-        """Return the batches that can be captured: none with the reference, which reads them."""
-        if read_settings().implementation == "optimized":
-            return cls._cudagraph_support
-        return AttentionCGSupport.NEVER
+        """Return the batches that can be captured."""
+        return captures_uniform_batches(cls._cudagraph_support)
 
     def build(
         self,
@@ -155,10 +150,22 @@ def load_plugin_implementation() -> Implementation:
     return load_named(read_settings().implementation)
 
 
-def _find_layers(vllm_config: Any, layer_names: list[str]) -> list[Any]:
-    """Return the layers of those names that run on this plugin."""
+def captures_uniform_batches(support: AttentionCGSupport) -> AttentionCGSupport:
+    """Return `support`, or NEVER with an implementation that may read tensors on the host."""
+    if read_settings().implementation == "optimized":
+        return support
+    return AttentionCGSupport.NEVER
+
+
+def give_bounds(vllm_config: Any, layer_names: list[str]) -> list[Any]:
+    """Give the engine's bounds to the layers of those names; return their implementations.
+
+    A layer compiles its kernels when it first sees its cache, which is allocated later.
+    """
     context = vllm_config.compilation_config.static_forward_context
-    found = [context[name] for name in layer_names if name in context]
-    return [
-        each for each in found if hasattr(getattr(each, "impl", None), "takes_cascade")
-    ]
+    layers = [context[name] for name in layer_names if name in context]
+    impls = [each.impl for each in layers if hasattr(each.impl, "bounds")]
+    bounds = StepBounds.of(vllm_config)
+    for each in impls:
+        each.bounds = bounds
+    return impls

@@ -75,7 +75,7 @@ class PagetwinImpl(VllmAttentionImpl):
         )
         self.bounds: StepBounds | None = None
         self._warms_up = read_settings().warms_up
-        self._invariant = _is_batch_invariant()
+        self._invariant = is_batch_invariant()
         self._options: dict[Any, AttentionOptions] = {}
         self._cache: Tensor | None = None
         self._views: tuple[Tensor, Tensor] | None = None
@@ -248,7 +248,7 @@ def check_no_context_parallelism(impl: Any) -> None:
             )
 
 
-def _is_batch_invariant() -> bool:
+def is_batch_invariant() -> bool:
     """Return whether vLLM was told to be batch invariant (VLLM_BATCH_INVARIANT=1)."""
     import vllm.envs as envs
 
