@@ -70,6 +70,8 @@ def _install(facts: dict[str, Any], use_mla: bool) -> ModuleType:
         described = facts["modules"][name]
         module = _module(name)
         for each in described["names"]:
+            if each.startswith("__"):
+                continue  # a module's __getattr__ must be a function
             setattr(module, each, f"{name}.{each}")
         for each, members in described["classes"].items():
             classes[each] = _make_class(each, members, classes, name)
@@ -105,7 +107,11 @@ def _make_class(
     name: str, members: dict[str, Any], classes: dict[str, type], module: str
 ) -> type:
     """Return a class with the recorded bases, attributes and methods."""
-    values = {key: _value(text) for key, text in members["attributes"].items()}
+    values = {
+        key: _value(text)
+        for key, text in members["attributes"].items()
+        if text is not None
+    }
     if {"Enum", "IntEnum"} & set(members["bases"]):
         is_text = "str" in members["bases"]
         pairs = [(key, value) for key, value in values.items() if key[0] != "_"]
