@@ -114,7 +114,9 @@ def _make_class(
     }
     if {"Enum", "IntEnum"} & set(members["bases"]):
         is_text = "str" in members["bases"]
-        pairs = [(key, value) for key, value in values.items() if key[0] != "_"]
+        # a member whose value was not recorded, or is None, gets its name
+        names = [key for key in members["attributes"] if key[0] != "_"]
+        pairs = [(key, values.get(key) or key) for key in names]
         return enum.Enum(name, pairs, type=str) if is_text else enum.Enum(name, pairs)
     body: dict[str, Any] = {"__module__": module}
     for key, method in members["methods"].items():

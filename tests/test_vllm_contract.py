@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 from fake_vllm import VERSIONS, fake_vllm, recorded
-from source_tree import ROOT
-
 from pagetwin.integrations.vllm.versions import INTERFACES, find_interface
+from source_tree import ROOT
 
 FOLDER = ROOT / "shared" / "integrations" / "vllm"
 BACKEND = "vllm.v1.attention.backend"
@@ -168,7 +167,10 @@ def test_every_name_that_the_plugin_imports_exists(version: str) -> None:
                 continue
             for alias in node.names:
                 if (node.module, alias.name) not in OPTIONAL_NAMES:
-                    assert alias.name in modules[node.module]["names"], (path, alias.name)
+                    assert alias.name in modules[node.module]["names"], (
+                        path,
+                        alias.name,
+                    )
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -1,8 +1,5 @@
 """The vLLM plugin in steps of an engine, inside a stand-in for each recorded version of vLLM."""
 
-import logging
-import subprocess
-import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from fake_vllm import VERSIONS, fake_vllm
-from vllm_steps import BLOCK_SIZE, MAX_BLOCKS, NUM_BLOCKS, EngineSteps, vllm_config
+from vllm_steps import BLOCK_SIZE, MAX_BLOCKS, NUM_BLOCKS, EngineSteps
 
 OLDEST, NEWEST = VERSIONS[0], VERSIONS[-1]
 MIXED = [(20, 3, 1), (1, 1, 17), (1, 4, 1)]
@@ -204,6 +201,51 @@ def test_sinks_follow_new_weights_in_place(version: str) -> None:
     assert after.data_ptr() == before.data_ptr()
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_two_engines_on_two_streams_do_not_mix(version: str) -> None:
+    """Each stream has a workspace of its own, so kernels may run at the same time."""
+    engines = [
+        EngineSteps(version, dtype=torch.bfloat16, head_size=size, device="cuda")
+        for size in (64, 128)
+    ]
+    streams = [torch.cuda.Stream() for _ in engines]
+    for lens in MIXED * 4:
+        errors = []
+        for engine, stream in zip(engines, streams, strict=True):
+            stream.wait_stream(torch.cuda.default_stream())
+            with torch.cuda.stream(stream):
+                errors.append(engine.step(lens))
+        assert max(errors) <= 1
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_captured_step_reads_the_buffers_of_each_replay(version: str) -> None:
+    steps = EngineSteps(version, dtype=torch.bfloat16, head_size=64, device="cuda")
+    assert steps.step((20, 33, 7), padding=0) <= 1
+    query = steps._rows(4, 3)
+    out = torch.empty_like(query)
+    common = steps.common((1, 1, 1), True, 0)
+    metadata = steps.builder.build_for_cudagraph_capture(common)
+    calls = (steps.layer, query, None, None, steps.cache, metadata, out)
+    steps.impl.forward(*calls)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        steps.impl.forward(*calls)
+    for lens in ((20, 33, 7), (4, 33, 1)):
+        # the first keys of a sequence are a sequence too
+        rows = [list(each) for each in (steps.keys, steps.values)]
+        steps.keys, steps.values = (
+            [part[:n] for part, n in zip(each, lens, strict=True)] for each in rows
+        )
+        common.seq_lens[:3] = torch.tensor(lens)
+        query.copy_(steps._rows(4, 3))
+        graph.replay()
+        assert steps.judge(query, (1, 1, 1), True, out) <= 1
+
+
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("each", VERSIONS)
 def test_latent_decodes_are_exact(each: str, fp8: bool) -> None:
@@ -268,7 +310,10 @@ def latent_step(fp8: bool) -> float:
     )
     assert lse is None
     if fp8:
-        latents = [quantise_by_hand(x[:, None], 0.5, torch.float8_e4m3fn)[:, 0] for x in latents]
+        latents = [
+            quantise_by_hand(x[:, None], 0.5, torch.float8_e4m3fn)[:, 0]
+            for x in latents
+        ]
     requests = [
         OracleRequest(part, latents[req][:, None], latents[req][:, None, :rank])
         for req, part in enumerate(query.split(query_lens))

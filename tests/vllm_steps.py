@@ -1,4 +1,4 @@
-"""Steps of an engine for the vLLM plugin: caches as vLLM allocates them, metadata as it builds it."""
+"""Steps of an engine for the vLLM plugin: caches and metadata as vLLM makes them."""
 
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -54,6 +54,7 @@ class EngineSteps:
         heads, kv_heads, head_size, dtype: the layer.
         kv_cache_dtype: vLLM's name of the cache's dtype.
         attn_type: kind of attention.
+        device: device of the tensors.
         source: Optional. Steps whose layer owns the cache that this layer reads. If None, the
             layer has a cache of its own.
         options: further arguments of the layer, by name.
@@ -69,12 +70,13 @@ class EngineSteps:
         dtype: torch.dtype = torch.float32,
         kv_cache_dtype: str = "auto",
         attn_type: str = "decoder",
+        device: str = "cpu",
         source: "EngineSteps | None" = None,
         **options: Any,
     ) -> None:
         from pagetwin.integrations.vllm.plugin import choose_backend
 
-        self.version, self.options, self.attn_type = version, options, attn_type
+        self.version, self.options, self.device = version, options, device
         self.heads, self.kv_heads, self.head_size = heads, kv_heads, head_size
         self.dtype, self.fp8 = dtype, FP8.get(kv_cache_dtype)
         backend = choose_backend()
@@ -92,21 +94,28 @@ class EngineSteps:
             sinks=options.get("sinks"),
         )
         self.layer = SimpleNamespace(
-            impl=self.impl, _k_scale=torch.tensor(0.5), _v_scale=torch.tensor(0.25)
+            impl=self.impl,
+            _k_scale=torch.tensor(0.5, device=device),
+            _v_scale=torch.tensor(0.25, device=device),
         )
         self.config = vllm_config({"layer": self.layer})
         self.builder = backend.get_builder_cls()(
-            None, ["layer"], self.config, torch.device("cpu")
+            None, ["layer"], self.config, torch.device(device)
         )
         self.impl.bounds = None  # warm-up has tests of its own
         self.random = torch.Generator().manual_seed(5)
         cache_dtype = torch.uint8 if self.fp8 else dtype
         if source is None:
-            self.cache = make_cache(version, backend, kv_heads, head_size, cache_dtype)
+            cache = make_cache(version, backend, kv_heads, head_size, cache_dtype)
+            self.cache = torch.empty_like(cache, device=device).copy_(cache)
             self.keys = [self._rows(kv_heads, 0) for _ in range(num_reqs)]
             self.values = [self._rows(kv_heads, 0) for _ in range(num_reqs)]
         else:
-            self.cache, self.keys, self.values = source.cache, source.keys, source.values
+            self.cache, self.keys, self.values = (
+                source.cache,
+                source.keys,
+                source.values,
+            )
         blocks = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(3))
         self.block_table = (
             blocks[: num_reqs * MAX_BLOCKS].view(num_reqs, MAX_BLOCKS).to(torch.int32)
@@ -114,7 +123,7 @@ class EngineSteps:
 
     def _rows(self, heads: int, count: int) -> Tensor:
         shape = (count, heads, self.head_size)
-        return torch.randn(shape, generator=self.random).to(self.dtype)
+        return torch.randn(shape, generator=self.random).to(self.device, self.dtype)
 
     def slots(self, req: int, first: int, last: int) -> Tensor:
         """Return the slots of positions of a sequence."""
@@ -134,16 +143,17 @@ class EngineSteps:
             for req, count in enumerate(query_lens)
         ]
         spare = torch.full((2,), -7, dtype=torch.int32)
+        device = self.device
         fields = dict(
-            query_start_loc=torch.cat([starts, spare]),
+            query_start_loc=torch.cat([starts, spare]).to(device),
             query_start_loc_cpu=starts,
-            seq_lens=torch.cat([lens, spare]),
+            seq_lens=torch.cat([lens, spare]).to(device),
             num_reqs=reqs,
             num_actual_tokens=int(starts[-1]) + padding,
             max_query_len=max(query_lens),
             max_seq_len=MAX_BLOCKS * BLOCK_SIZE,
-            block_table_tensor=torch.cat([self.block_table, self.block_table]),
-            slot_mapping=torch.cat([*slots, torch.full((padding,), -1)]),
+            block_table_tensor=torch.cat([self.block_table] * 2).to(device),
+            slot_mapping=torch.cat([*slots, torch.full((padding,), -1)]).to(device),
             causal=causal,
         )
         known = recorded(self.version)["modules"]["vllm.v1.attention.backend"]
@@ -183,7 +193,7 @@ class EngineSteps:
             self.impl.do_kv_cache_update(
                 self.layer, key, value, self.cache, metadata.slot_mapping
             )
-        out = torch.full(query.shape, torch.nan, dtype=self.dtype)
+        out = torch.full_like(query, torch.nan)
         if output_scale is not None:
             out = out.to(torch.float8_e4m3fn)
         self.impl.forward(
@@ -201,7 +211,7 @@ class EngineSteps:
     ) -> float:
         """Return the error of an output divided by its budget; at most 1 is correct."""
         tokens = sum(query_lens)
-        parts = query[:tokens].split(list(query_lens))
+        parts = query[:tokens].cpu().split(list(query_lens))
         requests = [
             OracleRequest(part, *self.stored(req)) for req, part in enumerate(parts)
         ]
@@ -222,7 +232,9 @@ class EngineSteps:
 
     def stored(self, req: int) -> tuple[Tensor, Tensor]:
         """Return the keys and values of a sequence as a cache has them."""
-        key, value = self.keys[req], self.values[req]
+        key, value = self.keys[req].cpu(), self.values[req].cpu()
         if not self.fp8 or self.impl.own.is_uncached:
             return key, value
-        return quantise_by_hand(key, 0.5, self.fp8), quantise_by_hand(value, 0.25, self.fp8)
+        return quantise_by_hand(key, 0.5, self.fp8), quantise_by_hand(
+            value, 0.25, self.fp8
+        )

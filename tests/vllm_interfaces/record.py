@@ -3,8 +3,8 @@
     python tests/vllm_interfaces/record.py             every minor release from 0.25 on
     python tests/vllm_interfaces/record.py 0.34.0      that release
 
-Nothing is installed. A wheel is a zip file: the script reads its directory and a few Python files by
-HTTP range requests, about 10 MB of 250 to 340 MB, and parses them with `ast`. One JSON file per
+Nothing is installed. A wheel is a zip file: the script reads its directory and a few Python files
+by HTTP range requests, about 10 MB of 250 to 340 MB, and parses them with `ast`. One JSON file per
 release is written beside this script. `tests/test_vllm_contract.py` compares the plugin with them.
 """
 
@@ -68,14 +68,27 @@ MODULES = (
     "vllm.model_executor.layers.quantization.utils.quant_utils",
 )
 # the methods whose calls are recorded, and where vLLM calls them
-HOOKS = (
-    "build_for_cudagraph_capture build_for_drafting customize_spec do_kv_cache_update"
-    " forward_mha forward_mqa fused_output_quant_supported get_builder_cls"
-    " get_cudagraph_support get_impl_cls get_kv_cache_shape get_kv_cache_stride_order"
-    " get_supported_kernel_block_sizes process_weights_after_loading"
-    " supported_kv_cache_layouts supports_combination update_block_table"
-    " use_cascade_attention validate_configuration"
-).split()
+HOOKS = {
+    "build_for_cudagraph_capture",
+    "build_for_drafting",
+    "customize_spec",
+    "do_kv_cache_update",
+    "forward_mha",
+    "forward_mqa",
+    "fused_output_quant_supported",
+    "get_builder_cls",
+    "get_cudagraph_support",
+    "get_impl_cls",
+    "get_kv_cache_shape",
+    "get_kv_cache_stride_order",
+    "get_supported_kernel_block_sizes",
+    "process_weights_after_loading",
+    "supported_kv_cache_layouts",
+    "supports_combination",
+    "update_block_table",
+    "use_cascade_attention",
+    "validate_configuration",
+}
 CALLERS = (
     "vllm/v1/worker/",
     "vllm/v1/attention/selector.py",
@@ -138,9 +151,7 @@ def wheels() -> dict[str, str]:
         files = json.load(answer)["files"]
     found = {}
     for each in files:
-        named = re.fullmatch(
-            r"vllm-(\d+\.\d+\.\d+)-.*x86_64\.whl", each["filename"]
-        )
+        named = re.fullmatch(r"vllm-(\d+\.\d+\.\d+)-.*x86_64\.whl", each["filename"])
         if named and not each.get("yanked"):
             found[named[1]] = each["url"]
     return found
@@ -245,7 +256,9 @@ def calls(tree: ast.Module) -> dict[str, list[list[Any]]]:
         if name in HOOKS or name == "impl_cls" or of_impl:
             keywords = tuple(each.arg for each in node.keywords if each.arg)
             found.setdefault(name, set()).add((len(node.args), keywords))
-    return {name: sorted([n, list(k)] for n, k in found[name]) for name in sorted(found)}
+    return {
+        name: sorted([n, list(k)] for n, k in found[name]) for name in sorted(found)
+    }
 
 
 def returned(tree: ast.Module, name: str, method: str) -> str | None:

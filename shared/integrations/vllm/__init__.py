@@ -1,8 +1,8 @@
 """vLLM: an attention backend on either twin, for vLLM 0.25 to 0.33.
 
 vLLM calls `register` through the entry point group `vllm.general_plugins`. After that,
-`vllm serve MODEL --attention-backend CUSTOM` runs the model's attention on pagetwin. This import has
-no side effects and does not import vLLM. The modules `backend`, `builder`, `impl` and `latent`
+`vllm serve MODEL --attention-backend CUSTOM` runs the model's attention on pagetwin. This import
+has no side effects and does not import vLLM. The modules `backend`, `builder`, `impl` and `latent`
 derive from vLLM's classes: vLLM imports them when it chooses the backend.
 """
 

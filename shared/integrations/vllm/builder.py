@@ -6,6 +6,7 @@ CUDA graph reads the values of each replay.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -147,7 +148,12 @@ def load_plugin_implementation() -> Implementation:
     Raises:
         ValueError: it cannot be loaded.
     """
-    return load_named(read_settings().implementation)
+    return _load(read_settings().implementation)
+
+
+@cache
+def _load(name: str) -> Implementation:
+    return load_named(name)
 
 
 def captures_uniform_batches(support: AttentionCGSupport) -> AttentionCGSupport:

@@ -49,6 +49,8 @@ class PagetwinImpl(VllmAttentionImpl):
     ) -> None:
         check_no_context_parallelism(self)
         self.run = load_plugin_implementation()
+        # bound once, since every layer calls them in every step
+        self._attend, self._write = self.run.paged_attention, self.run.reshape_and_cache
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype = kv_cache_dtype
@@ -106,9 +108,7 @@ class PagetwinImpl(VllmAttentionImpl):
         if self.own.is_uncached or not kv_cache.numel():
             return
         scales = (layer._k_scale, layer._v_scale) if self._is_fp8 else (None, None)
-        self.run.reshape_and_cache(
-            key, value, *self._split(kv_cache), slot_mapping, *scales
-        )
+        self._write(key, value, *self._split(kv_cache), slot_mapping, *scales)
 
     def forward(
         self,
@@ -148,7 +148,9 @@ class PagetwinImpl(VllmAttentionImpl):
             return output.fill_(0)
         tokens = attn_metadata.num_actual_tokens
         rows, out = query[:tokens], output[:tokens]
-        options = self._options_of(layer, query.device, attn_metadata, output_scale)
+        options = self._options_of(
+            layer, query.device, attn_metadata.causal, output_scale
+        )
         if self.own.is_uncached:
             assert key is not None and value is not None
             starts, longest = (
@@ -171,7 +173,7 @@ class PagetwinImpl(VllmAttentionImpl):
                 *tensors, *bounds, step.common_prefix_len, self.scale, out, options=options
             )  # fmt: skip
         else:
-            self.run.paged_attention(*tensors, *bounds, self.scale, out, options=options)
+            self._attend(*tensors, *bounds, self.scale, out, options=options)
         return output
 
     @property
@@ -189,19 +191,20 @@ class PagetwinImpl(VllmAttentionImpl):
         self,
         layer: Any,
         device: torch.device,
-        step: PagetwinMetadata,
-        output_scale: Tensor | None,
+        causal: bool | Tensor,
+        output_scale: Tensor | None = None,
     ) -> AttentionOptions:
         """Return the options of a step. Those without a tensor of the step are kept."""
-        causal = step.causal
         kept = output_scale is None and isinstance(causal, bool)
         kind = (device, causal) if kept else None
-        if kind in self._options:
-            return self._options[kind]
         scales = {}
         if self._is_fp8 and not self.own.is_uncached:
             scales = {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
-        options: AttentionOptions = self.own.options(
+        options: AttentionOptions | None = self._options.get(kind)
+        # vLLM may replace the scales when it loads weights again
+        if options is not None and options.k_scale is scales.get("k_scale"):
+            return options
+        options = self.own.options(
             device,
             output_scale,
             # None is the default of an operation, and makes the plain call cheap
@@ -209,6 +212,7 @@ class PagetwinImpl(VllmAttentionImpl):
             batch_invariant=True if self._invariant else None,
             **scales,
         )
+        assert options is not None
         if kept:
             self._options[kind] = options
         return options
@@ -223,10 +227,7 @@ class PagetwinImpl(VllmAttentionImpl):
         if not can_compile(kv_cache):
             return
         self.bounds = None
-        step = PagetwinMetadata(
-            0, 1, 1, *[torch.empty(0)] * 4, causal=not self.own.crosses
-        )  # fmt: skip
-        options = self._options_of(layer, query.device, step, None)
+        options = self._options_of(layer, query.device, not self.own.crosses)
         warm_up_layer(
             self.run.name,
             self._split(kv_cache),

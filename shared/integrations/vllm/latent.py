@@ -22,7 +22,7 @@ from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
 from .backend import CACHE_DTYPES, Reasons
 from .builder import captures_uniform_batches, give_bounds, load_plugin_implementation
 from .caches import FP8_NAMES
-from .impl import check_no_context_parallelism, is_batch_invariant
+from .impl import check_no_context_parallelism
 from .plugin import BACKEND_NAME
 from .settings import read_settings
 from .warm_up import StepBounds, can_compile, warm_up_layer
@@ -126,8 +126,8 @@ class PagetwinLatentImpl(MLACommonImpl):
         self.supports_quant_query_input = False
         self.bounds: StepBounds | None = None
         self._warms_up = read_settings().warms_up
-        self._invariant = is_batch_invariant()
         self._options: AttentionOptions | None = None
+        self._attend = self.run.paged_attention
 
     def do_kv_cache_update(
         self,
@@ -183,7 +183,7 @@ class PagetwinLatentImpl(MLACommonImpl):
         if self.bounds is not None:
             self._warm_up(key, value, query, options)
         out = query.new_empty(*query.shape[:2], self.rank)
-        self.run.paged_attention(
+        self._attend(
             query, key, value, decode.block_table,
             attn_metadata.query_start_loc[: decode.seq_lens.shape[0] + 1],
             decode.seq_lens, decode.max_query_len, max(1, int(attn_metadata.max_seq_len)),
@@ -193,13 +193,11 @@ class PagetwinLatentImpl(MLACommonImpl):
 
     def _options_of(self, layer: Any) -> AttentionOptions:
         """Return the options of the layer's calls, which are the same in every step."""
-        if self._options is None:
+        scale = layer._k_scale if self.kv_cache_dtype in FP8_NAMES else None
+        if self._options is None or self._options.k_scale is not scale:
             options = DEFAULT_OPTIONS
-            if self.kv_cache_dtype in FP8_NAMES:
-                scale = layer._k_scale
+            if scale is not None:
                 options = replace(options, k_scale=scale, v_scale=scale)
-            if self._invariant:
-                options = replace(options, batch_invariant=True)
             self._options = options
         return self._options
 

@@ -72,7 +72,7 @@ def warm_up_layer(
     names = tuple(options.given)
     numbers = (options.sliding_window, options.logits_soft_cap, options.causal)
     kind = (
-        *(key.shape[1:], key.stride(), key.dtype, value.shape, value.stride()),
+        *(key.shape[1:], key.stride(), key.dtype, value.shape[1:], value.stride()),
         *(key.device, num_query_heads, dtype, names, str(numbers), bounds),
     )
     with _LOCK:
