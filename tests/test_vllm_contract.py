@@ -204,6 +204,27 @@ def test_every_field_that_the_plugin_reads_exists(version: str) -> None:
     assert {"query_start_loc", "max_query_len", "max_seq_len", "decode"} <= step
 
 
+def test_the_page_has_every_version_and_every_environment_variable() -> None:
+    page = (ROOT / "docs" / "integrations" / "vllm.md").read_text(encoding="utf-8")
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| 0.")]
+    told = {
+        (minor, row[1], "heads, slots" in row[2], row[3] == "backend |")
+        for row in rows
+        for minor in row[0].removeprefix("| ").split(", ")
+    }
+    assert told == {
+        (each.name, each.torch, each.is_packed, each.has_shape_hooks)
+        for each in INTERFACES
+    }
+    for folder in ("optimized", "shared"):
+        for path in (ROOT / folder).rglob("*.py"):
+            if "tools" in path.parts:
+                continue
+            text = path.read_text(encoding="utf-8")
+            for name in re.findall(r'"(PAGETWIN_[A-Z_]+)"', text):
+                assert f"`{name}`" in page, (path, name)
+
+
 def test_an_unknown_newer_version_gets_the_newest_interface_and_one_sentence(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

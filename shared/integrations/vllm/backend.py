@@ -9,7 +9,7 @@ from ...contract.specs import KVCacheSpec
 from .builder import PagetwinMetadataBuilder, load_plugin_implementation
 from .caches import FP8_NAMES, choose_shape
 from .impl import PagetwinImpl
-from .plugin import BACKEND_NAME, installed_interface
+from .versions import BACKEND_NAME, installed_interface
 
 _Shape: Any = choose_shape(installed_interface())
 

@@ -166,7 +166,7 @@ def captures_uniform_batches(support: AttentionCGSupport) -> AttentionCGSupport:
 def give_bounds(vllm_config: Any, layer_names: list[str]) -> list[Any]:
     """Give the engine's bounds to the layers of those names; return their implementations.
 
-    A layer compiles its kernels when it first sees its cache, which is allocated later.
+    A layer compiles its kernels in the first run that has its cache, which is allocated later.
     """
     context = vllm_config.compilation_config.static_forward_context
     layers = [context[name] for name in layer_names if name in context]

@@ -23,8 +23,8 @@ from .backend import CACHE_DTYPES, Reasons
 from .builder import captures_uniform_batches, give_bounds, load_plugin_implementation
 from .caches import FP8_NAMES
 from .impl import check_no_context_parallelism
-from .plugin import BACKEND_NAME
 from .settings import read_settings
+from .versions import BACKEND_NAME
 from .warm_up import StepBounds, can_compile, warm_up_layer
 
 

@@ -1,15 +1,11 @@
 """Entry point of the vLLM plugin: registration, and the choice of the backend class."""
 
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from .versions import VllmInterface, find_interface
+from .versions import BACKEND_NAME, installed_interface
 
 if TYPE_CHECKING:
     from .backend import PagetwinBackend
-
-BACKEND_NAME = "CUSTOM"
-"""The name that vLLM has for a backend of another package, in all releases."""
 
 
 def register() -> None:
@@ -52,15 +48,3 @@ def choose_backend() -> "type[PagetwinBackend]":
     from .backend import PagetwinBackend
 
     return PagetwinBackend
-
-
-@cache
-def installed_interface() -> VllmInterface:
-    """Return the interface of the installed vLLM. An unknown version is logged once.
-
-    Raises:
-        RuntimeError: vLLM is older than the oldest supported version.
-    """
-    import vllm
-
-    return find_interface(vllm.__version__)

@@ -8,8 +8,12 @@ table with them.
 import logging
 import re
 from dataclasses import dataclass
+from functools import cache
 
 logger = logging.getLogger(__name__)
+
+BACKEND_NAME = "CUSTOM"
+"""The name that vLLM has for a backend of another package, in all releases."""
 
 
 @dataclass(frozen=True)
@@ -90,3 +94,15 @@ def find_interface(version: str) -> VllmInterface:
         newest.name,
     )
     return newest
+
+
+@cache
+def installed_interface() -> VllmInterface:
+    """Return the interface of the installed vLLM. An unknown version is logged once.
+
+    Raises:
+        RuntimeError: vLLM is older than the oldest supported version.
+    """
+    import vllm
+
+    return find_interface(vllm.__version__)
