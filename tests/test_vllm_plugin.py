@@ -203,6 +203,24 @@ def test_sinks_follow_new_weights_in_place(version: str) -> None:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_the_kernels_of_the_chip_read_both_forms_of_a_cache(
+    version: str, kv_heads: int
+) -> None:
+    """Keys and values of a state beside each other, and an axis of one head with any stride."""
+    steps = EngineSteps(
+        version,
+        heads=16,
+        kv_heads=kv_heads,
+        head_size=128,
+        dtype=torch.bfloat16,
+        device="cuda",
+    )
+    assert max(steps.step(lens) for lens in ((70, 3, 1), (1, 1, 60), (1, 1, 1))) <= 1
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_two_engines_on_two_streams_do_not_mix(version: str) -> None:
     """Each stream has a workspace of its own, so kernels may run at the same time."""
     engines = [
@@ -254,7 +272,21 @@ def test_latent_decodes_are_exact(each: str, fp8: bool) -> None:
         assert latent_step(fp8) <= 1
 
 
-def latent_step(fp8: bool) -> float:
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_latent_decodes_of_common_sizes_are_exact(dtype: torch.dtype) -> None:
+    with fake_vllm(NEWEST, use_mla=True):
+        assert latent_step(False, 512, 64, dtype, "cuda") <= 1
+
+
+def latent_step(
+    fp8: bool,
+    rank: int = 32,
+    rope: int = 16,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> float:
     """Run a step of latent attention, and return its error divided by the budget."""
     from pagetwin.conformance.oracles.brute_force import (
         OracleRequest,
@@ -264,7 +296,7 @@ def latent_step(fp8: bool) -> float:
     )
     from pagetwin.integrations.vllm.latent import PagetwinLatentImpl
 
-    heads, rank, rope, scale = 4, 32, 16, 0.2
+    heads, scale = 16, 0.2
     sizes = dict(q_lora_rank=None, kv_lora_rank=rank, qk_nope_head_dim=24)
     sizes |= dict(qk_rope_head_dim=rope, qk_head_dim=40, v_head_dim=24, kv_b_proj=None)
     name = "fp8" if fp8 else "auto"
@@ -272,42 +304,43 @@ def latent_step(fp8: bool) -> float:
         heads, rank + rope, scale, 1, None, None, name, None, "decoder", None, **sizes
     )
     impl.scale = scale
-    layer = SimpleNamespace(_k_scale=torch.tensor(0.5))
+    layer = SimpleNamespace(_k_scale=torch.tensor(0.5, device=device))
     random = torch.Generator().manual_seed(2)
     lens, query_lens = [20, 33, 7], [2, 1]
     table = torch.randperm(NUM_BLOCKS, generator=random)[: 3 * MAX_BLOCKS].view(3, -1)
-    latents = [torch.randn(count, rank + rope, generator=random) for count in lens]
+    latents = [
+        torch.randn(count, rank + rope, generator=random).to(dtype) for count in lens
+    ]
     slots = [
         table[req, torch.arange(count) // BLOCK_SIZE] * BLOCK_SIZE
         + torch.arange(count) % BLOCK_SIZE
         for req, count in enumerate(lens)
     ]
-    cache = torch.full((NUM_BLOCKS, BLOCK_SIZE, rank + rope), torch.nan)
-    if fp8:
-        cache = torch.full(cache.shape, 0x7F, dtype=torch.uint8)
-    new = torch.cat([*latents, torch.zeros(1, rank + rope)])
+    shape = (NUM_BLOCKS, BLOCK_SIZE, rank + rope)
+    poison = (0x7F, torch.uint8) if fp8 else (torch.nan, dtype)
+    cache = torch.full(shape, poison[0], dtype=poison[1], device=device)
+    new = torch.cat([*latents, torch.zeros(1, rank + rope, dtype=dtype)]).to(device)
     impl.do_kv_cache_update(
         new[:, :rank],
         new[:, None, rank:],
         cache,
-        torch.cat([*slots, torch.tensor([-1])]),
+        torch.cat([*slots, torch.tensor([-1])]).to(device),
         name,
         layer._k_scale,
     )
-    query = torch.randn(3, heads, rank + rope, generator=random)
+    query = torch.randn(3, heads, rank + rope, generator=random).to(dtype)
     metadata = SimpleNamespace(
-        query_start_loc=torch.tensor([0, 2, 3, 10], dtype=torch.int32),
+        query_start_loc=torch.tensor([0, 2, 3, 10], dtype=torch.int32, device=device),
         max_seq_len=MAX_BLOCKS * BLOCK_SIZE,
         decode=SimpleNamespace(
-            block_table=table[:2].to(torch.int32),
-            seq_lens=torch.tensor(lens[:2], dtype=torch.int32),
+            block_table=table[:2].to(device, torch.int32),
+            seq_lens=torch.tensor(lens[:2], dtype=torch.int32, device=device),
             max_query_len=2,
         ),
     )
     view = cache.view(torch.float8_e4m3fn) if fp8 else cache
-    out, lse = impl.forward_mqa(
-        (query[..., :rank], query[..., rank:]), view, metadata, layer
-    )
+    parts = tuple(each.to(device) for each in query.split([rank, rope], dim=2))
+    out, lse = impl.forward_mqa(parts, view, metadata, layer)
     assert lse is None
     if fp8:
         latents = [
@@ -322,4 +355,4 @@ def latent_step(fp8: bool) -> float:
     if fp8:
         options |= {"k_scale": 0.5, "v_scale": 0.5}
     answer = attend_by_hand(requests, options, 3)
-    return judge_out(out, answer, answer.out.float(), torch.float32).worst
+    return judge_out(out, answer, answer.out.to(dtype), dtype).worst
