@@ -53,6 +53,25 @@ def test_every_option_of_a_layer_is_exact(version: str, options: Any) -> None:
     assert max(steps.step(lens) for lens in MIXED) <= 1
 
 
+@pytest.mark.parametrize("each", VERSIONS)
+def test_the_key_of_a_state_is_stored_before_its_value(each: str) -> None:
+    """As vLLM's own backends have it, and what transfers caches between engines."""
+    with fake_vllm(each):
+        steps = EngineSteps(each)
+        key, value = steps.impl._split(steps.cache)
+        size = steps.cache.element_size()
+        apart = (value.data_ptr() - key.data_ptr()) // size
+        halves = BLOCK_SIZE * steps.kv_heads * steps.head_size
+        assert key.data_ptr() == steps.cache.data_ptr()
+        assert apart == (halves if steps.cache.dim() == 5 else steps.head_size)
+        assert key.shape == value.shape == (NUM_BLOCKS, BLOCK_SIZE, 2, 32)
+
+
+def test_a_cache_of_another_shape_is_an_error(version: str) -> None:
+    with pytest.raises(ValueError, match=r"kv_cache has shape \[4, 3, 16\]: expected"):
+        EngineSteps(version).impl._split(torch.zeros(4, 3, 16))
+
+
 def test_drafts_are_verified_in_steps_of_uniform_length(version: str) -> None:
     steps = EngineSteps(version)
     assert steps.step((9, 18, 2)) <= 1
@@ -190,7 +209,8 @@ def test_two_engines_in_one_process_do_not_mix(version: str) -> None:
 
 
 def test_sinks_follow_new_weights_in_place(version: str) -> None:
-    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
+    """Those of a model in another dtype too, of which the layer has a float32 copy."""
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.bfloat16)
     steps = EngineSteps(version, sinks=sinks)
     assert steps.step((5, 1, 2)) <= 1
     (before,) = (each.sinks for each in steps.impl._options.values())
