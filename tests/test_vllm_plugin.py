@@ -98,8 +98,11 @@ def test_an_output_can_be_quantised(version: str) -> None:
     assert steps.step((20, 3, 1), output_scale=torch.tensor(0.02)) <= 1
 
 
-def test_a_shared_prefix_is_read_once(version: str, monkeypatch: Any) -> None:
-    steps = EngineSteps(version)
+@pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -1.0, 2.0, 0.0])], ids=str)
+def test_a_shared_prefix_is_read_once(
+    version: str, sinks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = EngineSteps(version, sinks=sinks)
     steps.step((20, 20, 20))
     for req in (1, 2):  # the first block of all sequences becomes that of the first
         steps.block_table[req, 0] = steps.block_table[0, 0]
@@ -122,8 +125,10 @@ def test_a_shared_prefix_is_read_once(version: str, monkeypatch: Any) -> None:
 def test_a_cascade_is_chosen_only_for_layers_that_can_run_it(version: str) -> None:
     shared = (512, [1] * 16, 8, 2, False, False, False, 4, 1)
     assert EngineSteps(version).builder.use_cascade_attention(*shared)
-    windowed = EngineSteps(version, sinks=torch.zeros(4))
-    assert not windowed.builder.use_cascade_attention(*shared)
+    for options in ({"sliding_window": 9}, {"attn_type": "encoder_decoder"}):
+        assert not EngineSteps(version, **options).builder.use_cascade_attention(
+            *shared
+        )
 
 
 def test_an_encoder_attends_to_its_own_step_in_both_directions(version: str) -> None:
@@ -208,17 +213,17 @@ def test_two_engines_in_one_process_do_not_mix(version: str) -> None:
         assert other.step(lens) <= 1
 
 
-def test_sinks_follow_new_weights_in_place(version: str) -> None:
+@pytest.mark.parametrize("output_scale", [None, torch.tensor(0.02)], ids=str)
+def test_sinks_follow_new_weights_in_place(version: str, output_scale: Any) -> None:
     """Those of a model in another dtype too, of which the layer has a float32 copy."""
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.bfloat16)
     steps = EngineSteps(version, sinks=sinks)
-    assert steps.step((5, 1, 2)) <= 1
-    (before,) = (each.sinks for each in steps.impl._options.values())
+    assert steps.step((5, 1, 2), output_scale=output_scale) <= 1
+    before = steps.impl.own.options(torch.device("cpu")).sinks.data_ptr()
     sinks += 3.0
     steps.impl.process_weights_after_loading(torch.float32)
-    assert steps.step((1, 1, 1)) <= 1
-    (after,) = (each.sinks for each in steps.impl._options.values())
-    assert after.data_ptr() == before.data_ptr()
+    assert steps.step((1, 1, 1), output_scale=output_scale) <= 1
+    assert steps.impl.own.options(torch.device("cpu")).sinks.data_ptr() == before
 
 
 @pytest.mark.cuda

@@ -158,6 +158,7 @@ def test_batch_invariance_reaches_the_kernels(version: str) -> None:
     steps = EngineSteps(version)
     assert steps.step((20, 3, 1)) <= 1
     assert all(each.batch_invariant for each in steps.impl._options.values())
+    assert not steps.impl.takes_cascade
 
 
 @pytest.fixture

@@ -23,8 +23,8 @@ class PagetwinImpl(VllmAttentionImpl):
         sinks: Optional. [num_heads] one score per head that has no value. If None, there is none.
 
     Attributes:
-        takes_cascade: whether a shared prefix may be read once: no option needs positions, and
-            the layer reads the cache of its own sequence.
+        takes_cascade: whether a shared prefix may be read once: no option needs positions, rows
+            may depend on the batch, and the layer reads the cache of its own sequence.
         bounds: Optional. Upper bounds of the steps, set by the metadata builder. If None, nothing
             is compiled ahead of the first step.
 
@@ -69,24 +69,22 @@ class PagetwinImpl(VllmAttentionImpl):
             kv_sharing_target_layer_name,
             sinks,
         )
+        self._invariant = is_batch_invariant()
         self.takes_cascade = (
             sliding_window is None
             and alibi_slopes is None
-            and sinks is None
+            and not self._invariant
             and self.attn_type == AttentionType.DECODER.value
         )
         self.bounds: StepBounds | None = None
         self._warms_up = read_settings().warms_up
-        self._invariant = is_batch_invariant()
         self._options: dict[Any, AttentionOptions] = {}
         self._cache: Tensor | None = None
         self._views: tuple[Tensor, Tensor] | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Update the layer's copy of its sinks, in place: captured graphs read it."""
-        for options in self._options.values():
-            if options.sinks is not None:
-                options.sinks.copy_(self.own.sinks)
+        self.own.update_tensors()
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         """Return whether outputs can be quantised: to FP8 with one scale, known beforehand."""
