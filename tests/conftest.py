@@ -65,6 +65,7 @@ QUICK: dict[str, str] = {
     "test_twins.py": "",
     "test_validation.py": "",
     "test_versions.py": "",
+    "test_vllm_contract.py": "",
     "test_words.py": "",
 }
 """Tests of `make test-quick`: by file, one of these words in the name; empty: all of the file."""

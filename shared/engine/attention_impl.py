@@ -223,6 +223,16 @@ class AttentionImpl(ABC):
         of_step = {name: each for name, each in of_step.items() if each is not None}
         return replace(own, **of_step) if of_step else own
 
+    def update_tensors(self) -> None:
+        """Copy the layer's sinks, slopes and bias to its options again, after they changed.
+
+        The options keep their tensors, so a captured CUDA graph reads the new numbers.
+        """
+        for device, options in self._options.items():
+            for name, number in vars(self._own_options(device)).items():
+                if isinstance(number, Tensor):
+                    getattr(options, name).copy_(number)
+
     def _own_options(self, device: torch.device) -> AttentionOptions:
         """Return the options that the layer was created with, their tensors on a device."""
         tensors = {

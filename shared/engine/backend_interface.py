@@ -244,14 +244,22 @@ class AttentionBackend(Capabilities, ABC):
             reasons.append(f"dtype = {spec.dtype}: expected one of {names}")
         sizes = cls.get_supported_head_sizes()
         if sizes and spec.head_size not in sizes:
-            reasons.append(
-                f"head_size = {spec.head_size}: expected one of"
-                f" {', '.join(map(str, sizes))}"
-            )
+            reasons.append(f"head_size = {spec.head_size}: expected {_as_text(sizes)}")
         if not cls.supports_block_size(spec.block_size):
             taken_sizes = " or ".join(map(str, cls.get_supported_kernel_block_sizes()))
             reasons.append(f"block_size = {spec.block_size}: expected {taken_sizes}")
         return reasons
+
+
+def _as_text(sizes: Sequence[int]) -> str:
+    """Return sizes in words; many consecutive ones by the first and the last.
+
+    Example:
+        [1, 2, 3, 4]: "1 to 4". [32, 64, 96]: "one of 32, 64, 96".
+    """
+    if len(sizes) > 2 and list(sizes) == list(range(sizes[0], sizes[-1] + 1)):
+        return f"{sizes[0]} to {sizes[-1]}"
+    return f"one of {', '.join(map(str, sizes))}"
 
 
 def metadata_fields(

@@ -1,0 +1,120 @@
+"""The attention backend for vLLM: what vLLM asks before it builds a model."""
+
+from typing import Any, ClassVar
+
+import torch
+from vllm.v1.attention.backend import AttentionBackend, AttentionType, MultipleOf
+
+from ...contract.specs import KVCacheSpec
+from .builder import PagetwinMetadataBuilder, load_plugin_implementation
+from .caches import FP8_NAMES, choose_shape
+from .impl import PagetwinImpl
+from .versions import BACKEND_NAME, installed_interface
+
+_Shape: Any = choose_shape(installed_interface())
+
+CACHE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+"""vLLM's names of caches that are not quantised, besides "auto"."""
+
+
+class Reasons:
+    """Reasons in one sentence each, which both backends give through `supports_combination`."""
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: str | None,
+        block_size: int | None,
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        use_mm_prefix: bool,
+        device_capability: Any,
+    ) -> str | None:
+        """Return why a layer cannot be served, or None. vLLM adds it to its own words."""
+        reasons = []
+        if use_sparse:
+            reasons.append("use_sparse: expected dense attention")
+        if use_mm_prefix:
+            reasons.append("use_mm_prefix: expected causal prompts")
+        given = CACHE_DTYPES.get(kv_cache_dtype or "auto", dtype)
+        if given != dtype:
+            reasons.append(
+                f"kv_cache_dtype = {kv_cache_dtype}: expected auto or an FP8 dtype with a model"
+                f" of {dtype}"
+            )
+        backend = load_plugin_implementation().backends[0]
+        # vLLM's default block size is 16; no reason depends on the number of heads
+        spec = KVCacheSpec(block_size or 16, 1, head_size, dtype)
+        reasons += backend.validate_configuration(spec, "cuda")
+        return "; ".join(reasons) or None
+
+
+class PagetwinBackend(Reasons, _Shape, AttentionBackend):
+    """Paged and encoder attention on a twin, in vLLM's terms."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+    ]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", *CACHE_DTYPES, *FP8_NAMES]
+    # vLLM then calls do_kv_cache_update by itself, before forward
+    forward_includes_kv_cache_update: bool = False
+
+    @staticmethod
+    def get_name() -> str:
+        """Return the name, which vLLM looks up among its own."""
+        return BACKEND_NAME
+
+    @staticmethod
+    def get_impl_cls() -> type[Any]:
+        """Return the class that runs a layer."""
+        return PagetwinImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[Any]:
+        """Return the class that builds the metadata of a step."""
+        return PagetwinMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        """Return the block sizes: multiples of 16. vLLM divides no block of such a size."""
+        return [MultipleOf(16)]
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        """Return True: `supports_combination` gives the reason if a size does not fit."""
+        return True
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        """Return True for every kind of attention that vLLM has."""
+        return attn_type in {each.value for each in AttentionType}
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        """Return True."""
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        """Return True."""
+        return True
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        """Return True: drafts that attend to each other."""
+        return True
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """Return True: the option `batch_invariant` of the operations."""
+        return True
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        """Return whether the chip is an Ampere GPU or newer."""
+        return bool(capability.major >= 8)

@@ -1,0 +1,177 @@
+"""Step metadata for vLLM: what the layers of one cache group read in one step.
+
+The tensors are views of vLLM's persistent buffers, cut to the requests of the step. So a captured
+CUDA graph reads the values of each replay.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, ClassVar
+
+from torch import Tensor
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
+
+from ...contract.operations import Implementation
+from ...validation.integrations import load_named
+from .settings import read_settings
+from .warm_up import StepBounds
+
+
+@dataclass
+class PagetwinMetadata:
+    """One step of the layers that share a block table.
+
+    Not frozen, since vLLM replaces `slot_mapping` in cross-attention.
+
+    Args:
+        num_actual_tokens: rows of the step, padding of a captured graph included.
+        max_query_len, max_seq_len: upper bounds of the requests' new tokens and keys.
+        query_start_loc: [reqs + 1] int32 first row of each request.
+        seq_lens: [reqs] int32 keys of each request, its new tokens included. In cross-attention:
+            of its encoder.
+        block_table: [reqs, max_blocks] int32.
+        slot_mapping: [tokens] int64 slot of each new token; -1 if it is not stored.
+        causal: whether tokens attend only to earlier ones; [reqs] bool sets it per request.
+        common_prefix_len: keys that all requests share and that are read once; 0 if there is no
+            cascade in this step.
+    """
+
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    slot_mapping: Tensor
+    causal: bool | Tensor = True
+    common_prefix_len: int = 0
+
+
+class PagetwinMetadataBuilder(AttentionMetadataBuilder):
+    """Turns vLLM's description of a step into `PagetwinMetadata`. The device is not waited for.
+
+    Args:
+        kv_cache_spec, layer_names, vllm_config, device: as in vLLM.
+    """
+
+    # A graph of a mixed batch would freeze the kernels that its dummy batch chose by
+    # max_query_len, so it is not ALWAYS. A graph of uniform batches has one query length.
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    supports_update_block_table: bool = True
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.run = load_plugin_implementation()
+        impls = give_bounds(vllm_config, layer_names)
+        # vLLM does not tell whether a layer has what a cascade does not take
+        self.takes_cascade = all(each.takes_cascade for each in impls)
+
+    @classmethod
+    def get_cudagraph_support(
+        cls, vllm_config: Any, kv_cache_spec: Any
+    ) -> AttentionCGSupport:
+        """Return the batches that can be captured."""
+        return captures_uniform_batches(cls._cudagraph_support)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: Any,
+        fast_build: bool = False,
+    ) -> PagetwinMetadata:
+        """Return the metadata of a step.
+
+        Args:
+            common_prefix_len: keys that all requests share, in whole blocks, if the step is to be
+                a cascade; otherwise 0.
+            common_attn_metadata: vLLM's description of the step.
+            fast_build: not used, since there is one way.
+        """
+        common = common_attn_metadata
+        reqs = common.num_reqs
+        return PagetwinMetadata(
+            num_actual_tokens=common.num_actual_tokens,
+            max_query_len=int(common.max_query_len),
+            # 0 if no request of the step has an encoder
+            max_seq_len=max(1, int(common.max_seq_len)),
+            query_start_loc=common.query_start_loc[: reqs + 1],
+            seq_lens=common.seq_lens[:reqs],
+            block_table=common.block_table_tensor[:reqs],
+            slot_mapping=common.slot_mapping,
+            causal=common.causal,
+            common_prefix_len=int(common_prefix_len),
+        )
+
+    def update_block_table(
+        self, metadata: PagetwinMetadata, blk_table: Tensor, slot_mapping: Tensor
+    ) -> PagetwinMetadata:
+        """Return the metadata of another cache group in the same step."""
+        rows = metadata.seq_lens.shape[0]
+        return replace(
+            metadata, block_table=blk_table[:rows], slot_mapping=slot_mapping
+        )
+
+    def use_cascade_attention(
+        self,
+        common_prefix_len: int,
+        query_lens: Sequence[int],
+        num_query_heads: int,
+        num_kv_heads: int,
+        use_alibi: bool,
+        use_sliding_window: bool,
+        use_local_attention: bool,
+        num_sms: int,
+        dcp_world_size: int = 1,
+    ) -> bool:
+        """Return whether the step is to be a cascade. vLLM asks up to 0.31."""
+        return self.takes_cascade and bool(
+            self.run.use_cascade_attention(
+                common_prefix_len,
+                [int(each) for each in query_lens],
+                num_query_heads,
+                num_kv_heads,
+                use_alibi,
+                use_sliding_window,
+                use_local_attention,
+                num_sms,
+                dcp_world_size,
+            )
+        )
+
+
+def load_plugin_implementation() -> Implementation:
+    """Return the implementation that the settings name.
+
+    Raises:
+        ValueError: it cannot be loaded.
+    """
+    return _load(read_settings().implementation)
+
+
+@cache
+def _load(name: str) -> Implementation:
+    return load_named(name)
+
+
+def captures_uniform_batches(support: AttentionCGSupport) -> AttentionCGSupport:
+    """Return `support`, or NEVER with an implementation that may read tensors on the host."""
+    if read_settings().implementation == "optimized":
+        return support
+    return AttentionCGSupport.NEVER
+
+
+def give_bounds(vllm_config: Any, layer_names: list[str]) -> list[Any]:
+    """Give the engine's bounds to the layers of those names; return their implementations.
+
+    A layer compiles its kernels in the first run that has its cache, which is allocated later.
+    """
+    context = vllm_config.compilation_config.static_forward_context
+    layers = [context[name] for name in layer_names if name in context]
+    impls = [each.impl for each in layers if hasattr(each.impl, "bounds")]
+    bounds = StepBounds.of(vllm_config)
+    for each in impls:
+        each.bounds = bounds
+    return impls

@@ -1,0 +1,254 @@
+"""Attention of one layer inside vLLM: cache write, and paged or encoder attention."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.attention.backend import AttentionImpl as VllmAttentionImpl
+from vllm.v1.attention.backend import AttentionType
+
+from ...contract.attention_options import AttentionOptions
+from .builder import PagetwinMetadata, load_plugin_implementation
+from .caches import FP8_NAMES, split_layer_cache
+from .settings import read_settings
+from .warm_up import StepBounds, can_compile, warm_up_layer
+
+
+class PagetwinImpl(VllmAttentionImpl):
+    """Runs one layer on a twin.
+
+    Args:
+        num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype,
+            logits_soft_cap, attn_type, kv_sharing_target_layer_name: as in vLLM.
+        sinks: Optional. [num_heads] one score per head that has no value. If None, there is none.
+
+    Attributes:
+        takes_cascade: whether a shared prefix may be read once: no option needs positions, rows
+            may depend on the batch, and the layer reads the cache of its own sequence.
+        bounds: Optional. Upper bounds of the steps, set by the metadata builder. If None, nothing
+            is compiled ahead of the first step.
+
+    Raises:
+        ValueError, NotImplementedError: what the twin's own layer rejects, and context
+            parallelism.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        check_no_context_parallelism(self)
+        self.run = load_plugin_implementation()
+        # bound once, since every layer calls them in every step
+        self._attend, self._write = self.run.paged_attention, self.run.reshape_and_cache
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.attn_type = getattr(attn_type, "value", attn_type)
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.own = self.run.backends[0].get_impl_cls()(
+            num_heads,
+            head_size,
+            scale,
+            self.num_kv_heads,
+            alibi_slopes,
+            sliding_window,
+            kv_cache_dtype if kv_cache_dtype in FP8_NAMES else "auto",
+            logits_soft_cap,
+            self.attn_type,
+            kv_sharing_target_layer_name,
+            sinks,
+        )
+        self._invariant = is_batch_invariant()
+        self.takes_cascade = (
+            sliding_window is None
+            and alibi_slopes is None
+            and not self._invariant
+            and self.attn_type == AttentionType.DECODER.value
+        )
+        self.bounds: StepBounds | None = None
+        self._warms_up = read_settings().warms_up
+        self._options: dict[Any, AttentionOptions] = {}
+        self._cache: Tensor | None = None
+        self._views: tuple[Tensor, Tensor] | None = None
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Update the layer's copy of its sinks, in place: captured graphs read it."""
+        self.own.update_tensors()
+
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        """Return whether outputs can be quantised: to FP8 with one scale, known beforehand."""
+        from vllm.model_executor.layers.quantization.utils.quant_utils import (
+            kFp8StaticTensorSym,
+        )
+
+        return bool(quant_key == kFp8StaticTensorSym)
+
+    def do_kv_cache_update(
+        self,
+        layer: Any,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> None:
+        """Write the step's keys and values; tokens with slot -1 are not stored."""
+        if self.own.is_uncached or not kv_cache.numel():
+            return
+        scales = (layer._k_scale, layer._v_scale) if self._is_fp8 else (None, None)
+        self._write(key, value, *self._split(kv_cache), slot_mapping, *scales)
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Tensor,
+        attn_metadata: PagetwinMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Attend, and return `output`.
+
+        vLLM calls `do_kv_cache_update` before, so decoder layers read the cache alone.
+
+        Args:
+            layer: vLLM's layer, which has the scales of an FP8 cache.
+            query, key, value: [tokens, heads, head_size] of the step, with padding at the end.
+            kv_cache: the layer's cache; without elements while vLLM measures memory.
+            attn_metadata: Optional. The step. If None (a dummy run), the output is 0.
+            output: [tokens, num_heads, head_size_v], modified in place.
+            output_scale: Optional. Scale of an FP8 output. If None, it is not quantised.
+            output_block_scale: must be None.
+
+        Raises:
+            NotImplementedError: `output_block_scale` is given.
+        """
+        if output_block_scale is not None:
+            raise NotImplementedError(
+                "output_block_scale: expected None, since outputs have one scale"
+            )
+        if self.bounds is not None:
+            self._warm_up(layer, query, kv_cache)
+        if attn_metadata is None:
+            return output.fill_(0)
+        tokens = attn_metadata.num_actual_tokens
+        rows, out = query[:tokens], output[:tokens]
+        options = self._options_of(
+            layer, query.device, attn_metadata.causal, output_scale
+        )
+        if self.own.is_uncached:
+            assert key is not None and value is not None
+            starts, longest = (
+                attn_metadata.query_start_loc,
+                attn_metadata.max_query_len,
+            )
+            self.run.encoder_attention(
+                rows, key[:tokens], value[:tokens], starts, starts, longest, longest,
+                self.scale, out, options=options,
+            )  # fmt: skip
+            return output
+        step = attn_metadata
+        tensors = (
+            rows, *self._split(kv_cache), step.block_table, step.query_start_loc,
+            step.seq_lens,
+        )  # fmt: skip
+        bounds = (step.max_query_len, step.max_seq_len)
+        if step.common_prefix_len and output_scale is None:
+            self.run.cascade_attention(
+                *tensors, *bounds, step.common_prefix_len, self.scale, out, options=options
+            )  # fmt: skip
+        else:
+            self._attend(*tensors, *bounds, self.scale, out, options=options)
+        return output
+
+    @property
+    def _is_fp8(self) -> bool:
+        return self.kv_cache_dtype in FP8_NAMES
+
+    def _split(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the key and value views; they take microseconds, so the last ones are kept."""
+        if self._views is None or self._cache is not kv_cache:
+            views = split_layer_cache(kv_cache, self.head_size, self.kv_cache_dtype)
+            self._cache, self._views = kv_cache, views
+        return self._views
+
+    def _options_of(
+        self,
+        layer: Any,
+        device: torch.device,
+        causal: bool | Tensor,
+        output_scale: Tensor | None = None,
+    ) -> AttentionOptions:
+        """Return the options of a step. Those without a tensor of the step are kept."""
+        kept = output_scale is None and isinstance(causal, bool)
+        kind = (device, causal) if kept else None
+        scales = {}
+        if self._is_fp8 and not self.own.is_uncached:
+            scales = {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
+        options: AttentionOptions | None = self._options.get(kind)
+        # vLLM may replace the scales when it loads weights again
+        if options is not None and options.k_scale is scales.get("k_scale"):
+            return options
+        options = self.own.options(
+            device,
+            output_scale,
+            # None is the default of an operation, and makes the plain call cheap
+            causal=None if causal is (not self.own.is_uncached) else causal,
+            batch_invariant=True if self._invariant else None,
+            **scales,
+        )
+        assert options is not None
+        if kept:
+            self._options[kind] = options
+        return options
+
+    def _warm_up(self, layer: Any, query: Tensor, kv_cache: Tensor) -> None:
+        """Compile the layer's kernels, if its cache is there; called until that was done."""
+        bounds = self.bounds
+        assert bounds is not None
+        if not self._warms_up or self.own.is_uncached:
+            self.bounds = None
+            return
+        if not can_compile(kv_cache):
+            return
+        self.bounds = None
+        options = self._options_of(layer, query.device, not self.own.crosses)
+        warm_up_layer(
+            self.run.name,
+            self._split(kv_cache),
+            self.num_heads,
+            query.dtype,
+            options,
+            bounds,
+        )
+
+
+def check_no_context_parallelism(impl: Any) -> None:
+    """Raise NotImplementedError if a sequence's keys are distributed over ranks."""
+    for name in ("dcp_world_size", "pcp_world_size"):
+        ranks = getattr(impl, name, 1)
+        if ranks > 1:
+            raise NotImplementedError(
+                f"{name} = {ranks}: expected 1, since this backend does not exchange partial"
+                " results between ranks; choose another --attention-backend"
+            )
+
+
+def is_batch_invariant() -> bool:
+    """Return whether vLLM was told to be batch invariant (VLLM_BATCH_INVARIANT=1)."""
+    import vllm.envs as envs
+
+    return bool(getattr(envs, "VLLM_BATCH_INVARIANT", False))

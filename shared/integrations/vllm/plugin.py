@@ -1,0 +1,50 @@
+"""Entry point of the vLLM plugin: registration, and the choice of the backend class."""
+
+from typing import TYPE_CHECKING, Any
+
+from .versions import BACKEND_NAME, installed_interface
+
+if TYPE_CHECKING:
+    from .backend import PagetwinBackend
+
+
+def register() -> None:
+    """Make `--attention-backend CUSTOM` select pagetwin. May be called several times.
+
+    vLLM calls it in every process. Only the registry of backends is imported.
+    """
+    from vllm.v1.attention.backends.registry import (
+        AttentionBackendEnum,
+        register_backend,
+    )
+
+    register_backend(AttentionBackendEnum[BACKEND_NAME], f"{__name__}.Backend")
+
+
+def __getattr__(name: str) -> Any:
+    # vLLM resolves the registered path by getattr when it chooses a backend
+    if name == "Backend":
+        return choose_backend()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def choose_backend() -> "type[PagetwinBackend]":
+    """Return the backend class for the model that vLLM is building.
+
+    A model with latent attention (MLA) gets the class for it. vLLM has one name for both.
+
+    Raises:
+        RuntimeError: vLLM is older than the oldest supported version.
+    """
+    from vllm.config import get_current_vllm_config_or_none
+
+    installed_interface()
+    config = get_current_vllm_config_or_none()
+    model = None if config is None else config.model_config
+    if model is not None and model.use_mla:
+        from .latent import PagetwinLatentBackend
+
+        return PagetwinLatentBackend
+    from .backend import PagetwinBackend
+
+    return PagetwinBackend

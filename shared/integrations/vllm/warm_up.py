@@ -1,0 +1,123 @@
+"""Warm-up inside vLLM: kernels are compiled in the engine's dummy run, before traffic."""
+
+import importlib
+import logging
+import time
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...contract.attention_options import AttentionOptions
+
+logger = logging.getLogger(__name__)
+
+_LOCK = Lock()
+_WARMED: set[tuple[Any, ...]] = set()
+"""Kinds of layers that were warmed up in this process: a few entries per model."""
+
+
+@dataclass(frozen=True)
+class StepBounds:
+    """Upper bounds of the engine's steps.
+
+    Args:
+        max_num_reqs: requests of a step.
+        max_query_len: new tokens of a request in one step.
+        max_seq_len: keys of a request.
+        decode_query_len: new tokens of a decode: one, and one per speculative token.
+    """
+
+    max_num_reqs: int
+    max_query_len: int
+    max_seq_len: int
+    decode_query_len: int = 1
+
+    @classmethod
+    def of(cls, vllm_config: Any) -> "StepBounds":
+        """Return the bounds that vLLM's configuration gives."""
+        scheduler, model = vllm_config.scheduler_config, vllm_config.model_config
+        speculative = getattr(vllm_config, "speculative_config", None)
+        drafts = getattr(speculative, "num_speculative_tokens", None) or 0
+        max_seq_len = int(model.max_model_len)
+        return cls(
+            max_num_reqs=int(scheduler.max_num_seqs),
+            max_query_len=min(int(scheduler.max_num_batched_tokens), max_seq_len),
+            max_seq_len=max_seq_len,
+            decode_query_len=1 + int(drafts),
+        )
+
+
+def warm_up_layer(
+    implementation: str,
+    caches: tuple[Tensor, Tensor],
+    num_query_heads: int,
+    dtype: torch.dtype,
+    options: AttentionOptions,
+    bounds: StepBounds,
+) -> int:
+    """Compile the kernels of one kind of layer, once per process; return how many there are.
+
+    Args:
+        implementation: name of the twin. Only one with a function `warm_up` compiles.
+        caches: the layer's key and value cache, as its calls pass them.
+        num_query_heads: query heads of the layer.
+        dtype: dtype of its queries and outputs.
+        options: options of its calls.
+        bounds: upper bounds of the steps.
+    """
+    key, value = caches
+    names = tuple(options.given)
+    numbers = (options.sliding_window, options.logits_soft_cap, options.causal)
+    kind = (
+        *(key.shape[1:], key.stride(), key.dtype, value.shape[1:], value.stride()),
+        *(key.device, num_query_heads, dtype, names, str(numbers), bounds),
+    )
+    with _LOCK:
+        if kind in _WARMED:
+            return 0
+        _WARMED.add(kind)
+    top = importlib.import_module(
+        f"pagetwin.{implementation}" if "." not in implementation else implementation
+    )
+    if not hasattr(top, "warm_up"):
+        return 0
+    start = time.perf_counter()
+    before = _allocated(key.device)
+    kernels = top.warm_up(
+        top.WarmUpSpec(
+            key_cache=key,
+            value_cache=value,
+            num_query_heads=num_query_heads,
+            max_num_reqs=bounds.max_num_reqs,
+            max_query_len=bounds.max_query_len,
+            max_seq_len=bounds.max_seq_len,
+            dtype=dtype,
+            options=(options,),
+        )
+    )
+    logger.info(
+        "warm-up: %d kernels of layers with %d query heads, head size %d and %s in %.1f s;"
+        " workspace %.1f MiB",
+        len(kernels),
+        num_query_heads,
+        key.shape[3],
+        key.dtype,
+        time.perf_counter() - start,
+        (_allocated(key.device) - before) / 2**20,
+    )
+    return len(kernels)
+
+
+def can_compile(kv_cache: Tensor) -> bool:
+    """Return whether the cache is allocated and no CUDA graph is being captured."""
+    if not kv_cache.numel():
+        return False
+    return not (kv_cache.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _allocated(device: torch.device) -> int:
+    """Return the bytes that torch's allocator has given out on a device."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
