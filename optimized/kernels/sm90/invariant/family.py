@@ -209,8 +209,16 @@ class InvariantPlan(Sm90Plan):
 
 
 def _is_supported(call: AttentionCall) -> bool:
-    """Return whether a call is batch-invariant and has what the kernels support."""
+    """Return whether a call is batch-invariant and has what the kernels support.
+
+    Ragged keys, calls that are not causal and outputs of float32 have not run on a GPU yet.
+    """
     if not call.options.batch_invariant or find_planes(call) is None:
         return False
+    if call.block_table is None or not call.options.causal:
+        return False
     group_size = call.query.shape[1] // call.value.shape[-2]
-    return next_power_of_2(group_size) <= WARPGROUP_M.value
+    return (
+        call.out.dtype == call.query.dtype
+        and next_power_of_2(group_size) <= WARPGROUP_M.value
+    )
