@@ -167,6 +167,17 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
             f"prefill, {name}",
             lambda d=dtype, h=head_size: run_attention(99, 99, h, d),
         )
+    for name, options in (
+        ("bf16 128, short", {}),
+        (
+            "float8_e4m3fn cache, short",
+            {"cache_dtype": FP8_DTYPES[0], "k_scale": 0.5, "v_scale": 2.0},
+        ),
+    ):
+        yield (
+            f"decode, {name}",
+            lambda o=options: run_attention(1, 500, 128, torch.bfloat16, 2, **o),
+        )
     every_score = {
         "sliding_window": 1024,
         "logits_soft_cap": 50.0,

@@ -169,3 +169,14 @@ class StreamK(NamedTuple):
     MANY_REQS: bool
     COMBINE_ROWS: int
     COMBINE_SPLITS: int
+
+
+class ShortDecode(NamedTuple):
+    """Compile-time constants of the splits in short_decode.py.
+
+    Args:
+        COMBINE_ROWS, COMBINE_SPLITS: rows and partial results that are combined at once.
+    """
+
+    COMBINE_ROWS: int
+    COMBINE_SPLITS: int

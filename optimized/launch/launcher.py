@@ -258,6 +258,11 @@ class Launcher:
         self._map_kinds: Sequence[Any] = ()
 
     @property
+    def name(self) -> str:
+        """The name of the kernel."""
+        return str(self._kernel.__name__)
+
+    @property
     def is_ready(self) -> bool:
         """Whether a launch was made before, so that the driver launch is known."""
         return self._direct is not None

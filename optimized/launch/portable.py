@@ -7,6 +7,9 @@ requests of the other one, so nothing has to be read from the device to separate
 model finds a split faster, one append launch computes all requests instead.
 """
 
+import math
+from typing import NamedTuple
+
 from torch import Tensor
 
 from ..kernels.arguments import Tensors
@@ -36,6 +39,17 @@ def plan(call: AttentionCall) -> "PortablePlan":
     )
     values = lower_tensors(call.options)
     return PortablePlan(launches, any(each is not None for each in values))
+
+
+class DecodeLaunch(NamedTuple):
+    """A decode launch and its workspace; the fields are arguments of `PortablePlan._start`."""
+
+    launcher: Launcher
+    grid: tuple[int, int, int]
+    split_rows: int
+    workspace: Tensor
+    partials: int
+    arrivals: Tensor
 
 
 class PortablePlan:
@@ -70,31 +84,45 @@ class PortablePlan:
         return True
 
     def launch_decode(self, call: AttentionCall) -> None:
-        """Compute the short requests of a batch, and clear the rows of no request.
+        """Compute the short requests of a batch, and clear the rows of no request."""
+        launcher, grid, split_rows, workspace, partials, arrivals = self.plan_decode(
+            call
+        )
+        self._start(launcher, grid, call, split_rows, workspace, partials, arrivals)
+
+    def plan_decode(self, call: AttentionCall) -> DecodeLaunch:
+        """Return the decode launch of a call, with its workspace.
 
         The key tiles of all requests are divided evenly among the programs, so a request may be
-        split over several. The workspace holds two partial results per program.
+        split over several. The workspace holds two partial results per program. Few requests over
+        short sequences have a kernel of their own, with a program per split of a request.
+
+        Args:
+            call: the call.
         """
         launches = self.launches
-        num_reqs = call.query_start_loc.shape[0] - 1
+        num_reqs, kv_heads = call.query_start_loc.shape[0] - 1, launches.kv_heads
         split_rows = min(launches.short_rows, call.max_query_len * launches.group_size)
-        decode, block_n, max_splits = launches.decode(
-            num_reqs, split_rows, call.max_query_len, call.max_key_len
-        )
-        max_keys = call.max_key_len
-        if launches.max_visible_keys is not None:
-            # a window may begin anywhere within its first tile
-            max_keys = min(max_keys, launches.max_visible_keys + block_n)
-        tiles = num_reqs * max(1, -(-max_keys // block_n))
-        splits = min(max_splits, tiles)
-        counters = splits * launches.kv_heads
+        if launches.is_short(num_reqs, call.max_key_len):
+            launcher, block_n = launches.short_decode(split_rows)
+            max_keys = launches.bound_keys(call.max_key_len, block_n)
+            splits = -(-max_keys // block_n)
+            grid, counters = (kv_heads, splits, num_reqs), num_reqs * kv_heads
+        else:
+            launcher, block_n, max_splits = launches.decode(
+                num_reqs, split_rows, call.max_query_len, call.max_key_len
+            )
+            max_keys = launches.bound_keys(call.max_key_len, block_n)
+            splits = min(max_splits, num_reqs * max(1, -(-max_keys // block_n)))
+            grid, counters = (kv_heads, splits, 1), splits * kv_heads
         # the values begin at a multiple of 16 bytes, after the log-sum-exps
-        partials = -(-2 * counters * split_rows // 4) * 4
+        partials = -(-2 * math.prod(grid) * split_rows // 4) * 4
         arrivals, workspace = find_workspace(
-            call.query.device, counters, partials * (launches.value_size + 1)
+            call.query.device,
+            counters,
+            partials * (launches.value_size + 1),
         )
-        grid = (launches.kv_heads, splits, 1)
-        self._start(decode, grid, call, split_rows, workspace, partials, arrivals)
+        return DecodeLaunch(launcher, grid, split_rows, workspace, partials, arrivals)
 
     def launch_append(self, call: AttentionCall, block_m: int) -> None:
         """Compute all requests, split over their keys, and clear the rows of no request.
@@ -115,7 +143,9 @@ class PortablePlan:
         # the values begin at a multiple of 16 bytes, after the log-sum-exps
         partials = -(-2 * counters * split_rows // 4) * 4
         arrivals, workspace = find_workspace(
-            call.query.device, counters, partials * (launches.value_size + 1)
+            call.query.device,
+            counters,
+            partials * (launches.value_size + 1),
         )
         grid = (launches.kv_heads, splits, 1)
         self._start(append, grid, call, split_rows, workspace, partials, arrivals)

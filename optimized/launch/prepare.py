@@ -14,20 +14,23 @@ from torch import Tensor
 from ...contract.attention_options import AttentionOptions
 from ...contract.kinds import FP8_DTYPES
 from ..kernels.append import append_kernel
-from ..kernels.arguments import Config, StreamK, Strides, Tensors
+from ..kernels.arguments import Config, ShortDecode, StreamK, Strides, Tensors
 from ..kernels.decode import decode_kernel
 from ..kernels.fp8 import has_native_fp8, scale_strides
 from ..kernels.options.score import OptionTensors, ScoreConstants, lower_scores
 from ..kernels.options.visible_range import MaskConstants, lower_masks
 from ..kernels.prefill import prefill_kernel
+from ..kernels.short_decode import short_decode_kernel
 from ..kernels.split_kv import split_kv_kernel, split_rows_kernel
 from .launcher import INTERPRETED, Launcher, must_widen, next_power_of_2
 from .tuning import (
     PROGRAMS,
     Tiles,
     choose_row_tiles,
+    choose_short_tiles,
     choose_tiles,
     count_processors,
+    max_short_keys,
 )
 
 REQS_PER_PASS = (8, 32, 64) if INTERPRETED else (32, 128, 1024)
@@ -53,8 +56,10 @@ class Launches:
         fixed: arguments of all launches, by name.
         config: constants of all launches; those of tiles are the prefill's.
         decode_tiles, small_batch_tiles: tiles of decodes, and of decodes too few to fill the chip.
+        short_tiles: tiles of few decodes over short sequences.
         row_tiles: tiles of split requests of any number of rows, fewest rows first.
         decodes: launches of the decode kernel, made when they are first needed.
+        short_decodes: launches of the kernel for short decodes, as well.
         appends: launches of the kernels for split requests of any number of rows, as well.
         prefills: launches for all other requests: one program per query tile, and one per split
             of its keys. The second one is launched only for batch-invariant rows.
@@ -77,6 +82,7 @@ class Launches:
     config: Config
     decode_tiles: Tiles
     small_batch_tiles: Tiles
+    short_tiles: Tiles
     row_tiles: tuple[Tiles, ...]
     prefills: tuple[Launcher, Launcher]
     group_size: int
@@ -94,14 +100,36 @@ class Launches:
     decodes: dict[tuple[int, int, bool, bool, bool], tuple[Launcher, int, int]] = field(
         default_factory=dict
     )
+    short_decodes: dict[int, Launcher] = field(default_factory=dict)
     appends: dict[tuple[int, int, bool], tuple[Launcher, int, int]] = field(
         default_factory=dict
     )
 
+    def bound_keys(self, max_key_len: int, block_n: int) -> int:
+        """Return an upper bound of the keys in the KV tiles of a decode request.
+
+        Args:
+            max_key_len: of the call.
+            block_n: keys of a KV tile.
+        """
+        if self.max_visible_keys is None:
+            return max_key_len
+        # a window may begin anywhere within its first tile
+        return min(max_key_len, self.max_visible_keys + block_n)
+
     def decode(
-        self, num_reqs: int, partial_rows: int, max_query_len: int, max_key_len: int
+        self,
+        num_reqs: int,
+        partial_rows: int,
+        max_query_len: int,
+        max_key_len: int,
     ) -> tuple[Launcher, int, int]:
-        """Return the launch of the decode kernel, the keys of its tiles, and its most segments."""
+        """Return the launch of the decode kernel, the keys of its tiles, and its most segments.
+
+        Args:
+            num_reqs, max_query_len, max_key_len: bounds of the batch.
+            partial_rows: rows of a request, at most.
+        """
         combine_rows = next_power_of_2(max(partial_rows, 1))
         per_pass = _reqs_per_pass(num_reqs)
         is_small_batch = num_reqs < self.full_reqs
@@ -137,6 +165,39 @@ class Launches:
             known = (launcher, tiles.block_n, max(1, programs // self.kv_heads))
             self.decodes[key] = known
         return known
+
+    def is_short(self, num_reqs: int, max_key_len: int) -> bool:
+        """Return whether a batch has few requests over short sequences."""
+        block_n = self.short_tiles.block_n
+        limit = max_short_keys(num_reqs, self.kv_heads, block_n, self.processors)
+        return 0 < self.bound_keys(max_key_len, block_n) <= limit
+
+    def short_decode(self, partial_rows: int) -> tuple[Launcher, int]:
+        """Return the launch of the kernel for short decodes, and the keys of its tiles.
+
+        Args:
+            partial_rows: rows of a request, at most.
+        """
+        combine_rows = next_power_of_2(max(partial_rows, 1))
+        launcher = self.short_decodes.get(combine_rows)
+        if launcher is None:
+            tiles, numbers = self.short_tiles, combine_rows * self.config.BLOCK_DV
+            config = self.config._replace(
+                BLOCK_M=self.short_rows,
+                BLOCK_N=tiles.block_n,
+                PIN_FP8_V=True,
+                CLEAR_PADDING=True,
+                MASK_ALL_TILES=True,
+            )
+            plan = ShortDecode(
+                COMBINE_ROWS=combine_rows,
+                COMBINE_SPLITS=max(1, min(16, COMBINED_AT_ONCE // numbers)),
+            )
+            launcher = _launcher(
+                short_decode_kernel, self.fixed, tiles, config=config, plan=plan
+            )
+            self.short_decodes[combine_rows] = launcher
+        return launcher, self.short_tiles.block_n
 
     def append(
         self,
@@ -244,6 +305,7 @@ def prepare(
         config=config,
         decode_tiles=decode,
         small_batch_tiles=small_batch,
+        short_tiles=choose_short_tiles(decode, query.dtype, block_table is not None),
         row_tiles=row_tiles,
         prefills=_prefill_launchers(fixed, prefill, config, options),
         group_size=group_size,

@@ -73,6 +73,17 @@ MAX_HEAD_SIZE = 1024
 PROGRAMS = 2
 """Decode programs per SM."""
 
+SHORT_KEYS = 64
+"""Keys of a KV tile of short decodes. One request over 512 keys takes 11.9 us and one over 1,024
+12.7; with the kernel of other decodes 14.8 and 18.3. With 32 keys and 2 warps they take 11.3 and
+13.9, with 128 keys and 4 warps 12.4 and 13.2. With two tiles per split they take 13.9 and 14.4,
+with four 17.9 and 18.3."""
+SHORT_WARPS = 2
+"""Warps of a program of short decodes. With 4 the same two batches take 12.2 and 12.7 us."""
+SHORT_PROGRAMS = 2 if INTERPRETED else 1
+"""Programs of short decodes per multiprocessor, at most. Batches of 64 and 128 programs on 132
+multiprocessors are measured, larger ones are not."""
+
 # Constants of cost_model.py, per multiprocessor of an H200 (132 of them). On another chip their
 # ratios matter, since all paths are estimated with the same ones.
 DECODE_BYTES_PER_US = 32_000.0
@@ -163,6 +174,35 @@ def choose_tiles(
         if has_native_fp8 or width <= 128:
             decode = small_batch
     return decode, small_batch, prefill
+
+
+def choose_short_tiles(decode: Tiles, dtype: torch.dtype, is_paged: bool) -> Tiles:
+    """Return the tiles of short decodes (short_decode.py): as few keys as a split has.
+
+    Args:
+        decode: those of other decodes.
+        dtype: of the queries.
+        is_paged: whether loads go through the block table.
+    """
+    if dtype == torch.float32 or INTERPRETED:
+        return decode
+    return replace(
+        decode,
+        block_n=min(SHORT_KEYS, decode.block_n),
+        num_warps=min(SHORT_WARPS, decode.num_warps),
+        num_stages=3 if is_paged else 2,
+    )
+
+
+def max_short_keys(num_reqs: int, kv_heads: int, block_n: int, processors: int) -> int:
+    """Return the keys of a request, at most, with which a batch is one of short decodes.
+
+    Args:
+        num_reqs, kv_heads: of the batch.
+        block_n: keys of a KV tile.
+        processors: multiprocessors of the chip.
+    """
+    return SHORT_PROGRAMS * processors // (num_reqs * kv_heads) * block_n
 
 
 def max_head_size(dtype: torch.dtype, device: torch.device) -> int:

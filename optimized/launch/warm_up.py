@@ -21,6 +21,7 @@ from . import cascade, dispatch
 from .attention_call import AttentionCall, sign
 from .launcher import is_capturing
 from .prepare import BRIEF, REQS_PER_PASS, SPLIT_SIZE
+from .tuning import max_short_keys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,19 +199,27 @@ def _warm_attention(spec: WarmUpSpec, index: int, lse: bool) -> _Launched:
         started.add(id(launcher))
         return not known
 
+    brief = min(BRIEF, spec.max_seq_len)
+    batches = list(product(req_counts, sorted({brief, spec.max_seq_len})))
+    # all batches of short decodes have the kernels of this one
+    one = max_short_keys(
+        1, launches.kv_heads, launches.short_tiles.block_n, launches.processors
+    )
+    short = [(1, min(one, spec.max_seq_len))] if one else []
+    of_decode = _query_lens(spec.max_query_len, plan.short_rows // group_size)
+    for (num_reqs, keys), query_len in product(
+        [*batches, *short],
+        # a decode launch serves the short requests of a longer batch too
+        sorted({*of_decode, spec.max_query_len}) if plan.has_decode else (),
+    ):
+        bounds = (num_reqs, query_len, keys)
+        bounded = _bound(_make_call(spec, index, lse, num_reqs), *bounds)
+        launcher = plan.portable.plan_decode(bounded).launcher
+        if is_new(launcher):
+            plan.portable.launch_decode(bounded)
+            yield launcher.name, bounds
     for num_reqs in req_counts:
         call = _make_call(spec, index, lse, num_reqs)
-        of_decode = _query_lens(spec.max_query_len, plan.short_rows // group_size)
-        for query_len, keys in product(
-            # a decode launch serves the short requests of a longer batch too
-            sorted({*of_decode, spec.max_query_len}) if plan.has_decode else (),
-            sorted({min(BRIEF, spec.max_seq_len), spec.max_seq_len}),
-        ):
-            rows = min(plan.short_rows, query_len * group_size)
-            if is_new(launches.decode(num_reqs, rows, query_len, keys)[0]):
-                bounds = (num_reqs, query_len, keys)
-                plan.portable.launch_decode(_bound(call, *bounds))
-                yield "decode_kernel", bounds
         if is_long and plan.layer is not None:
             bounds = (num_reqs, spec.max_query_len, spec.max_seq_len)
             for block_m in plan.layer.row_tiles:

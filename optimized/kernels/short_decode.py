@@ -1,0 +1,128 @@
+"""Decode kernel of few requests over short sequences: one program per split of a request's keys.
+
+Such a launch takes microseconds. It waits for one access to memory after another, and most of the
+chip is idle. So the index of a program gives its request and its split, and no program counts the
+tiles of other requests, as those of decode.py do. A split is one KV tile. To combine many splits
+takes less time than a loop over their tiles.
+"""
+
+import triton
+import triton.language as tl
+
+from .arguments import CHANGING, KernelCall
+from .attention_tile import attend_with_tile, load_query_tile
+from .combine import arrive, combine_segments, segment_offset, store_partial
+from .epilogue import clear_padding, store_rows
+from .load_q import find_queries
+
+
+@triton.jit
+def keys_in_split(visible, split, num_programs, config: tl.constexpr):
+    """Return the keys of a request that are in a split, and how many splits the request has.
+
+    Splits are counted from the first KV tile with a visible key. The last program takes the rest
+    of a sequence that is longer than it was said to be.
+
+    Args:
+        visible: VisibleKeys.
+        split, num_programs: this program's split, and the programs per request.
+
+    Returns:
+        begin, end: of the keys; a multiple of BLOCK_N, and any index.
+        num_splits: at least 1, so that some program stores the rows of a request without keys.
+    """
+    first = visible.begin // config.BLOCK_N * config.BLOCK_N
+    num_splits = tl.maximum(tl.cdiv(visible.end - first, config.BLOCK_N), 1)
+    num_splits = tl.minimum(num_splits, num_programs)
+    begin = first + split * config.BLOCK_N
+    end = tl.minimum(begin + config.BLOCK_N, visible.end)
+    end = tl.where(split == num_programs - 1, visible.end, end)
+    return begin, end, num_splits
+
+
+@triton.jit
+def store_split(
+    call, req, split, num_splits, start, query_len, result, lse, is_row, kv_head,
+    config: tl.constexpr, plan: tl.constexpr,
+):  # fmt: skip
+    """Store the partial result of a split. The last program to arrive combines all of them.
+
+    Args:
+        req, split, num_splits: the request, this program's split, and how many there are.
+        start, query_len: first token of the request in the batch, and how many it has.
+        result, lse, is_row: [BLOCK_M, BLOCK_DV], [BLOCK_M], [BLOCK_M].
+    """
+    num_kv_heads = tl.num_programs(0)
+    # the splits of a request are numbered as segments, of which the first one begins in itself
+    first = req * tl.num_programs(1)
+    offset = segment_offset(
+        first + split, (split == 0).to(tl.int32), kv_head, num_kv_heads, call.partial_rows
+    )  # fmt: skip
+    store_partial(call, offset, result, lse, is_row, config)
+    semaphore = call.tensors.semaphores + req * num_kv_heads + kv_head
+    if arrive(semaphore, num_splits):
+        tl.store(semaphore, 0)  # for the next launch
+        combine_segments(
+            call, start, query_len, first, first + num_splits - 1, kv_head, num_kv_heads,
+            config, plan.COMBINE_ROWS, plan.COMBINE_SPLITS,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=CHANGING)
+def short_decode_kernel(
+    tensors,
+    option_tensors,
+    num_tokens,
+    num_reqs,
+    num_search_steps,
+    partial_rows,
+    scale,
+    table_stride_req,
+    lse_stride_head,
+    lse_stride_token,
+    strides,
+    masks,
+    scores,
+    scale_strides,
+    tree_stride_req,
+    tree_width,
+    decode_rows,
+    config: tl.constexpr,
+    plan: tl.constexpr,
+):
+    """Attend with all requests of at most `decode_rows` rows. Grid: (kv_heads, splits, reqs).
+
+    Args:
+        As in `decode_kernel`, and plan: ShortDecode.
+    """
+    kv_head = tl.program_id(0)
+    split = tl.program_id(1)
+    req = tl.program_id(2)
+    num_programs = tl.num_programs(1)
+    call = KernelCall(
+        tensors, strides, option_tensors, masks, scores, scale_strides, scale, partial_rows,
+        table_stride_req, lse_stride_head, lse_stride_token, tree_stride_req, tree_width,
+    )  # fmt: skip
+    start, query_len = find_queries(tensors.query_start_loc, req)
+    num_rows = query_len * config.GROUP_SIZE
+    if (num_rows <= decode_rows) & (num_rows > 0):
+        tile = load_query_tile(call, req, start, query_len, 0, kv_head, config)
+        begin, end, num_splits = keys_in_split(
+            tile.visible, split, num_programs, config
+        )
+        if split < num_splits:
+            is_whole = num_splits == 1
+            result, lse = attend_with_tile(
+                call, tile, begin, end, is_whole, kv_head, config
+            )
+            if is_whole:
+                store_rows(call, result, lse, tile.rows, config)
+            else:
+                store_split(
+                    call, req, split, num_splits, start, query_len,
+                    result, lse, tile.rows.is_row, kv_head, config, plan,
+                )  # fmt: skip
+    clear_padding(
+        call, num_tokens, num_reqs, req * num_programs + split,
+        num_programs * tl.num_programs(2), kv_head, config,
+    )  # fmt: skip
