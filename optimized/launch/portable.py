@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..kernels.arguments import Tensors
 from ..kernels.options.score import lower_tensors
+from ..kernels.sm90.fp8_decode.family import is_aligned
 from .attention_call import AttentionCall
 from .cost_model import Layer
 from .launcher import Launcher
@@ -79,8 +80,9 @@ class PortablePlan:
         num_reqs = call.query_start_loc.shape[0] - 1
         split_rows = min(launches.short_rows, call.max_query_len * launches.group_size)
         decode, block_n, max_splits = launches.decode(
-            num_reqs, split_rows, call.max_query_len, call.max_key_len
-        )
+            num_reqs, split_rows, call.max_query_len, call.max_key_len,
+            is_aligned(call.key, call.value),
+        )  # fmt: skip
         max_keys = call.max_key_len
         if launches.max_visible_keys is not None:
             # a window may begin anywhere within its first tile
@@ -248,4 +250,8 @@ def describe_layer(launches: Launches, call: AttentionCall, has_hopper: bool) ->
         causal=options.causal is True,
         max_visible_keys=visible,
         processors=launches.processors,
+        # one byte per number is read, and two are written
+        converted_bytes=(
+            3 * numbers if has_hopper and launches.config.CACHE_FP8 else 0
+        ),
     )
