@@ -23,10 +23,10 @@ BLOCK_M = 16
 TILES = Tiles(BLOCK_M, 128, 4, 1)
 """Tiles of all decodes, with two programs per SM.
 
-H200, torch 2.11, triton 3.6, bfloat16 queries, e4m3, 32 query heads, 8 kv heads of 128, blocks of 16,
-cold L2, medians of 20, interleaved with the portable kernel: 64 over 4,096 keys 161 us and 186, 24
-over 12,288 175 and 203, one over 131,072 beside 31 over 4,096 162 and 185, 256 of 128 to 8,192 keys
-356 and 386. Twice as many programs, of which two run at a time: 163, 191, 170 and 360.
+H200, torch 2.11, triton 3.6, bfloat16 queries, e4m3, 32 query heads, 8 kv heads of 128, blocks of
+16, cold L2, medians of 20, interleaved with the portable kernel: 64 over 4,096 keys 161 us and 186,
+24 over 12,288 175 and 203, one over 131,072 beside 31 over 4,096 162 and 185, 256 of 128 to 8,192
+keys 356 and 386. Twice as many programs, of which two run at a time: 163, 191, 170 and 360.
 
 In another run, without the stream-K partition: tiles of 64 keys 194 us for 64 over 4,096, where
 tiles of 128 took 164; 8 warps with one program per SM 213. A ring of cp.async copies in shared
