@@ -446,3 +446,9 @@ def test_no_call_is_supported_on_another_device() -> None:
     plan = BatchPlan((1, 2), (33, 70), group=4, head_size=128, dtype=BF16)
     batch = make_batch(plan, device="cpu")
     assert not is_chosen(batch, make_options(batch))
+
+
+@pytest.fixture(autouse=True)
+def selected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Select the kernel."""
+    monkeypatch.setattr(family, "IS_SELECTED", True)

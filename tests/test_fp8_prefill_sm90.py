@@ -298,3 +298,9 @@ def test_one_captured_launch_serves_other_lengths(reference: Twin) -> None:
         lse.fill_(NAN)
         graph.replay()
         assert_right(batch, out, lse, reference, options)
+
+
+@pytest.fixture(autouse=True)
+def selected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Select the kernel."""
+    monkeypatch.setattr(family, "IS_SELECTED", True)
