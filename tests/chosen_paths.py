@@ -89,7 +89,8 @@ def find_kernels(workload: Workload) -> str:
         if choice.path == "split":
             return f"split, {choice.block_m} rows"
         if choice.path == "decode":
-            return "decode"
+            has_fp8_decode = plan.portable.launches.has_fp8_decode
+            return "sm90 FP8 decode" if has_fp8_decode else "decode"
     prefill = next(each for each in plan.prefills if each.takes(call))
     return f"{'portable' if prefill is plan.portable else 'sm90'} prefill"
 
@@ -97,9 +98,11 @@ def find_kernels(workload: Workload) -> str:
 def main(chip: int) -> None:
     """Print the kernels of every workload that is not a cache write."""
     pretend(chip, [])
-    for folder in ("sm90", "sm90.latent", "sm90.invariant"):
+    folders = ("latent", "invariant", "fp8_decode", "fp8_prefill")
+    for folder in ("sm90", *(f"sm90.{each}" for each in folders)):
         family = import_module(f"pagetwin.optimized.kernels.{folder}.family")
         family.is_hopper = lambda device: chip == 90
+        family.IS_SELECTED = True
     workloads = load_workloads("all").values()
     found = {
         each.name: find_kernels(each) for each in workloads if each.kind != "write"

@@ -35,8 +35,9 @@ PATHS_ON_AN_H200 = {
     "mla-verify-q2-128h-64x4k": "sm90 latent",
     "cascade-128x4k+256": "cascade, 128 and 16 rows",
     "prefill-2x4k-alibi": "portable prefill",
-    "prefill-1x16k-fp8": "portable prefill",
-    "prefill-1x16k-fp8-vs-fa3": "portable prefill",
+    "decode-64x4k-fp8": "sm90 FP8 decode",
+    "decode-24x12k-fp8": "sm90 FP8 decode",
+    "decode-skew-fp8": "sm90 FP8 decode",
     "invariant-prefill-1x8k": "sm90 invariant",
     "invariant-decode-64x4k": "sm90 invariant",
 }

@@ -27,9 +27,22 @@ def store_partial(call, offset, result, lse, is_row, config: tl.constexpr):
         is_row: [BLOCK_M].
     """
     in_tile = tl.arange(0, config.BLOCK_M)  # [BLOCK_M]
+    dv = tl.arange(0, config.BLOCK_DV)
+    store_partial_columns(call, offset, result, lse, is_row, in_tile, dv, config)
+
+
+@triton.jit
+def store_partial_columns(
+    call, offset, result, lse, is_row, in_tile, dv, config: tl.constexpr
+):
+    """Store a partial result, computed in the register layouts of `in_tile` and `dv`.
+
+    Args:
+        As in `store_partial`, and
+        in_tile, dv: [BLOCK_M] rows of the tile, [BLOCK_DV] columns.
+    """
     is_row &= in_tile < call.partial_rows
     row = offset + in_tile
-    dv = tl.arange(0, config.BLOCK_DV)
     tl.store(call.tensors.partial_lse + row, lse, mask=is_row)
     tl.store(
         call.tensors.partial_out + row[:, None] * config.V_HEAD_DIM + dv[None, :],

@@ -26,8 +26,17 @@ def store_rows(call, result, lse, rows, config: tl.constexpr):
         lse: [BLOCK_M] log-sum-exp in base 2; it is stored in base e.
         rows: QueryRows.
     """
+    store_columns(call, result, lse, rows, tl.arange(0, config.BLOCK_DV), config)
+
+
+@triton.jit
+def store_columns(call, result, lse, rows, dv, config: tl.constexpr):
+    """Store finished rows, computed in the register layout of `dv`.
+
+    Args:
+        As in `store_rows`, and dv: [BLOCK_DV] columns.
+    """
     out, lse_out, strides = call.tensors.out, call.tensors.lse, call.strides
-    dv = tl.arange(0, config.BLOCK_DV)
     if config.OUT_FP8:
         scale = load_scale(
             call.option_tensors.out_scale, call.scale_strides.out, 0, True

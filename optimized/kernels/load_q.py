@@ -49,7 +49,19 @@ def find_rows(start, query_len, first_row, kv_head, config: tl.constexpr):
     Args:
         start: index of the request's first token in the batch.
     """
-    row = first_row + tl.arange(0, config.BLOCK_M)  # [BLOCK_M]
+    in_tile = tl.arange(0, config.BLOCK_M)
+    return number_rows(start, query_len, first_row, in_tile, kv_head, config)
+
+
+@triton.jit
+def number_rows(start, query_len, first_row, in_tile, kv_head, config: tl.constexpr):
+    """Return rows of a query tile.
+
+    Args:
+        start: index of the request's first token in the batch.
+        in_tile: their indices in the tile.
+    """
+    row = first_row + in_tile
     token = row // config.GROUP_SIZE
     head = kv_head * config.GROUP_SIZE + row % config.GROUP_SIZE
     num_rows = query_len * config.GROUP_SIZE

@@ -164,28 +164,44 @@ def find_segment(
         plan: StreamK.
         ALL_KEYS: see `count_tiles`.
     """
+    lanes = tl.arange(0, plan.REQS_PER_PASS)
+    return find_segment_in_lanes(
+        index, num_segments, batch, lanes, config, plan, ALL_KEYS
+    )
+
+
+@triton.jit
+def find_segment_in_lanes(
+    index, num_segments, batch, lanes, config: tl.constexpr, plan: tl.constexpr,
+    ALL_KEYS: tl.constexpr,
+):  # fmt: skip
+    """Return a program's segment, computed in the register layout of `lanes`.
+
+    Args:
+        As in `find_segment`, and lanes: [plan.REQS_PER_PASS] 0, 1, 2 ...
+    """
     if plan.MANY_REQS:
         segment = find_segment_of_many(
-            index, num_segments, batch, config, plan, ALL_KEYS
+            index, num_segments, batch, lanes, config, plan, ALL_KEYS
         )
     else:
         segment = find_segment_of_few(
-            index, num_segments, batch, config, plan, ALL_KEYS
+            index, num_segments, batch, lanes, config, plan, ALL_KEYS
         )
     return segment
 
 
 @triton.jit
 def find_segment_of_few(
-    index, num_segments, batch, config: tl.constexpr, plan: tl.constexpr,
+    index, num_segments, batch, lanes, config: tl.constexpr, plan: tl.constexpr,
     ALL_KEYS: tl.constexpr,
 ):  # fmt: skip
     """Return a program's segment of a batch of no more than plan.REQS_PER_PASS requests.
 
     Args:
-        As in `find_segment`.
+        As in `find_segment_in_lanes`.
     """
-    req = tl.arange(0, plan.REQS_PER_PASS)
+    req = lanes
     is_req = req < batch.num_reqs
     _, tiles = count_tiles(batch, req, is_req, config, ALL_KEYS)
     all_tiles = tiles
@@ -208,7 +224,7 @@ def find_segment_of_few(
 
 @triton.jit
 def find_segment_of_many(
-    index, num_segments, batch, config: tl.constexpr, plan: tl.constexpr,
+    index, num_segments, batch, lanes, config: tl.constexpr, plan: tl.constexpr,
     ALL_KEYS: tl.constexpr,
 ):  # fmt: skip
     """Return a program's segment of a batch of any number of requests.
@@ -216,13 +232,13 @@ def find_segment_of_many(
     The tiles are counted in two passes: for the length of a segment, and for its requests.
 
     Args:
-        As in `find_segment`.
+        As in `find_segment_in_lanes`.
     """
     total = 0
     num_decodes = 0
     longest = 0
     for base in range(0, batch.num_reqs, plan.REQS_PER_PASS):
-        req = base + tl.arange(0, plan.REQS_PER_PASS)
+        req = base + lanes
         is_req = req < batch.num_reqs
         _, tiles = count_tiles(batch, req, is_req, config, ALL_KEYS)
         if plan.QUERY_TILES:
@@ -241,7 +257,7 @@ def find_segment_of_many(
     end_req = 0
     first_tile = 0
     for base in range(0, batch.num_reqs, plan.REQS_PER_PASS):
-        req = base + tl.arange(0, plan.REQS_PER_PASS)
+        req = base + lanes
         is_req = req < batch.num_reqs
         _, tiles = count_tiles(batch, req, is_req, config, ALL_KEYS)
         if plan.QUERY_TILES:

@@ -43,6 +43,8 @@ class Layer:
         causal: whether queries attend to no later keys.
         max_visible_keys: Optional. Keys that a row attends to, at most. If None, all of them.
         processors: multiprocessors of the chip.
+        converted_bytes: bytes per key of one head that are read and written before that prefill
+            kernel, which takes no FP8 cache; 0 without a conversion.
     """
 
     group_size: int
@@ -56,6 +58,7 @@ class Layer:
     causal: bool
     max_visible_keys: int | None
     processors: int
+    converted_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -187,6 +190,9 @@ def estimate_prefill(
         products / (rate * busy),
         reads / (DECODE_BYTES_PER_US * busy) + reads_again / (L2_BYTES_PER_US * busy),
     )
+    if layer.converted_bytes:
+        converted = num_long * layer.kv_heads * max_key_len * layer.converted_bytes
+        long += LAUNCH_US + converted / (DECODE_BYTES_PER_US * processors)
     if not layer.short_rows:
         return long
     reads = (num_reqs - num_long) * layer.kv_heads * max_key_len * layer.key_bytes

@@ -24,6 +24,7 @@ from torch import Tensor
 from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
 from ...validation import values_checked
 from ..kernels.sm90 import family as sm90
+from ..kernels.sm90.fp8_prefill import family as sm90_fp8
 from ..kernels.sm90.invariant import family as sm90_invariant
 from ..kernels.sm90.latent import family as sm90_latent
 from . import portable
@@ -55,7 +56,7 @@ class KernelFamily(Protocol):
         """Return a plan for all calls with this call's signature, which is supported."""
 
 
-KERNEL_FAMILIES: tuple[KernelFamily, ...] = (sm90,)
+KERNEL_FAMILIES: tuple[KernelFamily, ...] = (sm90, sm90_fp8)
 """Kernels of particular chips, in order of preference. Each computes the long requests of a batch.
 The portable family, which computes every request of every call, comes after all of them."""
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..kernels.arguments import Tensors
 from ..kernels.options.score import lower_tensors
+from ..kernels.sm90.fp8_decode.family import is_aligned
 from .attention_call import AttentionCall
 from .cost_model import Layer
 from .launcher import Launcher
@@ -110,8 +111,9 @@ class PortablePlan:
             grid, counters = (kv_heads, splits, num_reqs), num_reqs * kv_heads
         else:
             launcher, block_n, max_splits = launches.decode(
-                num_reqs, split_rows, call.max_query_len, call.max_key_len
-            )
+                num_reqs, split_rows, call.max_query_len, call.max_key_len,
+                is_aligned(call.key, call.value),
+            )  # fmt: skip
             max_keys = launches.bound_keys(call.max_key_len, block_n)
             splits = min(max_splits, num_reqs * max(1, -(-max_keys // block_n)))
             grid, counters = (kv_heads, splits, 1), splits * kv_heads
@@ -278,4 +280,8 @@ def describe_layer(launches: Launches, call: AttentionCall, has_hopper: bool) ->
         causal=options.causal is True,
         max_visible_keys=visible,
         processors=launches.processors,
+        # one byte per number is read, and two are written
+        converted_bytes=(
+            3 * numbers if has_hopper and launches.config.CACHE_FP8 else 0
+        ),
     )

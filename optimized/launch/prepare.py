@@ -21,6 +21,7 @@ from ..kernels.options.score import OptionTensors, ScoreConstants, lower_scores
 from ..kernels.options.visible_range import MaskConstants, lower_masks
 from ..kernels.prefill import prefill_kernel
 from ..kernels.short_decode import short_decode_kernel
+from ..kernels.sm90.fp8_decode import family as sm90_fp8
 from ..kernels.split_kv import split_kv_kernel, split_rows_kernel
 from .launcher import INTERPRETED, Launcher, must_widen, next_power_of_2
 from .tuning import (
@@ -65,6 +66,8 @@ class Launches:
             of its keys. The second one is launched only for batch-invariant rows.
         group_size: query heads per kv head.
         kv_heads, value_size: of the cache.
+        has_fp8_decode: whether the FP8 decode kernel of Hopper chips takes the place of the decode
+            kernel, for keys and values that begin at multiples of 16 bytes.
         has_decode: whether the decode kernel is used: the rows of one token fit its tile, and rows
             need not be batch-invariant.
         short_rows: rows of a decode request, at most; 0 if the decode kernel is not used.
@@ -88,6 +91,7 @@ class Launches:
     group_size: int
     kv_heads: int
     value_size: int
+    has_fp8_decode: bool
     has_decode: bool
     short_rows: int
     block_m: int
@@ -97,9 +101,9 @@ class Launches:
     full_reqs: int
     processors: int
     upcasts_output: bool
-    decodes: dict[tuple[int, int, bool, bool, bool], tuple[Launcher, int, int]] = field(
-        default_factory=dict
-    )
+    decodes: dict[
+        tuple[int, int, bool, bool, bool, bool], tuple[Launcher, int, int]
+    ] = field(default_factory=dict)
     short_decodes: dict[int, Launcher] = field(default_factory=dict)
     appends: dict[tuple[int, int, bool], tuple[Launcher, int, int]] = field(
         default_factory=dict
@@ -123,26 +127,39 @@ class Launches:
         partial_rows: int,
         max_query_len: int,
         max_key_len: int,
+        is_aligned: bool = True,
     ) -> tuple[Launcher, int, int]:
         """Return the launch of the decode kernel, the keys of its tiles, and its most segments.
 
         Args:
             num_reqs, max_query_len, max_key_len: bounds of the batch.
             partial_rows: rows of a request, at most.
+            is_aligned: whether keys and values begin at multiples of 16 bytes.
         """
+        is_fp8_decode = self.has_fp8_decode and is_aligned
         combine_rows = next_power_of_2(max(partial_rows, 1))
         per_pass = _reqs_per_pass(num_reqs)
         is_small_batch = num_reqs < self.full_reqs
         # the code of a second loop costs short sequences more than the masks of one
         masks_all_tiles = (
-            self.masks_all_tiles or max_query_len > 1 or max_key_len <= BRIEF
+            self.masks_all_tiles
+            or is_fp8_decode
+            or max_query_len > 1
+            or max_key_len <= BRIEF
         )
         has_many_reqs = num_reqs > per_pass
-        key = (combine_rows, per_pass, has_many_reqs, is_small_batch, masks_all_tiles)
+        key = (
+            combine_rows, per_pass, has_many_reqs, is_small_batch, masks_all_tiles,
+            is_fp8_decode,
+        )  # fmt: skip
         known = self.decodes.get(key)
         if known is None:
+            kernel = decode_kernel
             tiles = self.small_batch_tiles if is_small_batch else self.decode_tiles
             programs = self.processors * (1 if is_small_batch else PROGRAMS)
+            if is_fp8_decode:
+                kernel, tiles = sm90_fp8.fp8_decode_kernel, sm90_fp8.TILES
+                programs = self.processors * PROGRAMS
             numbers = combine_rows * self.config.BLOCK_DV
             config = self.config._replace(
                 BLOCK_M=self.short_rows,
@@ -159,9 +176,7 @@ class Launches:
                 COMBINE_ROWS=combine_rows,
                 COMBINE_SPLITS=max(1, min(16, COMBINED_AT_ONCE // numbers)),
             )
-            launcher = _launcher(
-                decode_kernel, self.fixed, tiles, config=config, plan=plan
-            )
+            launcher = _launcher(kernel, self.fixed, tiles, config=config, plan=plan)
             known = (launcher, tiles.block_n, max(1, programs // self.kv_heads))
             self.decodes[key] = known
         return known
@@ -283,8 +298,9 @@ def prepare(
     if not has_decode:
         short_rows = 0
     tree = options.tree_mask
+    strides = _strides(query, key, value, block_table, out)
     fixed = {
-        "strides": _strides(query, key, value, block_table, out),
+        "strides": strides,
         "masks": masks,
         "scores": scores,
         "scale_strides": scale_strides(options),
@@ -311,6 +327,9 @@ def prepare(
         group_size=group_size,
         kv_heads=kv_heads,
         value_size=value_size,
+        has_fp8_decode=sm90_fp8.supports(
+            query, key, strides, config, options, short_rows
+        ),
         has_decode=has_decode,
         short_rows=short_rows,
         block_m=prefill.block_m,

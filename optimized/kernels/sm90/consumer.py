@@ -127,6 +127,9 @@ def consume(
         acc = gl.zeros([WARPGROUP_M, HEAD_DIM], gl.float32, acc_layout(HEAD_DIM))
         lse = gl.full([WARPGROUP_M], -float("inf"), gl.float32, ACC_ROWS)
         sink = None
+        scale_log2 = score.scale_log2
+        if score.k_scales is not None:
+            scale_log2 *= gl.load(score.k_scales + work.head)
         if score.sinks is not None:
             # loaded here, needed after this item's keys
             sink = gl.load(score.sinks + work.head)
@@ -138,10 +141,12 @@ def consume(
         if work.num_kv_tiles > 0:
             carry, kv_state = _mainloop(
                 shared, Operands(q, q_tail, k, k_tail, v), acc, kv_state, q_state, work,
-                score.scale_log2, config, NUM_CONSUMERS, CONSUMER,
+                scale_log2, config, NUM_CONSUMERS, CONSUMER,
             )  # fmt: skip
-            scale = softmax_scale(score.scale_log2, config)
+            scale = softmax_scale(scale_log2, config)
             acc, lse = normalize(carry.acc, carry.m_i, carry.l_i, scale, sink, HEAD_DIM)
+            if score.v_scales is not None:
+                acc = acc * gl.load(score.v_scales + work.head)
             q_state = q_state.advance()
         store_tile(output, q, acc, lse, work, row, column, config, CONSUMER)
         if Q_STAGES == 1 and work.num_kv_tiles > 0:

@@ -227,7 +227,12 @@ class Sm90Plan:
         )
         return rows + BOX_MARGIN <= MAX_COORDINATE
 
-    def launch_prefill(self, call: AttentionCall, short_rows: int) -> None:
+    def launch_prefill(
+        self,
+        call: AttentionCall,
+        short_rows: int,
+        scales: tuple[Tensor | None, Tensor | None] = (None, None),
+    ) -> None:
         """Compute all requests of more than `short_rows` rows (queries times group size).
 
         The outputs of the other requests are not written. A query without a visible key gets the
@@ -236,6 +241,8 @@ class Sm90Plan:
         Args:
             call: one that the plan takes; its `out` and `lse` are modified in place.
             short_rows: rows of the largest request that the decode kernel computes.
+            scales: Optional. [num_heads] float32 factors of the keys, and of the values, of each
+                query head: both or none in all launches of a plan. If None, they are 1.
         """
         query, key, value, block_table = call[:4]
         out, lse = call.out, call.lse
@@ -273,7 +280,11 @@ class Sm90Plan:
         self.launcher(
             grid,
             pointers,
-            (None if sinks is None else sinks.contiguous(), call.scale * LOG2_E.value),
+            (
+                None if sinks is None else sinks.contiguous(),
+                *scales,
+                call.scale * LOG2_E.value,
+            ),
             numbers,
             (*tensors, *others),
             maps,
@@ -306,10 +317,10 @@ class Sm90Plan:
         """Return how many rows each tensor has beyond those of its plane; may be negative.
 
         Calls of one signature differ in their tokens, and in their keys if these are ragged. A
-        cache has the same blocks in all of them.
+        cache has the same blocks in all of them, unless it was converted for the call.
         """
         tokens = query.shape[0] - self.tokens
-        keys = key.shape[0] - self.keys
+        keys = (key.shape[0] - self.keys) * (self.planes[1].block_rows or 1)
         return tokens, keys, keys, tokens
 
     def describe(

