@@ -65,6 +65,7 @@ from .attention.merge_states import (
     merge_attn_states,
 )
 from .attention.paged import paged_attention
+from .attention.parallel_step import DecodeContextParallel
 from .batch.batch_slices import (
     make_metadata_with_slice,
     slice_query_start_locs,
@@ -115,6 +116,7 @@ __all__ = [
     "BlockTable",
     "CommonAttentionState",
     "CommonMetadataBuilder",
+    "DecodeContextParallel",
     "Scheduler",
     "StepBuffers",
     "WarmUpSpec",

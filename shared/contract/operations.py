@@ -243,6 +243,13 @@ CONCEPTS = (
         ("get_dcp_ranks", "get_dcp_local_seq_lens", "dcp_attention"),
     ),
     Concept(
+        "parallel_step",
+        "attention.parallel_step",
+        "Parallel attention step: ranks share each sequence's keys and combine their partial"
+        " results.",
+        ("DecodeContextParallel",),
+    ),
+    Concept(
         "multimodal_prefix",
         "batch.multimodal_prefix",
         "Multimodal prefixes: bidirectional attention among the tokens of one image.",

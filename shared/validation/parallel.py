@@ -1,0 +1,166 @@
+"""Validation of attention that several ranks compute together."""
+
+import torch
+from torch import Tensor
+
+from ..contract.attention_options import AttentionOptions
+from ..contract.parallel import KeySplits, RankBatch
+from .attention_options import reject_options
+from .batch import check_block_ids, check_start_loc
+from .cascade import count_share
+from .primitives import FLOATS, check_dtype, check_length, check_positive
+from .step_shapes import check_multiple, check_ranks
+
+EXCHANGES = ("all_to_all", "reduce_scatter")
+TAKEN = ("causal", "logits_soft_cap", "sinks", "k_scale", "v_scale", "batch_invariant")
+
+
+def check_context_parallel(
+    world_size: int,
+    rank: int,
+    num_query_heads: int,
+    head_size: int,
+    max_num_tokens: int,
+    interleave_size: int,
+    exchange: str,
+    splits: KeySplits | None,
+) -> None:
+    """Reject sizes below 1, unknown exchanges, and splits whose keys several ranks store."""
+    check_ranks(world_size, rank, interleave_size)
+    check_positive(
+        num_query_heads=num_query_heads,
+        head_size=head_size,
+        max_num_tokens=max_num_tokens,
+    )
+    if exchange not in EXCHANGES:
+        raise ValueError(
+            f"exchange = {exchange!r}: expected {' or '.join(map(repr, EXCHANGES))}"
+        )
+    if splits is None:
+        return
+    check_positive(count=splits.count, run=splits.run)
+    if exchange != "all_to_all":
+        raise ValueError(
+            f"exchange = {exchange!r} with fixed splits: expected 'all_to_all', because a"
+            " reduce-scatter adds in an order of its own"
+        )
+    if world_size == 1:
+        return
+    check_multiple("interleave_size", interleave_size, "splits.run", splits.run)
+    check_multiple(
+        "splits.count * splits.run",
+        splits.count * splits.run,
+        "interleave_size * ranks",
+        interleave_size * world_size,
+    )
+
+
+def check_rank_batch(
+    key_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    num_tokens: int,
+    max_seq_len: int,
+    of_rank: tuple[int, int, int],
+    max_num_tokens: int,
+    splits: KeySplits | None,
+    causal: bool,
+    contents: bool,
+) -> None:
+    """Reject a step that does not fit the buffers, or whose share exceeds the rank's table rows."""
+    check_dtype("block_table", block_table, torch.int32)
+    check_dtype("query_start_loc", query_start_loc, torch.int32)
+    check_dtype("seq_lens", seq_lens, torch.int32)
+    reqs, max_blocks = block_table.shape
+    check_length("seq_lens", seq_lens, reqs, "one per request")
+    check_length("query_start_loc", query_start_loc, reqs + 1, "requests + 1")
+    if not 0 <= num_tokens <= max_num_tokens:
+        raise ValueError(
+            f"num_tokens = {num_tokens}: expected 0 to {max_num_tokens}, for which the buffers"
+            " are allocated; create the object with a larger max_num_tokens"
+        )
+    num_blocks, block_size = key_cache.shape[:2]
+    world_size, rank, interleave_size = of_rank
+    if world_size > 1:
+        check_multiple("block_size", block_size, "interleave_size", interleave_size)
+    if splits is not None:
+        check_multiple("block_size", block_size, "splits.run", splits.run)
+    share = count_share(max_seq_len, *of_rank)
+    if share > max_blocks * block_size:
+        raise IndexError(
+            f"max_seq_len = {max_seq_len} gives rank {rank} {share} keys: expected at most"
+            f" {max_blocks * block_size}, what a row of {max_blocks} blocks of {block_size}"
+            " holds"
+        )
+    if not contents:
+        return
+    check_start_loc("query_start_loc", query_start_loc, reqs, num_tokens, True)
+    query_lens, lens = query_start_loc.diff().tolist(), seq_lens.tolist()
+    for req, (query_len, seq_len) in enumerate(zip(query_lens, lens, strict=True)):
+        if not 0 <= seq_len <= max_seq_len:
+            raise ValueError(
+                f"seq_lens[{req}] = {seq_len}: expected 0 to max_seq_len = {max_seq_len}"
+            )
+        if causal and query_len > seq_len:
+            raise ValueError(
+                f"request {req} has {query_len} new tokens but seq_lens[{req}] = {seq_len}:"
+                " expected the new tokens to be part of the sequence"
+            )
+    shares = [count_share(seq_len, *of_rank) for seq_len in lens]
+    check_block_ids(block_table, seq_lens.new_tensor(shares), block_size, num_blocks)
+
+
+def check_rank_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    batch: RankBatch,
+    num_query_heads: int,
+    world_size: int,
+    options: AttentionOptions,
+    splits: KeySplits | None,
+    out: Tensor | None,
+    lse: Tensor | None,
+) -> None:
+    """Reject shapes that are not those of the step, and options that need positions."""
+    check_dtype("query", query, *FLOATS)
+    expected = (batch.num_tokens, num_query_heads, key_cache.shape[-1])
+    if tuple(query.shape) != expected:
+        raise ValueError(
+            f"query has shape {list(query.shape)}: expected {list(expected)}, the tokens of the"
+            " batch and this rank's query heads"
+        )
+    check_multiple(
+        "query heads of all ranks",
+        num_query_heads * world_size,
+        "kv_heads",
+        key_cache.shape[2],
+    )
+    rows, heads = query.shape[:2]
+    for name, tensor, shape in (
+        ("out", out, (rows, heads, value_cache.shape[-1])),
+        ("lse", lse, (heads, rows)),
+    ):
+        if tensor is not None and tuple(tensor.shape) != shape:
+            raise ValueError(
+                f"{name} has shape {list(tensor.shape)}: expected {list(shape)}"
+            )
+    if out is not None:
+        check_dtype("out", out, *FLOATS)
+    reject_options(
+        options,
+        tuple(each for each in options.given if each not in TAKEN),
+        "a rank attends to its share of the keys, whose distances it does not know",
+    )
+    if options.causal not in (None, True):
+        raise NotImplementedError(
+            f"causal = {options.causal} in options: expected None; give causal to prepare"
+        )
+    if options.batch_invariant and splits is None:
+        raise ValueError(
+            "batch_invariant = True without fixed splits: give splits=KeySplits(...) to"
+            " DecodeContextParallel"
+        )
+    if options.sinks is not None:
+        check_length("sinks", options.sinks, heads, "one per query head of this rank")
