@@ -65,7 +65,6 @@ from .attention.merge_states import (
     merge_attn_states,
 )
 from .attention.paged import paged_attention
-from .attention.parallel_step import DecodeContextParallel
 from .batch.batch_slices import (
     make_metadata_with_slice,
     slice_query_start_locs,
@@ -103,6 +102,8 @@ from .cache.slot_mapping import (
 )
 from .launch.warm_up import WarmedKernel, WarmUpSpec, warm_up
 from .launch.workspace import release_workspace
+from .parallel.decode import DecodeContextParallel
+from .parallel.prefill import PrefillContextParallel
 from .v0.graph_state import CommonAttentionState, get_attn_cg_support
 from .v0.sequence_metadata import (
     CommonMetadataBuilder,
@@ -117,6 +118,7 @@ __all__ = [
     "CommonAttentionState",
     "CommonMetadataBuilder",
     "DecodeContextParallel",
+    "PrefillContextParallel",
     "Scheduler",
     "StepBuffers",
     "WarmUpSpec",

@@ -58,7 +58,6 @@ from .attention.merge_states import (
     merge_attn_states,
 )
 from .attention.paged import paged_attention
-from .attention.parallel_step import DecodeContextParallel
 from .batch.batch_slices import (
     make_metadata_with_slice,
     slice_query_start_locs,
@@ -94,6 +93,8 @@ from .cache.slot_mapping import (
     compute_slot_mapping_device,
     compute_slot_mapping_start_idx,
 )
+from .parallel.decode import DecodeContextParallel
+from .parallel.prefill import PrefillContextParallel
 from .v0.graph_state import CommonAttentionState, get_attn_cg_support
 from .v0.sequence_metadata import (
     CommonMetadataBuilder,
@@ -108,6 +109,7 @@ __all__ = [
     "CommonAttentionState",
     "CommonMetadataBuilder",
     "DecodeContextParallel",
+    "PrefillContextParallel",
     "Scheduler",
     "StepBuffers",
     "allocate_kv_cache",

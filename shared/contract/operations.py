@@ -244,10 +244,16 @@ CONCEPTS = (
     ),
     Concept(
         "parallel_step",
-        "attention.parallel_step",
+        "parallel.decode",
         "Parallel attention step: ranks share each sequence's keys and combine their partial"
         " results.",
         ("DecodeContextParallel",),
+    ),
+    Concept(
+        "prefill_parallel",
+        "parallel.prefill",
+        "Prefill context parallelism: ranks compute chunks of each prompt in zig-zag order.",
+        ("PrefillContextParallel",),
     ),
     Concept(
         "multimodal_prefix",

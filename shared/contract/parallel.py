@@ -2,7 +2,14 @@
 
 from dataclasses import dataclass
 
-from .shapes import BlockTable, SlotMapping, StartLoc, TokenCounts, TokenFlags
+from .shapes import (
+    BlockTable,
+    Positions,
+    SlotMapping,
+    StartLoc,
+    TokenCounts,
+    TokenFlags,
+)
 
 
 @dataclass(frozen=True)
@@ -56,3 +63,28 @@ class RankBatch:
     slot_mapping: SlotMapping
     is_token: TokenFlags
     slots_per_block: int
+
+
+@dataclass(frozen=True)
+class PrefillShare:
+    """The chunks of one step's prompts that a rank computes.
+
+    Args:
+        tokens: [tokens] int64, indices of this rank's tokens among all new tokens of the step.
+        max_tokens: The largest number of tokens of a rank.
+        gathered_rows: [slots] int64, the row of each slot's key among the gathered keys, of which
+            each rank has `max_tokens`. 0 for slots past the end of a prompt.
+        block_table: [chunks, max_blocks] blocks of `gathered_rows`, per chunk of this rank.
+        query_start_loc: [chunks + 1] where each chunk's queries start.
+        seq_lens: [chunks] keys up to the end of each chunk.
+        max_query_len, max_seq_len: The largest of these.
+    """
+
+    tokens: Positions
+    max_tokens: int
+    gathered_rows: SlotMapping
+    block_table: BlockTable
+    query_start_loc: StartLoc
+    seq_lens: TokenCounts
+    max_query_len: int
+    max_seq_len: int

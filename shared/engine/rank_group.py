@@ -64,8 +64,8 @@ class RankGroup:
     Args:
         group: Optional. The process group. If None, there is one rank and nothing is exchanged.
         timeout: Seconds after which a collective that has not ended raises, above 0.
-        store: Optional. A store of torch that all ranks reach. With it an error names the ranks
-            that did not report.
+        store: Optional. A `Store` of torch.distributed that all ranks reach. With it an error names
+            the ranks that did not report.
         device: Device of the exchanged tensors.
 
     Raises:
@@ -76,7 +76,7 @@ class RankGroup:
         self,
         group: dist.ProcessGroup | None = None,
         timeout: float = 60.0,
-        store: dist.Store | None = None,
+        store: Any = None,
         device: torch.device | str = "cpu",
     ) -> None:
         if timeout <= 0:
@@ -191,7 +191,7 @@ class RankGroup:
         """
         if self.device.type != "cuda" or self.world_size == 1:
             return
-        event = torch.cuda.Event()
+        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         begin = time.monotonic()
         while not event.query():

@@ -1,10 +1,12 @@
 """Validation of attention that several ranks compute together."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from ..contract.attention_options import AttentionOptions
-from ..contract.parallel import KeySplits, RankBatch
+from ..contract.attention_options import OPTIONS_PER_BATCH, AttentionOptions
+from ..contract.parallel import KeySplits, PrefillShare, RankBatch
 from .attention_options import reject_options
 from .batch import check_block_ids, check_start_loc
 from .cascade import count_share
@@ -164,3 +166,34 @@ def check_rank_attention(
         )
     if options.sinks is not None:
         check_length("sinks", options.sinks, heads, "one per query head of this rank")
+
+
+def check_prefill_share(query_lens: Sequence[int], block_size: int) -> None:
+    """Reject negative lengths and a block size below 1."""
+    check_positive(block_size=block_size)
+    for req, query_len in enumerate(query_lens):
+        if query_len < 0:
+            raise ValueError(f"query_lens[{req}] = {query_len}: expected at least 0")
+
+
+def check_prefill_tokens(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    share: PrefillShare,
+    options: AttentionOptions,
+) -> None:
+    """Reject other tokens than those of the share, and options per request or token."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != 3 or len(tensor) != len(share.tokens):
+            raise ValueError(
+                f"{name} has shape {list(tensor.shape)}: expected [{len(share.tokens)}, heads,"
+                " size], the tokens that the share lists"
+            )
+    check_dtype("value", value, key.dtype)
+    batched = [
+        each for each in OPTIONS_PER_BATCH if isinstance(getattr(options, each), Tensor)
+    ]
+    reject_options(
+        options, batched, "each rank has other requests, which are chunks of prompts"
+    )

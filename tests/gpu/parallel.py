@@ -31,7 +31,11 @@ from pagetwin.conformance.laws.parallel_step import (
 from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.contract.parallel import KeySplits
 from pagetwin.engine.rank_group import RankGroup
-from pagetwin.optimized import DecodeContextParallel, paged_attention
+from pagetwin.optimized import (
+    DecodeContextParallel,
+    PrefillContextParallel,
+    paged_attention,
+)
 from torch import distributed as dist
 from torch import multiprocessing
 
@@ -225,6 +229,38 @@ def time_decode(name: str, ranks: RankGroup) -> None:
     time_parts(name, *DECODES[name], ranks)
 
 
+def time_prefill(ranks: RankGroup) -> None:
+    """Print the times of one layer of prefill-1x32k on one GPU and on all."""
+    keys, world = 32768, ranks.world_size
+    for batch_invariant in (False, True):
+        took = {}
+        options = AttentionOptions(batch_invariant=batch_invariant)
+        for group in (RankGroup(device=DEVICE), ranks):
+            prefill = PrefillContextParallel(group, BLOCK, DEVICE)
+            share = prefill.prepare([keys])
+            own = len(share.tokens)
+            query, key, value = (
+                torch.randn(own, heads, SIZE, dtype=torch.bfloat16, device=DEVICE)
+                for heads in (HEADS, KV_HEADS, KV_HEADS)
+            )
+            out = torch.empty_like(query)
+            call = partial(
+                prefill.attend, query, key, value, share, out=out, options=options
+            )
+            shared = group if group.world_size > 1 else None
+            took[group.world_size] = microseconds(call, shared, 1)
+        say(
+            f"time: prefill-1x32k, batch_invariant={batch_invariant}: 1 GPU {took[1]:.0f} us,"
+            f" {world} GPUs {took[world]:.0f} us, {took[1] / took[world]:.2f} times"
+        )
+    rows = torch.randn(
+        keys // world, KV_HEADS, 2 * SIZE, dtype=torch.bfloat16, device=DEVICE
+    )
+    every = rows.new_empty(world, *rows.shape)
+    part = microseconds(lambda: ranks.all_gather(rows, every), ranks, 4)
+    say(f"part: prefill-1x32k: all-gather of keys and values {part:.1f} us")
+
+
 def time_parts(name: str, reqs: int, keys: int, ranks: RankGroup) -> None:
     """Print the times of the attention of one share, and of each collective."""
     world = ranks.world_size
@@ -278,6 +314,7 @@ def work(rank: int, world_size: int, store: str, only: str) -> None:
     begin = time.monotonic()
     sections: dict[str, Callable[[RankGroup], None]] = {
         **{each: partial(time_decode, each) for each in DECODES},
+        "prefill-1x32k": time_prefill,
         **{each: partial(hold_laws, each) for each in ("optimized", "reference")},
     }
     for name, section in sections.items():

@@ -220,7 +220,7 @@ def each_new_token_is_written_to_one_slot_of_one_rank(
             expect_same(f"{name} of rank {rank}", cache, call.arguments[name])
 
 
-WAYS = ((1, 1), (2, 1), (2, 4), (4, 2), (8, 1))
+WAYS = ((1, 1), (2, 4), (4, 2), (8, 1))
 """Numbers of ranks and interleave sizes whose product divides 8."""
 BITS = [
     Dealt((2,), (37,), 1, 1, "plain", (20,), group=8, seed=3),
@@ -338,7 +338,7 @@ def invalid_parallel_steps_are_rejected(setting: Setting, what: str) -> None:
     whole = whole_call(ONE, setting.device)
     given = ONE.share(whole, 0).arguments
     heads, tokens = whole.query.shape[1], len(whole.query)
-    right = {
+    right: dict[str, Any] = {
         "num_query_heads": heads, "head_size": 16, "max_num_tokens": tokens,
         "device": setting.device,
     }  # fmt: skip
@@ -349,8 +349,8 @@ def invalid_parallel_steps_are_rejected(setting: Setting, what: str) -> None:
         return
     step = make(RankGroup(), **right)
     if what in UNFIT_BATCHES:
-        changed = UNFIT_BATCHES[what](given)
-        expect_rejection(what, lambda: prepare(step, given, **changed))
+        changes = UNFIT_BATCHES[what](given)
+        expect_rejection(what, lambda: prepare(step, given, **changes))
         return
     batch = prepare(step, given)
     caches = given["key_cache"], given["value_cache"]

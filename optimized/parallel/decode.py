@@ -5,20 +5,12 @@ writes rows and log-sum-exps into the buffer that is sent: [ranks, heads, splits
 which a row has `value_head_size` elements, its log-sum-exp, and padding to 16 bytes. So nothing is
 packed. The combine kernel reads the received buffer in place, if no fixed splits reorder it.
 
-The fixed splits of a rank are requests of one launch. Their keys are runs of slots, so the cache is
-viewed as blocks of one run, and a block table lists the runs of each split.
+The fixed splits of a rank are requests of one launch (`launch/rank_splits.py`).
 """
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...bookkeeping.attention.key_splits import (
-    offsets_of_runs,
-    order_of_partials,
-    stored_splits,
-)
 from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
 from ...contract.kinds import PAD_SLOT_ID
 from ...contract.parallel import KeySplits, RankBatch
@@ -43,26 +35,13 @@ from ...validation.parallel import (
     check_rank_attention,
     check_rank_batch,
 )
+from ..attention.merge_states import lse_weighted_combine
+from ..attention.paged import paged_attention
 from ..cache.cache_ops import reshape_and_cache
-from .merge_states import lse_weighted_combine
-from .paged import paged_attention
+from ..launch.rank_splits import RankSplits, as_runs
 
 _ROW_PADDING = 4
 """Elements after the values of a row: its log-sum-exp, and padding to 16 bytes."""
-
-
-class _Runs(NamedTuple):
-    """Where the runs of this rank's splits are in a row of the block table.
-
-    Args:
-        column: [splits * runs] entry of the row.
-        within: [splits, runs] the run's index in that block.
-        per_block: runs between the starts of two blocks.
-    """
-
-    column: Tensor
-    within: Tensor
-    per_block: int
 
 
 class DecodeContextParallel:
@@ -103,18 +82,7 @@ class DecodeContextParallel:
             splits=None if splits is None else [splits.count, splits.run],
             dtype=str(dtype),
         )
-        # without fixed splits each rank's share is one split
-        self.splits = splits or KeySplits(ranks.world_size, interleave_size)
-        self._own = [ranks.rank]
-        order = list(range(ranks.world_size))
-        if splits is not None:
-            self._own = stored_splits(splits, *of_rank, interleave_size)
-            order = order_of_partials(splits, ranks.world_size, interleave_size)
-        self._is_in_order = order == sorted(order)
-        self._order = torch.tensor(order, device=self.device)
-        first = [split * self.splits.run for split in self._own]
-        self._first = torch.tensor(first, dtype=torch.int32, device=self.device)
-        self._runs: dict[tuple[int, ...], _Runs] = {}
+        self._splits = RankSplits(self.of_rank, splits, self.device)
         self._value_size = value_head_size or head_size
         rows = num_query_heads * max_num_tokens
 
@@ -122,13 +90,13 @@ class DecodeContextParallel:
             return torch.zeros(elements, dtype=dtype, device=self.device)
 
         every = ranks.world_size * rows
-        exchanged = every * len(self._own) * (self._value_size + _ROW_PADDING)
+        exchanged = every * len(self._splits.own) * (self._value_size + _ROW_PADDING)
         self._query = buffer(rows * head_size, dtype)
         self._queries = buffer(every * head_size, dtype)
         self._sent = buffer(exchanged)
         self._received = buffer(exchanged)
         self._requests = torch.arange(
-            len(self._own) * max_num_tokens + 1,
+            len(self._splits.own) * max_num_tokens + 1,
             dtype=torch.int32,
             device=self.device,
         )
@@ -171,94 +139,46 @@ class DecodeContextParallel:
         up_to = torch.where(is_token, position + 1 if causal else seq_len, 0)
         rows = block_table[req]
         # step: find the slots of the split's keys
-        table, per_block = self._tables(rows, key_cache)
+        table, per_block = self._splits.tables(rows, key_cache)
         # step: count its keys up to that position
-        splits = self.splits
-        tokens_per_round = splits.run * splits.count
-        rest = (up_to % tokens_per_round)[None, :] - self._first[:, None]
-        lens = (up_to // tokens_per_round)[None, :] * splits.run
-        lens = lens + rest.clamp(0, splits.run)
+        lens = self._splits.lens(up_to)
         # step: find the new token's slot if this rank stores it
-        slots = self._slots(rows, position, key_cache.shape[1])
-        if not causal:
-            slots = torch.full_like(slots, PAD_SLOT_ID)
-        requests = len(self._own) * num_tokens
+        slots = torch.full_like(position, PAD_SLOT_ID, dtype=torch.int64)
+        if causal and rows.shape[1]:
+            slots = self._splits.slots(rows, position, key_cache.shape[1])
+        requests = len(self._splits.own) * num_tokens
         return RankBatch(
             num_tokens=num_tokens,
-            splits=len(self._own),
+            splits=len(self._splits.own),
             block_table=table,
             query_start_loc=self._requests[: requests + 1],
-            seq_lens=lens.flatten().to(torch.int32),
+            seq_lens=lens,
             max_seq_len=count_share(
-                max_seq_len, splits.count, self._own[0], splits.run
+                max_seq_len,
+                self._splits.splits.count,
+                self._splits.own[0],
+                self._splits.splits.run,
             ),
             slot_mapping=torch.where(is_token, slots, PAD_SLOT_ID),
             is_token=is_token,
             slots_per_block=per_block,
         )
 
-    def _tables(self, rows: Tensor, key_cache: Tensor) -> tuple[Tensor, int]:
-        """Return the block table of each split and token, and the slots in one of its blocks.
-
-        Args:
-            rows: [tokens, max_blocks] the row of each token's request.
-        """
-        if self.fixed_splits is None:
-            return rows, key_cache.shape[1]
-        key = (rows.shape[1], key_cache.shape[1], *key_cache.stride()[:2])
-        runs = self._runs.get(key)
-        if runs is None:
-            runs = self._runs[key] = self._find_runs(rows.shape[1], key_cache)
-        entries = rows[:, runs.column] * runs.per_block
-        entries = entries.view(len(rows), *runs.within.shape) + runs.within
-        return entries.transpose(0, 1).flatten(0, 1), self.splits.run
-
-    def _find_runs(self, max_blocks: int, key_cache: Tensor) -> _Runs:
-        """Return where the runs of each split are, for one width of the block table."""
-        world_size, _, interleave_size = self.of_rank
-        run, block_size = self.splits.run, key_cache.shape[1]
-        num_runs = -(-max_blocks * block_size // (run * len(self._own)))
-        offsets = torch.stack(
-            [
-                offsets_of_runs(
-                    self.splits, split, num_runs, world_size, interleave_size
-                )
-                for split in self._own
-            ]
-        )
-        # the last entries of a row may be past its end; then no split reads them
-        column = (offsets // block_size).clamp(max=max_blocks - 1)
-        within = (offsets % block_size // run).to(torch.int32)
-        per_block = _runs_per_block(key_cache, run)
-        return _Runs(
-            column.flatten().to(self.device), within.to(self.device), per_block
-        )
-
-    def _slots(self, rows: Tensor, position: Tensor, block_size: int) -> Tensor:
-        """Return the slot of each position on this rank, PAD_SLOT_ID if it is on another one."""
-        world_size, rank, interleave_size = self.of_rank
-        group = position // interleave_size
-        offset = group // world_size * interleave_size + position % interleave_size
-        column = (offset // block_size).clamp(max=rows.shape[1] - 1).long()
-        block = rows.gather(1, column[:, None])[:, 0].long()
-        slot = block * block_size + offset % block_size
-        return torch.where(group % world_size == rank, slot, PAD_SLOT_ID)
-
     def _empty_batch(self, num_tokens: int) -> RankBatch:
         """Return the batch of a step without requests, in which all tokens are padding."""
-        requests = len(self._own) * num_tokens
+        requests = len(self._splits.own) * num_tokens
         nothing = torch.zeros(requests, 0, dtype=torch.int32, device=self.device)
         slots = torch.full((num_tokens,), PAD_SLOT_ID, device=self.device)
         return RankBatch(
             num_tokens=num_tokens,
-            splits=len(self._own),
+            splits=len(self._splits.own),
             block_table=nothing,
             query_start_loc=self._requests[: requests + 1],
             seq_lens=torch.zeros(requests, dtype=torch.int32, device=self.device),
             max_seq_len=0,
             slot_mapping=slots,
             is_token=slots != PAD_SLOT_ID,
-            slots_per_block=self.splits.run,
+            slots_per_block=self._splits.splits.run,
         )
 
     def write(
@@ -302,11 +222,11 @@ class DecodeContextParallel:
         q = self._gather(query)
         # step: attend to the splits that this rank stores
         outs, lses = self._send_buffer(batch, value_cache.shape[-1])
-        run = 0 if self.fixed_splits is None else self.splits.run
+        run = 0 if self.fixed_splits is None else self.fixed_splits.run
         paged_attention(
             q if batch.splits == 1 else q.repeat(batch.splits, 1, 1),
-            _as_runs(key_cache, run),
-            _as_runs(value_cache, run),
+            as_runs(key_cache, run),
+            as_runs(value_cache, run),
             batch.block_table,
             batch.query_start_loc,
             batch.seq_lens,
@@ -387,8 +307,8 @@ class DecodeContextParallel:
             partials = partials[0]
         else:
             partials = partials.flatten(0, 1)
-        if not self._is_in_order:
-            partials = partials[self._order]
+        if not self._splits.is_in_order:
+            partials = partials[self._splits.order]
         return lse_weighted_combine(
             partials[..., :value_size], partials[..., value_size]
         )
@@ -429,31 +349,3 @@ class DecodeContextParallel:
         return lse_weighted_combine(
             torch.stack([result, torch.zeros_like(result)]), torch.stack([joint, sinks])
         )
-
-
-def _runs_per_block(cache: Tensor, run: int) -> int:
-    """Return how many runs of slots there are between the starts of two blocks.
-
-    Raises:
-        ValueError: The distance between two blocks is not a multiple of a run.
-    """
-    block, slot = cache.stride()[:2]
-    if block % (slot * run):
-        raise ValueError(
-            f"the cache has strides {block} per block and {slot} per slot: expected a multiple of"
-            f" {run} slots per block; use a contiguous cache"
-        )
-    return block // (slot * run)
-
-
-def _as_runs(cache: Tensor, run: int) -> Tensor:
-    """Return a cache as blocks of one run each, [blocks, run, kv_heads, size]. If 0, as it is."""
-    if not run:
-        return cache
-    num_blocks, block_size, kv_heads, size = cache.shape
-    per_block = _runs_per_block(cache, run)
-    _, slot, head, element = cache.stride()
-    return cache.as_strided(
-        ((num_blocks - 1) * per_block + block_size // run, run, kv_heads, size),
-        (slot * run, slot, head, element),
-    )

@@ -13,7 +13,7 @@ combined in the order of the splits. Then the bits do not depend on the number o
 
 import torch
 
-from ...bookkeeping.attention.key_splits import (
+from ...bookkeeping.parallel.key_splits import (
     offsets_of_runs,
     order_of_partials,
     stored_splits,
@@ -40,9 +40,9 @@ from ...validation.parallel import (
     check_rank_attention,
     check_rank_batch,
 )
+from ..attention.merge_states import lse_weighted_combine
+from ..attention.paged import paged_attention
 from ..cache.cache_ops import reshape_and_cache
-from .merge_states import lse_weighted_combine
-from .paged import paged_attention
 
 
 class DecodeContextParallel:
