@@ -32,6 +32,7 @@ from ..bookkeeping.cache.kv_cache_init import (
     init_kv_cache,
     reshape_kv_caches,
 )
+from ..bookkeeping.parallel.heads import get_dcp_groups, get_tp_heads
 from ..bookkeeping.v0.encoder_decoder import (
     get_num_prefill_decode_query_kv_tokens,
     get_seq_len_block_table_args,
@@ -135,6 +136,7 @@ __all__ = [
     "fill_mm_prefix_query_ranges",
     "gather_cache",
     "get_attn_cg_support",
+    "get_dcp_groups",
     "get_dcp_local_seq_lens",
     "get_dcp_ranks",
     "get_kv_cache_shape",
@@ -144,6 +146,7 @@ __all__ = [
     "get_packed_kv_cache_shape",
     "get_per_layer_parameters",
     "get_seq_len_block_table_args",
+    "get_tp_heads",
     "infer_global_hyperparameters",
     "init_kv_cache",
     "is_all_cross_attn_metadata_set",

@@ -88,3 +88,20 @@ class PrefillShare:
     seq_lens: TokenCounts
     max_query_len: int
     max_seq_len: int
+
+
+@dataclass(frozen=True)
+class RankHeads:
+    """The heads of one rank under tensor parallelism.
+
+    Args:
+        query_start, query_stop: Its query heads among all query heads.
+        kv_start, kv_stop: The KV heads that they read, among all KV heads.
+        copies: Ranks that store the same KV heads. Above 1 if there are more ranks than KV heads.
+    """
+
+    query_start: int
+    query_stop: int
+    kv_start: int
+    kv_stop: int
+    copies: int

@@ -197,3 +197,37 @@ def check_prefill_tokens(
     reject_options(
         options, batched, "each rank has other requests, which are chunks of prompts"
     )
+
+
+def check_tp_heads(
+    num_query_heads: int, num_kv_heads: int, tp_world_size: int, tp_rank: int
+) -> None:
+    """Reject heads that do not divide among the ranks, and ranks that do not exist."""
+    check_ranks(tp_world_size, tp_rank, 1)
+    check_positive(num_query_heads=num_query_heads, num_kv_heads=num_kv_heads)
+    check_multiple("num_query_heads", num_query_heads, "num_kv_heads", num_kv_heads)
+    check_multiple("num_query_heads", num_query_heads, "tp_world_size", tp_world_size)
+    _check_copies(num_kv_heads, tp_world_size)
+
+
+def check_dcp_groups(
+    num_kv_heads: int, tp_world_size: int, dcp_world_size: int
+) -> None:
+    """Reject groups whose ranks would not store the same KV heads."""
+    check_positive(
+        num_kv_heads=num_kv_heads,
+        tp_world_size=tp_world_size,
+        dcp_world_size=dcp_world_size,
+    )
+    _check_copies(num_kv_heads, tp_world_size)
+    copies = max(1, tp_world_size // num_kv_heads)
+    check_multiple("copies of a KV head", copies, "dcp_world_size", dcp_world_size)
+
+
+def _check_copies(num_kv_heads: int, tp_world_size: int) -> None:
+    """Raise an error if a rank would have a part of a KV head's copies."""
+    if num_kv_heads % tp_world_size and tp_world_size % num_kv_heads:
+        raise ValueError(
+            f"num_kv_heads = {num_kv_heads} and tp_world_size = {tp_world_size}: expected one to"
+            " be a multiple of the other"
+        )

@@ -57,6 +57,11 @@ class _LocalRanks(RankGroup):
         if not (out.is_contiguous() and tensor.is_contiguous()):
             raise Disagreement(f"{name} of rank {self.rank}", "its tensors", "strided",
                                "contiguous")  # fmt: skip
+        if tensor.numel() and out.data_ptr() == tensor.data_ptr():
+            # another rank may still read what this one receives into
+            raise Disagreement(
+                f"{name} of rank {self.rank}", "its buffers", "one for both", "two"
+            )
         self._meeting.arrive(self.rank, (name, out, tensor))
         return out
 
