@@ -90,7 +90,7 @@ def run_rank(setting: Setting, shared: Shared, whole: Call, ranks: RankGroup) ->
         ranks,
         num_query_heads=heads,
         head_size=query.shape[-1],
-        max_num_tokens=len(query) + dealt.spare_max,
+        max_num_tokens=max(1, len(query) + dealt.spare_max),
         interleave_size=dealt.in_a_row,
         exchange=shared.exchange,
         splits=None if shared.splits is None else KeySplits(*shared.splits),
