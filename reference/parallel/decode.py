@@ -175,9 +175,13 @@ class DecodeContextParallel:
         block_size, splits = key_cache.shape[1], self.splits
         own = stored_splits(splits, world_size, rank, interleave_size)
         runs = -(-max_seq_len // (splits.run * splits.count)) + 1
-        slots = torch.zeros(len(own), num_tokens, runs * splits.run, dtype=torch.int32)
-        lens = torch.zeros(len(own), num_tokens, dtype=torch.int32)
-        slot_mapping = torch.full((num_tokens,), PAD_SLOT_ID, dtype=torch.int64)
+        slots = torch.zeros(
+            len(own), num_tokens, runs * splits.run, dtype=torch.int32, device=HOST
+        )
+        lens = torch.zeros(len(own), num_tokens, dtype=torch.int32, device=HOST)
+        slot_mapping = torch.full(
+            (num_tokens,), PAD_SLOT_ID, dtype=torch.int64, device=HOST
+        )
         starts = query_start_loc.tolist()
         for req, seq_len in enumerate(seq_lens.tolist()):
             row = block_table[req].to(HOST)
@@ -190,9 +194,13 @@ class DecodeContextParallel:
                     first = offsets_of_runs(
                         splits, split, runs, world_size, interleave_size
                     )
-                    keys = (first[:, None] + torch.arange(splits.run)).flatten()
+                    keys = (
+                        first[:, None] + torch.arange(splits.run, device=HOST)
+                    ).flatten()
                     # step: count its keys up to that position
-                    positions = torch.arange(up_to) // splits.run % splits.count
+                    positions = (
+                        torch.arange(up_to, device=HOST) // splits.run % splits.count
+                    )
                     count = int((positions == split).sum())
                     lens[index, token] = count
                     keys = keys[:count]
@@ -213,7 +221,7 @@ class DecodeContextParallel:
             seq_lens=lens.flatten().to(device),
             max_seq_len=runs * splits.run,
             slot_mapping=slot_mapping.to(device),
-            is_token=(torch.arange(num_tokens) < starts[-1]).to(device),
+            is_token=torch.arange(num_tokens, device=device) < starts[-1],
             slots_per_block=1,
         )
 

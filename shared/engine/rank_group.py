@@ -171,7 +171,9 @@ class RankGroup:
                 f"the description of a step has {len(text)} bytes: expected at most"
                 f" {DESCRIPTION_BYTES}; compare fewer values"
             )
-        line = torch.tensor([*text.ljust(DESCRIPTION_BYTES)], dtype=torch.uint8)
+        line = torch.tensor(
+            [*text.ljust(DESCRIPTION_BYTES)], dtype=torch.uint8, device="cpu"
+        )
         found = self.all_gather(line.to(self.device)).cpu()
         theirs = [json.loads(bytes(each.tolist())) for each in found]
         for other, their in enumerate(theirs):

@@ -53,7 +53,7 @@ def share_prompts(
     max_tokens = max(len(tokens) for tokens in of_ranks)
     rows = torch.zeros(sum(query_lens), dtype=torch.int64, device=HOST)
     for each, tokens in enumerate(of_ranks):
-        rows[tokens] = torch.arange(len(tokens)) + each * max_tokens
+        rows[tokens] = torch.arange(len(tokens), device=HOST) + each * max_tokens
     # each prompt begins in a block of its own
     blocks = [-(-query_len // block_size) for query_len in query_lens]
     slots = torch.zeros(sum(blocks) * block_size, dtype=torch.int64, device=HOST)
@@ -65,7 +65,9 @@ def share_prompts(
         begin = first * block_size
         slots[begin : begin + query_len] = rows[starts[req] : starts[req] + query_len]
         for half, chunk in enumerate(zigzag_chunks(query_len, world_size, rank)):
-            ids = torch.arange(first, first + blocks[req], dtype=torch.int32)
+            ids = torch.arange(
+                first, first + blocks[req], dtype=torch.int32, device=HOST
+            )
             table[2 * req + half, : blocks[req]] = ids
             query_counts.append(len(chunk))
             ends.append(chunk.stop)
@@ -73,14 +75,16 @@ def share_prompts(
     def on_device(numbers: Tensor) -> Tensor:
         return numbers.to(device)
 
-    query_starts = torch.tensor([0, *query_counts]).cumsum(0).to(torch.int32)
+    query_starts = (
+        torch.tensor([0, *query_counts], device=HOST).cumsum(0).to(torch.int32)
+    )
     return PrefillShare(
-        tokens=on_device(torch.tensor(of_ranks[rank], dtype=torch.int64)),
+        tokens=on_device(torch.tensor(of_ranks[rank], dtype=torch.int64, device=HOST)),
         max_tokens=max_tokens,
         gathered_rows=on_device(slots),
         block_table=on_device(table),
         query_start_loc=on_device(query_starts),
-        seq_lens=on_device(torch.tensor(ends, dtype=torch.int32)),
+        seq_lens=on_device(torch.tensor(ends, dtype=torch.int32, device=HOST)),
         max_query_len=max(query_counts, default=0),
         max_seq_len=max(ends, default=0),
     )

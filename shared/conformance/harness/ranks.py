@@ -82,9 +82,11 @@ class _Meeting:
     def run(self, work: Callable[[RankGroup], T]) -> list[T]:
         """Run all ranks to their end, and return their results."""
         results: dict[int, T] = {}
+        default = torch.get_default_dtype()
 
         def body(rank: int) -> None:
             self._may_run[rank].wait()
+            torch.set_default_dtype(default)
             error: BaseException | None = None
             try:
                 results[rank] = work(_LocalRanks(self, rank))
@@ -106,6 +108,7 @@ class _Meeting:
             self._exchange()
         for thread in threads:
             thread.join()
+        torch.set_default_dtype(default)
         errors = [each for each in self._ended.values() if each is not None]
         # a rank that waited for one with an error has no error of its own
         errors.sort(key=lambda each: isinstance(each, RankError) and self._is_broken)
@@ -116,9 +119,12 @@ class _Meeting:
     def arrive(self, rank: int, given: tuple[str, Tensor, Tensor]) -> None:
         """Wait with the tensors of a collective until all ranks have exchanged theirs."""
         self._arrived[rank] = given
+        # one for all threads, and another rank may have changed it when this one continues
+        default = torch.get_default_dtype()
         self._may_run[rank].clear()
         self._has_stopped.set()
         self._may_run[rank].wait()
+        torch.set_default_dtype(default)
         if self._is_broken:
             raise RankError(
                 f"rank {rank} of {self.world_size}: {given[0]} has not ended on all ranks",

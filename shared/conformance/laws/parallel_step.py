@@ -106,7 +106,9 @@ def run_rank(setting: Setting, shared: Shared, whole: Call, ranks: RankGroup) ->
         step.write(*new_tokens(whole, len(query)), *caches, batch)
     out = torch.full((*query.shape[:2], caches[1].shape[-1]), NAN, dtype=whole.dtype)
     out = out.to(setting.device)
-    lse = torch.full((heads, len(query)), NAN, device=setting.device)
+    lse = torch.full(
+        (heads, len(query)), NAN, dtype=torch.float32, device=setting.device
+    )
     options = rank_options(whole, own)
     step.attend(query * 3 + 1, *caches, batch, options=options)
     found = step.attend(
@@ -271,7 +273,9 @@ def tokens_of_a_batch_that_is_not_causal_attend_to_all_keys(
         batch = prepare(step, given, causal=False)
         stored = (batch.slot_mapping != PAD_SLOT_ID).any().item()
         expect_same("a new token has a slot", stored, False)
-        lse = torch.full((heads, len(whole.query)), NAN, device=setting.device)
+        lse = torch.full(
+            (heads, len(whole.query)), NAN, dtype=torch.float32, device=setting.device
+        )
         query = whole.query[:, ranks.rank * heads :][:, :heads]
         caches = (given["key_cache"], given["value_cache"])
         return step.attend(query, *caches, batch, lse=lse), lse

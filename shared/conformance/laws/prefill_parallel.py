@@ -78,7 +78,12 @@ def joined_rows(
         )
         share = prefill.prepare(list(prompts.lens))
         own = share.tokens
-        lse = torch.full((call.query.shape[1], len(own)), NAN, device=setting.device)
+        lse = torch.full(
+            (call.query.shape[1], len(own)),
+            NAN,
+            dtype=torch.float32,
+            device=setting.device,
+        )
         args = (call.query[own], keys[own], values[own], share)
         # the buffers are used again
         prefill.attend(args[0] + 1, args[1] * 2, args[2] - 1, share, options=options)
@@ -172,7 +177,7 @@ def invalid_prompts_of_a_rank_are_rejected(setting: Setting, what: str) -> None:
         return
     share = prefill.prepare([3])
     tokens = 4 if what == "another rank's tokens" else 3
-    ones = torch.ones(tokens, 2, 16, device=setting.device)
+    ones = torch.ones(tokens, 2, 16, dtype=torch.float32, device=setting.device)
     causal = torch.ones(1, dtype=torch.bool, device=setting.device)
     per_request = AttentionOptions(causal=causal)
     options = per_request if what == "a mask per request" else DEFAULT_OPTIONS

@@ -89,7 +89,9 @@ def heads_and_keys_on_several_ranks_together_are_attention_on_one(
             heads = query.shape[1]
             step = make_step(setting, ranks, heads, len(query), given)
             batch = prepare(step, given)
-            lse = torch.full((heads, len(query)), NAN, device=setting.device)
+            lse = torch.full(
+                (heads, len(query)), NAN, dtype=torch.float32, device=setting.device
+            )
             caches = given["key_cache"], given["value_cache"]
             return step.attend(query, *caches, batch, lse=lse), lse
 
