@@ -22,7 +22,7 @@ def get_tp_heads(
         tp_rank: this rank.
 
     Raises:
-        ValueError: heads do not divide, or there is no such rank.
+        ValueError: heads do not divide, or the rank does not exist.
 
     Source:
         vLLM's `QKVParallelLinear` (`num_kv_head_replicas`).
