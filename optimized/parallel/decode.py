@@ -2,7 +2,7 @@
 
 Buffers are allocated once, so a CUDA graph can capture a step on every rank. The attention kernel
 writes rows and log-sum-exps into the buffer that is sent: [ranks, heads, splits, tokens, row], in
-which a row has `value_head_size` elements, its log-sum-exp, and padding to 16 bytes. So nothing is
+which a row has `value_head_size` elements, its log-sum-exp, and padding to 32 bytes. So nothing is
 packed. The combine kernel reads the received buffer in place, if no fixed splits reorder it.
 
 The fixed splits of a rank are requests of one launch (`launch/rank_splits.py`).
@@ -40,8 +40,8 @@ from ..attention.paged import paged_attention
 from ..cache.cache_ops import reshape_and_cache
 from ..launch.rank_splits import RankSplits, as_runs
 
-_ROW_PADDING = 4
-"""Elements after the values of a row: its log-sum-exp, and padding to 16 bytes."""
+_ROW_PADDING = 8
+"""Elements after the values of a row: its log-sum-exp, and padding to 32 bytes, which TMA takes."""
 
 
 class DecodeContextParallel:

@@ -283,7 +283,7 @@ def time_parts(name: str, reqs: int, keys: int, ranks: RankGroup) -> None:
     every = sent.new_empty(world, *sent.shape)
     parts["all-gather of queries"] = lambda: ranks.all_gather(sent, every)
     for count in (1, 128 // world):
-        packed = torch.randn(world, heads, count, reqs, SIZE + 4, device=DEVICE)
+        packed = torch.randn(world, heads, count, reqs, SIZE + 8, device=DEVICE)
         got = torch.empty_like(packed)
         parts[f"all-to-all, {count} partials"] = lambda packed=packed, got=got: (
             ranks.all_to_all(packed, got)

@@ -222,7 +222,25 @@ def each_new_token_is_written_to_one_slot_of_one_rank(
             expect_same(f"{name} of rank {rank}", cache, call.arguments[name])
 
 
-WAYS = ((1, 1), (2, 4), (4, 2), (8, 1))
+PADDED = [
+    Shared(Dealt((1, 2), (9, 20), 2, 2, "sinks", (-1, 0), group=2, padding=2), exchange)
+    for exchange in ("all_to_all", "reduce_scatter")
+]
+
+
+@law("DecodeContextParallel", cases=PADDED)
+def padding_of_a_parallel_step_gets_zeros_and_no_sink(
+    setting: Setting, shared: Shared
+) -> None:
+    whole = whole_call(shared.dealt, setting.device)
+    found = run_all(setting, shared, whole)
+    lse = torch.cat([each.lse for each in found])[:, -shared.dealt.padding :]
+    expect_same("log-sum-exps of padding", lse, torch.full_like(lse, -torch.inf))
+    out = torch.cat([each.out for each in found], dim=1)[-shared.dealt.padding :]
+    expect_same("rows of padding", out, torch.zeros_like(out))
+
+
+WAYS = ((1, 1), (2, 1), (4, 2), (8, 1))
 """Numbers of ranks and interleave sizes whose product divides 8."""
 BITS = [
     Dealt((2,), (37,), 1, 1, "plain", (20,), group=8, seed=3),
@@ -371,14 +389,14 @@ def ranks_that_do_not_agree_on_the_step_are_rejected(
     """Every rank raises, before any result is exchanged."""
 
     def work(ranks: RankGroup) -> str:
-        changes: dict[str, Any] = {
+        ways: dict[str, dict[str, Any]] = {
             "splits": {"splits": KeySplits(2 * (1 + ranks.rank))},
             "interleave_size": {"interleave_size": 1 + ranks.rank},
-        }[what]
+        }
         try:
             setting.candidate.DecodeContextParallel(
                 ranks, num_query_heads=2, head_size=16, max_num_tokens=4,
-                device=setting.device, **changes,
+                device=setting.device, **ways[what],
             )  # fmt: skip
         except RuntimeError as error:
             return str(error)
