@@ -32,6 +32,7 @@ from ..bookkeeping.cache.kv_cache_init import (
     init_kv_cache,
     reshape_kv_caches,
 )
+from ..bookkeeping.parallel.heads import get_dcp_groups, get_tp_heads
 from ..bookkeeping.v0.encoder_decoder import (
     get_num_prefill_decode_query_kv_tokens,
     get_seq_len_block_table_args,
@@ -93,6 +94,8 @@ from .cache.slot_mapping import (
     compute_slot_mapping_device,
     compute_slot_mapping_start_idx,
 )
+from .parallel.decode import DecodeContextParallel
+from .parallel.prefill import PrefillContextParallel
 from .v0.graph_state import CommonAttentionState, get_attn_cg_support
 from .v0.sequence_metadata import (
     CommonMetadataBuilder,
@@ -106,6 +109,8 @@ __all__ = [
     "BlockTable",
     "CommonAttentionState",
     "CommonMetadataBuilder",
+    "DecodeContextParallel",
+    "PrefillContextParallel",
     "Scheduler",
     "StepBuffers",
     "allocate_kv_cache",
@@ -131,6 +136,7 @@ __all__ = [
     "fill_mm_prefix_query_ranges",
     "gather_cache",
     "get_attn_cg_support",
+    "get_dcp_groups",
     "get_dcp_local_seq_lens",
     "get_dcp_ranks",
     "get_kv_cache_shape",
@@ -140,6 +146,7 @@ __all__ = [
     "get_packed_kv_cache_shape",
     "get_per_layer_parameters",
     "get_seq_len_block_table_args",
+    "get_tp_heads",
     "infer_global_hyperparameters",
     "init_kv_cache",
     "is_all_cross_attn_metadata_set",

@@ -79,6 +79,7 @@ LONG: dict[str, str] = {
     "test_ladder.py": "",
     "test_mutants.py": "sample or trivial",
     "test_puzzles.py": "usual_mistake or loop",
+    "test_rank_processes.py": "late or unusable or scatter",
 }
 """Tests of `make test-long`: those that start many processes or try hundreds of variants."""
 

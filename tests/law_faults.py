@@ -294,6 +294,31 @@ def new_tensors(function: Any) -> Any:
     return type(function.__name__, (function,), {"build": build})
 
 
+def no_slots(function: Any) -> Any:
+    """Return a parallel step in which no rank stores a new token."""
+
+    def prepare(self: Any, *given: Any, **named: Any) -> Any:
+        found = function.prepare(self, *given, **named)
+        return replace(found, slot_mapping=found.slot_mapping * 0 - 1)
+
+    return type(function.__name__, (function,), {"prepare": prepare})
+
+
+def same_tokens(function: Any) -> Any:
+    """Return a prefill whose later ranks have later tokens only."""
+
+    def prepare(self: Any, *given: Any, **named: Any) -> Any:
+        found = function.prepare(self, *given, **named)
+        return replace(found, tokens=found.tokens * 0 + self.ranks.rank)
+
+    return type(function.__name__, (function,), {"prepare": prepare})
+
+
+def wrong_rows(function: Any) -> Any:
+    """Return a parallel step with wrong rows."""
+    return with_methods(function, wrong_result, lambda name: name == "attend")
+
+
 def step_without(name: str, other: Any = None) -> Callable[[Any], Any]:
     """Return a change of layers: they ignore one field of their step."""
 
@@ -463,6 +488,15 @@ def needless_preemption(schedule: Function) -> Function:
 
 
 SINGLE: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "each new token is written to one slot of one rank": (
+        "DecodeContextParallel",
+        no_slots,
+    ),
+    "ranks have equal work": ("PrefillContextParallel", same_tokens),
+    "heads and keys on several ranks together are attention on one": (
+        "DecodeContextParallel",
+        wrong_rows,
+    ),
     "no slices give no micro batches": ("split_attn_metadata", one_for_none),
     "offsets of new tokens have 64 bits": ("reshape_and_cache", reversed_tokens),
     "a fast prefill layer gets the selected tokens and the whole step": (

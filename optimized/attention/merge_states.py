@@ -261,8 +261,11 @@ def _add_partial(acc, l_i, m_i, value, lse, BASE_E: tl.constexpr):
     alpha = tl.exp2((m_i - shift) * unit)
     weight = tl.exp2((lse - shift) * unit)
     # step: add the partial results that have weight
-    acc = acc * alpha[:, None] + value * weight[:, None]
-    return acc, l_i * alpha + weight, m_new
+    # each sum fuses one product, named here, so the bits are the same wherever this is compiled
+    acc = tl.fma(
+        acc, tl.broadcast_to(alpha[:, None], acc.shape), value * weight[:, None]
+    )
+    return acc, tl.fma(l_i, alpha, weight), m_new
 
 
 @triton.jit
@@ -270,4 +273,6 @@ def _finish(acc, l_i, m_i, BASE_E: tl.constexpr):
     """Return outputs and log-sum-exps in their base; 0 and -inf if all results are empty."""
     unit: tl.constexpr = LN_2 if BASE_E else 1.0
     divisor = tl.where(l_i > 0, l_i, 1.0)
-    return acc / divisor[:, None], m_i + tl.log2(divisor) * unit
+    return acc / divisor[:, None], tl.fma(
+        tl.log2(divisor), tl.full(divisor.shape, unit, tl.float32), m_i
+    )

@@ -132,13 +132,18 @@ def lse_weighted_combine(
     """
     base = 1.0 if is_lse_base_on_e else math.log(2)
     # step: treat log-sum-exps that are not finite as empty
-    natural = torch.where(lses.isfinite(), lses * base, -torch.inf)
+    natural = torch.where(lses.isfinite(), lses * base, -torch.inf).contiguous()
     # step: compute the weight of each partial result
-    joint = natural.logsumexp(0)  # [tokens, query_heads]
-    weights = torch.exp(natural - torch.where(joint.isinf(), 0.0, joint))
+    largest = natural.amax(0)  # [tokens, query_heads]
+    weights = torch.exp(natural - torch.where(largest.isinf(), 0.0, largest))
     # step: add the partial results that have weight
     total = torch.zeros_like(outputs[0], dtype=lses.dtype)
+    total_weight = torch.zeros_like(largest)
+    # one after another, so that the result does not depend on the shape
     for part_lse, part, weight in zip(natural, outputs, weights, strict=True):
         is_empty = part_lse[:, :, None].isinf()
         total += torch.where(is_empty, 0.0, weight[:, :, None] * part.to(lses.dtype))
+        total_weight += weight
+    total /= torch.where(total_weight > 0, total_weight, 1.0)[:, :, None]
+    joint = largest + total_weight.log()
     return total.to(outputs.dtype), joint / base

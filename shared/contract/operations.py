@@ -243,6 +243,26 @@ CONCEPTS = (
         ("get_dcp_ranks", "get_dcp_local_seq_lens", "dcp_attention"),
     ),
     Concept(
+        "tensor_parallel",
+        "parallel.heads",
+        "Tensor parallelism over heads: the query heads and KV heads of each rank.",
+        ("get_tp_heads", "get_dcp_groups"),
+        is_single=True,
+    ),
+    Concept(
+        "parallel_step",
+        "parallel.decode",
+        "Parallel attention step: ranks share each sequence's keys and combine their partial"
+        " results.",
+        ("DecodeContextParallel",),
+    ),
+    Concept(
+        "prefill_parallel",
+        "parallel.prefill",
+        "Prefill context parallelism: ranks compute chunks of each prompt in zig-zag order.",
+        ("PrefillContextParallel",),
+    ),
+    Concept(
         "multimodal_prefix",
         "batch.multimodal_prefix",
         "Multimodal prefixes: bidirectional attention among the tokens of one image.",

@@ -18,6 +18,7 @@ from ..contract.layouts import KVCacheLayout
 from ..contract.metadata_classes import UBatchSlice
 from ..contract.multimodal_features import MultiModalFeature
 from ..contract.operations import CONCEPTS, Implementation
+from ..contract.parallel import KeySplits
 from ..contract.scheduler_classes import Request
 from ..contract.sequence_classes import (
     SequenceAttentionMetadata,
@@ -26,6 +27,7 @@ from ..contract.sequence_classes import (
 )
 from ..contract.specs import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, KVCacheTensor
 from ..engine.layer import Attention
+from ..engine.rank_group import RankGroup
 from .story import Example as Example
 from .story import StoryStep as StoryStep
 
@@ -56,6 +58,8 @@ def example_names(implementation: Implementation) -> dict[str, Any]:
         "KVCacheGroupSpec": KVCacheGroupSpec,
         "KVCacheTensor": KVCacheTensor,
         "KVCacheLayout": KVCacheLayout,
+        "KeySplits": KeySplits,
+        "RankGroup": RankGroup,
         "Attention": Attention,
         "BACKENDS": implementation.backends,
         "AttentionCGSupport": AttentionCGSupport,

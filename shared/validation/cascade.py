@@ -146,7 +146,7 @@ def check_dcp_attention(
     num_blocks, block_size, _, _ = key_cache.shape
     reqs, max_blocks = block_table.shape
     of_rank = (dcp_world_size, dcp_rank, dcp_kv_cache_interleave_size)
-    share = _count_share(max_seq_len, *of_rank)
+    share = count_share(max_seq_len, *of_rank)
     if share > max_blocks * block_size:
         raise IndexError(
             f"max_seq_len = {max_seq_len} gives rank {dcp_rank} {share} keys: expected at most"
@@ -162,7 +162,7 @@ def check_dcp_attention(
         "max_query_len", max_query_len, query_lens, "request {} has {} new tokens"
     )
     check_bound("max_seq_len", max_seq_len, lens, "seq_lens[{}] = {}")
-    shares = [_count_share(seq_len, *of_rank) for seq_len in lens]
+    shares = [count_share(seq_len, *of_rank) for seq_len in lens]
     check_block_ids(block_table, seq_lens.new_tensor(shares), block_size, num_blocks)
     return share
 
@@ -181,7 +181,8 @@ def _check_plain(options: AttentionOptions, out: Tensor | None, why: str) -> Non
         check_dtype("out", out, *FLOATS)
 
 
-def _count_share(seq_len: int, ranks: int, rank: int, in_a_row: int) -> int:
+def count_share(seq_len: int, ranks: int, rank: int, in_a_row: int) -> int:
+    """Return how many keys of a sequence a rank stores."""
     rounds, rest = divmod(seq_len, ranks * in_a_row)
     return rounds * in_a_row + min(max(rest - rank * in_a_row, 0), in_a_row)
 

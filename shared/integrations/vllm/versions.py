@@ -1,7 +1,7 @@
 """Versions of vLLM: what differs between the interfaces of its minor releases.
 
 vLLM changes its backend interface in minor releases. `INTERFACES` has one entry per minor release.
-The facts were read from the wheels (`tests/record_vllm_interfaces.py`), and a test compares this
+The facts were read from the wheels (`tests/vllm_interfaces/record.py`), and a test compares this
 table with them.
 """
 

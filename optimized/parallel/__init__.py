@@ -1,0 +1,1 @@
+"""Attention that several ranks compute together, over process groups."""

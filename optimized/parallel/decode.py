@@ -1,0 +1,351 @@
+"""Parallel attention step: ranks share each sequence's keys and combine their partial results.
+
+Buffers are allocated once, so a CUDA graph can capture a step on every rank. The attention kernel
+writes rows and log-sum-exps into the buffer that is sent: [ranks, heads, splits, tokens, row], in
+which a row has `value_head_size` elements, its log-sum-exp, and padding to 32 bytes. So nothing is
+packed. The combine kernel reads the received buffer in place, if no fixed splits reorder it.
+
+The fixed splits of a rank are requests of one launch (`launch/rank_splits.py`).
+"""
+
+import torch
+from torch import Tensor
+
+from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
+from ...contract.kinds import PAD_SLOT_ID
+from ...contract.parallel import KeySplits, RankBatch
+from ...contract.shapes import (
+    BlockTable,
+    Key,
+    KeyCache,
+    LogSumExp,
+    Output,
+    Query,
+    Scale,
+    StartLoc,
+    TokenCounts,
+    Value,
+    ValueCache,
+)
+from ...engine.rank_group import RankGroup, agree_on_batch
+from ...validation import values_checked
+from ...validation.cascade import count_share
+from ...validation.parallel import (
+    check_context_parallel,
+    check_rank_attention,
+    check_rank_batch,
+)
+from ..attention.merge_states import lse_weighted_combine
+from ..attention.paged import paged_attention
+from ..cache.cache_ops import reshape_and_cache
+from ..launch.rank_splits import RankSplits, as_runs
+
+_ROW_PADDING = 8
+"""Elements after the values of a row: its log-sum-exp, and padding to 32 bytes, which TMA takes."""
+
+
+class DecodeContextParallel:
+    """Attention steps of one rank, in a group that shares each sequence's keys.
+
+    The ranks are compared when the object is created. Batches are compared only if contents are
+    validated.
+    """
+
+    def __init__(
+        self,
+        ranks: RankGroup,
+        num_query_heads: int,
+        head_size: int,
+        max_num_tokens: int,
+        interleave_size: int = 1,
+        exchange: str = "all_to_all",
+        splits: KeySplits | None = None,
+        value_head_size: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Compare the arguments among the ranks, and allocate the buffers."""
+        of_rank = (ranks.world_size, ranks.rank)
+        sizes = (num_query_heads, head_size, max_num_tokens, interleave_size)
+        check_context_parallel(*of_rank, *sizes, exchange, splits)
+        self.ranks = ranks
+        self.of_rank = (*of_rank, interleave_size)
+        self.num_query_heads = num_query_heads
+        self.max_num_tokens = max_num_tokens
+        self.exchange = exchange
+        self.fixed_splits = splits
+        self.device = torch.device(device)
+        ranks.agree(
+            torch=torch.__version__.split("+")[0],
+            sizes=[*sizes, value_head_size],
+            exchange=exchange,
+            splits=None if splits is None else [splits.count, splits.run],
+            dtype=str(dtype),
+        )
+        self._splits = RankSplits(self.of_rank, splits, self.device)
+        self._value_size = value_head_size or head_size
+        rows = num_query_heads * max_num_tokens
+
+        def buffer(elements: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.zeros(elements, dtype=dtype, device=self.device)
+
+        every = ranks.world_size * rows
+        exchanged = every * len(self._splits.own) * (self._value_size + _ROW_PADDING)
+        self._query = buffer(rows * head_size, dtype)
+        self._queries = buffer(every * head_size, dtype)
+        self._sent = buffer(exchanged)
+        self._received = buffer(exchanged)
+        self._requests = torch.arange(
+            len(self._splits.own) * max_num_tokens + 1,
+            dtype=torch.int32,
+            device=self.device,
+        )
+
+    def prepare(
+        self,
+        key_cache: KeyCache,
+        block_table: BlockTable,
+        query_start_loc: StartLoc,
+        seq_lens: TokenCounts,
+        num_tokens: int,
+        max_seq_len: int,
+        causal: bool = True,
+    ) -> RankBatch:
+        """Return the batch of this rank, once per step, for all layers.
+
+        The host does not wait. A block table of the same width as an earlier one copies nothing
+        from the host, so a CUDA graph can capture the call.
+        """
+        is_checked = values_checked()
+        check_rank_batch(
+            key_cache, block_table, query_start_loc, seq_lens, num_tokens, max_seq_len,
+            self.of_rank, self.max_num_tokens, self.fixed_splits, causal, is_checked,
+        )  # fmt: skip
+        self.ranks.begin_step()
+        if is_checked:
+            agree_on_batch(
+                self.ranks, query_start_loc, seq_lens, num_tokens, max_seq_len
+            )
+        if not len(block_table):
+            return self._empty_batch(num_tokens)
+        # step: find each token's position
+        token = self._requests[:num_tokens]
+        starts = query_start_loc.contiguous()
+        req = torch.searchsorted(starts[1:], token, right=True)
+        is_token = token < starts[-1]
+        req = req.clamp(max=len(block_table) - 1)
+        seq_len = seq_lens[req]
+        position = torch.where(is_token, seq_len - starts[req + 1] + token, 0)
+        up_to = torch.where(is_token, position + 1 if causal else seq_len, 0)
+        rows = block_table[req]
+        # step: find the slots of the split's keys
+        table, per_block = self._splits.tables(rows, key_cache)
+        # step: count its keys up to that position
+        lens = self._splits.lens(up_to)
+        # step: find the new token's slot if this rank stores it
+        slots = torch.full_like(position, PAD_SLOT_ID, dtype=torch.int64)
+        if causal and rows.shape[1]:
+            slots = self._splits.slots(rows, position, key_cache.shape[1])
+        requests = len(self._splits.own) * num_tokens
+        return RankBatch(
+            num_tokens=num_tokens,
+            splits=len(self._splits.own),
+            block_table=table,
+            query_start_loc=self._requests[: requests + 1],
+            seq_lens=lens,
+            max_seq_len=count_share(
+                max_seq_len,
+                self._splits.splits.count,
+                self._splits.own[0],
+                self._splits.splits.run,
+            ),
+            slot_mapping=torch.where(is_token, slots, PAD_SLOT_ID),
+            is_token=is_token,
+            slots_per_block=per_block,
+        )
+
+    def _empty_batch(self, num_tokens: int) -> RankBatch:
+        """Return the batch of a step without requests, in which all tokens are padding."""
+        requests = len(self._splits.own) * num_tokens
+        nothing = torch.zeros(requests, 0, dtype=torch.int32, device=self.device)
+        slots = torch.full((num_tokens,), PAD_SLOT_ID, device=self.device)
+        return RankBatch(
+            num_tokens=num_tokens,
+            splits=len(self._splits.own),
+            block_table=nothing,
+            query_start_loc=self._requests[: requests + 1],
+            seq_lens=torch.zeros(requests, dtype=torch.int32, device=self.device),
+            max_seq_len=0,
+            slot_mapping=slots,
+            is_token=slots != PAD_SLOT_ID,
+            slots_per_block=self._splits.splits.run,
+        )
+
+    def write(
+        self,
+        key: Key,
+        value: Value,
+        key_cache: KeyCache,
+        value_cache: ValueCache,
+        batch: RankBatch,
+        k_scale: Scale | float | None = None,
+        v_scale: Scale | float | None = None,
+    ) -> None:
+        """Write the new tokens that this rank stores into its cache."""
+        # step: write each token that has a slot on this rank
+        reshape_and_cache(
+            key, value, key_cache, value_cache, batch.slot_mapping, k_scale, v_scale
+        )
+
+    def attend(
+        self,
+        query: Query,
+        key_cache: KeyCache,
+        value_cache: ValueCache,
+        batch: RankBatch,
+        scale: float | None = None,
+        out: Output | None = None,
+        lse: LogSumExp | None = None,
+        options: AttentionOptions = DEFAULT_OPTIONS,
+    ) -> Output:
+        """Return attention of this rank's query heads over the whole sequences.
+
+        Raises:
+            NotImplementedError: what `paged_attention` of this package does not compute.
+        """
+        world_size, heads = self.of_rank[0], self.num_query_heads
+        check_rank_attention(
+            query, key_cache, value_cache, batch, heads, world_size, options,
+            self.fixed_splits, out, lse,
+        )  # fmt: skip
+        # step: gather the query heads of all ranks
+        q = self._gather(query)
+        # step: attend to the splits that this rank stores
+        outs, lses = self._send_buffer(batch, value_cache.shape[-1])
+        run = 0 if self.fixed_splits is None else self.fixed_splits.run
+        paged_attention(
+            q if batch.splits == 1 else q.repeat(batch.splits, 1, 1),
+            as_runs(key_cache, run),
+            as_runs(value_cache, run),
+            batch.block_table,
+            batch.query_start_loc,
+            batch.seq_lens,
+            max_query_len=1,
+            max_seq_len=batch.max_seq_len,
+            scale=scale,
+            out=outs,
+            lse=lses,
+            options=AttentionOptions(
+                causal=False,
+                logits_soft_cap=options.logits_soft_cap,
+                k_scale=options.k_scale,
+                v_scale=options.v_scale,
+                batch_invariant=self.fixed_splits is not None,
+            ),
+        )
+        # step: exchange partial results, and combine them by log-sum-exp
+        if self.exchange == "all_to_all":
+            result, joint = self._combine_here(batch, outs)
+        else:
+            result, joint = self._combine_while_adding(outs, lses)
+        # step: count the sinks once, after all keys
+        if options.sinks is not None:
+            result, joint = self._add_sinks(result, joint, options.sinks, batch)
+        out = query.new_empty(result.shape) if out is None else out
+        if lse is not None:
+            lse.copy_(joint.T)
+        return out.copy_(result)
+
+    def _gather(self, query: Tensor) -> Tensor:
+        """Return the query heads of all ranks, [tokens, ranks * heads, head_size]."""
+        if self.of_rank[0] == 1:
+            return query
+        tokens, heads, size = query.shape
+        sent = self._query[: query.numel()].view(heads, tokens, size)
+        sent.copy_(query.transpose(0, 1))
+        every = self._queries[: query.numel() * self.of_rank[0]]
+        every = every.view(self.of_rank[0], heads, tokens, size)
+        return self.ranks.all_gather(sent, every).flatten(0, 1).transpose(0, 1)
+
+    def _send_buffer(self, batch: RankBatch, value_size: int) -> tuple[Tensor, Tensor]:
+        """Return the views of the sent buffer that the kernel writes.
+
+        Returns:
+            [splits * tokens, ranks * heads, value_head_size] and
+            [ranks * heads, splits * tokens].
+        """
+        every = self.of_rank[0] * self.num_query_heads
+        rows = batch.splits * batch.num_tokens
+        width = value_size + _ROW_PADDING
+        sent = self._sent[: every * rows * width].view(every, rows, width)
+        return sent[..., :value_size].transpose(0, 1), sent[..., value_size]
+
+    def _combine_here(self, batch: RankBatch, outs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the combined rows of this rank's heads, from one packed exchange.
+
+        Args:
+            outs: [splits * tokens, ranks * heads, value_head_size], in the sent buffer.
+
+        Returns:
+            [tokens, heads, value_head_size], [tokens, heads].
+        """
+        value_size = outs.shape[-1]
+        shape = (
+            self.of_rank[0], self.num_query_heads, batch.splits, batch.num_tokens,
+            value_size + _ROW_PADDING,
+        )  # fmt: skip
+        elements = outs.numel() // max(value_size, 1) * (value_size + _ROW_PADDING)
+        sent = self._sent[:elements].view(shape)
+        received = self._received[:elements].view(shape)
+        received = self.ranks.all_to_all(sent, received)
+        partials = received.permute(
+            0, 2, 3, 1, 4
+        )  # [ranks, splits, tokens, heads, row]
+        if batch.splits == 1:
+            partials = partials[:, 0]
+        elif self.of_rank[0] == 1:
+            partials = partials[0]
+        else:
+            partials = partials.flatten(0, 1)
+        if not self._splits.is_in_order:
+            partials = partials[self._splits.order]
+        return lse_weighted_combine(
+            partials[..., :value_size], partials[..., value_size]
+        )
+
+    def _combine_while_adding(
+        self, outs: Tensor, lses: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the combined rows of this rank's heads, whose collective adds weighted rows.
+
+        Args:
+            outs: [tokens, ranks * heads, value_head_size].
+            lses: [ranks * heads, tokens].
+
+        Returns:
+            [tokens, heads, value_head_size], [tokens, heads].
+        """
+        joint = self.ranks.all_gather(lses.contiguous()).logsumexp(0)
+        weights = torch.exp(lses - torch.where(joint.isinf(), 0.0, joint))
+        weighted = weights[..., None] * outs.transpose(0, 1)
+        heads = self.num_query_heads
+        result = self.ranks.reduce_scatter(
+            weighted.view(self.of_rank[0], heads, *weighted.shape[1:])
+        )
+        begin = self.of_rank[1] * heads
+        return result.transpose(0, 1), joint[begin : begin + heads].T
+
+    def _add_sinks(
+        self, result: Tensor, joint: Tensor, sinks: Tensor, batch: RankBatch
+    ) -> tuple[Tensor, Tensor]:
+        """Return rows and log-sum-exps with one more score per head, which has no value.
+
+        Args:
+            result, joint: [tokens, heads, value_head_size], [tokens, heads].
+            sinks: [heads].
+            batch: Its padding gets no sink.
+        """
+        sinks = torch.where(batch.is_token[:, None], sinks.to(joint.dtype), -torch.inf)
+        return lse_weighted_combine(
+            torch.stack([result, torch.zeros_like(result)]), torch.stack([joint, sinks])
+        )

@@ -1,0 +1,396 @@
+"""Parallel attention step: ranks share each sequence's keys and combine their partial results.
+
+Each rank has some of the query heads, and a share of every sequence's keys (context_parallel.py).
+In a step it writes the new tokens that it stores. Then it receives the queries of all ranks,
+attends to its own keys with them, and sends each rank the partial results of that rank's heads. A
+rank combines what it receives by log-sum-exp, in float32 and in a fixed order.
+
+The sum of rounded numbers depends on how they are grouped. So results on two ranks and on one rank
+differ in their last bits, unless the groups are fixed. `KeySplits` fixes them: a key's position
+alone decides to which split it belongs, each split has its own partial result, and these are
+combined in the order of the splits. Then the bits do not depend on the number of ranks.
+"""
+
+import torch
+
+from ...bookkeeping.parallel.key_splits import (
+    offsets_of_runs,
+    order_of_partials,
+    stored_splits,
+)
+from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
+from ...contract.kinds import HOST, PAD_SLOT_ID
+from ...contract.parallel import KeySplits, RankBatch
+from ...contract.shapes import (
+    BlockTable,
+    Key,
+    KeyCache,
+    LogSumExp,
+    Output,
+    Query,
+    Scale,
+    StartLoc,
+    TokenCounts,
+    Value,
+    ValueCache,
+)
+from ...engine.rank_group import RankGroup, agree_on_batch
+from ...validation.parallel import (
+    check_context_parallel,
+    check_rank_attention,
+    check_rank_batch,
+)
+from ..attention.merge_states import lse_weighted_combine
+from ..attention.paged import paged_attention
+from ..cache.cache_ops import reshape_and_cache
+
+
+class DecodeContextParallel:
+    """Attention steps of one rank, in a group that shares each sequence's keys.
+
+    All ranks make the same calls in the same order, with the same batch.
+
+    Args:
+        ranks: The group.
+        num_query_heads: Query heads of this rank, the same number on all ranks. Rank r has those
+            from r * num_query_heads on.
+        head_size: Elements of a key.
+        max_num_tokens: New tokens of the largest step, for which buffers are allocated.
+        interleave_size: Consecutive positions that one rank stores, a divisor of the block size.
+        exchange: "all_to_all": one collective sends the partial results, which the receiver
+            combines. "reduce_scatter": log-sum-exps are gathered, each rank weights its results,
+            and the collective adds them.
+        splits: Optional. Fixed splits. Then the results are batch-invariant, and have the same
+            bits on any number of ranks. If None, each rank's share is one partial result.
+        value_head_size: Optional. Elements of a value. If None, as many as of a key.
+        dtype: Of the queries.
+        device: Of the cache.
+
+    Raises:
+        ValueError: A number is out of range, or a split has keys of several ranks.
+        RankError: The ranks do not agree on one of the arguments, or on the version of torch.
+
+    Source:
+        vLLM's decode context parallelism; section 2.2 of Juravsky et al., "Hydragen", 2024.
+
+    Example:
+        One rank and three splits: keys 0 and 3, key 1, and key 2. The new token is the last one.
+
+        >>> step = DecodeContextParallel(
+        ...     RankGroup(),
+        ...     num_query_heads=1,
+        ...     head_size=1,
+        ...     max_num_tokens=1,
+        ...     splits=KeySplits(count=3),
+        ... )
+        >>> keys, values = torch.ones(3, 2, 1, 1), torch.arange(6.0).view(3, 2, 1, 1)
+        >>> batch = step.prepare(
+        ...     keys,
+        ...     block_table=torch.tensor([[2, 0]], dtype=torch.int32),
+        ...     query_start_loc=torch.tensor([0, 1], dtype=torch.int32),
+        ...     seq_lens=torch.tensor([4], dtype=torch.int32),
+        ...     num_tokens=1,
+        ...     max_seq_len=4,
+        ... )
+        >>> batch.seq_lens, batch.slot_mapping
+        (tensor([2, 1, 1], dtype=torch.int32), tensor([1]))
+        >>> step.write(torch.ones(1, 1, 1), torch.full((1, 1, 1), 7.0), keys, values, batch)
+        >>> step.attend(torch.ones(1, 1, 1), keys, values, batch).flatten()
+        tensor([4.])
+    """
+
+    def __init__(
+        self,
+        ranks: RankGroup,
+        num_query_heads: int,
+        head_size: int,
+        max_num_tokens: int,
+        interleave_size: int = 1,
+        exchange: str = "all_to_all",
+        splits: KeySplits | None = None,
+        value_head_size: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Compare the arguments among the ranks, and allocate the buffers."""
+        of_rank = (ranks.world_size, ranks.rank)
+        sizes = (num_query_heads, head_size, max_num_tokens, interleave_size)
+        check_context_parallel(*of_rank, *sizes, exchange, splits)
+        self.ranks = ranks
+        self.of_rank = (*of_rank, interleave_size)
+        self.num_query_heads = num_query_heads
+        self.max_num_tokens = max_num_tokens
+        self.exchange = exchange
+        self.fixed_splits = splits
+        # without fixed splits each rank's share is one split
+        self.splits = splits or KeySplits(ranks.world_size, interleave_size)
+        ranks.agree(
+            torch=torch.__version__.split("+")[0],
+            sizes=[*sizes, value_head_size],
+            exchange=exchange,
+            splits=[self.splits.count, self.splits.run],
+            dtype=str(dtype),
+        )
+
+    def prepare(
+        self,
+        key_cache: KeyCache,
+        block_table: BlockTable,
+        query_start_loc: StartLoc,
+        seq_lens: TokenCounts,
+        num_tokens: int,
+        max_seq_len: int,
+        causal: bool = True,
+    ) -> RankBatch:
+        """Return the batch of this rank, once per step, for all layers.
+
+        Args:
+            key_cache: [num_blocks, block_size, kv_heads, head_size] of any layer. Only its shape
+                and strides are read.
+            block_table: [reqs, max_blocks], this rank's. Its keys are stored in the blocks
+                without gaps, in the order of their positions.
+            query_start_loc: [reqs + 1] where each request's new tokens start.
+            seq_lens: [reqs] keys of each sequence on all ranks together, the new ones included.
+            num_tokens: New tokens of the step. Those past the last request are padding.
+            max_seq_len: At least every entry of `seq_lens`.
+            causal: Whether a token attends only to keys up to its own position. False for
+                cross-attention; then the new tokens are not stored.
+
+        Returns:
+            One request per new token and split that this rank stores. A token attends to the
+            first keys of a split, so no mask is needed.
+
+        Raises:
+            IndexError: A row does not hold the rank's share of a sequence.
+            ValueError: More tokens than the buffers hold, or lengths that do not match.
+            RankError: The ranks do not agree on the batch.
+        """
+        check_rank_batch(
+            key_cache, block_table, query_start_loc, seq_lens, num_tokens, max_seq_len,
+            self.of_rank, self.max_num_tokens, self.fixed_splits, causal, contents=True,
+        )  # fmt: skip
+        self.ranks.begin_step()
+        agree_on_batch(self.ranks, query_start_loc, seq_lens, num_tokens, max_seq_len)
+        world_size, rank, interleave_size = self.of_rank
+        block_size, splits = key_cache.shape[1], self.splits
+        own = stored_splits(splits, world_size, rank, interleave_size)
+        runs = -(-max_seq_len // (splits.run * splits.count)) + 1
+        slots = torch.zeros(
+            len(own), num_tokens, runs * splits.run, dtype=torch.int32, device=HOST
+        )
+        lens = torch.zeros(len(own), num_tokens, dtype=torch.int32, device=HOST)
+        slot_mapping = torch.full(
+            (num_tokens,), PAD_SLOT_ID, dtype=torch.int64, device=HOST
+        )
+        starts = query_start_loc.tolist()
+        for req, seq_len in enumerate(seq_lens.tolist()):
+            row = block_table[req].to(HOST)
+            for token in range(starts[req], starts[req + 1]):
+                # step: find each token's position
+                position = seq_len - starts[req + 1] + token
+                up_to = position + 1 if causal else seq_len
+                for index, split in enumerate(own):
+                    # step: find the slots of the split's keys
+                    first = offsets_of_runs(
+                        splits, split, runs, world_size, interleave_size
+                    )
+                    keys = (
+                        first[:, None] + torch.arange(splits.run, device=HOST)
+                    ).flatten()
+                    # step: count its keys up to that position
+                    positions = (
+                        torch.arange(up_to, device=HOST) // splits.run % splits.count
+                    )
+                    count = int((positions == split).sum())
+                    lens[index, token] = count
+                    keys = keys[:count]
+                    block = row[keys // block_size]
+                    slots[index, token, :count] = block * block_size + keys % block_size
+                    # step: find the new token's slot if this rank stores it
+                    if causal and position // splits.run % splits.count == split:
+                        slot_mapping[token] = slots[index, token, count - 1]
+        device = block_table.device
+        requests = len(own) * num_tokens
+        return RankBatch(
+            num_tokens=num_tokens,
+            splits=len(own),
+            block_table=slots.flatten(0, 1).to(device),
+            query_start_loc=torch.arange(
+                requests + 1, dtype=torch.int32, device=device
+            ),
+            seq_lens=lens.flatten().to(device),
+            max_seq_len=runs * splits.run,
+            slot_mapping=slot_mapping.to(device),
+            is_token=torch.arange(num_tokens, device=device) < starts[-1],
+            slots_per_block=1,
+        )
+
+    def write(
+        self,
+        key: Key,
+        value: Value,
+        key_cache: KeyCache,
+        value_cache: ValueCache,
+        batch: RankBatch,
+        k_scale: Scale | float | None = None,
+        v_scale: Scale | float | None = None,
+    ) -> None:
+        """Write the new tokens that this rank stores into its cache.
+
+        Args:
+            key: [tokens, kv_heads, head_size] of all new tokens, the same on all ranks.
+            value: [tokens, kv_heads, value_head_size].
+            key_cache: [num_blocks, block_size, kv_heads, head_size], modified in place.
+            value_cache: [num_blocks, block_size, kv_heads, value_head_size], modified in place.
+            batch: That of `prepare`.
+            k_scale, v_scale: As in `reshape_and_cache`.
+
+        Raises:
+            ValueError: Shapes do not match.
+            TypeError: A dtype is not the expected one.
+        """
+        # step: write each token that has a slot on this rank
+        reshape_and_cache(
+            key, value, key_cache, value_cache, batch.slot_mapping, k_scale, v_scale
+        )
+
+    def attend(
+        self,
+        query: Query,
+        key_cache: KeyCache,
+        value_cache: ValueCache,
+        batch: RankBatch,
+        scale: float | None = None,
+        out: Output | None = None,
+        lse: LogSumExp | None = None,
+        options: AttentionOptions = DEFAULT_OPTIONS,
+    ) -> Output:
+        """Return attention of this rank's query heads over the whole sequences.
+
+        Args:
+            query: [tokens, num_query_heads, head_size], this rank's heads.
+            key_cache: [num_blocks, block_size, kv_heads, head_size], this rank's. `kv_heads`
+                divides the query heads of all ranks together.
+            value_cache: [num_blocks, block_size, kv_heads, value_head_size], this rank's.
+            batch: That of `prepare`.
+            scale: Factor of the dot products. If None, 1 / sqrt(head_size).
+            out: Optional. [tokens, num_query_heads, value_head_size], modified in place. If None,
+                a new tensor in the dtype of `query` is returned.
+            lse: Optional. [num_query_heads, tokens], modified in place.
+            options: `logits_soft_cap`, `sinks` (of this rank's heads), `k_scale` and `v_scale`.
+
+        Returns:
+            `out`. Tokens without a key on any rank get 0 and the log-sum-exp -inf.
+
+        Raises:
+            NotImplementedError: An option depends on distances, which a rank does not know.
+            ValueError: Shapes do not match, or `batch_invariant` without fixed splits.
+            RankError: Another rank has ended or does not answer.
+        """
+        world_size, heads = self.of_rank[0], self.num_query_heads
+        check_rank_attention(
+            query, key_cache, value_cache, batch, heads, world_size, options,
+            self.fixed_splits, out, lse,
+        )  # fmt: skip
+        # step: gather the query heads of all ranks
+        gathered = self.ranks.all_gather(query.contiguous())
+        q = gathered.transpose(0, 1).flatten(1, 2)  # [tokens, ranks * heads, head_size]
+        # step: attend to the splits that this rank stores
+        requests, value_size = batch.splits * batch.num_tokens, value_cache.shape[-1]
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        outs = q.new_zeros(requests, world_size * heads, value_size, dtype=dtype)
+        lses = outs.new_zeros(world_size * heads, requests)
+        paged_attention(
+            q.repeat(batch.splits, 1, 1),
+            # each slot is a block of its own
+            key_cache.flatten(0, 1)[:, None],
+            value_cache.flatten(0, 1)[:, None],
+            batch.block_table,
+            batch.query_start_loc,
+            batch.seq_lens,
+            max_query_len=1,
+            max_seq_len=batch.max_seq_len,
+            scale=scale,
+            out=outs,
+            lse=lses,
+            compute_dtype=dtype,
+            options=AttentionOptions(
+                causal=False,
+                logits_soft_cap=options.logits_soft_cap,
+                k_scale=options.k_scale,
+                v_scale=options.v_scale,
+                batch_invariant=self.fixed_splits is not None,
+            ),
+        )
+        outs = outs.view(batch.splits, len(q), world_size, heads, value_size)
+        lses = lses.view(world_size, heads, batch.splits, len(q)).permute(2, 3, 0, 1)
+        # step: exchange partial results, and combine them by log-sum-exp
+        if self.exchange == "all_to_all":
+            result, joint = self._combine_here(outs, lses)
+        else:
+            result, joint = self._combine_while_adding(outs, lses)
+        # step: count the sinks once, after all keys
+        if options.sinks is not None:
+            result, joint = self._add_sinks(result, joint, options.sinks, batch)
+        out = query.new_empty(result.shape) if out is None else out
+        if lse is not None:
+            lse.copy_(joint.T)
+        return out.copy_(result)
+
+    def _combine_here(
+        self, outs: torch.Tensor, lses: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the combined rows of this rank's heads, from one packed exchange.
+
+        Args:
+            outs: [splits, tokens, ranks, heads, value_head_size].
+            lses: [splits, tokens, ranks, heads].
+
+        Returns:
+            [tokens, heads, value_head_size], [tokens, heads].
+        """
+        packed = torch.cat([outs, lses[..., None]], dim=-1)
+        received = self.ranks.all_to_all(packed.movedim(2, 0).contiguous())
+        world_size, _, interleave_size = self.of_rank
+        order = order_of_partials(self.splits, world_size, interleave_size)
+        # [all splits, tokens, heads, value_head_size + 1]
+        partials = received.flatten(0, 1)[torch.tensor(order, device=outs.device)]
+        return lse_weighted_combine(partials[..., :-1], partials[..., -1])
+
+    def _combine_while_adding(
+        self, outs: torch.Tensor, lses: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the combined rows of this rank's heads, whose collective adds weighted rows.
+
+        Args:
+            outs: [1, tokens, ranks, heads, value_head_size].
+            lses: [1, tokens, ranks, heads].
+
+        Returns:
+            [tokens, heads, value_head_size], [tokens, heads].
+        """
+        every = self.ranks.all_gather(lses[0].contiguous())
+        joint = every.logsumexp(0)  # [tokens, ranks, heads]
+        weights = torch.exp(lses[0] - torch.where(joint.isinf(), 0.0, joint))
+        weighted = (weights[..., None] * outs[0]).movedim(1, 0)
+        result = self.ranks.reduce_scatter(weighted.contiguous())
+        return result, joint[:, self.of_rank[1]]
+
+    def _add_sinks(
+        self,
+        result: torch.Tensor,
+        joint: torch.Tensor,
+        sinks: torch.Tensor,
+        batch: RankBatch,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return rows and log-sum-exps with one more score per head, which has no value.
+
+        Args:
+            result, joint: [tokens, heads, value_head_size], [tokens, heads].
+            sinks: [heads].
+            batch: Its padding gets no sink.
+        """
+        sinks = torch.where(batch.is_token[:, None], sinks.to(joint.dtype), -torch.inf)
+        return lse_weighted_combine(
+            torch.stack([result, torch.zeros_like(result)]), torch.stack([joint, sinks])
+        )

@@ -1,0 +1,146 @@
+"""Prefill context parallelism: ranks compute chunks of each prompt in zig-zag order.
+
+A long prompt has more arithmetic than one device should do alone. Each rank computes the queries,
+keys and values of some of its tokens. A token attends to all keys up to its own position, so every
+rank needs the keys and values of the others: they are gathered. The tokens at the end of a prompt
+attend to the most keys. So a prompt is cut into two chunks per rank, and a rank gets one from the
+front and one from the back: the sum of both is the same for all ranks.
+
+Each row is computed on one rank, over all of its keys, and nothing is combined. With
+`batch_invariant` the bits are therefore those of `paged_attention` on one rank.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from ...bookkeeping.parallel.prefill_chunks import share_prompts
+from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
+from ...contract.parallel import PrefillShare
+from ...contract.shapes import Key, LogSumExp, Output, Query, Value
+from ...engine.rank_group import RankGroup
+from ...validation.parallel import check_prefill_share, check_prefill_tokens
+from ..attention.paged import paged_attention
+
+
+class PrefillContextParallel:
+    """Attention of one rank's chunks of the prompts of a step.
+
+    All ranks make the same calls in the same order, with the same prompts.
+
+    Args:
+        ranks: The group.
+        block_size: Slots in a block of the gathered keys.
+        device: Of the tokens.
+
+    Raises:
+        ValueError: `block_size` is below 1.
+        RankError: The ranks do not agree on the block size.
+
+    Source:
+        Llama 3, section 3.3.2 (chunks in zig-zag order, keys and values gathered), 2024.
+
+    Example:
+        One rank has both chunks of a prompt of three tokens: token 0, then tokens 1 and 2.
+
+        >>> prefill = PrefillContextParallel(RankGroup(), block_size=2)
+        >>> share = prefill.prepare([3])
+        >>> share.tokens, share.seq_lens
+        (tensor([0, 1, 2]), tensor([1, 3], dtype=torch.int32))
+        >>> ones, values = torch.ones(3, 1, 1), torch.tensor([3.0, 5.0, 7.0])
+        >>> prefill.attend(ones, ones, values.view(3, 1, 1), share).flatten()
+        tensor([3., 4., 5.])
+    """
+
+    def __init__(
+        self,
+        ranks: RankGroup,
+        block_size: int = 16,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Compare the arguments among the ranks."""
+        check_prefill_share([], block_size)
+        self.ranks = ranks
+        self.block_size = block_size
+        self.device = torch.device(device)
+        ranks.agree(torch=torch.__version__.split("+")[0], block_size=block_size)
+
+    def prepare(self, query_lens: Sequence[int]) -> PrefillShare:
+        """Return the chunks that this rank computes, once per step, for all layers.
+
+        Args:
+            query_lens: Tokens of each prompt. All of them are new.
+
+        Returns:
+            The indices of this rank's tokens, and what `attend` needs. Two requests per prompt.
+
+        Raises:
+            ValueError: A length is negative.
+            RankError: The ranks do not agree on the prompts.
+        """
+        check_prefill_share(query_lens, self.block_size)
+        self.ranks.begin_step()
+        self.ranks.agree(step=self.ranks.step, query_lens=list(query_lens)[:64])
+        # step: cut each prompt into two chunks per rank, and find the rows of its keys
+        return share_prompts(
+            query_lens,
+            self.ranks.world_size,
+            self.ranks.rank,
+            self.block_size,
+            self.device,
+        )
+
+    def attend(
+        self,
+        query: Query,
+        key: Key,
+        value: Value,
+        share: PrefillShare,
+        scale: float | None = None,
+        out: Output | None = None,
+        lse: LogSumExp | None = None,
+        options: AttentionOptions = DEFAULT_OPTIONS,
+    ) -> Output:
+        """Return attention of this rank's tokens over the prompts up to their positions.
+
+        Args:
+            query: [tokens, query_heads, head_size] of the tokens `share.tokens`, in that order.
+            key: [tokens, kv_heads, head_size] of the same tokens.
+            value: [tokens, kv_heads, value_head_size].
+            share: That of `prepare`.
+            scale, out, lse: As in `paged_attention`.
+            options: Those of `paged_attention` that have no entry per request or token.
+
+        Returns:
+            `out`, [tokens, query_heads, value_head_size].
+
+        Raises:
+            NotImplementedError: An option has an entry per request or token of the batch.
+            ValueError: Shapes do not match.
+            RankError: Another rank has ended or does not answer.
+        """
+        check_prefill_tokens(query, key, value, share, options)
+        # step: gather the keys and values of all ranks
+        own = torch.cat([key, value], dim=-1)
+        padded = own.new_zeros(share.max_tokens, *own.shape[1:])
+        padded[: len(own)] = own
+        gathered = self.ranks.all_gather(padded).flatten(0, 1)
+        # step: put them into the order of their positions
+        in_order = gathered[share.gathered_rows]
+        blocks = len(in_order) // self.block_size
+        cache = in_order.view(blocks, self.block_size, *own.shape[1:])
+        # step: attend to the keys up to the end of each chunk
+        return paged_attention(
+            query,
+            cache[..., : key.shape[-1]],
+            cache[..., key.shape[-1] :],
+            share.block_table,
+            share.query_start_loc,
+            share.seq_lens,
+            share.max_query_len,
+            share.max_seq_len,
+            scale=scale,
+            out=out,
+            lse=lse,
+            options=options,
+        )

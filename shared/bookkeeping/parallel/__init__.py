@@ -1,0 +1,1 @@
+"""Bookkeeping of ranks: which keys and which tokens each of them has."""

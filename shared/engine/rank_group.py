@@ -1,0 +1,297 @@
+"""RankGroup: the collectives of a parallel step, with a time limit and errors that name ranks.
+
+A collective ends on all ranks or on none. If a rank has ended, or does not answer within the time
+limit, every other rank raises a RankError with its own rank, the step, and the ranks that did not
+report. No partial result is returned. After an error the group stays unusable: its ranks may be in
+different steps.
+
+Gloo exchanges tensors in host memory, so tensors on a GPU are copied there and back. NCCL exchanges
+them on the device and returns before it has finished, and it can be captured in a CUDA graph. There
+`wait` holds the time limit.
+"""
+
+import json
+import time
+import zlib
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+DESCRIPTION_BYTES = 2048
+"""Bytes of the description that ranks exchange to compare a step."""
+GRACE_S = 2.0
+"""Seconds in which the remaining ranks report after an error, so that a missing one is named."""
+
+# torch 2.13 renamed these two
+_ALL_GATHER: Any = getattr(
+    dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None)
+)
+_REDUCE_SCATTER: Any = getattr(
+    dist, "reduce_scatter_single", getattr(dist, "reduce_scatter_tensor", None)
+)
+
+
+class RankError(RuntimeError):
+    """A collective did not end on all ranks, or the ranks do not agree on the step.
+
+    Args:
+        message: Names this rank and the step.
+        rank: This rank.
+        step: The step in which the error occurred, counted from 1. 0 before the first.
+        missing: Ranks that did not report. Empty if they are not known.
+    """
+
+    def __init__(
+        self, message: str, rank: int, step: int, missing: tuple[int, ...] = ()
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.step = step
+        self.missing = missing
+
+    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
+        """Let another process receive the error."""
+        return type(self), (str(self), self.rank, self.step, self.missing)
+
+
+class RankGroup:
+    """The ranks that compute one step together.
+
+    Args:
+        group: Optional. The process group. If None, there is one rank and nothing is exchanged.
+        timeout: Seconds after which a collective that has not ended raises, above 0.
+        store: Optional. A `Store` of torch.distributed that all ranks reach. With it an error names
+            the ranks that did not report.
+        device: Device of the exchanged tensors.
+
+    Raises:
+        ValueError: The time limit is not positive.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        timeout: float = 60.0,
+        store: Any = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if timeout <= 0:
+            raise ValueError(
+                f"timeout = {timeout}: expected a number of seconds above 0"
+            )
+        self.group = group
+        self.timeout = timeout
+        self.store = store
+        self.device = torch.device(device)
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.world_size = 1 if group is None else dist.get_world_size(group)
+        self.backend = "none" if group is None else str(dist.get_backend(group))
+        self.step = 0
+        self._error: RankError | None = None
+
+    def begin_step(self) -> None:
+        """Count a step; errors name its number."""
+        self.step += 1
+
+    def all_gather(self, tensor: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the tensors of all ranks.
+
+        Args:
+            tensor: [...], contiguous, of the same shape and dtype on all ranks.
+            out: Optional. [ranks, ...], contiguous, modified in place.
+
+        Returns:
+            [ranks, ...]; of a single rank, a view of `tensor`.
+
+        Raises:
+            RankError: A rank has ended, or the time limit is over.
+        """
+        if self.world_size == 1:
+            return tensor[None]
+        if out is None:
+            out = tensor.new_empty(self.world_size, *tensor.shape)
+        return self._run("all-gather", _ALL_GATHER, out, tensor)
+
+    def all_to_all(self, tensor: Tensor, out: Tensor | None = None) -> Tensor:
+        """Send entry r to rank r, and return the entries that all ranks sent to this one.
+
+        Args:
+            tensor: [ranks, ...], contiguous, of the same shape and dtype on all ranks.
+            out: Optional. Like `tensor`, modified in place.
+
+        Returns:
+            [ranks, ...]; of a single rank, `tensor` itself.
+
+        Raises:
+            RankError: A rank has ended, or the time limit is over.
+        """
+        if self.world_size == 1:
+            return tensor
+        out = torch.empty_like(tensor) if out is None else out
+        return self._run("all-to-all", dist.all_to_all_single, out, tensor)
+
+    def reduce_scatter(self, tensor: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the sum over all ranks of this rank's entry.
+
+        The library chooses the order of the additions.
+
+        Args:
+            tensor: [ranks, ...], contiguous, of the same shape and dtype on all ranks.
+            out: Optional. [...], contiguous, modified in place.
+
+        Returns:
+            [...]; of a single rank, a view of `tensor`.
+
+        Raises:
+            RankError: A rank has ended, or the time limit is over.
+        """
+        if self.world_size == 1:
+            return tensor[0]
+        out = torch.empty_like(tensor[0]) if out is None else out
+        return self._run("reduce-scatter", _REDUCE_SCATTER, out, tensor)
+
+    def agree(self, **values: Any) -> None:
+        """Compare values among the ranks.
+
+        Args:
+            values: What must be equal on all ranks. JSON must be able to represent it.
+
+        Raises:
+            RankError: A value differs. Every rank raises, and names it with both values.
+        """
+        if self.world_size == 1:
+            return
+        text = json.dumps(values).encode()
+        if len(text) > DESCRIPTION_BYTES:
+            raise ValueError(
+                f"the description of a step has {len(text)} bytes: expected at most"
+                f" {DESCRIPTION_BYTES}; compare fewer values"
+            )
+        line = torch.tensor(
+            [*text.ljust(DESCRIPTION_BYTES)], dtype=torch.uint8, device="cpu"
+        )
+        found = self.all_gather(line.to(self.device)).cpu()
+        theirs = [json.loads(bytes(each.tolist())) for each in found]
+        for other, their in enumerate(theirs):
+            for name in {**theirs[0], **their}:
+                first, own = theirs[0].get(name), their.get(name)
+                if first != own:
+                    raise self._fail(
+                        f"{name} = {own!r} on rank {other} but {first!r} on rank 0:"
+                        " expected the same on all ranks"
+                    )
+
+    def wait(self) -> None:
+        """Wait until the device has finished, at most for the time limit. Not during capture.
+
+        Raises:
+            RankError: The device has not finished, because another rank did not take part.
+        """
+        if self.device.type != "cuda" or self.world_size == 1:
+            return
+        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        begin = time.monotonic()
+        while not event.query():
+            if time.monotonic() - begin > self.timeout:
+                raise self._fail(
+                    f"the device has not finished after {self.timeout:g} s", True
+                )
+            time.sleep(0.0005)
+
+    def _run(
+        self, name: str, collective: Callable[..., Any], out: Tensor, tensor: Tensor
+    ) -> Tensor:
+        """Run a collective, and return `out`."""
+        if self._error is not None:
+            raise RankError(
+                f"rank {self.rank} of {self.world_size}, step {self.step}: the group is unusable"
+                f" since an earlier error; start it again ({self._error})",
+                self.rank,
+                self.step,
+                self._error.missing,
+            )
+        if not tensor.numel():
+            return out
+        if self.backend != "gloo":
+            collective(out.view(-1), tensor.view(-1), group=self.group)
+            return out
+        received, sent = out.cpu().view(-1), tensor.cpu().view(-1)
+        begin = time.monotonic()
+        try:
+            work = collective(received, sent, group=self.group, async_op=True)
+            work.wait(timedelta(seconds=self.timeout))
+        except (RuntimeError, ValueError) as error:
+            seconds = time.monotonic() - begin
+            why = " ".join(str(error).split())[:200]
+            what = f"{name} failed after {seconds:.1f} s: {why}"
+            raise self._fail(what, True) from error
+        # on the host they are one tensor
+        return out if out.device.type == "cpu" else out.copy_(received.view(out.shape))
+
+    def _fail(self, what: str, wants_missing: bool = False) -> RankError:
+        """Return the error of this rank, and remember it."""
+        missing = self._find_missing() if wants_missing else ()
+        names = ", ".join(str(each) for each in missing)
+        told = f"; no report from rank {names}" if missing else ""
+        self._error = RankError(
+            f"rank {self.rank} of {self.world_size}, step {self.step}: {what}{told}. No result of"
+            " this step is returned; start the group again",
+            self.rank,
+            self.step,
+            missing,
+        )
+        return self._error
+
+    def _find_missing(self) -> tuple[int, ...]:
+        """Report an error to the store, and return the ranks that have not reported in time."""
+        if self.store is None:
+            return ()
+        waiting = [each for each in range(self.world_size) if each != self.rank]
+        grace = min(GRACE_S, self.timeout)
+        try:
+            self.store.set(self._report(self.rank), "1")
+            end = time.monotonic() + grace
+            while waiting and time.monotonic() < end:
+                waiting = [
+                    each
+                    for each in waiting
+                    if not self.store.check([self._report(each)])
+                ]
+                time.sleep(0.02)
+        except RuntimeError:  # the store has ended too
+            return ()
+        return tuple(waiting)
+
+    def _report(self, rank: int) -> str:
+        return f"failed/{rank}"
+
+
+def agree_on_batch(
+    ranks: RankGroup,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    num_tokens: int,
+    max_seq_len: int,
+) -> None:
+    """Compare the batch of a step among the ranks. It is copied to the host.
+
+    Raises:
+        RankError: The ranks do not have the same batch.
+    """
+    if ranks.world_size == 1:
+        return
+    starts, lens = query_start_loc.tolist(), seq_lens.tolist()
+    ranks.agree(
+        step=ranks.step,
+        num_tokens=num_tokens,
+        max_seq_len=max_seq_len,
+        requests=len(lens),
+        query_start_loc=starts[:32],
+        seq_lens=lens[:32],
+        checksum=zlib.crc32(json.dumps([starts, lens]).encode()),
+    )

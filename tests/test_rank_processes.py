@@ -1,0 +1,203 @@
+"""The parallel step on process groups: gloo, one to eight processes, also killed ones."""
+
+import os
+import pickle
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pagetwin.conformance.harness.candidate import load_candidate
+from pagetwin.conformance.harness.law import Setting
+from pagetwin.conformance.harness.trial import make_setting
+from pagetwin.conformance.laws.dcp_attention import Dealt
+from pagetwin.conformance.laws.parallel_step import (
+    BITS,
+    Found,
+    Shared,
+    bits,
+    prepare,
+    run_rank,
+    whole_call,
+)
+from pagetwin.contract.parallel import KeySplits
+from pagetwin.engine.rank_group import GRACE_S, RankError, RankGroup
+from rank_processes import RankProcesses, end_this_process
+
+BATCH = Dealt(
+    (1, 2, 0, 1), (37, 20, 3, 1), 1, 2, "sinks", (36, 0, -1, 0), group=8, padding=1
+)
+LIMIT_S = 1.0
+"""Time limit of the groups in which a rank fails."""
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankProcesses]:
+    """Return eight processes for all tests of this file."""
+    found = RankProcesses(tmp_path_factory.mktemp("ranks"), 8)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Iterator[RankProcesses]:
+    """Return three processes, whose group does not survive the test."""
+    found = RankProcesses(tmp_path, 3)
+    yield found
+    found.close()
+
+
+def setting_of(twin: str) -> Setting:
+    return make_setting(
+        load_candidate(twin), "cuda" if torch.cuda.is_available() else "cpu"
+    )
+
+
+def step_of_a_rank(ranks: RankGroup, twin: str, shared: Shared) -> bytes:
+    """Return the rows and log-sum-exps of a rank."""
+    setting = setting_of(twin)
+    whole = whole_call(shared.dealt, setting.device)
+    found: Found = run_rank(setting, shared, whole, ranks)
+    return pickle.dumps((found.out.cpu(), found.lse.cpu()))
+
+
+def joined(found: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows and log-sum-exps of all ranks' heads."""
+    for each in found:
+        if isinstance(each, Exception):
+            raise each
+    parts = [pickle.loads(each) for each in found]
+    return torch.cat([out for out, _ in parts], dim=1), torch.cat(
+        [lse for _, lse in parts]
+    )
+
+
+@pytest.mark.parametrize("exchange", ["all_to_all", "reduce_scatter"])
+@pytest.mark.parametrize("name", ["reference", "optimized"])
+def test_ranks_of_a_process_group_compute_what_one_rank_computes(
+    processes: RankProcesses, name: str, exchange: str
+) -> None:
+    whole = whole_call(BATCH, torch.device("cpu"))
+    answer = whole.answer()
+    for ranks in (1, 2, 4, 8):
+        shared = Shared(replace(BATCH, ranks=ranks), exchange)
+        out, lse = joined(processes.run(ranks, step_of_a_rank, name, shared))
+        torch.testing.assert_close(out.double(), answer.out, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(lse.double(), answer.lse, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["reference", "optimized"])
+def test_fixed_splits_give_the_bits_of_one_process_on_two_to_eight(
+    processes: RankProcesses, name: str
+) -> None:
+    seen = []
+    for ranks, in_a_row in ((1, 1), (2, 4), (4, 2), (8, 1)):
+        dealt = replace(BITS[0], ranks=ranks, in_a_row=in_a_row)
+        shared = Shared(dealt, splits=(8, 1))
+        out, lse = joined(processes.run(ranks, step_of_a_rank, name, shared))
+        seen.append((bits(out), bits(lse)))
+    for out, lse in seen:
+        assert torch.equal(out, seen[0][0])
+        assert torch.equal(lse, seen[0][1])
+
+
+def step_with_a_failing_rank(
+    ranks: RankGroup, twin: str, failure: str
+) -> tuple[RankError | None, float]:
+    """Make three steps; return the error of one of them, and after how many seconds it was raised.
+
+    Rank 1 fails in the second one.
+
+    Args:
+        failure: "killed", "late", "another batch" or "another exchange".
+    """
+    # the optimized twin compares batches only if contents are validated
+    os.environ["PAGETWIN_CHECK_VALUES"] = "1"
+    setting = setting_of(twin)
+    dealt = replace(BATCH, ranks=3, group=3, kind="plain")
+    whole = whole_call(dealt, setting.device)
+    given = dealt.share(whole, ranks.rank).arguments
+    heads = whole.query.shape[1] // 3
+    is_failing = ranks.rank == 1
+    exchange = "all_to_all"
+    if is_failing and failure == "another exchange":
+        exchange = "reduce_scatter"
+    step = setting.candidate.DecodeContextParallel(
+        ranks, num_query_heads=heads, head_size=16, max_num_tokens=9,
+        interleave_size=2, exchange=exchange, device=setting.device,
+    )  # fmt: skip
+    for number in range(3):
+        changes: dict[str, Any] = {}
+        if number == 1:
+            ranks.timeout = LIMIT_S
+        if is_failing and number == 1:
+            if failure == "killed":
+                end_this_process()
+            if failure == "late":
+                time.sleep(3 * LIMIT_S)
+            if failure == "another batch":
+                changes["seq_lens"] = given["seq_lens"] - 1
+                changes["query_start_loc"] = given["query_start_loc"] * 0
+        begin = time.monotonic()
+        try:
+            batch = prepare(step, given, **changes)
+            query = whole.query[:, ranks.rank * heads :][:, :heads]
+            step.attend(query, given["key_cache"], given["value_cache"], batch)
+        except RankError as error:
+            return error, time.monotonic() - begin
+    return None, 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "failure"),
+    [("reference", "killed"), ("optimized", "killed"), ("reference", "late")],
+)
+def test_a_rank_that_does_not_answer_is_named_by_all_others_within_the_time_limit(
+    three: RankProcesses, name: str, failure: str
+) -> None:
+    found = three.run(3, step_with_a_failing_rank, name, failure)
+    for rank in (0, 2):
+        error, seconds = found[rank]
+        assert isinstance(error, RankError)
+        assert (error.rank, error.step, error.missing) == (rank, 2, (1,)), error
+        assert f"rank {rank} of 3, step 2" in str(error)
+        assert "no report from rank 1" in str(error)
+        assert seconds < LIMIT_S + GRACE_S + 1
+    if failure == "killed":
+        assert found[1] is None
+    else:
+        assert isinstance(found[1][0], RankError)
+
+
+@pytest.mark.parametrize(
+    ("name", "failure"),
+    [("reference", "another exchange"), ("optimized", "another batch")],
+)
+def test_ranks_that_differ_all_raise_and_name_what_differs(
+    three: RankProcesses, name: str, failure: str
+) -> None:
+    found = three.run(3, step_with_a_failing_rank, name, failure)
+    for rank, answer in enumerate(found):
+        # the constructor raises if the exchange differs
+        error = answer if failure == "another exchange" else answer[0]
+        assert isinstance(error, RankError), error
+        differs = "exchange = " if failure == "another exchange" else "query_start_loc"
+        assert f"rank {rank} of 3" in str(error) and differs in str(error)
+        assert "on rank 1" in str(error)
+
+
+def test_a_group_that_has_failed_stays_unusable(three: RankProcesses) -> None:
+    three.run(3, step_with_a_failing_rank, "reference", "another batch")
+    for error in three.run(3, step_with_a_failing_rank, "reference", "none"):
+        assert isinstance(error, RankError) and "unusable" in str(error)
+
+
+def test_fixed_splits_whose_keys_are_on_several_ranks_are_rejected() -> None:
+    twin = load_candidate("reference")
+    ranks = RankGroup()
+    ranks.world_size = 3
+    with pytest.raises(ValueError, match=r"splits.count \* splits.run = 8"):
+        twin.DecodeContextParallel(ranks, 1, 16, 1, splits=KeySplits(8))
