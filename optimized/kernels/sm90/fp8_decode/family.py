@@ -67,8 +67,10 @@ def supports(
         options: of the call.
         short_rows: rows of a short request, at most; 0 without a decode launch.
     """
-    return IS_SELECTED and is_hopper(query.device) and takes_signature(
-        query, key, strides, config, options, short_rows
+    return (
+        IS_SELECTED
+        and is_hopper(query.device)
+        and takes_signature(query, key, strides, config, options, short_rows)
     )
 
 
