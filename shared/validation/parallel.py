@@ -161,7 +161,7 @@ def check_rank_attention(
         )
     if options.batch_invariant and splits is None:
         raise ValueError(
-            "batch_invariant = True without fixed splits: give splits=KeySplits(...) to"
+            "batch_invariant = True: expected fixed splits; give splits=KeySplits(...) to"
             " DecodeContextParallel"
         )
     if options.sinks is not None:
