@@ -53,6 +53,20 @@ def test_registration_may_happen_in_every_process_and_twice(version: str) -> Non
         plugin.Other  # noqa: B018
 
 
+@pytest.mark.parametrize("folder", ["", "/tmp/cases"])
+def test_registration_records_the_backends_if_the_environment_names_a_folder(
+    version: str, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pagetwin.integrations.vllm import plugin
+    from pagetwin.recorder.wrappers import vllm as wrapper
+
+    calls: list[str] = []
+    monkeypatch.setenv("PAGETWIN_RECORD", folder)
+    monkeypatch.setattr(wrapper, "record_vllm_backends", lambda: calls.append("call"))
+    plugin.register()
+    assert calls == (["call"] if folder else [])
+
+
 @pytest.mark.parametrize("each", VERSIONS)
 def test_a_model_with_latent_attention_gets_the_backend_for_it(each: str) -> None:
     for use_mla, name in ((False, "PagetwinBackend"), (True, "PagetwinLatentBackend")):

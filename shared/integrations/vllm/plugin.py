@@ -1,5 +1,6 @@
 """Entry point of the vLLM plugin: registration, and the choice of the backend class."""
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from .versions import BACKEND_NAME, installed_interface
@@ -11,7 +12,8 @@ if TYPE_CHECKING:
 def register() -> None:
     """Make `--attention-backend CUSTOM` select pagetwin. May be called several times.
 
-    vLLM calls it in every process. Only the registry of backends is imported.
+    vLLM calls it in every process. Only the registry of backends is imported. If PAGETWIN_RECORD
+    is set, every backend of the registry is recorded, not only this one.
     """
     from vllm.v1.attention.backends.registry import (
         AttentionBackendEnum,
@@ -19,6 +21,10 @@ def register() -> None:
     )
 
     register_backend(AttentionBackendEnum[BACKEND_NAME], f"{__name__}.Backend")
+    if os.environ.get("PAGETWIN_RECORD"):
+        from ...recorder.wrappers.vllm import record_vllm_backends
+
+        record_vllm_backends()
 
 
 def __getattr__(name: str) -> Any:
