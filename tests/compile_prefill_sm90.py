@@ -61,6 +61,7 @@ class Case(NamedTuple):
         has_lse: whether the log-sum-exp is computed.
         value_size: Optional. Head size of values. If None, that of keys.
         out_dtype: Optional. Dtype of the output. If None, that of queries.
+        group: query heads per KV head, of 8 query heads.
     """
 
     dtype: torch.dtype
@@ -71,6 +72,7 @@ class Case(NamedTuple):
     options: Mapping[str, Any] = MappingProxyType({})
     value_size: int | None = None
     out_dtype: torch.dtype | None = None
+    group: int = 4
 
     def __str__(self) -> str:
         words = [
@@ -81,14 +83,15 @@ class Case(NamedTuple):
         words += ["causal"] * self.causal + ["log-sum-exp"] * self.has_lse
         words += [f"{name} {value}" for name, value in self.options.items()]
         words += [f"{NAMES[self.out_dtype]} output"] if self.out_dtype else []
+        words += [f"groups of {self.group}"] if self.group != 4 else []
         return ", ".join(words)
 
 
 CASES = [
     Case(BF16, 128, 16, True, True),
     Case(BF16, 64, 16, True, False),
-    Case(FP16, 128, 0, False, False),
-    Case(FP16, 64, 48, False, True),
+    Case(FP16, 128, 0, False, False, group=1),
+    Case(FP16, 64, 48, False, True, group=1),
     Case(BF16, 256, 16, True, False, {"logits_soft_cap": 30.0, "sliding_window": 1024}),
     Case(BF16, 96, 16, True, False),
     Case(BF16, 64, 16, True, False, {"sliding_window": 256, "sinks": True}),
@@ -121,6 +124,11 @@ CASES = [
     Case(BF16, 256, 16, True, False, {"batch_invariant": True}),
     Case(BF16, 192, 16, True, False, {"batch_invariant": True}, 128),
     Case(BF16, 96, 0, True, False, {"batch_invariant": True, "sliding_window": 1024}),
+    Case(BF16, 128, 16, True, True, group=1),
+    Case(BF16, 64, 16, True, False, {"sliding_window": 256, "sinks": True}, group=1),
+    Case(BF16, 256, 16, True, False, {"sliding_window": 1024}, group=1),
+    Case(BF16, 128, 16, True, False, group=2),
+    Case(BF16, 64, 16, True, False, {"sliding_window": 256, "sinks": True}, group=8),
 ]
 EVERY_DAY = 9
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -129,7 +137,9 @@ COUNTED = ("HGMMA", "MUFU", "PRMT", "BAR", "LDL", "STL")
 
 def record(case: Case) -> dict[str, Any]:
     """Return the arguments that one call's kernel is launched with."""
-    dtype, head_size, block_size, causal, has_lse, options, value_size, out_dtype = case
+    dtype, head_size, block_size, causal, has_lse, options, value_size, out_dtype = (
+        case[:8]
+    )
     launches: list[dict[str, Any]] = []
     is_invariant = "batch_invariant" in options
 
@@ -141,10 +151,11 @@ def record(case: Case) -> dict[str, Any]:
     GluonJITFunction.run = keep
     query = torch.zeros(256, 8, head_size, dtype=dtype)
     starts = torch.tensor([0, 100, 256], dtype=torch.int32)
-    keys = torch.zeros(512, 2, head_size, dtype=dtype)
+    kv_heads = 8 // case.group
+    keys = torch.zeros(512, kv_heads, head_size, dtype=dtype)
     table, lengths = None, torch.tensor([0, 256, 512], dtype=torch.int32)
     if block_size:
-        keys = torch.zeros(4, block_size, 2, head_size, dtype=dtype)
+        keys = torch.zeros(4, block_size, kv_heads, head_size, dtype=dtype)
         table = torch.zeros(2, 2, dtype=torch.int32)
         lengths = torch.tensor([block_size, 2 * block_size], dtype=torch.int32)
     values = keys[..., : value_size or head_size]

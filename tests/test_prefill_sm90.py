@@ -29,8 +29,10 @@ from pagetwin.optimized.kernels.sm90.config import (
     NARROW_TILE_KEYS,
     WARPGROUP_M,
     Config,
+    choose_group,
     choose_masks,
     count_consumers,
+    count_tokens,
     has_lower_bound,
 )
 from pagetwin.optimized.kernels.sm90.family import Plane, _find_plane
@@ -335,7 +337,6 @@ def run_on_host(
         # triton 3.6 passes a NamedTuple to a constexpr function as a tuple: call what it wraps
         **{name: getattr(each, "fn", each) for name, each in vars(scheduler).items()},
         "gl": SimpleNamespace(constexpr=None, **limits),
-        "WARPGROUP_M": WARPGROUP_M.value,
     }
     exec(source, names)
     return names
@@ -346,7 +347,8 @@ def check_tiles(
 ) -> None:
     """Assert that every warpgroup computes the KV tiles of its rows, with the masks they need."""
     consumers = count_consumers(config.HEAD_DIM)
-    block_m, block_n = consumers * WARPGROUP_M.value, config.BLOCK_N
+    tokens, block_n = count_tokens.fn(config), config.BLOCK_N
+    tile_tokens = consumers * tokens
     masks = choose_masks.fn(config)
     keys = np.arange(-(-kv_len // block_n) * block_n)
     batch = SimpleNamespace(num_heads=Int32(1))
@@ -354,15 +356,16 @@ def check_tiles(
         Int32(0), Int32(query_len), Int32(kv_len), Int32(0)
     )
     items = scheduler.ItemRange(0, Int32(0), Int32(1), 0, 0)
-    num_items = -(-query_len // block_m)
-    for item in range(num_items):
-        work = names["locate_work"](batch, Int32(item), items, request, config, block_m)
+    for item in range(-(-query_len // tile_tokens)):
+        work = names["locate_work"](
+            batch, Int32(item), items, request, config, tile_tokens
+        )
         if work.num_kv_tiles <= 0:
             continue
         first_tile = names["first_kv_tile"](work, config)
         end_tile = first_tile + work.num_kv_tiles
         for consumer in range(consumers):
-            position = work.position + consumer * WARPGROUP_M.value
+            position = work.position + consumer * tokens
             own = names["find_tiles"](work, position, config)
             # the same tiles pass through the pipeline for every warpgroup
             assert own.after >= 0 and own.before >= 0
@@ -370,7 +373,7 @@ def check_tiles(
             assert own.first - own.before == first_tile
             assert own.first <= own.full_begin <= own.full_end <= own.last
 
-            rows = np.arange(position, position + WARPGROUP_M.value)
+            rows = np.arange(position, position + tokens)
             rows = rows[(rows >= 0) & (rows < kv_len)][:, None]
             ends = np.minimum(rows + 1, kv_len) if config.CAUSAL else rows * 0 + kv_len
             begins = rows * 0
@@ -410,13 +413,16 @@ def check_all_tiles(*mutations: tuple[str, str]) -> None:
     ]
     limits += [(0, chunk) for chunk in (64, 100, 127, 128, 300)]
     shapes = [(1, 1), (64, 64), (200, 200), (300, 700), (129, 514), (400, 300)]
-    for head_dim, block_n in ((64, 64), (64, 128), (128, 128), (256, 64)):
+    tiles = [(64, 64, 1), (64, 128, 1), (128, 128, 1), (256, 64, 1)]
+    tiles += [(64, 64, 8), (128, 128, 4), (256, 64, 64)]
+    for head_dim, block_n, group in tiles:
         for window, chunk_size in limits:
             causals = (True,) if window or chunk_size else (True, False)
             for causal, shape in itertools.product(causals, shapes):
                 config = Config(
-                    head_dim, head_dim, 16, block_n, 2, causal, window, chunk_size
-                )
+                    head_dim, head_dim, 16, block_n, 2, causal, window, chunk_size,
+                    GROUP=group,
+                )  # fmt: skip
                 check_tiles(names, config, *shape)
 
 
@@ -482,7 +488,7 @@ WRONG_TILES = {
     ),
     "a work item with tiles of another window": (
         "num_kv_tiles -= first_visible_key(position, config) // BLOCK_N",
-        "num_kv_tiles -= first_visible_key(position + BLOCK_M, config) // BLOCK_N",
+        "num_kv_tiles -= first_visible_key(position + TILE_TOKENS, config) // BLOCK_N",
     ),
 }
 
@@ -491,6 +497,73 @@ WRONG_TILES = {
 def test_a_wrong_bound_of_the_kv_tiles_is_found(name: str) -> None:
     with pytest.raises(AssertionError):
         check_all_tiles(WRONG_TILES[name])
+
+
+@pytest.mark.parametrize(
+    ("group", "head_size", "in_a_tile"),
+    [
+        (1, 128, 1), (2, 64, 2), (4, 96, 4), (7, 128, 1), (8, 256, 8), (12, 128, 1),
+        (64, 128, 64), (128, 64, 1), (4, 192, 1),
+    ],
+)  # fmt: skip
+def test_a_query_tile_has_the_heads_of_a_kv_head_if_their_number_divides_its_rows(
+    group: int, head_size: int, in_a_tile: int
+) -> None:
+    assert head_size == 192 or choose_group(group) == in_a_tile
+    plan = BatchPlan((9,), (9,), group=group, head_size=head_size, dtype=BF16)
+    batch = build(plan)
+    made = family.plan(to_call(batch, *batch.fresh()))
+    assert in_a_tile == made.constants["config"].GROUP
+    for index in (0, 3):
+        # tokens, query heads and columns; with one head rows and columns
+        *rows, columns = made.boxes[index]
+        assert len(rows) == (2 if in_a_tile > 1 else 1)
+        assert np.prod(rows) == WARPGROUP_M.value and columns >= 64
+    # heads that share memory have no step that a box could take
+    shared = batch.query[:, :1].expand(batch.query.shape)
+    made = family.plan(to_call(replace(batch, query=shared), *batch.fresh()))
+    assert made.constants["config"].GROUP == 1
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "heads first", "padded rows"])
+def test_a_box_of_several_heads_addresses_each_element_of_the_call(layout: str) -> None:
+    """Also of a call that has other tokens than the one that the plan was made for."""
+    plan = BatchPlan((9,), (9,), group=4, head_size=128, dtype=BF16)
+    batch = build(plan)
+    shape = {"heads first": (8, 20, 128), "padded rows": (20, 8, 136)}
+    memory = torch.zeros(shape.get(layout, (20, 8, 128)), dtype=BF16)
+    whole = memory.transpose(0, 1) if layout == "heads first" else memory[..., :128]
+    made = family.plan(
+        to_call(replace(batch, query=whole[:9]), whole[:9], batch.fresh()[1])
+    )
+    extra_rows = made.extra_rows(whole[:15], batch.key_cache)
+    for index in (0, 3):
+        found = made.describe(index, whole[:15], extra_rows[index])
+        assert (list(found.shape), list(found.strides)) == (
+            [15, 8, 128],
+            list(whole.stride()),
+        )
+
+
+@pytest.mark.parametrize("group", [1, 3, 4, 8])
+def test_a_request_is_short_by_its_rows_however_many_heads_a_tile_has(
+    group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = BatchPlan((9,), (9,), group=group, head_size=128, dtype=BF16)
+    batch = build(plan)
+    call = to_call(batch, *batch.fresh())
+    made = family.plan(call)
+    launches: list[Any] = []
+    monkeypatch.setattr(family, "count_processors", lambda device: 132)
+    made.launcher = lambda *each: launches.append(each)  # type: ignore[assignment]
+    made.launcher.is_ready = False
+    for short_rows in range(9 * group):
+        made.launch_prefill(call, short_rows)
+        _, num_heads, heads_per_kv_head, max_decode_rows = launches.pop()[3][:4]
+        assert num_heads == 2 * heads_per_kv_head
+        for query_len in range(1, 10):
+            is_long = query_len * heads_per_kv_head > max_decode_rows
+            assert is_long == (query_len * group > short_rows)
 
 
 def test_no_call_is_supported_on_another_device() -> None:
@@ -601,6 +674,12 @@ BATCHES = {
     ),
     "shared blocks": BatchPlan((90, 66), (333, 400), table="shared prefix"),
     "one head each": BatchPlan((150,), (333,), group=1, kv_heads=3),
+    "three heads to one": BatchPlan((150, 66), (333, 66), group=3),
+    "four heads to one": BatchPlan(
+        (1, 200, 0, 77, 129), (50, 200, 40, 300, 129), group=4, needle="last"
+    ),
+    "eight heads to one": BatchPlan((150, 7), (333, 9), group=8, padding=3),
+    "sixty-four heads to one": BatchPlan((35, 9), (200, 9), group=64, kv_heads=1),
     "seven heads to one": BatchPlan((150,), (333,), group=7, kv_heads=1, padding=3),
     "a large scale": BatchPlan((150,), (333,), scale=1.0, spare_max=7),
 }
@@ -654,14 +733,17 @@ def make_options(batch: BatchTensors, given: dict[str, Any]) -> AttentionOptions
 
 @needs_hopper
 @pytest.mark.parametrize("head_size", SIZES)
+@pytest.mark.parametrize("group", [7, 8])
 @pytest.mark.parametrize("needle", ["none", "first new", "tile edge"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_row_of_a_call_with_options_is_within_its_error_budget(
-    name: str, needle: str, head_size: int, reference: Twin
+    name: str, needle: str, group: int, head_size: int, reference: Twin
 ) -> None:
+    """Seven query heads to a KV head are in tiles of their own, eight in one."""
     plan = BatchPlan(
         (1, 200, 0, 77, 129, 300),
         (50, 200, 40, 300, 129, 700),
+        group=group,
         head_size=head_size,
         dtype=BF16,
         needle=needle,
@@ -730,9 +812,12 @@ def test_every_row_of_float16_is_within_its_error_budget(
 
 @needs_hopper
 @pytest.mark.parametrize("head_size", SIZES)
-def test_short_requests_are_not_written(head_size: int, reference: Twin) -> None:
-    plan = replace(BATCHES["ragged"], head_size=head_size, dtype=BF16)
-    for short_rows in (2, 16, 154, 258):
+@pytest.mark.parametrize("group", [2, 3])
+def test_short_requests_are_not_written(
+    group: int, head_size: int, reference: Twin
+) -> None:
+    plan = replace(BATCHES["ragged"], head_size=head_size, group=group, dtype=BF16)
+    for short_rows in (2, 3, 16, 154, 155, 258):
         assert_right(build(plan, "cuda"), reference, short_rows)
 
 
@@ -843,9 +928,11 @@ def test_without_a_mask_every_query_attends_to_its_whole_sequence(
 
 
 @needs_hopper
+@pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("layout", ["heads first", "padded rows"])
-def test_the_output_may_have_any_strides(layout: str) -> None:
-    batch = build(BatchPlan((150, 20), (333, 20), head_size=128, dtype=BF16), "cuda")
+def test_the_output_may_have_any_strides(layout: str, group: int) -> None:
+    plan = BatchPlan((150, 20), (333, 20), head_size=128, group=group, dtype=BF16)
+    batch = build(plan, "cuda")
     expected, _ = run(batch)
     tokens, heads, size = expected.shape
     if layout == "heads first":

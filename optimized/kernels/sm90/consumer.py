@@ -32,6 +32,7 @@ from .config import (
     acc_layout,
     choose_masks,
     count_q_stages,
+    count_tokens,
     has_lower_bound,
     qk_layout,
     split_columns,
@@ -40,8 +41,8 @@ from .config import (
 )
 from .epilogue import normalize, store_tile
 from .gluon_names import reinterpret
-from .pipeline import PipelineState, ping_pong_arrive, ping_pong_wait
-from .scheduler import NO_WORK, find_tiles, receive_work
+from .pipeline import PipelineState, packed_q, ping_pong_arrive, ping_pong_wait
+from .scheduler import NO_WORK, find_rows, find_tiles, receive_work
 from .score import modify_scores, softmax_scale
 from .softmax import mask_qk, online_softmax, pack_p, rescale, round_p, unpack_p
 
@@ -129,15 +130,21 @@ def consume(
         sink = None
         scale_log2 = score.scale_log2
         if score.k_scales is not None:
-            scale_log2 *= gl.load(score.k_scales + work.head)
+            # the query heads of a tile share a KV head and its scales
+            scale_log2 *= gl.load(score.k_scales + work.head * config.GROUP)
+        token, head = find_rows(work, row, config)
         if score.sinks is not None:
             # loaded here, needed after this item's keys
-            sink = gl.load(score.sinks + work.head)
+            sink = gl.load(score.sinks + head)
             lse = gl.full([WARPGROUP_M], 0.0, gl.float32, ACC_ROWS) + sink
-        q = shared.q.index(q_state.stage() * NUM_CONSUMERS + CONSUMER)
+        q_tile = q_state.stage() * NUM_CONSUMERS + CONSUMER
+        q = shared.q.index(q_tile)
         q_tail = q
         if TAIL_DIM > 0:
-            q_tail = shared.q_tail.index(q_state.stage() * NUM_CONSUMERS + CONSUMER)
+            q_tail = shared.q_tail.index(q_tile)
+        staging = q
+        if config.GROUP > 1:
+            staging = packed_q(shared, config).index(q_tile)
         if work.num_kv_tiles > 0:
             carry, kv_state = _mainloop(
                 shared, Operands(q, q_tail, k, k_tail, v), acc, kv_state, q_state, work,
@@ -146,9 +153,11 @@ def consume(
             scale = softmax_scale(scale_log2, config)
             acc, lse = normalize(carry.acc, carry.m_i, carry.l_i, scale, sink, HEAD_DIM)
             if score.v_scales is not None:
-                acc = acc * gl.load(score.v_scales + work.head)
+                acc = acc * gl.load(score.v_scales + work.head * config.GROUP)
             q_state = q_state.advance()
-        store_tile(output, q, acc, lse, work, row, column, config, CONSUMER)
+        store_tile(
+            output, q, staging, acc, lse, work, token, head, column, config, CONSUMER
+        )
         if Q_STAGES == 1 and work.num_kv_tiles > 0:
             # the output has been stored: the stage may take the next queries
             tma.store_wait(0)
@@ -180,7 +189,7 @@ def _mainloop(
         tiles: `Operands`.
         acc: [WARPGROUP_M, HEAD_DIM] zeros.
     """
-    position = work.position + CONSUMER * WARPGROUP_M
+    position = work.position + CONSUMER * count_tokens(config)
     own = find_tiles(work, position, config)
     if has_lower_bound(config):
         kv_state = skip_tiles(

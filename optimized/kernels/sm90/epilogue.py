@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from .config import LN_2, LOG2_E, WARPGROUP_M, acc_layout
+from .config import LN_2, LOG2_E, acc_layout, count_tokens
 from .gluon_names import async_store
 
 
@@ -41,7 +41,7 @@ def normalize(acc, m_i, l_i, scale_log2, sink, HEAD_DIM: gl.constexpr):
         m_i: [WARPGROUP_M] running maximum before the scale.
         l_i: [WARPGROUP_M, 4] running sum, one share per thread of a row.
         scale_log2: the scale times log2(e).
-        sink: Optional. A score without a value. If None, there is none.
+        sink: Optional. A score without a value, or one per row. If None, there is none.
     """
     ROWS: gl.constexpr = gl.SliceLayout(1, acc_layout(HEAD_DIM))
     divisor = gl.convert_layout(gl.sum(l_i, 1), ROWS)  # [WARPGROUP_M]
@@ -65,11 +65,13 @@ def normalize(acc, m_i, l_i, scale_log2, sink, HEAD_DIM: gl.constexpr):
 @gluon.jit
 def store_tile(
     output,
+    q,
     staging,
     acc,
     lse,
     work,
-    row,
+    token,
+    head,
     column,
     config: gl.constexpr,
     CONSUMER: gl.constexpr,
@@ -81,34 +83,43 @@ def store_tile(
 
     Args:
         output: `OutputArgs`.
-        staging: [WARPGROUP_M, HEAD_DIM] shared memory of the query tile, which was read.
+        q: [WARPGROUP_M, HEAD_DIM] shared memory of the query tile, which was read.
+        staging: the same memory in the shape of a TMA box of the output.
         acc: [WARPGROUP_M, HEAD_DIM] normalized rows.
         lse: [WARPGROUP_M].
         work: `WorkItem`.
-        row: [WARPGROUP_M] indices of the rows in the work item.
+        token, head: what `find_rows` returns.
         column: [HEAD_DIM] indices of the columns.
     """
     dtype: gl.constexpr = output.out.dtype.element_ty
-    FIRST_ROW: gl.constexpr = CONSUMER * WARPGROUP_M
+    TOKENS: gl.constexpr = count_tokens(config)
+    FIRST_TOKEN: gl.constexpr = CONSUMER * TOKENS
     num_queries = work.seq_len - work.position
-    is_row = row < num_queries  # [WARPGROUP_M]
-    is_whole = (work.num_kv_tiles > 0) & (num_queries >= FIRST_ROW + WARPGROUP_M)
-    if config.HEAD_SIZE < config.HEAD_DIM or dtype != staging.dtype:
+    is_row = token < num_queries  # [WARPGROUP_M]
+    is_whole = (work.num_kv_tiles > 0) & (num_queries >= FIRST_TOKEN + TOKENS)
+    if config.HEAD_SIZE < config.HEAD_DIM or dtype != q.dtype:
         is_whole = False
     if is_whole:
-        staging.store(acc.to(staging.dtype))
+        q.store(acc.to(q.dtype))
         fence_async_shared()
-        async_store(
-            output.plane.desc,
-            [
-                work.query_start + FIRST_ROW + work.head * output.plane.head_rows,
-                work.head * output.plane.head_columns,
-            ],
-            staging,
-        )
+        if config.GROUP > 1:
+            async_store(
+                output.plane.desc,
+                [work.query_start + FIRST_TOKEN, work.head * config.GROUP, 0],
+                staging,
+            )
+        else:
+            async_store(
+                output.plane.desc,
+                [
+                    work.query_start + FIRST_TOKEN + head * output.plane.head_rows,
+                    head * output.plane.head_columns,
+                ],
+                staging,
+            )
     else:
-        offset = (work.query_start + row).to(gl.int64) * output.out_stride_token
-        offset += work.head.to(gl.int64) * output.out_stride_head  # [WARPGROUP_M]
+        offset = (work.query_start + token).to(gl.int64) * output.out_stride_token
+        offset += head.to(gl.int64) * output.out_stride_head  # [WARPGROUP_M]
         is_column = column >= 0
         if config.HEAD_SIZE < config.HEAD_DIM:
             is_column = column < config.HEAD_SIZE
@@ -118,6 +129,6 @@ def store_tile(
             mask=is_row[:, None] & is_column[None, :],
         )
     if output.lse is not None:
-        offset = (work.query_start + row).to(gl.int64) * output.lse_stride_token
-        offset += work.head.to(gl.int64) * output.lse_stride_head
+        offset = (work.query_start + token).to(gl.int64) * output.lse_stride_token
+        offset += head.to(gl.int64) * output.lse_stride_head
         gl.store(output.lse + offset, lse, mask=is_row)

@@ -24,9 +24,11 @@ from .config import (
     BOX_COLUMNS,
     LOG2_E,
     SWIZZLED,
+    SWIZZLED_3D,
     WARPGROUP_M,
     Config,
     choose_block_n,
+    choose_group,
     choose_stages,
     count_consumers,
     pad_head_size,
@@ -59,7 +61,7 @@ MAX_TENSOR_MAPS = 512
 """Tensor maps that a plan keeps, 256 KiB of host memory. Each layer has a map of its keys and one
 of its values, which all steps share; queries and outputs alternate between a few addresses."""
 
-Box: TypeAlias = tuple[int, int]
+Box: TypeAlias = tuple[int, ...]
 
 
 class Plane(NamedTuple):
@@ -124,17 +126,25 @@ def plan(call: AttentionCall) -> "Sm90Plan":
     head_dim = pad_head_size(head_size)
     window, chunk_size = options.sliding_window or 0, options.attention_chunk_size or 0
     block_n = choose_block_n(head_dim, window, chunk_size)
-    q_box = (WARPGROUP_M.value, BOX_COLUMNS.value if tail_dim else head_dim)
+    group_size = num_heads // call.key.shape[-2]
+    group = 1
+    # a box of several heads has a step from head to head
+    if not tail_dim and call.query.stride(1) > 0:
+        group = choose_group(group_size)
+    out_box: Box = (WARPGROUP_M.value, head_dim)
+    if group > 1:
+        out_box = (WARPGROUP_M.value // group, group, head_dim)
+    q_box = (WARPGROUP_M.value, BOX_COLUMNS.value) if tail_dim else out_box
     # a box has at least 16 rows and does not cross a block
     kv_box = (math.gcd(block_size, block_n), BOX_COLUMNS.value)
     return Sm90Plan(
         dtype=call.query.dtype,
         planes=planes,
-        boxes=(q_box, kv_box, kv_box, (WARPGROUP_M.value, head_dim)),
+        boxes=(q_box, kv_box, kv_box, out_box),
         tokens=call.query.shape[0],
         keys=call.key.shape[0],
         num_heads=num_heads,
-        group_size=num_heads // call.key.shape[-2],
+        group_size=group_size,
         tile_rows=WARPGROUP_M.value * count_consumers(head_dim),
         strides=(
             *q_plane[4:],
@@ -159,6 +169,7 @@ def plan(call: AttentionCall) -> "Sm90Plan":
                 and call.query.dtype == torch.bfloat16
                 and call.lse is None,
                 TAIL_DIM=tail_dim,
+                GROUP=group,
             )
         },
     )
@@ -172,11 +183,11 @@ class Sm90Plan:
         dtype: dtype of the queries, keys and values. The output has it too, or float32, which
             TMA does not store.
         planes: the planes of those four, with the sizes of the first call.
-        boxes: the TMA box of each.
+        boxes: the TMA box of each: rows and columns, or tokens, query heads and columns.
         tokens: new tokens of the first call.
         keys: ragged keys of the first call, or the blocks of the cache.
         num_heads, group_size: query heads, and query heads per KV head.
-        tile_rows: BLOCK_M, the query rows of a work item.
+        tile_rows: the query rows of a work item.
         strides: the kernel's arguments from `q_head_rows` to `out_stride_head`.
         constants: the kernel's constexpr arguments.
     """
@@ -242,7 +253,8 @@ class Sm90Plan:
             call: one that the plan takes; its `out` and `lse` are modified in place.
             short_rows: rows of the largest request that the decode kernel computes.
             scales: Optional. [num_heads] float32 factors of the keys, and of the values, of each
-                query head: both or none in all launches of a plan. If None, they are 1.
+                query head, the same for those of a KV head: both or none in all launches of a
+                plan. If None, they are 1.
         """
         query, key, value, block_table = call[:4]
         out, lse = call.out, call.lse
@@ -251,7 +263,9 @@ class Sm90Plan:
             return
         num_reqs = call.query_start_loc.shape[0] - 1
         # a request has at most the tiles that its tokens fill, and one that is not full
-        num_items = (query.shape[0] // self.tile_rows + num_reqs) * self.num_heads
+        group = self.constants["config"].GROUP
+        num_heads = self.num_heads // group
+        num_items = (query.shape[0] // (self.tile_rows // group) + num_reqs) * num_heads
         grid = (min(num_items, count_processors(query.device)), 1, 1)
         work_counter = find_workspace(query.device, 2, 0)[0]
         others = (lse, block_table, call.query_start_loc, call.lengths, work_counter)
@@ -259,11 +273,12 @@ class Sm90Plan:
             out.data_ptr(),
             *(0 if each is None else each.data_ptr() for each in others),
         )
+        # with all query heads of a KV head in a tile, the kernel counts tokens and KV heads
         numbers = (
             num_reqs,
-            self.num_heads,
-            self.group_size,
-            short_rows,
+            num_heads,
+            self.group_size // group,
+            short_rows // group,
             *self.strides,
             *((0, 0) if lse is None else lse.stride()),
             0 if block_table is None else block_table.stride(0),
@@ -333,13 +348,20 @@ class Sm90Plan:
             tensor: the tensor.
             extra_rows: rows that it has beyond those of the plane; may be negative.
         """
-        plane = self.planes[index]
+        plane, box = self.planes[index], list(self.boxes[index])
+        address = Address(tensor.data_ptr(), self.dtype)
+        if len(box) == 2:
+            shape, strides = [plane.rows + extra_rows, plane.width], [plane.stride, 1]
+            return TensorDescriptor(address, shape, strides, box, SWIZZLED.value)
+        config: Config = self.constants["config"]
+        head_size = config.HEAD_SIZE + config.TAIL_DIM
+        head_stride = plane.head_columns + plane.head_rows * plane.stride
         return TensorDescriptor(
-            Address(tensor.data_ptr(), self.dtype),
-            [plane.rows + extra_rows, plane.width],
-            [plane.stride, 1],
-            list(self.boxes[index]),
-            SWIZZLED.value,
+            address,
+            [self.tokens + extra_rows, self.num_heads, head_size],
+            [plane.stride, head_stride, 1],
+            box,
+            SWIZZLED_3D.value,
         )
 
     def lower(

@@ -10,8 +10,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from .config import warp_layout
-from .gluon_names import aggregate
+from .config import SWIZZLED_3D, count_tokens, warp_layout
+from .gluon_names import aggregate, reinterpret
 
 
 @aggregate
@@ -146,6 +146,19 @@ class SharedStorage(NamedTuple):
     v_pipe: Any
     work_pipe: Any
     never: Any
+
+
+@gluon.jit
+def packed_q(shared, config: gl.constexpr):
+    """Return the query tiles in the shape of TMA boxes of tokens, query heads and columns.
+
+    Returns:
+        [query stages * consumers, tokens, GROUP, HEAD_DIM], the same memory as `shared.q`.
+    """
+    TILES: gl.constexpr = shared.q.shape[0]
+    TOKENS: gl.constexpr = count_tokens(config)
+    boxes: gl.constexpr = [TILES, TOKENS, config.GROUP, config.HEAD_DIM]
+    return reinterpret(shared.q, shared.q.dtype, boxes, SWIZZLED_3D)
 
 
 # Named barriers of the ping-pong order, one per warpgroup: 128 threads wait at it and the 128

@@ -22,10 +22,11 @@ from .config import (
     WARPGROUP_M,
     WORK_STAGES,
     count_q_stages,
+    count_tokens,
     has_lower_bound,
 )
 from .gluon_names import async_load, reinterpret
-from .pipeline import PipelineState
+from .pipeline import PipelineState, packed_q
 from .scheduler import (
     NO_WORK,
     fetch_and_increment,
@@ -46,7 +47,8 @@ class TmaTensor(NamedTuple):
     """A tensor of heads as a plane of rows, which TMA addresses by row and column.
 
     Args:
-        desc: the tensor map.
+        desc: the tensor map. With several query heads in a tile, that of queries and outputs has
+            tokens, query heads and columns, and the steps below are not used.
         block_rows: rows from cache block to cache block; 0 without blocks.
         head_rows, head_columns: rows and columns from head to head; one of them is 0.
     """
@@ -68,19 +70,19 @@ def produce_q_and_k(
     NUM_CONSUMERS: gl.constexpr,
 ):
     """Run producer warp 0: schedule the work items, and load their Q and K tiles."""
-    BLOCK_M: gl.constexpr = NUM_CONSUMERS * WARPGROUP_M
+    TILE_TOKENS: gl.constexpr = NUM_CONSUMERS * count_tokens(config)
     PAGED: gl.constexpr = config.BLOCK_SIZE > 0
     work_state = PipelineState.start(WORK_STAGES)
     k_state = PipelineState.start(config.STAGES)
     q_state = PipelineState.start(count_q_stages(config))
     item = gl.program_id(0)
     zero = gl.to_tensor(0)
-    items = find_request(batch, item, zero, zero, BLOCK_M)
+    items = find_request(batch, item, zero, zero, TILE_TOKENS)
     request = load_request(batch, items.req, PAGED)
     while items.req >= 0:
         # fetched now, needed after this item's keys
         fetched = fetch_and_increment(work_counter)
-        work = locate_work(batch, item, items, request, config, BLOCK_M)
+        work = locate_work(batch, item, items, request, config, TILE_TOKENS)
         publish_work(shared, work_state, work)
         work_state = work_state.advance()
         if work.num_kv_tiles > 0:
@@ -90,7 +92,7 @@ def produce_q_and_k(
         item = gl.num_programs(0) + first_lane(fetched)
         if item >= items.end_item:
             items = find_request(
-                batch, item, items.scanned_reqs, items.scanned_items, BLOCK_M
+                batch, item, items.scanned_reqs, items.scanned_items, TILE_TOKENS
             )
             request = load_request(batch, items.req, PAGED)
     publish_end(shared, work_state)
@@ -119,7 +121,7 @@ def _load_q(shared, q, state, work, config: gl.constexpr, NUM_CONSUMERS: gl.cons
     HEAD_DIM: gl.constexpr = config.HEAD_DIM
     TAIL_DIM: gl.constexpr = config.TAIL_DIM
     # the columns of a box: all, or 64 of a tile whose columns are not a power of two
-    Q_COLUMNS: gl.constexpr = q.desc.block_type.shape[1]
+    Q_COLUMNS: gl.constexpr = q.desc.block_type.shape[-1]
     BOXES: gl.constexpr = HEAD_DIM // Q_COLUMNS
     STORED: gl.constexpr = shared.q.shape[0] * BOXES
     boxes = reinterpret(
@@ -132,18 +134,26 @@ def _load_q(shared, q, state, work, config: gl.constexpr, NUM_CONSUMERS: gl.cons
     mbarrier.expect(full, NUM_CONSUMERS * WARPGROUP_M * (HEAD_DIM + TAIL_DIM) * 2)
     for consumer in gl.static_range(NUM_CONSUMERS):
         tile = state.stage() * NUM_CONSUMERS + consumer
-        tile_row = row + consumer * WARPGROUP_M
-        for j in gl.static_range(BOXES):
+        if config.GROUP > 1:
+            token = work.query_start + consumer * count_tokens(config)
             async_load(
                 q.desc,
-                [tile_row, column + j * Q_COLUMNS],
+                [token, work.head * config.GROUP, 0],
                 full,
-                boxes.index(tile * BOXES + j),
+                packed_q(shared, config).index(tile),
             )
-        if TAIL_DIM > 0:
-            async_load(
-                q.desc, [tile_row, column + HEAD_DIM], full, shared.q_tail.index(tile)
-            )
+        else:
+            tile_row = row + consumer * WARPGROUP_M
+            for j in gl.static_range(BOXES):
+                async_load(
+                    q.desc,
+                    [tile_row, column + j * Q_COLUMNS],
+                    full,
+                    boxes.index(tile * BOXES + j),
+                )
+            if TAIL_DIM > 0:
+                tail = shared.q_tail.index(tile)
+                async_load(q.desc, [tile_row, column + HEAD_DIM], full, tail)
 
 
 @gluon.jit

@@ -1,10 +1,10 @@
 """Tile scheduler of the Hopper prefill kernel: work items, the atomic counter, their broadcast.
 
-A work item is one query head's tile of BLOCK_M query rows of one request. Work items are numbered
-from the batch's last request to its first, and within a request from its last rows, which see most
-keys, to its first. Program i begins with item i and takes every further one from an atomic
-counter, so a program that has short items takes more of them. The result does not depend on which
-program computes an item.
+A work item is a tile of query rows of one request: tokens of one query head, or fewer tokens of all
+query heads that share a KV head. Work items are numbered from the batch's last request to its
+first, and within a request from its last tokens, which see most keys, to its first. Program i
+begins with item i and takes every further one from an atomic counter, so a program that has short
+items takes more of them. The result does not depend on which program computes an item.
 """
 
 from typing import Any, NamedTuple
@@ -30,8 +30,9 @@ class BatchArgs(NamedTuple):
         block_table_stride: elements from row to row.
         query_start_loc: [reqs + 1].
         kv_lens: [reqs] keys of each request; without a block table [reqs + 1], where they start.
-        num_reqs, num_heads: requests and query heads.
-        group_size: query heads per KV head.
+        num_reqs, num_heads: requests, and heads that have work items: query heads, or KV heads if
+            a tile has the rows of all query heads that share one.
+        group_size: such heads per KV head.
         max_decode_rows: a request with at most so many rows (queries times `group_size`) has no
             work items here; the decode kernel computes it.
     """
@@ -79,10 +80,10 @@ class ItemRange(NamedTuple):
 
 
 class WorkItem(NamedTuple):
-    """A tile of query rows of one head, as the scheduler publishes it.
+    """A tile of query rows, as the scheduler publishes it.
 
     Args:
-        req, head: the request and the query head.
+        req, head: the request and the head, of those that `BatchArgs` counts.
         query_start: index of the tile's first query in the batch.
         split: index of the split whose keys the tile attends to; 0 if rows are not split.
         position: position of the first query in its sequence; negative if the sequence has
@@ -108,7 +109,7 @@ def _add(a, b):
 
 
 @gluon.jit
-def _count_items(batch, scanned_reqs, BLOCK_M: gl.constexpr):
+def _count_items(batch, scanned_reqs, TILE_TOKENS: gl.constexpr):
     """Return the work items of the next 32 requests, from the batch's last request on.  # [32]"""
     lane = gl.arange(0, REQS_PER_SCAN, warp_layout(gl.num_warps()))  # [32]
     req = batch.num_reqs - 1 - scanned_reqs - lane
@@ -116,27 +117,28 @@ def _count_items(batch, scanned_reqs, BLOCK_M: gl.constexpr):
     end = gl.load(batch.query_start_loc + req + 1, mask=req >= 0, other=0)
     query_len = (end - start).to(gl.int32)
     is_prefill = query_len * batch.group_size > batch.max_decode_rows
-    tiles = (query_len + BLOCK_M - 1) // BLOCK_M
+    tiles = (query_len + TILE_TOKENS - 1) // TILE_TOKENS
     return gl.where(is_prefill, tiles, 0) * batch.num_heads
 
 
 @gluon.jit
-def find_request(batch, item, scanned_reqs, scanned_items, BLOCK_M: gl.constexpr):
+def find_request(batch, item, scanned_reqs, scanned_items, TILE_TOKENS: gl.constexpr):
     """Return the `ItemRange` of the request that a work item belongs to.
 
     Args:
         batch: `BatchArgs`.
         item: number of the work item.
         scanned_reqs, scanned_items: of the last `ItemRange`; 0 at first.
+        TILE_TOKENS: tokens of a work item.
     """
-    counts = _count_items(batch, scanned_reqs, BLOCK_M)  # [32]
+    counts = _count_items(batch, scanned_reqs, TILE_TOKENS)  # [32]
     total = gl.sum(counts, 0)
     while (item >= scanned_items + total) & (
         scanned_reqs + REQS_PER_SCAN < batch.num_reqs
     ):
         scanned_reqs += REQS_PER_SCAN
         scanned_items += total
-        counts = _count_items(batch, scanned_reqs, BLOCK_M)
+        counts = _count_items(batch, scanned_reqs, TILE_TOKENS)
         total = gl.sum(counts, 0)
     ends = scanned_items + gl.associative_scan(counts, 0, _add)  # [32]
     is_before = ends <= item  # [32]
@@ -167,7 +169,7 @@ def first_visible_key(position, config: gl.constexpr):
     """Return the first key that a query at `position` attends to.
 
     Args:
-        position: a number, or [BLOCK_M] of several queries. Negative before the first key.
+        position: a number, or [rows] of several queries. Negative before the first key.
     """
     begin = position * 0
     if config.WINDOW > 0:
@@ -249,33 +251,50 @@ def find_tiles(work, position, config: gl.constexpr):
 
 @gluon.jit
 def locate_work(
-    batch, item, items, request, config: gl.constexpr, BLOCK_M: gl.constexpr
+    batch, item, items, request, config: gl.constexpr, TILE_TOKENS: gl.constexpr
 ):
     """Return the `WorkItem` with a number, given its request and the request's items."""
     BLOCK_N: gl.constexpr = config.BLOCK_N
     number = item - items.first_item
     head = number % batch.num_heads
     tiles_after = number // batch.num_heads
-    # a request's last rows come first
-    num_q_tiles = (request.query_len + BLOCK_M - 1) // BLOCK_M
-    first_row = (num_q_tiles - 1 - tiles_after) * BLOCK_M
-    position = request.seq_len - request.query_len + first_row
+    # a request's last tokens come first
+    num_q_tiles = (request.query_len + TILE_TOKENS - 1) // TILE_TOKENS
+    first_token = (num_q_tiles - 1 - tiles_after) * TILE_TOKENS
+    position = request.seq_len - request.query_len + first_token
     kv_end = request.seq_len
     if config.CAUSAL:
-        kv_end = gl.minimum(gl.maximum(position + BLOCK_M, 0), request.seq_len)
+        kv_end = gl.minimum(gl.maximum(position + TILE_TOKENS, 0), request.seq_len)
     num_kv_tiles = (kv_end + BLOCK_N - 1) // BLOCK_N
     if has_lower_bound(config):
         num_kv_tiles -= first_visible_key(position, config) // BLOCK_N
     return WorkItem(
         items.req,
         head,
-        request.query_start + first_row,
+        request.query_start + first_token,
         0,
         position,
         request.seq_len,
         request.kv_start,
         num_kv_tiles,
     )
+
+
+@gluon.jit
+def find_rows(work, row, config: gl.constexpr):
+    """Return the token in the work item, and the query head, of rows of a tile.
+
+    Args:
+        row: [WARPGROUP_M] indices of the rows in the work item.
+
+    Returns:
+        [WARPGROUP_M]; [WARPGROUP_M], or one number if all rows have the same query head.
+    """
+    if config.GROUP > 1:
+        head = work.head * config.GROUP + row % config.GROUP
+        return row // config.GROUP, head
+    else:  # noqa: RET505 (a constexpr branch)
+        return row, work.head
 
 
 @gluon.jit

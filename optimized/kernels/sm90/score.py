@@ -19,7 +19,7 @@ class ScoreArgs(NamedTuple):
         scale_log2: scale of the dot products times log2(e), positive.
         sinks: Optional. [heads] float32 score per head that has no value. If None, there is none.
         k_scales, v_scales: Optional. [heads] float32 factor per query head of its keys and of its
-            values. If None, they are 1.
+            values, the same for the query heads of a KV head. If None, they are 1.
     """
 
     scale_log2: Any

@@ -1,7 +1,7 @@
 """Conversion of the keys and values of long requests from FP8 to 16 bits.
 
-A prefill reads each key once per query tile and query head. So keys are converted once before it,
-and not once per read. FP8 numbers are exact in float16 and in bfloat16. Their scales are left to
+A prefill reads each key once per query tile. So keys are converted once before it, and not once
+per read. FP8 numbers are exact in float16 and in bfloat16. Their scales are left to
 the softmax and the epilogue, so nothing is rounded.
 """
 

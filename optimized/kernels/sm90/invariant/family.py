@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ....launch.attention_call import AttentionCall
 from ....launch.launcher import Launcher, next_power_of_2
@@ -20,7 +18,7 @@ from ....launch.tuning import count_processors, is_hopper
 from ....launch.workspace import find_workspace
 from .. import family as sm90
 from ..config import BOX_COLUMNS, LOG2_E, WARPGROUP_M, Config
-from ..family import Address, Sm90Plan, find_planes
+from ..family import Sm90Plan, find_planes
 from .kernel import ROWS, fold_kernel, invariant_kernel
 
 SPLIT_KEYS = 4096
@@ -58,7 +56,7 @@ def plan(call: AttentionCall) -> "InvariantPlan":
     return InvariantPlan(
         dtype=base.dtype,
         planes=base.planes,
-        boxes=(q_box, *base.boxes[1:3], q_box),  # type: ignore[arg-type]
+        boxes=(q_box, *base.boxes[1:3], q_box),
         tokens=base.tokens,
         keys=base.keys,
         num_heads=base.num_heads,
@@ -169,36 +167,6 @@ class InvariantPlan(Sm90Plan):
         rows = call.query.shape[0] * self.num_heads
         head_dim: int = self.constants["config"].HEAD_DIM
         return rows * (head_dim + 2)
-
-    def describe(
-        self, index: int, tensor: Tensor | Address, extra_rows: int
-    ) -> TensorDescriptor:
-        """Return the TMA descriptor of the queries (0), the keys or the values.
-
-        Args:
-            index: index of the tensor's plane in `planes`.
-            tensor: the tensor.
-            extra_rows: rows that it has beyond those of the plane; may be negative.
-        """
-        if index:
-            return super().describe(index, tensor, extra_rows)
-        plane, config = self.planes[0], self.constants["config"]
-        head_stride = plane.head_columns + plane.head_rows * plane.stride
-        return TensorDescriptor(
-            Address(tensor.data_ptr(), self.dtype),
-            [
-                self.tokens + extra_rows,
-                self.num_heads,
-                (
-                    config.HEAD_SIZE
-                    if not config.TAIL_DIM
-                    else config.HEAD_DIM + config.TAIL_DIM
-                ),
-            ],
-            [plane.stride, head_stride, 1],
-            list(self.boxes[0]),
-            gl.NVMMASharedLayout(128, 16, rank=3),
-        )
 
     def lower(
         self, query: Tensor, key: Tensor, value: Tensor, *others: Tensor | None
