@@ -237,6 +237,14 @@ def xformers() -> None:
 
 
 @pytest.fixture
+def without_native_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let calls with tensors on the host be planned beside a GPU: the host is not a chip."""
+    for name in ("launch.prepare", "kernels.sm90.fp8_prefill.family"):
+        module = import_module(f"pagetwin.optimized.{name}")
+        monkeypatch.setattr(module, "has_native_fp8", lambda device: False)
+
+
+@pytest.fixture
 def checked_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the twin read contents too, as the reference always does."""
     monkeypatch.setenv("PAGETWIN_CHECK_VALUES", "1")

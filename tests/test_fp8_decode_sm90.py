@@ -408,6 +408,7 @@ def _lowered(batch: BatchTensors, options: AttentionOptions) -> list[Any]:
     return [lower_masks(options, batch.query_start_loc), lower_scores(options)]
 
 
+@pytest.mark.usefixtures("without_native_fp8")
 def test_other_caches_options_and_strides_are_left_to_the_portable_kernel() -> None:
     plan = BatchPlan((1, 2), (33, 70), group=4, head_size=128, dtype=BF16)
     batch = make_batch(plan, device="cpu")
@@ -442,13 +443,8 @@ def test_other_caches_options_and_strides_are_left_to_the_portable_kernel() -> N
         assert not takes(batch, replace(options, **given)), given
 
 
+@pytest.mark.usefixtures("without_native_fp8")
 def test_no_call_is_supported_on_another_device() -> None:
     plan = BatchPlan((1, 2), (33, 70), group=4, head_size=128, dtype=BF16)
     batch = make_batch(plan, device="cpu")
     assert not is_chosen(batch, make_options(batch))
-
-
-@pytest.fixture(autouse=True)
-def selected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Select the kernel."""
-    monkeypatch.setattr(family, "IS_SELECTED", True)

@@ -101,6 +101,7 @@ def test_the_conversion_keeps_every_number_that_a_query_attends_to(
             assert not rows[edge:first].any()
 
 
+@pytest.mark.usefixtures("without_native_fp8")
 def test_calls_that_the_prefill_kernel_does_not_take_have_no_plan() -> None:
     plan = BatchPlan((20, 30), (333, 70), group=4, head_size=64, dtype=BF16)
     batch = make_batch(plan, device="cpu")
@@ -127,6 +128,7 @@ def test_calls_that_the_prefill_kernel_does_not_take_have_no_plan() -> None:
     assert not is_planned(other, make_options(other))
 
 
+@pytest.mark.usefixtures("without_native_fp8")
 def test_a_call_whose_converted_cache_is_too_large_is_left_to_the_portable_kernel() -> (
     None
 ):
@@ -298,9 +300,3 @@ def test_one_captured_launch_serves_other_lengths(reference: Twin) -> None:
         lse.fill_(NAN)
         graph.replay()
         assert_right(batch, out, lse, reference, options)
-
-
-@pytest.fixture(autouse=True)
-def selected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Select the kernel."""
-    monkeypatch.setattr(family, "IS_SELECTED", True)

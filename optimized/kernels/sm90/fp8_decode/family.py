@@ -32,8 +32,6 @@ In another run, without the stream-K partition: tiles of 64 keys 194 us for 64 o
 tiles of 128 took 164; 8 warps with one program per SM 213. A ring of cp.async copies in shared
 memory, read once, took 201 to 208 with 2, 3, 5 and 6 stages.
 """
-IS_SELECTED = False
-"""Whether dispatch selects the kernel. Not before all of its tests have passed on a GPU."""
 READ_OPTIONS = (
     "causal",
     "batch_invariant",
@@ -67,10 +65,8 @@ def supports(
         options: of the call.
         short_rows: rows of a short request, at most; 0 without a decode launch.
     """
-    return (
-        IS_SELECTED
-        and is_hopper(query.device)
-        and takes_signature(query, key, strides, config, options, short_rows)
+    return is_hopper(query.device) and takes_signature(
+        query, key, strides, config, options, short_rows
     )
 
 

@@ -25,8 +25,6 @@ from ...options.visible_range import lower_masks
 from .. import family as sm90
 from .kernel import BLOCK, upcast_kernel
 
-IS_SELECTED = False
-"""Whether dispatch selects the kernel. Not before all of its tests have passed on a GPU."""
 MAX_BYTES = 1 << 29
 """Bytes of converted keys and values, at most. The bound counts every request with the longest
 one's keys. A call that may need more is left to the portable kernel."""
@@ -36,7 +34,7 @@ ALIGNMENT = 32
 
 def supports(call: AttentionCall) -> bool:
     """Return whether the kernels compute long requests of calls with this signature."""
-    return IS_SELECTED and is_hopper(call.query.device) and _takes_signature(call)
+    return is_hopper(call.query.device) and _takes_signature(call)
 
 
 def plan(call: AttentionCall) -> "Fp8PrefillPlan":
