@@ -25,14 +25,16 @@ EXTENDED = "bench-extended"
 NOTHING = "*No run is recorded yet.*"
 
 
+def all_records(folder: Path = FOLDER, name: str = "bench") -> list[dict[str, Any]]:
+    """Return the records of the standard suite ("bench"), or of another, the newest first."""
+    # each name starts with a date
+    files = sorted(folder.glob(f"*-{name}.json"), reverse=True)
+    return [json.loads(path.read_text(encoding="utf-8")) for path in files]
+
+
 def newest_record(folder: Path = FOLDER, name: str = "bench") -> dict[str, Any] | None:
     """Return the newest record of the standard suite ("bench"), or of another, or None."""
-    # each name starts with a date
-    files = sorted(folder.glob(f"*-{name}.json"))
-    if not files:
-        return None
-    record: dict[str, Any] = json.loads(files[-1].read_text(encoding="utf-8"))
-    return record
+    return next(iter(all_records(folder, name)), None)
 
 
 def bench_plots(folder: Path = FOLDER) -> dict[str, bytes]:
@@ -72,17 +74,33 @@ def bench_table(folder: Path = FOLDER) -> str:
 
 
 def bench_extended(folder: Path = FOLDER) -> str:
-    """Return the newest record of the extended suite: ratios and aims, or that there is none."""
-    record = newest_record(folder, EXTENDED)
-    if record is None:
+    """Return the records of the extended suite: ratios and aims, or that there is none.
+
+    The newest record comes first. Of an older one, only workloads are shown that no newer one has
+    timed.
+    """
+    parts, timed = [], set()
+    for record in all_records(folder, EXTENDED):
+        shown = [each for each in record["workloads"] if each["name"] not in timed]
+        if timed:
+            shown = [each for each in shown if _is_timed(each)]
+        timed |= {each["name"] for each in shown if _is_timed(each)}
+        if not shown:
+            continue
+        record = record | {"workloads": shown}
+        notes = [*error_notes(record), *reasons(record)]
+        parts += [
+            _conditions(record),
+            "\n".join(aim_lines(record)),
+            "\n".join(f"- {_plain(line)}" for line in notes),
+        ]
+    if not parts:
         return "*No run of the extended suite is recorded yet.*"
-    notes = [*error_notes(record), *reasons(record)]
-    parts = [
-        _conditions(record),
-        "\n".join(aim_lines(record)),
-        "\n".join(f"- {_plain(line)}" for line in notes),
-    ]
     return "\n\n".join(part for part in parts if part)
+
+
+def _is_timed(workload: dict[str, Any]) -> bool:
+    return workload["results"].get("ours", {}).get("status") == "timed"
 
 
 def _conditions(record: dict[str, Any]) -> str:
