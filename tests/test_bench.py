@@ -955,6 +955,11 @@ def test_the_page_shows_the_newest_record_or_says_that_there_is_none(
     newest.write_text(json.dumps(gpu_record))
     page = bench_table.bench_table(tmp_path)
     assert "NVIDIA H200" in page and "| decode-64x4k | 260 | 265 | 200 |" in page
+    other = gpu_record | {"machine": gpu_record["machine"] | {"device": "NVIDIA H100"}}
+    (tmp_path / "2026-11-19-b-bench.json").write_text(json.dumps(other))
+    page = bench_table.bench_table(tmp_path)
+    assert page.index("NVIDIA H200") < page.index("NVIDIA H100")
+    assert page.count("| decode-64x4k | 260 |") == 2
     assert all(name in bench_table.bench_workloads() for name in NAMES)
     assert "(176)" in bench_table.bench_published()
     assert "`mla-decode-16h-256x1k`" in bench_table.bench_extended_workloads()

@@ -61,26 +61,31 @@ def bench_plot(folder: Path = FOLDER) -> str:
 
 
 def bench_table(folder: Path = FOLDER) -> str:
-    """Return the newest record's table, its ceilings, and what was not timed and why."""
-    record = newest_record(folder)
-    if record is None:
-        return NOTHING
-    parts = [
-        _conditions(record),
-        "\n".join(markdown_table(record)),
-        "\n".join(f"- {_plain(line)}" for line in reasons(record)),
-    ]
-    return "\n\n".join(part for part in parts if part)
+    """Return each device's newest record: its table, its ceilings, what was not timed and why."""
+    by_device: dict[str, dict[str, Any]] = {}
+    for record in all_records(folder):
+        if record:
+            by_device.setdefault(record["machine"]["device"], record)
+    parts = []
+    for record in by_device.values():
+        parts += [
+            _conditions(record),
+            "\n".join(markdown_table(record)),
+            "\n".join(f"- {_plain(line)}" for line in reasons(record)),
+        ]
+    return "\n\n".join(part for part in parts if part) or NOTHING
 
 
 def bench_extended(folder: Path = FOLDER) -> str:
     """Return the records of the extended suite: ratios and aims, or that there is none.
 
-    The newest record comes first. Of an older one, only workloads are shown that no newer one has
-    timed.
+    The newest record comes first. Of an older one, only workloads are shown that no newer one of
+    the same device has timed.
     """
-    parts, timed = [], set()
+    parts: list[str] = []
+    timed_on: dict[str, set[str]] = {}
     for record in all_records(folder, EXTENDED):
+        timed = timed_on.setdefault(record["machine"]["device"], set())
         shown = [each for each in record["workloads"] if each["name"] not in timed]
         if timed:
             shown = [each for each in shown if _is_timed(each)]
