@@ -13,7 +13,7 @@ import os
 
 if __name__ == "__main__":
     os.environ.pop("TRITON_INTERPRET", None)
-    os.environ["PAGETWIN_DIRECT_LAUNCH"] = "1"
+
 
 import ctypes
 import json
@@ -123,10 +123,13 @@ def attention(
 
     tokens, reqs = sum(query_lens), len(query_lens)
     is_paged = options.pop("is_paged", True)
-    is_latent = options.pop("is_latent", False)
+    is_latent, is_fp8 = options.pop("is_latent", False), options.pop("is_fp8", False)
+    prefix = options.pop("prefix", 0)
     starts = [0, *torch.tensor(query_lens).cumsum(0).tolist()]
     if options.get("sinks"):
         options["sinks"] = empty(8, dtype=torch.float32)
+    if is_fp8:
+        options |= {"k_scale": 0.5, "v_scale": 2.0}
     given = {"options": AttentionOptions(**options)}
     if not is_paged:
         tensors = [empty(tokens, 8, 64, shift=shift) for _ in range(4)]
@@ -137,12 +140,16 @@ def attention(
     head_size, value_size, kv_heads = (576, 512, 1) if is_latent else (128, 128, 2)
     query = empty(tokens, 8, head_size, shift=shift)
     out = empty(tokens, 8, value_size, shift=shift)
-    key = empty(20, 64, kv_heads, head_size)
-    value = key[..., :512] if is_latent else empty(20, 64, kv_heads, head_size)
+    dtype = torch.float8_e4m3fn if is_fp8 else BF16
+    key = empty(20, 64, kv_heads, head_size, dtype=dtype)
+    value = key[..., :512] if is_latent else empty(*key.shape, dtype=dtype)
     table = empty(reqs, 70, dtype=torch.int32)
     lens = (vector([4000] * reqs), max(query_lens), 4000)
     batch = (table, vector(starts), *lens)
     value = value.as_subclass(OnGpu)
+    if prefix:
+        arguments = (query, key, value, *batch, prefix)
+        return lambda: twin.cascade_attention(*arguments, out=out, **given)
     return lambda: twin.paged_attention(query, key, value, *batch, out=out, **given)
 
 
@@ -164,6 +171,8 @@ def cases(twin: Any) -> Iterator[tuple[str, Callable[[int], Callable[[], Any]]]]
         ("batch-invariant", mixed, {"batch_invariant": True}),
         ("encoder", mixed, {"is_paged": False}),
         ("latent", decode, {"is_latent": True}),
+        ("prefill, FP8", [600, 900], {"is_fp8": True}),
+        ("cascade", decode, {"prefix": 1024}),
     ):
         yield (
             name,
@@ -181,7 +190,7 @@ def main(folder: Path) -> None:
     """Print what this module says."""
     driver = pretend(folder)
     import pagetwin.optimized as twin
-    from pagetwin.optimized.launch import dispatch, launcher, workspace
+    from pagetwin.optimized.launch import cascade, dispatch, launcher, workspace
     from pagetwin.optimized.launch.repeat import calls, writes
 
     def allocate(device: Any, counters: int, numbers: int) -> tuple[Tensor, Tensor]:
@@ -192,6 +201,7 @@ def main(folder: Path) -> None:
     planned: list[Any] = []
     for module, name in (
         (dispatch, "attend_anew"),
+        (cascade, "attend_cascade_anew"),
         (sys.modules[twin.reshape_and_cache.__module__], "check_reshape_and_cache"),
     ):
         before = getattr(module, name)

@@ -18,6 +18,8 @@ CASES = (
     "batch-invariant",
     "encoder",
     "latent",
+    "prefill, FP8",
+    "cascade",
     "write",
     "write, FP8",
     "write, FP8, scales in memory",

@@ -36,7 +36,7 @@ from pagetwin.optimized.kernels.sm90.config import (
     has_lower_bound,
 )
 from pagetwin.optimized.kernels.sm90.family import Plane, _find_plane
-from pagetwin.optimized.launch import launcher, workspace
+from pagetwin.optimized.launch import workspace
 from pagetwin.optimized.launch.attention_call import AttentionCall
 from pagetwin.optimized.launch.launcher import find_direct_launch
 from torch import Tensor
@@ -1036,9 +1036,7 @@ def test_calls_of_one_plan_may_have_any_number_of_tokens(
         assert judge_lse(batch, lse, exact_lse) <= 1
 
 
-def test_a_kernel_whose_launch_cannot_be_found_is_left_to_triton(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_kernel_whose_launch_cannot_be_found_is_left_to_triton() -> None:
     """A direct launch needs a part of Triton's launcher. Without it the launch is still right."""
     options = {"launch_cooperative_grid": False, "launch_pdl": False}
     of_triton_37 = {"arg_annotations": (), "kernel_signature": b""}
@@ -1049,12 +1047,13 @@ def test_a_kernel_whose_launch_cannot_be_found_is_left_to_triton(
     )
     usual = find_direct_launch(compiled, 0)
     assert usual is not None and usual.function is maker
-    monkeypatch.setattr(launcher, "DIRECT_LAUNCH", True)
-    assert find_direct_launch(compiled, 0) is None
     vars(maker).update(scratch)
     direct = find_direct_launch(compiled, 0)
     assert direct is not None and direct.function is print
     maker.launch = lambda *arguments: arguments
+    usual = find_direct_launch(compiled, 0)
+    assert usual is not None and usual.function is maker
+    compiled.metadata.tensordesc_meta = [{"swizzle": 3}]
     assert find_direct_launch(compiled, 0) is None
 
     # as this version of triton wraps the launch of a kernel with tensor maps
@@ -1063,7 +1062,9 @@ def test_a_kernel_whose_launch_cannot_be_found_is_left_to_triton(
     direct = find_direct_launch(compiled, 0)
     assert direct is not None and direct.function is print
     maker.global_scratch_size = 128
-    assert find_direct_launch(compiled, 0) is None
+    usual = find_direct_launch(compiled, 0)
+    # a copy of Triton's launcher object, which takes encoded tensor maps
+    assert usual is not None and usual.function.launch is print
 
 
 @needs_hopper

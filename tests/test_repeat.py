@@ -9,6 +9,7 @@ import pytest
 import torch
 from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.optimized.launch import dispatch, workspace
+from pagetwin.optimized.launch.attention_call import AttentionCall
 from pagetwin.optimized.launch.launcher import RECORDING, DirectLaunch, LaunchNote
 from pagetwin.optimized.launch.plan_cache import PlanCache
 from pagetwin.optimized.launch.repeat import calls as repeat
@@ -64,7 +65,6 @@ def make_maps(*addresses: int) -> tuple[Any, ...]:
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     made = Machine()
     monkeypatch.setattr(repeat, "INTERPRETED", False)
-    monkeypatch.setattr(repeat, "DIRECT_LAUNCH", True)
     monkeypatch.setattr(repeat, "current_device", lambda: made.device)
     monkeypatch.setattr(repeat, "current_stream", lambda index: made.stream)
     monkeypatch.setattr(repeat, "is_profiled", lambda: made.profiled)
@@ -105,21 +105,28 @@ def record(
     notes = [
         WorkspaceNote(GPU, 0, 64, 4096, machine.counters, machine.numbers),
         LaunchNote(
-            direct, (8, 2, 1), None, (*addresses, *in_workspace),
+            direct, (8, 2, 1), None, (), (*addresses, *in_workspace),
             (options.sinks, 2.5, None), ("strides", 16), True,
         ),
         LaunchNote(
-            direct, (132, 1, 1), make_maps, (addresses[6], 0, addresses[5]),
+            direct, (132, 1, 1), make_maps, (), (addresses[6], 0, addresses[5]),
             (options.sinks, 0.25), (7,), False,
         ),
     ]  # fmt: skip
-    return repeat.repeat(notes, [tensors[name] for name in NAMES], options)
+    return repeat.repeat(notes, make_call(tensors, options), tensors["out"])
+
+
+def make_call(
+    tensors: dict[str, Any], options: AttentionOptions, **changes: Any
+) -> AttentionCall:
+    numbers: dict[str, Any] = {"max_query_len": 2, "max_key_len": 30, "scale": None}
+    return AttentionCall(**(tensors | numbers | changes), options=options)
 
 
 def launch(
     repeated: RepeatedCall, tensors: dict[str, Any], options: AttentionOptions
 ) -> bool:
-    return repeated.launch(*(tensors[name] for name in NAMES), options)
+    return repeated.launch(make_call(tensors, options), tensors["out"])
 
 
 PLAIN = AttentionOptions(causal=True)
@@ -248,14 +255,13 @@ def test_a_call_with_a_pointer_of_unknown_origin_is_not_repeated(
     machine: Machine,
 ) -> None:
     tensors = make_tensors()
-    listed = [tensors[name] for name in NAMES]
     direct = DirectLaunch(machine.launch, (), True, 0)
 
     def note(pointer: int, option: Any = None) -> LaunchNote:
-        return LaunchNote(direct, (1, 1, 1), None, (pointer,), (option,), (), True)
+        return LaunchNote(direct, (1, 1, 1), None, (), (pointer,), (option,), (), True)
 
     def repeated(*notes: Any) -> Any:
-        return repeat.repeat(notes, listed, PLAIN)
+        return repeat.repeat(notes, make_call(tensors, PLAIN), tensors["out"])
 
     at = tensors["query"].data_ptr()
     assert repeated(note(at)) is not None
@@ -271,13 +277,8 @@ def test_a_call_with_a_pointer_of_unknown_origin_is_not_repeated(
 
 
 def sign(tensors: dict[str, Any], **changes: Any) -> Any:
-    numbers: dict[str, Any] = {
-        "max_query_len": 2,
-        "max_key_len": 30,
-        "scale": None,
-        "options": PLAIN,
-    }
-    return sign_exactly(**(tensors | numbers | changes))
+    given = {"options": PLAIN} | changes
+    return sign_exactly(make_call(tensors, given.pop("options"), **given))
 
 
 def test_an_exact_signature_leaves_out_addresses_alone(machine: Machine) -> None:
@@ -288,16 +289,19 @@ def test_an_exact_signature_leaves_out_addresses_alone(machine: Machine) -> None
         for name, each in tensors.items()
     }
     changed: list[dict[str, Any]] = []
+    others: list[dict[str, Any]] = []
     for name, each in tensors.items():
         strided = wide[name][..., ::2]
         assert strided.shape == each.shape
-        changed += [{name: each[1:]}, {name: strided}, {name: each.double()}]
+        others += [{name: each[1:]}, {name: strided}, {name: each.double()}]
     changed += [{"block_table": None}, {"out": None}, {"lse": None}]
     changed += [{"max_query_len": 3}, {"max_key_len": 29}, {"scale": 0.5}]
     changed.append({"options": AttentionOptions(causal=False)})
     for sinks in (torch.zeros(4), torch.zeros(8)[::2], torch.zeros(4).double()):
         changed.append({"options": AttentionOptions(causal=True, sinks=sinks)})
     found = [sign(tensors), *(sign(tensors, **each) for each in changed)]
+    found += [sign(tensors | each) for each in others]
+    found.append(sign_exactly(make_call(tensors, PLAIN), (16,)))
     assert None not in found
     assert len(set(found)) == len(found)
 
@@ -313,42 +317,39 @@ def test_calls_with_numbers_of_other_types_are_not_repeated(machine: Machine) ->
         assert sign(make_tensors(), **each) is None
 
 
-def test_the_third_call_is_repeated_and_validation_of_contents_is_not_skipped(
+def test_the_second_call_is_repeated_and_validation_of_contents_is_not_skipped(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planned: list[bool] = []
     is_wrong = False
 
-    def attend_anew(*arguments: Any) -> Tensor:
+    def attend_anew(call: AttentionCall, check: Any) -> Tensor:
         planned.append(RECORDING.notes is not None)
         if is_wrong:
             raise IndexError("wrong")
         if RECORDING.notes is not None:
-            pointers = tuple(each.data_ptr() for each in arguments[:3])
+            pointers = tuple(each.data_ptr() for each in call[:3])
             direct = DirectLaunch(machine.launch, (), True, 0)
             RECORDING.notes.append(
-                LaunchNote(direct, (1, 1, 1), None, pointers, (), (), True)
+                LaunchNote(direct, (1, 1, 1), None, (), pointers, (), (), True)
             )
-        return torch.zeros(4, 4, 64) if arguments[9] is None else arguments[9]
+        return torch.zeros(4, 4, 64) if call.out is None else call.out
 
     monkeypatch.setattr(dispatch, "PLANS", PlanCache(8))
     monkeypatch.setattr(dispatch, "attend_anew", attend_anew)
 
     def attend(**changes: Any) -> Tensor:
-        tensors = make_tensors(**changes)
-        given = [tensors[name] for name in NAMES]
-        return dispatch.attend(
-            *given[:6], 2, 30, None, *given[6:], PLAIN, lambda contents: None
-        )
+        call = make_call(make_tensors(**changes), PLAIN)
+        return dispatch.attend(call, lambda call, contents: None)
 
     for _ in range(5):
         attend()
-    assert planned == [False, True]
-    assert len(machine.launched) == 3
+    assert planned == [True]
+    assert len(machine.launched) == 4
     # a call without an output gets one of its own
     planned.clear()
     outs = [attend(out=None) for _ in range(4)]
-    assert planned == [False, True]
+    assert planned == [True]
     assert outs[2].shape == outs[3].shape == (4, 4, 64)
     assert outs[2].data_ptr() != outs[3].data_ptr()
     planned.clear()
@@ -359,6 +360,41 @@ def test_the_third_call_is_repeated_and_validation_of_contents_is_not_skipped(
     with pytest.raises(IndexError, match="wrong"):
         attend()
     assert RECORDING.notes is None
+
+
+def test_tensor_maps_and_options_in_the_workspace_follow_it(machine: Machine) -> None:
+    """A converted FP8 cache is in the workspace, and so are its scales."""
+    tensors = make_tensors()
+    q, out = tensors["query"].data_ptr(), tensors["out"].data_ptr()
+    at = machine.numbers.data_ptr()
+    direct = DirectLaunch(machine.launch, (), True, 0)
+    workspace_note = WorkspaceNote(GPU, 0, 4, 4096, machine.counters, machine.numbers)
+    of_maps, scale = (q, at + 64, at + 128, out), machine.numbers[64:]
+    notes = [
+        workspace_note,
+        LaunchNote(direct, (1, 1, 1), make_maps, of_maps, (q,), (scale,), (), False),
+    ]
+    call = make_call(tensors, PLAIN)
+    repeated = repeat.repeat(notes, call, tensors["out"])
+    assert repeated is not None
+    machine.numbers = torch.zeros(4096)
+    at = machine.numbers.data_ptr()
+    assert repeated.launch(call, tensors["out"])
+    expected = ("maps", q, at + 64, at + 128, out, q, at + 256)
+    assert machine.launched[0][-1] == expected
+    # a map of other memory is not made again
+    elsewhere = torch.zeros(8)
+    notes[1] = LaunchNote(
+        direct,
+        (1, 1, 1),
+        make_maps,
+        (q, elsewhere.data_ptr(), q, out),
+        (q,),
+        (),
+        (),
+        False,
+    )
+    assert repeat.repeat(notes, call, tensors["out"]) is None
 
 
 def test_requests_for_workspace_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,18 +56,19 @@ def cascade_attention(
     """
     check_compute_dtype(compute_dtype)
     options = choose_options(options, causal=True)
-    tensors = (
-        query, key_cache, value_cache, block_table, query_start_loc, seq_lens
+    call = AttentionCall(
+        query, key_cache, value_cache, block_table, query_start_loc, seq_lens,
+        max_query_len, max_seq_len, scale, out, lse, options,
     )  # fmt: skip
-    bounds = (max_query_len, max_seq_len)
-
-    def check(contents: bool) -> None:
-        check_cascade(*tensors, *bounds, common_prefix_len, out, lse, options, contents)
-
     if not common_prefix_len or not len(block_table):
-        check(values_checked())
+        _check(call, common_prefix_len, values_checked())
         return paged_attention(
-            *tensors, *bounds, scale=scale, out=out, lse=lse, options=options
+            *call[:8], scale=scale, out=out, lse=lse, options=options
         )
-    call = AttentionCall(*tensors, *bounds, scale, out, lse, options)
-    return attend_cascade(call, common_prefix_len, check)
+    return attend_cascade(call, common_prefix_len, _check)
+
+
+def _check(call: AttentionCall, common_prefix_len: int, contents: bool) -> None:
+    """Raise if a call is wrong; validate contents too if `contents` is True."""
+    outputs = (call.out, call.lse, call.options)
+    check_cascade(*call[:8], common_prefix_len, *outputs, contents)

@@ -16,6 +16,7 @@ from ...contract.shapes import (
     StartLoc,
 )
 from ...validation import check_encoder_attention
+from ..launch.attention_call import AttentionCall
 from ..launch.dispatch import attend, check_compute_dtype, choose_options
 from ..launch.operators import operator
 
@@ -43,14 +44,14 @@ def encoder_attention(
     """
     check_compute_dtype(compute_dtype)
     options = choose_options(options, causal=False)
-    starts = (query_start_loc, key_start_loc)
-    bounds = (max_query_len, max_key_len)
+    call = AttentionCall(
+        query, key, value, None, query_start_loc, key_start_loc, max_query_len,
+        max_key_len, scale, out, lse, options,
+    )  # fmt: skip
+    return attend(call, _check)
 
-    def check(contents: bool) -> None:
-        check_encoder_attention(
-            query, key, value, *starts, *bounds, out, lse, options, contents=contents
-        )
 
-    return attend(
-        query, key, value, None, *starts, *bounds, scale, out, lse, options, check
-    )
+def _check(call: AttentionCall, contents: bool) -> None:
+    """Raise if a call is wrong; validate contents too if `contents` is True."""
+    outputs = (call.out, call.lse, call.options)
+    check_encoder_attention(*call[:3], *call[4:8], *outputs, contents=contents)

@@ -18,6 +18,7 @@ from ...contract.shapes import (
     ValueCache,
 )
 from ...validation import check_paged_attention
+from ..launch.attention_call import AttentionCall
 from ..launch.dispatch import attend, check_compute_dtype, choose_options
 from ..launch.operators import operator
 
@@ -46,10 +47,14 @@ def paged_attention(
     """
     check_compute_dtype(compute_dtype)
     options = choose_options(options, causal=True)
-    tensors = (query, key_cache, value_cache, block_table, query_start_loc, seq_lens)
-    bounds = (max_query_len, max_seq_len)
+    call = AttentionCall(
+        query, key_cache, value_cache, block_table, query_start_loc, seq_lens,
+        max_query_len, max_seq_len, scale, out, lse, options,
+    )  # fmt: skip
+    return attend(call, _check)
 
-    def check(contents: bool) -> None:
-        check_paged_attention(*tensors, *bounds, out, lse, options, contents=contents)
 
-    return attend(*tensors, *bounds, scale, out, lse, options, check)
+def _check(call: AttentionCall, contents: bool) -> None:
+    """Raise if a call is wrong; validate contents too if `contents` is True."""
+    outputs = (call.out, call.lse, call.options)
+    check_paged_attention(*call[:8], *outputs, contents=contents)

@@ -7,7 +7,7 @@ is read from the device, so a CUDA graph can capture the call.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,7 +27,11 @@ from .launcher import Launcher, check_launch
 from .plan_cache import PlanCache
 from .portable import describe_layer
 from .prepare import Launches, as_bits, prepare
+from .repeat.calls import repeat_or_record
 from .workspace import find_workspace
+
+Check: TypeAlias = Callable[[AttentionCall, int, bool], None]
+"""Raises if a call or its prefix is wrong. It validates contents too if it is given True."""
 
 PLANS: "PlanCache[CascadePlan]" = PlanCache(64)
 
@@ -196,18 +200,25 @@ def launch_cascade(
     second.start(call, prefix_len, over_rest, workspace, begins, arrivals)
 
 
-def attend_cascade(
-    call: AttentionCall, prefix_len: int, check: Callable[[bool], None]
-) -> Tensor:
-    """Validate, plan and launch one cascade, and return its output.
+def attend_cascade(call: AttentionCall, prefix_len: int, check: Check) -> Tensor:
+    """Validate and launch one cascade, and return its output.
+
+    A cascade whose exact signature is known is launched at once, see repeat/calls.py.
 
     Args:
         call: the call, as `dispatch.attend` receives it: `scale` and `out` may be None.
         prefix_len: keys that all sequences begin with, at least 1. There is a request at least.
-        check: raises if these arguments are wrong. It validates their contents too if it is
-            given True. It is called unless a call with the same signature has passed it and the
-            sizes fit.
+        check: raises if the call or the prefix is wrong. It validates contents too if it is given
+            True. It is called unless a call with the same signature has passed it and the sizes
+            fit.
     """
+    return repeat_or_record(
+        call, (prefix_len,), PLANS.repeats, attend_cascade_anew, prefix_len, check
+    )
+
+
+def attend_cascade_anew(call: AttentionCall, prefix_len: int, check: Check) -> Tensor:
+    """Validate, plan and launch one cascade; the arguments are those of `attend_cascade`."""
     query, value, block_table = call.query, call.value, call.block_table
     assert block_table is not None
     signature = sign(call)
@@ -220,7 +231,7 @@ def attend_cascade(
         or prefix_len % block_size
         or prefix_len > block_table.shape[1] * block_size
     ):
-        check(contents)
+        check(call, prefix_len, contents)
         check_launch(query)
         check_supported(query, value)
     out = call.out

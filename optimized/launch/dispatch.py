@@ -2,9 +2,9 @@
 
 A call is validated, planned and launched. The first two steps happen once per signature: calls
 that differ only in what changes from step to step share a launch plan. Nothing is read from the
-device, so every call can be captured in a CUDA graph. With PAGETWIN_DIRECT_LAUNCH=1, calls that
-differ in nothing but addresses, as those of a model's layers in one step, repeat the recorded
-launches of one of them (repeat/calls.py).
+device, so every call can be captured in a CUDA graph. Calls that differ in nothing but addresses,
+as those of a model's layers in one step, repeat the recorded launches of one of them
+(repeat/calls.py).
 
 To add kernels for a chip, write a module with `supports(call)` and `plan(call)` in a folder of
 `optimized/kernels/`, and enter it in KERNEL_FAMILIES. No other file names it. A module whose plans
@@ -16,7 +16,7 @@ the attribute `is_repeatable = True`. Its calls are then repeated (repeat/calls.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -32,8 +32,11 @@ from .attention_call import AttentionCall, sign, sizes_fit
 from .cost_model import Layer, choose_path
 from .launcher import RECORDING, check_launch
 from .plan_cache import PlanCache
-from .repeat.calls import SEEN, RepeatedCall, repeat, sign_exactly
+from .repeat.calls import repeat_or_record
 from .tuning import max_head_size
+
+Check: TypeAlias = Callable[[AttentionCall, bool], None]
+"""Raises if a call is wrong. It validates contents too if it is given True."""
 
 
 class PrefillPlan(Protocol):
@@ -153,111 +156,36 @@ def choose_options(options: AttentionOptions, causal: bool) -> AttentionOptions:
     return found
 
 
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    block_table: Tensor | None,
-    query_start_loc: Tensor,
-    lengths: Tensor,
-    max_query_len: int,
-    max_key_len: int,
-    scale: float | None,
-    out: Tensor | None,
-    lse: Tensor | None,
-    options: AttentionOptions,
-    check: Callable[[bool], None],
-) -> Tensor:
+def attend(call: AttentionCall, check: Check) -> Tensor:
     """Validate and launch one attention call, and return its output.
 
-    With PAGETWIN_DIRECT_LAUNCH=1, a call whose exact signature is known is launched at once, see
-    repeat/calls.py.
+    A call whose exact signature is known is launched at once, see repeat/calls.py.
 
     Args:
-        query, key, value, block_table, query_start_loc, lengths, max_query_len, max_key_len,
-            scale, out, lse, options: the fields of `AttentionCall`.
-        check: raises if these arguments are wrong. It validates their contents too if it is
-            given True. It is called unless a call with the same signature has passed it and the
-            sizes fit.
+        call: the call. Its `scale` and `out` may be None.
+        check: raises if the call is wrong. It validates contents too if it is given True. It is
+            called unless a call with the same signature has passed it and the sizes fit.
     """
-    exact = sign_exactly(
-        query, key, value, block_table, query_start_loc, lengths, max_query_len,
-        max_key_len, scale, out, lse, options,
-    )  # fmt: skip
-    known = None if exact is None else PLANS.repeats.get(exact)
-    if isinstance(known, RepeatedCall) and not values_checked():
-        target = query.new_empty(known.out_shape) if out is None else out
-        if known.launch(
-            query,
-            key,
-            value,
-            block_table,
-            query_start_loc,
-            lengths,
-            target,
-            lse,
-            options,
-        ):
-            return target
-    RECORDING.notes = None if known is None else []
-    try:
-        result = attend_anew(
-            query, key, value, block_table, query_start_loc, lengths, max_query_len,
-            max_key_len, scale, out, lse, options, check,
-        )  # fmt: skip
-        notes = RECORDING.notes
-    finally:
-        RECORDING.notes = None
-    if exact is None:
-        return result
-    if known is None:
-        PLANS.repeats.put(exact, SEEN)
-    elif notes:
-        tensors = (
-            query, key, value, block_table, query_start_loc, lengths, result, lse,
-        )  # fmt: skip
-        repeated = repeat(notes, tensors, options)
-        if repeated is not None:
-            PLANS.repeats.put(exact, repeated)
-    return result
+    return repeat_or_record(call, (), PLANS.repeats, attend_anew, check)
 
 
-def attend_anew(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    block_table: Tensor | None,
-    query_start_loc: Tensor,
-    lengths: Tensor,
-    max_query_len: int,
-    max_key_len: int,
-    scale: float | None,
-    out: Tensor | None,
-    lse: Tensor | None,
-    options: AttentionOptions,
-    check: Callable[[bool], None],
-) -> Tensor:
+def attend_anew(call: AttentionCall, check: Check) -> Tensor:
     """Validate, plan and launch one attention call; the arguments are those of `attend`."""
-    call = AttentionCall(
-        query, key, value, block_table, query_start_loc, lengths, max_query_len,
-        max_key_len, scale, out, lse, options,
-    )  # fmt: skip
+    query, query_start_loc, lengths = call.query, call.query_start_loc, call.lengths
+    out, lse, scale = call.out, call.lse, call.scale
     signature = sign(call)
     plan = None if signature is None else PLANS.get(signature)
     contents = values_checked()
     if plan is None or contents or not sizes_fit(call):
-        check(contents)
+        check(call, contents)
         check_launch(query)
-        check_supported(query, value)
+        check_supported(query, call.value)
     if out is None or type(scale) is not float:
         if out is None:
-            out = query.new_empty(*query.shape[:2], value.shape[-1])
+            out = query.new_empty(*query.shape[:2], call.value.shape[-1])
         # an integer would be compiled into the kernel as a constant
         scale = query.shape[2] ** -0.5 if scale is None else float(scale)
-        call = AttentionCall(
-            query, key, value, block_table, query_start_loc, lengths, max_query_len,
-            max_key_len, scale, out, lse, options,
-        )  # fmt: skip
+        call = call._replace(scale=scale, out=out)
     if not query.numel() or query_start_loc.shape[0] < 2:
         out.zero_()
         if lse is not None:
@@ -280,7 +208,7 @@ def attend_anew(
         if complete.takes(call):
             complete.launch(call)
             return out
-    if max_query_len * plan.group_size > plan.short_rows or not plan.has_decode:
+    if call.max_query_len * plan.group_size > plan.short_rows or not plan.has_decode:
         launch_long(plan, call)
     else:
         plan.portable.launch_decode(call)

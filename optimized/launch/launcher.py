@@ -3,7 +3,6 @@
 import copy
 import inspect
 import logging
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,8 +17,6 @@ from ...engine.triton_versions import repair_loaded_interpreter
 
 RUNTIME = triton.knobs.runtime
 INTERPRETED: bool = RUNTIME.interpret
-DIRECT_LAUNCH: bool = os.environ.get("PAGETWIN_DIRECT_LAUNCH") == "1"
-"""Whether calls are repeated and launches skip Triton's launcher. Off until a GPU has shown it."""
 """Whether kernels run in Triton's interpreter, on any tensor, or compiled, on CUDA tensors."""
 
 
@@ -104,22 +101,33 @@ class DirectLaunch(NamedTuple):
 def find_direct_launch(compiled: Any, device: int) -> DirectLaunch | None:
     """Return the driver launch of a kernel that Triton has compiled and loaded.
 
-    Without DIRECT_LAUNCH it is the call of Triton's launcher object.
+    If the kernel needs scratch memory, or this version of Triton is not known, it is the call of
+    Triton's launcher object.
 
     Args:
         compiled: the kernel.
         device: index of the device on which it is loaded.
 
     Returns:
-        None if the kernel needs scratch memory, or this version of Triton is not known, which a
-        log message says once. The kernel is then always launched through Triton.
+        None if that object does not take encoded tensor maps either, which a log message says once.
+        The kernel is then always launched through Triton.
     """
+    direct = _find_driver_launch(compiled, device)
+    if direct is not None:
+        return direct
     run = compiled.run
-    if not DIRECT_LAUNCH:
-        if getattr(compiled.metadata, "tensordesc_meta", None):
-            run = _with_ready_maps(run)
-        of_kernel = (compiled.function, compiled.packed_metadata, None, None, None)
-        return run and DirectLaunch(run, of_kernel, packs=False, device=device)
+    if getattr(compiled.metadata, "tensordesc_meta", None):
+        run = _with_ready_maps(run)
+        if run is None:
+            _log_slow_launches(triton.__version__)
+            return None
+    of_kernel = (compiled.function, compiled.packed_metadata, None, None, None)
+    return DirectLaunch(run, of_kernel, packs=False, device=device)
+
+
+def _find_driver_launch(compiled: Any, device: int) -> DirectLaunch | None:
+    """Return the C function that launches a kernel; None if Triton's launcher is needed."""
+    run = compiled.run
     known = ("launch", "launch_cooperative_grid", "launch_pdl")
     scratch = ("global_scratch_size", "profile_scratch_size")
     launch = getattr(run, "launch", None)
@@ -131,10 +139,8 @@ def find_direct_launch(compiled: Any, device: int) -> DirectLaunch | None:
         launch is None
         or version not in (("3", "6"), ("3", "7"))
         or not all(hasattr(run, name) for name in (*known, *scratch))
+        or any(getattr(run, name) for name in scratch)
     ):
-        _log_slow_launches(triton.__version__)
-        return None
-    if any(getattr(run, name) for name in scratch):
         return None
     function, metadata = compiled.function, compiled.packed_metadata
     options = (function, run.launch_cooperative_grid, run.launch_pdl)
@@ -169,8 +175,8 @@ def _with_ready_maps(run: Any) -> Any:
 @cache
 def _log_slow_launches(version: str) -> None:
     logging.getLogger(__name__).warning(
-        "the launch function of triton %s is not known: every launch goes through Triton, which"
-        " takes several times as long on the host",
+        "triton %s encodes all tensor maps at each launch: kernels with tensor maps go through"
+        " Triton, which takes several times as long on the host",
         version,
     )
 
@@ -182,8 +188,10 @@ class LaunchNote:
     Args:
         direct: the launch of the compiled kernel.
         grid: programs along each axis.
-        make_maps: Optional. Returns the encoded tensor maps for other addresses of queries, keys,
-            values and the output. None for a kernel without tensor maps.
+        make_maps: Optional. Returns the encoded tensor maps for other addresses of the tensors at
+            `map_addresses`. None for a kernel without tensor maps.
+        map_addresses: addresses of queries, keys, values and the output, for which the tensor maps
+            were made. Empty if they are those of the call.
         pointers: addresses.
         options: option values: tensors, numbers and None.
         rest: all other arguments.
@@ -193,6 +201,7 @@ class LaunchNote:
     direct: DirectLaunch
     grid: tuple[int, int, int]
     make_maps: MakeMaps | None
+    map_addresses: tuple[int, ...]
     pointers: tuple[int, ...]
     options: tuple[Any, ...]
     rest: tuple[Any, ...]
@@ -292,6 +301,7 @@ class Launcher:
         tensors: Sequence[Any],
         maps: Sequence[Any] = (),
         make_maps: MakeMaps | None = None,
+        map_addresses: Sequence[int] = (),
     ) -> None:
         """Launch the kernel.
 
@@ -305,6 +315,8 @@ class Launcher:
                 the kernel has none, or the launcher is not ready.
             make_maps: Optional. Returns `maps` for other addresses, in calls that differ in nothing
                 else. A launch with maps and without this function is not repeated.
+            map_addresses: addresses of queries, keys, values and the output, for which `maps` were
+                made. Empty if they are those of the call.
         """
         union = 0
         for pointer in pointers:
@@ -332,7 +344,7 @@ class Launcher:
             elif notes is not None:
                 notes.append(
                     LaunchNote(
-                        direct, grid, make_maps, tuple(pointers),
+                        direct, grid, make_maps, tuple(map_addresses), tuple(pointers),
                         tuple(options), rest, is_grouped,
                     )
                 )  # fmt: skip

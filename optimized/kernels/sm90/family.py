@@ -289,9 +289,8 @@ class Sm90Plan:
         def make_maps(*addresses: int) -> list[Any]:
             return self.tensor_maps(addresses, extra_rows)
 
-        maps: list[Any] = []
-        if self.launcher.is_ready:
-            maps = make_maps(*(each.data_ptr() for each in tensors))
+        map_addresses = [each.data_ptr() for each in tensors]
+        maps = make_maps(*map_addresses) if self.launcher.is_ready else []
         self.launcher(
             grid,
             pointers,
@@ -304,6 +303,7 @@ class Sm90Plan:
             (*tensors, *others),
             maps,
             make_maps,
+            map_addresses,
         )
 
     def tensor_maps(

@@ -5,11 +5,11 @@ equal, and only addresses differ. Kernels, grids, sizes and the choice of a path
 equal. So the launches of one call are recorded, and later calls with the same exact signature fill
 in addresses and call the driver's launch directly.
 
-A call is recorded when its exact signature occurs for the second time. Recording demands that a
-call does nothing on the device but launches through `Launcher` and requests through
-`find_workspace`, and that each pointer is the address of a tensor of the call, of an option, or in
-the workspace. Other calls are not repeated. What an exact signature leaves out is checked at each
-call, and a call that differs is planned and launched as before:
+A call is recorded when its exact signature occurs for the first time with kernels that are
+compiled. Recording demands that a call does nothing on the device but launches through `Launcher`
+and requests through `find_workspace`, and that each pointer is the address of a tensor of the call,
+of an option, or in the workspace. Other calls are not repeated. What an exact signature leaves out
+is checked at each call, and a call that differs is planned and launched as before:
 
 - Every address is a multiple of 16, because the recorded kernels are specialized for that.
 - Tensors that share an address when the call was recorded share one again, since their pointers
@@ -31,16 +31,17 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from ....contract.attention_options import AttentionOptions
-from ..attention_call import Signature, sign_options
+from ....validation import values_checked
+from ..attention_call import AttentionCall, Signature, sign_options
 from ..launcher import (
-    DIRECT_LAUNCH,
     INTERPRETED,
+    RECORDING,
     LaunchNote,
     current_device,
     current_stream,
     is_profiled,
 )
+from ..plan_cache import SignatureCache
 from ..workspace import WorkspaceNote, find_on_stream
 
 MAX_MAPS = 128
@@ -49,13 +50,6 @@ MAX_MAPS = 128
 Step: TypeAlias = Callable[[int, list[int]], Any]
 """A launch or a request for workspace. It gets the stream and the addresses so far, which a request
 adds to. A request returns what it found."""
-
-
-class SeenCall:
-    """The value of an exact signature that has occurred once."""
-
-
-SEEN = SeenCall()
 
 
 class RepeatedCall:
@@ -85,21 +79,18 @@ class RepeatedCall:
 
     def launch(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        block_table: Tensor | None,
-        query_start_loc: Tensor,
-        lengths: Tensor,
+        call: AttentionCall,
         out: Tensor,
-        lse: Tensor | None,
-        options: AttentionOptions,
     ) -> bool:
-        """Launch a call with this exact signature.
+        """Launch a call with this exact signature, whose output is `out`.
 
         Returns:
             False if nothing was launched, because the addresses are not as recorded.
         """
+        (
+            query, key, value, block_table, query_start_loc, lengths, _, _, _, _, lse,
+            options,
+        ) = call  # fmt: skip
         q, k, v, o = query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr()
         table = 0 if block_table is None else block_table.data_ptr()
         starts, ends = query_start_loc.data_ptr(), lengths.data_ptr()
@@ -121,33 +112,60 @@ class RepeatedCall:
         return True
 
 
-def sign_exactly(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    block_table: Tensor | None,
-    query_start_loc: Tensor,
-    lengths: Tensor,
-    max_query_len: int,
-    max_key_len: int,
-    scale: float | None,
-    out: Tensor | None,
-    lse: Tensor | None,
-    options: AttentionOptions,
-) -> Signature | None:
+def repeat_or_record(
+    call: AttentionCall,
+    more: Signature,
+    known: "SignatureCache[RepeatedCall]",
+    anew: Callable[..., Tensor],
+    *arguments: Any,
+) -> Tensor:
+    """Launch a call, again if its exact signature is known, and return its output.
+
+    Args:
+        call: the call. Its `scale` and `out` may be None.
+        more: what else its launches follow from.
+        known: repeated calls by exact signature. A call that can be repeated is added.
+        anew: validates, plans and launches a call that is not known.
+        arguments: of `anew`, after the call.
+    """
+    signature = sign_exactly(call, more)
+    if signature is None:
+        return anew(call, *arguments)
+    repeated = known.get(signature)
+    if repeated is not None and not values_checked():
+        out = call.out
+        if out is None:
+            out = call.query.new_empty(repeated.out_shape)
+        if repeated.launch(call, out):
+            return out
+    RECORDING.notes = []
+    try:
+        result = anew(call, *arguments)
+        repeated = repeat(RECORDING.notes, call, result)
+    finally:
+        RECORDING.notes = None
+    if repeated is not None:
+        known.put(signature, repeated)
+    return result
+
+
+def sign_exactly(call: AttentionCall, more: Signature = ()) -> Signature | None:
     """Return everything that the launches of a call follow from, except addresses.
 
     Args:
-        query, key, value, block_table, query_start_loc, lengths, max_query_len, max_key_len,
-            scale, out, lse, options: as for `dispatch.attend`.
+        call: the call, as `repeat_or_record` receives it.
+        more: what else its launches follow from.
 
     Returns:
         a hashable tuple. None if the call is not repeated: in the interpreter, if an option is a
         tensor that belongs to this batch alone, and with numbers of other types.
     """
+    (
+        query, key, value, block_table, query_start_loc, lengths, max_query_len,
+        max_key_len, scale, out, lse, options,
+    ) = call  # fmt: skip
     if (
         INTERPRETED
-        or not DIRECT_LAUNCH
         or type(max_query_len) is not int
         or type(max_key_len) is not int
         or (scale is not None and type(scale) is not float)
@@ -156,42 +174,19 @@ def sign_exactly(
     of_options = sign_options(options)
     if of_options is None:
         return None
+    # without a call per tensor, which costs as much as what it returns
     return (
-        query.shape,
-        query.stride(),
-        query.dtype,
-        query.get_device(),
-        key.shape,
-        key.stride(),
-        key.dtype,
-        key.get_device(),
-        value.shape,
-        value.stride(),
-        value.dtype,
-        value.get_device(),
-        block_table
-        if block_table is None
-        else (
-            block_table.shape,
-            block_table.stride(),
-            block_table.dtype,
-            block_table.get_device(),
-        ),
-        query_start_loc.shape,
-        query_start_loc.stride(),
-        query_start_loc.dtype,
+        query.shape, query.stride(), query.dtype, query.get_device(),
+        key.shape, key.stride(), key.dtype, key.get_device(),
+        value.shape, value.stride(), value.dtype, value.get_device(),
+        None if block_table is None else sign_tensor(block_table),
+        query_start_loc.shape, query_start_loc.stride(), query_start_loc.dtype,
         query_start_loc.get_device(),
-        lengths.shape,
-        lengths.stride(),
-        lengths.dtype,
-        lengths.get_device(),
-        out if out is None else (out.shape, out.stride(), out.dtype, out.get_device()),
+        lengths.shape, lengths.stride(), lengths.dtype, lengths.get_device(),
+        None if out is None else sign_tensor(out),
         None if lse is None else sign_tensor(lse),
-        max_query_len,
-        max_key_len,
-        scale,
-        of_options,
-    )
+        max_query_len, max_key_len, scale, of_options, more,
+    )  # fmt: skip
 
 
 def sign_tensor(tensor: Tensor) -> tuple[Any, ...]:
@@ -200,23 +195,22 @@ def sign_tensor(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def repeat(
-    notes: Sequence[Any],
-    tensors: Sequence[Tensor | None],
-    options: AttentionOptions,
+    notes: Sequence[Any], call: AttentionCall, out: Tensor
 ) -> RepeatedCall | None:
     """Return a recorded call as a repeated one.
 
     Args:
         notes: what the call did, see `Recording`.
-        tensors: query, key, value, block_table, query_start_loc, lengths, out and lse.
-        options: the call's options.
+        call: the call.
+        out: its output.
 
     Returns:
         None if the call cannot be repeated.
     """
     launches = [each for each in notes if isinstance(each, LaunchNote)]
-    if None in notes or not launches:
+    if not launches or any(each is None for each in notes):
         return None
+    options, tensors = call.options, (*call[:6], out, call.lse)
     names = tuple(
         name for name in options.given if isinstance(getattr(options, name), Tensor)
     )
@@ -231,8 +225,6 @@ def repeat(
     steps = [sources.launch(each) for each in launches]
     if None in steps:
         return None
-    out = tensors[6]
-    assert out is not None
     return RepeatedCall(
         device=launches[0].direct.device,
         out_shape=out.shape,
@@ -323,28 +315,34 @@ class _Sources:
                 if not isinstance(option, Tensor):
                     of_options.append(first + len(constants))
                     constants.append(option)
-                elif id(option) in self._options:
-                    of_options.append(self._options[id(option)])
-                else:
+                    continue
+                # an option of the call, or numbers in the workspace
+                found = self._options.get(
+                    id(option), self._found.get(option.data_ptr())
+                )
+                if found is None:
                     return None
+                of_options.append(found)
             options, tail = _pick(of_options), note.rest
+        in_maps = [self._found.get(each) for each in note.map_addresses] or [0, 1, 2, 6]
+        if None in in_maps:
+            return None
+        places = _pick(in_maps)
         function, fixed, packs, _ = note.direct
         grid_x, grid_y, grid_z = note.grid
         make_maps, is_grouped = note.make_maps, note.is_grouped
-        known_maps: dict[tuple[int, int, int, int], Sequence[Any]] = {}
+        known_maps: dict[tuple[int, ...], Sequence[Any]] = {}
 
         def launch(stream: int, addresses: list[int]) -> None:
             values = (*addresses, *constants)
             maps: Sequence[Any] = ()
             if make_maps is not None:
-                q, k, v, _, _, _, out = addresses[:7]
-                place = (q, k, v, out)
-                found = known_maps.get(place)
-                if found is None:
+                place = places(values)
+                maps = known_maps.get(place, ())
+                if not maps:
                     if len(known_maps) >= MAX_MAPS:
                         known_maps.clear()
-                    found = known_maps[place] = make_maps(*place)
-                maps = found
+                    maps = known_maps[place] = make_maps(*place)
             arguments: tuple[Any, ...]
             if options is None:
                 if is_grouped:
@@ -371,8 +369,12 @@ def _pick(indexes: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]
 
 
 def _pointers_until_request(notes: Sequence[Any]) -> Iterator[int]:
-    """Yield the pointers of the launches before the next request for workspace."""
+    """Yield the addresses in the launches before the next request for workspace."""
     for each in notes:
         if isinstance(each, WorkspaceNote):
             return
         yield from each.pointers
+        yield from each.map_addresses
+        for option in each.options:
+            if isinstance(option, Tensor):
+                yield option.data_ptr()

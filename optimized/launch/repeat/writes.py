@@ -15,7 +15,6 @@ from torch import Tensor
 
 from ..attention_call import Signature
 from ..launcher import (
-    DIRECT_LAUNCH,
     INTERPRETED,
     DirectLaunch,
     current_device,
@@ -102,7 +101,7 @@ def sign_write(
     Returns:
         a hashable tuple. None in the interpreter, where writes are not repeated.
     """
-    if INTERPRETED or not DIRECT_LAUNCH:
+    if INTERPRETED:
         return None
     return (
         *sign_tensor(key),

@@ -7,8 +7,8 @@ bfloat16 cache 2,990, and with the portable kernel 6,365. 2,048 tokens on 32,768
 1,467 and 3,270. The outputs are those of the bfloat16 cache, bit for bit.
 """
 
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -62,7 +62,7 @@ class Fp8PrefillPlan:
 
     prefill: sm90.Sm90Plan
     upcast: Launcher
-    is_repeatable: bool = field(default=False, init=False)
+    is_repeatable: ClassVar[bool] = True
 
     def takes(self, call: AttentionCall) -> bool:
         """Return whether the kernels take what a signature leaves out: addresses and sizes."""

@@ -93,16 +93,16 @@ def watch_launches(twin: Any) -> Iterator[list[str]]:
         }
         return dataclasses.replace(plan, **parts)
 
-    launch_cascade = cascade.launch_cascade
+    cascades, launch_cascade = cascade.PLANS, cascade.launch_cascade
 
     def launch_watched(*arguments: Any) -> None:
         launch_cascade(*arguments)
         found.append("portable cascade")
 
     dispatch.PLANS, dispatch.make_plan = type(plans)(2), make_watched
-    cascade.launch_cascade = launch_watched
+    cascade.PLANS, cascade.launch_cascade = type(cascades)(2), launch_watched
     try:
         yield found
     finally:
         dispatch.PLANS, dispatch.make_plan = plans, make_plan
-        cascade.launch_cascade = launch_cascade
+        cascade.PLANS, cascade.launch_cascade = cascades, launch_cascade
