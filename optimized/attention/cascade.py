@@ -7,6 +7,8 @@ host does not wait, and a CUDA graph can capture the call. The prefix is read th
 block table. The entries of the other rows for it are never read, and are not validated to be equal.
 """
 
+from typing import Any
+
 import torch
 
 from ...bookkeeping.attention.cascade import (
@@ -63,12 +65,13 @@ def cascade_attention(
     if not common_prefix_len or not len(block_table):
         _check(call, common_prefix_len, values_checked())
         return paged_attention(
-            *call[:8], scale=scale, out=out, lse=lse, options=options
-        )
+            query, key_cache, value_cache, block_table, query_start_loc, seq_lens,
+            max_query_len, max_seq_len, scale=scale, out=out, lse=lse, options=options,
+        )  # fmt: skip
     return attend_cascade(call, common_prefix_len, _check)
 
 
 def _check(call: AttentionCall, common_prefix_len: int, contents: bool) -> None:
     """Raise if a call is wrong; validate contents too if `contents` is True."""
-    outputs = (call.out, call.lse, call.options)
-    check_cascade(*call[:8], common_prefix_len, *outputs, contents)
+    arguments: Any = (*call[:8], common_prefix_len, call.out, call.lse, call.options)
+    check_cascade(*arguments, contents)

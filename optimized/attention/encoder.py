@@ -4,6 +4,8 @@ The kernels of paged attention without a block table: key p of a request is p ro
 one.
 """
 
+from typing import Any
+
 import torch
 
 from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
@@ -53,5 +55,5 @@ def encoder_attention(
 
 def _check(call: AttentionCall, contents: bool) -> None:
     """Raise if a call is wrong; validate contents too if `contents` is True."""
-    outputs = (call.out, call.lse, call.options)
-    check_encoder_attention(*call[:3], *call[4:8], *outputs, contents=contents)
+    arguments: Any = (*call[:3], *call[4:8], call.out, call.lse, call.options)
+    check_encoder_attention(*arguments, contents=contents)

@@ -4,6 +4,8 @@ The kernels in `kernels/` follow the block table while they attend; nothing is g
 `launch/dispatch.py` chooses between decode, split-KV and prefill kernels.
 """
 
+from typing import Any
+
 import torch
 
 from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
@@ -56,5 +58,5 @@ def paged_attention(
 
 def _check(call: AttentionCall, contents: bool) -> None:
     """Raise if a call is wrong; validate contents too if `contents` is True."""
-    outputs = (call.out, call.lse, call.options)
-    check_paged_attention(*call[:8], *outputs, contents=contents)
+    arguments: Any = (*call[:8], call.out, call.lse, call.options)
+    check_paged_attention(*arguments, contents=contents)

@@ -24,9 +24,11 @@ from .attention_call import AttentionCall, sign, sizes_fit
 from .cost_model import Layer, choose_row_tile
 from .dispatch import check_supported
 from .launcher import Launcher, check_launch
+from .launches import Launches
+from .lowering import as_bits
 from .plan_cache import PlanCache
 from .portable import describe_layer
-from .prepare import Launches, as_bits, prepare
+from .prepare import prepare
 from .repeat.calls import repeat_or_record
 from .workspace import find_workspace
 

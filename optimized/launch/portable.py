@@ -18,7 +18,8 @@ from ..kernels.sm90.fp8_decode.family import is_aligned
 from .attention_call import AttentionCall
 from .cost_model import Layer
 from .launcher import Launcher
-from .prepare import MAX_WORKSPACE, Launches, prepare
+from .launches import Launches
+from .prepare import MAX_WORKSPACE, prepare
 from .workspace import find_workspace
 
 

@@ -1,11 +1,10 @@
-"""Launches of the portable kernels: tiles, constants and fixed arguments of a call's signature.
+"""Preparation: tiles, constants and fixed arguments of a call's signature.
 
 Calls have the same signature if their strides, dtypes and options are the same, whatever their
-sizes. For each signature it is determined once which kernels are launched, how large their tiles
-are, and how a batch is split. The tiles themselves are in tuning.py.
+sizes. What the portable kernels need for each signature is determined once. The tiles themselves
+are in tuning.py, and the launches of a batch in launches.py.
 """
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,260 +12,29 @@ from torch import Tensor
 
 from ...contract.attention_options import AttentionOptions
 from ...contract.kinds import FP8_DTYPES
-from ..kernels.append import append_kernel
-from ..kernels.arguments import Config, ShortDecode, StreamK, Strides, Tensors
-from ..kernels.decode import decode_kernel
+from ..kernels.arguments import Config, Strides
 from ..kernels.fp8 import has_native_fp8, scale_strides
-from ..kernels.options.score import OptionTensors, ScoreConstants, lower_scores
+from ..kernels.options.score import ScoreConstants, lower_scores
 from ..kernels.options.visible_range import MaskConstants, lower_masks
 from ..kernels.prefill import prefill_kernel
-from ..kernels.short_decode import short_decode_kernel
 from ..kernels.sm90.fp8_decode import family as sm90_fp8
 from ..kernels.split_kv import split_kv_kernel, split_rows_kernel
 from .launcher import INTERPRETED, Launcher, must_widen, next_power_of_2
+from .launches import Launches
+from .lowering import make_launcher
 from .tuning import (
-    PROGRAMS,
     Tiles,
     choose_row_tiles,
     choose_short_tiles,
     choose_tiles,
     count_processors,
-    max_short_keys,
 )
 
-REQS_PER_PASS = (8, 32, 64) if INTERPRETED else (32, 128, 1024)
-"""Requests whose tiles a decode program counts at once: for a small batch, the lanes of a warp."""
-MIN_SEGMENT = 32 if INTERPRETED else 512
-"""Keys of a stream-K segment, at least: shorter ones are not worth a combination."""
-BRIEF = 2048
-"""Keys of sequences that are so short that the size of the kernel's code matters."""
-COMBINED_AT_ONCE = 8192
-"""Numbers of partial results that a program holds while it combines them."""
 SPLIT_SIZE = 64 if INTERPRETED else 4096
 """Keys per split of batch-invariant rows. With 2,048 one decode over 131,072 keys takes 184 us
 instead of 168, and the other batches in docs/benchmark.md lose up to 4.5 %."""
 MAX_WORKSPACE = 1 << 26
 """Numbers of partial results, 256 MiB, for which a workspace is worth its memory."""
-
-
-@dataclass
-class Launches:
-    """The kernels of a call's signature, and how a batch is split for them.
-
-    Args:
-        fixed: arguments of all launches, by name.
-        config: constants of all launches; those of tiles are the prefill's.
-        decode_tiles, small_batch_tiles: tiles of decodes, and of decodes too few to fill the chip.
-        short_tiles: tiles of few decodes over short sequences.
-        row_tiles: tiles of split requests of any number of rows, fewest rows first.
-        decodes: launches of the decode kernel, made when they are first needed.
-        short_decodes: launches of the kernel for short decodes, as well.
-        appends: launches of the kernels for split requests of any number of rows, as well.
-        prefills: launches for all other requests: one program per query tile, and one per split
-            of its keys. The second one is launched only for batch-invariant rows.
-        group_size: query heads per kv head.
-        kv_heads, value_size: of the cache.
-        has_fp8_decode: whether the FP8 decode kernel of Hopper chips takes the place of the decode
-            kernel, for keys and values that begin at multiples of 16 bytes.
-        has_decode: whether the decode kernel is used: the rows of one token fit its tile, and rows
-            need not be batch-invariant.
-        short_rows: rows of a decode request, at most; 0 if the decode kernel is not used.
-        block_m: rows of a prefill tile.
-        split_size: keys per split of batch-invariant rows; 0 if rows are not split.
-        max_visible_keys: Optional. Keys that the rows of a decode request attend to, at most. If
-            None, the options do not limit them.
-        masks_all_tiles: whether a decode masks every KV tile.
-        full_reqs: fewer requests than that are a small batch, which does not fill the chip.
-        processors: multiprocessors of the chip.
-        upcasts_output: whether the output is written in float32 first.
-    """
-
-    fixed: dict[str, Any]
-    config: Config
-    decode_tiles: Tiles
-    small_batch_tiles: Tiles
-    short_tiles: Tiles
-    row_tiles: tuple[Tiles, ...]
-    prefills: tuple[Launcher, Launcher]
-    group_size: int
-    kv_heads: int
-    value_size: int
-    has_fp8_decode: bool
-    has_decode: bool
-    short_rows: int
-    block_m: int
-    split_size: int
-    max_visible_keys: int | None
-    masks_all_tiles: bool
-    full_reqs: int
-    processors: int
-    upcasts_output: bool
-    decodes: dict[
-        tuple[int, int, bool, bool, bool, bool], tuple[Launcher, int, int]
-    ] = field(default_factory=dict)
-    short_decodes: dict[int, Launcher] = field(default_factory=dict)
-    appends: dict[tuple[int, int, bool], tuple[Launcher, int, int]] = field(
-        default_factory=dict
-    )
-
-    def bound_keys(self, max_key_len: int, block_n: int) -> int:
-        """Return an upper bound of the keys in the KV tiles of a decode request.
-
-        Args:
-            max_key_len: of the call.
-            block_n: keys of a KV tile.
-        """
-        if self.max_visible_keys is None:
-            return max_key_len
-        # a window may begin anywhere within its first tile
-        return min(max_key_len, self.max_visible_keys + block_n)
-
-    def decode(
-        self,
-        num_reqs: int,
-        partial_rows: int,
-        max_query_len: int,
-        max_key_len: int,
-        is_aligned: bool = True,
-    ) -> tuple[Launcher, int, int]:
-        """Return the launch of the decode kernel, the keys of its tiles, and its most segments.
-
-        Args:
-            num_reqs, max_query_len, max_key_len: bounds of the batch.
-            partial_rows: rows of a request, at most.
-            is_aligned: whether keys and values begin at multiples of 16 bytes.
-        """
-        is_fp8_decode = self.has_fp8_decode and is_aligned
-        combine_rows = next_power_of_2(max(partial_rows, 1))
-        per_pass = _reqs_per_pass(num_reqs)
-        is_small_batch = num_reqs < self.full_reqs
-        # the code of a second loop costs short sequences more than the masks of one
-        masks_all_tiles = (
-            self.masks_all_tiles
-            or is_fp8_decode
-            or max_query_len > 1
-            or max_key_len <= BRIEF
-        )
-        has_many_reqs = num_reqs > per_pass
-        key = (
-            combine_rows, per_pass, has_many_reqs, is_small_batch, masks_all_tiles,
-            is_fp8_decode,
-        )  # fmt: skip
-        known = self.decodes.get(key)
-        if known is None:
-            kernel = decode_kernel
-            tiles = self.small_batch_tiles if is_small_batch else self.decode_tiles
-            programs = self.processors * (1 if is_small_batch else PROGRAMS)
-            if is_fp8_decode:
-                kernel, tiles = sm90_fp8.fp8_decode_kernel, sm90_fp8.TILES
-                programs = self.processors * PROGRAMS
-            numbers = combine_rows * self.config.BLOCK_DV
-            config = self.config._replace(
-                BLOCK_M=self.short_rows,
-                BLOCK_N=tiles.block_n,
-                PIN_FP8_V=True,
-                CLEAR_PADDING=True,
-                MASK_ALL_TILES=masks_all_tiles,
-            )
-            plan = StreamK(
-                MIN_TILES=max(1, MIN_SEGMENT // tiles.block_n),
-                QUERY_TILES=False,
-                REQS_PER_PASS=per_pass,
-                MANY_REQS=has_many_reqs,
-                COMBINE_ROWS=combine_rows,
-                COMBINE_SPLITS=max(1, min(16, COMBINED_AT_ONCE // numbers)),
-            )
-            launcher = _launcher(kernel, self.fixed, tiles, config=config, plan=plan)
-            known = (launcher, tiles.block_n, max(1, programs // self.kv_heads))
-            self.decodes[key] = known
-        return known
-
-    def is_short(self, num_reqs: int, max_key_len: int) -> bool:
-        """Return whether a batch has few requests over short sequences."""
-        block_n = self.short_tiles.block_n
-        limit = max_short_keys(num_reqs, self.kv_heads, block_n, self.processors)
-        return 0 < self.bound_keys(max_key_len, block_n) <= limit
-
-    def short_decode(self, partial_rows: int) -> tuple[Launcher, int]:
-        """Return the launch of the kernel for short decodes, and the keys of its tiles.
-
-        Args:
-            partial_rows: rows of a request, at most.
-        """
-        combine_rows = next_power_of_2(max(partial_rows, 1))
-        launcher = self.short_decodes.get(combine_rows)
-        if launcher is None:
-            tiles, numbers = self.short_tiles, combine_rows * self.config.BLOCK_DV
-            config = self.config._replace(
-                BLOCK_M=self.short_rows,
-                BLOCK_N=tiles.block_n,
-                PIN_FP8_V=True,
-                CLEAR_PADDING=True,
-                MASK_ALL_TILES=True,
-            )
-            plan = ShortDecode(
-                COMBINE_ROWS=combine_rows,
-                COMBINE_SPLITS=max(1, min(16, COMBINED_AT_ONCE // numbers)),
-            )
-            launcher = _launcher(
-                short_decode_kernel, self.fixed, tiles, config=config, plan=plan
-            )
-            self.short_decodes[combine_rows] = launcher
-        return launcher, self.short_tiles.block_n
-
-    def append(
-        self,
-        num_reqs: int,
-        block_m: int,
-        kernel: Any = append_kernel,
-        lower: Any = None,
-        tensors: Any = Tensors,
-    ) -> tuple[Launcher, int, int]:
-        """Return the launch of a kernel for split requests of any number of rows.
-
-        Args:
-            num_reqs: requests of the batch.
-            block_m: rows of a query tile, those of one of `row_tiles`.
-            kernel: `append_kernel`, or one with its constants.
-            lower: Optional. Converts the tensors of a launch to the kernel's. If None, those of a
-                call to paged attention.
-            tensors: NamedTuple in which the kernel takes its pointers.
-
-        Returns:
-            the launcher, the keys of a tile, and the most segments.
-        """
-        per_pass = _reqs_per_pass(num_reqs)
-        key = (block_m, per_pass, num_reqs > per_pass)
-        known = self.appends.get(key)
-        if known is None:
-            tiles = next(each for each in self.row_tiles if each.block_m == block_m)
-            rows = min(16, block_m)
-            config = self.config._replace(
-                BLOCK_M=block_m,
-                BLOCK_N=tiles.block_n,
-                PIN_FP8_V=block_m < 64,
-                CLEAR_PADDING=True,
-                # the products of few rows take less time than the keys, masked or not
-                MASK_ALL_TILES=self.masks_all_tiles or block_m < 64,
-            )
-            plan = StreamK(
-                MIN_TILES=max(1, MIN_SEGMENT // tiles.block_n),
-                QUERY_TILES=True,
-                REQS_PER_PASS=per_pass,
-                MANY_REQS=num_reqs > per_pass,
-                COMBINE_ROWS=rows,
-                COMBINE_SPLITS=max(
-                    1, min(16, COMBINED_AT_ONCE // (rows * config.BLOCK_DV))
-                ),
-            )
-            launcher = _launcher(
-                kernel, self.fixed, tiles, (lower or _lower_tensors, tensors),
-                config=config, plan=plan,
-            )  # fmt: skip
-            programs = self.processors * (PROGRAMS if tiles.num_warps <= 4 else 1)
-            known = (launcher, tiles.block_n, max(1, programs // self.kv_heads))
-            self.appends[key] = known
-        return known
 
 
 def prepare(
@@ -372,45 +140,16 @@ def _prefill_launchers(
 ) -> tuple[Launcher, Launcher]:
     """Return the launchers with one program per query tile, and per split of its keys."""
     if not options.batch_invariant:
-        alone = _launcher(prefill_kernel, fixed, tiles, config=config)
+        alone = make_launcher(prefill_kernel, fixed, tiles, config=config)
         return alone, alone
     size, rows = SPLIT_SIZE, min(16, tiles.block_m)
     return (
-        _launcher(split_rows_kernel, fixed, tiles, config=config, SPLIT_SIZE=size),
-        _launcher(
+        make_launcher(split_rows_kernel, fixed, tiles, config=config, SPLIT_SIZE=size),
+        make_launcher(
             split_kv_kernel, fixed, tiles, config=config, SPLIT_SIZE=size,
             COMBINE_ROWS=rows,
         ),
     )  # fmt: skip
-
-
-def _reqs_per_pass(num_reqs: int) -> int:
-    """Return how many requests a program counts at once."""
-    return next((n for n in REQS_PER_PASS if num_reqs <= n), REQS_PER_PASS[-1])
-
-
-def _launcher(
-    kernel: Any,
-    fixed: dict[str, Any],
-    tiles: Tiles,
-    inputs: tuple[Any, Any] | None = None,
-    **constants: Any,
-) -> Launcher:
-    """Return a launcher of a kernel.
-
-    Args:
-        inputs: Optional. What converts the tensors of a launch, and the NamedTuple in which the
-            kernel takes its pointers. If None, those of a call to paged attention.
-    """
-    lower, tensors = inputs or (_lower_tensors, Tensors)
-    return Launcher(
-        kernel,
-        lower,
-        fixed | constants,
-        tiles.num_warps,
-        tiles.num_stages,
-        groups=(tensors, OptionTensors),
-    )
 
 
 def _make_config(
@@ -491,45 +230,6 @@ def _strides(
         table_entry,
         *out.stride(),
     )
-
-
-def _lower_tensors(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    block_table: Tensor | None,
-    query_start_loc: Tensor,
-    lengths: Tensor,
-    out: Tensor,
-    lse: Tensor | None,
-    workspace: Tensor | None,
-    partials: int,
-    semaphores: Tensor | None,
-) -> Tensors:
-    """Return the tensors of a launch.
-
-    Args:
-        workspace: Optional. Log-sum-exps of all partial results, then their values.
-        partials: number of those log-sum-exps.
-    """
-    return Tensors(
-        q=query,
-        k=as_bits(key),
-        v=as_bits(value),
-        block_table=block_table,
-        query_start_loc=query_start_loc,
-        seq_lens=lengths,
-        out=as_bits(out),
-        lse=lse,
-        partial_out=None if workspace is None else workspace[partials:],
-        partial_lse=workspace,
-        semaphores=semaphores,
-    )
-
-
-def as_bits(tensor: Tensor) -> Tensor:
-    """Return FP8 numbers as bytes, which the kernels decode themselves."""
-    return tensor.view(torch.uint8) if tensor.dtype in FP8_DTYPES else tensor
 
 
 def _fp8_kind(dtype: torch.dtype) -> int:

@@ -20,7 +20,8 @@ from ..cache.cache_ops import reshape_and_cache
 from . import cascade, dispatch
 from .attention_call import AttentionCall, sign
 from .launcher import is_capturing
-from .prepare import BRIEF, REQS_PER_PASS, SPLIT_SIZE
+from .launches import BRIEF, REQS_PER_PASS
+from .prepare import SPLIT_SIZE
 from .tuning import max_short_keys
 
 

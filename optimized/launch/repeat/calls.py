@@ -324,10 +324,10 @@ class _Sources:
                     return None
                 of_options.append(found)
             options, tail = _pick(of_options), note.rest
-        in_maps = [self._found.get(each) for each in note.map_addresses] or [0, 1, 2, 6]
-        if None in in_maps:
+        if not self._found.keys() >= set(note.map_addresses):
             return None
-        places = _pick(in_maps)
+        in_maps = [self._found[each] for each in note.map_addresses]
+        places = _pick(in_maps or [0, 1, 2, 6])
         function, fixed, packs, _ = note.direct
         grid_x, grid_y, grid_z = note.grid
         make_maps, is_grouped = note.make_maps, note.is_grouped
