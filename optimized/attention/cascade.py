@@ -73,5 +73,11 @@ def cascade_attention(
 
 def _check(call: AttentionCall, common_prefix_len: int, contents: bool) -> None:
     """Raise if a call is wrong; validate contents too if `contents` is True."""
-    arguments: Any = (*call[:8], common_prefix_len, call.out, call.lse, call.options)
+    arguments: tuple[Any, ...] = (
+        *call[:8],
+        common_prefix_len,
+        call.out,
+        call.lse,
+        call.options,
+    )
     check_cascade(*arguments, contents)

@@ -55,5 +55,11 @@ def encoder_attention(
 
 def _check(call: AttentionCall, contents: bool) -> None:
     """Raise if a call is wrong; validate contents too if `contents` is True."""
-    arguments: Any = (*call[:3], *call[4:8], call.out, call.lse, call.options)
+    arguments: tuple[Any, ...] = (
+        *call[:3],
+        *call[4:8],
+        call.out,
+        call.lse,
+        call.options,
+    )
     check_encoder_attention(*arguments, contents=contents)

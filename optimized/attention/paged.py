@@ -58,5 +58,5 @@ def paged_attention(
 
 def _check(call: AttentionCall, contents: bool) -> None:
     """Raise if a call is wrong; validate contents too if `contents` is True."""
-    arguments: Any = (*call[:8], call.out, call.lse, call.options)
+    arguments: tuple[Any, ...] = (*call[:8], call.out, call.lse, call.options)
     check_paged_attention(*arguments, contents=contents)
