@@ -7,8 +7,6 @@ host does not wait, and a CUDA graph can capture the call. The prefix is read th
 block table. The entries of the other rows for it are never read, and are not validated to be equal.
 """
 
-from typing import Any
-
 import torch
 
 from ...bookkeeping.attention.cascade import (
@@ -73,11 +71,12 @@ def cascade_attention(
 
 def _check(call: AttentionCall, common_prefix_len: int, contents: bool) -> None:
     """Raise if a call is wrong; validate contents too if `contents` is True."""
-    arguments: tuple[Any, ...] = (
-        *call[:8],
-        common_prefix_len,
-        call.out,
-        call.lse,
-        call.options,
-    )
-    check_cascade(*arguments, contents)
+    (
+        query, key, value, block_table, starts, lengths, max_query_len, max_key_len, _,
+        out, lse, options,
+    ) = call  # fmt: skip
+    assert block_table is not None
+    check_cascade(
+        query, key, value, block_table, starts, lengths, max_query_len, max_key_len,
+        common_prefix_len, out, lse, options, contents,
+    )  # fmt: skip

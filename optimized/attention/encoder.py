@@ -4,8 +4,6 @@ The kernels of paged attention without a block table: key p of a request is p ro
 one.
 """
 
-from typing import Any
-
 import torch
 
 from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
@@ -55,11 +53,11 @@ def encoder_attention(
 
 def _check(call: AttentionCall, contents: bool) -> None:
     """Raise if a call is wrong; validate contents too if `contents` is True."""
-    arguments: tuple[Any, ...] = (
-        *call[:3],
-        *call[4:8],
-        call.out,
-        call.lse,
-        call.options,
-    )
-    check_encoder_attention(*arguments, contents=contents)
+    (
+        query, key, value, _, starts, lengths, max_query_len, max_key_len, _,
+        out, lse, options,
+    ) = call  # fmt: skip
+    check_encoder_attention(
+        query, key, value, starts, lengths, max_query_len, max_key_len, out, lse,
+        options, contents=contents,
+    )  # fmt: skip

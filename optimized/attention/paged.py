@@ -4,8 +4,6 @@ The kernels in `kernels/` follow the block table while they attend; nothing is g
 `launch/dispatch.py` chooses between decode, split-KV and prefill kernels.
 """
 
-from typing import Any
-
 import torch
 
 from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
@@ -58,5 +56,12 @@ def paged_attention(
 
 def _check(call: AttentionCall, contents: bool) -> None:
     """Raise if a call is wrong; validate contents too if `contents` is True."""
-    arguments: tuple[Any, ...] = (*call[:8], call.out, call.lse, call.options)
-    check_paged_attention(*arguments, contents=contents)
+    (
+        query, key, value, block_table, starts, lengths, max_query_len, max_key_len, _,
+        out, lse, options,
+    ) = call  # fmt: skip
+    assert block_table is not None
+    check_paged_attention(
+        query, key, value, block_table, starts, lengths, max_query_len, max_key_len,
+        out, lse, options, contents=contents,
+    )  # fmt: skip
