@@ -1,6 +1,9 @@
 """Repeated calls: what is equal is recorded, what differs is checked at each call."""
 
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
@@ -360,6 +363,67 @@ def test_the_second_call_is_repeated_and_validation_of_contents_is_not_skipped(
     with pytest.raises(IndexError, match="wrong"):
         attend()
     assert RECORDING.notes is None
+
+
+def test_on_one_stream_no_launch_of_another_thread_is_between_two_of_a_call(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second launch of a call reads what the first one wrote to the stream's workspace."""
+    order: list[int] = []
+
+    def launch_slowly(*arguments: Any) -> None:
+        order.append(threading.get_ident())
+        time.sleep(0.002)
+
+    monkeypatch.setattr(machine, "launch", launch_slowly)
+    tensors = make_tensors()
+    repeated = record(machine, tensors, PLAIN)
+    assert repeated is not None
+    both = threading.Barrier(2, timeout=20)
+
+    def run() -> None:
+        both.wait()
+        for _ in range(5):
+            assert launch(repeated, tensors, PLAIN)
+
+    with ThreadPoolExecutor(2) as threads:
+        for each in [threads.submit(run) for _ in range(2)]:
+            each.result()
+    assert len(set(order)) == 2 and order[::2] == order[1::2]
+
+
+def test_a_thread_records_its_own_launches_alone(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the notes of another thread a repeated call would launch its kernels too."""
+    both = threading.Barrier(2, timeout=20)
+
+    def attend_anew(call: AttentionCall, check: Any) -> Tensor:
+        assert RECORDING.notes is not None
+        both.wait()
+        direct = DirectLaunch(machine.launch, (call.max_query_len,), True, 0)
+        at = call.query.data_ptr()
+        RECORDING.notes.append(
+            LaunchNote(direct, (1, 1, 1), None, (), (at,), (), (), True)
+        )
+        both.wait()
+        result: Tensor = call.out
+        return result
+
+    monkeypatch.setattr(dispatch, "PLANS", PlanCache(8))
+    monkeypatch.setattr(dispatch, "attend_anew", attend_anew)
+    calls = [make_call(make_tensors(), PLAIN, max_query_len=size) for size in (3, 5)]
+
+    def attend(call: AttentionCall) -> Tensor:
+        return dispatch.attend(call, lambda call, contents: None)
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(attend, calls))
+    for call in calls:
+        machine.launched.clear()
+        attend(call)
+        expected = (1, 1, 1, 5, call.max_query_len, ((call.query.data_ptr(),), ()))
+        assert machine.launched == [expected]
 
 
 def test_tensor_maps_and_options_in_the_workspace_follow_it(machine: Machine) -> None:

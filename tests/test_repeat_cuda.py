@@ -194,8 +194,12 @@ def test_a_captured_repeated_call_is_bitwise_equal_in_each_replay(
             assert torch.equal(one, other)
 
 
-def test_threads_repeat_calls_on_streams_of_their_own() -> None:
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_threads_repeat_calls_on_streams_of_their_own_or_on_one(
+    is_shared: bool,
+) -> None:
     """A workspace, a recording or a tensor map of another thread would change the results."""
+    shared = torch.cuda.Stream() if is_shared else None
     names = [name for name in CASES if not name.startswith("write")]
     calls = {name: [CASES[name](10 + each) for each in range(4)] for name in names}
     expected = {
@@ -206,7 +210,7 @@ def test_threads_repeat_calls_on_streams_of_their_own() -> None:
 
     def run(thread: int) -> None:
         try:
-            with torch.cuda.stream(torch.cuda.Stream()):
+            with torch.cuda.stream(shared or torch.cuda.Stream()):
                 for _ in range(6):
                     for name in names:
                         results = [

@@ -9,6 +9,10 @@ tensors are allocated on the stream that uses them. Torch's caching allocator gi
 only to later work of the same stream. So a workspace may be dropped while kernels still use it,
 from any thread, without waiting for the device.
 
+**Threads.** Several threads may launch on one stream. A call that makes several launches holds the
+stream's lock meanwhile (`launch_lock`). Otherwise another call could write to the workspace between
+two of its launches.
+
 **CUDA graphs.** A captured launch keeps the addresses of its workspace until the graph is
 destroyed, and a graph may be replayed on any stream, beside other graphs. Partial results are
 allocated during the capture, so they belong to the graph's memory pool. Counters have to be 0
@@ -109,6 +113,22 @@ _arenas: dict[int, Arena] = {}
 _captures: dict[tuple[int, int], tuple[int, Tensor]] = {}
 """By device and stream: the newest capture and its counters."""
 _lock = threading.Lock()
+_launch_locks: dict[tuple[int, int], threading.Lock] = {}
+"""By device and stream. They are kept: torch has a fixed number of streams."""
+
+
+def launch_lock(index: int, stream: int) -> threading.Lock:
+    """Return the lock that a call holds while it makes its launches on a stream.
+
+    Args:
+        index: index of the device.
+        stream: raw handle of the stream.
+    """
+    found = _launch_locks.get((index, stream))
+    if found is None:
+        # one operation, so that two threads get the same lock
+        found = _launch_locks.setdefault((index, stream), threading.Lock())
+    return found
 
 
 def find_workspace(

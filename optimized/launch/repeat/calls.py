@@ -20,7 +20,9 @@ Tensor maps depend on addresses. They come from the launch plan, which keeps the
 call keeps those of the combinations of addresses that it has seen.
 
 A repeated call holds sizes, kernels and tensor maps, no tensors. Several threads may launch one:
-nothing in it changes but the dictionary of tensor maps, of which each operation is atomic.
+nothing in it changes but the dictionary of tensor maps, of which each operation is atomic. On one
+stream a thread waits until another one has made all launches of its call, because they share the
+stream's workspace.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -42,7 +44,7 @@ from ..launcher import (
     is_profiled,
 )
 from ..plan_cache import SignatureCache
-from ..workspace import WorkspaceNote, find_on_stream
+from ..workspace import WorkspaceNote, find_on_stream, launch_lock
 
 MAX_MAPS = 128
 """Combinations of addresses whose tensor maps a launch keeps: one per layer, or a few."""
@@ -107,8 +109,9 @@ class RepeatedCall:
             if addresses[one] != addresses[other]:
                 return False
         stream = current_stream(self.device)
-        # workspace is referenced until the launches are made
-        _kept = [step(stream, addresses) for step in self._steps]
+        with launch_lock(self.device, stream):
+            # workspace is referenced until the launches are made
+            _kept = [step(stream, addresses) for step in self._steps]
         return True
 
 
@@ -130,7 +133,7 @@ def repeat_or_record(
     """
     signature = sign_exactly(call, more)
     if signature is None:
-        return anew(call, *arguments)
+        return _launch_alone(call, anew, *arguments)
     repeated = known.get(signature)
     if repeated is not None and not values_checked():
         out = call.out
@@ -140,13 +143,24 @@ def repeat_or_record(
             return out
     RECORDING.notes = []
     try:
-        result = anew(call, *arguments)
+        result = _launch_alone(call, anew, *arguments)
         repeated = repeat(RECORDING.notes, call, result)
     finally:
         RECORDING.notes = None
     if repeated is not None:
         known.put(signature, repeated)
     return result
+
+
+def _launch_alone(
+    call: AttentionCall, anew: Callable[..., Tensor], *arguments: Any
+) -> Tensor:
+    """Plan and launch a call while no other thread launches on its stream."""
+    if INTERPRETED or call.query.get_device() < 0:
+        return anew(call, *arguments)
+    device = current_device()
+    with launch_lock(device, current_stream(device)):
+        return anew(call, *arguments)
 
 
 def sign_exactly(call: AttentionCall, more: Signature = ()) -> Signature | None:
