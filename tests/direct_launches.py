@@ -191,7 +191,7 @@ def main(folder: Path) -> None:
     driver = pretend(folder)
     import pagetwin.optimized as twin
     from pagetwin.optimized.launch import cascade, dispatch, launcher, workspace
-    from pagetwin.optimized.launch.repeat import calls, writes
+    from pagetwin.optimized.launch.repeat import repeated_call, writes
 
     def allocate(device: Any, counters: int, numbers: int) -> tuple[Tensor, Tensor]:
         return torch.zeros(counters, dtype=torch.int32), torch.empty(numbers)
@@ -211,7 +211,7 @@ def main(folder: Path) -> None:
             return before(*args, **named)
 
         setattr(module, name, noted)
-    modules: tuple[Any, ...] = (launcher, calls, writes)
+    modules: tuple[Any, ...] = (launcher, repeated_call, writes)
     own_is_profiled = launcher.is_profiled
 
     def run(call: Callable[[], Any], by_triton: bool = False) -> tuple[bytes, bool]:

@@ -14,13 +14,10 @@ from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.optimized.launch import dispatch, workspace
 from pagetwin.optimized.launch.attention_call import AttentionCall
 from pagetwin.optimized.launch.launcher import RECORDING, DirectLaunch, LaunchNote
-from pagetwin.optimized.launch.plan_cache import PlanCache
-from pagetwin.optimized.launch.repeat import calls as repeat
+from pagetwin.optimized.launch.plan_cache import PlanCache, SignatureCache
+from pagetwin.optimized.launch.repeat import calls, recording, repeated_call, signatures
 from pagetwin.optimized.launch.repeat import writes as repeated_write
-from pagetwin.optimized.launch.repeat.calls import (
-    RepeatedCall,
-    sign_exactly,
-)
+from pagetwin.optimized.launch.repeat.repeated_call import RepeatedCall
 from pagetwin.optimized.launch.repeat.writes import RepeatedWrite
 from pagetwin.optimized.launch.workspace import WorkspaceNote
 from torch import Tensor
@@ -54,7 +51,8 @@ class Machine:
 
     def find(self, device: Any, index: int, stream: int, *sizes: int) -> Any:
         assert (device, index, stream) == (GPU, 0, self.stream)
-        return self.counters, self.numbers
+        kept = self.counters, self.numbers
+        return kept, (kept[0].data_ptr(), kept[1].data_ptr())
 
     def launch(self, *arguments: Any) -> None:
         self.launched.append(arguments)
@@ -67,11 +65,11 @@ def make_maps(*addresses: int) -> tuple[Any, ...]:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     made = Machine()
-    monkeypatch.setattr(repeat, "INTERPRETED", False)
-    monkeypatch.setattr(repeat, "current_device", lambda: made.device)
-    monkeypatch.setattr(repeat, "current_stream", lambda index: made.stream)
-    monkeypatch.setattr(repeat, "is_profiled", lambda: made.profiled)
-    monkeypatch.setattr(repeat, "find_on_stream", made.find)
+    monkeypatch.setattr(signatures, "INTERPRETED", False)
+    monkeypatch.setattr(repeated_call, "current_device", lambda: made.device)
+    monkeypatch.setattr(repeated_call, "current_stream", lambda index: made.stream)
+    monkeypatch.setattr(repeated_call, "is_profiled", lambda: made.profiled)
+    monkeypatch.setattr(recording, "find_addresses", made.find)
     yield made
 
 
@@ -116,7 +114,7 @@ def record(
             (options.sinks, 0.25), (7,), False,
         ),
     ]  # fmt: skip
-    return repeat.repeat(notes, make_call(tensors, options), tensors["out"])
+    return recording.repeat(notes, make_call(tensors, options), tensors["out"])
 
 
 def make_call(
@@ -200,7 +198,7 @@ def test_tensor_maps_are_made_once_per_combination_of_addresses_and_not_all_are_
     monkeypatch.setitem(
         globals(), "make_maps", lambda *four: made.append(four) or ("maps", *four)
     )
-    monkeypatch.setattr(repeat, "MAX_MAPS", 2)
+    monkeypatch.setattr(recording, "MAX_MAPS", 2)
     calls = [make_tensors() for _ in range(3)]
     repeated = record(machine, calls[0], PLAIN)
     assert repeated is not None
@@ -264,7 +262,7 @@ def test_a_call_with_a_pointer_of_unknown_origin_is_not_repeated(
         return LaunchNote(direct, (1, 1, 1), None, (), (pointer,), (option,), (), True)
 
     def repeated(*notes: Any) -> Any:
-        return repeat.repeat(notes, make_call(tensors, PLAIN), tensors["out"])
+        return recording.repeat(notes, make_call(tensors, PLAIN), tensors["out"])
 
     at = tensors["query"].data_ptr()
     assert repeated(note(at)) is not None
@@ -280,8 +278,11 @@ def test_a_call_with_a_pointer_of_unknown_origin_is_not_repeated(
 
 
 def sign(tensors: dict[str, Any], **changes: Any) -> Any:
-    given = {"options": PLAIN} | changes
-    return sign_exactly(make_call(tensors, given.pop("options"), **given))
+    given = {"options": PLAIN, "more": ()} | changes
+    more = given.pop("more")
+    call = make_call(tensors, given.pop("options"), **given)
+    numbers = signatures.sign_numbers(call, more)
+    return None if numbers is None else signatures.sign_exactly(call, numbers)
 
 
 def test_an_exact_signature_leaves_out_addresses_alone(machine: Machine) -> None:
@@ -304,9 +305,56 @@ def test_an_exact_signature_leaves_out_addresses_alone(machine: Machine) -> None
         changed.append({"options": AttentionOptions(causal=True, sinks=sinks)})
     found = [sign(tensors), *(sign(tensors, **each) for each in changed)]
     found += [sign(tensors | each) for each in others]
-    found.append(sign_exactly(make_call(tensors, PLAIN), (16,)))
+    found.append(sign(tensors, more=(16,)))
     assert None not in found
     assert len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_guard_rejects_a_tensor_with_other_sizes_strides_dtype_or_device(
+    name: str, machine: Machine
+) -> None:
+    """It has to reject all that an exact signature tells apart."""
+    tensors = make_tensors()
+    repeated = record(machine, tensors, PLAIN)
+    assert repeated is not None
+    guarded = signatures.guard(make_call(tensors, PLAIN), repeated)
+    assert guarded is not None and guarded.repeated is repeated
+
+    def fits(**changes: Any) -> bool:
+        chosen = guarded.choose(make_call(make_tensors() | changes, PLAIN))
+        return guarded.fits(*chosen)
+
+    whole = tensors[name]
+    wide = torch.zeros(*whole.shape[:-1], 2 * whole.shape[-1], dtype=whole.dtype)
+    assert fits() and fits(**{name: torch.empty_like(whole)})
+    for other in (
+        whole[1:],
+        wide[..., ::2],
+        whole.double(),
+        whole[None],
+        torch.empty_like(whole, device="meta"),
+    ):
+        assert not fits(**{name: other})
+
+
+def test_calls_are_repeated_without_the_comparison_of_torch(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A version of torch may not have it, or construct it in another way."""
+    repeated = record(machine, make_tensors(), PLAIN)
+    assert repeated is not None
+    for other in (None, lambda *tensors: None):
+        monkeypatch.setattr(signatures, "TensorGuards", other)
+        assert signatures.guard(make_call(make_tensors(), PLAIN), repeated) is None
+        known: SignatureCache[Any] = SignatureCache(8)
+        call = make_call(make_tensors(), PLAIN)
+        numbers = signatures.sign_numbers(call)
+        assert numbers is not None
+        known.put(signatures.sign_exactly(call, numbers), repeated)
+        for _ in range(2):
+            calls.repeat_or_record(call, (), known, lambda call: pytest.fail("planned"))
+    assert len(machine.launched) == 8
 
 
 def test_calls_with_numbers_of_other_types_are_not_repeated(machine: Machine) -> None:
@@ -439,7 +487,7 @@ def test_tensor_maps_and_options_in_the_workspace_follow_it(machine: Machine) ->
         LaunchNote(direct, (1, 1, 1), make_maps, of_maps, (q,), (scale,), (), False),
     ]
     call = make_call(tensors, PLAIN)
-    repeated = repeat.repeat(notes, call, tensors["out"])
+    repeated = recording.repeat(notes, call, tensors["out"])
     assert repeated is not None
     machine.numbers = torch.zeros(4096)
     at = machine.numbers.data_ptr()
@@ -458,7 +506,7 @@ def test_tensor_maps_and_options_in_the_workspace_follow_it(machine: Machine) ->
         (),
         False,
     )
-    assert repeat.repeat(notes, call, tensors["out"]) is None
+    assert recording.repeat(notes, call, tensors["out"]) is None
 
 
 def test_requests_for_workspace_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:

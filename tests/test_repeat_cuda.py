@@ -153,7 +153,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def through_triton(call: Call) -> list[Tensor]:
     """Return copies of a call's results, launched as if a profiler had hooks."""
     with pytest.MonkeyPatch.context() as patched:
-        for name in ("launcher", "repeat.calls", "repeat.writes"):
+        for name in ("launcher", "repeat.repeated_call", "repeat.writes"):
             module = import_module(f"pagetwin.optimized.launch.{name}")
             patched.setattr(module, "is_profiled", lambda: True)
         return [each.clone() for each in call()]

@@ -30,9 +30,11 @@ streams are kept. So a stream that no longer exists costs memory only until othe
 
 import threading
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack as count_modes
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .capture import find_capture_id
@@ -44,9 +46,10 @@ NUM_COUNTERS = 1 << 12
 """Counters that a stream keeps, 16 KiB. A launch needs one per program and kv head at most."""
 MIN_KEPT_NUMBERS = 1 << 20
 """Numbers that a stream keeps at first, 4 MiB."""
-MAX_KEPT_NUMBERS = 1 << 23
-"""Numbers that a stream keeps at most, 32 MiB. Decodes of an H200 with heads of 128 need 4.4 MiB
-(16 rows) to 17.5 MiB (64 rows); splits of batch-invariant rows may need 256 MiB."""
+MAX_KEPT_NUMBERS = 9 << 20
+"""Numbers that a stream keeps at most, 36 MiB. Decodes of an H200 with heads of 128 need 4.4 MiB
+(16 rows) to 17.5 MiB (64 rows), latent decodes up to 33.1 MiB; splits of batch-invariant rows may
+need 256 MiB."""
 MAX_STREAMS = 8
 """Streams whose workspaces are kept."""
 ARENA_COUNTERS = 1 << 18
@@ -60,10 +63,20 @@ class StreamWorkspace:
     Args:
         counters: [NUM_COUNTERS] int32, all 0 between launches.
         numbers: float32 of any content.
+
+    Attributes:
+        num_counters, num_numbers: their sizes.
+        addresses: of both. To ask a tensor for its size and address costs as much as a launch's
+            other arguments.
     """
 
     counters: Tensor
     numbers: Tensor
+
+    def __post_init__(self) -> None:
+        """Compute the attributes."""
+        self.num_counters, self.num_numbers = len(self.counters), len(self.numbers)
+        self.addresses = self.counters.data_ptr(), self.numbers.data_ptr()
 
 
 @dataclass(frozen=True)
@@ -107,6 +120,8 @@ class Arena:
         return len(self._free)
 
 
+_NO_COUNTERS = torch.empty(0, dtype=torch.int32)
+"""In place of counters that were not requested."""
 _streams: dict[tuple[int, int], StreamWorkspace] = {}
 """By device and stream, the one that was created first at the front."""
 _arenas: dict[int, Arena] = {}
@@ -172,13 +187,30 @@ def find_on_stream(
     if is_capturing():
         return _find_captured(device, index, stream, counters, numbers)
     kept = _streams.get((index, stream))
-    if (
-        kept is None
-        or kept.numbers.shape[0] < numbers
-        or kept.counters.shape[0] < counters
-    ):
+    if kept is None or kept.num_numbers < numbers or kept.num_counters < counters:
         return _grow(device, index, stream, counters, numbers)
     return kept.counters, kept.numbers
+
+
+def find_addresses(
+    device: torch.device, index: int, stream: int, counters: int, numbers: int
+) -> tuple[Any, tuple[int, int]]:
+    """Return what keeps a launch's workspace allocated, and the addresses of both tensors.
+
+    Args:
+        device, index, stream, counters, numbers: as in `find_on_stream`.
+    """
+    kept = _streams.get((index, stream))
+    if (
+        kept is None
+        or kept.num_numbers < numbers
+        or kept.num_counters < counters
+        or is_capturing()
+    ):
+        found = find_on_stream(device, index, stream, counters, numbers)
+        return found, (found[0].data_ptr(), found[1].data_ptr())
+    # the tensors, because the workspace may be replaced by larger ones
+    return (kept.counters, kept.numbers), kept.addresses
 
 
 def release_workspace() -> None:
@@ -203,12 +235,16 @@ def _allocate(
     device: torch.device, counters: int, numbers: int
 ) -> tuple[Tensor, Tensor]:
     """Return new tensors on the current stream: zeros, and numbers of any content."""
-    # a call that is traced with fake tensors must not leave fake tensors in the cache
-    with _disable_current_modes():
-        return (
-            torch.zeros(counters, dtype=torch.int32, device=device),
-            torch.empty(numbers, dtype=torch.float32, device=device),
-        )
+    if count_modes():
+        # a call that is traced with fake tensors must not leave fake tensors in the cache
+        with _disable_current_modes():
+            return _allocate(device, counters, numbers)
+    return (
+        torch.zeros(counters, dtype=torch.int32, device=device)
+        if counters
+        else _NO_COUNTERS,
+        torch.empty(numbers, dtype=torch.float32, device=device),
+    )
 
 
 def _grow(
@@ -227,8 +263,10 @@ def _grow(
                 del _streams[next(iter(_streams))]
             kept = StreamWorkspace(*_allocate(device, NUM_COUNTERS, MIN_KEPT_NUMBERS))
             _streams[index, stream] = kept
-        if kept.numbers.shape[0] < numbers <= MAX_KEPT_NUMBERS:
-            kept.numbers = _allocate(device, 0, next_power_of_2(numbers))[1]
+        if kept.num_numbers < numbers <= MAX_KEPT_NUMBERS:
+            size = min(next_power_of_2(numbers), MAX_KEPT_NUMBERS)
+            larger = _allocate(device, 0, size)[1]
+            kept = _streams[index, stream] = StreamWorkspace(kept.counters, larger)
         found = kept.counters, kept.numbers
     # what is too large to be kept returns to torch's allocator after the launch
     if counters > NUM_COUNTERS:

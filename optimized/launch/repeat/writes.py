@@ -23,7 +23,7 @@ from ..launcher import (
     is_profiled,
 )
 from ..plan_cache import SignatureCache
-from .calls import sign_tensor
+from .signatures import sign_tensor
 
 Scale: TypeAlias = Tensor | float | None
 

@@ -1,0 +1,203 @@
+"""Recording: where the pointers of a call's launches come from, so that they can be made again."""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations
+from operator import itemgetter
+from typing import Any
+
+from torch import Tensor
+
+from ..attention_call import AttentionCall
+from ..launcher import LaunchNote
+from ..workspace import WorkspaceNote, find_addresses
+from .repeated_call import RepeatedCall, Step
+
+MAX_MAPS = 128
+"""Combinations of addresses whose tensor maps a launch keeps: one per layer, or a few."""
+
+
+def repeat(
+    notes: Sequence[Any], call: AttentionCall, out: Tensor
+) -> RepeatedCall | None:
+    """Return a recorded call as a repeated one.
+
+    Args:
+        notes: what the call did, see `Recording`.
+        call: the call.
+        out: its output.
+
+    Returns:
+        None if the call cannot be repeated.
+    """
+    launches = [each for each in notes if isinstance(each, LaunchNote)]
+    if not launches or any(each is None for each in notes):
+        return None
+    options, tensors = call.options, (*call[:6], out, call.lse)
+    names = tuple(
+        name for name in options.given if isinstance(getattr(options, name), Tensor)
+    )
+    everything = (*tensors, *(getattr(options, name) for name in names))
+    addresses = [0 if each is None else each.data_ptr() for each in everything]
+    if any(each & 15 for each in addresses):
+        return None
+    sources = _Sources(addresses, [getattr(options, name) for name in names])
+    for index, note in enumerate(notes):
+        if isinstance(note, WorkspaceNote):
+            sources.add_workspace(note, notes[index + 1 :])
+    steps = [sources.launch(each) for each in launches]
+    if None in steps:
+        return None
+    return RepeatedCall(
+        device=launches[0].direct.device,
+        out_shape=out.shape,
+        option_names=names,
+        equal=tuple(
+            (one, other)
+            for one, other in combinations(range(len(addresses)), 2)
+            if addresses[one] == addresses[other] != 0
+        ),
+        steps=tuple(each for each in (sources.request(), *steps) if each is not None),
+    )
+
+
+class _Sources:
+    """Where the pointers of launches come from: indexes into the addresses of a repeated call.
+
+    Args:
+        addresses: of the tensors and the options of the recorded call.
+        options: its options that are tensors; their addresses are the last ones.
+    """
+
+    def __init__(self, addresses: list[int], options: list[Tensor]) -> None:
+        self._found = {each: index for index, each in enumerate(addresses) if each}
+        self._given = set(self._found)
+        self._num_given = len(addresses)
+        self._origins: list[tuple[int, int]] = []
+        self._place: Any = None
+        self._sizes = (0, 0)
+        first = len(addresses) - len(options)
+        self._options = {id(each): first + at for at, each in enumerate(options)}
+
+    def add_workspace(self, note: WorkspaceNote, later: Sequence[Any]) -> None:
+        """Add the addresses of a workspace that are used.
+
+        All requests of a call become one, the largest: launches of one stream run in order.
+
+        Args:
+            note: the request for the workspace.
+            later: what the call did afterwards. Launches use the latest workspace.
+        """
+        tensors = note.counters, note.numbers
+        sizes = note.num_counters, note.num_numbers
+        used = set(_pointers_until_request(later)) - self._given - {0}
+        for which, (tensor, size) in enumerate(zip(tensors, sizes, strict=True)):
+            begin = tensor.data_ptr()
+            end = begin + max(4 * size, 1)
+            for each in sorted(each for each in used if begin <= each < end):
+                origin = (which, each - begin)
+                if origin not in self._origins:
+                    self._origins.append(origin)
+                self._found[each] = self._num_given + self._origins.index(origin)
+        self._place = (note.device, note.index)
+        self._sizes = (max(self._sizes[0], sizes[0]), max(self._sizes[1], sizes[1]))
+
+    def request(self) -> Step | None:
+        """Return the request for workspace, or None if the call uses none."""
+        if not self._origins:
+            return None
+        origins, (device, index) = tuple(self._origins), self._place
+        num_counters, num_numbers = self._sizes
+
+        def request(stream: int, addresses: list[int]) -> Any:
+            kept, begins = find_addresses(
+                device, index, stream, num_counters, num_numbers
+            )
+            for which, offset in origins:
+                addresses.append(begins[which] + offset)
+            return kept
+
+        return request
+
+    def launch(self, note: LaunchNote) -> Step | None:
+        """Return a launch again, or None if the origin of one of its pointers is not known."""
+        # after all addresses: 0, for absent tensors, and options that are not tensors
+        constants: list[Any] = [0]
+        first = self._num_given + len(self._origins)
+        indexes: list[int] = []
+        for pointer in note.pointers:
+            if pointer and pointer not in self._found:
+                return None
+            indexes.append(self._found[pointer] if pointer else first)
+        pick, tail = _pick(indexes), (*note.options, *note.rest)
+        if note.is_grouped:
+            tail = (note.options, *note.rest)
+        options: Any = None
+        if any(isinstance(option, Tensor) for option in note.options):
+            of_options: list[int] = []
+            for option in note.options:
+                if not isinstance(option, Tensor):
+                    of_options.append(first + len(constants))
+                    constants.append(option)
+                    continue
+                # an option of the call, or numbers in the workspace
+                found = self._options.get(
+                    id(option), self._found.get(option.data_ptr())
+                )
+                if found is None:
+                    return None
+                of_options.append(found)
+            options, tail = _pick(of_options), note.rest
+        if not self._found.keys() >= set(note.map_addresses):
+            return None
+        in_maps = [self._found[each] for each in note.map_addresses]
+        places = _pick(in_maps or [0, 1, 2, 6])
+        function, fixed, packs, _ = note.direct
+        grid_x, grid_y, grid_z = note.grid
+        make_maps, is_grouped = note.make_maps, note.is_grouped
+        known_maps: dict[tuple[int, ...], Sequence[Any]] = {}
+
+        def launch(stream: int, addresses: list[int]) -> None:
+            values = (*addresses, *constants)
+            maps: Sequence[Any] = ()
+            if make_maps is not None:
+                place = places(values)
+                maps = known_maps.get(place, ())
+                if not maps:
+                    if len(known_maps) >= MAX_MAPS:
+                        known_maps.clear()
+                    maps = known_maps[place] = make_maps(*place)
+            arguments: tuple[Any, ...]
+            if options is None:
+                if is_grouped:
+                    arguments = (*maps, pick(values), *tail)
+                else:
+                    arguments = (*maps, *pick(values), *tail)
+            elif is_grouped:
+                arguments = (*maps, pick(values), options(values), *tail)
+            else:
+                arguments = (*maps, *pick(values), *options(values), *tail)
+            if packs:
+                function(grid_x, grid_y, grid_z, stream, *fixed, arguments)
+            else:
+                function(grid_x, grid_y, grid_z, stream, *fixed, *arguments)
+
+        return launch
+
+
+def _pick(indexes: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """Return a function that returns some elements of a tuple, as a tuple."""
+    if len(indexes) > 1:
+        return itemgetter(*indexes)
+    return lambda values: tuple(values[each] for each in indexes)
+
+
+def _pointers_until_request(notes: Sequence[Any]) -> Iterator[int]:
+    """Yield the addresses in the launches before the next request for workspace."""
+    for each in notes:
+        if isinstance(each, WorkspaceNote):
+            return
+        yield from each.pointers
+        yield from each.map_addresses
+        for option in each.options:
+            if isinstance(option, Tensor):
+                yield option.data_ptr()
