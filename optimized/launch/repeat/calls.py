@@ -35,62 +35,54 @@ from ..attention_call import AttentionCall, Signature
 from ..launcher import INTERPRETED, RECORDING, current_device, current_stream
 from ..plan_cache import SignatureCache
 from ..workspace import launch_lock
-from .recording import repeat
+from .recording import record
 from .repeated_call import RepeatedCall
-from .signatures import guard, sign_exactly, sign_numbers
+from .signatures import sign_numbers
+
+MAX_ALIKE = 4
+"""Repeated calls that are kept per signature: they differ in tensors other than the queries."""
 
 
 def repeat_or_record(
     call: AttentionCall,
     more: Signature,
-    known: SignatureCache[Any],
+    known: SignatureCache[tuple[RepeatedCall, ...]],
     anew: Callable[..., Tensor],
     *arguments: Any,
 ) -> Tensor:
-    """Launch a call, again if its exact signature is known, and return its output.
+    """Launch a call, again if a call like it is known, and return its output.
 
     Args:
         call: the call. Its `scale` and `out` may be None.
         more: what else its launches follow from.
-        known: repeated calls by exact signature, and guarded calls by the signature of their
-            numbers. A call that can be repeated is added.
+        known: repeated calls by signature. A call that can be repeated is added.
         anew: validates, plans and launches a call that is not known.
         arguments: of `anew`, after the call.
     """
-    numbers = sign_numbers(call, more)
-    if numbers is None:
+    signature = sign_numbers(call, more)
+    if signature is None:
         return _launch_alone(call, anew, *arguments)
-    repeated = _find(call, numbers, known)
-    if repeated is not None and not values_checked():
-        out = call.out
-        if out is None:
-            out = call.query.new_empty(repeated.out_shape)
-        if repeated.launch(call, out):
-            return out
+    alike = known.get(signature) or ()
+    for each in alike:
+        if each.fits(*each.choose(call)):
+            if values_checked():
+                break
+            out = call.out
+            if out is None:
+                out = call.query.new_empty(each.out_shape)
+            if each.launch(call, out):
+                return out
+            break
     RECORDING.notes = []
     try:
         result = _launch_alone(call, anew, *arguments)
-        repeated = repeat(RECORDING.notes, call, result)
+        repeated = record(RECORDING.notes, call, result)
     finally:
         RECORDING.notes = None
     if repeated is not None:
-        known.put(sign_exactly(call, numbers), repeated)
-        known.put(numbers, guard(call, repeated))
+        others = [each for each in alike if not each.fits(*each.choose(call))]
+        known.put(signature, (repeated, *others[: MAX_ALIKE - 1]))
     return result
-
-
-def _find(
-    call: AttentionCall, numbers: Signature, known: SignatureCache[Any]
-) -> RepeatedCall | None:
-    """Return the repeated call of a call, or None; the arguments are as above."""
-    guarded = known.get(numbers)
-    if guarded is not None and guarded.fits(*guarded.choose(call)):
-        found: RepeatedCall = guarded.repeated
-        return found
-    repeated: RepeatedCall | None = known.get(sign_exactly(call, numbers))
-    if repeated is not None:
-        known.put(numbers, guard(call, repeated))
-    return repeated
 
 
 def _launch_alone(

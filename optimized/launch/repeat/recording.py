@@ -11,19 +11,20 @@ from ..attention_call import AttentionCall
 from ..launcher import LaunchNote
 from ..workspace import WorkspaceNote, find_addresses
 from .repeated_call import RepeatedCall, Step
+from .signatures import make_comparison
 
 MAX_MAPS = 128
 """Combinations of addresses whose tensor maps a launch keeps: one per layer, or a few."""
 
 
-def repeat(
+def record(
     notes: Sequence[Any], call: AttentionCall, out: Tensor
 ) -> RepeatedCall | None:
-    """Return a recorded call as a repeated one.
+    """Return a call as a repeated one.
 
     Args:
         notes: what the call did, see `Recording`.
-        call: the call.
+        call: the call, before its output was made if it had none.
         out: its output.
 
     Returns:
@@ -40,6 +41,14 @@ def repeat(
     addresses = [0 if each is None else each.data_ptr() for each in everything]
     if any(each & 15 for each in addresses):
         return None
+    pairs: list[tuple[int, int]] = []
+    used = [each for each in addresses if each]
+    if len(set(used)) < len(used):
+        pairs = [
+            (one, other)
+            for one, other in combinations(range(len(addresses)), 2)
+            if addresses[one] == addresses[other] != 0
+        ]
     sources = _Sources(addresses, [getattr(options, name) for name in names])
     for index, note in enumerate(notes):
         if isinstance(note, WorkspaceNote):
@@ -47,15 +56,16 @@ def repeat(
     steps = [sources.launch(each) for each in launches]
     if None in steps:
         return None
+    choose = itemgetter(
+        *(at for at, each in enumerate(call) if isinstance(each, Tensor))
+    )
     return RepeatedCall(
+        choose=choose,
+        fits=make_comparison(choose(call)),
         device=launches[0].direct.device,
         out_shape=out.shape,
         option_names=names,
-        equal=tuple(
-            (one, other)
-            for one, other in combinations(range(len(addresses)), 2)
-            if addresses[one] == addresses[other] != 0
-        ),
+        equal=tuple(pairs),
         steps=tuple(each for each in (sources.request(), *steps) if each is not None),
     )
 

@@ -1,4 +1,4 @@
-"""RepeatedCall: the launches of all calls with one exact signature."""
+"""RepeatedCall: the launches of all calls that differ in addresses alone."""
 
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -16,9 +16,12 @@ adds to. A request returns what it found."""
 
 
 class RepeatedCall:
-    """The launches of all calls with one exact signature.
+    """The launches of all calls that differ in addresses alone.
 
     Args:
+        choose: returns the tensors of a call that are not None. Which ones these are is in the
+            call's signature.
+        fits: whether these tensors are like those of the recorded call.
         device: index of the device.
         out_shape: shape of the output.
         option_names: options that are tensors.
@@ -28,12 +31,16 @@ class RepeatedCall:
 
     def __init__(
         self,
+        choose: Callable[[AttentionCall], tuple[Tensor, ...]],
+        fits: Callable[..., bool],
         device: int,
         out_shape: torch.Size,
         option_names: tuple[str, ...],
         equal: tuple[tuple[int, int], ...],
         steps: tuple[Step, ...],
     ) -> None:
+        self.choose = choose
+        self.fits = fits
         self.device = device
         self.out_shape = out_shape
         self._option_names = option_names
@@ -45,7 +52,7 @@ class RepeatedCall:
         call: AttentionCall,
         out: Tensor,
     ) -> bool:
-        """Launch a call with this exact signature, whose output is `out`.
+        """Launch a call that fits, whose output is `out`.
 
         Returns:
             False if nothing was launched, because the addresses are not as recorded.

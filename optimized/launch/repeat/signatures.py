@@ -1,20 +1,19 @@
-"""Exact signatures: everything that the launches of a call follow from, except addresses.
+"""What the launches of a call follow from, except addresses: numbers, options and tensors.
 
-Python reads sizes, strides, dtypes and devices of seven tensors in 2.8 us; torch compares them with
-known ones in 0.7 us (minimum of 60 x 200, two-core machine). So a call is first compared with the
-newest one that has the same numbers, options and query shape.
+Numbers and options are a hashable signature. Tensors are compared with those of the calls that have
+the same one. Torch does that in C, as it compares the tensors of a compiled function: for seven
+tensors in 0.7 us, where Python reads their sizes, strides, dtypes and devices in 2.8 us (minimum of
+60 x 200, two-core machine).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
-from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from ..attention_call import AttentionCall, Signature, sign_options
 from ..launcher import INTERPRETED
-from .repeated_call import RepeatedCall
 
 try:
     # what torch.compile compares the tensors of a compiled function with
@@ -55,47 +54,16 @@ def sign_numbers(call: AttentionCall, more: Signature = ()) -> Signature | None:
     )  # fmt: skip
 
 
-def sign_exactly(call: AttentionCall, numbers: Signature) -> Signature:
-    """Return everything that the launches of a call follow from, except addresses.
-
-    Args:
-        call: the call.
-        numbers: what `sign_numbers` returned.
-    """
-    tensors = (*call[:6], call.out, call.lse)
-    return numbers, *(None if each is None else sign_tensor(each) for each in tensors)
-
-
 def sign_tensor(tensor: Tensor) -> tuple[Any, ...]:
     """Return everything about a tensor but its address and contents."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()
 
 
-class GuardedCall(NamedTuple):
-    """A repeated call, and a comparison with the tensors that it was recorded with.
+def make_comparison(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """Return a function of as many tensors: whether they are like these.
 
-    Args:
-        choose: returns the tensors of a call that are not None. Which ones these are is in the
-            signature of its numbers.
-        fits: whether tensors have the same types, dtypes, devices, sizes and strides.
-        repeated: the repeated call.
+    Tensors are alike if they have the same types, dtypes, devices, sizes and strides.
     """
-
-    choose: Callable[[AttentionCall], tuple[Tensor, ...]]
-    fits: Callable[..., bool]
-    repeated: RepeatedCall
-
-
-def guard(call: AttentionCall, repeated: RepeatedCall) -> GuardedCall | None:
-    """Return a repeated call with a comparison of tensors; None if torch does not have one.
-
-    Args:
-        call: a call that is repeated.
-        repeated: its launches.
-    """
-    at = [index for index, each in enumerate(call[:11]) if isinstance(each, Tensor)]
-    choose = itemgetter(*at)
-    tensors = choose(call)
     try:
         guards = TensorGuards(
             *tensors,
@@ -103,8 +71,12 @@ def guard(call: AttentionCall, repeated: RepeatedCall) -> GuardedCall | None:
             dynamic_dims_strides=[list(each.stride()) for each in tensors],
         )
         if guards.check(*tensors):
-            return GuardedCall(choose, guards.check, repeated)
+            compare: Callable[..., bool] = guards.check
+            return compare
     except (TypeError, AttributeError):
         # another version of torch
         pass
-    return None
+    known = [(sign_tensor(each), each.device) for each in tensors]
+    return lambda *others: (
+        [(sign_tensor(each), each.device) for each in others] == known
+    )
