@@ -357,6 +357,8 @@ def test_calls_that_differ_in_their_caches_alone_are_repeated_each_as_it_was_rec
         tensors = make_tensors(key=cache[0], value=cache[1])
         calls.repeat_or_record(make_call(tensors, PLAIN), (), known, anew)
 
+    # a signature that occurs for the first time is not recorded
+    known.put(signatures.sign_numbers(make_call(make_tensors(), PLAIN)), ())
     for _ in range(3):
         for cache in caches[:4]:
             attend(cache)
@@ -381,7 +383,7 @@ def test_calls_with_numbers_of_other_types_are_not_repeated(machine: Machine) ->
         assert sign(make_tensors(), **each) is None
 
 
-def test_the_second_call_is_repeated_and_validation_of_contents_is_not_skipped(
+def test_the_third_call_is_repeated_and_validation_of_contents_is_not_skipped(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planned: list[bool] = []
@@ -408,12 +410,12 @@ def test_the_second_call_is_repeated_and_validation_of_contents_is_not_skipped(
 
     for _ in range(5):
         attend()
-    assert planned == [True]
-    assert len(machine.launched) == 4
+    assert planned == [False, True]
+    assert len(machine.launched) == 3
     # a call without an output gets one of its own
     planned.clear()
     outs = [attend(out=None) for _ in range(4)]
-    assert planned == [True]
+    assert planned == [False, True]
     assert outs[2].shape == outs[3].shape == (4, 4, 64)
     assert outs[2].data_ptr() != outs[3].data_ptr()
     planned.clear()
@@ -460,7 +462,8 @@ def test_a_thread_records_its_own_launches_alone(
     both = threading.Barrier(2, timeout=20)
 
     def attend_anew(call: AttentionCall, check: Any) -> Tensor:
-        assert RECORDING.notes is not None
+        if RECORDING.notes is None:
+            return torch.empty(0)
         both.wait()
         direct = DirectLaunch(machine.launch, (call.max_query_len,), True, 0)
         at = call.query.data_ptr()
@@ -478,6 +481,8 @@ def test_a_thread_records_its_own_launches_alone(
     def attend(call: AttentionCall) -> Tensor:
         return dispatch.attend(call, lambda call, contents: None)
 
+    for call in calls:
+        attend(call)
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(attend, calls))
     for call in calls:

@@ -2,14 +2,17 @@
 
 The layers of a model make the same call in every step: shapes, strides, bounds and options are
 equal, and only addresses differ. Kernels, grids, sizes and the choice of a path follow from what is
-equal. So the launches of one call are recorded, and later calls with the same exact signature fill
-in addresses and call the driver's launch directly.
+equal. So the launches of one call are recorded, and later calls like it fill in addresses and call
+the driver's launch directly.
 
-A call is recorded when its exact signature occurs for the first time with kernels that are
-compiled. Recording demands that a call does nothing on the device but launches through `Launcher`
-and requests through `find_workspace`, and that each pointer is the address of a tensor of the call,
-of an option, or in the workspace. Other calls are not repeated. What an exact signature leaves out
-is checked at each call, and a call that differs is planned and launched as before:
+A call is recorded when the signature of its numbers and options occurs for the second time
+(signatures.py). Recording demands that a call does nothing on the device but launches through
+`Launcher` and requests through `find_workspace`, and that each pointer is the address of a tensor of
+the call, of an option, or in the workspace (recording.py). Other calls are not repeated. What a
+signature leaves out is checked at each call, and a call that differs is planned and launched as
+before:
+
+- Its tensors have the dtypes, devices, sizes and strides of the recorded ones.
 
 - Every address is a multiple of 16, because the recorded kernels are specialized for that.
 - Tensors that share an address when the call was recorded share one again, since their pointers
@@ -62,7 +65,11 @@ def repeat_or_record(
     signature = sign_numbers(call, more)
     if signature is None:
         return _launch_alone(call, anew, *arguments)
-    alike = known.get(signature) or ()
+    alike = known.get(signature)
+    if alike is None:
+        # recording takes twice as long as planning, and the signature may not occur again
+        known.put(signature, ())
+        return _launch_alone(call, anew, *arguments)
     for each in alike:
         if each.fits(*each.choose(call)):
             if values_checked():
