@@ -205,7 +205,8 @@ def launch_cascade(
 def attend_cascade(call: AttentionCall, prefix_len: int, check: Check) -> Tensor:
     """Validate and launch one cascade, and return its output.
 
-    A cascade whose exact signature is known is launched at once, see repeat/calls.py.
+    A cascade that differs from two earlier ones in addresses alone is launched at once, see
+    repeat/calls.py.
 
     Args:
         call: the call, as `dispatch.attend` receives it: `scale` and `out` may be None.

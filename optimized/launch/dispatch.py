@@ -159,7 +159,8 @@ def choose_options(options: AttentionOptions, causal: bool) -> AttentionOptions:
 def attend(call: AttentionCall, check: Check) -> Tensor:
     """Validate and launch one attention call, and return its output.
 
-    A call whose exact signature is known is launched at once, see repeat/calls.py.
+    A call that differs from two earlier ones in addresses alone is launched at once, see
+    repeat/calls.py.
 
     Args:
         call: the call. Its `scale` and `out` may be None.

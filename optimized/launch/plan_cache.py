@@ -60,7 +60,7 @@ class PlanCache(SignatureCache[_Value]):
     """A cache of launch plans, with the repeated calls that were recorded from them.
 
     Attributes:
-        repeats: repeated calls by exact signature, see repeat/calls.py.
+        repeats: repeated calls by signature, see repeat/calls.py.
     """
 
     def __init__(self, capacity: int) -> None:

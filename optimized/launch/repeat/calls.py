@@ -7,8 +7,8 @@ the driver's launch directly.
 
 A call is recorded when the signature of its numbers and options occurs for the second time
 (signatures.py). Recording demands that a call does nothing on the device but launches through
-`Launcher` and requests through `find_workspace`, and that each pointer is the address of a tensor of
-the call, of an option, or in the workspace (recording.py). Other calls are not repeated. What a
+`Launcher` and requests through `find_workspace`, and that each pointer is the address of a tensor
+of the call, of an option, or in the workspace (recording.py). Other calls are not repeated. What a
 signature leaves out is checked at each call, and a call that differs is planned and launched as
 before:
 
