@@ -38,7 +38,7 @@ from pagetwin.optimized.kernels.sm90.config import (
 from pagetwin.optimized.kernels.sm90.family import Plane, _find_plane
 from pagetwin.optimized.launch import workspace
 from pagetwin.optimized.launch.attention_call import AttentionCall
-from pagetwin.optimized.launch.launcher import find_direct_launch
+from pagetwin.optimized.launch.direct_launch import find_direct_launch
 from torch import Tensor
 from triton.backends.nvidia.driver import wrap_handle_tensordesc
 

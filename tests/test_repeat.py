@@ -13,7 +13,8 @@ import torch
 from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.optimized.launch import dispatch, workspace
 from pagetwin.optimized.launch.attention_call import AttentionCall
-from pagetwin.optimized.launch.launcher import RECORDING, DirectLaunch, LaunchNote
+from pagetwin.optimized.launch.direct_launch import DirectLaunch
+from pagetwin.optimized.launch.launcher import RECORDING, LaunchNote
 from pagetwin.optimized.launch.plan_cache import PlanCache, SignatureCache
 from pagetwin.optimized.launch.repeat import calls, recording, repeated_call, signatures
 from pagetwin.optimized.launch.repeat import writes as repeated_write
@@ -331,6 +332,32 @@ def test_a_tensor_with_other_sizes_strides_dtype_or_device_does_not_fit(
         torch.empty_like(whole, device="meta"),
     ):
         assert not fits(**{name: other})
+
+
+def test_starts_that_were_one_tensor_have_to_be_one_tensor_again(
+    machine: Machine,
+) -> None:
+    """Torch's comparison rejects a tensor that is given twice."""
+    starts = torch.tensor([0, 2, 4]).int()
+    one = make_tensors(query_start_loc=starts, lengths=starts, block_table=None)
+    two = make_tensors(query_start_loc=starts, lengths=starts.clone(), block_table=None)
+    for tensors, other in ((one, two), (two, one)):
+        repeated = record(machine, tensors, PLAIN)
+        assert repeated is not None
+        assert repeated.fits(*repeated.choose(make_call(tensors, PLAIN)))
+        assert not repeated.fits(*repeated.choose(make_call(other, PLAIN)))
+    repeated = record(machine, one, PLAIN)
+    assert repeated is not None and repeated.fits.__qualname__.startswith("_compare")
+    again = torch.tensor([0, 1, 4]).int()
+    other = make_tensors(query_start_loc=again, lengths=again, block_table=None)
+    for changes, expected in (
+        ({}, True),
+        ({"query": other["query"][1:]}, False),
+        ({"lse": other["lse"].double()}, False),
+        ({"lengths": again[:2]}, False),
+    ):
+        call = make_call(other | changes, PLAIN)
+        assert repeated.fits(*repeated.choose(call)) == expected
 
 
 def test_calls_that_differ_in_their_caches_alone_are_repeated_each_as_it_was_recorded(

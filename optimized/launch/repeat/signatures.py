@@ -65,18 +65,40 @@ def make_comparison(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     Tensors are alike if they have the same types, dtypes, devices, sizes and strides.
     """
     try:
+        unique = list({id(each): each for each in tensors}.values())
         guards = TensorGuards(
-            *tensors,
-            dynamic_dims_sizes=[list(each.shape) for each in tensors],
-            dynamic_dims_strides=[list(each.stride()) for each in tensors],
+            *unique,
+            dynamic_dims_sizes=[list(each.shape) for each in unique],
+            dynamic_dims_strides=[list(each.stride()) for each in unique],
         )
-        if guards.check(*tensors):
-            compare: Callable[..., bool] = guards.check
+        compare: Callable[..., bool] = guards.check
+        if compare(*tensors):
             return compare
+        if len(unique) == len(tensors) - 1 and compare(*unique):
+            # torch rejects a tensor that is given twice, as starts of self-attention are
+            return _compare_with_one_twice(tensors, compare)
     except (TypeError, AttributeError):
         # another version of torch
         pass
     known = [(sign_tensor(each), each.device) for each in tensors]
     return lambda *others: (
         [(sign_tensor(each), each.device) for each in others] == known
+    )
+
+
+def _compare_with_one_twice(
+    tensors: Sequence[Tensor], compare: Callable[..., bool]
+) -> Callable[..., bool]:
+    """Return the comparison of tensors of which one is given twice.
+
+    Args:
+        tensors: the known tensors.
+        compare: compares the tensors without the second one of the two.
+    """
+    places = [id(each) for each in tensors]
+    again = next(at for at, place in enumerate(places) if place in places[:at])
+    first = places.index(places[again])
+    return lambda *others: (
+        others[first] is others[again]
+        and compare(*others[:again], *others[again + 1 :])
     )

@@ -14,12 +14,11 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from ..attention_call import Signature
+from ..direct_launch import DirectLaunch, find_direct_launch
 from ..launcher import (
     INTERPRETED,
-    DirectLaunch,
     current_device,
     current_stream,
-    find_direct_launch,
     is_profiled,
 )
 from ..plan_cache import SignatureCache
