@@ -67,7 +67,7 @@ def repeat_or_record(
         return _launch_alone(call, anew, *arguments)
     alike = known.get(signature)
     if alike is None:
-        # recording takes twice as long as planning, and the signature may not occur again
+        # recording takes longer than planning, and the signature may not occur again
         known.put(signature, ())
         return _launch_alone(call, anew, *arguments)
     for each in alike:
