@@ -102,6 +102,24 @@ def test_a_sample_of_mutants_dies(tmp_path: Path) -> None:
     assert code == 0 and not report["laws broken by the unchanged twins"]
 
 
+def test_only_a_run_chooses_the_interpreter_for_its_process() -> None:
+    """Their import chose it for the whole process, so kernels beside a GPU were interpreted."""
+    names = ("TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")
+    before = {name: value for name, value in os.environ.items() if name not in names}
+    code = (
+        "import os, mutants.run, mutants.run_generated;"
+        f"print([name for name in {names} if name in os.environ])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**before, "PYTHONPATH": os.pathsep.join([str(FOLDER), *sys.path])},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "[]"
+
+
 # ---- the code on which an entry of the record depends
 
 CALLED = (

@@ -4,7 +4,7 @@ Nothing here is slow to import, so `pagetwin --help` is fast.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import typer
@@ -13,12 +13,14 @@ from rich.markup import escape
 
 DISAGREE = 1
 USER_ERROR = 2
+INTERPRETER = "TRITON_INTERPRET"
 
 
 def choose_interpreter(device: str | None) -> None:
     """Select Triton's interpreter if no GPU will run the kernels.
 
-    Triton reads the variable once, when it is imported for the first time.
+    Triton reads the variable when a kernel is defined, so when its file is imported for the first
+    time. The end of the command restores it, with `interpreter_restorer`.
     """
     if device == "cuda":
         return
@@ -26,9 +28,26 @@ def choose_interpreter(device: str | None) -> None:
 
     if device is None and torch.cuda.is_available():
         return
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+    os.environ.setdefault(INTERPRETER, "1")
     # an interpreted kernel is many tiny operations, for which threads cost more than they gain
     torch.set_num_threads(1)
+
+
+def interpreter_restorer() -> Callable[[], None]:
+    """Return a function that sets TRITON_INTERPRET to what it is now.
+
+    A process may run more than one command, or go on after it. Beside a GPU, kernels that are
+    defined later would otherwise be interpreted.
+    """
+    before = os.environ.get(INTERPRETER)
+
+    def restore() -> None:
+        if before is None:
+            os.environ.pop(INTERPRETER, None)
+        else:
+            os.environ[INTERPRETER] = before
+
+    return restore
 
 
 @contextmanager

@@ -11,7 +11,6 @@ killed a mutant in the last run is tried first, on the unchanged twin and then o
 import argparse
 import importlib
 import json
-import os
 import sys
 import time
 from collections import Counter
@@ -19,13 +18,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# before torch and triton: a mutant writes where it likes, and must not do so on a GPU
-os.environ["TRITON_INTERPRET"] = "1"
-os.environ["CUDA_VISIBLE_DEVICES"] = ""
-# a process is forked for each mutant, and threads do not survive that
-os.environ["OMP_NUM_THREADS"] = "1"
-os.environ["OPENBLAS_NUM_THREADS"] = "1"
-os.environ["MKL_NUM_THREADS"] = "1"
+from .isolation import isolate
+
+if __name__ == "__main__":
+    isolate()
 
 import torch
 from pagetwin.conformance.laws.all_laws import ALL_LAWS

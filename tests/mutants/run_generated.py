@@ -19,10 +19,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-# `run` chooses the interpreter, and one thread per process, before torch is imported
-from .run import EXAMPLES, say
+from .isolation import isolate
 
-# isort: split
+if __name__ == "__main__":
+    isolate()
+
 import torch
 from pagetwin.conformance.harness.law import Law
 from pagetwin.conformance.laws.all_laws import ALL_LAWS
@@ -34,6 +35,7 @@ from .mutant import tomllib
 from .nearness import laws_near
 from .record import REPORT as CATALOGUE_REPORT
 from .record import entries_of
+from .run import EXAMPLES, say
 
 REPORT = CATALOGUE_REPORT.with_name("mutants-generated.json")
 REASONS = Path(__file__).parent / "generated_equivalent.toml"
