@@ -6,10 +6,14 @@ Nothing here is slow to import, so `pagetwin --help` is fast.
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 DISAGREE = 1
 USER_ERROR = 2
@@ -68,3 +72,28 @@ def sentences_for_errors(*others: type[Exception]) -> Iterator[None]:
         console = Console(stderr=True, soft_wrap=True)
         console.print(f"[red]{escape(str(sentence))}[/]", highlight=False)
         raise typer.Exit(USER_ERROR) from None
+
+
+def progress_bar(unit: str, stays: bool = False) -> "Progress":
+    """Return a progress bar on the error output.
+
+    Args:
+        unit: What it counts, such as "laws".
+        stays: Whether it stays on the screen at the end.
+    """
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+    )
+
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn(unit),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    return Progress(*columns, console=Console(stderr=True), transient=not stays)
