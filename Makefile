@@ -4,7 +4,7 @@ TEST_WORKERS ?= 2
 
 BIN := .venv/bin
 STAMP := .venv/.installed
-COMPILED := tests/test_compile.py tests/test_fp8.py tests/test_prefill_sm90.py tests/test_latent_sm90.py
+COMPILED := $(shell grep -l "^@pytest.mark.compile" tests/test_*.py)
 TWINS := $(addprefix -p pagetwin.,reference optimized $(notdir $(patsubst %/,%,$(wildcard shared/*/))))
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -26,7 +26,7 @@ test-long: $(STAMP)
 
 # every kernel for several chips: registers, spills and instructions, without a GPU
 compile: $(STAMP)
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) -m compile $(COMPILED)
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m compile $(COMPILED)
 
 demo: $(STAMP)
 	$(BIN)/pagetwin replay --report report.html

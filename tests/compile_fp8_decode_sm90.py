@@ -24,11 +24,9 @@ from typing import Any, NamedTuple
 
 import compile_kernels
 import torch
-import triton
-from compile_prefill_sm90 import BF16, FP16, NAMES, TOOLS, assemble
+from compile_prefill_sm90 import BF16, FP16, NAMES, TOOLS, compile_source
 from pagetwin.contract.kinds import FP8_DTYPES
 from pagetwin.optimized.kernels.sm90.fp8_decode import family
-from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 E4M3, E5M2 = FP8_DTYPES
@@ -122,16 +120,13 @@ def main(numbers: list[int]) -> None:
         signature, constants, attributes = compile_kernels.specialize_launch(
             kernel, values
         )
-        compiled = triton.compile(
-            GluonASTSource(
-                fn=kernel, signature=signature, constexprs=constants, attrs=attributes
-            ),
-            target=GPUTarget("cuda", 90, 32),
-            options={"num_warps": options["num_warps"]},
+        source = GluonASTSource(
+            fn=kernel, signature=signature, constexprs=constants, attrs=attributes
         )
+        compiled, report = compile_source(source, options["num_warps"])
         line = {
             "case": str(case),
-            **assemble(compiled.asm["ptx"]),
+            **report,
             "shared": compiled.metadata.shared,
             "loop": count_in_loop(compiled.asm["cubin"]),
         }

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from compile_prefill_sm90 import BF16, FP16, NAMES, assemble, compile_case
+from compile_prefill_sm90 import BF16, FP16, NAMES, compile_case
 from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.optimized.kernels.sm90.latent import family as latent_family
 from pagetwin.optimized.kernels.sm90.latent.combine import latent_combine_kernel
@@ -89,12 +89,12 @@ def main(numbers: list[int]) -> None:
                 same = values[name].data_ptr() == others[name].data_ptr()
                 same &= values[name].dtype == others[name].dtype
             assert same, name
-        compiled = compile_case(values, latent_decode_kernel)
+        compiled, report = compile_case(values, latent_decode_kernel)
         line = {
             "case": f"{NAMES[dtype]}, {heads} heads, blocks of {block_size},"
             f" {query_len} queries" + (", log-sum-exp" if has_lse else ""),
             "numbers": {n: v for n, v in values.items() if isinstance(v, int | float)},
-            **assemble(compiled.asm["ptx"]),
+            **report,
             "shared": compiled.metadata.shared,
         }
         print(json.dumps(line), flush=True)

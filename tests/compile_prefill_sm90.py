@@ -13,6 +13,7 @@ import os
 if __name__ == "__main__":
     os.environ.pop("TRITON_INTERPRET", None)
 
+import io
 import json
 import re
 import subprocess
@@ -21,6 +22,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -176,8 +178,10 @@ def record(case: Case) -> dict[str, Any]:
     return launches[0]
 
 
-def compile_case(values: dict[str, Any], kernel: Any = prefill_kernel) -> Any:
-    """Compile one recorded launch of a kernel as triton would."""
+def compile_case(
+    values: dict[str, Any], kernel: Any = prefill_kernel
+) -> tuple[Any, dict[str, Any]]:
+    """Compile one recorded launch of a kernel as triton would, and return its report too."""
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
     for parameter in kernel.params:
@@ -191,33 +195,50 @@ def compile_case(values: dict[str, Any], kernel: Any = prefill_kernel) -> Any:
             signature[name] = f"*{NAMES[value.dtype]}"
         else:
             signature[name] = "fp32" if isinstance(value, float) else "i32"
-    return triton.compile(
-        GluonASTSource(fn=kernel, signature=signature, constexprs=constants),
-        target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": 4},
-    )
+    source = GluonASTSource(fn=kernel, signature=signature, constexprs=constants)
+    return compile_source(source, 4)
 
 
-def assemble(ptx: str) -> dict[str, Any]:
-    """Return the assembler's report of registers and spills, and its warnings on wgmma."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "kernel.ptx"
-        file.write_text(ptx)
-        tool, made = get_ptxas(90).path, str(file.with_suffix(".cubin"))
-        report = subprocess.run(
-            [tool, "-v", "--gpu-name", "sm_90a", str(file), "-o", made],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stderr
+def compile_source(
+    source: GluonASTSource, num_warps: int
+) -> tuple[Any, dict[str, Any]]:
+    """Compile a kernel for Hopper.
+
+    Returns:
+        The compiled kernel, and the assembler's report of it: registers, spills, and warnings on
+        wgmma. The assembler takes seconds. It runs a second time only if triton's cache had the
+        kernel, since the cache does not keep the report.
+    """
+    printed = io.StringIO()
+    with triton.knobs.nvidia.scope(), redirect_stdout(printed):
+        triton.knobs.nvidia.dump_ptxas_log = True
+        compiled = triton.compile(
+            source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps}
+        )
+    report = printed.getvalue()
+    if "registers" not in report:
+        report = _assemble(compiled.asm["ptx"])
     stores, loads = re.findall(r"(\d+) bytes spill (?:stores|loads)", report)[:2]
-    return {
+    return compiled, {
         "registers": int(re.findall(r"Used (\d+) registers", report)[0]),
         "spilled": int(stores),
         "reloaded": int(loads),
         # C7508 to C7519: setmaxnreg was ignored, or wgmma instructions were serialized
         "warnings": re.findall(r"\(C75\d\d\)[^\n]*", report),
     }
+
+
+def _assemble(ptx: str) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.ptx"
+        file.write_text(ptx)
+        tool, made = get_ptxas(90).path, str(file.with_suffix(".cubin"))
+        return subprocess.run(
+            [tool, "-v", "--gpu-name", "sm_90a", str(file), "-o", made],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stderr
 
 
 def main_loops(cubin: bytes) -> Iterator[dict[str, int]]:
@@ -256,10 +277,10 @@ def main(numbers: list[int]) -> None:
         begin = time.perf_counter()
         is_invariant = "batch_invariant" in case.options
         kernel = invariant_kernel if is_invariant else prefill_kernel
-        compiled = compile_case(record(case), kernel)
+        compiled, report = compile_case(record(case), kernel)
         line = {
             "case": str(case),
-            **assemble(compiled.asm["ptx"]),
+            **report,
             "shared": compiled.metadata.shared,
             "loops": list(main_loops(compiled.asm["cubin"])),
             "seconds": round(time.perf_counter() - begin, 1),

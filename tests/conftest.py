@@ -24,7 +24,8 @@ from pagetwin.contract.operations import CONCEPTS
 
 ROOT = Path(__file__).parents[1]
 
-CHOSEN_INTERPRETER = os.environ.get("TRITON_INTERPRET")
+INTERPRETER = "TRITON_INTERPRET"
+CHOSEN_INTERPRETER = os.environ.get(INTERPRETER)
 
 torch.set_num_threads(1)
 speed_up()
@@ -211,21 +212,20 @@ def device() -> torch.device:
 
 @pytest.fixture(autouse=True)
 def same_interpreter() -> Iterator[None]:
-    """Set how kernels run to what it was at the start, before and after each test.
-
-    A command chooses it for a process of its own. In this process kernels that are compiled later
-    would fail beside a GPU, also if a fixture of a module ran the command.
-    """
-    _set_interpreter()
+    """Fail if an import or a test changes how kernels run: those defined later would differ."""
+    _expect_interpreter("an import of a test file or a fixture")
     yield
-    _set_interpreter()
+    _expect_interpreter("the test")
 
 
-def _set_interpreter() -> None:
-    if CHOSEN_INTERPRETER is None:
-        os.environ.pop("TRITON_INTERPRET", None)
-    else:
-        os.environ["TRITON_INTERPRET"] = CHOSEN_INTERPRETER
+def _expect_interpreter(changed_by: str) -> None:
+    found = os.environ.pop(INTERPRETER, None)
+    if CHOSEN_INTERPRETER is not None:
+        os.environ[INTERPRETER] = CHOSEN_INTERPRETER
+    assert found == CHOSEN_INTERPRETER, (
+        f"{changed_by} left {INTERPRETER} = {found!r}: expected {CHOSEN_INTERPRETER!r},"
+        " as at the start; set it with monkeypatch or in a process of its own"
+    )
 
 
 @pytest.fixture(scope="session")

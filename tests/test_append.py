@@ -1,14 +1,11 @@
 """Verification and append: the choice between decode, split and prefill, and the append kernel."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from compiler_process import json_lines
 from conftest import TWINS
 from pagetwin.conformance.generators.batches import BatchPlan, build
 from pagetwin.optimized.launch import cost_model, portable
@@ -46,15 +43,7 @@ DECODED = ("decode", "verify", "cross")
 
 def test_the_kernels_of_every_workload_are_those_of_the_table() -> None:
     """A changed constant of the cost model shows which workloads it moves to other kernels."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, str(TESTS / "chosen_paths.py"), "90"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    (found,) = json_lines(TESTS / "chosen_paths.py", "90")
     expected = {
         name: PATHS_ON_AN_H200.get(
             name, "decode" if name.startswith(DECODED) else "sm90 prefill"
@@ -62,7 +51,7 @@ def test_the_kernels_of_every_workload_are_those_of_the_table() -> None:
         for name, workload in load_workloads("all").items()
         if workload.kind != "write"
     }
-    assert json.loads(done.stdout) == expected
+    assert found == expected
 
 
 # ---- the cost model

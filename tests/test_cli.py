@@ -4,6 +4,7 @@ import builtins
 import importlib.metadata
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -406,3 +407,20 @@ def test_shared_code_imports_no_twin():
         [sys.executable, "-c", script], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+FAILS = ("check", "reference", "--device", "cpu", "--case-seconds", "0")
+
+
+@pytest.mark.parametrize("words", [("explain", "slot-mapping"), FAILS])
+@pytest.mark.parametrize("before", [None, "0"])
+def test_a_command_leaves_the_choice_of_the_interpreter_as_it_was(
+    pagetwin, monkeypatch, words, before
+) -> None:
+    """It stayed set, and kernels that were imported later beside a GPU were interpreted."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    if before is not None:
+        monkeypatch.setenv("TRITON_INTERPRET", before)
+    done = pagetwin(*words)
+    assert done.exit_code == (USER_ERROR if words == FAILS else 0), done.output
+    assert os.environ.get("TRITON_INTERPRET") == before

@@ -4,10 +4,6 @@ No GPU is needed: compile_kernels.py runs in a process of its own, without the i
 it prints stands in the summary of the test run.
 """
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -16,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from compile_kernels import CHIPS
+from compiler_process import json_lines
 
 SCRIPT = Path(__file__).parent / "compile_kernels.py"
 
@@ -46,16 +43,7 @@ def launched_kernels() -> set[str]:
 def test_every_kernel_compiles_for(
     chip: int, report_lines: Callable[..., None]
 ) -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(chip)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    lines = json_lines(SCRIPT, chip)
     for line in lines:
         report_lines(
             f"sm_{chip:<4} {line['case']:<20} {line['kernel']:<21}"

@@ -1,15 +1,12 @@
 """Direct launches: a repeated call gives the driver what Triton would give it."""
 
-import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from compiler_process import json_lines
 
 SCRIPT = Path(__file__).with_name("direct_launches.py")
 CASES = (
@@ -35,16 +32,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Return what the script printed, by case."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(tmp_path_factory.mktemp("driver"))],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    lines = json_lines(SCRIPT, tmp_path_factory.mktemp("driver"))
     return {line["case"]: line for line in lines}
 
 

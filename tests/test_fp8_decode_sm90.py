@@ -1,9 +1,5 @@
 """Tests of the Hopper FP8 decode kernel: supported calls, compiled code, results on a GPU."""
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -13,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from compile_fp8_decode_sm90 import CASES, E4M3, E5M2, EVERY_DAY
+from compiler_process import json_lines
 from conftest import TWINS, Twin
 from pagetwin.conformance.generators.batches import BatchPlan, BatchTensors, build
 from pagetwin.conformance.oracles.dense import judge_lse, same_bits
@@ -40,16 +37,7 @@ def test_keys_and_values_go_to_registers_and_not_through_shared_memory(
     report_lines: Callable[..., None],
 ) -> None:
     """In the loop over keys nothing is stored in shared memory or spilled."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *map(str, range(EVERY_DAY))],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    lines = json_lines(SCRIPT, *range(EVERY_DAY))
     assert len(lines) == EVERY_DAY
     for case, line in zip(CASES, lines, strict=False):
         report_lines(

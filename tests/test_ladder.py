@@ -1,8 +1,6 @@
 """Is every rung of the ladder right, does it compile, and do the pages say what was timed?"""
 
 import json
-import os
-import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -13,6 +11,7 @@ import torch
 from benchmarks.ladder import run
 from benchmarks.ladder.batches import LadderBatch, num_processors, random_batch, truth
 from benchmarks.ladder.rungs import RUNGS, Rung
+from compiler_process import json_lines
 from pagetwin.optimized.launch import dispatch
 from pagetwin.optimized.launch.plan_cache import PlanCache
 
@@ -224,16 +223,7 @@ def test_without_a_gpu_a_run_says_what_it_needs(
 
 @pytest.mark.slow
 def test_every_rung_compiles_for_hopper_and_stages_hold_what_they_are_said_to() -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, str(FOLDER / "compile_rungs.py"), "90"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    lines = json_lines(FOLDER / "compile_rungs.py", "90")
     assert {line["rung"] for line in lines} == {rung.name for rung in COMPILED}
     for line in lines:
         assert line["shared"] <= 232_448, line

@@ -1,10 +1,6 @@
 """Tests of the Hopper latent decode kernel: supported calls, compiled code, results on a GPU."""
 
-import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from compile_latent_sm90 import BF16, CASES, FP16, Case, make_call
+from compiler_process import json_lines
 from conftest import Twin
 from pagetwin.conformance.generators.batches import BatchPlan, BatchTensors, build
 from pagetwin.conformance.generators.latent_batches import LatentPlan
@@ -39,16 +36,7 @@ def test_the_assembler_neither_spills_nor_serializes_wgmma(
     report_lines: Callable[..., None],
 ) -> None:
     """Each consumer carries 128 accumulator registers, so a spill would be in its mainloop."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    lines = json_lines(SCRIPT)
     assert len(lines) == len(CASES)
     for line in lines:
         report_lines(

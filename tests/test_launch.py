@@ -1,13 +1,11 @@
 """Launch plans, their cache, kernel families and the workspace of split work."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from compiler_process import run_compiler
 from conftest import Twin
 from pagetwin.contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
 from pagetwin.optimized import release_workspace
@@ -486,16 +484,7 @@ def test_importing_the_package_changes_nothing_else() -> None:
         "    assert 'set TRITON_INTERPRET=1 before' in str(error), error\n"
         "    print('raised')\n"
     )
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.strip() == "raised"
+    assert run_compiler("-c", program).strip() == "raised"
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])

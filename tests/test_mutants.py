@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mutants.digest import suite_digest
+from law_calls import called_by
 from mutants.mutant import OPERATORS, PACKAGES, ROOT, load_catalogue
-from mutants.run import REPORT, is_current, unexpected
+from mutants.reach import reach_of
+from mutants.record import REPORT, is_current, unexpected
+from pagetwin.conformance.laws.all_laws import ALL_LAWS
 from pagetwin.reference.cache.slot_mapping import compute_slot_mapping_start_idx
 
 FOLDER = Path(__file__).parent
 CATALOGUE = load_catalogue()
+LAWS = {law.name: law for law in ALL_LAWS}
 SAMPLE = (
     "shared/bookkeeping/cache/slot_mapping/window-from-the-query-length",
     "optimized/cache/cache_ops/slot-zero-is-padding",
@@ -50,7 +53,7 @@ def test_few_mutants_are_called_equivalent_and_all_say_why() -> None:
 
 def run_mutants(place: Path, *options: str) -> tuple[int, dict[str, Any]]:
     """Run mutants in a process of their own, and return its exit code and its report."""
-    command = [sys.executable, "-m", "mutants.run", *options, "--quick"]
+    command = [sys.executable, "-m", "mutants.run", *options]
     done = subprocess.run(
         [*command, "--workers", "1", "--report", place],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(FOLDER), *sys.path])},
@@ -99,6 +102,51 @@ def test_a_sample_of_mutants_dies(tmp_path: Path) -> None:
     assert code == 0 and not report["laws broken by the unchanged twins"]
 
 
+def test_only_a_run_chooses_the_interpreter_for_its_process() -> None:
+    """Their import chose it for the whole process, so kernels beside a GPU were interpreted."""
+    names = ("TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")
+    before = {name: value for name, value in os.environ.items() if name not in names}
+    code = (
+        "import os, mutants.run, mutants.run_generated;"
+        f"print([name for name in {names} if name in os.environ])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**before, "PYTHONPATH": os.pathsep.join([str(FOLDER), *sys.path])},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "[]"
+
+
+# ---- the code on which an entry of the record depends
+
+CALLED = (
+    "a query attends to no key outside of its window or chunk",
+    "rows are the result of all operations on them",
+    "tensors have the dtype they need whatever the default is",
+)
+"""Laws on attention and on block tables, and one that runs other laws."""
+
+
+@pytest.mark.parametrize("twin", ["reference", "optimized"])
+@pytest.mark.parametrize("name", CALLED)
+def test_a_law_calls_no_function_that_it_does_not_reach(name: str, twin: str) -> None:
+    called = called_by(LAWS[name], twin, examples=1)
+    assert len(called) > 20
+    assert not called - reach_of(LAWS[name], twin)
+
+
+def test_a_law_does_not_reach_what_it_does_not_use() -> None:
+    law = LAWS["slots on the device are those of the host"]
+    own = {module for module, _ in reach_of(law, "reference")}
+    assert {"reference.cache.slot_mapping", law.body.__module__[9:]} <= own
+    assert not {"optimized.cache.slot_mapping", "conformance.oracles.dense"} & own
+    others = {name for module, name in reach_of(law, "reference") if "laws" in module}
+    assert law.body.__name__ in others and len(others) < 10
+
+
 # ---- the record of the last run
 
 
@@ -109,17 +157,22 @@ def record() -> dict[str, Any]:
     return found
 
 
-def test_the_record_is_of_todays_laws(record: dict[str, Any]) -> None:
-    assert record.get("suite") == suite_digest(), (
-        "a law, a generator or an oracle has changed since: run make mutants"
-    )
-
-
-def test_the_record_is_of_todays_mutants(record: dict[str, Any]) -> None:
+def test_the_record_is_of_todays_mutants_and_laws(record: dict[str, Any]) -> None:
     held = {each["id"]: each for each in record["mutants"]}
     stale = [each.id for each in CATALOGUE if not is_current(each, held.get(each.id))]
     assert not stale, "out of date: run make mutants"
     assert len(held) == len(CATALOGUE)
+
+
+def test_the_law_that_killed_a_mutant_reaches_the_changed_file(
+    record: dict[str, Any],
+) -> None:
+    killed_by = {each["id"]: LAWS.get(each["law"]) for each in record["mutants"]}
+    for mutant in CATALOGUE:
+        if law := killed_by.get(mutant.id):
+            reached = {module for module, _ in reach_of(law, mutant.twin)}
+            module = f"{mutant.package}.{mutant.module}".removesuffix(".")
+            assert module in reached, mutant.id
 
 
 def test_every_mutant_is_dead_or_equivalent(record: dict[str, Any]) -> None:

@@ -2,10 +2,6 @@
 
 import inspect
 import itertools
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -17,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from compile_prefill_sm90 import CASES, EVERY_DAY
+from compiler_process import json_lines
 from conftest import Twin
 from pagetwin.conformance.generators.batches import BatchPlan, BatchTensors
 from pagetwin.conformance.generators.batches import build as build_alike
@@ -70,16 +67,7 @@ def test_the_assembler_lets_products_and_softmax_overlap(
     report_lines: Callable[..., None],
 ) -> None:
     """Earlier faults: serialized wgmma, 16-bit numbers unpacked and packed, register spills."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *map(str, range(EVERY_DAY))],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    lines = json_lines(SCRIPT, *range(EVERY_DAY))
     assert len(lines) == EVERY_DAY
     for case, line in zip(CASES, lines, strict=False):
         report_lines(

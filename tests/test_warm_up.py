@@ -1,14 +1,11 @@
 """Warm-up: every kernel of an engine is compiled before its first request."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from compiler_process import json_lines
 from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.optimized import WarmUpSpec, warm_up
 
@@ -17,16 +14,7 @@ SCRIPT = Path(__file__).parent / "warmed_launches.py"
 
 def test_calls_within_a_spec_need_no_other_kernel() -> None:
     """Launches are recorded; a kernel is compiled once per set of types and constants."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), "90"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout)
+    (found,) = json_lines(SCRIPT, "90")
     assert found["warmed"] > 50 and found["calls"] >= 200
     assert found["missing"] == []
 

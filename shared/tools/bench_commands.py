@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from .command_line import choose_interpreter, sentences_for_errors
+from .command_line import choose_interpreter, progress_bar, sentences_for_errors
 from .files import check_outputs, write_text
 
 if TYPE_CHECKING:
@@ -236,26 +236,12 @@ def _leave(record: dict[str, Any]) -> None:
 
 def _watch(run: "Benchmark", settings: "BenchSettings") -> dict[str, Any]:
     """Run a benchmark with a progress bar, and print each workload's first times."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-    )
 
     from .bench.tables import one_line
     from .bench.workloads import Workload
 
-    columns = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("workloads"),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}"),
-    )
     total = settings.rounds * len(settings.workloads)
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with progress_bar("workloads") as progress:
         task = progress.add_task("compiling and measuring ceilings", total=total)
 
         def show(workload: Workload, turn: int, found: dict[str, Any]) -> None:

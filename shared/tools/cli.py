@@ -12,7 +12,11 @@ from rich.console import Console
 from .bench_commands import bench
 from .command_line import DISAGREE as DISAGREE
 from .command_line import USER_ERROR as USER_ERROR
-from .command_line import choose_interpreter, sentences_for_errors
+from .command_line import (
+    choose_interpreter,
+    interpreter_restorer,
+    sentences_for_errors,
+)
 from .conformance_commands import check
 from .fuzz_command import fuzz
 from .puzzles.command import puzzles
@@ -35,6 +39,7 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def main(
+    context: typer.Context,
     _version: Annotated[
         bool,
         typer.Option(
@@ -46,6 +51,7 @@ def main(
     ] = False,
 ) -> None:
     """Paged attention and its bookkeeping, written twice: to be read and to be fast."""
+    context.call_on_close(interpreter_restorer())
 
 
 app.command()(replay)

@@ -7,7 +7,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from .command_line import DISAGREE, choose_interpreter, sentences_for_errors
+from .command_line import (
+    DISAGREE,
+    choose_interpreter,
+    progress_bar,
+    sentences_for_errors,
+)
 from .report_files import HtmlFile, JsonFile, JUnitFile, MarkdownFile, ReportFiles
 from .solution_commands import (
     SolutionFile,
@@ -174,25 +179,11 @@ def _print_support(module: str, device: str | None, seconds: float) -> None:
 
 def _watch(module: str, only: str | None, outside: bool, **given: Any) -> "Report":
     """Run all laws with a progress bar."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-    )
 
     from ..conformance.harness.runner import check_implementation, choose_laws
 
-    columns = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("laws"),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}"),
-    )
     laws = choose_laws(only)
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with progress_bar("laws") as progress:
         task = progress.add_task("", total=len(laws) * (1 + outside))
 
         def show(result: "Result") -> None:

@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from .command_line import DISAGREE, choose_interpreter, sentences_for_errors
+from .command_line import (
+    DISAGREE,
+    choose_interpreter,
+    progress_bar,
+    sentences_for_errors,
+)
 from .files import check_outputs, write_text
 
 if TYPE_CHECKING:
@@ -208,28 +213,14 @@ def reproduce(
 def _watch(run: "Replay") -> "list[StepRecord]":
     """Run a replay with a progress bar. A disagreement is printed and ends the command."""
     import torch
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-    )
 
     from .replay.mismatch import TwinMismatch
 
-    columns = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("tokens"),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}"),
-    )
     records: list[StepRecord] = []
     try:
         with (
             sentences_for_errors(torch.OutOfMemoryError),
-            Progress(*columns, console=Console(stderr=True)) as progress,
+            progress_bar("tokens", stays=True) as progress,
         ):
             task = progress.add_task("", total=run.tokens_to_compute)
             for record in run.steps():

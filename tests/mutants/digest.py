@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+MUTANTS = Path(__file__).parent
 CONFORMANCE = ROOT / "shared" / "conformance"
 NO_PART = (
     "report.py",
@@ -28,37 +29,42 @@ def short_hash(*texts: str) -> str:
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:12]
 
 
-def definitions(text: str) -> list[str]:
-    """Return the statements of a module without prose: functions and methods one by one."""
+def statements(text: str) -> list[ast.stmt]:
+    """Return the statements of a module without prose."""
     tree = ast.parse(text)
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list):
             kept = [each for each in body if not _is_prose(each)]
             node.body = kept or [ast.Pass()]  # type: ignore[attr-defined]
+    return tree.body
+
+
+def definitions(text: str) -> list[str]:
+    """Return the statements of a module without prose: functions and methods one by one."""
     found = []
-    for statement in tree.body:
+    for statement in statements(text):
         if isinstance(statement, ast.ClassDef):
             own, statement.body = statement.body, []
-            found += [f"{statement.name}.{_written_out(each)}" for each in own]
-        found.append(_written_out(statement))
+            found += [f"{statement.name}.{written_out(each)}" for each in own]
+        found.append(written_out(statement))
     return found
 
 
-def _written_out(node: object) -> str:
+def written_out(node: object) -> str:
     """Return a syntax tree as text that is the same in every version of Python.
 
     `ast.dump` writes fields that a later version added, although they are empty.
     """
     if isinstance(node, ast.AST):
         fields = [
-            f"{name}={_written_out(value)}"
+            f"{name}={written_out(value)}"
             for name, value in ast.iter_fields(node)
             if value is not None and value != []
         ]
         return f"{type(node).__name__}({', '.join(fields)})"
     if isinstance(node, list):
-        return f"[{', '.join(map(_written_out, node))}]"
+        return f"[{', '.join(map(written_out, node))}]"
     return repr(node)
 
 

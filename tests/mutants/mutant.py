@@ -62,8 +62,8 @@ class Mutant:
         file: which file of which package, such as "reference/cache/block_table.py".
         old, new: the text that stands once in that file, and what takes its place.
         equivalent: why no output can show the change; empty if one has to.
-        ask_first: words of the law that is asked before all others, where the order of nearness
-            would take long; empty: none.
+        ask_first: words of the law that is asked before all others by a run from scratch, where
+            the order of nearness would take long; empty: none.
     """
 
     id: str

@@ -1,58 +1,60 @@
 """Try mutants on the conformance suite, and record which law finds each one.
 
     make mutants                                         # those whose entry is out of date
-    PYTHONPATH=tests python -m mutants.run --all         # every one
+    PYTHONPATH=tests python -m mutants.run --all         # every one, from scratch
     PYTHONPATH=tests python -m mutants.run slot merge    # those with such words in their names
 
-An entry of the record is out of date when the function that is changed is another one, or when the
-laws, their generators or oracles are. Prose does not count.
+`record.py` says when an entry of the record is out of date. Prose does not count. The case that
+killed a mutant in the last run is tried first, on the unchanged twin and then on the mutant.
 """
 
 import argparse
 import importlib
 import json
-import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-# before torch and triton: a mutant writes where it likes, and must not do so on a GPU
-os.environ["TRITON_INTERPRET"] = "1"
-os.environ["CUDA_VISIBLE_DEVICES"] = ""
-# a process is forked for each mutant, and threads do not survive that
-os.environ["OMP_NUM_THREADS"] = "1"
-os.environ["OPENBLAS_NUM_THREADS"] = "1"
-os.environ["MKL_NUM_THREADS"] = "1"
+from .isolation import isolate
+
+if __name__ == "__main__":
+    isolate()
 
 import torch
-from pagetwin.conformance.harness.law import Law
 from pagetwin.conformance.laws.all_laws import ALL_LAWS
 
-from .digest import suite_digest
-from .judge import Trial, judge, laws_near
+from .judge import Trial, judge
 from .mutant import CATALOGUE, OPERATORS, TWINS, Mutant, load_catalogue
+from .nearness import laws_near
+from .record import (
+    REPORT,
+    entries_of,
+    is_current,
+    is_same_change,
+    make_entry,
+    unexpected,
+)
 
-REPORT = Path(__file__).parents[1] / "records" / "mutants.json"
 EXAMPLES = 25
+LAWS = {law.name: law for law in ALL_LAWS}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what the command line asks for; 0 if every mutant ended as declared."""
     parser = argparse.ArgumentParser(description="Try mutants on the conformance suite")
     parser.add_argument("words", nargs="*", help="words of the mutants' names")
-    parser.add_argument("--all", action="store_true", help="try every mutant again")
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help="try every mutant from scratch, and all laws on the unchanged twins",
+    )
     parser.add_argument("--catalogue", type=Path, help="folder of other mutants")
     parser.add_argument("--workers", type=int, default=2, help="processes at a time")
     parser.add_argument("--examples", type=int, default=EXAMPLES)
     parser.add_argument("--report", type=Path, help="where the report goes")
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="try only those laws on the unchanged twins that killed a mutant",
-    )
     given = parser.parse_args(arguments)
     catalogue = load_catalogue(given.catalogue or CATALOGUE)
     chosen = [
@@ -61,21 +63,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not given.words or any(word in mutant.id for word in given.words)
     ]
     place = given.report
-    is_full = not (given.words or given.quick or given.catalogue)
-    kept: dict[str, dict[str, Any]] = {}
+    is_full = not (given.words or given.catalogue)
     if is_full:
         place = place or REPORT
-        kept = {} if given.all else up_to_date(place)
-        # those that took longest in the last run come first, so that none is left alone at the end
-        last = seconds_of_last_run(place)
-        chosen = sorted(
-            (each for each in chosen if each.id not in kept),
-            key=lambda each: -last.get(each.id, 0.0),
-        )
-        if not chosen and len(kept) == len(catalogue):
-            print(f"{place} is up to date; --all tries every mutant again")
+    known = entries_of(place if place is not None and place.exists() else REPORT)
+    kept: dict[str, dict[str, Any]] = {}
+    if is_full and not given.all:
+        kept = {
+            each.id: known[each.id]
+            for each in catalogue
+            if is_current(each, known.get(each.id))
+        }
+        if len(kept) == len(catalogue):
+            print(f"{place} is up to date; --all tries every mutant from scratch")
             return 0
-    report = run(chosen, given.workers, given.examples, not given.quick)
+    # those that took longest in the last run come first, so that none is left alone at the end
+    chosen = sorted(
+        (each for each in chosen if each.id not in kept),
+        key=lambda each: -known.get(each.id, {}).get("seconds", 0.0),
+    )
+    print(f"{len(chosen)} of {len(catalogue)} mutants are tried", flush=True)
+    report = run(chosen, {} if given.all else known, given, given.all)
     if is_full:
         tried = kept | {each["id"]: each for each in report["mutants"]}
         report["mutants"] = [tried[each.id] for each in catalogue]
@@ -86,125 +94,137 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if not unexpected(report) else 1
 
 
-def up_to_date(place: Path) -> dict[str, dict[str, Any]]:
-    """Return the entries of a record that are of today's laws and of today's catalogue, by id."""
-    if not place.exists():
-        return {}
-    record: dict[str, Any] = json.loads(place.read_text(encoding="utf-8"))
-    if record.get("suite") != suite_digest():
-        return {}
-    held = {each["id"]: each for each in record["mutants"]}
-    return {
-        mutant.id: held[mutant.id]
-        for mutant in load_catalogue()
-        if is_current(mutant, held.get(mutant.id))
-    }
-
-
-def seconds_of_last_run(place: Path) -> dict[str, float]:
-    """Return how long each mutant of a record took, by id."""
-    if not place.exists():
-        return {}
-    record = json.loads(place.read_text(encoding="utf-8"))
-    return {each["id"]: each["seconds"] for each in record["mutants"]}
-
-
-def is_current(mutant: Mutant, entry: dict[str, Any] | None) -> bool:
-    """Return whether an entry of the record is of this mutant, as it is today."""
-    return (
-        entry is not None
-        and entry["digest"] == mutant.digest
-        and entry["reason"] == mutant.equivalent
-    )
-
-
 def run(
-    mutants: Sequence[Mutant], workers: int, examples: int, all_laws_first: bool = True
+    mutants: Sequence[Mutant],
+    known: Mapping[str, dict[str, Any]],
+    given: argparse.Namespace,
+    all_laws_first: bool = False,
 ) -> dict[str, Any]:
     """Return the report on some mutants.
 
+    Every case that kills a mutant is tried on the unchanged twin too, which has to be right.
+
     Args:
         mutants: what to try.
-        workers: processes at a time.
-        examples: drawn cases of a law.
+        known: entries of an earlier run, by id: the case that killed a mutant is tried first.
+        given: the options `workers`, processes at a time, and `examples`, drawn cases of a law.
         all_laws_first: whether every law is tried on the unchanged twins first, and those
-            that break are left out; else those that killed are tried afterwards.
+            that break are left out.
     """
     begin = time.monotonic()
     torch.set_num_threads(1)
     for twin in TWINS:  # once, before processes are forked
         importlib.import_module(f"pagetwin.{twin}.backends.backend")
-    broken: set[str] = set()
     usual: dict[str, float] = {}
-
-    def try_unchanged(laws: Sequence[Law]) -> None:
-        # as many parts as there are workers
-        parts = [
-            Trial(twin, laws[part::workers])
-            for twin in reversed(TWINS)
-            for part in range(min(workers, len(laws)))
-        ]
-        for trial in judge(parts, workers, examples):
-            say(f"unchanged {trial.twin}: {_ended(trial)}", trial.seconds)
-            broken.update(trial.broken)
-            for law, seconds in trial.seconds_of.items():
-                usual[law] = max(seconds, usual.get(law, 0.0))
-
+    broken: set[str] = set()
+    right: set[Kill] = set()
     if all_laws_first:
-        try_unchanged(ALL_LAWS)
+        broken = _break_unchanged(given, usual)
+    else:
+        cases = {_kill(each, known) for each in mutants}
+        right = _hold_unchanged({each for each in cases if each.case}, given)
     asked = [law for law in ALL_LAWS if law.name not in broken]
-    waiting = [
-        Trial(mutant.twin, laws_near(mutant, asked, usual), mutant)
-        for mutant in mutants
-    ]
+    waiting = []
+    for mutant in mutants:
+        entry = known.get(mutant.id)
+        kill = _kill(mutant, known)
+        first = kill.law or mutant.ask_first
+        waiting.append(
+            Trial(
+                mutant.twin,
+                laws_near(mutant, asked, usual, first),
+                mutant,
+                replays=[(LAWS[kill.law], kill.case)] if kill in right else [],
+                first=first,
+                # all cases were tried when its reason was given
+                is_short=bool(
+                    entry and mutant.equivalent and is_same_change(mutant, entry)
+                ),
+            )
+        )
     trials: dict[str, Trial] = {}
-    for trial in judge(waiting, workers, examples, usual or None):
+    for trial in judge(waiting, given.workers, given.examples, usual):
         assert trial.mutant is not None
         trials[trial.mutant.id] = trial
         say(f"{trial.mutant.id}: {_ended(trial)}", trial.seconds)
+    entries = [make_entry(each, trials[each.id]) for each in mutants]
     if not all_laws_first:
-        killers = {law for trial in trials.values() for law in trial.broken}
-        try_unchanged([law for law in ALL_LAWS if law.name in killers])
+        by_id = {each["id"]: each for each in entries}
+        new = {_kill(each, by_id) for each in mutants} - right
+        broken = {each.law for each in new - _hold_unchanged(new, given) if each.law}
     return {
-        "examples": examples,
-        "suite": suite_digest(),
+        "examples": given.examples,
         "laws": len(ALL_LAWS),
         "seconds": round(time.monotonic() - begin),
         "operators": _meanings(mutants),
         "laws broken by the unchanged twins": sorted(broken),
-        "mutants": [_entry(mutant, trials[mutant.id]) for mutant in mutants],
+        "mutants": entries,
     }
+
+
+class Kill(NamedTuple):
+    """A law and the case on which it found a mutant of a twin; no case: all of them."""
+
+    twin: str
+    law: str
+    case: str
+
+
+def _kill(mutant: Mutant, entries: Mapping[str, dict[str, Any]]) -> Kill:
+    """Return what killed a mutant in some run; without a law if nothing did."""
+    entry = entries.get(mutant.id, {})
+    law = entry.get("law") or ""
+    return Kill(mutant.twin, *((law, entry["case"]) if law in LAWS else ("", "")))
+
+
+def _hold_unchanged(kills: set[Kill], given: argparse.Namespace) -> set[Kill]:
+    """Return those laws and cases on which the unchanged twin is right."""
+    todo = sorted(each for each in kills if each.law)
+    trials = [
+        Trial(
+            twin,
+            [LAWS[each.law] for each in part if not each.case],
+            replays=[(LAWS[each.law], each.case) for each in part if each.case],
+        )
+        for twin in reversed(TWINS)
+        for start in range(given.workers)
+        for part in [
+            [each for each in todo if each.twin == twin][start :: given.workers]
+        ]
+    ]
+    wrong: set[Kill] = set()
+    for trial in judge(trials, given.workers, given.examples, {}):
+        wrong |= {
+            each
+            for law, case in zip(trial.broken, trial.cases, strict=True)
+            for each in todo
+            if each[:2] == (trial.twin, law) and each.case in ("", case)
+        }
+        count = len(trial.laws) + len(trial.replays)
+        say(f"unchanged {trial.twin}, {count} cases: {_ended(trial)}", trial.seconds)
+    return set(todo) - wrong
+
+
+def _break_unchanged(given: argparse.Namespace, usual: dict[str, float]) -> set[str]:
+    """Return the laws that an unchanged twin breaks, and put into `usual` what each law takes."""
+    trials = [
+        Trial(twin, ALL_LAWS[part :: given.workers])
+        for twin in reversed(TWINS)
+        for part in range(given.workers)
+    ]
+    broken: set[str] = set()
+    for trial in judge(trials, given.workers, given.examples):
+        say(f"unchanged {trial.twin}: {_ended(trial)}", trial.seconds)
+        broken.update(trial.broken)
+        for law, seconds in trial.seconds_of.items():
+            usual[law] = max(seconds, usual.get(law, 0.0))
+    return broken
 
 
 def _meanings(mutants: Sequence[Mutant]) -> dict[str, str]:
     """Return the operators of some mutants, with their meanings."""
     used = {mutant.operator for mutant in mutants}
     return {name: meaning for name, meaning in OPERATORS.items() if name in used}
-
-
-def _entry(mutant: Mutant, trial: Trial) -> dict[str, Any]:
-    ended = "killed" if trial.broken else "equivalent" if mutant.equivalent else "alive"
-    return {
-        "id": mutant.id,
-        "digest": mutant.digest,
-        "bug": mutant.origin,
-        "operator": mutant.operator,
-        "ended": ended,
-        "reason": mutant.equivalent,
-        "law": trial.broken[0] if trial.broken else None,
-        "how": trial.how,
-        "what": trial.what[:160],
-        "seconds": round(trial.seconds, 2),
-    }
-
-
-def unexpected(report: dict[str, Any]) -> list[str]:
-    """Return the mutants that did not end as declared, and laws that judge nobody."""
-    return report["laws broken by the unchanged twins"] + [
-        each["id"]
-        for each in report["mutants"]
-        if each["ended"] == "alive" or (each["ended"] == "killed" and each["reason"])
-    ]
 
 
 def summary(report: dict[str, Any]) -> list[str]:

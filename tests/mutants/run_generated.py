@@ -19,26 +19,28 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-# `run` chooses the interpreter, and one thread per process, before torch is imported
-from .run import EXAMPLES, say
+from .isolation import isolate
 
-# isort: split
+if __name__ == "__main__":
+    isolate()
+
 import torch
 from pagetwin.conformance.harness.law import Law
 from pagetwin.conformance.laws.all_laws import ALL_LAWS
 
 from .digest import suite_digest
 from .generate import OPERATORS, Generated, generate, sample
-from .judge import Trial, judge, laws_near
+from .judge import Trial, judge
 from .mutant import tomllib
-from .run import REPORT as CATALOGUE_REPORT
+from .nearness import laws_near
+from .record import REPORT as CATALOGUE_REPORT
+from .record import entries_of
+from .run import EXAMPLES, say
 
 REPORT = CATALOGUE_REPORT.with_name("mutants-generated.json")
 REASONS = Path(__file__).parent / "generated_equivalent.toml"
 SECONDS = 120.0
 """What one mutant may take; the laws that are left then are not tried."""
-USUAL = dict.fromkeys((law.name for law in ALL_LAWS), 15.0)
-"""What a law takes at most on the unchanged twin; one that takes much longer hangs."""
 FEW_KILLERS = 12
 """Laws that killed a mutant of the same file, which are tried before the others."""
 
@@ -91,14 +93,6 @@ def reasons() -> dict[str, str]:
     }
 
 
-def entries_of(place: Path) -> dict[str, dict[str, Any]]:
-    """Return the entries of a record by id; none if it does not exist."""
-    if not place.exists():
-        return {}
-    record = json.loads(place.read_text(encoding="utf-8"))
-    return {each["id"]: each for each in record["mutants"]}
-
-
 def is_current(mutant: Generated, entry: dict[str, Any] | None) -> bool:
     """Return whether an entry of the record is of this mutant, and of today's laws if it survived.
 
@@ -131,7 +125,7 @@ def run(
             Trial("optimized", _laws(each, known), each, limit=given.seconds)
             for each in batch
         ]
-        for trial in judge(trials, given.workers, given.examples, USUAL):
+        for trial in judge(trials, given.workers, given.examples, {}):
             assert isinstance(trial.mutant, Generated)
             entry = _entry(trial.mutant, trial)
             known[entry["id"]] = entry
