@@ -374,6 +374,20 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
         lambda: ceilings.read_pages(words, torch.arange(8).int(), sums),
     )
     yield "ceiling, nothing", lambda: ceilings.do_nothing(sums)
+    exchange = import_module("pagetwin.optimized.kernels.exchange")
+    numbers = torch.zeros(4, dtype=torch.int64)
+    for name, to_all, adds in (
+        ("all-gather", True, False),
+        ("all-to-all", False, False),
+        ("reduce-scatter", False, True),
+    ):
+        yield (
+            f"exchange, {name}",
+            lambda t=to_all, a=adds: exchange.exchange_kernel[(32,)](
+                words, words.float() if a else words, numbers, sums, sums, 0, 8192,
+                65536, 10**6, RANKS=2, TO_ALL=t, ADDS=a, BLOCK=2048, num_warps=8,
+            ),
+        )  # fmt: skip
     yield (
         "slots of 64 tokens",
         lambda: twin.compute_slot_mapping_device(starts, counts, table, 16, 64),
