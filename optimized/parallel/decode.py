@@ -3,7 +3,8 @@
 Buffers are allocated once, so a CUDA graph can capture a step on every rank. The attention kernel
 writes rows and log-sum-exps into the buffer that is sent: [ranks, heads, splits, tokens, row], in
 which a row has `value_head_size` elements, its log-sum-exp, and padding to 32 bytes. So nothing is
-packed. The combine kernel reads the received buffer in place, if no fixed splits reorder it.
+packed. The combine kernel reads the received buffer in place, in the order of the splits, counts
+the sinks and writes the output.
 
 The fixed splits of a rank are requests of one launch (`launch/rank_splits.py`).
 """
@@ -38,6 +39,7 @@ from ...validation.parallel import (
 from ..attention.merge_states import lse_weighted_combine
 from ..attention.paged import paged_attention
 from ..cache.cache_ops import reshape_and_cache
+from ..launch.combine_ranks import combine_received
 from ..launch.rank_splits import RankSplits, as_runs
 
 _ROW_PADDING = 8
@@ -243,15 +245,16 @@ class DecodeContextParallel:
                 batch_invariant=self.fixed_splits is not None,
             ),
         )
+        if out is None:
+            out = query.new_empty(*query.shape[:2], value_cache.shape[-1])
         # step: exchange partial results, and combine them by log-sum-exp
         if self.exchange == "all_to_all":
-            result, joint = self._combine_here(batch, outs)
-        else:
-            result, joint = self._combine_while_adding(outs, lses)
+            # the kernel counts the sinks, too
+            return self._combine_here(batch, outs, options.sinks, out, lse)
+        result, joint = self._combine_while_adding(outs, lses)
         # step: count the sinks once, after all keys
         if options.sinks is not None:
             result, joint = self._add_sinks(result, joint, options.sinks, batch)
-        out = query.new_empty(result.shape) if out is None else out
         if lse is not None:
             lse.copy_(joint.T)
         return out.copy_(result)
@@ -261,8 +264,15 @@ class DecodeContextParallel:
         if self.of_rank[0] == 1:
             return query
         tokens, heads, size = query.shape
-        sent = self._query[: query.numel()].view(heads, tokens, size)
-        sent.copy_(query.transpose(0, 1))
+        # heads first; a single token is in this order already
+        sent = (
+            query.view(heads, 1, size)
+            if tokens == 1 and query.is_contiguous()
+            else None
+        )
+        if sent is None:
+            sent = self._query[: query.numel()].view(heads, tokens, size)
+            sent.copy_(query.transpose(0, 1))
         every = self._queries[: query.numel() * self.of_rank[0]]
         every = every.view(self.of_rank[0], heads, tokens, size)
         return self.ranks.all_gather(sent, every).flatten(0, 1).transpose(0, 1)
@@ -280,14 +290,18 @@ class DecodeContextParallel:
         sent = self._sent[: every * rows * width].view(every, rows, width)
         return sent[..., :value_size].transpose(0, 1), sent[..., value_size]
 
-    def _combine_here(self, batch: RankBatch, outs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the combined rows of this rank's heads, from one packed exchange.
+    def _combine_here(
+        self,
+        batch: RankBatch,
+        outs: Tensor,
+        sinks: Tensor | None,
+        out: Tensor,
+        lse: Tensor | None,
+    ) -> Tensor:
+        """Combine the rows of this rank's heads, from one packed exchange, and return `out`.
 
         Args:
             outs: [splits * tokens, ranks * heads, value_head_size], in the sent buffer.
-
-        Returns:
-            [tokens, heads, value_head_size], [tokens, heads].
         """
         value_size = outs.shape[-1]
         shape = (
@@ -298,20 +312,7 @@ class DecodeContextParallel:
         sent = self._sent[:elements].view(shape)
         received = self._received[:elements].view(shape)
         received = self.ranks.all_to_all(sent, received)
-        partials = received.permute(
-            0, 2, 3, 1, 4
-        )  # [ranks, splits, tokens, heads, row]
-        if batch.splits == 1:
-            partials = partials[:, 0]
-        elif self.of_rank[0] == 1:
-            partials = partials[0]
-        else:
-            partials = partials.flatten(0, 1)
-        if not self._splits.is_in_order:
-            partials = partials[self._splits.order]
-        return lse_weighted_combine(
-            partials[..., :value_size], partials[..., value_size]
-        )
+        return combine_received(received, self._splits.order, batch, sinks, out, lse)
 
     def _combine_while_adding(
         self, outs: Tensor, lses: Tensor

@@ -1,4 +1,4 @@
-"""What must hold on several GPUs: the oracle's results, the bits of one rank, and captured steps."""
+"""What must hold on several GPUs: results of the oracle, bits of one rank, captured steps."""
 
 import time
 from collections.abc import Callable
