@@ -45,6 +45,8 @@ PARTS_OF_THE_REFERENCE = (
     "attention/output.py",
     "attention/softmax.py",
     "cache/fp8.py",
+    "parallel/combine.py",
+    "parallel/rank_batch.py",
 )
 FILES = sorted(
     name

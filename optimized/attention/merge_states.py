@@ -28,6 +28,7 @@ from ..kernels.merge import (
     load_lse,
     load_output,
     store_state,
+    weigh,
 )
 from ..launch.launcher import check_launch, must_widen
 from ..launch.operators import operator
@@ -138,15 +139,22 @@ def _merge_kernel(
     element = tl.arange(0, BLOCK_D)
     is_token = token < tokens
     has_prefix = is_token & (token < with_prefix)
+    # step: treat log-sum-exps that are not finite as empty
     prefix_lse = load_lse(prefix, 0, token, head, has_prefix, False)
     suffix_lse = load_lse(suffix, 0, token, head, is_token, False)
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     l_i = tl.zeros([BLOCK_M], dtype=tl.float32)
     m_i = tl.full([BLOCK_M], -float("inf"), dtype=tl.float32)
     value = load_output(prefix, 0, prefix_lse, token, head, element, is_token, HEAD_DIM)
-    acc, l_i, m_i = add_partial(acc, l_i, m_i, value, prefix_lse, BASE_E)
+    # step: compute the weight of each partial result
+    alpha, weight, m_i = weigh(m_i, prefix_lse, BASE_E)
+    # step: add the partial results that have weight
+    acc, l_i = add_partial(acc, l_i, value, alpha, weight)
     value = load_output(suffix, 0, suffix_lse, token, head, element, is_token, HEAD_DIM)
-    acc, l_i, m_i = add_partial(acc, l_i, m_i, value, suffix_lse, BASE_E)
+    # step: compute the weight of each partial result
+    alpha, weight, m_i = weigh(m_i, suffix_lse, BASE_E)
+    # step: add the partial results that have weight
+    acc, l_i = add_partial(acc, l_i, value, alpha, weight)
     result, lse = finish(acc, l_i, m_i, BASE_E)
     store_state(merged, result, lse, token, head, element, is_token, HEAD_DIM)
 
@@ -175,11 +183,15 @@ def _combine_kernel(
     for partial in range(num_partials):
         index = tl.zeros([], dtype=tl.int64) + partial
         begin = index * lse_stride_partial
+        # step: treat log-sum-exps that are not finite as empty
         lse = load_lse(partials, begin, token, head, is_token, True)
         begin = index * stride_partial
         value = load_output(
             partials, begin, lse, token, head, element, is_token, HEAD_DIM
         )
-        acc, l_i, m_i = add_partial(acc, l_i, m_i, value, lse, BASE_E)
+        # step: compute the weight of each partial result
+        alpha, weight, m_i = weigh(m_i, lse, BASE_E)
+        # step: add the partial results that have weight
+        acc, l_i = add_partial(acc, l_i, value, alpha, weight)
     result, lse = finish(acc, l_i, m_i, BASE_E)
     store_state(merged, result, lse, token, head, element, is_token, HEAD_DIM)

@@ -9,7 +9,15 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .merge import State, add_partial, finish, load_lse, load_output, store_state
+from .merge import (
+    State,
+    add_partial,
+    finish,
+    load_lse,
+    load_output,
+    store_state,
+    weigh,
+)
 
 
 class Received(NamedTuple):
@@ -63,12 +71,14 @@ def combine_ranks_kernel(
         value = load_output(
             received.state, begin, lse, token, head, element, everything, HEAD_DIM
         )
-        acc, l_i, m_i = add_partial(acc, l_i, m_i, value, lse, True)
+        alpha, weight, m_i = weigh(m_i, lse, True)
+        acc, l_i = add_partial(acc, l_i, value, alpha, weight)
     if sinks is not None:
         # a sink has a score and no value; one that is not finite is none
         sink = tl.load(sinks + head + tl.arange(0, 1)).to(tl.float32)  # [1]
         has_sink = (tl.load(is_token + token) != 0) & (sink - sink == 0)
         lse = tl.where(has_sink, sink, -float("inf"))
-        acc, l_i, m_i = add_partial(acc, l_i, m_i, tl.zeros_like(acc), lse, True)
+        alpha, weight, m_i = weigh(m_i, lse, True)
+        acc, l_i = add_partial(acc, l_i, tl.zeros_like(acc), alpha, weight)
     result, lse = finish(acc, l_i, m_i, True)
     store_state(merged, result, lse, token, head, element, everything, HEAD_DIM)

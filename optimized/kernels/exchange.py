@@ -46,42 +46,49 @@ def exchange_kernel(
     call = tl.load(calls + program) + 1
     first_entry = programs * RANKS + (call & 1) * RANKS * capacity
     in_block = tl.arange(0, BLOCK)
-    # step: store this rank's words in the buffer of each rank
+    own = tl.load(buffers + rank).to(tl.pointer_type(tl.int32))
+    # step: store this rank's words in the buffer of each other rank
     for peer in tl.static_range(RANKS):
-        buffer = tl.load(buffers + peer).to(tl.pointer_type(tl.int32))
-        source = sent if TO_ALL else sent + peer * words
-        for first in range(program * BLOCK, words, programs * BLOCK):
-            word = first + in_block
-            value = tl.load(source + word, mask=word < words)
+        if peer != rank:
+            buffer = tl.load(buffers + peer).to(tl.pointer_type(tl.int32))
+            source = sent if TO_ALL else sent + peer * words
             entry = buffer + first_entry + rank * capacity
-            tl.store(entry + word, value, mask=word < words)
+            for first in range(program * BLOCK, words, programs * BLOCK):
+                word = first + in_block
+                value = tl.load(source + word, mask=word < words)
+                tl.store(entry + word, value, mask=word < words)
     # all threads have stored before one of them signals
     tl.debug_barrier()
-    # step: signal each rank
+    # step: signal each other rank
     for peer in tl.static_range(RANKS):
-        buffer = tl.load(buffers + peer).to(tl.pointer_type(tl.int32))
-        signal = buffer + program * RANKS + rank
-        tl.atomic_xchg(signal, call, sem="release", scope="sys")
-    # step: wait for the signal of each rank
-    own = tl.load(buffers + rank).to(tl.pointer_type(tl.int32))
+        if peer != rank:
+            buffer = tl.load(buffers + peer).to(tl.pointer_type(tl.int32))
+            signal = buffer + program * RANKS + rank
+            tl.atomic_xchg(signal, call, sem="release", scope="sys")
+    # step: wait for the signal of each other rank
     for peer in tl.static_range(RANKS):
-        signal = own + program * RANKS + peer
-        seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")
-        tried = 0
-        while (seen - call < 0) & (tried < tries):
+        if peer != rank:
+            signal = own + program * RANKS + peer
             seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")
-            tried += 1
-        if seen - call < 0:
-            tl.store(late + peer, 1)
+            tried = 0
+            while (seen - call < 0) & (tried < tries):
+                seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")
+                tried += 1
+            if seen - call < 0:
+                tl.store(late + peer, 1)
     tl.debug_barrier()
     # step: copy what has arrived
     for first in range(program * BLOCK, words, programs * BLOCK):
         word = first + in_block
         total = tl.zeros([BLOCK], dtype=tl.float32)
         for peer in tl.static_range(RANKS):
-            entry = own + first_entry + peer * capacity
-            # another GPU stored it, so it is not loaded from this multiprocessor's L1 cache
-            value = tl.load(entry + word, mask=word < words, cache_modifier=".cg")
+            if peer == rank:
+                source = sent if TO_ALL else sent + peer * words
+                value = tl.load(source + word, mask=word < words)
+            else:
+                entry = own + first_entry + peer * capacity
+                # another GPU stored it: not loaded from this multiprocessor's L1 cache
+                value = tl.load(entry + word, mask=word < words, cache_modifier=".cg")
             if ADDS:
                 total += value.to(tl.float32, bitcast=True)
             else:

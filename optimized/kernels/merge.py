@@ -31,7 +31,6 @@ def load_lse(state, begin, token, head, has_state, NAN_IS_EMPTY: tl.constexpr):
     offsets = begin + head * state.lse_stride_head + token * state.lse_stride_token
     lse = tl.load(state.lse + offsets, mask=has_state, other=-float("inf"))
     lse = lse.to(tl.float32)
-    # step: treat log-sum-exps that are not finite as empty
     if NAN_IS_EMPTY:
         # inf - inf and NaN - NaN are NaN, so only finite numbers stay
         lse = tl.where(lse - lse == 0, lse, -float("inf"))
@@ -72,25 +71,29 @@ def store_state(
 
 
 @triton.jit
-def add_partial(acc, l_i, m_i, value, lse, BASE_E: tl.constexpr):
-    """Return accumulator, sum and maximum with one more partial result.
+def weigh(m_i, lse, BASE_E: tl.constexpr):
+    """Return the factor of the sums so far, the weight of one more partial result, the new maximum.
 
     Log-sum-exps are subtracted before they are converted to base 2. In the other order the compiler
     rounds the product in one place and fuses it with the subtraction in another. For log-sum-exps
     of 90,000 the same weight would then differ by 0.3 % between the values and their divisor.
     """
-    # step: compute the weight of each partial result
     unit: tl.constexpr = LOG2_E if BASE_E else 1.0
     m_new = tl.maximum(m_i, lse)
     shift = tl.where(m_new == -float("inf"), 0.0, m_new)
-    alpha = tl.exp2((m_i - shift) * unit)
-    weight = tl.exp2((lse - shift) * unit)
-    # step: add the partial results that have weight
-    # each sum fuses one product, named here, so the bits are the same wherever this is compiled
+    return tl.exp2((m_i - shift) * unit), tl.exp2((lse - shift) * unit), m_new
+
+
+@triton.jit
+def add_partial(acc, l_i, value, alpha, weight):
+    """Return accumulator and sum with one more partial result.
+
+    Each sum fuses one product, named here, so the bits are the same wherever this is compiled.
+    """
     acc = tl.fma(
         acc, tl.broadcast_to(alpha[:, None], acc.shape), value * weight[:, None]
     )
-    return acc, tl.fma(l_i, alpha, weight), m_new
+    return acc, tl.fma(l_i, alpha, weight)
 
 
 @triton.jit

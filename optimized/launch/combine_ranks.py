@@ -1,10 +1,12 @@
-"""Launch of the combine kernel on the partial results that a rank has received."""
+"""Combination of the partial results of ranks: received ones in one launch, or added on the way."""
 
 import torch
 import triton
 from torch import Tensor
 
 from ...contract.parallel import RankBatch
+from ...engine.rank_group import RankGroup
+from ..attention.merge_states import lse_weighted_combine
 from ..kernels.combine_ranks import Received, combine_ranks_kernel
 from ..kernels.merge import State
 from .launcher import check_launch, must_widen
@@ -48,3 +50,42 @@ def combine_received(
         BLOCK_D=triton.next_power_of_2(value_size),
     )
     return out.copy_(target) if upcast else out
+
+
+def combine_while_adding(
+    ranks: RankGroup, outs: Tensor, lses: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the combined rows of this rank's heads, whose collective adds weighted rows.
+
+    Args:
+        outs: [tokens, ranks * heads, value_head_size].
+        lses: [ranks * heads, tokens].
+
+    Returns:
+        [tokens, heads, value_head_size], [tokens, heads].
+    """
+    joint = ranks.all_gather(lses.contiguous()).logsumexp(0)
+    weights = torch.exp(lses - torch.where(joint.isinf(), 0.0, joint))
+    weighted = weights[..., None] * outs.transpose(0, 1)
+    heads = len(lses) // ranks.world_size
+    result = ranks.reduce_scatter(
+        weighted.view(ranks.world_size, heads, *weighted.shape[1:])
+    )
+    begin = ranks.rank * heads
+    return result.transpose(0, 1), joint[begin : begin + heads].T
+
+
+def add_sinks(
+    result: Tensor, joint: Tensor, sinks: Tensor, batch: RankBatch
+) -> tuple[Tensor, Tensor]:
+    """Return rows and log-sum-exps with one more score per head, which has no value.
+
+    Args:
+        result, joint: [tokens, heads, value_head_size], [tokens, heads].
+        sinks: [heads].
+        batch: Its padding gets no sink.
+    """
+    sinks = torch.where(batch.is_token[:, None], sinks.to(joint.dtype), -torch.inf)
+    return lse_weighted_combine(
+        torch.stack([result, torch.zeros_like(result)]), torch.stack([joint, sinks])
+    )

@@ -9,7 +9,7 @@ from pagetwin.engine.rank_group import RankGroup
 from torch import distributed as dist
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-LAYERS = 4
+LAYERS = 16
 """Calls in one captured graph."""
 REPLAYS = 25
 
@@ -54,12 +54,16 @@ class Job:
             calls: Calls in the graph.
         """
         replay = captured(call, calls)
+        meeting = torch.zeros(64, device=DEVICE)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         times = []
         for _ in range(REPLAYS):
             if together:
                 dist.barrier()
             torch.cuda.synchronize()
+            if together:
+                # after a collective the devices start within a microsecond of each other
+                self.ranks.all_gather(meeting)
             begin.record()
             replay()
             end.record()

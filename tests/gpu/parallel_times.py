@@ -126,7 +126,7 @@ def time_parts(name: str, decode: Decode, job: Job) -> None:
             got = torch.empty_like(packed)
             parts[f"packed_{count}"] = partial(ranks.all_to_all, packed, got)
         figures = {
-            label: job.microseconds(part, calls=20) for label, part in parts.items()
+            label: job.microseconds(part, calls=100) for label, part in parts.items()
         }
         job.say(f"{name} {way} collectives", "us", **figures)
 
@@ -147,7 +147,7 @@ def time_prefill(job: Job) -> None:
                 prefill.attend, query, key, value, share,
                 out=torch.empty_like(query), options=options,
             )  # fmt: skip
-            took[group.world_size] = job.microseconds(call, calls=1)
+            took[group.world_size] = job.microseconds(call, calls=2)
         world = job.ranks.world_size
         job.say(
             f"prefill-1x32k{' batch-invariant' if is_invariant else ''}",
@@ -158,5 +158,5 @@ def time_prefill(job: Job) -> None:
         )
     rows = randn(PREFILL // world, KV_HEADS, 2 * SIZE)
     every = rows.new_empty(world, *rows.shape)
-    gather = job.microseconds(partial(job.ranks.all_gather, rows, every))
+    gather = job.microseconds(partial(job.ranks.all_gather, rows, every), calls=4)
     job.say("prefill-1x32k collectives", "us", all_gather=gather)
