@@ -70,6 +70,7 @@ OTHER_EXPORTS = {
     "reference": {"AttentionOptions"},
     "optimized": {
         "AttentionOptions",
+        "SymmetricRanks",
         "WarmUpSpec",
         "WarmedKernel",
         "release_workspace",

@@ -7,12 +7,21 @@ index on all ranks meet, and no others.
 
 Calls alternate between the halves. A rank writes a half again two calls later. By then it has seen
 the signal of the call in between, which the receiver sets after it has read the half. The number of
-a call is kept on the device, so a captured launch may be replayed. It may overflow: only
-differences are compared.
+a call is kept on the device, so a captured launch may be replayed. It starts again after 2**30
+calls, so only differences are compared.
 """
 
 import triton
 import triton.language as tl
+
+
+LAST_CALL = tl.constexpr(2**30 - 1)
+
+
+@triton.jit
+def is_behind(seen, call):
+    """Return whether a signal is that of an earlier call. Ranks differ by one call at most."""
+    return ((seen - call) & LAST_CALL) > LAST_CALL // 2
 
 
 @triton.jit(do_not_specialize=["rank", "words", "capacity", "tries"])
@@ -43,7 +52,7 @@ def exchange_kernel(
         tries: how often a signal is read before the rank counts as late.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
-    call = tl.load(calls + program) + 1
+    call = (tl.load(calls + program) + 1) & LAST_CALL
     first_entry = programs * RANKS + (call & 1) * RANKS * capacity
     in_block = tl.arange(0, BLOCK)
     own = tl.load(buffers + rank).to(tl.pointer_type(tl.int32))
@@ -71,10 +80,10 @@ def exchange_kernel(
             signal = own + program * RANKS + peer
             seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")
             tried = 0
-            while (seen - call < 0) & (tried < tries):
+            while is_behind(seen, call) & (tried < tries):
                 seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")
                 tried += 1
-            if seen - call < 0:
+            if is_behind(seen, call):
                 tl.store(late + peer, 1)
     tl.debug_barrier()
     # step: copy what has arrived

@@ -47,7 +47,7 @@ def connect(rank: int, world_size: int, store: str) -> dict[str, RankGroup]:
     groups = {"nccl": ranks}
     if world_size > 1:
         try:
-            from pagetwin.optimized.launch.symmetric_ranks import SymmetricRanks
+            from pagetwin.optimized import SymmetricRanks
 
             groups["symmetric"] = SymmetricRanks(
                 group, 8 << 20, timeout=10.0, store=reports, device=DEVICE
