@@ -19,7 +19,7 @@ LAST_CALL = tl.constexpr(2**30 - 1)
 
 
 @triton.jit
-def is_behind(seen, call):
+def is_earlier(seen, call):
     """Return whether a signal is that of an earlier call. Ranks differ by one call at most."""
     return ((seen - call) & LAST_CALL) > LAST_CALL // 2
 
@@ -80,10 +80,10 @@ def exchange_kernel(
             signal = own + program * RANKS + peer
             seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")
             tried = 0
-            while is_behind(seen, call) & (tried < tries):
+            while is_earlier(seen, call) & (tried < tries):
                 seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")
                 tried += 1
-            if is_behind(seen, call):
+            if is_earlier(seen, call):
                 tl.store(late + peer, 1)
     tl.debug_barrier()
     # step: copy what has arrived

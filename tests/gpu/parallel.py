@@ -9,6 +9,8 @@ TORCH_SYMM_MEM_DISABLE_MULTICAST=1 where the GPUs of a host are shared with othe
 """
 
 import argparse
+import datetime
+import importlib.metadata
 import json
 import os
 import time
@@ -101,14 +103,25 @@ def work(rank: int, given: argparse.Namespace) -> None:
 def leave(job: Job, given: argparse.Namespace, rank: int) -> None:
     """Write the record, and end the process without waiting for captured graphs or lost ranks."""
     if rank == 0 and given.json:
-        cards = (
-            [torch.cuda.get_device_name(each) for each in range(given.ranks)]
-            if DEVICE == "cuda"
-            else ["cpu"]
-        )
-        record = {"devices": cards, "torch": torch.__version__, "found": job.found}
-        Path(given.json).write_text(json.dumps(record, indent=1) + "\n")
+        path = Path(given.json)
+        before = json.loads(path.read_text())["found"] if path.exists() else {}
+        record = describe(given) | {"found": before | job.found}
+        path.write_text(json.dumps(record, indent=1) + "\n")
     os._exit(0)
+
+
+def describe(given: argparse.Namespace) -> dict[str, Any]:
+    """Return the commit, the date, the devices and the versions."""
+    if DEVICE == "cpu":
+        return {"devices": ["cpu"] * given.ranks, "torch": torch.__version__}
+    return {
+        "commit": given.commit,
+        "date": datetime.date.today().isoformat(),
+        "devices": [torch.cuda.get_device_name(each) for each in range(given.ranks)],
+        "torch": torch.__version__,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "triton": importlib.metadata.version("triton"),
+    }
 
 
 def main() -> None:
@@ -120,6 +133,7 @@ def main() -> None:
     parser.add_argument("--laws", default="", help="some of parallel_laws.HELD")
     parser.add_argument("--way", default="nccl", help="group in which a rank ends")
     parser.add_argument("--json", default="", help="where the record is written")
+    parser.add_argument("--commit", default="", help="what the record names")
     parser.add_argument("--limit", type=float, default=110.0, help="seconds")
     given = parser.parse_args()
     print(f"{given.ranks} x {DEVICE}, torch {torch.__version__}", flush=True)
