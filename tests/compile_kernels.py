@@ -381,12 +381,14 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
     )
     yield "ceiling, nothing", lambda: ceilings.do_nothing(sums)
     combine = import_module("pagetwin.optimized.launch.combine_ranks")
-    for name, sinks in (("", None), (", sinks", torch.ones(16))):
+    for name, splits, sinks in (
+        ("", 1, None), (", sinks", 1, torch.ones(16)), (", 3 splits", 3, None)
+    ):  # fmt: skip
         yield (
             f"combine, 2 ranks{name}",
-            lambda s=sinks: combine.combine_received(
-                torch.zeros(2, 16, 1, 4, 136), torch.arange(2),
-                SimpleNamespace(splits=1, is_token=torch.ones(4, dtype=torch.bool)),
+            lambda n=splits, s=sinks: combine.combine_received(
+                torch.zeros(2, 16, n, 4, 136), torch.arange(2 * n),
+                SimpleNamespace(splits=n, is_token=torch.ones(4, dtype=torch.bool)),
                 s, torch.zeros(4, 16, 128, dtype=torch.bfloat16), None,
             ),
         )  # fmt: skip

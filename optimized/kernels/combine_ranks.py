@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 
 from .merge import (
-    State,
     add_partial,
     finish,
     load_lse,
@@ -21,16 +20,14 @@ from .merge import (
 
 
 class Received(NamedTuple):
-    """Partial results, [ranks, heads, splits, tokens, elements].
+    """Where partial results are in [ranks, heads, splits, tokens, elements].
 
     Args:
-        state: The partial result of rank 0 and its first split.
         order: [ranks * splits] int64, where each partial result is, as rank * splits + split.
         splits: Splits of each rank.
         stride_rank, stride_split: In elements.
     """
 
-    state: State
     order: Any
     splits: Any
     stride_rank: Any
@@ -40,6 +37,7 @@ class Received(NamedTuple):
 @triton.jit(do_not_specialize=["num_partials"])
 def combine_ranks_kernel(
     received,
+    first,
     num_partials,
     merged,
     sinks,
@@ -51,6 +49,8 @@ def combine_ranks_kernel(
 
     Args:
         received: `Received`.
+        first: `State` of the partial result of rank 0 and its first split. Triton 3.6 does not
+            compile it inside of `received`.
         num_partials: Partial results of each row.
         merged: `State` of the output.
         sinks: [heads] one more score per head. Optional. If None, there are none.
@@ -67,9 +67,9 @@ def combine_ranks_kernel(
         place = tl.load(received.order + partial)
         begin = place // received.splits * received.stride_rank
         begin += place % received.splits * received.stride_split
-        lse = load_lse(received.state, begin, token, head, everything, True)
+        lse = load_lse(first, begin, token, head, everything, True)
         value = load_output(
-            received.state, begin, lse, token, head, element, everything, HEAD_DIM
+            first, begin, lse, token, head, element, everything, HEAD_DIM
         )
         alpha, weight, m_i = weigh(m_i, lse, True)
         acc, l_i = add_partial(acc, l_i, value, alpha, weight)

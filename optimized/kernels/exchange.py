@@ -14,7 +14,6 @@ calls, so only differences are compared.
 import triton
 import triton.language as tl
 
-
 LAST_CALL = tl.constexpr(2**30 - 1)
 
 

@@ -41,7 +41,8 @@ def combine_received(
     lse_strides = (0, 0) if lse is None else lse.stride()
     parts = State(received, received[..., value_size], token, head, 1, head, token)
     combine_ranks_kernel[(tokens, heads)](
-        Received(parts, order, batch.splits, rank, split),
+        Received(order, batch.splits, rank, split),
+        parts,
         len(order),
         State(target, lse, *target.stride(), *lse_strides),
         None if sinks is None else sinks.contiguous(),
