@@ -101,6 +101,7 @@ from .cache.slot_mapping import (
     compute_slot_mapping_device,
     compute_slot_mapping_start_idx,
 )
+from .launch.symmetric_ranks import SymmetricRanks
 from .launch.warm_up import WarmedKernel, WarmUpSpec, warm_up
 from .launch.workspace import release_workspace
 from .parallel.decode import DecodeContextParallel
@@ -122,6 +123,7 @@ __all__ = [
     "PrefillContextParallel",
     "Scheduler",
     "StepBuffers",
+    "SymmetricRanks",
     "WarmUpSpec",
     "WarmedKernel",
     "allocate_kv_cache",

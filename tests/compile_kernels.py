@@ -42,6 +42,7 @@ NAMES = {
     torch.int32: "i32",
     torch.int64: "i64",
     torch.uint8: "u8",
+    torch.bool: "i1",
 }
 # shared memory that one program may take, and multiprocessors, of an A100, an RTX 3090 (small
 # tiles), an H100, a B200 and an RTX 5090 (small tiles)
@@ -88,7 +89,12 @@ def pretend(chip: int, launches: list[Any]) -> None:
 
     JITFunction.run = record
     concepts = [each.module for each in CONCEPTS if not each.is_single]
-    for name in ("launch.dispatch", "launch.cascade", *concepts):
+    for name in (
+        "launch.dispatch",
+        "launch.cascade",
+        "launch.combine_ranks",
+        *concepts,
+    ):
         module = import_module(f"pagetwin.optimized.{name}")
         if hasattr(module, "check_launch"):
             module.check_launch = lambda tensor: None
@@ -374,6 +380,32 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
         lambda: ceilings.read_pages(words, torch.arange(8).int(), sums),
     )
     yield "ceiling, nothing", lambda: ceilings.do_nothing(sums)
+    combine = import_module("pagetwin.optimized.launch.combine_ranks")
+    for name, splits, sinks in (
+        ("", 1, None), (", sinks", 1, torch.ones(16)), (", 3 splits", 3, None)
+    ):  # fmt: skip
+        yield (
+            f"combine, 2 ranks{name}",
+            lambda n=splits, s=sinks: combine.combine_received(
+                torch.zeros(2, 16, n, 4, 136), torch.arange(2 * n),
+                SimpleNamespace(splits=n, is_token=torch.ones(4, dtype=torch.bool)),
+                s, torch.zeros(4, 16, 128, dtype=torch.bfloat16), None,
+            ),
+        )  # fmt: skip
+    exchange = import_module("pagetwin.optimized.kernels.exchange")
+    numbers = torch.zeros(4, dtype=torch.int64)
+    for name, to_all, adds in (
+        ("all-gather", True, False),
+        ("all-to-all", False, False),
+        ("reduce-scatter", False, True),
+    ):
+        yield (
+            f"exchange, {name}",
+            lambda t=to_all, a=adds: exchange.exchange_kernel[(32,)](
+                words, words.float() if a else words, numbers, sums, sums, 0, 8192,
+                65536, 10**6, RANKS=2, TO_ALL=t, ADDS=a, BLOCK=2048, num_warps=8,
+            ),
+        )  # fmt: skip
     yield (
         "slots of 64 tokens",
         lambda: twin.compute_slot_mapping_device(starts, counts, table, 16, 64),

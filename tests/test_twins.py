@@ -45,6 +45,8 @@ PARTS_OF_THE_REFERENCE = (
     "attention/output.py",
     "attention/softmax.py",
     "cache/fp8.py",
+    "parallel/combine.py",
+    "parallel/rank_batch.py",
 )
 FILES = sorted(
     name
@@ -68,6 +70,7 @@ OTHER_EXPORTS = {
     "reference": {"AttentionOptions"},
     "optimized": {
         "AttentionOptions",
+        "SymmetricRanks",
         "WarmUpSpec",
         "WarmedKernel",
         "release_workspace",

@@ -22,6 +22,7 @@ import law_table
 import mutant_table
 import operator_table
 import option_table
+import parallel_model
 import side_by_side as twins
 import verdict_table
 import version_table
@@ -259,14 +260,17 @@ def _setting(value: object) -> str:
     return f"{value:,g}" if isinstance(value, (int, float)) else str(value)
 
 
+OWN_PAGES = ("-bench", f"-{bench_table.EXTENDED}", "-verdicts", "-parallel")
+
+
 def gpu_records() -> str:
     """Return the summaries of the runs on GPUs, the newest first."""
     folder = ROOT / "tests" / "records"
     summaries = [
         path.with_suffix(".md").read_text(encoding="utf-8")
         for path in sorted(folder.glob("20*.json"), reverse=True)
-        # records of benchmarks and of verdicts are shown on pages of their own
-        if not path.stem.endswith(("-bench", f"-{bench_table.EXTENDED}", "-verdicts"))
+        # records of benchmarks, verdicts and several GPUs are shown on pages of their own
+        if not path.stem.endswith(OWN_PAGES)
     ]
     if not summaries:
         return "*No run on a GPU is recorded yet.*"
@@ -316,6 +320,10 @@ MACROS: dict[str, Callable[..., str]] = {
         option_table.option_pairs,
         operator_table.operator_table,
         block_size_table.block_size_table,
+        parallel_model.parallel_collectives,
+        parallel_model.parallel_limits,
+        parallel_model.parallel_model,
+        parallel_model.parallel_times,
         verdict_table.verdict_details,
         verdict_table.verdict_table,
         version_table.version_table,

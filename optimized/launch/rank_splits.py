@@ -57,7 +57,6 @@ class RankSplits:
             self.own = stored_splits(fixed, *of_rank)
             order = order_of_partials(fixed, world_size, interleave_size)
         self.device = device
-        self.is_in_order = order == sorted(order)
         self.order = torch.tensor(order, device=device)
         first = [split * self.splits.run for split in self.own]
         self._first = torch.tensor(first, dtype=torch.int32, device=device)

@@ -3,7 +3,8 @@
 Buffers are allocated once, so a CUDA graph can capture a step on every rank. The attention kernel
 writes rows and log-sum-exps into the buffer that is sent: [ranks, heads, splits, tokens, row], in
 which a row has `value_head_size` elements, its log-sum-exp, and padding to 32 bytes. So nothing is
-packed. The combine kernel reads the received buffer in place, if no fixed splits reorder it.
+packed. The combine kernel reads the received buffer in place, in the order of the splits, counts
+the sinks and writes the output.
 
 The fixed splits of a rank are requests of one launch (`launch/rank_splits.py`).
 """
@@ -12,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
-from ...contract.kinds import PAD_SLOT_ID
 from ...contract.parallel import KeySplits, RankBatch
 from ...contract.shapes import (
     BlockTable,
@@ -29,15 +29,19 @@ from ...contract.shapes import (
 )
 from ...engine.rank_group import RankGroup, agree_on_batch
 from ...validation import values_checked
-from ...validation.cascade import count_share
 from ...validation.parallel import (
     check_context_parallel,
     check_rank_attention,
     check_rank_batch,
 )
-from ..attention.merge_states import lse_weighted_combine
 from ..attention.paged import paged_attention
 from ..cache.cache_ops import reshape_and_cache
+from ..launch.combine_ranks import (
+    add_sinks,
+    combine_received,
+    combine_while_adding,
+)
+from ..launch.rank_batch import make_rank_batch
 from ..launch.rank_splits import RankSplits, as_runs
 
 _ROW_PADDING = 8
@@ -126,60 +130,10 @@ class DecodeContextParallel:
             agree_on_batch(
                 self.ranks, query_start_loc, seq_lens, num_tokens, max_seq_len
             )
-        if not len(block_table):
-            return self._empty_batch(num_tokens)
-        # step: find each token's position
-        token = self._requests[:num_tokens]
-        starts = query_start_loc.contiguous()
-        req = torch.searchsorted(starts[1:], token, right=True)
-        is_token = token < starts[-1]
-        req = req.clamp(max=len(block_table) - 1)
-        seq_len = seq_lens[req]
-        position = torch.where(is_token, seq_len - starts[req + 1] + token, 0)
-        up_to = torch.where(is_token, position + 1 if causal else seq_len, 0)
-        rows = block_table[req]
-        # step: find the slots of the split's keys
-        table, per_block = self._splits.tables(rows, key_cache)
-        # step: count its keys up to that position
-        lens = self._splits.lens(up_to)
-        # step: find the new token's slot if this rank stores it
-        slots = torch.full_like(position, PAD_SLOT_ID, dtype=torch.int64)
-        if causal and rows.shape[1]:
-            slots = self._splits.slots(rows, position, key_cache.shape[1])
-        requests = len(self._splits.own) * num_tokens
-        return RankBatch(
-            num_tokens=num_tokens,
-            splits=len(self._splits.own),
-            block_table=table,
-            query_start_loc=self._requests[: requests + 1],
-            seq_lens=lens,
-            max_seq_len=count_share(
-                max_seq_len,
-                self._splits.splits.count,
-                self._splits.own[0],
-                self._splits.splits.run,
-            ),
-            slot_mapping=torch.where(is_token, slots, PAD_SLOT_ID),
-            is_token=is_token,
-            slots_per_block=per_block,
-        )
-
-    def _empty_batch(self, num_tokens: int) -> RankBatch:
-        """Return the batch of a step without requests, in which all tokens are padding."""
-        requests = len(self._splits.own) * num_tokens
-        nothing = torch.zeros(requests, 0, dtype=torch.int32, device=self.device)
-        slots = torch.full((num_tokens,), PAD_SLOT_ID, device=self.device)
-        return RankBatch(
-            num_tokens=num_tokens,
-            splits=len(self._splits.own),
-            block_table=nothing,
-            query_start_loc=self._requests[: requests + 1],
-            seq_lens=torch.zeros(requests, dtype=torch.int32, device=self.device),
-            max_seq_len=0,
-            slot_mapping=slots,
-            is_token=slots != PAD_SLOT_ID,
-            slots_per_block=self._splits.splits.run,
-        )
+        return make_rank_batch(
+            key_cache, block_table, query_start_loc, seq_lens, num_tokens, max_seq_len,
+            causal, self._splits, self._requests,
+        )  # fmt: skip
 
     def write(
         self,
@@ -243,15 +197,16 @@ class DecodeContextParallel:
                 batch_invariant=self.fixed_splits is not None,
             ),
         )
+        if out is None:
+            out = query.new_empty(*query.shape[:2], value_cache.shape[-1])
         # step: exchange partial results, and combine them by log-sum-exp
         if self.exchange == "all_to_all":
-            result, joint = self._combine_here(batch, outs)
-        else:
-            result, joint = self._combine_while_adding(outs, lses)
+            # the kernel counts the sinks, too
+            return self._combine_here(batch, outs, options.sinks, out, lse)
+        result, joint = combine_while_adding(self.ranks, outs, lses)
         # step: count the sinks once, after all keys
         if options.sinks is not None:
-            result, joint = self._add_sinks(result, joint, options.sinks, batch)
-        out = query.new_empty(result.shape) if out is None else out
+            result, joint = add_sinks(result, joint, options.sinks, batch)
         if lse is not None:
             lse.copy_(joint.T)
         return out.copy_(result)
@@ -261,8 +216,15 @@ class DecodeContextParallel:
         if self.of_rank[0] == 1:
             return query
         tokens, heads, size = query.shape
-        sent = self._query[: query.numel()].view(heads, tokens, size)
-        sent.copy_(query.transpose(0, 1))
+        # heads first; a single token is in this order already
+        sent = (
+            query.view(heads, 1, size)
+            if tokens == 1 and query.is_contiguous()
+            else None
+        )
+        if sent is None:
+            sent = self._query[: query.numel()].view(heads, tokens, size)
+            sent.copy_(query.transpose(0, 1))
         every = self._queries[: query.numel() * self.of_rank[0]]
         every = every.view(self.of_rank[0], heads, tokens, size)
         return self.ranks.all_gather(sent, every).flatten(0, 1).transpose(0, 1)
@@ -280,14 +242,18 @@ class DecodeContextParallel:
         sent = self._sent[: every * rows * width].view(every, rows, width)
         return sent[..., :value_size].transpose(0, 1), sent[..., value_size]
 
-    def _combine_here(self, batch: RankBatch, outs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the combined rows of this rank's heads, from one packed exchange.
+    def _combine_here(
+        self,
+        batch: RankBatch,
+        outs: Tensor,
+        sinks: Tensor | None,
+        out: Tensor,
+        lse: Tensor | None,
+    ) -> Tensor:
+        """Combine the rows of this rank's heads, from one packed exchange, and return `out`.
 
         Args:
             outs: [splits * tokens, ranks * heads, value_head_size], in the sent buffer.
-
-        Returns:
-            [tokens, heads, value_head_size], [tokens, heads].
         """
         value_size = outs.shape[-1]
         shape = (
@@ -298,54 +264,4 @@ class DecodeContextParallel:
         sent = self._sent[:elements].view(shape)
         received = self._received[:elements].view(shape)
         received = self.ranks.all_to_all(sent, received)
-        partials = received.permute(
-            0, 2, 3, 1, 4
-        )  # [ranks, splits, tokens, heads, row]
-        if batch.splits == 1:
-            partials = partials[:, 0]
-        elif self.of_rank[0] == 1:
-            partials = partials[0]
-        else:
-            partials = partials.flatten(0, 1)
-        if not self._splits.is_in_order:
-            partials = partials[self._splits.order]
-        return lse_weighted_combine(
-            partials[..., :value_size], partials[..., value_size]
-        )
-
-    def _combine_while_adding(
-        self, outs: Tensor, lses: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return the combined rows of this rank's heads, whose collective adds weighted rows.
-
-        Args:
-            outs: [tokens, ranks * heads, value_head_size].
-            lses: [ranks * heads, tokens].
-
-        Returns:
-            [tokens, heads, value_head_size], [tokens, heads].
-        """
-        joint = self.ranks.all_gather(lses.contiguous()).logsumexp(0)
-        weights = torch.exp(lses - torch.where(joint.isinf(), 0.0, joint))
-        weighted = weights[..., None] * outs.transpose(0, 1)
-        heads = self.num_query_heads
-        result = self.ranks.reduce_scatter(
-            weighted.view(self.of_rank[0], heads, *weighted.shape[1:])
-        )
-        begin = self.of_rank[1] * heads
-        return result.transpose(0, 1), joint[begin : begin + heads].T
-
-    def _add_sinks(
-        self, result: Tensor, joint: Tensor, sinks: Tensor, batch: RankBatch
-    ) -> tuple[Tensor, Tensor]:
-        """Return rows and log-sum-exps with one more score per head, which has no value.
-
-        Args:
-            result, joint: [tokens, heads, value_head_size], [tokens, heads].
-            sinks: [heads].
-            batch: Its padding gets no sink.
-        """
-        sinks = torch.where(batch.is_token[:, None], sinks.to(joint.dtype), -torch.inf)
-        return lse_weighted_combine(
-            torch.stack([result, torch.zeros_like(result)]), torch.stack([joint, sinks])
-        )
+        return combine_received(received, self._splits.order, batch, sinks, out, lse)

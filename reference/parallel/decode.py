@@ -13,13 +13,8 @@ combined in the order of the splits. Then the bits do not depend on the number o
 
 import torch
 
-from ...bookkeeping.parallel.key_splits import (
-    offsets_of_runs,
-    order_of_partials,
-    stored_splits,
-)
+from ...bookkeeping.parallel.key_splits import order_of_partials
 from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
-from ...contract.kinds import HOST, PAD_SLOT_ID
 from ...contract.parallel import KeySplits, RankBatch
 from ...contract.shapes import (
     BlockTable,
@@ -40,9 +35,10 @@ from ...validation.parallel import (
     check_rank_attention,
     check_rank_batch,
 )
-from ..attention.merge_states import lse_weighted_combine
 from ..attention.paged import paged_attention
 from ..cache.cache_ops import reshape_and_cache
+from .combine import add_sinks, combine_received, combine_while_adding
+from .rank_batch import make_rank_batch
 
 
 class DecodeContextParallel:
@@ -171,59 +167,10 @@ class DecodeContextParallel:
         )  # fmt: skip
         self.ranks.begin_step()
         agree_on_batch(self.ranks, query_start_loc, seq_lens, num_tokens, max_seq_len)
-        world_size, rank, interleave_size = self.of_rank
-        block_size, splits = key_cache.shape[1], self.splits
-        own = stored_splits(splits, world_size, rank, interleave_size)
-        runs = -(-max_seq_len // (splits.run * splits.count)) + 1
-        slots = torch.zeros(
-            len(own), num_tokens, runs * splits.run, dtype=torch.int32, device=HOST
-        )
-        lens = torch.zeros(len(own), num_tokens, dtype=torch.int32, device=HOST)
-        slot_mapping = torch.full(
-            (num_tokens,), PAD_SLOT_ID, dtype=torch.int64, device=HOST
-        )
-        starts = query_start_loc.tolist()
-        for req, seq_len in enumerate(seq_lens.tolist()):
-            row = block_table[req].to(HOST)
-            for token in range(starts[req], starts[req + 1]):
-                # step: find each token's position
-                position = seq_len - starts[req + 1] + token
-                up_to = position + 1 if causal else seq_len
-                for index, split in enumerate(own):
-                    # step: find the slots of the split's keys
-                    first = offsets_of_runs(
-                        splits, split, runs, world_size, interleave_size
-                    )
-                    keys = (
-                        first[:, None] + torch.arange(splits.run, device=HOST)
-                    ).flatten()
-                    # step: count its keys up to that position
-                    positions = (
-                        torch.arange(up_to, device=HOST) // splits.run % splits.count
-                    )
-                    count = int((positions == split).sum())
-                    lens[index, token] = count
-                    keys = keys[:count]
-                    block = row[keys // block_size]
-                    slots[index, token, :count] = block * block_size + keys % block_size
-                    # step: find the new token's slot if this rank stores it
-                    if causal and position // splits.run % splits.count == split:
-                        slot_mapping[token] = slots[index, token, count - 1]
-        device = block_table.device
-        requests = len(own) * num_tokens
-        return RankBatch(
-            num_tokens=num_tokens,
-            splits=len(own),
-            block_table=slots.flatten(0, 1).to(device),
-            query_start_loc=torch.arange(
-                requests + 1, dtype=torch.int32, device=device
-            ),
-            seq_lens=lens.flatten().to(device),
-            max_seq_len=runs * splits.run,
-            slot_mapping=slot_mapping.to(device),
-            is_token=torch.arange(num_tokens, device=device) < starts[-1],
-            slots_per_block=1,
-        )
+        return make_rank_batch(
+            key_cache, block_table, query_start_loc, seq_lens, num_tokens, max_seq_len,
+            causal, self.splits, self.of_rank,
+        )  # fmt: skip
 
     def write(
         self,
@@ -326,71 +273,14 @@ class DecodeContextParallel:
         lses = lses.view(world_size, heads, batch.splits, len(q)).permute(2, 3, 0, 1)
         # step: exchange partial results, and combine them by log-sum-exp
         if self.exchange == "all_to_all":
-            result, joint = self._combine_here(outs, lses)
+            order = order_of_partials(self.splits, world_size, self.of_rank[2])
+            result, joint = combine_received(self.ranks, outs, lses, order)
         else:
-            result, joint = self._combine_while_adding(outs, lses)
+            result, joint = combine_while_adding(self.ranks, outs, lses)
         # step: count the sinks once, after all keys
         if options.sinks is not None:
-            result, joint = self._add_sinks(result, joint, options.sinks, batch)
+            result, joint = add_sinks(result, joint, options.sinks, batch)
         out = query.new_empty(result.shape) if out is None else out
         if lse is not None:
             lse.copy_(joint.T)
         return out.copy_(result)
-
-    def _combine_here(
-        self, outs: torch.Tensor, lses: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the combined rows of this rank's heads, from one packed exchange.
-
-        Args:
-            outs: [splits, tokens, ranks, heads, value_head_size].
-            lses: [splits, tokens, ranks, heads].
-
-        Returns:
-            [tokens, heads, value_head_size], [tokens, heads].
-        """
-        packed = torch.cat([outs, lses[..., None]], dim=-1)
-        received = self.ranks.all_to_all(packed.movedim(2, 0).contiguous())
-        world_size, _, interleave_size = self.of_rank
-        order = order_of_partials(self.splits, world_size, interleave_size)
-        # [all splits, tokens, heads, value_head_size + 1]
-        partials = received.flatten(0, 1)[torch.tensor(order, device=outs.device)]
-        return lse_weighted_combine(partials[..., :-1], partials[..., -1])
-
-    def _combine_while_adding(
-        self, outs: torch.Tensor, lses: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the combined rows of this rank's heads, whose collective adds weighted rows.
-
-        Args:
-            outs: [1, tokens, ranks, heads, value_head_size].
-            lses: [1, tokens, ranks, heads].
-
-        Returns:
-            [tokens, heads, value_head_size], [tokens, heads].
-        """
-        every = self.ranks.all_gather(lses[0].contiguous())
-        joint = every.logsumexp(0)  # [tokens, ranks, heads]
-        weights = torch.exp(lses[0] - torch.where(joint.isinf(), 0.0, joint))
-        weighted = (weights[..., None] * outs[0]).movedim(1, 0)
-        result = self.ranks.reduce_scatter(weighted.contiguous())
-        return result, joint[:, self.of_rank[1]]
-
-    def _add_sinks(
-        self,
-        result: torch.Tensor,
-        joint: torch.Tensor,
-        sinks: torch.Tensor,
-        batch: RankBatch,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return rows and log-sum-exps with one more score per head, which has no value.
-
-        Args:
-            result, joint: [tokens, heads, value_head_size], [tokens, heads].
-            sinks: [heads].
-            batch: Its padding gets no sink.
-        """
-        sinks = torch.where(batch.is_token[:, None], sinks.to(joint.dtype), -torch.inf)
-        return lse_weighted_combine(
-            torch.stack([result, torch.zeros_like(result)]), torch.stack([joint, sinks])
-        )

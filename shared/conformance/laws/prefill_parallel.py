@@ -58,10 +58,10 @@ class Prompts:
         return replace(call, wants_lse=True, out_dtype=call.dtype)
 
 
-def joined_rows(
-    setting: Setting, prompts: Prompts, call: Call
-) -> tuple[Tensor, Tensor]:
-    """Return rows and log-sum-exps of all tokens, in the order of the batch."""
+def run_rank(
+    setting: Setting, prompts: Prompts, call: Call, ranks: RankGroup
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a rank's tokens, their rows and their log-sum-exps."""
     keys, values = (
         torch.cat([getattr(each, name) for each in call.requests()])
         .to(call.dtype)
@@ -71,32 +71,48 @@ def joined_rows(
     names = ("sliding_window", "alibi_slopes", "logits_soft_cap", "batch_invariant")
     given = {name: call.arguments[name] for name in names if name in call.arguments}
     options = replace(DEFAULT_OPTIONS, **given)
+    prefill = setting.candidate.PrefillContextParallel(
+        ranks, block_size=prompts.block_size, device=setting.device
+    )
+    share = prefill.prepare(list(prompts.lens))
+    own = share.tokens
+    lse = torch.full(
+        (call.query.shape[1], len(own)),
+        NAN,
+        dtype=torch.float32,
+        device=setting.device,
+    )
+    args = (call.query[own], keys[own], values[own], share)
+    # the buffers are used again
+    prefill.attend(args[0] + 1, args[1] * 2, args[2] - 1, share, options=options)
+    return own, prefill.attend(*args, lse=lse, options=options), lse
 
-    def work(ranks: RankGroup) -> tuple[Tensor, Tensor, Tensor]:
-        prefill = setting.candidate.PrefillContextParallel(
-            ranks, block_size=prompts.block_size, device=setting.device
-        )
-        share = prefill.prepare(list(prompts.lens))
-        own = share.tokens
-        lse = torch.full(
-            (call.query.shape[1], len(own)),
-            NAN,
-            dtype=torch.float32,
-            device=setting.device,
-        )
-        args = (call.query[own], keys[own], values[own], share)
-        # the buffers are used again
-        prefill.attend(args[0] + 1, args[1] * 2, args[2] - 1, share, options=options)
-        return own, prefill.attend(*args, lse=lse, options=options), lse
 
-    found = run_ranks(prompts.ranks, work, prompts.order, setting.device)
+def in_order(found: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Return rows and log-sum-exps of all ranks' tokens, in the order of the batch."""
     tokens = torch.cat([each for each, _, _ in found])
     expect_same(
-        "tokens of all ranks", tokens.sort().values.cpu(), torch.arange(len(keys))
+        "tokens of all ranks", tokens.sort().values.cpu(), torch.arange(len(tokens))
     )
     place = tokens.argsort()
     out = torch.cat([each for _, each, _ in found])[place]
     return out, torch.cat([each for _, _, each in found], dim=1)[:, place]
+
+
+def joined_rows(
+    setting: Setting, prompts: Prompts, call: Call
+) -> tuple[Tensor, Tensor]:
+    """Return rows and log-sum-exps of all tokens, in the order of the batch."""
+    found = run_ranks(
+        prompts.ranks,
+        lambda ranks: run_rank(setting, prompts, call, ranks),
+        prompts.order,
+        setting.device,
+    )
+    expect_same(
+        "rows of all ranks", sum(len(each) for each, _, _ in found), len(call.query)
+    )
+    return in_order(found)
 
 
 @st.composite

@@ -60,6 +60,39 @@ BOTH = [
     (Dealt((1, 1), (17, 40), 2, 1, needles=(-1, 39), group=2, seed=7), 4),
 ]
 """A batch whose keys are on two ranks, and the ranks over which its heads are distributed."""
+KV_HEADS = 2
+
+
+def run_rank(
+    setting: Setting, case: int, group: list[int], ranks: RankGroup
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return rows and log-sum-exps of the heads of one rank of a group."""
+    dealt, tp_world_size = BOTH[case]
+    whole = whole_call(dealt, setting.device)
+    own = setting.candidate.get_tp_heads(
+        whole.query.shape[1], KV_HEADS, tp_world_size, group[ranks.rank]
+    )
+    given = dict(dealt.share(whole, ranks.rank).arguments)
+    for name in ("key_cache", "value_cache"):
+        given[name] = given[name][:, :, own.kv_start : own.kv_stop]
+    query = whole.query[:, own.query_start : own.query_stop]
+    heads = query.shape[1]
+    step = make_step(setting, ranks, heads, len(query), given)
+    batch = prepare(step, given)
+    lse = torch.full(
+        (heads, len(query)), NAN, dtype=torch.float32, device=setting.device
+    )
+    caches = given["key_cache"], given["value_cache"]
+    return step.attend(query, *caches, batch, lse=lse), lse
+
+
+def groups_of(setting: Setting, case: int) -> list[list[int]]:
+    """Return the groups of ranks that share the keys of the same KV heads."""
+    dealt, tp_world_size = BOTH[case]
+    groups: list[list[int]] = setting.candidate.get_dcp_groups(
+        KV_HEADS, tp_world_size, dealt.ranks
+    )
+    return groups
 
 
 @law(
@@ -69,37 +102,20 @@ BOTH = [
 def heads_and_keys_on_several_ranks_together_are_attention_on_one(
     setting: Setting, case: int
 ) -> None:
-    dealt, tp_world_size = BOTH[case]
-    whole = whole_call(dealt, setting.device)
-    query_heads, kv_heads = whole.query.shape[1], 2
-    rows, lses = [], []
-    groups = setting.candidate.get_dcp_groups(kv_heads, tp_world_size, dealt.ranks)
-    for group in groups:
+    dealt = BOTH[case][0]
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for group in groups_of(setting, case):
 
         def work(
             ranks: RankGroup, group: list[int] = group
         ) -> tuple[torch.Tensor, torch.Tensor]:
-            own = setting.candidate.get_tp_heads(
-                query_heads, kv_heads, tp_world_size, group[ranks.rank]
-            )
-            given = dict(dealt.share(whole, ranks.rank).arguments)
-            for name in ("key_cache", "value_cache"):
-                given[name] = given[name][:, :, own.kv_start : own.kv_stop]
-            query = whole.query[:, own.query_start : own.query_stop]
-            heads = query.shape[1]
-            step = make_step(setting, ranks, heads, len(query), given)
-            batch = prepare(step, given)
-            lse = torch.full(
-                (heads, len(query)), NAN, dtype=torch.float32, device=setting.device
-            )
-            caches = given["key_cache"], given["value_cache"]
-            return step.attend(query, *caches, batch, lse=lse), lse
+            return run_rank(setting, case, group, ranks)
 
-        for out, lse in run_ranks(dealt.ranks, work, case, setting.device):
-            rows.append(out)
-            lses.append(lse)
-    found = torch.cat(rows, dim=1), torch.cat(lses)
-    expect_right(setting, whole, found, is_joined=True)
+        found += run_ranks(dealt.ranks, work, case, setting.device)
+    rows = torch.cat([out for out, _ in found], dim=1)
+    lses = torch.cat([lse for _, lse in found])
+    whole = whole_call(dealt, setting.device)
+    expect_right(setting, whole, (rows, lses), is_joined=True)
 
 
 UNFIT_HEADS = {

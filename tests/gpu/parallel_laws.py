@@ -1,0 +1,246 @@
+"""What must hold on several GPUs: results of the oracle, bits of one rank, captured steps."""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from pagetwin.conformance.harness.calling import expect_right
+from pagetwin.conformance.harness.candidate import load_candidate
+from pagetwin.conformance.harness.law import Setting
+from pagetwin.conformance.harness.trial import make_setting
+from pagetwin.conformance.laws import parallel_step, prefill_parallel, tensor_parallel
+from pagetwin.conformance.laws.dcp_attention import Dealt
+from pagetwin.conformance.laws.parallel_step import Shared, bits, whole_call
+from pagetwin.conformance.laws.prefill_parallel import Prompts
+from pagetwin.contract.parallel import KeySplits
+from pagetwin.engine.rank_group import RankError, RankGroup
+from parallel_job import DEVICE, Job, captured
+from torch import Tensor
+
+LAWS = [
+    Shared(Dealt((1, 2, 0, 1), (37, 20, 3, 1), 2, in_a_row, kind, (36, 0, -1, 0),
+                 group=4, dtype=dtype, padding=1, seed=seed), exchange, splits)
+    for seed, (in_a_row, kind, dtype, exchange, splits) in enumerate([
+        (1, "plain", torch.bfloat16, "all_to_all", None),
+        (2, "sinks", torch.bfloat16, "all_to_all", None),
+        (16, "plain", torch.bfloat16, "reduce_scatter", None),
+        (2, "sinks", torch.bfloat16, "reduce_scatter", None),
+        (2, "plain", torch.float32, "reduce_scatter", None),
+        (4, "values", torch.bfloat16, "all_to_all", (16, 1)),
+        (2, "fp8", torch.bfloat16, "all_to_all", (8, 2)),
+    ])
+]  # fmt: skip
+LONG = 9000 if DEVICE == "cuda" else 90
+"""Keys of a sequence. The interpreter needs minutes for thousands of them."""
+SAME_BITS = [
+    Dealt((2, 1), (37, LONG), 1, 1, "plain", (20, LONG // 2), group=8,
+          dtype=torch.bfloat16, seed=3),
+    Dealt((1, 0, 1), (40, 3, 5), 1, 1, "sinks", (-1, 0, 4), group=8,
+          dtype=torch.bfloat16, seed=3),
+]  # fmt: skip
+PROMPTS = [
+    Prompts((300, 7), 2, "plain", (150, 4), dtype=torch.bfloat16),
+    Prompts((37, 5), 2, "invariant", (20, 4), dtype=torch.bfloat16),
+]
+
+
+def setting_of(name: str) -> Setting:
+    """Return a twin on this rank's device."""
+    return make_setting(load_candidate(name), DEVICE)
+
+
+def joined(job: Job, ranks: RankGroup, parts: tuple[Tensor, ...]) -> list[Any]:
+    """Return the tensors of all ranks, on the host."""
+    mine = tuple(each.cpu() for each in parts)
+    return [mine] if ranks.world_size == 1 else job.gathered(mine)
+
+
+def rows_of_a_step(
+    job: Job, name: str, shared: Shared, ranks: RankGroup
+) -> tuple[Tensor, Tensor]:
+    """Return rows and log-sum-exps of all ranks' heads, on the host."""
+    setting = setting_of(name)
+    whole = whole_call(shared.dealt, setting.device)
+    found = parallel_step.run_rank(setting, shared, whole, ranks)
+    parts = joined(job, ranks, (found.out, found.lse))
+    return torch.cat([out for out, _ in parts], dim=1), torch.cat(
+        [lse for _, lse in parts]
+    )
+
+
+def hold_step(job: Job, name: str, ranks: RankGroup) -> int:
+    """Compare the parallel step with the oracle."""
+    setting = setting_of(name)
+    for shared in LAWS:
+        whole = whole_call(shared.dealt, setting.device)
+        out, lse = rows_of_a_step(job, name, shared, ranks)
+        expect_right(setting, whole, (out.to(DEVICE), lse.to(DEVICE)), is_joined=True)
+    return len(LAWS)
+
+
+def hold_bits(job: Job, name: str, ranks: RankGroup) -> int:
+    """Compare the bits of fixed splits on all ranks with those on one."""
+    count = 0
+    for dealt in SAME_BITS:
+        one = rows_of_a_step(job, name, Shared(dealt, splits=(16, 1)), job.alone)
+        for in_a_row in (1, 4):
+            many = replace(dealt, ranks=ranks.world_size, in_a_row=in_a_row)
+            found = rows_of_a_step(job, name, Shared(many, splits=(16, 1)), ranks)
+            same = [
+                torch.equal(bits(a), bits(b)) for a, b in zip(one, found, strict=True)
+            ]
+            assert all(same), (name, dealt, in_a_row, same)
+            count += 1
+    return count
+
+
+def hold_prefill(job: Job, name: str, ranks: RankGroup) -> int:
+    """Compare prefills with the oracle, and invariant ones with the bits of one rank."""
+    setting = setting_of(name)
+    for prompts in PROMPTS:
+        call = prompts.call(setting.device)
+        mine = prefill_parallel.run_rank(setting, prompts, call, ranks)
+        found = prefill_parallel.in_order(joined(job, ranks, mine))
+        out, lse = (each.to(DEVICE) for each in found)
+        expect_right(setting, call, (out, lse))
+        if prompts.kind == "invariant":
+            right, right_lse = torch.empty_like(out), torch.empty_like(lse)
+            setting.candidate.paged_attention(**call.keywords, out=right, lse=right_lse)
+            assert torch.equal(bits(out), bits(right)), (name, prompts)
+            assert torch.equal(bits(lse), bits(right_lse)), (name, prompts)
+    return len(PROMPTS)
+
+
+def hold_heads(job: Job, name: str, ranks: RankGroup) -> int:
+    """Compare heads and keys on several ranks with the oracle."""
+    setting = setting_of(name)
+    for case, (dealt, _) in enumerate(tensor_parallel.BOTH):
+        rows, lses = [], []
+        for group in tensor_parallel.groups_of(setting, case):
+            mine = tensor_parallel.run_rank(setting, case, group, ranks)
+            for out, lse in joined(job, ranks, mine):
+                rows.append(out.to(DEVICE))
+                lses.append(lse.to(DEVICE))
+        whole = whole_call(dealt, setting.device)
+        found = torch.cat(rows, dim=1), torch.cat(lses)
+        expect_right(setting, whole, found, is_joined=True)
+    return len(tensor_parallel.BOTH)
+
+
+class Stepping:
+    """Decode steps of two requests on a rank, in tensors that stay where they are."""
+
+    def __init__(
+        self, ranks: RankGroup, exchange: str, splits: KeySplits | None
+    ) -> None:
+        make = torch.Generator().manual_seed(7)
+
+        def randn(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=make).to(torch.bfloat16).to(DEVICE)
+
+        heads = 8 // ranks.world_size
+        self.own = slice(ranks.rank * heads, (ranks.rank + 1) * heads)
+        self.tokens = [randn(2, 8 + 2 + 2, 64) for _ in range(4)]
+        self.caches = randn(8, 16, 2, 64), randn(8, 16, 2, 64)
+        self.table = torch.arange(8, dtype=torch.int32, device=DEVICE).view(2, 4)
+        self.starts = torch.arange(3, dtype=torch.int32, device=DEVICE)
+        self.lens = torch.tensor([37, 60], dtype=torch.int32, device=DEVICE)
+        self.token = torch.zeros_like(self.tokens[0])
+        self.out = torch.zeros(2, heads, 64, dtype=torch.bfloat16, device=DEVICE)
+        self.step = load_candidate("optimized").DecodeContextParallel(
+            ranks, heads, 64, 2, 4, exchange, splits, dtype=torch.bfloat16,
+            device=DEVICE,
+        )  # fmt: skip
+
+    def attend(self) -> None:
+        """Write the tokens and attend."""
+        batch = self.step.prepare(
+            self.caches[0], self.table, self.starts, self.lens, 2, 64
+        )
+        query, key, value = self.token.split([8, 2, 2], dim=1)
+        self.step.write(key, value, *self.caches, batch)
+        self.step.attend(query[:, self.own], *self.caches, batch, out=self.out)
+
+    def run(self, attend: Callable[[], None]) -> list[Tensor]:
+        """Return the rows of some steps, then the cache."""
+        found = []
+        for token in self.tokens:
+            self.token.copy_(token)
+            self.lens += 1
+            attend()
+            found.append(self.out.clone())
+        return [*found, *self.caches]
+
+
+def hold_captured(job: Job, name: str, ranks: RankGroup) -> int:
+    """Compare the replays of a captured step with steps that are not captured."""
+    if DEVICE == "cpu" or name == "reference":
+        return 0
+    ways: list[tuple[str, KeySplits | None]] = [
+        ("all_to_all", None), ("reduce_scatter", None), ("all_to_all", KeySplits(8, 4)),
+    ]  # fmt: skip
+    for exchange, splits in ways:
+        eager, graphed = (Stepping(ranks, exchange, splits) for _ in range(2))
+        right = eager.run(eager.attend)
+        lens = graphed.lens.clone()
+        caches = [each.clone() for each in graphed.caches]
+        replay = captured(graphed.attend)
+        graphed.lens.copy_(lens)
+        for cache, first in zip(graphed.caches, caches, strict=True):
+            cache.copy_(first)
+        for a, b in zip(graphed.run(replay), right, strict=True):
+            assert torch.equal(bits(a), bits(b)), (exchange, splits)
+    return len(ways)
+
+
+HELD = {
+    "step": (hold_step, "agree with the oracle"),
+    "bits": (hold_bits, "have the bits of one rank"),
+    "prefill": (hold_prefill, "prefills agree with the oracle and with one rank"),
+    "heads": (hold_heads, "heads and keys on ranks agree with the oracle"),
+    "captured": (hold_captured, "captured steps have the bits of eager ones"),
+}
+
+
+def hold_all(job: Job, name: str, way: str, laws: str) -> None:
+    """Make some comparisons of a twin through one group; say which do not hold.
+
+    Args:
+        laws: Keys of HELD, with commas. If empty, all.
+    """
+    for law, (hold, what) in HELD.items():
+        if laws and law not in laws.split(","):
+            continue
+        try:
+            count = hold(job, name, job.groups[way])
+            job.groups[way].wait()
+            answer = f"{count} batches: {what}"
+        except Exception as error:
+            answer = f"FAILED: {what}: {type(error).__name__}: {str(error)[:400]}"
+        answers = job.gathered(answer)
+        # of all ranks, the one that failed
+        failed = (each for each in answers if "FAILED" in each)
+        job.say(f"law: {name} {way} {law}", next(failed, answer))
+
+
+def lose_a_rank(ranks: RankGroup, limit_s: float) -> str:
+    """Make steps until another rank has ended; return how this rank has found out.
+
+    The last rank ends after its first step.
+    """
+    stepping = Stepping(ranks, "all_to_all", None)
+    stepping.attend()
+    ranks.wait()
+    ranks.timeout = limit_s
+    if ranks.rank == ranks.world_size - 1:
+        return ""
+    begin = time.monotonic()
+    try:
+        stepping.attend()
+        ranks.wait()
+    except RankError as error:
+        seconds = time.monotonic() - begin
+        return f"RankError after {seconds:.1f} s, missing {error.missing}: {error}"
+    return f"FAILED: no error after {time.monotonic() - begin:.1f} s"
