@@ -1,0 +1,75 @@
+"""Models of the serving runs: configurations without weights, and seeded weights."""
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128256,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+}
+"""The shapes of Llama 3 8B, with 8 of its 32 layers."""
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 4,
+    "vocab_size": 32000,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama-8": LLAMA,
+    "tiny": {**LLAMA, **SMALL},
+}
+"""The configuration of each model, by the name that the command line takes."""
+
+
+def write_model(folder: Path, name: str) -> Path:
+    """Write the configuration of a model; return its folder."""
+    path = folder / name
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(MODELS[name], indent=1))
+    return path
+
+
+def seed_weights(model: torch.nn.Module) -> None:
+    """Give each parameter values that follow from its name alone.
+
+    Every process then has the same model. Projections of queries and keys are larger, so that a
+    wrong key changes the output.
+    """
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if not param.is_floating_point():
+                continue
+            if param.dim() < 2:
+                param.fill_(0.0 if name.endswith("bias") else 1.0)
+                continue
+            std = 1.0 if "embed" in name else param.shape[-1] ** -0.5
+            if "qkv" in name:
+                std *= 2.0
+            generator = torch.Generator(device=param.device)
+            generator.manual_seed(zlib.crc32(name.encode()))
+            param.normal_(0.0, std, generator=generator)
