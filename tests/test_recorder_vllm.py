@@ -289,3 +289,23 @@ def test_latent_backends_are_left_as_they_are(
     recorder_vllm.record_vllm_backends()
     member = registry.AttentionBackendEnum.LATENT
     assert resolve(member.get_path()) is LatentBackend
+
+
+def test_a_path_that_gives_two_backends_gives_two_recorded_classes(
+    registry: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The class of the first model, with or without latent attention, was that of all models."""
+    monkeypatch.setenv("PAGETWIN_RECORD", str(tmp_path))
+    module = types.ModuleType("plugin_of_two")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    member = registry.AttentionBackendEnum.CUSTOM
+    registry.register_backend(member, f"{module.__name__}.Backend")
+    recorder_vllm.record_vllm_backends()
+    given = []
+    for model in (Backend, LatentBackend, Backend):
+        # pagetwin's plugin gives the class for the model that is being built
+        module.Backend = model
+        given.append(resolve(member.get_path()))
+    assert issubclass(given[0], Backend) and given[0] is not Backend
+    assert given[1] is LatentBackend
+    assert given[2] is given[0]

@@ -134,7 +134,9 @@ def split_cache(
 _PATHS: dict[str, str] = {}
 """The path of each backend before it was replaced, by the name of its member."""
 
-_RECORDED: dict[str, Any] = {}
+_RECORDED: dict[tuple[str, Any], Any] = {}
+"""The recorded class of each backend, by the name of its member and the backend itself. One path
+may give several backends: that of pagetwin's plugin has another class for latent attention."""
 
 
 def record_vllm_backends() -> None:
@@ -153,9 +155,6 @@ def record_vllm_backends() -> None:
             continue
         if path.startswith(f"{__name__}."):
             continue
-        # the plugin of a backend may register the same path again
-        if _PATHS.get(member.name) != path:
-            _RECORDED.pop(member.name, None)
         _PATHS[member.name] = path
         registry.register_backend(member, f"{__name__}.{member.name}")
 
@@ -164,15 +163,15 @@ def __getattr__(name: str) -> Any:
     # vLLM resolves a path by getattr
     if name not in _PATHS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name not in _RECORDED:
-        _RECORDED[name] = _recorded(name)
-    return _RECORDED[name]
-
-
-def _recorded(name: str) -> Any:
-    """Return the recorded subclass of a backend; the backend itself if it is not checked."""
     module, _, attribute = _PATHS[name].rpartition(".")
     backend = getattr(importlib.import_module(module), attribute)
+    if (name, backend) not in _RECORDED:
+        _RECORDED[name, backend] = _recorded(name, backend)
+    return _RECORDED[name, backend]
+
+
+def _recorded(name: str, backend: Any) -> Any:
+    """Return the recorded subclass of a backend; the backend itself if it is not checked."""
     impl = backend.get_impl_cls()
     names = list(inspect.signature(impl.forward).parameters)[: len(FORWARD)]
     if backend.is_mla() or names != FORWARD:
