@@ -23,6 +23,7 @@ from ..environment import recorder_from_environment
 from ..settings import RECORD_VARIABLE
 from ..step import StepTensors
 from .backend import LayerView, record_backend
+from .vllm_schedule import STEPS
 
 LOGGER = logging.getLogger("pagetwin.recorder")
 REGISTRY = "vllm.v1.attention.backends.registry"
@@ -35,12 +36,14 @@ class VllmReader:
     """Reads vLLM's metadata, caches and implementations, from 0.25 on."""
 
     def step(self, builder: Any, common: Any) -> StepTensors | None:
-        """Return a step's metadata; None for caches that are not checked.
+        """Return a step's metadata; None for caches that are not checked, and for dummy runs.
 
         Args:
             builder: an `AttentionMetadataBuilder` of vLLM.
             common: its `CommonAttentionMetadata`. The tensors may be longer than the step.
         """
+        if not STEPS.is_step:
+            return None
         spec = builder.kv_cache_spec
         kind = type(spec).__name__
         if kind not in ("FullAttentionSpec", "SlidingWindowSpec"):
@@ -178,9 +181,11 @@ def _recorded(name: str, backend: Any) -> Any:
         LOGGER.warning("%s is not recorded: its layers are not checked", name)
         return backend
     recorder = recorder_from_environment(name, int(name not in OWN_NAMES))
-    return (
-        backend if recorder is None else record_backend(backend, recorder, VLLM_READER)
-    )
+    if recorder is None:
+        return backend
+    STEPS.watch()
+    STEPS.recorders.append(recorder)
+    return record_backend(backend, recorder, VLLM_READER)
 
 
 def _has_other_masks(impl: Any, metadata: Any) -> bool:

@@ -39,9 +39,30 @@ SMALL: dict[str, Any] = {
     "eos_token_id": 2,
 }
 
+SMALLEST: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+"""Small enough for a CPU."""
+
+WINDOW = {
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "sliding_window": 33,
+}
+
 MODELS: dict[str, dict[str, Any]] = {
     "llama-8": LLAMA,
     "tiny": {**LLAMA, **SMALL},
+    "small": {**LLAMA, **SMALLEST},
+    "windowed": {**LLAMA, **SMALLEST, **WINDOW},
 }
 """The configuration of each model, by the name that the command line takes."""
 
