@@ -58,11 +58,71 @@ WINDOW = {
     "sliding_window": 33,
 }
 
+GEMMA = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "model_type": "gemma2",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "num_attention_heads": 8,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 512,
+    "final_logit_softcapping": 30.0,
+    "attn_logit_softcapping": 50.0,
+    "tie_word_embeddings": True,
+}
+"""Head size 256, soft cap, and windows in every other layer."""
+
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "intermediate_size": 1024,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 128,
+    "attention_bias": True,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+        "rope_theta": 150000.0,
+    },
+}
+"""Sinks, and windows in every other layer; experts that are not quantised."""
+
+DEEPSEEK = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "num_key_value_heads": 16,
+    "first_k_dense_replace": 2,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 1024,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+"""Latent attention; both layers are dense."""
+
 MODELS: dict[str, dict[str, Any]] = {
     "llama-8": LLAMA,
     "tiny": {**LLAMA, **SMALL},
     "small": {**LLAMA, **SMALLEST},
     "windowed": {**LLAMA, **SMALLEST, **WINDOW},
+    "gemma": {**LLAMA, **SMALL, **GEMMA},
+    "gpt-oss": {**LLAMA, **SMALL, **GPT_OSS},
+    "deepseek": {**LLAMA, **SMALL, **DEEPSEEK},
 }
 """The configuration of each model, by the name that the command line takes."""
 
@@ -85,11 +145,11 @@ def seed_weights(model: torch.nn.Module) -> None:
         for name, param in model.named_parameters():
             if not param.is_floating_point():
                 continue
-            if param.dim() < 2:
+            if param.dim() < 2 and "sinks" not in name:
                 param.fill_(0.0 if name.endswith("bias") else 1.0)
                 continue
             std = 1.0 if "embed" in name else param.shape[-1] ** -0.5
-            if "qkv" in name:
+            if any(part in name for part in ("qkv", "q_proj", "kv_a_proj", "sinks")):
                 std *= 2.0
             generator = torch.Generator(device=param.device)
             generator.manual_seed(zlib.crc32(name.encode()))
