@@ -22,6 +22,7 @@ import law_table
 import mutant_table
 import operator_table
 import option_table
+import serving_table
 import side_by_side as twins
 import verdict_table
 import version_table
@@ -316,6 +317,10 @@ MACROS: dict[str, Callable[..., str]] = {
         option_table.option_pairs,
         operator_table.operator_table,
         block_size_table.block_size_table,
+        serving_table.clean_runs,
+        serving_table.equality_table,
+        serving_table.planted_table,
+        serving_table.serving_table,
         verdict_table.verdict_details,
         verdict_table.verdict_table,
         version_table.version_table,

@@ -161,9 +161,10 @@ def main() -> None:
                 say(event="compared", backend=backend, other=other, **pair)
             done[backend] = rows
             del llm
-        except Exception:
+        except Exception as error:
             traceback.print_exc()
-            say(event="failed", backend=backend, error=traceback.format_exc()[-1500:])
+            message = f"{type(error).__name__}: {error}"[:600]
+            say(event="failed", backend=backend, error=message)
         gc.collect()
         from vllm.distributed import cleanup_dist_env_and_memory
 
