@@ -435,6 +435,46 @@ def test_a_block_that_the_scheduler_of_vllm_gave_twice_is_found(watched: Any) ->
     assert "block ownership" in [each.law for each in watched[0].findings]
 
 
+def test_rows_of_smaller_blocks_than_those_of_the_scheduler_are_not_compared(
+    watched: Any,
+) -> None:
+    """vLLM divides the scheduler's blocks if a kernel does not take their size."""
+    checks, builder, worker = watched
+    other = type(worker)(FullAttentionSpec(block_size=2 * BLOCK))
+    output = scheduler_output({"a": (17, [3])}, None, {"a": 1})
+    step((checks, builder, other), [[6, 7]], [17], output)
+    checks.finish()
+    assert checks.findings == [] and checks.step == 1
+
+
+def test_two_recorded_backends_of_one_worker_are_told_the_same_rows(
+    watched: Any, registry: Any
+) -> None:
+    """The second one was told each new block twice."""
+    checks, _, worker = watched
+    member = registry.AttentionBackendEnum.CUSTOM
+    registry.register_backend(member, f"{__name__}.Backend")
+    recorder_vllm.record_vllm_backends()
+    other = resolve(member.get_path())
+    builder = other.get_builder_cls()(FullAttentionSpec(), ["b"], None, "cpu")
+    both = (
+        checks,
+        SimpleNamespace(build=lambda *args: _build(watched[1], builder, *args)),
+        worker,
+    )
+    step(both, [[7]], [15], scheduler_output({"a": (15, [7])}, None, {"a": 1}))
+    step(both, [[7, 9]], [16], scheduler_output(None, {"a": (16, [9])}, {"a": 1}))
+    step(both, [[7, 9]], [17], scheduler_output(None, {"a": (17, None)}, {"a": 1}))
+    for each in (checks, other.recorder):
+        each.finish()
+        assert each.step == 3 and each.findings == []
+
+
+def _build(one: Any, two: Any, *args: Any) -> None:
+    one.build(*args)
+    two.build(*args)
+
+
 @pytest.mark.parametrize(
     "worker",
     [

@@ -6,7 +6,7 @@ there, so the steps between its call and its return are the steps of requests.
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..laws.schedule import ScheduledRow
@@ -26,14 +26,15 @@ class WorkerSchedule:
         self.block_size = comparable_block_size(wrapper)
         self._rows: dict[str, list[int]] = {}
 
-    def tell(self, recorder: Recorder, output: Any) -> None:
-        """Tell a recorder what a `SchedulerOutput` decides about the next step."""
+    def tell(self, recorders: Sequence[Recorder], output: Any) -> None:
+        """Tell the recorders what a `SchedulerOutput` decides about the next step."""
         if self.block_size is None:
             return
         freed = [*output.finished_req_ids, *(output.preempted_req_ids or ())]
         rows, given = self._take(output, freed)
-        recorder.blocks_changed(given)
-        recorder.schedule(rows, self.block_size, freed)
+        for recorder in recorders:
+            recorder.blocks_changed(given)
+            recorder.schedule(rows, self.block_size, freed)
 
     def _take(
         self, output: Any, freed: list[str]
@@ -52,30 +53,30 @@ class WorkerSchedule:
             is_new = req_id in cached.resumed_req_ids
             given += self._extend(req_id, cached.new_block_ids[index], is_new)
         rows = [
-            ScheduledRow(req_id, computed[req_id], scheduled, tuple(self._rows[req_id]))
+            ScheduledRow(req_id, computed[req_id], scheduled, self._rows[req_id])
             for req_id, scheduled in output.num_scheduled_tokens.items()
         ]
-        return rows, [
-            *given,
-            *(
-                each.dst_block_id
-                for each in getattr(output, "kv_cache_block_copies", None) or ()
-            ),
-        ]
+        copies = getattr(output, "kv_cache_block_copies", None) or ()
+        return rows, [*given, *(each.dst_block_id for each in copies)]
 
     def _extend(
         self, req_id: str, block_ids: tuple[list[int], ...] | None, is_new: bool
     ) -> list[int]:
+        """Extend or replace a row; return the blocks that are new in it."""
         added = [] if block_ids is None else list(block_ids[0])
-        self._rows[req_id] = added if is_new else [*self._rows[req_id], *added]
+        if is_new:
+            self._rows[req_id] = added
+        elif added:
+            # a new list, since the step before may not have been checked yet
+            self._rows[req_id] = [*self._rows[req_id], *added]
         return added
 
 
 def comparable_block_size(wrapper: Any) -> int | None:
     """Return the slots per block; None if the rows of a worker's steps are not the scheduler's.
 
-    Rows are compared if the worker has one group of caches, without a window, whose blocks are
-    those of the kernels, and without speculative decoding, whose lengths only the device knows.
+    Rows are compared if the worker has one group of caches, without a window, and does not decode
+    speculatively, since only the device knows the lengths then.
     """
     worker = wrapper.worker
     groups = worker.model_runner.kv_cache_config.kv_cache_groups
@@ -126,18 +127,17 @@ class WorkerSteps:
     def begin(self, wrapper: Any, output: Any) -> None:
         """Begin a step, and tell the recorders what the scheduler decided about it."""
         self._running += 1
-        for recorder in self.recorders:
-            recorder.own(
-                lambda recorder=recorder: self._tell(recorder, wrapper, output)
-            )
+        for recorder in self.recorders[:1]:
+            # an error there is one of the recorder
+            recorder.own(functools.partial(self._tell, wrapper, output))
 
-    def _tell(self, recorder: Recorder, wrapper: Any, output: Any) -> None:
+    def _tell(self, wrapper: Any, output: Any) -> None:
         known = self._of_worker.get(id(wrapper))
         if known is None:
             known = self._of_worker[id(wrapper)] = (wrapper, WorkerSchedule(wrapper))
         # two engines of one process may give the same name to two requests
         if len(self._of_worker) == 1:
-            known[1].tell(recorder, output)
+            known[1].tell(self.recorders, output)
 
 
 STEPS = WorkerSteps()
