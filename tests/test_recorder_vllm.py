@@ -1,5 +1,6 @@
 """The recorder on classes with vLLM's interface: both cache shapes, any backend of the registry."""
 
+import abc
 import enum
 import sys
 import types
@@ -114,7 +115,7 @@ class Impl:
         return output
 
 
-class Backend:
+class Backend(metaclass=abc.ABCMeta):
     """A backend with vLLM's methods."""
 
     @staticmethod
@@ -352,6 +353,16 @@ def test_latent_backends_are_left_as_they_are(
     recorder_vllm.record_vllm_backends()
     member = registry.AttentionBackendEnum.LATENT
     assert resolve(member.get_path()) is LatentBackend
+
+
+def test_vllm_finds_a_recorded_class_by_its_own_name(
+    registry: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its module was "abc", so on CUDA no engine started with PAGETWIN_RECORD set."""
+    monkeypatch.setenv("PAGETWIN_RECORD", str(tmp_path))
+    recorder_vllm.record_vllm_backends()
+    recorded = resolve(registry.AttentionBackendEnum.FAKE.get_path())
+    assert resolve(f"{recorded.__module__}.{recorded.__qualname__}") is recorded
 
 
 def test_a_path_that_gives_two_backends_gives_two_recorded_classes(

@@ -163,7 +163,10 @@ def record_vllm_backends() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    # vLLM resolves a path by getattr
+    # vLLM resolves a path by getattr, and on CUDA the name of the class that it found
+    for recorded in _RECORDED.values():
+        if (recorded.__module__, recorded.__qualname__) == (__name__, name):
+            return recorded
     if name not in _PATHS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, _, attribute = _PATHS[name].rpartition(".")
@@ -185,7 +188,10 @@ def _recorded(name: str, backend: Any) -> Any:
         return backend
     STEPS.watch()
     STEPS.recorders.append(recorder)
-    return record_backend(backend, recorder, VLLM_READER)
+    recorded = record_backend(backend, recorder, VLLM_READER)
+    recorded.__module__ = __name__
+    recorded.__qualname__ = f"{recorded.__name__}_{name}"
+    return recorded
 
 
 def _has_other_masks(impl: Any, metadata: Any) -> bool:
