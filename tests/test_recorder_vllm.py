@@ -115,7 +115,7 @@ class Impl:
         return output
 
 
-class Backend(metaclass=abc.ABCMeta):
+class Backend(metaclass=abc.ABCMeta):  # noqa: B024
     """A backend with vLLM's methods."""
 
     @staticmethod

@@ -66,8 +66,9 @@ def equality_table() -> str:
         return NONE
     lines = [
         "| model | backends | prompts equal to the end | tokens before the first difference |"
-        " largest margin there | largest difference of log-probabilities before it |",
-        "|---|---|---:|---:|---:|---:|",
+        " largest margin there | not in the top 5 |"
+        " largest difference of log-probabilities before it |",
+        "|---|---|---:|---:|---:|---:|---:|",
     ]
     for each in rows:
         cells = [
@@ -76,6 +77,7 @@ def equality_table() -> str:
             f"{each['equal_prompts']} of {each['prompts']}",
             f"{each['tokens_before_first_difference']:,} of {each['tokens']:,}",
             f"{each['margin_at_first_difference_max']:.3f}",
+            str(each["not_in_top"]),
             f"{each['logprob_difference_before_max']:.3f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
