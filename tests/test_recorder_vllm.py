@@ -1,10 +1,12 @@
 """The recorder on classes with vLLM's interface: both cache shapes, any backend of the registry."""
 
+import abc
 import enum
 import sys
 import types
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,9 @@ from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.contract.operations import load_implementation
 from pagetwin.recorder import Recorder, RecorderSettings, record_backend
 from pagetwin.recorder.wrappers import vllm as recorder_vllm
+from pagetwin.recorder.wrappers import vllm_schedule
 from pagetwin.recorder.wrappers.vllm import VLLM_READER, split_cache
+from pagetwin.recorder.wrappers.vllm_schedule import WorkerSteps, comparable_block_size
 from torch import Tensor
 
 REFERENCE = load_implementation("reference")
@@ -111,7 +115,7 @@ class Impl:
         return output
 
 
-class Backend:
+class Backend(metaclass=abc.ABCMeta):  # noqa: B024
     """A backend with vLLM's methods."""
 
     @staticmethod
@@ -233,6 +237,56 @@ def test_the_metadata_of_a_capture_are_not_a_step(tmp_path: Path) -> None:
     assert checks.step == 1
 
 
+class Worker:
+    """Has the attributes of vLLM's worker wrapper that are read; a step is a function."""
+
+    def __init__(self, *specs: Any, speculative: Any = None) -> None:
+        groups = [SimpleNamespace(kv_cache_spec=each) for each in specs]
+        caches = SimpleNamespace(kv_cache_groups=groups)
+        self.worker = SimpleNamespace(
+            model_runner=SimpleNamespace(kv_cache_config=caches),
+            vllm_config=SimpleNamespace(speculative_config=speculative),
+        )
+        self.run = lambda output: None
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        return self.run(scheduler_output)
+
+
+def scheduler_output(
+    new: dict[str, tuple[int, list[int]]] | None = None,
+    cached: dict[str, tuple[int, list[int] | None]] | None = None,
+    scheduled: dict[str, int] | None = None,
+    resumed: Any = (),
+    freed: Any = (),
+) -> Any:
+    """Return an object with the fields of vLLM's `SchedulerOutput`.
+
+    Args:
+        new, cached: computed tokens and new blocks of each request.
+        scheduled: new tokens of each request.
+        resumed, freed: names of requests.
+    """
+    new, cached = new or {}, cached or {}
+    return SimpleNamespace(
+        scheduled_new_reqs=[
+            SimpleNamespace(req_id=name, num_computed_tokens=done, block_ids=(ids,))
+            for name, (done, ids) in new.items()
+        ],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=list(cached),
+            num_computed_tokens=[done for done, _ in cached.values()],
+            new_block_ids=[
+                None if ids is None else (ids,) for _, ids in cached.values()
+            ],
+            resumed_req_ids=set(resumed),
+        ),
+        num_scheduled_tokens=scheduled or {},
+        finished_req_ids=set(freed),
+        preempted_req_ids=None,
+    )
+
+
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     """Return a module with the names of vLLM's registry."""
@@ -252,7 +306,14 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 
     module.AttentionBackendEnum = AttentionBackendEnum
     module.register_backend = lambda member, path: paths.__setitem__(member.name, path)
-    for name in ("vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends"):
+    worker = types.ModuleType(vllm_schedule.WORKER)
+    worker.WorkerWrapperBase = type("WorkerWrapperBase", (Worker,), {})
+    monkeypatch.setitem(sys.modules, vllm_schedule.WORKER, worker)
+    monkeypatch.setattr(recorder_vllm, "STEPS", WorkerSteps())
+    for name in (
+        *("vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends"),
+        "vllm.v1.worker",
+    ):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, recorder_vllm.REGISTRY, module)
     monkeypatch.setattr(recorder_vllm, "_PATHS", {})
@@ -277,7 +338,10 @@ def test_the_registry_resolves_recorded_backends_if_the_environment_says_so(
     recorded = resolve(member.get_path())
     assert issubclass(recorded, Backend) and recorded.get_name() == "FAKE"
     assert resolve(member.get_path()) is recorded
-    run(recorded, "halves")
+    wrapper = sys.modules[vllm_schedule.WORKER].WorkerWrapperBase
+    worker = wrapper(FullAttentionSpec(), speculative=object())
+    worker.run = lambda output: run(recorded, "halves")
+    worker.execute_model(scheduler_output())
     assert recorded.recorder.checked["steps"] == 12
     assert recorded.recorder.findings == []
 
@@ -289,3 +353,160 @@ def test_latent_backends_are_left_as_they_are(
     recorder_vllm.record_vllm_backends()
     member = registry.AttentionBackendEnum.LATENT
     assert resolve(member.get_path()) is LatentBackend
+
+
+def test_vllm_finds_a_recorded_class_by_its_own_name(
+    registry: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its module was "abc", so on CUDA no engine started with PAGETWIN_RECORD set."""
+    monkeypatch.setenv("PAGETWIN_RECORD", str(tmp_path))
+    recorder_vllm.record_vllm_backends()
+    recorded = resolve(registry.AttentionBackendEnum.FAKE.get_path())
+    assert resolve(f"{recorded.__module__}.{recorded.__qualname__}") is recorded
+
+
+def test_a_path_that_gives_two_backends_gives_two_recorded_classes(
+    registry: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The class of the first model, with or without latent attention, was that of all models."""
+    monkeypatch.setenv("PAGETWIN_RECORD", str(tmp_path))
+    module = types.ModuleType("plugin_of_two")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    member = registry.AttentionBackendEnum.CUSTOM
+    registry.register_backend(member, f"{module.__name__}.Backend")
+    recorder_vllm.record_vllm_backends()
+    given = []
+    for model in (Backend, LatentBackend, Backend):
+        # pagetwin's plugin gives the class for the model that is being built
+        module.Backend = model
+        given.append(resolve(member.get_path()))
+    assert issubclass(given[0], Backend) and given[0] is not Backend
+    assert given[1] is LatentBackend
+    assert given[2] is given[0]
+
+
+@pytest.fixture
+def watched(
+    registry: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Recorder, Any, Any]:
+    """Return a recorder, a builder and a worker, as vLLM has them in a step."""
+    monkeypatch.setenv("PAGETWIN_RECORD", str(tmp_path))
+    monkeypatch.setenv("PAGETWIN_RECORD_EVERY", "1")
+    recorder_vllm.record_vllm_backends()
+    recorded = resolve(registry.AttentionBackendEnum.FAKE.get_path())
+    builder = recorded.get_builder_cls()(FullAttentionSpec(), ["a"], None, "cpu")
+    worker = sys.modules[vllm_schedule.WORKER].WorkerWrapperBase(FullAttentionSpec())
+    return recorded.recorder, builder, worker
+
+
+def step(watched: Any, rows: list[list[int]], computed: list[int], output: Any) -> None:
+    """Run a step of one new token per request, whose block-table rows are given."""
+    _, builder, worker = watched
+    common = REFERENCE.build_common_attn_metadata(
+        [1] * len(rows), computed, rows, BLOCK
+    )
+    worker.run = lambda output: builder.build(0, common)
+    worker.execute_model(output)
+
+
+def test_metadata_of_a_dummy_run_are_not_a_step(watched: Any) -> None:
+    """A dummy run has the slot -1 for every token, which is wrong in a step."""
+    checks, builder, _ = watched
+    common = REFERENCE.build_common_attn_metadata([1], [5], [[7]], BLOCK)
+    builder.build(0, common.replace(slot_mapping=torch.tensor([-1])))
+    checks.finish()
+    assert checks.step == 0 and checks.findings == []
+
+
+def test_rows_are_compared_with_what_the_scheduler_of_vllm_gave(watched: Any) -> None:
+    checks = watched[0]
+    given = {"a": (5, [7]), "b": (15, [3])}
+    step(watched, [[7], [3]], [5, 15], scheduler_output(given, None, {"a": 1, "b": 1}))
+    grown = {"b": (16, [9]), "a": (6, None)}
+    step(
+        watched, [[3, 9], [7]], [16, 6], scheduler_output(None, grown, {"b": 1, "a": 1})
+    )
+    # a leaves, and b is preempted and gets other blocks
+    again = {"b": (16, [2, 4])}
+    ended = scheduler_output(None, again, {"b": 1}, resumed=["b"], freed=["a"])
+    step(watched, [[2, 4]], [16], ended)
+    assert checks.findings == [] and checks.step == 3
+    kept = {"b": (17, None)}
+    step(watched, [[3, 4]], [17], scheduler_output(None, kept, {"b": 1}))
+    checks.finish()
+    assert [(each.law, each.request_id) for each in checks.findings] == [
+        ("block table", "b")
+    ]
+
+
+def test_a_block_that_the_scheduler_of_vllm_gave_twice_is_found(watched: Any) -> None:
+    given = {"a": (5, [7]), "b": (15, [7])}
+    output = scheduler_output(given, None, {"a": 1, "b": 1})
+    step(watched, [[7], [7]], [5, 15], output)
+    assert "block ownership" in [each.law for each in watched[0].findings]
+
+
+def test_rows_of_smaller_blocks_than_those_of_the_scheduler_are_not_compared(
+    watched: Any,
+) -> None:
+    """vLLM divides the scheduler's blocks if a kernel does not take their size."""
+    checks, builder, worker = watched
+    other = type(worker)(FullAttentionSpec(block_size=2 * BLOCK))
+    output = scheduler_output({"a": (17, [3])}, None, {"a": 1})
+    step((checks, builder, other), [[6, 7]], [17], output)
+    checks.finish()
+    assert checks.findings == [] and checks.step == 1
+
+
+def test_two_recorded_backends_of_one_worker_are_told_the_same_rows(
+    watched: Any, registry: Any
+) -> None:
+    """The second one was told each new block twice."""
+    checks, _, worker = watched
+    member = registry.AttentionBackendEnum.CUSTOM
+    registry.register_backend(member, f"{__name__}.Backend")
+    recorder_vllm.record_vllm_backends()
+    other = resolve(member.get_path())
+    builder = other.get_builder_cls()(FullAttentionSpec(), ["b"], None, "cpu")
+    both = (
+        checks,
+        SimpleNamespace(build=lambda *args: _build(watched[1], builder, *args)),
+        worker,
+    )
+    step(both, [[7]], [15], scheduler_output({"a": (15, [7])}, None, {"a": 1}))
+    step(both, [[7, 9]], [16], scheduler_output(None, {"a": (16, [9])}, {"a": 1}))
+    step(both, [[7, 9]], [17], scheduler_output(None, {"a": (17, None)}, {"a": 1}))
+    for each in (checks, other.recorder):
+        each.finish()
+        assert each.step == 3 and each.findings == []
+
+
+def _build(one: Any, two: Any, *args: Any) -> None:
+    one.build(*args)
+    two.build(*args)
+
+
+@pytest.mark.parametrize(
+    "worker",
+    [
+        Worker(FullAttentionSpec(), FullAttentionSpec()),
+        Worker(FullAttentionSpec(sliding_window=8)),
+        Worker(FullAttentionSpec(), speculative=object()),
+    ],
+    ids=["two groups", "window", "speculative"],
+)
+def test_rows_that_only_the_device_or_a_group_knows_are_not_compared(
+    worker: Any,
+) -> None:
+    assert comparable_block_size(worker) is None
+
+
+def test_the_rows_of_two_engines_in_one_process_are_not_mixed(watched: Any) -> None:
+    """Two engines may give the same name to two requests."""
+    checks, builder, worker = watched
+    output = scheduler_output({"a": (5, [7])}, None, {"a": 1})
+    step(watched, [[7]], [5], output)
+    other = type(worker)(FullAttentionSpec())
+    step((checks, builder, other), [[3]], [5], output)
+    checks.finish()
+    assert checks.findings == []

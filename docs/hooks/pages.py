@@ -23,6 +23,7 @@ import mutant_table
 import operator_table
 import option_table
 import parallel_model
+import serving_table
 import side_by_side as twins
 import verdict_table
 import version_table
@@ -324,6 +325,10 @@ MACROS: dict[str, Callable[..., str]] = {
         parallel_model.parallel_limits,
         parallel_model.parallel_model,
         parallel_model.parallel_times,
+        serving_table.clean_runs,
+        serving_table.equality_table,
+        serving_table.planted_table,
+        serving_table.serving_table,
         verdict_table.verdict_details,
         verdict_table.verdict_table,
         version_table.version_table,

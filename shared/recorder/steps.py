@@ -92,12 +92,16 @@ class CheckedSteps:
         finding = check_step(step)
         if finding is None and others:
             finding = check_groups([others[0], step])
-        if scheduled is not None and step.num_tokens:
+        if scheduled is not None and step.num_tokens and self._has_its_blocks(step):
             finding = self._match(scheduled, step, finding is not None) or finding
         else:
             self._reports.names, self._requests = {}, []
         self._samples.note_writes(step)
         self._reports.report(finding, step, step.number)
+
+    def _has_its_blocks(self, step: HostStep) -> bool:
+        """Return whether kernels and scheduler have blocks of the same size."""
+        return self._ledger is not None and self._ledger.block_size == step.block_size
 
     def _match(
         self, scheduled: Scheduled, step: HostStep, in_full: bool

@@ -1,16 +1,17 @@
 """The recorder on a GPU: clean steps raise nothing, planted bugs are found, and what it costs.
 
     python tests/gpu/recorder.py OUTDIR
+    python tests/gpu/recorder.py OUTDIR --only cost --cases 1      the cost alone, first case
 
 It prints one line per check, and writes the figures to OUTDIR/recorder.json. The cost is measured
 on decode steps of a model with the sizes of Llama 3 8B (random weights): captured as a CUDA graph,
 and eager. Steps with and without the recorder alternate, so both have the same temperature.
 """
 
+import argparse
 import json
 import logging
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -265,17 +266,29 @@ def measure(folder: Path, graphs: bool, segments: int, **sizes: Any) -> dict[str
     }
 
 
+COSTS = ((32, True), (16, False), (16, True))
+"""Layers, and whether the steps are captured, of each measurement of the cost."""
+
+
 def main() -> None:
-    out = Path(sys.argv[1] if len(sys.argv) > 1 else ".")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path, nargs="?", default=Path())
+    parser.add_argument("--only", choices=["checks", "cost"])
+    parser.add_argument("--cases", type=int, default=len(COSTS))
+    parser.add_argument(
+        "--segments", type=int, default=3, help="the first is not counted"
+    )
+    asked = parser.parse_args()
     logging.basicConfig(level=logging.ERROR, format="%(message).600s")
-    folder = out / "cases"
-    print("eager clean:", check_eager(folder), flush=True)
-    for bug in ("", "slot", "buffer", "length in the graph"):
-        print(f"graph {bug or 'clean'}:", check_graph(folder, bug), flush=True)
+    out, folder = asked.out, asked.out / "cases"
+    if asked.only != "cost":
+        print("eager clean:", check_eager(folder), flush=True)
+        for bug in ("", "slot", "buffer", "length in the graph"):
+            print(f"graph {bug or 'clean'}:", check_graph(folder, bug), flush=True)
     rows = []
-    for layers, graphs, segments in ((32, True, 3), (16, False, 3), (16, True, 3)):
+    for layers, graphs in COSTS[: 0 if asked.only == "checks" else asked.cases]:
         sizes = {"reqs": 64, "seq_len": 1024, "layers": layers, "with_linear": True}
-        row = measure(folder, graphs, segments, **sizes)
+        row = measure(folder, graphs, asked.segments, **sizes)
         rows.append(row)
         print(json.dumps(row), flush=True)
         (out / "recorder.json").write_text(json.dumps(rows, indent=1))

@@ -23,6 +23,7 @@ from ..environment import recorder_from_environment
 from ..settings import RECORD_VARIABLE
 from ..step import StepTensors
 from .backend import LayerView, record_backend
+from .vllm_schedule import STEPS
 
 LOGGER = logging.getLogger("pagetwin.recorder")
 REGISTRY = "vllm.v1.attention.backends.registry"
@@ -35,12 +36,14 @@ class VllmReader:
     """Reads vLLM's metadata, caches and implementations, from 0.25 on."""
 
     def step(self, builder: Any, common: Any) -> StepTensors | None:
-        """Return a step's metadata; None for caches that are not checked.
+        """Return a step's metadata; None for caches that are not checked, and for dummy runs.
 
         Args:
             builder: an `AttentionMetadataBuilder` of vLLM.
             common: its `CommonAttentionMetadata`. The tensors may be longer than the step.
         """
+        if not STEPS.is_step:
+            return None
         spec = builder.kv_cache_spec
         kind = type(spec).__name__
         if kind not in ("FullAttentionSpec", "SlidingWindowSpec"):
@@ -134,7 +137,9 @@ def split_cache(
 _PATHS: dict[str, str] = {}
 """The path of each backend before it was replaced, by the name of its member."""
 
-_RECORDED: dict[str, Any] = {}
+_RECORDED: dict[tuple[str, Any], Any] = {}
+"""The recorded class of each backend, by the name of its member and the backend itself. One path
+may give several backends: that of pagetwin's plugin has another class for latent attention."""
 
 
 def record_vllm_backends() -> None:
@@ -153,35 +158,40 @@ def record_vllm_backends() -> None:
             continue
         if path.startswith(f"{__name__}."):
             continue
-        # the plugin of a backend may register the same path again
-        if _PATHS.get(member.name) != path:
-            _RECORDED.pop(member.name, None)
         _PATHS[member.name] = path
         registry.register_backend(member, f"{__name__}.{member.name}")
 
 
 def __getattr__(name: str) -> Any:
-    # vLLM resolves a path by getattr
+    # vLLM resolves a path by getattr, and on CUDA the name of the class that it found
+    for recorded in _RECORDED.values():
+        if (recorded.__module__, recorded.__qualname__) == (__name__, name):
+            return recorded
     if name not in _PATHS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name not in _RECORDED:
-        _RECORDED[name] = _recorded(name)
-    return _RECORDED[name]
-
-
-def _recorded(name: str) -> Any:
-    """Return the recorded subclass of a backend; the backend itself if it is not checked."""
     module, _, attribute = _PATHS[name].rpartition(".")
     backend = getattr(importlib.import_module(module), attribute)
+    if (name, backend) not in _RECORDED:
+        _RECORDED[name, backend] = _recorded(name, backend)
+    return _RECORDED[name, backend]
+
+
+def _recorded(name: str, backend: Any) -> Any:
+    """Return the recorded subclass of a backend; the backend itself if it is not checked."""
     impl = backend.get_impl_cls()
     names = list(inspect.signature(impl.forward).parameters)[: len(FORWARD)]
     if backend.is_mla() or names != FORWARD:
         LOGGER.warning("%s is not recorded: its layers are not checked", name)
         return backend
     recorder = recorder_from_environment(name, int(name not in OWN_NAMES))
-    return (
-        backend if recorder is None else record_backend(backend, recorder, VLLM_READER)
-    )
+    if recorder is None:
+        return backend
+    STEPS.watch()
+    STEPS.recorders.append(recorder)
+    recorded = record_backend(backend, recorder, VLLM_READER)
+    recorded.__module__ = __name__
+    recorded.__qualname__ = f"{recorded.__name__}_{name}"
+    return recorded
 
 
 def _has_other_masks(impl: Any, metadata: Any) -> bool:

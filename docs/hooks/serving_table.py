@@ -1,0 +1,126 @@
+"""Tables of the runs in real engines of vLLM: serving times, greedy tokens, and planted bugs.
+
+The programs in `tests/gpu/serving/` write the records, one JSON object per line.
+"""
+
+import json
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+RECORDS = Path(__file__).parents[2] / "tests" / "records"
+NONE = "*Not recorded yet.*"
+
+
+def _lines(kind: str) -> list[dict[str, Any]]:
+    """Return the objects of the newest record of that kind of each device."""
+    newest: dict[str, Path] = {}
+    for path in sorted(RECORDS.glob(f"20*-vllm-*-{kind}.jsonl")):
+        newest[path.name[11:]] = path
+    texts = [path.read_text(encoding="utf-8") for path in newest.values()]
+    return [json.loads(line) for text in texts for line in text.splitlines()]
+
+
+def _range(values: list[float], digits: int = 0) -> str:
+    """Return the smallest and the largest value; one number if they are equal."""
+    low, high = (f"{each:,.{digits}f}" for each in (min(values), max(values)))
+    return low if low == high else f"{low} to {high}"
+
+
+def serving_table() -> str:
+    """Return one row per load and backend: throughput, and latencies at p50 and p99."""
+    runs: dict[tuple[str, str, str], list[dict[str, Any]]] = defaultdict(list)
+    for each in _lines("serving"):
+        if each["event"] == "load" and each["run"] != "warm":
+            runs[each["load"], each["mode"], each["backend"]].append(each)
+    if not runs:
+        return NONE
+    lines = [
+        "| load | graphs | backend | runs | output tokens/s | first token, ms, p50 / p99 |"
+        " per output token, ms, p50 / p99 |",
+        "|---|---|---|---:|---:|---:|---:|",
+    ]
+    for (_, mode, backend), given in sorted(runs.items()):
+        one = given[0]
+        cells = [
+            f"{one['requests']} x {one['input']:,} / {one['output']}",
+            mode,
+            f"`{backend}`",
+            str(len(given)),
+            _range([each["output_tokens_per_s"] for each in given]),
+        ]
+        for name, digits in (("first_token_ms", 0), ("per_token_ms", 2)):
+            parts = [
+                _range([each[name][part] for each in given], digits) for part in (0, 1)
+            ]
+            cells.append(" / ".join(parts))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def equality_table() -> str:
+    """Return one row per model and pair of backends: where greedy tokens first differ."""
+    rows = [each for each in _lines("equality") if each["event"] == "compared"]
+    if not rows:
+        return NONE
+    lines = [
+        "| model | backends | prompts equal to the end | tokens before the first difference |"
+        " largest margin there | not in the top 5 |"
+        " largest difference of log-probabilities before it |",
+        "|---|---|---:|---:|---:|---:|---:|",
+    ]
+    for each in rows:
+        cells = [
+            each["model"] + (", speculative (ngram)" if each["ngram"] else ""),
+            f"`{each['other']}` and `{each['backend']}`",
+            f"{each['equal_prompts']} of {each['prompts']}",
+            f"{each['tokens_before_first_difference']:,} of {each['tokens']:,}",
+            f"{each['margin_at_first_difference_max']:.3f}",
+            str(each["not_in_top"]),
+            f"{each['logprob_difference_before_max']:.3f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def planted_table() -> str:
+    """Return one row per bug and engine: the step of its first effect, and what was found."""
+    rows = [each for each in _lines("planted") if each["bug"] and "effect" in each]
+    if not rows:
+        return NONE
+    lines = ["| bug | engine | effect | found |", "|---|---|---:|---|"]
+    for each in rows:
+        # the names of requests end with random characters
+        found = [re.sub(r"(request '\d+)-\w+'", r"\1'", text) for text in each["found"]]
+        cells = [
+            each["bug"],
+            f"`{each['backend'].split(',')[0]}` on {each['device']}",
+            str(each["effect"]),
+            found[0] if found else "not found",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def clean_runs() -> str:
+    """Return one row per engine without a bug: what was checked."""
+    rows = [each for each in _lines("planted") if not each["bug"]]
+    if not rows:
+        return NONE
+    lines = [
+        "| engine | cache | graphs | steps | preemptions | writes | rows | blocks | found |",
+        "|---|---|---|---:|---:|---:|---:|---:|---|",
+    ]
+    for each in rows:
+        done = each["checked"]
+        cells = [
+            f"`{each['backend'].split(',')[0]}` on {each['device']}",
+            each["kind"],
+            "decodes" if each["graphs"] else "none",
+            *(str(each) for each in (done["steps"], each["preemptions"])),
+            *(str(done[name]) for name in ("writes", "rows", "blocks")),
+            "; ".join(each["found"]) or "nothing",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)

@@ -1,0 +1,226 @@
+"""One engine of vLLM in this process, which reads commands and writes JSON lines.
+
+`tests/gpu/serving/run.py` starts it. Each line on the standard input is a command: `load NAME
+RUN`, `profile NAME` or `quit`. Each result is a line of the file `--results`.
+"""
+
+import argparse
+import json
+import os
+import random
+import sys
+import time
+import traceback
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from models import MODELS, seed_weights
+
+LOADS = {"a": (256, 1024, 64), "b": (64, 4096, 128), "c": (16, 16384, 64)}
+"""Requests, input tokens and output tokens of each load."""
+
+CAPTURE_SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 192, 256]
+
+
+CUDA = torch.cuda.is_available()
+
+
+def synchronize() -> None:
+    """Wait for the device."""
+    if CUDA:
+        torch.cuda.synchronize()
+
+
+def build(asked: argparse.Namespace) -> Any:
+    """Return an `LLM` with seeded weights."""
+    from pagetwin.integrations.vllm import register
+    from vllm import LLM
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    # as the entry point of an installed package would
+    register()
+    DummyModelLoader.load_weights = lambda self, model, config: seed_weights(model)
+    options: dict[str, Any] = {}
+    if asked.mode == "eager":
+        options["enforce_eager"] = True
+    else:
+        options["compilation_config"] = {"cudagraph_capture_sizes": CAPTURE_SIZES}
+        if asked.mode == "decode graphs":
+            options["compilation_config"] |= {
+                "mode": 0,
+                "cudagraph_mode": "FULL_DECODE_ONLY",
+            }
+    return LLM(
+        model=str(asked.model),
+        skip_tokenizer_init=True,
+        load_format="dummy",
+        dtype="bfloat16",
+        max_model_len=20480,
+        max_num_seqs=256,
+        max_num_batched_tokens=8192,
+        gpu_memory_utilization=0.1,
+        kv_cache_memory_bytes=asked.kv_gib << 30,
+        enable_prefix_caching=False,
+        attention_backend=asked.backend,
+        seed=0,
+        disable_log_stats=True,
+        **options,
+    )
+
+
+def percentile(values: list[float], part: float) -> float:
+    """Return a percentile in milliseconds; the nearest one that occurs."""
+    ordered = sorted(values)
+    return round(1e3 * ordered[min(len(ordered) - 1, int(part * len(ordered)))], 2)
+
+
+class Served:
+    """An engine with its file of results.
+
+    Args:
+        asked: the arguments of the process.
+    """
+
+    def __init__(self, asked: argparse.Namespace) -> None:
+        self.asked = asked
+        self.began = time.time()
+        self.vocab = MODELS[asked.model.name]["vocab_size"]
+        import vllm
+
+        imported = time.time()
+        self.llm = build(asked)
+        config = self.llm.llm_engine.vllm_config
+        self.count = 0
+        self.say(
+            event="ready",
+            vllm=vllm.__version__,
+            torch=torch.__version__,
+            device=torch.cuda.get_device_name() if CUDA else "cpu",
+            import_s=round(imported - self.began, 1),
+            build_s=round(time.time() - imported, 1),
+            cudagraph_mode=str(config.compilation_config.cudagraph_mode),
+            compilation_mode=str(config.compilation_config.mode),
+        )
+
+    def say(self, **fields: Any) -> None:
+        """Write one line of results."""
+        asked = self.asked
+        first = {
+            "backend": asked.backend,
+            "model": asked.model.name,
+            "mode": asked.mode,
+        }
+        with asked.results.open("a") as file:
+            file.write(json.dumps({**first, **fields}) + "\n")
+
+    def serve(
+        self, shape: tuple[int, int, int], seed: int
+    ) -> tuple[float, list[list[float]]]:
+        """Serve requests that arrive at once.
+
+        Returns:
+            Seconds until the last token, and for each request the seconds from the arrival to
+            each of its tokens.
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        reqs, length, new = shape
+        rng = random.Random(seed)
+        engine = self.llm.llm_engine
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=new,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        prompts = [
+            [rng.randrange(self.vocab) for _ in range(length)] for _ in range(reqs)
+        ]
+        times: dict[str, list[float]] = {}
+        synchronize()
+        start = time.perf_counter()
+        for prompt in prompts:
+            self.count += 1
+            name = str(self.count)
+            times[name] = []
+            engine.add_request(name, {"prompt_token_ids": prompt}, params)
+        while engine.has_unfinished_requests():
+            for each in engine.step():
+                now = time.perf_counter() - start
+                times[each.request_id] += [now] * len(each.outputs[0].token_ids)
+        synchronize()
+        return time.perf_counter() - start, list(times.values())
+
+    def load(self, name: str, run: str) -> None:
+        """Serve a load and write its times. Run "warm" is the first one, beside other work."""
+        reqs, length, new = shape = LOADS[name]
+        seconds, times = self.serve(shape, seed=1 if run == "warm" else 2)
+        first = [each[0] for each in times]
+        per_token = [(each[-1] - each[0]) / (len(each) - 1) for each in times]
+        gaps = [b - a for each in times for a, b in pairwise(each)]
+        self.say(
+            event="load",
+            load=name,
+            run=run,
+            requests=reqs,
+            input=length,
+            output=new,
+            tokens=sum(map(len, times)),
+            seconds=round(seconds, 4),
+            output_tokens_per_s=round(reqs * new / seconds, 1),
+            first_token_ms=[percentile(first, 0.5), percentile(first, 0.99)],
+            per_token_ms=[percentile(per_token, 0.5), percentile(per_token, 0.99)],
+            gap_ms=[percentile(gaps, 0.5), percentile(gaps, 0.99)],
+        )
+
+    def profile(self, name: str) -> None:
+        """Write the 14 kernels with the most device time of a load with 8 output tokens."""
+        from torch.profiler import ProfilerActivity, profile
+
+        reqs, length, _ = LOADS[name]
+        with profile(activities=[ProfilerActivity.CUDA]) as result:
+            self.serve((reqs, length, 8), seed=3)
+        rows = sorted(
+            result.key_averages(), key=lambda each: -each.self_device_time_total
+        )
+        self.say(
+            event="profile",
+            load=name,
+            total_ms=round(sum(each.self_device_time_total for each in rows) / 1e3, 2),
+            kernels=[
+                [each.key[:80], each.count, round(each.self_device_time_total / 1e3, 2)]
+                for each in rows[:14]
+            ],
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--backend", required=True)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--mode", required=True)
+    parser.add_argument("--results", type=Path, required=True)
+    parser.add_argument("--kv-gib", type=int, default=10)
+    engine = Served(parser.parse_args())
+    for line in sys.stdin:
+        command, *words = line.split()
+        if command == "quit":
+            break
+        try:
+            getattr(engine, command)(*words)
+        except Exception:
+            traceback.print_exc()
+            engine.say(
+                event="failed", command=line, error=traceback.format_exc()[-900:]
+            )
+        engine.say(event="done", command=line.strip())
+    # vLLM's shutdown takes seconds
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

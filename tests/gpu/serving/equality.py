@@ -1,0 +1,177 @@
+"""Greedy tokens of several attention backends on one small model, compared with each other.
+
+    python tests/gpu/serving/equality.py RESULTS --model gemma --backends FLASH_ATTN CUSTOM
+
+Two correct backends differ where two tokens are nearly equally probable, and from there on a prompt
+is another one. So each prompt is compared until its first difference. RESULTS gets a JSON line per
+backend, and one per pair. The engines run one after the other in this process, without graphs.
+"""
+
+import argparse
+import gc
+import json
+import os
+import random
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from models import MODELS, seed_weights, write_model
+
+CUDA = torch.cuda.is_available()
+PROMPTS, NEW, TOP = 16, 48, 5
+
+Rows = list[tuple[list[int], list[dict[int, float]]]]
+"""The tokens of each prompt, and the log-probabilities of the most probable ones at each step."""
+
+
+def build(asked: argparse.Namespace, backend: str, folder: Path) -> Any:
+    """Return an `LLM` with seeded weights."""
+    from pagetwin.integrations.vllm import register
+    from vllm import LLM
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    register()
+    DummyModelLoader.load_weights = lambda self, model, config: seed_weights(model)
+    options: dict[str, Any] = {}
+    if asked.ngram:
+        options["speculative_config"] = {
+            "method": "ngram",
+            "num_speculative_tokens": 3,
+            "prompt_lookup_max": 3,
+            "prompt_lookup_min": 2,
+        }
+    return LLM(
+        model=str(write_model(folder, asked.model)),
+        skip_tokenizer_init=True,
+        load_format="dummy",
+        dtype="bfloat16",
+        max_model_len=4096,
+        max_num_seqs=32,
+        max_num_batched_tokens=4096,
+        enforce_eager=True,
+        compilation_config={"mode": 0},
+        gpu_memory_utilization=0.05,
+        kv_cache_memory_bytes=1 << 30,
+        enable_prefix_caching=False,
+        attention_backend=backend,
+        seed=0,
+        **options,
+    )
+
+
+def layers(llm: Any) -> list[str]:
+    """Return the classes that run the model's attention layers."""
+    core = llm.llm_engine.engine_core.engine_core
+    model = core.model_executor.driver_worker.worker.model_runner.get_model()
+    found = {type(each.impl) for each in model.modules() if hasattr(each, "impl")}
+    return sorted(f"{each.__module__}.{each.__name__}" for each in found)
+
+
+def serve(llm: Any, vocab: int, longest: int) -> Rows:
+    """Return greedy tokens and log-probabilities; each prompt repeats a part of itself."""
+    from vllm import SamplingParams
+
+    rng = random.Random(7)
+    prompts = []
+    for _ in range(PROMPTS):
+        part = [rng.randrange(vocab) for _ in range(rng.randrange(20, longest // 2))]
+        prompts.append({"prompt_token_ids": part + part})
+    params = SamplingParams(
+        temperature=0.0, max_tokens=NEW, ignore_eos=True, detokenize=False, logprobs=TOP
+    )
+    rows = []
+    for each in llm.generate(prompts, params, use_tqdm=False):
+        one = each.outputs[0]
+        tops = [
+            {token: float(given.logprob) for token, given in step.items()}
+            for step in one.logprobs
+        ]
+        rows.append((list(one.token_ids), tops))
+    return rows
+
+
+def compare(rows: Rows, others: Rows) -> dict[str, Any]:
+    """Return how the greedy tokens of two engines differ."""
+    equal, before, margins, worst = 0, 0, [], 0.0
+    for (tokens, tops), (theirs, their_tops) in zip(rows, others, strict=True):
+        pairs = enumerate(zip(tokens, theirs, strict=True))
+        at = next((step for step, (one, two) in pairs if one != two), len(tokens))
+        before += at
+        for step in range(at):
+            token = tokens[step]
+            worst = max(worst, abs(tops[step][token] - their_tops[step][token]))
+        if at == len(tokens):
+            equal += 1
+            continue
+        other = tops[at].get(theirs[at])
+        margins.append(None if other is None else tops[at][tokens[at]] - other)
+    known = [each for each in margins if each is not None]
+    return {
+        "prompts": len(rows),
+        "equal_prompts": equal,
+        "tokens": sum(len(tokens) for tokens, _ in rows),
+        "tokens_before_first_difference": before,
+        "margin_at_first_difference_max": round(max(known, default=0.0), 4),
+        "not_in_top": margins.count(None),
+        "logprob_difference_before_max": round(worst, 5),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--model", choices=list(MODELS), default="tiny")
+    parser.add_argument("--backends", nargs="+", default=["FLASH_ATTN", "CUSTOM"])
+    parser.add_argument("--ngram", action="store_true", help="speculative decoding")
+    parser.add_argument("--longest", type=int, default=1600, help="tokens of a prompt")
+    asked = parser.parse_args()
+    first = {"model": asked.model, "ngram": asked.ngram, "torch": torch.__version__}
+    first["device"] = torch.cuda.get_device_name() if CUDA else "cpu"
+
+    def say(**fields: Any) -> None:
+        with asked.results.open("a") as file:
+            file.write(json.dumps({**first, **fields}) + "\n")
+
+    done: dict[str, Rows] = {}
+    for backend in asked.backends:
+        began = time.time()
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                llm = build(asked, backend, Path(folder))
+            built = time.time() - began
+            vocab = MODELS[asked.model]["vocab_size"]
+            rows = serve(llm, vocab, asked.longest)
+            again = serve(llm, vocab, asked.longest)
+            repeated = sum(
+                one[0] == two[0] for one, two in zip(rows, again, strict=True)
+            )
+            say(
+                event="served",
+                backend=backend,
+                layers=layers(llm),
+                build_s=round(built, 1),
+                repeated_prompts=repeated,
+            )
+            for other, theirs in done.items():
+                pair = compare(rows, theirs)
+                say(event="compared", backend=backend, other=other, **pair)
+            done[backend] = rows
+            del llm
+        except Exception as error:
+            traceback.print_exc()
+            message = f"{type(error).__name__}: {error}"[:600]
+            say(event="failed", backend=backend, error=message)
+        gc.collect()
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        cleanup_dist_env_and_memory()
+    # vLLM's shutdown takes seconds
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+"""The recorder inside of vLLM: a clean run raises nothing, and planted bugs are found.
+
+    python tests/gpu/serving/planted.py RESULTS --kind padded
+    python tests/gpu/serving/planted.py RESULTS --kind plain
+    python tests/gpu/serving/planted.py RESULTS --kind window
+
+One engine serves the same requests once per bug: 16 requests, and a cache that is too small for
+them, so that requests are preempted. RESULTS gets one JSON line per run: in which step a bug first
+changed something, when it was found, and the message. On a machine without a GPU the engine is
+vLLM's for CPUs with the reference.
+"""
+
+import argparse
+import json
+import logging
+import os
+import random
+import re
+import tempfile
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from bugs import BUGS, Plant, planted
+from models import seed_weights, write_model
+
+CUDA = torch.cuda.is_available()
+DUE_FROM = 20
+"""The first step of a run in which its bug may act."""
+
+KINDS: dict[str, dict[str, Any]] = {
+    "padded": {"bugs": [*BUGS][:1], "graphs": True},
+    # the last one may end the engine
+    "plain": {"bugs": [[*BUGS][each] for each in (5, 2, 1)]},
+    "fp8": {"bugs": [*BUGS][3:4], "engine": {"kv_cache_dtype": "fp8"}},
+    "window": {"bugs": [*BUGS][4:5], "model": "windowed"},
+    "prefixes": {
+        "bugs": [[*BUGS][each] for each in (2, 1)],
+        "engine": {"enable_prefix_caching": True},
+    },
+}
+"""The engines: their bugs, and what differs from the first one."""
+
+
+def has_graphs(kind: str) -> bool:
+    """Return whether decodes are captured; a replay does not run the methods that bugs replace."""
+    return CUDA and KINDS[kind].get("graphs", False)
+
+
+class Sentences(logging.Handler):
+    """Keeps what the recorder logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a message."""
+        self.kept.append(record.getMessage())
+
+
+def prepare_cpu() -> None:
+    """Let vLLM's platform for CPUs choose pagetwin's backend, and run the reference."""
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    def choose(cls: Any, *args: Any, **kwargs: Any) -> str:
+        return AttentionBackendEnum.CUSTOM.get_path()
+
+    os.environ["PAGETWIN_VLLM_IMPLEMENTATION"] = "reference"
+    CpuPlatform.get_attn_backend_cls = classmethod(choose)
+
+
+def build(asked: argparse.Namespace, folder: Path) -> Any:
+    """Return an `LLM` with a cache of 24 blocks."""
+    from pagetwin.integrations.vllm import register
+    from vllm import LLM
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    register()
+    if not CUDA:
+        prepare_cpu()
+    DummyModelLoader.load_weights = lambda self, model, config: seed_weights(model)
+    kind = KINDS[asked.kind]
+    graphs = has_graphs(asked.kind)
+    compilation: dict[str, Any] = {"mode": 0}
+    if graphs:
+        compilation |= {
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_capture_sizes": [1, 2, 4, 8],
+        }
+    options = {"enable_prefix_caching": False, **kind.get("engine", {})}
+    llm = LLM(
+        model=str(write_model(folder, kind.get("model", "small"))),
+        skip_tokenizer_init=True,
+        load_format="dummy",
+        dtype="bfloat16",
+        max_model_len=256,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        enforce_eager=not graphs,
+        gpu_memory_utilization=0.05,
+        kv_cache_memory_bytes=1 << 28,
+        num_gpu_blocks_override=24,
+        block_size=16,
+        attention_backend=asked.backend,
+        compilation_config=compilation,
+        seed=0,
+        **options,
+    )
+    core = llm.llm_engine.engine_core.engine_core
+    runner = core.model_executor.driver_worker.worker.model_runner
+    for module in runner.model.modules():
+        if hasattr(module, "_k_scale"):
+            module._k_scale.fill_(0.05)
+            module._v_scale.fill_(0.02)
+    return llm
+
+
+def serve(llm: Any, seed: int) -> int:
+    """Serve 16 requests with shared prefixes; return how many preemptions there were."""
+    from vllm import SamplingParams
+
+    rng = random.Random(seed)
+    shared = [rng.randrange(3, 500) for _ in range(40)]
+    prompts = [
+        {
+            "prompt_token_ids": [
+                *shared[: rng.choice((0, 20, 40))],
+                *(rng.randrange(3, 500) for _ in range(rng.randrange(5, 60))),
+            ]
+        }
+        for _ in range(16)
+    ]
+    params = SamplingParams(
+        temperature=0.0, max_tokens=40, detokenize=False, ignore_eos=True
+    )
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    plain, count = scheduler._preempt_request, [0]
+
+    def preempt(*args: Any, **kwargs: Any) -> Any:
+        count[0] += 1
+        return plain(*args, **kwargs)
+
+    scheduler._preempt_request = preempt
+    try:
+        llm.generate(prompts, params, use_tqdm=False)
+    finally:
+        scheduler._preempt_request = plain
+    return count[0]
+
+
+def run(
+    llm: Any, bug: str | None, recorder: Any, sentences: Sentences
+) -> dict[str, Any]:
+    """Serve once with a bug, and return what was found."""
+    start, checked = recorder.step, dict(recorder.checked)
+    recorder.findings.clear()
+    sentences.kept.clear()
+    plant = Plant(llm, lambda: recorder.step - start, DUE_FROM)
+    error = None
+    try:
+        if bug is None:
+            preemptions = serve(llm, 1)
+        else:
+            with planted(bug, plant):
+                preemptions = serve(llm, 1)
+    except Exception as raised:
+        traceback.print_exc()
+        preemptions, error = None, f"{type(raised).__name__}: {raised}"
+    recorder.finish()
+    # a bug leaves its traces in the cache
+    recorder.blocks_changed(range(24))
+    done = {name: recorder.checked[name] - checked[name] for name in checked}
+    result: dict[str, Any] = {"bug": bug, "preemptions": preemptions, "checked": done}
+    if not recorder.is_on:
+        result["recorder"] = "failed"
+    if error:
+        result["error"] = error
+    if plant.effects:
+        result["effect"] = plant.effects[0]
+    found = []
+    for each in sentences.kept:
+        text = re.sub(r"\. To check it again: .*", "", each)
+        match = re.match(r"step (\d+)(.*)", text, flags=re.DOTALL)
+        found.append(f"step {int(match[1]) - start}{match[2]}" if match else text[:900])
+    return {**result, "found": found}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--kind", choices=list(KINDS), default="plain")
+    parser.add_argument("--backend", default="CUSTOM")
+    parser.add_argument(
+        "--every", type=int, default=1, help="one of so many steps is sampled"
+    )
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["PAGETWIN_RECORD"] = f"{folder}/cases"
+        os.environ["PAGETWIN_RECORD_EVERY"] = str(asked.every)
+        llm = build(asked, Path(folder))
+        from pagetwin.recorder.wrappers.vllm_schedule import STEPS
+
+        [recorder] = STEPS.recorders
+        sentences = Sentences()
+        logging.getLogger("pagetwin.recorder").addHandler(sentences)
+        first = {
+            "device": torch.cuda.get_device_name() if CUDA else "cpu",
+            "torch": torch.__version__,
+            "kind": asked.kind,
+            "backend": asked.backend if CUDA else "CUSTOM, reference",
+            "graphs": has_graphs(asked.kind),
+            "sampled": asked.every,
+        }
+        for bug in (None, *KINDS[asked.kind]["bugs"]):
+            result = run(llm, bug, recorder, sentences)
+            with asked.results.open("a") as file:
+                file.write(json.dumps({**first, **result}) + "\n")
+            if "error" in result:
+                break  # the engine is of no use any more
+        # vLLM's shutdown takes seconds
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
