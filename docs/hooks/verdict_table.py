@@ -18,7 +18,7 @@ FAULTS = {
     "budget": "the error budget",
 }
 """Whose fault a failure may be."""
-FAILED = ("broken", "crashed", "hangs", "out of memory", "missing")
+FAILED = ("broken", "crashed", "hangs", "out of memory", "missing", "not tried")
 TITLES = {
     "flash_attention_3_paged": "FlashAttention-3, paged",
     "flash_attention_paged": "FlashAttention-2, paged",

@@ -36,7 +36,7 @@ LIBRARIES = {
     "xformers_split_k": "xformers",
 }
 """The package whose kernels an adapter calls."""
-FAILED = ("broken", "crashed", "hangs", "out of memory", "missing")
+FAILED = ("broken", "crashed", "hangs", "out of memory", "missing", "not tried")
 LONGEST = 600
 """Characters of a counterexample or a message that a record keeps."""
 
