@@ -78,11 +78,6 @@ class Group(NamedTuple):
 
 RAGGED = ((1,) * 9, (300, 17, 700, 1, 0, 128, 64, 2000, 5))
 LONG = ((200, 70), (333, 70))
-OPTIONS: tuple[dict[str, Any], ...] = (
-    {"sliding_window": 50},
-    {"attention_chunk_size": 70},
-    {"logits_soft_cap": 20.0},
-)
 FP8: dict[str, Any] = {
     "stored": torch.float8_e4m3fn,
     "options": {"k_scale": 0.5, "v_scale": 0.25},
@@ -132,15 +127,21 @@ GROUPS = {
     ),
     "hopper": Group(
         (
-            *(
-                Batch(*LONG, head_size=head_size, dtype=dtype)
-                for head_size, dtype in ((128, torch.bfloat16), (64, torch.float16))
-            ),
-            *(
-                Batch(*LONG, options, head_size=head_size)
-                for head_size in (64, 96, 256)
-                for options in OPTIONS
-            ),
+            Batch(*LONG),
+            Batch(*LONG, {"sliding_window": 50}, dtype=torch.float16),
+            Batch(*LONG, {"attention_chunk_size": 70}, head_size=64),
+            Batch(*LONG, {"logits_soft_cap": 20.0}, head_size=256),
+        ),
+        ("sm90.kernel.prefill_kernel",),
+    ),
+    "unaligned": Group(
+        tuple(
+            Batch(*LONG, options, head_size=head_size)
+            for head_size, options in (
+                (96, {"sliding_window": 50}),
+                (80, {"logits_soft_cap": 20.0}),
+                (112, {}),
+            )
         ),
         ("sm90.kernel.prefill_kernel",),
     ),
