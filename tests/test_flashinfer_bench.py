@@ -359,6 +359,34 @@ def test_what_cannot_be_checked_or_exported_is_one_sentence(
     assert sentence in result.output and len(result.output.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("folder", "sentence"),
+    [
+        ("file", "is a file: expected a folder"),
+        (
+            "file/inside",
+            "cannot be created (Not a directory): expected a folder that you",
+        ),
+        (
+            "/proc/nowhere/inside",
+            "(No such file or directory): expected a folder that you",
+        ),
+        (
+            "/proc",
+            "no file can be created in /proc (No such file or directory): expected",
+        ),
+    ],
+)
+def test_a_folder_that_cannot_be_made_is_one_sentence(
+    folder: str, sentence: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    result = CliRunner().invoke(app, ["export", str(tmp_path / folder)])
+    assert result.exit_code == USER_ERROR
+    assert f"folder = {tmp_path / folder}" in result.output
+    assert sentence in result.output and len(result.output.splitlines()) == 1
+
+
 # workloads and traces
 
 FAULTS = """
