@@ -100,7 +100,7 @@ def export(
         list[str] | None,
         typer.Option(
             help="A definition, such as gqa_paged_decode_h32_kv8_d128_ps64. May be repeated."
-            "  (eight of them)",
+            "  (nine of them)",
             show_default=False,
         ),
     ] = None,
