@@ -5,12 +5,15 @@ is judged as if nothing had happened.
 """
 
 import textwrap
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from pagetwin.conformance import Status
 from pagetwin.conformance.harness.report import SEVERITIES, Report, severity_of
+from pagetwin.conformance.harness.runner import check_implementation
 from pagetwin.conformance.harness.trial import find_law, make_case
 from pagetwin.conformance.harness.worker import Job, Worker
 
@@ -67,7 +70,8 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fatal_error_ends_one_law_and_not_the_next(kernels: Write, name: str) -> None:
     fault, status, words = FAULTS[name]
-    worker = Worker(kernels(slots(fault)), "cpu", seconds_of_a_case=2)
+    seconds = 2 if status == Status.HANGS else 60
+    worker = Worker(kernels(slots(fault)), "cpu", seconds_of_a_case=seconds)
     try:
         first = worker.try_law(Job(SLOTS, examples=60), "slots")
         other = worker.try_law(Job(BLOCKS, examples=5), "blocks")
@@ -77,6 +81,34 @@ def test_a_fatal_error_ends_one_law_and_not_the_next(kernels: Write, name: str) 
     assert make_case(find_law(SLOTS), first.case).block_size == 3
     assert "alone" not in first.message
     assert other.status == Status.HELD, other
+
+
+ENDS_EVERY_PROCESS = """
+import os
+from pagetwin.conformance import Support
+
+SUPPORT = Support(operations=["paged_attention"])
+
+def paged_attention(*arguments, **given):
+    open("calls", "a").write("call ")
+    os.abort()
+"""
+
+
+@pytest.mark.long
+def test_an_operation_that_ends_every_process_is_judged_by_three_of_its_laws(
+    kernels: Write, tmp_path: Path
+) -> None:
+    """Each law started two processes: a solution that trapped took longer than ten minutes."""
+    module = kernels(ENDS_EVERY_PROCESS)
+    report = check_implementation(module, "s of", device="cpu", examples=3)
+    ended = Counter(each.status for each in report.results)
+    assert ended[Status.CRASHED] == 3 and ended[Status.NOT_TRIED] > 3, ended
+    # the smallest input is tried before all laws, to find out whether a GPU is needed
+    assert (tmp_path / "calls").read_text().count("call") == 4
+    title = "laws not tried: 3 laws of paged_attention ended the process at their first call"
+    assert report.symptoms()[-1].title.endswith(title)
+    assert not report.ok
 
 
 @pytest.mark.long

@@ -32,6 +32,7 @@ from pagetwin.tools.solution_commands import write_traces
 from typer.testing import CliRunner
 
 ATTENDS = "every new token attends to its sequence up to itself"
+MERGES = "two partial results combine by their weight"
 LATENTS = "a decode over latents is full multi head attention"
 CPU = torch.device("cpu")
 SMALL = (
@@ -41,6 +42,7 @@ SMALL = (
     "gqa_ragged_prefill_causal_h4_kv4_d8",
     "mla_paged_decode_h3_ckv32_kpe24_ps1",
     "mla_paged_prefill_causal_h2_ckv24_kpe24_ps16",
+    "merge_state_h3_d16",
 )
 """A definition of each family, and of page size 1."""
 DECODE = SMALL[1]
@@ -66,6 +68,8 @@ def pack(tmp_path: Path) -> Pack:
 
 
 def law_of(definition: Definition) -> str:
+    if definition.family.name == "merge_state":
+        return MERGES
     return ATTENDS if "head_dim" in definition.constants else LATENTS
 
 
@@ -73,7 +77,8 @@ def law_of(definition: Definition) -> str:
 def test_the_reference_of_a_definition_holds_its_law(name: str, pack: Pack) -> None:
     candidate = load_candidate(pack(name))
     law = find_law(law_of(find_definition(name)))
-    result = try_law(law, make_setting(candidate, "cpu"), 0, 8)
+    examples = 24 if candidate.operations.keys() == {"merge_attn_states"} else 8
+    result = try_law(law, make_setting(candidate, "cpu"), 0, examples)
     assert result.status == Status.HELD, result
     assert result.cases > result.skipped + 4
 
@@ -83,7 +88,7 @@ def test_the_reference_of_a_definition_is_exact_in_float64(name: str) -> None:
     """Compared with plain sums over positions, on inputs full of poison."""
     definition = find_definition(name)
     run = load_reference(definition)
-    for workload in workloads_of(definition)[1:3]:
+    for workload in workloads_of(definition)[1:3] + workloads_of(definition)[5:6]:
         inputs = workload.inputs(CPU)
         for each, value in inputs.items():
             if isinstance(value, torch.Tensor) and value.is_floating_point():
@@ -99,6 +104,12 @@ def by_hand(
     definition: Definition, inputs: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the outputs, each query by itself."""
+    if "v_a" in inputs:
+        shares = [2.0 ** inputs[each].double() for each in ("s_a", "s_b")]
+        total = shares[0] + shares[1]
+        pair = [inputs[each].nan_to_num(0.0) for each in ("v_a", "v_b")]
+        out = sum((n / total)[..., None] * v for n, v in zip(shares, pair, strict=True))
+        return out, total.log2()
     size = definition.constants.get("page_size", 0)
     first = next(iter(inputs.values()))
     starts = inputs["kv_indptr"].tolist()
@@ -204,6 +215,15 @@ def test_a_broken_solution_breaks_the_law(fault: str, pack: Pack) -> None:
     assert before in source
     candidate = load_candidate(pack(source=source.replace(before, after)))
     result = try_law(find_law(ATTENDS), make_setting(candidate, "cpu"), 0, 12)
+    assert result.status == Status.BROKEN, result
+
+
+def test_a_merge_by_natural_logarithms_breaks_the_law(pack: Pack) -> None:
+    source = find_definition(SMALL[6]).reference
+    assert "double() * math.log(2)" in source
+    wrong = source.replace("double() * math.log(2)", "double()")
+    candidate = load_candidate(pack(SMALL[6], wrong))
+    result = try_law(find_law(MERGES), make_setting(candidate, "cpu"), 0, 24)
     assert result.status == Status.BROKEN, result
 
 
@@ -359,6 +379,34 @@ def test_what_cannot_be_checked_or_exported_is_one_sentence(
     assert sentence in result.output and len(result.output.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("folder", "sentence"),
+    [
+        ("file", "is a file: expected a folder"),
+        (
+            "file/inside",
+            "cannot be created (Not a directory): expected a folder that you",
+        ),
+        (
+            "/proc/nowhere/inside",
+            "(No such file or directory): expected a folder that you",
+        ),
+        (
+            "/proc",
+            "no file can be created in /proc (No such file or directory): expected",
+        ),
+    ],
+)
+def test_a_folder_that_cannot_be_made_is_one_sentence(
+    folder: str, sentence: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    result = CliRunner().invoke(app, ["export", str(tmp_path / folder)])
+    assert result.exit_code == USER_ERROR
+    assert f"folder = {tmp_path / folder}" in result.output
+    assert sentence in result.output and len(result.output.splitlines()) == 1
+
+
 # workloads and traces
 
 FAULTS = """
@@ -417,7 +465,7 @@ def test_each_workload_is_judged_though_a_kernel_ends_the_process(
     assert right["log"] == "laws of pagetwin: 1 held"
 
 
-@pytest.mark.parametrize("name", [SMALL[1], SMALL[3], SMALL[4]])
+@pytest.mark.parametrize("name", [SMALL[1], SMALL[3], SMALL[4], SMALL[6]])
 def test_an_exported_definition_can_be_read_with_its_tensors(
     name: str, tmp_path: Path
 ) -> None:

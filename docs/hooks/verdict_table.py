@@ -18,16 +18,20 @@ FAULTS = {
     "budget": "the error budget",
 }
 """Whose fault a failure may be."""
-FAILED = ("broken", "crashed", "hangs", "out of memory", "missing")
+FAILED = ("broken", "crashed", "hangs", "out of memory", "missing", "not tried")
 TITLES = {
+    "flash_attention_3_latent": "FlashAttention-3, latent decodes",
     "flash_attention_3_paged": "FlashAttention-3, paged",
     "flash_attention_paged": "FlashAttention-2, paged",
     "flashinfer_output": "FlashInfer, output alone",
     "flashinfer_paged": "FlashInfer",
+    "flashmla_latent": "FlashMLA, latent decodes",
+    "flex_compiled": "FlexAttention, compiled",
     "flex_paged": "FlexAttention, not compiled",
     "optimized": "pagetwin.optimized",
     "reference": "pagetwin.reference",
     "torch_sdpa": "torch SDPA, decodes",
+    "torch_varlen": "torch varlen_attn, ragged",
     "vllm_cache": "vLLM's cache write and merge",
     "vllm_unified": "vLLM's unified_attention",
     "xformers_split_k": "xFormers split-K, decodes",

@@ -1,4 +1,4 @@
-"""Output files: checked before a long run, and written completely or not at all."""
+"""Output files and folders: checked before a long run, and written completely or not at all."""
 
 import os
 import tempfile
@@ -45,14 +45,42 @@ def _check_output(option: str, path: Path) -> None:
         )
     if not _is_replaced(path):
         return
+    _check_folder(option, path, path.resolve().parent)
+
+
+def make_folder(option: str, path: Path) -> None:
+    """Make a folder and those above it, unless it exists.
+
+    Args:
+        option: The name of the option or the argument.
+        path: The folder.
+
+    Raises:
+        NotADirectoryError: The path is a file.
+        PermissionError: The folder cannot be made, or no file can be created in it.
+    """
+    if path.exists() and not path.is_dir():
+        raise NotADirectoryError(f"{option} = {path} is a file: expected a folder")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PermissionError(
+            f"{option} = {path} cannot be created ({error.strerror}): expected a folder that"
+            " you may write"
+        ) from None
+    _check_folder(option, path, path)
+
+
+def _check_folder(option: str, path: Path, folder: Path) -> None:
+    """Raise if no file can be created in a folder."""
     try:
         # the only reliable test, also on a read-only or full file system
-        with tempfile.TemporaryFile(dir=path.resolve().parent):
+        with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         raise PermissionError(
-            f"{option} = {path}: no file can be created in {path.resolve().parent}"
-            f" ({error.strerror}): expected a folder that you may write"
+            f"{option} = {path}: no file can be created in {folder} ({error.strerror}):"
+            " expected a folder that you may write"
         ) from None
 
 

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from .command_line import choose_interpreter, sentences_for_errors
-from .files import write_text
+from .files import make_folder, write_text
 
 if TYPE_CHECKING:
     from ..conformance.harness.report import Report
@@ -100,7 +100,7 @@ def export(
         list[str] | None,
         typer.Option(
             help="A definition, such as gqa_paged_decode_h32_kv8_d128_ps64. May be repeated."
-            "  (eight of them)",
+            "  (nine of them)",
             show_default=False,
         ),
     ] = None,
@@ -115,8 +115,7 @@ def export(
 
         for name in definition or ():
             find_definition(name)
-        if folder.exists() and not folder.is_dir():
-            raise NotADirectoryError(f"folder = {folder} is a file: expected a folder")
+        make_folder("folder", folder)
         from ..conformance.flashinfer_bench.export import export_definitions
 
         counts = export_definitions(folder, definition)

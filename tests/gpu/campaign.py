@@ -1,10 +1,12 @@
 """A campaign of fuzzing on a GPU, with its corpus summary as a record.
 
-    python tests/gpu/campaign.py OUTDIR --cases 1000000 --minutes 9 --commit $(git rev-parse HEAD)
+    python tests/gpu/campaign.py OUTDIR --cases 1000000 --minutes 8 --commit $(git rev-parse HEAD)
 
 Runs `pagetwin fuzz` on the batches of signatures, with several processes on one GPU. A second run
-with the same OUTDIR continues the first one: no case is tried twice. The record holds the counts of
-all runs. It is written to OUTDIR as <date>-<device>-campaign.json and .md.
+with the same OUTDIR continues the first one: no case is tried twice. With `--archive FILE.tar.gz`
+it continues on another machine: the corpus is unpacked from that file, if it exists, and packed
+into it at the end. The record holds the counts of all runs. It is written to OUTDIR as
+<date>-<device>-campaign.json and .md.
 
 Exit codes: 0, as many cases as requested and no failure. 1, a failure. 2, cases are left: run it
 again.
@@ -15,6 +17,7 @@ import json
 import os
 import re
 import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +46,15 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=9.0, help="of this run")
     parser.add_argument("--workers", type=int, default=min(os.cpu_count() or 1, 12))
     parser.add_argument("--batches", type=int, default=2048, help="per signature")
+    parser.add_argument("--archive", type=Path, help="the corpus as a .tar.gz file")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--commit", help="default: what git says")
     asked = parser.parse_args()
     folder = asked.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
+    if asked.archive is not None and asked.archive.exists():
+        with tarfile.open(asked.archive) as archive:
+            archive.extractall(folder, filter="data")
     before = read_summary(folder / "corpus").get("cases", 0)
     machine = describe_machine(asked.commit, asked.device)
     code, said = 0, ""
@@ -67,7 +74,11 @@ def main() -> int:
         found, said = run_limited(command, limit, folder / "log.txt")
         code = 1 if found is None else found
     summary = read_summary(folder / "corpus")
-    record = machine | {"command": vars(asked) | {"folder": ""}, "summary": summary}
+    if asked.archive is not None:
+        with tarfile.open(asked.archive, "w:gz") as archive:
+            archive.add(folder / "corpus", "corpus")
+    settings = {name: each for name, each in vars(asked).items() if name != "archive"}
+    record = machine | {"command": settings | {"folder": ""}, "summary": summary}
     device = re.sub(r"[^a-z0-9]+", "-", record["device"].lower()).strip("-")
     path = folder / f"{record['date'][:10]}-{device}-campaign.json"
     text = json.dumps(record, indent=1).replace(f"{ROOT}/", "")

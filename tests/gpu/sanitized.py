@@ -1,168 +1,276 @@
-"""Small batches of every path of paged attention, to be run under compute-sanitizer.
+"""Small batches of every attention kernel, to be run under compute-sanitizer, one group at a time.
 
-    compute-sanitizer --tool memcheck python tests/gpu/sanitized.py portable
-    compute-sanitizer --tool racecheck python tests/gpu/sanitized.py hopper
-    compute-sanitizer --tool racecheck python tests/gpu/sanitized.py latent
-    compute-sanitizer --tool racecheck python tests/gpu/sanitized.py handover
+    python tests/gpu/sanitized.py append
+    compute-sanitizer --tool memcheck python tests/gpu/sanitized.py append
+    compute-sanitizer --tool racecheck python tests/gpu/sanitized.py invariant
 
-`portable` runs the kernels of every chip. `hopper` also runs the prefill kernel of Hopper, with its
-options and head sizes. `latent` runs the latent decode kernel. `handover` is a small kernel that
-passes numbers from one warp to others through shared memory and two mbarriers. It shows what the
-tool reports about a pattern that is correct. Each ends with the word `done`; the tool prints what
-it found.
+The first run, without the tool, compiles the kernels into Triton's cache. GROUPS names the groups.
+A group ends with the word `done` and the names of the kernels that ran; the tool prints what it
+found. It is an error if a kernel of the group did not run, or if an output is not finite.
 """
 
+import os
 import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+# each tensor is an allocation of its own, so that memcheck sees an access past its end
+os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
 
 import torch
 from pagetwin.contract.attention_options import pack_options
+from pagetwin.optimized import kernels
+from pagetwin.optimized.attention import cascade as cascade_attention
 from pagetwin.optimized.attention import paged as paged_attention
 from pagetwin.optimized.kernels.sm90 import family as sm90
+from pagetwin.optimized.kernels.sm90.fp8_decode import family as fp8_decode
+from pagetwin.optimized.kernels.sm90.fp8_prefill import family as fp8_prefill
+from pagetwin.optimized.kernels.sm90.invariant import family as invariant
+from pagetwin.optimized.kernels.sm90.latent import family as latent
+from pagetwin.optimized.launch.launcher import Launcher
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-)
 
-TURNS = gl.constexpr(6)
-LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
-BATCHES = (
-    # new tokens and lengths of the requests, options
-    ([1] * 9, [300, 17, 700, 1, 0, 128, 64, 2000, 5], {}),
-    ([4] * 3, [300, 17, 700], {"sliding_window": 50}),
-    ([1] * 3, [5000, 3, 900], {}),
-    ([1, 200, 7], [90, 333, 70], {}),
-    ([1] * 4, [64] * 4, {"batch_invariant": True}),
-)
-
-OPTION_BATCHES = (
-    ([200, 70], [333, 70], {"sliding_window": 50}),
-    ([200, 70], [333, 70], {"attention_chunk_size": 70}),
-    ([130, 3], [260, 90], {"logits_soft_cap": 20.0}),
-)
-"""Batches of the Hopper prefill kernel with options."""
-LATENT_BATCHES = (
-    (16, [1] * 5, [300, 17, 1, 64, 2000]),
-    (128, [2, 1], [700, 65]),
-)
-"""Query heads, new tokens and lengths of batches of the latent decode kernel."""
+FAR = 2**30
+"""Block-table entries past the end of a sequence: no kernel may read that block."""
 
 
-@gluon.jit
-def _hand_over(line, full, free):
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    for turn in range(TURNS):
-        mbarrier.wait(free, (turn & 1) ^ 1)
-        line.store(gl.full([1], turn, gl.int32, one))
-        mbarrier.arrive(full, count=1)
+class Batch(NamedTuple):
+    """One batch, in blocks of 16 slots.
+
+    Args:
+        query_lens, seq_lens: new tokens and keys of each request.
+        options: by name.
+        head_size, value_size: of queries and keys, and of values.
+        dtype: of the queries and the output.
+        heads, kv_heads: query heads and kv heads.
+        stored: dtype of the cache. If None, that of the queries.
+        shared_prefix: keys of a prefix that all requests share. If it is not 0, the operation is
+            cascade attention.
+        is_latent: whether the values are the first columns of the keys.
+    """
+
+    query_lens: Sequence[int]
+    seq_lens: Sequence[int]
+    options: dict[str, Any] = {}  # noqa: RUF012 - a constant, which nothing changes
+    head_size: int = 128
+    value_size: int = 0
+    dtype: torch.dtype = torch.bfloat16
+    heads: int = 8
+    kv_heads: int = 2
+    stored: torch.dtype | None = None
+    shared_prefix: int = 0
+    is_latent: bool = False
 
 
-@gluon.jit
-def _take_over(line, full, free, out):
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    total = gl.to_tensor(0)
-    for turn in range(TURNS):
-        mbarrier.wait(full, turn & 1)
-        total += gl.max(line.load(one), 0)
-        mbarrier.arrive(free, count=1)
-    gl.store(out, total)
+class Group(NamedTuple):
+    """The batches that one process runs.
+
+    Args:
+        batches: the batches.
+        kernels: kernels that must run, with their modules under `pagetwin.optimized.kernels`.
+        is_hopper: whether the kernels for Hopper may run.
+    """
+
+    batches: tuple[Batch, ...]
+    kernels: tuple[str, ...]
+    is_hopper: bool = True
 
 
-@gluon.jit
-def hand_over_kernel(out):
-    """Hand the numbers below TURNS over from one warp to four, which add them up."""
-    line = gl.allocate_shared_memory(gl.int32, [1], LINE)
-    barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    full = gl.allocate_shared_memory(gl.int64, [1], barrier)
-    free = gl.allocate_shared_memory(gl.int64, [1], barrier)
-    mbarrier.init(full, count=1)
-    mbarrier.init(free, count=1)
-    fence_async_shared()
-    gl.warp_specialize(
-        [
-            (_take_over, (line, full, free, out)),
-            (_hand_over, (line, full, free)),
-        ],
-        [1],
-        [24],
-    )
-
-
-def run_handover() -> None:
-    """Hand over, and look at what arrived."""
-    out = torch.zeros(1, dtype=torch.int32, device="cuda")
-    hand_over_kernel[(1,)](out, num_warps=4)
-    assert out.item() == sum(range(TURNS.value))
-
-
-def run_batches(has_options: bool) -> None:
-    """Attend with every batch, in two dtypes and several head sizes."""
-    sizes = ((128, torch.bfloat16), (64, torch.float16))
-    cases = [(*size, *batch) for size in sizes for batch in BATCHES]
-    if has_options:
-        wide = (64, 96, 128, 256)
-        cases += [(n, torch.bfloat16, *each) for n in wide for each in OPTION_BATCHES]
-    for head_size, dtype, query_lens, seq_lens, options in cases:
-        arguments = _draw(query_lens, seq_lens, head_size, dtype)
-        lse = torch.empty(8, sum(query_lens) + 2, device="cuda")
-        for _ in range(2):
-            out = paged_attention.paged_attention(
-                *arguments, lse=lse, **pack_options(**options)
+RAGGED = ((1,) * 9, (300, 17, 700, 1, 0, 128, 64, 2000, 5))
+LONG = ((200, 70), (333, 70))
+FP8: dict[str, Any] = {
+    "stored": torch.float8_e4m3fn,
+    "options": {"k_scale": 0.5, "v_scale": 0.25},
+}
+GROUPS = {
+    "portable": Group(
+        tuple(
+            batch._replace(head_size=head_size, dtype=dtype)
+            for head_size, dtype in ((128, torch.bfloat16), (64, torch.float16))
+            for batch in (
+                Batch(*RAGGED),
+                Batch([4] * 3, [300, 17, 700], {"sliding_window": 50}),
+                Batch([1] * 3, [5000, 3, 900]),
+                Batch([1, 200, 7], [90, 333, 70]),
+                Batch([1, 70], [700, 333], {"batch_invariant": True}),
             )
-        assert out.isfinite().all()
-
-
-def run_latent() -> None:
-    """Attend to latents of 512 + 64 elements, which are keys and values of one head."""
-    for heads, query_lens, seq_lens in LATENT_BATCHES:
-        arguments = _draw(query_lens, seq_lens, 576, torch.bfloat16, heads, 1)
-        query, key_cache, _, *rest = arguments
-        lse = torch.empty(heads, sum(query_lens) + 2, device="cuda")
-        for _ in range(2):
-            out = paged_attention.paged_attention(
-                query, key_cache, key_cache[..., :512], *rest, lse=lse
+        ),
+        (
+            "decode.decode_kernel",
+            "prefill.prefill_kernel",
+            "split_kv.split_rows_kernel",
+        ),
+        is_hopper=False,
+    ),
+    "short": Group(
+        (
+            Batch([1] * 3, [300, 17, 0]),
+            Batch([4, 1], [129, 500]),
+            Batch([1, 3], [64, 200], {"sliding_window": 50}, dtype=torch.float16),
+        ),
+        ("short_decode.short_decode_kernel",),
+    ),
+    "append": Group(
+        (
+            Batch([5, 1, 8], [700, 1, 3000]),
+            Batch([40, 0, 17], [900, 600, 2000]),
+            Batch([9, 2], [650, 900], {"sliding_window": 50}, dtype=torch.float16),
+        ),
+        ("append.append_kernel",),
+    ),
+    "cascade": Group(
+        (
+            Batch([1] * 5, [300, 177, 700, 129, 145], shared_prefix=128),
+            Batch([7, 30, 1], [300, 94, 65], shared_prefix=64, dtype=torch.float16),
+        ),
+        ("cascade.cascade_prefix_kernel", "cascade.cascade_rest_kernel"),
+    ),
+    "hopper": Group(
+        (
+            Batch(*LONG),
+            Batch(*LONG, {"sliding_window": 50}, dtype=torch.float16),
+            Batch(*LONG, {"attention_chunk_size": 70}, head_size=64),
+            Batch(*LONG, {"logits_soft_cap": 20.0}, head_size=256),
+        ),
+        ("sm90.kernel.prefill_kernel",),
+    ),
+    "unaligned": Group(
+        tuple(
+            Batch(*LONG, options, head_size=head_size)
+            for head_size, options in (
+                (96, {"sliding_window": 50}),
+                (80, {"logits_soft_cap": 20.0}),
+                (112, {}),
             )
-        assert out.isfinite().all()
+        ),
+        ("sm90.kernel.prefill_kernel",),
+    ),
+    "packed": Group(
+        (
+            # all query heads of a kv head share a tile if their number divides 64
+            Batch([200, 70, 3], [333, 70, 260], heads=6, kv_heads=2),
+            Batch([130, 33, 1], [260, 90, 40], heads=8, kv_heads=1),
+            Batch([130, 33], [260, 90], heads=16, kv_heads=1, head_size=64),
+            Batch(*LONG, heads=4, kv_heads=4),
+        ),
+        ("sm90.kernel.prefill_kernel",),
+    ),
+    "wide": Group(
+        tuple(
+            Batch(*lens, options, head_size=192, value_size=128, heads=4, kv_heads=4)
+            for lens, options in (
+                (LONG, {}),
+                (LONG, {"sliding_window": 50}),
+                (((130, 3), (260, 90)), {"logits_soft_cap": 20.0}),
+            )
+        ),
+        ("sm90.kernel.prefill_kernel",),
+    ),
+    "invariant": Group(
+        tuple(
+            batch._replace(options=batch.options | {"batch_invariant": True})
+            for batch in (
+                Batch(*RAGGED),
+                Batch([1, 200, 7], [5000, 333, 70]),
+                Batch([200, 70], [333, 70], {"sliding_window": 50}, head_size=64),
+                Batch([1, 130], [5000, 260], dtype=torch.float16, heads=6),
+            )
+        ),
+        ("sm90.invariant.kernel.invariant_kernel", "sm90.invariant.kernel.fold_kernel"),
+    ),
+    "fp8": Group(
+        (
+            Batch(*RAGGED, **FP8),
+            Batch([1, 4, 1], [5000, 700, 2], **FP8, head_size=64, dtype=torch.float16),
+            Batch(*LONG, **FP8),
+            Batch([130, 1], [260, 90], **FP8, head_size=64, dtype=torch.float16),
+        ),
+        (
+            "sm90.fp8_decode.kernel.fp8_decode_kernel",
+            "sm90.fp8_prefill.kernel.upcast_kernel",
+            "sm90.kernel.prefill_kernel",
+        ),
+    ),
+    "latent": Group(
+        tuple(
+            Batch(*lens, head_size=576, heads=heads, kv_heads=1, is_latent=True)
+            for heads, lens in (
+                (16, ([1] * 5, [300, 17, 1, 64, 2000])),
+                (128, ([2, 1], [700, 65])),
+            )
+        ),
+        (
+            "sm90.latent.kernel.latent_decode_kernel",
+            "sm90.latent.combine.latent_combine_kernel",
+        ),
+    ),
+}
+"""The groups by name."""
 
 
-def _draw(
-    query_lens: list[int],
-    seq_lens: list[int],
-    head_size: int,
-    dtype: torch.dtype,
-    heads: int = 8,
-    kv_heads: int = 2,
-) -> tuple[Tensor | int, ...]:
-    """Return a batch with blocks of 16 in random order, and two padding tokens."""
+def run_batch(batch: Batch, device: str) -> Tensor:
+    """Return the output of a batch, with two padding tokens, after two equal calls."""
     torch.manual_seed(0)
-    num_blocks = [-(-seq_len // 16) for seq_len in seq_lens]
-    block_table = torch.zeros(len(seq_lens), max(num_blocks) + 1, dtype=torch.int32)
+    tokens, stored = sum(batch.query_lens) + 2, batch.stored or batch.dtype
+    num_blocks = [-(-seq_len // 16) for seq_len in batch.seq_lens]
+    block_table = torch.full(
+        (len(num_blocks), max(num_blocks) + 1), FAR, dtype=torch.int32
+    )
     ids = torch.randperm(sum(num_blocks)).int().split(num_blocks)
     for row, own in zip(block_table, ids, strict=True):
         row[: len(own)] = own
-    cache = torch.randn(2, sum(num_blocks), 16, kv_heads, head_size).to("cuda", dtype)
-    query = torch.randn(sum(query_lens) + 2, heads, head_size).to("cuda", dtype)
-    starts = torch.tensor([0, *query_lens]).cumsum(0).int()
-    lengths = torch.tensor(seq_lens, dtype=torch.int32)
-    in_order = (block_table.cuda(), starts.cuda(), lengths.cuda())
-    return query, cache[0], cache[1], *in_order, max(query_lens), max(seq_lens)
+    shared_blocks = batch.shared_prefix // 16
+    block_table[:, :shared_blocks] = block_table[0, :shared_blocks].clone()
+    shape = (sum(num_blocks), 16, batch.kv_heads)
+    sizes = (batch.head_size, batch.value_size or batch.head_size)
+    key, value = (torch.randn(*shape, each).to(device, stored) for each in sizes)
+    if batch.is_latent:
+        value = key[..., :512]
+    query = torch.randn(tokens, batch.heads, batch.head_size).to(device, batch.dtype)
+    starts = torch.tensor([0, *batch.query_lens]).cumsum(0).int()
+    lengths = torch.tensor(batch.seq_lens, dtype=torch.int32)
+    arguments: list[Any] = [query, key, value]
+    arguments += [each.to(device) for each in (block_table, starts, lengths)]
+    arguments += [max(batch.query_lens), max(batch.seq_lens)]
+    attend: Any = paged_attention.paged_attention
+    if batch.shared_prefix:
+        attend = cascade_attention.cascade_attention
+        arguments.append(batch.shared_prefix)
+    lse = torch.empty(batch.heads, tokens, device=device)
+    for _ in range(2):
+        out: Tensor = attend(*arguments, lse=lse, **pack_options(**batch.options))
+    return out
+
+
+def run_group(name: str, device: str = "cuda") -> list[str]:
+    """Run the batches of a group, and return the kernels that were launched."""
+    group, ran = GROUPS[name], set()
+    start = Launcher.__call__
+
+    def noted(self: Launcher, *args: Any, **given: Any) -> None:
+        module = self._kernel.__module__.removeprefix(f"{kernels.__name__}.")
+        ran.add(f"{module}.{self.name}")
+        start(self, *args, **given)
+
+    Launcher.__call__ = noted  # type: ignore[method-assign]
+    for family in (sm90, fp8_decode, fp8_prefill, invariant, latent):
+        if not group.is_hopper:
+            family.is_hopper = lambda device: False
+    for batch in group.batches:
+        assert run_batch(batch, device).isfinite().all(), batch
+    missing = {*group.kernels} - ran
+    assert not missing, f"{name}: {missing} did not run, but {ran}"
+    return sorted(ran)
 
 
 def main() -> None:
-    """Run what the first word of the command line names."""
-    what = sys.argv[1]
-    if what == "portable":
-        sm90.is_hopper = lambda device: False
-    if what == "handover":
-        run_handover()
-    elif what == "latent":
-        run_latent()
-    else:
-        run_batches(has_options=what == "hopper")
+    """Run the group that the first word of the command line names."""
+    name = sys.argv[1]
+    if name not in GROUPS:
+        raise SystemExit(f"{name}: expected one of {', '.join(GROUPS)}")
+    ran = run_group(name)
     torch.cuda.synchronize()
-    print("done")
+    print("done", name, *ran)
 
 
 if __name__ == "__main__":

@@ -25,18 +25,22 @@ from record import ROOT, Record, describe_machine, run_limited
 ADAPTERS = ROOT / "docs" / "adapters"
 TWINS = ("optimized", "reference")
 LIBRARIES = {
+    "flash_attention_3_latent": "vllm",
     "flash_attention_3_paged": "vllm",
     "flash_attention_paged": "flash-attn",
     "flashinfer_output": "flashinfer-python",
     "flashinfer_paged": "flashinfer-python",
+    "flashmla_latent": "vllm",
+    "flex_compiled": "torch",
     "flex_paged": "torch",
     "torch_sdpa": "torch",
+    "torch_varlen": "torch",
     "vllm_cache": "vllm",
     "vllm_unified": "vllm",
     "xformers_split_k": "xformers",
 }
 """The package whose kernels an adapter calls."""
-FAILED = ("broken", "crashed", "hangs", "out of memory", "missing")
+FAILED = ("broken", "crashed", "hangs", "out of memory", "missing", "not tried")
 LONGEST = 600
 """Characters of a counterexample or a message that a record keeps."""
 

@@ -16,8 +16,10 @@ from .calls import (
     lengths_of,
     map_heads,
     paged_inputs,
+    spread,
+    take,
 )
-from .definitions import DTYPE, OUTPUTS, Definition
+from .definitions import DTYPE, Definition
 from .solutions import Solution, read_solution
 from .sources import import_entry
 
@@ -51,6 +53,10 @@ def support_of(definition: Definition, dtype: str = DTYPE) -> Support:
         rejects=[],
     )
     sizes = definition.constants
+    if definition.family.operation == "merge_attn_states":
+        return Support(
+            operations=["merge_attn_states"], dtypes=[dtype], options=None, rejects=[]
+        )
     if "page_size" in sizes:
         support = replace(support, block_sizes=[sizes["page_size"]])
     if "head_dim" not in sizes:
@@ -71,8 +77,11 @@ def load_solution(file: str) -> ModuleType:
     module = ModuleType(solution.package)
     call = SolutionCall(solution)
     operation = solution.definition.family.operation
-    is_latent = operation == "latent_decode_attention"
-    setattr(module, operation, call.latent_decode if is_latent else call.attention)
+    calls = {
+        "latent_decode_attention": call.latent_decode,
+        "merge_attn_states": call.merge,
+    }
+    setattr(module, operation, calls.get(operation, call.attention))
     module.SUPPORT = support_of(solution.definition, dtype)  # type: ignore[attr-defined]
     module.CALL = call  # type: ignore[attr-defined]
     return module
@@ -96,9 +105,10 @@ class SolutionCall:
         found = self.function(*given)
         first = next(iter(inputs.values()))
         outputs = self._outputs(given[-2:] if self.solution.fills_outputs else found)
-        for name, each, shape, dtype in (
-            ("output", outputs[0], first.shape, first.dtype),
-            ("lse", outputs[1], first.shape[:2], torch.float32),
+        names = self.definition.outputs
+        shapes, dtypes = (first.shape, first.shape[:2]), (first.dtype, torch.float32)
+        for name, each, shape, dtype in zip(
+            names, outputs, shapes, dtypes, strict=True
         ):
             if not isinstance(each, Tensor):
                 raise TypeError(f"{name} is {type(each).__name__}: expected a tensor")
@@ -122,13 +132,14 @@ class SolutionCall:
 
     def _outputs(self, found: Any) -> tuple[Any, Any]:
         """Return both outputs of a result."""
-        if isinstance(found, dict) and set(found) == set(OUTPUTS):
-            return found["output"], found["lse"]
-        if isinstance(found, (tuple, list)) and len(found) == len(OUTPUTS):
+        names = tuple(self.definition.outputs)
+        if isinstance(found, dict) and set(found) == set(names):
+            return found[names[0]], found[names[1]]
+        if isinstance(found, (tuple, list)) and len(found) == len(names):
             return found[0], found[1]
         raise TypeError(
             f"{self.solution.entry_name} returned {type(found).__name__}: expected the tensors"
-            " output and lse"
+            f" {' and '.join(names)}"
         )
 
     def attention(
@@ -209,3 +220,50 @@ class SolutionCall:
             if lse is not None:
                 lse[own, :tokens] = base_2[:, heads.query_places].T * math.log(2)
         return out
+
+    def merge(
+        self,
+        prefix_output: Tensor,
+        prefix_lse: Tensor,
+        suffix_output: Tensor,
+        suffix_lse: Tensor,
+        prefill_tokens_with_context: int | None = None,
+        output: Tensor | None = None,
+        output_lse: Tensor | None = None,
+        prefix_lse_base: float = math.e,
+        suffix_lse_base: float = math.e,
+    ) -> Tensor:
+        """Return merged results: the solution merges some heads and columns after another."""
+        sizes = self.definition.constants
+        most, width = sizes["num_heads"], sizes["head_dim"]
+        tokens, count, size = prefix_output.shape
+        unit = math.log2(prefix_lse_base)
+        if output is None:
+            output = torch.empty_like(prefix_output)
+        pair = [prefix_output, suffix_output]
+        # [tokens, heads] in base 2
+        sums = [each.T.double() * unit for each in (prefix_lse, suffix_lse)]
+        sums = [each.masked_fill(each.isinf(), -torch.inf).float() for each in sums]
+        if prefill_tokens_with_context is not None:
+            sums[0][prefill_tokens_with_context:] = -torch.inf
+        merged, joint = torch.empty_like(output), torch.empty_like(sums[0])
+        for first in range(0, count, most):
+            some = range(first, min(first + most, count))
+            heads = map_heads(some, 1, most, seed=tokens + count)
+            for begin in range(0, size, width):
+                part = slice(begin, min(begin + width, size))
+                columns = draw_columns(part.stop - begin, width, seed=tokens + size)
+                states: list[Tensor] = []
+                for each, its in zip(pair, sums, strict=True):
+                    wide = spread(each[..., part], width, columns)
+                    states.append(take(wide, 1, heads.kv_sources).contiguous())
+                    states.append(take(its, 1, heads.kv_sources).contiguous())
+                names = self.definition.inputs
+                found, base_2 = self.run(dict(zip(names, states, strict=True)))
+                own = slice(first, some.stop)
+                merged[:, own, part] = found[:, heads.query_places][..., columns]
+                joint[:, own] = base_2[:, heads.query_places]
+        output.copy_(merged)
+        if output_lse is not None:
+            output_lse.copy_(joint.T.double() / unit)
+        return output

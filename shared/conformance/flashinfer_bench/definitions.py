@@ -27,6 +27,8 @@ AXES = {
     "num_pages": "Number of pages of the cache.",
     "len_indptr": "Number of requests, plus 1.",
     "num_kv_indices": "Number of page ids of all requests.",
+    "seq_len": "Number of queries.",
+    "num_heads": "Number of query heads.",
     "num_qo_heads": "Number of query heads.",
     "num_kv_heads": "Number of KV heads.",
     "head_dim": "Elements per head.",
@@ -50,9 +52,21 @@ INPUTS = {
     "kv_indices": "Page ids, request after request.",
     "kv_last_page_len": "Tokens in the last page of each request, from 1 to page_size.",
     "sm_scale": "Factor of the scores.",
+    "v_a": "Attention over the first set of keys.",
+    "s_a": "Its log-sum-exp in base 2. -inf for an empty set; then v_a is not read.",
+    "v_b": "Attention over the second set of keys.",
+    "s_b": "Its log-sum-exp in base 2. -inf for an empty set; then v_b is not read.",
 }
 """What each input contains."""
-OUTPUTS = ("output", "lse")
+RESULTS = {
+    "output": "Attention. 0 for a query without a visible key.",
+    "lse": "Log-sum-exp of the scores in base 2. -inf without a visible key.",
+    "v_merged": "Attention over both sets. 0 if both are empty.",
+    "s_merged": "Its log-sum-exp in base 2. -inf if both sets are empty.",
+}
+"""What each output contains."""
+FLOAT32 = ("sm_scale", "lse", "s_a", "s_b", "s_merged")
+"""Inputs and outputs in float32."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +98,10 @@ class Definition:
         """The axes of each input, in the order of the arguments. None is a number."""
         rows = "batch_size" if self.family.is_decode else "total_q"
         kv = ["num_kv_heads", "head_dim"]
+        if self.family.op_type == "cascade_merge":
+            state: list[str] | None = ["seq_len", "num_heads", "head_dim"]
+            sums: list[str] | None = ["seq_len", "num_heads"]
+            return {"v_a": state, "s_a": sums, "v_b": state, "s_b": sums}
         found: dict[str, list[str] | None]
         if self.family.op_type == "mla_paged":
             found = {
@@ -119,6 +137,8 @@ class Definition:
         """The axes of each output, in the order of the results."""
         first = next(iter(self.inputs.values()))
         assert first is not None
+        if self.family.op_type == "cascade_merge":
+            return {"v_merged": first, "s_merged": first[:2]}
         return {"output": first, "lse": first[:2]}
 
     @property
@@ -130,7 +150,9 @@ class Definition:
     @property
     def constraints(self) -> list[str]:
         """What relates axes and contents of inputs, as Python."""
-        found = []
+        found: list[str] = []
+        if self.family.op_type == "cascade_merge":
+            return found
         if self.family.is_decode:
             found.append("len_indptr == batch_size + 1")
         else:
@@ -152,10 +174,10 @@ class Definition:
             )
         if self.family.is_paged and "kv_last_page_len" not in self.inputs:
             lines.append("    kv_last_page_len = torch.ones_like(kv_indptr[1:])")
-        taken = re.search(r"^def attend\((.*?)\)", source, re.DOTALL | re.MULTILINE)
+        taken = re.search(r"^def (\w+)\((.*?)\)", source, re.DOTALL | re.MULTILINE)
         assert taken is not None
-        names = re.findall(r"(\w+):", taken[1])
-        lines.append(f"    return attend({', '.join(names)})")
+        names = re.findall(r"(\w+):", taken[2])
+        lines.append(f"    return {taken[1]}({', '.join(names)})")
         return "\n".join([source.rstrip(), "", "", *lines, ""])
 
     def to_json(self) -> dict[str, Any]:
@@ -167,19 +189,12 @@ class Definition:
                 kind = {"type": "const", "value": self.constants[name]}
             return kind | {"description": AXES[name]}
 
-        results = {
-            "output": (DTYPE, "Attention. 0 for a query without a visible key."),
-            "lse": (
-                "float32",
-                "Log-sum-exp of the scores in base 2. -inf without a visible key.",
-            ),
-        }
-        stage = "decode" if self.family.is_decode else "prefill"
+        stages = ["stage:decode" if self.family.is_decode else "stage:prefill"]
         return {
             "name": self.name,
             "description": self.family.summary,
             "op_type": self.family.op_type,
-            "tags": [f"stage:{stage}"],
+            "tags": stages if "sm_scale" in self.inputs else [],
             "axes": {name: axis(name) for name in self.axes},
             "constraints": self.constraints,
             "inputs": {
@@ -193,8 +208,8 @@ class Definition:
             "outputs": {
                 name: {
                     "shape": shape,
-                    "dtype": results[name][0],
-                    "description": results[name][1],
+                    "dtype": dtype_of(name),
+                    "description": RESULTS[name],
                 }
                 for name, shape in self.outputs.items()
             },
@@ -203,8 +218,8 @@ class Definition:
 
 
 def dtype_of(name: str) -> str:
-    """Return the dtype of an input."""
-    if name == "sm_scale":
+    """Return the dtype of an input or an output."""
+    if name in FLOAT32:
         return "float32"
     return (
         "int32"

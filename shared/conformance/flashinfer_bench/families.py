@@ -39,6 +39,7 @@ class Family:
 HEADS = {"num_qo_heads": "h", "num_kv_heads": "kv", "head_dim": "d"}
 LATENTS = {"num_qo_heads": "h", "head_dim_ckv": "ckv", "head_dim_kpe": "kpe"}
 PAGES = {"page_size": "ps"}
+STATES = {"num_heads": "h", "head_dim": "d"}
 FAMILIES = (
     Family(
         "gqa_paged_decode",
@@ -80,6 +81,14 @@ FAMILIES = (
         False,
         "Causal latent attention (MLA) of the new tokens of each request over a paged cache.",
     ),
+    Family(
+        "merge_state",
+        "cascade_merge",
+        "merge_attn_states",
+        STATES,
+        False,
+        "Attention over two sets of keys, from the results over each.",
+    ),
 )
 EXPORTED = (
     "gqa_paged_decode_h32_kv8_d128_ps1",
@@ -90,5 +99,6 @@ EXPORTED = (
     "mla_paged_decode_h16_ckv512_kpe64_ps1",
     "mla_paged_decode_h16_ckv512_kpe64_ps64",
     "mla_paged_prefill_causal_h16_ckv512_kpe64_ps64",
+    "merge_state_h32_d128",
 )
 """The definitions that are written if none is named."""

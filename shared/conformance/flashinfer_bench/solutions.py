@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from .definitions import OUTPUTS, Definition, find_definition
+from .definitions import Definition, find_definition
 from .families import FAMILIES
 
 LANGUAGES = ("python", "triton")
@@ -57,7 +57,8 @@ class Solution:
     @property
     def arguments(self) -> list[str]:
         """The arguments of the function, in order."""
-        return [*self.definition.inputs, *(OUTPUTS if self.fills_outputs else ())]
+        outputs = self.definition.outputs if self.fills_outputs else ()
+        return [*self.definition.inputs, *outputs]
 
 
 def read_solution(file: str) -> Solution:

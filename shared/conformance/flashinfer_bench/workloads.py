@@ -17,10 +17,11 @@ from torch import Tensor
 
 from ..generators.batches import BatchPlan, build
 from ..generators.latent_batches import LatentPlan, build_latents
+from ..laws.merging import Parts
 from .calls import latent_inputs, map_heads, paged_inputs
 from .definitions import DTYPE, Definition
 
-Plan = BatchPlan | LatentPlan
+Plan = BatchPlan | LatentPlan | Parts
 RAGGED_BLOCK = 16
 """Block size of the plans of definitions without pages."""
 NOPE = 32
@@ -87,6 +88,15 @@ def inputs_of(
 ) -> dict[str, Any]:
     """Return the inputs of a plan that has the sizes of the definition."""
     sizes = definition.constants
+    if isinstance(plan, Parts):
+        values, sums = plan.draw(device)
+        columns = [each.T.contiguous() for each in sums]
+        if plan.with_prefix is not None:
+            # a set without keys: its attention must not be read
+            values[0][plan.with_prefix :] = torch.nan
+            columns[0][plan.with_prefix :] = -torch.inf
+        states = (values[0], columns[0], values[1], columns[1])
+        return dict(zip(definition.inputs, states, strict=True))
     if isinstance(plan, LatentPlan):
         given = build_latents(plan, device).decode_arguments()
         every = list(range(sizes["num_qo_heads"]))
@@ -97,8 +107,42 @@ def inputs_of(
     return paged_inputs(definition, given, heads)
 
 
+def merge_workloads(definition: Definition) -> list[TraceWorkload]:
+    """Return the workloads of a merge of states.
+
+    No row has two empty sets: FlashInfer-Bench counts -inf in a result as an error.
+    """
+    sizes, dtype = definition.constants, getattr(torch, DTYPE)
+    chosen: dict[str, tuple[int, float, float, int | None]] = {
+        # queries, spread and mean of the log-sum-exps, queries with keys in both sets
+        "one query": (1, 0.5, 0.0, None),
+        "equal weights": (17, 0.0, 7.0, None),
+        "one set outweighs the other": (65, 60.0, 0.0, None),
+        "large log-sum-exps": (64, 5.0, 3e4, None),
+        "very small log-sum-exps": (63, 5.0, -9e4, None),
+        "the first set is empty for some queries": (129, 0.5, 0.0, 40),
+        "the first set is always empty": (8, 0.5, 0.0, 0),
+    }
+    return [
+        TraceWorkload(
+            definition,
+            title,
+            Parts(
+                parts=2, tokens=tokens, heads=sizes["num_heads"], size=sizes["head_dim"],
+                dtype=dtype, views=("packed", "packed"), spread=spread, level=level,
+                empty=0.0, mark=-torch.inf, base_2=True, with_prefix=with_prefix, seed=seed,
+            ),
+        )
+        for seed, (title, (tokens, spread, level, with_prefix)) in enumerate(
+            chosen.items()
+        )
+    ]  # fmt: skip
+
+
 def workloads_of(definition: Definition) -> list[TraceWorkload]:
     """Return the workloads of a definition."""
+    if definition.family.operation == "merge_attn_states":
+        return merge_workloads(definition)
     size = definition.constants.get("page_size", RAGGED_BLOCK)
     edges = sorted({max(1, size - 1), size, size + 1, 2 * size, 2 * size + 1})
     tiles = [63, 64, 65, 127, 128, 129]

@@ -74,6 +74,7 @@ class Candidate:
         self.goes_outside = goes_outside
         self.device = device
         self._accesses = [0]
+        self._calls = [0]
         self._calls_outside = [0]
 
     def __getattr__(self, operation: str) -> Any:
@@ -85,6 +86,7 @@ class Candidate:
         if inspect.isclass(found) or not callable(found):
             return found
         if self.promises_all:
+            self._calls[0] += 1
             found = with_keywords(operation, found)
         else:
             found = self._declared(operation, found)
@@ -99,6 +101,11 @@ class Candidate:
         A case that does not increase this number did not test the candidate.
         """
         return self._accesses[0]
+
+    @property
+    def calls(self) -> int:
+        """The number of calls that reached an operation of the candidate."""
+        return self._calls[0]
 
     @property
     def calls_outside(self) -> int:
@@ -138,6 +145,7 @@ class Candidate:
             try:
                 arguments = _signature(operation).bind(*args, **given).arguments
             except TypeError:
+                self._calls[0] += 1
                 return function(*args, **given)
             why = why_outside(operation, arguments, self.support)
             if why and not self.goes_outside:
@@ -152,6 +160,7 @@ class Candidate:
             if why and any(name in given for name in lacking):
                 raise OutsideSupport(why)
             self._convert(given)
+            self._calls[0] += 1
             self._calls_outside[0] += why is not None
             try:
                 return function(*args, **given)

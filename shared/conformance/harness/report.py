@@ -26,6 +26,7 @@ class Status(str, Enum):
     OUTSIDE = "undeclared"
     KNOWN = "known failure"
     UNEXPECTED = "known failure that holds"
+    NOT_TRIED = "not tried"
 
     def __str__(self) -> str:
         return self.value
@@ -48,8 +49,8 @@ class Result:
         what, where, found, right: What was compared, the index of the largest error, and the found
             and the expected value there.
         message: The error, if the implementation raised one.
-        reason: The missing operations, the reasons why cases are outside of the support, or the
-            reason of a known failure.
+        reason: The missing operations, the reasons why cases are outside of the support, the reason
+            of a known failure, or why the law was not tried.
         cause: The slot whose poison reached the output, if the found value is NaN and the search
             found one.
         details: What else is known, as numbers and words: "picture" is what `pictures.py` draws of
@@ -103,7 +104,7 @@ class Result:
     @property
     def _failure(self) -> str:
         """The failure without its numbers."""
-        if self.status in (Status.MISSING, Status.UNEXPECTED):
+        if self.status in (Status.MISSING, Status.UNEXPECTED, Status.NOT_TRIED):
             return self.reason
         if self.cause:
             return _kind_of_cause(self.cause)
@@ -126,6 +127,7 @@ SEVERITIES = (
     "invalid input is accepted",
     "operation is missing",
     "known failure that holds",
+    "not tried",
 )
 """What a failure means for a user of the kernel, the most severe first."""
 CLEARLY_WRONG = 100.0
@@ -384,6 +386,8 @@ def severity_of(result: Result) -> int:
         return 7
     if result.status == Status.UNEXPECTED:
         return 8
+    if result.status == Status.NOT_TRIED:
+        return 9
     if result.status not in (Status.BROKEN, Status.KNOWN):
         return 0
     if "written outside" in result.law or "changes nothing" in result.law:

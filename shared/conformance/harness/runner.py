@@ -3,7 +3,9 @@
 The cases of a law are tried one after another until one breaks it. Then Hypothesis searches for a
 smaller failing case. The laws run in a worker process. A fatal error ends that process; the law
 that was running is tried on that input in a fresh process and reported with it, and another one
-continues with the next law. The laws can be distributed over several processes.
+continues with the next law. If laws of an operation keep ending the process at their first call,
+and none of them was judged, its other laws are reported as not tried. The laws can be distributed
+over several processes.
 """
 
 import re
@@ -15,6 +17,7 @@ from queue import SimpleQueue
 
 from ..laws.all_laws import ALL_LAWS
 from .candidate import load_candidate
+from .endings import Endings
 from .expect import Disagreement
 from .law import Law
 from .poison import explain_nan, explain_nans
@@ -61,7 +64,7 @@ def check_implementation(
             a crash then ends.
         seconds_of_a_law: An isolated law that takes longer is reported as crashed.
         on_result: Called with the result of each law, as soon as it is known.
-        workers: Number of worker processes. The report does not depend on it.
+        workers: Number of worker processes. The report depends on it only if laws are not tried.
         outside: Whether the laws are tried on cases outside of the declared support too. Their
             results are in `Report.outside`. They count only if SUPPORT promises to reject such
             cases.
@@ -218,11 +221,16 @@ def _trying(
             _check_needs_no_gpu(worker)
         pool = ThreadPoolExecutor(workers)
         ended.callback(pool.shutdown, cancel_futures=True)
+        endings = Endings()
 
         def try_one(law: Law, job: Job) -> Result:
             worker = free.get()
             try:
-                return worker.try_law(job, law.area)
+                if untried := endings.untried(law):
+                    return untried
+                result = worker.try_law(job, law.area)
+                endings.note(law, result, worker.failed_at_once)
+                return result
             finally:
                 free.put(worker)
 

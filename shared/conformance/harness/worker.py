@@ -5,8 +5,9 @@ before it is tried, and the result of the law, to another pipe. If the process e
 caller therefore knows the input that caused it.
 
 A crash, a CUDA error after which no call succeeds, a case that does not end and a failed allocation
-are fatal: the process is ended. The law is then tried on that input alone in a fresh process, which
-shows whether the input or an earlier one is the cause. The next law gets a fresh process too.
+are fatal: the process is ended. Unless it was the first call of the process, the law is then tried
+on that input alone in a fresh process, which shows whether the input or an earlier one is the
+cause. The next law gets a fresh process too.
 """
 
 import json
@@ -88,6 +89,10 @@ class Worker:
         self.seconds_of_a_case = seconds_of_a_case
         self._process: subprocess.Popen[str] | None = None
         self._is_late = False
+        self._calls = 0
+        """Calls that the process has made before the last case."""
+        self.failed_at_once = False
+        """Whether the first call of the last law was fatal, also in a fresh process."""
         self.promises: list[str] = []
         """What SUPPORT promises to reject. Known once the process has been started."""
 
@@ -131,6 +136,7 @@ class Worker:
             errors = {each.__name__: each for each in (ModuleNotFoundError, ValueError)}
             raise errors.get(found["kind"], ImportError)(found["error"])
         self.promises = found["promises"]
+        self._calls = 0
 
     def try_law(self, job: Job, area: str) -> Result:
         """Return the result of a law.
@@ -139,14 +145,20 @@ class Worker:
             job: The law and its cases.
             area: The subject of the law.
         """
+        self.start()
+        before = self._calls
         found = self._try(job, area)
+        is_first = found.status in FATAL and self._calls == before
+        self.failed_at_once = is_first and not before
         is_single = job.is_measured or job.probe is not None
         is_known = not found.case or self._is_late or is_single
-        if found.status not in FATAL or is_known:
+        # the first call of a fresh process was alone already
+        if found.status not in FATAL or is_known or self.failed_at_once:
             return found
         alone = self._try(replace(job, case=found.case), area)
         seconds = round(found.seconds + alone.seconds, 2)
         if not alone.ok or job.case is not None:
+            self.failed_at_once = is_first and alone.status in FATAL
             return replace(alone, cases=found.cases, seconds=seconds)
         if found.status == Status.OUT_OF_MEMORY:
             # memory that earlier laws had left occupied: the law gets a process of its own
@@ -166,10 +178,12 @@ class Worker:
         while found := self._next(min(end, time.monotonic() + bound)):
             if "result" in found:
                 status = Status(found["result"].pop("status"))
+                self._calls = found["calls"] if status not in FATAL else self._calls
                 if found["is_last"]:
                     self.stop()
                 return Result(status=status, **found["result"])
             case, tried, bound = found["case"], tried + 1, self.seconds_of_a_case
+            self._calls = found["calls"]
         self._is_late = time.monotonic() >= end
         status, message = self._ended(min(bound, self.seconds_of_a_law))
         self.stop()

@@ -65,7 +65,7 @@ def main(pipe: int) -> None:
             law = by_name[job.law]
 
             def at(case: str) -> None:
-                say(case=case)
+                say(case=case, calls=setting.candidate.calls)
 
             own = setting
             if job.outside:
@@ -89,6 +89,7 @@ def main(pipe: int) -> None:
             say(
                 result=asdict(result) | {"status": result.status.value},
                 is_last=is_last,
+                calls=setting.candidate.calls,
             )
             if is_last:
                 # an orderly end would raise once more, or wait for a kernel
