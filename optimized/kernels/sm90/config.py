@@ -19,7 +19,7 @@ SWIZZLE_ROWS = gl.constexpr(8)
 WORK_STAGES = gl.constexpr(2)
 """Published work items: the next one is published while this one is computed."""
 MAX_CONSUMERS = gl.constexpr(3)
-"""The largest `count_consumers`."""
+"""The largest `choose_consumers`."""
 WARP_SIZE = gl.constexpr(32)
 LN_2 = gl.constexpr(math.log(2.0))
 LOG2_E = gl.constexpr(math.log2(math.e))
@@ -56,6 +56,7 @@ class Config(NamedTuple):
         GROUP: rows per token in a query tile, which are numbered token by token: the query heads
             of a KV head, for batch-invariant rows rounded up to a power of two. 1 if a query tile
             has one query head (`choose_group`).
+        CONSUMERS: consumer warpgroups (`choose_consumers`).
         SPLIT_TILES: KV tiles per split of batch-invariant rows; 0 if rows are not split.
     """
 
@@ -71,6 +72,7 @@ class Config(NamedTuple):
     FAST_TANH: bool = False
     TAIL_DIM: int = 0
     GROUP: int = 1
+    CONSUMERS: int = 2
     SPLIT_TILES: int = 0
 
 
@@ -129,6 +131,19 @@ def choose_group(group_size: int) -> int:
     return group_size if WARPGROUP_M.value % group_size == 0 else 1
 
 
+def choose_consumers(head_size: int, is_invariant: bool) -> int:
+    """Return the number of consumer warpgroups, each with WARPGROUP_M rows.
+
+    With a head size of 64 a third warpgroup fits: 1,276 us with three and 1,393 us with two for
+    1 x 8,192 in an early version of the kernel.
+
+    Args:
+        head_size: of the values.
+        is_invariant: whether rows are batch-invariant.
+    """
+    return 3 if head_size <= (64 if is_invariant else 96) else 2
+
+
 @gluon.constexpr_function
 def has_lower_bound(config):
     """Return whether a query's first visible key depends on its position."""
@@ -175,13 +190,14 @@ def split_columns(head_size):
 
 
 @gluon.constexpr_function
-def count_consumers(head_dim):
-    """Return the number of consumer warpgroups, each with WARPGROUP_M rows.
+def acc_columns(config):
+    """Return the columns of the accumulator's parts as (first, size).
 
-    With a head size of 64 a third warpgroup fits: 1,276 us with three and 1,393 us with two for
-    1 x 8,192 in an early version of the kernel.
+    Three warpgroups have no registers for columns that are not stored.
     """
-    return 3 if head_dim == 64 else 2
+    if config.CONSUMERS == 3:
+        return split_columns(config.HEAD_SIZE)
+    return ((0, config.HEAD_DIM),)
 
 
 @gluon.constexpr_function
@@ -195,7 +211,7 @@ def count_q_stages(config):
 
 
 @gluon.constexpr_function
-def uses_ping_pong(head_dim):
+def uses_ping_pong(config):
     """Return whether the consumer warpgroups take turns at the tensor cores.
 
     Without turns, three warpgroups start together: all want the tensor cores first and the
@@ -203,7 +219,17 @@ def uses_ping_pong(head_dim):
     8 % of 32 x 1,500 tokens without a mask. The two warpgroups of head size 128 lose 6 % by it:
     each of them has the registers to overlap its own softmax with its own P @ V.
     """
-    return head_dim == 64
+    return config.CONSUMERS == 3
+
+
+@gluon.constexpr_function
+def waits_for_pv(config):
+    """Return whether P @ V is complete before Q @ K of the next tile is issued.
+
+    With three warpgroups and an accumulator of more than 64 columns, the registers do not hold the
+    results of both.
+    """
+    return config.CONSUMERS == 3 and config.HEAD_SIZE > 64
 
 
 @gluon.constexpr_function
@@ -216,17 +242,17 @@ def uses_polynomial(config, masked):
     Args:
         masked: whether the tile has a mask.
     """
-    return config.HEAD_DIM != 64 and not masked and config.SPLIT_TILES == 0
+    return config.CONSUMERS < 3 and not masked and config.SPLIT_TILES == 0
 
 
 @gluon.constexpr_function
-def consumer_registers(head_dim):
+def consumer_registers(config):
     """Return the registers per thread of the consumer warpgroups after the first.
 
     The first warpgroup gets what is left, which is at least as much. At head size 64, 152 for
     consumers and 40 for producers is 45 % slower than 160 and 24.
     """
-    return 160 if head_dim == 64 else 240
+    return 160 if config.CONSUMERS == 3 else 240
 
 
 PRODUCER_REGISTERS = gl.constexpr(24)

@@ -49,7 +49,7 @@ def consume_splits(
     """
     HEAD_DIM: gl.constexpr = config.HEAD_DIM
     STAGES: gl.constexpr = config.STAGES
-    PING_PONG: gl.constexpr = uses_ping_pong(HEAD_DIM)
+    PING_PONG: gl.constexpr = uses_ping_pong(config)
     LAYOUT: gl.constexpr = acc_layout(HEAD_DIM)
     ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     dtype: gl.constexpr = shared.q.dtype
@@ -140,7 +140,7 @@ def _attend_to_splits(
     HEAD_DIM: gl.constexpr = config.HEAD_DIM
     LAYOUT: gl.constexpr = acc_layout(HEAD_DIM)
     ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    PING_PONG: gl.constexpr = uses_ping_pong(HEAD_DIM)
+    PING_PONG: gl.constexpr = uses_ping_pong(config)
     position = work.position + CONSUMER * count_tokens(config)
     own = find_tiles(work, position, config)
     last = own.last
@@ -152,7 +152,7 @@ def _attend_to_splits(
             last = own.first - 1
             after = work.num_kv_tiles
             before = before * 0
-    kv_state = skip_tiles(shared, kv_state, after, HEAD_DIM, NUM_CONSUMERS, CONSUMER)
+    kv_state = skip_tiles(shared, kv_state, after, config, NUM_CONSUMERS, CONSUMER)
     own_last = last
     while last >= own.first:
         of_split = find_split(own, last, config)
@@ -163,25 +163,25 @@ def _attend_to_splits(
                 ping_pong_arrive((CONSUMER + 1) % NUM_CONSUMERS)
         split_acc = gl.zeros([WARPGROUP_M, HEAD_DIM], gl.float32, LAYOUT)
         carry, kv_state = attend_to_tiles(
-            shared, tiles, split_acc, kv_state, q_state, work, of_split, position,
+            shared, tiles, (split_acc,), kv_state, q_state, work, of_split, position,
             scale_log2, config, NUM_CONSUMERS, CONSUMER,
         )  # fmt: skip
         split_m = gl.convert_layout(carry.m_i, ROWS)
         split_l = gl.convert_layout(gl.sum(carry.l_i, 1), ROWS)
         if last == own_last:
-            acc = carry.acc
+            acc = carry.acc[0]
             m_i = split_m
             l_i = split_l
         else:
             kept = gl.load(_own_states(states, config, NUM_CONSUMERS, CONSUMER))
             acc, m_i, l_i = fold(
-                kept, m_i, l_i, carry.acc, split_m, split_l,
+                kept, m_i, l_i, carry.acc[0], split_m, split_l,
                 softmax_scale(scale_log2, config),
             )  # fmt: skip
         if of_split.first > own.first:
             gl.store(_own_states(states, config, NUM_CONSUMERS, CONSUMER), acc)
         last = of_split.first - 1
-    kv_state = skip_tiles(shared, kv_state, before, HEAD_DIM, NUM_CONSUMERS, CONSUMER)
+    kv_state = skip_tiles(shared, kv_state, before, config, NUM_CONSUMERS, CONSUMER)
     return acc, m_i, l_i, kv_state
 
 

@@ -12,7 +12,6 @@ from ..config import (
     PRODUCER_REGISTERS,
     WARPGROUP_M,
     consumer_registers,
-    count_consumers,
 )
 from ..kernel import allocate
 from ..producer import TmaTensor, produce_v
@@ -102,7 +101,7 @@ def invariant_kernel(
             which `fold_kernel` folds.
         config: `Config`.
     """
-    N: gl.constexpr = count_consumers(config.HEAD_DIM)
+    N: gl.constexpr = config.CONSUMERS
     # a work item is of one KV head and split
     batch = BatchArgs(
         block_table,
@@ -139,7 +138,7 @@ def invariant_kernel(
         config,
         N,
     )
-    REGISTERS: gl.constexpr = consumer_registers(config.HEAD_DIM)
+    REGISTERS: gl.constexpr = consumer_registers(config)
     UNUSED: gl.constexpr = MAX_CONSUMERS - N
     gl.warp_specialize(
         [
@@ -183,7 +182,7 @@ def fold_kernel(
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     HEAD_DIM: gl.constexpr = config.HEAD_DIM
-    KEPT: gl.constexpr = count_consumers(HEAD_DIM) * WARPGROUP_M * HEAD_DIM
+    KEPT: gl.constexpr = config.CONSUMERS * WARPGROUP_M * HEAD_DIM
     output = OutputArgs(
         out,
         lse,
