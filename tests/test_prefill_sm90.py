@@ -29,9 +29,9 @@ from pagetwin.optimized.kernels.sm90.config import (
     NARROW_TILE_KEYS,
     WARPGROUP_M,
     Config,
+    choose_consumers,
     choose_group,
     choose_masks,
-    count_consumers,
     count_tokens,
     has_lower_bound,
 )
@@ -287,7 +287,8 @@ def test_short_windows_and_chunks_of_head_size_64_have_narrow_kv_tiles(
     config = made.constants["config"]
     assert block_n == config.BLOCK_N
     # a TMA box has the keys of one tile
-    assert made.boxes[1] == made.boxes[2] == (block_n, 64)
+    assert made.boxes[1] == made.boxes[2]
+    assert (made.boxes[1][0], made.boxes[1][-1]) == (block_n, 64)
 
 
 class Int32(int):
@@ -346,7 +347,7 @@ def check_tiles(
     names: dict[str, Any], config: Config, query_len: int, kv_len: int
 ) -> None:
     """Assert that every warpgroup computes the KV tiles of its rows, with the masks they need."""
-    consumers = count_consumers(config.HEAD_DIM)
+    consumers = config.CONSUMERS
     tokens, block_n = count_tokens.fn(config), config.BLOCK_N
     tile_tokens = consumers * tokens
     masks = choose_masks.fn(config)
@@ -421,7 +422,7 @@ def check_all_tiles(*mutations: tuple[str, str]) -> None:
             for causal, shape in itertools.product(causals, shapes):
                 config = Config(
                     head_dim, head_dim, 16, block_n, 2, causal, window, chunk_size,
-                    GROUP=group,
+                    GROUP=group, CONSUMERS=choose_consumers(head_dim, False),
                 )  # fmt: skip
                 check_tiles(names, config, *shape)
 

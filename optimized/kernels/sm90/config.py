@@ -223,6 +223,12 @@ def uses_ping_pong(config):
 
 
 @gluon.constexpr_function
+def packs_p(config):
+    """Return whether p is rounded at once and carried in pairs, for lack of registers."""
+    return config.CONSUMERS == 3
+
+
+@gluon.constexpr_function
 def waits_for_pv(config):
     """Return whether P @ V is complete before Q @ K of the next tile is issued.
 

@@ -36,6 +36,7 @@ from .config import (
     count_tokens,
     has_lower_bound,
     p_operand_layout,
+    packs_p,
     qk_layout,
     split_columns,
     uses_ping_pong,
@@ -323,7 +324,7 @@ def _first_tile(
     p, alpha, m_i, l_i = online_softmax(
         qk, m_i, 0, scale, True, True, False, config.SPLIT_TILES > 0
     )
-    if uses_ping_pong(config):
+    if packs_p(config):
         p = pack_p(p, tiles.q.dtype)
     return p, alpha, m_i, l_i
 
@@ -357,18 +358,21 @@ def _kv_iteration(
     COLUMNS: gl.constexpr = acc_columns(config)[0][1]
     PING_PONG: gl.constexpr = uses_ping_pong(config)
     PV_FIRST: gl.constexpr = waits_for_pv(config)
+    PACKED: gl.constexpr = packs_p(config)
     dtype: gl.constexpr = tiles.q.dtype
     acc, p, alpha, m_i, l_i = carry
     if PV_FIRST:
         # P @ V of the tile before, whose registers Q @ K takes
         shared.v_pipe.consumer_wait(kv_state.previous())
         shared.k_pipe.consumer_wait(kv_state)
-        ping_pong_wait(CONSUMER)
+        if PING_PONG:
+            ping_pong_wait(CONSUMER)
         p = unpack_p(p, dtype, COLUMNS)
         acc = _issue_pv(tiles, p, acc, kv_state.previous(), config)
         acc, p = _wait_for_pv(acc, p)
         qk = _issue_qk(tiles, kv_state, config)  # [WARPGROUP_M, BLOCK_N]
-        ping_pong_arrive((CONSUMER + 1) % NUM_CONSUMERS)
+        if PING_PONG:
+            ping_pong_arrive((CONSUMER + 1) % NUM_CONSUMERS)
         qk = warpgroup_mma_wait(0, deps=[qk])
         shared.k_pipe.consumer_release(kv_state)
     else:
@@ -379,7 +383,7 @@ def _kv_iteration(
         qk = _issue_qk(tiles, kv_state, config)  # [WARPGROUP_M, BLOCK_N]
         # issue P @ V of the tile before
         shared.v_pipe.consumer_wait(kv_state.previous())
-        if PING_PONG:
+        if PACKED:
             p = unpack_p(p, dtype, COLUMNS)
         else:
             acc = rescale(acc, alpha)
@@ -405,7 +409,7 @@ def _kv_iteration(
     if not PV_FIRST:
         acc, p = _wait_for_pv(acc, p)
         shared.k_pipe.consumer_release(kv_state)
-    if PING_PONG:
+    if PACKED:
         acc = rescale(acc, alpha)
         p_next = pack_p(p_next, dtype)
     return Carry(acc, p_next, alpha, m_i, l_i)
@@ -420,7 +424,7 @@ def _last_pv(shared, tiles, carry, kv_state, config: gl.constexpr):
     COLUMNS: gl.constexpr = acc_columns(config)[0][1]
     dtype: gl.constexpr = tiles.q.dtype
     acc, p, alpha, m_i, l_i = carry
-    if uses_ping_pong(config):
+    if packs_p(config):
         p = unpack_p(p, dtype, COLUMNS)
     else:
         acc = rescale(acc, alpha)
