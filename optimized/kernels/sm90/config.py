@@ -151,6 +151,17 @@ def has_lower_bound(config):
 
 
 @gluon.constexpr_function
+def has_own_tiles(config):
+    """Return whether the warpgroups of a work item attend to different KV tiles.
+
+    Three warpgroups of 64 tokens each have rows up to 128 positions apart, a whole KV tile.
+    """
+    if config.WINDOW > 0 or config.CHUNK_SIZE > 0:
+        return True
+    return config.CAUSAL and config.CONSUMERS == 3 and config.GROUP == 1
+
+
+@gluon.constexpr_function
 def count_tokens(config):
     """Return the tokens in the WARPGROUP_M rows of a consumer warpgroup."""
     return WARPGROUP_M.value // config.GROUP
@@ -242,13 +253,14 @@ def waits_for_pv(config):
 def uses_polynomial(config, masked):
     """Return whether a polynomial computes one exponential in eight of a KV tile.
 
-    Batch-invariant rows round alike in tiles with and without a mask. In a short row, whose keys
-    are all in a tile with a mask, the polynomial's error may exceed the log-sum-exp's budget.
+    Batch-invariant rows round alike in tiles with and without a mask, with a polynomial of its own.
+    In a short row of the others, whose keys are all in a tile with a mask, the polynomial's error
+    may exceed the log-sum-exp's budget.
 
     Args:
         masked: whether the tile has a mask.
     """
-    return config.CONSUMERS < 3 and not masked and config.SPLIT_TILES == 0
+    return config.CONSUMERS < 3 and (config.SPLIT_TILES > 0 or not masked)
 
 
 @gluon.constexpr_function

@@ -35,6 +35,7 @@ from .config import (
     count_q_stages,
     count_tokens,
     has_lower_bound,
+    has_own_tiles,
     p_operand_layout,
     packs_p,
     qk_layout,
@@ -200,7 +201,7 @@ def _mainloop(
     """
     position = work.position + CONSUMER * count_tokens(config)
     own = find_tiles(work, position, config)
-    if has_lower_bound(config):
+    if has_own_tiles(config):
         kv_state = skip_tiles(
             shared, kv_state, own.after, config, NUM_CONSUMERS, CONSUMER
         )
@@ -312,21 +313,28 @@ def _first_tile(
     qk = _issue_qk(tiles, kv_state, config)
     qk = warpgroup_mma_wait(0, deps=[qk])
     shared.k_pipe.consumer_release(kv_state)
-    if count_q_stages(config) > 1 and q_state.count > 0 and config.SPLIT_TILES == 0:
-        # the previous work item's output has been stored: its stage may take the next queries
-        tma.store_wait(0)
-        shared.q_pipe.consumer_release(q_state.previous())
+    if config.SPLIT_TILES == 0:
+        release_previous_q(shared, q_state, config)
     ROWS: gl.constexpr = gl.SliceLayout(1, qk_layout(config.BLOCK_N))
     m_i = gl.full([WARPGROUP_M], -float("inf"), gl.float32, ROWS)
     qk = modify_scores(qk, scale_log2, config)
     qk = mask_qk(qk, kv_tile, position, work.seq_len, MASKS, config)
     scale = softmax_scale(scale_log2, config)
     p, alpha, m_i, l_i = online_softmax(
-        qk, m_i, 0, scale, True, True, False, config.SPLIT_TILES > 0
-    )
+        qk, m_i, 0, scale, True, True, uses_polynomial(config, True),
+        config.SPLIT_TILES > 0,
+    )  # fmt: skip
     if packs_p(config):
         p = pack_p(p, tiles.q.dtype)
     return p, alpha, m_i, l_i
+
+
+@gluon.jit
+def release_previous_q(shared, q_state, config: gl.constexpr):
+    """Let the producer load queries where the previous work item's output was stored from."""
+    if count_q_stages(config) > 1 and q_state.count > 0:
+        tma.store_wait(0)
+        shared.q_pipe.consumer_release(q_state.previous())
 
 
 @gluon.jit
