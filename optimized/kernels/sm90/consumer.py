@@ -5,12 +5,15 @@ issues Q @ K of a KV tile and P @ V of the tile before, so that the softmax of o
 the products of the other. KV tiles are processed from the last to the first: tiles that need a
 mask come first, then the rest in a loop without masks.
 
-Head sizes overlap differently, and `uses_ping_pong` selects the way:
-- Head sizes above 64, two warpgroups: the softmax runs between the issue of P @ V and the wait for
+Head sizes overlap differently, and `choose_consumers` selects the way:
+- Head sizes above 96, two warpgroups: the softmax runs between the issue of P @ V and the wait for
   it. p stays in float32 until Q @ K of the next tile is issued, where rounding it costs no time.
 - Head size 64, three warpgroups with 160 registers per thread: one warpgroup's softmax overlaps
   with the products of the others, which a ping-pong order enforces. p is rounded at once and
   carried as packed 16-bit pairs, because 64 registers of float32 would spill.
+- Head sizes 80 and 96, three warpgroups too. The accumulator has two parts, of 64 columns and of
+  the rest, because a tile's columns are a power of two. Q @ K follows after P @ V is complete,
+  because the registers do not hold both results.
 Source: FlashAttention-3 (Shah et al. 2024) for both kinds of overlap.
 """
 
@@ -163,7 +166,9 @@ def consume(
             acc, lse = normalize(carry.acc, carry.m_i, carry.l_i, scale, sink)
             if score.v_scales is not None:
                 v_scale = gl.load(score.v_scales + work.head * config.GROUP)
-                acc = rescale(acc, gl.full(lse.shape, v_scale, gl.float32, lse.type.layout))
+                acc = rescale(
+                    acc, gl.full(lse.shape, v_scale, gl.float32, lse.type.layout)
+                )
             q_state = q_state.advance()
         store_tile(
             output, q, staging, acc, lse, work, token, head, column, config, CONSUMER
@@ -321,9 +326,8 @@ def _first_tile(
     qk = mask_qk(qk, kv_tile, position, work.seq_len, MASKS, config)
     scale = softmax_scale(scale_log2, config)
     p, alpha, m_i, l_i = online_softmax(
-        qk, m_i, 0, scale, True, True, uses_polynomial(config, True),
-        config.SPLIT_TILES > 0,
-    )  # fmt: skip
+        qk, m_i, 0, scale, True, True, False, config.SPLIT_TILES > 0
+    )
     if packs_p(config):
         p = pack_p(p, tiles.q.dtype)
     return p, alpha, m_i, l_i
@@ -370,19 +374,9 @@ def _kv_iteration(
     dtype: gl.constexpr = tiles.q.dtype
     acc, p, alpha, m_i, l_i = carry
     if PV_FIRST:
-        # P @ V of the tile before, whose registers Q @ K takes
-        shared.v_pipe.consumer_wait(kv_state.previous())
-        shared.k_pipe.consumer_wait(kv_state)
-        if PING_PONG:
-            ping_pong_wait(CONSUMER)
-        p = unpack_p(p, dtype, COLUMNS)
-        acc = _issue_pv(tiles, p, acc, kv_state.previous(), config)
-        acc, p = _wait_for_pv(acc, p)
-        qk = _issue_qk(tiles, kv_state, config)  # [WARPGROUP_M, BLOCK_N]
-        if PING_PONG:
-            ping_pong_arrive((CONSUMER + 1) % NUM_CONSUMERS)
-        qk = warpgroup_mma_wait(0, deps=[qk])
-        shared.k_pipe.consumer_release(kv_state)
+        qk, acc = _pv_and_qk(
+            shared, tiles, acc, p, kv_state, config, NUM_CONSUMERS, CONSUMER
+        )
     else:
         # issue Q @ K of this tile
         shared.k_pipe.consumer_wait(kv_state)
@@ -421,6 +415,42 @@ def _kv_iteration(
         acc = rescale(acc, alpha)
         p_next = pack_p(p_next, dtype)
     return Carry(acc, p_next, alpha, m_i, l_i)
+
+
+@gluon.jit
+def _pv_and_qk(
+    shared,
+    tiles,
+    acc,
+    p,
+    kv_state,
+    config: gl.constexpr,
+    NUM_CONSUMERS: gl.constexpr,
+    CONSUMER: gl.constexpr,
+):
+    """Return Q @ K of a KV tile, and acc with P @ V of the tile before, one after the other.
+
+    The result of Q @ K takes the registers of p.
+
+    Args:
+        p: packed weights of the tile before.
+        kv_state: position of the K tile.
+    """
+    dtype: gl.constexpr = tiles.q.dtype
+    shared.v_pipe.consumer_wait(kv_state.previous())
+    shared.k_pipe.consumer_wait(kv_state)
+    if uses_ping_pong(config):
+        ping_pong_wait(CONSUMER)
+    p = unpack_p(p, dtype, acc_columns(config)[0][1])
+    acc = _issue_pv(tiles, p, acc, kv_state.previous(), config)
+    acc, p = _wait_for_pv(acc, p)
+    qk = _issue_qk(tiles, kv_state, config)  # [WARPGROUP_M, BLOCK_N]
+    if uses_ping_pong(config):
+        # the next warpgroup's P @ V follows this product without a gap
+        ping_pong_arrive((CONSUMER + 1) % NUM_CONSUMERS)
+    qk = warpgroup_mma_wait(0, deps=[qk])
+    shared.k_pipe.consumer_release(kv_state)
+    return qk, acc
 
 
 @gluon.jit

@@ -12,69 +12,49 @@ from .config import (
     MASK_BEGIN,
     MASK_END,
     WARPGROUP_M,
-    acc_layout,
     p_operand_layout,
     qk_layout,
 )
 from .scheduler import first_visible_key
 
 
-# polynomials of 2 ** f on [0, 1], highest degree first, as float32 bits. Each has the smallest largest
-# relative error among those of its degree that are 1 at 0 and 2 at 1.
-CUBIC = (0x3DA04AF5, 0x3E67BD33, 0x3F320754, 0x3F800000)
-"""0.07826797, 0.22630768, 0.69542435 and 1.0, with an error of 1.03e-4."""
-QUINTIC = (0x3AF65378, 0x3C134EF7, 0x3D64A220, 0x3E75EC50, 0x3F317264, 0x3F800000)
-"""0.00187932, 0.008991, 0.05581868, 0.24015927, 0.69315174 and 1.0. The error is 1.5e-7 with that of
-rounding to float32, which is less than the MUFU unit's."""
-
-
-def _exp2(count: int, polynomial: tuple[int, ...], indices: tuple[int, ...]) -> str:
-    """Return PTX for 2**x of numbers x <= 0: most by the MUFU unit, some by a polynomial.
+def _exp2_of_8() -> str:
+    """Return PTX for 2**x of eight numbers x <= 0: seven by the MUFU unit, one by a polynomial.
 
     The softmax waits for the MUFU unit. With one in eight off it, 1 x 8,192 takes 4 % less time at
     head size 128 (912 to 873 us). One in sixteen gives 886 us, one in four gives the gain back
     (908 us). At head size 64 every share loses, for lack of issue slots and registers.
 
     The polynomial: adding 1.5 * 2**23 rounds x down and leaves the whole part in the low bits,
-    from where it is shifted to the exponent. The fraction f goes through the polynomial. Below -127,
-    also at -inf, the result is 0. The value at 1 matters because x of the largest score may be
-    rounded to just below 0, where f is just below 1. Its error would be that of the log-sum-exp.
-
-    Args:
-        count: numbers.
-        polynomial: CUBIC or QUINTIC.
-        indices: of the numbers that the polynomial computes.
+    from where it is shifted to the exponent. The fraction f goes through 1 + c1 f + c2 f^2 +
+    c3 f^3, the cubic with the smallest largest relative error on [0, 1] among those that are 1
+    at 0 and 2 at 1. That error is 1.03e-4: 1/19 of the error of rounding p to bfloat16, 2/5 of
+    float16's. The value at 1 matters because x of the largest score may be rounded to just below
+    0, where f is just below 1. Its error would be that of the log-sum-exp.
     """
-    first, *others = (f"0f{bits:08X}" for bits in polynomial)
-    lines = [".reg .f32 x, down, whole, power;", ".reg .b32 exponent, bits;"]
-    for each in range(count):
-        if each not in indices:
-            lines.append(f"ex2.approx.ftz.f32 ${each}, ${each + count};")
-            continue
-        lines += [
-            # -127.0, and 1.5 * 2**23
-            f"max.NaN.ftz.f32 x, ${each + count}, 0fC2FE0000;",
-            "add.rm.ftz.f32 down, x, 0f4B400000;",
-            "sub.rn.ftz.f32 whole, down, 0f4B400000;",
-            "sub.rn.ftz.f32 x, x, whole;",
-            f"mov.f32 power, {first};",
-            *(f"fma.rn.ftz.f32 power, power, x, {each};" for each in others),
-            "mov.b32 exponent, down;",
-            "shl.b32 exponent, exponent, 23;",
-            "mov.b32 bits, power;",
-            "add.s32 bits, bits, exponent;",
-            f"mov.b32 ${each}, bits;",
-        ]
-    return "\n".join(["{", *lines, "}"])
+    # 0.07826797, 0.22630768, 0.69542435, 1.0 and -127.0 and 1.5 * 2**23
+    cubic = ("0f3DA04AF5", "0f3E67BD33", "0f3F320754", "0f3F800000")
+    by_mufu = [f"ex2.approx.ftz.f32 ${each}, ${each + 8};" for each in range(7)]
+    by_polynomial = [
+        "max.ftz.f32 x, $15, 0fC2FE0000;",
+        "add.rm.ftz.f32 down, x, 0f4B400000;",
+        "sub.rn.ftz.f32 whole, down, 0f4B400000;",
+        "sub.rn.ftz.f32 x, x, whole;",
+        f"fma.rn.ftz.f32 power, x, {cubic[0]}, {cubic[1]};",
+        f"fma.rn.ftz.f32 power, power, x, {cubic[2]};",
+        f"fma.rn.ftz.f32 power, power, x, {cubic[3]};",
+        "mov.b32 exponent, down;",
+        "shl.b32 exponent, exponent, 23;",
+        "mov.b32 bits, power;",
+        "add.s32 bits, bits, exponent;",
+        "mov.b32 $7, bits;",
+    ]
+    registers = [".reg .f32 x, down, whole, power;", ".reg .b32 exponent, bits;"]
+    return "\n".join(["{", *registers, *by_mufu, *by_polynomial, "}"])
 
 
-EXP2_OF_8_PTX = gl.constexpr(_exp2(8, CUBIC, (7,)))
+EXP2_OF_8_PTX = gl.constexpr(_exp2_of_8())
 EXP2_OF_8_CONSTRAINTS = gl.constexpr(",".join(["=f"] * 8 + ["f"] * 8))
-# Of 16 numbers in a row of registers, four columns of a row and of the row 8 below alternate in
-# pairs. The polynomial computes the last column of both, so a row does not depend on which it is.
-EXP2_OF_16_PTX = gl.constexpr(_exp2(16, QUINTIC, (13, 15)))
-# outputs are written before all inputs are read
-EXP2_OF_16_CONSTRAINTS = gl.constexpr(",".join(["=&f"] * 16 + ["f"] * 16))
 ROUND_PAIR_TO_BF16 = gl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
 ROUND_PAIR_TO_FP16 = gl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
 SPLIT_PAIR = gl.constexpr("mov.b32 {$0, $1}, $2;")
@@ -153,12 +133,12 @@ def online_softmax(
         qk = qk * scale_log2 - (shift * scale_log2)[:, None]
     if USE_POLYNOMIAL:
         p = gl.inline_asm_elementwise(
-            EXP2_OF_16_PTX if ROUNDS_ALIKE else EXP2_OF_8_PTX,
-            EXP2_OF_16_CONSTRAINTS if ROUNDS_ALIKE else EXP2_OF_8_CONSTRAINTS,
+            EXP2_OF_8_PTX,
+            EXP2_OF_8_CONSTRAINTS,
             [qk],
             dtype=gl.float32,
             is_pure=True,
-            pack=16 if ROUNDS_ALIKE else 8,
+            pack=8,
         )
     else:
         p = gl.exp2(qk)
