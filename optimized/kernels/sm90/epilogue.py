@@ -78,18 +78,18 @@ def store_tile(
 ):
     """Store a warpgroup's rows: a whole tile by TMA, the end of a request row by row.
 
-    Padded heads are stored row by row, because TMA would overwrite the next head. So are outputs of
-    float32, which do not fit the query tile.
+    Without a dimension of heads in the tensor map, padded heads are stored row by row, because TMA
+    would overwrite the next head. So are outputs of float32, which do not fit the query tile.
 
     Args:
         output: `OutputArgs`.
         q: [WARPGROUP_M, HEAD_DIM] shared memory of the query tile, which was read.
         staging: the same memory in the shape of a TMA box of the output.
-        acc: [WARPGROUP_M, HEAD_DIM] normalized rows.
+        acc: [WARPGROUP_M, columns] of each part of `acc_columns`, normalized rows.
         lse: [WARPGROUP_M].
         work: `WorkItem`.
         token, head: what `find_rows` returns.
-        column: [HEAD_DIM] indices of the columns.
+        column: [columns] of each part, indices of the columns.
     """
     dtype: gl.constexpr = output.out.dtype.element_ty
     TOKENS: gl.constexpr = count_tokens(config)
