@@ -238,6 +238,37 @@ def test_a_head_is_computed_in_tiles_of_a_power_of_two(
         assert config.HEAD_DIM in (64, 128, 256) and 2 * head_size > config.HEAD_DIM
 
 
+@pytest.mark.parametrize("has_heads_first", [False, True])
+@pytest.mark.parametrize("head_size", [80, 96, 112])
+def test_the_maps_of_padded_heads_address_each_element_and_no_padding(
+    head_size: int, has_heads_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A box past the last column would overwrite the next head, or read it for nothing."""
+    monkeypatch.setattr(family, "is_hopper", lambda device: True)
+    sizes = {"head_size": head_size, "group": 1, "dtype": BF16}
+    batch = build_alike(BatchPlan((8,), (40,), block_size=16, **sizes))
+    caches = batch.key_cache, batch.value_cache
+    if has_heads_first:
+        caches = tuple(
+            each.transpose(1, 2).contiguous().transpose(1, 2) for each in caches
+        )
+    batch = replace(batch, key_cache=caches[0], value_cache=caches[1])
+    call = to_call(batch, *batch.fresh())
+    plan = family.plan(call)
+    for index, tensor in enumerate((call.query, *caches, call.out)):
+        made = plan.describe(index, tensor, 0)
+        assert len(made.block_shape) == 3
+        assert list(made.shape[1:]) == [tensor.shape[-2], head_size]
+        for place in itertools.product(*((0, size - 1) for size in tensor.shape)):
+            row, head, column = place[-3:]
+            if tensor.dim() == 4:
+                row += place[0] * plan.planes[index].block_rows
+            assert row < made.shape[0]
+            address = row * made.strides[0] + head * made.strides[1] + column
+            expected = zip(place, tensor.stride(), strict=True)
+            assert address == sum(i * stride for i, stride in expected)
+
+
 @pytest.mark.parametrize(
     ("head_size", "value_size", "is_supported"),
     [(192, 128, True), (192, 64, False), (128, 64, False), (256, 128, False)],

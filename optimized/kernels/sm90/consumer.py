@@ -76,7 +76,7 @@ class Carry(NamedTuple):
     """Registers that the mainloop carries from iteration to iteration.
 
     Args:
-        acc: [WARPGROUP_M, HEAD_DIM] P @ V of the tiles before the last.
+        acc: [WARPGROUP_M, columns] P @ V of the tiles before the last, in parts (`acc_columns`).
         p: [WARPGROUP_M, BLOCK_N] weights of the last tile; packed with ping-pong.
         alpha: [WARPGROUP_M] by which `acc` must still be multiplied; with ping-pong it has been.
         m_i: [WARPGROUP_M] running maximum.
@@ -202,7 +202,7 @@ def _mainloop(
 
     Args:
         tiles: `Operands`.
-        acc: [WARPGROUP_M, HEAD_DIM] zeros.
+        acc: [WARPGROUP_M, columns] zeros of each part of `acc_columns`.
     """
     position = work.position + CONSUMER * count_tokens(config)
     own = find_tiles(work, position, config)
@@ -240,7 +240,7 @@ def attend_to_tiles(
 
     Args:
         tiles: `Operands`.
-        acc: [WARPGROUP_M, HEAD_DIM] zeros.
+        acc: [WARPGROUP_M, columns] zeros of each part of `acc_columns`.
         own: `OwnTiles`.
         position: position of the warpgroup's first row.
     """

@@ -38,7 +38,7 @@ def normalize(acc, m_i, l_i, scale_log2, sink):
     sink.
 
     Args:
-        acc: [WARPGROUP_M, HEAD_DIM].
+        acc: [WARPGROUP_M, columns] of each part of `acc_columns`.
         m_i: [WARPGROUP_M] running maximum before the scale.
         l_i: [WARPGROUP_M, 4] running sum, one share per thread of a row.
         scale_log2: the scale times log2(e).

@@ -48,8 +48,9 @@ class TmaTensor(NamedTuple):
     """A tensor of heads as a plane of rows, which TMA addresses by row and column.
 
     Args:
-        desc: the tensor map. With several query heads in a tile, that of queries and outputs has
-            tokens, query heads and columns, and the steps below are not used.
+        desc: the tensor map. That of padded heads, and with several query heads in a tile that of
+            queries and outputs, has a dimension of heads: rows, heads and columns. Then the steps
+            from head to head are not used; `head_rows` of keys and values is 0.
         block_rows: rows from cache block to cache block; 0 without blocks.
         head_rows, head_columns: rows and columns from head to head; one of them is 0.
     """
