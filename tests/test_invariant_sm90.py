@@ -20,8 +20,8 @@ from pagetwin.optimized.kernels.sm90.config import (
     MASK_END,
     WARPGROUP_M,
     Config,
+    choose_consumers,
     choose_masks,
-    count_consumers,
 )
 from pagetwin.optimized.kernels.sm90.invariant import family
 from pagetwin.optimized.kernels.sm90.invariant import scheduler as invariant_scheduler
@@ -120,7 +120,7 @@ def check_splits(
 
     Every warpgroup computes the KV tiles of its rows once, with the masks that they need.
     """
-    consumers = count_consumers(config.HEAD_DIM)
+    consumers = config.CONSUMERS
     block_n, tokens = config.BLOCK_N, WARPGROUP_M.value // config.GROUP
     masks = choose_masks.fn(config)
     keys = np.arange(-(-kv_len // block_n) * block_n)
@@ -187,7 +187,7 @@ def check_all_splits(*mutations: tuple[str, str]) -> None:
             for causal in (True, False) if not window else (True,):
                 config = Config(
                     head_dim, head_dim, 16, block_n, 2, causal, window, GROUP=group,
-                    SPLIT_TILES=2,
+                    SPLIT_TILES=2, CONSUMERS=choose_consumers(head_dim, True),
                 )  # fmt: skip
                 for shape, num_splits in itertools.product(shapes, (1, 2, 4)):
                     check_splits(names, config, *shape, num_splits)

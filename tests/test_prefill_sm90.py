@@ -26,9 +26,9 @@ from pagetwin.optimized.kernels.sm90.config import (
     NARROW_TILE_KEYS,
     WARPGROUP_M,
     Config,
+    choose_consumers,
     choose_group,
     choose_masks,
-    count_consumers,
     count_tokens,
     has_lower_bound,
 )
@@ -80,7 +80,7 @@ def test_the_assembler_lets_products_and_softmax_overlap(
         # batch-invariant rows have one per split
         is_invariant = "batch_invariant" in case.options
         assert line["spilled"] <= (288 if is_invariant else 256), line
-        consumers = 3 if case.head_size == 64 else 2
+        consumers = choose_consumers(case.head_size, is_invariant)
         has_left_edge = "sliding_window" in case.options
         loops = 2 + has_left_edge + (case.head_size > 128 or is_invariant)
         assert len(line["loops"]) == loops * consumers, line
@@ -89,8 +89,11 @@ def test_the_assembler_lets_products_and_softmax_overlap(
             # the loop without masks, which has most iterations
             hot = min(of_consumer, key=lambda loop: loop["instructions"])
             # wgmma instructions are in flight within one block
-            has_narrow_tiles = consumers == 3 and has_left_edge
+            has_narrow_tiles = case.head_size == 64 and has_left_edge
             tile_products = 4 if case.head_size == 256 or has_narrow_tiles else 8
+            if case.head_size == 96:
+                # 64 and 32 columns of P @ V, and then Q @ K
+                tile_products = 8 + 8 + 96 // 16
             assert hot["HGMMA"] == tile_products, line
             if consumers == 3:
                 # they also pass their turn on, before all exponentials are done
@@ -98,7 +101,8 @@ def test_the_assembler_lets_products_and_softmax_overlap(
             for loop in of_consumer:
                 # nothing is repacked; loops with masks have few iterations and may spill a little
                 assert loop["PRMT"] <= 1, line
-                assert loop["BAR"] <= (2 if consumers == 3 else 1), line
+                num_barriers = 3 if case.head_size == 96 else consumers - 1
+                assert loop["BAR"] <= num_barriers, line
                 assert loop["STL"] <= (0 if loop is hot else 8), line
                 assert loop["LDL"] <= (1 if loop is hot else 8), line
 
@@ -222,6 +226,37 @@ def test_a_head_is_computed_in_tiles_of_a_power_of_two(
         assert config.HEAD_DIM in (64, 128, 256) and 2 * head_size > config.HEAD_DIM
 
 
+@pytest.mark.parametrize("has_heads_first", [False, True])
+@pytest.mark.parametrize("head_size", [80, 96, 112])
+def test_the_maps_of_padded_heads_address_each_element_and_no_padding(
+    head_size: int, has_heads_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A box past the last column would overwrite the next head, or read it for nothing."""
+    monkeypatch.setattr(family, "is_hopper", lambda device: True)
+    sizes = {"head_size": head_size, "group": 1, "dtype": BF16}
+    batch = build_alike(BatchPlan((8,), (40,), block_size=16, **sizes))
+    caches = batch.key_cache, batch.value_cache
+    if has_heads_first:
+        caches = tuple(
+            each.transpose(1, 2).contiguous().transpose(1, 2) for each in caches
+        )
+    batch = replace(batch, key_cache=caches[0], value_cache=caches[1])
+    call = to_call(batch, *batch.fresh())
+    plan = family.plan(call)
+    for index, tensor in enumerate((call.query, *caches, call.out)):
+        made = plan.describe(index, tensor, 0)
+        assert len(made.block_shape) == 3
+        assert list(made.shape[1:]) == [tensor.shape[-2], head_size]
+        for place in itertools.product(*((0, size - 1) for size in tensor.shape)):
+            row, head, column = place[-3:]
+            if tensor.dim() == 4:
+                row += place[0] * plan.planes[index].block_rows
+            assert row < made.shape[0]
+            address = row * made.strides[0] + head * made.strides[1] + column
+            expected = zip(place, tensor.stride(), strict=True)
+            assert address == sum(i * stride for i, stride in expected)
+
+
 @pytest.mark.parametrize(
     ("head_size", "value_size", "is_supported"),
     [(192, 128, True), (192, 64, False), (128, 64, False), (256, 128, False)],
@@ -275,7 +310,8 @@ def test_short_windows_and_chunks_of_head_size_64_have_narrow_kv_tiles(
     config = made.constants["config"]
     assert block_n == config.BLOCK_N
     # a TMA box has the keys of one tile
-    assert made.boxes[1] == made.boxes[2] == (block_n, 64)
+    assert made.boxes[1] == made.boxes[2]
+    assert (made.boxes[1][0], made.boxes[1][-1]) == (block_n, 64)
 
 
 class Int32(int):
@@ -334,7 +370,7 @@ def check_tiles(
     names: dict[str, Any], config: Config, query_len: int, kv_len: int
 ) -> None:
     """Assert that every warpgroup computes the KV tiles of its rows, with the masks they need."""
-    consumers = count_consumers(config.HEAD_DIM)
+    consumers = config.CONSUMERS
     tokens, block_n = count_tokens.fn(config), config.BLOCK_N
     tile_tokens = consumers * tokens
     masks = choose_masks.fn(config)
@@ -409,7 +445,7 @@ def check_all_tiles(*mutations: tuple[str, str]) -> None:
             for causal, shape in itertools.product(causals, shapes):
                 config = Config(
                     head_dim, head_dim, 16, block_n, 2, causal, window, chunk_size,
-                    GROUP=group,
+                    GROUP=group, CONSUMERS=choose_consumers(head_dim, False),
                 )  # fmt: skip
                 check_tiles(names, config, *shape)
 

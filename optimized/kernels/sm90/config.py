@@ -19,7 +19,7 @@ SWIZZLE_ROWS = gl.constexpr(8)
 WORK_STAGES = gl.constexpr(2)
 """Published work items: the next one is published while this one is computed."""
 MAX_CONSUMERS = gl.constexpr(3)
-"""The largest `count_consumers`."""
+"""The largest `choose_consumers`."""
 WARP_SIZE = gl.constexpr(32)
 LN_2 = gl.constexpr(math.log(2.0))
 LOG2_E = gl.constexpr(math.log2(math.e))
@@ -56,6 +56,7 @@ class Config(NamedTuple):
         GROUP: rows per token in a query tile, which are numbered token by token: the query heads
             of a KV head, for batch-invariant rows rounded up to a power of two. 1 if a query tile
             has one query head (`choose_group`).
+        CONSUMERS: consumer warpgroups (`choose_consumers`).
         SPLIT_TILES: KV tiles per split of batch-invariant rows; 0 if rows are not split.
     """
 
@@ -71,6 +72,7 @@ class Config(NamedTuple):
     FAST_TANH: bool = False
     TAIL_DIM: int = 0
     GROUP: int = 1
+    CONSUMERS: int = 2
     SPLIT_TILES: int = 0
 
 
@@ -129,10 +131,38 @@ def choose_group(group_size: int) -> int:
     return group_size if WARPGROUP_M.value % group_size == 0 else 1
 
 
+def choose_consumers(head_size: int, is_invariant: bool) -> int:
+    """Return the number of consumer warpgroups, each with WARPGROUP_M rows.
+
+    With a head size of 64 a third warpgroup fits: 1,276 us with three and 1,393 us with two for
+    1 x 8,192 in an early version of the kernel. Up to 96 it fits if an accumulator has no padded
+    columns. With 96 and 32 KV heads, 2,048 on 16,384 takes 759 us with three and 800 with two,
+    64 x 300 347 and 366; with 8 KV heads 1 x 8,192 takes 725 and 796. The case that loses is
+    8 x 1,024, whose last query tile is a third full: 201 us with three and 181 with two.
+
+    Args:
+        head_size: of the values.
+        is_invariant: whether rows are batch-invariant. Their accumulator has padded columns.
+    """
+    return 3 if head_size <= (64 if is_invariant else 96) else 2
+
+
 @gluon.constexpr_function
 def has_lower_bound(config):
     """Return whether a query's first visible key depends on its position."""
     return config.WINDOW > 0 or config.CHUNK_SIZE > 0
+
+
+@gluon.constexpr_function
+def has_own_tiles(config):
+    """Return whether the warpgroups of a work item attend to different KV tiles.
+
+    Three warpgroups of 64 tokens each have rows up to 128 positions apart, a whole KV tile. The
+    first ones skip the last tiles.
+    """
+    if config.WINDOW > 0 or config.CHUNK_SIZE > 0:
+        return True
+    return config.CAUSAL and config.CONSUMERS == 3 and config.GROUP == 1
 
 
 @gluon.constexpr_function
@@ -175,13 +205,14 @@ def split_columns(head_size):
 
 
 @gluon.constexpr_function
-def count_consumers(head_dim):
-    """Return the number of consumer warpgroups, each with WARPGROUP_M rows.
+def acc_columns(config):
+    """Return the columns of the accumulator's parts as (first, size).
 
-    With a head size of 64 a third warpgroup fits: 1,276 us with three and 1,393 us with two for
-    1 x 8,192 in an early version of the kernel.
+    Three warpgroups have no registers for columns that are not stored.
     """
-    return 3 if head_dim == 64 else 2
+    if config.CONSUMERS == 3:
+        return split_columns(config.HEAD_SIZE)
+    return ((0, config.HEAD_DIM),)
 
 
 @gluon.constexpr_function
@@ -195,7 +226,7 @@ def count_q_stages(config):
 
 
 @gluon.constexpr_function
-def uses_ping_pong(head_dim):
+def uses_ping_pong(config):
     """Return whether the consumer warpgroups take turns at the tensor cores.
 
     Without turns, three warpgroups start together: all want the tensor cores first and the
@@ -203,7 +234,23 @@ def uses_ping_pong(head_dim):
     8 % of 32 x 1,500 tokens without a mask. The two warpgroups of head size 128 lose 6 % by it:
     each of them has the registers to overlap its own softmax with its own P @ V.
     """
-    return head_dim == 64
+    return config.CONSUMERS == 3
+
+
+@gluon.constexpr_function
+def packs_p(config):
+    """Return whether p is rounded at once and carried in pairs, for lack of registers."""
+    return config.CONSUMERS == 3
+
+
+@gluon.constexpr_function
+def waits_for_pv(config):
+    """Return whether P @ V is complete before Q @ K of the next tile is issued.
+
+    With three warpgroups and an accumulator of more than 64 columns, the registers do not hold the
+    results of both.
+    """
+    return config.CONSUMERS == 3 and config.HEAD_SIZE > 64
 
 
 @gluon.constexpr_function
@@ -211,22 +258,24 @@ def uses_polynomial(config, masked):
     """Return whether a polynomial computes one exponential in eight of a KV tile.
 
     Batch-invariant rows round alike in tiles with and without a mask. In a short row, whose keys
-    are all in a tile with a mask, the polynomial's error may exceed the log-sum-exp's budget.
+    are all in a tile with a mask, the error may exceed the log-sum-exp's budget. One of
+    degree 5 (error 1.5e-7) in all their tiles gains nothing: 8 x 2,048 takes 552 us with it and 543
+    without, 2,048 on 30,720 1,884 and 1,892.
 
     Args:
         masked: whether the tile has a mask.
     """
-    return config.HEAD_DIM != 64 and not masked and config.SPLIT_TILES == 0
+    return config.CONSUMERS < 3 and not masked and config.SPLIT_TILES == 0
 
 
 @gluon.constexpr_function
-def consumer_registers(head_dim):
+def consumer_registers(config):
     """Return the registers per thread of the consumer warpgroups after the first.
 
     The first warpgroup gets what is left, which is at least as much. At head size 64, 152 for
     consumers and 40 for producers is 45 % slower than 160 and 24.
     """
-    return 160 if head_dim == 64 else 240
+    return 160 if config.CONSUMERS == 3 else 240
 
 
 PRODUCER_REGISTERS = gl.constexpr(24)

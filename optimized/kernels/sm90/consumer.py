@@ -5,12 +5,15 @@ issues Q @ K of a KV tile and P @ V of the tile before, so that the softmax of o
 the products of the other. KV tiles are processed from the last to the first: tiles that need a
 mask come first, then the rest in a loop without masks.
 
-Head sizes overlap differently, and `uses_ping_pong` selects the way:
-- Head sizes above 64, two warpgroups: the softmax runs between the issue of P @ V and the wait for
+Head sizes overlap differently, and `choose_consumers` selects the way:
+- Head sizes above 96, two warpgroups: the softmax runs between the issue of P @ V and the wait for
   it. p stays in float32 until Q @ K of the next tile is issued, where rounding it costs no time.
 - Head size 64, three warpgroups with 160 registers per thread: one warpgroup's softmax overlaps
   with the products of the others, which a ping-pong order enforces. p is rounded at once and
   carried as packed 16-bit pairs, because 64 registers of float32 would spill.
+- Head sizes 80 and 96, three warpgroups too. The accumulator has two parts, of 64 columns and of
+  the rest, because a tile's columns are a power of two. Q @ K follows after P @ V is complete,
+  because the registers do not hold both results.
 Source: FlashAttention-3 (Shah et al. 2024) for both kinds of overlap.
 """
 
@@ -29,15 +32,20 @@ from .config import (
     SWIZZLED,
     WARPGROUP_M,
     WORK_STAGES,
+    acc_columns,
     acc_layout,
     choose_masks,
     count_q_stages,
     count_tokens,
     has_lower_bound,
+    has_own_tiles,
+    p_operand_layout,
+    packs_p,
     qk_layout,
     split_columns,
     uses_ping_pong,
     uses_polynomial,
+    waits_for_pv,
 )
 from .epilogue import normalize, store_tile
 from .gluon_names import reinterpret
@@ -68,7 +76,7 @@ class Carry(NamedTuple):
     """Registers that the mainloop carries from iteration to iteration.
 
     Args:
-        acc: [WARPGROUP_M, HEAD_DIM] P @ V of the tiles before the last.
+        acc: [WARPGROUP_M, columns] P @ V of the tiles before the last, in parts (`acc_columns`).
         p: [WARPGROUP_M, BLOCK_N] weights of the last tile; packed with ping-pong.
         alpha: [WARPGROUP_M] by which `acc` must still be multiplied; with ping-pong it has been.
         m_i: [WARPGROUP_M] running maximum.
@@ -104,8 +112,9 @@ def consume(
     STAGES: gl.constexpr = config.STAGES
     TAIL_DIM: gl.constexpr = config.TAIL_DIM
     Q_STAGES: gl.constexpr = count_q_stages(config)
-    PING_PONG: gl.constexpr = uses_ping_pong(HEAD_DIM)
-    ACC_ROWS: gl.constexpr = gl.SliceLayout(1, acc_layout(HEAD_DIM))
+    PING_PONG: gl.constexpr = uses_ping_pong(config)
+    PARTS: gl.constexpr = acc_columns(config)
+    ACC_ROWS: gl.constexpr = gl.SliceLayout(1, acc_layout(PARTS[0][1]))
     dtype: gl.constexpr = shared.q.dtype
     k = reinterpret(shared.k, dtype, [STAGES, BLOCK_N, HEAD_DIM], SWIZZLED)
     v = reinterpret(shared.v, dtype, [STAGES, BLOCK_N, HEAD_DIM], SWIZZLED)
@@ -115,7 +124,10 @@ def consume(
             shared.k_tail, dtype, [STAGES, BLOCK_N, TAIL_DIM], SWIZZLED
         )
     # computed before the loop: in `store_tile` they would change what is spilled
-    column = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, acc_layout(HEAD_DIM)))
+    column = ()
+    for i in gl.static_range(len(PARTS)):
+        of_part = number_columns(PARTS[i][0], PARTS[i][1])
+        column = column + (of_part,)  # type: ignore[assignment]  # noqa: RUF005
     row = CONSUMER * WARPGROUP_M + gl.arange(0, WARPGROUP_M, ACC_ROWS)
     if PING_PONG and CONSUMER == NUM_CONSUMERS - 1:
         # the first warpgroup begins
@@ -125,7 +137,7 @@ def consume(
     q_state = PipelineState.start(Q_STAGES)
     work = receive_work(shared, work_state)
     while work.num_kv_tiles != NO_WORK:
-        acc = gl.zeros([WARPGROUP_M, HEAD_DIM], gl.float32, acc_layout(HEAD_DIM))
+        acc = clear_acc(config)
         lse = gl.full([WARPGROUP_M], -float("inf"), gl.float32, ACC_ROWS)
         sink = None
         scale_log2 = score.scale_log2
@@ -143,7 +155,7 @@ def consume(
         if TAIL_DIM > 0:
             q_tail = shared.q_tail.index(q_tile)
         staging = q
-        if config.GROUP > 1:
+        if len(output.plane.desc.block_type.shape) == 3:
             staging = packed_q(shared, config).index(q_tile)
         if work.num_kv_tiles > 0:
             carry, kv_state = _mainloop(
@@ -151,9 +163,12 @@ def consume(
                 scale_log2, config, NUM_CONSUMERS, CONSUMER,
             )  # fmt: skip
             scale = softmax_scale(scale_log2, config)
-            acc, lse = normalize(carry.acc, carry.m_i, carry.l_i, scale, sink, HEAD_DIM)
+            acc, lse = normalize(carry.acc, carry.m_i, carry.l_i, scale, sink)
             if score.v_scales is not None:
-                acc = acc * gl.load(score.v_scales + work.head * config.GROUP)
+                v_scale = gl.load(score.v_scales + work.head * config.GROUP)
+                acc = rescale(
+                    acc, gl.full(lse.shape, v_scale, gl.float32, lse.type.layout)
+                )
             q_state = q_state.advance()
         store_tile(
             output, q, staging, acc, lse, work, token, head, column, config, CONSUMER
@@ -187,13 +202,13 @@ def _mainloop(
 
     Args:
         tiles: `Operands`.
-        acc: [WARPGROUP_M, HEAD_DIM] zeros.
+        acc: [WARPGROUP_M, columns] zeros of each part of `acc_columns`.
     """
     position = work.position + CONSUMER * count_tokens(config)
     own = find_tiles(work, position, config)
-    if has_lower_bound(config):
+    if has_own_tiles(config):
         kv_state = skip_tiles(
-            shared, kv_state, own.after, config.HEAD_DIM, NUM_CONSUMERS, CONSUMER
+            shared, kv_state, own.after, config, NUM_CONSUMERS, CONSUMER
         )
     carry, kv_state = attend_to_tiles(
         shared, tiles, acc, kv_state, q_state, work, own, position, scale_log2,
@@ -201,7 +216,7 @@ def _mainloop(
     )  # fmt: skip
     if has_lower_bound(config):
         kv_state = skip_tiles(
-            shared, kv_state, own.before, config.HEAD_DIM, NUM_CONSUMERS, CONSUMER
+            shared, kv_state, own.before, config, NUM_CONSUMERS, CONSUMER
         )
     return carry, kv_state
 
@@ -225,7 +240,7 @@ def attend_to_tiles(
 
     Args:
         tiles: `Operands`.
-        acc: [WARPGROUP_M, HEAD_DIM] zeros.
+        acc: [WARPGROUP_M, columns] zeros of each part of `acc_columns`.
         own: `OwnTiles`.
         position: position of the warpgroup's first row.
     """
@@ -258,7 +273,7 @@ def attend_to_tiles(
                 config, MASKS[1], NUM_CONSUMERS, CONSUMER,
             )  # fmt: skip
             kv_state = kv_state.advance()
-    carry = _last_pv(shared, tiles, carry, kv_state, config.HEAD_DIM)
+    carry = _last_pv(shared, tiles, carry, kv_state, config)
     return carry, kv_state
 
 
@@ -267,7 +282,7 @@ def skip_tiles(
     shared,
     kv_state,
     num_tiles,
-    HEAD_DIM: gl.constexpr,
+    config: gl.constexpr,
     NUM_CONSUMERS: gl.constexpr,
     CONSUMER: gl.constexpr,
 ):
@@ -276,7 +291,7 @@ def skip_tiles(
         shared.k_pipe.consumer_wait(kv_state)
         # a phase that was not waited for makes the wait for the phase after the next one return
         shared.v_pipe.consumer_wait(kv_state)
-        if uses_ping_pong(HEAD_DIM):
+        if uses_ping_pong(config):
             ping_pong_wait(CONSUMER)
             ping_pong_arrive((CONSUMER + 1) % NUM_CONSUMERS)
         shared.k_pipe.consumer_release(kv_state)
@@ -300,14 +315,11 @@ def _first_tile(
     """Return p, alpha, m_i and l_i of a work item's first KV tile, its last in the sequence."""
     shared.q_pipe.consumer_wait(q_state)
     shared.k_pipe.consumer_wait(kv_state)
-    HEAD_DIM: gl.constexpr = config.HEAD_DIM
     qk = _issue_qk(tiles, kv_state, config)
     qk = warpgroup_mma_wait(0, deps=[qk])
     shared.k_pipe.consumer_release(kv_state)
-    if count_q_stages(config) > 1 and q_state.count > 0 and config.SPLIT_TILES == 0:
-        # the previous work item's output has been stored: its stage may take the next queries
-        tma.store_wait(0)
-        shared.q_pipe.consumer_release(q_state.previous())
+    if config.SPLIT_TILES == 0:
+        release_previous_q(shared, q_state, config)
     ROWS: gl.constexpr = gl.SliceLayout(1, qk_layout(config.BLOCK_N))
     m_i = gl.full([WARPGROUP_M], -float("inf"), gl.float32, ROWS)
     qk = modify_scores(qk, scale_log2, config)
@@ -316,9 +328,17 @@ def _first_tile(
     p, alpha, m_i, l_i = online_softmax(
         qk, m_i, 0, scale, True, True, False, config.SPLIT_TILES > 0
     )
-    if uses_ping_pong(HEAD_DIM):
+    if packs_p(config):
         p = pack_p(p, tiles.q.dtype)
     return p, alpha, m_i, l_i
+
+
+@gluon.jit
+def release_previous_q(shared, q_state, config: gl.constexpr):
+    """Let the producer load queries where the previous work item's output was stored from."""
+    if count_q_stages(config) > 1 and q_state.count > 0:
+        tma.store_wait(0)
+        shared.q_pipe.consumer_release(q_state.previous())
 
 
 @gluon.jit
@@ -347,27 +367,34 @@ def _kv_iteration(
         MASKS: MASK_END, MASK_BEGIN, or their sum; 0 if all rows attend to all keys of the tile.
     """
     MASKED: gl.constexpr = MASKS > 0
-    HEAD_DIM: gl.constexpr = config.HEAD_DIM
-    PING_PONG: gl.constexpr = uses_ping_pong(HEAD_DIM)
+    COLUMNS: gl.constexpr = acc_columns(config)[0][1]
+    PING_PONG: gl.constexpr = uses_ping_pong(config)
+    PV_FIRST: gl.constexpr = waits_for_pv(config)
+    PACKED: gl.constexpr = packs_p(config)
     dtype: gl.constexpr = tiles.q.dtype
     acc, p, alpha, m_i, l_i = carry
-    # issue Q @ K of this tile
-    shared.k_pipe.consumer_wait(kv_state)
-    if PING_PONG:
-        ping_pong_wait(CONSUMER)
-    qk = _issue_qk(tiles, kv_state, config)  # [WARPGROUP_M, BLOCK_N]
-    # issue P @ V of the tile before
-    shared.v_pipe.consumer_wait(kv_state.previous())
-    if PING_PONG:
-        p = unpack_p(p, dtype, HEAD_DIM)
+    if PV_FIRST:
+        qk, acc = _pv_and_qk(
+            shared, tiles, acc, p, kv_state, config, NUM_CONSUMERS, CONSUMER
+        )
     else:
-        acc = rescale(acc, alpha, HEAD_DIM)
-        p = round_p(p, dtype, HEAD_DIM)
-    acc = _issue_pv(tiles, p, acc, kv_state.previous())  # [WARPGROUP_M, HEAD_DIM]
-    # softmax of this tile, while P @ V is in flight
-    qk = warpgroup_mma_wait(1, deps=[qk])
-    if PING_PONG:
-        ping_pong_arrive((CONSUMER + 1) % NUM_CONSUMERS)
+        # issue Q @ K of this tile
+        shared.k_pipe.consumer_wait(kv_state)
+        if PING_PONG:
+            ping_pong_wait(CONSUMER)
+        qk = _issue_qk(tiles, kv_state, config)  # [WARPGROUP_M, BLOCK_N]
+        # issue P @ V of the tile before
+        shared.v_pipe.consumer_wait(kv_state.previous())
+        if PACKED:
+            p = unpack_p(p, dtype, COLUMNS)
+        else:
+            acc = rescale(acc, alpha)
+            p = round_p(p, dtype, COLUMNS)
+        acc = _issue_pv(tiles, p, acc, kv_state.previous(), config)
+        # softmax of this tile, while P @ V is in flight
+        qk = warpgroup_mma_wait(1, deps=[qk])
+        if PING_PONG:
+            ping_pong_arrive((CONSUMER + 1) % NUM_CONSUMERS)
     qk = modify_scores(qk, scale_log2, config)
     if MASKED:
         qk = mask_qk(qk, kv_tile, position, seq_len, MASKS, config)
@@ -381,30 +408,68 @@ def _kv_iteration(
         # for P @ V before the softmax, and nothing overlaps: 4 % slower at head size 128 (912 to
         # 948 us). With ping-pong, where the warpgroups overlap, it costs 6 %.
         mbarrier.wait(shared.never.index(0), 1)
-    acc, p = warpgroup_mma_wait(0, deps=[acc, p])
-    shared.k_pipe.consumer_release(kv_state)
-    if PING_PONG:
-        acc = rescale(acc, alpha, HEAD_DIM)
+    if not PV_FIRST:
+        acc, p = _wait_for_pv(acc, p)
+        shared.k_pipe.consumer_release(kv_state)
+    if PACKED:
+        acc = rescale(acc, alpha)
         p_next = pack_p(p_next, dtype)
     return Carry(acc, p_next, alpha, m_i, l_i)
 
 
 @gluon.jit
-def _last_pv(shared, tiles, carry, kv_state, HEAD_DIM: gl.constexpr):
+def _pv_and_qk(
+    shared,
+    tiles,
+    acc,
+    p,
+    kv_state,
+    config: gl.constexpr,
+    NUM_CONSUMERS: gl.constexpr,
+    CONSUMER: gl.constexpr,
+):
+    """Return Q @ K of a KV tile, and acc with P @ V of the tile before, one after the other.
+
+    The result of Q @ K takes the registers of p.
+
+    Args:
+        p: packed weights of the tile before.
+        kv_state: position of the K tile.
+    """
+    dtype: gl.constexpr = tiles.q.dtype
+    shared.v_pipe.consumer_wait(kv_state.previous())
+    shared.k_pipe.consumer_wait(kv_state)
+    if uses_ping_pong(config):
+        ping_pong_wait(CONSUMER)
+    p = unpack_p(p, dtype, acc_columns(config)[0][1])
+    acc = _issue_pv(tiles, p, acc, kv_state.previous(), config)
+    acc, p = _wait_for_pv(acc, p)
+    qk = _issue_qk(tiles, kv_state, config)  # [WARPGROUP_M, BLOCK_N]
+    if uses_ping_pong(config):
+        # the next warpgroup's P @ V follows this product without a gap
+        ping_pong_arrive((CONSUMER + 1) % NUM_CONSUMERS)
+    qk = warpgroup_mma_wait(0, deps=[qk])
+    shared.k_pipe.consumer_release(kv_state)
+    return qk, acc
+
+
+@gluon.jit
+def _last_pv(shared, tiles, carry, kv_state, config: gl.constexpr):
     """Return the `Carry` after P @ V of the work item's last tile.
 
     The next work item's first K tile releases this V tile.
     """
+    COLUMNS: gl.constexpr = acc_columns(config)[0][1]
     dtype: gl.constexpr = tiles.q.dtype
     acc, p, alpha, m_i, l_i = carry
-    if uses_ping_pong(HEAD_DIM):
-        p = unpack_p(p, dtype, HEAD_DIM)
+    if packs_p(config):
+        p = unpack_p(p, dtype, COLUMNS)
     else:
-        acc = rescale(acc, alpha, HEAD_DIM)
-        p = round_p(p, dtype, HEAD_DIM)
+        acc = rescale(acc, alpha)
+        p = round_p(p, dtype, COLUMNS)
     shared.v_pipe.consumer_wait(kv_state.previous())
-    acc = _issue_pv(tiles, p, acc, kv_state.previous())
-    acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+    acc = _issue_pv(tiles, p, acc, kv_state.previous(), config)
+    acc, p = _wait_for_pv(acc, p)
     return Carry(acc, p, alpha, m_i, l_i)
 
 
@@ -435,6 +500,51 @@ def _issue_qk(tiles, kv_state, config: gl.constexpr):
 
 
 @gluon.jit
-def _issue_pv(tiles, p, acc, kv_state):
-    """Issue acc + P @ V of a stage.  # [WARPGROUP_M, HEAD_DIM]"""
-    return warpgroup_mma(p, tiles.v.index(kv_state.stage()), acc, is_async=True)
+def _issue_pv(tiles, p, acc, kv_state, config: gl.constexpr):
+    """Issue acc + P @ V of a stage, part by part.  # [WARPGROUP_M, columns] each"""
+    PARTS: gl.constexpr = acc_columns(config)
+    v = tiles.v.index(kv_state.stage())  # [BLOCK_N, HEAD_DIM]
+    if len(PARTS) == 1:
+        return (warpgroup_mma(p, v, acc[0], is_async=True),)
+    else:  # noqa: RET505 (a constexpr branch)
+        parts = ()
+        for i in gl.static_range(len(PARTS)):
+            # the same registers
+            p_of_part = gl.convert_layout(p, p_operand_layout(PARTS[i][1]))
+            v_of_part = v.slice(PARTS[i][0], PARTS[i][1], 1)
+            part = warpgroup_mma(p_of_part, v_of_part, acc[i], is_async=True)
+            parts = parts + (part,)  # type: ignore[assignment]  # noqa: RUF005
+        return parts
+
+
+@gluon.jit
+def _wait_for_pv(acc, p):
+    """Wait for all products, and return the accumulator's parts and p."""
+    if len(acc) == 1:
+        part, p = warpgroup_mma_wait(0, deps=[acc[0], p])
+        return (part,), p
+    else:  # noqa: RET505 (a constexpr branch)
+        left, right, p = warpgroup_mma_wait(0, deps=[acc[0], acc[1], p])
+        return (left, right), p
+
+
+@gluon.jit
+def number_columns(FIRST: gl.constexpr, SIZE: gl.constexpr):
+    """Return the indices of the columns of one of the accumulator's parts.  # [SIZE]"""
+    layout: gl.constexpr = acc_layout(SIZE)
+    return FIRST + gl.arange(0, SIZE, gl.SliceLayout(0, layout))
+
+
+@gluon.jit
+def clear_acc(config: gl.constexpr):
+    """Return zeros for the parts of `acc_columns`.  # [WARPGROUP_M, columns] each"""
+    PARTS: gl.constexpr = acc_columns(config)
+    acc = ()
+    for i in gl.static_range(len(PARTS)):
+        acc = acc + (_clear_part(PARTS[i][1]),)  # type: ignore[assignment]  # noqa: RUF005
+    return acc
+
+
+@gluon.jit
+def _clear_part(COLUMNS: gl.constexpr):
+    return gl.zeros([WARPGROUP_M, COLUMNS], gl.float32, acc_layout(COLUMNS))

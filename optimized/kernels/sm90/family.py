@@ -28,9 +28,9 @@ from .config import (
     WARPGROUP_M,
     Config,
     choose_block_n,
+    choose_consumers,
     choose_group,
     choose_stages,
-    count_consumers,
     pad_head_size,
 )
 from .kernel import prefill_kernel
@@ -127,16 +127,38 @@ def plan(call: AttentionCall) -> "Sm90Plan":
     window, chunk_size = options.sliding_window or 0, options.attention_chunk_size or 0
     block_n = choose_block_n(head_dim, window, chunk_size)
     group_size = num_heads // call.key.shape[-2]
-    group = 1
-    # a box of several heads has a step from head to head
-    if not tail_dim and call.query.stride(1) > 0:
-        group = choose_group(group_size)
+    config = Config(
+        HEAD_SIZE=head_size,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        BLOCK_N=block_n,
+        STAGES=choose_stages(head_dim, block_n),
+        CAUSAL=options.causal,
+        WINDOW=window,
+        CHUNK_SIZE=chunk_size,
+        SOFT_CAP=float(options.logits_soft_cap or 0.0),
+        # a log-sum-exp is float32, and its budget is smaller
+        FAST_TANH=options.logits_soft_cap is not None
+        and call.query.dtype == torch.bfloat16
+        and call.lse is None,
+        TAIL_DIM=tail_dim,
+        CONSUMERS=choose_consumers(head_size, options.batch_invariant),
+    )
     out_box: Box = (WARPGROUP_M.value, head_dim)
-    if group > 1:
-        out_box = (WARPGROUP_M.value // group, group, head_dim)
+    # a box of tokens, heads and columns needs a step from head to head
+    if not tail_dim and call.query.stride(1) > 0:
+        config = config._replace(GROUP=choose_group(group_size))
+        if config.GROUP > 1 or head_size < head_dim:
+            out_box = (WARPGROUP_M.value // config.GROUP, config.GROUP, head_dim)
     q_box = (WARPGROUP_M.value, BOX_COLUMNS.value) if tail_dim else out_box
     # a box has at least 16 rows and does not cross a block
-    kv_box = (math.gcd(block_size, block_n), BOX_COLUMNS.value)
+    kv_rows = math.gcd(block_size, block_n)
+    kv_box: Box = (kv_rows, BOX_COLUMNS.value)
+    head_strides = call.key.stride(-2), call.value.stride(-2)
+    if head_size < head_dim and not tail_dim and min(head_strides) > 0:
+        # a box of rows, heads and columns: its map has the rows of one head
+        kv_box = (kv_rows, 1, BOX_COLUMNS.value)
+        k_plane, v_plane = (each._replace(head_rows=0) for each in (k_plane, v_plane))
     return Sm90Plan(
         dtype=call.query.dtype,
         planes=planes,
@@ -145,7 +167,7 @@ def plan(call: AttentionCall) -> "Sm90Plan":
         keys=call.key.shape[0],
         num_heads=num_heads,
         group_size=group_size,
-        tile_rows=WARPGROUP_M.value * count_consumers(head_dim),
+        tile_rows=WARPGROUP_M.value * config.CONSUMERS,
         strides=(
             *q_plane[4:],
             *k_plane[3:],
@@ -153,25 +175,7 @@ def plan(call: AttentionCall) -> "Sm90Plan":
             *out_plane[4:],
             *call.out.stride()[:2],
         ),
-        constants={
-            "config": Config(
-                HEAD_SIZE=head_size,
-                HEAD_DIM=head_dim,
-                BLOCK_SIZE=block_size,
-                BLOCK_N=block_n,
-                STAGES=choose_stages(head_dim, block_n),
-                CAUSAL=options.causal,
-                WINDOW=window,
-                CHUNK_SIZE=chunk_size,
-                SOFT_CAP=float(options.logits_soft_cap or 0.0),
-                # a log-sum-exp is float32, and its budget is smaller
-                FAST_TANH=options.logits_soft_cap is not None
-                and call.query.dtype == torch.bfloat16
-                and call.lse is None,
-                TAIL_DIM=tail_dim,
-                GROUP=group,
-            )
-        },
+        constants={"config": config},
     )
 
 
@@ -354,11 +358,16 @@ class Sm90Plan:
             shape, strides = [plane.rows + extra_rows, plane.width], [plane.stride, 1]
             return TensorDescriptor(address, shape, strides, box, SWIZZLED.value)
         config: Config = self.constants["config"]
-        head_size = config.HEAD_SIZE + config.TAIL_DIM
+        # the first are the queries, the last the output
+        head_size = config.HEAD_SIZE + (config.TAIL_DIM if index == 0 else 0)
         head_stride = plane.head_columns + plane.head_rows * plane.stride
+        # keys and values are the second and the third
+        heads = self.num_heads // (self.group_size if index in (1, 2) else 1)
+        # those of one head
+        rows = plane.rows - (heads - 1) * plane.head_rows + extra_rows
         return TensorDescriptor(
             address,
-            [self.tokens + extra_rows, self.num_heads, head_size],
+            [rows, heads, head_size],
             [plane.stride, head_stride, 1],
             box,
             SWIZZLED_3D.value,

@@ -28,7 +28,6 @@ from .config import (
     WARPGROUP_M,
     WORK_STAGES,
     consumer_registers,
-    count_consumers,
     count_q_stages,
 )
 from .consumer import consume
@@ -182,8 +181,7 @@ def prefill_kernel(
         sinks, k_scales, v_scales, scale_log2: `ScoreArgs`.
         config: `Config`.
     """
-    HEAD_DIM: gl.constexpr = config.HEAD_DIM
-    N: gl.constexpr = count_consumers(HEAD_DIM)
+    N: gl.constexpr = config.CONSUMERS
     batch = BatchArgs(
         block_table,
         block_table_stride,
@@ -214,7 +212,7 @@ def prefill_kernel(
         config,
         N,
     )
-    REGISTERS: gl.constexpr = consumer_registers(HEAD_DIM)
+    REGISTERS: gl.constexpr = consumer_registers(config)
     # three consumers at most: the first entries of the lists are left out if there are two
     UNUSED: gl.constexpr = MAX_CONSUMERS - N
     gl.warp_specialize(

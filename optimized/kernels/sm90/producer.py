@@ -18,6 +18,7 @@ from .config import (
     BOX_COLUMNS,
     SWIZZLE_ROWS,
     SWIZZLED,
+    SWIZZLED_3D,
     SWIZZLED_32_BIT,
     WARPGROUP_M,
     WORK_STAGES,
@@ -47,8 +48,9 @@ class TmaTensor(NamedTuple):
     """A tensor of heads as a plane of rows, which TMA addresses by row and column.
 
     Args:
-        desc: the tensor map. With several query heads in a tile, that of queries and outputs has
-            tokens, query heads and columns, and the steps below are not used.
+        desc: the tensor map. That of padded heads, and with several query heads in a tile that of
+            queries and outputs, has a dimension of heads: rows, heads and columns. Then the steps
+            from head to head are not used; `head_rows` of keys and values is 0.
         block_rows: rows from cache block to cache block; 0 without blocks.
         head_rows, head_columns: rows and columns from head to head; one of them is 0.
     """
@@ -134,7 +136,7 @@ def _load_q(shared, q, state, work, config: gl.constexpr, NUM_CONSUMERS: gl.cons
     mbarrier.expect(full, NUM_CONSUMERS * WARPGROUP_M * (HEAD_DIM + TAIL_DIM) * 2)
     for consumer in gl.static_range(NUM_CONSUMERS):
         tile = state.stage() * NUM_CONSUMERS + consumer
-        if config.GROUP > 1:
+        if len(q.desc.block_type.shape) == 3:
             token = work.query_start + consumer * count_tokens(config)
             async_load(
                 q.desc,
@@ -182,8 +184,9 @@ def load_k(
         shared.k_pipe.producer_acquire(state)
         full = shared.k_pipe.full_barrier(state)
         _load_boxes(
-            k.desc, shared.k, shared.k_tail, state.stage(), full, rows, column, config
-        )
+            k.desc, shared.k, shared.k_tail, state.stage(), full, rows, kv_head, column,
+            config,
+        )  # fmt: skip
         state = state.advance()
         rows = next_rows
     return state
@@ -227,7 +230,9 @@ def _load_v(
         full = shared.v_pipe.full.index(
             gl.where(is_tail, state.num_stages, state.stage())
         )
-        _load_boxes(v.desc, shared.v, None, state.stage(), full, rows, column, config)
+        _load_boxes(
+            v.desc, shared.v, None, state.stage(), full, rows, kv_head, column, config
+        )
         if is_tail:
             tail_full = shared.v_pipe.full.index(state.num_stages)
             mbarrier.wait(tail_full, tail_state.phase())
@@ -287,7 +292,9 @@ def _box_rows(
 
 
 @gluon.jit
-def _load_boxes(desc, boxes, tail, stage, full, rows, column, config: gl.constexpr):
+def _load_boxes(
+    desc, boxes, tail, stage, full, rows, kv_head, column, config: gl.constexpr
+):
     """Start the TMA loads of a KV tile, which signal `full`.
 
     A stage is stored as [HEAD_DIM / 64, BLOCK_N, 64], the order of a swizzled tile of
@@ -295,6 +302,8 @@ def _load_boxes(desc, boxes, tail, stage, full, rows, column, config: gl.constex
 
     Args:
         boxes: `SharedStorage.k` or `.v`.
+        kv_head, column: the KV head, and its first column in a plane. A map of padded heads has
+            rows, heads and columns: it reads no memory for columns that a head does not have.
         tail: Optional. Boxes of the columns after HEAD_DIM. If None, the tile ends at HEAD_DIM.
     """
     HEAD_DIM: gl.constexpr = config.HEAD_DIM
@@ -303,14 +312,20 @@ def _load_boxes(desc, boxes, tail, stage, full, rows, column, config: gl.constex
     COLUMN_BOXES: gl.constexpr = HEAD_DIM // BOX_COLUMNS
     TAIL_DIM: gl.constexpr = 0 if tail is None else config.TAIL_DIM
     mbarrier.expect(full, BLOCK_N * (HEAD_DIM + TAIL_DIM) * 2)
+    HAS_HEADS: gl.constexpr = len(desc.block_type.shape) == 3
+    if HAS_HEADS:
+        BOXES: gl.constexpr = boxes.shape[0]
+        box: gl.constexpr = desc.block_type.shape
+        shape: gl.constexpr = [BOXES, box[0], box[1], box[2]]
+        boxes = reinterpret(boxes, desc.dtype, shape, SWIZZLED_3D)
     for i in gl.static_range(ROW_BOXES):
         for j in gl.static_range(COLUMN_BOXES):
-            async_load(
-                desc,
-                [rows[i], column + j * BOX_COLUMNS],
-                full,
-                boxes.index((stage * COLUMN_BOXES + j) * ROW_BOXES + i),
-            )
+            index = (stage * COLUMN_BOXES + j) * ROW_BOXES + i
+            if HAS_HEADS:
+                start = [rows[i], kv_head, j * BOX_COLUMNS]
+            else:
+                start = [rows[i], column + j * BOX_COLUMNS]
+            async_load(desc, start, full, boxes.index(index))
         if TAIL_DIM > 0:
             async_load(
                 desc,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .config import WARP_SIZE, count_tokens, has_lower_bound, warp_layout
+from .config import WARP_SIZE, count_tokens, has_lower_bound, has_own_tiles, warp_layout
 
 WORK_FIELDS = gl.constexpr(8)
 """Fields of a `WorkItem`."""
@@ -213,7 +213,7 @@ class OwnTiles(NamedTuple):
 def find_tiles(work, position, config: gl.constexpr):
     """Return the `OwnTiles` of a warpgroup.
 
-    Without a window or chunk, all warpgroups compute all KV tiles of the work item.
+    All warpgroups compute all KV tiles of the work item, unless `has_own_tiles`.
 
     Args:
         work: `WorkItem` with at least one KV tile.
@@ -229,12 +229,14 @@ def find_tiles(work, position, config: gl.constexpr):
     full_begin = first
     after = 0
     before = 0
-    if has_lower_bound(config):
-        # of this warpgroup's own rows
-        last_row = position + count_tokens(config) - 1
+    # of this warpgroup's own rows
+    last_row = position + count_tokens(config) - 1
+    if has_own_tiles(config):
         own_last = gl.minimum(gl.maximum(last_row // BLOCK_N, first), last)
         after = last - own_last
         last = own_last
+        full_end = gl.maximum(position + 1, 0) // BLOCK_N
+    if has_lower_bound(config):
         own_first = gl.minimum(first_visible_key(position, config) // BLOCK_N, last)
         if config.SPLIT_TILES > 0:
             # the window may begin in an earlier split
@@ -243,7 +245,6 @@ def find_tiles(work, position, config: gl.constexpr):
         first = own_first
         full_begin = (first_visible_key(last_row, config) + BLOCK_N - 1) // BLOCK_N
         full_begin = gl.minimum(full_begin, last)
-        full_end = gl.maximum(position + 1, 0) // BLOCK_N
         full_end = gl.maximum(full_end, full_begin)
     full_end = gl.minimum(full_end, last)
     return OwnTiles(after, last, full_end, full_begin, first, before)

@@ -12,7 +12,6 @@ from .config import (
     MASK_BEGIN,
     MASK_END,
     WARPGROUP_M,
-    acc_layout,
     p_operand_layout,
     qk_layout,
 )
@@ -170,16 +169,24 @@ def _reduce_columns(qk, TAKE_MAX: gl.constexpr):
 
 
 @gluon.jit
-def rescale(acc, alpha, HEAD_DIM: gl.constexpr):
-    """Return the accumulator times alpha, row by row.  # [WARPGROUP_M, HEAD_DIM]"""
-    ROWS: gl.constexpr = gl.SliceLayout(1, acc_layout(HEAD_DIM))
-    return acc * gl.convert_layout(alpha, ROWS)[:, None]
+def rescale(acc, factor):
+    """Return the accumulator's parts times a factor per row.  # [WARPGROUP_M, columns] each"""
+    parts = ()
+    for i in gl.static_range(len(acc)):
+        parts = parts + (_rescale_part(acc[i], factor),)  # type: ignore[assignment]  # noqa: RUF005
+    return parts
 
 
 @gluon.jit
-def round_p(p, dtype: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """Return p rounded to `dtype`, as the left operand of P @ V."""
-    return gl.convert_layout(p.to(dtype), p_operand_layout(HEAD_DIM))
+def _rescale_part(acc, factor):
+    ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    return acc * gl.convert_layout(factor, ROWS)[:, None]
+
+
+@gluon.jit
+def round_p(p, dtype: gl.constexpr, COLUMNS: gl.constexpr):
+    """Return p rounded to `dtype`, as the left operand of P @ V with so many columns."""
+    return gl.convert_layout(p.to(dtype), p_operand_layout(COLUMNS))
 
 
 @gluon.jit
@@ -201,7 +208,7 @@ def pack_p(p, dtype: gl.constexpr):
 
 
 @gluon.jit
-def unpack_p(words, dtype: gl.constexpr, HEAD_DIM: gl.constexpr):
+def unpack_p(words, dtype: gl.constexpr, COLUMNS: gl.constexpr):
     """Return the p of `pack_p` as the left operand of P @ V.  # [WARPGROUP_M, BLOCK_N]"""
     left, right = gl.inline_asm_elementwise(
         SPLIT_PAIR,
@@ -212,4 +219,4 @@ def unpack_p(words, dtype: gl.constexpr, HEAD_DIM: gl.constexpr):
         pack=1,
     )
     p = gl.reshape(gl.join(left, right), [WARPGROUP_M, 2 * words.shape[1]])
-    return gl.convert_layout(p.to(dtype, bitcast=True), p_operand_layout(HEAD_DIM))
+    return gl.convert_layout(p.to(dtype, bitcast=True), p_operand_layout(COLUMNS))

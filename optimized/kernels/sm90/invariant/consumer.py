@@ -10,6 +10,7 @@ tile.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from ..config import (
     SWIZZLED,
@@ -20,13 +21,13 @@ from ..config import (
     count_tokens,
     uses_ping_pong,
 )
-from ..consumer import Operands, attend_to_tiles, skip_tiles
-from ..gluon_names import reinterpret
-from ..pipeline import PipelineState, ping_pong_arrive, ping_pong_wait
+from ..consumer import Operands, attend_to_tiles, release_previous_q, skip_tiles
+from ..gluon_names import async_store, reinterpret
+from ..pipeline import PipelineState, packed_q, ping_pong_arrive, ping_pong_wait
 from ..scheduler import NO_WORK, find_tiles, receive_work
 from ..score import softmax_scale
 from .fold import fold, normalize_state
-from .rows import count_live_tokens, locate_states, store_results
+from .rows import count_live_tokens, locate_states, store_lse, store_rows
 from .scheduler import find_split
 
 
@@ -49,7 +50,7 @@ def consume_splits(
     """
     HEAD_DIM: gl.constexpr = config.HEAD_DIM
     STAGES: gl.constexpr = config.STAGES
-    PING_PONG: gl.constexpr = uses_ping_pong(HEAD_DIM)
+    PING_PONG: gl.constexpr = uses_ping_pong(config)
     LAYOUT: gl.constexpr = acc_layout(HEAD_DIM)
     ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     dtype: gl.constexpr = shared.q.dtype
@@ -71,26 +72,34 @@ def consume_splits(
         acc = gl.zeros([WARPGROUP_M, HEAD_DIM], gl.float32, LAYOUT)
         m_i = gl.full([WARPGROUP_M], -float("inf"), gl.float32, ROWS)
         l_i = gl.full([WARPGROUP_M], 0.0, gl.float32, ROWS)
+        tile = q_state.stage() * NUM_CONSUMERS + CONSUMER
+        q = shared.q.index(tile)
+        q_tail = q
+        if config.TAIL_DIM > 0:
+            q_tail = shared.q_tail.index(tile)
         if work.num_kv_tiles > 0:
-            tile = q_state.stage() * NUM_CONSUMERS + CONSUMER
-            q = shared.q.index(tile)
-            q_tail = q
-            if config.TAIL_DIM > 0:
-                q_tail = shared.q_tail.index(tile)
             shared.q_pipe.consumer_wait(q_state)
+            release_previous_q(shared, q_state, config)
             acc, m_i, l_i, kv_state = _attend_to_splits(
                 shared, Operands(q, q_tail, k, k_tail, v), acc, m_i, l_i, kv_state,
                 q_state, work, output.states, score.scale_log2, config, NUM_CONSUMERS,
                 CONSUMER,
             )  # fmt: skip
-            shared.q_pipe.consumer_release(q_state)
             q_state = q_state.advance()
-        _store(output, acc, m_i, l_i, work, score, config, NUM_CONSUMERS, CONSUMER)
+        _store(
+            output, q, packed_q(shared, config).index(tile), acc, m_i, l_i, work, score,
+            config, CONSUMER,
+        )  # fmt: skip
+        if count_q_stages(config) == 1 and work.num_kv_tiles > 0:
+            # the output has been stored: the stage may take the next queries
+            tma.store_wait(0)
+            shared.q_pipe.consumer_release(q_state.previous())
         work_state = work_state.advance()
         work = receive_work(shared, work_state)
     if PING_PONG and CONSUMER == 0:
         # consume the last arrival, so that the named barrier ends as it began
         ping_pong_wait(0)
+    tma.store_wait(0)
     if CONSUMER == 0:
         _clear_padding(output, config)
 
@@ -140,7 +149,7 @@ def _attend_to_splits(
     HEAD_DIM: gl.constexpr = config.HEAD_DIM
     LAYOUT: gl.constexpr = acc_layout(HEAD_DIM)
     ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    PING_PONG: gl.constexpr = uses_ping_pong(HEAD_DIM)
+    PING_PONG: gl.constexpr = uses_ping_pong(config)
     position = work.position + CONSUMER * count_tokens(config)
     own = find_tiles(work, position, config)
     last = own.last
@@ -152,7 +161,7 @@ def _attend_to_splits(
             last = own.first - 1
             after = work.num_kv_tiles
             before = before * 0
-    kv_state = skip_tiles(shared, kv_state, after, HEAD_DIM, NUM_CONSUMERS, CONSUMER)
+    kv_state = skip_tiles(shared, kv_state, after, config, NUM_CONSUMERS, CONSUMER)
     own_last = last
     while last >= own.first:
         of_split = find_split(own, last, config)
@@ -163,34 +172,39 @@ def _attend_to_splits(
                 ping_pong_arrive((CONSUMER + 1) % NUM_CONSUMERS)
         split_acc = gl.zeros([WARPGROUP_M, HEAD_DIM], gl.float32, LAYOUT)
         carry, kv_state = attend_to_tiles(
-            shared, tiles, split_acc, kv_state, q_state, work, of_split, position,
+            shared, tiles, (split_acc,), kv_state, q_state, work, of_split, position,
             scale_log2, config, NUM_CONSUMERS, CONSUMER,
         )  # fmt: skip
         split_m = gl.convert_layout(carry.m_i, ROWS)
         split_l = gl.convert_layout(gl.sum(carry.l_i, 1), ROWS)
         if last == own_last:
-            acc = carry.acc
+            acc = carry.acc[0]
             m_i = split_m
             l_i = split_l
         else:
             kept = gl.load(_own_states(states, config, NUM_CONSUMERS, CONSUMER))
             acc, m_i, l_i = fold(
-                kept, m_i, l_i, carry.acc, split_m, split_l,
+                kept, m_i, l_i, carry.acc[0], split_m, split_l,
                 softmax_scale(scale_log2, config),
             )  # fmt: skip
         if of_split.first > own.first:
             gl.store(_own_states(states, config, NUM_CONSUMERS, CONSUMER), acc)
         last = of_split.first - 1
-    kv_state = skip_tiles(shared, kv_state, before, HEAD_DIM, NUM_CONSUMERS, CONSUMER)
+    kv_state = skip_tiles(shared, kv_state, before, config, NUM_CONSUMERS, CONSUMER)
     return acc, m_i, l_i, kv_state
 
 
 @gluon.jit
 def _store(
-    output, acc, m_i, l_i, work, score,
-    config: gl.constexpr, NUM_CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr,
+    output, q, staging, acc, m_i, l_i, work, score,
+    config: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
-    """Store a warpgroup's rows: their results, or their states if programs share them."""
+    """Store a warpgroup's rows: their results, or their states if programs share them.
+
+    Args:
+        q: [WARPGROUP_M, HEAD_DIM] shared memory of the query tile, which was read.
+        staging: the same memory in the shape of a TMA box of the output.
+    """
     LAYOUT: gl.constexpr = acc_layout(config.HEAD_DIM)
     ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     row = gl.arange(0, WARPGROUP_M, ROWS)  # [WARPGROUP_M]
@@ -200,7 +214,7 @@ def _store(
     head = work.head * output.group_size + of_group
     is_row = (query < work.seq_len - work.position) & (of_group < output.group_size)
     if output.num_splits > 1:
-        begin = gl.num_programs(0) * (NUM_CONSUMERS * WARPGROUP_M * config.HEAD_DIM)
+        begin = gl.num_programs(0) * (config.CONSUMERS * WARPGROUP_M * config.HEAD_DIM)
         accs, maxima, sums = locate_states(
             output, work.split, token, head, begin, LAYOUT, config
         )
@@ -213,7 +227,19 @@ def _store(
             sink = gl.load(score.sinks + head, mask=is_row, other=0.0)
         scale = softmax_scale(score.scale_log2, config)
         result, lse = normalize_state(acc, m_i, l_i, scale, sink)
-        store_results(output, result, lse, token, head, is_row, config)
+        # by TMA if the tile has no row of another request or head
+        first_token = CONSUMER * count_tokens(config)
+        is_whole = work.seq_len - work.position >= first_token + count_tokens(config)
+        is_whole &= (work.num_kv_tiles > 0) & (output.group_size == config.GROUP)
+        if is_whole:
+            q.store(result.to(q.dtype))
+            fence_async_shared()
+            first_head = work.head * config.GROUP
+            box = [work.query_start + first_token, first_head, 0]
+            async_store(output.desc, box, staging)
+        else:
+            store_rows(output, result, token, head, is_row, config)
+        store_lse(output, lse, token, head, is_row)
 
 
 @gluon.jit
@@ -230,4 +256,5 @@ def _clear_padding(output, config: gl.constexpr):
         for first_head in range(0, output.num_heads, WARPGROUP_M):
             head = first_head + row
             is_row = head < output.num_heads
-            store_results(output, acc, lse, token + row * 0, head, is_row, config)
+            store_rows(output, acc, token + row * 0, head, is_row, config)
+            store_lse(output, lse, token + row * 0, head, is_row)

@@ -53,10 +53,11 @@ def plan(call: AttentionCall) -> "InvariantPlan":
         SPLIT_TILES=SPLIT_KEYS // config.BLOCK_N,
     )
     q_box = (WARPGROUP_M.value // group, group, BOX_COLUMNS.value)
+    out_box = (WARPGROUP_M.value // group, group, config.HEAD_DIM)
     return InvariantPlan(
         dtype=base.dtype,
         planes=base.planes,
-        boxes=(q_box, *base.boxes[1:3], q_box),
+        boxes=(q_box, *base.boxes[1:3], out_box),
         tokens=base.tokens,
         keys=base.keys,
         num_heads=base.num_heads,
@@ -73,7 +74,7 @@ class InvariantPlan(Sm90Plan):
     """Launches of the batch-invariant Hopper kernels for all calls with one signature.
 
     Args:
-        boxes: the TMA box of the queries has tokens, heads and columns. The output has none.
+        boxes: the TMA boxes of queries and outputs have tokens, heads and columns.
         strides: the kernel's arguments from `k_block_rows` to `out_stride_head`.
         constants: the kernels' constexpr arguments.
     """
@@ -132,11 +133,11 @@ class InvariantPlan(Sm90Plan):
         extra_rows = self.extra_rows(query, key)
 
         def make_maps(*addresses: int) -> list[Any]:
-            return self.tensor_maps(addresses[:3], extra_rows[:3])
+            return self.tensor_maps(addresses[:4], extra_rows)
 
         maps: list[Any] = []
         if self.launcher.is_ready:
-            maps = make_maps(*(each.data_ptr() for each in (query, key, value)))
+            maps = make_maps(*(each.data_ptr() for each in (query, key, value, out)))
         sizes = (num_reqs, query.shape[0], self.num_heads)
         self.launcher(
             (num_programs, 1, 1),
@@ -169,11 +170,16 @@ class InvariantPlan(Sm90Plan):
         return rows * (head_dim + 2)
 
     def lower(
-        self, query: Tensor, key: Tensor, value: Tensor, *others: Tensor | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        *others: Tensor | None,
     ) -> tuple[Any, ...]:
         """Return a call's descriptors and tensors in the order of the kernel's arguments."""
-        tensors, extra_rows = (query, key, value), self.extra_rows(query, key)
-        return (*map(self.describe, range(3), tensors, extra_rows), *others)
+        tensors, extra_rows = (query, key, value, out), self.extra_rows(query, key)
+        return (*map(self.describe, range(4), tensors, extra_rows), out, *others)
 
 
 def _is_supported(call: AttentionCall) -> bool:

@@ -12,7 +12,6 @@ from ..config import (
     PRODUCER_REGISTERS,
     WARPGROUP_M,
     consumer_registers,
-    count_consumers,
 )
 from ..kernel import allocate
 from ..producer import TmaTensor, produce_v
@@ -21,7 +20,13 @@ from ..score import ScoreArgs, softmax_scale
 from .consumer import consume_splits
 from .fold import fold, normalize_state
 from .producer import produce_q_and_k
-from .rows import OutputArgs, count_live_tokens, locate_states, store_results
+from .rows import (
+    OutputArgs,
+    count_live_tokens,
+    locate_states,
+    store_lse,
+    store_rows,
+)
 
 # numbers that change from call to call, and must not make a specialization each
 NUMBERS = [
@@ -62,6 +67,7 @@ def invariant_kernel(
     q_desc,
     k_desc,
     v_desc,
+    out_desc,
     out,
     lse,
     states,
@@ -92,7 +98,7 @@ def invariant_kernel(
     """Compute the attention of all requests, and clear the rows of no request.
 
     Args:
-        q_desc: tensor map of the queries, with boxes of tokens, heads and columns.
+        q_desc, out_desc: tensor maps, with boxes of tokens, heads and columns.
         k_desc, v_desc: tensor maps; `TmaTensor` has their block and head steps.
         out, lse, states, num_tokens, num_heads, group_size: `OutputArgs`.
         block_table, query_start_loc, kv_lens, num_reqs: `BatchArgs`.
@@ -102,7 +108,7 @@ def invariant_kernel(
             which `fold_kernel` folds.
         config: `Config`.
     """
-    N: gl.constexpr = count_consumers(config.HEAD_DIM)
+    N: gl.constexpr = config.CONSUMERS
     # a work item is of one KV head and split
     batch = BatchArgs(
         block_table,
@@ -117,6 +123,7 @@ def invariant_kernel(
     k = TmaTensor(k_desc, k_block_rows, k_head_rows, k_head_columns)
     v = TmaTensor(v_desc, v_block_rows, v_head_rows, v_head_columns)
     output = OutputArgs(
+        out_desc,
         out,
         lse,
         states,
@@ -139,7 +146,7 @@ def invariant_kernel(
         config,
         N,
     )
-    REGISTERS: gl.constexpr = consumer_registers(config.HEAD_DIM)
+    REGISTERS: gl.constexpr = consumer_registers(config)
     UNUSED: gl.constexpr = MAX_CONSUMERS - N
     gl.warp_specialize(
         [
@@ -183,8 +190,10 @@ def fold_kernel(
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     HEAD_DIM: gl.constexpr = config.HEAD_DIM
-    KEPT: gl.constexpr = count_consumers(HEAD_DIM) * WARPGROUP_M * HEAD_DIM
+    KEPT: gl.constexpr = config.CONSUMERS * WARPGROUP_M * HEAD_DIM
     output = OutputArgs(
+        # rows are stored one by one
+        out,
         out,
         lse,
         states,
@@ -219,4 +228,5 @@ def fold_kernel(
     if sinks is not None:
         sink = gl.load(sinks + head, mask=is_row, other=0.0)
     result, row_lse = normalize_state(acc, m_i, l_i, scale, sink)
-    store_results(output, result, row_lse, token, head, is_row, config)
+    store_rows(output, result, token, head, is_row, config)
+    store_lse(output, row_lse, token, head, is_row)

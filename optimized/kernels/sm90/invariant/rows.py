@@ -14,7 +14,9 @@ class OutputArgs(NamedTuple):
     """Results, and memory for states of splits, as the kernels' arguments describe them.
 
     Args:
-        out: [tokens, heads, HEAD_SIZE], in the dtype of the queries or float32.
+        desc: tensor map of the output, with boxes of the tokens of a warpgroup, GROUP heads and
+            HEAD_DIM columns.
+        out: [tokens, heads, HEAD_SIZE], in the dtype of the queries.
         lse: [heads, tokens], or None.
         states: [splits, tokens, heads, HEAD_DIM] accumulators of splits that programs share, and
             after them [splits, tokens, heads] maxima and as many sums. Before them
@@ -25,6 +27,7 @@ class OutputArgs(NamedTuple):
         out_stride_token, out_stride_head, lse_stride_token, lse_stride_head: in elements.
     """
 
+    desc: Any
     out: Any
     lse: Any
     states: Any
@@ -47,12 +50,12 @@ def count_live_tokens(output):
 
 
 @gluon.jit
-def store_results(output, acc, lse, token, head, is_row, config: gl.constexpr):
-    """Store rows of the output and, unless it is None, of the log-sum-exp.
+def store_rows(output, acc, token, head, is_row, config: gl.constexpr):
+    """Store rows of the output.
 
     Args:
         output: `OutputArgs`.
-        acc: [rows, HEAD_DIM]; lse: [rows].
+        acc: [rows, HEAD_DIM].
         token, head, is_row: [rows].
     """
     column = gl.arange(0, config.HEAD_DIM, gl.SliceLayout(0, acc.type.layout))
@@ -66,6 +69,11 @@ def store_results(output, acc, lse, token, head, is_row, config: gl.constexpr):
         acc.to(output.out.dtype.element_ty),
         mask=mask,
     )
+
+
+@gluon.jit
+def store_lse(output, lse, token, head, is_row):
+    """Store rows of the log-sum-exp, unless it is None."""
     if output.lse is not None:
         offset = token.to(gl.int64) * output.lse_stride_token
         offset += head.to(gl.int64) * output.lse_stride_head
