@@ -29,6 +29,9 @@ import torch
 import triton
 from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.optimized.kernels.sm90 import family
+from pagetwin.optimized.kernels.sm90.append import family as append
+from pagetwin.optimized.kernels.sm90.append.combine import append_combine_kernel
+from pagetwin.optimized.kernels.sm90.append.kernel import append_kernel
 from pagetwin.optimized.kernels.sm90.invariant import family as invariant
 from pagetwin.optimized.kernels.sm90.invariant.kernel import (
     fold_kernel,

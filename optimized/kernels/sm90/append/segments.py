@@ -1,0 +1,218 @@
+"""Stream-K partition of the Hopper append kernel: segments, and the work items in them.
+
+The KV tiles of all requests, counted once per query tile, are concatenated and divided into
+segments, one per program of a KV head. stream_k.py has the same partition for the portable kernels.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..scheduler import WorkItem, first_visible_key
+
+REQS_PER_PASS = gl.constexpr(256)
+"""Requests whose tiles are counted at once, by every warp for itself."""
+WHOLE, CONTINUED, BEGUN = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+"""Kinds of work items: all KV tiles of a query tile, some but not the first, and the first ones."""
+KINDS = gl.constexpr(4)
+"""A work item's head is KV head * KINDS + kind."""
+
+
+class Segment(NamedTuple):
+    """A program's share of the concatenated KV tiles of a KV head.
+
+    Args:
+        first_req, end_req: requests that have tiles in the segment.
+        first_tile: index of the first tile of `first_req`.
+        begin, end: indices of the segment's tiles.
+        length: tiles per segment.
+    """
+
+    first_req: Any
+    end_req: Any
+    first_tile: Any
+    begin: Any
+    end: Any
+    length: Any
+
+
+class RequestTiles(NamedTuple):
+    """The tiles of one request.
+
+    Args:
+        first: index of the first KV tile in the sequence, of those that its rows attend to.
+        kv_tiles: KV tiles from there on, at least 1, so that every query tile is in a segment.
+        query_tiles: query tiles; 0 if the request has no queries.
+    """
+
+    first: Any
+    kv_tiles: Any
+    query_tiles: Any
+
+
+@gluon.constexpr_function
+def requests_layout(num_warps):
+    """Return the register layout of REQS_PER_PASS requests: each warp has all of them."""
+    return gl.BlockedLayout([REQS_PER_PASS.value // 32], [32], [num_warps], [0])
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _ceil_div(a, b):
+    return (a + b - 1) // b
+
+
+@gluon.jit
+def count_request_tiles(
+    query_len, seq_len, config: gl.constexpr, TILE_TOKENS: gl.constexpr
+):
+    """Return the `RequestTiles` of one request, or of several.
+
+    Args:
+        query_len, seq_len: numbers, or [requests].
+    """
+    BLOCK_N: gl.constexpr = config.BLOCK_N
+    first = first_visible_key(seq_len - query_len, config) // BLOCK_N
+    kv_tiles = gl.maximum(_ceil_div(seq_len, BLOCK_N) - first, 1)
+    return RequestTiles(first, kv_tiles, _ceil_div(query_len, TILE_TOKENS))
+
+
+@gluon.jit
+def _count_tiles(batch, base, config: gl.constexpr, TILE_TOKENS: gl.constexpr):
+    """Return the tiles of REQS_PER_PASS requests."""
+    req = base + gl.arange(0, REQS_PER_PASS, requests_layout(gl.num_warps()))
+    is_req = req < batch.num_reqs
+    start = gl.load(batch.query_start_loc + req, mask=is_req, other=0)
+    end = gl.load(batch.query_start_loc + req + 1, mask=is_req, other=0)
+    seq_len = gl.load(batch.kv_lens + req, mask=is_req, other=0).to(gl.int32)
+    query_len = (end - start).to(gl.int32)
+    tiles = count_request_tiles(query_len, seq_len, config, TILE_TOKENS)
+    return tiles.kv_tiles * tiles.query_tiles
+
+
+@gluon.jit
+def _choose_length(total, num_active, longest, num_segments, min_tiles):
+    """Return how many tiles a segment has. stream_k.py explains `choose_length`."""
+    length = gl.maximum(_ceil_div(total, num_segments), min_tiles)
+    per_req = gl.maximum(longest, 1)
+    whole_reqs = _ceil_div(length, per_req) * per_req
+    equal_split = _ceil_div(per_req, gl.maximum(per_req // length, 1))
+    even = gl.where(length >= per_req, whole_reqs, equal_split)
+    is_even = (longest * num_active == total) & (even * 8 <= length * 9)
+    return gl.where(is_even, even, length)
+
+
+@gluon.jit
+def find_segment(
+    batch,
+    index,
+    num_segments,
+    min_tiles,
+    config: gl.constexpr,
+    TILE_TOKENS: gl.constexpr,
+):
+    """Return a program's `Segment`.
+
+    Args:
+        batch: `BatchArgs`.
+        index, num_segments: of the segment, and how many there are.
+        min_tiles: a shorter segment is not worth a combination.
+    """
+    total = gl.to_tensor(0)
+    num_active = gl.to_tensor(0)
+    longest = gl.to_tensor(0)
+    for base in range(0, batch.num_reqs, REQS_PER_PASS):
+        tiles = _count_tiles(batch, base, config, TILE_TOKENS)
+        total += gl.sum(tiles, 0)
+        num_active += gl.sum((tiles > 0).to(gl.int32), 0)
+        longest = gl.maximum(longest, gl.max(tiles, 0))
+    length = _choose_length(total, num_active, longest, num_segments, min_tiles)
+    begin = gl.minimum(index * length, total)
+    end = gl.minimum(begin + length, total)
+    counted = gl.to_tensor(0)
+    first_req = gl.to_tensor(0)
+    end_req = gl.to_tensor(0)
+    first_tile = gl.to_tensor(0)
+    for base in range(0, batch.num_reqs, REQS_PER_PASS):
+        tiles = _count_tiles(batch, base, config, TILE_TOKENS)
+        req = base + gl.arange(0, REQS_PER_PASS, tiles.type.layout)
+        is_req = req < batch.num_reqs
+        tiles_end = counted + gl.associative_scan(tiles, 0, _add)
+        counted += gl.sum(tiles, 0)
+        is_before = (tiles_end <= begin) & is_req
+        first_req += gl.sum(is_before.to(gl.int32), 0)
+        end_req += gl.sum(((tiles_end < end) & is_req).to(gl.int32), 0)
+        first_tile = gl.maximum(
+            first_tile, gl.max(gl.where(is_before, tiles_end, 0), 0)
+        )
+    # the request that reaches over the end is in the segment too
+    end_req = gl.where(begin < end, end_req + 1, first_req)
+    return Segment(first_req, end_req, first_tile, begin, end, length)
+
+
+@gluon.jit
+def locate_item(
+    segment,
+    req,
+    request,
+    tiles,
+    query_tile,
+    tile_index,
+    config: gl.constexpr,
+    TILE_TOKENS: gl.constexpr,
+):
+    """Return the `WorkItem` of a query tile in a segment.
+
+    Its KV tiles are those of the segment that the rows of the query tile attend to. `split` is the
+    first tile of the segment, in the sequence.
+
+    Args:
+        segment: `Segment`.
+        req, request, tiles: the request, its `RequestBounds` and its `RequestTiles`.
+        query_tile: index of the query tile in the request.
+        tile_index: index of the query tile's first KV tile among all tiles.
+    """
+    BLOCK_N: gl.constexpr = config.BLOCK_N
+    first_token = query_tile * TILE_TOKENS
+    position = request.seq_len - request.query_len + first_token
+    kv_end = request.seq_len
+    if config.CAUSAL:
+        kv_end = gl.minimum(gl.maximum(position + TILE_TOKENS, 0), request.seq_len)
+    in_tile = gl.maximum(segment.begin - tile_index, 0)
+    end_in_tile = gl.minimum(segment.end - tile_index, tiles.kv_tiles)
+    begin = tiles.first + in_tile
+    # of the tiles that these rows attend to
+    first = gl.maximum(begin, first_visible_key(position, config) // BLOCK_N)
+    end = gl.minimum(tiles.first + end_in_tile, _ceil_div(kv_end, BLOCK_N))
+    is_split = end_in_tile - in_tile < tiles.kv_tiles
+    kind = gl.where(is_split, gl.where(in_tile == 0, BEGUN, CONTINUED), WHOLE)
+    return WorkItem(
+        req,
+        gl.program_id(0) * KINDS + kind,
+        request.query_start + first_token,
+        begin,
+        position,
+        request.seq_len,
+        request.kv_start,
+        gl.maximum(end - first, 0),
+    )
+
+
+@gluon.jit
+def without_kind(work):
+    """Return a `WorkItem` whose head is the KV head."""
+    return WorkItem(
+        work.req,
+        work.head // KINDS,
+        work.query_start,
+        work.split,
+        work.position,
+        work.seq_len,
+        work.kv_start,
+        work.num_kv_tiles,
+    )
