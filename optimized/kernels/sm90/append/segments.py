@@ -84,26 +84,36 @@ def count_request_tiles(
 
 @gluon.jit
 def _count_tiles(batch, base, config: gl.constexpr, TILE_TOKENS: gl.constexpr):
-    """Return the tiles of REQS_PER_PASS requests."""
+    """Return the `RequestTiles` of REQS_PER_PASS requests; further ones have no query tiles."""
     req = base + gl.arange(0, REQS_PER_PASS, requests_layout(gl.num_warps()))
     is_req = req < batch.num_reqs
     start = gl.load(batch.query_start_loc + req, mask=is_req, other=0)
     end = gl.load(batch.query_start_loc + req + 1, mask=is_req, other=0)
     seq_len = gl.load(batch.kv_lens + req, mask=is_req, other=0).to(gl.int32)
     query_len = (end - start).to(gl.int32)
-    tiles = count_request_tiles(query_len, seq_len, config, TILE_TOKENS)
-    return tiles.kv_tiles * tiles.query_tiles
+    return count_request_tiles(query_len, seq_len, config, TILE_TOKENS)
 
 
 @gluon.jit
-def _choose_length(total, num_active, longest, num_segments, min_tiles):
-    """Return how many tiles a segment has. stream_k.py explains `choose_length`."""
+def choose_length(total, query_tiles, longest, num_segments, min_tiles):
+    """Return how many tiles a segment has. stream_k.py has the same rule.
+
+    Query tiles that all have the same keys are cut at their ends, or into equal splits, where that
+    makes no segment much longer: each cut costs a combination.
+
+    Args:
+        total: KV tiles of all query tiles.
+        query_tiles: query tiles.
+        longest: KV tiles of a query tile, at most.
+        num_segments: segments, at most.
+        min_tiles: a shorter segment is not worth a combination.
+    """
     length = gl.maximum(_ceil_div(total, num_segments), min_tiles)
-    per_req = gl.maximum(longest, 1)
-    whole_reqs = _ceil_div(length, per_req) * per_req
-    equal_split = _ceil_div(per_req, gl.maximum(per_req // length, 1))
-    even = gl.where(length >= per_req, whole_reqs, equal_split)
-    is_even = (longest * num_active == total) & (even * 8 <= length * 9)
+    longest = gl.maximum(longest, 1)
+    whole_tiles = _ceil_div(length, longest) * longest
+    equal_split = _ceil_div(longest, gl.maximum(longest // length, 1))
+    even = gl.where(length >= longest, whole_tiles, equal_split)
+    is_even = (longest * query_tiles == total) & (even * 8 <= length * 9)
     return gl.where(is_even, even, length)
 
 
@@ -124,14 +134,15 @@ def find_segment(
         min_tiles: a shorter segment is not worth a combination.
     """
     total = gl.to_tensor(0)
-    num_active = gl.to_tensor(0)
+    query_tiles = gl.to_tensor(0)
     longest = gl.to_tensor(0)
     for base in range(0, batch.num_reqs, REQS_PER_PASS):
         tiles = _count_tiles(batch, base, config, TILE_TOKENS)
-        total += gl.sum(tiles, 0)
-        num_active += gl.sum((tiles > 0).to(gl.int32), 0)
-        longest = gl.maximum(longest, gl.max(tiles, 0))
-    length = _choose_length(total, num_active, longest, num_segments, min_tiles)
+        total += gl.sum(tiles.kv_tiles * tiles.query_tiles, 0)
+        query_tiles += gl.sum(tiles.query_tiles, 0)
+        is_query = tiles.query_tiles > 0
+        longest = gl.maximum(longest, gl.max(gl.where(is_query, tiles.kv_tiles, 0), 0))
+    length = choose_length(total, query_tiles, longest, num_segments, min_tiles)
     begin = gl.minimum(index * length, total)
     end = gl.minimum(begin + length, total)
     counted = gl.to_tensor(0)
@@ -140,10 +151,11 @@ def find_segment(
     first_tile = gl.to_tensor(0)
     for base in range(0, batch.num_reqs, REQS_PER_PASS):
         tiles = _count_tiles(batch, base, config, TILE_TOKENS)
-        req = base + gl.arange(0, REQS_PER_PASS, tiles.type.layout)
+        tiles_of_req = tiles.kv_tiles * tiles.query_tiles
+        req = base + gl.arange(0, REQS_PER_PASS, requests_layout(gl.num_warps()))
         is_req = req < batch.num_reqs
-        tiles_end = counted + gl.associative_scan(tiles, 0, _add)
-        counted += gl.sum(tiles, 0)
+        tiles_end = counted + gl.associative_scan(tiles_of_req, 0, _add)
+        counted += gl.sum(tiles_of_req, 0)
         is_before = (tiles_end <= begin) & is_req
         first_req += gl.sum(is_before.to(gl.int32), 0)
         end_req += gl.sum(((tiles_end < end) & is_req).to(gl.int32), 0)
