@@ -1,8 +1,9 @@
 """Cost model: which kernels compute the requests of a batch that are too long for a decode tile.
 
-Three paths exist. **decode**: every request fits one decode tile, so there is nothing to choose.
+Four paths exist. **decode**: every request fits one decode tile, so there is nothing to choose.
 **split**: one launch of the append kernel computes every request, short ones included, and divides
-their KV tiles evenly among the multiprocessors. **prefill**: the decode kernel computes the short
+their KV tiles evenly among the multiprocessors. **append** does the same with the append kernel of
+Hopper chips. **prefill**: the decode kernel computes the short
 requests, and a prefill kernel has one program per query tile of the long ones. That kernel reads no
 key twice, but few query tiles leave most of the chip idle.
 
@@ -15,9 +16,11 @@ as the longest one, and the others to have one new token. The constants are in t
 from dataclasses import dataclass
 from functools import lru_cache
 
+from .launcher import next_power_of_2
 from .tuning import (
     COMBINE_US,
     DECODE_BYTES_PER_US,
+    HOPPER_APPEND_ROWS,
     HOPPER_FLOP_PER_US,
     HOPPER_TILE_TOKENS,
     L2_BYTES_PER_US,
@@ -40,6 +43,7 @@ class Layer:
         row_tiles: rows of each tile of the append kernel, fewest first.
         prefill_rows: rows of a tile of the portable prefill kernel.
         has_hopper: whether the prefill kernel of Hopper chips takes the calls.
+        has_append: whether the append kernel of Hopper chips takes the calls.
         causal: whether queries attend to no later keys.
         max_visible_keys: Optional. Keys that a row attends to, at most. If None, all of them.
         processors: multiprocessors of the chip.
@@ -59,6 +63,7 @@ class Layer:
     max_visible_keys: int | None
     processors: int
     converted_bytes: int = 0
+    has_append: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,8 +71,9 @@ class Choice:
     """The kernels of a batch.
 
     Args:
-        path: "decode", "split" or "prefill".
-        block_m: rows of a query tile on the path "split"; 0 on the others.
+        path: "decode", "split", "append" or "prefill".
+        block_m: rows of a query tile of the portable append kernel on the paths "split" and
+            "append", where it takes the calls that Hopper's kernel does not; 0 on the others.
     """
 
     path: str
@@ -102,8 +108,14 @@ def _choose_long(
     num_long = count_long(num_reqs, tokens, max_query_len)
     batch = (num_reqs, num_long, max_query_len, max_key_len)
     block_m = choose_row_tile(layer, num_reqs, tokens, max_query_len, max_key_len)
-    if estimate_split(layer, block_m, *batch) < estimate_prefill(layer, *batch):
-        return Choice("split", block_m)
+    split = estimate_split(layer, block_m, *batch)
+    path, least = "split", split
+    if layer.has_append:
+        append = estimate_append(layer, *batch)
+        if append < least:
+            path, least = "append", append
+    if least < estimate_prefill(layer, *batch):
+        return Choice(path, block_m)
     return PREFILL
 
 
@@ -157,6 +169,27 @@ def estimate_split(
             products / (PORTABLE_FLOP_PER_US[block_m] * processors),
             reads / (DECODE_BYTES_PER_US * processors)
             + reads_again / (L2_BYTES_PER_US * processors),
+        )
+    )
+
+
+def estimate_append(
+    layer: Layer, num_reqs: int, num_long: int, max_query_len: int, max_key_len: int
+) -> float:
+    """Return the microseconds of the append kernel of Hopper chips for all requests."""
+    group = next_power_of_2(layer.group_size)
+    rows = max_query_len * group
+    tiles = num_long * -(-rows // HOPPER_APPEND_ROWS) + num_reqs - num_long
+    keys = _visible_keys(layer, max_query_len, max_key_len)
+    heads, processors = layer.kv_heads, layer.processors
+    products = 2 * tiles * heads * HOPPER_APPEND_ROWS * keys * layer.numbers
+    reads = num_reqs * heads * keys * layer.key_bytes
+    return (
+        LAUNCH_US
+        + COMBINE_US
+        + max(
+            products / (HOPPER_FLOP_PER_US * processors),
+            reads / (DECODE_BYTES_PER_US * processors),
         )
     )
 

@@ -98,6 +98,8 @@ HOPPER_FLOP_PER_US = 5.0e6
 """Operations of the prefill kernel of Hopper chips: the same prefill takes 830 us."""
 HOPPER_TILE_TOKENS = 192
 """Tokens of one query head in a tile of that kernel, at head size 128; the others are padding."""
+HOPPER_APPEND_ROWS = 128
+"""Rows of a query tile of the append kernel of Hopper chips, at head size 128."""
 LAUNCH_US = 5.0
 """A launch in a CUDA graph, its first memory accesses and its tail: 4.4 us for an empty kernel."""
 COMBINE_US = 4.0
