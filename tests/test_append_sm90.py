@@ -1,19 +1,31 @@
 """Tests of the Hopper append kernel: supported calls, segments, and results on a GPU."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
+from append_on_host import run_segments
 from conftest import Twin
 from pagetwin.conformance.generators.batches import BatchPlan, BatchTensors
 from pagetwin.conformance.oracles.dense import judge_attention, judge_lse, same_bits
 from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.optimized.kernels.sm90.append import family
-from pagetwin.optimized.launch import workspace
+from pagetwin.optimized.kernels.sm90.append.segments import (
+    BEGUN,
+    CONTINUED,
+    KINDS,
+    WHOLE,
+)
+from pagetwin.optimized.kernels.sm90.config import Config
+from pagetwin.optimized.launch import dispatch, workspace
+from pagetwin.optimized.launch.cost_model import Choice
+from pagetwin.optimized.launch.launcher import Launcher
 from test_prefill_sm90 import BF16, FP16, NAN, build, needs_hopper, to_call
 from torch import Tensor
 
@@ -23,6 +35,251 @@ def own_workspace() -> Iterator[None]:
     """Start every test without a workspace, so that a failed test does not affect the next."""
     workspace.release_workspace()
     yield
+
+
+# ---- segments
+
+SHAPES = {
+    "even": ((6,) * 6, (1100,) * 6),
+    "ragged": ((1, 20, 0, 64, 5, 9, 3), (50, 2200, 40, 3001, 130, 5, 700)),
+    "several query tiles": ((150, 1, 70), (3300, 1290, 70)),
+    "more queries than keys": ((70, 9), (40, 0)),
+    "more requests than a pass": ((5, 0, 40) * 100, (300, 90, 513) * 100),
+    "no queries": ((0, 0), (50, 90)),
+}
+
+
+def visible_tiles(config: Config, first: int, end: int, kv_len: int) -> range:
+    """Return the KV tiles with a key that tokens at these positions attend to."""
+    keys = np.arange(max(kv_len, 0))
+    begin = max(0, first - config.WINDOW + 1) if config.WINDOW else 0
+    found = keys[(keys >= begin) & (keys < end)] // config.BLOCK_N
+    return range(found[0], found[-1] + 1) if len(found) else range(0)
+
+
+def check_segments(*mutations: tuple[str, str]) -> None:
+    """Assert that the segments divide the KV tiles of every query tile.
+
+    Each tile is computed once, the kinds of the items and the spans say which segments have parts
+    of a query tile, and no two partial results have the same memory.
+    """
+    tile_tokens = 32
+    for (query_lens, kv_lens), window, num_segments in itertools.product(
+        SHAPES.values(), (0, 200), (1, 4, 13)
+    ):
+        config = Config(128, 128, 16, 128, 2, True, window, GROUP=4, SPLIT_TILES=1)
+        items, spans = run_segments(
+            query_lens, kv_lens, num_segments, config, tile_tokens, mutations
+        )
+        found: dict[int, list[tuple[int, int, range]]] = {}
+        for segment, work in items:
+            first = max(0, work.position - window + 1) // 128 if window else 0
+            first = max(first, work.split)
+            tiles = range(first, first + work.num_kv_tiles)
+            part = int(segment), int(work.head % KINDS.value), tiles
+            found.setdefault(int(work.query_start), []).append(part)
+        slots = [
+            (part[0], part[1])
+            for parts in found.values()
+            for part in parts
+            if part[1] != WHOLE.value
+        ]
+        assert len(set(slots)) == len(slots)
+        starts = np.concatenate([[0], np.cumsum(query_lens)])
+        begun = {}
+        for req, query_len in enumerate(query_lens):
+            for token in range(0, query_len, tile_tokens):
+                position = kv_lens[req] - query_len + token
+                end = min(position + tile_tokens, kv_lens[req])
+                expected = visible_tiles(config, position, end, kv_lens[req])
+                parts = found.pop(int(starts[req]) + token)
+                computed = [tile for part in parts for tile in part[2]]
+                assert computed == list(expected)
+                in_order = [part[0] for part in parts]
+                kinds = [part[1] for part in parts]
+                assert in_order == list(range(in_order[0], in_order[-1] + 1))
+                if len(parts) == 1:
+                    assert kinds == [WHOLE.value]
+                else:
+                    others = [CONTINUED.value] * (len(parts) - 1)
+                    assert kinds == [BEGUN.value, *others]
+                    tokens = min(tile_tokens, query_len - token)
+                    begun[in_order[0]] = (int(starts[req]) + token, tokens, in_order[-1])
+        assert not found
+        for segment, span in enumerate(spans.tolist()):
+            if segment in begun:
+                assert tuple(span[:3]) == begun[segment]
+            else:
+                assert span[1] == 0
+
+
+def test_the_segments_divide_the_kv_tiles_of_every_query_tile() -> None:
+    check_segments()
+
+
+WRONG_SEGMENTS = {
+    "a segment begins a tile late": (
+        "gl.minimum(index * length, total)",
+        "gl.minimum(index * length + 1, total)",
+    ),
+    "a segment ends a tile early": (
+        "gl.minimum(begin + length, total)",
+        "gl.minimum(begin + length - 1, total)",
+    ),
+    "the last request of a segment is left out": (
+        "gl.where(begin < end, end_req + 1, first_req)",
+        "end_req",
+    ),
+    "tiles of earlier requests are counted from 0": (
+        "tile_index = segment.first_tile",
+        "tile_index = segment.first_tile * 0",
+    ),
+    "tiles of earlier passes are not counted": (
+        "tiles_end = counted +",
+        "tiles_end = counted * 0 +",
+    ),
+    "a request without a key has no tile": (
+        "gl.maximum(_ceil_div(seq_len, BLOCK_N) - first, 1)",
+        "gl.maximum(_ceil_div(seq_len, BLOCK_N) - first, 0)",
+    ),
+    "query tiles are rounded down": (
+        "_ceil_div(query_len, TILE_TOKENS))",
+        "query_len // TILE_TOKENS)",
+    ),
+    "a query tile is split although it is whole": (
+        "is_split = end_in_tile - in_tile < tiles.kv_tiles",
+        "is_split = end_in_tile - in_tile <= tiles.kv_tiles",
+    ),
+    "a split query tile is whole": (
+        "is_split = end_in_tile - in_tile < tiles.kv_tiles",
+        "is_split = in_tile > 0",
+    ),
+    "every part begins": ("gl.where(in_tile == 0, BEGUN", "gl.where(in_tile >= 0, BEGUN"),
+    "tiles after the diagonal are computed": (
+        "gl.maximum(position + TILE_TOKENS, 0)",
+        "gl.maximum(position + TILE_TOKENS + BLOCK_N, 0)",
+    ),
+    "tiles before the window are counted": (
+        "gl.maximum(begin, first_visible_key(position, config) // BLOCK_N)",
+        "begin",
+    ),
+    "a span of an earlier launch is left": ("gl.store(span_ptr + 1, 0)", "pass"),
+    "a span ends a segment late": (
+        "last = (own_index + tiles.kv_tiles - 1) // segment.length",
+        "last = (own_index + tiles.kv_tiles) // segment.length",
+    ),
+    "a span has all tokens of the request": (
+        "request.query_len - query_tile * TILE_TOKENS, TILE_TOKENS",
+        "request.query_len, request.query_len",
+    ),
+    "the first query tile of a segment is the request's": (
+        "first = gl.maximum(segment.begin - tile_index, 0) // tiles.kv_tiles",
+        "first = 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_SEGMENTS)
+def test_a_wrong_bound_of_the_segments_is_found(name: str) -> None:
+    with pytest.raises((AssertionError, KeyError, IndexError)):
+        check_segments(WRONG_SEGMENTS[name])
+
+
+@pytest.mark.parametrize(
+    ("given", "is_supported"),
+    [
+        ({}, True),
+        ({"batch_invariant": True}, False),
+        ({"sliding_window": 5, "logits_soft_cap": 3.0}, True),
+        ({"alibi_slopes": torch.ones(8)}, False),
+        ({"causal": False}, False),
+    ],
+)
+def test_causal_calls_with_options_of_the_prefill_kernel_are_supported(
+    given: dict[str, Any], is_supported: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(family, "is_hopper", lambda device: True)
+    batch = build(BatchPlan((8,), (8,), head_size=128, group=4, dtype=BF16))
+    options = AttentionOptions(**{"causal": True} | given)
+    call = to_call(batch, *batch.fresh(), options)
+    assert family.supports(call) == is_supported
+    if not is_supported:
+        with pytest.raises(NotImplementedError, match="does not support this call"):
+            family.plan(call)
+
+
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_a_launch_gives_every_argument_of_the_kernels_its_value(
+    has_sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[tuple[Any, dict[str, Any]]] = []
+
+    def note(
+        launcher: Launcher, grid: Any, pointers: Any, options: Any, numbers: Any,
+        tensors: Any, maps: Any = (), make_maps: Any = None,
+    ) -> None:  # fmt: skip
+        values = (*maps, *pointers, *options, *numbers)
+        names = launcher._kernel.arg_names
+        assert names[len(values)] == "config" and len(names) == len(values) + 1
+        lowered = launcher._lower(*tensors)
+        assert len(lowered) + len(options) + len(numbers) == len(values)
+        found.append((grid, dict(zip(names[:-1], values, strict=True))))
+
+    monkeypatch.setattr(family, "is_hopper", lambda device: True)
+    monkeypatch.setattr(family, "count_processors", lambda device: 16)
+    monkeypatch.setattr(Launcher, "__call__", note)
+    monkeypatch.setattr(Launcher, "is_ready", True)
+    monkeypatch.setattr(Launcher, "encode", lambda self, index, descriptor: [index])
+    batch = build(BatchPlan((20,), (9000,), head_size=128, group=4, dtype=BF16))
+    sinks = torch.zeros(8) if has_sinks else None
+    out, lse = batch.fresh()
+    call = to_call(batch, out, lse, AttentionOptions(causal=True, sinks=sinks))
+    family.plan(call).launch(call)
+    assert len(found) == 2
+    for _, values in found:
+        assert values["out"] == out.data_ptr() and values["lse"] == lse.data_ptr()
+        assert values["query_start_loc"] == call.query_start_loc.data_ptr()
+        assert values["sinks"] is sinks
+        assert (values["num_reqs"], values["group_size"]) == (1, 4)
+        assert values["partial_rows"] == 80
+        assert (values["out_stride_token"], values["out_stride_head"]) == out.stride()[:2]
+        assert (values["lse_stride_head"], values["lse_stride_token"]) == lse.stride()
+        # 16 bytes per span of 8 segments of 2 KV heads, then 2 * 16 * 80 log-sum-exps
+        assert values["partial_lse"] == values["spans"] + 16 * 16
+        assert values["partial_out"] == values["partial_lse"] + 4 * 2 * 16 * 80
+    (grid, first), (combine_grid, second) = found
+    assert (grid, combine_grid) == ((2, 8, 1), (2, 8, 20))
+    assert (first["q_desc"], first["k_desc"], first["v_desc"]) == (0, 1, 2)
+    assert first["block_table"] == call.block_table.data_ptr()  # type: ignore[union-attr]
+    assert first["kv_lens"] == call.lengths.data_ptr()
+    assert second["spans"] == first["spans"] and second["num_tokens"] == 20
+
+
+def test_a_call_that_the_kernel_does_not_take_is_split_by_the_portable_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A negative scale, for which the running maximum may not be taken before the scale."""
+    launched: list[str] = []
+    for plan_type, name in (
+        (family.AppendPlan, "launch"),
+        (dispatch.portable.PortablePlan, "launch_append"),
+    ):
+        monkeypatch.setattr(
+            plan_type, name, lambda plan, *_: launched.append(type(plan).__name__)
+        )
+    monkeypatch.setattr(family, "is_hopper", lambda device: True)
+    monkeypatch.setattr(
+        dispatch, "choose_path", lambda *_: Choice("append", 32)
+    )
+    batch = build(BatchPlan((20,), (900,), head_size=128, group=4, dtype=BF16))
+    call = to_call(batch, *batch.fresh())
+    plan = dispatch.make_plan(call)
+    dispatch.launch_long(plan, call)
+    dispatch.launch_long(plan, call._replace(scale=-1.0))
+    assert launched == ["AppendPlan", "PortablePlan"]
+
+
+# ---- results
 
 
 def run(
