@@ -5,10 +5,15 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
+import test_prefill_sm90
 from pagetwin.optimized.kernels.sm90 import scheduler
 from pagetwin.optimized.kernels.sm90.append import producer, segments
 from pagetwin.optimized.kernels.sm90.config import Config
-import test_prefill_sm90
+
+CONSTANTS = (
+    "REQS_PER_PASS", "WHOLE", "CONTINUED", "BEGUN", "KINDS", "SPAN_FIELDS",
+    "WORK_STAGES",
+)  # fmt: skip
 
 
 class Int32(test_prefill_sm90.Int32):
@@ -173,7 +178,7 @@ def run_segments(
             ),
             "gl": gl,
         }
-        for name in ("REQS_PER_PASS", "WHOLE", "CONTINUED", "BEGUN", "KINDS", "SPAN_FIELDS", "WORK_STAGES"):
+        for name in CONSTANTS:
             names[name] = names[name].value
         names["requests_layout"] = lambda num_warps: None
         exec(source, names)
@@ -181,7 +186,5 @@ def run_segments(
             batch, segment, num_segments, 2, config, tile_tokens
         )
         output = SimpleNamespace(spans=Pointer(spans, 0), group_size=1)
-        names["produce_q_and_k"](
-            None, batch, None, None, output, found, config, 1
-        )
+        names["produce_q_and_k"](None, batch, None, None, output, found, config, 1)
     return items, spans.reshape(num_segments, 4)

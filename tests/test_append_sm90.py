@@ -104,7 +104,11 @@ def check_segments(*mutations: tuple[str, str]) -> None:
                     others = [CONTINUED.value] * (len(parts) - 1)
                     assert kinds == [BEGUN.value, *others]
                     tokens = min(tile_tokens, query_len - token)
-                    begun[in_order[0]] = (int(starts[req]) + token, tokens, in_order[-1])
+                    begun[in_order[0]] = (
+                        int(starts[req]) + token,
+                        tokens,
+                        in_order[-1],
+                    )
         assert not found
         for segment, span in enumerate(spans.tolist()):
             if segment in begun:
@@ -154,7 +158,10 @@ WRONG_SEGMENTS = {
         "is_split = end_in_tile - in_tile < tiles.kv_tiles",
         "is_split = in_tile > 0",
     ),
-    "every part begins": ("gl.where(in_tile == 0, BEGUN", "gl.where(in_tile >= 0, BEGUN"),
+    "every part begins": (
+        "gl.where(in_tile == 0, BEGUN",
+        "gl.where(in_tile >= 0, BEGUN",
+    ),
     "tiles after the diagonal are computed": (
         "gl.maximum(position + TILE_TOKENS, 0)",
         "gl.maximum(position + TILE_TOKENS + BLOCK_N, 0)",
@@ -242,7 +249,9 @@ def test_a_launch_gives_every_argument_of_the_kernels_its_value(
         assert values["sinks"] is sinks
         assert (values["num_reqs"], values["group_size"]) == (1, 4)
         assert values["partial_rows"] == 80
-        assert (values["out_stride_token"], values["out_stride_head"]) == out.stride()[:2]
+        assert (values["out_stride_token"], values["out_stride_head"]) == out.stride()[
+            :2
+        ]
         assert (values["lse_stride_head"], values["lse_stride_token"]) == lse.stride()
         # 16 bytes per span of 8 segments of 2 KV heads, then 2 * 16 * 80 log-sum-exps
         assert values["partial_lse"] == values["spans"] + 16 * 16
@@ -268,9 +277,7 @@ def test_a_call_that_the_kernel_does_not_take_is_split_by_the_portable_one(
             plan_type, name, lambda plan, *_: launched.append(type(plan).__name__)
         )
     monkeypatch.setattr(family, "is_hopper", lambda device: True)
-    monkeypatch.setattr(
-        dispatch, "choose_path", lambda *_: Choice("append", 32)
-    )
+    monkeypatch.setattr(dispatch, "choose_path", lambda *_: Choice("append", 32))
     batch = build(BatchPlan((20,), (900,), head_size=128, group=4, dtype=BF16))
     call = to_call(batch, *batch.fresh())
     plan = dispatch.make_plan(call)

@@ -91,7 +91,12 @@ def consume_segment(
             else:
                 # no row of this warpgroup is a query
                 kv_state = _skip_all(
-                    shared, kv_state, work.num_kv_tiles, HEAD_DIM, NUM_CONSUMERS, CONSUMER
+                    shared,
+                    kv_state,
+                    work.num_kv_tiles,
+                    HEAD_DIM,
+                    NUM_CONSUMERS,
+                    CONSUMER,
                 )
             shared.q_pipe.consumer_release(q_state)
             q_state = q_state.advance()

@@ -61,6 +61,4 @@ def store_partial(output, acc, lse, row, is_row, begins_here, config: gl.constex
     is_row = is_row & (row < output.partial_rows)
     gl.store(output.partial_lse + offset, lse, mask=is_row)
     address = output.partial_out + gl.expand_dims(offset * config.HEAD_DIM, 1)
-    gl.store(
-        address + gl.expand_dims(column, 0), acc, mask=gl.expand_dims(is_row, 1)
-    )
+    gl.store(address + gl.expand_dims(column, 0), acc, mask=gl.expand_dims(is_row, 1))
