@@ -10,10 +10,7 @@ from pagetwin.optimized.kernels.sm90 import scheduler
 from pagetwin.optimized.kernels.sm90.append import producer, segments
 from pagetwin.optimized.kernels.sm90.config import Config
 
-CONSTANTS = (
-    "REQS_PER_PASS", "WHOLE", "CONTINUED", "BEGUN", "KINDS", "SPAN_FIELDS",
-    "WORK_STAGES",
-)  # fmt: skip
+CONSTANTS = ("REQS_PER_PASS", "MAX_SEGMENTS", "SPANS", "WORK_STAGES")
 
 
 class Int32(test_prefill_sm90.Int32):
@@ -79,10 +76,6 @@ def _load(pointer: Pointer, mask: Any = None, other: int = 0) -> Any:
     return found.view(Numbers) if found.shape else Int32(found)
 
 
-def _store(pointer: Pointer, value: int) -> None:
-    pointer.numbers[int(pointer.offset)] = int(value)
-
-
 def _is_scalar(value: Any) -> bool:
     return not isinstance(value, np.ndarray)
 
@@ -103,8 +96,8 @@ def run_segments(
     config: Config,
     tile_tokens: int,
     mutations: tuple[tuple[str, str], ...] = (),
-) -> tuple[list[Item], np.ndarray]:
-    """Return all work items of a KV head, and the spans.
+) -> list[Item]:
+    """Return all work items of a KV head.
 
     Args:
         query_lens, kv_lens: of the requests.
@@ -118,9 +111,10 @@ def run_segments(
         segments.count_request_tiles,
         segments._count_tiles,
         segments.choose_length,
+        segments._count_requests,
         segments.find_segment,
         segments.locate_item,
-        segments.without_kind,
+        segments.without_span,
         producer.produce_q_and_k,
     )
     source = "\n".join(
@@ -130,7 +124,6 @@ def run_segments(
         assert source.count(old) == 1, old
         source = source.replace(old, new)
     items: list[Item] = []
-    spans = np.full(num_segments * 4, -7)
     starts = np.concatenate([[0], np.cumsum(query_lens)])
     batch = SimpleNamespace(
         query_start_loc=Pointer(starts, 0),
@@ -147,7 +140,6 @@ def run_segments(
             constexpr=None,
             int32=None,
             load=_load,
-            store=_store,
             sum=lambda x, axis: Int32(x.sum()),
             max=lambda x, axis: Int32(x.max()),
             maximum=_either(np.maximum, max),
@@ -185,6 +177,6 @@ def run_segments(
         found = names["find_segment"](
             batch, segment, num_segments, 2, config, tile_tokens
         )
-        output = SimpleNamespace(spans=Pointer(spans, 0), group_size=1)
+        output = SimpleNamespace(group_size=1)
         names["produce_q_and_k"](None, batch, None, None, output, found, config, 1)
-    return items, spans.reshape(num_segments, 4)
+    return items

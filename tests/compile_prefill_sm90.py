@@ -30,7 +30,6 @@ import triton
 from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.optimized.kernels.sm90 import family
 from pagetwin.optimized.kernels.sm90.append import family as append
-from pagetwin.optimized.kernels.sm90.append.combine import append_combine_kernel
 from pagetwin.optimized.kernels.sm90.append.kernel import append_kernel
 from pagetwin.optimized.kernels.sm90.invariant import family as invariant
 from pagetwin.optimized.kernels.sm90.invariant.kernel import (
@@ -187,7 +186,6 @@ def record(case: Case) -> dict[str, Any]:
         compile_case(launches[1], fold_kernel)
     elif case.is_append:
         append.plan(call).launch(call)
-        compile_case(launches[1], append_combine_kernel)
     else:
         family.plan(call).launch_prefill(call, 16)
     return launches[0]

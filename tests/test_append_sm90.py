@@ -16,12 +16,7 @@ from pagetwin.conformance.generators.batches import BatchPlan, BatchTensors
 from pagetwin.conformance.oracles.dense import judge_attention, judge_lse, same_bits
 from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.optimized.kernels.sm90.append import family
-from pagetwin.optimized.kernels.sm90.append.segments import (
-    BEGUN,
-    CONTINUED,
-    KINDS,
-    WHOLE,
-)
+from pagetwin.optimized.kernels.sm90.append.segments import MAX_SEGMENTS
 from pagetwin.optimized.kernels.sm90.config import Config
 from pagetwin.optimized.launch import dispatch, workspace
 from pagetwin.optimized.launch.cost_model import Choice
@@ -60,61 +55,45 @@ def visible_tiles(config: Config, first: int, end: int, kv_len: int) -> range:
 def check_segments(*mutations: tuple[str, str]) -> None:
     """Assert that the segments divide the KV tiles of every query tile.
 
-    Each tile is computed once, the kinds of the items and the spans say which segments have parts
-    of a query tile, and no two partial results have the same memory.
+    Each tile is computed once, the items tell which segments have a part of their query tile, and
+    no two partial results have the same memory.
     """
-    tile_tokens = 32
+    tile_tokens, most = 32, MAX_SEGMENTS.value
     for (query_lens, kv_lens), window, num_segments in itertools.product(
         SHAPES.values(), (0, 200), (1, 4, 13)
     ):
         config = Config(128, 128, 16, 128, 2, True, window, GROUP=4, SPLIT_TILES=1)
-        items, spans = run_segments(
+        items = run_segments(
             query_lens, kv_lens, num_segments, config, tile_tokens, mutations
         )
-        found: dict[int, list[tuple[int, int, range]]] = {}
+        found: dict[int, list[tuple[int, int, int, range]]] = {}
         for segment, work in items:
             first = max(0, work.position - window + 1) // 128 if window else 0
             first = max(first, work.split)
             tiles = range(first, first + work.num_kv_tiles)
-            part = int(segment), int(work.head % KINDS.value), tiles
+            assert work.head // most**2 == 0
+            part = int(segment), int(work.head // most), int(work.head % most), tiles
             found.setdefault(int(work.query_start), []).append(part)
         slots = [
-            (part[0], part[1])
+            (segment, segment == first)
             for parts in found.values()
-            for part in parts
-            if part[1] != WHOLE.value
+            for segment, first, last, _ in parts
+            if first != last
         ]
         assert len(set(slots)) == len(slots)
         starts = np.concatenate([[0], np.cumsum(query_lens)])
-        begun = {}
         for req, query_len in enumerate(query_lens):
             for token in range(0, query_len, tile_tokens):
                 position = kv_lens[req] - query_len + token
                 end = min(position + tile_tokens, kv_lens[req])
                 expected = visible_tiles(config, position, end, kv_lens[req])
                 parts = found.pop(int(starts[req]) + token)
-                computed = [tile for part in parts for tile in part[2]]
-                assert computed == list(expected)
-                in_order = [part[0] for part in parts]
-                kinds = [part[1] for part in parts]
-                assert in_order == list(range(in_order[0], in_order[-1] + 1))
-                if len(parts) == 1:
-                    assert kinds == [WHOLE.value]
-                else:
-                    others = [CONTINUED.value] * (len(parts) - 1)
-                    assert kinds == [BEGUN.value, *others]
-                    tokens = min(tile_tokens, query_len - token)
-                    begun[in_order[0]] = (
-                        int(starts[req]) + token,
-                        tokens,
-                        in_order[-1],
-                    )
+                assert [tile for part in parts for tile in part[3]] == list(expected)
+                spans = {(first, last) for _, first, last, _ in parts}
+                assert len(spans) == 1
+                first, last = spans.pop()
+                assert [part[0] for part in parts] == list(range(first, last + 1))
         assert not found
-        for segment, span in enumerate(spans.tolist()):
-            if segment in begun:
-                assert tuple(span[:3]) == begun[segment]
-            else:
-                assert span[1] == 0
 
 
 def test_the_segments_divide_the_kv_tiles_of_every_query_tile() -> None:
@@ -150,17 +129,13 @@ WRONG_SEGMENTS = {
         "_ceil_div(query_len, TILE_TOKENS))",
         "query_len // TILE_TOKENS)",
     ),
-    "a query tile is split although it is whole": (
-        "is_split = end_in_tile - in_tile < tiles.kv_tiles",
-        "is_split = end_in_tile - in_tile <= tiles.kv_tiles",
+    "a span ends a segment late": (
+        "(tile_index + tiles.kv_tiles - 1) // segment.length",
+        "(tile_index + tiles.kv_tiles) // segment.length",
     ),
-    "a split query tile is whole": (
-        "is_split = end_in_tile - in_tile < tiles.kv_tiles",
-        "is_split = in_tile > 0",
-    ),
-    "every part begins": (
-        "gl.where(in_tile == 0, BEGUN",
-        "gl.where(in_tile >= 0, BEGUN",
+    "a span begins in the segment": (
+        "first_segment = tile_index // segment.length",
+        "first_segment = gl.maximum(tile_index, segment.begin) // segment.length",
     ),
     "tiles after the diagonal are computed": (
         "gl.maximum(position + TILE_TOKENS, 0)",
@@ -169,15 +144,6 @@ WRONG_SEGMENTS = {
     "tiles before the window are counted": (
         "gl.maximum(begin, first_visible_key(position, config) // BLOCK_N)",
         "begin",
-    ),
-    "a span of an earlier launch is left": ("gl.store(span_ptr + 1, 0)", "pass"),
-    "a span ends a segment late": (
-        "last = (own_index + tiles.kv_tiles - 1) // segment.length",
-        "last = (own_index + tiles.kv_tiles) // segment.length",
-    ),
-    "a span has all tokens of the request": (
-        "request.query_len - query_tile * TILE_TOKENS, TILE_TOKENS",
-        "request.query_len, request.query_len",
     ),
     "the first query tile of a segment is the request's": (
         "first = gl.maximum(segment.begin - tile_index, 0) // tiles.kv_tiles",
@@ -220,6 +186,11 @@ def test_a_launch_gives_every_argument_of_the_kernels_its_value(
     has_sinks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[tuple[Any, dict[str, Any]]] = []
+    lent: list[tuple[int, int]] = []
+
+    def find(device: Any, counters: int, numbers: int) -> tuple[Tensor, Tensor]:
+        lent.append((counters, numbers))
+        return torch.zeros(counters, dtype=torch.int32), torch.zeros(numbers)
 
     def note(
         launcher: Launcher, grid: Any, pointers: Any, options: Any, numbers: Any,
@@ -234,6 +205,7 @@ def test_a_launch_gives_every_argument_of_the_kernels_its_value(
 
     monkeypatch.setattr(family, "is_hopper", lambda device: True)
     monkeypatch.setattr(family, "count_processors", lambda device: 16)
+    monkeypatch.setattr(family, "find_workspace", find)
     monkeypatch.setattr(Launcher, "__call__", note)
     monkeypatch.setattr(Launcher, "is_ready", True)
     monkeypatch.setattr(Launcher, "encode", lambda self, index, descriptor: [index])
@@ -242,26 +214,20 @@ def test_a_launch_gives_every_argument_of_the_kernels_its_value(
     out, lse = batch.fresh()
     call = to_call(batch, out, lse, AttentionOptions(causal=True, sinks=sinks))
     family.plan(call).launch(call)
-    assert len(found) == 2
-    for _, values in found:
-        assert values["out"] == out.data_ptr() and values["lse"] == lse.data_ptr()
-        assert values["query_start_loc"] == call.query_start_loc.data_ptr()
-        assert values["sinks"] is sinks
-        assert (values["num_reqs"], values["group_size"]) == (1, 4)
-        assert values["partial_rows"] == 80
-        assert (values["out_stride_token"], values["out_stride_head"]) == out.stride()[
-            :2
-        ]
-        assert (values["lse_stride_head"], values["lse_stride_token"]) == lse.stride()
-        # 16 bytes per span of 8 segments of 2 KV heads, then 2 * 16 * 80 log-sum-exps
-        assert values["partial_lse"] == values["spans"] + 16 * 16
-        assert values["partial_out"] == values["partial_lse"] + 4 * 2 * 16 * 80
-    (grid, first), (combine_grid, second) = found
-    assert (grid, combine_grid) == ((2, 8, 1), (2, 8, 20))
-    assert (first["q_desc"], first["k_desc"], first["v_desc"]) == (0, 1, 2)
-    assert first["block_table"] == call.block_table.data_ptr()  # type: ignore[union-attr]
-    assert first["kv_lens"] == call.lengths.data_ptr()
-    assert second["spans"] == first["spans"] and second["num_tokens"] == 20
+    ((grid, values),) = found
+    assert grid == (2, 8, 1)
+    assert values["out"] == out.data_ptr() and values["lse"] == lse.data_ptr()
+    assert values["query_start_loc"] == call.query_start_loc.data_ptr()
+    assert values["block_table"] == call.block_table.data_ptr()  # type: ignore[union-attr]
+    assert values["kv_lens"] == call.lengths.data_ptr()
+    assert values["sinks"] is sinks
+    assert (values["num_reqs"], values["num_tokens"]) == (1, 20)
+    assert (values["group_size"], values["partial_rows"]) == (4, 80)
+    assert (values["out_stride_token"], values["out_stride_head"]) == out.stride()[:2]
+    assert (values["lse_stride_head"], values["lse_stride_token"]) == lse.stride()
+    assert (values["q_desc"], values["k_desc"], values["v_desc"]) == (0, 1, 2)
+    # 2 KV heads x 8 segments: a counter per warpgroup, and room for two partial results
+    assert lent == [(2 * 8 * 2, 2 * 8 * 2 * 80 * (128 + 2))]
 
 
 def test_a_call_that_the_kernel_does_not_take_is_split_by_the_portable_one(
@@ -324,8 +290,8 @@ class Way(NamedTuple):
 WAYS = [
     Way(128, BF16, 4, 16, {}),
     Way(64, BF16, 8, 16, {"sinks": True}),
-    Way(256, BF16, 2, 16, {}),
     Way(128, BF16, 4, 16, {"sliding_window": 700}),
+    Way(256, BF16, 2, 16, {}),
     Way(128, FP16, 7, 32, {"logits_soft_cap": 20.0, "sinks": True}),
     Way(96, BF16, 1, 16, {}),
     Way(192, BF16, 1, 16, {}),
@@ -336,9 +302,9 @@ WAYS = [
 LENS = {
     "one request": ((6,), (5000,), "tile edge"),
     "verification": ((6,) * 9, (1100,) * 9, "none"),
-    "ragged": ((1, 20, 0, 64, 5, 9, 3), (50, 2200, 40, 3001, 130, 5, 700), "first new"),
+    "ragged": ((1, 20, 0, 64, 5, 9, 3), (50, 2200, 40, 3001, 130, 9, 700), "first new"),
     "several query tiles": ((150, 1, 70), (3300, 1290, 70), "first new"),
-    "more requests than a pass": ((5,) * 300, (10, 260, 130) * 100, "none"),
+    "more requests than a pass": ((5,) * 261, (10, 260, 130) * 87, "none"),
 }
 
 

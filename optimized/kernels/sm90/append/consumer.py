@@ -5,22 +5,24 @@ from triton.experimental.gluon import language as gl
 
 from ..config import (
     SWIZZLED,
+    WARP_SIZE,
     WARPGROUP_M,
     WORK_STAGES,
     acc_layout,
     count_q_stages,
     count_tokens,
     uses_ping_pong,
+    warp_layout,
 )
 from ..consumer import Operands, attend_to_tiles, skip_tiles
-from ..gluon_names import reinterpret
-from ..invariant.fold import normalize_state
+from ..gluon_names import barrier, reinterpret
+from ..invariant.fold import fold, normalize_state
 from ..invariant.rows import store_results
 from ..pipeline import PipelineState, ping_pong_arrive, ping_pong_wait
 from ..scheduler import NO_WORK, OwnTiles, find_tiles, receive_work
 from ..score import softmax_scale
-from .rows import store_partial
-from .segments import BEGUN, KINDS, WHOLE
+from .rows import locate_partial
+from .segments import MAX_SEGMENTS
 
 
 @gluon.jit
@@ -56,6 +58,8 @@ def consume_segment(
     if PING_PONG and CONSUMER == NUM_CONSUMERS - 1:
         # the first warpgroup begins
         ping_pong_arrive(0)
+    if CONSUMER == NUM_CONSUMERS - 1:
+        _clear_padding(output, config)
     work_state = PipelineState.start(WORK_STAGES)
     kv_state = PipelineState.start(STAGES)
     q_state = PipelineState.start(count_q_stages(config))
@@ -100,7 +104,7 @@ def consume_segment(
                 )
             shared.q_pipe.consumer_release(q_state)
             q_state = q_state.advance()
-        _store(output, acc, m_i, l_i, work, score, config, CONSUMER)
+        _store(output, acc, m_i, l_i, work, score, config, NUM_CONSUMERS, CONSUMER)
         work_state = work_state.advance()
         work = receive_work(shared, work_state)
     if PING_PONG and CONSUMER == 0:
@@ -140,9 +144,15 @@ def _skip_all(
 
 @gluon.jit
 def _store(
-    output, acc, m_i, l_i, work, score, config: gl.constexpr, CONSUMER: gl.constexpr
-):
-    """Store a warpgroup's rows: their results, or partial results of a split query tile."""
+    output, acc, m_i, l_i, work, score,
+    config: gl.constexpr, NUM_CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr,
+):  # fmt: skip
+    """Store a warpgroup's rows of a query tile.
+
+    If the query tile spans several segments, they are a partial result. The warpgroup that arrives
+    last combines all of them in the order of their keys, so that the result does not depend on
+    which one is last.
+    """
     LAYOUT: gl.constexpr = acc_layout(config.HEAD_DIM)
     ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     row = CONSUMER * WARPGROUP_M + gl.arange(0, WARPGROUP_M, ROWS)  # [WARPGROUP_M]
@@ -150,16 +160,92 @@ def _store(
     of_group = row % config.GROUP
     is_row = (query < work.seq_len - work.position) & (of_group < output.group_size)
     scale = softmax_scale(score.scale_log2, config)
-    kind = work.head % KINDS
-    if kind == WHOLE:
-        head = work.head // KINDS * output.group_size + of_group
+    first = work.head // MAX_SEGMENTS % MAX_SEGMENTS
+    last = work.head % MAX_SEGMENTS
+    is_final = first == last
+    if first < last:
+        is_kept = is_row & (row < output.partial_rows)
+        index = gl.program_id(1)
+        accs, maxima, sums = locate_partial(
+            output, index, (index == first).to(gl.int32), row, LAYOUT, config
+        )
+        gl.store(accs, acc, mask=gl.expand_dims(is_kept, 1))
+        gl.store(maxima, m_i, mask=is_kept)
+        gl.store(sums, l_i, mask=is_kept)
+        semaphore = output.semaphores + CONSUMER
+        semaphore += (first * gl.num_programs(0) + gl.program_id(0)) * NUM_CONSUMERS
+        if arrive(semaphore, last - first + 1):
+            acc, m_i, l_i = _combine(output, first, last, row, is_kept, scale, config)
+            is_final = first < last
+    if is_final:
+        head = gl.program_id(0) * output.group_size + of_group
         sink = None
         if score.sinks is not None:
             sink = gl.load(score.sinks + head, mask=is_row, other=0.0)
         result, lse = normalize_state(acc, m_i, l_i, scale, sink)
         token = work.query_start + query
         store_results(output, result, lse, token, head, is_row, config)
-    else:
-        result, lse = normalize_state(acc, m_i, l_i, scale, None)
-        begins_here = (kind == BEGUN).to(gl.int32)
-        store_partial(output, result, lse, row, is_row, begins_here, config)
+
+
+@gluon.jit
+def _combine(output, first, last, row, is_row, scale, config: gl.constexpr):
+    """Return acc, m_i and l_i of rows over all segments of their query tile.
+
+    Args:
+        first, last: these segments, at least two.
+        row, is_row: [WARPGROUP_M] rows of the query tile.
+        scale: of the maxima, times log2(e).
+    """
+    LAYOUT: gl.constexpr = acc_layout(config.HEAD_DIM)
+    acc, m_i, l_i = _load_partial(output, first, 1, row, is_row, config)
+    for segment in range(first + 1, last + 1):
+        more, more_m, more_l = _load_partial(output, segment, 0, row, is_row, config)
+        acc, m_i, l_i = fold(acc, m_i, l_i, more, more_m, more_l, scale)
+    return acc, m_i, l_i
+
+
+@gluon.jit
+def _load_partial(output, segment, begins_here, row, is_row, config: gl.constexpr):
+    """Return acc, m_i and l_i of rows in a segment; other programs have stored them."""
+    accs, maxima, sums = locate_partial(
+        output, segment, begins_here, row, acc_layout(config.HEAD_DIM), config
+    )
+    acc = gl.load(accs, mask=gl.expand_dims(is_row, 1), other=0.0, cache_modifier=".cg")
+    m_i = gl.load(maxima, mask=is_row, other=-float("inf"), cache_modifier=".cg")
+    return acc, m_i, gl.load(sums, mask=is_row, other=0.0, cache_modifier=".cg")
+
+
+@gluon.jit
+def arrive(semaphore, num_arrivals):
+    """Count this warpgroup's arrival; return whether it is the last, which resets the counter."""
+    layout: gl.constexpr = warp_layout(gl.num_warps())
+    # all threads have stored before one of them arrives
+    barrier()
+    thread = gl.arange(0, WARP_SIZE * gl.num_warps(), layout)
+    one = gl.full([WARP_SIZE * gl.num_warps()], 1, gl.int32, layout)
+    before = gl.atomic_add(
+        semaphore + thread * 0, one, mask=thread == 0, sem="acq_rel", scope="gpu"
+    )
+    before = gl.sum(gl.where(thread == 0, before, 0), 0)
+    is_last = before == num_arrivals - 1
+    if is_last:
+        gl.store(semaphore, 0)
+    return is_last
+
+
+@gluon.jit
+def _clear_padding(output, config: gl.constexpr):
+    """Store 0 and -inf to the rows of no request, divided among the programs."""
+    HEAD_DIM: gl.constexpr = config.HEAD_DIM
+    LAYOUT: gl.constexpr = acc_layout(HEAD_DIM)
+    ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    row = gl.arange(0, WARPGROUP_M, ROWS)  # [WARPGROUP_M]
+    acc = gl.zeros([WARPGROUP_M, HEAD_DIM], gl.float32, LAYOUT)
+    lse = gl.full([WARPGROUP_M], -float("inf"), gl.float32, ROWS)
+    live = gl.load(output.query_start_loc + output.num_reqs).to(gl.int32)
+    num_rows = (output.num_tokens - live) * output.group_size
+    step = gl.num_programs(1) * WARPGROUP_M
+    for begin in range(gl.program_id(1) * WARPGROUP_M, num_rows, step):
+        token = live + (begin + row) // output.group_size
+        head = gl.program_id(0) * output.group_size + (begin + row) % output.group_size
+        store_results(output, acc, lse, token, head, begin + row < num_rows, config)

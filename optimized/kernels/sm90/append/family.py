@@ -5,10 +5,9 @@ The family computes every request of a call, of any mixture of lengths. The cost
 keys.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ....launch.attention_call import AttentionCall
@@ -18,9 +17,8 @@ from ....launch.workspace import find_workspace
 from .. import family as sm90
 from ..config import BOX_COLUMNS, LOG2_E, WARPGROUP_M, Config
 from ..family import Sm90Plan, find_planes
-from .combine import ROWS, append_combine_kernel
 from .kernel import append_kernel
-from .rows import SPAN_FIELDS
+from .segments import MAX_SEGMENTS
 
 MIN_TILES = 2
 """KV tiles of a segment, at least."""
@@ -64,25 +62,19 @@ def plan(call: AttentionCall) -> "AppendPlan":
 
 @dataclass
 class AppendPlan(Sm90Plan):
-    """Launches of the Hopper append kernels for all calls with one signature.
+    """Launches of the Hopper append kernel for all calls with one signature.
 
     Args:
         boxes: the TMA box of the queries has tokens, heads and columns. The output has none.
         strides: the kernel's arguments from `k_block_rows` to `out_stride_head`.
-        constants: the kernels' constexpr arguments.
+        constants: the kernel's constexpr arguments.
     """
 
-    _combiner: Launcher = field(init=False)
-
     def __post_init__(self) -> None:
-        """Create the launchers."""
+        """Create the launcher."""
         self.launcher = Launcher(
             append_kernel, self.lower, self.constants, num_warps=4, num_stages=1
         )
-        self._combiner = Launcher(
-            append_combine_kernel, _lower_outputs, self.constants, num_warps=4,
-            num_stages=1,
-        )  # fmt: skip
 
     def count_segments(self, call: AttentionCall) -> int:
         """Return the segments of a KV head: one per SM that it gets, or fewer for few KV tiles."""
@@ -93,7 +85,7 @@ class AppendPlan(Sm90Plan):
         query_tiles = call.query.shape[0] // (self.tile_rows // config.GROUP) + num_reqs
         tiles = query_tiles * max(1, -(-call.max_key_len // config.BLOCK_N))
         segments = count_processors(call.query.device) // kv_heads
-        return max(1, min(segments, -(-tiles // MIN_TILES)))
+        return max(1, min(segments, -(-tiles // MIN_TILES), MAX_SEGMENTS.value))
 
     def launch(self, call: AttentionCall) -> None:
         """Compute all requests, and clear the rows of no request.
@@ -109,14 +101,13 @@ class AppendPlan(Sm90Plan):
         kv_heads = self.num_heads // self.group_size
         segments = self.count_segments(call)
         partial_rows = min(self.tile_rows, call.max_query_len * config.GROUP)
-        # each part begins at a multiple of 16 bytes
-        num_spans = segments * kv_heads * SPAN_FIELDS.value
-        partials = -(-2 * segments * kv_heads * partial_rows // 4) * 4
-        numbers = find_workspace(
-            query.device, 0, num_spans + partials * (config.HEAD_DIM + 1)
-        )[1]
-        partial_lse, partial_out = numbers[num_spans:], numbers[num_spans + partials :]
-        outputs = (out, lse, partial_out, partial_lse, numbers)
+        partials = 2 * segments * kv_heads * partial_rows
+        semaphores, numbers = find_workspace(
+            query.device,
+            segments * kv_heads * (self.tile_rows // WARPGROUP_M.value),
+            partials * (config.HEAD_DIM + 2),
+        )
+        outputs = (out, lse, numbers, semaphores)
         others = (block_table, starts, call.lengths)
         strides = (*self.strides, *((0, 0) if lse is None else lse.stride()))
         sinks = call.options.sinks
@@ -135,6 +126,7 @@ class AppendPlan(Sm90Plan):
             (sinks, call.scale * LOG2_E.value),
             (
                 num_reqs,
+                query.shape[0],
                 MIN_TILES,
                 partial_rows,
                 self.group_size,
@@ -145,14 +137,6 @@ class AppendPlan(Sm90Plan):
             maps,
             make_maps,
         )
-        tensors = (*outputs, starts)
-        self._combiner(
-            (kv_heads, segments, -(-partial_rows // ROWS.value)),
-            [0 if each is None else each.data_ptr() for each in tensors],
-            (sinks,),
-            (num_reqs, query.shape[0], partial_rows, self.group_size, *strides[6:]),
-            tensors,
-        )
 
     def lower(
         self, query: Tensor, key: Tensor, value: Tensor, *others: Tensor | None
@@ -160,12 +144,7 @@ class AppendPlan(Sm90Plan):
         """Return a call's descriptors and tensors in the order of the kernel's arguments."""
         tensors, extra_rows = (query, key, value), self.extra_rows(query, key)
         descriptors = map(self.describe, range(3), tensors, extra_rows)
-        return (*descriptors, *_lower_outputs(*others))
-
-
-def _lower_outputs(*tensors: Any) -> tuple[Any, ...]:
-    """Return the tensors of a launch with the spans, the fifth, as int32."""
-    return (*tensors[:4], tensors[4].view(torch.int32), *tensors[5:])
+        return (*descriptors, *others)
 
 
 def _is_supported(call: AttentionCall) -> bool:

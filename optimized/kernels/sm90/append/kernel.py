@@ -22,11 +22,12 @@ from ..score import ScoreArgs
 from .consumer import consume_segment
 from .producer import produce_q_and_k
 from .rows import OutputArgs
-from .segments import KINDS, find_segment
+from .segments import SPANS, find_segment
 
 # numbers that change from call to call, and must not make a specialization each
 NUMBERS = [
     "num_reqs",
+    "num_tokens",
     "min_tiles",
     "partial_rows",
     "group_size",
@@ -45,9 +46,8 @@ NUMBERS = [
 POINTERS = [
     "out",
     "lse",
-    "partial_out",
-    "partial_lse",
-    "spans",
+    "partials",
+    "semaphores",
     "block_table",
     "query_start_loc",
     "kv_lens",
@@ -62,15 +62,15 @@ def append_kernel(
     v_desc,
     out,
     lse,
-    partial_out,
-    partial_lse,
-    spans,
+    partials,
+    semaphores,
     block_table,
     query_start_loc,
     kv_lens,
     sinks,
     scale_log2,
     num_reqs,
+    num_tokens,
     min_tiles,
     partial_rows,
     group_size,
@@ -87,12 +87,12 @@ def append_kernel(
     block_table_stride,
     config: gl.constexpr,
 ):
-    """Compute the attention of all requests: results, or partial results of split query tiles.
+    """Compute the attention of all requests, and clear the rows of no request.
 
     Args:
         q_desc: tensor map of the queries, with boxes of tokens, heads and columns.
         k_desc, v_desc: tensor maps; `TmaTensor` has their block and head steps.
-        out, lse, partial_out, partial_lse, spans, partial_rows, group_size: `OutputArgs`.
+        out, lse, partials, semaphores, partial_rows, num_tokens, group_size: `OutputArgs`.
         block_table, query_start_loc, kv_lens, num_reqs: `BatchArgs`.
         sinks, scale_log2: `ScoreArgs`.
         min_tiles: KV tiles of a segment, at least.
@@ -106,7 +106,7 @@ def append_kernel(
         kv_lens,
         num_reqs,
         gl.num_programs(0),
-        KINDS,
+        SPANS,
         0,
     )
     k = TmaTensor(k_desc, k_block_rows, k_head_rows, k_head_columns)
@@ -114,10 +114,12 @@ def append_kernel(
     output = OutputArgs(
         out,
         lse,
-        partial_out,
-        partial_lse,
-        spans,
+        partials,
+        semaphores,
         partial_rows,
+        query_start_loc,
+        num_reqs,
+        num_tokens,
         group_size,
         out_stride_token,
         out_stride_head,

@@ -11,8 +11,7 @@ from ..invariant.producer import load_packed_q
 from ..pipeline import PipelineState
 from ..producer import load_k
 from ..scheduler import load_request, publish_end, publish_work
-from .rows import SPAN_FIELDS
-from .segments import BEGUN, KINDS, count_request_tiles, locate_item, without_kind
+from .segments import count_request_tiles, locate_item, without_span
 
 
 @gluon.jit
@@ -31,9 +30,6 @@ def produce_q_and_k(
     work_state = PipelineState.start(WORK_STAGES)
     k_state = PipelineState.start(config.STAGES)
     q_state = PipelineState.start(count_q_stages(config))
-    span = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
-    span_ptr = output.spans + span * SPAN_FIELDS
-    gl.store(span_ptr + 1, 0)
     tile_index = segment.first_tile
     for req in range(segment.first_req, segment.end_req):
         request = load_request(batch, req, True)
@@ -50,17 +46,9 @@ def produce_q_and_k(
             )
             publish_work(shared, work_state, work)
             work_state = work_state.advance()
-            if work.head % KINDS == BEGUN:
-                tokens = gl.minimum(
-                    request.query_len - query_tile * TILE_TOKENS, TILE_TOKENS
-                )
-                gl.store(span_ptr, work.query_start)
-                gl.store(span_ptr + 1, tokens)
-                last = (own_index + tiles.kv_tiles - 1) // segment.length
-                gl.store(span_ptr + 2, last)
             if work.num_kv_tiles > 0:
                 load_packed_q(
-                    shared, q_desc, q_state, without_kind(work), output.group_size,
+                    shared, q_desc, q_state, without_span(work), output.group_size,
                     config, NUM_CONSUMERS,
                 )  # fmt: skip
                 q_state = q_state.advance()

@@ -16,23 +16,25 @@ class OutputArgs(NamedTuple):
     Args:
         out: [tokens, heads, HEAD_SIZE], in the dtype of the queries or float32.
         lse: [heads, tokens], or None.
-        partial_out: [segments, 2, KV heads, partial_rows, HEAD_DIM] normalized rows of a segment:
-            of the query tile that began in an earlier segment, and of the one that begins here.
-        partial_lse: [segments, 2, KV heads, partial_rows] their log-sum-exp.
-        spans: [segments, KV heads, SPAN_FIELDS] int32 query tile that begins in a segment and ends
-            in a later one: its first token in the batch, its tokens, and its last segment. The
-            tokens are 0 if there is none.
+        partials: [segments, 2, KV heads, partial_rows, HEAD_DIM] accumulators of a segment: of the
+            query tile that began in an earlier segment, and of the one that begins here. After
+            them as many rows of maxima, and of sums.
+        semaphores: [segments, KV heads, consumers] int32 arrivals of a warpgroup's partial results
+            of the query tile that begins in a segment; 0 before and after the launch.
         partial_rows: rows of a query tile, at most, for which there is memory.
+        query_start_loc, num_reqs, num_tokens: [reqs + 1], the requests, and tokens with padding.
         group_size: query heads per KV head.
         out_stride_token, out_stride_head, lse_stride_token, lse_stride_head: in elements.
     """
 
     out: Any
     lse: Any
-    partial_out: Any
-    partial_lse: Any
-    spans: Any
+    partials: Any
+    semaphores: Any
     partial_rows: Any
+    query_start_loc: Any
+    num_reqs: Any
+    num_tokens: Any
     group_size: Any
     out_stride_token: Any
     out_stride_head: Any
@@ -40,25 +42,26 @@ class OutputArgs(NamedTuple):
     lse_stride_head: Any
 
 
-SPAN_FIELDS = gl.constexpr(4)
-"""Numbers per span, of which three are used."""
-
-
 @gluon.jit
-def store_partial(output, acc, lse, row, is_row, begins_here, config: gl.constexpr):
-    """Store a warpgroup's rows of a query tile that spans several segments.
+def locate_partial(
+    output, segment, begins_here, row, layout: gl.constexpr, config: gl.constexpr
+):
+    """Return pointers to the accumulators, maxima and sums of rows of a partial result.
 
     Args:
         output: `OutputArgs`.
-        acc: [WARPGROUP_M, HEAD_DIM] normalized rows.
-        lse: [WARPGROUP_M].
-        row, is_row: [WARPGROUP_M] rows of the query tile.
-        begins_here: 1 if the query tile begins in this program's segment, else 0.
+        segment: the segment.
+        begins_here: 1 if the query tile begins in the segment, else 0.
+        row: [rows] of the query tile.
+
+    Returns:
+        [rows, HEAD_DIM], [rows], [rows].
     """
-    column = gl.arange(0, config.HEAD_DIM, gl.SliceLayout(0, acc.type.layout))
-    slot = (gl.program_id(1) * 2 + begins_here) * gl.num_programs(0) + gl.program_id(0)
-    offset = slot.to(gl.int64) * output.partial_rows + row  # [WARPGROUP_M]
-    is_row = is_row & (row < output.partial_rows)
-    gl.store(output.partial_lse + offset, lse, mask=is_row)
-    address = output.partial_out + gl.expand_dims(offset * config.HEAD_DIM, 1)
-    gl.store(address + gl.expand_dims(column, 0), acc, mask=gl.expand_dims(is_row, 1))
+    kv_heads = gl.num_programs(0)
+    rows = gl.num_programs(1) * 2 * kv_heads * output.partial_rows
+    slot = (segment * 2 + begins_here) * kv_heads + gl.program_id(0)
+    row = slot * output.partial_rows + row  # fits 32 bits: the host has checked it
+    column = gl.arange(0, config.HEAD_DIM, gl.SliceLayout(0, layout))
+    offset = gl.expand_dims(row * config.HEAD_DIM, 1) + gl.expand_dims(column, 0)
+    maxima = output.partials + rows * config.HEAD_DIM
+    return output.partials + offset, maxima + row, maxima + rows + row

@@ -13,10 +13,11 @@ from ..scheduler import WorkItem, first_visible_key
 
 REQS_PER_PASS = gl.constexpr(256)
 """Requests whose tiles are counted at once, by every warp for itself."""
-WHOLE, CONTINUED, BEGUN = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
-"""Kinds of work items: all KV tiles of a query tile, some but not the first, and the first ones."""
-KINDS = gl.constexpr(4)
-"""A work item's head is KV head * KINDS + kind."""
+MAX_SEGMENTS = gl.constexpr(256)
+"""Segments of a KV head, at most."""
+SPANS = gl.constexpr(MAX_SEGMENTS.value**2)
+"""A work item's head is KV head * SPANS + first segment * MAX_SEGMENTS + last segment. These are the
+segments with KV tiles of its query tile."""
 
 
 class Segment(NamedTuple):
@@ -118,6 +119,33 @@ def choose_length(total, query_tiles, longest, num_segments, min_tiles):
 
 
 @gluon.jit
+def _count_requests(batch, tiles, base, counted, begin, end):
+    """Return the tiles up to the end of a pass, and how many of its requests end by some tiles.
+
+    Args:
+        tiles: `RequestTiles` of the requests from `base` on.
+        counted: tiles of earlier passes.
+        begin, end: bounds of the segment.
+
+    Returns:
+        tiles up to the end of the pass; requests that end by `begin`, and before `end`; the end of
+        the last request of the former, or 0.
+    """
+    tiles_of_req = tiles.kv_tiles * tiles.query_tiles
+    req = base + gl.arange(0, REQS_PER_PASS, requests_layout(gl.num_warps()))
+    is_req = req < batch.num_reqs
+    tiles_end = counted + gl.associative_scan(tiles_of_req, 0, _add)
+    is_before = (tiles_end <= begin) & is_req
+    is_within = (tiles_end < end) & is_req
+    return (
+        counted + gl.sum(tiles_of_req, 0),
+        gl.sum(is_before.to(gl.int32), 0),
+        gl.sum(is_within.to(gl.int32), 0),
+        gl.max(gl.where(is_before, tiles_end, 0), 0),
+    )
+
+
+@gluon.jit
 def find_segment(
     batch,
     index,
@@ -133,35 +161,33 @@ def find_segment(
         index, num_segments: of the segment, and how many there are.
         min_tiles: a shorter segment is not worth a combination.
     """
-    total = gl.to_tensor(0)
-    query_tiles = gl.to_tensor(0)
-    longest = gl.to_tensor(0)
-    for base in range(0, batch.num_reqs, REQS_PER_PASS):
-        tiles = _count_tiles(batch, base, config, TILE_TOKENS)
-        total += gl.sum(tiles.kv_tiles * tiles.query_tiles, 0)
-        query_tiles += gl.sum(tiles.query_tiles, 0)
-        is_query = tiles.query_tiles > 0
-        longest = gl.maximum(longest, gl.max(gl.where(is_query, tiles.kv_tiles, 0), 0))
+    # the tiles of the first pass are counted once: most batches need no other pass
+    tiles = _count_tiles(batch, 0, config, TILE_TOKENS)
+    total = gl.sum(tiles.kv_tiles * tiles.query_tiles, 0)
+    query_tiles = gl.sum(tiles.query_tiles, 0)
+    longest = gl.max(gl.where(tiles.query_tiles > 0, tiles.kv_tiles, 0), 0)
+    for base in range(REQS_PER_PASS, batch.num_reqs, REQS_PER_PASS):
+        more = _count_tiles(batch, base, config, TILE_TOKENS)
+        total += gl.sum(more.kv_tiles * more.query_tiles, 0)
+        query_tiles += gl.sum(more.query_tiles, 0)
+        most = gl.max(gl.where(more.query_tiles > 0, more.kv_tiles, 0), 0)
+        longest = gl.maximum(longest, most)
     length = choose_length(total, query_tiles, longest, num_segments, min_tiles)
     begin = gl.minimum(index * length, total)
     end = gl.minimum(begin + length, total)
-    counted = gl.to_tensor(0)
-    first_req = gl.to_tensor(0)
-    end_req = gl.to_tensor(0)
-    first_tile = gl.to_tensor(0)
-    for base in range(0, batch.num_reqs, REQS_PER_PASS):
-        tiles = _count_tiles(batch, base, config, TILE_TOKENS)
-        tiles_of_req = tiles.kv_tiles * tiles.query_tiles
-        req = base + gl.arange(0, REQS_PER_PASS, requests_layout(gl.num_warps()))
-        is_req = req < batch.num_reqs
-        tiles_end = counted + gl.associative_scan(tiles_of_req, 0, _add)
-        counted += gl.sum(tiles_of_req, 0)
-        is_before = (tiles_end <= begin) & is_req
-        first_req += gl.sum(is_before.to(gl.int32), 0)
-        end_req += gl.sum(((tiles_end < end) & is_req).to(gl.int32), 0)
-        first_tile = gl.maximum(
-            first_tile, gl.max(gl.where(is_before, tiles_end, 0), 0)
-        )
+    zero = gl.to_tensor(0)
+    found = _count_requests(batch, tiles, 0, zero, begin, end)
+    counted = found[0]
+    first_req = found[1]
+    end_req = found[2]
+    first_tile = found[3]
+    for base in range(REQS_PER_PASS, batch.num_reqs, REQS_PER_PASS):
+        more = _count_tiles(batch, base, config, TILE_TOKENS)
+        found = _count_requests(batch, more, base, counted, begin, end)
+        counted = found[0]
+        first_req += found[1]
+        end_req += found[2]
+        first_tile = gl.maximum(first_tile, found[3])
     # the request that reaches over the end is in the segment too
     end_req = gl.where(begin < end, end_req + 1, first_req)
     return Segment(first_req, end_req, first_tile, begin, end, length)
@@ -201,11 +227,12 @@ def locate_item(
     # of the tiles that these rows attend to
     first = gl.maximum(begin, first_visible_key(position, config) // BLOCK_N)
     end = gl.minimum(tiles.first + end_in_tile, _ceil_div(kv_end, BLOCK_N))
-    is_split = end_in_tile - in_tile < tiles.kv_tiles
-    kind = gl.where(is_split, gl.where(in_tile == 0, BEGUN, CONTINUED), WHOLE)
+    first_segment = tile_index // segment.length
+    last_segment = (tile_index + tiles.kv_tiles - 1) // segment.length
+    span = first_segment * MAX_SEGMENTS + last_segment
     return WorkItem(
         req,
-        gl.program_id(0) * KINDS + kind,
+        gl.program_id(0) * SPANS + span,
         request.query_start + first_token,
         begin,
         position,
@@ -216,11 +243,11 @@ def locate_item(
 
 
 @gluon.jit
-def without_kind(work):
+def without_span(work):
     """Return a `WorkItem` whose head is the KV head."""
     return WorkItem(
         work.req,
-        work.head // KINDS,
+        work.head // SPANS,
         work.query_start,
         work.split,
         work.position,
