@@ -18,16 +18,18 @@ from functools import lru_cache
 
 from .launcher import next_power_of_2
 from .tuning import (
-    COMBINE_US,
+    APPEND_US,
     DECODE_BYTES_PER_US,
-    HOPPER_APPEND_ROWS,
     HOPPER_FLOP_PER_US,
-    HOPPER_TILE_TOKENS,
+    HOPPER_TILE_ROWS,
     L2_BYTES_PER_US,
     LAUNCH_US,
     MAX_SPLIT_TOKENS,
     MIN_SPLIT_KEYS,
     PORTABLE_FLOP_PER_US,
+    PREFILL_US,
+    SPLIT_US,
+    WARPGROUP_ROWS,
 )
 
 
@@ -108,15 +110,11 @@ def _choose_long(
     num_long = count_long(num_reqs, tokens, max_query_len)
     batch = (num_reqs, num_long, max_query_len, max_key_len)
     block_m = choose_row_tile(layer, num_reqs, tokens, max_query_len, max_key_len)
-    split = estimate_split(layer, block_m, *batch)
-    path, least = "split", split
     if layer.has_append:
-        append = estimate_append(layer, *batch)
-        if append < least:
-            path, least = "append", append
-    if least < estimate_prefill(layer, *batch):
-        return Choice(path, block_m)
-    return PREFILL
+        path, least = "append", estimate_append(layer, *batch)
+    else:
+        path, least = "split", estimate_split(layer, block_m, *batch)
+    return Choice(path, block_m) if least < estimate_prefill(layer, *batch) else PREFILL
 
 
 @lru_cache(maxsize=1024)
@@ -163,8 +161,7 @@ def estimate_split(
     reads_again = (tiles - num_reqs) * heads * keys * layer.key_bytes
     processors = layer.processors
     return (
-        LAUNCH_US
-        + COMBINE_US
+        SPLIT_US
         + max(
             products / (PORTABLE_FLOP_PER_US[block_m] * processors),
             reads / (DECODE_BYTES_PER_US * processors)
@@ -176,21 +173,23 @@ def estimate_split(
 def estimate_append(
     layer: Layer, num_reqs: int, num_long: int, max_query_len: int, max_key_len: int
 ) -> float:
-    """Return the microseconds of the append kernel of Hopper chips for all requests."""
+    """Return the microseconds of the append kernel of Hopper chips for all requests.
+
+    The query tiles of a request are computed one after the other, so each reads the keys from
+    memory. Warpgroups without a row compute nothing.
+    """
     group = next_power_of_2(layer.group_size)
+    tile_rows, rate = _hopper_tile(layer)
     rows = max_query_len * group
-    tiles = num_long * -(-rows // HOPPER_APPEND_ROWS) + num_reqs - num_long
-    keys = _visible_keys(layer, max_query_len, max_key_len)
-    heads, processors = layer.kv_heads, layer.processors
-    products = 2 * tiles * heads * HOPPER_APPEND_ROWS * keys * layer.numbers
-    reads = num_reqs * heads * keys * layer.key_bytes
-    return (
-        LAUNCH_US
-        + COMBINE_US
-        + max(
-            products / (HOPPER_FLOP_PER_US * processors),
-            reads / (DECODE_BYTES_PER_US * processors),
-        )
+    tiles = num_long * -(-rows // tile_rows) + num_reqs - num_long
+    warpgroups = num_long * -(-rows // WARPGROUP_ROWS)
+    warpgroups += (num_reqs - num_long) * -(-group // WARPGROUP_ROWS)
+    keys = layer.kv_heads * _visible_keys(layer, max_query_len, max_key_len)
+    products = 2 * warpgroups * WARPGROUP_ROWS * keys * layer.numbers
+    reads = tiles * keys * layer.key_bytes
+    processors = layer.processors
+    return APPEND_US + max(
+        products / (rate * processors), reads / (DECODE_BYTES_PER_US * processors)
     )
 
 
@@ -205,31 +204,37 @@ def estimate_prefill(
     keys = _visible_keys(layer, max_query_len, max_key_len)
     if layer.causal:
         keys -= min(keys, max_query_len) // 2
+    rows, heads = layer.prefill_rows, layer.kv_heads
+    rows_per_token, rate = layer.group_size, PORTABLE_FLOP_PER_US[rows]
     if layer.has_hopper:
-        # this kernel has a query tile per query head
-        rows, heads = HOPPER_TILE_TOKENS, layer.kv_heads * layer.group_size
-        tiles = num_long * -(-max_query_len // rows)
-        rate = HOPPER_FLOP_PER_US
-    else:
-        rows, heads = layer.prefill_rows, layer.kv_heads
-        tiles = num_long * -(-max_query_len * layer.group_size // rows)
-        rate = PORTABLE_FLOP_PER_US[rows]
-    # fewer programs than multiprocessors leave some idle
+        rows, rate = _hopper_tile(layer)
+        if WARPGROUP_ROWS % layer.group_size:
+            # a tile has the rows of one query head
+            heads, rows_per_token = heads * layer.group_size, 1
+    tiles = num_long * -(-max_query_len * rows_per_token // rows)
+    # the last round of programs may leave multiprocessors idle
+    rounds = -(-tiles * heads // processors)
+    products = 2 * rounds * rows * keys * layer.numbers
     busy = min(processors, tiles * heads)
-    products = 2 * tiles * heads * rows * keys * layer.numbers
     reads = num_long * layer.kv_heads * keys * layer.key_bytes
     reads_again = tiles * heads * keys * layer.key_bytes - reads
-    long = LAUNCH_US + max(
-        products / (rate * busy),
+    time = PREFILL_US + max(
+        products / rate,
         reads / (DECODE_BYTES_PER_US * busy) + reads_again / (L2_BYTES_PER_US * busy),
     )
     if layer.converted_bytes:
         converted = num_long * layer.kv_heads * max_key_len * layer.converted_bytes
-        long += LAUNCH_US + converted / (DECODE_BYTES_PER_US * processors)
-    if not layer.short_rows:
-        return long
-    reads = (num_reqs - num_long) * layer.kv_heads * max_key_len * layer.key_bytes
-    return long + LAUNCH_US + reads / (DECODE_BYTES_PER_US * processors)
+        time += LAUNCH_US + converted / (DECODE_BYTES_PER_US * processors)
+    if layer.short_rows:
+        reads = (num_reqs - num_long) * layer.kv_heads * max_key_len * layer.key_bytes
+        time += reads / (DECODE_BYTES_PER_US * processors)
+    return time
+
+
+def _hopper_tile(layer: Layer) -> tuple[int, float]:
+    """Return the rows of a query tile of Hopper's kernels, and their operations per microsecond."""
+    size = 64 if layer.numbers <= 128 else 128
+    return HOPPER_TILE_ROWS[size], HOPPER_FLOP_PER_US[size]
 
 
 def _visible_keys(layer: Layer, max_query_len: int, max_key_len: int) -> int:

@@ -196,7 +196,6 @@ def _combine(output, first, last, row, is_row, scale, config: gl.constexpr):
         row, is_row: [WARPGROUP_M] rows of the query tile.
         scale: of the maxima, times log2(e).
     """
-    LAYOUT: gl.constexpr = acc_layout(config.HEAD_DIM)
     acc, m_i, l_i = _load_partial(output, first, 1, row, is_row, config)
     for segment in range(first + 1, last + 1):
         more, more_m, more_l = _load_partial(output, segment, 0, row, is_row, config)

@@ -16,8 +16,8 @@ REQS_PER_PASS = gl.constexpr(256)
 MAX_SEGMENTS = gl.constexpr(256)
 """Segments of a KV head, at most."""
 SPANS = gl.constexpr(MAX_SEGMENTS.value**2)
-"""A work item's head is KV head * SPANS + first segment * MAX_SEGMENTS + last segment. These are the
-segments with KV tiles of its query tile."""
+"""A work item's head is KV head * SPANS + first segment * MAX_SEGMENTS + last segment. These are
+the segments with KV tiles of its query tile."""
 
 
 class Segment(NamedTuple):
