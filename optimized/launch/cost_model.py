@@ -28,6 +28,7 @@ from .tuning import (
     MIN_SPLIT_KEYS,
     PORTABLE_FLOP_PER_US,
     PREFILL_US,
+    ROUND_US,
     SPLIT_US,
     WARPGROUP_ROWS,
 )
@@ -211,17 +212,15 @@ def estimate_prefill(
         if WARPGROUP_ROWS % layer.group_size:
             # a tile has the rows of one query head
             heads, rows_per_token = heads * layer.group_size, 1
-    tiles = num_long * -(-max_query_len * rows_per_token // rows)
+    items = num_long * -(-max_query_len * rows_per_token // rows) * heads
     # the last round of programs may leave multiprocessors idle
-    rounds = -(-tiles * heads // processors)
+    rounds = -(-items // processors)
     products = 2 * rounds * rows * keys * layer.numbers
-    busy = min(processors, tiles * heads)
-    reads = num_long * layer.kv_heads * keys * layer.key_bytes
-    reads_again = tiles * heads * keys * layer.key_bytes - reads
-    time = PREFILL_US + max(
-        products / rate,
-        reads / (DECODE_BYTES_PER_US * busy) + reads_again / (L2_BYTES_PER_US * busy),
-    )
+    read_once = num_long * layer.kv_heads
+    reads = (
+        read_once / DECODE_BYTES_PER_US + (items - read_once) / L2_BYTES_PER_US
+    ) * (keys * layer.key_bytes / (processors if rounds == 1 else items / rounds))
+    time = PREFILL_US + ROUND_US * rounds + max(products / rate, reads)
     if layer.converted_bytes:
         converted = num_long * layer.kv_heads * max_key_len * layer.converted_bytes
         time += LAUNCH_US + converted / (DECODE_BYTES_PER_US * processors)

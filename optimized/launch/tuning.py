@@ -108,6 +108,9 @@ SPLIT_US, PREFILL_US, APPEND_US = 30.0, 25.0, 35.0
 """What the portable append kernel, a decode launch with a prefill launch, and Hopper's append kernel
 take besides products and reads: launches, first accesses, write-back of a dirty L2 cache, tails and
 combinations."""
+ROUND_US = 4.0
+"""The begin and the end of a work item of a prefill: 64 requests of 6 tokens over 1,024 keys have
+four per multiprocessor, and take 102 us."""
 LAUNCH_US = 5.0
 """One more launch in a CUDA graph: 4.4 us for an empty kernel."""
 MAX_SPLIT_TOKENS = 8 if INTERPRETED else 1024
