@@ -19,6 +19,8 @@ from pagetwin.optimized.launch.cost_model import (
     Layer,
     choose_path,
     count_long,
+    estimate_append,
+    estimate_prefill,
 )
 from pagetwin.tools.bench.workloads import load_workloads
 from torch import Tensor
@@ -27,9 +29,9 @@ TESTS = Path(__file__).parent
 
 # what is not named here is decoded, or computed by the prefill kernel of Hopper chips
 PATHS_ON_AN_H200 = {
-    "verify-48x6k-q6": "split, 32 rows",
-    "verify-16x16k-q16": "split, 64 rows",
-    "verify-8x8k-q32": "split, 128 rows",
+    "verify-48x6k-q6": "sm90 append",
+    "verify-16x16k-q16": "sm90 append",
+    "verify-8x8k-q32": "sm90 append",
     "mla-decode-128h-32x8k": "sm90 latent",
     "mla-decode-16h-256x1k": "sm90 latent",
     "mla-verify-q2-128h-64x4k": "sm90 latent",
@@ -76,6 +78,7 @@ LLAMA = Layer(
     row_tiles=(16, 32, 64, 128),
     prefill_rows=128,
     has_hopper=True,
+    has_append=True,
     causal=True,
     max_visible_keys=None,
     processors=132,
@@ -97,22 +100,22 @@ def choose(*batch: int, **changes: Any) -> Choice:
 @pytest.mark.usefixtures("chip")
 def test_requests_that_fit_a_decode_tile_are_decoded() -> None:
     assert choose(64, 256, 4, 4096) == DECODE
-    assert choose(64, 320, 5, 4096).path == "split"
+    assert choose(64, 320, 5, 4096).path == "append"
+    assert choose(64, 320, 5, 4096, has_hopper=False, has_append=False).path == "split"
 
 
 @pytest.mark.usefixtures("chip")
-@pytest.mark.parametrize("has_hopper", [True, False])
+@pytest.mark.parametrize("is_hopper", [True, False])
 @pytest.mark.parametrize(("reqs", "keys"), [(1, 131072), (8, 8192), (64, 4096)])
-def test_longer_requests_are_split_up_to_one_length_and_never_beyond_it(
-    reqs: int, keys: int, has_hopper: bool
+def test_few_new_tokens_are_split_and_many_are_prefilled(
+    reqs: int, keys: int, is_hopper: bool
 ) -> None:
-    paths = [
-        choose(reqs, reqs * new, new, keys, has_hopper=has_hopper).path
-        for new in range(5, 2000, 5)
-    ]
-    boundary = paths.index("prefill")
-    assert set(paths[:boundary]) == {"split"} and set(paths[boundary:]) == {"prefill"}
-    assert boundary > 0 and (5 * boundary + 5 > 64 or not has_hopper)
+    split = "append" if is_hopper else "split"
+    for new, path in ((5, split), (1100, "prefill")):
+        choice = choose(
+            reqs, reqs * new, new, keys, has_hopper=is_hopper, has_append=is_hopper
+        )
+        assert choice.path == path
 
 
 @pytest.mark.usefixtures("chip")
@@ -128,8 +131,14 @@ def test_decodes_beside_one_prompt_are_not_split_with_its_tiles() -> None:
 
 @pytest.mark.usefixtures("chip")
 def test_keys_outside_of_a_window_do_not_count() -> None:
-    few = choose_path(Layer(**(vars(LLAMA) | {"max_visible_keys": 1})), 9, 72, 8, 9000)
-    assert few.block_m == choose(9, 72, 8, 9000).block_m == 32
+    whole, few = (
+        Layer(**(vars(LLAMA) | {"max_visible_keys": keys})) for keys in (None, 100)
+    )
+    batch = (9, 9, 8, 9000)
+    for estimate in (estimate_append, estimate_prefill):
+        # no more keys than the window and the new tokens have
+        assert estimate(few, *batch) == estimate(whole, *batch[:3], 108)
+        assert estimate(few, *batch) < estimate(whole, *batch)
 
 
 @pytest.mark.parametrize(

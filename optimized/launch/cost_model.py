@@ -27,6 +27,7 @@ from .tuning import (
     MAX_SPLIT_TOKENS,
     MIN_SPLIT_KEYS,
     PORTABLE_FLOP_PER_US,
+    PREFILL_BYTES_PER_US,
     PREFILL_US,
     ROUND_US,
     SPLIT_US,
@@ -218,7 +219,7 @@ def estimate_prefill(
     products = 2 * rounds * rows * keys * layer.numbers
     read_once = num_long * layer.kv_heads
     reads = (
-        read_once / DECODE_BYTES_PER_US + (items - read_once) / L2_BYTES_PER_US
+        read_once / PREFILL_BYTES_PER_US + (items - read_once) / L2_BYTES_PER_US
     ) * (keys * layer.key_bytes / (processors if rounds == 1 else items / rounds))
     time = PREFILL_US + ROUND_US * rounds + max(products / rate, reads)
     if layer.converted_bytes:
