@@ -162,13 +162,10 @@ def estimate_split(
     reads = num_reqs * heads * keys * layer.key_bytes
     reads_again = (tiles - num_reqs) * heads * keys * layer.key_bytes
     processors = layer.processors
-    return (
-        SPLIT_US
-        + max(
-            products / (PORTABLE_FLOP_PER_US[block_m] * processors),
-            reads / (DECODE_BYTES_PER_US * processors)
-            + reads_again / (L2_BYTES_PER_US * processors),
-        )
+    return SPLIT_US + max(
+        products / (PORTABLE_FLOP_PER_US[block_m] * processors),
+        reads / (DECODE_BYTES_PER_US * processors)
+        + reads_again / (L2_BYTES_PER_US * processors),
     )
 
 

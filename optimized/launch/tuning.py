@@ -108,9 +108,9 @@ HOPPER_TILE_ROWS = {64: 192, 128: 128}
 WARPGROUP_ROWS = 64
 """Rows of a query tile that one warpgroup computes."""
 SPLIT_US, PREFILL_US, APPEND_US = 30.0, 25.0, 35.0
-"""What the portable append kernel, a decode launch with a prefill launch, and Hopper's append kernel
-take besides products and reads: launches, first accesses, write-back of a dirty L2 cache, tails and
-combinations."""
+"""What the portable append kernel, a decode launch with a prefill launch, and Hopper's append
+kernel take besides products and reads: launches, first accesses, write-back of a dirty L2 cache,
+tails and combinations."""
 ROUND_US = 4.0
 """The begin and the end of a work item of a prefill: 64 requests of 6 tokens over 1,024 keys have
 four per multiprocessor, and take 102 us."""
