@@ -231,7 +231,7 @@ def test_a_launch_gives_every_argument_of_the_kernels_its_value(
 
 
 def test_a_call_that_the_kernel_does_not_take_is_split_by_the_portable_one(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     """A negative scale, for which the running maximum may not be taken before the scale."""
     launched: list[str] = []
@@ -244,7 +244,9 @@ def test_a_call_that_the_kernel_does_not_take_is_split_by_the_portable_one(
         )
     monkeypatch.setattr(family, "is_hopper", lambda device: True)
     monkeypatch.setattr(dispatch, "choose_path", lambda *_: Choice("append", 32))
-    batch = build(BatchPlan((20,), (900,), head_size=128, group=4, dtype=BF16))
+    batch = build(
+        BatchPlan((20,), (900,), head_size=128, group=4, dtype=BF16), str(device)
+    )
     call = to_call(batch, *batch.fresh())
     plan = dispatch.make_plan(call)
     dispatch.launch_long(plan, call)

@@ -19,6 +19,7 @@ from functools import lru_cache
 from .launcher import next_power_of_2
 from .tuning import (
     APPEND_US,
+    APPEND_WINDOW_US,
     DECODE_BYTES_PER_US,
     HOPPER_FLOP_PER_US,
     HOPPER_TILE_ROWS,
@@ -26,6 +27,7 @@ from .tuning import (
     LAUNCH_US,
     MAX_SPLIT_TOKENS,
     MIN_SPLIT_KEYS,
+    PARTIAL_US,
     PORTABLE_FLOP_PER_US,
     PREFILL_BYTES_PER_US,
     PREFILL_US,
@@ -187,8 +189,18 @@ def estimate_append(
     products = 2 * warpgroups * WARPGROUP_ROWS * keys * layer.numbers
     reads = tiles * keys * layer.key_bytes
     processors = layer.processors
-    return APPEND_US + max(
-        products / (rate * processors), reads / (DECODE_BYTES_PER_US * processors)
+    segments = max(1, processors // layer.kv_heads)
+    partials = 0
+    if tiles % segments:
+        # a query tile spans so many segments, and one more unless they divide it evenly
+        partials = -(-segments // tiles) + (segments % tiles > 0)
+    return (
+        APPEND_US
+        + PARTIAL_US * partials * layer.numbers / 256
+        + (0.0 if layer.max_visible_keys is None else APPEND_WINDOW_US)
+        + max(
+            products / (rate * processors), reads / (DECODE_BYTES_PER_US * processors)
+        )
     )
 
 

@@ -84,8 +84,8 @@ SHORT_PROGRAMS = 2 if INTERPRETED else 1
 """Programs of short decodes per multiprocessor, at most. Batches of 64 and 128 programs on 132
 multiprocessors are measured, larger ones are not."""
 
-# Constants of cost_model.py, per multiprocessor of an H200 (132 of them), fitted to 20 batches of 4
-# to 106 requests with 5 to 1,024 new tokens over 1,024 to 65,536 keys (cold L2, medians of 11). On
+# Constants of cost_model.py, per multiprocessor of an H200 (132 of them), fitted to 27 batches of 1
+# to 128 requests with 1 to 1,024 new tokens over 700 to 65,536 keys (cold L2, medians of 11). On
 # another chip their ratios matter, since all paths are estimated with the same ones.
 DECODE_BYTES_PER_US = 34_500.0
 """Bytes of keys and values that are read: 1.84 us per 128 keys of one head, in batches of 32 to 144
@@ -111,6 +111,12 @@ SPLIT_US, PREFILL_US, APPEND_US = 30.0, 25.0, 35.0
 """What the portable append kernel, a decode launch with a prefill launch, and Hopper's append
 kernel take besides products and reads: launches, first accesses, write-back of a dirty L2 cache,
 tails and combinations."""
+PARTIAL_US = 2.0
+"""A partial result of head size 128 that Hopper's append kernel combines: one request of 8 tokens over 65,536 keys
+has 16 per query tile and takes 113 us, 35 and 59 of them without."""
+APPEND_WINDOW_US = 12.0
+"""What a window adds to Hopper's append kernel: 8 us for 24 requests of 8 tokens and a window of
+1,024, 15 us for 10 of 20 tokens and a window of 4,096."""
 ROUND_US = 4.0
 """The begin and the end of a work item of a prefill: 64 requests of 6 tokens over 1,024 keys have
 four per multiprocessor, and take 102 us."""
