@@ -118,8 +118,8 @@ def test_few_new_tokens_are_split_and_many_are_prefilled(
         assert choice.path == path
 
 
-# requests, tokens, longest request and sequence; what differs from LLAMA; microseconds of the append
-# kernel and of the prefill kernel on an H200 (torch 2.11, triton 3.6, cold L2, medians of 11)
+# requests, tokens, longest request and sequence; what differs from LLAMA; microseconds of the
+# append kernel and of the prefill kernel on an H200 (torch 2.11, triton 3.6, cold L2, medians of 11)
 MEASURED: list[tuple[tuple[int, int, int, int], dict[str, int], float, float]] = [
     ((48, 288, 6, 6144), {}, 304.2, 315.2),
     ((16, 256, 16, 16384), {}, 271.0, 276.2),
@@ -187,7 +187,7 @@ def test_decodes_beside_one_prompt_are_not_split_with_its_tiles() -> None:
 @pytest.mark.usefixtures("chip")
 def test_keys_outside_of_a_window_do_not_count() -> None:
     whole, few = (
-        Layer(**(vars(LLAMA) | {"max_visible_keys": keys})) for keys in (None, 100)
+        Layer(**(vars(LLAMA) | {"max_visible_keys": keys})) for keys in (100_000, 100)
     )
     batch = (9, 9, 8, 9000)
     for estimate in (estimate_append, estimate_prefill):
