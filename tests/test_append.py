@@ -119,7 +119,7 @@ def test_few_new_tokens_are_split_and_many_are_prefilled(
 
 
 # requests, tokens, longest request and sequence; what differs from LLAMA; microseconds of the
-# append kernel and of the prefill kernel on an H200 (torch 2.11, triton 3.6, cold L2, medians of 11)
+# append kernel and of the prefill kernel (H200, torch 2.11, triton 3.6, cold L2, medians of 11)
 MEASURED: list[tuple[tuple[int, int, int, int], dict[str, int], float, float]] = [
     ((48, 288, 6, 6144), {}, 304.2, 315.2),
     ((16, 256, 16, 16384), {}, 271.0, 276.2),

@@ -112,8 +112,8 @@ SPLIT_US, PREFILL_US, APPEND_US = 30.0, 25.0, 35.0
 kernel take besides products and reads: launches, first accesses, write-back of a dirty L2 cache,
 tails and combinations."""
 PARTIAL_US = 2.0
-"""A partial result of head size 128 that Hopper's append kernel combines: one request of 8 tokens over 65,536 keys
-has 16 per query tile and takes 113 us, 35 and 59 of them without."""
+"""A partial result of head size 128 that Hopper's append kernel combines: one request of 8 tokens
+over 65,536 keys has 16 per query tile. It takes 113 us, of which 94 are for the rest."""
 APPEND_WINDOW_US = 12.0
 """What a window adds to Hopper's append kernel: 8 us for 24 requests of 8 tokens and a window of
 1,024, 15 us for 10 of 20 tokens and a window of 4,096."""
