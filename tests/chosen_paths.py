@@ -86,6 +86,8 @@ def find_kernels(workload: Workload) -> str:
         choice = cost_model.choose_path(
             plan.layer, len(workload.kv_lens), workload.tokens, *bounds
         )
+        if choice.path == "append":
+            return "sm90 append"
         if choice.path == "split":
             return f"split, {choice.block_m} rows"
         if choice.path == "decode":
@@ -98,7 +100,7 @@ def find_kernels(workload: Workload) -> str:
 def main(chip: int) -> None:
     """Print the kernels of every workload that is not a cache write."""
     pretend(chip, [])
-    folders = ("latent", "invariant", "fp8_decode", "fp8_prefill")
+    folders = ("append", "latent", "invariant", "fp8_decode", "fp8_prefill")
     for folder in ("sm90", *(f"sm90.{each}" for each in folders)):
         family = import_module(f"pagetwin.optimized.kernels.{folder}.family")
         family.is_hopper = lambda device: chip == 90

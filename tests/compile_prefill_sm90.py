@@ -31,6 +31,8 @@ import torch
 import triton
 from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.optimized.kernels.sm90 import family
+from pagetwin.optimized.kernels.sm90.append import family as append
+from pagetwin.optimized.kernels.sm90.append.kernel import append_kernel
 from pagetwin.optimized.kernels.sm90.invariant import family as invariant
 from pagetwin.optimized.kernels.sm90.invariant.kernel import (
     fold_kernel,
@@ -40,8 +42,10 @@ from pagetwin.optimized.kernels.sm90.kernel import prefill_kernel
 from pagetwin.optimized.launch.attention_call import AttentionCall
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime.jit import JITFunction
 
 NAMES = {
     torch.float16: "fp16",
@@ -64,6 +68,7 @@ class Case(NamedTuple):
         value_size: Optional. Head size of values. If None, that of keys.
         out_dtype: Optional. Dtype of the output. If None, that of queries.
         group: query heads per KV head, of 8 query heads.
+        is_append: whether the call is an append with split keys.
     """
 
     dtype: torch.dtype
@@ -75,6 +80,7 @@ class Case(NamedTuple):
     value_size: int | None = None
     out_dtype: torch.dtype | None = None
     group: int = 4
+    is_append: bool = False
 
     def __str__(self) -> str:
         words = [
@@ -86,6 +92,7 @@ class Case(NamedTuple):
         words += [f"{name} {value}" for name, value in self.options.items()]
         words += [f"{NAMES[self.out_dtype]} output"] if self.out_dtype else []
         words += [f"groups of {self.group}"] if self.group != 4 else []
+        words += ["append"] * self.is_append
         return ", ".join(words)
 
 
@@ -99,6 +106,7 @@ CASES = [
     Case(BF16, 64, 16, True, False, {"sliding_window": 256, "sinks": True}),
     Case(BF16, 192, 16, True, False, value_size=128),
     Case(BF16, 128, 16, True, True, {"batch_invariant": True}),
+    Case(BF16, 128, 16, True, False, is_append=True),
     # the cases above are compiled in every test run
     Case(BF16, 128, 16, True, False),
     Case(BF16, 128, 0, False, True),
@@ -134,8 +142,13 @@ CASES = [
     Case(BF16, 256, 16, True, False, {"sliding_window": 1024}, group=1),
     Case(BF16, 128, 16, True, False, group=2),
     Case(BF16, 64, 16, True, False, {"sliding_window": 256, "sinks": True}, group=8),
+    Case(BF16, 64, 16, True, True, {"sinks": True}, group=8, is_append=True),
+    Case(BF16, 256, 16, True, False, group=2, is_append=True),
+    Case(BF16, 128, 16, True, False, {"sliding_window": 1024}, is_append=True),
+    Case(FP16, 128, 32, True, True, {"logits_soft_cap": 30.0}, is_append=True),
+    Case(BF16, 192, 16, True, False, value_size=128, group=1, is_append=True),
 ]
-EVERY_DAY = 9
+EVERY_DAY = 10
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 COUNTED = ("HGMMA", "MUFU", "PRMT", "BAR", "LDL", "STL")
 
@@ -148,12 +161,12 @@ def record(case: Case) -> dict[str, Any]:
     launches: list[dict[str, Any]] = []
     is_invariant = "batch_invariant" in options
 
-    def keep(self: GluonJITFunction[Any], *args: Any, **options: Any) -> None:
+    def keep(self: JITFunction[Any], *args: Any, **options: Any) -> None:
         launches.append(dict(zip(self.arg_names, args, strict=True)))
 
     properties = SimpleNamespace(multi_processor_count=132, major=9, minor=0)
     torch.cuda.get_device_properties = lambda device=None: properties
-    GluonJITFunction.run = keep
+    GluonJITFunction.run = JITFunction.run = keep  # type: ignore[method-assign]
     query = torch.zeros(256, 8, head_size, dtype=dtype)
     starts = torch.tensor([0, 100, 256], dtype=torch.int32)
     kv_heads = 8 // case.group
@@ -176,6 +189,8 @@ def record(case: Case) -> dict[str, Any]:
         # so few rows of so many keys are split over several programs, and folded
         invariant.plan(call).launch(call)
         compile_case(launches[1], fold_kernel)
+    elif case.is_append:
+        append.plan(call).launch(call)
     else:
         family.plan(call).launch_prefill(call, 16)
     return launches[0]
@@ -198,13 +213,13 @@ def compile_case(
             signature[name] = f"*{NAMES[value.dtype]}"
         else:
             signature[name] = "fp32" if isinstance(value, float) else "i32"
-    source = GluonASTSource(fn=kernel, signature=signature, constexprs=constants)
-    return compile_source(source, 4)
+    source = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+    return compile_source(
+        source(fn=kernel, signature=signature, constexprs=constants), 4
+    )
 
 
-def compile_source(
-    source: GluonASTSource, num_warps: int
-) -> tuple[Any, dict[str, Any]]:
+def compile_source(source: ASTSource, num_warps: int) -> tuple[Any, dict[str, Any]]:
     """Compile a kernel for Hopper.
 
     Returns:
@@ -280,6 +295,8 @@ def main(numbers: list[int]) -> None:
         begin = time.perf_counter()
         is_invariant = "batch_invariant" in case.options
         kernel = invariant_kernel if is_invariant else prefill_kernel
+        if case.is_append:
+            kernel = append_kernel
         compiled, report = compile_case(record(case), kernel)
         line = {
             "case": str(case),

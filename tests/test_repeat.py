@@ -215,12 +215,14 @@ def test_a_plan_is_repeatable_if_all_its_parts_say_so() -> None:
     """A kernel that is launched without `Launcher` would be missing in a repeated call."""
     told, silent = SimpleNamespace(is_repeatable=True), SimpleNamespace()
     for parts, expected in (
-        ((told, (told,), (told,)), True),
-        ((told, (silent, told), ()), False),
-        ((told, (told,), (silent,)), False),
-        ((silent, (told,), ()), False),
+        ((told, (told,), (told,), (told,)), True),
+        ((told, (silent, told), (), ()), False),
+        ((told, (told,), (silent,), ()), False),
+        ((told, (told,), (), (silent,)), False),
+        ((silent, (told,), (), ()), False),
     ):
-        given: Any = dict(zip(("portable", "prefills", "complete"), parts, strict=True))
+        kinds = ("portable", "prefills", "complete", "appends")
+        given: Any = dict(zip(kinds, parts, strict=True))
         names = [each.name for each in fields(dispatch.LaunchPlan)]
         others = {name: None for name in names if name not in given}
         assert dispatch.LaunchPlan(**given, **others).is_repeatable == expected

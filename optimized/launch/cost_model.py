@@ -1,8 +1,9 @@
 """Cost model: which kernels compute the requests of a batch that are too long for a decode tile.
 
-Three paths exist. **decode**: every request fits one decode tile, so there is nothing to choose.
+Four paths exist. **decode**: every request fits one decode tile, so there is nothing to choose.
 **split**: one launch of the append kernel computes every request, short ones included, and divides
-their KV tiles evenly among the multiprocessors. **prefill**: the decode kernel computes the short
+their KV tiles evenly among the multiprocessors. **append** does the same with the append kernel of
+Hopper chips. **prefill**: the decode kernel computes the short
 requests, and a prefill kernel has one program per query tile of the long ones. That kernel reads no
 key twice, but few query tiles leave most of the chip idle.
 
@@ -15,16 +16,24 @@ as the longest one, and the others to have one new token. The constants are in t
 from dataclasses import dataclass
 from functools import lru_cache
 
+from .launcher import next_power_of_2
 from .tuning import (
-    COMBINE_US,
+    APPEND_US,
+    APPEND_WINDOW_US,
     DECODE_BYTES_PER_US,
     HOPPER_FLOP_PER_US,
-    HOPPER_TILE_TOKENS,
+    HOPPER_TILE_ROWS,
     L2_BYTES_PER_US,
     LAUNCH_US,
     MAX_SPLIT_TOKENS,
     MIN_SPLIT_KEYS,
+    PARTIAL_US,
     PORTABLE_FLOP_PER_US,
+    PREFILL_BYTES_PER_US,
+    PREFILL_US,
+    ROUND_US,
+    SPLIT_US,
+    WARPGROUP_ROWS,
 )
 
 
@@ -40,6 +49,7 @@ class Layer:
         row_tiles: rows of each tile of the append kernel, fewest first.
         prefill_rows: rows of a tile of the portable prefill kernel.
         has_hopper: whether the prefill kernel of Hopper chips takes the calls.
+        has_append: whether the append kernel of Hopper chips takes the calls.
         causal: whether queries attend to no later keys.
         max_visible_keys: Optional. Keys that a row attends to, at most. If None, all of them.
         processors: multiprocessors of the chip.
@@ -59,6 +69,7 @@ class Layer:
     max_visible_keys: int | None
     processors: int
     converted_bytes: int = 0
+    has_append: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,8 +77,9 @@ class Choice:
     """The kernels of a batch.
 
     Args:
-        path: "decode", "split" or "prefill".
-        block_m: rows of a query tile on the path "split"; 0 on the others.
+        path: "decode", "split", "append" or "prefill".
+        block_m: rows of a query tile of the portable append kernel on the paths "split" and
+            "append", where it takes the calls that Hopper's kernel does not; 0 on the others.
     """
 
     path: str
@@ -102,9 +114,11 @@ def _choose_long(
     num_long = count_long(num_reqs, tokens, max_query_len)
     batch = (num_reqs, num_long, max_query_len, max_key_len)
     block_m = choose_row_tile(layer, num_reqs, tokens, max_query_len, max_key_len)
-    if estimate_split(layer, block_m, *batch) < estimate_prefill(layer, *batch):
-        return Choice("split", block_m)
-    return PREFILL
+    if layer.has_append:
+        path, least = "append", estimate_append(layer, *batch)
+    else:
+        path, least = "split", estimate_split(layer, block_m, *batch)
+    return Choice(path, block_m) if least < estimate_prefill(layer, *batch) else PREFILL
 
 
 @lru_cache(maxsize=1024)
@@ -150,13 +164,42 @@ def estimate_split(
     reads = num_reqs * heads * keys * layer.key_bytes
     reads_again = (tiles - num_reqs) * heads * keys * layer.key_bytes
     processors = layer.processors
+    return SPLIT_US + max(
+        products / (PORTABLE_FLOP_PER_US[block_m] * processors),
+        reads / (DECODE_BYTES_PER_US * processors)
+        + reads_again / (L2_BYTES_PER_US * processors),
+    )
+
+
+def estimate_append(
+    layer: Layer, num_reqs: int, num_long: int, max_query_len: int, max_key_len: int
+) -> float:
+    """Return the microseconds of the append kernel of Hopper chips for all requests.
+
+    The query tiles of a request are computed one after the other, so each reads the keys from
+    memory. Warpgroups without a row compute nothing.
+    """
+    group = next_power_of_2(layer.group_size)
+    tile_rows, rate = _hopper_tile(layer)
+    rows = max_query_len * group
+    tiles = num_long * -(-rows // tile_rows) + num_reqs - num_long
+    warpgroups = num_long * -(-rows // WARPGROUP_ROWS)
+    warpgroups += (num_reqs - num_long) * -(-group // WARPGROUP_ROWS)
+    keys = layer.kv_heads * _visible_keys(layer, max_query_len, max_key_len)
+    products = 2 * warpgroups * WARPGROUP_ROWS * keys * layer.numbers
+    reads = tiles * keys * layer.key_bytes
+    processors = layer.processors
+    segments = max(1, processors // layer.kv_heads)
+    partials = 0
+    if tiles % segments:
+        # a query tile spans so many segments, and one more unless they divide it evenly
+        partials = -(-segments // tiles) + (segments % tiles > 0)
     return (
-        LAUNCH_US
-        + COMBINE_US
+        APPEND_US
+        + PARTIAL_US * partials * layer.numbers / 256
+        + (0.0 if layer.max_visible_keys is None else APPEND_WINDOW_US)
         + max(
-            products / (PORTABLE_FLOP_PER_US[block_m] * processors),
-            reads / (DECODE_BYTES_PER_US * processors)
-            + reads_again / (L2_BYTES_PER_US * processors),
+            products / (rate * processors), reads / (DECODE_BYTES_PER_US * processors)
         )
     )
 
@@ -172,31 +215,35 @@ def estimate_prefill(
     keys = _visible_keys(layer, max_query_len, max_key_len)
     if layer.causal:
         keys -= min(keys, max_query_len) // 2
+    rows, heads = layer.prefill_rows, layer.kv_heads
+    rows_per_token, rate = layer.group_size, PORTABLE_FLOP_PER_US[rows]
     if layer.has_hopper:
-        # this kernel has a query tile per query head
-        rows, heads = HOPPER_TILE_TOKENS, layer.kv_heads * layer.group_size
-        tiles = num_long * -(-max_query_len // rows)
-        rate = HOPPER_FLOP_PER_US
-    else:
-        rows, heads = layer.prefill_rows, layer.kv_heads
-        tiles = num_long * -(-max_query_len * layer.group_size // rows)
-        rate = PORTABLE_FLOP_PER_US[rows]
-    # fewer programs than multiprocessors leave some idle
-    busy = min(processors, tiles * heads)
-    products = 2 * tiles * heads * rows * keys * layer.numbers
-    reads = num_long * layer.kv_heads * keys * layer.key_bytes
-    reads_again = tiles * heads * keys * layer.key_bytes - reads
-    long = LAUNCH_US + max(
-        products / (rate * busy),
-        reads / (DECODE_BYTES_PER_US * busy) + reads_again / (L2_BYTES_PER_US * busy),
-    )
+        rows, rate = _hopper_tile(layer)
+        if WARPGROUP_ROWS % layer.group_size:
+            # a tile has the rows of one query head
+            heads, rows_per_token = heads * layer.group_size, 1
+    items = num_long * -(-max_query_len * rows_per_token // rows) * heads
+    # the last round of programs may leave multiprocessors idle
+    rounds = -(-items // processors)
+    products = 2 * rounds * rows * keys * layer.numbers
+    read_once = num_long * layer.kv_heads
+    reads = (
+        read_once / PREFILL_BYTES_PER_US + (items - read_once) / L2_BYTES_PER_US
+    ) * (keys * layer.key_bytes / (processors if rounds == 1 else items / rounds))
+    time = PREFILL_US + ROUND_US * rounds + max(products / rate, reads)
     if layer.converted_bytes:
         converted = num_long * layer.kv_heads * max_key_len * layer.converted_bytes
-        long += LAUNCH_US + converted / (DECODE_BYTES_PER_US * processors)
-    if not layer.short_rows:
-        return long
-    reads = (num_reqs - num_long) * layer.kv_heads * max_key_len * layer.key_bytes
-    return long + LAUNCH_US + reads / (DECODE_BYTES_PER_US * processors)
+        time += LAUNCH_US + converted / (DECODE_BYTES_PER_US * processors)
+    if layer.short_rows:
+        reads = (num_reqs - num_long) * layer.kv_heads * max_key_len * layer.key_bytes
+        time += reads / (DECODE_BYTES_PER_US * processors)
+    return time
+
+
+def _hopper_tile(layer: Layer) -> tuple[int, float]:
+    """Return the rows of a query tile of Hopper's kernels, and their operations per microsecond."""
+    size = 64 if layer.numbers <= 128 else 128
+    return HOPPER_TILE_ROWS[size], HOPPER_FLOP_PER_US[size]
 
 
 def _visible_keys(layer: Layer, max_query_len: int, max_key_len: int) -> int:

@@ -8,7 +8,8 @@ as those of a model's layers in one step, repeat the recorded launches of one of
 
 To add kernels for a chip, write a module with `supports(call)` and `plan(call)` in a folder of
 `optimized/kernels/`, and enter it in KERNEL_FAMILIES. No other file names it. A module whose plans
-compute every request of a call is entered in COMPLETE_FAMILIES. If a plan launches only through
+compute every request of a call is entered in COMPLETE_FAMILIES, or in APPEND_FAMILIES if the cost
+model has to select it. If a plan launches only through
 `Launcher`, takes memory only from `find_workspace` and does nothing else on the device, it may have
 the attribute `is_repeatable = True`. Its calls are then repeated (repeat/calls.py).
 """
@@ -24,6 +25,7 @@ from torch import Tensor
 from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
 from ...validation import values_checked
 from ..kernels.sm90 import family as sm90
+from ..kernels.sm90.append import family as sm90_append
 from ..kernels.sm90.fp8_prefill import family as sm90_fp8
 from ..kernels.sm90.invariant import family as sm90_invariant
 from ..kernels.sm90.latent import family as sm90_latent
@@ -88,6 +90,10 @@ COMPLETE_FAMILIES: tuple[CompleteFamily, ...] = (sm90_latent, sm90_invariant)
 """Kernels of particular chips and kinds of attention, in order of preference. A call that one of
 them takes needs no other family."""
 
+APPEND_FAMILIES: tuple[CompleteFamily, ...] = (sm90_append,)
+"""Kernels of particular chips that compute every request and split its keys. The cost model selects
+them for requests of a few new tokens over long sequences."""
+
 MAX_PLANS = 512
 """Plans that are kept. A model needs one per kind of layer and step; a plan is a few KiB of host
 memory, and making one takes 0.1 to 0.3 ms."""
@@ -106,6 +112,7 @@ class LaunchPlan:
         prefills: plans for the long requests, in order of preference; the last takes every call.
         complete: plans for all requests, in order of preference. The others serve calls that none
             of these takes.
+        appends: plans for all requests, with split keys, if the cost model selects them.
         short_rows: the most rows of a short request; 0 if the portable kernel has no decode launch.
         has_decode: whether the portable kernel has a decode launch.
         group_size: query heads per kv head.
@@ -118,6 +125,7 @@ class LaunchPlan:
     portable: portable.PortablePlan
     prefills: tuple[PrefillPlan, ...]
     complete: tuple[CompletePlan, ...]
+    appends: tuple[CompletePlan, ...]
     short_rows: int
     has_decode: bool
     group_size: int
@@ -128,7 +136,7 @@ class LaunchPlan:
     @cached_property
     def is_repeatable(self) -> bool:
         """Whether all plans do nothing on the device that a recording does not note."""
-        plans = (self.portable, *self.prefills, *self.complete)
+        plans = (self.portable, *self.prefills, *self.complete, *self.appends)
         return all(getattr(each, "is_repeatable", False) for each in plans)
 
 
@@ -223,7 +231,12 @@ def launch_long(plan: LaunchPlan, call: AttentionCall) -> None:
             plan.layer, call.query_start_loc.shape[0] - 1, call.query.shape[0],
             call.max_query_len, call.max_key_len,
         )  # fmt: skip
-        if choice.path == "split":
+        if choice.path == "append":
+            for append in plan.appends:
+                if append.takes(call):
+                    append.launch(call)
+                    return
+        if choice.path in ("append", "split"):
             plan.portable.launch_append(call, choice.block_m)
             return
     if plan.has_decode:
@@ -243,18 +256,22 @@ def make_plan(call: AttentionCall) -> LaunchPlan:
         if family.supports(call):
             prefills.append(family.plan(call))
     starts, lengths = call.query_start_loc, call.lengths
+    appends = tuple(each.plan(call) for each in APPEND_FAMILIES if each.supports(call))
     return LaunchPlan(
         portable=base,
         prefills=(*prefills, base),
         complete=tuple(
             each.plan(call) for each in COMPLETE_FAMILIES if each.supports(call)
         ),
+        appends=appends,
         short_rows=base.short_rows,
         has_decode=base.has_decode,
         group_size=base.group_size,
         layer=None
         if call.options.batch_invariant
-        else portable.describe_layer(base.launches, call, bool(prefills)),
+        else portable.describe_layer(
+            base.launches, call, bool(prefills), bool(appends)
+        ),
         is_packed=starts.stride(0) == 1 and lengths.stride(0) == 1,
         upcasts_output=base.upcasts_output,
     )

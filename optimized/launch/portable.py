@@ -253,13 +253,19 @@ class PortablePlan:
         launcher(grid, pointers, values, numbers, tensors)
 
 
-def describe_layer(launches: Launches, call: AttentionCall, has_hopper: bool) -> Layer:
+def describe_layer(
+    launches: Launches,
+    call: AttentionCall,
+    has_hopper: bool,
+    has_append: bool = False,
+) -> Layer:
     """Return what the cost model needs to know of all calls with one signature.
 
     Args:
         launches: the launches of the signature.
         call: one of the calls.
         has_hopper: whether the prefill kernel of Hopper chips takes them.
+        has_append: whether the append kernel of Hopper chips takes them.
     """
     options = call.options
     numbers = call.query.shape[-1] + launches.value_size
@@ -278,6 +284,7 @@ def describe_layer(launches: Launches, call: AttentionCall, has_hopper: bool) ->
         row_tiles=tuple(each.block_m for each in launches.row_tiles),
         prefill_rows=launches.block_m,
         has_hopper=has_hopper,
+        has_append=has_append,
         causal=options.causal is True,
         max_visible_keys=visible,
         processors=launches.processors,

@@ -191,6 +191,13 @@ def _warm_attention(spec: WarmUpSpec, index: int, lse: bool) -> _Launched:
                 complete.launch(bounded)
                 yield type(complete).__name__, bounds
     launches, group_size = plan.portable.launches, plan.group_size
+    if spec.max_query_len * group_size > plan.short_rows:
+        for append in plan.appends:
+            bounds = (1, spec.max_query_len, spec.max_seq_len)
+            bounded = _bound(call, *bounds)
+            if append.takes(bounded):
+                append.launch(bounded)
+                yield type(append).__name__, bounds
     req_counts = _req_counts(spec.max_num_reqs, launches.full_reqs)
     is_long = spec.max_query_len * group_size > plan.short_rows
     started: set[int] = set()

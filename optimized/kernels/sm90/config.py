@@ -220,9 +220,10 @@ def count_q_stages(config):
     """Return the query tiles per warpgroup.
 
     With two, the next work item's is loaded while this one's output is stored. At head size 256,
-    and with TAIL_DIM, there is shared memory for one.
+    with TAIL_DIM, and with more stages, there is shared memory for one.
     """
-    return 1 if config.HEAD_DIM == 256 or config.TAIL_DIM else 2
+    kv_elements = config.STAGES * config.BLOCK_N * config.HEAD_DIM
+    return 1 if config.HEAD_DIM == 256 or config.TAIL_DIM or kv_elements > 32768 else 2
 
 
 @gluon.constexpr_function

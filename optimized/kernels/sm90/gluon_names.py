@@ -1,5 +1,6 @@
 """Gluon's operations whose names differ between triton 3.6 and 3.9, under one name each."""
 
+from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
@@ -10,8 +11,10 @@ from triton.language.core import _aggregate as aggregate
 HAS_NEW_NAMES = hasattr(tma, "async_load")
 async_load = tma.async_load if HAS_NEW_NAMES else tma.async_copy_global_to_shared
 async_store = tma.async_store if HAS_NEW_NAMES else tma.async_copy_shared_to_global
+# triton 3.7 renamed it
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
-__all__ = ["aggregate", "async_load", "async_store", "reinterpret"]
+__all__ = ["aggregate", "async_load", "async_store", "barrier", "reinterpret"]
 
 
 @builtin

@@ -59,7 +59,7 @@ def produce_q_and_k(
         publish_work(shared, work_state, work)
         work_state = work_state.advance()
         if work.num_kv_tiles > 0:
-            _load_q(
+            load_packed_q(
                 shared, q_desc, q_state, work, output.group_size, config, NUM_CONSUMERS
             )
             q_state = q_state.advance()
@@ -75,7 +75,7 @@ def produce_q_and_k(
 
 
 @gluon.jit
-def _load_q(
+def load_packed_q(
     shared,
     q_desc,
     state,

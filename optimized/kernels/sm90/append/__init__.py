@@ -1,0 +1,1 @@
+"""Verification and append on Hopper chips: packed query heads, split over the keys."""

@@ -1,0 +1,253 @@
+"""Consumer warpgroups of the Hopper append kernel: the mainloop of the prefill kernel, per item."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..config import (
+    SWIZZLED,
+    WARP_SIZE,
+    WARPGROUP_M,
+    WORK_STAGES,
+    acc_layout,
+    count_q_stages,
+    count_tokens,
+    uses_ping_pong,
+    warp_layout,
+)
+from ..consumer import Operands, attend_to_tiles, skip_tiles
+from ..gluon_names import barrier, reinterpret
+from ..invariant.fold import fold, normalize_state
+from ..invariant.rows import store_lse, store_rows
+from ..pipeline import PipelineState, ping_pong_arrive, ping_pong_wait
+from ..scheduler import NO_WORK, OwnTiles, find_tiles, receive_work
+from ..score import softmax_scale
+from .rows import locate_partial
+from .segments import MAX_SEGMENTS
+
+
+@gluon.jit
+def consume_segment(
+    shared,
+    output,
+    score,
+    config: gl.constexpr,
+    NUM_CONSUMERS: gl.constexpr,
+    CONSUMER: gl.constexpr,
+):
+    """Run a consumer warpgroup: compute and store its rows of every published work item.
+
+    Args:
+        shared: `SharedStorage`.
+        output: `OutputArgs`.
+        score: `ScoreArgs`.
+        CONSUMER: index of the warpgroup.
+    """
+    HEAD_DIM: gl.constexpr = config.HEAD_DIM
+    STAGES: gl.constexpr = config.STAGES
+    PING_PONG: gl.constexpr = uses_ping_pong(config)
+    LAYOUT: gl.constexpr = acc_layout(HEAD_DIM)
+    ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    dtype: gl.constexpr = shared.q.dtype
+    k = reinterpret(shared.k, dtype, [STAGES, config.BLOCK_N, HEAD_DIM], SWIZZLED)
+    v = reinterpret(shared.v, dtype, [STAGES, config.BLOCK_N, HEAD_DIM], SWIZZLED)
+    k_tail = k
+    if config.TAIL_DIM > 0:
+        k_tail = reinterpret(
+            shared.k_tail, dtype, [STAGES, config.BLOCK_N, config.TAIL_DIM], SWIZZLED
+        )
+    if PING_PONG and CONSUMER == NUM_CONSUMERS - 1:
+        # the first warpgroup begins
+        ping_pong_arrive(0)
+    if CONSUMER == NUM_CONSUMERS - 1:
+        _clear_padding(output, config)
+    work_state = PipelineState.start(WORK_STAGES)
+    kv_state = PipelineState.start(STAGES)
+    q_state = PipelineState.start(count_q_stages(config))
+    work = receive_work(shared, work_state)
+    while work.num_kv_tiles != NO_WORK:
+        acc = gl.zeros([WARPGROUP_M, HEAD_DIM], gl.float32, LAYOUT)
+        m_i = gl.full([WARPGROUP_M], -float("inf"), gl.float32, ROWS)
+        l_i = gl.full([WARPGROUP_M], 0.0, gl.float32, ROWS)
+        if work.num_kv_tiles > 0:
+            tile = q_state.stage() * NUM_CONSUMERS + CONSUMER
+            q = shared.q.index(tile)
+            q_tail = q
+            if config.TAIL_DIM > 0:
+                q_tail = shared.q_tail.index(tile)
+            shared.q_pipe.consumer_wait(q_state)
+            position = work.position + CONSUMER * count_tokens(config)
+            if position < work.seq_len:
+                own = _find_own_tiles(work, position, config)
+                kv_state = skip_tiles(
+                    shared, kv_state, own.after, config, NUM_CONSUMERS, CONSUMER
+                )
+                carry, kv_state = attend_to_tiles(
+                    shared, Operands(q, q_tail, k, k_tail, v), (acc,), kv_state, q_state,
+                    work, own, position, score.scale_log2, config, NUM_CONSUMERS,
+                    CONSUMER,
+                )  # fmt: skip
+                kv_state = skip_tiles(
+                    shared, kv_state, own.before, config, NUM_CONSUMERS, CONSUMER
+                )
+                acc = carry.acc[0]
+                m_i = gl.convert_layout(carry.m_i, ROWS)
+                l_i = gl.convert_layout(gl.sum(carry.l_i, 1), ROWS)
+            else:
+                # no row of this warpgroup is a query
+                kv_state = _skip_all(
+                    shared,
+                    kv_state,
+                    work.num_kv_tiles,
+                    config,
+                    NUM_CONSUMERS,
+                    CONSUMER,
+                )
+            shared.q_pipe.consumer_release(q_state)
+            q_state = q_state.advance()
+        _store(output, acc, m_i, l_i, work, score, config, NUM_CONSUMERS, CONSUMER)
+        work_state = work_state.advance()
+        work = receive_work(shared, work_state)
+    if PING_PONG and CONSUMER == 0:
+        # consume the last arrival, so that the named barrier ends as it began
+        ping_pong_wait(0)
+
+
+@gluon.jit
+def _find_own_tiles(work, position, config: gl.constexpr):
+    """Return the `OwnTiles` of a warpgroup; tiles without a mask are within its item."""
+    own = find_tiles(work, position, config)
+    full_end = gl.minimum(gl.maximum(own.full_end, own.first), own.last)
+    full_begin = gl.minimum(gl.maximum(own.full_begin, own.first), full_end)
+    return OwnTiles(own.after, own.last, full_end, full_begin, own.first, own.before)
+
+
+@gluon.jit
+def _skip_all(
+    shared,
+    kv_state,
+    num_tiles,
+    config: gl.constexpr,
+    NUM_CONSUMERS: gl.constexpr,
+    CONSUMER: gl.constexpr,
+):
+    """Release all KV tiles of a work item, and return the next KV state.
+
+    Every tile but the first one is a turn of the ping-pong order, also of other warpgroups.
+    """
+    shared.k_pipe.consumer_wait(kv_state)
+    shared.v_pipe.consumer_wait(kv_state)
+    shared.k_pipe.consumer_release(kv_state)
+    return skip_tiles(
+        shared, kv_state.advance(), num_tiles - 1, config, NUM_CONSUMERS, CONSUMER
+    )
+
+
+@gluon.jit
+def _store(
+    output, acc, m_i, l_i, work, score,
+    config: gl.constexpr, NUM_CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr,
+):  # fmt: skip
+    """Store a warpgroup's rows of a query tile.
+
+    If the query tile spans several segments, they are a partial result. The warpgroup that arrives
+    last combines all of them in the order of their keys, so that the result does not depend on
+    which one is last.
+    """
+    LAYOUT: gl.constexpr = acc_layout(config.HEAD_DIM)
+    ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    row = CONSUMER * WARPGROUP_M + gl.arange(0, WARPGROUP_M, ROWS)  # [WARPGROUP_M]
+    query = row // config.GROUP
+    of_group = row % config.GROUP
+    is_row = (query < work.seq_len - work.position) & (of_group < output.group_size)
+    scale = softmax_scale(score.scale_log2, config)
+    first = work.head // MAX_SEGMENTS % MAX_SEGMENTS
+    last = work.head % MAX_SEGMENTS
+    is_final = first == last
+    if first < last:
+        is_kept = is_row & (row < output.partial_rows)
+        index = gl.program_id(1)
+        accs, maxima, sums = locate_partial(
+            output, index, (index == first).to(gl.int32), row, LAYOUT, config
+        )
+        gl.store(accs, acc, mask=gl.expand_dims(is_kept, 1))
+        gl.store(maxima, m_i, mask=is_kept)
+        gl.store(sums, l_i, mask=is_kept)
+        semaphore = output.semaphores + CONSUMER
+        semaphore += (first * gl.num_programs(0) + gl.program_id(0)) * NUM_CONSUMERS
+        if arrive(semaphore, last - first + 1):
+            acc, m_i, l_i = _combine(output, first, last, row, is_kept, scale, config)
+            is_final = first < last
+    if is_final:
+        head = gl.program_id(0) * output.group_size + of_group
+        sink = None
+        if score.sinks is not None:
+            sink = gl.load(score.sinks + head, mask=is_row, other=0.0)
+        result, lse = normalize_state(acc, m_i, l_i, scale, sink)
+        token = work.query_start + query
+        store_rows(output, result, token, head, is_row, config)
+        store_lse(output, lse, token, head, is_row)
+
+
+@gluon.jit
+def _combine(output, first, last, row, is_row, scale, config: gl.constexpr):
+    """Return acc, m_i and l_i of rows over all segments of their query tile.
+
+    Args:
+        first, last: these segments, at least two.
+        row, is_row: [WARPGROUP_M] rows of the query tile.
+        scale: of the maxima, times log2(e).
+    """
+    acc, m_i, l_i = _load_partial(output, first, 1, row, is_row, config)
+    for segment in range(first + 1, last + 1):
+        more, more_m, more_l = _load_partial(output, segment, 0, row, is_row, config)
+        acc, m_i, l_i = fold(acc, m_i, l_i, more, more_m, more_l, scale)
+    return acc, m_i, l_i
+
+
+@gluon.jit
+def _load_partial(output, segment, begins_here, row, is_row, config: gl.constexpr):
+    """Return acc, m_i and l_i of rows in a segment; other programs have stored them."""
+    accs, maxima, sums = locate_partial(
+        output, segment, begins_here, row, acc_layout(config.HEAD_DIM), config
+    )
+    acc = gl.load(accs, mask=gl.expand_dims(is_row, 1), other=0.0, cache_modifier=".cg")
+    m_i = gl.load(maxima, mask=is_row, other=-float("inf"), cache_modifier=".cg")
+    return acc, m_i, gl.load(sums, mask=is_row, other=0.0, cache_modifier=".cg")
+
+
+@gluon.jit
+def arrive(semaphore, num_arrivals):
+    """Count this warpgroup's arrival; return whether it is the last, which resets the counter."""
+    layout: gl.constexpr = warp_layout(gl.num_warps())
+    # all threads have stored before one of them arrives
+    barrier()
+    thread = gl.arange(0, WARP_SIZE * gl.num_warps(), layout)
+    one = gl.full([WARP_SIZE * gl.num_warps()], 1, gl.int32, layout)
+    before = gl.atomic_add(
+        semaphore + thread * 0, one, mask=thread == 0, sem="acq_rel", scope="gpu"
+    )
+    before = gl.sum(gl.where(thread == 0, before, 0), 0)
+    is_last = before == num_arrivals - 1
+    if is_last:
+        gl.store(semaphore, 0)
+    return is_last
+
+
+@gluon.jit
+def _clear_padding(output, config: gl.constexpr):
+    """Store 0 and -inf to the rows of no request, divided among the programs."""
+    HEAD_DIM: gl.constexpr = config.HEAD_DIM
+    LAYOUT: gl.constexpr = acc_layout(HEAD_DIM)
+    ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    row = gl.arange(0, WARPGROUP_M, ROWS)  # [WARPGROUP_M]
+    acc = gl.zeros([WARPGROUP_M, HEAD_DIM], gl.float32, LAYOUT)
+    lse = gl.full([WARPGROUP_M], -float("inf"), gl.float32, ROWS)
+    live = gl.load(output.query_start_loc + output.num_reqs).to(gl.int32)
+    num_rows = (output.num_tokens - live) * output.group_size
+    step = gl.num_programs(1) * WARPGROUP_M
+    for begin in range(gl.program_id(1) * WARPGROUP_M, num_rows, step):
+        token = live + (begin + row) // output.group_size
+        head = gl.program_id(0) * output.group_size + (begin + row) % output.group_size
+        is_row = begin + row < num_rows
+        store_rows(output, acc, token, head, is_row, config)
+        store_lse(output, lse, token, head, is_row)
