@@ -58,13 +58,14 @@ def find_prefix_segment(
     return Segment(0, 1, 0, begin, end, length)
 
 
-@triton.jit(do_not_specialize=[*CHANGING, "prefix_len"])
+@triton.jit(do_not_specialize=[*CHANGING, "prefix_len", "prefix_splits"])
 def cascade_prefix_kernel(
     tensors,
     option_tensors,
     num_tokens,
     num_reqs,
     prefix_len,
+    prefix_splits,
     partial_rows,
     scale,
     table_stride_req,
@@ -85,7 +86,7 @@ def cascade_prefix_kernel(
 
     Args:
         tensors: CascadeTensors; partial results are written to `prefix_out` and `prefix_lse`.
-        num_reqs: not used here.
+        num_reqs, prefix_splits: not used here.
         prefix_len: keys of the prefix, at least 1.
         option_tensors, strides, masks, scores, scale_strides, config, plan: as in `append_kernel`.
     """
@@ -97,8 +98,9 @@ def cascade_prefix_kernel(
     )  # fmt: skip
     num_heads = tl.num_programs(0) * config.GROUP_SIZE
     prefix = PrefixPartials(
-        tensors.prefix_out, tensors.prefix_lse, prefix_len, num_heads
-    )
+        tensors.prefix_out, tensors.prefix_lse, prefix_len, prefix_splits, num_tokens,
+        num_heads,
+    )  # fmt: skip
     num_tiles = tl.cdiv(prefix_len, config.BLOCK_N)
     query_tiles = tl.cdiv(num_tokens * config.GROUP_SIZE, config.BLOCK_M)
     segment = find_prefix_segment(
@@ -112,13 +114,14 @@ def cascade_prefix_kernel(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=[*CHANGING, "prefix_len"])
+@triton.jit(do_not_specialize=[*CHANGING, "prefix_len", "prefix_splits"])
 def cascade_rest_kernel(
     tensors,
     option_tensors,
     num_tokens,
     num_reqs,
     prefix_len,
+    prefix_splits,
     partial_rows,
     scale,
     table_stride_req,
@@ -136,7 +139,8 @@ def cascade_rest_kernel(
     """Attend to the keys after the prefix with all requests. Grid: (kv_heads, segments).
 
     Args:
-        As in `cascade_prefix_kernel`, whose partial results are read.
+        As in `cascade_prefix_kernel`, and
+        prefix_splits: partial results per row that the first launch stored.
     """
     call = KernelCall(
         tensors, strides, option_tensors, masks, scores, scale_strides, scale, partial_rows,
@@ -144,6 +148,7 @@ def cascade_rest_kernel(
     )  # fmt: skip
     num_heads = tl.num_programs(0) * config.GROUP_SIZE
     prefix = PrefixPartials(
-        tensors.prefix_out, tensors.prefix_lse, prefix_len, num_heads
-    )
+        tensors.prefix_out, tensors.prefix_lse, prefix_len, prefix_splits, num_tokens,
+        num_heads,
+    )  # fmt: skip
     attend_with_requests(call, num_tokens, num_reqs, prefix, config, plan, REST)

@@ -20,6 +20,7 @@ from ..kernels.cascade import (
     cascade_rest_kernel,
 )
 from ..kernels.options.score import lower_tensors
+from ..kernels.sm90.cascade import family as sm90_cascade
 from .attention_call import AttentionCall, sign, sizes_fit
 from .cost_model import Layer, choose_row_tile
 from .dispatch import check_supported
@@ -38,12 +39,15 @@ class CascadePlan:
 
     Args:
         prefix, rest: launches over the prefix, and over the keys after it.
+        hopper: Optional. Launches over the prefix on Hopper chips. If None, they do not take calls
+            with this signature.
         layer: what the cost model needs to know.
         is_packed: whether `query_start_loc` and `lengths` are contiguous.
     """
 
     prefix: Launches
     rest: Launches
+    hopper: sm90_cascade.PrefixPlan | None
     layer: Layer
     is_packed: bool
 
@@ -95,6 +99,7 @@ class _Grid:
         self,
         call: AttentionCall,
         prefix_len: int,
+        prefix_splits: int,
         options: Any,
         workspace: Tensor,
         begins: list[int],
@@ -103,6 +108,7 @@ class _Grid:
         """Launch the kernel.
 
         Args:
+            prefix_splits: splits of the prefix.
             workspace: float32 log-sum-exps over the prefix, their values, log-sum-exps of partial
                 results, and their values.
             begins: index at which each of these begins, without the first.
@@ -121,6 +127,7 @@ class _Grid:
             query.shape[0],
             starts.shape[0] - 1,
             prefix_len,
+            prefix_splits,
             self.split_rows,
             call.scale,
             block_table.stride(0),
@@ -164,14 +171,15 @@ def launch_cascade(
     tokens, num_heads, _ = call.query.shape
     num_reqs = call.query_start_loc.shape[0] - 1
     rest_len = max(call.max_key_len - prefix_len, 1)
-    # step: attend to the shared prefix, all queries as one request
+    hopper = plan.hopper if plan.hopper and plan.hopper.takes(call) else None
+    split_len = prefix_len if hopper is None else hopper.split_len(call, prefix_len)
+    splits = -(-prefix_len // split_len)
     rows = tokens * prefix.group_size
     block_m = row_tiles[0]
     first = _Grid.choose(
         prefix, cascade_prefix_kernel, 1, block_m, rows, prefix_len,
         -(-rows // block_m),
     )  # fmt: skip
-    # step: attend to the rest of each sequence
     rows = call.max_query_len * rest.group_size
     block_m = row_tiles[1]
     second = _Grid.choose(
@@ -180,20 +188,26 @@ def launch_cascade(
     )  # fmt: skip
     counters = max(first.splits, second.splits) * rest.kv_heads
     # each begins at a multiple of 16 bytes
-    heads = _round_up(tokens * num_heads)
+    heads = _round_up(splits * tokens * num_heads)
     begins = [heads, _round_up(heads * (1 + rest.value_size))]
     partials = max(first.partials, second.partials)
     begins.append(begins[1] + partials)
     arrivals, workspace = find_workspace(
         call.query.device, counters, begins[2] + partials * rest.value_size
     )
-    over_prefix, over_rest = (
-        lower_tensors(each)
-        for each in (options_over_prefix(call.options), call.options)
-    )
-    first.start(call, prefix_len, over_prefix, workspace, begins, arrivals)
+    # step: attend to the shared prefix, all queries as one request
+    if hopper is None:
+        over_prefix = lower_tensors(options_over_prefix(call.options))
+        first.start(call, prefix_len, 1, over_prefix, workspace, begins, arrivals)
+    else:
+        at = workspace.data_ptr()
+        hopper.launch_prefix(
+            call, prefix_len, split_len, at + 4 * heads, at, workspace
+        )
+    # step: attend to the rest of each sequence
     # step: merge both results by their log-sum-exp
-    second.start(call, prefix_len, over_rest, workspace, begins, arrivals)
+    over_rest = lower_tensors(call.options)
+    second.start(call, prefix_len, splits, over_rest, workspace, begins, arrivals)
 
 
 def attend_cascade(
@@ -257,9 +271,13 @@ def make_plan(call: AttentionCall) -> CascadePlan:
         call.out,
     )  # fmt: skip
     rest = prepare(*tensors, call.options)
+    over_prefix = call._replace(options=options_over_prefix(call.options))
     return CascadePlan(
-        prefix=prepare(*tensors, options_over_prefix(call.options)),
+        prefix=prepare(*tensors, over_prefix.options),
         rest=rest,
+        hopper=sm90_cascade.plan(over_prefix)
+        if sm90_cascade.supports(over_prefix)
+        else None,
         layer=describe_layer(rest, call, has_hopper=False),
         is_packed=call.query_start_loc.stride(0) == 1 and call.lengths.stride(0) == 1,
     )
