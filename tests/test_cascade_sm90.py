@@ -201,7 +201,9 @@ def test_no_key_is_lost_at_the_edge_of_a_split(
     position: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The prefix ends at 640 and is split every 256 keys; KV tiles have 128."""
-    plan = BatchPlan((12, 3), (790, 775), group=4, kv_heads=1, head_size=128, dtype=BF16)
+    plan = BatchPlan(
+        (12, 3), (790, 775), group=4, kv_heads=1, head_size=128, dtype=BF16
+    )
     batch = share_prefix(build(plan, "cuda"), 640)
     plant(batch.rows, batch.key_cache, batch.value_cache, batch.query, position)
     out, _ = run(batch, 640, monkeypatch, 256)

@@ -135,12 +135,14 @@ def cascade_rest_kernel(
     tree_width,
     config: tl.constexpr,
     plan: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """Attend to the keys after the prefix with all requests. Grid: (kv_heads, segments).
 
     Args:
         As in `cascade_prefix_kernel`, and
         prefix_splits: partial results per row that the first launch stored.
+        IS_DEPENDENT: whether the launch may begin before the first one has ended.
     """
     call = KernelCall(
         tensors, strides, option_tensors, masks, scores, scale_strides, scale, partial_rows,
@@ -151,4 +153,6 @@ def cascade_rest_kernel(
         tensors.prefix_out, tensors.prefix_lse, prefix_len, prefix_splits, num_tokens,
         num_heads,
     )  # fmt: skip
-    attend_with_requests(call, num_tokens, num_reqs, prefix, config, plan, REST)
+    attend_with_requests(
+        call, num_tokens, num_reqs, prefix, config, plan, REST, IS_DEPENDENT
+    )

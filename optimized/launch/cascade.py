@@ -30,6 +30,7 @@ from .portable import describe_layer
 from .prepare import Launches, as_bits, prepare
 from .workspace import find_workspace
 
+DEPENDENT = False
 PLANS: "PlanCache[CascadePlan]" = PlanCache(64)
 
 
@@ -82,15 +83,17 @@ class _Grid:
         rows: int,
         keys: int,
         query_tiles: int,
+        is_dependent: bool = False,
     ) -> "_Grid":
         """Return the launch over at most `keys` keys of `num_reqs` requests.
 
         Args:
             rows: rows of a request, at most.
             query_tiles: query tiles of all requests, at most.
+            is_dependent: as in `Launcher`.
         """
         launcher, block_n, most = launches.append(
-            num_reqs, block_m, kernel, _lower, CascadeTensors
+            num_reqs, block_m, kernel, _lower, CascadeTensors, is_dependent
         )
         splits = min(most, query_tiles * -(-keys // block_n))
         return cls(launcher, launches.kv_heads, splits, min(block_m, rows))
@@ -184,7 +187,7 @@ def launch_cascade(
     block_m = row_tiles[1]
     second = _Grid.choose(
         rest, cascade_rest_kernel, num_reqs, block_m, rows, rest_len,
-        tokens * rest.group_size // block_m + num_reqs,
+        tokens * rest.group_size // block_m + num_reqs, hopper is not None and DEPENDENT,
     )  # fmt: skip
     counters = max(first.splits, second.splits) * rest.kv_heads
     # each begins at a multiple of 16 bytes
@@ -201,9 +204,7 @@ def launch_cascade(
         first.start(call, prefix_len, 1, over_prefix, workspace, begins, arrivals)
     else:
         at = workspace.data_ptr()
-        hopper.launch_prefix(
-            call, prefix_len, split_len, at + 4 * heads, at, workspace
-        )
+        hopper.launch_prefix(call, prefix_len, split_len, at + 4 * heads, at, workspace)
     # step: attend to the rest of each sequence
     # step: merge both results by their log-sum-exp
     over_rest = lower_tensors(call.options)

@@ -105,7 +105,7 @@ class Launches:
         tuple[int, int, bool, bool, bool, bool], tuple[Launcher, int, int]
     ] = field(default_factory=dict)
     short_decodes: dict[int, Launcher] = field(default_factory=dict)
-    appends: dict[tuple[int, int, bool], tuple[Launcher, int, int]] = field(
+    appends: dict[tuple[int, int, bool, bool], tuple[Launcher, int, int]] = field(
         default_factory=dict
     )
 
@@ -221,6 +221,7 @@ class Launches:
         kernel: Any = append_kernel,
         lower: Any = None,
         tensors: Any = Tensors,
+        is_dependent: bool = False,
     ) -> tuple[Launcher, int, int]:
         """Return the launch of a kernel for split requests of any number of rows.
 
@@ -231,12 +232,13 @@ class Launches:
             lower: Optional. Converts the tensors of a launch to the kernel's. If None, those of a
                 call to paged attention.
             tensors: NamedTuple in which the kernel takes its pointers.
+            is_dependent: as in `Launcher`. The kernel has a constant IS_DEPENDENT then.
 
         Returns:
             the launcher, the keys of a tile, and the most segments.
         """
         per_pass = _reqs_per_pass(num_reqs)
-        key = (block_m, per_pass, num_reqs > per_pass)
+        key = (block_m, per_pass, num_reqs > per_pass, is_dependent)
         known = self.appends.get(key)
         if known is None:
             tiles = next(each for each in self.row_tiles if each.block_m == block_m)
@@ -261,7 +263,7 @@ class Launches:
             )
             launcher = _launcher(
                 kernel, self.fixed, tiles, (lower or _lower_tensors, tensors),
-                config=config, plan=plan,
+                is_dependent, config=config, plan=plan, IS_DEPENDENT=is_dependent,
             )  # fmt: skip
             programs = self.processors * (PROGRAMS if tiles.num_warps <= 4 else 1)
             known = (launcher, tiles.block_n, max(1, programs // self.kv_heads))
@@ -394,6 +396,7 @@ def _launcher(
     fixed: dict[str, Any],
     tiles: Tiles,
     inputs: tuple[Any, Any] | None = None,
+    is_dependent: bool = False,
     **constants: Any,
 ) -> Launcher:
     """Return a launcher of a kernel.
@@ -401,6 +404,7 @@ def _launcher(
     Args:
         inputs: Optional. What converts the tensors of a launch, and the NamedTuple in which the
             kernel takes its pointers. If None, those of a call to paged attention.
+        is_dependent: as in `Launcher`.
     """
     lower, tensors = inputs or (_lower_tensors, Tensors)
     return Launcher(
@@ -410,6 +414,7 @@ def _launcher(
         tiles.num_warps,
         tiles.num_stages,
         groups=(tensors, OptionTensors),
+        is_dependent=is_dependent,
     )
 
 

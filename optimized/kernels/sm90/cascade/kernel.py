@@ -13,6 +13,7 @@ from ..config import (
     PRODUCER_REGISTERS,
     consumer_registers,
     count_consumers,
+    warp_layout,
 )
 from ..kernel import allocate
 from ..producer import TmaTensor, produce_v
@@ -20,6 +21,8 @@ from ..scheduler import BatchArgs
 from .consumer import PartialArgs, consume_prefix
 from .producer import produce_q_and_k
 from .scheduler import PrefixArgs
+
+LAUNCH_PTX = gl.constexpr("griddepcontrol.launch_dependents; mov.b32 $0, $1;")
 
 # numbers that change from call to call, and must not make a specialization each
 NUMBERS = [
@@ -38,6 +41,20 @@ NUMBERS = [
     "v_head_columns",
 ]
 POINTERS = ["prefix_out", "prefix_lse", "block_table"]
+
+
+@gluon.jit
+def launch_dependents():
+    """Let a dependent launch begin on the SMs that this launch leaves."""
+    layout: gl.constexpr = warp_layout(gl.num_warps())
+    gl.inline_asm_elementwise(
+        LAUNCH_PTX,
+        "=r,r",
+        [gl.full([32 * gl.num_warps()], 0, gl.int32, layout)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=POINTERS)
@@ -78,6 +95,7 @@ def cascade_prefix_sm90_kernel(
         config: `Config`, not causal.
     """
     N: gl.constexpr = count_consumers(config.HEAD_DIM)
+    launch_dependents()
     # a split is a request whose row of the block table begins within row 0
     batch = BatchArgs(
         block_table,
