@@ -11,7 +11,7 @@ import triton.language as tl
 
 from .arguments import CHANGING, KernelCall
 from .attention_tile import attend_to_keys, make_query_tile
-from .cascade_prefix import fold_prefix, load_prefix, store_prefix
+from .cascade_prefix import fold_prefix, store_prefix
 from .combine import arrive, fold_partial, fold_segments, segment_offset, store_partial
 from .decode import keys_in_segment
 from .epilogue import clear_padding, scale_values, store_rows
@@ -60,14 +60,10 @@ def attend_to_split(
     l_i, m_i = start_with_sinks(
         l_i, m_i, call.option_tensors.sinks, tile.rows.head, tile.rows.is_row, is_whole
     )
-    # loaded before the keys, and needed after them
-    SPLITS: tl.constexpr = 4 if config.BLOCK_M <= 16 else 1
-    if KEYS == REST:
-        partials = load_prefix(prefix, tile.rows, 0, is_whole, config, SPLITS)
     acc, l_i, m_i = attend_to_keys(acc, l_i, m_i, call, tile, begin, end, config)
     if KEYS == REST:
         acc, l_i, m_i = fold_prefix(
-            acc, l_i, m_i, partials, prefix, tile.rows, is_whole, config, SPLITS
+            acc, l_i, m_i, prefix, tile.rows, is_whole, config, config.BLOCK_M
         )
     return normalize(acc, l_i, m_i)
 
@@ -129,10 +125,10 @@ def store_split_tile(
             if KEYS == REST:
                 acc, l_i, m_i = start_softmax(plan.COMBINE_ROWS, config.BLOCK_DV)
                 acc, l_i, m_i = fold_partial(acc, l_i, m_i, combined, combined_lse)
-                partials = load_prefix(prefix, combined_rows, 0, True, config, 1)
                 acc, l_i, m_i = fold_prefix(
-                    acc, l_i, m_i, partials, prefix, combined_rows, True, config, 1
-                )
+                    acc, l_i, m_i, prefix, combined_rows, True, config,
+                    plan.COMBINE_ROWS,
+                )  # fmt: skip
                 combined, combined_lse = normalize(acc, l_i, m_i)
             store_finished_rows(
                 call, combined, combined_lse, combined_rows, prefix, kv_head, config,

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .combine import fold_partials
+from .combine import fold_partial
+from .softmax import finite, start_softmax
 
 
 class PrefixPartials(NamedTuple):
@@ -31,18 +32,6 @@ class PrefixPartials(NamedTuple):
     num_heads: Any
 
 
-class LoadedPartials(NamedTuple):
-    """Partial results of a query tile's rows over some splits of the prefix.
-
-    Args:
-        result: [SPLITS, BLOCK_M, BLOCK_DV].
-        lse: [SPLITS, BLOCK_M] in base 2, -inf for splits and rows that are not counted.
-    """
-
-    result: Any
-    lse: Any
-
-
 @triton.jit
 def store_prefix(prefix, result, lse, rows, config: tl.constexpr):
     """Store the partial results of rows over the whole prefix, which is one split.
@@ -59,44 +48,55 @@ def store_prefix(prefix, result, lse, rows, config: tl.constexpr):
 
 
 @triton.jit
-def load_prefix(
-    prefix, rows, first_split, is_counted, config: tl.constexpr, SPLITS: tl.constexpr
-):
-    """Return the LoadedPartials of SPLITS splits of the prefix from `first_split` on.
+def load_prefix(prefix, rows, split, config: tl.constexpr):
+    """Return the partial results of rows over a split: [BLOCK_M, BLOCK_DV], and [BLOCK_M].
+
+    Past the last split they are 0 and -inf.
 
     Args:
         rows: QueryRows.
-        is_counted: whether the rows get them; each row gets its own once.
+        split: index of the split.
     """
-    split = first_split + tl.arange(0, SPLITS)  # [SPLITS]
     dv = tl.arange(0, config.BLOCK_DV)
-    token = split[:, None].to(tl.int64) * prefix.num_tokens + rows.token_index[None, :]
-    row = token * prefix.num_heads + rows.head[None, :]  # [SPLITS, BLOCK_M]
-    is_row = (rows.is_row & is_counted)[None, :] & (split < prefix.num_splits)[:, None]
+    token = tl.cast(split, tl.int64) * prefix.num_tokens + rows.token_index
+    row = token * prefix.num_heads + rows.head  # [BLOCK_M]
+    is_row = rows.is_row & (split < prefix.num_splits)
     lse = tl.load(prefix.lse + row, mask=is_row, other=-float("inf"))
     result = tl.load(
-        prefix.out + row[:, :, None] * config.V_HEAD_DIM + dv[None, None, :],
-        mask=is_row[:, :, None] & (dv < config.V_HEAD_DIM)[None, None, :],
+        prefix.out + row[:, None] * config.V_HEAD_DIM + dv[None, :],
+        mask=is_row[:, None] & (dv < config.V_HEAD_DIM)[None, :],
         other=0.0,
     )
-    return LoadedPartials(result, lse)
+    return result, lse
 
 
 @triton.jit
 def fold_prefix(
-    acc, l_i, m_i, loaded, prefix, rows, is_counted,
-    config: tl.constexpr, SPLITS: tl.constexpr,
+    acc, l_i, m_i, prefix, rows, is_counted,
+    config: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Return the running values of rows with their partial results over the prefix.
 
+    The splits are folded on their own first: their layout in registers is not that of a product.
+
     Args:
         acc, l_i, m_i: [BLOCK_M, BLOCK_DV], [BLOCK_M], [BLOCK_M].
-        loaded: LoadedPartials of the first SPLITS splits.
-        rows, is_counted: as in `load_prefix`.
+        rows: QueryRows.
+        is_counted: whether the rows get them; each row gets its own once.
     """
-    acc, l_i, m_i = fold_partials(acc, l_i, m_i, loaded.result, loaded.lse)
+    # loaded together, where they fit the registers
+    AT_ONCE: tl.constexpr = 4 if BLOCK_M <= 16 else 1
     if is_counted:
-        for first_split in range(SPLITS, prefix.num_splits, SPLITS):
-            more = load_prefix(prefix, rows, first_split, True, config, SPLITS)
-            acc, l_i, m_i = fold_partials(acc, l_i, m_i, more.result, more.lse)
+        p_acc, p_l, p_m = start_softmax(BLOCK_M, config.BLOCK_DV)
+        for first in range(0, prefix.num_splits, AT_ONCE):
+            for i in tl.static_range(AT_ONCE):
+                result, lse = load_prefix(prefix, rows, first + i, config)
+                p_acc, p_l, p_m = fold_partial(p_acc, p_l, p_m, result, lse)
+        m_new = tl.maximum(m_i, p_m)
+        shift = finite(m_new)
+        alpha = tl.exp2(m_i - shift)
+        beta = tl.exp2(p_m - shift)
+        acc = acc * alpha[:, None] + p_acc * beta[:, None]
+        l_i = l_i * alpha + p_l * beta
+        m_i = m_new
     return acc, l_i, m_i

@@ -18,6 +18,7 @@ from ..kernels.cascade import (
     CascadeTensors,
     cascade_prefix_kernel,
     cascade_rest_kernel,
+    cascade_short_rest_kernel,
 )
 from ..kernels.options.score import lower_tensors
 from ..kernels.sm90.cascade import family as sm90_cascade
@@ -30,7 +31,9 @@ from .portable import describe_layer
 from .prepare import Launches, as_bits, prepare
 from .workspace import find_workspace
 
-DEPENDENT = False
+SHORT_REST = 1024
+SHORT_PROGRAMS = 2
+SHORT_TILES = (64, 4, 3)
 PLANS: "PlanCache[CascadePlan]" = PlanCache(64)
 
 
@@ -59,7 +62,7 @@ class _Grid:
 
     Args:
         launcher: the kernel with its constants.
-        kv_heads, splits: programs along both axes of the grid.
+        kv_heads, splits, reqs: programs along the axes of the grid.
         split_rows: rows that the workspace reserves per partial result.
     """
 
@@ -67,6 +70,7 @@ class _Grid:
     kv_heads: int
     splits: int
     split_rows: int
+    reqs: int = 1
 
     @property
     def partials(self) -> int:
@@ -140,7 +144,7 @@ class _Grid:
             query, key, value, block_table, starts, lengths, out, lse, workspace,
             begins, arrivals,
         )  # fmt: skip
-        grid = (self.kv_heads, self.splits, 1)
+        grid = (self.kv_heads, self.splits, self.reqs)
         self.launcher(grid, pointers, options, numbers, tensors)
 
 
@@ -159,6 +163,48 @@ def choose_row_tiles(
     )
 
 
+def _choose_rest(
+    plan: CascadePlan,
+    call: AttentionCall,
+    block_m: int,
+    rest_len: int,
+    is_dependent: bool,
+) -> _Grid:
+    """Return the launch over the rest: a program per query tile if the rests are short and many.
+
+    Args:
+        block_m: rows of a query tile.
+        rest_len: keys after the prefix, at most.
+        is_dependent: as in `Launcher`.
+    """
+    rest, num_reqs = plan.rest, call.query_start_loc.shape[0] - 1
+    rows = call.max_query_len * rest.group_size
+    query_tiles = -(-rows // block_m)
+    programs = num_reqs * query_tiles * rest.kv_heads
+    smallest = rest.row_tiles[0]
+    if (
+        rest_len <= SHORT_REST
+        and block_m == smallest.block_m
+        and programs >= SHORT_PROGRAMS * rest.processors
+    ):
+        block_n, warps, stages = SHORT_TILES
+        tiles = replace(
+            smallest,
+            block_n=min(block_n, smallest.block_n),
+            num_warps=warps,
+            num_stages=stages,
+        )
+        launcher, _, _ = rest.append(
+            num_reqs, block_m, cascade_short_rest_kernel, _lower, CascadeTensors,
+            is_dependent, tiles,
+        )  # fmt: skip
+        return _Grid(launcher, rest.kv_heads, query_tiles, 0, num_reqs)
+    return _Grid.choose(
+        rest, cascade_rest_kernel, num_reqs, block_m, rows, rest_len,
+        call.query.shape[0] * rest.group_size // block_m + num_reqs, is_dependent,
+    )  # fmt: skip
+
+
 def launch_cascade(
     plan: CascadePlan, call: AttentionCall, prefix_len: int, row_tiles: tuple[int, int]
 ) -> None:
@@ -170,41 +216,40 @@ def launch_cascade(
         prefix_len: keys of the prefix, at least 1.
         row_tiles: rows of the query tiles of both launches.
     """
-    prefix, rest = plan.prefix, plan.rest
+    rest = plan.rest
     tokens, num_heads, _ = call.query.shape
-    num_reqs = call.query_start_loc.shape[0] - 1
     rest_len = max(call.max_key_len - prefix_len, 1)
     hopper = plan.hopper if plan.hopper and plan.hopper.takes(call) else None
-    split_len = prefix_len if hopper is None else hopper.split_len(call, prefix_len)
+    second = _choose_rest(
+        plan, call, row_tiles[1], rest_len, hopper is not None and hopper.is_overlapped
+    )
+    counters, partials, split_len = second.splits, second.partials, prefix_len
+    if hopper is not None:
+        split_len = hopper.split_len(call, prefix_len)
+    else:
+        rows, block_m = tokens * rest.group_size, row_tiles[0]
+        first = _Grid.choose(
+            plan.prefix, cascade_prefix_kernel, 1, block_m, rows, prefix_len,
+            -(-rows // block_m),
+        )  # fmt: skip
+        counters = max(first.splits, counters)
+        partials = max(first.partials, partials)
     splits = -(-prefix_len // split_len)
-    rows = tokens * prefix.group_size
-    block_m = row_tiles[0]
-    first = _Grid.choose(
-        prefix, cascade_prefix_kernel, 1, block_m, rows, prefix_len,
-        -(-rows // block_m),
-    )  # fmt: skip
-    rows = call.max_query_len * rest.group_size
-    block_m = row_tiles[1]
-    second = _Grid.choose(
-        rest, cascade_rest_kernel, num_reqs, block_m, rows, rest_len,
-        tokens * rest.group_size // block_m + num_reqs, hopper is not None and DEPENDENT,
-    )  # fmt: skip
-    counters = max(first.splits, second.splits) * rest.kv_heads
     # each begins at a multiple of 16 bytes
     heads = _round_up(splits * tokens * num_heads)
     begins = [heads, _round_up(heads * (1 + rest.value_size))]
-    partials = max(first.partials, second.partials)
     begins.append(begins[1] + partials)
     arrivals, workspace = find_workspace(
-        call.query.device, counters, begins[2] + partials * rest.value_size
+        call.query.device,
+        counters * rest.kv_heads,
+        begins[2] + partials * rest.value_size,
     )
     # step: attend to the shared prefix, all queries as one request
-    if hopper is None:
+    if hopper is not None:
+        hopper.launch_prefix(call, prefix_len, split_len, heads, workspace)
+    else:
         over_prefix = lower_tensors(options_over_prefix(call.options))
         first.start(call, prefix_len, 1, over_prefix, workspace, begins, arrivals)
-    else:
-        at = workspace.data_ptr()
-        hopper.launch_prefix(call, prefix_len, split_len, at + 4 * heads, at, workspace)
     # step: attend to the rest of each sequence
     # step: merge both results by their log-sum-exp
     over_rest = lower_tensors(call.options)

@@ -258,8 +258,10 @@ def _warm_cascade(spec: WarmUpSpec, index: int, lse: bool) -> _Launched:
             cascade.launch_cascade(plan, _bound(call, *bounds), block_size, row_tiles)
             if len(plan.rest.appends) > known:
                 yield f"cascade_rest_kernel, {block_m} rows", bounds
-            if num_reqs == 1:
+            if num_reqs == 1 and plan.hopper is None:
                 yield f"cascade_prefix_kernel, {block_m} rows", bounds
+    if plan.hopper is not None:
+        yield plan.hopper.launcher.name, bounds
 
 
 def _make_call(

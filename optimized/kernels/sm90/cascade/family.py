@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -98,7 +98,12 @@ class PrefixPlan(Sm90Plan):
 
     Args:
         strides: the kernel's arguments from `q_head_rows` to `v_head_columns`.
+
+    Attributes:
+        is_overlapped: whether the second launch of a cascade may begin before this one has ended.
     """
+
+    is_overlapped: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Create the launcher."""
@@ -134,8 +139,7 @@ class PrefixPlan(Sm90Plan):
         call: AttentionCall,
         prefix_len: int,
         split_len: int,
-        prefix_out: int,
-        prefix_lse: int,
+        values_begin: int,
         workspace: Tensor,
     ) -> None:
         """Store the partial results of all tokens, those of padding included.
@@ -144,9 +148,9 @@ class PrefixPlan(Sm90Plan):
             call: one that the plan takes.
             prefix_len: keys of the prefix, at least 1.
             split_len: what the method of this name returns.
-            prefix_out, prefix_lse: addresses, in `workspace`, of float32 [splits, tokens, heads,
-                value_size] and [splits, tokens, heads].
-            workspace: float32 numbers.
+            values_begin: index in `workspace` of the values of partial results.
+            workspace: float32. Written: log-sum-exps [splits, tokens, heads] in base 2 at its
+                begin, and values [splits, tokens, heads, value_size].
         """
         query, key, value, block_table = call[:4]
         assert block_table is not None
@@ -166,7 +170,7 @@ class PrefixPlan(Sm90Plan):
         at = workspace.data_ptr()
         self.launcher(
             (num_programs, 1, 1),
-            (prefix_out, prefix_lse, block_table.data_ptr()),
+            (at + 4 * values_begin, at, block_table.data_ptr()),
             (call.scale * LOG2_E.value,),
             (
                 tokens,
@@ -180,8 +184,8 @@ class PrefixPlan(Sm90Plan):
                 query,
                 key,
                 value,
-                workspace[(prefix_out - at) // 4 :],
-                workspace[(prefix_lse - at) // 4 :],
+                workspace[values_begin:],
+                workspace,
                 block_table,
             ),
             maps,
