@@ -29,6 +29,8 @@ import torch
 import triton
 from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.optimized.kernels.sm90 import family
+from pagetwin.optimized.kernels.sm90.cascade import family as cascade
+from pagetwin.optimized.kernels.sm90.cascade.kernel import cascade_prefix_sm90_kernel
 from pagetwin.optimized.kernels.sm90.invariant import family as invariant
 from pagetwin.optimized.kernels.sm90.invariant.kernel import (
     fold_kernel,
@@ -62,6 +64,7 @@ class Case(NamedTuple):
         value_size: Optional. Head size of values. If None, that of keys.
         out_dtype: Optional. Dtype of the output. If None, that of queries.
         group: query heads per KV head, of 8 query heads.
+        is_prefix: whether the call is over the prefix of a cascade.
     """
 
     dtype: torch.dtype
@@ -73,6 +76,7 @@ class Case(NamedTuple):
     value_size: int | None = None
     out_dtype: torch.dtype | None = None
     group: int = 4
+    is_prefix: bool = False
 
     def __str__(self) -> str:
         words = [
@@ -84,6 +88,7 @@ class Case(NamedTuple):
         words += [f"{name} {value}" for name, value in self.options.items()]
         words += [f"{NAMES[self.out_dtype]} output"] if self.out_dtype else []
         words += [f"groups of {self.group}"] if self.group != 4 else []
+        words += ["prefix"] if self.is_prefix else []
         return ", ".join(words)
 
 
@@ -97,6 +102,7 @@ CASES = [
     Case(BF16, 64, 16, True, False, {"sliding_window": 256, "sinks": True}),
     Case(BF16, 192, 16, True, False, value_size=128),
     Case(BF16, 128, 16, True, True, {"batch_invariant": True}),
+    Case(BF16, 128, 16, False, False, is_prefix=True),
     # the cases above are compiled in every test run
     Case(BF16, 128, 16, True, False),
     Case(BF16, 128, 0, False, True),
@@ -129,8 +135,14 @@ CASES = [
     Case(BF16, 256, 16, True, False, {"sliding_window": 1024}, group=1),
     Case(BF16, 128, 16, True, False, group=2),
     Case(BF16, 64, 16, True, False, {"sliding_window": 256, "sinks": True}, group=8),
+    Case(FP16, 64, 48, False, False, group=8, is_prefix=True),
+    Case(
+        BF16, 96, 16, False, False, {"logits_soft_cap": 30.0}, group=1, is_prefix=True
+    ),
+    Case(BF16, 192, 16, False, False, value_size=128, group=1, is_prefix=True),
+    Case(BF16, 256, 256, False, False, group=2, is_prefix=True),
 ]
-EVERY_DAY = 9
+EVERY_DAY = 10
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 COUNTED = ("HGMMA", "MUFU", "PRMT", "BAR", "LDL", "STL")
 
@@ -167,7 +179,11 @@ def record(case: Case) -> dict[str, Any]:
         query, keys, values, table, starts, lengths, 156, 8192, 0.1, out, lse,
         AttentionOptions(causal=causal, **options),
     )  # fmt: skip
-    if is_invariant:
+    if case.is_prefix:
+        prefix_plan = cascade.plan(call)
+        split_len = prefix_plan.split_len(call, block_size)
+        prefix_plan.launch_prefix(call, block_size, split_len, 4096, torch.zeros(8192))
+    elif is_invariant:
         # so few rows of so many keys are split over several programs, and folded
         invariant.plan(call).launch(call)
         compile_case(launches[1], fold_kernel)
@@ -256,6 +272,8 @@ def main(numbers: list[int]) -> None:
         begin = time.perf_counter()
         is_invariant = "batch_invariant" in case.options
         kernel = invariant_kernel if is_invariant else prefill_kernel
+        if case.is_prefix:
+            kernel = cascade_prefix_sm90_kernel
         compiled = compile_case(record(case), kernel)
         line = {
             "case": str(case),

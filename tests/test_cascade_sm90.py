@@ -13,7 +13,7 @@ from pagetwin.conformance.oracles.dense import judge_attention, judge_lse, same_
 from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.optimized.kernels.sm90.cascade import scheduler
 from pagetwin.optimized.kernels.sm90.cascade.family import PrefixPlan, choose_split_len
-from pagetwin.optimized.launch import workspace
+from pagetwin.optimized.launch import cascade_grids, workspace
 from test_append import plant
 from test_cascade_attention import share_prefix
 from test_prefill_sm90 import BF16, FP16, NAN, Int32, build, needs_hopper, run_on_host
@@ -85,7 +85,8 @@ def run(
 
     Args:
         split_len: Optional. Keys per split of the prefix. If None, the plan chooses.
-        is_overlapped: whether the second launch may begin before the first one has ended.
+        is_overlapped: whether the second launch may begin before the first one has ended. Then it
+            has a program per query tile, even if there are few.
     """
     launches: list[int] = []
     launch = PrefixPlan.launch_prefix
@@ -97,6 +98,8 @@ def run(
     with monkeypatch.context() as patch:
         patch.setattr(PrefixPlan, "launch_prefix", launch_prefix)
         patch.setattr(PrefixPlan, "is_overlapped", is_overlapped)
+        if is_overlapped:
+            patch.setattr(cascade_grids, "SHORT_REST_PROGRAMS", 0)
         if split_len is not None:
             patch.setattr(PrefixPlan, "split_len", lambda *_: split_len)
         out, lse = batch.fresh()
@@ -227,6 +230,9 @@ def test_a_graph_is_replayed_with_other_lengths_and_fewer_requests(
     )
     batch = share_prefix(build(plan, "cuda"), 640)
     monkeypatch.setattr(PrefixPlan, "is_overlapped", is_overlapped)
+    monkeypatch.setattr(
+        cascade_grids, "SHORT_REST_PROGRAMS", 0 if is_overlapped else 99
+    )
     out, lse = run(batch, 640, monkeypatch, None, is_overlapped)
     arguments = batch.arguments() | {"common_prefix_len": 640, "out": out, "lse": lse}
     twin = TWINS["optimized"].raw

@@ -182,14 +182,12 @@ def attend_in_segment(
 def attend_with_requests(
     call, num_tokens, num_reqs, prefix,
     config: tl.constexpr, plan: tl.constexpr, KEYS: tl.constexpr,
-    IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Attend with all requests, in this program's segment, and clear the rows of padding.
 
     Args:
         prefix: Optional. PrefixPartials, whose keys are left out.
         KEYS: WHOLE without a prefix, REST with one.
-        IS_DEPENDENT: whether the launch that stores partial results may still run.
     """
     # the kv heads of a segment run at the same time, as their keys are stored in the same blocks
     kv_head = tl.program_id(0)
@@ -204,9 +202,6 @@ def attend_with_requests(
     clear_padding(
         call, num_tokens, num_reqs, index, tl.num_programs(1), kv_head, config
     )
-    if IS_DEPENDENT:
-        # every program waits, so that the end of this launch is the end of both
-        tl.extra.cuda.gdc_wait()
     tile_index = segment.first_tile
     for req in range(segment.first_req, segment.end_req):
         start, query_len = find_queries(tensors.query_start_loc, req)
@@ -254,4 +249,4 @@ def append_kernel(
         tensors, strides, option_tensors, masks, scores, scale_strides, scale, partial_rows,
         table_stride_req, lse_stride_head, lse_stride_token, tree_stride_req, tree_width,
     )  # fmt: skip
-    attend_with_requests(call, num_tokens, num_reqs, None, config, plan, WHOLE, False)
+    attend_with_requests(call, num_tokens, num_reqs, None, config, plan, WHOLE)

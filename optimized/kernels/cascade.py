@@ -2,7 +2,8 @@
 
 `cascade_prefix_kernel` attends to the prefix, with the queries of all requests as the rows of one
 sequence. `cascade_rest_kernel` attends to the rest of each request, and merges each finished row
-with its partial result over the prefix. Both have the stream-K partition of append.py.
+with its partial results over the prefix. Both have the stream-K partition of append.py.
+`cascade_short_rest_kernel` takes its place where many requests have short rests.
 Source: Juravsky et al., "Hydragen", 2024; Ye et al., "Cascade Inference", FlashInfer, 2024.
 """
 
@@ -146,14 +147,12 @@ def cascade_rest_kernel(
     tree_width,
     config: tl.constexpr,
     plan: tl.constexpr,
-    IS_DEPENDENT: tl.constexpr,
 ):
     """Attend to the keys after the prefix with all requests. Grid: (kv_heads, segments).
 
     Args:
         As in `cascade_prefix_kernel`, and
         prefix_splits: partial results per row that the first launch stored.
-        IS_DEPENDENT: whether the launch may begin before the first one has ended.
     """
     call = KernelCall(
         tensors, strides, option_tensors, masks, scores, scale_strides, scale, partial_rows,
@@ -164,9 +163,7 @@ def cascade_rest_kernel(
         tensors.prefix_out, tensors.prefix_lse, prefix_len, prefix_splits, num_tokens,
         num_heads,
     )  # fmt: skip
-    attend_with_requests(
-        call, num_tokens, num_reqs, prefix, config, plan, REST, IS_DEPENDENT
-    )
+    attend_with_requests(call, num_tokens, num_reqs, prefix, config, plan, REST)
 
 
 @triton.jit(do_not_specialize=[*CHANGING, "prefix_len", "prefix_splits"])
@@ -192,10 +189,14 @@ def cascade_short_rest_kernel(
     plan: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    """Attend to few keys after the prefix. Grid: (kv_heads, query tiles, reqs).
+    """Attend to few keys after the prefix with all requests. Grid: (kv_heads, query tiles, reqs).
+
+    Many programs share an SM, so one reads keys while another one starts or stores. A program has
+    less than half the instructions of one of `cascade_rest_kernel`, which are fetched from memory.
 
     Args:
-        As in `cascade_rest_kernel`.
+        As in `cascade_rest_kernel`, and
+        IS_DEPENDENT: whether the launch may begin before the first one has ended.
     """
     kv_head = tl.program_id(0)
     query_tile = tl.program_id(1)
