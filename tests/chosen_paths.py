@@ -76,7 +76,14 @@ def find_kernels(workload: Workload) -> str:
         cascade = import_module(f"{launch}.cascade")
         plan = cascade.make_plan(call)
         rows = cascade.choose_row_tiles(plan, call, workload.shared_prefix)
-        return f"cascade, {rows[0]} and {rows[1]} rows"
+        has_hopper = plan.hopper is not None and plan.hopper.takes(call)
+        first = "sm90 prefix" if has_hopper else f"prefix, {rows[0]} rows"
+        rest_len = call.max_key_len - workload.shared_prefix
+        rest = import_module(f"{launch}.cascade_grids").choose_rest(
+            plan.rest, call, rows[1], rest_len, is_dependent=False
+        )
+        kind = "short rest" if "short" in rest.launcher.name else "rest"
+        return f"{first}; {kind}, {rows[1]} rows"
     plan = dispatch.make_plan(call)
     for each in plan.complete:
         if each.takes(call):
@@ -100,7 +107,7 @@ def find_kernels(workload: Workload) -> str:
 def main(chip: int) -> None:
     """Print the kernels of every workload that is not a cache write."""
     pretend(chip, [])
-    folders = ("append", "latent", "invariant", "fp8_decode", "fp8_prefill")
+    folders = ("append", "latent", "invariant", "fp8_decode", "fp8_prefill", "cascade")
     for folder in ("sm90", *(f"sm90.{each}" for each in folders)):
         family = import_module(f"pagetwin.optimized.kernels.{folder}.family")
         family.is_hopper = lambda device: chip == 90

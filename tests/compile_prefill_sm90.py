@@ -33,6 +33,8 @@ from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.optimized.kernels.sm90 import family
 from pagetwin.optimized.kernels.sm90.append import family as append
 from pagetwin.optimized.kernels.sm90.append.kernel import append_kernel
+from pagetwin.optimized.kernels.sm90.cascade import family as cascade
+from pagetwin.optimized.kernels.sm90.cascade.kernel import cascade_prefix_sm90_kernel
 from pagetwin.optimized.kernels.sm90.invariant import family as invariant
 from pagetwin.optimized.kernels.sm90.invariant.kernel import (
     fold_kernel,
@@ -69,6 +71,7 @@ class Case(NamedTuple):
         out_dtype: Optional. Dtype of the output. If None, that of queries.
         group: query heads per KV head, of 8 query heads.
         is_append: whether the call is an append with split keys.
+        is_prefix: whether the call is over the prefix of a cascade.
     """
 
     dtype: torch.dtype
@@ -81,6 +84,7 @@ class Case(NamedTuple):
     out_dtype: torch.dtype | None = None
     group: int = 4
     is_append: bool = False
+    is_prefix: bool = False
 
     def __str__(self) -> str:
         words = [
@@ -93,6 +97,7 @@ class Case(NamedTuple):
         words += [f"{NAMES[self.out_dtype]} output"] if self.out_dtype else []
         words += [f"groups of {self.group}"] if self.group != 4 else []
         words += ["append"] * self.is_append
+        words += ["prefix"] if self.is_prefix else []
         return ", ".join(words)
 
 
@@ -107,6 +112,7 @@ CASES = [
     Case(BF16, 192, 16, True, False, value_size=128),
     Case(BF16, 128, 16, True, True, {"batch_invariant": True}),
     Case(BF16, 128, 16, True, False, is_append=True),
+    Case(BF16, 128, 16, False, False, is_prefix=True),
     # the cases above are compiled in every test run
     Case(BF16, 128, 16, True, False),
     Case(BF16, 128, 0, False, True),
@@ -147,8 +153,14 @@ CASES = [
     Case(BF16, 128, 16, True, False, {"sliding_window": 1024}, is_append=True),
     Case(FP16, 128, 32, True, True, {"logits_soft_cap": 30.0}, is_append=True),
     Case(BF16, 192, 16, True, False, value_size=128, group=1, is_append=True),
+    Case(FP16, 64, 48, False, False, group=8, is_prefix=True),
+    Case(
+        BF16, 96, 16, False, False, {"logits_soft_cap": 30.0}, group=1, is_prefix=True
+    ),
+    Case(BF16, 192, 16, False, False, value_size=128, group=1, is_prefix=True),
+    Case(BF16, 256, 256, False, False, group=2, is_prefix=True),
 ]
-EVERY_DAY = 10
+EVERY_DAY = 11
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 COUNTED = ("HGMMA", "MUFU", "PRMT", "BAR", "LDL", "STL")
 
@@ -185,7 +197,11 @@ def record(case: Case) -> dict[str, Any]:
         query, keys, values, table, starts, lengths, 156, 8192, 0.1, out, lse,
         AttentionOptions(causal=causal, **options),
     )  # fmt: skip
-    if is_invariant:
+    if case.is_prefix:
+        prefix_plan = cascade.plan(call)
+        split_len = prefix_plan.split_len(call, block_size)
+        prefix_plan.launch_prefix(call, block_size, split_len, 4096, torch.zeros(8192))
+    elif is_invariant:
         # so few rows of so many keys are split over several programs, and folded
         invariant.plan(call).launch(call)
         compile_case(launches[1], fold_kernel)
@@ -297,6 +313,8 @@ def main(numbers: list[int]) -> None:
         kernel = invariant_kernel if is_invariant else prefill_kernel
         if case.is_append:
             kernel = append_kernel
+        if case.is_prefix:
+            kernel = cascade_prefix_sm90_kernel
         compiled, report = compile_case(record(case), kernel)
         line = {
             "case": str(case),

@@ -32,7 +32,7 @@ PATHS_ON_AN_H200 = {
     "mla-decode-128h-32x8k": "sm90 latent",
     "mla-decode-16h-256x1k": "sm90 latent",
     "mla-verify-q2-128h-64x4k": "sm90 latent",
-    "cascade-128x4k+256": "cascade, 128 and 16 rows",
+    "cascade-128x4k+256": "sm90 prefix; short rest, 16 rows",
     "prefill-2x4k-alibi": "portable prefill",
     "decode-64x4k-fp8": "sm90 FP8 decode",
     "decode-24x12k-fp8": "sm90 FP8 decode",

@@ -798,7 +798,7 @@ def test_kernels_are_named_by_the_plans_that_were_launched() -> None:
     for name, kernels in (
         ("decode-16x512", ["portable decode"]),
         ("prefill-8x2k", ["portable prefill"]),
-        ("cascade-128x4k+256", ["portable cascade"]),
+        ("cascade-128x4k+256", ["portable prefix", "portable rest"]),
         ("write-8k", []),
     ):
         library = Ours("cpu")

@@ -1,5 +1,6 @@
 """Is attention the same when the prefix that all requests share is read only once?"""
 
+import math
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
@@ -16,9 +17,11 @@ from pagetwin.conformance.generators.batches import (
 from pagetwin.conformance.oracles.dense import same_bits
 from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.optimized.launch import attention_call, cascade
+from pagetwin.optimized.launch.attention_call import AttentionCall
 from pagetwin.optimized.launch.launcher import Launcher
 from pagetwin.optimized.launch.plan_cache import PlanCache
 from test_append import plant
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -116,6 +119,70 @@ def test_no_key_is_lost_at_the_edge_of_a_split_of_either_launch(
     batch = share_prefix(build(plan, device), 96)
     plant(batch.rows, batch.key_cache, batch.value_cache, batch.query, position)
     expect_equal(batch, 96)
+
+
+class SplitPrefix:
+    """Stands for the Hopper kernel: it stores a partial result per split of the prefix."""
+
+    is_overlapped = False
+
+    def __init__(self, split_len: int) -> None:
+        self.keys = split_len
+
+    def takes(self, call: AttentionCall) -> bool:
+        return True
+
+    def split_len(self, call: AttentionCall, prefix_len: int) -> int:
+        return self.keys
+
+    def launch_prefix(
+        self,
+        call: AttentionCall,
+        prefix_len: int,
+        split_len: int,
+        values_begin: int,
+        workspace: Tensor,
+    ) -> None:
+        """Compute what `PrefixPlan.launch_prefix` stores with the reference."""
+        tokens, heads, _ = call.query.shape
+        splits, size = -(-prefix_len // split_len), call.value.shape[-1]
+        lse = workspace[: splits * tokens * heads].view(splits, tokens, heads)
+        values = workspace[values_begin:][: lse.numel() * size].view(*lse.shape, size)
+        block_size = call.key.shape[1]
+        assert call.block_table is not None
+        starts = call.query_start_loc.new_tensor([0, tokens])
+        for split, begin in enumerate(range(0, prefix_len, split_len)):
+            num_keys = min(split_len, prefix_len - begin)
+            of_split = values.new_empty(heads, tokens)
+            TWINS["reference"].raw.paged_attention(
+                call.query, call.key, call.value,
+                call.block_table[:1, begin // block_size :], starts,
+                call.lengths.new_tensor([num_keys]), tokens, num_keys,
+                scale=call.scale, out=values[split], lse=of_split,
+                options=AttentionOptions(causal=False),
+            )  # fmt: skip
+            lse[split] = of_split.T / math.log(2.0)
+
+
+@pytest.mark.parametrize("split_len", [16, 32, 96])
+@pytest.mark.parametrize("rows", ["few", "many"])
+def test_any_number_of_partial_results_over_the_prefix_is_merged(
+    split_len: int, rows: str, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    """6, 3 or 1 splits; a tile of 16 rows loads 4 at once, one of 32 rows loads 1.
+
+    Requests are short enough for one segment, and so long that they are split themselves.
+    """
+    make_plan = cascade.make_plan
+
+    def with_splits(call: AttentionCall) -> Any:
+        return replace(make_plan(call), hopper=SplitPrefix(split_len))
+
+    monkeypatch.setattr(cascade, "make_plan", with_splits)
+    monkeypatch.setattr(cascade, "PLANS", PlanCache(8))
+    query_lens = (1, 3, 2) if rows == "few" else (30, 1, 25)
+    plan = BatchPlan(query_lens, (130, 101, 290), group=4, padding=2)
+    expect_equal(share_prefix(build(plan, device), 96), 96)
 
 
 class NoWork(TorchDispatchMode):

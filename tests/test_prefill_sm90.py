@@ -81,7 +81,7 @@ def test_the_assembler_lets_products_and_softmax_overlap(
         is_invariant = "batch_invariant" in case.options
         is_split = is_invariant or case.is_append
         assert line["spilled"] <= (288 if is_split else 256), line
-        consumers = choose_consumers(case.head_size, is_split)
+        consumers = choose_consumers(case.head_size, is_split or case.is_prefix)
         has_left_edge = "sliding_window" in case.options
         loops = 2 + has_left_edge + (case.head_size > 128 or is_split)
         assert len(line["loops"]) == loops * consumers, line

@@ -60,9 +60,11 @@ def attend_to_split(
     l_i, m_i = start_with_sinks(
         l_i, m_i, call.option_tensors.sinks, tile.rows.head, tile.rows.is_row, is_whole
     )
-    if KEYS == REST:
-        acc, l_i, m_i = fold_prefix(acc, l_i, m_i, prefix, tile.rows, is_whole, config)
     acc, l_i, m_i = attend_to_keys(acc, l_i, m_i, call, tile, begin, end, config)
+    if KEYS == REST:
+        acc, l_i, m_i = fold_prefix(
+            acc, l_i, m_i, prefix, tile.rows, is_whole, config, config.BLOCK_M
+        )
     return normalize(acc, l_i, m_i)
 
 
@@ -122,10 +124,11 @@ def store_split_tile(
             )  # fmt: skip
             if KEYS == REST:
                 acc, l_i, m_i = start_softmax(plan.COMBINE_ROWS, config.BLOCK_DV)
-                acc, l_i, m_i = fold_prefix(
-                    acc, l_i, m_i, prefix, combined_rows, True, config
-                )
                 acc, l_i, m_i = fold_partial(acc, l_i, m_i, combined, combined_lse)
+                acc, l_i, m_i = fold_prefix(
+                    acc, l_i, m_i, prefix, combined_rows, True, config,
+                    plan.COMBINE_ROWS,
+                )  # fmt: skip
                 combined, combined_lse = normalize(acc, l_i, m_i)
             store_finished_rows(
                 call, combined, combined_lse, combined_rows, prefix, kv_head, config,

@@ -7,25 +7,22 @@ is read from the device, so a CUDA graph can capture the call.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from ...contract.attention_options import AttentionOptions
 from ...validation import values_checked
-from ..kernels.cascade import (
-    CascadeTensors,
-    cascade_prefix_kernel,
-    cascade_rest_kernel,
-)
+from ..kernels.cascade import cascade_prefix_kernel
 from ..kernels.options.score import lower_tensors
+from ..kernels.sm90.cascade import family as sm90_cascade
 from .attention_call import AttentionCall, sign, sizes_fit
+from .cascade_grids import Grid, choose_rest, round_up
 from .cost_model import Layer, choose_row_tile
 from .dispatch import check_supported
-from .launcher import Launcher, check_launch
+from .launcher import check_launch
 from .launches import Launches
-from .lowering import as_bits
 from .plan_cache import PlanCache
 from .portable import describe_layer
 from .prepare import prepare
@@ -44,100 +41,17 @@ class CascadePlan:
 
     Args:
         prefix, rest: launches over the prefix, and over the keys after it.
+        hopper: Optional. Launches over the prefix on Hopper chips. If None, they do not take calls
+            with this signature.
         layer: what the cost model needs to know.
         is_packed: whether `query_start_loc` and `lengths` are contiguous.
     """
 
     prefix: Launches
     rest: Launches
+    hopper: sm90_cascade.PrefixPlan | None
     layer: Layer
     is_packed: bool
-
-
-@dataclass(frozen=True)
-class _Grid:
-    """One launch of a cascade: its kernel, and how its work is split.
-
-    Args:
-        launcher: the kernel with its constants.
-        kv_heads, splits: programs along both axes of the grid.
-        split_rows: rows that the workspace reserves per partial result.
-    """
-
-    launcher: Launcher
-    kv_heads: int
-    splits: int
-    split_rows: int
-
-    @property
-    def partials(self) -> int:
-        """Rows of partial results, of which each program has two at most."""
-        return _round_up(2 * self.splits * self.kv_heads * self.split_rows)
-
-    @classmethod
-    def choose(
-        cls,
-        launches: Launches,
-        kernel: Any,
-        num_reqs: int,
-        block_m: int,
-        rows: int,
-        keys: int,
-        query_tiles: int,
-    ) -> "_Grid":
-        """Return the launch over at most `keys` keys of `num_reqs` requests.
-
-        Args:
-            rows: rows of a request, at most.
-            query_tiles: query tiles of all requests, at most.
-        """
-        launcher, block_n, most = launches.append(
-            num_reqs, block_m, kernel, _lower, CascadeTensors
-        )
-        splits = min(most, query_tiles * -(-keys // block_n))
-        return cls(launcher, launches.kv_heads, splits, min(block_m, rows))
-
-    def start(
-        self,
-        call: AttentionCall,
-        prefix_len: int,
-        options: Any,
-        workspace: Tensor,
-        begins: list[int],
-        arrivals: Tensor,
-    ) -> None:
-        """Launch the kernel.
-
-        Args:
-            workspace: float32 log-sum-exps over the prefix, their values, log-sum-exps of partial
-                results, and their values.
-            begins: index at which each of these begins, without the first.
-            arrivals: int32 counters of finished splits, all 0.
-        """
-        query, key, value, block_table, starts, lengths, *_ = call
-        assert block_table is not None
-        out, lse, at = call.out, call.lse, workspace.data_ptr()
-        pointers = (
-            query.data_ptr(), key.data_ptr(), value.data_ptr(), block_table.data_ptr(),
-            starts.data_ptr(), lengths.data_ptr(), out.data_ptr(),
-            0 if lse is None else lse.data_ptr(), at + 4 * begins[2],
-            at + 4 * begins[1], arrivals.data_ptr(), at + 4 * begins[0], at,
-        )  # fmt: skip
-        numbers = (
-            query.shape[0],
-            starts.shape[0] - 1,
-            prefix_len,
-            self.split_rows,
-            call.scale,
-            block_table.stride(0),
-            *((0, 0) if lse is None else lse.stride()),
-        )
-        tensors = (
-            query, key, value, block_table, starts, lengths, out, lse, workspace,
-            begins, arrivals,
-        )  # fmt: skip
-        grid = (self.kv_heads, self.splits, 1)
-        self.launcher(grid, pointers, options, numbers, tensors)
 
 
 def choose_row_tiles(
@@ -166,40 +80,44 @@ def launch_cascade(
         prefix_len: keys of the prefix, at least 1.
         row_tiles: rows of the query tiles of both launches.
     """
-    prefix, rest = plan.prefix, plan.rest
+    rest = plan.rest
     tokens, num_heads, _ = call.query.shape
-    num_reqs = call.query_start_loc.shape[0] - 1
     rest_len = max(call.max_key_len - prefix_len, 1)
-    # step: attend to the shared prefix, all queries as one request
-    rows = tokens * prefix.group_size
-    block_m = row_tiles[0]
-    first = _Grid.choose(
-        prefix, cascade_prefix_kernel, 1, block_m, rows, prefix_len,
-        -(-rows // block_m),
-    )  # fmt: skip
-    # step: attend to the rest of each sequence
-    rows = call.max_query_len * rest.group_size
-    block_m = row_tiles[1]
-    second = _Grid.choose(
-        rest, cascade_rest_kernel, num_reqs, block_m, rows, rest_len,
-        tokens * rest.group_size // block_m + num_reqs,
-    )  # fmt: skip
-    counters = max(first.splits, second.splits) * rest.kv_heads
+    hopper = plan.hopper if plan.hopper and plan.hopper.takes(call) else None
+    second = choose_rest(
+        rest, call, row_tiles[1], rest_len, hopper is not None and hopper.is_overlapped
+    )
+    counters, partials, split_len = second.splits, second.partials, prefix_len
+    if hopper is not None:
+        split_len = hopper.split_len(call, prefix_len)
+    else:
+        rows, block_m = tokens * rest.group_size, row_tiles[0]
+        first = Grid.choose(
+            plan.prefix, cascade_prefix_kernel, 1, block_m, rows, prefix_len,
+            -(-rows // block_m),
+        )  # fmt: skip
+        counters = max(first.splits, counters)
+        partials = max(first.partials, partials)
+    splits = -(-prefix_len // split_len)
     # each begins at a multiple of 16 bytes
-    heads = _round_up(tokens * num_heads)
-    begins = [heads, _round_up(heads * (1 + rest.value_size))]
-    partials = max(first.partials, second.partials)
+    heads = round_up(splits * tokens * num_heads)
+    begins = [heads, round_up(heads * (1 + rest.value_size))]
     begins.append(begins[1] + partials)
     arrivals, workspace = find_workspace(
-        call.query.device, counters, begins[2] + partials * rest.value_size
+        call.query.device,
+        max(counters * rest.kv_heads, 1),
+        begins[2] + partials * rest.value_size,
     )
-    over_prefix, over_rest = (
-        lower_tensors(each)
-        for each in (options_over_prefix(call.options), call.options)
-    )
-    first.start(call, prefix_len, over_prefix, workspace, begins, arrivals)
+    # step: attend to the shared prefix, all queries as one request
+    if hopper is not None:
+        hopper.launch_prefix(call, prefix_len, split_len, heads, workspace)
+    else:
+        over_prefix = lower_tensors(options_over_prefix(call.options))
+        first.start(call, prefix_len, 1, over_prefix, workspace, begins, arrivals)
+    # step: attend to the rest of each sequence
     # step: merge both results by their log-sum-exp
-    second.start(call, prefix_len, over_rest, workspace, begins, arrivals)
+    over_rest = lower_tensors(call.options)
+    second.start(call, prefix_len, splits, over_rest, workspace, begins, arrivals)
 
 
 def attend_cascade(call: AttentionCall, prefix_len: int, check: Check) -> Tensor:
@@ -271,9 +189,13 @@ def make_plan(call: AttentionCall) -> CascadePlan:
         call.out,
     )  # fmt: skip
     rest = prepare(*tensors, call.options)
+    over_prefix = call._replace(options=options_over_prefix(call.options))
     return CascadePlan(
-        prefix=prepare(*tensors, options_over_prefix(call.options)),
+        prefix=prepare(*tensors, over_prefix.options),
         rest=rest,
+        hopper=sm90_cascade.plan(over_prefix)
+        if sm90_cascade.supports(over_prefix)
+        else None,
         layer=describe_layer(rest, call, has_hopper=False),
         is_packed=call.query_start_loc.stride(0) == 1 and call.lengths.stride(0) == 1,
     )
@@ -295,39 +217,3 @@ def _cover(layer: Layer, rows: int) -> int:
     """Return the rows of the smallest tile that takes `rows` rows, or of the largest tile."""
     *smaller, largest = layer.row_tiles
     return next((each for each in smaller if each >= rows), largest)
-
-
-def _round_up(number: int) -> int:
-    """Return the smallest multiple of 4, which is 16 bytes, that is at least `number`."""
-    return -(-number // 4) * 4
-
-
-def _lower(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    lengths: Tensor,
-    out: Tensor,
-    lse: Tensor | None,
-    workspace: Tensor,
-    begins: list[int],
-    semaphores: Tensor,
-) -> CascadeTensors:
-    """Return the tensors of a launch."""
-    return CascadeTensors(
-        q=query,
-        k=as_bits(key),
-        v=as_bits(value),
-        block_table=block_table,
-        query_start_loc=query_start_loc,
-        seq_lens=lengths,
-        out=out,
-        lse=lse,
-        partial_out=workspace[begins[2] :],
-        partial_lse=workspace[begins[1] :],
-        semaphores=semaphores,
-        prefix_out=workspace[begins[0] :],
-        prefix_lse=workspace,
-    )

@@ -122,6 +122,8 @@ class Launcher:
         num_warps, num_stages: launch options.
         groups: Optional. NamedTuples in which the kernel takes its pointers and its options. If
             None, each is an argument of its own.
+        is_dependent: whether the launch is a programmatic dependent launch: it begins before the
+            launch that precedes it on the stream has ended, and waits in the kernel.
     """
 
     def __init__(
@@ -132,6 +134,7 @@ class Launcher:
         num_warps: int,
         num_stages: int,
         groups: tuple[Any, Any] | None = None,
+        is_dependent: bool = False,
     ) -> None:
         self._kernel = kernel
         self._lower = lower
@@ -139,6 +142,8 @@ class Launcher:
         self._groups = groups
         self._no_options = () if groups is None else (None,) * len(groups[1]._fields)
         self._chosen = {"num_warps": num_warps, "num_stages": num_stages}
+        if is_dependent:
+            self._chosen["launch_pdl"] = True
         self._rest: tuple[Any, ...] = ()
         self._compiled: Any = None
         self._direct: DirectLaunch | None = None

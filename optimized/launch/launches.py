@@ -82,7 +82,7 @@ class Launches:
         tuple[int, int, bool, bool, bool, bool], tuple[Launcher, int, int]
     ] = field(default_factory=dict)
     short_decodes: dict[int, Launcher] = field(default_factory=dict)
-    appends: dict[tuple[int, int, bool], tuple[Launcher, int, int]] = field(
+    appends: dict[tuple[Any, ...], tuple[Launcher, int, int]] = field(
         default_factory=dict
     )
 
@@ -200,6 +200,8 @@ class Launches:
         kernel: Any = append_kernel,
         lower: Any = None,
         tensors: Any = Tensors,
+        is_dependent: bool = False,
+        tiles: Tiles | None = None,
     ) -> tuple[Launcher, int, int]:
         """Return the launch of a kernel for split requests of any number of rows.
 
@@ -210,15 +212,18 @@ class Launches:
             lower: Optional. Converts the tensors of a launch to the kernel's. If None, those of a
                 call to paged attention.
             tensors: NamedTuple in which the kernel takes its pointers.
+            is_dependent: as in `Launcher`. The kernel has a constant IS_DEPENDENT then.
+            tiles: Optional. Tiles of `block_m` rows. If None, those of `row_tiles`.
 
         Returns:
             the launcher, the keys of a tile, and the most segments.
         """
         per_pass = _reqs_per_pass(num_reqs)
-        key = (block_m, per_pass, num_reqs > per_pass)
+        key = (block_m, per_pass, num_reqs > per_pass, is_dependent, tiles)
         known = self.appends.get(key)
         if known is None:
-            tiles = next(each for each in self.row_tiles if each.block_m == block_m)
+            if tiles is None:
+                tiles = next(each for each in self.row_tiles if each.block_m == block_m)
             rows = min(16, block_m)
             config = self.config._replace(
                 BLOCK_M=block_m,
@@ -240,7 +245,7 @@ class Launches:
             )
             launcher = make_launcher(
                 kernel, self.fixed, tiles, (lower or lower_call, tensors),
-                config=config, plan=plan,
+                is_dependent, config=config, plan=plan, IS_DEPENDENT=is_dependent,
             )  # fmt: skip
             programs = self.processors * (PROGRAMS if tiles.num_warps <= 4 else 1)
             known = (launcher, tiles.block_n, max(1, programs // self.kv_heads))

@@ -17,6 +17,7 @@ def make_launcher(
     fixed: dict[str, Any],
     tiles: Tiles,
     inputs: tuple[Any, Any] | None = None,
+    is_dependent: bool = False,
     **constants: Any,
 ) -> Launcher:
     """Return a launcher of a kernel.
@@ -24,6 +25,7 @@ def make_launcher(
     Args:
         inputs: Optional. What converts the tensors of a launch, and the NamedTuple in which the
             kernel takes its pointers. If None, those of a call to paged attention.
+        is_dependent: as in `Launcher`.
     """
     lower, tensors = inputs or (lower_call, Tensors)
     return Launcher(
@@ -33,6 +35,7 @@ def make_launcher(
         tiles.num_warps,
         tiles.num_stages,
         groups=(tensors, OptionTensors),
+        is_dependent=is_dependent,
     )
 
 

@@ -84,6 +84,19 @@ SHORT_PROGRAMS = 2 if INTERPRETED else 1
 """Programs of short decodes per multiprocessor, at most. Batches of 64 and 128 programs on 132
 multiprocessors are measured, larger ones are not."""
 
+SHORT_REST_KEYS = 64 if INTERPRETED else 1024
+"""Keys after a shared prefix, at most, for which each query tile of the rest has a program.
+
+128 requests with 256 keys each take 54 us and 61 in a stream-K partition. With the prefix, 128 with
+256 keys take 82 us and 89, 64 with 512 keys 80 and 87, 256 with 16 to 256 keys 81 and 118, 32 with
+256 keys 82 and 90. 512 is the largest number of keys that is measured with so many programs."""
+SHORT_REST_PROGRAMS = 1.5
+"""Such programs per multiprocessor, at least. Batches with 1.9 and more gain. With 1, requests of
+1,024 keys take 83 us and 82 in a stream-K partition, requests of 512 keys 56 and 54."""
+SHORT_REST_TILES = (64, 4, 3)
+"""Keys of a KV tile, warps and stages of these programs: 54.1 us. Others are (64, 2, 3): 53.2,
+(128, 4, 3): 53.4, (32, 2, 5): 54.2, (32, 2, 3): 54.4 and (64, 4, 5): 59.1."""
+
 # Constants of cost_model.py, per multiprocessor of an H200 (132 of them), fitted to 27 batches of 1
 # to 128 requests with 1 to 1,024 new tokens over 700 to 65,536 keys (cold L2, medians of 11). On
 # another chip their ratios matter, since all paths are estimated with the same ones.
@@ -211,6 +224,28 @@ def choose_short_tiles(decode: Tiles, dtype: torch.dtype, is_paged: bool) -> Til
         block_n=min(SHORT_KEYS, decode.block_n),
         num_warps=min(SHORT_WARPS, decode.num_warps),
         num_stages=3 if is_paged else 2,
+    )
+
+
+def choose_short_rest_tiles(
+    decode: Tiles, dtype: torch.dtype, block_m: int
+) -> Tiles | None:
+    """Return the tiles of short rests after a prefix; None if query tiles have other rows.
+
+    Args:
+        decode: those of decodes.
+        block_m: rows of a query tile.
+    """
+    if block_m != decode.block_m:
+        return None
+    if dtype == torch.float32 or INTERPRETED:
+        return decode
+    block_n, warps, stages = SHORT_REST_TILES
+    return replace(
+        decode,
+        block_n=min(block_n, decode.block_n),
+        num_warps=warps,
+        num_stages=min(stages, decode.num_stages),
     )
 
 

@@ -266,8 +266,19 @@ def _warm_cascade(spec: WarmUpSpec, index: int, lse: bool) -> _Launched:
             cascade.launch_cascade(plan, _bound(call, *bounds), block_size, row_tiles)
             if len(plan.rest.appends) > known:
                 yield f"cascade_rest_kernel, {block_m} rows", bounds
-            if num_reqs == 1:
+            if num_reqs == 1 and plan.hopper is None:
                 yield f"cascade_prefix_kernel, {block_m} rows", bounds
+    if plan.hopper is not None:
+        yield plan.hopper.launcher.name, bounds
+    # short rests, if a batch may have enough of them
+    bounds = (spec.max_num_reqs, spec.max_query_len, block_size + 1)
+    call = _bound(
+        _make_call(spec, index, lse, spec.max_num_reqs, block_size + 1), *bounds
+    )
+    known, block_m = len(plan.rest.appends), plan.layer.row_tiles[0]
+    cascade.launch_cascade(plan, call, block_size, (block_m, block_m))
+    if len(plan.rest.appends) > known:
+        yield "cascade_short_rest_kernel", bounds
 
 
 def _make_call(

@@ -88,7 +88,7 @@ def produce_q_and_k(
         publish_work(shared, work_state, work)
         work_state = work_state.advance()
         if work.num_kv_tiles > 0:
-            _load_q(shared, q, q_state, work, config, NUM_CONSUMERS)
+            load_q(shared, q, q_state, work, config, NUM_CONSUMERS)
             q_state = q_state.advance()
             k_state = load_k(shared, batch, k, k_state, work, config)
         item = gl.num_programs(0) + first_lane(fetched)
@@ -118,7 +118,7 @@ def produce_v(shared, batch, v, config: gl.constexpr):
 
 
 @gluon.jit
-def _load_q(shared, q, state, work, config: gl.constexpr, NUM_CONSUMERS: gl.constexpr):
+def load_q(shared, q, state, work, config: gl.constexpr, NUM_CONSUMERS: gl.constexpr):
     """Load the query tile of every consumer warpgroup."""
     HEAD_DIM: gl.constexpr = config.HEAD_DIM
     TAIL_DIM: gl.constexpr = config.TAIL_DIM

@@ -95,9 +95,11 @@ def watch_launches(twin: Any) -> Iterator[list[str]]:
 
     cascades, launch_cascade = cascade.PLANS, cascade.launch_cascade
 
-    def launch_watched(*arguments: Any) -> None:
-        launch_cascade(*arguments)
-        found.append("portable cascade")
+    def launch_watched(plan: Any, call: Any, *rest: Any) -> None:
+        launch_cascade(plan, call, *rest)
+        has_hopper = plan.hopper is not None and plan.hopper.takes(call)
+        found.append("sm90 prefix" if has_hopper else "portable prefix")
+        found.append("portable rest")
 
     dispatch.PLANS, dispatch.make_plan = type(plans)(2), make_watched
     cascade.PLANS, cascade.launch_cascade = type(cascades)(2), launch_watched

@@ -1,0 +1,211 @@
+"""Partial results over a shared prefix on Hopper chips: supported calls, plans, splits."""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from ....launch.attention_call import AttentionCall
+from ....launch.launcher import Launcher
+from ....launch.tuning import count_processors, is_hopper
+from ....launch.workspace import MAX_KEPT_NUMBERS
+from .. import family as sm90
+from ..config import LOG2_E, WARPGROUP_M, Config, choose_consumers
+from ..family import Sm90Plan
+from .kernel import cascade_prefix_sm90_kernel
+
+ITEM_TILES = 4
+"""KV tiles that take as long as what a work item does besides them. It is estimated. With it, a
+prefix of 4,096 keys has 4 splits for 512 rows of 8 KV heads: 32 us on an H200. One split takes 63,
+two take 41, eight 38."""
+MAX_SPLITS = 16
+"""Splits of the prefix, at most: the second launch reads a partial result of each."""
+
+
+def supports(call: AttentionCall) -> bool:
+    """Return whether the kernel computes partial results of calls with this signature.
+
+    Args:
+        call: the call over the prefix: it is not causal and has no sinks.
+    """
+    return (
+        is_hopper(call.query.device)
+        and call.block_table is not None
+        and sm90.find_planes(call) is not None
+    )
+
+
+def plan(call: AttentionCall) -> "PrefixPlan":
+    """Return the launch plan of all calls with this call's signature, whatever their device.
+
+    Raises:
+        NotImplementedError: options, a dtype, shapes or strides that the kernel does not support.
+    """
+    base = sm90.plan(call)
+    config: Config = base.constants["config"]
+    # partial results are accumulators of one part, with padded columns
+    consumers = choose_consumers(config.HEAD_SIZE, True)
+    # the log-sum-exp is always computed, and its error budget is small
+    config = config._replace(FAST_TANH=False, CONSUMERS=consumers)
+    return PrefixPlan(
+        dtype=base.dtype,
+        planes=base.planes,
+        boxes=base.boxes,
+        tokens=base.tokens,
+        keys=base.keys,
+        num_heads=base.num_heads,
+        group_size=base.group_size,
+        tile_rows=WARPGROUP_M.value * consumers,
+        # of the queries, keys and values
+        strides=base.strides[:8],
+        constants={"config": config},
+    )
+
+
+@lru_cache(1024)
+def choose_split_len(
+    prefix_len: int, block_n: int, step: int, items: int, processors: int, most: int
+) -> int:
+    """Return the keys per split of the prefix.
+
+    The time is estimated as rounds of work items times KV tiles of an item, and ITEM_TILES more.
+
+    Args:
+        prefix_len: keys of the prefix.
+        block_n: keys of a KV tile.
+        step: what the result must be a multiple of.
+        items: work items per split.
+        processors: multiprocessors of the chip.
+        most: splits, at most.
+
+    Example:
+        512 rows of 8 KV heads in tiles of 128 rows are 32 work items per split. 4 splits of 4,096
+        keys fill 128 of 132 multiprocessors:
+
+        >>> choose_split_len(4096, 128, 128, 32, 132, 16)
+        1024
+    """
+    best, best_len = math.inf, prefix_len
+    for splits in range(1, most + 1):
+        split_len = -(-prefix_len // (splits * step)) * step
+        rounds = -(-items * -(-prefix_len // split_len) // processors)
+        cost = rounds * (split_len / block_n + ITEM_TILES)
+        if cost < best:
+            best, best_len = cost, split_len
+    return best_len
+
+
+@dataclass
+class PrefixPlan(Sm90Plan):
+    """Launches of the Hopper kernel over a prefix for all calls with one signature.
+
+    Args:
+        strides: the kernel's arguments from `q_head_rows` to `v_head_columns`.
+
+    Attributes:
+        is_overlapped: whether the second launch of a cascade may begin before this one has ended.
+            128 short rests then take 78 us with the prefix and not 80.
+    """
+
+    is_overlapped: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        """Create the launcher."""
+        self.launcher = Launcher(
+            cascade_prefix_sm90_kernel,
+            self.lower,
+            self.constants,
+            num_warps=4,
+            num_stages=1,
+        )
+
+    def split_len(self, call: AttentionCall, prefix_len: int) -> int:
+        """Return the keys per split of the prefix.
+
+        Args:
+            call: the call.
+            prefix_len: keys of the prefix, at least 1.
+        """
+        config: Config = self.constants["config"]
+        tokens = call.query.shape[0]
+        numbers = tokens * self.num_heads * (config.HEAD_SIZE + 1)
+        return choose_split_len(
+            prefix_len,
+            config.BLOCK_N,
+            math.lcm(config.BLOCK_N, config.BLOCK_SIZE),
+            self._count_tiles(tokens),
+            count_processors(call.query.device),
+            max(1, min(MAX_SPLITS, MAX_KEPT_NUMBERS // numbers)),
+        )
+
+    def launch_prefix(
+        self,
+        call: AttentionCall,
+        prefix_len: int,
+        split_len: int,
+        values_begin: int,
+        workspace: Tensor,
+    ) -> None:
+        """Store the partial results of all tokens, those of padding included.
+
+        Args:
+            call: one that the plan takes.
+            prefix_len: keys of the prefix, at least 1.
+            split_len: what the method of this name returns.
+            values_begin: index in `workspace` of the values of partial results.
+            workspace: float32. Written: log-sum-exps [splits, tokens, heads] in base 2 at its
+                begin, and values [splits, tokens, heads, value_size].
+        """
+        query, key, value, block_table = call[:4]
+        assert block_table is not None
+        tokens, config = query.shape[0], self.constants["config"]
+        splits = -(-prefix_len // split_len)
+        num_programs = min(
+            self._count_tiles(tokens) * splits, count_processors(query.device)
+        )
+        extra_rows = self.extra_rows(query, key)
+
+        def make_maps(*addresses: int) -> list[Any]:
+            return self.tensor_maps(addresses[:3], extra_rows[:3])
+
+        maps: list[Any] = []
+        if self.launcher.is_ready:
+            maps = make_maps(*(each.data_ptr() for each in (query, key, value)))
+        at = workspace.data_ptr()
+        self.launcher(
+            (num_programs, 1, 1),
+            (at + 4 * values_begin, at, block_table.data_ptr()),
+            (call.scale * LOG2_E.value,),
+            (
+                tokens,
+                prefix_len,
+                split_len,
+                self.num_heads // config.GROUP,
+                self.group_size // config.GROUP,
+                *self.strides,
+            ),
+            (
+                query,
+                key,
+                value,
+                workspace[values_begin:],
+                workspace,
+                block_table,
+            ),
+            maps,
+            make_maps,
+        )
+
+    def _count_tiles(self, tokens: int) -> int:
+        """Return the work items per split of the prefix."""
+        group: int = self.constants["config"].GROUP
+        return -(-tokens // (self.tile_rows // group)) * (self.num_heads // group)
+
+    def lower(
+        self, query: Tensor, key: Tensor, value: Tensor, *others: Tensor | None
+    ) -> tuple[Any, ...]:
+        """Return a call's descriptors and tensors in the order of the kernel's arguments."""
+        tensors, extra_rows = (query, key, value), self.extra_rows(query, key)
+        return (*map(self.describe, range(3), tensors, extra_rows), *others)
