@@ -66,7 +66,8 @@ def prepare_cpu() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     def choose(cls: Any, *args: Any, **kwargs: Any) -> str:
-        return AttentionBackendEnum.CUSTOM.get_path()
+        # as the platform for CUDA does
+        return ".".join(AttentionBackendEnum.CUSTOM.get_class().full_cls_name())
 
     os.environ["PAGETWIN_VLLM_IMPLEMENTATION"] = "reference"
     CpuPlatform.get_attn_backend_cls = classmethod(choose)
