@@ -13,7 +13,7 @@ from pagetwin.conformance.oracles.dense import judge_attention, judge_lse, same_
 from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.optimized.kernels.sm90.cascade import scheduler
 from pagetwin.optimized.kernels.sm90.cascade.family import PrefixPlan, choose_split_len
-from pagetwin.optimized.launch import cascade_grids, workspace
+from pagetwin.optimized.launch import cascade, cascade_grids, workspace
 from test_append import plant
 from test_cascade_attention import share_prefix
 from test_prefill_sm90 import BF16, FP16, NAN, Int32, build, needs_hopper, run_on_host
@@ -95,6 +95,8 @@ def run(
         launches.append(prefix_len)
         launch(self, call, prefix_len, *rest)
 
+    # a call that was repeated would not be planned
+    cascade.PLANS.clear()
     with monkeypatch.context() as patch:
         patch.setattr(PrefixPlan, "launch_prefix", launch_prefix)
         patch.setattr(PrefixPlan, "is_overlapped", is_overlapped)

@@ -120,10 +120,12 @@ def record_write(
 
     Args:
         signature: of the write.
-        compiled: the kernel that Triton compiled for it.
+        compiled: Optional. The kernel that Triton compiled for it. If None, the write is not kept.
         grid: programs along both axes.
         arguments: all arguments of the kernel, in order.
     """
+    if compiled is None:
+        return
     new_key, new_value, key_cache, value_cache, slots, *rest = arguments
     tensors = [each[0] for each in (new_key, new_value, key_cache, value_cache)]
     scales = [each[1] for each in (key_cache, value_cache)]
