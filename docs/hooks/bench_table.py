@@ -27,9 +27,14 @@ NOTHING = "*No run is recorded yet.*"
 
 def all_records(folder: Path = FOLDER, name: str = "bench") -> list[dict[str, Any]]:
     """Return the records of the standard suite ("bench"), or of another, the newest first."""
-    # each name starts with a date
-    files = sorted(folder.glob(f"*-{name}.json"), reverse=True)
-    return [json.loads(path.read_text(encoding="utf-8")) for path in files]
+    files = sorted(folder.glob(f"*-{name}.json"))
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in files]
+    return sorted(records, key=_begin, reverse=True)
+
+
+def _begin(record: dict[str, Any]) -> str:
+    """Return when a run began, as ISO 8601 in UTC; empty if the record does not say it."""
+    return str(record.get("machine", {}).get("date", ""))
 
 
 def newest_record(folder: Path = FOLDER, name: str = "bench") -> dict[str, Any] | None:
