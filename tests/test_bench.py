@@ -955,7 +955,9 @@ def test_the_page_shows_the_newest_record_or_says_that_there_is_none(
     newest.write_text(json.dumps(gpu_record))
     page = bench_table.bench_table(tmp_path)
     assert "NVIDIA H200" in page and "| decode-64x4k | 260 | 265 | 200 |" in page
-    other = gpu_record | {"machine": gpu_record["machine"] | {"device": "NVIDIA H100"}}
+    machine = gpu_record["machine"]
+    earlier = {"device": "NVIDIA H100", "date": "2026-11-19T10:00:00+00:00"}
+    other = gpu_record | {"machine": machine | earlier}
     (tmp_path / "2026-11-19-b-bench.json").write_text(json.dumps(other))
     page = bench_table.bench_table(tmp_path)
     assert page.index("NVIDIA H200") < page.index("NVIDIA H100")
