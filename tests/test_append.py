@@ -19,6 +19,7 @@ from pagetwin.optimized.launch.cost_model import (
     estimate_append,
     estimate_prefill,
 )
+from pagetwin.optimized.launch.dispatch import PLANS
 from pagetwin.tools.bench.workloads import load_workloads
 from torch import Tensor
 
@@ -212,6 +213,8 @@ def appended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     dispatch = "pagetwin.optimized.launch.dispatch.choose_path"
     largest = lambda layer, *batch: Choice("split", layer.row_tiles[-1])  # noqa: E731
     monkeypatch.setattr(dispatch, largest)
+    # a call that was repeated would not be planned
+    PLANS.clear()
     return rows
 
 

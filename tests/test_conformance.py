@@ -758,6 +758,7 @@ def test_an_adapter_without_its_library_says_what_it_needs(name, library, monkey
     for module in [each for each in sys.modules if each.split(".")[0] == library]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, library, None)
+    monkeypatch.delenv("PAGETWIN_FA3", raising=False)
     result = CliRunner().invoke(app, ["check", str(ADAPTERS / f"{name}.py")])
     assert result.exit_code == USER_ERROR
     assert "this adapter needs" in result.output and "pip install" in result.output

@@ -432,6 +432,9 @@ def test_other_caches_options_and_strides_are_left_to_the_portable_kernel() -> N
 
 
 @pytest.mark.usefixtures("without_native_fp8")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="it is the run without a GPU that is tried"
+)
 def test_no_call_is_supported_on_another_device() -> None:
     plan = BatchPlan((1, 2), (33, 70), group=4, head_size=128, dtype=BF16)
     batch = make_batch(plan, device="cpu")

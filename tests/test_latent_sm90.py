@@ -22,6 +22,7 @@ from pagetwin.optimized.kernels.sm90.latent import family as latent_family
 from pagetwin.optimized.kernels.sm90.latent.combine import ROWS, latent_combine_kernel
 from pagetwin.optimized.kernels.sm90.latent.config import RANK
 from pagetwin.optimized.launch.attention_call import AttentionCall
+from pagetwin.optimized.launch.dispatch import PLANS
 from pagetwin.optimized.launch.launcher import Launcher
 from test_prefill_sm90 import needs_hopper
 from torch import Tensor
@@ -349,6 +350,7 @@ def test_the_laws_on_latents_hold_for_the_widths_of_the_kernel(
         launch(self, call)
 
     monkeypatch.setattr(latent_family.LatentDecodePlan, "launch", count)
+    PLANS.clear()  # a call that was repeated would not be planned
     setting = make_setting(load_candidate("optimized"), "cuda")
     plan = replace(LATENTS, heads=heads, needle=needle)
     for is_rope in (False, True):

@@ -165,6 +165,7 @@ def test_a_setting_that_cannot_be_read_is_an_error(
         EngineSteps(version)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="its tensors are on the host")
 def test_batch_invariance_reaches_the_kernels(version: str) -> None:
     import vllm.envs
 
@@ -234,6 +235,7 @@ def test_encoders_and_engines_that_opt_out_are_not_warmed_up(
     assert warmed == []
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="its tensors are on the host")
 def test_a_real_warm_up_launches_and_changes_no_slot(version: str) -> None:
     steps = EngineSteps(version, head_size=16)
     assert steps.step((20, 3, 1)) <= 1
