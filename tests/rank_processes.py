@@ -85,7 +85,8 @@ def serve(
     torch.set_num_threads(1)
     if not torch.cuda.is_available():
         speed_up()
-    every = dist.FileStore(store, size)
+    stores: Any = dist
+    every = stores.FileStore(store, size)
     limit = timedelta(seconds=60)
     dist.init_process_group(
         "gloo", store=every, rank=rank, world_size=size, timeout=limit
@@ -94,7 +95,7 @@ def serve(
     for count in sizes:
         group = dist.new_group(list(range(count)), timeout=limit)
         if rank < count:
-            reports = dist.PrefixStore(f"reports of {count}", every)
+            reports = stores.PrefixStore(f"reports of {count}", every)
             groups[count] = RankGroup(group, timeout=timeout, store=reports)
     while True:
         try:

@@ -25,7 +25,9 @@ needs_interpreter = pytest.mark.skipif(
 
 
 def shared_zeros(*shape: int) -> Tensor:
-    return torch.zeros(shape, dtype=torch.int32).share_memory_()
+    zeros = torch.zeros(shape, dtype=torch.int32)
+    zeros.share_memory_()  # type: ignore[no-untyped-call]
+    return zeros
 
 
 def run_forked(ranks: int, work: Callable[[int], None]) -> None:
@@ -63,8 +65,8 @@ def exchange_often(rank: int, ranks: int, buffers: list[Tensor], calls: int) -> 
         if kind == "gather":
             right = torch.cat(sent)
         else:
-            parts = [each.view(ranks, words)[rank] for each in sent]
-            right = torch.cat(parts) if kind == "all to all" else sum(parts).float()
+            parts = torch.stack([each.view(ranks, words)[rank] for each in sent])
+            right = parts.flatten() if kind == "all to all" else parts.sum(0).float()
         given = sent[rank].float() if kind == "add" else sent[rank]
         out = torch.zeros_like(right)
         exchange_kernel[(PROGRAMS,)](

@@ -33,7 +33,8 @@ LIMIT_S = 3.0
 
 def connect(rank: int, world_size: int, store: str) -> dict[str, RankGroup]:
     """Return the groups of this rank."""
-    file = dist.FileStore(store, world_size)
+    stores: Any = dist
+    file = stores.FileStore(store, world_size)
     given: dict[str, Any] = {"backend": "gloo"}
     if DEVICE == "cuda":
         torch.cuda.set_device(rank)
@@ -41,7 +42,7 @@ def connect(rank: int, world_size: int, store: str) -> dict[str, RankGroup]:
         given = {"backend": "cpu:gloo,cuda:nccl", "device_id": where}
     dist.init_process_group(store=file, rank=rank, world_size=world_size, **given)
     torch.manual_seed(rank)
-    reports = dist.PrefixStore("reports", file)
+    reports = stores.PrefixStore("reports", file)
     group = dist.group.WORLD if world_size > 1 else None
     ranks = RankGroup(group, timeout=30.0, store=reports, device=DEVICE)
     if DEVICE == "cpu":
@@ -114,12 +115,13 @@ def describe(given: argparse.Namespace) -> dict[str, Any]:
     """Return the commit, the date, the devices and the versions."""
     if DEVICE == "cpu":
         return {"devices": ["cpu"] * given.ranks, "torch": torch.__version__}
+    nccl: Any = torch.cuda.nccl
     return {
         "commit": given.commit,
         "date": datetime.date.today().isoformat(),
         "devices": [torch.cuda.get_device_name(each) for each in range(given.ranks)],
         "torch": torch.__version__,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "nccl": ".".join(map(str, nccl.version())),
         "triton": importlib.metadata.version("triton"),
     }
 

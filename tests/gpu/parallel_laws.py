@@ -159,7 +159,7 @@ class Stepping:
         batch = self.step.prepare(
             self.caches[0], self.table, self.starts, self.lens, 2, 64
         )
-        query, key, value = self.token.split([8, 2, 2], dim=1)
+        query, key, value = torch.split(self.token, [8, 2, 2], dim=1)
         self.step.write(key, value, *self.caches, batch)
         self.step.attend(query[:, self.own], *self.caches, batch, out=self.out)
 
