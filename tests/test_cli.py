@@ -103,6 +103,18 @@ def test_twins_agree_only_if_two_of_them_ran(pagetwin, tmp_path, monkeypatch):
     assert re.search(r"The twins agree in all \d+ steps", two.output), two.output
 
 
+def test_a_replay_on_two_ranks_says_that_they_agree_with_one(pagetwin, tmp_path):
+    small = ("--device", "cpu", "--requests", "2", "--twins", "reference")
+    result = pagetwin("replay", *small, "--ranks", "2", "--json", "f.json")
+    assert result.exit_code == 0, result.output
+    end = "One rank and 2 ranks gave results within the error budget in every step."
+    assert end in result.output
+    figures = json.loads((tmp_path / "f.json").read_text())
+    assert list(figures["agreement"]) == ["reference", "reference on 2 ranks"]
+    bits = pagetwin("replay", *small, "--ranks", "2", "--splits", "2")
+    assert "One rank and 2 ranks gave the same bits in every step" in bits.output
+
+
 def test_steps_have_one_numbering(pagetwin, tmp_path):
     """The progress bar began at 0 and skipped idle times; the table counted."""
     result = pagetwin("replay", *SMALL, "--json", "f.json")
@@ -217,6 +229,10 @@ def test_a_disagreement_ends_with_one_and_can_be_reproduced(
         (["--json", "/proc/figures.json"], "no file can be created in /proc"),
         (["--json", "x", "--report", "x"], "json and report are both x"),
         (["--output-scale", "2"], "output_scale = 2"),
+        (["--ranks", "0"], "ranks = 0: expected at least 1"),
+        (["--ranks", "8"], "query_heads = 4 is not a multiple of ranks = 8"),
+        (["--ranks", "2", "--splits", "3"], "splits = 3: expected 0 or a multiple"),
+        (["--ranks", "2", "--twins", "triton"], "does not run on several ranks"),
     ],
 )
 def test_what_the_user_can_mend_is_one_sentence(pagetwin, tmp_path, words, sentence):

@@ -697,6 +697,11 @@ def test_the_optimized_twin_agrees():
         ({"token_budget": 0}, "token_budget = 0"),
         ({"steps_per_second": 0}, "steps_per_second = 0"),
         ({"twins": ()}, "twins"),
+        ({"ranks": 0}, "ranks = 0: expected at least 1"),
+        ({"ranks": 4}, "query_heads = 2 is not a multiple of ranks = 4"),
+        ({"ranks": 2, "block_size": 5}, "block_size = 5 is not a multiple of ranks"),
+        ({"ranks": 2, "splits": 3}, "splits = 3: expected 0 or a multiple of ranks"),
+        ({"splits": 2}, "splits = 2 with ranks = 1"),
     ],
 )
 def test_settings_out_of_range_raise(given, words):

@@ -77,6 +77,16 @@ CheckEvery = Annotated[
         help="Interval in steps at which whole caches are compared.  (1; cuda 16)"
     ),
 ]
+Ranks = Annotated[
+    int,
+    typer.Option(
+        help="Processes that share each sequence's keys; each twin runs on 1 and on these."
+    ),
+]
+Splits = Annotated[
+    int,
+    typer.Option(help="Fixed splits of the keys, for the bits of one rank. 0: none."),
+]
 Seed = Annotated[int, typer.Option(help="Seed of tokens, tables and block order.")]
 JsonFile = Annotated[
     Path | None, typer.Option("--json", help="Write all figures to this file.")
@@ -104,6 +114,8 @@ def replay(
     max_running: MaxRunning = None,
     steps_per_second: StepsPerSecond = None,
     check_every: CheckEvery = None,
+    ranks: Ranks = 1,
+    splits: Splits = 0,
     seed: Seed = 0,
     json_file: JsonFile = None,
     report: ReportFile = None,
@@ -133,6 +145,8 @@ def replay(
         "max_running": max_running,
         "steps_per_second": steps_per_second,
         "check_every": check_every,
+        "ranks": ranks,
+        "splits": splits,
         "seed": seed,
     }
     with sentences_for_errors():

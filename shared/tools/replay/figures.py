@@ -41,7 +41,7 @@ def summarize(
         wall_seconds: duration of the whole replay.
     """
     settings = replay.settings
-    labels = label_twins(settings.twins)
+    labels = label_twins(settings.names)
     return {
         "settings": {
             **{name: getattr(settings, name) for name in settings.__dataclass_fields__},
@@ -125,13 +125,22 @@ def scaled_lengths(figures: Mapping[str, Any]) -> tuple[ScaledLengths, ScaledLen
 
 def describe_result(figures: Mapping[str, Any]) -> str:
     """Return what the replay has shown: that twins agree only if two twins were compared."""
-    steps, twins = figures["steps"], figures["settings"]["twins"]
-    if figures["compared"]:
-        return f"The twins agree in all {steps:,} steps."
-    return (
-        f"{twins[0]} agrees with the reference in float64 in all {steps:,} steps. No twins"
-        " were compared, because only one implementation ran: --twins takes several."
-    )
+    steps, settings = figures["steps"], figures["settings"]
+    sentences = [f"The twins agree in all {steps:,} steps."]
+    if not figures["compared"]:
+        sentences = [
+            f"{settings['twins'][0]} agrees with the reference in float64 in all {steps:,}"
+            " steps. No twins were compared, because only one implementation ran: --twins"
+            " takes several."
+        ]
+    if settings["ranks"] > 1:
+        what = (
+            "the same bits" if settings["splits"] else "results within the error budget"
+        )
+        sentences.append(
+            f"One rank and {settings['ranks']} ranks gave {what} in every step."
+        )
+    return " ".join(sentences)
 
 
 def _agreement(records: Sequence[StepRecord], index: int) -> dict[str, Any]:

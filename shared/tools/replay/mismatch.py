@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...contract.budgets import Verdict
 from ..files import whole_file
 from .batch import ReplayBatch
 from .model import LayerInputs
@@ -72,6 +73,23 @@ class StoredStep:
         cache = torch.full(shape, torch.nan, dtype=self.blocks.dtype, device=device)
         cache[:, self.block_ids.to(device)] = self.blocks.to(device)
         return cache
+
+
+def describe_row(
+    batch: ReplayBatch, verdict: Verdict, output: Tensor, exact: Tensor
+) -> str:
+    """Return the row of a verdict in words: its request, and the element with the largest error."""
+    token = verdict.row
+    request, position = batch.request_of(token)
+    errors = (output[token].double() - exact[token]).abs().nan_to_num(torch.inf)
+    head, element = divmod(int(errors.argmax()), output.shape[2])
+    return (
+        f"{verdict}; token {token} of the step is position {position} of request"
+        f" {request} in the batch ({batch.query_lens[request]} new tokens after"
+        f" {batch.num_computed_tokens[request]} in the cache); head {head}, element"
+        f" {element} is {output[token, head, element].item():.6g}: expected"
+        f" {exact[token, head, element].item():.6g}"
+    )
 
 
 class TwinMismatch(Exception):

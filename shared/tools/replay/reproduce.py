@@ -13,8 +13,9 @@ from ...contract.operations import Implementation
 from ...contract.specs import KVCacheSpec
 from .mismatch import StoredStep, TwinMismatch, load_step
 from .model import LayerInputs
+from .named_twins import load_reference, make_twin
 from .step import run_step
-from .twins import ImplementationTwin, load_reference, make_twin
+from .twins import ImplementationTwin
 
 
 def reproduce(
@@ -58,7 +59,14 @@ def run_again(
     block_size, kv_heads, head_size = stored.blocks.shape[2:]
     spec = KVCacheSpec(block_size, kv_heads, head_size, stored.blocks.dtype)
     twins = [
-        make_twin(name, spec, inputs.query.shape[1], device, implementations)
+        make_twin(
+            name,
+            spec,
+            inputs.query.shape[1],
+            device,
+            len(inputs.query),
+            implementations,
+        )
         for name in stored.twins
     ]
     on_device = LayerInputs(

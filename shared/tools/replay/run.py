@@ -27,13 +27,14 @@ from ...validation.scheduler import check_new_request
 from .batch import ReplayBatch, keep_rows, make_batch
 from .mismatch import StoredStep, TwinMismatch, Violation, save_step
 from .model import LayerInputs, SyntheticModel
+from .named_twins import load_reference, make_twin
 from .oracle import MAX_SCORES_PER_CHUNK
 from .settings import CACHE_SHARE, ReplaySettings
 from .step import ReplayLaw, Stage, compare_whole_caches, run_step
 from .tokens import draw_tokens
 from .trace import TraceLengths, read_trace, scale_trace
 from .traffic import arrival_steps, make_requests, next_tokens, peak_blocks
-from .twins import ImplementationTwin, ReplayTwin, load_reference, make_twin
+from .twins import ImplementationTwin, ReplayTwin
 
 FREE, CACHED = -1, -2
 """Entries of `StepRecord.holders` for blocks that no request holds."""
@@ -147,9 +148,14 @@ class Replay:
         )
         self.twins = [
             make_twin(
-                name, self.spec, settings.query_heads, settings.device, implementations
+                name,
+                self.spec,
+                settings.query_heads,
+                settings.device,
+                settings.token_budget,
+                implementations,
             )
-            for name in settings.twins
+            for name in settings.names
         ]
         self._recorder = recorder
         if recorder is not None:
@@ -315,7 +321,7 @@ class Replay:
         stored = StoredStep(
             step=step,
             layer=layer,
-            twins=self.settings.twins,
+            twins=self.settings.names,
             device=self.settings.device,
             batch=batch,
             inputs=inputs[layer],

@@ -38,6 +38,10 @@ class ReplaySettings:
         token_budget: new tokens per step at most.
         max_running: running requests at most.
         check_every: steps from one comparison of the whole caches to the next.
+        ranks: processes that share the keys of every sequence. Above 1, each implementation runs
+            on one rank and on this number of ranks.
+        splits: fixed splits of every sequence's keys, a multiple of `ranks`, so that the bits do
+            not depend on the number of ranks. 0: none.
         seed: seed of tokens, tables and block order.
     """
 
@@ -58,6 +62,8 @@ class ReplaySettings:
     token_budget: int
     max_running: int
     check_every: int
+    ranks: int = 1
+    splits: int = 0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -70,6 +76,7 @@ class ReplaySettings:
             "token_budget",
             "max_running",
             "check_every",
+            "ranks",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)}: expected at least 1")
@@ -78,6 +85,7 @@ class ReplaySettings:
                 f"query_heads = {self.query_heads} is not a multiple of kv_heads ="
                 f" {self.kv_heads}"
             )
+        self._check_ranks()
         if self.dtype not in DTYPES:
             raise ValueError(
                 f"dtype = {self.dtype!r}: expected one of {', '.join(DTYPES)}"
@@ -92,10 +100,58 @@ class ReplaySettings:
                 " commas, such as reference,optimized"
             )
 
+    def _check_ranks(self) -> None:
+        """Reject ranks among which heads or slots cannot be divided, and splits without ranks."""
+        for name in ("query_heads", "block_size"):
+            if getattr(self, name) % self.ranks:
+                raise ValueError(
+                    f"{name} = {getattr(self, name)} is not a multiple of ranks ="
+                    f" {self.ranks}"
+                )
+        if self.ranks > 1 and self.device != "cpu":
+            raise ValueError(
+                f"ranks = {self.ranks} with device = {self.device!r}: expected cpu, because the"
+                " ranks share a cache in host memory"
+            )
+        if self.splits < 0 or self.splits % self.ranks:
+            raise ValueError(
+                f"splits = {self.splits}: expected 0 or a multiple of ranks = {self.ranks}"
+            )
+        if self.splits and self.ranks == 1:
+            raise ValueError(
+                f"splits = {self.splits} with ranks = 1: expected at least 2 ranks, whose bits"
+                " are compared with those of one rank"
+            )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The twins that run: those of `twins`, each also on several ranks if there are any."""
+        if self.ranks == 1:
+            return self.twins
+        return tuple(
+            name
+            for twin in self.twins
+            for name in (
+                name_on_ranks(twin, 1, self.splits) if self.splits else twin,
+                name_on_ranks(twin, self.ranks, self.splits),
+            )
+        )
+
     @property
     def torch_dtype(self) -> torch.dtype:
         """The element type of queries and caches."""
         return DTYPES[self.dtype]
+
+
+def name_on_ranks(twin: str, ranks: int, splits: int) -> str:
+    """Return the name of an implementation that runs its parallel step.
+
+    Example:
+        >>> name_on_ranks("optimized", ranks=2, splits=8)
+        'optimized on 2 ranks with 8 splits'
+    """
+    name = f"{twin} on {ranks} rank{'s' if ranks > 1 else ''}"
+    return f"{name} with {splits} splits" if splits else name
 
 
 CACHE_SHARE = 0.6

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...contract.budgets import Verdict
 from .batch import ReplayBatch
-from .mismatch import Violation
+from .mismatch import Violation, describe_row
 from .model import LayerInputs
 from .oracle import (
     MAX_SCORES_PER_CHUNK,
@@ -44,6 +44,7 @@ class ReplayLaw(Enum):
     WRITTEN = "'each new key and value is in its slot'"
     REST = "'all other slots are unchanged'"
     ATTENTION = "'attention stays within its error budget'"
+    BITS = "'with fixed splits, any number of ranks gives the same bits'"
 
 
 @dataclass
@@ -139,7 +140,7 @@ def run_step(
                 if verdict.worst >= worst.worst or not verdict.finite:
                     result.verdicts[index] = verdict
                 if not verdict.ok:
-                    found = _describe_row(batch, verdict, output, attention.exact)
+                    found = describe_row(batch, verdict, output, attention.exact)
                     raise _LawViolated(
                         Violation(
                             index,
@@ -149,6 +150,7 @@ def run_step(
                             attention.exact,
                         )
                     )
+            _compare_bits(twins, outputs)
     except _LawViolated as violated:
         result.violation = violated.violation
     _wait(reference.device)
@@ -222,6 +224,28 @@ def _compare_written(
     )
 
 
+def _compare_bits(twins: Sequence[ReplayTwin], outputs: Sequence[Tensor]) -> None:
+    """Compare the twins that return the same bits with the first of them."""
+    first: dict[object, int] = {}
+    for index, (twin, output) in enumerate(zip(twins, outputs, strict=True)):
+        if twin.bits_of is None:
+            continue
+        other = first.setdefault(twin.bits_of, index)
+        where = first_difference(output, outputs[other])
+        if where is not None:
+            token, head, element = where
+            raise _LawViolated(
+                Violation(
+                    index,
+                    ReplayLaw.BITS.value,
+                    f"token {token}, head {head}, element {element} is"
+                    f" {output[where].item():.9g}: expected"
+                    f" {outputs[other][where].item():.9g}, as {twins[other].name}",
+                    output,
+                )
+            )
+
+
 def _compare_rest(
     twin: int, cache: Tensor, expected_cache: Tensor, output: Tensor | None
 ) -> None:
@@ -239,22 +263,6 @@ def _compare_rest(
             f" {expected_cache[where].item():.6g}",
             output,
         )
-    )
-
-
-def _describe_row(
-    batch: ReplayBatch, verdict: Verdict, output: Tensor, exact: Tensor
-) -> str:
-    token = verdict.row
-    request, position = batch.request_of(token)
-    errors = (output[token].double() - exact[token]).abs().nan_to_num(torch.inf)
-    head, element = divmod(int(errors.argmax()), output.shape[2])
-    return (
-        f"{verdict}; token {token} of the step is position {position} of request"
-        f" {request} in the batch ({batch.query_lens[request]} new tokens after"
-        f" {batch.num_computed_tokens[request]} in the cache); head {head}, element"
-        f" {element} is {output[token, head, element].item():.6g}: expected"
-        f" {exact[token, head, element].item():.6g}"
     )
 
 

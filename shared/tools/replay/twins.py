@@ -6,7 +6,6 @@ layer writes the cache and computes attention in one call.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +13,9 @@ import torch
 from torch import Tensor
 
 from ...contract.metadata_classes import CommonAttentionMetadata
-from ...contract.operations import Implementation, load_implementation
+from ...contract.operations import Implementation
 from ...contract.specs import KVCacheSpec
 from ...engine.backend_interface import AttentionBackend
-from ...engine.selector import TWINS, backend_names, get_attn_backend
 from ...recorder import RecordedOperations, Recorder, record_backend
 from .batch import ReplayBatch
 from .model import LayerInputs
@@ -46,6 +44,8 @@ class ReplayTwin(ABC):
     """One way to run a step. It keeps no state between steps."""
 
     writes_in_attend = False
+    bits_of: object = None
+    """Twins with equal values return the same bits. None: within the error budget."""
 
     def __init__(
         self,
@@ -176,53 +176,3 @@ class BackendTwin(ReplayTwin):
             None, inputs.query, inputs.key, inputs.value, cache, step.of_backend, out
         )
         return out
-
-
-def make_twin(
-    name: str,
-    spec: KVCacheSpec,
-    query_heads: int,
-    device: torch.device | str,
-    implementations: Mapping[str, Implementation] | None = None,
-) -> ReplayTwin:
-    """Return the twin of that name.
-
-    Args:
-        name: "reference", "optimized", a backend's name in lower case ("triton", "xformers"), or
-            a dotted package name.
-        spec: one layer's cache.
-        query_heads: query heads of the model.
-        device: device of the cache.
-        implementations: implementations that are loaded already, by name.
-
-    Raises:
-        ValueError: the name is unknown, or the backend does not support such a cache.
-    """
-    if name not in TWINS and name.upper() in backend_names():
-        backend = get_attn_backend(name.upper(), spec, device)
-        # pagetwin.<twin>.backends.backend
-        carrier = _load(backend.__module__.split(".")[1], implementations)
-        return BackendTwin(name, carrier, backend, spec, query_heads, device)
-    return ImplementationTwin(name, _load(name, implementations), device)
-
-
-def load_reference(
-    implementations: Mapping[str, Implementation] | None = None,
-) -> Implementation:
-    """Return the implementation that defines the result."""
-    return _load("reference", implementations)
-
-
-def _load(
-    name: str, implementations: Mapping[str, Implementation] | None
-) -> Implementation:
-    if implementations and name in implementations:
-        return implementations[name]
-    try:
-        return load_implementation(name)
-    except ModuleNotFoundError as error:
-        names = [each.lower() for each in backend_names()]
-        raise ValueError(
-            f"twin = {name!r} cannot be loaded ({error}): expected optimized,"
-            f" {', '.join(names)}, or a package with the same operations"
-        ) from error
