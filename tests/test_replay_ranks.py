@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from pagetwin.optimized.launch.launcher import INTERPRETED
 from pagetwin.recorder import Recorder
 from pagetwin.recorder.settings import RecorderSettings
 from pagetwin.tools.replay.mismatch import TwinMismatch, load_step
@@ -70,7 +71,14 @@ def write_wrong(folder: Path, before: str, after: str) -> str:
     return name
 
 
-@pytest.mark.parametrize("twin", ["reference", "optimized"])
+needs_interpreter = pytest.mark.skipif(
+    not INTERPRETED, reason="the ranks of a replay run on the CPU"
+)
+
+
+@pytest.mark.parametrize(
+    "twin", ["reference", pytest.param("optimized", marks=needs_interpreter)]
+)
 def test_two_processes_compute_every_step_of_a_trace(twin: str) -> None:
     requests = 3 if twin == "reference" else 2
     settings = on_two_ranks(twin, requests=requests)
