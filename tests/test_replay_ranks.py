@@ -6,13 +6,14 @@ import pytest
 from pagetwin.optimized.launch.launcher import INTERPRETED
 from pagetwin.recorder import Recorder
 from pagetwin.recorder.settings import RecorderSettings
+from pagetwin.tools.replay import ranks
 from pagetwin.tools.replay.mismatch import TwinMismatch, load_step
 from pagetwin.tools.replay.reproduce import reproduce
 from pagetwin.tools.replay.run import Replay
 from pagetwin.tools.replay.settings import ReplaySettings, choose_settings
 from pagetwin.tools.replay.step import ReplayLaw
 
-SMALL = {"requests": 3, "scale": 1 / 300, "head_size": 8, "query_heads": 2}
+SMALL = {"requests": 2, "scale": 1 / 300, "head_size": 8, "query_heads": 2}
 
 
 def on_two_ranks(*twins: str, **given: object) -> ReplaySettings:
@@ -50,6 +51,11 @@ WRONG = {
         "",
         ReplayLaw.RUNS,
     ),
+    "rank 1 does not answer": (
+        "",
+        "self.ranks.rank != 1 or time.sleep(99)",
+        ReplayLaw.RUNS,
+    ),
 }
 
 
@@ -57,7 +63,7 @@ def write_wrong(folder: Path, before: str, after: str) -> str:
     """Write a package whose parallel step is changed, and return its name."""
     name = f"wrong_{folder.name}".replace("-", "_")
     (folder / f"{name}.py").write_text(
-        "import os\n"
+        "import os, time\n"
         "from dataclasses import replace\n"
         "from pagetwin.reference import *\n"
         "import pagetwin.reference as right\n"
@@ -80,7 +86,8 @@ needs_interpreter = pytest.mark.skipif(
     "twin", ["reference", pytest.param("optimized", marks=needs_interpreter)]
 )
 def test_two_processes_compute_every_step_of_a_trace(twin: str) -> None:
-    requests = 3 if twin == "reference" else 2
+    # interpreted kernels take seconds per request
+    requests = 2 if twin == "reference" else 1
     settings = on_two_ranks(twin, requests=requests)
     assert settings.names == (twin, f"{twin} on 2 ranks")
     assert run(settings) > requests
@@ -100,6 +107,8 @@ def test_a_wrong_rank_is_caught_stored_and_caught_again(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, after, law = WRONG[what]
+    if "answer" in what:
+        monkeypatch.setattr(ranks, "TIMEOUT_S", 1.0)
     monkeypatch.syspath_prepend(tmp_path)
     name = write_wrong(tmp_path, before, after)
     splits = 2 if law is ReplayLaw.BITS else 0

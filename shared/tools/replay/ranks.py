@@ -26,7 +26,7 @@ from .model import LayerInputs
 from .twins import ReplayTwin, StepMetadata
 
 TIMEOUT_S = 60.0
-"""Seconds that a rank waits for the others in a collective."""
+"""Seconds that a rank waits for the others in a collective, and that ranks may answer apart."""
 
 
 class RanksTwin(ReplayTwin):
@@ -127,7 +127,13 @@ class RanksTwin(ReplayTwin):
             waiting: dict[Any, int] = {
                 pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in found
             }
-            for ready in connection.wait(list(waiting)):
+            answered = connection.wait(list(waiting), TIMEOUT_S if found else None)
+            if not answered:
+                late = ", ".join(map(str, waiting.values()))
+                raise RuntimeError(
+                    f"rank {late} of {self._ranks}: no answer {TIMEOUT_S:g} s after another rank's"
+                )
+            for ready in answered:
                 rank = waiting[ready]
                 try:
                     found[rank] = self._pipes[rank].recv()
