@@ -322,6 +322,7 @@ MACROS: dict[str, Callable[..., str]] = {
         operator_table.operator_table,
         block_size_table.block_size_table,
         parallel_model.parallel_collectives,
+        parallel_model.parallel_decodes,
         parallel_model.parallel_limits,
         parallel_model.parallel_model,
         parallel_model.parallel_times,

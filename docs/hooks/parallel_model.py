@@ -14,6 +14,8 @@ KV_BYTES = 8 * (128 + 128) * 2
 """Bytes of a token's keys and values in one layer: 8 KV heads of 128 elements in 16 bits."""
 LAYERS = 32
 DECODES = {"decode-1x128k": 131072, "decode-8x32k": 8 * 32768}
+AIMS = {"decode-1x128k": 1.8, "decode-8x32k": 1.85}
+"""How many times as fast as one GPU two of them should be."""
 PREFILL = 32768
 RANKS = (1, 2, 4, 8, 72)
 LENGTHS = {"128k": 131072, "1M": 2**20, "10M": 10 * 2**20}
@@ -94,20 +96,42 @@ def parallel_times() -> str:
     return "\n".join(lines)
 
 
+def parallel_decodes() -> str:
+    """Return what the parts of a decode step took, and the most that its share allows."""
+    found = record()["found"]
+    lines = [
+        "| workload | through | 1 GPU | attention of a share | alone it would allow | gather of"
+        " queries | all-to-all | left for combine and launches | step | factor | aim |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for name, aim in AIMS.items():
+        one, share = found[name]["us"], found[f"{name} share"]["us"]
+        for way, words in WAYS.items():
+            sent = found[f"{name} {way} collectives"]
+            step = found[f"{name} {way} all_to_all"]
+            left = step["us"] - share - sent["queries"] - sent["packed_1"]
+            lines.append(
+                f"| {name} | {words} | {one:.1f} | {share:.1f} | {one / share:.2f}"
+                f" | {sent['queries']:.1f} | {sent['packed_1']:.1f} | {left:.1f}"
+                f" | {step['us']:.1f} | {step['times']:.2f} | {aim} |"
+            )
+    return "\n".join(lines)
+
+
 def parallel_collectives() -> str:
     """Return the measured time of each collective of a step."""
     found = record()["found"]
     lines = [
-        "| workload | through | attention of a share | gather of queries | all-to-all of partial"
-        " results | gather of log-sum-exps | reduce-scatter |",
-        "|---|---|---:|---:|---:|---:|---:|",
+        "| workload | through | gather of queries | all-to-all of partial results"
+        " | gather of log-sum-exps | reduce-scatter |",
+        "|---|---|---:|---:|---:|---:|",
     ]
     for name in DECODES:
         for way, words in WAYS.items():
             each = found[f"{name} {way} collectives"]
             lines.append(
-                f"| {name} | {words} | {found[f'{name} share']['us']:.1f} | {each['queries']:.1f}"
-                f" | {each['packed_1']:.1f} | {each['lse']:.1f} | {each['rows_added']:.1f} |"
+                f"| {name} | {words} | {each['queries']:.1f} | {each['packed_1']:.1f}"
+                f" | {each['lse']:.1f} | {each['rows_added']:.1f} |"
             )
     return "\n".join(lines)
 
