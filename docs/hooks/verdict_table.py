@@ -87,7 +87,7 @@ def verdict_table() -> str:
     for name, verdict in newest_verdicts().items():
         run, counts = verdict["run"], verdict["counts"]
         if not verdict["laws"]:
-            why = f"not run: {verdict.get('why') or verdict['ended']}"
+            why = f"no law was judged: {verdict.get('why') or verdict['ended']}"
             lines.append(f"| {TITLES[name]} | {verdict['library']} | | | | | {why} |")
             continue
         failed = sum(counts.get(each, 0) for each in FAILED)
