@@ -97,3 +97,48 @@ def test_the_page_names_each_kernel_and_each_law_that_it_breaks(table: Any) -> N
 def test_every_adapter_has_a_title_and_a_library(script: Any, table: Any) -> None:
     names = {path.stem for path in (ROOT / "docs" / "adapters").glob("*.py")}
     assert names <= table.TITLES.keys() and names <= script.LIBRARIES.keys()
+
+
+def run_of(folder: Path, name: str, **more: Any) -> Path:
+    """Write the record of a run that judged one adapter, and return its path."""
+    law = {"law": "a", "status": "held"}
+    verdict = {"adapter": name, "laws": [law], "ended": "all laws were judged"}
+    record = {
+        "date": "2026-11-22T10:00:00+00:00",
+        "commit": "c",
+        "device": "d",
+        "versions": {"torch": "2.11.0", "xformers": None},
+        "settings": {"examples": 5},
+        "notes": [],
+        "verdicts": [verdict],
+    }
+    path = folder / f"{more.pop('file', name)}-verdicts.json"
+    path.write_text(json.dumps(record | more))
+    return path
+
+
+def test_joined_runs_keep_the_settings_of_each_and_the_versions_of_all(
+    script: Any, tmp_path: Path
+) -> None:
+    versions = {"torch": "2.11.0", "xformers": "0.0.35"}
+    runs = [
+        run_of(tmp_path, "vllm_cache"),
+        run_of(tmp_path, "torch_sdpa", settings={"examples": 9}, versions=versions),
+    ]
+    found = script.joined(runs)
+    assert found["versions"] == versions and "settings" not in found
+    examples = [each["settings"]["examples"] for each in found["verdicts"]]
+    assert examples == [5, 9]
+    other = run_of(tmp_path, "flex_paged", versions={"torch": "2.12.0"})
+    with pytest.raises(ValueError, match=r"torch 2\.12\.0: expected 2\.11\.0"):
+        script.joined([*runs, other])
+
+
+def test_the_verdict_of_the_latest_run_is_shown_whatever_its_file_is_called(
+    table: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table, "RECORDS", tmp_path)
+    later = "2026-11-22T19:00:00+00:00"
+    run_of(tmp_path, "vllm_cache", file="a5ed58b", date=later, commit="later")
+    run_of(tmp_path, "vllm_cache", file="b", commit="earlier")
+    assert table.newest_verdicts()["vllm_cache"]["run"]["commit"] == "later"

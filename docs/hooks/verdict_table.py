@@ -16,6 +16,7 @@ FAULTS = {
     "convention": "none, the kernel has another convention",
     "adapter": "the adapter",
     "budget": "the error budget",
+    "law": "the law",
 }
 """Whose fault a failure may be."""
 FAILED = ("broken", "crashed", "hangs", "out of memory", "missing", "not tried")
@@ -45,8 +46,10 @@ def newest_verdicts() -> dict[str, Verdict]:
     An adapter whose library was never installed has a verdict without laws.
     """
     found: dict[str, Verdict] = {}
-    for path in sorted(RECORDS.glob("*-verdicts.json")):
-        record = json.loads(path.read_text(encoding="utf-8"))
+    files = sorted(RECORDS.glob("*-verdicts.json"))
+    records = [(path, json.loads(path.read_text(encoding="utf-8"))) for path in files]
+    # the date is ISO 8601 in UTC; the name of a file does not say which run was later
+    for path, record in sorted(records, key=lambda each: each[1]["date"]):
         run = {name: record[name] for name in ("date", "device", "commit", "versions")}
         for verdict in record["verdicts"]:
             name = verdict["adapter"]
@@ -84,7 +87,7 @@ def verdict_table() -> str:
     for name, verdict in newest_verdicts().items():
         run, counts = verdict["run"], verdict["counts"]
         if not verdict["laws"]:
-            why = f"not run: {verdict['why']}"
+            why = f"no law was judged: {verdict.get('why') or verdict['ended']}"
             lines.append(f"| {TITLES[name]} | {verdict['library']} | | | | | {why} |")
             continue
         failed = sum(counts.get(each, 0) for each in FAILED)

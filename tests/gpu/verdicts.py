@@ -161,18 +161,32 @@ def law_of(result: dict[str, Any]) -> Record:
 def joined(records: list[Path]) -> Record:
     """Return one record of several runs of one commit on one device.
 
+    Each verdict keeps the settings of its run. A version is that of the runs which had the package.
+
     Raises:
-        ValueError: The commits or the devices differ.
+        ValueError: The commits, the devices or the versions of a package differ.
     """
     found = [json.loads(path.read_text(encoding="utf-8")) for path in records]
     for name in ("commit", "device"):
         if len({each[name] for each in found}) > 1:
             raise ValueError(f"{name}: expected the same in {[*map(str, records)]}")
+    versions: dict[str, str | None] = {}
+    for each in found:
+        for package, version in each["versions"].items():
+            if version and versions.get(package, version) != version:
+                known = versions[package]
+                raise ValueError(f"{package} {version}: expected {known} in every run")
+            if version:
+                versions[package] = version
     verdicts = {
-        verdict["adapter"]: verdict for each in found for verdict in each["verdicts"]
+        verdict["adapter"]: {"settings": each["settings"]} | verdict
+        for each in found
+        for verdict in each["verdicts"]
     }
     notes = [note for each in found for note in each["notes"]]
-    return found[0] | {
+    common = {name: each for name, each in found[0].items() if name != "settings"}
+    return common | {
+        "versions": found[0]["versions"] | versions,
         "verdicts": [*verdicts.values()],
         "notes": [*dict.fromkeys(notes)],
     }
