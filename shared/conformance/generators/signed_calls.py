@@ -6,8 +6,6 @@ torch, however many requests it has, and nothing waits for the device.
 """
 
 from dataclasses import dataclass
-from functools import cache
-from math import prod
 from random import Random
 from typing import Any
 
@@ -18,16 +16,12 @@ from torch import Tensor
 
 from ...validation.option import Drawing
 from .batches import GARBAGE, NAN, empty_cache, heads_of
+from .drawn_numbers import CPU, NUMBERS, Ints, Numbers, bits, moved, rows_of, to_device
 from .options import DTYPES, Call, make_options
 from .signatures import SignedBatch
 
 NEEDLE_SCORE = 24.0
 """Score of a needle: its weight is e**24 times that of a key with the score 0."""
-NUMBERS = 4_194_301
-"""Normal numbers of a process. It is a prime number: if a batch takes more and they repeat, no two
-keys are equal."""
-CPU = torch.device("cpu")
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -93,7 +87,7 @@ def build_signed(batch: SignedBatch, device: torch.device) -> SignedCall:
         arguments["out_scale"] = kinds[signature.seed % 3]
     for name, each in arguments.items():
         if isinstance(each, Tensor):
-            arguments[name] = each.to(device, non_blocking=True)
+            arguments[name] = moved(each, device)
     call = Call(
         operation=choice["operation"],
         arguments=arguments,
@@ -105,59 +99,6 @@ def build_signed(batch: SignedBatch, device: torch.device) -> SignedCall:
         rows=rows,
     )
     return SignedCall(call, query, keys, values)
-
-
-@cache
-def normal_numbers(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return [NUMBERS] normal numbers, the same on each device."""
-    if device != CPU or dtype != torch.float32:
-        return normal_numbers(torch.float32, CPU).to(dtype).to(device)
-    return torch.randn(NUMBERS, generator=torch.Generator().manual_seed(0))
-
-
-class Numbers:
-    """Takes normal numbers one after another, the first again after the last.
-
-    Args:
-        first: Index of the first number.
-        device: Where the numbers are taken.
-    """
-
-    def __init__(self, first: int, device: torch.device) -> None:
-        self.first, self.device = first, device
-
-    def take(
-        self,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        device: torch.device | None = None,
-    ) -> Tensor:
-        """Return the next numbers. They are not to be modified: they are not copied."""
-        numbers = normal_numbers(dtype, device or self.device)
-        first, count = self.first, prod(shape)
-        self.first = (first + count) % NUMBERS
-        if first + count <= NUMBERS:
-            return numbers[first : first + count].view(shape)
-        times, rest = divmod(first + count - NUMBERS, NUMBERS)
-        parts = [numbers[first:], *[numbers] * times, numbers[:rest]]
-        return torch.cat(parts).view(shape)
-
-
-def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """Return an array as a tensor, without waiting for the device."""
-    return torch.from_numpy(array).to(device, non_blocking=True)
-
-
-def rows_of(lens: Ints) -> tuple[Ints, Ints]:
-    """Return for each row of ragged requests its request, and its index in the request."""
-    request = np.repeat(np.arange(len(lens)), lens)
-    starts = np.cumsum(lens) - lens
-    return request, np.arange(len(request)) - starts[request]
-
-
-def bits(tensor: Tensor) -> Tensor:
-    """Return FP8 numbers as bytes, because torch cannot index them."""
-    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
 def _scales(kind: str, kv_heads: int) -> tuple[Tensor | float, Tensor | float] | None:
@@ -197,13 +138,13 @@ def _draw_numbers(
         lean = torch.nn.functional.normalize(lean, dim=1)
         at = needles + np.cumsum(batch.key_lens) - batch.key_lens
         index = to_device(at[needles >= 0], device)
-        needle = (NEEDLE_SCORE / 2 / factor * lean).to(wide).to(device)
+        needle = moved((NEEDLE_SCORE / 2 / factor * lean).to(wide), device)
         keys = keys.index_put((index,), needle)
         values = values.index_put((index,), values[index] + 3)
         has = np.repeat(needles >= 0, batch.query_lens).astype(np.float32)
         weight = to_device(np.stack([1 - 0.75 * has, 2 * has]), device)
         kept, added = weight.to(dtype)[:, :, None, None]
-        direction = lean.repeat_interleave(group, 0).to(dtype).to(device)
+        direction = moved(lean.repeat_interleave(group, 0).to(dtype), device)
         query = torch.addcmul(query * kept, added, direction)
     if stored.itemsize == 1:
         most = torch.finfo(stored).max
@@ -216,7 +157,7 @@ def _draw_numbers(
 
 def _column(scale: Tensor | float, device: torch.device) -> Tensor | float:
     """Return a scale that broadcasts over [..., kv_heads, size]."""
-    return scale.view(-1, 1).to(device) if isinstance(scale, Tensor) else scale
+    return moved(scale.view(-1, 1), device) if isinstance(scale, Tensor) else scale
 
 
 def _store_query(batch: SignedBatch, query: Tensor) -> Tensor:

@@ -22,7 +22,8 @@ from ..generators.signatures import (
     draw_signature,
 )
 from ..generators.signed_calls import SignedCall, build_signed
-from ..oracles.batched import MAX_SCORES, judge_group, make_group
+from ..oracles.batched import MAX_SCORES, judge_group
+from ..oracles.groups import make_group
 from .calling import Result as Output
 from .calling import run_call
 from .candidate import OutsideSupport
