@@ -127,6 +127,22 @@ def test_the_tensors_store_what_the_oracle_reads(operation: str) -> None:
             assert not right.float().isnan().any()
 
 
+def test_each_slot_holds_a_key_of_its_own() -> None:
+    compared = 0
+    for batch in drawn("paged_attention", SMALL, 40, 6):
+        batch = replace(batch, needles=(-1,) * len(batch.needles))
+        size, built = batch.signature.block_size, build_signed(batch, CPU)
+        slots = {
+            (row[position // size], position % size)
+            for length, row in zip(batch.key_lens, built.call.rows, strict=True)
+            for position in range(length)
+        }
+        if built.keys.dtype == torch.float32 and built.keys[:1].numel() >= 8:
+            assert len(torch.unique(built.keys, dim=0)) == len(slots)
+            compared += batch.table != "scattered"
+    assert compared > 10
+
+
 def test_blocks_are_scattered_shared_and_repeated_as_drawn() -> None:
     shared = repeated = 0
     for batch in drawn("paged_attention", SMALL, 40, 6):

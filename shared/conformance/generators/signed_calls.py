@@ -140,12 +140,12 @@ def _draw_numbers(
         index = to_device(at[needles >= 0], device)
         needle = moved((NEEDLE_SCORE / 2 / factor * lean).to(wide), device)
         keys = keys.index_put((index,), needle)
-        values = values.index_put((index,), values[index] + 3)
+        values = values.index_put((index,), values.index_select(0, index) + 3)
         has = np.repeat(needles >= 0, batch.query_lens).astype(np.float32)
         weight = to_device(np.stack([1 - 0.75 * has, 2 * has]), device)
         kept, added = weight.to(dtype)[:, :, None, None]
         direction = moved(lean.repeat_interleave(group, 0).to(dtype), device)
-        query = torch.addcmul(query * kept, added, direction)
+        query = (query * kept).addcmul_(added, direction)
     if stored.itemsize == 1:
         most = torch.finfo(stored).max
         keys, values = (
@@ -166,10 +166,10 @@ def _store_query(batch: SignedBatch, query: Tensor) -> Tensor:
     wide = heads * size
     if batch.signature.choice["query"] == "fused":
         wide += 2 * batch.signature.kv_heads * size
-    rows = query.new_full((tokens + batch.padding, wide), NAN)
-    if batch.seed % 2:
-        # finite padding rows, as an earlier step leaves them
-        rows[tokens:] = 0.5
+    rows = query.new_empty(tokens + batch.padding, wide)
+    rows[:, heads * size :] = NAN
+    # for odd seeds finite padding rows, as an earlier step leaves them
+    rows[tokens:] = 0.5 if batch.seed % 2 else NAN
     stored = heads_of(rows[:, : heads * size], heads)
     stored[:tokens] = query
     return stored
@@ -210,9 +210,11 @@ def _store_paged(
     if batch.table != "scattered":
         # blocks that are stored twice keep the content that was stored last
         last = np.zeros(num_blocks * size, dtype=np.int64)
-        np.maximum.at(last, slots, np.arange(len(slots)))
+        last[slots] = np.arange(len(slots))
         kept = to_device(last[slots], device)
-        keys, values = (bits(each)[kept].view(each.dtype) for each in pair)
+        keys, values = (
+            bits(each).index_select(0, kept).view(each.dtype) for each in pair
+        )
         pair = keys, values
     at = tuple(to_device(np.stack(np.divmod(slots, size)), device))
     caches = _empty_pair(batch, num_blocks, size, pair)
