@@ -210,7 +210,7 @@ def test_drawn_numbers_are_normal_and_no_two_keys_are_equal_when_they_repeat() -
     assert torch.equal(torch.cat([first, second]), whole)
 
 
-def test_what_another_version_has_drawn_is_refused(
+def test_what_another_version_has_drawn_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its numbers cannot be drawn again, so its failure would seem to be fixed."""

@@ -23,7 +23,7 @@ ENTRIES = ("far outside", "first block", "of another request")
 """Contents of block-table entries past the end of a sequence."""
 VERSION = 2
 """Version of the drawing. A seed gives other numbers in another version, so a case of another
-version is refused: it would not reproduce what was found."""
+version is rejected: it would not reproduce what was found."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class SignedBatch:
     version: int = 1
 
     def __post_init__(self) -> None:
-        """Refuse a batch of another version."""
+        """Reject a batch of another version."""
         if self.version != VERSION:
             raise ValueError(
                 f"version = {self.version}: this batch was drawn by another version of pagetwin,"
