@@ -49,7 +49,7 @@ def drawn(operation: str, limits: Any, seeds: int, count: int) -> list[SignedBat
 @pytest.mark.parametrize("limits", [SMALL, LARGE])
 def test_every_class_of_batches_is_drawn(limits: Any) -> None:
     batches = drawn("paged_attention", limits, 40, 16)
-    counts: Counter[str] = Counter()
+    counts: Counter[Any] = Counter()
     for each in batches:
         size = each.signature.block_size
         reqs = list(zip(each.query_lens, each.key_lens, each.needles, strict=True))
@@ -66,7 +66,7 @@ def test_every_class_of_batches_is_drawn(limits: Any) -> None:
         for past in (-1, 0, 1):
             at_edge = any((keys - past) % size == 0 for keys in each.key_lens)
             counts["edge", past] += size > 3 and at_edge
-    names = [*TABLES, *(("poison", name) for name in POISONS)]
+    names: list[Any] = [*TABLES, *(("poison", name) for name in POISONS)]
     names += [*(("entries", name) for name in ENTRIES), "padding", "ragged", "needles"]
     names += ["no needle", "no new token", "prompts", "chunks"]
     names += [("edge", past) for past in (-1, 0, 1)]
