@@ -22,11 +22,12 @@ from pagetwin.conformance.generators.options import Call
 from pagetwin.conformance.generators.signatures import (
     LARGE,
     SMALL,
+    VERSION,
     SignedBatch,
-    build_signed,
     draw_batch,
     draw_signature,
 )
+from pagetwin.conformance.generators.signed_calls import build_signed
 from pagetwin.conformance.harness import fuzz
 from pagetwin.conformance.harness.candidate import Candidate, Support, load_candidate
 from pagetwin.conformance.harness.corpus import TRIED, Corpus
@@ -39,11 +40,8 @@ from pagetwin.conformance.harness.trial import (
     make_setting,
     try_case,
 )
-from pagetwin.conformance.oracles.batched import (
-    attend_batched,
-    judge_group,
-    make_group,
-)
+from pagetwin.conformance.oracles.batched import attend_batched, judge_group
+from pagetwin.conformance.oracles.groups import make_group
 from pagetwin.contract.operations import load_implementation
 from pagetwin.tools.cli import DISAGREE, USER_ERROR, app
 from pagetwin.tools.report_page import render_page
@@ -520,8 +518,9 @@ def failing_report() -> Report:
     candidate = Candidate("mine", {"paged_attention": early}, Support())
     setting = make_setting(candidate, "cpu")
     batch = SignedBatch(
-        draw_signature(0, SMALL), (1, 0, 1), (20, 5, 33), (-1, -1, 32), seed=1
-    )
+        draw_signature(0, SMALL), (1, 0, 1), (20, 5, 33), (-1, -1, 32), seed=1,
+        version=VERSION,
+    )  # fmt: skip
     plain = replace(batch.signature, choice=dict(PLAIN), kv_heads=2)
     batch = replace(batch, signature=plain)
     broken = try_case(law, setting, repr(batch), lambda case: None)

@@ -51,9 +51,9 @@ def reproduce_case(file: Path) -> None:
         choose_interpreter(device)
         from ..conformance.harness.candidate import load_candidate
         from ..conformance.harness.runner import reproduce as run_again
-        from ..conformance.harness.trial import find_law
+        from ..conformance.harness.trial import find_law, make_case
 
-        find_law(law)
+        make_case(find_law(law), case)
         load_candidate(implementation)
     console = Console(soft_wrap=True)
     console.print(f"{implementation} on {device}: {law}", highlight=False, markup=False)

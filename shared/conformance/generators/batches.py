@@ -149,11 +149,12 @@ def empty_cache(
     head_size: int,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
+    content: float = NAN,
 ) -> Tensor:
-    """Return a cache [2, num_blocks, block_size, kv_heads, head_size] full of NaN."""
+    """Return a cache [2, num_blocks, block_size, kv_heads, head_size] full of NaN or `content`."""
 
     def full(*shape: int) -> Tensor:
-        return torch.full(shape, NAN, dtype=dtype, device=device)
+        return torch.full(shape, content, dtype=dtype, device=device)
 
     if layout == "separate":
         return full(2, num_blocks, block_size, kv_heads, head_size)

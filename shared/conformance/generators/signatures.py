@@ -8,34 +8,22 @@ of fuzzing draws a few signatures and hundreds of batches for each, and compilat
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from random import Random
 from typing import Any
 
-import torch
 from hypothesis import strategies as st
-from torch import Tensor
 
-from ...validation.option import Drawing
 from ...validation.options import OPTIONS as OPTION_FILES
-from .batches import (
-    GARBAGE,
-    NAN,
-    TABLES,
-    draw_rows,
-    empty_cache,
-    heads_of,
-    to_strided,
-)
+from .batches import TABLES
 from .option_pairs import PLAIN, Choice, allowed, draw_choice
-from .options import DTYPES, Call, make_options, starts_of, stored_as
 
 POISONS = ("nan", "inf", "large")
 """Contents of slots that are not allocated: NaN, infinity, the largest number of the dtype."""
 ENTRIES = ("far outside", "first block", "of another request")
 """Contents of block-table entries past the end of a sequence."""
-NEEDLE_SCORE = 24.0
-"""Score of a needle: its weight is e**24 times that of a key with the score 0."""
+VERSION = 2
+"""Version of the drawing. A seed gives other numbers in another version, so a case of another
+version is rejected: it would not reproduce what was found."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +116,10 @@ class SignedBatch:
         entries: One of ENTRIES: the content of table entries past the end of a sequence.
         padding: Query rows after the last request.
         seed: Seed of the numbers, the blocks and the tensors of options.
+        version: VERSION of the drawing. A case that was printed before versions has none.
+
+    Raises:
+        ValueError: The batch is of another version.
     """
 
     signature: Signature
@@ -139,6 +131,16 @@ class SignedBatch:
     entries: str = "far outside"
     padding: int = 0
     seed: int = 0
+    version: int = 1
+
+    def __post_init__(self) -> None:
+        """Reject a batch of another version."""
+        if self.version != VERSION:
+            raise ValueError(
+                f"version = {self.version}: this batch was drawn by another version of pagetwin,"
+                f" and its numbers cannot be drawn again (expected {VERSION}); run pagetwin fuzz"
+                " again, or reproduce it with the version that found it"
+            )
 
     def simpler(self) -> Iterator["SignedBatch"]:
         """Yield batches that are simpler by one change, the largest simplification first."""
@@ -249,6 +251,7 @@ def draw_batch(signature: Signature, index: int) -> SignedBatch:
         entries=pick.choice(["far outside", *ENTRIES]),
         padding=pick.choice([0, 0, 1, 3]),
         seed=pick.randrange(2**31),
+        version=VERSION,
     )
 
 
@@ -308,253 +311,3 @@ def signed_batches(draw: st.DrawFn, operation: str = "paged_attention") -> Signe
     """Return a batch of one of four signatures, so that few kernels are compiled."""
     seed = draw(st.integers(0, 2**20))
     return draw_batch(draw_signature(seed % 4, SMALL, operation), seed)
-
-
-@dataclass(frozen=True)
-class SignedCall:
-    """The call of a batch.
-
-    Args:
-        call: The call, on the device of the candidate.
-        host: The same call on the host.
-        keys, values: [all keys, kv_heads, size] what the cache stores for each request, request
-            after request, on the host.
-    """
-
-    call: Call
-    host: Call
-    keys: Tensor
-    values: Tensor
-
-
-def build_signed(batch: SignedBatch, device: torch.device) -> SignedCall:
-    """Return the tensors of a batch.
-
-    Everything that must not be read is poisoned, as in `batches.build`.
-    """
-    signature, choice = batch.signature, batch.signature.choice
-    generator = torch.Generator().manual_seed(batch.seed)
-    group, size = int(choice["group"]), int(choice["head_size"])
-    kv_heads, heads = signature.kv_heads, signature.kv_heads * group
-    value_size = size if choice["value_head_size"] == "as the keys" else size + 5
-    dtype = DTYPES[choice["dtype"]]
-    stored = dtype if choice["cache"] == "as the query" else DTYPES[choice["cache"]]
-    scale = None if choice["scale"] == "none" else float(choice["scale"])
-    arguments: dict[str, Any] = {} if scale is None else {"scale": scale}
-    scales = _scales(choice["scales"], kv_heads)
-    if scales is not None:
-        arguments |= {"k_scale": scales[0], "v_scale": scales[1]}
-
-    # step: draw queries, keys and values, with needles among the keys
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
-
-    tokens, total = sum(batch.query_lens), sum(batch.key_lens)
-    queries, lean = random(tokens, heads, size), random(kv_heads, size)
-    keys, values = random(total, kv_heads, size), random(total, kv_heads, value_size)
-    lean = torch.nn.functional.normalize(lean, dim=1)
-    factor = size**-0.5 if scale is None else scale
-    starts = [0, *accumulate(batch.query_lens)]
-    key_starts = [0, *accumulate(batch.key_lens)]
-    for req, needle in enumerate(batch.needles):
-        if needle < 0:
-            continue
-        own = slice(starts[req], starts[req + 1])
-        queries[own] = 0.25 * queries[own] + 2 * lean.repeat_interleave(group, 0)
-        keys[key_starts[req] + needle] = NEEDLE_SCORE / 2 / factor * lean
-        values[key_starts[req] + needle] += 3
-    pair = [
-        stored_as(each, its, stored)
-        for each, its in zip((keys, values), scales or (1.0, 1.0), strict=True)
-    ]
-
-    # step: store them in the chosen layout
-    width = heads * size
-    wide = width + (2 * kv_heads * size if choice["query"] == "fused" else 0)
-    rows_of_queries = torch.full((tokens + batch.padding, wide), NAN, dtype=dtype)
-    if batch.seed % 2:
-        # finite padding rows, as an earlier step leaves them
-        rows_of_queries[tokens:] = 0.5
-    query = heads_of(rows_of_queries[:, :width], heads)
-    query[:tokens] = queries.to(dtype)
-    arguments |= {
-        "query": query,
-        "query_start_loc": starts_of(batch.query_lens, torch.device("cpu")),
-        "max_query_len": max(signature.max_query_len, *batch.query_lens),
-    }
-    rows: list[list[int]] = []
-    if signature.is_paged:
-        stored_keys, rows = _store_paged(batch, pair, stored, generator)
-        arguments |= stored_keys
-        pair = _gather(arguments, batch.key_lens, rows)
-    else:
-        arguments |= _store_ragged(batch, pair, stored)
-
-    # step: make the options
-    pick = Random(batch.seed)
-    drawing = Drawing(
-        pick, batch.query_lens, batch.key_lens, heads, batch.padding, query.device
-    )
-    arguments |= make_options(choice, drawing)
-    given = {"given": dtype, "made": None}
-    out_dtype = given.get(choice["out"], DTYPES.get(choice["out"]))
-    if out_dtype not in (None, dtype):
-        number = pick.choice([0.01, 0.05])
-        kinds = (number, torch.tensor(number), torch.tensor([number]))
-        arguments["out_scale"] = kinds[signature.seed % 3]
-    host = Call(
-        operation=choice["operation"],
-        arguments=arguments,
-        dtype=dtype,
-        out_dtype=out_dtype,
-        wants_lse=choice["lse"] == "given",
-        query_lens=batch.query_lens,
-        key_lens=batch.key_lens,
-        rows=rows,
-    )
-    return SignedCall(_moved(host, device), host, pair[0], pair[1])
-
-
-def _scales(kind: str, kv_heads: int) -> tuple[Tensor | float, Tensor | float] | None:
-    """Return the scales of keys and of values of an FP8 cache."""
-    if kind == "none":
-        return None
-    if kind == "numbers":
-        return 0.11, 0.023
-    if kind == "one element":
-        return torch.tensor(0.11), torch.tensor([0.023])
-    steps = torch.arange(1.0, kv_heads + 1)
-    return 0.11 * steps, 0.023 / steps
-
-
-def _poison(batch: SignedBatch, dtype: torch.dtype) -> float:
-    """Return the content of slots that are not allocated. e4m3 has no infinity."""
-    if batch.poison == "nan":
-        return NAN
-    if batch.poison == "large" or dtype == torch.float8_e4m3fn:
-        return torch.finfo(dtype).max
-    return torch.inf
-
-
-def _empty_pair(
-    batch: SignedBatch,
-    num_blocks: int,
-    block_size: int,
-    stored: torch.dtype,
-    sizes: Any,
-) -> list[Tensor]:
-    """Return caches of keys and of values, full of poison."""
-    pair = []
-    for half, size in enumerate(sizes):
-        layout, kv_heads = batch.signature.choice["layout"], batch.signature.kv_heads
-        cache = empty_cache(layout, num_blocks, block_size, kv_heads, size, stored)
-        if batch.poison != "nan":
-            cache.fill_(_poison(batch, stored))
-        pair.append(cache[half])
-    return pair
-
-
-def _store_paged(
-    batch: SignedBatch,
-    pair: list[Tensor],
-    stored: torch.dtype,
-    generator: torch.Generator,
-) -> tuple[dict[str, Any], list[list[int]]]:
-    """Return the arguments that hold the keys and values in blocks, and the blocks."""
-    signature, block_size = batch.signature, batch.signature.block_size
-    counts = [-(-length // block_size) for length in batch.key_lens]
-    rows, num_blocks = draw_rows(counts, batch.table, generator)
-    max_blocks = max(1, -(-signature.max_key_len // block_size), *counts)
-    table = _table(batch.entries, rows, max_blocks)
-    blocks, offsets = _places(batch.key_lens, rows, block_size)
-    if batch.table != "scattered":
-        # blocks that are stored twice keep the content that was stored last
-        slots = (blocks * block_size + offsets).flip(0)
-        _, index = torch.unique(slots, return_inverse=True)
-        first = torch.full((int(index.max()) + 1 if len(index) else 0,), len(index))
-        first.scatter_reduce_(0, index, torch.arange(len(index)), "amin")
-        kept = len(index) - 1 - first
-        blocks, offsets = blocks[kept], offsets[kept]
-        pair = [each[kept] for each in pair]
-    sizes = [each.shape[-1] for each in pair]
-    caches = _empty_pair(batch, num_blocks, block_size, stored, sizes)
-    for cache, numbers in zip(caches, pair, strict=True):
-        _bits(cache)[blocks, offsets] = _bits(numbers)
-    return {
-        "key_cache": caches[0],
-        "value_cache": caches[1],
-        "block_table": table,
-        "seq_lens": torch.tensor(batch.key_lens, dtype=torch.int32),
-        "max_seq_len": max(signature.max_key_len, *batch.key_lens),
-    }, rows
-
-
-def _store_ragged(
-    batch: SignedBatch, pair: list[Tensor], stored: torch.dtype
-) -> dict[str, Any]:
-    """Return the arguments that hold the keys and values one after another."""
-    total = len(pair[0])
-    sizes = [each.shape[-1] for each in pair]
-    ragged = _empty_pair(batch, 1, total + batch.padding, stored, sizes)
-    for tensor, numbers in zip(ragged, pair, strict=True):
-        tensor[0, :total] = numbers
-    return {
-        "key": ragged[0][0],
-        "value": ragged[1][0],
-        "key_start_loc": starts_of(batch.key_lens, torch.device("cpu")),
-        "max_key_len": max(batch.signature.max_key_len, *batch.key_lens),
-    }
-
-
-def _table(entries: str, rows: list[list[int]], max_blocks: int) -> Tensor:
-    """Return a block table whose entries past the end of each row are garbage."""
-    table = torch.tensor(GARBAGE, dtype=torch.int32).repeat(len(rows), max_blocks)
-    table = table[:, :max_blocks].contiguous()
-    if entries == "first block":
-        table.fill_(0)
-    if entries == "of another request":
-        ids = [block for row in rows for block in row] or [0]
-        table = torch.tensor(ids, dtype=torch.int32).repeat(len(rows), max_blocks)
-        table = table[:, :max_blocks].contiguous()
-    for req, row in enumerate(rows):
-        table[req, : len(row)] = torch.tensor(row, dtype=torch.int32)
-    return table
-
-
-def _places(
-    key_lens: tuple[int, ...], rows: list[list[int]], block_size: int
-) -> tuple[Tensor, Tensor]:
-    """Return [all keys] block and offset of each key."""
-    blocks, offsets = [], []
-    for length, row in zip(key_lens, rows, strict=True):
-        position = torch.arange(length)
-        blocks.append(torch.tensor(row, dtype=torch.int64)[position // block_size])
-        offsets.append(position % block_size)
-    return torch.cat(blocks), torch.cat(offsets)
-
-
-def _gather(
-    arguments: dict[str, Any], key_lens: tuple[int, ...], rows: list[list[int]]
-) -> list[Tensor]:
-    """Return [all keys, kv_heads, size] what the caches store for each request."""
-    caches = [arguments[name] for name in ("key_cache", "value_cache")]
-    blocks, offsets = _places(key_lens, rows, caches[0].shape[1])
-    return [_bits(each)[blocks, offsets].view(each.dtype) for each in caches]
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """Return FP8 numbers as bytes, because torch cannot index them."""
-    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
-
-
-def _moved(call: Call, device: torch.device) -> Call:
-    """Return a call on a device, with the same strides."""
-    if device.type == "cpu":
-        return call
-    strided = ("query", "key_cache", "value_cache", "key", "value")
-    moved = {
-        name: to_strided(each, device) if name in strided else each.to(device)
-        for name, each in call.arguments.items()
-        if isinstance(each, Tensor)
-    }
-    return replace(call, arguments=call.arguments | moved)

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..generators.signatures import VERSION
 from .report import SEVERITIES, Report, Result, Status, severity_of
 
 CORPUS = Path(".pagetwin") / "fuzz"
@@ -37,6 +38,7 @@ class Line:
         cases, skipped, seconds, status: As in `Result`.
         device: The device of the tensors.
         details: As in `Result`, without pictures.
+        version: Version of the drawing of batches; 1 if the line has none.
     """
 
     law: str
@@ -48,6 +50,7 @@ class Line:
     status: str = str(Status.HELD)
     device: str = "cpu"
     details: dict[str, Any] = field(default_factory=dict)
+    version: int = 1
 
 
 class Corpus:
@@ -58,7 +61,8 @@ class Corpus:
         implementation: The implementation, after which the own folder is named.
 
     Raises:
-        ValueError: A file of the corpus cannot be read.
+        ValueError: A file of the corpus cannot be read, or holds batches that another version
+            drew.
         PermissionError, NotADirectoryError: The folder cannot be written.
     """
 
@@ -177,11 +181,17 @@ class Corpus:
             if not text:
                 continue
             try:
-                yield Line(**json.loads(text))
+                line = Line(**json.loads(text))
             except json.JSONDecodeError:
                 continue  # a process was ended while it wrote; the job is tried again
             except TypeError:
                 raise _unreadable(file) from None
+            if line.signature is not None and line.version != VERSION:
+                raise ValueError(
+                    f"corpus = {file}: its batches were drawn by version {line.version} of the"
+                    f" drawing, expected {VERSION}; remove it to start anew, or name another folder"
+                )
+            yield line
 
     def _read_failures(self) -> list[Result]:
         file = self.folder / FAILURES

@@ -17,6 +17,7 @@ from typing import Any
 
 from hypothesis.strategies import SearchStrategy
 
+from ..generators.signatures import VERSION
 from .corpus import CORPUS, Corpus, Line, check_numbers
 from .law import Law
 from .poison import explain_nans
@@ -298,6 +299,7 @@ class _Drawing:
                     str(result.status),
                     self.device,
                     details,
+                    VERSION,
                 )
             )
             if job.signature is not None:

@@ -18,12 +18,12 @@ from ..generators.signatures import (
     SMALL,
     Signature,
     SignedBatch,
-    SignedCall,
-    build_signed,
     draw_batch,
     draw_signature,
 )
-from ..oracles.batched import MAX_SCORES, judge_group, make_group
+from ..generators.signed_calls import SignedCall, build_signed
+from ..oracles.batched import MAX_SCORES, judge_group
+from ..oracles.groups import make_group
 from .calling import Result as Output
 from .calling import run_call
 from .candidate import OutsideSupport
@@ -214,7 +214,7 @@ def _groups(
             out = error
         tally.seconds["candidate"] += time.perf_counter() - ran
         group.append((shown, built, out))
-        heads = built.host.query.shape[1]
+        heads = built.query.shape[1]
         scores += (
             len(shown.query_lens) * max(shown.query_lens) * max(shown.key_lens) * heads
         )

@@ -5,7 +5,8 @@ batches of a signature with a batched oracle, and comes back to these laws for t
 """
 
 from ..generators.signatures import Signature as Signature  # in what a report shows
-from ..generators.signatures import SignedBatch, build_signed, signed_batches
+from ..generators.signatures import SignedBatch, signed_batches
+from ..generators.signed_calls import build_signed
 from ..harness.calling import expect_right, run_call
 from ..harness.law import Setting, law
 

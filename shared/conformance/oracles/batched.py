@@ -9,51 +9,17 @@ wrong is judged again by `brute_force`.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from ...contract.budgets import FACTOR, ROUNDINGS_INSIDE, ROUNDS_ONCE
+from ..generators.drawn_numbers import rows_of, to_device
 from ..generators.options import Call
-from ..generators.signatures import SignedCall
+from .groups import Group, Rows
 
 MAX_SCORES = 1 << 22
 """Scores of a group that are computed at once, in elements."""
-
-
-@dataclass(frozen=True)
-class Group:
-    """The requests of some calls, padded to equal lengths. `n` counts requests over all calls.
-
-    Args:
-        call: The first call; options that are numbers are the same in all calls.
-        query: [n, queries, query_heads, head_size].
-        key, value: [n, keys, kv_heads, size] as the cache stores them.
-        query_lens, key_lens: [n].
-        options: Tensors of options, with the first axis n, or [n, queries] for ranges.
-        index, request, own, token: [rows] for each live row its call, its request, its query of
-            the request, and its row of the call's output.
-        out_scales: [calls] scale of an FP8 output; 1 for other outputs.
-    """
-
-    call: Call
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    query_lens: Tensor
-    key_lens: Tensor
-    options: dict[str, Tensor]
-    index: Tensor
-    request: Tensor
-    own: Tensor
-    token: Tensor
-    out_scales: Tensor
-
-    @property
-    def scores(self) -> int:
-        """Number of scores, padding included."""
-        reqs, queries, heads, _ = self.query.shape
-        return reqs * queries * heads * self.key.shape[1]
 
 
 @dataclass(frozen=True)
@@ -73,129 +39,41 @@ class Exact:
     scores: Tensor
 
 
-def make_group(calls: Sequence[SignedCall], device: torch.device) -> Group:
-    """Return the requests of calls of one signature as padded tensors on a device."""
-    hosts = [each.host for each in calls]
-    query_lens = [length for host in hosts for length in host.query_lens]
-    key_lens = [length for host in hosts for length in host.key_lens]
-    queries: list[Tensor] = []
-    keys: list[Tensor] = []
-    values: list[Tensor] = []
-    for each in calls:
-        tokens = list(each.host.query_lens)
-        queries += torch.split(each.host.query[: sum(tokens)], tokens)
-        for tensor, into in ((each.keys, keys), (each.values, values)):
-            # torch pads no FP8 numbers, all of which float16 holds
-            numbers = tensor.half() if tensor.element_size() == 1 else tensor
-            into += torch.split(numbers, list(each.host.key_lens))
-    places = [
-        (index, req, own, token)
-        for index, host in enumerate(hosts)
-        for req, own, token in _rows_of(host)
-    ]
-    first = [0]
-    for host in hosts:
-        first.append(first[-1] + len(host.query_lens))
-    columns = list(zip(*places, strict=True)) or [()] * 4
-    index, request, own, token = (
-        torch.tensor(each, dtype=torch.long) for each in columns
-    )
-    request = request + torch.tensor(first, dtype=torch.long)[index]
-    return Group(
-        call=hosts[0],
-        query=pad_sequence(queries, batch_first=True).to(device),
-        key=pad_sequence(keys, batch_first=True).to(device),
-        value=pad_sequence(values, batch_first=True).to(device),
-        query_lens=torch.tensor(query_lens, device=device),
-        key_lens=torch.tensor(key_lens, device=device),
-        options={
-            name: each.to(device) for name, each in _padded_options(hosts).items()
-        },
-        index=index.to(device),
-        request=request.to(device),
-        own=own.to(device),
-        token=token.to(device),
-        out_scales=torch.tensor(
-            [float(host.arguments.get("out_scale", 1.0)) for host in hosts],
-            dtype=torch.float64,
-            device=device,
-        ),
-    )
+Masks = tuple[Tensor, Tensor]
+"""Visible keys and distances, as `visible_keys` returns them."""
 
 
-def _rows_of(host: Call) -> list[tuple[int, int, int]]:
-    """Return request, query of the request and token of each live row."""
-    rows, token = [], 0
-    for req, length in enumerate(host.query_lens):
-        for own in range(length):
-            rows.append((req, own, token))
-            token += 1
-    return rows
-
-
-PER_CALL = ("alibi_slopes", "position_bias", "sinks", "k_scale", "v_scale")
-"""Tensors of options that all requests of a call share."""
-
-
-def _padded_options(hosts: Sequence[Call]) -> dict[str, Tensor]:
-    """Return the tensors of options of all requests, one after another."""
-    found: dict[str, Tensor] = {}
-    first = hosts[0].arguments
-    for name in PER_CALL:
-        if isinstance(first.get(name), Tensor):
-            found[name] = torch.cat(
-                [
-                    host.arguments[name]
-                    .flatten()[None]
-                    .expand(len(host.query_lens), -1)
-                    if name != "position_bias"
-                    else host.arguments[name][None].expand(len(host.query_lens), -1, -1)
-                    for host in hosts
-                ]
-            )
-    for name in ("causal", "tree_mask"):
-        if isinstance(first.get(name), Tensor):
-            found[name] = torch.cat([host.arguments[name] for host in hosts])
-    if "query_ranges" in first:
-        found["query_ranges"] = pad_sequence(
-            [
-                each
-                for host in hosts
-                for each in host.arguments["query_ranges"][
-                    : sum(host.query_lens)
-                ].split(list(host.query_lens))
-            ],
-            batch_first=True,
-            padding_value=-1,
-        )
-    return found
-
-
-def attend_batched(group: Group, dtype: torch.dtype = torch.float64) -> Exact:
+def attend_batched(
+    group: Group,
+    dtype: torch.dtype = torch.float64,
+    masks: Masks | None = None,
+    has_sizes: bool = True,
+) -> Exact:
     """Return the attention of all live rows of a group.
 
     Args:
         group: The requests.
         dtype: Element type of the arithmetic.
+        masks: Optional. What `visible_keys` returns for the group. If None, it is computed.
+        has_sizes: Whether `sizes` and `scores` are computed. If not, they are empty.
     """
     given = group.call.arguments
     reqs, queries, heads, head_size = group.query.shape
     keys, kv_heads = group.key.shape[1:3]
     share = heads // kv_heads
     scale = given.get("scale", head_size**-0.5)
-    visible, distance = visible_keys(group)  # [n, queries, keys]
+    visible, distance = masks or visible_keys(group)  # [n, queries, keys]
     query = group.query.to(dtype).view(reqs, queries, kv_heads, share, head_size)
     key = _read(group, group.key, "k_scale", dtype)
     value = _read(group, group.value, "v_scale", dtype)
     score = torch.einsum("nqhgd,nkhd->nhgqk", query, key)
     score = (score * scale).reshape(reqs, heads, queries, keys)
-    size = torch.einsum("nqhgd,nkhd->nhgqk", query.abs(), key.abs()) * scale
-    size = size.reshape(reqs, heads, queries, keys)
     if "logits_soft_cap" in given:
         cap = given["logits_soft_cap"]
         score = cap * torch.tanh(score / cap)
-    for bias in _biases(group, distance, dtype):
-        score, size = score + bias, size + bias.abs()
+    biases = _biases(group, distance, dtype)
+    for bias in biases:
+        score = score + bias
     score = score.masked_fill(~visible[:, None], -torch.inf)
     lse = score.logsumexp(3)
     if "sinks" in given:
@@ -206,13 +84,18 @@ def attend_batched(group: Group, dtype: torch.dtype = torch.float64) -> Exact:
     weights = weights.view(reqs, kv_heads, share, queries, keys)
     rows = group.request, group.own
     out = torch.einsum("nhgqk,nkhd->nqhgd", weights, value)
-    sizes = torch.einsum("nhgqk,nkhd->nqhgd", weights, value.abs())
-    out, sizes = out.reshape(reqs, queries, heads, -1), sizes.flatten(2).amax(2)
+    out, lse_rows = out.reshape(reqs, queries, heads, -1)[rows], lse.transpose(1, 2)
+    if not has_sizes:
+        return Exact(out, lse_rows[rows], out.new_empty(0), out.new_empty(0))
+    # step: the sizes of the sums, for the error budgets
+    size = torch.einsum("nqhgd,nkhd->nhgqk", query.abs(), key.abs()) * scale
+    size = size.reshape(reqs, heads, queries, keys)
+    for bias in biases:
+        size = size + bias.abs()
     size = size.masked_fill(~visible[:, None], 0.0)
     largest = size.amax(3) if keys else lse.new_zeros(lse.shape)
-    return Exact(
-        out[rows], lse.transpose(1, 2)[rows], sizes[rows], largest.transpose(1, 2)[rows]
-    )
+    sizes = torch.einsum("nhgqk,nkhd->nqhgd", weights, value.abs()).flatten(2).amax(2)
+    return Exact(out, lse_rows[rows], sizes[rows], largest.transpose(1, 2)[rows])
 
 
 def _read(group: Group, stored: Tensor, scale: str, dtype: torch.dtype) -> Tensor:
@@ -320,15 +203,17 @@ def judge_group(
         results: Output and log-sum-exp of each call. Rows past the last request must be 0 and
             -inf.
     """
-    exact = attend_batched(group)
-    same = attend_batched(group, group.call.dtype)
+    masks = visible_keys(group)
+    exact = attend_batched(group, masks=masks)
+    same = attend_batched(group, group.call.dtype, masks, has_sizes=False)
     device = exact.out.device
-    calls = len(results)
-    rows = max(len(out) for out, _ in results)
-    lens = torch.tensor([len(out) for out, _ in results], device=device)
+    lengths = np.array([len(out) for out, _ in results])
+    calls, rows = len(results), int(lengths.max())
+    lens = to_device(lengths, device)
+    all_rows = Rows(calls, rows, *to_device(np.stack(rows_of(lengths)), device))
     shape = (calls, rows, *exact.out.shape[1:])
     place = group.index, group.token
-    outs = pad_sequence([_numbers(out) for out, _ in results], batch_first=True)
+    outs = all_rows.pad([_numbers(out) for out, _ in results])
     right = exact.out.new_zeros(shape)
     right[place] = exact.out
     # step: budget each row as contract.budgets does
@@ -354,7 +239,7 @@ def judge_group(
         shares = _outside_fp8(group, outs, right, budget, results)
     worst = shares.nan_to_num(torch.inf, torch.inf).amax(1)
     if results[0][1] is not None:
-        worst = worst.maximum(_lse_shares(group, exact, results, shape[:2]))
+        worst = worst.maximum(_lse_shares(group, exact, results, all_rows))
     return [float(each) for each in worst.tolist()]
 
 
@@ -389,12 +274,12 @@ def _lse_shares(
     group: Group,
     exact: Exact,
     results: Sequence[tuple[Tensor, Tensor | None]],
-    shape: tuple[int, ...],
+    rows: Rows,
 ) -> Tensor:
     """Return for each call the largest error of its log-sum-exps divided by their budget."""
     lses = [lse.T for _, lse in results if lse is not None]
-    found = pad_sequence(lses, batch_first=True, padding_value=-torch.inf).double()
-    right = found.new_full((*shape, found.shape[2]), -torch.inf)
+    found = rows.pad(lses, -torch.inf).double()
+    right = found.new_full(found.shape, -torch.inf)
     scores = torch.zeros_like(right)
     place = group.index, group.token
     right[place], scores[place] = exact.lse, exact.scores

@@ -24,11 +24,13 @@ def draw(name: str, drawing: Drawing) -> Tensor:
     pick = drawing.pick
     ranges: list[tuple[int, ...]] = []
     for query_len, key_len in zip(drawing.query_lens, drawing.key_lens, strict=True):
+        keys = max(key_len, 1)
         for token in range(query_len):
             position = max(0, key_len - query_len + token)
             around = (max(0, position - 9) // 4 * 4, min(position + 6, key_len - 1))
-            other = sorted(pick.choices(range(max(key_len, 1)), k=2))
-            ranges.append(pick.choice([(-1, -1), around, around, tuple(other)]))
+            ends = int(pick.random() * keys), int(pick.random() * keys)
+            other = min(ends), max(ends)
+            ranges.append(pick.choice([(-1, -1), around, around, other]))
     ranges += [(0, 2**31 - 1)] * drawing.padding
     return torch.tensor(ranges, dtype=torch.int32).view(-1, 2).to(drawing.device)
 

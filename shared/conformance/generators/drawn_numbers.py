@@ -1,0 +1,74 @@
+"""Normal numbers that are drawn once per process, and the copies and indices of ragged rows."""
+
+from functools import cache
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+NUMBERS = 4_194_301
+"""Normal numbers of a process. It is a prime number: if a batch takes more and they repeat, no two
+keys are equal."""
+CPU = torch.device("cpu")
+Ints = NDArray[np.int64]
+
+
+@cache
+def normal_numbers(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return [NUMBERS] normal numbers, the same on each device."""
+    if device != CPU or dtype != torch.float32:
+        return normal_numbers(torch.float32, CPU).to(dtype).to(device)
+    return torch.randn(NUMBERS, generator=torch.Generator().manual_seed(0))
+
+
+class Numbers:
+    """Takes normal numbers one after another, the first again after the last.
+
+    Args:
+        first: Index of the first number.
+        device: Where the numbers are taken.
+    """
+
+    def __init__(self, first: int, device: torch.device) -> None:
+        self.first, self.device = first, device
+
+    def take(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+    ) -> Tensor:
+        """Return the next numbers. They are not to be modified: they are not copied."""
+        numbers = normal_numbers(dtype, device or self.device)
+        first, count = self.first, prod(shape)
+        self.first = (first + count) % NUMBERS
+        if first + count <= NUMBERS:
+            return numbers[first : first + count].view(shape)
+        times, rest = divmod(first + count - NUMBERS, NUMBERS)
+        parts = [numbers[first:], *[numbers] * times, numbers[:rest]]
+        return torch.cat(parts).view(shape)
+
+
+def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
+    """Return an array as a tensor on a device."""
+    return moved(torch.from_numpy(array), device)
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the host on a device, without waiting for it."""
+    return tensor.to(device, non_blocking=True)
+
+
+def rows_of(lens: Ints) -> tuple[Ints, Ints]:
+    """Return for each row of ragged requests its request, and its index in the request."""
+    request = np.repeat(np.arange(len(lens)), lens)
+    starts = np.cumsum(lens) - lens
+    return request, np.arange(len(request)) - starts[request]
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """Return FP8 numbers as bytes, because torch cannot index them."""
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
