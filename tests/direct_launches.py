@@ -173,6 +173,7 @@ def cases(twin: Any) -> Iterator[tuple[str, Callable[[int], Callable[[], Any]]]]
         ("latent", decode, {"is_latent": True}),
         ("prefill, FP8", [600, 900], {"is_fp8": True}),
         ("cascade", decode, {"prefix": 1024}),
+        ("cascade, short rests", [1] * 128, {"prefix": 3072}),
     ):
         yield (
             name,

@@ -17,6 +17,7 @@ CASES = (
     "latent",
     "prefill, FP8",
     "cascade",
+    "cascade, short rests",
     "write",
     "write, FP8",
     "write, FP8, scales in memory",

@@ -106,7 +106,8 @@ def launch_cascade(
     arrivals, workspace = find_workspace(
         call.query.device,
         max(counters * rest.kv_heads, 1),
-        begins[2] + partials * rest.value_size,
+        # short rests have no partial results, but pointers to them, which a repeated call must find
+        begins[2] + max(partials * rest.value_size, 1),
     )
     # step: attend to the shared prefix, all queries as one request
     if hopper is not None:
