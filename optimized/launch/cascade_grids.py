@@ -132,7 +132,7 @@ def choose_rest(
     rows = call.max_query_len * rest.group_size
     query_tiles = -(-rows // block_m)
     programs = num_reqs * query_tiles * rest.kv_heads
-    tiles = choose_short_rest_tiles(rest.row_tiles[0], call.query.dtype, block_m)
+    tiles = choose_short_rest_tiles(rest.row_tiles, call.query.dtype, block_m)
     if (
         tiles is not None
         and rest_len <= SHORT_REST_KEYS

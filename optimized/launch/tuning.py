@@ -23,6 +23,7 @@ Measured on an H200 (torch 2.11, triton 3.6, bfloat16, 32 query heads, 8 kv head
   64 rows it took 2,297 to 3,035. Hopper's own kernel took 830.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -228,17 +229,21 @@ def choose_short_tiles(decode: Tiles, dtype: torch.dtype, is_paged: bool) -> Til
 
 
 def choose_short_rest_tiles(
-    decode: Tiles, dtype: torch.dtype, block_m: int
+    row_tiles: Sequence[Tiles], dtype: torch.dtype, block_m: int
 ) -> Tiles | None:
     """Return the tiles of short rests after a prefix; None if query tiles have other rows.
 
     Args:
-        decode: those of decodes.
-        block_m: rows of a query tile.
+        row_tiles: tiles of split requests, those of decodes first.
+        block_m: rows of a query tile, those of one of `row_tiles`.
     """
+    if INTERPRETED:
+        # of any rows, so that small batches have several query tiles
+        return next(each for each in row_tiles if each.block_m == block_m)
+    decode = row_tiles[0]
     if block_m != decode.block_m:
         return None
-    if dtype == torch.float32 or INTERPRETED:
+    if dtype == torch.float32:
         return decode
     block_n, warps, stages = SHORT_REST_TILES
     return replace(

@@ -186,6 +186,9 @@ NEEDLES = [
     if dtype == torch.float32 or needle in (-1, 0)
 ]
 NEEDLES.append(SharedPrefix(2, (3, 1), (6, 3), kind="fp8"))
+# several requests with few keys of their own, with one query tile and with several
+NEEDLES.append(SharedPrefix(2, (1,) * 4, (6, 3, 9, 1), kind="sinks", kv_heads=2))
+NEEDLES.append(SharedPrefix(1, (17, 5, 1), (20, 7, 9), kv_heads=2, group=5))
 
 
 @law("cascade_attention", cases=NEEDLES)
