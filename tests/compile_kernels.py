@@ -266,6 +266,10 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
                 q, 16384, 128, torch.bfloat16, prefix_len=8192, **o
             ),
         )
+    yield (
+        "cascade, bf16 128, short rests",
+        lambda: run_attention(1, 8448, 128, torch.bfloat16, reqs=64, prefix_len=8192),
+    )
     for kind, query_len, kv_len in (("alone", 99, 4096), ("spread", 1, 32768)):
         yield (
             f"prefill, batch invariant, {kind}",

@@ -100,12 +100,14 @@ def test_the_assembler_lets_products_and_softmax_overlap(
                 # they also pass their turn on, before all exponentials are done
                 assert hot["MUFU before BAR"] < hot["MUFU"] * 0.8, line
             for loop in of_consumer:
-                # nothing is repacked; loops with masks have few iterations and may spill a little
+                # nothing is repacked; loops with masks have few iterations, and one instruction
+                # in 64 of theirs may store or load what was spilled
+                few = loop["instructions"] // 64
                 assert loop["PRMT"] <= 1, line
                 num_barriers = 3 if case.head_size == 96 else consumers - 1
                 assert loop["BAR"] <= num_barriers, line
-                assert loop["STL"] <= (0 if loop is hot else 8), line
-                assert loop["LDL"] <= (1 if loop is hot else 8), line
+                assert loop["STL"] <= (0 if loop is hot else few), line
+                assert loop["LDL"] <= (1 if loop is hot else few), line
 
 
 CACHE = (100, 16, 8, 128)
