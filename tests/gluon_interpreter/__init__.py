@@ -1,0 +1,24 @@
+"""Runs Gluon kernels for Hopper on the CPU, role by role, with the faults that a GPU does not report.
+
+Triton's interpreter does not run Gluon. This one runs the Python functions of the kernels as they
+are, with other operations under the same names:
+
+| module | what it has |
+|---|---|
+| values.py | numbers, tiles and pointers; reads and writes outside a tensor are errors |
+| shared_memory.py | buffers and views with the order of bytes that the hardware has |
+| machine.py | roles that run in turns, mbarriers, named barriers, what is asynchronous |
+| language.py, assembly.py | the operations |
+| kernels.py | launches: functions whose globals are replaced |
+
+What it reports as an error: deadlocks; a product or copy whose shared memory changes before it was
+waited for; shared memory stored without a fence before the asynchronous proxy reads it; reads
+outside a tensor; overflow of 32-bit integers; accumulators that are used too early; barriers that do
+not end as they began. What it cannot show: registers, layouts, races between the threads of one
+role, and speed.
+"""
+
+from .kernels import interpret_gluon
+from .values import InterpreterError
+
+__all__ = ["InterpreterError", "interpret_gluon"]

@@ -1,0 +1,75 @@
+"""The inline assembly of the kernels for Hopper, by what it computes."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import torch
+from triton.experimental.gluon import language as gl
+
+from .language import named_barrier
+from .values import Value, of_tensor
+
+CUBIC = (0.07826797, 0.22630768, 0.69542435, 1.0)
+"""Coefficients of 2**f on [0, 1], the highest first: those of `softmax.EXP2_OF_8_PTX`."""
+
+
+def inline_asm_elementwise(
+    asm: str, constraints: str, args: list[Value], dtype: Any, is_pure: bool, pack: int
+) -> Any:
+    """Compute what a piece of assembly computes.
+
+    Raises:
+        NotImplementedError: assembly that this interpreter does not know.
+    """
+    barrier = re.match(r"bar\.(sync|arrive) \$1, (\d+);", asm)
+    if barrier:
+        number = int(args[0].tensor[0])
+        named_barrier(number, barrier[1] == "sync", int(barrier[2]))
+        return args[0]
+    if asm.startswith("griddepcontrol"):
+        # launches run one after another here
+        return args[0]
+    if asm.startswith("cvt.rn."):
+        return _round_pair(args[0].tensor, args[1].tensor, "bf16x2" in asm)
+    if asm == "mov.b32 {$0, $1}, $2;":
+        words = args[0].tensor
+        pair = words.contiguous().view(torch.int16).view(*words.shape, 2)
+        return Value(pair[..., 0], gl.int16), Value(pair[..., 1], gl.int16)
+    if "ex2.approx" in asm and pack == 8:
+        return of_tensor(_exp2_of_8(args[0].tensor))
+    if asm.startswith("tanh.approx"):
+        return of_tensor(torch.tanh(args[0].tensor))
+    if asm.startswith("rcp.approx"):
+        return of_tensor(1.0 / args[0].tensor)
+    if asm.startswith("max.NaN.ftz.f32 $0, $1, 0fC1000000"):
+        return of_tensor(args[0].tensor.clamp(-8.0, 8.0))
+    raise NotImplementedError(f"the Gluon interpreter does not know this assembly: {asm}")
+
+
+def _round_pair(left: torch.Tensor, right: torch.Tensor, is_bf16: bool) -> Value:
+    kind = torch.bfloat16 if is_bf16 else torch.float16
+    pair = torch.stack((left.to(kind), right.to(kind)), -1)
+    return Value(pair.view(torch.int32).squeeze(-1), gl.int32)
+
+
+def _exp2_of_8(numbers: torch.Tensor) -> torch.Tensor:
+    """Return 2**x; by the polynomial where a thread has its eighth register of an accumulator.
+
+    A thread has the columns 2t and 2t + 1 of the rows g and g + 8, and then of the columns 8 later.
+    """
+    exact = torch.exp2(numbers)
+    row = torch.arange(numbers.shape[0])[:, None] % 16
+    column = torch.arange(numbers.shape[1])[None, :] % 16
+    is_eighth = (row >= 8) & (column > 8) & (column % 2 == 1)
+    x = numbers.clamp(min=-127.0)
+    whole = x.floor()
+    power = torch.full_like(x, CUBIC[0])
+    for coefficient in CUBIC[1:]:
+        power = power * (x - whole) + coefficient
+    return torch.where(is_eighth & ~numbers.isnan(), torch.ldexp(power, whole), exact)
+
+
+assert math.isclose(sum(CUBIC), 2.0, rel_tol=1e-7)

@@ -1,0 +1,242 @@
+"""Launches of Gluon kernels in the interpreter."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from pagetwin.optimized.launch.launcher import Launcher
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonJITFunction
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.language.core import base_value, constexpr
+from triton.runtime.jit import JITCallable
+
+from . import language
+from .assembly import inline_asm_elementwise
+from .language import GL, MBARRIER, TMA, Range, TensorMap
+from .machine import LOCAL, Machine, Role
+from .values import GLUON_DTYPES, InterpreterError, Memory, Pointer, lift
+
+GL.inline_asm_elementwise = inline_asm_elementwise
+MODULES = {id(gl): GL, id(mbarrier): MBARRIER, id(tma): TMA}
+BUILTINS = {
+    id(hopper.fence_async_shared): language.fence_async_shared,
+    id(hopper.warpgroup_mma): language.warpgroup_mma,
+    id(hopper.warpgroup_mma_wait): language.warpgroup_mma_wait,
+}
+BY_NAME = {
+    "async_load": language.async_load,
+    "async_store": language.async_store,
+    "reinterpret": language.reinterpret,
+    "barrier": language.barrier,
+}
+
+
+def rebind(name: str, value: Any) -> Any:
+    """Return what a global of a kernel's module is in the interpreter."""
+    if isinstance(value, constexpr):
+        return value.value
+    if id(value) in MODULES:
+        return MODULES[id(value)]
+    if id(value) in BUILTINS:
+        return BUILTINS[id(value)]
+    if name in BY_NAME and callable(value):
+        return BY_NAME[name]
+    if isinstance(value, GluonJITFunction):
+        return function(value)
+    if isinstance(value, type) and getattr(value, "__triton_aggregate__", False):
+        return aggregate(value)
+    return value
+
+
+class Globals(dict[str, Any]):
+    """The globals of a module, replaced when a function first uses them."""
+
+    def __init__(self, original: Mapping[str, Any]) -> None:
+        super().__init__(__builtins__={**vars(__import__("builtins")), "range": Range})
+        self._original = original
+
+    def fill(self, names: Sequence[str]) -> None:
+        """Take over the names that a function uses."""
+        for name in names:
+            if name not in self and name in self._original:
+                # a function that calls itself finds itself
+                self[name] = None
+                self[name] = rebind(name, self._original[name])
+
+
+MODULE_GLOBALS: dict[int, Globals] = {}
+
+
+@cache
+def function(kernel: Any) -> Callable[..., Any]:
+    """Return the Python function of a Gluon function, which calls others of the interpreter."""
+    return plain_function(kernel.fn)
+
+
+def plain_function(original: Any) -> Callable[..., Any]:
+    """Return a function whose globals are those of the interpreter."""
+    replaced = MODULE_GLOBALS.setdefault(
+        id(original.__globals__), Globals(original.__globals__)
+    )
+    replaced.fill(original.__code__.co_names)
+    made = types.FunctionType(
+        original.__code__,
+        replaced,
+        original.__name__,
+        original.__defaults__,
+        original.__closure__,
+    )
+    made.__kwdefaults__ = original.__kwdefaults__
+    return made
+
+
+@cache
+def aggregate(kind: Any) -> type:
+    """Return the class of the interpreter for one that `aggregate` has made."""
+    members: dict[str, Any] = {"__init__": plain_function(kind.hash_attrs[0].fn)}
+    made = type(kind.__name__, (), members)
+    for name, member in vars(kind).items():
+        if isinstance(member, JITCallable) and name != "__init__":
+            method = _Later(member)
+            first = member.fn.__code__.co_varnames[:1]
+            setattr(made, name, method if first == ("self",) else staticmethod(method))
+    return made
+
+
+class _Later:
+    """A method, whose globals are replaced when it is first called."""
+
+    def __init__(self, member: Any) -> None:
+        self._member = member
+
+    def __get__(self, instance: Any, owner: Any) -> Any:
+        return types.MethodType(function(self._member), instance)
+
+    def __call__(self, *args: Any) -> Any:
+        return function(self._member)(*args)
+
+
+def to_argument(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """Return a launch argument as the kernel sees it.
+
+    Args:
+        value: a tensor, a tensor descriptor, a number or None.
+        tensors: the tensors of the launch, one of which has the address of a descriptor.
+    """
+    if isinstance(value, torch.Tensor):
+        return Pointer(Memory(value), 0)
+    if hasattr(value, "block_shape"):
+        return _tensor_map(value, tensors)
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return lift(value)
+    return value
+
+
+def _tensor_map(descriptor: Any, tensors: Sequence[torch.Tensor]) -> TensorMap:
+    """Return the tensor map of a descriptor, whose elements must be those of one tensor."""
+    address, dtype = descriptor.base.data_ptr(), descriptor.base.dtype
+    pairs = list(zip(descriptor.shape, descriptor.strides, strict=True))
+    span = 1 + sum((size - 1) * stride for size, stride in pairs)
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        begin = address - storage.data_ptr()
+        if 0 <= begin and begin + span * dtype.itemsize <= storage.nbytes():
+            flat = torch.empty(0, dtype=dtype).set_(storage)
+            return TensorMap(
+                flat[begin // dtype.itemsize :],
+                GLUON_DTYPES[dtype],
+                descriptor.shape,
+                descriptor.strides,
+                descriptor.block_shape,
+                descriptor.layout,
+            )
+    raise InterpreterError(
+        f"a tensor map of {descriptor.shape} with steps of {descriptor.strides} reaches outside"
+        " the tensors of the launch"
+    )
+
+
+class Launches:
+    """How launches are run, and how many were.
+
+    Args:
+        seed: chooses the order of programs and roles.
+        lateness: see `Machine`.
+        pause_rate: see `Machine`.
+        made: names of the kernels that were launched.
+    """
+
+    def __init__(self, seed: int, lateness: float, pause_rate: float) -> None:
+        self.chance = random.Random(seed)
+        self.lateness, self.pause_rate = lateness, pause_rate
+        self.made: list[str] = []
+        self.tensors: list[torch.Tensor] = []
+
+    def launch(self, kernel: Any, grid: Any, args: Any, options: dict[str, Any]) -> None:
+        """Run all programs of a launch, in any order."""
+        num_warps = options.pop("num_warps", 4)
+        for name in ("num_stages", "warmup", "launch_pdl"):
+            options.pop(name, None)
+        self.made.append(kernel.__name__)
+        given = dict(zip(kernel.arg_names, args, strict=False)) | options
+        tensors = [*self.tensors, *(each for each in args if hasattr(each, "untyped_storage"))]
+        arguments = [
+            given[each.name]
+            if each.is_constexpr
+            else to_argument(given[each.name], tensors)
+            for each in kernel.params
+        ]
+        grid = (*grid, 1, 1)[:3]
+        programs = list(itertools.product(*map(range, grid)))
+        self.chance.shuffle(programs)
+        for program in programs:
+            machine = Machine(program, grid, self.chance, self.lateness, self.pause_rate)
+            LOCAL.role = Role(machine, 0, num_warps)
+            machine.roles = [LOCAL.role]
+            try:
+                function(kernel)(*arguments)
+                machine.finish()
+            finally:
+                LOCAL.role = None
+
+
+@contextmanager
+def interpret_gluon(
+    seed: int = 0, lateness: float = 0.5, pause_rate: float = 0.05
+) -> Iterator[Launches]:
+    """Run Gluon kernels on host tensors in this context.
+
+    Args:
+        seed: chooses the order of programs, roles and asynchronous work.
+        lateness: 0 does asynchronous copies at once, 1 as late as possible.
+        pause_rate: how likely a role stops where it need not wait.
+    """
+    launches = Launches(seed, lateness, pause_rate)
+    run, call = GluonJITFunction.run, Launcher.__call__
+
+    def launch(kernel: Any, *args: Any, grid: Any, **options: Any) -> None:
+        launches.launch(kernel, grid, args, options)
+
+    def note_tensors(
+        launcher: Launcher, grid: Any, pointers: Any, options: Any, numbers: Any, tensors: Any,
+        *rest: Any,
+    ) -> None:  # fmt: skip
+        launches.tensors = [each for each in tensors if isinstance(each, torch.Tensor)]
+        call(launcher, grid, pointers, options, numbers, tensors, *rest)
+
+    GluonJITFunction.run = launch  # type: ignore[method-assign]
+    Launcher.__call__ = note_tensors  # type: ignore[method-assign]
+    try:
+        yield launches
+    finally:
+        GluonJITFunction.run = run  # type: ignore[method-assign]
+        Launcher.__call__ = call  # type: ignore[method-assign]

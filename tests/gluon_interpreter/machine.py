@@ -1,0 +1,344 @@
+"""One program of a Gluon kernel: its roles, and what runs beside them.
+
+Each role (partition) of a program runs in a thread of its own, but only one at a time: a role runs
+until it waits, and the machine then chooses who goes on. Asynchronous copies and products are not
+done when they are issued but at a time that the machine chooses, and their destination is NaN until
+then. So a kernel that reads too early, or overwrites too early, computes NaN or is reported.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from triton.experimental.gluon import language as gl
+
+from .shared_memory import Buffer, SharedView
+from .values import InterpreterError, Value
+
+LOCAL = threading.local()
+
+
+def current_role() -> Role:
+    """Return the role that this thread runs."""
+    role: Role = LOCAL.role
+    return role
+
+
+class Stopped(BaseException):
+    """Ends the threads of a program of which one role has failed."""
+
+
+@dataclass
+class Barrier:
+    """The state of an mbarrier.
+
+    Attributes:
+        count: arrivals of a phase.
+        pending: arrivals that are missing in this phase.
+        expected: bytes that are missing in this phase; negative if they arrived before they were
+            expected.
+        completed: phases that have completed.
+    """
+
+    count: int
+    pending: int
+    expected: int = 0
+    completed: int = 0
+
+    def advance(self) -> None:
+        """Complete the phase if nothing is missing."""
+        if self.pending < 0:
+            raise InterpreterError("more arrivals at an mbarrier than it counts")
+        if self.pending == 0 and self.expected == 0:
+            self.pending = self.count
+            self.completed += 1
+
+
+@dataclass
+class NamedBarrier:
+    """The state of a named barrier: threads that have arrived, and how often it was complete."""
+
+    arrived: int = 0
+    completed: int = 0
+
+
+@dataclass
+class Product:
+    """A warpgroup_mma that was issued.
+
+    Args:
+        left: its left operand in shared memory, or a value in registers.
+        right: its right operand in shared memory.
+        acc: Optional. The accumulator. If None, it is not added.
+        seen: the operands when it was issued.
+        result: the value that becomes valid.
+    """
+
+    left: SharedView | Value
+    right: SharedView
+    acc: Value | None
+    seen: tuple[torch.Tensor, torch.Tensor]
+    result: ProductValue
+
+    def finish(self) -> None:
+        """Compute the product, from operands that must be as they were when it was issued."""
+        for operand, seen in zip((self.left, self.right), self.seen, strict=True):
+            if isinstance(operand, SharedView) and not same_bits(operand.read(), seen):
+                raise InterpreterError(
+                    "an operand of warpgroup_mma was overwritten before the product was waited for"
+                )
+        left, right = (each.float() for each in self.seen)
+        total = left @ right
+        if self.acc is not None:
+            total = total + self.acc.tensor
+        self.result.become(total)
+
+
+class ProductValue(Value):
+    """The accumulator of a product that may be in flight."""
+
+    def __init__(self, shape: list[int]) -> None:
+        super().__init__(None, gl.float32)
+        self._sizes = shape
+
+    @property
+    def shape(self) -> list[int]:
+        """The sizes."""
+        return self._sizes
+
+    @property
+    def data(self) -> Any:
+        """The numbers.
+
+        Raises:
+            InterpreterError: the product was not waited for.
+        """
+        if self._data is None:
+            raise InterpreterError(
+                "an accumulator is used before warpgroup_mma_wait has ended its product"
+            )
+        return self._data
+
+    def become(self, data: torch.Tensor) -> None:
+        """Make the value valid."""
+        self._data = data
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Return whether two tensors have the same bytes."""
+    return torch.equal(
+        left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8)
+    )
+
+
+@dataclass(eq=False)
+class Copy:
+    """An asynchronous bulk copy that was issued.
+
+    Args:
+        run: does it.
+        is_store: whether it reads shared memory.
+        role: who issued it.
+    """
+
+    run: Callable[[], None]
+    is_store: bool
+    role: Role
+
+
+class Role:
+    """One partition of a program: some warps that run one function.
+
+    Args:
+        machine: its program.
+        number: its index.
+        num_warps: its warps.
+    """
+
+    def __init__(self, machine: Machine, number: int, num_warps: int) -> None:
+        self.machine, self.number, self.num_warps = machine, number, num_warps
+        self.products: list[Product] = []
+        self.is_ready: Callable[[], bool] | None = None
+        self.waits_for = ""
+        self.is_done = False
+        self.turn = threading.Semaphore(0)
+
+    def wait_until(self, is_ready: Callable[[], bool], what: str) -> None:
+        """Let others run until a condition holds.
+
+        Args:
+            what: names the condition in the report of a deadlock.
+        """
+        self.is_ready, self.waits_for = is_ready, what
+        self.machine.hand_over(self)
+
+    def pause(self) -> None:
+        """Let the machine run others now and then."""
+        if self.machine.chance.random() < self.machine.pause_rate:
+            self.wait_until(lambda: True, "its turn")
+
+
+@dataclass
+class Machine:
+    """One program.
+
+    Args:
+        program: its indices in the grid.
+        grid: programs along each axis.
+        chance: chooses who runs next.
+        lateness: how likely a role is run before a copy that could be done: 0 does copies at
+            once, 1 as late as possible.
+        pause_rate: how likely a role stops where it need not wait.
+
+    Attributes:
+        barriers: by buffer and element.
+        named: by number.
+        copies: asynchronous copies that were issued and are not done, in their order.
+    """
+
+    program: tuple[int, ...]
+    grid: tuple[int, ...]
+    chance: random.Random
+    lateness: float
+    pause_rate: float
+    roles: list[Role] = field(default_factory=list)
+    buffers: list[Buffer] = field(default_factory=list)
+    barriers: dict[tuple[int, int], Barrier] = field(default_factory=dict)
+    named: dict[int, NamedBarrier] = field(default_factory=dict)
+    copies: list[Copy] = field(default_factory=list)
+    error: BaseException | None = None
+
+    def barrier(self, view: SharedView) -> Barrier:
+        """Return the state of an mbarrier in shared memory."""
+        found = self.barriers.get((id(view.buffer), view.first))
+        if found is None:
+            raise InterpreterError("an mbarrier is used before mbarrier.init")
+        return found
+
+    def hand_over(self, role: Role | None) -> None:
+        """Choose who runs next; return when it is the turn of `role` again.
+
+        Raises:
+            Stopped: another role has failed.
+        """
+        following = self._choose()
+        if following is not role:
+            if following is not None:
+                following.turn.release()
+            if role is None or role.is_done:
+                return
+            role.turn.acquire()
+        if self.error is not None:
+            raise Stopped
+        if role is not None:
+            role.is_ready = None
+
+    def _choose(self) -> Role | None:
+        """Return a role that can run, after copies that are due; None if all have ended."""
+        while self.error is None:
+            waiting = [each for each in self.roles if not each.is_done]
+            ready = [each for each in waiting if each.is_ready is None or each.is_ready()]
+            if self.copies and (not ready or self.chance.random() >= self.lateness):
+                self._copy(self.chance.choice(self.copies))
+                continue
+            if ready:
+                return self.chance.choice(ready)
+            if not waiting:
+                return None
+            states = "; ".join(
+                f"role {each.number} waits for {each.waits_for}" for each in waiting
+            )
+            self.error = InterpreterError(f"deadlock: {states}")
+        # wake the roles one after another: each of them ends
+        left = [each for each in self.roles if not each.is_done]
+        return left[0] if left else None
+
+    def _copy(self, copy: Copy) -> None:
+        self.copies.remove(copy)
+        try:
+            copy.run()
+        except BaseException as error:  # noqa: BLE001 (it is raised by `run_roles`)
+            self.error = error
+
+    def finish_stores(self, role: Role, num_pending: int) -> None:
+        """Do the stores of a role, but for the last `num_pending`."""
+        stores = [each for each in self.copies if each.is_store and each.role is role]
+        for each in stores[: len(stores) - num_pending]:
+            self._copy(each)
+        if self.error is not None:
+            raise Stopped
+
+    def run_roles(
+        self, functions: list[tuple[Callable[..., Any], Any]], num_warps: list[int]
+    ) -> None:
+        """Run the roles of warp_specialize to their ends.
+
+        Args:
+            functions: each with its arguments.
+            num_warps: the warps of each.
+
+        Raises:
+            InterpreterError: the first fault of a role.
+        """
+        outer = LOCAL.role
+        self.roles = [Role(self, i, warps) for i, warps in enumerate(num_warps)]
+        done = threading.Semaphore(0)
+
+        def run(role: Role, function: Callable[..., Any], args: Any) -> None:
+            LOCAL.role = role
+            role.turn.acquire()
+            try:
+                if self.error is None:
+                    torch.set_num_threads(1)
+                    function(*args)
+                    if role.products:
+                        raise InterpreterError(
+                            "a role ends with products that it did not wait for"
+                        )
+            except Stopped:
+                pass
+            except BaseException as error:  # noqa: BLE001 (it is raised below)
+                self.error = self.error or error
+            role.is_done = True
+            done.release()
+            self.hand_over(role)
+
+        threads = [
+            threading.Thread(target=run, args=(role, *each), daemon=True)
+            for role, each in zip(self.roles, functions, strict=True)
+        ]
+        for each in threads:
+            each.start()
+        self.chance.choice(self.roles).turn.release()
+        for each in threads:
+            done.acquire()
+        for each in threads:
+            each.join()
+        LOCAL.role = outer
+        self.roles = [outer]
+        if self.error is not None:
+            raise self.error
+
+    def finish(self) -> None:
+        """Do what is in flight at the end of a program.
+
+        Raises:
+            InterpreterError: a load has not signalled a barrier that anybody waited for, or a
+                barrier has a phase that only some have arrived at.
+        """
+        for each in list(self.copies):
+            if not each.is_store:
+                raise InterpreterError("a program ends while an asynchronous load is in flight")
+            self._copy(each)
+        if self.error is not None:
+            raise self.error
+        for number, each in self.named.items():
+            if each.arrived:
+                raise InterpreterError(
+                    f"named barrier {number} does not end as it began: {each.arrived} threads wait"
+                )
