@@ -1,4 +1,4 @@
-"""Runs the kernels for Hopper in the Gluon interpreter, one launch plan at a time."""
+"""The kernels for Hopper in the Gluon interpreter: cases of each family, and what judges them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import triton
+from conftest import TWINS
 from gluon_interpreter import interpret_gluon
 from gluon_interpreter.kernels import Launches
 from pagetwin.conformance.generators.batches import BatchPlan, BatchTensors, build
@@ -18,10 +19,12 @@ from pagetwin.conformance.oracles.dense import judge_attention, judge_lse
 from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.optimized.kernels.sm90 import family as prefill
 from pagetwin.optimized.kernels.sm90.append import family as append
+from pagetwin.optimized.kernels.sm90.cascade.family import PrefixPlan
 from pagetwin.optimized.kernels.sm90.invariant import family as invariant
 from pagetwin.optimized.kernels.sm90.latent import family as latent
 from pagetwin.optimized.launch import cascade, dispatch, workspace
 from pagetwin.optimized.launch.attention_call import AttentionCall
+from test_cascade_attention import share_prefix
 from torch import Tensor
 
 FOLDERS = ("", "append.", "cascade.", "fp8_prefill.", "invariant.", "latent.")
@@ -32,6 +35,13 @@ FAMILIES = {
     "latent": latent,
 }
 NAN = float("nan")
+BF16, FP16 = torch.bfloat16, torch.float16
+PREFIX_LEN = 272
+"""Keys of the shared prefix of a cascade."""
+SCALES = torch.tensor([0.5, 0.25]), torch.tensor([2.0, 4.0])
+"""Factors of the keys and values of two KV heads, with which bfloat16 stays exact."""
+SPLIT_KEYS = 256
+"""Keys per split of batch-invariant rows, and of a prefix: a few KV tiles."""
 
 
 @contextmanager
@@ -46,6 +56,16 @@ def pretend_hopper(
     for name in FOLDERS:
         module = import_module(f"pagetwin.optimized.kernels.sm90.{name}family")
         patch.setattr(module, "is_hopper", lambda device: True)
+    patch.setattr(invariant, "SPLIT_KEYS", SPLIT_KEYS)
+    patch.setattr(PrefixPlan, "split_len", lambda *_: SPLIT_KEYS)
+    initialize = workspace.StreamWorkspace.__post_init__
+
+    def fill(memory: workspace.StreamWorkspace) -> None:
+        memory.numbers.fill_(NAN)
+        initialize(memory)
+
+    # partial results that nobody has stored are noticed
+    patch.setattr(workspace.StreamWorkspace, "__post_init__", fill)
     # launches run one after another
     patch.setattr(triton.language.extra.cuda, "gdc_wait", lambda: None)
     _forget_plans()
@@ -65,17 +85,19 @@ class Case(NamedTuple):
     """A call of one family.
 
     Args:
-        family: one of FAMILIES.
+        family: one of FAMILIES, or "cascade", whose requests share PREFIX_LEN keys.
         plan: the batch. Head size 192 is that of queries and keys, with values of 128. A latent
             batch has queries and keys of 576 and values of 512.
         options: of the call; sinks are True or absent.
         has_lse: whether the log-sum-exp is wanted.
+        has_scales: whether keys and values have the SCALES; then there are two KV heads.
     """
 
     family: str
     plan: BatchPlan
     options: dict[str, Any] = {}  # noqa: RUF012 (it is never changed)
     has_lse: bool = True
+    has_scales: bool = False
 
 
 def make_batch(case: Case) -> BatchTensors:
@@ -86,6 +108,8 @@ def make_batch(case: Case) -> BatchTensors:
             plan, kv_heads=1, head_size=576, fused=False, layout="separate"
         )
     batch = build(plan)
+    if case.family == "cascade":
+        batch = share_prefix(batch, PREFIX_LEN)
     values = {576: 512, 192: 128}.get(plan.head_size)
     if values is None:
         return batch
@@ -107,6 +131,12 @@ def launch(case: Case, batch: BatchTensors) -> tuple[Tensor, Tensor]:
     out = batch.query.new_full((tokens, heads, batch.value_cache.shape[-1]), NAN)
     lse = torch.full((heads, tokens), NAN)
     options = make_options(case, heads)
+    if case.family == "cascade":
+        TWINS["optimized"].raw.cascade_attention(
+            **batch.arguments(), common_prefix_len=PREFIX_LEN, out=out, lse=lse,
+            options=options,
+        )  # fmt: skip
+        return out, lse
     if case.family == "invariant":
         options = replace(options, batch_invariant=True)
     plan = batch.plan
@@ -129,9 +159,16 @@ def launch(case: Case, batch: BatchTensors) -> tuple[Tensor, Tensor]:
     planned = family.plan(call)
     assert planned.takes(call)
     if case.family == "prefill":
-        planned.launch_prefill(call, 0)
+        scales = None, None
+        if case.has_scales:
+            scales = tuple(
+                each.repeat_interleave(batch.plan.group) for each in SCALES
+            )
+        planned.launch_prefill(call, 0, scales)
     else:
         planned.launch(call)
+    for memory in workspace._streams.values():
+        assert not bool(memory.counters.any()), "counters are not 0 after the launch"
     return out, lse
 
 
@@ -145,12 +182,23 @@ def check(case: Case, reference: Any) -> tuple[Tensor, Tensor]:
     out, lse = launch(case, batch)
     options = make_options(case, batch.query.shape[1])
     attend = partial(reference.paged_attention, options=options)
+    if case.has_scales:
+        key, value = (
+            cache * scale[:, None].to(cache.dtype)
+            for cache, scale in zip(
+                (batch.key_cache, batch.value_cache), SCALES, strict=True
+            )
+        )
+        batch = replace(batch, key_cache=key, value_cache=value)
     if case.family == "prefill":
         # it leaves padding as it is
         assert bool(out[batch.tokens :].isnan().all())
         out[batch.tokens :], lse[:, batch.tokens :] = 0, -torch.inf
     verdict, exact_lse = judge_attention(
-        batch, out, SimpleNamespace(paged_attention=attend)
+        batch,
+        out,
+        SimpleNamespace(paged_attention=attend),
+        is_joined=case.family == "cascade",
     )
     assert verdict.ok, verdict
     if case.has_lse:
@@ -159,3 +207,79 @@ def check(case: Case, reference: Any) -> tuple[Tensor, Tensor]:
         assert bool((lse[:, batch.tokens :] == -torch.inf).all())
     assert bool((out[batch.tokens :] == 0).all())
     return out, lse
+
+
+def plan_of(
+    query_lens: tuple[int, ...], kv_lens: tuple[int, ...], head_size: int, **given: Any
+) -> BatchPlan:
+    """Return a batch of bfloat16 with one KV head."""
+    given = {"dtype": BF16, "kv_heads": 1, "group": 2, **given}
+    return BatchPlan(query_lens, kv_lens, head_size=head_size, **given)
+
+
+RAGGED = (70, 1, 0, 130), (200, 50, 40, 131)
+CASES = {
+    f"prefill, head size {size}": Case("prefill", plan_of(*RAGGED, size, needle="last"))
+    for size in (64, 80, 96, 128, 192, 256)
+} | {
+    "prefill, float16, whole tiles": Case(
+        "prefill", plan_of((192,), (300,), 64, dtype=FP16, group=1, padding=3)
+    ),
+    "prefill, windows": Case(
+        "prefill", plan_of((130,), (390,), 128, needle="tile edge"),
+        {"sliding_window": 100},
+    ),
+    "prefill, head size 64, windows": Case(
+        "prefill", plan_of((130,), (390,), 64, needle="first new"),
+        {"sliding_window": 70, "sinks": True},
+    ),
+    "prefill, chunks": Case(
+        "prefill", plan_of((130,), (290,), 128, group=3), {"attention_chunk_size": 100}
+    ),
+    "prefill, soft cap": Case(
+        "prefill", plan_of((66,), (150,), 128), {"logits_soft_cap": 3.0}, False
+    ),
+    "prefill, soft cap, log-sum-exp": Case(
+        "prefill", plan_of((66,), (150,), 64), {"logits_soft_cap": 3.0}
+    ),
+    "prefill, scales": Case(
+        "prefill", plan_of((66,), (150,), 128, kv_heads=2), has_scales=True
+    ),
+    "prefill, not causal": Case(
+        "prefill", plan_of((66, 5), (150, 130), 64), {"causal": False}
+    ),
+    "prefill, blocks of 48": Case(
+        "prefill", plan_of((66,), (150,), 128, block_size=48, needle="block edge")
+    ),
+    "append, several segments": Case(
+        "append", plan_of((6, 3), (700, 40), 128, group=4, needle="tile edge", padding=3)
+    ),
+    "append, head size 64, sinks": Case(
+        "append", plan_of((6, 0, 70), (1000, 9, 300), 64, needle="first new"),
+        {"sinks": True},
+    ),
+    "append, window": Case(
+        "append", plan_of((20, 1), (900, 400), 128, group=3), {"sliding_window": 300}
+    ),
+    "append, head size 256": Case("append", plan_of((6,), (300,), 256)),
+    "invariant": Case(
+        "invariant", plan_of((40, 1, 0, 20), (300, 700, 9, 20), 128, padding=3)
+    ),
+    "invariant, head size 64, sinks": Case(
+        "invariant", plan_of((5, 3), (300, 600), 64, needle="tile edge"), {"sinks": True}
+    ),
+    "cascade": Case("cascade", plan_of((1, 1, 3), (300, 290, 400), 128, group=4)),
+    "cascade, head size 64, sinks": Case(
+        "cascade", plan_of((20, 1), (300, 500), 64, needle="tile edge", padding=2),
+        {"sinks": True},
+    ),
+    "cascade, not causal, head size 192": Case(
+        "cascade", plan_of((2, 1), (280, 300), 192, group=1), {"causal": False}
+    ),
+    "latent": Case(
+        "latent", plan_of((1, 0, 4, 1), (200, 5, 131, 64), 576, group=16, padding=2)
+    ),
+    "latent, two row tiles, several segments": Case(
+        "latent", plan_of((2,), (700,), 576, group=40, block_size=64, needle="tile edge")
+    ),
+}  # fmt: skip

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import random
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,6 +44,7 @@ BY_NAME = {
 
 def rebind(name: str, value: Any) -> Any:
     """Return what a global of a kernel's module is in the interpreter."""
+    value = _changed(value)
     if isinstance(value, constexpr):
         return value.value
     if id(value) in MODULES:
@@ -55,6 +58,49 @@ def rebind(name: str, value: Any) -> Any:
     if isinstance(value, type) and getattr(value, "__triton_aggregate__", False):
         return aggregate(value)
     return value
+
+
+CHANGED: dict[str, Any] = {}
+"""Modules that take the place of others, by the names of those."""
+
+
+def _changed(value: Any) -> Any:
+    """Return the function or class of this name in a module that takes the place of its own."""
+    if isinstance(value, JITCallable):
+        module, name = value.fn.__module__, value.fn.__name__
+    elif isinstance(value, type):
+        module, name = value.__module__, value.__name__
+    else:
+        return value
+    return getattr(CHANGED[module], name) if module in CHANGED else value
+
+
+@contextmanager
+def change_module(module: str, path: Path) -> Iterator[None]:
+    """Interpret the functions of another file in place of a module's.
+
+    Args:
+        module: name of a module with Gluon functions.
+        path: the file.
+    """
+    spec = importlib.util.spec_from_file_location("changed_module", path)
+    assert spec is not None and spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    made.__package__ = module.rpartition(".")[0]
+    spec.loader.exec_module(made)
+    _forget_functions()
+    CHANGED[module] = made
+    try:
+        yield
+    finally:
+        del CHANGED[module]
+        _forget_functions()
+
+
+def _forget_functions() -> None:
+    function.cache_clear()
+    aggregate.cache_clear()
+    MODULE_GLOBALS.clear()
 
 
 class Globals(dict[str, Any]):
@@ -203,7 +249,7 @@ class Launches:
             LOCAL.role = Role(machine, 0, num_warps)
             machine.roles = [LOCAL.role]
             try:
-                function(kernel)(*arguments)
+                function(_changed(kernel))(*arguments)
                 machine.finish()
             finally:
                 LOCAL.role = None

@@ -314,11 +314,17 @@ def barrier() -> None:
     current_role().pause()
 
 
+MAX_ITERATIONS = 10_000
+"""Iterations of a loop, at most. Those of the tests have a few tens."""
+
+
 class Range:
     """The loop counter of a kernel: an int32 value that divides as C does."""
 
     def __init__(self, *bounds: Any) -> None:
         self._numbers = range(*(int(each) for each in bounds))
+        if len(self._numbers) > MAX_ITERATIONS:
+            raise InterpreterError(f"a loop of {len(self._numbers)} iterations")
 
     def __iter__(self) -> Iterator[Value]:
         return (Value(each, gl.int32) for each in self._numbers)

@@ -21,6 +21,8 @@ from .shared_memory import Buffer, SharedView
 from .values import InterpreterError, Value
 
 LOCAL = threading.local()
+MAX_STEPS = 200_000
+"""Steps after which a program counts as one that never ends. Those of the tests have at most 3,000."""
 
 
 def current_role() -> Role:
@@ -179,6 +181,7 @@ class Role:
 
     def pause(self) -> None:
         """Let the machine run others now and then."""
+        self.machine.count_step()
         if self.machine.chance.random() < self.machine.pause_rate:
             self.wait_until(lambda: True, "its turn")
 
@@ -199,6 +202,8 @@ class Machine:
         barriers: by buffer and element.
         named: by number.
         copies: asynchronous copies that were issued and are not done, in their order.
+        error: the first fault.
+        steps: operations of roles on memory and barriers so far.
     """
 
     program: tuple[int, ...]
@@ -212,6 +217,17 @@ class Machine:
     named: dict[int, NamedBarrier] = field(default_factory=dict)
     copies: list[Copy] = field(default_factory=list)
     error: BaseException | None = None
+    steps: int = 0
+
+    def count_step(self) -> None:
+        """Count a step of a role.
+
+        Raises:
+            InterpreterError: the program has had MAX_STEPS.
+        """
+        self.steps += 1
+        if self.steps > MAX_STEPS:
+            raise InterpreterError(f"a program does not end within {MAX_STEPS} steps")
 
     def barrier(self, view: SharedView) -> Barrier:
         """Return the state of an mbarrier in shared memory."""
