@@ -811,6 +811,29 @@ def test_kernels_are_named_by_the_plans_that_were_launched() -> None:
     assert dispatch.PLANS is cached
 
 
+def test_a_decode_of_the_hopper_fp8_kernel_is_not_named_portable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The kernel is launched by the portable plan, whose name the report gave it."""
+    from pagetwin.optimized.launch import dispatch, launcher
+    from pagetwin.optimized.launch.launches import Launches
+    from pagetwin.optimized.launch.prepare import sm90_fp8
+
+    monkeypatch.setattr(launcher.Launcher, "__call__", lambda *_: None)
+    # the smallest batches have a portable kernel of their own
+    monkeypatch.setattr(Launches, "is_short", lambda *_: False)
+    found = []
+    for is_supported in (True, False):
+        monkeypatch.setattr(sm90_fp8, "supports", lambda *_, it=is_supported: it)
+        monkeypatch.setattr(dispatch, "PLANS", type(dispatch.PLANS)(2))
+        library = Ours("cpu")
+        prepared = library.prepare(draw_inputs(small("decode-64x4k-fp8"), 0, "cpu"))
+        with library.watch() as names:
+            prepared.call()
+        found += names
+    assert found == ["sm90.fp8_decode decode", "portable decode"]
+
+
 class RoundsToFP8(Plain):
     name = "coarse"
 
