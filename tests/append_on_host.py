@@ -5,15 +5,15 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
-import test_prefill_sm90
-from pagetwin.optimized.kernels.sm90 import scheduler
+import sm90_on_host
+from pagetwin.optimized.kernels.sm90 import scheduler, tile_range, work_item
 from pagetwin.optimized.kernels.sm90.append import producer, segments
 from pagetwin.optimized.kernels.sm90.config import Config
 
 CONSTANTS = ("REQS_PER_PASS", "MAX_SEGMENTS", "SPANS", "WORK_STAGES")
 
 
-class Int32(test_prefill_sm90.Int32):
+class Int32(sm90_on_host.Int32):
     """An integer as a kernel's, which may also meet an array."""
 
     def __add__(self, other: Any) -> Any:
@@ -64,7 +64,7 @@ class Item(NamedTuple):
     """A work item, and the segment whose program has it."""
 
     segment: int
-    work: scheduler.WorkItem
+    work: work_item.WorkItem
 
 
 def _load(pointer: Pointer, mask: Any = None, other: int = 0) -> Any:
@@ -106,7 +106,7 @@ def run_segments(
         mutations: text of the source, each found once, and what replaces it.
     """
     functions = (
-        scheduler.first_visible_key,
+        tile_range.first_visible_key,
         segments._ceil_div,
         segments.count_request_tiles,
         segments._count_tiles,
@@ -155,7 +155,7 @@ def run_segments(
         names: dict[str, Any] = {
             **{
                 name: getattr(each, "fn", each)
-                for module in (scheduler, segments, producer)
+                for module in (tile_range, scheduler, segments, producer)
                 for name, each in vars(module).items()
             },
             "PipelineState": Position,

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from append_on_host import run_segments
+from compile_prefill_sm90 import BF16, FP16
 from conftest import Twin
 from pagetwin.conformance.generators.batches import BatchPlan, BatchTensors
 from pagetwin.conformance.oracles.dense import judge_attention, judge_lse, same_bits
@@ -21,7 +22,7 @@ from pagetwin.optimized.kernels.sm90.config import Config
 from pagetwin.optimized.launch import dispatch, workspace
 from pagetwin.optimized.launch.cost_model import Choice
 from pagetwin.optimized.launch.launcher import Launcher
-from test_prefill_sm90 import BF16, FP16, NAN, build, needs_hopper, to_call
+from sm90_calls import NAN, build, needs_hopper, to_call
 from torch import Tensor
 
 
@@ -194,7 +195,7 @@ def test_a_launch_gives_every_argument_of_the_kernels_its_value(
 
     def note(
         launcher: Launcher, grid: Any, pointers: Any, options: Any, numbers: Any,
-        tensors: Any, maps: Any = (), make_maps: Any = None,
+        tensors: Any, maps: Any = (), make_maps: Any = None, map_addresses: Any = (),
     ) -> None:  # fmt: skip
         values = (*maps, *pointers, *options, *numbers)
         names = launcher._kernel.arg_names

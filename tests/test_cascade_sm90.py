@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from compile_prefill_sm90 import BF16, FP16
 from conftest import TWINS
 from pagetwin.conformance.generators.batches import BatchPlan, BatchTensors
 from pagetwin.conformance.oracles.dense import judge_attention, judge_lse, same_bits
@@ -14,9 +15,10 @@ from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.optimized.kernels.sm90.cascade import scheduler
 from pagetwin.optimized.kernels.sm90.cascade.family import PrefixPlan, choose_split_len
 from pagetwin.optimized.launch import cascade, cascade_grids, workspace
+from sm90_calls import NAN, build, needs_hopper
+from sm90_on_host import Int32, run_on_host
 from test_append import plant
 from test_cascade_attention import share_prefix
-from test_prefill_sm90 import BF16, FP16, NAN, Int32, build, needs_hopper, run_on_host
 
 
 @pytest.fixture(autouse=True)

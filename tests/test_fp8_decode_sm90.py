@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from compile_fp8_decode_sm90 import CASES, E4M3, E5M2, EVERY_DAY
+from compile_prefill_sm90 import BF16, FP16
 from compiler_process import json_lines
 from conftest import TWINS, Twin
 from pagetwin.conformance.generators.batches import BatchPlan, BatchTensors, build
@@ -19,7 +20,7 @@ from pagetwin.optimized.kernels.options.score import lower_scores
 from pagetwin.optimized.kernels.options.visible_range import lower_masks
 from pagetwin.optimized.kernels.sm90.fp8_decode import family
 from pagetwin.optimized.launch import prepare
-from test_prefill_sm90 import BF16, FP16, NAN, needs_hopper, own_counters
+from sm90_calls import NAN, needs_hopper, own_counters
 from torch import Tensor
 
 __all__ = ["own_counters"]

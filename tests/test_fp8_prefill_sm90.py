@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from compile_fp8_decode_sm90 import E4M3, E5M2
+from compile_prefill_sm90 import BF16, FP16
 from conftest import TWINS, Twin
 from pagetwin.conformance.generators.batches import BatchPlan, BatchTensors, build
 from pagetwin.conformance.oracles.dense import same_bits
@@ -15,8 +16,8 @@ from pagetwin.optimized.kernels.sm90.fp8_prefill.kernel import BLOCK
 from pagetwin.optimized.launch import cost_model, dispatch
 from pagetwin.optimized.launch.attention_call import AttentionCall
 from pagetwin.optimized.launch.tuning import DECODE_BYTES_PER_US
+from sm90_calls import NAN, needs_hopper, own_counters
 from test_fp8_decode_sm90 import assert_right, make_batch, make_options
-from test_prefill_sm90 import BF16, FP16, NAN, needs_hopper, own_counters
 from torch import Tensor
 
 __all__ = ["own_counters"]

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from compile_prefill_sm90 import BF16, FP16
 from conftest import Twin
 from pagetwin.conformance.generators.batches import BatchPlan, BatchTensors
 from pagetwin.conformance.oracles.dense import judge_attention, judge_lse, same_bits
@@ -27,16 +28,8 @@ from pagetwin.optimized.kernels.sm90.invariant import family
 from pagetwin.optimized.kernels.sm90.invariant import scheduler as invariant_scheduler
 from pagetwin.optimized.launch import workspace
 from pagetwin.optimized.launch.launcher import Launcher
-from test_prefill_sm90 import (
-    BF16,
-    FP16,
-    NAN,
-    Int32,
-    build,
-    needs_hopper,
-    run_on_host,
-    to_call,
-)
+from sm90_calls import NAN, build, needs_hopper, to_call
+from sm90_on_host import Int32, run_on_host
 from torch import Tensor
 
 INVARIANT = AttentionOptions(causal=True, batch_invariant=True)
@@ -302,7 +295,7 @@ def test_a_launch_gives_every_argument_of_the_kernels_its_value(
 
     def note(
         launcher: Launcher, grid: Any, pointers: Any, options: Any, numbers: Any,
-        tensors: Any, maps: Any = (), make_maps: Any = None,
+        tensors: Any, maps: Any = (), make_maps: Any = None, map_addresses: Any = (),
     ) -> None:  # fmt: skip
         values = (*maps, *pointers, *options, *numbers)
         names = launcher._kernel.arg_names

@@ -24,7 +24,7 @@ from pagetwin.optimized.kernels.sm90.latent.config import RANK
 from pagetwin.optimized.launch.attention_call import AttentionCall
 from pagetwin.optimized.launch.dispatch import PLANS
 from pagetwin.optimized.launch.launcher import Launcher
-from test_prefill_sm90 import needs_hopper
+from sm90_calls import needs_hopper
 from torch import Tensor
 
 SCRIPT = Path(__file__).parent / "compile_latent_sm90.py"

@@ -155,6 +155,11 @@ class Launcher:
         return str(self._kernel.__name__)
 
     @property
+    def module(self) -> str:
+        """The module of the kernel."""
+        return str(self._kernel.fn.__module__)
+
+    @property
     def is_ready(self) -> bool:
         """Whether a launch was made before, so that the driver launch is known."""
         return self._direct is not None

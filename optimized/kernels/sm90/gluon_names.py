@@ -14,7 +14,14 @@ async_store = tma.async_store if HAS_NEW_NAMES else tma.async_copy_shared_to_glo
 # triton 3.7 renamed it
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
-__all__ = ["aggregate", "async_load", "async_store", "barrier", "reinterpret"]
+__all__ = [
+    "aggregate",
+    "async_load",
+    "async_store",
+    "barrier",
+    "reinterpret",
+    "warp_specialize",
+]
 
 
 @builtin
@@ -29,3 +36,18 @@ def reinterpret(buffer, dtype, shape, layout, _semantic=None):
     """
     view = getattr(buffer, "reinterpret", None) or buffer._reinterpret
     return view(dtype, shape, layout, _semantic=_semantic)
+
+
+@builtin
+def warp_specialize(roles, num_warps, registers, _semantic=None, _generator=None):
+    """Run roles in different warps, also roles that a function has as arguments.
+
+    Args:
+        roles: list of (function, tuple of arguments). The first runs in the warps of the launch.
+        num_warps, registers: warps of each further role, and registers per thread.
+    """
+    functions = [getattr(role[0], "value", role[0]) for role in roles]
+    pairs = [(each, role[1]) for each, role in zip(functions, roles, strict=True)]
+    return gl.warp_specialize(
+        pairs, num_warps, registers, _semantic=_semantic, _generator=_generator
+    )

@@ -32,10 +32,12 @@ from .config import (
 )
 from .consumer import consume
 from .epilogue import OutputArgs
+from .gluon_names import warp_specialize
 from .pipeline import Pipeline, SharedStorage, allocate_barriers
 from .producer import TmaTensor, produce_q_and_k, produce_v
-from .scheduler import WORK_FIELDS, BatchArgs
+from .scheduler import BatchArgs
 from .score import ScoreArgs
+from .work_item import WORK_FIELDS
 
 # numbers that change from call to call, and must not make a specialization each
 NUMBERS = [
@@ -132,6 +134,45 @@ def allocate(
     )
 
 
+@gluon.jit
+def run_roles(
+    consume: gl.constexpr,
+    output,
+    score,
+    produce_q_and_k: gl.constexpr,
+    producer_args,
+    shared,
+    batch,
+    v,
+    config: gl.constexpr,
+):
+    """Run the consumer warpgroups and the two producer warps of a program.
+
+    Args:
+        consume: role of a consumer warpgroup.
+        output, score: what it stores to, and its `ScoreArgs`.
+        produce_q_and_k: role of producer warp 0.
+        producer_args: its arguments.
+        shared, batch, v: arguments of producer warp 1, which loads V.
+    """
+    N: gl.constexpr = config.CONSUMERS
+    REGISTERS: gl.constexpr = consumer_registers(config)
+    # three consumers at most: the first entries of the lists are left out if there are two
+    UNUSED: gl.constexpr = MAX_CONSUMERS - N
+    warp_specialize(
+        [
+            # the first role runs in the 4 warps of the launch, the others in additional warps
+            (consume, (shared, output, score, config, N, N - 3)),
+            (consume, (shared, output, score, config, N, N - 2)),
+            (consume, (shared, output, score, config, N, N - 1)),
+            (produce_q_and_k, producer_args),
+            (produce_v, (shared, batch, v, config)),
+        ][UNUSED:],
+        [4, 4, 1, 1][UNUSED:],
+        [REGISTERS, REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS][UNUSED:],
+    )
+
+
 # The arguments are flat, and grouped in the body, for two reasons: triton 3.6 and 3.7 specialize
 # the numbers in a tuple even if `do_not_specialize` names it, and the launcher fills them in order.
 @gluon.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=POINTERS)
@@ -212,18 +253,8 @@ def prefill_kernel(
         config,
         N,
     )
-    REGISTERS: gl.constexpr = consumer_registers(config)
-    # three consumers at most: the first entries of the lists are left out if there are two
-    UNUSED: gl.constexpr = MAX_CONSUMERS - N
-    gl.warp_specialize(
-        [
-            # the first role runs in the 4 warps of the launch, the others in additional warps
-            (consume, (shared, output, score, config, N, N - 3)),
-            (consume, (shared, output, score, config, N, N - 2)),
-            (consume, (shared, output, score, config, N, N - 1)),
-            (produce_q_and_k, (shared, batch, q, k, work_counter, config, N)),
-            (produce_v, (shared, batch, v, config)),
-        ][UNUSED:],
-        [4, 4, 1, 1][UNUSED:],
-        [REGISTERS, REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS][UNUSED:],
+    run_roles(
+        consume, output, score, produce_q_and_k,
+        (shared, batch, q, k, work_counter, config, N),
+        shared, batch, v, config,
     )  # fmt: skip

@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from .config import SWIZZLED_3D, count_tokens, warp_layout
+from .config import SWIZZLED_3D, count_tokens, uses_ping_pong, warp_layout
 from .gluon_names import aggregate, reinterpret
 
 
@@ -179,6 +179,22 @@ def ping_pong_wait(CONSUMER: gl.constexpr):
 def ping_pong_arrive(CONSUMER: gl.constexpr):
     """Give the turn at the tensor cores to a warpgroup."""
     _named_barrier(ARRIVE_PTX, CONSUMER)
+
+
+@gluon.jit
+def start_ping_pong(
+    config: gl.constexpr, NUM_CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr
+):
+    """Give the first turn at the tensor cores to the first warpgroup, if there are turns."""
+    if uses_ping_pong(config) and CONSUMER == NUM_CONSUMERS - 1:
+        ping_pong_arrive(0)
+
+
+@gluon.jit
+def end_ping_pong(config: gl.constexpr, CONSUMER: gl.constexpr):
+    """Consume the last arrival, so that the named barrier ends as it began."""
+    if uses_ping_pong(config) and CONSUMER == 0:
+        ping_pong_wait(0)
 
 
 @gluon.jit

@@ -8,14 +8,8 @@ Source: FlashAttention-4 for the exponential without the special-function unit.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .config import (
-    MASK_BEGIN,
-    MASK_END,
-    WARPGROUP_M,
-    p_operand_layout,
-    qk_layout,
-)
-from .scheduler import first_visible_key
+from .config import MASK_BEGIN, MASK_END, WARPGROUP_M, p_operand_layout, qk_layout
+from .tile_range import first_visible_key
 
 
 def _exp2_of_8() -> str:

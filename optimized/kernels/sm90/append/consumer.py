@@ -4,23 +4,23 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..config import (
-    SWIZZLED,
     WARP_SIZE,
     WARPGROUP_M,
     WORK_STAGES,
     acc_layout,
     count_q_stages,
     count_tokens,
-    uses_ping_pong,
     warp_layout,
 )
-from ..consumer import Operands, attend_to_tiles, skip_tiles
-from ..gluon_names import barrier, reinterpret
+from ..gluon_names import barrier
 from ..invariant.fold import fold, normalize_state
 from ..invariant.rows import store_lse, store_rows
-from ..pipeline import PipelineState, ping_pong_arrive, ping_pong_wait
-from ..scheduler import NO_WORK, OwnTiles, find_tiles, receive_work
+from ..mainloop import attend_to_tiles, skip_tiles
+from ..mma import select_tiles, view_kv
+from ..pipeline import PipelineState, end_ping_pong, start_ping_pong
 from ..score import softmax_scale
+from ..tile_range import OwnTiles, find_tiles
+from ..work_item import NO_WORK, receive_work
 from .rows import locate_partial
 from .segments import MAX_SEGMENTS
 
@@ -43,25 +43,14 @@ def consume_segment(
         CONSUMER: index of the warpgroup.
     """
     HEAD_DIM: gl.constexpr = config.HEAD_DIM
-    STAGES: gl.constexpr = config.STAGES
-    PING_PONG: gl.constexpr = uses_ping_pong(config)
     LAYOUT: gl.constexpr = acc_layout(HEAD_DIM)
     ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    dtype: gl.constexpr = shared.q.dtype
-    k = reinterpret(shared.k, dtype, [STAGES, config.BLOCK_N, HEAD_DIM], SWIZZLED)
-    v = reinterpret(shared.v, dtype, [STAGES, config.BLOCK_N, HEAD_DIM], SWIZZLED)
-    k_tail = k
-    if config.TAIL_DIM > 0:
-        k_tail = reinterpret(
-            shared.k_tail, dtype, [STAGES, config.BLOCK_N, config.TAIL_DIM], SWIZZLED
-        )
-    if PING_PONG and CONSUMER == NUM_CONSUMERS - 1:
-        # the first warpgroup begins
-        ping_pong_arrive(0)
+    k, k_tail, v = view_kv(shared, config)
+    start_ping_pong(config, NUM_CONSUMERS, CONSUMER)
     if CONSUMER == NUM_CONSUMERS - 1:
         _clear_padding(output, config)
     work_state = PipelineState.start(WORK_STAGES)
-    kv_state = PipelineState.start(STAGES)
+    kv_state = PipelineState.start(config.STAGES)
     q_state = PipelineState.start(count_q_stages(config))
     work = receive_work(shared, work_state)
     while work.num_kv_tiles != NO_WORK:
@@ -70,10 +59,7 @@ def consume_segment(
         l_i = gl.full([WARPGROUP_M], 0.0, gl.float32, ROWS)
         if work.num_kv_tiles > 0:
             tile = q_state.stage() * NUM_CONSUMERS + CONSUMER
-            q = shared.q.index(tile)
-            q_tail = q
-            if config.TAIL_DIM > 0:
-                q_tail = shared.q_tail.index(tile)
+            tiles = select_tiles(shared, tile, k, k_tail, v, config)
             shared.q_pipe.consumer_wait(q_state)
             position = work.position + CONSUMER * count_tokens(config)
             if position < work.seq_len:
@@ -82,7 +68,7 @@ def consume_segment(
                     shared, kv_state, own.after, config, NUM_CONSUMERS, CONSUMER
                 )
                 carry, kv_state = attend_to_tiles(
-                    shared, Operands(q, q_tail, k, k_tail, v), (acc,), kv_state, q_state,
+                    shared, tiles, (acc,), kv_state, q_state,
                     work, own, position, score.scale_log2, config, NUM_CONSUMERS,
                     CONSUMER,
                 )  # fmt: skip
@@ -107,9 +93,7 @@ def consume_segment(
         _store(output, acc, m_i, l_i, work, score, config, NUM_CONSUMERS, CONSUMER)
         work_state = work_state.advance()
         work = receive_work(shared, work_state)
-    if PING_PONG and CONSUMER == 0:
-        # consume the last arrival, so that the named barrier ends as it began
-        ping_pong_wait(0)
+    end_ping_pong(config, CONSUMER)
 
 
 @gluon.jit

@@ -6,17 +6,16 @@ keys.
 """
 
 from dataclasses import dataclass
-from typing import Any
-
-from torch import Tensor
+from typing import ClassVar
 
 from ....launch.attention_call import AttentionCall
 from ....launch.launcher import Launcher, next_power_of_2
 from ....launch.tuning import count_processors, is_hopper
 from ....launch.workspace import find_workspace
 from .. import family as sm90
-from ..config import BOX_COLUMNS, LOG2_E, WARPGROUP_M, Config, choose_consumers
-from ..family import Sm90Plan, find_planes
+from ..config import BOX_COLUMNS, LOG2_E, WARPGROUP_M, choose_consumers
+from ..plan import Sm90Plan
+from ..planes import takes_groups
 from .kernel import append_kernel
 from .segments import MAX_SEGMENTS
 
@@ -41,25 +40,15 @@ def plan(call: AttentionCall) -> "AppendPlan":
             " supports(call) is True; use the portable kernel"
         )
     base = sm90.plan(call)
-    config: Config = base.constants["config"]
+    config = base.config
     group = next_power_of_2(base.group_size)
     # partial results are accumulators of one part, with padded columns
     consumers = choose_consumers(config.HEAD_SIZE, True)
     config = config._replace(GROUP=group, SPLIT_TILES=1, CONSUMERS=consumers)
     q_box = (WARPGROUP_M.value // group, group, BOX_COLUMNS.value)
-    return AppendPlan(
-        dtype=base.dtype,
-        planes=base.planes,
-        boxes=(q_box, *base.boxes[1:3], q_box),
-        tokens=base.tokens,
-        keys=base.keys,
-        num_heads=base.num_heads,
-        group_size=base.group_size,
-        tile_rows=WARPGROUP_M.value * consumers,
-        # of the keys and values, and of the output
-        strides=(*base.strides[2:8], *base.strides[10:]),
-        constants={"config": config},
-    )
+    # the strides of the keys and values, and of the output
+    strides = (*base.strides[2:8], *base.strides[10:])
+    return AppendPlan.derive(base, config, (q_box, *base.boxes[1:3], q_box), strides)
 
 
 @dataclass
@@ -72,6 +61,8 @@ class AppendPlan(Sm90Plan):
         constants: the kernel's constexpr arguments.
     """
 
+    num_maps: ClassVar[int] = 3
+
     def __post_init__(self) -> None:
         """Create the launcher."""
         self.launcher = Launcher(
@@ -80,7 +71,7 @@ class AppendPlan(Sm90Plan):
 
     def count_segments(self, call: AttentionCall) -> int:
         """Return the segments of a KV head: one per SM that it gets, or fewer for few KV tiles."""
-        config: Config = self.constants["config"]
+        config = self.config
         kv_heads = self.num_heads // self.group_size
         num_reqs = call.query_start_loc.shape[0] - 1
         # a request has at most the tiles that its tokens fill, and one that is not full
@@ -95,68 +86,41 @@ class AppendPlan(Sm90Plan):
         Args:
             call: one that the plan takes; its `out` and `lse` are modified in place.
         """
-        query, key, value, block_table = call[:4]
-        out, lse, starts = call.out, call.lse, call.query_start_loc
+        block_table, out, lse = call.block_table, call.out, call.lse
+        starts, sinks = call.query_start_loc, call.options.sinks
         assert block_table is not None
-        config: Config = self.constants["config"]
-        num_reqs = starts.shape[0] - 1
+        config = self.config
+        num_tokens, num_reqs = call.query.shape[0], starts.shape[0] - 1
         kv_heads = self.num_heads // self.group_size
         segments = self.count_segments(call)
         partial_rows = min(self.tile_rows, call.max_query_len * config.GROUP)
         partials = 2 * segments * kv_heads * partial_rows
         semaphores, numbers = find_workspace(
-            query.device,
+            call.query.device,
             segments * kv_heads * (self.tile_rows // WARPGROUP_M.value),
             partials * (config.HEAD_DIM + 2),
         )
-        outputs = (out, lse, numbers, semaphores)
-        others = (block_table, starts, call.lengths)
-        strides = (*self.strides, *((0, 0) if lse is None else lse.stride()))
-        sinks = call.options.sinks
-        sinks = None if sinks is None else sinks.contiguous()
-        extra_rows = self.extra_rows(query, key)
-
-        def make_maps(*addresses: int) -> list[Any]:
-            return self.tensor_maps(addresses[:3], extra_rows[:3])
-
-        maps: list[Any] = []
-        if self.launcher.is_ready:
-            maps = make_maps(*(each.data_ptr() for each in (query, key, value)))
-        self.launcher(
+        self.launch_with_maps(
+            call,
             (kv_heads, segments, 1),
-            [0 if each is None else each.data_ptr() for each in (*outputs, *others)],
-            (sinks, call.scale * LOG2_E.value),
+            (out, lse, numbers, semaphores, block_table, starts, call.lengths),
+            (
+                None if sinks is None else sinks.contiguous(),
+                call.scale * LOG2_E.value,
+            ),
             (
                 num_reqs,
-                query.shape[0],
+                num_tokens,
                 MIN_TILES,
                 partial_rows,
                 self.group_size,
-                *strides,
+                *self.strides,
+                *((0, 0) if lse is None else lse.stride()),
                 block_table.stride(0),
             ),
-            (query, key, value, *outputs, *others),
-            maps,
-            make_maps,
         )
-
-    def lower(
-        self, query: Tensor, key: Tensor, value: Tensor, *others: Tensor | None
-    ) -> tuple[Any, ...]:
-        """Return a call's descriptors and tensors in the order of the kernel's arguments."""
-        tensors, extra_rows = (query, key, value), self.extra_rows(query, key)
-        descriptors = map(self.describe, range(3), tensors, extra_rows)
-        return (*descriptors, *others)
 
 
 def _is_supported(call: AttentionCall) -> bool:
-    """Return whether a call reads pages with a causal mask, and has what the kernels support."""
-    if call.options.batch_invariant or find_planes(call) is None:
-        return False
-    if call.block_table is None or not call.options.causal:
-        return False
-    group_size = call.query.shape[1] // call.value.shape[-2]
-    return (
-        call.out.dtype == call.query.dtype
-        and next_power_of_2(group_size) <= WARPGROUP_M.value
-    )
+    """Return whether the kernels compute such calls, whatever their device."""
+    return not call.options.batch_invariant and takes_groups(call)

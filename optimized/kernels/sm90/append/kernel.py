@@ -8,14 +8,9 @@ of a segment run at the same time, because their keys are stored in the same cac
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..config import (
-    MAX_CONSUMERS,
-    PRODUCER_REGISTERS,
-    consumer_registers,
-    count_tokens,
-)
-from ..kernel import allocate
-from ..producer import TmaTensor, produce_v
+from ..config import count_tokens
+from ..kernel import allocate, run_roles
+from ..producer import TmaTensor
 from ..scheduler import BatchArgs
 from ..score import ScoreArgs
 from .consumer import consume_segment
@@ -141,16 +136,8 @@ def append_kernel(
         config,
         N,
     )
-    REGISTERS: gl.constexpr = consumer_registers(config)
-    UNUSED: gl.constexpr = MAX_CONSUMERS - N
-    gl.warp_specialize(
-        [
-            (consume_segment, (shared, output, score, config, N, N - 3)),
-            (consume_segment, (shared, output, score, config, N, N - 2)),
-            (consume_segment, (shared, output, score, config, N, N - 1)),
-            (produce_q_and_k, (shared, batch, q_desc, k, output, segment, config, N)),
-            (produce_v, (shared, batch, v, config)),
-        ][UNUSED:],
-        [4, 4, 1, 1][UNUSED:],
-        [REGISTERS, REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS][UNUSED:],
+    run_roles(
+        consume_segment, output, score, produce_q_and_k,
+        (shared, batch, q_desc, k, output, segment, config, N),
+        shared, batch, v, config,
     )  # fmt: skip

@@ -8,9 +8,10 @@ from triton.experimental.gluon import language as gl
 
 from ..config import WORK_STAGES, count_q_stages, count_tokens
 from ..invariant.producer import load_packed_q
+from ..load_kv import load_k
 from ..pipeline import PipelineState
-from ..producer import load_k
-from ..scheduler import load_request, publish_end, publish_work
+from ..scheduler import load_request
+from ..work_item import publish_end, publish_work
 from .segments import count_request_tiles, locate_item, without_span
 
 

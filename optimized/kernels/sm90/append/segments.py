@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..scheduler import WorkItem, first_visible_key
+from ..tile_range import first_visible_key
+from ..work_item import WorkItem
 
 REQS_PER_PASS = gl.constexpr(256)
 """Requests whose tiles are counted at once, by every warp for itself."""

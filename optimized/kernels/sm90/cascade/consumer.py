@@ -7,20 +7,19 @@ from triton.experimental.gluon import language as gl
 
 from ..config import (
     LOG2_E,
-    SWIZZLED,
     WARPGROUP_M,
     WORK_STAGES,
     acc_layout,
     count_q_stages,
     count_tokens,
-    uses_ping_pong,
 )
-from ..consumer import Operands, attend_to_tiles
 from ..epilogue import normalize
-from ..gluon_names import reinterpret
-from ..pipeline import PipelineState, ping_pong_arrive, ping_pong_wait
-from ..scheduler import NO_WORK, find_rows, find_tiles, receive_work
+from ..mainloop import attend_to_tiles
+from ..mma import select_tiles, view_kv
+from ..pipeline import PipelineState, end_ping_pong, start_ping_pong
 from ..score import softmax_scale
+from ..tile_range import find_tiles
+from ..work_item import NO_WORK, find_rows, receive_work
 
 
 class PartialArgs(NamedTuple):
@@ -30,20 +29,19 @@ class PartialArgs(NamedTuple):
         out: [splits, tokens, heads, HEAD_SIZE] float32, normalized.
         lse: [splits, tokens, heads] float32 log-sum-exp in base 2.
         num_tokens, num_heads: tokens of all requests, and query heads.
-        scale_log2: scale of the dot products times log2(e).
     """
 
     out: Any
     lse: Any
     num_tokens: Any
     num_heads: Any
-    scale_log2: Any
 
 
 @gluon.jit
 def consume_prefix(
     shared,
     output,
+    score,
     config: gl.constexpr,
     NUM_CONSUMERS: gl.constexpr,
     CONSUMER: gl.constexpr,
@@ -53,54 +51,37 @@ def consume_prefix(
     Args:
         shared: `SharedStorage`.
         output: `PartialArgs`.
+        score: `ScoreArgs`.
         CONSUMER: index of the warpgroup.
     """
     HEAD_DIM: gl.constexpr = config.HEAD_DIM
-    BLOCK_N: gl.constexpr = config.BLOCK_N
-    STAGES: gl.constexpr = config.STAGES
-    TAIL_DIM: gl.constexpr = config.TAIL_DIM
     Q_STAGES: gl.constexpr = count_q_stages(config)
-    PING_PONG: gl.constexpr = uses_ping_pong(config)
-    dtype: gl.constexpr = shared.q.dtype
-    k = reinterpret(shared.k, dtype, [STAGES, BLOCK_N, HEAD_DIM], SWIZZLED)
-    v = reinterpret(shared.v, dtype, [STAGES, BLOCK_N, HEAD_DIM], SWIZZLED)
-    k_tail = k
-    if TAIL_DIM > 0:
-        k_tail = reinterpret(
-            shared.k_tail, dtype, [STAGES, BLOCK_N, TAIL_DIM], SWIZZLED
-        )
-    if PING_PONG and CONSUMER == NUM_CONSUMERS - 1:
-        # the first warpgroup begins
-        ping_pong_arrive(0)
+    k, k_tail, v = view_kv(shared, config)
+    start_ping_pong(config, NUM_CONSUMERS, CONSUMER)
     work_state = PipelineState.start(WORK_STAGES)
-    kv_state = PipelineState.start(STAGES)
+    kv_state = PipelineState.start(config.STAGES)
     q_state = PipelineState.start(Q_STAGES)
     work = receive_work(shared, work_state)
     while work.num_kv_tiles != NO_WORK:
         acc = gl.zeros([WARPGROUP_M, HEAD_DIM], gl.float32, acc_layout(HEAD_DIM))
         q_tile = q_state.stage() * NUM_CONSUMERS + CONSUMER
-        q = shared.q.index(q_tile)
-        q_tail = q
-        if TAIL_DIM > 0:
-            q_tail = shared.q_tail.index(q_tile)
+        tiles = select_tiles(shared, q_tile, k, k_tail, v, config)
         position = work.position + CONSUMER * count_tokens(config)
         carry, kv_state = attend_to_tiles(
-            shared, Operands(q, q_tail, k, k_tail, v), (acc,), kv_state, q_state, work,
-            find_tiles(work, position, config), position, output.scale_log2, config,
+            shared, tiles, (acc,), kv_state, q_state, work,
+            find_tiles(work, position, config), position, score.scale_log2, config,
             NUM_CONSUMERS, CONSUMER,
         )  # fmt: skip
         q_state = q_state.advance()
         if Q_STAGES == 1:
             # with two stages the next work item's first KV tile releases this one's
             shared.q_pipe.consumer_release(q_state.previous())
-        scale = softmax_scale(output.scale_log2, config)
+        scale = softmax_scale(score.scale_log2, config)
         acc, lse = normalize(carry.acc, carry.m_i, carry.l_i, scale, None)
         _store(output, acc[0], lse * LOG2_E, work, config, CONSUMER)
         work_state = work_state.advance()
         work = receive_work(shared, work_state)
-    if PING_PONG and CONSUMER == 0:
-        # consume the last arrival, so that the named barrier ends as it began
-        ping_pong_wait(0)
+    end_ping_pong(config, CONSUMER)
 
 
 @gluon.jit

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -12,8 +12,9 @@ from ....launch.launcher import Launcher
 from ....launch.tuning import count_processors, is_hopper
 from ....launch.workspace import MAX_KEPT_NUMBERS
 from .. import family as sm90
-from ..config import LOG2_E, WARPGROUP_M, Config, choose_consumers
-from ..family import Sm90Plan
+from ..config import LOG2_E, choose_consumers
+from ..plan import Sm90Plan
+from ..planes import find_planes
 from .kernel import cascade_prefix_sm90_kernel
 
 ITEM_TILES = 4
@@ -33,7 +34,7 @@ def supports(call: AttentionCall) -> bool:
     return (
         is_hopper(call.query.device)
         and call.block_table is not None
-        and sm90.find_planes(call) is not None
+        and find_planes(call) is not None
     )
 
 
@@ -44,24 +45,13 @@ def plan(call: AttentionCall) -> "PrefixPlan":
         NotImplementedError: options, a dtype, shapes or strides that the kernel does not support.
     """
     base = sm90.plan(call)
-    config: Config = base.constants["config"]
+    config = base.config
     # partial results are accumulators of one part, with padded columns
     consumers = choose_consumers(config.HEAD_SIZE, True)
     # the log-sum-exp is always computed, and its error budget is small
     config = config._replace(FAST_TANH=False, CONSUMERS=consumers)
-    return PrefixPlan(
-        dtype=base.dtype,
-        planes=base.planes,
-        boxes=base.boxes,
-        tokens=base.tokens,
-        keys=base.keys,
-        num_heads=base.num_heads,
-        group_size=base.group_size,
-        tile_rows=WARPGROUP_M.value * consumers,
-        # of the queries, keys and values
-        strides=base.strides[:8],
-        constants={"config": config},
-    )
+    # the strides of the queries, keys and values
+    return PrefixPlan.derive(base, config, base.boxes, base.strides[:8])
 
 
 @lru_cache(1024)
@@ -110,6 +100,7 @@ class PrefixPlan(Sm90Plan):
     """
 
     is_overlapped: ClassVar[bool] = True
+    num_maps: ClassVar[int] = 3
 
     def __post_init__(self) -> None:
         """Create the launcher."""
@@ -128,7 +119,7 @@ class PrefixPlan(Sm90Plan):
             call: the call.
             prefix_len: keys of the prefix, at least 1.
         """
-        config: Config = self.constants["config"]
+        config = self.config
         tokens = call.query.shape[0]
         numbers = tokens * self.num_heads * (config.HEAD_SIZE + 1)
         return choose_split_len(
@@ -158,25 +149,14 @@ class PrefixPlan(Sm90Plan):
             workspace: float32. Written: log-sum-exps [splits, tokens, heads] in base 2 at its
                 begin, and values [splits, tokens, heads, value_size].
         """
-        query, key, value, block_table = call[:4]
+        block_table, config = call.block_table, self.config
         assert block_table is not None
-        tokens, config = query.shape[0], self.constants["config"]
-        splits = -(-prefix_len // split_len)
-        num_programs = min(
-            self._count_tiles(tokens) * splits, count_processors(query.device)
-        )
-        extra_rows = self.extra_rows(query, key)
-
-        def make_maps(*addresses: int) -> list[Any]:
-            return self.tensor_maps(addresses[:3], extra_rows[:3])
-
-        maps: list[Any] = []
-        if self.launcher.is_ready:
-            maps = make_maps(*(each.data_ptr() for each in (query, key, value)))
-        at = workspace.data_ptr()
-        self.launcher(
-            (num_programs, 1, 1),
-            (at + 4 * values_begin, at, block_table.data_ptr()),
+        tokens = call.query.shape[0]
+        items = self._count_tiles(tokens) * -(-prefix_len // split_len)
+        self.launch_with_maps(
+            call,
+            (min(items, count_processors(call.query.device)), 1, 1),
+            (workspace[values_begin:], workspace, block_table),
             (call.scale * LOG2_E.value,),
             (
                 tokens,
@@ -186,26 +166,9 @@ class PrefixPlan(Sm90Plan):
                 self.group_size // config.GROUP,
                 *self.strides,
             ),
-            (
-                query,
-                key,
-                value,
-                workspace[values_begin:],
-                workspace,
-                block_table,
-            ),
-            maps,
-            make_maps,
         )
 
     def _count_tiles(self, tokens: int) -> int:
         """Return the work items per split of the prefix."""
-        group: int = self.constants["config"].GROUP
+        group = self.config.GROUP
         return -(-tokens // (self.tile_rows // group)) * (self.num_heads // group)
-
-    def lower(
-        self, query: Tensor, key: Tensor, value: Tensor, *others: Tensor | None
-    ) -> tuple[Any, ...]:
-        """Return a call's descriptors and tensors in the order of the kernel's arguments."""
-        tensors, extra_rows = (query, key, value), self.extra_rows(query, key)
-        return (*map(self.describe, range(3), tensors, extra_rows), *others)

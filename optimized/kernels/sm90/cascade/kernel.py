@@ -8,15 +8,11 @@ program i computes items i, i + programs, i + 2 * programs, and so on, without a
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..config import (
-    MAX_CONSUMERS,
-    PRODUCER_REGISTERS,
-    consumer_registers,
-    warp_layout,
-)
-from ..kernel import allocate
-from ..producer import TmaTensor, produce_v
+from ..config import warp_layout
+from ..kernel import allocate, run_roles
+from ..producer import TmaTensor
 from ..scheduler import BatchArgs
+from ..score import ScoreArgs
 from .consumer import PartialArgs, consume_prefix
 from .producer import produce_q_and_k
 from .scheduler import PrefixArgs
@@ -88,7 +84,7 @@ def cascade_prefix_sm90_kernel(
         q_desc, k_desc, v_desc: tensor maps; `TmaTensor` has their block and head steps.
         prefix_out, prefix_lse: `PartialArgs`.
         block_table: [max_blocks] row 0 of the block table.
-        scale_log2: scale of the dot products times log2(e), positive.
+        scale_log2: `ScoreArgs`.
         num_tokens, prefix_len, split_len, num_heads: `PrefixArgs`.
         group_size: heads that have work items per KV head.
         config: `Config`, not causal.
@@ -110,9 +106,8 @@ def cascade_prefix_sm90_kernel(
     q = TmaTensor(q_desc, 0, q_head_rows, q_head_columns)
     k = TmaTensor(k_desc, k_block_rows, k_head_rows, k_head_columns)
     v = TmaTensor(v_desc, v_block_rows, v_head_rows, v_head_columns)
-    output = PartialArgs(
-        prefix_out, prefix_lse, num_tokens, num_heads * config.GROUP, scale_log2
-    )
+    output = PartialArgs(prefix_out, prefix_lse, num_tokens, num_heads * config.GROUP)
+    score = ScoreArgs(scale_log2, None)
     shared = allocate(
         k_desc.dtype,
         k_desc.block_type.shape[0],
@@ -120,16 +115,8 @@ def cascade_prefix_sm90_kernel(
         config,
         N,
     )
-    REGISTERS: gl.constexpr = consumer_registers(config)
-    UNUSED: gl.constexpr = MAX_CONSUMERS - N
-    gl.warp_specialize(
-        [
-            (consume_prefix, (shared, output, config, N, N - 3)),
-            (consume_prefix, (shared, output, config, N, N - 2)),
-            (consume_prefix, (shared, output, config, N, N - 1)),
-            (produce_q_and_k, (shared, batch, prefix, q, k, config, N)),
-            (produce_v, (shared, batch, v, config)),
-        ][UNUSED:],
-        [4, 4, 1, 1][UNUSED:],
-        [REGISTERS, REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS][UNUSED:],
-    )
+    run_roles(
+        consume_prefix, output, score, produce_q_and_k,
+        (shared, batch, prefix, q, k, config, N),
+        shared, batch, v, config,
+    )  # fmt: skip

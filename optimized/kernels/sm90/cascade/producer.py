@@ -7,9 +7,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..config import WORK_STAGES, count_q_stages, count_tokens
+from ..load_kv import load_k
 from ..pipeline import PipelineState
-from ..producer import load_k, load_q
-from ..scheduler import publish_end, publish_work
+from ..producer import load_q
+from ..work_item import publish_end, publish_work
 from .scheduler import count_items, locate_item
 
 

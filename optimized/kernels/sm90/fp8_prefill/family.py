@@ -23,6 +23,8 @@ from ...fp8 import has_native_fp8, scale_arguments, scale_strides
 from ...options.score import ScoreConstants
 from ...options.visible_range import lower_masks
 from .. import family as sm90
+from ..plan import Sm90Plan
+from ..planes import find_planes
 from .kernel import BLOCK, upcast_kernel
 
 MAX_BYTES = 1 << 29
@@ -60,7 +62,7 @@ class Fp8PrefillPlan:
         upcast: the launcher of the conversion.
     """
 
-    prefill: sm90.Sm90Plan
+    prefill: Sm90Plan
     upcast: Launcher
     is_repeatable: ClassVar[bool] = True
 
@@ -129,7 +131,7 @@ def _takes_signature(call: AttentionCall) -> bool:
         return False
     if call.block_table is None or not key.shape[0] or call.options.batch_invariant:
         return False
-    return sm90.find_planes(_in_16_bits(call)) is not None
+    return find_planes(_in_16_bits(call)) is not None
 
 
 def _count_blocks(call: AttentionCall) -> int:

@@ -13,7 +13,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from ..config import (
-    SWIZZLED,
     WARPGROUP_M,
     WORK_STAGES,
     acc_layout,
@@ -21,11 +20,20 @@ from ..config import (
     count_tokens,
     uses_ping_pong,
 )
-from ..consumer import Operands, attend_to_tiles, release_previous_q, skip_tiles
-from ..gluon_names import async_store, reinterpret
-from ..pipeline import PipelineState, packed_q, ping_pong_arrive, ping_pong_wait
-from ..scheduler import NO_WORK, find_tiles, receive_work
+from ..gluon_names import async_store
+from ..mainloop import attend_to_tiles, release_previous_q, skip_tiles
+from ..mma import select_tiles, view_kv
+from ..pipeline import (
+    PipelineState,
+    end_ping_pong,
+    packed_q,
+    ping_pong_arrive,
+    ping_pong_wait,
+    start_ping_pong,
+)
 from ..score import softmax_scale
+from ..tile_range import find_tiles
+from ..work_item import NO_WORK, receive_work
 from .fold import fold, normalize_state
 from .rows import count_live_tokens, locate_states, store_lse, store_rows
 from .scheduler import find_split
@@ -49,23 +57,12 @@ def consume_splits(
         CONSUMER: index of the warpgroup.
     """
     HEAD_DIM: gl.constexpr = config.HEAD_DIM
-    STAGES: gl.constexpr = config.STAGES
-    PING_PONG: gl.constexpr = uses_ping_pong(config)
     LAYOUT: gl.constexpr = acc_layout(HEAD_DIM)
     ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    dtype: gl.constexpr = shared.q.dtype
-    k = reinterpret(shared.k, dtype, [STAGES, config.BLOCK_N, HEAD_DIM], SWIZZLED)
-    v = reinterpret(shared.v, dtype, [STAGES, config.BLOCK_N, HEAD_DIM], SWIZZLED)
-    k_tail = k
-    if config.TAIL_DIM > 0:
-        k_tail = reinterpret(
-            shared.k_tail, dtype, [STAGES, config.BLOCK_N, config.TAIL_DIM], SWIZZLED
-        )
-    if PING_PONG and CONSUMER == NUM_CONSUMERS - 1:
-        # the first warpgroup begins
-        ping_pong_arrive(0)
+    k, k_tail, v = view_kv(shared, config)
+    start_ping_pong(config, NUM_CONSUMERS, CONSUMER)
     work_state = PipelineState.start(WORK_STAGES)
-    kv_state = PipelineState.start(STAGES)
+    kv_state = PipelineState.start(config.STAGES)
     q_state = PipelineState.start(count_q_stages(config))
     work = receive_work(shared, work_state)
     while work.num_kv_tiles != NO_WORK:
@@ -73,21 +70,18 @@ def consume_splits(
         m_i = gl.full([WARPGROUP_M], -float("inf"), gl.float32, ROWS)
         l_i = gl.full([WARPGROUP_M], 0.0, gl.float32, ROWS)
         tile = q_state.stage() * NUM_CONSUMERS + CONSUMER
-        q = shared.q.index(tile)
-        q_tail = q
-        if config.TAIL_DIM > 0:
-            q_tail = shared.q_tail.index(tile)
+        tiles = select_tiles(shared, tile, k, k_tail, v, config)
         if work.num_kv_tiles > 0:
             shared.q_pipe.consumer_wait(q_state)
             release_previous_q(shared, q_state, config)
             acc, m_i, l_i, kv_state = _attend_to_splits(
-                shared, Operands(q, q_tail, k, k_tail, v), acc, m_i, l_i, kv_state,
+                shared, tiles, acc, m_i, l_i, kv_state,
                 q_state, work, output.states, score.scale_log2, config, NUM_CONSUMERS,
                 CONSUMER,
             )  # fmt: skip
             q_state = q_state.advance()
         _store(
-            output, q, packed_q(shared, config).index(tile), acc, m_i, l_i, work, score,
+            output, tiles.q, packed_q(shared, config).index(tile), acc, m_i, l_i, work, score,
             config, CONSUMER,
         )  # fmt: skip
         if count_q_stages(config) == 1 and work.num_kv_tiles > 0:
@@ -96,9 +90,7 @@ def consume_splits(
             shared.q_pipe.consumer_release(q_state.previous())
         work_state = work_state.advance()
         work = receive_work(shared, work_state)
-    if PING_PONG and CONSUMER == 0:
-        # consume the last arrival, so that the named barrier ends as it began
-        ping_pong_wait(0)
+    end_ping_pong(config, CONSUMER)
     tma.store_wait(0)
     if CONSUMER == 0:
         _clear_padding(output, config)

@@ -7,9 +7,6 @@ second kernel folds the splits in the order in which a work item folds several.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
-
-from torch import Tensor
 
 from ....launch.attention_call import AttentionCall
 from ....launch.launcher import Launcher, next_power_of_2
@@ -17,8 +14,9 @@ from ....launch.prepare import MAX_WORKSPACE
 from ....launch.tuning import count_processors, is_hopper
 from ....launch.workspace import find_workspace
 from .. import family as sm90
-from ..config import BOX_COLUMNS, LOG2_E, WARPGROUP_M, Config
-from ..family import Sm90Plan, find_planes
+from ..config import BOX_COLUMNS, LOG2_E, WARPGROUP_M
+from ..plan import Sm90Plan
+from ..planes import takes_groups
 from .kernel import ROWS, fold_kernel, invariant_kernel
 
 SPLIT_KEYS = 4096
@@ -44,7 +42,7 @@ def plan(call: AttentionCall) -> "InvariantPlan":
             " which supports(call) is True; use the portable kernel"
         )
     base = sm90.plan(call)
-    config: Config = base.constants["config"]
+    config = base.config
     group = next_power_of_2(base.group_size)
     config = config._replace(
         # a row does not depend on whether its log-sum-exp is wanted
@@ -54,19 +52,10 @@ def plan(call: AttentionCall) -> "InvariantPlan":
     )
     q_box = (WARPGROUP_M.value // group, group, BOX_COLUMNS.value)
     out_box = (WARPGROUP_M.value // group, group, config.HEAD_DIM)
-    return InvariantPlan(
-        dtype=base.dtype,
-        planes=base.planes,
-        boxes=(q_box, *base.boxes[1:3], out_box),
-        tokens=base.tokens,
-        keys=base.keys,
-        num_heads=base.num_heads,
-        group_size=base.group_size,
-        tile_rows=base.tile_rows,
-        # of the keys and values, and of the output
-        strides=(*base.strides[2:8], *base.strides[10:]),
-        constants={"config": config},
-    )
+    # the strides of the keys and values, and of the output
+    strides = (*base.strides[2:8], *base.strides[10:])
+    boxes = (q_box, *base.boxes[1:3], out_box)
+    return InvariantPlan.derive(base, config, boxes, strides)
 
 
 @dataclass
@@ -107,57 +96,36 @@ class InvariantPlan(Sm90Plan):
         Args:
             call: one that the plan takes; its `out` and `lse` are modified in place.
         """
-        query, key, value, block_table = call[:4]
-        out, lse, starts = call.out, call.lse, call.query_start_loc
-        config: Config = self.constants["config"]
-        num_reqs = starts.shape[0] - 1
+        block_table, out, lse = call.block_table, call.out, call.lse
+        starts, sinks = call.query_start_loc, call.options.sinks
+        assert block_table is not None
+        config, device = self.config, call.query.device
+        num_tokens, num_reqs = call.query.shape[0], starts.shape[0] - 1
         # a request has at most the tiles that its tokens fill, and one that is not full
-        tokens_per_tile = self.tile_rows // config.GROUP
-        num_tiles = query.shape[0] // tokens_per_tile + num_reqs
+        num_tiles = num_tokens // (self.tile_rows // config.GROUP) + num_reqs
         num_tiles *= self.num_heads // self.group_size
         num_splits = self.count_splits(call, num_tiles)
-        num_programs = min(num_tiles * num_splits, count_processors(query.device))
+        num_programs = min(num_tiles * num_splits, count_processors(device))
         kept = num_programs * self.tile_rows * config.HEAD_DIM
         shared = num_splits * self._numbers_per_split(call) if num_splits > 1 else 0
-        work_counter, states = find_workspace(query.device, 2, kept + shared)
-        strides = (
-            *self.strides,
-            *((0, 0) if lse is None else lse.stride()),
-        )
-        sinks = call.options.sinks
+        work_counter, states = find_workspace(device, 2, kept + shared)
+        strides = (*self.strides, *((0, 0) if lse is None else lse.stride()))
         options = (
             None if sinks is None else sinks.contiguous(),
             call.scale * LOG2_E.value,
         )
-        tensors = (out, lse, states, block_table, starts, call.lengths, work_counter)
-        extra_rows = self.extra_rows(query, key)
-
-        def make_maps(*addresses: int) -> list[Any]:
-            return self.tensor_maps(addresses[:4], extra_rows)
-
-        maps: list[Any] = []
-        if self.launcher.is_ready:
-            maps = make_maps(*(each.data_ptr() for each in (query, key, value, out)))
-        sizes = (num_reqs, query.shape[0], self.num_heads)
-        self.launcher(
+        sizes = (num_reqs, num_tokens, self.num_heads)
+        self.launch_with_maps(
+            call,
             (num_programs, 1, 1),
-            [0 if each is None else each.data_ptr() for each in tensors],
+            (out, lse, states, block_table, starts, call.lengths, work_counter),
             options,
-            (
-                *sizes,
-                self.group_size,
-                num_splits,
-                *strides,
-                0 if block_table is None else block_table.stride(0),
-            ),
-            (query, key, value, *tensors),
-            maps,
-            make_maps,
+            (*sizes, self.group_size, num_splits, *strides, block_table.stride(0)),
         )
         if num_splits > 1:
             outputs = (out, lse, states, starts)
             self._folder(
-                (-(-query.shape[0] * self.num_heads // ROWS.value), 1, 1),
+                (-(-num_tokens * self.num_heads // ROWS.value), 1, 1),
                 [0 if each is None else each.data_ptr() for each in outputs],
                 options,
                 (*sizes, num_splits, num_programs, *strides[6:]),
@@ -166,33 +134,9 @@ class InvariantPlan(Sm90Plan):
 
     def _numbers_per_split(self, call: AttentionCall) -> int:
         rows = call.query.shape[0] * self.num_heads
-        head_dim: int = self.constants["config"].HEAD_DIM
-        return rows * (head_dim + 2)
-
-    def lower(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        *others: Tensor | None,
-    ) -> tuple[Any, ...]:
-        """Return a call's descriptors and tensors in the order of the kernel's arguments."""
-        tensors, extra_rows = (query, key, value, out), self.extra_rows(query, key)
-        return (*map(self.describe, range(4), tensors, extra_rows), out, *others)
+        return rows * (self.config.HEAD_DIM + 2)
 
 
 def _is_supported(call: AttentionCall) -> bool:
-    """Return whether a call is batch-invariant and has what the kernels support.
-
-    Ragged keys, calls that are not causal and outputs of float32 have not run on a GPU yet.
-    """
-    if not call.options.batch_invariant or find_planes(call) is None:
-        return False
-    if call.block_table is None or not call.options.causal:
-        return False
-    group_size = call.query.shape[1] // call.value.shape[-2]
-    return (
-        call.out.dtype == call.query.dtype
-        and next_power_of_2(group_size) <= WARPGROUP_M.value
-    )
+    """Return whether the kernels compute such calls, whatever their device."""
+    return call.options.batch_invariant and takes_groups(call)

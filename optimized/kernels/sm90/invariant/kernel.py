@@ -7,26 +7,15 @@ query tile has all query heads of a KV head, so a decode reads its keys once.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..config import (
-    MAX_CONSUMERS,
-    PRODUCER_REGISTERS,
-    WARPGROUP_M,
-    consumer_registers,
-)
-from ..kernel import allocate
-from ..producer import TmaTensor, produce_v
+from ..config import WARPGROUP_M
+from ..kernel import allocate, run_roles
+from ..producer import TmaTensor
 from ..scheduler import BatchArgs
 from ..score import ScoreArgs, softmax_scale
 from .consumer import consume_splits
 from .fold import fold, normalize_state
 from .producer import produce_q_and_k
-from .rows import (
-    OutputArgs,
-    count_live_tokens,
-    locate_states,
-    store_lse,
-    store_rows,
-)
+from .rows import OutputArgs, count_live_tokens, locate_states, store_lse, store_rows
 
 # numbers that change from call to call, and must not make a specialization each
 NUMBERS = [
@@ -146,18 +135,10 @@ def invariant_kernel(
         config,
         N,
     )
-    REGISTERS: gl.constexpr = consumer_registers(config)
-    UNUSED: gl.constexpr = MAX_CONSUMERS - N
-    gl.warp_specialize(
-        [
-            (consume_splits, (shared, output, score, config, N, N - 3)),
-            (consume_splits, (shared, output, score, config, N, N - 2)),
-            (consume_splits, (shared, output, score, config, N, N - 1)),
-            (produce_q_and_k, (shared, batch, q_desc, k, output, work_counter, config, N)),
-            (produce_v, (shared, batch, v, config)),
-        ][UNUSED:],
-        [4, 4, 1, 1][UNUSED:],
-        [REGISTERS, REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS][UNUSED:],
+    run_roles(
+        consume_splits, output, score, produce_q_and_k,
+        (shared, batch, q_desc, k, output, work_counter, config, N),
+        shared, batch, v, config,
     )  # fmt: skip
 
 

@@ -19,13 +19,8 @@ from ....launch.launcher import Launcher
 from ....launch.tuning import count_processors, is_hopper
 from ....launch.workspace import find_workspace
 from ..config import LOG2_E, SWIZZLED
-from ..family import (
-    BOX_MARGIN,
-    DTYPES,
-    MAX_COORDINATE,
-    MAX_TENSOR_MAPS,
-    Address,
-)
+from ..plan import MAX_TENSOR_MAPS, Address
+from ..planes import BOX_MARGIN, DTYPES, MAX_COORDINATE
 from .combine import ROWS, latent_combine_kernel
 from .config import BLOCK_M, BLOCK_N, BOX_COLUMNS, RANK, ROPE_DIM
 from .kernel import latent_decode_kernel

@@ -40,23 +40,34 @@ class _Watched:
             is_idle = shortest * self._group_size > self._short_rows
             if name == "launch_decode" and is_idle:
                 return
-            words = f"{family_name(self._plan)} {name[6:].lstrip('_')}".strip()
+            family = family_name(self._module_of(name, call))
+            words = f"{family} {name[6:].lstrip('_')}".strip()
             if words not in self._found:
                 self._found.append(words)
 
         return launch
 
+    def _module_of(self, name: str, call: Any) -> str:
+        """Return the module that a launch belongs to, that of the plan or of the kernel."""
+        if name == "launch_decode":
+            # a Hopper kernel may take the place of the portable one
+            return str(self._plan.plan_decode(call).launcher.module)
+        return type(self._plan).__module__
 
-def family_name(plan: Any) -> str:
-    """Return the name of the kernel family of a plan.
+
+def family_name(module: str) -> str:
+    """Return the name of the kernel family that a module belongs to.
+
+    Args:
+        module: that of a plan or of a kernel.
 
     Example:
-        A plan of `optimized/kernels/sm90/latent/family.py` is of the family "sm90.latent", one of
-        `optimized/launch/portable.py` of "portable".
+        The plan of `optimized/kernels/sm90/latent/family.py` is of the family "sm90.latent". Those
+        of `optimized/launch/portable.py` and the kernels of `optimized/kernels/` are "portable".
     """
-    parts = type(plan).__module__.split(".")
+    parts = module.split(".")
     if "kernels" in parts:
-        return ".".join(parts[parts.index("kernels") + 1 : -1])
+        return ".".join(parts[parts.index("kernels") + 1 : -1]) or "portable"
     return parts[-1]
 
 
