@@ -35,6 +35,8 @@ FAMILIES = {
     "latent": latent,
 }
 NAN = float("nan")
+COUNTERS: list[Tensor] = []
+"""Counters that the launches of this context were given."""
 BF16, FP16 = torch.bfloat16, torch.float16
 PREFIX_LEN = 272
 """Keys of the shared prefix of a cascade."""
@@ -58,14 +60,16 @@ def pretend_hopper(
         patch.setattr(module, "is_hopper", lambda device: True)
     patch.setattr(invariant, "SPLIT_KEYS", SPLIT_KEYS)
     patch.setattr(PrefixPlan, "split_len", lambda *_: SPLIT_KEYS)
-    initialize = workspace.StreamWorkspace.__post_init__
+    allocate = workspace._allocate
 
-    def fill(memory: workspace.StreamWorkspace) -> None:
-        memory.numbers.fill_(NAN)
-        initialize(memory)
+    def allocate_and_note(*args: Any) -> tuple[Tensor, Tensor]:
+        counters, numbers = allocate(*args)
+        COUNTERS.append(counters)
+        # partial results that nobody has stored are noticed
+        return counters, numbers.fill_(NAN)
 
-    # partial results that nobody has stored are noticed
-    patch.setattr(workspace.StreamWorkspace, "__post_init__", fill)
+    patch.setattr(workspace, "_allocate", allocate_and_note)
+    COUNTERS.clear()
     # launches run one after another
     patch.setattr(triton.language.extra.cuda, "gdc_wait", lambda: None)
     _forget_plans()
@@ -104,9 +108,7 @@ def make_batch(case: Case) -> BatchTensors:
     """Return the tensors of a case."""
     plan = case.plan
     if case.family == "latent":
-        plan = replace(
-            plan, kv_heads=1, head_size=576, fused=False, layout="separate"
-        )
+        plan = replace(plan, kv_heads=1, head_size=576, fused=False, layout="separate")
     batch = build(plan)
     if case.family == "cascade":
         batch = share_prefix(batch, PREFIX_LEN)
@@ -161,14 +163,12 @@ def launch(case: Case, batch: BatchTensors) -> tuple[Tensor, Tensor]:
     if case.family == "prefill":
         scales = None, None
         if case.has_scales:
-            scales = tuple(
-                each.repeat_interleave(batch.plan.group) for each in SCALES
-            )
+            scales = tuple(each.repeat_interleave(batch.plan.group) for each in SCALES)
         planned.launch_prefill(call, 0, scales)
     else:
         planned.launch(call)
-    for memory in workspace._streams.values():
-        assert not bool(memory.counters.any()), "counters are not 0 after the launch"
+    for counters in COUNTERS:
+        assert not bool(counters.any()), "counters are not 0 after the launch"
     return out, lse
 
 
@@ -224,6 +224,12 @@ CASES = {
 } | {
     "prefill, float16, whole tiles": Case(
         "prefill", plan_of((192,), (300,), 64, dtype=FP16, group=1, padding=3)
+    ),
+    "prefill, many work items": Case(
+        "prefill", plan_of((64,) * 6, (80,) * 6, 64, dtype=FP16, group=1, kv_heads=2)
+    ),
+    "prefill, many tiles": Case(
+        "prefill", plan_of((70,), (900,), 128, needle="tile edge")
     ),
     "prefill, windows": Case(
         "prefill", plan_of((130,), (390,), 128, needle="tile edge"),

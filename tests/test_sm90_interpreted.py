@@ -5,19 +5,231 @@ memory that is read before it is waited for, or overwritten while a product or c
 do not replace the tests on a GPU: registers, layouts and the compiler are not interpreted.
 """
 
-from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 from conftest import TWINS, Twin
-from gluon_interpreter import interpret_gluon
+from gluon_interpreter import InterpreterError
+from gluon_interpreter.kernels import change_module
+from gluon_interpreter.shared_memory import Buffer, SharedView, tile_order
+from gluon_interpreter.values import Memory, Pointer, Value, lift
 from hopper import CASES, check, launch, make_batch, pretend_hopper
+from pagetwin.conformance.generators.batches import BatchPlan, build
 from pagetwin.conformance.oracles.dense import same_bits
+from pagetwin.optimized.kernels.sm90.config import SWIZZLED, SWIZZLED_32_BIT
+from triton.experimental.gluon import language as gl
+
+SM90 = Path(__file__).parents[1] / "optimized/kernels/sm90"
+
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_row_is_within_its_error_budget(
     name: str, reference: Twin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pretend_hopper(monkeypatch):
+    with pretend_hopper(monkeypatch) as launches:
         check(CASES[name], reference)
+    assert launches.made
+
+
+@pytest.mark.parametrize("lateness", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "name",
+    ["prefill, head size 64", "append, several segments", "invariant", "latent"],
+)
+def test_the_order_of_roles_programs_and_copies_changes_no_bit(
+    name: str, lateness: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = make_batch(CASES[name])
+    results = []
+    for seed in (1, 2):
+        with pretend_hopper(monkeypatch, seed, lateness=lateness, pause_rate=0.3):
+            results.append(launch(CASES[name], batch))
+    for one, other in zip(*results, strict=True):
+        assert same_bits(one, other)
+
+
+def test_a_call_of_the_twin_is_computed_by_the_kernel_for_hopper(
+    reference: Twin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Short requests by the portable decode kernel, long ones by the prefill kernel."""
+    batch = build(
+        BatchPlan(
+            (1, 70), (50, 90), head_size=64, dtype=torch.float16, kv_heads=1, group=2
+        )
+    )
+    with pretend_hopper(monkeypatch) as launches:
+        out = TWINS["optimized"].raw.paged_attention(**batch.arguments())
+    assert launches.made == ["prefill_kernel"]
+    right = reference.paged_attention(**batch.arguments(), compute_dtype=torch.float64)
+    torch.testing.assert_close(out.double(), right.double(), atol=2e-3, rtol=2e-3)
+
+
+class Fault(NamedTuple):
+    """A change of a kernel that a GPU may or may not show.
+
+    Args:
+        file: in `optimized/kernels/sm90`.
+        old, new: the text that stands there, and what takes its place.
+        case: one of CASES that shows it.
+        report: what the interpreter says.
+    """
+
+    file: str
+    old: str
+    new: str
+    case: str
+    report: str
+
+
+FAULTS = {
+    "rows are cleared without a fence": Fault(
+        "load_kv.py",
+        "            fence_async_shared()\n            shared.v_pipe",
+        "            shared.v_pipe",
+        "prefill, head size 128",
+        "expected fence_async_shared",
+    ),
+    "an output tile is stored without a fence": Fault(
+        "epilogue.py",
+        "        fence_async_shared()\n        if HAS_HEADS",
+        "        if HAS_HEADS",
+        "prefill, float16, whole tiles",
+        "expected fence_async_shared",
+    ),
+    "keys are released before the product is complete": Fault(
+        "mainloop.py",
+        "    qk = warpgroup_mma_wait(0, deps=[qk])\n"
+        "    shared.k_pipe.consumer_release(kv_state)\n    if config.SPLIT_TILES",
+        "    shared.k_pipe.consumer_release(kv_state)\n"
+        "    qk = warpgroup_mma_wait(0, deps=[qk])\n    if config.SPLIT_TILES",
+        "prefill, many tiles",
+        "overwritten before the product was waited for",
+    ),
+    "a product is not waited for": Fault(
+        "mainloop.py",
+        "    qk = warpgroup_mma_wait(0, deps=[qk])\n"
+        "    shared.k_pipe.consumer_release(kv_state)\n    if config.SPLIT_TILES",
+        "    shared.k_pipe.consumer_release(kv_state)\n    if config.SPLIT_TILES",
+        "prefill, head size 128",
+        "used before warpgroup_mma_wait",
+    ),
+    "queries are loaded where an output is still stored from": Fault(
+        "mainloop.py",
+        "        tma.store_wait(0)\n        shared.q_pipe",
+        "        shared.q_pipe",
+        "prefill, many work items",
+        "overwritten before it was stored|asynchronous stores",
+    ),
+    "keys are never released": Fault(
+        "mainloop.py",
+        "    shared.k_pipe.consumer_release(kv_state)\n    if config.SPLIT_TILES",
+        "    if config.SPLIT_TILES",
+        "prefill, head size 128",
+        "deadlock: role",
+    ),
+    "fewer bytes are expected than are loaded": Fault(
+        "load_kv.py",
+        "mbarrier.expect(full, BLOCK_N * (HEAD_DIM + TAIL_DIM) * 2)",
+        "mbarrier.expect(full, BLOCK_N * (HEAD_DIM + TAIL_DIM))",
+        "prefill, head size 128",
+        "",
+    ),
+    "a table is read past its end": Fault(
+        "load_kv.py",
+        "gl.minimum(position // BLOCK_SIZE, last_entry)",
+        "position // BLOCK_SIZE + 1000",
+        "prefill, head size 128",
+        "a load of the elements",
+    ),
+    "a counter is left as it is": Fault(
+        "append/consumer.py",
+        "        gl.store(semaphore, 0)\n",
+        "        pass\n",
+        "append, several segments",
+        "counters are not 0",
+    ),
+    "a partial result is taken from another segment": Fault(
+        "append/consumer.py",
+        "_load_partial(output, segment, 0,",
+        "_load_partial(output, segment + 1, 0,",
+        "append, several segments",
+        "",
+    ),
+    "the turn of the tensor cores is not handed back": Fault(
+        "pipeline.py",
+        "        ping_pong_wait(0)\n",
+        "        pass\n",
+        "prefill, head size 64",
+        "does not end as it began|more than 256 threads",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_reported(
+    name: str, reference: Twin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one of a few orders of the roles; the kernel as it is passes in all of them."""
+    fault = FAULTS[name]
+    text = (SM90 / fault.file).read_text(encoding="utf-8")
+    assert text.count(fault.old) == 1
+    path = tmp_path / Path(fault.file).name
+    path.write_text(text.replace(fault.old, fault.new), encoding="utf-8")
+    module = fault.file.removesuffix(".py").replace("/", ".")
+    reports = []
+    for seed in range(4):
+        try:
+            with (
+                change_module(f"pagetwin.optimized.kernels.sm90.{module}", path),
+                pretend_hopper(monkeypatch, seed, lateness=0.9, pause_rate=0.3),
+            ):
+                check(CASES[fault.case], reference)
+        except AssertionError as error:
+            reports.append(str(error))
+            break
+    assert reports
+    assert any(each in reports[0] for each in fault.report.split("|")), reports
+
+
+def test_a_tile_has_the_bytes_of_the_hardware() -> None:
+    """16-byte units change places with the number of the 128-byte row; columns 64 and on follow."""
+    order = tile_order((64, 128), SWIZZLED.value, 2)
+    assert order[0, :8].tolist() == list(range(8))
+    assert order[1, :16].tolist() == [*range(72, 80), *range(64, 72)]
+    assert order[8, 0] == 8 * 64
+    assert order[0, 64] == 64 * 64
+    assert sorted(order.flatten().tolist()) == list(range(64 * 128))
+
+
+def test_two_views_of_a_buffer_have_the_same_bytes() -> None:
+    whole = SharedView(Buffer(2 * 16 * 128), gl.bfloat16, [2, 16, 64], SWIZZLED.value)
+    numbers = torch.arange(2 * 16 * 64).view(2, 16, 64).bfloat16()
+    whole.write(numbers, None)
+    wide = whole.reinterpret(gl.bfloat16, [16, 128], SWIZZLED.value)
+    assert torch.equal(wide.read(), torch.cat((numbers[0], numbers[1]), 1))
+    words = whole.reinterpret(gl.int32, [4, 8, 32], SWIZZLED_32_BIT.value).index(1)
+    assert torch.equal(words.read().view(torch.bfloat16), numbers[0, 8:])
+    columns = wide.slice(64, 32, 1).permute((1, 0))
+    assert torch.equal(columns.read(), numbers[1, :, :32].T)
+
+
+def test_integers_divide_as_on_a_gpu_and_do_not_overflow() -> None:
+    assert int(lift(-7) // lift(2)) == -3 and int(lift(-7) % lift(2)) == -1
+    tile = Value(torch.tensor([-7, 7], dtype=torch.int32), gl.int32)
+    assert (tile // 2).data.tolist() == [-3, 3] and (tile % 4).data.tolist() == [-3, 3]
+    for large in (lift(2**31 - 1), tile + (2**31 - 8)):
+        with pytest.raises(InterpreterError):
+            large + 1
+
+
+def test_an_access_outside_of_a_tensor_is_reported() -> None:
+    memory = Memory(torch.arange(12).view(3, 4)[:, 1:3])
+    assert len(memory.flat) == 10
+    everything = Value(torch.tensor([0, 9]), gl.int64)
+    pointer = Pointer(memory, 0) + everything
+    memory.check(pointer.data, torch.tensor([True, True]), "a load")
+    with pytest.raises(InterpreterError, match="spans 10"):
+        memory.check((pointer + 1).data, torch.tensor([True, True]), "a load")
+    memory.check((pointer + 1).data, torch.tensor([True, False]), "a load")

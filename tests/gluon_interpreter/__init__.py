@@ -1,4 +1,4 @@
-"""Runs Gluon kernels for Hopper on the CPU, role by role, with the faults that a GPU does not report.
+"""Runs Gluon kernels for Hopper on the CPU, role by role, and reports faults that a GPU does not.
 
 Triton's interpreter does not run Gluon. This one runs the Python functions of the kernels as they
 are, with other operations under the same names:
@@ -12,10 +12,10 @@ are, with other operations under the same names:
 | kernels.py | launches: functions whose globals are replaced |
 
 What it reports as an error: deadlocks; a product or copy whose shared memory changes before it was
-waited for; shared memory stored without a fence before the asynchronous proxy reads it; reads
-outside a tensor; overflow of 32-bit integers; accumulators that are used too early; barriers that do
-not end as they began. What it cannot show: registers, layouts, races between the threads of one
-role, and speed.
+waited for; shared memory that is stored without a fence before the asynchronous proxy reads it;
+accesses outside a tensor; overflow of 32-bit integers; accumulators that are used too early;
+barriers, products and stores that are left open at the end. What it cannot show: registers,
+layouts, races between the threads of one role, and speed.
 """
 
 from .kernels import interpret_gluon

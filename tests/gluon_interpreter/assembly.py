@@ -46,7 +46,9 @@ def inline_asm_elementwise(
         return of_tensor(1.0 / args[0].tensor)
     if asm.startswith("max.NaN.ftz.f32 $0, $1, 0fC1000000"):
         return of_tensor(args[0].tensor.clamp(-8.0, 8.0))
-    raise NotImplementedError(f"the Gluon interpreter does not know this assembly: {asm}")
+    raise NotImplementedError(
+        f"the Gluon interpreter does not know this assembly: {asm}"
+    )
 
 
 def _round_pair(left: torch.Tensor, right: torch.Tensor, is_bf16: bool) -> Value:

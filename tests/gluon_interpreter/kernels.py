@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
-from triton.language.core import base_value, constexpr
+from triton.language.core import constexpr
 from triton.runtime.jit import JITCallable
 
 from . import language
@@ -39,6 +39,7 @@ BY_NAME = {
     "async_store": language.async_store,
     "reinterpret": language.reinterpret,
     "barrier": language.barrier,
+    "warp_specialize": language.warp_specialize,
 }
 
 
@@ -195,7 +196,7 @@ def _tensor_map(descriptor: Any, tensors: Sequence[torch.Tensor]) -> TensorMap:
     for tensor in tensors:
         storage = tensor.untyped_storage()
         begin = address - storage.data_ptr()
-        if 0 <= begin and begin + span * dtype.itemsize <= storage.nbytes():
+        if begin >= 0 and begin + span * dtype.itemsize <= storage.nbytes():
             flat = torch.empty(0, dtype=dtype).set_(storage)
             return TensorMap(
                 flat[begin // dtype.itemsize :],
@@ -227,14 +228,19 @@ class Launches:
         self.made: list[str] = []
         self.tensors: list[torch.Tensor] = []
 
-    def launch(self, kernel: Any, grid: Any, args: Any, options: dict[str, Any]) -> None:
+    def launch(
+        self, kernel: Any, grid: Any, args: Any, options: dict[str, Any]
+    ) -> None:
         """Run all programs of a launch, in any order."""
         num_warps = options.pop("num_warps", 4)
         for name in ("num_stages", "warmup", "launch_pdl"):
             options.pop(name, None)
         self.made.append(kernel.__name__)
         given = dict(zip(kernel.arg_names, args, strict=False)) | options
-        tensors = [*self.tensors, *(each for each in args if hasattr(each, "untyped_storage"))]
+        tensors = [
+            *self.tensors,
+            *(each for each in args if hasattr(each, "untyped_storage")),
+        ]
         arguments = [
             given[each.name]
             if each.is_constexpr
@@ -245,7 +251,9 @@ class Launches:
         programs = list(itertools.product(*map(range, grid)))
         self.chance.shuffle(programs)
         for program in programs:
-            machine = Machine(program, grid, self.chance, self.lateness, self.pause_rate)
+            machine = Machine(
+                program, grid, self.chance, self.lateness, self.pause_rate
+            )
             LOCAL.role = Role(machine, 0, num_warps)
             machine.roles = [LOCAL.role]
             try:

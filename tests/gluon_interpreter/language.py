@@ -10,7 +10,15 @@ from typing import Any
 import torch
 from triton.experimental.gluon import language as gl
 
-from .machine import Barrier, Copy, NamedBarrier, Product, ProductValue, current_role, same_bits
+from .machine import (
+    Barrier,
+    Copy,
+    NamedBarrier,
+    Product,
+    ProductValue,
+    current_role,
+    same_bits,
+)
 from .shared_memory import Buffer, SharedView
 from .values import (
     TORCH_DTYPES,
@@ -40,7 +48,9 @@ def _layout(*args: Any, **kwargs: Any) -> None:
 def arange(start: Any, end: Any, layout: Any = None) -> Value:
     """Return the integers from start to end."""
     size = int(end) - int(start)
-    assert size & (size - 1) == 0, f"gl.arange of {size} numbers: expected a power of two"
+    assert size & (size - 1) == 0, (
+        f"gl.arange of {size} numbers: expected a power of two"
+    )
     return Value(torch.arange(int(start), int(end), dtype=torch.int32), gl.int32)
 
 
@@ -70,7 +80,7 @@ def load(
     cache_modifier: str = "",
     eviction_policy: str = "",
 ) -> Value:
-    """Return the elements at addresses; `other`, or NaN and large numbers, where the mask is off."""
+    """Return the elements at addresses; where the mask is off `other`, or any number."""
     current_role().pause()
     memory = pointer.memory
     if isinstance(pointer.data, int) and (mask is None or not lift(mask).shape):
@@ -203,7 +213,9 @@ def minimum(left: Any, right: Any) -> Value:
     return _extreme(left, right, min, torch.fmin, torch.minimum)
 
 
-def _extreme(left: Any, right: Any, of_ints: Any, of_floats: Any, of_tiles: Any) -> Value:
+def _extreme(
+    left: Any, right: Any, of_ints: Any, of_floats: Any, of_tiles: Any
+) -> Value:
     def choose(left: Any, right: Any) -> Any:
         if isinstance(left, int):
             return of_ints(left, right)
@@ -233,7 +245,9 @@ def gl_sum(value: Value, axis: int) -> Value:
 
 def gl_max(value: Value, axis: int) -> Value:
     """Return largest numbers along a dimension; NaN is left out, as on a GPU."""
-    return _reduce(value, axis, lambda tensor: _ignore_nan(tensor, -math.inf).amax(axis))
+    return _reduce(
+        value, axis, lambda tensor: _ignore_nan(tensor, -math.inf).amax(axis)
+    )
 
 
 def gl_min(value: Value, axis: int) -> Value:
@@ -360,7 +374,9 @@ def barrier_arrive(view: SharedView, count: int = 1, pred: Any = True) -> None:
         state.advance()
 
 
-def barrier_wait(view: SharedView, phase: Any, pred: Any = True, deps: Any = ()) -> None:
+def barrier_wait(
+    view: SharedView, phase: Any, pred: Any = True, deps: Any = ()
+) -> None:
     """Wait until the phase of a parity has completed."""
     role = current_role()
     if not bool(lift(pred)):
@@ -524,27 +540,33 @@ def named_barrier(number: int, is_waiting: bool, num_threads: int = 256) -> None
     state = role.machine.named.setdefault(number, NamedBarrier())
     state.arrived += 32 * role.num_warps
     if state.arrived > num_threads:
-        raise InterpreterError(f"more than {num_threads} threads at named barrier {number}")
+        raise InterpreterError(
+            f"more than {num_threads} threads at named barrier {number}"
+        )
     before = state.completed
     if state.arrived == num_threads:
         state.arrived = 0
         state.completed += 1
     if is_waiting:
         role.wait_until(
-            lambda: state.completed > before, f"named barrier {number} with {state.arrived} threads"
+            lambda: state.completed > before,
+            f"named barrier {number} with {state.arrived} threads",
         )
     else:
         role.pause()
 
 
 GL = SimpleNamespace(
-    **{
-        each: getattr(gl, each)
-        for each in (
-            "int1 int8 uint8 int16 int32 int64 float16 bfloat16 float32 float8e4nv float8e5"
-            " pointer_type NVMMASharedLayout SwizzledSharedLayout"
-        ).split()
-    },
+    int32=gl.int32,
+    int16=gl.int16,
+    int64=gl.int64,
+    int1=gl.int1,
+    float16=gl.float16,
+    bfloat16=gl.bfloat16,
+    float32=gl.float32,
+    pointer_type=gl.pointer_type,
+    NVMMASharedLayout=gl.NVMMASharedLayout,
+    SwizzledSharedLayout=gl.SwizzledSharedLayout,
     SliceLayout=_layout,
     BlockedLayout=_layout,
     NVMMADistributedLayout=_layout,

@@ -22,7 +22,7 @@ from .values import InterpreterError, Value
 
 LOCAL = threading.local()
 MAX_STEPS = 200_000
-"""Steps after which a program counts as one that never ends. Those of the tests have at most 3,000."""
+"""Steps after which a program counts as one that never ends; the tests have a few thousand."""
 
 
 def current_role() -> Role:
@@ -258,7 +258,9 @@ class Machine:
         """Return a role that can run, after copies that are due; None if all have ended."""
         while self.error is None:
             waiting = [each for each in self.roles if not each.is_done]
-            ready = [each for each in waiting if each.is_ready is None or each.is_ready()]
+            ready = [
+                each for each in waiting if each.is_ready is None or each.is_ready()
+            ]
             if self.copies and (not ready or self.chance.random() >= self.lateness):
                 self._copy(self.chance.choice(self.copies))
                 continue
@@ -278,7 +280,7 @@ class Machine:
         self.copies.remove(copy)
         try:
             copy.run()
-        except BaseException as error:  # noqa: BLE001 (it is raised by `run_roles`)
+        except BaseException as error:
             self.error = error
 
     def finish_stores(self, role: Role, num_pending: int) -> None:
@@ -312,13 +314,10 @@ class Machine:
                 if self.error is None:
                     torch.set_num_threads(1)
                     function(*args)
-                    if role.products:
-                        raise InterpreterError(
-                            "a role ends with products that it did not wait for"
-                        )
+                    self._check_end(role)
             except Stopped:
                 pass
-            except BaseException as error:  # noqa: BLE001 (it is raised below)
+            except BaseException as error:
                 self.error = self.error or error
             role.is_done = True
             done.release()
@@ -331,7 +330,7 @@ class Machine:
         for each in threads:
             each.start()
         self.chance.choice(self.roles).turn.release()
-        for each in threads:
+        for _ in threads:
             done.acquire()
         for each in threads:
             each.join()
@@ -340,19 +339,26 @@ class Machine:
         if self.error is not None:
             raise self.error
 
+    def _check_end(self, role: Role) -> None:
+        """Raise `InterpreterError` if a role ends before what it has issued."""
+        if role.products:
+            raise InterpreterError("a role ends with products that it did not wait for")
+        if any(each.is_store and each.role is role for each in self.copies):
+            raise InterpreterError(
+                "a role ends with asynchronous stores that it did not wait for"
+            )
+
     def finish(self) -> None:
-        """Do what is in flight at the end of a program.
+        """Check that nothing is in flight at the end of a program.
 
         Raises:
             InterpreterError: a load has not signalled a barrier that anybody waited for, or a
                 barrier has a phase that only some have arrived at.
         """
-        for each in list(self.copies):
-            if not each.is_store:
-                raise InterpreterError("a program ends while an asynchronous load is in flight")
-            self._copy(each)
-        if self.error is not None:
-            raise self.error
+        if self.copies:
+            raise InterpreterError(
+                "a program ends while an asynchronous load is in flight"
+            )
         for number, each in self.named.items():
             if each.arrived:
                 raise InterpreterError(

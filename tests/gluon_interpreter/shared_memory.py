@@ -79,6 +79,7 @@ class SharedView:
     ) -> None:
         self.buffer, self.dtype, self.shape = buffer, dtype, list(shape)
         self.layout, self.first, self._order = layout, first, order
+        self._is_whole = order is None
         self.item_bytes = TORCH_DTYPES[dtype].itemsize
 
     @property
@@ -103,7 +104,6 @@ class SharedView:
             raise InterpreterError(
                 f"shared memory at index {number}: expected 0 to {self.shape[0] - 1}"
             )
-        assert self._order is None or self.rank < len(self.shape)
         first = self.first + number * math.prod(self.shape[1:])
         return SharedView(self.buffer, self.dtype, self.shape[1:], self.layout, first)
 
@@ -128,7 +128,7 @@ class SharedView:
 
     def reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> SharedView:
         """Return the same bytes in another dtype, shape and layout."""
-        assert self._order is None, "a view of some rows or columns has no order of bytes"
+        assert self._is_whole, "a view of some rows or columns has no order of bytes"
         view = SharedView(self.buffer, dtype, [int(each) for each in shape], layout)
         if math.prod(view.shape) * view.item_bytes != (
             math.prod(self.shape) * self.item_bytes

@@ -235,7 +235,9 @@ def _remainder(left: Any, right: Any) -> Any:
 def _add_overflow(values: torch.Tensor, dtype: Any) -> torch.Tensor:
     limit = 2**31
     if values.numel() and not -limit <= int(values.min()) <= int(values.max()) < limit:
-        raise InterpreterError(f"an overflow of {dtype}: {values.min()}, {values.max()}")
+        raise InterpreterError(
+            f"an overflow of {dtype}: {values.min()}, {values.max()}"
+        )
     return values.to(torch.int32)
 
 
