@@ -9,7 +9,7 @@ TWINS := $(addprefix -p pagetwin.,reference optimized $(notdir $(patsubst %/,%,$
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-quick test-long compile docs types check mutants mutants-generated matrix
+.PHONY: demo test test-quick test-long compile docs types check mutants mutants-generated mutants-hopper matrix
 
 # one thread per worker: torch's own threads are slower at these sizes
 test test-quick test-long compile: export OMP_NUM_THREADS := 1
@@ -38,6 +38,10 @@ mutants: $(STAMP)
 # changes of kernels and metadata builders that operators make: ARGUMENTS="--sample 300 --seed 0"
 mutants-generated: $(STAMP)
 	PYTHONPATH=tests $(BIN)/python -m mutants.run_generated --workers $(TEST_WORKERS) $(ARGUMENTS)
+
+# changes of the kernels for Hopper, in the Gluon interpreter: ARGUMENTS="--sample 300 --seed 0"
+mutants-hopper: $(STAMP)
+	PYTHONPATH=tests $(BIN)/python -m mutants.run_hopper --workers $(TEST_WORKERS) $(ARGUMENTS)
 
 # The quick tests on each declared combination of versions, each in its own environment in .matrix/.
 # CORNERS="name name" chooses; CUDA_BUILDS=1 also installs CUDA builds of torch, several GB each.

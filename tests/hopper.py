@@ -285,6 +285,9 @@ CASES = {
     "latent": Case(
         "latent", plan_of((1, 0, 4, 1), (200, 5, 131, 64), 576, group=16, padding=2)
     ),
+    "latent, a part from the middle of a request": Case(
+        "latent", plan_of((1, 1), (60, 250), 576, group=16)
+    ),
     "latent, two row tiles, several segments": Case(
         "latent", plan_of((2,), (700,), 576, group=40, block_size=64, needle="tile edge")
     ),

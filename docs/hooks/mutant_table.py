@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 RECORD = Path(__file__).parents[2] / "tests" / "records" / "mutants.json"
-GENERATED = RECORD.with_name("mutants-generated.json")
 ENDS = ("killed", "alive", "equivalent")
 
 
@@ -17,11 +16,11 @@ def mutant_table(part: str) -> str:
     """Return a part of the report.
 
     Args:
-        part: "counts", "operators", "laws", "alive" or "equivalent"; "generated" is the table of
-            the report of `make mutants-generated`.
+        part: "counts", "operators", "laws", "alive" or "equivalent"; "generated" and "hopper" are
+            the tables of the reports of `make mutants-generated` and `make mutants-hopper`.
     """
-    if part == "generated":
-        return _generated()
+    if part in ("generated", "hopper"):
+        return _generated(RECORD.with_name(f"mutants-{part}.json"))
     if not RECORD.exists():
         return "*No full run is recorded yet.*"
     record: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8"))
@@ -37,12 +36,13 @@ def mutant_table(part: str) -> str:
     if part in ("alive", "equivalent"):
         return _named([each for each in mutants if each["ended"] == part])
     raise ValueError(
-        f"part = {part!r}: expected counts, operators, laws, alive, equivalent or generated"
+        f"part = {part!r}: expected counts, operators, laws, alive, equivalent, generated or"
+        " hopper"
     )
 
 
-def _generated() -> str:
-    record: dict[str, Any] = json.loads(GENERATED.read_text(encoding="utf-8"))
+def _generated(path: Path) -> str:
+    record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     mutants, ends = record["mutants"], ("killed", "survived", "equivalent")
     lines = ["| change | killed | survived | equivalent |", "|---|---:|---:|---:|"]
     for name, meaning in (*record["operators"].items(), ("all", "")):

@@ -2,8 +2,8 @@
 
 The operators work on the syntax tree of each function and change one expression or statement of the
 text. The files are those with a Triton kernel, all of `optimized/kernels/`, and the metadata
-builders in `optimized/batch/`. The Hopper kernels (`kernels/sm90/`) are left out: they are Gluon,
-which has no interpreter, so nothing runs them without a GPU.
+builders in `optimized/batch/`. The Hopper kernels (`kernels/sm90/`) are left out: the laws do not
+run them without a GPU, so run_hopper.py tries their mutants in another way.
 
 The id of a mutant is file/function/operator/number, where the number counts the changes of that
 operator in that function, in the order of the text.
