@@ -229,7 +229,11 @@ CASES = {
         "prefill", plan_of((64,) * 6, (80,) * 6, 64, dtype=FP16, group=1, kv_heads=2)
     ),
     "prefill, many tiles": Case(
-        "prefill", plan_of((70,), (900,), 128, needle="tile edge")
+        # the last block has one token
+        "prefill", plan_of((70,), (897,), 128, needle="last")
+    ),
+    "prefill, more requests than are counted at once": Case(
+        "prefill", plan_of((2,) * 34 + (70,), (5,) * 34 + (99,), 64, group=1)
     ),
     "prefill, windows": Case(
         "prefill", plan_of((130,), (390,), 128, needle="tile edge"),
@@ -271,10 +275,19 @@ CASES = {
     "invariant": Case(
         "invariant", plan_of((40, 1, 0, 20), (300, 700, 9, 20), 128, padding=3)
     ),
+    "invariant, window": Case(
+        "invariant", plan_of((150,), (700,), 128, group=4), {"sliding_window": 300}
+    ),
     "invariant, head size 64, sinks": Case(
         "invariant", plan_of((5, 3), (300, 600), 64, needle="tile edge"), {"sinks": True}
     ),
-    "cascade": Case("cascade", plan_of((1, 1, 3), (300, 290, 400), 128, group=4)),
+    "cascade": Case(
+        "cascade",
+        plan_of(
+            (1, 1, 3), (300, 290, 400), 128, group=4, kv_heads=2, layout="hnd",
+            value_layout="interleaved",
+        ),
+    ),
     "cascade, head size 64, sinks": Case(
         "cascade", plan_of((20, 1), (300, 500), 64, needle="tile edge", padding=2),
         {"sinks": True},
@@ -286,7 +299,7 @@ CASES = {
         "latent", plan_of((1, 0, 4, 1), (200, 5, 131, 64), 576, group=16, padding=2)
     ),
     "latent, a part from the middle of a request": Case(
-        "latent", plan_of((1, 1), (60, 250), 576, group=16)
+        "latent", plan_of((1, 0, 1), (60, 9, 257), 576, group=16, needle="last")
     ),
     "latent, two row tiles, several segments": Case(
         "latent", plan_of((2,), (700,), 576, group=40, block_size=64, needle="tile edge")

