@@ -58,7 +58,8 @@ def rebind(name: str, value: Any) -> Any:
         return function(value)
     if isinstance(value, type) and getattr(value, "__triton_aggregate__", False):
         return aggregate(value)
-    return value
+    # a constexpr function: triton 3.6 would give it a plain tuple for a NamedTuple
+    return value.fn if isinstance(value, JITCallable) else value
 
 
 CHANGED: dict[str, Any] = {}
