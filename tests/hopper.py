@@ -94,6 +94,7 @@ class Case(NamedTuple):
             batch has queries and keys of 576 and values of 512.
         options: of the call; sinks are True or absent.
         has_lse: whether the log-sum-exp is wanted.
+        seq_lens: Optional. Keys of each request, fewer than the batch has. If None, all of them.
         has_scales: whether keys and values have the SCALES; then there are two KV heads.
     """
 
@@ -102,6 +103,7 @@ class Case(NamedTuple):
     options: dict[str, Any] = {}  # noqa: RUF012 (it is never changed)
     has_lse: bool = True
     has_scales: bool = False
+    seq_lens: tuple[int, ...] | None = None
 
 
 def make_batch(case: Case) -> BatchTensors:
@@ -112,6 +114,9 @@ def make_batch(case: Case) -> BatchTensors:
     batch = build(plan)
     if case.family == "cascade":
         batch = share_prefix(batch, PREFIX_LEN)
+    if case.seq_lens is not None:
+        lens = torch.tensor(case.seq_lens, dtype=torch.int32)
+        batch = replace(batch, seq_lens=lens, plan=replace(plan, kv_lens=case.seq_lens))
     values = {576: 512, 192: 128}.get(plan.head_size)
     if values is None:
         return batch
@@ -222,6 +227,13 @@ CASES = {
     f"prefill, head size {size}": Case("prefill", plan_of(*RAGGED, size, needle="last"))
     for size in (64, 80, 96, 128, 192, 256)
 } | {
+    "prefill, queries without keys": Case(
+        "prefill",
+        plan_of((70, 130), (100, 130), 128),
+        {"causal": False},
+        has_lse=False,
+        seq_lens=(100, 0),
+    ),
     "prefill, float16, whole tiles": Case(
         "prefill", plan_of((192,), (300,), 64, dtype=FP16, group=1, padding=3)
     ),
@@ -262,7 +274,10 @@ CASES = {
         "prefill", plan_of((66,), (150,), 128, block_size=48, needle="block edge")
     ),
     "append, several segments": Case(
-        "append", plan_of((6, 3), (700, 40), 128, group=4, needle="tile edge", padding=3)
+        "append",
+        plan_of(
+            (6, 3), (700, 40), 128, group=4, kv_heads=2, needle="tile edge", padding=3
+        ),
     ),
     "append, head size 64, sinks": Case(
         "append", plan_of((6, 0, 70), (1000, 9, 300), 64, needle="first new"),
@@ -273,8 +288,10 @@ CASES = {
     ),
     "append, head size 256": Case("append", plan_of((6,), (300,), 256)),
     "invariant": Case(
-        "invariant", plan_of((40, 1, 0, 20), (300, 700, 9, 20), 128, padding=3)
+        "invariant",
+        plan_of((40, 1, 0, 20), (300, 700, 9, 20), 128, kv_heads=2, padding=3),
     ),
+    "invariant, one split": Case("invariant", plan_of((70,), (90,), 128)),
     "invariant, window": Case(
         "invariant", plan_of((150,), (700,), 128, group=4), {"sliding_window": 300}
     ),
@@ -300,6 +317,9 @@ CASES = {
     ),
     "latent, a part from the middle of a request": Case(
         "latent", plan_of((1, 0, 1), (60, 9, 257), 576, group=16, needle="last")
+    ),
+    "latent, short requests": Case(
+        "latent", plan_of((1, 1, 2), (60, 50, 40), 576, group=16)
     ),
     "latent, two row tiles, several segments": Case(
         "latent", plan_of((2,), (700,), 576, group=40, block_size=64, needle="tile edge")
