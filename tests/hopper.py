@@ -19,13 +19,16 @@ from pagetwin.conformance.oracles.dense import judge_attention, judge_lse
 from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.optimized.kernels.sm90 import family as prefill
 from pagetwin.optimized.kernels.sm90.append import family as append
+from pagetwin.optimized.kernels.sm90.append import segments
 from pagetwin.optimized.kernels.sm90.cascade.family import PrefixPlan
 from pagetwin.optimized.kernels.sm90.invariant import family as invariant
 from pagetwin.optimized.kernels.sm90.latent import family as latent
+from pagetwin.optimized.kernels.sm90.latent import schedule
 from pagetwin.optimized.launch import cascade, dispatch, workspace
 from pagetwin.optimized.launch.attention_call import AttentionCall
 from test_cascade_attention import share_prefix
 from torch import Tensor
+from triton.experimental.gluon import language as gl
 
 FOLDERS = ("", "append.", "cascade.", "fp8_prefill.", "invariant.", "latent.")
 FAMILIES = {
@@ -58,6 +61,9 @@ def pretend_hopper(
     for name in FOLDERS:
         module = import_module(f"pagetwin.optimized.kernels.sm90.{name}family")
         patch.setattr(module, "is_hopper", lambda device: True)
+    # requests are counted in several passes
+    for module in (segments, schedule):
+        patch.setattr(module, "REQS_PER_PASS", gl.constexpr(2))
     patch.setattr(invariant, "SPLIT_KEYS", SPLIT_KEYS)
     patch.setattr(PrefixPlan, "split_len", lambda *_: SPLIT_KEYS)
     allocate = workspace._allocate
@@ -280,7 +286,7 @@ CASES = {
         ),
     ),
     "append, head size 64, sinks": Case(
-        "append", plan_of((6, 0, 70), (1000, 9, 300), 64, needle="first new"),
+        "append", plan_of((6, 0, 70, 1, 2), (1000, 9, 300, 5, 60), 64, needle="first new"),
         {"sinks": True},
     ),
     "append, window": Case(

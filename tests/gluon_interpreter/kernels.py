@@ -251,9 +251,16 @@ class Launches:
         grid = (*grid, 1, 1)[:3]
         programs = list(itertools.product(*map(range, grid)))
         self.chance.shuffle(programs)
-        for program in programs:
+        stored: dict[int, torch.Tensor] = {}
+        for number, program in enumerate(programs):
             machine = Machine(
-                program, grid, self.chance, self.lateness, self.pause_rate
+                program,
+                grid,
+                self.chance,
+                self.lateness,
+                self.pause_rate,
+                number,
+                stored,
             )
             LOCAL.role = Role(machine, 0, num_warps)
             machine.roles = [LOCAL.role]

@@ -57,7 +57,10 @@ def arange(start: Any, end: Any, layout: Any = None) -> Value:
 def full(shape: Any, value: Any, dtype: Any, layout: Any = None) -> Value:
     """Return a tile of one number."""
     number = lift(value, dtype).to(dtype).tensor
-    return Value(number.expand([int(each) for each in shape]).clone(), dtype)
+    sizes = [int(each) for each in shape]
+    if any(each & (each - 1) for each in sizes):
+        raise InterpreterError(f"a tile of {sizes}: expected powers of two")
+    return Value(number.expand(sizes).clone(), dtype)
 
 
 def zeros(shape: Any, dtype: Any, layout: Any = None) -> Value:
@@ -114,6 +117,7 @@ def store(pointer: Pointer, value: Any, mask: Any = None, **hints: Any) -> None:
     offset, value, is_on = torch.broadcast_tensors(offset, value, is_on)
     memory.check(offset, is_on, "a store")
     used = offset[is_on].flatten()
+    current_role().machine.note_store(memory.flat, used)
     if len(used) > len(used.unique()) and not is_integer(memory.dtype):
         raise InterpreterError("a store of two numbers to one element")
     memory.flat[used] = value[is_on].flatten()
@@ -482,6 +486,11 @@ def async_store(desc: TensorMap, start: Any, source: SharedView) -> None:
             )
         desc.plane[index] = seen[exists]
 
+    steps = zip(index, desc.plane.stride(), strict=True)
+    places = sum(
+        (each * step for each, step in steps), torch.zeros((), dtype=torch.int64)
+    )
+    role.machine.note_store(desc.plane, places)
     role.machine.copies.append(Copy(run, True, role))
     role.pause()
 
