@@ -102,7 +102,8 @@ from .cache.slot_mapping import (
     compute_slot_mapping_start_idx,
 )
 from .launch.symmetric_ranks import SymmetricRanks
-from .launch.warm_up import WarmedKernel, WarmUpSpec, warm_up
+from .launch.warm_up import WarmedKernel, warm_up
+from .launch.warm_up_spec import WarmUpSpec
 from .launch.workspace import release_workspace
 from .parallel.decode import DecodeContextParallel
 from .parallel.prefill import PrefillContextParallel
