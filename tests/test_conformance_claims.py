@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from pagetwin.conformance.generators.mask_cases import MaskCase
 from pagetwin.conformance.harness.candidate import (
     BATCH_INVARIANT,
     Candidate,
@@ -36,6 +35,7 @@ from pagetwin.conformance.harness.trial import (
     try_law,
 )
 from pagetwin.conformance.laws.all_laws import ALL_LAWS
+from pagetwin.conformance.laws.masks import MaskCase
 from pagetwin.contract.attention_options import pack_options
 from torch import Tensor
 

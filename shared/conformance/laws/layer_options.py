@@ -20,7 +20,6 @@ from ...contract.specs import KVCacheSpec
 from ...engine.backend_interface import AttentionBackend
 from ...validation.options import OPTIONS
 from ..generators.batches import LAYOUTS, NAN, empty_cache
-from ..generators.layer_runs import make_builder, that_take
 from ..generators.option_pairs import draw_choice
 from ..generators.options import Call, build_call, starts_of, stored_as
 from ..generators.rearranging import only
@@ -31,6 +30,7 @@ from ..harness.expect import expect_same
 from ..harness.law import Setting, law
 from ..oracles.brute_force import column
 from .attention import Drawn
+from .backends import make_builder, that_take
 
 OF_LAYERS = (
     "sliding_window",
