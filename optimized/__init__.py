@@ -106,6 +106,7 @@ from .launch.warm_up import WarmedKernel, WarmUpSpec, warm_up
 from .launch.workspace import release_workspace
 from .parallel.decode import DecodeContextParallel
 from .parallel.prefill import PrefillContextParallel
+from .parallel.ring import RingContextParallel
 from .v0.graph_state import CommonAttentionState, get_attn_cg_support
 from .v0.sequence_metadata import (
     CommonMetadataBuilder,
@@ -121,6 +122,7 @@ __all__ = [
     "CommonMetadataBuilder",
     "DecodeContextParallel",
     "PrefillContextParallel",
+    "RingContextParallel",
     "Scheduler",
     "StepBuffers",
     "SymmetricRanks",

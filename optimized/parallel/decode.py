@@ -27,7 +27,8 @@ from ...contract.shapes import (
     Value,
     ValueCache,
 )
-from ...engine.rank_group import RankGroup, agree_on_batch
+from ...engine.rank_agreement import agree_on_batch
+from ...engine.rank_group import RankGroup
 from ...validation import values_checked
 from ...validation.parallel import (
     check_context_parallel,

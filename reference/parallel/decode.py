@@ -29,7 +29,8 @@ from ...contract.shapes import (
     Value,
     ValueCache,
 )
-from ...engine.rank_group import RankGroup, agree_on_batch
+from ...engine.rank_agreement import agree_on_batch
+from ...engine.rank_group import RankGroup
 from ...validation.parallel import (
     check_context_parallel,
     check_rank_attention,
