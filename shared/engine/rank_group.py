@@ -280,7 +280,7 @@ class RankGroup:
 
     def _fail(self, what: str, wants_missing: bool = False) -> RankError:
         """Return the error of this rank, and remember it."""
-        missing = ()
+        missing: tuple[int, ...] = ()
         if wants_missing and self.store is not None:
             grace = min(GRACE_S, self.timeout)
             missing = find_missing(self.store, self.rank, self.world_size, grace)
