@@ -5,7 +5,7 @@ p % n == r. Blocks have a multiple of n slots, so its cache is every n-th slot o
 the same block ids. All ranks map one cache in shared memory, and each takes its view of it. So
 poison, and the comparison of every slot, are those of a step on one rank.
 
-On the CPU the group is gloo's. On GPUs it is NCCL's, and rank r has GPU r, with a copy of its share.
+On the CPU the group is gloo's. On GPUs it is NCCL's, and rank r has GPU r with a copy of its share.
 The share is read from the cache before each write and stored after it, through shared memory.
 """
 
