@@ -112,7 +112,8 @@ def step_with_a_failing_rank(
     Rank 1 fails in the second one.
 
     Args:
-        failure: "killed", "late", "another batch" or "another exchange".
+        failure: "killed", "late", "another batch", "another cache", "another exchange" or
+            "another torch".
     """
     # the optimized twin compares batches only if contents are validated
     os.environ["PAGETWIN_CHECK_VALUES"] = "1"
@@ -125,6 +126,8 @@ def step_with_a_failing_rank(
     exchange = "all_to_all"
     if is_failing and failure == "another exchange":
         exchange = "reduce_scatter"
+    if is_failing and failure == "another torch":
+        torch.__version__ = "0.1+cpu"
     step = setting.candidate.DecodeContextParallel(
         ranks, num_query_heads=heads, head_size=16, max_num_tokens=9,
         interleave_size=2, exchange=exchange, device=setting.device,
@@ -141,6 +144,8 @@ def step_with_a_failing_rank(
             if failure == "another batch":
                 changes["seq_lens"] = given["seq_lens"] - 1
                 changes["query_start_loc"] = given["query_start_loc"] * 0
+            if failure == "another cache":
+                changes["key_cache"] = given["key_cache"].repeat(1, 1, 2, 1)
         begin = time.monotonic()
         try:
             batch = prepare(step, given, **changes)
@@ -173,18 +178,22 @@ def test_a_rank_that_does_not_answer_is_named_by_all_others_within_the_time_limi
 
 
 @pytest.mark.parametrize(
-    ("name", "failure"),
-    [("reference", "another exchange"), ("optimized", "another batch")],
+    ("name", "failure", "differs"),
+    [
+        ("reference", "another exchange", "exchange = "),
+        ("reference", "another torch", "torch = '0.1'"),
+        ("optimized", "another batch", "query_start_loc"),
+        ("optimized", "another cache", "block_shape = "),
+    ],
 )
 def test_ranks_that_differ_all_raise_and_name_what_differs(
-    three: RankProcesses, name: str, failure: str
+    three: RankProcesses, name: str, failure: str, differs: str
 ) -> None:
     found = three.run(3, step_with_a_failing_rank, name, failure)
     for rank, answer in enumerate(found):
-        # the constructor raises if the exchange differs
-        error = answer if failure == "another exchange" else answer[0]
+        # the constructor raises if its arguments differ
+        error = answer if isinstance(answer, Exception) else answer[0]
         assert isinstance(error, RankError), error
-        differs = "exchange = " if failure == "another exchange" else "query_start_loc"
         assert f"rank {rank} of 3" in str(error) and differs in str(error)
         assert "on rank 1" in str(error)
 

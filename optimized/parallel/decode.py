@@ -129,8 +129,9 @@ class DecodeContextParallel:
         self.ranks.begin_step()
         if is_checked:
             agree_on_batch(
-                self.ranks, query_start_loc, seq_lens, num_tokens, max_seq_len
-            )
+                self.ranks, query_start_loc, seq_lens, num_tokens, max_seq_len,
+                key_cache,
+            )  # fmt: skip
         return make_rank_batch(
             key_cache, block_table, query_start_loc, seq_lens, num_tokens, max_seq_len,
             causal, self._splits, self._requests,

@@ -16,17 +16,19 @@ def agree_on_batch(
     seq_lens: Tensor,
     num_tokens: int,
     max_seq_len: int,
+    key_cache: Tensor,
 ) -> None:
-    """Compare the batch of a step among the ranks. It is copied to the host.
+    """Compare the batch of a step, and the blocks of the cache. The batch is copied to the host.
 
     Raises:
-        RankError: The ranks do not have the same batch.
+        RankError: The ranks do not have the same batch, or blocks of other shapes.
     """
     if ranks.world_size == 1:
         return
     starts, lens = query_start_loc.tolist(), seq_lens.tolist()
     ranks.agree(
         step=ranks.step,
+        block_shape=list(key_cache.shape[1:]),
         num_tokens=num_tokens,
         max_seq_len=max_seq_len,
         requests=len(lens),
