@@ -127,7 +127,7 @@ def step_with_a_failing_rank(
     if is_failing and failure == "another exchange":
         exchange = "reduce_scatter"
     if is_failing and failure == "another torch":
-        torch.__version__ = "0.1+cpu"
+        vars(torch)["__version__"] = "0.1+cpu"
     step = setting.candidate.DecodeContextParallel(
         ranks, num_query_heads=heads, head_size=16, max_num_tokens=9,
         interleave_size=2, exchange=exchange, device=setting.device,

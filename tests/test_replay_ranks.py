@@ -103,7 +103,7 @@ def test_ranks_with_copies_of_their_shares_compute_every_step(
 
     class Staged(ranks.RanksTwin):
         def __init__(self, *given: Any, **named: Any) -> None:
-            super().__init__(*given, **named, is_staged=True)
+            super().__init__(*given, **named | {"is_staged": True})
             made.append(self)
 
     monkeypatch.setattr(named_twins, "RanksTwin", Staged)
