@@ -56,8 +56,16 @@ def setting_of(twin: str) -> Setting:
     )
 
 
-def step_of_a_rank(ranks: RankGroup, twin: str, shared: Shared) -> bytes:
-    """Return the rows and log-sum-exps of a rank."""
+def step_of_a_rank(
+    ranks: RankGroup, twin: str, shared: Shared, late: int = -1
+) -> bytes:
+    """Return the rows and log-sum-exps of a rank.
+
+    Args:
+        late: The rank that begins half a second after the others. -1: none.
+    """
+    if ranks.rank == late:
+        time.sleep(0.5)
     setting = setting_of(twin)
     whole = whole_call(shared.dealt, setting.device)
     found: Found = run_rank(setting, shared, whole, ranks)
@@ -102,6 +110,19 @@ def test_fixed_splits_give_the_bits_of_one_process_on_two_to_eight(
     for out, lse in seen:
         assert torch.equal(out, seen[0][0])
         assert torch.equal(lse, seen[0][1])
+
+
+def test_a_process_that_is_late_changes_no_bit_of_a_step(
+    processes: RankProcesses,
+) -> None:
+    shared = Shared(replace(BATCH, ranks=4))
+    seen = [
+        joined(processes.run(4, step_of_a_rank, "reference", shared, late))
+        for late in (-1, 0, 3)
+    ]
+    for out, lse in seen[1:]:
+        assert torch.equal(bits(out), bits(seen[0][0]))
+        assert torch.equal(bits(lse), bits(seen[0][1]))
 
 
 def step_with_a_failing_rank(

@@ -1,4 +1,4 @@
-"""Ring prefill on process groups: gloo, one to eight processes, also killed ones."""
+"""Prefills on process groups, gathered and in a ring: gloo, also with killed processes."""
 
 import os
 import pickle
@@ -12,11 +12,12 @@ import torch
 from pagetwin.conformance.harness.candidate import load_candidate
 from pagetwin.conformance.harness.law import Setting
 from pagetwin.conformance.harness.trial import make_setting
+from pagetwin.conformance.laws.parallel_step import bits
 from pagetwin.conformance.laws.prefill_parallel import Prompts, in_order, run_rank
 from pagetwin.engine.rank_group import GRACE_S, RankError, RankGroup
 from rank_processes import RankProcesses, end_this_process
 
-RING = "RingContextParallel"
+GATHER, RING = "PrefillContextParallel", "RingContextParallel"
 LIMIT_S = 1.0
 """Time limit of the groups in which a rank fails."""
 
@@ -43,27 +44,54 @@ def setting_of(twin: str) -> Setting:
     )
 
 
-def prefill_of_a_rank(ranks: RankGroup, twin: str, prompts: Prompts) -> bytes:
-    """Return the tokens, rows and log-sum-exps of a rank."""
+def prefill_of_a_rank(
+    ranks: RankGroup, twin: str, prompts: Prompts, late: int = -1
+) -> bytes:
+    """Return the tokens, rows and log-sum-exps of a rank.
+
+    Args:
+        late: The rank that begins half a second after the others. -1: none.
+    """
+    if ranks.rank == late:
+        time.sleep(0.5)
     setting = setting_of(twin)
     call = prompts.call(setting.device)
     found = run_rank(setting, prompts, call, ranks)
     return pickle.dumps(tuple(each.cpu() for each in found))
 
 
+def joined(found: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows and log-sum-exps of all tokens."""
+    errors = [each for each in found if isinstance(each, Exception)]
+    assert not errors, errors[0]
+    return in_order([pickle.loads(each) for each in found])
+
+
+@pytest.mark.parametrize("operation", [GATHER, RING])
 @pytest.mark.parametrize("name", ["reference", "optimized"])
-def test_a_ring_of_processes_computes_what_one_rank_computes(
-    processes: RankProcesses, name: str
+def test_prefills_of_several_processes_are_those_of_one(
+    processes: RankProcesses, name: str, operation: str
 ) -> None:
-    for ranks in (1, 2, 4, 8):
-        prompts = Prompts((37, 3, 20), ranks, "sinks", (20, 2, 0), operation=RING)
+    for ranks in (1, 2, 4, 8) if operation == RING else (2, 8):
+        prompts = Prompts((37, 3, 20), ranks, "sinks", (20, 2, 0), operation=operation)
         answer = prompts.call(torch.device("cpu")).answer()
-        found = processes.run(ranks, prefill_of_a_rank, name, prompts)
-        errors = [each for each in found if isinstance(each, Exception)]
-        assert not errors, errors[0]
-        out, lse = in_order([pickle.loads(each) for each in found])
+        out, lse = joined(processes.run(ranks, prefill_of_a_rank, name, prompts))
         torch.testing.assert_close(out.double(), answer.out, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(lse.double(), answer.lse, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("operation", [GATHER, RING])
+def test_a_process_that_is_late_changes_no_bit_of_a_prefill(
+    processes: RankProcesses, operation: str
+) -> None:
+    prompts = Prompts((37, 3, 20), 4, "plain", (20, 2, 0), operation=operation)
+    seen = [
+        joined(processes.run(4, prefill_of_a_rank, "reference", prompts, late))
+        for late in (-1, 0, 3)
+    ]
+    for out, lse in seen[1:]:
+        assert torch.equal(bits(out), bits(seen[0][0]))
+        assert torch.equal(bits(lse), bits(seen[0][1]))
 
 
 def shift_with_a_late_rank(ranks: RankGroup) -> tuple[float, list[float]]:
