@@ -121,7 +121,7 @@ def test_more_ranks_than_gpus_are_rejected_in_one_sentence(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     with pytest.raises(
-        ValueError, match=rf"ranks = 2 .* torch sees {gpus} GPU"
+        ValueError, match=rf"ranks = 2 .* torch finds {gpus} GPU"
     ) as told:
         choose_settings("cuda", ranks=2)
     assert str(told.value).count(". ") == 0

@@ -111,7 +111,7 @@ class ReplaySettings:
         gpus = torch.cuda.device_count() if self.device == "cuda" else self.ranks
         if 1 < self.ranks > gpus:
             raise ValueError(
-                f"ranks = {self.ranks} with device = 'cuda': torch sees {gpus} GPU(s), expected at"
+                f"ranks = {self.ranks} with device = 'cuda': torch finds {gpus} GPU(s), expected at"
                 " least one per rank; replay on the CPU with --device cpu, or on fewer ranks"
             )
         if self.splits < 0 or self.splits % self.ranks:
