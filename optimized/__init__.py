@@ -107,6 +107,7 @@ from .launch.warm_up_spec import WarmUpSpec
 from .launch.workspace import release_workspace
 from .parallel.decode import DecodeContextParallel
 from .parallel.prefill import PrefillContextParallel
+from .parallel.ring import RingContextParallel
 from .v0.graph_state import CommonAttentionState, get_attn_cg_support
 from .v0.sequence_metadata import (
     CommonMetadataBuilder,
@@ -122,6 +123,7 @@ __all__ = [
     "CommonMetadataBuilder",
     "DecodeContextParallel",
     "PrefillContextParallel",
+    "RingContextParallel",
     "Scheduler",
     "StepBuffers",
     "SymmetricRanks",
