@@ -102,10 +102,12 @@ from .cache.slot_mapping import (
     compute_slot_mapping_start_idx,
 )
 from .launch.symmetric_ranks import SymmetricRanks
-from .launch.warm_up import WarmedKernel, WarmUpSpec, warm_up
+from .launch.warm_up import WarmedKernel, warm_up
+from .launch.warm_up_spec import WarmUpSpec
 from .launch.workspace import release_workspace
 from .parallel.decode import DecodeContextParallel
 from .parallel.prefill import PrefillContextParallel
+from .parallel.ring import RingContextParallel
 from .v0.graph_state import CommonAttentionState, get_attn_cg_support
 from .v0.sequence_metadata import (
     CommonMetadataBuilder,
@@ -121,6 +123,7 @@ __all__ = [
     "CommonMetadataBuilder",
     "DecodeContextParallel",
     "PrefillContextParallel",
+    "RingContextParallel",
     "Scheduler",
     "StepBuffers",
     "SymmetricRanks",

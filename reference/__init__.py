@@ -96,6 +96,7 @@ from .cache.slot_mapping import (
 )
 from .parallel.decode import DecodeContextParallel
 from .parallel.prefill import PrefillContextParallel
+from .parallel.ring import RingContextParallel
 from .v0.graph_state import CommonAttentionState, get_attn_cg_support
 from .v0.sequence_metadata import (
     CommonMetadataBuilder,
@@ -111,6 +112,7 @@ __all__ = [
     "CommonMetadataBuilder",
     "DecodeContextParallel",
     "PrefillContextParallel",
+    "RingContextParallel",
     "Scheduler",
     "StepBuffers",
     "allocate_kv_cache",

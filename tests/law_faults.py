@@ -319,6 +319,21 @@ def wrong_rows(function: Any) -> Any:
     return with_methods(function, wrong_result, lambda name: name == "attend")
 
 
+def rows_at_times(function: Any) -> Any:
+    """Return a prefill whose rows depend on the number of calls before."""
+    return with_methods(function, wrong_at_times, lambda name: name == "attend")
+
+
+def agrees_with_all(function: Any) -> Any:
+    """Return a prefill that does not compare the ranks."""
+
+    def init(self: Any, ranks: Any, *given: Any, **named: Any) -> None:
+        ranks.agree = lambda **values: None
+        function.__init__(self, ranks, *given, **named)
+
+    return type(function.__name__, (function,), {"__init__": init})
+
+
 def step_without(name: str, other: Any = None) -> Callable[[Any], Any]:
     """Return a change of layers: they ignore one field of their step."""
 
@@ -493,6 +508,15 @@ SINGLE: dict[str, tuple[str, Callable[[Any], Any]]] = {
         no_slots,
     ),
     "ranks have equal work": ("PrefillContextParallel", same_tokens),
+    "rounds of a ring are attention over the whole prompts": (
+        "RingContextParallel",
+        wrong_rows,
+    ),
+    "a late rank of a ring changes no bit": ("RingContextParallel", rows_at_times),
+    "ranks of a ring that differ are rejected": (
+        "RingContextParallel",
+        agrees_with_all,
+    ),
     "heads and keys on several ranks together are attention on one": (
         "DecodeContextParallel",
         wrong_rows,

@@ -43,6 +43,7 @@ USES_LIBRARIES = {"conformance.harness.interpreter"}
 LARGE_FOLDERS = {
     "optimized/kernels": "one file per kernel and per step of a kernel",
     "optimized/kernels/options": "one file per option",
+    "optimized/kernels/sm90": "one file per role, and per step of a role",
     "optimized/launch": "one file per stage of a launch",
     "shared/conformance/generators": "one file per kind of case",
     "shared/conformance/harness": "one file per stage of a run",

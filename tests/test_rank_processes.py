@@ -56,8 +56,16 @@ def setting_of(twin: str) -> Setting:
     )
 
 
-def step_of_a_rank(ranks: RankGroup, twin: str, shared: Shared) -> bytes:
-    """Return the rows and log-sum-exps of a rank."""
+def step_of_a_rank(
+    ranks: RankGroup, twin: str, shared: Shared, late: int = -1
+) -> bytes:
+    """Return the rows and log-sum-exps of a rank.
+
+    Args:
+        late: The rank that begins half a second after the others. -1: none.
+    """
+    if ranks.rank == late:
+        time.sleep(0.5)
     setting = setting_of(twin)
     whole = whole_call(shared.dealt, setting.device)
     found: Found = run_rank(setting, shared, whole, ranks)
@@ -104,6 +112,19 @@ def test_fixed_splits_give_the_bits_of_one_process_on_two_to_eight(
         assert torch.equal(lse, seen[0][1])
 
 
+def test_a_process_that_is_late_changes_no_bit_of_a_step(
+    processes: RankProcesses,
+) -> None:
+    shared = Shared(replace(BATCH, ranks=4))
+    seen = [
+        joined(processes.run(4, step_of_a_rank, "reference", shared, late))
+        for late in (-1, 0, 3)
+    ]
+    for out, lse in seen[1:]:
+        assert torch.equal(bits(out), bits(seen[0][0]))
+        assert torch.equal(bits(lse), bits(seen[0][1]))
+
+
 def step_with_a_failing_rank(
     ranks: RankGroup, twin: str, failure: str
 ) -> tuple[RankError | None, float]:
@@ -112,7 +133,8 @@ def step_with_a_failing_rank(
     Rank 1 fails in the second one.
 
     Args:
-        failure: "killed", "late", "another batch" or "another exchange".
+        failure: "killed", "late", "another batch", "another cache", "another exchange" or
+            "another torch".
     """
     # the optimized twin compares batches only if contents are validated
     os.environ["PAGETWIN_CHECK_VALUES"] = "1"
@@ -125,6 +147,8 @@ def step_with_a_failing_rank(
     exchange = "all_to_all"
     if is_failing and failure == "another exchange":
         exchange = "reduce_scatter"
+    if is_failing and failure == "another torch":
+        vars(torch)["__version__"] = "0.1+cpu"
     step = setting.candidate.DecodeContextParallel(
         ranks, num_query_heads=heads, head_size=16, max_num_tokens=9,
         interleave_size=2, exchange=exchange, device=setting.device,
@@ -141,6 +165,8 @@ def step_with_a_failing_rank(
             if failure == "another batch":
                 changes["seq_lens"] = given["seq_lens"] - 1
                 changes["query_start_loc"] = given["query_start_loc"] * 0
+            if failure == "another cache":
+                changes["key_cache"] = given["key_cache"].repeat(1, 1, 2, 1)
         begin = time.monotonic()
         try:
             batch = prepare(step, given, **changes)
@@ -173,18 +199,22 @@ def test_a_rank_that_does_not_answer_is_named_by_all_others_within_the_time_limi
 
 
 @pytest.mark.parametrize(
-    ("name", "failure"),
-    [("reference", "another exchange"), ("optimized", "another batch")],
+    ("name", "failure", "differs"),
+    [
+        ("reference", "another exchange", "exchange = "),
+        ("reference", "another torch", "torch = '0.1'"),
+        ("optimized", "another batch", "query_start_loc"),
+        ("optimized", "another cache", "block_shape = "),
+    ],
 )
 def test_ranks_that_differ_all_raise_and_name_what_differs(
-    three: RankProcesses, name: str, failure: str
+    three: RankProcesses, name: str, failure: str, differs: str
 ) -> None:
     found = three.run(3, step_with_a_failing_rank, name, failure)
     for rank, answer in enumerate(found):
-        # the constructor raises if the exchange differs
-        error = answer if failure == "another exchange" else answer[0]
+        # the constructor raises if its arguments differ
+        error = answer if isinstance(answer, Exception) else answer[0]
         assert isinstance(error, RankError), error
-        differs = "exchange = " if failure == "another exchange" else "query_start_loc"
         assert f"rank {rank} of 3" in str(error) and differs in str(error)
         assert "on rank 1" in str(error)
 

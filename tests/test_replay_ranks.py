@@ -1,12 +1,14 @@
 """The replay on several ranks: processes that share the keys of every sequence."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from pagetwin.optimized.launch.launcher import INTERPRETED
 from pagetwin.recorder import Recorder
 from pagetwin.recorder.settings import RecorderSettings
-from pagetwin.tools.replay import ranks
+from pagetwin.tools.replay import named_twins, ranks
 from pagetwin.tools.replay.mismatch import TwinMismatch, load_step
 from pagetwin.tools.replay.reproduce import reproduce
 from pagetwin.tools.replay.run import Replay
@@ -91,6 +93,58 @@ def test_two_processes_compute_every_step_of_a_trace(twin: str) -> None:
     settings = on_two_ranks(twin, requests=requests)
     assert settings.names == (twin, f"{twin} on 2 ranks")
     assert run(settings) > requests
+
+
+def test_ranks_with_copies_of_their_shares_compute_every_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on GPUs, whose ranks cannot map a cache of the host."""
+    made = []
+
+    class Staged(ranks.RanksTwin):
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **named | {"is_staged": True})
+            made.append(self)
+
+    monkeypatch.setattr(named_twins, "RanksTwin", Staged)
+    assert run(on_two_ranks("reference", splits=2)) > 2
+    assert [each.name for each in made] == [
+        "reference on 1 rank with 2 splits",
+        "reference on 2 ranks with 2 splits",
+    ]
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_more_ranks_than_gpus_are_rejected_in_one_sentence(
+    gpus: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    with pytest.raises(
+        ValueError, match=rf"ranks = 2 .* torch finds {gpus} GPU"
+    ) as told:
+        choose_settings("cuda", ranks=2)
+    assert str(told.value).count(". ") == 0
+    assert choose_settings("cuda", ranks=1).ranks == 1
+
+
+def test_two_ranks_on_two_gpus_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert choose_settings("cuda", ranks=2).device == "cuda"
+
+
+two_gpus = pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason="each rank has a GPU of its own"
+)
+
+
+@pytest.mark.cuda
+@two_gpus
+@pytest.mark.parametrize("splits", [0, 8])
+def test_two_gpus_compute_every_step_of_a_trace(splits: int) -> None:
+    settings = choose_settings("cuda", requests=2, scale=1 / 50, ranks=2, splits=splits)
+    assert run(settings) > 2
 
 
 def test_with_fixed_splits_two_processes_give_the_bits_of_one_in_every_step() -> None:

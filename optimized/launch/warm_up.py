@@ -6,55 +6,23 @@ once, on a small batch whose lengths are 1 while its bounds are those of the ker
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
+from ...contract.attention_options import AttentionOptions
 from ..attention.cascade import cascade_attention
 from ..attention.paged import paged_attention
 from ..cache.cache_ops import reshape_and_cache
 from . import cascade, dispatch
 from .attention_call import AttentionCall, sign
-from .launcher import is_capturing
 from .launches import BRIEF, REQS_PER_PASS
 from .prepare import SPLIT_SIZE
 from .tuning import max_short_keys
-
-
-@dataclass(frozen=True, kw_only=True)
-class WarmUpSpec:
-    """The calls that an engine will make.
-
-    Args:
-        key_cache, value_cache: [num_blocks, block_size, kv_heads, head_size] one layer's cache as
-            the engine passes it. Its contents are not changed.
-        num_query_heads: query heads of a layer.
-        max_num_reqs: requests of a batch, at most.
-        max_query_len: new tokens of a request, at most.
-        max_seq_len: keys of a sequence, at most.
-        dtype: dtype of queries, new keys and values, and outputs.
-        out_dtype: Optional. Dtype of the output. If None, `dtype`.
-        options: the options of each kind of layer. Tensors with an entry per request or token may
-            have any number of entries.
-        lse: whether calls pass a float32 `lse`, for each kind of call.
-        cascades: whether `cascade_attention` is called too.
-    """
-
-    key_cache: Tensor
-    value_cache: Tensor
-    num_query_heads: int
-    max_num_reqs: int
-    max_query_len: int
-    max_seq_len: int
-    dtype: torch.dtype = torch.bfloat16
-    out_dtype: torch.dtype | None = None
-    options: tuple[AttentionOptions, ...] = (DEFAULT_OPTIONS,)
-    lse: tuple[bool, ...] = (False,)
-    cascades: bool = False
+from .warm_up_spec import WarmUpSpec, check_spec
 
 
 class WarmedKernel(NamedTuple):
@@ -120,43 +88,6 @@ def warm_up(spec: WarmUpSpec) -> tuple[WarmedKernel, ...]:
                 WarmedKernel(kernel, *bounds, index, lse) for kernel, bounds in launched
             ]
     return tuple(found)
-
-
-def check_spec(spec: WarmUpSpec) -> None:
-    """Reject a spec that no call fits.
-
-    Raises:
-        ValueError, RuntimeError: as `warm_up`.
-    """
-    for name in ("num_query_heads", "max_num_reqs", "max_query_len", "max_seq_len"):
-        number = getattr(spec, name)
-        if type(number) is not int or number < 1:
-            raise ValueError(f"{name} = {number!r}: expected an integer of at least 1")
-    for name in ("key_cache", "value_cache"):
-        if getattr(spec, name).dim() != 4 or not getattr(spec, name).numel():
-            raise ValueError(
-                f"{name} has shape {list(getattr(spec, name).shape)}: expected"
-                " [num_blocks, block_size, kv_heads, head_size], none of them 0"
-            )
-    kv_heads = spec.key_cache.shape[2]
-    if spec.num_query_heads % kv_heads:
-        raise ValueError(
-            f"num_query_heads = {spec.num_query_heads} is not a multiple of the cache's"
-            f" {kv_heads} kv heads"
-        )
-    if spec.max_query_len > spec.max_seq_len:
-        raise ValueError(
-            f"max_query_len = {spec.max_query_len}: expected at most max_seq_len ="
-            f" {spec.max_seq_len}, since new tokens are part of their sequence"
-        )
-    for name in ("options", "lse"):
-        if not getattr(spec, name):
-            raise ValueError(f"{name} is empty: expected an entry per kind of call")
-    if spec.key_cache.is_cuda and is_capturing():
-        raise RuntimeError(
-            "a CUDA graph is being captured: call warm_up before the capture, since kernels"
-            " are not compiled inside it"
-        )
 
 
 _Launched = Iterator[tuple[str, tuple[int, int, int]]]

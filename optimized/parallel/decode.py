@@ -27,7 +27,8 @@ from ...contract.shapes import (
     Value,
     ValueCache,
 )
-from ...engine.rank_group import RankGroup, agree_on_batch
+from ...engine.rank_agreement import agree_on_batch
+from ...engine.rank_group import RankGroup
 from ...validation import values_checked
 from ...validation.parallel import (
     check_context_parallel,
@@ -128,8 +129,9 @@ class DecodeContextParallel:
         self.ranks.begin_step()
         if is_checked:
             agree_on_batch(
-                self.ranks, query_start_loc, seq_lens, num_tokens, max_seq_len
-            )
+                self.ranks, query_start_loc, seq_lens, num_tokens, max_seq_len,
+                key_cache,
+            )  # fmt: skip
         return make_rank_batch(
             key_cache, block_table, query_start_loc, seq_lens, num_tokens, max_seq_len,
             causal, self._splits, self._requests,

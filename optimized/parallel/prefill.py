@@ -8,16 +8,17 @@ the block table each.
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from ...bookkeeping.parallel.prefill_chunks import share_prompts
 from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
 from ...contract.parallel import PrefillShare
 from ...contract.shapes import Key, LogSumExp, Output, Query, Value
+from ...engine.rank_agreement import agree_on_prompts, agree_on_rows
 from ...engine.rank_group import RankGroup
 from ...validation import values_checked
 from ...validation.parallel import check_prefill_share, check_prefill_tokens
 from ..attention.paged import paged_attention
+from ..launch.rank_buffers import RankBuffers
 
 
 class PrefillContextParallel:
@@ -39,14 +40,14 @@ class PrefillContextParallel:
         self.block_size = block_size
         self.device = torch.device(device)
         ranks.agree(torch=torch.__version__.split("+")[0], block_size=block_size)
-        self._buffers: dict[str, Tensor] = {}
+        self._buffers = RankBuffers()
 
     def prepare(self, query_lens: Sequence[int]) -> PrefillShare:
         """Return the chunks that this rank computes, once per step, for all layers."""
         check_prefill_share(query_lens, self.block_size)
         self.ranks.begin_step()
         if values_checked():
-            self.ranks.agree(step=self.ranks.step, query_lens=list(query_lens)[:64])
+            agree_on_prompts(self.ranks, query_lens)
         # step: cut each prompt into two chunks per rank, and find the rows of its keys
         return share_prompts(
             query_lens,
@@ -69,18 +70,20 @@ class PrefillContextParallel:
     ) -> Output:
         """Return attention of this rank's tokens over the prompts up to their positions."""
         check_prefill_tokens(query, key, value, share, options)
+        if values_checked():
+            agree_on_rows(self.ranks, key, value)
         tokens, kv_heads, head_size = key.shape
         width = head_size + value.shape[-1]
         # step: gather the keys and values of all ranks
         shape = (share.max_tokens, kv_heads, width)
-        sent = self._buffer("sent", shape, key)
+        sent = self._buffers.get("sent", shape, key)
         sent[:tokens, :, :head_size] = key
         sent[:tokens, :, head_size:] = value
-        every = self._buffer("received", (self.ranks.world_size, *shape), key)
+        every = self._buffers.get("received", (self.ranks.world_size, *shape), key)
         gathered = self.ranks.all_gather(sent, every).flatten(0, 1)
         # step: put them into the order of their positions
         slots = len(share.gathered_rows)
-        in_order = self._buffer("in order", (slots, kv_heads, width), key)
+        in_order = self._buffers.get("in order", (slots, kv_heads, width), key)
         torch.index_select(gathered, 0, share.gathered_rows, out=in_order)
         cache = in_order.view(
             slots // self.block_size, self.block_size, kv_heads, width
@@ -100,13 +103,3 @@ class PrefillContextParallel:
             lse=lse,
             options=options,
         )
-
-    def _buffer(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Return the buffer of that name, as large as the shape."""
-        elements = 1
-        for size in shape:
-            elements *= size
-        found = self._buffers.get(name)
-        if found is None or found.dtype != like.dtype or len(found) < elements:
-            found = self._buffers[name] = like.new_zeros(elements)
-        return found[:elements].view(shape)

@@ -29,7 +29,8 @@ from ...contract.shapes import (
     Value,
     ValueCache,
 )
-from ...engine.rank_group import RankGroup, agree_on_batch
+from ...engine.rank_agreement import agree_on_batch
+from ...engine.rank_group import RankGroup
 from ...validation.parallel import (
     check_context_parallel,
     check_rank_attention,
@@ -159,14 +160,16 @@ class DecodeContextParallel:
         Raises:
             IndexError: A row does not hold the rank's share of a sequence.
             ValueError: More tokens than the buffers hold, or lengths that do not match.
-            RankError: The ranks do not agree on the batch.
+            RankError: The ranks do not agree on the batch, or on the shape of a block.
         """
         check_rank_batch(
             key_cache, block_table, query_start_loc, seq_lens, num_tokens, max_seq_len,
             self.of_rank, self.max_num_tokens, self.fixed_splits, causal, contents=True,
         )  # fmt: skip
         self.ranks.begin_step()
-        agree_on_batch(self.ranks, query_start_loc, seq_lens, num_tokens, max_seq_len)
+        agree_on_batch(
+            self.ranks, query_start_loc, seq_lens, num_tokens, max_seq_len, key_cache
+        )
         return make_rank_batch(
             key_cache, block_table, query_start_loc, seq_lens, num_tokens, max_seq_len,
             causal, self.splits, self.of_rank,

@@ -18,6 +18,7 @@ from ...bookkeeping.parallel.prefill_chunks import share_prompts
 from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
 from ...contract.parallel import PrefillShare
 from ...contract.shapes import Key, LogSumExp, Output, Query, Value
+from ...engine.rank_agreement import agree_on_prompts, agree_on_rows
 from ...engine.rank_group import RankGroup
 from ...validation.parallel import check_prefill_share, check_prefill_tokens
 from ..attention.paged import paged_attention
@@ -80,7 +81,7 @@ class PrefillContextParallel:
         """
         check_prefill_share(query_lens, self.block_size)
         self.ranks.begin_step()
-        self.ranks.agree(step=self.ranks.step, query_lens=list(query_lens)[:64])
+        agree_on_prompts(self.ranks, query_lens)
         # step: cut each prompt into two chunks per rank, and find the rows of its keys
         return share_prompts(
             query_lens,
@@ -120,6 +121,7 @@ class PrefillContextParallel:
             RankError: Another rank has ended or does not answer.
         """
         check_prefill_tokens(query, key, value, share, options)
+        agree_on_rows(self.ranks, key, value)
         # step: gather the keys and values of all ranks
         own = torch.cat([key, value], dim=-1)
         padded = own.new_zeros(share.max_tokens, *own.shape[1:])

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from .harness.families import vllm_like as vllm_like
     from .harness.fuzz import fuzz_implementation as fuzz_implementation
     from .harness.pytest_support import parametrize_with_laws as parametrize_with_laws
+    from .harness.rank_function import RankStep as RankStep
+    from .harness.rank_function import step_of_ranks as step_of_ranks
     from .harness.report import Report as Report
     from .harness.report import Result as Result
     from .harness.report import Status as Status
@@ -33,6 +35,8 @@ _MODULES = {
     "vllm_like": "families",
     "fuzz_implementation": "fuzz",
     "parametrize_with_laws": "pytest_support",
+    "RankStep": "rank_function",
+    "step_of_ranks": "rank_function",
     "Report": "report",
     "Result": "report",
     "Status": "report",

@@ -263,6 +263,12 @@ CONCEPTS = (
         ("PrefillContextParallel",),
     ),
     Concept(
+        "ring_prefill",
+        "parallel.ring",
+        "Ring prefill: keys and values pass from rank to rank, and results of rounds are merged.",
+        ("RingContextParallel",),
+    ),
+    Concept(
         "multimodal_prefix",
         "batch.multimodal_prefix",
         "Multimodal prefixes: bidirectional attention among the tokens of one image.",

@@ -91,6 +91,45 @@ class PrefillShare:
 
 
 @dataclass(frozen=True)
+class RingRound:
+    """The keys of one round of a ring: those of one rank that this rank's chunks attend to.
+
+    Args:
+        block_table: [chunks, max_blocks] blocks of the held share, per chunk of this rank.
+        seq_lens: [chunks] keys that each chunk attends to in this round. 0 if all of them are
+            past the end of the chunk.
+        max_seq_len: The largest of these. If 0, nothing is attended to in this round.
+        causal: Whether the keys are those of the chunks themselves. If not, they all precede them.
+    """
+
+    block_table: BlockTable
+    seq_lens: TokenCounts
+    max_seq_len: int
+    causal: bool
+
+
+@dataclass(frozen=True)
+class RingShare:
+    """The chunks of one step's prompts that a rank computes, and the keys of each round.
+
+    Args:
+        tokens: [tokens] int64, indices of this rank's tokens among all new tokens of the step.
+        slots: [tokens] int64, the slot of each of them in the share that is sent.
+        num_blocks: Blocks of a share, the same number on all ranks.
+        query_start_loc: [chunks + 1] where each chunk's queries start.
+        max_query_len: The longest chunk.
+        rounds: One per rank. Round i has the keys of rank (rank - i) % ranks.
+    """
+
+    tokens: Positions
+    slots: SlotMapping
+    num_blocks: int
+    query_start_loc: StartLoc
+    max_query_len: int
+    rounds: tuple[RingRound, ...]
+
+
+@dataclass(frozen=True)
 class RankHeads:
     """The heads of one rank under tensor parallelism.
 

@@ -12,7 +12,6 @@ them on the device and returns before it has finished, and it can be captured in
 
 import json
 import time
-import zlib
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -20,6 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch import distributed as dist
+
+from .rank_error import RankError as RankError
+from .rank_error import find_missing
 
 DESCRIPTION_BYTES = 2048
 """Bytes of the description that ranks exchange to compare a step."""
@@ -33,29 +35,6 @@ _ALL_GATHER: Any = getattr(
 _REDUCE_SCATTER: Any = getattr(
     dist, "reduce_scatter_single", getattr(dist, "reduce_scatter_tensor", None)
 )
-
-
-class RankError(RuntimeError):
-    """A collective did not end on all ranks, or the ranks do not agree on the step.
-
-    Args:
-        message: Names this rank and the step.
-        rank: This rank.
-        step: The step in which the error occurred, counted from 1. 0 before the first.
-        missing: Ranks that did not report. Empty if they are not known.
-    """
-
-    def __init__(
-        self, message: str, rank: int, step: int, missing: tuple[int, ...] = ()
-    ) -> None:
-        super().__init__(message)
-        self.rank = rank
-        self.step = step
-        self.missing = missing
-
-    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
-        """Let another process receive the error."""
-        return type(self), (str(self), self.rank, self.step, self.missing)
 
 
 class RankGroup:
@@ -154,6 +133,29 @@ class RankGroup:
         out = torch.empty_like(tensor[0]) if out is None else out
         return self._run("reduce-scatter", _REDUCE_SCATTER, out, tensor)
 
+    def start_shift(self, tensor: Tensor, out: Tensor) -> Callable[[], Tensor]:
+        """Start to send a tensor to the next rank, and to receive that of the previous one.
+
+        Rank 0 is the next one of the last. Until the returned call has ended, `tensor` must not be
+        changed, and `out` must not be used.
+
+        Args:
+            tensor: [...], contiguous, of the same shape and dtype on all ranks.
+            out: Like `tensor`, modified in place.
+
+        Returns:
+            A call that waits until both have ended, and returns `out`.
+
+        Raises:
+            RankError: A rank has ended, or the time limit is over. The returned call raises it too.
+        """
+        if self.world_size == 1:
+            return lambda: out.copy_(tensor)
+        self._expect_usable()
+        if not tensor.numel():
+            return lambda: out
+        return self._start_shift(tensor, out)
+
     def agree(self, **values: Any) -> None:
         """Compare values among the ranks.
 
@@ -207,14 +209,7 @@ class RankGroup:
         self, name: str, collective: Callable[..., Any], out: Tensor, tensor: Tensor
     ) -> Tensor:
         """Run a collective, and return `out`."""
-        if self._error is not None:
-            raise RankError(
-                f"rank {self.rank} of {self.world_size}, step {self.step}: the group is unusable"
-                f" since an earlier error; start it again ({self._error})",
-                self.rank,
-                self.step,
-                self._error.missing,
-            )
+        self._expect_usable()
         if not tensor.numel():
             return out
         if self.backend != "gloo":
@@ -226,16 +221,69 @@ class RankGroup:
             work = collective(received, sent, group=self.group, async_op=True)
             work.wait(timedelta(seconds=self.timeout))
         except (RuntimeError, ValueError) as error:
-            seconds = time.monotonic() - begin
-            why = " ".join(str(error).split())[:200]
-            what = f"{name} failed after {seconds:.1f} s: {why}"
-            raise self._fail(what, True) from error
+            raise self._fail_after(name, begin, error) from error
         # on the host they are one tensor
         return out if out.device.type == "cpu" else out.copy_(received.view(out.shape))
 
+    def _start_shift(self, tensor: Tensor, out: Tensor) -> Callable[[], Tensor]:
+        """Start to send and to receive; return the call that waits for both."""
+        assert self.group is not None
+        following, previous = (
+            dist.get_global_rank(self.group, (self.rank + step) % self.world_size)
+            for step in (1, -1)
+        )
+        is_gloo = self.backend == "gloo"
+        sent, received = (tensor.cpu(), out.cpu()) if is_gloo else (tensor, out)
+        name = f"send to rank {following}, receive from {previous}"
+        begin = time.monotonic()
+        try:
+            works = dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.isend, sent, following, self.group),
+                    dist.P2POp(dist.irecv, received, previous, self.group),
+                ]
+            )
+        except (RuntimeError, ValueError) as error:
+            raise self._fail_after(name, begin, error) from error
+
+        def finish() -> Tensor:
+            begin = time.monotonic()
+            try:
+                for work in works:
+                    left = max(0.001, begin + self.timeout - time.monotonic())
+                    if is_gloo:
+                        work.wait(timedelta(seconds=left))
+                    else:
+                        work.wait()
+            except (RuntimeError, ValueError) as error:
+                raise self._fail_after(name, begin, error) from error
+            return out if out is received else out.copy_(received)
+
+        return finish
+
+    def _expect_usable(self) -> None:
+        """Raise an error if a collective has failed before."""
+        if self._error is not None:
+            raise RankError(
+                f"rank {self.rank} of {self.world_size}, step {self.step}: the group is unusable"
+                f" since an earlier error; start it again ({self._error})",
+                self.rank,
+                self.step,
+                self._error.missing,
+            )
+
+    def _fail_after(self, name: str, begin: float, error: Exception) -> RankError:
+        """Return the error of a collective that a library's error has ended."""
+        why = " ".join(str(error).split())[:200]
+        seconds = time.monotonic() - begin
+        return self._fail(f"{name} failed after {seconds:.1f} s: {why}", True)
+
     def _fail(self, what: str, wants_missing: bool = False) -> RankError:
         """Return the error of this rank, and remember it."""
-        missing = self._find_missing() if wants_missing else ()
+        missing: tuple[int, ...] = ()
+        if wants_missing and self.store is not None:
+            grace = min(GRACE_S, self.timeout)
+            missing = find_missing(self.store, self.rank, self.world_size, grace)
         names = ", ".join(str(each) for each in missing)
         told = f"; no report from rank {names}" if missing else ""
         self._error = RankError(
@@ -246,52 +294,3 @@ class RankGroup:
             missing,
         )
         return self._error
-
-    def _find_missing(self) -> tuple[int, ...]:
-        """Report an error to the store, and return the ranks that have not reported in time."""
-        if self.store is None:
-            return ()
-        waiting = [each for each in range(self.world_size) if each != self.rank]
-        grace = min(GRACE_S, self.timeout)
-        try:
-            self.store.set(self._report(self.rank), "1")
-            end = time.monotonic() + grace
-            while waiting and time.monotonic() < end:
-                waiting = [
-                    each
-                    for each in waiting
-                    if not self.store.check([self._report(each)])
-                ]
-                time.sleep(0.02)
-        except RuntimeError:  # the store has ended too
-            return ()
-        return tuple(waiting)
-
-    def _report(self, rank: int) -> str:
-        return f"failed/{rank}"
-
-
-def agree_on_batch(
-    ranks: RankGroup,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    num_tokens: int,
-    max_seq_len: int,
-) -> None:
-    """Compare the batch of a step among the ranks. It is copied to the host.
-
-    Raises:
-        RankError: The ranks do not have the same batch.
-    """
-    if ranks.world_size == 1:
-        return
-    starts, lens = query_start_loc.tolist(), seq_lens.tolist()
-    ranks.agree(
-        step=ranks.step,
-        num_tokens=num_tokens,
-        max_seq_len=max_seq_len,
-        requests=len(lens),
-        query_start_loc=starts[:32],
-        seq_lens=lens[:32],
-        checksum=zlib.crc32(json.dumps([starts, lens]).encode()),
-    )

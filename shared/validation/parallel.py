@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..contract.attention_options import OPTIONS_PER_BATCH, AttentionOptions
-from ..contract.parallel import KeySplits, PrefillShare, RankBatch
+from ..contract.parallel import KeySplits, PrefillShare, RankBatch, RingShare
 from .attention_options import reject_options
 from .batch import check_block_ids, check_start_loc
 from .cascade import count_share
@@ -14,6 +14,7 @@ from .primitives import FLOATS, check_dtype, check_length, check_positive
 from .step_shapes import check_multiple, check_ranks
 
 EXCHANGES = ("all_to_all", "reduce_scatter")
+TAKEN_IN_A_RING = ("causal", "logits_soft_cap", "sinks", "batch_invariant")
 TAKEN = ("causal", "logits_soft_cap", "sinks", "k_scale", "v_scale", "batch_invariant")
 
 
@@ -139,17 +140,7 @@ def check_rank_attention(
         "kv_heads",
         key_cache.shape[2],
     )
-    rows, heads = query.shape[:2]
-    for name, tensor, shape in (
-        ("out", out, (rows, heads, value_cache.shape[-1])),
-        ("lse", lse, (heads, rows)),
-    ):
-        if tensor is not None and tuple(tensor.shape) != shape:
-            raise ValueError(
-                f"{name} has shape {list(tensor.shape)}: expected {list(shape)}"
-            )
-    if out is not None:
-        check_dtype("out", out, *FLOATS)
+    _check_results(query, value_cache.shape[-1], out, lse)
     reject_options(
         options,
         tuple(each for each in options.given if each not in TAKEN),
@@ -165,7 +156,9 @@ def check_rank_attention(
             " DecodeContextParallel"
         )
     if options.sinks is not None:
-        check_length("sinks", options.sinks, heads, "one per query head of this rank")
+        check_length(
+            "sinks", options.sinks, num_query_heads, "one per query head of this rank"
+        )
 
 
 def check_prefill_share(query_lens: Sequence[int], block_size: int) -> None:
@@ -184,19 +177,86 @@ def check_prefill_tokens(
     options: AttentionOptions,
 ) -> None:
     """Reject other tokens than those of the share, and options per request or token."""
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.dim() != 3 or len(tensor) != len(share.tokens):
-            raise ValueError(
-                f"{name} has shape {list(tensor.shape)}: expected [{len(share.tokens)}, heads,"
-                " size], the tokens that the share lists"
-            )
-    check_dtype("value", value, key.dtype)
+    _check_tokens(query, key, value, len(share.tokens))
     batched = [
         each for each in OPTIONS_PER_BATCH if isinstance(getattr(options, each), Tensor)
     ]
     reject_options(
         options, batched, "each rank has other requests, which are chunks of prompts"
     )
+    _check_causal(options)
+
+
+def check_ring_tokens(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    share: RingShare,
+    out: Tensor | None,
+    lse: Tensor | None,
+    options: AttentionOptions,
+) -> None:
+    """Reject what would raise an error while a share is on its way, and options of positions."""
+    _check_tokens(query, key, value, len(share.tokens))
+    check_dtype("query", query, *FLOATS)
+    check_dtype("key", key, query.dtype)
+    if query.shape[-1] != key.shape[-1]:
+        raise ValueError(
+            f"key has shape {list(key.shape)}: expected a head size of {query.shape[-1]}, that of"
+            " the query"
+        )
+    check_multiple("query heads", query.shape[1], "kv_heads", key.shape[1])
+    _check_results(query, value.shape[-1], out, lse)
+    reject_options(
+        options,
+        tuple(each for each in options.given if each not in TAKEN_IN_A_RING),
+        "the keys of a round have no positions; PrefillContextParallel takes options by position",
+    )
+    _check_causal(options)
+    if options.batch_invariant:
+        raise ValueError(
+            "batch_invariant = True: expected False, since a ring groups the keys by ranks and a"
+            " row's bits depend on their number; PrefillContextParallel gives the bits of one rank"
+        )
+    if options.sinks is not None:
+        check_length("sinks", options.sinks, query.shape[1], "one per query head")
+
+
+def _check_tokens(query: Tensor, key: Tensor, value: Tensor, tokens: int) -> None:
+    """Reject other tokens than those of a rank's share."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != 3 or len(tensor) != tokens:
+            raise ValueError(
+                f"{name} has shape {list(tensor.shape)}: expected [{tokens}, heads, size], the"
+                " tokens that the share lists"
+            )
+    check_dtype("value", value, key.dtype)
+
+
+def _check_causal(options: AttentionOptions) -> None:
+    """Reject attention of a token to keys after it, which its chunk does not receive."""
+    if options.causal not in (None, True):
+        raise NotImplementedError(
+            f"causal = {options.causal}: expected None, since a chunk of a prompt attends to the"
+            " keys up to its end only; use encoder_attention on one rank"
+        )
+
+
+def _check_results(
+    query: Tensor, value_head_size: int, out: Tensor | None, lse: Tensor | None
+) -> None:
+    """Reject outputs and log-sum-exps of another shape or dtype."""
+    rows, heads = query.shape[:2]
+    for name, tensor, shape in (
+        ("out", out, (rows, heads, value_head_size)),
+        ("lse", lse, (heads, rows)),
+    ):
+        if tensor is not None and tuple(tensor.shape) != shape:
+            raise ValueError(
+                f"{name} has shape {list(tensor.shape)}: expected {list(shape)}"
+            )
+    if out is not None:
+        check_dtype("out", out, *FLOATS)
 
 
 def check_tp_heads(

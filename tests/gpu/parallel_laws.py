@@ -45,6 +45,14 @@ PROMPTS = [
     Prompts((37, 5), 2, "invariant", (20, 4), dtype=torch.bfloat16),
 ]
 
+RINGS = [
+    Prompts((300, 7, 1), 2, "plain", (150, 4, 0), dtype=torch.bfloat16,
+            operation="RingContextParallel"),
+    Prompts((37, 530), 2, "sinks", (20, 400), dtype=torch.bfloat16,
+            operation="RingContextParallel"),
+    Prompts((64, 5), 2, "cap", (20, 4), operation="RingContextParallel"),
+]  # fmt: skip
+
 
 def setting_of(name: str) -> Setting:
     """Return a twin on this rank's device."""
@@ -111,6 +119,22 @@ def hold_prefill(job: Job, name: str, ranks: RankGroup) -> int:
             assert torch.equal(bits(out), bits(right)), (name, prompts)
             assert torch.equal(bits(lse), bits(right_lse)), (name, prompts)
     return len(PROMPTS)
+
+
+def hold_ring(job: Job, name: str, ranks: RankGroup) -> int:
+    """Compare prefills of a ring with the oracle, and two runs of each bit by bit."""
+    setting = setting_of(name)
+    for prompts in RINGS:
+        call = prompts.call(setting.device)
+        seen = []
+        for _ in range(2):
+            mine = prefill_parallel.run_rank(setting, prompts, call, ranks)
+            seen.append(prefill_parallel.in_order(joined(job, ranks, mine)))
+        out, lse = (each.to(DEVICE) for each in seen[0])
+        expect_right(setting, call, (out, lse), is_joined=True)
+        for first, second in zip(*seen, strict=True):
+            assert torch.equal(bits(first), bits(second)), (name, prompts)
+    return len(RINGS)
 
 
 def hold_heads(job: Job, name: str, ranks: RankGroup) -> int:
@@ -199,6 +223,7 @@ HELD = {
     "step": (hold_step, "agree with the oracle"),
     "bits": (hold_bits, "have the bits of one rank"),
     "prefill": (hold_prefill, "prefills agree with the oracle and with one rank"),
+    "ring": (hold_ring, "prefills of a ring agree with the oracle"),
     "heads": (hold_heads, "heads and keys on ranks agree with the oracle"),
     "captured": (hold_captured, "captured steps have the bits of eager ones"),
 }

@@ -14,6 +14,7 @@ from pagetwin.engine.rank_group import RankGroup
 from pagetwin.optimized import (
     DecodeContextParallel,
     PrefillContextParallel,
+    RingContextParallel,
     paged_attention,
 )
 from parallel_job import DEVICE, Job
@@ -133,8 +134,9 @@ def time_parts(name: str, decode: Decode, job: Job) -> None:
 
 def time_prefill(job: Job) -> None:
     """Time one layer of a prefill on one GPU and on all."""
+    plain_us = 0.0
     for is_invariant in (False, True):
-        took = {}
+        took: dict[int, float] = {}
         options = AttentionOptions(batch_invariant=is_invariant)
         for group in (job.alone, job.ranks):
             prefill = PrefillContextParallel(group, BLOCK, DEVICE)
@@ -149,6 +151,7 @@ def time_prefill(job: Job) -> None:
             )  # fmt: skip
             took[group.world_size] = job.microseconds(call, calls=2)
         world = job.ranks.world_size
+        plain_us = plain_us or took[1]
         job.say(
             f"prefill-1x32k{' batch-invariant' if is_invariant else ''}",
             "one layer",
@@ -156,7 +159,30 @@ def time_prefill(job: Job) -> None:
             all_us=took[world],
             times=took[1] / took[world],
         )
+    time_ring(job, plain_us)
     rows = randn(PREFILL // world, KV_HEADS, 2 * SIZE)
     every = rows.new_empty(world, *rows.shape)
     gather = job.microseconds(partial(job.ranks.all_gather, rows, every), calls=4)
-    job.say("prefill-1x32k collectives", "us", all_gather=gather)
+    other = torch.empty_like(rows)
+    shift = job.microseconds(lambda: job.ranks.start_shift(rows, other)(), calls=4)
+    job.say("prefill-1x32k collectives", "us", all_gather=gather, shift=shift)
+
+
+def time_ring(job: Job, one_us: float) -> None:
+    """Time one layer of a prefill whose shares pass from rank to rank.
+
+    Args:
+        one_us: That layer on one GPU.
+    """
+    ring = RingContextParallel(job.ranks, BLOCK, DEVICE)
+    share = ring.prepare([PREFILL])
+    own = len(share.tokens)
+    query, key, value = (
+        randn(own, heads, SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
+    out = torch.empty_like(query)
+    call = partial(ring.attend, query, key, value, share, out=out)
+    us = job.microseconds(call, calls=2)
+    job.say(
+        "prefill-1x32k ring", "one layer", one_us=one_us, all_us=us, times=one_us / us
+    )

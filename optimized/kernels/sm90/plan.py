@@ -293,15 +293,15 @@ class Sm90Plan:
             SWIZZLED_3D.value,
         )
 
-    def lower(self, *tensors: Tensor | None) -> tuple[Any, ...]:
+    def lower(
+        self, query: Tensor, key: Tensor, value: Tensor, *others: Tensor | None
+    ) -> tuple[Any, ...]:
         """Return a launch's descriptors and tensors in the order of the kernel's arguments.
 
         Args:
-            tensors: queries, keys, values, and the others of `launch_with_maps`.
+            others: those of `launch_with_maps`.
         """
-        query, key = tensors[:2]
-        assert query is not None
-        assert key is not None
+        mapped: list[Any] = [query, key, value, *others][: self.num_maps]
         extra_rows = self.extra_rows(query, key)
-        descriptors = map(self.describe, range(self.num_maps), tensors, extra_rows)
-        return (*descriptors, *tensors[3:])
+        descriptors = map(self.describe, range(self.num_maps), mapped, extra_rows)
+        return (*descriptors, *others)

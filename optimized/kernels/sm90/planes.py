@@ -1,6 +1,6 @@
-"""Calls that the Hopper kernels support, and their tensors as planes of rows, as TMA sees them.
+"""Calls that the Hopper kernels support, and their tensors as planes of rows, which TMA addresses.
 
-TMA addresses a tensor of heads as a plane: rows at one stride, and heads at other rows or columns.
+The rows of a plane have one stride. Another head begins at another row or column.
 """
 
 from dataclasses import fields

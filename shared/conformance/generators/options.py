@@ -101,12 +101,6 @@ class Call:
         """Return output and log-sum-exp of one twin; tensors that are passed are full of NaN."""
         return self.run_into(twin, self.out_dtype, self.wants_lse)
 
-    def run_both(self, twin: Implementation) -> tuple[Tensor, Tensor]:
-        """Return output and log-sum-exp, both passed as tensors."""
-        out, lse = self.run_into(twin, self.out_dtype or self.dtype, True)
-        assert lse is not None
-        return out, lse
-
     def run_into(
         self,
         twin: Implementation,

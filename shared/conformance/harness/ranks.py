@@ -54,6 +54,26 @@ class _LocalRanks(RankGroup):
     def _run(
         self, name: str, collective: Callable[..., Any], out: Tensor, tensor: Tensor
     ) -> Tensor:
+        self._expect_two_buffers(name, out, tensor)
+        self._meeting.arrive(self.rank, (name, out, tensor))
+        return out
+
+    def _start_shift(self, tensor: Tensor, out: Tensor) -> Callable[[], Tensor]:
+        """Exchange the tensors when they are waited for, which is the latest possible moment.
+
+        What is sent then has every change that was made too early, and what is received is NaN
+        until then.
+        """
+        self._expect_two_buffers("shift", out, tensor)
+        out.fill_(torch.nan)
+
+        def finish() -> Tensor:
+            self._meeting.arrive(self.rank, ("shift", out, tensor))
+            return out
+
+        return finish
+
+    def _expect_two_buffers(self, name: str, out: Tensor, tensor: Tensor) -> None:
         if not (out.is_contiguous() and tensor.is_contiguous()):
             raise Disagreement(f"{name} of rank {self.rank}", "its tensors", "strided",
                                "contiguous")  # fmt: skip
@@ -62,8 +82,6 @@ class _LocalRanks(RankGroup):
             raise Disagreement(
                 f"{name} of rank {self.rank}", "its buffers", "one for both", "two"
             )
-        self._meeting.arrive(self.rank, (name, out, tensor))
-        return out
 
 
 class _Meeting:
@@ -156,6 +174,8 @@ class _Meeting:
         for rank, (name, out, _) in arrived.items():
             if name == "all-gather":
                 out.copy_(torch.stack(sent))
+            elif name == "shift":
+                out.copy_(sent[rank - 1])
             else:
                 parts = torch.stack([each[rank] for each in sent])
                 out.copy_(parts if name == "all-to-all" else parts.sum(0))

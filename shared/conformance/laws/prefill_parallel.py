@@ -33,6 +33,7 @@ class Prompts:
         needles: Index of the key that outweighs all others, per prompt. If -1, there is none.
         block_size: Slots in a block of the gathered keys.
         order: Seed of the order in which the ranks run.
+        operation: What computes them.
     """
 
     lens: tuple[int, ...]
@@ -42,6 +43,7 @@ class Prompts:
     block_size: int = 16
     dtype: torch.dtype = torch.float32
     order: int = 0
+    operation: str = "PrefillContextParallel"
 
     def call(self, device: torch.device) -> Call:
         """Return attention over the prompts on one rank."""
@@ -52,6 +54,7 @@ class Prompts:
             "window": {"sliding_window": 5},
             "slopes": {"alibi_slopes": slopes(call.query.shape[1], 0.5)},
             "cap": {"logits_soft_cap": 3.0},
+            "sinks": {"sinks": slopes(call.query.shape[1], 1.0)},
             "invariant": {"batch_invariant": True},
         }
         call = call.changed(**options.get(self.kind, {}))
@@ -68,12 +71,12 @@ def run_rank(
         .to(setting.device)
         for name in ("key", "value")
     )
-    names = ("sliding_window", "alibi_slopes", "logits_soft_cap", "batch_invariant")
+    names = ("sliding_window", "alibi_slopes", "logits_soft_cap", "sinks",
+             "batch_invariant")  # fmt: skip
     given = {name: call.arguments[name] for name in names if name in call.arguments}
     options = replace(DEFAULT_OPTIONS, **given)
-    prefill = setting.candidate.PrefillContextParallel(
-        ranks, block_size=prompts.block_size, device=setting.device
-    )
+    make = getattr(setting.candidate, prompts.operation)
+    prefill = make(ranks, block_size=prompts.block_size, device=setting.device)
     share = prefill.prepare(list(prompts.lens))
     own = share.tokens
     lse = torch.full(
@@ -125,7 +128,7 @@ def prompt_batches(draw: st.DrawFn) -> Prompts:
     return Prompts(
         lens,
         ranks=pick.choice([1, 2, 2, 3, 4]),
-        kind=pick.choice(["plain", "window", "slopes", "cap"]),
+        kind=pick.choice(["plain", "window", "slopes", "cap", "sinks"]),
         needles=tuple(
             min(pick.choice([-1, 0, each // 4, each // 2]), each - 1) for each in lens
         ),
@@ -178,7 +181,7 @@ def ranks_have_equal_work(setting: Setting, world_size: int) -> None:
 
 
 UNFIT_PREFILLS = ("a negative length", "blocks without slots", "another rank's tokens",
-                  "a mask per request")  # fmt: skip
+                  "a mask per request", "no causal mask")  # fmt: skip
 
 
 @law("PrefillContextParallel", cases=UNFIT_PREFILLS, claim="rejects shapes")
@@ -195,8 +198,8 @@ def invalid_prompts_of_a_rank_are_rejected(setting: Setting, what: str) -> None:
     tokens = 4 if what == "another rank's tokens" else 3
     ones = torch.ones(tokens, 2, 16, dtype=torch.float32, device=setting.device)
     causal = torch.ones(1, dtype=torch.bool, device=setting.device)
-    per_request = AttentionOptions(causal=causal)
-    options = per_request if what == "a mask per request" else DEFAULT_OPTIONS
+    masks = {"a mask per request": causal, "no causal mask": False}
+    options = AttentionOptions(causal=masks.get(what))
     expect_rejection(
         what, lambda: prefill.attend(ones, ones, ones, share, options=options)
     )

@@ -53,7 +53,7 @@ def make_twin(
             )
         return RanksTwin(
             on_ranks[0], run, int(ranks), int(splits or 0), query_heads,
-            spec.head_size, spec.dtype, max_num_tokens,
+            spec.head_size, spec.dtype, max_num_tokens, device,
         )  # fmt: skip
     if name not in TWINS and name.upper() in backend_names():
         backend = get_attn_backend(name.upper(), spec, device)

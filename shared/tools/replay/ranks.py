@@ -1,9 +1,12 @@
-"""A step on several ranks, each a process, which are joined by a gloo process group.
+"""A step on several ranks, each a process, which are joined by a process group.
 
 The step is `DecodeContextParallel` of the implementation. Rank r of n stores the positions p with
 p % n == r. Blocks have a multiple of n slots, so its cache is every n-th slot of each block, with
 the same block ids. All ranks map one cache in shared memory, and each takes its view of it. So
 poison, and the comparison of every slot, are those of a step on one rank.
+
+On the CPU the group is gloo's. On GPUs it is NCCL's, and rank r has GPU r with a copy of its share.
+The share is read from the cache before each write and stored after it, through shared memory.
 """
 
 import tempfile
@@ -41,6 +44,8 @@ class RanksTwin(ReplayTwin):
         head_size: elements per head.
         dtype: of the queries.
         max_num_tokens: new tokens of the largest step.
+        device: of the cache, "cpu" or "cuda". On "cuda" each rank has a GPU.
+        is_staged: Optional. Whether ranks have copies of their shares. If None, on GPUs.
     """
 
     def __init__(
@@ -53,12 +58,16 @@ class RanksTwin(ReplayTwin):
         head_size: int,
         dtype: torch.dtype,
         max_num_tokens: int,
+        device: torch.device | str = "cpu",
+        is_staged: bool | None = None,
     ) -> None:
-        super().__init__(name, implementation, "cpu")
+        super().__init__(name, implementation, device)
+        on_gpus = self.device.type == "cuda"
+        self._is_staged = on_gpus if is_staged is None else is_staged
         if splits:
             self.bits_of = (implementation.name, splits)
         self._ranks, self._heads = ranks, query_heads // ranks
-        self._caches: list[Tensor] = []
+        self._caches: list[tuple[Tensor, Tensor]] = []
         arguments: dict[str, Any] = {
             "num_query_heads": self._heads,
             "head_size": head_size,
@@ -67,7 +76,9 @@ class RanksTwin(ReplayTwin):
             "dtype": dtype,
         }
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", module_of(implementation.name)])
+        # a process that has initialized CUDA cannot be forked
+        preloaded = [] if on_gpus else [module_of(implementation.name)]
+        context.set_forkserver_preload(["torch", *preloaded])
         # ranks find each other through a file
         folder = tempfile.TemporaryDirectory(prefix="pagetwin-ranks-")
         self._pipes: list[Any] = []
@@ -75,7 +86,9 @@ class RanksTwin(ReplayTwin):
         for rank in range(ranks):
             ours, theirs = context.Pipe()
             store = Path(folder.name) / "store"
-            given = (theirs, str(store), rank, ranks, implementation.name, arguments)
+            where = f"cuda:{rank}" if on_gpus else "cpu"
+            given = (theirs, str(store), rank, ranks, implementation.name,
+                     arguments | {"device": where}, self._is_staged)  # fmt: skip
             process = context.Process(target=_serve, args=given, daemon=True)
             process.start()
             theirs.close()
@@ -98,24 +111,31 @@ class RanksTwin(ReplayTwin):
 
     def write(self, inputs: LayerInputs, cache: Tensor, step: StepMetadata) -> None:
         """Write the new keys and values; `cache` is modified in place."""
-        given = (self._number(cache), inputs.key, inputs.value)
+        number = self._number(cache)
+        shared = self._caches[number][1]
+        if self._is_staged:
+            shared.copy_(cache)
+        given = (number, inputs.key.cpu(), inputs.value.cpu())
         self._call("write", [given] * self._ranks)
+        if self._is_staged:
+            cache.copy_(shared)
 
     def attend(self, inputs: LayerInputs, cache: Tensor, step: StepMetadata) -> Tensor:
         """Return the step's attention, the heads of all ranks."""
         number = self._number(cache)
-        heads = torch.split(inputs.query, self._heads, dim=1)
+        heads = torch.split(inputs.query.cpu(), self._heads, dim=1)
         found = self._call("attend", [(number, each.contiguous()) for each in heads])
-        return torch.cat(found, dim=1)
+        return torch.cat(found, dim=1).to(self.device)
 
     def _number(self, cache: Tensor) -> int:
         """Return the number of a cache, which the ranks map when it is used first."""
-        for number, each in enumerate(self._caches):
+        for number, (each, _) in enumerate(self._caches):
             if each is cache:
                 return number
         # sending a tensor moves it to shared memory
-        self._caches.append(cache)
-        self._call("add_cache", [(cache,)] * self._ranks)
+        shared = torch.empty_like(cache, device="cpu") if self._is_staged else cache
+        self._caches.append((cache, shared))
+        self._call("add_cache", [(shared,)] * self._ranks)
         return len(self._caches) - 1
 
     def _call(self, name: str, given: list[tuple[Any, ...]]) -> list[Any]:
@@ -154,19 +174,26 @@ def module_of(name: str) -> str:
 class _Rank:
     """One rank, in a process of its own."""
 
-    def __init__(self, ranks: RankGroup, name: str, arguments: dict[str, Any]) -> None:
+    def __init__(
+        self, ranks: RankGroup, name: str, arguments: dict[str, Any], is_staged: bool
+    ) -> None:
         self.run: Any = load_implementation(name)
-        self.ranks = ranks
+        self.ranks, self.device, self.is_staged = ranks, arguments["device"], is_staged
         self.step = self.run.DecodeContextParallel(ranks, **arguments)
+        self.shared: list[tuple[Tensor, Tensor]] = []
         self.caches: list[tuple[Tensor, Tensor]] = []
         self.latest: ReplayBatch | None = None
         self.batch: Any = None
 
     def add_cache(self, cache: Tensor) -> None:
-        """Keep this rank's slots of a cache."""
+        """Keep this rank's slots of a cache, or a copy of them on its device."""
         rank, ranks = self.ranks.rank, self.ranks.world_size
         keys, values = self.run.split_kv_cache(cache)
-        self.caches.append((keys[:, rank::ranks], values[:, rank::ranks]))
+        self.shared.append((keys[:, rank::ranks], values[:, rank::ranks]))
+        own = self.shared[-1]
+        if self.is_staged:
+            own = (own[0].to(self.device, copy=True), own[1].to(self.device, copy=True))
+        self.caches.append(own)
 
     def prepare(self, batch: ReplayBatch) -> None:
         """Receive the batch of the next step."""
@@ -174,15 +201,25 @@ class _Rank:
 
     def write(self, cache: int, key: Tensor, value: Tensor) -> None:
         """Write the new tokens that this rank stores."""
+        own, shared = self.caches[cache], self.shared[cache]
         if self.latest is not None:
-            self.batch = self._prepare(self.latest, self.caches[cache][0])
+            self.batch = self._prepare(self.latest, own[0])
             self.latest = None
-        self.step.write(key, value, *self.caches[cache], self.batch)
+        if self.is_staged:
+            for each, source in zip(own, shared, strict=True):
+                each.copy_(source)
+        key, value = key.to(self.device), value.to(self.device)
+        self.step.write(key, value, *own, self.batch)
+        if self.is_staged:
+            for each, target in zip(own, shared, strict=True):
+                target.copy_(each)
 
     def attend(self, cache: int, query: Tensor) -> Tensor:
         """Return attention of this rank's heads."""
+        query = query.to(self.device)
         out: Tensor = self.step.attend(query, *self.caches[cache], self.batch)
-        return out
+        self.ranks.wait()
+        return out.cpu()
 
     def _prepare(self, batch: ReplayBatch, key_cache: Tensor) -> Any:
         common = self.run.build_common_attn_metadata(
@@ -190,7 +227,7 @@ class _Rank:
             num_computed_tokens=batch.num_computed_tokens,
             block_rows=batch.block_rows,
             block_size=batch.block_size,
-            device="cpu",
+            device=self.device,
         )
         return self.step.prepare(
             key_cache,
@@ -203,7 +240,13 @@ class _Rank:
 
 
 def _serve(
-    pipe: Any, store: str, rank: int, ranks: int, name: str, arguments: dict[str, Any]
+    pipe: Any,
+    store: str,
+    rank: int,
+    ranks: int,
+    name: str,
+    arguments: dict[str, Any],
+    is_staged: bool,
 ) -> None:
     """Call methods of this process's rank until the pipe is closed; an error is an answer too."""
     torch.set_num_threads(1)
@@ -211,7 +254,12 @@ def _serve(
     warnings.filterwarnings("ignore", module="triton.runtime.interpreter")
     stores: Any = dist
     file = stores.FileStore(store, ranks)
-    dist.init_process_group("gloo", store=file, rank=rank, world_size=ranks)
+    device = torch.device(arguments["device"])
+    given: dict[str, Any] = {"backend": "gloo"}
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        given = {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
+    dist.init_process_group(store=file, rank=rank, world_size=ranks, **given)
     reports = stores.PrefixStore("reports", file)
     group = dist.group.WORLD if ranks > 1 else None
     this: _Rank | None = None
@@ -222,7 +270,8 @@ def _serve(
             return
         try:
             if this is None:
-                this = _Rank(RankGroup(group, TIMEOUT_S, reports), name, arguments)
+                members = RankGroup(group, TIMEOUT_S, reports, device)
+                this = _Rank(members, name, arguments, is_staged)
             answer = getattr(this, method)(*given)
         except Exception as error:
             # "no result" is told apart from a wrong one, and any error can be sent as these two

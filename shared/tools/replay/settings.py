@@ -108,10 +108,11 @@ class ReplaySettings:
                     f"{name} = {getattr(self, name)} is not a multiple of ranks ="
                     f" {self.ranks}"
                 )
-        if self.ranks > 1 and self.device != "cpu":
+        gpus = torch.cuda.device_count() if self.device == "cuda" else self.ranks
+        if 1 < self.ranks > gpus:
             raise ValueError(
-                f"ranks = {self.ranks} with device = {self.device!r}: expected cpu, because the"
-                " ranks share a cache in host memory"
+                f"ranks = {self.ranks} with device = 'cuda': torch finds {gpus} GPU(s), expected at"
+                " least one per rank; replay on the CPU with --device cpu, or on fewer ranks"
             )
         if self.splits < 0 or self.splits % self.ranks:
             raise ValueError(

@@ -15,52 +15,18 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from ..config import LN_2, SWIZZLED
+from ..config import SWIZZLED
 from ..gluon_names import reinterpret
 from ..pipeline import PipelineState
-from .config import (
-    BLOCK_M,
-    BLOCK_N,
-    HALF,
-    RANK,
-    ROPE_DIM,
-    STAGES,
-    acc_layout,
-    p_operand_layout,
-    qk_layout,
-)
+from .config import BLOCK_M, BLOCK_N, HALF, ROPE_DIM, STAGES, acc_layout, qk_layout
+from .epilogue import store_half, store_lse
 from .schedule import locate_latent_item
+from .softmax import finish_softmax, mask_qk, online_softmax, publish_p
 from .sync import p_empty_arrive, p_empty_wait, p_full_arrive, p_full_wait
-
-
-class LatentOutput(NamedTuple):
-    """The output, its log-sum-exp and the partial results, as the kernel's arguments describe them.
-
-    Args:
-        out: [tokens, heads, RANK].
-        lse: [heads, tokens], or None.
-        partial_out: [segments, 2, partial_rows, RANK] float32.
-        partial_lse: [segments, 2, partial_rows] float32, in base 2.
-        spans: [reqs, 2] int32: first and last segment of each request.
-        partial_rows: rows of a request, at most.
-        out_stride_token, out_stride_head, lse_stride_token, lse_stride_head: in elements.
-    """
-
-    out: Any
-    lse: Any
-    partial_out: Any
-    partial_lse: Any
-    spans: Any
-    partial_rows: Any
-    out_stride_token: Any
-    out_stride_head: Any
-    lse_stride_token: Any
-    lse_stride_head: Any
 
 
 class LatentTiles(NamedTuple):
@@ -127,15 +93,15 @@ def consume_scores(shared, output, batch, segment, row_tile, scale_log2):
             )
             shared.q_pipe.consumer_release(q_state)
             q_state = q_state.advance()
-            inverse, lse = _finish_softmax(carry, scale_log2)
+            inverse, lse = finish_softmax(carry, scale_log2)
             p_empty_wait()
             shared.alpha.store(inverse)
             p_full_arrive()
             ACC_ROWS: gl.constexpr = gl.SliceLayout(1, acc_layout())
             acc = carry.acc * gl.convert_layout(inverse, ACC_ROWS)[:, None]
             lse = gl.convert_layout(lse, ACC_ROWS)
-            _store_half(output, batch, segment, item, acc, row_tile, 0)
-            _store_lse(output, batch, segment, item, lse, row_tile)
+            store_half(output, batch, segment, item, acc, row_tile, 0)
+            store_lse(output, batch, segment, item, lse, row_tile)
         tile_index += item.num_tiles
     # consume the last arrival, so that the named barrier ends as it began
     p_empty_wait()
@@ -168,7 +134,7 @@ def consume_values(shared, output, batch, segment, row_tile):
             inverse = shared.alpha.load(ACC_ROWS)
             acc = acc * inverse[:, None]
             p_empty_arrive()
-            _store_half(output, batch, segment, item, acc, row_tile, 1)
+            store_half(output, batch, segment, item, acc, row_tile, 1)
         tile_index += item.num_tiles
 
 
@@ -206,9 +172,9 @@ def _first_tile(shared, tiles, kv_state, item, visible_end, scale_log2):
     qk = _issue_qk(shared, tiles, kv_state)
     qk = warpgroup_mma_wait(0, deps=[qk])
     shared.pipe_1.consumer_release(kv_state)
-    qk = _mask_qk(qk, item.end - 1, visible_end)
-    p, alpha, m_i, l_i = _online_softmax(qk, m_i, 0, scale_log2, True)
-    p = _publish_p(shared, p, alpha)
+    qk = mask_qk(qk, item.end - 1, visible_end)
+    p, alpha, m_i, l_i = online_softmax(qk, m_i, 0, scale_log2, True)
+    p = publish_p(shared, p, alpha)
     acc = _multiply_pv(shared, tiles, p, acc, kv_state)
     return LatentCarry(acc, m_i, l_i), kv_state.advance()
 
@@ -238,9 +204,9 @@ def _kv_iteration(
     qk = warpgroup_mma_wait(0, deps=[qk])
     shared.pipe_1.consumer_release(kv_state)
     if MASKED:
-        qk = _mask_qk(qk, kv_tile, visible_end)
-    p, alpha, m_i, l_i = _online_softmax(qk, m_i, l_i, scale_log2, False)
-    p = _publish_p(shared, p, alpha)
+        qk = mask_qk(qk, kv_tile, visible_end)
+    p, alpha, m_i, l_i = online_softmax(qk, m_i, l_i, scale_log2, False)
+    p = publish_p(shared, p, alpha)
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc_layout()))[:, None]
     acc = _multiply_pv(shared, tiles, p, acc, kv_state)
     return LatentCarry(acc, m_i, l_i), kv_state.advance()
@@ -274,129 +240,3 @@ def _multiply_pv(shared, tiles, p, acc, kv_state):
     acc, _ = warpgroup_mma_wait(0, deps=[acc, p])
     shared.pipe_0.consumer_release(kv_state)
     return acc
-
-
-@gluon.jit
-def _mask_qk(qk, kv_tile, visible_end):
-    """Set the dot products with keys that are not visible to -inf."""
-    column = gl.arange(0, BLOCK_N, gl.SliceLayout(0, qk_layout()))  # [BLOCK_N]
-    # relative to the tile, because then the columns are constants
-    end = visible_end - kv_tile * BLOCK_N  # [BLOCK_M]
-    return gl.where(column[None, :] < end[:, None], qk, -float("inf"))
-
-
-@gluon.jit
-def _reduce_columns(qk, TAKE_MAX: gl.constexpr):
-    """Return each thread's maximum or sum of its own columns.  # [BLOCK_M, 4]"""
-    # columns are [eight columns, thread, neighbour]
-    qk = gl.reshape(qk, [BLOCK_M, 2, BLOCK_N // 16, 4, 2])
-    if TAKE_MAX:
-        return gl.max(gl.max(gl.max(qk, 4), 2), 1)
-    return gl.sum(gl.sum(gl.sum(qk, 4), 2), 1)
-
-
-@gluon.jit
-def _online_softmax(qk, m_i, l_i, scale_log2, FIRST: gl.constexpr):
-    """Return p, alpha, and the new m_i and l_i. A row may have no visible key so far.
-
-    Args:
-        qk: [BLOCK_M, BLOCK_N] dot products before the scale.
-        m_i, l_i: see `LatentCarry`.
-        scale_log2: the scale times log2(e).
-        FIRST: whether this is the first KV tile of the rows; then `l_i` is not read.
-    """
-    ROWS: gl.constexpr = gl.SliceLayout(1, qk_layout())
-    m_new = gl.max(_reduce_columns(qk, True), 1)  # [BLOCK_M]
-    m_new = gl.convert_layout(m_new, ROWS, assert_trivial=True)
-    m_new = gl.maximum(m_i, m_new)
-    # a row without a visible key so far has the maximum -inf, and -inf - -inf = NaN
-    shift = gl.where(m_new == -float("inf"), 0.0, m_new)
-    alpha = gl.exp2((m_i - shift) * scale_log2)  # [BLOCK_M]
-    p = gl.exp2(qk * scale_log2 - (shift * scale_log2)[:, None])
-    l_new = _reduce_columns(p, False)  # [BLOCK_M, 4]
-    if not FIRST:
-        SUM_ROWS: gl.constexpr = gl.SliceLayout(1, l_new.type.layout)
-        alpha_of_sum = gl.convert_layout(alpha, SUM_ROWS, assert_trivial=True)
-        l_new = l_i * gl.expand_dims(alpha_of_sum, 1) + l_new
-    return p, alpha, m_new, l_new
-
-
-@gluon.jit
-def _publish_p(shared, p, alpha):
-    """Write p and alpha to shared memory for warpgroup 1, and return p as the left operand."""
-    p = p.to(shared.p.dtype)
-    p_empty_wait()
-    shared.p.store(p)
-    shared.alpha.store(alpha)
-    # ordinary stores, before the tensor cores read through the async proxy
-    fence_async_shared()
-    p_full_arrive()
-    return gl.convert_layout(p, p_operand_layout())
-
-
-@gluon.jit
-def _finish_softmax(carry, scale_log2):
-    """Return 1 / sum and the log-sum-exp in base 2.  # [BLOCK_M] each
-
-    A row without a visible key has the sum 0. Its output is 0 and its log-sum-exp -inf.
-    """
-    ROWS: gl.constexpr = gl.SliceLayout(1, qk_layout())
-    total = gl.convert_layout(gl.sum(carry.l_i, 1), ROWS)
-    total = gl.where(total > 0, total, 1.0)
-    return 1.0 / total, carry.m_i * scale_log2 + gl.log2(total)
-
-
-@gluon.jit
-def _partial_row(output, segment, item, row):
-    """Return the offset of partial rows in [segments, 2, partial_rows]."""
-    partial = segment.index * 2 + item.begins_here
-    return partial.to(gl.int64) * output.partial_rows + row
-
-
-@gluon.jit
-def _store_half(output, batch, segment, item, acc, row_tile, CONSUMER: gl.constexpr):
-    """Store half of the value columns of an item's rows.
-
-    Args:
-        acc: [BLOCK_M, HALF] normalized rows.
-    """
-    row = gl.arange(0, BLOCK_M, gl.SliceLayout(1, acc_layout()))  # [BLOCK_M]
-    is_row = row < item.num_rows
-    row += row_tile * BLOCK_M
-    column = CONSUMER * HALF + gl.arange(0, HALF, gl.SliceLayout(0, acc_layout()))
-    is_value = is_row[:, None] & (column >= 0)[None, :]
-    if item.end - item.begin == item.num_tiles:
-        token = item.query_start + row // batch.num_heads
-        offset = token.to(gl.int64) * output.out_stride_token
-        offset += (row % batch.num_heads) * output.out_stride_head
-        # rows begin at a multiple of 16 bytes
-        address = gl.multiple_of(
-            output.out + offset[:, None] + column[None, :], [1, 16]
-        )
-        gl.store(address, acc.to(output.out.dtype.element_ty), mask=is_value)
-    else:
-        offset = _partial_row(output, segment, item, row) * RANK
-        partial = gl.multiple_of(
-            output.partial_out + offset[:, None] + column[None, :], [1, 16]
-        )
-        gl.store(partial, acc, mask=is_value)
-
-
-@gluon.jit
-def _store_lse(output, batch, segment, item, lse, row_tile):
-    """Store the log-sum-exp of an item's rows.
-
-    Args:
-        lse: [BLOCK_M] in base 2.
-    """
-    row = gl.arange(0, BLOCK_M, gl.SliceLayout(1, acc_layout()))  # [BLOCK_M]
-    is_row = row < item.num_rows
-    row += row_tile * BLOCK_M
-    if item.end - item.begin < item.num_tiles:
-        offset = _partial_row(output, segment, item, row)
-        gl.store(output.partial_lse + offset, lse, mask=is_row)
-    elif output.lse is not None:
-        token = item.query_start + row // batch.num_heads
-        offset = token.to(gl.int64) * output.lse_stride_token
-        offset += (row % batch.num_heads).to(gl.int64) * output.lse_stride_head
-        gl.store(output.lse + offset, lse * LN_2, mask=is_row)

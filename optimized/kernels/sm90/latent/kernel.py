@@ -29,7 +29,8 @@ from .config import (
     PRODUCER_REGISTERS,
     STAGES,
 )
-from .consumer import LatentOutput, consume_scores, consume_values
+from .consumer import consume_scores, consume_values
+from .epilogue import LatentOutput
 from .producer import produce
 from .schedule import LatentBatchArgs, find_latent_segment
 from .sync import LatentStorage

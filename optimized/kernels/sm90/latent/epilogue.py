@@ -1,0 +1,90 @@
+"""Output of the Hopper latent decode kernel: finished rows, and partial results."""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..config import LN_2
+from .config import BLOCK_M, HALF, RANK, acc_layout
+
+
+class LatentOutput(NamedTuple):
+    """The output, its log-sum-exp and the partial results, as the kernel's arguments describe them.
+
+    Args:
+        out: [tokens, heads, RANK].
+        lse: [heads, tokens], or None.
+        partial_out: [segments, 2, partial_rows, RANK] float32.
+        partial_lse: [segments, 2, partial_rows] float32, in base 2.
+        spans: [reqs, 2] int32: first and last segment of each request.
+        partial_rows: rows of a request, at most.
+        out_stride_token, out_stride_head, lse_stride_token, lse_stride_head: in elements.
+    """
+
+    out: Any
+    lse: Any
+    partial_out: Any
+    partial_lse: Any
+    spans: Any
+    partial_rows: Any
+    out_stride_token: Any
+    out_stride_head: Any
+    lse_stride_token: Any
+    lse_stride_head: Any
+
+
+@gluon.jit
+def _partial_row(output, segment, item, row):
+    """Return the offset of partial rows in [segments, 2, partial_rows]."""
+    partial = segment.index * 2 + item.begins_here
+    return partial.to(gl.int64) * output.partial_rows + row
+
+
+@gluon.jit
+def store_half(output, batch, segment, item, acc, row_tile, CONSUMER: gl.constexpr):
+    """Store half of the value columns of an item's rows.
+
+    Args:
+        acc: [BLOCK_M, HALF] normalized rows.
+    """
+    row = gl.arange(0, BLOCK_M, gl.SliceLayout(1, acc_layout()))  # [BLOCK_M]
+    is_row = row < item.num_rows
+    row += row_tile * BLOCK_M
+    column = CONSUMER * HALF + gl.arange(0, HALF, gl.SliceLayout(0, acc_layout()))
+    is_value = is_row[:, None] & (column >= 0)[None, :]
+    if item.end - item.begin == item.num_tiles:
+        token = item.query_start + row // batch.num_heads
+        offset = token.to(gl.int64) * output.out_stride_token
+        offset += (row % batch.num_heads) * output.out_stride_head
+        # rows begin at a multiple of 16 bytes
+        address = gl.multiple_of(
+            output.out + offset[:, None] + column[None, :], [1, 16]
+        )
+        gl.store(address, acc.to(output.out.dtype.element_ty), mask=is_value)
+    else:
+        offset = _partial_row(output, segment, item, row) * RANK
+        partial = gl.multiple_of(
+            output.partial_out + offset[:, None] + column[None, :], [1, 16]
+        )
+        gl.store(partial, acc, mask=is_value)
+
+
+@gluon.jit
+def store_lse(output, batch, segment, item, lse, row_tile):
+    """Store the log-sum-exp of an item's rows.
+
+    Args:
+        lse: [BLOCK_M] in base 2.
+    """
+    row = gl.arange(0, BLOCK_M, gl.SliceLayout(1, acc_layout()))  # [BLOCK_M]
+    is_row = row < item.num_rows
+    row += row_tile * BLOCK_M
+    if item.end - item.begin < item.num_tiles:
+        offset = _partial_row(output, segment, item, row)
+        gl.store(output.partial_lse + offset, lse, mask=is_row)
+    elif output.lse is not None:
+        token = item.query_start + row // batch.num_heads
+        offset = token.to(gl.int64) * output.lse_stride_token
+        offset += (row % batch.num_heads).to(gl.int64) * output.lse_stride_head
+        gl.store(output.lse + offset, lse * LN_2, mask=is_row)
