@@ -286,6 +286,25 @@ def no_key_is_lost_between_two_tiles_or_splits(
     expect_right_case(setting, case)
 
 
+LONG_WINDOWS = [
+    MaskCase(
+        query_len, context + query_len, "window", size, own,
+        context + own - size, seed=3 * own,
+    )
+    for query_len, context, size, own in (
+        (40, 110, 64, 31), (40, 125, 100, 39), (40, 144, 64, 20), (200, 430, 300, 127),
+    )
+]  # fmt: skip
+
+
+@law("paged_attention", cases=LONG_WINDOWS)
+def a_key_before_the_window_of_a_later_row_of_a_tile_is_masked(
+    setting: Setting, case: MaskCase
+) -> None:
+    """The window is longer than a tile, and the key is in the windows of earlier rows."""
+    expect_right_case(setting, case)
+
+
 @law("encoder_attention", cases=[replace(case, is_paged=False) for case in TILES])
 def no_ragged_key_is_lost_between_two_tiles(setting: Setting, case: MaskCase) -> None:
     expect_right_case(setting, case)
