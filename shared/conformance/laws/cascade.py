@@ -241,7 +241,14 @@ def lengths_and_flags_of_a_cascade_may_be_views_with_any_strides(
 ) -> None:
     """Views are starts, lengths, block tables, flags, trees and sinks."""
     call = shared.call(setting.device)
-    names = ("query_start_loc", "seq_lens", "block_table", "causal", "tree_mask", "sinks")
+    names = (
+        "query_start_loc",
+        "seq_lens",
+        "block_table",
+        "causal",
+        "tree_mask",
+        "sinks",
+    )
     views = as_views(call, [name for name in names if name in call.arguments])
     found = run_cascade(setting, views, shared.prefix_len)
     expect_right(setting, call, found, is_joined=True)
