@@ -30,9 +30,7 @@ def captured_decoder(
 
     sizes = {"reqs": 2, "seq_len": 400, "layers": 1, "with_linear": False}
     recorded = RecordedOperations(run, recorder)
-    return recorder, Decoder(
-        recorded, **sizes, device="cpu", capture_step=capture_step
-    )
+    return recorder, Decoder(recorded, **sizes, device="cpu", capture_step=capture_step)
 
 
 # the reference rejects two tokens with one slot

@@ -3,9 +3,10 @@
     python tests/gpu/recorder.py OUTDIR
     python tests/gpu/recorder.py OUTDIR --only cost --cases 1      the cost alone, first case
 
-It prints one line per check, ends with 1 if one of them is wrong, and writes the figures to OUTDIR/recorder.json. The cost is measured
-on decode steps of a model with the sizes of Llama 3 8B (random weights): captured as a CUDA graph,
-and eager. Steps with and without the recorder alternate, so both have the same temperature.
+It prints one line per check, ends with 1 if one of them is wrong, and writes the figures to
+OUTDIR/recorder.json. The cost is measured on decode steps of a model with the sizes of Llama 3 8B
+(random weights): captured as a CUDA graph, and eager. Steps with and without the recorder
+alternate, so both have the same temperature.
 """
 
 import argparse

@@ -8,14 +8,13 @@ def prepare_cpu(implementation: str) -> None:
     """Let vLLM's platform for CPUs choose CUSTOM, which it ignores otherwise.
 
     Args:
-        implementation: "reference", or "optimized", which then runs in Triton's interpreter.
+        implementation: "reference", or "optimized", which needs TRITON_INTERPRET=1 in the
+            environment of the process: Triton reads it when it is imported.
     """
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     os.environ["PAGETWIN_VLLM_IMPLEMENTATION"] = implementation
-    if implementation == "optimized":
-        os.environ["TRITON_INTERPRET"] = "1"
     plain = CpuPlatform.get_attn_backend_cls.__func__
     if getattr(plain, "chooses_custom", False):
         return

@@ -7,6 +7,7 @@ is another one. So each prompt is compared until its first difference. RESULTS g
 backend, and one per pair. The engines run one after the other in this process, without graphs. With
 vLLM's build for CPUs, CUSTOM runs in Triton's interpreter, where bfloat16 is wrong:
 
+    export TRITON_INTERPRET=1
     python tests/gpu/serving/equality.py RESULTS --model small --backends CPU_ATTN CUSTOM \
         --dtype float32 --prompts 4 --new 8 --longest 60
 """
@@ -24,7 +25,8 @@ from typing import Any
 
 import torch
 from cpu import prepare_cpu
-from models import MODELS, seed_weights, write_model
+from models import MODELS, draw_prompt, engine_options, write_model
+from weights import seed_weights
 
 CUDA = torch.cuda.is_available()
 TOP = 5
@@ -53,10 +55,8 @@ def build(asked: argparse.Namespace, backend: str, folder: Path) -> Any:
         }
     return LLM(
         model=str(write_model(folder, asked.model)),
-        skip_tokenizer_init=True,
         load_format="dummy",
         dtype=asked.dtype,
-        max_model_len=4096,
         max_num_seqs=32,
         max_num_batched_tokens=4096,
         enforce_eager=True,
@@ -66,6 +66,7 @@ def build(asked: argparse.Namespace, backend: str, folder: Path) -> Any:
         enable_prefix_caching=False,
         attention_backend=backend,
         seed=0,
+        **engine_options(asked.model, 4096),
         **options,
     )
 
@@ -82,12 +83,11 @@ def serve(llm: Any, asked: argparse.Namespace) -> Rows:
     """Return greedy tokens and log-probabilities; each prompt repeats a part of itself."""
     from vllm import SamplingParams
 
-    rng, vocab = random.Random(7), MODELS[asked.model]["vocab_size"]
-    prompts = []
-    for _ in range(asked.prompts):
-        length = rng.randrange(20, asked.longest // 2)
-        part = [rng.randrange(vocab) for _ in range(length)]
-        prompts.append({"prompt_token_ids": part + part})
+    draw = random.Random(7)
+    prompts = [
+        draw_prompt(asked.model, draw, draw.randrange(8, asked.longest))
+        for _ in range(asked.prompts)
+    ]
     params = SamplingParams(
         temperature=0.0,
         max_tokens=asked.new,

@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from bugs import BUGS, Plant, planted
 from cpu import prepare_cpu
-from models import seed_weights, write_model
+from models import write_model
+from weights import seed_weights
 
 CUDA = torch.cuda.is_available()
 DUE_FROM = 20

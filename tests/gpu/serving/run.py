@@ -4,8 +4,9 @@
 
 Each engine is a process of its own. All of them start at once, and each serves every load once,
 untimed. Then one engine after the other is timed, alone, so that the backends alternate within one
-session. OUTDIR/serving.jsonl has one JSON object per line, and OUTDIR/NAME.log what each engine
-printed. vLLM 0.25.1 has to be importable. No weights, tokenizer or network are needed.
+session. A backend with the suffix +record has the flight recorder. OUTDIR/serving.jsonl has one
+JSON object per line, and OUTDIR/NAME.log what each engine printed. The exit code is 1 if an engine
+was not ready in time. vLLM 0.25.1 has to be importable. No weights, tokenizer or network are needed.
 """
 
 import argparse
@@ -45,17 +46,21 @@ class Engine:
 
     Args:
         asked: the arguments of the command.
-        backend, mode: of the engine.
+        backend: of the engine; with the suffix "+record", the flight recorder checks it.
+        mode: one of MODES.
     """
 
     def __init__(self, asked: argparse.Namespace, backend: str, mode: str) -> None:
         self.name = f"{backend}-{mode.replace(' ', '-')}"
+        backend, _, self.recorded = backend.partition("+")
         self.results = asked.out / f"{self.name}.jsonl"
         self.results.unlink(missing_ok=True)
         command = [sys.executable, str(HERE / "engine.py"), "--backend", backend]
         command += ["--mode", mode, "--results", str(self.results)]
         command += ["--model", str(write_model(asked.work, asked.model))]
         command += ["--kv-gib", str(asked.kv_gib)]
+        if self.recorded:
+            command += ["--record", str(asked.work / f"cases-{self.name}")]
         with (asked.out / f"{self.name}.log").open("w") as log:
             self.process = subprocess.Popen(
                 command,
@@ -93,8 +98,12 @@ class Engine:
         return False
 
 
-def run(asked: argparse.Namespace) -> None:
-    """Start the engines, warm them up, and time one after the other."""
+def run(asked: argparse.Namespace) -> bool:
+    """Start the engines, warm them up, and time one after the other.
+
+    Returns:
+        Whether all engines were ready in time.
+    """
     began = time.time()
     engines = [
         Engine(asked, backend, mode)
@@ -131,6 +140,9 @@ def run(asked: argparse.Namespace) -> None:
                 each.tell(job)
                 each.wait(job, until)
     for each in ready:
+        if each.recorded:
+            each.tell("recorder")
+            each.wait("recorder", time.time() + 5)
         each.tell("quit")
     time.sleep(1)
     with (asked.out / "serving.jsonl").open("w") as file:
@@ -138,6 +150,7 @@ def run(asked: argparse.Namespace) -> None:
             each.process.kill()
             file.writelines(json.dumps(line) + "\n" for line in each.lines)
     (asked.out / "ended").touch()
+    return len(ready) == len(engines)
 
 
 def main() -> None:
@@ -159,7 +172,7 @@ def main() -> None:
     asked = parser.parse_args()
     asked.out, asked.work = asked.out.resolve(), asked.work.resolve()
     asked.out.mkdir(parents=True, exist_ok=True)
-    run(asked)
+    raise SystemExit(0 if run(asked) else 1)
 
 
 if __name__ == "__main__":
