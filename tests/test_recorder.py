@@ -458,7 +458,9 @@ def test_the_caches_of_a_closed_engine_are_freed_and_the_next_one_is_checked(
     recorder = engine.recorder
     for _ in range(BUG_FROM):
         engine.step()
-    storage = StorageWeakRef(engine.layers["layers.0.attn"].kv_cache[0].untyped_storage())
+    storage = StorageWeakRef(
+        engine.layers["layers.0.attn"].kv_cache[0].untyped_storage()
+    )
     del engine
     assert not storage.expired()
     recorder.engine_ended()

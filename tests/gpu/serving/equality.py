@@ -154,6 +154,7 @@ def main() -> None:
         "model": asked.model,
         "dtype": asked.dtype,
         "ngram": asked.ngram,
+        "implementation": "optimized" if CUDA else asked.implementation,
     }
 
     def say(**fields: Any) -> None:

@@ -6,7 +6,7 @@ Each engine is a process of its own. All of them start at once, and each serves 
 untimed. Then one engine after the other is timed, alone, so that the backends alternate within one
 session. A backend with the suffix +record has the flight recorder. OUTDIR/serving.jsonl has one
 JSON object per line, and OUTDIR/NAME.log what each engine printed. The exit code is 1 if an engine
-was not ready in time. vLLM 0.25.1 has to be importable. No weights, tokenizer or network are needed.
+was not ready in time. vLLM 0.25.1 has to be importable. No weights or network are needed.
 """
 
 import argparse
