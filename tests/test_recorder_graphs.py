@@ -8,7 +8,7 @@ from pagetwin.contract.operations import load_implementation
 from pagetwin.recorder import RecordedOperations, Recorder, RecorderSettings
 from simulated_graph import GraphOperations, SimulatedGraph
 
-sys.path.insert(0, str(Path(__file__).parent / "gpu"))
+sys.path.append(str(Path(__file__).parent / "gpu"))
 import recorder as script
 from decode_steps import Decoder
 

@@ -71,14 +71,13 @@ def build(asked: argparse.Namespace) -> Any:
         load_format="dummy",
         dtype="bfloat16",
         max_num_seqs=256,
-        max_num_batched_tokens=8192,
         gpu_memory_utilization=0.1,
         kv_cache_memory_bytes=asked.kv_gib << 30,
         enable_prefix_caching=False,
         attention_backend=asked.backend,
         seed=0,
         disable_log_stats=True,
-        **engine_options(asked.model.name, 20480),
+        **engine_options(asked.model.name, 20480, 8192),
         **options,
     )
 

@@ -58,7 +58,6 @@ def build(asked: argparse.Namespace, backend: str, folder: Path) -> Any:
         load_format="dummy",
         dtype=asked.dtype,
         max_num_seqs=32,
-        max_num_batched_tokens=4096,
         enforce_eager=True,
         compilation_config={"mode": 0},
         gpu_memory_utilization=0.05,
@@ -66,7 +65,7 @@ def build(asked: argparse.Namespace, backend: str, folder: Path) -> Any:
         enable_prefix_caching=False,
         attention_backend=backend,
         seed=0,
-        **engine_options(asked.model, 4096),
+        **engine_options(asked.model, 4096, 4096),
         **options,
     )
 

@@ -261,13 +261,22 @@ def draw_prompt(name: str, draw: random.Random, length: int) -> Any:
     }
 
 
-def engine_options(name: str, longest: int) -> dict[str, Any]:
+def engine_options(name: str, longest: int, tokens: int) -> dict[str, Any]:
     """Return the arguments of `LLM` that depend on the model.
 
     Args:
         name: of the model.
         longest: tokens of the longest request, if the model takes as many.
+        tokens: new tokens of a step; for a model that attends to audio, 16 pieces of audio.
     """
     if not has_audio(name):
-        return {"max_model_len": longest, "skip_tokenizer_init": True}
-    return {"max_model_len": min(longest, MODELS[name]["max_target_positions"])}
+        return {
+            "max_model_len": longest,
+            "max_num_batched_tokens": tokens,
+            "skip_tokenizer_init": True,
+        }
+    config = MODELS[name]
+    return {
+        "max_model_len": min(longest, config["max_target_positions"]),
+        "max_num_batched_tokens": 16 * config["max_source_positions"],
+    }
