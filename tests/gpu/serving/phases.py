@@ -21,6 +21,8 @@ import sys
 import time
 from pathlib import Path
 
+from run import WORK, environment
+
 HERE = Path(__file__).resolve().parent
 LIMIT = 90
 """Seconds that a phase may take."""
@@ -109,6 +111,7 @@ def run(command: list[str], folder: Path, limit: int) -> dict[str, object]:
             [sys.executable, str(HERE.parent / command[0]), *command[1:]],
             stdout=log,
             stderr=subprocess.STDOUT,
+            env=environment(WORK),
             start_new_session=True,
         )
         try:

@@ -21,6 +21,9 @@ from typing import Any
 from models import MODELS, write_model
 
 HERE = Path(__file__).resolve().parent
+WORK = Path("/tmp/pagetwin_serving")
+"""Default folder of what engines keep from run to run."""
+
 MODES = ("eager", "decode graphs", "default")
 
 
@@ -35,6 +38,8 @@ def environment(folder: Path) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
         "HF_HUB_OFFLINE": "1",
+        # the default needs the package blake3
+        "VLLM_MM_HASHER_ALGORITHM": "sha256",
         "TOKENIZERS_PARALLELISM": "false",
         "VLLM_CACHE_ROOT": str(folder / "vllm_cache"),
         "VLLM_CONFIG_ROOT": str(folder / "vllm_config"),
@@ -164,7 +169,7 @@ def main() -> None:
     add("--runs", type=int, default=2, help="timed runs of each load")
     add("--profile", nargs="*", default=[], help="loads whose kernels are listed")
     add("--kv-gib", type=int, default=10)
-    add("--work", type=Path, default=Path("/tmp/pagetwin_serving"))
+    add("--work", type=Path, default=WORK)
     add("--start-limit", type=float, default=200, help="seconds until all are warm")
     add("--go", type=Path, help="file to wait for before the timed runs")
     add("--patience", type=float, default=600, help="seconds to wait for that file")
