@@ -110,7 +110,7 @@ def test_weights_follow_from_the_names_of_the_parameters_alone() -> None:
 FAKE_ENGINE = """
 import argparse, json, pathlib, sys, time
 parser = argparse.ArgumentParser()
-for each in ("backend", "model", "mode", "results", "kv-gib", "record"):
+for each in ("backend", "model", "mode", "results", "kv-gib", "record", "record-every"):
     parser.add_argument("--" + each)
 asked = parser.parse_args()
 def say(**fields):
@@ -133,7 +133,7 @@ def test_timed_runs_alternate_between_engines_that_are_all_ready(
     asked = argparse.Namespace(
         out=tmp_path, work=tmp_path, model="small", backends=["A", "A+record"],
         modes=["eager"], loads=["a", "b"], runs=2, profile=[], kv_gib=1, go=None,
-        start_limit=30, patience=1, limit=30,
+        start_limit=30, patience=1, limit=30, record_every=256,
     )  # fmt: skip
     assert run.run(asked)
     lines = list(map(json.loads, (tmp_path / "serving.jsonl").open()))

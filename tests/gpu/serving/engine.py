@@ -231,8 +231,10 @@ def main() -> None:
     parser.add_argument("--results", type=Path, required=True)
     parser.add_argument("--kv-gib", type=int, default=10)
     parser.add_argument("--record", type=Path, help="folder of the flight recorder")
+    parser.add_argument("--record-every", default="256")
     asked = parser.parse_args()
     if asked.record:
+        os.environ["PAGETWIN_RECORD_EVERY"] = asked.record_every
         os.environ["PAGETWIN_RECORD"] = str(asked.record)
     engine = Served(asked)
     for line in sys.stdin:

@@ -190,6 +190,7 @@ DEEPSEEK_8 = {
 MODELS: dict[str, dict[str, Any]] = {
     "llama-8": LLAMA,
     "tiny": {**LLAMA, **SMALL},
+    "deep": {**LLAMA, **SMALL, "num_hidden_layers": 32},
     "small": {**LLAMA, **SMALLEST},
     "windowed": {**LLAMA, **SMALLEST, **WINDOW},
     "gemma": {**LLAMA, **SMALL, **GEMMA},
@@ -197,6 +198,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "deepseek": {**LLAMA, **SMALL, **DEEPSEEK},
     "whisper": WHISPER,
     "small-whisper": {**WHISPER, **SHORT_AUDIO},
+    "small-gemma": {**LLAMA, **SMALLEST, **GEMMA},
     "small-gpt-oss": {**LLAMA, **SMALLEST, **GPT_OSS, "intermediate_size": 256},
     "gemma-8": {**LLAMA, **GEMMA_8},
     "gpt-oss-8": {**LLAMA, **GPT_OSS_8},

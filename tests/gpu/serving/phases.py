@@ -44,7 +44,11 @@ COMPARED = {
 }
 """The models whose greedy tokens are compared in bfloat16."""
 
-SMALLEST = {"whisper": "small-whisper", "gpt-oss": "small-gpt-oss"}
+SMALLEST = {
+    "whisper": "small-whisper",
+    "gpt-oss": "small-gpt-oss",
+    "gemma": "small-gemma",
+}
 """The model that takes the place of another one with --smallest; for the others: "small"."""
 
 
@@ -87,6 +91,9 @@ def phases(asked: argparse.Namespace) -> dict[str, list[str]]:
     made["recorder-checks"] += ["--only", "checks"]
     recorded = [f"{each}+record" for each in llama]
     timed("recorder-eager", "llama-8", [*llama, *recorded], "--modes", "eager")
+    # rows of all layers, each within its error budget
+    each_step = ["--modes", "eager", "--runs", "1", "--record-every", "1"]
+    timed("budgets-deep", "deep", recorded, *each_step)
     made["recorder-steps"] = ["recorder.py", str(out / "recorder-steps")]
     made["recorder-steps"] += ["--only", "cost"]
     for model, given in COMPARED.items():

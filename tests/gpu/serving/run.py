@@ -66,6 +66,7 @@ class Engine:
         command += ["--kv-gib", str(asked.kv_gib)]
         if self.recorded:
             command += ["--record", str(asked.work / f"cases-{self.name}")]
+            command += ["--record-every", str(asked.record_every)]
         with (asked.out / f"{self.name}.log").open("w") as log:
             self.process = subprocess.Popen(
                 command,
@@ -170,6 +171,7 @@ def main() -> None:
     add("--profile", nargs="*", default=[], help="loads whose kernels are listed")
     add("--kv-gib", type=int, default=10)
     add("--work", type=Path, default=WORK)
+    add("--record-every", type=int, default=256, help="one of so many steps is sampled")
     add("--start-limit", type=float, default=200, help="seconds until all are warm")
     add("--go", type=Path, help="file to wait for before the timed runs")
     add("--patience", type=float, default=600, help="seconds to wait for that file")

@@ -11,8 +11,11 @@ def seed_weights(model: torch.nn.Module) -> None:
     """Give each parameter values that follow from its name alone.
 
     Every process then has the same model. Projections of queries and keys are larger, so that a
-    wrong key changes the output. Tokens choose their experts by their class, far from ties.
+    wrong key changes the output. Embeddings that the model enlarges, as Gemma does, are as much
+    smaller, so that they do not outweigh attention. Tokens choose their experts by their class, far
+    from ties.
     """
+    enlarges = any(name.endswith("normalizer") for name, _ in model.named_buffers())
     with torch.no_grad():
         for name, param in model.named_parameters():
             if not param.is_floating_point():
@@ -21,7 +24,7 @@ def seed_weights(model: torch.nn.Module) -> None:
                 param.fill_(0.0 if name.endswith("bias") else 1.0)
                 continue
             terms = param[0].numel() if "conv" in name else param.shape[-1]
-            std = 1.0 if "embed" in name else terms**-0.5
+            std = 1.0 if "embed" in name and not enlarges else terms**-0.5
             if any(part in name for part in _ENLARGED):
                 std *= 2.0
             generator = torch.Generator(device=param.device)
