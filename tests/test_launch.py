@@ -1,9 +1,11 @@
 """Launch plans, their cache, kernel families and the workspace of split work."""
 
+import ast
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import source_tree
 import torch
 from compiler_process import run_compiler
 from conftest import Twin
@@ -92,6 +94,52 @@ def test_many_kinds_of_calls_leave_a_bounded_cache(
         options = AttentionOptions(sliding_window=window)
         optimized.encoder_attention(**ragged_call([5], device), options=options)
         assert len(plans) <= 8
+
+
+# what has few values in one process: chips, versions, names, block sizes
+FEW_VALUES = {"device", "version", "name", "block_size", "is_float32", "interpreter"}
+SERVES = ("reference", "optimized", "engine", "recorder", "integrations", "bookkeeping")
+
+
+def test_a_cache_without_a_bound_is_keyed_by_what_has_few_values() -> None:
+    """A server that runs for weeks meets any number of shapes."""
+    names = [each for each in source_tree.modules() if each.split(".")[0] in SERVES]
+    wrong, unbounded = [], 0
+    for module in names:
+        for node in ast.walk(source_tree.tree_of(module)):
+            if not isinstance(node, ast.FunctionDef):
+                continue
+            decorators = [ast.unparse(each) for each in node.decorator_list]
+            if not {"cache", "lru_cache(None)", "lru_cache(maxsize=None)"} & {
+                each.removeprefix("functools.") for each in decorators
+            }:
+                continue
+            unbounded += 1
+            keys = {each.arg for each in node.args.args}
+            if keys - FEW_VALUES or node.args.vararg or node.args.kwarg:
+                wrong.append(f"{module}.{node.name}: {sorted(keys)}")
+    assert wrong == [] and unbounded
+
+
+def test_many_shapes_leave_bounded_host_caches(
+    plans: PlanCache[Any], optimized: Twin, device: torch.device
+) -> None:
+    """As in a server whose batches, windows and block-table widths never stop changing."""
+    cache = torch.randn(2, 12, 4, 1, 16, device=device)
+    for number in range(40):
+        reqs, width = 1 + number % 3, 1 + number % 4
+        lens = torch.full((reqs,), 1 + number % (4 * width), dtype=torch.int32)
+        optimized.paged_attention(
+            torch.randn(reqs, 2, 16, device=device),
+            *cache,
+            torch.zeros(reqs, width, dtype=torch.int32, device=device),
+            torch.arange(reqs + 1, dtype=torch.int32, device=device),
+            lens.to(device),
+            1,
+            int(lens.max()),
+            options=AttentionOptions(sliding_window=1 + number),
+        )
+        assert 1 <= len(plans) <= 8 and len(plans.repeats) <= 8
 
 
 def test_ragged_keys_and_values_of_different_totals_are_validated_on_every_call(

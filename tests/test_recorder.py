@@ -2,6 +2,7 @@
 
 import logging
 import random
+import resource
 import shutil
 import types
 from collections.abc import Callable
@@ -34,6 +35,7 @@ from pagetwin.tools.replay.mismatch import TwinMismatch
 from pagetwin.tools.replay.run import Replay
 from pagetwin.tools.replay.settings import choose_settings
 from small_engine import EngineSettings, SmallEngine
+from torch.multiprocessing.reductions import StorageWeakRef
 from typer.testing import CliRunner
 
 REFERENCE = load_implementation("reference")
@@ -426,6 +428,67 @@ def test_a_full_file_system_is_one_sentence(
     )
     with pytest.raises(OSError, match="0 MiB are free there: expected at least"):
         Recorder(RecorderSettings(tmp_path))
+
+
+def test_a_disk_that_becomes_full_leaves_no_part_of_a_case_and_the_engine_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def save(content: Any, path: Path, whole: Any = torch.save) -> None:
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+        try:
+            whole(content, path)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    monkeypatch.setattr(torch, "save", save)
+    engine = recorded_engine(tmp_path, bug="layout")
+    with caplog.at_level(logging.ERROR, logger="pagetwin.recorder"):
+        engine.run_to_the_end()
+    assert found(engine.recorder)[0] == "cache write" and engine.recorder.is_on
+    assert "The case is not stored: " in caplog.messages[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_caches_of_a_closed_engine_are_freed_and_the_next_one_is_checked(
+    tmp_path: Path,
+) -> None:
+    """Watched blocks held the whole cache of an engine that was gone."""
+    engine = recorded_engine(tmp_path, every=4)
+    recorder = engine.recorder
+    for _ in range(BUG_FROM):
+        engine.step()
+    storage = StorageWeakRef(
+        engine.layers["layers.0.attn"].kv_cache[0].untyped_storage()
+    )
+    del engine
+    assert not storage.expired()
+    recorder.engine_ended()
+    assert storage.expired()
+    other = SmallEngine(EngineSettings(bug_from=BUG_FROM, bug="stale row"), recorder)
+    other.add(requests(40))
+    # the reference rejects the slots that a stale row gives to two tokens
+    with suppress(ValueError):
+        other.run_to_the_end()
+    assert found(recorder) == ["block table"]
+
+
+def test_an_engine_that_ends_while_the_recorder_works_is_forgotten_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The garbage collector may run between any two lines."""
+    engine = recorded_engine(tmp_path)
+    recorder = engine.recorder
+    plain = steps.check_step
+
+    def check(step: HostStep) -> Any:
+        recorder.engine_ended()
+        return plain(step)
+
+    monkeypatch.setattr(steps, "check_step", check)
+    engine.step()
+    engine.step()
+    assert recorder.is_on and recorder.step == 2 and found(recorder) == []
 
 
 def test_the_environment_gives_the_settings() -> None:

@@ -2,8 +2,10 @@
 
 import abc
 import enum
+import gc
 import sys
 import types
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -510,3 +512,25 @@ def test_the_rows_of_two_engines_in_one_process_are_not_mixed(watched: Any) -> N
     step((checks, builder, other), [[3]], [5], output)
     checks.finish()
     assert checks.findings == []
+
+
+def test_rows_of_an_engine_are_compared_again_after_the_one_before_it_was_closed(
+    watched: Any,
+) -> None:
+    """The worker of a closed engine was kept, with its caches, and counted as a second one."""
+    checks, builder, worker = watched
+    closed, other = (type(worker)(FullAttentionSpec()) for _ in range(2))
+    output = scheduler_output({"a": (5, [7])}, None, {"a": 1})
+    step((checks, builder, closed), [[7]], [5], output)
+    gone = weakref.ref(closed)
+    del closed
+    gc.collect()
+    assert gone() is None
+    watched = (checks, builder, other)
+    # the request of the same name has another block
+    step(watched, [[3]], [5], scheduler_output({"a": (5, [3])}, None, {"a": 1}))
+    checks.finish()
+    assert checks.findings == []
+    step(watched, [[4]], [6], scheduler_output(None, {"a": (6, None)}, {"a": 1}))
+    checks.finish()
+    assert [each.law for each in checks.findings] == ["block table"]

@@ -98,6 +98,11 @@ def why_not(backend: Any, **changes: Any) -> str | None:
     [
         ({"head_size": 1280}, "head_size = 1280: expected 1 to 1024"),
         ({"kv_cache_dtype": "float16"}, "kv_cache_dtype = float16: expected auto"),
+        ({"kv_cache_dtype": "nvfp4"}, "kv_cache_dtype = nvfp4: expected auto, "),
+        (
+            {"device_capability": SimpleNamespace(major=7, minor=5)},
+            "compute capability 7.5: expected 8.0 or newer",
+        ),
         ({"use_sparse": True}, "use_sparse: expected dense attention"),
         ({"use_mm_prefix": True}, "use_mm_prefix: expected causal prompts"),
     ],

@@ -327,6 +327,7 @@ MACROS: dict[str, Callable[..., str]] = {
         parallel_model.parallel_model,
         parallel_model.parallel_times,
         serving_table.clean_runs,
+        serving_table.cpu_versions_table,
         serving_table.equality_table,
         serving_table.planted_table,
         serving_table.serving_table,

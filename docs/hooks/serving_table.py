@@ -30,20 +30,22 @@ def _range(values: list[float], digits: int = 0) -> str:
 
 def serving_table() -> str:
     """Return one row per load and backend: throughput, and latencies at p50 and p99."""
-    runs: dict[tuple[str, str, str], list[dict[str, Any]]] = defaultdict(list)
+    names = ("model", "load", "mode", "backend")
+    runs: dict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)
     for each in _lines("serving"):
         if each["event"] == "load" and each["run"] != "warm":
-            runs[each["load"], each["mode"], each["backend"]].append(each)
+            runs[tuple(each[name] for name in names)].append(each)
     if not runs:
         return NONE
     lines = [
-        "| load | graphs | backend | runs | output tokens/s | first token, ms, p50 / p99 |"
-        " per output token, ms, p50 / p99 |",
-        "|---|---|---|---:|---:|---:|---:|",
+        "| model | load | graphs | backend | runs | output tokens/s |"
+        " first token, ms, p50 / p99 | per output token, ms, p50 / p99 |",
+        "|---|---|---|---|---:|---:|---:|---:|",
     ]
-    for (_, mode, backend), given in sorted(runs.items()):
+    for (model, _, mode, backend), given in sorted(runs.items()):
         one = given[0]
         cells = [
+            model,
             f"{one['requests']} x {one['input']:,} / {one['output']}",
             mode,
             f"`{backend}`",
@@ -72,13 +74,41 @@ def equality_table() -> str:
     ]
     for each in rows:
         cells = [
-            each["model"] + (", speculative (ngram)" if each["ngram"] else ""),
+            each["model"]
+            + (", speculative (ngram)" if each["ngram"] else "")
+            + (", float32" if each.get("dtype") == "float32" else ""),
             f"`{each['other']}` and `{each['backend']}`",
             f"{each['equal_prompts']} of {each['prompts']}",
             f"{each['tokens_before_first_difference']:,} of {each['tokens']:,}",
             f"{each['margin_at_first_difference_max']:.3f}",
             str(each["not_in_top"]),
             f"{each['logprob_difference_before_max']:.3f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def cpu_versions_table() -> str:
+    """Return one row per version of vLLM's build for CPUs and model: greedy tokens compared."""
+    paths = sorted(RECORDS.glob("20*-cpu-vllm-versions.jsonl"))
+    if not paths:
+        return NONE
+    lines = [
+        "| vLLM | torch | model | twin | prompts equal to the end |"
+        " tokens before the first difference | largest difference of log-probabilities |",
+        "|---|---|---|---|---:|---:|---:|",
+    ]
+    given = map(json.loads, paths[-1].read_text(encoding="utf-8").splitlines())
+    rows = [each for each in given if each["event"] == "compared"]
+    for each in sorted(rows, key=lambda each: (each["vllm"], each["model"])):
+        cells = [
+            each["vllm"],
+            each["torch"].split("+")[0],
+            f"{each['model']}, {each['dtype']}",
+            each["implementation"],
+            f"{each['equal_prompts']} of {each['prompts']}",
+            f"{each['tokens_before_first_difference']} of {each['tokens']}",
+            f"{each['logprob_difference_before_max']:.5f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -19,7 +19,11 @@ def guarded(method: Method) -> Method:
             return None
         try:
             with self._lock:
-                return method(self, *args, **kwargs)
+                self._depth += 1
+                try:
+                    return method(self, *args, **kwargs)
+                finally:
+                    self._depth -= 1
         except CorruptionFound:
             raise
         except Exception as error:

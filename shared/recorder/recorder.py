@@ -65,11 +65,18 @@ class Recorder:
         """How much was checked so far."""
         self._fp8_steps = fp8_steps
         self._lock = threading.RLock()
+        self._depth = 0
+        self._engine_ended = False
         self._reports = Reports(settings)
-        self._samples = Samples(settings, self._reports, self.checked)
+        self._forget_engine()
+
+    def _forget_engine(self) -> None:
+        """Begin anew, without the caches and requests of an engine; what was found stays."""
+        self._engine_ended = False
+        self._samples = Samples(self.settings, self._reports, self.checked)
         self._steps = CheckedSteps(self._reports, self._samples)
         self._running: list[Request] = []
-        self._graphs = GraphSamples(settings.rows)
+        self._graphs = GraphSamples(self.settings.rows)
 
     # --- what an engine tells ---
 
@@ -129,6 +136,8 @@ class Recorder:
             tensors: the metadata that the graph will read. The slot mapping has the length of the
                 graph, padding included.
         """
+        if self._engine_ended:
+            self._forget_engine()
         self._graphs.prepare(tensors)
         self.wants_layers = True
 
@@ -152,6 +161,8 @@ class Recorder:
         """
         if self.is_capturing:
             return
+        if self._engine_ended:
+            self._forget_engine()
         if self._steps.is_new(group):
             self._finish_step()
             self.step += 1
@@ -240,6 +251,22 @@ class Recorder:
                 self.implementation,
             )
             self._attended(call, group)
+
+    def engine_ended(self) -> None:
+        """Forget the caches and requests of an engine that was closed, so that they are freed.
+
+        The garbage collector may call this at any time. If the recorder is at work, it forgets
+        them at the next capture or step.
+        """
+        if not self._lock.acquire(blocking=False):
+            self._engine_ended = True
+            return
+        try:
+            self._engine_ended = True
+            if not self._depth:
+                self._forget_engine()
+        finally:
+            self._lock.release()
 
     @guarded
     def finish(self) -> None:

@@ -14,8 +14,8 @@ are, with other operations under the same names:
 What it reports as an error: deadlocks; a product or copy whose shared memory changes before it was
 waited for; shared memory that is stored without a fence before the asynchronous proxy reads it;
 accesses outside a tensor, and stores of two programs to one element; overflow of 32-bit integers;
-accumulators that are used too early; barriers, products and stores that are left open at the end. What it cannot show: registers,
-layouts, races between the threads of one role, and speed.
+accumulators that are used too early; barriers, products and stores that are left open at the end.
+What it cannot show: registers, layouts, races between the threads of one role, and speed.
 """
 
 from .kernels import interpret_gluon

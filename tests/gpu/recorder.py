@@ -3,9 +3,10 @@
     python tests/gpu/recorder.py OUTDIR
     python tests/gpu/recorder.py OUTDIR --only cost --cases 1      the cost alone, first case
 
-It prints one line per check, and writes the figures to OUTDIR/recorder.json. The cost is measured
-on decode steps of a model with the sizes of Llama 3 8B (random weights): captured as a CUDA graph,
-and eager. Steps with and without the recorder alternate, so both have the same temperature.
+It prints one line per check, ends with 1 if one of them is wrong, and writes the figures to
+OUTDIR/recorder.json. The cost is measured on decode steps of a model with the sizes of Llama 3 8B
+(random weights): captured as a CUDA graph, and eager. Steps with and without the recorder
+alternate, so both have the same temperature.
 """
 
 import argparse
@@ -14,136 +15,21 @@ import logging
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from decode_steps import BLOCK, Decoder
 from pagetwin.contract.operations import load_implementation
 from pagetwin.recorder import RecordedOperations, Recorder, RecorderSettings
-from pagetwin.recorder.laws.schedule import ScheduledRow
-from pagetwin.recorder.step import StepTensors
 
-HEADS, KV_HEADS, SIZE, BLOCK = 32, 8, 128, 16
-HIDDEN, INNER = 4096, 14336
-DEVICE = "cuda"
-
-
-@dataclass
-class Decoder:
-    """Decode steps of a model; its metadata are in persistent buffers, as in an engine.
-
-    Args:
-        run: operations, recorded or not.
-        reqs, seq_len, layers: sizes; every step makes each sequence one token longer.
-        with_linear: whether the layers have their projections too.
-    """
-
-    run: Any
-    reqs: int
-    seq_len: int
-    layers: int
-    with_linear: bool
-
-    def __post_init__(self) -> None:
-        width = -(-(self.seq_len + 2048) // BLOCK)
-        generator = torch.Generator().manual_seed(0)
-        order = torch.randperm(self.reqs * width, generator=generator)
-        self.rows = order.view(self.reqs, width).to(torch.int32)
-        self.lens = torch.full((self.reqs,), self.seq_len, dtype=torch.int32)
-        self.block_table = self.rows.to(DEVICE)
-        self.seq_lens = self.lens.to(DEVICE)
-        starts = torch.arange(self.reqs + 1, dtype=torch.int32)
-        self.query_start_loc = starts.to(DEVICE)
-        self.slots = torch.zeros(self.reqs, dtype=torch.int64, device=DEVICE)
-        shape = (self.reqs * width, BLOCK, KV_HEADS, SIZE)
-        self.caches = [
-            tuple(torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in "kv")
-            for _ in range(self.layers)
-        ]
-        self.x = torch.randn(self.reqs, HIDDEN, device=DEVICE, dtype=torch.bfloat16)
-        if self.with_linear:
-            wide = (HEADS + 2 * KV_HEADS) * SIZE
-            shapes = [(HIDDEN, wide), (HIDDEN, HIDDEN), (HIDDEN, 2 * INNER)]
-            shapes.append((INNER, HIDDEN))
-            self.weights = [
-                [
-                    torch.randn(each, device=DEVICE, dtype=torch.bfloat16) * 0.01
-                    for each in shapes
-                ]
-                for _ in range(self.layers)
-            ]
-        # large queries give large weights, so that one key more or less can be seen in bfloat16
-        self.qkv = 2 * torch.randn(
-            self.reqs, HEADS + 2 * KV_HEADS, SIZE, device=DEVICE, dtype=torch.bfloat16
-        )
-        self.max_seq_len = width * BLOCK
-
-    def tensors(self) -> StepTensors:
-        return StepTensors(
-            self.query_start_loc,
-            self.seq_lens,
-            self.block_table,
-            self.slots,
-            1,
-            int(self.lens.max()),
-            BLOCK,
-        )
-
-    def advance(self) -> None:
-        """Write the metadata of the next step to the buffers."""
-        self.lens += 1
-        last = self.lens.long() - 1
-        blocks = self.rows.gather(1, (last // BLOCK)[:, None])[:, 0].long()
-        self.seq_lens.copy_(self.lens.pin_memory(), non_blocking=True)
-        self.slots.copy_(
-            (blocks * BLOCK + last % BLOCK).pin_memory(), non_blocking=True
-        )
-
-    def scheduled(self) -> list[ScheduledRow]:
-        """Return what a scheduler would tell about the step."""
-        used = -(-int(self.lens.max()) // BLOCK)
-        rows = self.rows[:, :used].tolist()
-        lens = self.lens.tolist()
-        return [
-            ScheduledRow(index, length - 1, 1, row[: -(-length // BLOCK)])
-            for index, (length, row) in enumerate(zip(lens, rows, strict=True))
-        ]
-
-    def layers_forward(self) -> None:
-        """Run all layers on the buffers."""
-        x = self.x
-        for index, (key_cache, value_cache) in enumerate(self.caches):
-            qkv = self.qkv
-            if self.with_linear:
-                qkv = (x @ self.weights[index][0]).view(self.reqs, -1, SIZE)
-            query, key, value = qkv.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
-            self.run.reshape_and_cache(key, value, key_cache, value_cache, self.slots)
-            out = self.run.paged_attention(
-                query,
-                key_cache,
-                value_cache,
-                self.block_table,
-                self.query_start_loc,
-                self.seq_lens,
-                1,
-                self.max_seq_len,
-            )
-            if self.with_linear:
-                x = x + out.flatten(1) @ self.weights[index][1]
-                gate, up = (x @ self.weights[index][2]).chunk(2, dim=1)
-                x = x + torch.nn.functional.silu(gate) * up @ self.weights[index][3]
-
-    def capture(self, recorder: Recorder | None) -> torch.cuda.CUDAGraph:
-        """Return a graph of a step."""
-        self.layers_forward()
-        torch.cuda.synchronize()
-        if recorder is not None:
-            recorder.begin_capture(self.tensors())
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self.layers_forward()
-        return graph
+FAULTS = {
+    "": "nothing",
+    "slot": "one writer",
+    "buffer": "graph buffers",
+    "length in the graph": "attention",
+}
+"""The faults of captured steps, and the law that each violates first."""
 
 
 def make(folder: Path, every: int, **sizes: Any) -> tuple[Recorder, Decoder]:
@@ -153,43 +39,64 @@ def make(folder: Path, every: int, **sizes: Any) -> tuple[Recorder, Decoder]:
     return recorder, Decoder(run, **sizes)
 
 
-def check_graph(folder: Path, bug: str) -> str:
-    """Return the findings of 48 replays, with a bug from the 33rd on."""
-    recorder, model = make(folder, 1, reqs=24, seq_len=700, layers=3, with_linear=False)
+def replay(recorder: Recorder, model: Decoder, fault: str, due: int, steps: int) -> str:
+    """Replay a captured step with a fault; return what is found first.
+
+    Args:
+        recorder, model: as `make` gives them.
+        fault: one of FAULTS.
+        due: the first step with the fault, from 1.
+        steps: how many steps are replayed.
+    """
     graph = model.capture(recorder)
-    for step in range(1, 49):
+    for step in range(1, steps + 1):
         model.advance()
-        if bug and step == 33:
-            if bug == "buffer":
-                model.seq_lens = model.seq_lens.clone()
-            if bug == "slot":
-                model.slots[3] = model.slots[5]
-        if bug == "length in the graph" and step >= 33:
-            # the kernels read other lengths than those that the recorder was told
-            recorder.begin_step(model.tensors(), replays_graph=True)
-            model.seq_lens -= 1
-            graph.replay()
-            model.seq_lens += 1
-            continue
+        if step == due and fault == "buffer":
+            model.seq_lens = model.seq_lens.clone()
+        if step == due and fault == "slot":
+            model.slots[3] = model.slots[1]
         recorder.begin_step(model.tensors(), replays_graph=True)
+        # the kernels read other lengths than those that the recorder was told
+        shorter = int(step >= due and fault == "length in the graph")
+        model.seq_lens -= shorter
         graph.replay()
+        model.seq_lens += shorter
     recorder.finish()
-    found = [f"step {recorder.step}"] if not recorder.is_on else []
-    found += [f"{each.law}: {each.found}" for each in recorder.findings]
-    return f"{recorder.checked} {found or 'nothing found'}"
+    return described(recorder)
 
 
-def check_eager(folder: Path) -> str:
-    """Return the findings of 40 eager decode steps."""
-    recorder, model = make(folder, 1, reqs=24, seq_len=700, layers=3, with_linear=False)
+def described(recorder: Recorder) -> str:
+    """Return the law that was violated first, or why nothing was found."""
+    if not recorder.is_on:
+        return f"the recorder failed in step {recorder.step}"
+    return recorder.findings[0].law if recorder.findings else "nothing"
+
+
+def check_eager(recorder: Recorder, model: Decoder) -> str:
+    """Run 40 eager decode steps; return what is found."""
     for _ in range(40):
         model.advance()
         recorder.schedule(model.scheduled(), BLOCK)
         recorder.begin_step(model.tensors())
         model.layers_forward()
     recorder.finish()
-    state = "" if recorder.is_on else "THE RECORDER FAILED"
-    return f"{recorder.checked} {[each.found for each in recorder.findings]} {state}"
+    return described(recorder)
+
+
+def check(folder: Path) -> bool:
+    """Print one line per check; return whether all of them gave what is expected."""
+    sizes = {"reqs": 24, "seq_len": 700, "layers": 3, "with_linear": False}
+    recorder, model = make(folder, 1, **sizes)
+    rows = [("eager", "nothing", check_eager(recorder, model), recorder)]
+    for fault, law in FAULTS.items():
+        recorder, model = make(folder, 1, **sizes)
+        first = replay(recorder, model, fault, due=33, steps=48)
+        rows.append((f"graph, {fault or 'clean'}", law, first, recorder))
+    for name, law, first, recorder in rows:
+        state = "ok" if first == law else f"WRONG, expected {law}"
+        found = [each.found for each in recorder.findings]
+        print(f"{name}: {first}: {state} {recorder.checked} {found}", flush=True)
+    return all(first == law for _, law, first, _ in rows)
 
 
 def seconds(step: Callable[[], None], count: int) -> float:
@@ -281,10 +188,7 @@ def main() -> None:
     asked = parser.parse_args()
     logging.basicConfig(level=logging.ERROR, format="%(message).600s")
     out, folder = asked.out, asked.out / "cases"
-    if asked.only != "cost":
-        print("eager clean:", check_eager(folder), flush=True)
-        for bug in ("", "slot", "buffer", "length in the graph"):
-            print(f"graph {bug or 'clean'}:", check_graph(folder, bug), flush=True)
+    is_right = asked.only == "cost" or check(folder)
     rows = []
     for layers, graphs in COSTS[: 0 if asked.only == "checks" else asked.cases]:
         sizes = {"reqs": 64, "seq_len": 1024, "layers": layers, "with_linear": True}
@@ -295,6 +199,7 @@ def main() -> None:
         torch.cuda.empty_cache()
     for case in folder.glob("*.pt"):
         case.unlink()
+    raise SystemExit(0 if is_right else 1)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ or alone, a prompt split into chunks: each function returns a call whose result 
 the rows that it keeps.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from random import Random
@@ -220,3 +220,21 @@ def apart(tensor: Tensor, garbage: Any = NAN) -> Tensor:
     wide = wide.to(tensor.dtype).to(tensor.device)
     wide[..., : tensor.shape[-1]] = tensor
     return wide[..., : tensor.shape[-1]]
+
+
+def as_views(call: Call, names: Iterable[str]) -> Call:
+    """Return the call with strided views as some tensors, and garbage between their elements."""
+    changes: dict[str, Tensor] = {}
+    for name in names:
+        each = call.arguments[name]
+        if not isinstance(each, Tensor):
+            continue
+        if each.dtype == torch.int32:
+            changes[name] = with_strided(each, 10**6)
+        elif each.dtype == torch.bool:
+            changes[name] = with_strided(each, 1)
+        elif each.dim() == 2:
+            changes[name] = apart(each.T).T
+        else:
+            changes[name] = apart(each[:, None], NAN)[:, 0]
+    return call.changed(**changes)

@@ -77,12 +77,15 @@ def layers(draw: st.DrawFn) -> LayerCase:
     profile = pick.choice([0, 0, 1, 2])
     step = draw_requests(pick, most=pick.choice([1, 2, 2, 3]))
     size = pick.choice(PROFILES[profile][2])
-    kind = pick.choice(["decodes", "prompts", "both"])
+    kind = pick.choice(["decodes", "padded decodes", "prompts", "both"])
     new = {
         "decodes": [1] * len(step.new),
+        # the last request is padding, as in a step of a captured graph
+        "padded decodes": [1] * (len(step.new) - 1) + [0],
         "prompts": [max(2, each) for each in step.new],
         "both": sorted(step.new),
     }[kind]
+    new = new[: len(step.new)]
     step = replace(step, new=tuple(min(each, 6) for each in new), block_size=size)
     return LayerCase(
         step,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..generators.batches import DTYPES, LAYOUTS, NAN, BatchPlan
 from ..generators.options import Call, paged_call, quantised_call, slopes, tree_of
+from ..generators.rearranging import as_views
 from ..generators.steps import several
 from ..harness.calling import Result, expect_right, expect_same_results, run_call
 from ..harness.canaries import checked_values, kept
@@ -232,6 +233,25 @@ def a_cascade_without_a_prefix_is_attention(
 
 
 TWO = SharedPrefix(2, (3, 1), (6, 3), kv_heads=2, padding=1)
+
+
+@law("cascade_attention", cases=[replace(TWO, kind=kind) for kind in KINDS])
+def lengths_and_flags_of_a_cascade_may_be_views_with_any_strides(
+    setting: Setting, shared: SharedPrefix
+) -> None:
+    """Views are starts, lengths, block tables, flags, trees and sinks."""
+    call = shared.call(setting.device)
+    names = (
+        "query_start_loc",
+        "seq_lens",
+        "block_table",
+        "causal",
+        "tree_mask",
+        "sinks",
+    )
+    views = as_views(call, [name for name in names if name in call.arguments])
+    found = run_cascade(setting, views, shared.prefix_len)
+    expect_right(setting, call, found, is_joined=True)
 
 
 @law("cascade_attention", cases=[replace(TWO, kind=kind) for kind in KINDS])

@@ -24,7 +24,7 @@ from ..generators.latent_batches import (
 )
 from ..generators.options import starts_of
 from ..harness.calling import Result, expect_same_results
-from ..harness.canaries import kept
+from ..harness.canaries import checked_values, kept
 from ..harness.expect import Disagreement, expect_budget, expect_same
 from ..harness.law import Setting, law
 from ..oracles.brute_force import Answer
@@ -157,6 +157,19 @@ def a_needle_among_latents_is_found(
     changes: dict[str, Any] = {"max_context_chunk": 64} if way == WAYS[1] else {}
     found = run_latents(setting, batch, way, **changes)
     expect_latents(setting, batch, way, found, **changes)
+
+
+@law(*WAYS, cases=[(way, plan) for way in WAYS for plan in CORNERS[-7:]])
+def checking_contents_changes_nothing_over_latents(
+    setting: Setting, case: tuple[str, LatentPlan]
+) -> None:
+    """PAGETWIN_CHECK_VALUES=1 checks the calls that the operation makes itself, too."""
+    way, plan = case
+    batch = build_latents(plan, setting.device)
+    before = run_latents(setting, batch, way)
+    with checked_values():
+        found = run_latents(setting, batch, way)
+    expect_same_results("with checks", found, before)
 
 
 LARGE_ROPES = [

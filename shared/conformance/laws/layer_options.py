@@ -20,7 +20,7 @@ from ...contract.specs import KVCacheSpec
 from ...engine.backend_interface import AttentionBackend
 from ...validation.options import OPTIONS
 from ..generators.batches import LAYOUTS, NAN, empty_cache
-from ..generators.option_pairs import draw_choice
+from ..generators.option_pairs import PLAIN, draw_choice
 from ..generators.options import Call, build_call, starts_of, stored_as
 from ..generators.rearranging import only
 from ..generators.steps import counts
@@ -103,7 +103,8 @@ def build_step(case: Drawn, device: torch.device, has_images: bool) -> LayerStep
     call = build_call(*case, device)
     pick = Random(f"layer {case[1]}")
     # two requests are enough to detect mixed-up requests, and they run fast
-    reqs = pick.sample(range(len(call.query_lens)), 2)
+    count = 2 if case[1] % 3 else 1
+    reqs = pick.sample(range(len(call.query_lens)), 2)[:count]
     call = only(call, sorted(reqs, key=lambda req: call.query_lens[req]))
     images = draw_images(pick, call) if has_images else {}
     ranges = ranges_of(call, images)
@@ -287,6 +288,29 @@ def a_layer_applies_its_options_and_those_of_its_step(
     setting: Setting, case: Drawn
 ) -> None:
     """Options are windows, chunks, caps, biases, sinks, flags, trees and FP8 outputs."""
+    expect_right_layer(setting, case)
+
+
+PLAIN_DECODES = (
+    *((name, PLAIN[name]) for name in (*OF_LAYERS, "tree_mask", "cache", "scales")),
+    ("batch", "decode"),
+    ("head_size", "32"),
+    ("block_size", "16"),
+    ("dtype", "float16"),
+)
+"""Decodes that every operator of a backend computes."""
+
+
+@law(
+    "BACKENDS",
+    cases=st.one_of(
+        *(layer_cases((*PLAIN_DECODES, ("out", kind))) for kind in ("e4m3", "e5m2"))
+    ),
+)
+def a_layer_without_options_scales_its_fp8_output(
+    setting: Setting, case: Drawn
+) -> None:
+    """Applies to every operator that a backend runs its decodes in."""
     expect_right_layer(setting, case)
 
 

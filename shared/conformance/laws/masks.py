@@ -54,7 +54,7 @@ class MaskCase:
         size: Size of the window or the chunk.
         own: Index of one query among the new tokens.
         needle: Index of the key that outweighs all others. It is near an edge of the visible
-            range of that query.
+            range of that query. -1 if there is none.
         first, last: First and last position of the query range, which is also visible to that
             query; -1 without a query range.
         parents: Parent of each new token in a tree; -1 for a root. Empty without a tree.
@@ -146,7 +146,7 @@ class MaskCase:
             seed=self.seed,
         )
         plan = setting.fit(plan)
-        needles = [(0, self.needle)]
+        needles = [(0, self.needle)] if self.needle >= 0 else []
         call = paged_call(plan, setting.device, needles, **self.options())
         return call if self.is_paged else ragged_call(call)
 
@@ -194,6 +194,10 @@ def draw_case(pick: Random, kinds: tuple[str, ...], is_paged: bool) -> MaskCase:
     if "tree" in kind:
         edges = [*range(context, key_len), context - 1, 0]
     needle = pick.choice(edges) + pick.choice([-1, 0, 0, 1])
+    needle = min(max(needle, 0), key_len - 1)
+    if kind == "range" and last >= key_len and pick.random() < 0.5:
+        # a needle would hide keys past the end, whose scores are 0
+        needle = -1
     parents = [-1] if pick.random() < 0.8 else [-1, -1]
     parents += [pick.randrange(each) for each in range(len(parents), query_len)]
     return MaskCase(
@@ -202,7 +206,7 @@ def draw_case(pick: Random, kinds: tuple[str, ...], is_paged: bool) -> MaskCase:
         kind,
         size,
         own,
-        min(max(needle, 0), key_len - 1),
+        needle,
         first if kind == "range" else -1,
         last if kind == "range" else -1,
         tuple(parents[:query_len]) if "tree" in kind else (),
@@ -279,6 +283,25 @@ SPLITS = [
 def no_key_is_lost_between_two_tiles_or_splits(
     setting: Setting, case: MaskCase
 ) -> None:
+    expect_right_case(setting, case)
+
+
+LONG_WINDOWS = [
+    MaskCase(
+        query_len, context + query_len, "window", size, own,
+        context + own - size, seed=3 * own,
+    )
+    for query_len, context, size, own in (
+        (40, 110, 64, 31), (40, 125, 100, 39), (40, 144, 64, 20), (200, 430, 300, 127),
+    )
+]  # fmt: skip
+
+
+@law("paged_attention", cases=LONG_WINDOWS)
+def a_key_before_the_window_of_a_later_row_of_a_tile_is_masked(
+    setting: Setting, case: MaskCase
+) -> None:
+    """The window is longer than a tile, and the key is in the windows of earlier rows."""
     expect_right_case(setting, case)
 
 

@@ -78,7 +78,7 @@ def without_new_tokens(dealt: Dealt, call: Call, rank: int) -> Call:
 
 
 def run_rank(setting: Setting, shared: Shared, whole: Call, ranks: RankGroup) -> Found:
-    """Return the results of one rank. The step is made twice, so that buffers are used again."""
+    """Return the results of one rank, whose object has served another step and other queries."""
     dealt = shared.dealt
     heads = whole.query.shape[1] // dealt.ranks
     own = slice(ranks.rank * heads, (ranks.rank + 1) * heads)
@@ -97,6 +97,15 @@ def run_rank(setting: Setting, shared: Shared, whole: Call, ranks: RankGroup) ->
         value_head_size=caches[1].shape[-1],
         dtype=query.dtype,
         device=setting.device,
+    )
+    # an idle step before it, whose block table is narrower
+    step.prepare(
+        caches[0],
+        given["block_table"][:, :1],
+        torch.zeros_like(given["query_start_loc"]),
+        torch.zeros_like(given["seq_lens"]),
+        num_tokens=len(query),
+        max_seq_len=0,
     )
     batch = step.prepare(
         caches[0], given["block_table"], given["query_start_loc"], given["seq_lens"],

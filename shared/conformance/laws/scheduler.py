@@ -54,6 +54,8 @@ DIRECTED_TRAFFIC = (
     Traffic((Arrival(0, 4, 6), Arrival(0, 4, 6)), num_blocks=5),
     # a preempted request is recomputed in chunks, of which the first ends after its prompt
     Traffic((Arrival(0, 4, 8), Arrival(0, 1, 8, family=1)), 4, 3, 3),
+    # what a preempted request lost is recomputed in several steps
+    Traffic((Arrival(0, 1, 6), Arrival(0, 3, 3, family=1)), 2, 4, 2),
     # one request at a time
     Traffic((Arrival(0, 5, 2), Arrival(0, 5, 2)), 60, 2, 64, 1),
 )

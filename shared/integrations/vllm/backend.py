@@ -20,6 +20,8 @@ CACHE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 class Reasons:
     """Reasons in one sentence each, which both backends give through `supports_combination`."""
 
+    supported_kv_cache_dtypes: ClassVar[list[str]]
+
     @classmethod
     def supports_combination(
         cls,
@@ -39,6 +41,16 @@ class Reasons:
             reasons.append("use_sparse: expected dense attention")
         if use_mm_prefix:
             reasons.append("use_mm_prefix: expected causal prompts")
+        if device_capability is not None and device_capability.major < 8:
+            reasons.append(
+                f"compute capability {device_capability.major}.{device_capability.minor}:"
+                " expected 8.0 or newer"
+            )
+        known = cls.supported_kv_cache_dtypes
+        if kv_cache_dtype is not None and kv_cache_dtype not in known:
+            reasons.append(
+                f"kv_cache_dtype = {kv_cache_dtype}: expected {', '.join(known)}"
+            )
         given = CACHE_DTYPES.get(kv_cache_dtype or "auto", dtype)
         if given != dtype:
             reasons.append(

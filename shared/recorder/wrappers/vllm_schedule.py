@@ -6,8 +6,10 @@ there, so the steps between its call and its return are the steps of requests.
 
 import functools
 import importlib
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from ..laws.schedule import ScheduledRow
 from ..recorder import Recorder
@@ -24,6 +26,8 @@ class WorkerSchedule:
 
     def __init__(self, wrapper: Any) -> None:
         self.block_size = comparable_block_size(wrapper)
+        self.is_alone = True
+        """Whether no other worker of the process has run since this one began."""
         self._rows: dict[str, list[int]] = {}
 
     def tell(self, recorders: Sequence[Recorder], output: Any) -> None:
@@ -96,7 +100,8 @@ class WorkerSteps:
         self.is_watched = False
         """Whether workers report their steps here."""
         self._running = 0
-        self._of_worker: dict[int, tuple[Any, WorkerSchedule]] = {}
+        self._alive = 0
+        self._of_worker: WeakKeyDictionary[Any, WorkerSchedule] = WeakKeyDictionary()
 
     @property
     def is_step(self) -> bool:
@@ -132,12 +137,22 @@ class WorkerSteps:
             recorder.own(functools.partial(self._tell, wrapper, output))
 
     def _tell(self, wrapper: Any, output: Any) -> None:
-        known = self._of_worker.get(id(wrapper))
+        known = self._of_worker.get(wrapper)
         if known is None:
-            known = self._of_worker[id(wrapper)] = (wrapper, WorkerSchedule(wrapper))
-        # two engines of one process may give the same name to two requests
-        if len(self._of_worker) == 1:
-            known[1].tell(self.recorders, output)
+            known = self._of_worker[wrapper] = WorkerSchedule(wrapper)
+            weakref.finalize(wrapper, self._end).atexit = False
+            self._alive += 1
+            # two engines of one process may give the same name to two requests
+            for each in self._of_worker.values() if self._alive > 1 else ():
+                each.is_alone = False
+        if known.is_alone:
+            known.tell(self.recorders, output)
+
+    def _end(self) -> None:
+        """Let the recorders forget the caches and requests of the last worker that was freed."""
+        self._alive -= 1
+        for recorder in self.recorders if not self._alive else ():
+            recorder.engine_ended()
 
 
 STEPS = WorkerSteps()

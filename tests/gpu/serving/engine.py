@@ -1,7 +1,7 @@
 """One engine of vLLM in this process, which reads commands and writes JSON lines.
 
 `tests/gpu/serving/run.py` starts it. Each line on the standard input is a command: `load NAME
-RUN`, `profile NAME` or `quit`. Each result is a line of the file `--results`.
+RUN`, `profile NAME`, `recorder` or `quit`. Each result is a line of the file `--results`.
 """
 
 import argparse
@@ -16,9 +16,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import MODELS, seed_weights
+from cpu import prepare_cpu
+from models import draw_prompt, engine_options, has_audio
+from weights import seed_weights
 
-LOADS = {"a": (256, 1024, 64), "b": (64, 4096, 128), "c": (16, 16384, 64)}
+LOADS = {
+    "a": (256, 1024, 64),
+    "b": (64, 4096, 128),
+    "c": (16, 16384, 64),
+    # with audio, so their prompts are short
+    "audio-a": (64, 4, 128),
+    "audio-b": (16, 4, 256),
+    "audio-c": (4, 4, 256),
+    # to try the programs
+    "try": (2, 12, 4),
+}
 """Requests, input tokens and output tokens of each load."""
 
 CAPTURE_SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 192, 256]
@@ -41,6 +53,8 @@ def build(asked: argparse.Namespace) -> Any:
 
     # as the entry point of an installed package would
     register()
+    if not CUDA:
+        prepare_cpu("reference")
     DummyModelLoader.load_weights = lambda self, model, config: seed_weights(model)
     options: dict[str, Any] = {}
     if asked.mode == "eager":
@@ -54,18 +68,16 @@ def build(asked: argparse.Namespace) -> Any:
             }
     return LLM(
         model=str(asked.model),
-        skip_tokenizer_init=True,
         load_format="dummy",
         dtype="bfloat16",
-        max_model_len=20480,
         max_num_seqs=256,
-        max_num_batched_tokens=8192,
         gpu_memory_utilization=0.1,
         kv_cache_memory_bytes=asked.kv_gib << 30,
         enable_prefix_caching=False,
         attention_backend=asked.backend,
         seed=0,
         disable_log_stats=True,
+        **engine_options(asked.model.name, 20480, 8192),
         **options,
     )
 
@@ -86,7 +98,6 @@ class Served:
     def __init__(self, asked: argparse.Namespace) -> None:
         self.asked = asked
         self.began = time.time()
-        self.vocab = MODELS[asked.model.name]["vocab_size"]
         import vllm
 
         imported = time.time()
@@ -108,7 +119,7 @@ class Served:
         """Write one line of results."""
         asked = self.asked
         first = {
-            "backend": asked.backend,
+            "backend": asked.backend + ("+record" if asked.record else ""),
             "model": asked.model.name,
             "mode": asked.mode,
         }
@@ -137,9 +148,7 @@ class Served:
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
-        prompts = [
-            [rng.randrange(self.vocab) for _ in range(length)] for _ in range(reqs)
-        ]
+        prompts = [draw_prompt(self.asked.model.name, rng, length) for _ in range(reqs)]
         times: dict[str, list[float]] = {}
         synchronize()
         start = time.perf_counter()
@@ -147,7 +156,10 @@ class Served:
             self.count += 1
             name = str(self.count)
             times[name] = []
-            engine.add_request(name, {"prompt_token_ids": prompt}, params)
+            engine.add_request(name, prompt, params)
+        if has_audio(self.asked.model.name):
+            # the host has computed the spectrograms
+            start = time.perf_counter()
         while engine.has_unfinished_requests():
             for each in engine.step():
                 now = time.perf_counter() - start
@@ -177,6 +189,19 @@ class Served:
             gap_ms=[percentile(gaps, 0.5), percentile(gaps, 0.99)],
         )
 
+    def recorder(self) -> None:
+        """Write what the flight recorder has checked and found."""
+        from pagetwin.recorder.wrappers.vllm_schedule import STEPS
+
+        for each in STEPS.recorders:
+            each.finish()
+            self.say(
+                event="recorder",
+                is_on=each.is_on,
+                checked=each.checked,
+                findings=[one.found for one in each.findings],
+            )
+
     def profile(self, name: str) -> None:
         """Write the 14 kernels with the most device time of a load with 8 output tokens."""
         from torch.profiler import ProfilerActivity, profile
@@ -205,7 +230,13 @@ def main() -> None:
     parser.add_argument("--mode", required=True)
     parser.add_argument("--results", type=Path, required=True)
     parser.add_argument("--kv-gib", type=int, default=10)
-    engine = Served(parser.parse_args())
+    parser.add_argument("--record", type=Path, help="folder of the flight recorder")
+    parser.add_argument("--record-every", default="256")
+    asked = parser.parse_args()
+    if asked.record:
+        os.environ["PAGETWIN_RECORD_EVERY"] = asked.record_every
+        os.environ["PAGETWIN_RECORD"] = str(asked.record)
+    engine = Served(asked)
     for line in sys.stdin:
         command, *words = line.split()
         if command == "quit":

@@ -4,7 +4,12 @@
 
 Two correct backends differ where two tokens are nearly equally probable, and from there on a prompt
 is another one. So each prompt is compared until its first difference. RESULTS gets a JSON line per
-backend, and one per pair. The engines run one after the other in this process, without graphs.
+backend, and one per pair. The engines run one after the other in this process, without graphs. With
+vLLM's build for CPUs, CUSTOM runs in Triton's interpreter, where bfloat16 is wrong:
+
+    export TRITON_INTERPRET=1
+    python tests/gpu/serving/equality.py RESULTS --model small --backends CPU_ATTN CUSTOM \
+        --dtype float32 --prompts 4 --new 8 --longest 60
 """
 
 import argparse
@@ -19,10 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import MODELS, seed_weights, write_model
+from cpu import prepare_cpu
+from models import MODELS, draw_prompt, engine_options, write_model
+from weights import seed_weights
 
 CUDA = torch.cuda.is_available()
-PROMPTS, NEW, TOP = 16, 48, 5
+TOP = 5
 
 Rows = list[tuple[list[int], list[dict[int, float]]]]
 """The tokens of each prompt, and the log-probabilities of the most probable ones at each step."""
@@ -35,6 +42,8 @@ def build(asked: argparse.Namespace, backend: str, folder: Path) -> Any:
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
     register()
+    if not CUDA:
+        prepare_cpu(asked.implementation)
     DummyModelLoader.load_weights = lambda self, model, config: seed_weights(model)
     options: dict[str, Any] = {}
     if asked.ngram:
@@ -46,12 +55,9 @@ def build(asked: argparse.Namespace, backend: str, folder: Path) -> Any:
         }
     return LLM(
         model=str(write_model(folder, asked.model)),
-        skip_tokenizer_init=True,
         load_format="dummy",
-        dtype="bfloat16",
-        max_model_len=4096,
+        dtype=asked.dtype,
         max_num_seqs=32,
-        max_num_batched_tokens=4096,
         enforce_eager=True,
         compilation_config={"mode": 0},
         gpu_memory_utilization=0.05,
@@ -59,6 +65,7 @@ def build(asked: argparse.Namespace, backend: str, folder: Path) -> Any:
         enable_prefix_caching=False,
         attention_backend=backend,
         seed=0,
+        **engine_options(asked.model, 4096, 4096),
         **options,
     )
 
@@ -71,17 +78,21 @@ def layers(llm: Any) -> list[str]:
     return sorted(f"{each.__module__}.{each.__name__}" for each in found)
 
 
-def serve(llm: Any, vocab: int, longest: int) -> Rows:
+def serve(llm: Any, asked: argparse.Namespace) -> Rows:
     """Return greedy tokens and log-probabilities; each prompt repeats a part of itself."""
     from vllm import SamplingParams
 
-    rng = random.Random(7)
-    prompts = []
-    for _ in range(PROMPTS):
-        part = [rng.randrange(vocab) for _ in range(rng.randrange(20, longest // 2))]
-        prompts.append({"prompt_token_ids": part + part})
+    draw = random.Random(7)
+    prompts = [
+        draw_prompt(asked.model, draw, draw.randrange(8, asked.longest))
+        for _ in range(asked.prompts)
+    ]
     params = SamplingParams(
-        temperature=0.0, max_tokens=NEW, ignore_eos=True, detokenize=False, logprobs=TOP
+        temperature=0.0,
+        max_tokens=asked.new,
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=TOP,
     )
     rows = []
     for each in llm.generate(prompts, params, use_tqdm=False):
@@ -128,9 +139,22 @@ def main() -> None:
     parser.add_argument("--backends", nargs="+", default=["FLASH_ATTN", "CUSTOM"])
     parser.add_argument("--ngram", action="store_true", help="speculative decoding")
     parser.add_argument("--longest", type=int, default=1600, help="tokens of a prompt")
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--new", type=int, default=48, help="tokens after a prompt")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--implementation", default="optimized", help="on a CPU")
     asked = parser.parse_args()
-    first = {"model": asked.model, "ngram": asked.ngram, "torch": torch.__version__}
-    first["device"] = torch.cuda.get_device_name() if CUDA else "cpu"
+    import vllm
+
+    first = {
+        "vllm": vllm.__version__,
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if CUDA else "cpu",
+        "model": asked.model,
+        "dtype": asked.dtype,
+        "ngram": asked.ngram,
+        "implementation": "optimized" if CUDA else asked.implementation,
+    }
 
     def say(**fields: Any) -> None:
         with asked.results.open("a") as file:
@@ -143,9 +167,8 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 llm = build(asked, backend, Path(folder))
             built = time.time() - began
-            vocab = MODELS[asked.model]["vocab_size"]
-            rows = serve(llm, vocab, asked.longest)
-            again = serve(llm, vocab, asked.longest)
+            rows = serve(llm, asked)
+            again = serve(llm, asked)
             repeated = sum(
                 one[0] == two[0] for one, two in zip(rows, again, strict=True)
             )

@@ -1,11 +1,11 @@
-"""Models of the serving runs: configurations without weights, and seeded weights."""
+"""Models of the serving runs: configurations without weights, and their prompts."""
 
 import json
-import zlib
+import random
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -115,42 +115,170 @@ DEEPSEEK = {
 }
 """Latent attention; both layers are dense."""
 
+WHISPER = {
+    "architectures": ["WhisperForConditionalGeneration"],
+    "model_type": "whisper",
+    "d_model": 1280,
+    "encoder_layers": 8,
+    "decoder_layers": 8,
+    "encoder_attention_heads": 20,
+    "decoder_attention_heads": 20,
+    "encoder_ffn_dim": 5120,
+    "decoder_ffn_dim": 5120,
+    "num_mel_bins": 128,
+    "max_source_positions": 1500,
+    "max_target_positions": 448,
+    "vocab_size": 51866,
+    "pad_token_id": 1,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 3,
+    "torch_dtype": "bfloat16",
+}
+"""The shapes of Whisper large, with 8 of its 32 layers: cross-attention to 1,500 positions."""
+
+SHORT_AUDIO = {
+    "d_model": 128,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 256,
+    "decoder_ffn_dim": 256,
+    "num_mel_bins": 16,
+    "max_source_positions": 100,
+    "max_target_positions": 128,
+    "vocab_size": 512,
+}
+"""Two seconds of audio, for a CPU."""
+
+GEMMA_8 = {
+    **GEMMA,
+    "hidden_size": 3584,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 8,
+    "num_key_value_heads": 8,
+    "sliding_window": 4096,
+    "vocab_size": 256000,
+}
+"""The shapes of Gemma 2 9B, with 8 of its 42 layers."""
+
+GPT_OSS_8 = {
+    **GPT_OSS,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 8,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "vocab_size": 201088,
+}
+"""The shapes of gpt-oss 20B, with 8 of its 24 layers, in bfloat16."""
+
+DEEPSEEK_8 = {
+    **DEEPSEEK,
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 8,
+    "first_k_dense_replace": 8,
+    "vocab_size": 102400,
+}
+"""The shapes of DeepSeek V2 Lite, with 8 of its 27 layers, all of them dense."""
+
 MODELS: dict[str, dict[str, Any]] = {
     "llama-8": LLAMA,
     "tiny": {**LLAMA, **SMALL},
+    "deep": {**LLAMA, **SMALL, "num_hidden_layers": 32},
     "small": {**LLAMA, **SMALLEST},
     "windowed": {**LLAMA, **SMALLEST, **WINDOW},
     "gemma": {**LLAMA, **SMALL, **GEMMA},
     "gpt-oss": {**LLAMA, **SMALL, **GPT_OSS},
     "deepseek": {**LLAMA, **SMALL, **DEEPSEEK},
+    "whisper": WHISPER,
+    "small-whisper": {**WHISPER, **SHORT_AUDIO},
+    "small-gemma": {**LLAMA, **SMALLEST, **GEMMA},
+    "small-gpt-oss": {**LLAMA, **SMALLEST, **GPT_OSS, "intermediate_size": 256},
+    "gemma-8": {**LLAMA, **GEMMA_8},
+    "gpt-oss-8": {**LLAMA, **GPT_OSS_8},
+    "deepseek-8": {**LLAMA, **DEEPSEEK_8},
 }
 """The configuration of each model, by the name that the command line takes."""
 
 
+SAMPLE_RATE = 16_000
+
+
+def has_audio(name: str) -> bool:
+    """Return whether a model attends to audio."""
+    return bool(MODELS[name]["model_type"] == "whisper")
+
+
 def write_model(folder: Path, name: str) -> Path:
-    """Write the configuration of a model; return its folder."""
+    """Write the configuration of a model, and what its processor reads; return its folder."""
     path = folder / name
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(MODELS[name], indent=1))
+    if has_audio(name):
+        _write_processor(path, MODELS[name])
     return path
 
 
-def seed_weights(model: torch.nn.Module) -> None:
-    """Give each parameter values that follow from its name alone.
+def _write_processor(path: Path, config: dict[str, Any]) -> None:
+    """Write a tokenizer of numbered words, and the settings of the spectrogram."""
+    from transformers import WhisperFeatureExtractor, WhisperProcessor, WhisperTokenizer
 
-    Every process then has the same model. Projections of queries and keys are larger, so that a
-    wrong key changes the output.
+    words = ["<|endoftext|>", "<|pad|>", "<|end|>", "<|startoftranscript|>"]
+    words += [f"w{each}" for each in range(len(words), config["vocab_size"])]
+    vocab = {word: index for index, word in enumerate(words)}
+    tokenizer = WhisperTokenizer(vocab=vocab, merges=[])
+    features = WhisperFeatureExtractor(
+        feature_size=config["num_mel_bins"],
+        # two frames of 10 ms per position
+        chunk_length=config["max_source_positions"] // 50,
+    )
+    WhisperProcessor(features, tokenizer).save_pretrained(path)
+
+
+def draw_prompt(name: str, draw: random.Random, length: int) -> Any:
+    """Return a prompt of random tokens for vLLM, with noise for a model that attends to audio.
+
+    Args:
+        name: of the model.
+        draw: source of random numbers.
+        length: tokens. The prompt repeats a part of itself, for drafts from its n-grams.
     """
-    with torch.no_grad():
-        for name, param in model.named_parameters():
-            if not param.is_floating_point():
-                continue
-            if param.dim() < 2 and "sinks" not in name:
-                param.fill_(0.0 if name.endswith("bias") else 1.0)
-                continue
-            std = 1.0 if "embed" in name else param.shape[-1] ** -0.5
-            if any(part in name for part in ("qkv", "q_proj", "kv_a_proj", "sinks")):
-                std *= 2.0
-            generator = torch.Generator(device=param.device)
-            generator.manual_seed(zlib.crc32(name.encode()))
-            param.normal_(0.0, std, generator=generator)
+    config = MODELS[name]
+    part = [draw.randrange(config["vocab_size"]) for _ in range(-(-length // 2))]
+    tokens = {"prompt_token_ids": (part + part)[:length]}
+    if not has_audio(name):
+        return tokens
+    samples = config["max_source_positions"] // 50 * SAMPLE_RATE
+    noise = np.random.default_rng(draw.randrange(2**32)).standard_normal(samples)
+    audio = (noise.astype(np.float32), SAMPLE_RATE)
+    return {
+        "encoder_prompt": {"prompt": "", "multi_modal_data": {"audio": audio}},
+        "decoder_prompt": tokens,
+    }
+
+
+def engine_options(name: str, longest: int, tokens: int) -> dict[str, Any]:
+    """Return the arguments of `LLM` that depend on the model.
+
+    Args:
+        name: of the model.
+        longest: tokens of the longest request, if the model takes as many.
+        tokens: new tokens of a step; for a model that attends to audio, 16 pieces of audio.
+    """
+    if not has_audio(name):
+        return {
+            "max_model_len": longest,
+            "max_num_batched_tokens": tokens,
+            "skip_tokenizer_init": True,
+        }
+    config = MODELS[name]
+    return {
+        "max_model_len": min(longest, config["max_target_positions"]),
+        "max_num_batched_tokens": 16 * config["max_source_positions"],
+    }

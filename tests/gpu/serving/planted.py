@@ -23,7 +23,9 @@ from typing import Any
 
 import torch
 from bugs import BUGS, Plant, planted
-from models import seed_weights, write_model
+from cpu import prepare_cpu
+from models import write_model
+from weights import seed_weights
 
 CUDA = torch.cuda.is_available()
 DUE_FROM = 20
@@ -60,19 +62,6 @@ class Sentences(logging.Handler):
         self.kept.append(record.getMessage())
 
 
-def prepare_cpu() -> None:
-    """Let vLLM's platform for CPUs choose pagetwin's backend, and run the reference."""
-    from vllm.platforms.cpu import CpuPlatform
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-    def choose(cls: Any, *args: Any, **kwargs: Any) -> str:
-        # as the platform for CUDA does
-        return ".".join(AttentionBackendEnum.CUSTOM.get_class().full_cls_name())
-
-    os.environ["PAGETWIN_VLLM_IMPLEMENTATION"] = "reference"
-    CpuPlatform.get_attn_backend_cls = classmethod(choose)
-
-
 def build(asked: argparse.Namespace, folder: Path) -> Any:
     """Return an `LLM` with a cache of 24 blocks."""
     from pagetwin.integrations.vllm import register
@@ -81,7 +70,7 @@ def build(asked: argparse.Namespace, folder: Path) -> Any:
 
     register()
     if not CUDA:
-        prepare_cpu()
+        prepare_cpu("reference")
     DummyModelLoader.load_weights = lambda self, model, config: seed_weights(model)
     kind = KINDS[asked.kind]
     graphs = has_graphs(asked.kind)

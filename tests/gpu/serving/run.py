@@ -4,8 +4,9 @@
 
 Each engine is a process of its own. All of them start at once, and each serves every load once,
 untimed. Then one engine after the other is timed, alone, so that the backends alternate within one
-session. OUTDIR/serving.jsonl has one JSON object per line, and OUTDIR/NAME.log what each engine
-printed. vLLM 0.25.1 has to be importable. No weights, tokenizer or network are needed.
+session. A backend with the suffix +record has the flight recorder. OUTDIR/serving.jsonl has one
+JSON object per line, and OUTDIR/NAME.log what each engine printed. The exit code is 1 if an engine
+was not ready in time. vLLM 0.25.1 has to be importable. No weights or network are needed.
 """
 
 import argparse
@@ -20,6 +21,9 @@ from typing import Any
 from models import MODELS, write_model
 
 HERE = Path(__file__).resolve().parent
+WORK = Path("/tmp/pagetwin_serving")
+"""Default folder of what engines keep from run to run."""
+
 MODES = ("eager", "decode graphs", "default")
 
 
@@ -34,6 +38,8 @@ def environment(folder: Path) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
         "HF_HUB_OFFLINE": "1",
+        # the default needs the package blake3
+        "VLLM_MM_HASHER_ALGORITHM": "sha256",
         "TOKENIZERS_PARALLELISM": "false",
         "VLLM_CACHE_ROOT": str(folder / "vllm_cache"),
         "VLLM_CONFIG_ROOT": str(folder / "vllm_config"),
@@ -45,17 +51,22 @@ class Engine:
 
     Args:
         asked: the arguments of the command.
-        backend, mode: of the engine.
+        backend: of the engine; with the suffix "+record", the flight recorder checks it.
+        mode: one of MODES.
     """
 
     def __init__(self, asked: argparse.Namespace, backend: str, mode: str) -> None:
         self.name = f"{backend}-{mode.replace(' ', '-')}"
+        backend, _, self.recorded = backend.partition("+")
         self.results = asked.out / f"{self.name}.jsonl"
         self.results.unlink(missing_ok=True)
         command = [sys.executable, str(HERE / "engine.py"), "--backend", backend]
         command += ["--mode", mode, "--results", str(self.results)]
         command += ["--model", str(write_model(asked.work, asked.model))]
         command += ["--kv-gib", str(asked.kv_gib)]
+        if self.recorded:
+            command += ["--record", str(asked.work / f"cases-{self.name}")]
+            command += ["--record-every", str(asked.record_every)]
         with (asked.out / f"{self.name}.log").open("w") as log:
             self.process = subprocess.Popen(
                 command,
@@ -93,8 +104,12 @@ class Engine:
         return False
 
 
-def run(asked: argparse.Namespace) -> None:
-    """Start the engines, warm them up, and time one after the other."""
+def run(asked: argparse.Namespace) -> bool:
+    """Start the engines, warm them up, and time one after the other.
+
+    Returns:
+        Whether all engines were ready in time.
+    """
     began = time.time()
     engines = [
         Engine(asked, backend, mode)
@@ -131,6 +146,9 @@ def run(asked: argparse.Namespace) -> None:
                 each.tell(job)
                 each.wait(job, until)
     for each in ready:
+        if each.recorded:
+            each.tell("recorder")
+            each.wait("recorder", time.time() + 5)
         each.tell("quit")
     time.sleep(1)
     with (asked.out / "serving.jsonl").open("w") as file:
@@ -138,6 +156,7 @@ def run(asked: argparse.Namespace) -> None:
             each.process.kill()
             file.writelines(json.dumps(line) + "\n" for line in each.lines)
     (asked.out / "ended").touch()
+    return len(ready) == len(engines)
 
 
 def main() -> None:
@@ -151,7 +170,8 @@ def main() -> None:
     add("--runs", type=int, default=2, help="timed runs of each load")
     add("--profile", nargs="*", default=[], help="loads whose kernels are listed")
     add("--kv-gib", type=int, default=10)
-    add("--work", type=Path, default=Path("/tmp/pagetwin_serving"))
+    add("--work", type=Path, default=WORK)
+    add("--record-every", type=int, default=256, help="one of so many steps is sampled")
     add("--start-limit", type=float, default=200, help="seconds until all are warm")
     add("--go", type=Path, help="file to wait for before the timed runs")
     add("--patience", type=float, default=600, help="seconds to wait for that file")
@@ -159,7 +179,7 @@ def main() -> None:
     asked = parser.parse_args()
     asked.out, asked.work = asked.out.resolve(), asked.work.resolve()
     asked.out.mkdir(parents=True, exist_ok=True)
-    run(asked)
+    raise SystemExit(0 if run(asked) else 1)
 
 
 if __name__ == "__main__":
