@@ -235,7 +235,7 @@ CASES = {
 } | {
     "prefill, queries without keys": Case(
         "prefill",
-        plan_of((70, 130), (100, 130), 128),
+        plan_of((70, 300), (100, 300), 128),
         {"causal": False},
         has_lse=False,
         seq_lens=(100, 0),
@@ -299,7 +299,7 @@ CASES = {
     ),
     "invariant, one split": Case("invariant", plan_of((70,), (90,), 128)),
     "invariant, window": Case(
-        "invariant", plan_of((150,), (700,), 128, group=4), {"sliding_window": 300}
+        "invariant", plan_of((150,) * 3, (700,) * 3, 128, group=4), {"sliding_window": 300}
     ),
     "invariant, head size 64, sinks": Case(
         "invariant", plan_of((5, 3), (300, 600), 64, needle="tile edge"), {"sinks": True}
