@@ -8,8 +8,10 @@ and none of them was judged, its other laws are reported as not tried. The laws 
 over several processes.
 """
 
+import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -24,7 +26,51 @@ from .poison import explain_nan, explain_nans
 from .preflight import choose_device as choose_device
 from .report import Report, Result, Status
 from .trial import find_law, make_case, make_setting, run_law, try_law
-from .worker import SECONDS_OF_A_CASE, SECONDS_OF_A_LAW, Job, Worker
+from .worker import (
+    SECONDS_OF_A_CASE,
+    SECONDS_OF_A_LAW,
+    SECONDS_OF_GRACE,
+    Job,
+    Worker,
+)
+
+
+class Limits:
+    """Time limits of a check.
+
+    Args:
+        law: Seconds per law.
+        case: Seconds per case.
+        minutes: Optional. Time limit of all laws. If None, there is none.
+
+    Raises:
+        ValueError: A limit is not positive.
+    """
+
+    def __init__(self, law: float, case: float, minutes: float | None) -> None:
+        for name, limit in (("law", law), ("case", case), ("minutes", minutes)):
+            if limit is not None and not limit > 0:
+                name = name if name == "minutes" else f"seconds_of_a_{name}"
+                raise ValueError(f"{name} = {limit:g}: expected more than 0")
+        self.law, self.case, self.minutes = law, case, minutes
+        self.deadline = math.inf
+        """Time of `time.monotonic` at which the time of all laws is over."""
+
+    def begin(self) -> None:
+        """Start the time of all laws."""
+        if self.minutes is not None:
+            self.deadline = time.monotonic() + 60 * self.minutes
+
+    @property
+    def left(self) -> float:
+        """Seconds for what comes after the laws: at least those of a case that is running."""
+        return max(SECONDS_OF_GRACE, self.deadline - time.monotonic())
+
+    @property
+    def of_a_law(self) -> float:
+        """Seconds of a law that begins now."""
+        return max(0.0, min(self.law, self.deadline - time.monotonic()))
+
 
 SMALLEST_LAW = "every new token attends to its sequence up to itself"
 SMALLEST_CASE = "BatchPlan((1,), (1,))"
@@ -46,6 +92,7 @@ def check_implementation(
     workers: int = 1,
     outside: bool = False,
     seconds_of_a_case: float = SECONDS_OF_A_CASE,
+    minutes: float | None = None,
 ) -> Report:
     """Return the report of an implementation on all laws.
 
@@ -62,13 +109,16 @@ def check_implementation(
             failure that holds is reported as a failure. If None, all laws must hold.
         isolated: Whether laws run in worker processes. If False, they run in this process, which
             a crash then ends.
-        seconds_of_a_law: An isolated law that takes longer is reported as crashed.
+        seconds_of_a_law: Time limit of a law. No case begins after it, and the law is reported
+            as not finished, with the number of cases that held.
         on_result: Called with the result of each law, as soon as it is known.
         workers: Number of worker processes. The report depends on it only if laws are not tried.
         outside: Whether the laws are tried on cases outside of the declared support too. Their
             results are in `Report.outside`. They count only if SUPPORT promises to reject such
             cases.
         seconds_of_a_case: An isolated case that takes longer is reported as a hang.
+        minutes: Optional. Time limit of all laws, after which laws are not finished. If None,
+            there is none.
 
     Raises:
         ModuleNotFoundError, ImportError: The implementation does not exist or cannot be imported.
@@ -81,6 +131,7 @@ def check_implementation(
     for name, number in (("examples", examples), ("workers", workers)):
         if number < 1:
             raise ValueError(f"{name} = {number}: expected at least 1")
+    limits = Limits(seconds_of_a_law, seconds_of_a_case, minutes)
     if workers > 1 and not isolated:
         raise ValueError(
             f"workers = {workers} with isolated = False: expected 1, which is this process"
@@ -88,8 +139,8 @@ def check_implementation(
     device = choose_device(device)
     results: dict[str, Result] = {}
     beyond: dict[str, Result] = {}
-    bounds = seconds_of_a_law, seconds_of_a_case
-    with _trying(implementation, device, isolated, bounds, min(workers, len(laws))) as (
+    count = min(workers, len(laws))
+    with _trying(implementation, device, isolated, limits, count) as (
         try_all,
         promises,
     ):
@@ -102,7 +153,7 @@ def check_implementation(
                 on_result(result)
     options = {"seed": seed, "examples": examples}
     in_order = [results[law.name] for law in laws]
-    explained = explain_nans(implementation, device, in_order)
+    explained = explain_nans(implementation, device, in_order, limits.left)
     return Report(
         implementation,
         device,
@@ -111,6 +162,30 @@ def check_implementation(
         tuple(beyond[law.name] for law in laws if law.name in beyond),
         "undeclared" in promises,
     )
+
+
+def report_so_far(
+    implementation: str,
+    device: str,
+    laws: Sequence[Law],
+    judged: Mapping[str, Result],
+    settings: Mapping[str, int],
+) -> Report:
+    """Return the report of a check that has not judged all laws. The others are not finished.
+
+    Args:
+        implementation, device: As in `Report`.
+        laws: All laws of the check.
+        judged: The results so far, by law.
+        settings: Seed and number of examples.
+    """
+    untried = "the check ended before this law"
+    results = [
+        judged.get(law.name)
+        or Result(law.name, law.area, Status.UNFINISHED, reason=untried)
+        for law in laws
+    ]
+    return Report(implementation, device, tuple(results), settings)
 
 
 def choose_laws(only: str | None) -> list[Law]:
@@ -178,7 +253,7 @@ def reproduce(
 
 def with_known(result: Result, reason: str | None) -> Result:
     """Return a result with its status adjusted for a known failure."""
-    if reason is None:
+    if reason is None or result.status == Status.UNFINISHED:
         return result
     holds = result.status in (Status.HELD, Status.OUTSIDE)
     return replace(
@@ -191,7 +266,7 @@ def _trying(
     implementation: str,
     device: str,
     isolated: bool,
-    bounds: tuple[float, float],
+    limits: "Limits",
     workers: int,
 ) -> Iterator[tuple[TryAll, Collection[str]]]:
     """Provide a function that yields laws with their results, and what SUPPORT promises to reject.
@@ -205,20 +280,31 @@ def _trying(
         def try_here(laws: list[Law], job: Job) -> Iterator[tuple[Law, Result]]:
             setting = beyond if job.outside else inside
             for law in laws:
-                yield law, try_law(law, setting, job.seed, job.examples)
+                seconds = limits.of_a_law
+                yield (
+                    law,
+                    try_law(law, setting, job.seed, job.examples, seconds=seconds),
+                )
 
+        limits.begin()
         yield try_here, inside.candidate.support.rejects or ()
         return
     with ExitStack() as ended:
         free: SimpleQueue[Worker] = SimpleQueue()
-        for _ in range(workers):
-            worker = Worker(implementation, device, *bounds)
+        processes = [
+            Worker(implementation, device, limits.law, limits.case)
+            for _ in range(workers)
+        ]
+        for worker in processes:
             ended.callback(worker.stop)
             free.put(worker)
         # an import error is raised before any law is tried
         worker.start()
         if device == "cpu":
             _check_needs_no_gpu(worker)
+        limits.begin()
+        for worker in processes:
+            worker.deadline = limits.deadline
         pool = ThreadPoolExecutor(workers)
         ended.callback(pool.shutdown, cancel_futures=True)
         endings = Endings()
@@ -242,7 +328,14 @@ def _trying(
             for each in as_completed(tried):
                 yield tried[each], each.result()
 
-        yield try_all, worker.promises
+        try:
+            yield try_all, worker.promises
+        except BaseException:
+            # the command was interrupted: laws that are being tried end now
+            for worker in processes:
+                worker.deadline = 0.0
+                worker.stop()
+            raise
 
 
 def _check_needs_no_gpu(worker: Worker) -> None:
