@@ -111,11 +111,11 @@ def check(
         check_hypothesis("check")
         files = ReportFiles(json_file, markdown, junit, html, trace)
         files.check()
+        limits = {"case": case_seconds, "law": law_seconds, "minutes": minutes}
+        _check_limits(limits)
         module = choose_implementation(module, solution, trace, device)
         check_module(module, device)
         choose_interpreter(device)
-        if not case_seconds > 0:
-            raise ValueError(f"case_seconds = {case_seconds:g}: expected more than 0")
         if probe:
             _print_support(module, device, case_seconds)
             return
@@ -179,6 +179,14 @@ def check_module(module: str, device: str | None) -> None:
     from ..conformance.harness.preflight import check_can_run
 
     check_can_run(module, device)
+
+
+def _check_limits(limits: dict[str, float | None]) -> None:
+    """Raise if a time limit is not positive, before anything is imported."""
+    for name, limit in limits.items():
+        if limit is not None and not limit > 0:
+            option = name if name == "minutes" else f"{name}_seconds"
+            raise ValueError(f"{option} = {limit:g}: expected more than 0")
 
 
 def _law_and_reason(text: str) -> tuple[str, str]:
