@@ -16,6 +16,7 @@ from pagetwin.conformance.harness.report import Report, Result
 from pagetwin.conformance.harness.trial import (
     SECONDS_TO_SHRINK,
     find_law,
+    make_case,
     make_setting,
     try_law,
 )
@@ -210,3 +211,43 @@ def test_the_time_of_a_fuzzing_run_keeps_the_batches_that_held(tmp_path: Path) -
     ]
     assert sum(each["cases"] for each in lines) == run.cases
     assert {each["status"] for each in lines} == {"held"}
+
+
+NARROW = """
+import torch
+from pagetwin.conformance import Support
+from pagetwin.reference import paged_attention as right
+
+SUPPORT = Support(
+    operations=["paged_attention"], dtypes=["float32"], head_sizes=[32], group_sizes=[4],
+    block_sizes=[16], query_lens=[1], options=["scale"], rejects=[],
+)
+
+
+def paged_attention(
+    query, key_cache, value_cache, block_table, query_start_loc, seq_lens, max_query_len,
+    max_seq_len, scale=None,
+):
+    tensors = query, key_cache, value_cache, block_table, query_start_loc, seq_lens
+    return right(*tensors, max_query_len, max_seq_len, scale=scale) + 1
+"""
+
+
+@pytest.mark.parametrize("seconds", [60.0, 0.001])
+def test_the_smallest_input_of_a_kernel_is_one_that_it_declares(
+    tmp_path: Path, seconds: float
+) -> None:
+    """The input showed sizes that the kernel does not take, and that were fitted for the call.
+
+    If no time was left to make it smaller, Hypothesis took the failure for one that did not come
+    back: a case outside of the support was not fitted when it was tried again.
+    """
+    file = tmp_path / "narrow.py"
+    file.write_text(NARROW, encoding="utf-8")
+    setting = make_setting(load_candidate(str(file)), "cpu")
+    law = find_law("every new token attends to its sequence up to itself")
+    result = try_law(law, setting, 0, 20, seconds=seconds)
+    assert result.status == Status.BROKEN and not result.message
+    plan = make_case(law, result.case)
+    assert (plan.head_size, plan.group, plan.block_size) == (32, 4, 16)
+    assert set(plan.query_lens) <= {1} and result.where.startswith("at token")

@@ -153,6 +153,7 @@ def _watched(
     tried, skipped = 0, 0
     outside: set[str] = set()
     failures: dict[str, Exception] = {}
+    failed_cases: set[str] = set()
     first_failure = 0.0
     is_fitted = not (candidate.promises_all or candidate.goes_outside or is_exact)
 
@@ -160,11 +161,18 @@ def _watched(
         nonlocal tried, skipped
         if tried and not failures and time.perf_counter() > end:
             raise OutOfTimeError
+        late = time.perf_counter() > min(end, first_failure + SECONDS_TO_SHRINK)
+        if failures and late and repr(case) not in failed_cases:
+            return  # time limit reached: the smallest failing case so far is kept
         tried += not failures
-        why = attempt(case, setting)
-        if why and is_fitted:
-            # a law may also make its own plan, which `Setting.fit` then fits
-            why = attempt(fit_case(case, candidate.support), setting.fitting())
+        try:
+            why = attempt(case, setting)
+            if why and is_fitted:
+                # a law may also make its own plan, which `Setting.fit` then fits
+                why = attempt(fit_case(case, candidate.support), setting.fitting())
+        except Exception:
+            failed_cases.add(repr(case))
+            raise
         if why:
             skipped += not failures
             outside.add(why)
@@ -173,9 +181,6 @@ def _watched(
         """Try a case, and return why it is outside of the candidate's support, or nothing."""
         nonlocal first_failure
         shown = repr(case)
-        late = time.perf_counter() > min(end, first_failure + SECONDS_TO_SHRINK)
-        if failures and late and shown not in failures:
-            return ""  # time limit reached: the smallest failing case so far is kept
         at(shown, tried - skipped - 1)
         accesses, calls_outside = candidate.accesses, candidate.calls_outside
         try:
@@ -253,7 +258,10 @@ def _smaller(
     at: At,
     seconds: float,
 ) -> tuple[str, Exception]:
-    """Return a simpler case that raises the same type of error, and that error."""
+    """Return a simpler case that raises the same type of error, and that error.
+
+    It is inside of the declared support, if the law tries the case as it is.
+    """
     errors = {shown: last}
 
     def fails(case: Any) -> bool:
@@ -273,7 +281,11 @@ def _smaller(
         return False
 
     try:
-        smallest = repr(shrink(make_case(law, shown), fails, seconds))
+        case = shrink(make_case(law, shown), fails, seconds)
+        smallest = repr(case)
+        inside = fit_case(case, setting.candidate.support)
+        if not setting.candidate.goes_outside and inside is not case:
+            smallest = repr(inside) if fails(inside) else smallest
     except Fatal:
         return (
             shown,

@@ -157,7 +157,8 @@ class Worker:
             area: The subject of the law.
         """
         if time.monotonic() >= self.deadline:
-            return unfinished(Result(job.law, area, Status.UNFINISHED))
+            reason = "the time was over before its first case"
+            return Result(job.law, area, Status.UNFINISHED, reason=reason)
         self.start()
         before = self._calls
         found = self._try(job, area)
