@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..harness.support import Support
-from .appends import append_inputs, paged, placements
+from .appends import append_in_parts
 from .calls import (
     draw_columns,
     latent_inputs,
@@ -302,16 +302,5 @@ class SolutionCall:
 
         `key_cache` and `value_cache` are modified in place.
         """
-        kept = (slot_mapping >= 0).nonzero()[:, 0]
-        slots = slot_mapping[kept].tolist()
-        new, caches = (key[kept], value[kept]), (key_cache, value_cache)
-        size = self.definition.constants["page_size"]
-        pages = paged(key_cache, size), paged(value_cache, size)
-        results = [each.clone() for each in caches]
-        widths = key.shape[2], value.shape[2]
-        for place in placements(self.definition, key.shape[1], widths, len(slots)):
-            both = place.put(new), place.put(pages)
-            inputs = append_inputs(self.definition, *both, slots, seed=len(slots))
-            place.take(self.run(inputs), results)
-        for cache, result in zip(caches, results, strict=True):
-            cache.copy_(result)
+        caches = key_cache, value_cache
+        append_in_parts(self.definition, self.run, (key, value), caches, slot_mapping)

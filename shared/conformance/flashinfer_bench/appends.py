@@ -5,7 +5,7 @@ any sizes. Their slots are numbered one after another, so they can be cut into p
 Heads and elements are placed among those of the definition as in `calls.py`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -21,7 +21,7 @@ MOST_REQUESTS = 4
 
 
 @dataclass(frozen=True)
-class Pages:
+class AppendPages:
     """The pages of some requests, and the request and position of each token.
 
     Args:
@@ -35,7 +35,9 @@ class Pages:
     rows: list[list[int]]
 
 
-def draw_pages(slots: list[int], num_pages: int, page_size: int, seed: int) -> Pages:
+def draw_pages(
+    slots: list[int], num_pages: int, page_size: int, seed: int
+) -> AppendPages:
     """Return requests whose pages have the given slots.
 
     Each page that is written belongs to one request. Requests begin with pages to which nothing is
@@ -43,7 +45,7 @@ def draw_pages(slots: list[int], num_pages: int, page_size: int, seed: int) -> P
 
     Args:
         slots: [tokens] different slots, each page id * page_size + offset.
-        num_pages: Pages of the cache.
+        num_pages: AppendPages of the cache.
         page_size: Slots per page.
         seed: Seed of the choice of requests.
     """
@@ -63,7 +65,9 @@ def draw_pages(slots: list[int], num_pages: int, page_size: int, seed: int) -> P
         rows[req].append(page)
     found = [(*at[slot // page_size], slot % page_size) for slot in slots]
     requests = [req for req, _, _ in found]
-    return Pages(requests, [n * page_size + offset for _, n, offset in found], rows)
+    return AppendPages(
+        requests, [n * page_size + offset for _, n, offset in found], rows
+    )
 
 
 def paged(cache: Tensor, page_size: int) -> Tensor:
@@ -75,13 +79,14 @@ def paged(cache: Tensor, page_size: int) -> Tensor:
     count = -(-len(slots) // page_size)
     found = slots.new_zeros(count * page_size, *slots.shape[1:])
     found[: len(slots)] = slots
-    return found.unflatten(0, (count, page_size))
+    return found.view(count, page_size, *slots.shape[1:])
 
 
 def unpaged(pages: Tensor, like: Tensor) -> Tensor:
     """Return the slots of some pages as blocks of another size: the inverse of `paged`."""
     blocks, block_size = like.shape[:2]
-    return pages.flatten(0, 1)[: blocks * block_size].unflatten(0, (blocks, block_size))
+    slots = pages.flatten(0, 1)[: blocks * block_size]
+    return slots.view(blocks, block_size, *slots.shape[1:])
 
 
 def append_inputs(
@@ -198,3 +203,35 @@ def placements(
                 for each in parts
             ]
             yield Placement(heads, first, parts, (columns[0], columns[1]), width)
+
+
+def append_in_parts(
+    definition: Definition,
+    run: Callable[[dict[str, Any]], tuple[Tensor, Tensor]],
+    pair: tuple[Tensor, Tensor],
+    caches: tuple[Tensor, Tensor],
+    slot_mapping: Tensor,
+) -> None:
+    """Write new keys and values, some heads and elements after another.
+
+    Args:
+        definition: The definition.
+        run: The function of a solution: it takes the inputs, and returns both caches.
+        pair: [tokens, heads, elements] new keys and values. Those past the end of the slot mapping
+            are padding.
+        caches: [num_blocks, block_size, heads, elements], modified in place.
+        slot_mapping: The slot of each token. Tokens with a negative slot are not stored.
+    """
+    kept = (slot_mapping >= 0).nonzero()[:, 0]
+    slots = slot_mapping[kept].tolist()
+    new = pair[0][kept], pair[1][kept]
+    size = definition.constants["page_size"]
+    pages = paged(caches[0], size), paged(caches[1], size)
+    results = [each.clone() for each in caches]
+    widths = pair[0].shape[2], pair[1].shape[2]
+    for place in placements(definition, pair[0].shape[1], widths, len(slots)):
+        both = place.put(new), place.put(pages)
+        inputs = append_inputs(definition, *both, slots, seed=len(slots))
+        place.take(run(inputs), results)
+    for cache, result in zip(caches, results, strict=True):
+        cache.copy_(result)

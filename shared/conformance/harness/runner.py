@@ -8,10 +8,8 @@ and none of them was judged, its other laws are reported as not tried. The laws 
 over several processes.
 """
 
-import math
 import re
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -25,52 +23,14 @@ from .law import Law
 from .poison import explain_nan, explain_nans
 from .preflight import choose_device as choose_device
 from .report import Report, Result, Status
+from .time_limits import TimeLimits
 from .trial import find_law, make_case, make_setting, run_law, try_law
 from .worker import (
     SECONDS_OF_A_CASE,
     SECONDS_OF_A_LAW,
-    SECONDS_OF_GRACE,
     Job,
     Worker,
 )
-
-
-class Limits:
-    """Time limits of a check.
-
-    Args:
-        law: Seconds per law.
-        case: Seconds per case.
-        minutes: Optional. Time limit of all laws. If None, there is none.
-
-    Raises:
-        ValueError: A limit is not positive.
-    """
-
-    def __init__(self, law: float, case: float, minutes: float | None) -> None:
-        for name, limit in (("law", law), ("case", case), ("minutes", minutes)):
-            if limit is not None and not limit > 0:
-                name = name if name == "minutes" else f"seconds_of_a_{name}"
-                raise ValueError(f"{name} = {limit:g}: expected more than 0")
-        self.law, self.case, self.minutes = law, case, minutes
-        self.deadline = math.inf
-        """Time of `time.monotonic` at which the time of all laws is over."""
-
-    def begin(self) -> None:
-        """Start the time of all laws."""
-        if self.minutes is not None:
-            self.deadline = time.monotonic() + 60 * self.minutes
-
-    @property
-    def left(self) -> float:
-        """Seconds for what comes after the laws: at least those of a case that is running."""
-        return max(SECONDS_OF_GRACE, self.deadline - time.monotonic())
-
-    @property
-    def of_a_law(self) -> float:
-        """Seconds of a law that begins now."""
-        return max(0.0, min(self.law, self.deadline - time.monotonic()))
-
 
 SMALLEST_LAW = "every new token attends to its sequence up to itself"
 SMALLEST_CASE = "BatchPlan((1,), (1,))"
@@ -131,7 +91,7 @@ def check_implementation(
     for name, number in (("examples", examples), ("workers", workers)):
         if number < 1:
             raise ValueError(f"{name} = {number}: expected at least 1")
-    limits = Limits(seconds_of_a_law, seconds_of_a_case, minutes)
+    limits = TimeLimits(seconds_of_a_law, seconds_of_a_case, minutes)
     if workers > 1 and not isolated:
         raise ValueError(
             f"workers = {workers} with isolated = False: expected 1, which is this process"
@@ -162,30 +122,6 @@ def check_implementation(
         tuple(beyond[law.name] for law in laws if law.name in beyond),
         "undeclared" in promises,
     )
-
-
-def report_so_far(
-    implementation: str,
-    device: str,
-    laws: Sequence[Law],
-    judged: Mapping[str, Result],
-    settings: Mapping[str, int],
-) -> Report:
-    """Return the report of a check that has not judged all laws. The others are not finished.
-
-    Args:
-        implementation, device: As in `Report`.
-        laws: All laws of the check.
-        judged: The results so far, by law.
-        settings: Seed and number of examples.
-    """
-    untried = "the check ended before this law"
-    results = [
-        judged.get(law.name)
-        or Result(law.name, law.area, Status.UNFINISHED, reason=untried)
-        for law in laws
-    ]
-    return Report(implementation, device, tuple(results), settings)
 
 
 def choose_laws(only: str | None) -> list[Law]:
@@ -266,7 +202,7 @@ def _trying(
     implementation: str,
     device: str,
     isolated: bool,
-    limits: "Limits",
+    limits: TimeLimits,
     workers: int,
 ) -> Iterator[tuple[TryAll, Collection[str]]]:
     """Provide a function that yields laws with their results, and what SUPPORT promises to reject.

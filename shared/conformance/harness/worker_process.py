@@ -79,8 +79,9 @@ def main(pipe: int) -> None:
                 drawn = (job.signature, job.seed, job.examples)
                 result = screen(law, own, *drawn, at, seconds)
             elif job.case is None:
-                drawn = (job.seed, job.examples)
-                result = try_law(law, own, *drawn, at, job.listed, seconds)
+                result = try_law(
+                    law, own, job.seed, job.examples, at, job.listed, seconds
+                )
             else:
                 is_exact = job.is_measured or job.probe is not None
                 result = try_case(law, own, job.case, at, is_exact)
