@@ -117,7 +117,7 @@ def check(
         check_module(module, device)
         choose_interpreter(device)
         if probe:
-            _print_support(module, device, case_seconds)
+            _print_support(module, device, case_seconds, minutes)
             return
         if law_seconds is None:
             law_seconds = max(300.0, case_seconds)
@@ -196,13 +196,17 @@ def _law_and_reason(text: str) -> tuple[str, str]:
     return law.strip(), reason.strip()
 
 
-def _print_support(module: str, device: str | None, seconds: float) -> None:
+def _print_support(
+    module: str, device: str | None, seconds: float, minutes: float | None
+) -> None:
     """Print what a kernel takes, found by trying."""
     from ..conformance.harness.probe import probe_support
     from ..conformance.harness.runner import choose_device
 
     with Console(stderr=True).status("") as status:
-        found = probe_support(module, choose_device(device), seconds, status.update)
+        found = probe_support(
+            module, choose_device(device), seconds, status.update, minutes
+        )
     # not rich: this is to be pasted
     print(found)
 
