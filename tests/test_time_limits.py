@@ -80,7 +80,7 @@ def test_a_law_whose_time_is_over_says_how_many_cases_held(kernels: Write) -> No
 def test_a_failure_within_the_time_is_broken_though_no_time_is_left_to_shrink_it(
     kernels: Write,
 ) -> None:
-    worker = Worker(kernels(0.02, wrong=1), "cpu", seconds_of_a_law=3)
+    worker = Worker(kernels(0.02, wrong=1), "cpu", seconds_of_a_law=12)
     try:
         result = worker.try_law(Job(SLOTS, examples=200), "slots")
     finally:
