@@ -169,13 +169,13 @@ def test_a_crash_is_the_failure_of_one_law_and_names_the_input(kernels, source, 
 
 
 @pytest.mark.slow
-def test_a_kernel_that_hangs_is_stopped(kernels):
+def test_a_kernel_that_hangs_longer_than_a_law_may_take_is_stopped(kernels):
     report = check_implementation(
         kernels(HANGS), only=SLOTS, device="cpu", seconds_of_a_law=1
     )
     result = only_result(report)
-    assert result.status == Status.CRASHED
-    assert result.message == "it took more than 1 seconds"
+    assert result.status == Status.UNFINISHED and result.case
+    assert result.reason.startswith("0 cases held in ") and report.ok
 
 
 def test_a_module_that_dies_when_it_is_imported_is_an_import_error(kernels):

@@ -32,6 +32,7 @@ from pagetwin.tools.solution_commands import write_traces
 from typer.testing import CliRunner
 
 ATTENDS = "every new token attends to its sequence up to itself"
+WRITES = "each token is written to its slot and nothing else changes"
 MERGES = "two partial results combine by their weight"
 LATENTS = "a decode over latents is full multi head attention"
 CPU = torch.device("cpu")
@@ -43,6 +44,8 @@ SMALL = (
     "mla_paged_decode_h3_ckv32_kpe24_ps1",
     "mla_paged_prefill_causal_h2_ckv24_kpe24_ps16",
     "merge_state_h3_d16",
+    "gqa_ragged_decode_h4_kv2_d16",
+    "paged_kv_append_kv2_d16_ps8",
 )
 """A definition of each family, and of page size 1."""
 DECODE = SMALL[1]
@@ -70,6 +73,8 @@ def pack(tmp_path: Path) -> Pack:
 def law_of(definition: Definition) -> str:
     if definition.family.name == "merge_state":
         return MERGES
+    if definition.family.name == "paged_kv_append":
+        return WRITES
     return ATTENDS if "head_dim" in definition.constants else LATENTS
 
 
@@ -83,7 +88,9 @@ def test_the_reference_of_a_definition_holds_its_law(name: str, pack: Pack) -> N
     assert result.cases > result.skipped + 4
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(
+    "name", [each for each in SMALL if not each.startswith("paged_kv_append")]
+)
 def test_the_reference_of_a_definition_is_exact_in_float64(name: str) -> None:
     """Compared with plain sums over positions, on inputs full of poison."""
     definition = find_definition(name)
@@ -98,6 +105,44 @@ def test_the_reference_of_a_definition_is_exact_in_float64(name: str) -> None:
         assert out.dtype == torch.float64 and lse.dtype == torch.float32
         torch.testing.assert_close(out, right, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(lse.double(), right_lse, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("page_size", [1, 8])
+def test_an_append_writes_each_token_to_the_page_of_its_position(
+    page_size: int,
+) -> None:
+    definition = find_definition(f"paged_kv_append_kv2_d16_ps{page_size}")
+    for workload in workloads_of(definition):
+        inputs = workload.inputs(CPU)
+        right = [inputs["k_cache"].clone(), inputs["v_cache"].clone()]
+        starts, ids = inputs["kv_indptr"].tolist(), inputs["kv_indices"].tolist()
+        for token, req in enumerate(inputs["batch_indices"].tolist()):
+            nth, offset = divmod(int(inputs["positions"][token]), page_size)
+            assert starts[req] + nth < starts[req + 1]
+            for cache, new in zip(right, ("append_key", "append_value"), strict=True):
+                cache[ids[starts[req] + nth], offset] = inputs[new][token]
+        for found, wanted in zip(
+            load_reference(definition)(*inputs.values()), right, strict=True
+        ):
+            assert torch.equal(found, wanted)
+
+
+APPENDS = {
+    "loses other slots": ("cache.clone()", "torch.zeros_like(cache)"),
+    "takes the wrong request": ("[batch_indices.long()]", "[batch_indices.long() * 0]"),
+    "stays in one page": ("first + positions.long() // page_size", "first"),
+    "swaps heads": ("= new\n", "= new.flip(1)\n"),
+}
+
+
+@pytest.mark.parametrize("fault", APPENDS)
+def test_a_wrong_append_breaks_the_law(fault: str, pack: Pack) -> None:
+    right, wrong = APPENDS[fault]
+    source = find_definition(SMALL[-1]).reference
+    assert source.count(right) == 1
+    candidate = load_candidate(pack(SMALL[-1], source.replace(right, wrong)))
+    result = try_law(find_law(WRITES), make_setting(candidate, "cpu"), 0, 60)
+    assert result.status == Status.BROKEN, result
 
 
 def by_hand(
@@ -465,7 +510,7 @@ def test_each_workload_is_judged_though_a_kernel_ends_the_process(
     assert right["log"] == "laws of pagetwin: 1 held"
 
 
-@pytest.mark.parametrize("name", [SMALL[1], SMALL[3], SMALL[4], SMALL[6]])
+@pytest.mark.parametrize("name", [SMALL[1], SMALL[3], SMALL[4], *SMALL[6:]])
 def test_an_exported_definition_can_be_read_with_its_tensors(
     name: str, tmp_path: Path
 ) -> None:
@@ -498,7 +543,8 @@ def test_an_exported_definition_can_be_read_with_its_tensors(
             given.append(tensors[each])
         # FlashInfer-Bench counts infinite and NaN outputs as errors
         assert all(each.isfinite().all() for each in load_reference(definition)(*given))
-    assert poisoned or not definition.family.is_paged
+    holds_poison = definition.family.is_paged and where != "cache_append"
+    assert bool(poisoned) == holds_poison or name == SMALL[6]
 
 
 def test_page_ids_after_the_last_one_are_outside_of_the_cache() -> None:

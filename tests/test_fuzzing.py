@@ -523,7 +523,7 @@ def failing_report() -> Report:
     )  # fmt: skip
     plain = replace(batch.signature, choice=dict(PLAIN), kv_heads=2)
     batch = replace(batch, signature=plain)
-    broken = try_case(law, setting, repr(batch), lambda case: None)
+    broken = try_case(law, setting, repr(batch), lambda case, held: None)
     assert broken.status == Status.BROKEN
     results = [
         Result("law & <held>", "area", Status.HELD, cases=3, seconds=0.5),

@@ -34,7 +34,13 @@ def test_a_case_can_be_made_again_from_what_a_report_shows(law: Law) -> None:
     shown: list[str] = []
     nothing = Law(law.name, law.area, (), law.cases, lambda setting, case: None)
     setting = make_setting(load_candidate("reference"), "cpu")
-    try_law(nothing, setting, seed_of_cases=5, examples=6, at=shown.append)
+    try_law(
+        nothing,
+        setting,
+        seed_of_cases=5,
+        examples=6,
+        at=lambda case, held: shown.append(case),
+    )
     assert shown
     for case in shown:
         assert repr(make_case(law, case)) == case

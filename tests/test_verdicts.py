@@ -57,13 +57,36 @@ def test_a_stopped_check_keeps_the_laws_that_were_judged(
     assert len(found["laws"][0]["case"]) == script.LONGEST
 
 
+def test_a_law_whose_time_was_over_is_recorded_with_what_held(
+    script: Any, tmp_path: Path
+) -> None:
+    reason = "4 cases held in 40 seconds"
+    lines = [
+        line("a", "not finished", reason=reason),
+        line("b", "not finished", cases=0, skipped=0),
+        json.dumps({"symptoms": []}),
+    ]
+    path = tmp_path / "one.jsonl"
+    path.write_text("\n".join(lines))
+    found = script.summarize(path)
+    assert found["ended"] == "2 laws are not finished"
+    assert found["counts"] == {"not finished": 2} and found["cases"] == 4
+    assert [(law["law"], law["reason"]) for law in found["laws"]] == [("a", reason)]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the adapter needs a GPU")
 def test_an_adapter_that_cannot_run_is_recorded_with_the_reason(
     script: Any, tmp_path: Path
 ) -> None:
     path = tmp_path / "vllm_cache.jsonl"
     asked = argparse.Namespace(
-        only="", examples=1, device="cpu", seconds_of_a_law=60.0, workers=1
+        only="",
+        examples=1,
+        device="cpu",
+        limit=60.0,
+        seconds_of_a_law=60.0,
+        seconds_of_a_case=60.0,
+        workers=1,
     )
     adapter = str(ROOT / "docs" / "adapters" / "vllm_cache.py")
     assert script.judge_here(adapter, path, asked) == 2

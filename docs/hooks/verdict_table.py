@@ -81,14 +81,15 @@ def explains(explanation: dict[str, Any], adapter: str, law: dict[str, Any]) -> 
 def verdict_table() -> str:
     """Return one row per kernel: its library, the laws by outcome, the cases, and the run."""
     lines = [
-        "| kernel | library | held | broken | undeclared | cases | device, date, commit |",
-        "|---|---|---:|---:|---:|---:|---|",
+        "| kernel | library | held | broken | not finished | undeclared | cases | device, date,"
+        " commit |",
+        "|---|---|---:|---:|---:|---:|---:|---|",
     ]
     for name, verdict in newest_verdicts().items():
         run, counts = verdict["run"], verdict["counts"]
         if not verdict["laws"]:
             why = f"no law was judged: {verdict.get('why') or verdict['ended']}"
-            lines.append(f"| {TITLES[name]} | {verdict['library']} | | | | | {why} |")
+            lines.append(f"| {TITLES[name]} | {verdict['library']} | | | | | | {why} |")
             continue
         failed = sum(counts.get(each, 0) for each in FAILED)
         where = f"{run['device']}, {run['date'][:10]}, {run['commit'][:7]}"
@@ -97,6 +98,7 @@ def verdict_table() -> str:
             verdict["library"],
             str(counts.get("held", 0)),
             str(failed),
+            str(counts.get("not finished", 0)),
             str(counts.get("undeclared", 0)),
             f"{verdict['cases']:,}",
             where,

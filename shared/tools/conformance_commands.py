@@ -9,6 +9,7 @@ from rich.table import Table
 
 from .command_line import (
     DISAGREE,
+    UNFINISHED,
     choose_interpreter,
     progress_bar,
     sentences_for_errors,
@@ -30,6 +31,7 @@ COLOURS = {
     "held": "green",
     OUTSIDE: "yellow",
     "known failure": "yellow",
+    "not finished": "yellow",
 }
 OF_MODULE = (
     "reference, optimized, a package or module with functions named like operations,"
@@ -83,6 +85,16 @@ def check(
     case_seconds: Annotated[
         float, typer.Option(help="A case that takes longer hangs, and is stopped.")
     ] = 120.0,
+    law_seconds: Annotated[
+        float | None,
+        typer.Option(
+            help="A law that takes longer is not finished.  (300, or those of a case)",
+        ),
+    ] = None,
+    minutes: Annotated[
+        float | None,
+        typer.Option(help="Laws that take longer are not finished.  (no limit)"),
+    ] = None,
 ) -> None:
     """Check an implementation against every law, in a separate process.
 
@@ -92,30 +104,36 @@ def check(
 
     Exit codes: 0, every law holds, is undeclared or is a known failure. 1, a law is broken,
     crashes or misses an operation, or a known failure holds. 2, the implementation could not run;
-    one sentence says why.
+    one sentence says why. 3, nothing failed, but the time of laws was over before all of their
+    cases were tried. The files of a report are written after each law.
     """
     with sentences_for_errors():
         check_hypothesis("check")
         files = ReportFiles(json_file, markdown, junit, html, trace)
         files.check()
+        limits = {"case": case_seconds, "law": law_seconds, "minutes": minutes}
+        _check_limits(limits)
         module = choose_implementation(module, solution, trace, device)
         check_module(module, device)
         choose_interpreter(device)
-        if not case_seconds > 0:
-            raise ValueError(f"case_seconds = {case_seconds:g}: expected more than 0")
         if probe:
-            _print_support(module, device, case_seconds)
+            _print_support(module, device, case_seconds, minutes)
             return
+        if law_seconds is None:
+            law_seconds = max(300.0, case_seconds)
         report = _watch(
             module,
             only,
             outside,
+            files,
             seed=seed,
             examples=examples,
             device=device,
             known_failures=dict(_law_and_reason(each) for each in known or ()),
             workers=workers,
+            seconds_of_a_law=law_seconds,
             seconds_of_a_case=case_seconds,
+            minutes=minutes,
         )
         if trace is not None:
             write_traces(trace, report, case_seconds)
@@ -127,6 +145,7 @@ def check(
     console.print(table)
     wide = Console(soft_wrap=True)
     _print_undeclared(report, wide)
+    _print_unfinished(report, wide)
     for symptom in report.symptoms():
         print_symptom(report, symptom, wide)
     if solution is not None:
@@ -134,13 +153,16 @@ def check(
     counts = ", ".join(f"{count} {name}" for name, count in report.counts().items())
     for file in written:
         console.print(f"report: {file}", highlight=False, markup=False)
-    colour = "green" if report.ok else "red"
+    colour = "yellow" if report.unfinished else "green"
+    colour = colour if report.ok else "red"
     console.print(
         f"[bold {colour}]{module} on {report.device}: {counts}.[/]", highlight=False
     )
     if not report.ok:
         _print_first_laws(report, wide)
         raise typer.Exit(DISAGREE)
+    if report.unfinished:
+        raise typer.Exit(UNFINISHED)
 
 
 def check_hypothesis(command: str) -> None:
@@ -159,6 +181,14 @@ def check_module(module: str, device: str | None) -> None:
     check_can_run(module, device)
 
 
+def _check_limits(limits: dict[str, float | None]) -> None:
+    """Raise if a time limit is not positive, before anything is imported."""
+    for name, limit in limits.items():
+        if limit is not None and not limit > 0:
+            option = name if name == "minutes" else f"{name}_seconds"
+            raise ValueError(f"{option} = {limit:g}: expected more than 0")
+
+
 def _law_and_reason(text: str) -> tuple[str, str]:
     law, equals, reason = text.partition("=")
     if not equals or not reason.strip():
@@ -166,32 +196,57 @@ def _law_and_reason(text: str) -> tuple[str, str]:
     return law.strip(), reason.strip()
 
 
-def _print_support(module: str, device: str | None, seconds: float) -> None:
+def _print_support(
+    module: str, device: str | None, seconds: float, minutes: float | None
+) -> None:
     """Print what a kernel takes, found by trying."""
     from ..conformance.harness.probe import probe_support
     from ..conformance.harness.runner import choose_device
 
     with Console(stderr=True).status("") as status:
-        found = probe_support(module, choose_device(device), seconds, status.update)
+        found = probe_support(
+            module, choose_device(device), seconds, status.update, minutes
+        )
     # not rich: this is to be pasted
     print(found)
 
 
-def _watch(module: str, only: str | None, outside: bool, **given: Any) -> "Report":
-    """Run all laws with a progress bar."""
+def _watch(
+    module: str, only: str | None, outside: bool, files: ReportFiles, **given: Any
+) -> "Report":
+    """Run all laws with a progress bar, and write the files of the report after each law.
 
-    from ..conformance.harness.runner import check_implementation, choose_laws
+    If the command is interrupted, the report has the laws that were judged until then.
+    """
+    from ..conformance.harness.runner import (
+        check_implementation,
+        choose_device,
+        choose_laws,
+    )
+    from ..conformance.harness.time_limits import report_so_far
 
     laws = choose_laws(only)
+    judged: dict[str, Result] = {}
+
+    def so_far() -> "Report":
+        device = choose_device(given["device"])
+        settings = {name: given[name] for name in ("seed", "examples")}
+        return report_so_far(module, device, laws, judged, settings)
+
     with progress_bar("laws") as progress:
         task = progress.add_task("", total=len(laws) * (1 + outside))
 
         def show(result: "Result") -> None:
+            judged.setdefault(result.law, result)
+            files.write_so_far(so_far)
             progress.update(task, advance=1, description=result.law)
 
-        return check_implementation(
-            module, only=only, outside=outside, on_result=show, **given
-        )
+        try:
+            return check_implementation(
+                module, only=only, outside=outside, on_result=show, **given
+            )
+        except KeyboardInterrupt:
+            return so_far()
 
 
 def _table(report: "Report") -> Table:
@@ -229,6 +284,17 @@ def _print_undeclared(report: "Report", console: Console) -> None:
         console.print("[yellow]outside of the declared support[/]:")
     for how, what in report.outcomes_outside():
         console.print(f"  {how}: {what}", highlight=False, markup=False)
+
+
+def _print_unfinished(report: "Report", console: Console) -> None:
+    """Print the laws whose time was over, each with what held until then."""
+    if report.unfinished:
+        console.print(f"[yellow]not finished[/]: {len(report.unfinished)} laws")
+    for each in report.unfinished:
+        line = f"  {each.law}: {each.reason}"
+        console.print(line, highlight=False, markup=False)
+        if each.case:
+            console.print(f"    {each.case}", highlight=False, markup=False)
 
 
 def print_symptom(report: "Report", symptom: "Symptom", console: Console) -> None:

@@ -1,7 +1,9 @@
 """Files of a conformance report: JSON, Markdown, JUnit XML, and one HTML page."""
 
 import importlib.util
-from dataclasses import dataclass
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -31,7 +33,11 @@ HtmlFile = Annotated[
 ]
 
 
-@dataclass(frozen=True)
+SECONDS_BETWEEN = 2.0
+"""A report with the laws so far is written at most this often."""
+
+
+@dataclass
 class ReportFiles:
     """The files of a report. None if an option is not given.
 
@@ -43,6 +49,7 @@ class ReportFiles:
     junit: Path | None = None
     html: Path | None = None
     trace: Path | None = None
+    _written: float = field(default=-SECONDS_BETWEEN, init=False)
 
     def check(self) -> None:
         """Raise if a file could not be written, before anything is computed.
@@ -51,11 +58,35 @@ class ReportFiles:
             OSError, ValueError: As `check_outputs`.
             ImportError: The page is requested, and jinja2 is not installed.
         """
-        check_outputs(**vars(self))
+        outputs = ("json", "markdown", "junit", "html", "trace")
+        check_outputs(**{name: getattr(self, name) for name in outputs})
         if self.html is not None and importlib.util.find_spec("jinja2") is None:
             raise ImportError(
                 "--html needs jinja2: expected after pip install 'pagetwin[report]'"
             )
+
+    def write_so_far(self, make: Callable[[], "Report"]) -> None:
+        """Write the files without pictures, of a report that is not complete yet.
+
+        So a run that is ended by force leaves the laws that it has judged.
+
+        Args:
+            make: Returns the report. It is called if there is a file to write.
+        """
+        now = time.monotonic()
+        if self.json is self.markdown is self.junit is None:
+            return
+        if now - self._written < SECONDS_BETWEEN:
+            return
+        report = make()
+        for path, render in (
+            (self.json, report.to_json),
+            (self.markdown, report.to_markdown),
+            (self.junit, report.to_junit),
+        ):
+            if path is not None:
+                write_text(path, render())
+        self._written = now
 
     def write(self, report: "Report") -> list[Path]:
         """Write the files, each completely or not at all, and return their paths."""

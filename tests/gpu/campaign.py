@@ -74,7 +74,7 @@ def main() -> int:
         found, said = run_limited(command, limit, folder / "log.txt")
         code = 1 if found is None else found
     summary = read_summary(folder / "corpus")
-    if asked.archive is not None:
+    if asked.archive is not None and (folder / "corpus").exists():
         with tarfile.open(asked.archive, "w:gz") as archive:
             archive.add(folder / "corpus", "corpus")
     settings = {name: each for name, each in vars(asked).items() if name != "archive"}

@@ -3,9 +3,9 @@
     python tests/gpu/verdicts.py OUTDIR --commit $(git rev-parse HEAD)
 
 Runs `pagetwin check` on each adapter in docs/adapters, and on both twins. Adapters whose library is
-not installed are recorded with the reason. Each check has a time limit, and the laws that were
-judged until then are kept. The record is written to OUTDIR as <date>-<device>-verdicts.json; the
-documentation shows the newest one in tests/records.
+not installed are recorded with the reason. Each check has a time limit. Laws whose time is over are
+recorded as not finished, with the number of cases that held. The record is written to OUTDIR
+as <date>-<device>-verdicts.json; the documentation shows the newest one in tests/records.
 """
 
 import argparse
@@ -40,6 +40,8 @@ LIBRARIES = {
     "xformers_split_k": "xformers",
 }
 """The package whose kernels an adapter calls."""
+GRACE = 90.0
+"""Seconds of a check beyond its limit: imports, cases that are running, the search for NaN."""
 FAILED = ("broken", "crashed", "hangs", "out of memory", "missing", "not tried")
 LONGEST = 600
 """Characters of a counterexample or a message that a record keeps."""
@@ -64,7 +66,8 @@ def judge_here(implementation: str, lines: Path, asked: argparse.Namespace) -> i
                 examples=asked.examples,
                 device=asked.device,
                 seconds_of_a_law=asked.seconds_of_a_law,
-                seconds_of_a_case=asked.seconds_of_a_law / 2,
+                seconds_of_a_case=asked.seconds_of_a_case,
+                minutes=asked.limit / 60,
                 workers=asked.workers,
                 on_result=keep,
             )
@@ -103,14 +106,16 @@ def judge(name: str, asked: argparse.Namespace) -> Record:
     command += ["--lines", str(lines), "--device", asked.device]
     command += ["--only", asked.only, "--examples", str(asked.examples)]
     command += ["--workers", str(asked.workers)]
+    command += ["--limit", str(asked.limit)]
     command += ["--seconds-of-a-law", str(asked.seconds_of_a_law)]
+    command += ["--seconds-of-a-case", str(asked.seconds_of_a_case)]
     begin = time.perf_counter()
-    code, said = run_limited(command, asked.limit, asked.folder / f"{name}.log")
+    code, said = run_limited(command, asked.limit + GRACE, asked.folder / f"{name}.log")
     verdict = summarize(lines)
     verdict = {"adapter": name, "library": library_of(name, asked.library)} | verdict
     verdict["seconds"] = round(time.perf_counter() - begin, 1)
     if code is None:
-        verdict["ended"] = f"stopped after {asked.limit:g} s"
+        verdict["ended"] = f"stopped after {asked.limit + GRACE:g} s"
     elif "why" not in verdict and not verdict["laws"]:
         verdict["why"] = (
             said.strip().splitlines()[-1][:LONGEST] if said else "no output"
@@ -130,7 +135,12 @@ def summarize(lines: Path) -> Record:
         return {"why": why[0], "counts": {}, "laws": [], "undeclared": {}}
     results = [each for each in found if "law" in each]
     counts = Counter(each["status"] for each in results)
-    judged = [each for each in results if each["status"] != "undeclared"]
+    judged = [
+        each
+        for each in results
+        if each["status"] != "undeclared"
+        and (each["status"] != "not finished" or each["cases"])
+    ]
     reasons = Counter(
         "operations that are not declared"
         if each["reason"].startswith("needs ")
@@ -139,8 +149,10 @@ def summarize(lines: Path) -> Record:
         if each["status"] == "undeclared"
     )
     symptoms = [each["symptoms"] for each in found if "symptoms" in each]
+    late = counts["not finished"]
+    ended = f"{late} laws are not finished" if late else "all laws were judged"
     return {
-        "ended": "all laws were judged" if symptoms else "stopped",
+        "ended": ended if symptoms else "stopped",
         "counts": dict(sorted(counts.items())),
         "cases": sum(each["cases"] - each["skipped"] for each in judged),
         "laws": [law_of(each) for each in sorted(judged, key=lambda each: each["law"])],
@@ -152,6 +164,8 @@ def summarize(lines: Path) -> Record:
 def law_of(result: dict[str, Any]) -> Record:
     """Return what the record keeps of the result of a law."""
     found = {name: result[name] for name in ("law", "status", "cases", "skipped")}
+    if result["status"] == "not finished":
+        return found | {"reason": result["reason"], "case": result["case"][:LONGEST]}
     if result["status"] not in FAILED:
         return found
     kept = ("case", "what", "where", "found", "right", "message", "reason", "cause")
@@ -230,6 +244,9 @@ def parse() -> argparse.Namespace:
         "--limit", type=float, default=120.0, help="seconds per adapter"
     )
     parser.add_argument("--seconds-of-a-law", type=float, default=60.0)
+    parser.add_argument(
+        "--seconds-of-a-case", type=float, default=120.0, help="compilation included"
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--commit", help="default: what git says")
     parser.add_argument(
@@ -265,7 +282,7 @@ def main() -> int:
     names = [each.stem for each in sorted(ADAPTERS.glob("*.py"))] + [*TWINS]
     names = asked.adapters.split(",") if asked.adapters else names
     record = describe_machine(asked.commit, asked.device)
-    settings = ("only", "examples", "limit", "seconds_of_a_law")
+    settings = ("only", "examples", "limit", "seconds_of_a_law", "seconds_of_a_case")
     record["settings"] = {name: getattr(asked, name) for name in settings}
     record["notes"] = asked.note
     record["verdicts"] = []

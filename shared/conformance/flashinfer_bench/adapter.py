@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..harness.support import Support
+from .appends import append_in_parts
 from .calls import (
     draw_columns,
     latent_inputs,
@@ -19,7 +20,7 @@ from .calls import (
     spread,
     take,
 )
-from .definitions import DTYPE, Definition
+from .definitions import DTYPE, FLOAT32, Definition
 from .solutions import Solution, read_solution
 from .sources import import_entry
 
@@ -57,6 +58,14 @@ def support_of(definition: Definition, dtype: str = DTYPE) -> Support:
         return Support(
             operations=["merge_attn_states"], dtypes=[dtype], options=None, rejects=[]
         )
+    if definition.family.operation == "reshape_and_cache":
+        return Support(
+            operations=["reshape_and_cache"],
+            dtypes=[dtype],
+            cache_dtypes=[dtype],
+            options=["value_head_size"],
+            rejects=[],
+        )
     if "page_size" in sizes:
         support = replace(support, block_sizes=[sizes["page_size"]])
     if "head_dim" not in sizes:
@@ -80,6 +89,7 @@ def load_solution(file: str) -> ModuleType:
     calls = {
         "latent_decode_attention": call.latent_decode,
         "merge_attn_states": call.merge,
+        "reshape_and_cache": call.append,
     }
     setattr(module, operation, calls.get(operation, call.attention))
     module.SUPPORT = support_of(solution.definition, dtype)  # type: ignore[attr-defined]
@@ -103,13 +113,9 @@ class SolutionCall:
         """Return the outputs for inputs in the definition's order, checked for shape and dtype."""
         given = self.prepare(inputs)
         found = self.function(*given)
-        first = next(iter(inputs.values()))
         outputs = self._outputs(given[-2:] if self.solution.fills_outputs else found)
-        names = self.definition.outputs
-        shapes, dtypes = (first.shape, first.shape[:2]), (first.dtype, torch.float32)
-        for name, each, shape, dtype in zip(
-            names, outputs, shapes, dtypes, strict=True
-        ):
+        forms = self._forms(inputs)
+        for (name, (shape, dtype)), each in zip(forms.items(), outputs, strict=True):
             if not isinstance(each, Tensor):
                 raise TypeError(f"{name} is {type(each).__name__}: expected a tensor")
             if each.shape != shape:
@@ -123,12 +129,28 @@ class SolutionCall:
         """Return the arguments of the function. Outputs to fill are full of NaN."""
         given = list(inputs.values())
         if self.solution.fills_outputs:
-            first = given[0]
-            given.append(torch.full_like(first, torch.nan))
-            given.append(
-                first.new_full(first.shape[:2], torch.nan, dtype=torch.float32)
-            )
+            given += [
+                given[0].new_full(shape, torch.nan, dtype=dtype)
+                for shape, dtype in self._forms(inputs).values()
+            ]
         return given
+
+    def _forms(
+        self, inputs: dict[str, Any]
+    ) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        """Return the shape and the dtype of each output, by its name."""
+        sizes: dict[str, int] = {}
+        for name, axes in self.definition.inputs.items():
+            if axes is not None:
+                sizes |= dict(zip(axes, inputs[name].shape, strict=True))
+        first = next(iter(inputs.values()))
+        return {
+            name: (
+                torch.Size(sizes[axis] for axis in axes),
+                torch.float32 if name in FLOAT32 else first.dtype,
+            )
+            for name, axes in self.definition.outputs.items()
+        }
 
     def _outputs(self, found: Any) -> tuple[Any, Any]:
         """Return both outputs of a result."""
@@ -267,3 +289,18 @@ class SolutionCall:
         if output_lse is not None:
             output_lse.copy_(joint.T.double() / unit)
         return output
+
+    def append(
+        self,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> None:
+        """Write new tokens: the solution appends some heads and elements after another.
+
+        `key_cache` and `value_cache` are modified in place.
+        """
+        caches = key_cache, value_cache
+        append_in_parts(self.definition, self.run, (key, value), caches, slot_mapping)

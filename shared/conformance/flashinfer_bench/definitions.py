@@ -23,6 +23,7 @@ DTYPE = "bfloat16"
 AXES = {
     "batch_size": "Number of requests.",
     "total_q": "Number of queries of all requests.",
+    "total_tokens": "Number of new tokens of all requests.",
     "total_kv": "Number of keys of all requests.",
     "num_pages": "Number of pages of the cache.",
     "len_indptr": "Number of requests, plus 1.",
@@ -47,6 +48,10 @@ INPUTS = {
     "v_cache": "Paged cache of values.",
     "ckv_cache": "Paged cache of latents.",
     "kpe_cache": "Paged cache of rope keys.",
+    "append_key": "New keys.",
+    "append_value": "New values.",
+    "batch_indices": "The request of each new token.",
+    "positions": "The position of each new token in its request, from 0.",
     "qo_indptr": "Where the queries of each request start.",
     "kv_indptr": "Where the page ids of each request start.",
     "kv_indices": "Page ids, request after request.",
@@ -61,10 +66,14 @@ INPUTS = {
 RESULTS = {
     "output": "Attention. 0 for a query without a visible key.",
     "lse": "Log-sum-exp of the scores in base 2. -inf without a visible key.",
+    "k_appended": "The cache of keys after the append. Other slots keep their contents.",
+    "v_appended": "The cache of values after the append. Other slots keep their contents.",
     "v_merged": "Attention over both sets. 0 if both are empty.",
     "s_merged": "Its log-sum-exp in base 2. -inf if both sets are empty.",
 }
 """What each output contains."""
+INT32 = ("batch_indices", "positions", "kv_indices", "kv_last_page_len")
+"""Inputs in int32, beside those that say where requests start."""
 FLOAT32 = ("sm_scale", "lse", "s_a", "s_b", "s_merged")
 """Inputs and outputs in float32."""
 
@@ -102,6 +111,18 @@ class Definition:
             state: list[str] | None = ["seq_len", "num_heads", "head_dim"]
             sums: list[str] | None = ["seq_len", "num_heads"]
             return {"v_a": state, "s_a": sums, "v_b": state, "s_b": sums}
+        if self.family.op_type == "cache_append":
+            tokens, pages = ["total_tokens", *kv], ["num_pages", "page_size", *kv]
+            return {
+                "append_key": tokens,
+                "append_value": tokens,
+                "batch_indices": tokens[:1],
+                "positions": tokens[:1],
+                "k_cache": pages,
+                "v_cache": pages,
+                "kv_indices": ["num_kv_indices"],
+                "kv_indptr": ["len_indptr"],
+            }
         found: dict[str, list[str] | None]
         if self.family.op_type == "mla_paged":
             found = {
@@ -139,6 +160,10 @@ class Definition:
         assert first is not None
         if self.family.op_type == "cascade_merge":
             return {"v_merged": first, "s_merged": first[:2]}
+        if self.family.op_type == "cache_append":
+            cache = self.inputs["k_cache"]
+            assert cache is not None
+            return {"k_appended": cache, "v_appended": cache}
         return {"output": first, "lse": first[:2]}
 
     @property
@@ -153,6 +178,8 @@ class Definition:
         found: list[str] = []
         if self.family.op_type == "cascade_merge":
             return found
+        if self.family.op_type == "cache_append":
+            return ["num_kv_indices == kv_indptr[-1].item()"]
         if self.family.is_decode:
             found.append("len_indptr == batch_size + 1")
         else:
@@ -172,11 +199,11 @@ class Definition:
             lines.append(
                 f"    qo_indptr = torch.arange(len(kv_indptr), device={first}.device)"
             )
-        if self.family.is_paged and "kv_last_page_len" not in self.inputs:
-            lines.append("    kv_last_page_len = torch.ones_like(kv_indptr[1:])")
         taken = re.search(r"^def (\w+)\((.*?)\)", source, re.DOTALL | re.MULTILINE)
         assert taken is not None
         names = re.findall(r"(\w+):", taken[2])
+        if "kv_last_page_len" in names and "kv_last_page_len" not in self.inputs:
+            lines.append("    kv_last_page_len = torch.ones_like(kv_indptr[1:])")
         lines.append(f"    return {taken[1]}({', '.join(names)})")
         return "\n".join([source.rstrip(), "", "", *lines, ""])
 
@@ -221,11 +248,7 @@ def dtype_of(name: str) -> str:
     """Return the dtype of an input or an output."""
     if name in FLOAT32:
         return "float32"
-    return (
-        "int32"
-        if name in ("kv_last_page_len", "kv_indices") or "indptr" in name
-        else DTYPE
-    )
+    return "int32" if name in INT32 or "indptr" in name else DTYPE
 
 
 def find_definition(name: str) -> Definition:

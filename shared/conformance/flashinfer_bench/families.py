@@ -39,6 +39,7 @@ class Family:
 HEADS = {"num_qo_heads": "h", "num_kv_heads": "kv", "head_dim": "d"}
 LATENTS = {"num_qo_heads": "h", "head_dim_ckv": "ckv", "head_dim_kpe": "kpe"}
 PAGES = {"page_size": "ps"}
+KV = {"num_kv_heads": "kv", "head_dim": "d"}
 STATES = {"num_heads": "h", "head_dim": "d"}
 FAMILIES = (
     Family(
@@ -66,6 +67,14 @@ FAMILIES = (
         "Causal attention over keys and values that are stored request after request.",
     ),
     Family(
+        "gqa_ragged_decode",
+        "gqa_ragged",
+        "paged_attention",
+        HEADS,
+        True,
+        "Attention of one query per request over keys and values stored request after request.",
+    ),
+    Family(
         "mla_paged_decode",
         "mla_paged",
         "latent_decode_attention",
@@ -89,16 +98,26 @@ FAMILIES = (
         False,
         "Attention over two sets of keys, from the results over each.",
     ),
+    Family(
+        "paged_kv_append",
+        "cache_append",
+        "reshape_and_cache",
+        KV | PAGES,
+        False,
+        "Write of new keys and values to their slots of a paged KV cache.",
+    ),
 )
 EXPORTED = (
     "gqa_paged_decode_h32_kv8_d128_ps1",
     "gqa_paged_decode_h32_kv8_d128_ps64",
     "gqa_paged_prefill_causal_h32_kv8_d128_ps1",
     "gqa_paged_prefill_causal_h32_kv8_d128_ps64",
+    "gqa_ragged_decode_h32_kv8_d128",
     "gqa_ragged_prefill_causal_h32_kv8_d128",
     "mla_paged_decode_h16_ckv512_kpe64_ps1",
     "mla_paged_decode_h16_ckv512_kpe64_ps64",
     "mla_paged_prefill_causal_h16_ckv512_kpe64_ps64",
     "merge_state_h32_d128",
+    "paged_kv_append_kv8_d128_ps64",
 )
 """The definitions that are written if none is named."""

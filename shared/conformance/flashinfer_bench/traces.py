@@ -23,6 +23,7 @@ from .workloads import workloads_of
 LAWS = {
     "paged_attention": "every new token attends to its sequence up to itself",
     "latent_decode_attention": "a decode over latents is full multi head attention",
+    "reshape_and_cache": "each token is written to its slot and nothing else changes",
     "merge_attn_states": "two partial results combine by their weight",
 }
 """The law that judges the workloads of an operation."""

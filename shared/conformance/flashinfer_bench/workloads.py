@@ -2,7 +2,8 @@
 
 A workload is a plan of the laws with the sizes of the definition. Its tensors are written to a
 safetensors file. NaN is in every slot that no request uses, and in the rest of each last page.
-Every request has keys, because FlashInfer-Bench counts -inf in a result as an error.
+Every request has keys, because FlashInfer-Bench counts -inf in a result as an error. It counts NaN
+too, so caches that are written have finite numbers in every slot.
 """
 
 import json
@@ -10,18 +11,22 @@ import uuid
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..generators.batches import BatchPlan, build
+from ..generators.caches import CacheSizes
 from ..generators.latent_batches import LatentPlan, build_latents
+from ..laws.cache_write import CacheWrite
 from ..laws.merging import Parts
+from .appends import append_inputs
 from .calls import latent_inputs, map_heads, paged_inputs
 from .definitions import DTYPE, Definition
 
-Plan = BatchPlan | LatentPlan | Parts
+Plan = BatchPlan | LatentPlan | Parts | CacheWrite
 RAGGED_BLOCK = 16
 """Block size of the plans of definitions without pages."""
 NOPE = 32
@@ -97,6 +102,11 @@ def inputs_of(
             columns[0][plan.with_prefix :] = -torch.inf
         states = (values[0], columns[0], values[1], columns[1])
         return dict(zip(definition.inputs, states, strict=True))
+    if isinstance(plan, CacheWrite):
+        new = plan.tokens(device, plan.sizes.dtype)
+        caches = plan.sizes.caches(device, plan.seed)
+        written = list(plan.slots)
+        return append_inputs(definition, (new[0], new[1]), caches, written, plan.seed)
     if isinstance(plan, LatentPlan):
         given = build_latents(plan, device).decode_arguments()
         every = list(range(sizes["num_qo_heads"]))
@@ -139,8 +149,51 @@ def merge_workloads(definition: Definition) -> list[TraceWorkload]:
     ]  # fmt: skip
 
 
+def append_workloads(definition: Definition) -> list[TraceWorkload]:
+    """Return the workloads of a cache append. Every slot has finite numbers before.
+
+    A slot that is written by mistake, or not written, differs from the expected one.
+    """
+    sizes, pick = definition.constants, Random(0)
+    size = sizes["page_size"]
+    many = max(8, -(-LONG // size))
+    chosen: dict[str, tuple[int, list[int]]] = {
+        # pages of the cache, slots
+        "one token in the first slot": (2, [0]),
+        "the last slot of the cache": (3, [3 * size - 1]),
+        "both sides of page edges": (
+            4,
+            sorted({0, size - 1, size, 2 * size - 1, 2 * size, 4 * size - 1}),
+        ),
+        "whole pages": (4, [*range(size, 3 * size)]),
+        "a token per page": (
+            many,
+            [page * size + pick.randrange(size) for page in range(many)],
+        ),
+        "scattered slots": (many, pick.sample(range(many * size), many * size // 3)),
+        "every slot, in any order": (8, pick.sample(range(8 * size), 8 * size)),
+    }
+    return [
+        TraceWorkload(
+            definition,
+            title,
+            CacheWrite(
+                tuple(slots), 0,
+                CacheSizes(
+                    pages, size, sizes["num_kv_heads"], sizes["head_dim"],
+                    sizes["head_dim"], getattr(torch, DTYPE),
+                ),
+                ("packed", "packed"), 1, seed,
+            ),
+        )
+        for seed, (title, (pages, slots)) in enumerate(chosen.items())
+    ]  # fmt: skip
+
+
 def workloads_of(definition: Definition) -> list[TraceWorkload]:
     """Return the workloads of a definition."""
+    if definition.family.operation == "reshape_and_cache":
+        return append_workloads(definition)
     if definition.family.operation == "merge_attn_states":
         return merge_workloads(definition)
     size = definition.constants.get("page_size", RAGGED_BLOCK)

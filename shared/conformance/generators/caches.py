@@ -1,7 +1,7 @@
 """Caches for the laws of cache operations: sizes, layouts, contents, FP8 codes and scales."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -13,6 +13,7 @@ from ...contract.kinds import FP8_DTYPES
 from ..harness.canaries import (
     packed,
 )
+from ..harness.support import Support
 from .batches import LAYOUTS, empty_cache
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -41,6 +42,22 @@ class CacheSizes:
     dtype: torch.dtype
     layout: str = "separate"
     value_layout: str = "separate"
+
+    def within(self, support: Support) -> "CacheSizes":
+        """Return the sizes with a supported dtype. An FP8 cache keeps its own.
+
+        The other sizes are kept: the slots of a write depend on them.
+        """
+        taken = [
+            each
+            for each in DTYPES
+            for name in [str(each).removeprefix("torch.")]
+            if support.dtypes is None or name in support.dtypes
+            if support.cache_dtypes is None or name in support.cache_dtypes
+        ]
+        if self.dtype in taken or self.dtype in FP8_DTYPES or not taken:
+            return self
+        return replace(self, dtype=taken[self.num_blocks % len(taken)])
 
     def caches(self, device: torch.device, seed: int = 0) -> tuple[Tensor, Tensor]:
         """Return a key cache and a value cache, filled with random bytes."""

@@ -420,13 +420,14 @@ def ragged_call(call: Call) -> Call:
     """Return a paged call as a call of encoder_attention, with the keys in a ragged tensor."""
     requests = call.requests()
     paged = ("key_cache", "value_cache", "block_table", "seq_lens", "max_seq_len")
+    no_keys, no_values = (call.arguments[name][0, :0].cpu() for name in paged[:2])
     return replace(
         call.changed(
             **dict.fromkeys(paged),
-            key=torch.cat([request.key for request in requests]),
-            value=torch.cat([request.value for request in requests]),
+            key=torch.cat([no_keys, *(request.key for request in requests)]),
+            value=torch.cat([no_values, *(request.value for request in requests)]),
             key_start_loc=starts_of(call.key_lens, call.query.device),
-            max_key_len=max(call.key_lens),
+            max_key_len=max(call.key_lens, default=0),
         ),
         operation="encoder_attention",
         rows=[],

@@ -51,7 +51,8 @@ class Candidate:
 
     Args:
         name: Its dotted name.
-        operations: Functions and classes by the name of the operation.
+        operations: Functions and classes by the name of the operation. Access to another
+            operation raises OutsideSupport if the support does not declare it.
         support: The declared support. A call that is outside of it raises OutsideSupport, and the
             implementation is not called. An error of any other call is a failure.
         goes_outside: Whether calls outside of the support are made too. Their errors are converted
@@ -80,6 +81,8 @@ class Candidate:
     def __getattr__(self, operation: str) -> Any:
         operations: dict[str, Any] = self.__dict__["operations"]
         if operation not in operations:
+            if is_undeclared(operation, self.__dict__["support"]):
+                raise OutsideSupport(f"needs {operation}, which is not declared")
             raise AttributeError(f"{self.name} has no {operation}")
         self._accesses[0] += 1
         found = operations[operation]
@@ -129,7 +132,7 @@ class Candidate:
         return self._with(support=support)
 
     def _with(self, **changes: Any) -> "Candidate":
-        found = object.__new__(Candidate)
+        found = object.__new__(type(self))
         found.__dict__ |= self.__dict__ | changes
         return found
 
@@ -272,7 +275,24 @@ def load_candidate(name: str) -> Candidate:
         raise ValueError(
             f"{name}.SUPPORT is {support!r}: expected a pagetwin.conformance.Support"
         )
-    return Candidate(name, operations, support)
+    declared = {
+        name: each
+        for name, each in operations.items()
+        if not is_undeclared(name, support)
+    }
+    return Candidate(name, declared, support)
+
+
+def is_undeclared(name: str, support: Support) -> bool:
+    """Return whether a name is that of an operation that the declared support leaves out."""
+    declared = support.operations
+    return declared is not None and name not in declared and name in _all_operations()
+
+
+@cache
+def _all_operations() -> frozenset[str]:
+    names = {name for each in CONCEPTS for name in each.operations}
+    return frozenset(names | {"BACKENDS"})
 
 
 def _import(name: str) -> tuple[str, ModuleType]:

@@ -84,7 +84,7 @@ class Corpus:
 
     def broken_signatures(self) -> set[tuple[str, int]]:
         """Return the laws and signatures of which a batch failed."""
-        ok = (str(Status.HELD), str(Status.OUTSIDE))
+        ok = [str(Status.HELD), str(Status.OUTSIDE), str(Status.UNFINISHED)]
         return {
             (line.law, line.signature)
             for line in self.lines

@@ -1,7 +1,8 @@
 """Laws that end a process at their first call, and laws that are therefore not tried.
 
 An implementation that ends every process would otherwise start a process per law. That takes
-minutes, and shows nothing new.
+minutes, and shows nothing new. One whose first case takes longer than a law may would take the time
+limit per law.
 """
 
 from collections import Counter
@@ -20,6 +21,7 @@ class Endings:
 
     def __init__(self) -> None:
         self._fatal: Counter[frozenset[str]] = Counter()
+        self._unfinished: Counter[frozenset[str]] = Counter()
         self._judged: set[frozenset[str]] = set()
 
     def note(self, law: Law, result: Result, failed_at_once: bool) -> None:
@@ -34,18 +36,20 @@ class Endings:
         if result.status not in FATAL:
             if result.cases > result.skipped:
                 self._judged.add(key)
+            elif result.status == Status.UNFINISHED and result.case:
+                self._unfinished[key] += 1
         elif failed_at_once:
             self._fatal[key] += 1
 
     def untried(self, law: Law) -> Result | None:
         """Return the result of a law that is not tried, or None if it is to be tried."""
-        for key, count in list(self._fatal.items()):
-            if count < ENDINGS or key in self._judged:
-                continue
-            if key <= set(law.needs):
-                names = ", ".join(sorted(key))
-                reason = (
-                    f"{ENDINGS} laws of {names} ended the process at their first call"
-                )
-                return Result(law.name, law.area, Status.NOT_TRIED, reason=reason)
+        for counts, status, words in (
+            (self._fatal, Status.NOT_TRIED, "ended the process at their first call"),
+            (self._unfinished, Status.UNFINISHED, "did not end their first case"),
+        ):
+            for key, count in list(counts.items()):
+                if count < ENDINGS or key in self._judged or not key <= set(law.needs):
+                    continue
+                reason = f"{ENDINGS} laws of {', '.join(sorted(key))} {words}"
+                return Result(law.name, law.area, status, reason=reason)
         return None

@@ -35,8 +35,6 @@ SHARE_OF_LAWS = 0.1
 """Share of the time that the other laws get."""
 ALIKE = 3
 """Signatures that may fail alike before the law is not tried on further ones."""
-ENDED = (Status.CRASHED,)
-"""Statuses of a job whose process has ended, or was ended by the time limit."""
 UNEXPLAINED = 4
 """Failures with NaN whose cause is searched."""
 
@@ -98,7 +96,7 @@ def fuzz_implementation(
         examples: Number of drawn cases per law and seed.
         device: Optional. The device of the tensors. If None, CUDA if it is available, else the
             CPU.
-        seconds_of_a_law: A job that takes longer is reported as crashed.
+        seconds_of_a_law: Time limit of a job. Its cases until then count.
         on_result: Called with the run so far and the result of a job, by one thread at a time.
         workers: Number of processes.
         batches: Number of batches per signature.
@@ -348,14 +346,16 @@ def _work(
     on_result: Callable[[Fuzzing, Result], None],
 ) -> None:
     """Try jobs in one process until the deadline, or until none is left."""
-    limit = worker.seconds_of_a_law
+    worker.deadline = deadline
 
     def try_job(law: Law, job: Job) -> None:
-        left = deadline - time.monotonic()
-        worker.seconds_of_a_law = min(limit, max(left, 0.01))
         result = worker.try_law(job, law.area)
         is_late = time.monotonic() >= deadline
-        cases = drawing.end(law, job, result, is_late and result.status in ENDED)
+        is_cut = is_late and result.status == Status.UNFINISHED
+        if is_cut and job.signature is not None and result.details:
+            # batches are tried one by one: those that were tried have held
+            result, is_cut = replace(result, status=Status.HELD), False
+        cases = drawing.end(law, job, result, is_cut)
         with drawing.lock:
             run.cases += cases
             on_result(run, result)

@@ -36,7 +36,10 @@ Slot = tuple[str, int, int]
 
 
 def explain_nans(
-    implementation: str, device: str, results: Sequence[Result]
+    implementation: str,
+    device: str,
+    results: Sequence[Result],
+    seconds: float = SECONDS,
 ) -> list[Result]:
     """Return the results with the cause of each NaN that was found.
 
@@ -44,11 +47,12 @@ def explain_nans(
         implementation: As in `check_implementation`.
         device: The device of the tensors.
         results: Results of laws. Those that are not NaN are returned as they are.
+        seconds: Time limit of the search.
     """
     wanted = [each for each in results if _is_nan(each)]
     if not wanted:
         return list(results)
-    causes = _search(implementation, device, wanted)
+    causes = _search(implementation, device, wanted, min(seconds, SECONDS))
     return [replace(each, cause=causes.get(each.law, "")) for each in results]
 
 
@@ -82,7 +86,7 @@ def _is_nan(result: Result) -> bool:
 
 
 def _search(
-    implementation: str, device: str, failures: Sequence[Result]
+    implementation: str, device: str, failures: Sequence[Result], seconds: float
 ) -> dict[str, str]:
     """Return the causes that were found before a crash or the time limit, by law."""
     ours, theirs = os.pipe()
@@ -106,7 +110,7 @@ def _search(
         "failures": [(each.law, each.case) for each in failures],
     }
     try:
-        process.communicate(json.dumps(request), SECONDS)
+        process.communicate(json.dumps(request), seconds)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()

@@ -39,6 +39,7 @@ def check_can_run(implementation: str, device: str | None) -> None:
     """
     _check_exists(implementation)
     _check_source(implementation)
+    _check_name_of_device(device)
     ours, theirs = os.pipe()
     environment = dict(os.environ)
     environment["PYTHONPATH"] = os.pathsep.join(each or "." for each in sys.path)
@@ -97,13 +98,17 @@ def choose_device(device: str | None) -> str:
     """
     import torch
 
+    _check_name_of_device(device)
     if device is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
-    if device.partition(":")[0] not in ("cpu", "cuda"):
-        raise ValueError(f"device = {device!r}: expected cpu or cuda")
     if device != "cpu" and not torch.cuda.is_available():
         raise ValueError(f"device = {device!r}: no GPU is usable here; expected cpu")
     return device
+
+
+def _check_name_of_device(device: str | None) -> None:
+    if device is not None and device.partition(":")[0] not in ("cpu", "cuda"):
+        raise ValueError(f"device = {device!r}: expected cpu or cuda")
 
 
 def _check_exists(implementation: str) -> None:

@@ -6,6 +6,7 @@ it raises for, or what ends its process, is not. Results are compared too: a wro
 and named in a comment, because only the author knows whether it is a bug or out of scope.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from itertools import combinations, product
@@ -35,6 +36,7 @@ def probe_support(
     device: str,
     seconds_of_a_case: float = 120.0,
     on_try: Callable[[str], None] = lambda what: None,
+    minutes: float | None = None,
 ) -> str:
     """Return the source of a SUPPORT, with comments on calls that gave a wrong result.
 
@@ -43,12 +45,16 @@ def probe_support(
         device: The device of the tensors.
         seconds_of_a_case: A call that takes longer is not supported.
         on_try: Called with what is tried next, in words.
+        minutes: Optional. Time limit. What has not been tried by then is not declared. If None,
+            there is none.
 
     Raises:
         ValueError: The implementation has no `paged_attention`, or takes none of the calls.
         ImportError: It cannot be imported.
     """
     worker = Worker(implementation, device, seconds_of_a_case=seconds_of_a_case)
+    if minutes is not None:
+        worker.deadline = time.monotonic() + 60 * minutes
     try:
         return _Probe(worker, on_try).source()
     finally:
@@ -64,6 +70,7 @@ class _Probe:
         self.seed = 0
         self.support: dict[str, Any] = {"options": {}}
         self.wrong: list[str] = []
+        self.untried: list[str] = []
         self.last = ""
 
     def takes(self, choice: Choice, what: str = "") -> bool:
@@ -74,6 +81,8 @@ class _Probe:
             self.wrong.append(f"{what}: {result.what}, {result.where}".lstrip(": "))
             return True
         self.last = result.summary
+        if result.status == Status.UNFINISHED:
+            self.untried.append(what)
         return result.status == Status.HELD
 
     def _run(self, choice: Choice) -> Result:
@@ -105,7 +114,7 @@ class _Probe:
         found["options"] = options
         found["tensor_dtypes"] = self.support.get("tensor_dtypes", {})
         found["rejects"] = []
-        return _as_python(found, base_was_wrong + self.wrong)
+        return _as_python(found, base_was_wrong + self.wrong, self.untried)
 
     def _find_base(self) -> None:
         """Find a call that the kernel takes, by dtype, sizes and kind of batch."""
@@ -238,7 +247,7 @@ class _Probe:
             yield choice | {other: values[-1]}
 
 
-def _as_python(found: dict[str, Any], wrong: list[str]) -> str:
+def _as_python(found: dict[str, Any], wrong: list[str], untried: list[str]) -> str:
     """Return the source of a Support, with comments."""
     options = found["options"]
     if all(value is None for value in options.values()):
@@ -246,6 +255,7 @@ def _as_python(found: dict[str, Any], wrong: list[str]) -> str:
     Support(**found)  # raises if it contradicts itself
     lines = ["from pagetwin.conformance import Support", ""]
     lines += [f"# wrong: {each}" for each in dict.fromkeys(wrong)]
+    lines += [f"# not tried: {each}" for each in dict.fromkeys(untried)]
     lines.append("SUPPORT = Support(")
     for each in fields(Support):
         value = found.get(each.name)

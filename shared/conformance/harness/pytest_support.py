@@ -53,8 +53,8 @@ class LawToTry:
         declared support, the test is skipped.
 
         Raises:
-            AssertionError: The law is broken, a case crashes, a needed operation is missing, or a
-                known failure holds.
+            AssertionError: The law is broken or not finished, a case crashes, a needed operation
+                is missing, or a known failure holds.
         """
         import pytest
 
@@ -64,7 +64,8 @@ class LawToTry:
             pytest.xfail(result.reason)
         if result.status == Status.OUTSIDE:
             pytest.skip(f"outside of what is declared: {result.reason}")
-        if not result.ok:
+        # a law that is not finished is not broken, but its test has not passed
+        if not result.ok or result.status == Status.UNFINISHED:
             report = Report(
                 self.worker.implementation, self.worker.device, (result,), {}
             )
@@ -114,7 +115,7 @@ def parametrize_with_laws(
         seed: Seed of the drawn cases.
         device: Optional. The device of the tensors. If None, CUDA if it is available, else the
             CPU.
-        seconds_of_a_law: A law that takes longer fails.
+        seconds_of_a_law: A law that takes longer is not finished, and its test fails.
         listed: Optional. The maximum number of cases of a law that lists them, taken at equal
             steps from the list. If None, all of them, as in the check of a release.
 

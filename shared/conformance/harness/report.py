@@ -9,7 +9,7 @@ import re
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -27,6 +27,7 @@ class Status(str, Enum):
     KNOWN = "known failure"
     UNEXPECTED = "known failure that holds"
     NOT_TRIED = "not tried"
+    UNFINISHED = "not finished"
 
     def __str__(self) -> str:
         return self.value
@@ -75,8 +76,16 @@ class Result:
 
     @property
     def ok(self) -> bool:
-        """Whether the law holds, is outside of the support, or is a known failure."""
-        return self.status in (Status.HELD, Status.OUTSIDE, Status.KNOWN)
+        """Whether nothing failed that is not known to fail.
+
+        The law holds, is outside of the support, is a known failure, or is not finished.
+        """
+        return self.status in (
+            Status.HELD,
+            Status.OUTSIDE,
+            Status.KNOWN,
+            Status.UNFINISHED,
+        )
 
     @property
     def count(self) -> str:
@@ -115,6 +124,21 @@ class Result:
         if kind == "a number instead of a number":
             kind = "outside of its error budget" if "budget" in self.where else "wrong"
         return f"{what} is {kind}"
+
+
+def unfinished(result: Result, during: str = "") -> Result:
+    """Return the result of a law whose time was over before all of its cases were tried.
+
+    Args:
+        result: The cases that were tried until then, and the seconds.
+        during: Optional. The case that was being tried, as Python. It is not among those that
+            held. If empty, no case was being tried.
+    """
+    held = result.cases - result.skipped
+    reason = f"{held} cases held in {result.seconds:g} seconds"
+    if during:
+        reason += ", and the next one had not ended"
+    return replace(result, status=Status.UNFINISHED, case=during, reason=reason)
 
 
 SEVERITIES = (
@@ -186,8 +210,13 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether every law holds, is outside of the support, or is a known failure."""
+        """Whether no law failed that is not known to fail. A law may be unfinished."""
         return bool(self.results) and all(each.ok for each in self.judged)
+
+    @property
+    def unfinished(self) -> list[Result]:
+        """The laws whose time was over before all of their cases were tried."""
+        return [each for each in self.results if each.status == Status.UNFINISHED]
 
     @property
     def judged(self) -> tuple[Result, ...]:
@@ -240,6 +269,7 @@ class Report:
             "device": self.device,
             "settings": dict(self.settings),
             "ok": self.ok,
+            "is_finished": not self.unfinished,
             "counts": dict(self.counts()),
             "results": [
                 asdict(each) | {"status": str(each.status)} for each in self.results
@@ -338,11 +368,14 @@ class Report:
         ]
 
     def _undeclared(self) -> list[str]:
-        """Return the sections about undeclared laws, and about cases outside of the support."""
+        """Return the sections about laws without a verdict, and about cases outside of SUPPORT."""
         lines: list[str] = []
         if reasons := self.why_undeclared():
             lines += ["", "## Why laws are undeclared", ""]
             lines += [f"- {count}: {reason}" for reason, count in reasons.items()]
+        if self.unfinished:
+            lines += ["", "## Laws that are not finished", ""]
+            lines += [f"- {each.law}: {each.reason}" for each in self.unfinished]
         if self.outside:
             lines += ["", "## Outside of the declared support", ""]
             lines += [f"- {how}: {what}" for how, what in self.outcomes_outside()]
@@ -390,7 +423,8 @@ def severity_of(result: Result) -> int:
         return 9
     if result.status not in (Status.BROKEN, Status.KNOWN):
         return 0
-    if "written outside" in result.law or "changes nothing" in result.law:
+    is_around = "written outside" in result.law or "changes nothing" in result.law
+    if is_around and result.what != "output":  # a law of that may find a wrong output
         return 1
     if result.cause or result.found == "nan":
         return 2

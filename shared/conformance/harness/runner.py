@@ -23,8 +23,14 @@ from .law import Law
 from .poison import explain_nan, explain_nans
 from .preflight import choose_device as choose_device
 from .report import Report, Result, Status
+from .time_limits import TimeLimits
 from .trial import find_law, make_case, make_setting, run_law, try_law
-from .worker import SECONDS_OF_A_CASE, SECONDS_OF_A_LAW, Job, Worker
+from .worker import (
+    SECONDS_OF_A_CASE,
+    SECONDS_OF_A_LAW,
+    Job,
+    Worker,
+)
 
 SMALLEST_LAW = "every new token attends to its sequence up to itself"
 SMALLEST_CASE = "BatchPlan((1,), (1,))"
@@ -46,6 +52,7 @@ def check_implementation(
     workers: int = 1,
     outside: bool = False,
     seconds_of_a_case: float = SECONDS_OF_A_CASE,
+    minutes: float | None = None,
 ) -> Report:
     """Return the report of an implementation on all laws.
 
@@ -62,13 +69,16 @@ def check_implementation(
             failure that holds is reported as a failure. If None, all laws must hold.
         isolated: Whether laws run in worker processes. If False, they run in this process, which
             a crash then ends.
-        seconds_of_a_law: An isolated law that takes longer is reported as crashed.
+        seconds_of_a_law: Time limit of a law. No case begins after it, and the law is reported
+            as not finished, with the number of cases that held.
         on_result: Called with the result of each law, as soon as it is known.
         workers: Number of worker processes. The report depends on it only if laws are not tried.
         outside: Whether the laws are tried on cases outside of the declared support too. Their
             results are in `Report.outside`. They count only if SUPPORT promises to reject such
             cases.
         seconds_of_a_case: An isolated case that takes longer is reported as a hang.
+        minutes: Optional. Time limit of all laws, after which laws are not finished. If None,
+            there is none.
 
     Raises:
         ModuleNotFoundError, ImportError: The implementation does not exist or cannot be imported.
@@ -81,6 +91,7 @@ def check_implementation(
     for name, number in (("examples", examples), ("workers", workers)):
         if number < 1:
             raise ValueError(f"{name} = {number}: expected at least 1")
+    limits = TimeLimits(seconds_of_a_law, seconds_of_a_case, minutes)
     if workers > 1 and not isolated:
         raise ValueError(
             f"workers = {workers} with isolated = False: expected 1, which is this process"
@@ -88,8 +99,8 @@ def check_implementation(
     device = choose_device(device)
     results: dict[str, Result] = {}
     beyond: dict[str, Result] = {}
-    bounds = seconds_of_a_law, seconds_of_a_case
-    with _trying(implementation, device, isolated, bounds, min(workers, len(laws))) as (
+    count = min(workers, len(laws))
+    with _trying(implementation, device, isolated, limits, count) as (
         try_all,
         promises,
     ):
@@ -102,7 +113,7 @@ def check_implementation(
                 on_result(result)
     options = {"seed": seed, "examples": examples}
     in_order = [results[law.name] for law in laws]
-    explained = explain_nans(implementation, device, in_order)
+    explained = explain_nans(implementation, device, in_order, limits.left)
     return Report(
         implementation,
         device,
@@ -178,7 +189,7 @@ def reproduce(
 
 def with_known(result: Result, reason: str | None) -> Result:
     """Return a result with its status adjusted for a known failure."""
-    if reason is None:
+    if reason is None or result.status == Status.UNFINISHED:
         return result
     holds = result.status in (Status.HELD, Status.OUTSIDE)
     return replace(
@@ -191,7 +202,7 @@ def _trying(
     implementation: str,
     device: str,
     isolated: bool,
-    bounds: tuple[float, float],
+    limits: TimeLimits,
     workers: int,
 ) -> Iterator[tuple[TryAll, Collection[str]]]:
     """Provide a function that yields laws with their results, and what SUPPORT promises to reject.
@@ -205,20 +216,31 @@ def _trying(
         def try_here(laws: list[Law], job: Job) -> Iterator[tuple[Law, Result]]:
             setting = beyond if job.outside else inside
             for law in laws:
-                yield law, try_law(law, setting, job.seed, job.examples)
+                seconds = limits.of_a_law
+                yield (
+                    law,
+                    try_law(law, setting, job.seed, job.examples, seconds=seconds),
+                )
 
+        limits.begin()
         yield try_here, inside.candidate.support.rejects or ()
         return
     with ExitStack() as ended:
         free: SimpleQueue[Worker] = SimpleQueue()
-        for _ in range(workers):
-            worker = Worker(implementation, device, *bounds)
+        processes = [
+            Worker(implementation, device, limits.law, limits.case)
+            for _ in range(workers)
+        ]
+        for worker in processes:
             ended.callback(worker.stop)
             free.put(worker)
         # an import error is raised before any law is tried
         worker.start()
         if device == "cpu":
             _check_needs_no_gpu(worker)
+        limits.begin()
+        for worker in processes:
+            worker.deadline = limits.deadline
         pool = ThreadPoolExecutor(workers)
         ended.callback(pool.shutdown, cancel_futures=True)
         endings = Endings()
@@ -242,7 +264,14 @@ def _trying(
             for each in as_completed(tried):
                 yield tried[each], each.result()
 
-        yield try_all, worker.promises
+        try:
+            yield try_all, worker.promises
+        except BaseException:
+            # the command was interrupted: laws that are being tried end now
+            for worker in processes:
+                worker.deadline = 0.0
+                worker.stop()
+            raise
 
 
 def _check_needs_no_gpu(worker: Worker) -> None:

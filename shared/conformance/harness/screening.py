@@ -4,9 +4,10 @@ The kernels run call by call; the oracle computes a group of calls at once. A ba
 tried again by its law, alone, which is the judgement of record and makes the input smaller.
 """
 
+import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -29,8 +30,8 @@ from .calling import run_call
 from .candidate import OutsideSupport
 from .fitting import fit_case, fit_signature
 from .law import Law, Setting
-from .report import Result, Status
-from .trial import try_case
+from .report import Result, Status, unfinished
+from .trial import At, no_one, try_case
 
 CALLS_AT_ONCE = 32
 """Calls of a group, at most."""
@@ -79,7 +80,8 @@ def screen(
     seed: int,
     first: int,
     count: int,
-    at: Callable[[str], None] = lambda case: None,
+    at: At = no_one,
+    seconds: float = math.inf,
 ) -> Result:
     """Return the result of a law on some batches of one signature.
 
@@ -88,7 +90,9 @@ def screen(
         setting: The candidate, the reference and the device.
         seed: Seed of the signature.
         first, count: Index of the first batch, and number of batches.
-        at: Called with each case, as Python, before it is tried.
+        at: Called before each case.
+        seconds: Time limit. No batch begins after it, except the first one. The law is then not
+            finished, unless a batch failed.
     """
     if missing := setting.candidate.missing(law.needs):
         reason = f"{setting.candidate.name} has no {', '.join(missing)}"
@@ -100,7 +104,7 @@ def screen(
     signature = signature_of(law, setting, seed)
     tally = Tally()
     failed: Result | None = None
-    batches = (draw_batch(signature, first + number) for number in range(count))
+    batches = _until(begin + seconds, signature, first, count)
     try:
         for group in _groups(batches, setting, at, tally):
             failed = _judge(law, setting, group, at, tally)
@@ -115,11 +119,16 @@ def screen(
         result = replace(result, status=Status.OUTSIDE)
     if failed is None:
         result = replace(result, reason="; ".join(sorted(tally.outside)[:3]))
-    return replace(
+    result = replace(
         result,
         cases=tally.cases,
         skipped=tally.skipped,
         seconds=round(time.perf_counter() - begin, 3),
+    )
+    if failed is None and tally.cases < count:
+        result = unfinished(result)
+    return replace(
+        result,
         details=result.details
         | {
             "signature": describe(signature),
@@ -127,6 +136,16 @@ def screen(
             "seconds": {name: round(each, 3) for name, each in tally.seconds.items()},
         },
     )
+
+
+def _until(
+    end: float, signature: Signature, first: int, count: int
+) -> Iterator[SignedBatch]:
+    """Yield batches of a signature; from the second one on, only until the time is over."""
+    for number in range(count):
+        if number and time.perf_counter() > end:
+            return
+        yield draw_batch(signature, first + number)
 
 
 def describe(signature: Signature) -> dict[str, str]:
@@ -156,6 +175,7 @@ class Tally:
 
     def __init__(self) -> None:
         self.cases = 0
+        self.held = 0
         self.skipped = 0
         self.outside: set[str] = set()
         self.counts: Counter[str] = Counter()
@@ -183,7 +203,7 @@ Tried = tuple[SignedBatch, SignedCall, Output]
 def _groups(
     batches: Iterator[SignedBatch],
     setting: Setting,
-    at: Callable[[str], None],
+    at: At,
     tally: Tally,
 ) -> Iterator[list[tuple[SignedBatch, SignedCall | None, Output | Exception]]]:
     """Run batches one after another, and yield them in groups that the oracle computes at once."""
@@ -191,7 +211,7 @@ def _groups(
     scores = 0
     for batch in batches:
         shown = batch if setting.candidate.promises_all else _fitted(batch, setting)
-        at(repr(shown))
+        at(repr(shown), tally.held)
         began = time.perf_counter()
         built = build_signed(shown, setting.device)
         ran = time.perf_counter()
@@ -238,7 +258,7 @@ def _judge(
     law: Law,
     setting: Setting,
     group: list[Any],
-    at: Callable[[str], None],
+    at: At,
     tally: Tally,
 ) -> Result | None:
     """Return the failure of the first batch of a group that is wrong, or None if all are right."""
@@ -272,4 +292,5 @@ def _judge(
             return Result(
                 law.name, law.area, Status.BROKEN, case=repr(batch), message=message
             )
+    tally.held += len(group)
     return None

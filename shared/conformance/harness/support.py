@@ -27,8 +27,8 @@ class Support:
     """The calls that an adapter's kernel supports. A field that is not set imposes no limit.
 
     Args:
-        operations: Optional. The operations that are supported. Laws that need other operations
-            are skipped. If None, all operations are expected.
+        operations: Optional. The operations that are supported. Others are not called, and laws
+            that need them are skipped. If None, all operations are expected.
         devices: Optional. "cpu", "cuda", or compute capabilities such as "sm_90".
         dtypes: Optional. Names of the element types of queries, such as "bfloat16".
         cache_dtypes: Optional. Names of the element types of caches.

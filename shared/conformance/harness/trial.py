@@ -1,10 +1,11 @@
 """Trial of one law on one implementation in this process, with shrinking of a failing case."""
 
 import builtins
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from hypothesis import HealthCheck, given, seed, settings
@@ -19,13 +20,23 @@ from .fatal import Fatal, fatal_status, message_of
 from .fitting import fit_case
 from .law import Law, Setting
 from .pictures import picture_of
-from .report import Result, Status
+from .report import Result, Status, unfinished
 from .shrinking import shrink
 
 SECONDS_TO_SHRINK = 60.0
 """Time limit of the search for a smaller failing input."""
+At: TypeAlias = Callable[[str, int], None]
+"""Called before a case is tried, with the case as Python and the number of cases held so far."""
 IS_INSIDE = "inside of the declared support"
 """Why a case is not counted if only calls outside of the support are of interest."""
+
+
+class OutOfTimeError(BaseException):
+    """The time limit of a law is over. No handler of ordinary errors catches it."""
+
+
+def no_one(case: str, held: int) -> None:
+    """Do nothing before a case is tried."""
 
 
 def run_law(law: Law, setting: Setting, case: Any) -> None:
@@ -70,8 +81,9 @@ def try_law(
     setting: Setting,
     seed_of_cases: int,
     examples: int,
-    at: Callable[[str], None] = lambda case: None,
+    at: At = no_one,
     listed: int | None = None,
+    seconds: float = math.inf,
 ) -> Result:
     """Return the result of one law, tried in this process.
 
@@ -80,9 +92,11 @@ def try_law(
         setting: The candidate, the reference and the device.
         seed_of_cases: Seed of the drawn cases.
         examples: Number of drawn cases.
-        at: Called with each case, as Python, before it is tried.
+        at: Called before each case.
         listed: Optional. The maximum number of cases of a law that lists them, taken at equal
             steps from the list. If None, all of them.
+        seconds: Time limit. No case begins after it, except the first one. The law is then not
+            finished, unless a case failed.
     """
 
     def go(once: Callable[[Any], None]) -> None:
@@ -93,14 +107,14 @@ def try_law(
             for case in law.cases[:: max(1, step)]:
                 once(case)
 
-    return _watched(law, setting, go, at)
+    return _watched(law, setting, go, at, seconds=seconds)
 
 
 def try_case(
     law: Law,
     setting: Setting,
     case: str,
-    at: Callable[[str], None] = lambda case: None,
+    at: At = no_one,
     is_exact: bool = False,
 ) -> Result:
     """Return the result of one law on one case, given as Python.
@@ -109,7 +123,7 @@ def try_case(
         law: The law.
         setting: The candidate, the reference and the device.
         case: The case.
-        at: Called with each case, as Python, before it is tried.
+        at: Called before each case.
         is_exact: Whether the case is neither fitted to the support nor shrunk.
     """
     return _watched(law, setting, lambda once: once(make_case(law, case)), at, is_exact)
@@ -119,8 +133,9 @@ def _watched(
     law: Law,
     setting: Setting,
     go: Callable[[Callable[[Any], None]], None],
-    at: Callable[[str], None],
+    at: At,
     is_exact: bool = False,
+    seconds: float = math.inf,
 ) -> Result:
     """Return the result of a law on the cases that `go` tries one after another."""
     candidate = setting.candidate
@@ -134,19 +149,30 @@ def _watched(
     if unclaimed := candidate.why_unclaimed(law.claim):
         return Result(law.name, law.area, Status.OUTSIDE, reason=unclaimed)
     begin = time.perf_counter()
+    end = begin + seconds
     tried, skipped = 0, 0
     outside: set[str] = set()
     failures: dict[str, Exception] = {}
+    failed_cases: set[str] = set()
     first_failure = 0.0
     is_fitted = not (candidate.promises_all or candidate.goes_outside or is_exact)
 
     def once(case: Any) -> None:
         nonlocal tried, skipped
+        if tried and not failures and time.perf_counter() > end:
+            raise OutOfTimeError
+        late = time.perf_counter() > min(end, first_failure + SECONDS_TO_SHRINK)
+        if failures and late and repr(case) not in failed_cases:
+            return  # time limit reached: the smallest failing case so far is kept
         tried += not failures
-        why = attempt(case, setting)
-        if why and is_fitted:
-            # a law may also make its own plan, which `Setting.fit` then fits
-            why = attempt(fit_case(case, candidate.support), setting.fitting())
+        try:
+            why = attempt(case, setting)
+            if why and is_fitted:
+                # a law may also make its own plan, which `Setting.fit` then fits
+                why = attempt(fit_case(case, candidate.support), setting.fitting())
+        except Exception:
+            failed_cases.add(repr(case))
+            raise
         if why:
             skipped += not failures
             outside.add(why)
@@ -155,10 +181,7 @@ def _watched(
         """Try a case, and return why it is outside of the candidate's support, or nothing."""
         nonlocal first_failure
         shown = repr(case)
-        late = time.perf_counter() - first_failure > SECONDS_TO_SHRINK
-        if failures and late and shown not in failures:
-            return ""  # time limit reached: the smallest failing case so far is kept
-        at(shown)
+        at(shown, tried - skipped - 1)
         accesses, calls_outside = candidate.accesses, candidate.calls_outside
         try:
             law.body(setting, case)
@@ -185,7 +208,7 @@ def _watched(
     failed: BaseException | None = None
     try:
         go(once)
-    except (Exception, Fatal) as error:
+    except (Exception, Fatal, OutOfTimeError) as error:
         failed = error
     result = Result(
         law.name,
@@ -199,6 +222,8 @@ def _watched(
     if failed is None:
         all_outside = tried > 0 and tried == skipped
         return replace(result, status=Status.OUTSIDE) if all_outside else result
+    if isinstance(failed, OutOfTimeError):
+        return unfinished(result)
     if isinstance(failed, Fatal):
         return replace(
             result,
@@ -213,7 +238,8 @@ def _watched(
         return _with_failure(result, "", failed)
     shown, last = list(failures.items())[-1]
     if not (_is_flaky(failed) or is_exact):
-        shown, last = _smaller(law, setting, shown, last, at)
+        left = min(SECONDS_TO_SHRINK / 4, end - time.perf_counter())
+        shown, last = _smaller(law, setting, shown, last, at, left)
     result = replace(
         _with_failure(result, shown, last),
         seconds=round(time.perf_counter() - begin, 2),
@@ -229,13 +255,17 @@ def _smaller(
     setting: Setting,
     shown: str,
     last: Exception,
-    at: Callable[[str], None],
+    at: At,
+    seconds: float,
 ) -> tuple[str, Exception]:
-    """Return a simpler case that raises the same type of error, and that error."""
+    """Return a simpler case that raises the same type of error, and that error.
+
+    It is inside of the declared support, if the law tries the case as it is.
+    """
     errors = {shown: last}
 
     def fails(case: Any) -> bool:
-        at(repr(case))
+        at(repr(case), 0)
         candidate = setting.candidate
         calls_outside = candidate.calls_outside
         try:
@@ -251,7 +281,11 @@ def _smaller(
         return False
 
     try:
-        smallest = repr(shrink(make_case(law, shown), fails, SECONDS_TO_SHRINK / 4))
+        case = shrink(make_case(law, shown), fails, seconds)
+        smallest = repr(case)
+        inside = fit_case(case, setting.candidate.support)
+        if not setting.candidate.goes_outside and inside is not case:
+            smallest = repr(inside) if fails(inside) else smallest
     except Fatal:
         return (
             shown,

@@ -8,9 +8,13 @@ A crash, a CUDA error after which no call succeeds, a case that does not end and
 are fatal: the process is ended. Unless it was the first call of the process, the law is then tried
 on that input alone in a fresh process, which shows whether the input or an earlier one is the
 cause. The next law gets a fresh process too.
+
+A law whose time is over has not failed. Its process finishes the case that it tries, and returns
+what held until then. If that takes too long, the process is ended.
 """
 
 import json
+import math
 import os
 import select
 import signal
@@ -23,12 +27,14 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from .report import Result, Status
+from .report import Result, Status, unfinished
 
 PROCESS = f"{__package__}.worker_process"
 """The module that the process runs."""
 SECONDS_OF_A_LAW = 300.0
-"""Time limit of a law. A law that takes longer is stopped and reported as crashed."""
+"""Time limit of a law. No case begins after it, and the law is not finished."""
+SECONDS_OF_GRACE = 10.0
+"""Time for the case that is tried when the time of its law is over. At most the limit itself."""
 SECONDS_OF_A_CASE = 120.0
 """Time limit of a case, compilation included. A case that takes longer hangs."""
 FATAL = (Status.CRASHED, Status.HANGS, Status.OUT_OF_MEMORY)
@@ -51,6 +57,8 @@ class Job:
         outside: Whether cases outside of the declared support are tried, instead of those inside.
         probe: Optional. Fields of a `Support` that replaces the declared one, to find out what a
             kernel takes. The case is then neither fitted nor shrunk. If None, nothing is replaced.
+        seconds: Optional. The time limit of the law, which a worker sets. A single case has the
+            time limit of cases alone. If None, there is none.
         is_measured: Whether the case is a workload of a solution, whose errors and latency are
             measured. The case is then neither fitted nor shrunk.
     """
@@ -64,6 +72,7 @@ class Job:
     outside: bool = False
     probe: dict[str, Any] | None = None
     is_measured: bool = False
+    seconds: float | None = None
 
 
 class Worker:
@@ -74,6 +83,7 @@ class Worker:
         device: The device of the tensors.
         seconds_of_a_law: Time limit of a law.
         seconds_of_a_case: Time limit of a case.
+        deadline: Time of `time.monotonic` at which laws end as at their time limit.
     """
 
     def __init__(
@@ -82,13 +92,14 @@ class Worker:
         device: str,
         seconds_of_a_law: float = SECONDS_OF_A_LAW,
         seconds_of_a_case: float = SECONDS_OF_A_CASE,
+        deadline: float = math.inf,
     ) -> None:
+        self.deadline = deadline
         self.implementation = implementation
         self.device = device
         self.seconds_of_a_law = seconds_of_a_law
         self.seconds_of_a_case = seconds_of_a_case
         self._process: subprocess.Popen[str] | None = None
-        self._is_late = False
         self._calls = 0
         """Calls that the process has made before the last case."""
         self.failed_at_once = False
@@ -145,17 +156,22 @@ class Worker:
             job: The law and its cases.
             area: The subject of the law.
         """
+        if time.monotonic() >= self.deadline:
+            reason = "the time was over before its first case"
+            return Result(job.law, area, Status.UNFINISHED, reason=reason)
         self.start()
         before = self._calls
         found = self._try(job, area)
         is_first = found.status in FATAL and self._calls == before
         self.failed_at_once = is_first and not before
         is_single = job.is_measured or job.probe is not None
-        is_known = not found.case or self._is_late or is_single
+        is_known = not found.case or is_single
         # the first call of a fresh process was alone already
         if found.status not in FATAL or is_known or self.failed_at_once:
             return found
         alone = self._try(replace(job, case=found.case), area)
+        if alone.status == Status.UNFINISHED:
+            return found
         seconds = round(found.seconds + alone.seconds, 2)
         if not alone.ok or job.case is not None:
             self.failed_at_once = is_first and alone.status in FATAL
@@ -171,10 +187,11 @@ class Worker:
         """Return the result of a law. If it is fatal, the process has been ended."""
         self.start()
         began = time.monotonic()
-        end = began + self.seconds_of_a_law
-        self._is_late = False
-        self._send(asdict(job))
-        case, tried, bound = "", 0, self.seconds_of_a_law
+        limit = self.seconds_of_a_law if job.case is None else math.inf
+        seconds = max(0.0, min(limit, self.deadline - began))
+        end = began + seconds + min(seconds, SECONDS_OF_GRACE)
+        self._send(asdict(replace(job, seconds=seconds)))
+        case, tried, held, bound = "", 0, 0, SECONDS_OF_A_LAW
         while found := self._next(min(end, time.monotonic() + bound)):
             if "result" in found:
                 status = Status(found["result"].pop("status"))
@@ -183,19 +200,22 @@ class Worker:
                     self.stop()
                 return Result(status=status, **found["result"])
             case, tried, bound = found["case"], tried + 1, self.seconds_of_a_case
-            self._calls = found["calls"]
-        self._is_late = time.monotonic() >= end
-        status, message = self._ended(min(bound, self.seconds_of_a_law))
+            self._calls, held = found["calls"], found["held"]
+        is_late = time.monotonic() >= end
+        status, message = self._ended(bound)
         self.stop()
-        return Result(
+        result = Result(
             job.law,
             area,
-            Status.CRASHED if self._is_late else status,
+            status,
             cases=tried,
             seconds=round(time.monotonic() - began, 2),
             case=case,
             message=message,
         )
+        if is_late and status == Status.HANGS:
+            return unfinished(replace(result, cases=held, message=""), case)
+        return result
 
     def stop(self) -> None:
         """End the process."""
@@ -241,8 +261,7 @@ class Worker:
         try:
             code = self._process.wait(1)
         except subprocess.TimeoutExpired:
-            limit = self.seconds_of_a_law if self._is_late else seconds
-            return Status.HANGS, f"it took more than {limit:g} seconds"
+            return Status.HANGS, f"it took more than {seconds:g} seconds"
         if code == -signal.SIGKILL:
             killed = "the process was killed, as the system does if memory runs out"
             return Status.OUT_OF_MEMORY, killed

@@ -4,6 +4,7 @@ After a fatal error the process ends by itself, because it could not judge anyth
 """
 
 import json
+import math
 import os
 import sys
 from dataclasses import asdict, replace
@@ -63,9 +64,10 @@ def main(pipe: int) -> None:
         for line in sys.stdin:
             job = Job(**json.loads(line))
             law = by_name[job.law]
+            seconds = math.inf if job.seconds is None else job.seconds
 
-            def at(case: str) -> None:
-                say(case=case, calls=setting.candidate.calls)
+            def at(case: str, held: int) -> None:
+                say(case=case, calls=setting.candidate.calls, held=held)
 
             own = setting
             if job.outside:
@@ -75,9 +77,11 @@ def main(pipe: int) -> None:
                 own = replace(setting, candidate=probed)
             if job.signature is not None and job.case is None:
                 drawn = (job.signature, job.seed, job.examples)
-                result = screen(law, own, *drawn, at)
+                result = screen(law, own, *drawn, at, seconds)
             elif job.case is None:
-                result = try_law(law, own, job.seed, job.examples, at, job.listed)
+                result = try_law(
+                    law, own, job.seed, job.examples, at, job.listed, seconds
+                )
             else:
                 is_exact = job.is_measured or job.probe is not None
                 result = try_case(law, own, job.case, at, is_exact)

@@ -123,9 +123,7 @@ def every_new_token_attends_to_its_sequence_up_to_itself(
 def every_token_of_an_encoder_attends_to_its_whole_input(
     setting: Setting, plan: BatchPlan
 ) -> None:
-    call = paged_call(plan, setting.device, causal=False)
-    if plan.kv_lens:
-        call = ragged_call(call)
+    call = ragged_call(paged_call(plan, setting.device, causal=False))
     expect_right(setting, call, run_call(setting, call))
 
 

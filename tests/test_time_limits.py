@@ -1,0 +1,271 @@
+"""Time limits: a law whose time is over is not finished, which is neither broken nor lost."""
+
+import json
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pagetwin.conformance import Status, check_implementation
+from pagetwin.conformance.harness import runner
+from pagetwin.conformance.harness.candidate import load_candidate
+from pagetwin.conformance.harness.endings import Endings
+from pagetwin.conformance.harness.fuzz import fuzz_implementation
+from pagetwin.conformance.harness.probe import probe_support
+from pagetwin.conformance.harness.report import Report, Result
+from pagetwin.conformance.harness.trial import (
+    SECONDS_TO_SHRINK,
+    find_law,
+    make_case,
+    make_setting,
+    try_law,
+)
+from pagetwin.conformance.harness.worker import Job, Worker
+from pagetwin.conformance.laws.all_laws import ALL_LAWS
+from pagetwin.tools import report_files
+from pagetwin.tools.cli import app
+from pagetwin.tools.command_line import UNFINISHED
+from pagetwin.tools.report_files import ReportFiles
+from typer.testing import CliRunner
+
+SLOTS = "every new token gets the slot of its block table row"
+FEWEST = "blocks needed are the fewest that hold the tokens"
+SLOW = """
+import time
+from pagetwin.conformance import Support
+from pagetwin.reference import blocks_needed
+from pagetwin.reference import compute_slot_mapping_batch as right
+
+SUPPORT = Support(operations=["blocks_needed", "compute_slot_mapping_batch"])
+
+def compute_slot_mapping_batch(query_lens, computed, rows, block_size):
+    time.sleep({seconds})
+    return right(query_lens, computed, rows, block_size) + {wrong}
+"""
+Write = Callable[..., str]
+
+
+@pytest.fixture
+def kernels(tmp_path: Path, monkeypatch: Any) -> Write:
+    """Return a function that writes a slow module and returns its name."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def write(seconds: float, wrong: int = 0) -> str:
+        name = f"slow_{tmp_path.name}".replace("-", "_")
+        source = textwrap.dedent(SLOW).format(seconds=seconds, wrong=wrong)
+        (tmp_path / f"{name}.py").write_text(source)
+        return name
+
+    return write
+
+
+def of_law(results: tuple[Result, ...], law: str) -> Result:
+    (found,) = [each for each in results if each.law == law]
+    return found
+
+
+def test_a_law_whose_time_is_over_says_how_many_cases_held(kernels: Write) -> None:
+    worker = Worker(kernels(0.2), "cpu", seconds_of_a_law=4)
+    try:
+        result = worker.try_law(Job(SLOTS, examples=200), "slots")
+    finally:
+        worker.stop()
+    assert result.status == Status.UNFINISHED and result.ok
+    assert 1 <= result.cases <= 30 and not result.case
+    assert result.reason == f"{result.cases} cases held in {result.seconds:g} seconds"
+
+
+def test_a_failure_within_the_time_is_broken_though_no_time_is_left_to_shrink_it(
+    kernels: Write,
+) -> None:
+    worker = Worker(kernels(0.02, wrong=1), "cpu", seconds_of_a_law=12)
+    try:
+        result = worker.try_law(Job(SLOTS, examples=200), "slots")
+    finally:
+        worker.stop()
+    assert result.status == Status.BROKEN and result.case
+    assert result.seconds < SECONDS_TO_SHRINK / 2
+
+
+def test_a_case_that_takes_longer_than_its_law_may_is_named_and_does_not_hang(
+    kernels: Write,
+) -> None:
+    worker = Worker(kernels(60), "cpu", seconds_of_a_law=1)
+    try:
+        result = worker.try_law(Job(SLOTS), "slots")
+        worker.seconds_of_a_law = 60
+        other = worker.try_law(Job(FEWEST), "counting")
+    finally:
+        worker.stop()
+    assert result.status == Status.UNFINISHED and result.cases == 0
+    assert "and the next one had not ended" in result.reason
+    assert "Step" in result.case or "Slot" in result.case
+    assert other.status == Status.HELD
+
+
+def test_a_case_that_exceeds_its_own_limit_hangs_within_the_time_of_its_law(
+    kernels: Write,
+) -> None:
+    worker = Worker(kernels(60), "cpu", seconds_of_a_case=1)
+    try:
+        result = worker.try_law(Job(SLOTS), "slots")
+    finally:
+        worker.stop()
+    assert result.status == Status.HANGS and not result.ok
+
+
+def test_after_the_minutes_of_a_check_its_laws_are_not_finished(kernels: Write) -> None:
+    report = check_implementation(
+        kernels(0.5), only="slot", device="cpu", minutes=2 / 60, workers=2
+    )
+    found = {each.status for each in report.results}
+    assert Status.UNFINISHED in found and Status.BROKEN not in found
+    assert report.ok and of_law(report.results, SLOTS) in report.unfinished
+    assert not json.loads(report.to_json())["is_finished"]
+    assert "## Laws that are not finished" in report.to_markdown()
+    assert report.to_junit().count("<skipped") >= len(report.unfinished)
+
+
+def test_three_laws_that_end_no_case_end_the_others_of_their_operation() -> None:
+    laws = [law for law in ALL_LAWS if law.needs == ("paged_attention",)]
+    other = next(law for law in ALL_LAWS if law.needs == ("encoder_attention",))
+    endings = Endings()
+    for law in laws[:3]:
+        assert endings.untried(law) is None
+        late = Result(law.name, law.area, Status.UNFINISHED, case="BatchPlan()")
+        endings.note(law, late, failed_at_once=False)
+    untried = endings.untried(laws[3])
+    assert untried is not None and untried.status == Status.UNFINISHED
+    assert untried.reason == "3 laws of paged_attention did not end their first case"
+    assert endings.untried(other) is None
+
+
+def test_the_exit_code_says_that_laws_are_not_finished(
+    kernels: Write,
+) -> None:
+    words = ["check", kernels(0.2), "--only", SLOTS, "--law-seconds", "3"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == UNFINISHED, result.output
+    assert "not finished: 1 laws" in result.output and "held in" in result.output
+
+
+def test_an_interrupted_check_keeps_the_laws_that_were_judged(
+    kernels: Write, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """The files are written after each law, and the table shows what was judged."""
+    judged: list[str] = []
+    written: list[list[str]] = []
+
+    def laws_of_file() -> list[str]:
+        found = json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))
+        results = found["results"]
+        return [each["law"] for each in results if each["status"] != "not finished"]
+
+    def interrupt(worker: Worker, job: Job, area: str) -> Result:
+        if len(judged) == 3:
+            raise KeyboardInterrupt
+        judged.append(job.law)
+        return Result(job.law, area, Status.HELD, cases=1)
+
+    def note(files: ReportFiles, make: Callable[[], Report]) -> None:
+        write_so_far(files, make)
+        written.append(laws_of_file())
+
+    name = kernels(0)
+    write_so_far = ReportFiles.write_so_far
+    monkeypatch.setattr(report_files, "SECONDS_BETWEEN", 0.0)
+    monkeypatch.setattr(runner, "_check_needs_no_gpu", lambda worker: None)
+    monkeypatch.setattr(Worker, "try_law", interrupt)
+    monkeypatch.setattr(ReportFiles, "write_so_far", note)
+    words = ["check", name, "--only", "slot", "--json", "r.json", "--device", "cpu"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == UNFINISHED, result.output
+    assert [sorted(each) for each in written] == [
+        sorted(judged[:count]) for count in (1, 2, 3)
+    ]
+    assert sorted(laws_of_file()) == sorted(judged)
+    assert "the check ended before this law" in result.output
+
+
+def test_a_law_in_this_process_has_the_same_time_limit() -> None:
+    setting = make_setting(load_candidate("reference"), "cpu")
+    result = try_law(find_law(SLOTS), setting, 0, 5000, seconds=0.2)
+    assert result.status == Status.UNFINISHED and 1 <= result.cases < 5000
+
+
+def test_the_time_of_a_fuzzing_run_keeps_the_batches_that_held(tmp_path: Path) -> None:
+    run = fuzz_implementation(
+        "reference",
+        minutes=2 / 60,
+        corpus=tmp_path,
+        only="paged attention is right for every batch",
+        device="cpu",
+        batches=4096,
+    )
+    assert not run.failures and run.cases > 0
+    lines = [
+        json.loads(line)
+        for file in tmp_path.glob("*/tried.jsonl")
+        for line in file.read_text(encoding="utf-8").splitlines()
+    ]
+    assert sum(each["cases"] for each in lines) == run.cases
+    assert {each["status"] for each in lines} == {"held"}
+
+
+def test_a_probe_whose_time_is_over_prints_what_it_found(monkeypatch: Any) -> None:
+    calls: list[Job] = []
+
+    def take(worker: Worker, job: Job, area: str) -> Result:
+        calls.append(job)
+        status = Status.HELD if len(calls) <= 3 else Status.UNFINISHED
+        return Result(job.law, area, status)
+
+    monkeypatch.setattr(Worker, "try_law", take)
+    found = probe_support("mine", "cpu", minutes=1)
+    assert "# not tried: head_size 64\n" in found
+    names: dict[str, Any] = {}
+    exec(found, names)
+    support = names["SUPPORT"]
+    assert support.head_sizes == [128] and set(support.options) >= {"out", "lse"}
+
+
+NARROW = """
+import torch
+from pagetwin.conformance import Support
+from pagetwin.reference import paged_attention as right
+
+SUPPORT = Support(
+    operations=["paged_attention"], dtypes=["float32"], head_sizes=[32], group_sizes=[4],
+    block_sizes=[16], query_lens=[1], options=["scale"], rejects=[],
+)
+
+
+def paged_attention(
+    query, key_cache, value_cache, block_table, query_start_loc, seq_lens, max_query_len,
+    max_seq_len, scale=None,
+):
+    tensors = query, key_cache, value_cache, block_table, query_start_loc, seq_lens
+    return right(*tensors, max_query_len, max_seq_len, scale=scale) + 1
+"""
+
+
+@pytest.mark.parametrize("seconds", [60.0, 0.001])
+def test_the_smallest_input_of_a_kernel_is_one_that_it_declares(
+    tmp_path: Path, seconds: float
+) -> None:
+    """The input showed sizes that the kernel does not take, and that were fitted for the call.
+
+    If no time was left to make it smaller, Hypothesis took the failure for one that did not come
+    back: a case outside of the support was not fitted when it was tried again.
+    """
+    file = tmp_path / "narrow.py"
+    file.write_text(NARROW, encoding="utf-8")
+    setting = make_setting(load_candidate(str(file)), "cpu")
+    law = find_law("every new token attends to its sequence up to itself")
+    result = try_law(law, setting, 0, 20, seconds=seconds)
+    assert result.status == Status.BROKEN and not result.message
+    plan = make_case(law, result.case)
+    assert (plan.head_size, plan.group, plan.block_size) == (32, 4, 16)
+    assert set(plan.query_lens) <= {1} and result.where.startswith("at token")
