@@ -13,7 +13,7 @@ import torch
 import triton
 from conftest import TWINS
 from gluon_interpreter import interpret_gluon
-from gluon_interpreter.kernels import Launches
+from gluon_interpreter.kernels import CHANGED, Launches
 from pagetwin.conformance.generators.batches import BatchPlan, BatchTensors, build
 from pagetwin.conformance.oracles.dense import judge_attention, judge_lse
 from pagetwin.contract.attention_options import AttentionOptions
@@ -62,8 +62,9 @@ def pretend_hopper(
         module = import_module(f"pagetwin.optimized.kernels.sm90.{name}family")
         patch.setattr(module, "is_hopper", lambda device: True)
     # requests are counted in several passes
-    for module in (segments, schedule):
-        patch.setattr(module, "REQS_PER_PASS", gl.constexpr(2))
+    for module in (segments, schedule, *CHANGED.values()):
+        if hasattr(module, "REQS_PER_PASS"):
+            patch.setattr(module, "REQS_PER_PASS", gl.constexpr(2))
     patch.setattr(invariant, "SPLIT_KEYS", SPLIT_KEYS)
     patch.setattr(PrefixPlan, "split_len", lambda *_: SPLIT_KEYS)
     allocate = workspace._allocate
@@ -98,7 +99,7 @@ class Case(NamedTuple):
         family: one of FAMILIES, or "cascade", whose requests share PREFIX_LEN keys.
         plan: the batch. Head size 192 is that of queries and keys, with values of 128. A latent
             batch has queries and keys of 576 and values of 512.
-        options: of the call; sinks are True or absent.
+        options: of the call; `sinks` is the largest of the heads, or True for a usual one.
         has_lse: whether the log-sum-exp is wanted.
         seq_lens: Optional. Keys of each request, fewer than the batch has. If None, all of them.
         has_scales: whether keys and values have the SCALES; then there are two KV heads.
@@ -134,7 +135,8 @@ def make_options(case: Case, num_heads: int) -> AttentionOptions:
     """Return the options of a case, without batch invariance."""
     given = {"causal": True, **case.options}
     if "sinks" in given:
-        given["sinks"] = torch.linspace(-3.0, 4.0, num_heads)
+        largest = 4.0 if given["sinks"] is True else given["sinks"]
+        given["sinks"] = torch.linspace(-3.0, largest, num_heads)
     return AttentionOptions(**given)
 
 
@@ -253,6 +255,15 @@ CASES = {
     "prefill, more requests than are counted at once": Case(
         "prefill", plan_of((2,) * 34 + (70,), (5,) * 34 + (99,), 64, group=1)
     ),
+    "prefill, a tile ends one key after the first row": Case(
+        "prefill", plan_of((70,), (196,), 64, group=1)
+    ),
+    "prefill, a window begins one key after a tile": Case(
+        "prefill", plan_of((130,), (495,), 128, group=1), {"sliding_window": 300}
+    ),
+    "prefill, large sinks": Case(
+        "prefill", plan_of((5,), (150,), 128, group=4), {"sinks": 150.0}
+    ),
     "prefill, windows": Case(
         "prefill", plan_of((130,), (390,), 128, needle="tile edge"),
         {"sliding_window": 100},
@@ -292,10 +303,14 @@ CASES = {
     "append, window": Case(
         "append", plan_of((20, 1), (900, 400), 128, group=3), {"sliding_window": 300}
     ),
+    "append, head size 192": Case("append", plan_of((6, 1), (300, 20), 192)),
     "append, head size 256": Case("append", plan_of((6,), (300,), 256)),
     "invariant": Case(
         "invariant",
         plan_of((40, 1, 0, 20), (300, 700, 9, 20), 128, kv_heads=2, padding=3),
+    ),
+    "invariant, head size 192": Case(
+        "invariant", plan_of((5, 3, 40), (60, 300, 90), 192)
     ),
     "invariant, one split": Case("invariant", plan_of((70,), (90,), 128)),
     "invariant, window": Case(

@@ -74,7 +74,7 @@ def without_layouts(mutants: Sequence[Generated]) -> list[Generated]:
         each
         for each in mutants
         if not any(
-            begin < each.begin and each.end < end for begin, end in spans[each.file]
+            begin <= each.begin and each.end <= end for begin, end in spans[each.file]
         )
     ]
 
