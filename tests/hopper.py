@@ -310,7 +310,7 @@ CASES = {
         plan_of((40, 1, 0, 20), (300, 700, 9, 20), 128, kv_heads=2, padding=3),
     ),
     "invariant, head size 192": Case(
-        "invariant", plan_of((5, 3, 40), (60, 300, 90), 192)
+        "invariant", plan_of((5,) * 6, (60,) * 5 + (300,), 192)
     ),
     "invariant, one split": Case("invariant", plan_of((70,), (90,), 128)),
     "invariant, window": Case(
