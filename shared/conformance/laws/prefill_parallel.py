@@ -198,7 +198,10 @@ def invalid_prompts_of_a_rank_are_rejected(setting: Setting, what: str) -> None:
     tokens = 4 if what == "another rank's tokens" else 3
     ones = torch.ones(tokens, 2, 16, dtype=torch.float32, device=setting.device)
     causal = torch.ones(1, dtype=torch.bool, device=setting.device)
-    masks = {"a mask per request": causal, "no causal mask": False}
+    masks: dict[str, bool | Tensor] = {
+        "a mask per request": causal,
+        "no causal mask": False,
+    }
     options = AttentionOptions(causal=masks.get(what))
     expect_rejection(
         what, lambda: prefill.attend(ones, ones, ones, share, options=options)
