@@ -58,8 +58,8 @@ def test_only_layouts_are_left_as_they_are() -> None:
     left_out = [each for each in ALL if each.id not in BY_ID]
     assert len(MUTANTS) > 3000 and left_out
     for each in left_out:
-        text = (ROOT / each.file).read_bytes()[: each.begin].decode()
-        assert "Layout(" in "".join(text.splitlines(keepends=True)[-4:]), each.id
+        text = (ROOT / each.file).read_bytes()[: each.end].decode()
+        assert "Layout(" in "".join(text.splitlines(keepends=True)[-5:]), each.id
 
 
 @pytest.mark.long
