@@ -14,7 +14,7 @@ import tempfile
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -218,9 +218,9 @@ def _try_laws(reports: Connection, trial: Trial, folder: Path, examples: int) ->
     reports.send({"last": True})
 
 
-def _tell(reports: Connection) -> Callable[[str], None]:
+def _tell(reports: Connection) -> trying.At:
     """Return a function that reports each case before it is tried: one may end the process."""
-    return lambda case: reports.send({"case": case})
+    return lambda case, held: reports.send({"case": case})
 
 
 def _replay(reports: Connection, trial: Trial, setting: Setting) -> bool:
