@@ -108,7 +108,7 @@ FAULTS = {
         "    shared.k_pipe.consumer_release(kv_state)\n"
         "    qk = warpgroup_mma_wait(0, deps=[qk])\n    if config.SPLIT_TILES",
         "prefill, many tiles",
-        "overwritten before the product was waited for",
+        "expected a barrier between",
     ),
     "a product is not waited for": Fault(
         "mainloop.py",
@@ -123,7 +123,7 @@ FAULTS = {
         "        tma.store_wait(0)\n        shared.q_pipe",
         "        shared.q_pipe",
         "prefill, many work items",
-        "overwritten before it was stored|asynchronous stores",
+        "expected a barrier between",
     ),
     "keys are never released": Fault(
         "mainloop.py",
@@ -159,6 +159,15 @@ FAULTS = {
         "_load_partial(output, segment + 1, 0,",
         "append, several segments",
         "",
+    ),
+    "weights are read before they are there": Fault(
+        "latent/consumer.py",
+        "                p_full_wait()\n"
+        "                alpha = shared.alpha.load(ACC_ROWS)\n",
+        "                alpha = shared.alpha.load(ACC_ROWS)\n"
+        "                p_full_wait()\n",
+        "latent",
+        "expected a barrier between",
     ),
     "the turn of the tensor cores is not handed back": Fault(
         "pipeline.py",

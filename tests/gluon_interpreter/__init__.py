@@ -7,15 +7,17 @@ are, with other operations under the same names:
 |---|---|
 | values.py | numbers, tiles and pointers; reads and writes outside a tensor are errors |
 | shared_memory.py | buffers and views with the order of bytes that the hardware has |
+| accesses.py | races: accesses of two roles that no barrier orders |
 | machine.py | roles that run in turns, mbarriers, named barriers, what is asynchronous |
 | language.py, assembly.py | the operations |
 | kernels.py | launches: functions whose globals are replaced |
 
-What it reports as an error: deadlocks; a product or copy whose shared memory changes before it was
-waited for; shared memory that is stored without a fence before the asynchronous proxy reads it;
-accesses outside a tensor, and stores of two programs to one element; overflow of 32-bit integers;
-accumulators that are used too early; barriers, products and stores that are left open at the end.
-What it cannot show: registers, layouts, races between the threads of one role, and speed.
+What it reports as an error: deadlocks; races of roles in shared memory; a product or copy whose
+shared memory changes before it was waited for; shared memory that is stored without a fence before
+the asynchronous proxy reads it; accesses outside a tensor, and stores of two programs to one
+element; overflow of 32-bit integers; accumulators that are used too early; barriers, products and
+stores that are left open at the end. What it cannot show: registers, layouts, races between the
+threads of one role, and speed.
 """
 
 from .kernels import interpret_gluon

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from triton.experimental.gluon import language as gl
 
+from .accesses import Clock
 from .machine import (
+    MAX_ROLES,
     Barrier,
     Copy,
     NamedBarrier,
@@ -354,7 +356,9 @@ class Range:
 def barrier_init(view: SharedView, count: int) -> None:
     """Initialize an mbarrier."""
     machine = current_role().machine
-    machine.barriers[id(view.buffer), view.first] = Barrier(int(count), int(count))
+    machine.barriers[id(view.buffer), view.first] = Barrier(
+        int(count), int(count), Clock(MAX_ROLES), Clock(MAX_ROLES)
+    )
 
 
 def barrier_expect(view: SharedView, num_bytes: Any, pred: Any = True) -> None:
@@ -365,6 +369,7 @@ def barrier_expect(view: SharedView, num_bytes: Any, pred: Any = True) -> None:
         state = role.machine.barrier(view)
         state.expected += int(num_bytes)
         state.pending -= 1
+        role.clock.release(state.arriving)
         state.advance()
 
 
@@ -375,6 +380,7 @@ def barrier_arrive(view: SharedView, count: int = 1, pred: Any = True) -> None:
     if bool(lift(pred)):
         state = role.machine.barrier(view)
         state.pending -= int(count)
+        role.clock.release(state.arriving)
         state.advance()
 
 
@@ -392,6 +398,7 @@ def barrier_wait(
         f"phase {parity} of an mbarrier with {state.pending} of {state.count} arrivals and"
         f" {state.expected} bytes missing after {state.completed} phases",
     )
+    role.clock.join(state.released)
 
 
 def fence_async_shared(cluster: bool = False) -> None:
@@ -455,6 +462,7 @@ def async_load(
     index, exists = desc.box(start)
     if bool(result.buffer.unfenced.any()):
         result.check_fenced("an asynchronous load overwrites what")
+    role.note(result, is_store=True, is_async=True)
     result.poison()
 
     def run() -> None:
@@ -480,6 +488,7 @@ def async_store(desc: TensorMap, start: Any, source: SharedView) -> None:
     seen = source.read()
 
     def run() -> None:
+        role.note(source, is_store=False)
         if not same_bits(source.read(), seen):
             raise InterpreterError(
                 "shared memory was overwritten before it was stored asynchronously"
@@ -546,21 +555,26 @@ def warpgroup_mma_wait(num_outstanding: Any = 0, deps: Any = None) -> Any:
 def named_barrier(number: int, is_waiting: bool, num_threads: int = 256) -> None:
     """Arrive at a named barrier with all threads of the role; perhaps wait for the others."""
     role = current_role()
-    state = role.machine.named.setdefault(number, NamedBarrier())
+    state = role.machine.named.setdefault(
+        number, NamedBarrier(Clock(MAX_ROLES), Clock(MAX_ROLES))
+    )
     state.arrived += 32 * role.num_warps
     if state.arrived > num_threads:
         raise InterpreterError(
             f"more than {num_threads} threads at named barrier {number}"
         )
     before = state.completed
+    role.clock.release(state.arriving)
     if state.arrived == num_threads:
         state.arrived = 0
         state.completed += 1
+        state.released.join(state.arriving)
     if is_waiting:
         role.wait_until(
             lambda: state.completed > before,
             f"named barrier {number} with {state.arrived} threads",
         )
+        role.clock.join(state.released)
     else:
         role.pause()
 

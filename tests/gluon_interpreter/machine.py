@@ -17,10 +17,12 @@ from typing import Any
 import torch
 from triton.experimental.gluon import language as gl
 
+from .accesses import Clock
 from .shared_memory import Buffer, SharedView
 from .values import InterpreterError, Value
 
 LOCAL = threading.local()
+MAX_ROLES = 8
 MAX_STEPS = 200_000
 """Steps after which a program counts as one that never ends; the tests have a few thousand."""
 
@@ -45,10 +47,13 @@ class Barrier:
         expected: bytes that are missing in this phase; negative if they arrived before they were
             expected.
         completed: phases that have completed.
+        arriving, released: what the arrivals of this phase knew, and those of completed ones.
     """
 
     count: int
     pending: int
+    arriving: Clock
+    released: Clock
     expected: int = 0
     completed: int = 0
 
@@ -59,12 +64,19 @@ class Barrier:
         if self.pending == 0 and self.expected == 0:
             self.pending = self.count
             self.completed += 1
+            self.released.join(self.arriving)
 
 
 @dataclass
 class NamedBarrier:
-    """The state of a named barrier: threads that have arrived, and how often it was complete."""
+    """The state of a named barrier: threads that have arrived, and how often it was complete.
 
+    Attributes:
+        arriving, released: as in `Barrier`.
+    """
+
+    arriving: Clock
+    released: Clock
     arrived: int = 0
     completed: int = 0
 
@@ -90,7 +102,10 @@ class Product:
     def finish(self) -> None:
         """Compute the product, from operands that must be as they were when it was issued."""
         for operand, seen in zip((self.left, self.right), self.seen, strict=True):
-            if isinstance(operand, SharedView) and not same_bits(operand.read(), seen):
+            if isinstance(operand, SharedView):
+                current_role().note(operand, is_store=False)
+                if same_bits(operand.read(), seen):
+                    continue
                 raise InterpreterError(
                     "an operand of warpgroup_mma was overwritten before the product was waited for"
                 )
@@ -169,6 +184,13 @@ class Role:
         self.waits_for = ""
         self.is_done = False
         self.turn = threading.Semaphore(0)
+        self.clock = Clock(MAX_ROLES, number)
+
+    def note(self, view: SharedView, is_store: bool, is_async: bool = False) -> None:
+        """Note an access to shared memory; see `Accesses.note`."""
+        view.buffer.accesses.note(
+            view.order(), view.item_bytes, self.clock, is_store, is_async
+        )
 
     def wait_until(self, is_ready: Callable[[], bool], what: str) -> None:
         """Let others run until a condition holds.
@@ -332,6 +354,9 @@ class Machine:
         """
         outer = LOCAL.role
         self.roles = [Role(self, i, warps) for i, warps in enumerate(num_warps)]
+        for each in self.roles:
+            # all roles begin after what came before
+            each.clock.join(outer.clock)
         done = threading.Semaphore(0)
 
         def run(role: Role, function: Callable[..., Any], args: Any) -> None:

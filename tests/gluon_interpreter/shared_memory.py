@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from triton.experimental.gluon import language as gl
 
+from .accesses import Accesses
 from .values import TORCH_DTYPES, InterpreterError, Value, of_tensor
 
 UNIT, ROW_BYTES, SWIZZLE_ROWS = 16, 128, 8
@@ -26,11 +27,13 @@ class Buffer:
         raw: its bytes. They are NaN in every dtype before they are written.
         unfenced: for each byte the number of the role, plus 1, whose ordinary store has not been
             fenced for the asynchronous proxy; 0 otherwise.
+        accesses: which role has loaded and stored what.
     """
 
     def __init__(self, num_bytes: int) -> None:
         self.raw = torch.full((num_bytes,), 0xFF, dtype=torch.uint8)
         self.unfenced = torch.zeros(num_bytes, dtype=torch.uint8)
+        self.accesses = Accesses(num_bytes)
 
 
 @cache
@@ -184,7 +187,9 @@ class SharedView:
         """Return the elements as a value."""
         from .machine import current_role
 
-        current_role().pause()
+        role = current_role()
+        role.pause()
+        role.note(self, is_store=False)
         return of_tensor(self.read())
 
     def store(self, value: Value) -> None:
@@ -197,4 +202,5 @@ class SharedView:
             raise InterpreterError(
                 f"a store of {value.dtype} to shared memory: expected {self.dtype}"
             )
+        role.note(self, is_store=True)
         self.write(value.tensor, role.number)
