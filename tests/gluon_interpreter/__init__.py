@@ -9,7 +9,8 @@ are, with other operations under the same names:
 | shared_memory.py | buffers and views with the order of bytes that the hardware has |
 | accesses.py | races: accesses of two roles that no barrier orders |
 | machine.py | roles that run in turns, mbarriers, named barriers, what is asynchronous |
-| language.py, assembly.py | the operations |
+| operations.py, asynchronous.py, assembly.py | the operations |
+| language.py | the modules that kernels import, with these operations |
 | kernels.py | launches: functions whose globals are replaced |
 
 What it reports as an error: deadlocks; races of roles in shared memory; a product or copy whose

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from triton.experimental.gluon import language as gl
 
-from .language import named_barrier
+from .asynchronous import named_barrier
 from .values import Value, of_tensor
 
 CUBIC = (0.07826797, 0.22630768, 0.69542435, 1.0)

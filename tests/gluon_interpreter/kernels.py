@@ -21,22 +21,23 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.core import constexpr
 from triton.runtime.jit import JITCallable
 
-from . import language
+from . import asynchronous, language
 from .assembly import inline_asm_elementwise
-from .language import GL, MBARRIER, TMA, Range, TensorMap
+from .asynchronous import TensorMap
+from .language import GL, MBARRIER, TMA, Range
 from .machine import LOCAL, Machine, Role
 from .values import GLUON_DTYPES, InterpreterError, Memory, Pointer, lift
 
 GL.inline_asm_elementwise = inline_asm_elementwise
 MODULES = {id(gl): GL, id(mbarrier): MBARRIER, id(tma): TMA}
 BUILTINS = {
-    id(hopper.fence_async_shared): language.fence_async_shared,
-    id(hopper.warpgroup_mma): language.warpgroup_mma,
-    id(hopper.warpgroup_mma_wait): language.warpgroup_mma_wait,
+    id(hopper.fence_async_shared): asynchronous.fence_async_shared,
+    id(hopper.warpgroup_mma): asynchronous.warpgroup_mma,
+    id(hopper.warpgroup_mma_wait): asynchronous.warpgroup_mma_wait,
 }
 BY_NAME = {
-    "async_load": language.async_load,
-    "async_store": language.async_store,
+    "async_load": asynchronous.async_load,
+    "async_store": asynchronous.async_store,
     "reinterpret": language.reinterpret,
     "barrier": language.barrier,
     "warp_specialize": language.warp_specialize,

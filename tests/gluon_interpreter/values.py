@@ -232,7 +232,8 @@ def _remainder(left: Any, right: Any) -> Any:
     return torch.fmod(left, right)
 
 
-def _add_overflow(values: torch.Tensor, dtype: Any) -> torch.Tensor:
+def _to_int32(values: torch.Tensor, dtype: Any) -> torch.Tensor:
+    """Return int64 numbers as int32; raise `InterpreterError` if one does not fit."""
     limit = 2**31
     if values.numel() and not -limit <= int(values.min()) <= int(values.max()) < limit:
         raise InterpreterError(
@@ -258,7 +259,7 @@ def combine(left: Any, right: Any, operation: Callable[[Any, Any], Any]) -> Valu
     kind = TORCH_DTYPES[dtype]
     if dtype is gl.int32:
         wide = operation(left.tensor.to(torch.int64), right.tensor.to(torch.int64))
-        return Value(_add_overflow(wide, dtype), dtype)
+        return Value(_to_int32(wide, dtype), dtype)
     return of_tensor(operation(left.tensor.to(kind), right.tensor.to(kind)))
 
 
