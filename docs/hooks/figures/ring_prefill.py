@@ -24,7 +24,7 @@ def draw() -> Drawing:
     d.text(
         100,
         398,
-        "+ all pairs   / causal   empty: later keys.   Rank 2 sends to rank 0.",
+        "+: all pairs; /: causal; empty: later keys. Rank 2 sends to rank 0.",
     )
     return d
 
@@ -33,7 +33,7 @@ def draw_narrow() -> Drawing:
     d = Drawing(340, 404, WORDS)
     for rank in range(RANKS):
         draw_rank(d, rank, left=22 + 108 * rank, width=28)
-    d.text(22, 398, "+ all pairs   / causal   empty: later keys")
+    d.text(22, 398, "+: all pairs; /: causal; empty: later keys")
     return d
 
 
