@@ -339,6 +339,17 @@ CASES = {
     "latent, a part from the middle of a request": Case(
         "latent", plan_of((1, 0, 1), (60, 9, 257), 576, group=16, needle="last")
     ),
+    # a needle has nearly all of the weight, so these calls have none
+    "latent, many tiles": Case(
+        "latent", plan_of((2,), (700,), 576, group=40, block_size=64)
+    ),
+    "append, many tiles": Case(
+        "append",
+        plan_of(
+            (6, 3), (900, 600), 128, group=4, kv_heads=2, layout="hnd",
+            value_layout="interleaved",
+        ),
+    ),
     "latent, short requests": Case(
         "latent", plan_of((1, 1, 2), (60, 50, 40), 576, group=16)
     ),
