@@ -178,11 +178,6 @@ class SharedView:
                 " expected fence_async_shared() between"
             )
 
-    def fence(self, role: int) -> None:
-        """Make a role's stores to the buffer visible to the asynchronous proxy."""
-        unfenced = self.buffer.unfenced
-        unfenced[unfenced == role + 1] = 0
-
     def load(self, layout: Any = None) -> Value:
         """Return the elements as a value."""
         from .machine import current_role
