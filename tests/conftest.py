@@ -298,12 +298,3 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     """Say last how the recorded cases went."""
     if line := config.stash.get(GOLDEN_LINE, None):
         print(line)
-
-
-@pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Run the kernels for Hopper in the Gluon interpreter."""
-    from hopper import pretend_hopper
-
-    with pretend_hopper(monkeypatch):
-        yield

@@ -72,7 +72,7 @@ def pretend_hopper(
     def allocate_and_note(*args: Any) -> tuple[Tensor, Tensor]:
         counters, numbers = allocate(*args)
         COUNTERS.append(counters)
-        # partial results that nobody has stored are noticed
+        # a partial result that was not stored is NaN
         return counters, numbers.fill_(NAN)
 
     patch.setattr(workspace, "_allocate", allocate_and_note)

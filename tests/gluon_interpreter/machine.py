@@ -404,8 +404,8 @@ class Machine:
         """Check that nothing is in flight at the end of a program.
 
         Raises:
-            InterpreterError: a load has not signalled a barrier that anybody waited for, or a
-                barrier has a phase that only some have arrived at.
+            InterpreterError: an asynchronous load is in flight, or some threads wait at a named
+                barrier.
         """
         if self.copies:
             raise InterpreterError(

@@ -48,11 +48,6 @@ def zeros(shape: Any, dtype: Any, layout: Any = None) -> Value:
     return full(shape, 0, dtype)
 
 
-def full_like(value: Value, number: Any) -> Value:
-    """Return a tile of one number in the shape and dtype of another."""
-    return full(value.shape, number, value.dtype)
-
-
 # memory
 
 

@@ -139,13 +139,6 @@ class Value:
             return Value(wrap(-self.data, self.dtype), self.dtype)
         return Value(-self.data, self.dtype)
 
-    def __invert__(self) -> Value:
-        if isinstance(self.data, int):
-            return Value(
-                int(not self.data) if self.dtype is gl.int1 else ~self.data, self.dtype
-            )
-        return Value(~self.data, self.dtype)
-
 
 class Pointer(Value):
     """Addresses of elements of one tensor, which are checked when they are used.
