@@ -7,7 +7,11 @@ from torch import Tensor
 
 
 class RankBuffers:
-    """Tensors that are kept from call to call, so that a CUDA graph may capture a call."""
+    """Tensors that are kept from call to call, so that a CUDA graph may capture a call.
+
+    A larger step allocates new ones. A graph that was captured before it still uses the old ones,
+    which are freed: capture it again, or run the largest step first.
+    """
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
