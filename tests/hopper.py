@@ -30,7 +30,9 @@ from test_cascade_attention import share_prefix
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
-FOLDERS = ("", "append.", "cascade.", "fp8_prefill.", "invariant.", "latent.")
+FOLDERS = (
+    "", "append.", "cascade.", "fp8_decode.", "fp8_prefill.", "invariant.", "latent.",
+)  # fmt: skip
 FAMILIES = {
     "prefill": prefill,
     "append": append,

@@ -10,6 +10,7 @@ import torch
 from triton.experimental.gluon import language as gl
 
 from .asynchronous import named_barrier
+from .packed import run_packed
 from .values import Value, of_tensor
 
 CUBIC = (0.07826797, 0.22630768, 0.69542435, 1.0)
@@ -38,6 +39,8 @@ def inline_asm_elementwise(
         words = args[0].tensor
         pair = words.contiguous().view(torch.int16).view(*words.shape, 2)
         return Value(pair[..., 0], gl.int16), Value(pair[..., 1], gl.int16)
+    if asm.startswith("{ .reg") and re.search(r"\.e[45]m[23]x2", asm):
+        return run_packed(asm, constraints, args, dtype)
     if "ex2.approx" in asm and pack == 8:
         return of_tensor(_exp2_of_8(args[0].tensor))
     if asm.startswith("tanh.approx"):

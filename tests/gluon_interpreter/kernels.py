@@ -13,24 +13,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import triton.language as tl
 from pagetwin.optimized.launch.launcher import Launcher
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonJITFunction
-from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia import ampere, hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.core import constexpr
-from triton.runtime.jit import JITCallable
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITCallable, JITFunction
 
-from . import asynchronous, language
+from . import asynchronous, language, operations
+from .arguments import to_argument
 from .assembly import inline_asm_elementwise
-from .asynchronous import TensorMap
-from .language import GL, MBARRIER, TMA, Range
-from .machine import LOCAL, Machine, Role
-from .values import GLUON_DTYPES, InterpreterError, Memory, Pointer, lift
+from .language import GL, MBARRIER, TL, TMA, Range
+from .machine import LOCAL, Machine, Role, Stopped
 
-GL.inline_asm_elementwise = inline_asm_elementwise
-MODULES = {id(gl): GL, id(mbarrier): MBARRIER, id(tma): TMA}
+GL.inline_asm_elementwise = TL.inline_asm_elementwise = inline_asm_elementwise
+FUNCTIONS = (JITFunction, InterpretedFunction)
+"""Triton's and Gluon's functions; Triton's are of the second class if TRITON_INTERPRET is set."""
+MODULES = {id(gl): GL, id(tl): TL, id(mbarrier): MBARRIER, id(tma): TMA}
 BUILTINS = {
+    id(ampere.mma_v2): operations.mma_v2,
     id(hopper.fence_async_shared): asynchronous.fence_async_shared,
     id(hopper.warpgroup_mma): asynchronous.warpgroup_mma,
     id(hopper.warpgroup_mma_wait): asynchronous.warpgroup_mma_wait,
@@ -55,7 +59,7 @@ def rebind(name: str, value: Any) -> Any:
         return BUILTINS[id(value)]
     if name in BY_NAME and callable(value):
         return BY_NAME[name]
-    if isinstance(value, GluonJITFunction):
+    if isinstance(value, FUNCTIONS):
         return function(value)
     if isinstance(value, type) and getattr(value, "__triton_aggregate__", False):
         return aggregate(value)
@@ -69,7 +73,7 @@ CHANGED: dict[str, Any] = {}
 
 def _changed(value: Any) -> Any:
     """Return the function or class of this name in a module that takes the place of its own."""
-    if isinstance(value, JITCallable):
+    if isinstance(value, (JITCallable, InterpretedFunction)):
         module, name = value.fn.__module__, value.fn.__name__
     elif isinstance(value, type):
         module, name = value.__module__, value.__name__
@@ -101,7 +105,7 @@ def change_module(module: str, path: Path) -> Iterator[None]:
 
 
 def _forget_functions() -> None:
-    function.cache_clear()
+    plain_function.cache_clear()
     aggregate.cache_clear()
     MODULE_GLOBALS.clear()
 
@@ -125,12 +129,12 @@ class Globals(dict[str, Any]):
 MODULE_GLOBALS: dict[int, Globals] = {}
 
 
-@cache
 def function(kernel: Any) -> Callable[..., Any]:
     """Return the Python function of a Gluon function, which calls others of the interpreter."""
     return plain_function(kernel.fn)
 
 
+@cache
 def plain_function(original: Any) -> Callable[..., Any]:
     """Return a function whose globals are those of the interpreter."""
     replaced = MODULE_GLOBALS.setdefault(
@@ -172,46 +176,6 @@ class _Later:
 
     def __call__(self, *args: Any) -> Any:
         return function(self._member)(*args)
-
-
-def to_argument(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """Return a launch argument as the kernel sees it.
-
-    Args:
-        value: a tensor, a tensor descriptor, a number or None.
-        tensors: the tensors of the launch, one of which has the address of a descriptor.
-    """
-    if isinstance(value, torch.Tensor):
-        return Pointer(Memory(value), 0)
-    if hasattr(value, "block_shape"):
-        return _tensor_map(value, tensors)
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return lift(value)
-    return value
-
-
-def _tensor_map(descriptor: Any, tensors: Sequence[torch.Tensor]) -> TensorMap:
-    """Return the tensor map of a descriptor, whose elements must be those of one tensor."""
-    address, dtype = descriptor.base.data_ptr(), descriptor.base.dtype
-    pairs = list(zip(descriptor.shape, descriptor.strides, strict=True))
-    span = 1 + sum((size - 1) * stride for size, stride in pairs)
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        begin = address - storage.data_ptr()
-        if begin >= 0 and begin + span * dtype.itemsize <= storage.nbytes():
-            flat = torch.empty(0, dtype=dtype).set_(storage)
-            return TensorMap(
-                flat[begin // dtype.itemsize :],
-                GLUON_DTYPES[dtype],
-                descriptor.shape,
-                descriptor.strides,
-                descriptor.block_shape,
-                descriptor.layout,
-            )
-    raise InterpreterError(
-        f"a tensor map of {descriptor.shape} with steps of {descriptor.strides} reaches outside"
-        " the tensors of the launch"
-    )
 
 
 class Launches:
@@ -268,6 +232,9 @@ class Launches:
             try:
                 function(_changed(kernel))(*arguments)
                 machine.finish()
+            except Stopped:
+                assert machine.error is not None
+                raise machine.error from None
             finally:
                 LOCAL.role = None
 

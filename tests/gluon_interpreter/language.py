@@ -104,6 +104,7 @@ GL = SimpleNamespace(
     static_range=range,
     arange=operations.arange,
     full=operations.full,
+    full_like=operations.full_like,
     zeros=operations.zeros,
     load=operations.load,
     store=operations.store,
@@ -135,6 +136,18 @@ GL = SimpleNamespace(
     thread_barrier=barrier,
 )
 """In place of `triton.experimental.gluon.language`."""
+TL = SimpleNamespace(
+    **vars(GL),
+    abs=unary(torch.abs),
+    cast=lambda value, dtype: lift(value).to(dtype),
+    cdiv=lambda left, right: (left + (right - 1)) // right,
+    ceil=unary(torch.ceil),
+    cumsum=operations.cumsum,
+    debug_barrier=barrier,
+    exp=unary(torch.exp),
+    uint8=gl.uint8,
+)
+"""In place of `triton.language`, for functions that kernels in Gluon share with those in Triton."""
 MBARRIER = SimpleNamespace(
     init=asynchronous.barrier_init,
     expect=asynchronous.barrier_expect,

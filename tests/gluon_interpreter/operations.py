@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from triton.experimental.gluon import language as gl
 
+from .arithmetic import combine
 from .machine import current_role
 from .values import (
     TORCH_DTYPES,
     InterpreterError,
     Pointer,
     Value,
-    combine,
     is_integer,
     lift,
     of_tensor,
@@ -41,6 +41,11 @@ def full(shape: Any, value: Any, dtype: Any, layout: Any = None) -> Value:
     if any(each & (each - 1) for each in sizes):
         raise InterpreterError(f"a tile of {sizes}: expected powers of two")
     return Value(number.expand(sizes).clone(), dtype)
+
+
+def full_like(value: Value, number: Any) -> Value:
+    """Return a tile of one number, with the shape and dtype of another one."""
+    return full(value.shape, number, value.dtype)
 
 
 def zeros(shape: Any, dtype: Any, layout: Any = None) -> Value:
@@ -135,7 +140,7 @@ def broadcast(left: Value, right: Value) -> tuple[Value, Value]:
 
 def reshape(value: Value, shape: Any) -> Value:
     """Return the numbers in another shape, in the same order."""
-    return Value(value.tensor.reshape([int(each) for each in shape]), value.dtype)
+    return value.reshape(shape)
 
 
 def join(left: Value, right: Value) -> Value:
@@ -155,13 +160,23 @@ def convert_layout(value: Value, layout: Any, assert_trivial: bool = False) -> V
 
 
 def multiple_of(value: Value, numbers: Any) -> Value:
-    """Return the value, after a check of what the kernel promises about its addresses."""
+    """Return the value, after a check of what the kernel promises about it.
+
+    Args:
+        numbers: per dimension. Of addresses rows of 16 bytes are checked, of integers all numbers.
+    """
     if isinstance(value, Pointer) and numbers == [1, 16]:
         address = value.memory.flat.data_ptr() // value.memory.flat.element_size()
         first = value.data[:, 0] + address
         if bool((first * value.memory.flat.element_size() % 16).any()):
             raise InterpreterError("addresses are not the multiples that were promised")
+    elif is_integer(value.dtype) and bool((value.tensor % _largest(numbers)).any()):
+        raise InterpreterError("numbers are not the multiples that were promised")
     return value
+
+
+def _largest(numbers: Any) -> int:
+    return max(numbers) if isinstance(numbers, list) else int(numbers)
 
 
 # arithmetic
@@ -214,6 +229,20 @@ def fma(left: Any, right: Any, addend: Any) -> Value:
     return of_tensor((left * right + addend).float())
 
 
+def mma_v2(left: Value, right: Value, acc: Value) -> Value:
+    """Return the sum of an accumulator and of products of tiles, one product per first index."""
+    if left.dtype != right.dtype or acc.dtype != gl.float32:
+        raise InterpreterError(
+            f"a product of {left.dtype} and {right.dtype} into {acc.dtype}"
+        )
+    product = left.tensor.float() @ right.tensor.float()
+    if list(product.shape) != acc.shape:
+        raise InterpreterError(
+            f"a product of {left.shape} and {right.shape} into {acc.shape}"
+        )
+    return Value(acc.tensor + product, gl.float32)
+
+
 # reductions
 
 
@@ -246,6 +275,11 @@ def _reduce(value: Value, axis: int, operation: Any) -> Value:
     if value.dtype == gl.int1:
         tensor = tensor.to(torch.int32)
     return of_tensor(operation(tensor))
+
+
+def cumsum(value: Value, axis: int) -> Value:
+    """Return sums of all numbers up to each one along a dimension."""
+    return of_tensor(value.tensor.cumsum(axis).to(value.tensor.dtype))
 
 
 def associative_scan(value: Value, axis: int, function: Any) -> Value:

@@ -7,7 +7,6 @@ registers have no meaning here: a tile is computed as a whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -134,6 +133,14 @@ class Value:
         """Return the value with more dimensions: indices are `:` and None."""
         return Value(self.tensor[index], self.dtype)
 
+    def reshape(self, shape: Any) -> Value:
+        """Return the numbers in another shape, in the same order."""
+        return Value(self.tensor.reshape([int(each) for each in shape]), self.dtype)
+
+    def permute(self, dims: Any) -> Value:
+        """Return the value with its dimensions in another order."""
+        return Value(self.tensor.permute([int(each) for each in dims]), self.dtype)
+
     def __neg__(self) -> Value:
         if isinstance(self.data, int):
             return Value(wrap(-self.data, self.dtype), self.dtype)
@@ -151,6 +158,26 @@ class Pointer(Value):
     def __init__(self, memory: Memory, offset: Any) -> None:
         super().__init__(offset, gl.pointer_type(memory.dtype))
         self.memory = memory
+
+    def to(self, dtype: Any, bitcast: bool = False) -> Pointer:
+        """Return the same addresses as those of elements of another dtype.
+
+        Raises:
+            InterpreterError: an address is not a multiple of an element's size.
+        """
+        assert bitcast, dtype
+        old, new = self.memory.flat, TORCH_DTYPES[dtype.element_ty]
+        size, codes = new.itemsize, old.view(torch.uint8)
+        # whole elements begin at the first multiple of their size
+        codes = codes[-old.data_ptr() % size :]
+        codes = codes[: len(codes) // size * size]
+        address = torch.as_tensor(self.data) * old.itemsize + old.data_ptr()
+        if bool((address % size).any()):
+            raise InterpreterError(
+                f"a pointer to {dtype.element_ty}: expected a multiple of {size} bytes"
+            )
+        offset = (address - codes.data_ptr()) // size
+        return Pointer(Memory(codes.view(new)), offset if offset.dim() else int(offset))
 
 
 class Memory:
@@ -208,106 +235,3 @@ def lift(value: Any, like: Any = None) -> Value:
         return Value(value, like if fits else dtype)
     dtype = like if like is not None and not is_integer(like) else gl.float32
     return Value(torch.tensor(value, dtype=TORCH_DTYPES[dtype]), dtype)
-
-
-def _divide(left: Any, right: Any) -> Any:
-    """Return quotients rounded towards zero, as C does."""
-    if isinstance(left, int) and isinstance(right, int):
-        quotient = abs(left) // abs(right)
-        return quotient if (left < 0) == (right < 0) else -quotient
-    return torch.div(left, right, rounding_mode="trunc")
-
-
-def _remainder(left: Any, right: Any) -> Any:
-    """Return remainders that have the sign of the dividend, as C does."""
-    if isinstance(left, int) and isinstance(right, int):
-        return left - _divide(left, right) * right
-    return torch.fmod(left, right)
-
-
-def _to_int32(values: torch.Tensor, dtype: Any) -> torch.Tensor:
-    """Return int64 numbers as int32; raise `InterpreterError` if one does not fit."""
-    limit = 2**31
-    if values.numel() and not -limit <= int(values.min()) <= int(values.max()) < limit:
-        raise InterpreterError(
-            f"an overflow of {dtype}: {values.min()}, {values.max()}"
-        )
-    return values.to(torch.int32)
-
-
-def combine(left: Any, right: Any, operation: Callable[[Any, Any], Any]) -> Value:
-    """Return an arithmetic operation on two values in their common dtype."""
-    if isinstance(right, Pointer):
-        left, right = right, left
-    if isinstance(left, Pointer):
-        moved = operation(left.data, _as_offset(right))
-        return Pointer(left.memory, moved)
-    left = lift(left, right.dtype if isinstance(right, Value) else None)
-    right = lift(right, left.dtype)
-    dtype = promote(left.dtype, right.dtype)
-    if isinstance(left.data, int) and isinstance(right.data, int):
-        if dtype is gl.int1:
-            dtype = gl.int32
-        return Value(wrap(operation(left.data, right.data), dtype), dtype)
-    kind = TORCH_DTYPES[dtype]
-    if dtype is gl.int32:
-        wide = operation(left.tensor.to(torch.int64), right.tensor.to(torch.int64))
-        return Value(_to_int32(wide, dtype), dtype)
-    return of_tensor(operation(left.tensor.to(kind), right.tensor.to(kind)))
-
-
-def _as_offset(value: Any) -> Any:
-    value = lift(value)
-    return value.data if isinstance(value.data, int) else value.data.to(torch.int64)
-
-
-def compare(left: Any, right: Any, operation: Callable[[Any, Any], Any]) -> Value:
-    """Return the truth value of a comparison of two values."""
-    left = lift(left, right.dtype if isinstance(right, Value) else None)
-    right = lift(right, left.dtype)
-    if isinstance(left.data, int) and isinstance(right.data, int):
-        return Value(int(operation(left.data, right.data)), gl.int1)
-    kind = TORCH_DTYPES[promote(left.dtype, right.dtype)]
-    return of_tensor(operation(left.tensor.to(kind), right.tensor.to(kind)))
-
-
-def _both_ways(name: str, apply: Any, operation: Callable[[Any, Any], Any]) -> None:
-    def forward(self: Value, other: Any) -> Value:
-        return apply(self, other, operation)
-
-    def reflected(self: Value, other: Any) -> Value:
-        return apply(other, self, operation)
-
-    setattr(Value, f"__{name}__", forward)
-    setattr(Value, f"__r{name}__", reflected)
-
-
-for _name, _operation in {
-    "add": lambda left, right: left + right,
-    "sub": lambda left, right: left - right,
-    "mul": lambda left, right: left * right,
-    "floordiv": _divide,
-    "mod": _remainder,
-    "and": lambda left, right: left & right,
-    "or": lambda left, right: left | right,
-    "xor": lambda left, right: left ^ right,
-    "lshift": lambda left, right: left << right,
-    "rshift": lambda left, right: left >> right,
-}.items():
-    _both_ways(_name, combine, _operation)
-_both_ways(
-    "truediv",
-    lambda left, right, operation: combine(
-        lift(left, gl.float32), lift(right, gl.float32), operation
-    ),
-    lambda left, right: left / right,
-)
-for _name, _operation in {
-    "eq": lambda left, right: left == right,
-    "ne": lambda left, right: left != right,
-    "lt": lambda left, right: left < right,
-    "le": lambda left, right: left <= right,
-    "gt": lambda left, right: left > right,
-    "ge": lambda left, right: left >= right,
-}.items():
-    _both_ways(_name, compare, _operation)
