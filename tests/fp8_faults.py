@@ -163,6 +163,20 @@ FAULTS = {
         "drafts in many segments, sinks",
         WRONG,
     ),
+    "an arrival orders nothing": Fault(
+        "combine.py",
+        'sem="acq_rel"',
+        'sem="relaxed"',
+        "a request in many segments",
+        "a program loads what another program has stored",
+    ),
+    "an arrival is seen by one program alone": Fault(
+        "combine.py",
+        'scope="gpu"',
+        'scope="cta"',
+        "a request in many segments",
+        "a program loads what another program has stored",
+    ),
     "a counter is left as it is": Fault(
         "sm90/fp8_decode/kernel.py",
         "        gl.store(semaphore, 0)  # for the next launch\n",

@@ -168,7 +168,7 @@ def async_store(desc: TensorMap, start: Any, source: SharedView) -> None:
     places = sum(
         (each * step for each, step in steps), torch.zeros((), dtype=torch.int64)
     )
-    role.machine.note_store(desc.plane, places)
+    role.machine.memory.note_store(desc.plane, places)
     role.machine.copies.append(Copy(run, True, role))
     role.pause()
 

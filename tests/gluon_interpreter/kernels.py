@@ -28,6 +28,7 @@ from .arguments import to_argument
 from .assembly import inline_asm_elementwise
 from .language import GL, MBARRIER, TL, TMA, Range
 from .machine import LOCAL, Machine, Role, Stopped
+from .programs import Launch, Program
 
 GL.inline_asm_elementwise = TL.inline_asm_elementwise = inline_asm_elementwise
 FUNCTIONS = (JITFunction, InterpretedFunction)
@@ -216,7 +217,7 @@ class Launches:
         grid = (*grid, 1, 1)[:3]
         programs = list(itertools.product(*map(range, grid)))
         self.chance.shuffle(programs)
-        stored: dict[int, torch.Tensor] = {}
+        made = Launch(len(programs))
         for number, program in enumerate(programs):
             machine = Machine(
                 program,
@@ -224,8 +225,7 @@ class Launches:
                 self.chance,
                 self.lateness,
                 self.pause_rate,
-                number,
-                stored,
+                Program(made, number),
             )
             LOCAL.role = Role(machine, 0, num_warps)
             machine.roles = [LOCAL.role]

@@ -18,6 +18,7 @@ import torch
 from triton.experimental.gluon import language as gl
 
 from .accesses import Clock
+from .programs import Program
 from .shared_memory import Buffer, SharedView
 from .values import InterpreterError, Value
 
@@ -219,9 +220,7 @@ class Machine:
         lateness: how likely a role is run before a copy that could be done: 0 does copies at
             once, 1 as late as possible.
         pause_rate: how likely a role stops where it need not wait.
-        number: of the program in the launch.
-        stored: by address of a storage, the number plus 1 of the program that has stored to each
-            element in this launch.
+        memory: its accesses to global memory.
 
     Attributes:
         barriers: by buffer and element.
@@ -236,8 +235,7 @@ class Machine:
     chance: random.Random
     lateness: float
     pause_rate: float
-    number: int
-    stored: dict[int, torch.Tensor]
+    memory: Program
     roles: list[Role] = field(default_factory=list)
     buffers: list[Buffer] = field(default_factory=list)
     barriers: dict[tuple[int, int], Barrier] = field(default_factory=dict)
@@ -255,28 +253,6 @@ class Machine:
         self.steps += 1
         if self.steps > MAX_STEPS:
             raise InterpreterError(f"a program does not end within {MAX_STEPS} steps")
-
-    def note_store(self, tensor: torch.Tensor, places: torch.Tensor) -> None:
-        """Note that this program stores to elements of a tensor of floating-point numbers.
-
-        Args:
-            places: of the elements after the tensor's first.
-
-        Raises:
-            InterpreterError: another program of the launch has stored to one of them.
-        """
-        if not tensor.is_floating_point():
-            return
-        storage = tensor.untyped_storage()
-        owners = self.stored.get(storage.data_ptr())
-        if owners is None:
-            owners = torch.zeros(storage.nbytes() // tensor.itemsize, dtype=torch.int32)
-            self.stored[storage.data_ptr()] = owners
-        places = places + tensor.storage_offset()
-        others = owners[places]
-        if bool(((others != 0) & (others != self.number + 1)).any()):
-            raise InterpreterError("two programs store to one element of a tensor")
-        owners[places] = self.number + 1
 
     def barrier(self, view: SharedView) -> Barrier:
         """Return the state of an mbarrier in shared memory."""

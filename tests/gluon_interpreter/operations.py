@@ -71,11 +71,13 @@ def load(
             return lift(0 if other is None else other, memory.dtype).to(memory.dtype)
         offset = torch.tensor([pointer.data])
         memory.check(offset, torch.ones(1, dtype=torch.bool), "a load")
+        current_role().machine.memory.note_load(memory.flat, offset)
         return of_tensor(memory.flat[pointer.data].clone())
     offset = torch.as_tensor(pointer.data)
     is_on = torch.tensor(True) if mask is None else lift(mask).tensor
     offset, is_on = torch.broadcast_tensors(offset, is_on)
     memory.check(offset, is_on, "a load")
+    current_role().machine.memory.note_load(memory.flat, offset[is_on])
     numbers = torch.full(offset.shape, 0, dtype=memory.flat.dtype)
     if other is None:
         # undefined on a GPU
@@ -97,7 +99,7 @@ def store(pointer: Pointer, value: Any, mask: Any = None, **hints: Any) -> None:
     offset, value, is_on = torch.broadcast_tensors(offset, value, is_on)
     memory.check(offset, is_on, "a store")
     used = offset[is_on].flatten()
-    current_role().machine.note_store(memory.flat, used)
+    current_role().machine.memory.note_store(memory.flat, used)
     if len(used) > len(used.unique()) and not is_integer(memory.dtype):
         raise InterpreterError("a store of two numbers to one element")
     memory.flat[used] = value[is_on].flatten()
@@ -117,6 +119,8 @@ def atomic_add(
     before = torch.zeros(offset.shape, dtype=memory.flat.dtype)
     for place in is_on.nonzero().tolist():
         place = tuple(place)
+        address = memory.flat.data_ptr() + int(offset[place]) * memory.flat.itemsize
+        current_role().machine.memory.add_to_counter(address, sem, scope)
         before[place] = memory.flat[offset[place]]
         memory.flat[offset[place]] += numbers[place]
     return of_tensor(before)
