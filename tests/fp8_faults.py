@@ -1,4 +1,4 @@
-"""Faults of the FP8 decode kernel for Hopper that the Gluon interpreter reports."""
+"""Faults of the FP8 kernels for Hopper that the Gluon interpreter reports."""
 
 from typing import NamedTuple
 
@@ -190,6 +190,34 @@ FAULTS = {
         "for token in range(first, num_tokens - 1, num_programs)",
         "four requests",
         "",
+    ),
+    "a block that a query attends to is not converted": Fault(
+        "sm90/fp8_prefill/kernel.py",
+        "(first + BLOCK > begin)",
+        "(first > begin)",
+        "prefill, blocks of 48, window",
+        WRONG,
+    ),
+    "keys are converted past the end of the block table": Fault(
+        "sm90/fp8_prefill/kernel.py",
+        "n // config.BLOCK_SIZE * strides[5]",
+        "(n // config.BLOCK_SIZE + 1) * strides[5]",
+        "prefill",
+        "a load of the elements",
+    ),
+    "a converted head has the scales of another": Fault(
+        "sm90/fp8_prefill/kernel.py",
+        "load_scale(v_scale, scale_strides.v, head, True)",
+        "load_scale(v_scale, scale_strides.v, 0, True)",
+        "prefill",
+        WRONG,
+    ),
+    "two requests are converted to one place": Fault(
+        "sm90/fp8_prefill/kernel.py",
+        "slot = number.to(tl.int64) * BLOCK",
+        "slot = block.to(tl.int64) * BLOCK",
+        "prefill, head size 128, float16, e5m2",
+        "two programs store to one element",
     ),
     "long requests are computed by the decode kernel too": Fault(
         "sm90/fp8_decode/kernel.py",

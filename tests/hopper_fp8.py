@@ -1,7 +1,7 @@
 """The FP8 kernels for Hopper in the Gluon interpreter: calls, faults, and what judges them.
 
-A decode is the FP8 decode kernel alone. A prefill is the conversion of the cache, which Triton's
-interpreter runs, and then the prefill kernel.
+A decode is the FP8 decode kernel alone. A prefill is the conversion of the cache, and then the
+prefill kernel.
 """
 
 from collections.abc import Iterator
@@ -41,6 +41,7 @@ def pretend_fp8_hopper(
     # Triton's interpreter needs offsets of 64 bits and an output in float32, this one does not
     patch.setattr(prepare, "INTERPRETED", False)
     patch.setattr(prepare, "must_widen", lambda dtype: False)
+    patch.setattr(fp8_prefill, "has_native_fp8", lambda device: True)
     patch.setattr(launches, "REQS_PER_PASS", REQS_PER_PASS)
     with pretend_hopper(patch, seed, **options) as interpreted:
         yield interpreted

@@ -38,8 +38,8 @@ def test_every_row_is_within_its_error_budget(
 ) -> None:
     with pretend_fp8_hopper(monkeypatch) as launches:
         check(CASES[name], reference)
-    prefills = ["prefill_kernel"] * CASES[name].is_prefill
-    assert launches.made == ["fp8_decode_kernel", *prefills]
+    prefill = ["upcast_kernel", "prefill_kernel"] if CASES[name].is_prefill else []
+    assert launches.made == ["fp8_decode_kernel", *prefill]
 
 
 def test_queries_without_keys_get_0_and_a_log_sum_exp_of_minus_infinity(
@@ -112,7 +112,7 @@ def test_a_call_of_the_twin_is_computed_by_the_fp8_kernels_for_hopper(
         out = TWINS["optimized"].raw.paged_attention(
             **batch.arguments(), options=options
         )
-    assert launches.made == ["fp8_decode_kernel", "prefill_kernel"]
+    assert launches.made == ["fp8_decode_kernel", "upcast_kernel", "prefill_kernel"]
     right = reference.paged_attention(
         **batch.arguments(), options=options, compute_dtype=torch.float64
     )

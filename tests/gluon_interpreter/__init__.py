@@ -5,18 +5,24 @@ are, with other operations under the same names:
 
 | module | what it has |
 |---|---|
-| values.py | numbers, tiles and pointers; reads and writes outside a tensor are errors |
+| values.py, arithmetic.py | numbers, tiles, pointers; reads and writes outside a tensor are errors |
 | shared_memory.py | buffers and views with the order of bytes that the hardware has |
 | accesses.py | races: accesses of two roles that no barrier orders |
+| programs.py | races of two programs in global memory, which atomic counters order |
 | machine.py | roles that run in turns, mbarriers, named barriers, what is asynchronous |
-| operations.py, asynchronous.py, assembly.py | the operations |
+| operations.py, asynchronous.py | the operations |
+| assembly.py, packed.py | inline assembly; instructions on packed FP8 numbers are run one by one |
 | language.py | the modules that kernels import, with these operations |
-| kernels.py | launches: functions whose globals are replaced |
+| arguments.py, kernels.py | launches: arguments, and functions whose globals are replaced |
+
+Functions in Triton that these kernels call, and Triton kernels in the same folders, are run in the
+same way.
 
 What it reports as an error: deadlocks; races of roles in shared memory; a product or copy whose
 shared memory changes before it was waited for; shared memory that is stored without a fence before
-the asynchronous proxy reads it; accesses outside a tensor, and stores of two programs to one
-element; overflow of 32-bit integers; accumulators that are used too early; barriers, products and
+the asynchronous proxy reads it; accesses outside a tensor; stores of two programs to one element,
+and loads of what another program has stored without a release and an acquire; addresses and
+integers that are not the multiples that the kernel promises; overflow of 32-bit integers; accumulators that are used too early; barriers, products and
 stores that are left open at the end. What it cannot show: registers, layouts, races between the
 threads of one role, and speed.
 """

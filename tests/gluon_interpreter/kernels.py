@@ -33,6 +33,8 @@ from .programs import Launch, Program
 GL.inline_asm_elementwise = TL.inline_asm_elementwise = inline_asm_elementwise
 FUNCTIONS = (JITFunction, InterpretedFunction)
 """Triton's and Gluon's functions; Triton's are of the second class if TRITON_INTERPRET is set."""
+FOLDER = ".sm90."
+"""In the names of modules with kernels in Gluon, and with the Triton kernels beside them."""
 MODULES = {id(gl): GL, id(tl): TL, id(mbarrier): MBARRIER, id(tma): TMA}
 BUILTINS = {
     id(ampere.mma_v2): operations.mma_v2,
@@ -208,11 +210,12 @@ class Launches:
             *self.tensors,
             *(each for each in args if hasattr(each, "untyped_storage")),
         ]
+        kinds = kernel.fn.__annotations__
         arguments = [
-            given[each.name]
-            if each.is_constexpr
-            else to_argument(given[each.name], tensors)
-            for each in kernel.params
+            given[name]
+            if kinds.get(name) is constexpr
+            else to_argument(given[name], tensors)
+            for name in kernel.arg_names
         ]
         grid = (*grid, 1, 1)[:3]
         programs = list(itertools.product(*map(range, grid)))
@@ -243,7 +246,7 @@ class Launches:
 def interpret_gluon(
     seed: int = 0, lateness: float = 0.5, pause_rate: float = 0.05
 ) -> Iterator[Launches]:
-    """Run Gluon kernels on host tensors in this context.
+    """Run Gluon kernels, and Triton kernels beside them, on host tensors in this context.
 
     Args:
         seed: chooses the order of programs, roles and asynchronous work.
@@ -252,9 +255,14 @@ def interpret_gluon(
     """
     launches = Launches(seed, lateness, pause_rate)
     run, call = GluonJITFunction.run, Launcher.__call__
+    run_triton = InterpretedFunction.run
 
     def launch(kernel: Any, *args: Any, grid: Any, **options: Any) -> None:
         launches.launch(kernel, grid, args, options)
+
+    def launch_triton(kernel: Any, *args: Any, grid: Any, **options: Any) -> None:
+        is_beside = FOLDER in kernel.fn.__module__
+        (launch if is_beside else run_triton)(kernel, *args, grid=grid, **options)
 
     def note_tensors(
         launcher: Launcher, grid: Any, pointers: Any, options: Any, numbers: Any, tensors: Any,
@@ -264,9 +272,11 @@ def interpret_gluon(
         call(launcher, grid, pointers, options, numbers, tensors, *rest)
 
     GluonJITFunction.run = launch  # type: ignore[method-assign]
+    InterpretedFunction.run = launch_triton
     Launcher.__call__ = note_tensors  # type: ignore[method-assign]
     try:
         yield launches
     finally:
         GluonJITFunction.run = run  # type: ignore[method-assign]
+        InterpretedFunction.run = run_triton
         Launcher.__call__ = call  # type: ignore[method-assign]

@@ -146,6 +146,8 @@ TL = SimpleNamespace(
     debug_barrier=barrier,
     exp=unary(torch.exp),
     uint8=gl.uint8,
+    float8e4nv=gl.float8e4nv,
+    float8e5=gl.float8e5,
 )
 """In place of `triton.language`, for functions that kernels in Gluon share with those in Triton."""
 MBARRIER = SimpleNamespace(
