@@ -5,7 +5,7 @@ are, with other operations under the same names:
 
 | module | what it has |
 |---|---|
-| values.py, arithmetic.py | numbers, tiles, pointers; reads and writes outside a tensor are errors |
+| values.py, arithmetic.py | numbers, tiles, pointers; accesses outside a tensor are errors |
 | shared_memory.py | buffers and views with the order of bytes that the hardware has |
 | accesses.py | races: accesses of two roles that no barrier orders |
 | programs.py | races of two programs in global memory, which atomic counters order |
@@ -22,9 +22,9 @@ What it reports as an error: deadlocks; races of roles in shared memory; a produ
 shared memory changes before it was waited for; shared memory that is stored without a fence before
 the asynchronous proxy reads it; accesses outside a tensor; stores of two programs to one element,
 and loads of what another program has stored without a release and an acquire; addresses and
-integers that are not the multiples that the kernel promises; overflow of 32-bit integers; accumulators that are used too early; barriers, products and
-stores that are left open at the end. What it cannot show: registers, layouts, races between the
-threads of one role, and speed.
+integers that are not the multiples that the kernel promises; overflow of 32-bit integers;
+accumulators that are used too early; barriers, products and stores that are left open at the end.
+What it cannot show: registers, layouts, races between the threads of one role, and speed.
 """
 
 from .kernels import interpret_gluon
