@@ -104,6 +104,19 @@ def test_blocks_before_every_window_are_not_read(
     assert same_bits(out, expected)
 
 
+def test_a_block_table_with_a_stride_of_columns_changes_no_bit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Offsets then have 64 bits."""
+    batch, options = make_call(CASES["blocks of 48, needle block edge"])
+    wide = batch.block_table.repeat_interleave(2, 1)
+    wide[:, 1::2] = 2**31 - 1
+    with pretend_fp8_hopper(monkeypatch):
+        expected, expected_lse = launch(batch, options)
+        out, lse = launch(replace(batch, block_table=wide[:, ::2]), options)
+    assert same_bits(out, expected) and same_bits(lse, expected_lse)
+
+
 def test_a_call_of_the_twin_is_computed_by_the_fp8_kernels_for_hopper(
     reference: Twin, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -220,7 +220,7 @@ class Launches:
         grid = (*grid, 1, 1)[:3]
         programs = list(itertools.product(*map(range, grid)))
         self.chance.shuffle(programs)
-        made = Launch(len(programs))
+        memory = Launch(len(programs))
         for number, program in enumerate(programs):
             machine = Machine(
                 program,
@@ -228,7 +228,7 @@ class Launches:
                 self.chance,
                 self.lateness,
                 self.pause_rate,
-                Program(made, number),
+                Program(memory, number),
             )
             LOCAL.role = Role(machine, 0, num_warps)
             machine.roles = [LOCAL.role]
