@@ -86,6 +86,20 @@ FAULTS = {
         "edges, head size 64",
         "a load of the elements|an overflow of int32",
     ),
+    "blocks before the window are read": Fault(
+        "sm90/fp8_decode/tile.py",
+        "first = gl.maximum(begin, visible.begin)",
+        "first = begin",
+        "chunks, needle first new",
+        "a load of the elements|an overflow of int32",
+    ),
+    "a key past the end is converted": Fault(
+        "sm90/fp8_prefill/kernel.py",
+        "is_stored = n < seq_len",
+        "is_stored = n <= seq_len",
+        "prefill",
+        "a load of the elements",
+    ),
     "a word begins between two pieces": Fault(
         "sm90/fp8_decode/operands.py",
         "lane % 4 * 4, piece",

@@ -88,22 +88,6 @@ def test_an_fp8_output_is_the_float32_output_rounded_once(
     assert same_bits(lse, exact_lse)
 
 
-@pytest.mark.parametrize("block_size", [16, 48])
-def test_blocks_before_every_window_are_not_read(
-    block_size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Their entries of the block table are not ids."""
-    case = CASES["drafts in many segments, sinks"]
-    case = case._replace(plan=replace(case.plan, block_size=block_size))
-    batch, options = make_call(case)
-    options = replace(options, sliding_window=70)
-    with pretend_fp8_hopper(monkeypatch):
-        expected, _ = launch(batch, options)
-        batch.block_table[0, : (901 - 4 - 70 + 1) // block_size] = 2**31 - 1
-        out, _ = launch(batch, options)
-    assert same_bits(out, expected)
-
-
 def test_a_block_table_with_a_stride_of_columns_changes_no_bit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
