@@ -100,6 +100,20 @@ FAULTS = {
         "prefill",
         "a load of the elements",
     ),
+    "keys before the window are converted from any block": Fault(
+        "sm90/fp8_prefill/kernel.py",
+        "codes = tl.load(base + offset, mask=is_key[:, None] & is_element, other=0)",
+        "codes = tl.load(base + offset)",
+        "prefill, blocks of 48, window",
+        WRONG,
+    ),
+    "keys before the window are multiplied": Fault(
+        "sm90/fp8_decode/operands.py",
+        "gl.maximum(gl.minimum(key, words.end - 1), words.begin)",
+        "gl.minimum(key, words.end - 1)",
+        "a window, needle tile edge",
+        WRONG,
+    ),
     "a word begins between two pieces": Fault(
         "sm90/fp8_decode/operands.py",
         "lane % 4 * 4, piece",

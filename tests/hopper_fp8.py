@@ -14,13 +14,13 @@ import torch
 from compile_fp8_decode_sm90 import E4M3, E5M2
 from gluon_interpreter.kernels import Launches as Interpreted
 from hopper import COUNTERS, pretend_hopper
-from pagetwin.conformance.generators.batches import BatchPlan, BatchTensors
+from pagetwin.conformance.generators.batches import BatchPlan, BatchTensors, to_strided
 from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.optimized.kernels.sm90.fp8_decode.family import BLOCK_M
 from pagetwin.optimized.kernels.sm90.fp8_prefill import family as fp8_prefill
 from pagetwin.optimized.launch import launches, portable, prepare
-from pagetwin.optimized.launch.attention_call import AttentionCall
 from test_fp8_decode_sm90 import assert_right, make_batch, make_options
+from test_fp8_prefill_sm90 import to_call
 from torch import Tensor
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -91,14 +91,20 @@ def make_call(case: Fp8Case) -> tuple[BatchTensors, AttentionOptions]:
     """Return the tensors of a case, and its options."""
     batch = use_end_blocks(make_batch(case.plan, case.dtype, "cpu"))
     if case.value_size is not None:
-        values = batch.value_cache[..., : case.value_size]
+        # with other strides than the keys have
+        values = batch.value_cache.view(torch.uint8)[..., : case.value_size]
+        values = values.contiguous().view(case.dtype)
         batch = replace(batch, value_cache=values)
     return batch, make_options(batch, **case.options)
 
 
-def forget_blocks(batch: BatchTensors, options: AttentionOptions) -> BatchTensors:
-    """Return the batch with no ids of the blocks that no query attends to."""
+def forget_keys(batch: BatchTensors, options: AttentionOptions) -> BatchTensors:
+    """Return the batch with NaN in all slots that no query attends to, and no ids of such blocks.
+
+    The keys of all queries of a request count as one range.
+    """
     table, plan = batch.block_table.clone(), batch.plan
+    attended = torch.zeros(batch.key_cache.shape[:2], dtype=torch.bool)
     for req, (new, keys) in enumerate(zip(plan.query_lens, plan.kv_lens, strict=True)):
         first = 0 if new else keys + plan.block_size
         if options.sliding_window is not None:
@@ -107,7 +113,15 @@ def forget_blocks(batch: BatchTensors, options: AttentionOptions) -> BatchTensor
             size = options.attention_chunk_size
             first = max(first, (keys - new) // size * size)
         table[req, : first // plan.block_size] = 2**31 - 1
-    return replace(batch, block_table=table)
+        for position in range(first, keys):
+            block = batch.rows[req][position // plan.block_size]
+            attended[block, position % plan.block_size] = True
+    caches = [
+        to_strided(each, each.device) for each in (batch.key_cache, batch.value_cache)
+    ]
+    for each in caches:
+        each.view(torch.uint8)[~attended] = 0x7F
+    return replace(batch, block_table=table, key_cache=caches[0], value_cache=caches[1])
 
 
 def launch(
@@ -126,12 +140,7 @@ def launch(
     """
     out, lse = batch.fresh()
     out = out.to(out_dtype or out.dtype)
-    scale = batch.plan.head_size**-0.5 if batch.plan.scale is None else batch.plan.scale
-    call = AttentionCall(
-        batch.query, batch.key_cache, batch.value_cache, batch.block_table,
-        batch.query_start_loc, batch.seq_lens, batch.max_query_len, batch.max_seq_len,
-        scale, out, lse if has_lse else None, options,
-    )  # fmt: skip
+    call = to_call(batch, options, out, lse if has_lse else None)
     decode = portable.plan(call)
     assert decode.launches.has_fp8_decode
     # few short requests have a kernel of their own, which is portable
@@ -155,7 +164,7 @@ def check(case: Fp8Case, reference: Any) -> tuple[Tensor, Tensor]:
             decode kernel, or padding was not cleared.
     """
     batch, options = make_call(case)
-    out, lse = launch(forget_blocks(batch, options), options, case.is_prefill)
+    out, lse = launch(forget_keys(batch, options), options, case.is_prefill)
     if not case.is_prefill:
         out, lse = _take_long_rows(batch, options, reference, out, lse)
     assert_right(batch, out, lse, reference, options)

@@ -24,6 +24,8 @@ from pagetwin.optimized.kernels.sm90.fp8_decode.operands import (
     k_code,
     v_code,
 )
+from pagetwin.optimized.kernels.sm90.fp8_prefill import family as fp8_prefill
+from test_fp8_prefill_sm90 import to_call
 from triton.experimental.gluon import language as gl
 
 pytestmark = pytest.mark.skipif(
@@ -99,6 +101,24 @@ def test_a_block_table_with_a_stride_of_columns_changes_no_bit(
         expected, expected_lse = launch(batch, options)
         out, lse = launch(replace(batch, block_table=wide[:, ::2]), options)
     assert same_bits(out, expected) and same_bits(lse, expected_lse)
+
+
+def test_a_cache_with_a_stride_of_elements_is_converted_to_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    batch, options = make_call(CASES["prefill, blocks of 48, window"])
+    wide = batch.key_cache.view(torch.uint8).repeat_interleave(2, -1)
+    wide[..., 1::2] = 0x7F
+    results = []
+    with pretend_fp8_hopper(monkeypatch) as launches:
+        for key in (batch.key_cache, wide.view(E4M3)[..., ::2]):
+            out, lse = batch.fresh()
+            call = to_call(replace(batch, key_cache=key), options, out, lse)
+            fp8_prefill.plan(call).launch_prefill(call, 0)
+            results.append((out, lse))
+    assert launches.made == ["upcast_kernel", "prefill_kernel"] * 2
+    for one, other in zip(*results, strict=True):
+        assert not bool(one.isnan().any()) and same_bits(one, other)
 
 
 def test_a_call_of_the_twin_is_computed_by_the_fp8_kernels_for_hopper(
