@@ -74,7 +74,7 @@ class Program:
             owners = torch.zeros(storage.nbytes() // tensor.itemsize, dtype=torch.int32)
             self._launch.elements[key] = Elements(owners, owners.clone())
         elements = self._launch.elements[key]
-        places = places + tensor.storage_offset()
+        places = places + int(tensor.storage_offset())
         others = elements.owners[places]
         if bool(((others != 0) & (others != self._number + 1)).any()):
             raise InterpreterError("two programs store to one element of a tensor")
@@ -95,7 +95,7 @@ class Program:
         elements = self._launch.elements.get(key)
         if elements is None or not tensor.is_floating_point():
             return
-        places = places + tensor.storage_offset()
+        places = places + int(tensor.storage_offset())
         others = elements.owners[places] - 1
         known = self._clock.times[others.clamp(min=0)]
         is_race = (others >= 0) & (others != self._number)
