@@ -245,6 +245,27 @@ def test_a_corner_that_fails_does_not_end_the_matrix(
     assert "torch 2.15 is a CUDA build" in printed
 
 
+def test_a_corner_that_cannot_be_installed_keeps_the_entry_of_its_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A machine that installs no CUDA builds replaced the result of one that did."""
+
+    def install(corner: version_matrix.Corner, cuda_builds: bool) -> Path:
+        raise NotInstalled("torch 2.15 is a CUDA build")
+
+    ran = {"newest": {"versions": {"torch": "2.15.0"}, "passed": 9}}
+    record = tmp_path / "versions.json"
+    record.write_text(json.dumps({"corners": ran}))
+    monkeypatch.setattr(version_matrix, "install", install)
+    monkeypatch.setattr(version_matrix, "RECORD", record)
+    monkeypatch.setattr(version_matrix, "FOLDER", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["", "newest", "oldest"])
+    assert version_matrix.main() == 0
+    found = json.loads(record.read_text())["corners"]
+    assert found["newest"] == ran["newest"]
+    assert found["oldest"]["reason"] == "torch 2.15 is a CUDA build"
+
+
 def test_a_report_of_pytest_is_counted(tmp_path: Path) -> None:
     report = tmp_path / "report.xml"
     report.write_text(

@@ -3,8 +3,8 @@
     python tests/version_matrix.py [--workers N] [--cuda-builds] [CORNER ...]
 
 Each corner has an environment of its own in .matrix/. A corner that cannot be installed here is
-recorded with the reason, and a corner that fails does not end the run. Corners that are not run
-keep their entry. The table of docs/install.md is made from the record.
+recorded with the reason, unless it was run elsewhere. A corner that fails does not end the run.
+Corners that are not run keep their entry. The table of docs/install.md is made from the record.
 """
 
 import argparse
@@ -71,6 +71,7 @@ CORNERS = (
     Corner("cpu-3.6", "3.11", "2.13.*", "3.6.*", NEW_NUMPY, True, "CPU build, oldest triton"),
     Corner("cpu-3.8", "3.11", "2.13.*", "3.8.*", NEW_NUMPY, True, "CPU build, triton 3.8"),
     Corner("cpu-3.9", "3.11", "2.13.*", "3.9.*", NEW_NUMPY, False, "CPU build, newest triton"),
+    Corner("cpu-numpy-2.0", "3.11", "2.13.*", "3.6.*", OLD_NUMPY, True, "CPU build, oldest numpy"),
     Corner("wheel", "3.11", "2.13.*", "", NEW_NUMPY, False, "the wheel without triton", True),
 )  # fmt: skip
 
@@ -318,7 +319,8 @@ def main() -> int:
         record: dict[str, Any] = {}
         if RECORD.exists():
             record = json.loads(RECORD.read_text(encoding="utf-8"))["corners"]
-        record[corner.name] = ran[-1]
+        if "reason" not in ran[-1] or "versions" not in record.get(corner.name, {}):
+            record[corner.name] = ran[-1]
         kept = {name: record[name] for name in names if name in record}
         RECORD.write_text(
             json.dumps({"corners": kept}, indent=1) + "\n", encoding="utf-8"
