@@ -1,5 +1,6 @@
 """The declared support: which calls are made, what is reported outside of it, and its probe."""
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -193,6 +194,24 @@ CONTRADICTIONS = {
     "head_sizes=[0]": "head_sizes has 0: expected at least 1",
     "devices=['sm_90']": "does not support device cpu; SUPPORT declares sm_90",
 }
+
+
+WRONG_TYPES: dict[str, tuple[Any, str]] = {
+    "head_sizes": (["128"], "has '128': expected whole numbers"),
+    "block_sizes": (16, "= 16: expected a list"),
+    "alignment": ("16", "= '16': expected a number of bytes"),
+    "strides": (["query"], "= ['query']: expected a mapping by argument"),
+    "never_together": (["causal", "sinks"], "has 'causal': expected pairs of options"),
+}
+
+
+@pytest.mark.parametrize("field", WRONG_TYPES)
+def test_a_field_of_the_wrong_type_is_named_with_its_value(field: str) -> None:
+    """Strings as head sizes raised "'<' not supported between 'str' and 'int'"."""
+    value, sentence = WRONG_TYPES[field]
+    fields = {"options": ["causal", "sinks"]} | {field: value}
+    with pytest.raises(ValueError, match=re.escape(f"SUPPORT.{field} {sentence}")):
+        Support(**fields)
 
 
 @pytest.mark.long

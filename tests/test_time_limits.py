@@ -12,7 +12,6 @@ from pagetwin.conformance.harness import runner
 from pagetwin.conformance.harness.candidate import load_candidate
 from pagetwin.conformance.harness.endings import Endings
 from pagetwin.conformance.harness.fuzz import fuzz_implementation
-from pagetwin.conformance.harness.probe import probe_support
 from pagetwin.conformance.harness.report import Report, Result
 from pagetwin.conformance.harness.trial import (
     SECONDS_TO_SHRINK,
@@ -209,23 +208,6 @@ def test_the_time_of_a_fuzzing_run_keeps_the_batches_that_held(tmp_path: Path) -
     ]
     assert sum(each["cases"] for each in lines) == run.cases
     assert {each["status"] for each in lines} == {"held"}
-
-
-def test_a_probe_whose_time_is_over_prints_what_it_found(monkeypatch: Any) -> None:
-    calls: list[Job] = []
-
-    def take(worker: Worker, job: Job, area: str) -> Result:
-        calls.append(job)
-        status = Status.HELD if len(calls) <= 3 else Status.UNFINISHED
-        return Result(job.law, area, status)
-
-    monkeypatch.setattr(Worker, "try_law", take)
-    found = probe_support("mine", "cpu", minutes=1)
-    assert "# not tried: head_size 64\n" in found
-    names: dict[str, Any] = {}
-    exec(found, names)
-    support = names["SUPPORT"]
-    assert support.head_sizes == [128] and set(support.options) >= {"out", "lse"}
 
 
 NARROW = """

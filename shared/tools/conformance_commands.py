@@ -93,7 +93,9 @@ def check(
     ] = None,
     minutes: Annotated[
         float | None,
-        typer.Option(help="Laws that take longer are not finished.  (no limit)"),
+        typer.Option(
+            help="Laws that take longer are not finished.  (no limit; 5 with --probe)"
+        ),
     ] = None,
 ) -> None:
     """Check an implementation against every law, in a separate process.
@@ -200,12 +202,12 @@ def _print_support(
     module: str, device: str | None, seconds: float, minutes: float | None
 ) -> None:
     """Print what a kernel takes, found by trying."""
-    from ..conformance.harness.probe import probe_support
+    from ..conformance.harness.probe import MINUTES, probe_support
     from ..conformance.harness.runner import choose_device
 
     with Console(stderr=True).status("") as status:
         found = probe_support(
-            module, choose_device(device), seconds, status.update, minutes
+            module, choose_device(device), seconds, status.update, minutes or MINUTES
         )
     # not rich: this is to be pasted
     print(found)

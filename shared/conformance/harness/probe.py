@@ -1,34 +1,42 @@
 """Probe: a first SUPPORT of a kernel, found by calling it.
 
-One call of `paged_attention` that the kernel takes is the start. Then one property at a time gets
-another value: a dtype, a size, a layout, an option. What the kernel returns from is supported. What
-it raises for, or what ends its process, is not. Results are compared too: a wrong one is supported
-and named in a comment, because only the author knows whether it is a bug or out of scope.
+One call of `paged_attention` that the kernel takes is the start. Then properties get other values:
+dtypes, sizes, layouts, options. A kernel is compiled anew for most calls, so one call changes a
+property of each kind. If it is not taken, its halves are tried.
+
+What the kernel returns from is supported. What it raises for, or what ends its process, is not.
+Results are compared too: a wrong one is supported and named in a comment, because only the author
+knows whether it is a bug or out of scope.
 """
 
+import math
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import fields
-from itertools import combinations, product
+from collections.abc import Callable
+from itertools import combinations, zip_longest
 from typing import Any
 
 from ...validation.options import OPTIONS as OPTION_FILES
 from ..generators.option_pairs import OPTIONS, PLAIN, Choice, allowed
+from .probe_calls import (
+    CAUSAL,
+    DTYPES,
+    FIELDS,
+    OPTION_NAMES,
+    SCALES,
+    SIZES,
+    STORED,
+    Change,
+    bases,
+    compatible,
+    words,
+)
+from .probe_source import as_python, comments, layouts, lengths
 from .report import Result, Status
-from .support import Support
 from .worker import Job, Worker
 
 LAW = "paged attention is right under any options"
-SEEDS = range(4)
-SIZES: dict[str, tuple[int, ...]] = {
-    "head_size": (128, 64, 256, 32, 16, 80, 96, 112, 160, 192, 512, 24, 8, 1),
-    "block_size": (16, 64, 256, 1, 3, 8, 24, 32, 48, 128, 512),
-    "group": (1, 2, 3, 4, 5, 7, 8, 16),
-}
-DTYPES = ("bfloat16", "float16", "float32")
-STORED = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
-SCALES = {"numbers": "float", "one element": "one element", "each head": "per head"}
-CAUSAL = {"no": "bool", "each request": "per request"}
+MINUTES = 5.0
+"""Time limit of a probe."""
 
 
 def probe_support(
@@ -36,25 +44,28 @@ def probe_support(
     device: str,
     seconds_of_a_case: float = 120.0,
     on_try: Callable[[str], None] = lambda what: None,
-    minutes: float | None = None,
+    minutes: float = MINUTES,
 ) -> str:
     """Return the source of a SUPPORT, with comments on calls that gave a wrong result.
+
+    An interrupt has the effect of the time limit: what was found until then is returned.
 
     Args:
         implementation: As in `check_implementation`. Its own SUPPORT is ignored.
         device: The device of the tensors.
         seconds_of_a_case: A call that takes longer is not supported.
         on_try: Called with what is tried next, in words.
-        minutes: Optional. Time limit. What has not been tried by then is not declared. If None,
-            there is none.
+        minutes: Time limit. What has not been tried by then is not declared, and named in a
+            comment.
 
     Raises:
         ValueError: The implementation has no `paged_attention`, or takes none of the calls.
         ImportError: It cannot be imported.
     """
-    worker = Worker(implementation, device, seconds_of_a_case=seconds_of_a_case)
-    if minutes is not None:
-        worker.deadline = time.monotonic() + 60 * minutes
+    deadline = time.monotonic() + 60 * minutes
+    worker = Worker(
+        implementation, device, seconds_of_a_case=seconds_of_a_case, deadline=deadline
+    )
     try:
         return _Probe(worker, on_try).source()
     finally:
@@ -68,197 +79,205 @@ class _Probe:
         self.worker, self.on_try = worker, on_try
         self.base: Choice = {}
         self.seed = 0
-        self.support: dict[str, Any] = {"options": {}}
+        self.options: dict[str, Any] = {}
+        self.tensor_dtypes: dict[str, list[str]] = {}
+        self.calls = 0
+        self.together: list[set[Change]] = []
+        """The changes of each call that was taken."""
         self.wrong: list[str] = []
-        self.untried: list[str] = []
-        self.last = ""
+        self.untried: dict[str, list[str]] = {}
 
-    def takes(self, choice: Choice, what: str = "") -> bool:
-        """Return whether the kernel returns from a call."""
-        self.on_try(what)
-        result = self._run(choice)
-        if result.status == Status.BROKEN and result.what:
-            self.wrong.append(f"{what}: {result.what}, {result.where}".lstrip(": "))
-            return True
-        self.last = result.summary
+    def taken(self, changes: list[Change]) -> list[Change]:
+        """Return those changes of the first call that the kernel takes, together or alone.
+
+        All are tried in one call. If it is not taken, or wrong, each half is tried.
+        """
+        if len(changes) < 2:
+            return changes if changes and self.takes(dict(changes)) else []
+        result = self._try(dict(changes))
         if result.status == Status.UNFINISHED:
-            self.untried.append(what)
-        return result.status == Status.HELD
+            for change in changes:
+                self._note_untried(dict([change]))
+            return []
+        if result.status == Status.HELD:
+            self.together.append({*changes})
+            return changes
+        half = len(changes) // 2
+        return self.taken(changes[:half]) + self.taken(changes[half:])
 
-    def _run(self, choice: Choice) -> Result:
-        case = repr((choice, self.seed))
-        return self.worker.try_law(Job(LAW, case=case, probe=self.support), "attention")
+    def takes(self, changes: Choice) -> bool:
+        """Return whether the kernel returns from the first call with some changes."""
+        result = self._try(changes)
+        if result.status == Status.UNFINISHED:
+            self._note_untried(changes)
+        is_taken = result.status == Status.HELD or _is_wrong(result)
+        if is_taken:
+            self.together.append({*changes.items()})
+        if _is_wrong(result):
+            self._note_wrong(changes, result)
+        return is_taken
+
+    def _try(self, changes: Choice) -> Result:
+        """Return the result of the first call with some changes."""
+        self.calls += 1
+        self.on_try(f"call {self.calls}: {words(changes)}")
+        options = self.options | {
+            name: None for name in changes if name in ("out", "lse", *OPTION_NAMES)
+        }
+        if "scales" in changes:
+            options |= {"k_scale": None, "v_scale": None}
+        support = {"options": options, "tensor_dtypes": self.tensor_dtypes}
+        job = Job(LAW, case=repr((self.base | changes, self.seed)), probe=support)
+        try:
+            return self.worker.try_law(job, "attention")
+        except KeyboardInterrupt:
+            self.worker.stop()
+            self.worker.deadline = -math.inf
+            return Result(LAW, "attention", Status.UNFINISHED)
+
+    def _note_wrong(self, changes: Choice, result: Result) -> None:
+        self.wrong.append(f"{words(changes)}: {result.what}, {result.where}")
+
+    def _note_untried(self, changes: Choice) -> None:
+        ((name, value),) = (
+            changes.items() if len(changes) == 1 else [("", words(changes))]
+        )
+        self.untried.setdefault(name, []).append(value)
 
     def source(self) -> str:
         """Return the source of a SUPPORT."""
         self._find_base()
-        base_was_wrong = list(self.wrong)
-        self._find_outputs()
+        for name, _ in self.taken([("out", "given"), ("lse", "given")]):
+            self.options[name] = None
+        values = self._find_values()
         found: dict[str, Any] = {"operations": ["paged_attention"]}
         found["devices"] = [self.worker.device.partition(":")[0]]
-        found["dtypes"] = self._values("dtype", DTYPES)
-        for name, plural in (
-            ("head_size", "head_sizes"),
-            ("block_size", "block_sizes"),
-            ("group", "group_sizes"),
-        ):
-            sizes = sorted(map(int, self._values(name, map(str, sorted(SIZES[name])))))
-            if len(sizes) < len(SIZES[name]):
-                found[plural] = sizes
-        found |= self._layouts() | self._lengths()
-        self._find_options()
+        found["dtypes"] = [each for each in DTYPES if each in values["dtype"]]
+        for name, plural in FIELDS.items():
+            if len(values[name]) < len(SIZES[name]):
+                found[plural] = sorted(map(int, values[name]))
+        found |= layouts(values) | lengths(values["batch"])
+        chosen = self._find_options()
         found["cache_dtypes"] = [*found["dtypes"], *self._scales()]
-        options = dict(self.support["options"])
-        if never := self._never_together(options):
+        if never := self._never_together(chosen):
             found["never_together"] = never
-        found["options"] = options
-        found["tensor_dtypes"] = self.support.get("tensor_dtypes", {})
+        found |= {"options": self.options, "tensor_dtypes": self.tensor_dtypes}
         found["rejects"] = []
-        return _as_python(found, base_was_wrong + self.wrong, self.untried)
+        return as_python(found, comments(self.wrong, self.untried))
 
     def _find_base(self) -> None:
         """Find a call that the kernel takes, by dtype, sizes and kind of batch."""
-        plain = PLAIN | {"query": "apart", "lse": "none", "out": "made"}
         first = ""
-        for batch, seed in product(("prefill", "decode"), SEEDS):
-            for head, block, dtype in product(
-                SIZES["head_size"][:5], SIZES["block_size"][:4], DTYPES
-            ):
-                if seed and (head, block) != (128, 16):
-                    continue  # other seeds differ in the bounds of lengths
-                self.seed = seed
-                self.base = plain | {
-                    "batch": batch,
-                    "head_size": str(head),
-                    "block_size": str(block),
-                    "dtype": dtype,
-                }
-                if self.takes(self.base, f"{batch}, {dtype}, head size {head}"):
-                    return
-                first = first or self.last
+        for self.seed, self.base in bases():
+            result = self._try({})
+            if result.status == Status.HELD:
+                return
+            if _is_wrong(result):
+                names = ("batch", "dtype", "head_size", "block_size")
+                self._note_wrong({name: self.base[name] for name in names}, result)
+                return
+            if result.status == Status.UNFINISHED:
+                over = f"the time was over after call {self.calls - 1}"
+                first = f"{first}; {over}" if first else over
+                break
+            first = first or result.summary
         raise ValueError(
             f"{self.worker.implementation}: no call of paged_attention succeeded, such as head"
             f" size 128, blocks of 16: {first}"
         )
 
-    def _find_outputs(self) -> None:
-        """Find out whether an output and a log-sum-exp may be passed."""
-        for name in ("out", "lse"):
-            declared = self.support["options"]
-            self.support = self.support | {"options": declared | {name: None}}
-            if not self.takes(self.base | {name: "given"}, f"option {name}"):
-                self.support = self.support | {"options": declared}
-
-    def _values(self, name: str, values: Any) -> list[str]:
-        """Return the values of an axis that are taken, the base's among them."""
-        return [
-            value
-            for value in values
-            if value == self.base[name]
-            or self.takes(self.base | {name: value}, f"{name} {value}")
+    def _find_values(self) -> dict[str, list[str]]:
+        """Return the values of each property that are taken, those of the first call among them."""
+        axes = {name: [str(size) for size in sizes] for name, sizes in SIZES.items()}
+        axes |= {"dtype": [*DTYPES], "query": ["fused"], "batch": ["mixed"]}
+        axes["layout"] = [*OPTIONS["layout"].values]
+        found = {name: [self.base[name]] for name in axes}
+        changes = [
+            [(name, value) for value in values if value != self.base[name]]
+            for name, values in axes.items()
         ]
-
-    def _layouts(self) -> dict[str, Any]:
-        """Return the KV layouts, strides and alignment that are needed."""
-        taken = self._values("layout", OPTIONS["layout"].values)
-        found: dict[str, Any] = {}
-        if "hnd" not in taken:
-            found["kv_layouts"] = ["NHD"]
-        if "every other element" not in taken:
-            rows = "rows" if {"interleaved", "interleaved hnd"} & {*taken} else "packed"
-            found["strides"] = {"key_cache": rows, "value_cache": rows}
-            if rows == "rows" and "padded" not in taken:
-                found["alignment"] = 16
-        if not self.takes(self.base | {"query": "fused"}, "a fused query"):
-            found.setdefault("strides", {})["query"] = "packed"
+        for round_ in zip_longest(*changes):
+            for name, value in self.taken([each for each in round_ if each]):
+                found[name].append(value)
+        if "mixed" not in found["batch"]:
+            others = ("prefill", "verification", "decode")
+            for value in (each for each in others if each != self.base["batch"]):
+                found["batch"] += [value] * self.takes({"batch": value})
         return found
 
-    def _lengths(self) -> dict[str, Any]:
-        """Return the numbers of new tokens, if not all are taken."""
-        taken = self._values("batch", ("mixed", "prefill", "verification", "decode"))
-        if "mixed" in taken:
-            return {}
-        if "prefill" in taken:
-            return {"query_lens": range(1, 1 << 20)}
-        return {"query_lens": range(1, 6 if "verification" in taken else 2)}
-
-    def _find_options(self) -> None:
-        """Add the options, and those of their values, that are taken."""
-        for name in (*OPTION_FILES, "scale", "value_head_size"):
-            if name == "batch_invariant":
-                continue
-            values = [each for each in OPTIONS[name].values[1:] if each != "cross"]
-            kept = self.support
-            options = kept["options"] | {name: None}
-            self.support = kept | {"options": options}
-            taken = [
-                each
-                for each in values
-                if self.takes(self.base | {name: each}, f"{name} {each}")
+    def _find_options(self) -> list[Change]:
+        """Declare the options, and those of their values, that are taken. Return one of each."""
+        chosen: dict[str, str] = {}
+        columns = [
+            [(name, each) for each in OPTIONS[name].values[1:] if each != "cross"]
+            for name in OPTION_NAMES
+        ]
+        for round_ in zip_longest(*columns):
+            rest = [each for each in round_ if each]
+            rest = [
+                each for each in rest if each[0] not in chosen or each[0] == "causal"
             ]
-            if not taken and name == "sinks":
-                dtypes = kept.get("tensor_dtypes", {}) | {name: ["bfloat16"]}
-                self.support = self.support | {"tensor_dtypes": dtypes}
-                taken = values * self.takes(self.base | {name: values[0]}, "sinks")
-            if not taken:
-                self.support = kept
-            elif name == "causal":
-                kinds = {name: [CAUSAL[each] for each in taken]}
-                self.support = kept | {"options": options | kinds}
+            while rest:
+                group = compatible(self.base, rest)
+                rest = [each for each in rest if each not in group]
+                for name, value in self.taken(group):
+                    chosen.setdefault(name, value)
+                    if name == "causal":
+                        kinds = [*self.options.get(name, ()), CAUSAL[value]]
+                        self.options[name] = kinds
+                    else:
+                        self.options[name] = None
+        if "sinks" not in chosen and "sinks" not in self.untried:
+            self.tensor_dtypes = {"sinks": ["bfloat16"]}
+            if self.takes({"sinks": "sinks"}):
+                chosen["sinks"], self.options["sinks"] = "sinks", None
+            else:
+                self.tensor_dtypes = {}
+        return [*chosen.items()]
 
     def _scales(self) -> list[str]:
-        """Add the scales of an FP8 cache, and return the FP8 dtypes that are taken."""
-        kept = self.support
-        found: dict[str, list[str]] = {}
-        scales = {"k_scale": None, "v_scale": None}
-        self.support = kept | {"options": kept["options"] | scales}
-        for cache in STORED:
-            stored = self.base | {"cache": cache}
-            kinds = [
-                SCALES[each]
-                for each in SCALES
-                if self.takes(stored | {"scales": each}, f"cache {cache}")
+        """Declare the scales of an FP8 cache, and return the FP8 dtypes that are taken."""
+        caches: list[str] = []
+        scales = [*SCALES]
+        for cache, dtype in STORED.items():
+            taken = [
+                each for each in scales if self.takes({"cache": cache, "scales": each})
             ]
-            found |= {cache: kinds} if kinds else {}
-        options = dict.fromkeys(scales, next(iter(found.values()))) if found else {}
-        self.support = kept | {"options": kept["options"] | options}
-        return [STORED[each] for each in found]
+            if not taken:
+                continue
+            if not caches:
+                kinds = [SCALES[each] for each in taken]
+                self.options |= {"k_scale": kinds, "v_scale": kinds}
+            caches.append(dtype)
+            scales = taken[:1]  # the scales of another dtype are not tried again
+        return caches
 
-    def _never_together(self, options: dict[str, Any]) -> list[tuple[str, str]]:
+    def _never_together(self, chosen: list[Change]) -> list[Change]:
         """Return the pairs of options that are taken alone and not together."""
-        named = [name for name in options if name in OPTION_FILES]
+        named = [(name, value) for name, value in chosen if name in OPTION_FILES]
+        self.taken(compatible(self.base, named))
         return [
-            (one, other)
-            for one, other in combinations(named, 2)
-            if any(True for _ in self._pair(one, other))
-            and not any(
-                self.takes(choice, f"{one} with {other}")
-                for choice in self._pair(one, other)
+            (one[0], other)
+            for one, (other, its) in combinations(named, 2)
+            if (values := self._values_beside(one, other))
+            and not self._are_together(
+                one, (other, its if its in values else values[-1])
             )
         ]
 
-    def _pair(self, one: str, other: str) -> Iterator[Choice]:
-        """Yield the call with two options, if they can be combined at all."""
-        value = "no" if one == "causal" else OPTIONS[one].values[-1]
-        choice = self.base | {one: value}
-        rest = {name: its for name, its in choice.items() if name != other}
-        values = [each for each in allowed(rest, other) if each != PLAIN[other]]
-        if values:
-            yield choice | {other: values[-1]}
+    def _values_beside(self, change: Change, other: str) -> list[str]:
+        """Return the values of another option that can be combined with a change."""
+        beside = {name: its for name, its in self.base.items() if name != other}
+        values = allowed(beside | dict([change]), other)
+        return [each for each in values if each != PLAIN[other]]
+
+    def _are_together(self, one: Change, other: Change) -> bool:
+        """Return whether the kernel takes two changes in one call."""
+        return any({one, other} <= each for each in self.together) or self.takes(
+            dict((one, other))
+        )
 
 
-def _as_python(found: dict[str, Any], wrong: list[str], untried: list[str]) -> str:
-    """Return the source of a Support, with comments."""
-    options = found["options"]
-    if all(value is None for value in options.values()):
-        found = found | {"options": [*options]}
-    Support(**found)  # raises if it contradicts itself
-    lines = ["from pagetwin.conformance import Support", ""]
-    lines += [f"# wrong: {each}" for each in dict.fromkeys(wrong)]
-    lines += [f"# not tried: {each}" for each in dict.fromkeys(untried)]
-    lines.append("SUPPORT = Support(")
-    for each in fields(Support):
-        value = found.get(each.name)
-        if value is not None and value != {}:
-            lines.append(f"    {each.name}={value!r},")
-    return "\n".join([*lines, ")"])
+def _is_wrong(result: Result) -> bool:
+    """Return whether the kernel returned, with a result that was not right."""
+    return result.status == Status.BROKEN and bool(result.what)

@@ -100,8 +100,7 @@ class Support:
         """Yield what contradicts itself, each as the rest of a sentence after `SUPPORT.`."""
         for each in fields(self):
             value = getattr(self, each.name)
-            if isinstance(value, str):
-                yield f"{each.name} = {value!r}: expected a list"
+            yield from _problems_of_type(each.name, value)
             may_be_empty = (
                 "options",
                 "rejects",
@@ -128,6 +127,9 @@ class Support:
             ("seq_lens", 0),
         ):
             sizes = getattr(self, name)
+            for one in () if isinstance(sizes, range) else sizes or ():
+                if not isinstance(one, int):
+                    yield f"{name} has {one!r}: expected whole numbers"
             if sizes and bounds_of(sizes)[0] < lowest:
                 yield f"{name} has {bounds_of(sizes)[0]}: expected at least {lowest}"
         for name, stride in self.strides.items():
@@ -161,6 +163,8 @@ class Support:
                     f" {', '.join(KINDS)}"
                 )
         for names in self.never_together:
+            if isinstance(names, str):
+                yield f"never_together has {names!r}: expected pairs of options"
             if lacking := [name for name in names if name not in self.options]:
                 yield f"never_together has {lacking[0]!r}, which options lacks"
         if "sinks" in self.tensor_dtypes and "sinks" not in self.options:
@@ -270,6 +274,19 @@ class Support:
         if self.devices is None or set(names) & set(self.devices):
             return None
         return f"device {names[-1]}; SUPPORT declares {', '.join(self.devices)}"
+
+
+def _problems_of_type(name: str, value: Any) -> Iterator[str]:
+    """Yield what is wrong with the type of a field, as the rest of a sentence."""
+    if value is None or name == "batch_invariant":
+        return
+    expected: tuple[type, str] = (Collection, "a list")
+    if name in ("strides", "tensor_dtypes"):
+        expected = (Mapping, "a mapping by argument")
+    if name == "alignment":
+        expected = (int, "a number of bytes")
+    if isinstance(value, str) or not isinstance(value, expected[0]):
+        yield f"{name} = {value!r}: expected {expected[1]}"
 
 
 def name_of(tensor: Tensor) -> str:

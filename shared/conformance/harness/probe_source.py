@@ -1,0 +1,78 @@
+"""Source of a SUPPORT that a probe has found."""
+
+from dataclasses import fields
+from typing import Any
+
+from .support import Support
+
+
+def layouts(values: dict[str, list[str]]) -> dict[str, Any]:
+    """Return the fields about KV layouts, strides and alignment.
+
+    Args:
+        values: The values that are taken, with keys "layout" and "query".
+    """
+    taken = values["layout"]
+    found: dict[str, Any] = {}
+    if "hnd" not in taken:
+        found["kv_layouts"] = ["NHD"]
+    if "every other element" not in taken:
+        rows = "rows" if {"interleaved", "interleaved hnd"} & {*taken} else "packed"
+        found["strides"] = {"key_cache": rows, "value_cache": rows}
+        if rows == "rows" and "padded" not in taken:
+            found["alignment"] = 16
+    if "fused" not in values["query"]:
+        found.setdefault("strides", {})["query"] = "packed"
+    return found
+
+
+def lengths(batches: list[str]) -> dict[str, Any]:
+    """Return the field about numbers of new tokens, if not all are taken.
+
+    Args:
+        batches: The kinds of batches that are taken.
+    """
+    if "mixed" in batches:
+        return {}
+    if "prefill" in batches:
+        return {"query_lens": range(1, 1 << 20)}
+    return {"query_lens": range(1, 6 if "verification" in batches else 2)}
+
+
+def as_python(found: dict[str, Any], comments: list[str]) -> str:
+    """Return the source of a Support.
+
+    Args:
+        found: Its fields.
+        comments: Lines above it.
+
+    Raises:
+        ValueError: It contradicts itself.
+    """
+    options = found["options"]
+    if all(value is None for value in options.values()):
+        found = found | {"options": [*options]}
+    Support(**found)  # raises if it contradicts itself
+    lines = ["from pagetwin.conformance import Support", "", *comments]
+    lines.append("SUPPORT = Support(")
+    for each in fields(Support):
+        value = found.get(each.name)
+        if value is not None and value != {}:
+            lines.append(f"    {each.name}={value!r},")
+    return "\n".join([*lines, ")"])
+
+
+def comments(wrong: list[str], untried: dict[str, list[str]]) -> list[str]:
+    """Return the lines about wrong results, and about what was not tried.
+
+    Args:
+        wrong: Calls with a wrong result, in words.
+        untried: Values that were not tried, by property, in words.
+    """
+    lines = [f"# wrong: {each}" for each in dict.fromkeys(wrong)]
+    if untried:
+        lines.append("# The time was over. What was not tried is not declared.")
+    for name, values in untried.items():
+        shown = f"{name} {', '.join(dict.fromkeys(values))}".strip()
+        lines.append(f"# not tried: {shown}")
+    return lines
