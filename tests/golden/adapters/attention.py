@@ -50,6 +50,8 @@ def unified_attention(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
 @adapter("context_attention_fwd_v0_paged", on_device=True)
 def context_attention(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     """The cached context in V0's layout, then the new tokens behind it."""
+    if inputs["kv_cache_dtype"] != "auto":
+        raise NotImplementedError(f"kv_cache_dtype = {inputs['kv_cache_dtype']!r}")
     key_cache, value_cache = inputs["k_cache"], inputs["v_cache"]
     blocks, heads, _, block_size, _ = key_cache.shape
     keys = key_cache.permute(0, 3, 1, 2, 4).reshape(blocks, block_size, heads, -1)

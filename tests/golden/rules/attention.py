@@ -1,14 +1,23 @@
 """Attention, cache writes and partial results."""
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from golden.deviations import deviation
+from golden.rules.layer import (
+    first_prefill,
+    makes_a_mask,
+    outgrows_its_row,
+    query_lens,
+    trusts_its_maximum,
+)
 
 UNIFIED = "unified_attention_paged"
+FORWARD = "xformers_impl_forward"
 
 
 # ---- batches that contradict themselves
@@ -38,6 +47,69 @@ def lengths_contradict_each_other(inputs: dict[str, Any]) -> bool:
     """vLLM's kernel reads past a row, hides all keys from queries before the sequence, and does
     not compare the maxima."""
     return bool(inputs["causal"]) and bool(contradictions(inputs))
+
+
+@deviation(
+    UNIFIED,
+    fields=["out"],
+    right="a bias is relative to its query, so the weight of a sink is that of any chunking",
+)
+def a_sink_is_beside_slopes(inputs: dict[str, Any]) -> bool:
+    """vLLM's bias is relative to the first new token of a request, so that the weight of a sink
+    depends on where a chunk begins."""
+    if inputs["alibi_slopes"] is None or inputs["sinks"] is None:
+        return False
+    is_later = bool((inputs["cu_seqlens_q"].diff() > 1).any())
+    is_taken = bool(inputs["causal"]) and not contradictions(inputs)
+    return is_taken and is_later and any(map(bool, inputs["alibi_slopes"]))
+
+
+# ---- new tokens after a cached context
+
+CONTEXT = "context_attention_fwd_v0_paged"
+
+
+def contexts(inputs: dict[str, Any]) -> list[int]:
+    """Return the number of cached tokens of each request."""
+    found: list[int] = (inputs["b_seq_len"] - inputs["b_start_loc"].diff()).tolist()
+    return found
+
+
+def are_cached(inputs: dict[str, Any]) -> bool:
+    """Return whether every request's row holds its context, and its tokens are its last ones."""
+    room = inputs["b_loc"].shape[1] * inputs["v_cache"].shape[3]
+    return all(0 <= each <= room for each in contexts(inputs))
+
+
+def has_slopes_and_sinks(inputs: dict[str, Any]) -> bool:
+    return inputs["alibi_slopes"] is not None and inputs["sinks"] is not None
+
+
+@deviation(CONTEXT, fields=["raises"], right="raises")
+def a_context_is_not_in_its_row(inputs: dict[str, Any]) -> bool:
+    """vLLM reads past the end of a row, and accepts more new tokens than tokens."""
+    is_plain = inputs["kv_cache_dtype"] == "auto" and not has_slopes_and_sinks(inputs)
+    return is_plain and not are_cached(inputs)
+
+
+@deviation(CONTEXT, fields=["raises"], right="both options in one call")
+def slopes_are_beside_sinks(inputs: dict[str, Any]) -> bool:
+    """vLLM asserts that there are no sinks beside slopes."""
+    is_plain = inputs["kv_cache_dtype"] == "auto"
+    return is_plain and has_slopes_and_sinks(inputs) and are_cached(inputs)
+
+
+@deviation(CONTEXT, fields=["o"], right="the window, as without slopes")
+def slopes_hide_a_window(inputs: dict[str, Any]) -> bool:
+    """vLLM's kernel for slopes has no window."""
+    window, is_plain = inputs["sliding_window"], inputs["kv_cache_dtype"] == "auto"
+    if inputs["alibi_slopes"] is None or inputs["sinks"] is not None or not window:
+        return False
+    new = inputs["b_start_loc"].diff().tolist()
+    skipped = 1 if inputs["skip_decode"] else 0
+    pairs = zip(new, inputs["b_seq_len"].tolist(), strict=True)
+    is_cut = any(count > skipped and length > window for count, length in pairs)
+    return is_plain and are_cached(inputs) and window > 0 and is_cut
 
 
 @deviation("decode_attention_fwd_paged", fields=["raises"], right="raises")
@@ -144,8 +216,36 @@ def an_empty_rank_is_not_finite(inputs: dict[str, Any]) -> bool:
 # ---- the xFormers layer
 
 
+def built(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return the inputs of the builder that makes the layer's metadata."""
+    size = inputs["kv_cache"].shape[2]
+    common = inputs["common_attn_metadata"]
+    return {"common_attn_metadata": common, "kv_cache_spec": {"block_size": size}}
+
+
+def is_run(inputs: dict[str, Any]) -> bool:
+    """Return whether the layer attends: it has metadata, an output and no scale of it."""
+    is_plain = inputs["output_scale"] is None and inputs["output_block_scale"] is None
+    return is_plain and inputs["output_given"] and not inputs["attn_metadata_is_none"]
+
+
+def has_long_rows(inputs: dict[str, Any]) -> bool:
+    """Return whether a request with new tokens has more keys than its row."""
+    reqs = len(inputs["common_attn_metadata"]["seq_lens_cpu"])
+    return outgrows_its_row(built(inputs), reqs, live=True)
+
+
+@deviation(
+    FORWARD, fields=["raises"], right="any order; a row that is too short is rejected"
+)
+def a_layer_gets_an_unordered_batch_or_short_rows(inputs: dict[str, Any]) -> bool:
+    """vLLM asserts that decodes come first and fit their rows, and reads past the rows of
+    prefills."""
+    return is_run(inputs) and makes_a_mask(built(inputs)) == has_long_rows(inputs)
+
+
 def decode_output(inputs: dict[str, Any], uses_options: bool) -> Tensor:
-    """Return the output of the decodes, with or without the window and the soft cap."""
+    """Return the output of vLLM's decodes, with or without the window and the soft cap."""
     impl, common = inputs["impl"], inputs["common_attn_metadata"]
     cache = inputs["kv_cache"].clone().flatten(1, 2)  # [2, slots, kv_heads, head_size]
     slots = common["slot_mapping"]
@@ -156,34 +256,41 @@ def decode_output(inputs: dict[str, Any], uses_options: bool) -> Tensor:
     window = impl["sliding_window"] if uses_options else None
     cap = impl["logits_soft_cap"] if uses_options else None
     rows = []
-    for req, begin in enumerate(common["query_start_loc_cpu"].tolist()[:-1]):
-        if common["query_start_loc_cpu"][req + 1] - begin != 1:
-            break
-        seq_len = int(common["seq_lens_cpu"][req])
-        positions = torch.arange(seq_len)[max(0, seq_len - window) if window else 0 :]
+    for token, req, position in decode_tokens(common):
+        positions = torch.arange(
+            max(0, position + 1 - (window or position + 1)), position + 1
+        )
         blocks = common["block_table_tensor"][req].long()[positions // size]
         keys, values = cache[:, blocks * size + positions % size]
         keys, values = (each.repeat_interleave(group, 1) for each in (keys, values))
         scores = (
-            torch.einsum("hd,khd->hk", inputs["query"][begin], keys) * impl["scale"]
+            torch.einsum("hd,khd->hk", inputs["query"][token], keys) * impl["scale"]
         )
         scores = cap * torch.tanh(scores / cap) if cap else scores
         rows.append(torch.einsum("hk,khd->hd", scores.softmax(-1), values))
     return torch.stack(rows) if rows else torch.zeros(0)
 
 
+def decode_tokens(common: dict[str, Any]) -> Iterator[tuple[int, int, int]]:
+    """Yield token, request and position of what vLLM counts as decodes."""
+    starts, lens = common["query_start_loc_cpu"].tolist(), query_lens(common)
+    decodes = len(lens) if trusts_its_maximum(common) else first_prefill(common)
+    for req in range(decodes):
+        context = int(common["seq_lens_cpu"][req]) - lens[req]
+        for index in range(lens[req]):
+            yield starts[req] + index, req, context + index
+
+
 @deviation(
-    "xformers_impl_forward",
-    fields=["output"],
-    right="decodes and prefills use the same options",
+    FORWARD, fields=["output"], right="decodes and prefills use the same options"
 )
 def options_change_a_decode(inputs: dict[str, Any]) -> bool:
     """vLLM's decodes ignore the window and the soft cap, which its prefills use."""
     impl = inputs["impl"]
     has_options = impl["sliding_window"] is not None or impl["logits_soft_cap"]
-    is_run = inputs["output_given"] and not inputs["attn_metadata_is_none"]
-    is_plain = inputs["output_scale"] is None and inputs["output_block_scale"] is None
-    if not (has_options and is_run and is_plain):
+    if not (has_options and is_run(inputs) and makes_a_mask(built(inputs))):
+        return False
+    if has_long_rows(inputs):
         return False
     with_options = decode_output(inputs, uses_options=True)
     without = decode_output(inputs, uses_options=False)

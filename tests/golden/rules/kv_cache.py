@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from golden.adapters.layer import VLLM_BACKENDS
 from golden.deviations import deviation
 
 ALLOCATE, RESHAPE, INIT = "allocate_kv_cache", "reshape_kv_cache", "init_kv_cache"
@@ -231,16 +232,25 @@ def a_backend_has_no_order(inputs: dict[str, Any]) -> bool:
     return backend_name(inputs) not in WITH_AN_ORDER
 
 
+LAYOUT_NAMES = ("NHD", "HND")
+
+
 def layouts(inputs: dict[str, Any], cached: bool) -> list[str | None]:
-    """Return the layout of every "get", with or without the memory of the first one."""
+    """Return the layout of every "get", with or without the memory of the first one.
+
+    None where both sides raise, because the variable has another word.
+    """
     override = variable = remembered = None
     found: list[str | None] = []
     for op in inputs["ops"]:
         if op["op"] == "get":
             current = override or variable or inputs["connector_layout"]
-            if remembered is None or not cached:
-                remembered = current
-            found.append(remembered)
+            if cached and remembered is not None:
+                current = remembered
+            elif override is None and variable and variable not in LAYOUT_NAMES:
+                current = None  # an error, which is not remembered
+            remembered = current
+            found.append(current)
         elif op["op"] == "set":
             override = op.get("cache_layout", op.get("value"))
         elif op["op"] == "env":
@@ -265,7 +275,25 @@ def an_unknown_layout_is_set(inputs: dict[str, Any]) -> bool:
         if op["op"] == "set"
     }
     found = {*layouts(inputs, cached=True), *layouts(inputs, cached=False)}
-    return bool((words & found) - {"NHD", "HND", None})
+    return bool((words & found) - {*LAYOUT_NAMES, None})
+
+
+@deviation("kv_cache_layout", fields=["results"], right="an empty word chooses nothing")
+def the_variable_is_empty(inputs: dict[str, Any]) -> bool:
+    """vLLM takes '' for the name of a layout that it does not know."""
+    override = remembered = variable = None
+    for op in inputs["ops"]:
+        if op["op"] == "get":
+            if remembered is None and override is None and variable == "":
+                return True
+            remembered = True
+        elif op["op"] == "set":
+            override = op.get("cache_layout", op.get("value"))
+        elif op["op"] == "env":
+            variable = op.get("value")
+        elif op["op"] == "cache_clear":
+            remembered = None
+    return False
 
 
 @deviation("v033_backend_block_sizes", fields=["raises"], right="a ValueError")
@@ -280,25 +308,42 @@ def a_block_has_no_slots(inputs: dict[str, Any]) -> bool:
 CALLS = ["results", "platform_calls"]
 
 
-def asked(inputs: dict[str, Any]) -> list[tuple[Any, ...]]:
-    """Return the arguments of the calls that need a platform."""
-    return [
-        tuple(sorted((name, str(value)) for name, value in op.items()))
-        for op in inputs["ops"]
-        if op["op"] == "call" and not op["is_attention_free"]
-    ]
+def asked(inputs: dict[str, Any]) -> list[tuple[tuple[Any, ...], str | None]]:
+    """Return the arguments of each call that needs a platform, and the name that is in force."""
+    forced = variable = None
+    found: list[tuple[tuple[Any, ...], str | None]] = []
+    for op in inputs["ops"]:
+        if op["op"] == "force":
+            forced = op["backend"]
+        elif op["op"] == "env":
+            variable = op["value"]
+        elif not op["is_attention_free"]:
+            pairs = sorted((name, str(value)) for name, value in op.items())
+            found.append((tuple(pairs), variable if forced is None else forced))
+    return found
+
+
+def answered(inputs: dict[str, Any]) -> list[bool]:
+    """Return of each such call whether vLLM has remembered an answer; errors are not."""
+    known: set[tuple[Any, ...]] = set()
+    found = []
+    for arguments, name in asked(inputs):
+        found.append(arguments in known)
+        if name is None or name in VLLM_BACKENDS:
+            known.add(arguments)
+    return found
 
 
 @deviation("get_attn_backend", fields=CALLS, right="every call reads the choice")
 def the_same_arguments_are_asked_again(inputs: dict[str, Any]) -> bool:
     """vLLM remembers its answer for arguments, whatever is chosen later."""
-    calls = asked(inputs)
-    return len(set(calls)) < len(calls)
+    return any(answered(inputs))
 
 
 @deviation("get_attn_backend", fields=CALLS, right="an empty name chooses nothing")
 def a_name_is_empty(inputs: dict[str, Any]) -> bool:
     """vLLM takes '' for the name of a backend, and its platform may return an empty path."""
-    values = [value for op in inputs["ops"] for value in op.values()]
     settings = [value for name, value in inputs.items() if name != "ops"]
-    return bool(asked(inputs)) and "" in [*values, *settings]
+    pairs = zip(asked(inputs), answered(inputs), strict=True)
+    is_read = any(name == "" and not known for (_, name), known in pairs)
+    return is_read or ("" in settings and bool(asked(inputs)))

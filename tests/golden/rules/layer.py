@@ -71,9 +71,10 @@ def asked_block_size(inputs: dict[str, Any]) -> int | None:
 
 
 @deviation(STATIC, fields=["raises"], right="a ValueError: a block has slots")
-def a_cache_has_blocks_of_0_slots(inputs: dict[str, Any]) -> bool:
-    """vLLM accepts 0 as a multiple of 16."""
-    return asked_block_size(inputs) == 0
+def a_cache_has_blocks_without_slots(inputs: dict[str, Any]) -> bool:
+    """vLLM accepts 0, and every multiple of 16 below it, as a size."""
+    size = asked_block_size(inputs)
+    return size is not None and size <= 0 and size % 16 == 0
 
 
 @deviation(STATIC, fields=["raises"], right="any block size", twins=("reference",))

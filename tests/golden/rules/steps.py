@@ -174,6 +174,14 @@ def padding_begins_uniform_decodes(inputs: dict[str, Any]) -> bool:
 
 # ---- micro-batches
 
+
+@deviation("slice_query_start_locs", fields=["raises"], right="a ValueError")
+def a_slice_is_reversed_or_counts_from_the_end(inputs: dict[str, Any]) -> bool:
+    """vLLM slices as Python does: nothing, or requests that are counted from the end."""
+    starts, (first, stop) = len(inputs["query_start_loc"]), inputs["request_slice"]
+    return bool(-starts <= first < starts and not 0 <= first <= stop)
+
+
 SLICE, SPLIT = "make_metadata_with_slice", "split_attn_metadata"
 
 
