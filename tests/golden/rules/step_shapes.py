@@ -38,9 +38,7 @@ def a_sequence_is_longer_than_its_row(inputs: dict[str, Any]) -> bool:
     has_rows = inputs["common_attn_metadata"]["block_table_tensor"].numel() > 0
     if not (has_rows and chunks_are_blocks(inputs)):
         return False
-    # both raise if an empty sequence is before its row
-    is_read = 0 not in chunked(inputs)[1] or reads_the_table(inputs)
-    return is_read and not fits_its_row(inputs)
+    return reads_the_table(inputs) and not fits_its_row(inputs)
 
 
 def virtual_seq_lens(inputs: dict[str, Any]) -> list[int]:
@@ -87,18 +85,24 @@ def has_padding(inputs: dict[str, Any]) -> bool:
 
 
 def reads_the_table(inputs: dict[str, Any]) -> bool:
-    """Return whether a chunk is not longer than a row, from whose end vLLM counts."""
+    """Return whether vLLM finds a block for every chunk.
+
+    The chunks of an empty sequence, and of new tokens before their sequence, have negative
+    numbers. Their blocks are counted from the end of the row, which must be that long.
+    """
+    chunk, block = inputs["attn_chunk_size"], inputs["block_size"]
     width = inputs["common_attn_metadata"]["block_table_tensor"].shape[1]
-    return bool(inputs["attn_chunk_size"] // inputs["block_size"] <= width)
+    pairs = zip(*chunked(inputs), strict=True)
+    firsts = [length - max(new, 1) for new, length in pairs]
+    return all(-(first // chunk) * chunk // block <= width for first in firsts)
 
 
 @deviation(CHUNKS, fields=["result.causal"], right="as in the step")
 def a_chunked_step_is_not_causal(inputs: dict[str, Any]) -> bool:
     """vLLM makes every virtual request causal."""
     is_run = chunks_are_blocks(inputs) and fits_its_row(inputs)
-    is_read = not has_padding(inputs) or reads_the_table(inputs)
     is_causal = inputs["common_attn_metadata"].get("causal") is not False
-    return is_run and is_read and not is_causal
+    return is_run and reads_the_table(inputs) and not is_causal
 
 
 # ---- fast prefill
