@@ -104,10 +104,20 @@ def shortens_no_row(group: Group, inputs: dict[str, Any]) -> bool:
     return bool(is_read and is_cut) and has_rows_of_none(group)
 
 
+def lacks_a_row(group: Group, inputs: dict[str, Any]) -> bool:
+    """Return whether vLLM looks for the row of a sequence that the table does not name."""
+    tables = group["block_tables"]
+    is_read = inputs["chunked_prefill_enabled"] or not group["is_prompt"]
+    is_read = is_read or group["prefix_cache_hit"] or not has_no_cache(group)
+    names = [str(each) for each in group["seq_ids"]]
+    return bool(is_read) and tables is not None and not {*names} <= tables.keys()
+
+
 def vllm_adds(inputs: dict[str, Any]) -> bool:
     """Return whether vLLM adds every group."""
     return not any(
         shortens_no_row(group, inputs)
+        or lacks_a_row(group, inputs)
         or (group["prefix_cache_hit"] and group["block_tables"] is None)
         for group in groups_of(inputs)
     )
@@ -139,6 +149,16 @@ def a_window_shortens_a_row_of_none(inputs: dict[str, Any]) -> bool:
     groups = groups_of(inputs)
     is_cut = any(shortens_no_row(group, inputs) for group in groups)
     return is_cut and is_built_here(inputs)
+
+
+@deviation(ADD, BUILD, PREPARE, fields=["raises"], right="no row, as with None")
+def a_table_is_empty(inputs: dict[str, Any]) -> bool:
+    """vLLM looks for a row in a table of no sequences."""
+    groups = groups_of(inputs)
+    is_empty = any(
+        lacks_a_row(group, inputs) and not group["block_tables"] for group in groups
+    )
+    return is_empty and is_built_here(inputs)
 
 
 @in_a_group("raises", right="rejected where the group is added", only_add=True)
