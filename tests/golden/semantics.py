@@ -29,10 +29,12 @@ def models(file: str) -> Callable[[Model], Model]:
     return register
 
 
-def result_of(file: str, inputs: dict[str, Any]) -> dict[str, Any]:
+def result_of(
+    file: str, inputs: dict[str, Any], models_of: dict[str, Model] = MODELS
+) -> dict[str, Any]:
     """Return what vLLM returns, in recorded form; {"raises": name} if it raises."""
     try:
-        found: dict[str, Any] = recorded(MODELS[file](inputs))
+        found: dict[str, Any] = recorded(models_of[file](inputs))
     except (AssertionError, LookupError, TypeError, ValueError) as error:
         return {"raises": type(error).__name__, "message": ""}
     return found
