@@ -36,13 +36,34 @@ def recorded(version: str) -> dict[str, Any]:
     return facts
 
 
+@dataclasses.dataclass(eq=False)
+class FakeGroup:
+    """vLLM's group of decode context parallelism, as far as the plugin reads it.
+
+    Args:
+        device_group: the process group. Optional. If None, nothing can be exchanged.
+        world_size, rank_in_group: the ranks, and this one.
+        interleave_size: consecutive positions that one rank stores.
+        use_ubatching: whether vLLM divides a step into microbatches.
+    """
+
+    device_group: Any
+    world_size: int
+    rank_in_group: int = 0
+    interleave_size: int = 1
+    use_ubatching: bool = False
+
+
 @contextmanager
-def fake_vllm(version: str, use_mla: bool = False) -> Iterator[ModuleType]:
+def fake_vllm(
+    version: str, use_mla: bool = False, group: FakeGroup | None = None
+) -> Iterator[ModuleType]:
     """Put a stand-in for a version of vLLM into `sys.modules`, and the plugin anew beside it.
 
     Args:
         version: one of `VERSIONS`.
         use_mla: whether the model that vLLM builds has latent attention.
+        group: Optional. The ranks that share the keys. If None, there is one.
 
     Returns:
         The module `vllm`. Afterwards all modules are as before.
@@ -51,7 +72,7 @@ def fake_vllm(version: str, use_mla: bool = False) -> Iterator[ModuleType]:
     for name in before:
         del sys.modules[name]
     try:
-        yield _install(recorded(version), use_mla)
+        yield _install(recorded(version), use_mla, group)
     finally:
         for name in [each for each in sys.modules if _is_ours(each)]:
             del sys.modules[name]
@@ -62,7 +83,9 @@ def _is_ours(name: str) -> bool:
     return name.split(".")[0] == "vllm" or name.startswith(PLUGIN)
 
 
-def _install(facts: dict[str, Any], use_mla: bool) -> ModuleType:
+def _install(
+    facts: dict[str, Any], use_mla: bool, group: FakeGroup | None
+) -> ModuleType:
     """Make the modules, and fill in the few functions that the plugin calls."""
     classes: dict[str, type] = {}
     # other modules derive from the classes of this one
@@ -79,8 +102,21 @@ def _install(facts: dict[str, Any], use_mla: bool) -> ModuleType:
     top = sys.modules["vllm"]
     top.__version__ = facts["vllm"]
     config, envs = sys.modules["vllm.config"], sys.modules["vllm.envs"]
-    model = SimpleNamespace(use_mla=use_mla)
-    config.get_current_vllm_config_or_none = lambda: SimpleNamespace(model_config=model)
+    chosen = SimpleNamespace(
+        model_config=SimpleNamespace(use_mla=use_mla),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=48),
+    )
+    config.get_current_vllm_config_or_none = lambda: chosen
+    if group is not None:
+        chosen.parallel_config = SimpleNamespace(
+            cp_kv_cache_interleave_size=group.interleave_size,
+            use_ubatching=group.use_ubatching,
+        )
+        # as the constructor of vLLM's class does
+        base: Any = classes["AttentionImplBase"]
+        base.dcp_world_size, base.dcp_rank = group.world_size, group.rank_in_group
+        state = sys.modules["vllm.distributed.parallel_state"]
+        state.get_dcp_group = lambda: group
     envs.VLLM_BATCH_INVARIANT = False
     registry = sys.modules["vllm.v1.attention.backends.registry"]
     registry.registered = {}

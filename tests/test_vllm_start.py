@@ -136,14 +136,16 @@ def test_common_layers_are_not_rejected(version: str, dtype: torch.dtype) -> Non
     assert not backend.supports_compute_capability(SimpleNamespace(major=7, minor=5))
 
 
-def test_context_parallelism_is_rejected(version: str) -> None:
-    from pagetwin.integrations.vllm.impl import PagetwinImpl
+@pytest.mark.parametrize("use_mla", [False, True], ids=["paged", "latent"])
+@pytest.mark.parametrize("each", [OLDEST, NEWEST])
+def test_prefill_context_parallelism_is_rejected(each: str, use_mla: bool) -> None:
+    with fake_vllm(each, use_mla):
+        from pagetwin.integrations.vllm.plugin import choose_backend
 
-    class OnTwoRanks(PagetwinImpl):
-        dcp_world_size = 2
-
-    with pytest.raises(NotImplementedError, match="dcp_world_size = 2: expected 1"):
-        OnTwoRanks(4, 32, 1.0)
+        impl = choose_backend().get_impl_cls()
+        on_two_ranks = type("OnTwoRanks", (impl,), {"pcp_world_size": 2})
+        with pytest.raises(NotImplementedError, match="pcp_world_size = 2: expected 1"):
+            on_two_ranks(4, 32, 1.0, 1, None, None, "auto", None, "decoder", None)
 
 
 def test_only_the_optimized_twin_is_captured(

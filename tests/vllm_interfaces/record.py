@@ -54,6 +54,7 @@ CLASSES: dict[str, tuple[str, ...]] = {
     "vllm.v1.kv_cache_interface": ("KVCacheLayout",),
     f"{CONFIG}.compilation": ("CompilationConfig",),
     f"{CONFIG}.model": ("ModelConfig",),
+    f"{CONFIG}.parallel": ("ParallelConfig",),
     f"{CONFIG}.scheduler": ("SchedulerConfig",),
     f"{CONFIG}.speculative": ("SpeculativeConfig",),
     f"{CONFIG}.vllm": ("VllmConfig",),
@@ -63,6 +64,7 @@ NAMES_ALONE = ("vllm.config", "vllm.v1.attention.backends.registry")
 # further modules whose public names are recorded
 MODULES = (
     "vllm.config",
+    "vllm.distributed.parallel_state",
     "vllm.envs",
     "vllm.v1.attention.backends.utils",
     "vllm.model_executor.layers.quantization.utils.quant_utils",

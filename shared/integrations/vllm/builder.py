@@ -14,6 +14,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuild
 
 from ...contract.operations import Implementation
 from ...validation.integrations import load_named
+from .context_parallel import SharedBatch
 from .settings import read_settings
 from .warm_up import StepBounds
 
@@ -35,6 +36,8 @@ class PagetwinMetadata:
         causal: whether tokens attend only to earlier ones; [reqs] bool sets it per request.
         common_prefix_len: keys that all requests share and that are read once; 0 if there is no
             cascade in this step.
+        shared_batch: Optional. The part of this rank, if ranks share the keys. The first layer of
+            the step sets it. If None, no layer has.
     """
 
     num_actual_tokens: int
@@ -46,6 +49,7 @@ class PagetwinMetadata:
     slot_mapping: Tensor
     causal: bool | Tensor = True
     common_prefix_len: int = 0
+    shared_batch: SharedBatch | None = None
 
 
 class PagetwinMetadataBuilder(AttentionMetadataBuilder):
@@ -111,7 +115,10 @@ class PagetwinMetadataBuilder(AttentionMetadataBuilder):
         """Return the metadata of another cache group in the same step."""
         rows = metadata.seq_lens.shape[0]
         return replace(
-            metadata, block_table=blk_table[:rows], slot_mapping=slot_mapping
+            metadata,
+            block_table=blk_table[:rows],
+            slot_mapping=slot_mapping,
+            shared_batch=None,
         )
 
     def use_cascade_attention(

@@ -10,6 +10,7 @@ from vllm.v1.attention.backend import AttentionType
 from ...contract.attention_options import AttentionOptions
 from .builder import PagetwinMetadata, load_plugin_implementation
 from .caches import FP8_NAMES, split_layer_cache
+from .context_parallel import share_keys
 from .settings import read_settings
 from .warm_up import StepBounds, can_compile, warm_up_layer
 
@@ -24,14 +25,21 @@ class PagetwinImpl(VllmAttentionImpl):
 
     Attributes:
         takes_cascade: whether a shared prefix may be read once: no option needs positions, rows
-            may depend on the batch, and the layer reads the cache of its own sequence.
+            may depend on the batch, and the layer reads the cache of its own sequence, whose keys
+            this rank stores.
         bounds: Optional. Upper bounds of the steps, set by the metadata builder. If None, nothing
             is compiled ahead of the first step.
 
     Raises:
-        ValueError, NotImplementedError: what the twin's own layer rejects, and context
-            parallelism.
+        ValueError, NotImplementedError: what the twin's own layer rejects, prefill context
+            parallelism, and what decode context parallelism does not take.
     """
+
+    # of decode context parallelism: partial results are exchanged here, and each new token has
+    # its own number of keys, so drafts may have any interleave size
+    supports_dcp: bool = True
+    can_return_lse_for_decode: bool = True
+    supports_mtp_with_cp_non_trivial_interleave_size: bool = True
 
     def __init__(
         self,
@@ -47,7 +55,6 @@ class PagetwinImpl(VllmAttentionImpl):
         kv_sharing_target_layer_name: str | None = None,
         sinks: Tensor | None = None,
     ) -> None:
-        check_no_context_parallelism(self)
         self.run = load_plugin_implementation()
         # bound once, since every layer calls them in every step
         self._attend, self._write = self.run.paged_attention, self.run.reshape_and_cache
@@ -70,8 +77,19 @@ class PagetwinImpl(VllmAttentionImpl):
             sinks,
         )
         self._invariant = is_batch_invariant()
+        self.shared = share_keys(
+            self,
+            self.run,
+            num_heads,
+            head_size,
+            sliding_window=sliding_window,
+            alibi_slopes=alibi_slopes,
+            attn_type=self.attn_type,
+            is_batch_invariant=self._invariant,
+        )
         self.takes_cascade = (
-            sliding_window is None
+            self.shared is None
+            and sliding_window is None
             and alibi_slopes is None
             and not self._invariant
             and self.attn_type == AttentionType.DECODER.value
@@ -88,6 +106,8 @@ class PagetwinImpl(VllmAttentionImpl):
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         """Return whether outputs can be quantised: to FP8 with one scale, known beforehand."""
+        if self.shared is not None:
+            return False
         from vllm.model_executor.layers.quantization.utils.quant_utils import (
             kFp8StaticTensorSym,
         )
@@ -143,6 +163,8 @@ class PagetwinImpl(VllmAttentionImpl):
         if self.bounds is not None:
             self._warm_up(layer, query, kv_cache)
         if attn_metadata is None:
+            if self.shared is not None:
+                self.shared.allocate(query, output)
             return output.fill_(0)
         tokens = attn_metadata.num_actual_tokens
         rows, out = query[:tokens], output[:tokens]
@@ -161,6 +183,11 @@ class PagetwinImpl(VllmAttentionImpl):
             )  # fmt: skip
             return output
         step = attn_metadata
+        if self.shared is not None:
+            options = self._options_of(layer, query.device, True)
+            caches = self._split(kv_cache)
+            self.shared.attend(rows, caches, step, self.scale, out, options)
+            return output
         tensors = (
             rows, *self._split(kv_cache), step.block_table, step.query_start_loc,
             step.seq_lens,
@@ -219,7 +246,7 @@ class PagetwinImpl(VllmAttentionImpl):
         """Compile the layer's kernels, if its cache is there; called until that was done."""
         bounds = self.bounds
         assert bounds is not None
-        if not self._warms_up or self.own.is_uncached:
+        if not self._warms_up or self.own.is_uncached or self.shared is not None:
             self.bounds = None
             return
         if not can_compile(kv_cache):
@@ -234,17 +261,6 @@ class PagetwinImpl(VllmAttentionImpl):
             options,
             bounds,
         )
-
-
-def check_no_context_parallelism(impl: Any) -> None:
-    """Raise NotImplementedError if a sequence's keys are distributed over ranks."""
-    for name in ("dcp_world_size", "pcp_world_size"):
-        ranks = getattr(impl, name, 1)
-        if ranks > 1:
-            raise NotImplementedError(
-                f"{name} = {ranks}: expected 1, since this backend does not exchange partial"
-                " results between ranks; choose another --attention-backend"
-            )
 
 
 def is_batch_invariant() -> bool:

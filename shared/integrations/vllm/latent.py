@@ -22,7 +22,7 @@ from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
 from .backend import CACHE_DTYPES, Reasons
 from .builder import captures_uniform_batches, give_bounds, load_plugin_implementation
 from .caches import FP8_NAMES
-from .impl import check_no_context_parallelism
+from .context_parallel import check_ranks
 from .settings import read_settings
 from .versions import BACKEND_NAME
 from .warm_up import StepBounds, can_compile, warm_up_layer
@@ -91,7 +91,7 @@ class PagetwinLatentImpl(MLACommonImpl):
         kv_sharing_target_layer_name: str | None,
         **mla_args: Any,
     ) -> None:
-        check_no_context_parallelism(self)
+        check_ranks(self, "dcp_world_size", "pcp_world_size")
         options = {
             "alibi_slopes": alibi_slopes,
             "sliding_window": sliding_window,

@@ -1,12 +1,19 @@
 """Greedy tokens of vLLM on two GPUs, compared with one: tensor and decode context parallelism.
 
     python tests/gpu/serving/ranks.py RESULTS --backends FLASH_ATTN CUSTOM
+    python tests/gpu/serving/ranks.py RESULTS --backends FLASH_ATTN CUSTOM --graphs --interleave 16
 
 Each backend serves three times: on one GPU, with tensor parallelism on all, and with decode context
 parallelism in addition. RESULTS gets a JSON line per engine, and one per comparison with one GPU.
 The model has one KV head, which all ranks store, so ranks may share its keys. Its weights are
 random and written to a file, from which each rank loads its part. Each rank is a process that makes
 the same calls (vLLM's external launcher). Set NCCL_NVLS_ENABLE=0 where other users share the host.
+
+With vLLM's build for CPUs, ranks are processes joined by gloo. Its CPU_ATTN does not share keys:
+
+    export TRITON_INTERPRET=1
+    python tests/gpu/serving/ranks.py RESULTS --backends CUSTOM --model small-one-kv-head \
+        --dtype float32 --prompts 4 --new 8 --longest 60 --limit 600
 """
 
 import argparse
@@ -22,51 +29,63 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from equality import compare, serve
-from models import LLAMA, SMALL
+from cpu import prepare_cpu
+from equality import compare, layers, serve
+from models import MODELS
 
-MODEL = {**LLAMA, **SMALL, "num_key_value_heads": 1, "head_dim": 64}
+CUDA = torch.cuda.is_available()
 WAYS = {"one GPU": (False, False), "tensor": (True, False), "context": (True, True)}
 """Whether heads, and whether keys, are distributed over all ranks."""
+PASSED = (
+    "model", "dtype", "implementation", "prompts", "new", "longest", "step", "interleave",
+)  # fmt: skip
+"""The options of the command line that each rank gets."""
 
 
-def write_checkpoint(folder: Path) -> None:
+def write_checkpoint(folder: Path, name: str) -> None:
     """Write a model with random weights whose logits differ from token to token."""
     import transformers
 
     torch.manual_seed(0)
     names = {"architectures", "model_type", "torch_dtype"}
-    sizes = {name: value for name, value in MODEL.items() if name not in names}
+    model = MODELS[name]
+    sizes = {each: value for each, value in model.items() if each not in names}
     config = transformers.LlamaConfig(**sizes, initializer_range=0.1)
-    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
-    model.save_pretrained(folder)
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
 
 
-def build(folder: Path, backend: str, ranks: int, shares_keys: bool) -> Any:
+def build(asked: argparse.Namespace) -> Any:
     """Return an `LLM` of this rank."""
     from pagetwin.integrations.vllm import register
     from vllm import LLM
 
     register()
+    if not CUDA:
+        prepare_cpu(asked.implementation)
     options: dict[str, Any] = {}
-    if ranks > 1:
+    if asked.ranks > 1:
         options["distributed_executor_backend"] = "external_launcher"
-        options["tensor_parallel_size"] = ranks
-    if shares_keys:
-        options["decode_context_parallel_size"] = ranks
+        options["tensor_parallel_size"] = asked.ranks
+    if asked.shares_keys:
+        options["decode_context_parallel_size"] = asked.ranks
+        options["cp_kv_cache_interleave_size"] = asked.interleave
+    compilation: dict[str, Any] = {"mode": 0}
+    if asked.graphs:
+        compilation["cudagraph_mode"] = "FULL_DECODE_ONLY"
     return LLM(
-        model=str(folder),
+        model=str(asked.folder),
         skip_tokenizer_init=True,
-        dtype="bfloat16",
+        dtype=asked.dtype,
         max_model_len=4096,
         max_num_seqs=32,
-        max_num_batched_tokens=4096,
-        enforce_eager=True,
-        compilation_config={"mode": 0},
+        # the longest prompts are computed in several steps
+        max_num_batched_tokens=asked.step,
+        enforce_eager=not asked.graphs,
+        compilation_config=compilation,
         gpu_memory_utilization=0.1,
         kv_cache_memory_bytes=1 << 30,
         enable_prefix_caching=False,
-        attention_backend=backend,
+        attention_backend=asked.work,
         seed=0,
         **options,
     )
@@ -77,10 +96,11 @@ def work(asked: argparse.Namespace) -> None:
     found: dict[str, Any]
     try:
         began = time.time()
-        llm = build(asked.folder, asked.work, asked.ranks, asked.shares_keys)
+        llm = build(asked)
         built = time.time() - began
-        rows = serve(llm, MODEL["vocab_size"], asked.longest)
-        found = {"event": "served", "build_s": round(built, 1), "rows": rows}
+        rows = serve(llm, asked)
+        found = {"event": "served", "layers": layers(llm), "rows": rows}
+        found["build_s"] = round(built, 1)
     except Exception as error:
         traceback.print_exc()
         message = f"{type(error).__name__}: {error}"[:600]
@@ -104,9 +124,12 @@ def run_engine(
     file.unlink(missing_ok=True)
     command = [
         sys.executable, __file__, str(file), "--work", backend, "--folder", str(folder),
-        "--ranks", str(ranks), "--longest", str(asked.longest),
+        "--ranks", str(ranks),
     ]  # fmt: skip
+    for name in PASSED:
+        command += [f"--{name}", str(getattr(asked, name))]
     command += ["--shares-keys"] if shares_keys else []
+    command += ["--graphs"] if asked.graphs else []
     processes = []
     for rank in range(ranks):
         where = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
@@ -144,7 +167,15 @@ def main() -> None:
     parser.add_argument("--backends", nargs="+", default=["FLASH_ATTN", "CUSTOM"])
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--model", choices=list(MODELS), default="one-kv-head")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--implementation", default="optimized", help="on a CPU")
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--new", type=int, default=48, help="tokens after a prompt")
     parser.add_argument("--longest", type=int, default=1600, help="tokens of a prompt")
+    parser.add_argument("--step", type=int, default=1024, help="new tokens of a step")
+    parser.add_argument("--interleave", type=int, default=1, help="positions in a row")
+    parser.add_argument("--graphs", action="store_true", help="decodes are captured")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds per engine")
     parser.add_argument("--folder", type=Path, help="for a rank: where the model is")
     parser.add_argument("--work", default="", help="for a rank: its backend")
@@ -152,18 +183,27 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.work:
         work(asked)
-    gpus = torch.cuda.device_count()
-    first = {"torch": torch.__version__, "ranks": asked.ranks, "gpus": gpus}
+    import vllm
+
+    first = {
+        "vllm": vllm.__version__,
+        "torch": torch.__version__,
+        "ranks": asked.ranks,
+        "device": torch.cuda.get_device_name() if CUDA else "cpu",
+        "gpus": torch.cuda.device_count(),
+        "graphs": asked.graphs,
+        **{name: getattr(asked, name) for name in PASSED},
+    }
 
     def say(**fields: Any) -> None:
         line = json.dumps({**first, **fields})
-        print(line[:400], flush=True)
+        print(line[:800], flush=True)
         with asked.results.open("a") as file:
             file.write(line + "\n")
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_checkpoint(folder)
+        write_checkpoint(folder, asked.model)
         for backend in asked.backends:
             one: list[Any] = []
             for way in asked.ways:

@@ -1,0 +1,257 @@
+"""The vLLM plugin on ranks that share each sequence's keys: gloo processes, each with a stand-in."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from fake_vllm import VERSIONS, FakeGroup, fake_vllm, recorded
+from pagetwin.engine.rank_group import RankGroup
+from rank_processes import RankProcesses
+from torch import Tensor
+from vllm_steps import BLOCK_SIZE, EngineSteps
+
+OLDEST, NEWEST = VERSIONS[0], VERSIONS[-1]
+MIXED = [(20, 3, 1), (1, 1, 17), (1, 4, 1), (1, 1, 1), (3, 3, 3)]
+"""Prompts, chunks of prompts, decodes and drafts. Some ranks have no key of the third request."""
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankProcesses]:
+    """Return four processes for all tests of this file."""
+    found = RankProcesses(tmp_path_factory.mktemp("ranks"), 4)
+    yield found
+    found.close()
+
+
+class RankSteps(EngineSteps):
+    """The layer of one rank, whose block table has a block per `ranks * block_size` positions.
+
+    Every rank draws the same keys and the queries of all ranks, and takes its own heads.
+    """
+
+    def __init__(self, version: str, group: FakeGroup, **given: Any) -> None:
+        self.group = group
+        super().__init__(version, **{"heads": 4, "kv_heads": 1} | given)
+
+    def _rows(self, heads: int, count: int) -> Tensor:
+        if heads != self.heads:
+            return super()._rows(heads, count)
+        every = super()._rows(heads * self.group.world_size, count)
+        return every.chunk(self.group.world_size, 1)[self.group.rank_in_group]
+
+    def slots(self, req: int, first: int, last: int) -> Tensor:
+        ranks, run = self.group.world_size, self.group.interleave_size
+        positions = torch.arange(first, last)
+        blocks = self.block_table[req, positions // (BLOCK_SIZE * ranks)].long()
+        within = positions % (BLOCK_SIZE * ranks)
+        slots = blocks * BLOCK_SIZE + within // (run * ranks) * run + within % run
+        is_own = within // run % ranks == self.group.rank_in_group
+        return torch.where(is_own, slots, -1)
+
+
+def serve(
+    ranks: RankGroup, version: str, implementation: str, run: int, given: Any
+) -> list[float]:
+    """Return the error of each step on a rank, divided by its budget."""
+    given = dict(given)
+    if "sinks" in given:
+        given["sinks"] = given["sinks"].chunk(ranks.world_size)[ranks.rank]
+
+    def work(group: FakeGroup) -> list[float]:
+        steps = RankSteps(version, group, **given)
+        return [steps.step(lens) for lens in MIXED]
+
+    return inside(ranks, version, work, implementation, run)
+
+
+def inside(
+    ranks: RankGroup,
+    version: str,
+    work: Callable[[FakeGroup], Any],
+    implementation: str = "optimized",
+    run: int = 1,
+) -> Any:
+    """Return what a rank finds inside a stand-in."""
+    group = FakeGroup(ranks.group, ranks.world_size, ranks.rank, run)
+    with pytest.MonkeyPatch.context() as patch, fake_vllm(version, group=group):
+        patch.setenv("PAGETWIN_VLLM_IMPLEMENTATION", implementation)
+        return work(group)
+
+
+def errors(found: list[Any]) -> list[float]:
+    """Return the errors of all ranks; raise if a rank has raised."""
+    for each in found:
+        if isinstance(each, Exception):
+            raise each
+    return [error for each in found for error in each]
+
+
+@pytest.mark.parametrize(
+    ("version", "implementation"),
+    [(NEWEST, "reference"), *((each, "optimized") for each in VERSIONS)],
+)
+def test_two_ranks_compute_what_one_computes_in_each_version(
+    processes: RankProcesses, version: str, implementation: str
+) -> None:
+    found = errors(processes.run(2, serve, version, implementation, 1, {}))
+    assert len(found) == 2 * len(MIXED)
+    assert max(found) <= 1
+
+
+@pytest.mark.parametrize(
+    ("ranks", "run", "given"),
+    [
+        (2, 4, {}),
+        (2, 16, {"dtype": torch.float16}),
+        (4, 1, {"heads": 3}),
+        (4, 8, {"head_size": 72}),
+        (2, 1, {"logits_soft_cap": 2.0}),
+        (2, 2, {"sinks": torch.linspace(-1, 2, 8)}),
+        (2, 1, {"kv_cache_dtype": "fp8"}),
+        (2, 2, {"kv_cache_dtype": "fp8_e5m2", "dtype": torch.float16}),
+    ],
+    ids=str,
+)
+def test_interleave_sizes_ranks_and_options_are_exact(
+    processes: RankProcesses, ranks: int, run: int, given: Any
+) -> None:
+    found = errors(processes.run(ranks, serve, NEWEST, "optimized", run, given))
+    assert max(found) <= 1
+
+
+def not_causal(ranks: RankGroup) -> list[float]:
+    """Return the errors of steps of which one is not causal, as of drafts."""
+
+    def work(group: FakeGroup) -> list[float]:
+        steps = RankSteps(NEWEST, group)
+        found = [steps.step((9, 18, 2)), steps.step((3, 2, 1), False)]
+        with pytest.raises(NotImplementedError, match="causal is a tensor"):
+            steps.step((1, 1, 1), torch.tensor([True, False, True]))
+        return found
+
+    found: list[float] = inside(ranks, NEWEST, work)
+    return found
+
+
+def test_a_step_that_is_not_causal_is_exact(processes: RankProcesses) -> None:
+    assert max(errors(processes.run(2, not_causal))) <= 1
+
+
+def two_layers(ranks: RankGroup) -> list[bool]:
+    """Return what holds of two layers of one kind, and of their steps."""
+
+    def work(group: FakeGroup) -> list[bool]:
+        one, other = RankSteps(NEWEST, group), RankSteps(NEWEST, group)
+        query = one._rows(4, 2)
+        # vLLM measures memory: there are neither caches nor metadata
+        for each in (one, other):
+            out = torch.full_like(query, torch.nan)
+            each.impl.forward(each.layer, query, None, None, one.cache[:0], None, out)
+            assert bool((out == 0).all())
+        holds = [one.impl.shared._step is other.impl.shared._step]
+        for each in (one, other):
+            assert each.step((40, 3, 1)) <= 1
+        common = one.common((1, 1, 1), True, 0)
+        metadata = one.builder.build(0, common)
+        holds.append(metadata.shared_batch is None)
+        query = one._rows(4, 3)
+        batches = []
+        for each, lens in ((one, None), (other, None), (one, (7, 3, 1))):
+            for req, count in enumerate(lens or ()):
+                # vLLM writes the lengths of the next step into the same tensors
+                common.seq_lens[req] = count
+                each.keys[req] = each.keys[req][:count]
+                each.values[req] = each.values[req][:count]
+            out = torch.full_like(query, torch.nan)
+            each.impl.forward(each.layer, query, None, None, each.cache, metadata, out)
+            holds.append(each.judge(query, (1, 1, 1), True, out) <= 1)
+            batches.append(metadata.shared_batch)
+        holds.append(batches[0] is batches[1] and batches[1] is not batches[2])
+        # as a connector of caches does before vLLM allocates them
+        group.interleave_size = 4
+        config = one.impl.shared.config.parallel_config
+        config.cp_kv_cache_interleave_size = 4
+        before = one.impl.shared._step
+        again = one.impl.shared.allocate(query, out)
+        holds.append(again is not before and again.of_rank[2] == 4)
+        return holds
+
+    found: list[bool] = inside(ranks, NEWEST, work)
+    return found
+
+
+def test_layers_of_one_kind_share_buffers_and_each_step_is_prepared_once(
+    processes: RankProcesses,
+) -> None:
+    found = errors(processes.run(2, two_layers))
+    assert found == [True] * 14
+
+
+@pytest.mark.parametrize(
+    ("given", "changes", "reason"),
+    [
+        ({"sliding_window": 9}, {}, "sliding_window = 9 with .* how far apart"),
+        ({"alibi_slopes": [0.5] * 4}, {}, "alibi_slopes = .* how far apart"),
+        ({"attn_type": "encoder_decoder"}, {}, "attn_type = .* stored whole"),
+        ({}, {"use_ubatching": True}, "enable_dbo or ubatch_size with"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("version", [OLDEST, NEWEST])
+def test_what_ranks_with_a_share_cannot_compute_is_rejected_at_the_start(
+    version: str, given: Any, changes: Any, reason: str
+) -> None:
+    group = FakeGroup(None, 2, **changes)
+    with fake_vllm(version, group=group):
+        with pytest.raises(NotImplementedError, match=reason) as raised:
+            RankSteps(version, group, **given)
+        assert "decode_context_parallel_size = 2: expected" in str(raised.value)
+        assert str(raised.value).count(". ") == 0
+
+
+def test_batch_invariance_is_rejected_at_the_start() -> None:
+    group = FakeGroup(None, 2)
+    with fake_vllm(NEWEST, group=group):
+        import vllm.envs
+
+        vllm.envs.VLLM_BATCH_INVARIANT = True
+        with pytest.raises(NotImplementedError, match="VLLM_BATCH_INVARIANT = 1 with"):
+            RankSteps(NEWEST, group)
+
+
+@pytest.mark.parametrize("version", [OLDEST, NEWEST])
+def test_latent_attention_is_rejected_at_the_start(version: str) -> None:
+    with fake_vllm(version, use_mla=True, group=FakeGroup(None, 2)):
+        from pagetwin.integrations.vllm.latent import PagetwinLatentImpl
+
+        with pytest.raises(NotImplementedError, match="dcp_world_size = 2: expected 1"):
+            PagetwinLatentImpl(4, 32, 1.0, 1, None, None, "auto", None, "decoder", None)
+
+
+def test_an_encoder_runs_on_each_rank_by_itself() -> None:
+    """Its keys are in no cache, so any option is taken and nothing is exchanged."""
+    group = FakeGroup(None, 2)
+    with fake_vllm(NEWEST, group=group):
+        for options in ({}, {"sliding_window": 4}):
+            steps = RankSteps(NEWEST, group, attn_type="encoder_only", **options)
+            assert steps.step((9, 20, 1), causal=False) <= 1
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_vllm_finds_what_it_requires_of_a_backend_for_such_ranks(version: str) -> None:
+    attributes = recorded(version)["modules"]["vllm.v1.attention.backend"]["classes"]
+    known = attributes["AttentionImplBase"]["attributes"]
+    group = FakeGroup(None, 2)
+    with fake_vllm(version, group=group):
+        steps = RankSteps(version, group)
+        for name in (
+            "can_return_lse_for_decode",
+            "supports_mtp_with_cp_non_trivial_interleave_size",
+        ):
+            assert name in known
+            assert getattr(type(steps.impl), name) is True
+        # since 0.26 alone
+        assert type(steps.impl).supports_dcp is True
+        assert not steps.impl.takes_cascade
+        assert not steps.impl.fused_output_quant_supported(None)
