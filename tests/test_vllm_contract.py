@@ -188,6 +188,7 @@ def test_every_field_that_the_plugin_reads_exists(version: str) -> None:
     assert {
         "compilation_config",
         "model_config",
+        "parallel_config",
         "scheduler_config",
         "speculative_config",
     } <= members("vllm.config.vllm", "VllmConfig")
@@ -196,6 +197,10 @@ def test_every_field_that_the_plugin_reads_exists(version: str) -> None:
     scheduler = members("vllm.config.scheduler", "SchedulerConfig")
     assert {"max_num_seqs", "max_num_batched_tokens"} <= scheduler
     assert {"max_model_len", "use_mla"} <= members("vllm.config.model", "ModelConfig")
+    parallel = members("vllm.config.parallel", "ParallelConfig")
+    assert {"cp_kv_cache_interleave_size", "use_ubatching"} <= parallel
+    ranks = {"dcp_world_size", "pcp_world_size"}
+    assert ranks <= members(BACKEND, "AttentionImplBase")
     drafts = members("vllm.config.speculative", "SpeculativeConfig")
     assert "num_speculative_tokens" in drafts
     decode = members(LATENT, "MLACommonDecodeMetadata")

@@ -1,4 +1,4 @@
-"""The vLLM plugin on ranks that share each sequence's keys: gloo processes, each with a stand-in."""
+"""The vLLM plugin on ranks that share each sequence's keys: gloo processes with a stand-in."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -62,7 +62,8 @@ def serve(
         steps = RankSteps(version, group, **given)
         return [steps.step(lens) for lens in MIXED]
 
-    return inside(ranks, version, work, implementation, run)
+    found: list[float] = inside(ranks, version, work, implementation, run)
+    return found
 
 
 def inside(
@@ -149,7 +150,7 @@ def two_layers(ranks: RankGroup) -> list[bool]:
             out = torch.full_like(query, torch.nan)
             each.impl.forward(each.layer, query, None, None, one.cache[:0], None, out)
             assert bool((out == 0).all())
-        holds = [one.impl.shared._step is other.impl.shared._step]
+        holds = [one.impl.shared.kind is other.impl.shared.kind]
         for each in (one, other):
             assert each.step((40, 3, 1)) <= 1
         common = one.common((1, 1, 1), True, 0)
@@ -172,9 +173,9 @@ def two_layers(ranks: RankGroup) -> list[bool]:
         group.interleave_size = 4
         config = one.impl.shared.config.parallel_config
         config.cp_kv_cache_interleave_size = 4
-        before = one.impl.shared._step
+        before = one.impl.shared.kind
         again = one.impl.shared.allocate(query, out)
-        holds.append(again is not before and again.of_rank[2] == 4)
+        holds.append(again is not before and again.interleave_size == 4)
         return holds
 
     found: list[bool] = inside(ranks, NEWEST, work)

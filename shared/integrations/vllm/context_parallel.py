@@ -1,12 +1,14 @@
 """Decode context parallelism inside vLLM: layers whose ranks share each sequence's keys.
 
 vLLM gives each rank its query heads and all new keys, and a slot for those keys that the rank
-stores. So the cache is written as on one rank, and `DecodeContextParallel` attends: each new token
-is a request of its own, and attends to the first ones of each rank's keys. Prompts, decodes and
-drafts are the same to it. It runs over vLLM's process group.
+stores. So the cache is written as on one rank, and `DecodeContextParallel` attends over vLLM's
+process group. Each new token is a request of its own, and attends to the first ones of each rank's
+keys. A step with prompts attends to their new keys on each rank, without the cache, and exchanges
+attention to the earlier keys alone.
 """
 
 import weakref
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,24 +20,44 @@ from ...contract.operations import Implementation
 from ...contract.parallel import RankBatch
 from ...engine.rank_group import RankGroup
 
-_STEPS: "weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], Any]]" = (
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What layers of the same sizes share, of one interleave size.
+
+    Args:
+        step: `DecodeContextParallel` of the implementation.
+        interleave_size: consecutive positions that one rank stores.
+        context, new: [max tokens, num_heads, head_size_v] float32, for attention to earlier and to
+            new keys of prompts.
+    """
+
+    step: Any
+    interleave_size: int
+    context: Tensor
+    new: Tensor
+
+
+_KINDS: "weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], LayerKind]]" = (
     weakref.WeakKeyDictionary()
 )
-"""The `DecodeContextParallel` of each kind of layer, by vLLM's group."""
+"""The kinds of layers by vLLM's group."""
 
 
+@dataclass(frozen=True)
 class SharedBatch:
     """A step's `RankBatch`, and the layers that have read it.
 
     Args:
-        kind: what the batch depends on, apart from the step's tensors.
+        kind: what the batch depends on, apart from the step's tensors: slots of a block, whether a
+            graph is captured, and whether it has earlier keys alone.
         batch: requests and keys of this rank.
         readers: ids of the layers that have attended with it.
     """
 
-    def __init__(self, kind: tuple[int, bool], batch: RankBatch) -> None:
-        self.kind, self.batch = kind, batch
-        self.readers: set[int] = set()
+    kind: tuple[int, bool, bool]
+    batch: RankBatch
+    readers: set[int]
 
 
 class SharedKeys:
@@ -45,6 +67,9 @@ class SharedKeys:
         run: the implementation.
         num_heads: query heads of this rank.
         head_size: elements of a key.
+        scale: factor of the dot products.
+        takes_new_keys: whether the cache has the new keys as the layer gets them, so that it need
+            not be read for them.
         config: vLLM's configuration.
         group: vLLM's group of decode context parallelism.
     """
@@ -54,16 +79,21 @@ class SharedKeys:
         run: Implementation,
         num_heads: int,
         head_size: int,
+        scale: float,
+        takes_new_keys: bool,
         config: Any,
         group: Any,
     ) -> None:
         self.run, self.config, self.group = run, config, group
-        self.num_heads, self.head_size = num_heads, head_size
-        self._step: Any = None
-        self._interleave_size = 0
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
+        self.takes_new_keys = takes_new_keys
+        speculative = getattr(config, "speculative_config", None)
+        drafts = getattr(speculative, "num_speculative_tokens", None) or 0
+        self.decode_query_len = 1 + int(drafts)
+        self.kind: LayerKind | None = None
 
-    def allocate(self, query: Tensor, output: Tensor) -> Any:
-        """Return the `DecodeContextParallel` of this kind of layer, made once per kind.
+    def allocate(self, query: Tensor, output: Tensor) -> LayerKind:
+        """Return what layers of this kind share, made once.
 
         vLLM calls each layer while it measures memory, so the buffers are part of that. All ranks
         call it in the same order, and are compared.
@@ -73,39 +103,43 @@ class SharedKeys:
             output: [tokens, num_heads, head_size_v].
         """
         # vLLM may change it until it has allocated the caches
-        interleave_size = int(self.config.parallel_config.cp_kv_cache_interleave_size)
-        if self._step is not None and self._interleave_size == interleave_size:
-            return self._step
-        kind = (
-            *(self.run.name, self.num_heads, self.head_size, output.shape[-1]),
-            *(interleave_size, query.dtype, query.device),
-        )
-        steps = _STEPS.setdefault(self.group, {})
-        if kind not in steps:
+        run = int(self.config.parallel_config.cp_kv_cache_interleave_size)
+        if self.kind is not None and self.kind.interleave_size == run:
+            return self.kind
+        value_size, device = output.shape[-1], query.device
+        sizes = (self.num_heads, self.head_size, value_size)
+        name = (self.run.name, *sizes, run, query.dtype, device)
+        kinds = _KINDS.setdefault(self.group, {})
+        if name not in kinds:
+            tokens = int(self.config.scheduler_config.max_num_batched_tokens)
             ranks = RankGroup(
                 self.group.device_group,
                 timeout=default_pg_timeout.total_seconds(),
-                device=query.device,
+                device=device,
             )
-            steps[kind] = self.run.DecodeContextParallel(
+            step = self.run.DecodeContextParallel(
                 ranks,
                 self.num_heads,
                 self.head_size,
-                int(self.config.scheduler_config.max_num_batched_tokens),
-                interleave_size,
-                value_head_size=output.shape[-1],
+                tokens,
+                run,
+                value_head_size=value_size,
                 dtype=query.dtype,
-                device=query.device,
+                device=device,
             )
-        self._step, self._interleave_size = steps[kind], interleave_size
-        return self._step
+            shape = (2, tokens, self.num_heads, value_size)
+            partials = torch.empty(shape, dtype=torch.float32, device=device)
+            kinds[name] = LayerKind(step, run, partials[0], partials[1])
+        self.kind = kinds[name]
+        return self.kind
 
     def attend(
         self,
         query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
         caches: tuple[Tensor, Tensor],
         metadata: Any,
-        scale: float,
         out: Tensor,
         options: AttentionOptions,
     ) -> None:
@@ -113,57 +147,85 @@ class SharedKeys:
 
         Args:
             query: [tokens, num_heads, head_size] of the step, padding included.
+            key, value: [tokens, kv_heads, size] of its new tokens, those that other ranks store
+                included. If None, they are read from the caches.
             caches: key and value cache of this rank.
             metadata: the `PagetwinMetadata` of the step. All layers that it serves share a batch.
-            scale: factor of the dot products.
             out: [tokens, num_heads, head_size_v], modified in place.
             options: as in `DecodeContextParallel.attend`.
 
         Raises:
             NotImplementedError: `causal` is set per request.
         """
-        step = self.allocate(query, out)
-        batch = self._batch_of(step, caches[0], metadata)
-        step.attend(query, *caches, batch, scale, out, options=options)
+        if not isinstance(metadata.causal, bool):
+            raise NotImplementedError(
+                "causal is a tensor: expected one value for all requests with decode context"
+                " parallelism; choose another --attention-backend"
+            )
+        kind = self.allocate(query, out)
+        has_prompts = metadata.max_query_len > self.decode_query_len
+        if key is None or value is None or not (has_prompts and self.takes_new_keys):
+            batch = self._batch_of(kind.step, caches[0], metadata, False)
+            kind.step.attend(query, *caches, batch, self.scale, out, options=options)
+            return
+        batch = self._batch_of(kind.step, caches[0], metadata, True)
+        tokens = len(query)
+        context, new = kind.context[:tokens], kind.new[:tokens]
+        lses = context.new_empty(2, self.num_heads, tokens)
+        kind.step.attend(
+            query, *caches, batch, self.scale, context, lses[0],
+            # the sink counts once, with the new keys
+            replace(options, sinks=None),
+        )  # fmt: skip
+        starts, longest = metadata.query_start_loc, metadata.max_query_len
+        self.run.encoder_attention(
+            query, key, value, starts, starts, longest, longest, self.scale, new, lses[1],
+            options=replace(options, causal=metadata.causal),
+        )  # fmt: skip
+        out.copy_(self.run.merge_attn_states(context, lses[0], new, lses[1]))
 
-    def _batch_of(self, step: Any, key_cache: Tensor, metadata: Any) -> RankBatch:
-        """Return the batch of a step.
+    def _batch_of(
+        self, step: Any, key_cache: Tensor, metadata: Any, is_context: bool
+    ) -> RankBatch:
+        """Return the batch of a step, with all keys or with those before the step.
 
         It is prepared by the first layer, and so inside of a graph that captures the step. A layer
         that reads it again is in another step, whose tensors vLLM has changed in place.
         """
         is_captured = key_cache.is_cuda and torch.cuda.is_current_stream_capturing()
-        kind = (key_cache.shape[1], is_captured)
+        kind = (key_cache.shape[1], is_captured, is_context)
         shared: SharedBatch | None = metadata.shared_batch
         if shared is None or shared.kind != kind or id(self) in shared.readers:
-            if not isinstance(metadata.causal, bool):
-                raise NotImplementedError(
-                    "causal is a tensor: expected one value for all requests with decode context"
-                    " parallelism; choose another --attention-backend"
-                )
+            starts, lens = metadata.query_start_loc, metadata.seq_lens
             batch = step.prepare(
                 key_cache,
                 metadata.block_table,
-                metadata.query_start_loc,
-                metadata.seq_lens,
+                starts,
+                lens - starts.diff() if is_context else lens,
                 metadata.num_actual_tokens,
                 metadata.max_seq_len,
-                metadata.causal,
+                metadata.causal and not is_context,
             )
-            shared = metadata.shared_batch = SharedBatch(kind, batch)
+            shared = metadata.shared_batch = SharedBatch(kind, batch, set())
         shared.readers.add(id(self))
         return shared.batch
 
 
 def share_keys(
-    impl: Any, run: Implementation, num_heads: int, head_size: int, **layer: Any
+    impl: Any,
+    run: Implementation,
+    num_heads: int,
+    head_size: int,
+    scale: float,
+    takes_new_keys: bool,
+    **layer: Any,
 ) -> SharedKeys | None:
     """Return how a layer attends to keys that ranks share; None if they are not shared.
 
     Args:
         impl: vLLM's implementation of the layer, which has the numbers of ranks.
         run: the implementation that runs it.
-        num_heads, head_size: of the layer.
+        num_heads, head_size, scale, takes_new_keys: as in `SharedKeys`.
         layer: its arguments that ranks may not take.
 
     Raises:
@@ -179,7 +241,8 @@ def share_keys(
 
     config: Any = get_current_vllm_config_or_none()
     check_shared_layer(ranks, run, config, **layer)
-    return SharedKeys(run, num_heads, head_size, config, get_dcp_group())
+    sizes = (num_heads, head_size, scale)
+    return SharedKeys(run, *sizes, takes_new_keys, config, get_dcp_group())
 
 
 def check_shared_layer(

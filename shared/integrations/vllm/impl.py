@@ -82,6 +82,9 @@ class PagetwinImpl(VllmAttentionImpl):
             self.run,
             num_heads,
             head_size,
+            self.scale,
+            # a quantised cache has other keys than the step, and another layer's cache too
+            not self._is_fp8 and kv_sharing_target_layer_name is None,
             sliding_window=sliding_window,
             alibi_slopes=alibi_slopes,
             attn_type=self.attn_type,
@@ -186,7 +189,9 @@ class PagetwinImpl(VllmAttentionImpl):
         if self.shared is not None:
             options = self._options_of(layer, query.device, True)
             caches = self._split(kv_cache)
-            self.shared.attend(rows, caches, step, self.scale, out, options)
+            key = None if key is None else key[:tokens]
+            value = None if value is None else value[:tokens]
+            self.shared.attend(rows, key, value, caches, step, out, options)
             return output
         tensors = (
             rows, *self._split(kv_cache), step.block_table, step.query_start_loc,

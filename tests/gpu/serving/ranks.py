@@ -9,11 +9,13 @@ The model has one KV head, which all ranks store, so ranks may share its keys. I
 random and written to a file, from which each rank loads its part. Each rank is a process that makes
 the same calls (vLLM's external launcher). Set NCCL_NVLS_ENABLE=0 where other users share the host.
 
-With vLLM's build for CPUs, ranks are processes joined by gloo. Its CPU_ATTN does not share keys:
+With vLLM's build for CPUs, ranks are processes joined by gloo. Its CPU_ATTN does not share keys. An
+engine on two ranks leaves its segments in /dev/shm, which must be removed before the next one:
 
     export TRITON_INTERPRET=1
     python tests/gpu/serving/ranks.py RESULTS --backends CUSTOM --model small-one-kv-head \
-        --dtype float32 --prompts 4 --new 8 --longest 60 --limit 600
+        --ways "one GPU" context --dtype float32 --prompts 4 --new 8 --longest 60 --step 64 \
+        --limit 600
 """
 
 import argparse
@@ -29,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cpu import prepare_cpu
+from cpu import prepare_cpu, share_keys_on_cpu
 from equality import compare, layers, serve
 from models import MODELS
 
@@ -62,6 +64,7 @@ def build(asked: argparse.Namespace) -> Any:
     register()
     if not CUDA:
         prepare_cpu(asked.implementation)
+        share_keys_on_cpu()
     options: dict[str, Any] = {}
     if asked.ranks > 1:
         options["distributed_executor_backend"] = "external_launcher"
