@@ -1,4 +1,4 @@
-"""Buffers of a parallel step by name, which grow to the largest step so far."""
+"""Buffers of a parallel step by name, which keep their addresses when larger ones are needed."""
 
 import math
 
@@ -9,12 +9,14 @@ from torch import Tensor
 class RankBuffers:
     """Tensors that are kept from call to call, so that a CUDA graph may capture a call.
 
-    A larger step allocates new ones. A graph that was captured before it still uses the old ones,
-    which are freed: capture it again, or run the largest step first.
+    A larger step allocates further buffers, and those of smaller steps are kept. So a step of a
+    size that fitted before gets the same addresses again, and a graph that was captured at any time
+    reads and writes memory that nothing else uses. A new buffer has at least twice the size of the
+    largest one. So the buffers of a name have together less than four times the largest step.
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
+        self._buffers: dict[tuple[str, torch.dtype, torch.device], list[Tensor]] = {}
 
     def get(
         self,
@@ -23,13 +25,18 @@ class RankBuffers:
         like: Tensor,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """Return the buffer of that name, with that shape, on the device of `like`.
+        """Return the smallest buffer of that name that fits, on the device of `like`.
 
         Args:
+            shape: Of the result, which is a view of the buffer.
             dtype: Optional. If None, that of `like`.
         """
         elements, dtype = math.prod(shape), dtype or like.dtype
-        found = self._buffers.get(name)
-        if found is None or found.dtype != dtype or len(found) < elements:
-            found = self._buffers[name] = like.new_zeros(elements, dtype=dtype)
-        return found[:elements].view(shape)
+        # in the order of their sizes
+        kept = self._buffers.setdefault((name, dtype, like.device), [])
+        for each in kept:
+            if len(each) >= elements:
+                return each[:elements].view(shape)
+        size = max(elements, 2 * len(kept[-1])) if kept else elements
+        kept.append(like.new_zeros(size, dtype=dtype))
+        return kept[-1][:elements].view(shape)

@@ -24,8 +24,9 @@ from ..launch.rank_buffers import RankBuffers
 class PrefillContextParallel:
     """Attention of one rank's chunks of the prompts of a step.
 
-    The buffers grow to the largest step so far. A CUDA graph may be captured after a step of its
-    size; a larger step then needs a new object, because the graph reads the old buffers.
+    Buffers are allocated at the first step of a size, and kept with their addresses also after a
+    larger one. So CUDA graphs of several sizes can be captured, in any order, each after a step of
+    its size. A graph also reads its share, which is to be kept as long as the graph.
     """
 
     def __init__(

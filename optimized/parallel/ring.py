@@ -29,8 +29,8 @@ class RingContextParallel:
     """Attention of one rank's chunks of the prompts of a step, over shares that go round a ring.
 
     The ranks are compared when the object is created. Prompts and shapes are compared only if
-    contents are validated. The buffers grow to the largest step so far, as in
-    `PrefillContextParallel`.
+    contents are validated. Buffers are kept as in `PrefillContextParallel`, so that CUDA graphs of
+    several sizes can be captured.
     """
 
     def __init__(

@@ -219,6 +219,40 @@ def hold_captured(job: Job, name: str, ranks: RankGroup) -> int:
     return len(ways)
 
 
+class Prefilling:
+    """Prefills of one length on a rank, in tensors that stay where they are."""
+
+    def __init__(self, prefill: Any, length: int) -> None:
+        make = torch.Generator().manual_seed(length)
+        rows = torch.randn(length, 4 + 2 + 2, 64, generator=make)
+        self.prefill, self.share = prefill, prefill.prepare([length])
+        self.rows = rows.to(torch.bfloat16).to(DEVICE)[self.share.tokens]
+        self.out = torch.zeros_like(self.rows[:, :4])
+
+    def attend(self) -> None:
+        """Attend to the prompt."""
+        query, key, value = torch.split(self.rows, [4, 2, 2], dim=1)
+        self.prefill.attend(query, key, value, self.share, out=self.out)
+
+
+def hold_captured_prefills(job: Job, name: str, ranks: RankGroup) -> int:
+    """Compare replays with prefills that are not captured, each after a larger prefill."""
+    if DEVICE == "cpu" or name == "reference":
+        return 0
+    operations = ("PrefillContextParallel", "RingContextParallel")
+    for operation in operations:
+        prefill = getattr(load_candidate(name), operation)(ranks, device=DEVICE)
+        short, long = Prefilling(prefill, 300), Prefilling(prefill, 2000)
+        short.attend()
+        right = short.out.clone()
+        replay = captured(short.attend)
+        long.attend()
+        short.out.zero_()
+        replay()
+        assert torch.equal(bits(short.out), bits(right)), operation
+    return len(operations)
+
+
 HELD = {
     "step": (hold_step, "agree with the oracle"),
     "bits": (hold_bits, "have the bits of one rank"),
@@ -226,6 +260,10 @@ HELD = {
     "ring": (hold_ring, "prefills of a ring agree with the oracle"),
     "heads": (hold_heads, "heads and keys on ranks agree with the oracle"),
     "captured": (hold_captured, "captured steps have the bits of eager ones"),
+    "captured prefills": (
+        hold_captured_prefills,
+        "captured prefills have the bits of eager ones",
+    ),
 }
 
 
