@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from ...validation.options import OPTIONS as OPTION_FILES
 from .batches import TABLES
 from .option_pairs import PLAIN, Choice, allowed, draw_choice
+from .ranks import Ranks
 
 POISONS = ("nan", "inf", "large")
 """Contents of slots that are not allocated: NaN, infinity, the largest number of the dtype."""
@@ -83,6 +84,8 @@ class Signature:
         reqs: Maximum number of requests per batch.
         max_query_len, max_key_len: Bounds of the lengths. The calls pass them as they are.
         seed: Selects what else is the same in all batches, such as the kind of an FP8 scale.
+        ranks: Optional. The ranks that compute a batch together. If None, there is one, without
+            an operation of several ranks.
     """
 
     choice: Choice
@@ -91,11 +94,28 @@ class Signature:
     max_query_len: int = 20
     max_key_len: int = 80
     seed: int = 0
+    ranks: Ranks | None = None
 
     @property
     def block_size(self) -> int:
         """Slots per block."""
         return int(self.choice["block_size"])
+
+    @property
+    def query_heads(self) -> int:
+        """Number of query heads."""
+        return self.kv_heads * int(self.choice["group"])
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether all keys of a batch are new, because ranks compute whole prompts."""
+        return self.ranks is not None and not self.ranks.is_step
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether its heads and blocks can be distributed over its ranks."""
+        sizes = (self.block_size, self.query_heads, self.kv_heads)
+        return self.ranks is None or self.ranks.takes(*sizes)
 
     @property
     def is_paged(self) -> bool:
@@ -144,11 +164,16 @@ class SignedBatch:
 
     def simpler(self) -> Iterator["SignedBatch"]:
         """Yield batches that are simpler by one change, the largest simplification first."""
+        return (each for each in self._simpler() if each.signature.is_valid)
+
+    def _simpler(self) -> Iterator["SignedBatch"]:
         reqs = list(zip(self.query_lens, self.key_lens, self.needles, strict=True))
         for req in range(len(reqs)):
             if len(reqs) > 1:
                 yield self._with(reqs[:req] + reqs[req + 1 :])
         signature = self.signature
+        for ranks in () if signature.ranks is None else signature.ranks.simpler():
+            yield replace(self, signature=replace(signature, ranks=ranks))
         for name, plain in PLAIN.items():
             if name == "operation" or signature.choice[name] == plain:
                 continue
@@ -174,7 +199,7 @@ class SignedBatch:
         )
         for changes in simpler_contents:
             yield replace(self, **changes)
-        crosses = signature.choice["causal"] == "cross"
+        is_free = signature.choice["causal"] == "cross" or signature.has_prompts
         for req, (new, keys, needle) in enumerate(reqs):
             for shorter in (
                 (new, keys, -1),
@@ -184,11 +209,13 @@ class SignedBatch:
                 (new, keys - 1, needle),
                 (new - 1, keys, needle),
             ):
-                if shorter[0] < 0 or shorter[1] < (0 if crosses else shorter[0]):
+                if shorter[0] < 0 or shorter[1] < (0 if is_free else shorter[0]):
                     continue
                 yield self._with([*reqs[:req], shorter, *reqs[req + 1 :]])
 
     def _with(self, reqs: list[tuple[int, int, int]]) -> "SignedBatch":
+        if self.signature.has_prompts:
+            reqs = [(keys, keys, needle) for _, keys, needle in reqs]
         return replace(
             self,
             query_lens=tuple(new for new, _, _ in reqs),

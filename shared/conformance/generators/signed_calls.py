@@ -175,7 +175,7 @@ def _store_query(batch: SignedBatch, query: Tensor) -> Tensor:
     return stored
 
 
-def _empty_pair(
+def empty_pair(
     batch: SignedBatch, num_blocks: int, block_size: int, pair: tuple[Tensor, Tensor]
 ) -> list[Tensor]:
     """Return caches for keys and values, full of poison. e4m3 has no infinity."""
@@ -204,7 +204,7 @@ def _store_paged(
     key_lens = np.array(batch.key_lens)
     counts = -(-key_lens // size)
     max_blocks = max(1, -(-signature.max_key_len // size), int(counts.max()))
-    table, num_blocks = _draw_table(batch, counts, max_blocks, generator)
+    table, num_blocks = draw_table(batch, counts, max_blocks, generator)
     request, position = rows_of(key_lens)
     slots = table[request, position // size].astype(np.int64) * size + position % size
     if batch.table != "scattered":
@@ -217,7 +217,7 @@ def _store_paged(
         )
         pair = keys, values
     at = tuple(to_device(np.stack(np.divmod(slots, size)), device))
-    caches = _empty_pair(batch, num_blocks, size, pair)
+    caches = empty_pair(batch, num_blocks, size, pair)
     for cached, numbers in zip(caches, pair, strict=True):
         bits(cached)[at] = bits(numbers)
     arguments = {
@@ -231,7 +231,7 @@ def _store_paged(
     return arguments, rows, pair
 
 
-def _draw_table(
+def draw_table(
     batch: SignedBatch, counts: Ints, max_blocks: int, generator: np.random.Generator
 ) -> tuple[NDArray[np.int32], int]:
     """Return a block table with scattered ids, and the number of blocks (3 per entry, plus 1).
@@ -262,7 +262,7 @@ def _draw_table(
 def _store_ragged(batch: SignedBatch, pair: tuple[Tensor, Tensor]) -> dict[str, Any]:
     """Return the arguments that hold the keys and values one after another."""
     total = len(pair[0])
-    ragged = _empty_pair(batch, 1, total + batch.padding, pair)
+    ragged = empty_pair(batch, 1, total + batch.padding, pair)
     for tensor, numbers in zip(ragged, pair, strict=True):
         tensor[0, :total] = numbers
     return {

@@ -178,7 +178,9 @@ def _fit_choice(choice: Choice, support: Support) -> Choice:
 
 
 def fit_signature(signature: Signature, support: Support) -> Signature:
-    """Return the nearest signature inside of the declared support."""
+    """Return the nearest signature inside of the declared support, which says nothing of ranks."""
+    if signature.ranks is not None:
+        return signature
     choice = _fit_choice(signature.choice, support)
     longest = 1 if choice["batch"] == "decode" else signature.max_query_len
     fitted = replace(signature, choice=choice, max_query_len=longest)
@@ -188,6 +190,8 @@ def fit_signature(signature: Signature, support: Support) -> Signature:
 def _fit_batch(batch: SignedBatch, support: Support) -> SignedBatch:
     """Return a batch with a supported signature and supported lengths."""
     signature = fit_signature(batch.signature, support)
+    if signature.ranks is not None:
+        return batch
     lens = _fit_plan(BatchPlan(batch.query_lens, batch.key_lens), support)
     longest = signature.max_query_len
     query_lens = tuple(min(length, longest) for length in lens.query_lens)

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 from ..generators.option_pairs import PLAIN
+from ..generators.rank_signatures import draw_rank_batch, draw_rank_signature
+from ..generators.ranks import GATHER, RING, STEP
 from ..generators.signatures import (
     LARGE,
     SMALL,
@@ -26,10 +28,10 @@ from ..generators.signed_calls import SignedCall, build_signed
 from ..oracles.batched import MAX_SCORES, judge_group
 from ..oracles.groups import make_group
 from .calling import Result as Output
-from .calling import run_call
 from .candidate import OutsideSupport
 from .fitting import fit_case, fit_signature
 from .law import Law, Setting
+from .rank_calls import run_signed
 from .report import Result, Status, unfinished
 from .trial import At, no_one, try_case
 
@@ -68,6 +70,9 @@ def is_context_lost(device: torch.device) -> bool:
 def signature_of(law: Law, setting: Setting, seed: int) -> Signature:
     """Return the signature of a seed, within the declared support."""
     limits = SMALL if setting.device.type == "cpu" else LARGE
+    if law.needs[0] in (STEP, GATHER, RING):
+        # what ranks take is not declared: a call outside of it is skipped
+        return draw_rank_signature(seed, limits, law.needs[0])
     drawn = draw_signature(seed, limits, law.needs[0])
     if setting.candidate.promises_all:
         return drawn
@@ -145,7 +150,8 @@ def _until(
     for number in range(count):
         if number and time.perf_counter() > end:
             return
-        yield draw_batch(signature, first + number)
+        draw = draw_batch if signature.ranks is None else draw_rank_batch
+        yield draw(signature, first + number)
 
 
 def describe(signature: Signature) -> dict[str, str]:
@@ -167,7 +173,7 @@ def describe(signature: Signature) -> dict[str, str]:
         for name, value in choice.items()
         if name not in found and value != PLAIN[name]
     }
-    return found
+    return found if signature.ranks is None else found | signature.ranks.describe()
 
 
 class Tally:
@@ -194,6 +200,9 @@ class Tally:
                 f"entries: {batch.entries}": 1,
             }
         )
+        if (ranks := batch.signature.ranks) is not None and ranks.is_step:
+            idle = ranks.idle_ranks(batch.key_lens)
+            self.counts += Counter({"ranks without a key of a request": idle})
 
 
 Tried = tuple[SignedBatch, SignedCall, Output]
@@ -220,7 +229,7 @@ def _groups(
         tally.add(shown)
         out: Output | Exception
         try:
-            out = run_call(setting, built.call)
+            out = run_signed(setting, shown, built)
             if setting.device.type == "cuda":
                 # an error of a kernel belongs to the call that launched it
                 torch.cuda.synchronize()
@@ -267,7 +276,9 @@ def _judge(
     shares: list[float] = []
     if ran:
         padded = make_group([built for _, built, _ in ran], setting.device)
-        shares = judge_group(padded, [out for _, _, out in ran])
+        ranks = ran[0][0].signature.ranks
+        is_joined = ranks is not None and ranks.is_joined
+        shares = judge_group(padded, [out for _, _, out in ran], is_joined)
     tally.seconds["oracle"] += time.perf_counter() - began
     wrong = [
         (batch, share)

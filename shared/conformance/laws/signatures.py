@@ -4,16 +4,22 @@ The result of one batch is judged key by key in float64. `harness/screening.py` 
 batches of a signature with a batched oracle, and comes back to these laws for those it finds wrong.
 """
 
+from ..generators.rank_signatures import signed_rank_batches
+from ..generators.ranks import GATHER, RING, STEP
+from ..generators.ranks import Ranks as Ranks  # in what a report shows
 from ..generators.signatures import Signature as Signature  # in what a report shows
 from ..generators.signatures import SignedBatch, signed_batches
 from ..generators.signed_calls import build_signed
-from ..harness.calling import expect_right, run_call
+from ..harness.calling import expect_right
 from ..harness.law import Setting, law
+from ..harness.rank_calls import run_signed
 
 
 def expect_right_batch(setting: Setting, batch: SignedBatch) -> None:
-    call = build_signed(batch, setting.device).call
-    expect_right(setting, call, run_call(setting, call))
+    built = build_signed(batch, setting.device)
+    found, ranks = run_signed(setting, batch, built), batch.signature.ranks
+    is_joined = ranks is not None and ranks.is_joined
+    expect_right(setting, built.call, found, is_joined=is_joined)
 
 
 @law("paged_attention", cases=signed_batches())
@@ -26,6 +32,28 @@ def paged_attention_is_right_for_every_batch_of_a_signature(
 
 @law("encoder_attention", cases=signed_batches("encoder_attention"))
 def encoder_attention_is_right_for_every_batch_of_a_signature(
+    setting: Setting, batch: SignedBatch
+) -> None:
+    expect_right_batch(setting, batch)
+
+
+@law(STEP, cases=signed_rank_batches(STEP))
+def a_parallel_step_is_right_for_every_batch_of_a_signature(
+    setting: Setting, batch: SignedBatch
+) -> None:
+    """Each rank writes the new tokens that it stores, and no other slot changes."""
+    expect_right_batch(setting, batch)
+
+
+@law(GATHER, cases=signed_rank_batches(GATHER))
+def a_prefill_on_several_ranks_is_right_for_every_batch_of_a_signature(
+    setting: Setting, batch: SignedBatch
+) -> None:
+    expect_right_batch(setting, batch)
+
+
+@law(RING, cases=signed_rank_batches(RING))
+def a_ring_prefill_is_right_for_every_batch_of_a_signature(
     setting: Setting, batch: SignedBatch
 ) -> None:
     expect_right_batch(setting, batch)

@@ -194,7 +194,9 @@ def _biases(group: Group, distance: Tensor, dtype: torch.dtype) -> list[Tensor]:
 
 
 def judge_group(
-    group: Group, results: Sequence[tuple[Tensor, Tensor | None]]
+    group: Group,
+    results: Sequence[tuple[Tensor, Tensor | None]],
+    is_joined: bool = False,
 ) -> list[float]:
     """Return for each call its largest error divided by the error budget; inf if it is not finite.
 
@@ -202,6 +204,7 @@ def judge_group(
         group: The requests of the calls.
         results: Output and log-sum-exp of each call. Rows past the last request must be 0 and
             -inf.
+        is_joined: Whether rows were merged from partial results by rounded log-sum-exps.
     """
     masks = visible_keys(group)
     exact = attend_batched(group, masks=masks)
@@ -230,7 +233,12 @@ def judge_group(
     lost = lost.nan_to_num(0.0).maximum(torch.minimum(typical, eps * largest))
     budget = FACTOR * lost + eps * size
     if its_dtype not in ROUNDS_ONCE:
-        budget = FACTOR * lost + ROUNDINGS_INSIDE * eps * largest
+        roundings = torch.full_like(largest, ROUNDINGS_INSIDE)
+        if is_joined:
+            its_lse = exact.lse.abs()
+            its_lse = torch.where(its_lse.isfinite(), its_lse, 0.0).amax(1)
+            roundings[place] += its_lse
+        budget = FACTOR * lost + roundings * eps * largest
     # step: compare output and log-sum-exp
     if "out_scale" not in group.call.arguments:
         error = (outs.double() - right).abs().flatten(2).amax(2)
