@@ -23,7 +23,10 @@ from .signatures import (
 
 MAX_RANKS = 8
 """Ranks of a signature, at most."""
-NEW_TOKENS = 6
+WORLD_SIZES = (1, 2, 2, 3, 3, 4, 4, 5, 6, 7, MAX_RANKS)
+MAX_SPLITS = 16
+"""Fixed splits of a signature, at most."""
+NEW_TOKENS = 5
 """New tokens of a request of a STEP, at most: each is a request of its own on every rank."""
 _SIZES = ("operation", "dtype", "out", "lse", "block_size", "group", "head_size")
 _ALWAYS = (*_SIZES, "query", "scale", "value_head_size", "logits_soft_cap", "sinks")
@@ -50,7 +53,7 @@ def draw_rank_signature(seed: int, limits: Limits, operation: str) -> Signature:
     if choice["out"] not in ("given", "made"):
         choice["out"] = "given"
     if operation != STEP:
-        ranks = Ranks(operation, pick.randint(1, MAX_RANKS))
+        ranks = Ranks(operation, pick.choice(WORLD_SIZES))
         choice["batch"] = "prefill"
         longest = 2 * limits.max_query_len
         return replace(
@@ -75,7 +78,7 @@ def draw_rank_signature(seed: int, limits: Limits, operation: str) -> Signature:
 
 def _draw_step(pick: Random, block_size: int) -> tuple[Ranks, int, int]:
     """Return the ranks of a STEP, its KV heads, and the query heads that share one."""
-    world_size = pick.randint(1, MAX_RANKS)
+    world_size = pick.choice(WORLD_SIZES)
     kv_heads, tp_world_size = pick.choice([1, 2]), world_size
     group = world_size // gcd(world_size, kv_heads) * pick.choice([1, 1, 2])
     if pick.random() < 0.4:
@@ -91,8 +94,13 @@ def _draw_step(pick: Random, block_size: int) -> tuple[Ranks, int, int]:
     interleave_size = pick.choice([1, block_size, *divisors, *divisors])
     splits = None
     if pick.random() < 0.3:
-        run = pick.choice([each for each in divisors if interleave_size % each == 0])
-        splits = world_size * (interleave_size // run) * pick.choice([1, 1, 2]), run
+        drawn = [
+            (world_size * interleave_size // run * times, run)
+            for run in divisors
+            if interleave_size % run == 0
+            for times in (1, 2)
+        ]
+        splits = pick.choice([each for each in drawn if each[0] <= MAX_SPLITS])
     exchange = "all_to_all" if splits else pick.choice(["all_to_all", "reduce_scatter"])
     ranks = Ranks(STEP, world_size, tp_world_size, interleave_size, exchange, splits)
     return ranks, kv_heads, group

@@ -3,6 +3,7 @@
 The result is that of all ranks together: rows of all heads and tokens, as one rank returns them.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,7 +46,38 @@ def run_signed(setting: Setting, batch: SignedBatch, built: SignedCall) -> Resul
     shape = [tokens, heads, value_size_of(built.call)]
     expect_same("shape of the output", list(out.shape), shape)
     expect_same("dtype of the output", out.dtype, built.call.dtype)
+    if _has_bits_of_one_rank(setting, batch, ranks):
+        right, right_lse = _on_one_rank(setting, batch, built, ranks)
+        expect_same("bits of rows, which are those of one rank", out, right)
+        if lse is not None:
+            expect_same(
+                "bits of log-sum-exps, which are those of one rank", lse, right_lse
+            )
     return out, lse
+
+
+def _has_bits_of_one_rank(setting: Setting, batch: SignedBatch, ranks: Ranks) -> bool:
+    """Return whether the candidate claims the bits of one rank, which it computes too."""
+    if ranks.world_size == 1 or setting.candidate.why_unclaimed("batch_invariant"):
+        return False
+    if ranks.is_step:
+        # with all heads on every rank, the splits alone differ
+        return ranks.splits is not None and ranks.tp_world_size == ranks.world_size
+    if batch.signature.choice["batch_invariant"] == "no":
+        return False
+    operations = setting.candidate.operations
+    return setting.candidate.promises_all and "paged_attention" in operations
+
+
+def _on_one_rank(
+    setting: Setting, batch: SignedBatch, built: SignedCall, ranks: Ranks
+) -> Result:
+    """Return the candidate's result on one rank."""
+    if not ranks.is_step:
+        return run_call(setting, built.call)
+    alone = replace(ranks, world_size=1, tp_world_size=1)
+    signature = replace(batch.signature, ranks=alone)
+    return _run_step(setting, replace(batch, signature=signature), built, alone)
 
 
 def _run_step(
