@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .batches import NAN
 from .drawn_numbers import Ints, bits, rows_of, to_device
-from .ranks import Ranks
+from .ranks import RankLayout
 from .signatures import SignedBatch
 from .signed_calls import SignedCall, draw_table, empty_pair
 
@@ -91,7 +91,7 @@ def rank_call(batch: SignedBatch, built: SignedCall, rank: int) -> RankCall:
 
 
 LENGTHS = ("block_table", "query_start_loc", "seq_lens", "max_seq_len")
-"""Arguments of a call that are no options of a rank."""
+"""Arguments of a call that are not options of a rank."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class _Table:
 
 
 def _slots_of(
-    batch: SignedBatch, ranks: Ranks, rank: int
+    batch: SignedBatch, ranks: RankLayout, rank: int
 ) -> tuple[_Table, tuple[Ints, Ints], tuple[Ints, Ints]]:
     """Return the block table of a rank, and its old and its new keys.
 
@@ -147,7 +147,7 @@ def _shared_keys(batch: SignedBatch) -> Ints:
     return found
 
 
-def position_of_last(ranks: Ranks, rank: int, block_size: int, width: int) -> Ints:
+def position_of_last(ranks: RankLayout, rank: int, block_size: int, width: int) -> Ints:
     """Return [width] the position of the key in the last slot of each block of a rank."""
     index = (np.arange(width) + 1) * block_size - 1
     run, within = np.divmod(index, ranks.interleave_size)

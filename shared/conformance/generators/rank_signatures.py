@@ -1,6 +1,7 @@
 """Signatures of operations of several ranks, and batches that share one.
 
-The signature is that of a call on one rank, whose result is compared, together with its `Ranks`.
+The signature is that of a call on one rank, whose result is compared,
+with a `RankLayout`.
 Options that the operation does not take are plain in it.
 """
 
@@ -11,7 +12,7 @@ from random import Random
 from hypothesis import strategies as st
 
 from .option_pairs import PLAIN
-from .ranks import GATHER, RING, STEP, Ranks
+from .ranks import GATHER, RING, STEP, RankLayout
 from .signatures import (
     SMALL,
     Limits,
@@ -53,7 +54,7 @@ def draw_rank_signature(seed: int, limits: Limits, operation: str) -> Signature:
     if choice["out"] not in ("given", "made"):
         choice["out"] = "given"
     if operation != STEP:
-        ranks = Ranks(operation, pick.choice(WORLD_SIZES))
+        ranks = RankLayout(operation, pick.choice(WORLD_SIZES))
         choice["batch"] = "prefill"
         longest = 2 * limits.max_query_len
         return replace(
@@ -76,7 +77,7 @@ def draw_rank_signature(seed: int, limits: Limits, operation: str) -> Signature:
     )
 
 
-def _draw_step(pick: Random, block_size: int) -> tuple[Ranks, int, int]:
+def _draw_step(pick: Random, block_size: int) -> tuple[RankLayout, int, int]:
     """Return the ranks of a STEP, its KV heads, and the query heads that share one."""
     world_size = pick.choice(WORLD_SIZES)
     kv_heads, tp_world_size = pick.choice([1, 2]), world_size
@@ -102,14 +103,16 @@ def _draw_step(pick: Random, block_size: int) -> tuple[Ranks, int, int]:
         ]
         splits = pick.choice([each for each in drawn if each[0] <= MAX_SPLITS])
     exchange = "all_to_all" if splits else pick.choice(["all_to_all", "reduce_scatter"])
-    ranks = Ranks(STEP, world_size, tp_world_size, interleave_size, exchange, splits)
+    ranks = RankLayout(
+        STEP, world_size, tp_world_size, interleave_size, exchange, splits
+    )
     return ranks, kv_heads, group
 
 
 def draw_rank_batch(signature: Signature, index: int) -> SignedBatch:
     """Return one of a signature's batches. Equal arguments give equal batches.
 
-    A prompt has as many keys as new tokens, and there is no padding.
+    A prompt has as many keys as new tokens, and no row is padding.
     """
     batch = draw_batch(signature, index)
     if not signature.has_prompts:

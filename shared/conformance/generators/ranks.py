@@ -16,13 +16,13 @@ STEP, GATHER, RING = (
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RankLayout:
     """The ranks that compute the batches of a signature together.
 
     Args:
         operation: STEP, GATHER or RING.
-        world_size: Ranks that share each sequence's keys, or compute chunks of each prompt.
-        tp_world_size: Ranks that the query heads of a STEP are distributed over, a multiple of
+        world_size: RankLayout that share each sequence's keys, or compute chunks of each prompt.
+        tp_world_size: RankLayout that the query heads of a STEP are distributed over, a multiple of
             `world_size`. If both are equal, each rank stores all KV heads. If not, it stores those
             that its query heads read, and `world_size` ranks with the same KV head share keys.
         interleave_size: Consecutive positions that one rank stores.
@@ -87,7 +87,7 @@ class Ranks:
         runs = [-(-each // self.interleave_size) for each in key_lens if each]
         return sum(max(0, self.world_size - each) for each in runs)
 
-    def simpler(self) -> Iterator["Ranks"]:
+    def simpler(self) -> Iterator["RankLayout"]:
         """Yield ranks that are simpler by one change."""
         for world_size in range(1, self.world_size):
             ranks = replace(self, world_size=world_size)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ...validation.options import OPTIONS as OPTION_FILES
 from .batches import TABLES
 from .option_pairs import PLAIN, Choice, allowed, draw_choice
-from .ranks import Ranks
+from .ranks import RankLayout
 
 POISONS = ("nan", "inf", "large")
 """Contents of slots that are not allocated: NaN, infinity, the largest number of the dtype."""
@@ -94,7 +94,7 @@ class Signature:
     max_query_len: int = 20
     max_key_len: int = 80
     seed: int = 0
-    ranks: Ranks | None = None
+    ranks: RankLayout | None = None
 
     @property
     def block_size(self) -> int:

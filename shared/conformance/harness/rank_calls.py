@@ -14,7 +14,7 @@ from ...contract.parallel import KeySplits
 from ...engine.rank_group import RankGroup
 from ..generators.batches import NAN
 from ..generators.rank_calls import rank_call
-from ..generators.ranks import Ranks
+from ..generators.ranks import RankLayout
 from ..generators.signatures import SignedBatch
 from ..generators.signed_calls import SignedCall
 from .calling import Result, run_call, value_size_of
@@ -56,7 +56,9 @@ def run_signed(setting: Setting, batch: SignedBatch, built: SignedCall) -> Resul
     return out, lse
 
 
-def _has_bits_of_one_rank(setting: Setting, batch: SignedBatch, ranks: Ranks) -> bool:
+def _has_bits_of_one_rank(
+    setting: Setting, batch: SignedBatch, ranks: RankLayout
+) -> bool:
     """Return whether the candidate claims the bits of one rank, which it computes too."""
     if ranks.world_size == 1 or setting.candidate.why_unclaimed("batch_invariant"):
         return False
@@ -70,7 +72,7 @@ def _has_bits_of_one_rank(setting: Setting, batch: SignedBatch, ranks: Ranks) ->
 
 
 def _on_one_rank(
-    setting: Setting, batch: SignedBatch, built: SignedCall, ranks: Ranks
+    setting: Setting, batch: SignedBatch, built: SignedCall, ranks: RankLayout
 ) -> Result:
     """Return the candidate's result on one rank."""
     if not ranks.is_step:
@@ -81,7 +83,7 @@ def _on_one_rank(
 
 
 def _run_step(
-    setting: Setting, batch: SignedBatch, built: SignedCall, ranks: Ranks
+    setting: Setting, batch: SignedBatch, built: SignedCall, ranks: RankLayout
 ) -> Result:
     """Return rows and log-sum-exps of all heads, group after group of ranks that share keys."""
     found: list[Result] = []
@@ -171,7 +173,7 @@ def _expect_heads(setting: Setting, batch: SignedBatch, rank: int) -> None:
 
 
 def _run_prompts(
-    setting: Setting, batch: SignedBatch, built: SignedCall, ranks: Ranks
+    setting: Setting, batch: SignedBatch, built: SignedCall, ranks: RankLayout
 ) -> Result:
     """Return rows and log-sum-exps of all tokens, in the order of the batch."""
 

@@ -6,7 +6,7 @@ batches of a signature with a batched oracle, and comes back to these laws for t
 
 from ..generators.rank_signatures import signed_rank_batches
 from ..generators.ranks import GATHER, RING, STEP
-from ..generators.ranks import Ranks as Ranks  # in what a report shows
+from ..generators.ranks import RankLayout as RankLayout  # in what a report shows
 from ..generators.signatures import Signature as Signature  # in what a report shows
 from ..generators.signatures import SignedBatch, signed_batches
 from ..generators.signed_calls import build_signed
