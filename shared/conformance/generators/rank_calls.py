@@ -55,7 +55,9 @@ def rank_call(batch: SignedBatch, built: SignedCall, rank: int) -> RankCall:
         rank, signature.query_heads, signature.kv_heads
     )
     table, old, new = _slots_of(batch, signature.ranks, rank)
-    pair, caches, after = (built.keys, built.values), [], []
+    pair = (built.keys, built.values)
+    caches: list[Tensor] = []
+    after: list[Tensor] = []
     # numbers that are quantised cannot be written again
     is_written = pair[0].element_size() > 1
     for is_after in (False, True):

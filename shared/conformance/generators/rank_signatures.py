@@ -1,8 +1,7 @@
 """Signatures of operations of several ranks, and batches that share one.
 
-The signature is that of a call on one rank, whose result is compared,
-with a `RankLayout`.
-Options that the operation does not take are plain in it.
+The signature is that of a call on one rank, whose result is compared, with a `RankLayout`. Options
+that the operation does not take are plain in it.
 """
 
 from dataclasses import replace
