@@ -117,11 +117,6 @@ def save_case(folder: Path, case: StoredCase, max_mib: int) -> Path:
     return path
 
 
-def is_case(path: Path) -> bool:
-    """Return whether a file is named like a stored case of the recorder."""
-    return path.name.startswith(PREFIX) and path.suffix == ".pt"
-
-
 def load_case(path: Path) -> StoredCase:
     """Return a stored case.
 
