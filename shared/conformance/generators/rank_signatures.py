@@ -24,8 +24,8 @@ from .signatures import (
 MAX_RANKS = 8
 """Ranks of a signature, at most."""
 WORLD_SIZES = (1, 2, 2, 3, 3, 4, 4, 5, 6, 7, MAX_RANKS)
-MAX_SPLITS = 16
-"""Fixed splits of a signature, at most."""
+MAX_SPLITS = 8
+"""Fixed splits of a signature, at most: each is a request per new token."""
 NEW_TOKENS = 5
 """New tokens of a request of a STEP, at most: each is a request of its own on every rank."""
 _SIZES = ("operation", "dtype", "out", "lse", "block_size", "group", "head_size")
