@@ -233,6 +233,8 @@ def plan_of(
 
 
 RAGGED = (70, 1, 0, 130), (200, 50, 40, 131)
+UNLIKE: dict[str, Any] = {"layout": "interleaved hnd", "value_layout": "interleaved"}
+"""Layouts of two KV heads whose steps from block to block and from head to head differ."""
 CASES = {
     f"prefill, head size {size}": Case("prefill", plan_of(*RAGGED, size, needle="last"))
     for size in (64, 80, 96, 128, 192, 256)
@@ -284,7 +286,7 @@ CASES = {
         "prefill", plan_of((66,), (150,), 64), {"logits_soft_cap": 3.0}
     ),
     "prefill, scales": Case(
-        "prefill", plan_of((66,), (150,), 128, kv_heads=2), has_scales=True
+        "prefill", plan_of((66,), (150,), 128, kv_heads=2, **UNLIKE), has_scales=True
     ),
     "prefill, not causal": Case(
         "prefill", plan_of((66, 5), (150, 130), 64), {"causal": False}
@@ -303,20 +305,20 @@ CASES = {
         {"sinks": True},
     ),
     "append, window": Case(
-        "append", plan_of((20, 1), (900, 400), 128, group=3), {"sliding_window": 300}
+        "append", plan_of((20, 1), (900, 400), 80, group=3), {"sliding_window": 300}
     ),
     "append, head size 192": Case("append", plan_of((6, 1), (300, 20), 192)),
     "append, head size 256": Case("append", plan_of((6,), (300,), 256)),
     "invariant": Case(
         "invariant",
-        plan_of((40, 1, 0, 20), (300, 700, 9, 20), 128, kv_heads=2, padding=3),
+        plan_of((40, 1, 0, 20), (300, 700, 9, 20), 128, kv_heads=2, padding=3, **UNLIKE),
     ),
     "invariant, head size 192": Case(
         "invariant", plan_of((5,) * 6, (60,) * 5 + (300,), 192)
     ),
-    "invariant, one split": Case("invariant", plan_of((70,), (90,), 128)),
+    "invariant, one split": Case("invariant", plan_of((70,), (90,), 112)),
     "invariant, window": Case(
-        "invariant", plan_of((150,) * 3, (700,) * 3, 128, group=4), {"sliding_window": 300}
+        "invariant", plan_of((150,) * 3, (700,) * 3, 80, group=4), {"sliding_window": 300}
     ),
     "invariant, head size 64, sinks": Case(
         "invariant", plan_of((5, 3), (300, 600), 64, needle="tile edge"), {"sinks": True}
@@ -324,14 +326,14 @@ CASES = {
     "cascade": Case(
         "cascade",
         plan_of(
-            (1, 1, 3), (300, 290, 400), 128, group=4, kv_heads=2, layout="hnd",
-            value_layout="interleaved",
+            (1, 1, 33), (300, 290, 400), 128, group=4, kv_heads=2, **UNLIKE
         ),
     ),
     "cascade, head size 64, sinks": Case(
         "cascade", plan_of((20, 1), (300, 500), 64, needle="tile edge", padding=2),
         {"sinks": True},
     ),
+    "cascade, head size 112": Case("cascade", plan_of((3, 1), (280, 300), 112, kv_heads=2)),
     "cascade, not causal, head size 192": Case(
         "cascade", plan_of((2, 1), (280, 300), 192, group=1), {"causal": False}
     ),
@@ -348,8 +350,7 @@ CASES = {
     "append, many tiles": Case(
         "append",
         plan_of(
-            (6, 3), (900, 600), 128, group=4, kv_heads=2, layout="hnd",
-            value_layout="interleaved",
+            (6, 3), (900, 600), 128, group=4, kv_heads=2, **UNLIKE
         ),
     ),
     "latent, short requests": Case(
