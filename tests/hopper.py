@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -103,8 +104,9 @@ class Case(NamedTuple):
             batch has queries and keys of 576 and values of 512.
         options: of the call; `sinks` is the largest of the heads, or True for a usual one.
         has_lse: whether the log-sum-exp is wanted.
-        seq_lens: Optional. Keys of each request, fewer than the batch has. If None, all of them.
         has_scales: whether keys and values have the SCALES; then there are two KV heads.
+        seq_lens: Optional. Keys of each request, fewer than the batch has. If None, all of them.
+        is_ragged: whether keys and values are given without a block table.
     """
 
     family: str
@@ -113,6 +115,7 @@ class Case(NamedTuple):
     has_lse: bool = True
     has_scales: bool = False
     seq_lens: tuple[int, ...] | None = None
+    is_ragged: bool = False
 
 
 def make_batch(case: Case) -> BatchTensors:
@@ -142,6 +145,22 @@ def make_options(case: Case, num_heads: int) -> AttentionOptions:
     return AttentionOptions(**given)
 
 
+def gather_keys(batch: BatchTensors) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the keys and values of all requests in turn, and the index of each one's first."""
+    lens = batch.plan.kv_lens
+    key, value = (
+        torch.cat(
+            [
+                cache[row].flatten(0, 1)[:kv_len]
+                for row, kv_len in zip(batch.rows, lens, strict=True)
+            ]
+        )
+        for cache in (batch.key_cache, batch.value_cache)
+    )
+    starts = [0, *accumulate(lens)]
+    return key, value, torch.tensor(starts, dtype=torch.int32)
+
+
 def launch(case: Case, batch: BatchTensors) -> tuple[Tensor, Tensor]:
     """Launch a case's kernels into an output and a log-sum-exp full of NaN."""
     tokens, heads, _ = batch.query.shape
@@ -157,13 +176,16 @@ def launch(case: Case, batch: BatchTensors) -> tuple[Tensor, Tensor]:
     if case.family == "invariant":
         options = replace(options, batch_invariant=True)
     plan = batch.plan
+    key, value, lengths = batch.key_cache, batch.value_cache, batch.seq_lens
+    if case.is_ragged:
+        key, value, lengths = gather_keys(batch)
     call = AttentionCall(
         batch.query,
-        batch.key_cache,
-        batch.value_cache,
-        batch.block_table,
+        key,
+        value,
+        None if case.is_ragged else batch.block_table,
         batch.query_start_loc,
-        batch.seq_lens,
+        lengths,
         batch.max_query_len,
         batch.max_seq_len,
         batch.query.shape[-1] ** -0.5 if plan.scale is None else plan.scale,
@@ -288,8 +310,8 @@ CASES = {
     "prefill, scales": Case(
         "prefill", plan_of((66,), (150,), 128, kv_heads=2, **UNLIKE), has_scales=True
     ),
-    "prefill, not causal": Case(
-        "prefill", plan_of((66, 5), (150, 130), 64), {"causal": False}
+    "prefill, ragged, not causal": Case(
+        "prefill", plan_of((66, 5), (150, 130), 64), {"causal": False}, is_ragged=True
     ),
     "prefill, blocks of 48": Case(
         "prefill", plan_of((66,), (150,), 128, block_size=48, needle="block edge")
@@ -321,7 +343,7 @@ CASES = {
         "invariant", plan_of((150,) * 3, (700,) * 3, 80, group=4), {"sliding_window": 300}
     ),
     "invariant, head size 64, sinks": Case(
-        "invariant", plan_of((5, 3), (300, 600), 64, needle="tile edge"), {"sinks": True}
+        "invariant", plan_of((5, 3), (258, 600), 64, needle="tile edge"), {"sinks": True}
     ),
     "cascade": Case(
         "cascade",
