@@ -338,6 +338,9 @@ CASES = {
     "invariant, head size 192": Case(
         "invariant", plan_of((5,) * 6, (60,) * 5 + (300,), 192)
     ),
+    "invariant, head size 192, whole tiles": Case(
+        "invariant", plan_of((64,) * 6, (70,) * 6, 192)
+    ),
     "invariant, one split": Case("invariant", plan_of((70,), (90,), 112)),
     "invariant, window": Case(
         "invariant", plan_of((150,) * 3, (700,) * 3, 80, group=4), {"sliding_window": 300}
