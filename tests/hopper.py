@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -103,8 +104,9 @@ class Case(NamedTuple):
             batch has queries and keys of 576 and values of 512.
         options: of the call; `sinks` is the largest of the heads, or True for a usual one.
         has_lse: whether the log-sum-exp is wanted.
-        seq_lens: Optional. Keys of each request, fewer than the batch has. If None, all of them.
         has_scales: whether keys and values have the SCALES; then there are two KV heads.
+        seq_lens: Optional. Keys of each request, fewer than the batch has. If None, all of them.
+        is_ragged: whether keys and values are given without a block table.
     """
 
     family: str
@@ -113,6 +115,7 @@ class Case(NamedTuple):
     has_lse: bool = True
     has_scales: bool = False
     seq_lens: tuple[int, ...] | None = None
+    is_ragged: bool = False
 
 
 def make_batch(case: Case) -> BatchTensors:
@@ -142,6 +145,22 @@ def make_options(case: Case, num_heads: int) -> AttentionOptions:
     return AttentionOptions(**given)
 
 
+def gather_keys(batch: BatchTensors) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the keys and values of all requests in turn, and the index of each one's first."""
+    lens = batch.plan.kv_lens
+    key, value = (
+        torch.cat(
+            [
+                cache[row].flatten(0, 1)[:kv_len]
+                for row, kv_len in zip(batch.rows, lens, strict=True)
+            ]
+        )
+        for cache in (batch.key_cache, batch.value_cache)
+    )
+    starts = [0, *accumulate(lens)]
+    return key, value, torch.tensor(starts, dtype=torch.int32)
+
+
 def launch(case: Case, batch: BatchTensors) -> tuple[Tensor, Tensor]:
     """Launch a case's kernels into an output and a log-sum-exp full of NaN."""
     tokens, heads, _ = batch.query.shape
@@ -157,13 +176,16 @@ def launch(case: Case, batch: BatchTensors) -> tuple[Tensor, Tensor]:
     if case.family == "invariant":
         options = replace(options, batch_invariant=True)
     plan = batch.plan
+    key, value, lengths = batch.key_cache, batch.value_cache, batch.seq_lens
+    if case.is_ragged:
+        key, value, lengths = gather_keys(batch)
     call = AttentionCall(
         batch.query,
-        batch.key_cache,
-        batch.value_cache,
-        batch.block_table,
+        key,
+        value,
+        None if case.is_ragged else batch.block_table,
         batch.query_start_loc,
-        batch.seq_lens,
+        lengths,
         batch.max_query_len,
         batch.max_seq_len,
         batch.query.shape[-1] ** -0.5 if plan.scale is None else plan.scale,
@@ -233,6 +255,8 @@ def plan_of(
 
 
 RAGGED = (70, 1, 0, 130), (200, 50, 40, 131)
+UNLIKE: dict[str, Any] = {"layout": "interleaved hnd", "value_layout": "interleaved"}
+"""Layouts of two KV heads whose steps from block to block and from head to head differ."""
 CASES = {
     f"prefill, head size {size}": Case("prefill", plan_of(*RAGGED, size, needle="last"))
     for size in (64, 80, 96, 128, 192, 256)
@@ -284,10 +308,10 @@ CASES = {
         "prefill", plan_of((66,), (150,), 64), {"logits_soft_cap": 3.0}
     ),
     "prefill, scales": Case(
-        "prefill", plan_of((66,), (150,), 128, kv_heads=2), has_scales=True
+        "prefill", plan_of((66,), (150,), 128, kv_heads=2, **UNLIKE), has_scales=True
     ),
-    "prefill, not causal": Case(
-        "prefill", plan_of((66, 5), (150, 130), 64), {"causal": False}
+    "prefill, ragged, not causal": Case(
+        "prefill", plan_of((66, 5), (150, 130), 64), {"causal": False}, is_ragged=True
     ),
     "prefill, blocks of 48": Case(
         "prefill", plan_of((66,), (150,), 128, block_size=48, needle="block edge")
@@ -303,35 +327,38 @@ CASES = {
         {"sinks": True},
     ),
     "append, window": Case(
-        "append", plan_of((20, 1), (900, 400), 128, group=3), {"sliding_window": 300}
+        "append", plan_of((20, 1), (900, 400), 80, group=3), {"sliding_window": 300}
     ),
     "append, head size 192": Case("append", plan_of((6, 1), (300, 20), 192)),
     "append, head size 256": Case("append", plan_of((6,), (300,), 256)),
     "invariant": Case(
         "invariant",
-        plan_of((40, 1, 0, 20), (300, 700, 9, 20), 128, kv_heads=2, padding=3),
+        plan_of((40, 1, 0, 20), (300, 700, 9, 20), 128, kv_heads=2, padding=3, **UNLIKE),
     ),
     "invariant, head size 192": Case(
         "invariant", plan_of((5,) * 6, (60,) * 5 + (300,), 192)
     ),
-    "invariant, one split": Case("invariant", plan_of((70,), (90,), 128)),
+    "invariant, head size 192, whole tiles": Case(
+        "invariant", plan_of((64,) * 6, (70,) * 6, 192)
+    ),
+    "invariant, one split": Case("invariant", plan_of((70,), (90,), 112)),
     "invariant, window": Case(
-        "invariant", plan_of((150,) * 3, (700,) * 3, 128, group=4), {"sliding_window": 300}
+        "invariant", plan_of((150,) * 3, (700,) * 3, 80, group=4), {"sliding_window": 300}
     ),
     "invariant, head size 64, sinks": Case(
-        "invariant", plan_of((5, 3), (300, 600), 64, needle="tile edge"), {"sinks": True}
+        "invariant", plan_of((5, 3), (258, 600), 64, needle="tile edge"), {"sinks": True}
     ),
     "cascade": Case(
         "cascade",
         plan_of(
-            (1, 1, 3), (300, 290, 400), 128, group=4, kv_heads=2, layout="hnd",
-            value_layout="interleaved",
+            (1, 1, 33), (300, 290, 400), 128, group=4, kv_heads=2, **UNLIKE
         ),
     ),
     "cascade, head size 64, sinks": Case(
         "cascade", plan_of((20, 1), (300, 500), 64, needle="tile edge", padding=2),
         {"sinks": True},
     ),
+    "cascade, head size 112": Case("cascade", plan_of((3, 1), (280, 300), 112, kv_heads=2)),
     "cascade, not causal, head size 192": Case(
         "cascade", plan_of((2, 1), (280, 300), 192, group=1), {"causal": False}
     ),
@@ -348,8 +375,7 @@ CASES = {
     "append, many tiles": Case(
         "append",
         plan_of(
-            (6, 3), (900, 600), 128, group=4, kv_heads=2, layout="hnd",
-            value_layout="interleaved",
+            (6, 3), (900, 600), 128, group=4, kv_heads=2, **UNLIKE
         ),
     ),
     "latent, short requests": Case(

@@ -40,6 +40,8 @@ from .record import entries_of
 
 REPORT = CATALOGUE_REPORT.with_name("mutants-hopper.json")
 REASONS = Path(__file__).parent / "hopper_equivalent.toml"
+USERS: dict[str, list[str]] = {"sm90": [], "invariant": ["invariant", "append"]}
+"""Families that run the files of a folder, if not its own alone; all if the list is empty."""
 SECONDS = 240.0
 """What all cases of one mutant may take; one that takes longer hangs."""
 
@@ -92,12 +94,14 @@ def reasons() -> dict[str, str]:
 def order_cases(mutant: Generated, killers: Counter[tuple[str, str]]) -> list[str]:
     """Return the names of the cases that can notice a mutant, the likeliest first."""
     folder = Path(mutant.file).parent.name
+    families = USERS.get(folder, [folder])
     own = [
-        name
-        for name, case in CASES.items()
-        if folder == "sm90" or case.family == folder or folder == "invariant"
+        name for name, case in CASES.items() if not families or case.family in families
     ]
-    return sorted(own, key=lambda name: -killers[mutant.file, name])
+    return sorted(
+        own,
+        key=lambda name: (-killers[mutant.file, name], CASES[name].family != folder),
+    )
 
 
 def try_cases(mutant: Generated, names: Sequence[str], sender: Connection) -> None:
