@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, settings
 from jaxtyping import jaxtyped
 from pagetwin.conformance.harness.interpreter import speed_up
 from pagetwin.contract.operations import CONCEPTS
+from rank_processes import RankProcesses
 
 ROOT = Path(__file__).parents[1]
 
@@ -208,6 +209,22 @@ def reference() -> Twin:
 def device() -> torch.device:
     """Return where the kernels run: CUDA if there is one, else the interpreter's CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankProcesses]:
+    """Return eight processes for all tests of a file."""
+    found = RankProcesses(tmp_path_factory.mktemp("ranks"), 8)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Iterator[RankProcesses]:
+    """Return three processes, whose group does not survive the test."""
+    found = RankProcesses(tmp_path, 3)
+    yield found
+    found.close()
 
 
 @pytest.fixture(autouse=True)

@@ -14,12 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pagetwin.conformance.harness.candidate import load_candidate
 from pagetwin.conformance.harness.interpreter import speed_up
+from pagetwin.conformance.harness.law import Setting
+from pagetwin.conformance.harness.trial import make_setting
 from pagetwin.engine.rank_group import RankGroup
 from torch import distributed as dist
 
 SIZES = (1, 2, 4, 8)
 """Ranks of the groups that the processes form, from the first process on."""
+LIMIT_S = 2.0
+"""Time limit of the groups in which a rank fails."""
 
 
 class RankProcesses:
@@ -112,3 +117,10 @@ def serve(
 def end_this_process() -> None:
     """End the process as the kernel ends one that is out of memory."""
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def setting_of(twin: str) -> Setting:
+    """Return what a rank checks a twin with."""
+    return make_setting(
+        load_candidate(twin), "cuda" if torch.cuda.is_available() else "cpu"
+    )

@@ -3,45 +3,17 @@
 import os
 import pickle
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-from pagetwin.conformance.harness.candidate import load_candidate
-from pagetwin.conformance.harness.law import Setting
-from pagetwin.conformance.harness.trial import make_setting
 from pagetwin.conformance.laws.parallel_step import bits
 from pagetwin.conformance.laws.prefill_parallel import Prompts, in_order, run_rank
 from pagetwin.engine.rank_group import GRACE_S, RankError, RankGroup
-from rank_processes import RankProcesses, end_this_process
+from rank_processes import LIMIT_S, RankProcesses, end_this_process, setting_of
 
 GATHER, RING = "PrefillContextParallel", "RingContextParallel"
-LIMIT_S = 1.0
-"""Time limit of the groups in which a rank fails."""
-
-
-@pytest.fixture(scope="module")
-def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankProcesses]:
-    """Return eight processes for all tests of this file."""
-    found = RankProcesses(tmp_path_factory.mktemp("ring"), 8)
-    yield found
-    found.close()
-
-
-@pytest.fixture
-def three(tmp_path: Path) -> Iterator[RankProcesses]:
-    """Return three processes, whose group does not survive the test."""
-    found = RankProcesses(tmp_path, 3)
-    yield found
-    found.close()
-
-
-def setting_of(twin: str) -> Setting:
-    return make_setting(
-        load_candidate(twin), "cuda" if torch.cuda.is_available() else "cpu"
-    )
 
 
 def prefill_of_a_rank(
@@ -94,24 +66,21 @@ def test_a_process_that_is_late_changes_no_bit_of_a_prefill(
         assert torch.equal(bits(lse), bits(seen[0][1]))
 
 
-def shift_with_a_late_rank(ranks: RankGroup) -> tuple[float, list[float]]:
-    """Return the seconds that a start takes, and what arrives."""
-    if ranks.rank == 1:
-        time.sleep(0.5)
+def shift_before_the_other(ranks: RankGroup) -> list[float]:
+    """Start a shift, on rank 1 only after rank 0 has started its own. Return what arrives."""
     own, other = torch.full((4,), float(ranks.rank)), torch.zeros(4)
-    begin = time.monotonic()
+    if ranks.rank == 1:
+        ranks.store.wait(["started"], timedelta(seconds=40))
     finish = ranks.start_shift(own, other)
-    seconds = time.monotonic() - begin
-    return seconds, finish().tolist()
+    ranks.store.set("started", "1")
+    return finish().tolist()
 
 
 def test_a_rank_computes_while_its_share_is_on_the_way(
     processes: RankProcesses,
 ) -> None:
-    found = processes.run(2, shift_with_a_late_rank)
-    # the other rank has not called yet
-    assert found[0][0] < 0.25
-    assert [arrived for _, arrived in found] == [[1.0] * 4, [0.0] * 4]
+    """A start that waited for the other rank would not return before that rank's time is over."""
+    assert processes.run(2, shift_before_the_other) == [[1.0] * 4, [0.0] * 4]
 
 
 def prefill_with_a_failing_rank(

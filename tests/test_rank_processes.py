@@ -3,16 +3,12 @@
 import os
 import pickle
 import time
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from pagetwin.conformance.harness.candidate import load_candidate
-from pagetwin.conformance.harness.law import Setting
-from pagetwin.conformance.harness.trial import make_setting
 from pagetwin.conformance.laws.dcp_attention import Dealt
 from pagetwin.conformance.laws.parallel_step import (
     BITS,
@@ -25,35 +21,11 @@ from pagetwin.conformance.laws.parallel_step import (
 )
 from pagetwin.contract.parallel import KeySplits
 from pagetwin.engine.rank_group import GRACE_S, RankError, RankGroup
-from rank_processes import RankProcesses, end_this_process
+from rank_processes import LIMIT_S, RankProcesses, end_this_process, setting_of
 
 BATCH = Dealt(
     (1, 2, 0, 1), (37, 20, 3, 1), 1, 2, "sinks", (36, 0, -1, 0), group=8, padding=1
 )
-LIMIT_S = 1.0
-"""Time limit of the groups in which a rank fails."""
-
-
-@pytest.fixture(scope="module")
-def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankProcesses]:
-    """Return eight processes for all tests of this file."""
-    found = RankProcesses(tmp_path_factory.mktemp("ranks"), 8)
-    yield found
-    found.close()
-
-
-@pytest.fixture
-def three(tmp_path: Path) -> Iterator[RankProcesses]:
-    """Return three processes, whose group does not survive the test."""
-    found = RankProcesses(tmp_path, 3)
-    yield found
-    found.close()
-
-
-def setting_of(twin: str) -> Setting:
-    return make_setting(
-        load_candidate(twin), "cuda" if torch.cuda.is_available() else "cpu"
-    )
 
 
 def step_of_a_rank(
