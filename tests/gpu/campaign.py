@@ -46,6 +46,9 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=9.0, help="of this run")
     parser.add_argument("--workers", type=int, default=min(os.cpu_count() or 1, 12))
     parser.add_argument("--batches", type=int, default=2048, help="per signature")
+    parser.add_argument(
+        "--only", default=LAWS, help="laws; the default: all signatures"
+    )
     parser.add_argument("--archive", type=Path, help="the corpus as a .tar.gz file")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--commit", help="default: what git says")
@@ -60,7 +63,14 @@ def main() -> int:
     code, said = 0, ""
     if before < asked.cases:
         command = [sys.executable, "-c", "from pagetwin.tools.cli import app; app()"]
-        command += ["fuzz", IMPLEMENTATION, "--only", LAWS, "--device", asked.device]
+        command += [
+            "fuzz",
+            IMPLEMENTATION,
+            "--only",
+            asked.only,
+            "--device",
+            asked.device,
+        ]
         command += [
             "--corpus",
             str(folder / "corpus"),
