@@ -21,8 +21,8 @@ class RankLayout:
 
     Args:
         operation: STEP, GATHER or RING.
-        world_size: RankLayout that share each sequence's keys, or compute chunks of each prompt.
-        tp_world_size: RankLayout that the query heads of a STEP are distributed over, a multiple of
+        world_size: Ranks that share each sequence's keys, or compute chunks of each prompt.
+        tp_world_size: Ranks that the query heads of a STEP are distributed over, a multiple of
             `world_size`. If both are equal, each rank stores all KV heads. If not, it stores those
             that its query heads read, and `world_size` ranks with the same KV head share keys.
         interleave_size: Consecutive positions that one rank stores.

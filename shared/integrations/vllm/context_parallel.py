@@ -103,12 +103,12 @@ class SharedKeys:
             output: [tokens, num_heads, head_size_v].
         """
         # vLLM may change it until it has allocated the caches
-        run = int(self.config.parallel_config.cp_kv_cache_interleave_size)
-        if self.kind is not None and self.kind.interleave_size == run:
+        interleave_size = int(self.config.parallel_config.cp_kv_cache_interleave_size)
+        if self.kind is not None and self.kind.interleave_size == interleave_size:
             return self.kind
         value_size, device = output.shape[-1], query.device
         sizes = (self.num_heads, self.head_size, value_size)
-        name = (self.run.name, *sizes, run, query.dtype, device)
+        name = (self.run.name, *sizes, interleave_size, query.dtype, device)
         kinds = _KINDS.setdefault(self.group, {})
         if name not in kinds:
             tokens = int(self.config.scheduler_config.max_num_batched_tokens)
@@ -122,14 +122,14 @@ class SharedKeys:
                 self.num_heads,
                 self.head_size,
                 tokens,
-                run,
+                interleave_size,
                 value_head_size=value_size,
                 dtype=query.dtype,
                 device=device,
             )
             shape = (2, tokens, self.num_heads, value_size)
             partials = torch.empty(shape, dtype=torch.float32, device=device)
-            kinds[name] = LayerKind(step, run, partials[0], partials[1])
+            kinds[name] = LayerKind(step, interleave_size, partials[0], partials[1])
         self.kind = kinds[name]
         return self.kind
 
