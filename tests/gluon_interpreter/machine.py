@@ -355,13 +355,13 @@ class Machine:
             threading.Thread(target=run, args=(role, *each), daemon=True)
             for role, each in zip(self.roles, functions, strict=True)
         ]
-        for each in threads:
-            each.start()
+        for thread in threads:
+            thread.start()
         self.chance.choice(self.roles).turn.release()
         for _ in threads:
             done.acquire()
-        for each in threads:
-            each.join()
+        for thread in threads:
+            thread.join()
         LOCAL.role = outer
         self.roles = [outer]
         if self.error is not None:
