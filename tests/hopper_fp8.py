@@ -283,6 +283,7 @@ CASES = {
     "drafts in many segments, sinks": Fp8Case(
         plan_of((4, 1), (901, 5), needle="first"), {"sinks": True}
     ),
+    "large sinks": Fp8Case(plan_of((1,), (40,), kv_heads=1), {"sinks": 150.0}),
     "large sinks in many segments": Fp8Case(
         plan_of((1,), (901,), kv_heads=1), {"sinks": 150.0}
     ),
@@ -295,8 +296,11 @@ CASES = {
     "prefill": Fp8Case(
         plan_of((1, 70, 4), (300, 336, 40), needle="last", padding=2), is_prefill=True
     ),
+    "prefill, one KV head": Fp8Case(
+        plan_of((17,), (20,), group=1, kv_heads=1), is_prefill=True
+    ),
     "prefill, three KV heads": Fp8Case(
-        plan_of((17,), (70,), group=1, kv_heads=3), is_prefill=True
+        plan_of((1, 1, 17), (5, 9, 70), group=1, kv_heads=3), is_prefill=True
     ),
     "prefill, head size 128, float16, e5m2": Fp8Case(
         plan_of((5, 66), (200, 131), 128, dtype=FP16, needle="tile edge"),

@@ -41,10 +41,16 @@ pytestmark = pytest.mark.skipif(
 KERNELS = Path(__file__).parents[1] / "optimized/kernels"
 AXES = ("block", "slot", "head")
 FAR = [
-    *((axis, "two requests") for axis in ("block", "slot", "table entry")),
-    *((axis, "prefill, three KV heads") for axis in (*AXES, "table entry")),
+    *(
+        (axis, "two requests")
+        for axis in ("block", "slot", "table entry", "token", "query head")
+    ),
+    *(
+        (axis, "prefill, three KV heads")
+        for axis in (*AXES, "table entry", "table row")
+    ),
 ]
-"""Axes with long strides, of a cache or of the block table, and calls that they are tried in."""
+"""Axes with long strides, and calls that they are tried in."""
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -62,6 +68,7 @@ def test_queries_without_keys_get_0_and_lse_minus_infinity(
 ) -> None:
     batch, options = make_call(CASES["four requests"])
     batch.seq_lens.zero_()
+    batch.block_table.fill_(2**31 - 1)
     with pretend_fp8_hopper(monkeypatch):
         out, lse = launch(batch, replace(options, causal=False))
     assert not bool(out.any()) and bool((lse == -torch.inf).all())
@@ -121,8 +128,12 @@ def test_offsets_of_more_than_32_bits_change_no_bit(
     axis: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch, options = make_call(CASES[name])
-    if axis == "table entry":
-        far = replace(batch, block_table=spread(batch.block_table, 1, 2**31))
+    if axis in ("table row", "table entry"):
+        number = ("table row", "table entry").index(axis)
+        far = replace(batch, block_table=spread(batch.block_table, number, 2**31))
+    elif axis in ("token", "query head"):
+        number = ("token", "query head").index(axis)
+        far = replace(batch, query=spread(batch.query, number, 2**31))
     else:
         # an offset of 2**31 words of 4 numbers
         key, value = (

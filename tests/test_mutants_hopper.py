@@ -1,14 +1,20 @@
 """The record of the mutants of the kernels for Hopper, and a sample of them."""
 
 import json
+import time
+from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from mutants import run_hopper
 from mutants.generate import generate, sample
+from mutants.hopper_calls import CALLS, Call
 from mutants.mutant import ROOT
 from mutants.run_hopper import (
     REPORT,
+    folder_of,
     hopper_files,
     judge,
     reasons,
@@ -36,6 +42,7 @@ def test_every_recorded_mutant_is_dead_or_equivalent_with_a_reason(
     for each in record["mutants"]:
         assert each["ended"] == ("equivalent" if each["reason"] else "killed"), each
         assert each["case"] or len(each["reason"].split()) > 5, each
+        assert each["case"] in (None, "a hang", "a crash", *CALLS), each
 
 
 def test_most_recorded_mutants_are_of_todays_functions(record: dict[str, Any]) -> None:
@@ -54,12 +61,40 @@ def test_a_reason_is_of_a_recorded_change(record: dict[str, Any]) -> None:
         assert entries[name]["reason"] == reason
 
 
+def test_a_part_of_the_mutants_of_each_folder_is_recorded(
+    record: dict[str, Any],
+) -> None:
+    tried = Counter(folder_of(each["file"]) for each in record["mutants"])
+    assert set(record["folders"]) == {folder_of(each.file) for each in MUTANTS}
+    for folder, count in record["folders"].items():
+        assert tried[folder] * 25 > count, folder
+
+
 def test_only_layouts_are_left_as_they_are() -> None:
     left_out = [each for each in ALL if each.id not in BY_ID]
     assert len(MUTANTS) > 3000 and left_out
     for each in left_out:
         text = (ROOT / each.file).read_bytes()[: each.end].decode()
         assert "Layout(" in "".join(text.splitlines(keepends=True)[-5:]), each.id
+
+
+def _spin() -> None:
+    while True:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"), [(_spin, "a hang"), (partial(time.sleep, 3), None)]
+)
+def test_a_call_hangs_if_it_takes_too_much_cpu_time(
+    call: Any, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutant = MUTANTS[0]
+    calls = {"a call": Call(folder_of(mutant.file), 1, call)}
+    monkeypatch.setattr(run_hopper, "CALLS", calls)
+    monkeypatch.setattr(run_hopper, "CPU_SECONDS", 1)
+    ((_, case, what, _),) = judge([mutant], 1, {})
+    assert case == expected, what
 
 
 @pytest.mark.long

@@ -10,6 +10,7 @@ from typing import Any
 
 RECORD = Path(__file__).parents[2] / "tests" / "records" / "mutants.json"
 ENDS = ("killed", "alive", "equivalent")
+GENERATED_ENDS = ("killed", "survived", "equivalent")
 
 
 def mutant_table(part: str) -> str:
@@ -17,10 +18,13 @@ def mutant_table(part: str) -> str:
 
     Args:
         part: "counts", "operators", "laws", "alive" or "equivalent"; "generated" and "hopper" are
-            the tables of the reports of `make mutants-generated` and `make mutants-hopper`.
+            the tables of the reports of `make mutants-generated` and `make mutants-hopper`, and
+            "hopper kernels" is that of the latter kernel by kernel.
     """
     if part in ("generated", "hopper"):
         return _generated(RECORD.with_name(f"mutants-{part}.json"))
+    if part == "hopper kernels":
+        return _kernels(RECORD.with_name("mutants-hopper.json"))
     if not RECORD.exists():
         return "*No full run is recorded yet.*"
     record: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8"))
@@ -36,14 +40,33 @@ def mutant_table(part: str) -> str:
     if part in ("alive", "equivalent"):
         return _named([each for each in mutants if each["ended"] == part])
     raise ValueError(
-        f"part = {part!r}: expected counts, operators, laws, alive, equivalent, generated or"
-        " hopper"
+        f"part = {part!r}: expected counts, operators, laws, alive, equivalent, generated, hopper"
+        " or hopper kernels"
     )
+
+
+def _kernels(path: Path) -> str:
+    record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    lines = [
+        "| kernels | mutants | tried | killed | survived | equivalent |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for folder, count in sorted(record["folders"].items()):
+        own = [
+            each
+            for each in record["mutants"]
+            if each["file"].rpartition("/")[0].endswith(f"/{folder}")
+        ]
+        ends = Counter(each["ended"] for each in own)
+        title = "prefill, and shared files" if folder == "sm90" else folder
+        numbers = [count, len(own), *(ends[end] for end in GENERATED_ENDS)]
+        lines.append(f"| {title} | {' | '.join(map(str, numbers))} |")
+    return "\n".join(lines)
 
 
 def _generated(path: Path) -> str:
     record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    mutants, ends = record["mutants"], ("killed", "survived", "equivalent")
+    mutants, ends = record["mutants"], GENERATED_ENDS
     lines = ["| change | killed | survived | equivalent |", "|---|---:|---:|---:|"]
     for name, meaning in (*record["operators"].items(), ("all", "")):
         own = [each for each in mutants if name in (each["operator"], "all")]
