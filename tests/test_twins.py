@@ -376,9 +376,14 @@ def named_functions(module: str) -> Iterator[tuple[str, FunctionNode]]:
 
 
 def methods(cls: type) -> dict[str, Any]:
-    """Return a class's own methods; what is inherited is the same by nature."""
+    """Return a class's own methods; what is inherited is the same by nature.
+
+    Python 3.14 adds a function that computes annotations.
+    """
     found = {}
     for name, value in vars(cls).items():
+        if name == "__annotate_func__":
+            continue
         if isinstance(value, staticmethod | classmethod):
             value = value.__func__
         if inspect.isfunction(value) and value.__module__ == cls.__module__:
