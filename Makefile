@@ -54,7 +54,7 @@ docs: $(STAMP)
 	@echo "The site is in site/. To read it: $(BIN)/python -m http.server --directory site 8000"
 
 types: $(STAMP)
-	$(BIN)/mypy $(TWINS)
+	$(BIN)/mypy $(TWINS) -p gluon_interpreter
 
 check: types docs
 	$(BIN)/ruff check .

@@ -228,8 +228,8 @@ FAULTS = {
     ),
     "keys are converted past the end of the block table": Fault(
         "sm90/fp8_prefill/kernel.py",
-        "n // config.BLOCK_SIZE * strides[5]",
-        "(n // config.BLOCK_SIZE + 1) * strides[5]",
+        "(n // config.BLOCK_SIZE).to",
+        "(n // config.BLOCK_SIZE + 1).to",
         "prefill",
         "a load of the elements",
     ),

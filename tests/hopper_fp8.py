@@ -4,6 +4,7 @@ A decode is the FP8 decode kernel alone. A prefill is the conversion of the cach
 prefill kernel.
 """
 
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -122,6 +123,27 @@ def forget_keys(batch: BatchTensors, options: AttentionOptions) -> BatchTensors:
     for each in caches:
         each.view(torch.uint8)[~attended] = 0x7F
     return replace(batch, block_table=table, key_cache=caches[0], value_cache=caches[1])
+
+
+def spread(tensor: Tensor, axis: int, distance: int) -> Tensor:
+    """Return a copy in which the first and the last entry of an axis are at least `distance` apart.
+
+    They are not if the stride of the axis would need 64 bits. The elements between them are holes
+    of a sparse file, which cost addresses and no memory.
+    """
+    strides, packed = [0] * tensor.dim(), 1
+    for number in reversed(range(tensor.dim())):
+        if number != axis:
+            strides[number], packed = packed, packed * tensor.shape[number]
+    # a multiple of the words of the FP8 decode kernel
+    step = (distance // (tensor.shape[axis] - 1) // 16 + 1) * 16
+    strides[axis] = min(step, 2**31 - 16)
+    size = packed + strides[axis] * (tensor.shape[axis] - 1)
+    with tempfile.NamedTemporaryFile() as file:
+        kind = torch.uint8 if tensor.itemsize == 1 else tensor.dtype
+        memory = torch.from_file(file.name, shared=True, size=size, dtype=kind)
+    copy = memory.as_strided(tensor.shape, strides)
+    return copy.copy_(tensor.view(kind)).view(tensor.dtype)
 
 
 def launch(
@@ -261,6 +283,9 @@ CASES = {
     "drafts in many segments, sinks": Fp8Case(
         plan_of((4, 1), (901, 5), needle="first"), {"sinks": True}
     ),
+    "large sinks in many segments": Fp8Case(
+        plan_of((1,), (901,), kv_heads=1), {"sinks": 150.0}
+    ),
     "two requests": Fp8Case(plan_of((1, 3), (40, 500), needle="last")),
     "four requests": Fp8Case(plan_of((1, 3, 0, 1), (40, 500, 3, 260), padding=9)),
     "bounds above the maxima": Fp8Case(plan_of((1, 2), (333, 70), spare_max=2, scale=0.1)),
@@ -269,6 +294,9 @@ CASES = {
     ),
     "prefill": Fp8Case(
         plan_of((1, 70, 4), (300, 336, 40), needle="last", padding=2), is_prefill=True
+    ),
+    "prefill, three KV heads": Fp8Case(
+        plan_of((17,), (70,), group=1, kv_heads=3), is_prefill=True
     ),
     "prefill, head size 128, float16, e5m2": Fp8Case(
         plan_of((5, 66), (200, 131), 128, dtype=FP16, needle="tile edge"),

@@ -85,10 +85,17 @@ def _move(cache: Tensor, device: str) -> Tensor:
 
 
 def make_options(batch: BatchTensors, **given: Any) -> AttentionOptions:
-    """Return options with a scale per head, other ones for keys than for values."""
+    """Return options with a scale per head, other ones for keys than for values.
+
+    Args:
+        given: of the options; `sinks` is the largest of the heads, or True for a usual one.
+    """
     device, heads = batch.query.device, batch.plan.kv_heads
     if "sinks" in given:
-        given["sinks"] = torch.linspace(-3.0, 4.0, batch.query.shape[1], device=device)
+        largest = 4.0 if given["sinks"] is True else given["sinks"]
+        given["sinks"] = torch.linspace(
+            -3.0, largest, batch.query.shape[1], device=device
+        )
     scales = {
         "k_scale": torch.linspace(0.5, 1.25, heads, device=device),
         "v_scale": torch.linspace(3.0, 0.3, heads, device=device),

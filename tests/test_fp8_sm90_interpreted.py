@@ -16,7 +16,14 @@ from gluon_interpreter.kernels import change_module
 from gluon_interpreter.operations import multiple_of
 from gluon_interpreter.packed import run_packed
 from gluon_interpreter.values import Memory, Pointer, Value
-from hopper_fp8 import CASES, check, launch, make_call, pretend_fp8_hopper
+from hopper_fp8 import (
+    CASES,
+    check,
+    launch,
+    make_call,
+    pretend_fp8_hopper,
+    spread,
+)
 from pagetwin.conformance.oracles.dense import same_bits
 from pagetwin.optimized.kernels.sm90.fp8_decode.operands import (
     DECODE_E4M3,
@@ -32,6 +39,12 @@ pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="it is the run without a GPU that is tried"
 )
 KERNELS = Path(__file__).parents[1] / "optimized/kernels"
+AXES = ("block", "slot", "head")
+FAR = [
+    *((axis, "two requests") for axis in ("block", "slot", "table entry")),
+    *((axis, "prefill, three KV heads") for axis in (*AXES, "table entry")),
+]
+"""Axes with long strides, of a cache or of the block table, and calls that they are tried in."""
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -44,7 +57,7 @@ def test_every_row_is_within_its_error_budget(
     assert launches.made == ["fp8_decode_kernel", *prefill]
 
 
-def test_queries_without_keys_get_0_and_a_log_sum_exp_of_minus_infinity(
+def test_queries_without_keys_get_0_and_lse_minus_infinity(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     batch, options = make_call(CASES["four requests"])
@@ -103,7 +116,29 @@ def test_a_block_table_with_a_stride_of_columns_changes_no_bit(
     assert same_bits(out, expected) and same_bits(lse, expected_lse)
 
 
-def test_a_cache_with_a_stride_of_elements_is_converted_to_the_same_bits(
+@pytest.mark.parametrize(("axis", "name"), FAR)
+def test_offsets_of_more_than_32_bits_change_no_bit(
+    axis: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, options = make_call(CASES[name])
+    if axis == "table entry":
+        far = replace(batch, block_table=spread(batch.block_table, 1, 2**31))
+    else:
+        # an offset of 2**31 words of 4 numbers
+        key, value = (
+            spread(cache, AXES.index(axis), 2**33)
+            for cache in (batch.key_cache, batch.value_cache)
+        )
+        far = replace(batch, key_cache=key, value_cache=value)
+    with pretend_fp8_hopper(monkeypatch):
+        expected, found = (
+            launch(each, options, CASES[name].is_prefill) for each in (batch, far)
+        )
+    for one, other in zip(expected, found, strict=True):
+        assert not bool(one.isnan().any()) and same_bits(one, other)
+
+
+def test_a_cache_with_a_stride_of_elements_is_converted_alike(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     batch, options = make_call(CASES["prefill, blocks of 48, window"])

@@ -9,8 +9,8 @@ are, with other operations under the same names:
 | shared_memory.py | buffers and views with the order of bytes that the hardware has |
 | accesses.py | races: accesses of two roles that no barrier orders |
 | programs.py | races of two programs in global memory, which atomic counters order |
-| machine.py | roles that run in turns, mbarriers, named barriers, what is asynchronous |
-| operations.py, asynchronous.py | the operations |
+| machine.py, barriers.py | roles that run in turns, copies in flight, mbarriers, named barriers |
+| operations.py, asynchronous.py, products.py | the operations; products that are in flight |
 | assembly.py, packed.py | inline assembly; instructions on packed FP8 numbers are run one by one |
 | language.py | the modules that kernels import, with these operations |
 | arguments.py, kernels.py | launches: arguments, and functions whose globals are replaced |

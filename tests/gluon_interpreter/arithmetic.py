@@ -81,7 +81,9 @@ def compare(left: Any, right: Any, operation: Callable[[Any, Any], Any]) -> Valu
     return of_tensor(operation(left.tensor.to(kind), right.tensor.to(kind)))
 
 
-def _both_ways(name: str, apply: Any, operation: Callable[[Any, Any], Any]) -> None:
+def _both_ways(
+    name: str, apply: Callable[..., Value], operation: Callable[[Any, Any], Any]
+) -> None:
     def forward(self: Value, other: Any) -> Value:
         return apply(self, other, operation)
 

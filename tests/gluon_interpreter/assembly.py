@@ -39,7 +39,7 @@ def inline_asm_elementwise(
         words = args[0].tensor
         pair = words.contiguous().view(torch.int16).view(*words.shape, 2)
         return Value(pair[..., 0], gl.int16), Value(pair[..., 1], gl.int16)
-    if asm.startswith("{ .reg") and re.search(r"\.e[45]m[23]x2", asm):
+    if asm.startswith("{ .reg") and re.search(r"\.e[45]m[23]x2", asm) and pack == 1:
         return run_packed(asm, constraints, args, dtype)
     if "ex2.approx" in asm and pack == 8:
         return of_tensor(_exp2_of_8(args[0].tensor))

@@ -8,16 +8,9 @@ from typing import Any
 import torch
 
 from .accesses import Clock
-from .machine import (
-    MAX_ROLES,
-    Barrier,
-    Copy,
-    NamedBarrier,
-    Product,
-    ProductValue,
-    current_role,
-    same_bits,
-)
+from .barriers import Barrier, NamedBarrier
+from .machine import MAX_ROLES, Copy, current_role
+from .products import Product, ProductValue, same_bits
 from .shared_memory import SharedView
 from .values import InterpreterError, Value, lift
 
@@ -217,7 +210,7 @@ def warpgroup_mma_wait(num_outstanding: Any = 0, deps: Any = None) -> Any:
     role = current_role()
     role.pause()
     while len(role.products) > int(num_outstanding):
-        role.products.pop(0).finish()
+        role.products.pop(0).finish(role)
     return deps[0] if len(deps) == 1 else tuple(deps)
 
 

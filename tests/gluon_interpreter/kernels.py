@@ -271,12 +271,12 @@ def interpret_gluon(
         launches.tensors = [each for each in tensors if isinstance(each, torch.Tensor)]
         call(launcher, grid, pointers, options, numbers, tensors, *rest)
 
-    GluonJITFunction.run = launch  # type: ignore[method-assign]
+    GluonJITFunction.run = launch
     InterpretedFunction.run = launch_triton
-    Launcher.__call__ = note_tensors  # type: ignore[method-assign]
+    Launcher.__call__ = note_tensors  # type: ignore[assignment,method-assign]
     try:
         yield launches
     finally:
-        GluonJITFunction.run = run  # type: ignore[method-assign]
+        GluonJITFunction.run = run
         InterpretedFunction.run = run_triton
         Launcher.__call__ = call  # type: ignore[method-assign]

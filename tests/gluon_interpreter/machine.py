@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from triton.experimental.gluon import language as gl
 
 from .accesses import Clock
+from .barriers import Barrier, NamedBarrier
+from .products import Product
 from .programs import Program
 from .shared_memory import Buffer, SharedView
-from .values import InterpreterError, Value
+from .values import InterpreterError
 
 LOCAL = threading.local()
 MAX_ROLES = 8
@@ -36,122 +37,6 @@ def current_role() -> Role:
 
 class Stopped(BaseException):
     """Ends the threads of a program of which one role has failed."""
-
-
-@dataclass
-class Barrier:
-    """The state of an mbarrier.
-
-    Attributes:
-        count: arrivals of a phase.
-        pending: arrivals that are missing in this phase.
-        expected: bytes that are missing in this phase; negative if they arrived before they were
-            expected.
-        completed: phases that have completed.
-        arriving, released: what the arrivals of this phase knew, and those of completed ones.
-    """
-
-    count: int
-    pending: int
-    arriving: Clock
-    released: Clock
-    expected: int = 0
-    completed: int = 0
-
-    def advance(self) -> None:
-        """Complete the phase if nothing is missing."""
-        if self.pending < 0:
-            raise InterpreterError("more arrivals at an mbarrier than it counts")
-        if self.pending == 0 and self.expected == 0:
-            self.pending = self.count
-            self.completed += 1
-            self.released.join(self.arriving)
-
-
-@dataclass
-class NamedBarrier:
-    """The state of a named barrier: threads that have arrived, and how often it was complete.
-
-    Attributes:
-        arriving, released: as in `Barrier`.
-    """
-
-    arriving: Clock
-    released: Clock
-    arrived: int = 0
-    completed: int = 0
-
-
-@dataclass
-class Product:
-    """A warpgroup_mma that was issued.
-
-    Args:
-        left: its left operand in shared memory, or a value in registers.
-        right: its right operand in shared memory.
-        acc: Optional. The accumulator. If None, it is not added.
-        seen: the operands when it was issued.
-        result: the value that becomes valid.
-    """
-
-    left: SharedView | Value
-    right: SharedView
-    acc: Value | None
-    seen: tuple[torch.Tensor, torch.Tensor]
-    result: ProductValue
-
-    def finish(self) -> None:
-        """Compute the product, from operands that must be as they were when it was issued."""
-        for operand, seen in zip((self.left, self.right), self.seen, strict=True):
-            if isinstance(operand, SharedView):
-                current_role().note(operand, is_store=False)
-                if same_bits(operand.read(), seen):
-                    continue
-                raise InterpreterError(
-                    "an operand of warpgroup_mma was overwritten before the product was waited for"
-                )
-        left, right = (each.float() for each in self.seen)
-        total = left @ right
-        if self.acc is not None:
-            total = total + self.acc.tensor
-        self.result.become(total)
-
-
-class ProductValue(Value):
-    """The accumulator of a product that may be in flight."""
-
-    def __init__(self, shape: list[int]) -> None:
-        super().__init__(None, gl.float32)
-        self._sizes = shape
-
-    @property
-    def shape(self) -> list[int]:
-        """The sizes."""
-        return self._sizes
-
-    @property
-    def data(self) -> Any:
-        """The numbers.
-
-        Raises:
-            InterpreterError: the product was not waited for.
-        """
-        if self._data is None:
-            raise InterpreterError(
-                "an accumulator is used before warpgroup_mma_wait has ended its product"
-            )
-        return self._data
-
-    def become(self, data: torch.Tensor) -> None:
-        """Make the value valid."""
-        self._data = data
-
-
-def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Return whether two tensors have the same bytes."""
-    return torch.equal(
-        left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8)
-    )
 
 
 @dataclass(eq=False)
@@ -355,13 +240,13 @@ class Machine:
             threading.Thread(target=run, args=(role, *each), daemon=True)
             for role, each in zip(self.roles, functions, strict=True)
         ]
-        for each in threads:
-            each.start()
+        for thread in threads:
+            thread.start()
         self.chance.choice(self.roles).turn.release()
         for _ in threads:
             done.acquire()
-        for each in threads:
-            each.join()
+        for thread in threads:
+            thread.join()
         LOCAL.role = outer
         self.roles = [outer]
         if self.error is not None:

@@ -193,7 +193,8 @@ def where(condition: Any, left: Any, right: Any) -> Value:
     right = lift(right, left.dtype)
     dtype = promote(left.dtype, right.dtype)
     if not condition.shape and not left.shape and not right.shape:
-        return (left if bool(condition) else right).to(dtype)
+        number: Value = left if bool(condition) else right
+        return number.to(dtype)
     kind = TORCH_DTYPES[dtype]
     chosen = torch.where(
         condition.tensor.bool(), left.tensor.to(kind), right.tensor.to(kind)

@@ -106,7 +106,8 @@ class Value:
         """The numbers as a torch tensor."""
         if isinstance(self.data, int):
             return torch.tensor(self.data, dtype=TORCH_DTYPES[self.dtype])
-        return self.data
+        numbers: torch.Tensor = self.data
+        return numbers
 
     def to(self, dtype: Any, bitcast: bool = False) -> Value:
         """Return the value in another dtype; with `bitcast` the same bits."""

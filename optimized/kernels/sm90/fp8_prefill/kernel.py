@@ -32,10 +32,10 @@ def _convert(
     """
     d = tl.arange(0, BLOCK_D)
     is_element = (d < HEAD_DIM)[None, :]
-    block = tl.load(
-        block_table + n // config.BLOCK_SIZE * strides[5], mask=is_key, other=0
-    )
-    offset = block.to(tl.int64) * strides[0] + (n % config.BLOCK_SIZE) * strides[1]
+    entry = (n // config.BLOCK_SIZE).to(tl.int64) * strides[5]
+    block = tl.load(block_table + entry, mask=is_key, other=0)
+    slot = (n % config.BLOCK_SIZE).to(tl.int64)
+    offset = block.to(tl.int64) * strides[0] + slot * strides[1]
     offset = (
         offset[:, None] + head.to(tl.int64) * strides[2] + (d * strides[3])[None, :]
     )
