@@ -104,12 +104,6 @@ ONLY_IN_THE_REFERENCE = {
 ONLY_IN_THE_TWIN = {
     "backends/backend.py": classes_of_backends("optimized"),
     "cache/block_table.py": {"padded_rows": "metadata.py pads its rows with it too"},
-    "cache/cache_ops.py": {
-        "as_bits": "moves bytes, whatever the element type",
-        "AS_INTEGERS": "the integer of each width",
-        "TOKENS_PER_PROGRAM": "a tile's size",
-        "MAX_ELEMENTS_PER_PROGRAM": "a tile's size",
-    },
     "attention/latent.py": {
         "latent_prefill_attention": "the reference's is in latent_prefill.py",
     },
