@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...launch.attention_call import AttentionCall
-from ...launch.tuning import is_hopper
+from ...launch.chip import is_hopper
 from .config import (
     BOX_COLUMNS,
     WARPGROUP_M,
