@@ -677,10 +677,10 @@ def test_a_copy_of_the_package_has_operators_of_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Mutants are imported as a second copy of the package, beside the first one."""
-    contract = "contract.attention_options"
-    monkeypatch.setitem(
-        sys.modules, f"copied.{contract}", sys.modules[f"pagetwin.{contract}"]
-    )
+    for name in ("contract.attention_options", "optimized.launch.operator_signature"):
+        monkeypatch.setitem(
+            sys.modules, f"copied.{name}", sys.modules[f"pagetwin.{name}"]
+        )
     spec = spec_from_file_location(
         "copied.optimized.launch.operators", _operators.__file__
     )
