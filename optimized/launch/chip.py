@@ -22,3 +22,19 @@ def is_hopper(device: torch.device) -> bool:
         return False
     properties = torch.cuda.get_device_properties(device)
     return (properties.major, properties.minor) == (9, 0)
+
+
+@cache
+def why_no_device(device: torch.device | str) -> list[str]:
+    """Return why kernels cannot run on that device."""
+    device = torch.device(device)
+    if INTERPRETED:
+        return []
+    if device.type != "cuda":
+        return [
+            f"device = {device}: expected cuda, or Triton's interpreter"
+            " (TRITON_INTERPRET=1 before triton is imported)"
+        ]
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return [f"device = {device}: expected compute capability 8.0 or newer"]
+    return []
