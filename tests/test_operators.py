@@ -18,7 +18,8 @@ import pytest
 import torch
 from pagetwin.conformance.generators import latent_batches
 from pagetwin.conformance.generators.batches import BatchPlan, build
-from pagetwin.conformance.generators.options import Call, build_call
+from pagetwin.conformance.generators.choice_calls import build_call
+from pagetwin.conformance.generators.options import Call
 from pagetwin.conformance.laws.attention import SMALL, SMALL_RAGGED
 from pagetwin.conformance.oracles.dense import same_bits
 from pagetwin.contract.attention_options import (
