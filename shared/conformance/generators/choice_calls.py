@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...validation.option import Drawing
-from .batches import GARBAGE, NAN, TABLES, draw_rows, empty_cache, heads_of
+from .batches import NAN, TABLES, draw_rows, empty_cache, heads_of, table_of_rows
 from .option_pairs import Choice
 from .options import DTYPES, Call, make_options, starts_of, stored_as
 
@@ -234,16 +234,13 @@ def _store_paged(
     plan: _Plan, numbers: _Numbers, pick: Random, generator: torch.Generator
 ) -> tuple[dict[str, Any], list[list[int]]]:
     """Return the arguments with keys and values in blocks, and the blocks of each request."""
-    size, reqs = plan.block_size, len(plan.key_lens)
+    size = plan.block_size
     counts = [-(-key_len // size) for key_len in plan.key_lens]
     rows, num_blocks = draw_rows(counts, pick.choice(TABLES), generator)
     max_blocks = max(counts) + pick.choice([0, 1])
-    table = torch.tensor(GARBAGE, dtype=torch.int32).repeat(reqs, max_blocks)
-    table = table[:, :max_blocks].contiguous()
     caches = plan.empty(num_blocks, size)
     halves = (numbers.keys, numbers.values)
     for req, row in enumerate(rows):
-        table[req, : len(row)] = torch.tensor(row, dtype=torch.int32)
         for cache, drawn, scale in zip(caches, halves, plan.scales, strict=True):
             stored = stored_as(drawn[req], scale, plan.stored)
             for start in range(0, plan.key_lens[req], size):
@@ -253,7 +250,7 @@ def _store_paged(
     arguments = {
         "key_cache": caches[0],
         "value_cache": caches[1],
-        "block_table": table.to(plan.device),
+        "block_table": table_of_rows(rows, max_blocks).to(plan.device),
         "seq_lens": torch.tensor(plan.key_lens, dtype=torch.int32, device=plan.device),
         "max_seq_len": most,
     }
