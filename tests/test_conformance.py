@@ -22,9 +22,9 @@ from pagetwin.conformance import (
     reproduce,
 )
 from pagetwin.conformance.generators.batches import LAYOUTS, BatchPlan
+from pagetwin.conformance.generators.choice_calls import build_call
 from pagetwin.conformance.generators.machine import KINDS, Machine
 from pagetwin.conformance.generators.option_pairs import PLAIN, draw_choice
-from pagetwin.conformance.generators.options import build_call
 from pagetwin.conformance.harness import preflight
 from pagetwin.conformance.harness.candidate import (
     Candidate,
