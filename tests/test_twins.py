@@ -75,6 +75,7 @@ OTHER_EXPORTS = {
         "WarmedKernel",
         "release_workspace",
         "warm_up",
+        "warm_up_ranks",
     },
 }
 

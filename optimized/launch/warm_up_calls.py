@@ -1,5 +1,6 @@
 """Calls that a warm-up launches: small batches of one token each, with the bounds of a kernel."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -21,15 +22,14 @@ def make_call(
     Args:
         seq_len: keys of each request.
     """
-    key, value, heads = spec.key_cache, spec.value_cache, spec.num_query_heads
+    key, value = spec.key_cache, spec.value_cache
     device, block_size = key.device, key.shape[1]
     options = choose_options(_fit_options(spec.options[index], num_reqs), causal=True)
     starts = torch.arange(num_reqs + 1, dtype=torch.int32, device=device)
     blocks = -(-spec.max_seq_len // block_size)
+    query, out, lses = (spec.make_rows or _pack_rows(spec))(num_reqs)
     return AttentionCall(
-        query=torch.zeros(
-            num_reqs, heads, key.shape[3], dtype=spec.dtype, device=device
-        ),
+        query=query,
         key=key,
         value=value,
         block_table=torch.zeros(num_reqs, blocks, dtype=torch.int32, device=device),
@@ -38,12 +38,27 @@ def make_call(
         max_query_len=spec.max_query_len,
         max_key_len=spec.max_seq_len,
         scale=key.shape[3] ** -0.5,
-        out=torch.zeros(
-            num_reqs, heads, value.shape[3], dtype=spec.dtype, device=device
-        ).to(spec.out_dtype or spec.dtype),
-        lse=torch.zeros(heads, num_reqs, device=device) if lse else None,
+        out=out,
+        lse=lses if lse else None,
         options=options,
     )
+
+
+def _pack_rows(spec: WarmUpSpec) -> Callable[[int], tuple[Tensor, Tensor, Tensor]]:
+    """Return what makes packed queries, outputs and log-sum-exps of a number of tokens."""
+    key, value, heads = spec.key_cache, spec.value_cache, spec.num_query_heads
+
+    def make(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+        query = torch.zeros(
+            tokens, heads, key.shape[3], dtype=spec.dtype, device=key.device
+        )
+        out = torch.zeros(
+            tokens, heads, value.shape[3], dtype=spec.dtype, device=key.device
+        )
+        lse = torch.zeros(heads, tokens, device=key.device)
+        return query, out.to(spec.out_dtype or spec.dtype), lse
+
+    return make
 
 
 def _fit_options(options: AttentionOptions, num_reqs: int) -> AttentionOptions:
