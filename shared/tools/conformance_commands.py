@@ -248,6 +248,8 @@ def _watch(
             judged.setdefault(result.law, result)
             files.write_so_far(so_far)
             progress.update(task, advance=1, description=result.law)
+            if progress.finished:
+                progress.update(task, description="searching where NaN comes from")
 
         try:
             return check_implementation(
