@@ -511,7 +511,7 @@ def failing_report() -> Report:
     results = [
         Result("law & <held>", "area", Status.HELD, cases=3, seconds=0.5),
         Result("law slightly wrong", "area", Status.BROKEN, case="1", what="output",
-               where="at token 0, 1.5 of the row's budget", found="1.0", right="1.1"),
+               where="at token 0, 1.5 times the row's budget", found="1.0", right="1.1"),
         Result("law undeclared", "area", Status.OUTSIDE, reason="dtype"),
         Result("law missing", "area", Status.MISSING, reason="no merge"),
         Result("law crashed", "area", Status.CRASHED, case="2",

@@ -26,7 +26,12 @@ from ..generators.batches import (
 from ..generators.options import Call, paged_call, quantised_call, slopes
 from ..harness.calling import Result, expect_right, expect_same_results, run_call
 from ..harness.canaries import checked_values, kept
-from ..harness.expect import Disagreement, expect_budget, expect_rejection
+from ..harness.expect import (
+    Disagreement,
+    budgets,
+    expect_budget,
+    expect_rejection,
+)
 from ..harness.law import Setting, law
 from ..oracles.brute_force import (
     Answer,
@@ -244,7 +249,7 @@ def the_combined_results_of_all_ranks_are_full_attention(
     share = judge_log_sum_exp(joint.float(), answer)
     if share > 1:
         raise Disagreement(
-            "joint log-sum-exp", f"{share:.3g} of its budget", joint, answer.lse
+            "joint log-sum-exp", f"as a whole{budgets(share, 'its')}", joint, answer.lse
         )
 
 
