@@ -50,6 +50,7 @@ matrix: $(STAMP)
 
 # builds site/ and tests its pages, in Chromium where it is installed
 docs: $(STAMP)
+	@echo "Building site/ and testing its pages takes some minutes."
 	$(BIN)/python -m pytest -q -rs -m site tests/test_docs.py tests/test_site.py
 	@echo "The site is in site/. To read it: $(BIN)/python -m http.server --directory site 8000"
 
@@ -61,6 +62,7 @@ check: types docs
 	$(BIN)/ruff format --check .
 
 $(STAMP): pyproject.toml .ci/constraints.txt
+	@echo "Installing torch and everything else into .venv takes some minutes and at least 2 GB."
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q -e '.[dev,docs]' -c .ci/constraints.txt
 	touch $@

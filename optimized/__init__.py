@@ -103,6 +103,7 @@ from .cache.slot_mapping import (
 )
 from .launch.symmetric_ranks import SymmetricRanks
 from .launch.warm_up import WarmedKernel, warm_up
+from .launch.warm_up_ranks import warm_up_ranks
 from .launch.warm_up_spec import WarmUpSpec
 from .launch.workspace import release_workspace
 from .parallel.decode import DecodeContextParallel
@@ -201,4 +202,5 @@ __all__ = [
     "use_cascade_attention",
     "view_kv_cache",
     "warm_up",
+    "warm_up_ranks",
 ]

@@ -538,7 +538,7 @@ def main(chips: list[int]) -> None:
     launches: list[Any] = []
     for chip in chips:
         pretend(chip, launches)
-        for module in ("launch.tuning", "kernels.fp8"):
+        for module in ("launch.tuning", "launch.chip", "kernels.fp8"):
             for value in vars(import_module(f"pagetwin.optimized.{module}")).values():
                 if hasattr(value, "cache_clear"):
                     value.cache_clear()

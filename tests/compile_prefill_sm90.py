@@ -4,7 +4,8 @@
 
 Launches are recorded instead of made, so the compiled kernel is the one that would be launched. The
 output is one JSON object per line: the case, registers, bytes spilled, the assembler's warnings,
-shared memory, and the number of instructions of some kinds per main loop. Numbers select cases.
+shared memory, the widths of accesses to global memory, and the number of instructions of some kinds
+per main loop. Numbers select cases.
 Without numbers all cases are compiled.
 """
 
@@ -275,21 +276,25 @@ def _assemble(ptx: str) -> str:
         ).stderr
 
 
-def main_loops(cubin: bytes) -> Iterator[dict[str, int]]:
-    """Return the instruction counts of each main loop's body.
-
-    A body is the code between two labels that contains wgmma instructions and the exponentials of
-    a KV tile. At head size 256 the first KV tile of a work item is one too.
-    """
+def disassemble(cubin: bytes) -> str:
+    """Return the instructions of a compiled kernel."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.cubin"
         file.write_bytes(cubin)
-        text = subprocess.run(
+        return subprocess.run(
             [str(TOOLS / "nvdisasm"), "-c", str(file)],
             capture_output=True,
             text=True,
             check=True,
         ).stdout
+
+
+def main_loops(text: str) -> Iterator[dict[str, int]]:
+    """Return the instruction counts of each main loop's body.
+
+    A body is the code between two labels that contains wgmma instructions and the exponentials of
+    a KV tile. At head size 256 the first KV tile of a work item is one too.
+    """
     for body in re.split(r"^\.L_x_\d+:$", text, flags=re.M):
         in_order = re.findall(
             r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+ )?([A-Z0-9]+)", body, re.M
@@ -305,6 +310,15 @@ def main_loops(cubin: bytes) -> Iterator[dict[str, int]]:
             }
 
 
+def count_widths(text: str) -> dict[str, int]:
+    """Return how many loads from and stores to global memory have each width, in bits per thread."""
+    found: Counter[str] = Counter()
+    for name, modifiers in re.findall(r"\b(LDG|STG)\.E((?:\.[A-Z0-9_]+)*)", text):
+        width = re.search(r"\.[US]?(8|16|64|128)\b", modifiers)
+        found[f"{name} {width[1] if width else 32}"] += 1
+    return dict(found)
+
+
 def main(numbers: list[int]) -> None:
     """Compile the cases of these numbers."""
     for case in [CASES[number] for number in numbers]:
@@ -316,11 +330,13 @@ def main(numbers: list[int]) -> None:
         if case.is_prefix:
             kernel = cascade_prefix_sm90_kernel
         compiled, report = compile_case(record(case), kernel)
+        text = disassemble(compiled.asm["cubin"])
         line = {
             "case": str(case),
             **report,
             "shared": compiled.metadata.shared,
-            "loops": list(main_loops(compiled.asm["cubin"])),
+            "widths": count_widths(text),
+            "loops": list(main_loops(text)),
             "seconds": round(time.perf_counter() - begin, 1),
         }
         print(json.dumps(line), flush=True)

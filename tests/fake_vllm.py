@@ -104,7 +104,7 @@ def _install(
     config, envs = sys.modules["vllm.config"], sys.modules["vllm.envs"]
     chosen = SimpleNamespace(
         model_config=SimpleNamespace(use_mla=use_mla),
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=48),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=48, max_num_seqs=4),
     )
     config.get_current_vllm_config_or_none = lambda: chosen
     if group is not None:

@@ -612,6 +612,10 @@ SINGLE: dict[str, tuple[str, Callable[[Any], Any]]] = {
         "Scheduler",
         with_requests(block_ids=lambda each: [*each.block_ids, 0]),
     ),
+    "a request is scheduled after the tokens that earlier steps stored": (
+        "Scheduler",
+        with_requests(block_ids=lambda each: each.block_ids[::-1]),
+    ),
     "a step lists every block that it writes for the first time": (
         "Scheduler",
         with_output(lambda found: found.new_block_ids.clear()),

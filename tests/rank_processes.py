@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import pickle
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,29 @@ from pagetwin.conformance.harness.candidate import load_candidate
 from pagetwin.conformance.harness.interpreter import speed_up
 from pagetwin.conformance.harness.law import Setting
 from pagetwin.conformance.harness.trial import make_setting
-from pagetwin.engine.rank_group import RankGroup
+from pagetwin.engine.rank_group import GRACE_S, RankError, RankGroup
 from torch import distributed as dist
 
 SIZES = (1, 2, 4, 8)
 """Ranks of the groups that the processes form, from the first process on."""
 LIMIT_S = 2.0
 """Time limit of the groups in which a rank fails."""
+
+
+def assert_others_name_rank_1(found: Sequence[Any], step: int, *words: str) -> None:
+    """Assert that ranks 0 and 2 of 3 raised in time, because rank 1 did not answer.
+
+    Args:
+        found: For each rank its error, and the seconds after which it was raised.
+        words: Other words of the errors.
+    """
+    for rank in (0, 2):
+        error, seconds = found[rank]
+        assert isinstance(error, RankError)
+        assert (error.rank, error.step, error.missing) == (rank, step, (1,)), error
+        for each in (f"rank {rank} of 3, step {step}", *words):
+            assert each in str(error)
+        assert seconds < LIMIT_S + GRACE_S + 1
 
 
 class RankProcesses:

@@ -16,8 +16,8 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from pagetwin.conformance.generators.choice_calls import build_call
 from pagetwin.conformance.generators.option_pairs import OPTIONS, REJECTED, design
-from pagetwin.conformance.generators.options import build_call
 from pagetwin.contract.operations import load_implementation
 
 RECORD = Path(__file__).parent / "records" / "option_runs.json"

@@ -22,9 +22,9 @@ from pagetwin.conformance import (
     reproduce,
 )
 from pagetwin.conformance.generators.batches import LAYOUTS, BatchPlan
+from pagetwin.conformance.generators.choice_calls import build_call
 from pagetwin.conformance.generators.machine import KINDS, Machine
 from pagetwin.conformance.generators.option_pairs import PLAIN, draw_choice
-from pagetwin.conformance.generators.options import build_call
 from pagetwin.conformance.harness import preflight
 from pagetwin.conformance.harness.candidate import (
     Candidate,
@@ -500,14 +500,14 @@ def test_symptoms_differ_in_the_failure_and_not_in_its_numbers():
         ),
     )
     found = [[each.law for each in one.results] for one in report.symptoms()]
-    assert found == [["c"], ["b", "a"], ["e", "d"], ["f", "g"]]
+    assert found == [["b", "a"], ["c"], ["e", "d"], ["f", "g"]]
     assert [each.title for each in report.symptoms()] == [
-        "1 law broken: out[#] is nan instead of a number",
         "2 laws broken: out[#] is wrong",
+        "1 law broken: out[#] is nan instead of a number",
         "2 laws broken: ValueError: head_size = #",
         "2 laws missing: mine has no copy_blocks",
     ]
-    assert [each.law for each in report.laws_to_look_at_first()] == ["c", "b", "e"]
+    assert [each.law for each in report.laws_to_look_at_first()] == ["b", "c", "e"]
     alone = Report("mine", "cpu", report.results[:3])
     assert [each.law for each in alone.laws_to_look_at_first()] == ["b", "a"]
     assert "## The two laws to look at first" in alone.to_markdown()

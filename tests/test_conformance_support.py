@@ -19,8 +19,8 @@ from pagetwin.conformance import (
     vllm_like,
 )
 from pagetwin.conformance.generators.batches import BatchPlan, build
+from pagetwin.conformance.generators.choice_calls import build_call
 from pagetwin.conformance.generators.option_pairs import PLAIN, draw_choice
-from pagetwin.conformance.generators.options import build_call
 from pagetwin.conformance.harness.candidate import (
     Candidate,
     OutsideSupport,

@@ -15,7 +15,7 @@ from pagetwin.optimized.kernels.sm90.fp8_prefill import family
 from pagetwin.optimized.kernels.sm90.fp8_prefill.kernel import BLOCK
 from pagetwin.optimized.launch import cost_model, dispatch
 from pagetwin.optimized.launch.attention_call import AttentionCall
-from pagetwin.optimized.launch.tuning import DECODE_BYTES_PER_US
+from pagetwin.optimized.launch.cost_constants import DECODE_BYTES_PER_US
 from sm90_calls import NAN, needs_hopper, own_counters
 from test_fp8_decode_sm90 import assert_right, make_batch, make_options
 from torch import Tensor

@@ -24,7 +24,7 @@ from random import Random
 
 import torch
 from pagetwin.conformance.generators.option_pairs import draw_choice
-from pagetwin.conformance.generators.options import build_call
+from pagetwin.conformance.generators.choice_calls import build_call
 from pagetwin.contract.operations import load_implementation
 
 reference = load_implementation("reference")

@@ -21,7 +21,7 @@ CATALOGUE = load_catalogue()
 LAWS = {law.name: law for law in ALL_LAWS}
 SAMPLE = (
     "shared/bookkeeping/cache/slot_mapping/window-from-the-query-length",
-    "optimized/cache/cache_ops/slot-zero-is-padding",
+    "optimized/kernels/kv_cache/slot-zero-is-padding",
     "optimized/batch/step_buffers/stale-slots-behind-a-smaller-step",
 )
 """A few of the catalogue: two in plain Python and one in a kernel. The record has all of them."""

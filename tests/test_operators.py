@@ -18,7 +18,8 @@ import pytest
 import torch
 from pagetwin.conformance.generators import latent_batches
 from pagetwin.conformance.generators.batches import BatchPlan, build
-from pagetwin.conformance.generators.options import Call, build_call
+from pagetwin.conformance.generators.choice_calls import build_call
+from pagetwin.conformance.generators.options import Call
 from pagetwin.conformance.laws.attention import SMALL, SMALL_RAGGED
 from pagetwin.conformance.oracles.dense import same_bits
 from pagetwin.contract.attention_options import (
@@ -677,10 +678,10 @@ def test_a_copy_of_the_package_has_operators_of_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Mutants are imported as a second copy of the package, beside the first one."""
-    contract = "contract.attention_options"
-    monkeypatch.setitem(
-        sys.modules, f"copied.{contract}", sys.modules[f"pagetwin.{contract}"]
-    )
+    for name in ("contract.attention_options", "optimized.launch.operator_signature"):
+        monkeypatch.setitem(
+            sys.modules, f"copied.{name}", sys.modules[f"pagetwin.{name}"]
+        )
     spec = spec_from_file_location(
         "copied.optimized.launch.operators", _operators.__file__
     )

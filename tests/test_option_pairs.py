@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import Twin
 from pagetwin.conformance import parametrize_with_laws
+from pagetwin.conformance.generators.choice_calls import build_call
 from pagetwin.conformance.generators.option_pairs import (
     PLAIN,
     REJECTED,
@@ -16,7 +17,6 @@ from pagetwin.conformance.generators.option_pairs import (
     draw_choice,
     pairs_of,
 )
-from pagetwin.conformance.generators.options import build_call
 from pagetwin.conformance.harness.pytest_support import LawToTry
 from record_options import RECORD, drawn
 

@@ -44,7 +44,8 @@ SIZES = [64, 96, 128, 192, 256]
 def test_the_assembler_lets_products_and_softmax_overlap(
     report_lines: Callable[..., None],
 ) -> None:
-    """Earlier faults: serialized wgmma, 16-bit numbers unpacked and packed, register spills."""
+    """Earlier faults: serialized wgmma, 16-bit numbers unpacked and packed, register spills, and
+    single numbers loaded and stored where a thread has two neighbours."""
     lines = json_lines(SCRIPT, *range(EVERY_DAY))
     assert len(lines) == EVERY_DAY
     for case, line in zip(CASES, lines, strict=False):
@@ -60,6 +61,11 @@ def test_the_assembler_lets_products_and_softmax_overlap(
         is_split = is_invariant or case.is_append
         assert line["spilled"] <= (288 if is_split else 256), line
         consumers = choose_consumers(case.head_size, is_split or case.is_prefix)
+        # pairs of neighbours: 32 bits of an output, 64 bits of a partial result
+        widths = line["widths"]
+        assert not {"LDG 16", "STG 16"} & widths.keys(), line
+        if is_split or case.is_prefix:
+            assert widths["STG 64"] >= case.head_size // 4 * consumers, line
         has_left_edge = "sliding_window" in case.options
         loops = 2 + has_left_edge + (case.head_size > 128 or is_split)
         assert len(line["loops"]) == loops * consumers, line

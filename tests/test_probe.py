@@ -30,14 +30,17 @@ class Kernel:
     Args:
         rejects: Whether a call raises.
         interrupted_at: Number of the call in which the user interrupts the command.
+        is_wrong: Whether a call returns a wrong result.
     """
 
     def __init__(
         self,
         rejects: Callable[[Choice], bool] = lambda choice: False,
         interrupted_at: int = 0,
+        is_wrong: Callable[[Choice], bool] = lambda choice: False,
     ) -> None:
         self.rejects, self.interrupted_at = rejects, interrupted_at
+        self.is_wrong = is_wrong
         self.seconds = 0.0
         self.calls: list[Choice] = []
 
@@ -52,6 +55,9 @@ class Kernel:
             raise KeyboardInterrupt
         if self.rejects(choice):
             return Result(job.law, area, Status.BROKEN, message="ValueError: not this")
+        if self.is_wrong(choice):
+            wrong = {"what": "output", "found": "nan", "right": "0.5"}
+            return Result(job.law, area, Status.BROKEN, **wrong)
         return Result(job.law, area, Status.HELD)
 
 
@@ -141,6 +147,22 @@ def test_an_interrupted_probe_prints_what_it_found(probed: Callable[..., str]) -
     assert len(kernel.calls) == 3
     assert set(found.options or ()) == {"out", "lse"} and found.head_sizes == [128]
     assert "# not tried: head_size 64, 256" in printed
+
+
+def test_calls_that_are_wrong_alike_share_a_comment(
+    probed: Callable[..., str],
+) -> None:
+    """A kernel with one bug had 40 comments, one per call."""
+    printed = probed(Kernel(is_wrong=lambda choice: int(choice["head_size"]) % 96 == 0))
+    comments = [line for line in printed.splitlines() if line.startswith("#")]
+    wrong = "# wrong, output is nan instead of a number: head_size 96, 192"
+    assert comments == [wrong]
+    printed = probed(Kernel(is_wrong=lambda choice: True))
+    comments = [line for line in printed.splitlines() if line.startswith("#")]
+    assert comments[0].startswith("# Even the first call gave a wrong result")
+    assert comments[1].startswith("# wrong, output is nan instead of a number: batch ")
+    assert all(line.startswith("#   ") for line in comments[2:])
+    assert support_in(printed).operations == ["paged_attention"]
 
 
 def test_a_probe_that_found_no_call_in_time_is_one_sentence(

@@ -1,6 +1,5 @@
 """Fuzzing of operations of several ranks: what is drawn, what ranks store, and planted bugs."""
 
-import multiprocessing
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from mutants.graft import graft
 from mutants.mutant import load_catalogue
 from pagetwin.conformance.generators.rank_calls import rank_call
 from pagetwin.conformance.generators.rank_signatures import (
@@ -25,6 +23,7 @@ from pagetwin.conformance.harness.rank_calls import run_signed
 from pagetwin.conformance.harness.report import Status
 from pagetwin.conformance.harness.screening import screen
 from pagetwin.conformance.harness.trial import find_law, make_case, make_setting
+from planted_bugs import Hunt, hunt
 from test_rank_function import FUNCTION, RIGHT, WRONG
 
 CPU = torch.device("cpu")
@@ -138,36 +137,17 @@ def test_simpler_batches_of_ranks_are_valid(operation: str) -> None:
 # planted bugs
 
 
-def hunt(bug: str, operation: str, most: int, found: Any, folder: Path) -> None:
-    """Screen a mutant of a twin until it is found, in a process of its own."""
-    (mutant,) = [each for each in load_catalogue() if each.id == bug]
-    trial.SECONDS_TO_SHRINK = 0.0
-    twin = "optimized" if bug.startswith("optimized/") else "reference"
-    setting = make_setting(load_candidate(graft(twin, mutant, folder)), "cpu")
-    cases, seed = 0, 0
-    while cases < most:
-        result = screen(find_law(LAWS[operation]), setting, seed, 0, 4)
-        cases, seed = cases + result.cases, seed + 1
-        if not result.ok:
-            found.put((cases, result.case, result.summary))
-            return
-    found.put((cases, "", ""))
-
-
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_of_ranks_is_found_in_a_bounded_number_of_batches(
-    bug: str, tmp_path: Path
+    bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    context = multiprocessing.get_context("fork")
-    found = context.SimpleQueue()
+    monkeypatch.setattr(trial, "SECONDS_TO_SHRINK", 0.0)
     operation, most = BUGS[bug]
-    process = context.Process(target=hunt, args=(bug, operation, most, found, tmp_path))
-    process.start()
-    process.join()
-    assert process.exitcode == 0
-    cases, case, summary = found.get()
-    assert case, f"{bug}: not found in {cases} batches"
-    assert case.startswith("SignedBatch(") and summary
+    (mutant,) = [each for each in load_catalogue() if each.id == bug]
+    found = hunt(Hunt(mutant, LAWS[operation], most, count=4), tmp_path)
+    assert found is not None
+    assert found.case, f"{bug}: not found in {found.cases} batches"
+    assert found.case.startswith("SignedBatch(") and found.summary
 
 
 def function_per_rank(folder: Path, words: dict[str, str]) -> Any:

@@ -1,18 +1,23 @@
 """The vLLM plugin on ranks that share each sequence's keys: gloo processes with a stand-in."""
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from fake_vllm import VERSIONS, FakeGroup, fake_vllm, recorded
 from pagetwin.engine.rank_group import RankGroup
+from pagetwin.integrations.vllm.new_keys import count_blocks, find_new_blocks
+from pagetwin.integrations.vllm.warm_up import StepBounds
+from pagetwin.reference import paged_attention
+from pagetwin.reference.parallel import decode
 from rank_processes import RankProcesses
 from torch import Tensor
 from vllm_steps import BLOCK_SIZE, EngineSteps
 
 OLDEST, NEWEST = VERSIONS[0], VERSIONS[-1]
-MIXED = [(20, 3, 1), (1, 1, 17), (1, 4, 1), (1, 1, 1), (3, 3, 3)]
+MIXED = [(20, 3, 1), (1, 1, 17), (1, 4, 1), (1, 1, 1), (3, 3, 3), (33, 0, 1)]
 """Prompts, chunks of prompts, decodes and drafts. Some ranks have no key of the third request."""
 
 
@@ -137,6 +142,115 @@ def not_causal(ranks: RankGroup) -> list[float]:
 
 def test_a_step_that_is_not_causal_is_exact(processes: RankProcesses) -> None:
     assert max(errors(processes.run(2, not_causal))) <= 1
+
+
+def count_calls(ranks: RankGroup, given: Any) -> list[Any]:
+    """Return error, reads of keys per call, and collectives of three chunks and a decode."""
+
+    def work(group: FakeGroup) -> list[Any]:
+        steps, found = RankSteps(NEWEST, group, **given), []
+        # the layer's group is made and compared
+        steps.impl.shared.allocate(steps._rows(4, 1), steps._rows(4, 1))
+        for lens in ((40, 1, 2), (40, 1, 2), (0, 40, 1), (1, 1, 1)):
+            reads, collectives = [], []
+
+            def attend(*tensors: Any, _reads: Any = reads, **named: Any) -> Tensor:
+                _reads.append(int(tensors[5].sum()))
+                return paged_attention(*tensors, **named)
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(decode, "paged_attention", attend)
+                for name in ("all_gather", "all_to_all"):
+                    patch.setattr(RankGroup, name, counted(name, collectives))
+                # contents are not compared, as in an engine
+                patch.setattr(decode, "agree_on_batch", lambda *given: None)
+                error = steps.step(lens, padding=0)
+            found.append((error, reads, collectives))
+        return found
+
+    found: list[Any] = inside(ranks, NEWEST, work, "reference")
+    return found
+
+
+def counted(name: str, calls: list[str]) -> Callable[..., Tensor]:
+    """Return a collective that notes its calls."""
+    run = getattr(RankGroup, name)
+
+    def call(self: RankGroup, *given: Any) -> Tensor:
+        calls.append(name)
+        found: Tensor = run(self, *given)
+        return found
+
+    return call
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"kv_cache_dtype": "fp8"}], ids=["float32", "fp8"]
+)
+def test_a_chunk_reads_the_earlier_keys_of_a_rank_once(
+    processes: RankProcesses, given: Any
+) -> None:
+    """Not once per new token, and with the collectives of a decode."""
+    both = processes.run(2, count_calls, given)
+    for rank, found in enumerate(both):
+        assert not isinstance(found, Exception), found
+        assert max(error for error, _, _ in found) <= 1
+        assert all(each == ["all_gather", "all_to_all"] for _, _, each in found)
+        earlier = [(0, 0, 0), (40, 1, 2), (80, 2, 4)]
+        shares = [sum((each + 1 - rank) // 2 for each in lens) for lens in earlier]
+        decode_reads = sum((each + 1 - rank) // 2 for each in (81, 43, 6))
+        assert [reads for _, reads, _ in found] == [
+            *([each] for each in shares),
+            [decode_reads],
+        ]
+
+
+@pytest.mark.parametrize("lens", [(20, 3), (16, 0, 1), (1, 15, 33, 16), (48,), (0, 0)])
+def test_new_keys_of_requests_have_blocks_of_their_own(lens: tuple[int, ...]) -> None:
+    starts = torch.tensor([0, *lens]).cumsum(0).int()
+    tokens = int(starts[-1]) + 2
+    metadata = SimpleNamespace(
+        query_start_loc=starts, num_actual_tokens=tokens, max_query_len=max(lens)
+    )
+    found = find_new_blocks(metadata)
+    assert found.lens.tolist() == list(lens)
+    slots = [
+        int(found.block_table[req, index // 16]) * 16 + index % 16
+        for req, count in enumerate(lens)
+        for index in range(count)
+    ]
+    assert found.slot_mapping.tolist() == [*slots, -1, -1]
+    assert len(set(slots)) == len(slots)
+    assert max(slots, default=0) < 16 * count_blocks(int(starts[-1]), len(lens))
+
+
+def warm_up(ranks: RankGroup) -> list[Any]:
+    """Return what holds of a layer that is warmed up, and the collectives of its warm-up."""
+
+    def work(group: FakeGroup) -> list[Any]:
+        steps, collectives = RankSteps(NEWEST, group, head_size=16), []
+        assert steps.step((20, 3, 1)) <= 1
+        before = steps.cache.clone()
+        steps.impl.bounds = StepBounds(2, 20, 40, 2)
+        query = steps._rows(4, 2)
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("all_gather", "all_to_all"):
+                patch.setattr(RankGroup, name, counted(name, collectives))
+            for cache in (torch.empty(0), steps.cache):
+                out = torch.empty_like(query)
+                steps.impl.forward(steps.layer, query, None, None, cache, None, out)
+        assert steps.impl.bounds is None
+        assert torch.equal(steps.cache.nan_to_num(7), before.nan_to_num(7))
+        return [steps.step((1, 20, 1)) <= 1, steps.step((1, 1, 1)) <= 1, *collectives]
+
+    found: list[Any] = inside(ranks, NEWEST, work)
+    return found
+
+
+def test_a_warm_up_exchanges_nothing_and_changes_no_slot(
+    processes: RankProcesses,
+) -> None:
+    assert errors(processes.run(2, warm_up)) == [True] * 4
 
 
 def two_layers(ranks: RankGroup) -> list[bool]:

@@ -19,6 +19,14 @@ def test_calls_within_a_spec_need_no_other_kernel() -> None:
     assert found["missing"] == []
 
 
+def test_a_warmed_layer_whose_keys_ranks_share_needs_no_other_kernel() -> None:
+    """Decodes, drafts, prompts and chunks of them, with and without an FP8 cache."""
+    script = Path(__file__).parent / "warmed_ranks.py"
+    (found,) = json_lines(script, "90")
+    assert found["warmed"] > 100 and found["steps"] == 180
+    assert found["missing"] == []
+
+
 def make_spec(device: torch.device, **changes: Any) -> WarmUpSpec:
     cache = torch.full((2, 6, 16, 2, 16), 3.0, device=device)
     spec = {

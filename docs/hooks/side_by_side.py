@@ -70,11 +70,16 @@ def functions_of(path: Path) -> list[Function]:
 
 
 def _private_imports(path: Path) -> list[Path]:
-    """Return the files without operations that a file of a twin imports from its own package."""
+    """Return the files without operations that a file of a twin imports from its own package.
+
+    Kernels for one chip are left out: the pages show the portable ones.
+    """
     return [
         each
         for each in _imports(path)
-        if each not in CONCEPT_FILES and each.name != "__init__.py"
+        if each not in CONCEPT_FILES
+        and each.name != "__init__.py"
+        and "sm90" not in each.parts
     ]
 
 

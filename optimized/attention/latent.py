@@ -40,8 +40,8 @@ from ...validation.latent import (
     check_latent_decode_attention,
     check_latent_prefill_attention,
 )
-from ..cache.cache_ops import as_bits
 from ..kernels.fp8 import scale_arguments
+from ..kernels.kv_cache import as_bits
 from ..kernels.latent_cache import gather_latents_kernel, grid, write_latents_kernel
 from ..launch.launcher import check_launch
 from ..launch.operators import operator

@@ -14,11 +14,7 @@ from .attention_call import AttentionCall
 from .launcher import Launcher
 from .launches import Launches
 from .lowering import as_bits
-from .tuning import (
-    SHORT_REST_KEYS,
-    SHORT_REST_PROGRAMS,
-    choose_short_rest_tiles,
-)
+from .tuning import SHORT_REST_KEYS, SHORT_REST_PROGRAMS, choose_short_rest_tiles
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,9 @@ from ..kernels.combine_ranks import Received, combine_ranks_kernel
 from ..kernels.merge import State
 from .launcher import check_launch, must_widen
 
+ROW_PADDING = 8
+"""Elements after the values of a row: its log-sum-exp, and padding to 32 bytes, which TMA takes."""
+
 
 def combine_received(
     received: Tensor,

@@ -10,14 +10,13 @@ key twice, but few query tiles leave most of the chip idle.
 The model compares estimates in microseconds. A launch takes the longest of its products, its reads
 of memory and its reads of the L2 cache, plus a constant. The host knows bounds only: the number of
 requests and tokens, and the longest request. As many requests as possible are assumed to be as long
-as the longest one, and the others to have one new token. The constants are in tuning.py.
+as the longest one, and the others to have one new token. The constants are in cost_constants.py.
 """
 
 from dataclasses import dataclass
 from functools import lru_cache
 
-from .launcher import next_power_of_2
-from .tuning import (
+from .cost_constants import (
     APPEND_US,
     APPEND_WINDOW_US,
     DECODE_BYTES_PER_US,
@@ -35,6 +34,7 @@ from .tuning import (
     SPLIT_US,
     WARPGROUP_ROWS,
 )
+from .launcher import next_power_of_2
 
 
 @dataclass(frozen=True)

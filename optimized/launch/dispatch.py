@@ -1,37 +1,32 @@
-"""Dispatch of attention calls: kernel families, launch plans and their cache.
+"""Dispatch of attention calls: launch plans and their cache.
 
 A call is validated, planned and launched. The first two steps happen once per signature: calls
 that differ only in what changes from step to step share a launch plan. Nothing is read from the
 device, so every call can be captured in a CUDA graph. Calls that differ in nothing but addresses,
 as those of a model's layers in one step, repeat the recorded launches of one of them
 (repeat/calls.py).
-
-To add kernels for a chip, write a module with `supports(call)` and `plan(call)` in a folder of
-`optimized/kernels/`, and enter it in KERNEL_FAMILIES. No other file names it. A module whose plans
-compute every request of a call is entered in COMPLETE_FAMILIES, or in APPEND_FAMILIES if the cost
-model has to select it. If a plan launches only through
-`Launcher`, takes memory only from `find_workspace` and does nothing else on the device, it may have
-the attribute `is_repeatable = True`. Its calls are then repeated (repeat/calls.py).
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
 from ...validation import values_checked
-from ..kernels.sm90 import family as sm90
-from ..kernels.sm90.append import family as sm90_append
-from ..kernels.sm90.fp8_prefill import family as sm90_fp8
-from ..kernels.sm90.invariant import family as sm90_invariant
-from ..kernels.sm90.latent import family as sm90_latent
 from . import portable
 from .attention_call import AttentionCall, sign, sizes_fit
 from .cost_model import Layer, choose_path
+from .families import (
+    APPEND_FAMILIES,
+    COMPLETE_FAMILIES,
+    KERNEL_FAMILIES,
+    CompletePlan,
+    PrefillPlan,
+)
 from .launcher import RECORDING, check_launch
 from .plan_cache import PlanCache
 from .repeat.calls import repeat_or_record
@@ -39,60 +34,6 @@ from .tuning import max_head_size
 
 Check: TypeAlias = Callable[[AttentionCall, bool], None]
 """Raises if a call is wrong. It validates contents too if it is given True."""
-
-
-class PrefillPlan(Protocol):
-    """What a kernel family plans for all calls with one signature."""
-
-    def takes(self, call: AttentionCall) -> bool:
-        """Return whether the kernel takes what a signature leaves out: addresses and sizes."""
-
-    def launch_prefill(self, call: AttentionCall, short_rows: int) -> None:
-        """Compute all requests of more than `short_rows` rows, and leave the others as they are."""
-
-
-class KernelFamily(Protocol):
-    """The kernels of one kind of chip."""
-
-    def supports(self, call: AttentionCall) -> bool:
-        """Return whether the kernels compute long requests of calls with this signature."""
-
-    def plan(self, call: AttentionCall) -> PrefillPlan:
-        """Return a plan for all calls with this call's signature, which is supported."""
-
-
-KERNEL_FAMILIES: tuple[KernelFamily, ...] = (sm90, sm90_fp8)
-"""Kernels of particular chips, in order of preference. Each computes the long requests of a batch.
-The portable family, which computes every request of every call, comes after all of them."""
-
-
-class CompletePlan(Protocol):
-    """What a family that computes every request plans for all calls with one signature."""
-
-    def takes(self, call: AttentionCall) -> bool:
-        """Return whether the kernel takes what a signature leaves out: addresses and sizes."""
-
-    def launch(self, call: AttentionCall) -> None:
-        """Compute all requests, and clear the rows of no request."""
-
-
-class CompleteFamily(Protocol):
-    """Kernels of one kind of chip that compute every request of a call."""
-
-    def supports(self, call: AttentionCall) -> bool:
-        """Return whether the kernels compute calls with this signature."""
-
-    def plan(self, call: AttentionCall) -> CompletePlan:
-        """Return a plan for all calls with this call's signature, which is supported."""
-
-
-COMPLETE_FAMILIES: tuple[CompleteFamily, ...] = (sm90_latent, sm90_invariant)
-"""Kernels of particular chips and kinds of attention, in order of preference. A call that one of
-them takes needs no other family."""
-
-APPEND_FAMILIES: tuple[CompleteFamily, ...] = (sm90_append,)
-"""Kernels of particular chips that compute every request and split its keys. The cost model selects
-them for requests of a few new tokens over long sequences."""
 
 MAX_PLANS = 512
 """Plans that are kept. A model needs one per kind of layer and step; a plan is a few KiB of host

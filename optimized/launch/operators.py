@@ -1,36 +1,32 @@
 """Operators of torch for the public operations, for `torch.compile` and `torch.export`.
 
 A compiler records a public operation as one operator of `torch.ops.pagetwin` and does not trace its
-body. `operator` registers a function under its own name, with arguments from its signature. Tensors
-that it writes are declared. A result has the axes of the return annotation, whose sizes are those
-of the arguments (`shared/contract/shapes.py` names the axes). So a compiler knows its shape without
-running the function.
-
-Three rules of torch shape the operators. An operator takes tensors and numbers, so each field of
-`AttentionOptions` is an argument of its own. An operator returns none of its arguments: if the
-caller gives an output, the overload `out` is called, which returns nothing. An argument has one
-type: what may be a number or a tensor becomes two arguments, `causal` and `causal_tensor`.
+body. `operator` registers a function under its own name, with arguments and results from its
+signature (operator_signature.py), so a compiler knows a result's shape without running the
+function. Tensors that are written are declared. An operator returns none of its arguments: if the
+caller gives an output, the overload `out` is called, which returns nothing.
 
 A call that is not traced runs the function directly, without torch's dispatcher.
 """
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
-from types import NoneType, UnionType
-from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import torch
-from jaxtyping import AbstractArray
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack as count_modes
 from torch.compiler import is_compiling
 
-from ...contract.attention_options import (
-    OPTION_NAMES,
-    AttentionOptions,
-    pack_options,
+from ...contract.attention_options import OPTION_NAMES, pack_options
+from .operator_signature import (
+    OPTIONS,
+    Results,
+    flatten_options,
+    lower_parameters,
+    output_parameters,
+    with_plain_tensors,
 )
 
 NAMESPACE = __name__.partition(".")[0]
@@ -45,9 +41,6 @@ TRACING_MODES = (
     torch._C._TorchDispatchModeKey.PROXY,
     torch._C._TorchDispatchModeKey.FUNCTIONAL,
 )
-
-_OPTIONS = "options"
-"""The argument that is an AttentionOptions."""
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -75,12 +68,12 @@ def operator(
 
     def register(function: Any) -> Any:
         name, signature = function.__name__, inspect.signature(function)
-        flat = tuple(_flatten(signature))
-        lowered = tuple(_lower(flat, out))
+        flat = tuple(flatten_options(signature))
+        lowered = tuple(lower_parameters(flat, out))
         names = [each.name for each in lowered]
         unions = [each.name for each in flat if f"{each.name}_tensor" in names]
-        takes_options = _OPTIONS in signature.parameters
-        results = _Results(signature, like, sizes or {})
+        takes_options = OPTIONS in signature.parameters
+        results = Results(signature, like, sizes or {})
 
         def given(args: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
             found = dict(zip(names, args, strict=False)) | named
@@ -99,10 +92,10 @@ def operator(
         def fake(*args: Any, **named: Any) -> Any:
             return results.empty(given(args, named))
 
-        returned = _plain(signature.return_annotation)
+        returned = with_plain_tensors(signature.return_annotation)
         _define(name, lowered, returned, changed, run, fake)
         if out:
-            with_out = (*lowered, *_buffers(out))
+            with_out = (*lowered, *output_parameters(out))
             _define(f"{name}.out", with_out, None, [*changed, *out], run_out, _nothing)
         trace = _tracer(name, signature, out, unions, results)
         return _fork(function, ", ".join(signature.parameters), trace)
@@ -110,25 +103,12 @@ def operator(
     return register
 
 
-def _buffers(out: Sequence[str]) -> list[inspect.Parameter]:
-    """Return the outputs of the overload `out`; the first one is required."""
-    return [
-        inspect.Parameter(
-            each,
-            inspect.Parameter.KEYWORD_ONLY,
-            annotation=Tensor if each == out[0] else Tensor | None,
-            default=inspect.Parameter.empty if each == out[0] else None,
-        )
-        for each in out
-    ]
-
-
 def _tracer(
     name: str,
     signature: inspect.Signature,
     out: Sequence[str],
     unions: Sequence[str],
-    results: "_Results",
+    results: Results,
 ) -> Callable[..., Any]:
     """Return a function that records a call as one operator, and returns its results.
 
@@ -140,8 +120,8 @@ def _tracer(
 
     def trace(*args: Any) -> Any:
         named = dict(zip(signature.parameters, args, strict=True))
-        if _OPTIONS in named:
-            options = named.pop(_OPTIONS)
+        if OPTIONS in named:
+            options = named.pop(OPTIONS)
             named |= {each: getattr(options, each) for each in OPTION_NAMES}
         buffers = {each: named.pop(each) for each in out}
         is_given = any(each is not None for each in buffers.values())
@@ -189,55 +169,6 @@ def _is_recorded() -> bool:
     return any(map(torch._C._get_dispatch_mode, TRACING_MODES))
 
 
-class _Results:
-    """Makes an operation's results, without contents, from the names of the axes."""
-
-    def __init__(
-        self,
-        signature: inspect.Signature,
-        like: Sequence[str],
-        sizes: Mapping[str, str],
-    ) -> None:
-        self.sizes = sizes
-        self.axes = {
-            name: each.annotation.dim_str.split()
-            for name, each in signature.parameters.items()
-            if _is_array(each.annotation)
-        }
-        returned = signature.return_annotation
-        self.is_many = get_origin(returned) is tuple
-        arrays = [
-            each
-            for each in (get_args(returned) if self.is_many else [returned])
-            if _is_array(each)
-        ]
-        like = like or [next(iter(self.axes), "")] * len(arrays)
-        self.results = [
-            (each.dim_str.split(), name, _only_dtype(each))
-            for each, name in zip(arrays, like, strict=True)
-        ]
-
-    def empty(self, given: Mapping[str, Any]) -> Any:
-        """Return what an operation returns, given its arguments."""
-        if not self.results:
-            return None
-        sizes = {axis: given[name] for axis, name in self.sizes.items()}
-        for name, axes in self.axes.items():
-            shape = given[name].shape
-            if len(axes) != len(shape):
-                raise ValueError(
-                    f"{name} has shape {list(shape)}: expected [{', '.join(axes)}]"
-                )
-            for axis, size in zip(axes, shape, strict=True):
-                sizes.setdefault(axis, size)
-        made = []
-        for axes, name, only in self.results:
-            dtype = only or given.get("dtype") or given[name].dtype
-            shape = [sizes[axis] for axis in axes]
-            made.append(given[name].new_empty(shape, dtype=dtype))
-        return tuple(made) if self.is_many else made[0]
-
-
 def _define(
     name: str,
     parameters: Sequence[inspect.Parameter],
@@ -256,66 +187,6 @@ def _define(
     LIBRARY.define(schema, tags=torch.Tag.pt2_compliant_tag)
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=LIBRARY)
-
-
-def _flatten(signature: inspect.Signature) -> Iterator[inspect.Parameter]:
-    """Yield a signature's parameters, with one for each option in place of `options`."""
-    for each in signature.parameters.values():
-        if each.name != _OPTIONS:
-            yield each
-            continue
-        for field in fields(AttentionOptions):
-            yield each.replace(
-                name=field.name, annotation=field.type, default=field.default
-            )
-
-
-def _lower(
-    parameters: Sequence[inspect.Parameter], left_out: Sequence[str]
-) -> Iterator[inspect.Parameter]:
-    """Yield parameters as an operator has them."""
-    for each in parameters:
-        if each.name in left_out:
-            continue
-        kinds = _kinds(each.annotation)
-        optional = NoneType in kinds
-        kinds = [kind for kind in kinds if kind is not NoneType]
-        numbers = [kind for kind in kinds if kind is not Tensor]
-        if Tensor in kinds and numbers:
-            (number,) = numbers
-            annotation = number | None if optional else number
-            yield each.replace(annotation=annotation)
-            tensor = each.replace(name=f"{each.name}_tensor", default=None)
-            yield tensor.replace(annotation=Tensor | None)
-        else:
-            (kind,) = kinds
-            yield each.replace(annotation=kind | None if optional else kind)
-
-
-def _kinds(annotation: Any) -> list[Any]:
-    """Return the types that an argument may have, arrays as Tensor."""
-    is_union = get_origin(annotation) in (Union, UnionType)
-    members = get_args(annotation) if is_union else (annotation,)
-    return [_plain(each) for each in members]
-
-
-def _plain(annotation: Any) -> Any:
-    """Return an annotation with Tensor for every array."""
-    if _is_array(annotation):
-        return Tensor
-    if origin := get_origin(annotation):
-        return origin[tuple(map(_plain, get_args(annotation)))]
-    return annotation
-
-
-def _is_array(annotation: Any) -> bool:
-    return inspect.isclass(annotation) and issubclass(annotation, AbstractArray)
-
-
-def _only_dtype(annotation: Any) -> torch.dtype | None:
-    """Return the dtype of such arrays, or None if they may have several."""
-    dtypes = annotation.dtypes
-    return getattr(torch, dtypes[0]) if len(dtypes) == 1 else None
 
 
 def _nothing(*args: Any, **named: Any) -> None:

@@ -19,16 +19,11 @@ from ..kernels.options.visible_range import MaskConstants, lower_masks
 from ..kernels.prefill import prefill_kernel
 from ..kernels.sm90.fp8_decode import family as sm90_fp8
 from ..kernels.split_kv import split_kv_kernel, split_rows_kernel
+from .chip import count_processors
 from .launcher import INTERPRETED, Launcher, must_widen, next_power_of_2
 from .launches import Launches
 from .lowering import make_launcher
-from .tuning import (
-    Tiles,
-    choose_row_tiles,
-    choose_short_tiles,
-    choose_tiles,
-    count_processors,
-)
+from .tuning import Tiles, choose_row_tiles, choose_short_tiles, choose_tiles
 
 SPLIT_SIZE = 64 if INTERPRETED else 4096
 """Keys per split of batch-invariant rows. With 2,048 one decode over 131,072 keys takes 184 us

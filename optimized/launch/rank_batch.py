@@ -1,4 +1,4 @@
-"""The batch of one rank, computed on the device: a request per new token and split."""
+"""The batch of one rank, computed on the device: requests whose queries attend to the same keys."""
 
 import torch
 from torch import Tensor
@@ -17,22 +17,40 @@ def make_rank_batch(
     num_tokens: int,
     max_seq_len: int,
     causal: bool,
+    max_query_len: int,
     splits: RankSplits,
     requests_to: Tensor,
 ) -> RankBatch:
     """Return the batch of a rank. The host does not wait.
 
     Args:
-        key_cache, block_table, query_start_loc, seq_lens, num_tokens, max_seq_len, causal: Those
-            of `DecodeContextParallel.prepare`.
+        key_cache, block_table, query_start_loc, seq_lens, num_tokens, max_seq_len, causal,
+            max_query_len: Those of `DecodeContextParallel.prepare`.
         splits: The splits that this rank stores.
         requests_to: [requests + 1] int32, 0 and the numbers up to that of the requests.
     """
     if not len(block_table):
         return _empty_batch(num_tokens, splits, requests_to)
-    # step: find each token's position
     token = requests_to[:num_tokens]
     starts = query_start_loc.contiguous()
+    max_share = count_share(
+        max_seq_len, splits.splits.count, splits.own[0], splits.splits.run
+    )
+    if not causal and not splits.is_fixed:
+        # the queries of a request attend to the same keys
+        return RankBatch(
+            num_tokens=num_tokens,
+            splits=1,
+            block_table=block_table,
+            query_start_loc=starts,
+            seq_lens=splits.lens(seq_lens),
+            max_query_len=max_query_len,
+            max_seq_len=max_share,
+            slot_mapping=torch.full_like(token, PAD_SLOT_ID, dtype=torch.int64),
+            is_token=token < starts[-1],
+            slots_per_block=key_cache.shape[1],
+        )
+    # step: find each token's position
     req = torch.searchsorted(starts[1:], token, right=True)
     is_token = token < starts[-1]
     req = req.clamp(max=len(block_table) - 1)
@@ -55,12 +73,8 @@ def make_rank_batch(
         block_table=table,
         query_start_loc=requests_to[: requests + 1],
         seq_lens=lens,
-        max_seq_len=count_share(
-            max_seq_len,
-            splits.splits.count,
-            splits.own[0],
-            splits.splits.run,
-        ),
+        max_query_len=1,
+        max_seq_len=max_share,
         slot_mapping=torch.where(is_token, slots, PAD_SLOT_ID),
         is_token=is_token,
         slots_per_block=per_block,
@@ -78,6 +92,7 @@ def _empty_batch(num_tokens: int, splits: RankSplits, requests_to: Tensor) -> Ra
         block_table=nothing,
         query_start_loc=requests_to[: requests + 1],
         seq_lens=torch.zeros(requests, dtype=torch.int32, device=splits.device),
+        max_query_len=1,
         max_seq_len=0,
         slot_mapping=slots,
         is_token=slots != PAD_SLOT_ID,

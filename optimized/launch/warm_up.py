@@ -5,23 +5,30 @@ launches depends on its signature and on the bounds of its batch. `warm_up` laun
 once, on a small batch whose lengths are 1 while its bounds are those of the kernel.
 """
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from ...contract.attention_options import AttentionOptions
 from ..attention.cascade import cascade_attention
 from ..attention.paged import paged_attention
 from ..cache.cache_ops import reshape_and_cache
 from . import cascade, dispatch
 from .attention_call import AttentionCall, sign
-from .launches import BRIEF, REQS_PER_PASS
+from .cost_model import Layer
+from .launcher import Launcher
+from .launches import BRIEF
 from .prepare import SPLIT_SIZE
 from .tuning import max_short_keys
+from .warm_up_calls import (
+    bound_call,
+    make_call,
+    query_lens_up_to,
+    req_counts,
+    tensors_of,
+)
 from .warm_up_spec import WarmUpSpec, check_spec
 
 
@@ -92,6 +99,8 @@ def warm_up(spec: WarmUpSpec) -> tuple[WarmedKernel, ...]:
 
 _Launched = Iterator[tuple[str, tuple[int, int, int]]]
 """Names of kernels, and the bounds of the batch that launched each: requests, new tokens, keys."""
+_MakeCall = Callable[[int], AttentionCall]
+"""Returns a call of so many requests."""
 
 
 def _warm_cache_write(spec: WarmUpSpec) -> Iterator[WarmedKernel]:
@@ -112,67 +121,97 @@ def _warm_cache_write(spec: WarmUpSpec) -> Iterator[WarmedKernel]:
 
 def _warm_attention(spec: WarmUpSpec, index: int, lse: bool) -> _Launched:
     """Launch every kernel of paged attention with one kind of options."""
-    call = _make_call(spec, index, lse, 1)
+    make = partial(make_call, spec, index, lse)
+    call = make(1)
     plan = _find_plan(call)
+    yield from _warm_complete(spec, plan, call)
+    started: set[int] = set()
+    if plan.has_decode:
+        yield from _warm_decodes(spec, plan, make, started)
+    is_long = spec.max_query_len * plan.group_size > plan.short_rows
+    if is_long and plan.layer is not None:
+        yield from _warm_appends(spec, plan, plan.layer, make, started)
+    if is_long or not plan.has_decode:
+        # batch-invariant rows have a kernel for one split, and one for several
+        for keys in sorted({min(SPLIT_SIZE, spec.max_seq_len), spec.max_seq_len}):
+            bounds = (1, spec.max_query_len, keys)
+            bounded = bound_call(make(1), *bounds)
+            chosen = next(each for each in plan.prefills if each.takes(bounded))
+            chosen.launch_prefill(bounded, plan.short_rows)
+            yield f"{type(chosen).__name__}.launch_prefill", bounds
+
+
+def _warm_complete(
+    spec: WarmUpSpec, plan: dispatch.LaunchPlan, call: AttentionCall
+) -> _Launched:
+    """Launch the kernels of the chip that compute every request of a call."""
     for complete in plan.complete:
-        for query_len in _query_lens(spec.max_query_len, 64):
+        for query_len in query_lens_up_to(spec.max_query_len, 64):
             bounds = (1, query_len, spec.max_seq_len)
-            bounded = _bound(call, *bounds)
+            bounded = bound_call(call, *bounds)
             if complete.takes(bounded):
                 complete.launch(bounded)
                 yield type(complete).__name__, bounds
-    launches, group_size = plan.portable.launches, plan.group_size
-    if spec.max_query_len * group_size > plan.short_rows:
+    if spec.max_query_len * plan.group_size > plan.short_rows:
         for append in plan.appends:
             bounds = (1, spec.max_query_len, spec.max_seq_len)
-            bounded = _bound(call, *bounds)
+            bounded = bound_call(call, *bounds)
             if append.takes(bounded):
                 append.launch(bounded)
                 yield type(append).__name__, bounds
-    req_counts = _req_counts(spec.max_num_reqs, launches.full_reqs)
-    is_long = spec.max_query_len * group_size > plan.short_rows
-    started: set[int] = set()
 
-    def is_new(launcher: Any) -> bool:
-        known = id(launcher) in started
-        started.add(id(launcher))
-        return not known
 
+def _warm_decodes(
+    spec: WarmUpSpec, plan: dispatch.LaunchPlan, make: _MakeCall, started: set[int]
+) -> _Launched:
+    """Launch every decode kernel that is not in `started`, which is modified in place."""
+    launches = plan.portable.launches
     brief = min(BRIEF, spec.max_seq_len)
-    batches = list(product(req_counts, sorted({brief, spec.max_seq_len})))
+    counts = req_counts(spec.max_num_reqs, launches.full_reqs)
+    batches = list(product(counts, sorted({brief, spec.max_seq_len})))
     # all batches of short decodes have the kernels of this one
     one = max_short_keys(
         1, launches.kv_heads, launches.short_tiles.block_n, launches.processors
     )
     short = [(1, min(one, spec.max_seq_len))] if one else []
-    of_decode = _query_lens(spec.max_query_len, plan.short_rows // group_size)
+    most_of_kernel = plan.short_rows // plan.group_size
+    of_decode = query_lens_up_to(spec.max_query_len, most_of_kernel)
     for (num_reqs, keys), query_len in product(
         [*batches, *short],
         # a decode launch serves the short requests of a longer batch too
-        sorted({*of_decode, spec.max_query_len}) if plan.has_decode else (),
+        sorted({*of_decode, spec.max_query_len}),
     ):
         bounds = (num_reqs, query_len, keys)
-        bounded = _bound(_make_call(spec, index, lse, num_reqs), *bounds)
+        bounded = bound_call(make(num_reqs), *bounds)
         launcher = plan.portable.plan_decode(bounded).launcher
-        if is_new(launcher):
+        if _is_new(launcher, started):
             plan.portable.launch_decode(bounded)
             yield launcher.name, bounds
-    for num_reqs in req_counts:
-        call = _make_call(spec, index, lse, num_reqs)
-        if is_long and plan.layer is not None:
-            bounds = (num_reqs, spec.max_query_len, spec.max_seq_len)
-            for block_m in plan.layer.row_tiles:
-                if is_new(launches.append(num_reqs, block_m)[0]):
-                    plan.portable.launch_append(_bound(call, *bounds), block_m)
-                    yield f"append_kernel, {block_m} rows", bounds
-    if is_long or not plan.has_decode:
-        # batch-invariant rows have a kernel for one split, and one for several
-        for keys in sorted({min(SPLIT_SIZE, spec.max_seq_len), spec.max_seq_len}):
-            bounds = (1, spec.max_query_len, keys)
-            bounded = _bound(_make_call(spec, index, lse, 1), *bounds)
-            chosen = next(each for each in plan.prefills if each.takes(bounded))
-            chosen.launch_prefill(bounded, plan.short_rows)
-            yield f"{type(chosen).__name__}.launch_prefill", bounds
+
+
+def _warm_appends(
+    spec: WarmUpSpec,
+    plan: dispatch.LaunchPlan,
+    layer: Layer,
+    make: _MakeCall,
+    started: set[int],
+) -> _Launched:
+    """Launch every append kernel that is not in `started`, which is modified in place."""
+    launches = plan.portable.launches
+    for num_reqs in req_counts(spec.max_num_reqs, launches.full_reqs):
+        bounds = (num_reqs, spec.max_query_len, spec.max_seq_len)
+        for block_m in layer.row_tiles:
+            if _is_new(launches.append(num_reqs, block_m)[0], started):
+                bounded = bound_call(make(num_reqs), *bounds)
+                plan.portable.launch_append(bounded, block_m)
+                yield f"append_kernel, {block_m} rows", bounds
+
+
+def _is_new(launcher: Launcher, started: set[int]) -> bool:
+    """Return whether a launcher is not in `started`, and add it."""
+    is_new = id(launcher) not in started
+    started.add(id(launcher))
+    return is_new
 
 
 def _warm_cascade(spec: WarmUpSpec, index: int, lse: bool) -> _Launched:
@@ -180,21 +219,23 @@ def _warm_cascade(spec: WarmUpSpec, index: int, lse: bool) -> _Launched:
     block_size = spec.key_cache.shape[1]
     if spec.max_seq_len <= block_size:
         return  # no sequence has a prefix of whole blocks
-    call = _make_call(spec, index, lse, 1, block_size + 1)
+    call = make_call(spec, index, lse, 1, block_size + 1)
     cascade_attention(
-        *_tensors(call), call.max_query_len, call.max_key_len, block_size,
+        *tensors_of(call), call.max_query_len, call.max_key_len, block_size,
         out=call.out, lse=call.lse, options=call.options,
     )  # fmt: skip
     signature = sign(call)
     plan = None if signature is None else cascade.PLANS.get(signature)
     plan = plan or cascade.make_plan(call)
-    for num_reqs in _req_counts(spec.max_num_reqs, plan.rest.full_reqs):
-        call = _make_call(spec, index, lse, num_reqs, block_size + 1)
+    for num_reqs in req_counts(spec.max_num_reqs, plan.rest.full_reqs):
+        call = make_call(spec, index, lse, num_reqs, block_size + 1)
         bounds = (num_reqs, spec.max_query_len, spec.max_seq_len)
         for block_m in plan.layer.row_tiles:
             known = len(plan.rest.appends)
             row_tiles = (block_m, block_m)
-            cascade.launch_cascade(plan, _bound(call, *bounds), block_size, row_tiles)
+            cascade.launch_cascade(
+                plan, bound_call(call, *bounds), block_size, row_tiles
+            )
             if len(plan.rest.appends) > known:
                 yield f"cascade_rest_kernel, {block_m} rows", bounds
             if num_reqs == 1 and plan.hopper is None:
@@ -203,8 +244,8 @@ def _warm_cascade(spec: WarmUpSpec, index: int, lse: bool) -> _Launched:
         yield plan.hopper.launcher.name, bounds
     # short rests, if a batch may have enough of them
     bounds = (spec.max_num_reqs, spec.max_query_len, block_size + 1)
-    call = _bound(
-        _make_call(spec, index, lse, spec.max_num_reqs, block_size + 1), *bounds
+    call = bound_call(
+        make_call(spec, index, lse, spec.max_num_reqs, block_size + 1), *bounds
     )
     known, block_m = len(plan.rest.appends), plan.layer.row_tiles[0]
     cascade.launch_cascade(plan, call, block_size, (block_m, block_m))
@@ -212,91 +253,12 @@ def _warm_cascade(spec: WarmUpSpec, index: int, lse: bool) -> _Launched:
         yield "cascade_short_rest_kernel", bounds
 
 
-def _make_call(
-    spec: WarmUpSpec, index: int, lse: bool, num_reqs: int, seq_len: int = 1
-) -> AttentionCall:
-    """Return a call of requests of one token each, whose bounds are those of the spec.
-
-    Args:
-        seq_len: keys of each request.
-    """
-    key, value, heads = spec.key_cache, spec.value_cache, spec.num_query_heads
-    device, block_size = key.device, key.shape[1]
-    options = dispatch.choose_options(
-        _fit_options(spec.options[index], num_reqs), causal=True
-    )
-    starts = torch.arange(num_reqs + 1, dtype=torch.int32, device=device)
-    blocks = -(-spec.max_seq_len // block_size)
-    return AttentionCall(
-        query=torch.zeros(
-            num_reqs, heads, key.shape[3], dtype=spec.dtype, device=device
-        ),
-        key=key,
-        value=value,
-        block_table=torch.zeros(num_reqs, blocks, dtype=torch.int32, device=device),
-        query_start_loc=starts,
-        lengths=torch.full((num_reqs,), seq_len, dtype=torch.int32, device=device),
-        max_query_len=spec.max_query_len,
-        max_key_len=spec.max_seq_len,
-        scale=key.shape[3] ** -0.5,
-        out=torch.zeros(
-            num_reqs, heads, value.shape[3], dtype=spec.dtype, device=device
-        ).to(spec.out_dtype or spec.dtype),
-        lse=torch.zeros(heads, num_reqs, device=device) if lse else None,
-        options=options,
-    )
-
-
-def _fit_options(options: AttentionOptions, num_reqs: int) -> AttentionOptions:
-    """Return the options with an entry per request and token of a batch of one token each."""
-    changes: dict[str, Any] = {}
-    if isinstance(options.causal, Tensor):
-        changes["causal"] = options.causal.new_ones(num_reqs)
-    if options.tree_mask is not None:
-        _, *tree = options.tree_mask.shape
-        changes["tree_mask"] = options.tree_mask.new_ones(num_reqs, *tree)
-    if options.query_ranges is not None:
-        changes["query_ranges"] = options.query_ranges.new_full((num_reqs, 2), -1)
-    return replace(options, **changes) if changes else options
-
-
-def _bound(
-    call: AttentionCall, num_reqs: int, max_query_len: int, max_key_len: int
-) -> AttentionCall:
-    """Return the call with other bounds. Its requests are as many as it has already."""
-    assert call.lengths.shape[0] == num_reqs
-    return call._replace(max_query_len=max_query_len, max_key_len=max_key_len)
-
-
-def _tensors(
-    call: AttentionCall,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the tensors of a call, in the order of `paged_attention`."""
-    assert call.block_table is not None
-    return (
-        call.query, call.key, call.value, call.block_table, call.query_start_loc,
-        call.lengths,
-    )  # fmt: skip
-
-
 def _find_plan(call: AttentionCall) -> dispatch.LaunchPlan:
     """Return the launch plan of a call, which is validated and computed on the way."""
     paged_attention(
-        *_tensors(call), call.max_query_len, call.max_key_len,
+        *tensors_of(call), call.max_query_len, call.max_key_len,
         out=call.out, lse=call.lse, options=call.options,
     )  # fmt: skip
     signature = sign(call)
     plan = None if signature is None else dispatch.PLANS.get(signature)
     return plan or dispatch.make_plan(call)
-
-
-def _query_lens(most: int, most_of_kernel: int) -> list[int]:
-    """Return the lengths from 1 on that a kernel takes."""
-    return list(range(1, min(most, most_of_kernel) + 1))
-
-
-def _req_counts(most: int, full_reqs: int) -> list[int]:
-    """Return numbers of requests on both sides of every limit between kernels."""
-    limits = {1, full_reqs - 1, full_reqs, most}
-    limits |= {each for limit in REQS_PER_PASS for each in (limit, limit + 1)}
-    return sorted(each for each in limits if 1 <= each <= most)

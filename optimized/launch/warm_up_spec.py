@@ -1,5 +1,6 @@
 """What `warm_up` compiles for: the layers, caches and batches of an engine."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,8 @@ class WarmUpSpec:
             have any number of entries.
         lse: whether calls pass a float32 `lse`, for each kind of call.
         cascades: whether `cascade_attention` is called too.
+        make_rows: Optional. Returns query, output and `lse` of a number of tokens, with the
+            strides of the calls. If None, they are packed.
     """
 
     key_cache: Tensor
@@ -39,6 +42,7 @@ class WarmUpSpec:
     options: tuple[AttentionOptions, ...] = (DEFAULT_OPTIONS,)
     lse: tuple[bool, ...] = (False,)
     cascades: bool = False
+    make_rows: Callable[[int], tuple[Tensor, Tensor, Tensor]] | None = None
 
 
 def check_spec(spec: WarmUpSpec) -> None:

@@ -38,15 +38,13 @@ from ...validation.parallel import (
 from ..attention.paged import paged_attention
 from ..cache.cache_ops import reshape_and_cache
 from ..launch.combine_ranks import (
+    ROW_PADDING,
     add_sinks,
     combine_received,
     combine_while_adding,
 )
 from ..launch.rank_batch import make_rank_batch
 from ..launch.rank_splits import RankSplits, as_runs
-
-_ROW_PADDING = 8
-"""Elements after the values of a row: its log-sum-exp, and padding to 32 bytes, which TMA takes."""
 
 
 class DecodeContextParallel:
@@ -95,7 +93,7 @@ class DecodeContextParallel:
             return torch.zeros(elements, dtype=dtype, device=self.device)
 
         every = ranks.world_size * rows
-        exchanged = every * len(self._splits.own) * (self._value_size + _ROW_PADDING)
+        exchanged = every * len(self._splits.own) * (self._value_size + ROW_PADDING)
         self._query = buffer(rows * head_size, dtype)
         self._queries = buffer(every * head_size, dtype)
         self._sent = buffer(exchanged)
@@ -115,6 +113,7 @@ class DecodeContextParallel:
         num_tokens: int,
         max_seq_len: int,
         causal: bool = True,
+        max_query_len: int | None = None,
     ) -> RankBatch:
         """Return the batch of this rank, once per step, for all layers.
 
@@ -124,7 +123,8 @@ class DecodeContextParallel:
         is_checked = values_checked()
         check_rank_batch(
             key_cache, block_table, query_start_loc, seq_lens, num_tokens, max_seq_len,
-            self.of_rank, self.max_num_tokens, self.fixed_splits, causal, is_checked,
+            self.of_rank, self.max_num_tokens, self.fixed_splits, causal, max_query_len,
+            is_checked,
         )  # fmt: skip
         self.ranks.begin_step()
         if is_checked:
@@ -134,7 +134,8 @@ class DecodeContextParallel:
             )  # fmt: skip
         return make_rank_batch(
             key_cache, block_table, query_start_loc, seq_lens, num_tokens, max_seq_len,
-            causal, self._splits, self._requests,
+            causal, num_tokens if max_query_len is None else max_query_len,
+            self._splits, self._requests,
         )  # fmt: skip
 
     def write(
@@ -186,7 +187,7 @@ class DecodeContextParallel:
             batch.block_table,
             batch.query_start_loc,
             batch.seq_lens,
-            max_query_len=1,
+            max_query_len=batch.max_query_len,
             max_seq_len=batch.max_seq_len,
             scale=scale,
             out=outs,
@@ -240,7 +241,7 @@ class DecodeContextParallel:
         """
         every = self.of_rank[0] * self.num_query_heads
         rows = batch.splits * batch.num_tokens
-        width = value_size + _ROW_PADDING
+        width = value_size + ROW_PADDING
         sent = self._sent[: every * rows * width].view(every, rows, width)
         return sent[..., :value_size].transpose(0, 1), sent[..., value_size]
 
@@ -260,9 +261,9 @@ class DecodeContextParallel:
         value_size = outs.shape[-1]
         shape = (
             self.of_rank[0], self.num_query_heads, batch.splits, batch.num_tokens,
-            value_size + _ROW_PADDING,
+            value_size + ROW_PADDING,
         )  # fmt: skip
-        elements = outs.numel() // max(value_size, 1) * (value_size + _ROW_PADDING)
+        elements = outs.numel() // max(value_size, 1) * (value_size + ROW_PADDING)
         sent = self._sent[:elements].view(shape)
         received = self._received[:elements].view(shape)
         received = self.ranks.all_to_all(sent, received)

@@ -6,22 +6,23 @@ the block table each.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 
 from ...bookkeeping.parallel.prefill_chunks import share_prompts
+from ...bookkeeping.parallel.prompt_ranks import PromptRanks
 from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
 from ...contract.parallel import PrefillShare
 from ...contract.shapes import Key, LogSumExp, Output, Query, Value
-from ...engine.rank_agreement import agree_on_prompts, agree_on_rows
-from ...engine.rank_group import RankGroup
+from ...engine.rank_agreement import agree_on_rows
 from ...validation import values_checked
-from ...validation.parallel import check_prefill_share, check_prefill_tokens
+from ...validation.parallel import check_prefill_tokens
 from ..attention.paged import paged_attention
 from ..launch.rank_buffers import RankBuffers
 
 
-class PrefillContextParallel:
+class PrefillContextParallel(PromptRanks):
     """Attention of one rank's chunks of the prompts of a step.
 
     Buffers are allocated at the first step of a size, and kept with their addresses also after a
@@ -29,26 +30,13 @@ class PrefillContextParallel:
     its size. A graph also reads its share, which is to be kept as long as the graph.
     """
 
-    def __init__(
-        self,
-        ranks: RankGroup,
-        block_size: int = 16,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        """Compare the arguments among the ranks."""
-        check_prefill_share([], block_size)
-        self.ranks = ranks
-        self.block_size = block_size
-        self.device = torch.device(device)
-        ranks.agree(torch=torch.__version__.split("+")[0], block_size=block_size)
-        self._buffers = RankBuffers()
+    @cached_property
+    def _buffers(self) -> RankBuffers:
+        return RankBuffers()
 
     def prepare(self, query_lens: Sequence[int]) -> PrefillShare:
         """Return the chunks that this rank computes, once per step, for all layers."""
-        check_prefill_share(query_lens, self.block_size)
-        self.ranks.begin_step()
-        if values_checked():
-            agree_on_prompts(self.ranks, query_lens)
+        self.begin_step(query_lens, is_compared=values_checked())
         # step: cut each prompt into two chunks per rank, and find the rows of its keys
         return share_prompts(
             query_lens,

@@ -8,24 +8,25 @@ kernel per later round merges its rows into it in place.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 
+from ...bookkeeping.parallel.prompt_ranks import PromptRanks
 from ...bookkeeping.parallel.ring_rounds import list_rounds
 from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
 from ...contract.parallel import RingShare
 from ...contract.shapes import Key, LogSumExp, Output, Query, Value
-from ...engine.rank_agreement import agree_on_prompts, agree_on_rows
-from ...engine.rank_group import RankGroup
+from ...engine.rank_agreement import agree_on_rows
 from ...validation import values_checked
-from ...validation.parallel import check_prefill_share, check_ring_tokens
+from ...validation.parallel import check_ring_tokens
 from ..attention.merge_states import merge_attn_states
 from ..attention.paged import paged_attention
 from ..cache.cache_ops import reshape_and_cache
 from ..launch.rank_buffers import RankBuffers
 
 
-class RingContextParallel:
+class RingContextParallel(PromptRanks):
     """Attention of one rank's chunks of the prompts of a step, over shares that go round a ring.
 
     The ranks are compared when the object is created. Prompts and shapes are compared only if
@@ -33,26 +34,13 @@ class RingContextParallel:
     several sizes can be captured.
     """
 
-    def __init__(
-        self,
-        ranks: RankGroup,
-        block_size: int = 16,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        """Compare the arguments among the ranks."""
-        check_prefill_share([], block_size)
-        self.ranks = ranks
-        self.block_size = block_size
-        self.device = torch.device(device)
-        ranks.agree(torch=torch.__version__.split("+")[0], block_size=block_size)
-        self._buffers = RankBuffers()
+    @cached_property
+    def _buffers(self) -> RankBuffers:
+        return RankBuffers()
 
     def prepare(self, query_lens: Sequence[int]) -> RingShare:
         """Return the chunks that this rank computes, once per step, for all layers."""
-        check_prefill_share(query_lens, self.block_size)
-        self.ranks.begin_step()
-        if values_checked():
-            agree_on_prompts(self.ranks, query_lens)
+        self.begin_step(query_lens, is_compared=values_checked())
         # step: cut each prompt into two chunks per rank, and list the keys of each round
         return list_rounds(
             query_lens,

@@ -138,6 +138,7 @@ class DecodeContextParallel:
         num_tokens: int,
         max_seq_len: int,
         causal: bool = True,
+        max_query_len: int | None = None,
     ) -> RankBatch:
         """Return the batch of this rank, once per step, for all layers.
 
@@ -151,11 +152,16 @@ class DecodeContextParallel:
             num_tokens: New tokens of the step. Those past the last request are padding.
             max_seq_len: At least every entry of `seq_lens`.
             causal: Whether a token attends only to keys up to its own position. False for
-                cross-attention; then the new tokens are not stored.
+                cross-attention, and for the keys before a chunk of a prompt; then the new tokens
+                are not stored.
+            max_query_len: Optional. At least the new tokens of every request. If None,
+                `num_tokens`. Only a step that is not causal depends on it.
 
         Returns:
-            One request per new token and split that this rank stores. A token attends to the
-            first keys of a split, so no mask is needed.
+            Requests that need no mask. In a causal step each new token is a request per split
+            that this rank stores, and attends to the first keys of the split. If the step is not
+            causal and the splits are not fixed, its requests stay whole, so that the keys of a
+            request are read once per tile of queries.
 
         Raises:
             IndexError: A row does not hold the rank's share of a sequence.
@@ -164,7 +170,8 @@ class DecodeContextParallel:
         """
         check_rank_batch(
             key_cache, block_table, query_start_loc, seq_lens, num_tokens, max_seq_len,
-            self.of_rank, self.max_num_tokens, self.fixed_splits, causal, contents=True,
+            self.of_rank, self.max_num_tokens, self.fixed_splits, causal, max_query_len,
+            contents=True,
         )  # fmt: skip
         self.ranks.begin_step()
         agree_on_batch(
@@ -172,7 +179,8 @@ class DecodeContextParallel:
         )
         return make_rank_batch(
             key_cache, block_table, query_start_loc, seq_lens, num_tokens, max_seq_len,
-            causal, self.splits, self.of_rank,
+            causal, num_tokens if max_query_len is None else max_query_len,
+            not causal and self.fixed_splits is None, self.splits, self.of_rank,
         )  # fmt: skip
 
     def write(
@@ -246,10 +254,10 @@ class DecodeContextParallel:
         gathered = self.ranks.all_gather(query.contiguous())
         q = gathered.transpose(0, 1).flatten(1, 2)  # [tokens, ranks * heads, head_size]
         # step: attend to the splits that this rank stores
-        requests, value_size = batch.splits * batch.num_tokens, value_cache.shape[-1]
+        rows, value_size = batch.splits * batch.num_tokens, value_cache.shape[-1]
         dtype = torch.promote_types(query.dtype, torch.float32)
-        outs = q.new_zeros(requests, world_size * heads, value_size, dtype=dtype)
-        lses = outs.new_zeros(world_size * heads, requests)
+        outs = q.new_zeros(rows, world_size * heads, value_size, dtype=dtype)
+        lses = outs.new_zeros(world_size * heads, rows)
         paged_attention(
             q.repeat(batch.splits, 1, 1),
             # each slot is a block of its own
@@ -258,7 +266,7 @@ class DecodeContextParallel:
             batch.block_table,
             batch.query_start_loc,
             batch.seq_lens,
-            max_query_len=1,
+            max_query_len=batch.max_query_len,
             max_seq_len=batch.max_seq_len,
             scale=scale,
             out=outs,

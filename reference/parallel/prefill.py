@@ -15,16 +15,16 @@ from collections.abc import Sequence
 import torch
 
 from ...bookkeeping.parallel.prefill_chunks import share_prompts
+from ...bookkeeping.parallel.prompt_ranks import PromptRanks
 from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
 from ...contract.parallel import PrefillShare
 from ...contract.shapes import Key, LogSumExp, Output, Query, Value
-from ...engine.rank_agreement import agree_on_prompts, agree_on_rows
-from ...engine.rank_group import RankGroup
-from ...validation.parallel import check_prefill_share, check_prefill_tokens
+from ...engine.rank_agreement import agree_on_rows
+from ...validation.parallel import check_prefill_tokens
 from ..attention.paged import paged_attention
 
 
-class PrefillContextParallel:
+class PrefillContextParallel(PromptRanks):
     """Attention of one rank's chunks of the prompts of a step.
 
     All ranks make the same calls in the same order, with the same prompts.
@@ -53,19 +53,6 @@ class PrefillContextParallel:
         tensor([3., 4., 5.])
     """
 
-    def __init__(
-        self,
-        ranks: RankGroup,
-        block_size: int = 16,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        """Compare the arguments among the ranks."""
-        check_prefill_share([], block_size)
-        self.ranks = ranks
-        self.block_size = block_size
-        self.device = torch.device(device)
-        ranks.agree(torch=torch.__version__.split("+")[0], block_size=block_size)
-
     def prepare(self, query_lens: Sequence[int]) -> PrefillShare:
         """Return the chunks that this rank computes, once per step, for all layers.
 
@@ -79,9 +66,7 @@ class PrefillContextParallel:
             ValueError: A length is negative.
             RankError: The ranks do not agree on the prompts.
         """
-        check_prefill_share(query_lens, self.block_size)
-        self.ranks.begin_step()
-        agree_on_prompts(self.ranks, query_lens)
+        self.begin_step(query_lens)
         # step: cut each prompt into two chunks per rank, and find the rows of its keys
         return share_prompts(
             query_lens,

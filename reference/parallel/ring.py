@@ -19,19 +19,19 @@ from dataclasses import replace
 
 import torch
 
+from ...bookkeeping.parallel.prompt_ranks import PromptRanks
 from ...bookkeeping.parallel.ring_rounds import list_rounds
 from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
 from ...contract.parallel import RingShare
 from ...contract.shapes import Key, LogSumExp, Output, Query, Value
-from ...engine.rank_agreement import agree_on_prompts, agree_on_rows
-from ...engine.rank_group import RankGroup
-from ...validation.parallel import check_prefill_share, check_ring_tokens
+from ...engine.rank_agreement import agree_on_rows
+from ...validation.parallel import check_ring_tokens
 from ..attention.merge_states import merge_attn_states
 from ..attention.paged import paged_attention
 from ..cache.cache_ops import reshape_and_cache
 
 
-class RingContextParallel:
+class RingContextParallel(PromptRanks):
     """Attention of one rank's chunks of the prompts of a step, over shares that go round a ring.
 
     All ranks make the same calls in the same order, with the same prompts.
@@ -61,19 +61,6 @@ class RingContextParallel:
         tensor([3., 4., 5.])
     """
 
-    def __init__(
-        self,
-        ranks: RankGroup,
-        block_size: int = 16,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        """Compare the arguments among the ranks."""
-        check_prefill_share([], block_size)
-        self.ranks = ranks
-        self.block_size = block_size
-        self.device = torch.device(device)
-        ranks.agree(torch=torch.__version__.split("+")[0], block_size=block_size)
-
     def prepare(self, query_lens: Sequence[int]) -> RingShare:
         """Return the chunks that this rank computes, once per step, for all layers.
 
@@ -87,9 +74,7 @@ class RingContextParallel:
             ValueError: A length is negative.
             RankError: The ranks do not agree on the prompts.
         """
-        check_prefill_share(query_lens, self.block_size)
-        self.ranks.begin_step()
-        agree_on_prompts(self.ranks, query_lens)
+        self.begin_step(query_lens)
         # step: cut each prompt into two chunks per rank, and list the keys of each round
         return list_rounds(
             query_lens,

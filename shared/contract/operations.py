@@ -52,10 +52,10 @@ CONCEPTS = (
         "cache.slot_mapping",
         "Slot mapping: the cache slot of every new token.",
         (
-            "compute_slot_mapping_start_idx",
             "compute_slot_mapping",
             "compute_slot_mapping_batch",
             "compute_slot_mapping_device",
+            "compute_slot_mapping_start_idx",
         ),
     ),
     Concept(

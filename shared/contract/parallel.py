@@ -39,14 +39,19 @@ class KeySplits:
 
 @dataclass(frozen=True)
 class RankBatch:
-    """One step on one rank: a request per new token and split, which all layers share.
+    """One step on one rank, which all layers share: requests that need no mask.
+
+    All queries of a request attend to the same keys. So in a causal step each new token is a
+    request of its own, once per split. In a step that is not causal and has no fixed splits, the
+    requests are those of the step.
 
     Args:
         num_tokens: New tokens of the step, padding included.
         splits: Splits that this rank stores. One if the splits are the ranks.
-        block_table: [splits * tokens, max_blocks] of each request, split after split.
-        query_start_loc: [splits * tokens + 1], one query per request.
-        seq_lens: [splits * tokens] keys of each request.
+        block_table: [requests, max_blocks] of each request, split after split.
+        query_start_loc: [requests + 1] where each request's queries start.
+        seq_lens: [requests] keys of each request.
+        max_query_len: At least the number of queries of every request.
         max_seq_len: At least every entry of `seq_lens`.
         slot_mapping: [tokens] the slot of each new token on this rank. PAD_SLOT_ID if another
             rank stores the token, and for padding.
@@ -59,6 +64,7 @@ class RankBatch:
     block_table: BlockTable
     query_start_loc: StartLoc
     seq_lens: TokenCounts
+    max_query_len: int
     max_seq_len: int
     slot_mapping: SlotMapping
     is_token: TokenFlags

@@ -31,36 +31,6 @@ def draw() -> list[Text]:
 EXAMPLES = (
     Example(
         "slot_mapping",
-        "compute_slot_mapping_start_idx",
-        "With a window of 8, the first two tokens of a prompt of 10 are never read again.",
-        """\
->>> compute_slot_mapping_start_idx(
-...     is_prompt=True, query_len=6, context_len=4, sliding_window=8
-... )
-2
-""",
-        (
-            StoryStep(
-                "4 tokens are in the cache and 6 are new: the sequence has 10.",
-                "4 + 6",
-                "10",
-            ),
-            StoryStep(
-                "The next token attends to 8 keys, its own included; of these 10 tokens that is"
-                " at most the last 8, which begin at position 2.",
-                "10 - 8",
-                "2",
-            ),
-            StoryStep(
-                "A sequence shorter than its window would give a negative number; its first"
-                " position is then 0.",
-                "max(0, 5 - 8)",
-                "0",
-            ),
-        ),
-    ),
-    Example(
-        "slot_mapping",
         "compute_slot_mapping",
         "Seven new tokens of one sequence; the first one needs no slot.",
         """\
@@ -166,6 +136,36 @@ tensor([ 8, 20, 21, 22, -1])
                 " that no request owns is not stored.",
                 "5 - 4",
                 "1",
+            ),
+        ),
+    ),
+    Example(
+        "slot_mapping",
+        "compute_slot_mapping_start_idx",
+        "With a window of 8, the first two tokens of a prompt of 10 are never read again.",
+        """\
+>>> compute_slot_mapping_start_idx(
+...     is_prompt=True, query_len=6, context_len=4, sliding_window=8
+... )
+2
+""",
+        (
+            StoryStep(
+                "4 tokens are in the cache and 6 are new: the sequence has 10.",
+                "4 + 6",
+                "10",
+            ),
+            StoryStep(
+                "The next token attends to 8 keys, its own included; of these 10 tokens that is"
+                " at most the last 8, which begin at position 2.",
+                "10 - 8",
+                "2",
+            ),
+            StoryStep(
+                "A sequence shorter than its window would give a negative number; its first"
+                " position is then 0.",
+                "max(0, 5 - 8)",
+                "0",
             ),
         ),
     ),

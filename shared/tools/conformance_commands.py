@@ -1,6 +1,7 @@
 """Command `pagetwin check`: run the laws on any implementation."""
 
 import importlib.util
+from collections import Counter
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -162,6 +163,11 @@ def check(
     )
     if not report.ok:
         _print_first_laws(report, wide)
+        if solution is None and any(each.raises for each in report.judged):
+            print(
+                "If the kernel is not meant to take an input that it raises for, declare so:"
+                f" pagetwin check {module} --probe"
+            )
         raise typer.Exit(DISAGREE)
     if report.unfinished:
         raise typer.Exit(UNFINISHED)
@@ -242,6 +248,8 @@ def _watch(
             judged.setdefault(result.law, result)
             files.write_so_far(so_far)
             progress.update(task, advance=1, description=result.law)
+            if progress.finished:
+                progress.update(task, description="searching where NaN comes from")
 
         try:
             return check_implementation(
@@ -260,7 +268,7 @@ def _table(report: "Report") -> Table:
     table.add_column("seconds", justify="right")
     area = ""
     for each in report.results:
-        if str(each.status) == OUTSIDE:
+        if str(each.status) == OUTSIDE or not _has_begun(each):
             continue
         colour = COLOURS.get(str(each.status), "red")
         if each.area != area:
@@ -292,11 +300,19 @@ def _print_unfinished(report: "Report", console: Console) -> None:
     """Print the laws whose time was over, each with what held until then."""
     if report.unfinished:
         console.print(f"[yellow]not finished[/]: {len(report.unfinished)} laws")
-    for each in report.unfinished:
+    waiting = [each.reason for each in report.unfinished if not _has_begun(each)]
+    for reason, count in Counter(waiting).items():
+        console.print(f"  {count}: {reason}", highlight=False, markup=False)
+    for each in filter(_has_begun, report.unfinished):
         line = f"  {each.law}: {each.reason}"
         console.print(line, highlight=False, markup=False)
         if each.case:
             console.print(f"    {each.case}", highlight=False, markup=False)
+
+
+def _has_begun(result: "Result") -> bool:
+    """Return whether a law was tried, or is known without a case."""
+    return str(result.status) != "not finished" or bool(result.cases or result.case)
 
 
 def print_symptom(report: "Report", symptom: "Symptom", console: Console) -> None:

@@ -69,6 +69,7 @@ def check_rank_batch(
     max_num_tokens: int,
     splits: KeySplits | None,
     causal: bool,
+    max_query_len: int | None,
     contents: bool,
 ) -> None:
     """Reject a step that does not fit the buffers, or whose share exceeds the rank's table rows."""
@@ -101,6 +102,11 @@ def check_rank_batch(
     check_start_loc("query_start_loc", query_start_loc, reqs, num_tokens, True)
     query_lens, lens = query_start_loc.diff().tolist(), seq_lens.tolist()
     for req, (query_len, seq_len) in enumerate(zip(query_lens, lens, strict=True)):
+        if max_query_len is not None and query_len > max_query_len:
+            raise ValueError(
+                f"request {req} has {query_len} new tokens: expected at most max_query_len ="
+                f" {max_query_len}"
+            )
         if not 0 <= seq_len <= max_seq_len:
             raise ValueError(
                 f"seq_lens[{req}] = {seq_len}: expected 0 to max_seq_len = {max_seq_len}"

@@ -1,9 +1,10 @@
 """Generated mutants: every change of a kernel or a metadata builder that an operator can make.
 
 The operators work on the syntax tree of each function and change one expression or statement of the
-text. The files are those with a Triton kernel, all of `optimized/kernels/`, and the metadata
-builders in `optimized/batch/`. The Hopper kernels (`kernels/sm90/`) are left out: the laws do not
-run them without a GPU, so run_hopper.py tries their mutants in another way.
+text. The files are those with a Triton kernel, all of `optimized/kernels/`, the metadata builders
+in `optimized/batch/`, and the launches of cache operations. The Hopper kernels (`kernels/sm90/`)
+are left out: the laws do not run them without a GPU, so run_hopper.py tries their mutants in
+another way.
 
 The id of a mutant is file/function/operator/number, where the number counts the changes of that
 operator in that function, in the order of the text.
@@ -58,6 +59,12 @@ LEFT_OUT = {
     "_PinnedBuffer.send": "events of a GPU",
 }
 """Functions without mutants: what they read exists on a GPU alone."""
+WITHOUT_KERNELS = (
+    "optimized/kernels/",
+    "optimized/batch/",
+    "optimized/cache/cache_ops.py",
+)
+"""Files, and folders of files, that are changed although they have no kernel."""
 BARRIERS = ("debug_barrier", "static_assert", "device_assert", "assume", "multiple_of")
 """Calls without an effect in the interpreter; no mutant leaves them out."""
 
@@ -98,8 +105,9 @@ def mutated_files() -> list[str]:
         name = path.relative_to(ROOT).as_posix()
         if "/sm90/" in name or path.name == "__init__.py":
             continue
-        is_meant = name.startswith(("optimized/kernels/", "optimized/batch/"))
-        if is_meant or "@triton.jit" in path.read_text(encoding="utf-8"):
+        if name.startswith(WITHOUT_KERNELS) or "@triton.jit" in path.read_text(
+            encoding="utf-8"
+        ):
             found.append(name)
     return found
 

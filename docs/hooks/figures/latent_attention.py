@@ -26,7 +26,7 @@ def draw() -> Drawing:
     d.text(20, 223, "decode")
     d.box(110, 200, 384, 34, "one head's query * w_uk: 512", "new")
     d.box(494, 200, 96, 34, "query: 64", "new")
-    d.text(600, 223, "attends to the cache")
+    d.text(600, 223, "reads the cache")
     d.text(20, 293, "its result")
     d.box(110, 270, 384, 34, "mean of the latents: 512", "a")
     d.arrow(498, 287, 546, 287)

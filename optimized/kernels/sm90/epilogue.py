@@ -143,8 +143,6 @@ def _store_columns(out, acc, offset, column, is_row, config: gl.constexpr):
     is_column = column >= 0
     if config.HEAD_SIZE < config.HEAD_DIM:
         is_column = column < config.HEAD_SIZE
-    gl.store(
-        out + first + gl.expand_dims(column, 0),
-        acc,
-        mask=mask & gl.expand_dims(is_column, 0),
-    )
+    # rows begin at a multiple of 16 bytes
+    address = gl.multiple_of(out + first + gl.expand_dims(column, 0), [1, 16])
+    gl.store(address, acc, mask=mask & gl.expand_dims(is_column, 0))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...launch.attention_call import AttentionCall
-from ...launch.tuning import is_hopper
+from ...launch.chip import is_hopper
 from .config import (
     BOX_COLUMNS,
     WARPGROUP_M,
@@ -51,54 +51,20 @@ def plan(call: AttentionCall) -> "Sm90Plan":
             " supports(call) is True; use the portable kernel"
         )
     q_plane, k_plane, v_plane, out_plane = planes
-    options: Any = call.options
-    num_heads, head_size = call.query.shape[1], call.value.shape[-1]
-    tail_dim = TAIL_DIMS.get((call.query.shape[-1], head_size), 0)
-    block_size = 0 if call.block_table is None else call.key.shape[1]
-    head_dim = pad_head_size(head_size)
-    window, chunk_size = options.sliding_window or 0, options.attention_chunk_size or 0
-    block_n = choose_block_n(head_dim, window, chunk_size)
-    group_size = num_heads // call.key.shape[-2]
-    config = Config(
-        HEAD_SIZE=head_size,
-        HEAD_DIM=head_dim,
-        BLOCK_SIZE=block_size,
-        BLOCK_N=block_n,
-        STAGES=choose_stages(head_dim, block_n),
-        CAUSAL=options.causal,
-        WINDOW=window,
-        CHUNK_SIZE=chunk_size,
-        SOFT_CAP=float(options.logits_soft_cap or 0.0),
-        # a log-sum-exp is float32, and its budget is smaller
-        FAST_TANH=options.logits_soft_cap is not None
-        and call.query.dtype == torch.bfloat16
-        and call.lse is None,
-        TAIL_DIM=tail_dim,
-        CONSUMERS=choose_consumers(head_size, options.batch_invariant),
-    )
-    out_box: Box = (WARPGROUP_M.value, head_dim)
-    # a box of tokens, heads and columns needs a step from head to head
-    if not tail_dim and call.query.stride(1) > 0:
-        config = config._replace(GROUP=choose_group(group_size))
-        if config.GROUP > 1 or head_size < head_dim:
-            out_box = (WARPGROUP_M.value // config.GROUP, config.GROUP, head_dim)
-    q_box = (WARPGROUP_M.value, BOX_COLUMNS.value) if tail_dim else out_box
-    # a box has at least 16 rows and does not cross a block
-    kv_rows = math.gcd(block_size, block_n)
-    kv_box: Box = (kv_rows, BOX_COLUMNS.value)
-    head_strides = call.key.stride(-2), call.value.stride(-2)
-    if head_size < head_dim and not tail_dim and min(head_strides) > 0:
-        # a box of rows, heads and columns: its map has the rows of one head
-        kv_box = (kv_rows, 1, BOX_COLUMNS.value)
+    config = _make_config(call)
+    boxes = _choose_boxes(call, config)
+    if len(boxes[1]) == 3:
+        # the map of keys or values has the rows of one head
         k_plane, v_plane = (each._replace(head_rows=0) for each in (k_plane, v_plane))
+    num_heads = call.query.shape[1]
     return Sm90Plan(
         dtype=call.query.dtype,
         planes=planes,
-        boxes=(q_box, kv_box, kv_box, out_box),
+        boxes=boxes,
         tokens=call.query.shape[0],
         keys=call.key.shape[0],
         num_heads=num_heads,
-        group_size=group_size,
+        group_size=num_heads // call.key.shape[-2],
         tile_rows=WARPGROUP_M.value * config.CONSUMERS,
         strides=(
             *q_plane[4:],
@@ -109,3 +75,55 @@ def plan(call: AttentionCall) -> "Sm90Plan":
         ),
         constants={"config": config},
     )
+
+
+def _make_config(call: AttentionCall) -> Config:
+    """Return the kernel's constants."""
+    options: Any = call.options
+    head_size = call.value.shape[-1]
+    head_dim = pad_head_size(head_size)
+    window, chunk_size = options.sliding_window or 0, options.attention_chunk_size or 0
+    block_n = choose_block_n(head_dim, window, chunk_size)
+    config = Config(
+        HEAD_SIZE=head_size,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=0 if call.block_table is None else call.key.shape[1],
+        BLOCK_N=block_n,
+        STAGES=choose_stages(head_dim, block_n),
+        CAUSAL=options.causal,
+        WINDOW=window,
+        CHUNK_SIZE=chunk_size,
+        SOFT_CAP=float(options.logits_soft_cap or 0.0),
+        # a log-sum-exp is float32, and its budget is smaller
+        FAST_TANH=options.logits_soft_cap is not None
+        and call.query.dtype == torch.bfloat16
+        and call.lse is None,
+        TAIL_DIM=TAIL_DIMS.get((call.query.shape[-1], head_size), 0),
+        CONSUMERS=choose_consumers(head_size, options.batch_invariant),
+    )
+    if not _has_step_of_heads(call, config):
+        return config
+    group_size = call.query.shape[1] // call.key.shape[-2]
+    return config._replace(GROUP=choose_group(group_size))
+
+
+def _choose_boxes(call: AttentionCall, config: Config) -> tuple[Box, Box, Box, Box]:
+    """Return the TMA boxes of queries, keys, values and the output."""
+    rows, columns = WARPGROUP_M.value, BOX_COLUMNS.value
+    is_padded = config.HEAD_SIZE < config.HEAD_DIM
+    out_box: Box = (rows, config.HEAD_DIM)
+    if _has_step_of_heads(call, config) and (config.GROUP > 1 or is_padded):
+        out_box = (rows // config.GROUP, config.GROUP, config.HEAD_DIM)
+    q_box = (rows, columns) if config.TAIL_DIM else out_box
+    # a box has at least 16 rows and does not cross a block
+    kv_rows = math.gcd(config.BLOCK_SIZE, config.BLOCK_N)
+    kv_box: Box = (kv_rows, columns)
+    head_strides = call.key.stride(-2), call.value.stride(-2)
+    if is_padded and not config.TAIL_DIM and min(head_strides) > 0:
+        kv_box = (kv_rows, 1, columns)
+    return q_box, kv_box, kv_box, out_box
+
+
+def _has_step_of_heads(call: AttentionCall, config: Config) -> bool:
+    """Return whether queries may have boxes of tokens, heads and columns."""
+    return not config.TAIL_DIM and call.query.stride(1) > 0

@@ -14,8 +14,8 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...launch.attention_call import AttentionCall
+from ...launch.chip import count_processors
 from ...launch.launcher import Launcher
-from ...launch.tuning import count_processors
 from ...launch.workspace import find_workspace
 from .config import LOG2_E, SWIZZLED, SWIZZLED_3D, WARPGROUP_M, Config
 from .kernel import prefill_kernel

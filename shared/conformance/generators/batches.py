@@ -9,6 +9,7 @@ all others: if a kernel drops it, or does not mask it for an earlier query, the 
 of a value, not of a rounding.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
@@ -192,6 +193,15 @@ def draw_rows(
             if len(row) > 1:
                 row[-1] = row[0]
     return rows, num_blocks
+
+
+def table_of_rows(rows: Sequence[Sequence[int]], width: int) -> Tensor:
+    """Return [reqs, width] the block ids of each row, with garbage past its end."""
+    table = torch.tensor(GARBAGE, dtype=torch.int32).repeat(len(rows), width)
+    table = table[:, :width].contiguous()
+    for req, row in enumerate(rows):
+        table[req, : len(row)] = torch.tensor(row, dtype=torch.int32)
+    return table
 
 
 def needle_position(

@@ -299,7 +299,8 @@ def _allocate(
     model.slots |= contents
     model.release([before[index] for index in replaced])
     model.write(request_id, computed, tokens)
-    manager.cache_full_blocks(request_id, tokens, len(tokens))
+    # the tokens of a prompt are known before they are computed
+    manager.cache_full_blocks(request_id, [*tokens, *[1] * size], len(tokens))
     allocation = Allocation(
         **call,
         written=[row[index] for index in written if index < len(row)],
@@ -379,6 +380,17 @@ DIRECTED_HISTORIES = (
             BlockAction("free", 0),
             BlockAction("start", 0, 9),
             BlockAction("start", 0, 8),
+        ),
+        num_blocks=4,
+    ),
+    # the blocks that a prompt finds would be evicted next, and it needs one more
+    BlockHistory(
+        (
+            BlockAction("start", 0, 4),
+            BlockAction("start", 0, 4, 255),
+            BlockAction("free", 0),
+            BlockAction("free", 0),
+            BlockAction("start", 0, 5),
         ),
         num_blocks=4,
     ),

@@ -25,13 +25,13 @@ from ..oracles.brute_force import (
 )
 from .batches import (
     DTYPES,
-    GARBAGE,
     NAN,
     NEEDLES,
     TABLES,
     draw_lengths,
     draw_rows,
     needle_position,
+    table_of_rows,
 )
 
 LAYOUTS = ("packed", "padded", "every other element", "slots first")
@@ -256,10 +256,7 @@ def build_latents(plan: LatentPlan, device: torch.device) -> LatentBatch:
     counts = [-(-key_len // size) for key_len in plan.key_lens]
     rows, num_blocks = draw_rows(counts, plan.table, generator)
     max_blocks = max(counts, default=0) + 1
-    table = torch.tensor(GARBAGE, dtype=torch.int32).repeat(len(rows), max_blocks)
-    table = table[:, :max_blocks].contiguous()
-    for req, row in enumerate(rows):
-        table[req, : len(row)] = torch.tensor(row, dtype=torch.int32)
+    table = table_of_rows(rows, max_blocks)
 
     # step: draw queries, projections and latents, with needles among the latents
     tokens = sum(plan.query_lens)

@@ -1,13 +1,12 @@
 """Calls of attention with any options, as tensors.
 
-`build_call` turns a choice of options into tensors, with poison (NaN, ids out of range) in
+choice_calls.py makes them from a choice of options, with poison (NaN, ids out of range) in
 everything that must not be read. The value of an option is drawn by its file in
 `validation/options`.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from random import Random
 from typing import Any
 
 import torch
@@ -29,14 +28,9 @@ from ..oracles.brute_force import (
     quantise_by_hand,
 )
 from .batches import (
-    GARBAGE,
     NAN,
-    TABLES,
     BatchPlan,
     build,
-    draw_rows,
-    empty_cache,
-    heads_of,
 )
 from .option_pairs import Choice
 
@@ -186,169 +180,6 @@ class Call:
             share = judge_log_sum_exp(lse, answer)
             assert share <= 1, f"log-sum-exp: {share:.2f} of its budget"
         return answer
-
-
-def draw_lens(
-    pick: Random, batch: str, crosses: bool
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the queries and keys of each request, below and above one chunk or tile."""
-    prefill = pick.choice([(5, 5), (20, 20), (33, 33), (1, 1)])
-    decode = (1, pick.choice([1, 2, 16, 17, 33, 64, 65, 90]))
-    chunk = (7, pick.choice([7, 31, 45, 70]))
-    drafts = (pick.randint(2, 5), pick.choice([5, 16, 40, 66]))
-    lens = {
-        "mixed": [decode, prefill, (0, pick.choice([0, 9])), chunk],
-        "prefill": [prefill, (pick.choice([3, 12]),) * 2],
-        "decode": [decode, (1, pick.randint(1, 50)), (1, pick.randint(1, 50))],
-        "verification": [drafts, (3, pick.randint(3, 50)), (1, 20)],
-    }[batch]
-    if crosses:
-        # any lengths, including an encoder without tokens
-        few = [0, pick.choice([1, 3, 33]), pick.choice([0, 2, 17]), 1]
-        lens = [
-            (query_len, few[req] if req < 3 else key_len)
-            for req, (query_len, key_len) in enumerate(lens)
-        ]
-    pick.shuffle(lens)
-    return tuple(one for one, _ in lens), tuple(other for _, other in lens)
-
-
-def build_call(choice: Choice, seed: int, device: torch.device) -> Call:
-    """Return a call with every option as chosen, on a batch drawn from the seed.
-
-    About half of the requests hold a needle: a key that outweighs all others of its sequence.
-    Choices with a rejected pair are built as well.
-    """
-    pick = Random(f"options {seed}")
-    generator = torch.Generator().manual_seed(seed)
-    query_lens, key_lens = draw_lens(pick, choice["batch"], choice["causal"] == "cross")
-    reqs, tokens = len(query_lens), sum(query_lens)
-    kv_heads, group = pick.choice([1, 2]), int(choice["group"])
-    heads, size = kv_heads * group, int(choice["head_size"])
-    value_size = {"as the keys": size, "other": size + 5}[choice["value_head_size"]]
-    dtype = DTYPES[choice["dtype"]]
-    stored = dtype if choice["cache"] == "as the query" else DTYPES[choice["cache"]]
-    scale = None if choice["scale"] == "none" else float(choice["scale"])
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
-
-    arguments: dict[str, Any] = {} if scale is None else {"scale": scale}
-    scales: list[Tensor | float] = [1.0, 1.0]
-    if choice["scales"] != "none":
-        scales = [
-            torch.tensor(base, device=device).reshape(shape)
-            for base, shape in ((0.11, []), (0.023, [1]))
-        ]
-        if choice["scales"] == "numbers":
-            scales = [0.11, 0.023]
-        if choice["scales"] == "each head":
-            steps = torch.arange(1.0, kv_heads + 1, device=device)
-            scales = [0.11 * steps, 0.023 / steps]
-        arguments |= {"k_scale": scales[0], "v_scale": scales[1]}
-
-    # step: draw queries, keys and values, with needles among the keys
-    padding = pick.choice([0, 0, 2])
-    lean = torch.nn.functional.normalize(random(kv_heads, size), dim=1)
-    queries = random(tokens, heads, size)
-    keys = [random(count, kv_heads, size) for count in key_lens]
-    values = [random(count, kv_heads, value_size) for count in key_lens]
-    factor = size**-0.5 if scale is None else scale
-    for req in range(reqs):
-        if not key_lens[req] or pick.random() < 0.5:
-            continue
-        own = slice(sum(query_lens[:req]), sum(query_lens[: req + 1]))
-        queries[own] = 0.25 * queries[own] + 2 * lean.repeat_interleave(group, 0)
-        last = key_lens[req] - 1
-        edges = [0, last, last - query_lens[req] + 1, last - 6, last - 7, last - 32]
-        edges += [last // 8 * 8, last // 33 * 33, last // 32 * 32]
-        position = min(max(0, pick.choice(edges)), last)
-        keys[req][position] = 12 / factor * lean
-        values[req][position] += 3
-
-    # step: store them in the chosen layout
-    wide = heads * size + (24 if choice["query"] == "fused" else 0)
-    query = torch.full((tokens + padding, wide), NAN, dtype=dtype, device=device)
-    query = heads_of(query[:, : heads * size], heads)
-    query[:tokens] = queries.to(dtype).to(device)
-    arguments |= {
-        "query": query,
-        "query_start_loc": starts_of(query_lens, device),
-        "max_query_len": max(query_lens) + pick.choice([0, 3]),
-    }
-    sizes, block_size = (size, value_size), int(choice["block_size"])
-    rows: list[list[int]] = []
-    if choice["operation"] == "encoder_attention":
-        count = sum(key_lens) + padding
-        key, value = (
-            empty_cache(choice["layout"], 1, count, kv_heads, each, stored, device)[
-                half
-            ][0]
-            for half, each in enumerate(sizes)
-        )
-        if sum(key_lens):
-            for tensor, drawn, its in (
-                (key, keys, scales[0]),
-                (value, values, scales[1]),
-            ):
-                tensor[: sum(key_lens)] = stored_as(torch.cat(drawn), its, stored)
-        arguments |= {
-            "key": key,
-            "value": value,
-            "key_start_loc": starts_of(key_lens, device),
-            "max_key_len": max(key_lens) + pick.choice([0, 3]),
-        }
-        if block_size != 16:
-            arguments["block_table"] = None
-    else:
-        counts = [-(-key_len // block_size) for key_len in key_lens]
-        rows, num_blocks = draw_rows(counts, pick.choice(TABLES), generator)
-        max_blocks = max(counts) + pick.choice([0, 1])
-        table = torch.tensor(GARBAGE, dtype=torch.int32).repeat(reqs, max_blocks)
-        table = table[:, :max_blocks].contiguous()
-        caches = [
-            empty_cache(
-                choice["layout"], num_blocks, block_size, kv_heads, each, stored, device
-            )[half]
-            for half, each in enumerate(sizes)
-        ]
-        for req, row in enumerate(rows):
-            table[req, : len(row)] = torch.tensor(row, dtype=torch.int32)
-            for cache, drawn, its in zip(caches, (keys, values), scales, strict=True):
-                numbers = stored_as(drawn[req], its, stored)
-                for start in range(0, key_lens[req], block_size):
-                    part = numbers[start : start + block_size]
-                    cache[row[start // block_size], : len(part)] = part
-        longest = max_blocks * block_size
-        arguments |= {
-            "key_cache": caches[0],
-            "value_cache": caches[1],
-            "block_table": table.to(device),
-            "seq_lens": torch.tensor(key_lens, dtype=torch.int32, device=device),
-            "max_seq_len": min(max(key_lens) + pick.choice([0, 3]), longest),
-        }
-
-    # step: make the options
-    drawing = Drawing(pick, query_lens, key_lens, heads, padding, device)
-    arguments |= make_options(choice, drawing)
-    out_dtype = {"given": dtype, "made": None}.get(
-        choice["out"], DTYPES.get(choice["out"])
-    )
-    if out_dtype not in (None, dtype):
-        number = pick.choice([0.01, 0.05])
-        arguments["out_scale"] = pick.choice(
-            [number, torch.tensor(number).to(device), torch.tensor([number]).to(device)]
-        )
-    return Call(
-        operation=choice["operation"],
-        arguments=arguments,
-        dtype=dtype,
-        out_dtype=out_dtype,
-        wants_lse=choice["lse"] == "given",
-        query_lens=query_lens,
-        key_lens=key_lens,
-        rows=rows,
-    )
 
 
 def starts_of(lens: Iterable[int], device: torch.device) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 from ...contract.kinds import PAD_SLOT_ID
 from ...contract.metadata_classes import CommonAttentionMetadata
 from ..harness.expect import Disagreement, expect_same
-from .batches import GARBAGE
+from .batches import table_of_rows
 
 Case = TypeVar("Case")
 
@@ -147,11 +147,7 @@ def table_of(
 ) -> Tensor:
     """Return rows as one block table, with garbage past the end of each row."""
     width = max(map(len, rows), default=0) + spare
-    table = torch.tensor(GARBAGE, dtype=torch.int32).repeat(len(rows), width)
-    table = table[:, :width].clone()
-    for req, row in enumerate(rows):
-        table[req, : len(row)] = counts(row)
-    return table.to(device)
+    return table_of_rows(rows, width).to(device)
 
 
 def bare_step(step: Requests, device: torch.device) -> CommonAttentionMetadata:

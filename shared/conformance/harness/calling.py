@@ -15,7 +15,7 @@ from ...contract.budgets import judge_rows
 from ..generators.batches import NAN
 from ..generators.options import Call
 from ..oracles.brute_force import Answer, judge_log_sum_exp
-from .expect import Disagreement, expect_same
+from .expect import Disagreement, budgets, expect_same
 from .law import Setting
 from .pictures import Failure
 from .support import bounds_of
@@ -125,8 +125,7 @@ def expect_right(
         element = int(off.argmax())
         raise Disagreement(
             "output",
-            f"at token {verdict.row}, element {element} of its heads, {verdict.worst:.3g} of"
-            " the row's budget",
+            f"at token {verdict.row}, element {element} of its heads{budgets(verdict.worst)}",
             stored.flatten()[element].item(),
             right.flatten()[element].item(),
             Failure(call, out, answer, verdict.row),
@@ -142,7 +141,7 @@ def expect_right(
         head, token = divmod(int(off.argmax()), off.shape[1])
         raise Disagreement(
             "log-sum-exp",
-            f"at [{head}, {token}], {share:.3g} of its budget",
+            f"at [{head}, {token}]{budgets(share, 'its')}",
             stored[head, token].item(),
             answer.lse[head, token].item(),
             Failure(call, out, answer, token),

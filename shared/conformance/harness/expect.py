@@ -4,6 +4,7 @@ A Disagreement shows the found and the expected value at the element with the la
 Integers, bytes and errors must be equal. Floating-point results have an error budget per row.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -121,10 +122,15 @@ def expect_budget(
     index = _index_of_largest(off)
     raise Disagreement(
         what,
-        f"at {[row, *index]}, {verdict.worst:.3g} of the row's budget",
+        f"at {[row, *index]}{budgets(verdict.worst)}",
         found[row][index].item(),
         exact[row][index].item(),
     )
+
+
+def budgets(share: float, whose: str = "the row's") -> str:
+    """Return an error in error budgets, as the end of a sentence. NaN and infinity have none."""
+    return f", {share:.3g} times {whose} budget" if math.isfinite(share) else ""
 
 
 def _index_of_largest(tensor: Tensor) -> tuple[int, ...]:

@@ -146,7 +146,7 @@ LENGTHS = {
     "verification": (1, 2, 3, 4, 5),
     "decode": (1,),
 }
-"""New tokens of the requests of each kind of batch (`generators.options.draw_lens`)."""
+"""New tokens of the requests of each kind of batch (`generators.choice_calls.draw_lens`)."""
 STORED = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from ...contract.operations import load_implementation
 from .candidate import load_candidate
 from .law import Law, Setting
-from .report import Result, Status
+from .report import NOT_WRITTEN, WITHOUT_POISON, Result, Status, size_of_input
 from .trial import find_law, make_case, make_setting, run_law
 
 SECONDS = 60.0
@@ -49,7 +49,8 @@ def explain_nans(
         results: Results of laws. Those that are not NaN are returned as they are.
         seconds: Time limit of the search.
     """
-    wanted = [each for each in results if _is_nan(each)]
+    # the time may be over before the end, and small inputs are the ones to read first
+    wanted = sorted((each for each in results if _is_nan(each)), key=size_of_input)
     if not wanted:
         return list(results)
     causes = _search(implementation, device, wanted, min(seconds, SECONDS))
@@ -184,9 +185,8 @@ class _Call:
         token = int(nan.flatten(1).any(1).nonzero()[0])
         if self._is_nan(nan, before, []):
             same = self._repeat(before, [], SENTINEL) == SENTINEL
-            if bool((same & nan).any()):
-                return f"the output of token {token} is not written everywhere"
-            return ""
+            is_left = bool((same & nan).any())
+            return f"the output of token {token} {NOT_WRITTEN if is_left else WITHOUT_POISON}"
         while len(slots) > 1:
             half = slots[: len(slots) // 2]
             slots = (

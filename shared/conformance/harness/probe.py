@@ -84,7 +84,9 @@ class _Probe:
         self.calls = 0
         self.together: list[set[Change]] = []
         """The changes of each call that was taken."""
-        self.wrong: list[str] = []
+        self.wrong: dict[str, list[Choice]] = {}
+        """The changes of calls with a wrong result, by what was wrong."""
+        self.is_first_wrong = False
         self.untried: dict[str, list[str]] = {}
 
     def taken(self, changes: list[Change]) -> list[Change]:
@@ -136,7 +138,7 @@ class _Probe:
             return Result(LAW, "attention", Status.UNFINISHED)
 
     def _note_wrong(self, changes: Choice, result: Result) -> None:
-        self.wrong.append(f"{words(changes)}: {result.what}, {result.where}")
+        self.wrong.setdefault(result.symptom[1], []).append(changes)
 
     def _note_untried(self, changes: Choice) -> None:
         ((name, value),) = (
@@ -163,7 +165,13 @@ class _Probe:
             found["never_together"] = never
         found |= {"options": self.options, "tensor_dtypes": self.tensor_dtypes}
         found["rejects"] = []
-        return as_python(found, comments(self.wrong, self.untried))
+        lines = comments(self.wrong, self.untried)
+        if self.is_first_wrong:
+            lines.insert(
+                0,
+                "# Even the first call gave a wrong result: fix it, then probe again.",
+            )
+        return as_python(found, lines)
 
     def _find_base(self) -> None:
         """Find a call that the kernel takes, by dtype, sizes and kind of batch."""
@@ -175,6 +183,7 @@ class _Probe:
             if _is_wrong(result):
                 names = ("batch", "dtype", "head_size", "block_size")
                 self._note_wrong({name: self.base[name] for name in names}, result)
+                self.is_first_wrong = True
                 return
             if result.status == Status.UNFINISHED:
                 over = f"the time was over after call {self.calls - 1}"

@@ -1,8 +1,12 @@
 """Source of a SUPPORT that a probe has found."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from textwrap import wrap
 from typing import Any
 
+from ..generators.option_pairs import Choice
+from .probe_calls import words
 from .support import Support
 
 
@@ -62,17 +66,33 @@ def as_python(found: dict[str, Any], comments: list[str]) -> str:
     return "\n".join([*lines, ")"])
 
 
-def comments(wrong: list[str], untried: dict[str, list[str]]) -> list[str]:
+def comments(
+    wrong: Mapping[str, Sequence[Choice]], untried: dict[str, list[str]]
+) -> list[str]:
     """Return the lines about wrong results, and about what was not tried.
 
     Args:
-        wrong: Calls with a wrong result, in words.
+        wrong: The changes of calls with a wrong result, by what was wrong.
         untried: Values that were not tried, by property, in words.
     """
-    lines = [f"# wrong: {each}" for each in dict.fromkeys(wrong)]
+    lines: list[str] = []
+    for failure, calls in wrong.items():
+        values: dict[str, list[str]] = {}
+        for changes in calls:
+            ((name, value),) = (
+                changes.items() if len(changes) == 1 else [(words(changes), "")]
+            )
+            values.setdefault(name, []).append(value)
+        text = f"wrong, {failure}: {'; '.join(_shown(values))}"
+        lines += wrap(text, 96, initial_indent="# ", subsequent_indent="#   ")
     if untried:
         lines.append("# The time was over. What was not tried is not declared.")
-    for name, values in untried.items():
-        shown = f"{name} {', '.join(dict.fromkeys(values))}".strip()
-        lines.append(f"# not tried: {shown}")
-    return lines
+    return lines + [f"# not tried: {each}" for each in _shown(untried)]
+
+
+def _shown(values: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return each property with its values, in words."""
+    return [
+        f"{name} {', '.join(dict.fromkeys(its))}".strip()
+        for name, its in values.items()
+    ]

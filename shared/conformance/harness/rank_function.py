@@ -79,10 +79,11 @@ def step_of_ranks(function: RankFunction, options: Collection[str] = ()) -> Any:
         num_tokens: int,
         max_seq_len: int,
         causal: bool = True,
+        max_query_len: int | None = None,
     ) -> RankBatch:
         found = base.prepare(
             self, key_cache, block_table, query_start_loc, seq_lens, num_tokens,
-            max_seq_len, causal,
+            max_seq_len, causal, max_query_len,
         )  # fmt: skip
         step = RankStep(
             self.of_rank[2], block_table, query_start_loc, seq_lens, max_seq_len, causal

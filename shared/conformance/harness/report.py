@@ -52,8 +52,8 @@ class Result:
         message: The error, if the implementation raised one.
         reason: The missing operations, the reasons why cases are outside of the support, the reason
             of a known failure, or why the law was not tried.
-        cause: The slot whose poison reached the output, if the found value is NaN and the search
-            found one.
+        cause: Where NaN in the output comes from, if the search found it: the slot whose poison
+            reached the output, for instance.
         details: What else is known, as numbers and words: "picture" is what `pictures.py` draws of
             a failure; "signature", "counts" and "seconds" describe the batches of a signature.
     """
@@ -106,6 +106,11 @@ class Result:
         return self.reason
 
     @property
+    def raises(self) -> bool:
+        """Whether the implementation raised an error for an input within its support."""
+        return not self.ok and SEVERITIES[severity_of(self)].startswith("error")
+
+    @property
     def symptom(self) -> tuple[str, str]:
         """What laws that fail alike have in common: the outcome, and the failure in words."""
         return str(self.status), self._failure
@@ -154,6 +159,9 @@ SEVERITIES = (
     "not tried",
 )
 """What a failure means for a user of the kernel, the most severe first."""
+NOT_WRITTEN = "is not written everywhere"
+WITHOUT_POISON = "is NaN even if no slot of the caches holds NaN"
+"""Causes of NaN that is not read from a slot."""
 CLEARLY_WRONG = 100.0
 """Error budgets above which a result is wrong whatever the rounding."""
 
@@ -183,6 +191,8 @@ class Symptom:
         """How many laws fail, and what they have in common."""
         count = len(self.results)
         status, failure = self.first.symptom
+        if {each.message for each in self.results} == {self.first.message}:
+            failure = self.first.message or failure
         return f"{count} law{'s' * (count > 1)} {status}: {failure}"
 
 
@@ -228,16 +238,27 @@ class Report:
         return Counter(str(each.status) for each in self.results)
 
     def symptoms(self) -> list[Symptom]:
-        """Return the failures, laws that fail alike together: the most severe symptom first."""
+        """Return the failures, laws that fail alike together: the most severe symptom first.
+
+        Of equally severe ones, those with a known cause come first.
+        """
         groups: dict[tuple[object, ...], list[Result]] = {}
         for each in self.judged:
             if not each.ok:
                 key = (severity_of(each), *each.symptom)
                 groups.setdefault(key, []).append(each)
-        found = [Symptom(tuple(sorted(group, key=_size))) for group in groups.values()]
+        found = [
+            Symptom(tuple(sorted(group, key=size_of_input)))
+            for group in groups.values()
+        ]
         return sorted(
             found,
-            key=lambda each: (each.severity, -len(each.results), _size(each.first)),
+            key=lambda each: (
+                each.severity,
+                not each.first.cause,
+                -len(each.results),
+                size_of_input(each.first),
+            ),
         )
 
     def laws_to_look_at_first(self) -> list[Result]:
@@ -245,7 +266,7 @@ class Report:
         symptoms = self.symptoms()
         firsts = [each.first for each in symptoms]
         others = [other for each in symptoms for other in each.results[1:]]
-        return [*firsts, *sorted(others, key=_size)][:3]
+        return [*firsts, *sorted(others, key=size_of_input)][:3]
 
     def reproducer(self, result: Result) -> str:
         """Return a program that runs a broken law on its smallest failing input."""
@@ -423,16 +444,15 @@ def severity_of(result: Result) -> int:
         return 9
     if result.status not in (Status.BROKEN, Status.KNOWN):
         return 0
-    is_around = "written outside" in result.law or "changes nothing" in result.law
-    if is_around and result.what != "output":  # a law of that may find a wrong output
+    if re.search(r"\baround |, which is only read$", result.what):
         return 1
-    if result.cause or result.found == "nan":
+    if "poison" in result.cause:
         return 2
     if result.right == "an error":
         return 6
     if result.message:
         return 5
-    share = re.search(r"([\d.e+]+|inf) of (?:the row's|its) budget", result.where)
+    share = re.search(r"([\d.e+]+) times (?:the row's|its) budget", result.where)
     is_slight = share is not None and float(share[1]) < CLEARLY_WRONG
     return 4 if is_slight else 3
 
@@ -447,7 +467,7 @@ def heading_of(results: Sequence[Result]) -> str:
     return f"{words[len(results)]} to look at first"
 
 
-def _size(result: Result) -> tuple[bool, bool, int]:
+def size_of_input(result: Result) -> tuple[bool, bool, int]:
     """Return a sort key: results with an input first, batches before other inputs, by length.
 
     The lengths in a batch can be read, and it has been made as small as possible.
@@ -458,7 +478,7 @@ def _size(result: Result) -> tuple[bool, bool, int]:
 
 def _kind_of_cause(cause: str) -> str:
     """Return where NaN comes from, without the numbers of tokens, slots and blocks."""
-    for words in ("is not written everywhere", "a block that no request uses"):
+    for words in (NOT_WRITTEN, WITHOUT_POISON, "a block that no request uses"):
         if words in cause:
             is_poison = "poison" in cause
             return f"the output {'contains the poison of ' * is_poison}{words}"

@@ -239,8 +239,8 @@ def _trying(
         if device == "cpu":
             _check_needs_no_gpu(worker)
         limits.begin()
-        for worker in processes:
-            worker.deadline = limits.deadline
+        for each in processes:
+            each.deadline, each.known = limits.deadline, worker.known
         pool = ThreadPoolExecutor(workers)
         ended.callback(pool.shutdown, cancel_futures=True)
         endings = Endings()

@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from .law import Law
 from .report import Report, Result, Status
-from .worker import SECONDS_OF_GRACE
+
+SECONDS_AFTER = 30.0
+"""Time for the search for causes of NaN after laws whose time is over."""
 
 
 class TimeLimits:
@@ -37,8 +39,8 @@ class TimeLimits:
 
     @property
     def left(self) -> float:
-        """Seconds for what comes after the laws: at least those of a case that is running."""
-        return max(SECONDS_OF_GRACE, self.deadline - time.monotonic())
+        """Seconds for what comes after the laws."""
+        return max(SECONDS_AFTER, self.deadline - time.monotonic())
 
     @property
     def of_a_law(self) -> float:

@@ -129,6 +129,20 @@ def try_case(
     return _watched(law, setting, lambda once: once(make_case(law, case)), at, is_exact)
 
 
+def result_without_cases(law: Law, candidate: Candidate) -> Result | None:
+    """Return the result of a law if the candidate has not all that it needs, else None."""
+    if missing := candidate.missing(law.needs):
+        declared = candidate.support.operations
+        if declared is not None and not set(missing) & set(declared):
+            reason = f"needs {', '.join(missing)}, which is not declared"
+            return Result(law.name, law.area, Status.OUTSIDE, reason=reason)
+        reason = f"{candidate.name} has no {', '.join(missing)}"
+        return Result(law.name, law.area, Status.MISSING, reason=reason)
+    if unclaimed := candidate.why_unclaimed(law.claim):
+        return Result(law.name, law.area, Status.OUTSIDE, reason=unclaimed)
+    return None
+
+
 def _watched(
     law: Law,
     setting: Setting,
@@ -139,15 +153,8 @@ def _watched(
 ) -> Result:
     """Return the result of a law on the cases that `go` tries one after another."""
     candidate = setting.candidate
-    if missing := candidate.missing(law.needs):
-        declared = candidate.support.operations
-        if declared is not None and not set(missing) & set(declared):
-            reason = f"needs {', '.join(missing)}, which is not declared"
-            return Result(law.name, law.area, Status.OUTSIDE, reason=reason)
-        reason = f"{candidate.name} has no {', '.join(missing)}"
-        return Result(law.name, law.area, Status.MISSING, reason=reason)
-    if unclaimed := candidate.why_unclaimed(law.claim):
-        return Result(law.name, law.area, Status.OUTSIDE, reason=unclaimed)
+    if known := result_without_cases(law, candidate):
+        return known
     begin = time.perf_counter()
     end = begin + seconds
     tried, skipped = 0, 0

@@ -36,7 +36,7 @@ def main(pipe: int) -> None:
         try:
             from .candidate import load_candidate
             from .screening import screen
-            from .trial import make_setting, try_case, try_law
+            from .trial import make_setting, result_without_cases, try_case, try_law
 
             candidate = load_candidate(first["implementation"])
             setting = make_setting(candidate, first["device"])
@@ -60,7 +60,13 @@ def main(pipe: int) -> None:
             speed_up()
             repair_loaded_interpreter()
         by_name = {law.name: law for law in ALL_LAWS}
-        say(promises=list(candidate.support.rejects or ()))
+        known = (result_without_cases(law, setting.candidate) for law in ALL_LAWS)
+        say(
+            promises=list(candidate.support.rejects or ()),
+            known=[
+                asdict(each) | {"status": each.status.value} for each in known if each
+            ],
+        )
         for line in sys.stdin:
             job = Job(**json.loads(line))
             law = by_name[job.law]

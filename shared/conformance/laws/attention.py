@@ -23,8 +23,9 @@ from ..generators.batches import (
     BatchPlan,
     plans,
 )
+from ..generators.choice_calls import build_call
 from ..generators.option_pairs import Choice, design, draw_choice
-from ..generators.options import build_call, paged_call, ragged_call
+from ..generators.options import paged_call, ragged_call
 from ..harness.calling import expect_right, expect_same_results, run_call, value_size_of
 from ..harness.canaries import kept
 from ..harness.expect import expect_same
@@ -298,7 +299,12 @@ def a_sink_takes_part_in_the_softmax_once(
 EMPTY = [
     (options, queries, keys)
     for options in ("plain", "sinks", "flags", "cap")
-    for queries, keys in (((3, 1), (0, 9)), ((1, 0, 1), (0, 0, 0)), ((20, 1), (0, 70)))
+    for queries, keys in (
+        ((3, 1), (0, 9)),
+        ((1, 0, 1), (0, 0, 0)),
+        ((20, 1), (0, 70)),
+        ((70, 1), (0, 70)),
+    )
 ]
 
 

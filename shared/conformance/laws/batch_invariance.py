@@ -15,7 +15,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from ..generators.batches import DTYPES, LAYOUTS, BatchPlan
-from ..generators.options import Call, build_call, paged_call
+from ..generators.choice_calls import build_call
+from ..generators.options import Call, paged_call
 from ..generators.rearranging import moved_pages, of_parts, only, rows_of
 from ..harness.calling import Result, run_call
 from ..harness.candidate import BATCH_INVARIANT

@@ -16,17 +16,22 @@ from torch import Tensor
 
 from ..generators.batches import (
     DTYPES,
-    GARBAGE,
     LAYOUTS,
     NAN,
     BatchPlan,
     draw_rows,
     empty_cache,
+    table_of_rows,
 )
 from ..generators.options import Call, paged_call, quantised_call, slopes
 from ..harness.calling import Result, expect_right, expect_same_results, run_call
 from ..harness.canaries import checked_values, kept
-from ..harness.expect import Disagreement, expect_budget, expect_rejection
+from ..harness.expect import (
+    Disagreement,
+    budgets,
+    expect_budget,
+    expect_rejection,
+)
 from ..harness.law import Setting, law
 from ..oracles.brute_force import (
     Answer,
@@ -109,8 +114,6 @@ class Dealt:
         rows, num_blocks = draw_rows(counts, "scattered", generator)
         longest = max(self.key_lens, default=0) + self.spare_max
         width = -(-len(self.positions_of(rank, longest)) // size) + rank % 2
-        table = torch.tensor(GARBAGE, dtype=torch.int32).repeat(len(rows), width)
-        table = table[:, :width].contiguous()
         caches = {}
         for half, name in enumerate(("key_cache", "value_cache")):
             like = call.arguments[name]
@@ -122,11 +125,9 @@ class Dealt:
                 for index, position in enumerate(positions):
                     cache[row[index // size], index % size] = numbers[position]
             caches[name] = cache
-        for req, row in enumerate(rows):
-            table[req, : len(row)] = torch.tensor(row, dtype=torch.int32)
         changes = {
             **caches,
-            "block_table": table,
+            "block_table": table_of_rows(rows, width),
             "max_seq_len": longest,
             "max_query_len": max(self.query_lens, default=0) + self.spare_max,
             "dcp_world_size": self.ranks,
@@ -248,7 +249,7 @@ def the_combined_results_of_all_ranks_are_full_attention(
     share = judge_log_sum_exp(joint.float(), answer)
     if share > 1:
         raise Disagreement(
-            "joint log-sum-exp", f"{share:.3g} of its budget", joint, answer.lse
+            "joint log-sum-exp", f"as a whole{budgets(share, 'its')}", joint, answer.lse
         )
 
 

@@ -16,14 +16,8 @@ from torch import Tensor
 
 from ...contract.attention_options import pack_options
 from ..generators.batches import NAN, BatchPlan
-from ..generators.options import (
-    Call,
-    bias_table,
-    build_call,
-    paged_call,
-    quantised_call,
-    slopes,
-)
+from ..generators.choice_calls import build_call
+from ..generators.options import Call, bias_table, paged_call, quantised_call, slopes
 from ..generators.rearranging import (
     as_views,
     moved_pages,

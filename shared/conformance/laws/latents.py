@@ -25,7 +25,7 @@ from ..generators.latent_batches import (
 from ..generators.options import starts_of
 from ..harness.calling import Result, expect_same_results
 from ..harness.canaries import checked_values, kept
-from ..harness.expect import Disagreement, expect_budget, expect_same
+from ..harness.expect import Disagreement, budgets, expect_budget, expect_same
 from ..harness.law import Setting, law
 from ..oracles.brute_force import Answer
 
@@ -93,7 +93,7 @@ def expect_latents(
         token = verdict.row
         raise Disagreement(
             "log-sum-exp",
-            f"of token {token}, {verdict.worst:.3g} of its budget",
+            f"of token {token}{budgets(verdict.worst, 'its')}",
             lse[:, token].tolist(),
             answer.lse[:, token].tolist(),
         )

@@ -20,8 +20,9 @@ from ...contract.specs import KVCacheSpec
 from ...engine.backend_interface import AttentionBackend
 from ...validation.options import OPTIONS
 from ..generators.batches import LAYOUTS, NAN, empty_cache
+from ..generators.choice_calls import build_call
 from ..generators.option_pairs import PLAIN, draw_choice
-from ..generators.options import Call, build_call, starts_of, stored_as
+from ..generators.options import Call, starts_of, stored_as
 from ..generators.rearranging import only
 from ..generators.steps import counts
 from ..harness.calling import expect_right

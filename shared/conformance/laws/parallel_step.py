@@ -282,22 +282,26 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-CROSS = [Dealt((5, 1), (3, 20), 2, 2, seed=9), Dealt((2, 2), (0, 9), 3, 1, seed=4)]
+CROSS = [
+    Dealt((5, 1), (3, 20), 2, 2, seed=9),
+    Dealt((2, 2), (0, 9), 3, 1, seed=4),
+    Dealt((40, 0, 1), (37, 6, 0), 2, 16, "fp8", padding=3, seed=2),
+]
 
 
 @law("DecodeContextParallel", cases=CROSS)
 def tokens_of_a_batch_that_is_not_causal_attend_to_all_keys(
     setting: Setting, dealt: Dealt
 ) -> None:
-    """As in cross-attention, whose new tokens are not stored."""
+    """As in cross-attention, and of the keys before a chunk. The new tokens are not stored."""
     dealt = replace(dealt, group=dealt.ranks)
     whole = whole_call(dealt, setting.device).changed(causal=False)
     heads = whole.query.shape[1] // dealt.ranks
 
-    def work(ranks: RankGroup) -> tuple[Tensor, Tensor]:
+    def work(ranks: RankGroup, bounds: dict[str, int]) -> tuple[Tensor, Tensor]:
         given = dealt.share(whole, ranks.rank).arguments
         step = make_step(setting, ranks, heads, len(whole.query), given)
-        batch = prepare(step, given, causal=False)
+        batch = prepare(step, given, causal=False, **bounds)
         stored = (batch.slot_mapping != PAD_SLOT_ID).any().item()
         expect_same("a new token has a slot", stored, False)
         lse = torch.full(
@@ -305,12 +309,44 @@ def tokens_of_a_batch_that_is_not_causal_attend_to_all_keys(
         )
         query = whole.query[:, ranks.rank * heads :][:, :heads]
         caches = (given["key_cache"], given["value_cache"])
-        return step.attend(query, *caches, batch, lse=lse), lse
+        options = rank_options(whole, slice(0, heads))
+        return step.attend(query, *caches, batch, lse=lse, options=options), lse
+
+    for bounds in ({}, {"max_query_len": max(dealt.query_lens)}):
+        found = run_ranks(
+            dealt.ranks,
+            lambda ranks, bounds=bounds: work(ranks, bounds),
+            dealt.seed,
+            setting.device,
+        )
+        out = torch.cat([each for each, _ in found], dim=1)
+        lse = torch.cat([each for _, each in found])
+        expect_right(setting, whole, (out, lse), is_joined=True)
+
+
+@law("DecodeContextParallel", cases=CROSS)
+def a_rank_reads_the_keys_of_a_request_that_is_not_causal_once(
+    setting: Setting, dealt: Dealt
+) -> None:
+    """Not once per new token: all of them attend to the same keys."""
+    dealt = replace(dealt, group=dealt.ranks)
+    whole = whole_call(dealt, setting.device).changed(causal=False)
+
+    def work(ranks: RankGroup) -> list[int]:
+        given = dealt.share(whole, ranks.rank).arguments
+        step = make_step(setting, ranks, 1, len(whole.query), given)
+        longest = max(dealt.query_lens)
+        batch = prepare(step, given, causal=False, max_query_len=longest)
+        expect_same("longest request", batch.max_query_len, longest)
+        starts = whole.arguments["query_start_loc"]
+        expect_same("starts of requests", batch.query_start_loc, starts)
+        lens: list[int] = batch.seq_lens.tolist()
+        return lens
 
     found = run_ranks(dealt.ranks, work, dealt.seed, setting.device)
-    out = torch.cat([each for each, _ in found], dim=1)
-    lse = torch.cat([each for _, each in found])
-    expect_right(setting, whole, (out, lse), is_joined=True)
+    for rank, lens in enumerate(found):
+        right = [len(dealt.positions_of(rank, each)) for each in dealt.key_lens]
+        expect_same(f"keys of each request on rank {rank}", lens, right)
 
 
 def make_step(

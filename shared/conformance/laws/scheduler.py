@@ -76,7 +76,7 @@ def _for_each(
     return run
 
 
-def _serve(
+def serve_case(
     setting: Setting, traffic: Traffic, requests: list[Request] | None = None
 ) -> Iterator[ServedStep]:
     manager = setting.truth.BlockManager(traffic.enough_blocks, traffic.block_size)
@@ -89,7 +89,7 @@ def _serve(
 def a_step_stays_within_the_token_budget_and_the_number_of_running_requests(
     setting: Setting, traffic: Traffic
 ) -> None:
-    for step in _serve(setting, traffic):
+    for step in serve_case(setting, traffic):
         counts = [each.num_scheduled_tokens for each in step.output.scheduled_requests]
         if not counts or min(counts) < 1 or sum(counts) > traffic.token_budget:
             raise Disagreement(
@@ -115,7 +115,7 @@ def every_request_finishes_with_the_tokens_that_were_sampled_for_it(
     """Preemption and chunks change no token. A stop token ends the output and is included."""
     requests = make_requests(traffic)
     manager = None
-    for step in _serve(setting, traffic, requests):
+    for step in serve_case(setting, traffic, requests):
         manager = step.manager
     for request, arrival in zip(requests, traffic.arrivals, strict=True):
         expect_same("tokens", request.token_ids, arrival.prompt + arrival.output)
@@ -129,7 +129,7 @@ def a_scheduled_request_computes_its_next_known_tokens(
     setting: Setting, traffic: Traffic
 ) -> None:
     """At most once per step. The request samples a token if no known token is left."""
-    for step in _serve(setting, traffic):
+    for step in serve_case(setting, traffic):
         seen = set()
         for each in step.output.scheduled_requests:
             request = each.request
@@ -162,7 +162,7 @@ def a_scheduled_request_computes_its_next_known_tokens(
 def a_chunk_ends_with_the_known_tokens_or_with_the_budget(
     setting: Setting, traffic: Traffic
 ) -> None:
-    for step in _serve(setting, traffic):
+    for step in serve_case(setting, traffic):
         left = traffic.token_budget
         for each in step.output.scheduled_requests:
             missing = each.request.num_tokens - each.num_computed_tokens
@@ -179,7 +179,7 @@ def a_chunk_ends_with_the_known_tokens_or_with_the_budget(
 def the_rows_of_a_step_hold_its_tokens_and_no_block_more(
     setting: Setting, traffic: Traffic
 ) -> None:
-    for step in _serve(setting, traffic):
+    for step in serve_case(setting, traffic):
         for each in step.output.scheduled_requests:
             number = each.request.request_id
             row = step.manager.get_block_ids(number)
@@ -193,7 +193,7 @@ def the_rows_of_a_step_hold_its_tokens_and_no_block_more(
 def a_step_lists_every_block_that_it_writes_for_the_first_time(
     setting: Setting, traffic: Traffic
 ) -> None:
-    for step in _serve(setting, traffic):
+    for step in serve_case(setting, traffic):
         expected = []
         for each in step.output.scheduled_requests:
             number = each.request.request_id
@@ -213,7 +213,7 @@ def a_running_request_goes_before_every_waiting_one(
     setting: Setting, traffic: Traffic
 ) -> None:
     """Thus a prompt never delays a decode. Running requests keep the order of admission."""
-    for step in _serve(setting, traffic):
+    for step in serve_case(setting, traffic):
         scheduled = [each.request.request_id for each in step.output.scheduled_requests]
         preempted = step.output.preempted_req_ids
         stay = [number for number in step.running if number not in preempted]
@@ -233,7 +233,7 @@ def requests_are_admitted_in_the_order_in_which_they_wait(
 ) -> None:
     """A preempted request is placed at the front of the waiting queue."""
     admitted_before: list[Any] = []
-    for step in _serve(setting, traffic):
+    for step in serve_case(setting, traffic):
         scheduled = [each.request.request_id for each in step.output.scheduled_requests]
         admitted = [number for number in scheduled if number not in step.running]
         expect_same("admitted requests", admitted, step.waiting[: len(admitted)])
@@ -254,7 +254,7 @@ def requests_are_admitted_in_the_order_in_which_they_wait(
 def a_request_waits_only_for_token_budget_blocks_or_the_limit_of_running_requests(
     setting: Setting, traffic: Traffic
 ) -> None:
-    for step in _serve(setting, traffic):
+    for step in serve_case(setting, traffic):
         scheduler, manager = step.scheduler, step.manager
         left = traffic.token_budget - step.output.total_num_scheduled_tokens
         is_full = len(scheduler.running) >= traffic.max_running
@@ -284,7 +284,7 @@ def the_request_admitted_last_is_preempted_first(
     setting: Setting, traffic: Traffic
 ) -> None:
     """All of its blocks are freed. A step that preempts admits no request."""
-    for step in _serve(setting, traffic):
+    for step in serve_case(setting, traffic):
         preempted = list(step.output.preempted_req_ids)
         last = list(reversed(step.running))[: len(preempted)]
         expect_same("preempted requests", preempted, last)
@@ -307,7 +307,7 @@ def no_request_is_preempted_while_enough_blocks_are_left(
     setting: Setting, traffic: Traffic
 ) -> None:
     """Without the last preemption of a step, too few blocks would be available."""
-    for step in _serve(setting, traffic):
+    for step in serve_case(setting, traffic):
         preempted = list(step.output.preempted_req_ids)
         if not preempted:
             continue
@@ -346,7 +346,7 @@ def nothing_is_preempted_if_all_requests_fit(
         traffic.token_budget,
         traffic.max_running,
     )
-    for step in _serve(setting, roomy):
+    for step in serve_case(setting, roomy):
         expect_same("preempted requests", list(step.output.preempted_req_ids), [])
 
 
@@ -358,7 +358,7 @@ def a_token_is_computed_once_unless_it_is_a_prefix_hit_or_is_preempted(
     """New requests start after their prefix hits, preempted ones after their regained tokens."""
     requests = make_requests(traffic)
     computed = hits = again = 0
-    for step in _serve(setting, traffic, requests):
+    for step in serve_case(setting, traffic, requests):
         output = step.output
         prefix = regained = 0
         for each in output.scheduled_requests:
@@ -387,7 +387,7 @@ def a_prompt_that_is_in_the_cache_is_computed_from_its_first_unknown_block_on(
     traffic = Traffic(
         (Arrival(0, prompt_len, 1), Arrival(1, prompt_len, 1)), 60, size, 64, 4
     )
-    first, second = _serve(setting, traffic)
+    first, second = serve_case(setting, traffic)
     expect_same("tokens", first.output.total_num_scheduled_tokens, prompt_len)
     hits = (prompt_len - 1) // size * size
     expect_same("prefix hits", second.output.num_prefix_hit_tokens, hits)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ...contract.kinds import PAD_SLOT_ID
-from ..generators.batches import GARBAGE
+from ..generators.batches import GARBAGE, table_of_rows
 from ..harness.canaries import checked_values, expect_own_memory, kept, packed
 from ..harness.expect import expect_rejection, expect_same
 from ..harness.law import Setting, law
@@ -112,10 +112,7 @@ def spread(numbers: Tensor, stride: int, device: torch.device) -> Tensor:
 def tensors_of(step: SlotStep, device: torch.device) -> dict[str, Tensor]:
     """Return starts, counts and a block table, as views. Rows are followed by garbage."""
     width = max(map(len, step.rows), default=0) + 2
-    table = torch.tensor(GARBAGE, dtype=torch.int32).repeat(len(step.new), width)
-    table = table[:, :width].contiguous()
-    for req, row in enumerate(step.rows):
-        table[req, : len(row)] = torch.tensor(row, dtype=torch.int32)
+    table = table_of_rows(step.rows, width)
     starts = torch.tensor([0, *step.new], dtype=torch.int32).cumsum(0).int()
     computed = torch.tensor(step.computed, dtype=torch.int32)
     return {

@@ -2,9 +2,10 @@
 
 vLLM gives each rank its query heads and all new keys, and a slot for those keys that the rank
 stores. So the cache is written as on one rank, and `DecodeContextParallel` attends over vLLM's
-process group. Each new token is a request of its own, and attends to the first ones of each rank's
-keys. A step with prompts attends to their new keys on each rank, without the cache, and exchanges
-attention to the earlier keys alone.
+process group. In a step of decodes each new token is a request of its own, and attends to the first
+ones of each rank's keys. In a step with prompts each request attends to the earlier keys as a
+whole, so that they are read once per tile of queries, and that alone is exchanged. Its new tokens
+attend to each other on each rank (new_keys.py).
 """
 
 import weakref
@@ -19,6 +20,7 @@ from ...contract.attention_options import AttentionOptions
 from ...contract.operations import Implementation
 from ...contract.parallel import RankBatch
 from ...engine.rank_group import RankGroup
+from .new_keys import BLOCK_SIZE, NewBlocks, count_blocks, find_new_blocks
 
 
 @dataclass(frozen=True)
@@ -30,12 +32,16 @@ class LayerKind:
         interleave_size: consecutive positions that one rank stores.
         context, new: [max tokens, num_heads, head_size_v] float32, for attention to earlier and to
             new keys of prompts.
+        lses: [2, num_heads, max tokens] float32, their log-sum-exps.
+        new_caches: [blocks, 16, kv_heads, size], for the new keys and values of prompts.
     """
 
     step: Any
     interleave_size: int
     context: Tensor
     new: Tensor
+    lses: Tensor
+    new_caches: tuple[Tensor, Tensor]
 
 
 _KINDS: "weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], LayerKind]]" = (
@@ -52,11 +58,13 @@ class SharedBatch:
         kind: what the batch depends on, apart from the step's tensors: slots of a block, whether a
             graph is captured, and whether it has earlier keys alone.
         batch: requests and keys of this rank.
+        new_blocks: Optional. Where the new keys are. If None, they are among the shared ones.
         readers: ids of the layers that have attended with it.
     """
 
     kind: tuple[int, bool, bool]
     batch: RankBatch
+    new_blocks: NewBlocks | None
     readers: set[int]
 
 
@@ -68,8 +76,9 @@ class SharedKeys:
         num_heads: query heads of this rank.
         head_size: elements of a key.
         scale: factor of the dot products.
-        takes_new_keys: whether the cache has the new keys as the layer gets them, so that it need
-            not be read for them.
+        num_kv_heads: KV heads that each rank stores.
+        cache_dtype: Optional. Dtype of an FP8 cache. If None, that of the queries.
+        owns_cache: whether the layer's new keys are in its cache, not those of another layer.
         config: vLLM's configuration.
         group: vLLM's group of decode context parallelism.
     """
@@ -80,13 +89,16 @@ class SharedKeys:
         num_heads: int,
         head_size: int,
         scale: float,
-        takes_new_keys: bool,
+        num_kv_heads: int,
+        cache_dtype: torch.dtype | None,
+        owns_cache: bool,
         config: Any,
         group: Any,
     ) -> None:
         self.run, self.config, self.group = run, config, group
         self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
-        self.takes_new_keys = takes_new_keys
+        self.num_kv_heads, self.cache_dtype = num_kv_heads, cache_dtype
+        self.owns_cache = owns_cache
         speculative = getattr(config, "speculative_config", None)
         drafts = getattr(speculative, "num_speculative_tokens", None) or 0
         self.decode_query_len = 1 + int(drafts)
@@ -108,7 +120,8 @@ class SharedKeys:
             return self.kind
         value_size, device = output.shape[-1], query.device
         sizes = (self.num_heads, self.head_size, value_size)
-        name = (self.run.name, *sizes, interleave_size, query.dtype, device)
+        of_cache = (self.num_kv_heads, self.cache_dtype)
+        name = (self.run.name, *sizes, *of_cache, interleave_size, query.dtype, device)
         kinds = _KINDS.setdefault(self.group, {})
         if name not in kinds:
             tokens = int(self.config.scheduler_config.max_num_batched_tokens)
@@ -129,7 +142,25 @@ class SharedKeys:
             )
             shape = (2, tokens, self.num_heads, value_size)
             partials = torch.empty(shape, dtype=torch.float32, device=device)
-            kinds[name] = LayerKind(step, interleave_size, partials[0], partials[1])
+            blocks = count_blocks(
+                tokens, int(self.config.scheduler_config.max_num_seqs)
+            )
+            key, value = (
+                torch.empty(
+                    (blocks, BLOCK_SIZE, self.num_kv_heads, size),
+                    dtype=self.cache_dtype or query.dtype,
+                    device=device,
+                )
+                for size in sizes[1:]
+            )
+            kinds[name] = LayerKind(
+                step,
+                interleave_size,
+                partials[0],
+                partials[1],
+                partials.new_empty(2, self.num_heads, tokens),
+                (key, value),
+            )
         self.kind = kinds[name]
         return self.kind
 
@@ -148,7 +179,7 @@ class SharedKeys:
         Args:
             query: [tokens, num_heads, head_size] of the step, padding included.
             key, value: [tokens, kv_heads, size] of its new tokens, those that other ranks store
-                included. If None, they are read from the caches.
+                included. If None, they are read from the caches, once per new token.
             caches: key and value cache of this rank.
             metadata: the `PagetwinMetadata` of the step. All layers that it serves share a batch.
             out: [tokens, num_heads, head_size_v], modified in place.
@@ -164,29 +195,37 @@ class SharedKeys:
             )
         kind = self.allocate(query, out)
         has_prompts = metadata.max_query_len > self.decode_query_len
-        if key is None or value is None or not (has_prompts and self.takes_new_keys):
-            batch = self._batch_of(kind.step, caches[0], metadata, False)
-            kind.step.attend(query, *caches, batch, self.scale, out, options=options)
+        if key is None or value is None or not (has_prompts and self.owns_cache):
+            shared = self._batch_of(kind.step, caches[0], metadata, False)
+            kind.step.attend(
+                query, *caches, shared.batch, self.scale, out, options=options
+            )
             return
-        batch = self._batch_of(kind.step, caches[0], metadata, True)
-        tokens = len(query)
-        context, new = kind.context[:tokens], kind.new[:tokens]
-        lses = context.new_empty(2, self.num_heads, tokens)
+        shared = self._batch_of(kind.step, caches[0], metadata, True)
+        blocks, tokens = shared.new_blocks, len(query)
+        assert blocks is not None
+        context, new, lses = (
+            kind.context[:tokens], kind.new[:tokens], kind.lses[..., :tokens],
+        )  # fmt: skip
         kind.step.attend(
-            query, *caches, batch, self.scale, context, lses[0],
+            query, *caches, shared.batch, self.scale, context, lses[0],
             # the sink counts once, with the new keys
             replace(options, sinks=None),
         )  # fmt: skip
+        self.run.reshape_and_cache(
+            key, value, *kind.new_caches, blocks.slot_mapping, options.k_scale, options.v_scale
+        )  # fmt: skip
         starts, longest = metadata.query_start_loc, metadata.max_query_len
-        self.run.encoder_attention(
-            query, key, value, starts, starts, longest, longest, self.scale, new, lses[1],
+        self.run.paged_attention(
+            query, *kind.new_caches, blocks.block_table, starts, blocks.lens, longest,
+            longest, self.scale, new, lses[1],
             options=replace(options, causal=metadata.causal),
         )  # fmt: skip
         out.copy_(self.run.merge_attn_states(context, lses[0], new, lses[1]))
 
     def _batch_of(
         self, step: Any, key_cache: Tensor, metadata: Any, is_context: bool
-    ) -> RankBatch:
+    ) -> SharedBatch:
         """Return the batch of a step, with all keys or with those before the step.
 
         It is prepared by the first layer, and so inside of a graph that captures the step. A layer
@@ -205,92 +244,10 @@ class SharedKeys:
                 metadata.num_actual_tokens,
                 metadata.max_seq_len,
                 metadata.causal and not is_context,
+                metadata.max_query_len,
             )
-            shared = metadata.shared_batch = SharedBatch(kind, batch, set())
+            blocks = find_new_blocks(metadata) if is_context else None
+            shared = SharedBatch(kind, batch, blocks, set())
+            metadata.shared_batch = shared
         shared.readers.add(id(self))
-        return shared.batch
-
-
-def share_keys(
-    impl: Any,
-    run: Implementation,
-    num_heads: int,
-    head_size: int,
-    scale: float,
-    takes_new_keys: bool,
-    **layer: Any,
-) -> SharedKeys | None:
-    """Return how a layer attends to keys that ranks share; None if they are not shared.
-
-    Args:
-        impl: vLLM's implementation of the layer, which has the numbers of ranks.
-        run: the implementation that runs it.
-        num_heads, head_size, scale, takes_new_keys: as in `SharedKeys`.
-        layer: its arguments that ranks may not take.
-
-    Raises:
-        NotImplementedError: something that ranks with a share of the keys do not compute.
-    """
-    check_ranks(impl, "pcp_world_size")
-    ranks = getattr(impl, "dcp_world_size", 1)
-    # an encoder has no cache: its heads are computed where they are
-    if ranks == 1 or layer["attn_type"] in ("encoder", "encoder_only"):
-        return None
-    from vllm.config import get_current_vllm_config_or_none
-    from vllm.distributed.parallel_state import get_dcp_group
-
-    config: Any = get_current_vllm_config_or_none()
-    check_shared_layer(ranks, run, config, **layer)
-    sizes = (num_heads, head_size, scale)
-    return SharedKeys(run, *sizes, takes_new_keys, config, get_dcp_group())
-
-
-def check_shared_layer(
-    ranks: int,
-    run: Implementation,
-    config: Any,
-    sliding_window: int | None,
-    alibi_slopes: list[float] | None,
-    attn_type: str,
-    is_batch_invariant: bool,
-) -> None:
-    """Raise NotImplementedError if ranks with a share of the keys cannot compute a layer."""
-    distances = "a rank does not know how far apart its keys are"
-    found = {
-        f"sliding_window = {sliding_window}": (sliding_window is not None, distances),
-        f"alibi_slopes = {alibi_slopes}": (alibi_slopes is not None, distances),
-        f"attn_type = {attn_type}": (
-            attn_type == "encoder_decoder",
-            "an encoder's keys are stored whole",
-        ),
-        "VLLM_BATCH_INVARIANT = 1": (
-            is_batch_invariant,
-            "partial results are grouped by ranks",
-        ),
-        "enable_dbo or ubatch_size": (
-            config.parallel_config.use_ubatching,
-            "microbatches would share the buffers of the exchange",
-        ),
-        f"implementation {run.name}": (
-            "DecodeContextParallel" not in run.operations,
-            "it has no DecodeContextParallel",
-        ),
-    }
-    for name, (is_found, reason) in found.items():
-        if is_found:
-            raise NotImplementedError(
-                f"{name} with decode_context_parallel_size = {ranks}: expected"
-                f" decode_context_parallel_size = 1, since {reason}; or choose another"
-                " --attention-backend"
-            )
-
-
-def check_ranks(impl: Any, *names: str) -> None:
-    """Raise NotImplementedError if one of these numbers of ranks is above 1."""
-    for name in names:
-        ranks = getattr(impl, name, 1)
-        if ranks > 1:
-            raise NotImplementedError(
-                f"{name} = {ranks}: expected 1, since this backend does not exchange partial"
-                " results between these ranks; choose another --attention-backend"
-            )
+        return shared

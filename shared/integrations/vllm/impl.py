@@ -10,8 +10,8 @@ from vllm.v1.attention.backend import AttentionType
 from ...contract.attention_options import AttentionOptions
 from .builder import PagetwinMetadata, load_plugin_implementation
 from .caches import FP8_NAMES, split_layer_cache
-from .context_parallel import share_keys
 from .settings import read_settings
+from .shared_layers import share_keys
 from .warm_up import StepBounds, can_compile, warm_up_layer
 
 
@@ -83,8 +83,9 @@ class PagetwinImpl(VllmAttentionImpl):
             num_heads,
             head_size,
             self.scale,
-            # a quantised cache has other keys than the step, and another layer's cache too
-            not self._is_fp8 and kv_sharing_target_layer_name is None,
+            self.num_kv_heads,
+            FP8_NAMES.get(kv_cache_dtype),
+            kv_sharing_target_layer_name is None,
             sliding_window=sliding_window,
             alibi_slopes=alibi_slopes,
             attn_type=self.attn_type,
@@ -164,7 +165,7 @@ class PagetwinImpl(VllmAttentionImpl):
                 "output_block_scale: expected None, since outputs have one scale"
             )
         if self.bounds is not None:
-            self._warm_up(layer, query, kv_cache)
+            self._warm_up(layer, query, kv_cache, output)
         if attn_metadata is None:
             if self.shared is not None:
                 self.shared.allocate(query, output)
@@ -247,11 +248,13 @@ class PagetwinImpl(VllmAttentionImpl):
             self._options[kind] = options
         return options
 
-    def _warm_up(self, layer: Any, query: Tensor, kv_cache: Tensor) -> None:
+    def _warm_up(
+        self, layer: Any, query: Tensor, kv_cache: Tensor, output: Tensor
+    ) -> None:
         """Compile the layer's kernels, if its cache is there; called until that was done."""
         bounds = self.bounds
         assert bounds is not None
-        if not self._warms_up or self.own.is_uncached or self.shared is not None:
+        if not self._warms_up or self.own.is_uncached:
             self.bounds = None
             return
         if not can_compile(kv_cache):
@@ -265,6 +268,7 @@ class PagetwinImpl(VllmAttentionImpl):
             query.dtype,
             options,
             bounds,
+            None if self.shared is None else self.shared.allocate(query, output),
         )
 
 

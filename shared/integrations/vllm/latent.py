@@ -22,8 +22,8 @@ from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
 from .backend import CACHE_DTYPES, Reasons
 from .builder import captures_uniform_batches, give_bounds, load_plugin_implementation
 from .caches import FP8_NAMES
-from .context_parallel import check_ranks
 from .settings import read_settings
+from .shared_layers import check_ranks
 from .versions import BACKEND_NAME
 from .warm_up import StepBounds, can_compile, warm_up_layer
 

@@ -3,7 +3,7 @@
 import importlib
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...contract.attention_options import AttentionOptions
+from .context_parallel import LayerKind
 
 logger = logging.getLogger(__name__)
 
@@ -57,16 +58,20 @@ def warm_up_layer(
     dtype: torch.dtype,
     options: AttentionOptions,
     bounds: StepBounds,
+    shared: LayerKind | None = None,
 ) -> int:
     """Compile the kernels of one kind of layer, once per process; return how many there are.
 
     Args:
-        implementation: name of the twin. Only one with a function `warm_up` compiles.
+        implementation: name of the twin. Only one with a function `warm_up` compiles, and with
+            `warm_up_ranks` if ranks share the keys.
         caches: the layer's key and value cache, as its calls pass them.
         num_query_heads: query heads of the layer.
         dtype: dtype of its queries and outputs.
         options: options of its calls.
         bounds: upper bounds of the steps.
+        shared: Optional. What layers of this kind share, if ranks share their keys. If None, they
+            do not.
     """
     key, value = caches
     names = tuple(options.given)
@@ -74,6 +79,7 @@ def warm_up_layer(
     kind = (
         *(key.shape[1:], key.stride(), key.dtype, value.shape[1:], value.stride()),
         *(key.device, num_query_heads, dtype, names, str(numbers), bounds),
+        None if shared is None else id(shared),
     )
     with _LOCK:
         if kind in _WARMED:
@@ -82,21 +88,24 @@ def warm_up_layer(
     top = importlib.import_module(
         f"pagetwin.{implementation}" if "." not in implementation else implementation
     )
-    if not hasattr(top, "warm_up"):
+    if not hasattr(top, "warm_up" if shared is None else "warm_up_ranks"):
         return 0
     start = time.perf_counter()
     before = _allocated(key.device)
-    kernels = top.warm_up(
-        top.WarmUpSpec(
-            key_cache=key,
-            value_cache=value,
-            num_query_heads=num_query_heads,
-            max_num_reqs=bounds.max_num_reqs,
-            max_query_len=bounds.max_query_len,
-            max_seq_len=bounds.max_seq_len,
-            dtype=dtype,
-            options=(options,),
-        )
+    spec = top.WarmUpSpec(
+        key_cache=key,
+        value_cache=value,
+        num_query_heads=num_query_heads,
+        max_num_reqs=bounds.max_num_reqs,
+        max_query_len=bounds.max_query_len,
+        max_seq_len=bounds.max_seq_len,
+        dtype=dtype,
+        options=(options,),
+    )
+    kernels = (
+        top.warm_up(spec)
+        if shared is None
+        else _warm_up_shared(top, spec, shared, bounds)
     )
     logger.info(
         "warm-up: %d kernels of layers with %d query heads, head size %d and %s in %.1f s;"
@@ -109,6 +118,21 @@ def warm_up_layer(
         (_allocated(key.device) - before) / 2**20,
     )
     return len(kernels)
+
+
+def _warm_up_shared(
+    top: Any, spec: Any, shared: LayerKind, bounds: StepBounds
+) -> list[Any]:
+    """Compile the kernels of steps whose keys ranks share. Nothing is exchanged."""
+    spec = replace(spec, out_dtype=torch.float32)
+    # in a step of decodes each new token is a request
+    tokens = bounds.max_num_reqs * bounds.decode_query_len
+    of_ranks = replace(spec, max_num_reqs=tokens, lse=(False, True))
+    key, value = shared.new_caches
+    of_new_keys = replace(spec, key_cache=key, value_cache=value, lse=(True,))
+    lses = shared.lses[..., :1]
+    top.merge_attn_states(shared.context[:1], lses[0], shared.new[:1], lses[1])
+    return [*top.warm_up_ranks(shared.step, of_ranks), *top.warm_up(of_new_keys)]
 
 
 def can_compile(kv_cache: Tensor) -> bool:

@@ -1,7 +1,7 @@
 """Caches, layouts and the backends that own them."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -235,22 +235,35 @@ def a_backend_has_no_order(inputs: dict[str, Any]) -> bool:
 LAYOUT_NAMES = ("NHD", "HND")
 
 
-def layouts(inputs: dict[str, Any], cached: bool) -> list[str | None]:
-    """Return the layout of every "get", with or without the memory of the first one.
+class LayoutRead(NamedTuple):
+    """One "get" of the layout.
 
-    None where both sides raise, because the variable has another word.
+    Args:
+        layout: the answer. None where both sides raise, because the variable has another word.
+        is_remembered: whether it is the answer to an earlier "get".
+        override, variable: the word that was set, and that of the environment.
     """
+
+    layout: str | None
+    is_remembered: bool
+    override: str | None
+    variable: str | None
+
+
+def layout_reads(inputs: dict[str, Any], cached: bool) -> list[LayoutRead]:
+    """Return every "get", with or without the memory of the first one."""
     override = variable = remembered = None
-    found: list[str | None] = []
+    found: list[LayoutRead] = []
     for op in inputs["ops"]:
         if op["op"] == "get":
             current = override or variable or inputs["connector_layout"]
-            if cached and remembered is not None:
+            is_remembered = cached and remembered is not None
+            if is_remembered:
                 current = remembered
             elif override is None and variable and variable not in LAYOUT_NAMES:
                 current = None  # an error, which is not remembered
             remembered = current
-            found.append(current)
+            found.append(LayoutRead(current, is_remembered, override, variable))
         elif op["op"] == "set":
             override = op.get("cache_layout", op.get("value"))
         elif op["op"] == "env":
@@ -258,6 +271,11 @@ def layouts(inputs: dict[str, Any], cached: bool) -> list[str | None]:
         elif op["op"] == "cache_clear":
             remembered = None
     return found
+
+
+def layouts(inputs: dict[str, Any], cached: bool) -> list[str | None]:
+    """Return the layout of every "get"."""
+    return [each.layout for each in layout_reads(inputs, cached)]
 
 
 @deviation("kv_cache_layout", fields=["results"], right="every call reads the choice")
@@ -281,19 +299,10 @@ def an_unknown_layout_is_set(inputs: dict[str, Any]) -> bool:
 @deviation("kv_cache_layout", fields=["results"], right="an empty word chooses nothing")
 def the_variable_is_empty(inputs: dict[str, Any]) -> bool:
     """vLLM takes '' for the name of a layout that it does not know."""
-    override = remembered = variable = None
-    for op in inputs["ops"]:
-        if op["op"] == "get":
-            if remembered is None and override is None and variable == "":
-                return True
-            remembered = True
-        elif op["op"] == "set":
-            override = op.get("cache_layout", op.get("value"))
-        elif op["op"] == "env":
-            variable = op.get("value")
-        elif op["op"] == "cache_clear":
-            remembered = None
-    return False
+    return any(
+        each.variable == "" and each.override is None and not each.is_remembered
+        for each in layout_reads(inputs, cached=True)
+    )
 
 
 @deviation("v033_backend_block_sizes", fields=["raises"], right="a ValueError")

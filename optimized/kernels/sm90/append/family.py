@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ....launch.attention_call import AttentionCall
+from ....launch.chip import count_processors, is_hopper
 from ....launch.launcher import Launcher, next_power_of_2
-from ....launch.tuning import count_processors, is_hopper
 from ....launch.workspace import find_workspace
 from .. import family as sm90
 from ..config import BOX_COLUMNS, LOG2_E, WARPGROUP_M, choose_consumers

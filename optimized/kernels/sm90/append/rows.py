@@ -64,4 +64,6 @@ def locate_partial(
     column = gl.arange(0, config.HEAD_DIM, gl.SliceLayout(0, layout))
     offset = gl.expand_dims(row * config.HEAD_DIM, 1) + gl.expand_dims(column, 0)
     maxima = output.partials + rows * config.HEAD_DIM
-    return output.partials + offset, maxima + row, maxima + rows + row
+    # rows begin at a multiple of 16 bytes
+    accs = gl.multiple_of(output.partials + offset, [1, 16])
+    return accs, maxima + row, maxima + rows + row

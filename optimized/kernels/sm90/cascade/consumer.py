@@ -103,5 +103,6 @@ def _store(output, acc, lse, work, config: gl.constexpr, CONSUMER: gl.constexpr)
     if config.HEAD_SIZE < config.HEAD_DIM:
         mask = mask & gl.expand_dims(column < config.HEAD_SIZE, 0)
     offset = gl.expand_dims(row * config.HEAD_SIZE, 1) + gl.expand_dims(column, 0)
-    gl.store(output.out + offset, acc, mask=mask)
+    # rows begin at a multiple of 16 bytes
+    gl.store(gl.multiple_of(output.out + offset, [1, 16]), acc, mask=mask)
     gl.store(output.lse + row, lse, mask=is_row)

@@ -8,8 +8,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from ....launch.attention_call import AttentionCall
+from ....launch.chip import count_processors, is_hopper
 from ....launch.launcher import Launcher
-from ....launch.tuning import count_processors, is_hopper
 from ....launch.workspace import MAX_KEPT_NUMBERS
 from .. import family as sm90
 from ..config import LOG2_E, choose_consumers

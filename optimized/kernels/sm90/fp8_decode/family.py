@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from .....contract.attention_options import AttentionOptions
-from ....launch.tuning import Tiles, is_hopper
+from ....launch.chip import is_hopper
+from ....launch.tuning import Tiles
 from ...arguments import Config, Strides
 from .config import PAGE
 from .kernel import fp8_decode_kernel

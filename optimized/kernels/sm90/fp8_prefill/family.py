@@ -15,8 +15,8 @@ from torch import Tensor
 
 from .....contract.kinds import FP8_DTYPES
 from ....launch.attention_call import AttentionCall
+from ....launch.chip import is_hopper
 from ....launch.launcher import Launcher, next_power_of_2
-from ....launch.tuning import is_hopper
 from ....launch.workspace import find_workspace
 from ...arguments import Config
 from ...fp8 import has_native_fp8, scale_arguments, scale_strides

@@ -111,7 +111,8 @@ def _own_states(
         WARPGROUP_M * config.HEAD_DIM
     )
     offset = gl.expand_dims(row * config.HEAD_DIM, 1) + gl.expand_dims(column, 0)
-    return output_states + first + offset
+    # rows begin at a multiple of 16 bytes
+    return gl.multiple_of(output_states + first + offset, [1, 16])
 
 
 @gluon.jit

@@ -9,9 +9,9 @@ second kernel folds the splits in the order in which a work item folds several.
 from dataclasses import dataclass, field
 
 from ....launch.attention_call import AttentionCall
+from ....launch.chip import count_processors, is_hopper
 from ....launch.launcher import Launcher, next_power_of_2
 from ....launch.prepare import MAX_WORKSPACE
-from ....launch.tuning import count_processors, is_hopper
 from ....launch.workspace import find_workspace
 from .. import family as sm90
 from ..config import BOX_COLUMNS, LOG2_E, WARPGROUP_M

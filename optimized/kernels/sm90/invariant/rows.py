@@ -64,11 +64,10 @@ def store_rows(output, acc, token, head, is_row, config: gl.constexpr):
     mask = gl.expand_dims(is_row, 1)
     if config.HEAD_SIZE < config.HEAD_DIM:
         mask = mask & gl.expand_dims(column < config.HEAD_SIZE, 0)
-    gl.store(
-        output.out + gl.expand_dims(offset, 1) + gl.expand_dims(column, 0),
-        acc.to(output.out.dtype.element_ty),
-        mask=mask,
-    )
+    address = output.out + gl.expand_dims(offset, 1) + gl.expand_dims(column, 0)
+    # rows begin at a multiple of 16 bytes
+    address = gl.multiple_of(address, [1, 16])
+    gl.store(address, acc.to(output.out.dtype.element_ty), mask=mask)
 
 
 @gluon.jit
@@ -100,4 +99,6 @@ def locate_states(
     states = output.states + begin
     accs = states + gl.expand_dims(row * config.HEAD_DIM, 1) + gl.expand_dims(column, 0)
     maxima = states + output.num_splits * rows * config.HEAD_DIM
+    # rows begin at a multiple of 16 bytes
+    accs = gl.multiple_of(accs, [1, 16])
     return accs, maxima + row, maxima + output.num_splits * rows + row

@@ -15,8 +15,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .....contract.attention_options import AttentionOptions
 from ....launch.attention_call import AttentionCall
+from ....launch.chip import count_processors, is_hopper
 from ....launch.launcher import Launcher
-from ....launch.tuning import count_processors, is_hopper
 from ....launch.workspace import find_workspace
 from ..config import LOG2_E, SWIZZLED
 from ..plan import MAX_TENSOR_MAPS, Address

@@ -17,8 +17,7 @@ from .library import (
     Declined,
     Prepared,
     decline_features,
-    has_module,
-    library_error,
+    why_no_modules,
 )
 
 WORKSPACE_BYTES = 256 << 20
@@ -32,13 +31,7 @@ class FlashInfer(AttentionLibrary):
     def missing(self) -> str:
         if self.device == "cpu":
             return "needs a CUDA device"
-        if not has_module("flashinfer"):
-            return "not installed (pip install flashinfer-python)"
-        try:
-            importlib.import_module("flashinfer")
-        except Exception as error:  # a broken installation fails in many ways
-            return library_error("flashinfer", error)
-        return ""
+        return why_no_modules("flashinfer", install="flashinfer-python")
 
     def prepare(self, inputs: Inputs) -> Prepared:
         workload = inputs.workload

@@ -5,6 +5,7 @@ once for all layers of a step (a mask, a plan, a gathered batch) is prepared bef
 named in its note.
 """
 
+import importlib
 import importlib.metadata
 import importlib.util
 from abc import ABC, abstractmethod
@@ -107,6 +108,23 @@ def library_error(name: str, error: Exception) -> str:
     """Return in one line why a library cannot be used."""
     message = str(error).strip().split("\n")[0]
     return f"{name} cannot be used ({type(error).__name__}: {message})"
+
+
+def why_no_modules(*names: str, install: str) -> str:
+    """Return why modules of one library cannot be imported; empty if they can.
+
+    Args:
+        install: what pip has to install.
+    """
+    library = names[0].partition(".")[0]
+    if not has_module(library):
+        return f"not installed (pip install {install})"
+    try:
+        for each in names:
+            importlib.import_module(each)
+    except Exception as error:  # a broken installation fails in many ways
+        return library_error(library, error)
+    return ""
 
 
 def has_module(name: str) -> bool:

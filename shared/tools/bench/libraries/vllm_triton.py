@@ -17,8 +17,7 @@ from .library import (
     Declined,
     Prepared,
     decline_features,
-    has_module,
-    library_error,
+    why_no_modules,
 )
 
 ATTEND = "vllm.v1.attention.ops.triton_unified_attention"
@@ -36,14 +35,7 @@ class VLLMTriton(AttentionLibrary):
     def missing(self) -> str:
         if self.device == "cpu":
             return "needs a CUDA device"
-        if not has_module("vllm"):
-            return "not installed (pip install vllm)"
-        try:
-            importlib.import_module(ATTEND)
-            importlib.import_module(WRITE)
-        except Exception as error:  # a broken installation fails in many ways
-            return library_error("vllm", error)
-        return ""
+        return why_no_modules(ATTEND, WRITE, install="vllm")
 
     def prepare(self, inputs: Inputs) -> Prepared:
         workload = inputs.workload

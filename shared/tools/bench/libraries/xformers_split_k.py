@@ -17,10 +17,10 @@ from .library import (
     Declined,
     Prepared,
     decline_features,
-    has_module,
-    library_error,
+    why_no_modules,
 )
 
+OPERATOR = "xformers.ops.fmha.triton_splitk"
 TILE_SIZES = (64, 32, 16)
 
 
@@ -30,13 +30,10 @@ class XFormers(AttentionLibrary):
     name, title, package = "xformers", "xFormers split-K", "xformers"
 
     def missing(self) -> str:
-        if not has_module("xformers"):
-            return "not installed (pip install 'pagetwin[xformers]')"
-        try:
-            operator = importlib.import_module("xformers.ops.fmha.triton_splitk")
-        except Exception as error:  # a broken installation fails in many ways
-            return library_error("xformers", error)
-        return "" if operator.FwOp.OPERATOR else "it finds no usable triton"
+        if why := why_no_modules(OPERATOR, install="'pagetwin[xformers]'"):
+            return why
+        operator = importlib.import_module(OPERATOR).FwOp.OPERATOR
+        return "" if operator else "it finds no usable triton"
 
     def prepare(self, inputs: Inputs) -> Prepared:
         workload = inputs.workload
@@ -94,7 +91,7 @@ def _mask(inputs: Inputs) -> Any:
 
 def _operator(block_size: int, is_interpreted: bool) -> Any:
     """Return the operator with the largest tile of keys that divides the page."""
-    base: Any = importlib.import_module("xformers.ops.fmha.triton_splitk").FwOp
+    base: Any = importlib.import_module(OPERATOR).FwOp
     fields: dict[str, Any] = {
         "BLOCK_N": next(keys for keys in TILE_SIZES if block_size % keys == 0)
     }

@@ -1,0 +1,248 @@
+"""Triton kernels that write keys and values to their paged cache, gather them and copy blocks.
+
+A program moves a tile of tokens, or of a block, by elements, with any strides. Elements are copied
+as integers of their width, so no bit changes. Only between an FP8 cache and a wider dtype are they
+converted. Offsets are 64-bit.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..cache.slot_mapping import find_request
+from .fp8 import decode_fp8, encode_fp8, load_scale
+
+TOKENS_PER_PROGRAM = 4
+MAX_ELEMENTS_PER_PROGRAM = 1024
+
+AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class NewTokens(NamedTuple):
+    """New keys or values, as a kernel's argument, with strides in elements.
+
+    Args:
+        tensor: [tokens, kv_heads, head_size].
+    """
+
+    tensor: Any
+    stride_token: Any
+    stride_head: Any
+    stride_element: Any
+
+
+class CacheHalf(NamedTuple):
+    """The keys or the values of a cache, as a kernel's argument, with strides in elements.
+
+    Args:
+        tensor: [num_blocks, block_size, kv_heads, head_size].
+        scale, scale_stride: Optional. The scale of an FP8 cache and its stride over heads, see
+            `scale_arguments`.
+    """
+
+    tensor: Any
+    scale: Any
+    scale_stride: Any
+    stride_block: Any
+    stride_slot: Any
+    stride_head: Any
+    stride_element: Any
+
+
+def as_bits(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return views of the tensors as integers of the same width."""
+    return tuple(each.view(AS_INTEGERS[each.element_size()]) for each in tensors)
+
+
+def choose_tile(elements: int) -> int:
+    """Return the elements that a program moves, of `elements` per token or block."""
+    return min(MAX_ELEMENTS_PER_PROGRAM, triton.next_power_of_2(elements))
+
+
+@triton.jit(do_not_specialize=["num_slots"])
+def write_kv_kernel(
+    key,
+    value,
+    key_cache,
+    value_cache,
+    slot_mapping,
+    num_slots,
+    kv_heads,
+    block_size,
+    mapping_stride,
+    HEAD_SIZE: tl.constexpr,
+    VALUE_HEAD_SIZE: tl.constexpr,
+    E5M2: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ELEMENTS: tl.constexpr,
+):
+    """Write the keys and values of a tile of tokens to their slots.
+
+    Args:
+        key, value: NewTokens.
+        key_cache, value_cache: CacheHalf.
+        TOKENS, ELEMENTS: tokens of the tile, and elements of all heads of a token.
+    """
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS).to(tl.int64)
+    element = tl.program_id(1) * ELEMENTS + tl.arange(0, ELEMENTS).to(tl.int64)
+    head, part = element // HEAD_SIZE, element % HEAD_SIZE
+    value_head, value_part = element // VALUE_HEAD_SIZE, element % VALUE_HEAD_SIZE
+    slot = tl.load(
+        slot_mapping + token * mapping_stride, mask=token < num_slots, other=-1
+    )
+    # step: skip tokens without a slot
+    stored = (slot >= 0)[:, None] & (head < kv_heads)[None, :]
+    value_stored = (slot >= 0)[:, None] & (value_head < kv_heads)[None, :]
+    # step: find block and offset
+    block_id, offset = slot // block_size, slot % block_size
+    new_key = _load_new(key, token, head, part, stored)
+    new_value = _load_new(value, token, value_head, value_part, value_stored)
+    # step: divide by the scales if the cache is FP8
+    if key_cache.scale is not None:
+        new_key = _quantise(new_key, key_cache, head, head < kv_heads, E5M2)
+        new_value = _quantise(
+            new_value, value_cache, value_head, value_head < kv_heads, E5M2
+        )
+    # step: store the key and the value
+    to = _locate(key_cache, block_id, offset, head, part)
+    tl.store(to, new_key, mask=stored)
+    to = _locate(value_cache, block_id, offset, value_head, value_part)
+    tl.store(to, new_value, mask=value_stored)
+
+
+@triton.jit
+def _load_new(new, token, head, part, is_stored):
+    """Return elements of new keys or values: [TOKENS, ELEMENTS]."""
+    offsets = (token * new.stride_token)[:, None]
+    offsets += (head * new.stride_head + part * new.stride_element)[None, :]
+    return tl.load(new.tensor + offsets, mask=is_stored, other=0)
+
+
+@triton.jit
+def _quantise(numbers, cache, head, is_head, E5M2: tl.constexpr):
+    """Return numbers as the bytes of an FP8 cache: [TOKENS, ELEMENTS]."""
+    scale = load_scale(cache.scale, cache.scale_stride, head, is_head)
+    return encode_fp8(tl.div_rn(numbers.to(tl.float32), scale), E5M2)
+
+
+@triton.jit
+def _dequantise(
+    numbers, cache, head, is_head, E5M2: tl.constexpr, NATIVE_FP8: tl.constexpr
+):
+    """Return the numbers that the bytes of an FP8 cache mean: [TOKENS, ELEMENTS] float32."""
+    scale = load_scale(cache.scale, cache.scale_stride, head, is_head)
+    return decode_fp8(numbers, E5M2, NATIVE_FP8).to(tl.float32) * scale
+
+
+@triton.jit
+def _locate(cache, block_id, offset, head, part):
+    """Return pointers to elements of slots: [TOKENS, ELEMENTS]."""
+    slots = block_id * cache.stride_block + offset * cache.stride_slot
+    parts = head * cache.stride_head + part * cache.stride_element
+    return cache.tensor + slots[:, None] + parts[None, :]
+
+
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_reqs", "num_halvings", "table_stride_req"]
+)
+def gather_kv_kernel(
+    key_cache,
+    value_cache,
+    key,
+    value,
+    block_table,
+    seq_start_loc,
+    num_tokens,
+    kv_heads,
+    block_size,
+    num_reqs,
+    num_halvings,
+    table_stride_req,
+    table_stride_entry,
+    HEAD_SIZE: tl.constexpr,
+    VALUE_HEAD_SIZE: tl.constexpr,
+    E5M2: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ELEMENTS: tl.constexpr,
+):
+    """Copy a tile of tokens of concatenated sequences from the cache.
+
+    Args:
+        key_cache, value_cache: CacheHalf.
+        num_halvings: bits of num_reqs.
+        TOKENS, ELEMENTS: tokens of the tile, and elements of all heads of a token.
+    """
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    element = tl.program_id(1) * ELEMENTS + tl.arange(0, ELEMENTS).to(tl.int64)
+    head, part = element // HEAD_SIZE, element % HEAD_SIZE
+    value_head, value_part = element // VALUE_HEAD_SIZE, element % VALUE_HEAD_SIZE
+    req = find_request(seq_start_loc, token, num_reqs, num_halvings)
+    is_token = (token < num_tokens) & (req < num_reqs)
+    position = token - tl.load(seq_start_loc + req, mask=is_token, other=0)
+    # step: look up the block
+    row = block_table + req.to(tl.int64) * table_stride_req
+    entry = (position // block_size).to(tl.int64) * table_stride_entry
+    block_id = tl.load(row + entry, mask=is_token, other=0).to(tl.int64)
+    # step: add the offset in the block
+    offset = (position % block_size).to(tl.int64)
+    # step: copy the key and the value
+    is_head, is_value_head = head < kv_heads, value_head < kv_heads
+    at = _locate(key_cache, block_id, offset, head, part)
+    one_key = tl.load(at, mask=is_token[:, None] & is_head[None, :], other=0)
+    at = _locate(value_cache, block_id, offset, value_head, value_part)
+    one_value = tl.load(at, mask=is_token[:, None] & is_value_head[None, :], other=0)
+    # step: multiply by the scales if another dtype is requested
+    if key_cache.scale is not None:
+        one_key = _dequantise(one_key, key_cache, head, is_head, E5M2, NATIVE_FP8)
+        one_value = _dequantise(
+            one_value, value_cache, value_head, is_value_head, E5M2, NATIVE_FP8
+        )
+    written = (token < num_tokens)[:, None]
+    to = token.to(tl.int64)[:, None] * (kv_heads * HEAD_SIZE) + element[None, :]
+    tl.store(key + to, one_key, mask=written & is_head[None, :])
+    to = token.to(tl.int64)[:, None] * (kv_heads * VALUE_HEAD_SIZE) + element[None, :]
+    tl.store(value + to, one_value, mask=written & is_value_head[None, :])
+
+
+@triton.jit
+def copy_blocks_kernel(
+    source,
+    destination,
+    block_mapping,
+    elements,
+    source_stride_half,
+    source_stride_block,
+    source_stride_slot,
+    source_stride_head,
+    source_stride_element,
+    destination_stride_half,
+    destination_stride_block,
+    destination_stride_slot,
+    destination_stride_head,
+    destination_stride_element,
+    KV_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    ELEMENTS: tl.constexpr,
+):
+    """Copy a tile of the keys, or of the values, of one block to another block."""
+    pair = tl.program_id(0)
+    half = tl.program_id(1).to(tl.int64)
+    element = tl.program_id(2) * ELEMENTS + tl.arange(0, ELEMENTS)
+    slot = (element // (KV_HEADS * HEAD_SIZE)).to(tl.int64)
+    head = (element // HEAD_SIZE % KV_HEADS).to(tl.int64)
+    part = (element % HEAD_SIZE).to(tl.int64)
+    taken = tl.load(block_mapping + 2 * pair)
+    given = tl.load(block_mapping + 2 * pair + 1)
+    inside = element < elements
+    start = source + half * source_stride_half + taken * source_stride_block
+    place = slot * source_stride_slot + head * source_stride_head
+    moved = tl.load(start + place + part * source_stride_element, mask=inside)
+    start = (
+        destination + half * destination_stride_half + given * destination_stride_block
+    )
+    place = slot * destination_stride_slot + head * destination_stride_head
+    tl.store(start + place + part * destination_stride_element, moved, mask=inside)

@@ -1,0 +1,40 @@
+"""Properties of the chip that a launch plan depends on."""
+
+from functools import cache
+
+import torch
+
+from .launcher import INTERPRETED
+
+
+@cache
+def count_processors(device: torch.device) -> int:
+    """Return the number of SMs of a chip."""
+    if INTERPRETED:
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def is_hopper(device: torch.device) -> bool:
+    """Return whether a device is a chip of compute capability 9.0."""
+    if INTERPRETED or device.type != "cuda":
+        return False
+    properties = torch.cuda.get_device_properties(device)
+    return (properties.major, properties.minor) == (9, 0)
+
+
+@cache
+def why_no_device(device: torch.device | str) -> list[str]:
+    """Return why kernels cannot run on that device."""
+    device = torch.device(device)
+    if INTERPRETED:
+        return []
+    if device.type != "cuda":
+        return [
+            f"device = {device}: expected cuda, or Triton's interpreter"
+            " (TRITON_INTERPRET=1 before triton is imported)"
+        ]
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return [f"device = {device}: expected compute capability 8.0 or newer"]
+    return []

@@ -1,0 +1,48 @@
+"""Constants of the cost model (cost_model.py): rates per multiprocessor, and fixed costs.
+
+They are of an H200 (132 multiprocessors), fitted to 27 batches of 1 to 128 requests with 1 to 1,024
+new tokens over 700 to 65,536 keys (cold L2, medians of 11). On another chip their ratios matter,
+since all paths are estimated with the same ones.
+"""
+
+from .launcher import INTERPRETED
+
+DECODE_BYTES_PER_US = 34_500.0
+"""Bytes of keys and values that are read: 1.84 us per 128 keys of one head, in batches of 32 to 144
+such tiles per multiprocessor."""
+PREFILL_BYTES_PER_US = 33_000.0
+"""The same in prefills, whose programs do not share the keys of a request evenly: 48 requests of 6
+tokens over 6,144 keys take 322 us, and 16 of 16 over 16,384 take 282."""
+L2_BYTES_PER_US = 64_000.0
+"""Bytes that a query tile reads of what another one has read. Assumed: twice the memory's."""
+PORTABLE_FLOP_PER_US = {16: 0.7e6, 32: 1.1e6, 64: 1.8e6, 128: 3.2e6}
+"""Operations of the portable kernels with tiles of so many rows: 16 requests of 16 tokens over
+16,384 keys take 789 us with 16 rows, one of 1,024 over 40,960 takes 4,669 with 32 and 1,680 with
+128, and 8 of 32 over 8,192 take 174 with 64."""
+HOPPER_FLOP_PER_US = {64: 4.1e6, 128: 5.35e6}
+"""Operations of Hopper's prefill kernel, by head size up to 64 and above: 1,024 tokens over 40,960
+keys take 1,006 us, 512 over 32,768 take 422, and with head size 64 16 requests of 16 tokens over
+8,192 keys take 123."""
+HOPPER_TILE_ROWS = {64: 192, 128: 128}
+"""Rows of a query tile of Hopper's kernels, by head size up to 64 and above."""
+WARPGROUP_ROWS = 64
+"""Rows of a query tile that one warpgroup computes."""
+SPLIT_US, PREFILL_US, APPEND_US = 30.0, 25.0, 35.0
+"""What the portable append kernel, a decode launch with a prefill launch, and Hopper's append
+kernel take besides products and reads: launches, first accesses, write-back of a dirty L2 cache,
+tails and combinations."""
+PARTIAL_US = 2.0
+"""A partial result of head size 128 that Hopper's append kernel combines: one request of 8 tokens
+over 65,536 keys has 16 per query tile. It takes 113 us, of which 94 are for the rest."""
+APPEND_WINDOW_US = 12.0
+"""What a window adds to Hopper's append kernel: 8 us for 24 requests of 8 tokens and a window of
+1,024, 15 us for 10 of 20 tokens and a window of 4,096."""
+ROUND_US = 4.0
+"""The begin and the end of a work item of a prefill: 64 requests of 6 tokens over 1,024 keys have
+four per multiprocessor, and take 102 us."""
+LAUNCH_US = 5.0
+"""One more launch in a CUDA graph: 4.4 us for an empty kernel."""
+MAX_SPLIT_TOKENS = 8 if INTERPRETED else 1024
+"""New tokens of a request, at most, for which a split is considered."""
+MIN_SPLIT_KEYS = 32 if INTERPRETED else 512
+"""Keys of a sequence, at least, for which a split is considered: a stream-K segment."""
