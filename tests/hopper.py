@@ -363,7 +363,7 @@ CASES = {
         "cascade", plan_of((2, 1), (280, 300), 192, group=1), {"causal": False}
     ),
     "latent": Case(
-        "latent", plan_of((1, 0, 4, 1), (200, 5, 131, 64), 576, group=16, padding=2)
+        "latent", plan_of((1, 0, 4, 1), (200, 5, 131, 64), 576, group=16, padding=5)
     ),
     "latent, a part from the middle of a request": Case(
         "latent", plan_of((1, 0, 1), (60, 9, 257), 576, group=16, needle="last")

@@ -16,7 +16,15 @@ from .values import InterpreterError, Value, lift
 
 
 def barrier_init(view: SharedView, count: int) -> None:
-    """Initialize an mbarrier."""
+    """Initialize an mbarrier.
+
+    Raises:
+        InterpreterError: the count is outside of the range that PTX has for it.
+    """
+    if not 1 <= int(count) < 2**20:
+        raise InterpreterError(
+            f"mbarrier.init with the count {int(count)}: expected 1 or more"
+        )
     machine = current_role().machine
     machine.barriers[id(view.buffer), view.first] = Barrier(
         int(count), int(count), Clock(MAX_ROLES), Clock(MAX_ROLES)
