@@ -8,7 +8,7 @@ import pytest
 import torch
 from fake_vllm import VERSIONS, FakeGroup, fake_vllm, recorded
 from pagetwin.engine.rank_group import RankGroup
-from pagetwin.integrations.vllm.new_keys import count_blocks, find_new_blocks
+from pagetwin.integrations.vllm.caches import count_blocks, find_new_blocks
 from pagetwin.integrations.vllm.warm_up import StepBounds
 from pagetwin.reference import paged_attention
 from pagetwin.reference.parallel import decode
@@ -333,15 +333,6 @@ def test_batch_invariance_is_rejected_at_the_start() -> None:
         vllm.envs.VLLM_BATCH_INVARIANT = True
         with pytest.raises(NotImplementedError, match="VLLM_BATCH_INVARIANT = 1 with"):
             RankSteps(NEWEST, group)
-
-
-@pytest.mark.parametrize("version", [OLDEST, NEWEST])
-def test_latent_attention_is_rejected_at_the_start(version: str) -> None:
-    with fake_vllm(version, use_mla=True, group=FakeGroup(None, 2)):
-        from pagetwin.integrations.vllm.latent import PagetwinLatentImpl
-
-        with pytest.raises(NotImplementedError, match="dcp_world_size = 2: expected 1"):
-            PagetwinLatentImpl(4, 32, 1.0, 1, None, None, "auto", None, "decoder", None)
 
 
 def test_an_encoder_runs_on_each_rank_by_itself() -> None:

@@ -1,5 +1,11 @@
-"""vLLM's caches: key and value views of one layer's cache, and the shape hooks up to 0.28."""
+"""vLLM's caches: key and value views of a layer's cache, the shape hooks up to 0.28, and new keys.
 
+Ranks that share keys store a part of a prompt's new keys each. So that its new tokens can attend to
+each other on every rank, all of them are also written into blocks that a rank does not share, in
+the dtype of its cache.
+"""
+
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +17,9 @@ FP8_NAMES = {
     "fp8_e5m2": torch.float8_e5m2,
 }
 """vLLM's names of the FP8 dtypes. vLLM allocates such a cache as uint8."""
+
+NEW_BLOCK_SIZE = 16
+"""Slots of a block of new keys."""
 
 
 def split_layer_cache(
@@ -120,3 +129,48 @@ def _heads_come_first() -> bool:
     from vllm.v1.attention.backends.utils import get_kv_cache_layout
 
     return bool(get_kv_cache_layout() == "HND")
+
+
+@dataclass(frozen=True)
+class NewBlocks:
+    """Where a step's new keys are in these blocks, for all layers. A request has blocks of its own.
+
+    Args:
+        slot_mapping: [tokens] int64 slot of each new token; -1 for padding.
+        block_table: [reqs, max_blocks] int32. Entries past the end of a request are not read.
+        lens: [reqs] int32 new keys of each request.
+
+    Example:
+        Two requests of 20 and 3 new tokens have the blocks 0 and 1, and 2.
+    """
+
+    slot_mapping: Tensor
+    block_table: Tensor
+    lens: Tensor
+
+
+def count_blocks(max_tokens: int, max_reqs: int) -> int:
+    """Return the blocks that any step within these bounds fits in."""
+    return max_tokens // NEW_BLOCK_SIZE + max_reqs
+
+
+def find_new_blocks(metadata: Any) -> NewBlocks:
+    """Return the blocks of a step. The host does not wait.
+
+    Args:
+        metadata: the `PagetwinMetadata` of the step.
+    """
+    starts, device = metadata.query_start_loc, metadata.query_start_loc.device
+    reqs = len(starts) - 1
+    # a block more than it fills is left to each request before, so blocks never overlap
+    first = starts[:-1] // NEW_BLOCK_SIZE + torch.arange(reqs, device=device)
+    width = -(-metadata.max_query_len // NEW_BLOCK_SIZE)
+    table = first[:, None] + torch.arange(width, device=device)
+    token = torch.arange(metadata.num_actual_tokens, dtype=starts.dtype, device=device)
+    req = torch.searchsorted(starts[1:], token, right=True).clamp(max=reqs - 1)
+    slots = first[req] * NEW_BLOCK_SIZE + token - starts[req]
+    return NewBlocks(
+        torch.where(token < starts[-1], slots, -1).long(),
+        table.to(torch.int32),
+        starts.diff(),
+    )

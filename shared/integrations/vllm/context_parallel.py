@@ -5,7 +5,7 @@ stores. So the cache is written as on one rank, and `DecodeContextParallel` atte
 process group. In a step of decodes each new token is a request of its own, and attends to the first
 ones of each rank's keys. In a step with prompts each request attends to the earlier keys as a
 whole, so that they are read once per tile of queries, and that alone is exchanged. Its new tokens
-attend to each other on each rank (new_keys.py).
+attend to each other on each rank (`NewBlocks`).
 """
 
 import weakref
@@ -20,7 +20,7 @@ from ...contract.attention_options import AttentionOptions
 from ...contract.operations import Implementation
 from ...contract.parallel import RankBatch
 from ...engine.rank_group import RankGroup
-from .new_keys import BLOCK_SIZE, NewBlocks, count_blocks, find_new_blocks
+from .caches import NEW_BLOCK_SIZE, NewBlocks, count_blocks, find_new_blocks
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class SharedKeys:
             )
             key, value = (
                 torch.empty(
-                    (blocks, BLOCK_SIZE, self.num_kv_heads, size),
+                    (blocks, NEW_BLOCK_SIZE, self.num_kv_heads, size),
                     dtype=self.cache_dtype or query.dtype,
                     device=device,
                 )

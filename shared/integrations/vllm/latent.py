@@ -3,6 +3,10 @@
 vLLM projects the queries of decodes into the latent space and expands the results. In between,
 latent attention is paged attention with one head whose values are a part of its keys, which is what
 `latent_decode_attention` computes too. Prefills run in the prefill backend that vLLM chooses.
+
+With decode context parallelism vLLM gathers the queries of all ranks before, and combines the
+results of the ranks by their log-sum-exp afterwards. In between, a rank attends to its own latents.
+Prefills gather the latents of all ranks, in vLLM.
 """
 
 from dataclasses import replace
@@ -10,55 +14,22 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonBackend,
     MLACommonImpl,
-    MLACommonMetadataBuilder,
-    QueryLenSupport,
 )
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, MultipleOf
+from vllm.v1.attention.backend import AttentionType, MultipleOf
 
 from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
 from .backend import CACHE_DTYPES, Reasons
-from .builder import captures_uniform_batches, give_bounds, load_plugin_implementation
+from .builder import load_plugin_implementation
 from .caches import FP8_NAMES
+from .latent_builder import PagetwinLatentBuilder
 from .settings import read_settings
 from .shared_layers import check_ranks
 from .versions import BACKEND_NAME
 from .warm_up import StepBounds, can_compile, warm_up_layer
-
-
-class PagetwinLatentBuilder(MLACommonMetadataBuilder):
-    """vLLM's metadata builder for latent attention, whose decodes may have any lengths."""
-
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
-    query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.VARLEN
-
-    def __init__(
-        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        give_bounds(vllm_config, layer_names)
-
-    @classmethod
-    def get_cudagraph_support(
-        cls, vllm_config: Any, kv_cache_spec: Any
-    ) -> AttentionCGSupport:
-        """Return the batches that can be captured."""
-        return captures_uniform_batches(cls._cudagraph_support)
-
-    def build(
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: Any,
-        fast_build: bool = False,
-    ) -> Any:
-        """Return vLLM's metadata of a step, with the upper bound of its decodes' new tokens."""
-        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        if metadata.decode is not None:
-            threshold = self.reorder_batch_threshold or 1
-            metadata.decode.max_query_len = min(metadata.max_query_len, threshold)
-        return metadata
 
 
 class PagetwinLatentImpl(MLACommonImpl):
@@ -73,9 +44,14 @@ class PagetwinLatentImpl(MLACommonImpl):
         bounds: as in `PagetwinImpl`.
 
     Raises:
-        NotImplementedError: an option or kind of attention that vLLM's prefills do not have, or
-            context parallelism.
+        NotImplementedError: an option or kind of attention that vLLM's prefills do not have,
+            prefill context parallelism, or decode context parallelism with an implementation
+            without `dcp_attention`.
     """
+
+    supports_dcp: bool = True
+    can_return_lse_for_decode: bool = True
+    supports_mtp_with_cp_non_trivial_interleave_size: bool = True
 
     def __init__(
         self,
@@ -91,7 +67,12 @@ class PagetwinLatentImpl(MLACommonImpl):
         kv_sharing_target_layer_name: str | None,
         **mla_args: Any,
     ) -> None:
-        check_ranks(self, "dcp_world_size", "pcp_world_size")
+        check_ranks(self, "pcp_world_size")
+        # vLLM's constructor may overwrite them
+        self._of_rank = (
+            getattr(self, "dcp_world_size", 1),
+            getattr(self, "dcp_rank", 0),
+        )
         options = {
             "alibi_slopes": alibi_slopes,
             "sliding_window": sliding_window,
@@ -122,12 +103,17 @@ class PagetwinLatentImpl(MLACommonImpl):
         )
         self.rank = int(mla_args["kv_lora_rank"])
         self.run = load_plugin_implementation()
+        if self._of_rank[0] > 1 and "dcp_attention" not in self.run.operations:
+            raise NotImplementedError(
+                f"implementation {self.run.name} with decode_context_parallel_size ="
+                f" {self._of_rank[0]}: expected 1, since it has no dcp_attention"
+            )
+        self._config: Any = get_current_vllm_config_or_none()
         # the kernels dequantise the cache and take queries of the model's dtype
         self.supports_quant_query_input = False
         self.bounds: StepBounds | None = None
         self._warms_up = read_settings().warms_up
-        self._options: AttentionOptions | None = None
-        self._attend = self.run.paged_attention
+        self._options: tuple[AttentionOptions, AttentionOptions] | None = None
 
     def do_kv_cache_update(
         self,
@@ -168,8 +154,13 @@ class PagetwinLatentImpl(MLACommonImpl):
     ) -> tuple[Tensor, Tensor | None]:
         """Return each decode's average latent, [tokens, num_heads, kv_lora_rank], and None.
 
+        If ranks share the latents, the average is that of this rank's latents, and the second
+        result is its log-sum-exp, [tokens, num_heads] float32. Of a token without a latent on this
+        rank they are 0 and -inf.
+
         Args:
-            q: [tokens, num_heads, latent width], or its latent and its rope part.
+            q: [tokens, num_heads, latent width], or its latent and its rope part. If ranks share
+                the latents, the heads are those of all ranks.
             kv_c_and_k_pe_cache: [num_blocks, block_size, latent width]; FP8 elements already have
                 their dtype.
             attn_metadata: the step, whose decodes come first.
@@ -179,26 +170,44 @@ class PagetwinLatentImpl(MLACommonImpl):
         decode = attn_metadata.decode
         key = kv_c_and_k_pe_cache[:, :, None]
         value = key[..., : self.rank]
-        options = self._options_of(layer)
+        ranks, rank = self._of_rank
+        options, unmasked = self._options_of(layer)
         if self.bounds is not None:
-            self._warm_up(key, value, query, options)
+            self._warm_up(key, value, query, options if ranks == 1 else unmasked)
         out = query.new_empty(*query.shape[:2], self.rank)
-        self._attend(
+        tensors = (
             query, key, value, decode.block_table,
             attn_metadata.query_start_loc[: decode.seq_lens.shape[0] + 1],
-            decode.seq_lens, decode.max_query_len, max(1, int(attn_metadata.max_seq_len)),
-            self.scale, out, options=options,
         )  # fmt: skip
-        return out, None
+        longest, most = decode.max_query_len, max(1, int(attn_metadata.max_seq_len))
+        if ranks == 1:
+            self.run.paged_attention(
+                *tensors, decode.seq_lens, longest, most, self.scale, out, options=options
+            )  # fmt: skip
+            return out, None
+        lse = query.new_empty(query.shape[:2], dtype=torch.float32)
+        if longest == 1:
+            # the lengths are those of the rank, and may be 0
+            self.run.paged_attention(
+                *tensors, decode.seq_lens, longest, most, self.scale, out, lse.T,
+                options=unmasked,
+            )  # fmt: skip
+        else:
+            interleave_size = self._config.parallel_config.cp_kv_cache_interleave_size
+            self.run.dcp_attention(
+                *tensors, decode.dcp_tot_seq_lens, longest, most * ranks, ranks, rank,
+                int(interleave_size), self.scale, out, lse.T, options=options,
+            )  # fmt: skip
+        return out, lse
 
-    def _options_of(self, layer: Any) -> AttentionOptions:
-        """Return the options of the layer's calls, which are the same in every step."""
+    def _options_of(self, layer: Any) -> tuple[AttentionOptions, AttentionOptions]:
+        """Return the options of the layer's calls in every step, and those without a mask."""
         scale = layer._k_scale if self.kv_cache_dtype in FP8_NAMES else None
-        if self._options is None or self._options.k_scale is not scale:
+        if self._options is None or self._options[0].k_scale is not scale:
             options = DEFAULT_OPTIONS
             if scale is not None:
                 options = replace(options, k_scale=scale, v_scale=scale)
-            self._options = options
+            self._options = (options, replace(options, causal=False))
         return self._options
 
     def _warm_up(
@@ -211,10 +220,16 @@ class PagetwinLatentImpl(MLACommonImpl):
             return
         self.bounds = None
         if self._warms_up:
-            longest = min(bounds.decode_query_len, bounds.max_seq_len)
-            bounds = replace(bounds, max_query_len=longest)
+            shares = self._of_rank[0] > 1
+            reqs, longest = bounds.max_num_reqs, bounds.decode_query_len
+            if shares:
+                # each new token is a request
+                reqs, longest = reqs * longest, 1
+            longest = min(longest, bounds.max_seq_len)
+            bounds = replace(bounds, max_num_reqs=reqs, max_query_len=longest)
             warm_up_layer(
-                self.run.name, (key, value), query.shape[1], query.dtype, options, bounds
+                self.run.name, (key, value), query.shape[1], query.dtype, options, bounds,
+                lse=shares,
             )  # fmt: skip
 
 

@@ -59,6 +59,7 @@ def warm_up_layer(
     options: AttentionOptions,
     bounds: StepBounds,
     shared: LayerKind | None = None,
+    lse: bool = False,
 ) -> int:
     """Compile the kernels of one kind of layer, once per process; return how many there are.
 
@@ -72,6 +73,7 @@ def warm_up_layer(
         bounds: upper bounds of the steps.
         shared: Optional. What layers of this kind share, if ranks share their keys. If None, they
             do not.
+        lse: whether the calls have a log-sum-exp.
     """
     key, value = caches
     names = tuple(options.given)
@@ -79,7 +81,7 @@ def warm_up_layer(
     kind = (
         *(key.shape[1:], key.stride(), key.dtype, value.shape[1:], value.stride()),
         *(key.device, num_query_heads, dtype, names, str(numbers), bounds),
-        None if shared is None else id(shared),
+        *(None if shared is None else id(shared), lse),
     )
     with _LOCK:
         if kind in _WARMED:
@@ -101,6 +103,7 @@ def warm_up_layer(
         max_seq_len=bounds.max_seq_len,
         dtype=dtype,
         options=(options,),
+        lse=(lse,),
     )
     kernels = (
         top.warm_up(spec)
