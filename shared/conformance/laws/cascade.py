@@ -188,7 +188,10 @@ NEEDLES = [
 ]
 NEEDLES.append(SharedPrefix(2, (3, 1), (6, 3), kind="fp8"))
 # several requests with few keys of their own, with one query tile and with several
-NEEDLES.append(SharedPrefix(2, (1,) * 4, (6, 3, 9, 1), kind="sinks", kv_heads=2))
+NEEDLES += [
+    SharedPrefix(2, (1,) * 4, (6, 3, 9, 1), kind=kind, kv_heads=2)
+    for kind in ("sinks", "fp8")
+]
 NEEDLES.append(SharedPrefix(1, (17, 5, 1), (20, 7, 9), kv_heads=2, group=5))
 # and few requests, whose own keys are several tiles
 NEEDLES.append(SharedPrefix(4, (1, 3), (60, 62), needle=55))

@@ -191,7 +191,9 @@ def lengths_and_flags_may_be_views_with_any_strides(
     """Views are lengths, starts, block tables, flags, biases, trees and ranges."""
     plan = setting.fit(BatchPlan((3, 1, 5), (20, 9, 33), seed=seed, padding=seed % 2))
     flags = torch.tensor([True, False, True])
-    tree = torch.ones(3, 6, 6, dtype=torch.bool).tril()
+    chain = torch.ones(6, 6, dtype=torch.bool).tril()
+    # the last request's tree differs from those before it
+    tree = torch.stack([chain, chain, torch.eye(6, dtype=torch.bool)])
     tokens = sum(plan.query_lens) + plan.padding
     ranges = torch.tensor([[2, 5]] * tokens, dtype=torch.int32)
     choices: list[dict[str, Any]] = [

@@ -197,6 +197,9 @@ LARGE = {
     "20 heads share one, and much padding": LargeBatch(
         BatchPlan((1,), (9,), group=20, head_size=8, padding=12)
     ),
+    "chunks after a long context that end past the next tile": LargeBatch(
+        BatchPlan((20, 17), (140, 257), kv_heads=1)
+    ),
     "heads of 256 on many keys": LargeBatch(
         BatchPlan((3, 1), (300, 20), kv_heads=1, group=5, head_size=256), "sinks"
     ),

@@ -62,19 +62,20 @@ def whole_call(dealt: Dealt, device: torch.device) -> Call:
 
 
 def without_new_tokens(dealt: Dealt, call: Call, rank: int) -> Call:
-    """Return a rank's call whose cache has NaN where its new tokens are to be written."""
-    changes = {
-        name: call.arguments[name].clone() for name in ("key_cache", "value_cache")
-    }
+    """Write NaN to a rank's cache where its new tokens are to be written, and return the call.
+
+    The caches stay the views that they are: a copy of one might have other strides.
+    """
+    caches = [call.arguments[name] for name in ("key_cache", "value_cache")]
     for row, query_len, key_len in zip(
         call.rows, dealt.query_lens, dealt.key_lens, strict=True
     ):
         for index, position in enumerate(dealt.positions_of(rank, key_len)):
             if position >= key_len - query_len:
                 block, offset = divmod(index, dealt.block_size)
-                for cache in changes.values():
+                for cache in caches:
                     cache[row[block], offset] = NAN
-    return call.changed(**changes)
+    return call
 
 
 def run_rank(setting: Setting, shared: Shared, whole: Call, ranks: RankGroup) -> Found:
@@ -98,15 +99,17 @@ def run_rank(setting: Setting, shared: Shared, whole: Call, ranks: RankGroup) ->
         dtype=query.dtype,
         device=setting.device,
     )
-    # an idle step before it, whose block table is narrower
-    step.prepare(
-        caches[0],
-        given["block_table"][:, :1],
-        torch.zeros_like(given["query_start_loc"]),
-        torch.zeros_like(given["seq_lens"]),
-        num_tokens=len(query),
-        max_seq_len=0,
-    )
+    # idle steps before it: one whose block table is narrower, one whose blocks are farther apart
+    apart = torch.cat([caches[0], caches[0]], dim=1)[:, : dealt.block_size]
+    for cache, width in ((caches[0], 1), (apart, None)):
+        step.prepare(
+            cache,
+            given["block_table"][:, :width],
+            torch.zeros_like(given["query_start_loc"]),
+            torch.zeros_like(given["seq_lens"]),
+            num_tokens=len(query),
+            max_seq_len=0,
+        )
     batch = step.prepare(
         caches[0], given["block_table"], given["query_start_loc"], given["seq_lens"],
         num_tokens=len(query), max_seq_len=given["max_seq_len"],
