@@ -352,6 +352,20 @@ def test_a_probe_finds_a_support_that_can_be_pasted(
     assert again.exit_code == 0, again.output
 
 
+def test_a_report_of_errors_says_how_to_declare_what_the_kernel_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = f"raises_{tmp_path.name}"
+    Path(f"{name}.py").write_text(
+        "def paged_attention(*given, **named): raise ValueError('not today')\n"
+    )
+    words = ["check", name, "--only", "an empty batch gives", "--device", "cpu"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == DISAGREE, done.output
+    assert done.output.rstrip().endswith(f"pagetwin check {name} --probe")
+
+
 @pytest.mark.long
 def test_a_probe_of_a_kernel_that_takes_nothing_is_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

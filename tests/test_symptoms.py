@@ -4,6 +4,7 @@ from functools import wraps
 from typing import Any
 
 import pytest
+import torch
 from pagetwin.conformance.harness import poison
 from pagetwin.conformance.harness.candidate import Candidate
 from pagetwin.conformance.harness.poison import explain_nan, explain_nans
@@ -75,12 +76,32 @@ def test_nan_of_the_kernel_itself_is_not_called_a_read() -> None:
     setting = make_setting(candidate, "cpu")
     case = "BatchPlan((1, 1), (32, 21), block_size=16)"
     cause = explain_nan(find_law(ATTENDS), setting, case)
-    assert (
-        cause == "the output of token 0 is NaN even if no slot of the caches holds NaN"
-    )
+    assert cause == "the output of token 0 is NaN even if the caches hold no NaN"
     assert SEVERITIES[severity_of(broken(cause=cause, found="nan"))] == "wrong result"
     (symptom,) = Report("mine", "cpu", (broken(cause=cause, found="nan"),)).symptoms()
-    assert symptom.title.endswith("is NaN even if no slot of the caches holds NaN")
+    assert symptom.title.endswith("is NaN even if the caches hold no NaN")
+
+
+def test_nan_that_strides_skip_is_found() -> None:
+    """A kernel that ignores the stride of elements reads NaN that no slot holds."""
+    right = load_implementation("reference").paged_attention
+
+    @wraps(right)
+    def ignores_strides(*, value_cache: Any, **given: Any) -> Any:
+        shape = value_cache.shape
+        packed = torch.empty(shape, device="meta").stride()
+        return right(value_cache=value_cache.as_strided(shape, packed), **given)
+
+    candidate = Candidate("mine", {"paged_attention": ignores_strides}, Support())
+    setting = make_setting(candidate, "cpu")
+    case = "BatchPlan((1,), (1,), value_layout='every other element')"
+    cause = explain_nan(find_law(ATTENDS), setting, case)
+    assert cause == (
+        "the output of token 0 contains the poison of memory between or around the elements of"
+        " the caches"
+    )
+    severity = SEVERITIES[severity_of(broken(cause=cause, found="nan"))]
+    assert severity == "reads memory that it must not read"
 
 
 def test_the_causes_of_small_inputs_are_searched_first(

@@ -18,9 +18,17 @@ import torch
 from torch import Tensor
 
 from ...contract.operations import load_implementation
+from .canaries import memory_of
 from .candidate import load_candidate
 from .law import Law, Setting
-from .report import NOT_WRITTEN, WITHOUT_POISON, Result, Status, size_of_input
+from .report import (
+    AROUND,
+    NOT_WRITTEN,
+    WITHOUT_POISON,
+    Result,
+    Status,
+    size_of_input,
+)
 from .trial import find_law, make_case, make_setting, run_law
 
 SECONDS = 60.0
@@ -185,8 +193,9 @@ class _Call:
         token = int(nan.flatten(1).any(1).nonzero()[0])
         if self._is_nan(nan, before, []):
             same = self._repeat(before, [], SENTINEL) == SENTINEL
-            is_left = bool((same & nan).any())
-            return f"the output of token {token} {NOT_WRITTEN if is_left else WITHOUT_POISON}"
+            if bool((same & nan).any()):
+                return f"the output of token {token} {NOT_WRITTEN}"
+            return self._without_slots(token, nan, before)
         while len(slots) > 1:
             half = slots[: len(slots) // 2]
             slots = (
@@ -195,6 +204,24 @@ class _Call:
         if not slots or not self._is_nan(nan, before, slots):
             return ""  # several slots are needed together
         return self._describe(token, *slots[0])
+
+    def _without_slots(self, token: int, nan: Tensor, before: dict[str, Tensor]) -> str:
+        """Return where NaN comes from that no slot holds: from memory that the strides skip?"""
+        memories = [
+            memory_of(self.arguments[name]).view(cache.dtype)
+            for name, cache in before.items()
+        ]
+        if any(each.numel() > MAX_ELEMENTS for each in memories):
+            return ""
+        kept = [each.clone() for each in memories]
+        for each in memories:
+            each.copy_(each.float().nan_to_num(0.0, torch.inf, -torch.inf))
+        is_nan = self._is_nan(nan, before, [])
+        for each, its in zip(memories, kept, strict=True):
+            each.copy_(its)
+        if is_nan:
+            return f"the output of token {token} {WITHOUT_POISON}"
+        return f"the output of token {token} contains the poison of {AROUND}"
 
     def _is_nan(
         self, nan: Tensor, before: dict[str, Tensor], slots: Sequence[Slot]

@@ -160,7 +160,8 @@ SEVERITIES = (
 )
 """What a failure means for a user of the kernel, the most severe first."""
 NOT_WRITTEN = "is not written everywhere"
-WITHOUT_POISON = "is NaN even if no slot of the caches holds NaN"
+WITHOUT_POISON = "is NaN even if the caches hold no NaN"
+AROUND = "memory between or around the elements of the caches"
 """Causes of NaN that is not read from a slot."""
 CLEARLY_WRONG = 100.0
 """Error budgets above which a result is wrong whatever the rounding."""
@@ -478,7 +479,7 @@ def size_of_input(result: Result) -> tuple[bool, bool, int]:
 
 def _kind_of_cause(cause: str) -> str:
     """Return where NaN comes from, without the numbers of tokens, slots and blocks."""
-    for words in (NOT_WRITTEN, WITHOUT_POISON, "a block that no request uses"):
+    for words in (NOT_WRITTEN, WITHOUT_POISON, AROUND, "a block that no request uses"):
         if words in cause:
             is_poison = "poison" in cause
             return f"the output {'contains the poison of ' * is_poison}{words}"
