@@ -287,9 +287,10 @@ def combine(inputs: dict[str, Any]) -> dict[str, Any]:
     weights = torch.exp(lses - top)
     total = weights.sum(0)
     shares = (weights / total.clamp(min=1e-10))[..., None]
+    outputs = torch.where(shares == 0, 0.0, inputs["outputs"])
     lse = (total.log() + top) / base
     return {
-        "result": (inputs["outputs"] * shares).sum(0),
+        "result": (outputs * shares).sum(0),
         "global_lse": lse if inputs["return_lse"] else None,
         "tolerance": {"rtol": 1e-5, "atol": 1e-6},
     }
