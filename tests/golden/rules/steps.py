@@ -299,8 +299,13 @@ class Cut:
     @property
     def is_inside(self) -> bool:
         """Whether both slices have something, and all of it exists."""
+        return self.has_requests and self.stop <= self.slots
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether both slices have something, and all requests exist."""
         is_some = 0 <= self.req < self.req_stop and 0 <= self.first < self.stop
-        return is_some and self.req_stop < len(self.starts) and self.stop <= self.slots
+        return is_some and self.req_stop < len(self.starts)
 
     @property
     def ends_of_first(self) -> tuple[int, int]:
@@ -411,13 +416,15 @@ def has_later_fields(inputs: dict[str, Any]) -> bool:
 def begins_in_its_first_request(inputs: dict[str, Any]) -> bool:
     """Return whether vLLM 0.33 cuts every micro-batch: it does not validate the last token."""
     return all(
-        each.is_inside and each.ends_of_first[0] <= each.first < each.ends_of_first[1]
+        each.has_requests
+        and each.ends_of_first[0] <= each.first < each.ends_of_first[1]
         for each in cuts(inputs)
     )
 
 
 def fits_here(inputs: dict[str, Any]) -> bool:
-    return all(each.is_inside and each.fits_here for each in cuts(inputs))
+    is_fit = all(each.is_inside and each.fits_here for each in cuts(inputs))
+    return is_fit and not cuts_a_share(inputs)
 
 
 def begins_with_padding(inputs: dict[str, Any]) -> bool:
@@ -426,14 +433,30 @@ def begins_with_padding(inputs: dict[str, Any]) -> bool:
 
 
 def ends_outside_its_last_request(inputs: dict[str, Any]) -> bool:
-    """vLLM 0.33 accepts a last token outside of the last request."""
+    """vLLM 0.33 accepts a last token outside of the last request, and drops the lengths on this
+    rank, which change with a sequence that is cut."""
     return begins_in_its_first_request(inputs) and not fits_here(inputs)
+
+
+def is_cut_in_033(inputs: dict[str, Any]) -> bool:
+    return begins_in_its_first_request(inputs) and fits_here(inputs)
 
 
 def is_not_causal_in_033(inputs: dict[str, Any]) -> bool:
     """vLLM drops `causal`, so that a micro-batch is causal though the step is not."""
-    is_run = begins_in_its_first_request(inputs) and fits_here(inputs)
-    return is_run and step_of(inputs).get("causal") is False
+    return is_cut_in_033(inputs) and step_of(inputs).get("causal") is False
+
+
+def has_later_fields_in_033(inputs: dict[str, Any]) -> bool:
+    """vLLM 0.33 drops all fields after `causal`."""
+    given = (step_of(inputs).get(name) for name in LATER_FIELDS)
+    return is_cut_in_033(inputs) and any(each is not None for each in given)
+
+
+def ends_with_padding_in_033(inputs: dict[str, Any]) -> bool:
+    """vLLM 0.33 counts padding as tokens."""
+    tokens = step_of(inputs)["num_actual_tokens"]
+    return is_cut_in_033(inputs) and any(each.stop > tokens for each in cuts(inputs))
 
 
 CUT_FIELDS = ("query_start_loc", "seq_lens", "max_query_len", "max_seq_len")
@@ -464,12 +487,17 @@ for _file, _result in ((SLICE, "result"), (SPLIT, "result[]")):
             right="the slice's tokens are those of its requests, or padding",
             versions=("0.33.0",),
         )(_condition)
-    deviation(
-        _file,
-        fields=[f"{_result}.causal"],
-        right="as in the step",
-        versions=("0.33.0",),
-    )(is_not_causal_in_033)
+    for _condition, _fields, _right in (
+        (is_not_causal_in_033, ("causal",), "as in the step"),
+        (has_later_fields_in_033, LATER_FIELDS, "every field is sliced or copied"),
+        (ends_with_padding_in_033, ("num_actual_tokens",), "without padding"),
+    ):
+        deviation(
+            _file,
+            fields=[f"{_result}.{name}" for name in _fields],
+            right=_right,
+            versions=("0.33.0",),
+        )(_condition)
     deviation(
         _file,
         fields=[f"{_result}.{name}" for name in LATER_FIELDS],
@@ -488,3 +516,13 @@ for _file, _result in ((SLICE, "result"), (SPLIT, "result[]")):
 def positions_are_given(inputs: dict[str, Any]) -> bool:
     """vLLM drops the positions when it removes the padding."""
     return inputs["common_attn_metadata"].get("positions") is not None
+
+
+@deviation(
+    "v033_common_attention_metadata_methods",
+    fields=["unpadded.mm_req_doc_ranges"],
+    right="the ranges of the requests that remain",
+)
+def ranges_of_images_are_given(inputs: dict[str, Any]) -> bool:
+    """vLLM drops the ranges when it removes the padding."""
+    return inputs["common_attn_metadata"].get("mm_req_doc_ranges") is not None
