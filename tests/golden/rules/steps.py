@@ -363,7 +363,9 @@ def is_returned(inputs: dict[str, Any]) -> bool:
 def cuts_a_share(inputs: dict[str, Any]) -> bool:
     """Return whether a sequence is cut at its end whose tokens are counted for one rank."""
     has_shares = step_of(inputs).get("dcp_local_seq_lens") is not None
-    return has_shares and any(each.is_inside and each.splits_last for each in cuts(inputs))
+    return has_shares and any(
+        each.is_inside and each.splits_last for each in cuts(inputs)
+    )
 
 
 def a_share_of_a_rank_is_cut(inputs: dict[str, Any]) -> bool:
