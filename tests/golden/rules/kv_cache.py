@@ -128,7 +128,10 @@ def is_created_here(inputs: dict[str, Any]) -> bool:
     if not names_the_same(inputs) or names_one_twice(inputs):
         return False
     is_whole = all(size % page == 0 for size, page in pages(inputs))
-    return is_whole and has_enough_pages(inputs)
+    names = listed(inputs)[1]
+    is_bound = all(len(layer_number(name)) == 1 for name in names)
+    is_bound &= {*names} <= {*inputs["forward_context_layers"]}
+    return is_whole and has_enough_pages(inputs) and is_bound
 
 
 @deviation(INIT, fields=["raises"], right="the caches are returned, there is no list")
