@@ -137,13 +137,13 @@ def more_is_kept_than_there_is(inputs: dict[str, Any]) -> bool:
 def a_feature_is_shorter_than_its_padding(inputs: dict[str, Any]) -> bool:
     """vLLM returns a range that ends before it begins."""
     pad = inputs["span_pad"]
-    if not pad:
-        return False
     features = [each for row in inputs["mm_features_per_req"] for each in row]
+    features = [each for each in features if each["modality"] in ("image", "video")]
+    if not pad:  # a feature without tokens
+        return any(not e["length"] and e["is_embed"] is None for e in features)
     return any(
         each["offset"] // pad * pad + pad > each["offset"] + each["length"]
         for each in features
-        if each["modality"] in ("image", "video")
     )
 
 
