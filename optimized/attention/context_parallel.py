@@ -25,7 +25,7 @@ from ...contract.shapes import (
 )
 from ...validation import values_checked
 from ...validation.cascade import check_dcp_attention
-from ...validation.step_shapes import check_ranks
+from ...validation.step_shapes import check_rank_lens, check_ranks
 from ..launch.operators import operator
 from .paged import paged_attention
 
@@ -38,6 +38,8 @@ def get_dcp_local_seq_lens(
 ) -> RankTokenCounts | TokenCounts:
     """Return how many tokens of each sequence are stored on one rank, or on each rank."""
     check_ranks(dcp_world_size, dcp_rank, dcp_kv_cache_interleave_size)
+    if values_checked():
+        check_rank_lens(seq_lens)
     # step: count the positions that each rank stores
     interleave = dcp_kv_cache_interleave_size
     tokens_per_round = interleave * dcp_world_size

@@ -28,7 +28,7 @@ from ...contract.shapes import (
 )
 from ...validation import validated
 from ...validation.cascade import check_dcp_attention
-from ...validation.step_shapes import check_ranks
+from ...validation.step_shapes import check_rank_lens, check_ranks
 from .paged import paged_attention
 
 
@@ -50,7 +50,7 @@ def get_dcp_local_seq_lens(
         [reqs] int32 for one rank, [reqs, ranks] for all, even if there is only one.
 
     Raises:
-        ValueError: A number is out of range.
+        ValueError: A number is out of range, or a length is negative or not an int32.
 
     Source:
         vLLM's function of that name, which drops the axis if there is only one rank.
@@ -66,6 +66,7 @@ def get_dcp_local_seq_lens(
         tensor([[4, 3]], dtype=torch.int32)
     """
     check_ranks(dcp_world_size, dcp_rank, dcp_kv_cache_interleave_size)
+    check_rank_lens(seq_lens)
     counts = torch.zeros(len(seq_lens), dcp_world_size, dtype=torch.int32, device=HOST)
     for req, seq_len in enumerate(seq_lens.tolist()):
         # step: count the positions that each rank stores

@@ -79,7 +79,7 @@ def make_metadata_with_slice(
         back.append(starts[req + 1] - end)
     # step: shorten requests cut at the end, advance requests cut at the front
     device = attn_metadata.seq_lens.device
-    query_start_loc = torch.tensor(new_starts, dtype=torch.int32, device=HOST)
+    query_start_loc = attn_metadata.query_start_loc_cpu.new_tensor(new_starts)
     cut_off = torch.tensor(back, dtype=torch.int32, device=HOST)
     skipped = torch.tensor(front, dtype=torch.int32, device=HOST)
     changes["seq_lens"] = changes["seq_lens"] - cut_off.to(device)

@@ -274,8 +274,9 @@ class Attention(nn.Module):
         if not self.use_mla:
             query = query.view(-1, self.num_heads, self.head_size)
             heads = output.view(-1, self.num_heads, self.head_size_v)
-            if key is not None and value is not None:
+            if key is not None:
                 key = key.view(-1, self.num_kv_heads, self.head_size)
+            if value is not None:
                 value = value.view(-1, self.num_kv_heads, self.head_size_v)
         # step: write the keys and values, and compute attention
         owner = self._target[0] if self._target else self
@@ -311,7 +312,8 @@ class Attention(nn.Module):
         It runs in the first step only, before the keys are written. It synchronizes with the
         device, because the scales are also stored on the host. A layer that shares a cache does
         not measure; the layer that writes the cache does. If a tensor is all zero, its scale is
-        1, because later values divided by a scale of 0 would be infinite.
+        1, because later values divided by a scale of 0 would be infinite. A scale that is NaN
+        stays NaN, so that it is seen.
 
         Raises:
             ValueError: a tensor is missing or empty.
@@ -321,7 +323,7 @@ class Attention(nn.Module):
             assert tensor is not None
             largest: Tensor = getattr(self, f"{name}_range").to(tensor.device)
             scale = tensor.abs().max().float() / largest.float()
-            scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+            scale = torch.where(scale == 0, torch.ones_like(scale), scale)
             setattr(self, f"_{name}_scale", scale)
             setattr(self, f"_{name}_scale_float", float(scale))
         self.calculate_kv_scales = False

@@ -1,6 +1,8 @@
 """Validation of single numbers and tensors."""
 
 import os
+from collections.abc import Sequence
+from keyword import iskeyword
 from typing import Any
 
 import torch
@@ -52,3 +54,14 @@ def check_same_device(**tensors: Tensor | None) -> None:
                 f"{name} is on {tensor.device}: expected {leader.device}, where {first}"
                 f" is; move it there first"
             )
+
+
+def check_field_names(names: Sequence[str]) -> None:
+    """Raise an error for names that a dataclass cannot have as fields."""
+    for number, name in enumerate(names):
+        if not name.isidentifier() or iskeyword(name):
+            raise ValueError(
+                f"fields[{number}] = {name!r}: expected a Python identifier"
+            )
+        if name in names[:number]:
+            raise ValueError(f"fields[{number}] = {name!r}: is given twice")

@@ -11,6 +11,8 @@ from ..contract.metadata_classes import CommonAttentionMetadata
 from .batch import check_start_loc
 from .primitives import check_dtype, check_length, check_not_negative, check_positive
 
+MAX_INT32 = torch.iinfo(torch.int32).max
+
 
 def check_on_host(**tensors: Tensor) -> None:
     """Raise an error for a tensor that is not on the host, where a step is planned."""
@@ -172,6 +174,17 @@ def check_ranks(
             f"dcp_rank = {dcp_rank}: expected 0 <= rank < dcp_world_size ="
             f" {dcp_world_size}"
         )
+
+
+def check_rank_lens(seq_lens: Tensor) -> None:
+    """Raise an error for lengths that no sequence has, or that are not counted in 32 bits."""
+    if seq_lens.dim() != 1:
+        raise ValueError(f"seq_lens has shape {list(seq_lens.shape)}: expected [reqs]")
+    for req, seq_len in enumerate(seq_lens.tolist()):
+        if not 0 <= seq_len <= MAX_INT32:
+            raise ValueError(
+                f"seq_lens[{req}] = {seq_len}: expected 0 to {MAX_INT32}, the largest int32"
+            )
 
 
 def check_block_table_sizes(

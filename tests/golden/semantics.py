@@ -131,7 +131,7 @@ def micro_batch(inputs: dict[str, Any]) -> dict[str, Any]:
         left_out = own[-1] - end
         own[-1] -= left_out
         lens[-1] -= left_out
-    own_starts = torch.tensor(own, dtype=torch.int32)
+    own_starts = common["query_start_loc_cpu"].new_tensor(own)
     rows = slice(first, stop)
     return {
         "result": {
@@ -230,7 +230,7 @@ def scales(inputs: dict[str, Any]) -> dict[str, Any]:
     for name, largest in ranges.items():
         if not inputs[name].numel():
             raise ValueError
-        found[f"_{name[0]}_scale"] = inputs[name].abs().max() / largest
+        found[f"_{name[0]}_scale"] = inputs[name].abs().max().float() / largest
     floats = {f"{name}_float": float(found[name]) for name in ("_k_scale", "_v_scale")}
     numbers = {"calculate_kv_scales": False, "ranges": list(ranges.values())}
     return {**found, **floats, **numbers}
@@ -287,9 +287,10 @@ def combine(inputs: dict[str, Any]) -> dict[str, Any]:
     weights = torch.exp(lses - top)
     total = weights.sum(0)
     shares = (weights / total.clamp(min=1e-10))[..., None]
+    outputs = torch.where(shares == 0, 0.0, inputs["outputs"])
     lse = (total.log() + top) / base
     return {
-        "result": (inputs["outputs"] * shares).sum(0),
+        "result": (outputs * shares).sum(0),
         "global_lse": lse if inputs["return_lse"] else None,
         "tolerance": {"rtol": 1e-5, "atol": 1e-6},
     }

@@ -7,6 +7,7 @@ from typing import Any
 from ...contract.fast_prefill_metadata import KV_SHARING_FAST_PREFILL_METADATA_FIELDS
 from ...contract.metadata_classes import CommonAttentionMetadata
 from ...engine.backend_interface import AttentionBackend, AttentionMetadataBuilder
+from ...validation.primitives import check_field_names
 
 
 def subclass_attention_backend(
@@ -56,7 +57,7 @@ def subclass_attention_metadata(
         A new class at every call.
 
     Raises:
-        ValueError: a mutable default, such as a list.
+        ValueError: a mutable default, such as a list, or a name that no field can have.
 
     Source:
         vLLM's function of that name.
@@ -68,6 +69,7 @@ def subclass_attention_metadata(
         >>> counted.__dataclass_fields__["num_images"].default
         0
     """
+    check_field_names([name for name, _, _ in fields])
     namespace: dict[str, Any] = {
         name: field(default=default, kw_only=True) for name, _, default in fields
     }

@@ -69,4 +69,5 @@ def reshape_attn_output_for_spec_decode(
     check_spec_decode_output(attn_output)
     if attn_output.dim() == 3:
         return attn_output
-    return attn_output.view(-1, *attn_output.shape[2:])
+    tokens = attn_output.shape[0] * attn_output.shape[1]
+    return attn_output.view(tokens, *attn_output.shape[2:])

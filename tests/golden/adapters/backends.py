@@ -102,6 +102,8 @@ def static(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     if twin.name == "reference" and method != "get_kv_cache_shape":
         # the reference has one backend of its own name, which takes every dtype and head size
         backend = backend_of(type("Optimized", (), {"name": "optimized"}))
+    if not hasattr(backend, method):
+        raise NotImplementedError(f"{method}: expected a method of both backends")
     member = getattr(backend, method)
     # vLLM's `accept_output_buffer` is recorded like a method
     result = member(*inputs["args"]) if callable(member) else member

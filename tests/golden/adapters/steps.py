@@ -23,6 +23,9 @@ NO_COUNTERPART = {
 def step_of(recorded: dict[str, Any]) -> CommonAttentionMetadata:
     """Return the metadata, with what a case leaves out filled in from the rest."""
     given = {name: value for name, value in recorded.items() if name in FIELDS}
+    if given.get("mm_req_doc_ranges"):  # recorded with names of requests
+        ranges = given["mm_req_doc_ranges"].items()
+        given["mm_req_doc_ranges"] = {int(req): row for req, row in ranges}
     starts = given["query_start_loc_cpu"]
     num_reqs, seq_lens = len(starts) - 1, given["seq_lens_cpu"]
     usual = {

@@ -131,6 +131,7 @@ def two_tokens_have_one_slot(inputs: dict[str, Any]) -> bool:
     """vLLM writes both tokens to the slot, in any order."""
     slots = stored(inputs)
     is_written = inputs["layout"] != "HND" or inputs["cache_shape"][1] == 1
+    is_written &= inputs["kv_cache_dtype"] == "auto"
     return is_written and len(set(slots)) < len(slots)
 
 
@@ -139,7 +140,17 @@ def a_token_is_not_contiguous(inputs: dict[str, Any]) -> bool:
     """vLLM's Triton version rejects a cache whose heads are not contiguous per token."""
     slots = stored(inputs)
     is_strided = inputs["layout"] == "HND" and inputs["cache_shape"][1] > 1
+    is_strided &= inputs["kv_cache_dtype"] == "auto"
+    is_strided &= inputs["slot_mapping"].dtype == torch.int64
     return is_strided and len(set(slots)) == len(slots)
+
+
+@deviation("reshape_and_cache_flash", fields=["raises"], right="a TypeError: 64 bits")
+def slots_have_32_bits(inputs: dict[str, Any]) -> bool:
+    """vLLM's Triton version takes slots of any integer type."""
+    is_strided = inputs["layout"] == "HND" and inputs["cache_shape"][1] > 1
+    is_plain = inputs["kv_cache_dtype"] == "auto" and not is_strided
+    return is_plain and inputs["slot_mapping"].dtype != torch.int64
 
 
 # ---- partial results
@@ -202,15 +213,48 @@ def an_empty_part_is_not_finite(inputs: dict[str, Any]) -> bool:
 @deviation(
     "lse_weighted_combine",
     fields=["result"],
-    right="the output of an empty part is not read",
+    right="a part that is not empty is read, so that its NaN is visible",
 )
-def an_empty_rank_is_not_finite(inputs: dict[str, Any]) -> bool:
-    """vLLM multiplies an infinite or NaN output by a weight of 0, which gives NaN."""
-    lses = inputs["lses"][..., None]
-    if not inputs["is_lse_base_on_e"]:
-        lses = lses * math.log(2)
+def a_rank_without_weight_is_not_finite(inputs: dict[str, Any]) -> bool:
+    """vLLM does not read the output of a part whose weight is 0 in float32, although its
+    log-sum-exp is finite."""
+    base = 1.0 if inputs["is_lse_base_on_e"] else math.log(2)
+    lses = inputs["lses"][..., None] * base
     is_empty = ~lses.isfinite()
-    return bool(has_unread_nan(inputs["outputs"], lses, is_empty).any())
+    known = torch.where(is_empty, -torch.inf, lses)
+    top = known.amax(0)
+    weights = torch.exp(known - torch.where(top.isinf(), 0.0, top))
+    outputs = inputs["outputs"] * weights
+    here = torch.where(is_empty, 0.0, outputs).sum(0)
+    there = torch.where(weights == 0, 0.0, outputs).sum(0)
+    return bool((here.isnan() != there.isnan()).any())
+
+
+def is_counted(inputs: dict[str, Any]) -> bool:
+    """Return whether as many tokens have a context as there are, or fewer."""
+    count = inputs.get("prefill_tokens_with_context")
+    return count is None or 0 <= count <= len(inputs["suffix_output"])
+
+
+@deviation("merge_attn_states_torch", fields=["raises"], right="a ValueError")
+def more_tokens_have_a_context_than_there_are(inputs: dict[str, Any]) -> bool:
+    """vLLM merges all tokens for a larger number, and counts a negative one from the end."""
+    return not is_counted(inputs)
+
+
+@deviation(
+    "merge_attn_states_torch",
+    fields=["output"],
+    right="0, as for every token that attends to no key",
+)
+def a_copied_row_is_empty(inputs: dict[str, Any]) -> bool:
+    """vLLM copies the suffix's output for tokens without a context, also where the suffix is
+    empty."""
+    count = inputs.get("prefill_tokens_with_context")
+    if count is None or not is_counted(inputs):
+        return False
+    is_empty = inputs["suffix_lse"][:, count:].isinf().T[..., None]
+    return bool((is_empty & (inputs["suffix_output"][count:] != 0)).any())
 
 
 # ---- the xFormers layer

@@ -20,7 +20,7 @@ def is_captured_by_vllm(inputs: dict[str, Any]) -> bool:
 
 
 def fits_the_buffers(inputs: dict[str, Any]) -> bool:
-    return bool(inputs["batch_size"] <= inputs["max_batch_size"])
+    return bool(1 <= inputs["batch_size"] <= inputs["max_batch_size"])
 
 
 # ---- capture
@@ -28,8 +28,17 @@ def fits_the_buffers(inputs: dict[str, Any]) -> bool:
 
 @deviation(CAPTURE, fields=["inside._graph_block_tables"], right="zeros")
 def the_runners_table_has_ids(inputs: dict[str, Any]) -> bool:
-    """vLLM captures with the ids that an older batch left in the runner's block table."""
-    return bool(inputs["runner"]["graph_block_tables"].any())
+    """vLLM captures with the ids that an older batch left in the runner's block table, which may
+    have another length than the other buffers."""
+    table = inputs["runner"]["graph_block_tables"]
+    is_other = len(table) != inputs["max_batch_size"] or bool(table.any())
+    return is_other and fits_the_buffers(inputs)
+
+
+@deviation(CAPTURE, fields=["raises"], right="a ValueError")
+def a_clone_is_not_in_the_buffers(inputs: dict[str, Any]) -> bool:
+    """vLLM does not read the batch size of a clone."""
+    return not fits_the_buffers(inputs)
 
 
 @deviation(
@@ -39,7 +48,7 @@ def the_runners_table_has_ids(inputs: dict[str, Any]) -> bool:
 )
 def a_state_has_a_runner(inputs: dict[str, Any]) -> bool:
     """vLLM's state uses the block table of a model runner."""
-    return True
+    return fits_the_buffers(inputs)
 
 
 @deviation(
@@ -50,7 +59,7 @@ def a_state_has_a_runner(inputs: dict[str, Any]) -> bool:
 )
 def an_exception_ends_the_capture(inputs: dict[str, Any]) -> bool:
     """vLLM has no `finally`: after an exception the state is still capturing."""
-    return True
+    return fits_the_buffers(inputs)
 
 
 # ---- captured metadata
@@ -62,9 +71,15 @@ def an_encoder_needs_a_known_backend(inputs: dict[str, Any]) -> bool:
     return fits_the_buffers(inputs) and not is_captured_by_vllm(inputs)
 
 
-@deviation(GET, BUFFERS, fields=["raises"], right="rejected")
+@deviation(BUFFERS, fields=["raises"], right="rejected")
 def a_batch_is_larger_than_the_buffers(inputs: dict[str, Any]) -> bool:
     """vLLM returns tensors that are shorter than the batch."""
+    return inputs["batch_size"] > 0 and a_batch_is_not_in_the_buffers(inputs)
+
+
+@deviation(GET, fields=["raises"], right="rejected")
+def a_batch_is_not_in_the_buffers(inputs: dict[str, Any]) -> bool:
+    """vLLM returns tensors that are shorter than the batch, and captures no request."""
     return is_captured_by_vllm(inputs) and not fits_the_buffers(inputs)
 
 
@@ -92,6 +107,18 @@ for _file, _field in (
     deviation(_file, fields=[_field], right="an empty int64 tensor")(has_encoder_slots)
 
 
+def the_runners_table_is_short(inputs: dict[str, Any]) -> bool:
+    """vLLM returns as many rows as the runner's block table has."""
+    rows = len(inputs["runner"]["graph_block_tables"])
+    return a_batch_is_captured(inputs) and rows < inputs["batch_size"]
+
+
+for _file, _field in ((GET, "result.block_tables"), (BUFFERS, "buffers.block_tables")):
+    deviation(_file, fields=[_field], right="a row per request")(
+        the_runners_table_is_short
+    )
+
+
 # ---- the buffers of a replay
 
 COPIED = ("seq_lens_tensor", "block_tables")
@@ -116,7 +143,10 @@ def has_decodes(inputs: dict[str, Any]) -> bool:
 
 
 def is_taken_here(inputs: dict[str, Any]) -> bool:
-    """Return whether every tensor fits its buffer, and no token is the encoder's."""
+    """Return whether every tensor fits its buffer and the graph, and no token is the encoder's."""
+    lens = inputs["attn_metadata"].get("seq_lens_tensor")
+    if lens is not None and (lens > inputs["runner"]["max_seq_len_to_capture"]).any():
+        return False
     slots = inputs["attn_metadata"].get("cross_slot_mapping")
     has_tokens = slots is not None and slots.numel() > 0
     fits = all(there <= room for there, room in sizes(inputs))
@@ -143,7 +173,8 @@ def a_replay_is_rejected_by_vllm(inputs: dict[str, Any]) -> bool:
 
 @deviation(PREPARE, fields=["raises"], right="a decode has no tokens for the encoder")
 def a_replay_is_rejected_here(inputs: dict[str, Any]) -> bool:
-    """vLLM broadcasts one slot of the encoder into the empty buffer, so that it is lost."""
+    """vLLM broadcasts one slot of the encoder into the empty buffer, so that it is lost, and
+    replays sequences that are longer than the graph's."""
     return is_copied_by_vllm(inputs) and not is_taken_here(inputs)
 
 

@@ -128,7 +128,10 @@ def is_created_here(inputs: dict[str, Any]) -> bool:
     if not names_the_same(inputs) or names_one_twice(inputs):
         return False
     is_whole = all(size % page == 0 for size, page in pages(inputs))
-    return is_whole and has_enough_pages(inputs)
+    names = listed(inputs)[1]
+    is_bound = all(len(layer_number(name)) == 1 for name in names)
+    is_bound &= {*names} <= {*inputs["forward_context_layers"]}
+    return is_whole and has_enough_pages(inputs) and is_bound
 
 
 @deviation(INIT, fields=["raises"], right="the caches are returned, there is no list")
@@ -178,13 +181,24 @@ def a_layer_is_not_a_decoders(inputs: dict[str, Any]) -> bool:
 def a_group_has_several_backends(inputs: dict[str, Any]) -> bool:
     """vLLM gives every layer of a group the backend of the first one."""
     layers = inputs["layers"]
-    if not all(group["layer_names"] for group in inputs["kv_cache_groups"]):
-        return False
-    return any(
-        len({layers.get(name) for name in group["layer_names"]}) > 1
-        for group in inputs["kv_cache_groups"]
-        if all(name in layers for name in group["layer_names"])
-    )
+    groups = [group["layer_names"] for group in inputs["kv_cache_groups"]]
+    if not all(names and names[0] in layers for names in groups):
+        return False  # both raise
+    kinds = [{layers.get(name) for name in names} for names in groups]
+    return not lacks_a_layer(inputs) and any(len(each) > 1 for each in kinds)
+
+
+def lacks_a_layer(inputs: dict[str, Any]) -> bool:
+    groups = [group["layer_names"] for group in inputs["kv_cache_groups"]]
+    return not all(name in inputs["layers"] for names in groups for name in names)
+
+
+@deviation("init_attn_backend", fields=["raises"], right="a KeyError for the layer")
+def a_later_layer_of_a_group_is_unknown(inputs: dict[str, Any]) -> bool:
+    """vLLM looks at the first layer of a group alone."""
+    groups = [group["layer_names"] for group in inputs["kv_cache_groups"]]
+    is_run = all(names and names[0] in inputs["layers"] for names in groups)
+    return is_run and lacks_a_layer(inputs)
 
 
 # ---- layouts
@@ -198,6 +212,18 @@ WITH_AN_ORDER = ("FlashAttentionBackend", "FlashInferBackend")
 
 def backend_name(inputs: dict[str, Any]) -> str:
     return str(inputs["backend"]).rpartition(".")[2]
+
+
+def is_heads_first(inputs: dict[str, Any]) -> bool:
+    """Return whether the heads are before the slots, and exchanging them changes no number."""
+    is_same = inputs["block_size"] == inputs["num_kv_heads"]
+    return is_same and backend_name(inputs) == "CPUAttentionBackend"
+
+
+@deviation("real_backend_kv_layouts", fields=["raises"], right="a ValueError")
+def a_block_of_a_backend_has_no_slots(inputs: dict[str, Any]) -> bool:
+    """vLLM's backends do not compare the block size with 0."""
+    return bool(inputs["block_size"] < 1)
 
 
 @deviation(
@@ -215,6 +241,8 @@ def backend_name(inputs: dict[str, Any]) -> str:
 def a_backend_has_another_shape(inputs: dict[str, Any]) -> bool:
     """Some of vLLM's backends take only multiples of 16, or have the block on the first axis."""
     name = backend_name(inputs)
+    if inputs["block_size"] < 1 or is_heads_first(inputs):
+        return False
     is_other = not name.startswith(("Rocm", *NHD_FIRST))
     return is_other or (inputs["block_size"] % 16 != 0 and name not in ANY_BLOCK_SIZE)
 
@@ -256,7 +284,8 @@ def layout_reads(inputs: dict[str, Any], cached: bool) -> list[LayoutRead]:
     found: list[LayoutRead] = []
     for op in inputs["ops"]:
         if op["op"] == "get":
-            current = override or variable or inputs["connector_layout"]
+            current = variable or inputs["connector_layout"]
+            current = current if override is None else override
             is_remembered = cached and remembered is not None
             if is_remembered:
                 current = remembered
@@ -296,6 +325,17 @@ def an_unknown_layout_is_set(inputs: dict[str, Any]) -> bool:
     return bool((words & found) - {*LAYOUT_NAMES, None})
 
 
+LATER_NAMES = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
+
+
+@deviation("kv_cache_layout", fields=["results"], right="True, as in 0.33")
+def a_layout_has_a_later_name(inputs: dict[str, Any]) -> bool:
+    """vLLM 0.11 knows two layouts."""
+    checks = [op for op in inputs["ops"] if "valid" in op["op"]]
+    given = [op.get("cache_layout", op.get("value")) for op in checks]
+    return any(each in LATER_NAMES for each in given)
+
+
 @deviation("kv_cache_layout", fields=["results"], right="an empty word chooses nothing")
 def the_variable_is_empty(inputs: dict[str, Any]) -> bool:
     """vLLM takes '' for the name of a layout that it does not know."""
@@ -303,6 +343,12 @@ def the_variable_is_empty(inputs: dict[str, Any]) -> bool:
         each.variable == "" and each.override is None and not each.is_remembered
         for each in layout_reads(inputs, cached=True)
     )
+
+
+@deviation("v033_kv_cache_layout", fields=["raises"], right="an alias of the layout")
+def a_layout_has_its_older_name(inputs: dict[str, Any]) -> bool:
+    """vLLM knows the older names only where it reads a configuration."""
+    return inputs["what"] == "layout" and inputs["name"] in LAYOUT_NAMES
 
 
 @deviation("v033_backend_block_sizes", fields=["raises"], right="a ValueError")

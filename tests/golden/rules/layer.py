@@ -110,6 +110,7 @@ def is_made_here(inputs: dict[str, Any], head_sizes: Any = None) -> bool:
     size, kv_heads = inputs["head_size"], inputs["num_kv_heads"]
     return (
         kv_heads > 0
+        and inputs["num_heads"] > 0
         and inputs["num_heads"] % kv_heads == 0
         and (window is None or window > 0)
         and (cap is None or cap >= 0)
@@ -238,6 +239,20 @@ def a_decode_has_no_token(inputs: dict[str, Any]) -> bool:
     common = inputs["common_attn_metadata"]
     decodes = query_lens(common)[: first_prefill(common)]
     return makes_a_mask(inputs) and 0 in decodes
+
+
+@deviation(
+    PARTS,
+    fields=["prefill_metadata_bias_is_parent_bias"],
+    right="no mask, as no decode has a token",
+    twins=("optimized",),
+)
+def all_decodes_are_padding(inputs: dict[str, Any]) -> bool:
+    """vLLM makes a mask for requests without queries."""
+    common = inputs["common_attn_metadata"]
+    lens, first = query_lens(common), first_prefill(common)
+    is_run = makes_a_mask(inputs) and not trusts_its_maximum(common)
+    return is_run and 0 < first < len(lens) and not any(lens[:first])
 
 
 @deviation(PARTS, fields=["prefill_metadata.slot_mapping"], right="slots of its tokens")

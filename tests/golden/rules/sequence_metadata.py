@@ -14,11 +14,28 @@ def metadata(inputs: dict[str, Any], name: str) -> Any:
 
 
 def has_decodes(inputs: dict[str, Any]) -> bool:
-    return bool(metadata(inputs, "num_decode_tokens") > 0)
+    return bool(metadata(inputs, "num_decode_tokens") > 0) and not lacks_lens(inputs)
+
+
+def lacks_lens(inputs: dict[str, Any]) -> bool:
+    """Return whether vLLM asserts that a part has the lengths of its sequences."""
+    has_lists, has_tensors = (
+        any(metadata(inputs, f"{kind}{name}") is not None for kind in ("", "encoder_"))
+        for name in ("seq_lens", "seq_lens_tensor")
+    )
+    has_prompts = metadata(inputs, "num_prefills") > 0
+    has_parts = has_prompts or metadata(inputs, "num_decode_tokens") > 0
+    return bool((has_prompts and not has_lists) or (has_parts and not has_tensors))
 
 
 def is_mixed(inputs: dict[str, Any]) -> bool:
     return has_decodes(inputs) and bool(metadata(inputs, "num_prefills") > 0)
+
+
+@deviation(SPLIT, fields=["raises"], right="fields that are None stay None")
+def a_step_has_no_lengths(inputs: dict[str, Any]) -> bool:
+    """vLLM asserts that the lengths are given."""
+    return lacks_lens(inputs)
 
 
 def register_lost_field(name: str) -> None:
@@ -39,7 +56,13 @@ def register_shared_rows(name: str) -> None:
         return is_mixed(inputs) and metadata(inputs, name) is not None
 
 
-for _name in ("seq_lens", "seq_start_loc", "context_lens_tensor", "query_start_loc"):
+for _name in (
+    "seq_lens",
+    "seq_start_loc",
+    "context_lens_tensor",
+    "query_start_loc",
+    "max_decode_query_len",
+):
     register_lost_field(_name)
 for _name in (
     "encoder_seq_lens",
@@ -69,7 +92,7 @@ def decodes_keep_the_slots_of_the_encoder(inputs: dict[str, Any]) -> bool:
 )
 def prompts_lose_the_encoder_tokens(inputs: dict[str, Any]) -> bool:
     """vLLM does not pass the number on."""
-    has_prompts = metadata(inputs, "num_prefills") > 0
+    has_prompts = metadata(inputs, "num_prefills") > 0 and not lacks_lens(inputs)
     return bool(has_prompts) and metadata(inputs, "num_encoder_tokens") is not None
 
 

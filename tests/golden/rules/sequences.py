@@ -50,7 +50,8 @@ def recorded_rows(inputs: dict[str, Any]) -> list[list[int]]:
     for group in inputs["inter_data_list"]:
         for each in sequences(group):
             whole, blocks = row(group, each), each["window_blocks"]
-            found.append(whole[-blocks:] if blocks else whole)
+            is_cut = blocks and not group["prefix_cache_hit"]
+            found.append(whole[-blocks:] if is_cut else whole)
     return found
 
 
@@ -382,9 +383,13 @@ def given_lens(inputs: dict[str, Any]) -> tuple[list[int], list[int]]:
 
 def has_the_lengths(inputs: dict[str, Any]) -> bool:
     """Return whether the lengths of a build are those of its groups; True without a build."""
-    if "calls" not in inputs:
+    if "calls" not in inputs and not inputs.get("build_first"):
         return True
     query_lens, seq_lens = given_lens(inputs)
+    if "calls" not in inputs:
+        return seq_lens == [
+            each for group in inputs["inter_data_list"] for each in group["seq_lens"]
+        ]
     padded = seq_lens + [1] * max(inputs["cuda_graph_pad_size"], 0)
     return bool(inputs["query_lens"] == query_lens and inputs["seq_lens"] == padded)
 
@@ -411,6 +416,8 @@ def vllm_builds(inputs: dict[str, Any]) -> bool:
     """Return whether vLLM builds: there is a new token, and the rows can be padded."""
     if not vllm_adds(inputs) or max(inputs["query_lens"], default=0) <= 0:
         return False
+    if has_unequal_maps(inputs):
+        return False
     if not is_graph(inputs):
         return not any(collects_none(group, inputs) for group in groups_of(inputs))
     rows = recorded_rows(inputs) * builds_in_a_row(inputs)
@@ -418,6 +425,46 @@ def vllm_builds(inputs: dict[str, Any]) -> bool:
     used = [index for index, each in enumerate(rows) if each]
     is_inside = not used or used[-1] < inputs["batch_size"]
     return is_inside and all(len(each) <= width for each in rows)
+
+
+def has_unequal_maps(inputs: dict[str, Any]) -> bool:
+    """Return whether a modality has more or fewer embeddings than placeholders, in vLLM."""
+    counts: dict[str, int] = {}
+    for group in inputs["inter_data_list"]:
+        maps = group["multi_modal_placeholder_maps"] or {}
+        for modality, each in maps.items() if group["is_prompt"] else ():
+            rows, places = (
+                sum(stop - start for start, stop in each[f"{side}_ranges"])
+                for side in ("src", "dest")
+            )
+            counts[modality] = counts.get(modality, 0) + rows - places
+    return any(counts.values())
+
+
+@deviation(PREPARE, fields=["raises"], right="rejected")
+def the_first_build_has_other_lengths(inputs: dict[str, Any]) -> bool:
+    """vLLM does not compare the lengths with those of the groups."""
+    groups = inputs["inter_data_list"]
+    if not inputs["build_first"] or has_the_lengths(inputs) or not vllm_adds(inputs):
+        return False
+    is_empty = any(collects_none(group, inputs) for group in groups)
+    has_tokens = any(each > 0 for group in groups for each in group["query_lens"])
+    return has_tokens and not is_empty and not has_unequal_maps(inputs)
+
+
+@deviation(BUILD, fields=["raises"], right="the blocks of the window, which fit")
+def a_whole_row_does_not_fit_the_graph(inputs: dict[str, Any]) -> bool:
+    """vLLM does not shorten the row of a decode after a prefix-cache hit."""
+    if not is_graph(inputs) or not vllm_adds(inputs) or not is_built_here(inputs):
+        return False
+    width = inputs["runner_graph_block_tables"].shape[1]
+    cut = [
+        min(len(row(group, each)), each["window_blocks"] or len(row(group, each)))
+        for group in inputs["inter_data_list"]
+        for each in sequences(group)
+    ]
+    is_wide = any(len(each) > width for each in recorded_rows(inputs))
+    return is_wide and all(each <= width for each in cut)
 
 
 @deviation(BUILD, fields=["raises"], right="rejected")

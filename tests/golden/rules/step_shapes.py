@@ -7,6 +7,7 @@ from golden.deviations import deviation
 
 CHUNKS = "make_local_attention_virtual_batches"
 FAST = "make_kv_sharing_fast_prefill_common_attn_metadata"
+DERIVED = "create_fast_prefill_custom_backend"
 
 
 # ---- chunks
@@ -117,6 +118,8 @@ def logits(inputs: dict[str, Any]) -> list[int] | None:
     )
     if common["max_query_len"] <= 1 or padded is None or count is None:
         return None
+    if not 0 <= count <= len(padded):
+        return None
     found: list[int] = padded[:count].tolist()
     total = int(common["query_start_loc_cpu"][-1])
     return found if all(each < total for each in found) else None
@@ -132,7 +135,9 @@ def are_last_tokens(inputs: dict[str, Any], found: list[int]) -> bool:
     return found == expected
 
 
-@deviation(FAST, fields=["raises"], right="a ValueError that names the first token")
+@deviation(
+    FAST, DERIVED, fields=["raises"], right="a ValueError that names the first token"
+)
 def other_than_the_last_tokens_are_wanted(inputs: dict[str, Any]) -> bool:
     """vLLM counts any tokens in any order, although causal attention takes the queries for the
     last tokens of each request."""
@@ -140,24 +145,49 @@ def other_than_the_last_tokens_are_wanted(inputs: dict[str, Any]) -> bool:
     return found is not None and not are_last_tokens(inputs, found)
 
 
+@deviation(FAST, DERIVED, fields=["raises"], right="a ValueError")
+def more_logits_are_wanted_than_are_given(inputs: dict[str, Any]) -> bool:
+    """vLLM slices the tokens whose logits are wanted without an error."""
+    common = inputs["common_attn_metadata"]
+    if common["max_query_len"] <= 1 or not names_its_logits(inputs):
+        return False
+    padded, count = common["logits_indices_padded"], common["num_logits_indices"]
+    is_inside = all(each < num_tokens(common) for each in padded[:count].tolist())
+    return is_inside and not 0 <= count <= len(padded)
+
+
 @deviation(
     FAST,
-    fields=["same_object", "result"],
+    DERIVED,
+    fields=["same_object", "result", "metadata", "underlying_build_saw"],
     right="the same object: there is nothing to leave out",
 )
 def no_request_has_new_tokens(inputs: dict[str, Any]) -> bool:
     """vLLM rewrites a step whose longest query is 0."""
-    return has_no_tokens(inputs) and names_its_logits(inputs)
+    return has_no_tokens(inputs) and finds_its_logits(inputs)
 
 
-@deviation(FAST, fields=["raises"], right="the same object")
+@deviation(FAST, DERIVED, fields=["raises"], right="the same object")
 def no_request_has_tokens_or_logits(inputs: dict[str, Any]) -> bool:
-    """vLLM asserts that the logits are given although there are no new tokens."""
-    return has_no_tokens(inputs) and not names_its_logits(inputs)
+    """vLLM reads the logits although there are no new tokens."""
+    return has_no_tokens(inputs) and not finds_its_logits(inputs)
 
 
 def has_no_tokens(inputs: dict[str, Any]) -> bool:
     return bool(inputs["common_attn_metadata"]["max_query_len"] == 0)
+
+
+def num_tokens(common: dict[str, Any]) -> int:
+    return int(common["query_start_loc_cpu"][-1])
+
+
+def finds_its_logits(inputs: dict[str, Any]) -> bool:
+    """Return whether the tokens are given, and all of them exist."""
+    common = inputs["common_attn_metadata"]
+    if not names_its_logits(inputs):
+        return False
+    wanted = common["logits_indices_padded"][: common["num_logits_indices"]]
+    return all(each < num_tokens(common) for each in wanted.tolist())
 
 
 def names_its_logits(inputs: dict[str, Any]) -> bool:
@@ -214,16 +244,58 @@ def there_is_one_rank(inputs: dict[str, Any]) -> bool:
 
 
 @deviation("get_dcp_local_seq_lens", fields=["raises"], right="a ValueError")
-def a_rank_does_not_exist(inputs: dict[str, Any]) -> bool:
-    """vLLM counts the tokens of a rank that does not exist."""
-    ranks, rank = inputs["dcp_world_size"], inputs["dcp_rank"]
-    return rank is not None and not 0 <= rank < ranks
+def a_rank_or_a_length_does_not_exist(inputs: dict[str, Any]) -> bool:
+    """vLLM counts the tokens of ranks that do not exist, and of lengths that are negative or
+    exceed 32 bits."""
+    ranks, rank, run = (
+        inputs[name] for name in ("dcp_world_size", "dcp_rank", "interleave_size")
+    )
+    is_counted = ranks > 0 or (ranks == 0 and rank is None)
+    if run == 0 or not is_counted or inputs["seq_lens"].dim() != 1:
+        return False  # both raise
+    is_rank = ranks > 0 and run > 0 and (rank is None or 0 <= rank < ranks)
+    lens = inputs["seq_lens"].tolist()
+    return not is_rank or not all(0 <= each < 2**31 for each in lens)
 
 
-@deviation("v033_mamba_get_block_table_tensor", fields=["raises"], right="a ValueError")
+# ---- blocks of states
+
+MAMBA = "v033_mamba_get_block_table_tensor"
+
+
+def is_selected(inputs: dict[str, Any]) -> bool:
+    """Return whether every row has the blocks that vLLM selects for any mode but "none"."""
+    size, (rows, width) = inputs["block_size"], inputs["block_table"].shape
+    if size == 0 or rows != len(inputs["seq_lens"]):
+        return False
+    firsts = [max(each - 1, 0) // size for each in inputs["seq_lens"].tolist()]
+    count = 1 + inputs["num_speculative_blocks"]
+    return all(first + count <= width for first in firsts)
+
+
+@deviation(
+    MAMBA,
+    fields=["result", "same_object"],
+    right="the whole table, in which the layer selects, as in vLLM 0.13",
+)
+def every_block_has_a_state(inputs: dict[str, Any]) -> bool:
+    """vLLM 0.33 has no mode "all" any more, and selects as with "align"."""
+    is_all = inputs["mamba_cache_mode"] == "all"
+    return is_all and is_selected(inputs)
+
+
+@deviation(MAMBA, fields=["raises"], right="the whole table")
+def every_block_has_a_state_and_a_row_is_too_short(inputs: dict[str, Any]) -> bool:
+    """vLLM 0.33 selects with "all" as with "align", and finds no block."""
+    is_all = inputs["mamba_cache_mode"] == "all"
+    return is_all and not is_selected(inputs)
+
+
+@deviation(MAMBA, fields=["raises"], right="a ValueError")
 def a_cache_mode_is_unknown(inputs: dict[str, Any]) -> bool:
     """vLLM treats every unknown mode as "align"."""
-    return inputs["mamba_cache_mode"] not in ("none", "all", "align")
+    is_known = inputs["mamba_cache_mode"] in ("none", "all", "align")
+    return not is_known and is_selected(inputs)
 
 
 # ---- xFormers' mask
