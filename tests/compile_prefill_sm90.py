@@ -311,7 +311,7 @@ def main_loops(text: str) -> Iterator[dict[str, int]]:
 
 
 def count_widths(text: str) -> dict[str, int]:
-    """Return how many loads from and stores to global memory have each width, in bits per thread."""
+    """Return how many accesses to global memory have each width, in bits per thread."""
     found: Counter[str] = Counter()
     for name, modifiers in re.findall(r"\b(LDG|STG)\.E((?:\.[A-Z0-9_]+)*)", text):
         width = re.search(r"\.[US]?(8|16|64|128)\b", modifiers)

@@ -62,7 +62,9 @@ def test_buffers_of_two_names_or_dtypes_do_not_overlap() -> None:
 
 
 @pytest.mark.parametrize("operation", ["PrefillContextParallel", "RingContextParallel"])
-def test_a_prefill_exchanges_the_same_memory_after_a_larger_one(operation: str) -> None:
+def test_a_prefill_exchanges_the_same_memory_after_a_larger_one(
+    operation: str, device: torch.device
+) -> None:
     """A graph that was captured before the larger one would send and receive freed memory."""
     make = getattr(load_implementation("optimized"), operation)
 
@@ -83,7 +85,7 @@ def test_a_prefill_exchanges_the_same_memory_after_a_larger_one(operation: str) 
 
         def attend(length: int) -> tuple[list[int], list[Any]]:
             share = prefill.prepare([length])
-            rows = torch.ones(len(share.tokens), 1, 16)
+            rows = torch.ones(len(share.tokens), 1, 16, device=device)
             prefill.attend(rows, rows, rows, share)
             found = [memory_of(each) for each in exchanged]
             addresses = [each.data_ptr() for each in exchanged]
@@ -96,4 +98,4 @@ def test_a_prefill_exchanges_the_same_memory_after_a_larger_one(operation: str) 
         assert not any(each.expired() for each in memory)
         assert attend(9)[0] == addresses
 
-    run_ranks(2, work)
+    run_ranks(2, work, device=device)

@@ -7,7 +7,7 @@ import torch
 from conftest import TWINS
 from pagetwin.conformance.generators.batches import BatchPlan, build
 from pagetwin.contract.attention_options import AttentionOptions
-from pagetwin.optimized.launch import portable, tuning
+from pagetwin.optimized.launch import dispatch, portable, tuning
 from pagetwin.optimized.launch.tuning import max_short_keys
 from test_append import plant
 
@@ -33,6 +33,8 @@ def grids(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
         return decode
 
     monkeypatch.setattr(portable.PortablePlan, "plan_decode", note)
+    # a repeated call is not planned again
+    dispatch.PLANS.clear()
     # the interpreter has 4 multiprocessors; a GPU has more than enough
     monkeypatch.setattr(tuning, "SHORT_PROGRAMS", 4)
     return found

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from fake_vllm import VERSIONS, fake_vllm
-from vllm_steps import BLOCK_SIZE, MAX_BLOCKS, NUM_BLOCKS, EngineSteps
+from vllm_steps import BLOCK_SIZE, DEVICE, MAX_BLOCKS, NUM_BLOCKS, EngineSteps
 
 OLDEST, NEWEST = VERSIONS[0], VERSIONS[-1]
 MIXED = [(20, 3, 1), (1, 1, 17), (1, 4, 1)]
@@ -219,11 +219,11 @@ def test_sinks_follow_new_weights_in_place(version: str, output_scale: Any) -> N
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.bfloat16)
     steps = EngineSteps(version, sinks=sinks)
     assert steps.step((5, 1, 2), output_scale=output_scale) <= 1
-    before = steps.impl.own.options(torch.device("cpu")).sinks.data_ptr()
+    before = steps.impl.own.options(torch.device(DEVICE)).sinks.data_ptr()
     sinks += 3.0
     steps.impl.process_weights_after_loading(torch.float32)
     assert steps.step((1, 1, 1), output_scale=output_scale) <= 1
-    assert steps.impl.own.options(torch.device("cpu")).sinks.data_ptr() == before
+    assert steps.impl.own.options(torch.device(DEVICE)).sinks.data_ptr() == before
 
 
 @pytest.mark.cuda

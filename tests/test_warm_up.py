@@ -66,7 +66,11 @@ def test_warm_up_tells_what_it_compiled_and_leaves_the_cache_as_it_is(
 def test_a_spec_of_decodes_compiles_no_prefill(device: torch.device) -> None:
     spec = make_spec(device, max_query_len=1, max_num_reqs=9)
     found = {each.kernel for each in warm_up(spec)}
-    assert found == {"reshape_and_cache", "short_decode_kernel", "decode_kernel"}
+    decodes = {"short_decode_kernel", "decode_kernel"}
+    if device.type == "cuda":
+        # with so many multiprocessors nine requests are few
+        decodes.remove("decode_kernel")
+    assert found == {"reshape_and_cache", *decodes}
 
 
 @pytest.mark.parametrize(

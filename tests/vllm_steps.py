@@ -16,6 +16,7 @@ from torch import Tensor
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_BLOCKS = 16, 40, 6
 FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 POISON = 0x7F
 """A byte that is NaN in both FP8 dtypes."""
 
@@ -70,7 +71,7 @@ class EngineSteps:
         dtype: torch.dtype = torch.float32,
         kv_cache_dtype: str = "auto",
         attn_type: str = "decoder",
-        device: str = "cpu",
+        device: str = DEVICE,
         source: "EngineSteps | None" = None,
         **options: Any,
     ) -> None:

@@ -7,6 +7,7 @@ them, so each rank has to write its own ones. Slots that a rank does not use hol
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -317,10 +318,7 @@ def tokens_of_a_batch_that_is_not_causal_attend_to_all_keys(
 
     for bounds in ({}, {"max_query_len": max(dealt.query_lens)}):
         found = run_ranks(
-            dealt.ranks,
-            lambda ranks, bounds=bounds: work(ranks, bounds),
-            dealt.seed,
-            setting.device,
+            dealt.ranks, partial(work, bounds=bounds), dealt.seed, setting.device
         )
         out = torch.cat([each for each, _ in found], dim=1)
         lse = torch.cat([each for _, each in found])

@@ -88,7 +88,7 @@ GPT_OSS = {
     "attention_bias": True,
     "rope_parameters": {
         "rope_type": "yarn",
-        "factor": 4.0,
+        "factor": 32.0,
         "beta_fast": 32.0,
         "beta_slow": 1.0,
         "truncate": False,
