@@ -512,6 +512,10 @@ SINGLE: dict[str, tuple[str, Callable[[Any], Any]]] = {
         "RingContextParallel",
         wrong_rows,
     ),
+    "a ring prefill is right for every batch of a signature": (
+        "RingContextParallel",
+        rows_at_times,
+    ),
     "a late rank of a ring changes no bit": ("RingContextParallel", rows_at_times),
     "ranks of a ring that differ are rejected": (
         "RingContextParallel",
