@@ -261,7 +261,13 @@ def _setting(value: object) -> str:
     return f"{value:,g}" if isinstance(value, (int, float)) else str(value)
 
 
-OWN_PAGES = ("-bench", f"-{bench_table.EXTENDED}", "-verdicts", "-parallel")
+OWN_PAGES = (
+    "-bench",
+    f"-{bench_table.EXTENDED}",
+    "-shapes",
+    "-verdicts",
+    "-parallel",
+)
 
 
 def gpu_records() -> str:
