@@ -2,7 +2,7 @@
 
 Triton compiles a kernel at its first launch, in the thread that launches it. Nine tenths of that
 time are spent in MLIR, LLVM and the assembler, which do not hold Python's global lock. So threads
-compile several kernels at once. What they share is the part in Python: tracing the kernel.
+compile several kernels at once. Only the part in Python, which traces a kernel, is sequential.
 """
 
 import os
@@ -34,12 +34,12 @@ def launch_compiled(
 ) -> _Result:
     """Call a function whose launches first compile in several threads, and return its result.
 
-    With several threads on a CUDA device, the function is called twice. The first call launches no
-    kernel that is launched through `launcher.py`, and compiles it instead. The second call launches
-    everything. The result is that of the first one.
+    With several threads on a CUDA device, the function is called twice. The first call compiles the
+    kernels and launches none. The second call launches them. The result is that of the first call.
 
     Args:
-        launch: makes the same launches whenever it is called, whatever they compute.
+        launch: makes the same launches whenever it is called, whatever they compute. It may launch
+            through `Launcher` and `launch_kernel`.
         num_threads: threads that compile, at least 1. With 1, a launch compiles its kernel.
         device: device of the launches, which is the current one.
 
