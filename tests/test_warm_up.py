@@ -43,7 +43,7 @@ def test_threads_compile_every_kernel_once_before_the_first_launch(
     found = ahead[case]
     assert found["alone"] == [[True, None]] and found["ahead"] == [[False, 1]]
     assert found["kernels"] >= 3 and found["compiles_alike"]
-    assert 1 < found["at_once"] <= 4
+    assert found["at_once"] <= 4 and ahead["plain"]["at_once"] > 1
     assert found["compiled_again"] == 0
 
 
@@ -52,6 +52,17 @@ def test_what_is_launched_does_not_depend_on_threads(
     case: str, ahead: dict[str, dict[str, Any]]
 ) -> None:
     assert ahead[case]["launches_alike"] and ahead[case]["tells_alike"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_compiled_kernel_is_launched_once_by_another_warm_up(
+    case: str, ahead: dict[str, dict[str, Any]]
+) -> None:
+    """The call that compiles must not launch a kernel whose driver launch is known.
+
+    It may be the second kernel of a call whose first one was left out.
+    """
+    assert ahead[case]["launches_again_alike"]
 
 
 def test_a_kernel_that_cannot_be_compiled_raises_each_time_until_it_can(

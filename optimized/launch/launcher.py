@@ -92,8 +92,9 @@ class Recording(threading.local):
     Attributes:
         notes: launches and requests for workspace in their order; None in place of a launch
             that cannot be repeated. If `notes` is None, nothing is recorded.
-        compiles_only: whether kernels are compiled instead of launched, see compile_ahead.py. If
-            True, `notes` is not None, and keeps nothing.
+        compiles_only: whether kernels are compiled instead of launched, see compile_ahead.py.
+            `notes` is not None then, and keeps nothing. Repeated calls and writes, whose kernels
+            are all compiled, are launched.
     """
 
     notes: MutableSequence[Any] | None = None
