@@ -70,6 +70,7 @@ def pretend(folder: Path) -> Any:
     cuda.get_device_properties = lambda device=None: chip
     cuda.get_device_capability = lambda device=None: (9, 0)
     cuda.current_device = lambda: 0
+    cuda.set_device = lambda device: None
     cuda.synchronize = lambda device=None: None
     from triton.backends.nvidia.driver import CudaDriver
 

@@ -230,6 +230,25 @@ def test_layers_of_one_kind_are_warmed_up_once(version: str, warmed: list[Any]) 
     assert [each.options[0].sliding_window for each in warmed] == [9, 5]
 
 
+def test_layers_that_differ_in_options_are_warmed_up_together(
+    version: str, warmed: list[Any]
+) -> None:
+    """Each warm-up compiles in threads; one of all kinds leaves fewer of them idle."""
+    of_windows = [EngineSteps(version, sliding_window=each) for each in (9, 9, 5)]
+    other = EngineSteps(version, sliding_window=7, head_size=64)
+    steps = dict(enumerate([*of_windows, other]))
+    layers = {str(name): each.layer for name, each in steps.items()}
+    config = vllm_config(layers | {"mlp": object()})
+    type(other.builder)(None, list(layers), config, torch.device("cpu"))
+    for each in steps.values():
+        query = each._rows(each.heads, 2)
+        out = torch.empty_like(query)
+        each.impl.forward(each.layer, query, None, None, each.cache, None, out)
+    found = [[of.sliding_window for of in each.options] for each in warmed]
+    assert found == [[9, 5], [7]]
+    assert all(each.impl.engine_layers == () for each in steps.values())
+
+
 def test_encoders_and_engines_that_opt_out_are_not_warmed_up(
     version: str, warmed: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.optimized import WarmUpSpec, warm_up
 
 SCRIPT = Path(__file__).parent / "warmed_launches.py"
+CASES = ("plain", "sinks, window", "batch-invariant", "FP8", "latent", "ranks")
 
 
 def test_calls_within_a_spec_need_no_other_kernel() -> None:
@@ -25,6 +26,61 @@ def test_a_warmed_layer_whose_keys_ranks_share_needs_no_other_kernel() -> None:
     (found,) = json_lines(script, "90")
     assert found["warmed"] > 100 and found["steps"] == 180
     assert found["missing"] == []
+
+
+@pytest.fixture(scope="module")
+def ahead() -> dict[str, dict[str, Any]]:
+    """What the script on compilation in threads prints, by case."""
+    lines = json_lines(Path(__file__).parent / "compiled_ahead.py")
+    return {line["case"]: line for line in lines}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_threads_compile_every_kernel_once_before_the_first_launch(
+    case: str, ahead: dict[str, dict[str, Any]]
+) -> None:
+    """With one thread each launch compiles; with four, only threads on the caller's device do."""
+    found = ahead[case]
+    assert found["alone"] == [[True, None]] and found["ahead"] == [[False, 1]]
+    assert found["kernels"] >= 3 and found["compiles_alike"]
+    assert found["at_once"] <= 4 and ahead["plain"]["at_once"] > 1
+    assert found["compiled_again"] == 0
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_launched_does_not_depend_on_threads(
+    case: str, ahead: dict[str, dict[str, Any]]
+) -> None:
+    assert ahead[case]["launches_alike"] and ahead[case]["tells_alike"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_compiled_kernel_is_launched_once_by_another_warm_up(
+    case: str, ahead: dict[str, dict[str, Any]]
+) -> None:
+    """The call that compiles must not launch a kernel whose driver launch is known.
+
+    It may be the second kernel of a call whose first one was left out.
+    """
+    assert ahead[case]["launches_again_alike"]
+
+
+def test_a_kernel_that_cannot_be_compiled_raises_each_time_until_it_can(
+    ahead: dict[str, dict[str, Any]],
+) -> None:
+    found = ahead["errors"]
+    assert found["errors"] == ["append_kernel cannot be compiled"] * 2
+    assert found["compiled_in_vain"] == ["append_kernel"]
+    assert found["repaired"] == ["", True, "", 0]
+
+
+def test_a_rejected_option_ends_the_threads_and_the_warm_up_can_be_repeated(
+    ahead: dict[str, dict[str, Any]],
+) -> None:
+    found = ahead["errors"]
+    assert found["rejected"] == "sliding_window = 0: expected at least 1"
+    assert found["threads"] == 1
+    assert found["after_rejection"] == ["", 0]
 
 
 def make_spec(device: torch.device, **changes: Any) -> WarmUpSpec:
@@ -83,6 +139,7 @@ def test_a_spec_of_decodes_compiles_no_prefill(device: torch.device) -> None:
             {"max_query_len": 41},
             "max_query_len = 41: expected at most max_seq_len = 40",
         ),
+        ({"num_threads": 0}, "num_threads = 0: expected an integer of at least 1"),
         ({"options": ()}, "options is empty: expected an entry per kind of call"),
         ({"lse": ()}, "lse is empty"),
         ({"key_cache": torch.zeros(6, 16, 32)}, r"key_cache has shape \[6, 16, 32\]"),

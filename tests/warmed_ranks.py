@@ -23,7 +23,7 @@ from compile_kernels import pretend
 from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.contract.operations import load_implementation
 from pagetwin.integrations.vllm import context_parallel
-from pagetwin.integrations.vllm.warm_up import StepBounds, warm_up_layer
+from pagetwin.integrations.vllm.warm_up import StepBounds, warm_up_layers
 from warmed_launches import keys_of
 
 RANKS, MAX_NUM_REQS, MAX_TOKENS, MAX_SEQ_LEN = 2, 200, 600, 9000
@@ -112,8 +112,8 @@ def main(chip: int) -> None:
         caches = states.transpose(1, 2).split(size, -1)
         query = torch.zeros(1, 16, size, dtype=torch.bfloat16)
         kind = layer.allocate(query, query)
-        told = warm_up_layer(
-            "optimized", caches, 16, torch.bfloat16, options, BOUNDS, kind
+        told = warm_up_layers(
+            "optimized", caches, 16, torch.bfloat16, [options], BOUNDS, kind
         )
         assert told
         layers.append((layer, caches, options, size))

@@ -44,7 +44,7 @@ from ..kernels.kv_cache import (
     gather_kv_kernel,
     write_kv_kernel,
 )
-from ..launch.launcher import check_launch, must_widen
+from ..launch.launcher import check_launch, launch_kernel, must_widen
 from ..launch.operators import operator
 from ..launch.repeat.writes import WRITES, record_write, sign_write
 
@@ -89,7 +89,7 @@ def reshape_and_cache(
     grid, arguments = _lower_write(
         key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale
     )
-    compiled = write_kv_kernel[grid](*arguments)
+    compiled = launch_kernel(write_kv_kernel, grid, *arguments)
     if signature is not None:
         record_write(signature, compiled, grid, arguments)
 

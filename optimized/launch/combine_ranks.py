@@ -9,7 +9,7 @@ from ...engine.rank_group import RankGroup
 from ..attention.merge_states import lse_weighted_combine
 from ..kernels.combine_ranks import Received, combine_ranks_kernel
 from ..kernels.merge import State
-from .launcher import check_launch, must_widen
+from .launcher import check_launch, launch_kernel, must_widen
 
 ROW_PADDING = 8
 """Elements after the values of a row: its log-sum-exp, and padding to 32 bytes, which TMA takes."""
@@ -43,7 +43,9 @@ def combine_received(
     rank, head, split, token, _ = received.stride()
     lse_strides = (0, 0) if lse is None else lse.stride()
     parts = State(received, received[..., value_size], token, head, 1, head, token)
-    combine_ranks_kernel[(tokens, heads)](
+    launch_kernel(
+        combine_ranks_kernel,
+        (tokens, heads),
         Received(order, batch.splits, rank, split),
         parts,
         len(order),

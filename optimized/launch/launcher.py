@@ -2,7 +2,7 @@
 
 import inspect
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -92,12 +92,35 @@ class Recording(threading.local):
     Attributes:
         notes: launches and requests for workspace in their order; None in place of a launch
             that cannot be repeated. If `notes` is None, nothing is recorded.
+        compiles_only: whether kernels are compiled instead of launched, see compile_ahead.py.
+            `notes` is not None then, and keeps nothing. Repeated calls and writes, whose kernels
+            are all compiled, are launched.
     """
 
-    notes: list[Any] | None = None
+    notes: MutableSequence[Any] | None = None
+    compiles_only: bool = False
 
 
 RECORDING = Recording()
+
+
+def launch_kernel(
+    kernel: Any, grid: tuple[int, ...], *arguments: Any, **named: Any
+) -> Any:
+    """Launch a Triton function, or only compile it if this thread's launches do that.
+
+    Args:
+        kernel: the function.
+        grid: programs along each axis.
+        arguments, named: as the function takes them, and launch options.
+
+    Returns:
+        the compiled kernel. None if it was not launched, or runs in the interpreter.
+    """
+    if RECORDING.compiles_only:
+        kernel.warmup(*arguments, grid=grid, **named)
+        return None
+    return kernel[grid](*arguments, **named)
 
 
 def is_profiled() -> bool:
@@ -227,15 +250,14 @@ class Launcher:
             # the driver launch takes plain tuples; only Triton's specialization needs NamedTuples
             changing = (pointers, options) if is_grouped else (*pointers, *options)
             rest = (*numbers, *self._rest)
-            if notes is not None and maps and make_maps is None:
-                notes.append(None)
-            elif notes is not None:
-                notes.append(
-                    LaunchNote(
-                        direct, grid, make_maps, tuple(map_addresses), tuple(pointers),
-                        tuple(options), rest, is_grouped,
-                    )
+            if notes is not None:
+                if RECORDING.compiles_only:
+                    return
+                note = LaunchNote(
+                    direct, grid, make_maps, tuple(map_addresses), tuple(pointers),
+                    tuple(options), rest, is_grouped,
                 )  # fmt: skip
+                notes.append(None if maps and make_maps is None else note)
             stream = current_stream(direct.device)
             direct.start(grid, stream, (*maps, *changing, *rest))
             return
@@ -249,7 +271,9 @@ class Launcher:
             arguments = (of_pointers(*lowered), of_options(*options), *numbers)
         names = self._kernel.arg_names[len(arguments) :]
         self._rest = tuple(self._fixed.get(name) for name in names)
-        compiled = self._kernel[grid](*arguments, *self._rest, **self._chosen)
+        compiled = launch_kernel(
+            self._kernel, grid, *arguments, *self._rest, **self._chosen
+        )
         if compiled is not None and not union & 15 and not INTERPRETED:
             self._map_kinds = getattr(compiled.metadata, "tensordesc_meta", None) or ()
             # the kernel stays loaded as long as it is referenced

@@ -17,6 +17,7 @@ from ..attention.paged import paged_attention
 from ..cache.cache_ops import reshape_and_cache
 from . import cascade, dispatch
 from .attention_call import AttentionCall, sign
+from .compile_ahead import count_threads, launch_compiled
 from .cost_model import Layer
 from .launcher import Launcher
 from .launches import BRIEF
@@ -85,6 +86,15 @@ def warm_up(spec: WarmUpSpec) -> tuple[WarmedKernel, ...]:
         ...     kernels = {each.kernel for each in warm_up(spec)}
     """
     check_spec(spec)
+    return launch_compiled(
+        partial(launch_within, spec),
+        spec.num_threads or count_threads(),
+        spec.key_cache.device,
+    )
+
+
+def launch_within(spec: WarmUpSpec) -> tuple[WarmedKernel, ...]:
+    """Launch every kernel that calls within a spec launch, and return which these are."""
     found = list(_warm_cache_write(spec))
     for index, lse in product(range(len(spec.options)), sorted(set(spec.lse))):
         launches = [_warm_attention(spec, index, lse)]
@@ -126,11 +136,8 @@ def _warm_attention(spec: WarmUpSpec, index: int, lse: bool) -> _Launched:
     plan = _find_plan(call)
     yield from _warm_complete(spec, plan, call)
     started: set[int] = set()
-    if plan.has_decode:
-        yield from _warm_decodes(spec, plan, make, started)
     is_long = spec.max_query_len * plan.group_size > plan.short_rows
-    if is_long and plan.layer is not None:
-        yield from _warm_appends(spec, plan, plan.layer, make, started)
+    # what takes longest to compile comes first
     if is_long or not plan.has_decode:
         # batch-invariant rows have a kernel for one split, and one for several
         for keys in sorted({min(SPLIT_SIZE, spec.max_seq_len), spec.max_seq_len}):
@@ -139,6 +146,10 @@ def _warm_attention(spec: WarmUpSpec, index: int, lse: bool) -> _Launched:
             chosen = next(each for each in plan.prefills if each.takes(bounded))
             chosen.launch_prefill(bounded, plan.short_rows)
             yield f"{type(chosen).__name__}.launch_prefill", bounds
+    if is_long and plan.layer is not None:
+        yield from _warm_appends(spec, plan, plan.layer, make, started)
+    if plan.has_decode:
+        yield from _warm_decodes(spec, plan, make, started)
 
 
 def _warm_complete(
@@ -200,7 +211,7 @@ def _warm_appends(
     launches = plan.portable.launches
     for num_reqs in req_counts(spec.max_num_reqs, launches.full_reqs):
         bounds = (num_reqs, spec.max_query_len, spec.max_seq_len)
-        for block_m in layer.row_tiles:
+        for block_m in reversed(layer.row_tiles):
             if _is_new(launches.append(num_reqs, block_m)[0], started):
                 bounded = bound_call(make(num_reqs), *bounds)
                 plan.portable.launch_append(bounded, block_m)

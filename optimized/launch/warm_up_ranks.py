@@ -13,9 +13,10 @@ from torch import Tensor
 
 from ..parallel.decode import DecodeContextParallel
 from .combine_ranks import ROW_PADDING, combine_received
+from .compile_ahead import count_threads, launch_compiled
 from .rank_batch import make_rank_batch
-from .warm_up import WarmedKernel, warm_up
-from .warm_up_spec import WarmUpSpec
+from .warm_up import WarmedKernel, launch_within
+from .warm_up_spec import WarmUpSpec, check_spec
 
 
 def warm_up_ranks(
@@ -39,9 +40,8 @@ def warm_up_ranks(
         ValueError, RuntimeError: As `warm_up`.
     """
     most = step.max_num_tokens
-    found: list[WarmedKernel] = []
-    for pitch in sorted({most, max(1, most - 1)}):
-        of_ranks = replace(
+    of_ranks = [
+        replace(
             spec,
             num_query_heads=step.of_rank[0] * step.num_query_heads,
             max_num_reqs=min(spec.max_num_reqs, most),
@@ -51,7 +51,28 @@ def warm_up_ranks(
             lse=(True,),
             make_rows=partial(_rows_of, step, pitch, spec.value_cache.shape[3]),
         )
-        found += warm_up(of_ranks)
+        for pitch in sorted({most, max(1, most - 1)})
+    ]
+    for each in of_ranks:
+        check_spec(each)
+    return launch_compiled(
+        partial(_launch_within, step, spec, of_ranks),
+        spec.num_threads or count_threads(),
+        spec.key_cache.device,
+    )
+
+
+def _launch_within(
+    step: DecodeContextParallel, spec: WarmUpSpec, of_ranks: list[WarmUpSpec]
+) -> tuple[WarmedKernel, ...]:
+    """Launch every kernel of the step.
+
+    Args:
+        step, spec: as in `warm_up_ranks`.
+        of_ranks: specs of the calls over the keys of this rank.
+    """
+    most = step.max_num_tokens
+    found = [kernel for each in of_ranks for kernel in launch_within(each)]
     for tokens in sorted({1, min(2, most)}):
         for index, options in enumerate(spec.options):
             for lse in sorted(set(spec.lse)):

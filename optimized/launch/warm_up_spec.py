@@ -29,6 +29,8 @@ class WarmUpSpec:
         cascades: whether `cascade_attention` is called too.
         make_rows: Optional. Returns query, output and `lse` of a number of tokens, with the
             strides of the calls. If None, they are packed.
+        num_threads: Optional. Threads that compile. With 1, the kernels are compiled one after the
+            other. If None, as many as CPUs that the process may use, at most 16.
     """
 
     key_cache: Tensor
@@ -43,6 +45,7 @@ class WarmUpSpec:
     lse: tuple[bool, ...] = (False,)
     cascades: bool = False
     make_rows: Callable[[int], tuple[Tensor, Tensor, Tensor]] | None = None
+    num_threads: int | None = None
 
 
 def check_spec(spec: WarmUpSpec) -> None:
@@ -51,7 +54,9 @@ def check_spec(spec: WarmUpSpec) -> None:
     Raises:
         ValueError, RuntimeError: as `warm_up`.
     """
-    for name in ("num_query_heads", "max_num_reqs", "max_query_len", "max_seq_len"):
+    numbers = ("num_query_heads", "max_num_reqs", "max_query_len", "max_seq_len")
+    threads = () if spec.num_threads is None else ("num_threads",)
+    for name in (*numbers, *threads):
         number = getattr(spec, name)
         if type(number) is not int or number < 1:
             raise ValueError(f"{name} = {number!r}: expected an integer of at least 1")

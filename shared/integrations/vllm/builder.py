@@ -173,12 +173,13 @@ def captures_uniform_batches(support: AttentionCGSupport) -> AttentionCGSupport:
 def give_bounds(vllm_config: Any, layer_names: list[str]) -> list[Any]:
     """Give the engine's bounds to the layers of those names; return their implementations.
 
-    A layer compiles its kernels in the first run that has its cache, which is allocated later.
+    A layer compiles its kernels in the first run that has its cache, which is allocated later. It
+    gets the layers of all groups, since it compiles the kernels of some of them at the same time.
     """
     context = vllm_config.compilation_config.static_forward_context
     layers = [context[name] for name in layer_names if name in context]
     impls = [each.impl for each in layers if hasattr(each.impl, "bounds")]
     bounds = StepBounds.of(vllm_config)
     for each in impls:
-        each.bounds = bounds
+        each.bounds, each.engine_layers = bounds, tuple(context.values())
     return impls

@@ -12,7 +12,7 @@ from .builder import PagetwinMetadata, load_plugin_implementation
 from .caches import FP8_NAMES, split_layer_cache
 from .settings import read_settings
 from .shared_layers import share_keys
-from .warm_up import StepBounds, can_compile, warm_up_layer
+from .warm_up import StepBounds, can_compile, warm_up_layers
 
 
 class PagetwinImpl(VllmAttentionImpl):
@@ -29,6 +29,7 @@ class PagetwinImpl(VllmAttentionImpl):
             this rank stores.
         bounds: Optional. Upper bounds of the steps, set by the metadata builder. If None, nothing
             is compiled ahead of the first step.
+        engine_layers: all of the engine's layers, set with `bounds`. Empty after the warm-up.
 
     Raises:
         ValueError, NotImplementedError: what the twin's own layer rejects, prefill context
@@ -99,6 +100,7 @@ class PagetwinImpl(VllmAttentionImpl):
             and self.attn_type == AttentionType.DECODER.value
         )
         self.bounds: StepBounds | None = None
+        self.engine_layers: tuple[Any, ...] = ()
         self._warms_up = read_settings().warms_up
         self._options: dict[Any, AttentionOptions] = {}
         self._cache: Tensor | None = None
@@ -251,17 +253,24 @@ class PagetwinImpl(VllmAttentionImpl):
     def _warm_up(
         self, layer: Any, query: Tensor, kv_cache: Tensor, output: Tensor
     ) -> None:
-        """Compile the layer's kernels, if its cache is there; called until that was done."""
+        """Compile the layer's kernels, if its cache is there; called until that was done.
+
+        Kernels of layers that differ from it in options alone are compiled at the same time.
+        """
         bounds = self.bounds
         assert bounds is not None
-        if not self._warms_up or self.own.is_uncached:
-            self.bounds = None
+        warms_up = self._warms_up and not self.own.is_uncached
+        if warms_up and not can_compile(kv_cache):
             return
-        if not can_compile(kv_cache):
+        alike = [layer, *filter(self._is_alike, self.engine_layers)]
+        self.bounds, self.engine_layers = None, ()
+        if not warms_up:
             return
-        self.bounds = None
-        options = self._options_of(layer, query.device, not self.own.crosses)
-        warm_up_layer(
+        options = [
+            each.impl._options_of(each, query.device, not each.impl.own.crosses)
+            for each in alike
+        ]
+        warm_up_layers(
             self.run.name,
             self._split(kv_cache),
             self.num_heads,
@@ -269,6 +278,16 @@ class PagetwinImpl(VllmAttentionImpl):
             options,
             bounds,
             None if self.shared is None else self.shared.allocate(query, output),
+        )
+
+    def _is_alike(self, layer: Any) -> bool:
+        """Return whether another layer waits for a warm-up, and may have the same kind of cache."""
+        other = getattr(layer, "impl", None)
+        if other is self or type(other) is not type(self) or self.shared is not None:
+            return False
+        names = ("bounds", "num_heads", "num_kv_heads", "head_size", "kv_cache_dtype")
+        return not other.own.is_uncached and all(
+            getattr(other, name) == getattr(self, name) for name in names
         )
 
 

@@ -29,7 +29,7 @@ from .latent_builder import PagetwinLatentBuilder
 from .settings import read_settings
 from .shared_layers import check_ranks
 from .versions import BACKEND_NAME
-from .warm_up import StepBounds, can_compile, warm_up_layer
+from .warm_up import StepBounds, can_compile, warm_up_layers
 
 
 class PagetwinLatentImpl(MLACommonImpl):
@@ -41,7 +41,7 @@ class PagetwinLatentImpl(MLACommonImpl):
         mla_args: the sizes of latent attention, as in vLLM.
 
     Attributes:
-        bounds: as in `PagetwinImpl`.
+        bounds, engine_layers: as in `PagetwinImpl`.
 
     Raises:
         NotImplementedError: an option or kind of attention that vLLM's prefills do not have,
@@ -112,6 +112,7 @@ class PagetwinLatentImpl(MLACommonImpl):
         # the kernels dequantise the cache and take queries of the model's dtype
         self.supports_quant_query_input = False
         self.bounds: StepBounds | None = None
+        self.engine_layers: tuple[Any, ...] = ()
         self._warms_up = read_settings().warms_up
         self._options: tuple[AttentionOptions, AttentionOptions] | None = None
 
@@ -218,7 +219,7 @@ class PagetwinLatentImpl(MLACommonImpl):
         assert bounds is not None
         if self._warms_up and not can_compile(key):
             return
-        self.bounds = None
+        self.bounds, self.engine_layers = None, ()
         if self._warms_up:
             shares = self._of_rank[0] > 1
             reqs, longest = bounds.max_num_reqs, bounds.decode_query_len
@@ -227,8 +228,8 @@ class PagetwinLatentImpl(MLACommonImpl):
                 reqs, longest = reqs * longest, 1
             longest = min(longest, bounds.max_seq_len)
             bounds = replace(bounds, max_num_reqs=reqs, max_query_len=longest)
-            warm_up_layer(
-                self.run.name, (key, value), query.shape[1], query.dtype, options, bounds,
+            warm_up_layers(
+                self.run.name, (key, value), query.shape[1], query.dtype, [options], bounds,
                 lse=shares,
             )  # fmt: skip
 

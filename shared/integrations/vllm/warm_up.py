@@ -3,6 +3,7 @@
 import importlib
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any
@@ -51,42 +52,49 @@ class StepBounds:
         )
 
 
-def warm_up_layer(
+def warm_up_layers(
     implementation: str,
     caches: tuple[Tensor, Tensor],
     num_query_heads: int,
     dtype: torch.dtype,
-    options: AttentionOptions,
+    options: Sequence[AttentionOptions],
     bounds: StepBounds,
     shared: LayerKind | None = None,
     lse: bool = False,
 ) -> int:
-    """Compile the kernels of one kind of layer, once per process; return how many there are.
+    """Compile the kernels of layers that differ in options, once per process and kind of layer.
 
     Args:
         implementation: name of the twin. Only one with a function `warm_up` compiles, and with
             `warm_up_ranks` if ranks share the keys.
-        caches: the layer's key and value cache, as its calls pass them.
-        num_query_heads: query heads of the layer.
-        dtype: dtype of its queries and outputs.
-        options: options of its calls.
+        caches: the key and value cache of one layer, as its calls pass them.
+        num_query_heads: query heads of a layer.
+        dtype: dtype of queries and outputs.
+        options: options of the calls of each layer.
         bounds: upper bounds of the steps.
         shared: Optional. What layers of this kind share, if ranks share their keys. If None, they
             do not.
         lse: whether the calls have a log-sum-exp.
+
+    Returns:
+        how many kernels there are.
     """
     key, value = caches
-    names = tuple(options.given)
-    numbers = (options.sliding_window, options.logits_soft_cap, options.causal)
-    kind = (
+    of_all = (
         *(key.shape[1:], key.stride(), key.dtype, value.shape[1:], value.stride()),
-        *(key.device, num_query_heads, dtype, names, str(numbers), bounds),
+        *(key.device, num_query_heads, dtype, bounds),
         *(None if shared is None else id(shared), lse),
     )
+    new = []
     with _LOCK:
-        if kind in _WARMED:
-            return 0
-        _WARMED.add(kind)
+        for each in options:
+            numbers = (each.sliding_window, each.logits_soft_cap, each.causal)
+            kind = (*of_all, *each.given, str(numbers))
+            if kind not in _WARMED:
+                _WARMED.add(kind)
+                new.append(each)
+    if not new:
+        return 0
     top = importlib.import_module(
         f"pagetwin.{implementation}" if "." not in implementation else implementation
     )
@@ -102,7 +110,7 @@ def warm_up_layer(
         max_query_len=bounds.max_query_len,
         max_seq_len=bounds.max_seq_len,
         dtype=dtype,
-        options=(options,),
+        options=tuple(new),
         lse=(lse,),
     )
     kernels = (
