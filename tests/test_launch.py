@@ -481,6 +481,33 @@ def test_a_stream_keeps_a_bounded_workspace(gpu: dict[str, Any]) -> None:
     )
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("capture", [None, 5])
+@pytest.mark.parametrize("counters", [0, 10, 10**5])
+@pytest.mark.parametrize("numbers", [10, 3 << 20, workspace.MAX_KEPT_NUMBERS + 1])
+def test_a_repeated_call_finds_the_workspace_of_a_planned_one(
+    numbers: int,
+    counters: int,
+    capture: int | None,
+    is_first: bool,
+    gpu: dict[str, Any],
+) -> None:
+    """Only what is too large to be kept, or belongs to a graph, is allocated at each call."""
+    if not is_first:
+        workspace.find_workspace(GPU, 1, 1)
+    gpu["capture"] = capture
+    kept, addresses = workspace.find_addresses(GPU, 0, 1, counters, numbers)
+    assert addresses == tuple(each.data_ptr() for each in kept)
+    assert kept[0].dtype == torch.int32 and kept[1].dtype == torch.float32
+    assert len(kept[0]) >= counters and len(kept[1]) >= numbers
+    assert not kept[0].any()
+    again = workspace.find_addresses(GPU, 0, 1, counters, numbers)[0]
+    planned = workspace.find_workspace(GPU, counters, numbers)
+    is_own = capture is not None or numbers > workspace.MAX_KEPT_NUMBERS
+    assert (again[1] is kept[1]) == (planned[1] is kept[1]) == (not is_own)
+    assert (again[0] is kept[0]) == (planned[0] is kept[0])
+
+
 def test_workspaces_of_a_few_streams_are_kept(gpu: dict[str, Any]) -> None:
     for stream in range(50):
         gpu["stream"] = stream
