@@ -96,7 +96,10 @@ def assert_right(
     short_rows: int = 0,
     options: AttentionOptions = CAUSAL,
 ) -> None:
-    """Assert that computed rows are within their error budgets, and others are unchanged."""
+    """Assert that computed rows are within their error budgets, and others are unchanged.
+
+    Without short rows, those of no request are cleared.
+    """
     out, lse = run(batch, short_rows, options)
     attend = partial(reference.paged_attention, options=options)
     start = 0
@@ -105,6 +108,9 @@ def assert_right(
         if query_len * batch.plan.group > short_rows:
             skipped[start : start + query_len] = False
         start += query_len
+    if not short_rows and make_plan(to_call(batch, out, lse, options)).clears_padding:
+        assert bool((out[start:] == 0).all() and (lse[:, start:] == -torch.inf).all())
+        skipped[start:] = False
     assert bool(out[skipped].isnan().all())
     assert bool(lse[:, skipped].isnan().all())
     right, right_lse = batch.fresh()

@@ -20,6 +20,7 @@ from pagetwin.optimized.launch import (
     workspace,
 )
 from pagetwin.optimized.launch.attention_call import AttentionCall, sign, sizes_fit
+from pagetwin.optimized.launch.cost_model import PREFILL
 from pagetwin.optimized.launch.launcher import INTERPRETED, Launcher
 from pagetwin.optimized.launch.plan_cache import PlanCache
 from torch import Tensor
@@ -286,9 +287,12 @@ def test_options_that_are_passed_again_are_resolved_once() -> None:
 class Family:
     """A kernel family that notes what it is given."""
 
-    def __init__(self, is_supported: bool, takes: bool) -> None:
+    def __init__(
+        self, is_supported: bool, takes: bool, clears_padding: bool = False
+    ) -> None:
         self.is_supported = is_supported
         self.is_taken = takes
+        self.clears_padding = clears_padding
         self.launched: list[int] = []
 
     def supports(self, call: AttentionCall) -> bool:
@@ -318,6 +322,64 @@ def test_the_first_family_that_takes_a_call_computes_its_long_requests(
     assert [len(each.launched) for each in families] == [0, 0, int(query_len > 16)]
     assert bool((out == 7).all()) == (query_len > 16)
     assert all(rows >= 16 for rows in families[2].launched)
+
+
+@pytest.mark.parametrize("clears_padding", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "reqs", "max_query_len", "max_key_len", "is_long"),
+    [
+        (50, 1, 50, 100, True),
+        # a loose bound; and rows of no request
+        (50, 1, 90, 100, True),
+        (60, 1, 50, 100, True),
+        (100, 2, 50, 100, True),
+        (150, 2, 50, 100, True),
+        # a request of 9 tokens is long, and one of 8 is not
+        (59, 2, 50, 100, True),
+        (58, 2, 50, 100, False),
+        # as few tiles as that, if the keys are few too
+        (1024, 2, 1016, 1016, True),
+        (1024, 2, 1016, 1017, False),
+        (1023, 2, 1015, 1015, False),
+        # all requests are short
+        (3, 1, 50, 100, False),
+    ],
+)
+def test_a_batch_without_short_requests_needs_no_decode_launch(
+    tokens: int,
+    reqs: int,
+    max_query_len: int,
+    max_key_len: int,
+    is_long: bool,
+    clears_padding: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """If the prefill launch clears the rows of no request, which the decode launch does else."""
+    decodes: list[AttentionCall] = []
+    monkeypatch.setattr(
+        dispatch.portable.PortablePlan,
+        "launch_decode",
+        lambda plan, call: decodes.append(call),
+    )
+    family = Family(True, True, clears_padding)
+    monkeypatch.setattr(dispatch, "KERNEL_FAMILIES", (family,))
+    monkeypatch.setattr(dispatch, "choose_path", lambda *_: PREFILL)
+    query = torch.zeros(tokens, 4, 64, dtype=torch.float16)
+    call = plain_call(
+        query=query,
+        out=torch.zeros_like(query),
+        block_table=torch.zeros(reqs, 70, dtype=torch.int32),
+        query_start_loc=torch.zeros(reqs + 1, dtype=torch.int32),
+        lengths=torch.zeros(reqs, dtype=torch.int32),
+        max_query_len=max_query_len,
+        max_key_len=max_key_len,
+    )
+    plan = dispatch.make_plan(call)
+    assert plan.short_rows == 16 and plan.group_size == 2
+    dispatch.launch_long(plan, call)
+    is_alone = is_long and clears_padding
+    assert family.launched == [0 if is_alone else plan.short_rows]
+    assert len(decodes) == (not is_alone)
 
 
 def test_pointers_have_the_order_of_the_kernel(
@@ -417,6 +479,33 @@ def test_a_stream_keeps_a_bounded_workspace(gpu: dict[str, Any]) -> None:
     assert (
         len(many[0]) == 10**5 and workspace.find_workspace(GPU, 10, 10)[0] is counters
     )
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("capture", [None, 5])
+@pytest.mark.parametrize("counters", [0, 10, 10**5])
+@pytest.mark.parametrize("numbers", [10, 3 << 20, workspace.MAX_KEPT_NUMBERS + 1])
+def test_a_repeated_call_finds_the_workspace_of_a_planned_one(
+    numbers: int,
+    counters: int,
+    capture: int | None,
+    is_first: bool,
+    gpu: dict[str, Any],
+) -> None:
+    """Only what is too large to be kept, or belongs to a graph, is allocated at each call."""
+    if not is_first:
+        workspace.find_workspace(GPU, 1, 1)
+    gpu["capture"] = capture
+    kept, addresses = workspace.find_addresses(GPU, 0, 1, counters, numbers)
+    assert addresses == tuple(each.data_ptr() for each in kept)
+    assert kept[0].dtype == torch.int32 and kept[1].dtype == torch.float32
+    assert len(kept[0]) >= counters and len(kept[1]) >= numbers
+    assert not kept[0].any()
+    again = workspace.find_addresses(GPU, 0, 1, counters, numbers)[0]
+    planned = workspace.find_workspace(GPU, counters, numbers)
+    is_own = capture is not None or numbers > workspace.MAX_KEPT_NUMBERS
+    assert (again[1] is kept[1]) == (planned[1] is kept[1]) == (not is_own)
+    assert (again[0] is kept[0]) == (planned[0] is kept[0])
 
 
 def test_workspaces_of_a_few_streams_are_kept(gpu: dict[str, Any]) -> None:

@@ -405,7 +405,9 @@ def test_an_output_of_float32_is_rounded_to_the_output_of_16_bits(
     assert same_bits(out[:170].to(BF16), expected[:170])
     assert same_bits(lse[:, :170], expected_lse[:, :170])
     assert bool((out[:170] != expected[:170]).any())
-    assert bool(out[170:].isnan().all())
+    # the kernel of keys of 192 and values of 128 leaves rows of no request as they are
+    rest = out[170:]
+    assert bool((rest.isnan() if head_size == 192 else rest == 0).all())
 
 
 @needs_hopper

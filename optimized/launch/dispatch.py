@@ -39,6 +39,10 @@ MAX_PLANS = 512
 """Plans that are kept. A model needs one per kind of layer and step; a plan is a few KiB of host
 memory, and making one takes 0.1 to 0.3 ms."""
 
+TOKENS_PER_SHORT_REQ = 1024
+"""With so many tokens per short request, a prefill launch computes the short requests too. Each has
+a query tile of 128 to 192 rows of its own, so there are at most an eighth more tiles."""
+
 PLAIN = {causal: AttentionOptions(causal=causal) for causal in (True, False)}
 """Options of calls that set none."""
 _CAUSAL_MEMOS = {True: "_causal", False: "_not_causal"}
@@ -180,12 +184,39 @@ def launch_long(plan: LaunchPlan, call: AttentionCall) -> None:
         if choice.path in ("append", "split"):
             plan.portable.launch_append(call, choice.block_m)
             return
-    if plan.has_decode:
+    prefill = next(each for each in plan.prefills if each.takes(call))
+    short_rows = plan.short_rows
+    if prefill.clears_padding and is_all_long(call, short_rows // plan.group_size):
+        short_rows = 0
+    elif plan.has_decode:
         plan.portable.launch_decode(call)
-    for each in plan.prefills:
-        if each.takes(call):
-            each.launch_prefill(call, plan.short_rows)
-            break
+    prefill.launch_prefill(call, short_rows)
+
+
+def is_all_long(call: AttentionCall, short_len: int) -> bool:
+    """Return whether a batch has no short requests, or few over few keys.
+
+    The lengths are on the device. The host knows their maximum and their sum, which bound the
+    number of short requests if every token belongs to a request. With padding there may be more,
+    which is rare: the prefill launch computes them right, and slower than a decode launch would.
+
+    Args:
+        call: the call.
+        short_len: tokens of a short request, at most.
+
+    Example:
+        Two requests of at most 50 tokens, 99 tokens in all, short up to 8: a short request would
+        leave 91 tokens for the other. So both are long.
+    """
+    tokens, reqs = call.query.shape[0], call.query_start_loc.shape[0] - 1
+    longest = min(call.max_query_len, tokens)
+    if longest <= short_len:
+        return False
+    short_reqs = max(0, reqs * longest - tokens) // (longest - short_len)
+    has_few_keys = call.max_key_len <= longest
+    return not short_reqs or (
+        has_few_keys and short_reqs * TOKENS_PER_SHORT_REQ <= tokens
+    )
 
 
 def make_plan(call: AttentionCall) -> LaunchPlan:

@@ -19,7 +19,15 @@ from .attention_call import AttentionCall
 
 
 class PrefillPlan(Protocol):
-    """What a kernel family plans for all calls with one signature."""
+    """What a kernel family plans for all calls with one signature.
+
+    Attributes:
+        clears_padding: whether `launch_prefill` clears the rows of no request if `short_rows` is 0.
+            A batch without short requests then needs no decode launch.
+    """
+
+    @property
+    def clears_padding(self) -> bool: ...
 
     def takes(self, call: AttentionCall) -> bool:
         """Return whether the kernel takes what a signature leaves out: addresses and sizes."""

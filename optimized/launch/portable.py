@@ -72,6 +72,7 @@ class PortablePlan:
     """
 
     is_repeatable = True
+    clears_padding = False
 
     def __init__(self, launches: Launches, has_values: bool) -> None:
         self.launches = launches

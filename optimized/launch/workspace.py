@@ -201,16 +201,16 @@ def find_addresses(
         device, index, stream, counters, numbers: as in `find_on_stream`.
     """
     kept = _streams.get((index, stream))
-    if (
-        kept is None
-        or kept.num_numbers < numbers
-        or kept.num_counters < counters
-        or is_capturing()
-    ):
-        found = find_on_stream(device, index, stream, counters, numbers)
-        return found, (found[0].data_ptr(), found[1].data_ptr())
-    # the tensors, because the workspace may be replaced by larger ones
-    return (kept.counters, kept.numbers), kept.addresses
+    if kept is not None and kept.num_counters >= counters and not is_capturing():
+        if kept.num_numbers >= numbers:
+            # the tensors, because the workspace may be replaced by larger ones
+            return (kept.counters, kept.numbers), kept.addresses
+        if numbers > MAX_KEPT_NUMBERS and not count_modes():
+            # too large to be kept: a converted cache
+            own = kept.numbers.new_empty(numbers)
+            return (kept.counters, own), (kept.addresses[0], own.data_ptr())
+    found = find_on_stream(device, index, stream, counters, numbers)
+    return found, (found[0].data_ptr(), found[1].data_ptr())
 
 
 def release_workspace() -> None:

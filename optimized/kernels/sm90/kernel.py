@@ -6,8 +6,10 @@
 | 1 | producer: takes work items from an atomic counter, loads Q and K by TMA | producer.py |
 | 1 | producer: loads V by TMA, clears the rows past a sequence's end | producer.py |
 
-Requests with few rows have no work items here; the decode kernel computes them. No program waits
-for another, and the result does not depend on which program computes a work item.
+Requests with few rows have no work items here if the decode kernel computes them. Without a decode
+launch, all requests have work items, and producer warp 1 also clears the output rows of no request
+(padding.py). No program waits for another, and the result does not depend on which program computes
+a work item.
 Source: FlashAttention-3 (Shah et al. 2024) for the roles and the overlap of softmax with products.
 """
 
@@ -33,8 +35,9 @@ from .config import (
 from .consumer import consume
 from .epilogue import OutputArgs
 from .gluon_names import warp_specialize
+from .padding import clear_and_produce_v
 from .pipeline import Pipeline, SharedStorage, allocate_barriers
-from .producer import TmaTensor, produce_q_and_k, produce_v
+from .producer import TmaTensor, produce_q_and_k
 from .scheduler import BatchArgs
 from .score import ScoreArgs
 from .work_item import WORK_FIELDS
@@ -60,6 +63,7 @@ NUMBERS = [
     "lse_stride_head",
     "lse_stride_token",
     "block_table_stride",
+    "cleared_tokens",
 ]
 POINTERS = [
     "out",
@@ -141,9 +145,9 @@ def run_roles(
     score,
     produce_q_and_k: gl.constexpr,
     producer_args,
+    produce_v: gl.constexpr,
+    v_args,
     shared,
-    batch,
-    v,
     config: gl.constexpr,
 ):
     """Run the consumer warpgroups and the two producer warps of a program.
@@ -153,7 +157,9 @@ def run_roles(
         output, score: what it stores to, and its `ScoreArgs`.
         produce_q_and_k: role of producer warp 0.
         producer_args: its arguments.
-        shared, batch, v: arguments of producer warp 1, which loads V.
+        produce_v: role of producer warp 1, which loads V.
+        v_args: its arguments.
+        shared: `SharedStorage`.
     """
     N: gl.constexpr = config.CONSUMERS
     REGISTERS: gl.constexpr = consumer_registers(config)
@@ -166,7 +172,7 @@ def run_roles(
             (consume, (shared, output, score, config, N, N - 2)),
             (consume, (shared, output, score, config, N, N - 1)),
             (produce_q_and_k, producer_args),
-            (produce_v, (shared, batch, v, config)),
+            (produce_v, v_args),
         ][UNUSED:],
         [4, 4, 1, 1][UNUSED:],
         [REGISTERS, REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS][UNUSED:],
@@ -210,6 +216,7 @@ def prefill_kernel(
     lse_stride_head,
     lse_stride_token,
     block_table_stride,
+    cleared_tokens,
     config: gl.constexpr,
 ):
     """Compute the attention of all prefill requests of a batch.
@@ -220,6 +227,8 @@ def prefill_kernel(
         block_table, query_start_loc, kv_lens: `BatchArgs`.
         work_counter: [2] int32, 0 before and after the launch.
         sinks, k_scales, v_scales, scale_log2: `ScoreArgs`.
+        cleared_tokens: tokens of the output. Rows of those that belong to no request are cleared.
+            If 0, another launch clears them.
         config: `Config`.
     """
     N: gl.constexpr = config.CONSUMERS
@@ -256,5 +265,6 @@ def prefill_kernel(
     run_roles(
         consume, output, score, produce_q_and_k,
         (shared, batch, q, k, work_counter, config, N),
-        shared, batch, v, config,
+        clear_and_produce_v, (shared, batch, v, output, cleared_tokens, config),
+        shared, config,
     )  # fmt: skip

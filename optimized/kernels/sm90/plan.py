@@ -112,6 +112,11 @@ class Sm90Plan:
         config: Config = self.constants["config"]
         return config
 
+    @property
+    def clears_padding(self) -> bool:
+        """Whether `launch_prefill` without short rows clears the rows of no request."""
+        return self.config.TAIL_DIM == 0
+
     def takes(self, call: AttentionCall) -> bool:
         """Return whether the kernel takes what a signature leaves out.
 
@@ -151,7 +156,8 @@ class Sm90Plan:
 
         Args:
             call: one that the plan takes; its `out` and `lse` are modified in place.
-            short_rows: rows of the largest request that the decode kernel computes.
+            short_rows: rows of the largest request that the decode kernel computes. If 0, there is
+                no decode launch, and the rows of no request are cleared if `clears_padding`.
             scales: Optional. [num_heads] float32 factors of the keys, and of the values, of each
                 query head, the same for those of a KV head: both or none in all launches of a
                 plan. If None, they are 1.
@@ -178,6 +184,7 @@ class Sm90Plan:
             *self.strides,
             *((0, 0) if lse is None else lse.stride()),
             0 if block_table is None else block_table.stride(0),
+            query.shape[0] if self.clears_padding and not short_rows else 0,
         )
         self.launch_with_maps(
             call,

@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 
 from ..config import count_tokens
 from ..kernel import allocate, run_roles
-from ..producer import TmaTensor
+from ..producer import TmaTensor, produce_v
 from ..scheduler import BatchArgs
 from ..score import ScoreArgs
 from .consumer import consume_segment
@@ -139,5 +139,5 @@ def append_kernel(
     run_roles(
         consume_segment, output, score, produce_q_and_k,
         (shared, batch, q_desc, k, output, segment, config, N),
-        shared, batch, v, config,
+        produce_v, (shared, batch, v, config), shared, config,
     )  # fmt: skip

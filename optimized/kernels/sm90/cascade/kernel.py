@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 
 from ..config import warp_layout
 from ..kernel import allocate, run_roles
-from ..producer import TmaTensor
+from ..producer import TmaTensor, produce_v
 from ..scheduler import BatchArgs
 from ..score import ScoreArgs
 from .consumer import PartialArgs, consume_prefix
@@ -118,5 +118,5 @@ def cascade_prefix_sm90_kernel(
     run_roles(
         consume_prefix, output, score, produce_q_and_k,
         (shared, batch, prefix, q, k, config, N),
-        shared, batch, v, config,
+        produce_v, (shared, batch, v, config), shared, config,
     )  # fmt: skip

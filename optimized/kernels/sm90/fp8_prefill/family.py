@@ -66,6 +66,11 @@ class Fp8PrefillPlan:
     upcast: Launcher
     is_repeatable: ClassVar[bool] = True
 
+    @property
+    def clears_padding(self) -> bool:
+        """Whether `launch_prefill` without short rows clears the rows of no request."""
+        return self.prefill.clears_padding
+
     def takes(self, call: AttentionCall) -> bool:
         """Return whether the kernels take what a signature leaves out: addresses and sizes."""
         # the FP8 cache has more rows than the converted one, or MAX_BYTES bounds them
@@ -76,7 +81,8 @@ class Fp8PrefillPlan:
 
         Args:
             call: one that the plan takes; its `out` and `lse` are modified in place.
-            short_rows: rows of the largest request that the decode kernel computes.
+            short_rows: rows of the largest request that the decode kernel computes. If 0, the rows
+                of no request are cleared if `clears_padding`.
         """
         if call.max_query_len * self.prefill.group_size > short_rows:
             self.prefill.launch_prefill(*self.convert(call, short_rows))

@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 
 from ..config import WARPGROUP_M
 from ..kernel import allocate, run_roles
-from ..producer import TmaTensor
+from ..producer import TmaTensor, produce_v
 from ..scheduler import BatchArgs
 from ..score import ScoreArgs, softmax_scale
 from .consumer import consume_splits
@@ -138,7 +138,7 @@ def invariant_kernel(
     run_roles(
         consume_splits, output, score, produce_q_and_k,
         (shared, batch, q_desc, k, output, work_counter, config, N),
-        shared, batch, v, config,
+        produce_v, (shared, batch, v, config), shared, config,
     )  # fmt: skip
 
 
