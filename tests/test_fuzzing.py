@@ -277,7 +277,9 @@ class FakeWorker:
     jobs: list[Any] = []  # noqa: RUF012
     failing: set[int] = set()  # noqa: RUF012
 
-    def __init__(self, implementation: str, device: str, seconds: float) -> None:
+    def __init__(
+        self, implementation: str, device: str, seconds: float, gpu: str | None = None
+    ) -> None:
         self.seconds_of_a_law = seconds
 
     def start(self) -> None:

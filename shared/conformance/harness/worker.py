@@ -27,6 +27,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from .gpus import VISIBLE, gpus_of_workers
 from .report import Result, Status, unfinished
 
 PROCESS = f"{__package__}.worker_process"
@@ -84,6 +85,8 @@ class Worker:
         seconds_of_a_law: Time limit of a law.
         seconds_of_a_case: Time limit of a case.
         deadline: Time of `time.monotonic` at which laws end as at their time limit.
+        gpu: Optional. The only GPU that the process can use, as CUDA_VISIBLE_DEVICES names it. If
+            None, a device with a number selects one, and "cuda" leaves all GPUs visible.
     """
 
     def __init__(
@@ -93,10 +96,12 @@ class Worker:
         seconds_of_a_law: float = SECONDS_OF_A_LAW,
         seconds_of_a_case: float = SECONDS_OF_A_CASE,
         deadline: float = math.inf,
+        gpu: str | None = None,
     ) -> None:
         self.deadline = deadline
         self.implementation = implementation
         self.device = device
+        self.gpu = gpus_of_workers(device, 1)[0] if gpu is None else gpu
         self.seconds_of_a_law = seconds_of_a_law
         self.seconds_of_a_case = seconds_of_a_case
         self._process: subprocess.Popen[str] | None = None
@@ -124,6 +129,8 @@ class Worker:
         environment["PYTHONPATH"] = os.pathsep.join(each or "." for each in sys.path)
         if self.device == "cpu":
             environment.setdefault("TRITON_INTERPRET", "1")
+        if self.gpu is not None:
+            environment[VISIBLE] = self.gpu
         # the file is closed in `stop`
         self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._process = subprocess.Popen(
@@ -138,7 +145,9 @@ class Worker:
         os.close(theirs)
         self._lines = os.fdopen(ours, "rb", buffering=0)
         self._unread = b""
-        self._send({"implementation": self.implementation, "device": self.device})
+        # a single visible GPU has the number 0 in the process
+        device = self.device if self.gpu is None else "cuda"
+        self._send({"implementation": self.implementation, "device": device})
         found = self._next(time.monotonic() + SECONDS_OF_A_LAW)
         if found is None:
             _, ended = self._ended(SECONDS_OF_A_LAW)
