@@ -37,7 +37,8 @@ from pagetwin.conformance.harness.trial import (
     make_setting,
     try_case,
 )
-from pagetwin.conformance.oracles.batched import attend_batched, judge_group
+from pagetwin.conformance.oracles.batched import attend_batched
+from pagetwin.conformance.oracles.group_verdicts import judge_group
 from pagetwin.conformance.oracles.groups import make_group
 from pagetwin.contract.operations import load_implementation
 from pagetwin.tools.cli import DISAGREE, USER_ERROR, app

@@ -25,7 +25,7 @@ from ..generators.signatures import (
     draw_signature,
 )
 from ..generators.signed_calls import SignedCall, build_signed
-from ..oracles.batched import MAX_SCORES, judge_group
+from ..oracles.group_verdicts import judge_group
 from ..oracles.groups import make_group
 from .calling import Result as Output
 from .candidate import OutsideSupport
@@ -217,7 +217,6 @@ def _groups(
 ) -> Iterator[list[tuple[SignedBatch, SignedCall | None, Output | Exception]]]:
     """Run batches one after another, and yield them in groups that the oracle computes at once."""
     group: list[Any] = []
-    scores = 0
     for batch in batches:
         shown = batch if setting.candidate.promises_all else _fitted(batch, setting)
         at(repr(shown), tally.held)
@@ -243,17 +242,9 @@ def _groups(
             out = error
         tally.seconds["candidate"] += time.perf_counter() - ran
         group.append((shown, built, out))
-        heads = built.query.shape[1]
-        scores += (
-            len(shown.query_lens) * max(shown.query_lens) * max(shown.key_lens) * heads
-        )
-        if (
-            isinstance(out, Exception)
-            or len(group) == CALLS_AT_ONCE
-            or scores > MAX_SCORES
-        ):
+        if isinstance(out, Exception) or len(group) == CALLS_AT_ONCE:
             yield group
-            group, scores = [], 0
+            group = []
     if group:
         yield group
 
