@@ -123,6 +123,10 @@ class Candidate:
         """Return the candidate with the device of its tensors."""
         return self._with(device=device)
 
+    def without_waiting(self) -> "Candidate":
+        """Return the candidate whose calls return before their kernels have ended."""
+        return self._with(device=None)
+
     def outside(self) -> "Candidate":
         """Return the candidate with calls outside of its declared support."""
         return self._with(goes_outside=True)

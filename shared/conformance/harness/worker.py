@@ -60,6 +60,7 @@ class Job:
             kernel takes. The case is then neither fitted nor shrunk. If None, nothing is replaced.
         seconds: Optional. The time limit of the law, which a worker sets. A single case has the
             time limit of cases alone. If None, there is none.
+        waits_for_each: As in `screening.screen`.
         is_measured: Whether the case is a workload of a solution, whose errors and latency are
             measured. The case is then neither fitted nor shrunk.
     """
@@ -72,6 +73,7 @@ class Job:
     signature: int | None = None
     outside: bool = False
     probe: dict[str, Any] | None = None
+    waits_for_each: bool = False
     is_measured: bool = False
     seconds: float | None = None
 
@@ -179,6 +181,8 @@ class Worker:
         self.start()
         before = self._calls
         found = self._try(job, area)
+        if found.status in FATAL and job.signature is not None and self.device != "cpu":
+            found = self._find_batch(job, area, found)
         is_first = found.status in FATAL and self._calls == before
         self.failed_at_once = is_first and not before
         is_single = job.is_measured or job.probe is not None
@@ -199,6 +203,22 @@ class Worker:
             return self._try(job, area)
         after = "alone, in a fresh process, this input does not fail"
         return replace(found, message=f"{found.message}; {after}", seconds=seconds)
+
+    def _find_batch(self, job: Job, area: str, found: Result) -> Result:
+        """Return the fatal error of the same batches if each call is waited for.
+
+        The kernel that has ended the process belongs to any batch of the last group. If the error
+        does not recur, the given result is returned, which says so.
+        """
+        if job.case is not None or job.waits_for_each:
+            return found
+        again = self._try(replace(job, waits_for_each=True), area)
+        if not again.ok:
+            return again
+        if again.status == Status.UNFINISHED:
+            return found
+        words = "it does not recur if each call is waited for"
+        return replace(found, message=f"{found.message}; {words}")
 
     def _try(self, job: Job, area: str) -> Result:
         """Return the result of a law. If it is fatal, the process has been ended."""
