@@ -17,7 +17,7 @@ from pagetwin.conformance.generators.signatures import (
     draw_signature,
 )
 from pagetwin.conformance.generators.signed_calls import SignedCall, build_signed
-from pagetwin.conformance.oracles.batched import judge_group
+from pagetwin.conformance.oracles.group_verdicts import judge_group
 from pagetwin.conformance.oracles.groups import make_group
 from second_device import DEVICE, HOST, OnDevice, SecondDevice
 from torch import Tensor

@@ -37,7 +37,8 @@ from pagetwin.conformance.harness.trial import (
     make_setting,
     try_case,
 )
-from pagetwin.conformance.oracles.batched import attend_batched, judge_group
+from pagetwin.conformance.oracles.batched import attend_batched
+from pagetwin.conformance.oracles.group_verdicts import judge_group
 from pagetwin.conformance.oracles.groups import make_group
 from pagetwin.contract.operations import load_implementation
 from pagetwin.tools.cli import DISAGREE, USER_ERROR, app
@@ -277,7 +278,9 @@ class FakeWorker:
     jobs: list[Any] = []  # noqa: RUF012
     failing: set[int] = set()  # noqa: RUF012
 
-    def __init__(self, implementation: str, device: str, seconds: float) -> None:
+    def __init__(
+        self, implementation: str, device: str, seconds: float, gpu: str | None = None
+    ) -> None:
         self.seconds_of_a_law = seconds
 
     def start(self) -> None:

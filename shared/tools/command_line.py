@@ -27,7 +27,7 @@ def choose_interpreter(device: str | None) -> None:
     Triton reads the variable when a kernel is defined, so when its file is imported for the first
     time. The end of the command restores it, with `interpreter_restorer`.
     """
-    if device == "cuda":
+    if device is not None and device.partition(":")[0] == "cuda":
         return
     import torch
 

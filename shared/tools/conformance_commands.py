@@ -46,7 +46,11 @@ Only = Annotated[
     str | None, typer.Option(help="Words in a law's name or area.  (all laws)")
 ]
 Device = Annotated[
-    str | None, typer.Option(help="cpu or cuda.  (cuda if there is a GPU)")
+    str | None,
+    typer.Option(
+        help="cpu, cuda, or one GPU such as cuda:1. Several processes on cuda are distributed"
+        " over all visible GPUs.  (cuda if there is a GPU)"
+    ),
 ]
 
 

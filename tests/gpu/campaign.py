@@ -2,10 +2,13 @@
 
     python tests/gpu/campaign.py OUTDIR --cases 1000000 --minutes 8 --commit $(git rev-parse HEAD)
 
-Runs `pagetwin fuzz` on the batches of signatures, with several processes on one GPU. A second run
-with the same OUTDIR continues the first one: no case is tried twice. With `--archive FILE.tar.gz`
-it continues on another machine: the corpus is unpacked from that file, if it exists, and packed
-into it at the end. The record holds the counts of all runs. It is written to OUTDIR as
+Runs `pagetwin fuzz` on the batches of signatures, with several processes per GPU. They are
+distributed over all visible GPUs; `--device cuda:1` uses one of them. By default there are 7
+processes per 8 cores, at most 14 per GPU: 14 on 16 cores with one GPU, 28 on 32 cores with two.
+
+A second run with the same OUTDIR continues the first one: no case is tried twice. With `--archive
+FILE.tar.gz` it continues on another machine: the corpus is unpacked from that file, if it exists,
+and packed into it at the end. The record holds the counts of all runs. It is written to OUTDIR as
 <date>-<device>-campaign.json and .md.
 
 Exit codes: 0, as many cases as requested and no failure. 1, a failure. 2, cases are left: run it
@@ -27,6 +30,28 @@ IMPLEMENTATION = "pagetwin.optimized"
 LAWS = "for every batch of a signature"
 STARTING = 60.0
 """Seconds that a run may take beyond its time limit: imports, cases of the corpus, reports."""
+PER_GPU = 14
+"""Processes per GPU, by default."""
+
+
+def choose_workers(cores: int, gpus: int) -> int:
+    """Return the number of processes: 7 per 8 cores, at most PER_GPU per GPU, at least 1.
+
+    Args:
+        cores: CPU cores of this process.
+        gpus: GPUs that the processes are distributed over; 0 for tensors on the CPU.
+    """
+    most = 7 * cores // 8
+    return max(1, min(most, PER_GPU * gpus) if gpus else most)
+
+
+def count_gpus(device: str) -> int:
+    """Return how many GPUs the processes are distributed over."""
+    if device == "cpu":
+        return 0
+    import torch
+
+    return 1 if ":" in device else torch.cuda.device_count()
 
 
 def read_summary(corpus: Path) -> dict[str, Any]:
@@ -44,7 +69,7 @@ def main() -> int:
     parser.add_argument("folder", type=Path, help="where corpus and record are written")
     parser.add_argument("--cases", type=int, default=1_000_000, help="in all runs")
     parser.add_argument("--minutes", type=float, default=9.0, help="of this run")
-    parser.add_argument("--workers", type=int, default=min(os.cpu_count() or 1, 12))
+    parser.add_argument("--workers", type=int, help="default: by cores and GPUs")
     parser.add_argument("--batches", type=int, default=2048, help="per signature")
     parser.add_argument(
         "--only", default=LAWS, help="laws; the default: all signatures"
@@ -53,6 +78,9 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--commit", help="default: what git says")
     asked = parser.parse_args()
+    gpus = count_gpus(asked.device)
+    if asked.workers is None:
+        asked.workers = choose_workers(len(os.sched_getaffinity(0)), gpus)
     folder = asked.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     if asked.archive is not None and asked.archive.exists():
@@ -88,7 +116,11 @@ def main() -> int:
         with tarfile.open(asked.archive, "w:gz") as archive:
             archive.add(folder / "corpus", "corpus")
     settings = {name: each for name, each in vars(asked).items() if name != "archive"}
-    record = machine | {"command": settings | {"folder": ""}, "summary": summary}
+    record = machine | {
+        "gpus": gpus,
+        "command": settings | {"folder": ""},
+        "summary": summary,
+    }
     device = re.sub(r"[^a-z0-9]+", "-", record["device"].lower()).strip("-")
     path = folder / f"{record['date'][:10]}-{device}-campaign.json"
     text = json.dumps(record, indent=1).replace(f"{ROOT}/", "")

@@ -208,8 +208,9 @@ def describe_machine(commit: str | None, device: str) -> Record:
             found["versions"][package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             found["versions"][package] = None
-    if device == "cuda":
-        properties = torch.cuda.get_device_properties(0)
+    kind, _, index = device.partition(":")
+    if kind == "cuda":
+        properties = torch.cuda.get_device_properties(int(index or 0))
         found["device"] = properties.name
         found["multiprocessors"] = properties.multi_processor_count
         found["cuda"] = torch.version.cuda

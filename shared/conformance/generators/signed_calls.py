@@ -22,6 +22,8 @@ from .signatures import SignedBatch
 
 NEEDLE_SCORE = 24.0
 """Score of a needle: its weight is e**24 times that of a key with the score 0."""
+WEIGHTS = np.array([[1, 0], [0.25, 2]], dtype=np.float32).reshape(2, 2, 1, 1, 1)
+"""Factors of a query and of the direction of its needle: without a needle, and with one."""
 
 
 @dataclass(frozen=True)
@@ -83,10 +85,12 @@ def build_signed(batch: SignedBatch, device: torch.device) -> SignedCall:
     out_dtype = given.get(choice["out"], DTYPES.get(choice["out"]))
     if out_dtype not in (None, dtype):
         number = pick.choice([0.01, 0.05])
-        kinds = (number, torch.tensor(number), torch.tensor([number]))
-        arguments["out_scale"] = kinds[signature.seed % 3]
+        kind = signature.seed % 3
+        arguments["out_scale"] = (
+            torch.tensor([number] if kind == 2 else number) if kind else number
+        )
     for name, each in arguments.items():
-        if isinstance(each, Tensor):
+        if isinstance(each, Tensor) and each.device != device:
             arguments[name] = moved(each, device)
     call = Call(
         operation=choice["operation"],
@@ -134,16 +138,18 @@ def _draw_numbers(
     keys = numbers.take((total, kv_heads, size), wide)
     values = numbers.take((total, kv_heads, value_size), wide)
     needles = np.array(batch.needles)
-    if (needles >= 0).any():
-        lean = torch.nn.functional.normalize(lean, dim=1)
+    if max(batch.needles, default=-1) >= 0:
+        norms = torch.linalg.vector_norm(lean, dim=1, keepdim=True)
+        lean = lean / norms.clamp_min_(1e-12)
+        has = needles >= 0
         at = needles + np.cumsum(batch.key_lens) - batch.key_lens
-        index = to_device(at[needles >= 0], device)
+        index = to_device(at[has], device)
         needle = moved((NEEDLE_SCORE / 2 / factor * lean).to(wide), device)
         keys = keys.index_put((index,), needle)
         values = values.index_put((index,), values.index_select(0, index) + 3)
-        has = np.repeat(needles >= 0, batch.query_lens).astype(np.float32)
-        weight = to_device(np.stack([1 - 0.75 * has, 2 * has]), device)
-        kept, added = weight.to(dtype)[:, :, None, None]
+        row_has = has.repeat(batch.query_lens)[:, None, None]
+        weight = to_device(np.where(row_has, WEIGHTS[1], WEIGHTS[0]), device)
+        kept, added = weight.to(dtype).unbind()
         direction = moved(lean.repeat_interleave(group, 0).to(dtype), device)
         query = (query * kept).addcmul_(added, direction)
     if stored.itemsize == 1:
@@ -216,7 +222,7 @@ def _store_paged(
             bits(each).index_select(0, kept).view(each.dtype) for each in pair
         )
         pair = keys, values
-    at = tuple(to_device(np.stack(np.divmod(slots, size)), device))
+    at = to_device(np.array(np.divmod(slots, size)), device).unbind()
     caches = empty_pair(batch, num_blocks, size, pair)
     for cached, numbers in zip(caches, pair, strict=True):
         bits(cached)[at] = bits(numbers)

@@ -38,6 +38,7 @@ from .support import bounds_of, converted
 
 BATCH_INVARIANT = "batch_invariant"
 """Name of the option that requests batch-invariant results."""
+NO_LIMITS = Support()
 CLAIMS = ("rejects shapes", "rejects contents", BATCH_INVARIANT)
 """Properties that a law may require and that a correct implementation may lack."""
 
@@ -77,6 +78,8 @@ class Candidate:
         self._accesses = [0]
         self._calls = [0]
         self._calls_outside = [0]
+        self._made: dict[str, tuple[Any, Any]] = {}
+        """The operation and the function that calls it, by name."""
 
     def __getattr__(self, operation: str) -> Any:
         operations: dict[str, Any] = self.__dict__["operations"]
@@ -88,14 +91,21 @@ class Candidate:
         found = operations[operation]
         if inspect.isclass(found) or not callable(found):
             return found
-        if self.promises_all:
-            self._calls[0] += 1
-            found = with_keywords(operation, found)
-        else:
-            found = self._declared(operation, found)
+        if not self.promises_all:
+            return self._awaited(self._declared(operation, found))
+        self._calls[0] += 1
+        # made once, because it takes longer than the rest of an access
+        function, call = self._made.get(operation, (None, None))
+        if function is not found:
+            call = self._awaited(with_keywords(operation, found))
+            self._made[operation] = found, call
+        return call
+
+    def _awaited(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that, on a GPU, returns when its kernels have ended."""
         if self.device is not None and self.device.type == "cuda":
-            found = _synchronized(found)
-        return found
+            return _synchronized(function)
+        return function
 
     @property
     def accesses(self) -> int:
@@ -123,6 +133,10 @@ class Candidate:
         """Return the candidate with the device of its tensors."""
         return self._with(device=device)
 
+    def without_waiting(self) -> "Candidate":
+        """Return the candidate whose calls return before their kernels have ended."""
+        return self._with(device=None)
+
     def outside(self) -> "Candidate":
         """Return the candidate with calls outside of its declared support."""
         return self._with(goes_outside=True)
@@ -133,7 +147,7 @@ class Candidate:
 
     def _with(self, **changes: Any) -> "Candidate":
         found = object.__new__(type(self))
-        found.__dict__ |= self.__dict__ | changes
+        found.__dict__ |= self.__dict__ | changes | {"_made": {}}
         return found
 
     def _declared(
@@ -192,7 +206,7 @@ class Candidate:
     @property
     def promises_all(self) -> bool:
         """Whether the candidate declares no limits: it must support all that the twins do."""
-        return self.support == Support()
+        return self.support == NO_LIMITS
 
     def why_unclaimed(self, claim: str | None) -> str | None:
         """Return why a law with this claim does not apply, or None if it applies."""

@@ -19,6 +19,7 @@ from hypothesis.strategies import SearchStrategy
 
 from ..generators.signatures import VERSION
 from .corpus import CORPUS, Corpus, Line, check_numbers
+from .gpus import gpus_of_workers
 from .law import Law
 from .poison import explain_nans
 from .report import Report, Result, Status
@@ -95,7 +96,8 @@ def fuzz_implementation(
             laws are tried.
         examples: Number of drawn cases per law and seed.
         device: Optional. The device of the tensors. If None, CUDA if it is available, else the
-            CPU.
+            CPU. Several workers on "cuda" are distributed over all visible GPUs; those on
+            "cuda:1" use the second one.
         seconds_of_a_law: Time limit of a job. Its cases until then count.
         on_result: Called with the run so far and the result of a job, by one thread at a time.
         workers: Number of processes.
@@ -118,8 +120,9 @@ def fuzz_implementation(
     stored = Corpus(corpus, implementation)
     with ExitStack() as ended:
         processes = []
-        for _ in range(workers):
-            processes.append(Worker(implementation, device, seconds_of_a_law))
+        for gpu in gpus_of_workers(device, workers):
+            worker = Worker(implementation, device, seconds_of_a_law, gpu=gpu)
+            processes.append(worker)
             ended.callback(processes[-1].stop)
         processes[0].start()
         seen = _try_stored(run, stored, laws, processes[0], on_result)

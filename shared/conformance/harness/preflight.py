@@ -8,6 +8,7 @@ import ast
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -103,12 +104,20 @@ def choose_device(device: str | None) -> str:
         return "cuda" if torch.cuda.is_available() else "cpu"
     if device != "cpu" and not torch.cuda.is_available():
         raise ValueError(f"device = {device!r}: no GPU is usable here; expected cpu")
+    index = device.partition(":")[2]
+    if index and int(index) >= (count := torch.cuda.device_count()):
+        numbers = "cuda:0" if count == 1 else f"cuda:0 to cuda:{count - 1}"
+        raise ValueError(
+            f"device = {device!r}: expected cuda, or a visible GPU: {numbers}"
+        )
     return device
 
 
 def _check_name_of_device(device: str | None) -> None:
-    if device is not None and device.partition(":")[0] not in ("cpu", "cuda"):
-        raise ValueError(f"device = {device!r}: expected cpu or cuda")
+    if device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise ValueError(
+            f"device = {device!r}: expected cpu or cuda, or the number of a GPU as in cuda:1"
+        )
 
 
 def _check_exists(implementation: str) -> None:

@@ -19,6 +19,7 @@ from ..laws.all_laws import ALL_LAWS
 from .candidate import load_candidate
 from .endings import Endings
 from .expect import Disagreement
+from .gpus import gpus_of_workers
 from .law import Law
 from .poison import explain_nan, explain_nans
 from .preflight import choose_device as choose_device
@@ -64,7 +65,8 @@ def check_implementation(
         seed: Seed of the drawn cases.
         examples: Number of drawn cases per law.
         device: Optional. The device of the tensors. If None, CUDA if it is available, else the
-            CPU.
+            CPU. Several workers on "cuda" are distributed over all visible GPUs; those on
+            "cuda:1" use the second one.
         known_failures: Optional. Laws that are known to be broken, each with the reason. A known
             failure that holds is reported as a failure. If None, all laws must hold.
         isolated: Whether laws run in worker processes. If False, they run in this process, which
@@ -228,8 +230,8 @@ def _trying(
     with ExitStack() as ended:
         free: SimpleQueue[Worker] = SimpleQueue()
         processes = [
-            Worker(implementation, device, limits.law, limits.case)
-            for _ in range(workers)
+            Worker(implementation, device, limits.law, limits.case, gpu=gpu)
+            for gpu in gpus_of_workers(device, workers)
         ]
         for worker in processes:
             ended.callback(worker.stop)

@@ -2,6 +2,10 @@
 
 The kernels run call by call; the oracle computes a group of calls at once. A batch that is wrong is
 tried again by its law, alone, which is the judgement of record and makes the input smaller.
+
+On a GPU nothing waits for a call before the end of its group. If the process then crashes or hangs,
+the worker tries the same batches again in a fresh process that waits for each call, so that the
+batch is found (`worker.py`).
 """
 
 import math
@@ -25,10 +29,11 @@ from ..generators.signatures import (
     draw_signature,
 )
 from ..generators.signed_calls import SignedCall, build_signed
-from ..oracles.batched import MAX_SCORES, judge_group
+from ..oracles.group_verdicts import judge_group
 from ..oracles.groups import make_group
 from .calling import Result as Output
 from .candidate import OutsideSupport
+from .fatal import is_context_lost
 from .fitting import fit_case, fit_signature
 from .law import Law, Setting
 from .rank_calls import run_signed
@@ -55,16 +60,10 @@ class ContextLostError(RuntimeError):
         self.case = case
 
 
-def is_context_lost(device: torch.device) -> bool:
-    """Return whether every further call on a CUDA device raises an error."""
-    if device.type != "cuda":
-        return False
-    try:
+def wait_for_kernels(device: torch.device) -> None:
+    """Return when all kernels have ended; an error of one of them is raised."""
+    if device.type == "cuda":
         torch.cuda.synchronize()
-        torch.ones(1, device=device).item()
-    except RuntimeError:
-        return True
-    return False
 
 
 def signature_of(law: Law, setting: Setting, seed: int) -> Signature:
@@ -87,6 +86,7 @@ def screen(
     count: int,
     at: At = no_one,
     seconds: float = math.inf,
+    waits_for_each: bool = False,
 ) -> Result:
     """Return the result of a law on some batches of one signature.
 
@@ -98,6 +98,8 @@ def screen(
         at: Called before each case.
         seconds: Time limit. No batch begins after it, except the first one. The law is then not
             finished, unless a batch failed.
+        waits_for_each: Whether the kernels of each call are waited for. If not, those of a group
+            are, and a crash names the last batch of the group.
     """
     if missing := setting.candidate.missing(law.needs):
         reason = f"{setting.candidate.name} has no {', '.join(missing)}"
@@ -111,7 +113,7 @@ def screen(
     failed: Result | None = None
     batches = _until(begin + seconds, signature, first, count)
     try:
-        for group in _groups(batches, setting, at, tally):
+        for group in _groups(batches, setting, at, tally, waits_for_each):
             failed = _judge(law, setting, group, at, tally)
             if failed is not None:
                 break
@@ -214,10 +216,22 @@ def _groups(
     setting: Setting,
     at: At,
     tally: Tally,
-) -> Iterator[list[tuple[SignedBatch, SignedCall | None, Output | Exception]]]:
+    waits_for_each: bool,
+) -> Iterator[list[tuple[SignedBatch, SignedCall, Output | Exception]]]:
     """Run batches one after another, and yield them in groups that the oracle computes at once."""
     group: list[Any] = []
-    scores = 0
+    own = setting
+    if not waits_for_each:
+        own = replace(setting, candidate=setting.candidate.without_waiting())
+
+    def wait(shown: SignedBatch) -> None:
+        began = time.perf_counter()
+        try:
+            wait_for_kernels(setting.device)
+        except Exception as error:
+            raise ContextLostError(repr(shown), error) from error
+        tally.seconds["wait"] += time.perf_counter() - began
+
     for batch in batches:
         shown = batch if setting.candidate.promises_all else _fitted(batch, setting)
         at(repr(shown), tally.held)
@@ -229,10 +243,7 @@ def _groups(
         tally.add(shown)
         out: Output | Exception
         try:
-            out = run_signed(setting, shown, built)
-            if setting.device.type == "cuda":
-                # an error of a kernel belongs to the call that launched it
-                torch.cuda.synchronize()
+            out = run_signed(own, shown, built)
         except OutsideSupport as error:
             tally.skipped += 1
             tally.outside.add(str(error))
@@ -242,20 +253,24 @@ def _groups(
                 raise ContextLostError(repr(shown), error) from error
             out = error
         tally.seconds["candidate"] += time.perf_counter() - ran
-        group.append((shown, built, out))
-        heads = built.query.shape[1]
-        scores += (
-            len(shown.query_lens) * max(shown.query_lens) * max(shown.key_lens) * heads
-        )
-        if (
-            isinstance(out, Exception)
-            or len(group) == CALLS_AT_ONCE
-            or scores > MAX_SCORES
-        ):
+        group.append((shown, _without_caches(built), out))
+        is_full = isinstance(out, Exception) or len(group) == CALLS_AT_ONCE
+        if is_full or waits_for_each:
+            wait(shown)
+        if is_full:
             yield group
-            group, scores = [], 0
+            group = []
     if group:
+        wait(group[-1][0])
         yield group
+
+
+def _without_caches(built: SignedCall) -> SignedCall:
+    """Return a call without the caches, which the oracle does not read."""
+    kept = built.call.arguments.items()
+    caches = ("key_cache", "value_cache")
+    arguments = {name: each for name, each in kept if name not in caches}
+    return replace(built, call=replace(built.call, arguments=arguments))
 
 
 def _fitted(batch: SignedBatch, setting: Setting) -> SignedBatch:

@@ -71,8 +71,14 @@ def make_case(law: Law, case: str) -> Any:
 
 
 def make_setting(candidate: Candidate, device: str) -> Setting:
-    """Return the setting in which the laws run."""
+    """Return the setting in which the laws run.
+
+    A GPU with a number, such as "cuda:1", becomes the current device of the process, so that
+    kernels are launched and awaited there.
+    """
     where = torch.device(device)
+    if where.type == "cuda" and where.index is not None:
+        torch.cuda.set_device(where)
     return Setting(candidate.on(where), load_implementation("reference"), where)
 
 

@@ -27,6 +27,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from .gpus import VISIBLE, gpus_of_workers
 from .report import Result, Status, unfinished
 
 PROCESS = f"{__package__}.worker_process"
@@ -59,6 +60,7 @@ class Job:
             kernel takes. The case is then neither fitted nor shrunk. If None, nothing is replaced.
         seconds: Optional. The time limit of the law, which a worker sets. A single case has the
             time limit of cases alone. If None, there is none.
+        waits_for_each: As in `screening.screen`.
         is_measured: Whether the case is a workload of a solution, whose errors and latency are
             measured. The case is then neither fitted nor shrunk.
     """
@@ -71,6 +73,7 @@ class Job:
     signature: int | None = None
     outside: bool = False
     probe: dict[str, Any] | None = None
+    waits_for_each: bool = False
     is_measured: bool = False
     seconds: float | None = None
 
@@ -84,6 +87,8 @@ class Worker:
         seconds_of_a_law: Time limit of a law.
         seconds_of_a_case: Time limit of a case.
         deadline: Time of `time.monotonic` at which laws end as at their time limit.
+        gpu: Optional. The only GPU that the process can use, as CUDA_VISIBLE_DEVICES names it. If
+            None, a device with a number selects one, and "cuda" leaves all GPUs visible.
     """
 
     def __init__(
@@ -93,10 +98,12 @@ class Worker:
         seconds_of_a_law: float = SECONDS_OF_A_LAW,
         seconds_of_a_case: float = SECONDS_OF_A_CASE,
         deadline: float = math.inf,
+        gpu: str | None = None,
     ) -> None:
         self.deadline = deadline
         self.implementation = implementation
         self.device = device
+        self.gpu = gpus_of_workers(device, 1)[0] if gpu is None else gpu
         self.seconds_of_a_law = seconds_of_a_law
         self.seconds_of_a_case = seconds_of_a_case
         self._process: subprocess.Popen[str] | None = None
@@ -124,6 +131,8 @@ class Worker:
         environment["PYTHONPATH"] = os.pathsep.join(each or "." for each in sys.path)
         if self.device == "cpu":
             environment.setdefault("TRITON_INTERPRET", "1")
+        if self.gpu is not None:
+            environment[VISIBLE] = self.gpu
         # the file is closed in `stop`
         self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._process = subprocess.Popen(
@@ -138,7 +147,9 @@ class Worker:
         os.close(theirs)
         self._lines = os.fdopen(ours, "rb", buffering=0)
         self._unread = b""
-        self._send({"implementation": self.implementation, "device": self.device})
+        # a single visible GPU has the number 0 in the process
+        device = self.device if self.gpu is None else "cuda"
+        self._send({"implementation": self.implementation, "device": device})
         found = self._next(time.monotonic() + SECONDS_OF_A_LAW)
         if found is None:
             _, ended = self._ended(SECONDS_OF_A_LAW)
@@ -170,6 +181,8 @@ class Worker:
         self.start()
         before = self._calls
         found = self._try(job, area)
+        if found.status in FATAL and job.signature is not None and self.device != "cpu":
+            found = self._find_batch(job, area, found)
         is_first = found.status in FATAL and self._calls == before
         self.failed_at_once = is_first and not before
         is_single = job.is_measured or job.probe is not None
@@ -190,6 +203,22 @@ class Worker:
             return self._try(job, area)
         after = "alone, in a fresh process, this input does not fail"
         return replace(found, message=f"{found.message}; {after}", seconds=seconds)
+
+    def _find_batch(self, job: Job, area: str, found: Result) -> Result:
+        """Return the fatal error of the same batches if each call is waited for.
+
+        The kernel that has ended the process belongs to any batch of the last group. If the error
+        does not recur, the given result is returned, which says so.
+        """
+        if job.case is not None or job.waits_for_each:
+            return found
+        again = self._try(replace(job, waits_for_each=True), area)
+        if not again.ok:
+            return again
+        if again.status == Status.UNFINISHED:
+            return found
+        words = "it does not recur if each call is waited for"
+        return replace(found, message=f"{found.message}; {words}")
 
     def _try(self, job: Job, area: str) -> Result:
         """Return the result of a law. If it is fatal, the process has been ended."""

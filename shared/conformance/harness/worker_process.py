@@ -83,7 +83,7 @@ def main(pipe: int) -> None:
                 own = replace(setting, candidate=probed)
             if job.signature is not None and job.case is None:
                 drawn = (job.signature, job.seed, job.examples)
-                result = screen(law, own, *drawn, at, seconds)
+                result = screen(law, own, *drawn, at, seconds, job.waits_for_each)
             elif job.case is None:
                 result = try_law(
                     law, own, job.seed, job.examples, at, job.listed, seconds
