@@ -3,13 +3,14 @@
 import dataclasses
 import random
 import time
+from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from bench_runs import AsOurs, Plain, settings_of, small
-from pagetwin.tools.bench import Benchmark, load_workloads
+from pagetwin.tools.bench import Benchmark, load_workloads, timing
 from pagetwin.tools.bench.accuracy import check_write, choose_rows, find_expected
 from pagetwin.tools.bench.inputs import draw_inputs
 from pagetwin.tools.bench.libraries.library import AttentionLibrary, Prepared
@@ -129,6 +130,25 @@ def test_everyone_has_one_turn_after_the_other() -> None:
     turns = [tuple(seen[place : place + 3]) for place in range(0, 24, 3)]
     assert all(sorted(turn) == ["a", "b", "c"] for turn in turns)
     assert len(set(turns)) > 2
+
+
+def test_host_times_are_taken_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other, a library met a slow second of the host that another one did not."""
+    monkeypatch.setattr(timing, "SHORT_CALL", 0.05)
+    seen: list[str] = []
+
+    def slow() -> None:
+        seen.append("slow")
+        time.sleep(0.06)
+
+    calls = {name: lambda name=name: seen.append(name) for name in ("a", "b")}
+    times = timing.time_hosts({**calls, "slow": slow}, 6, random.Random(0))
+    assert times["slow"] >= 60_000 > max(times["a"], times["b"]) > 0
+    # after two calls of each, ten of a short call and one of a slow one
+    turns = [tuple(seen[place : place + 21]) for place in range(6, len(seen), 21)]
+    runs = [[(name, len(list(each))) for name, each in groupby(turn)] for turn in turns]
+    assert len(runs) == 6 and len(set(turns)) > 2
+    assert all(sorted(each) == [("a", 10), ("b", 10), ("slow", 1)] for each in runs)
 
 
 def test_quartiles_stay_within_what_was_measured() -> None:

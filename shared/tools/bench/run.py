@@ -24,15 +24,15 @@ from .libraries.library import AttentionLibrary, Declined, Prepared
 from .machine import describe_card, describe_machine
 from .results import FORMAT, BenchStatus, Entry, workload_record
 from .settings import BenchSettings
-from .timing import Stopwatch, captured, time_host, time_interleaved
+from .timing import Stopwatch, captured, time_hosts, time_interleaved
 from .workloads import Workload, published_figures
 
 METHOD = (
     "the replay of a captured graph between two CUDA events, the L2 cache flushed before each; the"
     " implementations alternate in random order; median and quartiles over all rounds, each with"
-    " new inputs; host: the median time until a call returns, measured separately; ratios: the"
-    " median of the rounds' ratios; floor: bytes at the measured reading rate, or operations at the"
-    " measured matrix rate, or an empty graph, whichever is longest"
+    " new inputs; host: the median time until a call returns, measured separately, in random order"
+    " too; ratios: the median of the rounds' ratios; floor: bytes at the measured reading rate, or"
+    " operations at the measured matrix rate, or an empty graph, whichever is longest"
 )
 HOST_REPEATS = 15
 LARGEST_ERROR = 0.1
@@ -156,6 +156,7 @@ class Benchmark:
                     entry.close(BenchStatus.FAILED, _in_one_line(error))
             return
         calls: dict[str, Callable[[], Any]] = {}
+        eager: dict[str, Callable[[], Any]] = {}
         for each in self.libraries:
             entry = entries[each.name]
             if not entry.is_open:
@@ -165,7 +166,7 @@ class Benchmark:
                 self.ended = f"stopped during {each.name} in {workload.name}"
                 self._write()
             try:
-                call = self._check(each, inputs, expected, entry, stopwatch)
+                found = self._check(each, inputs, expected, entry, stopwatch)
             except Declined as reason:
                 entry.close(BenchStatus.DECLINED, str(reason))
             except (
@@ -174,10 +175,14 @@ class Benchmark:
                 entry.close(BenchStatus.FAILED, _in_one_line(error))
                 self._check_device(each.name, workload)
             else:
-                if call is not None:
-                    calls[each.name] = call
+                if found is not None:
+                    calls[each.name] = found[0]
+                    if stopwatch.on_gpu and entry.host_us is None:
+                        eager[each.name] = found[1]
         repeats = self.settings.repeats
         try:
+            for name, host_us in time_hosts(eager, HOST_REPEATS, order).items():
+                entries[name].host_us = host_us
             times = time_interleaved(calls, repeats, order, stopwatch)
         except RuntimeError as error:
             for name in calls:
@@ -187,7 +192,7 @@ class Benchmark:
         for name, own in times.items():
             entries[name].rounds.append(own)
             entries[name].status = BenchStatus.TIMED
-        del calls, inputs, expected
+        del calls, eager, inputs, expected
         if stopwatch.on_gpu:
             torch.cuda.empty_cache()
 
@@ -198,8 +203,8 @@ class Benchmark:
         expected: ExpectedRows | None,
         entry: Entry,
         stopwatch: Stopwatch,
-    ) -> Callable[[], Any] | None:
-        """Return the call to be timed, or None if its output is wrong.
+    ) -> tuple[Callable[[], Any], Callable[[], Any]] | None:
+        """Return what is timed and the call itself, or None if its output is wrong.
 
         On a GPU the output of the captured graph is checked, because that is what is timed.
         """
@@ -235,9 +240,7 @@ class Benchmark:
             entry.close(BenchStatus.WRONG, found.message)
             return None
         entry.within_budget &= found.ok
-        if entry.host_us is None and stopwatch.on_gpu:
-            entry.host_us = time_host(prepared.call, HOST_REPEATS)
-        return call
+        return call, prepared.call
 
     @staticmethod
     def _is_excused(prepared: Prepared, workload: Workload, found: Finding) -> bool:

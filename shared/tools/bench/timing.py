@@ -54,25 +54,44 @@ def captured(call: Callable[[], Any]) -> Captured | None:
 
 
 def time_host(call: Callable[[], Any], repeats: int = 7) -> float:
-    """Return the median microseconds until a call returns, without waiting for the device.
+    """Return the median microseconds until a call returns, as `time_hosts` measures it."""
+    return time_hosts({"": call}, repeats, random.Random(0))[""]
 
-    Short calls are timed ten at a time, consecutively, as the layers of a model make them.
+
+def time_hosts(
+    calls: Mapping[str, Callable[[], Any]], repeats: int, order: random.Random
+) -> dict[str, float]:
+    """Return the median microseconds until each call returns, without waiting for the device.
+
+    Short calls are timed ten at a time, consecutively, as the layers of a model make them. The
+    calls alternate, because other processes slow the host down for a part of the time.
+
+    Args:
+        calls: Calls by name.
+        repeats: Number of turns. A slow call gets fewer.
+        order: Random generator of the order within a turn.
     """
-    call()  # compiles the kernels
-    begin = time.perf_counter()
-    call()
-    together = 10 if time.perf_counter() - begin < SHORT_CALL else 1
-    times: list[float] = []
-    for _ in range(repeats):
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+    together = {}
+    for name, call in calls.items():
+        call()  # compiles the kernels
         begin = time.perf_counter()
-        for _ in range(together):
-            call()
-        times.append(1e6 * (time.perf_counter() - begin) / together)
-        if sum(times) * together > 2e6:
-            break
-    return statistics.median(times)
+        call()
+        together[name] = 10 if time.perf_counter() - begin < SHORT_CALL else 1
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(repeats):
+        limit = 1e6 * SECONDS_AT_MOST
+        names = [name for name in calls if sum(times[name]) * together[name] <= limit]
+        order.shuffle(names)
+        for name in names:
+            call = calls[name]
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            begin = time.perf_counter()
+            for _ in range(together[name]):
+                call()
+            passed = time.perf_counter() - begin
+            times[name].append(1e6 * passed / together[name])
+    return {name: statistics.median(each) for name, each in times.items()}
 
 
 class Stopwatch:
