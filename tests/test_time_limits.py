@@ -252,3 +252,77 @@ def test_the_smallest_input_of_a_kernel_is_one_that_it_declares(
     plan = make_case(law, result.case)
     assert (plan.head_size, plan.group, plan.block_size) == (32, 4, 16)
     assert set(plan.query_lens) <= {1} and result.where.startswith("at token")
+
+
+# failures whose input is being made smaller when the time is over
+
+
+LATER_SLOW = """
+import time
+from functools import wraps
+from pagetwin.conformance import Support
+from pagetwin.reference import {operation} as right
+
+floats = ["float32"]
+SUPPORT = Support(
+    operations=["{operation}"], dtypes=floats, cache_dtypes=floats, options=["scale"]
+)
+wrong = 0
+
+@wraps(right)
+def {operation}(*args, **given):
+    global wrong
+    found = right(*args, **given)
+    if wrong == {wrong}:
+        time.sleep(60)
+    wrong += 1
+    return found + 1
+"""
+"""Wrong for every input. After some calls each one takes a minute."""
+
+
+@pytest.fixture
+def later_slow(tmp_path: Path, monkeypatch: Any) -> Callable[[str, int], str]:
+    """Return a function that writes such a module and returns its name."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def write(operation: str, wrong: int) -> str:
+        name = f"later_{tmp_path.name}".replace("-", "_")
+        source = LATER_SLOW.format(operation=operation, wrong=wrong)
+        (tmp_path / f"{name}.py").write_text(source)
+        return name
+
+    return write
+
+
+def test_a_failure_is_reported_as_it_is_if_its_smaller_input_does_not_end_in_time(
+    later_slow: Callable[[str, int], str],
+) -> None:
+    """The law was not finished, and its failure was lost."""
+    name = later_slow("compute_slot_mapping_batch", 1)
+    worker = Worker(name, "cpu", seconds_of_a_law=3)
+    try:
+        result = worker.try_law(Job(SLOTS, examples=50), "slots")
+    finally:
+        worker.stop()
+    assert result.status == Status.BROKEN and result.case and result.what
+    assert result.reason == "the time was over before a smaller input was found"
+    assert result.cases == 1 and 3 <= result.seconds < 20
+
+
+def test_a_fuzzing_run_keeps_a_failure_that_is_being_made_smaller(
+    later_slow: Callable[[str, int], str], tmp_path: Path
+) -> None:
+    """The batch is wrong in its group, and for the law alone; then the run ends."""
+    law = "paged attention is right for every batch of a signature"
+    name = later_slow("paged_attention", 33)  # 32 batches, and the first one again
+    run = fuzz_implementation(
+        name, 4 / 60, tmp_path, only=law, device="cpu", batches=32, cases=32
+    )
+    (failure,) = run.failures
+    assert failure.status == Status.BROKEN and failure.case.startswith("SignedBatch(")
+    assert failure.reason == "the time was over before a smaller input was found"
+    assert run.cases == 32 and len(run.programs) == 1
+    (line,) = run.summary["values"]["operation"].items()
+    assert line == ("paged_attention", 32)

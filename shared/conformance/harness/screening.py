@@ -11,8 +11,9 @@ batch is found (`worker.py`).
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ from .fitting import fit_case, fit_signature
 from .law import Law, Setting
 from .rank_calls import run_signed
 from .report import Result, Status, unfinished
-from .trial import At, no_one, try_case
+from .trial import At, OnFailure, ignore, no_one, try_case
 
 CALLS_AT_ONCE = 32
 """Calls of a group, at most."""
@@ -87,6 +88,7 @@ def screen(
     at: At = no_one,
     seconds: float = math.inf,
     waits_for_each: bool = False,
+    on_failure: OnFailure = ignore,
 ) -> Result:
     """Return the result of a law on some batches of one signature.
 
@@ -100,6 +102,7 @@ def screen(
             finished, unless a batch failed.
         waits_for_each: Whether the kernels of each call are waited for. If not, those of a group
             are, and a crash names the last batch of the group.
+        on_failure: Called with a failure before its batch is made smaller.
     """
     if missing := setting.candidate.missing(law.needs):
         reason = f"{setting.candidate.name} has no {', '.join(missing)}"
@@ -110,39 +113,45 @@ def screen(
     begin = time.perf_counter()
     signature = signature_of(law, setting, seed)
     tally = Tally()
+
+    def counted(result: Result) -> Result:
+        """Return a result with everything that was tried."""
+        return replace(
+            result,
+            cases=tally.cases,
+            skipped=tally.skipped,
+            seconds=round(time.perf_counter() - begin, 3),
+            details=result.details | tally.details(signature),
+        )
+
+    def judge(group: list[Any]) -> Result | None:
+        left = begin + seconds - time.perf_counter()
+        judged = partial(
+            try_case,
+            at=at,
+            seconds=left,
+            on_failure=lambda failure: on_failure(counted(failure)),
+        )
+        return _judge(law, setting, group, judged, tally)
+
     failed: Result | None = None
     batches = _until(begin + seconds, signature, first, count)
     try:
         for group in _groups(batches, setting, at, tally, waits_for_each):
-            failed = _judge(law, setting, group, at, tally)
+            failed = judge(group)
             if failed is not None:
                 break
     except ContextLostError as lost:
         failed = Result(
             law.name, law.area, Status.CRASHED, case=lost.case, message=str(lost)
         )
-    result = failed or Result(law.name, law.area, Status.HELD)
-    if failed is None and tally.cases and tally.cases == tally.skipped:
+    if failed is not None:
+        return counted(failed)
+    result = Result(law.name, law.area, Status.HELD)
+    if tally.cases and tally.cases == tally.skipped:
         result = replace(result, status=Status.OUTSIDE)
-    if failed is None:
-        result = replace(result, reason="; ".join(sorted(tally.outside)[:3]))
-    result = replace(
-        result,
-        cases=tally.cases,
-        skipped=tally.skipped,
-        seconds=round(time.perf_counter() - begin, 3),
-    )
-    if failed is None and tally.cases < count:
-        result = unfinished(result)
-    return replace(
-        result,
-        details=result.details
-        | {
-            "signature": describe(signature),
-            "counts": dict(tally.counts),
-            "seconds": {name: round(each, 3) for name, each in tally.seconds.items()},
-        },
-    )
+    result = counted(replace(result, reason="; ".join(sorted(tally.outside)[:3])))
+    return unfinished(result) if tally.cases < count else result
 
 
 def _until(
@@ -205,6 +214,14 @@ class Tally:
         if (ranks := batch.signature.ranks) is not None and ranks.is_step:
             idle = ranks.idle_ranks(batch.key_lens)
             self.counts += Counter({"ranks without a key of a request": idle})
+
+    def details(self, signature: Signature) -> dict[str, Any]:
+        """Return what a result says about the batches of a signature."""
+        return {
+            "signature": describe(signature),
+            "counts": dict(self.counts),
+            "seconds": {name: round(each, 3) for name, each in self.seconds.items()},
+        }
 
 
 Tried = tuple[SignedBatch, SignedCall, Output]
@@ -282,7 +299,7 @@ def _judge(
     law: Law,
     setting: Setting,
     group: list[Any],
-    at: At,
+    judge_alone: Callable[[Law, Setting, str], Result],
     tally: Tally,
 ) -> Result | None:
     """Return the failure of the first batch of a group that is wrong, or None if all are right."""
@@ -305,7 +322,7 @@ def _judge(
     ]
     for batch, share in wrong:
         began = time.perf_counter()
-        result = try_case(law, setting, repr(batch), at)
+        result = judge_alone(law, setting, repr(batch))
         tally.seconds["law"] += time.perf_counter() - began
         if not result.ok:
             return result

@@ -27,6 +27,8 @@ SECONDS_TO_SHRINK = 60.0
 """Time limit of the search for a smaller failing input."""
 At: TypeAlias = Callable[[str, int], None]
 """Called before a case is tried, with the case as Python and the number of cases held so far."""
+OnFailure: TypeAlias = Callable[[Result], None]
+"""Called with a failure before its input is made smaller, which may take longer than is left."""
 IS_INSIDE = "inside of the declared support"
 """Why a case is not counted if only calls outside of the support are of interest."""
 
@@ -37,6 +39,10 @@ class OutOfTimeError(BaseException):
 
 def no_one(case: str, held: int) -> None:
     """Do nothing before a case is tried."""
+
+
+def ignore(failure: Result) -> None:
+    """Do nothing before the input of a failure is made smaller."""
 
 
 def run_law(law: Law, setting: Setting, case: Any) -> None:
@@ -90,6 +96,7 @@ def try_law(
     at: At = no_one,
     listed: int | None = None,
     seconds: float = math.inf,
+    on_failure: OnFailure = ignore,
 ) -> Result:
     """Return the result of one law, tried in this process.
 
@@ -103,6 +110,7 @@ def try_law(
             steps from the list. If None, all of them.
         seconds: Time limit. No case begins after it, except the first one. The law is then not
             finished, unless a case failed.
+        on_failure: Called with each smaller failure.
     """
 
     def go(once: Callable[[Any], None]) -> None:
@@ -113,7 +121,7 @@ def try_law(
             for case in law.cases[:: max(1, step)]:
                 once(case)
 
-    return _watched(law, setting, go, at, seconds=seconds)
+    return _watched(law, setting, go, at, seconds=seconds, on_failure=on_failure)
 
 
 def try_case(
@@ -122,6 +130,8 @@ def try_case(
     case: str,
     at: At = no_one,
     is_exact: bool = False,
+    seconds: float = math.inf,
+    on_failure: OnFailure = ignore,
 ) -> Result:
     """Return the result of one law on one case, given as Python.
 
@@ -131,8 +141,14 @@ def try_case(
         case: The case.
         at: Called before each case.
         is_exact: Whether the case is neither fitted to the support nor shrunk.
+        seconds: Time limit, after which a failing case is not made smaller.
+        on_failure: Called with the failure before it is made smaller.
     """
-    return _watched(law, setting, lambda once: once(make_case(law, case)), at, is_exact)
+
+    def go(once: Callable[[Any], None]) -> None:
+        once(make_case(law, case))
+
+    return _watched(law, setting, go, at, is_exact, seconds, on_failure)
 
 
 def result_without_cases(law: Law, candidate: Candidate) -> Result | None:
@@ -156,6 +172,7 @@ def _watched(
     at: At,
     is_exact: bool = False,
     seconds: float = math.inf,
+    on_failure: OnFailure = ignore,
 ) -> Result:
     """Return the result of a law on the cases that `go` tries one after another."""
     candidate = setting.candidate
@@ -213,25 +230,30 @@ def _watched(
             # the last failing case is the smallest
             failures.pop(shown, None)
             failures[shown] = error
+            on_failure(_with_failure(so_far(), shown, error, has_picture=False))
             raise
         if candidate.goes_outside and candidate.calls_outside == calls_outside:
             return IS_INSIDE
         return ""
+
+    def so_far() -> Result:
+        """Return what was tried, as a law that is broken."""
+        return Result(
+            law.name,
+            law.area,
+            Status.BROKEN,
+            cases=tried,
+            skipped=skipped,
+            seconds=round(time.perf_counter() - begin, 2),
+        )
 
     failed: BaseException | None = None
     try:
         go(once)
     except (Exception, Fatal, OutOfTimeError) as error:
         failed = error
-    result = Result(
-        law.name,
-        law.area,
-        Status.HELD,
-        cases=tried,
-        skipped=skipped,
-        seconds=round(time.perf_counter() - begin, 2),
-        reason="; ".join(sorted(outside)[:3]),
-    )
+    reason = "; ".join(sorted(outside)[:3])
+    result = replace(so_far(), status=Status.HELD, reason=reason)
     if failed is None:
         all_outside = tried > 0 and tried == skipped
         return replace(result, status=Status.OUTSIDE) if all_outside else result
@@ -331,10 +353,13 @@ def _drawn(once: Any, cases: SearchStrategy[Any], seed_of: int, examples: int) -
     return options(seed(seed_of)(given(case=cases)(drawn)))
 
 
-def _with_failure(result: Result, case: str, error: Exception) -> Result:
+def _with_failure(
+    result: Result, case: str, error: Exception, has_picture: bool = True
+) -> Result:
     """Return a result with the failing case and the details of the failure."""
     if isinstance(error, Disagreement):
-        picture = {} if error.failure is None else picture_of(error.failure)
+        failure = error.failure if has_picture else None
+        picture = {} if failure is None else picture_of(failure)
         return replace(
             result,
             case=case,

@@ -1,8 +1,9 @@
 """Worker: a separate process that tries laws, so that a fatal error does not end the caller.
 
 The process reads jobs from its standard input, one line of JSON per job. It writes each case
-before it is tried, and the result of the law, to another pipe. If the process ends early, the
-caller therefore knows the input that caused it.
+before it is tried, each failure before it is made smaller, and the result of the law, to another
+pipe. If the process ends early, the caller therefore knows the input that caused it, and no failure
+is lost.
 
 A crash, a CUDA error after which no call succeeds, a case that does not end and a failed allocation
 are fatal: the process is ended. Unless it was the first call of the process, the law is then tried
@@ -38,6 +39,8 @@ SECONDS_OF_GRACE = 10.0
 """Time for the case that is tried when the time of its law is over. At most the limit itself."""
 SECONDS_OF_A_CASE = 120.0
 """Time limit of a case, compilation included. A case that takes longer hangs."""
+NOT_SMALLER = "the time was over before a smaller input was found"
+"""Reason of a failure whose input was being made smaller when the time was over."""
 FATAL = (Status.CRASHED, Status.HANGS, Status.OUT_OF_MEMORY)
 """Statuses after which the process is ended."""
 
@@ -229,6 +232,7 @@ class Worker:
         end = began + seconds + min(seconds, SECONDS_OF_GRACE)
         self._send(asdict(replace(job, seconds=seconds)))
         case, tried, held, bound = "", 0, 0, SECONDS_OF_A_LAW
+        failure: Result | None = None
         while found := self._next(min(end, time.monotonic() + bound)):
             if "result" in found:
                 status = Status(found["result"].pop("status"))
@@ -236,6 +240,10 @@ class Worker:
                 if found["is_last"]:
                     self.stop()
                 return Result(status=status, **found["result"])
+            if "failure" in found:
+                status = Status(found["failure"].pop("status"))
+                failure = Result(status=status, **found["failure"])
+                continue
             case, tried, bound = found["case"], tried + 1, self.seconds_of_a_case
             self._calls, held = found["calls"], found["held"]
         is_late = time.monotonic() >= end
@@ -251,6 +259,8 @@ class Worker:
             message=message,
         )
         if is_late and status == Status.HANGS:
+            if failure is not None:
+                return replace(failure, seconds=result.seconds, reason=NOT_SMALLER)
             return unfinished(replace(result, cases=held, message=""), case)
         return result
 

@@ -75,6 +75,9 @@ def main(pipe: int) -> None:
             def at(case: str, held: int) -> None:
                 say(case=case, calls=setting.candidate.calls, held=held)
 
+            def fail(failure: "Result") -> None:
+                say(failure=asdict(failure) | {"status": failure.status.value})
+
             own = setting
             if job.outside:
                 own = replace(setting, candidate=setting.candidate.outside())
@@ -83,14 +86,15 @@ def main(pipe: int) -> None:
                 own = replace(setting, candidate=probed)
             if job.signature is not None and job.case is None:
                 drawn = (job.signature, job.seed, job.examples)
-                result = screen(law, own, *drawn, at, seconds, job.waits_for_each)
+                waits = job.waits_for_each
+                result = screen(law, own, *drawn, at, seconds, waits, fail)
             elif job.case is None:
                 result = try_law(
-                    law, own, job.seed, job.examples, at, job.listed, seconds
+                    law, own, job.seed, job.examples, at, job.listed, seconds, fail
                 )
             else:
                 is_exact = job.is_measured or job.probe is not None
-                result = try_case(law, own, job.case, at, is_exact)
+                result = try_case(law, own, job.case, at, is_exact, seconds, fail)
             if job.is_measured and job.case is not None:
                 result = measured(result, own, job.case)
             is_last = result.status in FATAL or (
