@@ -173,6 +173,8 @@ def cases(twin: Any) -> Iterator[tuple[str, Callable[[int], Callable[[], Any]]]]
         ("encoder", mixed, {"is_paged": False}),
         ("latent", decode, {"is_latent": True}),
         ("prefill, FP8", [600, 900], {"is_fp8": True}),
+        ("prefill alone", [900, 900], {}),
+        ("prefill alone, FP8", [900], {"is_fp8": True}),
         ("cascade", decode, {"prefix": 1024}),
         ("cascade, short rests", [1] * 128, {"prefix": 3072}),
     ):

@@ -16,6 +16,8 @@ CASES = (
     "encoder",
     "latent",
     "prefill, FP8",
+    "prefill alone",
+    "prefill alone, FP8",
     "cascade",
     "cascade, short rests",
     "write",

@@ -333,11 +333,15 @@ def test_the_first_family_that_takes_a_call_computes_its_long_requests(
         (50, 1, 90, 100, True),
         (60, 1, 50, 100, True),
         (100, 2, 50, 100, True),
-        (150, 2, 50, 100, True),
+        # with padding, which there may be or is, a request may be short: over few keys alone
+        (99, 2, 50, 100, False),
+        (150, 2, 50, 100, False),
+        (99, 2, 50, 50, True),
+        (150, 2, 50, 50, True),
         # a request of 9 tokens is long, and one of 8 is not
-        (59, 2, 50, 100, True),
-        (58, 2, 50, 100, False),
-        # as few tiles as that, if the keys are few too
+        (59, 2, 50, 50, True),
+        (58, 2, 50, 50, False),
+        # one of 1,024 tokens may be short
         (1024, 2, 1016, 1016, True),
         (1024, 2, 1016, 1017, False),
         (1023, 2, 1015, 1015, False),

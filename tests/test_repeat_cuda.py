@@ -115,6 +115,8 @@ CASES: dict[str, Callable[[int], Call]] = {
     "append": lambda seed: paged(seed, [40] * 3, 6000),
     "prefill": lambda seed: paged(seed, [1500, 2000]),
     "prefill, FP8": lambda seed: paged(seed, [1500, 2000], dtype=FP8),
+    "prefill alone": lambda seed: paged(seed, [2000] * 2),
+    "prefill alone, FP8": lambda seed: paged(seed, [2000], dtype=FP8),
     "mixed, sinks": lambda seed: paged(
         seed, [1, 900, 1, 40], sinks=True, sliding_window=64
     ),

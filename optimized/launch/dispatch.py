@@ -197,8 +197,9 @@ def is_all_long(call: AttentionCall, short_len: int) -> bool:
     """Return whether a batch has no short requests, or few over few keys.
 
     The lengths are on the device. The host knows their maximum and their sum, which bound the
-    number of short requests if every token belongs to a request. With padding there may be more,
-    which is rare: the prefill launch computes them right, and slower than a decode launch would.
+    number of short requests if every token belongs to a request. With padding there may be more.
+    The prefill launch computes them right, and over many keys slower than a decode launch would.
+    So if there are many keys, the lengths have to be equal, or that of one request.
 
     Args:
         call: the call.
@@ -212,11 +213,10 @@ def is_all_long(call: AttentionCall, short_len: int) -> bool:
     longest = min(call.max_query_len, tokens)
     if longest <= short_len:
         return False
+    if reqs == 1 or reqs * longest == tokens:
+        return True
     short_reqs = max(0, reqs * longest - tokens) // (longest - short_len)
-    has_few_keys = call.max_key_len <= longest
-    return not short_reqs or (
-        has_few_keys and short_reqs * TOKENS_PER_SHORT_REQ <= tokens
-    )
+    return call.max_key_len <= longest and short_reqs * TOKENS_PER_SHORT_REQ <= tokens
 
 
 def make_plan(call: AttentionCall) -> LaunchPlan:

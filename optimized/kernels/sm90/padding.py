@@ -43,7 +43,9 @@ def clear_padding(batch, output, cleared_tokens, config: gl.constexpr):
             row = output.out + token * out_token + head * out_head
             for i in gl.static_range(config.HEAD_DIM // BOX_COLUMNS):
                 at = i * BOX_COLUMNS + column
-                gl.store(row + at, zeros, mask=at < config.HEAD_SIZE)
+                # rows begin at a multiple of 16 bytes
+                address = gl.multiple_of(row + at, [16])
+                gl.store(address, zeros, mask=at < config.HEAD_SIZE)
             if output.lse is not None:
                 lse = output.lse + token * lse_token + head * lse_head
                 gl.store(lse, -float("inf"))
