@@ -153,6 +153,7 @@ def check(
     wide = Console(soft_wrap=True)
     _print_undeclared(report, wide)
     _print_unfinished(report, wide)
+    print_notes(report, wide)
     for symptom in report.symptoms():
         print_symptom(report, symptom, wide)
     if solution is not None:
@@ -312,6 +313,14 @@ def _print_unfinished(report: "Report", console: Console) -> None:
         console.print(line, highlight=False, markup=False)
         if each.case:
             console.print(f"    {each.case}", highlight=False, markup=False)
+
+
+def print_notes(report: "Report", console: Console) -> None:
+    """Print what was noticed and is not a failure."""
+    if report.notes:
+        console.print(f"[yellow]notes[/]: {len(report.notes)}")
+    for note in report.notes:
+        console.print(f"  {note}", highlight=False, markup=False)
 
 
 def _has_begun(result: "Result") -> bool:

@@ -13,6 +13,7 @@ from .conformance_commands import (
     Only,
     check_hypothesis,
     check_module,
+    print_notes,
     print_symptom,
 )
 from .report_files import HtmlFile, JsonFile, JUnitFile, MarkdownFile, ReportFiles
@@ -107,6 +108,7 @@ def _print(run: "Fuzzing", written: list[Path]) -> None:
     assert run.report is not None
     for symptom in run.report.symptoms():
         print_symptom(run.report, symptom, console)
+    print_notes(run.report, console)
     for path in run.programs:
         console.print(f"to reproduce: python {path}", highlight=False, markup=False)
     for path in written:

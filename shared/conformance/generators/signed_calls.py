@@ -169,14 +169,17 @@ def _column(scale: Tensor | float, device: torch.device) -> Tensor | float:
 def _store_query(batch: SignedBatch, query: Tensor) -> Tensor:
     """Return the queries with padding rows, in a tensor of their own."""
     tokens, heads, size = query.shape
-    wide = heads * size
+    wide = own = heads * size
     if batch.signature.choice["query"] == "fused":
         wide += 2 * batch.signature.kv_heads * size
     rows = query.new_empty(tokens + batch.padding, wide)
-    rows[:, heads * size :] = NAN
+    if wide > own:
+        rows[:, own:] = NAN
+    stored = heads_of(rows[:, :own], heads)
+    if not batch.padding:
+        return stored.copy_(query)
     # for odd seeds finite padding rows, as an earlier step leaves them
     rows[tokens:] = 0.5 if batch.seed % 2 else NAN
-    stored = heads_of(rows[:, : heads * size], heads)
     stored[:tokens] = query
     return stored
 

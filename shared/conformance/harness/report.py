@@ -55,7 +55,8 @@ class Result:
         cause: Where NaN in the output comes from, if the search found it: the slot whose poison
             reached the output, for instance.
         details: What else is known, as numbers and words: "picture" is what `pictures.py` draws of
-            a failure; "signature", "counts" and "seconds" describe the batches of a signature.
+            a failure; "signature", "counts" and "seconds" describe the batches of a signature;
+            "note" is a sentence about something that is not a failure.
     """
 
     law: str
@@ -230,6 +231,12 @@ class Report:
         return [each for each in self.results if each.status == Status.UNFINISHED]
 
     @property
+    def notes(self) -> list[str]:
+        """What was noticed and is not a failure, with the law."""
+        noted = (each for each in self.results if "note" in each.details)
+        return [f"{each.law}: {each.details['note']}" for each in noted]
+
+    @property
     def judged(self) -> tuple[Result, ...]:
         """The results that count: those inside of the support, and what else is promised."""
         return self.results + (self.outside if self.is_outside_promised else ())
@@ -398,6 +405,8 @@ class Report:
         if self.unfinished:
             lines += ["", "## Laws that are not finished", ""]
             lines += [f"- {each.law}: {each.reason}" for each in self.unfinished]
+        if self.notes:
+            lines += ["", "## Notes", "", *(f"- {each}" for each in self.notes)]
         if self.outside:
             lines += ["", "## Outside of the declared support", ""]
             lines += [f"- {how}: {what}" for how, what in self.outcomes_outside()]

@@ -8,7 +8,8 @@ is lost.
 A crash, a CUDA error after which no call succeeds, a case that does not end and a failed allocation
 are fatal: the process is ended. Unless it was the first call of the process, the law is then tried
 on that input alone in a fresh process, which shows whether the input or an earlier one is the
-cause. The next law gets a fresh process too.
+cause. The next law gets a fresh process too. A case that took too long, and does not alone, may
+have waited for other processes: its law is judged again, and hangs only if that hangs too.
 
 A law whose time is over has not failed. Its process finishes the case that it tries, and returns
 what held until then. If that takes too long, the process is ended.
@@ -190,8 +191,9 @@ class Worker:
         self.failed_at_once = is_first and not before
         is_single = job.is_measured or job.probe is not None
         is_known = not found.case or is_single
-        # the first call of a fresh process was alone already
-        if found.status not in FATAL or is_known or self.failed_at_once:
+        # the first call of a fresh process was alone already, but may have been slow by chance
+        was_alone = self.failed_at_once and found.status != Status.HANGS
+        if found.status not in FATAL or is_known or was_alone:
             return found
         alone = self._try(replace(job, case=found.case), area)
         if alone.status == Status.UNFINISHED:
@@ -204,6 +206,18 @@ class Worker:
             # memory that earlier laws had left occupied: the law gets a process of its own
             self.stop()
             return self._try(job, area)
+        self.failed_at_once = False
+        if found.status == Status.HANGS:
+            # other processes may have made it slow: a hang would come back
+            self.stop()
+            again = self._try(job, area)
+            seconds = round(seconds + again.seconds, 2)
+            if again.status != Status.HANGS:
+                note = f"a case took more than {self.seconds_of_a_case:g} seconds, but not when it"
+                note += f" was tried again: {found.case}"
+                details = again.details | {"note": note}
+                return replace(again, seconds=seconds, details=details)
+            found = again
         after = "alone, in a fresh process, this input does not fail"
         return replace(found, message=f"{found.message}; {after}", seconds=seconds)
 
