@@ -169,9 +169,9 @@ def multiple_of(value: Value, numbers: Any) -> Value:
     Args:
         numbers: per dimension. Of addresses rows of 16 bytes are checked, of integers all numbers.
     """
-    if isinstance(value, Pointer) and numbers == [1, 16]:
+    if isinstance(value, Pointer) and numbers in ([1, 16], [1, 1, 16]):
         address = value.memory.flat.data_ptr() // value.memory.flat.element_size()
-        first = value.data[:, 0] + address
+        first = value.data[..., 0] + address
         if bool((first * value.memory.flat.element_size() % 16).any()):
             raise InterpreterError("addresses are not the multiples that were promised")
     elif is_integer(value.dtype) and bool((value.tensor % _largest(numbers)).any()):

@@ -98,7 +98,7 @@ class AppendPlan(Sm90Plan):
         semaphores, numbers = find_workspace(
             call.query.device,
             segments * kv_heads * (self.tile_rows // WARPGROUP_M.value),
-            partials * (config.HEAD_DIM + 2),
+            partials * (config.HEAD_DIM + 1),
         )
         self.launch_with_maps(
             call,
