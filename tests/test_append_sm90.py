@@ -1,6 +1,7 @@
 """Tests of the Hopper append kernel: supported calls, segments, and results on a GPU."""
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -20,7 +21,11 @@ from pagetwin.optimized.kernels.sm90.append import family
 from pagetwin.optimized.kernels.sm90.append.segments import MAX_SEGMENTS
 from pagetwin.optimized.kernels.sm90.config import Config
 from pagetwin.optimized.launch import dispatch, workspace
-from pagetwin.optimized.launch.cost_model import Choice
+from pagetwin.optimized.launch.cost_model import (
+    Choice,
+    count_partials,
+    segment_length,
+)
 from pagetwin.optimized.launch.launcher import Launcher
 from sm90_calls import NAN, build, needs_hopper, to_call
 from torch import Tensor
@@ -151,6 +156,34 @@ WRONG_SEGMENTS = {
         "first = 0",
     ),
 }
+
+
+@pytest.mark.parametrize("num_segments", [1, 4, 13, 16, 66])
+@pytest.mark.parametrize(
+    ("reqs", "query_len", "kv_len"),
+    [(1, 8, 65536), (1, 8, 300), (3, 64, 30000), (5, 5, 20000), (8, 32, 4096), (16, 9, 900)],
+)  # fmt: skip
+def test_the_cost_model_cuts_query_tiles_as_the_kernel_does(
+    reqs: int, query_len: int, kv_len: int, num_segments: int
+) -> None:
+    """Its partial results are an upper bound, and exact if no query tile is cut unevenly."""
+    config = Config(128, 128, 16, 128, 2, False, GROUP=4, SPLIT_TILES=1)
+    items = run_segments(
+        (query_len,) * reqs, (kv_len,) * reqs, num_segments, config, 32
+    )
+    parts = Counter(int(work.query_start) for _, work in items)
+    tiles, kv_tiles = reqs * -(-query_len // 32), -(-kv_len // 128)
+    length = segment_length(tiles, kv_tiles, num_segments)
+    assert sum(work.num_kv_tiles for _, work in items) == tiles * kv_tiles
+    assert max(each.segment for each in items) == -(-tiles * kv_tiles // length) - 1
+    assert (
+        length == sum(work.num_kv_tiles for segment, work in items if segment == 0)
+        or tiles * kv_tiles <= length
+    )
+    found, most = max(parts.values()), count_partials(tiles, kv_tiles, length)
+    assert (found if found > 1 else 0) in (most, most - 1)
+    if kv_tiles % length == 0 or length % kv_tiles == 0:
+        assert (found if found > 1 else 0) == most
 
 
 @pytest.mark.parametrize("name", WRONG_SEGMENTS)

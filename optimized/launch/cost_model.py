@@ -19,20 +19,27 @@ from functools import lru_cache
 from .cost_constants import (
     APPEND_US,
     APPEND_WINDOW_US,
+    COMBINE_US,
+    COMBINED_PARTIALS,
+    COMBINED_ROWS,
     DECODE_BYTES_PER_US,
     HOPPER_FLOP_PER_US,
     HOPPER_TILE_ROWS,
     L2_BYTES_PER_US,
     LAUNCH_US,
     MAX_SPLIT_TOKENS,
+    MIN_SEGMENT_TILES,
     MIN_SPLIT_KEYS,
-    PARTIAL_US,
     PORTABLE_FLOP_PER_US,
     PREFILL_BYTES_PER_US,
     PREFILL_US,
+    PROGRAM_BYTES_PER_US,
     ROUND_US,
+    SMALL_HEAD_SHARE,
     SPLIT_US,
+    TIE_SHARE,
     WARPGROUP_ROWS,
+    WIDE_HEAD_SHARE,
 )
 from .launcher import next_power_of_2
 
@@ -118,7 +125,8 @@ def _choose_long(
         path, least = "append", estimate_append(layer, *batch)
     else:
         path, least = "split", estimate_split(layer, block_m, *batch)
-    return Choice(path, block_m) if least < estimate_prefill(layer, *batch) else PREFILL
+    prefill = TIE_SHARE * estimate_prefill(layer, *batch)
+    return Choice(path, block_m) if least < prefill else PREFILL
 
 
 @lru_cache(maxsize=1024)
@@ -164,8 +172,11 @@ def estimate_split(
     reads = num_reqs * heads * keys * layer.key_bytes
     reads_again = (tiles - num_reqs) * heads * keys * layer.key_bytes
     processors = layer.processors
+    rate = PORTABLE_FLOP_PER_US[block_m] * processors
+    if layer.numbers <= 128:
+        rate *= SMALL_HEAD_SHARE
     return SPLIT_US + max(
-        products / (PORTABLE_FLOP_PER_US[block_m] * processors),
+        products / rate,
         reads / (DECODE_BYTES_PER_US * processors)
         + reads_again / (L2_BYTES_PER_US * processors),
     )
@@ -176,32 +187,73 @@ def estimate_append(
 ) -> float:
     """Return the microseconds of the append kernel of Hopper chips for all requests.
 
-    The query tiles of a request are computed one after the other, so each reads the keys from
-    memory. Warpgroups without a row compute nothing.
+    A program computes the query tiles of its segment one after the other. If there are fewer query
+    tiles than segments, those of a request are computed at the same time, and the keys are read
+    from memory once. Warpgroups without a row compute nothing.
     """
     group = next_power_of_2(layer.group_size)
     tile_rows, rate = _hopper_tile(layer)
-    rows = max_query_len * group
+    rows, keys_per_tile = max_query_len * group, _hopper_tile_keys(layer)
     tiles = num_long * -(-rows // tile_rows) + num_reqs - num_long
+    kv_tiles = -(-_visible_keys(layer, max_query_len, max_key_len) // keys_per_tile)
+    segments = max(1, layer.processors // layer.kv_heads)
+    length = segment_length(tiles, kv_tiles, segments)
     warpgroups = num_long * -(-rows // WARPGROUP_ROWS)
     warpgroups += (num_reqs - num_long) * -(-group // WARPGROUP_ROWS)
-    keys = layer.kv_heads * _visible_keys(layer, max_query_len, max_key_len)
-    products = 2 * warpgroups * WARPGROUP_ROWS * keys * layer.numbers
-    reads = tiles * keys * layer.key_bytes
-    processors = layer.processors
-    segments = max(1, processors // layer.kv_heads)
-    partials = 0
-    if tiles % segments:
-        # a query tile spans so many segments, and one more unless they divide it evenly
-        partials = -(-segments // tiles) + (segments % tiles > 0)
+    # of a KV tile of one query tile, on average
+    products = 2 * warpgroups * WARPGROUP_ROWS * keys_per_tile * layer.numbers / tiles
+    bytes_per_tile = keys_per_tile * layer.key_bytes
+    readers = num_reqs if tiles < segments else tiles
+    reads = readers * kv_tiles * layer.kv_heads * bytes_per_tile
+    bandwidth = DECODE_BYTES_PER_US * layer.processors
+    if layer.numbers >= 512:
+        bandwidth *= WIDE_HEAD_SHARE
+    # partial results that are combined one after the other
+    rounds = -(-count_partials(tiles, kv_tiles, length) // COMBINED_PARTIALS)
+    rounds *= -(-min(rows, WARPGROUP_ROWS) // COMBINED_ROWS)
     return (
         APPEND_US
-        + PARTIAL_US * partials * layer.numbers / 256
+        + COMBINE_US * rounds * layer.numbers / 256
         + (0.0 if layer.max_visible_keys is None else APPEND_WINDOW_US)
         + max(
-            products / (rate * processors), reads / (DECODE_BYTES_PER_US * processors)
+            length * products / rate,
+            length * bytes_per_tile / PROGRAM_BYTES_PER_US,
+            reads / bandwidth,
         )
     )
+
+
+def segment_length(tiles: int, kv_tiles: int, segments: int) -> int:
+    """Return the KV tiles of a segment, as `choose_length` of the append kernels does.
+
+    Args:
+        tiles, kv_tiles: query tiles of all requests, and KV tiles of each of them.
+        segments: segments of a KV head, at most.
+
+    Example:
+        One query tile of 512 KV tiles in 16 segments: 32 each. 24 query tiles of 9: 16 segments
+        have 14 each, which is not a multiple of 9.
+    """
+    length = max(-(-tiles * kv_tiles // segments), MIN_SEGMENT_TILES)
+    if length >= kv_tiles:
+        even = -(-length // kv_tiles) * kv_tiles
+    else:
+        even = -(-kv_tiles // (kv_tiles // length))
+    return even if even * 8 <= length * 9 else length
+
+
+def count_partials(tiles: int, kv_tiles: int, length: int) -> int:
+    """Return the partial results of a query tile, at most; 0 if each is in one segment.
+
+    Args:
+        tiles, kv_tiles: as in `segment_length`.
+        length: KV tiles of a segment.
+    """
+    if length % kv_tiles == 0 or tiles * kv_tiles <= length:
+        return 0
+    # a query tile that does not begin a segment has a part of one more
+    is_aligned = tiles == 1 or kv_tiles % length == 0
+    return -(-kv_tiles // length) + (not is_aligned)
 
 
 def estimate_prefill(
@@ -230,7 +282,10 @@ def estimate_prefill(
     reads = (
         read_once / PREFILL_BYTES_PER_US + (items - read_once) / L2_BYTES_PER_US
     ) * (keys * layer.key_bytes / (processors if rounds == 1 else items / rounds))
-    time = PREFILL_US + ROUND_US * rounds + max(products / rate, reads)
+    # few programs do not reach the bandwidth of the memory
+    reads = max(reads, rounds * keys * layer.key_bytes / PROGRAM_BYTES_PER_US)
+    # the loads of the next work item overlap with the products of the last one
+    time = PREFILL_US + max(products / rate + ROUND_US, reads + ROUND_US * rounds)
     if layer.converted_bytes:
         converted = num_long * layer.kv_heads * max_key_len * layer.converted_bytes
         time += LAUNCH_US + converted / (DECODE_BYTES_PER_US * processors)
@@ -244,6 +299,11 @@ def _hopper_tile(layer: Layer) -> tuple[int, float]:
     """Return the rows of a query tile of Hopper's kernels, and their operations per microsecond."""
     size = 64 if layer.numbers <= 128 else 128
     return HOPPER_TILE_ROWS[size], HOPPER_FLOP_PER_US[size]
+
+
+def _hopper_tile_keys(layer: Layer) -> int:
+    """Return the keys of a KV tile of Hopper's append kernel."""
+    return 64 if layer.numbers >= 512 else 128
 
 
 def _visible_keys(layer: Layer, max_query_len: int, max_key_len: int) -> int:

@@ -112,14 +112,15 @@ def combine_rows(
         for begin in range(first, last + 1, COUNT):
             segment = begin + gl.arange(0, COUNT, gl.SliceLayout(1, PAIRS))
             is_partial = gl.expand_dims(segment <= last, 1) & gl.expand_dims(is_kept, 0)
-            outs, lses = locate_partials(
-                output, first, segment, row, LAYOUT, config
-            )
+            outs, lses = locate_partials(output, first, segment, row, LAYOUT, config)
             lse = gl.load(
                 lses, mask=is_partial, other=-float("inf"), cache_modifier=".cg"
             )  # [COUNT, ROWS_AT_ONCE]
             out = gl.load(
-                outs, mask=gl.expand_dims(is_partial, 2), other=0.0, cache_modifier=".cg"
+                outs,
+                mask=gl.expand_dims(is_partial, 2),
+                other=0.0,
+                cache_modifier=".cg",
             )  # [COUNT, ROWS_AT_ONCE, HEAD_DIM]
             m_new = gl.maximum(m_i, gl.max(lse, 0))
             # a row without a visible key has the log-sum-exp -inf, and -inf - -inf = NaN

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from ....launch.attention_call import AttentionCall
 from ....launch.chip import count_processors, is_hopper
+from ....launch.cost_constants import MIN_SEGMENT_TILES
 from ....launch.launcher import Launcher, next_power_of_2
 from ....launch.workspace import find_workspace
 from .. import family as sm90
@@ -18,9 +19,6 @@ from ..plan import Sm90Plan
 from ..planes import takes_groups
 from .kernel import append_kernel
 from .segments import MAX_SEGMENTS
-
-MIN_TILES = 2
-"""KV tiles of a segment, at least."""
 
 
 def supports(call: AttentionCall) -> bool:
@@ -78,7 +76,7 @@ class AppendPlan(Sm90Plan):
         query_tiles = call.query.shape[0] // (self.tile_rows // config.GROUP) + num_reqs
         tiles = query_tiles * max(1, -(-call.max_key_len // config.BLOCK_N))
         segments = count_processors(call.query.device) // kv_heads
-        return max(1, min(segments, -(-tiles // MIN_TILES), MAX_SEGMENTS.value))
+        return max(1, min(segments, -(-tiles // MIN_SEGMENT_TILES), MAX_SEGMENTS.value))
 
     def launch(self, call: AttentionCall) -> None:
         """Compute all requests, and clear the rows of no request.
@@ -111,7 +109,7 @@ class AppendPlan(Sm90Plan):
             (
                 num_reqs,
                 num_tokens,
-                MIN_TILES,
+                MIN_SEGMENT_TILES,
                 partial_rows,
                 self.group_size,
                 *self.strides,

@@ -99,9 +99,7 @@ def locate_partials(
     index, num_rows = _locate_rows(
         output, first, gl.expand_dims(segment, 1), gl.expand_dims(row, 0)
     )
-    column = gl.arange(
-        0, config.HEAD_DIM, gl.SliceLayout(0, gl.SliceLayout(1, layout))
-    )
+    column = gl.arange(0, config.HEAD_DIM, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
     column = gl.expand_dims(gl.expand_dims(column, 0), 1)
     offset = gl.expand_dims(index * config.HEAD_DIM, 2) + column
     lses = output.partials + num_rows * config.HEAD_DIM
