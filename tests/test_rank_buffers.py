@@ -80,7 +80,7 @@ def test_a_prefill_exchanges_the_same_memory_after_a_larger_one(
             exchanged.extend((tensor, out))
             return shift(tensor, out)
 
-        prefill = make(ranks, block_size=4)
+        prefill = make(ranks, block_size=4, device=device)
         ranks.all_gather, ranks.start_shift = all_gather, start_shift  # type: ignore[method-assign,assignment]
 
         def attend(length: int) -> tuple[list[int], list[Any]]:

@@ -148,9 +148,10 @@ def test_cross_attention_writes_the_encoders_keys_once_and_reads_them_later(
     steps.keys = [steps._rows(2, count) for count in encoder_lens]
     steps.values = [steps._rows(2, count) for count in encoder_lens]
     slots = torch.cat([steps.slots(r, 0, n) for r, n in enumerate(encoder_lens)])
+    slots = slots.to(DEVICE)
     for number, lens in enumerate([(4, 1, 2), (1, 1, 1)]):
         common = steps.common((0, 0, 0), False, 0)
-        starts = torch.tensor([0, *lens]).cumsum(0).to(torch.int32)
+        starts = torch.tensor([0, *lens]).cumsum(0).to(DEVICE, torch.int32)
         common.query_start_loc, common.num_actual_tokens = starts, sum(lens)
         common.max_query_len, common.max_seq_len = max(lens), max(encoder_lens)
         metadata = steps.builder.build(0, common)
@@ -161,7 +162,7 @@ def test_cross_attention_writes_the_encoders_keys_once_and_reads_them_later(
                 steps.layer, key, value, steps.cache, metadata.slot_mapping
             )
         query = steps._rows(4, sum(lens))
-        out = torch.full(query.shape, torch.nan)
+        out = torch.full_like(query, torch.nan)
         steps.impl.forward(steps.layer, query, None, None, steps.cache, metadata, out)
         assert steps.judge(query, lens, False, out) <= 1
 
@@ -311,7 +312,7 @@ def latent_step(
     rank: int = 32,
     rope: int = 16,
     dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
+    device: str = DEVICE,
 ) -> float:
     """Run a step of latent attention, and return its error divided by the budget."""
     from pagetwin.conformance.oracles.brute_force import (

@@ -155,7 +155,7 @@ class EngineSteps:
             max_seq_len=MAX_BLOCKS * BLOCK_SIZE,
             block_table_tensor=torch.cat([self.block_table] * 2).to(device),
             slot_mapping=torch.cat([*slots, torch.full((padding,), -1)]).to(device),
-            causal=causal,
+            causal=causal.to(device) if isinstance(causal, Tensor) else causal,
         )
         known = recorded(self.version)["modules"]["vllm.v1.attention.backend"]
         taken = known["classes"]["CommonAttentionMetadata"]["attributes"]
@@ -195,10 +195,11 @@ class EngineSteps:
                 self.layer, key, value, self.cache, metadata.slot_mapping
             )
         out = torch.full_like(query, torch.nan)
+        scale = None
         if output_scale is not None:
-            out = out.to(torch.float8_e4m3fn)
+            out, scale = out.to(torch.float8_e4m3fn), output_scale.to(self.device)
         self.impl.forward(
-            self.layer, query, key, value, self.cache, metadata, out, output_scale
+            self.layer, query, key, value, self.cache, metadata, out, scale
         )
         return self.judge(query, query_lens, causal, out, output_scale)
 

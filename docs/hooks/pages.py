@@ -336,6 +336,7 @@ MACROS: dict[str, Callable[..., str]] = {
         serving_table.cpu_versions_table,
         serving_table.equality_table,
         serving_table.planted_table,
+        serving_table.ranks_table,
         serving_table.serving_table,
         verdict_table.verdict_details,
         verdict_table.verdict_table,

@@ -17,6 +17,12 @@ DECODES = {"decode-1x128k": 131072, "decode-8x32k": 8 * 32768}
 AIMS = {"decode-1x128k": 1.8, "decode-8x32k": 1.85}
 """How many times as fast as one GPU two of them should be."""
 PREFILL = 32768
+PREFILLS = {
+    "": "gather, NCCL",
+    " batch-invariant": "gather, NCCL, `batch_invariant`",
+    " ring": "ring, NCCL",
+}
+"""How the keys and values of a prefill reach the ranks, by the end of the name in a record."""
 RANKS = (1, 2, 4, 8, 72)
 LENGTHS = {"128k": 131072, "1M": 2**20, "10M": 10 * 2**20}
 WAYS = {"nccl": "NCCL", "symmetric": "symmetric memory"}
@@ -87,10 +93,10 @@ def parallel_times() -> str:
                 f"| {name} | `KeySplits(8, 16)`, {words} | {each['one_rank_us']:.0f}"
                 f" | {each['us']:.0f} | {each['times_of_one_rank']:.2f} |"
             )
-    for suffix, words in (("", ""), (" batch-invariant", ", `batch_invariant`")):
+    for suffix, words in PREFILLS.items():
         each = found[f"prefill-1x32k{suffix}"]
         lines.append(
-            f"| prefill-1x32k | gather, NCCL{words} | {each['one_us']:.0f} | {each['all_us']:.0f}"
+            f"| prefill-1x32k | {words} | {each['one_us']:.0f} | {each['all_us']:.0f}"
             f" | {each['times']:.2f} |"
         )
     return "\n".join(lines)

@@ -88,6 +88,33 @@ def equality_table() -> str:
     return "\n".join(lines)
 
 
+def ranks_table() -> str:
+    """Return one row per engine on several GPUs: its tokens, compared with those on one."""
+    rows = [each for each in _lines("ranks") if each["event"] == "compared"]
+    if not rows:
+        return NONE
+    lines = [
+        "| backend | distributed | decodes | prompts equal to the end |"
+        " tokens before the first difference | largest margin there | not in the top 5 |"
+        " largest difference of log-probabilities before it |",
+        "|---|---|---|---:|---:|---:|---:|---:|",
+    ]
+    for each in rows:
+        shares = f"heads and keys, interleave size {each['interleave']}"
+        cells = [
+            f"`{each['backend']}`",
+            shares if each["way"] == "context" else "heads",
+            "captured" if each["graphs"] else "eager",
+            f"{each['equal_prompts']} of {each['prompts']}",
+            f"{each['tokens_before_first_difference']:,} of {each['tokens']:,}",
+            f"{each['margin_at_first_difference_max']:.3f}",
+            str(each["not_in_top"]),
+            f"{each['logprob_difference_before_max']:.3f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def cpu_versions_table() -> str:
     """Return one row per version of vLLM's build for CPUs and model: greedy tokens compared."""
     paths = sorted(RECORDS.glob("20*-cpu-vllm-versions.jsonl"))

@@ -34,6 +34,7 @@ import torch
 from cpu import prepare_cpu, share_keys_on_cpu
 from equality import compare, layers, serve
 from models import MODELS
+from run import WORK, environment
 
 CUDA = torch.cuda.is_available()
 WAYS = {"one GPU": (False, False), "tensor": (True, False), "context": (True, True)}
@@ -138,7 +139,7 @@ def run_engine(
         where = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
         where |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         where |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-        processes.append(subprocess.Popen(command, env={**os.environ, **where}))
+        processes.append(subprocess.Popen(command, env={**environment(WORK), **where}))
     end = time.monotonic() + asked.limit
     late = []
     for rank, process in enumerate(processes):
