@@ -21,11 +21,8 @@ from pagetwin.optimized.kernels.sm90.append import family
 from pagetwin.optimized.kernels.sm90.append.segments import MAX_SEGMENTS
 from pagetwin.optimized.kernels.sm90.config import Config
 from pagetwin.optimized.launch import dispatch, workspace
-from pagetwin.optimized.launch.cost_model import (
-    Choice,
-    count_partials,
-    segment_length,
-)
+from pagetwin.optimized.launch.cost_append import count_partials, segment_length
+from pagetwin.optimized.launch.cost_model import Choice
 from pagetwin.optimized.launch.launcher import Launcher
 from sm90_calls import NAN, build, needs_hopper, to_call
 from torch import Tensor
@@ -262,6 +259,62 @@ def test_a_launch_gives_every_argument_of_the_kernels_its_value(
     assert (values["q_desc"], values["k_desc"], values["v_desc"]) == (0, 1, 2)
     # 2 KV heads x 8 segments: a counter per warpgroup, and room for two partial results
     assert lent == [(2 * 8 * 2, 2 * 8 * 2 * 80 * (128 + 1))]
+
+
+@pytest.mark.parametrize(
+    ("given", "row_tiles"),
+    [
+        ({"head_size": 128}, (64, 128)),
+        ({"head_size": 128, "sliding_window": 700}, (128,)),
+        ({"head_size": 128, "attention_chunk_size": 300}, (128,)),
+        ({"head_size": 96}, (128,)),
+        ({"head_size": 64}, (192,)),
+        ({"head_size": 256}, (128,)),
+    ],
+)
+def test_few_rows_get_a_query_tile_of_one_warpgroup_where_it_was_measured(
+    given: dict[str, Any], row_tiles: tuple[int, ...]
+) -> None:
+    options = {name: given[name] for name in given if name != "head_size"}
+    batch = build(
+        BatchPlan((20,), (900,), head_size=given["head_size"], group=4, dtype=BF16)
+    )
+    call = to_call(batch, *batch.fresh(), AttentionOptions(causal=True, **options))
+    assert family.plan(call).row_tiles == row_tiles
+
+
+@pytest.mark.parametrize(
+    ("query_len", "segments", "grid", "consumers"),
+    [
+        (16, 0, (2, 8, 1), 1),
+        (16, 3, (2, 3, 1), 1),
+        (17, 3, (2, 3, 1), 2),
+        (17, 500, (2, 8, 1), 2),
+    ],
+)
+def test_a_launch_has_the_tile_of_its_longest_request_and_the_given_segments(
+    query_len: int, segments: int, grid: tuple[int, int, int], consumers: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A group of 4 query heads: 16 tokens have 64 rows."""
+    found: list[tuple[Any, int]] = []
+    monkeypatch.setattr(family, "count_processors", lambda device: 16)
+    monkeypatch.setattr(
+        family.AppendPlan,
+        "launch_with_maps",
+        lambda plan, call, grid, *_: found.append((grid, plan.config.CONSUMERS)),
+    )
+    batch = build(BatchPlan((query_len,), (9000,), head_size=128, group=4, dtype=BF16))
+    call = to_call(batch, *batch.fresh(), AttentionOptions(causal=True))
+    plan = family.plan(call)
+    plan.launch(call, segments)
+    assert found == [(grid, consumers)]
+    # a warm-up up to this length launches each tile that a shorter request may have
+    tiles = []
+    for each in plan.query_lens(query_len):
+        plan.launch(call._replace(max_query_len=each))
+        tiles.append(found[-1][1])
+    assert tiles == list(range(1, consumers + 1))
 
 
 def test_a_call_that_the_kernel_does_not_take_is_split_by_the_portable_one(
