@@ -33,12 +33,11 @@ def partials_layout(head_dim, num_warps):
 
     A thread has the same elements of all partial results, four columns at a time.
     """
+    partials = count_partials(head_dim, num_warps)
     columns = min(WARP_SIZE.value, head_dim // 4)
+    rows = WARP_SIZE.value // columns
     return gl.BlockedLayout(
-        [count_partials(head_dim, num_warps), 1, 4],
-        [1, WARP_SIZE.value // columns, columns],
-        [1, num_warps, 1],
-        [2, 1, 0],
+        [partials, 1, 4], [1, rows, columns], [1, num_warps, 1], [2, 1, 0]
     )
 
 
