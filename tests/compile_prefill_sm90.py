@@ -73,6 +73,7 @@ class Case(NamedTuple):
         group: query heads per KV head, of 8 query heads.
         is_append: whether the call is an append with split keys.
         is_prefix: whether the call is over the prefix of a cascade.
+        max_query_len: bound of the longest request.
     """
 
     dtype: torch.dtype
@@ -86,6 +87,7 @@ class Case(NamedTuple):
     group: int = 4
     is_append: bool = False
     is_prefix: bool = False
+    max_query_len: int = 156
 
     def __str__(self) -> str:
         words = [
@@ -99,6 +101,7 @@ class Case(NamedTuple):
         words += [f"groups of {self.group}"] if self.group != 4 else []
         words += ["append"] * self.is_append
         words += ["prefix"] if self.is_prefix else []
+        words += ["few rows"] if self.max_query_len < 156 else []
         return ", ".join(words)
 
 
@@ -113,6 +116,7 @@ CASES = [
     Case(BF16, 192, 16, True, False, value_size=128),
     Case(BF16, 128, 16, True, True, {"batch_invariant": True}),
     Case(BF16, 128, 16, True, False, is_append=True),
+    Case(BF16, 128, 16, True, False, is_append=True, max_query_len=16),
     Case(BF16, 128, 16, False, False, is_prefix=True),
     # the cases above are compiled in every test run
     Case(BF16, 128, 16, True, False),
@@ -154,6 +158,17 @@ CASES = [
     Case(BF16, 128, 16, True, False, {"sliding_window": 1024}, is_append=True),
     Case(FP16, 128, 32, True, True, {"logits_soft_cap": 30.0}, is_append=True),
     Case(BF16, 192, 16, True, False, value_size=128, group=1, is_append=True),
+    Case(
+        FP16,
+        128,
+        32,
+        True,
+        True,
+        {"logits_soft_cap": 30.0, "sinks": True},
+        group=8,
+        is_append=True,
+        max_query_len=8,
+    ),
     Case(FP16, 64, 48, False, False, group=8, is_prefix=True),
     Case(
         BF16, 96, 16, False, False, {"logits_soft_cap": 30.0}, group=1, is_prefix=True
@@ -161,7 +176,7 @@ CASES = [
     Case(BF16, 192, 16, False, False, value_size=128, group=1, is_prefix=True),
     Case(BF16, 256, 256, False, False, group=2, is_prefix=True),
 ]
-EVERY_DAY = 11
+EVERY_DAY = 12
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 COUNTED = ("HGMMA", "MUFU", "PRMT", "BAR", "LDL", "STL")
 
@@ -195,7 +210,7 @@ def record(case: Case) -> dict[str, Any]:
     if "sinks" in options:
         options = {**options, "sinks": torch.zeros(8)}
     call = AttentionCall(
-        query, keys, values, table, starts, lengths, 156, 8192, 0.1, out, lse,
+        query, keys, values, table, starts, lengths, case.max_query_len, 8192, 0.1, out, lse,
         AttentionOptions(causal=causal, **options),
     )  # fmt: skip
     if case.is_prefix:

@@ -324,6 +324,18 @@ CASES = {
             (6, 3), (700, 40), 128, group=4, kv_heads=2, needle="tile edge", padding=3
         ),
     ),
+    "append, two warpgroups, several segments": Case(
+        "append",
+        plan_of(
+            (20, 3), (700, 40), 128, group=4, kv_heads=2, needle="tile edge", padding=3
+        ),
+    ),
+    "append, one row more than a warpgroup": Case(
+        "append", plan_of((33, 3), (290, 150), 128, needle="first new")
+    ),
+    "append, one warpgroup that is full": Case(
+        "append", plan_of((32, 7), (290, 150), 128, needle="last"), {"sinks": True}
+    ),
     "append, head size 64, sinks": Case(
         "append", plan_of((6, 0, 70, 1, 2), (1000, 9, 300, 5, 60), 64, needle="first new"),
         {"sinks": True},

@@ -1,4 +1,4 @@
-"""Verification and append: the choice between decode, split and prefill, and the append kernel."""
+"""Verification and append: the kernels of every workload, and the portable append kernel."""
 
 from pathlib import Path
 from typing import Any
@@ -8,17 +8,8 @@ import torch
 from compiler_process import json_lines
 from conftest import TWINS
 from pagetwin.conformance.generators.batches import BatchPlan, build
-from pagetwin.optimized.launch import cost_model, portable
-from pagetwin.optimized.launch.cost_model import (
-    DECODE,
-    PREFILL,
-    Choice,
-    Layer,
-    choose_path,
-    count_long,
-    estimate_append,
-    estimate_prefill,
-)
+from pagetwin.optimized.launch import portable
+from pagetwin.optimized.launch.cost_model import Choice
 from pagetwin.optimized.launch.dispatch import PLANS
 from pagetwin.tools.bench.workloads import load_workloads
 from torch import Tensor
@@ -55,148 +46,6 @@ def test_the_kernels_of_every_workload_are_those_of_the_table() -> None:
         if workload.kind != "write"
     }
     assert found == expected
-
-
-# ---- the cost model
-
-LLAMA = Layer(
-    group_size=4,
-    kv_heads=8,
-    numbers=256,
-    key_bytes=512,
-    short_rows=16,
-    row_tiles=(16, 32, 64, 128),
-    prefill_rows=128,
-    has_hopper=True,
-    has_append=True,
-    causal=True,
-    max_visible_keys=None,
-    processors=132,
-)
-
-
-@pytest.fixture
-def chip(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set the limits of a chip; those of the interpreter are for small batches."""
-    monkeypatch.setattr(cost_model, "MAX_SPLIT_TOKENS", 1024)
-    monkeypatch.setattr(cost_model, "MIN_SPLIT_KEYS", 512)
-
-
-def choose(*batch: int, **changes: Any) -> Choice:
-    """Return the choice for a batch: requests, tokens, longest request, longest sequence."""
-    return choose_path(Layer(**(vars(LLAMA) | changes)), *batch)
-
-
-@pytest.mark.usefixtures("chip")
-def test_requests_that_fit_a_decode_tile_are_decoded() -> None:
-    assert choose(64, 256, 4, 4096) == DECODE
-    assert choose(64, 320, 5, 4096).path == "append"
-    assert choose(64, 320, 5, 4096, has_hopper=False, has_append=False).path == "split"
-
-
-@pytest.mark.usefixtures("chip")
-@pytest.mark.parametrize("is_hopper", [True, False])
-@pytest.mark.parametrize(("reqs", "keys"), [(1, 131072), (8, 8192), (64, 4096)])
-def test_few_new_tokens_are_split_and_many_are_prefilled(
-    reqs: int, keys: int, is_hopper: bool
-) -> None:
-    split = "append" if is_hopper else "split"
-    for new, path in ((5, split), (1100, "prefill")):
-        choice = choose(
-            reqs, reqs * new, new, keys, has_hopper=is_hopper, has_append=is_hopper
-        )
-        assert choice.path == path
-
-
-# requests, tokens, longest request and sequence; what differs from LLAMA; microseconds of the
-# append kernel and of the prefill kernel (H200, torch 2.11, triton 3.6, cold L2, medians of 11)
-MEASURED: list[tuple[tuple[int, int, int, int], dict[str, int], float, float]] = [
-    ((48, 288, 6, 6144), {}, 304.2, 315.2),
-    ((16, 256, 16, 16384), {}, 271.0, 276.2),
-    ((8, 256, 32, 8192), {}, 107.9, 125.7),
-    ((20, 160, 8, 4096), {}, 115.2, 147.1),
-    ((24, 548, 43, 9493), {}, 192.8, 281.6),
-    ((1, 8, 8, 65536), {}, 113.3, 798.6),
-    ((3, 192, 64, 12288), {}, 122.5, 167.3),
-    ((4, 32, 8, 2048), {}, 41.0, 46.3),
-    ((64, 384, 6, 1024), {}, 97.8, 101.3),
-    ((7, 168, 24, 5000), {}, 76.2, 88.6),
-    ((16, 2048, 128, 4096), {}, 306.1, 238.8),
-    ((32, 224, 7, 8192), {"group_size": 7, "kv_heads": 4}, 151.6, 724.0),
-    (
-        (16, 256, 16, 8192),
-        {"group_size": 8, "numbers": 128, "key_bytes": 256},
-        104.7,
-        122.7,
-    ),
-    ((24, 192, 8, 8192), {"max_visible_keys": 1024}, 69.9, 68.4),
-    ((2, 512, 256, 16384), {}, 247.6, 226.9),
-    ((1, 512, 512, 32768), {}, 442.8, 425.4),
-    ((64, 316, 64, 8192), {}, 352.7, 363.4),
-    ((1, 1024, 1024, 40960), {}, 1056.6, 1020.8),
-    ((106, 6244, 1024, 4096), {}, 617.0, 539.6),
-    ((12, 576, 48, 3000), {}, 113.1, 108.4),
-    ((5, 25, 5, 20000), {"group_size": 8, "kv_heads": 4}, 93.1, 275.0),
-    ((33, 297, 9, 3000), {}, 136.5, 129.3),
-    (
-        (12, 144, 12, 6000),
-        {"group_size": 2, "numbers": 512, "key_bytes": 1024},
-        184.0,
-        174.8,
-    ),
-    ((128, 640, 5, 2000), {}, 286.9, 293.1),
-    ((3, 48, 16, 30000), {"group_size": 16, "kv_heads": 2}, 117.1, 369.8),
-    ((10, 200, 20, 7000), {"max_visible_keys": 4096}, 93.0, 79.9),
-]
-
-
-@pytest.mark.usefixtures("chip")
-@pytest.mark.parametrize(("batch", "changes", "append", "prefill"), MEASURED)
-def test_the_chosen_hopper_kernel_takes_at_most_5_percent_more_than_the_other_one(
-    batch: tuple[int, int, int, int],
-    changes: dict[str, Any],
-    append: float,
-    prefill: float,
-) -> None:
-    """Measured times, of batches to which the rates of the model were fitted."""
-    times = {"append": append, "prefill": prefill}
-    assert times[choose(*batch, **changes).path] <= 1.05 * min(times.values())
-
-
-@pytest.mark.usefixtures("chip")
-def test_a_prompt_from_its_first_token_on_is_prefilled() -> None:
-    assert choose(1, 8192, 8192, 8192) == PREFILL
-    assert choose(1, 8192, 8192, 8192, has_hopper=False) == PREFILL
-
-
-@pytest.mark.usefixtures("chip")
-def test_decodes_beside_one_prompt_are_not_split_with_its_tiles() -> None:
-    assert choose(129, 128 + 2048, 2048, 4096) == PREFILL
-
-
-@pytest.mark.usefixtures("chip")
-def test_keys_outside_of_a_window_do_not_count() -> None:
-    whole, few = (
-        Layer(**(vars(LLAMA) | {"max_visible_keys": keys})) for keys in (100_000, 100)
-    )
-    batch = (9, 9, 8, 9000)
-    for estimate in (estimate_append, estimate_prefill):
-        # no more keys than the window and the new tokens have
-        assert estimate(few, *batch) == estimate(whole, *batch[:3], 108)
-        assert estimate(few, *batch) < estimate(whole, *batch)
-
-
-@pytest.mark.parametrize(
-    ("batch", "count"),
-    [((4, 9, 3), 3), ((4, 12, 3), 4), ((129, 2176, 2048), 1), ((5, 5, 1), 1)],
-)
-def test_the_estimate_of_long_requests_fits_the_number_of_tokens(
-    batch: tuple[int, int, int], count: int
-) -> None:
-    assert count_long(*batch) == count
-
-
-# ---- the kernel
 
 
 @pytest.fixture

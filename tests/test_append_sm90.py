@@ -1,6 +1,7 @@
 """Tests of the Hopper append kernel: supported calls, segments, and results on a GPU."""
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -20,6 +21,7 @@ from pagetwin.optimized.kernels.sm90.append import family
 from pagetwin.optimized.kernels.sm90.append.segments import MAX_SEGMENTS
 from pagetwin.optimized.kernels.sm90.config import Config
 from pagetwin.optimized.launch import dispatch, workspace
+from pagetwin.optimized.launch.cost_append import count_partials, segment_length
 from pagetwin.optimized.launch.cost_model import Choice
 from pagetwin.optimized.launch.launcher import Launcher
 from sm90_calls import NAN, build, needs_hopper, to_call
@@ -153,6 +155,34 @@ WRONG_SEGMENTS = {
 }
 
 
+@pytest.mark.parametrize("num_segments", [1, 4, 13, 16, 66])
+@pytest.mark.parametrize(
+    ("reqs", "query_len", "kv_len"),
+    [(1, 8, 65536), (1, 8, 300), (3, 64, 30000), (5, 5, 20000), (8, 32, 4096), (16, 9, 900)],
+)  # fmt: skip
+def test_the_cost_model_cuts_query_tiles_as_the_kernel_does(
+    reqs: int, query_len: int, kv_len: int, num_segments: int
+) -> None:
+    """Its partial results are an upper bound, and exact if no query tile is cut unevenly."""
+    config = Config(128, 128, 16, 128, 2, False, GROUP=4, SPLIT_TILES=1)
+    items = run_segments(
+        (query_len,) * reqs, (kv_len,) * reqs, num_segments, config, 32
+    )
+    parts = Counter(int(work.query_start) for _, work in items)
+    tiles, kv_tiles = reqs * -(-query_len // 32), -(-kv_len // 128)
+    length = segment_length(tiles, kv_tiles, num_segments)
+    assert sum(work.num_kv_tiles for _, work in items) == tiles * kv_tiles
+    assert max(each.segment for each in items) == -(-tiles * kv_tiles // length) - 1
+    assert (
+        length == sum(work.num_kv_tiles for segment, work in items if segment == 0)
+        or tiles * kv_tiles <= length
+    )
+    found, most = max(parts.values()), count_partials(tiles, kv_tiles, length)
+    assert (found if found > 1 else 0) in (most, most - 1)
+    if kv_tiles % length == 0 or length % kv_tiles == 0:
+        assert (found if found > 1 else 0) == most
+
+
 @pytest.mark.parametrize("name", WRONG_SEGMENTS)
 def test_a_wrong_bound_of_the_segments_is_found(name: str) -> None:
     with pytest.raises((AssertionError, KeyError, IndexError)):
@@ -228,7 +258,63 @@ def test_a_launch_gives_every_argument_of_the_kernels_its_value(
     assert (values["lse_stride_head"], values["lse_stride_token"]) == lse.stride()
     assert (values["q_desc"], values["k_desc"], values["v_desc"]) == (0, 1, 2)
     # 2 KV heads x 8 segments: a counter per warpgroup, and room for two partial results
-    assert lent == [(2 * 8 * 2, 2 * 8 * 2 * 80 * (128 + 2))]
+    assert lent == [(2 * 8 * 2, 2 * 8 * 2 * 80 * (128 + 1))]
+
+
+@pytest.mark.parametrize(
+    ("given", "row_tiles"),
+    [
+        ({"head_size": 128}, (64, 128)),
+        ({"head_size": 128, "sliding_window": 700}, (128,)),
+        ({"head_size": 128, "attention_chunk_size": 300}, (128,)),
+        ({"head_size": 96}, (128,)),
+        ({"head_size": 64}, (192,)),
+        ({"head_size": 256}, (128,)),
+    ],
+)
+def test_few_rows_get_a_query_tile_of_one_warpgroup_where_it_was_measured(
+    given: dict[str, Any], row_tiles: tuple[int, ...]
+) -> None:
+    options = {name: given[name] for name in given if name != "head_size"}
+    batch = build(
+        BatchPlan((20,), (900,), head_size=given["head_size"], group=4, dtype=BF16)
+    )
+    call = to_call(batch, *batch.fresh(), AttentionOptions(causal=True, **options))
+    assert family.plan(call).row_tiles == row_tiles
+
+
+@pytest.mark.parametrize(
+    ("query_len", "segments", "grid", "consumers"),
+    [
+        (16, 0, (2, 8, 1), 1),
+        (16, 3, (2, 3, 1), 1),
+        (17, 3, (2, 3, 1), 2),
+        (17, 500, (2, 8, 1), 2),
+    ],
+)
+def test_a_launch_has_the_tile_of_its_longest_request_and_the_given_segments(
+    query_len: int, segments: int, grid: tuple[int, int, int], consumers: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A group of 4 query heads: 16 tokens have 64 rows."""
+    found: list[tuple[Any, int]] = []
+    monkeypatch.setattr(family, "count_processors", lambda device: 16)
+    monkeypatch.setattr(
+        family.AppendPlan,
+        "launch_with_maps",
+        lambda plan, call, grid, *_: found.append((grid, plan.config.CONSUMERS)),
+    )
+    batch = build(BatchPlan((query_len,), (9000,), head_size=128, group=4, dtype=BF16))
+    call = to_call(batch, *batch.fresh(), AttentionOptions(causal=True))
+    plan = family.plan(call)
+    plan.launch(call, segments)
+    assert found == [(grid, consumers)]
+    # a warm-up up to this length launches each tile that a shorter request may have
+    tiles = []
+    for each in plan.query_lens(query_len):
+        plan.launch(call._replace(max_query_len=each))
+        tiles.append(found[-1][1])
+    assert tiles == list(range(1, consumers + 1))
 
 
 def test_a_call_that_the_kernel_does_not_take_is_split_by_the_portable_one(

@@ -16,6 +16,7 @@ from pagetwin.optimized.kernels.sm90.fp8_prefill.kernel import BLOCK
 from pagetwin.optimized.launch import cost_model, dispatch
 from pagetwin.optimized.launch.attention_call import AttentionCall
 from pagetwin.optimized.launch.cost_constants import DECODE_BYTES_PER_US
+from pagetwin.optimized.launch.cost_layer import Layer
 from sm90_calls import NAN, needs_hopper, own_counters
 from test_fp8_decode_sm90 import assert_right, make_batch, make_options
 from torch import Tensor
@@ -147,7 +148,7 @@ def test_a_call_whose_converted_cache_is_too_large_is_left_to_the_portable_kerne
 
 def test_the_cost_model_counts_the_conversion() -> None:
     """A few rows over many keys are split: to convert the keys would take longer."""
-    layer = cost_model.Layer(
+    layer = Layer(
         group_size=4, kv_heads=8, numbers=256, key_bytes=256, short_rows=16,
         row_tiles=(16, 32, 64, 128), prefill_rows=128, has_hopper=True, causal=True,
         max_visible_keys=None, processors=132,

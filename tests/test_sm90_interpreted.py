@@ -180,12 +180,12 @@ FAULTS = {
         "append, several segments",
         "counters are not 0",
     ),
-    "a partial result is taken from another segment": Fault(
-        "append/consumer.py",
-        "_load_partial(output, segment, 0,",
-        "_load_partial(output, segment - 1, 0,",
+    "the last partial result is left out": Fault(
+        "append/combine.py",
+        "segment <= last",
+        "segment < last",
         "append, several segments",
-        "row 0 contains NaN",
+        "row 0: error",
     ),
     "weights are read before they are there": Fault(
         "latent/consumer.py",

@@ -19,7 +19,8 @@ from ..kernels.options.score import lower_tensors
 from ..kernels.sm90.cascade import family as sm90_cascade
 from .attention_call import AttentionCall, sign, sizes_fit
 from .cascade_grids import Grid, choose_rest, round_up
-from .cost_model import Layer, choose_row_tile
+from .cost_layer import Layer
+from .cost_model import choose_row_tile
 from .dispatch import check_supported
 from .launcher import check_launch
 from .launches import Launches

@@ -16,9 +16,8 @@ as the longest one, and the others to have one new token. The constants are in c
 from dataclasses import dataclass
 from functools import lru_cache
 
+from .cost_append import choose_segments
 from .cost_constants import (
-    APPEND_US,
-    APPEND_WINDOW_US,
     DECODE_BYTES_PER_US,
     HOPPER_FLOP_PER_US,
     HOPPER_TILE_ROWS,
@@ -26,50 +25,20 @@ from .cost_constants import (
     LAUNCH_US,
     MAX_SPLIT_TOKENS,
     MIN_SPLIT_KEYS,
-    PARTIAL_US,
     PORTABLE_FLOP_PER_US,
+    PORTABLE_PREFILL_US,
+    PORTABLE_ROUND_US,
     PREFILL_BYTES_PER_US,
+    PREFILL_PROGRAM_BYTES_PER_US,
     PREFILL_US,
+    RAGGED_SHARE,
     ROUND_US,
+    SMALL_HEAD_SHARE,
     SPLIT_US,
+    TIE_SHARE,
     WARPGROUP_ROWS,
 )
-from .launcher import next_power_of_2
-
-
-@dataclass(frozen=True)
-class Layer:
-    """What the estimates need to know of all calls with one signature.
-
-    Args:
-        group_size, kv_heads: query heads per kv head, and kv heads.
-        numbers: elements of a key and a value of one head.
-        key_bytes: bytes of a key and a value of one head.
-        short_rows: rows of a request, at most, that fits a decode tile; 0 without a decode kernel.
-        row_tiles: rows of each tile of the append kernel, fewest first.
-        prefill_rows: rows of a tile of the portable prefill kernel.
-        has_hopper: whether the prefill kernel of Hopper chips takes the calls.
-        has_append: whether the append kernel of Hopper chips takes the calls.
-        causal: whether queries attend to no later keys.
-        max_visible_keys: Optional. Keys that a row attends to, at most. If None, all of them.
-        processors: multiprocessors of the chip.
-        converted_bytes: bytes per key of one head that are read and written before that prefill
-            kernel, which takes no FP8 cache; 0 without a conversion.
-    """
-
-    group_size: int
-    kv_heads: int
-    numbers: int
-    key_bytes: int
-    short_rows: int
-    row_tiles: tuple[int, ...]
-    prefill_rows: int
-    has_hopper: bool
-    causal: bool
-    max_visible_keys: int | None
-    processors: int
-    converted_bytes: int = 0
-    has_append: bool = False
+from .cost_layer import Layer, count_long, visible_keys
 
 
 @dataclass(frozen=True)
@@ -80,10 +49,12 @@ class Choice:
         path: "decode", "split", "append" or "prefill".
         block_m: rows of a query tile of the portable append kernel on the paths "split" and
             "append", where it takes the calls that Hopper's kernel does not; 0 on the others.
+        segments: segments of a KV head, at most, on the path "append". 0 on the others.
     """
 
     path: str
     block_m: int = 0
+    segments: int = 0
 
 
 DECODE, PREFILL = Choice("decode"), Choice("prefill")
@@ -114,11 +85,15 @@ def _choose_long(
     num_long = count_long(num_reqs, tokens, max_query_len)
     batch = (num_reqs, num_long, max_query_len, max_key_len)
     block_m = choose_row_tile(layer, num_reqs, tokens, max_query_len, max_key_len)
-    if layer.has_append:
-        path, least = "append", estimate_append(layer, *batch)
+    if layer.append_rows:
+        segments, least = choose_segments(layer, *batch)
+        choice = Choice("append", block_m, segments)
     else:
-        path, least = "split", estimate_split(layer, block_m, *batch)
-    return Choice(path, block_m) if least < estimate_prefill(layer, *batch) else PREFILL
+        least = estimate_split(layer, block_m, *batch)
+        choice = Choice("split", block_m)
+    is_ragged = tokens < num_reqs * max_query_len
+    share = RAGGED_SHARE if is_ragged and layer.append_rows else TIE_SHARE
+    return choice if least < share * estimate_prefill(layer, *batch) else PREFILL
 
 
 @lru_cache(maxsize=1024)
@@ -131,16 +106,6 @@ def choose_row_tile(
     return min(
         layer.row_tiles, key=lambda block_m: estimate_split(layer, block_m, *batch)
     )
-
-
-def count_long(num_reqs: int, tokens: int, max_query_len: int) -> int:
-    """Return how many requests are as long as the longest one, if the others have one token.
-
-    Example:
-        4 requests of 9 tokens, at most 3 each: 2 * 3 + 2 * 1 is 8, so the third is assumed long.
-    """
-    spare = tokens - num_reqs
-    return max(1, min(num_reqs, -(-spare // max(1, max_query_len - 1))))
 
 
 def estimate_split(
@@ -158,49 +123,19 @@ def estimate_split(
     rows = max_query_len * layer.group_size
     tiles = num_long * -(-rows // block_m)
     tiles += (num_reqs - num_long) * -(-layer.group_size // block_m)
-    keys = _visible_keys(layer, max_query_len, max_key_len)
+    keys = visible_keys(layer, max_query_len, max_key_len)
     heads = layer.kv_heads
     products = 2 * tiles * heads * block_m * keys * layer.numbers
     reads = num_reqs * heads * keys * layer.key_bytes
     reads_again = (tiles - num_reqs) * heads * keys * layer.key_bytes
     processors = layer.processors
+    rate = PORTABLE_FLOP_PER_US[block_m] * processors
+    if layer.numbers <= 128:
+        rate *= SMALL_HEAD_SHARE
     return SPLIT_US + max(
-        products / (PORTABLE_FLOP_PER_US[block_m] * processors),
+        products / rate,
         reads / (DECODE_BYTES_PER_US * processors)
         + reads_again / (L2_BYTES_PER_US * processors),
-    )
-
-
-def estimate_append(
-    layer: Layer, num_reqs: int, num_long: int, max_query_len: int, max_key_len: int
-) -> float:
-    """Return the microseconds of the append kernel of Hopper chips for all requests.
-
-    The query tiles of a request are computed one after the other, so each reads the keys from
-    memory. Warpgroups without a row compute nothing.
-    """
-    group = next_power_of_2(layer.group_size)
-    tile_rows, rate = _hopper_tile(layer)
-    rows = max_query_len * group
-    tiles = num_long * -(-rows // tile_rows) + num_reqs - num_long
-    warpgroups = num_long * -(-rows // WARPGROUP_ROWS)
-    warpgroups += (num_reqs - num_long) * -(-group // WARPGROUP_ROWS)
-    keys = layer.kv_heads * _visible_keys(layer, max_query_len, max_key_len)
-    products = 2 * warpgroups * WARPGROUP_ROWS * keys * layer.numbers
-    reads = tiles * keys * layer.key_bytes
-    processors = layer.processors
-    segments = max(1, processors // layer.kv_heads)
-    partials = 0
-    if tiles % segments:
-        # a query tile spans so many segments, and one more unless they divide it evenly
-        partials = -(-segments // tiles) + (segments % tiles > 0)
-    return (
-        APPEND_US
-        + PARTIAL_US * partials * layer.numbers / 256
-        + (0.0 if layer.max_visible_keys is None else APPEND_WINDOW_US)
-        + max(
-            products / (rate * processors), reads / (DECODE_BYTES_PER_US * processors)
-        )
     )
 
 
@@ -212,13 +147,15 @@ def estimate_prefill(
     A prefill of a whole prompt attends to half of its keys on average.
     """
     processors = layer.processors
-    keys = _visible_keys(layer, max_query_len, max_key_len)
+    keys = visible_keys(layer, max_query_len, max_key_len)
     if layer.causal:
         keys -= min(keys, max_query_len) // 2
     rows, heads = layer.prefill_rows, layer.kv_heads
     rows_per_token, rate = layer.group_size, PORTABLE_FLOP_PER_US[rows]
+    fixed, of_round = PORTABLE_PREFILL_US, PORTABLE_ROUND_US
     if layer.has_hopper:
         rows, rate = _hopper_tile(layer)
+        fixed, of_round = PREFILL_US, ROUND_US
         if WARPGROUP_ROWS % layer.group_size:
             # a tile has the rows of one query head
             heads, rows_per_token = heads * layer.group_size, 1
@@ -226,11 +163,17 @@ def estimate_prefill(
     # the last round of programs may leave multiprocessors idle
     rounds = -(-items // processors)
     products = 2 * rounds * rows * keys * layer.numbers
-    read_once = num_long * layer.kv_heads
-    reads = (
-        read_once / PREFILL_BYTES_PER_US + (items - read_once) / L2_BYTES_PER_US
-    ) * (keys * layer.key_bytes / (processors if rounds == 1 else items / rounds))
-    time = PREFILL_US + ROUND_US * rounds + max(products / rate, reads)
+    key_bytes, read_once = keys * layer.key_bytes, num_long * layer.kv_heads
+    programs = processors if rounds == 1 else items / rounds
+    reads_again = (items - read_once) * key_bytes / (L2_BYTES_PER_US * programs)
+    reads = read_once * key_bytes / (PREFILL_BYTES_PER_US * programs)
+    # the loads of the next work item overlap with the products of the last one
+    time = fixed + max(
+        products / rate + of_round,
+        reads + reads_again + of_round,
+        # few programs do not reach the bandwidth of the memory
+        max(reads, key_bytes / PREFILL_PROGRAM_BYTES_PER_US) + of_round * rounds,
+    )
     if layer.converted_bytes:
         converted = num_long * layer.kv_heads * max_key_len * layer.converted_bytes
         time += LAUNCH_US + converted / (DECODE_BYTES_PER_US * processors)
@@ -244,10 +187,3 @@ def _hopper_tile(layer: Layer) -> tuple[int, float]:
     """Return the rows of a query tile of Hopper's kernels, and their operations per microsecond."""
     size = 64 if layer.numbers <= 128 else 128
     return HOPPER_TILE_ROWS[size], HOPPER_FLOP_PER_US[size]
-
-
-def _visible_keys(layer: Layer, max_query_len: int, max_key_len: int) -> int:
-    """Return the keys that the rows of one request attend to, at most."""
-    if layer.max_visible_keys is None:
-        return max_key_len
-    return min(max_key_len, layer.max_visible_keys + max_query_len)

@@ -19,11 +19,13 @@ from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
 from ...validation import values_checked
 from . import portable
 from .attention_call import AttentionCall, sign, sizes_fit
-from .cost_model import Layer, choose_path
+from .cost_layer import Layer
+from .cost_model import choose_path
 from .families import (
     APPEND_FAMILIES,
     COMPLETE_FAMILIES,
     KERNEL_FAMILIES,
+    AppendPlan,
     CompletePlan,
     PrefillPlan,
 )
@@ -70,7 +72,7 @@ class LaunchPlan:
     portable: portable.PortablePlan
     prefills: tuple[PrefillPlan, ...]
     complete: tuple[CompletePlan, ...]
-    appends: tuple[CompletePlan, ...]
+    appends: tuple[AppendPlan, ...]
     short_rows: int
     has_decode: bool
     group_size: int
@@ -179,7 +181,7 @@ def launch_long(plan: LaunchPlan, call: AttentionCall) -> None:
         if choice.path == "append":
             for append in plan.appends:
                 if append.takes(call):
-                    append.launch(call)
+                    append.launch(call, choice.segments)
                     return
         if choice.path in ("append", "split"):
             plan.portable.launch_append(call, choice.block_m)
@@ -242,7 +244,10 @@ def make_plan(call: AttentionCall) -> LaunchPlan:
         layer=None
         if call.options.batch_invariant
         else portable.describe_layer(
-            base.launches, call, bool(prefills), bool(appends)
+            base.launches,
+            call,
+            bool(prefills),
+            appends[0].row_tiles if appends else (),
         ),
         is_packed=starts.stride(0) == 1 and lengths.stride(0) == 1,
         upcasts_output=base.upcasts_output,

@@ -75,6 +75,42 @@ COMPLETE_FAMILIES: tuple[CompleteFamily, ...] = (sm90_latent, sm90_invariant)
 """Kernels of particular chips and kinds of attention, in order of preference. A call that one of
 them takes needs no other family."""
 
-APPEND_FAMILIES: tuple[CompleteFamily, ...] = (sm90_append,)
+
+class AppendPlan(Protocol):
+    """What a family that divides the keys of requests plans for all calls with one signature."""
+
+    @property
+    def row_tiles(self) -> tuple[int, ...]:
+        """Rows of each query tile, fewest first.
+
+        A launch has the first one that has all rows of its longest request, or the last.
+        """
+
+    def takes(self, call: AttentionCall) -> bool:
+        """Return whether the kernel takes what a signature leaves out: addresses and sizes."""
+
+    def launch(self, call: AttentionCall, segments: int = 0) -> None:
+        """Compute all requests, and clear the rows of no request.
+
+        Args:
+            call: one that the plan takes.
+            segments: programs per KV head, at most. 0 stands for as many as the chip has.
+        """
+
+    def query_lens(self, most: int) -> list[int]:
+        """Return longest requests, up to `most` tokens, of which each has another query tile."""
+
+
+class AppendFamily(Protocol):
+    """Kernels of one kind of chip that compute every request of a call and divide its keys."""
+
+    def supports(self, call: AttentionCall) -> bool:
+        """Return whether the kernels compute calls with this signature."""
+
+    def plan(self, call: AttentionCall) -> AppendPlan:
+        """Return a plan for all calls with this call's signature, which is supported."""
+
+
+APPEND_FAMILIES: tuple[AppendFamily, ...] = (sm90_append,)
 """Kernels of particular chips that compute every request and split its keys. The cost model selects
 them for requests of a few new tokens over long sequences."""

@@ -16,7 +16,7 @@ from ..kernels.arguments import Tensors
 from ..kernels.options.score import lower_tensors
 from ..kernels.sm90.fp8_decode.family import is_aligned
 from .attention_call import AttentionCall
-from .cost_model import Layer
+from .cost_layer import Layer
 from .launcher import Launcher
 from .launches import Launches
 from .prepare import MAX_WORKSPACE, prepare
@@ -258,7 +258,7 @@ def describe_layer(
     launches: Launches,
     call: AttentionCall,
     has_hopper: bool,
-    has_append: bool = False,
+    append_rows: tuple[int, ...] = (),
 ) -> Layer:
     """Return what the cost model needs to know of all calls with one signature.
 
@@ -266,7 +266,8 @@ def describe_layer(
         launches: the launches of the signature.
         call: one of the calls.
         has_hopper: whether the prefill kernel of Hopper chips takes them.
-        has_append: whether the append kernel of Hopper chips takes them.
+        append_rows: rows of each query tile of the append kernel of Hopper chips; empty if it does
+            not take them.
     """
     options = call.options
     numbers = call.query.shape[-1] + launches.value_size
@@ -285,7 +286,7 @@ def describe_layer(
         row_tiles=tuple(each.block_m for each in launches.row_tiles),
         prefill_rows=launches.block_m,
         has_hopper=has_hopper,
-        has_append=has_append,
+        append_rows=append_rows,
         causal=options.causal is True,
         max_visible_keys=visible,
         processors=launches.processors,

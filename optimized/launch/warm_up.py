@@ -18,7 +18,7 @@ from ..cache.cache_ops import reshape_and_cache
 from . import cascade, dispatch
 from .attention_call import AttentionCall, sign
 from .compile_ahead import count_threads, launch_compiled
-from .cost_model import Layer
+from .cost_layer import Layer
 from .launcher import Launcher
 from .launches import BRIEF
 from .prepare import SPLIT_SIZE
@@ -163,9 +163,11 @@ def _warm_complete(
             if complete.takes(bounded):
                 complete.launch(bounded)
                 yield type(complete).__name__, bounds
-    if spec.max_query_len * plan.group_size > plan.short_rows:
-        for append in plan.appends:
-            bounds = (1, spec.max_query_len, spec.max_seq_len)
+    for append in plan.appends:
+        for query_len in append.query_lens(spec.max_query_len):
+            if query_len * plan.group_size <= plan.short_rows:
+                continue  # a decode
+            bounds = (1, query_len, spec.max_seq_len)
             bounded = bound_call(call, *bounds)
             if append.takes(bounded):
                 append.launch(bounded)

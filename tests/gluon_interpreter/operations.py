@@ -169,7 +169,7 @@ def multiple_of(value: Value, numbers: Any) -> Value:
     Args:
         numbers: per dimension. Of addresses rows of 16 bytes are checked, of integers all numbers.
     """
-    if isinstance(value, Pointer) and numbers in ([1, 16], [16]):
+    if isinstance(value, Pointer) and numbers in ([1, 16], [16], [1, 1, 16]):
         address = value.memory.flat.data_ptr() // value.memory.flat.element_size()
         first = value.data[..., 0] + address
         if bool((first * value.memory.flat.element_size() % 16).any()):

@@ -4,6 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..config import (
+    LOG2_E,
     WARP_SIZE,
     WARPGROUP_M,
     WORK_STAGES,
@@ -13,7 +14,7 @@ from ..config import (
     warp_layout,
 )
 from ..gluon_names import barrier
-from ..invariant.fold import fold, normalize_state
+from ..invariant.fold import normalize_state
 from ..invariant.rows import store_lse, store_rows
 from ..mainloop import attend_to_tiles, skip_tiles
 from ..mma import select_tiles, view_kv
@@ -21,6 +22,7 @@ from ..pipeline import PipelineState, end_ping_pong, start_ping_pong
 from ..score import softmax_scale
 from ..tile_range import OwnTiles, find_tiles
 from ..work_item import NO_WORK, receive_work
+from .combine import combine_rows, find_row, finish_rows
 from .rows import locate_partial
 from .segments import MAX_SEGMENTS
 
@@ -134,69 +136,29 @@ def _store(
     """Store a warpgroup's rows of a query tile.
 
     If the query tile spans several segments, they are a partial result. The warpgroup that arrives
-    last combines all of them in the order of their keys, so that the result does not depend on
-    which one is last.
+    last combines all of them.
     """
     LAYOUT: gl.constexpr = acc_layout(config.HEAD_DIM)
     ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     row = CONSUMER * WARPGROUP_M + gl.arange(0, WARPGROUP_M, ROWS)  # [WARPGROUP_M]
-    query = row // config.GROUP
-    of_group = row % config.GROUP
-    is_row = (query < work.seq_len - work.position) & (of_group < output.group_size)
     scale = softmax_scale(score.scale_log2, config)
     first = work.head // MAX_SEGMENTS % MAX_SEGMENTS
     last = work.head % MAX_SEGMENTS
-    is_final = first == last
     if first < last:
+        _, _, is_row = find_row(row, work, output, config)
         is_kept = is_row & (row < output.partial_rows)
-        index = gl.program_id(1)
-        accs, maxima, sums = locate_partial(
-            output, index, (index == first).to(gl.int32), row, LAYOUT, config
+        outs, lses = locate_partial(
+            output, first, gl.program_id(1), row, LAYOUT, config
         )
-        gl.store(accs, acc, mask=gl.expand_dims(is_kept, 1))
-        gl.store(maxima, m_i, mask=is_kept)
-        gl.store(sums, l_i, mask=is_kept)
+        result, lse = normalize_state(acc, m_i, l_i, scale, None)
+        gl.store(outs, result, mask=gl.expand_dims(is_kept, 1))
+        gl.store(lses, lse * LOG2_E, mask=is_kept)
         semaphore = output.semaphores + CONSUMER
         semaphore += (first * gl.num_programs(0) + gl.program_id(0)) * NUM_CONSUMERS
         if arrive(semaphore, last - first + 1):
-            acc, m_i, l_i = _combine(output, first, last, row, is_kept, scale, config)
-            is_final = first < last
-    if is_final:
-        head = gl.program_id(0) * output.group_size + of_group
-        sink = None
-        if score.sinks is not None:
-            sink = gl.load(score.sinks + head, mask=is_row, other=0.0)
-        result, lse = normalize_state(acc, m_i, l_i, scale, sink)
-        token = work.query_start + query
-        store_rows(output, result, token, head, is_row, config)
-        store_lse(output, lse, token, head, is_row)
-
-
-@gluon.jit
-def _combine(output, first, last, row, is_row, scale, config: gl.constexpr):
-    """Return acc, m_i and l_i of rows over all segments of their query tile.
-
-    Args:
-        first, last: these segments, at least two.
-        row, is_row: [WARPGROUP_M] rows of the query tile.
-        scale: of the maxima, times log2(e).
-    """
-    acc, m_i, l_i = _load_partial(output, first, 1, row, is_row, config)
-    for segment in range(first + 1, last + 1):
-        more, more_m, more_l = _load_partial(output, segment, 0, row, is_row, config)
-        acc, m_i, l_i = fold(acc, m_i, l_i, more, more_m, more_l, scale)
-    return acc, m_i, l_i
-
-
-@gluon.jit
-def _load_partial(output, segment, begins_here, row, is_row, config: gl.constexpr):
-    """Return acc, m_i and l_i of rows in a segment; other programs have stored them."""
-    accs, maxima, sums = locate_partial(
-        output, segment, begins_here, row, acc_layout(config.HEAD_DIM), config
-    )
-    acc = gl.load(accs, mask=gl.expand_dims(is_row, 1), other=0.0, cache_modifier=".cg")
-    m_i = gl.load(maxima, mask=is_row, other=-float("inf"), cache_modifier=".cg")
-    return acc, m_i, gl.load(sums, mask=is_row, other=0.0, cache_modifier=".cg")
+            combine_rows(output, first, last, work, score, config, CONSUMER)
+    else:
+        finish_rows(output, acc, m_i, l_i, row, work, scale, score, config)
 
 
 @gluon.jit

@@ -10,17 +10,16 @@ from typing import ClassVar
 
 from ....launch.attention_call import AttentionCall
 from ....launch.chip import count_processors, is_hopper
+from ....launch.cost_append import choose_append_rows
+from ....launch.cost_constants import MIN_SEGMENT_TILES
 from ....launch.launcher import Launcher, next_power_of_2
 from ....launch.workspace import find_workspace
 from .. import family as sm90
-from ..config import BOX_COLUMNS, LOG2_E, WARPGROUP_M, choose_consumers
+from ..config import BOX_COLUMNS, LOG2_E, WARPGROUP_M, Config, choose_consumers
 from ..plan import Sm90Plan
 from ..planes import takes_groups
 from .kernel import append_kernel
 from .segments import MAX_SEGMENTS
-
-MIN_TILES = 2
-"""KV tiles of a segment, at least."""
 
 
 def supports(call: AttentionCall) -> bool:
@@ -48,7 +47,31 @@ def plan(call: AttentionCall) -> "AppendPlan":
     q_box = (WARPGROUP_M.value // group, group, BOX_COLUMNS.value)
     # the strides of the keys and values, and of the output
     strides = (*base.strides[2:8], *base.strides[10:])
-    return AppendPlan.derive(base, config, (q_box, *base.boxes[1:3], q_box), strides)
+    boxes = (q_box, *base.boxes[1:3], q_box)
+    made = AppendPlan.derive(base, config, boxes, strides)
+    if has_narrow_tile(config):
+        config = config._replace(CONSUMERS=1, STAGES=NARROW_STAGES)
+        made.narrow = AppendPlan.derive(base, config, boxes, strides)
+    return made
+
+
+NARROW_STAGES = 3
+"""K tiles, and V tiles, in flight with one consumer warpgroup, whose queries take less memory."""
+
+
+def has_narrow_tile(config: Config) -> bool:
+    """Return whether calls whose requests have few rows get one consumer warpgroup.
+
+    A second warpgroup takes time even without a row. With one warpgroup and a third stage, 1
+    request of 8 tokens over 2,048 keys takes 23 us and not 33, 8 of 4 with a group of 16 over 4,096
+    keys 32 and not 45, 64 of 6 over 1,024 86 and not 99, and 16 of 16 over 16,384 270 and not 275.
+    Other head sizes, windows and chunks are not measured.
+
+    Args:
+        config: of the calls.
+    """
+    is_local = config.WINDOW or config.CHUNK_SIZE
+    return config.HEAD_SIZE == 128 and not config.TAIL_DIM and not is_local
 
 
 @dataclass
@@ -59,15 +82,29 @@ class AppendPlan(Sm90Plan):
         boxes: the TMA box of the queries has tokens, heads and columns. The output has none.
         strides: the kernel's arguments from `k_block_rows` to `out_stride_head`.
         constants: the kernel's constexpr arguments.
+        narrow: Optional. The plan with the query tile of one consumer warpgroup. If None, there is
+            one tile.
     """
 
     num_maps: ClassVar[int] = 3
+    narrow: "AppendPlan | None" = None
 
     def __post_init__(self) -> None:
         """Create the launcher."""
         self.launcher = Launcher(
             append_kernel, self.lower, self.constants, num_warps=4, num_stages=1
         )
+
+    @property
+    def row_tiles(self) -> tuple[int, ...]:
+        """Rows of each query tile, fewest first."""
+        narrow = () if self.narrow is None else (self.narrow.tile_rows,)
+        return (*narrow, self.tile_rows)
+
+    def query_lens(self, most: int) -> list[int]:
+        """Return longest requests, up to `most` tokens, of which each has another query tile."""
+        found = {min(most, rows // self.config.GROUP) for rows in self.row_tiles[:-1]}
+        return sorted({*found, most} - {0})
 
     def count_segments(self, call: AttentionCall) -> int:
         """Return the segments of a KV head: one per SM that it gets, or fewer for few KV tiles."""
@@ -78,27 +115,34 @@ class AppendPlan(Sm90Plan):
         query_tiles = call.query.shape[0] // (self.tile_rows // config.GROUP) + num_reqs
         tiles = query_tiles * max(1, -(-call.max_key_len // config.BLOCK_N))
         segments = count_processors(call.query.device) // kv_heads
-        return max(1, min(segments, -(-tiles // MIN_TILES), MAX_SEGMENTS.value))
+        return max(1, min(segments, -(-tiles // MIN_SEGMENT_TILES), MAX_SEGMENTS.value))
 
-    def launch(self, call: AttentionCall) -> None:
+    def launch(self, call: AttentionCall, segments: int = 0) -> None:
         """Compute all requests, and clear the rows of no request.
 
         Args:
             call: one that the plan takes; its `out` and `lse` are modified in place.
+            segments: segments of a KV head, at most. 0 stands for `count_segments`.
         """
+        rows = call.max_query_len * self.config.GROUP
+        is_narrow = choose_append_rows(self.row_tiles, rows) < self.tile_rows
+        if self.narrow is not None and is_narrow:
+            self.narrow.launch(call, segments)
+            return
         block_table, out, lse = call.block_table, call.out, call.lse
         starts, sinks = call.query_start_loc, call.options.sinks
         assert block_table is not None
         config = self.config
         num_tokens, num_reqs = call.query.shape[0], starts.shape[0] - 1
         kv_heads = self.num_heads // self.group_size
-        segments = self.count_segments(call)
+        most = self.count_segments(call)
+        segments = min(segments or most, most)
         partial_rows = min(self.tile_rows, call.max_query_len * config.GROUP)
         partials = 2 * segments * kv_heads * partial_rows
         semaphores, numbers = find_workspace(
             call.query.device,
             segments * kv_heads * (self.tile_rows // WARPGROUP_M.value),
-            partials * (config.HEAD_DIM + 2),
+            partials * (config.HEAD_DIM + 1),
         )
         self.launch_with_maps(
             call,
@@ -111,7 +155,7 @@ class AppendPlan(Sm90Plan):
             (
                 num_reqs,
                 num_tokens,
-                MIN_TILES,
+                MIN_SEGMENT_TILES,
                 partial_rows,
                 self.group_size,
                 *self.strides,

@@ -16,9 +16,9 @@ class OutputArgs(NamedTuple):
     Args:
         out: [tokens, heads, HEAD_SIZE], in the dtype of the queries or float32.
         lse: [heads, tokens], or None.
-        partials: [segments, 2, KV heads, partial_rows, HEAD_DIM] accumulators of a segment: of the
-            query tile that began in an earlier segment, and of the one that begins here. After
-            them as many rows of maxima, and of sums.
+        partials: [segments, 2, KV heads, partial_rows, HEAD_DIM] normalized rows of a segment: of
+            the query tile that began in an earlier segment, and of the one that begins here. After
+            them [segments, 2, KV heads, partial_rows] log-sum-exps in base 2.
         semaphores: [segments, KV heads, consumers] int32 arrivals of a warpgroup's partial results
             of the query tile that begins in a segment; 0 before and after the launch.
         partial_rows: rows of a query tile, at most, for which there is memory.
@@ -43,27 +43,65 @@ class OutputArgs(NamedTuple):
 
 
 @gluon.jit
-def locate_partial(
-    output, segment, begins_here, row, layout: gl.constexpr, config: gl.constexpr
-):
-    """Return pointers to the accumulators, maxima and sums of rows of a partial result.
+def _locate_rows(output, first, segment, row):
+    """Return the index of rows among the rows of all partial results, and how many there are.
 
     Args:
         output: `OutputArgs`.
-        segment: the segment.
-        begins_here: 1 if the query tile begins in the segment, else 0.
-        row: [rows] of the query tile.
-
-    Returns:
-        [rows, HEAD_DIM], [rows], [rows].
+        first: segment in which the query tile begins.
+        segment, row: segment of the partial result, and row of the query tile.
     """
     kv_heads = gl.num_programs(0)
-    rows = gl.num_programs(1) * 2 * kv_heads * output.partial_rows
+    num_rows = gl.num_programs(1) * 2 * kv_heads * output.partial_rows
+    begins_here = (segment == first).to(gl.int32)
     slot = (segment * 2 + begins_here) * kv_heads + gl.program_id(0)
-    row = slot * output.partial_rows + row  # fits 32 bits: the host has checked it
+    # fits 32 bits: the host has checked it
+    return slot * output.partial_rows + row, num_rows
+
+
+@gluon.jit
+def locate_partial(
+    output, first, segment, row, layout: gl.constexpr, config: gl.constexpr
+):
+    """Return pointers to the rows of a partial result, and to their log-sum-exps.
+
+    Args:
+        output: `OutputArgs`.
+        first: segment in which the query tile begins.
+        segment: of the partial result.
+        row: [rows] of the query tile.
+        layout: of the rows.
+
+    Returns:
+        [rows, HEAD_DIM], [rows].
+    """
+    index, num_rows = _locate_rows(output, first, segment, row)
     column = gl.arange(0, config.HEAD_DIM, gl.SliceLayout(0, layout))
-    offset = gl.expand_dims(row * config.HEAD_DIM, 1) + gl.expand_dims(column, 0)
-    maxima = output.partials + rows * config.HEAD_DIM
+    offset = gl.expand_dims(index * config.HEAD_DIM, 1) + gl.expand_dims(column, 0)
+    lses = output.partials + num_rows * config.HEAD_DIM
     # rows begin at a multiple of 16 bytes
-    accs = gl.multiple_of(output.partials + offset, [1, 16])
-    return accs, maxima + row, maxima + rows + row
+    return gl.multiple_of(output.partials + offset, [1, 16]), lses + index
+
+
+@gluon.jit
+def locate_partials(
+    output, first, segment, row, layout: gl.constexpr, config: gl.constexpr
+):
+    """Return pointers to rows of several partial results, and to their log-sum-exps.
+
+    Args:
+        output, first, row, layout: as in `locate_partial`.
+        segment: [partial results].
+
+    Returns:
+        [partial results, rows, HEAD_DIM], [partial results, rows].
+    """
+    index, num_rows = _locate_rows(
+        output, first, gl.expand_dims(segment, 1), gl.expand_dims(row, 0)
+    )
+    column = gl.arange(0, config.HEAD_DIM, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+    column = gl.expand_dims(gl.expand_dims(column, 0), 1)
+    offset = gl.expand_dims(index * config.HEAD_DIM, 2) + column
+    lses = output.partials + num_rows * config.HEAD_DIM
+    # rows begin at a multiple of 16 bytes
+    return gl.multiple_of(output.partials + offset, [1, 1, 16]), lses + index

@@ -1,0 +1,291 @@
+"""The cost model: the choice between decode, split, append and prefill, and of segments."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeAlias
+
+import pytest
+from pagetwin.optimized.launch import cost_model
+from pagetwin.optimized.launch.cost_append import (
+    choose_append_rows,
+    choose_segments,
+    estimate_append,
+)
+from pagetwin.optimized.launch.cost_layer import Layer, count_long
+from pagetwin.optimized.launch.cost_model import (
+    DECODE,
+    PREFILL,
+    Choice,
+    choose_path,
+    estimate_prefill,
+)
+
+Batch: TypeAlias = tuple[int, int, int, int]
+
+LLAMA = Layer(
+    group_size=4,
+    kv_heads=8,
+    numbers=256,
+    key_bytes=512,
+    short_rows=16,
+    row_tiles=(16, 32, 64, 128),
+    prefill_rows=128,
+    has_hopper=True,
+    append_rows=(64, 128),
+    causal=True,
+    max_visible_keys=None,
+    processors=132,
+)
+
+GROUP_8, GROUP_16 = {"group_size": 8, "kv_heads": 4}, {"group_size": 16, "kv_heads": 2}
+WINDOW_1K, WINDOW_4K = {"max_visible_keys": 1024}, {"max_visible_keys": 4096}
+HEAD_64 = {"group_size": 8, "numbers": 128, "key_bytes": 256}
+HEAD_256 = {"group_size": 2, "numbers": 512, "key_bytes": 1024}
+
+
+@pytest.fixture
+def chip(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set the limits of a chip; those of the interpreter are for small batches."""
+    monkeypatch.setattr(cost_model, "MAX_SPLIT_TOKENS", 1024)
+    monkeypatch.setattr(cost_model, "MIN_SPLIT_KEYS", 512)
+
+
+def make(changes: dict[str, Any]) -> Layer:
+    """Return a layer like LLAMA, with the query tiles that the kernel has for it."""
+    layer = Layer(**(vars(LLAMA) | changes))
+    if "append_rows" in changes:
+        return layer
+    is_plain = layer.numbers == 256 and layer.max_visible_keys is None
+    rows = (192,) if layer.numbers <= 128 else (64, 128) if is_plain else (128,)
+    return replace(layer, append_rows=rows)
+
+
+def choose(*batch: int, **changes: Any) -> Choice:
+    """Return the choice for a batch: requests, tokens, longest request, longest sequence."""
+    return choose_path(make(changes), *batch)
+
+
+@pytest.mark.usefixtures("chip")
+def test_requests_that_fit_a_decode_tile_are_decoded() -> None:
+    assert choose(64, 256, 4, 4096) == DECODE
+    assert choose(64, 320, 5, 4096).path == "append"
+    assert choose(64, 320, 5, 4096, has_hopper=False, append_rows=()).path == "split"
+
+
+@pytest.mark.usefixtures("chip")
+@pytest.mark.parametrize("is_hopper", [True, False])
+@pytest.mark.parametrize(("reqs", "keys"), [(1, 131072), (8, 8192), (64, 4096)])
+def test_few_new_tokens_are_split_and_many_are_prefilled(
+    reqs: int, keys: int, is_hopper: bool
+) -> None:
+    split = "append" if is_hopper else "split"
+    for new, path in ((5, split), (1100, "prefill")):
+        choice = choose(
+            reqs,
+            reqs * new,
+            new,
+            keys,
+            has_hopper=is_hopper,
+            append_rows=(64, 128) if is_hopper else (),
+        )
+        assert choice.path == path
+
+
+# requests, tokens, longest request and sequence; what differs from LLAMA; microseconds of the
+# append kernel by segments, with the query tile of the path; microseconds of a decode launch with a
+# prefill launch (H200, torch 2.11, triton 3.6, cold L2, medians of 15)
+MEASURED: list[tuple[Batch, dict[str, Any], dict[int, float], float]] = [
+    ((1, 8, 8, 2048), {}, {8: 22.7, 4: 22.9}, 43.0),
+    ((1, 8, 8, 16384), {}, {16: 42.9, 8: 40.4}, 214.0),
+    ((1, 8, 8, 65536), {}, {16: 90.9, 8: 90.7}, 794.6),
+    ((1, 32, 32, 131072), {}, {16: 175.6, 8: 246.6, 4: 445.9, 1: 1643.9}, 1563.1),
+    ((2, 24, 12, 100000), {}, {16: 224.0, 8: 228.7}, 1213.2),
+    ((2, 128, 64, 32768), {}, {16: 148.1, 8: 239.9, 4: 440.4}, 408.4),
+    ((4, 32, 8, 2048), {}, {16: 28.6, 8: 29.1}, 44.5),
+    ((4, 64, 16, 16384), {}, {16: 87.0, 8: 90.3}, 217.9),
+    ((8, 64, 8, 8192), {}, {16: 85.1, 8: 85.3}, 124.6),
+    ((8, 256, 32, 8192), {}, {16: 100.1, 8: 131.4, 4: 233.6}, 124.8),
+    ((8, 512, 64, 4096), {}, {16: 79.4, 8: 134.1, 4: 239.1}, 75.7),
+    ((16, 256, 16, 16384), {}, {16: 269.8, 8: 283.7}, 280.1),
+    ((20, 160, 8, 4096), {}, {16: 103.7, 8: 109.1}, 146.6),
+    ((33, 297, 9, 3000), {}, {16: 122.8, 8: 133.6}, 128.7),
+    ((48, 288, 6, 6144), {}, {16: 305.1, 8: 324.7}, 319.1),
+    ((64, 384, 6, 1024), {}, {16: 86.0, 8: 101.1}, 100.0),
+    ((2, 512, 256, 16384), {}, {16: 244.3, 8: 441.1, 4: 827.2}, 220.5),
+    ((1, 4, 4, 8192), GROUP_8, {32: 34.7, 16: 29.7}, 116.0),
+    ((5, 25, 5, 20000), GROUP_8, {33: 82.8, 30: 81.3}, 261.0),
+    ((8, 128, 16, 4096), GROUP_8, {33: 51.9, 32: 52.1, 16: 56.9, 8: 69.3}, 70.1),
+    ((2, 128, 64, 16384), GROUP_8, {33: 81.2, 32: 81.1, 16: 124.1, 8: 215.9}, 205.8),
+    ((1, 2, 2, 32768), GROUP_16, {66: 49.9, 33: 38.2}, 403.4),
+    ((8, 32, 4, 4096), GROUP_16, {66: 32.4, 64: 32.7}, 67.9),
+    ((3, 48, 16, 30000), GROUP_16, {66: 87.5, 33: 104.7, 16: 170.6, 6: 391.6}, 366.1),
+    ((8, 256, 32, 8192), GROUP_16, {66: 75.0, 64: 80.3, 33: 123.0, 16: 220.3}, 115.8),
+    ((24, 192, 8, 8192), WINDOW_1K, {16: 68.1, 8: 76.7, 4: 112.3}, 65.3),
+    ((4, 32, 8, 32768), WINDOW_1K, {16: 39.5, 8: 41.7, 4: 40.4}, 35.7),
+    ((10, 200, 20, 7000), WINDOW_4K, {16: 89.5, 10: 87.6, 8: 112.0, 4: 178.2}, 79.3),
+    ((10, 70, 7, 12000), HEAD_64, {16: 94.2, 10: 99.0, 8: 125.8, 4: 215.6}, 158.2),
+    ((2, 32, 16, 32768), HEAD_64, {16: 68.8, 8: 96.0, 4: 161.4, 2: 290.1}, 389.0),
+    ((4, 32, 8, 2048), HEAD_64, {16: 34.4, 8: 34.7, 4: 32.7}, 41.6),
+    ((12, 144, 12, 6000), HEAD_256, {16: 173.0, 12: 170.9, 8: 208.2, 4: 334.8}, 172.7),
+    ((24, 545, 43, 9493), {}, {16: 199.6, 8: 290.9, 4: 498.3}, 315.5),
+]  # fmt: skip
+# the same of an earlier version, which combined partial results one after the other, and always had
+# the larger query tile
+EARLIER: list[tuple[Batch, dict[str, Any], dict[int, float], float]] = [
+    ((3, 192, 64, 12288), {}, {16: 122.5}, 167.3),
+    ((7, 168, 24, 5000), {}, {16: 76.2}, 88.6),
+    ((16, 2048, 128, 4096), {}, {16: 306.1}, 238.8),
+    ((32, 224, 7, 8192), {"group_size": 7, "kv_heads": 4}, {33: 151.6}, 724.0),
+    ((16, 256, 16, 8192), HEAD_64, {16: 104.7}, 122.7),
+    ((1, 512, 512, 32768), {}, {16: 442.8}, 425.4),
+    ((64, 316, 64, 8192), {}, {16: 352.7}, 363.4),
+    ((1, 1024, 1024, 40960), {}, {16: 1056.6}, 1020.8),
+    ((106, 6244, 1024, 4096), {}, {16: 617.0}, 539.6),
+    ((12, 576, 48, 3000), {}, {16: 113.1}, 108.4),
+    ((128, 640, 5, 2000), {}, {16: 286.9}, 293.1),
+]
+
+
+@pytest.mark.usefixtures("chip")
+@pytest.mark.parametrize(("batch", "changes", "append", "prefill"), MEASURED + EARLIER)
+def test_the_chosen_hopper_kernel_takes_at_most_5_percent_more_than_the_other_one(
+    batch: Batch, changes: dict[str, Any], append: dict[int, float], prefill: float
+) -> None:
+    """Measured times, of batches to which the rates of the model were fitted."""
+    times = {"append": min(append.values()), "prefill": prefill}
+    assert times[choose(*batch, **changes).path] <= 1.05 * min(times.values())
+
+
+UNIFORM = [each for each in MEASURED if each[0][1] == each[0][0] * each[0][2]]
+
+
+@pytest.mark.parametrize(("batch", "changes", "append", "prefill"), UNIFORM)
+def test_the_estimates_are_within_a_quarter_of_the_measured_times(
+    batch: Batch, changes: dict[str, Any], append: dict[int, float], prefill: float
+) -> None:
+    bounds = (batch[0], batch[0], *batch[2:])
+    segments, time = max(append.items())
+    found = estimate_append(make(changes), *bounds, segments)
+    assert 1 / 1.25 <= found / time <= 1.25
+    assert 1 / 1.25 <= estimate_prefill(make(changes), *bounds) / prefill <= 1.25
+
+
+@pytest.mark.parametrize(("batch", "changes", "append", "prefill"), MEASURED)
+def test_the_chosen_number_of_segments_takes_at_most_6_percent_more_than_any_other(
+    batch: Batch, changes: dict[str, Any], append: dict[int, float], prefill: float
+) -> None:
+    """Those of the measured numbers that are nearest to it."""
+    bounds = (batch[0], count_long(*batch[:3]), *batch[2:])
+    chosen, _ = choose_segments(make(changes), *bounds)
+    assert 1 <= chosen <= 132 // make(changes).kv_heads
+    nearest = min(append, key=lambda each: max(each / chosen, chosen / each))
+    assert append[nearest] <= 1.06 * min(append.values())
+
+
+@pytest.mark.usefixtures("chip")
+@pytest.mark.parametrize(
+    ("batch", "changes", "segments"),
+    [
+        # 8 partial results of 16 KV tiles, and not 16 of 8: 40 us and not 43
+        ((1, 8, 8, 16384), {}, 8),
+        # 30 us and not 35
+        ((1, 4, 4, 8192), GROUP_8, 16),
+        # 38 us and not 50
+        ((1, 2, 2, 32768), GROUP_16, 33),
+        # all that the chip has: 91 us, and 176 and not 247
+        ((1, 8, 8, 65536), {}, 16),
+        ((1, 32, 32, 131072), {}, 16),
+        # whole query tiles: 171 us and not 173
+        ((12, 144, 12, 6000), HEAD_256, 12),
+        # more query tiles than segments
+        ((20, 160, 8, 4096), {}, 16),
+    ],
+)
+def test_few_requests_get_fewer_segments_if_their_combination_takes_longer(
+    batch: Batch, changes: dict[str, Any], segments: int
+) -> None:
+    assert choose(*batch, **changes).segments == segments
+
+
+def test_requests_of_few_rows_get_the_query_tile_of_one_warpgroup() -> None:
+    tiles = (64, 128)
+    rows = [choose_append_rows(tiles, rows) for rows in (1, 64, 65, 128, 4096)]
+    assert rows == [64, 64, 128, 128, 128]
+    assert choose_append_rows((192,), 8) == 192
+
+
+@pytest.mark.usefixtures("chip")
+def test_a_batch_of_requests_of_several_lengths_is_divided_sooner() -> None:
+    """24 requests of 1 to 43 tokens: 200 us, and 315 with a decode and a prefill launch."""
+    uniform, ragged = (24, 24 * 43, 43, 9493), (24, 545, 43, 9493)
+    assert choose(*uniform) == PREFILL
+    assert choose(*ragged).path == "append"
+
+
+@pytest.mark.usefixtures("chip")
+@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("heads", [8, 12, 20, 32])
+@pytest.mark.parametrize("length", [512, 777, 1000])
+def test_an_encoder_that_fills_the_chip_more_than_twice_is_prefilled(
+    length: int, heads: int, head_size: int
+) -> None:
+    """10 requests of 777 tokens were split: 101 us on an H200, FlashAttention-3 took 92."""
+    rows = 192 if head_size == 64 else 128
+    for reqs in (4, 8, 10, 16, 24, 32, 64):
+        if reqs * heads * -(-length // rows) > 2 * 132:
+            choice = choose(
+                reqs, reqs * length, length, length, group_size=1, kv_heads=heads,
+                numbers=2 * head_size, key_bytes=4 * head_size, append_rows=(),
+                causal=False,
+            )  # fmt: skip
+            assert choice == PREFILL, reqs
+
+
+@pytest.mark.usefixtures("chip")
+@pytest.mark.parametrize(
+    ("group_size", "kv_heads"), [(4, 8), (8, 4), (16, 2), (8, 8), (4, 2)]
+)
+@pytest.mark.parametrize("keys", [2048, 8192, 32768, 131072])
+def test_few_requests_whose_query_tiles_leave_most_of_the_chip_idle_are_split(
+    keys: int, group_size: int, kv_heads: int
+) -> None:
+    """A request of 8 tokens over 2,048 keys was prefilled, by 8 of 132 multiprocessors."""
+    for reqs in (1, 2, 4):
+        for new in (5, 8, 16):
+            choice = choose(
+                reqs, reqs * new, new, keys, group_size=group_size, kv_heads=kv_heads
+            )
+            assert choice.path == "append", (reqs, new)
+
+
+@pytest.mark.usefixtures("chip")
+def test_a_prompt_from_its_first_token_on_is_prefilled() -> None:
+    assert choose(1, 8192, 8192, 8192) == PREFILL
+    assert choose(1, 8192, 8192, 8192, has_hopper=False) == PREFILL
+
+
+@pytest.mark.usefixtures("chip")
+def test_decodes_beside_one_prompt_are_not_split_with_its_tiles() -> None:
+    assert choose(129, 128 + 2048, 2048, 4096) == PREFILL
+
+
+@pytest.mark.usefixtures("chip")
+def test_keys_outside_of_a_window_do_not_count() -> None:
+    whole, few = (
+        Layer(**(vars(LLAMA) | {"max_visible_keys": keys})) for keys in (100_000, 100)
+    )
+    batch = (9, 9, 8, 9000)
+    for estimate in (partial(estimate_append, segments=16), estimate_prefill):
+        # no more keys than the window and the new tokens have
+        assert estimate(few, *batch) == estimate(whole, *batch[:3], 108)
+        assert estimate(few, *batch) < estimate(whole, *batch)
+
+
+@pytest.mark.parametrize(
+    ("batch", "count"),
+    [((4, 9, 3), 3), ((4, 12, 3), 4), ((129, 2176, 2048), 1), ((5, 5, 1), 1)],
+)
+def test_the_estimate_of_long_requests_fits_the_number_of_tokens(
+    batch: tuple[int, int, int], count: int
+) -> None:
+    assert count_long(*batch) == count
