@@ -138,7 +138,7 @@ def load_partials(
             segment, begins_here, kv_head, num_kv_heads, call.partial_rows
         )
         # other programs stored these, so they are not loaded from this one's L1 cache
-        lse += (
+        lse += (  # type: ignore[assignment]
             tl.load(
                 call.tensors.partial_lse + offset + in_tile,
                 mask=is_row & is_split,
@@ -146,7 +146,7 @@ def load_partials(
                 cache_modifier=".cg",
             ),
         )
-        results += (
+        results += (  # type: ignore[assignment]
             tl.load(
                 call.tensors.partial_out + offset * config.V_HEAD_DIM + in_partial,
                 mask=is_value & is_split,
