@@ -98,8 +98,10 @@ def find_kernels(workload: Workload) -> str:
         if choice.path == "split":
             return f"split, {choice.block_m} rows"
         if choice.path == "decode":
-            has_fp8_decode = plan.portable.launches.has_fp8_decode
-            return "sm90 FP8 decode" if has_fp8_decode else "decode"
+            launches = plan.portable.launches
+            if launches.is_short(len(workload.kv_lens), call.max_key_len):
+                return "few decodes"
+            return "sm90 FP8 decode" if launches.has_fp8_decode else "decode"
     prefill = next(each for each in plan.prefills if each.takes(call))
     return f"{'portable' if prefill is plan.portable else 'sm90'} prefill"
 

@@ -18,6 +18,9 @@ TESTS = Path(__file__).parent
 
 # what is not named here is decoded, or computed by the prefill kernel of Hopper chips
 PATHS_ON_AN_H200 = {
+    "decode-1x512": "few decodes",
+    "decode-16x512": "few decodes",
+    "decode-2x2k": "few decodes",
     "verify-48x6k-q6": "sm90 append",
     "verify-16x16k-q16": "sm90 append",
     "verify-8x8k-q32": "sm90 append",

@@ -55,7 +55,7 @@ def test_every_kernel_compiles_for(
         assert line["shared"] <= CHIPS[chip][0], line
         # a few bytes are a few registers; more means that the tile is too large for the chip
         assert line["stack"] <= 512, line
-        if line["case"].startswith("decode, bf16"):
+        if line["case"].startswith(("decode, bf16", "few decodes, bf16")):
             # a few numbers may wait on the stack for a request's last key, none within its keys
             assert line["reloads"] == 0 and line["stack"] <= 16, line
             # 16 bytes at a time: an element at a time would be a copy for each of a tile's rows

@@ -1,5 +1,6 @@
-"""Tests of short decodes: few requests over short sequences, one program per split."""
+"""Tests of few decodes, whose programs per request are fixed before the launch."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -8,17 +9,47 @@ from conftest import TWINS
 from pagetwin.conformance.generators.batches import BatchPlan, build
 from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.optimized.launch import dispatch, portable, tuning
-from pagetwin.optimized.launch.tuning import max_short_keys
+from pagetwin.optimized.launch.tuning import split_short_decodes
 from test_append import plant
 
+CHIP = (64, 132, False)  # keys of a KV tile, multiprocessors, no FP8 decode kernel
 
-def test_short_decodes_have_no_more_programs_than_the_chip_has_multiprocessors(
+
+def test_few_decodes_have_no_more_programs_than_the_chip_has_multiprocessors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tuning, "SHORT_PROGRAMS", 1)
-    chip = (8, 64, 132)  # kv heads, keys of a KV tile, multiprocessors
-    limits = [max_short_keys(reqs, *chip) for reqs in (1, 2, 4, 16, 17)]
-    assert limits == [16 * 64, 8 * 64, 4 * 64, 64, 0]
+    monkeypatch.setattr(tuning, "SHORT_TILES", 20)
+    for pairs, num_tiles in product(range(1, 140), range(180)):
+        splits = split_short_decodes(pairs, num_tiles, *CHIP)
+        assert splits * pairs <= 132
+        assert splits <= max(1, num_tiles)
+        if splits:
+            split_tiles = -(-max(1, num_tiles) // splits)
+            assert split_tiles <= 20
+            # no split is empty, and no number of splits has fewer tiles each
+            assert split_tiles * (splits - 1) < max(1, num_tiles)
+            assert split_tiles == max(1, -(-num_tiles // (132 // pairs)))
+
+
+def test_decodes_over_more_keys_than_were_measured_stay_in_the_stream_k_partition(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tuning, "SHORT_TILES", 20)
+    monkeypatch.setattr(tuning, "MIN_SEGMENT", 512)
+    most = {
+        # two programs per pair, one, and less than one
+        66: 2 * 20,
+        67: 512 // 64,
+        132: 512 // 64,
+        133: -1,
+    }
+    for pairs, num_tiles in most.items():
+        assert split_short_decodes(pairs, num_tiles + 1, *CHIP) == 0
+        if num_tiles > 0:
+            assert split_short_decodes(pairs, num_tiles, *CHIP) == 132 // pairs
+    # an FP8 decode kernel computes splits of more than one tile
+    for num_tiles, splits in ((66, 66), (67, 0)):
+        assert split_short_decodes(2, num_tiles, *CHIP[:2], True) == splits
 
 
 @pytest.fixture
@@ -35,8 +66,9 @@ def grids(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     monkeypatch.setattr(portable.PortablePlan, "plan_decode", note)
     # a repeated call is not planned again
     dispatch.PLANS.clear()
-    # the interpreter has 4 multiprocessors; a GPU has more than enough
-    monkeypatch.setattr(tuning, "SHORT_PROGRAMS", 4)
+    # the interpreter has 4 multiprocessors: 4 programs per request, 2, or 1
+    monkeypatch.setattr(tuning, "SHORT_TILES", 8)
+    monkeypatch.setattr(tuning, "MIN_SEGMENT", 256)
     return found
 
 
@@ -46,6 +78,8 @@ def expect_equal(
     """Compare outputs and log-sum-exps of both twins, launched twice on the same counters."""
     batch = build(plan, device)
     heads, tokens = batch.query.shape[1], batch.query.shape[0]
+    if "alibi_slopes" in options:
+        options["alibi_slopes"] = torch.linspace(0.1, 1.0, heads, device=device)
     if "sinks" in options:
         options["sinks"] = torch.linspace(-2.0, 3.0, heads, device=device)
     found = []
@@ -62,14 +96,20 @@ def expect_equal(
 
 BATCHES = {
     "one key": BatchPlan((1,), (1,), kv_heads=1),
-    "one split": BatchPlan((1,), (32,), kv_heads=1),
-    "one key more than a split": BatchPlan((1,), (33,), kv_heads=1),
-    "several splits": BatchPlan((1,), (250,), kv_heads=1, needle="last"),
+    "one tile": BatchPlan((1,), (32,), kv_heads=1),
+    "one key more than a tile": BatchPlan((1,), (33,), kv_heads=1),
+    "splits of one tile": BatchPlan((1,), (128,), kv_heads=1, needle="last"),
+    "splits of two tiles": BatchPlan((1,), (250,), kv_heads=1, needle="last"),
+    "an odd number of tiles": BatchPlan((1,), (129,), kv_heads=1, needle="last"),
     "two kv heads": BatchPlan((1,), (250,), kv_heads=2, needle="first"),
+    "two splits": BatchPlan((1, 1), (250, 90), kv_heads=1, needle="first"),
+    "one program per request": BatchPlan((1,) * 4, (99, 1, 7, 33), kv_heads=1),
     "ragged": BatchPlan((1, 1, 1), (120, 7, 33), kv_heads=1, needle="tile edge"),
+    "a long one and others of one key": BatchPlan((1, 1), (1, 255), kv_heads=1),
     "drafts": BatchPlan((4, 1), (110, 90), group=4, kv_heads=1, needle="first new"),
     "requests of no token": BatchPlan((0, 1, 0), (50, 90, 0), kv_heads=1),
     "padding": BatchPlan((1, 1), (60, 33), kv_heads=1, padding=5, spare_max=7),
+    "loose bounds": BatchPlan((1, 1), (60, 33), kv_heads=1, spare_max=300),
 }
 
 
@@ -86,6 +126,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sinks": {"sinks": True},
     "a window and sinks": {"sliding_window": 45, "sinks": True},
     "a cap": {"logits_soft_cap": 2.0},
+    "slopes": {"alibi_slopes": True},
+    "not causal": {"causal": False},
 }
 
 
@@ -97,12 +139,21 @@ def test_short_decodes_with_options_are_right(
     expect_equal(plan, device, grids, **OPTIONS[name])
 
 
+def test_a_request_without_a_key_has_a_zero_row(
+    grids: list[Any], device: torch.device
+) -> None:
+    plan = BatchPlan((1, 1), (0, 90), kv_heads=1)
+    expect_equal(plan, device, grids, causal=False)
+
+
+@pytest.mark.parametrize("reqs", [1, 2, 3])
 @pytest.mark.parametrize("position", [31, 32, 63, 64, 127, 128, 191, 192, 198])
 def test_no_key_is_lost_at_the_edge_of_a_split(
-    position: int, grids: list[Any], device: torch.device
+    position: int, reqs: int, grids: list[Any], device: torch.device
 ) -> None:
-    """One key outweighs all others."""
-    batch = build(BatchPlan((1, 1), (199, 199), group=4, kv_heads=1), device)
+    """One key outweighs all others. One request has splits of 2 tiles, two of 4, three one."""
+    plan = BatchPlan((1,) * reqs, (199,) * reqs, group=4, kv_heads=1)
+    batch = build(plan, device)
     plant(batch.rows, batch.key_cache, batch.value_cache, batch.query, position)
     found = [
         TWINS[twin].paged_attention(**batch.arguments())
@@ -112,7 +163,7 @@ def test_no_key_is_lost_at_the_edge_of_a_split(
     assert {name for name, _ in grids} == {"short_decode_kernel"}
 
 
-def test_the_last_program_takes_keys_that_the_bound_left_out(
+def test_keys_that_the_bound_left_out_are_divided_as_all_others(
     grids: list[Any], device: torch.device
 ) -> None:
     """A `max_seq_len` that is too small costs time, not keys."""
@@ -120,5 +171,19 @@ def test_the_last_program_takes_keys_that_the_bound_left_out(
     arguments = batch.arguments()
     right = TWINS["reference"].paged_attention(**arguments)
     found = TWINS["optimized"].raw.paged_attention(**arguments | {"max_seq_len": 70})
-    assert grids[-1][0] == "short_decode_kernel" and grids[-1][1][1] < 8
+    assert grids[-1][0] == "short_decode_kernel" and grids[-1][1][1] < 4
     torch.testing.assert_close(found, right, atol=2e-6, rtol=2e-6)
+
+
+def test_the_programs_of_a_request_do_not_depend_on_its_length(
+    grids: list[Any], device: torch.device
+) -> None:
+    """A CUDA graph is launched again when the lengths have changed, and its bounds have not."""
+    batch = build(BatchPlan((1, 1), (250, 250), kv_heads=1, needle="last"), device)
+    arguments = batch.arguments()
+    for lens in ((250, 250), (1, 250), (33, 64), (249, 2)):
+        arguments["seq_lens"] = torch.tensor(lens, dtype=torch.int32, device=device)
+        right = TWINS["reference"].paged_attention(**arguments)
+        found = TWINS["optimized"].raw.paged_attention(**arguments)
+        torch.testing.assert_close(found, right, atol=2e-6, rtol=2e-6)
+    assert len(set(grids)) == 1

@@ -107,6 +107,8 @@ def test_warm_up_tells_what_it_compiled_and_leaves_the_cache_as_it_is(
     assert {each.kernel.partition(",")[0] for each in found} == {
         "reshape_and_cache",
         "short_decode_kernel",
+        # on a chip with so many multiprocessors two requests are few
+        *(["decode_kernel"] if device.type != "cuda" else []),
         "append_kernel",
         "PortablePlan.launch_prefill",
         "cascade_prefix_kernel",

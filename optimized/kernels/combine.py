@@ -79,19 +79,25 @@ def fold_partial(acc, l_i, m_i, result, lse):
 
 
 @triton.jit
-def fold_partials(acc, l_i, m_i, results, lse):
-    """Return the running values of rows with several more partial results.
+def fold_partials(acc, l_i, m_i, results, lse, SPLITS: tl.constexpr):
+    """Return the running values of rows with SPLITS more partial results.
 
     Args:
-        acc: [BLOCK_M, BLOCK_DV]; l_i, m_i: [BLOCK_M].
-        results: [splits, BLOCK_M, BLOCK_DV]; lse: [splits, BLOCK_M].
+        acc: [ROWS, BLOCK_DV]; l_i, m_i: [ROWS].
+        results, lse: tuples of SPLITS tensors: [ROWS, BLOCK_DV], [ROWS].
     """
-    m_new = tl.maximum(m_i, tl.max(lse, 0))
+    m_new = m_i
+    for i in tl.static_range(SPLITS):
+        m_new = tl.maximum(m_new, lse[i])
     shift = finite(m_new)
     alpha = tl.exp2(m_i - shift)
-    weights = tl.exp2(lse - shift[None, :])
-    acc = acc * alpha[:, None] + tl.sum(results * weights[:, :, None], 0)
-    return acc, l_i * alpha + tl.sum(weights, 0), m_new
+    acc = acc * alpha[:, None]
+    l_i = l_i * alpha
+    for i in tl.static_range(SPLITS):
+        weight = tl.exp2(lse[i] - shift)
+        acc += results[i] * weight[:, None]
+        l_i += weight
+    return acc, l_i, m_new
 
 
 @triton.jit
@@ -103,6 +109,52 @@ def segment_offset(segment, begins_here, kv_head, num_kv_heads, partial_rows):
     """
     partial = (segment * 2 + begins_here) * num_kv_heads + kv_head
     return partial.to(tl.int64) * partial_rows
+
+
+@triton.jit
+def load_partials(
+    call, first, first_segment, last_segment, in_tile, is_row, kv_head, num_kv_heads,
+    config: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Return the partial results of rows in SPLITS segments, as `fold_partials` takes them.
+
+    Each is a tensor of its own, so that a segment takes one offset. 12 decodes over 3,000 keys, of
+    10 segments each, take 26.3 us on an H200, and 32.8 if those loaded at once are one tensor.
+
+    Args:
+        first: segment of the first one. Those after the last segment get a log-sum-exp of -inf.
+        in_tile, is_row: [ROWS] indices of the rows in the tile, and whether they exist.
+    """
+    dv = tl.arange(0, config.BLOCK_DV)
+    in_partial = in_tile[:, None] * config.V_HEAD_DIM + dv[None, :]
+    is_value = is_row[:, None] & (dv < config.V_HEAD_DIM)[None, :]
+    results = ()
+    lse = ()
+    for i in tl.static_range(SPLITS):
+        segment = first + i
+        is_split = segment <= last_segment
+        begins_here = (segment == first_segment).to(tl.int32)
+        offset = segment_offset(
+            segment, begins_here, kv_head, num_kv_heads, call.partial_rows
+        )
+        # other programs stored these, so they are not loaded from this one's L1 cache
+        lse += (  # type: ignore[assignment]
+            tl.load(
+                call.tensors.partial_lse + offset + in_tile,
+                mask=is_row & is_split,
+                other=-float("inf"),
+                cache_modifier=".cg",
+            ),
+        )
+        results += (  # type: ignore[assignment]
+            tl.load(
+                call.tensors.partial_out + offset * config.V_HEAD_DIM + in_partial,
+                mask=is_value & is_split,
+                other=0.0,
+                cache_modifier=".cg",
+            ),
+        )
+    return results, lse
 
 
 @triton.jit
@@ -122,38 +174,17 @@ def fold_segments(
         [ROWS, BLOCK_DV]; [ROWS] log-sum-exp in base 2; their QueryRows.
     """
     row = first_row + in_tile  # [ROWS]
-    dv = tl.arange(0, config.BLOCK_DV)
     num_rows = query_len * config.GROUP_SIZE
     is_row = in_tile < tl.minimum(num_rows - first_row, call.partial_rows)
     head = kv_head * config.GROUP_SIZE + row % config.GROUP_SIZE
     acc, l_i, m_i = start_softmax(ROWS, config.BLOCK_DV)
     l_i, m_i = start_with_sinks(l_i, m_i, call.option_tensors.sinks, head, is_row, True)
-    is_value = is_row[:, None] & (dv < config.V_HEAD_DIM)[None, :]
-    for first in range(first_segment, last_segment + 1, SPLITS):
-        segment = first + tl.arange(0, SPLITS)  # [SPLITS]
-        is_split = segment <= last_segment
-        begins_here = (segment == first_segment).to(tl.int32)
-        offset = segment_offset(
-            segment, begins_here, kv_head, num_kv_heads, call.partial_rows
-        )
-        offset = offset[:, None] + in_tile[None, :]  # [SPLITS, ROWS]
-        # other programs stored these, so they are not loaded from this one's L1 cache
-        lse = tl.load(
-            call.tensors.partial_lse + offset,
-            mask=is_split[:, None] & is_row[None, :],
-            other=-float("inf"),
-            cache_modifier=".cg",
-        )
-        # [SPLITS, ROWS, BLOCK_DV]
-        results = tl.load(
-            call.tensors.partial_out
-            + offset[:, :, None] * config.V_HEAD_DIM
-            + dv[None, None, :],
-            mask=is_split[:, None, None] & is_value[None, :, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        acc, l_i, m_i = fold_partials(acc, l_i, m_i, results, lse)
+    for first in tl.range(first_segment, last_segment + 1, SPLITS, num_stages=1):
+        results, lse = load_partials(
+            call, first, first_segment, last_segment, in_tile, is_row, kv_head,
+            num_kv_heads, config, SPLITS,
+        )  # fmt: skip
+        acc, l_i, m_i = fold_partials(acc, l_i, m_i, results, lse, SPLITS)
     result, lse = normalize(acc, l_i, m_i)
     token = row // config.GROUP_SIZE
     rows = QueryRows(query_len, first_row, num_rows, token, start + token, head, is_row)

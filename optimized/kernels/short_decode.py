@@ -1,18 +1,19 @@
-"""Decode kernel of few requests over short sequences: one program per split of a request's keys.
+"""Decode kernel of few requests: the programs per request are fixed before the launch.
 
 Such a launch takes microseconds. It waits for one access to memory after another, and most of the
 chip is idle. So the index of a program gives its request and its split, and no program counts the
-tiles of other requests, as those of decode.py do. A split is one KV tile. To combine many splits
-takes less time than a loop over their tiles.
+tiles of other requests, as those of decode.py do. The keys of each request are divided evenly among
+its programs, whatever its length. The bounds of the batch decide only how many programs there are.
 """
 
 import triton
 import triton.language as tl
 
 from .arguments import CHANGING, KernelCall
-from .attention_tile import attend_with_tile, load_query_tile
+from .attention_tile import attend_with_tile, make_query_tile
 from .combine import arrive, combine_segments, segment_offset, store_partial
-from .epilogue import clear_padding, store_rows
+from .epilogue import clear_tokens, store_rows
+from .load_kv import locate_kv
 from .load_q import find_queries
 
 
@@ -20,8 +21,8 @@ from .load_q import find_queries
 def keys_in_split(visible, split, num_programs, config: tl.constexpr):
     """Return the keys of a request that are in a split, and how many splits the request has.
 
-    Splits are counted from the first KV tile with a visible key. The last program takes the rest
-    of a sequence that is longer than it was said to be.
+    All splits but the last have the same number of KV tiles. Tiles are counted from the first one
+    with a visible key.
 
     Args:
         visible: VisibleKeys.
@@ -29,14 +30,15 @@ def keys_in_split(visible, split, num_programs, config: tl.constexpr):
 
     Returns:
         begin, end: of the keys; a multiple of BLOCK_N, and any index.
-        num_splits: at least 1, so that some program stores the rows of a request without keys.
+        num_splits: from 1, so that some program stores the rows of a request without keys, to
+            `num_programs`.
     """
     first = visible.begin // config.BLOCK_N * config.BLOCK_N
-    num_splits = tl.maximum(tl.cdiv(visible.end - first, config.BLOCK_N), 1)
-    num_splits = tl.minimum(num_splits, num_programs)
-    begin = first + split * config.BLOCK_N
-    end = tl.minimum(begin + config.BLOCK_N, visible.end)
-    end = tl.where(split == num_programs - 1, visible.end, end)
+    num_tiles = tl.maximum(tl.cdiv(visible.end - first, config.BLOCK_N), 1)
+    split_tiles = tl.cdiv(num_tiles, num_programs)
+    num_splits = tl.cdiv(num_tiles, split_tiles)
+    begin = first + split * split_tiles * config.BLOCK_N
+    end = tl.minimum(begin + split_tiles * config.BLOCK_N, visible.end)
     return begin, end, num_splits
 
 
@@ -93,7 +95,7 @@ def short_decode_kernel(
     """Attend with all requests of at most `decode_rows` rows. Grid: (kv_heads, splits, reqs).
 
     Args:
-        As in `decode_kernel`, and plan: ShortDecode.
+        As in `decode_kernel`, and plan: ShortDecode. The rows of no request are always cleared.
     """
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
@@ -103,10 +105,15 @@ def short_decode_kernel(
         tensors, strides, option_tensors, masks, scores, scale_strides, scale, partial_rows,
         table_stride_req, lse_stride_head, lse_stride_token, tree_stride_req, tree_width,
     )  # fmt: skip
+    # all lengths are loaded before any of them is waited for
     start, query_len = find_queries(tensors.query_start_loc, req)
+    kv, seq_len = locate_kv(call, req, kv_head, config)
+    first_padding = tl.load(tensors.query_start_loc + num_reqs)
     num_rows = query_len * config.GROUP_SIZE
     if (num_rows <= decode_rows) & (num_rows > 0):
-        tile = load_query_tile(call, req, start, query_len, 0, kv_head, config)
+        tile = make_query_tile(
+            call, kv, seq_len, req, start, query_len, 0, kv_head, config
+        )
         begin, end, num_splits = keys_in_split(
             tile.visible, split, num_programs, config
         )
@@ -122,7 +129,7 @@ def short_decode_kernel(
                     call, req, split, num_splits, start, query_len,
                     result, lse, tile.rows.is_row, kv_head, config, plan,
                 )  # fmt: skip
-    clear_padding(
-        call, num_tokens, num_reqs, req * num_programs + split,
-        num_programs * tl.num_programs(2), kv_head, config,
+    clear_tokens(
+        call, first_padding + req * num_programs + split, num_tokens,
+        num_programs * tl.num_programs(2), kv_head, config, 16,
     )  # fmt: skip

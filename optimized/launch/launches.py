@@ -14,16 +14,15 @@ from ..kernels.short_decode import short_decode_kernel
 from ..kernels.sm90.fp8_decode import family as sm90_fp8
 from .launcher import INTERPRETED, Launcher, next_power_of_2
 from .lowering import lower_call, make_launcher
-from .tuning import PROGRAMS, Tiles, max_short_keys
+from .tuning import MIN_SEGMENT, PROGRAMS, Tiles, split_short_decodes
 
 REQS_PER_PASS = (8, 32, 64) if INTERPRETED else (32, 128, 1024)
 """Requests whose tiles a decode program counts at once: for a small batch, the lanes of a warp."""
-MIN_SEGMENT = 32 if INTERPRETED else 512
-"""Keys of a stream-K segment, at least: shorter ones are not worth a combination."""
 BRIEF = 2048
 """Keys of sequences that are so short that the size of the kernel's code matters."""
 COMBINED_AT_ONCE = 8192
-"""Numbers of partial results that a program holds while it combines them."""
+"""Numbers of partial results that a program holds while it combines them: with 4 warps, 64
+registers of each thread."""
 
 
 @dataclass
@@ -34,7 +33,6 @@ class Launches:
         fixed: arguments of all launches, by name.
         config: constants of all launches; those of tiles are the prefill's.
         decode_tiles, small_batch_tiles: tiles of decodes, and of decodes too few to fill the chip.
-        short_tiles: tiles of few decodes over short sequences.
         row_tiles: tiles of split requests of any number of rows, fewest rows first.
         decodes: launches of the decode kernel, made when they are first needed.
         short_decodes: launches of the kernel for short decodes, as well.
@@ -62,7 +60,6 @@ class Launches:
     config: Config
     decode_tiles: Tiles
     small_batch_tiles: Tiles
-    short_tiles: Tiles
     row_tiles: tuple[Tiles, ...]
     prefills: tuple[Launcher, Launcher]
     group_size: int
@@ -151,7 +148,7 @@ class Launches:
                 REQS_PER_PASS=per_pass,
                 MANY_REQS=has_many_reqs,
                 COMBINE_ROWS=combine_rows,
-                COMBINE_SPLITS=max(1, min(16, COMBINED_AT_ONCE // numbers)),
+                COMBINE_SPLITS=_splits_at_once(numbers),
             )
             launcher = make_launcher(
                 kernel, self.fixed, tiles, config=config, plan=plan
@@ -161,13 +158,24 @@ class Launches:
         return known
 
     def is_short(self, num_reqs: int, max_key_len: int) -> bool:
-        """Return whether a batch has few requests over short sequences."""
-        block_n = self.short_tiles.block_n
-        limit = max_short_keys(num_reqs, self.kv_heads, block_n, self.processors)
-        return 0 < self.bound_keys(max_key_len, block_n) <= limit
+        """Return whether a batch is one of few decodes, see `split_short_decodes`."""
+        return self.short_splits(num_reqs, max_key_len) > 0
 
-    def short_decode(self, partial_rows: int) -> tuple[Launcher, int]:
-        """Return the launch of the kernel for short decodes, and the keys of its tiles.
+    def short_splits(self, num_reqs: int, max_key_len: int) -> int:
+        """Return the programs per request and kv head of the kernel for few decodes; 0 for others.
+
+        Args:
+            num_reqs, max_key_len: bounds of the batch.
+        """
+        block_n = self.small_batch_tiles.block_n
+        num_tiles = -(-self.bound_keys(max_key_len, block_n) // block_n)
+        return split_short_decodes(
+            num_reqs * self.kv_heads, num_tiles, block_n, self.processors,
+            self.has_fp8_decode,
+        )  # fmt: skip
+
+    def short_decode(self, partial_rows: int) -> Launcher:
+        """Return the launch of the kernel for few decodes.
 
         Args:
             partial_rows: rows of a request, at most.
@@ -175,7 +183,7 @@ class Launches:
         combine_rows = next_power_of_2(max(partial_rows, 1))
         launcher = self.short_decodes.get(combine_rows)
         if launcher is None:
-            tiles, numbers = self.short_tiles, combine_rows * self.config.BLOCK_DV
+            tiles, numbers = self.small_batch_tiles, combine_rows * self.config.BLOCK_DV
             config = self.config._replace(
                 BLOCK_M=self.short_rows,
                 BLOCK_N=tiles.block_n,
@@ -185,13 +193,13 @@ class Launches:
             )
             plan = ShortDecode(
                 COMBINE_ROWS=combine_rows,
-                COMBINE_SPLITS=max(1, min(16, COMBINED_AT_ONCE // numbers)),
+                COMBINE_SPLITS=_splits_at_once(numbers),
             )
             launcher = make_launcher(
                 short_decode_kernel, self.fixed, tiles, config=config, plan=plan
             )
             self.short_decodes[combine_rows] = launcher
-        return launcher, self.short_tiles.block_n
+        return launcher
 
     def append(
         self,
@@ -239,9 +247,7 @@ class Launches:
                 REQS_PER_PASS=per_pass,
                 MANY_REQS=num_reqs > per_pass,
                 COMBINE_ROWS=rows,
-                COMBINE_SPLITS=max(
-                    1, min(16, COMBINED_AT_ONCE // (rows * config.BLOCK_DV))
-                ),
+                COMBINE_SPLITS=_splits_at_once(rows * config.BLOCK_DV),
             )
             launcher = make_launcher(
                 kernel, self.fixed, tiles, (lower or lower_call, tensors),
@@ -256,3 +262,8 @@ class Launches:
 def _reqs_per_pass(num_reqs: int) -> int:
     """Return how many requests a program counts at once."""
     return next((n for n in REQS_PER_PASS if num_reqs <= n), REQS_PER_PASS[-1])
+
+
+def _splits_at_once(numbers: int) -> int:
+    """Return how many partial results of so many numbers each are combined at once."""
+    return max(1, min(8, COMBINED_AT_ONCE // numbers))

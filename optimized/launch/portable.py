@@ -97,8 +97,8 @@ class PortablePlan:
         """Return the decode launch of a call, with its workspace.
 
         The key tiles of all requests are divided evenly among the programs, so a request may be
-        split over several. The workspace holds two partial results per program. Few requests over
-        short sequences have a kernel of their own, with a program per split of a request.
+        split over several. The workspace holds two partial results per program. Few requests have
+        a kernel of their own, with a number of programs per request.
 
         Args:
             call: the call.
@@ -107,9 +107,8 @@ class PortablePlan:
         num_reqs, kv_heads = call.query_start_loc.shape[0] - 1, launches.kv_heads
         split_rows = min(launches.short_rows, call.max_query_len * launches.group_size)
         if launches.is_short(num_reqs, call.max_key_len):
-            launcher, block_n = launches.short_decode(split_rows)
-            max_keys = launches.bound_keys(call.max_key_len, block_n)
-            splits = -(-max_keys // block_n)
+            launcher = launches.short_decode(split_rows)
+            splits = launches.short_splits(num_reqs, call.max_key_len)
             grid, counters = (kv_heads, splits, num_reqs), num_reqs * kv_heads
         else:
             launcher, block_n, max_splits = launches.decode(

@@ -23,7 +23,7 @@ from .chip import count_processors
 from .launcher import INTERPRETED, Launcher, must_widen, next_power_of_2
 from .launches import Launches
 from .lowering import make_launcher
-from .tuning import Tiles, choose_row_tiles, choose_short_tiles, choose_tiles
+from .tuning import Tiles, choose_row_tiles, choose_tiles
 
 SPLIT_SIZE = 64 if INTERPRETED else 4096
 """Keys per split of batch-invariant rows. With 2,048 one decode over 131,072 keys takes 184 us
@@ -84,7 +84,6 @@ def prepare(
         config=config,
         decode_tiles=decode,
         small_batch_tiles=small_batch,
-        short_tiles=choose_short_tiles(decode, query.dtype, block_table is not None),
         row_tiles=row_tiles,
         prefills=_prefill_launchers(fixed, prefill, config, options),
         group_size=group_size,

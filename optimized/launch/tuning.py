@@ -74,16 +74,10 @@ MAX_HEAD_SIZE = 1024
 PROGRAMS = 2
 """Decode programs per SM."""
 
-SHORT_KEYS = 64
-"""Keys of a KV tile of short decodes. One request over 512 keys takes 11.9 us and one over 1,024
-12.7; with the kernel of other decodes 14.8 and 18.3. With 32 keys and 2 warps they take 11.3 and
-13.9, with 128 keys and 4 warps 12.4 and 13.2. With two tiles per split they take 13.9 and 14.4,
-with four 17.9 and 18.3."""
-SHORT_WARPS = 2
-"""Warps of a program of short decodes. With 4 the same two batches take 12.2 and 12.7 us."""
-SHORT_PROGRAMS = 2 if INTERPRETED else 1
-"""Programs of short decodes per multiprocessor, at most. Batches of 64 and 128 programs on 132
-multiprocessors are measured, larger ones are not."""
+MIN_SEGMENT = 32 if INTERPRETED else 512
+"""Keys of a stream-K segment, at least: shorter ones are not worth a combination."""
+SHORT_TILES = 2 if INTERPRETED else 20
+"""KV tiles per program of few decodes, at most: the longest splits that are measured."""
 
 SHORT_REST_KEYS = 64 if INTERPRETED else 1024
 """Keys after a shared prefix, at most, for which each query tile of the rest has a program.
@@ -168,24 +162,6 @@ def choose_tiles(
     return decode, small_batch, prefill
 
 
-def choose_short_tiles(decode: Tiles, dtype: torch.dtype, is_paged: bool) -> Tiles:
-    """Return the tiles of short decodes (short_decode.py): as few keys as a split has.
-
-    Args:
-        decode: those of other decodes.
-        dtype: of the queries.
-        is_paged: whether loads go through the block table.
-    """
-    if dtype == torch.float32 or INTERPRETED:
-        return decode
-    return replace(
-        decode,
-        block_n=min(SHORT_KEYS, decode.block_n),
-        num_warps=min(SHORT_WARPS, decode.num_warps),
-        num_stages=3 if is_paged else 2,
-    )
-
-
 def choose_short_rest_tiles(
     row_tiles: Sequence[Tiles], dtype: torch.dtype, block_m: int
 ) -> Tiles | None:
@@ -212,15 +188,51 @@ def choose_short_rest_tiles(
     )
 
 
-def max_short_keys(num_reqs: int, kv_heads: int, block_n: int, processors: int) -> int:
-    """Return the keys of a request, at most, with which a batch is one of short decodes.
+def split_short_decodes(
+    pairs: int, num_tiles: int, block_n: int, processors: int, has_fp8_decode: bool
+) -> int:
+    """Return the programs per request and kv head of few decodes (short_decode.py); 0 for others.
+
+    Each multiprocessor gets one program at most, with the tiles of a small batch, and the KV tiles
+    of a request are divided evenly among its programs. Of all tiles, stages and splits of this
+    kernel that were swept over nine batches (H200, triton 3.6, bfloat16, blocks of 16, cold L2,
+    medians of 21) that is within 2 % of the fastest for eight, and 11 % slower for 2 over 8,192
+    keys, whose 32 splits take long to combine. Query heads / kv heads of 128, times in us:
+
+    | requests x keys | heads     | splits x tiles | this | stream-K | FlashAttention-3 |
+    |-----------------|-----------|---------------:|-----:|---------:|-----------------:|
+    | 1 x 512         | 32/8      | 4 x 1          | 10.9 | 12.1     | 17.7             |
+    | 4 x 1,200       | 16/2      | 10 x 1         | 13.0 | 23.2     | 17.8             |
+    | 6 x 1,500       | 16/4, 64  | 4 x 3          | 13.4 | 16.6     | 16.2             |
+    | 3 x 700         | 32/8      | 3 x 2          | 13.7 | 22.2     | 18.5             |
+    | 1 x 4,096       | 32/8      | 16 x 2         | 16.2 | 20.0     | 21.4             |
+    | 4 x 2,500       | 16/2, 256 | 14 x 3         | 21.3 | 35.8     | 21.7             |
+    | 2 x 8,192       | 32/2      | 32 x 2         | 23.4 | 44.4     | 22.4             |
+    | 12 x 3,000      | 32/2      | 5 x 5          | 23.7 | 42.1     | 28.0             |
+    | 16 x 5,000      | 32/4      | 2 x 20         | 56.8 | 61.5     | 62.0             |
+
+    (1 x 512: one program per tile of 64 keys, in place of stream-K.) With two programs per
+    multiprocessor and 3 stages the last two take 28.1 and 58.0. Stream-K divides the keys of ragged
+    requests evenly, this does not. So the longest request has at most as many tiles per program as
+    were measured. If it has one program alone, its keys are those of a stream-K segment at most,
+    which stream-K would not divide either.
 
     Args:
-        num_reqs, kv_heads: of the batch.
+        pairs: requests times kv heads.
+        num_tiles: KV tiles of a request, at most.
         block_n: keys of a KV tile.
         processors: multiprocessors of the chip.
+        has_fp8_decode: whether the FP8 decode kernel of Hopper chips computes the others. Splits
+            have one tile then: longer ones were not measured against that kernel.
     """
-    return SHORT_PROGRAMS * processors // (num_reqs * kv_heads) * block_n
+    programs = processors // pairs
+    if programs == 0:
+        return 0
+    most = SHORT_TILES if programs > 1 else max(1, MIN_SEGMENT // block_n)
+    split_tiles = -(-max(num_tiles, 1) // programs)
+    if split_tiles > (1 if has_fp8_decode else most):
+        return 0
+    return -(-max(num_tiles, 1) // split_tiles)
 
 
 def max_head_size(dtype: torch.dtype, device: torch.device) -> int:

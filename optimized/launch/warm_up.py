@@ -22,7 +22,6 @@ from .cost_layer import Layer
 from .launcher import Launcher
 from .launches import BRIEF
 from .prepare import SPLIT_SIZE
-from .tuning import max_short_keys
 from .warm_up_calls import (
     bound_call,
     make_call,
@@ -182,15 +181,12 @@ def _warm_decodes(
     brief = min(BRIEF, spec.max_seq_len)
     counts = req_counts(spec.max_num_reqs, launches.full_reqs)
     batches = list(product(counts, sorted({brief, spec.max_seq_len})))
-    # all batches of short decodes have the kernels of this one
-    one = max_short_keys(
-        1, launches.kv_heads, launches.short_tiles.block_n, launches.processors
-    )
-    short = [(1, min(one, spec.max_seq_len))] if one else []
+    # if some batch is one of few decodes, this one is, and they all have its kernels
+    short = (1, min(launches.small_batch_tiles.block_n, spec.max_seq_len))
     most_of_kernel = plan.short_rows // plan.group_size
     of_decode = query_lens_up_to(spec.max_query_len, most_of_kernel)
     for (num_reqs, keys), query_len in product(
-        [*batches, *short],
+        [*batches, short],
         # a decode launch serves the short requests of a longer batch too
         sorted({*of_decode, spec.max_query_len}),
     ):

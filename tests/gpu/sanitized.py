@@ -88,7 +88,8 @@ GROUPS = {
             batch._replace(head_size=head_size, dtype=dtype)
             for head_size, dtype in ((128, torch.bfloat16), (64, torch.float16))
             for batch in (
-                Batch(*RAGGED),
+                # too many kv heads for a number of programs per request
+                Batch(*RAGGED, heads=32, kv_heads=8),
                 Batch([4] * 3, [300, 17, 700], {"sliding_window": 50}),
                 Batch([1] * 3, [5000, 3, 900]),
                 Batch([1, 200, 7], [90, 333, 70]),
@@ -105,6 +106,8 @@ GROUPS = {
     "short": Group(
         (
             Batch([1] * 3, [300, 17, 0]),
+            Batch(*RAGGED),
+            Batch([1], [20000]),
             Batch([4, 1], [129, 500]),
             Batch([1, 3], [64, 200], {"sliding_window": 50}, dtype=torch.float16),
         ),

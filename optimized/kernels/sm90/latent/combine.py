@@ -9,8 +9,7 @@ import math
 import triton
 import triton.language as tl
 
-from ...combine import fold_partials
-from ...softmax import normalize, start_softmax
+from ...softmax import finite, normalize, start_softmax
 
 LN_2 = tl.constexpr(math.log(2.0))
 RANK = tl.constexpr(512)
@@ -54,6 +53,22 @@ def _store_rows(
 
 
 @triton.jit
+def _fold_partials(acc, l_i, m_i, results, lse):
+    """Return the running values of rows with several more partial results.
+
+    Args:
+        acc: [ROWS, RANK]; l_i, m_i: [ROWS].
+        results: [SPLITS, ROWS, RANK]; lse: [SPLITS, ROWS].
+    """
+    m_new = tl.maximum(m_i, tl.max(lse, 0))
+    shift = finite(m_new)
+    alpha = tl.exp2(m_i - shift)
+    weights = tl.exp2(lse - shift[None, :])
+    acc = acc * alpha[:, None] + tl.sum(results * weights[:, :, None], 0)
+    return acc, l_i * alpha + tl.sum(weights, 0), m_new
+
+
+@triton.jit
 def _combine_rows(partial_out, partial_lse, row, is_row, first, last, partial_rows):
     """Return the combined rows and their log-sum-exp.  # [ROWS, RANK], [ROWS]
 
@@ -75,7 +90,7 @@ def _combine_rows(partial_out, partial_lse, row, is_row, first, last, partial_ro
             mask=is_partial[:, :, None],
             other=0.0,
         )
-        acc, l_i, m_i = fold_partials(acc, l_i, m_i, results, lse)
+        acc, l_i, m_i = _fold_partials(acc, l_i, m_i, results, lse)
     return normalize(acc, l_i, m_i)
 
 
