@@ -82,7 +82,7 @@ def estimate_append(
 ) -> float:
     """Return the microseconds of the append kernel of Hopper chips for all requests.
 
-    A program computes the query tiles of its segment one after the other. If there are no more
+    A program computes the query tiles of its segment one after the other. If there are not more
     query tiles than segments, those of a request are computed at the same time, and the keys are
     read from memory once. Warpgroups without a row compute nothing.
 
