@@ -15,6 +15,7 @@ Exit codes: 0, all jobs have ended well. 1, one failed. 2, some were not started
 """
 
 import argparse
+import datetime
 import json
 import os
 import subprocess
@@ -68,6 +69,13 @@ def bench(suite: str, record: str) -> tuple[str, ...]:
     return (*CLI, *words, "--json", f"$OUT/{record}.json")
 
 
+def sweep(kind: str) -> tuple[str, ...]:
+    """Return the command that times choices between kernels on shapes drawn from the date."""
+    seed = datetime.date.today().isoformat()
+    words = ("--kind", kind, "--seed", seed, "--commit", "$COMMIT")
+    return script("sweep.py", "$OUT/sweep.jsonl", *words)
+
+
 def jobs() -> list[Job]:
     """Return all jobs, in the order in which they are started."""
     files = " ".join(f"tests/test_{name}.py" for name in KERNEL_TESTS.split())
@@ -92,6 +100,7 @@ def jobs() -> list[Job]:
         Job("serving", script("serving/several.py", "$OUT"), 560, ALL),
         Job("campaign", (*tried, *only, "--archive", "$OUT/campaign.tar.gz"), 560, ALL),
         Job("verdicts", judged, 420),
+        *(Job(f"sweep-{each}", sweep(each), 240, OWN) for each in ("decode", "verify")),
         Job("warm-up", script("warm_up.py", "--threads", "1", "16"), 200, ALL),
         Job("equality", script("serving/phases.py", "$OUT"), 560, OWN),
         Job("parallel", script("parallel.py", *ranks), 200, ALL, gpus=2),
