@@ -1,8 +1,11 @@
 """`tests/gpu/release.py` with small programs in place of its jobs: order, GPUs, limits. No GPU."""
 
 import json
+import os
 import shutil
+import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 from typing import Any
@@ -119,3 +122,39 @@ def test_the_groups_under_the_sanitizer_exist() -> None:
 def test_names_of_jobs_are_folders_of_their_own() -> None:
     names = [each.name for each in release.jobs()]
     assert len(set(names)) == len(names)
+
+
+def test_staged_archives_are_importable_after_activation(tmp_path: Path) -> None:
+    staged, site = tmp_path / "staged", tmp_path / "site"
+    for name in ("staged_package/__init__.py", "staged_package/_vllm_fa3_C.abi3.so"):
+        (tmp_path / "files" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "files" / name).touch()
+    staged.mkdir()
+    with tarfile.open(staged / "site.tar.xz", "w:xz") as archive:
+        archive.add(tmp_path / "files" / "staged_package", "staged_package")
+    command = (
+        f"source tests/gpu/activate.sh {staged}; source tests/gpu/activate.sh {staged};"
+        " PYTHONPATH=$VLLM_PATH python3 -c 'import staged_package as it; print(it.__file__)';"
+        ' echo "$PAGETWIN_FA3" ${PAGETWIN_FLASHMLA:-none}'
+    )
+    said = subprocess.run(
+        ["bash", "-euc", command],
+        cwd=ROOT,
+        env=os.environ | {"PAGETWIN_SITE": str(site)},
+        capture_output=True,
+        text=True,
+    )
+    assert said.returncode == 0, said.stderr
+    imported, libraries = said.stdout.splitlines()
+    assert imported == str(site / "vllm" / "staged_package" / "__init__.py")
+    assert libraries == f"{site}/vllm/staged_package/_vllm_fa3_C.abi3.so none"
+
+
+def test_only_jobs_with_an_engine_import_the_staged_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_PATH", str(tmp_path / "vllm"))
+    show = ("sh", "-c", 'echo "$$PYTHONPATH" > $OUT/path')
+    run(tmp_path, [Job("tests", show, 9), Job("serving", show, 9, is_engine=True)])
+    paths = [(tmp_path / each / "path").read_text() for each in ("tests", "serving")]
+    assert ["vllm" in each.split(os.pathsep)[-1] for each in paths] == [False, True]

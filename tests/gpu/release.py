@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 
-from record import ROOT, run_limited
+from record import ROOT, environment, run_limited
 
 HERE = Path(__file__).resolve().parent
 CLI = [sys.executable, "-c", "from pagetwin.tools.cli import app; app()"]
@@ -49,6 +49,7 @@ class Job:
         seconds: after which it is stopped.
         place: SHARED, OWN or ALL.
         gpus: of the host, without which it cannot run.
+        is_engine: whether it imports vLLM, from the folder VLLM_PATH where that is set.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Job:
     seconds: float
     place: str = SHARED
     gpus: int = 1
+    is_engine: bool = False
 
 
 def script(name: str, *words: str) -> tuple[str, ...]:
@@ -88,23 +90,30 @@ def jobs() -> list[Job]:
     judged = script("verdicts.py", "$OUT", *commit, "--adapters", own, "--limit", "300")
     tried = script("campaign.py", "$OUT", *commit, "--minutes", "8")
     only = ("--only", "attention is right for every batch")
+    across = script("serving/ranks.py", "$OUT/ranks.jsonl")
     ranks = ("--ranks", "2", "--json", "$OUT/parallel.json")
     return [
         Job("tests", (*tested, "--limit-tests", "240"), 270),
-        Job("bench", bench("standard", "bench"), 150, OWN),
-        Job("bench-extended", bench("extended", "bench-extended"), 240, OWN),
+        Job("bench", bench("standard", "bench"), 150, OWN, is_engine=True),
+        Job(
+            "bench-extended",
+            bench("extended", "bench-extended"),
+            240,
+            OWN,
+            is_engine=True,
+        ),
         *(
             Job(f"sanitizer-{each}", ("sh", "-c", checked.format(plain, each)), 150)
             for each in SANITIZED
         ),
-        Job("serving", script("serving/several.py", "$OUT"), 560, ALL),
+        Job("serving", script("serving/several.py", "$OUT"), 560, ALL, is_engine=True),
         Job("campaign", (*tried, *only, "--archive", "$OUT/campaign.tar.gz"), 560, ALL),
-        Job("verdicts", judged, 420),
+        Job("verdicts", judged, 420, is_engine=True),
         *(Job(f"sweep-{each}", sweep(each), 240, OWN) for each in ("decode", "verify")),
         Job("warm-up", script("warm_up.py", "--threads", "1", "16"), 200, ALL),
-        Job("equality", script("serving/phases.py", "$OUT"), 560, OWN),
+        Job("equality", script("serving/phases.py", "$OUT"), 560, OWN, is_engine=True),
         Job("parallel", script("parallel.py", *ranks), 200, ALL, gpus=2),
-        Job("ranks", script("serving/ranks.py", "$OUT/ranks.jsonl"), 400, ALL, gpus=2),
+        Job("ranks", across, 400, ALL, gpus=2, is_engine=True),
     ]
 
 
@@ -160,12 +169,14 @@ class Release:
         folder.mkdir(parents=True, exist_ok=True)
         values = {"OUT": str(folder), "COMMIT": self.commit}
         command = [Template(word).substitute(values) for word in job.command]
+        paths = [environment()["PYTHONPATH"], os.environ.get("VLLM_PATH", "")]
         began = time.time()
         code, _ = run_limited(
             command,
             job.seconds,
             folder / "log.txt",
             CUDA_VISIBLE_DEVICES=",".join(self.gpus[place] for place in places),
+            PYTHONPATH=os.pathsep.join(paths if job.is_engine else paths[:1]),
         )
         line = {"job": job.name, "code": code, "seconds": round(time.time() - began, 1)}
         print(json.dumps(line), flush=True)
