@@ -109,7 +109,10 @@ def jobs() -> list[Job]:
         Job("serving", script("serving/several.py", "$OUT"), 560, ALL, is_engine=True),
         Job("campaign", (*tried, *only, "--archive", "$OUT/campaign.tar.gz"), 560, ALL),
         Job("verdicts", judged, 420, is_engine=True),
-        *(Job(f"sweep-{each}", sweep(each), 240, OWN) for each in ("decode", "verify")),
+        *(
+            Job(f"sweep-{each}", sweep(each), 240, OWN, is_engine=True)
+            for each in ("decode", "verify", "write")
+        ),
         Job("warm-up", script("warm_up.py", "--threads", "1", "16"), 200, ALL),
         Job("equality", script("serving/phases.py", "$OUT"), 560, OWN, is_engine=True),
         Job("parallel", script("parallel.py", *ranks), 200, ALL, gpus=2),

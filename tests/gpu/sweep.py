@@ -2,10 +2,12 @@
 
     python tests/gpu/sweep.py OUT.jsonl --kind decode --shapes 20 --seed 1 --fa3 FILE
     python tests/gpu/sweep.py OUT.jsonl --kind verify --shapes 20 --seed 1 --fa3 FILE
+    python tests/gpu/sweep.py OUT.jsonl --kind write --shapes 20 --seed 1
 
 Draws batches, and times each with the kernels that pagetwin chooses, with every alternative, and
-with FlashAttention-3, by the method of `pagetwin bench`. `regret` is the time of the choice divided
-by that of the fastest alternative. A new seed gives shapes that no constant was fitted to.
+with a baseline (FlashAttention-3; for cache writes vLLM's kernel), by the method of `pagetwin
+bench`. `regret` is the time of the choice divided by that of the fastest alternative. A new seed
+gives shapes that no constant was fitted to.
 
 OUT.jsonl gets one line for the machine and one per batch. A run continues where the last one with
 the same file stopped.
@@ -23,13 +25,17 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
+from pagetwin.optimized.cache import cache_ops
 from pagetwin.optimized.launch import dispatch, launches
 from pagetwin.optimized.launch.cost_layer import Layer
 from pagetwin.optimized.launch.cost_model import PREFILL, Choice, choose_path
+from pagetwin.optimized.launch.repeat.writes import WRITES
 from pagetwin.tools.bench.inputs import Inputs
 from pagetwin.tools.bench.libraries.flash_attention_3 import FlashAttention3
 from pagetwin.tools.bench.libraries.library import Prepared
 from pagetwin.tools.bench.libraries.ours import Ours
+from pagetwin.tools.bench.libraries.vllm_triton import VLLMTriton
 from pagetwin.tools.bench.results import Entry
 from pagetwin.tools.bench.run import Benchmark
 from pagetwin.tools.bench.settings import BenchSettings
@@ -43,20 +49,25 @@ HEADS = (
 LARGEST_CACHE = 2 << 30
 """Bytes of keys and values of a batch, at most."""
 LONGEST_QUERY = {"decode": 1, "verify": 64}
+KINDS = (*LONGEST_QUERY, "write")
 SHARES = (1.0, 0.5, 0.25)
 """Segments of the append kernel that are tried, as shares of the most that run at once."""
 PROGRAMS = (0.5, 1.0, 2.0)
 """Programs per multiprocessor of the kernel for few decodes that are tried."""
+TOKENS = (1, 2, 4, 8)
+"""Tokens per program of a cache write that are tried."""
 
 
 def draw_workload(kind: str, name: str, rng: random.Random) -> Workload:
     """Return a batch with lengths of any size: half of the batches are ragged.
 
     Args:
-        kind: "decode" or "verify".
+        kind: one of KINDS.
         name: of the workload.
         rng: what it is drawn from.
     """
+    if kind == "write":
+        return draw_write(name, rng)
     while True:
         query_heads, kv_heads, head_size = rng.choice(HEADS)
         reqs = round(2 ** rng.uniform(0, 6))
@@ -80,6 +91,23 @@ def draw_workload(kind: str, name: str, rng: random.Random) -> Workload:
         kv_heads=kv_heads,
         head_size=head_size,
         sliding_window=rng.choice([None, None, None, 1024]),
+    )
+
+
+def draw_write(name: str, rng: random.Random) -> Workload:
+    """Return a cache write of any number of tokens."""
+    query_heads, kv_heads, head_size = rng.choice(HEADS)
+    tokens = round(2 ** rng.uniform(0, 15))
+    return Workload(
+        name=name,
+        kind="write",
+        about=f"{tokens} tokens",
+        query_lens=(tokens,),
+        kv_lens=(tokens,),
+        query_heads=query_heads,
+        kv_heads=kv_heads,
+        head_size=head_size,
+        kv_dtype=rng.choice([torch.bfloat16, torch.float8_e4m3fn]),
     )
 
 
@@ -111,11 +139,17 @@ class Forced(Ours):
     @contextmanager
     def force(self) -> Iterator[None]:
         """Replace the choice, and forget recorded launches, which would repeat another one."""
-        dispatch.PLANS.repeats.clear()
         target, attribute, value = self.replaced
+        forget()
         with mock.patch.object(target, attribute, value):
             yield
-        dispatch.PLANS.repeats.clear()
+        forget()
+
+
+def forget() -> None:
+    """Drop recorded launches."""
+    dispatch.PLANS.repeats.clear()
+    WRITES.clear()
 
 
 def split_among(programs: float) -> Callable[..., int]:
@@ -152,6 +186,9 @@ def alternatives(kind: str, device: str) -> list[Ours]:
             Forced(device, f"few-{each:g}", *split, split_among(each))
             for each in PROGRAMS
         ]
+    if kind == "write":
+        tokens = (cache_ops, "TOKENS_PER_PROGRAM")
+        return [Forced(device, f"tokens-{each}", *tokens, each) for each in TOKENS]
     path = (dispatch, "choose_path")
     found = [Forced(device, "prefill", *path, lambda *_: PREFILL)]
     return found + [
@@ -175,6 +212,7 @@ def describe(workload: Workload, entries: dict[str, Entry]) -> dict[str, Any]:
         "keys": sum(workload.kv_lens),
         "heads": [workload.query_heads, workload.kv_heads, workload.head_size],
         "window": workload.sliding_window,
+        "cache": str(workload.kv_dtype).removeprefix("torch."),
         "us": {name: round(time, 2) for name, time in known.items()},
         "kernels": entries["ours"].kernels,
         "failed": {
@@ -185,15 +223,16 @@ def describe(workload: Workload, entries: dict[str, Entry]) -> dict[str, Any]:
     }
     if "ours" in known and others:
         line["regret"] = round(known["ours"] / min(*others, known["ours"]), 3)
-    if "ours" in known and "fa3" in known:
-        line["ratio_to_fa3"] = round(known["ours"] / known["fa3"], 3)
+    baseline = "vllm" if workload.kind == "write" else "fa3"
+    if "ours" in known and baseline in known:
+        line[f"ratio_to_{baseline}"] = round(known["ours"] / known[baseline], 3)
     return line
 
 
 def summarize(lines: list[dict[str, Any]]) -> str:
     """Return the mean and the worst regret, and the same of the ratios, in one paragraph."""
     words = []
-    for name in ("regret", "ratio_to_fa3"):
+    for name in ("regret", "ratio_to_fa3", "ratio_to_vllm"):
         found = [(each[name], each["name"]) for each in lines if name in each]
         if found:
             mean = statistics.geometric_mean([value for value, _ in found])
@@ -208,7 +247,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("out", type=Path)
-    add("--kind", choices=list(LONGEST_QUERY), required=True)
+    add("--kind", choices=KINDS, required=True)
     add("--shapes", type=int, default=20)
     add("--seed", default="0", help="any word")
     add("--repeats", type=int, default=15)
@@ -222,7 +261,10 @@ def main() -> int:
     done = {each["name"] for each in lines}
     libraries = [Ours(device), *alternatives(asked.kind, device)]
     if not asked.smoke:
-        libraries.append(FlashAttention3(device, asked.fa3))
+        is_write = asked.kind == "write"
+        libraries.append(
+            VLLMTriton(device) if is_write else FlashAttention3(device, asked.fa3)
+        )
     workloads = []
     for number in range(asked.shapes):
         name = f"{asked.kind}-{asked.seed}-{number}"
