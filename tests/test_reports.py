@@ -108,6 +108,26 @@ def test_the_picture_names_the_lost_key() -> None:
     json.dumps(picture, allow_nan=False)
 
 
+def test_a_failure_with_64_bit_addresses_has_a_picture() -> None:
+    """The call kept the rows of its former block table, and drawing it ended the process."""
+    law = find_law("addresses of attention have 64 bits")
+    right = load_candidate("reference").operations["paged_attention"]
+
+    @wraps(right)
+    def early(*args: Any, **given: Any) -> Any:
+        return right(*args, **given | {"seq_lens": given["seq_lens"] - 1})
+
+    setting = make_setting(
+        Candidate("mine", {"paged_attention": early}, Support()), "cpu"
+    )
+    case = "FarAttention(what='pages', query_len=1)"
+    broken = try_case(law, setting, case, lambda case, held: None)
+    assert broken.status == Status.BROKEN
+    picture = broken.details["picture"]
+    assert picture["blocks"]["rows"] == [[2, 1, 0]]
+    assert picture["blocks"]["keys"] == [[0, 0]] and picture["tile"]["keys"] == [32]
+
+
 def test_the_page_is_one_file_without_scripts() -> None:
     page = render_page(failing_report())
     assert len(re.findall(r"<section id=", page)) == 4
