@@ -25,8 +25,8 @@ from pagetwin.conformance.harness.report import SEVERITIES, Report, Result, Stat
 from pagetwin.conformance.harness.trial import find_law, make_setting, try_case
 from pagetwin.tools.replay.pictures import draw_occupancy
 from pagetwin.tools.replay.run import Replay
-from pagetwin.tools.replay.settings import choose_settings
 from pagetwin.tools.report_page import draw_blocks, draw_tile, render_page
+from small_replays import small
 
 PAGED = "paged attention is right for every batch of a signature"
 
@@ -224,10 +224,7 @@ def test_a_preemption_is_drawn_at_its_step(monkeypatch: pytest.MonkeyPatch) -> N
         return scatter(self, x, *rest, **given)
 
     monkeypatch.setattr(Axes, "scatter", watched)
-    settings = choose_settings(
-        "cpu", requests=12, twins=("reference",), head_size=8, query_heads=2, kv_heads=1
-    )
-    records = list(Replay(settings, with_holders=True).steps())
+    records = list(Replay(small(), with_holders=True).steps())
     preempted = [each.step for each in records if each.preempted]
     assert preempted
     draw_occupancy(records)
