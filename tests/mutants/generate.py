@@ -14,8 +14,9 @@ import ast
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from .mutant import ROOT, Mutant
+from .mutant import ROOT, Mutant, tomllib
 
 Node = ast.AST
 Edit = tuple[Node, str]
@@ -115,6 +116,16 @@ def mutated_files() -> list[str]:
         ):
             found.append(name)
     return found
+
+
+def read_reasons(path: Path) -> dict[str, str]:
+    """Return why mutants are equivalent, by id, from a TOML file."""
+    found = tomllib.loads(path.read_text(encoding="utf-8"))["equivalent"]
+    return {
+        name: " ".join(each["reason"].split())
+        for each in found
+        for name in each["mutants"]
+    }
 
 
 def generate(
