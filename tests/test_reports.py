@@ -23,7 +23,9 @@ from pagetwin.conformance.harness.candidate import Candidate, Support, load_cand
 from pagetwin.conformance.harness.pictures import Failure, picture_of
 from pagetwin.conformance.harness.report import SEVERITIES, Report, Result, Status
 from pagetwin.conformance.harness.trial import find_law, make_setting, try_case
+from pagetwin.tools.replay.figures import summarize
 from pagetwin.tools.replay.pictures import draw_occupancy
+from pagetwin.tools.replay.report import render_report
 from pagetwin.tools.replay.run import Replay
 from pagetwin.tools.report_page import draw_blocks, draw_tile, render_page
 from small_replays import small
@@ -229,3 +231,14 @@ def test_a_preemption_is_drawn_at_its_step(monkeypatch: pytest.MonkeyPatch) -> N
     assert preempted
     draw_occupancy(records)
     assert drawn == [preempted]
+
+
+def test_pictures_of_a_replay_keep_a_readable_width_and_can_be_scrolled() -> None:
+    """On a screen of 390 px the pictures were as wide as the page, and their text 3 px high."""
+    replay = Replay(small(), with_holders=True)
+    records = list(replay.steps())
+    page = render_report(summarize(replay, records, 1.0), records)
+    assert (
+        page.count("<img") == page.count('<div class="scroll" tabindex="0"><img') == 5
+    )
+    assert "prompt tokens of " in page and "tokens: of" not in page
