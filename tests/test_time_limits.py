@@ -1,6 +1,10 @@
 """Time limits: a law whose time is over is not finished, which is neither broken nor lost."""
 
 import json
+import os
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -404,3 +408,25 @@ def test_a_case_that_is_slow_once_is_not_the_first_symptom_of_a_report(
     assert "notes: 1" in result.output and ONCE in result.output
     text = Path("r.md").read_text(encoding="utf-8")
     assert "## Notes" in text and ONCE in text
+
+
+# a process that takes long to end
+
+
+def test_a_process_that_ends_slowly_has_crashed_and_does_not_hang() -> None:
+    """Under load a crash was reported as a hang of more than 120 seconds after 2 seconds."""
+    worker = Worker("none", "cpu")
+    ours, theirs = os.pipe()
+    os.close(theirs)
+    worker._lines, worker._unread = os.fdopen(ours, "rb", buffering=0), b""
+    worker._said = tempfile.TemporaryFile("w+")  # noqa: SIM115
+    words = "import time; time.sleep(3); raise SystemExit(7)"
+    worker._process = subprocess.Popen(
+        [sys.executable, "-c", words], stdin=subprocess.PIPE, text=True
+    )
+    try:
+        assert worker._next(time.monotonic() + 60) is None
+        ended = worker._ended(120)
+    finally:
+        worker.stop()
+    assert ended == (Status.CRASHED, "the process ended with code 7")
