@@ -35,7 +35,16 @@ KERNEL_TESTS = (
     "short_decode append append_sm90 prefill_sm90 fp8_prefill_sm90 fp8_decode_sm90 latent_sm90"
     " invariant_sm90 cascade_attention repeat_cuda warm_up conformance_fatal"
 )
-SANITIZED = ("short", "append", "hopper", "packed", "unaligned", "fp8", "cascade")
+SANITIZED = (
+    "short",
+    "append",
+    "segments",
+    "hopper",
+    "packed",
+    "unaligned",
+    "fp8",
+    "cascade",
+)
 SHARED, OWN, ALL = "shares a GPU", "a GPU of its own", "all GPUs"
 
 
