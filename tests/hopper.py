@@ -283,7 +283,7 @@ CASES = {
         "prefill", plan_of((70, 1), (200, 50), 80, group=3, kv_heads=2, padding=9)
     ),
     "prefill, padding of a batch of another layout": Case(
-        "prefill", plan_of((0, 5), (20, 50), 256, group=1, kv_heads=2, padding=4, **UNLIKE)
+        "prefill", plan_of((0, 5), (20, 50), 256, kv_heads=2, padding=4, **UNLIKE)
     ),
     "prefill, float16, whole tiles": Case(
         "prefill", plan_of((192,), (300,), 64, dtype=FP16, group=1, padding=3)
@@ -355,6 +355,12 @@ CASES = {
         "append", plan_of((6, 0, 70, 1, 2), (1000, 9, 300, 5, 60), 64, needle="first new"),
         {"sinks": True},
     ),
+    "append, several query tiles": Case(
+        "append", plan_of((70, 5), (300, 40), 128, group=4)
+    ),
+    "append, padding alone": Case(
+        "append", plan_of((0, 0), (50, 9), 128, padding=3)
+    ),
     "append, rows on both sides of a tile's edge": Case(
         "append", plan_of((12,), (645,), 128, group=4, needle="last")
     ),
@@ -362,7 +368,7 @@ CASES = {
         "append", plan_of((20, 1), (900, 400), 80, group=3), {"sliding_window": 300}
     ),
     "append, a window that begins in another tile for each warpgroup": Case(
-        "append", plan_of((20, 20), (950, 150), 80, group=3), {"sliding_window": 300},
+        "append", plan_of((40, 20), (970, 150), 80, group=3), {"sliding_window": 300},
         processors=1,
     ),
     "append, head size 192": Case("append", plan_of((6, 1), (300, 20), 192)),

@@ -29,6 +29,15 @@ pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="it is the run without a GPU that is tried"
 )
 SM90 = Path(__file__).parents[1] / "optimized/kernels/sm90"
+FAR = [
+    (axis, name)
+    for axis in ("token", "lse head", "lse token", "table row")
+    for name in (
+        "prefill, padding, padded heads, three to a tile",
+        "append, several segments",
+    )
+]
+"""Axes with long strides, and calls that they are tried in."""
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -98,11 +107,7 @@ def test_a_short_request_and_padding_in_a_batch_of_one_length_need_no_decode_lau
     assert not out[73:].any() and bool((lse[:, 73:] == -torch.inf).all())
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["prefill, padding, padded heads, three to a tile", "append, several segments"],
-)
-@pytest.mark.parametrize("axis", ["token", "lse head", "lse token", "table row"])
+@pytest.mark.parametrize(("axis", "name"), FAR)
 def test_offsets_of_more_than_32_bits_change_no_bit(
     axis: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ import hopper
 import hopper_fp8
 import pytest
 import test_fp8_sm90_interpreted as fp8_tests
+import test_sm90_interpreted as sm90_tests
 from conftest import TWINS
 from pagetwin.conformance.generators.batches import BatchPlan
 
@@ -76,4 +77,9 @@ for _family, _test, *_arguments in (
     _words = _test.__name__.removeprefix("test_").replace("_", " ")
     CALLS[", ".join(["FP8", _words, *map(str, _arguments)])] = Call(
         _family, 1 << 20, partial(_run_test, _test, *_arguments)
+    )
+for _axis, _case in sm90_tests.FAR:
+    _test = sm90_tests.test_offsets_of_more_than_32_bits_change_no_bit
+    CALLS[f"offsets of more than 32 bits, {_axis}, {_case}"] = Call(
+        hopper.CASES[_case].family, 1 << 20, partial(_run_test, _test, _axis, _case)
     )
