@@ -14,7 +14,7 @@ import pytest
 import test_fp8_decode_sm90 as fp8
 import torch
 from conftest import TWINS, Twin
-from hopper import COUNTERS, pretend_hopper
+from hopper import COUNTERS, Case, launch, make_batch, plan_of, pretend_hopper
 from hopper_fp8 import pretend_fp8_hopper
 from pagetwin.conformance.generators.batches import BatchPlan, build
 from pagetwin.conformance.oracles.dense import judge_attention, judge_lse
@@ -151,3 +151,21 @@ def test_a_captured_launch_is_right_for_all_shorter_lengths(
     pretend = pretend_fp8_hopper if capture.is_fp8 else pretend_hopper
     with pretend(monkeypatch, seed=number) as launches:
         replay(capture, number, reference, launches.made)
+
+
+def test_rows_past_a_bound_that_is_too_small_harm_no_other_request(
+    reference: Twin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Partial results have memory for 3 tokens. One request has 6: those are not stored."""
+    plan = plan_of((3, 6, 2), (700, 700, 300), 128, group=4, padding=2)
+    case = Case("append", plan, processors=7)
+    batch = make_batch(case)
+    with pretend_hopper(monkeypatch):
+        out, lse = launch(case, replace(batch, max_query_len=3))
+    right, right_lse = batch.fresh()
+    reference.paged_attention(**batch.arguments(), out=right, lse=right_lse)
+    for rows in (slice(0, 3), slice(9, 13)):
+        torch.testing.assert_close(out[rows], right[rows], atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(
+            lse[:, rows], right_lse[:, rows], atol=1e-4, rtol=1e-4
+        )

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import hopper
 import hopper_fp8
 import pytest
+import test_captured_lengths_sm90 as captured_tests
 import test_fp8_sm90_interpreted as fp8_tests
 import test_sm90_interpreted as sm90_tests
 from conftest import TWINS
@@ -83,3 +84,12 @@ for _axis, _case in sm90_tests.FAR:
     CALLS[f"offsets of more than 32 bits, {_axis}, {_case}"] = Call(
         hopper.CASES[_case].family, 1 << 20, partial(_run_test, _test, _axis, _case)
     )
+CALLS["append, rows past a bound that is too small"] = Call(
+    "append",
+    1 << 21,
+    partial(
+        _run_test,
+        captured_tests.test_rows_past_a_bound_that_is_too_small_harm_no_other_request,
+        TWINS["reference"],
+    ),
+)
