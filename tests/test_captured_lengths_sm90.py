@@ -14,7 +14,7 @@ import pytest
 import test_fp8_decode_sm90 as fp8
 import torch
 from conftest import TWINS, Twin
-from hopper import COUNTERS, Case, launch, make_batch, plan_of, pretend_hopper
+from hopper import COUNTERS, NAN, Case, launch, make_batch, plan_of, pretend_hopper
 from hopper_fp8 import pretend_fp8_hopper
 from pagetwin.conformance.generators.batches import BatchPlan, build
 from pagetwin.conformance.oracles.dense import judge_attention, judge_lse
@@ -151,6 +151,47 @@ def test_a_captured_launch_is_right_for_all_shorter_lengths(
     pretend = pretend_fp8_hopper if capture.is_fp8 else pretend_hopper
     with pretend(monkeypatch, seed=number) as launches:
         replay(capture, number, reference, launches.made)
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        ((66, 66), (129, 128)),
+        ((66, 1), (0, 300)),
+        ((0, 9), (7, 1)),
+        ((0, 0), (40, 0)),
+    ],
+)
+def test_a_captured_cross_attention_is_right_for_other_lengths(
+    lengths: tuple[tuple[int, int], tuple[int, int]],
+    reference: Twin,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two requests of up to 66 tokens and 300 keys. Tokens and keys of no request are NaN."""
+    query_lens, key_lens = lengths
+    chance = torch.Generator().manual_seed(sum(key_lens))
+    query, key, value = (
+        torch.randn(each, heads, 64, generator=chance).half()
+        for each, heads in ((132, 2), (300, 1), (300, 1))
+    )
+    query[sum(query_lens) :] = NAN
+    key[sum(key_lens) :] = value[sum(key_lens) :] = NAN
+    starts, key_starts = (
+        torch.tensor([0, *each]).cumsum(0).int() for each in (query_lens, key_lens)
+    )
+    monkeypatch.setattr(dispatch, "choose_path", lambda *_: PREFILL)
+    call = query, key, value, starts, key_starts, 66, 300
+    options = AttentionOptions(causal=False, sinks=torch.tensor([0.5, -2.0]))
+    results = []
+    with pretend_hopper(monkeypatch) as launches:
+        for attend in (TWINS["optimized"].raw, reference.raw):
+            out, lse = torch.full_like(query, NAN), torch.full((2, 132), NAN)
+            attend.encoder_attention(*call, out=out, lse=lse, options=options)
+            results.append((out, lse))
+    assert launches.made == ["prefill_kernel"]
+    (out, lse), (right, right_lse) = results
+    torch.testing.assert_close(out, right, atol=4e-3, rtol=4e-3)
+    torch.testing.assert_close(lse, right_lse, atol=1e-4, rtol=1e-4)
 
 
 def test_rows_past_a_bound_that_is_too_small_harm_no_other_request(
