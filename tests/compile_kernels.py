@@ -227,6 +227,14 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
                 q, 4096, 576, torch.bfloat16, r, **o
             ),
         )
+    # 64 query heads of one kv head
+    for sizes in ((256, 256), (576, 512)):
+        yield (
+            "few decodes, 64 rows of {} and {}".format(*sizes),
+            lambda s=sizes: run_attention(
+                1, 4096, s[0], torch.bfloat16, 2, (64, 1), s[1]
+            ),
+        )
     for query_len, name, options in (
         (6, "bf16 128, 32 rows", {}),
         (16, "bf16 128, 64 rows", {}),
