@@ -227,13 +227,12 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
                 q, 4096, 576, torch.bfloat16, r, **o
             ),
         )
-    # 64 query heads of one kv head
-    for sizes in ((256, 256), (576, 512)):
+    # the most query heads per kv head that have a decode tile on every chip
+    for heads, head_size, value_size in ((64, 256, 256), (32, 576, 512)):
+        sizes = (head_size, torch.bfloat16, 2, (heads, 1), value_size)
         yield (
-            "few decodes, 64 rows of {} and {}".format(*sizes),
-            lambda s=sizes: run_attention(
-                1, 4096, s[0], torch.bfloat16, 2, (64, 1), s[1]
-            ),
+            f"few decodes, {heads} rows of {head_size} and {value_size}",
+            lambda s=sizes: run_attention(1, 4096, *s),
         )
     for query_len, name, options in (
         (6, "bf16 128, 32 rows", {}),
