@@ -227,6 +227,13 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
                 q, 4096, 576, torch.bfloat16, r, **o
             ),
         )
+    # the most query heads per kv head that have a decode tile on every chip
+    for heads, head_size, value_size in ((64, 256, 256), (32, 576, 512)):
+        sizes = (head_size, torch.bfloat16, 2, (heads, 1), value_size)
+        yield (
+            f"few decodes, {heads} rows of {head_size} and {value_size}",
+            lambda s=sizes: run_attention(1, 4096, *s),
+        )
     for query_len, name, options in (
         (6, "bf16 128, 32 rows", {}),
         (16, "bf16 128, 64 rows", {}),

@@ -85,3 +85,61 @@ def test_a_head_whose_tile_does_not_fit_the_chip_is_refused(
         assert tuning.max_head_size(torch.bfloat16, device) == 1024
     finally:
         tuning._table.cache_clear()
+
+
+ROWS_OF_A_TOKEN = [
+    # chip, query heads per kv head, padded head sizes, dtype, rows of a decode tile
+    (86, 48, (128, 128), torch.bfloat16, 64),
+    (86, 16, (1024, 1024), torch.bfloat16, 16),
+    (86, 32, (1024, 512), torch.bfloat16, 32),
+    (86, 64, (1024, 512), torch.bfloat16, 0),
+    (80, 64, (1024, 512), torch.bfloat16, 64),
+    (90, 64, (1024, 1024), torch.bfloat16, 0),
+    (90, 65, (64, 64), torch.bfloat16, 0),
+    (80, 1, (1024, 1024), torch.float32, 16),
+    (80, 32, (1024, 1024), torch.float32, 0),
+    (80, 64, (512, 512), torch.float32, 0),
+    (86, 16, (512, 512), torch.float32, 16),
+    (86, 32, (512, 512), torch.float32, 0),
+]
+
+
+@pytest.mark.parametrize(("chip", "group", "sizes", "dtype", "rows"), ROWS_OF_A_TOKEN)
+def test_the_rows_of_a_token_that_fit_no_decode_tile_have_none(
+    chip: int,
+    group: int,
+    sizes: tuple[int, int],
+    dtype: torch.dtype,
+    rows: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Latents with 64 heads asked a chip with 99 KiB of shared memory for 160 KiB."""
+    decode_tiles = import_module("pagetwin.optimized.launch.decode_tiles")
+    tuning = import_module("pagetwin.optimized.launch.tuning")
+    monkeypatch.setattr(decode_tiles, "INTERPRETED", False)
+    monkeypatch.setattr(decode_tiles, "find_shared_memory", lambda _: CHIPS[chip][0])
+    found = decode_tiles.choose_short_rows(
+        group, tuning.Tiles(16, 16, 8, 1), sum(sizes), dtype, torch.device("cuda")
+    )
+    assert found == rows
+
+
+def test_two_kv_tiles_are_in_flight_where_they_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """64 rows of 256 asked an A100, which has 163 KiB of shared memory, for 168.5."""
+    decode_tiles = import_module("pagetwin.optimized.launch.decode_tiles")
+    tuning = import_module("pagetwin.optimized.launch.tuning")
+    monkeypatch.setattr(decode_tiles, "INTERPRETED", False)
+    of_device = (torch.bfloat16, torch.device("cuda"))
+    for chip, size, rows, stages in (
+        (80, 256, 64, 3), (80, 256, 32, 5), (90, 256, 64, 5), (80, 128, 64, 5)
+    ):  # fmt: skip
+        memory = CHIPS[chip][0]
+        monkeypatch.setattr(decode_tiles, "find_shared_memory", lambda _, m=memory: m)
+        decode = tuning.Tiles(16, 16384 // size, 4, 3)
+        deeper = tuning.Tiles(16, 16384 // size, 4, 5)
+        found = decode_tiles.limit_stages(
+            deeper, decode, rows, (size, size), *of_device
+        )
+        assert found.num_stages == stages, (chip, size, rows)

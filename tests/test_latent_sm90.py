@@ -87,6 +87,18 @@ def test_what_the_kernel_does_not_compute_has_no_plan() -> None:
         assert not _plan_is_made(call._replace(options=options))
 
 
+def test_an_output_whose_heads_are_far_apart_has_no_plan() -> None:
+    """The offset of a head is a product of 32 bits, which was not checked."""
+    call = make_call(CASES[0])
+    _, heads, size = call.out.shape
+    for most, is_planned in ((2**31 - 1, True), (2**31 + 8 * heads, False)):
+        strides = (size, most // heads // 8 * 8, 1)
+        out = torch.empty_strided(
+            call.out.shape, strides, dtype=call.out.dtype, device="meta"
+        )
+        assert _plan_is_made(call._replace(out=out)) is is_planned
+
+
 def test_a_plan_takes_only_values_that_are_the_first_columns_of_the_keys() -> None:
     """Addresses and lengths are not part of a signature."""
     call = make_call(CASES[0])

@@ -15,6 +15,14 @@ def count_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def find_shared_memory(device: torch.device) -> int:
+    """Return the bytes of shared memory that one program may have."""
+    properties = torch.cuda.get_device_properties(device)
+    # torch has this property, its type stubs do not
+    found: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return found
+
+
 @cache
 def is_hopper(device: torch.device) -> bool:
     """Return whether a device is a chip of compute capability 9.0."""

@@ -20,6 +20,7 @@ from ..kernels.prefill import prefill_kernel
 from ..kernels.sm90.fp8_decode import family as sm90_fp8
 from ..kernels.split_kv import split_kv_kernel, split_rows_kernel
 from .chip import count_processors
+from .decode_tiles import choose_short_rows, limit_stages
 from .launcher import INTERPRETED, Launcher, must_widen, next_power_of_2
 from .launches import Launches
 from .lowering import make_launcher
@@ -55,11 +56,12 @@ def prepare(
     )
     decode, small_batch, prefill = _choose_tiles(query, config, options)
     row_tiles = choose_row_tiles(decode, prefill, block_table is not None)
-    # the rows of a decode request fit one decode tile
-    short_rows = min(64, max(decode.block_m, next_power_of_2(group_size)))
-    has_decode = group_size <= short_rows and not options.batch_invariant
-    if not has_decode:
-        short_rows = 0
+    of_chip, sizes = (query.dtype, query.device), (config.BLOCK_D, config.BLOCK_DV)
+    short_rows = 0
+    if not options.batch_invariant:
+        short_rows = choose_short_rows(group_size, decode, sum(sizes), *of_chip)
+    has_decode = short_rows > 0
+    small_batch = limit_stages(small_batch, decode, short_rows, sizes, *of_chip)
     tree = options.tree_mask
     strides = _strides(query, key, value, block_table, out)
     fixed = {

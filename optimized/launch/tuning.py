@@ -29,6 +29,7 @@ from functools import cache
 
 import torch
 
+from .chip import find_shared_memory
 from .launcher import INTERPRETED
 
 
@@ -270,9 +271,6 @@ def choose_row_tiles(
 def _table(is_float32: bool, device: torch.device) -> dict[int, tuple[Tiles, Tiles]]:
     if INTERPRETED:
         return IN_THE_INTERPRETER
-    properties = torch.cuda.get_device_properties(device)
-    # torch has this property, its type stubs do not
-    shared_memory = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
-    if shared_memory < SHARED_MEMORY:
+    if find_shared_memory(device) < SHARED_MEMORY:
         return SMALL_FLOAT32 if is_float32 else SMALL
     return FLOAT32 if is_float32 else TABLE

@@ -292,4 +292,7 @@ def _is_latent_decode(call: AttentionCall) -> bool:
         return False
     if call.out.stride(2) != 1 or any(each % 8 for each in call.out.stride()[:2]):
         return False
+    # offsets of heads have 32 bits
+    if query.shape[1] * call.out.stride(1) > MAX_COORDINATE:
+        return False
     return bool(blocks * (key.stride(0) // stride) + BOX_MARGIN <= MAX_COORDINATE)

@@ -1,0 +1,171 @@
+"""Partial results: programs in any order, a workspace of any content, and nothing outside of it."""
+
+from collections.abc import Callable, Iterator
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from conftest import TWINS
+from pagetwin.conformance.generators.batches import BatchPlan, build
+from pagetwin.conformance.oracles.dense import same_bits
+from pagetwin.contract.attention_options import AttentionOptions
+from pagetwin.optimized.launch import cascade, dispatch, portable, tuning
+from pagetwin.optimized.launch.cost_model import Choice
+from pagetwin.optimized.launch.launcher import INTERPRETED
+from test_cascade_attention import share_prefix
+from torch import Tensor
+from triton.runtime.interpreter import interpreter_builder
+
+GUARD = 256
+"""Numbers before and after a workspace, 7, and counters before and after those of a launch, 99."""
+ORDERS: dict[str, Callable[[list[int]], Any]] = {
+    "as launched": lambda programs: None,
+    "reversed": lambda programs: programs.reverse(),
+    "shuffled": lambda programs: Random(len(programs)).shuffle(programs),
+}
+
+
+class Lender:
+    """Lends each launch a workspace full of NaN, between guards.
+
+    Args:
+        device: of the launches.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.lent: list[tuple[Tensor, Tensor]] = []
+
+    def find(
+        self, _: torch.device, counters: int, numbers: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return counters and numbers, as `find_workspace` does."""
+        memory = torch.full((numbers + 2 * GUARD,), 7.0, device=self.device)
+        arrivals = torch.full((counters + 2 * GUARD,), 99, device=self.device).int()
+        found = arrivals[GUARD:-GUARD].zero_(), memory[GUARD:-GUARD].fill_(torch.nan)
+        self.lent.append((arrivals, memory))
+        return found
+
+    def check(self) -> int:
+        """Check guards and counters, and return how many numbers were stored."""
+        stored = 0
+        for arrivals, memory in self.lent:
+            for tensor, content in ((arrivals, 99), (memory, 7)):
+                guards = torch.cat((tensor[:GUARD], tensor[-GUARD:]))
+                assert bool((guards == content).all())
+            assert not bool(arrivals[GUARD:-GUARD].any())
+            stored += int((~memory[GUARD:-GUARD].isnan()).sum())
+        self.lent.clear()
+        return stored
+
+
+@pytest.fixture
+def lender(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Lender:
+    """Return what lends all workspaces of portable kernels."""
+    lender = Lender(device)
+    for module in (portable, cascade):
+        monkeypatch.setattr(module, "find_workspace", lender.find)
+    # the interpreter has 4 multiprocessors: few decodes get up to 4 programs each
+    monkeypatch.setattr(tuning, "SHORT_TILES", 8)
+    largest = lambda layer, *batch: Choice("split", layer.row_tiles[-1])  # noqa: E731
+    monkeypatch.setattr(dispatch, "choose_path", largest)
+    # a call that was repeated would not be planned
+    dispatch.PLANS.clear()
+    cascade.PLANS.clear()
+    return lender
+
+
+@pytest.fixture
+def set_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Callable[[str], None]]:
+    """Return a function that sets the order in which the interpreter runs programs."""
+    chosen = "as launched"
+    programs: list[int] = []
+    place = interpreter_builder.set_grid_idx
+
+    def set_index(x: int, y: int, z: int) -> None:
+        width, height, depth = interpreter_builder.grid_dim
+        at = (x * height + y) * depth + z
+        if at == 0:
+            programs[:] = range(width * height * depth)
+            ORDERS[chosen](programs)
+        at = programs[at]
+        place(at // (height * depth), at // depth % height, at % depth)
+
+    def choose(order: str) -> None:
+        nonlocal chosen
+        chosen = order
+
+    monkeypatch.setattr(interpreter_builder, "set_grid_idx", set_index)
+    yield choose
+
+
+CALLS: dict[str, tuple[BatchPlan, dict[str, Any]]] = {
+    "few decodes": (BatchPlan((1,), (250,), kv_heads=1, needle="last"), {}),
+    "few drafts": (BatchPlan((0, 4), (130, 250), group=3, kv_heads=1), {}),
+    "stream-K decodes": (BatchPlan((1,) * 5, (290, 1, 129, 64, 99), kv_heads=1), {}),
+    "stream-K drafts": (
+        BatchPlan((1, 1, 0, 1, 4), (130, 1, 5, 64, 290), group=3, kv_heads=1),
+        {},
+    ),
+    "append": (BatchPlan((12, 9), (200, 130), group=4, kv_heads=1), {}),
+    "splits": (BatchPlan((2,), (300,), kv_heads=1), {"batch_invariant": True}),
+    "cascade": (BatchPlan((12, 1), (330, 200), group=4, kv_heads=1, padding=2), {}),
+}
+"""Calls whose requests are split over two to five programs."""
+
+
+def attend(name: str, twin: Any, sinks: bool, **changes: Any) -> tuple[Tensor, Tensor]:
+    """Return output and log-sum-exp of a call, of which nothing but NaN was there before."""
+    plan, options = CALLS[name]
+    batch = build(plan)
+    if name == "cascade":
+        batch = share_prefix(batch, 96)
+        changes["common_prefix_len"] = 96
+    arguments = batch.to(changes.pop("device")).arguments() | changes
+    query = arguments["query"]
+    if sinks:
+        heads = query.shape[1]
+        options = options | {"sinks": torch.linspace(-2, 3, heads, device=query.device)}
+    out, lse = torch.full_like(query, torch.nan), query.new_empty(*query.shape[1::-1])
+    attention = twin.cascade_attention if name == "cascade" else twin.paged_attention
+    attention(**arguments, out=out, lse=lse, options=AttentionOptions(**options))
+    return out, lse
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("name", CALLS)
+def test_the_order_of_programs_does_not_change_a_bit(
+    name: str,
+    sinks: bool,
+    lender: Lender,
+    set_order: Callable[[str], None],
+    device: torch.device,
+) -> None:
+    """The program that arrives last combines what others stored, and nothing else."""
+    right = attend(name, TWINS["reference"], sinks, device=device)
+    found = []
+    for order in ORDERS:
+        set_order(order)
+        found.append(attend(name, TWINS["optimized"], sinks, device=device))
+        assert lender.check() > 0
+        torch.testing.assert_close(found[-1], right, atol=2e-6, rtol=2e-6)
+    if INTERPRETED:
+        for again in found[1:]:
+            assert all(map(same_bits, again, found[0]))
+
+
+UNDERSTATED = {"few drafts": 1, "stream-K drafts": 1, "append": 5, "cascade": 5}
+
+
+@pytest.mark.parametrize("name", UNDERSTATED)
+def test_understated_bounds_write_nothing_outside_of_the_workspace(
+    name: str, lender: Lender, device: torch.device
+) -> None:
+    """The workspace has room for the rows of `max_query_len` tokens; others are not stored."""
+    bounds = {"max_query_len": UNDERSTATED[name]}
+    for changes in (bounds, bounds | {"max_seq_len": 99}):
+        attend(name, TWINS["optimized"].raw, False, device=device, **changes)
+        assert lender.check() > 0
