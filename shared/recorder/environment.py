@@ -20,7 +20,14 @@ def recorder_from_environment(
         settings = settings_from_environment()
         if settings is None:
             return None
-        return Recorder(settings, implementation, fp8_steps)
+        recorder = Recorder(settings, implementation, fp8_steps)
     except (OSError, ValueError) as error:
-        LOGGER.error("nothing is recorded: %s", error)
+        LOGGER.error("flight recorder: nothing is recorded: %s", error)
         return None
+    LOGGER.info(
+        "flight recorder: on, cases are stored in %s; every step is checked, and one of %d is"
+        " sampled",
+        settings.folder,
+        settings.sample_every,
+    )
+    return recorder

@@ -319,6 +319,7 @@ class Recorder:
             for call, tokens, group in self._graphs.replayed():
                 self._check_replay(call, tokens, group)
             self._samples.compare_watched(self._steps.host_step)
+            self._reports.log_progress(self.checked)
         self._steps.end()
 
     def _check_replay(

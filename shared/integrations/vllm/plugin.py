@@ -1,8 +1,10 @@
 """Entry point of the vLLM plugin: registration, and the choice of the backend class."""
 
+import logging
 import os
 from typing import TYPE_CHECKING, Any
 
+from .cpu import serve_on_cpu
 from .versions import BACKEND_NAME, installed_interface
 
 if TYPE_CHECKING:
@@ -12,19 +14,32 @@ if TYPE_CHECKING:
 def register() -> None:
     """Make `--attention-backend CUSTOM` select pagetwin. May be called several times.
 
-    vLLM calls it in every process. Only the registry of backends is imported. If PAGETWIN_RECORD
-    is set, every backend of the registry is recorded, not only this one.
+    vLLM calls it in every process. Of vLLM, the registry of backends and the platform are imported.
+    If PAGETWIN_RECORD is set, every backend of the registry is recorded, not only this one.
     """
     from vllm.v1.attention.backends.registry import (
         AttentionBackendEnum,
         register_backend,
     )
 
+    log_with_vllm()
     register_backend(AttentionBackendEnum[BACKEND_NAME], f"{__name__}.Backend")
+    serve_on_cpu()
     if os.environ.get("PAGETWIN_RECORD"):
         from ...recorder.wrappers.vllm import record_vllm_backends
 
         record_vllm_backends()
+
+
+def log_with_vllm() -> None:
+    """Give pagetwin's loggers the handlers and the level of vLLM's, unless they have some.
+
+    vLLM configures its own loggers alone.
+    """
+    ours, theirs = logging.getLogger("pagetwin"), logging.getLogger("vllm")
+    if not ours.hasHandlers() and theirs.handlers:
+        ours.handlers = list(theirs.handlers)
+        ours.setLevel(theirs.level)
 
 
 def __getattr__(name: str) -> Any:
