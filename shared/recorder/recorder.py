@@ -126,7 +126,7 @@ class Recorder:
     @guarded
     def blocks_changed(self, block_ids: Iterable[int]) -> None:
         """Tell that the engine copied to blocks, filled or swapped them in by itself."""
-        self._samples.note_changes(int(each) for each in block_ids)
+        self._samples.note_changes(map(int, block_ids))
 
     @guarded
     def begin_capture(self, tensors: StepTensors) -> None:
@@ -191,7 +191,8 @@ class Recorder:
     @property
     def is_capturing(self) -> bool:
         """Whether a CUDA graph is being captured on the current stream."""
-        return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        # unlike `is_available`, it does not ask the driver
+        return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
     @guarded
     def own(self, read: Callable[[], Result]) -> Result:
@@ -314,6 +315,8 @@ class Recorder:
 
     def _finish_step(self) -> None:
         """Wait for the metadata of the current step, and check what a graph has computed."""
+        if not self._steps.has_begun:
+            return
         self._steps.check_all()
         if self.is_sampled:
             for call, tokens, group in self._graphs.replayed():
