@@ -80,11 +80,14 @@ def test_messages_appear_in_the_log_of_vllm_unless_the_user_configured_them(
     monkeypatch.setattr(theirs, "handlers", [handler])
     monkeypatch.setattr(ours, "handlers", [own] if configured else [])
     monkeypatch.setattr(ours, "level", logging.NOTSET)
+    monkeypatch.setattr(ours, "propagate", True)
+    monkeypatch.setattr(theirs, "propagate", False)
     monkeypatch.setattr(theirs, "level", logging.INFO)
     for _ in range(2):
         plugin.register()
     assert ours.handlers == ([own] if configured else [handler])
     assert ours.level == (logging.NOTSET if configured else logging.INFO)
+    assert ours.propagate == configured
 
 
 @pytest.mark.parametrize("each", VERSIONS)

@@ -191,12 +191,14 @@ def main() -> None:
         os.environ["PAGETWIN_RECORD"] = f"{folder}/cases"
         os.environ["PAGETWIN_RECORD_EVERY"] = str(asked.every)
         llm = build(asked, Path(folder))
+        import vllm
         from pagetwin.recorder.wrappers.vllm_schedule import STEPS
 
         [recorder] = STEPS.recorders
         sentences = Sentences()
         logging.getLogger("pagetwin.recorder").addHandler(sentences)
         first = {
+            "vllm": vllm.__version__,
             "device": torch.cuda.get_device_name() if CUDA else "cpu",
             "torch": torch.__version__,
             "kind": asked.kind,
