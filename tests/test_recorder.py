@@ -394,13 +394,13 @@ def test_a_recorder_says_that_it_is_on_and_what_it_has_checked(
     monkeypatch.setenv("PAGETWIN_RECORD_EVERY", "4")
     caplog.set_level(logging.INFO, logger="pagetwin.recorder")
     recorder = recorder_from_environment()
-    assert recorder is not None
+    assert recorder is not None and caplog.messages == []
+    engine = SmallEngine(EngineSettings(), recorder)
     assert caplog.messages == [
         "flight recorder: on, cases are stored in"
         f" {tmp_path}; every step is checked, and one of 4 is sampled"
     ]
     caplog.clear()
-    engine = SmallEngine(EngineSettings(), recorder)
     engine.add(requests(40))
     for _ in range(24):
         engine.step()

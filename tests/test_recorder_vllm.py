@@ -522,6 +522,21 @@ def test_two_recorded_backends_of_one_worker_are_told_the_same_rows(
         assert each.step == 3 and each.findings == []
 
 
+def test_backends_that_vllm_only_considers_are_not_told_its_schedule(
+    watched: Any, registry: Any
+) -> None:
+    """vLLM resolves several backends to choose one; each of them kept a ledger in every step."""
+    member = registry.AttentionBackendEnum.CUSTOM
+    registry.register_backend(member, f"{__name__}.Backend")
+    recorder_vllm.record_vllm_backends()
+    considered = resolve(member.get_path()).recorder
+    told: list[Any] = []
+    considered.schedule = lambda *args: told.append(args)
+    step(watched, [[7]], [15], scheduler_output({"a": (15, [7])}, None, {"a": 1}))
+    assert told == [] and watched[0].step == 1
+    assert not considered.is_attached and watched[0].is_attached
+
+
 def _build(one: Any, two: Any, *args: Any) -> None:
     one.build(*args)
     two.build(*args)

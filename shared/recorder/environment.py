@@ -20,14 +20,7 @@ def recorder_from_environment(
         settings = settings_from_environment()
         if settings is None:
             return None
-        recorder = Recorder(settings, implementation, fp8_steps)
+        return Recorder(settings, implementation, fp8_steps)
     except (OSError, ValueError) as error:
         LOGGER.error("flight recorder: nothing is recorded: %s", error)
         return None
-    LOGGER.info(
-        "flight recorder: on, cases are stored in %s; every step is checked, and one of %d is"
-        " sampled",
-        settings.folder,
-        settings.sample_every,
-    )
-    return recorder

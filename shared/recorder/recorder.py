@@ -55,6 +55,8 @@ class Recorder:
         self.implementation = implementation
         self.is_on = True
         """False after an error of the recorder itself."""
+        self.is_attached = False
+        """Whether an engine has it."""
         self.wants_layers = True
         """Whether `wrote` and `attended` do anything now. Wrappers read it before each call."""
         self.step = 0
@@ -79,6 +81,12 @@ class Recorder:
         self._graphs = GraphSamples(self.settings.rows)
 
     # --- what an engine tells ---
+
+    def attach(self) -> None:
+        """Tell that an engine has the recorder, which may be one of several backends' recorders."""
+        if not self.is_attached:
+            self._reports.log_start()
+        self.is_attached = True
 
     @guarded
     def schedule(
@@ -191,8 +199,9 @@ class Recorder:
     @property
     def is_capturing(self) -> bool:
         """Whether a CUDA graph is being captured on the current stream."""
-        # unlike `is_available`, it does not ask the driver
-        return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        # unlike `is_available`, `is_initialized` does not ask the driver
+        is_used: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        return is_used and torch.cuda.is_current_stream_capturing()
 
     @guarded
     def own(self, read: Callable[[], Result]) -> Result:

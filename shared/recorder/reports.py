@@ -29,6 +29,15 @@ class Reports:
         self.names: dict[int, Hashable] = {}
         """The request of each row of the current batch, if the engine tells its schedule."""
 
+    def log_start(self) -> None:
+        """Log that the recorder is on."""
+        LOGGER.info(
+            "flight recorder: on, cases are stored in %s; every step is checked, and one of %d is"
+            " sampled",
+            self.settings.folder,
+            self.settings.sample_every,
+        )
+
     def log_progress(self, checked: Mapping[str, int]) -> None:
         """Log what was checked after 1, 2, 4, 8 and so on sampled steps.
 

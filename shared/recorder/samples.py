@@ -26,8 +26,9 @@ def unvalidated(name: str) -> Callable[..., Any]:
     The validation makes the host wait for the device some thirty times, and the recorder makes the
     arguments itself.
     """
-    operation: Callable[..., Any] = getattr(load_implementation("reference"), name)
-    return inspect.unwrap(operation)
+    operation: Callable[..., Any]
+    operation = inspect.unwrap(getattr(load_implementation("reference"), name))
+    return operation
 
 
 class Samples:

@@ -199,6 +199,7 @@ def _recorded_builder(
         ) -> None:
             super().__init__(kv_cache_spec, layer_names, *args, **kwargs)
             self._recorded_group = groups.add(list(layer_names))
+            recorder.attach()
             self._captures = False
 
         def build(

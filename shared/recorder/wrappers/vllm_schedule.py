@@ -147,7 +147,8 @@ class WorkerSteps:
             for each in self._of_worker.values() if self._alive > 1 else ():
                 each.is_alone = False
         if known.is_alone:
-            known.tell(self.recorders, output)
+            # vLLM resolves other backends too when it chooses one
+            known.tell([each for each in self.recorders if each.is_attached], output)
 
     def _end(self) -> None:
         """Let the recorders forget the caches and requests of the last worker that was freed."""
