@@ -79,7 +79,8 @@ class Ledger:
             first = each.num_computed_tokens // self.block_size
             last = -(-each.seq_len // self.block_size)
             written = self._rows[each.request_id][first:last]
-            for block_id in self._shared.intersection(written):
+            if not self._shared.isdisjoint(written):
+                block_id = next(block for block in written if block in self._shared)
                 return self._describe(each.request_id, block_id)
         return None
 
