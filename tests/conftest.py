@@ -254,6 +254,14 @@ def xformers() -> None:
 
 
 @pytest.fixture
+def installed(request: pytest.FixtureRequest) -> None:
+    """Skip what runs in xFormers where it is not installed."""
+    callspec = getattr(request.node, "callspec", None)
+    if callspec is not None and "XFORMERS" in callspec.params.values():
+        request.getfixturevalue("xformers")
+
+
+@pytest.fixture
 def without_native_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let calls with tensors on the host be planned beside a GPU: the host is not a chip."""
     for name in ("launch.prepare", "kernels.sm90.fp8_prefill.family"):

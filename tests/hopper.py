@@ -107,6 +107,7 @@ class Case(NamedTuple):
         has_scales: whether keys and values have the SCALES; then there are two KV heads.
         seq_lens: Optional. Keys of each request, fewer than the batch has. If None, all of them.
         is_ragged: whether keys and values are given without a block table.
+        processors: multiprocessors of the chip, for appends and latent decodes.
     """
 
     family: str
@@ -116,6 +117,7 @@ class Case(NamedTuple):
     has_scales: bool = False
     seq_lens: tuple[int, ...] | None = None
     is_ragged: bool = False
+    processors: int = 4
 
 
 def make_batch(case: Case) -> BatchTensors:
@@ -161,12 +163,23 @@ def gather_keys(batch: BatchTensors) -> tuple[Tensor, Tensor, Tensor]:
     return key, value, torch.tensor(starts, dtype=torch.int32)
 
 
-def launch(case: Case, batch: BatchTensors) -> tuple[Tensor, Tensor]:
-    """Launch a case's kernels into an output and a log-sum-exp full of NaN."""
+def fresh(batch: BatchTensors) -> tuple[Tensor, Tensor]:
+    """Return an output and a log-sum-exp full of NaN."""
     tokens, heads, _ = batch.query.shape
     out = batch.query.new_full((tokens, heads, batch.value_cache.shape[-1]), NAN)
-    lse = torch.full((heads, tokens), NAN)
-    options = make_options(case, heads)
+    return out, torch.full((heads, tokens), NAN)
+
+
+def launch(
+    case: Case, batch: BatchTensors, outputs: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Launch a case's kernels, and return the output and the log-sum-exp.
+
+    Args:
+        outputs: Optional. Both, modified in place. If None, they are `fresh`.
+    """
+    out, lse = outputs or fresh(batch)
+    options = make_options(case, batch.query.shape[1])
     if case.family == "cascade":
         TWINS["optimized"].raw.cascade_attention(
             **batch.arguments(), common_prefix_len=PREFIX_LEN, out=out, lse=lse,
@@ -203,7 +216,9 @@ def launch(case: Case, batch: BatchTensors) -> tuple[Tensor, Tensor]:
             scales = tuple(each.repeat_interleave(batch.plan.group) for each in SCALES)
         planned.launch_prefill(call, 0, scales)
     else:
-        planned.launch(call)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(family, "count_processors", lambda _: case.processors)
+            planned.launch(call)
     for counters in COUNTERS:
         assert not bool(counters.any()), "counters are not 0 after the launch"
     return out, lse
@@ -268,7 +283,7 @@ CASES = {
         "prefill", plan_of((70, 1), (200, 50), 80, group=3, kv_heads=2, padding=9)
     ),
     "prefill, padding of a batch of another layout": Case(
-        "prefill", plan_of((0, 5), (20, 50), 256, group=1, kv_heads=2, padding=4, **UNLIKE)
+        "prefill", plan_of((0, 5), (20, 50), 256, kv_heads=2, padding=4, **UNLIKE)
     ),
     "prefill, float16, whole tiles": Case(
         "prefill", plan_of((192,), (300,), 64, dtype=FP16, group=1, padding=3)
@@ -327,7 +342,7 @@ CASES = {
     "append, two warpgroups, several segments": Case(
         "append",
         plan_of(
-            (20, 3), (700, 40), 128, group=4, kv_heads=2, needle="tile edge", padding=3
+            (20, 3), (700, 40), 128, group=4, kv_heads=2, needle="tile edge", padding=20
         ),
     ),
     "append, one row more than a warpgroup": Case(
@@ -340,8 +355,21 @@ CASES = {
         "append", plan_of((6, 0, 70, 1, 2), (1000, 9, 300, 5, 60), 64, needle="first new"),
         {"sinks": True},
     ),
+    "append, several query tiles": Case(
+        "append", plan_of((70, 5), (300, 40), 128, group=4)
+    ),
+    "append, padding alone": Case(
+        "append", plan_of((0, 0), (50, 9), 128, padding=3)
+    ),
+    "append, rows on both sides of a tile's edge": Case(
+        "append", plan_of((12,), (645,), 128, group=4, needle="last")
+    ),
     "append, window": Case(
         "append", plan_of((20, 1), (900, 400), 80, group=3), {"sliding_window": 300}
+    ),
+    "append, a window that begins in another tile for each warpgroup": Case(
+        "append", plan_of((40, 20), (970, 150), 80, group=3), {"sliding_window": 300},
+        processors=1,
     ),
     "append, head size 192": Case("append", plan_of((6, 1), (300, 20), 192)),
     "append, head size 256": Case("append", plan_of((6,), (300,), 256)),
@@ -391,6 +419,12 @@ CASES = {
         plan_of(
             (6, 3), (900, 600), 128, group=4, kv_heads=2, **UNLIKE
         ),
+    ),
+    "append, more partial results than are loaded at once": Case(
+        "append", plan_of((6,), (1280,), 128, group=4), processors=5
+    ),
+    "latent, more partial results than are loaded at once": Case(
+        "latent", plan_of((1,), (1152,), 576, group=8), processors=9
     ),
     "latent, short requests": Case(
         "latent", plan_of((1, 1, 2), (60, 50, 40), 576, group=16)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ import torch
 from append_on_host import run_segments
 from compile_prefill_sm90 import BF16, FP16
 from conftest import Twin
+from hopper_launches import Way, record_launches
 from pagetwin.conformance.generators.batches import BatchPlan, BatchTensors
 from pagetwin.conformance.oracles.dense import judge_attention, judge_lse, same_bits
 from pagetwin.contract.attention_options import AttentionOptions
@@ -23,7 +24,6 @@ from pagetwin.optimized.kernels.sm90.config import Config
 from pagetwin.optimized.launch import dispatch, workspace
 from pagetwin.optimized.launch.cost_append import count_partials, segment_length
 from pagetwin.optimized.launch.cost_model import Choice
-from pagetwin.optimized.launch.launcher import Launcher
 from sm90_calls import NAN, build, needs_hopper, to_call
 from torch import Tensor
 
@@ -216,30 +216,14 @@ def test_causal_calls_with_options_of_the_prefill_kernel_are_supported(
 def test_a_launch_gives_every_argument_of_the_kernels_its_value(
     has_sinks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found: list[tuple[Any, dict[str, Any]]] = []
+    found = record_launches(family, monkeypatch)
     lent: list[tuple[int, int]] = []
 
     def find(device: Any, counters: int, numbers: int) -> tuple[Tensor, Tensor]:
         lent.append((counters, numbers))
         return torch.zeros(counters, dtype=torch.int32), torch.zeros(numbers)
 
-    def note(
-        launcher: Launcher, grid: Any, pointers: Any, options: Any, numbers: Any,
-        tensors: Any, maps: Any = (), make_maps: Any = None, map_addresses: Any = (),
-    ) -> None:  # fmt: skip
-        values = (*maps, *pointers, *options, *numbers)
-        names = launcher._kernel.arg_names
-        assert names[len(values)] == "config" and len(names) == len(values) + 1
-        lowered = launcher._lower(*tensors)
-        assert len(lowered) + len(options) + len(numbers) == len(values)
-        found.append((grid, dict(zip(names[:-1], values, strict=True))))
-
-    monkeypatch.setattr(family, "is_hopper", lambda device: True)
-    monkeypatch.setattr(family, "count_processors", lambda device: 16)
     monkeypatch.setattr(family, "find_workspace", find)
-    monkeypatch.setattr(Launcher, "__call__", note)
-    monkeypatch.setattr(Launcher, "is_ready", True)
-    monkeypatch.setattr(Launcher, "encode", lambda self, index, descriptor: [index])
     batch = build(BatchPlan((20,), (9000,), head_size=128, group=4, dtype=BF16))
     sinks = torch.zeros(8) if has_sinks else None
     out, lse = batch.fresh()
@@ -359,21 +343,6 @@ def run(
         lse.fill_(NAN)
         plan.launch(call)
     return out, lse
-
-
-class Way(NamedTuple):
-    """A kind of call."""
-
-    head_size: int
-    dtype: torch.dtype
-    group: int
-    block_size: int
-    options: dict[str, Any]
-
-    def __str__(self) -> str:
-        dtype = str(self.dtype).rpartition(".")[2]
-        words = (self.head_size, dtype, self.group, self.block_size, *self.options)
-        return " ".join(map(str, words))
 
 
 WAYS = [

@@ -34,14 +34,7 @@ from torch import Tensor
 
 BACKENDS = sorted(backend_names())
 
-
-@pytest.fixture(autouse=True)
-def installed(request: pytest.FixtureRequest) -> None:
-    """Skip what runs in xFormers where it is not installed."""
-    callspec = getattr(request.node, "callspec", None)
-    if callspec is not None and "XFORMERS" in callspec.params.values():
-        request.getfixturevalue("xformers")
-
+pytestmark = pytest.mark.usefixtures("installed")
 
 KV_HEADS, GROUP, SIZE, BLOCK, MAX_BLOCKS = 2, 2, 32, 16, 3
 HEADS = KV_HEADS * GROUP

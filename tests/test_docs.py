@@ -2,6 +2,7 @@
 
 import importlib
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -150,3 +151,47 @@ def test_one_word_exchanges_the_twins_in_the_first_example(page: Path) -> None:
         exec(before.replace("pagetwin.reference", word), names)
         results.append(eval(last, names))
     torch.testing.assert_close(*results)
+
+
+@pytest.fixture
+def gpu_runs() -> Any:
+    """Return the module that shows runs on GPUs."""
+    sys.path.insert(0, str(ROOT / "docs" / "hooks"))
+    try:
+        return importlib.import_module("gpu_runs")
+    finally:
+        sys.path.pop(0)
+
+
+def test_links_of_the_latest_gpu_runs_lead_to_pages(gpu_runs: Any) -> None:
+    shown = gpu_runs.latest_gpu_runs()
+    links = re.findall(r"\]\(([^)#]+)", shown)
+    assert shown.startswith("On an") and "Not run on a GPU" in shown and links
+    assert all((ROOT / "docs" / link).is_file() for link in links)
+
+
+def test_a_record_of_a_gpu_run_is_folded_under_its_results(
+    gpu_runs: Any, tmp_path: Path
+) -> None:
+    for name, text in (
+        ("2026-01-01-chip", "# Chip\n\nCommit 1234567; torch\n\n## Tests: 3 passed\n"),
+        ("2026-01-02-chip-abcdef1-campaign", "# Corpus\n\n5 cases\n"),
+        ("2026-01-03-chip-bench", "# Times\n"),
+    ):
+        (tmp_path / f"{name}.json").write_text("{}")
+        (tmp_path / f"{name}.md").write_text(text)
+    assert gpu_runs.gpu_records(tmp_path).splitlines() == [
+        '??? note "2026-01-02, commit abcdef1: Corpus"',
+        "",
+        "    **Corpus**",
+        "    ",
+        "    5 cases",
+        "",
+        '??? note "2026-01-01, commit 1234567: Tests: 3 passed"',
+        "",
+        "    **Chip**",
+        "    ",
+        "    Commit 1234567; torch",
+        "    ",
+        "    **Tests: 3 passed**",
+    ]

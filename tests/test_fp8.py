@@ -13,14 +13,25 @@ if __name__ == "__main__":
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
 from pagetwin.conformance.oracles.dense import same_bits
 from pagetwin.contract.kinds import FP8_DTYPES
-from pagetwin.optimized.kernels.fp8 import decode_fp8, encode_fp8, has_native_fp8
+from pagetwin.optimized.kernels.fp8 import (
+    LARGEST_QUOTIENT,
+    PLAIN_SCALES,
+    decode_fp8,
+    divide,
+    encode_fp8,
+    has_fp8_encoding,
+    has_native_fp8,
+)
+from pagetwin.optimized.kernels.fp8 import quantise as quantise_in_kernel
 from pagetwin.reference.cache.fp8 import quantise
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
@@ -43,6 +54,25 @@ def encode_kernel(numbers, codes, size, IS_E5M2: tl.constexpr, SIZE: tl.constexp
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     loaded = tl.load(numbers + at, mask=at < size, other=0.0)
     tl.store(codes + at, encode_fp8(loaded, IS_E5M2), mask=at < size)
+
+
+@triton.jit
+def quantise_kernel(
+    numbers, scales, codes, size, IS_E5M2: tl.constexpr, NATIVE: tl.constexpr,
+    IS_NUMBER: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    loaded = tl.load(numbers + at, mask=at < size, other=0.0)
+    its = tl.load(scales + at, mask=at < size, other=1.0)
+    scale = tl.load(scales) if IS_NUMBER else its
+    made = quantise_in_kernel(loaded, scale, IS_E5M2, NATIVE, IS_NUMBER)
+    tl.store(codes + at, made, mask=at < size)
+
+
+@triton.jit
+def divide_kernel(numbers, scales, quotients, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(quotients + at, divide(tl.load(numbers + at), tl.load(scales + at)))
 
 
 def encode(numbers: Tensor, dtype: torch.dtype) -> Tensor:
@@ -157,6 +187,119 @@ def test_a_half_is_rounded_to_even_and_not_away(
     )
 
 
+def scales() -> Tensor:
+    """Return scales of every exponent, some with the longest mantissas."""
+    exponents = torch.arange(-126, 128, dtype=torch.float32)
+    least, most = (float(torch.tensor(each)) for each in PLAIN_SCALES.value)
+    drawn = 1 + torch.rand(2048, generator=torch.Generator().manual_seed(1))
+    shifts = torch.arange(2048) % 12 - 8
+    return torch.cat(
+        [
+            exponents.exp2(),
+            exponents.exp2() * 1.9999998807907104,
+            drawn * shifts.float().exp2(),
+            torch.tensor([least, most, 1e-45, 1e-40, 0.1, 1 / 3, 448.0, 0.007]),
+        ]
+    )
+
+
+def quotients(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return numbers and scales whose quotients are at or beside what is rounded up or down."""
+    known = edges(dtype)
+    chosen = scales()
+    number = len(known)
+    at = torch.randint(
+        len(chosen), (number,), generator=torch.Generator().manual_seed(2)
+    )
+    its = chosen[at]
+    near = (known.double() * its.double()).float()
+    numbers = torch.cat(
+        [known, near, near.nextafter(INFINITY), near.bfloat16().float()]
+    )
+    return numbers, its.repeat(4)
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("dtype", FP8_DTYPES)
+def test_quotients_are_rounded_as_the_reference_rounds_them(
+    dtype: torch.dtype, native: bool, device: torch.device
+) -> None:
+    if native and not has_fp8_encoding(device):
+        pytest.skip("this device has no instruction for it")
+    numbers, its = quotients(dtype)
+    # programs with scales that are plain, and with others
+    order = its.argsort(stable=True)
+    numbers, its = numbers[order], its[order]
+    expected = quantise(numbers[:, None], its, dtype).flatten()
+    codes = torch.empty(len(numbers), dtype=torch.uint8, device=device)
+    size = 256 if numbers.is_cuda else 4096
+    quantise_kernel[(triton.cdiv(len(numbers), size),)](
+        numbers.to(device), its.to(device), codes, len(numbers),
+        IS_E5M2=dtype == E5M2, NATIVE=native, IS_NUMBER=False, SIZE=size,
+    )  # fmt: skip
+    assert same_bits(codes.view(dtype), expected)
+    for scale in (1.0, 0.37, 1e-30, 1e30):
+        quantise_kernel[(triton.cdiv(len(numbers), size),)](
+            numbers.to(device), torch.tensor(scale, device=device), codes, len(numbers),
+            IS_E5M2=dtype == E5M2, NATIVE=native, IS_NUMBER=True, SIZE=size,
+        )  # fmt: skip
+        assert same_bits(codes.view(dtype), quantise(numbers, scale, dtype))
+
+
+def fused(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
+    """Return x * y + z of float32, rounded once: the sum in float64 is rounded to odd."""
+    with np.errstate(all="ignore"):
+        product, z = x.astype(np.float64) * y, z.astype(np.float64)
+        total = product + z
+        back = total - product
+        lost = (product - (total - back)) + (z - back)
+        is_even = total.view(np.int64) & 1 == 0
+        beside = np.nextafter(total, np.copysign(np.inf, lost))
+        is_off = is_even & (lost != 0) & np.isfinite(total)
+        return np.where(is_off, beside, total).astype(np.float32)
+
+
+@pytest.fixture
+def exact_fma(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Round fused multiply-adds of the interpreter once, as a chip does. It rounds twice."""
+    from triton.runtime import interpreter
+
+    def create_fma(self: object, x: Any, y: Any, z: Any) -> Any:
+        dtype = z.dtype.scalar
+        return interpreter.TensorHandle(fused(x.data, y.data, z.data), dtype)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fma", create_fma)
+
+
+@pytest.mark.usefixtures("exact_fma")
+@pytest.mark.parametrize("dtype", FP8_DTYPES)
+def test_the_division_by_plain_scales_is_the_nearest_quotient(
+    dtype: torch.dtype,
+) -> None:
+    """Fused multiply-adds round once. So what the chip computes follows from this on the CPU."""
+    least, most = PLAIN_SCALES.value
+    numbers, its = quotients(dtype)
+    is_plain = (its >= least) & (its <= most)
+    numbers, its = numbers[is_plain].abs(), its[is_plain]
+    size = triton.next_power_of_2(len(numbers))
+    padded = [
+        torch.nn.functional.pad(each, (0, size - len(each)), value=1.0)
+        for each in (numbers, its)
+    ]
+    found = torch.empty(size)
+    divide_kernel[(1,)](*padded, found, SIZE=size)
+    found, right = found[: len(numbers)], numbers / its
+    counted = (right >= 2.0**-20) & (right <= LARGEST_QUOTIENT.value)
+    assert int(counted.sum()) > 100_000
+    assert same_bits(found[counted], right[counted])
+    assert torch.equal(found.isnan(), right.isnan())
+    assert bool((found[right > LARGEST_QUOTIENT.value] == LARGEST_QUOTIENT.value).all())
+    assert bool((found[right < 2.0**-20] <= 2.0**-20).all())
+    # and the bits of the codes
+    codes = quantise(found.nan_to_num(nan=0.0), 1.0, dtype)
+    assert same_bits(codes, quantise(right.nan_to_num(nan=0.0), 1.0, dtype))
+
+
 @pytest.mark.compile
 @pytest.mark.parametrize("chip", [80, 89, 90, 100])
 def test_the_conversions_compile_for(chip: int) -> None:
@@ -168,20 +311,30 @@ def test_the_conversions_compile_for(chip: int) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     lines = done.stdout.splitlines()
-    assert len(lines) == 4 if chip < 89 else 6
+    assert len(lines) == 4 + 2 * (chip >= 89) + 2 * (chip >= 90)
     for line in lines:
-        assert ("cvt.rn.f16x2" in line) == ("native" in line), line
+        is_native = "native" in line
+        if line.startswith("quantise"):
+            dtype = "e5m2x2" if "True" in line else "e4m3x2"
+            assert f"cvt.rn.satfinite.{dtype}.f32" in line, line
+        else:
+            assert ("cvt.rn.f16x2" in line) == is_native, line
 
 
 def main(chip: int) -> None:
     """Compile each conversion for a chip, and print the instructions that convert."""
-    for kernel in (decode_kernel, encode_kernel):
+    for kernel, least in (
+        (decode_kernel, 89), (encode_kernel, None), (quantise_kernel, 90),
+    ):  # fmt: skip
         for is_e5m2 in (False, True):
             for native in (False, True):
-                if native and (kernel is encode_kernel or chip < 89):
+                if native and (least is None or chip < least):
+                    continue
+                if kernel is quantise_kernel and not native:
                     continue
                 constants = {"IS_E5M2": is_e5m2, "NATIVE": native, "SIZE": 1024}
-                pointers = {"codes": "*u8", "size": "i32"}
+                constants["IS_NUMBER"] = False
+                pointers = {"codes": "*u8", "size": "i32", "scales": "*fp32"}
                 pointers["numbers"] = "*fp16" if kernel is decode_kernel else "*fp32"
                 source = ASTSource(
                     fn=kernel,

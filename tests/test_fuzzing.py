@@ -1,13 +1,11 @@
-"""Fuzzing: drawn batches, the batched oracle, the corpus, and the files of a report."""
+"""Fuzzing: drawn batches, the batched oracle and the corpus."""
 
 import json
-import re
 import sys
 import textwrap
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from dataclasses import replace
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +13,9 @@ import pytest
 import torch
 from mutants.mutant import load_catalogue
 from pagetwin.conformance.generators.option_pairs import PLAIN
-from pagetwin.conformance.generators.options import Call
 from pagetwin.conformance.generators.signatures import (
     LARGE,
     SMALL,
-    VERSION,
     SignedBatch,
     draw_batch,
     draw_signature,
@@ -28,21 +24,18 @@ from pagetwin.conformance.generators.signed_calls import build_signed
 from pagetwin.conformance.harness import fuzz
 from pagetwin.conformance.harness.candidate import Candidate, Support, load_candidate
 from pagetwin.conformance.harness.corpus import TRIED, Corpus
-from pagetwin.conformance.harness.pictures import Failure, picture_of
-from pagetwin.conformance.harness.report import SEVERITIES, Report, Result, Status
+from pagetwin.conformance.harness.report import Result, Status
 from pagetwin.conformance.harness.screening import screen
 from pagetwin.conformance.harness.trial import (
     find_law,
     make_case,
     make_setting,
-    try_case,
 )
 from pagetwin.conformance.oracles.batched import attend_batched
 from pagetwin.conformance.oracles.group_verdicts import judge_group
 from pagetwin.conformance.oracles.groups import make_group
 from pagetwin.contract.operations import load_implementation
 from pagetwin.tools.cli import DISAGREE, USER_ERROR, app
-from pagetwin.tools.report_page import render_page
 from planted_bugs import Hunt, hunt
 from typer.testing import CliRunner
 
@@ -486,101 +479,3 @@ def test_a_corpus_or_a_program_that_cannot_be_read_is_named(
     assert done.exit_code == USER_ERROR and "expected a program" in done.output
     done = CliRunner().invoke(app, ["reproduce", "missing.py"])
     assert done.exit_code == USER_ERROR and "does not exist" in done.output
-
-
-# the files of a report
-
-
-def failing_report() -> Report:
-    """Return a report with each status, and with one picture."""
-    law = find_law(PAGED)
-    reference = load_candidate("reference").operations["paged_attention"]
-
-    @wraps(reference)
-    def early(*args: Any, **given: Any) -> Any:
-        given["seq_lens"] = given["seq_lens"] - (given["seq_lens"] == 33).int()
-        return reference(*args, **given)
-
-    candidate = Candidate("mine", {"paged_attention": early}, Support())
-    setting = make_setting(candidate, "cpu")
-    batch = SignedBatch(
-        draw_signature(0, SMALL), (1, 0, 1), (20, 5, 33), (-1, -1, 32), seed=1,
-        version=VERSION,
-    )  # fmt: skip
-    plain = replace(batch.signature, choice=dict(PLAIN), kv_heads=2)
-    batch = replace(batch, signature=plain)
-    broken = try_case(law, setting, repr(batch), lambda case, held: None)
-    assert broken.status == Status.BROKEN
-    results = [
-        Result("law & <held>", "area", Status.HELD, cases=3, seconds=0.5),
-        Result("law slightly wrong", "area", Status.BROKEN, case="1", what="output",
-               where="at token 0, 1.5 times the row's budget", found="1.0", right="1.1"),
-        Result("law undeclared", "area", Status.OUTSIDE, reason="dtype"),
-        Result("law missing", "area", Status.MISSING, reason="no merge"),
-        Result("law crashed", "area", Status.CRASHED, case="2",
-               message="the process ended with code -11\x00: \x1b[31mdump"),
-        broken,
-    ]  # fmt: skip
-    return Report("mine", "cpu", tuple(results), {"seed": 0})
-
-
-def test_junit_parses_and_counts_every_outcome() -> None:
-    report = failing_report()
-    suite = ElementTree.fromstring(report.to_junit())
-    cases = suite.findall("testcase")
-    assert suite.attrib["tests"] == str(len(cases)) == "6"
-    for name, tag, count in (
-        ("failures", "failure", 2),
-        ("errors", "error", 2),
-        ("skipped", "skipped", 1),
-    ):
-        assert suite.attrib[name] == str(count)
-        assert sum(each.find(tag) is not None for each in cases) == count
-    assert cases[0].attrib["name"] == "law & <held>"
-    text = cases[5].findtext("failure")
-    assert text is not None and "reproduce(" in text
-
-
-def test_symptoms_come_by_severity_each_with_one_reproduction() -> None:
-    report = failing_report()
-    severities = [SEVERITIES[each.severity] for each in report.symptoms()]
-    assert severities == [
-        "ends the process",
-        "wrong result",
-        "result above its error budget",
-        "operation is missing",
-    ]
-    assert json.loads(report.to_json())["severities"] == severities
-    assert report.to_markdown().count("from pagetwin.conformance import reproduce") == 3
-
-
-def test_the_picture_names_the_lost_key() -> None:
-    broken = failing_report().results[-1]
-    picture = broken.details["picture"]
-    assert picture["finding"].startswith("The result equals attention without key")
-    assert "the last key of the sequence" in picture["finding"]
-    lost = picture["tile"]["keys"][0]
-    row = picture["tile"]["visible"][picture["query"] - picture["tile"]["first_query"]]
-    assert row[lost - picture["tile"]["first_key"]] == "#"
-    block, slot = picture["blocks"]["keys"][0]
-    req = picture["request"]
-    assert picture["blocks"]["rows"][req][lost // 16] == block and slot == lost % 16
-    json.dumps(picture, allow_nan=False)
-
-
-def test_the_page_is_one_file_without_scripts() -> None:
-    page = render_page(failing_report())
-    assert len(re.findall(r"<section id=", page)) == 4
-    assert page.count("<svg") == 3
-    assert not re.search(r"<script|src=|href=|@import|url\(", page)
-    assert "law &amp; &lt;held&gt;" in page and "prefers-color-scheme: dark" in page
-
-
-def test_a_call_whose_blocks_hold_a_part_of_the_keys_has_no_picture() -> None:
-    """A rank's rows are shorter than its sequences; the report was lost for that."""
-    tensors = {"query": torch.zeros(1, 1, 8), "key_cache": torch.zeros(2, 4, 1, 8)}
-    call = Call(
-        "paged_attention", tensors, torch.float32, None, False, (1,), (9,), [[0]]
-    )
-    answer: Any = None
-    assert picture_of(Failure(call, torch.zeros(1, 1, 8), answer, token=0)) == {}

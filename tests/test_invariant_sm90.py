@@ -5,13 +5,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from compile_prefill_sm90 import BF16, FP16
 from conftest import Twin
+from hopper_launches import Way, record_launches
 from pagetwin.conformance.generators.batches import BatchPlan, BatchTensors
 from pagetwin.conformance.oracles.dense import judge_attention, judge_lse, same_bits
 from pagetwin.contract.attention_options import AttentionOptions
@@ -27,7 +28,6 @@ from pagetwin.optimized.kernels.sm90.config import (
 from pagetwin.optimized.kernels.sm90.invariant import family
 from pagetwin.optimized.kernels.sm90.invariant import scheduler as invariant_scheduler
 from pagetwin.optimized.launch import workspace
-from pagetwin.optimized.launch.launcher import Launcher
 from sm90_calls import NAN, build, needs_hopper, to_call
 from sm90_on_host import Int32, run_on_host
 from torch import Tensor
@@ -291,24 +291,8 @@ def test_a_launch_gives_every_argument_of_the_kernels_its_value(
     query_len: int, has_sinks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Many tiles are one launch; few tiles of many keys are two, which share the states."""
-    found: list[tuple[Any, dict[str, Any]]] = []
+    found = record_launches(family, monkeypatch)
 
-    def note(
-        launcher: Launcher, grid: Any, pointers: Any, options: Any, numbers: Any,
-        tensors: Any, maps: Any = (), make_maps: Any = None, map_addresses: Any = (),
-    ) -> None:  # fmt: skip
-        values = (*maps, *pointers, *options, *numbers)
-        names = launcher._kernel.arg_names
-        assert names[len(values)] == "config" and len(names) == len(values) + 1
-        lowered = launcher._lower(*tensors)
-        assert len(lowered) + len(options) + len(numbers) == len(values)
-        found.append((grid, dict(zip(names[:-1], values, strict=True))))
-
-    monkeypatch.setattr(family, "is_hopper", lambda device: True)
-    monkeypatch.setattr(family, "count_processors", lambda device: 16)
-    monkeypatch.setattr(Launcher, "__call__", note)
-    monkeypatch.setattr(Launcher, "is_ready", True)
-    monkeypatch.setattr(Launcher, "encode", lambda self, index, descriptor: [index])
     plan = BatchPlan((query_len,), (9000,), head_size=128, group=4, dtype=BF16)
     batch = build(replace(plan, kv_lens=(10,), query_lens=(1,)))
     query = torch.zeros(query_len, 8, 128, dtype=BF16)
@@ -338,21 +322,6 @@ def test_a_launch_gives_every_argument_of_the_kernels_its_value(
         assert grid == (1, 1, 1)
         assert second["num_programs"] == 6
         assert second["states"] == first["states"]
-
-
-class Way(NamedTuple):
-    """A kind of call."""
-
-    head_size: int
-    dtype: torch.dtype
-    group: int
-    block_size: int
-    options: dict[str, Any]
-
-    def __str__(self) -> str:
-        dtype = str(self.dtype).rpartition(".")[2]
-        words = (self.head_size, dtype, self.group, self.block_size, *self.options)
-        return " ".join(map(str, words))
 
 
 WAYS = [

@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -357,6 +358,7 @@ def test_a_batch_without_short_requests_needs_no_decode_launch(
     is_long: bool,
     clears_padding: bool,
     monkeypatch: pytest.MonkeyPatch,
+    device: torch.device,
 ) -> None:
     """If the prefill launch clears the rows of no request, which the decode launch does else."""
     decodes: list[AttentionCall] = []
@@ -368,13 +370,15 @@ def test_a_batch_without_short_requests_needs_no_decode_launch(
     family = Family(True, True, clears_padding)
     monkeypatch.setattr(dispatch, "KERNEL_FAMILIES", (family,))
     monkeypatch.setattr(dispatch, "choose_path", lambda *_: PREFILL)
-    query = torch.zeros(tokens, 4, 64, dtype=torch.float16)
+    query = torch.zeros(tokens, 4, 64, dtype=torch.float16, device=device)
+    integers = partial(torch.zeros, dtype=torch.int32, device=device)
     call = plain_call(
+        str(device),
         query=query,
         out=torch.zeros_like(query),
-        block_table=torch.zeros(reqs, 70, dtype=torch.int32),
-        query_start_loc=torch.zeros(reqs + 1, dtype=torch.int32),
-        lengths=torch.zeros(reqs, dtype=torch.int32),
+        block_table=integers(reqs, 70),
+        query_start_loc=integers(reqs + 1),
+        lengths=integers(reqs),
         max_query_len=max_query_len,
         max_key_len=max_key_len,
     )

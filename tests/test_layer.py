@@ -24,6 +24,8 @@ from torch import Tensor, nn
 HEADS, KV_HEADS, SIZE, BLOCK = 4, 2, 32, 16
 NAMES = ["m.0.attn", "m.1.attn", "m.2.attn"]
 
+pytestmark = pytest.mark.usefixtures("installed")
+
 
 class Model:
     """Three layers, the last of which reads the cache of the first; and what they must give."""
@@ -228,14 +230,6 @@ def activations(tokens: int, device: torch.device) -> list[Tensor]:
 
 
 BACKEND_NAMES = ["REFERENCE", "TRITON", "XFORMERS"]
-
-
-@pytest.fixture(autouse=True)
-def installed(request: pytest.FixtureRequest) -> None:
-    """Skip what runs in xFormers where it is not installed."""
-    callspec = getattr(request.node, "callspec", None)
-    if callspec is not None and "XFORMERS" in callspec.params.values():
-        request.getfixturevalue("xformers")
 
 
 @pytest.mark.parametrize("backend", BACKEND_NAMES)

@@ -5,11 +5,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mutants.generate import OPERATORS, Generated, generate, mutated_files, sample
+from mutants.generate import (
+    OPERATORS,
+    Generated,
+    generate,
+    mutated_files,
+    read_reasons,
+    sample,
+)
 from mutants.mutant import ROOT
-from mutants.run_generated import REPORT, is_current, reasons
+from mutants.run_generated import REASONS, REPORT, is_current
 
-MUTANTS = generate(reasons=reasons())
+MUTANTS = generate(reasons=read_reasons(REASONS))
 BY_ID = {each.id: each for each in MUTANTS}
 
 
@@ -106,7 +113,7 @@ def test_most_recorded_mutants_are_of_todays_functions(record: dict[str, Any]) -
 
 def test_a_reason_is_of_a_recorded_change(record: dict[str, Any]) -> None:
     entries = {each["id"]: each for each in record["mutants"]}
-    for name, reason in reasons().items():
+    for name, reason in read_reasons(REASONS).items():
         assert entries[name]["reason"] == reason
         # a changed function has other mutants, whose reasons have to be given anew
         assert not is_todays(entries[name]) or is_current(BY_ID[name], entries[name])

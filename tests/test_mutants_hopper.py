@@ -9,22 +9,22 @@ from typing import Any
 import pytest
 import torch
 from mutants import run_hopper
-from mutants.generate import generate, sample
+from mutants.generate import generate, read_reasons, sample
 from mutants.hopper_calls import CALLS, Call
 from mutants.mutant import ROOT
 from mutants.run_hopper import (
+    REASONS,
     REPORT,
     folder_of,
     hopper_files,
     judge,
-    reasons,
     without_layouts,
 )
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="it is the run without a GPU that is tried"
 )
-ALL = generate(hopper_files(), reasons())
+ALL = generate(hopper_files(), read_reasons(REASONS))
 MUTANTS = without_layouts(ALL)
 BY_ID = {each.id: each for each in MUTANTS}
 
@@ -57,7 +57,7 @@ def test_most_recorded_mutants_are_of_todays_functions(record: dict[str, Any]) -
 
 def test_a_reason_is_of_a_recorded_change(record: dict[str, Any]) -> None:
     entries = {each["id"]: each for each in record["mutants"]}
-    for name, reason in reasons().items():
+    for name, reason in read_reasons(REASONS).items():
         assert entries[name]["reason"] == reason
 
 

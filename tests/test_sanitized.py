@@ -18,7 +18,7 @@ from pagetwin.optimized.launch import dispatch
 
 torch.Tensor.isfinite = lambda tensor: torch.ones(1, dtype=torch.bool)
 for name, group in sanitized.GROUPS.items():
-    for folder in ("", ".latent", ".invariant", ".fp8_decode", ".fp8_prefill"):
+    for folder in ("", ".append", ".latent", ".invariant", ".fp8_decode", ".fp8_prefill"):
         family = import_module(f"pagetwin.optimized.kernels.sm90{folder}.family")
         family.is_hopper = lambda device: True
     dispatch.PLANS.__init__(dispatch.MAX_PLANS)
@@ -39,4 +39,4 @@ def test_every_group_of_the_sanitizer_launches_its_kernels() -> None:
         env=environment,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert len(done.stdout.splitlines()) == 11
+    assert len(done.stdout.splitlines()) == 12

@@ -35,16 +35,21 @@ OPERATIONS = ("paged_attention", "encoder_attention")
 # parts of a group
 
 
+def lengths_of(seed: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], int]:
+    """Return new tokens and keys of all requests of 32 batches, and their query heads."""
+    signature = draw_signature(seed, LARGE)
+    drawn = [draw_batch(signature, index) for index in range(32)]
+    new = np.array([each for batch in drawn for each in batch.query_lens])
+    keys = np.array([each for batch in drawn for each in batch.key_lens])
+    return new, keys, signature.query_heads
+
+
 @pytest.mark.parametrize("costs", [COSTS_ON_GPU, Costs(1 << 15, 1 << 22), Costs(0, 1)])
 def test_each_request_with_queries_is_in_one_part_within_the_limits(
     costs: Costs,
 ) -> None:
     for seed in range(20):
-        signature = draw_signature(seed, LARGE)
-        drawn = [draw_batch(signature, index) for index in range(32)]
-        new = np.array([each for batch in drawn for each in batch.query_lens])
-        keys = np.array([each for batch in drawn for each in batch.key_lens])
-        heads = signature.query_heads
+        new, keys, heads = lengths_of(seed)
         parts = groups.split_requests(new, keys, heads, costs)
         found = np.concatenate(parts)
         assert sorted(found) == np.flatnonzero(new).tolist()
@@ -57,11 +62,7 @@ def test_parts_on_a_gpu_are_few_and_contain_little_padding() -> None:
     """Groups ended at 4 million scores: 6 batches on average, with 8 times as many scores."""
     parts = scores = padded = 0
     for seed in range(40):
-        signature = draw_signature(seed, LARGE)
-        drawn = [draw_batch(signature, index) for index in range(32)]
-        new = np.array([each for batch in drawn for each in batch.query_lens])
-        keys = np.array([each for batch in drawn for each in batch.key_lens])
-        heads = signature.query_heads
+        new, keys, heads = lengths_of(seed)
         found = groups.split_requests(new, keys, heads, COSTS_ON_GPU)
         parts += len(found)
         scores += heads * int((new * keys).sum())

@@ -17,6 +17,7 @@ import engine
 import models
 import phases
 import run
+import several
 import weights
 
 SERVING = Path(phases.__file__).parent
@@ -40,8 +41,6 @@ def test_every_phase_names_a_program_a_model_and_loads_that_exist(
         if "--loads" in words:
             loads = command[command.index("--loads") + 1 : command.index("--backends")]
             assert set(loads) <= set(engine.LOADS), name
-    timed = {each.split("-", 1)[1] for each in made(tmp_path) if "times-" in each}
-    assert timed == set(phases.TIMED)
 
 
 def test_a_phase_is_ended_at_its_limit_with_its_processes(tmp_path: Path) -> None:
@@ -157,3 +156,63 @@ def test_an_engine_that_is_not_ready_in_time_is_an_error(
         limit=1,
     )  # fmt: skip
     assert not run.run(asked)
+
+
+FAKE_RUN = """
+import argparse, json, os, pathlib, sys, time
+parser = argparse.ArgumentParser()
+parser.add_argument("out", type=pathlib.Path)
+parser.add_argument("--model")
+parser.add_argument("--go", type=pathlib.Path)
+parser.add_argument("--backends", nargs="+")
+asked, _ = parser.parse_known_args()
+if asked.model == "dies":
+    sys.exit(1)
+time.sleep({"slow": 1.0}.get(asked.model, 0.1))
+ready = time.time()
+(asked.out / "ready").touch()
+while not asked.go.exists():
+    time.sleep(0.01)
+began = time.time()
+time.sleep(0.4)
+line = {"model": asked.model, "gpu": os.environ["CUDA_VISIBLE_DEVICES"], "ready": ready,
+        "began": began, "ended": time.time(), "backends": asked.backends}
+(asked.out / "serving.jsonl").write_text(json.dumps(line) + "\\n")
+(asked.out / "ended").touch()
+"""
+
+
+def serve_several(
+    out: Path, models: list[str], monkeypatch: pytest.MonkeyPatch
+) -> tuple[bool, dict[str, dict[str, Any]]]:
+    """Run models on two pretended GPUs; return the verdict and each one's line."""
+    (out / "run.py").write_text(FAKE_RUN)
+    monkeypatch.setattr(several, "HERE", out)
+    asked = argparse.Namespace(
+        out=out, work=out, models=models, backends=["FLASH_ATTN"], modes=["eager"],
+        loads=None, runs=1, start_limit=30, limit=30,
+    )  # fmt: skip
+    verdict = several.serve(asked, ["3", "5"])
+    lines = map(json.loads, (out / "serving.jsonl").open())
+    return verdict, {each["model"]: each for each in lines}
+
+
+def test_each_gpu_times_one_model_at_a_time_and_none_while_another_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["one", "slow", "deepseek-8", "two"]
+    verdict, lines = serve_several(tmp_path, names, monkeypatch)
+    assert verdict and [lines[each]["gpu"] for each in names] == ["3", "5", "3", "5"]
+    last = max(each["ready"] for each in lines.values())
+    assert min(each["began"] for each in lines.values()) > last
+    assert lines["one"]["ended"] < lines["deepseek-8"]["began"]
+    assert lines["slow"]["ended"] < lines["two"]["began"]
+    assert lines["one"]["backends"] == ["FLASH_ATTN"]
+    assert lines["deepseek-8"]["backends"] == ["FLASH_ATTN_MLA"]
+
+
+def test_a_model_that_cannot_start_costs_the_others_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verdict, lines = serve_several(tmp_path, ["dies", "one", "two"], monkeypatch)
+    assert not verdict and set(lines) == {"one", "two"}

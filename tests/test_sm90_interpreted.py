@@ -5,6 +5,7 @@ memory that is read before it is waited for, or overwritten while a product or c
 do not replace the tests on a GPU: registers, layouts and the compiler are not interpreted.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,9 +14,11 @@ import torch
 from conftest import TWINS, Twin
 from gluon_interpreter import InterpreterError
 from gluon_interpreter.kernels import change_module
+from gluon_interpreter.programs import Program
 from gluon_interpreter.shared_memory import Buffer, SharedView, tile_order
 from gluon_interpreter.values import Memory, Pointer, Value, lift
-from hopper import CASES, check, launch, make_batch, pretend_hopper
+from hopper import CASES, check, fresh, launch, make_batch, pretend_hopper
+from hopper_fp8 import spread
 from pagetwin.conformance.generators.batches import BatchPlan, build
 from pagetwin.conformance.oracles.dense import same_bits
 from pagetwin.optimized.kernels.sm90.config import SWIZZLED, SWIZZLED_32_BIT
@@ -26,6 +29,15 @@ pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="it is the run without a GPU that is tried"
 )
 SM90 = Path(__file__).parents[1] / "optimized/kernels/sm90"
+FAR = [
+    (axis, name)
+    for axis in ("token", "lse head", "lse token", "table row")
+    for name in (
+        "prefill, padding, padded heads, three to a tile",
+        "append, several segments",
+    )
+]
+"""Axes with long strides, and calls that they are tried in."""
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -93,6 +105,29 @@ def test_a_short_request_and_padding_in_a_batch_of_one_length_need_no_decode_lau
     torch.testing.assert_close(out, right, atol=2e-3, rtol=2e-3)
     torch.testing.assert_close(lse, right_lse, atol=1e-4, rtol=1e-4)
     assert not out[73:].any() and bool((lse[:, 73:] == -torch.inf).all())
+
+
+@pytest.mark.parametrize(("axis", "name"), FAR)
+def test_offsets_of_more_than_32_bits_change_no_bit(
+    axis: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of rows of requests and of padding, and of rows of the block table."""
+    # it would keep a number per element of so large a tensor
+    monkeypatch.setattr(Program, "note_store", lambda *_: None)
+    batch = make_batch(CASES[name])
+    out, lse = fresh(batch)
+    far = batch
+    if axis == "table row":
+        far = replace(batch, block_table=spread(batch.block_table, 0, 2**31))
+    elif axis.startswith("lse"):
+        lse = spread(lse, ("lse head", "lse token").index(axis), 2**31)
+    else:
+        out = spread(out, 0, 2**31)
+    with pretend_hopper(monkeypatch):
+        expected = launch(CASES[name], batch)
+        found = launch(CASES[name], far, (out, lse))
+    for one, other in zip(expected, found, strict=True):
+        assert not bool(one.isnan().any()) and same_bits(one, other)
 
 
 class Fault(NamedTuple):
@@ -179,6 +214,13 @@ FAULTS = {
         "        pass\n",
         "append, several segments",
         "counters are not 0",
+    ),
+    "a thread arrives before the others have stored": Fault(
+        "append/consumer.py",
+        "    barrier()\n    thread",
+        "    thread",
+        "append, several segments",
+        "after stores: expected a barrier between",
     ),
     "the last partial result is left out": Fault(
         "append/combine.py",

@@ -1,7 +1,10 @@
 """Time limits: a law whose time is over is not finished, which is neither broken nor lost."""
 
 import json
-import textwrap
+import os
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -47,18 +50,32 @@ Write = Callable[..., str]
 
 
 @pytest.fixture
-def kernels(tmp_path: Path, monkeypatch: Any) -> Write:
-    """Return a function that writes a slow module and returns its name."""
+def write(tmp_path: Path, monkeypatch: Any) -> Write:
+    """Return a function that writes a module from a template and returns its name."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
 
-    def write(seconds: float, wrong: int = 0) -> str:
-        name = f"slow_{tmp_path.name}".replace("-", "_")
-        source = textwrap.dedent(SLOW).format(seconds=seconds, wrong=wrong)
-        (tmp_path / f"{name}.py").write_text(source)
+    def write_module(template: str, **given: object) -> str:
+        name = f"written_{tmp_path.name}".replace("-", "_")
+        (tmp_path / f"{name}.py").write_text(template.format(**given))
         return name
 
-    return write
+    return write_module
+
+
+@pytest.fixture
+def kernels(write: Write) -> Write:
+    """Return a function that writes a slow module and returns its name."""
+    return lambda seconds, wrong=0: write(SLOW, seconds=seconds, wrong=wrong)
+
+
+def try_in_worker(name: str, examples: int = 25, **limits: float) -> Result:
+    """Return the result of the law on slots, of a worker that is stopped afterwards."""
+    worker = Worker(name, "cpu", **limits)
+    try:
+        return worker.try_law(Job(SLOTS, examples=examples), "slots")
+    finally:
+        worker.stop()
 
 
 def of_law(results: tuple[Result, ...], law: str) -> Result:
@@ -67,11 +84,7 @@ def of_law(results: tuple[Result, ...], law: str) -> Result:
 
 
 def test_a_law_whose_time_is_over_says_how_many_cases_held(kernels: Write) -> None:
-    worker = Worker(kernels(0.2), "cpu", seconds_of_a_law=4)
-    try:
-        result = worker.try_law(Job(SLOTS, examples=200), "slots")
-    finally:
-        worker.stop()
+    result = try_in_worker(kernels(0.2), examples=200, seconds_of_a_law=4)
     assert result.status == Status.UNFINISHED and result.ok
     assert 1 <= result.cases <= 30 and not result.case
     assert result.reason == f"{result.cases} cases held in {result.seconds:g} seconds"
@@ -80,11 +93,8 @@ def test_a_law_whose_time_is_over_says_how_many_cases_held(kernels: Write) -> No
 def test_a_failure_within_the_time_is_broken_though_no_time_is_left_to_shrink_it(
     kernels: Write,
 ) -> None:
-    worker = Worker(kernels(0.02, wrong=1), "cpu", seconds_of_a_law=12)
-    try:
-        result = worker.try_law(Job(SLOTS, examples=200), "slots")
-    finally:
-        worker.stop()
+    name = kernels(0.02, wrong=1)
+    result = try_in_worker(name, examples=200, seconds_of_a_law=12)
     assert result.status == Status.BROKEN and result.case
     assert result.seconds < SECONDS_TO_SHRINK / 2
 
@@ -108,11 +118,7 @@ def test_a_case_that_takes_longer_than_its_law_may_is_named_and_does_not_hang(
 def test_a_case_that_exceeds_its_own_limit_hangs_within_the_time_of_its_law(
     kernels: Write,
 ) -> None:
-    worker = Worker(kernels(60), "cpu", seconds_of_a_case=1)
-    try:
-        result = worker.try_law(Job(SLOTS), "slots")
-    finally:
-        worker.stop()
+    result = try_in_worker(kernels(60), seconds_of_a_case=1)
     assert result.status == Status.HANGS and not result.ok
 
 
@@ -282,42 +288,24 @@ def {operation}(*args, **given):
 """Wrong for every input. After some calls each one takes a minute."""
 
 
-@pytest.fixture
-def later_slow(tmp_path: Path, monkeypatch: Any) -> Callable[[str, int], str]:
-    """Return a function that writes such a module and returns its name."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-
-    def write(operation: str, wrong: int) -> str:
-        name = f"later_{tmp_path.name}".replace("-", "_")
-        source = LATER_SLOW.format(operation=operation, wrong=wrong)
-        (tmp_path / f"{name}.py").write_text(source)
-        return name
-
-    return write
-
-
 def test_a_failure_is_reported_as_it_is_if_its_smaller_input_does_not_end_in_time(
-    later_slow: Callable[[str, int], str],
+    write: Write,
 ) -> None:
     """The law was not finished, and its failure was lost."""
-    name = later_slow("compute_slot_mapping_batch", 1)
-    worker = Worker(name, "cpu", seconds_of_a_law=3)
-    try:
-        result = worker.try_law(Job(SLOTS, examples=50), "slots")
-    finally:
-        worker.stop()
+    name = write(LATER_SLOW, operation="compute_slot_mapping_batch", wrong=1)
+    result = try_in_worker(name, examples=50, seconds_of_a_law=3)
     assert result.status == Status.BROKEN and result.case and result.what
     assert result.reason == "the time was over before a smaller input was found"
     assert result.cases == 1 and 3 <= result.seconds < 20
 
 
 def test_a_fuzzing_run_keeps_a_failure_that_is_being_made_smaller(
-    later_slow: Callable[[str, int], str], tmp_path: Path
+    write: Write, tmp_path: Path
 ) -> None:
     """The batch is wrong in its group, and for the law alone; then the run ends."""
     law = "paged attention is right for every batch of a signature"
-    name = later_slow("paged_attention", 33)  # 32 batches, and the first one again
+    # 32 batches, and the first one again
+    name = write(LATER_SLOW, operation="paged_attention", wrong=33)
     run = fuzz_implementation(
         name, 4 / 60, tmp_path, only=law, device="cpu", batches=32, cases=32
     )
@@ -357,31 +345,14 @@ def blocks_needed(*args, **given):
 ONCE = "a case took more than 8 seconds, but not when it was tried again"
 
 
-@pytest.fixture
-def slow_once(tmp_path: Path, monkeypatch: Any) -> Callable[[int, int], str]:
-    """Return a function that writes such a module and returns its name."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-
-    def write(call: int, times: int) -> str:
-        name = f"once_{tmp_path.name}".replace("-", "_")
-        (tmp_path / f"{name}.py").write_text(SLOW_ONCE.format(call=call, times=times))
-        return name
-
-    return write
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("call", [1, 5])
 def test_a_case_that_is_slow_once_is_a_note_and_its_law_is_judged_again(
-    slow_once: Callable[[int, int], str], call: int
+    write: Write, call: int
 ) -> None:
     """The law hung, also if the first call of its process was slow."""
-    worker = Worker(slow_once(call, times=1), "cpu", seconds_of_a_case=8)
-    try:
-        result = worker.try_law(Job(SLOTS, examples=20), "slots")
-    finally:
-        worker.stop()
+    name = write(SLOW_ONCE, call=call, times=1)
+    result = try_in_worker(name, examples=20, seconds_of_a_case=8)
     assert result.status == Status.HELD and result.cases == 20, result
     assert result.details["note"].startswith(f"{ONCE}: ")
     assert make_case(find_law(SLOTS), result.details["note"].partition(": ")[2])
@@ -389,9 +360,9 @@ def test_a_case_that_is_slow_once_is_a_note_and_its_law_is_judged_again(
 
 @pytest.mark.long
 def test_a_law_whose_time_is_over_before_it_is_judged_again_is_not_finished(
-    slow_once: Callable[[int, int], str],
+    write: Write,
 ) -> None:
-    worker = Worker(slow_once(5, times=1), "cpu", seconds_of_a_case=8)
+    worker = Worker(write(SLOW_ONCE, call=5, times=1), "cpu", seconds_of_a_case=8)
     worker.deadline = time.monotonic() + 40
     tried: list[Job] = []
     original = worker._try
@@ -414,22 +385,19 @@ def test_a_law_whose_time_is_over_before_it_is_judged_again_is_not_finished(
 
 @pytest.mark.long
 def test_a_law_that_hangs_again_after_the_same_cases_hangs(
-    slow_once: Callable[[int, int], str],
+    write: Write,
 ) -> None:
-    worker = Worker(slow_once(5, times=9), "cpu", seconds_of_a_case=8)
-    try:
-        result = worker.try_law(Job(SLOTS, examples=20), "slots")
-    finally:
-        worker.stop()
+    name = write(SLOW_ONCE, call=5, times=9)
+    result = try_in_worker(name, examples=20, seconds_of_a_case=8)
     assert result.status == Status.HANGS and result.cases >= 3
     assert "alone, in a fresh process, this input does not fail" in result.message
 
 
 @pytest.mark.long
 def test_a_case_that_is_slow_once_is_not_the_first_symptom_of_a_report(
-    slow_once: Callable[[int, int], str],
+    write: Write,
 ) -> None:
-    name = slow_once(5, times=1)
+    name = write(SLOW_ONCE, call=5, times=1)
     words = ["check", name, "--only", "s", "--device", "cpu", "--examples", "5"]
     words += ["--case-seconds", "8", "--markdown", "r.md", "--json", "r.json"]
     result = CliRunner().invoke(app, words)
@@ -440,3 +408,25 @@ def test_a_case_that_is_slow_once_is_not_the_first_symptom_of_a_report(
     assert "notes: 1" in result.output and ONCE in result.output
     text = Path("r.md").read_text(encoding="utf-8")
     assert "## Notes" in text and ONCE in text
+
+
+# a process that takes long to end
+
+
+def test_a_process_that_ends_slowly_has_crashed_and_does_not_hang() -> None:
+    """Under load a crash was reported as a hang of more than 120 seconds after 2 seconds."""
+    worker = Worker("none", "cpu")
+    ours, theirs = os.pipe()
+    os.close(theirs)
+    worker._lines, worker._unread = os.fdopen(ours, "rb", buffering=0), b""
+    worker._said = tempfile.TemporaryFile("w+")  # noqa: SIM115
+    words = "import time; time.sleep(3); raise SystemExit(7)"
+    worker._process = subprocess.Popen(
+        [sys.executable, "-c", words], stdin=subprocess.PIPE, text=True
+    )
+    try:
+        assert worker._next(time.monotonic() + 60) is None
+        ended = worker._ended(120)
+    finally:
+        worker.stop()
+    assert ended == (Status.CRASHED, "the process ended with code 7")

@@ -17,6 +17,7 @@ import block_map
 import block_size_table
 import error_examples
 import figures
+import gpu_runs
 import ladder_table
 import law_table
 import mutant_table
@@ -261,30 +262,6 @@ def _setting(value: object) -> str:
     return f"{value:,g}" if isinstance(value, (int, float)) else str(value)
 
 
-OWN_PAGES = (
-    "-bench",
-    f"-{bench_table.EXTENDED}",
-    "-shapes",
-    "-verdicts",
-    "-parallel",
-)
-
-
-def gpu_records() -> str:
-    """Return the summaries of the runs on GPUs, the newest first."""
-    folder = ROOT / "tests" / "records"
-    summaries = [
-        path.with_suffix(".md").read_text(encoding="utf-8")
-        for path in sorted(folder.glob("20*.json"), reverse=True)
-        # records of benchmarks, verdicts and several GPUs are shown on pages of their own
-        if not path.stem.endswith(OWN_PAGES)
-    ]
-    if not summaries:
-        return "*No run on a GPU is recorded yet.*"
-    # one level down, because the page has a heading
-    return "\n\n".join(re.sub(r"(?m)^#", "##", text) for text in summaries)
-
-
 MACROS: dict[str, Callable[..., str]] = {
     each.__name__: each
     for each in (
@@ -302,7 +279,8 @@ MACROS: dict[str, Callable[..., str]] = {
         shape_table,
         replay_laws,
         replay_defaults,
-        gpu_records,
+        gpu_runs.gpu_records,
+        gpu_runs.latest_gpu_runs,
         bench_table.bench_table,
         bench_table.bench_plot,
         bench_table.bench_workloads,

@@ -33,7 +33,7 @@ from ...validation import (
     check_reshape_and_cache,
     values_checked,
 )
-from ..kernels.fp8 import has_native_fp8, scale_arguments
+from ..kernels.fp8 import has_fp8_encoding, has_native_fp8, scale_arguments
 from ..kernels.kv_cache import (
     TOKENS_PER_PROGRAM,
     CacheHalf,
@@ -122,12 +122,13 @@ def _lower_write(
         slot_mapping,
         num_slots,
         kv_heads,
-        block_size,
         slot_mapping.stride(0),
-        # HEAD_SIZE, VALUE_HEAD_SIZE, E5M2, TOKENS, ELEMENTS
+        # BLOCK_SIZE, HEAD_SIZE, VALUE_HEAD_SIZE, E5M2, NATIVE_FP8, TOKENS, ELEMENTS
+        block_size,
         head_size,
         value_head_size,
         dtype == torch.float8_e5m2,
+        k_scale is not None and has_fp8_encoding(key_cache.device),
         TOKENS_PER_PROGRAM,
         tile,
     )

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..cache.slot_mapping import find_request
-from .fp8 import decode_fp8, encode_fp8, load_scale
+from .fp8 import decode_fp8, load_scale, quantise
 
 TOKENS_PER_PROGRAM = 4
 MAX_ELEMENTS_PER_PROGRAM = 1024
@@ -71,40 +71,46 @@ def write_kv_kernel(
     slot_mapping,
     num_slots,
     kv_heads,
-    block_size,
     mapping_stride,
+    BLOCK_SIZE: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     VALUE_HEAD_SIZE: tl.constexpr,
     E5M2: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
     TOKENS: tl.constexpr,
     ELEMENTS: tl.constexpr,
 ):
     """Write the keys and values of a tile of tokens to their slots.
 
+    Keys and values of tokens without a slot are read too, so that no read waits for the slots.
+
     Args:
         key, value: NewTokens.
         key_cache, value_cache: CacheHalf.
+        NATIVE_FP8: whether FP8 numbers are encoded by an instruction.
         TOKENS, ELEMENTS: tokens of the tile, and elements of all heads of a token.
     """
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS).to(tl.int64)
     element = tl.program_id(1) * ELEMENTS + tl.arange(0, ELEMENTS).to(tl.int64)
     head, part = element // HEAD_SIZE, element % HEAD_SIZE
     value_head, value_part = element // VALUE_HEAD_SIZE, element % VALUE_HEAD_SIZE
-    slot = tl.load(
-        slot_mapping + token * mapping_stride, mask=token < num_slots, other=-1
+    is_token = token < num_slots
+    slot = tl.load(slot_mapping + token * mapping_stride, mask=is_token, other=-1)
+    is_key, is_value = head < kv_heads, value_head < kv_heads
+    new_key = _load_new(key, token, head, part, is_token[:, None] & is_key)
+    new_value = _load_new(
+        value, token, value_head, value_part, is_token[:, None] & is_value
     )
     # step: skip tokens without a slot
-    stored = (slot >= 0)[:, None] & (head < kv_heads)[None, :]
-    value_stored = (slot >= 0)[:, None] & (value_head < kv_heads)[None, :]
+    stored = (slot >= 0)[:, None] & is_key
+    value_stored = (slot >= 0)[:, None] & is_value
     # step: find block and offset
-    block_id, offset = slot // block_size, slot % block_size
-    new_key = _load_new(key, token, head, part, stored)
-    new_value = _load_new(value, token, value_head, value_part, value_stored)
+    block_id, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
     # step: divide by the scales if the cache is FP8
     if key_cache.scale is not None:
-        new_key = _quantise(new_key, key_cache, head, head < kv_heads, E5M2)
+        new_key = _quantise(new_key, key_cache, head, is_key, E5M2, NATIVE_FP8)
         new_value = _quantise(
-            new_value, value_cache, value_head, value_head < kv_heads, E5M2
+            new_value, value_cache, value_head, is_value, E5M2, NATIVE_FP8
         )
     # step: store the key and the value
     to = _locate(key_cache, block_id, offset, head, part)
@@ -114,18 +120,21 @@ def write_kv_kernel(
 
 
 @triton.jit
-def _load_new(new, token, head, part, is_stored):
+def _load_new(new, token, head, part, is_new):
     """Return elements of new keys or values: [TOKENS, ELEMENTS]."""
     offsets = (token * new.stride_token)[:, None]
     offsets += (head * new.stride_head + part * new.stride_element)[None, :]
-    return tl.load(new.tensor + offsets, mask=is_stored, other=0)
+    return tl.load(new.tensor + offsets, mask=is_new, other=0)
 
 
 @triton.jit
-def _quantise(numbers, cache, head, is_head, E5M2: tl.constexpr):
+def _quantise(
+    numbers, cache, head, is_head, E5M2: tl.constexpr, NATIVE_FP8: tl.constexpr
+):
     """Return numbers as the bytes of an FP8 cache: [TOKENS, ELEMENTS]."""
     scale = load_scale(cache.scale, cache.scale_stride, head, is_head)
-    return encode_fp8(tl.div_rn(numbers.to(tl.float32), scale), E5M2)
+    is_number: tl.constexpr = cache.scale_stride is None
+    return quantise(numbers.to(tl.float32), scale, E5M2, NATIVE_FP8, is_number)
 
 
 @triton.jit

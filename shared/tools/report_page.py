@@ -16,6 +16,10 @@ WIDTH = 680
 """Width of a picture in its own units."""
 LABELS = 46
 """Width of the labels on the left side of a picture."""
+TEXT = 11
+"""Height of a line of text."""
+DIGIT = 7
+"""Width that no digit of a label exceeds."""
 
 
 def render_page(report: "Report") -> str:
@@ -41,7 +45,30 @@ def render_page(report: "Report") -> str:
                 for name, each in words.items()
             }
         )
-    return environment.from_string(template).render(report=report, symptoms=symptoms)
+    return environment.from_string(template).render(
+        report=report, symptoms=symptoms, others=_other_sections(report)
+    )
+
+
+def _other_sections(report: "Report") -> list[tuple[str, list[str]]]:
+    """Return the title and the lines of each section that is not about a failure."""
+    reasons = report.why_undeclared().items()
+    outside = report.outcomes_outside()
+    return [
+        ("Notes", report.notes),
+        (
+            "Laws that are not finished",
+            [f"{each.law}: {each.reason}" for each in report.unfinished],
+        ),
+        (
+            "Why laws are undeclared",
+            [f"{count}: {reason}" for reason, count in reasons],
+        ),
+        (
+            "Outside of the declared support",
+            [f"{how}: {what}" for how, what in outside],
+        ),
+    ]
 
 
 def _describe(report: "Report", symptom: "Symptom") -> dict[str, Any]:
@@ -79,8 +106,8 @@ def draw_tile(picture: dict[str, Any]) -> str:
     for number, line in enumerate(lines):
         y = top + number * height
         query = first_query + number
-        is_near = abs(query - picture["query"]) == 1
-        if query == picture["query"] or (number % 4 == 0 and not is_near):
+        gap = abs(query - picture["query"]) * height
+        if gap == 0 or (number % 4 == 0 and gap >= TEXT):
             body.append(_text(0, y + height - 2, f"q {query}"))
         for start, end, mark in _runs(line):
             fill = "var(--visible)" if mark == "#" else "var(--masked)"
@@ -111,7 +138,6 @@ def draw_tile(picture: dict[str, Any]) -> str:
 def draw_blocks(picture: dict[str, Any]) -> str:
     """Return the blocks of the cache as SVG, coloured by request."""
     blocks = picture["blocks"]
-    columns, width = 16, (WIDTH - 8) / 16
     shown = blocks["shown"]
     users: dict[int, list[int]] = {}
     for req, row in enumerate(blocks["rows"]):
@@ -120,18 +146,22 @@ def draw_blocks(picture: dict[str, Any]) -> str:
     marked: dict[int, list[int]] = {}
     for block, slot in blocks["keys"]:
         marked.setdefault(block, []).append(slot)
+    requests = [list(dict.fromkeys(users.get(block, []))) for block in shown]
+    labels = [
+        _block_label(block, reqs) for block, reqs in zip(shown, requests, strict=True)
+    ]
+    widest = max((len(label) for label in labels), default=1) * DIGIT + 4
+    columns = max(1, min(16, WIDTH // widest))
+    width = (WIDTH - 8) / columns
     body = []
     height = 30.0
-    for number, block in enumerate(shown):
+    for number, (block, reqs) in enumerate(zip(shown, requests, strict=True)):
         x, y = number % columns * width, number // columns * height
-        reqs = list(dict.fromkeys(users.get(block, [])))
         fill = "var(--free)"
         if reqs:
             fill = "var(--own)" if picture["request"] in reqs else "var(--other)"
         body.append(_rect(x + 1, y + 1, width - 2, height - 12, fill))
-        more = f"+{len(reqs) - 1}" if len(reqs) > 1 else ""
-        label = f"{block}: r{reqs[0]}{more}" if reqs else f"{block}"
-        body.append(_text(x + 2, y + height - 2, label))
+        body.append(_text(x + 2, y + height - 2, labels[number]))
         for slot in marked.get(block, []):
             step = (width - 2) / blocks["block_size"]
             body.append(
@@ -144,11 +174,19 @@ def draw_blocks(picture: dict[str, Any]) -> str:
     legend += [("var(--other)", "of others"), ("var(--free)", "not allocated: poison")]
     if marked:
         legend.append(("var(--key)", "slot of a lost or added key"))
-    words = "Blocks of the cache by id, each with a request (r) that uses it (+1: another one too)."
+    words = "Blocks of the cache by id, each with a request (r) that uses it (+2: two others too)."
     left_out = blocks["num_blocks"] - len(shown)
     if left_out:
         words += f" {left_out} further blocks are not shown."
     return _svg(words, bottom + 4, body, legend)
+
+
+def _block_label(block: int, reqs: list[int]) -> str:
+    """Return a block's id, its first request, and the number of its other requests."""
+    if not reqs:
+        return f"{block}"
+    more = f"+{len(reqs) - 1}" if len(reqs) > 1 else ""
+    return f"{block}: r{reqs[0]}{more}"
 
 
 def draw_errors(picture: dict[str, Any]) -> str:

@@ -64,7 +64,8 @@ def warp_specialize(
 
 
 def barrier() -> None:
-    """Let others run: the threads of a role act as one here."""
+    """Let others run: the threads of a role act as one here, but for the stores of `atomic_add`."""
+    current_role().has_stored = False
     current_role().pause()
 
 

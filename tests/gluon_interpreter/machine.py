@@ -61,11 +61,15 @@ class Role:
         machine: its program.
         number: its index.
         num_warps: its warps.
+
+    Attributes:
+        has_stored: whether its warps have stored to global memory since they last met at a barrier.
     """
 
     def __init__(self, machine: Machine, number: int, num_warps: int) -> None:
         self.machine, self.number, self.num_warps = machine, number, num_warps
         self.products: list[Product] = []
+        self.has_stored = False
         self.is_ready: Callable[[], bool] | None = None
         self.waits_for = ""
         self.is_done = False

@@ -100,6 +100,7 @@ def store(pointer: Pointer, value: Any, mask: Any = None, **hints: Any) -> None:
     memory.check(offset, is_on, "a store")
     used = offset[is_on].flatten()
     current_role().machine.memory.note_store(memory.flat, used)
+    current_role().has_stored |= len(used) > 0
     if len(used) > len(used.unique()) and not is_integer(memory.dtype):
         raise InterpreterError("a store of two numbers to one element")
     memory.flat[used] = value[is_on].flatten()
@@ -108,8 +109,17 @@ def store(pointer: Pointer, value: Any, mask: Any = None, **hints: Any) -> None:
 def atomic_add(
     pointer: Pointer, value: Value, mask: Any = None, sem: str = "", scope: str = ""
 ) -> Value:
-    """Add to elements one after another, and return what they were."""
-    current_role().pause()
+    """Add to elements one after another, and return what they were.
+
+    One thread adds to a counter. What the role's other warps have stored is released with it only
+    after a barrier.
+    """
+    role = current_role()
+    role.pause()
+    if role.has_stored and role.num_warps > 1 and sem != "relaxed":
+        raise InterpreterError(
+            "a role of several warps adds to a counter after stores: expected a barrier between"
+        )
     memory = pointer.memory
     is_on = torch.tensor(True) if mask is None else lift(mask).tensor
     offset, numbers, is_on = torch.broadcast_tensors(

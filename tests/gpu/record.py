@@ -43,12 +43,12 @@ def environment() -> dict[str, str]:
 
 
 def run_limited(
-    command: list[str], seconds: float, log: Path
+    command: list[str], seconds: float, log: Path, **variables: str
 ) -> tuple[int | None, str]:
     """Run a command for at most that long and return its code (None: too long) and output.
 
-    It is asked to stop before it is killed, together with the processes it started, since pytest
-    then still writes what it knows.
+    The variables are added to its environment. It is asked to stop before it is killed, together
+    with the processes it started, since pytest then still writes what it knows.
     """
     with log.open("w", encoding="utf-8") as sink:
         process = subprocess.Popen(
@@ -57,7 +57,7 @@ def run_limited(
             stdout=sink,
             stderr=subprocess.STDOUT,
             cwd=ROOT,
-            env=environment(),
+            env=environment() | variables,
             start_new_session=True,
         )
         code: int | None = None

@@ -23,6 +23,7 @@ from pagetwin.optimized import kernels
 from pagetwin.optimized.attention import cascade as cascade_attention
 from pagetwin.optimized.attention import paged as paged_attention
 from pagetwin.optimized.kernels.sm90 import family as sm90
+from pagetwin.optimized.kernels.sm90.append import family as append
 from pagetwin.optimized.kernels.sm90.fp8_decode import family as fp8_decode
 from pagetwin.optimized.kernels.sm90.fp8_prefill import family as fp8_prefill
 from pagetwin.optimized.kernels.sm90.invariant import family as invariant
@@ -120,6 +121,18 @@ GROUPS = {
             Batch([9, 2], [650, 900], {"sliding_window": 50}, dtype=torch.float16),
         ),
         ("append.append_kernel",),
+        is_hopper=False,
+    ),
+    "segments": Group(
+        (
+            # query tiles of one warpgroup and of two
+            Batch([5, 1, 8], [700, 1, 3000]),
+            Batch([8, 5], [3000, 700], heads=6),
+            Batch([40, 0, 17], [900, 600, 2000]),
+            Batch([30, 2], [900, 4000], head_size=64, dtype=torch.float16),
+            Batch([6], [2000], head_size=256),
+        ),
+        ("sm90.append.kernel.append_kernel",),
     ),
     "cascade": Group(
         (
@@ -134,6 +147,9 @@ GROUPS = {
             Batch(*LONG, {"sliding_window": 50}, dtype=torch.float16),
             Batch(*LONG, {"attention_chunk_size": 70}, head_size=64),
             Batch(*LONG, {"logits_soft_cap": 20.0}, head_size=256),
+            # without a decode launch: the kernel clears the padding
+            Batch([130], [260]),
+            Batch([130], [260], head_size=96),
         ),
         ("sm90.kernel.prefill_kernel",),
     ),
@@ -186,6 +202,7 @@ GROUPS = {
             Batch(*RAGGED, **FP8),
             Batch([1, 4, 1], [5000, 700, 2], **FP8, head_size=64, dtype=torch.float16),
             Batch(*LONG, **FP8),
+            Batch([130], [260], **FP8),
             Batch([130, 1], [260, 90], **FP8, head_size=64, dtype=torch.float16),
         ),
         (
@@ -256,7 +273,7 @@ def run_group(name: str, device: str = "cuda") -> list[str]:
         start(self, *args, **given)
 
     Launcher.__call__ = noted  # type: ignore[method-assign]
-    for family in (sm90, fp8_decode, fp8_prefill, invariant, latent):
+    for family in (sm90, append, fp8_decode, fp8_prefill, invariant, latent):
         if not group.is_hopper:
             family.is_hopper = lambda device: False
     for batch in group.batches:

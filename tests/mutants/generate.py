@@ -14,8 +14,9 @@ import ast
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from .mutant import ROOT, Mutant
+from .mutant import ROOT, Mutant, tomllib
 
 Node = ast.AST
 Edit = tuple[Node, str]
@@ -54,11 +55,16 @@ COUNTERPARTS = {
 COUNTERPARTS |= {other: one for one, other in COUNTERPARTS.items()}
 LEFT_OUT = {
     "has_native_fp8": "the compute capability of a GPU",
+    "has_fp8_encoding": "the compute capability of a GPU",
+    "quantise": "an instruction of a GPU",
+    "_quantise_plain": "an instruction of a GPU",
+    "are_plain": "what decides about that instruction",
+    "divide": "runs before that instruction alone; tests/test_fp8.py has its quotients",
     "find_workspace": "streams and captures of a GPU",
     "_PinnedBuffer.wait": "events of a GPU",
     "_PinnedBuffer.send": "events of a GPU",
 }
-"""Functions without mutants: what they read exists on a GPU alone."""
+"""Functions without mutants: what they read or run exists on a GPU alone."""
 WITHOUT_KERNELS = (
     "optimized/kernels/",
     "optimized/batch/",
@@ -110,6 +116,16 @@ def mutated_files() -> list[str]:
         ):
             found.append(name)
     return found
+
+
+def read_reasons(path: Path) -> dict[str, str]:
+    """Return why mutants are equivalent, by id, from a TOML file."""
+    found = tomllib.loads(path.read_text(encoding="utf-8"))["equivalent"]
+    return {
+        name: " ".join(each["reason"].split())
+        for each in found
+        for name in each["mutants"]
+    }
 
 
 def generate(

@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 import hopper
 import hopper_fp8
 import pytest
+import test_captured_lengths_sm90 as captured_tests
 import test_fp8_sm90_interpreted as fp8_tests
+import test_sm90_interpreted as sm90_tests
 from conftest import TWINS
 from pagetwin.conformance.generators.batches import BatchPlan
 
@@ -77,3 +79,17 @@ for _family, _test, *_arguments in (
     CALLS[", ".join(["FP8", _words, *map(str, _arguments)])] = Call(
         _family, 1 << 20, partial(_run_test, _test, *_arguments)
     )
+for _axis, _case in sm90_tests.FAR:
+    _test = sm90_tests.test_offsets_of_more_than_32_bits_change_no_bit
+    CALLS[f"offsets of more than 32 bits, {_axis}, {_case}"] = Call(
+        hopper.CASES[_case].family, 1 << 20, partial(_run_test, _test, _axis, _case)
+    )
+CALLS["append, rows past a bound that is too small"] = Call(
+    "append",
+    1 << 21,
+    partial(
+        _run_test,
+        captured_tests.test_rows_past_a_bound_that_is_too_small_harm_no_other_request,
+        TWINS["reference"],
+    ),
+)

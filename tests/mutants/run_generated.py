@@ -29,9 +29,8 @@ from pagetwin.conformance.harness.law import Law
 from pagetwin.conformance.laws.all_laws import ALL_LAWS
 
 from .digest import suite_digest
-from .generate import OPERATORS, Generated, generate, sample
+from .generate import OPERATORS, Generated, generate, read_reasons, sample
 from .judge import Trial, judge
-from .mutant import tomllib
 from .nearness import laws_near
 from .record import REPORT as CATALOGUE_REPORT
 from .record import entries_of
@@ -61,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, help="start no mutant after them")
     parser.add_argument("--report", type=Path, default=REPORT)
     given = parser.parse_args(arguments)
-    mutants = generate(reasons=reasons())
+    mutants = generate(reasons=read_reasons(REASONS))
     chosen = mutants if given.all else sample(mutants, given.sample, given.seed)
     if given.words:
         chosen = [
@@ -83,16 +82,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         each["ended"] == "survived" for each in record["mutants"]
     )
     return int(bool(is_bad))
-
-
-def reasons() -> dict[str, str]:
-    """Return why mutants are equivalent, by id."""
-    found = tomllib.loads(REASONS.read_text(encoding="utf-8"))["equivalent"]
-    return {
-        name: " ".join(each["reason"].split())
-        for each in found
-        for name in each["mutants"]
-    }
 
 
 def is_current(mutant: Generated, entry: dict[str, Any] | None) -> bool:

@@ -34,9 +34,9 @@ if __name__ == "__main__":
 import torch
 from gluon_interpreter.kernels import change_module
 
-from .generate import OPERATORS, Generated, generate, sample
+from .generate import OPERATORS, Generated, generate, read_reasons, sample
 from .hopper_calls import CALLS
-from .mutant import ROOT, tomllib
+from .mutant import ROOT
 from .record import REPORT as CATALOGUE_REPORT
 from .record import entries_of
 
@@ -94,16 +94,6 @@ def without_layouts(mutants: Sequence[Generated]) -> list[Generated]:
             begin <= each.begin and each.end <= end for begin, end in spans[each.file]
         )
     ]
-
-
-def reasons() -> dict[str, str]:
-    """Return why mutants are equivalent, by id."""
-    found = tomllib.loads(REASONS.read_text(encoding="utf-8"))["equivalent"]
-    return {
-        name: " ".join(each["reason"].split())
-        for each in found
-        for name in each["mutants"]
-    }
 
 
 def order_calls(mutant: Generated, killers: Counter[tuple[str, str]]) -> list[str]:
@@ -203,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=2, help="processes at a time")
     parser.add_argument("--report", type=Path, default=REPORT)
     given = parser.parse_args(arguments)
-    mutants = without_layouts(generate(hopper_files(), reasons()))
+    mutants = without_layouts(generate(hopper_files(), read_reasons(REASONS)))
     named = [
         each
         for each in mutants

@@ -40,6 +40,8 @@ SECONDS_OF_GRACE = 10.0
 """Time for the case that is tried when the time of its law is over. At most the limit itself."""
 SECONDS_OF_A_CASE = 120.0
 """Time limit of a case, compilation included. A case that takes longer hangs."""
+SECONDS_TO_END = 30.0
+"""Time in which a process that has closed its side of the pipe ends, also under load."""
 NOT_SMALLER = "the time was over before a smaller input was found"
 """Reason of a failure whose input was being made smaller when the time was over."""
 FATAL = (Status.CRASHED, Status.HANGS, Status.OUT_OF_MEMORY)
@@ -113,6 +115,8 @@ class Worker:
         self._process: subprocess.Popen[str] | None = None
         self._calls = 0
         """Calls that the process has made before the last case."""
+        self._is_ending = False
+        """Whether the process has closed its side of the pipe."""
         self.failed_at_once = False
         """Whether the first call of the last law was fatal, also in a fresh process."""
         self.promises: list[str] = []
@@ -151,6 +155,7 @@ class Worker:
         os.close(theirs)
         self._lines = os.fdopen(ours, "rb", buffering=0)
         self._unread = b""
+        self._is_ending = False
         # a single visible GPU has the number 0 in the process
         device = self.device if self.gpu is None else "cuda"
         self._send({"implementation": self.implementation, "device": device})
@@ -306,6 +311,7 @@ class Worker:
                 return None
             more = self._lines.read(1 << 16)
             if not more:
+                self._is_ending = True
                 return None
             self._unread += more
         line, _, self._unread = self._unread.partition(b"\n")
@@ -320,7 +326,7 @@ class Worker:
         """
         assert self._process is not None
         try:
-            code = self._process.wait(1)
+            code = self._process.wait(SECONDS_TO_END if self._is_ending else 1)
         except subprocess.TimeoutExpired:
             return Status.HANGS, f"it took more than {seconds:g} seconds"
         if code == -signal.SIGKILL:

@@ -299,7 +299,7 @@ def addresses_of_attention_have_64_bits(setting: Setting, far: FarAttention) -> 
     for name, cache in caches.items():
         cache.copy_(call.arguments[name][call.rows[0]].flip(0))
     answer: Answer = call.answer()
-    call = call.changed(**caches, block_table=table)
+    call = replace(call.changed(**caches, block_table=table), rows=table.tolist())
     expect_right(setting, call, run_call(setting, call), answer)
 
 

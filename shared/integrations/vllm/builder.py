@@ -52,16 +52,30 @@ class PagetwinMetadata:
     shared_batch: SharedBatch | None = None
 
 
-class PagetwinMetadataBuilder(AttentionMetadataBuilder):
+class CapturesUniformBatches:
+    """The batches of a metadata builder that vLLM may capture in a CUDA graph."""
+
+    # A graph of a mixed batch would freeze the kernels that its dummy batch chose by
+    # max_query_len, so it is not ALWAYS. A graph of uniform batches has one query length.
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+
+    @classmethod
+    def get_cudagraph_support(
+        cls, vllm_config: Any, kv_cache_spec: Any
+    ) -> AttentionCGSupport:
+        """Return NEVER if the implementation may read tensors on the host."""
+        if read_settings().implementation == "optimized":
+            return cls._cudagraph_support
+        return AttentionCGSupport.NEVER
+
+
+class PagetwinMetadataBuilder(CapturesUniformBatches, AttentionMetadataBuilder):
     """Turns vLLM's description of a step into `PagetwinMetadata`. The device is not waited for.
 
     Args:
         kv_cache_spec, layer_names, vllm_config, device: as in vLLM.
     """
 
-    # A graph of a mixed batch would freeze the kernels that its dummy batch chose by
-    # max_query_len, so it is not ALWAYS. A graph of uniform batches has one query length.
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     supports_update_block_table: bool = True
 
     def __init__(
@@ -72,13 +86,6 @@ class PagetwinMetadataBuilder(AttentionMetadataBuilder):
         impls = give_bounds(vllm_config, layer_names)
         # vLLM does not tell whether a layer has what a cascade does not take
         self.takes_cascade = all(each.takes_cascade for each in impls)
-
-    @classmethod
-    def get_cudagraph_support(
-        cls, vllm_config: Any, kv_cache_spec: Any
-    ) -> AttentionCGSupport:
-        """Return the batches that can be captured."""
-        return captures_uniform_batches(cls._cudagraph_support)
 
     def build(
         self,
@@ -164,13 +171,6 @@ def _load(name: str) -> Implementation:
         return load_named(name)
     except ValueError as error:
         raise ValueError(f"{IMPLEMENTATION_VARIABLE}: {error}") from error
-
-
-def captures_uniform_batches(support: AttentionCGSupport) -> AttentionCGSupport:
-    """Return `support`, or NEVER with an implementation that may read tensors on the host."""
-    if read_settings().implementation == "optimized":
-        return support
-    return AttentionCGSupport.NEVER
 
 
 def give_bounds(vllm_config: Any, layer_names: list[str]) -> list[Any]:

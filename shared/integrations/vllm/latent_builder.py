@@ -6,15 +6,13 @@ from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonMetadataBuilder,
     QueryLenSupport,
 )
-from vllm.v1.attention.backend import AttentionCGSupport
 
-from .builder import captures_uniform_batches, give_bounds
+from .builder import CapturesUniformBatches, give_bounds
 
 
-class PagetwinLatentBuilder(MLACommonMetadataBuilder):
+class PagetwinLatentBuilder(CapturesUniformBatches, MLACommonMetadataBuilder):
     """vLLM's metadata builder for latent attention, whose decodes may have any lengths."""
 
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.VARLEN
 
     def __init__(
@@ -29,13 +27,6 @@ class PagetwinLatentBuilder(MLACommonMetadataBuilder):
             supports_dcp_with_varlen=True,
         )
         give_bounds(vllm_config, layer_names)
-
-    @classmethod
-    def get_cudagraph_support(
-        cls, vllm_config: Any, kv_cache_spec: Any
-    ) -> AttentionCGSupport:
-        """Return the batches that can be captured."""
-        return captures_uniform_batches(cls._cudagraph_support)
 
     def build(
         self,

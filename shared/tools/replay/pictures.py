@@ -151,7 +151,7 @@ def draw_occupancy(records: Sequence[StepRecord]) -> str:
             lw=0.6,
             label="free",
         )
-        times = [index for index, each in enumerate(records) if each.preempted]
+        times = [record.step for record in records if record.preempted]
         axes.scatter(
             times,
             [total * 1.05] * len(times),

@@ -1,6 +1,6 @@
-"""Where does the speed of a paged attention kernel come from?
+"""Ladder of kernels: what makes a paged attention kernel fast, one change at a time.
 
 Each rung is a complete kernel that changes one thing of the rung below. All are held to the same
-budgets and timed on the same batches, those that gained nothing too. `rungs.py` lists them,
-`run.py` judges and times them on a GPU, and the pages under docs/ladder tell what came out.
+error budgets and timed on the same batches, those that gained nothing too. `rungs.py` lists them,
+`run.py` checks and times them on a GPU, and the pages under docs/ladder show the results.
 """

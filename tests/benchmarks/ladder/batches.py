@@ -1,9 +1,9 @@
-"""What do the rungs compute, and who says that they are right?
+"""Batches of the ladder, and the float64 result that each rung is compared with.
 
 Every rung solves the plain case: causal attention of new tokens over their sequences, all tensors
-packed, no option. A batch is random normal, its blocks lie scattered, and what nobody owns is
-NaN: the slots behind each sequence's end, and one block that the rest of each row of the table
-names.
+packed, no option. The numbers of a batch are random normal, and its blocks are in random order.
+Memory that is not allocated is NaN: the slots past the end of each sequence, and one block that
+the rest of each block-table row names.
 """
 
 from dataclasses import dataclass
@@ -94,13 +94,13 @@ def random_batch(
         return torch.randn(*shape, generator=generator, dtype=dtype, device=device)
 
     blocks = [-(-kv // BLOCK_SIZE) for kv in kv_lens]
-    nobodys = sum(blocks)
-    order = torch.randperm(nobodys, generator=generator, device=device).int().cpu()
+    unused = sum(blocks)
+    order = torch.randperm(unused, generator=generator, device=device).int().cpu()
     width = -(-max(blocks) // 16) * 16
-    table = torch.full((len(kv_lens), width), nobodys, dtype=torch.int32)
-    caches = [random(nobodys + 1, BLOCK_SIZE, kv_heads, head_size) for _ in "kv"]
+    table = torch.full((len(kv_lens), width), unused, dtype=torch.int32)
+    caches = [random(unused + 1, BLOCK_SIZE, kv_heads, head_size) for _ in "kv"]
     for cache in caches:
-        cache[nobodys] = NAN
+        cache[unused] = NAN
     for req, own in enumerate(order.split(blocks)):
         table[req, : len(own)] = own
     for req, kv in enumerate(kv_lens):

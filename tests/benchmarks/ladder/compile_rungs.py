@@ -1,9 +1,10 @@
-"""Does every rung compile for a GPU that need not be there, and what does it use?
+"""Compilation of every rung for a GPU, without one: registers, spills, shared memory.
 
     PYTHONPATH=.typing python tests/benchmarks/ladder/compile_rungs.py [90]
 
-Each rung's launches are recorded on a tiny batch and compiled with its real settings. One JSON
-object a line: rung, kernel, registers, stack bytes (what spilled), shared memory, warps, seconds.
+Each rung's launches are recorded on a tiny batch and compiled with its real settings. Prints one
+JSON object per line: rung, kernel, registers, stack bytes (spills), shared memory, warps,
+seconds.
 """
 
 import os

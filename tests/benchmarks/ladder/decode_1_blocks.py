@@ -1,10 +1,9 @@
-"""What is the plainest kernel that is right?
+"""The simplest correct decode kernel: one program per query head of each request.
 
-One program for each query head of each request. It walks along the sequence block by block: looks
-the block up, reads 16 keys and values, and folds them into its running sums. There is no product
-of tiles: each score is a sum over the head's elements. The four query heads that share a kv head
-read the same keys in four programs, and each program waits for one block before it asks for the
-next.
+It reads the sequence block by block: it looks the block up, loads 16 keys and values, and adds
+them to its running sums. There is no matrix product: each score is a sum over the elements of the
+head. The four query heads that share a KV head read the same keys in four programs. Each program
+waits for one block before it loads the next.
 """
 
 from collections.abc import Callable
@@ -37,32 +36,32 @@ def blocks_kernel(
     element = tl.arange(0, HEAD_SIZE)
     offset = tl.arange(0, BLOCK_SIZE)
     row = (req * QUERY_HEADS + head) * HEAD_SIZE + element
-    question = tl.load(query + row).to(tl.float32)
+    q = tl.load(query + row).to(tl.float32)
     seq_len = tl.load(seq_lens + req)
-    total = tl.zeros([HEAD_SIZE], dtype=tl.float32)
-    row_sum = 0.0
-    row_max = -float("inf")
+    acc = tl.zeros([HEAD_SIZE], dtype=tl.float32)
+    l_i = 0.0
+    m_i = -float("inf")
     for first in range(0, seq_len, BLOCK_SIZE):
         # step: look up the block
         block_id = tl.load(block_table + req * table_width + first // BLOCK_SIZE)
         slot = block_id.to(tl.int64) * BLOCK_SIZE + offset
-        place = (slot * KV_HEADS + kv_head)[:, None] * HEAD_SIZE + element[None, :]
-        # what lies behind the sequence may hold anything, and 0 * NaN is no 0
+        kv_offset = (slot * KV_HEADS + kv_head)[:, None] * HEAD_SIZE + element[None, :]
+        # slots past the end of the sequence may hold NaN, and 0 * NaN = NaN
         is_key = first + offset < seq_len
-        key = tl.load(key_cache + place, mask=is_key[:, None], other=0)
-        value = tl.load(value_cache + place, mask=is_key[:, None], other=0)
+        k = tl.load(key_cache + kv_offset, mask=is_key[:, None], other=0)
+        v = tl.load(value_cache + kv_offset, mask=is_key[:, None], other=0)
         # step: compute the scaled dot products of the query and the keys
-        scores = tl.sum(key.to(tl.float32) * question[None, :], 1) * scale
-        scores = tl.where(is_key, scores, -float("inf"))
+        qk = tl.sum(k.to(tl.float32) * q[None, :], 1) * scale
+        qk = tl.where(is_key, qk, -float("inf"))
         # step: turn scores into weights (softmax)
-        new_max = tl.maximum(row_max, tl.max(scores, 0))
-        fade = tl.exp(row_max - new_max)
-        weights = tl.exp(scores - new_max)
-        row_sum = row_sum * fade + tl.sum(weights, 0)
-        row_max = new_max
+        m_new = tl.maximum(m_i, tl.max(qk, 0))
+        alpha = tl.exp(m_i - m_new)
+        p = tl.exp(qk - m_new)
+        l_i = l_i * alpha + tl.sum(p, 0)
+        m_i = m_new
         # step: average the values by the weights
-        total = total * fade + tl.sum(weights[:, None] * value.to(tl.float32), 0)
-    tl.store(out + row, (total / row_sum).to(out.dtype.element_ty))
+        acc = acc * alpha + tl.sum(p[:, None] * v.to(tl.float32), 0)
+    tl.store(out + row, (acc / l_i).to(out.dtype.element_ty))
 
 
 def prepare(batch: LadderBatch, out: Tensor, num_warps: int = 4) -> Callable[[], None]:

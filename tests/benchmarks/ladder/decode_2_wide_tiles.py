@@ -1,10 +1,9 @@
-"""What does it gain to read many keys at once?
+"""Decode with tiles of 64 keys, whose blocks are looked up together.
 
-The same program, one for each query head of each request, but a step takes a tile of 64 keys,
-whose blocks are looked up together: the block table is read as a vector, and the addresses of all
-keys are known at once. So 32 KiB are asked for before the program waits, where the rung below
-asks for 8; and the maximum, the exponentials and the two sums, each of which waits for the one
-before, come in turn a quarter as often.
+The grid is that of the rung below. The entries of the block table are loaded as a vector, so the
+addresses of all keys of the tile are known at once. 32 KiB are in flight before the program
+waits, where the rung below has 8. The maximum, the exponentials and the two sums depend on each
+other; they are computed a quarter as often.
 """
 
 from collections.abc import Callable
@@ -37,11 +36,11 @@ def wide_tiles_kernel(
     kv_head = head // (QUERY_HEADS // KV_HEADS)
     element = tl.arange(0, HEAD_SIZE)
     row = (req * QUERY_HEADS + head) * HEAD_SIZE + element
-    question = tl.load(query + row).to(tl.float32)
+    q = tl.load(query + row).to(tl.float32)
     seq_len = tl.load(seq_lens + req)
-    total = tl.zeros([HEAD_SIZE], dtype=tl.float32)
-    row_sum = 0.0
-    row_max = -float("inf")
+    acc = tl.zeros([HEAD_SIZE], dtype=tl.float32)
+    l_i = 0.0
+    m_i = -float("inf")
     for first in range(0, seq_len, KEYS):
         # step: look up the blocks and the offsets in them
         position = first + tl.arange(0, KEYS)
@@ -49,21 +48,21 @@ def wide_tiles_kernel(
         entry = block_table + req * table_width + position // BLOCK_SIZE
         block_id = tl.load(entry, mask=is_key, other=0).to(tl.int64)
         slot = block_id * BLOCK_SIZE + position % BLOCK_SIZE
-        place = (slot * KV_HEADS + kv_head)[:, None] * HEAD_SIZE + element[None, :]
-        key = tl.load(key_cache + place, mask=is_key[:, None], other=0)
-        value = tl.load(value_cache + place, mask=is_key[:, None], other=0)
+        kv_offset = (slot * KV_HEADS + kv_head)[:, None] * HEAD_SIZE + element[None, :]
+        k = tl.load(key_cache + kv_offset, mask=is_key[:, None], other=0)
+        v = tl.load(value_cache + kv_offset, mask=is_key[:, None], other=0)
         # step: compute the scaled dot products of the query and the keys
-        scores = tl.sum(key.to(tl.float32) * question[None, :], 1) * scale
-        scores = tl.where(is_key, scores, -float("inf"))
+        qk = tl.sum(k.to(tl.float32) * q[None, :], 1) * scale
+        qk = tl.where(is_key, qk, -float("inf"))
         # step: turn scores into weights (softmax)
-        new_max = tl.maximum(row_max, tl.max(scores, 0))
-        fade = tl.exp(row_max - new_max)
-        weights = tl.exp(scores - new_max)
-        row_sum = row_sum * fade + tl.sum(weights, 0)
-        row_max = new_max
+        m_new = tl.maximum(m_i, tl.max(qk, 0))
+        alpha = tl.exp(m_i - m_new)
+        p = tl.exp(qk - m_new)
+        l_i = l_i * alpha + tl.sum(p, 0)
+        m_i = m_new
         # step: average the values by the weights
-        total = total * fade + tl.sum(weights[:, None] * value.to(tl.float32), 0)
-    tl.store(out + row, (total / row_sum).to(out.dtype.element_ty))
+        acc = acc * alpha + tl.sum(p[:, None] * v.to(tl.float32), 0)
+    tl.store(out + row, (acc / l_i).to(out.dtype.element_ty))
 
 
 def prepare(

@@ -1,10 +1,9 @@
-"""What does it gain to read each key once for all query heads that share it?
+"""Decode with the query heads of a group as the rows of one tile, on tensor cores.
 
-One program for each kv head of each request. The query heads of its group are the rows of one
-tile, so a key that was read serves all of them: with 32 query heads over 8 kv heads, a quarter of
-the loads. A product of tiles has at least 16 rows, so with 4 heads three rows in four are empty.
-That hardly matters: the tensor cores wait for memory anyway, and the products no longer take the
-plain units' time.
+One program per KV head of each request. Each key is loaded once for all query heads that share
+it: with 32 query heads and 8 KV heads, a quarter of the loads. A matrix product has at least 16
+rows, so with 4 heads three rows in four are empty. That hardly matters: the tensor cores wait for
+memory anyway, and the products no longer take time of the FMA units.
 """
 
 from collections.abc import Callable
@@ -40,12 +39,12 @@ def tensor_cores_kernel(
     row = tl.arange(0, ROWS)
     is_head = (row < group)[:, None]
     head = req * QUERY_HEADS + kv_head * group + row
-    asked = head[:, None] * HEAD_SIZE + element[None, :]
-    question = tl.load(query + asked, mask=is_head, other=0)
+    q_offset = head[:, None] * HEAD_SIZE + element[None, :]
+    q = tl.load(query + q_offset, mask=is_head, other=0)
     seq_len = tl.load(seq_lens + req)
-    total = tl.zeros([ROWS, HEAD_SIZE], dtype=tl.float32)
-    row_sum = tl.zeros([ROWS], dtype=tl.float32)
-    row_max = tl.full([ROWS], -float("inf"), dtype=tl.float32)
+    acc = tl.zeros([ROWS, HEAD_SIZE], dtype=tl.float32)
+    l_i = tl.zeros([ROWS], dtype=tl.float32)
+    m_i = tl.full([ROWS], -float("inf"), dtype=tl.float32)
     for first in range(0, seq_len, KEYS):
         # step: look up the blocks and the offsets in them
         position = first + tl.arange(0, KEYS)
@@ -53,22 +52,22 @@ def tensor_cores_kernel(
         entry = block_table + req * table_width + position // BLOCK_SIZE
         block_id = tl.load(entry, mask=is_key, other=0).to(tl.int64)
         slot = block_id * BLOCK_SIZE + position % BLOCK_SIZE
-        place = (slot * KV_HEADS + kv_head)[:, None] * HEAD_SIZE + element[None, :]
-        key = tl.load(key_cache + place, mask=is_key[:, None], other=0)
-        value = tl.load(value_cache + place, mask=is_key[:, None], other=0)
+        kv_offset = (slot * KV_HEADS + kv_head)[:, None] * HEAD_SIZE + element[None, :]
+        k = tl.load(key_cache + kv_offset, mask=is_key[:, None], other=0)
+        v = tl.load(value_cache + kv_offset, mask=is_key[:, None], other=0)
         # step: compute the scaled dot products of queries and keys
-        scores = tl.dot(question, tl.trans(key)) * scale
-        scores = tl.where(is_key[None, :], scores, -float("inf"))
+        qk = tl.dot(q, tl.trans(k)) * scale
+        qk = tl.where(is_key[None, :], qk, -float("inf"))
         # step: turn scores into weights (softmax)
-        new_max = tl.maximum(row_max, tl.max(scores, 1))
-        fade = tl.exp(row_max - new_max)
-        weights = tl.exp(scores - new_max[:, None])
-        row_sum = row_sum * fade + tl.sum(weights, 1)
-        row_max = new_max
+        m_new = tl.maximum(m_i, tl.max(qk, 1))
+        alpha = tl.exp(m_i - m_new)
+        p = tl.exp(qk - m_new[:, None])
+        l_i = l_i * alpha + tl.sum(p, 1)
+        m_i = m_new
         # step: average the values by the weights
-        total = tl.dot(weights.to(value.dtype), value, total * fade[:, None])
-    result = (total / row_sum[:, None]).to(out.dtype.element_ty)
-    tl.store(out + asked, result, mask=is_head)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
+    result = (acc / l_i[:, None]).to(out.dtype.element_ty)
+    tl.store(out + q_offset, result, mask=is_head)
 
 
 def prepare(

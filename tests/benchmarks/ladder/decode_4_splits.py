@@ -1,13 +1,14 @@
-"""What if there are fewer rows than the chip has room for?
+"""Split-KV decode: the keys of each row are divided evenly among several programs.
 
-One request with 8 kv heads is 8 programs, and an H200 has 132 multiprocessors. So each row's keys
-are cut into as many equal parts as fill the chip twice. A part's program writes what it has: the
-weighted values, their sum and the maximum they were measured against. A second kernel joins the
-parts. The cut is the same for every row of the batch, so long rows still have long parts.
+One request with 8 KV heads is 8 programs, and an H200 has 132 multiprocessors. So the keys of
+each row are divided into as many splits as fill the chip twice. Each split stores a partial
+result: the weighted values, the sum of the weights and the running maximum. A second kernel
+combines the partial results. All rows have the same number of splits, so long rows still have
+long splits.
 
-`num_stages` decides how far the loads run ahead. They go through the block table, which makes
-them indirect, and of such loads Triton keeps (num_stages - 1) // 2 tiles in flight: 1 and 2
-stages read a tile when it is needed, 3 and 4 one tile ahead, 5 two.
+`num_stages` sets how far loads are prefetched. The loads are indirect, through the block table.
+Of such loads Triton keeps (num_stages - 1) // 2 tiles in flight: with 1 and 2 stages a tile is
+loaded when it is needed, with 3 and 4 one tile ahead, with 5 two.
 """
 
 from collections.abc import Callable
@@ -27,9 +28,9 @@ def parts_kernel(
     value_cache,
     block_table,  # [reqs, table_width]
     seq_lens,
-    part_total,  # [parts, reqs, QUERY_HEADS, HEAD_SIZE] float32
-    part_sum,  # [parts, reqs, QUERY_HEADS] float32
-    part_max,
+    partial_acc,  # [splits, reqs, QUERY_HEADS, HEAD_SIZE] float32
+    partial_l,  # [splits, reqs, QUERY_HEADS] float32
+    partial_m,
     table_width,
     scale,
     QUERY_HEADS: tl.constexpr,
@@ -41,22 +42,22 @@ def parts_kernel(
 ):
     req = tl.program_id(0)
     kv_head = tl.program_id(1)
-    part = tl.program_id(2)
+    split = tl.program_id(2)
     group: tl.constexpr = QUERY_HEADS // KV_HEADS
     element = tl.arange(0, HEAD_SIZE)
     row = tl.arange(0, ROWS)
     is_head = row < group
     head = req * QUERY_HEADS + kv_head * group + row
-    asked = head[:, None] * HEAD_SIZE + element[None, :]
-    question = tl.load(query + asked, mask=is_head[:, None], other=0)
-    # step: take this part's share of the keys, cut at whole tiles
+    q_offset = head[:, None] * HEAD_SIZE + element[None, :]
+    q = tl.load(query + q_offset, mask=is_head[:, None], other=0)
+    # step: take this split of the keys, in whole tiles
     seq_len = tl.load(seq_lens + req)
-    share = tl.cdiv(tl.cdiv(seq_len, KEYS), tl.num_programs(2)) * KEYS
-    begin = part * share
-    end = tl.minimum(begin + share, seq_len)
-    total = tl.zeros([ROWS, HEAD_SIZE], dtype=tl.float32)
-    row_sum = tl.zeros([ROWS], dtype=tl.float32)
-    row_max = tl.full([ROWS], -float("inf"), dtype=tl.float32)
+    split_keys = tl.cdiv(tl.cdiv(seq_len, KEYS), tl.num_programs(2)) * KEYS
+    begin = split * split_keys
+    end = tl.minimum(begin + split_keys, seq_len)
+    acc = tl.zeros([ROWS, HEAD_SIZE], dtype=tl.float32)
+    l_i = tl.zeros([ROWS], dtype=tl.float32)
+    m_i = tl.full([ROWS], -float("inf"), dtype=tl.float32)
     for first in range(begin, end, KEYS):
         # step: look up the blocks and the offsets in them
         position = first + tl.arange(0, KEYS)
@@ -64,54 +65,54 @@ def parts_kernel(
         entry = block_table + req * table_width + position // BLOCK_SIZE
         block_id = tl.load(entry, mask=is_key, other=0).to(tl.int64)
         slot = block_id * BLOCK_SIZE + position % BLOCK_SIZE
-        place = (slot * KV_HEADS + kv_head)[:, None] * HEAD_SIZE + element[None, :]
-        key = tl.load(key_cache + place, mask=is_key[:, None], other=0)
-        value = tl.load(value_cache + place, mask=is_key[:, None], other=0)
+        kv_offset = (slot * KV_HEADS + kv_head)[:, None] * HEAD_SIZE + element[None, :]
+        k = tl.load(key_cache + kv_offset, mask=is_key[:, None], other=0)
+        v = tl.load(value_cache + kv_offset, mask=is_key[:, None], other=0)
         # step: compute the scaled dot products of queries and keys
-        scores = tl.dot(question, tl.trans(key)) * scale
-        scores = tl.where(is_key[None, :], scores, -float("inf"))
+        qk = tl.dot(q, tl.trans(k)) * scale
+        qk = tl.where(is_key[None, :], qk, -float("inf"))
         # step: turn scores into weights (softmax)
-        new_max = tl.maximum(row_max, tl.max(scores, 1))
-        fade = tl.exp(row_max - new_max)
-        weights = tl.exp(scores - new_max[:, None])
-        row_sum = row_sum * fade + tl.sum(weights, 1)
-        row_max = new_max
+        m_new = tl.maximum(m_i, tl.max(qk, 1))
+        alpha = tl.exp(m_i - m_new)
+        p = tl.exp(qk - m_new[:, None])
+        l_i = l_i * alpha + tl.sum(p, 1)
+        m_i = m_new
         # step: average the values by the weights
-        total = tl.dot(weights.to(value.dtype), value, total * fade[:, None])
-    # an empty part has the sum 0 and the maximum -inf, which is what joining needs
-    head += part * tl.num_programs(0) * QUERY_HEADS
-    written = head[:, None] * HEAD_SIZE + element[None, :]
-    tl.store(part_total + written, total, mask=is_head[:, None])
-    tl.store(part_sum + head, row_sum, mask=is_head)
-    tl.store(part_max + head, row_max, mask=is_head)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
+    # an empty split has sum 0 and maximum -inf, so it adds nothing
+    head += split * tl.num_programs(0) * QUERY_HEADS
+    out_offset = head[:, None] * HEAD_SIZE + element[None, :]
+    tl.store(partial_acc + out_offset, acc, mask=is_head[:, None])
+    tl.store(partial_l + head, l_i, mask=is_head)
+    tl.store(partial_m + head, m_i, mask=is_head)
 
 
-@triton.jit(do_not_specialize=["num_parts"])
+@triton.jit(do_not_specialize=["num_splits"])
 def join_kernel(
-    part_total,
-    part_sum,
-    part_max,
+    partial_acc,
+    partial_l,
+    partial_m,
     out,
-    num_parts,
+    num_splits,
     HEAD_SIZE: tl.constexpr,
 ):
-    """Join the parts of one query head of one request."""
+    """Combine the partial results of one query head of one request."""
     head = tl.program_id(0)
     element = tl.arange(0, HEAD_SIZE)
-    total = tl.zeros([HEAD_SIZE], dtype=tl.float32)
-    row_sum = 0.0
-    row_max = -float("inf")
-    for part in range(num_parts):
-        place = part * tl.num_programs(0) + head
-        its_max = tl.load(part_max + place)
-        new_max = tl.maximum(row_max, its_max)
-        fade = tl.exp(row_max - new_max)
-        weight = tl.exp(its_max - new_max)
-        row_sum = row_sum * fade + tl.load(part_sum + place) * weight
-        its_total = tl.load(part_total + place * HEAD_SIZE + element)
-        total = total * fade + its_total * weight
-        row_max = new_max
-    result = (total / row_sum).to(out.dtype.element_ty)
+    acc = tl.zeros([HEAD_SIZE], dtype=tl.float32)
+    l_i = 0.0
+    m_i = -float("inf")
+    for split in range(num_splits):
+        partial = split * tl.num_programs(0) + head
+        split_m = tl.load(partial_m + partial)
+        m_new = tl.maximum(m_i, split_m)
+        alpha = tl.exp(m_i - m_new)
+        weight = tl.exp(split_m - m_new)
+        l_i = l_i * alpha + tl.load(partial_l + partial) * weight
+        split_acc = tl.load(partial_acc + partial * HEAD_SIZE + element)
+        acc = acc * alpha + split_acc * weight
+        m_i = m_new
+    result = (acc / l_i).to(out.dtype.element_ty)
     tl.store(out + head * HEAD_SIZE + element, result)
 
 
@@ -125,20 +126,20 @@ def prepare(
     """Return what launches both kernels."""
     kv_heads = batch.key_cache.shape[2]
     rows = batch.reqs * kv_heads
-    num_parts = max(1, 2 * num_processors(out.device) // rows)
-    part_total = batch.query.new_empty(num_parts, *out.shape, dtype=torch.float32)
-    part_sum, part_max = (part_total.new_empty(part_total.shape[:-1]) for _ in "sm")
+    num_splits = max(1, 2 * num_processors(out.device) // rows)
+    partial_acc = batch.query.new_empty(num_splits, *out.shape, dtype=torch.float32)
+    partial_l, partial_m = (partial_acc.new_empty(partial_acc.shape[:-1]) for _ in "sm")
 
     def launch() -> None:
-        parts_kernel[batch.reqs, kv_heads, num_parts](
+        parts_kernel[batch.reqs, kv_heads, num_splits](
             batch.query,
             batch.key_cache,
             batch.value_cache,
             batch.block_table,
             batch.seq_lens,
-            part_total,
-            part_sum,
-            part_max,
+            partial_acc,
+            partial_l,
+            partial_m,
             batch.table_width,
             batch.scale,
             **batch.sizes,
@@ -148,11 +149,11 @@ def prepare(
             num_stages=num_stages,
         )
         join_kernel[(batch.reqs * batch.query.shape[1],)](
-            part_total,
-            part_sum,
-            part_max,
+            partial_acc,
+            partial_l,
+            partial_m,
             out,
-            num_parts,
+            num_splits,
             HEAD_SIZE=batch.query.shape[2],
         )
 

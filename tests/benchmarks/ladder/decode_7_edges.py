@@ -1,10 +1,9 @@
-"""What can be left out of the loop?
+"""Decode with masks on the last tile of a row only, and with exponentials to base 2.
 
-All tiles of a row but its last one are full: their keys need no mask, neither when they are
-loaded nor when they are compared. So the loop runs twice, over full tiles without masks and then
-over the one that may not be full. And the chip computes powers of two, not of e: scores are
-measured in units of log2(e), which is one factor in the scale, and each exponential loses a
-multiplication.
+All tiles of a row but its last one are full, so their loads and scores need no mask. The loop is
+compiled twice: for full tiles without masks, and for the last tile. The chip computes powers of
+2, not of e. Scores are in units of log2(e), which is one factor in the scale, and each
+exponential saves a multiplication.
 """
 
 from collections.abc import Callable
@@ -14,7 +13,7 @@ import triton
 import triton.language as tl
 
 from . import decode_6_balanced
-from .decode_6_balanced import join_if_last, write_part
+from .decode_6_balanced import combine_if_last, store_partial
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -28,10 +27,10 @@ def edges_kernel(
     block_table,  # [reqs, table_width]
     seq_lens,
     out,
-    part_total,  # [spans, 2, QUERY_HEADS, HEAD_SIZE] float32
-    part_sum,  # [spans, 2, QUERY_HEADS] float32
-    part_max,
-    arrived,  # [reqs, KV_HEADS] zeros
+    partial_acc,  # [segments, 2, QUERY_HEADS, HEAD_SIZE] float32
+    partial_l,  # [segments, 2, QUERY_HEADS] float32
+    partial_m,
+    arrivals,  # [reqs, KV_HEADS] zeros
     num_reqs,
     table_width,
     scale,
@@ -44,17 +43,17 @@ def edges_kernel(
     KEYS: tl.constexpr,
 ):
     kv_head = tl.program_id(0) % KV_HEADS
-    span = tl.program_id(0) // KV_HEADS
-    # step: find this program's span of all tiles
+    segment = tl.program_id(0) // KV_HEADS
+    # step: find this program's segment of all tiles
     index = tl.arange(0, MAX_REQS)
     tiles = tl.load(seq_lens + index, mask=index < num_reqs, other=0)
     tiles = tl.cdiv(tiles, KEYS)
     num_tiles = tl.sum(tiles, 0)
-    num_spans = tl.minimum(tl.num_programs(0) // KV_HEADS, num_tiles)
-    if span >= num_spans:
+    num_segments = tl.minimum(tl.num_programs(0) // KV_HEADS, num_tiles)
+    if segment >= num_segments:
         return
-    begin = span * num_tiles // num_spans
-    end = (span + 1) * num_tiles // num_spans
+    begin = segment * num_tiles // num_segments
+    end = (segment + 1) * num_tiles // num_segments
     req_ends = tl.cumsum(tiles, 0)
     first_req = tl.sum((req_ends <= begin).to(tl.int32), 0)
     last_req = tl.sum((req_ends < end).to(tl.int32), 0)
@@ -65,57 +64,57 @@ def edges_kernel(
     row = tl.arange(0, ROWS)
     is_head = (row < group)[:, None]
     for req in range(first_req, last_req + 1):
-        # step: take this span's share of the request's keys
+        # step: take the request's keys that are in the segment
         seq_len = tl.load(seq_lens + req)
         req_end = req_begin + tl.cdiv(seq_len, KEYS)
         first_key = (tl.maximum(begin, req_begin) - req_begin) * KEYS
         end_key = tl.minimum((end - req_begin) * KEYS, seq_len)
         full_end = end_key // KEYS * KEYS
         head = req * QUERY_HEADS + kv_head * group + row
-        asked = head[:, None] * HEAD_SIZE + element[None, :]
-        question = tl.load(query + asked, mask=is_head, other=0)
-        entries = block_table + req * table_width
-        total = tl.zeros([ROWS, HEAD_SIZE], dtype=tl.float32)
-        row_sum = tl.zeros([ROWS], dtype=tl.float32)
-        row_max = tl.full([ROWS], -float("inf"), dtype=tl.float32)
+        q_offset = head[:, None] * HEAD_SIZE + element[None, :]
+        q = tl.load(query + q_offset, mask=is_head, other=0)
+        table_row = block_table + req * table_width
+        acc = tl.zeros([ROWS, HEAD_SIZE], dtype=tl.float32)
+        l_i = tl.zeros([ROWS], dtype=tl.float32)
+        m_i = tl.full([ROWS], -float("inf"), dtype=tl.float32)
         for first in range(first_key, full_end, KEYS):
-            total, row_sum, row_max = attend_tile(
-                total, row_sum, row_max, question, key_cache, value_cache, entries,
+            acc, l_i, m_i = attend_tile(
+                acc, l_i, m_i, q, key_cache, value_cache, table_row,
                 kv_head, first, seq_len, scale,
                 KV_HEADS, HEAD_SIZE, BLOCK_SIZE, KEYS, False,
             )  # fmt: skip
         if full_end < end_key:
-            total, row_sum, row_max = attend_tile(
-                total, row_sum, row_max, question, key_cache, value_cache, entries,
+            acc, l_i, m_i = attend_tile(
+                acc, l_i, m_i, q, key_cache, value_cache, table_row,
                 kv_head, full_end, seq_len, scale,
                 KV_HEADS, HEAD_SIZE, BLOCK_SIZE, KEYS, True,
             )  # fmt: skip
-        first_span = ((req_begin + 1) * num_spans - 1) // num_tiles
-        last_span = (req_end * num_spans - 1) // num_tiles
-        if first_span == last_span:
-            result = (total / row_sum[:, None]).to(out.dtype.element_ty)
-            tl.store(out + asked, result, mask=is_head)
+        first_segment = ((req_begin + 1) * num_segments - 1) // num_tiles
+        last_segment = (req_end * num_segments - 1) // num_tiles
+        if first_segment == last_segment:
+            result = (acc / l_i[:, None]).to(out.dtype.element_ty)
+            tl.store(out + q_offset, result, mask=is_head)
         else:
-            write_part(
-                part_total, part_sum, part_max, total, row_sum, row_max * LN_2,
-                span, first_span, kv_head, QUERY_HEADS, KV_HEADS, HEAD_SIZE, ROWS,
+            store_partial(
+                partial_acc, partial_l, partial_m, acc, l_i, m_i * LN_2,
+                segment, first_segment, kv_head, QUERY_HEADS, KV_HEADS, HEAD_SIZE, ROWS,
             )  # fmt: skip
-            join_if_last(
-                part_total, part_sum, part_max, arrived, out,
-                req, kv_head, first_span, last_span, QUERY_HEADS, KV_HEADS, HEAD_SIZE,
+            combine_if_last(
+                partial_acc, partial_l, partial_m, arrivals, out,
+                req, kv_head, first_segment, last_segment, QUERY_HEADS, KV_HEADS, HEAD_SIZE,
             )  # fmt: skip
         req_begin = req_end
 
 
 @triton.jit
 def attend_tile(
-    total,
-    row_sum,
-    row_max,
-    question,
+    acc,
+    l_i,
+    m_i,
+    q,
     key_cache,
     value_cache,
-    entries,
+    table_row,
     kv_head,
     first,
     seq_len,
@@ -131,31 +130,31 @@ def attend_tile(
     position = first + tl.arange(0, KEYS)
     is_key = position < seq_len
     # step: look up the blocks and the offsets in them
-    entry = entries + position // BLOCK_SIZE
+    entry = table_row + position // BLOCK_SIZE
     if EDGE:
         block_id = tl.load(entry, mask=is_key, other=0).to(tl.int64)
     else:
         block_id = tl.load(entry).to(tl.int64)
     slot = block_id * BLOCK_SIZE + position % BLOCK_SIZE
-    place = (slot * KV_HEADS + kv_head)[:, None] * HEAD_SIZE + element[None, :]
+    kv_offset = (slot * KV_HEADS + kv_head)[:, None] * HEAD_SIZE + element[None, :]
     if EDGE:
-        key = tl.load(key_cache + place, mask=is_key[:, None], other=0)
-        value = tl.load(value_cache + place, mask=is_key[:, None], other=0)
+        k = tl.load(key_cache + kv_offset, mask=is_key[:, None], other=0)
+        v = tl.load(value_cache + kv_offset, mask=is_key[:, None], other=0)
     else:
-        key = tl.load(key_cache + place)
-        value = tl.load(value_cache + place)
+        k = tl.load(key_cache + kv_offset)
+        v = tl.load(value_cache + kv_offset)
     # step: compute the scaled dot products of queries and keys
-    scores = tl.dot(question, tl.trans(key)) * (scale * LOG2_E)
+    qk = tl.dot(q, tl.trans(k)) * (scale * LOG2_E)
     if EDGE:
-        scores = tl.where(is_key[None, :], scores, -float("inf"))
+        qk = tl.where(is_key[None, :], qk, -float("inf"))
     # step: turn scores into weights (softmax)
-    new_max = tl.maximum(row_max, tl.max(scores, 1))
-    fade = tl.exp2(row_max - new_max)
-    weights = tl.exp2(scores - new_max[:, None])
-    row_sum = row_sum * fade + tl.sum(weights, 1)
+    m_new = tl.maximum(m_i, tl.max(qk, 1))
+    alpha = tl.exp2(m_i - m_new)
+    p = tl.exp2(qk - m_new[:, None])
+    l_i = l_i * alpha + tl.sum(p, 1)
     # step: average the values by the weights
-    total = tl.dot(weights.to(value.dtype), value, total * fade[:, None])
-    return total, row_sum, new_max
+    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
+    return acc, l_i, m_new
 
 
 prepare: Callable[..., Callable[[], None]] = partial(

@@ -1,9 +1,9 @@
-"""Does it hurt that a span's loop begins anew with each request?
+"""Stream-K decode with one loop over all tiles of a segment, tried instead of one per row.
 
-At the end of a row the loads that run ahead stop, the result is written, and the next row starts
-with nothing in flight. This kernel has one loop over all tiles of its span instead: where a row
-ends, it writes, sets its sums back and goes on, and loads run ahead across rows. The price is
-that each tile asks which row it belongs to, and carries the answer along.
+At the end of a row, prefetching stops, the result is stored, and the next row starts with no load
+in flight. This kernel has a single loop over the tiles of its segment: at the end of a row it
+stores the result and resets its sums, and loads are prefetched across rows. In return each tile
+finds out to which row it belongs, and the state of the row is carried through the loop.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from . import decode_6_balanced
-from .decode_6_balanced import join_if_last, write_part
+from .decode_6_balanced import combine_if_last, store_partial
 
 
 @triton.jit(do_not_specialize=["num_reqs"])
@@ -24,10 +24,10 @@ def flattened_kernel(
     block_table,  # [reqs, table_width]
     seq_lens,
     out,
-    part_total,  # [spans, 2, QUERY_HEADS, HEAD_SIZE] float32
-    part_sum,  # [spans, 2, QUERY_HEADS] float32
-    part_max,
-    arrived,  # [reqs, KV_HEADS] zeros
+    partial_acc,  # [segments, 2, QUERY_HEADS, HEAD_SIZE] float32
+    partial_l,  # [segments, 2, QUERY_HEADS] float32
+    partial_m,
+    arrivals,  # [reqs, KV_HEADS] zeros
     num_reqs,
     table_width,
     scale,
@@ -40,17 +40,17 @@ def flattened_kernel(
     KEYS: tl.constexpr,
 ):
     kv_head = tl.program_id(0) % KV_HEADS
-    span = tl.program_id(0) // KV_HEADS
-    # step: find this program's span of all tiles
+    segment = tl.program_id(0) // KV_HEADS
+    # step: find this program's segment of all tiles
     index = tl.arange(0, MAX_REQS)
     tiles = tl.load(seq_lens + index, mask=index < num_reqs, other=0)
     tiles = tl.cdiv(tiles, KEYS)
     num_tiles = tl.sum(tiles, 0)
-    num_spans = tl.minimum(tl.num_programs(0) // KV_HEADS, num_tiles)
-    if span >= num_spans:
+    num_segments = tl.minimum(tl.num_programs(0) // KV_HEADS, num_tiles)
+    if segment >= num_segments:
         return
-    begin = span * num_tiles // num_spans
-    end = (span + 1) * num_tiles // num_spans
+    begin = segment * num_tiles // num_segments
+    end = (segment + 1) * num_tiles // num_segments
     req_ends = tl.cumsum(tiles, 0)
     first_req = tl.sum((req_ends <= begin).to(tl.int32), 0)
     req_begin = tl.sum(tl.where(index < first_req, tiles, 0), 0)
@@ -61,9 +61,9 @@ def flattened_kernel(
     is_head = (row < group)[:, None]
     req = first_req
     seq_len = tl.load(seq_lens + req)
-    total = tl.zeros([ROWS, HEAD_SIZE], dtype=tl.float32)
-    row_sum = tl.zeros([ROWS], dtype=tl.float32)
-    row_max = tl.full([ROWS], -float("inf"), dtype=tl.float32)
+    acc = tl.zeros([ROWS, HEAD_SIZE], dtype=tl.float32)
+    l_i = tl.zeros([ROWS], dtype=tl.float32)
+    m_i = tl.full([ROWS], -float("inf"), dtype=tl.float32)
     for tile in range(begin, end):
         # step: look up the blocks and the offsets in them
         position = (tile - req_begin) * KEYS + tl.arange(0, KEYS)
@@ -71,58 +71,58 @@ def flattened_kernel(
         entry = block_table + req * table_width + position // BLOCK_SIZE
         block_id = tl.load(entry, mask=is_key, other=0).to(tl.int64)
         slot = block_id * BLOCK_SIZE + position % BLOCK_SIZE
-        place = (slot * KV_HEADS + kv_head)[:, None] * HEAD_SIZE + element[None, :]
-        key = tl.load(key_cache + place, mask=is_key[:, None], other=0)
-        value = tl.load(value_cache + place, mask=is_key[:, None], other=0)
+        kv_offset = (slot * KV_HEADS + kv_head)[:, None] * HEAD_SIZE + element[None, :]
+        k = tl.load(key_cache + kv_offset, mask=is_key[:, None], other=0)
+        v = tl.load(value_cache + kv_offset, mask=is_key[:, None], other=0)
         head = req * QUERY_HEADS + kv_head * group + row
-        asked = head[:, None] * HEAD_SIZE + element[None, :]
-        question = tl.load(query + asked, mask=is_head, other=0)
+        q_offset = head[:, None] * HEAD_SIZE + element[None, :]
+        q = tl.load(query + q_offset, mask=is_head, other=0)
         # step: compute the scaled dot products of queries and keys
-        scores = tl.dot(question, tl.trans(key)) * scale
-        scores = tl.where(is_key[None, :], scores, -float("inf"))
+        qk = tl.dot(q, tl.trans(k)) * scale
+        qk = tl.where(is_key[None, :], qk, -float("inf"))
         # step: turn scores into weights (softmax)
-        new_max = tl.maximum(row_max, tl.max(scores, 1))
-        fade = tl.exp(row_max - new_max)
-        weights = tl.exp(scores - new_max[:, None])
-        row_sum = row_sum * fade + tl.sum(weights, 1)
-        row_max = new_max
+        m_new = tl.maximum(m_i, tl.max(qk, 1))
+        alpha = tl.exp(m_i - m_new)
+        p = tl.exp(qk - m_new[:, None])
+        l_i = l_i * alpha + tl.sum(p, 1)
+        m_i = m_new
         # step: average the values by the weights
-        total = tl.dot(weights.to(value.dtype), value, total * fade[:, None])
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
         # step: finish the row where it ends
         req_end = req_begin + tl.cdiv(seq_len, KEYS)
         is_last = (tile + 1 == req_end) | (tile + 1 == end)
         if is_last:
-            first_span = ((req_begin + 1) * num_spans - 1) // num_tiles
-            last_span = (req_end * num_spans - 1) // num_tiles
-            if first_span == last_span:
-                result = (total / row_sum[:, None]).to(out.dtype.element_ty)
-                tl.store(out + asked, result, mask=is_head)
+            first_segment = ((req_begin + 1) * num_segments - 1) // num_tiles
+            last_segment = (req_end * num_segments - 1) // num_tiles
+            if first_segment == last_segment:
+                result = (acc / l_i[:, None]).to(out.dtype.element_ty)
+                tl.store(out + q_offset, result, mask=is_head)
             else:
-                write_part(
-                    part_total, part_sum, part_max, total, row_sum, row_max,
-                    span, first_span, kv_head, QUERY_HEADS, KV_HEADS, HEAD_SIZE, ROWS,
+                store_partial(
+                    partial_acc, partial_l, partial_m, acc, l_i, m_i,
+                    segment, first_segment, kv_head, QUERY_HEADS, KV_HEADS, HEAD_SIZE, ROWS,
                 )  # fmt: skip
-        total = tl.where(is_last, 0.0, total)
-        row_sum = tl.where(is_last, 0.0, row_sum)
-        row_max = tl.where(is_last, -float("inf"), row_max)
-        # behind the last tile of all there is no next request
+        acc = tl.where(is_last, 0.0, acc)
+        l_i = tl.where(is_last, 0.0, l_i)
+        m_i = tl.where(is_last, -float("inf"), m_i)
+        # after the last tile of all there is no next request
         has_next = is_last & (tile + 1 < num_tiles)
         req_begin = tl.where(is_last, req_end, req_begin)
         req = tl.where(has_next, req + 1, req)
         seq_len = tl.load(seq_lens + req)
-    # a barrier within the loop would end what runs ahead: the first row and the last wait till here
+    # a barrier in the loop would end prefetching, so the first and last row are combined here
     last_req = tl.sum((req_ends < end).to(tl.int32), 0)
-    for end_of_span in tl.static_range(2):
-        req = last_req if end_of_span else first_req
+    for end_of_segment in tl.static_range(2):
+        req = last_req if end_of_segment else first_req
         req_end = tl.sum(tl.where(index <= req, tiles, 0), 0)
         req_begin = req_end - tl.cdiv(tl.load(seq_lens + req), KEYS)
-        first_span = ((req_begin + 1) * num_spans - 1) // num_tiles
-        last_span = (req_end * num_spans - 1) // num_tiles
-        is_new = (end_of_span == 0) | (last_req != first_req)
-        if is_new & (first_span != last_span):
-            join_if_last(
-                part_total, part_sum, part_max, arrived, out,
-                req, kv_head, first_span, last_span, QUERY_HEADS, KV_HEADS, HEAD_SIZE,
+        first_segment = ((req_begin + 1) * num_segments - 1) // num_tiles
+        last_segment = (req_end * num_segments - 1) // num_tiles
+        is_new = (end_of_segment == 0) | (last_req != first_req)
+        if is_new & (first_segment != last_segment):
+            combine_if_last(
+                partial_acc, partial_l, partial_m, arrivals, out,
+                req, kv_head, first_segment, last_segment, QUERY_HEADS, KV_HEADS, HEAD_SIZE,
             )  # fmt: skip
 
 

@@ -1,9 +1,8 @@
-"""What is the plainest kernel that is right?
+"""The simplest correct prefill kernel: one program per query head of each new token.
 
-One program for each query head of each new token. A prompt of 8,192 tokens is 262,144 programs,
-each of which reads all keys up to its own, in tiles of 64, and does its sums on the plain units.
-Neighbouring tokens read nearly the same keys, but each for itself: every key is read by all
-tokens behind it, and only the caches stand between that and the memory.
+A prompt of 8,192 tokens with 32 heads is 262,144 programs. Each loads all keys up to its own, in
+tiles of 64, and computes on the FMA units. Neighbouring tokens load nearly the same keys, each
+for itself: every key is loaded once per later token, and only the caches save memory traffic.
 """
 
 from collections.abc import Callable
@@ -42,12 +41,12 @@ def tokens_kernel(
     kv_head = head // (QUERY_HEADS // KV_HEADS)
     element = tl.arange(0, HEAD_SIZE)
     row = ((start + token) * QUERY_HEADS + head) * HEAD_SIZE + element
-    question = tl.load(query + row).to(tl.float32)
-    # a token sees the keys up to its own
+    q = tl.load(query + row).to(tl.float32)
+    # a token attends to the keys up to its own
     end = tl.load(seq_lens + req) - query_len + token + 1
-    total = tl.zeros([HEAD_SIZE], dtype=tl.float32)
-    row_sum = 0.0
-    row_max = -float("inf")
+    acc = tl.zeros([HEAD_SIZE], dtype=tl.float32)
+    l_i = 0.0
+    m_i = -float("inf")
     for first in range(0, end, KEYS):
         # step: look up the blocks and the offsets in them
         position = first + tl.arange(0, KEYS)
@@ -55,21 +54,21 @@ def tokens_kernel(
         entry = block_table + req * table_width + position // BLOCK_SIZE
         block_id = tl.load(entry, mask=is_key, other=0).to(tl.int64)
         slot = block_id * BLOCK_SIZE + position % BLOCK_SIZE
-        place = (slot * KV_HEADS + kv_head)[:, None] * HEAD_SIZE + element[None, :]
-        key = tl.load(key_cache + place, mask=is_key[:, None], other=0)
-        value = tl.load(value_cache + place, mask=is_key[:, None], other=0)
+        kv_offset = (slot * KV_HEADS + kv_head)[:, None] * HEAD_SIZE + element[None, :]
+        k = tl.load(key_cache + kv_offset, mask=is_key[:, None], other=0)
+        v = tl.load(value_cache + kv_offset, mask=is_key[:, None], other=0)
         # step: compute the scaled dot products of the query and the keys
-        scores = tl.sum(key.to(tl.float32) * question[None, :], 1) * scale
-        scores = tl.where(is_key, scores, -float("inf"))
+        qk = tl.sum(k.to(tl.float32) * q[None, :], 1) * scale
+        qk = tl.where(is_key, qk, -float("inf"))
         # step: turn scores into weights (softmax)
-        new_max = tl.maximum(row_max, tl.max(scores, 0))
-        fade = tl.exp(row_max - new_max)
-        weights = tl.exp(scores - new_max)
-        row_sum = row_sum * fade + tl.sum(weights, 0)
-        row_max = new_max
+        m_new = tl.maximum(m_i, tl.max(qk, 0))
+        alpha = tl.exp(m_i - m_new)
+        p = tl.exp(qk - m_new)
+        l_i = l_i * alpha + tl.sum(p, 0)
+        m_i = m_new
         # step: average the values by the weights
-        total = total * fade + tl.sum(weights[:, None] * value.to(tl.float32), 0)
-    tl.store(out + row, (total / row_sum).to(out.dtype.element_ty))
+        acc = acc * alpha + tl.sum(p[:, None] * v.to(tl.float32), 0)
+    tl.store(out + row, (acc / l_i).to(out.dtype.element_ty))
 
 
 def prepare(

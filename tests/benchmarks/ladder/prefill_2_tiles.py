@@ -1,12 +1,12 @@
-"""What does it gain to answer many tokens with one reading of the keys?
+"""Prefill with a tile of neighbouring tokens per program, on tensor cores.
 
-A program takes a tile of neighbouring tokens of one query head, and a key that was read is
-compared with all of them, by a product of tiles. With 16 tokens that is a sixteenth of the
-reading; with 64, a sixty-fourth, and the tensor cores get tiles that are worth their while:
-Hopper's own instruction for products takes 64 rows, and 16 have to do with the older one.
+A program has a tile of tokens of one query head, and each key that it loads is used for all of
+them, in one matrix product. With 16 tokens the loads are a sixteenth; with 64, a sixty-fourth. 64
+rows also suit the tensor cores: Hopper's own matrix instruction takes 64 rows, and 16 rows use
+the older one.
 
-Half of the tile at the diagonal is hidden: a token does not see the keys behind its own. This
-kernel asks that of every tile, as if all of them lay there.
+Half of the tile at the diagonal is masked: a token does not attend to later keys. This kernel
+applies the mask to every tile.
 """
 
 from collections.abc import Callable
@@ -48,15 +48,15 @@ def tiles_kernel(
     token = tile * ROWS + tl.arange(0, ROWS)
     is_token = (token < query_len)[:, None]
     row = (start + token).to(tl.int64) * QUERY_HEADS + head
-    asked = row[:, None] * HEAD_SIZE + element[None, :]
-    question = tl.load(query + asked, mask=is_token, other=0)
-    # token j of q stands at position seq_len - q + j
+    q_offset = row[:, None] * HEAD_SIZE + element[None, :]
+    q = tl.load(query + q_offset, mask=is_token, other=0)
+    # token j of query_len has position seq_len - query_len + j
     context = tl.load(seq_lens + req) - query_len
-    seen = context + token
+    query_position = context + token
     end = context + tl.minimum((tile + 1) * ROWS, query_len)
-    total = tl.zeros([ROWS, HEAD_SIZE], dtype=tl.float32)
-    row_sum = tl.zeros([ROWS], dtype=tl.float32)
-    row_max = tl.full([ROWS], -float("inf"), dtype=tl.float32)
+    acc = tl.zeros([ROWS, HEAD_SIZE], dtype=tl.float32)
+    l_i = tl.zeros([ROWS], dtype=tl.float32)
+    m_i = tl.full([ROWS], -float("inf"), dtype=tl.float32)
     for first in range(0, end, KEYS):
         # step: look up the blocks and the offsets in them
         position = first + tl.arange(0, KEYS)
@@ -64,23 +64,23 @@ def tiles_kernel(
         entry = block_table + req * table_width + position // BLOCK_SIZE
         block_id = tl.load(entry, mask=is_key, other=0).to(tl.int64)
         slot = block_id * BLOCK_SIZE + position % BLOCK_SIZE
-        place = (slot * KV_HEADS + kv_head)[:, None] * HEAD_SIZE + element[None, :]
-        key = tl.load(key_cache + place, mask=is_key[:, None], other=0)
-        value = tl.load(value_cache + place, mask=is_key[:, None], other=0)
+        kv_offset = (slot * KV_HEADS + kv_head)[:, None] * HEAD_SIZE + element[None, :]
+        k = tl.load(key_cache + kv_offset, mask=is_key[:, None], other=0)
+        v = tl.load(value_cache + kv_offset, mask=is_key[:, None], other=0)
         # step: compute the scaled dot products of queries and keys
-        scores = tl.dot(question, tl.trans(key)) * scale
+        qk = tl.dot(q, tl.trans(k)) * scale
         # step: mask the keys outside the visible range
-        scores = tl.where(position[None, :] <= seen[:, None], scores, -float("inf"))
+        qk = tl.where(position[None, :] <= query_position[:, None], qk, -float("inf"))
         # step: turn scores into weights (softmax)
-        new_max = tl.maximum(row_max, tl.max(scores, 1))
-        fade = tl.exp(row_max - new_max)
-        weights = tl.exp(scores - new_max[:, None])
-        row_sum = row_sum * fade + tl.sum(weights, 1)
-        row_max = new_max
+        m_new = tl.maximum(m_i, tl.max(qk, 1))
+        alpha = tl.exp(m_i - m_new)
+        p = tl.exp(qk - m_new[:, None])
+        l_i = l_i * alpha + tl.sum(p, 1)
+        m_i = m_new
         # step: average the values by the weights
-        total = tl.dot(weights.to(value.dtype), value, total * fade[:, None])
-    result = (total / row_sum[:, None]).to(out.dtype.element_ty)
-    tl.store(out + asked, result, mask=is_token)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
+    result = (acc / l_i[:, None]).to(out.dtype.element_ty)
+    tl.store(out + q_offset, result, mask=is_token)
 
 
 def prepare(

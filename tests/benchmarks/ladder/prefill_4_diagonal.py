@@ -1,13 +1,13 @@
-"""What can be left out of the loop, and which tile should start first?
+"""Prefill with masks at the diagonal only, and with the longest tiles first.
 
-Only the tiles at the diagonal hide anything: all before them are full, and every token of the
-tile sees all of their keys. So the loop runs twice, without masks and then with them. Scores are
-measured in units of log2(e), because the chip computes powers of two. Tiles of 128 tokens halve
-what is read again.
+Only tiles at the diagonal have masked keys. All earlier tiles are full, and every token of the
+query tile attends to all of their keys. So the loop runs twice, without masks and then with them.
+Scores are in units of log2(e), because the chip computes powers of 2. Tiles of 128 tokens halve
+the loads.
 
-The last tile of a prompt has the most keys before it. If tiles start in their order, the longest
-start last, and at the end a few programs work on alone. Started longest first, the short ones
-fill the gaps. All heads and requests take their longest tile before anyone takes the next.
+The last query tile of a prompt has the most keys. If tiles start in order, the longest ones start
+last, and at the end a few programs run alone. If the longest tiles start first, the short ones
+fill the gaps. The longest tiles of all heads and requests start before any shorter tile.
 """
 
 from collections.abc import Callable
@@ -77,7 +77,7 @@ def attend_rows(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Attend with one tile of a request's tokens, if it has so many."""
+    """Compute one query tile of a request, if the request has so many tokens."""
     start = tl.load(query_start_loc + req)
     query_len = tl.load(query_start_loc + req + 1) - start
     if tile * ROWS < query_len:
@@ -86,43 +86,43 @@ def attend_rows(
         token = tile * ROWS + tl.arange(0, ROWS)
         is_token = (token < query_len)[:, None]
         row = (start + token).to(tl.int64) * QUERY_HEADS + head
-        asked = row[:, None] * HEAD_SIZE + element[None, :]
-        question = tl.load(query + asked, mask=is_token, other=0)
-        # token j of q stands at position seq_len - q + j
+        q_offset = row[:, None] * HEAD_SIZE + element[None, :]
+        q = tl.load(query + q_offset, mask=is_token, other=0)
+        # token j of query_len has position seq_len - query_len + j
         context = tl.load(seq_lens + req) - query_len
-        seen = context + token
-        # the tile's first token sees all of the full tiles
+        query_position = context + token
+        # the tile's first token attends to all keys of the full tiles
         full_end = (context + tile * ROWS + 1) // KEYS * KEYS
         end = context + tl.minimum((tile + 1) * ROWS, query_len)
-        entries = block_table + req * table_width
-        total = tl.zeros([ROWS, HEAD_SIZE], dtype=tl.float32)
-        row_sum = tl.zeros([ROWS], dtype=tl.float32)
-        row_max = tl.full([ROWS], -float("inf"), dtype=tl.float32)
-        total, row_sum, row_max = attend_keys(
-            total, row_sum, row_max, question, key_cache, value_cache, entries,
-            kv_head, seen, 0, full_end, scale,
+        table_row = block_table + req * table_width
+        acc = tl.zeros([ROWS, HEAD_SIZE], dtype=tl.float32)
+        l_i = tl.zeros([ROWS], dtype=tl.float32)
+        m_i = tl.full([ROWS], -float("inf"), dtype=tl.float32)
+        acc, l_i, m_i = attend_keys(
+            acc, l_i, m_i, q, key_cache, value_cache, table_row,
+            kv_head, query_position, 0, full_end, scale,
             KV_HEADS, HEAD_SIZE, BLOCK_SIZE, KEYS, False,
         )  # fmt: skip
-        total, row_sum, row_max = attend_keys(
-            total, row_sum, row_max, question, key_cache, value_cache, entries,
-            kv_head, seen, full_end, end, scale,
+        acc, l_i, m_i = attend_keys(
+            acc, l_i, m_i, q, key_cache, value_cache, table_row,
+            kv_head, query_position, full_end, end, scale,
             KV_HEADS, HEAD_SIZE, BLOCK_SIZE, KEYS, True,
         )  # fmt: skip
-        result = (total / row_sum[:, None]).to(out.dtype.element_ty)
-        tl.store(out + asked, result, mask=is_token)
+        result = (acc / l_i[:, None]).to(out.dtype.element_ty)
+        tl.store(out + q_offset, result, mask=is_token)
 
 
 @triton.jit
 def attend_keys(
-    total,
-    row_sum,
-    row_max,
-    question,
+    acc,
+    l_i,
+    m_i,
+    q,
     key_cache,
     value_cache,
-    entries,
+    table_row,
     kv_head,
-    seen,
+    query_position,
     begin,
     end,
     scale,
@@ -132,39 +132,41 @@ def attend_keys(
     KEYS: tl.constexpr,
     EDGE: tl.constexpr,
 ):
-    """Return the running sums after the keys from `begin` to `end`; EDGE: some hide from some."""
+    """Return the running sums after the keys from `begin` to `end`; EDGE: with a mask."""
     element = tl.arange(0, HEAD_SIZE)
     for first in range(begin, end, KEYS):
         position = first + tl.arange(0, KEYS)
         is_key = position < end
         # step: look up the blocks and the offsets in them
-        entry = entries + position // BLOCK_SIZE
+        entry = table_row + position // BLOCK_SIZE
         if EDGE:
             block_id = tl.load(entry, mask=is_key, other=0).to(tl.int64)
         else:
             block_id = tl.load(entry).to(tl.int64)
         slot = block_id * BLOCK_SIZE + position % BLOCK_SIZE
-        place = (slot * KV_HEADS + kv_head)[:, None] * HEAD_SIZE + element[None, :]
+        kv_offset = (slot * KV_HEADS + kv_head)[:, None] * HEAD_SIZE + element[None, :]
         if EDGE:
-            key = tl.load(key_cache + place, mask=is_key[:, None], other=0)
-            value = tl.load(value_cache + place, mask=is_key[:, None], other=0)
+            k = tl.load(key_cache + kv_offset, mask=is_key[:, None], other=0)
+            v = tl.load(value_cache + kv_offset, mask=is_key[:, None], other=0)
         else:
-            key = tl.load(key_cache + place)
-            value = tl.load(value_cache + place)
+            k = tl.load(key_cache + kv_offset)
+            v = tl.load(value_cache + kv_offset)
         # step: compute the scaled dot products of queries and keys
-        scores = tl.dot(question, tl.trans(key)) * (scale * LOG2_E)
+        qk = tl.dot(q, tl.trans(k)) * (scale * LOG2_E)
         # step: mask the keys outside the visible range
         if EDGE:
-            scores = tl.where(position[None, :] <= seen[:, None], scores, -float("inf"))
+            qk = tl.where(
+                position[None, :] <= query_position[:, None], qk, -float("inf")
+            )
         # step: turn scores into weights (softmax)
-        new_max = tl.maximum(row_max, tl.max(scores, 1))
-        fade = tl.exp2(row_max - new_max)
-        weights = tl.exp2(scores - new_max[:, None])
-        row_sum = row_sum * fade + tl.sum(weights, 1)
-        row_max = new_max
+        m_new = tl.maximum(m_i, tl.max(qk, 1))
+        alpha = tl.exp2(m_i - m_new)
+        p = tl.exp2(qk - m_new[:, None])
+        l_i = l_i * alpha + tl.sum(p, 1)
+        m_i = m_new
         # step: average the values by the weights
-        total = tl.dot(weights.to(value.dtype), value, total * fade[:, None])
-    return total, row_sum, row_max
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
+    return acc, l_i, m_i
 
 
 def prepare(

@@ -1,10 +1,9 @@
-"""What does it cost to start a program for each tile?
+"""Persistent prefill: as many programs as the chip holds at once, each with several tiles.
 
-Each start pays for its index arithmetic and for the first loads, which nothing hides, and the
-order in which tiles are taken is the scheduler's. Here as many programs start as the chip holds
-at once, and each takes tile after tile, the longest first. The tiles are dealt out to and fro: in
-each second round the program that had the longest gets the shortest, so that all of them have
-about the same in the end.
+Each start of a program costs index arithmetic and first loads that nothing overlaps with, and the
+hardware scheduler decides the order of tiles. Here each program processes tile after tile, the
+longest first. In every second wave the assignment is reversed: the program that had the longest
+tile gets the shortest one, so all have about the same work in the end.
 """
 
 from collections.abc import Callable
@@ -39,16 +38,16 @@ def persistent_kernel(
 ):
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
-    # one of each head of each request is as long as the next
-    equals = num_reqs * QUERY_HEADS
-    num_items = num_tiles * equals
-    for turn in range(tl.cdiv(num_items, num_programs)):
-        # step: take the next tile, to and fro
-        back = num_programs - 1 - program
-        item = turn * num_programs + tl.where(turn % 2 == 0, program, back)
+    # tiles with the same index are about as long in all heads and requests
+    num_pairs = num_reqs * QUERY_HEADS
+    num_items = num_tiles * num_pairs
+    for wave in range(tl.cdiv(num_items, num_programs)):
+        # step: take the next tile, in alternating order
+        from_end = num_programs - 1 - program
+        item = wave * num_programs + tl.where(wave % 2 == 0, program, from_end)
         if item < num_items:
-            tile = num_tiles - 1 - item // equals
-            req = item % equals // QUERY_HEADS
+            tile = num_tiles - 1 - item // num_pairs
+            req = item % num_pairs // QUERY_HEADS
             head = item % QUERY_HEADS
             attend_rows(
                 query, key_cache, value_cache, block_table, query_start_loc, seq_lens, out,

@@ -1,9 +1,9 @@
-"""Should a block be looked up once, and should heads share a tile?
+"""Prefill variants: each block looked up once, and several query heads per tile.
 
-Two ideas that sound as if they had to gain. A tile of 64 keys lies in 4 blocks, but the rungs
-look up a block for each key, 64 in all: `by_block` looks up 4 and spreads them over their slots.
-And the query heads of a group see the same keys: with `heads` of them in one tile, as in decode,
-its 128 rows are fewer tokens, and the diagonal is thinner.
+A tile of 64 keys has 4 blocks, but the rungs look up a block for each key, 64 in all. `by_block`
+looks up 4 and broadcasts them over their slots. The query heads of a group attend to the same
+keys. With `heads` of them in one tile, as in decode, its 128 rows are fewer tokens, and fewer
+keys at the diagonal are masked.
 """
 
 from collections.abc import Callable
@@ -50,16 +50,16 @@ def tried_kernel(
     head = tl.program_id(0) * HEADS + tl.arange(0, ROWS) % HEADS
     is_token = (token < query_len)[:, None]
     row = (start + token).to(tl.int64) * QUERY_HEADS + head
-    asked = row[:, None] * HEAD_SIZE + element[None, :]
-    question = tl.load(query + asked, mask=is_token, other=0)
+    q_offset = row[:, None] * HEAD_SIZE + element[None, :]
+    q = tl.load(query + q_offset, mask=is_token, other=0)
     context = tl.load(seq_lens + req) - query_len
-    seen = context + token
+    query_position = context + token
     full_end = (context + first_token + 1) // KEYS * KEYS
     end = context + tl.minimum(first_token + tokens, query_len)
-    entries = block_table + req * table_width
-    total = tl.zeros([ROWS, HEAD_SIZE], dtype=tl.float32)
-    row_sum = tl.zeros([ROWS], dtype=tl.float32)
-    row_max = tl.full([ROWS], -float("inf"), dtype=tl.float32)
+    table_row = block_table + req * table_width
+    acc = tl.zeros([ROWS, HEAD_SIZE], dtype=tl.float32)
+    l_i = tl.zeros([ROWS], dtype=tl.float32)
+    m_i = tl.full([ROWS], -float("inf"), dtype=tl.float32)
     for edge in tl.static_range(2):
         begin = full_end if edge else 0
         stop = end if edge else full_end
@@ -70,37 +70,39 @@ def tried_kernel(
             if BY_BLOCK:
                 block = first // BLOCK_SIZE + tl.arange(0, KEYS // BLOCK_SIZE)
                 is_block = block * BLOCK_SIZE < stop
-                block_id = tl.load(entries + block, mask=is_block, other=0)
+                block_id = tl.load(table_row + block, mask=is_block, other=0)
                 block_slot = block_id.to(tl.int64)[:, None] * BLOCK_SIZE
                 slot = block_slot + tl.arange(0, BLOCK_SIZE)[None, :]
                 slot = tl.reshape(slot, [KEYS])
             else:
-                entry = entries + position // BLOCK_SIZE
+                entry = table_row + position // BLOCK_SIZE
                 block_id = tl.load(entry, mask=is_key, other=0).to(tl.int64)
                 slot = block_id * BLOCK_SIZE + position % BLOCK_SIZE
-            place = (slot * KV_HEADS + kv_head)[:, None] * HEAD_SIZE + element[None, :]
+            kv_offset = (slot * KV_HEADS + kv_head)[:, None] * HEAD_SIZE + element[
+                None, :
+            ]
             if edge:
-                key = tl.load(key_cache + place, mask=is_key[:, None], other=0)
-                value = tl.load(value_cache + place, mask=is_key[:, None], other=0)
+                k = tl.load(key_cache + kv_offset, mask=is_key[:, None], other=0)
+                v = tl.load(value_cache + kv_offset, mask=is_key[:, None], other=0)
             else:
-                key = tl.load(key_cache + place)
-                value = tl.load(value_cache + place)
+                k = tl.load(key_cache + kv_offset)
+                v = tl.load(value_cache + kv_offset)
             # step: compute the scaled dot products of queries and keys
-            scores = tl.dot(question, tl.trans(key)) * (scale * LOG2_E)
+            qk = tl.dot(q, tl.trans(k)) * (scale * LOG2_E)
             # step: mask the keys outside the visible range
             if edge:
-                is_seen = position[None, :] <= seen[:, None]
-                scores = tl.where(is_seen, scores, -float("inf"))
+                is_visible = position[None, :] <= query_position[:, None]
+                qk = tl.where(is_visible, qk, -float("inf"))
             # step: turn scores into weights (softmax)
-            new_max = tl.maximum(row_max, tl.max(scores, 1))
-            fade = tl.exp2(row_max - new_max)
-            weights = tl.exp2(scores - new_max[:, None])
-            row_sum = row_sum * fade + tl.sum(weights, 1)
-            row_max = new_max
+            m_new = tl.maximum(m_i, tl.max(qk, 1))
+            alpha = tl.exp2(m_i - m_new)
+            p = tl.exp2(qk - m_new[:, None])
+            l_i = l_i * alpha + tl.sum(p, 1)
+            m_i = m_new
             # step: average the values by the weights
-            total = tl.dot(weights.to(value.dtype), value, total * fade[:, None])
-    result = (total / row_sum[:, None]).to(out.dtype.element_ty)
-    tl.store(out + asked, result, mask=is_token)
+            acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
+    result = (acc / l_i[:, None]).to(out.dtype.element_ty)
+    tl.store(out + q_offset, result, mask=is_token)
 
 
 def prepare(

@@ -1,15 +1,15 @@
-"""How long does each rung take, and is it right?
+"""Check and time every rung of the ladder on a GPU.
 
     PYTHONPATH=.typing python tests/benchmarks/ladder/run.py [--json FILE] [--limit SECONDS]
 
-from the root of a checkout, on a machine with a CUDA device. First all kernels are compiled, in
-processes side by side. Then each workload is drawn, every rung is judged on some of its tokens by
-the budgets of pagetwin.contract.budgets, and what is right is captured as a CUDA graph. The graphs
-are replayed in turn, in an order that is drawn anew each time, each after 256 MiB were written,
-so that nothing of the batch is left in the L2 cache. What counts is the median of 30.
+Run it from the root of a checkout, on a machine with a CUDA device. First all kernels are
+compiled, in several processes. For each workload, some tokens of every rung are compared with
+float64, within the budgets of pagetwin.contract.budgets. Correct rungs are captured as CUDA
+graphs. The graphs are replayed in turn, in an order that is drawn again each time, each after 256
+MiB were written to flush the L2 cache. The figure is the median of 30 runs.
 
-The record is written after each workload; what the limit cut off is named in it. `--smoke` tries
-it all on tiny batches, also without a GPU, in Triton's interpreter; its times mean nothing.
+The record is written after each workload, and names what the time limit left out. `--smoke` runs
+tiny batches, also without a GPU, in Triton's interpreter; their times have no meaning.
 """
 
 import argparse
@@ -96,7 +96,7 @@ def rungs_of(kind: str) -> list[tuple[int, Rung]]:
 def compile_all(seconds: float) -> dict[int, str]:
     """Compile all rungs in processes side by side, and return what stopped which of them.
 
-    What they compile lies in Triton's cache, from which this process then loads it. A compiler that
+    This process then loads the kernels from Triton's cache. A compiler that
     aborts takes its own process with it, and its rungs are left out.
     """
     groups: dict[tuple[str, str], list[int]] = {}

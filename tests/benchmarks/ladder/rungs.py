@@ -1,7 +1,7 @@
-"""Which rungs are there, in which order?
+"""The rungs of the ladder, in order.
 
-A rung is a file of this folder and the settings it is prepared with; some files make two rungs.
-What was tried beside a rung bears its number: it differs from that rung by what its title says.
+A rung is a file of this folder and the settings it is prepared with; some files make two rungs. A
+variant that was tried on a rung has its number: it differs from that rung by what its title says.
 """
 
 from collections.abc import Callable
@@ -20,11 +20,11 @@ class Rung:
 
     Args:
         kind: "decode" or "prefill".
-        number: its place on the ladder, or that of the rung beside which it was tried.
+        number: its position on the ladder, or that of the rung on which it was tried.
         title: what it changes.
         file: the module that holds it.
-        settings: what its `prepare` gets beside a batch and an output.
-        tried: whether it stands beside the ladder.
+        settings: further arguments of its `prepare`, after a batch and an output.
+        tried: whether it is a variant that is not on the ladder.
     """
 
     kind: str
@@ -36,11 +36,11 @@ class Rung:
 
     @property
     def name(self) -> str:
-        """How the record calls it."""
+        """Its name in the record."""
         return f"{self.kind} {self.number}{', tried' * self.tried}: {self.title}"
 
     def prepare(self, batch: LadderBatch, out: Tensor) -> Callable[[], Any]:
-        """Return what launches it; all it needs beside the batch is made here."""
+        """Return what launches it. Everything but the batch is made here."""
         module = import_module(f".{self.file}", __package__)
         launch: Callable[[], Any] = module.prepare(batch, out, **self.settings)
         return launch

@@ -1,7 +1,7 @@
 """The attention that ships, as the last rung: `paged_attention` of pagetwin.optimized.
 
-It has every option, layout, dtype and head size beside the idea of the rung before. What a call
-does not use is compiled away. With `portable` the kernels of particular chips are left out, to show
+It adds every option, layout, dtype and head size to the idea of the rung before. What a call does
+not use is compiled away. With `portable` the kernels of particular chips are left out, to show
 what other chips get.
 """
 

@@ -1,14 +1,13 @@
-"""All runs in real engines of vLLM, one phase after the other, each with a limit of 90 seconds.
+"""Checks in real engines of vLLM, one phase after the other, each with a limit of 90 seconds.
 
     python tests/gpu/serving/phases.py OUTDIR                all phases
     python tests/gpu/serving/phases.py OUTDIR --list         their names
-    python tests/gpu/serving/phases.py OUTDIR --only times-llama-8 default-llama-8
+    python tests/gpu/serving/phases.py OUTDIR --only equal-gemma recorder-eager
     python tests/gpu/serving/phases.py OUTDIR --smallest     tiny models, also on a CPU
 
 A phase that takes longer is ended, and the next one begins; what it has written stays. OUTDIR gets
-a folder per phase with the records and logs, and phases.jsonl with one line per phase. Engines keep
-their compiled kernels and graphs in the work folder, so the phase "compile-..." of a model comes
-before the phase "default-...", which is timed.
+a folder per phase with the records and logs, and phases.jsonl with one line per phase. Times of
+models are runs of `several.py`.
 """
 
 import argparse
@@ -27,21 +26,10 @@ HERE = Path(__file__).resolve().parent
 LIMIT = 90
 """Seconds that a phase may take."""
 
-TIMED = {
-    "llama-8": ["FLASH_ATTN", "CUSTOM"],
-    "gemma-8": ["FLASH_ATTN", "CUSTOM"],
-    "gpt-oss-8": ["FLASH_ATTN", "CUSTOM"],
-    "deepseek-8": ["FLASH_ATTN_MLA", "CUSTOM"],
-    "whisper": ["FLASH_ATTN", "CUSTOM"],
-}
-"""The models whose throughput and latencies are measured, and the backends."""
+TIMED = ["FLASH_ATTN", "CUSTOM"]
+"""The backends of the phases that time steps with the recorder."""
 
-COMPARED = {
-    "tiny": ["FLASH_ATTN", "CUSTOM", "TRITON_ATTN"],
-    "gpt-oss": ["FLASH_ATTN", "CUSTOM", "TRITON_ATTN"],
-    "gemma": ["FLASH_ATTN", "CUSTOM", "TRITON_ATTN"],
-    "whisper": ["FLASH_ATTN", "CUSTOM", "TRITON_ATTN"],
-}
+COMPARED = ("tiny", "gpt-oss", "gemma", "whisper")
 """The models whose greedy tokens are compared in bfloat16."""
 
 SMALLEST = {
@@ -58,11 +46,8 @@ def phases(asked: argparse.Namespace) -> dict[str, list[str]]:
     made: dict[str, list[str]] = {}
 
     def timed(name: str, model: str, given: list[str], *more: str) -> None:
-        loads = (
-            ["audio-a", "audio-b", "audio-c"] if model == "whisper" else ["a", "b", "c"]
-        )
         command = ["serving/run.py", str(out / name), "--model", of(model)]
-        command += ["--loads", *(["try"] if smallest else loads)]
+        command += ["--loads", *(["try"] if smallest else "abc")]
         command += ["--backends", *given]
         # engines start in two thirds of the time
         command += ["--start-limit", str(asked.limit * 2 // 3)]
@@ -84,7 +69,7 @@ def phases(asked: argparse.Namespace) -> dict[str, list[str]]:
             command += ["--prompts", "2", "--new", "4", "--implementation", "reference"]
         made[name] = [*command, *more]
 
-    llama = backends or TIMED["llama-8"]
+    llama = backends or TIMED
     # reads the files of vLLM, which takes a minute on a machine that has not read them before
     timed("files", "llama-8", llama, "--runs", "0", "--modes", "eager")
     made["recorder-checks"] = ["recorder.py", str(out / "recorder-checks")]
@@ -96,16 +81,11 @@ def phases(asked: argparse.Namespace) -> dict[str, list[str]]:
     timed("budgets-deep", "deep", recorded, *each_step)
     made["recorder-steps"] = ["recorder.py", str(out / "recorder-steps")]
     made["recorder-steps"] += ["--only", "cost"]
-    for model, given in COMPARED.items():
-        compared(f"equal-{model}", model, given)
+    for model in COMPARED:
+        compared(f"equal-{model}", model, [*TIMED, "TRITON_ATTN"])
     for model in ("tiny", "gpt-oss"):
         given = ["TRITON_ATTN", "CUSTOM"]
         compared(f"equal-{model}-float32", model, given, "--dtype", "float32")
-    for model, theirs in TIMED.items():
-        given = backends or theirs
-        timed(f"times-{model}", model, given, "--modes", "decode graphs")
-        timed(f"compile-{model}", model, given, "--modes", "default", "--runs", "0")
-        timed(f"default-{model}", model, given, "--modes", "default")
     return made
 
 

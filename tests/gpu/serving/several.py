@@ -1,0 +1,164 @@
+"""Serving runs of several models at once: starts overlap, and each GPU times one model at a time.
+
+    python tests/gpu/serving/several.py OUTDIR --models gpt-oss-8 gemma-8 whisper llama-8
+
+Each model is a run of `run.py` in the folder OUTDIR/MODEL, with the engines of two backends in two
+modes. The models are distributed over all visible GPUs. Most of a run is the start of its engines,
+which read vLLM's files, compile and capture graphs. So all models start at once. When no engine is
+starting any more, each GPU times its models one after the other.
+
+OUTDIR/serving.jsonl has the lines of all models. The exit code is 1 if an engine of a model was not
+ready in time.
+"""
+
+import argparse
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from run import MODES, WORK
+
+HERE = Path(__file__).resolve().parent
+KV_GIB = {"gpt-oss-8": 5, "whisper": 4}
+"""GiB of KV cache of one engine. The other models have 8."""
+AUDIO = ("audio-a", "audio-b", "audio-c")
+LATENT = {"FLASH_ATTN": "FLASH_ATTN_MLA", "TRITON_ATTN": "TRITON_MLA"}
+"""What serves latent attention instead of a backend."""
+
+
+@dataclass
+class Run:
+    """A run of one model.
+
+    Attributes:
+        folder: of its results.
+        gpu: index among the visible GPUs.
+        process: of `run.py`.
+    """
+
+    folder: Path
+    gpu: int
+    process: subprocess.Popen[bytes]
+
+    def has(self, name: str) -> bool:
+        """Return whether it has made this file, or is over."""
+        return (self.folder / name).exists() or self.process.poll() is not None
+
+
+def start(asked: argparse.Namespace, model: str, gpu: int, device: str) -> Run:
+    """Start the run of one model.
+
+    Args:
+        asked: the arguments of the command.
+        model: one of those of `models.py`.
+        gpu: index among the visible GPUs.
+        device: that GPU as a value of CUDA_VISIBLE_DEVICES.
+    """
+    folder = asked.out / model
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("ready", "go", "ended"):
+        (folder / name).unlink(missing_ok=True)
+    loads = AUDIO if "whisper" in model else ("a", "b", "c")
+    command = [sys.executable, str(HERE / "run.py"), str(folder), "--model", model]
+    command += ["--loads", *(asked.loads or loads), "--modes", *asked.modes]
+    is_latent = model.startswith("deepseek")
+    names = [LATENT.get(each, each) if is_latent else each for each in asked.backends]
+    command += ["--backends", *names, "--runs", str(asked.runs)]
+    command += ["--kv-gib", str(KV_GIB.get(model, 8)), "--work", str(asked.work)]
+    command += ["--start-limit", str(asked.start_limit), "--limit", str(asked.limit)]
+    command += ["--go", str(folder / "go"), "--patience", "3600"]
+    with (folder / "log.txt").open("w") as log:
+        process = subprocess.Popen(
+            command,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": device},
+            start_new_session=True,
+        )
+    return Run(folder, gpu, process)
+
+
+def wait_until_ready(runs: list[Run]) -> None:
+    """Wait until no engine is starting any more."""
+    while not all(each.has("ready") for each in runs):
+        time.sleep(0.2)
+
+
+def release_in_turn(runs: list[Run]) -> None:
+    """Let each GPU time its models, one after the other, until all have ended."""
+    waiting = list(runs)
+    timed: dict[int, Run] = {}
+    while waiting or timed:
+        timed = {gpu: each for gpu, each in timed.items() if not each.has("ended")}
+        for each in list(waiting):
+            if each.gpu not in timed:
+                (each.folder / "go").touch()
+                timed[each.gpu] = each
+                waiting.remove(each)
+        time.sleep(0.2)
+
+
+def join(runs: list[Run], path: Path) -> None:
+    """Write the lines of all models to one file."""
+    files = [each.folder / "serving.jsonl" for each in runs]
+    text = "".join(each.read_text() for each in files if each.exists())
+    path.write_text(text)
+
+
+def serve(asked: argparse.Namespace, devices: list[str]) -> bool:
+    """Run all models, and return whether all their engines were ready in time.
+
+    Args:
+        asked: the arguments of the command.
+        devices: values of CUDA_VISIBLE_DEVICES, one per GPU.
+    """
+    runs = [
+        start(asked, model, number % len(devices), devices[number % len(devices)])
+        for number, model in enumerate(asked.models)
+    ]
+    try:
+        wait_until_ready(runs)
+        release_in_turn(runs)
+        codes = [each.process.wait() for each in runs]
+    finally:
+        for each in runs:
+            # its engines are processes of their own
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(each.process.pid, signal.SIGKILL)
+        join(runs, asked.out / "serving.jsonl")
+    return not any(codes)
+
+
+def visible_devices() -> list[str]:
+    """Return the visible GPUs; one empty name without a GPU."""
+    if names := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return names.split(",")
+    import torch
+
+    return [str(index) for index in range(torch.cuda.device_count())] or [""]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add = parser.add_argument
+    add("out", type=Path)
+    add("--models", nargs="+", default=["gpt-oss-8", "gemma-8", "whisper", "llama-8"])
+    add("--backends", nargs="+", default=["FLASH_ATTN", "CUSTOM"])
+    add("--modes", nargs="+", default=["decode graphs", "default"], choices=MODES)
+    add("--loads", nargs="+", help="default: a, b, c, or those with audio")
+    add("--runs", type=int, default=2, help="timed runs of each load")
+    add("--work", type=Path, default=WORK, help="what engines keep from run to run")
+    add("--start-limit", type=float, default=240, help="seconds until all are warm")
+    add("--limit", type=float, default=80, help="seconds of the timed runs of a model")
+    asked = parser.parse_args()
+    asked.out, asked.work = asked.out.resolve(), asked.work.resolve()
+    raise SystemExit(0 if serve(asked, visible_devices()) else 1)
+
+
+if __name__ == "__main__":
+    main()
