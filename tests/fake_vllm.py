@@ -118,6 +118,8 @@ def _install(
         state = sys.modules["vllm.distributed.parallel_state"]
         state.get_dcp_group = lambda: group
     envs.VLLM_BATCH_INVARIANT = False
+    on_gpu = SimpleNamespace(is_cpu=lambda: False)
+    _module("vllm.platforms").current_platform = on_gpu  # type: ignore[attr-defined]
     registry = sys.modules["vllm.v1.attention.backends.registry"]
     registry.registered = {}
     registry.register_backend = registry.registered.__setitem__

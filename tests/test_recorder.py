@@ -2,6 +2,7 @@
 
 import logging
 import random
+import re
 import resource
 import shutil
 import types
@@ -111,11 +112,11 @@ def test_a_planted_bug_is_found_in_its_first_step_and_named_with_its_request(
     sentence = caplog.messages[0]
     # a padded row belongs to no request
     whose = "" if bug == "padded row" else ", request 'r"
-    assert sentence.startswith(f"step {engine.first_wrong}{whose}")
+    assert sentence.startswith(f"flight recorder: step {engine.first_wrong}{whose}")
     assert words in sentence
     assert engine.recorder.is_on
     case = load_case(stored(tmp_path)[0])
-    assert sentence.startswith(case.sentence)
+    assert sentence.startswith(f"flight recorder: {case.sentence}")
 
 
 @pytest.mark.parametrize("bug", BUGS)
@@ -383,6 +384,34 @@ def test_an_error_of_the_recorder_is_logged_once_and_the_engine_goes_on(
     assert not engine.recorder.is_on
     assert engine.steps == plain.steps
     assert len(caplog.messages) == 1 and "is off from now on" in caplog.messages[0]
+
+
+def test_a_recorder_says_that_it_is_on_and_what_it_has_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing was logged in an engine without a violation, as in one without a recorder."""
+    monkeypatch.setenv("PAGETWIN_RECORD", str(tmp_path))
+    monkeypatch.setenv("PAGETWIN_RECORD_EVERY", "4")
+    caplog.set_level(logging.INFO, logger="pagetwin.recorder")
+    recorder = recorder_from_environment()
+    assert recorder is not None and caplog.messages == []
+    engine = SmallEngine(EngineSettings(), recorder)
+    assert caplog.messages == [
+        "flight recorder: on, cases are stored in"
+        f" {tmp_path}; every step is checked, and one of 4 is sampled"
+    ]
+    caplog.clear()
+    engine.add(requests(40))
+    for _ in range(24):
+        engine.step()
+    recorder.finish()
+    # sampled steps 1, 2 and 4 of the six
+    assert [each.split(";")[0] for each in caplog.messages] == [
+        f"flight recorder: steps checked: {steps}, sampled: {sampled}"
+        for steps, sampled in ((1, 1), (5, 2), (13, 4))
+    ]
+    checked = r"cache writes \d+, rows of attention \d+, blocks \d+; violations: 0$"
+    assert all(re.search(checked, each) for each in caplog.messages)
 
 
 def test_a_recorder_that_shall_stop_the_engine_raises(tmp_path: Path) -> None:

@@ -348,6 +348,45 @@ def test_the_registry_resolves_recorded_backends_if_the_environment_says_so(
     assert recorded.recorder.findings == []
 
 
+def test_caches_of_an_unknown_format_are_not_compared_and_their_steps_are(
+    registry: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """CPU_ATTN stores keys in the order of its matrix instructions: each was called corrupt."""
+
+    def reordered(self: Impl, layer: Any, key: Tensor, *rest: Any) -> None:
+        update(self, layer, key.flip(-1), *rest)
+
+    update = Impl.do_kv_cache_update
+    monkeypatch.setattr(Impl, "do_kv_cache_update", reordered)
+    monkeypatch.setenv("PAGETWIN_RECORD", str(tmp_path))
+    monkeypatch.setenv("PAGETWIN_RECORD_EVERY", "1")
+    recorder_vllm.record_vllm_backends()
+    recorded = resolve(registry.AttentionBackendEnum.FAKE.get_path())
+    assert recorded.get_impl_cls() is Impl
+    wrapper = sys.modules[vllm_schedule.WORKER].WorkerWrapperBase
+    worker = wrapper(FullAttentionSpec(), speculative=object())
+    worker.run = lambda output: run(recorded, "halves")
+    worker.execute_model(scheduler_output())
+    recorded.recorder.finish()
+    checked = recorded.recorder.checked
+    assert (checked["steps"], checked["rows"], checked["writes"]) == (12, 0, 0)
+    assert recorded.recorder.findings == []
+    assert "the format of FAKE's cache is not known" in caplog.text
+
+
+def test_quantised_caches_of_an_unknown_dtype_are_not_compared(tmp_path: Path) -> None:
+    """Their bytes were read as keys."""
+    checks = recorder(tmp_path)
+    recorded = record_backend(Backend, checks, VLLM_READER)
+    run(recorded, "halves", kv_cache_dtype="int8_per_token_head")
+    checks.finish()
+    assert checks.is_on and checks.findings == []
+    assert (checks.checked["steps"], checks.checked["writes"]) == (12, 0)
+
+
 def test_latent_backends_are_left_as_they_are(
     registry: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -481,6 +520,21 @@ def test_two_recorded_backends_of_one_worker_are_told_the_same_rows(
     for each in (checks, other.recorder):
         each.finish()
         assert each.step == 3 and each.findings == []
+
+
+def test_backends_that_vllm_only_considers_are_not_told_its_schedule(
+    watched: Any, registry: Any
+) -> None:
+    """vLLM resolves several backends to choose one; each of them kept a ledger in every step."""
+    member = registry.AttentionBackendEnum.CUSTOM
+    registry.register_backend(member, f"{__name__}.Backend")
+    recorder_vllm.record_vllm_backends()
+    considered = resolve(member.get_path()).recorder
+    told: list[Any] = []
+    considered.schedule = lambda *args: told.append(args)
+    step(watched, [[7]], [15], scheduler_output({"a": (15, [7])}, None, {"a": 1}))
+    assert told == [] and watched[0].step == 1
+    assert not considered.is_attached and watched[0].is_attached
 
 
 def _build(one: Any, two: Any, *args: Any) -> None:

@@ -174,6 +174,17 @@ def test_every_name_that_the_plugin_imports_exists(version: str) -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
+def test_the_platform_for_cpus_chooses_a_backend_by_the_replaced_arguments(
+    version: str,
+) -> None:
+    classes = recorded(version)["modules"]["vllm.platforms.cpu"]["classes"]
+    method = classes["CpuPlatform"]["methods"]["get_attn_backend_cls"]
+    names = [name for name, *_ in method["parameters"]]
+    assert method["kind"] == "class"
+    assert names[:3] == ["cls", "selected_backend", "attn_selector_config"]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
 def test_every_field_that_the_plugin_reads_exists(version: str) -> None:
     modules = recorded(version)["modules"]
 

@@ -67,6 +67,29 @@ def test_registration_records_the_backends_if_the_environment_names_a_folder(
     assert calls == (["call"] if folder else [])
 
 
+@pytest.mark.parametrize("configured", [False, True])
+def test_messages_appear_in_the_log_of_vllm_unless_the_user_configured_them(
+    version: str, configured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM configures its own loggers alone, so no message of level INFO was seen."""
+    from pagetwin.integrations.vllm import plugin
+
+    ours, theirs = logging.getLogger("pagetwin"), logging.getLogger("vllm")
+    handler, own = logging.NullHandler(), logging.NullHandler()
+    monkeypatch.setattr(logging.root, "handlers", [])
+    monkeypatch.setattr(theirs, "handlers", [handler])
+    monkeypatch.setattr(ours, "handlers", [own] if configured else [])
+    monkeypatch.setattr(ours, "level", logging.NOTSET)
+    monkeypatch.setattr(ours, "propagate", True)
+    monkeypatch.setattr(theirs, "propagate", False)
+    monkeypatch.setattr(theirs, "level", logging.INFO)
+    for _ in range(2):
+        plugin.register()
+    assert ours.handlers == ([own] if configured else [handler])
+    assert ours.level == (logging.NOTSET if configured else logging.INFO)
+    assert ours.propagate == configured
+
+
 @pytest.mark.parametrize("each", VERSIONS)
 def test_a_model_with_latent_attention_gets_the_backend_for_it(each: str) -> None:
     for use_mla, name in ((False, "PagetwinBackend"), (True, "PagetwinLatentBackend")):
@@ -168,7 +191,9 @@ def test_a_setting_that_cannot_be_read_is_an_error(
         read_settings()
     monkeypatch.setenv("PAGETWIN_VLLM_WARM_UP", "0")
     monkeypatch.setenv("PAGETWIN_VLLM_IMPLEMENTATION", "no.such.package")
-    with pytest.raises(ValueError, match=r"no\.such\.package.*cannot be loaded"):
+    with pytest.raises(
+        ValueError, match=r"^PAGETWIN_VLLM_IMPLEMENTATION: .*no\.such\.package.*cannot"
+    ):
         EngineSteps(version)
 
 

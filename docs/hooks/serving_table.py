@@ -141,6 +141,12 @@ def cpu_versions_table() -> str:
     return "\n".join(lines)
 
 
+def _engine(run: dict[str, Any]) -> str:
+    """Return backend, device and version of an engine; records of 0.25.1 do not name it."""
+    backend = run["backend"].split(",")[0]
+    return f"`{backend}` on {run['device']}, vLLM {run.get('vllm', '0.25.1')}"
+
+
 def planted_table() -> str:
     """Return one row per bug and engine: the step of its first effect, and what was found."""
     rows = [each for each in _lines("planted") if each["bug"] and "effect" in each]
@@ -152,7 +158,7 @@ def planted_table() -> str:
         found = [re.sub(r"(request '\d+)-\w+'", r"\1'", text) for text in each["found"]]
         cells = [
             each["bug"],
-            f"`{each['backend'].split(',')[0]}` on {each['device']}",
+            _engine(each),
             str(each["effect"]),
             found[0] if found else "not found",
         ]
@@ -172,7 +178,7 @@ def clean_runs() -> str:
     for each in rows:
         done = each["checked"]
         cells = [
-            f"`{each['backend'].split(',')[0]}` on {each['device']}",
+            _engine(each),
             each["kind"],
             "decodes" if each["graphs"] else "none",
             *(str(each) for each in (done["steps"], each["preemptions"])),

@@ -22,5 +22,5 @@ def recorder_from_environment(
             return None
         return Recorder(settings, implementation, fp8_steps)
     except (OSError, ValueError) as error:
-        LOGGER.error("nothing is recorded: %s", error)
+        LOGGER.error("flight recorder: nothing is recorded: %s", error)
         return None

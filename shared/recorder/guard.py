@@ -29,7 +29,7 @@ def guarded(method: Method) -> Method:
         except Exception as error:
             self.is_on = self.wants_layers = False
             LOGGER.exception(
-                "the recorder failed in step %d and is off from now on (%s: %s); the"
+                "flight recorder: it failed in step %d and is off from now on (%s: %s); the"
                 " engine is not affected",
                 self.step,
                 type(error).__name__,

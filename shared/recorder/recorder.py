@@ -55,6 +55,8 @@ class Recorder:
         self.implementation = implementation
         self.is_on = True
         """False after an error of the recorder itself."""
+        self.is_attached = False
+        """Whether an engine has it."""
         self.wants_layers = True
         """Whether `wrote` and `attended` do anything now. Wrappers read it before each call."""
         self.step = 0
@@ -79,6 +81,12 @@ class Recorder:
         self._graphs = GraphSamples(self.settings.rows)
 
     # --- what an engine tells ---
+
+    def attach(self) -> None:
+        """Tell that an engine has the recorder, which may be one of several backends' recorders."""
+        if not self.is_attached:
+            self._reports.log_start()
+        self.is_attached = True
 
     @guarded
     def schedule(
@@ -126,7 +134,7 @@ class Recorder:
     @guarded
     def blocks_changed(self, block_ids: Iterable[int]) -> None:
         """Tell that the engine copied to blocks, filled or swapped them in by itself."""
-        self._samples.note_changes(int(each) for each in block_ids)
+        self._samples.note_changes(map(int, block_ids))
 
     @guarded
     def begin_capture(self, tensors: StepTensors) -> None:
@@ -191,7 +199,9 @@ class Recorder:
     @property
     def is_capturing(self) -> bool:
         """Whether a CUDA graph is being captured on the current stream."""
-        return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        # unlike `is_available`, `is_initialized` does not ask the driver
+        is_used: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        return is_used and torch.cuda.is_current_stream_capturing()
 
     @guarded
     def own(self, read: Callable[[], Result]) -> Result:
@@ -314,11 +324,14 @@ class Recorder:
 
     def _finish_step(self) -> None:
         """Wait for the metadata of the current step, and check what a graph has computed."""
+        if not self._steps.has_begun:
+            return
         self._steps.check_all()
         if self.is_sampled:
             for call, tokens, group in self._graphs.replayed():
                 self._check_replay(call, tokens, group)
             self._samples.compare_watched(self._steps.host_step)
+            self._reports.log_progress(self.checked)
         self._steps.end()
 
     def _check_replay(

@@ -2,7 +2,7 @@
 
 import logging
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
 
 from .case import StoredCase, describe_versions, save_case
@@ -28,6 +28,31 @@ class Reports:
         """The metadata of the last steps."""
         self.names: dict[int, Hashable] = {}
         """The request of each row of the current batch, if the engine tells its schedule."""
+
+    def log_start(self) -> None:
+        """Log that the recorder is on."""
+        LOGGER.info(
+            "flight recorder: on, cases are stored in %s; every step is checked, and one of %d is"
+            " sampled",
+            self.settings.folder,
+            self.settings.sample_every,
+        )
+
+    def log_progress(self, checked: Mapping[str, int]) -> None:
+        """Log what was checked after 1, 2, 4, 8 and so on sampled steps.
+
+        Args:
+            checked: as in `Recorder`.
+        """
+        sampled = checked["sampled_steps"]
+        if not sampled or sampled & (sampled - 1):
+            return
+        LOGGER.info(
+            "flight recorder: steps checked: %d, sampled: %d; compared: cache writes %d, rows of"
+            " attention %d, blocks %d; violations: %d",
+            *(checked["steps"], sampled, checked["writes"], checked["rows"]),
+            *(checked["blocks"], len(self.findings)),
+        )
 
     def report(
         self, finding: Corruption | None, step: HostStep | None, number: int
@@ -65,6 +90,6 @@ class Reports:
                 sentence += f". To check it again: pagetwin reproduce {path}"
             except OSError as error:
                 sentence += f". The case is not stored: {error}"
-        LOGGER.error(sentence)
+        LOGGER.error("flight recorder: %s", sentence)
         if self.settings.action == "stop":
             raise CorruptionFound(sentence, finding, path)

@@ -3,9 +3,11 @@
 Layers take turns: each sampled step compares one of them.
 """
 
+import inspect
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +18,17 @@ from .laws.cache import RecordedWrite, WatchedBlock, check_watched, check_write
 from .reports import Reports
 from .settings import RecorderSettings
 from .step import HostStep, Integers
+
+
+def unvalidated(name: str) -> Callable[..., Any]:
+    """Return an operation of the reference without its validation.
+
+    The validation makes the host wait for the device some thirty times, and the recorder makes the
+    arguments itself.
+    """
+    operation: Callable[..., Any]
+    operation = inspect.unwrap(getattr(load_implementation("reference"), name))
+    return operation
 
 
 class Samples:
@@ -56,14 +69,14 @@ class Samples:
     def compare_write(self, write: RecordedWrite, step: HostStep) -> None:
         """Compare some of the keys and values that a step has written."""
         tokens = self._choose(step)
-        run = load_implementation("reference").reshape_and_cache
+        run = unvalidated("reshape_and_cache")
         self._checked["writes"] += len(tokens)
         self._reports.report(check_write(write, step, tokens, run), step, step.number)
 
     def compare_attention(self, call: RecordedCall, step: HostStep) -> None:
         """Compare some rows of a step's attention, and watch some blocks."""
         tokens = self._choose(step)
-        rows = torch.tensor(tokens, device=call.query.device)
+        rows = torch.tensor(tokens).to(call.query.device)
         part = replace(call, query=call.query[rows], output=call.output[rows])
         self.compare_rows(part, step, tokens)
 
@@ -77,7 +90,7 @@ class Samples:
             step: the step.
             tokens: the new tokens.
         """
-        run = load_implementation("reference").paged_attention
+        run = unvalidated("paged_attention")
         self._checked["rows"] += len(tokens)
         finding = check_attention(call, step, tokens, run)
         self._reports.report(finding, step, step.number)
@@ -89,7 +102,7 @@ class Samples:
 
     def note_writes(self, step: HostStep) -> None:
         """Note which blocks a step writes."""
-        blocks = step.slot_mapping[step.slot_mapping >= 0] // step.block_size
+        blocks = step.written_blocks
         size = max(int(step.num_blocks or 0), int(blocks.max(initial=-1)) + 1)
         writes = self._last_write.get(step.group, np.zeros(0, np.int64))
         if len(writes) < size:

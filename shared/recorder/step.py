@@ -117,6 +117,19 @@ class HostStep:
             used &= starts + self.block_size > np.maximum(first, 0)[:, None]
         return used
 
+    @cached_property
+    def entries(self) -> Integers:
+        """[reqs, max_blocks]: the entries of `used`, and -1 for the others."""
+        return np.where(self.used, self.block_table, -1)
+
+    @cached_property
+    def written_blocks(self) -> Integers:
+        """[stored tokens] the block of each new token that is stored."""
+        stored = self.slot_mapping
+        if stored.min(initial=0) < 0:
+            stored = stored[stored >= 0]
+        return stored // self.block_size
+
     @property
     def num_tokens(self) -> int:
         """New tokens, padding not counted."""

@@ -4,13 +4,7 @@ from collections.abc import Hashable, Iterable, Sequence
 
 from .findings import Corruption
 from .laws.bookkeeping import check_groups, check_step
-from .laws.schedule import (
-    Ledger,
-    Scheduled,
-    ScheduledRow,
-    ScheduledRows,
-    entries_match,
-)
+from .laws.schedule import Ledger, ScheduledRow, ScheduledRows
 from .reports import Reports
 from .samples import Samples
 from .step import HostStep, StepCopy, StepTensors
@@ -28,13 +22,11 @@ class CheckedSteps:
         self.num_blocks: dict[str, int] = {}
         """Blocks in the caches of each group, once a cache was seen."""
         self._reports, self._samples = reports, samples
-        self._copies: list[tuple[StepCopy, Scheduled | None]] = []
+        self._copies: list[tuple[StepCopy, ScheduledRows | None]] = []
         self._current: dict[str, HostStep | StepCopy] = {}
         self._ledger: Ledger | None = None
-        self._scheduled: Scheduled | None = None
-        self._next_scheduled: Scheduled | None = None
-        self._requests: list[Hashable] = []
-        self._row_of: dict[Hashable, int] = {}
+        self._scheduled: ScheduledRows | None = None
+        self._next_scheduled: ScheduledRows | None = None
 
     def schedule(
         self,
@@ -52,8 +44,13 @@ class CheckedSteps:
             self._ledger = Ledger(block_size, knows_all)
         self._ledger.free(freed)
         finding = self._ledger.schedule(rows)
-        self._next_scheduled = Scheduled(tuple(rows), self._ledger.appended())
+        self._next_scheduled = self._ledger.step_rows(rows)
         return finding
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a step has begun and not ended."""
+        return bool(self._current)
 
     def is_new(self, group: str) -> bool:
         """Return whether metadata of a group begin a new step."""
@@ -71,6 +68,8 @@ class CheckedSteps:
         """Check all metadata that have not been checked, and wait for their copies."""
         while self._copies:
             self._check(*self._copies.pop(0))
+        if self._ledger is not None:
+            self._ledger.all_checked()
 
     def host_step(self, group: str) -> HostStep | None:
         """Return the current step of a group on the host, waiting for it if necessary."""
@@ -83,7 +82,7 @@ class CheckedSteps:
         """Forget the current step."""
         self._current.clear()
 
-    def _check(self, copy: StepCopy, scheduled: Scheduled | None) -> None:
+    def _check(self, copy: StepCopy, scheduled: ScheduledRows | None) -> None:
         step = copy.wait(self.num_blocks.get(copy.group))
         self._reports.ring.append(step)
         others = [each for each in self._current.values() if isinstance(each, HostStep)]
@@ -92,36 +91,11 @@ class CheckedSteps:
         finding = check_step(step)
         if finding is None and others:
             finding = check_groups([others[0], step])
-        if scheduled is not None and step.num_tokens and self._has_its_blocks(step):
-            finding = self._match(scheduled, step, finding is not None) or finding
-        else:
-            self._reports.names, self._requests = {}, []
+        self._reports.names = {}
+        # kernels and scheduler may have blocks of different sizes
+        is_alike = scheduled is not None and scheduled.block_size == step.block_size
+        if scheduled is not None and step.num_tokens and is_alike:
+            self._reports.names, stranger = scheduled.match(step)
+            finding = stranger or finding
         self._samples.note_writes(step)
         self._reports.report(finding, step, step.number)
-
-    def _has_its_blocks(self, step: HostStep) -> bool:
-        """Return whether kernels and scheduler have blocks of the same size."""
-        return self._ledger is not None and self._ledger.block_size == step.block_size
-
-    def _match(
-        self, scheduled: Scheduled, step: HostStep, in_full: bool
-    ) -> Corruption | None:
-        """Return the first row that the scheduler did not give.
-
-        Args:
-            scheduled: the scheduler's decisions.
-            step: the metadata.
-            in_full: whether all rows are compared. If not, that may be limited to the entries that
-                were added, if the requests are those of the step before.
-        """
-        requests = [each.request_id for each in scheduled.rows]
-        is_known = requests == self._requests and len(self._row_of) == len(requests)
-        in_full = in_full or self._samples.is_sampled(step.number) or not is_known
-        if not in_full and entries_match(scheduled.appended, self._row_of, step):
-            return None
-        assert self._ledger is not None
-        expected = ScheduledRows(scheduled.rows, self._ledger.block_size)
-        names, stranger = expected.match(step)
-        self._reports.names, self._requests = names, requests
-        self._row_of = {name: row for row, name in names.items()}
-        return stranger

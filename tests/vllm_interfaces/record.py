@@ -52,6 +52,7 @@ CLASSES: dict[str, tuple[str, ...]] = {
     ),
     "vllm.v1.attention.backends.registry": ("AttentionBackendEnum",),
     "vllm.v1.kv_cache_interface": ("KVCacheLayout",),
+    "vllm.platforms.cpu": ("CpuPlatform",),
     f"{CONFIG}.compilation": ("CompilationConfig",),
     f"{CONFIG}.model": ("ModelConfig",),
     f"{CONFIG}.parallel": ("ParallelConfig",),
@@ -66,6 +67,7 @@ MODULES = (
     "vllm.config",
     "vllm.distributed.parallel_state",
     "vllm.envs",
+    "vllm.platforms",
     "vllm.v1.attention.backends.utils",
     "vllm.model_executor.layers.quantization.utils.quant_utils",
 )

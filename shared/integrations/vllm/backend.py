@@ -9,6 +9,7 @@ from ...contract.specs import KVCacheSpec
 from .builder import PagetwinMetadataBuilder, load_plugin_implementation
 from .caches import FP8_NAMES, choose_shape
 from .impl import PagetwinImpl
+from .settings import IMPLEMENTATION_VARIABLE
 from .versions import BACKEND_NAME, installed_interface
 
 _Shape: Any = choose_shape(installed_interface())
@@ -35,7 +36,10 @@ class Reasons:
         use_mm_prefix: bool,
         device_capability: Any,
     ) -> str | None:
-        """Return why a layer cannot be served, or None. vLLM adds it to its own words."""
+        """Return why a layer cannot be served, or None. vLLM adds it to its own words.
+
+        A device without a compute capability is a CPU.
+        """
         reasons = []
         if use_sparse:
             reasons.append("use_sparse: expected dense attention")
@@ -60,8 +64,11 @@ class Reasons:
         backend = load_plugin_implementation().backends[0]
         # vLLM's default block size is 16; no reason depends on the number of heads
         spec = KVCacheSpec(block_size or 16, 1, head_size, dtype)
-        reasons += backend.validate_configuration(spec, "cuda")
-        return "; ".join(reasons) or None
+        device = "cpu" if device_capability is None else "cuda"
+        found = backend.validate_configuration(spec, device)
+        if any(each.startswith("device = cpu") for each in found):
+            found.append(f"or {IMPLEMENTATION_VARIABLE}=reference")
+        return "; ".join([*reasons, *found]) or None
 
 
 class PagetwinBackend(Reasons, _Shape, AttentionBackend):
@@ -128,5 +135,5 @@ class PagetwinBackend(Reasons, _Shape, AttentionBackend):
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        """Return whether the chip is an Ampere GPU or newer."""
-        return bool(capability.major >= 8)
+        """Return whether the chip is an Ampere GPU or newer, or a CPU."""
+        return capability is None or bool(capability.major >= 8)

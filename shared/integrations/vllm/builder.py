@@ -15,7 +15,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuild
 from ...contract.operations import Implementation
 from ...validation.integrations import load_named
 from .context_parallel import SharedBatch
-from .settings import read_settings
+from .settings import IMPLEMENTATION_VARIABLE, read_settings
 from .warm_up import StepBounds
 
 
@@ -167,7 +167,10 @@ def load_plugin_implementation() -> Implementation:
 
 @cache
 def _load(name: str) -> Implementation:
-    return load_named(name)
+    try:
+        return load_named(name)
+    except ValueError as error:
+        raise ValueError(f"{IMPLEMENTATION_VARIABLE}: {error}") from error
 
 
 def give_bounds(vllm_config: Any, layer_names: list[str]) -> list[Any]:

@@ -272,5 +272,5 @@ class PagetwinLatentBackend(Reasons, MLACommonBackend):
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        """Return whether the chip is an Ampere GPU or newer."""
-        return bool(capability.major >= 8)
+        """Return whether the chip is an Ampere GPU or newer, or a CPU."""
+        return capability is None or bool(capability.major >= 8)

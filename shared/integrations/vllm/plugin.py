@@ -1,9 +1,12 @@
-"""Entry point of the vLLM plugin: registration, and the choice of the backend class."""
+"""Entry point of the vLLM plugin: registration, the choice of the backend class, and CPUs."""
 
+import logging
 import os
 from typing import TYPE_CHECKING, Any
 
 from .versions import BACKEND_NAME, installed_interface
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from .backend import PagetwinBackend
@@ -12,19 +15,76 @@ if TYPE_CHECKING:
 def register() -> None:
     """Make `--attention-backend CUSTOM` select pagetwin. May be called several times.
 
-    vLLM calls it in every process. Only the registry of backends is imported. If PAGETWIN_RECORD
-    is set, every backend of the registry is recorded, not only this one.
+    vLLM calls it in every process. Of vLLM, the registry of backends and the platform are imported.
+    If PAGETWIN_RECORD is set, every backend of the registry is recorded, not only this one.
     """
     from vllm.v1.attention.backends.registry import (
         AttentionBackendEnum,
         register_backend,
     )
 
+    log_with_vllm()
     register_backend(AttentionBackendEnum[BACKEND_NAME], f"{__name__}.Backend")
+    serve_on_cpu()
     if os.environ.get("PAGETWIN_RECORD"):
         from ...recorder.wrappers.vllm import record_vllm_backends
 
         record_vllm_backends()
+
+
+def serve_on_cpu() -> None:
+    """Let vLLM's platform for CPUs take CUSTOM, if it runs there. May be called several times.
+
+    That platform ignores the choice of a backend, so the model would be served by vLLM's own.
+    Choices other than CUSTOM are vLLM's.
+    """
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    if not current_platform.is_cpu():
+        return
+    platform: Any = type(current_platform)
+    plain = platform.get_attn_backend_cls.__func__
+    if getattr(plain, "takes_custom", False):
+        return
+
+    def choose(
+        cls: Any,
+        selected_backend: Any,
+        attn_selector_config: Any,
+        *args: Any,
+        **kw: Any,
+    ) -> str:
+        """Return the path of a layer's backend, as the platform for CUDA does."""
+        custom: Any = AttentionBackendEnum[BACKEND_NAME]
+        if selected_backend != custom:
+            given = (selected_backend, attn_selector_config)
+            return str(plain(cls, *given, *args, **kw))
+        reasons = custom.get_class().validate_configuration(
+            device_capability=None, **attn_selector_config._asdict()
+        )
+        if reasons:
+            raise ValueError(
+                f"Selected backend {custom} is not valid for this configuration."
+                f" Reason: {reasons}"
+            )
+        logger.info("Using %s backend.", custom)
+        return str(custom.get_path())
+
+    choose.takes_custom = True  # type: ignore[attr-defined]
+    platform.get_attn_backend_cls = classmethod(choose)
+
+
+def log_with_vllm() -> None:
+    """Give pagetwin's loggers the handlers and the level of vLLM's, unless they have some.
+
+    vLLM configures its own loggers alone.
+    """
+    ours, theirs = logging.getLogger("pagetwin"), logging.getLogger("vllm")
+    if not ours.hasHandlers() and theirs.handlers:
+        ours.handlers = list(theirs.handlers)
+        ours.setLevel(theirs.level)
+        ours.propagate = theirs.propagate
 
 
 def __getattr__(name: str) -> Any:

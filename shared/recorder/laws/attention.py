@@ -220,9 +220,9 @@ def gather_rows(call: RecordedCall, step: HostStep, tokens: Sequence[int]) -> Ro
         block_table=torch.from_numpy(
             index.reshape(len(rows), width).astype(np.int32)
         ).to(device),
-        seq_lens=torch.tensor(lens, dtype=torch.int32, device=device),
+        seq_lens=torch.tensor(lens, dtype=torch.int32).to(device),
         scale=call.scale,
-        options=replace(call.options, causal=torch.tensor(flags, device=device))
+        options=replace(call.options, causal=torch.tensor(flags).to(device))
         if not all(flags)
         else replace(call.options, causal=None),
         implementation=call.implementation,

@@ -68,14 +68,15 @@ def check_lengths(step: HostStep) -> Corruption | None:
 
 def check_block_ids(step: HostStep) -> Corruption | None:
     """Every block that a sequence uses is a block of the cache."""
-    used = step.used
-    wrong = used & (step.block_table < 0)
-    if step.num_blocks is not None:
-        wrong |= used & (step.block_table >= step.num_blocks)
-    where = np.argwhere(wrong)
-    if not where.size:
+    table = step.block_table
+    past = np.inf if step.num_blocks is None else step.num_blocks
+    is_wrong = table < 0
+    if step.entries.max(initial=-1) >= past:
+        is_wrong |= table >= past
+    is_wrong &= step.used
+    if not is_wrong.any():
         return None
-    row, column = map(int, where[0])
+    row, column = map(int, np.argwhere(is_wrong)[0])
     last = "" if step.num_blocks is None else f" to {step.num_blocks - 1}"
     return Corruption(
         "block ids",
@@ -148,11 +149,12 @@ def check_padding(step: HostStep) -> Corruption | None:
 def check_writers(step: HostStep) -> Corruption | None:
     """No two tokens of a step have the same slot."""
     slots = step.slot_mapping
+    ordered = np.sort(slots)
+    if not ((ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)).any():
+        return None
     order = np.argsort(slots, kind="stable")
     ordered = slots[order]
     twice = np.flatnonzero((ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0))
-    if not twice.size:
-        return None
     first, second = (int(order[int(twice[0]) + each]) for each in (0, 1))
     row = min(step.row_of(first), len(step.seq_lens) - 1)
     return Corruption(
@@ -167,14 +169,18 @@ def check_shared_blocks(step: HostStep) -> Corruption | None:
     """A block that a request writes is in no other request's row."""
     if not step.stores_all:
         return None
-    stored = np.flatnonzero(step.slot_mapping[: step.num_tokens] >= 0)
-    blocks = step.slot_mapping[stored] // step.block_size
-    writers = np.searchsorted(step.query_start_loc, stored, side="right") - 1
-    entries = np.where(step.used, step.block_table, -1)
+    entries, blocks = step.entries, step.written_blocks
     size = int(max(entries.max(initial=0), blocks.max(initial=0))) + 1
     # the last element is that of the entries that are not used
+    is_written = np.zeros(size + 1, dtype=np.bool_)
+    is_written[blocks] = True
+    # the slots are right, so each of these blocks is in the row of its writer
+    if np.count_nonzero(is_written[entries]) == np.count_nonzero(is_written):
+        return None
+    stored = np.flatnonzero(step.slot_mapping[: step.num_tokens] >= 0)
+    writers = np.searchsorted(step.query_start_loc, stored, side="right") - 1
     writer_of = np.full(size + 1, -1, dtype=np.int32)
-    writer_of[blocks] = writers
+    writer_of[step.slot_mapping[stored] // step.block_size] = writers
     writer = writer_of[entries]
     rows = np.arange(len(step.seq_lens), dtype=np.int32)[:, None]
     wrong = (writer != rows) & (writer >= 0)

@@ -53,7 +53,7 @@ def check_write(
     if not stored:
         return None
     device = write.key.device
-    rows = torch.tensor(stored, device=device)
+    rows = torch.tensor(stored).to(device)
     slots = torch.from_numpy(step.slot_mapping[stored]).to(device)
     block, offset = slots // block_size, slots % block_size
     found = {

@@ -6,24 +6,25 @@ own copy of each request's row, and compares the step's block table with it.
 """
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from ..findings import Corruption
 from ..step import HostStep, Integers
+from .row_table import RowTable
 
 
-@dataclass(frozen=True)
-class ScheduledRow:
+class ScheduledRow(NamedTuple):
     """What the scheduler decided about one request of a step.
 
     Args:
         request_id: the request.
         num_computed_tokens: tokens that are in the cache before the step.
         num_scheduled_tokens: new tokens of the step.
-        block_ids: the request's whole row, in sequence order.
+        block_ids: the request's whole row, in sequence order. A tuple is not compared again while
+            it is the same object.
     """
 
     request_id: Hashable
@@ -35,19 +36,6 @@ class ScheduledRow:
     def seq_len(self) -> int:
         """Tokens of the sequence after the step's cache write."""
         return self.num_computed_tokens + self.num_scheduled_tokens
-
-
-@dataclass(frozen=True)
-class Scheduled:
-    """One step as the scheduler decided it.
-
-    Args:
-        rows: the requests of the step.
-        appended: request, column and block of each entry that is new in a row.
-    """
-
-    rows: tuple[ScheduledRow, ...]
-    appended: list[tuple[Hashable, int, int]]
 
 
 class Ledger:
@@ -63,15 +51,18 @@ class Ledger:
     def __init__(self, block_size: int, knows_all: bool = True) -> None:
         self.block_size = block_size
         self.knows_all = knows_all
-        self._holders: defaultdict[int, set[Hashable]] = defaultdict(set)
-        self._rows: dict[Hashable, list[int]] = {}
-        self._appended: list[tuple[Hashable, int, int]] = []
+        self._holders: dict[int, int] = {}
+        """How many requests hold each block."""
+        self._shared: set[int] = set()
+        """Blocks that more than one request holds."""
+        self._rows: dict[Hashable, tuple[int, ...]] = {}
+        self._table = RowTable()
 
     def free(self, request_ids: Iterable[Hashable]) -> None:
         """Forget requests that finished or were preempted."""
         for request_id in request_ids:
-            for block_id in self._rows.pop(request_id, ()):
-                self._holders[block_id].discard(request_id)
+            self._release(self._rows.pop(request_id, ()))
+            self._table.remove(request_id)
 
     def schedule(self, rows: Sequence[ScheduledRow]) -> Corruption | None:
         """Take over a step's rows; return a violation if a written block has another holder.
@@ -80,27 +71,34 @@ class Ledger:
             rows: the requests of the step. A request that is not named keeps its blocks.
         """
         if not self.knows_all:
-            self._holders.clear()
-            self._rows.clear()
-        self._appended = []
-        for each in rows:
-            before = self._rows.get(each.request_id)
-            if each.block_ids != before:
-                self._assign(each.request_id, list(each.block_ids), before or [])
-        for each in rows:
+            self.free(list(self._rows))
+        for request_id, _, _, block_ids in rows:
+            if block_ids is not self._rows.get(request_id):
+                self._assign(request_id, tuple(block_ids))
+        for each in rows if self._shared else ():
             first = each.num_computed_tokens // self.block_size
             last = -(-each.seq_len // self.block_size)
-            for block_id in self._rows[each.request_id][first:last]:
-                if len(self._holders[block_id]) > 1:
-                    return self._describe(each.request_id, block_id)
+            written = self._rows[each.request_id][first:last]
+            if not self._shared.isdisjoint(written):
+                block_id = next(block for block in written if block in self._shared)
+                return self._describe(each.request_id, block_id)
         return None
 
-    def appended(self) -> list[tuple[Hashable, int, int]]:
-        """Return request, column and block of each entry that the last `schedule` added."""
-        return self._appended
+    def step_rows(self, rows: Sequence[ScheduledRow]) -> "ScheduledRows":
+        """Return rows that `schedule` took over, to be compared with the step's metadata later."""
+        lines = self._table.lines_of([each.request_id for each in rows])
+        return ScheduledRows(tuple(rows), lines, self._table, self.block_size)
+
+    def all_checked(self) -> None:
+        """Reuse the memory of freed requests: no step that had them is still to be checked."""
+        self._table.reuse()
 
     def _describe(self, writer: Hashable, block_id: int) -> Corruption:
-        others = self._holders[block_id] - {writer}
+        others = [
+            each
+            for each, row in self._rows.items()
+            if each != writer and block_id in row
+        ]
         other = sorted(others, key=str)[0]
         return Corruption(
             "block ownership",
@@ -111,19 +109,30 @@ class Ledger:
             evidence={
                 "kind": "ownership",
                 "block": block_id,
-                "rows": [self._rows[writer], self._rows[other]],
+                "rows": [list(self._rows[writer]), list(self._rows[other])],
             },
         )
 
-    def _assign(self, request_id: Hashable, row: list[int], before: list[int]) -> None:
+    def _assign(self, request_id: Hashable, row: tuple[int, ...]) -> None:
+        """Append to a request's row, or replace it."""
+        before = self._rows.get(request_id, ())
         if row[: len(before)] != before:
-            for block_id in before:
-                self._holders[block_id].discard(request_id)
-            before = []
-        for column in range(len(before), len(row)):
-            self._holders[row[column]].add(request_id)
-            self._appended.append((request_id, column, row[column]))
+            self._release(before)
+            self._table.remove(request_id)
+            before = ()
+        added = row[len(before) :]
+        for block_id in set(added).difference(before):
+            holders = self._holders[block_id] = self._holders.get(block_id, 0) + 1
+            if holders > 1:
+                self._shared.add(block_id)
+        self._table.append(request_id, len(before), added)
         self._rows[request_id] = row
+
+    def _release(self, row: tuple[int, ...]) -> None:
+        for block_id in set(row):
+            self._holders[block_id] -= 1
+            if self._holders[block_id] < 2:
+                self._shared.discard(block_id)
 
 
 class ScheduledRows:
@@ -131,12 +140,21 @@ class ScheduledRows:
 
     Args:
         rows: the requests of the step.
+        lines: [reqs] the line of each in the table.
+        table: the ledger's table.
         block_size: slots per block.
     """
 
-    def __init__(self, rows: Sequence[ScheduledRow], block_size: int) -> None:
-        self._rows = {each.request_id: each for each in rows}
-        self._block_size = block_size
+    def __init__(
+        self,
+        rows: tuple[ScheduledRow, ...],
+        lines: Integers,
+        table: RowTable,
+        block_size: int,
+    ) -> None:
+        self._rows = rows
+        self._lines, self._table = lines, table
+        self.block_size = block_size
 
     def match(self, step: HostStep) -> tuple[dict[int, Hashable], Corruption | None]:
         """Return the request of each row of the batch, and the first row that is not one.
@@ -147,9 +165,22 @@ class ScheduledRows:
         Args:
             step: the metadata of the step.
         """
+        numbers = np.array([each[1:3] for each in self._rows], dtype=np.int64)
+        computed, new = numbers.reshape(-1, 2).T
+        index = self._table.find(self._lines, new, computed + new, step)
+        if index is None:
+            return self._match_each(step)
+        rows = np.flatnonzero(step.query_lens > 0).tolist()
+        requests = [self._rows[each].request_id for each in index.tolist()]
+        return dict(zip(rows, requests, strict=True)), None
+
+    def _match_each(
+        self, step: HostStep
+    ) -> tuple[dict[int, Hashable], Corruption | None]:
+        """Return the same as `match`, row by row, for steps in which a row is wrong."""
         by_content: defaultdict[tuple[int, int, bytes], list[Hashable]]
         by_content = defaultdict(list)
-        for each in self._rows.values():
+        for each in self._rows:
             blocks = np.asarray(each.block_ids, dtype=np.int32)
             key = (each.num_scheduled_tokens, each.seq_len, self._used(blocks, each))
             by_content[key].append(each.request_id)
@@ -170,7 +201,7 @@ class ScheduledRows:
         return names, self._describe(step, strangers[0], rest)
 
     def _used(self, blocks: Integers, row: ScheduledRow) -> bytes:
-        return blocks[: -(-row.seq_len // self._block_size)].tobytes()
+        return blocks[: -(-row.seq_len // self.block_size)].tobytes()
 
     def _describe(
         self, step: HostStep, row: int, unmatched: Sequence[Hashable]
@@ -178,8 +209,9 @@ class ScheduledRows:
         """Return the sentence about a row that no scheduled request has."""
         found = step.blocks_of(row)
         lengths = (int(step.query_lens[row]), int(step.seq_lens[row]))
-        for request_id in unmatched:
-            each = self._rows[request_id]
+        for each in self._rows:
+            if each.request_id not in unmatched:
+                continue
             if (each.num_scheduled_tokens, each.seq_len) != lengths:
                 continue
             given = np.asarray(each.block_ids[: len(found)], dtype=np.int64)
@@ -191,7 +223,7 @@ class ScheduledRows:
                 f"entry {column} of its block-table row is block {int(found[column])}:"
                 f" expected {expected}, which the scheduler gave it",
                 row,
-                request_id,
+                each.request_id,
                 {"kind": "block table", "given": given.tolist()},
             )
         return Corruption(
@@ -200,26 +232,3 @@ class ScheduledRows:
             " batch: expected only requests that the scheduler chose",
             row,
         )
-
-
-def entries_match(
-    appended: Sequence[tuple[Hashable, int, int]],
-    rows: Mapping[Hashable, int],
-    step: HostStep,
-) -> bool:
-    """Return whether the entries that a step's schedule added are in its block table.
-
-    It costs less than `ScheduledRows.match`, for steps that have the requests of the step before.
-
-    Args:
-        appended: result of `Ledger.appended`.
-        rows: the row of each request in the step before.
-        step: the metadata of the step.
-    """
-    width = step.block_table.shape[1]
-    return all(
-        request_id in rows
-        and column < width
-        and step.block_table[rows[request_id], column] == block_id
-        for request_id, column, block_id in appended
-    )

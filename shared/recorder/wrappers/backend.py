@@ -50,7 +50,15 @@ class LayerView:
 
 
 class Reader(Protocol):
-    """How to read one engine's metadata, caches and implementations."""
+    """How to read one engine's metadata, caches and implementations.
+
+    Attributes:
+        reads_layers: whether caches and attention are compared. If not, the steps' metadata alone
+            are checked, and layers run as they are.
+    """
+
+    @property
+    def reads_layers(self) -> bool: ...
 
     def step(self, builder: Any, common: Any) -> StepTensors | None:
         """Return a step's metadata; None if it is not checked."""
@@ -63,6 +71,8 @@ class Reader(Protocol):
 
 class EngineReader:
     """Reads the backends of `engine/backend_interface.py`."""
+
+    reads_layers = True
 
     def step(self, builder: Any, common: Any) -> StepTensors | None:
         """Return a step's metadata; None for layers without a cache, and cross-attention."""
@@ -140,7 +150,9 @@ def record_backend(
     if not recorder.implementation:
         recorder.implementation = backend.get_name()
     builder = _recorded_builder(backend.get_builder_cls(), recorder, reader, groups)
-    impl = _recorded_impl(backend.get_impl_cls(), recorder, reader, groups)
+    impl = backend.get_impl_cls()
+    if reader.reads_layers:
+        impl = _recorded_impl(impl, recorder, reader, groups)
     return type(
         f"Recorded{backend.__name__}",
         (backend,),
@@ -187,6 +199,7 @@ def _recorded_builder(
         ) -> None:
             super().__init__(kv_cache_spec, layer_names, *args, **kwargs)
             self._recorded_group = groups.add(list(layer_names))
+            recorder.attach()
             self._captures = False
 
         def build(

@@ -37,6 +37,7 @@ class RecordedOperations:
         self._write, self._attend = run.reshape_and_cache, run.paged_attention
         if not recorder.implementation:
             recorder.implementation = run.name
+        recorder.attach()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._run, name)

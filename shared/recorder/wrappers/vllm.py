@@ -6,6 +6,7 @@ subclass of the same backend.
 
 Layers that are not checked: latent attention (MLA), cross-attention, encoders, chunked local
 attention, context parallelism, FP8 queries and FP8 outputs. Their steps run as without a recorder.
+Of backends whose caches are not in `PLAIN_CACHES` the bookkeeping alone is checked.
 """
 
 import importlib
@@ -30,10 +31,25 @@ REGISTRY = "vllm.v1.attention.backends.registry"
 FORWARD = ["self", "layer", "query", "key", "value", "kv_cache", "attn_metadata"]
 OWN_NAMES = ("CUSTOM", "PAGETWIN")
 """Names under which pagetwin's own backend is registered; its FP8 writes are compared exactly."""
+PLAIN_CACHES = (
+    *("FLASH_ATTN", "FLASHINFER", "FLEX_ATTENTION", "TRITON_ATTN"),
+    *OWN_NAMES,
+)
+"""Backends whose caches hold a key, and then its value, element by element. Others reorder or
+quantise them: CPU_ATTN, for instance, in the order of its matrix instructions."""
+PLAIN_DTYPES = ("auto", "float16", "bfloat16", *CACHE_DTYPE_NAMES)
+"""vLLM's names of caches that are not quantised, or to FP8 with one scale per layer."""
 
 
 class VllmReader:
-    """Reads vLLM's metadata, caches and implementations, from 0.25 on."""
+    """Reads vLLM's metadata, caches and implementations, from 0.25 on.
+
+    Args:
+        reads_layers: as in `Reader`.
+    """
+
+    def __init__(self, reads_layers: bool = True) -> None:
+        self.reads_layers = reads_layers
 
     def step(self, builder: Any, common: Any) -> StepTensors | None:
         """Return a step's metadata; None for caches that are not checked, and for dummy runs.
@@ -78,6 +94,8 @@ class VllmReader:
         if query.dtype in FP8_DTYPES or _has_other_masks(impl, metadata):
             return None
         name = impl.kv_cache_dtype
+        if name not in PLAIN_DTYPES:
+            return None
         caches = split_cache(kv_cache, impl.head_size, name)
         scales = {}
         if name in CACHE_DTYPE_NAMES:
@@ -101,6 +119,7 @@ class VllmReader:
 
 
 VLLM_READER = VllmReader()
+STEP_READER = VllmReader(reads_layers=False)
 
 
 def split_cache(
@@ -181,14 +200,23 @@ def _recorded(name: str, backend: Any) -> Any:
     impl = backend.get_impl_cls()
     names = list(inspect.signature(impl.forward).parameters)[: len(FORWARD)]
     if backend.is_mla() or names != FORWARD:
-        LOGGER.warning("%s is not recorded: its layers are not checked", name)
+        LOGGER.warning(
+            "flight recorder: %s is not recorded, only paged attention is", name
+        )
         return backend
     recorder = recorder_from_environment(name, int(name not in OWN_NAMES))
     if recorder is None:
         return backend
     STEPS.watch()
     STEPS.recorders.append(recorder)
-    recorded = record_backend(backend, recorder, VLLM_READER)
+    reader = VLLM_READER if name in PLAIN_CACHES else STEP_READER
+    if not reader.reads_layers:
+        LOGGER.warning(
+            "flight recorder: the format of %s's cache is not known: the bookkeeping is checked,"
+            " and neither cache writes nor attention",
+            name,
+        )
+    recorded = record_backend(backend, recorder, reader)
     recorded.__module__ = __name__
     recorded.__qualname__ = f"{recorded.__name__}_{name}"
     return recorded

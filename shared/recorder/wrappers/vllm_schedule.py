@@ -28,7 +28,7 @@ class WorkerSchedule:
         self.block_size = comparable_block_size(wrapper)
         self.is_alone = True
         """Whether no other worker of the process has run since this one began."""
-        self._rows: dict[str, list[int]] = {}
+        self._rows: dict[str, tuple[int, ...]] = {}
 
     def tell(self, recorders: Sequence[Recorder], output: Any) -> None:
         """Tell the recorders what a `SchedulerOutput` decides about the next step."""
@@ -52,10 +52,12 @@ class WorkerSchedule:
             computed[new.req_id] = new.num_computed_tokens
             given += self._extend(new.req_id, new.block_ids, is_new=True)
         cached = output.scheduled_cached_reqs
+        resumed, new_block_ids = cached.resumed_req_ids, cached.new_block_ids
         for index, req_id in enumerate(cached.req_ids):
             computed[req_id] = cached.num_computed_tokens[index]
-            is_new = req_id in cached.resumed_req_ids
-            given += self._extend(req_id, cached.new_block_ids[index], is_new)
+            is_new, new = req_id in resumed, new_block_ids[index]
+            if is_new or new is not None:
+                given += self._extend(req_id, new, is_new)
         rows = [
             ScheduledRow(req_id, computed[req_id], scheduled, self._rows[req_id])
             for req_id, scheduled in output.num_scheduled_tokens.items()
@@ -68,11 +70,10 @@ class WorkerSchedule:
     ) -> list[int]:
         """Extend or replace a row; return the blocks that are new in it."""
         added = [] if block_ids is None else list(block_ids[0])
-        if is_new:
-            self._rows[req_id] = added
-        elif added:
-            # a new list, since the step before may not have been checked yet
-            self._rows[req_id] = [*self._rows[req_id], *added]
+        before = () if is_new else self._rows[req_id]
+        if is_new or added:
+            # a tuple, since the step before may not have been checked yet
+            self._rows[req_id] = (*before, *added)
         return added
 
 
@@ -146,7 +147,8 @@ class WorkerSteps:
             for each in self._of_worker.values() if self._alive > 1 else ():
                 each.is_alone = False
         if known.is_alone:
-            known.tell(self.recorders, output)
+            # vLLM resolves other backends too when it chooses one
+            known.tell([each for each in self.recorders if each.is_attached], output)
 
     def _end(self) -> None:
         """Let the recorders forget the caches and requests of the last worker that was freed."""

@@ -208,8 +208,19 @@ def _widened(plant: Plant, kernel: Any) -> Any:
     return attend
 
 
+def with_slots_and_heads_swapped(cache: Any) -> Any:
+    """Return a cache of the same shape, as if its memory had slots and heads in the other order."""
+    if cache.dim() == 5:  # [num_blocks, 2, block_size, kv_heads, head_size], in 0.25
+        blocks, halves, size, heads, width = cache.shape
+        return cache.view(blocks, halves, heads, size, width).transpose(2, 3)
+    blocks, heads, size, width = cache.shape
+    if cache.is_contiguous():
+        return cache.view(blocks, size, heads, width).transpose(1, 2)
+    return cache.transpose(1, 2).view(blocks, heads, size, width)
+
+
 def other_layout(plant: Plant) -> Any:
-    """The cache is written as if the heads of a block came before its slots."""
+    """The cache is written as if slots and heads of a block were stored in the other order."""
     owner = type(_impl(plant)).__mro__[1]
     plain = owner.do_kv_cache_update
 
@@ -217,8 +228,7 @@ def other_layout(plant: Plant) -> Any:
         self: Any, layer: Any, key: Any, value: Any, cache: Any, slots: Any
     ) -> None:
         if plant.is_due(0):
-            blocks, halves, size, heads, width = cache.shape
-            cache = cache.view(blocks, halves, heads, size, width).transpose(2, 3)
+            cache = with_slots_and_heads_swapped(cache)
             plant.acted(0)
         plain(self, layer, key, value, cache, slots)
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cpu import prepare_cpu
 from models import draw_prompt, engine_options, has_audio
 from weights import seed_weights
 
@@ -54,7 +53,7 @@ def build(asked: argparse.Namespace) -> Any:
     # as the entry point of an installed package would
     register()
     if not CUDA:
-        prepare_cpu("reference")
+        os.environ["PAGETWIN_VLLM_IMPLEMENTATION"] = "reference"
     DummyModelLoader.load_weights = lambda self, model, config: seed_weights(model)
     options: dict[str, Any] = {}
     if asked.mode == "eager":

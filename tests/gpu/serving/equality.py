@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cpu import prepare_cpu
 from models import MODELS, draw_prompt, engine_options, write_model
 from weights import seed_weights
 
@@ -43,7 +42,7 @@ def build(asked: argparse.Namespace, backend: str, folder: Path) -> Any:
 
     register()
     if not CUDA:
-        prepare_cpu(asked.implementation)
+        os.environ["PAGETWIN_VLLM_IMPLEMENTATION"] = asked.implementation
     DummyModelLoader.load_weights = lambda self, model, config: seed_weights(model)
     options: dict[str, Any] = {}
     if asked.ngram:

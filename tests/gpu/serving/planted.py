@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from bugs import BUGS, Plant, planted
-from cpu import prepare_cpu
 from models import write_model
 from weights import seed_weights
 
@@ -54,7 +53,7 @@ class Sentences(logging.Handler):
     """Keeps what the recorder logs."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(logging.WARNING)
         self.kept: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -70,7 +69,7 @@ def build(asked: argparse.Namespace, folder: Path) -> Any:
 
     register()
     if not CUDA:
-        prepare_cpu("reference")
+        os.environ["PAGETWIN_VLLM_IMPLEMENTATION"] = "reference"
     DummyModelLoader.load_weights = lambda self, model, config: seed_weights(model)
     kind = KINDS[asked.kind]
     graphs = has_graphs(asked.kind)
@@ -172,7 +171,8 @@ def run(
         result["effect"] = plant.effects[0]
     found = []
     for each in sentences.kept:
-        text = re.sub(r"\. To check it again: .*", "", each)
+        text = each.removeprefix("flight recorder: ")
+        text = re.sub(r"\. To check it again: .*", "", text)
         match = re.match(r"step (\d+)(.*)", text, flags=re.DOTALL)
         found.append(f"step {int(match[1]) - start}{match[2]}" if match else text[:900])
     return {**result, "found": found}
@@ -191,12 +191,14 @@ def main() -> None:
         os.environ["PAGETWIN_RECORD"] = f"{folder}/cases"
         os.environ["PAGETWIN_RECORD_EVERY"] = str(asked.every)
         llm = build(asked, Path(folder))
+        import vllm
         from pagetwin.recorder.wrappers.vllm_schedule import STEPS
 
         [recorder] = STEPS.recorders
         sentences = Sentences()
         logging.getLogger("pagetwin.recorder").addHandler(sentences)
         first = {
+            "vllm": vllm.__version__,
             "device": torch.cuda.get_device_name() if CUDA else "cpu",
             "torch": torch.__version__,
             "kind": asked.kind,

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cpu import prepare_cpu, share_keys_on_cpu
+from cpu import share_keys_on_cpu
 from equality import compare, layers, serve
 from models import MODELS
 from run import WORK, environment
@@ -64,7 +64,7 @@ def build(asked: argparse.Namespace) -> Any:
 
     register()
     if not CUDA:
-        prepare_cpu(asked.implementation)
+        os.environ["PAGETWIN_VLLM_IMPLEMENTATION"] = asked.implementation
         share_keys_on_cpu()
     options: dict[str, Any] = {}
     if asked.ranks > 1:
