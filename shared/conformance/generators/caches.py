@@ -13,8 +13,9 @@ from ...contract.kinds import FP8_DTYPES
 from ..harness.canaries import (
     packed,
 )
-from ..harness.support import Support
+from ..harness.support import Support, has_same_caches
 from .batches import LAYOUTS, empty_cache
+from .forms import nearest_layout
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -44,9 +45,9 @@ class CacheSizes:
     value_layout: str = "separate"
 
     def within(self, support: Support) -> "CacheSizes":
-        """Return the sizes with a supported dtype. An FP8 cache keeps its own.
+        """Return the sizes with a supported dtype, head size and layouts. FP8 keeps its dtype.
 
-        The other sizes are kept: the slots of a write depend on them.
+        Numbers of blocks, slots and heads are kept: the slots of a write depend on them.
         """
         taken = [
             each
@@ -55,9 +56,25 @@ class CacheSizes:
             if support.dtypes is None or name in support.dtypes
             if support.cache_dtypes is None or name in support.cache_dtypes
         ]
-        if self.dtype in taken or self.dtype in FP8_DTYPES or not taken:
-            return self
-        return replace(self, dtype=taken[self.num_blocks % len(taken)])
+        turn = self.num_blocks
+        dtype, head_size = self.dtype, self.head_size
+        if not (dtype in taken or dtype in FP8_DTYPES or not taken):
+            dtype = taken[turn % len(taken)]
+        if support.head_sizes is not None and head_size not in support.head_sizes:
+            head_size = list(support.head_sizes)[turn % len(support.head_sizes)]
+        value_size = self.value_head_size if head_size == self.head_size else head_size
+        if support.why_not_options({"value_head_size": value_size}):
+            value_size = head_size
+        layout = nearest_layout(self.layout, support, head_size, dtype, turn)
+        other = nearest_layout(self.value_layout, support, value_size, dtype, turn)
+        return replace(
+            self,
+            dtype=dtype,
+            head_size=head_size,
+            value_head_size=value_size,
+            layout=layout,
+            value_layout=layout if has_same_caches(support) else other,
+        )
 
     def caches(self, device: torch.device, seed: int = 0) -> tuple[Tensor, Tensor]:
         """Return a key cache and a value cache, filled with random bytes."""
