@@ -100,11 +100,19 @@ def any_bytes(shape: Sequence[int], dtype: torch.dtype, seed: int) -> Tensor:
     return torch.where(finite.unsqueeze(-1), drawn, 1).view(dtype).squeeze(-1)
 
 
-def draw_sizes(pick: Random, dtypes: Sequence[torch.dtype]) -> CacheSizes:
-    """Return cache sizes, odd ones among them, with any layouts."""
-    block_size, head_size = pick.choice(BLOCK_SIZES), pick.choice(HEAD_SIZES)
-    kv_heads, layout = pick.choice([1, 2, 3, 3]), pick.choice(LAYOUTS)
-    corner = pick.random()
+def draw_sizes(
+    pick: Random, kernel: Random, dtypes: Sequence[torch.dtype]
+) -> CacheSizes:
+    """Return cache sizes, odd ones among them, with any layouts.
+
+    Args:
+        pick: Random numbers of the case.
+        kernel: Those from which what kernels are compiled for is drawn.
+        dtypes: Element types of the caches.
+    """
+    block_size, head_size = kernel.choice(BLOCK_SIZES), kernel.choice(HEAD_SIZES)
+    kv_heads, layout = kernel.choice([1, 2, 3, 3]), kernel.choice(LAYOUTS)
+    corner = kernel.random()
     if corner < 0.1:  # a token has more elements than a program may process
         block_size, kv_heads, head_size = 3, 3, 400
     elif corner < 0.2:
@@ -114,10 +122,10 @@ def draw_sizes(pick: Random, dtypes: Sequence[torch.dtype]) -> CacheSizes:
         block_size=block_size,
         kv_heads=kv_heads,
         head_size=head_size,
-        value_head_size=pick.choice([head_size, 3, 16, 40]),
-        dtype=pick.choice(dtypes),
+        value_head_size=kernel.choice([head_size, 3, 16, 40]),
+        dtype=kernel.choice(dtypes),
         layout=layout,
-        value_layout=pick.choice([layout, *LAYOUTS]),
+        value_layout=kernel.choice([layout, *LAYOUTS]),
     )
 
 

@@ -28,6 +28,7 @@ from ..generators.caches import (
     scale_column,
 )
 from ..generators.forms import FORMS, laid_out, nearest_form
+from ..generators.reuse import compiled
 from ..harness.canaries import (
     copy_of,
     expect_memory,
@@ -103,7 +104,8 @@ def writes(
 ) -> CacheWrite:
     """Return a write to scattered slots, the last one often among them, and negative ones."""
     pick = Random(draw(st.integers(0, 2**20)))
-    sizes = draw_sizes(pick, dtypes)
+    kernel = compiled(pick)
+    sizes = draw_sizes(pick, kernel, dtypes)
     total = sizes.num_blocks * sizes.block_size
     count = min(pick.choice([0, 1, 2, 5, 9, 40]), total)
     slots = pick.sample(range(total), count)
@@ -117,8 +119,8 @@ def writes(
         tuple(slots),
         pick.choice([0, 0, 1, 4]),
         sizes,
-        (pick.choice(FORMS), pick.choice(FORMS)),
-        pick.choice([1, 1, 2]),
+        (kernel.choice(FORMS), kernel.choice(FORMS)),
+        kernel.choice([1, 1, 2]),
         pick.randrange(2**16),
     )
 

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from ..generators.batches import BatchPlan
 from ..generators.choice_calls import build_call
 from ..generators.forms import FORMS, TABLE_FORMS
-from ..generators.option_pairs import Choice, draw_choice
+from ..generators.option_pairs import Choice, drawn_choice
 from ..generators.options import Call, paged_call, ragged_call
+from ..generators.reuse import compiled
 from ..generators.views import Views, draw_views
 from ..harness.calling import expect_right, run_call
 from ..harness.canaries import copy_of, expect_memory
@@ -117,10 +118,8 @@ Viewed = tuple[Choice, int, Views]
 def viewed_calls(draw: st.DrawFn, operation: str = "paged_attention") -> Viewed:
     """Return any valid choice of options, a seed for its batch, and views."""
     seed = draw(st.integers(0, 2**20))
-    pick = Random(seed)
-    start = {"operation": operation, "query": "apart"}
-    choice = draw_choice(pick, start.items())
-    views = draw_views(pick, operation, plain=0.3)
+    choice = drawn_choice(seed, {"operation": operation})
+    views = draw_views(compiled(Random(seed)), operation, plain=0.3)
     return choice, seed, views if choice["out"] != "made" else replace(views, out=None)
 
 
