@@ -82,8 +82,8 @@ def table_laid_out(table: Tensor, form: str) -> Tensor:
     reqs, columns = table.shape
     if form == "packed":
         return table.contiguous()
-    wide = torch.tensor(GARBAGE, dtype=table.dtype, device=table.device)
-    wide = wide.repeat(reqs, columns + 1)
+    shape = reqs, 4 * columns + 4
+    wide = torch.full(shape, GARBAGE[0], dtype=table.dtype, device=table.device)
     step = 1 if form == "wider" else 2
     return wide[:, 3 : 3 + step * columns : step].copy_(table)
 

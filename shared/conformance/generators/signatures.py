@@ -255,7 +255,7 @@ def draw_signature(
         max_query_len=min(max_query_len, limits.max_query_len),
         max_key_len=limits.max_key_len,
         seed=pick.randrange(2**16),
-        views=draw_views(pick, operation, limits.plain),
+        views=draw_views(pick, operation, limits.plain).with_fixed_strides(),
     )
 
 

@@ -47,6 +47,15 @@ class Views:
         }
         return replace(self, **fitted)
 
+    def with_fixed_strides(self) -> "Views":
+        """Return the views without forms whose strides depend on the number of tokens."""
+        changed = {
+            name: "fused per head"
+            for name, form in self.given.items()
+            if form == "heads first"
+        }
+        return replace(self, **changed)
+
     def simpler(self) -> Iterator["Views"]:
         """Yield the views with one tensor as the call has it."""
         return (replace(self, **{name: None}) for name in self.given)
