@@ -190,7 +190,7 @@ CONTRADICTIONS = {
     "options=[], never_together=[('causal', 'sinks')]": "which options lacks",
     "options=[], cache_dtypes=['float8_e4m3fn']": "options lacks 'k_scale'",
     "options=[], tensor_dtypes={'sinks': ['bfloat16']}": "which options lacks",
-    "strides={'query': 'dense'}": "expected 'packed' or 'rows'",
+    "strides={'query': 'dense'}": "expected 'packed' or 'packed heads' or 'rows'",
     "head_sizes=[0]": "head_sizes has 0: expected at least 1",
     "devices=['sm_90']": "does not support device cpu; SUPPORT declares sm_90",
 }

@@ -3,13 +3,13 @@
 No kernel runs here, and no time passes: each new call adds seconds to a clock.
 """
 
-import ast
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from pagetwin.conformance import Status, Support
+from pagetwin.conformance.generators.views import Views
 from pagetwin.conformance.harness import probe, worker
 from pagetwin.conformance.harness.probe import probe_support
 from pagetwin.conformance.harness.probe_calls import SIZES
@@ -47,7 +47,9 @@ class Kernel:
     def try_case(self, job: Job, area: str) -> Result:
         assert job.case is not None and job.probe is not None
         Support(**job.probe)  # as the process does
-        choice, _ = ast.literal_eval(job.case)
+        choice, _, *views = eval(job.case, {"Views": Views})
+        for each in views:
+            choice |= {f"{name} strides": form for name, form in each.given.items()}
         if choice not in self.calls:
             self.seconds += SECONDS
         self.calls.append(choice)
@@ -122,6 +124,25 @@ def test_what_a_call_of_many_changes_cannot_do_is_found(
     assert [set(each) for each in found.never_together] == [
         {"causal", "sliding_window"}
     ]
+
+
+def test_the_strides_that_a_kernel_takes_are_found(
+    probed: Callable[..., str],
+) -> None:
+    def rejects(choice: Choice) -> bool:
+        return (
+            choice.get("query strides", "fused") != "fused"
+            or choice.get("out strides") == "every other element"
+            or "block_table strides" in choice
+        )
+
+    found = support_in(probed(Kernel(rejects)))
+    assert found.strides == {
+        "query": "packed heads",
+        "out": "rows",
+        "block_table": "packed",
+    }
+    assert found.alignment is None
 
 
 def test_a_probe_ends_when_its_minutes_are_over_and_says_what_it_did_not_try(

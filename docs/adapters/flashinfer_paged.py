@@ -26,6 +26,7 @@ SUPPORT = flashinfer_like(
     cache_dtypes=["bfloat16"],
     head_sizes=[128],
     strides={},
+    same_strides=(),
     alignment=None,
 )
 BACKEND = os.environ.get("PAGETWIN_FLASHINFER_BACKEND", "auto")

@@ -1,8 +1,9 @@
 """Adapter for vLLM's Triton kernels that write the cache and merge partial results.
 
-`triton_reshape_and_cache_flash` and `merge_attn_states`. Both assume packed heads and the same
-strides of keys and values. Laws about writes read the cache by `gather_cache`, which is the
-reference's here.
+`triton_reshape_and_cache_flash` and `merge_attn_states`. The first gets the stride of new tokens,
+which may be slices of a fused QKV tensor. It uses the strides of blocks and slots of the key cache
+for values too. The second assumes the same strides of both partial results. Laws about writes read
+the cache by `gather_cache`, which is the reference's here.
 """
 
 import torch
@@ -19,7 +20,8 @@ try:
 except ImportError as error:
     raise ImportError("this adapter needs vLLM and a GPU: pip install vllm") from error
 
-PACKED = ["key", "value", "key_cache", "value_cache", "prefix_output", "suffix_output"]
+WRITES = ["key", "value", "key_cache", "value_cache"]
+MERGES = ["prefix_output", "suffix_output", "prefix_lse", "suffix_lse", "output"]
 SUPPORT = Support(
     operations=["reshape_and_cache", "gather_cache", "merge_attn_states"],
     devices=["cuda"],
@@ -29,7 +31,8 @@ SUPPORT = Support(
         name: ["float32"] for name in ("prefix_lse", "suffix_lse", "output_lse")
     },
     kv_layouts=["NHD"],
-    strides=dict.fromkeys([*PACKED, "prefix_lse", "suffix_lse", "output"], "packed"),
+    strides=dict.fromkeys(WRITES, "packed heads") | dict.fromkeys(MERGES, "packed"),
+    same_strides=[("key_cache", "value_cache")],
     options=["output", "output_lse", "prefill_tokens_with_context"],
     rejects=[],
 )

@@ -61,6 +61,13 @@ def check(
     only: Only = None,
     seed: Annotated[int, typer.Option(help="Seed of the cases.")] = 0,
     examples: Annotated[int, typer.Option(help="Drawn cases per law.")] = 25,
+    signatures: Annotated[
+        int | None,
+        typer.Option(
+            help="Sets of sizes and options that the drawn cases of a law share; 0 for any number."
+            "  (4 on a GPU, any number on a CPU)"
+        ),
+    ] = None,
     device: Device = None,
     json_file: JsonFile = None,
     markdown: MarkdownFile = None,
@@ -135,6 +142,7 @@ def check(
             files,
             seed=seed,
             examples=examples,
+            signatures=signatures,
             device=device,
             known_failures=dict(_law_and_reason(each) for each in known or ()),
             workers=workers,

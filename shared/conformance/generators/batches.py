@@ -18,6 +18,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from .reuse import compiled
+
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LAYOUTS = (
     "separate",
@@ -322,26 +324,27 @@ def plans(draw: st.DrawFn, max_reqs: int = 4, dtypes: Any = DTYPES) -> BatchPlan
     values of each, and half of the batches have no new tokens.
     """
     pick = Random(draw(st.integers(0, 2**20)))
+    kernel = compiled(pick)
     reqs = 0 if pick.random() < 0.05 else pick.randint(1, max_reqs)
-    block_size = pick.choice([1, 3, 16, 16, 16, 24])
+    block_size = kernel.choice([1, 3, 16, 16, 16, 24])
     batch = draw_lengths(pick, block_size, reqs)
     return BatchPlan(
         query_lens=tuple(query_len for query_len, _ in batch),
         kv_lens=tuple(kv_len for _, kv_len in batch),
         block_size=block_size,
-        kv_heads=pick.choice([1, 2, 2, 3]),
-        group=pick.choice([1, 2, 3, 5, 7, 8]),
-        head_size=pick.choice([1, 8, 16, 16, 24, 64]),
-        dtype=pick.choice(dtypes),
-        layout=pick.choice(LAYOUTS),
-        value_layout=pick.choice([None, *LAYOUTS]),
+        kv_heads=kernel.choice([1, 2, 2, 3]),
+        group=kernel.choice([1, 2, 3, 5, 7, 8]),
+        head_size=kernel.choice([1, 8, 16, 16, 24, 64]),
+        dtype=kernel.choice(dtypes),
+        layout=kernel.choice(LAYOUTS),
+        value_layout=kernel.choice([None, *LAYOUTS]),
         table=pick.choice(TABLES),
         needle=pick.choice(["none", *NEEDLES]),
         spare_blocks=pick.choice([0, 1, 2]),
         padding=pick.choice([0, 0, 1, 3]),
         scale=pick.choice([None, None, 0.3, 1.0]),
         spare_max=pick.choice([0, 0, 1, 7]),
-        fused=pick.choice([True, False]),
+        fused=kernel.choice([True, False]),
         seed=pick.randrange(2**16),
     )
 

@@ -13,8 +13,9 @@ from ...contract.kinds import FP8_DTYPES
 from ..harness.canaries import (
     packed,
 )
-from ..harness.support import Support
+from ..harness.support import Support, has_same_caches
 from .batches import LAYOUTS, empty_cache
+from .forms import nearest_layout
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -44,9 +45,9 @@ class CacheSizes:
     value_layout: str = "separate"
 
     def within(self, support: Support) -> "CacheSizes":
-        """Return the sizes with a supported dtype. An FP8 cache keeps its own.
+        """Return the sizes with a supported dtype, head size and layouts. FP8 keeps its dtype.
 
-        The other sizes are kept: the slots of a write depend on them.
+        Numbers of blocks, slots and heads are kept: the slots of a write depend on them.
         """
         taken = [
             each
@@ -55,9 +56,25 @@ class CacheSizes:
             if support.dtypes is None or name in support.dtypes
             if support.cache_dtypes is None or name in support.cache_dtypes
         ]
-        if self.dtype in taken or self.dtype in FP8_DTYPES or not taken:
-            return self
-        return replace(self, dtype=taken[self.num_blocks % len(taken)])
+        turn = self.num_blocks
+        dtype, head_size = self.dtype, self.head_size
+        if not (dtype in taken or dtype in FP8_DTYPES or not taken):
+            dtype = taken[turn % len(taken)]
+        if support.head_sizes is not None and head_size not in support.head_sizes:
+            head_size = list(support.head_sizes)[turn % len(support.head_sizes)]
+        value_size = self.value_head_size if head_size == self.head_size else head_size
+        if support.why_not_options({"value_head_size": value_size}):
+            value_size = head_size
+        layout = nearest_layout(self.layout, support, head_size, dtype, turn)
+        other = nearest_layout(self.value_layout, support, value_size, dtype, turn)
+        return replace(
+            self,
+            dtype=dtype,
+            head_size=head_size,
+            value_head_size=value_size,
+            layout=layout,
+            value_layout=layout if has_same_caches(support) else other,
+        )
 
     def caches(self, device: torch.device, seed: int = 0) -> tuple[Tensor, Tensor]:
         """Return a key cache and a value cache, filled with random bytes."""
@@ -83,11 +100,19 @@ def any_bytes(shape: Sequence[int], dtype: torch.dtype, seed: int) -> Tensor:
     return torch.where(finite.unsqueeze(-1), drawn, 1).view(dtype).squeeze(-1)
 
 
-def draw_sizes(pick: Random, dtypes: Sequence[torch.dtype]) -> CacheSizes:
-    """Return cache sizes, odd ones among them, with any layouts."""
-    block_size, head_size = pick.choice(BLOCK_SIZES), pick.choice(HEAD_SIZES)
-    kv_heads, layout = pick.choice([1, 2, 3, 3]), pick.choice(LAYOUTS)
-    corner = pick.random()
+def draw_sizes(
+    pick: Random, kernel: Random, dtypes: Sequence[torch.dtype]
+) -> CacheSizes:
+    """Return cache sizes, odd ones among them, with any layouts.
+
+    Args:
+        pick: Random numbers of the case.
+        kernel: Those from which what kernels are compiled for is drawn.
+        dtypes: Element types of the caches.
+    """
+    block_size, head_size = kernel.choice(BLOCK_SIZES), kernel.choice(HEAD_SIZES)
+    kv_heads, layout = kernel.choice([1, 2, 3, 3]), kernel.choice(LAYOUTS)
+    corner = kernel.random()
     if corner < 0.1:  # a token has more elements than a program may process
         block_size, kv_heads, head_size = 3, 3, 400
     elif corner < 0.2:
@@ -97,10 +122,10 @@ def draw_sizes(pick: Random, dtypes: Sequence[torch.dtype]) -> CacheSizes:
         block_size=block_size,
         kv_heads=kv_heads,
         head_size=head_size,
-        value_head_size=pick.choice([head_size, 3, 16, 40]),
-        dtype=pick.choice(dtypes),
+        value_head_size=kernel.choice([head_size, 3, 16, 40]),
+        dtype=kernel.choice(dtypes),
         layout=layout,
-        value_layout=pick.choice([layout, *LAYOUTS]),
+        value_layout=kernel.choice([layout, *LAYOUTS]),
     )
 
 

@@ -33,6 +33,7 @@ from .batches import (
     needle_position,
     table_of_rows,
 )
+from .reuse import compiled
 
 LAYOUTS = ("packed", "padded", "every other element", "slots first")
 
@@ -343,22 +344,23 @@ def build_latents(plan: LatentPlan, device: torch.device) -> LatentBatch:
 def latent_plans(draw: st.DrawFn, max_reqs: int = 3) -> LatentPlan:
     """Return the plan of a batch; all values are derived from one seed."""
     pick = Random(draw(st.integers(0, 2**20)))
+    kernel = compiled(pick)
     reqs = 0 if pick.random() < 0.05 else pick.randint(1, max_reqs)
-    block_size = pick.choice([1, 3, 16, 16])
+    block_size = kernel.choice([1, 3, 16, 16])
     batch = draw_lengths(pick, block_size, reqs)
     return LatentPlan(
         query_lens=tuple(query_len for query_len, _ in batch),
         key_lens=tuple(key_len for _, key_len in batch),
         block_size=block_size,
-        heads=pick.choice([1, 2, 3, 5]),
-        rank=pick.choice([16, 24, 1]),
-        rope=pick.choice([8, 24, 1]),
-        nope=pick.choice([16, 16, 5]),
-        value=pick.choice([16, 16, 7]),
-        dtype=pick.choice(DTYPES),
-        cache_dtype=pick.choice([None, None, *FP8_DTYPES]),
+        heads=kernel.choice([1, 2, 3, 5]),
+        rank=kernel.choice([16, 24, 1]),
+        rope=kernel.choice([8, 24, 1]),
+        nope=kernel.choice([16, 16, 5]),
+        value=kernel.choice([16, 16, 7]),
+        dtype=kernel.choice(DTYPES),
+        cache_dtype=kernel.choice([None, None, *FP8_DTYPES]),
         k_scale=pick.choice([0.5, 0.03, 1.7]),
-        layout=pick.choice(LAYOUTS),
+        layout=kernel.choice(LAYOUTS),
         table=pick.choice(TABLES),
         needle=pick.choice(["none", *NEEDLES]),
         is_rope=pick.random() < 0.5,

@@ -18,6 +18,7 @@ from ...contract.attention_options import OPTIONS_BY_POSITION
 from ...validation.option import Option
 from ...validation.options import OPTIONS as OPTION_FILES
 from .batches import LAYOUTS
+from .reuse import compiled, is_shared
 
 Choice = dict[str, str]
 """One value for each option."""
@@ -220,6 +221,25 @@ def draw_choice(pick: Random, start: Iterable[tuple[str, str]] = ()) -> Choice:
             choice[name] = pick.choice(values)
         else:
             return {name: choice[name] for name in OPTIONS}
+
+
+def drawn_choice(seed: int, start: Choice) -> Choice:
+    """Return a random choice of options with the given values.
+
+    In a run that shares signatures it is one of a few choices. Those of all laws differ in the
+    given values alone, and an option that cannot be combined with these is off.
+    """
+    pick = Random(seed)
+    if not is_shared():
+        return draw_choice(pick, start.items())
+    operation = {"operation": start.get("operation", PLAIN["operation"])}
+    choice = draw_choice(compiled(pick), operation.items()) | start
+    for name in [each for each in choice if each not in start]:
+        rest = {other: value for other, value in choice.items() if other != name}
+        values = allowed(rest, name)
+        if choice[name] not in values:
+            choice[name] = PLAIN[name] if PLAIN[name] in values else values[0]
+    return choice
 
 
 def cover_pairs(candidates: int = 60) -> list[Choice]:

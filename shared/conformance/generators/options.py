@@ -32,6 +32,7 @@ from .batches import (
     BatchPlan,
     build,
 )
+from .forms import laid_out
 from .option_pairs import Choice
 
 DTYPES = {
@@ -56,6 +57,8 @@ class Call:
         wants_lse: Whether a tensor for the log-sum-exp is passed.
         query_lens, key_lens: Queries and keys of each request.
         rows: The block ids of each request. Empty if the keys are not in blocks.
+        out_form: Optional. How the output that is passed is stored, one of `forms.FORMS`. If None,
+            it is packed.
     """
 
     operation: str
@@ -66,6 +69,7 @@ class Call:
     query_lens: tuple[int, ...]
     key_lens: tuple[int, ...]
     rows: list[list[int]]
+    out_form: str | None = None
 
     @property
     def query(self) -> Tensor:
@@ -90,6 +94,19 @@ class Call:
             elif value is not None:
                 given[name] = value
         return replace(self, arguments=given)
+
+    def new_out(self) -> Tensor | None:
+        """Return an output tensor full of NaN in the form of the call; None if none is passed."""
+        if self.out_dtype is None:
+            return None
+        tokens, heads, _ = self.query.shape
+        values = self.arguments.get("value_cache", self.arguments.get("value"))
+        assert values is not None
+        out = torch.full(
+            (tokens, heads, values.shape[-1]), NAN, device=self.query.device
+        )
+        out = out.to(self.out_dtype)
+        return out if self.out_form is None else laid_out(out, self.out_form)
 
     def run(self, twin: Implementation) -> tuple[Tensor, Tensor | None]:
         """Return output and log-sum-exp of one twin; tensors that are passed are full of NaN."""

@@ -20,6 +20,7 @@ from .signatures import (
     draw_batch,
     draw_signature,
 )
+from .views import Views
 
 MAX_RANKS = 8
 """Ranks of a signature, at most."""
@@ -48,6 +49,7 @@ def draw_rank_signature(seed: int, limits: Limits, operation: str) -> Signature:
     """Return a random signature of an operation. Equal arguments give equal signatures."""
     pick = Random(f"ranks {seed} {operation}")
     signature = draw_signature(pick.randrange(2**31), limits)
+    signature = replace(signature, views=Views())  # each rank makes its own tensors
     choice = dict(PLAIN)
     choice |= {name: signature.choice[name] for name in TAKEN[operation]}
     if choice["out"] not in ("given", "made"):

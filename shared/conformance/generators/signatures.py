@@ -7,7 +7,7 @@ of fuzzing draws a few signatures and hundreds of batches for each, and compilat
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -17,12 +17,13 @@ from ...validation.options import OPTIONS as OPTION_FILES
 from .batches import TABLES
 from .option_pairs import PLAIN, Choice, allowed, draw_choice
 from .ranks import RankLayout
+from .views import Views, draw_views
 
 POISONS = ("nan", "inf", "large")
 """Contents of slots that are not allocated: NaN, infinity, the largest number of the dtype."""
 ENTRIES = ("far outside", "first block", "of another request")
 """Contents of block-table entries past the end of a sequence."""
-VERSION = 2
+VERSION = 3
 """Version of the drawing. A seed gives other numbers in another version, so a case of another
 version is rejected: it would not reproduce what was found."""
 
@@ -86,6 +87,7 @@ class Signature:
         seed: Selects what else is the same in all batches, such as the kind of an FP8 scale.
         ranks: Optional. The ranks that compute a batch together. If None, there is one, without
             an operation of several ranks.
+        views: Which tensors are views of larger ones. A kernel may be compiled for its strides.
     """
 
     choice: Choice
@@ -95,6 +97,7 @@ class Signature:
     max_key_len: int = 80
     seed: int = 0
     ranks: RankLayout | None = None
+    views: Views = field(default_factory=Views)
 
     @property
     def block_size(self) -> int:
@@ -174,6 +177,8 @@ class SignedBatch:
         signature = self.signature
         for ranks in () if signature.ranks is None else signature.ranks.simpler():
             yield replace(self, signature=replace(signature, ranks=ranks))
+        for views in signature.views.simpler():
+            yield replace(self, signature=replace(signature, views=views))
         for name, plain in PLAIN.items():
             if name == "operation" or signature.choice[name] == plain:
                 continue
@@ -250,6 +255,7 @@ def draw_signature(
         max_query_len=min(max_query_len, limits.max_query_len),
         max_key_len=limits.max_key_len,
         seed=pick.randrange(2**16),
+        views=draw_views(pick, operation, limits.plain).with_fixed_strides(),
     )
 
 

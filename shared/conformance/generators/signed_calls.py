@@ -102,7 +102,7 @@ def build_signed(batch: SignedBatch, device: torch.device) -> SignedCall:
         key_lens=batch.key_lens,
         rows=rows,
     )
-    return SignedCall(call, query, keys, values)
+    return SignedCall(signature.views.of(call), query, keys, values)
 
 
 def _scales(kind: str, kv_heads: int) -> tuple[Tensor | float, Tensor | float] | None:

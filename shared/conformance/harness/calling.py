@@ -54,8 +54,8 @@ def run_call(setting: Setting, call: Call, out: Tensor | None = None) -> Result:
     Args:
         setting: The candidate and its device.
         call: The call. It determines whether an output and a log-sum-exp are passed.
-        out: Optional. The output tensor. If None and the call passes an output, a packed tensor
-            full of NaN is allocated.
+        out: Optional. The output tensor. If None and the call passes an output, one in the call's
+            form is allocated, full of NaN.
 
     Raises:
         OutsideSupport: The call is outside of the candidate's declared support.
@@ -68,9 +68,7 @@ def run_call(setting: Setting, call: Call, out: Tensor | None = None) -> Result:
     if out is not None:
         given["out"] = out
     elif call.out_dtype is not None:
-        given["out"] = call.query.new_full((tokens, heads, size), NAN).to(
-            call.out_dtype
-        )
+        given["out"] = call.new_out()
     if call.wants_lse:
         given["lse"] = torch.full((heads, tokens), NAN, device=call.query.device)
     operation = getattr(setting.candidate, call.operation)

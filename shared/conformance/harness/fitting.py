@@ -15,11 +15,12 @@ import torch
 
 from ...validation.option import Drawing
 from ...validation.options import OPTIONS as OPTION_FILES
-from ..generators.batches import LAYOUTS, BatchPlan, empty_cache
+from ..generators.batches import BatchPlan
+from ..generators.forms import nearest_layout
 from ..generators.option_pairs import OPTIONS, Choice, allowed
 from ..generators.options import DTYPES
 from ..generators.signatures import Signature, SignedBatch
-from .support import Support, nearest_length
+from .support import Support, has_same_caches, nearest_length
 
 Value = TypeVar("Value")
 
@@ -83,21 +84,6 @@ def _nearest(value: Value, taken: Collection[Value] | None, turn: int) -> Value:
     return ordered[turn % len(ordered)]
 
 
-def _fit_layout(
-    layout: str, support: Support, head_size: int, dtype: torch.dtype, turn: int
-) -> str:
-    """Return a layout of caches whose strides are supported."""
-
-    def is_supported(name: str) -> bool:
-        pair = empty_cache(name, 2, 2, 2, head_size, dtype)
-        tensors = {"key_cache": pair[0], "value_cache": pair[1]}
-        return support.why_not_strides(tensors) is None
-
-    if is_supported(layout):
-        return layout
-    return _nearest(layout, [each for each in LAYOUTS if is_supported(each)], turn)
-
-
 def _fit_plan(plan: BatchPlan, support: Support) -> BatchPlan:
     """Return a plan with supported sizes, dtype, layouts and lengths."""
     query_lens = tuple(
@@ -115,8 +101,10 @@ def _fit_plan(plan: BatchPlan, support: Support) -> BatchPlan:
     dtype = _nearest(dtype, _drawn_dtypes(support), plan.seed)
 
     def layout_of(layout: str) -> str:
-        return _fit_layout(layout, support, head_size, DTYPES[dtype], plan.seed)
+        return nearest_layout(layout, support, head_size, DTYPES[dtype], plan.seed)
 
+    layout = layout_of(plan.layout)
+    value_layout = plan.value_layout and layout_of(plan.value_layout)
     fitted = replace(
         plan,
         query_lens=query_lens,
@@ -125,8 +113,8 @@ def _fit_plan(plan: BatchPlan, support: Support) -> BatchPlan:
         group=_nearest(plan.group, support.group_sizes, plan.seed),
         head_size=head_size,
         dtype=DTYPES[dtype],
-        layout=layout_of(plan.layout),
-        value_layout=plan.value_layout and layout_of(plan.value_layout),
+        layout=layout,
+        value_layout=None if has_same_caches(support) else value_layout,
         scale=plan.scale if keeps_scale else None,
         fused=plan.fused and support.strides.get("query") != "packed",
     )
@@ -170,7 +158,7 @@ def _fit_choice(choice: Choice, support: Support) -> Choice:
         inside = [each for each in kinds if all(n in lens for n in LENGTHS[each])]
         fitted["batch"] = inside[0] if inside else "decode"
     size, dtype = int(fitted["head_size"]), DTYPES[fitted["dtype"]]
-    fitted["layout"] = _fit_layout(choice["layout"], support, size, dtype, turn)
+    fitted["layout"] = nearest_layout(choice["layout"], support, size, dtype, turn)
     if support.strides.get("query") == "packed":
         fitted["query"] = "apart"
     _fit_options(fitted, support)
@@ -183,7 +171,8 @@ def fit_signature(signature: Signature, support: Support) -> Signature:
         return signature
     choice = _fit_choice(signature.choice, support)
     longest = 1 if choice["batch"] == "decode" else signature.max_query_len
-    fitted = replace(signature, choice=choice, max_query_len=longest)
+    views = signature.views.within(support)
+    fitted = replace(signature, choice=choice, max_query_len=longest, views=views)
     return signature if fitted == signature else fitted
 
 

@@ -24,7 +24,7 @@ from .law import Law
 from .poison import explain_nans
 from .report import Report, Result, Status
 from .runner import choose_device, choose_laws
-from .worker import SECONDS_OF_A_LAW, Job, Worker
+from .worker import SECONDS_OF_A_LAW, Job, Worker, signatures_on
 
 AREA = "signatures"
 """Area of the laws that are tried on many batches of one signature."""
@@ -237,7 +237,7 @@ class _Drawing:
                 ):
                     return None
                 self.seeds[law.name] = seed + 1
-                return law, Job(law.name, seed, count)
+                return law, Job(law.name, seed, count, signatures_on(self.device))
             return None
 
     def next_signature(self) -> tuple[Law, int] | None:

@@ -18,11 +18,13 @@ import torch
 from torch import Tensor
 
 from ...contract.operations import load_implementation
+from ..generators.forms import words_of_strides
 from .canaries import memory_of
 from .candidate import load_candidate
 from .law import Law, Setting
 from .report import (
     AROUND,
+    AROUND_QUERY,
     NOT_WRITTEN,
     WITHOUT_POISON,
     Result,
@@ -206,22 +208,32 @@ class _Call:
         return self._describe(token, *slots[0])
 
     def _without_slots(self, token: int, nan: Tensor, before: dict[str, Tensor]) -> str:
-        """Return where NaN comes from that no slot holds: from memory that the strides skip?"""
-        memories = [
-            memory_of(self.arguments[name]).view(cache.dtype)
-            for name, cache in before.items()
-        ]
-        if any(each.numel() > MAX_ELEMENTS for each in memories):
-            return ""
-        kept = [each.clone() for each in memories]
-        for each in memories:
-            each.copy_(each.float().nan_to_num(0.0, torch.inf, -torch.inf))
-        is_nan = self._is_nan(nan, before, [])
-        for each, its in zip(memories, kept, strict=True):
-            each.copy_(its)
-        if is_nan:
-            return f"the output of token {token} {WITHOUT_POISON}"
-        return f"the output of token {token} contains the poison of {AROUND}"
+        """Return where NaN comes from that no slot holds: from memory that strides skip?"""
+        query = self.arguments["query"]
+        for views, words in (
+            ([self.arguments[name] for name in before], AROUND),
+            ([query], AROUND_QUERY),
+        ):
+            memories = [memory_of(each).view(each.dtype) for each in views]
+            if any(each.numel() > MAX_ELEMENTS for each in memories):
+                return ""
+            kept = [each.clone() for each in memories]
+            own = query.clone()
+            for each in memories:
+                each.copy_(each.float().nan_to_num(0.0, torch.inf, -torch.inf))
+            query.copy_(own)  # the query keeps its own NaN
+            is_nan = self._is_nan(nan, before, [])
+            for each, its in zip(memories, kept, strict=True):
+                each.copy_(its)
+            if not is_nan:
+                stored = (
+                    ""
+                    if query.is_contiguous() or words == AROUND
+                    else words_of_strides("query", query)
+                )
+                found = f"the output of token {token} contains the poison of {words}"
+                return f"{found}: {stored}" if stored else found
+        return f"the output of token {token} {WITHOUT_POISON}"
 
     def _is_nan(
         self, nan: Tensor, before: dict[str, Tensor], slots: Sequence[Slot]

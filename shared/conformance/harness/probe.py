@@ -21,12 +21,15 @@ from .probe_calls import (
     CAUSAL,
     DTYPES,
     FIELDS,
+    LAW,
     OPTION_NAMES,
     SCALES,
     SIZES,
     STORED,
+    STRIDES,
     Change,
     bases,
+    case_of,
     compatible,
     words,
 )
@@ -34,7 +37,6 @@ from .probe_source import as_python, comments, layouts, lengths
 from .report import Result, Status
 from .worker import Job, Worker
 
-LAW = "paged attention is right under any options"
 MINUTES = 5.0
 """Time limit of a probe."""
 
@@ -129,7 +131,8 @@ class _Probe:
         if "scales" in changes:
             options |= {"k_scale": None, "v_scale": None}
         support = {"options": options, "tensor_dtypes": self.tensor_dtypes}
-        job = Job(LAW, case=repr((self.base | changes, self.seed)), probe=support)
+        law, case = case_of(self.base, self.seed, changes)
+        job = Job(law, case=case, probe=support)
         try:
             return self.worker.try_law(job, "attention")
         except KeyboardInterrupt:
@@ -198,11 +201,14 @@ class _Probe:
     def _find_values(self) -> dict[str, list[str]]:
         """Return the values of each property that are taken, those of the first call among them."""
         axes = {name: [str(size) for size in sizes] for name, sizes in SIZES.items()}
-        axes |= {"dtype": [*DTYPES], "query": ["fused"], "batch": ["mixed"]}
+        axes |= {"dtype": [*DTYPES], "batch": ["mixed"]}
         axes["layout"] = [*OPTIONS["layout"].values]
-        found = {name: [self.base[name]] for name in axes}
+        axes |= {name: [*forms] for name, forms in STRIDES.items()}
+        if "out" not in self.options:
+            axes.pop("out strides")
+        found = {name: [self.base.get(name, "packed")] for name in axes}
         changes = [
-            [(name, value) for value in values if value != self.base[name]]
+            [(name, value) for value in values if value not in found[name]]
             for name, values in axes.items()
         ]
         for round_ in zip_longest(*changes):

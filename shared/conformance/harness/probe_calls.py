@@ -4,8 +4,12 @@ from collections.abc import Iterator
 from itertools import product
 
 from ...validation.options import OPTIONS as OPTION_FILES
+from ..generators.forms import FORMS, TABLE_FORMS
 from ..generators.option_pairs import PLAIN, Choice, allowed
+from ..generators.views import Views
 
+LAW = "paged attention is right under any options"
+LAW_OF_VIEWS = "attention is right for views under any options"
 SEEDS = range(4)
 SIZES: dict[str, tuple[int, ...]] = {
     "head_size": (128, 64, 256, 96, 80, 192, 512, 32, 16, 112, 160, 24, 8, 1),
@@ -24,6 +28,12 @@ SCALES = {"numbers": "float", "one element": "one element", "each head": "per he
 CAUSAL = {"no": "bool", "each request": "per request"}
 OPTION_NAMES = [name for name in OPTION_FILES if name != "batch_invariant"]
 OPTION_NAMES += ["scale", "value_head_size"]
+STRIDES = {
+    "query strides": FORMS[1:],
+    "out strides": FORMS[1:],
+    "block_table strides": TABLE_FORMS[1:],
+}
+"""Forms of tensors that are views, by property."""
 Change = tuple[str, str]
 """A property of a call, and a value of it that the first call did not have."""
 
@@ -37,6 +47,17 @@ def bases() -> Iterator[tuple[int, Choice]]:
         for head, block, dtype in sizes if seed == 0 else sizes[: len(DTYPES)]:
             its = {"head_size": str(head), "block_size": str(block), "dtype": dtype}
             yield seed, plain | its | {"batch": batch}
+
+
+def case_of(base: Choice, seed: int, changes: Choice) -> tuple[str, str]:
+    """Return the law that tries the first call with some changes, and the case as Python."""
+    choice = base | {key: its for key, its in changes.items() if key not in STRIDES}
+    forms = {key.split()[0]: its for key, its in changes.items() if key in STRIDES}
+    if not forms:
+        return LAW, repr((choice, seed))
+    if "out" in forms:
+        choice["out"] = "given"
+    return LAW_OF_VIEWS, repr((choice, seed, Views(**forms)))
 
 
 def compatible(base: Choice, changes: list[Change]) -> list[Change]:

@@ -6,7 +6,7 @@ from textwrap import wrap
 from typing import Any
 
 from ..generators.option_pairs import Choice
-from .probe_calls import words
+from .probe_calls import STRIDES, words
 from .support import Support
 
 
@@ -14,20 +14,33 @@ def layouts(values: dict[str, list[str]]) -> dict[str, Any]:
     """Return the fields about KV layouts, strides and alignment.
 
     Args:
-        values: The values that are taken, with keys "layout" and "query".
+        values: The values that are taken, with the key "layout" and those of STRIDES.
     """
     taken = values["layout"]
     found: dict[str, Any] = {}
+    strides: dict[str, str] = {}
     if "hnd" not in taken:
         found["kv_layouts"] = ["NHD"]
     if "every other element" not in taken:
         rows = "rows" if {"interleaved", "interleaved hnd"} & {*taken} else "packed"
-        found["strides"] = {"key_cache": rows, "value_cache": rows}
+        strides |= {"key_cache": rows, "value_cache": rows}
         if rows == "rows" and "padded" not in taken:
             found["alignment"] = 16
-    if "fused" not in values["query"]:
-        found.setdefault("strides", {})["query"] = "packed"
-    return found
+    for name, forms in ((each, values[each]) for each in STRIDES if each in values):
+        if needed := _needed_strides(forms):
+            strides[name.split()[0]] = needed
+        if needed == "rows" and name != "block_table strides" and "padded" not in forms:
+            found["alignment"] = 16
+    return found | ({"strides": strides} if strides else {})
+
+
+def _needed_strides(forms: Sequence[str]) -> str:
+    """Return the strides that a tensor needs of which these forms are taken; empty if any."""
+    if {"every other element", "every other entry"} & {*forms}:
+        return ""
+    if {"fused per head", "heads first", "padded", "wider"} & {*forms}:
+        return "rows"
+    return "packed heads" if "fused" in forms else "packed"
 
 
 def lengths(batches: list[str]) -> dict[str, Any]:

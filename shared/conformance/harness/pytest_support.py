@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from .law import Law
 from .report import Report, Result, Status
 from .runner import check_known_failures, choose_device, choose_laws, with_known
-from .worker import SECONDS_OF_A_LAW, Job, Worker
+from .worker import SECONDS_OF_A_LAW, Job, Worker, signatures_on
 
 Test = TypeVar("Test", bound=Callable[..., Any])
 
@@ -43,7 +43,8 @@ class LawToTry:
         listed: int | None = None,
     ) -> None:
         self.law, self.worker = law, worker
-        self.job = Job(law.name, seed, examples, listed=listed)
+        shared = signatures_on(worker.device)
+        self.job = Job(law.name, seed, examples, shared, listed=listed)
         self.reason = reason
 
     def __call__(self) -> Result:

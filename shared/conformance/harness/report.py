@@ -163,6 +163,7 @@ SEVERITIES = (
 NOT_WRITTEN = "is not written everywhere"
 WITHOUT_POISON = "is NaN even if the caches hold no NaN"
 AROUND = "memory between or around the elements of the caches"
+AROUND_QUERY = "memory between or around the elements of the query"
 """Causes of NaN that is not read from a slot."""
 CLEARLY_WRONG = 100.0
 """Error budgets above which a result is wrong whatever the rounding."""
@@ -488,7 +489,8 @@ def size_of_input(result: Result) -> tuple[bool, bool, int]:
 
 def _kind_of_cause(cause: str) -> str:
     """Return where NaN comes from, without the numbers of tokens, slots and blocks."""
-    for words in (NOT_WRITTEN, WITHOUT_POISON, AROUND, "a block that no request uses"):
+    kinds = (NOT_WRITTEN, WITHOUT_POISON, AROUND, AROUND_QUERY)
+    for words in (*kinds, "a block that no request uses"):
         if words in cause:
             is_poison = "poison" in cause
             return f"the output {'contains the poison of ' * is_poison}{words}"

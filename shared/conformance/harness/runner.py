@@ -31,6 +31,7 @@ from .worker import (
     SECONDS_OF_A_LAW,
     Job,
     Worker,
+    signatures_on,
 )
 
 SMALLEST_LAW = "every new token attends to its sequence up to itself"
@@ -54,6 +55,7 @@ def check_implementation(
     outside: bool = False,
     seconds_of_a_case: float = SECONDS_OF_A_CASE,
     minutes: float | None = None,
+    signatures: int | None = None,
 ) -> Report:
     """Return the report of an implementation on all laws.
 
@@ -81,6 +83,9 @@ def check_implementation(
         seconds_of_a_case: An isolated case that takes longer is reported as a hang.
         minutes: Optional. Time limit of all laws, after which laws are not finished. If None,
             there is none.
+        signatures: Optional. The number of sets of sizes, dtypes, layouts and options that the
+            drawn cases of a law have, so that few kernels are compiled for them. The seed selects
+            them. 0 for any number. If None, 4 on a GPU, and any number on a CPU.
 
     Raises:
         ModuleNotFoundError, ImportError: The implementation does not exist or cannot be imported.
@@ -93,12 +98,16 @@ def check_implementation(
     for name, number in (("examples", examples), ("workers", workers)):
         if number < 1:
             raise ValueError(f"{name} = {number}: expected at least 1")
+    if signatures is not None and signatures < 0:
+        raise ValueError(f"signatures = {signatures}: expected 0 for any, or more")
     limits = TimeLimits(seconds_of_a_law, seconds_of_a_case, minutes)
     if workers > 1 and not isolated:
         raise ValueError(
             f"workers = {workers} with isolated = False: expected 1, which is this process"
         )
     device = choose_device(device)
+    shared = signatures_on(device) if signatures is None else signatures or None
+    job = Job("", seed, examples, shared)
     results: dict[str, Result] = {}
     beyond: dict[str, Result] = {}
     count = min(workers, len(laws))
@@ -106,11 +115,11 @@ def check_implementation(
         try_all,
         promises,
     ):
-        for law, result in try_all(laws, Job("", seed, examples)):
+        for law, result in try_all(laws, job):
             results[law.name] = with_known(result, known.get(law.name))
             on_result(results[law.name])
         if outside:
-            for law, result in try_all(laws, Job("", seed, examples, outside=True)):
+            for law, result in try_all(laws, replace(job, outside=True)):
                 beyond[law.name] = result
                 on_result(result)
     options = {"seed": seed, "examples": examples}
@@ -221,7 +230,14 @@ def _trying(
                 seconds = limits.of_a_law
                 yield (
                     law,
-                    try_law(law, setting, job.seed, job.examples, seconds=seconds),
+                    try_law(
+                        law,
+                        setting,
+                        job.seed,
+                        job.examples,
+                        seconds=seconds,
+                        signatures=job.signatures,
+                    ),
                 )
 
         limits.begin()

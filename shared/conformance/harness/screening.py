@@ -184,6 +184,7 @@ def describe(signature: Signature) -> dict[str, str]:
         for name, value in choice.items()
         if name not in found and value != PLAIN[name]
     }
+    found |= {f"{name} strides": form for name, form in signature.views.given.items()}
     return found if signature.ranks is None else found | signature.ranks.describe()
 
 

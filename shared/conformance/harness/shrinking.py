@@ -13,6 +13,7 @@ from typing import Any
 from ..generators.batches import BatchPlan
 from ..generators.option_pairs import OPTIONS, PLAIN, Choice, allowed
 from ..generators.signatures import SignedBatch
+from ..generators.views import Views
 
 
 def shrink(case: Any, fails: Callable[[Any], bool], seconds: float) -> Any:
@@ -46,7 +47,7 @@ def simpler(case: Any) -> Iterator[Any]:
         yield from _simpler_plans(case)
     elif isinstance(case, dict) and case.keys() == OPTIONS.keys():
         yield from _simpler_choices(case)
-    elif isinstance(case, SignedBatch):
+    elif isinstance(case, (SignedBatch, Views)):
         yield from case.simpler()
     elif type(case) is tuple and any(
         isinstance(each, (BatchPlan, dict)) for each in case

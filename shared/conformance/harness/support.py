@@ -14,7 +14,7 @@ from torch import Tensor
 
 REJECTS = ("shapes", "contents", "undeclared")
 KV_LAYOUTS = ("NHD", "HND")
-STRIDES = ("packed", "rows")
+STRIDES = ("packed", "packed heads", "rows")
 DEVICES = ("cpu", "cuda")
 KINDS = ("bool", "int", "float", "tensor", "per request", "per head", "one element")
 """Kinds of option values, beside the values themselves."""
@@ -40,7 +40,10 @@ class Support:
         block_sizes: Optional. Supported numbers of slots per block.
         kv_layouts: Optional. "NHD" (a block's tokens are its outer axis) and "HND" (its heads are).
         strides: Strides that tensors need, by argument: "packed" (contiguous, in either KV
-            layout) or "rows" (only the last axis is contiguous). Others may have any strides.
+            layout), "packed heads" (the heads of a token are contiguous, and the stride of tokens
+            is free, as in a slice of a fused QKV tensor) or "rows" (only the last axis is
+            contiguous). Other tensors may have any strides.
+        same_strides: Arguments that need the same strides: [("key_cache", "value_cache")].
         alignment: Optional. Bytes of which the addresses and strides of queries, keys, values and
             outputs are multiples. The stride of the last axis does not count.
         query_lens: Optional. Supported numbers of new tokens per request, such as range(0, 2).
@@ -83,6 +86,7 @@ class Support:
     block_sizes: Collection[int] | None = None
     kv_layouts: Collection[str] | None = None
     strides: Mapping[str, str] = field(default_factory=dict)
+    same_strides: Collection[Collection[str]] = ()
     alignment: int | None = None
     query_lens: Collection[int] | None = None
     seq_lens: Collection[int] | None = None
@@ -105,6 +109,7 @@ class Support:
                 "options",
                 "rejects",
                 "strides",
+                "same_strides",
                 "never_together",
                 "reads_past",
             )
@@ -134,7 +139,11 @@ class Support:
                 yield f"{name} has {bounds_of(sizes)[0]}: expected at least {lowest}"
         for name, stride in self.strides.items():
             if stride not in STRIDES:
-                yield f"strides[{name!r}] = {stride!r}: expected 'packed' or 'rows'"
+                some = " or ".join(map(repr, STRIDES))
+                yield f"strides[{name!r}] = {stride!r}: expected {some}"
+        for names in self.same_strides:
+            if isinstance(names, str):
+                yield f"same_strides has {names!r}: expected pairs of arguments"
         if self.alignment is not None and (
             self.alignment < 1 or self.alignment & (self.alignment - 1)
         ):
@@ -264,6 +273,10 @@ class Support:
                 ]
                 if any(each % self.alignment for each in [*steps, tensor.data_ptr()]):
                     return f"{name} that is not aligned to {self.alignment} bytes"
+        for names in self.same_strides:
+            given = [tensors[name] for name in names if name in tensors]
+            if len({tuple(each.stride()) for each in given}) > 1:
+                return f"other strides of {' than of '.join(names)}"
         return None
 
     def why_not_device(self, device: torch.device) -> str | None:
@@ -351,9 +364,18 @@ def _has_strides(tensor: Tensor, needed: str | None) -> bool:
         is_cache = tensor.dim() == 4
         turned = tensor.transpose(1, 2) if is_cache else tensor
         return tensor.is_contiguous() or turned.is_contiguous()
+    if needed == "packed heads":
+        heads = tensor[(0,) * (tensor.dim() - 2)] if tensor.numel() else tensor
+        return heads.is_contiguous()
     if needed == "rows":
         return tensor.dim() == 0 or tensor.shape[-1] < 2 or tensor.stride(-1) == 1
     return True
+
+
+def has_same_caches(support: Support) -> bool:
+    """Return whether key and value caches need the same strides."""
+    pairs = [set(names) for names in support.same_strides]
+    return any({"key_cache", "value_cache"} <= each for each in pairs)
 
 
 def bounds_of(numbers: Collection[int]) -> tuple[int, int]:

@@ -4,6 +4,7 @@ import builtins
 import math
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -13,6 +14,7 @@ from hypothesis.errors import HypothesisException
 from hypothesis.strategies import SearchStrategy
 
 from ...contract.operations import load_implementation
+from ..generators.reuse import Reuse
 from ..laws.all_laws import ALL_LAWS
 from .candidate import Candidate, OutsideSupport
 from .expect import Disagreement
@@ -97,6 +99,7 @@ def try_law(
     listed: int | None = None,
     seconds: float = math.inf,
     on_failure: OnFailure = ignore,
+    signatures: int | None = None,
 ) -> Result:
     """Return the result of one law, tried in this process.
 
@@ -111,11 +114,15 @@ def try_law(
         seconds: Time limit. No case begins after it, except the first one. The law is then not
             finished, unless a case failed.
         on_failure: Called with each smaller failure.
+        signatures: Optional. The number of signatures that drawn cases have, those of all laws
+            together. If None, any number.
     """
+    reuse = None if signatures is None else Reuse(signatures, seed_of_cases)
 
     def go(once: Callable[[Any], None]) -> None:
         if isinstance(law.cases, SearchStrategy):
-            _drawn(once, law.cases, seed_of_cases, examples)()
+            with nullcontext() if reuse is None else reuse.begin():
+                _drawn(once, law.cases, seed_of_cases, examples)()
         else:
             step = -(-len(law.cases) // listed) if listed else 1
             for case in law.cases[:: max(1, step)]:

@@ -36,6 +36,8 @@ PROCESS = f"{__package__}.worker_process"
 """The module that the process runs."""
 SECONDS_OF_A_LAW = 300.0
 """Time limit of a law. No case begins after it, and the law is not finished."""
+SIGNATURES = 4
+"""Signatures that the drawn cases of a law share on a GPU, where a kernel is compiled for each."""
 SECONDS_OF_GRACE = 10.0
 """Time for the case that is tried when the time of its law is over. At most the limit itself."""
 SECONDS_OF_A_CASE = 120.0
@@ -56,6 +58,7 @@ class Job:
         law: Its sentence.
         seed: Seed of the drawn cases.
         examples: Number of drawn cases.
+        signatures: Optional. As in `trial.try_law`.
         case: Optional. The only case to try, as Python. If None, cases are drawn or listed.
         listed: Optional. The maximum number of cases of a law that lists them. If None, all of
             them.
@@ -74,6 +77,7 @@ class Job:
     law: str
     seed: int = 0
     examples: int = 25
+    signatures: int | None = None
     case: str | None = None
     listed: int | None = None
     signature: int | None = None
@@ -82,6 +86,11 @@ class Job:
     waits_for_each: bool = False
     is_measured: bool = False
     seconds: float | None = None
+
+
+def signatures_on(device: str) -> int | None:
+    """Return the number of signatures that drawn cases share by default; None for any number."""
+    return None if device == "cpu" else SIGNATURES
 
 
 class Worker:

@@ -90,7 +90,15 @@ def main(pipe: int) -> None:
                 result = screen(law, own, *drawn, at, seconds, waits, fail)
             elif job.case is None:
                 result = try_law(
-                    law, own, job.seed, job.examples, at, job.listed, seconds, fail
+                    law,
+                    own,
+                    job.seed,
+                    job.examples,
+                    at,
+                    job.listed,
+                    seconds,
+                    fail,
+                    job.signatures,
                 )
             else:
                 is_exact = job.is_measured or job.probe is not None

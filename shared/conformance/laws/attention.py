@@ -24,8 +24,9 @@ from ..generators.batches import (
     plans,
 )
 from ..generators.choice_calls import build_call
-from ..generators.option_pairs import Choice, design, draw_choice
+from ..generators.option_pairs import Choice, design, drawn_choice
 from ..generators.options import paged_call, ragged_call
+from ..generators.reuse import compiled
 from ..harness.calling import expect_right, expect_same_results, run_call, value_size_of
 from ..harness.canaries import kept
 from ..harness.expect import expect_same
@@ -75,7 +76,7 @@ def drawn_calls(
     """Return any valid choice of options for an operation, and a seed for its batch."""
     seed = draw(st.integers(0, 2**20))
     start = {"operation": operation} | (fixed or {})
-    return draw_choice(Random(seed), start.items()), seed
+    return drawn_choice(seed, start), seed
 
 
 PAGED, RAGGED = Designed("paged_attention"), Designed("encoder_attention")
@@ -151,17 +152,18 @@ def large_heads_odd_blocks_and_long_rows_are_right(
 def wide_values(draw: st.DrawFn) -> tuple[BatchPlan, int]:
     """Return a plan, and a smaller head size for its values."""
     pick = Random(draw(st.integers(0, 2**20)))
+    kernel = compiled(pick)
     plan = BatchPlan(
         pick.choice([(1, 2), (17, 1)]),
         (20, 33),
-        head_size=pick.choice([8, 24, 48]),
-        layout=pick.choice(LAYOUTS),
-        value_layout=pick.choice(LAYOUTS),
+        head_size=kernel.choice([8, 24, 48]),
+        layout=kernel.choice(LAYOUTS),
+        value_layout=kernel.choice(LAYOUTS),
         needle=pick.choice(NEEDLES),
-        dtype=pick.choice(DTYPES),
+        dtype=kernel.choice(DTYPES),
         seed=pick.randrange(2**16),
     )
-    return plan, pick.choice([1, 5, plan.head_size - 1])
+    return plan, kernel.choice([1, 5, plan.head_size - 1])
 
 
 @law("paged_attention", cases=wide_values())

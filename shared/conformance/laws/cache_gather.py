@@ -18,6 +18,7 @@ from ..generators.caches import (
     draw_sizes,
     scale_column,
 )
+from ..generators.reuse import compiled
 from ..harness.canaries import (
     expect_own_memory,
     kept,
@@ -97,7 +98,8 @@ class CacheRead:
 def reads(draw: st.DrawFn, dtypes: Sequence[torch.dtype]) -> CacheRead:
     """Return ragged sequences that end on both sides of block edges, in blocks of any order."""
     pick = Random(draw(st.integers(0, 2**20)))
-    sizes = draw_sizes(pick, dtypes)
+    kernel = compiled(pick)
+    sizes = draw_sizes(pick, kernel, dtypes)
     size = sizes.block_size
     edges = [0, 1, size - 1, size, size + 1, 2 * size, 3 * size, 3 * size + 1]
     most = 34 if size < 50 else size + 1
@@ -116,7 +118,7 @@ def reads(draw: st.DrawFn, dtypes: Sequence[torch.dtype]) -> CacheRead:
         sizes,
         padding=pick.choice([0, 0, 1, 5]),
         spare=pick.choice([0, 1, 2]),
-        stride=pick.choice([1, 1, 2]),
+        stride=kernel.choice([1, 1, 2]),
         seed=pick.randrange(2**16),
     )
 
@@ -212,7 +214,7 @@ class Growth:
 def growths(draw: st.DrawFn) -> Growth:
     """Return chunked prefills and decodes, with idle requests between them."""
     pick = Random(draw(st.integers(0, 2**20)))
-    size = pick.choice([1, 3, 4, 16])
+    size = compiled(pick).choice([1, 3, 4, 16])
     reqs = pick.choice([1, 2, 3])
     choices = [0, 1, 1, 2, size - 1, size, size + 1, 2 * size]
     steps = pick.choice([1, 2, 3])

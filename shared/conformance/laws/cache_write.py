@@ -5,7 +5,7 @@ whole allocations are compared: the slots that were not named, and the memory ar
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ...contract.kinds import FP8_DTYPES
-from ..generators.batches import NAN, heads_of
+from ..generators.batches import NAN
 from ..generators.caches import (
     DTYPES,
     CacheSizes,
@@ -27,6 +27,8 @@ from ..generators.caches import (
     nearest_codes,
     scale_column,
 )
+from ..generators.forms import FORMS, laid_out, nearest_form
+from ..generators.reuse import compiled
 from ..harness.canaries import (
     copy_of,
     expect_memory,
@@ -35,6 +37,7 @@ from ..harness.canaries import (
 )
 from ..harness.expect import expect_same
 from ..harness.law import Setting, law
+from ..harness.support import Support
 
 PADDING = (-1, -1, -7, -(2**31), -(2**40))
 
@@ -57,6 +60,15 @@ class CacheWrite:
     forms: tuple[str, str]
     stride: int
     seed: int
+
+    def within(self, support: Support) -> "CacheWrite":
+        """Return the write with supported sizes of caches and forms of tokens."""
+        key, value = self.forms
+        forms = (
+            nearest_form("key", key, support),
+            nearest_form("value", value, support),
+        )
+        return replace(self, sizes=self.sizes.within(support), forms=forms)
 
     def tokens(self, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
         """Return new keys and values of random numbers, with NaN in the padding."""
@@ -86,35 +98,14 @@ class CacheWrite:
         return right
 
 
-def laid_out(tensor: Tensor, form: str) -> Tensor:
-    """Return [tokens, heads, elements] as a view of that form, with NaN around it."""
-    tokens, heads, size = tensor.shape
-
-    def full(*shape: int) -> Tensor:
-        return torch.full(shape, NAN, dtype=tensor.dtype, device=tensor.device)
-
-    if form == "fused":
-        wide = full(tokens, heads * size + 13)[:, 8 : 8 + heads * size]
-        view = heads_of(wide, heads)
-    elif form == "heads first":
-        view = full(heads, tokens, size + 1)[..., :size].transpose(0, 1)
-    elif form == "every other element":
-        view = full(tokens, heads, 2 * size)[..., ::2]
-    else:
-        return tensor.contiguous()
-    return view.copy_(tensor)
-
-
-FORMS = ("packed", "fused", "heads first", "every other element")
-
-
 @st.composite
 def writes(
     draw: st.DrawFn, dtypes: Sequence[torch.dtype] = (*DTYPES[:3], *DTYPES)
 ) -> CacheWrite:
     """Return a write to scattered slots, the last one often among them, and negative ones."""
     pick = Random(draw(st.integers(0, 2**20)))
-    sizes = draw_sizes(pick, dtypes)
+    kernel = compiled(pick)
+    sizes = draw_sizes(pick, kernel, dtypes)
     total = sizes.num_blocks * sizes.block_size
     count = min(pick.choice([0, 1, 2, 5, 9, 40]), total)
     slots = pick.sample(range(total), count)
@@ -128,8 +119,8 @@ def writes(
         tuple(slots),
         pick.choice([0, 0, 1, 4]),
         sizes,
-        (pick.choice(FORMS), pick.choice(FORMS)),
-        pick.choice([1, 1, 2]),
+        (kernel.choice(FORMS), kernel.choice(FORMS)),
+        kernel.choice([1, 1, 2]),
         pick.randrange(2**16),
     )
 

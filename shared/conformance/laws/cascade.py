@@ -16,6 +16,7 @@ from torch import Tensor
 from ..generators.batches import DTYPES, LAYOUTS, NAN, BatchPlan
 from ..generators.options import Call, paged_call, quantised_call, slopes, tree_of
 from ..generators.rearranging import as_views
+from ..generators.reuse import compiled
 from ..generators.steps import several
 from ..harness.calling import Result, expect_right, expect_same_results, run_call
 from ..harness.canaries import checked_values, kept
@@ -136,9 +137,10 @@ class SharedPrefix:
 def shared_prefixes(draw: st.DrawFn) -> SharedPrefix:
     """Return a ragged batch of idle and live requests, drawn from one seed."""
     pick = Random(draw(st.integers(0, 2**20)))
-    block_size = pick.choice([1, 3, 16, 16, 24])
+    kernel = compiled(pick)
+    block_size = kernel.choice([1, 3, 16, 16, 24])
     reqs = pick.randint(1, 4)
-    kind = pick.choice([*KINDS, "plain"])
+    kind = kernel.choice([*KINDS, "plain"])
     news = [0, 1, 1, 1, 2, 5, 17] if kind != "tree" else [1, 2, 5]
     owns = [0, 0, 1, block_size - 1, block_size, 33]
     return SharedPrefix(
@@ -148,11 +150,11 @@ def shared_prefixes(draw: st.DrawFn) -> SharedPrefix:
         kind=kind,
         needle=pick.choice([None, None, None, -100, -1, 0, 1, 15]),
         block_size=block_size,
-        kv_heads=pick.choice([1, 2]),
-        group=pick.choice([1, 2, 5]),
-        head_size=pick.choice([8, 16, 24]),
-        dtype=pick.choice(DTYPES),
-        layout=pick.choice(LAYOUTS),
+        kv_heads=kernel.choice([1, 2]),
+        group=kernel.choice([1, 2, 5]),
+        head_size=kernel.choice([8, 16, 24]),
+        dtype=kernel.choice(DTYPES),
+        layout=kernel.choice(LAYOUTS),
         padding=pick.choice([0, 2]),
         spare_max=pick.choice([0, 7]),
         seed=pick.randrange(2**16),

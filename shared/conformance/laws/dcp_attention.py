@@ -24,6 +24,7 @@ from ..generators.batches import (
     table_of_rows,
 )
 from ..generators.options import Call, paged_call, quantised_call, slopes
+from ..generators.reuse import compiled
 from ..harness.calling import Result, expect_right, expect_same_results, run_call
 from ..harness.canaries import checked_values, kept
 from ..harness.expect import (
@@ -172,6 +173,7 @@ class Dealt:
 def deals(draw: st.DrawFn) -> Dealt:
     """Return a ragged batch and its ranks, drawn from one seed."""
     pick = Random(draw(st.integers(0, 2**20)))
+    kernel = compiled(pick)
     reqs = pick.randint(1, 3)
     query_lens = tuple(pick.choice([0, 1, 1, 2, 5]) for _ in range(reqs))
     contexts = [0, 1, 2, 7, 15, 16, 17, 31, 40, 64]
@@ -185,15 +187,15 @@ def deals(draw: st.DrawFn) -> Dealt:
         key_lens,
         ranks=pick.choice([1, 2, 2, 3, 4]),
         in_a_row=pick.choice([1, 1, 2, 3, 16]),
-        kind=pick.choice(KINDS),
+        kind=kernel.choice(KINDS),
         needles=tuple(
             min(needle, key_len - 1)
             for needle, key_len in zip(needles, key_lens, strict=True)
         ),
-        block_size=pick.choice([16, 16, 1, 3]),
-        group=pick.choice([1, 2, 3]),
-        dtype=pick.choice(DTYPES),
-        layout=pick.choice(LAYOUTS),
+        block_size=kernel.choice([16, 16, 1, 3]),
+        group=kernel.choice([1, 2, 3]),
+        dtype=kernel.choice(DTYPES),
+        layout=kernel.choice(LAYOUTS),
         padding=pick.choice([0, 0, 2]),
         spare_max=pick.choice([0, 0, 5]),
         seed=pick.randrange(2**16),

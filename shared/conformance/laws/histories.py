@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ..generators.batches import LAYOUTS
 from ..generators.machine import KINDS, CacheAction, CacheHistory, Machine
+from ..generators.reuse import compiled
 from ..harness.law import Setting, law
 
 OFTEN = (*KINDS, "start", "step", "append", "append")
@@ -32,10 +33,11 @@ def histories(draw: st.DrawFn) -> CacheHistory:
         )
     )
     pick = Random(draw(st.integers(0, 2**16)))
+    kernel = compiled(pick)
     return CacheHistory(
         actions=(CacheAction("start", 0, pick.choice([1, 4, 5, 7])), *actions),
-        block_size=pick.choice([1, 2, 3, 4, 4]),
-        layout=pick.choice(LAYOUTS),
+        block_size=kernel.choice([1, 2, 3, 4, 4]),
+        layout=kernel.choice(LAYOUTS),
         filled=pick.choice([True, True, False]),
         shuffled=pick.choice([True, False]),
     )

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..generators.batches import DTYPES, LAYOUTS, NEEDLES, BatchPlan
 from ..generators.options import paged_call, quantised_call, ragged_call, slopes
 from ..generators.rearranging import only
+from ..generators.reuse import compiled
 from ..harness.calling import expect_right, expect_same_results, run_call
 from ..harness.law import Setting, law
 
@@ -86,17 +87,18 @@ def large_batches(
 ) -> LargeBatch:
     """Return a large batch of one of the given sizes; one seed determines all of it."""
     pick = Random(draw(st.integers(0, 2**20)))
+    kernel = compiled(pick)
     news, lens = draw_lengths(pick, counts)
-    option = pick.choice([*OPTIONS, "none", "none", "sinks", "sinks", "flags"])
+    option = kernel.choice([*OPTIONS, "none", "none", "sinks", "sinks", "flags"])
     plan = BatchPlan(
         tuple(news),
         tuple(lens),
-        block_size=pick.choice([16, 16, 3, 32]),
-        kv_heads=pick.choice([1, 1, 2, 3]),
-        group=pick.choice([1, 2, 3, 8]),
-        head_size=pick.choice([8, 16]),
-        dtype=pick.choice(DTYPES),
-        layout=pick.choice(LAYOUTS),
+        block_size=kernel.choice([16, 16, 3, 32]),
+        kv_heads=kernel.choice([1, 1, 2, 3]),
+        group=kernel.choice([1, 2, 3, 8]),
+        head_size=kernel.choice([8, 16]),
+        dtype=kernel.choice(DTYPES),
+        layout=kernel.choice(LAYOUTS),
         needle=pick.choice(["none", *NEEDLES]),
         padding=pick.choice([0, 1, 5]),
         spare_max=pick.choice([0, 0, 7]),

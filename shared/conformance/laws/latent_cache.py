@@ -23,6 +23,7 @@ from ..generators.latent_batches import (
     build_latents,
     empty_latent_cache,
 )
+from ..generators.reuse import compiled
 from ..harness.canaries import checked_values, copy_of, expect_memory, kept, packed
 from ..harness.expect import expect_rejection, expect_same
 from ..harness.law import Setting, law
@@ -64,7 +65,8 @@ class LatentWrite:
 def writes(draw: st.DrawFn) -> LatentWrite:
     """Return a write, often to the last slot of the cache; one seed determines all of it."""
     pick = Random(draw(st.integers(0, 2**20)))
-    blocks, size = pick.choice([1, 3, 7]), pick.choice([1, 3, 16, 24])
+    kernel = compiled(pick)
+    blocks, size = pick.choice([1, 3, 7]), kernel.choice([1, 3, 16, 24])
     count = min(pick.choice([0, 1, 2, blocks * size // 2]), blocks * size)
     slots = pick.sample(range(blocks * size), count)
     if count and pick.random() < 0.5:
@@ -76,13 +78,13 @@ def writes(draw: st.DrawFn) -> LatentWrite:
         pick.choice([0, 0, 2]),
         blocks,
         size,
-        pick.choice([1, 5, 16, 40]),
-        pick.choice([1, 24, 40]),
-        pick.choice(DTYPES),
-        pick.choice([None, None, *FP8_DTYPES]),
+        kernel.choice([1, 5, 16, 40]),
+        kernel.choice([1, 24, 40]),
+        kernel.choice(DTYPES),
+        kernel.choice([None, None, *FP8_DTYPES]),
         pick.choice([0.5, 0.03, 1.7, 50.0]),
-        pick.random() < 0.5,
-        pick.choice(LAYOUTS),
+        kernel.random() < 0.5,
+        kernel.choice(LAYOUTS),
         pick.random() < 0.5,
         pick.randrange(2**16),
     )

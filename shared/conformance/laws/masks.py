@@ -23,6 +23,7 @@ from ..generators.options import (
     tree_of,
 )
 from ..generators.rearranging import given_away
+from ..generators.reuse import compiled
 from ..harness.calling import expect_right, expect_same_results, run_call
 from ..harness.law import Setting, law
 from ..harness.support import Support, nearest_length
@@ -153,7 +154,8 @@ class MaskCase:
 
 def draw_case(pick: Random, kinds: tuple[str, ...], is_paged: bool) -> MaskCase:
     """Return a needle near an edge of the visible range of one query of a request."""
-    kind = pick.choice(kinds)
+    kernel = compiled(pick)
+    kind = kernel.choice(kinds)
     query_len = pick.choice([1, 1, 3, 5, 20, 33])
     if "tree" in kind:
         query_len = pick.choice([2, 3, 5, 7, 7, 40, 70])
@@ -163,7 +165,7 @@ def draw_case(pick: Random, kinds: tuple[str, ...], is_paged: bool) -> MaskCase:
     key_len = query_len + context
     own = pick.choice([0, query_len - 1, pick.randrange(query_len)])
     position = context + own
-    size = pick.choice([1, 2, 7, 16, 17, 33, 64])
+    size = kernel.choice([1, 2, 7, 16, 17, 33, 64])
     first = min(
         max(0, pick.choice([0, position - 20, *[position + 1] * 3, position - 3])),
         key_len - 1,
@@ -212,8 +214,8 @@ def draw_case(pick: Random, kinds: tuple[str, ...], is_paged: bool) -> MaskCase:
         tuple(parents[:query_len]) if "tree" in kind else (),
         pick.random() < 0.5,
         is_paged,
-        pick.choice([16, 16, 1, 3, 24]),
-        pick.randrange(2**16),
+        kernel.choice([16, 16, 1, 3, 24]),
+        3 * pick.randrange(2**14) + kernel.randrange(3),
     )
 
 

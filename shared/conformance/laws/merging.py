@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...contract.budgets import ROUNDINGS_INSIDE
 from ..generators.batches import DTYPES, NAN
+from ..generators.reuse import compiled
 from ..harness.canaries import expect_own_memory, kept
 from ..harness.expect import Disagreement, expect_budget, expect_rejection, expect_same
 from ..harness.law import Setting, law
@@ -96,23 +97,24 @@ def viewed(tensor: Tensor, view: str) -> Tensor:
 def all_parts(draw: st.DrawFn, parts: int | None = None) -> Parts:
     """Return partial results. The whole case is drawn from one seed."""
     pick = Random(draw(st.integers(0, 2**20)))
+    kernel = compiled(pick)
     count = pick.choice([1, 2, 3, 5]) if parts is None else parts
     tokens = pick.choice([0, 1, 2, 7, 8, 9, 17, 33])
     return Parts(
         parts=count,
         tokens=tokens,
-        heads=pick.choice([1, 2, 3, 5]),
-        size=pick.choice([1, 5, 16, 24, 80]),
-        dtype=pick.choice(DTYPES),
-        views=tuple(pick.choice(VIEWS) for _ in range(count)),
+        heads=kernel.choice([1, 2, 3, 5]),
+        size=kernel.choice([1, 5, 16, 24, 80]),
+        dtype=kernel.choice(DTYPES),
+        views=tuple(kernel.choice(VIEWS) for _ in range(count)),
         spread=pick.choice([0.0, 0.5, 5.0, 60.0, 1e4]),
         level=pick.choice([0.0, 0.0, 7.0, -300.0, 3e4, -9e4]),
         empty=pick.choice([0.0, 0.3, 0.8, 1.0]),
         mark=pick.choice([-INF, -INF, INF]),
-        base_2=pick.random() < 0.4,
+        base_2=kernel.random() < 0.4,
         with_prefix=pick.choice([None, None, 0, tokens, pick.randint(0, tokens)]),
-        wants_lse=pick.random() < 0.8,
-        lse_dtype=pick.choice([torch.float32, torch.float32, torch.float64]),
+        wants_lse=kernel.random() < 0.8,
+        lse_dtype=kernel.choice([torch.float32, torch.float32, torch.float64]),
         seed=pick.randrange(2**16),
     )
 

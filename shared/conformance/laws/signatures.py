@@ -10,6 +10,7 @@ from ..generators.ranks import RankLayout as RankLayout  # in what a report show
 from ..generators.signatures import Signature as Signature  # in what a report shows
 from ..generators.signatures import SignedBatch, signed_batches
 from ..generators.signed_calls import build_signed
+from ..generators.views import Views as Views  # in what a report shows
 from ..harness.calling import expect_right
 from ..harness.law import Setting, law
 from ..harness.rank_calls import run_signed

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from ..generators.batches import DTYPES, BatchPlan
 from ..generators.options import bias_table, paged_call, slopes, tree_of
+from ..generators.reuse import compiled
 from ..harness.calling import expect_right, run_call
 from ..harness.law import Setting, law
 
@@ -57,6 +58,7 @@ def draw_parents(pick: Random, count: int) -> tuple[int, ...]:
 def groves(draw: st.DrawFn) -> Grove:
     """Return trees of several sizes. The whole case is drawn from one seed."""
     pick = Random(draw(st.integers(0, 2**20)))
+    kernel = compiled(pick)
     news = [pick.choice([1, 2, 3, 5, 7]) for _ in range(pick.choice([2, 3]))]
     width = max(news) + pick.choice([0, 0, 2])
     if pick.random() < 0.3:
@@ -65,15 +67,15 @@ def groves(draw: st.DrawFn) -> Grove:
     plan = BatchPlan(
         tuple(news),
         tuple(new + context for new, context in zip(news, contexts, strict=True)),
-        kv_heads=pick.choice([1, 2]),
-        group=pick.choice([1, 2, 3]),
-        dtype=pick.choice(DTYPES),
+        kv_heads=kernel.choice([1, 2]),
+        group=kernel.choice([1, 2, 3]),
+        dtype=kernel.choice(DTYPES),
         needle=pick.choice(["none", "last", "first new"]),
         padding=pick.choice([0, 2]),
         seed=pick.randrange(2**16),
     )
     parents = tuple(draw_parents(pick, new) for new in news)
-    return Grove(plan, parents, width, pick.choice([*OPTIONS, "slopes", "a bias"]))
+    return Grove(plan, parents, width, kernel.choice([*OPTIONS, "slopes", "a bias"]))
 
 
 @law("paged_attention", cases=groves())
