@@ -60,6 +60,7 @@ LEFT_OUT = {
     "_quantise_plain": "an instruction of a GPU",
     "are_plain": "what decides about that instruction",
     "divide": "runs before that instruction alone; tests/test_fp8.py has its quotients",
+    "exchange_kernel": "memory of several GPUs; tests/test_exchange.py runs it",
     "find_workspace": "streams and captures of a GPU",
     "_PinnedBuffer.wait": "events of a GPU",
     "_PinnedBuffer.send": "events of a GPU",

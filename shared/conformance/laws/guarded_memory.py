@@ -54,20 +54,22 @@ def with_guarded_rows(setting: Setting, table: Tensor, used: int) -> Tensor:
 
 
 KINDS = ("decode", "prefill", "window", "tree", "not causal", "fp8", "invariant")
+MANY_REQS = {"cpu": 70, "cuda": 1100}
+"""Requests that a kernel does not find in one pass over all of them."""
 
 
 def tight_call(
-    kind: str, setting: Setting, lens: tuple[int, int] = (9, 37), spare: int = 0
+    kind: str, setting: Setting, lens: tuple[int, ...] = (9, 37), spare: int = 0
 ) -> Call:
     """Return a call whose last request fills its row of the block table, but no KV tile.
 
     Args:
-        kind: One of KINDS: the options and the new tokens.
+        kind: The options and the new tokens: one of KINDS, or "many decodes".
         setting: The candidate's declared support, to which the sizes are fitted.
-        lens: Keys of the two requests.
+        lens: Keys of the requests: two, except for many decodes.
         spare: Columns of the block table that no request uses.
     """
-    news = {"prefill": (1, 20), "tree": (1, 3)}.get(kind, (1, 1))
+    news = {"prefill": (1, 20), "tree": (1, 3)}.get(kind, (1,) * len(lens))
     plan = BatchPlan(
         news, lens, kv_heads=1, head_size=8, spare_blocks=spare, fused=False
     )
@@ -86,9 +88,12 @@ def tight_call(
     return call
 
 
-@law("paged_attention", cases=KINDS)
+@law("paged_attention", cases=(*KINDS, "many decodes"))
 def nothing_past_the_end_of_a_tensor_is_read(setting: Setting, kind: str) -> None:
-    call = tight_call(kind, setting)
+    lens = (9, 37)
+    if kind == "many decodes":
+        lens = (9,) * (MANY_REQS.get(setting.device.type, 1100) - 1) + (37,)
+    call = tight_call(kind, setting, lens)
     close = replace(call, arguments=all_guarded(setting, call.arguments))
     expect_right(setting, call, run_call(setting, close))
 
