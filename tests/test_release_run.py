@@ -94,7 +94,9 @@ def test_what_does_not_fit_into_the_time_or_the_host_is_not_started(
 
 
 def test_a_job_is_stopped_at_its_limit(tmp_path: Path) -> None:
-    slow = Job("slow", ("sleep", "60"), 1)
+    # a process of the background may ignore SIGINT, by which it is asked to end
+    program = "import signal, time; signal.signal(2, signal.SIG_DFL); time.sleep(60)"
+    slow = Job("slow", (sys.executable, "-c", program), 1)
     code, _ = run(tmp_path, [slow])
     line = json.loads((tmp_path / "jobs.jsonl").read_text())
     assert code == 1 and line["code"] is None and line["seconds"] < 20
