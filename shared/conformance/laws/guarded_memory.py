@@ -90,7 +90,7 @@ def tight_call(
 
 @law("paged_attention", cases=(*KINDS, "many decodes"))
 def nothing_past_the_end_of_a_tensor_is_read(setting: Setting, kind: str) -> None:
-    lens = (9, 37)
+    lens: tuple[int, ...] = (9, 37)
     if kind == "many decodes":
         lens = (9,) * (MANY_REQS.get(setting.device.type, 1100) - 1) + (37,)
     call = tight_call(kind, setting, lens)
