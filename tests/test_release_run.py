@@ -121,6 +121,11 @@ def test_the_groups_under_the_sanitizer_exist() -> None:
     assert all(f'"{each}": ' in source for each in release.SANITIZED)
 
 
+def test_the_tests_of_kernels_exist() -> None:
+    names = release.KERNEL_TESTS.split()
+    assert all((ROOT / "tests" / f"test_{each}.py").is_file() for each in names)
+
+
 def test_names_of_jobs_are_folders_of_their_own() -> None:
     names = [each.name for each in release.jobs()]
     assert len(set(names)) == len(names)

@@ -194,9 +194,9 @@ def quantise(
 ):
     """Return numbers / scale as FP8 numbers in uint8.
 
-    These are the bits of torch's `(numbers / scale).clamp(-largest, largest).to(dtype)`. With a
-    division of any numbers and `encode_fp8`, a cache write has 39 instructions per element. With
-    NATIVE and plain scales it runs 15 (counted in the code for sm_90).
+    These are the bits of torch's `(numbers / scale).clamp(-largest, largest).to(dtype)`. In the
+    code for sm_90 a cache write has 39 instructions per element with a division of any numbers, its
+    rare path included, and `encode_fp8`. With NATIVE and plain scales it runs 15.
 
     Args:
         numbers: float32.

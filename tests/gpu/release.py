@@ -32,8 +32,9 @@ from record import ROOT, environment, run_limited
 HERE = Path(__file__).resolve().parent
 CLI = [sys.executable, "-c", "from pagetwin.tools.cli import app; app()"]
 KERNEL_TESTS = (
-    "short_decode append append_sm90 prefill_sm90 fp8_prefill_sm90 fp8_decode_sm90 latent_sm90"
-    " invariant_sm90 cascade_attention repeat_cuda warm_up conformance_fatal"
+    "fp8 partial_results launch short_decode append append_sm90 prefill_sm90 fp8_prefill_sm90"
+    " fp8_decode_sm90 latent_sm90 invariant_sm90 cascade_attention repeat_cuda warm_up"
+    " conformance_fatal"
 )
 SANITIZED = (
     "short",
