@@ -10,6 +10,9 @@ from conftest import TWINS
 from pagetwin.conformance.generators.batches import BatchPlan, build
 from pagetwin.conformance.oracles.dense import same_bits
 from pagetwin.contract.attention_options import AttentionOptions
+from pagetwin.optimized.kernels.sm90.append import family as append
+from pagetwin.optimized.kernels.sm90.cascade import family as prefix
+from pagetwin.optimized.kernels.sm90.invariant import family as invariant
 from pagetwin.optimized.launch import cascade, dispatch, portable, tuning
 from pagetwin.optimized.launch.cost_model import Choice
 from pagetwin.optimized.launch.launcher import INTERPRETED
@@ -68,6 +71,9 @@ def lender(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Lender:
         monkeypatch.setattr(module, "find_workspace", lender.find)
     # the interpreter has 4 multiprocessors: few decodes get up to 4 programs each
     monkeypatch.setattr(tuning, "SHORT_TILES", 8)
+    # kernels for Hopper have other workspaces
+    for family in (append, invariant, prefix):
+        monkeypatch.setattr(family, "is_hopper", lambda device: False)
     largest = lambda layer, *batch: Choice("split", layer.row_tiles[-1])  # noqa: E731
     monkeypatch.setattr(dispatch, "choose_path", largest)
     # a call that was repeated would not be planned

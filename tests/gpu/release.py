@@ -45,6 +45,7 @@ SANITIZED = (
     "unaligned",
     "fp8",
     "cascade",
+    "prefix",
 )
 SHARED, OWN, ALL = "shares a GPU", "a GPU of its own", "all GPUs"
 

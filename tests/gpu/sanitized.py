@@ -24,6 +24,7 @@ from pagetwin.optimized.attention import cascade as cascade_attention
 from pagetwin.optimized.attention import paged as paged_attention
 from pagetwin.optimized.kernels.sm90 import family as sm90
 from pagetwin.optimized.kernels.sm90.append import family as append
+from pagetwin.optimized.kernels.sm90.cascade import family as prefix
 from pagetwin.optimized.kernels.sm90.fp8_decode import family as fp8_decode
 from pagetwin.optimized.kernels.sm90.fp8_prefill import family as fp8_prefill
 from pagetwin.optimized.kernels.sm90.invariant import family as invariant
@@ -83,6 +84,10 @@ FP8: dict[str, Any] = {
     "stored": torch.float8_e4m3fn,
     "options": {"k_scale": 0.5, "v_scale": 0.25},
 }
+CASCADES = (
+    Batch([1] * 5, [300, 177, 700, 129, 145], shared_prefix=128),
+    Batch([7, 30, 1], [300, 94, 65], shared_prefix=64, dtype=torch.float16),
+)
 GROUPS = {
     "portable": Group(
         tuple(
@@ -135,11 +140,16 @@ GROUPS = {
         ("sm90.append.kernel.append_kernel",),
     ),
     "cascade": Group(
-        (
-            Batch([1] * 5, [300, 177, 700, 129, 145], shared_prefix=128),
-            Batch([7, 30, 1], [300, 94, 65], shared_prefix=64, dtype=torch.float16),
-        ),
+        CASCADES,
         ("cascade.cascade_prefix_kernel", "cascade.cascade_rest_kernel"),
+        is_hopper=False,
+    ),
+    "prefix": Group(
+        CASCADES,
+        (
+            "sm90.cascade.kernel.cascade_prefix_sm90_kernel",
+            "cascade.cascade_rest_kernel",
+        ),
     ),
     "hopper": Group(
         (
@@ -226,6 +236,8 @@ GROUPS = {
     ),
 }
 """The groups by name."""
+FAMILIES = (sm90, append, prefix, fp8_decode, fp8_prefill, invariant, latent)
+"""The kernels for Hopper, by what selects them."""
 
 
 def run_batch(batch: Batch, device: str) -> Tensor:
@@ -273,7 +285,7 @@ def run_group(name: str, device: str = "cuda") -> list[str]:
         start(self, *args, **given)
 
     Launcher.__call__ = noted  # type: ignore[method-assign]
-    for family in (sm90, append, fp8_decode, fp8_prefill, invariant, latent):
+    for family in FAMILIES:
         if not group.is_hopper:
             family.is_hopper = lambda device: False
     for batch in group.batches:
