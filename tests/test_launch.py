@@ -479,8 +479,9 @@ def test_a_stream_keeps_a_bounded_workspace(gpu: dict[str, Any]) -> None:
     kept = workspace.MAX_KEPT_NUMBERS
     counters, numbers = workspace.find_workspace(GPU, 10, kept - 5)
     assert len(numbers) >= kept - 5
-    large = workspace.find_workspace(GPU, 10, 8 * kept)
-    assert large[0] is counters and len(large[1]) == 8 * kept
+    most = workspace.MAX_LARGE_NUMBERS
+    large = workspace.find_workspace(GPU, 10, most + 1)
+    assert large[0] is counters and len(large[1]) == most + 1
     again = workspace.find_workspace(GPU, 10, kept)
     assert again[1] is numbers and len(numbers) == kept
     many = workspace.find_workspace(GPU, 10**5, 10)
@@ -492,7 +493,10 @@ def test_a_stream_keeps_a_bounded_workspace(gpu: dict[str, Any]) -> None:
 @pytest.mark.parametrize("is_first", [True, False])
 @pytest.mark.parametrize("capture", [None, 5])
 @pytest.mark.parametrize("counters", [0, 10, 10**5])
-@pytest.mark.parametrize("numbers", [10, 3 << 20, workspace.MAX_KEPT_NUMBERS + 1])
+@pytest.mark.parametrize(
+    "numbers",
+    [10, 3 << 20, workspace.MAX_KEPT_NUMBERS + 1, workspace.MAX_LARGE_NUMBERS + 1],
+)
 def test_a_repeated_call_finds_the_workspace_of_a_planned_one(
     numbers: int,
     counters: int,
@@ -511,9 +515,37 @@ def test_a_repeated_call_finds_the_workspace_of_a_planned_one(
     assert not kept[0].any()
     again = workspace.find_addresses(GPU, 0, 1, counters, numbers)[0]
     planned = workspace.find_workspace(GPU, counters, numbers)
-    is_own = capture is not None or numbers > workspace.MAX_KEPT_NUMBERS
+    is_own = capture is not None or numbers > workspace.MAX_LARGE_NUMBERS
     assert (again[1] is kept[1]) == (planned[1] is kept[1]) == (not is_own)
     assert (again[0] is kept[0]) == (planned[0] is kept[0])
+
+
+@pytest.mark.parametrize("numbers", [1, workspace.MAX_LARGE_NUMBERS])
+def test_one_stream_of_a_device_keeps_a_large_workspace(
+    numbers: int, gpu: dict[str, Any]
+) -> None:
+    """Only the first stream that needs one, so streams that alternate do not replace each other."""
+    numbers = max(numbers, workspace.MAX_KEPT_NUMBERS + 1)
+    gpu["stream"] = 1
+    first = workspace.find_workspace(GPU, 10, numbers)[1]
+    gpu["stream"] = 2
+    small = workspace.find_workspace(GPU, 10, 10)[1]
+    for find in (
+        lambda: workspace.find_workspace(GPU, 10, numbers),
+        lambda: workspace.find_addresses(GPU, 0, 2, 10, numbers)[0],
+    ):
+        assert len(find()[1]) == numbers
+        assert workspace.find_workspace(GPU, 10, 10)[1] is small
+    gpu["stream"] = 1
+    gpu["allocated"].clear()
+    assert workspace.find_workspace(GPU, 10, numbers)[1] is first
+    assert workspace.find_addresses(GPU, 0, 1, 10, numbers)[0][1] is first
+    assert not gpu["allocated"]
+    kept = [len(each.numbers) for each in workspace._streams.values()]
+    assert sum(each > workspace.MAX_KEPT_NUMBERS for each in kept) == 1
+    other = torch.device("cuda", 1)
+    workspace.find_workspace(other, 10, numbers)
+    assert workspace._streams[1, 1].num_numbers == numbers
 
 
 def test_workspaces_of_a_few_streams_are_kept(gpu: dict[str, Any]) -> None:

@@ -23,9 +23,10 @@ has been destroyed. The driver would report that through a user object, but a gr
 takes 1.8 us longer per replay (H200, driver 580.159). When the arena is used up, further graphs
 zero counters of their own in each replay.
 
-**Bounds.** A stream keeps at most MAX_KEPT_NUMBERS. A launch that needs more gets a tensor of its
-own, which returns to torch's allocator after the launch. The workspaces of at most MAX_STREAMS
-streams are kept. So a stream that no longer exists costs memory only until others have replaced it.
+**Bounds.** A stream keeps at most MAX_KEPT_NUMBERS, and one stream per device, the first that needs
+more, at most MAX_LARGE_NUMBERS. Any other launch that needs more gets a tensor of its own, which
+returns to torch's allocator after the launch. The workspaces of at most MAX_STREAMS streams are
+kept. So a stream that no longer exists costs memory only until others have replaced it.
 """
 
 import threading
@@ -50,6 +51,9 @@ MAX_KEPT_NUMBERS = 9 << 20
 """Numbers that a stream keeps at most, 36 MiB. Decodes of an H200 with heads of 128 need 4.4 MiB
 (16 rows) to 17.5 MiB (64 rows), latent decodes up to 33.1 MiB; splits of batch-invariant rows may
 need 256 MiB."""
+MAX_LARGE_NUMBERS = 33 << 20
+"""Numbers that one stream per device keeps at most, 132 MiB: a cache of 32,768 keys that is
+converted to 16 bits, with 8 kv heads of 128. A repeated call then allocates nothing."""
 MAX_STREAMS = 8
 """Streams whose workspaces are kept."""
 ARENA_COUNTERS = 1 << 18
@@ -205,8 +209,8 @@ def find_addresses(
         if kept.num_numbers >= numbers:
             # the tensors, because the workspace may be replaced by larger ones
             return (kept.counters, kept.numbers), kept.addresses
-        if numbers > MAX_KEPT_NUMBERS and not count_modes():
-            # too large to be kept: a converted cache
+        if numbers > MAX_LARGE_NUMBERS and not count_modes():
+            # too large to be kept: a long converted cache
             own = kept.numbers.new_empty(numbers)
             return (kept.counters, own), (kept.addresses[0], own.data_ptr())
     found = find_on_stream(device, index, stream, counters, numbers)
@@ -263,17 +267,29 @@ def _grow(
                 del _streams[next(iter(_streams))]
             kept = StreamWorkspace(*_allocate(device, NUM_COUNTERS, MIN_KEPT_NUMBERS))
             _streams[index, stream] = kept
-        if kept.num_numbers < numbers <= MAX_KEPT_NUMBERS:
-            size = min(next_power_of_2(numbers), MAX_KEPT_NUMBERS)
+        size = _kept_size(index, stream, numbers)
+        if kept.num_numbers < numbers <= size:
             larger = _allocate(device, 0, size)[1]
             kept = _streams[index, stream] = StreamWorkspace(kept.counters, larger)
         found = kept.counters, kept.numbers
     # what is too large to be kept returns to torch's allocator after the launch
     if counters > NUM_COUNTERS:
         found = _allocate(device, counters, 0)[0], found[1]
-    if numbers > MAX_KEPT_NUMBERS:
+    if numbers > kept.num_numbers:
         found = found[0], _allocate(device, 0, numbers)[1]
     return found
+
+
+def _kept_size(index: int, stream: int, numbers: int) -> int:
+    """Return how many numbers a stream keeps that needs `numbers`; fewer if they are too many."""
+    if numbers <= MAX_KEPT_NUMBERS:
+        return min(next_power_of_2(numbers), MAX_KEPT_NUMBERS)
+    is_large_elsewhere = any(
+        place[0] == index and place[1] != stream and kept.num_numbers > MAX_KEPT_NUMBERS
+        for place, kept in _streams.items()
+    )
+    # not a power of two: a converted cache has little more than one
+    return 0 if is_large_elsewhere or numbers > MAX_LARGE_NUMBERS else numbers
 
 
 def _find_captured(

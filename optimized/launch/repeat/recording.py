@@ -133,65 +133,82 @@ class _Sources:
         # after all addresses: 0, for absent tensors, and options that are not tensors
         constants: list[Any] = [0]
         first = self._num_given + len(self._origins)
-        indexes: list[int] = []
+        pointers: list[int] = []
         for pointer in note.pointers:
             if pointer and pointer not in self._found:
                 return None
-            indexes.append(self._found[pointer] if pointer else first)
-        pick, tail = _pick(indexes), (*note.options, *note.rest)
-        if note.is_grouped:
-            tail = (note.options, *note.rest)
-        options: Any = None
-        if any(isinstance(option, Tensor) for option in note.options):
-            of_options: list[int] = []
-            for option in note.options:
-                if not isinstance(option, Tensor):
-                    of_options.append(first + len(constants))
-                    constants.append(option)
-                    continue
-                # an option of the call, or numbers in the workspace
-                found = self._options.get(
-                    id(option), self._found.get(option.data_ptr())
-                )
-                if found is None:
-                    return None
-                of_options.append(found)
-            options, tail = _pick(of_options), note.rest
+            pointers.append(self._found[pointer] if pointer else first)
+        options: list[int] = []
+        for option in note.options:
+            if not isinstance(option, Tensor):
+                options.append(first + len(constants))
+                constants.append(option)
+                continue
+            # an option of the call, or numbers in the workspace
+            found = self._options.get(id(option), self._found.get(option.data_ptr()))
+            if found is None:
+                return None
+            options.append(found)
         if not self._found.keys() >= set(note.map_addresses):
             return None
         in_maps = [self._found[each] for each in note.map_addresses]
-        places = _pick(in_maps or [0, 1, 2, 6])
-        function, fixed, packs, _ = note.direct
-        grid_x, grid_y, grid_z = note.grid
-        make_maps, is_grouped = note.make_maps, note.is_grouped
-        known_maps: dict[tuple[int, ...], Sequence[Any]] = {}
+        return _make_launch(
+            note, pointers, options, tuple(constants), _pick(in_maps or [0, 1, 2, 6])
+        )
 
-        def launch(stream: int, addresses: list[int]) -> None:
-            values = (*addresses, *constants)
-            maps: Sequence[Any] = ()
-            if make_maps is not None:
-                place = places(values)
-                maps = known_maps.get(place, ())
-                if not maps:
-                    if len(known_maps) >= MAX_MAPS:
-                        known_maps.clear()
-                    maps = known_maps[place] = make_maps(*place)
-            arguments: tuple[Any, ...]
-            if options is None:
-                if is_grouped:
-                    arguments = (*maps, pick(values), *tail)
-                else:
-                    arguments = (*maps, *pick(values), *tail)
-            elif is_grouped:
-                arguments = (*maps, pick(values), options(values), *tail)
-            else:
-                arguments = (*maps, *pick(values), *options(values), *tail)
-            if packs:
-                function(grid_x, grid_y, grid_z, stream, *fixed, arguments)
-            else:
-                function(grid_x, grid_y, grid_z, stream, *fixed, *arguments)
 
-        return launch
+def _make_launch(
+    note: LaunchNote,
+    pointers: list[int],
+    options: list[int],
+    constants: tuple[Any, ...],
+    places: Callable[[tuple[Any, ...]], tuple[Any, ...]],
+) -> Step:
+    """Return a launch again.
+
+    Args:
+        note: the launch.
+        pointers, options: where they are in the addresses and the constants after these.
+        constants: 0, and the options that are not tensors.
+        places: returns the addresses of queries, keys, values and the output from them.
+    """
+    is_grouped, rest = note.is_grouped, note.rest
+    pick_options: Any = None
+    if not any(isinstance(option, Tensor) for option in note.options):
+        constants = constants[:1]
+        rest = (note.options, *rest) if is_grouped else (*note.options, *rest)
+    elif is_grouped:
+        pick_options = _pick(options)
+    else:
+        pointers = pointers + options
+    pick = _pick(pointers)
+    function, fixed, packs, _ = note.direct
+    grid_x, grid_y, grid_z = note.grid
+    make_maps = note.make_maps
+    known_maps: dict[tuple[int, ...], Sequence[Any]] = {}
+
+    def launch(stream: int, addresses: list[int]) -> None:
+        values = (*addresses, *constants)
+        maps: Sequence[Any] = ()
+        if make_maps is not None:
+            place = places(values)
+            maps = known_maps.get(place, ())
+            if not maps:
+                if len(known_maps) >= MAX_MAPS:
+                    known_maps.clear()
+                maps = known_maps[place] = make_maps(*place)
+        changing = pick(values)
+        if pick_options is not None:
+            changing = (changing, pick_options(values))
+        elif is_grouped:
+            changing = (changing,)
+        # the arguments are copied once, not into a tuple and then into the call's
+        if packs:
+            function(grid_x, grid_y, grid_z, stream, *fixed, (*maps, *changing, *rest))
+        else:
+            function(grid_x, grid_y, grid_z, stream, *fixed, *maps, *changing, *rest)
+
+    return launch
 
 
 def _pick(indexes: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
