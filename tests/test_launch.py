@@ -545,7 +545,9 @@ def test_one_stream_of_a_device_keeps_a_large_workspace(
     assert sum(each > workspace.MAX_KEPT_NUMBERS for each in kept) == 1
     other = torch.device("cuda", 1)
     workspace.find_workspace(other, 10, numbers)
-    assert workspace._streams[1, 1].num_numbers == numbers
+    assert (
+        numbers <= workspace._streams[1, 1].num_numbers <= workspace.MAX_LARGE_NUMBERS
+    )
 
 
 def test_workspaces_of_a_few_streams_are_kept(gpu: dict[str, Any]) -> None:

@@ -54,6 +54,8 @@ need 256 MiB."""
 MAX_LARGE_NUMBERS = 33 << 20
 """Numbers that one stream per device keeps at most, 132 MiB: a cache of 32,768 keys that is
 converted to 16 bits, with 8 kv heads of 128. A repeated call then allocates nothing."""
+LARGE_STEP = 4 << 20
+"""Numbers of which a large workspace has a multiple: it grows seldom while prompts become longer."""
 MAX_STREAMS = 8
 """Streams whose workspaces are kept."""
 ARENA_COUNTERS = 1 << 18
@@ -288,8 +290,10 @@ def _kept_size(index: int, stream: int, numbers: int) -> int:
         place[0] == index and place[1] != stream and kept.num_numbers > MAX_KEPT_NUMBERS
         for place, kept in _streams.items()
     )
+    if is_large_elsewhere or numbers > MAX_LARGE_NUMBERS:
+        return 0
     # not a power of two: a converted cache has little more than one
-    return 0 if is_large_elsewhere or numbers > MAX_LARGE_NUMBERS else numbers
+    return min(-(-numbers // LARGE_STEP) * LARGE_STEP, MAX_LARGE_NUMBERS)
 
 
 def _find_captured(
