@@ -396,6 +396,17 @@ def test_the_version_is_the_installed_one(pagetwin):
     assert re.fullmatch(r"pagetwin \d+\.\d+\.\d+\S*\n", result.output)
 
 
+def test_the_command_runs_where_the_package_is_not_installed():
+    done = subprocess.run(
+        [sys.executable, "-m", "pagetwin.tools", "explain", "no_such_concept"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == USER_ERROR, done.stderr
+    assert "no_such_concept" in done.stderr
+
+
 def test_help_imports_nothing_heavy():
     """`--help` once took the seconds that torch needs to be imported."""
     script = (

@@ -149,7 +149,10 @@ def test_the_program_that_is_shown_shows_the_failure_again(kernels, tmp_path):
     ("source", "words"),
     [
         (ENDS_THE_PROCESS, "the process ended with code 7"),
-        (READS_ADDRESS_ZERO, "Segmentation fault"),
+        (
+            READS_ADDRESS_ZERO,
+            "Segmentation fault, at line 5 of {name}.py, in compute_slot_mapping_batch",
+        ),
     ],
     ids=["ends the process", "reads address 0"],
 )
@@ -163,6 +166,7 @@ def test_a_crash_is_the_failure_of_one_law_and_names_the_input(kernels, source, 
     finally:
         worker.stop()
     assert first.status == again.status == Status.CRASHED
+    words = words.format(name=name)
     assert words in first.message and words in again.message
     assert first.cases == 1 and make_case(find_law(SLOTS), first.case)
     assert other.status == Status.MISSING and "StepBuffers" in other.reason

@@ -18,15 +18,18 @@ what held until then. If that takes too long, the process is ended.
 import json
 import math
 import os
+import re
 import select
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from .gpus import VISIBLE, gpus_of_workers
@@ -42,6 +45,9 @@ SECONDS_OF_GRACE = 10.0
 """Time for the case that is tried when the time of its law is over. At most the limit itself."""
 SECONDS_OF_A_CASE = 120.0
 """Time limit of a case, compilation included. A case that takes longer hangs."""
+PYTHON = sysconfig.get_path("stdlib")
+PACKAGES = {"site-packages", "dist-packages"}
+"""Folders in PYTHON whose modules do not belong to it."""
 SECONDS_TO_END = 30.0
 """Time in which a process that has closed its side of the pipe ends, also under load."""
 NOT_SMALLER = "the time was over before a smaller input was found"
@@ -346,7 +352,28 @@ class Worker:
         # the first line of the fault handler names the error; a traceback follows
         fatal = [line for line in said if line.startswith("Fatal Python error")]
         ended = f"the process ended with code {code}"
-        return Status.CRASHED, ": ".join([ended, *(fatal or said)[-1:]])
+        last = ": ".join([ended, *(fatal or said)[-1:]])
+        return Status.CRASHED, last + (_line_of_kernel(said) if fatal else "")
+
+
+def _line_of_kernel(traceback: list[str]) -> str:
+    """Return the line of the implementation that ended the process, or nothing if none is known.
+
+    Args:
+        traceback: The lines of the fault handler, the most recent call first.
+    """
+    for line in traceback:
+        frame = re.fullmatch(r'  File "(.*)", line (\d+) in (\S+)', line)
+        if frame is None:
+            continue
+        file, number, function = frame.groups()
+        folders = set(Path(file).parts)
+        if {"conformance", "harness"} <= folders:
+            break
+        is_of_python = file.startswith(PYTHON) and not folders & PACKAGES
+        if not (is_of_python or folders & {"triton", "torch", "numpy"}):
+            return f", at line {number} of {Path(file).name}, in {function}"
+    return ""
 
 
 @contextmanager
