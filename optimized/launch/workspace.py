@@ -55,7 +55,7 @@ MAX_LARGE_NUMBERS = 33 << 20
 """Numbers that one stream per device keeps at most, 132 MiB: a cache of 32,768 keys that is
 converted to 16 bits, with 8 kv heads of 128. A repeated call then allocates nothing."""
 LARGE_STEP = 4 << 20
-"""A large workspace has a multiple of so many numbers: it grows seldom while prompts become longer."""
+"""A large workspace has a multiple of so many numbers, so that it grows in few steps."""
 MAX_STREAMS = 8
 """Streams whose workspaces are kept."""
 ARENA_COUNTERS = 1 << 18
