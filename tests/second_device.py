@@ -66,11 +66,13 @@ class SecondDevice(TorchDispatchMode):
 
     Attributes:
         reads: The operations that the host waits for, and how often each was called.
+        copies: Number of copies from the host to the device.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.reads: Counter[str] = Counter()
+        self.copies = 0
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -88,6 +90,9 @@ class SecondDevice(TorchDispatchMode):
         lies_here = target == DEVICE if target is not None else bool(ours)
         if ours and (name in READS or not lies_here):
             self.reads[name] += 1
+        self.copies += (
+            name == "aten._to_copy" and lies_here and len(ours) < len(tensors)
+        )
         found = function(*tree_map(held, args), **tree_map(held, kwargs))
         by_id = {id(held(each)): each for each in tensors}
 

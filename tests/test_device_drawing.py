@@ -76,6 +76,37 @@ def test_a_batch_is_built_on_its_device_without_waiting_and_with_the_same_number
             assert same_bits(found.numbers, getattr(here, name)), (name, batch)
 
 
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_what_the_host_draws_of_a_batch_is_copied_to_its_device_at_once(
+    operation: str, second: SecondDevice
+) -> None:
+    for signature in signatures(operation, LARGE):
+        build_signed(draw_batch(signature, 0), DEVICE)  # normal numbers of its dtypes
+        second.copies = 0
+        build_signed(draw_batch(signature, 1), DEVICE)
+        assert second.copies == 1, signature
+
+
+def test_tensors_that_are_copied_together_keep_their_numbers_and_end_with_garbage(
+    second: SecondDevice,
+) -> None:
+    tensors = {
+        "ids": torch.arange(128, dtype=torch.int32).view(8, 16),  # 512 bytes
+        "flags": torch.tensor([True, False, True]),
+        "none": torch.zeros(0, 3, dtype=torch.int64),
+        "number": torch.tensor(3.0, dtype=torch.bfloat16),
+        "row": torch.arange(5.0),
+    }
+    found = drawn_numbers.moved_together(tensors, DEVICE)
+    assert second.copies == 1 and list(found) == list(tensors)
+    for name, right in tensors.items():
+        assert same_bits(on_host(found[name]), right), name
+        begin = found[name].storage_offset() * right.dtype.itemsize
+        assert begin % drawn_numbers.ALIGNMENT == 0
+        memory = on_host(found[name]).untyped_storage()
+        assert memory[begin + right.nbytes] == drawn_numbers.GARBAGE_BYTE, name
+
+
 def outputs(
     calls: list[SignedCall], device: torch.device
 ) -> list[tuple[Tensor, Tensor | None]]:

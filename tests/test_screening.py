@@ -136,15 +136,14 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Any:
     return found
 
 
-@pytest.mark.parametrize(("waits_for_each", "count"), [(False, 3), (True, 20)])
-def test_kernels_are_waited_for_once_per_group_or_after_each_call(
+@pytest.mark.parametrize(("waits_for_each", "count"), [(False, 3), (True, 20 + 3)])
+def test_kernels_are_waited_for_once_per_group_or_also_after_each_call(
     waits: Any, waits_for_each: bool, count: int
 ) -> None:
     law = find_law(PAGED)
     result = screen(law, waits["setting"], 0, 0, 20, waits_for_each=waits_for_each)
     assert result.status == Status.HELD and result.cases == 20
-    extra = waits_for_each  # the last group is shorter than 8, and is waited for again
-    assert waits["count"] == count + extra and waits["calls"] == 20
+    assert waits["count"] == count and waits["calls"] == 20
 
 
 @pytest.mark.parametrize(("waits_for_each", "batch"), [(False, 15), (True, 10)])

@@ -1,5 +1,7 @@
 """Normal numbers that are drawn once per process, and the copies and indices of ragged rows."""
 
+from collections.abc import Mapping
+from ctypes import memmove
 from functools import cache
 from math import prod
 from typing import Any
@@ -13,6 +15,11 @@ NUMBERS = 4_194_301
 """Normal numbers of a process. It is a prime number: if a batch takes more and they repeat, no two
 keys are equal."""
 CPU = torch.device("cpu")
+ALIGNMENT = 512
+"""Tensors that are copied to a device together begin at multiples of so many bytes, as those that
+torch allocates on a GPU do."""
+GARBAGE_BYTE = 0x7F
+"""What the memory after each of them holds: integers that are far outside of every range."""
 Ints = NDArray[np.int64]
 
 
@@ -46,7 +53,7 @@ class Numbers:
         first, count = self.first, prod(shape)
         self.first = (first + count) % NUMBERS
         if first + count <= NUMBERS:
-            return numbers[first : first + count].view(shape)
+            return numbers.narrow(0, first, count).view(shape)
         times, rest = divmod(first + count - NUMBERS, NUMBERS)
         parts = [numbers[first:], *[numbers] * times, numbers[:rest]]
         return torch.cat(parts).view(shape)
@@ -60,6 +67,37 @@ def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor of the host on a device, without waiting for it."""
     return tensor.to(device, non_blocking=True)
+
+
+def moved_together(
+    tensors: Mapping[str, Tensor], device: torch.device
+) -> dict[str, Tensor]:
+    """Return packed tensors of the host on a device, in one copy that nothing waits for.
+
+    A copy of its own for each of them takes longer, and CUDA may wait for the device before it
+    copies memory that is not pinned. The tensors are views of one allocation, with at least one
+    byte of garbage after each.
+    """
+    packed = {name: each.contiguous() for name, each in tensors.items()}
+    begins, end = [], 0
+    for each in packed.values():
+        begins.append(end)
+        end += (each.nbytes // ALIGNMENT + 1) * ALIGNMENT
+    is_pinned = device.type == "cuda"
+    memory = torch.empty(end, dtype=torch.uint8, pin_memory=is_pinned)
+    memory.fill_(GARBAGE_BYTE)
+    first = memory.data_ptr()
+    for begin, each in zip(begins, packed.values(), strict=True):
+        # two operations of torch per tensor would take longer
+        memmove(first + begin, each.data_ptr(), each.nbytes)
+    there = moved(memory, device)
+    whole = {dtype: there.view(dtype) for dtype in {v.dtype for v in packed.values()}}
+    return {
+        name: whole[each.dtype].as_strided(
+            each.shape, each.stride(), begin // each.dtype.itemsize
+        )
+        for begin, (name, each) in zip(begins, packed.items(), strict=True)
+    }
 
 
 def rows_of(lens: Ints) -> tuple[Ints, Ints]:

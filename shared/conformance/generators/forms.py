@@ -50,8 +50,7 @@ def laid_out(
     tokens, heads, size = tensor.shape
 
     def full(*shape: int) -> Tensor:
-        filled = torch.full(shape, content, device=tensor.device)
-        return filled.to(tensor.dtype)
+        return torch.full(shape, content, dtype=tensor.dtype, device=tensor.device)
 
     if form == "packed":
         return tensor.contiguous()

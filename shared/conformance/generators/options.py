@@ -103,9 +103,11 @@ class Call:
         values = self.arguments.get("value_cache", self.arguments.get("value"))
         assert values is not None
         out = torch.full(
-            (tokens, heads, values.shape[-1]), NAN, device=self.query.device
+            (tokens, heads, values.shape[-1]),
+            NAN,
+            dtype=self.out_dtype,
+            device=self.query.device,
         )
-        out = out.to(self.out_dtype)
         return out if self.out_form is None else laid_out(out, self.out_form)
 
     def run(self, twin: Implementation) -> tuple[Tensor, Tensor | None]:

@@ -3,20 +3,21 @@
 The kernels run call by call; the oracle computes a group of calls at once. A batch that is wrong is
 tried again by its law, alone, which is the judgement of record and makes the input smaller.
 
-On a GPU nothing waits for a call before the end of its group. If the process then crashes or hangs,
-the worker tries the same batches again in a fresh process that waits for each call, so that the
-batch is found (`worker.py`).
+On a GPU nothing waits for a call before the operations of the oracle on its group have been
+launched too. If the process then crashes or hangs, the worker tries the same batches again in a
+fresh process that waits for each call, so that the batch is found (`worker.py`).
 """
 
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..generators.option_pairs import PLAIN
 from ..generators.rank_signatures import draw_rank_batch, draw_rank_signature
@@ -30,7 +31,7 @@ from ..generators.signatures import (
     draw_signature,
 )
 from ..generators.signed_calls import SignedCall, build_signed
-from ..oracles.group_verdicts import judge_group
+from ..oracles.group_verdicts import shares_of_group
 from ..oracles.groups import make_group
 from .calling import Result as Output
 from .candidate import OutsideSupport
@@ -41,8 +42,8 @@ from .rank_calls import run_signed
 from .report import Result, Status, unfinished
 from .trial import At, OnFailure, ignore, no_one, try_case
 
-CALLS_AT_ONCE = 32
-"""Calls of a group, at most."""
+CALLS_AT_ONCE = 64
+"""Calls of a group, at most. The host waits for the device once per group."""
 MARGIN = 2.0
 """Error budgets by which a batch must be wrong to be reported if its law holds when it is tried
 again. Below that, the rounding of the two oracles makes the difference."""
@@ -241,15 +242,6 @@ def _groups(
     own = setting
     if not waits_for_each:
         own = replace(setting, candidate=setting.candidate.without_waiting())
-
-    def wait(shown: SignedBatch) -> None:
-        began = time.perf_counter()
-        try:
-            wait_for_kernels(setting.device)
-        except Exception as error:
-            raise ContextLostError(repr(shown), error) from error
-        tally.seconds["wait"] += time.perf_counter() - began
-
     for batch in batches:
         shown = batch if setting.candidate.promises_all else _fitted(batch, setting)
         at(repr(shown), tally.held)
@@ -273,14 +265,23 @@ def _groups(
         tally.seconds["candidate"] += time.perf_counter() - ran
         group.append((shown, _without_caches(built), out))
         is_full = isinstance(out, Exception) or len(group) == CALLS_AT_ONCE
-        if is_full or waits_for_each:
-            wait(shown)
+        if waits_for_each:
+            _wait(setting, shown, tally)
         if is_full:
             yield group
             group = []
     if group:
-        wait(group[-1][0])
         yield group
+
+
+def _wait(setting: Setting, last: SignedBatch, tally: Tally) -> None:
+    """Wait for all kernels. If one has ended the context, the last batch is named."""
+    began = time.perf_counter()
+    try:
+        wait_for_kernels(setting.device)
+    except Exception as error:
+        raise ContextLostError(repr(last), error) from error
+    tally.seconds["wait"] += time.perf_counter() - began
 
 
 def _without_caches(built: SignedCall) -> SignedCall:
@@ -296,6 +297,14 @@ def _fitted(batch: SignedBatch, setting: Setting) -> SignedBatch:
     return fitted
 
 
+def _shares(setting: Setting, ran: Sequence[Tried]) -> Tensor:
+    """Return [calls] the largest error of each call of a group divided by its error budget."""
+    padded = make_group([built for _, built, _ in ran], setting.device)
+    ranks = ran[0][0].signature.ranks
+    is_joined = ranks is not None and ranks.is_joined
+    return shares_of_group(padded, [out for _, _, out in ran], is_joined)
+
+
 def _judge(
     law: Law,
     setting: Setting,
@@ -306,13 +315,18 @@ def _judge(
     """Return the failure of the first batch of a group that is wrong, or None if all are right."""
     began = time.perf_counter()
     ran = [each for each in group if not isinstance(each[2], Exception)]
-    shares: list[float] = []
+    found = torch.zeros(0)
     if ran:
-        padded = make_group([built for _, built, _ in ran], setting.device)
-        ranks = ran[0][0].signature.ranks
-        is_joined = ranks is not None and ranks.is_joined
-        shares = judge_group(padded, [out for _, _, out in ran], is_joined)
+        try:
+            found = _shares(setting, ran)
+        except Exception as error:
+            # the error of a kernel of the candidate may be raised by any later operation
+            if is_context_lost(setting.device):
+                raise ContextLostError(repr(group[-1][0]), error) from error
+            raise
     tally.seconds["oracle"] += time.perf_counter() - began
+    _wait(setting, group[-1][0], tally)
+    shares = [float(each) for each in found.tolist()]
     wrong = [
         (batch, share)
         for (batch, _, _), share in zip(ran, shares, strict=True)

@@ -21,6 +21,13 @@ Output = tuple[Tensor, Tensor | None]
 def judge_group(
     group: Group, results: Sequence[Output], is_joined: bool = False
 ) -> list[float]:
+    """Return what `shares_of_group` returns as numbers, which waits for the device."""
+    return [float(each) for each in shares_of_group(group, results, is_joined).tolist()]
+
+
+def shares_of_group(
+    group: Group, results: Sequence[Output], is_joined: bool = False
+) -> Tensor:
     """Return for each call its largest error divided by the error budget; inf if it is not finite.
 
     Args:
@@ -28,11 +35,14 @@ def judge_group(
         results: Output and log-sum-exp of each call. Rows past the last request must be 0 and
             -inf.
         is_joined: Whether rows were merged from partial results by rounded log-sum-exps.
+
+    Returns:
+        [calls] on the device. Nothing waits for it.
     """
     lengths = np.array([len(out) for out, _ in results])
     total = int(lengths.sum())
     if not total:
-        return [0.0] * len(results)
+        return torch.zeros(len(results))
     exact, same = _attention(group, results[0][0].shape[1:])
     lens = to_device(lengths, exact.out.device)
     calls, own = ragged_rows(lens, total)
@@ -75,7 +85,7 @@ def judge_group(
         shares = shares.maximum(_lse_shares(exact, lses, live))
     of_calls = outs.new_zeros(padded)
     of_calls[calls, own] = shares
-    return [float(each) for each in of_calls.amax(1).tolist()]
+    return of_calls.amax(1)
 
 
 def _attention(group: Group, shape: Sequence[int]) -> tuple[Exact, Exact]:

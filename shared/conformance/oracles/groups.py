@@ -33,9 +33,9 @@ class Costs:
 
 
 COSTS = {"cpu": Costs(1 << 15, 1 << 22)}
-COSTS_ON_GPU = Costs(1 << 22, 1 << 23)
-"""A part takes about 100 launches, in whose time a GPU computes some million scores. 8 million
-scores in float64 take 64 MiB, about five times at once, and a dozen processes share a GPU."""
+COSTS_ON_GPU = Costs(1 << 22, 1 << 24)
+"""A part takes about 100 launches, in whose time a GPU computes some million scores. 16 million
+scores in float64 take 128 MiB, about five times at once, and a dozen processes share a GPU."""
 
 
 @dataclass(frozen=True)
