@@ -1,6 +1,7 @@
 """Partial results: programs in any order, a workspace of any content, and nothing outside of it."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -120,12 +121,17 @@ CALLS: dict[str, tuple[BatchPlan, dict[str, Any]]] = {
     "splits": (BatchPlan((2,), (300,), kv_heads=1), {"batch_invariant": True}),
     "cascade": (BatchPlan((12, 1), (330, 200), group=4, kv_heads=1, padding=2), {}),
 }
-"""Calls whose requests are split over two to five programs."""
+"""Calls whose requests are split over two to five programs in the interpreter."""
 
 
 def attend(name: str, twin: Any, sinks: bool, **changes: Any) -> tuple[Tensor, Tensor]:
     """Return output and log-sum-exp of a call, of which nothing but NaN was there before."""
     plan, options = CALLS[name]
+    if changes["device"].type == "cuda":
+        # a chip has more multiprocessors and longer splits than the interpreter
+        plan = replace(plan, kv_lens=tuple(40 * each for each in plan.kv_lens))
+        if "max_seq_len" in changes:
+            changes["max_seq_len"] *= 40
     batch = build(plan)
     if name == "cascade":
         batch = share_prefix(batch, 96)

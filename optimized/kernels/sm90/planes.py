@@ -61,7 +61,7 @@ def find_planes(call: AttentionCall) -> tuple[Plane, Plane, Plane, Plane] | None
     query, key, value, block_table = call[:4]
     if type(call.options.causal) is not bool:
         return None
-    if get_other_options(call.options).count(None) < len(OTHER_OPTIONS):
+    if any(each is not None for each in get_other_options(call.options)):
         return None
     has_lower_bound = (
         call.options.sliding_window is not None

@@ -273,7 +273,7 @@ def _is_latent_decode(call: AttentionCall) -> bool:
     query, key, value, block_table = call[:4]
     if call.options.causal is not True or call.options.batch_invariant:
         return False
-    if get_other_options(call.options).count(None) < len(OTHER_OPTIONS):
+    if any(each is not None for each in get_other_options(call.options)):
         return False
     if block_table is None or block_table.stride(1) != 1:
         return False
