@@ -4,7 +4,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from pagetwin.contract.budgets import FACTOR, judge_rows, row_budgets
+from pagetwin.contract.budgets import (
+    FACTOR,
+    judge_rows,
+    lost_in_sums,
+    row_budgets,
+)
 from torch import Tensor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -92,3 +97,51 @@ def test_a_joined_row_may_lose_what_its_parts_logarithms_lost() -> None:
             row_budgets(exact, exact, dtype, joined_lse=each) for each in (lse, None)
         ]
         assert torch.equal(*budgets)
+
+
+def online_softmax(
+    scores: Tensor, values: Tensor, tile: int, backwards: bool
+) -> Tensor:
+    """Return the weighted average in float32, one tile of keys after the other."""
+    acc, l_i = torch.zeros(values.shape[1]), torch.zeros(())
+    weights = (scores - scores.max()).exp()
+    tiles = [*zip(weights.split(tile), values.split(tile), strict=True)]
+    for p, v in tiles[::-1] if backwards else tiles:
+        acc = acc + p @ v
+        l_i = l_i + p.sum()
+    return acc / l_i
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize("mean", [0.0, 1.0])
+def test_small_tiles_beside_a_needle_may_be_lost(backwards: bool, mean: float) -> None:
+    """A kernel lost 43 tiles of 4.7e-8 beside a needle: 1.46 of the budget without them."""
+    generator = torch.Generator().manual_seed(0)
+    keys, needle = 684, 683 if backwards else 0
+    scores = 0.1 * torch.randn(keys, generator=generator)
+    values = mean + torch.randn(keys, 64, generator=generator)
+    scores[needle], values[needle] = 19.66, 5.6
+    weights = scores.double().softmax(0)
+    exact = (weights @ values.double())[None]
+    same = (scores.softmax(0) @ values)[None].double()
+    magnitude = (weights @ values.double().abs())[None]
+    lost = lost_in_sums(weights)[None]
+    found = online_softmax(scores, values, 16, backwards)[None]
+    without = judge_rows(found, exact, same, torch.float32, magnitude)
+    assert without.worst > 1
+    its = judge_rows(found, exact, same, torch.float32, magnitude, lost_in_sums=lost)
+    assert its.ok
+
+
+def test_nothing_is_lost_if_no_tile_is_small() -> None:
+    weights = torch.rand(3, 700, generator=torch.Generator().manual_seed(0)).double()
+    weights /= weights.sum(1, keepdim=True)
+    assert not lost_in_sums(weights).any()
+    assert not lost_in_sums(weights[:, :0]).any()
+
+
+def test_a_sink_is_part_of_the_sum() -> None:
+    weights = torch.full((1, 160), 1e-9, dtype=torch.float64)
+    assert not lost_in_sums(weights).any()
+    lost = lost_in_sums(weights, torch.ones(1, dtype=torch.float64))
+    assert float(lost) == pytest.approx(1.6e-7)

@@ -157,6 +157,30 @@ def test_a_crash_names_its_batch_only_if_each_call_is_waited_for(
     assert result.case == repr(draw_batch(draw_signature(0, SMALL), batch))
 
 
+def test_an_allocation_that_fails_is_no_crash_and_no_wrong_result() -> None:
+    """On a GPU, processes that shared it were reported as crashes of the kernel."""
+    reference = load_candidate("reference").operations["paged_attention"]
+    calls = 0
+
+    @wraps(reference)
+    def attend(*args: Any, **given: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise torch.OutOfMemoryError("tried to allocate 2.64 GiB")
+        return reference(*args, **given)
+
+    candidate = Candidate("mine", {"paged_attention": attend}, Support())
+    tried: list[str] = []
+    setting = make_setting(candidate, "cpu")
+    result = screen(
+        find_law(PAGED), setting, 3, 0, 8, at=lambda case, held: tried.append(case)
+    )
+    assert result.status == Status.OUT_OF_MEMORY
+    assert result.case == tried[-1] and "2.64 GiB" in result.message
+    assert result.cases == 3
+
+
 def test_calls_of_a_candidate_that_does_not_wait_are_not_synchronized(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

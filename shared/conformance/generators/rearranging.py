@@ -27,13 +27,14 @@ def rows_of(call: Call, reqs: Sequence[int]) -> list[int]:
     return [token for req in reqs for token in range(starts[req], starts[req + 1])]
 
 
-def rows_of_answer(answer: Answer, rows: list[int]) -> Answer:
+def rows_of_answer(answer: Answer, rows: list[int] | slice) -> Answer:
     """Return the exact result of some rows."""
     return Answer(
         answer.out[rows],
         answer.lse[:, rows],
         answer.sizes[rows],
         answer.scores[:, rows],
+        answer.lost[rows],
     )
 
 

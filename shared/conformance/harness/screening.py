@@ -35,7 +35,7 @@ from ..oracles.group_verdicts import shares_of_group
 from ..oracles.groups import make_group
 from .calling import Result as Output
 from .candidate import OutsideSupport
-from .fatal import is_context_lost
+from .fatal import is_context_lost, message_of
 from .fitting import fit_case, fit_signature
 from .law import Law, Setting
 from .rank_calls import run_signed
@@ -44,6 +44,9 @@ from .trial import At, OnFailure, ignore, no_one, try_case
 
 CALLS_AT_ONCE = 64
 """Calls of a group, at most. The host waits for the device once per group."""
+MOST_RESERVED = 2 << 30
+"""Bytes that torch's allocator keeps from one job to the next. A dozen processes share a GPU, and
+each signature needs blocks of other sizes."""
 MARGIN = 2.0
 """Error budgets by which a batch must be wrong to be reported if its law holds when it is tried
 again. Below that, the rounding of the two oracles makes the difference."""
@@ -60,6 +63,12 @@ class ContextLostError(RuntimeError):
     def __init__(self, case: str, error: Exception) -> None:
         super().__init__(f"{type(error).__name__}: {error}".split("\n")[0][:500])
         self.case = case
+
+
+def release_memory(device: torch.device) -> None:
+    """Return what torch's allocator keeps to the device, if it is much."""
+    if device.type == "cuda" and torch.cuda.memory_reserved() > MOST_RESERVED:
+        torch.cuda.empty_cache()
 
 
 def wait_for_kernels(device: torch.device) -> None:
@@ -136,9 +145,17 @@ def screen(
         return _judge(law, setting, group, judged, tally)
 
     failed: Result | None = None
+    last = ""
+
+    def begin_case(case: str, held: int) -> None:
+        nonlocal last
+        last = case
+        at(case, held)
+
+    release_memory(setting.device)
     batches = _until(begin + seconds, signature, first, count)
     try:
-        for group in _groups(batches, setting, at, tally, waits_for_each):
+        for group in _groups(batches, setting, begin_case, tally, waits_for_each):
             failed = judge(group)
             if failed is not None:
                 break
@@ -146,6 +163,10 @@ def screen(
         failed = Result(
             law.name, law.area, Status.CRASHED, case=lost.case, message=str(lost)
         )
+    except torch.OutOfMemoryError as error:
+        # of the candidate, of the batch or of the oracle
+        status, message = Status.OUT_OF_MEMORY, message_of(error)
+        failed = Result(law.name, law.area, status, case=last, message=message)
     if failed is not None:
         return counted(failed)
     result = Result(law.name, law.area, Status.HELD)
@@ -258,6 +279,8 @@ def _groups(
             tally.skipped += 1
             tally.outside.add(str(error))
             continue
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:
             if is_context_lost(setting.device):
                 raise ContextLostError(repr(shown), error) from error

@@ -23,6 +23,7 @@ from ..generators.latent_batches import (
     latent_plans,
 )
 from ..generators.options import starts_of
+from ..generators.rearranging import rows_of_answer
 from ..harness.calling import Result, expect_same_results
 from ..harness.canaries import checked_values, kept
 from ..harness.expect import Disagreement, budgets, expect_budget, expect_same
@@ -232,12 +233,7 @@ def a_prompt_of_latents_in_chunks_equals_the_prompt_in_one_step(
     cuts = sorted({pick.randint(1, length - 1) for _ in range(2)})
     answer = batch.answer(True)
     for rows, part in pieces(batch, cuts):
-        own = Answer(
-            answer.out[rows],
-            answer.lse[:, rows],
-            answer.sizes[rows],
-            answer.scores[:, rows],
-        )
+        own = rows_of_answer(answer, rows)
         its = way if rows.stop == length else WAYS[pick.randrange(2)]
         expect_latents(setting, part, its, run_latents(setting, part, its), own)
 

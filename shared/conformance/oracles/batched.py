@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from ...contract.budgets import ROUNDS_ONCE, lost_in_sums
 from ..generators.options import Call
 from .groups import Group, Part
 
@@ -25,12 +26,14 @@ class Exact:
         lse: [rows, query_heads] natural log-sum-exp.
         sizes: [rows] the largest weighted average of absolute values of a row.
         scores: [rows, query_heads] the largest sum of absolute products of a score.
+        lost: [rows] the most that float32 may lose in a sum of weights; 0 for 16-bit calls.
     """
 
     out: Tensor
     lse: Tensor
     sizes: Tensor
     scores: Tensor
+    lost: Tensor
 
 
 Masks = tuple[Tensor, Tensor]
@@ -69,7 +72,7 @@ def attend_part(
         part: The requests.
         dtype: Element type of the arithmetic.
         masks: Optional. What `visible_keys` returns for the part. If None, it is computed.
-        has_sizes: Whether `sizes` and `scores` are computed. If not, they are empty.
+        has_sizes: Whether `sizes`, `scores` and `lost` are computed. If not, they are empty.
     """
     given = part.call.arguments
     reqs, heads, queries, head_size = part.query.shape
@@ -103,7 +106,8 @@ def attend_part(
 
     out = rows(torch.bmm(weights, value).view(*shape[:3], -1))
     if not has_sizes:
-        return Exact(out, rows(lse), out.new_empty(0), out.new_empty(0))
+        none = out.new_empty(0)
+        return Exact(out, rows(lse), none, none, none)
     # step: the sizes of the sums, for the error budgets
     average = torch.bmm(weights, value.abs_()).view(*shape[:3], -1).amax(3)
     size = torch.bmm(query.abs_(), key.abs_().transpose(1, 2)).view(shape).mul_(scale)
@@ -111,7 +115,15 @@ def attend_part(
         size.add_(bias.abs())
     size.masked_fill_(hidden, 0.0)
     largest = size.amax(3) if keys else lse.new_zeros(lse.shape)
-    return Exact(out, rows(lse), rows(average).amax(1), rows(largest))
+    lost = lse.new_zeros(lse.shape)
+    if part.call.dtype not in ROUNDS_ONCE:
+        sink = None
+        if "sinks" in given:
+            sink = (part.options["sinks"].to(dtype)[:, :, None] - finite).exp()
+        lost = lost_in_sums(weights.view(shape), sink)
+    return Exact(
+        out, rows(lse), rows(average).amax(1), rows(largest), rows(lost).amax(1)
+    )
 
 
 def _packed(stored: Tensor, dtype: torch.dtype) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...contract.budgets import Verdict, judge_rows, row_budgets
+from ...contract.budgets import Verdict, judge_rows, lost_in_sums, row_budgets
 
 Flip = Callable[[int, int, int], bool]
 """From (request, query, key): whether the mask of that key is inverted."""
@@ -42,12 +42,14 @@ class Answer:
         lse: [query_heads, tokens] natural log-sum-exp.
         sizes: As `out`, but the weighted average of the absolute values.
         scores: [query_heads, tokens] the largest sum of absolute products of a score.
+        lost: [tokens, query_heads] what float32 may lose in sums of weights.
     """
 
     out: Tensor
     lse: Tensor
     sizes: Tensor
     scores: Tensor
+    lost: Tensor
 
 
 def attend_by_hand(
@@ -75,6 +77,7 @@ def attend_by_hand(
     out = torch.zeros(tokens, query_heads, value_size, dtype=torch.float64)
     lse = torch.full((query_heads, tokens), -torch.inf, dtype=torch.float64)
     sizes, scores = torch.zeros_like(out), torch.zeros_like(lse)
+    lost = torch.zeros_like(lse.T)
     scale = given.get("scale", head_size**-0.5)
     token = 0
     for req, request in enumerate(requests):
@@ -107,14 +110,17 @@ def attend_by_hand(
             if score.shape[1]:
                 lse[:, token] = score.logsumexp(1)
                 # [heads, keys]; a sink takes weight and has no value
-                weights = torch.exp(score - lse[:, token, None])[:, : len(visible)]
+                weights = torch.exp(score - lse[:, token, None])
+                sink = weights[:, len(visible) :].sum(1)
+                weights = weights[:, : len(visible)]
+                lost[token] = lost_in_sums(weights, sink)
                 values = value[visible].transpose(0, 1)[reads]  # [heads, keys, size]
                 out[token] = (weights[:, :, None] * values).sum(1)
                 sizes[token] = (weights[:, :, None] * values.abs()).sum(1)
             if visible:
                 scores[:, token] = size.amax(1)
             token += 1
-    return Answer(out, lse, sizes, scores)
+    return Answer(out, lse, sizes, scores, lost)
 
 
 def positions_of(
@@ -211,10 +217,14 @@ def judge_out(
     """
     out, same = out.cpu(), same_dtype.cpu()
     if out_scale is None:
-        return judge_rows(out, answer.out, same, dtype, answer.sizes)
+        return judge_rows(
+            out, answer.out, same, dtype, answer.sizes, lost_in_sums=answer.lost
+        )
     if not out.numel():
         return Verdict(0.0, 0, 0.0, 0.0, True)
-    budgets = row_budgets(answer.out, same, dtype, answer.sizes)[:, None, None]
+    budgets = row_budgets(
+        answer.out, same, dtype, answer.sizes, lost_in_sums=answer.lost
+    )[:, None, None]
     out_scale = out_scale.cpu() if isinstance(out_scale, Tensor) else out_scale
     low, high = (
         quantise_by_hand(answer.out + sign * budgets, out_scale, out.dtype).double()

@@ -71,6 +71,7 @@ def shares_of_group(
             its_lse = exact.lse.abs()
             its_lse = torch.where(its_lse.isfinite(), its_lse, 0.0)
             roundings[live] += its_lse.amax(1)
+        roundings[live] += 2 * exact.lost / eps
         budget = FACTOR * lost + roundings * eps * largest
     # step: compare output and log-sum-exp
     if "out_scale" in group.call.arguments:
@@ -103,7 +104,7 @@ def _attention(group: Group, shape: Sequence[int]) -> tuple[Exact, Exact]:
     if exact:
         return joined(exact), joined(same)
     rows = group.query.new_empty((0, *shape), dtype=torch.float64)
-    none = Exact(rows, rows[:, :, 0], rows[:, 0, 0], rows[:, :, 0])
+    none = Exact(rows, rows[:, :, 0], rows[:, 0, 0], rows[:, :, 0], rows[:, 0, 0])
     return none, none
 
 
