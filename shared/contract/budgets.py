@@ -10,8 +10,10 @@ be at least the 75th percentile over the batch, but not more than one rounding o
 values of this row, so that a row of large numbers does not enlarge the budget of a row of small
 ones.
 
-A kernel adds one KV tile after the other to a running sum. Beside a key that outweighs all others
-each tile may be smaller than the rounding of that sum. `lost_in_sums` is what float32 loses there.
+Two more terms of float32 follow from the inputs. A kernel adds one KV tile after the other to a
+running sum. Beside a key that outweighs all others each tile may be smaller than the rounding of
+that sum: `lost_in_sums`. And a score is a sum of products in some order. Where products cancel, one
+rounding of them is many of the score, which changes weights: `moved_by_scores`.
 """
 
 from dataclasses import dataclass
@@ -70,6 +72,7 @@ def row_budgets(
     magnitude: Tensor | None = None,
     joined_lse: Tensor | None = None,
     lost_in_sums: Tensor | None = None,
+    moved_by_scores: Tensor | None = None,
 ) -> Tensor:
     """Return the error budget of each row.
 
@@ -84,6 +87,8 @@ def row_budgets(
             results. That of each partial result was rounded to float32, and one rounding of a
             logarithm of size s is s roundings of the weight. If None, the rows were not merged.
         lost_in_sums: Optional. [rows, ...] what that function returns. If None, nothing is lost.
+        moved_by_scores: Optional. [rows, ...] what that function returns. If None, scores are
+            exact.
 
     Returns:
         [rows] float64.
@@ -105,7 +110,31 @@ def row_budgets(
     if lost_in_sums is not None:
         # of the weighted values and of the weights
         budget += 2 * _rows(lost_in_sums).amax(1) * largest
+    if moved_by_scores is not None:
+        budget += eps * _rows(moved_by_scores).amax(1)
     return budget
+
+
+def moved_by_scores(
+    weights: Tensor, sizes: Tensor, values: Tensor, average: Tensor
+) -> Tensor:
+    """Return how far an output may move if each score has an error of its size, to first order.
+
+    A score that changes by d moves the output by d * weight * |value - output|. The bound on that
+    distance counts only the other keys, so that a key with all of the weight moves nothing.
+
+    Args:
+        weights: [n, rows, keys] the softmax weights.
+        sizes: [n, rows, keys] the sum of the absolute products of each score.
+        values: [n, keys, size] absolute values.
+        average: [n, rows, size] their average by the weights.
+
+    Returns:
+        [n, rows, size] in units of one rounding of the products.
+    """
+    moved = weights * sizes
+    own = torch.bmm(moved * (1 - 2 * weights), values)
+    return own + moved.sum(2, keepdim=True) * average
 
 
 def lost_in_sums(weights: Tensor, sink: Tensor | None = None) -> Tensor:
@@ -145,16 +174,19 @@ def judge_rows(
     magnitude: Tensor | None = None,
     joined_lse: Tensor | None = None,
     lost_in_sums: Tensor | None = None,
+    moved_by_scores: Tensor | None = None,
 ) -> Verdict:
     """Return the errors of the candidate's rows relative to their budgets.
 
     Args:
         candidate: [rows, ...] the result to judge.
-        exact, same_dtype, dtype, magnitude, joined_lse, lost_in_sums: as in `row_budgets`.
+        exact, same_dtype, dtype, magnitude, joined_lse, lost_in_sums, moved_by_scores: as in
+            `row_budgets`.
     """
     if not candidate.numel():
         return Verdict(0.0, 0, 0.0, 0.0, True)
-    budgets = row_budgets(exact, same_dtype, dtype, magnitude, joined_lse, lost_in_sums)
+    terms = joined_lse, lost_in_sums, moved_by_scores
+    budgets = row_budgets(exact, same_dtype, dtype, magnitude, *terms)
     rows = _rows(candidate)
     bad = ~torch.isfinite(rows).all(1)
     if bool(bad.any()):

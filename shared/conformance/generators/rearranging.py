@@ -35,6 +35,7 @@ def rows_of_answer(answer: Answer, rows: list[int] | slice) -> Answer:
         answer.sizes[rows],
         answer.scores[:, rows],
         answer.lost[rows],
+        answer.moved[rows],
     )
 
 

@@ -111,7 +111,7 @@ def expect_right(
     answer = call.answer() if answer is None else answer
     if is_joined:
         same, _ = call.run_into(setting.truth, None, False, compute_dtype=call.dtype)
-        joined = (answer.sizes, answer.lse.T, answer.lost)
+        joined = (answer.sizes, answer.lse.T, answer.lost, answer.moved)
         verdict = judge_rows(out.cpu(), answer.out, same.cpu(), call.dtype, *joined)
     else:
         verdict = call.judge(out, answer, setting.truth)

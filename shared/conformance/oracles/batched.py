@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from ...contract.budgets import ROUNDS_ONCE, lost_in_sums
+from ...contract.budgets import ROUNDS_ONCE, lost_in_sums, moved_by_scores
 from ..generators.options import Call
 from .groups import Group, Part
 
@@ -27,6 +27,7 @@ class Exact:
         sizes: [rows] the largest weighted average of absolute values of a row.
         scores: [rows, query_heads] the largest sum of absolute products of a score.
         lost: [rows] the most that float32 may lose in a sum of weights; 0 for 16-bit calls.
+        moved: [rows] how far a rounding of the scores' products may move a row; the same.
     """
 
     out: Tensor
@@ -34,6 +35,7 @@ class Exact:
     sizes: Tensor
     scores: Tensor
     lost: Tensor
+    moved: Tensor
 
 
 Masks = tuple[Tensor, Tensor]
@@ -72,7 +74,7 @@ def attend_part(
         part: The requests.
         dtype: Element type of the arithmetic.
         masks: Optional. What `visible_keys` returns for the part. If None, it is computed.
-        has_sizes: Whether `sizes`, `scores` and `lost` are computed. If not, they are empty.
+        has_sizes: Whether `sizes` and what follows it are computed. If not, they are empty.
     """
     given = part.call.arguments
     reqs, heads, queries, head_size = part.query.shape
@@ -107,23 +109,26 @@ def attend_part(
     out = rows(torch.bmm(weights, value).view(*shape[:3], -1))
     if not has_sizes:
         none = out.new_empty(0)
-        return Exact(out, rows(lse), none, none, none)
+        return Exact(out, rows(lse), none, none, none, none)
     # step: the sizes of the sums, for the error budgets
-    average = torch.bmm(weights, value.abs_()).view(*shape[:3], -1).amax(3)
+    average = torch.bmm(weights, value.abs_())
     size = torch.bmm(query.abs_(), key.abs_().transpose(1, 2)).view(shape).mul_(scale)
     for bias in biases:
         size.add_(bias.abs())
     size.masked_fill_(hidden, 0.0)
     largest = size.amax(3) if keys else lse.new_zeros(lse.shape)
-    lost = lse.new_zeros(lse.shape)
+    lost = moved = lse.new_zeros(lse.shape)
     if part.call.dtype not in ROUNDS_ONCE:
+        sizes = size.view(*matrices, keys)
+        moved = moved_by_scores(weights, sizes, value, average)
+        moved = moved.amax(2).view(lse.shape)
         sink = None
         if "sinks" in given:
             sink = (part.options["sinks"].to(dtype)[:, :, None] - finite).exp()
         lost = lost_in_sums(weights.view(shape), sink)
-    return Exact(
-        out, rows(lse), rows(average).amax(1), rows(largest), rows(lost).amax(1)
-    )
+    average = average.amax(2).view(lse.shape)
+    by_row = (rows(each).amax(1) for each in (lost, moved))
+    return Exact(out, rows(lse), rows(average).amax(1), rows(largest), *by_row)
 
 
 def _packed(stored: Tensor, dtype: torch.dtype) -> Tensor:

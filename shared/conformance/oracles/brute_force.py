@@ -12,7 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...contract.budgets import Verdict, judge_rows, lost_in_sums, row_budgets
+from ...contract.budgets import (
+    Verdict,
+    judge_rows,
+    lost_in_sums,
+    moved_by_scores,
+    row_budgets,
+)
 
 Flip = Callable[[int, int, int], bool]
 """From (request, query, key): whether the mask of that key is inverted."""
@@ -43,6 +49,7 @@ class Answer:
         sizes: As `out`, but the weighted average of the absolute values.
         scores: [query_heads, tokens] the largest sum of absolute products of a score.
         lost: [tokens, query_heads] what float32 may lose in sums of weights.
+        moved: As `out`: how far a rounding of the scores' products may move it.
     """
 
     out: Tensor
@@ -50,6 +57,7 @@ class Answer:
     sizes: Tensor
     scores: Tensor
     lost: Tensor
+    moved: Tensor
 
 
 def attend_by_hand(
@@ -77,7 +85,7 @@ def attend_by_hand(
     out = torch.zeros(tokens, query_heads, value_size, dtype=torch.float64)
     lse = torch.full((query_heads, tokens), -torch.inf, dtype=torch.float64)
     sizes, scores = torch.zeros_like(out), torch.zeros_like(lse)
-    lost = torch.zeros_like(lse.T)
+    lost, moved = torch.zeros_like(lse.T), torch.zeros_like(out)
     scale = given.get("scale", head_size**-0.5)
     token = 0
     for req, request in enumerate(requests):
@@ -117,10 +125,14 @@ def attend_by_hand(
                 values = value[visible].transpose(0, 1)[reads]  # [heads, keys, size]
                 out[token] = (weights[:, :, None] * values).sum(1)
                 sizes[token] = (weights[:, :, None] * values.abs()).sum(1)
+                # [heads, 1 row, keys], [heads, keys, size]
+                moved[token] = moved_by_scores(
+                    weights[:, None], size[:, None], values.abs(), sizes[token][:, None]
+                )[:, 0]
             if visible:
                 scores[:, token] = size.amax(1)
             token += 1
-    return Answer(out, lse, sizes, scores, lost)
+    return Answer(out, lse, sizes, scores, lost, moved)
 
 
 def positions_of(
@@ -217,14 +229,13 @@ def judge_out(
     """
     out, same = out.cpu(), same_dtype.cpu()
     if out_scale is None:
-        return judge_rows(
-            out, answer.out, same, dtype, answer.sizes, lost_in_sums=answer.lost
-        )
+        terms = None, answer.lost, answer.moved
+        return judge_rows(out, answer.out, same, dtype, answer.sizes, *terms)
     if not out.numel():
         return Verdict(0.0, 0, 0.0, 0.0, True)
-    budgets = row_budgets(
-        answer.out, same, dtype, answer.sizes, lost_in_sums=answer.lost
-    )[:, None, None]
+    terms = None, answer.lost, answer.moved
+    budgets = row_budgets(answer.out, same, dtype, answer.sizes, *terms)
+    budgets = budgets[:, None, None]
     out_scale = out_scale.cpu() if isinstance(out_scale, Tensor) else out_scale
     low, high = (
         quantise_by_hand(answer.out + sign * budgets, out_scale, out.dtype).double()

@@ -73,6 +73,7 @@ def shares_of_group(
             roundings[live] += its_lse.amax(1)
         roundings[live] += 2 * exact.lost / eps
         budget = FACTOR * lost + roundings * eps * largest
+        budget[live] += eps * exact.moved
     # step: compare output and log-sum-exp
     if "out_scale" in group.call.arguments:
         scale = group.out_scales[calls][:, None, None]
@@ -104,8 +105,9 @@ def _attention(group: Group, shape: Sequence[int]) -> tuple[Exact, Exact]:
     if exact:
         return joined(exact), joined(same)
     rows = group.query.new_empty((0, *shape), dtype=torch.float64)
-    none = Exact(rows, rows[:, :, 0], rows[:, 0, 0], rows[:, :, 0], rows[:, 0, 0])
-    return none, none
+    none, zeros = rows[:, :, 0], rows[:, 0, 0]
+    empty = Exact(rows, none, zeros, none, zeros, zeros)
+    return empty, empty
 
 
 def _largest(rows: Tensor) -> Tensor:
