@@ -20,6 +20,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from compiler_process import json_lines
 from pagetwin.conformance.oracles.dense import same_bits
 from pagetwin.contract.kinds import FP8_DTYPES
 from pagetwin.optimized.kernels.fp8 import (
@@ -253,6 +254,16 @@ def test_quotients_are_rounded_as_the_reference_rounds_them(
             IS_E5M2=dtype == E5M2, NATIVE=native, IS_NUMBER=True, SIZE=size,
         )  # fmt: skip
         assert same_codes(codes.view(dtype), quantise(numbers, scale, dtype))
+
+
+@pytest.mark.compile
+def test_codes_are_merged_with_codes_or_with_zero() -> None:
+    """With two elements per thread the second code was garbage, which only a GPU had shown."""
+    lines = json_lines(Path(__file__).with_name("compile_fp8_encoding.py"))
+    assert len(lines) == 8
+    for line in lines:
+        for source in line["merged with"]:
+            assert source == "RZ" or source.startswith("F2FP."), line
 
 
 def fused(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:

@@ -221,8 +221,8 @@ def _quantise_plain(numbers, scale, E5M2: tl.constexpr):
     """Return what `quantise` returns, by the instruction. Scales are PLAIN_SCALES.
 
     The instruction returns two codes. Where a program had two elements per thread, and computed
-    with their codes, the assembler of triton 3.6 read the second code before it existed. So four
-    codes are made and moved at once, and the sign is added before.
+    with their codes, the assemblers of triton 3.6 and 3.7 read the second code before it existed.
+    So four codes are made and moved at once, and the sign is added before.
     """
     magnitude = divide(tl.abs(numbers), scale).to(tl.int32, bitcast=True)
     sign = numbers.to(tl.int32, bitcast=True) & -0x80000000
