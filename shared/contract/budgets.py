@@ -153,9 +153,9 @@ def lost_in_sums(weights: Tensor, sink: Tensor | None = None) -> Tensor:
         [...] in the dtype of the weights.
     """
     eps = torch.finfo(torch.float32).eps
-    missing = -weights.shape[-1] % SMALLEST_TILE
-    padded = torch.nn.functional.pad(weights, (0, missing))
-    tiles = padded.unflatten(-1, (-1, SMALLEST_TILE)).sum(-1)
+    *rows, keys = weights.shape
+    padded = torch.nn.functional.pad(weights, (0, -keys % SMALLEST_TILE))
+    tiles = padded.reshape(*rows, -(-keys // SMALLEST_TILE), SMALLEST_TILE).sum(-1)
     lost = weights.new_zeros(weights.shape[:-1])
     for each in (tiles, tiles.flip(-1)):
         sums = each.cumsum(-1)
