@@ -17,6 +17,7 @@ from conftest import Twin
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pagetwin.conformance.generators.batches import GARBAGE, LAYOUTS, NAN, empty_cache
+from pagetwin.conformance.generators.rearranging import rows_of_answer
 from pagetwin.conformance.oracles.brute_force import (
     OracleRequest,
     attend_by_hand,
@@ -224,9 +225,7 @@ class Served:
             ]
             answer = attend_by_hand(requests, options, len(query))
             same = self.same_dtype(query, asking, stored, options)
-            kept = type(answer)(
-                answer.out[rows], answer.lse, answer.sizes[rows], answer.scores
-            )
+            kept = rows_of_answer(answer, rows)
             mine = output[: len(query)][rows]
             return judge_out(mine, kept, same[rows], self.dtype, output_scale)
 

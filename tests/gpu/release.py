@@ -90,9 +90,11 @@ def jobs() -> list[Job]:
     # the first run compiles the kernels
     plain = f"{sys.executable} {HERE / 'sanitized.py'}"
     checked = "{0} {1} && compute-sanitizer --tool memcheck --error-exitcode 1 {0} {1}"
-    own = "optimized,flex_compiled,vllm_unified"
-    judged = script("verdicts.py", "$OUT", *commit, "--adapters", own, "--limit", "300")
-    tried = script("campaign.py", "$OUT", *commit, "--minutes", "8")
+    judge = script("verdicts.py", "$OUT", *commit, "--adapters")
+    twin = (*judge, "optimized", "--limit", "330", "--workers", "14")
+    others = (*judge, "flex_compiled,vllm_unified", "--limit", "150", "--workers", "7")
+    tried = script("campaign.py", "$OUT", *commit, "--minutes", "8", "--mps")
+    many = ("--batches", "4096")
     only = ("--only", "attention is right for every batch")
     across = script("serving/ranks.py", "$OUT/ranks.jsonl")
     ranks = ("--ranks", "2", "--json", "$OUT/parallel.json")
@@ -111,8 +113,14 @@ def jobs() -> list[Job]:
             for each in SANITIZED.split()
         ),
         Job("serving", script("serving/several.py", "$OUT"), 560, ALL, is_engine=True),
-        Job("campaign", (*tried, *only, "--archive", "$OUT/campaign.tar.gz"), 560, ALL),
-        Job("verdicts", judged, 420, is_engine=True),
+        Job(
+            "campaign",
+            (*tried, *only, *many, "--archive", "$OUT/campaign.tar.gz"),
+            560,
+            ALL,
+        ),
+        Job("laws", twin, 430, ALL),
+        Job("verdicts", others, 250, is_engine=True),
         *(
             Job(f"sweep-{each}", sweep(each), 240, OWN, is_engine=True)
             for each in ("decode", "verify", "write")

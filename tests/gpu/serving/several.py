@@ -4,8 +4,10 @@
 
 Each model is a run of `run.py` in the folder OUTDIR/MODEL, with the engines of two backends in two
 modes. The models are distributed over all visible GPUs. Most of a run is the start of its engines,
-which read vLLM's files, compile and capture graphs. So all models start at once. When no engine is
-starting any more, each GPU times its models one after the other.
+which read vLLM's files, compile and capture graphs. So as many models start at once as the memory
+of a GPU holds: weights and KV caches of a model's four engines are 28 to 52 GB (computed). When no
+engine is starting any more, each GPU times its models one after the other. Then the next models
+start.
 
 OUTDIR/serving.jsonl has the lines of all models. The exit code is 1 if an engine of a model was not
 ready in time.
@@ -103,9 +105,9 @@ def release_in_turn(runs: list[Run]) -> None:
         time.sleep(0.2)
 
 
-def join(runs: list[Run], path: Path) -> None:
+def join(folders: list[Path], path: Path) -> None:
     """Write the lines of all models to one file."""
-    files = [each.folder / "serving.jsonl" for each in runs]
+    files = [each / "serving.jsonl" for each in folders]
     text = "".join(each.read_text() for each in files if each.exists())
     path.write_text(text)
 
@@ -117,9 +119,24 @@ def serve(asked: argparse.Namespace, devices: list[str]) -> bool:
         asked: the arguments of the command.
         devices: values of CUDA_VISIBLE_DEVICES, one per GPU.
     """
+    at_once = asked.at_once * len(devices)
+    were_ready = []
+    try:
+        for first in range(0, len(asked.models), at_once):
+            models = asked.models[first : first + at_once]
+            were_ready.append(serve_together(asked, models, devices))
+    finally:
+        join([asked.out / model for model in asked.models], asked.out / "serving.jsonl")
+    return all(were_ready)
+
+
+def serve_together(
+    asked: argparse.Namespace, models: list[str], devices: list[str]
+) -> bool:
+    """Run models that start at once; arguments and result as in `serve`."""
     runs = [
         start(asked, model, number % len(devices), devices[number % len(devices)])
-        for number, model in enumerate(asked.models)
+        for number, model in enumerate(models)
     ]
     try:
         wait_until_ready(runs)
@@ -130,7 +147,6 @@ def serve(asked: argparse.Namespace, devices: list[str]) -> bool:
             # its engines are processes of their own
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(each.process.pid, signal.SIGKILL)
-        join(runs, asked.out / "serving.jsonl")
     return not any(codes)
 
 
@@ -151,6 +167,7 @@ def main() -> None:
     add("--backends", nargs="+", default=["FLASH_ATTN", "CUSTOM"])
     add("--modes", nargs="+", default=["decode graphs", "default"], choices=MODES)
     add("--loads", nargs="+", help="default: a, b, c, or those with audio")
+    add("--at-once", type=int, default=2, help="models per GPU that start at once")
     add("--runs", type=int, default=2, help="timed runs of each load")
     add("--work", type=Path, default=WORK, help="what engines keep from run to run")
     add("--start-limit", type=float, default=240, help="seconds until all are warm")
