@@ -197,7 +197,7 @@ def quantise(
     These are the bits of torch's `(numbers / scale).clamp(-largest, largest).to(dtype)`, except
     for the sign of NaN. In the code for sm_90 a cache write has 39 instructions per element with a
     division of any numbers, its rare path included, and `encode_fp8`. With NATIVE and plain scales
-    it runs 15.
+    it runs about 15.
 
     Args:
         numbers: float32.
