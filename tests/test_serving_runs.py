@@ -43,6 +43,14 @@ def test_every_phase_names_a_program_a_model_and_loads_that_exist(
             assert set(loads) <= set(engine.LOADS), name
 
 
+def is_running(stat: Path) -> bool:
+    """Return whether a process is neither gone nor a zombie that nothing has waited for."""
+    try:
+        return stat.read_text().split()[2] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def test_a_phase_is_ended_at_its_limit_with_its_processes(tmp_path: Path) -> None:
     program = tmp_path / "waits.py"
     program.write_text(
@@ -53,10 +61,9 @@ def test_a_phase_is_ended_at_its_limit_with_its_processes(tmp_path: Path) -> Non
     )
     ended = phases.run([str(program)], tmp_path / "phase", limit=2)
     assert ended["code"] == "ended by its limit"
-    state = Path("/proc") / (tmp_path / "child").read_text() / "stat"
+    stat = Path("/proc") / (tmp_path / "child").read_text() / "stat"
     until = time.time() + 20
-    # gone, or a zombie that nobody has waited for
-    while state.exists() and state.read_text().split()[2] != "Z":
+    while is_running(stat):
         assert time.time() < until
         time.sleep(0.1)
 
