@@ -23,6 +23,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -78,9 +79,6 @@ def sharing(is_on: bool) -> Iterator[None]:
 
     Args:
         is_on: whether to. If not, nothing is started.
-
-    Raises:
-        FileNotFoundError: the machine has no `nvidia-cuda-mps-control`.
     """
     if not is_on:
         yield
@@ -115,6 +113,8 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--commit", help="default: what git says")
     asked = parser.parse_args()
+    if asked.mps and shutil.which(MPS) is None:
+        parser.error(f"--mps: expected {MPS} on the PATH")
     gpus = count_gpus(asked.device)
     if asked.workers is None:
         asked.workers = choose_workers(len(os.sched_getaffinity(0)), gpus)

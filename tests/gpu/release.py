@@ -18,6 +18,7 @@ import argparse
 import datetime
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -27,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 
+from campaign import MPS
 from record import ROOT, environment, run_limited
 
 HERE = Path(__file__).resolve().parent
@@ -93,8 +95,8 @@ def jobs() -> list[Job]:
     judge = script("verdicts.py", "$OUT", *commit, "--adapters")
     twin = (*judge, "optimized", "--limit", "330", "--workers", "14")
     others = (*judge, "flex_compiled,vllm_unified", "--limit", "150", "--workers", "7")
-    tried = script("campaign.py", "$OUT", *commit, "--minutes", "8", "--mps")
-    many = ("--batches", "4096")
+    tried = script("campaign.py", "$OUT", *commit, "--minutes", "8")
+    tried += ("--batches", "4096", *(["--mps"] if shutil.which(MPS) else []))
     only = ("--only", "attention is right for every batch")
     across = script("serving/ranks.py", "$OUT/ranks.jsonl")
     ranks = ("--ranks", "2", "--json", "$OUT/parallel.json")
@@ -115,7 +117,7 @@ def jobs() -> list[Job]:
         Job("serving", script("serving/several.py", "$OUT"), 560, ALL, is_engine=True),
         Job(
             "campaign",
-            (*tried, *only, *many, "--archive", "$OUT/campaign.tar.gz"),
+            (*tried, *only, "--archive", "$OUT/campaign.tar.gz"),
             560,
             ALL,
         ),
