@@ -5,7 +5,7 @@ The programs in `tests/gpu/serving/` write the records, one JSON object per line
 
 import json
 import re
-from collections import defaultdict
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -28,42 +28,107 @@ def _range(values: list[float], digits: int = 0) -> str:
     return low if low == high else f"{low} to {high}"
 
 
+def _loads() -> dict[tuple[str, str, str], dict[str, list[dict[str, Any]]]]:
+    """Return the timed runs by model, mode and load, and then by backend.
+
+    A mode of a model is one session, and the newest record that has it counts. Loads that ended
+    before CUSTOM was timed are left out.
+    """
+    newest: dict[tuple[str, str], dict[tuple[str, str, str], Any]] = {}
+    for path in sorted(RECORDS.glob("20*-vllm-*-serving.jsonl")):
+        found: dict[tuple[str, str], Any] = {}
+        for each in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
+            if each["event"] == "load" and each["run"] != "warm":
+                model, mode = each["model"], each["mode"]
+                loads = found.setdefault((model, mode), {})
+                runs = loads.setdefault((model, mode, each["load"]), {})
+                runs.setdefault(each["backend"], []).append(each)
+        newest |= found
+    return {
+        key: runs
+        for _, loads in sorted(newest.items())
+        for key, runs in loads.items()
+        if "CUSTOM" in runs
+    }
+
+
+def _speed(runs: list[dict[str, Any]]) -> float:
+    """Return the median throughput, in output tokens per second."""
+    return statistics.median(each["output_tokens_per_s"] for each in runs)
+
+
+def _vllm_backend(runs: dict[str, Any]) -> str:
+    """Return the name of vLLM's own backend that a session compares with."""
+    return next(name for name in runs if name.startswith("FLASH_ATTN"))
+
+
+def _shape(run: dict[str, Any]) -> str:
+    """Return the number of requests of a load, and their input and output tokens."""
+    return f"{run['requests']} x {run['input']:,} / {run['output']}"
+
+
 def serving_table() -> str:
-    """Return one row per load and backend: throughput, and latencies at p50 and p99."""
-    names = ("model", "load", "mode", "backend")
-    runs: dict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)
-    for each in _lines("serving"):
-        if each["event"] == "load" and each["run"] != "warm":
-            runs[tuple(each[name] for name in names)].append(each)
-    if not runs:
-        return NONE
+    """Return one row per model, mode and load: throughput, and the ratio of the medians."""
     lines = [
-        "| model | load | graphs | backend | runs | output tokens/s |"
-        " first token, ms, p50 / p99 | per output token, ms, p50 / p99 |",
+        "| model | graphs | load | runs | vLLM's backend | `CUSTOM` | ratio |",
+        "|---|---|---|---:|---:|---:|---:|",
+    ]
+    for (model, mode, _), runs in _loads().items():
+        theirs, ours = runs[_vllm_backend(runs)], runs["CUSTOM"]
+        cells = [model, mode, _shape(ours[0]), str(len(ours))]
+        for given in (theirs, ours):
+            cells.append(_range([each["output_tokens_per_s"] for each in given]))
+        cells.append(f"{_speed(ours) / _speed(theirs):.2f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) if lines[2:] else NONE
+
+
+def latency_table() -> str:
+    """Return the latencies at p50 and p99, one row per model, mode, load and backend, folded."""
+    lines = [
+        "| model | graphs | load | backend | first token, ms, p50 / p99 |"
+        " per output token, ms, p50 / p99 |",
+        "|---|---|---|---|---:|---:|",
+    ]
+    for (model, mode, _), runs in _loads().items():
+        for backend in (_vllm_backend(runs), "CUSTOM"):
+            cells = [model, mode, _shape(runs[backend][0]), f"`{backend}`"]
+            for name, digits in (("first_token_ms", 0), ("per_token_ms", 2)):
+                pairs = zip(*(each[name] for each in runs[backend]), strict=True)
+                cells.append(" / ".join(_range([*each], digits) for each in pairs))
+            lines.append(f"| {' | '.join(cells)} |")
+    if not lines[2:]:
+        return NONE
+    return "\n".join(['??? note "Latencies"', "", *(f"    {line}" for line in lines)])
+
+
+def recorded_table() -> str:
+    """Return one row per load and backend that ran with the flight recorder and without it."""
+    lines = [
+        "| model | graphs | load | backend | runs | without | with | ratio |",
         "|---|---|---|---|---:|---:|---:|---:|",
     ]
-    for (model, _, mode, backend), given in sorted(runs.items()):
-        one = given[0]
-        cells = [
-            model,
-            f"{one['requests']} x {one['input']:,} / {one['output']}",
-            mode,
-            f"`{backend}`",
-            str(len(given)),
-            _range([each["output_tokens_per_s"] for each in given]),
-        ]
-        for name, digits in (("first_token_ms", 0), ("per_token_ms", 2)):
-            parts = [
-                _range([each[name][part] for each in given], digits) for part in (0, 1)
-            ]
-            cells.append(" / ".join(parts))
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    for (model, mode, _), runs in _loads().items():
+        for backend in [each for each in runs if f"{each}+record" in runs]:
+            without, recorded = runs[backend], runs[f"{backend}+record"]
+            cells = [model, mode, _shape(without[0]), f"`{backend}`"]
+            cells.append(str(len(recorded)))
+            for given in (without, recorded):
+                cells.append(_range([each["output_tokens_per_s"] for each in given]))
+            cells.append(f"{_speed(recorded) / _speed(without):.3f}")
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) if lines[2:] else NONE
 
 
 def equality_table() -> str:
     """Return one row per model and pair of backends: where greedy tokens first differ."""
-    rows = [each for each in _lines("equality") if each["event"] == "compared"]
+    newest: dict[tuple[str, ...], dict[str, Any]] = {}
+    for each in _lines("equality"):
+        if each["event"] == "compared":
+            dtype = each.get("dtype", "bfloat16")
+            key = each["model"], dtype, str(each["ngram"])
+            newest[(*key, each["backend"], each["other"])] = each
+    rows = [newest[key] for key in sorted(newest)]
     if not rows:
         return NONE
     lines = [
