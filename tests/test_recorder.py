@@ -510,9 +510,9 @@ def test_an_engine_that_ends_while_the_recorder_works_is_forgotten_later(
     recorder = engine.recorder
     plain = steps.check_step
 
-    def check(step: HostStep) -> Any:
+    def check(step: HostStep, has_own_rows: bool) -> Any:
         recorder.engine_ended()
-        return plain(step)
+        return plain(step, has_own_rows)
 
     monkeypatch.setattr(steps, "check_step", check)
     engine.step()

@@ -8,8 +8,12 @@ import torch
 from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.contract.operations import load_implementation
 from pagetwin.recorder import Recorder, RecorderSettings
+from pagetwin.recorder.laws import bookkeeping
+from pagetwin.recorder.laws.attention import RecordedCall, check_attention
+from pagetwin.recorder.laws.bookkeeping import LAWS, LAWS_OF_ROWS
 from pagetwin.recorder.laws.schedule import ScheduledRow, ScheduledRows
-from pagetwin.recorder.step import StepTensors
+from pagetwin.recorder.samples import unvalidated
+from pagetwin.recorder.step import StepCopy, StepTensors
 from second_device import DEVICE, OnDevice, SecondDevice
 from small_engine import EngineSettings, SmallEngine
 from test_recorder import requests
@@ -74,6 +78,72 @@ def test_only_sampled_steps_make_the_host_wait_and_those_a_few_times(
     assert reads[1] == reads[3] == 0
     # the second sampled step also compares keys and values of four watched blocks
     assert 0 < reads[0] <= 16 and reads[0] < reads[2] <= 16 + 8
+
+
+def test_right_rows_are_computed_once_and_wrong_ones_are_judged_by_their_budget(
+    tmp_path: Path,
+) -> None:
+    """The smallest budget needs the exact result alone, and right rows are within it."""
+    tensors, given = one_step(6, 40, 1)
+    given = {name: each.numbers for name, each in given.items()}
+    host = StepCopy(tensors, 1, "layers").wait(None)
+    types: list[Any] = []
+
+    def paged_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
+        types.append(kwargs["compute_dtype"])
+        return unvalidated("paged_attention")(*args, **kwargs)
+
+    caches = (given["key_cache"], given["value_cache"])
+    for error, computed in ((0.0, 1), (1e-2, 3)):
+        output = given["output"] + error
+        call = RecordedCall(
+            "layer", given["query"], output, *caches, None, AttentionOptions(), ""
+        )
+        types.clear()
+        finding = check_attention(call, host, range(6), paged_attention)
+        assert (finding is None) == (error == 0.0)
+        assert len(types) == computed and types[0] == torch.float64
+
+
+def test_rows_that_the_scheduler_gave_are_compared_with_it_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check_again(_: Any) -> None:
+        raise AssertionError("a law that follows from the scheduler's rows is checked")
+
+    laws = [check_again if each in LAWS_OF_ROWS else each for each in LAWS]
+    monkeypatch.setattr(bookkeeping, "LAWS", tuple(laws))
+    monkeypatch.setattr(bookkeeping, "LAWS_OF_ROWS", (check_again,))
+    recorder = Recorder(RecorderSettings(tmp_path, sample_every=8))
+    engine = SmallEngine(EngineSettings(), recorder)
+    engine.add(requests(12))
+    engine.run_to_the_end()
+    assert recorder.is_on and recorder.findings == []
+    # without a scheduler they are checked
+    recorder.begin_step(one_step(2, 40, 1)[0])
+    assert not recorder.is_on
+
+
+@pytest.mark.parametrize("block", [-1, 99])
+def test_a_block_outside_of_the_cache_is_found_although_the_scheduler_gave_it(
+    tmp_path: Path, block: int
+) -> None:
+    tensors, given = one_step(2, 40, 1)
+    tensors.block_table[1, 0] = block
+    names = ("key", "value", "key_cache", "value_cache")
+    recorder = Recorder(RecorderSettings(tmp_path, sample_every=2))
+    for number in range(2):  # the first step shows the size of the cache
+        rows = [
+            ScheduledRow(name, 39, 1, tuple(blocks))
+            for name, blocks in zip("ab", tensors.block_table.tolist(), strict=True)
+        ]
+        recorder.schedule(rows, BLOCK)
+        recorder.begin_step(tensors)
+        if not number:
+            recorder.wrote("layer", *(given[each].numbers for each in names))
+    recorder.finish()
+    assert recorder.is_on
+    assert [each.law for each in recorder.findings] == ["block ids"]
 
 
 def test_rows_of_right_steps_are_compared_as_one_array(

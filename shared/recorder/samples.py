@@ -3,6 +3,7 @@
 Layers take turns: each sampled step compares one of them.
 """
 
+import functools
 import inspect
 import random
 from collections.abc import Callable, Iterable, Sequence
@@ -20,6 +21,7 @@ from .settings import RecorderSettings
 from .step import HostStep, Integers
 
 
+@functools.cache
 def unvalidated(name: str) -> Callable[..., Any]:
     """Return an operation of the reference without its validation.
 

@@ -44,7 +44,7 @@ class CheckedSteps:
             self._ledger = Ledger(block_size, knows_all)
         self._ledger.free(freed)
         finding = self._ledger.schedule(rows)
-        self._next_scheduled = self._ledger.step_rows(rows)
+        self._next_scheduled = self._ledger.step_rows(rows, finding is None)
         return finding
 
     @property
@@ -88,14 +88,14 @@ class CheckedSteps:
         others = [each for each in self._current.values() if isinstance(each, HostStep)]
         if self._current.get(copy.group) is copy:
             self._current[copy.group] = step
-        finding = check_step(step)
-        if finding is None and others:
-            finding = check_groups([others[0], step])
-        self._reports.names = {}
+        self._reports.names, stranger, has_own_rows = {}, None, False
         # kernels and scheduler may have blocks of different sizes
         is_alike = scheduled is not None and scheduled.block_size == step.block_size
         if scheduled is not None and step.num_tokens and is_alike:
             self._reports.names, stranger = scheduled.match(step)
-            finding = stranger or finding
+            has_own_rows = stranger is None and scheduled.are_own(step.num_blocks)
+        finding = stranger or check_step(step, has_own_rows)
+        if finding is None and others:
+            finding = check_groups([others[0], step])
         self._samples.note_writes(step)
         self._reports.report(finding, step, step.number)

@@ -19,6 +19,8 @@ class RowTable:
         self._line: dict[Hashable, int] = {}
         self._free: list[int] = []
         self._removed: list[int] = []
+        self.smallest, self.largest = 0, -1
+        """The smallest block id so far, at most 0, and the largest one."""
 
     def append(
         self, request_id: Hashable, column: int, block_ids: Sequence[int]
@@ -33,6 +35,8 @@ class RowTable:
         if last > self._blocks.shape[1]:
             self._grow(columns=max(last, 2 * self._blocks.shape[1]))
         self._blocks[self._line[request_id], column:last] = block_ids
+        self.smallest = min((self.smallest, *block_ids))
+        self.largest = max((self.largest, *block_ids))
 
     def remove(self, request_id: Hashable) -> None:
         """Forget a request. Its line keeps its blocks until `reuse`."""

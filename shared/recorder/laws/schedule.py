@@ -84,10 +84,17 @@ class Ledger:
                 return self._describe(each.request_id, block_id)
         return None
 
-    def step_rows(self, rows: Sequence[ScheduledRow]) -> "ScheduledRows":
-        """Return rows that `schedule` took over, to be compared with the step's metadata later."""
+    def step_rows(
+        self, rows: Sequence[ScheduledRow], are_own: bool = False
+    ) -> "ScheduledRows":
+        """Return rows that `schedule` took over, to be compared with the step's metadata later.
+
+        Args:
+            rows: the requests of the step.
+            are_own: whether `schedule` found no violation in them.
+        """
         lines = self._table.lines_of([each.request_id for each in rows])
-        return ScheduledRows(tuple(rows), lines, self._table, self.block_size)
+        return ScheduledRows(tuple(rows), lines, self._table, self.block_size, are_own)
 
     def all_checked(self) -> None:
         """Reuse the memory of freed requests: no step that had them is still to be checked."""
@@ -143,6 +150,7 @@ class ScheduledRows:
         lines: [reqs] the line of each in the table.
         table: the ledger's table.
         block_size: slots per block.
+        are_own: whether no block that the step writes has another holder.
     """
 
     def __init__(
@@ -151,10 +159,21 @@ class ScheduledRows:
         lines: Integers,
         table: RowTable,
         block_size: int,
+        are_own: bool = False,
     ) -> None:
         self._rows = rows
         self._lines, self._table = lines, table
-        self.block_size = block_size
+        self.block_size, self._are_own = block_size, are_own
+
+    def are_own(self, num_blocks: int | None) -> bool:
+        """Return whether no written block has another holder, and all are blocks of the cache.
+
+        Args:
+            num_blocks: Optional. Blocks in the cache. If None, any number is one of a block.
+        """
+        table = self._table
+        is_inside = num_blocks is None or table.largest < num_blocks
+        return self._are_own and table.smallest >= 0 and is_inside
 
     def match(self, step: HostStep) -> tuple[dict[int, Hashable], Corruption | None]:
         """Return the request of each row of the batch, and the first row that is not one.
@@ -165,8 +184,8 @@ class ScheduledRows:
         Args:
             step: the metadata of the step.
         """
-        numbers = np.array([each[1:3] for each in self._rows], dtype=np.int64)
-        computed, new = numbers.reshape(-1, 2).T
+        computed = np.array([each[1] for each in self._rows], dtype=np.int64)
+        new = np.array([each[2] for each in self._rows], dtype=np.int64)
         index = self._table.find(self._lines, new, computed + new, step)
         if index is None:
             return self._match_each(step)

@@ -4,8 +4,9 @@
 
 Two correct backends differ where two tokens are nearly equally probable, and from there on a prompt
 is another one. So each prompt is compared until its first difference. RESULTS gets a JSON line per
-backend, and one per pair. The engines run one after the other in this process, without graphs. With
-vLLM's build for CPUs, CUSTOM runs in Triton's interpreter, where bfloat16 is wrong:
+backend, and one per pair. `CUSTOM:reference` is this project's backend with its reference. The
+engines run one after the other in this process, without graphs. With vLLM's build for CPUs, CUSTOM
+runs in Triton's interpreter, where bfloat16 is wrong:
 
     export TRITON_INTERPRET=1
     python tests/gpu/serving/equality.py RESULTS --model small --backends CPU_ATTN CUSTOM \
@@ -41,8 +42,9 @@ def build(asked: argparse.Namespace, backend: str, folder: Path) -> Any:
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
     register()
-    if not CUDA:
-        os.environ["PAGETWIN_VLLM_IMPLEMENTATION"] = asked.implementation
+    backend, _, twin = backend.partition(":")
+    default = "optimized" if CUDA else asked.implementation
+    os.environ["PAGETWIN_VLLM_IMPLEMENTATION"] = twin or default
     DummyModelLoader.load_weights = lambda self, model, config: seed_weights(model)
     options: dict[str, Any] = {}
     if asked.ngram:

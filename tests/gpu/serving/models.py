@@ -189,6 +189,7 @@ DEEPSEEK_8 = {
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama-8": LLAMA,
+    "llama": {**LLAMA, "num_hidden_layers": 32},
     "tiny": {**LLAMA, **SMALL},
     "deep": {**LLAMA, **SMALL, "num_hidden_layers": 32},
     "one-kv-head": {**LLAMA, **SMALL, "num_key_value_heads": 1, "head_dim": 64},
