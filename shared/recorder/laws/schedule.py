@@ -84,9 +84,7 @@ class Ledger:
                 return self._describe(each.request_id, block_id)
         return None
 
-    def step_rows(
-        self, rows: Sequence[ScheduledRow], are_own: bool = False
-    ) -> "ScheduledRows":
+    def step_rows(self, rows: Sequence[ScheduledRow], are_own: bool) -> "ScheduledRows":
         """Return rows that `schedule` took over, to be compared with the step's metadata later.
 
         Args:
@@ -159,7 +157,7 @@ class ScheduledRows:
         lines: Integers,
         table: RowTable,
         block_size: int,
-        are_own: bool = False,
+        are_own: bool,
     ) -> None:
         self._rows = rows
         self._lines, self._table = lines, table

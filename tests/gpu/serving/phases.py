@@ -45,9 +45,11 @@ def phases(asked: argparse.Namespace) -> dict[str, list[str]]:
     out, smallest, backends = asked.out.resolve(), asked.smallest, asked.backends
     made: dict[str, list[str]] = {}
 
-    def timed(name: str, model: str, given: list[str], *more: str) -> None:
+    def timed(
+        name: str, model: str, given: list[str], *more: str, loads: str = "abc"
+    ) -> None:
         command = ["serving/run.py", str(out / name), "--model", of(model)]
-        command += ["--loads", *(["try"] if smallest else "abc")]
+        command += ["--loads", *(["try"] if smallest else loads)]
         command += ["--backends", *given]
         # engines start in two thirds of the time
         command += ["--start-limit", str(asked.limit * 2 // 3)]
@@ -76,9 +78,11 @@ def phases(asked: argparse.Namespace) -> dict[str, list[str]]:
     made["recorder-checks"] += ["--only", "checks"]
     recorded = [f"{each}+record" for each in llama]
     timed("recorder-eager", "llama-8", [*llama, *recorded], "--modes", "eager")
-    # steps of a whole model, which CUDA graphs compute: takes 160 s, so with --limit 240
-    whole = ["--modes", "default", "--runs", "3", "--loads", "b", "--kv-gib", "36"]
-    timed("recorder-whole", "llama", [llama[-1], recorded[-1]], *whole)
+    # steps of a whole model, which CUDA graphs compute; its start needs more than the usual limit
+    whole = ["--modes", "default", "--runs", "3"]
+    whole += [] if smallest else ["--kv-gib", "36"]
+    pair = [llama[-1], recorded[-1]]
+    timed("recorder-whole", "llama", pair, *whole, loads="b")
     # rows of all layers, each within its error budget
     each_step = ["--modes", "eager", "--runs", "1", "--record-every", "1"]
     timed("budgets-deep", "deep", recorded, *each_step)
