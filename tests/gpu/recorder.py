@@ -25,7 +25,7 @@ from pagetwin.recorder import RecordedOperations, Recorder, RecorderSettings
 
 FAULTS = {
     "": "nothing",
-    "slot": "one writer",
+    "slot": "slots",
     "buffer": "graph buffers",
     "length in the graph": "attention",
 }

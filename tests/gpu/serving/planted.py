@@ -3,11 +3,13 @@
     python tests/gpu/serving/planted.py RESULTS --kind padded
     python tests/gpu/serving/planted.py RESULTS --kind plain
     python tests/gpu/serving/planted.py RESULTS --kind window
+    python tests/gpu/serving/planted.py RESULTS --kind padded --clean 10000 --every 4
 
 One engine serves the same requests once per bug: 16 requests, and a cache that is too small for
 them, so that requests are preempted. RESULTS gets one JSON line per run: in which step a bug first
-changed something, when it was found, and the message. On a machine without a GPU the engine is
-vLLM's for CPUs with the reference.
+changed something, when it was found, and the message. With `--clean N` no bug is planted, and other
+prompts follow until the engine has run N steps. On a machine without a GPU the engine is vLLM's for
+CPUs with the reference.
 """
 
 import argparse
@@ -18,6 +20,7 @@ import random
 import re
 import tempfile
 import traceback
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -141,28 +144,35 @@ def serve(llm: Any, seed: int) -> int:
 
 
 def run(
-    llm: Any, bug: str | None, recorder: Any, sentences: Sentences
+    llm: Any, bug: str | None, recorder: Any, sentences: Sentences, steps: int = 1
 ) -> dict[str, Any]:
-    """Serve once with a bug, and return what was found."""
+    """Serve with a bug, and return what was found.
+
+    Args:
+        llm: the engine.
+        bug: Optional. One of BUGS.
+        recorder: of the engine.
+        sentences: what it logs.
+        steps: the requests are served again, with other prompts, until the engine has run so many.
+    """
     start, checked = recorder.step, dict(recorder.checked)
     recorder.findings.clear()
     sentences.kept.clear()
     plant = Plant(llm, lambda: recorder.step - start, DUE_FROM)
-    error = None
+    error, preemptions = None, []
     try:
-        if bug is None:
-            preemptions = serve(llm, 1)
-        else:
-            with planted(bug, plant):
-                preemptions = serve(llm, 1)
+        with planted(bug, plant) if bug else nullcontext():
+            while recorder.step - start < steps and recorder.is_on:
+                preemptions.append(serve(llm, 1 + len(preemptions)))
     except Exception as raised:
         traceback.print_exc()
-        preemptions, error = None, f"{type(raised).__name__}: {raised}"
+        error = f"{type(raised).__name__}: {raised}"
     recorder.finish()
     # a bug leaves its traces in the cache
     recorder.blocks_changed(range(24))
     done = {name: recorder.checked[name] - checked[name] for name in checked}
-    result: dict[str, Any] = {"bug": bug, "preemptions": preemptions, "checked": done}
+    result: dict[str, Any] = {"bug": bug, "checked": done}
+    result["preemptions"] = None if error else sum(preemptions)
     if not recorder.is_on:
         result["recorder"] = "failed"
     if error:
@@ -186,6 +196,7 @@ def main() -> None:
     parser.add_argument(
         "--every", type=int, default=1, help="one of so many steps is sampled"
     )
+    parser.add_argument("--clean", type=int, metavar="N", help="N steps without a bug")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         os.environ["PAGETWIN_RECORD"] = f"{folder}/cases"
@@ -205,9 +216,11 @@ def main() -> None:
             "backend": asked.backend if CUDA else "CUSTOM, reference",
             "graphs": has_graphs(asked.kind),
             "sampled": asked.every,
+            "clean": asked.clean,
         }
-        for bug in (None, *KINDS[asked.kind]["bugs"]):
-            result = run(llm, bug, recorder, sentences)
+        bugs = [] if asked.clean else KINDS[asked.kind]["bugs"]
+        for bug in (None, *bugs):
+            result = run(llm, bug, recorder, sentences, asked.clean or 1)
             with asked.results.open("a") as file:
                 file.write(json.dumps({**first, **result}) + "\n")
             if "error" in result:
