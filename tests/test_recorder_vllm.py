@@ -16,6 +16,7 @@ import torch
 from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.contract.operations import load_implementation
 from pagetwin.recorder import Recorder, RecorderSettings, record_backend
+from pagetwin.recorder.reproduce import reproduce_case
 from pagetwin.recorder.wrappers import vllm as recorder_vllm
 from pagetwin.recorder.wrappers import vllm_schedule
 from pagetwin.recorder.wrappers.vllm import VLLM_READER, split_cache
@@ -23,6 +24,7 @@ from pagetwin.recorder.wrappers.vllm_schedule import WorkerSteps, comparable_blo
 from torch import Tensor
 
 REFERENCE = load_implementation("reference")
+FP8 = torch.float8_e4m3fn
 HEADS, KV_HEADS, SIZE, BLOCK, BLOCKS = 4, 2, 8, 16, 12
 
 
@@ -117,6 +119,38 @@ class Impl:
         return output
 
 
+class Fp8Impl(Impl):
+    """Attention as FlashAttention-3 computes it on FP8 queries, of one request.
+
+    The weights are rounded to FP8 at 256 times their size, and their sum is not rounded.
+    """
+
+    vllm_flash_attn_version = 3
+    queries = FP8
+    drops_key_scale = False
+
+    def forward(
+        self, layer, query, key, value, kv_cache, attn_metadata, output, *unused
+    ):
+        common, tokens = attn_metadata.common, attn_metadata.num_actual_tokens
+        keys = int(common.seq_lens[0])
+        k, v = (
+            each[common.block_table_tensor[0].long()].flatten(0, 1)[:keys].float()
+            for each in split_cache(kv_cache, SIZE, "fp8")
+        )
+        k_scale = 1.0 if self.drops_key_scale else layer._k_scale
+        k, v = (each.repeat_interleave(HEADS // KV_HEADS, 1) for each in (k, v))
+        q = query[:tokens].float() * layer._q_scale
+        scores = torch.einsum("qhd,khd->hqk", q, k * k_scale) * self.scale
+        hidden = torch.arange(keys) > torch.arange(keys - tokens, keys)[:, None]
+        scores.masked_fill_(hidden, -torch.inf)
+        weights = 256 * (scores - scores.amax(2, keepdim=True)).exp()
+        result = torch.einsum("hqk,khd->qhd", weights.to(FP8).float(), v)
+        sums = weights.sum(2).T[:, :, None]
+        output[:tokens] = result / sums * layer._v_scale
+        return output
+
+
 class Backend(metaclass=abc.ABCMeta):  # noqa: B024
     """A backend with vLLM's methods."""
 
@@ -135,6 +169,14 @@ class Backend(metaclass=abc.ABCMeta):  # noqa: B024
     @classmethod
     def is_mla(cls) -> bool:
         return False
+
+
+class Fp8Backend(Backend):
+    """A backend that reads an FP8 cache with FP8 queries."""
+
+    @staticmethod
+    def get_impl_cls() -> type[Impl]:
+        return Fp8Impl
 
 
 class LatentBackend(Backend):
@@ -159,6 +201,7 @@ def run(recorded: Any, shape: str, steps: int = 12, **given: Any) -> None:
         layer_name="model.layers.0.attn",
         _k_scale=torch.tensor(0.05),
         _v_scale=torch.tensor(0.05),
+        _q_scale=torch.tensor(0.02),
     )
     builder = recorded.get_builder_cls()(
         FullAttentionSpec(), [layer.layer_name], None, torch.device("cpu")
@@ -180,6 +223,8 @@ def run(recorded: Any, shape: str, steps: int = 12, **given: Any) -> None:
         query = torch.randn(new + 2, HEADS, SIZE)
         key, value = torch.randn(2, new + 2, KV_HEADS, SIZE)
         output = torch.empty(new + 2, HEADS, SIZE)
+        if hasattr(impl, "queries"):
+            query, output = (query / layer._q_scale).to(FP8), output.bfloat16()
         impl.do_kv_cache_update(
             layer, key, value, kv_cache, longer[: common.num_actual_tokens]
         )
@@ -226,6 +271,42 @@ def test_a_scale_that_the_write_drops_is_found(
     checks = recorder(tmp_path)
     run(record_backend(Backend, checks, VLLM_READER), "packed", kv_cache_dtype="fp8")
     assert [each.law for each in checks.findings] == ["cache write"]
+
+
+def test_attention_of_fp8_queries_stays_within_a_budget_of_fp8_weights(
+    tmp_path: Path,
+) -> None:
+    checks = recorder(tmp_path)
+    run(record_backend(Fp8Backend, checks, VLLM_READER), "halves", kv_cache_dtype="fp8")
+    checks.finish()
+    assert checks.is_on and checks.findings == []
+    assert checks.checked["rows"] == checks.checked["writes"] == 4 + 11
+
+
+def test_fp8_keys_that_are_read_without_their_scale_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Fp8Impl, "drops_key_scale", True)
+    checks = recorder(tmp_path)
+    run(record_backend(Fp8Backend, checks, VLLM_READER), "halves", kv_cache_dtype="fp8")
+    assert [each.law for each in checks.findings] == ["attention"]
+    [path] = tmp_path.glob("*.pt")
+    again = reproduce_case(path)
+    assert again.still is not None and again.still.law == "attention"
+
+
+def test_other_kernels_of_fp8_queries_have_their_writes_compared_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel may lose weights that are small beside the largest one."""
+    monkeypatch.delattr(Fp8Impl, "vllm_flash_attn_version")
+    monkeypatch.setattr(Fp8Impl, "drops_key_scale", True)
+    checks = recorder(tmp_path)
+    run(record_backend(Fp8Backend, checks, VLLM_READER), "halves", kv_cache_dtype="fp8")
+    checks.finish()
+    assert checks.is_on and checks.findings == []
+    assert (checks.checked["rows"], checks.checked["writes"]) == (0, 4 + 11)
+    assert checks.checked["blocks"] > 0
 
 
 def test_the_metadata_of_a_capture_are_not_a_step(tmp_path: Path) -> None:

@@ -73,6 +73,7 @@ def row_budgets(
     joined_lse: Tensor | None = None,
     lost_in_sums: Tensor | None = None,
     moved_by_scores: Tensor | None = None,
+    weight_error: float = 0.0,
 ) -> Tensor:
     """Return the error budget of each row.
 
@@ -89,6 +90,9 @@ def row_budgets(
         lost_in_sums: Optional. [rows, ...] what that function returns. If None, nothing is lost.
         moved_by_scores: Optional. [rows, ...] what that function returns. If None, scores are
             exact.
+        weight_error: relative error that each softmax weight may have besides. A kernel that
+            multiplies weights and values in FP8 rounds its weights to FP8, by up to half of
+            that dtype's epsilon.
 
     Returns:
         [rows] float64.
@@ -100,13 +104,14 @@ def row_budgets(
     lost = (same - exact).abs().amax(1)
     typical = lost.quantile(0.75)
     lost = lost.maximum(torch.minimum(typical, eps * largest))
+    of_weights = weight_error * largest
     if dtype in ROUNDS_ONCE:
-        return FACTOR * lost + eps * size
+        return FACTOR * lost + eps * size + of_weights
     roundings = largest.new_full(largest.shape, ROUNDINGS_INSIDE)
     if joined_lse is not None:
         size = _rows(joined_lse).abs()
         roundings += torch.where(size.isfinite(), size, 0.0).amax(1)
-    budget = FACTOR * lost + roundings * eps * largest
+    budget = FACTOR * lost + roundings * eps * largest + of_weights
     if lost_in_sums is not None:
         # of the weighted values and of the weights
         budget += 2 * _rows(lost_in_sums).amax(1) * largest
@@ -175,17 +180,18 @@ def judge_rows(
     joined_lse: Tensor | None = None,
     lost_in_sums: Tensor | None = None,
     moved_by_scores: Tensor | None = None,
+    weight_error: float = 0.0,
 ) -> Verdict:
     """Return the errors of the candidate's rows relative to their budgets.
 
     Args:
         candidate: [rows, ...] the result to judge.
-        exact, same_dtype, dtype, magnitude, joined_lse, lost_in_sums, moved_by_scores: as in
-            `row_budgets`.
+        exact, same_dtype, dtype, magnitude, joined_lse, lost_in_sums, moved_by_scores,
+            weight_error: as in `row_budgets`.
     """
     if not candidate.numel():
         return Verdict(0.0, 0, 0.0, 0.0, True)
-    terms = joined_lse, lost_in_sums, moved_by_scores
+    terms = joined_lse, lost_in_sums, moved_by_scores, weight_error
     budgets = row_budgets(exact, same_dtype, dtype, magnitude, *terms)
     rows = _rows(candidate)
     bad = ~torch.isfinite(rows).all(1)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .findings import Corruption
-from .laws.attention import RecordedCall
+from .laws.attention import RecordedCall, take_rows
 from .step import ARRAYS, StepTensors
 
 
@@ -84,8 +84,8 @@ class GraphSamples:
         graph.group = group
         graph.call = replace(
             call,
-            query=call.query.index_select(0, graph.rows),
-            output=call.output.index_select(0, graph.rows),
+            query=take_rows(call.query, graph.rows),
+            output=take_rows(call.output, graph.rows),
         )
 
     def begin_replay(self, num_tokens: int, first: int) -> None:

@@ -240,6 +240,7 @@ class Recorder:
         scale: float | None,
         options: AttentionOptions,
         group: str = "layers",
+        query_scale: Tensor | None = None,
     ) -> None:
         """Recompute some rows of a layer's attention, in sampled steps and one layer per step.
 
@@ -248,6 +249,7 @@ class Recorder:
             query: [tokens, query_heads, head_size].
             output: [tokens, query_heads, value_head_size].
             scale, options: as in `paged_attention`.
+            query_scale: as in `RecordedCall`.
         """
         if self.wants_layers:
             call = RecordedCall(
@@ -259,6 +261,7 @@ class Recorder:
                 scale,
                 options,
                 self.implementation,
+                query_scale,
             )
             self._attended(call, group)
 

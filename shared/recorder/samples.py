@@ -14,7 +14,12 @@ import numpy as np
 import torch
 
 from ..contract.operations import load_implementation
-from .laws.attention import RecordedCall, check_attention
+from .laws.attention import (
+    RecordedCall,
+    check_attention,
+    take_rows,
+    why_not_recomputed,
+)
 from .laws.cache import RecordedWrite, WatchedBlock, check_watched, check_write
 from .reports import Reports
 from .settings import RecorderSettings
@@ -79,7 +84,9 @@ class Samples:
         """Compare some rows of a step's attention, and watch some blocks."""
         tokens = self._choose(step)
         rows = torch.tensor(tokens).to(call.query.device)
-        part = replace(call, query=call.query[rows], output=call.output[rows])
+        part = replace(
+            call, query=take_rows(call.query, rows), output=take_rows(call.output, rows)
+        )
         self.compare_rows(part, step, tokens)
 
     def compare_rows(
@@ -93,7 +100,8 @@ class Samples:
             tokens: the new tokens.
         """
         run = unvalidated("paged_attention")
-        self._checked["rows"] += len(tokens)
+        if not why_not_recomputed(call):
+            self._checked["rows"] += len(tokens)
         finding = check_attention(call, step, tokens, run)
         self._reports.report(finding, step, step.number)
         self._watch(call, step)

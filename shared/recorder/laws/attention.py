@@ -35,6 +35,8 @@ class RecordedCall:
         scale: Optional. Factor of the dot products. If None, 1 / sqrt(head_size).
         options: the options of the whole call.
         implementation: name of what computed it.
+        query_scale: Optional. Factor of an FP8 query, whose kernel rounds softmax weights to FP8
+            too. If None, rows with an FP8 query are not recomputed.
     """
 
     layer: str
@@ -45,6 +47,7 @@ class RecordedCall:
     scale: float | None
     options: AttentionOptions
     implementation: str
+    query_scale: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class RowCase:
         block_table: [rows, max_blocks] indices into these blocks.
         seq_lens: [rows] keys up to and including the query's own.
         options: the options of these rows.
+        weight_error: as in `row_budgets`.
     """
 
     layer: str
@@ -69,6 +73,7 @@ class RowCase:
     scale: float | None
     options: AttentionOptions
     implementation: str
+    weight_error: float = 0.0
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of `paged_attention` for these rows."""
@@ -104,16 +109,19 @@ class RowCase:
 
         exact = attend(torch.float64, torch.float64, values)
         # the budget without what torch loses, and with the result's own magnitude, is the smallest
-        least = judge_rows(self.output, exact, exact, self.output.dtype)
+        dtype, error = self.output.dtype, self.weight_error
+        least = judge_rows(self.output, exact, exact, dtype, weight_error=error)
         if least.ok:
             return least, exact
         if values.dtype in FP8_DTYPES:
             absolute = values.float().abs().to(values.dtype)
         else:
             absolute = values.abs()
-        same = attend(self.output.dtype, self.output.dtype, values)
+        same = attend(dtype, dtype, values)
         magnitude = attend(torch.float32, torch.float32, absolute)
-        verdict = judge_rows(self.output, exact, same, self.output.dtype, magnitude)
+        verdict = judge_rows(
+            self.output, exact, same, dtype, magnitude, weight_error=error
+        )
         return verdict, exact
 
     def one(self, row: int) -> "RowCase":
@@ -141,7 +149,7 @@ class RowCase:
             name: each.cpu() if isinstance(each, Tensor) else each
             for name, each in options.items()
         }
-        for name in ("layer", "scale", "implementation"):
+        for name in ("layer", "scale", "implementation", "weight_error"):
             stored[name] = getattr(self, name)
         return stored
 
@@ -157,6 +165,8 @@ class RowCase:
             layer=stored["layer"],
             scale=stored["scale"],
             implementation=stored["implementation"],
+            # cases of earlier versions have none
+            weight_error=stored.get("weight_error", 0.0),
             options=AttentionOptions(**options),
             **tensors,
         )
@@ -172,8 +182,11 @@ _TENSORS = (
 )
 
 
-def why_not_recomputed(options: AttentionOptions, output: Tensor) -> str:
+def why_not_recomputed(call: RecordedCall) -> str:
     """Return why rows of such a call are not recomputed; empty if they are."""
+    options, output = call.options, call.output
+    if call.query.dtype in FP8_DTYPES and call.query_scale is None:
+        return "an FP8 query"
     for name in ("tree_mask", "query_ranges", "out_scale"):
         if getattr(options, name) is not None:
             return name
@@ -189,6 +202,19 @@ def _any_not_causal(options: AttentionOptions) -> bool:
     return not (bool(causal.all()) if isinstance(causal, Tensor) else causal)
 
 
+def take_rows(tensor: Tensor, rows: Tensor) -> Tensor:
+    """Return rows of a tensor of any dtype.
+
+    Args:
+        tensor: [tokens, ...].
+        rows: [rows] int64 on the same device.
+    """
+    if tensor.dtype in FP8_DTYPES:
+        # torch selects bytes on every device
+        return tensor.view(torch.uint8).index_select(0, rows).view(tensor.dtype)
+    return tensor.index_select(0, rows)
+
+
 def gather_rows(call: RecordedCall, step: HostStep, tokens: Sequence[int]) -> RowCase:
     """Return the case of some rows: only the blocks of their requests, renumbered.
 
@@ -197,7 +223,11 @@ def gather_rows(call: RecordedCall, step: HostStep, tokens: Sequence[int]) -> Ro
         step: the step.
         tokens: [rows] the new tokens.
     """
-    device = call.query.device
+    device, query = call.query.device, call.query
+    weight_error = 0.0
+    if call.query_scale is not None and query.dtype in FP8_DTYPES:
+        weight_error = torch.finfo(query.dtype).eps / 2
+        query = query.float() * call.query_scale
     causal = call.options.with_causal(True).causal
     rows = [step.row_of(token) for token in tokens]
     flags = (
@@ -217,7 +247,7 @@ def gather_rows(call: RecordedCall, step: HostStep, tokens: Sequence[int]) -> Ro
     ids = torch.from_numpy(blocks).to(device)
     return RowCase(
         layer=call.layer,
-        query=call.query,
+        query=query,
         output=call.output,
         key_blocks=call.key_cache[ids],
         value_blocks=call.value_cache[ids],
@@ -230,6 +260,7 @@ def gather_rows(call: RecordedCall, step: HostStep, tokens: Sequence[int]) -> Ro
         if not all(flags)
         else replace(call.options, causal=None),
         implementation=call.implementation,
+        weight_error=weight_error,
     )
 
 
@@ -245,7 +276,7 @@ def check_attention(
         call, step, tokens: as in `gather_rows`.
         paged_attention: the reference's operation.
     """
-    if why_not_recomputed(call.options, call.output) or not len(tokens):
+    if why_not_recomputed(call) or not len(tokens):
         return None
     case = gather_rows(call, step, tokens)
     verdict, exact = case.judge(paged_attention)

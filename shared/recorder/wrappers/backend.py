@@ -29,6 +29,7 @@ class LayerView:
         options: the options of attention.
         writes: whether the call has written the new keys and values.
         num_tokens: new tokens, padding not counted.
+        query_scale: as in `RecordedCall`.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class LayerView:
         options: AttentionOptions,
         writes: bool,
         num_tokens: int,
+        query_scale: Tensor | None = None,
     ) -> None:
         self.key_cache, self.value_cache = key_cache, value_cache
         self.scales = scales
@@ -47,6 +49,7 @@ class LayerView:
         self.options = options
         self.writes = writes
         self.num_tokens = num_tokens
+        self.query_scale = query_scale
 
 
 class Reader(Protocol):
@@ -300,4 +303,5 @@ def _tell(
         view.scale,
         view.options,
         group,
+        view.query_scale,
     )

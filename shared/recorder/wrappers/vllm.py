@@ -5,8 +5,9 @@ is set, `record_vllm_backends` replaces the paths by paths into this module, whi
 subclass of the same backend.
 
 Layers that are not checked: latent attention (MLA), cross-attention, encoders, chunked local
-attention, context parallelism, FP8 queries and FP8 outputs. Their steps run as without a recorder.
-Of backends whose caches are not in `PLAIN_CACHES` the bookkeeping alone is checked.
+attention, context parallelism and FP8 outputs. Their steps run as without a recorder. With an FP8
+query the writes are compared, and attention too where it is that of FlashAttention-3. Of backends
+whose caches are not in `PLAIN_CACHES` the bookkeeping alone is checked.
 """
 
 import importlib
@@ -37,6 +38,7 @@ PLAIN_CACHES = (
 )
 """Backends whose caches hold a key, and then its value, element by element. Others reorder or
 quantise them: CPU_ATTN, for instance, in the order of its matrix instructions."""
+FLASH_ATTENTION_3 = 3
 PLAIN_DTYPES = ("auto", "float16", "bfloat16", *CACHE_DTYPE_NAMES)
 """vLLM's names of caches that are not quantised, or to FP8 with one scale per layer."""
 
@@ -91,7 +93,7 @@ class VllmReader:
         kind = getattr(kind, "value", kind)
         if kind != AttentionType.DECODER.value or not kv_cache.numel():
             return None
-        if query.dtype in FP8_DTYPES or _has_other_masks(impl, metadata):
+        if _has_other_masks(impl, metadata):
             return None
         name = impl.kv_cache_dtype
         if name not in PLAIN_DTYPES:
@@ -100,6 +102,7 @@ class VllmReader:
         scales = {}
         if name in CACHE_DTYPE_NAMES:
             scales = {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
+        is_known = query.dtype in FP8_DTYPES and _scales_fp8_weights(impl)
         options = AttentionOptions(
             causal=_causal(metadata),
             sliding_window=_window(impl.sliding_window),
@@ -115,6 +118,7 @@ class VllmReader:
             options,
             getattr(impl, "kv_sharing_target_layer_name", None) is None,
             metadata.num_actual_tokens,
+            layer._q_scale if is_known else None,
         )
 
 
@@ -229,6 +233,15 @@ def _has_other_masks(impl: Any, metadata: Any) -> bool:
         or getattr(impl, "chunk_lookback", -1) > -1
         or getattr(metadata, "mm_prefix_range", None) is not None
     )
+
+
+def _scales_fp8_weights(impl: Any) -> bool:
+    """Return whether softmax weights are rounded to FP8 at 256 times their size.
+
+    FlashAttention-3 does. At their own size, weights below 2^-10 of the largest one become 0, and a
+    row with a needle may lose most of the others: no error budget of each weight holds there.
+    """
+    return getattr(impl, "vllm_flash_attn_version", None) == FLASH_ATTENTION_3
 
 
 def _causal(metadata: Any) -> bool | Tensor | None:

@@ -170,8 +170,42 @@ def dropped_scale(plant: Plant) -> Any:
     return patch.object(owner, "do_kv_cache_update", update)
 
 
+def unscaled_read(plant: Plant) -> Any:
+    """Attention reads an FP8 cache without its scales."""
+
+    def change(given: dict[str, Any]) -> None:
+        for name in ("k_descale", "v_descale"):
+            given[name] = torch.ones_like(given[name])
+
+    return _attending(plant, change, lambda options: {"k_scale": 1.0, "v_scale": 1.0})
+
+
 def wide_window(plant: Plant) -> Any:
     """The kernel's window is one key wider than the model's."""
+
+    def change(given: dict[str, Any]) -> None:
+        left, right = given["window_size"]
+        given["window_size"] = [left + 1, right]
+
+    return _attending(
+        plant,
+        change,
+        lambda options: {"sliding_window": options.sliding_window + 1},
+    )
+
+
+def _attending(
+    plant: Plant,
+    change: Callable[[dict[str, Any]], None],
+    changed: Callable[[Any], dict[str, Any]],
+) -> Any:
+    """Return a patch of the calls of the attention kernel.
+
+    Args:
+        plant: the bug.
+        change: modifies the arguments of FLASH_ATTN's kernel by name.
+        changed: returns the options of this project's kernel that change.
+    """
     impl = _impl(plant)
     if not hasattr(impl, "_attend"):
         from vllm.v1.attention.backends import flash_attn
@@ -180,8 +214,7 @@ def wide_window(plant: Plant) -> Any:
 
         def attend(*args: Any, **kw: Any) -> Any:
             if plant.is_due(0):
-                left, right = kw["window_size"]
-                kw["window_size"] = [left + 1, right]
+                change(kw)
                 plant.acted(0)
             return kernel(*args, **kw)
 
@@ -191,17 +224,17 @@ def wide_window(plant: Plant) -> Any:
         layer = getattr(module, "impl", None)
         if layer is not None:
             patches.enter_context(
-                patch.object(layer, "_attend", _widened(plant, layer._attend))
+                patch.object(layer, "_attend", _with(plant, layer._attend, changed))
             )
     return patches
 
 
-def _widened(plant: Plant, kernel: Any) -> Any:
+def _with(
+    plant: Plant, kernel: Any, changed: Callable[[Any], dict[str, Any]]
+) -> Callable[..., Any]:
     def attend(*args: Any, options: Any, **kw: Any) -> Any:
         if plant.is_due(0):
-            options = dataclasses.replace(
-                options, sliding_window=options.sliding_window + 1
-            )
+            options = dataclasses.replace(options, **changed(options))
             plant.acted(0)
         return kernel(*args, options=options, **kw)
 
@@ -242,6 +275,7 @@ BUGS: dict[str, Callable[[Plant], Any]] = {
     "the cache is written without its FP8 scales": dropped_scale,
     "sliding window one key too wide": wide_window,
     "the cache is written in another layout": other_layout,
+    "attention reads an FP8 cache without its scales": unscaled_read,
 }
 
 

@@ -37,7 +37,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "padded": {"bugs": [*BUGS][:1], "graphs": True},
     # the last one may end the engine
     "plain": {"bugs": [[*BUGS][each] for each in (5, 2, 1)]},
-    "fp8": {"bugs": [*BUGS][3:4], "engine": {"kv_cache_dtype": "fp8"}},
+    "fp8": {
+        "bugs": [[*BUGS][each] for each in (6, 3)],
+        "engine": {"kv_cache_dtype": "fp8"},
+    },
     "window": {"bugs": [*BUGS][4:5], "model": "windowed"},
     "prefixes": {
         "bugs": [[*BUGS][each] for each in (2, 1)],
