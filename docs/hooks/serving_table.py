@@ -28,11 +28,14 @@ def _range(values: list[float], digits: int = 0) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _loads() -> dict[tuple[str, str, str], dict[str, list[dict[str, Any]]]]:
+def _loads(other: str) -> dict[tuple[str, str, str], dict[str, list[dict[str, Any]]]]:
     """Return the timed runs by model, mode and load, and then by backend.
 
-    A mode of a model is one session, and the newest record that has it counts. Loads that ended
-    before CUSTOM was timed are left out.
+    A mode of a model is one session, and the newest record that has it counts. Loads without a
+    run of CUSTOM, or of another backend, are left out.
+
+    Args:
+        other: a part of the name of the other backend.
     """
     newest: dict[tuple[str, str], dict[tuple[str, str, str], Any]] = {}
     for path in sorted(RECORDS.glob("20*-vllm-*-serving.jsonl")):
@@ -43,12 +46,16 @@ def _loads() -> dict[tuple[str, str, str], dict[str, list[dict[str, Any]]]]:
                 loads = found.setdefault((model, mode), {})
                 runs = loads.setdefault((model, mode, each["load"]), {})
                 runs.setdefault(each["backend"], []).append(each)
-        newest |= found
+        for session, loads in found.items():
+            compared = {
+                key: runs
+                for key, runs in loads.items()
+                if "CUSTOM" in runs and any(other in backend for backend in runs)
+            }
+            if compared:
+                newest[session] = compared
     return {
-        key: runs
-        for _, loads in sorted(newest.items())
-        for key, runs in loads.items()
-        if "CUSTOM" in runs
+        key: runs for _, loads in sorted(newest.items()) for key, runs in loads.items()
     }
 
 
@@ -73,7 +80,7 @@ def serving_table() -> str:
         "| model | graphs | load | runs | vLLM's backend | `CUSTOM` | ratio |",
         "|---|---|---|---:|---:|---:|---:|",
     ]
-    for (model, mode, _), runs in _loads().items():
+    for (model, mode, _), runs in _loads("FLASH_ATTN").items():
         theirs, ours = runs[_vllm_backend(runs)], runs["CUSTOM"]
         cells = [model, mode, _shape(ours[0]), str(len(ours))]
         for given in (theirs, ours):
@@ -90,7 +97,7 @@ def latency_table() -> str:
         " per output token, ms, p50 / p99 |",
         "|---|---|---|---|---:|---:|",
     ]
-    for (model, mode, _), runs in _loads().items():
+    for (model, mode, _), runs in _loads("FLASH_ATTN").items():
         for backend in (_vllm_backend(runs), "CUSTOM"):
             cells = [model, mode, _shape(runs[backend][0]), f"`{backend}`"]
             for name, digits in (("first_token_ms", 0), ("per_token_ms", 2)):
@@ -108,7 +115,7 @@ def recorded_table() -> str:
         "| model | graphs | load | backend | runs | without | with | ratio |",
         "|---|---|---|---|---:|---:|---:|---:|",
     ]
-    for (model, mode, _), runs in _loads().items():
+    for (model, mode, _), runs in _loads("+record").items():
         for backend in [each for each in runs if f"{each}+record" in runs]:
             without, recorded = runs[backend], runs[f"{backend}+record"]
             cells = [model, mode, _shape(without[0]), f"`{backend}`"]
@@ -126,8 +133,8 @@ def equality_table() -> str:
     for each in _lines("equality"):
         if each["event"] == "compared":
             dtype = each.get("dtype", "bfloat16")
-            key = each["model"], dtype, str(each["ngram"])
-            newest[(*key, each["backend"], each["other"])] = each
+            pair = sorted((each["backend"], each["other"]))
+            newest[(each["model"], dtype, str(each["ngram"]), *pair)] = each
     rows = [newest[key] for key in sorted(newest)]
     if not rows:
         return NONE
@@ -209,31 +216,50 @@ def cpu_versions_table() -> str:
 def _engine(run: dict[str, Any]) -> str:
     """Return backend, device and version of an engine; records of 0.25.1 do not name it."""
     backend = run["backend"].split(",")[0]
-    return f"`{backend}` on {run['device']}, vLLM {run.get('vllm', '0.25.1')}"
+    device = run["device"].replace("NVIDIA ", "").replace("cpu", "a CPU")
+    return f"`{backend}` on {device}, vLLM {run.get('vllm', '0.25.1')}"
+
+
+def _planted() -> list[dict[str, Any]]:
+    """Return the newest run of each engine with each bug, sorted by bug and engine."""
+    newest = {}
+    for each in _lines("planted"):
+        key = each["bug"] or "", _engine(each), each["kind"], each.get("clean") or 0
+        newest[key] = each
+    return [newest[key] for key in sorted(newest)]
 
 
 def planted_table() -> str:
-    """Return one row per bug and engine: the step of its first effect, and what was found."""
-    rows = [each for each in _lines("planted") if each["bug"] and "effect" in each]
+    """Return one row per bug: what was found first, and in which step by each engine."""
+    rows = [each for each in _planted() if each["bug"] and "effect" in each]
     if not rows:
         return NONE
-    lines = ["| bug | engine | effect | found |", "|---|---|---:|---|"]
+    engines = sorted({_engine(each) for each in rows})
+    steps: dict[str, dict[str, list[str]]] = {}
+    messages: dict[str, str] = {}
     for each in rows:
+        found = each["found"][0] if each["found"] else "step -: not found"
+        step, _, message = found.partition(", " if ", " in found[:12] else ": ")
+        step = step.removeprefix("step ")
+        same = steps.setdefault(each["bug"], {}).setdefault(_engine(each), [])
+        if (pair := f"{each['effect']}, {step}") not in same:
+            same.append(pair)
         # the names of requests end with random characters
-        found = [re.sub(r"(request '\d+)-\w+'", r"\1'", text) for text in each["found"]]
-        cells = [
-            each["bug"],
-            _engine(each),
-            str(each["effect"]),
-            found[0] if found else "not found",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
+        message = re.sub(r"(request '\d+)-\w+'", r"\1'", message)
+        messages.setdefault(each["bug"], message)
+    lines = [
+        f"| bug | message | {' | '.join(engines)} |",
+        f"|---|---|{'---:|' * len(engines)}",
+    ]
+    for bug, message in messages.items():
+        cells = ["; ".join(steps[bug].get(each, ["-"])) for each in engines]
+        lines.append(f"| {bug} | {message} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def clean_runs() -> str:
     """Return one row per engine without a bug: what was checked."""
-    rows = [each for each in _lines("planted") if not each["bug"]]
+    rows = [each for each in _planted() if not each["bug"]]
     if not rows:
         return NONE
     lines = [
@@ -246,8 +272,8 @@ def clean_runs() -> str:
             _engine(each),
             each["kind"],
             "decodes" if each["graphs"] else "none",
-            *(str(each) for each in (done["steps"], each["preemptions"])),
-            *(str(done[name]) for name in ("writes", "rows", "blocks")),
+            *(f"{number:,}" for number in (done["steps"], each["preemptions"])),
+            *(f"{done[name]:,}" for name in ("writes", "rows", "blocks")),
             "; ".join(each["found"]) or "nothing",
         ]
         lines.append(f"| {' | '.join(cells)} |")
