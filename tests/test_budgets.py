@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pagetwin.contract.budgets import (
     FACTOR,
+    Verdict,
     judge_rows,
     lost_in_sums,
     moved_by_scores,
@@ -132,6 +133,30 @@ def test_small_tiles_beside_a_needle_may_be_lost(backwards: bool, mean: float) -
     assert without.worst > 1
     its = judge_rows(found, exact, same, torch.float32, magnitude, lost_in_sums=lost)
     assert its.ok
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_weights_in_fp8_have_half_of_an_fp8_rounding_each(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(20, 300, generator=generator).exp().double()
+    sums = weights.sum(1, keepdim=True)
+    values = torch.randn(300, 64, generator=generator).double()
+    magnitude = weights / sums @ values.abs()
+    exact = weights / sums @ values
+
+    def judge(p: Tensor) -> Verdict:
+        found = (p / sums @ values).to(dtype)
+        budget = {"magnitude": magnitude, "weight_error": 2.0**-4}
+        return judge_rows(found, exact, exact.to(dtype), dtype, **budget)
+
+    rounded = weights.to(torch.float8_e4m3fn).double()
+    found = (rounded / sums @ values).to(dtype)
+    assert judge_rows(found, exact, exact.to(dtype), dtype, magnitude).worst > 1
+    assert judge(rounded).ok
+    # all weights too large, and one of them dropped
+    assert not judge(rounded * 1.2).ok
+    rounded[0, weights[0].argmax()] = 0
+    assert judge(rounded).row == 0 and not judge(rounded).ok
 
 
 def test_nothing_is_lost_if_no_tile_is_small() -> None:

@@ -28,6 +28,11 @@ def _range(values: list[float], digits: int = 0) -> str:
     return low if low == high else f"{low} to {high}"
 
 
+def _folded(title: str, lines: list[str]) -> str:
+    """Return a table under a title that opens it."""
+    return "\n".join([f'??? note "{title}"', "", *(f"    {line}" for line in lines)])
+
+
 def _loads(other: str) -> dict[tuple[str, str, str], dict[str, list[dict[str, Any]]]]:
     """Return the timed runs by model, mode and load, and then by backend.
 
@@ -106,7 +111,7 @@ def latency_table() -> str:
             lines.append(f"| {' | '.join(cells)} |")
     if not lines[2:]:
         return NONE
-    return "\n".join(['??? note "Latencies"', "", *(f"    {line}" for line in lines)])
+    return _folded("Latencies", lines)
 
 
 def recorded_table() -> str:
@@ -258,7 +263,7 @@ def planted_table() -> str:
 
 
 def clean_runs() -> str:
-    """Return one row per engine without a bug: what was checked."""
+    """Return one row per engine without a bug: what was checked, folded."""
     rows = [each for each in _planted() if not each["bug"]]
     if not rows:
         return NONE
@@ -277,4 +282,4 @@ def clean_runs() -> str:
             "; ".join(each["found"]) or "nothing",
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return _folded("Runs without a bug", lines)
