@@ -249,7 +249,7 @@ def main() -> int:
         for line in lines
         if line["event"] == "no answer"
         or line.get("violations")
-        or set(line.get("named_in_the_log", ())) - {line["backend"]}
+        or set(line.get("named_in_the_log", ())) - {line.get("backend")}
     ]
     return int(bool(wrong))
 
