@@ -73,6 +73,7 @@ def row_budgets(
     joined_lse: Tensor | None = None,
     lost_in_sums: Tensor | None = None,
     moved_by_scores: Tensor | None = None,
+    *,
     weight_error: float = 0.0,
 ) -> Tensor:
     """Return the error budget of each row.
@@ -180,6 +181,7 @@ def judge_rows(
     joined_lse: Tensor | None = None,
     lost_in_sums: Tensor | None = None,
     moved_by_scores: Tensor | None = None,
+    *,
     weight_error: float = 0.0,
 ) -> Verdict:
     """Return the errors of the candidate's rows relative to their budgets.
@@ -191,8 +193,10 @@ def judge_rows(
     """
     if not candidate.numel():
         return Verdict(0.0, 0, 0.0, 0.0, True)
-    terms = joined_lse, lost_in_sums, moved_by_scores, weight_error
-    budgets = row_budgets(exact, same_dtype, dtype, magnitude, *terms)
+    terms = joined_lse, lost_in_sums, moved_by_scores
+    budgets = row_budgets(
+        exact, same_dtype, dtype, magnitude, *terms, weight_error=weight_error
+    )
     rows = _rows(candidate)
     bad = ~torch.isfinite(rows).all(1)
     if bool(bad.any()):
