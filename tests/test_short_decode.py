@@ -12,7 +12,9 @@ from pagetwin.optimized.launch import dispatch, portable, tuning
 from pagetwin.optimized.launch.tuning import split_short_decodes
 from test_append import plant
 
-CHIP = (64, 132, False)  # keys of a KV tile, multiprocessors, no FP8 decode kernel
+# keys of a KV tile, multiprocessors, programs at once, no FP8 decode kernel
+CHIP = (64, 132, 132, False)
+TWO_PER_SM = (128, 132, 264, False)
 
 
 def test_few_decodes_have_no_more_programs_than_the_chip_has_multiprocessors(
@@ -20,12 +22,13 @@ def test_few_decodes_have_no_more_programs_than_the_chip_has_multiprocessors(
 ) -> None:
     monkeypatch.setattr(tuning, "SHORT_TILES", 20)
     for pairs, num_tiles in product(range(1, 140), range(180)):
-        splits = split_short_decodes(pairs, num_tiles, *CHIP)
+        # one request has the most tiles per program
+        splits = split_short_decodes(1, pairs, num_tiles, *CHIP)
         assert splits * pairs <= 132
         assert splits <= max(1, num_tiles)
         if splits:
             split_tiles = -(-max(1, num_tiles) // splits)
-            assert split_tiles <= 20
+            assert split_tiles <= 40
             # no split is empty, and no number of splits has fewer tiles each
             assert split_tiles * (splits - 1) < max(1, num_tiles)
             assert split_tiles == max(1, -(-num_tiles // (132 // pairs)))
@@ -37,19 +40,81 @@ def test_decodes_over_more_keys_than_were_measured_stay_in_the_stream_k_partitio
     monkeypatch.setattr(tuning, "SHORT_TILES", 20)
     monkeypatch.setattr(tuning, "MIN_SEGMENT", 512)
     most = {
-        # two programs per pair, one, and less than one
-        66: 2 * 20,
-        67: 512 // 64,
-        132: 512 // 64,
-        133: -1,
+        # two programs per pair: by how many tiles one of so many requests may exceed the mean
+        (1, 66): 2 * 40,
+        (2, 33): 2 * 40,
+        (3, 22): 2 * 30,
+        (66, 1): 2 * 20,
+        # one, and less than one
+        (67, 1): 512 // 64,
+        (33, 4): 512 // 64,
+        (133, 1): -1,
     }
-    for pairs, num_tiles in most.items():
-        assert split_short_decodes(pairs, num_tiles + 1, *CHIP) == 0
+    for (reqs, heads), num_tiles in most.items():
+        assert split_short_decodes(reqs, heads, num_tiles + 1, *CHIP) == 0
         if num_tiles > 0:
-            assert split_short_decodes(pairs, num_tiles, *CHIP) == 132 // pairs
-    # an FP8 decode kernel computes splits of more than one tile
+            found = split_short_decodes(reqs, heads, num_tiles, *CHIP)
+            assert found == 132 // (reqs * heads)
+    # an FP8 decode kernel computes splits of more than one tile, and more pairs
+    fp8 = (64, 132, 264, True)
     for num_tiles, splits in ((66, 66), (67, 0)):
-        assert split_short_decodes(2, num_tiles, *CHIP[:2], True) == splits
+        assert split_short_decodes(1, 2, num_tiles, *fp8) == splits
+    assert split_short_decodes(132, 1, 1, *fp8) == 1
+    assert split_short_decodes(133, 1, 1, *fp8) == 0
+
+
+def test_each_pair_of_many_short_decodes_has_a_program_if_all_run_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tuning, "MIN_SEGMENT", 512)
+    assert split_short_decodes(33, 8, 4, *TWO_PER_SM) == 1
+    # one pair more, and keys that stream-K divides
+    assert split_short_decodes(265, 1, 4, *TWO_PER_SM) == 0
+    assert split_short_decodes(33, 8, 5, *TWO_PER_SM) == 0
+    # one program per multiprocessor
+    assert split_short_decodes(17, 8, 3, 128, 132, 132, False) == 0
+
+
+# requests, KV heads, KV tiles, their keys, programs at once; microseconds in the stream-K
+# partition, and of few decodes by splits (tests/gpu/sweep.py, 2026-11-24, on an H200)
+SWEPT: list[tuple[tuple[int, int, int, int, int], float, dict[int, float]]] = [
+    ((8, 2, 13, 128, 132), 19.6, {4: 15.5, 7: 14.9, 13: 18.7}),
+    ((4, 8, 3, 128, 132), 18.9, {2: 12.4, 3: 11.2}),
+    ((3, 8, 73, 128, 132), 46.4, {2: 61.4, 5: 41.2, 11: 42.6}),
+    ((2, 8, 11, 128, 264), 16.3, {4: 12.5, 6: 12.1, 11: 12.8}),
+    ((2, 2, 75, 128, 132), 24.7, {15: 18.4, 25: 18.7, 38: 24.3}),
+    ((33, 8, 4, 128, 264), 19.9, {1: 18.5}),
+    ((2, 8, 164, 64, 132), 67.8, {4: 79.5, 8: 58.5, 15: 63.7}),
+    ((17, 8, 3, 128, 264), 18.4, {1: 12.3}),
+    ((1, 4, 77, 128, 132), 21.2, {16: 18.7, 26: 19.0, 39: 24.7}),
+    ((5, 8, 10, 128, 132), 21.5, {1: 22.3, 3: 18.4, 5: 22.5}),
+    ((1, 8, 27, 128, 264), 14.6, {7: 13.5, 14: 13.1, 27: 14.6}),
+    ((5, 4, 4, 128, 132), 14.6, {2: 12.7, 4: 11.7}),
+    ((1, 4, 115, 128, 132), 25.1, {15: 23.2, 29: 22.3, 58: 30.1}),
+    # a window of 1,024: more keys than a segment of stream-K has
+    ((20, 8, 18, 64, 132), 51.8, {1: 69.0}),
+    ((18, 8, 10, 128, 132), 36.9, {1: 45.2}),
+    ((27, 8, 10, 128, 132), 45.0, {1: 47.3}),
+    ((4, 8, 10, 128, 132), 21.0, {2: 17.7, 4: 16.4, 5: 19.0}),
+    ((55, 8, 10, 128, 132), 60.4, {1: 62.6}),
+]
+
+
+@pytest.mark.parametrize(("batch", "stream_k", "few"), SWEPT)
+def test_the_chosen_decode_kernel_takes_at_most_3_percent_more_than_the_other_one(
+    batch: tuple[int, int, int, int, int],
+    stream_k: float,
+    few: dict[int, float],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tuning, "SHORT_TILES", 20)
+    monkeypatch.setattr(tuning, "MIN_SEGMENT", 512)
+    reqs, heads, num_tiles, block_n, resident = batch
+    splits = split_short_decodes(
+        reqs, heads, num_tiles, block_n, 132, resident, has_fp8_decode=False
+    )
+    times = {0: stream_k} | few
+    assert times[splits] <= 1.03 * min(times.values())
 
 
 @pytest.fixture

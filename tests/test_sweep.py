@@ -78,10 +78,11 @@ def test_a_forced_alternative_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_splits_of_few_decodes_follow_from_the_programs() -> None:
     """8 requests and kv heads, 30 KV tiles, 132 multiprocessors: 16 programs have 2 tiles each."""
-    tried = [sweep.split_among(each)(8, 30, 128, 132, False) for each in (0.5, 1, 2)]
+    chip = (128, 132, 132, False)
+    tried = [sweep.split_among(each)(2, 4, 30, *chip) for each in (0.5, 1, 2)]
     assert tried == [8, 15, 30]
-    assert sweep.split_among(0)(8, 30, 128, 132, False) == 0
-    assert sweep.split_among(0.5)(100, 30, 128, 132, False) == 1
+    assert sweep.split_among(0)(2, 4, 30, *chip) == 0
+    assert sweep.split_among(0.5)(25, 4, 30, *chip) == 1
 
 
 def test_the_summary_names_the_worst_batch() -> None:

@@ -40,6 +40,7 @@ from ..kernels.kv_cache import (
     NewTokens,
     as_bits,
     choose_tile,
+    choose_tokens,
     copy_blocks_kernel,
     gather_kv_kernel,
     write_kv_kernel,
@@ -109,7 +110,8 @@ def _lower_write(
     value_head_size = value_cache.shape[3]
     elements = kv_heads * max(head_size, value_head_size)
     tile = choose_tile(elements)
-    grid = (triton.cdiv(num_slots, TOKENS_PER_PROGRAM), triton.cdiv(elements, tile))
+    tokens = choose_tokens(tile)
+    grid = (triton.cdiv(num_slots, tokens), triton.cdiv(elements, tile))
     dtype = key_cache.dtype
     if k_scale is None:
         key, value = as_bits(key, value)
@@ -129,7 +131,7 @@ def _lower_write(
         value_head_size,
         dtype == torch.float8_e5m2,
         k_scale is not None and has_fp8_encoding(key_cache.device),
-        TOKENS_PER_PROGRAM,
+        tokens,
         tile,
     )
 

@@ -71,6 +71,18 @@ APPEND_WINDOW_US = 7.5
 ROUND_US, PORTABLE_ROUND_US = 6.3, 4.0
 """The begin and the end of a work item of a prefill, of Hopper's kernel and of the portable one: 64
 requests of 6 tokens over 1,024 keys have four per multiprocessor, and take 100 us."""
+PRODUCTS_ROUND_US = 3.0
+"""What overlaps with nothing in each further work item of Hopper's prefill kernel, if its products
+take longer than its loads: the last softmax and the output. 16 requests of 128 tokens over 4,096
+keys have four per multiprocessor and take 239 us, of which the products are 198. 40 of 44 tokens
+over 1,411 with heads of 64 have five, and take 127, of which the products are 83. Without the term
+both were underestimated, by 9 and 19 %. These two would need 6 to 7 us, and encoders with five and
+nine 1.3 to 2.4: values of 2 and 3 have the least error over 57 batches."""
+WINDOW_ROUND_US = 2.0
+"""What a window adds to a work item of that kernel: masks at both ends, and one more KV tile if it
+begins within one. With a window of 1,024 and one work item per multiprocessor, 6 requests of 7
+tokens over 4,199 keys take 35.4 us. With two, 37 of 4 over 2,616 take 62.4, and 24 of 8 over 8,192
+take 65.3. Without the term they were estimated to take 31.9, 58.6 and 58.7."""
 TIE_SHARE, RAGGED_SHARE = 1.015, 1.15
 """Keys are divided up to this share of the time of a prefill, of requests of one length and of
 others. It is overestimated more, since ragged batches fill its segments evenly: 24 requests of 1 to

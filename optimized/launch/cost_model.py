@@ -31,12 +31,14 @@ from .cost_constants import (
     PREFILL_BYTES_PER_US,
     PREFILL_PROGRAM_BYTES_PER_US,
     PREFILL_US,
+    PRODUCTS_ROUND_US,
     RAGGED_SHARE,
     ROUND_US,
     SMALL_HEAD_SHARE,
     SPLIT_US,
     TIE_SHARE,
     WARPGROUP_ROWS,
+    WINDOW_ROUND_US,
 )
 from .cost_layer import Layer, count_long, visible_keys
 
@@ -152,10 +154,13 @@ def estimate_prefill(
         keys -= min(keys, max_query_len) // 2
     rows, heads = layer.prefill_rows, layer.kv_heads
     rows_per_token, rate = layer.group_size, PORTABLE_FLOP_PER_US[rows]
-    fixed, of_round = PORTABLE_PREFILL_US, PORTABLE_ROUND_US
+    fixed, of_round, of_products = PORTABLE_PREFILL_US, PORTABLE_ROUND_US, 0.0
+    of_window = 0.0
     if layer.has_hopper:
         rows, rate = _hopper_tile(layer)
-        fixed, of_round = PREFILL_US, ROUND_US
+        fixed, of_round, of_products = PREFILL_US, ROUND_US, PRODUCTS_ROUND_US
+        if layer.max_visible_keys is not None:
+            of_window = WINDOW_ROUND_US
         if WARPGROUP_ROWS % layer.group_size:
             # a tile has the rows of one query head
             heads, rows_per_token = heads * layer.group_size, 1
@@ -167,9 +172,10 @@ def estimate_prefill(
     programs = processors if rounds == 1 else items / rounds
     reads_again = (items - read_once) * key_bytes / (L2_BYTES_PER_US * programs)
     reads = read_once * key_bytes / (PREFILL_BYTES_PER_US * programs)
+    time = fixed + of_window * rounds
     # the loads of the next work item overlap with the products of the last one
-    time = fixed + max(
-        products / rate + of_round,
+    time += max(
+        products / rate + of_round + of_products * (rounds - 1),
         reads + reads_again + of_round,
         # few programs do not reach the bandwidth of the memory
         max(reads, key_bytes / PREFILL_PROGRAM_BYTES_PER_US) + of_round * rounds,

@@ -169,8 +169,11 @@ class Launches:
         """
         block_n = self.small_batch_tiles.block_n
         num_tiles = -(-self.bound_keys(max_key_len, block_n) // block_n)
+        # two programs share an SM if they have the tiles of large batches
+        has_two = self.small_batch_tiles == self.decode_tiles
+        resident = self.processors * (PROGRAMS if has_two else 1)
         return split_short_decodes(
-            num_reqs * self.kv_heads, num_tiles, block_n, self.processors,
+            num_reqs, self.kv_heads, num_tiles, block_n, self.processors, resident,
             self.has_fp8_decode,
         )  # fmt: skip
 

@@ -78,7 +78,12 @@ PROGRAMS = 2
 MIN_SEGMENT = 32 if INTERPRETED else 512
 """Keys of a stream-K segment, at least: shorter ones are not worth a combination."""
 SHORT_TILES = 2 if INTERPRETED else 20
-"""KV tiles per program of few decodes, at most: the longest splits that are measured."""
+"""KV tiles per program of few decodes by which the longest request may exceed the mean, at most.
+
+The programs of few decodes save 2.5 to 10 us of launches in which stream-K counts tiles. One whose
+KV tiles have 64 KiB takes 1.3 to 1.6 us per tile while others are done, and 1.9 us while the whole
+chip reads. So with lengths between an eighth of the longest and the longest, which are 0.56 of it
+on average, many requests lose as much as that at about 20 tiles."""
 
 SHORT_REST_KEYS = 64 if INTERPRETED else 1024
 """Keys after a shared prefix, at most, for which each query tile of the rest has a program.
@@ -190,7 +195,13 @@ def choose_short_rest_tiles(
 
 
 def split_short_decodes(
-    pairs: int, num_tiles: int, block_n: int, processors: int, has_fp8_decode: bool
+    num_reqs: int,
+    kv_heads: int,
+    num_tiles: int,
+    block_n: int,
+    processors: int,
+    resident: int,
+    has_fp8_decode: bool,
 ) -> int:
     """Return the programs per request and kv head of few decodes (short_decode.py); 0 for others.
 
@@ -213,27 +224,50 @@ def split_short_decodes(
     | 16 x 5,000      | 32/4      | 2 x 20         | 56.8 | 61.5     | 62.0             |
 
     (1 x 512: one program per tile of 64 keys, in place of stream-K.) With two programs per
-    multiprocessor and 3 stages the last two take 28.1 and 58.0. Stream-K divides the keys of ragged
-    requests evenly, this does not. So the longest request has at most as many tiles per program as
-    were measured. If it has one program alone, its keys are those of a stream-K segment at most,
-    which stream-K would not divide either.
+    multiprocessor and 3 stages the last two take 28.1 and 58.0.
+
+    Stream-K divides the keys of ragged requests evenly, this does not. One of n requests exceeds
+    the mean of all by (n - 1) / n of its own tiles, at most. That bounds the tiles per program: 2
+    requests over 10,476 keys with 8 kv heads of 256 have 21, and take 58.5 us (stream-K 67.8).
+
+    If a pair of a request and a kv head has one program alone, its keys are those of a stream-K
+    segment at most, which stream-K would not divide either. There may be as many pairs then as the
+    chip runs programs at once. With 8 kv heads of 64, 17 requests over up to 301 keys take 12.3 us
+    (stream-K 18.4), and 33 over 409 take 18.5 (19.9). A program that waits for another one to end
+    takes longer: 144 programs of one tile with heads of 128, of which one fits a multiprocessor,
+    take 16.5 us, and 13.7 with 3 stages, of which several do.
 
     Args:
-        pairs: requests times kv heads.
+        num_reqs, kv_heads: requests, and kv heads.
         num_tiles: KV tiles of a request, at most.
         block_n: keys of a KV tile.
         processors: multiprocessors of the chip.
+        resident: programs with the tiles of a small batch that the chip runs at once.
         has_fp8_decode: whether the FP8 decode kernel of Hopper chips computes the others. Splits
-            have one tile then: longer ones were not measured against that kernel.
+            have one tile then: longer ones, and more programs, were not measured against it.
     """
+    tiles, pairs = max(num_tiles, 1), num_reqs * kv_heads
     programs = processors // pairs
-    if programs == 0:
+    if programs <= 1:
+        most = 1 if has_fp8_decode else max(1, MIN_SEGMENT // block_n)
+        return int(
+            tiles <= most and pairs <= (processors if has_fp8_decode else resident)
+        )
+    split_tiles = -(-tiles // programs)
+    if split_tiles > (1 if has_fp8_decode else _most_split_tiles(num_reqs)):
         return 0
-    most = SHORT_TILES if programs > 1 else max(1, MIN_SEGMENT // block_n)
-    split_tiles = -(-max(num_tiles, 1) // programs)
-    if split_tiles > (1 if has_fp8_decode else most):
-        return 0
-    return -(-max(num_tiles, 1) // split_tiles)
+    return -(-tiles // split_tiles)
+
+
+def _most_split_tiles(num_reqs: int) -> int:
+    """Return the KV tiles per program of few decodes, at most: see SHORT_TILES.
+
+    Example:
+        Two requests: 40, three: 30, four: 26, 16: 21. One request, which exceeds no mean: 40 too,
+        since longer splits were not measured.
+    """
+    reqs = max(2, num_reqs)
+    return SHORT_TILES * reqs // (reqs - 1)
 
 
 def max_head_size(dtype: torch.dtype, device: torch.device) -> int:

@@ -155,10 +155,12 @@ def forget() -> None:
 def split_among(programs: float) -> Callable[..., int]:
     """Return what replaces `split_short_decodes`; 0 programs: never few decodes."""
 
-    def split(pairs: int, tiles: int, block_n: int, processors: int, fp8: bool) -> int:
+    def split(
+        reqs: int, kv_heads: int, tiles: int, block_n: int, processors: int, *_: int
+    ) -> int:
         if not programs:
             return 0
-        most = max(1, int(programs * processors) // pairs)
+        most = max(1, int(programs * processors) // (reqs * kv_heads))
         return -(-max(tiles, 1) // -(-max(tiles, 1) // most))
 
     return split
@@ -187,8 +189,11 @@ def alternatives(kind: str, device: str) -> list[Ours]:
             for each in PROGRAMS
         ]
     if kind == "write":
-        tokens = (cache_ops, "TOKENS_PER_PROGRAM")
-        return [Forced(device, f"tokens-{each}", *tokens, each) for each in TOKENS]
+        tokens = (cache_ops, "choose_tokens")
+        return [
+            Forced(device, f"tokens-{each}", *tokens, lambda _, each=each: each)
+            for each in TOKENS
+        ]
     path = (dispatch, "choose_path")
     found = [Forced(device, "prefill", *path, lambda *_: PREFILL)]
     return found + [

@@ -1,0 +1,44 @@
+"""Cache writes: the tokens and the elements of a program."""
+
+import pytest
+from pagetwin.optimized.kernels.kv_cache import choose_tile, choose_tokens
+
+# elements of a token, and microseconds by tokens per program (tests/gpu/sweep.py, 2026-11-24, on an
+# H200; in the order of their tokens: 1 to 29,462)
+SWEPT: list[tuple[int, dict[int, float]]] = [
+    (512, {1: 4.93, 2: 4.90, 4: 5.09, 8: 5.54}),
+    (512, {1: 5.09, 2: 5.09, 4: 5.31, 8: 5.57}),
+    (1024, {1: 5.31, 2: 5.31, 4: 5.79, 8: 6.34}),
+    (512, {1: 5.44, 2: 5.47, 4: 5.28, 8: 5.76}),
+    (1024, {1: 5.22, 2: 5.44, 4: 5.63, 8: 6.34}),
+    (1024, {1: 5.25, 2: 5.28, 4: 5.89, 8: 6.21}),
+    (256, {1: 5.25, 2: 5.28, 4: 5.25, 8: 5.09}),
+    (512, {1: 5.38, 2: 5.31, 4: 5.50, 8: 5.76}),
+    (512, {1: 5.34, 2: 5.44, 4: 5.66, 8: 5.86}),
+    (1024, {1: 5.73, 2: 5.50, 4: 5.98, 8: 6.27}),
+    (512, {1: 5.57, 2: 5.66, 4: 5.82, 8: 6.08}),
+    (512, {1: 5.73, 2: 5.57, 4: 5.60, 8: 5.95}),
+    (1024, {1: 6.05, 2: 6.05, 4: 6.53, 8: 6.69}),
+    (1024, {1: 6.85, 2: 6.82, 4: 7.10, 8: 8.00}),
+    (2048, {1: 19.10, 2: 19.07, 4: 19.46, 8: 19.81}),
+    (2048, {1: 23.49, 2: 22.98, 4: 23.78, 8: 26.56}),
+    (2048, {1: 37.25, 2: 38.43, 4: 38.24, 8: 38.37}),
+    (2048, {1: 57.57, 2: 59.04, 4: 58.98, 8: 59.14}),
+    (1024, {1: 41.63, 2: 41.34, 4: 42.53, 8: 42.43}),
+    (512, {1: 36.67, 2: 30.98, 4: 28.70, 8: 29.86}),
+]
+
+
+@pytest.mark.parametrize(("elements", "times"), SWEPT)
+def test_the_chosen_tile_takes_at_most_6_percent_more_than_any_other(
+    elements: int, times: dict[int, float]
+) -> None:
+    tokens = choose_tokens(choose_tile(elements))
+    assert times[tokens] <= 1.06 * min(times.values())
+
+
+def test_a_program_writes_as_many_elements_of_every_cache() -> None:
+    tiles = {256: 8, 512: 4, 640: 2, 1024: 2, 2048: 2, 4096: 2}
+    assert {each: choose_tokens(choose_tile(each)) for each in tiles} == tiles
+    # no more tokens than were measured
+    assert [choose_tokens(choose_tile(each)) for each in (1, 16, 128)] == [8, 8, 8]
