@@ -70,7 +70,7 @@ class Case(NamedTuple):
         has_lse: whether the log-sum-exp is computed.
         value_size: Optional. Head size of values. If None, that of keys.
         out_dtype: Optional. Dtype of the output. If None, that of queries.
-        group: query heads per KV head, of 8 query heads.
+        group: query heads per KV head, of 8 query heads, or of 2 * group if it does not divide 8.
         is_append: whether the call is an append with split keys.
         is_prefix: whether the call is over the prefix of a cascade.
         max_query_len: bound of the longest request.
@@ -118,6 +118,8 @@ CASES = [
     Case(BF16, 128, 16, True, False, is_append=True),
     Case(BF16, 128, 16, True, False, is_append=True, max_query_len=16),
     Case(BF16, 128, 16, False, False, is_prefix=True),
+    # 12 tokens of 5 heads, in 60 of 64 rows
+    Case(BF16, 128, 16, True, True, group=5),
     # the cases above are compiled in every test run
     Case(BF16, 128, 16, True, False),
     Case(BF16, 128, 0, False, True),
@@ -152,6 +154,12 @@ CASES = [
     Case(BF16, 64, 16, True, False, {"sliding_window": 256, "sinks": True}, group=1),
     Case(BF16, 256, 16, True, False, {"sliding_window": 1024}, group=1),
     Case(BF16, 128, 16, True, False, group=2),
+    Case(BF16, 64, 16, True, True, group=7),
+    Case(BF16, 96, 16, True, False, group=3),
+    Case(BF16, 128, 16, True, False, {"sliding_window": 1024}, group=6),
+    Case(BF16, 256, 16, True, True, {"sinks": True}, group=3),
+    # one query head per tile
+    Case(BF16, 128, 16, True, True, group=5, max_query_len=128),
     Case(BF16, 64, 16, True, False, {"sliding_window": 256, "sinks": True}, group=8),
     Case(BF16, 64, 16, True, True, {"sinks": True}, group=8, is_append=True),
     Case(BF16, 256, 16, True, False, group=2, is_append=True),
@@ -176,7 +184,7 @@ CASES = [
     Case(BF16, 192, 16, False, False, value_size=128, group=1, is_prefix=True),
     Case(BF16, 256, 256, False, False, group=2, is_prefix=True),
 ]
-EVERY_DAY = 12
+EVERY_DAY = 13
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 COUNTED = ("HGMMA", "MUFU", "PRMT", "BAR", "LDL", "STL")
 
@@ -195,9 +203,10 @@ def record(case: Case) -> dict[str, Any]:
     properties = SimpleNamespace(multi_processor_count=132, major=9, minor=0)
     torch.cuda.get_device_properties = lambda device=None: properties
     GluonJITFunction.run = JITFunction.run = keep  # type: ignore[method-assign]
-    query = torch.zeros(256, 8, head_size, dtype=dtype)
+    heads = 8 if 8 % case.group == 0 else 2 * case.group
+    query = torch.zeros(256, heads, head_size, dtype=dtype)
     starts = torch.tensor([0, 100, 256], dtype=torch.int32)
-    kv_heads = 8 // case.group
+    kv_heads = heads // case.group
     keys = torch.zeros(512, kv_heads, head_size, dtype=dtype)
     table, lengths = None, torch.tensor([0, 256, 512], dtype=torch.int32)
     if block_size:
@@ -206,9 +215,9 @@ def record(case: Case) -> dict[str, Any]:
         lengths = torch.tensor([block_size, 2 * block_size], dtype=torch.int32)
     values = keys[..., : value_size or head_size]
     out = query[..., : value_size or head_size].to(out_dtype or dtype).contiguous()
-    lse = torch.zeros(8, 256) if has_lse else None
+    lse = torch.zeros(heads, 256) if has_lse else None
     if "sinks" in options:
-        options = {**options, "sinks": torch.zeros(8)}
+        options = {**options, "sinks": torch.zeros(heads)}
     call = AttentionCall(
         query, keys, values, table, starts, lengths, case.max_query_len, 8192, 0.1, out, lse,
         AttentionOptions(causal=causal, **options),

@@ -161,13 +161,13 @@ def warm_ups(twin: Any) -> Iterator[tuple[str, Callable[[int], Any]]]:
         ("batch-invariant", *caches, AttentionOptions(batch_invariant=True), {}),
         ("FP8", *fp8, scaled, {}),
         ("latent", latents, latents[..., :512], AttentionOptions(), {"max_query_len": 1}),
+        ("groups of five", *caches, AttentionOptions(), {"num_query_heads": 40}),
     ):  # fmt: skip
         spec = twin.WarmUpSpec(
             key_cache=key,
             value_cache=value,
-            num_query_heads=32,
             options=(options,),
-            **(bounds | more),
+            **({"num_query_heads": 32} | bounds | more),
         )
         yield name, lambda n, s=spec: twin.warm_up(replace(s, num_threads=n))
     kind, spec = share_keys(twin, bounds)

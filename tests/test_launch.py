@@ -294,6 +294,7 @@ class Family:
         self.is_supported = is_supported
         self.is_taken = takes
         self.clears_padding = clears_padding
+        self.packs_heads = False
         self.launched: list[int] = []
 
     def supports(self, call: AttentionCall) -> bool:

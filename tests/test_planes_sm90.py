@@ -287,7 +287,10 @@ def test_a_request_is_short_by_its_rows_however_many_heads_a_tile_has(
     monkeypatch.setattr(place, lambda device: 132)
     keep: Any = lambda *each: launches.append(each)  # noqa: E731
     keep.is_ready = False
-    made.launcher = keep
+    keep.load = lambda *_: True
+    for each in (made, made.packed):
+        if each is not None:
+            each.launcher = keep
     for short_rows in range(9 * group):
         made.launch_prefill(call, short_rows)
         _, num_heads, heads_per_kv_head, max_decode_rows = launches.pop()[3][:4]

@@ -189,7 +189,7 @@ def make_options(batch: BatchTensors, given: dict[str, Any]) -> AttentionOptions
 def test_every_row_of_a_call_with_options_is_within_its_error_budget(
     name: str, needle: str, group: int, head_size: int, reference: Twin
 ) -> None:
-    """Seven query heads to a KV head are in tiles of their own, eight in one."""
+    """Nine tokens of seven query heads are 63 of 64 rows; eight of eight are all of them."""
     plan = BatchPlan(
         (1, 200, 0, 77, 129, 300),
         (50, 200, 40, 300, 129, 700),

@@ -10,7 +10,9 @@ from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.optimized import WarmUpSpec, warm_up
 
 SCRIPT = Path(__file__).parent / "warmed_launches.py"
-CASES = ("plain", "sinks, window", "batch-invariant", "FP8", "latent", "ranks")
+CASES = (
+    "plain", "sinks, window", "batch-invariant", "FP8", "latent", "groups of five", "ranks"
+)  # fmt: skip
 
 
 def test_calls_within_a_spec_need_no_other_kernel() -> None:

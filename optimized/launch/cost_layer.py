@@ -17,6 +17,8 @@ class Layer:
         has_hopper: whether the prefill kernel of Hopper chips takes the calls.
         append_rows: rows of each query tile of Hopper's append kernel, fewest first. Empty if that
             kernel does not take the calls.
+        packs_heads: whether Hopper's prefill kernel has query tiles of all query heads of a KV head
+            for short requests, although the group does not divide WARPGROUP_ROWS.
         causal: whether queries attend to no later keys.
         max_visible_keys: Optional. Keys that a row attends to, at most. If None, all of them.
         processors: multiprocessors of the chip.
@@ -37,6 +39,7 @@ class Layer:
     processors: int
     converted_bytes: int = 0
     append_rows: tuple[int, ...] = ()
+    packs_heads: bool = False
 
 
 def count_long(num_reqs: int, tokens: int, max_query_len: int) -> int:

@@ -41,6 +41,7 @@ from .cost_constants import (
     WINDOW_ROUND_US,
 )
 from .cost_layer import Layer, count_long, visible_keys
+from .cost_packed import packed_tokens, packs_heads
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,8 @@ def estimate_prefill(
     if layer.causal:
         keys -= min(keys, max_query_len) // 2
     rows, heads = layer.prefill_rows, layer.kv_heads
-    rows_per_token, rate = layer.group_size, PORTABLE_FLOP_PER_US[rows]
+    group_size, rate = layer.group_size, PORTABLE_FLOP_PER_US[rows]
+    tiles = -(-max_query_len * group_size // rows)
     fixed, of_round, of_products = PORTABLE_PREFILL_US, PORTABLE_ROUND_US, 0.0
     of_window = 0.0
     if layer.has_hopper:
@@ -161,10 +163,13 @@ def estimate_prefill(
         fixed, of_round, of_products = PREFILL_US, ROUND_US, PRODUCTS_ROUND_US
         if layer.max_visible_keys is not None:
             of_window = WINDOW_ROUND_US
-        if WARPGROUP_ROWS % layer.group_size:
+        tiles = -(-max_query_len * group_size // rows)
+        if layer.packs_heads and packs_heads(group_size, max_query_len, rows):
+            tiles = -(-max_query_len // packed_tokens(group_size, rows))
+        elif WARPGROUP_ROWS % group_size:
             # a tile has the rows of one query head
-            heads, rows_per_token = heads * layer.group_size, 1
-    items = num_long * -(-max_query_len * rows_per_token // rows) * heads
+            tiles, heads = -(-max_query_len // rows), heads * group_size
+    items = num_long * tiles * heads
     # the last round of programs may leave multiprocessors idle
     rounds = -(-items // processors)
     products = 2 * rounds * rows * keys * layer.numbers

@@ -248,6 +248,7 @@ def make_plan(call: AttentionCall) -> LaunchPlan:
             call,
             bool(prefills),
             appends[0].row_tiles if appends else (),
+            bool(prefills) and prefills[0].packs_heads,
         ),
         is_packed=starts.stride(0) == 1 and lengths.stride(0) == 1,
         upcasts_output=base.upcasts_output,

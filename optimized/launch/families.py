@@ -24,16 +24,24 @@ class PrefillPlan(Protocol):
     Attributes:
         clears_padding: whether `launch_prefill` clears the rows of no request if `short_rows` is 0.
             A batch without short requests then needs no decode launch.
+        packs_heads: whether short requests have query tiles of all query heads of a KV head, and
+            others have not (`cost_packed.py`).
     """
 
     @property
     def clears_padding(self) -> bool: ...
+
+    @property
+    def packs_heads(self) -> bool: ...
 
     def takes(self, call: AttentionCall) -> bool:
         """Return whether the kernel takes what a signature leaves out: addresses and sizes."""
 
     def launch_prefill(self, call: AttentionCall, short_rows: int) -> None:
         """Compute all requests of more than `short_rows` rows, and leave the others as they are."""
+
+    def prefill_lens(self, least: int, most: int) -> list[int]:
+        """Return longest requests of `least` to `most` tokens, each with another kernel."""
 
 
 class KernelFamily(Protocol):

@@ -147,6 +147,9 @@ class Launcher:
             None, each is an argument of its own.
         is_dependent: whether the launch is a programmatic dependent launch: it begins before the
             launch that precedes it on the stream has ended, and waits in the kernel.
+        encodes_maps: whether tensor maps have boxes that Triton does not encode. All launches are
+            driver launches then, and `load` must have returned True before each of them. The kernel
+            must not be specialized on the alignment of pointers.
     """
 
     def __init__(
@@ -158,6 +161,7 @@ class Launcher:
         num_stages: int,
         groups: tuple[Any, Any] | None = None,
         is_dependent: bool = False,
+        encodes_maps: bool = False,
     ) -> None:
         self._kernel = kernel
         self._lower = lower
@@ -171,6 +175,7 @@ class Launcher:
         self._compiled: Any = None
         self._direct: DirectLaunch | None = None
         self._map_kinds: Sequence[Any] = ()
+        self._encodes_maps = encodes_maps
 
     @property
     def name(self) -> str:
@@ -192,16 +197,45 @@ class Launcher:
 
         Args:
             number: index of the kernel's tensor map.
-            descriptor: the tensor descriptor.
+            descriptor: the tensor descriptor. If it has an attribute `box_rows`, these are the
+                first sizes of the box, in place of those of the kernel's type.
         """
         from triton.backends.nvidia.driver import make_tensordesc_arg
 
         # from triton 3.8 on it takes the launch's other arguments too, which it does not read
         others = len(inspect.signature(make_tensordesc_arg).parameters) - 2
-        made: list[Any] = make_tensordesc_arg(
-            descriptor, self._map_kinds[number], *(None,) * others
-        )
+        kind = self._map_kinds[number]
+        box_rows = getattr(descriptor, "box_rows", None)
+        if box_rows is not None:
+            columns = kind["block_size"][len(box_rows) :]
+            kind = {**kind, "block_size": [*box_rows, *columns]}
+        made: list[Any] = make_tensordesc_arg(descriptor, kind, *(None,) * others)
         return made
+
+    def load(
+        self,
+        options: Sequence[Tensor | float | None],
+        numbers: Sequence[float],
+        tensors: Sequence[Any],
+    ) -> bool:
+        """Compile and load the kernel without a launch, and return whether it can be launched.
+
+        It cannot if Triton's driver launch or its tensor maps are not known. Launches that are only
+        compiled, and those of the interpreter, need nothing.
+
+        Args:
+            options, numbers, tensors: as in `__call__`.
+        """
+        if INTERPRETED or RECORDING.compiles_only:
+            return True
+        if self._direct is None or current_device() != self._direct.device:
+            arguments = self._order_arguments(options, numbers, tensors)
+            compiled = self._kernel.warmup(*arguments, grid=(1, 1, 1), **self._chosen)
+            if hasattr(compiled, "result"):  # it was compiled in another thread
+                compiled = compiled.result()
+            if compiled is not None:
+                self._keep(compiled)
+        return self._direct is not None and bool(self._map_kinds)
 
     def __call__(
         self,
@@ -242,7 +276,7 @@ class Launcher:
         notes = RECORDING.notes
         if (
             direct is not None
-            and not union & 15
+            and (self._encodes_maps or not union & 15)
             and current_device() == direct.device
             and (maps or not self._map_kinds)
             and not is_profiled()
@@ -263,6 +297,20 @@ class Launcher:
             return
         if notes is not None:
             notes.append(None)
+        # Triton's launch would encode other boxes
+        assert not self._encodes_maps or INTERPRETED or RECORDING.compiles_only
+        arguments = self._order_arguments(options, numbers, tensors)
+        compiled = launch_kernel(self._kernel, grid, *arguments, **self._chosen)
+        if compiled is not None and not union & 15 and not INTERPRETED:
+            self._keep(compiled)
+
+    def _order_arguments(
+        self,
+        options: Sequence[Tensor | float | None],
+        numbers: Sequence[float],
+        tensors: Sequence[Any],
+    ) -> tuple[Any, ...]:
+        """Return the arguments of a launch through Triton."""
         lowered = self._lower(*tensors)
         if self._groups is None:
             arguments: tuple[Any, ...] = (*lowered, *options, *numbers)
@@ -271,11 +319,11 @@ class Launcher:
             arguments = (of_pointers(*lowered), of_options(*options), *numbers)
         names = self._kernel.arg_names[len(arguments) :]
         self._rest = tuple(self._fixed.get(name) for name in names)
-        compiled = launch_kernel(
-            self._kernel, grid, *arguments, *self._rest, **self._chosen
-        )
-        if compiled is not None and not union & 15 and not INTERPRETED:
-            self._map_kinds = getattr(compiled.metadata, "tensordesc_meta", None) or ()
-            # the kernel stays loaded as long as it is referenced
-            self._compiled = compiled
-            self._direct = find_direct_launch(compiled, current_device())
+        return (*arguments, *self._rest)
+
+    def _keep(self, compiled: Any) -> None:
+        """Note what driver launches of a compiled kernel need."""
+        self._map_kinds = getattr(compiled.metadata, "tensordesc_meta", None) or ()
+        # the kernel stays loaded as long as it is referenced
+        self._compiled = compiled
+        self._direct = find_direct_launch(compiled, current_device())

@@ -73,6 +73,7 @@ class PortablePlan:
 
     is_repeatable = True
     clears_padding = False
+    packs_heads = False
 
     def __init__(self, launches: Launches, has_values: bool) -> None:
         self.launches = launches
@@ -152,6 +153,10 @@ class PortablePlan:
         )
         grid = (launches.kv_heads, splits, 1)
         self._start(append, grid, call, split_rows, workspace, partials, arrivals)
+
+    def prefill_lens(self, least: int, most: int) -> list[int]:
+        """Return longest requests whose prefill has a kernel of its own: they have one."""
+        return [most]
 
     def launch_prefill(self, call: AttentionCall, short_rows: int) -> None:
         """Compute all requests of more than `short_rows` rows."""
@@ -258,6 +263,7 @@ def describe_layer(
     call: AttentionCall,
     has_hopper: bool,
     append_rows: tuple[int, ...] = (),
+    packs_heads: bool = False,
 ) -> Layer:
     """Return what the cost model needs to know of all calls with one signature.
 
@@ -267,6 +273,7 @@ def describe_layer(
         has_hopper: whether the prefill kernel of Hopper chips takes them.
         append_rows: rows of each query tile of the append kernel of Hopper chips; empty if it does
             not take them.
+        packs_heads: that of the prefill kernel of Hopper chips.
     """
     options = call.options
     numbers = call.query.shape[-1] + launches.value_size
@@ -286,6 +293,7 @@ def describe_layer(
         prefill_rows=launches.block_m,
         has_hopper=has_hopper,
         append_rows=append_rows,
+        packs_heads=packs_heads,
         causal=options.causal is True,
         max_visible_keys=visible,
         processors=launches.processors,

@@ -140,11 +140,13 @@ def _warm_attention(spec: WarmUpSpec, index: int, lse: bool) -> _Launched:
     if is_long or not plan.has_decode:
         # batch-invariant rows have a kernel for one split, and one for several
         for keys in sorted({min(SPLIT_SIZE, spec.max_seq_len), spec.max_seq_len}):
-            bounds = (1, spec.max_query_len, keys)
-            bounded = bound_call(make(1), *bounds)
+            bounded = bound_call(make(1), 1, spec.max_query_len, keys)
             chosen = next(each for each in plan.prefills if each.takes(bounded))
-            chosen.launch_prefill(bounded, plan.short_rows)
-            yield f"{type(chosen).__name__}.launch_prefill", bounds
+            least = plan.short_rows // plan.group_size + 1
+            for query_len in chosen.prefill_lens(least, spec.max_query_len):
+                bounds = (1, query_len, keys)
+                chosen.launch_prefill(bound_call(bounded, *bounds), plan.short_rows)
+                yield f"{type(chosen).__name__}.launch_prefill", bounds
     if is_long and plan.layer is not None:
         yield from _warm_appends(spec, plan, plan.layer, make, started)
     if plan.has_decode:

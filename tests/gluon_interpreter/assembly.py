@@ -35,6 +35,8 @@ def inline_asm_elementwise(
         return args[0]
     if asm.startswith("cvt.rn."):
         return _round_pair(args[0].tensor, args[1].tensor, "bf16x2" in asm)
+    if asm == "mov.b32 $0, $1;":
+        return args[0]
     if asm == "mov.b32 {$0, $1}, $2;":
         words = args[0].tensor
         pair = words.contiguous().view(torch.int16).view(*words.shape, 2)

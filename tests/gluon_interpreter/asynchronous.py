@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -84,8 +85,10 @@ class TensorMap:
     Args:
         memory: the bytes at its address.
         shape, strides: sizes and steps in elements.
-        box: sizes of a box.
+        box: sizes of a box in the kernel's types.
         layout: shared-memory layout of a box.
+        box_rows: Optional. The first sizes of the box that the map was encoded with. If None, those
+            of `box`. The box has the first rows of its shared memory.
     """
 
     def __init__(
@@ -96,14 +99,17 @@ class TensorMap:
         strides: Any,
         box: Any,
         layout: Any,
+        box_rows: tuple[int, ...] | None = None,
     ) -> None:
+        self.sizes = [*(box_rows or box[:-1]), box[-1]]
+        assert math.prod(self.sizes) <= math.prod(box), (self.sizes, box)
         self.plane = memory.as_strided(tuple(shape), tuple(strides))
         self.dtype, self.layout = dtype, layout
         self.block_type = SimpleNamespace(shape=list(box))
 
     def box(self, start: Any) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         """Return the indices of the elements of a box, and which of them exist."""
-        sizes = self.block_type.shape
+        sizes = self.sizes
         grid = torch.meshgrid(
             *(
                 torch.arange(size) + int(first)
@@ -115,6 +121,11 @@ class TensorMap:
         for index, size in zip(grid, self.plane.shape, strict=True):
             exists &= (index >= 0) & (index < size)
         return tuple(index[exists] for index in grid), exists
+
+    def of_box(self, tile: torch.Tensor) -> torch.Tensor:
+        """Return the part of a tile that a box has, in the shape of the box.  # [*sizes]"""
+        rows = math.prod(self.sizes[:-1])
+        return tile.flatten(0, -2)[:rows].view(self.sizes)
 
 
 def async_load(
@@ -136,9 +147,10 @@ def async_load(
     result.poison()
 
     def run() -> None:
-        numbers = torch.zeros(exists.shape, dtype=desc.plane.dtype)
-        numbers[exists] = desc.plane[index]
-        result.write(numbers, None)
+        # what the box does not have stays NaN
+        tile = result.read()
+        desc.of_box(tile).zero_()[exists] = desc.plane[index]
+        result.write(tile, None)
         state.expected -= exists.numel() * desc.plane.element_size()
         state.advance()
 
@@ -163,7 +175,7 @@ def async_store(desc: TensorMap, start: Any, source: SharedView) -> None:
             raise InterpreterError(
                 "shared memory was overwritten before it was stored asynchronously"
             )
-        desc.plane[index] = seen[exists]
+        desc.plane[index] = desc.of_box(seen)[exists]
 
     steps = zip(index, desc.plane.stride(), strict=True)
     places = sum(

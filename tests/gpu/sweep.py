@@ -255,6 +255,7 @@ def main() -> int:
     add("--kind", choices=KINDS, required=True)
     add("--shapes", type=int, default=20)
     add("--seed", default="0", help="any word")
+    add("--only", type=int, nargs="+", help="numbers of the batches, instead of all")
     add("--repeats", type=int, default=15)
     add("--fa3", help="vLLM's _vllm_fa3_C.abi3.so")
     add("--commit", help="default: what git says")
@@ -271,7 +272,7 @@ def main() -> int:
             VLLMTriton(device) if is_write else FlashAttention3(device, asked.fa3)
         )
     workloads = []
-    for number in range(asked.shapes):
+    for number in asked.only or range(asked.shapes):
         name = f"{asked.kind}-{asked.seed}-{number}"
         if name not in done:
             each = draw_workload(asked.kind, name, random.Random(name))

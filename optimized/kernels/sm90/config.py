@@ -55,7 +55,8 @@ class Config(NamedTuple):
             because a tile's columns are a power of two.
         GROUP: rows per token in a query tile, which are numbered token by token: the query heads
             of a KV head, for batch-invariant rows rounded up to a power of two. 1 if a query tile
-            has one query head (`choose_group`).
+            has one query head (`choose_group`). If it does not divide WARPGROUP_M, the last rows of
+            a warpgroup have no token (`PackedPlan`).
         CONSUMERS: consumer warpgroups (`choose_consumers`).
         SPLIT_TILES: KV tiles per split of batch-invariant rows; 0 if rows are not split.
     """
@@ -119,6 +120,8 @@ def choose_stages(head_dim: int, block_n: int) -> int:
 def choose_group(group_size: int) -> int:
     """Return the query heads in a query tile: all that share a KV head, or one.
 
+    Groups that do not divide WARPGROUP_M have a second plan for short requests (`PackedPlan`).
+
     With all of them, the last tile of a short prompt has fewer rows without a token: 48 prompts of
     30 to 700 tokens take 243 us and not 281, 200 of 60 tokens 135 and not 262. Long prompts take
     the same time (1 x 8,192: 827 and 826 us), or less: at head size 64 1,101 us and not 1,139, and
@@ -169,6 +172,30 @@ def has_own_tiles(config):
 def count_tokens(config):
     """Return the tokens in the WARPGROUP_M rows of a consumer warpgroup."""
     return WARPGROUP_M.value // config.GROUP
+
+
+@gluon.constexpr_function
+def count_rows(config):
+    """Return the rows of a consumer warpgroup that have a token: 60 of 64 for groups of 5."""
+    return WARPGROUP_M.value // config.GROUP * config.GROUP
+
+
+@gluon.constexpr_function
+def has_unused_rows(config):
+    """Return whether the last rows of a consumer warpgroup have no token."""
+    return WARPGROUP_M.value % config.GROUP != 0
+
+
+@gluon.constexpr_function
+def box_rows(config):
+    """Return the tokens and query heads of a TMA box of queries, as Triton's types declare it.
+
+    Sizes of these types are powers of two. With rows that have no token, the tensor map has fewer
+    tokens and other heads, and as many rows of the tile are not written (`PackedPlan`).
+    """
+    if WARPGROUP_M.value % config.GROUP:
+        return WARPGROUP_M.value // 8, 8
+    return WARPGROUP_M.value // config.GROUP, config.GROUP
 
 
 MASK_END = gl.constexpr(1)

@@ -17,6 +17,7 @@ from .config import (
     count_tokens,
     has_lower_bound,
     has_own_tiles,
+    has_unused_rows,
 )
 from .epilogue import normalize, store_tile
 from .mainloop import attend_to_tiles, skip_tiles
@@ -91,6 +92,9 @@ def consume(
                     acc, gl.full(lse.shape, v_scale, gl.float32, lse.type.layout)
                 )
             q_state = q_state.advance()
+        if has_unused_rows(config):
+            # again, so that they take no registers in the main loops
+            token, head = find_rows(work, row, config)
         store_tile(
             output,
             tiles.q,

@@ -6,7 +6,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from .config import LN_2, LOG2_E, acc_columns, acc_layout, count_tokens
+from .config import (
+    LN_2,
+    LOG2_E,
+    acc_columns,
+    acc_layout,
+    count_tokens,
+    has_unused_rows,
+)
 from .gluon_names import async_store
 from .softmax import rescale
 
@@ -96,6 +103,8 @@ def store_tile(
     FIRST_TOKEN: gl.constexpr = CONSUMER * TOKENS
     num_queries = work.seq_len - work.position
     is_row = token < num_queries  # [WARPGROUP_M]
+    if has_unused_rows(config):
+        is_row = token < gl.minimum(num_queries, FIRST_TOKEN + TOKENS)
     is_whole = (work.num_kv_tiles > 0) & (num_queries >= FIRST_TOKEN + TOKENS)
     PARTS: gl.constexpr = acc_columns(config)
     HAS_HEADS: gl.constexpr = len(output.plane.desc.block_type.shape) == 3

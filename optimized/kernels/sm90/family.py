@@ -21,6 +21,7 @@ from .config import (
     choose_stages,
     pad_head_size,
 )
+from .packed import plan_packed
 from .plan import Box, Sm90Plan
 from .planes import TAIL_DIMS, find_planes
 
@@ -57,7 +58,7 @@ def plan(call: AttentionCall) -> "Sm90Plan":
         # the map of keys or values has the rows of one head
         k_plane, v_plane = (each._replace(head_rows=0) for each in (k_plane, v_plane))
     num_heads = call.query.shape[1]
-    return Sm90Plan(
+    made = Sm90Plan(
         dtype=call.query.dtype,
         planes=planes,
         boxes=boxes,
@@ -75,6 +76,9 @@ def plan(call: AttentionCall) -> "Sm90Plan":
         ),
         constants={"config": config},
     )
+    if _has_step_of_heads(call, config):
+        made.packed = plan_packed(made)
+    return made
 
 
 def _make_config(call: AttentionCall) -> Config:

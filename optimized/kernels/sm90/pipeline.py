@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from .config import SWIZZLED_3D, count_tokens, uses_ping_pong, warp_layout
+from .config import SWIZZLED_3D, box_rows, uses_ping_pong, warp_layout
 from .gluon_names import aggregate, reinterpret
 
 
@@ -153,11 +153,12 @@ def packed_q(shared, config: gl.constexpr):
     """Return the query tiles in the shape of TMA boxes of tokens, query heads and columns.
 
     Returns:
-        [query stages * consumers, tokens, GROUP, HEAD_DIM], the same memory as `shared.q`.
+        [query stages * consumers, tokens, GROUP, HEAD_DIM], the same memory as `shared.q`. If GROUP
+        does not divide WARPGROUP_M, tokens and heads are those of `box_rows`.
     """
     TILES: gl.constexpr = shared.q.shape[0]
-    TOKENS: gl.constexpr = count_tokens(config)
-    boxes: gl.constexpr = [TILES, TOKENS, config.GROUP, config.HEAD_DIM]
+    ROWS: gl.constexpr = box_rows(config)
+    boxes: gl.constexpr = [TILES, ROWS[0], ROWS[1], config.HEAD_DIM]
     return reinterpret(shared.q, shared.q.dtype, boxes, SWIZZLED_3D)
 
 

@@ -7,6 +7,7 @@ with the address and the number of tokens only, so the maps of a KV cache are ma
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -55,6 +56,9 @@ class Sm90Plan:
         tile_rows: the query rows of a work item.
         strides: the kernel's arguments from `q_head_rows` to `out_stride_head`.
         constants: the kernel's constexpr arguments.
+        packed: Optional. The plan for short requests, whose tiles have all query heads of a KV
+            head (`PackedPlan`). If None, this plan computes all calls.
+        is_usable: whether a launch has not found that this version of Triton cannot make it.
     """
 
     dtype: torch.dtype
@@ -69,6 +73,8 @@ class Sm90Plan:
     constants: dict[str, Any]
     launcher: Launcher = field(init=False)
     _tensor_maps: dict[tuple[int, int, int], list[Any]] = field(default_factory=dict)
+    packed: "Sm90Plan | None" = None
+    is_usable: bool = True
     is_repeatable: ClassVar[bool] = True
     num_maps: ClassVar[int] = 4
     """Tensors with a tensor map: queries, keys, values and the output, or those without it."""
@@ -116,6 +122,27 @@ class Sm90Plan:
     def clears_padding(self) -> bool:
         """Whether `launch_prefill` without short rows clears the rows of no request."""
         return self.config.TAIL_DIM == 0
+
+    @property
+    def packs_heads(self) -> bool:
+        """Whether short requests have query tiles of all query heads of a KV head.
+
+        It is about groups that do not divide WARPGROUP_M. Others always have such tiles.
+        """
+        return self.packed is not None
+
+    def is_chosen(self, max_query_len: int) -> bool:
+        """Return whether this plan computes requests of at most so many tokens."""
+        return True
+
+    def prefill_lens(self, least: int, most: int) -> list[int]:
+        """Return longest requests of `least` to `most` tokens, each with another kernel."""
+        if self.packed is None:
+            return [most]
+        is_chosen = self.packed.is_chosen
+        of_most = is_chosen(most)
+        others = (each for each in range(least, most) if is_chosen(each) != of_most)
+        return [*islice(others, 1), most]
 
     def takes(self, call: AttentionCall) -> bool:
         """Return whether the kernel takes what a signature leaves out.
@@ -166,11 +193,17 @@ class Sm90Plan:
         out, lse, sinks = call.out, call.lse, call.options.sinks
         if call.max_query_len * self.group_size <= short_rows:
             return
+        if self.packed is not None and self.packed.is_chosen(call.max_query_len):
+            self.packed.launch_prefill(call, short_rows, scales)
+            if self.packed.is_usable:
+                return
+            self.packed = None
         num_reqs = call.query_start_loc.shape[0] - 1
         # a request has at most the tiles that its tokens fill, and one that is not full
         group = self.config.GROUP
         num_heads = self.num_heads // group
-        num_items = (query.shape[0] // (self.tile_rows // group) + num_reqs) * num_heads
+        tile_tokens = self.config.CONSUMERS * (WARPGROUP_M.value // group)
+        num_items = (query.shape[0] // tile_tokens + num_reqs) * num_heads
         grid = (min(num_items, count_processors(query.device)), 1, 1)
         work_counter = find_workspace(query.device, 2, 0)[0]
         starts = call.query_start_loc

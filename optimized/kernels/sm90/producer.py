@@ -10,7 +10,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from .config import SWIZZLED, WARPGROUP_M, WORK_STAGES, count_q_stages, count_tokens
+from .config import (
+    SWIZZLED,
+    WARPGROUP_M,
+    WORK_STAGES,
+    count_q_stages,
+    count_rows,
+    count_tokens,
+)
 from .gluon_names import async_load, reinterpret
 from .load_kv import load_k, load_v
 from .pipeline import PipelineState, packed_q
@@ -114,7 +121,9 @@ def load_q(shared, q, state, work, config: gl.constexpr, NUM_CONSUMERS: gl.const
     full = shared.q_pipe.full_barrier(state)
     row = work.query_start + work.head * q.head_rows
     column = work.head * q.head_columns
-    mbarrier.expect(full, NUM_CONSUMERS * WARPGROUP_M * (HEAD_DIM + TAIL_DIM) * 2)
+    # rows without a token are not loaded: they have numbers of an earlier tile
+    ROWS: gl.constexpr = count_rows(config)
+    mbarrier.expect(full, NUM_CONSUMERS * ROWS * (HEAD_DIM + TAIL_DIM) * 2)
     for consumer in gl.static_range(NUM_CONSUMERS):
         tile = state.stage() * NUM_CONSUMERS + consumer
         if len(q.desc.block_type.shape) == 3:

@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 
 from .config import MASK_BEGIN, MASK_END, WARPGROUP_M, p_operand_layout, qk_layout
 from .tile_range import first_visible_key
+from .work_item import find_token
 
 
 def _exp2_of_8() -> str:
@@ -71,7 +72,7 @@ def mask_qk(qk, kv_tile, position, seq_len, MASKS: gl.constexpr, config: gl.cons
     column = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))  # [BLOCK_N]
     end = gl.full([WARPGROUP_M], seq_len, gl.int32, ROWS)  # [WARPGROUP_M]
     row = gl.arange(0, WARPGROUP_M, ROWS)
-    row_position = position + row // config.GROUP  # [WARPGROUP_M]
+    row_position = position + find_token(row, config)  # [WARPGROUP_M]
     if config.CAUSAL:
         end = gl.minimum(row_position + 1, seq_len)
     # relative to the tile, because then the columns are constants

@@ -9,12 +9,20 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .config import WARP_SIZE, warp_layout
+from .config import (
+    WARP_SIZE,
+    WARPGROUP_M,
+    count_tokens,
+    has_unused_rows,
+    warp_layout,
+)
 
 WORK_FIELDS = gl.constexpr(8)
 """Fields of a `WorkItem`."""
 NO_WORK = gl.constexpr(-1)
 """Number of KV tiles in the item that ends a program."""
+COPY_PTX = gl.constexpr("mov.b32 $0, $1;")
+"""PTX that copies a number. What follows from the copy is not computed before it."""
 
 
 class WorkItem(NamedTuple):
@@ -42,6 +50,20 @@ class WorkItem(NamedTuple):
 
 
 @gluon.jit
+def find_token(row, config: gl.constexpr):
+    """Return the token in the warpgroup of rows of a warpgroup.  # [WARPGROUP_M]
+
+    A quotient that is not a shift would be computed once and kept in registers, which the main
+    loops need. So it is computed from a copy wherever it is used.
+    """
+    if has_unused_rows(config):
+        row = gl.inline_asm_elementwise(
+            COPY_PTX, "=r,r", [row], dtype=gl.int32, is_pure=False, pack=1
+        )
+    return row // config.GROUP
+
+
+@gluon.jit
 def find_rows(work, row, config: gl.constexpr):
     """Return the token in the work item, and the query head, of rows of a tile.
 
@@ -49,12 +71,18 @@ def find_rows(work, row, config: gl.constexpr):
         row: [WARPGROUP_M] indices of the rows in the work item.
 
     Returns:
-        [WARPGROUP_M]; [WARPGROUP_M], or one number if all rows have the same query head.
+        [WARPGROUP_M]; [WARPGROUP_M], or one number if all rows have the same query head. A row
+        without a token has the next warpgroup's first token.
     """
-    if config.GROUP > 1:
+    if has_unused_rows(config):
+        of_warpgroup = row % WARPGROUP_M
+        token = find_token(of_warpgroup, config)
+        head = work.head * config.GROUP + (of_warpgroup - token * config.GROUP)
+        return row // WARPGROUP_M * count_tokens(config) + token, head
+    elif config.GROUP > 1:  # noqa: RET505 (constexpr branches)
         head = work.head * config.GROUP + row % config.GROUP
         return row // config.GROUP, head
-    else:  # noqa: RET505 (a constexpr branch)
+    else:
         return row, work.head
 
 

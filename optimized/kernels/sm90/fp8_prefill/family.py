@@ -71,6 +71,15 @@ class Fp8PrefillPlan:
         """Whether `launch_prefill` without short rows clears the rows of no request."""
         return self.prefill.clears_padding
 
+    @property
+    def packs_heads(self) -> bool:
+        """Whether short requests have query tiles of all query heads of a KV head."""
+        return self.prefill.packs_heads
+
+    def prefill_lens(self, least: int, most: int) -> list[int]:
+        """Return longest requests of `least` to `most` tokens, each with another kernel."""
+        return self.prefill.prefill_lens(least, most)
+
     def takes(self, call: AttentionCall) -> bool:
         """Return whether the kernels take what a signature leaves out: addresses and sizes."""
         # the FP8 cache has more rows than the converted one, or MAX_BYTES bounds them
