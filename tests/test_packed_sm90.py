@@ -404,6 +404,7 @@ def test_lengths_of_a_warm_up_choose_both_plans(
     ]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it is the run without a GPU")
 def test_a_warm_up_of_groups_of_five_compiles_both_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
