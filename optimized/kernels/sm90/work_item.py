@@ -51,7 +51,7 @@ class WorkItem(NamedTuple):
 
 @gluon.jit
 def find_token(row, config: gl.constexpr):
-    """Return the token in the warpgroup of rows of a warpgroup.  # [WARPGROUP_M]
+    """Return the token of rows of a warpgroup, counted from the warpgroup's first one.
 
     A quotient that is not a shift would be computed once and kept in registers, which the main
     loops need. So it is computed from a copy wherever it is used.
