@@ -87,6 +87,16 @@ int cuDeviceGet(int *device, int ordinal) {
   *device = 0;
   return 0;
 }
+// from triton 3.8 on
+int cuCtxGetDevice(int *device) {
+  *device = 0;
+  return 0;
+}
+int cuModuleUnload(void *module) { return 0; }
+int cuStreamIsCapturing(void *stream, int *status) {
+  *status = 0;
+  return 0;
+}
 int cuDriverGetVersion(int *version) {
   *version = 13000;
   return 0;
