@@ -437,3 +437,31 @@ def test_a_warm_up_of_groups_of_five_compiles_both_kernels(
     assert sorted(launched[1:]) == [1] * (len(prefills) // 2) + [5] * (
         len(prefills) // 2
     )
+
+
+# microseconds with all heads of a token in a tile and with one, by new tokens per request: 28, 51,
+# 16, 48, 8, 4 and 8 requests (2026-11-24, on an H200)
+TIMED: dict[int, dict[int, tuple[float, float]]] = {
+    3: {
+        37: (44.2, 76.3), 24: (66.3, 117.7), 64: (48.4, 60.9), 100: (276.5, 282.1),
+        300: (42.1, 44.3), 1024: (77.4, 71.3), 2048: (390.4, 371.2),
+    },
+    5: {
+        37: (57.8, 107.6), 24: (69.5, 174.1), 64: (62.9, 90.2), 100: (432.3, 444.0),
+        300: (60.0, 64.5), 1024: (115.9, 106.1), 2048: (639.8, 595.4),
+    },
+    6: {
+        37: (59.6, 126.8), 24: (90.2, 202.8), 64: (76.7, 105.2), 100: (427.3, 524.3),
+        300: (61.5, 69.9), 1024: (133.6, 122.7), 2048: (760.7, 706.4),
+    },
+    7: {
+        37: (45.9, 76.2), 24: (58.8, 125.6), 64: (45.9, 73.1), 100: (260.9, 324.7),
+        300: (41.6, 48.0), 1024: (82.5, 78.5), 2048: (435.1, 422.9),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("group", TIMED)
+def test_the_faster_query_tiles_are_chosen(group: int) -> None:
+    for tokens, (all_heads, one_head) in TIMED[group].items():
+        assert packs_heads(group, tokens, 128) == (all_heads < one_head), tokens
