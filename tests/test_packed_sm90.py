@@ -1,7 +1,7 @@
 """Query tiles of whole tokens in the Hopper prefill kernel, for groups that do not divide 64.
 
-Results are those of the interpreter (gluon_interpreter), where a row without a token has NaN. The
-tests that need a GPU are in test_prefill_sm90.py, whose groups of 3, 5 and 7 have such tiles.
+Most results are those of the interpreter (gluon_interpreter), where a row without a token has NaN.
+Groups of 3, 5 and 7 in test_prefill_sm90.py, which needs a GPU, have such tiles too.
 """
 
 import shutil
@@ -295,9 +295,9 @@ def test_a_box_has_the_heads_of_a_kv_head_and_a_type_has_powers_of_two() -> None
     for index, tensor in ((0, call.query), (3, call.out)):
         found = made.packed.describe(index, tensor, 0)
         assert list(found.block_shape) == [8, 8, 128]
-        assert found.box_rows == (12, 5)
+        assert found.true_box == (12, 5)
         assert list(found.shape) == [12, 10, 128]
-    assert not hasattr(made.packed.describe(1, call.key, 0), "box_rows")
+    assert not hasattr(made.packed.describe(1, call.key, 0), "true_box")
 
 
 @pytest.mark.parametrize("sizes", [[8, 8, 64], [8, 8, 32]])

@@ -155,20 +155,20 @@ def estimate_prefill(
         keys -= min(keys, max_query_len) // 2
     rows, heads = layer.prefill_rows, layer.kv_heads
     group_size, rate = layer.group_size, PORTABLE_FLOP_PER_US[rows]
-    tiles = -(-max_query_len * group_size // rows)
-    fixed, of_round, of_products = PORTABLE_PREFILL_US, PORTABLE_ROUND_US, 0.0
-    of_window = 0.0
+    fixed, of_round = PORTABLE_PREFILL_US, PORTABLE_ROUND_US
+    of_products = of_window = 0.0
     if layer.has_hopper:
         rows, rate = _hopper_tile(layer)
         fixed, of_round, of_products = PREFILL_US, ROUND_US, PRODUCTS_ROUND_US
         if layer.max_visible_keys is not None:
             of_window = WINDOW_ROUND_US
+    if layer.packs_heads and packs_heads(group_size, max_query_len, rows):
+        tiles = -(-max_query_len // packed_tokens(group_size, rows))
+    elif layer.has_hopper and WARPGROUP_ROWS % group_size:
+        # a tile has the rows of one query head
+        tiles, heads = -(-max_query_len // rows), heads * group_size
+    else:
         tiles = -(-max_query_len * group_size // rows)
-        if layer.packs_heads and packs_heads(group_size, max_query_len, rows):
-            tiles = -(-max_query_len // packed_tokens(group_size, rows))
-        elif WARPGROUP_ROWS % group_size:
-            # a tile has the rows of one query head
-            tiles, heads = -(-max_query_len // rows), heads * group_size
     items = num_long * tiles * heads
     # the last round of programs may leave multiprocessors idle
     rounds = -(-items // processors)

@@ -197,7 +197,7 @@ class Launcher:
 
         Args:
             number: index of the kernel's tensor map.
-            descriptor: the tensor descriptor. If it has an attribute `box_rows`, these are the
+            descriptor: the tensor descriptor. If it has an attribute `true_box`, these are the
                 first sizes of the box, in place of those of the kernel's type.
         """
         from triton.backends.nvidia.driver import make_tensordesc_arg
@@ -205,10 +205,10 @@ class Launcher:
         # from triton 3.8 on it takes the launch's other arguments too, which it does not read
         others = len(inspect.signature(make_tensordesc_arg).parameters) - 2
         kind = self._map_kinds[number]
-        box_rows = getattr(descriptor, "box_rows", None)
-        if box_rows is not None:
-            columns = kind["block_size"][len(box_rows) :]
-            kind = {**kind, "block_size": [*box_rows, *columns]}
+        true_box = getattr(descriptor, "true_box", None)
+        if true_box is not None:
+            columns = kind["block_size"][len(true_box) :]
+            kind = {**kind, "block_size": [*true_box, *columns]}
         made: list[Any] = make_tensordesc_arg(descriptor, kind, *(None,) * others)
         return made
 

@@ -46,7 +46,7 @@ def _tensor_map(descriptor: Any, tensors: Sequence[torch.Tensor]) -> TensorMap:
                 descriptor.strides,
                 descriptor.block_shape,
                 descriptor.layout,
-                getattr(descriptor, "box_rows", None),
+                getattr(descriptor, "true_box", None),
             )
     raise InterpreterError(
         f"a tensor map of {descriptor.shape} with steps of {descriptor.strides} reaches outside"

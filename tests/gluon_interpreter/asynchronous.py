@@ -87,7 +87,7 @@ class TensorMap:
         shape, strides: sizes and steps in elements.
         box: sizes of a box in the kernel's types.
         layout: shared-memory layout of a box.
-        box_rows: Optional. The first sizes of the box that the map was encoded with. If None, those
+        true_box: Optional. The first sizes of the box that the map was encoded with. If None, those
             of `box`. The box has the first rows of its shared memory.
     """
 
@@ -99,9 +99,9 @@ class TensorMap:
         strides: Any,
         box: Any,
         layout: Any,
-        box_rows: tuple[int, ...] | None = None,
+        true_box: tuple[int, ...] | None = None,
     ) -> None:
-        self.sizes = [*(box_rows or box[:-1]), box[-1]]
+        self.sizes = [*(true_box or box[:-1]), box[-1]]
         assert math.prod(self.sizes) <= math.prod(box), (self.sizes, box)
         self.plane = memory.as_strided(tuple(shape), tuple(strides))
         self.dtype, self.layout = dtype, layout

@@ -21,7 +21,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ...launch.attention_call import AttentionCall
 from ...launch.cost_packed import packs_heads
 from ...launch.launcher import Launcher, is_profiled
-from .config import WARPGROUP_M
+from .config import WARPGROUP_M, box_rows
 from .kernel import prefill_kernel
 from .plan import Address, Sm90Plan
 
@@ -39,13 +39,10 @@ def plan_packed(base: Sm90Plan) -> "PackedPlan | None":
     group, rows = base.group_size, WARPGROUP_M.value
     if group > rows or rows % group == 0 or base.config.TAIL_DIM:
         return None
-    box = (rows // 8, 8, base.config.HEAD_DIM)
-    return PackedPlan.derive(
-        base,
-        base.config._replace(GROUP=group),
-        (box, *base.boxes[1:3], box),
-        base.strides,
-    )
+    config = base.config._replace(GROUP=group)
+    tokens, heads = box_rows(config)
+    box = (tokens, heads, config.HEAD_DIM)
+    return PackedPlan.derive(base, config, (box, *base.boxes[1:3], box), base.strides)
 
 
 @dataclass
@@ -96,7 +93,7 @@ class PackedPlan(Sm90Plan):
     ) -> TensorDescriptor:
         """Return the TMA descriptor of a tensor.
 
-        Those of queries and outputs have an attribute `box_rows`: tokens and heads of the box, in
+        Those of queries and outputs have an attribute `true_box`: tokens and heads of the box, in
         place of the ones that Triton's type has.
 
         Args:
@@ -104,7 +101,7 @@ class PackedPlan(Sm90Plan):
         """
         descriptor = super().describe(index, tensor, extra_rows)
         if index in (0, 3):
-            vars(descriptor)["box_rows"] = (
+            vars(descriptor)["true_box"] = (
                 WARPGROUP_M.value // self.group_size,
                 self.group_size,
             )

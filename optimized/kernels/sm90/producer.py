@@ -121,7 +121,7 @@ def load_q(shared, q, state, work, config: gl.constexpr, NUM_CONSUMERS: gl.const
     full = shared.q_pipe.full_barrier(state)
     row = work.query_start + work.head * q.head_rows
     column = work.head * q.head_columns
-    # rows without a token are not loaded: they have numbers of an earlier tile
+    # rows without a token are not loaded: they have whatever the memory held
     ROWS: gl.constexpr = count_rows(config)
     mbarrier.expect(full, NUM_CONSUMERS * ROWS * (HEAD_DIM + TAIL_DIM) * 2)
     for consumer in gl.static_range(NUM_CONSUMERS):

@@ -18,7 +18,6 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations
@@ -223,17 +222,19 @@ def main() -> int:
     found: dict[str, list[list[str]]] = {}
     try:
         for each in servers:
+            missing = {"event": "no answer", "backend": each.backend}
             if not each.wait(began + LIMIT):
-                lines.append({"event": "no answer", "backend": each.backend})
+                lines.append(missing)
                 continue
             ready = round(time.time() - began, 1)
-            with ThreadPoolExecutor(8) as pool:
-                found[each.backend] = [
-                    *pool.map(each.complete, draw_prompts(asked.prompts))
-                ]
-            lines.append(
-                {**describe(each, found[each.backend]), "answered_after_s": ready}
-            )
+            try:
+                with ThreadPoolExecutor(8) as pool:
+                    words = [*pool.map(each.complete, draw_prompts(asked.prompts))]
+            except OSError as error:
+                lines.append({**missing, "error": str(error)})
+                continue
+            found[each.backend] = words
+            lines.append({**describe(each, words), "answered_after_s": ready})
     finally:
         for each in servers:
             each.stop()
