@@ -21,18 +21,32 @@ from release import ALL, OWN, ROOT, SHARED, Job, Release
 
 PROGRAM = """
 import json, os, sys, time
-began = time.time()
+from pathlib import Path
+began, out = time.time(), Path(sys.argv[1])
+(out / "began").touch()
+for other in sys.argv[4:]:
+    while not (out.parent / other / "began").exists() and time.time() < began + 15:
+        time.sleep(0.01)
 time.sleep(float(sys.argv[2]))
-with open(sys.argv[1], "w") as file:
+with open(out / "ran.json", "w") as file:
     gpus = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
     json.dump({"gpus": gpus, "began": began, "ended": time.time()}, file)
 sys.exit(int(sys.argv[3]))
 """
 
 
-def job(name: str, place: str = SHARED, code: int = 0, took: float = 0.5) -> Job:
-    """Return a job that waits, writes when and where it ran, and ends with a code."""
-    words = ("-c", PROGRAM, "$OUT/ran.json", str(took), str(code))
+def job(
+    name: str, place: str = SHARED, code: int = 0, took: float = 0.5, beside: str = ""
+) -> Job:
+    """Return a job that waits, writes when and where it ran, and ends with a code.
+
+    Args:
+        name, place: of the job.
+        code: its exit code.
+        took: seconds that it waits.
+        beside: Optional. Another job, for whose start it waits first. If empty, none.
+    """
+    words = ("-c", PROGRAM, "$OUT", str(took), str(code), *filter(None, [beside]))
     return Job(name, (sys.executable, *words), 20, place)
 
 
@@ -53,7 +67,8 @@ def overlap(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def test_a_job_that_measures_has_its_gpu_or_the_host_for_itself(tmp_path: Path) -> None:
-    jobs = [job("tests"), job("bench", OWN), job("check"), job("serving", ALL)]
+    shared = (job("tests", beside="check"), job("check", beside="tests"))
+    jobs = [shared[0], job("bench", OWN), shared[1], job("serving", ALL)]
     code, ran = run(tmp_path, jobs)
     assert code == 0
     assert [ran[each]["gpus"] for each in ("tests", "bench", "check")] == [
@@ -65,7 +80,8 @@ def test_a_job_that_measures_has_its_gpu_or_the_host_for_itself(tmp_path: Path) 
 
 
 def test_on_one_gpu_measurements_wait_for_jobs_that_share_it(tmp_path: Path) -> None:
-    jobs = [job("tests"), job("check"), job("bench", OWN), job("later")]
+    shared = (job("tests", beside="check"), job("check", beside="tests"))
+    jobs = [*shared, job("bench", OWN), job("later")]
     code, ran = run(tmp_path, jobs, gpus=1)
     assert code == 0 and overlap(ran["tests"], ran["check"])
     assert not any(

@@ -229,9 +229,10 @@ def split_short_decodes(
     Stream-K divides the keys of ragged requests evenly, this does not. One of n requests exceeds
     the mean of all by (n - 1) / n of its own tiles, at most. That bounds the tiles per program: 2
     requests over 10,476 keys with 8 kv heads of 256 have 21, and take 58.5 us (stream-K 67.8).
-    Where two programs share a multiprocessor, SHORT_TILES remains: stream-K has both of them. With
-    8 kv heads of 64, 5 requests over up to 9,381 keys, 5,137 on average, have 25, and take 37.7 us
-    (stream-K 32.0, and 30.6 with 2 programs per multiprocessor, of 13 tiles).
+    Where two programs fit a multiprocessor, SHORT_TILES remains, because the one batch that was
+    measured was slower: with 8 kv heads of 64, 5 requests over up to 9,381 keys, 5,137 on average,
+    have 25, and take 37.7 us (stream-K 32.0, and 30.6 with 2 programs per multiprocessor, of 13
+    tiles). One request, and requests of one length, were not measured there.
 
     If a pair of a request and a kv head has one program alone, its keys are those of a stream-K
     segment at most, which stream-K would not divide either. There may be as many pairs then as the

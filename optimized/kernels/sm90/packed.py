@@ -21,7 +21,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ...launch.attention_call import AttentionCall
 from ...launch.cost_packed import packs_heads
 from ...launch.launcher import Launcher, is_profiled
-from .config import WARPGROUP_M, box_rows
+from .config import WARPGROUP_M
 from .kernel import prefill_kernel
 from .plan import Address, Sm90Plan
 
@@ -40,8 +40,8 @@ def plan_packed(base: Sm90Plan) -> "PackedPlan | None":
     if group > rows or rows % group == 0 or base.config.TAIL_DIM:
         return None
     config = base.config._replace(GROUP=group)
-    tokens, heads = box_rows(config)
-    box = (tokens, heads, config.HEAD_DIM)
+    # `box_rows` of the kernel, which only Triton calls: version 3.6 gives it a tuple
+    box = (rows // 8, 8, config.HEAD_DIM)
     return PackedPlan.derive(base, config, (box, *base.boxes[1:3], box), base.strides)
 
 

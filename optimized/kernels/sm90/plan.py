@@ -193,9 +193,10 @@ class Sm90Plan:
         out, lse, sinks = call.out, call.lse, call.options.sinks
         if call.max_query_len * self.group_size <= short_rows:
             return
-        if self.packed is not None and self.packed.is_chosen(call.max_query_len):
-            self.packed.launch_prefill(call, short_rows, scales)
-            if self.packed.is_usable:
+        packed = self.packed
+        if packed is not None and packed.is_chosen(call.max_query_len):
+            packed.launch_prefill(call, short_rows, scales)
+            if packed.is_usable:
                 return
             self.packed = None
         num_reqs = call.query_start_loc.shape[0] - 1
