@@ -11,7 +11,7 @@ from pagetwin.recorder import Recorder, RecorderSettings
 from pagetwin.recorder.laws import bookkeeping
 from pagetwin.recorder.laws.attention import RecordedCall, check_attention
 from pagetwin.recorder.laws.bookkeeping import LAWS, LAWS_OF_ROWS
-from pagetwin.recorder.laws.schedule import ScheduledRow, ScheduledRows
+from pagetwin.recorder.laws.scheduled_rows import ScheduledRow, ScheduledRows
 from pagetwin.recorder.samples import unvalidated
 from pagetwin.recorder.step import StepCopy, StepTensors
 from second_device import DEVICE, OnDevice, SecondDevice

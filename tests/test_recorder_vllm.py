@@ -20,7 +20,7 @@ from pagetwin.recorder.reproduce import reproduce_case
 from pagetwin.recorder.wrappers import vllm as recorder_vllm
 from pagetwin.recorder.wrappers import vllm_schedule
 from pagetwin.recorder.wrappers.vllm import VLLM_READER, split_cache
-from pagetwin.recorder.wrappers.vllm_schedule import WorkerSteps, comparable_block_size
+from pagetwin.recorder.wrappers.vllm_schedule import WorkerSteps
 from torch import Tensor
 
 REFERENCE = load_implementation("reference")
@@ -324,7 +324,10 @@ class Worker:
     """Has the attributes of vLLM's worker wrapper that are read; a step is a function."""
 
     def __init__(self, *specs: Any, speculative: Any = None) -> None:
-        groups = [SimpleNamespace(kv_cache_spec=each) for each in specs]
+        groups = [
+            SimpleNamespace(kv_cache_spec=each, layer_names=["a", "b"])
+            for each in specs
+        ]
         caches = SimpleNamespace(kv_cache_groups=groups)
         self.worker = SimpleNamespace(
             model_runner=SimpleNamespace(kv_cache_config=caches),
@@ -621,21 +624,6 @@ def test_backends_that_vllm_only_considers_are_not_told_its_schedule(
 def _build(one: Any, two: Any, *args: Any) -> None:
     one.build(*args)
     two.build(*args)
-
-
-@pytest.mark.parametrize(
-    "worker",
-    [
-        Worker(FullAttentionSpec(), FullAttentionSpec()),
-        Worker(FullAttentionSpec(sliding_window=8)),
-        Worker(FullAttentionSpec(), speculative=object()),
-    ],
-    ids=["two groups", "window", "speculative"],
-)
-def test_rows_that_only_the_device_or_a_group_knows_are_not_compared(
-    worker: Any,
-) -> None:
-    assert comparable_block_size(worker) is None
 
 
 def test_the_rows_of_two_engines_in_one_process_are_not_mixed(watched: Any) -> None:

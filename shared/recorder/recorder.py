@@ -8,7 +8,7 @@ An error of the recorder itself is logged once, and the recorder is off from the
 """
 
 import threading
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -22,7 +22,8 @@ from .graphs import GraphSamples
 from .guard import guarded
 from .laws.attention import RecordedCall
 from .laws.cache import RecordedWrite
-from .laws.schedule import ScheduledRow
+from .laws.schedule import ScheduledGroup
+from .laws.scheduled_rows import ScheduledRow
 from .reports import Reports
 from .samples import Samples
 from .settings import RecorderSettings, prepare_folder
@@ -88,7 +89,6 @@ class Recorder:
             self._reports.log_start()
         self.is_attached = True
 
-    @guarded
     def schedule(
         self,
         rows: Sequence[ScheduledRow],
@@ -96,15 +96,31 @@ class Recorder:
         freed: Iterable[Hashable] = (),
         knows_all: bool = True,
     ) -> None:
-        """Tell what the scheduler decided about the next step, before `begin_step`.
+        """Tell what the scheduler decided about the next step, if all layers are one group.
 
         Args:
             rows: the requests of the step.
             block_size: slots per block.
+            freed, knows_all: as in `schedule_groups`.
+        """
+        groups: dict[Hashable, ScheduledGroup] = {0: ScheduledGroup(rows, block_size)}
+        self.schedule_groups(groups, freed, knows_all)
+
+    @guarded
+    def schedule_groups(
+        self,
+        groups: Mapping[Hashable, ScheduledGroup],
+        freed: Iterable[Hashable] = (),
+        knows_all: bool = True,
+    ) -> None:
+        """Tell what the scheduler decided about the next step, before `begin_step`.
+
+        Args:
+            groups: the rows of each group of layers, by the name that `StepTensors` has for it.
             freed: requests that finished or were preempted since the last step.
             knows_all: as in `Ledger`.
         """
-        finding = self._steps.schedule(rows, block_size, freed, knows_all)
+        finding = self._steps.schedule(groups, freed, knows_all)
         self._reports.report(finding, None, self.step + 1)
 
     @guarded

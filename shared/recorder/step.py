@@ -4,6 +4,7 @@ On a CUDA device the tensors are copied to pinned memory without waiting. The co
 the next step, so the recorder does not make the host wait for the device.
 """
 
+from collections.abc import Hashable
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -33,6 +34,7 @@ class StepTensors:
         stores_all: whether every new token has a slot. False for layers that share a cache and
             for context parallelism.
         window: Optional. Keys that a query attends to. If None, all.
+        scheduler_group: name of the rows in `Recorder.schedule_groups` that belong to the step.
     """
 
     query_start_loc: Tensor
@@ -44,6 +46,7 @@ class StepTensors:
     block_size: int
     stores_all: bool = True
     window: int | None = None
+    scheduler_group: Hashable = 0
 
     def addresses(self) -> dict[str, int]:
         """Return the address of each tensor, by name."""

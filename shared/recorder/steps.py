@@ -1,10 +1,11 @@
 """Steps: the metadata of the current step, checked once they are on the host."""
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping
 
 from .findings import Corruption
 from .laws.bookkeeping import check_groups, check_step
-from .laws.schedule import Ledger, ScheduledRow, ScheduledRows
+from .laws.schedule import Ledger, ScheduledGroup
+from .laws.scheduled_rows import ScheduledRows
 from .reports import Reports
 from .samples import Samples
 from .step import HostStep, StepCopy, StepTensors
@@ -25,26 +26,25 @@ class CheckedSteps:
         self._copies: list[tuple[StepCopy, ScheduledRows | None]] = []
         self._current: dict[str, HostStep | StepCopy] = {}
         self._ledger: Ledger | None = None
-        self._scheduled: ScheduledRows | None = None
-        self._next_scheduled: ScheduledRows | None = None
+        self._scheduled: dict[Hashable, ScheduledRows] = {}
+        self._next_scheduled: dict[Hashable, ScheduledRows] = {}
 
     def schedule(
         self,
-        rows: Sequence[ScheduledRow],
-        block_size: int,
+        groups: Mapping[Hashable, ScheduledGroup],
         freed: Iterable[Hashable],
         knows_all: bool,
     ) -> Corruption | None:
         """Note what the scheduler decided about the next step; return a violation.
 
         Args:
-            rows, block_size, freed, knows_all: as in `Recorder.schedule`.
+            groups, freed, knows_all: as in `Recorder.schedule_groups`.
         """
         if self._ledger is None:
-            self._ledger = Ledger(block_size, knows_all)
+            self._ledger = Ledger(knows_all)
         self._ledger.free(freed)
-        finding = self._ledger.schedule(rows)
-        self._next_scheduled = self._ledger.step_rows(rows, finding is None)
+        finding = self._ledger.schedule(groups)
+        self._next_scheduled = self._ledger.step_rows(groups, finding is None)
         return finding
 
     @property
@@ -59,10 +59,10 @@ class CheckedSteps:
     def begin(self, tensors: StepTensors, number: int, group: str) -> None:
         """Copy the metadata of a group to the host, without waiting for the device."""
         if not self._current:
-            self._scheduled, self._next_scheduled = self._next_scheduled, None
+            self._scheduled, self._next_scheduled = self._next_scheduled, {}
         copy = StepCopy(tensors, number, group)
         self._current[group] = copy
-        self._copies.append((copy, self._scheduled))
+        self._copies.append((copy, self._scheduled.get(tensors.scheduler_group)))
 
     def check_all(self) -> None:
         """Check all metadata that have not been checked, and wait for their copies."""

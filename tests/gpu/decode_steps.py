@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from pagetwin.recorder import Recorder
-from pagetwin.recorder.laws.schedule import ScheduledRow
+from pagetwin.recorder.laws.scheduled_rows import ScheduledRow
 from pagetwin.recorder.step import StepTensors
 
 HEADS, KV_HEADS, SIZE, BLOCK = 32, 8, 128, 16

@@ -166,7 +166,11 @@ def check_writers(step: HostStep) -> Corruption | None:
 
 
 def check_shared_blocks(step: HostStep) -> Corruption | None:
-    """A block that a request writes is in no other request's row."""
+    """A block that a request writes is in no other request's row, except as a prefix hit.
+
+    A request may join in the step that fills a block of its prefix: all slots of the block are
+    keys that it has not computed itself, and the block is at the same index of both rows.
+    """
     if not step.stores_all:
         return None
     entries, blocks = step.entries, step.written_blocks
@@ -179,11 +183,19 @@ def check_shared_blocks(step: HostStep) -> Corruption | None:
         return None
     stored = np.flatnonzero(step.slot_mapping[: step.num_tokens] >= 0)
     writers = np.searchsorted(step.query_start_loc, stored, side="right") - 1
-    writer_of = np.full(size + 1, -1, dtype=np.int32)
-    writer_of[step.slot_mapping[stored] // step.block_size] = writers
+    positions = step.seq_lens[writers] - step.query_start_loc[writers + 1] + stored
+    written = step.slot_mapping[stored] // step.block_size
+    writer_of, column_of = (np.full(size + 1, -1, dtype=np.int64) for _ in range(2))
+    writer_of[written], column_of[written] = writers, positions // step.block_size
     writer = writer_of[entries]
-    rows = np.arange(len(step.seq_lens), dtype=np.int32)[:, None]
-    wrong = (writer != rows) & (writer >= 0)
+    rows = np.arange(len(step.seq_lens))[:, None]
+    ends = (np.arange(entries.shape[1]) + 1) * step.block_size
+    is_prefix_hit = (
+        (column_of[entries] == np.arange(entries.shape[1]))
+        & ((step.seq_lens - step.query_lens)[:, None] >= ends)
+        & (step.seq_lens[writer] >= ends)
+    )
+    wrong = (writer != rows) & (writer >= 0) & ~is_prefix_hit
     if not wrong.any():
         return None
     row, column = map(int, np.argwhere(wrong)[0])

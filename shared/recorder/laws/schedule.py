@@ -1,251 +1,234 @@
-"""Ledger: the blocks that the scheduler gave to each request, and the laws that follow from them.
+"""Ledger: the blocks that the scheduler gave to each request, and the law of their ownership.
 
 A block table that is wrong but consistent with its own slots cannot be found from one step's
 metadata. The engine therefore tells the recorder what its scheduler decided. The ledger keeps its
-own copy of each request's row, and compares the step's block table with it.
+own copy of each request's rows, and compares the step's block tables with them.
+
+A model whose layers differ has several groups of layers, and a request has a row of blocks in each
+of them. All groups take their blocks from one pool, so a block has one holder among all groups.
 """
 
-from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from ..findings import Corruption
-from ..step import HostStep, Integers
 from .row_table import RowTable
+from .scheduled_rows import ScheduledRow, ScheduledRows
 
 
-class ScheduledRow(NamedTuple):
-    """What the scheduler decided about one request of a step.
+class ScheduledGroup(NamedTuple):
+    """What the scheduler decided about a step, for one group of layers.
 
     Args:
-        request_id: the request.
-        num_computed_tokens: tokens that are in the cache before the step.
-        num_scheduled_tokens: new tokens of the step.
-        block_ids: the request's whole row, in sequence order. A tuple is not compared again while
-            it is the same object.
+        rows: the requests of the step.
+        block_size: slots per block.
+        window: Optional. Keys that a query attends to, if a request gives up the blocks before
+            them. If None, it keeps all of its blocks.
     """
 
-    request_id: Hashable
-    num_computed_tokens: int
-    num_scheduled_tokens: int
-    block_ids: Sequence[int]
+    rows: Sequence[ScheduledRow]
+    block_size: int
+    window: int | None = None
 
-    @property
-    def seq_len(self) -> int:
-        """Tokens of the sequence after the step's cache write."""
-        return self.num_computed_tokens + self.num_scheduled_tokens
+    def given_up(self, num_computed_tokens: int) -> int:
+        """Return how many leading blocks of a row hold no key that a new token attends to."""
+        if self.window is None:
+            return 0
+        return max(0, num_computed_tokens - self.window + 1) // self.block_size
+
+
+class GroupRows:
+    """The rows of all requests in one group of layers."""
+
+    def __init__(self) -> None:
+        self.rows: dict[Hashable, tuple[int, ...]] = {}
+        self.given_up: dict[Hashable, int] = {}
+        """How many leading blocks of a row its request has given up; 0 if not named."""
+        self.joined: dict[Hashable, int] = {}
+        """The computed tokens of the requests that joined in the current step."""
+        self.table = RowTable()
+
+    def held(self, request_id: Hashable) -> tuple[int, ...]:
+        """Return the blocks of a request that it has not given up."""
+        row, first = self.rows.get(request_id, ()), self.given_up.get(request_id, 0)
+        return row[first:] if first else row
+
+    def remove(self, request_id: Hashable) -> None:
+        """Forget a request."""
+        self.rows.pop(request_id, None)
+        self.given_up.pop(request_id, None)
+        self.table.remove(request_id)
 
 
 class Ledger:
     """The blocks of each request, as the scheduler gave them.
 
     Args:
-        block_size: slots per block.
         knows_all: whether the engine tells of every request that holds blocks, scheduled or not,
             and of every request that loses them. If False, only the requests of a step are
             compared with each other.
     """
 
-    def __init__(self, block_size: int, knows_all: bool = True) -> None:
-        self.block_size = block_size
+    def __init__(self, knows_all: bool = True) -> None:
         self.knows_all = knows_all
         self._holders: dict[int, int] = {}
-        """How many requests hold each block."""
+        """How many rows hold each block."""
         self._shared: set[int] = set()
-        """Blocks that more than one request holds."""
-        self._rows: dict[Hashable, tuple[int, ...]] = {}
-        self._table = RowTable()
+        """Blocks that more than one row holds."""
+        self._groups: dict[Hashable, GroupRows] = {}
 
     def free(self, request_ids: Iterable[Hashable]) -> None:
         """Forget requests that finished or were preempted."""
         for request_id in request_ids:
-            self._release(self._rows.pop(request_id, ()))
-            self._table.remove(request_id)
+            for group in self._groups.values():
+                self._release(group.held(request_id))
+                group.remove(request_id)
 
-    def schedule(self, rows: Sequence[ScheduledRow]) -> Corruption | None:
+    def schedule(self, groups: Mapping[Hashable, ScheduledGroup]) -> Corruption | None:
         """Take over a step's rows; return a violation if a written block has another holder.
 
+        A request may join in the step that fills a block of its prefix.
+
         Args:
-            rows: the requests of the step. A request that is not named keeps its blocks.
+            groups: the rows of each group of layers. A request that is not named keeps its blocks.
         """
         if not self.knows_all:
-            self.free(list(self._rows))
-        for request_id, _, _, block_ids in rows:
-            if block_ids is not self._rows.get(request_id):
-                self._assign(request_id, tuple(block_ids))
-        for each in rows if self._shared else ():
-            first = each.num_computed_tokens // self.block_size
-            last = -(-each.seq_len // self.block_size)
-            written = self._rows[each.request_id][first:last]
-            if not self._shared.isdisjoint(written):
-                block_id = next(block for block in written if block in self._shared)
-                return self._describe(each.request_id, block_id)
+            known = [each for group in self._groups.values() for each in group.rows]
+            self.free(known)
+        for name, given in groups.items():
+            group = self._groups.setdefault(name, GroupRows())
+            group.joined.clear()
+            for request_id, computed, _, block_ids in given.rows:
+                if block_ids is not group.rows.get(request_id):
+                    self._assign(group, request_id, tuple(block_ids), computed)
+                if given.window is not None:
+                    self._give_up(group, request_id, given.given_up(computed))
+        for name, given in groups.items() if self._shared else ():
+            for each in given.rows:
+                finding = self._check_writer(name, given.block_size, each)
+                if finding is not None:
+                    return finding
         return None
 
-    def step_rows(self, rows: Sequence[ScheduledRow], are_own: bool) -> "ScheduledRows":
+    def step_rows(
+        self, groups: Mapping[Hashable, ScheduledGroup], are_own: bool
+    ) -> dict[Hashable, ScheduledRows]:
         """Return rows that `schedule` took over, to be compared with the step's metadata later.
 
         Args:
-            rows: the requests of the step.
+            groups: the rows of each group of layers.
             are_own: whether `schedule` found no violation in them.
         """
-        lines = self._table.lines_of([each.request_id for each in rows])
-        return ScheduledRows(tuple(rows), lines, self._table, self.block_size, are_own)
+        step_rows = {}
+        for name, given in groups.items():
+            table = self._groups[name].table
+            lines = table.lines_of([each.request_id for each in given.rows])
+            rows = tuple(given.rows)
+            step_rows[name] = ScheduledRows(
+                rows, lines, table, given.block_size, are_own
+            )
+        return step_rows
 
     def all_checked(self) -> None:
         """Reuse the memory of freed requests: no step that had them is still to be checked."""
-        self._table.reuse()
+        for group in self._groups.values():
+            group.table.reuse()
 
-    def _describe(self, writer: Hashable, block_id: int) -> Corruption:
-        others = [
-            each
-            for each, row in self._rows.items()
-            if each != writer and block_id in row
-        ]
-        other = sorted(others, key=str)[0]
+    def _check_writer(
+        self, name: Hashable, block_size: int, writer: ScheduledRow
+    ) -> Corruption | None:
+        """Return a violation if a block that a request writes has another holder."""
+        first = writer.num_computed_tokens // block_size
+        last = -(-writer.seq_len // block_size)
+        own = self._groups[name]
+        written = own.rows[writer.request_id][first:last]
+        if self._shared.isdisjoint(written):
+            return None
+        for column, block_id in enumerate(written, first):
+            if block_id not in self._shared:
+                continue
+            is_filled = writer.seq_len >= (column + 1) * block_size
+            for other, group in self._groups.items():
+                for request_id in group.rows:
+                    if (other, request_id) == (name, writer.request_id):
+                        continue
+                    if block_id not in group.held(request_id):
+                        continue
+                    is_prefix_hit = (
+                        is_filled
+                        and group is own
+                        and group.joined.get(request_id, 0) >= (column + 1) * block_size
+                        and group.rows[request_id][column] == block_id
+                    )
+                    if not is_prefix_hit:
+                        return self._describe(name, writer, block_id, other, request_id)
+        return None
+
+    def _describe(
+        self,
+        name: Hashable,
+        writer: ScheduledRow,
+        block_id: int,
+        other: Hashable,
+        holder: Hashable,
+    ) -> Corruption:
+        """Return the sentence about a block that a request writes and another one holds.
+
+        Args:
+            name, writer: the group of layers and the request that writes.
+            block_id: the block.
+            other, holder: the group of layers and the request that holds it.
+        """
+        where = "" if other == name else " for another group of layers"
+        rows = [self._groups[name].rows[writer.request_id]]
+        rows.append(self._groups[other].rows[holder])
         return Corruption(
             "block ownership",
-            f"block {block_id} was given to request {writer!r}, which writes to it in this"
-            f" step, while request {other!r} holds it: expected a block that only the"
-            " writer holds",
-            request_id=other,
+            f"block {block_id} was given to request {writer.request_id!r}, which writes to it"
+            f" in this step, while request {holder!r} holds it{where}: expected a block that"
+            " only the writer holds",
+            request_id=holder,
             evidence={
                 "kind": "ownership",
                 "block": block_id,
-                "rows": [list(self._rows[writer]), list(self._rows[other])],
+                "rows": [list(each) for each in rows],
             },
         )
 
-    def _assign(self, request_id: Hashable, row: tuple[int, ...]) -> None:
+    def _assign(
+        self,
+        group: GroupRows,
+        request_id: Hashable,
+        row: tuple[int, ...],
+        num_computed_tokens: int,
+    ) -> None:
         """Append to a request's row, or replace it."""
-        before = self._rows.get(request_id, ())
+        before = group.rows.get(request_id, ())
         if row[: len(before)] != before:
-            self._release(before)
-            self._table.remove(request_id)
+            self._release(group.held(request_id))
+            group.remove(request_id)
             before = ()
+        if not before:
+            group.joined[request_id] = num_computed_tokens
         added = row[len(before) :]
-        for block_id in set(added).difference(before):
+        for block_id in set(added).difference(group.held(request_id)):
             holders = self._holders[block_id] = self._holders.get(block_id, 0) + 1
             if holders > 1:
                 self._shared.add(block_id)
-        self._table.append(request_id, len(before), added)
-        self._rows[request_id] = row
+        group.table.append(request_id, len(before), added)
+        group.rows[request_id] = row
 
-    def _release(self, row: tuple[int, ...]) -> None:
-        for block_id in set(row):
+    def _give_up(self, group: GroupRows, request_id: Hashable, first: int) -> None:
+        """Release the blocks of a row before its block `first`."""
+        before = group.given_up.get(request_id, 0)
+        if first <= before:
+            return
+        row = group.rows[request_id]
+        self._release(set(row[before:first]).difference(row[first:]))
+        group.given_up[request_id] = first
+
+    def _release(self, blocks: Iterable[int]) -> None:
+        for block_id in set(blocks):
             self._holders[block_id] -= 1
             if self._holders[block_id] < 2:
                 self._shared.discard(block_id)
-
-
-class ScheduledRows:
-    """The rows of one step by content, to be compared with its block table.
-
-    Args:
-        rows: the requests of the step.
-        lines: [reqs] the line of each in the table.
-        table: the ledger's table.
-        block_size: slots per block.
-        are_own: whether no block that the step writes has another holder.
-    """
-
-    def __init__(
-        self,
-        rows: tuple[ScheduledRow, ...],
-        lines: Integers,
-        table: RowTable,
-        block_size: int,
-        are_own: bool,
-    ) -> None:
-        self._rows = rows
-        self._lines, self._table = lines, table
-        self.block_size, self._are_own = block_size, are_own
-
-    def are_own(self, num_blocks: int | None) -> bool:
-        """Return whether no written block has another holder, and all are blocks of the cache.
-
-        Args:
-            num_blocks: Optional. Blocks in the cache. If None, any number is one of a block.
-        """
-        table = self._table
-        is_inside = num_blocks is None or table.largest < num_blocks
-        return self._are_own and table.smallest >= 0 and is_inside
-
-    def match(self, step: HostStep) -> tuple[dict[int, Hashable], Corruption | None]:
-        """Return the request of each row of the batch, and the first row that is not one.
-
-        Rows and requests are matched by their lengths and blocks, because engines order them
-        differently.
-
-        Args:
-            step: the metadata of the step.
-        """
-        computed = np.array([each[1] for each in self._rows], dtype=np.int64)
-        new = np.array([each[2] for each in self._rows], dtype=np.int64)
-        index = self._table.find(self._lines, new, computed + new, step)
-        if index is None:
-            return self._match_each(step)
-        rows = np.flatnonzero(step.query_lens > 0).tolist()
-        requests = [self._rows[each].request_id for each in index.tolist()]
-        return dict(zip(rows, requests, strict=True)), None
-
-    def _match_each(
-        self, step: HostStep
-    ) -> tuple[dict[int, Hashable], Corruption | None]:
-        """Return the same as `match`, row by row, for steps in which a row is wrong."""
-        by_content: defaultdict[tuple[int, int, bytes], list[Hashable]]
-        by_content = defaultdict(list)
-        for each in self._rows:
-            blocks = np.asarray(each.block_ids, dtype=np.int32)
-            key = (each.num_scheduled_tokens, each.seq_len, self._used(blocks, each))
-            by_content[key].append(each.request_id)
-        names: dict[int, Hashable] = {}
-        strangers = []
-        query_lens = step.query_lens
-        for row in np.flatnonzero(query_lens > 0).tolist():
-            content = step.blocks_of(row).astype(np.int32).tobytes()
-            key = (int(query_lens[row]), int(step.seq_lens[row]), content)
-            found = by_content.get(key)
-            if found:
-                names[row] = found.pop()
-            else:
-                strangers.append(row)
-        if not strangers:
-            return names, None
-        rest = [each for found in by_content.values() for each in found]
-        return names, self._describe(step, strangers[0], rest)
-
-    def _used(self, blocks: Integers, row: ScheduledRow) -> bytes:
-        return blocks[: -(-row.seq_len // self.block_size)].tobytes()
-
-    def _describe(
-        self, step: HostStep, row: int, unmatched: Sequence[Hashable]
-    ) -> Corruption:
-        """Return the sentence about a row that no scheduled request has."""
-        found = step.blocks_of(row)
-        lengths = (int(step.query_lens[row]), int(step.seq_lens[row]))
-        for each in self._rows:
-            if each.request_id not in unmatched:
-                continue
-            if (each.num_scheduled_tokens, each.seq_len) != lengths:
-                continue
-            given = np.asarray(each.block_ids[: len(found)], dtype=np.int64)
-            differs = np.flatnonzero(found[: len(given)] != given)
-            column = int(differs[0]) if differs.size else len(given)
-            expected = int(given[column]) if column < len(given) else "no further block"
-            return Corruption(
-                "block table",
-                f"entry {column} of its block-table row is block {int(found[column])}:"
-                f" expected {expected}, which the scheduler gave it",
-                row,
-                each.request_id,
-                {"kind": "block table", "given": given.tolist()},
-            )
-        return Corruption(
-            "block table",
-            f"a request with {lengths[0]} new tokens and {lengths[1]} tokens is in the"
-            " batch: expected only requests that the scheduler chose",
-            row,
-        )

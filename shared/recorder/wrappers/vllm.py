@@ -25,7 +25,7 @@ from ..environment import recorder_from_environment
 from ..settings import RECORD_VARIABLE
 from ..step import StepTensors
 from .backend import LayerView, record_backend
-from .vllm_schedule import STEPS
+from .vllm_schedule import PAGED_SPECS, STEPS, WINDOW_SPEC
 
 LOGGER = logging.getLogger("pagetwin.recorder")
 REGISTRY = "vllm.v1.attention.backends.registry"
@@ -64,7 +64,7 @@ class VllmReader:
             return None
         spec = builder.kv_cache_spec
         kind = type(spec).__name__
-        if kind not in ("FullAttentionSpec", "SlidingWindowSpec"):
+        if kind not in PAGED_SPECS:
             return None
         if getattr(spec, "attention_chunk_size", None) is not None:
             return None
@@ -80,7 +80,8 @@ class VllmReader:
             max_seq_len=int(common.max_seq_len),
             block_size=spec.block_size,
             # only such a cache gives up the blocks before the window
-            window=spec.sliding_window if kind == "SlidingWindowSpec" else None,
+            window=spec.sliding_window if kind == WINDOW_SPEC else None,
+            scheduler_group=STEPS.scheduler_group(builder.layer_names),
         )
 
     def layer(

@@ -1,5 +1,9 @@
 """The scheduler's decisions in vLLM: what each worker is told, as rows of the recorder's ledger.
 
+vLLM divides a model's layers into groups whose caches have the same form, and gives each request a
+row of blocks in each group. A group with a sliding window gives up the blocks before the window,
+which the scheduler then gives to other requests; the worker's row still names them.
+
 A worker's wrapper gets one `SchedulerOutput` per step. Its dummy runs and captures do not pass
 there, so the steps between its call and its return are the steps of requests.
 """
@@ -7,14 +11,35 @@ there, so the steps between its call and its return are the steps of requests.
 import functools
 import importlib
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from ..laws.schedule import ScheduledRow
+from ..laws.schedule import ScheduledGroup
+from ..laws.scheduled_rows import ScheduledRow
 from ..recorder import Recorder
 
 WORKER = "vllm.v1.worker.worker_base"
+WINDOW_SPEC = "SlidingWindowSpec"
+"""vLLM's name of caches that give up the blocks before a window."""
+PAGED_SPECS = ("FullAttentionSpec", WINDOW_SPEC)
+"""vLLM's names of caches whose rows are compared with the scheduler's."""
+
+
+class CacheGroup(NamedTuple):
+    """A group of layers whose rows are compared with the scheduler's.
+
+    Args:
+        index: index of the group's rows in what the scheduler says.
+        block_size: slots per block.
+        window: as in `ScheduledGroup`.
+        layer_names: vLLM's names of the layers.
+    """
+
+    index: int
+    block_size: int
+    window: int | None
+    layer_names: tuple[str, ...]
 
 
 class WorkerSchedule:
@@ -25,72 +50,101 @@ class WorkerSchedule:
     """
 
     def __init__(self, wrapper: Any) -> None:
-        self.block_size = comparable_block_size(wrapper)
+        self.groups = comparable_groups(wrapper)
         self.is_alone = True
         """Whether no other worker of the process has run since this one began."""
-        self._rows: dict[str, tuple[int, ...]] = {}
+        self._rows: dict[int, dict[str, tuple[int, ...]]] = {
+            each.index: {} for each in self.groups
+        }
+        self._group_of = {
+            layer: each.index for each in self.groups for layer in each.layer_names
+        }
+
+    def group_of(self, layer_names: Sequence[str]) -> int:
+        """Return the index of the group that layers belong to; -1 if it is not compared."""
+        return self._group_of.get(layer_names[0], -1) if layer_names else -1
 
     def tell(self, recorders: Sequence[Recorder], output: Any) -> None:
         """Tell the recorders what a `SchedulerOutput` decides about the next step."""
-        if self.block_size is None:
-            return
         freed = [*output.finished_req_ids, *(output.preempted_req_ids or ())]
-        rows, given = self._take(output, freed)
+        changed = changed_blocks(output)
+        groups = self._take(output, freed) if self.groups else {}
         for recorder in recorders:
-            recorder.blocks_changed(given)
-            recorder.schedule(rows, self.block_size, freed)
+            recorder.blocks_changed(changed)
+            if groups:
+                recorder.schedule_groups(groups, freed)
 
-    def _take(
-        self, output: Any, freed: list[str]
-    ) -> tuple[list[ScheduledRow], list[int]]:
-        """Return the step's rows, and the blocks that the step adds to them."""
-        for each in freed:
-            self._rows.pop(each, None)
-        given: list[int] = []
+    def _take(self, output: Any, freed: list[str]) -> dict[Hashable, ScheduledGroup]:
+        """Return the step's rows of each group."""
+        for rows in self._rows.values():
+            for each in freed:
+                rows.pop(each, None)
         computed: dict[str, int] = {}
         for new in output.scheduled_new_reqs:
             computed[new.req_id] = new.num_computed_tokens
-            given += self._extend(new.req_id, new.block_ids, is_new=True)
+            self._extend(new.req_id, new.block_ids, is_new=True)
         cached = output.scheduled_cached_reqs
         resumed, new_block_ids = cached.resumed_req_ids, cached.new_block_ids
-        for index, req_id in enumerate(cached.req_ids):
-            computed[req_id] = cached.num_computed_tokens[index]
-            is_new, new = req_id in resumed, new_block_ids[index]
-            if is_new or new is not None:
-                given += self._extend(req_id, new, is_new)
-        rows = [
-            ScheduledRow(req_id, computed[req_id], scheduled, self._rows[req_id])
-            for req_id, scheduled in output.num_scheduled_tokens.items()
-        ]
-        copies = getattr(output, "kv_cache_block_copies", None) or ()
-        return rows, [*given, *(each.dst_block_id for each in copies)]
+        for number, req_id in enumerate(cached.req_ids):
+            computed[req_id] = cached.num_computed_tokens[number]
+            is_new, added = req_id in resumed, new_block_ids[number]
+            if is_new or added is not None:
+                self._extend(req_id, added, is_new)
+        scheduled = output.num_scheduled_tokens.items()
+        groups: dict[Hashable, ScheduledGroup] = {}
+        for index, block_size, window, _ in self.groups:
+            row_of = self._rows[index]
+            group_rows = [
+                ScheduledRow(req_id, computed[req_id], tokens, row_of[req_id])
+                for req_id, tokens in scheduled
+            ]
+            groups[index] = ScheduledGroup(group_rows, block_size, window)
+        return groups
 
     def _extend(
         self, req_id: str, block_ids: tuple[list[int], ...] | None, is_new: bool
-    ) -> list[int]:
-        """Extend or replace a row; return the blocks that are new in it."""
-        added = [] if block_ids is None else list(block_ids[0])
-        before = () if is_new else self._rows[req_id]
-        if is_new or added:
-            # a tuple, since the step before may not have been checked yet
-            self._rows[req_id] = (*before, *added)
-        return added
+    ) -> None:
+        """Extend or replace the rows of a request."""
+        for index, rows in self._rows.items():
+            added = [] if block_ids is None else block_ids[index]
+            before = () if is_new else rows[req_id]
+            if is_new or added:
+                # a tuple, since the step before may not have been checked yet
+                rows[req_id] = (*before, *added)
 
 
-def comparable_block_size(wrapper: Any) -> int | None:
-    """Return the slots per block; None if the rows of a worker's steps are not the scheduler's.
+def changed_blocks(output: Any) -> list[int]:
+    """Return the blocks that a step gives to requests, and those that the worker itself copies to.
 
-    Rows are compared if the worker has one group of caches, without a window, and does not decode
-    speculatively, since only the device knows the lengths then.
+    The worker fills new blocks with zeros in some models.
+    """
+    given = [each.block_ids for each in output.scheduled_new_reqs]
+    given += [each for each in output.scheduled_cached_reqs.new_block_ids if each]
+    copies = getattr(output, "kv_cache_block_copies", None) or ()
+    changed = [block_id for row in given for ids in row for block_id in ids]
+    return [*changed, *(each.dst_block_id for each in copies)]
+
+
+def comparable_groups(wrapper: Any) -> tuple[CacheGroup, ...]:
+    """Return the groups of layers whose rows in a step are those of the scheduler.
+
+    With speculative decoding there are none, since only the device knows the lengths then. Groups
+    of cross-attention, of chunked attention and of state-space layers are left out.
     """
     worker = wrapper.worker
-    groups = worker.model_runner.kv_cache_config.kv_cache_groups
-    if len(groups) != 1 or worker.vllm_config.speculative_config is not None:
-        return None
-    spec = groups[0].kv_cache_spec
-    if type(spec).__name__ != "FullAttentionSpec" or spec.sliding_window is not None:
-        return None
-    return int(spec.block_size)
+    if worker.vllm_config.speculative_config is not None:
+        return ()
+    groups = []
+    for index, group in enumerate(worker.model_runner.kv_cache_config.kv_cache_groups):
+        spec = group.kv_cache_spec
+        # a group of layers with different sizes has one specification per layer
+        each = next(iter(getattr(spec, "kv_cache_specs", {}).values()), spec)
+        kind = type(each).__name__
+        if kind in PAGED_SPECS:
+            window = each.sliding_window if kind == WINDOW_SPEC else None
+            size, names = int(spec.block_size), tuple(group.layer_names)
+            groups.append(CacheGroup(index, size, window, names))
+    return tuple(groups)
 
 
 class WorkerSteps:
@@ -102,12 +156,21 @@ class WorkerSteps:
         """Whether workers report their steps here."""
         self._running = 0
         self._alive = 0
+        self._current: Callable[[Sequence[str]], int] | None = None
         self._of_worker: WeakKeyDictionary[Any, WorkerSchedule] = WeakKeyDictionary()
 
     @property
     def is_step(self) -> bool:
         """Whether metadata that are built now are those of requests, not of a dummy run."""
         return not self.is_watched or self._running > 0
+
+    def scheduler_group(self, layer_names: Sequence[str]) -> int:
+        """Return the index of the layers' rows in what the scheduler says; -1 if not compared.
+
+        Args:
+            layer_names: vLLM's names of layers of one group.
+        """
+        return -1 if self._current is None else self._current(layer_names)
 
     def watch(self) -> None:
         """Wrap `execute_model` of vLLM's worker wrapper. May be called several times."""
@@ -138,6 +201,7 @@ class WorkerSteps:
             recorder.own(functools.partial(self._tell, wrapper, output))
 
     def _tell(self, wrapper: Any, output: Any) -> None:
+        self._current = None
         known = self._of_worker.get(wrapper)
         if known is None:
             known = self._of_worker[wrapper] = WorkerSchedule(wrapper)
@@ -147,6 +211,7 @@ class WorkerSteps:
             for each in self._of_worker.values() if self._alive > 1 else ():
                 each.is_alone = False
         if known.is_alone:
+            self._current = known.group_of
             # vLLM resolves other backends too when it chooses one
             known.tell([each for each in self.recorders if each.is_attached], output)
 

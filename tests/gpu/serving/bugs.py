@@ -137,6 +137,23 @@ def early_reuse(plant: Plant) -> Any:
     return patch.object(BlockPool, "get_new_blocks", get_new_blocks)
 
 
+def early_given_up(plant: Plant) -> Any:
+    """A request gives up blocks that its window still needs."""
+    from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
+
+    plain = SlidingWindowManager.get_num_skipped_tokens
+
+    def skipped(self: Any, num_computed_tokens: int) -> int:
+        count: int = plain(self, num_computed_tokens)
+        early = plain(self, num_computed_tokens + self.block_size)
+        if plant.is_due() and early // self.block_size > count // self.block_size:
+            plant.acted()
+            return early
+        return count
+
+    return patch.object(SlidingWindowManager, "get_num_skipped_tokens", skipped)
+
+
 def _impl(plant: Plant) -> Any:
     """Return the implementation of the model's first attention layer."""
     return next(
@@ -276,6 +293,7 @@ BUGS: dict[str, Callable[[Plant], Any]] = {
     "sliding window one key too wide": wide_window,
     "the cache is written in another layout": other_layout,
     "attention reads an FP8 cache without its scales": unscaled_read,
+    "a block is given up while the window needs it": early_given_up,
 }
 
 

@@ -42,6 +42,12 @@ KINDS: dict[str, dict[str, Any]] = {
         "engine": {"kv_cache_dtype": "fp8"},
     },
     "window": {"bugs": [*BUGS][4:5], "model": "windowed"},
+    # layers with a window and layers without one: two groups, which take blocks from one pool
+    "groups": {
+        "bugs": [[*BUGS][each] for each in (7, 2, 1)],
+        "model": "small-groups",
+        "engine": {"enable_prefix_caching": True},
+    },
     "prefixes": {
         "bugs": [[*BUGS][each] for each in (2, 1)],
         "engine": {"enable_prefix_caching": True},
