@@ -1,5 +1,6 @@
 """What the recorder costs: waits for the device, and work per request on the host."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from pagetwin.recorder.laws.bookkeeping import LAWS, LAWS_OF_ROWS
 from pagetwin.recorder.laws.scheduled_rows import ScheduledRow, ScheduledRows
 from pagetwin.recorder.samples import unvalidated
 from pagetwin.recorder.step import StepCopy, StepTensors
+from recorded_graph import CapturedSteps, captured_recorder
 from second_device import DEVICE, OnDevice, SecondDevice
 from small_engine import EngineSettings, SmallEngine
 from test_recorder import requests
@@ -47,6 +49,23 @@ def one_step(reqs: int, seq_len: int, new: int) -> tuple[StepTensors, dict[str, 
     names = ("query", "key", "value", "output", "key_cache", "value_cache")
     tensors = (query, key, value, output, *caches)
     return step, dict(zip(names, map(OnDevice, tensors), strict=True))
+
+
+def test_a_graph_gets_five_small_kernels_whatever_its_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = []
+    for is_captured in (False, True):
+        recorder, graph = captured_recorder(tmp_path, monkeypatch, rows=4)
+        if not is_captured:
+            monkeypatch.setattr(recorder, "begin_capture", lambda tensors: None)
+        CapturedSteps(recorder, graph, layers=3)
+        names = [str(function) for function, *_ in graph._calls]
+        counts.append(Counter(each for each in names if each.startswith("aten.")))
+    assert counts[1] - counts[0] == {
+        "aten.index_select.default": 4,
+        "aten.add_.Tensor": 1,
+    }
 
 
 @pytest.mark.parametrize("new", [1, 24], ids=["decodes", "prefills"])
@@ -153,6 +172,22 @@ def test_a_block_outside_of_the_cache_is_found_although_the_scheduler_gave_it(
     recorder.finish()
     assert recorder.is_on
     assert [each.law for each in recorder.findings] == ["block ids"]
+
+
+@pytest.mark.parametrize("slot", [-2, 2 * 3 * BLOCK])
+def test_a_slot_outside_of_the_cache_is_found_and_no_write_is_looked_for_there(
+    tmp_path: Path, slot: int
+) -> None:
+    """On a GPU an index that is out of range would end the engine's process."""
+    tensors, given = one_step(2, 40, 1)
+    tensors.slot_mapping[1] = slot
+    names = ("key", "value", "key_cache", "value_cache")
+    recorder = Recorder(RecorderSettings(tmp_path))
+    recorder.begin_step(tensors)
+    recorder.wrote("layer", *(given[each].numbers for each in names))
+    recorder.finish()
+    assert recorder.is_on and recorder.checked["writes"] == 1
+    assert [each.law for each in recorder.findings] == ["slots"]
 
 
 def test_rows_of_right_steps_are_compared_as_one_array(

@@ -352,7 +352,7 @@ def test_groups_of_paged_attention_are_compared(
     specs: list[Any], expected: Any
 ) -> None:
     groups = comparable_groups(worker(*specs))
-    assert [(each.index, each.window) for each in groups] == expected
+    assert [(each.number, each.window) for each in groups] == expected
     assert all(each.block_size == BLOCK for each in groups)
 
 

@@ -1,9 +1,10 @@
 """Samples from CUDA graphs: a captured graph copies some rows of one layer to buffers of its own.
 
-Python does not run while a graph is replayed. So while a graph is captured, the recorder adds three
-small kernels to it: they copy some rows of the queries and outputs of one layer, and count the
-replays. Before a replay the recorder writes the numbers of the rows. After it, the rows are
-compared as in a step without a graph. Nothing is read on the host during the capture.
+Python does not run while a graph is replayed. So while a graph is captured, the recorder adds five
+small kernels to it: they copy some rows of the keys, values, queries and outputs of one layer, and
+count the replays. Before a replay the recorder writes the numbers of the rows. After it, and before
+the next step writes to the cache, the rows are compared as in a step without a graph. Nothing is
+read on the host during the capture.
 """
 
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from .findings import Corruption
 from .laws.attention import RecordedCall, take_rows
+from .laws.cache import RecordedWrite
 from .step import ARRAYS, StepTensors
 
 
@@ -28,6 +30,8 @@ class _Graph:
         layers: the layers captured so far, in order.
         turn: index of the layer whose rows are copied.
         call: Optional. That layer's call, with the buffers of its rows. None if not captured.
+        write: Optional. That layer's cache write, with the buffers of its rows. None if the layer
+            writes nothing.
         group: the layers whose metadata that layer uses.
         tokens: the tokens of the current replay on the host, in rising order.
         is_sampled: whether the rows of the current step are compared.
@@ -40,9 +44,32 @@ class _Graph:
     layers: list[str]
     turn: int
     call: RecordedCall | None = None
+    write: RecordedWrite | None = None
     group: str = ""
     tokens: tuple[int, ...] = ()
     is_sampled: bool = False
+
+    def is_turn(self, layer: str) -> bool:
+        """Return whether the rows of a layer are copied, before its attention is captured."""
+        return layer not in self.layers and len(self.layers) == self.turn
+
+
+@dataclass(frozen=True)
+class CopiedRows:
+    """What a graph has copied in a replay.
+
+    Args:
+        call: the layer's attention, with the queries and outputs of the tokens alone.
+        write: Optional. Its cache write, with the keys and values of the tokens alone. If None,
+            the layer writes nothing.
+        tokens: [rows] the tokens, in rising order. Some may be padding.
+        group: the layers whose metadata the layer uses.
+    """
+
+    call: RecordedCall
+    write: RecordedWrite | None
+    tokens: tuple[int, ...]
+    group: str
 
 
 class GraphSamples:
@@ -71,15 +98,33 @@ class GraphSamples:
             turn=len(others) % self._num_layers,
         )
 
+    def capture_write(self, write: RecordedWrite) -> None:
+        """Add the copies of keys and values to the graph, if it is the turn of the layer.
+
+        Args:
+            write: the write. `capture` of the same layer comes after it.
+        """
+        graph = self._graphs.get(write.key.shape[0])
+        if graph is None or not graph.is_turn(write.layer):
+            return
+        graph.write = replace(
+            write,
+            key=take_rows(write.key, graph.rows),
+            value=take_rows(write.value, graph.rows),
+        )
+
     def capture(self, call: RecordedCall, group: str) -> None:
         """Add the copies to the graph that is being captured, if it is the turn of the layer."""
         graph = self._graphs.get(call.query.shape[0])
         if graph is None or call.layer in graph.layers:
             return
+        is_turn = graph.is_turn(call.layer)
         graph.layers.append(call.layer)
         self._num_layers = max(self._num_layers, len(graph.layers))
-        if len(graph.layers) != graph.turn + 1:
+        if not is_turn:
             return
+        if graph.write is not None and graph.write.layer != call.layer:
+            graph.write = None
         graph.replays.add_(1)
         graph.group = group
         graph.call = replace(
@@ -110,13 +155,15 @@ class GraphSamples:
         graph.replays.zero_()
         graph.is_sampled = True
 
-    def replayed(self) -> list[tuple[RecordedCall, tuple[int, ...], str]]:
-        """Return call, tokens and group of the graphs that ran since `begin_replay`."""
+    def replayed(self) -> list[CopiedRows]:
+        """Return what the graphs that ran once since `begin_replay` have copied."""
         found = []
         for graph in self._graphs.values():
             was_sampled, graph.is_sampled = graph.is_sampled, False
             if was_sampled and graph.call is not None and int(graph.replays) == 1:
-                found.append((graph.call, graph.tokens, graph.group))
+                found.append(
+                    CopiedRows(graph.call, graph.write, graph.tokens, graph.group)
+                )
         return found
 
     def check_buffers(self, tensors: StepTensors) -> Corruption | None:

@@ -9,7 +9,6 @@ An error of the recorder itself is logged once, and the recorder is off from the
 
 import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -150,7 +149,7 @@ class Recorder:
     @guarded
     def blocks_changed(self, block_ids: Iterable[int]) -> None:
         """Tell that the engine copied to blocks, filled or swapped them in by itself."""
-        self._samples.note_changes(map(int, block_ids))
+        self._samples.note_changes(map(int, block_ids), self.step)
 
     @guarded
     def begin_capture(self, tensors: StepTensors) -> None:
@@ -236,6 +235,9 @@ class Recorder:
     ) -> None:
         """Compare what a layer has written to its cache, in sampled steps.
 
+        Call it before `attended` of the layer. A graph that is captured copies some rows of key and
+        value, which are compared after its replays.
+
         Args:
             layer: name of the layer, unique in the engine.
             key, value: [tokens, kv_heads, head_size]; None if the layer writes nothing.
@@ -316,16 +318,19 @@ class Recorder:
         group: str,
     ) -> None:
         self._steps.num_blocks[group] = key_cache.shape[0]
-        if self.is_capturing or key is None or value is None:
+        if key is None or value is None:
+            return
+        write = RecordedWrite(
+            layer, key, value, key_cache, value_cache, scales, self._fp8_steps
+        )
+        if self.is_capturing:
+            self._graphs.capture_write(write)
             return
         if not self._samples.is_turn(layer, self.step):
             return
         step = self._steps.host_step(group)
         if step is None or not step.num_tokens:
             return
-        write = RecordedWrite(
-            layer, key, value, key_cache, value_cache, scales, self._fp8_steps
-        )
         self._samples.compare_write(write, step)
 
     @guarded
@@ -347,21 +352,10 @@ class Recorder:
             return
         self._steps.check_all()
         if self.is_sampled:
-            for call, tokens, group in self._graphs.replayed():
-                self._check_replay(call, tokens, group)
+            for replay in self._graphs.replayed():
+                step = self._steps.host_step(replay.group)
+                if step is not None and step.num_tokens:
+                    self._samples.compare_replay(replay, step)
             self._samples.compare_watched(self._steps.host_step)
             self._reports.log_progress(self.checked)
         self._steps.end()
-
-    def _check_replay(
-        self, call: RecordedCall, tokens: Sequence[int], group: str
-    ) -> None:
-        step = self._steps.host_step(group)
-        if step is None or not step.num_tokens:
-            return
-        # the tokens are in rising order, and those past the last one are padding
-        kept = [each for each in tokens if each < step.num_tokens]
-        part = replace(
-            call, query=call.query[: len(kept)], output=call.output[: len(kept)]
-        )
-        self._samples.compare_rows(part, step, kept)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from ..contract.operations import load_implementation
+from .graphs import CopiedRows
 from .laws.attention import (
     RecordedCall,
     check_attention,
@@ -57,7 +58,8 @@ class Samples:
         self._last_write: dict[str, Integers] = {}
         self._watched: list[WatchedBlock] = []
         self._next_watched: list[WatchedBlock] = []
-        self._changed: set[int] = set()
+        # the step that was the current one when the engine changed a block by itself
+        self._changed: dict[int, int] = {}
 
     def is_sampled(self, number: int) -> bool:
         """Return whether a step is sampled: the first one, and every `sample_every`-th."""
@@ -75,10 +77,38 @@ class Samples:
 
     def compare_write(self, write: RecordedWrite, step: HostStep) -> None:
         """Compare some of the keys and values that a step has written."""
-        tokens = self._choose(step)
-        run = unvalidated("reshape_and_cache")
-        self._checked["writes"] += len(tokens)
-        self._reports.report(check_write(write, step, tokens, run), step, step.number)
+        self._compare_rows_written(
+            write, step, {row: row for row in self._choose(step)}
+        )
+
+    def compare_replay(self, replay: CopiedRows, step: HostStep) -> None:
+        """Compare what a graph has copied in a step.
+
+        Call it before the next step writes to the cache. Not compared are padding, and tokens whose
+        block the engine has copied to or filled since the step began: their request may be gone.
+
+        Args:
+            replay: the copies.
+            step: the step.
+        """
+        slots, size = step.slot_mapping, step.block_size
+        rows = {
+            token: row
+            for row, token in enumerate(replay.tokens)
+            if token < step.num_tokens
+            and self._changed.get(int(slots[token]) // size) != step.number
+        }
+        if replay.write is not None:
+            self._compare_rows_written(replay.write, step, rows)
+        call = replay.call
+        index = torch.tensor(list(rows.values()), dtype=torch.int64)
+        index = index.to(call.query.device)
+        part = replace(
+            call,
+            query=take_rows(call.query, index),
+            output=take_rows(call.output, index),
+        )
+        self.compare_rows(part, step, list(rows))
 
     def compare_attention(self, call: RecordedCall, step: HostStep) -> None:
         """Compare some rows of a step's attention, and watch some blocks."""
@@ -106,9 +136,14 @@ class Samples:
         self._reports.report(finding, step, step.number)
         self._watch(call, step)
 
-    def note_changes(self, block_ids: Iterable[int]) -> None:
-        """Note blocks that the engine changed without a token's write."""
-        self._changed.update(block_ids)
+    def note_changes(self, block_ids: Iterable[int], number: int) -> None:
+        """Note blocks that the engine changed without a token's write.
+
+        Args:
+            block_ids: the blocks.
+            number: number of the current step, which has begun.
+        """
+        self._changed.update(dict.fromkeys(block_ids, number))
 
     def note_writes(self, step: HostStep) -> None:
         """Note which blocks a step writes."""
@@ -137,6 +172,31 @@ class Samples:
             finding = check_watched(each, step, writes)
             self._reports.report(finding, step, step.number)
         self._changed.clear()
+
+    def _compare_rows_written(
+        self, write: RecordedWrite, step: HostStep, rows: dict[int, int]
+    ) -> None:
+        """Compare the new tokens that have a slot in the cache.
+
+        Args:
+            write: the call.
+            step: the step.
+            rows: the row of key and value of each sampled new token.
+        """
+        # a slot outside of the cache violates another law
+        end = write.key_cache.shape[0] * write.key_cache.shape[1]
+        slots = step.slot_mapping
+        stored = {each: row for each, row in rows.items() if 0 <= slots[each] < end}
+        if not stored:
+            return
+        index = torch.tensor(list(stored.values())).to(write.key.device)
+        part = replace(
+            write, key=take_rows(write.key, index), value=take_rows(write.value, index)
+        )
+        self._checked["writes"] += len(stored)
+        run = unvalidated("reshape_and_cache")
+        finding = check_write(part, step, list(stored), run)
+        self._reports.report(finding, step, step.number)
 
     def _watch(self, call: RecordedCall, step: HostStep) -> None:
         """Copy some full blocks, to be compared in the next sampled step."""

@@ -28,6 +28,7 @@ FAULTS = {
     "slot": "slots",
     "buffer": "graph buffers",
     "length in the graph": "attention",
+    "slot in the graph": "cache write",
 }
 """The faults of captured steps, and the law that each violates first."""
 
@@ -59,8 +60,12 @@ def replay(recorder: Recorder, model: Decoder, fault: str, due: int, steps: int)
         # the kernels read other lengths than those that the recorder was told
         shorter = int(step >= due and fault == "length in the graph")
         model.seq_lens -= shorter
+        # and other slots; a token of slot 0 is then not stored
+        before = int(step >= due and fault == "slot in the graph")
+        model.slots -= before
         graph.replay()
         model.seq_lens += shorter
+        model.slots += before
     recorder.finish()
     return described(recorder)
 

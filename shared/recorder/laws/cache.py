@@ -18,7 +18,8 @@ class RecordedWrite:
 
     Args:
         layer: name of the layer.
-        key, value: [tokens, kv_heads, head_size] as the engine gave them.
+        key, value: [tokens, kv_heads, head_size] as the engine gave them; those of the sampled
+            tokens alone where the write is checked.
         key_cache, value_cache: [num_blocks, block_size, kv_heads, head_size] after the write.
         scales: `k_scale` and `v_scale` of an FP8 cache; empty for others.
         fp8_steps: FP8 codes by which a stored number may differ from the reference. 0, or 1 for
@@ -43,31 +44,26 @@ def check_write(
     """Return a violation if a new token's key or value is not in its slot.
 
     Args:
-        write: the call.
+        write: the call, with the keys and values of the tokens alone.
         step: the step.
-        tokens: the new tokens to compare. Tokens without a slot are not compared.
+        tokens: [rows] the new tokens, at least one. Each of them has a slot in the cache.
         reshape_and_cache: the reference's operation.
     """
-    block_size = write.key_cache.shape[1]
-    stored = [token for token in tokens if step.slot_mapping[token] >= 0]
-    if not stored:
-        return None
-    device = write.key.device
-    rows = torch.tensor(stored).to(device)
-    slots = torch.from_numpy(step.slot_mapping[stored]).to(device)
+    block_size, device = write.key_cache.shape[1], write.key.device
+    slots = torch.from_numpy(step.slot_mapping[list(tokens)]).to(device)
     block, offset = slots // block_size, slots % block_size
     found = {
         "key": write.key_cache[block, offset],
         "value": write.value_cache[block, offset],
     }
-    given = {"key": write.key[rows], "value": write.value[rows]}
+    given = {"key": write.key, "value": write.value}
     expected = {name: torch.zeros_like(each)[:, None] for name, each in found.items()}
     reshape_and_cache(
         given["key"],
         given["value"][..., : found["value"].shape[-1]],
         expected["key"],
         expected["value"],
-        torch.arange(len(stored), device=device),
+        torch.arange(len(tokens), device=device),
         **write.scales,
     )
     for name, each in found.items():
@@ -75,7 +71,7 @@ def check_write(
         if not bool(differs.any()):
             continue
         index, head, element = differs.nonzero()[0].tolist()
-        token = stored[index]
+        token = tokens[index]
         row = step.row_of(token)
         return Corruption(
             "cache write",
@@ -90,7 +86,7 @@ def check_write(
                 "found": {side: one.cpu() for side, one in found.items()},
                 "scales": {side: _plain(one) for side, one in write.scales.items()},
                 "fp8_steps": write.fp8_steps,
-                "tokens": stored,
+                "tokens": list(tokens),
             },
         )
     return None

@@ -30,13 +30,13 @@ class CacheGroup(NamedTuple):
     """A group of layers whose rows are compared with the scheduler's.
 
     Args:
-        index: index of the group's rows in what the scheduler says.
+        number: index of the group's rows in what the scheduler says.
         block_size: slots per block.
         window: as in `ScheduledGroup`.
         layer_names: vLLM's names of the layers.
     """
 
-    index: int
+    number: int
     block_size: int
     window: int | None
     layer_names: tuple[str, ...]
@@ -54,10 +54,10 @@ class WorkerSchedule:
         self.is_alone = True
         """Whether no other worker of the process has run since this one began."""
         self._rows: dict[int, dict[str, tuple[int, ...]]] = {
-            each.index: {} for each in self.groups
+            each.number: {} for each in self.groups
         }
         self._group_of = {
-            layer: each.index for each in self.groups for layer in each.layer_names
+            layer: each.number for each in self.groups for layer in each.layer_names
         }
 
     def group_of(self, layer_names: Sequence[str]) -> int:
