@@ -180,7 +180,7 @@ class Fp8Backend(Backend):
 
 
 class LatentBackend(Backend):
-    """A backend of latent attention."""
+    """A backend of latent attention, whose layers have no `forward_mqa`."""
 
     @classmethod
     def is_mla(cls) -> bool:
@@ -468,7 +468,7 @@ def test_quantised_caches_of_an_unknown_dtype_are_not_compared(tmp_path: Path) -
     assert (checks.checked["steps"], checks.checked["writes"]) == (12, 0)
 
 
-def test_latent_backends_are_left_as_they_are(
+def test_latent_backends_of_another_interface_are_left_as_they_are(
     registry: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PAGETWIN_RECORD", str(tmp_path))

@@ -6,13 +6,13 @@ replays. Before a replay the recorder writes the numbers of the rows. After it, 
 compared as in a step without a graph. Nothing is read on the host during the capture.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .findings import Corruption
-from .laws.attention import RecordedCall, take_rows
+from .laws.attention import RecordedCall
 from .step import ARRAYS, StepTensors
 
 
@@ -82,11 +82,7 @@ class GraphSamples:
             return
         graph.replays.add_(1)
         graph.group = group
-        graph.call = replace(
-            call,
-            query=take_rows(call.query, graph.rows),
-            output=take_rows(call.output, graph.rows),
-        )
+        graph.call = call.take(graph.rows)
 
     def begin_replay(self, num_tokens: int, first: int) -> None:
         """Choose the rows of the next replay.

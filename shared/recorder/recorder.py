@@ -217,6 +217,7 @@ class Recorder:
         value_cache: Tensor,
         scales: dict[str, Any] | None = None,
         group: str = "layers",
+        names: tuple[str, str] = ("key", "value"),
     ) -> None:
         """Compare what a layer has written to its cache, in sampled steps.
 
@@ -226,9 +227,11 @@ class Recorder:
             key_cache, value_cache: [num_blocks, block_size, kv_heads, head_size].
             scales: Optional. `k_scale` and `v_scale` of an FP8 cache. If None, no scales.
             group: the layers whose metadata the layer uses.
+            names: as in `RecordedWrite`.
         """
         if self.wants_layers:
-            self._wrote(layer, key, value, key_cache, value_cache, scales or {}, group)
+            caches = (key_cache, value_cache)
+            self._wrote(layer, key, value, *caches, scales or {}, group, names)
 
     def attended(
         self,
@@ -241,15 +244,16 @@ class Recorder:
         options: AttentionOptions,
         group: str = "layers",
         query_scale: Tensor | None = None,
+        query_rope: Tensor | None = None,
     ) -> None:
         """Recompute some rows of a layer's attention, in sampled steps and one layer per step.
 
         Args:
             layer, key_cache, value_cache, group: as in `wrote`.
-            query: [tokens, query_heads, head_size].
+            query: [tokens, query_heads, head_size], of the step's first tokens or of all.
             output: [tokens, query_heads, value_head_size].
             scale, options: as in `paged_attention`.
-            query_scale: as in `RecordedCall`.
+            query_scale, query_rope: as in `RecordedCall`.
         """
         if self.wants_layers:
             call = RecordedCall(
@@ -262,6 +266,7 @@ class Recorder:
                 options,
                 self.implementation,
                 query_scale,
+                query_rope,
             )
             self._attended(call, group)
 
@@ -298,6 +303,7 @@ class Recorder:
         value_cache: Tensor,
         scales: dict[str, Any],
         group: str,
+        names: tuple[str, str],
     ) -> None:
         self._steps.num_blocks[group] = key_cache.shape[0]
         if self.is_capturing or key is None or value is None:
@@ -307,8 +313,9 @@ class Recorder:
         step = self._steps.host_step(group)
         if step is None or not step.num_tokens:
             return
+        caches = (key_cache, value_cache)
         write = RecordedWrite(
-            layer, key, value, key_cache, value_cache, scales, self._fp8_steps
+            layer, key, value, *caches, scales, self._fp8_steps, names
         )
         self._samples.compare_write(write, step)
 

@@ -23,6 +23,8 @@ class RecordedWrite:
         scales: `k_scale` and `v_scale` of an FP8 cache; empty for others.
         fp8_steps: FP8 codes by which a stored number may differ from the reference. 0, or 1 for
             engines that multiply by the inverse of the scale.
+        names: what key and value are called in a sentence. In latent attention the key is the
+            latent and the value the rope key, and both caches are parts of one.
     """
 
     layer: str
@@ -32,6 +34,7 @@ class RecordedWrite:
     value_cache: Tensor
     scales: dict[str, Any]
     fp8_steps: int = 0
+    names: tuple[str, str] = ("key", "value")
 
 
 def check_write(
@@ -70,8 +73,8 @@ def check_write(
         torch.arange(len(stored), device=device),
         **write.scales,
     )
-    for name, each in found.items():
-        differs = _differs(each, expected[name][:, 0], write.fp8_steps)
+    for name, (side, each) in zip(write.names, found.items(), strict=True):
+        differs = _differs(each, expected[side][:, 0], write.fp8_steps)
         if not bool(differs.any()):
             continue
         index, head, element = differs.nonzero()[0].tolist()
@@ -82,13 +85,13 @@ def check_write(
             f"{write.layer}: the {name} at position {step.position_of(token)} (slot"
             f" {int(step.slot_mapping[token])}), head {head}, element {element} is"
             f" {float(each[index, head, element]):.6g} in the cache: expected"
-            f" {float(expected[name][index, 0, head, element]):.6g}",
+            f" {float(expected[side][index, 0, head, element]):.6g}",
             row,
             evidence={
                 "kind": "write",
-                "given": {side: one.cpu() for side, one in given.items()},
-                "found": {side: one.cpu() for side, one in found.items()},
-                "scales": {side: _plain(one) for side, one in write.scales.items()},
+                "given": {each: one.cpu() for each, one in given.items()},
+                "found": {each: one.cpu() for each, one in found.items()},
+                "scales": {each: _plain(one) for each, one in write.scales.items()},
                 "fp8_steps": write.fp8_steps,
                 "tokens": stored,
             },

@@ -88,7 +88,8 @@ def comparable_block_size(wrapper: Any) -> int | None:
     if len(groups) != 1 or worker.vllm_config.speculative_config is not None:
         return None
     spec = groups[0].kv_cache_spec
-    if type(spec).__name__ != "FullAttentionSpec" or spec.sliding_window is not None:
+    kinds = ("FullAttentionSpec", "MLAAttentionSpec")
+    if type(spec).__name__ not in kinds or spec.sliding_window is not None:
         return None
     return int(spec.block_size)
 
