@@ -26,6 +26,8 @@ from torch import Tensor
 REFERENCE = load_implementation("reference")
 FP8 = torch.float8_e4m3fn
 HEADS, KV_HEADS, SIZE, BLOCK, BLOCKS = 4, 2, 8, 16, 12
+LAYERS = ["a", "b", "model.layers.0.attn"]
+"""The layers of each group of a worker."""
 
 
 @dataclass
@@ -180,7 +182,7 @@ class Fp8Backend(Backend):
 
 
 class LatentBackend(Backend):
-    """A backend of latent attention."""
+    """A backend of latent attention, whose layers have no `forward_mqa`."""
 
     @classmethod
     def is_mla(cls) -> bool:
@@ -325,7 +327,7 @@ class Worker:
 
     def __init__(self, *specs: Any, speculative: Any = None) -> None:
         groups = [
-            SimpleNamespace(kv_cache_spec=each, layer_names=["a", "b"])
+            SimpleNamespace(kv_cache_spec=each, layer_names=LAYERS)
             for each in specs
         ]
         caches = SimpleNamespace(kv_cache_groups=groups)
@@ -471,7 +473,7 @@ def test_quantised_caches_of_an_unknown_dtype_are_not_compared(tmp_path: Path) -
     assert (checks.checked["steps"], checks.checked["writes"]) == (12, 0)
 
 
-def test_latent_backends_are_left_as_they_are(
+def test_latent_backends_of_another_interface_are_left_as_they_are(
     registry: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PAGETWIN_RECORD", str(tmp_path))

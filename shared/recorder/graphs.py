@@ -7,13 +7,13 @@ the next step writes to the cache, the rows are compared as in a step without a 
 read on the host during the capture.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .findings import Corruption
-from .laws.attention import RecordedCall, take_rows
+from .laws.attention import RecordedCall
 from .laws.cache import RecordedWrite
 from .step import ARRAYS, StepTensors
 
@@ -107,11 +107,7 @@ class GraphSamples:
         graph = self._graphs.get(write.key.shape[0])
         if graph is None or not graph.is_turn(write.layer):
             return
-        graph.write = replace(
-            write,
-            key=take_rows(write.key, graph.rows),
-            value=take_rows(write.value, graph.rows),
-        )
+        graph.write = write.take(graph.rows)
 
     def capture(self, call: RecordedCall, group: str) -> None:
         """Add the copies to the graph that is being captured, if it is the turn of the layer."""
@@ -127,11 +123,7 @@ class GraphSamples:
             graph.write = None
         graph.replays.add_(1)
         graph.group = group
-        graph.call = replace(
-            call,
-            query=take_rows(call.query, graph.rows),
-            output=take_rows(call.output, graph.rows),
-        )
+        graph.call = call.take(graph.rows)
 
     def begin_replay(self, num_tokens: int, first: int) -> None:
         """Choose the rows of the next replay.

@@ -232,6 +232,7 @@ class Recorder:
         value_cache: Tensor,
         scales: dict[str, Any] | None = None,
         group: str = "layers",
+        names: tuple[str, str] = ("key", "value"),
     ) -> None:
         """Compare what a layer has written to its cache, in sampled steps.
 
@@ -244,9 +245,11 @@ class Recorder:
             key_cache, value_cache: [num_blocks, block_size, kv_heads, head_size].
             scales: Optional. `k_scale` and `v_scale` of an FP8 cache. If None, no scales.
             group: the layers whose metadata the layer uses.
+            names: as in `RecordedWrite`.
         """
         if self.wants_layers:
-            self._wrote(layer, key, value, key_cache, value_cache, scales or {}, group)
+            caches = (key_cache, value_cache)
+            self._wrote(layer, key, value, *caches, scales or {}, group, names)
 
     def attended(
         self,
@@ -259,15 +262,16 @@ class Recorder:
         options: AttentionOptions,
         group: str = "layers",
         query_scale: Tensor | None = None,
+        query_rope: Tensor | None = None,
     ) -> None:
         """Recompute some rows of a layer's attention, in sampled steps and one layer per step.
 
         Args:
             layer, key_cache, value_cache, group: as in `wrote`.
-            query: [tokens, query_heads, head_size].
+            query: [tokens, query_heads, head_size], of the step's first tokens or of all.
             output: [tokens, query_heads, value_head_size].
             scale, options: as in `paged_attention`.
-            query_scale: as in `RecordedCall`.
+            query_scale, query_rope: as in `RecordedCall`.
         """
         if self.wants_layers:
             call = RecordedCall(
@@ -280,6 +284,7 @@ class Recorder:
                 options,
                 self.implementation,
                 query_scale,
+                query_rope,
             )
             self._attended(call, group)
 
@@ -316,12 +321,14 @@ class Recorder:
         value_cache: Tensor,
         scales: dict[str, Any],
         group: str,
+        names: tuple[str, str],
     ) -> None:
         self._steps.num_blocks[group] = key_cache.shape[0]
         if key is None or value is None:
             return
+        caches = (key_cache, value_cache)
         write = RecordedWrite(
-            layer, key, value, key_cache, value_cache, scales, self._fp8_steps
+            layer, key, value, *caches, scales, self._fp8_steps, names
         )
         if self.is_capturing:
             self._graphs.capture_write(write)

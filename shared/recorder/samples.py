@@ -7,7 +7,6 @@ import functools
 import inspect
 import random
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,12 +14,7 @@ import torch
 
 from ..contract.operations import load_implementation
 from .graphs import CopiedRows
-from .laws.attention import (
-    RecordedCall,
-    check_attention,
-    take_rows,
-    why_not_recomputed,
-)
+from .laws.attention import RecordedCall, check_attention, why_not_recomputed
 from .laws.cache import RecordedWrite, WatchedBlock, check_watched, check_write
 from .reports import Reports
 from .settings import RecorderSettings
@@ -103,21 +97,13 @@ class Samples:
         call = replay.call
         index = torch.tensor(list(rows.values()), dtype=torch.int64)
         index = index.to(call.query.device)
-        part = replace(
-            call,
-            query=take_rows(call.query, index),
-            output=take_rows(call.output, index),
-        )
-        self.compare_rows(part, step, list(rows))
+        self.compare_rows(call.take(index), step, list(rows))
 
     def compare_attention(self, call: RecordedCall, step: HostStep) -> None:
         """Compare some rows of a step's attention, and watch some blocks."""
-        tokens = self._choose(step)
+        tokens = self._choose(step, call.query.shape[0])
         rows = torch.tensor(tokens).to(call.query.device)
-        part = replace(
-            call, query=take_rows(call.query, rows), output=take_rows(call.output, rows)
-        )
-        self.compare_rows(part, step, tokens)
+        self.compare_rows(call.take(rows), step, tokens)
 
     def compare_rows(
         self, call: RecordedCall, step: HostStep, tokens: Sequence[int]
@@ -190,12 +176,9 @@ class Samples:
         if not stored:
             return
         index = torch.tensor(list(stored.values())).to(write.key.device)
-        part = replace(
-            write, key=take_rows(write.key, index), value=take_rows(write.value, index)
-        )
         self._checked["writes"] += len(stored)
         run = unvalidated("reshape_and_cache")
-        finding = check_write(part, step, list(stored), run)
+        finding = check_write(write.take(index), step, list(stored), run)
         self._reports.report(finding, step, step.number)
 
     def _watch(self, call: RecordedCall, step: HostStep) -> None:
@@ -219,12 +202,20 @@ class Samples:
                 WatchedBlock.of(call.layer, step, block_id, column, *caches)
             )
 
-    def _choose(self, step: HostStep) -> list[int]:
-        """Return the sampled tokens: the last one of the longest sequence, and random ones."""
-        longest = int(np.where(step.query_lens > 0, step.seq_lens, -1).argmax())
-        last = int(step.query_start_loc[longest + 1]) - 1
-        count = min(self.settings.rows, step.num_tokens)
-        drawn = self._random(step).sample(range(step.num_tokens), count)
+    def _choose(self, step: HostStep, first: int | None = None) -> list[int]:
+        """Return the sampled tokens: the last one of the longest sequence, and random ones.
+
+        Args:
+            step: the step.
+            first: Optional. The tokens are among so many first ones. If None, among all.
+        """
+        tokens = step.num_tokens if first is None else min(first, step.num_tokens)
+        ends = step.query_start_loc[1:]
+        is_among = (step.query_lens > 0) & (ends <= tokens)
+        longest = int(np.where(is_among, step.seq_lens, -1).argmax())
+        last = min(int(ends[longest]), tokens) - 1
+        count = min(self.settings.rows, tokens)
+        drawn = self._random(step).sample(range(tokens), count)
         return sorted({last, *drawn[: count - (last not in drawn)]})
 
     def _random(self, step: HostStep) -> random.Random:

@@ -13,10 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...contract.attention_options import (
-    AttentionOptions,
-    unpack_options,
-)
+from ...contract.attention_options import AttentionOptions, unpack_options
 from ...contract.budgets import Verdict, judge_rows
 from ...contract.kinds import FP8_DTYPES
 from ..findings import Corruption
@@ -37,6 +34,8 @@ class RecordedCall:
         implementation: name of what computed it.
         query_scale: Optional. Factor of an FP8 query, whose kernel rounds softmax weights to FP8
             too. If None, rows with an FP8 query are not recomputed.
+        query_rope: Optional. [rows, query_heads, rope_size] the elements of each query after those
+            of `query`, as in latent attention. If None, the queries are whole.
     """
 
     layer: str
@@ -48,6 +47,14 @@ class RecordedCall:
     options: AttentionOptions
     implementation: str
     query_scale: Tensor | None = None
+    query_rope: Tensor | None = None
+
+    def take(self, rows: Tensor) -> "RecordedCall":
+        """Return the call with some rows alone, [rows] int64, and with whole queries."""
+        query, output = take_rows(self.query, rows), take_rows(self.output, rows)
+        if self.query_rope is not None:
+            query = torch.cat([query, take_rows(self.query_rope, rows)], dim=-1)
+        return replace(self, query=query, query_rope=None, output=output)
 
 
 @dataclass(frozen=True)
@@ -172,14 +179,7 @@ class RowCase:
         )
 
 
-_TENSORS = (
-    "query",
-    "output",
-    "key_blocks",
-    "value_blocks",
-    "block_table",
-    "seq_lens",
-)
+_TENSORS = ("query", "output", "key_blocks", "value_blocks", "block_table", "seq_lens")
 
 
 def why_not_recomputed(call: RecordedCall) -> str:

@@ -1,7 +1,7 @@
 """Laws of the cache's content: what was written is there, and full blocks do not change."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from ...contract.kinds import FP8_DTYPES
 from ..findings import Corruption
 from ..step import HostStep, Integers
+from .attention import take_rows
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,8 @@ class RecordedWrite:
         scales: `k_scale` and `v_scale` of an FP8 cache; empty for others.
         fp8_steps: FP8 codes by which a stored number may differ from the reference. 0, or 1 for
             engines that multiply by the inverse of the scale.
+        names: what key and value are called in a sentence. In latent attention the key is the
+            latent and the value the rope key, and both caches are parts of one.
     """
 
     layer: str
@@ -33,6 +36,12 @@ class RecordedWrite:
     value_cache: Tensor
     scales: dict[str, Any]
     fp8_steps: int = 0
+    names: tuple[str, str] = ("key", "value")
+
+    def take(self, rows: Tensor) -> "RecordedWrite":
+        """Return the call with some rows of key and value alone, [rows] int64."""
+        key, value = take_rows(self.key, rows), take_rows(self.value, rows)
+        return replace(self, key=key, value=value)
 
 
 def check_write(
@@ -66,8 +75,8 @@ def check_write(
         torch.arange(len(tokens), device=device),
         **write.scales,
     )
-    for name, each in found.items():
-        differs = _differs(each, expected[name][:, 0], write.fp8_steps)
+    for name, (side, each) in zip(write.names, found.items(), strict=True):
+        differs = _differs(each, expected[side][:, 0], write.fp8_steps)
         if not bool(differs.any()):
             continue
         index, head, element = differs.nonzero()[0].tolist()
@@ -78,13 +87,13 @@ def check_write(
             f"{write.layer}: the {name} at position {step.position_of(token)} (slot"
             f" {int(step.slot_mapping[token])}), head {head}, element {element} is"
             f" {float(each[index, head, element]):.6g} in the cache: expected"
-            f" {float(expected[name][index, 0, head, element]):.6g}",
+            f" {float(expected[side][index, 0, head, element]):.6g}",
             row,
             evidence={
                 "kind": "write",
-                "given": {side: one.cpu() for side, one in given.items()},
-                "found": {side: one.cpu() for side, one in found.items()},
-                "scales": {side: _plain(one) for side, one in write.scales.items()},
+                "given": {each: one.cpu() for each, one in given.items()},
+                "found": {each: one.cpu() for each, one in found.items()},
+                "scales": {each: _plain(one) for each, one in write.scales.items()},
                 "fp8_steps": write.fp8_steps,
                 "tokens": list(tokens),
             },

@@ -5,7 +5,7 @@ have a builder that makes a step's metadata, and an implementation that runs a l
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -52,8 +52,8 @@ class LayerView:
         self.query_scale = query_scale
 
 
-class Reader(Protocol):
-    """How to read one engine's metadata, caches and implementations.
+class StepReader(Protocol):
+    """How to read one engine's metadata.
 
     Attributes:
         reads_layers: whether caches and attention are compared. If not, the steps' metadata alone
@@ -63,8 +63,15 @@ class Reader(Protocol):
     @property
     def reads_layers(self) -> bool: ...
 
+    def takes(self, builder: Any, layer_names: Sequence[str]) -> bool:
+        """Return whether a builder's steps are read. A new builder is given once."""
+
     def step(self, builder: Any, common: Any) -> StepTensors | None:
         """Return a step's metadata; None if it is not checked."""
+
+
+class Reader(StepReader, Protocol):
+    """How to read one engine's metadata, caches and implementations."""
 
     def layer(
         self, impl: Any, layer: Any, kv_cache: Tensor, metadata: Any, query: Tensor
@@ -76,6 +83,10 @@ class EngineReader:
     """Reads the backends of `engine/backend_interface.py`."""
 
     reads_layers = True
+
+    def takes(self, builder: Any, layer_names: Sequence[str]) -> bool:
+        """Return True: the steps of each builder are read."""
+        return True
 
     def step(self, builder: Any, common: Any) -> StepTensors | None:
         """Return a step's metadata; None for layers without a cache, and cross-attention."""
@@ -135,12 +146,19 @@ class StepGroups:
         for group, built in self._built.items():
             if built is metadata:
                 return group
+        return self.of_layer(layer_name)
+
+    def of_layer(self, layer_name: str) -> str | None:
+        """Return the group of a layer; the only group if the name is not known."""
         only = next(iter(self._built)) if len(self._built) == 1 else None
         return self._of_layer.get(layer_name, only)
 
 
 def record_backend(
-    backend: Any, recorder: Recorder, reader: Reader = ENGINE_READER
+    backend: Any,
+    recorder: Recorder,
+    reader: StepReader = ENGINE_READER,
+    recorded_impl: Callable[[Any, Recorder, Any, StepGroups], Any] | None = None,
 ) -> Any:
     """Return a subclass of a backend whose steps and layers are checked.
 
@@ -148,6 +166,8 @@ def record_backend(
         backend: an `AttentionBackend`, of this project or of vLLM.
         recorder: the recorder.
         reader: how its metadata and caches are read.
+        recorded_impl: Optional. Returns the recorded subclass of an implementation. If None, that
+            of an implementation whose layers write and attend in `forward`.
     """
     groups = StepGroups()
     if not recorder.implementation:
@@ -155,7 +175,8 @@ def record_backend(
     builder = _recorded_builder(backend.get_builder_cls(), recorder, reader, groups)
     impl = backend.get_impl_cls()
     if reader.reads_layers:
-        impl = _recorded_impl(impl, recorder, reader, groups)
+        wrap: Any = recorded_impl or _recorded_impl
+        impl = wrap(impl, recorder, reader, groups)
     return type(
         f"Recorded{backend.__name__}",
         (backend,),
@@ -192,7 +213,7 @@ def backend_from_environment(backend: Any) -> Any:
 
 
 def _recorded_builder(
-    base: Any, recorder: Recorder, reader: Reader, groups: StepGroups
+    base: Any, recorder: Recorder, reader: StepReader, groups: StepGroups
 ) -> Any:
     class RecordedBuilder(base):  # type: ignore[misc]
         """Begins a step of the recorder for each step whose metadata it builds."""
@@ -201,9 +222,12 @@ def _recorded_builder(
             self, kv_cache_spec: Any, layer_names: Any, *args: Any, **kwargs: Any
         ) -> None:
             super().__init__(kv_cache_spec, layer_names, *args, **kwargs)
-            self._recorded_group = groups.add(list(layer_names))
-            recorder.attach()
+            self.recorded_layers = tuple(layer_names)
             self._captures = False
+            self._recorded_group = ""
+            if recorder.own(lambda: reader.takes(self, layer_names)):
+                self._recorded_group = groups.add(list(layer_names))
+                recorder.attach()
 
         def build(
             self,
@@ -214,6 +238,8 @@ def _recorded_builder(
         ) -> Any:
             common = common_attn_metadata
             metadata = super().build(common_prefix_len, common, *args, **kwargs)
+            if not self._recorded_group:
+                return metadata
             groups.built(self._recorded_group, metadata)
             step = recorder.own(lambda: reader.step(self, common))
             if step is not None and not self._captures:
@@ -228,6 +254,8 @@ def _recorded_builder(
                 metadata = super().build_for_cudagraph_capture(common)
             finally:
                 self._captures = False
+            if not self._recorded_group:
+                return metadata
             groups.built(self._recorded_group, metadata)
             step = recorder.own(lambda: reader.step(self, common))
             if step is not None:

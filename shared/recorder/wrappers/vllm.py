@@ -4,16 +4,18 @@ vLLM resolves each backend by a path in its registry, when an engine chooses it.
 is set, `record_vllm_backends` replaces the paths by paths into this module, which gives a recorded
 subclass of the same backend.
 
-Layers that are not checked: latent attention (MLA), cross-attention, encoders, chunked local
+Layers that are not checked: cross-attention, encoders, chunked local attention, sparse latent
 attention, context parallelism and FP8 outputs. Their steps run as without a recorder. With an FP8
 query the writes are compared, and attention too where it is that of FlashAttention-3. Of backends
-whose caches are not in `PLAIN_CACHES` the bookkeeping alone is checked.
+whose caches are not in `PLAIN_CACHES` the bookkeeping alone is checked. Latent attention (MLA) is
+wrapped in `vllm_latent.py`.
 """
 
 import importlib
 import inspect
 import logging
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,13 +27,20 @@ from ..environment import recorder_from_environment
 from ..settings import RECORD_VARIABLE
 from ..step import StepTensors
 from .backend import LayerView, record_backend
-from .vllm_schedule import PAGED_SPECS, STEPS, WINDOW_SPEC
+from .vllm_latent import (
+    PLAIN_LATENTS,
+    LatentReader,
+    recorded_latent_impl,
+    why_left_alone,
+)
+from .vllm_schedule import STEPS
+from .vllm_step import OWN_NAMES, PLAIN_DTYPES, read_step
 
 LOGGER = logging.getLogger("pagetwin.recorder")
 REGISTRY = "vllm.v1.attention.backends.registry"
 FORWARD = ["self", "layer", "query", "key", "value", "kv_cache", "attn_metadata"]
-OWN_NAMES = ("CUSTOM", "PAGETWIN")
-"""Names under which pagetwin's own backend is registered; its FP8 writes are compared exactly."""
+SPECS = ("FullAttentionSpec", "SlidingWindowSpec")
+"""Names of vLLM's classes of the caches that hold keys and values."""
 PLAIN_CACHES = (
     *("FLASH_ATTN", "FLASHINFER", "FLEX_ATTENTION", "TRITON_ATTN"),
     *OWN_NAMES,
@@ -39,8 +48,6 @@ PLAIN_CACHES = (
 """Backends whose caches hold a key, and then its value, element by element. Others reorder or
 quantise them: CPU_ATTN, for instance, in the order of its matrix instructions."""
 FLASH_ATTENTION_3 = 3
-PLAIN_DTYPES = ("auto", "float16", "bfloat16", *CACHE_DTYPE_NAMES)
-"""vLLM's names of caches that are not quantised, or to FP8 with one scale per layer."""
 
 
 class VllmReader:
@@ -53,36 +60,15 @@ class VllmReader:
     def __init__(self, reads_layers: bool = True) -> None:
         self.reads_layers = reads_layers
 
-    def step(self, builder: Any, common: Any) -> StepTensors | None:
-        """Return a step's metadata; None for caches that are not checked, and for dummy runs.
+    def takes(self, builder: Any, layer_names: Sequence[str]) -> bool:
+        """Return True: the steps of each builder are read."""
+        return True
 
-        Args:
-            builder: an `AttentionMetadataBuilder` of vLLM.
-            common: its `CommonAttentionMetadata`. The tensors may be longer than the step.
-        """
+    def step(self, builder: Any, common: Any) -> StepTensors | None:
+        """Return a step's metadata, as in `read_step`; None for dummy runs too."""
         if not STEPS.is_step:
             return None
-        spec = builder.kv_cache_spec
-        kind = type(spec).__name__
-        if kind not in PAGED_SPECS:
-            return None
-        if getattr(spec, "attention_chunk_size", None) is not None:
-            return None
-        if getattr(common, "dcp_local_seq_lens", None) is not None:
-            return None
-        reqs = common.num_reqs
-        return StepTensors(
-            query_start_loc=common.query_start_loc[: reqs + 1],
-            seq_lens=common.seq_lens[:reqs],
-            block_table=common.block_table_tensor[:reqs],
-            slot_mapping=common.slot_mapping[: common.num_actual_tokens],
-            max_query_len=int(common.max_query_len),
-            max_seq_len=int(common.max_seq_len),
-            block_size=spec.block_size,
-            # only such a cache gives up the blocks before the window
-            window=spec.sliding_window if kind == WINDOW_SPEC else None,
-            scheduler_group=STEPS.scheduler_group(builder.layer_names),
-        )
+        return read_step(builder, common, SPECS, STEPS)
 
     def layer(
         self, impl: Any, layer: Any, kv_cache: Tensor, metadata: Any, query: Tensor
@@ -124,7 +110,6 @@ class VllmReader:
 
 
 VLLM_READER = VllmReader()
-STEP_READER = VllmReader(reads_layers=False)
 
 
 def split_cache(
@@ -202,29 +187,38 @@ def __getattr__(name: str) -> Any:
 
 def _recorded(name: str, backend: Any) -> Any:
     """Return the recorded subclass of a backend; the backend itself if it is not checked."""
-    impl = backend.get_impl_cls()
-    names = list(inspect.signature(impl.forward).parameters)[: len(FORWARD)]
-    if backend.is_mla() or names != FORWARD:
-        LOGGER.warning(
-            "flight recorder: %s is not recorded, only paged attention is", name
-        )
+    reason = _why_left_alone(backend)
+    if reason:
+        LOGGER.warning("flight recorder: %s is not recorded: %s", name, reason)
         return backend
     recorder = recorder_from_environment(name, int(name not in OWN_NAMES))
     if recorder is None:
         return backend
     STEPS.watch()
     STEPS.recorders.append(recorder)
-    reader = VLLM_READER if name in PLAIN_CACHES else STEP_READER
-    if not reader.reads_layers:
+    is_plain = name in (PLAIN_LATENTS if backend.is_mla() else PLAIN_CACHES)
+    if not is_plain:
         LOGGER.warning(
             "flight recorder: the format of %s's cache is not known: the bookkeeping is checked,"
             " and neither cache writes nor attention",
             name,
         )
-    recorded = record_backend(backend, recorder, reader)
+    if backend.is_mla():
+        reader = LatentReader(STEPS, is_plain)
+        recorded = record_backend(backend, recorder, reader, recorded_latent_impl)
+    else:
+        recorded = record_backend(backend, recorder, VllmReader(is_plain))
     recorded.__module__ = __name__
     recorded.__qualname__ = f"{recorded.__name__}_{name}"
     return recorded
+
+
+def _why_left_alone(backend: Any) -> str:
+    """Return why a backend is not recorded; empty if it is."""
+    if backend.is_mla():
+        return why_left_alone(backend)
+    names = list(inspect.signature(backend.get_impl_cls().forward).parameters)
+    return "" if names[: len(FORWARD)] == FORWARD else "its layers have other arguments"
 
 
 def _has_other_masks(impl: Any, metadata: Any) -> bool:

@@ -22,7 +22,7 @@ from ..recorder import Recorder
 WORKER = "vllm.v1.worker.worker_base"
 WINDOW_SPEC = "SlidingWindowSpec"
 """vLLM's name of caches that give up the blocks before a window."""
-PAGED_SPECS = ("FullAttentionSpec", WINDOW_SPEC)
+PAGED_SPECS = ("FullAttentionSpec", "MLAAttentionSpec", WINDOW_SPEC)
 """vLLM's names of caches whose rows are compared with the scheduler's."""
 
 

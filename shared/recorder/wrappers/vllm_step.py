@@ -1,0 +1,47 @@
+"""One step's metadata in vLLM, and the names of backends and caches that its wrappers read."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from ...contract.kinds import CACHE_DTYPE_NAMES
+from ..step import StepTensors
+from .vllm_schedule import WINDOW_SPEC, WorkerSteps
+
+OWN_NAMES = ("CUSTOM", "PAGETWIN")
+"""Names under which pagetwin's own backend is registered; its FP8 writes are compared exactly."""
+PLAIN_DTYPES = ("auto", "float16", "bfloat16", *CACHE_DTYPE_NAMES)
+"""vLLM's names of caches that are not quantised, or to FP8 with one scale per layer."""
+
+
+def read_step(
+    builder: Any, common: Any, specs: Sequence[str], steps: WorkerSteps
+) -> StepTensors | None:
+    """Return a step's metadata; None for caches that are not checked.
+
+    Args:
+        builder: a recorded `AttentionMetadataBuilder` of vLLM.
+        common: its `CommonAttentionMetadata`. The tensors may be longer than the step.
+        specs: names of vLLM's classes of the caches that are checked.
+        steps: the steps of the workers.
+    """
+    spec = builder.kv_cache_spec
+    kind = type(spec).__name__
+    if kind not in specs:
+        return None
+    if getattr(spec, "attention_chunk_size", None) is not None:
+        return None
+    if getattr(common, "dcp_local_seq_lens", None) is not None:
+        return None
+    reqs = common.num_reqs
+    return StepTensors(
+        query_start_loc=common.query_start_loc[: reqs + 1],
+        seq_lens=common.seq_lens[:reqs],
+        block_table=common.block_table_tensor[:reqs],
+        slot_mapping=common.slot_mapping[: common.num_actual_tokens],
+        max_query_len=int(common.max_query_len),
+        max_seq_len=int(common.max_seq_len),
+        block_size=spec.block_size,
+        # only such a cache gives up the blocks before the window
+        window=spec.sliding_window if kind == WINDOW_SPEC else None,
+        scheduler_group=steps.scheduler_group(builder.recorded_layers),
+    )
