@@ -4,21 +4,18 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import test_recorder_vllm as vllm_classes
 import torch
 from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.contract.operations import load_implementation
-from pagetwin.recorder import RecordedOperations, Recorder, record_backend
+from pagetwin.recorder import RecordedOperations, Recorder
 from pagetwin.recorder.graphs import GraphSamples
 from pagetwin.recorder.laws.attention import RecordedCall
 from pagetwin.recorder.laws.cache import RecordedWrite
 from pagetwin.recorder.reproduce import reproduce_case
 from pagetwin.recorder.step import StepTensors
-from pagetwin.recorder.wrappers.vllm import VLLM_READER
 from recorded_graph import (
     FP8,
     REQUESTS,
@@ -31,7 +28,6 @@ from recorded_graph import (
     without_scales,
 )
 from simulated_graph import GraphOperations, SimulatedGraph
-from torch import Tensor
 
 sys.path.append(str(Path(__file__).parent / "gpu"))
 import recorder as script
@@ -92,7 +88,7 @@ def test_a_graph_copies_rows_of_fp8_queries_with_their_scale() -> None:
         implementation="FLASH_ATTN",
         query_scale=torch.tensor(0.5),
     )
-    [graph] = samples._graphs.values()
+    [graph] = samples._prepared.values()
     graph.rows.copy_(torch.tensor([2, 0]))
     samples.capture(call, "layers")
     copied = graph.call
@@ -218,9 +214,9 @@ def test_no_write_of_a_layer_that_shares_a_cache_is_compared(
     recorder, graph = captured_recorder(tmp_path, monkeypatch, rows=4)
     prepare = GraphSamples.prepare
 
-    def prepare_turn(self: GraphSamples, tensors: StepTensors) -> None:
-        prepare(self, tensors)
-        self._graphs[TOKENS].turn = turn
+    def prepare_turn(self: GraphSamples, *given: Any) -> None:
+        prepare(self, *given)
+        self._prepared[TOKENS].turn = turn
 
     monkeypatch.setattr(GraphSamples, "prepare", prepare_turn)
     steps = CapturedSteps(recorder, graph, layers=3, shared=(1,))
@@ -236,7 +232,7 @@ def test_a_write_is_kept_only_with_the_attention_of_its_layer() -> None:
     samples = GraphSamples(2)
     samples.prepare(one_block_step())
     tensor, cache = torch.zeros(3, 2, 4), torch.zeros(1, 16, 2, 4)
-    [graph] = samples._graphs.values()
+    [graph] = samples._prepared.values()
     samples.capture_write(RecordedWrite("a", tensor, tensor, cache, cache, {}))
     assert graph.write is not None and graph.write.key.shape[0] == 2
     call = RecordedCall(
@@ -244,54 +240,3 @@ def test_a_write_is_kept_only_with_the_attention_of_its_layer() -> None:
     )
     samples.capture(call, "layers")
     assert graph.call is not None and graph.write is None
-
-
-@pytest.mark.parametrize("shift", [0, 1])
-def test_the_writes_of_vllm_are_a_call_before_the_layer_and_are_compared(
-    shift: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recorder, graph = captured_recorder(tmp_path, monkeypatch, rows=3)
-    shifts = [0]
-
-    class GraphImpl(vllm_classes.Impl):
-        def do_kv_cache_update(
-            self, layer: Any, key: Any, value: Any, kv_cache: Any, slots: Any
-        ) -> None:
-            write = super().do_kv_cache_update
-
-            def shifted(slots: Tensor) -> None:
-                write(layer, key, value, kv_cache, slots + shifts[0])
-
-            graph.call(shifted, (slots,), {})
-
-        def forward(self, *args: Any) -> Any:
-            return graph.call(super().forward, args, {})
-
-    class GraphBackend(vllm_classes.Backend):
-        get_impl_cls = staticmethod(lambda: GraphImpl)
-
-    recorded = record_backend(GraphBackend, recorder, VLLM_READER)
-    spec, layer = vllm_classes.FullAttentionSpec(), SimpleNamespace(layer_name="a")
-    builder = recorded.get_builder_cls()(spec, ["a"], None, "cpu")
-    impl = recorded.get_impl_cls()()
-    common = vllm_classes.REFERENCE.build_common_attn_metadata(
-        [1, 1], [17, 4], [[7, 2], [5, 1]], vllm_classes.BLOCK
-    )
-    kv_cache = torch.zeros(12, 2, vllm_classes.BLOCK, 2, 8)
-    query, output = torch.zeros(2, 2, 4, 8)
-    key, value = torch.zeros(2, 2, 2, 8)
-    metadata = builder.build_for_cudagraph_capture(common)
-    with graph:
-        impl.do_kv_cache_update(layer, key, value, kv_cache, common.slot_mapping)
-        impl.forward(layer, query, key, value, kv_cache, metadata, output)
-    for number in range(1, 3):
-        for each in (query, key, value):
-            each.normal_()
-        shifts[0] = shift if number == 2 else 0
-        builder.build(0, common)
-        graph.replay()
-    recorder.finish()
-    assert recorder.is_on and recorder.checked["writes"] == 2 * 2
-    assert [each.law for each in recorder.findings] == ["cache write"] * shift
-    if shift:
-        assert "a: the key at position 17 (slot 33)" in recorder.findings[0].found

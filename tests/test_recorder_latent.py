@@ -203,7 +203,10 @@ class OtherBackend(Backend):
 
 def recorded_backend(backend: Any, checks: Recorder) -> Any:
     return record_backend(
-        backend, checks, LatentReader(WorkerSteps()), recorded_latent_impl
+        backend,
+        checks,
+        LatentReader(WorkerSteps(), reads_graphs=True),
+        recorded_latent_impl,
     )
 
 
@@ -479,7 +482,7 @@ def test_caches_of_another_format_are_not_compared(
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"decode_context_parallel_size": 2}, "ranks share the latents"),
+        ({"decode_context_parallel_size": 2}, "ranks share the keys"),
         ({"prefill_context_parallel_size": 2}, "ranks share the tokens"),
         ({"use_ubatching": True}, "microbatches"),
         ({"spec": SlidingWindowMLASpec()}, "described by SlidingWindowMLASpec"),

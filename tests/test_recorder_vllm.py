@@ -327,8 +327,7 @@ class Worker:
 
     def __init__(self, *specs: Any, speculative: Any = None) -> None:
         groups = [
-            SimpleNamespace(kv_cache_spec=each, layer_names=LAYERS)
-            for each in specs
+            SimpleNamespace(kv_cache_spec=each, layer_names=LAYERS) for each in specs
         ]
         caches = SimpleNamespace(kv_cache_groups=groups)
         self.worker = SimpleNamespace(
@@ -480,6 +479,33 @@ def test_latent_backends_of_another_interface_are_left_as_they_are(
     recorder_vllm.record_vllm_backends()
     member = registry.AttentionBackendEnum.LATENT
     assert resolve(member.get_path()) is LatentBackend
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"use_ubatching": True}, "steps may be divided into microbatches"),
+        ({"decode_context_parallel_size": 2}, "ranks share the keys"),
+        ({"use_ubatching": False, "decode_context_parallel_size": 1}, ""),
+    ],
+)
+def test_steps_that_ranks_or_microbatches_share_are_left_alone(
+    settings: dict[str, Any],
+    reason: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Each microbatch has a builder of its own, so two of a step were groups that differ."""
+    checks = Recorder(RecorderSettings(tmp_path, sample_every=1))
+    recorded = record_backend(Backend, checks, VLLM_READER)
+    builder_class = recorded.get_builder_cls()
+    config = SimpleNamespace(parallel_config=SimpleNamespace(**settings))
+    builder_class.vllm_config = config
+    builder = builder_class(FullAttentionSpec(), ["a"], config, "cpu")
+    builder.build(0, REFERENCE.build_common_attn_metadata([1], [5], [[7]], BLOCK))
+    assert (checks.step, checks.is_attached) == ((0, False) if reason else (1, True))
+    assert bool(reason) == ("the layers of a are not checked" in caplog.text)
+    assert reason in caplog.text and checks.is_on
 
 
 def test_vllm_finds_a_recorded_class_by_its_own_name(

@@ -24,7 +24,8 @@ class _Graph:
 
     Args:
         num_tokens: tokens of the graph, padding included.
-        addresses: address of each metadata tensor, by name.
+        addresses: address of each metadata tensor, by the name of the layers that share them and
+            its own.
         rows: [rows] int64 on the device, the tokens to copy.
         replays: [1] int64 on the device, the number of replays since `begin_replay`.
         layers: the layers captured so far, in order.
@@ -38,7 +39,7 @@ class _Graph:
     """
 
     num_tokens: int
-    addresses: dict[str, int]
+    addresses: dict[str, dict[str, int]]
     rows: Tensor
     replays: Tensor
     layers: list[str]
@@ -81,22 +82,45 @@ class GraphSamples:
 
     def __init__(self, rows: int) -> None:
         self._num_rows = rows
+        self._prepared: dict[int, _Graph] = {}
+        """Graphs that may be captured. Engines prepare a graph for a warm-up too, or for a batch
+        without requests while they serve."""
         self._graphs: dict[int, _Graph] = {}
+        self._replaced: list[_Graph] = []
+        """Graphs of which another one has the number of tokens. They may still be replayed, so
+        their buffers stay allocated."""
         self._num_layers = 1
 
-    def prepare(self, tensors: StepTensors) -> None:
-        """Allocate the buffers of a graph, before it is captured with these metadata."""
+    def prepare(self, tensors: StepTensors, group: str = "layers") -> None:
+        """Allocate the buffers of a graph, before it is captured with these metadata.
+
+        Args:
+            tensors: the metadata.
+            group: name of the layers that share them. Each group prepares the graph.
+        """
         num_tokens, device = tensors.slot_mapping.shape[0], tensors.slot_mapping.device
-        others = [each for each in self._graphs if each != num_tokens]
-        self._graphs[num_tokens] = _Graph(
-            num_tokens=num_tokens,
-            addresses=tensors.addresses(),
-            rows=torch.zeros(self._num_rows, dtype=torch.int64, device=device),
-            replays=torch.zeros(1, dtype=torch.int64, device=device),
-            layers=[],
-            # the first graph copies rows of the first layer, the second of the second
-            turn=len(others) % self._num_layers,
-        )
+        if num_tokens not in self._prepared:
+            others = [each for each in self._graphs if each != num_tokens]
+            self._prepared[num_tokens] = _Graph(
+                num_tokens=num_tokens,
+                addresses={},
+                rows=torch.zeros(self._num_rows, dtype=torch.int64, device=device),
+                replays=torch.zeros(1, dtype=torch.int64, device=device),
+                layers=[],
+                # the first graph copies rows of the first layer, the second of the second
+                turn=len(others) % self._num_layers,
+            )
+        self._prepared[num_tokens].addresses[group] = tensors.addresses()
+
+    def _captured(self, num_tokens: int) -> _Graph | None:
+        """Return the graph that is being captured; None if it was not prepared."""
+        graph = self._prepared.pop(num_tokens, None)
+        if graph is None:
+            return self._graphs.get(num_tokens)
+        if num_tokens in self._graphs:
+            self._replaced.append(self._graphs[num_tokens])
+        self._graphs[num_tokens] = graph
+        return graph
 
     def capture_write(self, write: RecordedWrite) -> None:
         """Add the copies of keys and values to the graph, if it is the turn of the layer.
@@ -104,14 +128,14 @@ class GraphSamples:
         Args:
             write: the write. `capture` of the same layer comes after it.
         """
-        graph = self._graphs.get(write.key.shape[0])
+        graph = self._captured(write.key.shape[0])
         if graph is None or not graph.is_turn(write.layer):
             return
         graph.write = write.take(graph.rows)
 
     def capture(self, call: RecordedCall, group: str) -> None:
         """Add the copies to the graph that is being captured, if it is the turn of the layer."""
-        graph = self._graphs.get(call.query.shape[0])
+        graph = self._captured(call.query.shape[0])
         if graph is None or call.layer in graph.layers:
             return
         is_turn = graph.is_turn(call.layer)
@@ -158,8 +182,13 @@ class GraphSamples:
                 )
         return found
 
-    def check_buffers(self, tensors: StepTensors) -> Corruption | None:
-        """Return a violation if a graph would read other buffers than those of the step."""
+    def check_buffers(self, tensors: StepTensors, group: str) -> Corruption | None:
+        """Return a violation if a graph would read other buffers than those of the step.
+
+        Args:
+            tensors: the metadata of the step.
+            group: name of the layers that share them.
+        """
         num_tokens = tensors.slot_mapping.shape[0]
         graph = self._graphs.get(num_tokens)
         if graph is None:
@@ -168,13 +197,13 @@ class GraphSamples:
                 f"a graph for {num_tokens} tokens is replayed: expected one of those that"
                 f" were captured, {sorted(self._graphs)}",
             )
-        now = tensors.addresses()
-        for name in ARRAYS:
-            if now[name] != graph.addresses[name]:
+        now, captured = tensors.addresses(), graph.addresses.get(group, {})
+        for name in ARRAYS if captured else ():
+            if now[name] != captured[name]:
                 return Corruption(
                     "graph buffers",
                     f"{name} of the step is at address {now[name]:#x}, and the graph for"
-                    f" {num_tokens} tokens reads {graph.addresses[name]:#x}: expected the"
+                    f" {num_tokens} tokens reads {captured[name]:#x}: expected the"
                     " step's metadata in the buffers of the graph",
                 )
         return None

@@ -152,16 +152,17 @@ class Recorder:
         self._samples.note_changes(map(int, block_ids), self.step)
 
     @guarded
-    def begin_capture(self, tensors: StepTensors) -> None:
+    def begin_capture(self, tensors: StepTensors, group: str = "layers") -> None:
         """Tell that a CUDA graph is about to be captured.
 
         Args:
             tensors: the metadata that the graph will read. The slot mapping has the length of the
                 graph, padding included.
+            group: name of the layers that share them.
         """
         if self._engine_ended:
             self._forget_engine()
-        self._graphs.prepare(tensors)
+        self._graphs.prepare(tensors, group)
         self.wants_layers = True
 
     @guarded
@@ -198,7 +199,7 @@ class Recorder:
             self._graphs.begin_replay(tensors.slot_mapping.shape[0], self.step)
         if not tensors.seq_lens.is_cuda:
             self._steps.check_all()
-        if replays_graph and (finding := self._graphs.check_buffers(tensors)):
+        if replays_graph and (finding := self._graphs.check_buffers(tensors, group)):
             self._reports.report(finding, None, self.step)
 
     @property

@@ -31,6 +31,8 @@ class RecorderSettings:
         max_mib: MiB that the stored cases of the folder may have together.
         max_cases: cases that one recorder stores at most; one per law.
         seed: seed of the choice of rows and blocks.
+        vllm_graphs: whether sampled steps that replay a CUDA graph of vLLM are compared. Other
+            engines tell the recorder of their captures themselves.
 
     Raises:
         ValueError: a number is out of range, or the action is unknown.
@@ -45,6 +47,7 @@ class RecorderSettings:
     max_mib: int = 256
     max_cases: int = 8
     seed: int = 0
+    vllm_graphs: bool = False
 
     def __post_init__(self) -> None:
         for name in ("sample_every", "rows", "ring", "max_mib", "max_cases"):
@@ -65,6 +68,7 @@ VARIABLES = {
     "PAGETWIN_RECORD_ROWS": "rows",
     "PAGETWIN_RECORD_ACTION": "action",
     "PAGETWIN_RECORD_MAX_MIB": "max_mib",
+    "PAGETWIN_RECORD_GRAPHS": "vllm_graphs",
 }
 """The environment variables besides PAGETWIN_RECORD, and the settings that they set."""
 
@@ -91,6 +95,11 @@ def settings_from_environment(
             continue
         if name == "action":
             given[name] = text
+            continue
+        if name == "vllm_graphs":
+            if text not in ("0", "1"):
+                raise ValueError(f"{variable} = {text!r}: expected 0 or 1")
+            given[name] = text == "1"
             continue
         if not text.isdecimal():
             raise ValueError(f"{variable} = {text!r}: expected a whole number from 1")

@@ -26,7 +26,8 @@ from ...contract.kinds import CACHE_DTYPE_NAMES, FP8_DTYPES, AttentionType
 from ..environment import recorder_from_environment
 from ..settings import RECORD_VARIABLE
 from ..step import StepTensors
-from .backend import LayerView, record_backend
+from .backend import record_backend
+from .readers import LayerView
 from .vllm_latent import (
     PLAIN_LATENTS,
     LatentReader,
@@ -34,7 +35,7 @@ from .vllm_latent import (
     why_left_alone,
 )
 from .vllm_schedule import STEPS
-from .vllm_step import OWN_NAMES, PLAIN_DTYPES, read_step
+from .vllm_step import OWN_NAMES, PLAIN_DTYPES, read_step, why_not_whole
 
 LOGGER = logging.getLogger("pagetwin.recorder")
 REGISTRY = "vllm.v1.attention.backends.registry"
@@ -55,18 +56,34 @@ class VllmReader:
 
     Args:
         reads_layers: as in `Reader`.
+        reads_graphs: whether captures are read, so that their replays can be sampled.
     """
 
-    def __init__(self, reads_layers: bool = True) -> None:
+    def __init__(self, reads_layers: bool = True, reads_graphs: bool = False) -> None:
         self.reads_layers = reads_layers
+        self.reads_graphs = reads_graphs
 
     def takes(self, builder: Any, layer_names: Sequence[str]) -> bool:
-        """Return True: the steps of each builder are read."""
-        return True
+        """Return whether a builder's steps are read: not if ranks or microbatches share them."""
+        config = getattr(builder, "vllm_config", None)
+        reason = why_not_whole(getattr(config, "parallel_config", None))
+        if reason:
+            LOGGER.warning(
+                "flight recorder: the layers of %s are not checked: %s",
+                next(iter(layer_names), "a group"),
+                reason,
+            )
+        return not reason
 
     def step(self, builder: Any, common: Any) -> StepTensors | None:
         """Return a step's metadata, as in `read_step`; None for dummy runs too."""
         if not STEPS.is_step:
+            return None
+        return read_step(builder, common, SPECS, STEPS)
+
+    def captured_step(self, builder: Any, common: Any) -> StepTensors | None:
+        """Return the metadata of a graph that may be captured, as in `read_step`."""
+        if not self.reads_graphs:
             return None
         return read_step(builder, common, SPECS, STEPS)
 
@@ -203,11 +220,14 @@ def _recorded(name: str, backend: Any) -> Any:
             " and neither cache writes nor attention",
             name,
         )
+    reads = (is_plain, recorder.settings.vllm_graphs)
     if backend.is_mla():
-        reader = LatentReader(STEPS, is_plain)
-        recorded = record_backend(backend, recorder, reader, recorded_latent_impl)
+        latent_reader = LatentReader(STEPS, *reads)
+        recorded = record_backend(
+            backend, recorder, latent_reader, recorded_latent_impl
+        )
     else:
-        recorded = record_backend(backend, recorder, VllmReader(is_plain))
+        recorded = record_backend(backend, recorder, VllmReader(*reads))
     recorded.__module__ = __name__
     recorded.__qualname__ = f"{recorded.__name__}_{name}"
     return recorded
@@ -253,7 +273,17 @@ def _window(window: Any) -> int | None:
 
 
 def _per_head(impl: Any, name: str, query: Tensor) -> Tensor | None:
+    """Return one float32 number per query head on the device of the query; None if there is none.
+
+    Numbers of the host are copied once, since a capture must not copy any: its warm-up comes first.
+    """
     given = getattr(impl, name, None)
     if given is None:
         return None
-    return torch.as_tensor(given, dtype=torch.float32, device=query.device)
+    if isinstance(given, Tensor) and given.device == query.device:
+        return given.float()
+    kept = vars(impl).setdefault("recorded_per_head", {})
+    if name not in kept:
+        kept[name] = torch.as_tensor(given, dtype=torch.float32, device=query.device)
+    copied: Tensor = kept[name]
+    return copied

@@ -28,7 +28,7 @@ from ..recorder import Recorder
 from ..step import StepTensors
 from .backend import StepGroups
 from .vllm_schedule import WorkerSteps
-from .vllm_step import OWN_NAMES, PLAIN_DTYPES, read_step
+from .vllm_step import OWN_NAMES, PLAIN_DTYPES, read_step, why_not_whole
 
 LOGGER = logging.getLogger("pagetwin.recorder")
 SPEC = "MLAAttentionSpec"
@@ -48,13 +48,6 @@ ARGUMENTS = {
 }
 """The arguments of the methods that are wrapped. Versions may have more of them, at the end."""
 NAMES = ("latent", "rope key")
-SHARED = {
-    "decode_context_parallel_size": (1, "ranks share the latents"),
-    "prefill_context_parallel_size": (1, "ranks share the tokens"),
-    "use_ubatching": (False, "steps may be divided into microbatches"),
-}
-"""Settings of vLLM's `ParallelConfig`, the value with which layers are checked, and why others are
-not: a layer's calls are not those of one whole step then."""
 
 
 def why_left_alone(backend: Any) -> str:
@@ -76,11 +69,14 @@ class LatentReader:
     Args:
         steps: the steps of the workers.
         reads_layers: as in `StepReader`.
+        reads_graphs: as in `VllmReader`.
     """
 
-    def __init__(self, steps: WorkerSteps, reads_layers: bool = True) -> None:
+    def __init__(
+        self, steps: WorkerSteps, reads_layers: bool = True, reads_graphs: bool = False
+    ) -> None:
         self._steps = steps
-        self.reads_layers = reads_layers
+        self.reads_layers, self.reads_graphs = reads_layers, reads_graphs
 
     def takes(self, builder: Any, layer_names: Sequence[str]) -> bool:
         """Return whether a builder's steps are read, and give its layers their names."""
@@ -104,6 +100,12 @@ class LatentReader:
     def step(self, builder: Any, common: Any) -> StepTensors | None:
         """Return a step's metadata, as in `read_step`; None for dummy runs too."""
         if not self._steps.is_step:
+            return None
+        return read_step(builder, common, (SPEC,), self._steps)
+
+    def captured_step(self, builder: Any, common: Any) -> StepTensors | None:
+        """Return the metadata of a graph that may be captured, as in `read_step`."""
+        if not self.reads_graphs:
             return None
         return read_step(builder, common, (SPEC,), self._steps)
 
@@ -210,10 +212,7 @@ def _why_not_read(spec: Any, parallel: Any) -> str:
     for name in ("compress_ratio", "tokens_per_state"):
         if getattr(spec, name, 1) != 1:
             return f"{name} = {getattr(spec, name)}, so a row is not one token"
-    for name, (plain, reason) in SHARED.items():
-        if getattr(parallel, name, plain) != plain:
-            return f"{name} = {getattr(parallel, name)}, so {reason}"
-    return ""
+    return why_not_whole(parallel)
 
 
 def latent_parts(kv_cache: Tensor, rank: int, cache_dtype: str) -> tuple[Tensor, ...]:

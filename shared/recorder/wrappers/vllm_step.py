@@ -11,6 +11,25 @@ OWN_NAMES = ("CUSTOM", "PAGETWIN")
 """Names under which pagetwin's own backend is registered; its FP8 writes are compared exactly."""
 PLAIN_DTYPES = ("auto", "float16", "bfloat16", *CACHE_DTYPE_NAMES)
 """vLLM's names of caches that are not quantised, or to FP8 with one scale per layer."""
+SHARED = {
+    "decode_context_parallel_size": (1, "ranks share the keys"),
+    "prefill_context_parallel_size": (1, "ranks share the tokens"),
+    "use_ubatching": (False, "steps may be divided into microbatches"),
+}
+"""Settings of vLLM's `ParallelConfig`, the value with which layers are checked, and why others are
+not: a layer's calls are not those of one whole step then."""
+
+
+def why_not_whole(parallel: Any) -> str:
+    """Return why a layer's calls are not those of one whole step; empty if they are.
+
+    Args:
+        parallel: Optional. vLLM's `ParallelConfig`. If None, nothing is shared.
+    """
+    for name, (plain, reason) in SHARED.items():
+        if getattr(parallel, name, plain) != plain:
+            return f"{name} = {getattr(parallel, name)}, so {reason}"
+    return ""
 
 
 def read_step(
