@@ -529,11 +529,21 @@ def test_the_environment_gives_the_settings() -> None:
             "PAGETWIN_RECORD_ROWS": "2",
             "PAGETWIN_RECORD_ACTION": "stop",
             "PAGETWIN_RECORD_MAX_MIB": "9",
+            "PAGETWIN_RECORD_GRAPHS": "1",
         }
     )
     assert given == RecorderSettings(
-        Path("cases"), sample_every=7, rows=2, action="stop", max_mib=9
+        Path("cases"),
+        sample_every=7,
+        rows=2,
+        action="stop",
+        max_mib=9,
+        vllm_graphs=True,
     )
+    with pytest.raises(ValueError, match="PAGETWIN_RECORD_GRAPHS = 'yes': expected 0"):
+        settings_from_environment(
+            {"PAGETWIN_RECORD": "cases", "PAGETWIN_RECORD_GRAPHS": "yes"}
+        )
     with pytest.raises(ValueError, match="PAGETWIN_RECORD_EVERY = 'x': expected"):
         settings_from_environment(
             {"PAGETWIN_RECORD": "cases", "PAGETWIN_RECORD_EVERY": "x"}

@@ -154,6 +154,30 @@ def early_given_up(plant: Plant) -> Any:
     return patch.object(SlidingWindowManager, "get_num_skipped_tokens", skipped)
 
 
+def moved_replay(plant: Plant) -> Any:
+    """A replay of a graph writes each key and value to the slot beside its own, in the same block.
+
+    The metadata are right: the slots change after the recorder has copied them.
+    """
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+
+    plain = CudaGraphManager.run_fullgraph
+    slots = plant.runner.block_tables.slot_mappings
+
+    def run_fullgraph(self: Any, desc: Any) -> Any:
+        if not plant.is_due(0):
+            return plain(self, desc)
+        right = slots.clone()
+        slots.copy_(torch.where(right >= 0, right ^ 1, right))
+        plant.acted(0)
+        try:
+            return plain(self, desc)
+        finally:
+            slots.copy_(right)
+
+    return patch.object(CudaGraphManager, "run_fullgraph", run_fullgraph)
+
+
 def _impl(plant: Plant) -> Any:
     """Return the implementation of the model's first attention layer."""
     return next(
@@ -294,6 +318,7 @@ BUGS: dict[str, Callable[[Plant], Any]] = {
     "the cache is written in another layout": other_layout,
     "attention reads an FP8 cache without its scales": unscaled_read,
     "a block is given up while the window needs it": early_given_up,
+    "a replay writes to other slots than those of the step": moved_replay,
 }
 
 

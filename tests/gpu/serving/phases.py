@@ -86,6 +86,11 @@ def phases(asked: argparse.Namespace) -> dict[str, list[str]]:
     # rows of all layers, each within its error budget
     each_step = ["--modes", "eager", "--runs", "1", "--record-every", "1"]
     timed("budgets-deep", "deep", recorded, *each_step)
+    latent = [f"{each}+record" for each in ("FLASH_ATTN_MLA", "CUSTOM")]
+    timed("budgets-latent", "deepseek", backends or latent, *each_step)
+    for kind in ("replays", "groups"):
+        command = ["serving/planted.py", str(out / f"planted-{kind}" / "planted.jsonl")]
+        made[f"planted-{kind}"] = [*command, "--kind", kind]
     made["recorder-steps"] = ["recorder.py", str(out / "recorder-steps")]
     made["recorder-steps"] += ["--only", "cost"]
     for model in COMPARED:

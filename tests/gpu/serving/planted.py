@@ -3,6 +3,8 @@
     python tests/gpu/serving/planted.py RESULTS --kind padded
     python tests/gpu/serving/planted.py RESULTS --kind plain
     python tests/gpu/serving/planted.py RESULTS --kind window
+    python tests/gpu/serving/planted.py RESULTS --kind groups
+    python tests/gpu/serving/planted.py RESULTS --kind replays
     python tests/gpu/serving/planted.py RESULTS --kind padded --clean 10000 --every 4
 
 One engine serves the same requests once per bug: 16 requests, and a cache that is too small for
@@ -35,6 +37,8 @@ DUE_FROM = 20
 
 KINDS: dict[str, dict[str, Any]] = {
     "padded": {"bugs": [*BUGS][:1], "graphs": True},
+    # replays of decodes are sampled, on a GPU
+    "replays": {"bugs": [[*BUGS][8]], "graphs": True, "samples_graphs": True},
     # the last one may end the engine
     "plain": {"bugs": [[*BUGS][each] for each in (5, 2, 1)]},
     "fp8": {
@@ -210,6 +214,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.environ["PAGETWIN_RECORD"] = f"{folder}/cases"
         os.environ["PAGETWIN_RECORD_EVERY"] = str(asked.every)
+        samples_graphs = KINDS[asked.kind].get("samples_graphs", False)
+        os.environ["PAGETWIN_RECORD_GRAPHS"] = str(int(samples_graphs))
         llm = build(asked, Path(folder))
         import vllm
         from pagetwin.recorder.wrappers.vllm_schedule import STEPS
