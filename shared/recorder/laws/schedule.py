@@ -93,16 +93,19 @@ class Ledger:
             groups: the rows of each group of layers. A request that is not named keeps its blocks.
         """
         if not self.knows_all:
-            known = [each for group in self._groups.values() for each in group.rows]
-            self.free(known)
+            every = [each for group in self._groups.values() for each in group.rows]
+            self.free(every)
         for name, given in groups.items():
             group = self._groups.setdefault(name, GroupRows())
             group.joined.clear()
+            known = group.rows
             for request_id, computed, _, block_ids in given.rows:
-                if block_ids is not group.rows.get(request_id):
+                if block_ids is not known.get(request_id):
                     self._assign(group, request_id, tuple(block_ids), computed)
-                if given.window is not None:
-                    self._give_up(group, request_id, given.given_up(computed))
+            if given.window is not None:
+                for each in given.rows:
+                    first = given.given_up(each.num_computed_tokens)
+                    self._give_up(group, each.request_id, first)
         for name, given in groups.items() if self._shared else ():
             for each in given.rows:
                 finding = self._check_writer(name, given.block_size, each)
