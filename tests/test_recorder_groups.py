@@ -113,6 +113,13 @@ def test_a_request_may_join_with_a_prefix_that_is_computed_in_the_same_step(
     assert recorder.is_on and laws == ([] if is_right else [expected])
 
 
+def test_a_row_that_is_too_short_for_its_prefix_is_no_prefix_hit() -> None:
+    ledger = Ledger()
+    rows = [WRITER, ScheduledRow("b", 8, 3, [2])]
+    finding = ledger.schedule({0: ScheduledGroup(rows, BLOCK)})
+    assert finding is not None and finding.law == "block ownership"
+
+
 def test_only_a_request_that_joins_may_hold_a_block_that_is_written() -> None:
     """A block of a running request is full already, so nothing else may be written to it."""
     ledger = Ledger()

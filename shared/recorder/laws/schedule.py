@@ -161,7 +161,7 @@ class Ledger:
                         is_filled
                         and group is own
                         and group.joined.get(request_id, 0) >= (column + 1) * block_size
-                        and group.rows[request_id][column] == block_id
+                        and group.rows[request_id][column : column + 1] == (block_id,)
                     )
                     if not is_prefix_hit:
                         return self._describe(name, writer, block_id, other, request_id)
