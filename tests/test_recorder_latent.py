@@ -590,6 +590,27 @@ def test_rows_of_latents_are_compared_with_the_schedulers(
     assert [each.block_size for each in groups] == expected
 
 
+def test_arguments_that_a_later_version_adds_reach_the_implementation(
+    tmp_path: Path,
+) -> None:
+    given: list[Any] = []
+
+    class LaterImpl(Impl):
+        def forward_mqa(self, q, kv_c_and_k_pe_cache, attn_metadata, layer, more=None):  # type: ignore[override]
+            given.append(more)
+            return super().forward_mqa(q, kv_c_and_k_pe_cache, attn_metadata, layer)
+
+    class LaterBackend(Backend):
+        get_impl_cls = staticmethod(lambda: LaterImpl)
+
+    engine = Engine(recorded_backend(LaterBackend, recorder(tmp_path)))
+    impl = engine.layers[0].impl
+    plain = impl.forward_mqa
+    impl.forward_mqa = lambda *args: plain(*args, more="new")
+    engine.serve()
+    assert set(given) == {None, "new"}
+
+
 def test_an_error_of_the_recorder_does_not_reach_the_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -281,10 +281,16 @@ def recorded_latent_impl(
             return result
 
         def forward_mqa(
-            self, q: Any, kv_c_and_k_pe_cache: Tensor, attn_metadata: Any, layer: Any
+            self,
+            q: Any,
+            kv_c_and_k_pe_cache: Tensor,
+            attn_metadata: Any,
+            layer: Any,
+            *args: Any,
+            **kwargs: Any,
         ) -> Any:
             given = (q, kv_c_and_k_pe_cache, attn_metadata, layer)
-            result = super().forward_mqa(*given)
+            result = super().forward_mqa(*given, *args, **kwargs)
             if reader.tells(recorder):
                 name = self.recorded_name
                 recorder.own(
