@@ -190,12 +190,13 @@ class GraphSamples:
             group: name of the layers that share them.
         """
         num_tokens = tensors.slot_mapping.shape[0]
-        graph = self._graphs.get(num_tokens)
+        known = {**self._prepared, **self._graphs}
+        graph = known.get(num_tokens)
         if graph is None:
             return Corruption(
                 "graph buffers",
                 f"a graph for {num_tokens} tokens is replayed: expected one of those that"
-                f" were captured, {sorted(self._graphs)}",
+                f" were captured, {sorted(known)}",
             )
         now, captured = tensors.addresses(), graph.addresses.get(group, {})
         for name in ARRAYS if captured else ():
