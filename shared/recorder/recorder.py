@@ -363,6 +363,6 @@ class Recorder:
                 step = self._steps.host_step(replay.group)
                 if step is not None and step.num_tokens:
                     self._samples.compare_replay(replay, step)
-            self._samples.compare_watched(self._steps.host_step)
+            self._samples.compare_watched(self._steps.host_step, self.step)
             self._reports.log_progress(self.checked)
         self._steps.end()
