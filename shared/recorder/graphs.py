@@ -84,11 +84,15 @@ class GraphSamples:
         self._graphs: dict[int, _Graph] = {}
         self._num_layers = 1
 
-    def prepare(self, tensors: StepTensors) -> None:
-        """Allocate the buffers of a graph, before it is captured with these metadata."""
+    def prepare(self, tensors: StepTensors) -> tuple[Tensor, ...]:
+        """Return the buffers of a graph, before it is captured with these metadata.
+
+        The graph reads and writes them in each replay, also after another graph of its size was
+        captured. So they must live as long as the graph.
+        """
         num_tokens, device = tensors.slot_mapping.shape[0], tensors.slot_mapping.device
         others = [each for each in self._graphs if each != num_tokens]
-        self._graphs[num_tokens] = _Graph(
+        graph = self._graphs[num_tokens] = _Graph(
             num_tokens=num_tokens,
             addresses=tensors.addresses(),
             rows=torch.zeros(self._num_rows, dtype=torch.int64, device=device),
@@ -97,6 +101,7 @@ class GraphSamples:
             # the first graph copies rows of the first layer, the second of the second
             turn=len(others) % self._num_layers,
         )
+        return graph.rows, graph.replays
 
     def capture_write(self, write: RecordedWrite) -> None:
         """Add the copies of keys and values to the graph, if it is the turn of the layer.

@@ -152,17 +152,20 @@ class Recorder:
         self._samples.note_changes(map(int, block_ids), self.step)
 
     @guarded
-    def begin_capture(self, tensors: StepTensors) -> None:
+    def begin_capture(self, tensors: StepTensors) -> tuple[Tensor, ...]:
         """Tell that a CUDA graph is about to be captured.
 
         Args:
             tensors: the metadata that the graph will read. The slot mapping has the length of the
                 graph, padding included.
+
+        Returns:
+            Buffers that each replay reads and writes. Keep them as long as the graph.
         """
         if self._engine_ended:
             self._forget_engine()
-        self._graphs.prepare(tensors)
         self.wants_layers = True
+        return self._graphs.prepare(tensors)
 
     @guarded
     def begin_step(

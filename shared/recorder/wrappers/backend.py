@@ -223,6 +223,7 @@ def _recorded_builder(
         ) -> None:
             super().__init__(kv_cache_spec, layer_names, *args, **kwargs)
             self.recorded_layers = tuple(layer_names)
+            self._buffers: list[Any] = []
             self._captures = False
             self._recorded_group = ""
             if recorder.own(lambda: reader.takes(self, layer_names)):
@@ -259,7 +260,8 @@ def _recorded_builder(
             groups.built(self._recorded_group, metadata)
             step = recorder.own(lambda: reader.step(self, common))
             if step is not None:
-                recorder.begin_capture(step)
+                # the graphs of an engine live as long as its builders
+                self._buffers.append(recorder.begin_capture(step))
             return metadata
 
     return RecordedBuilder
