@@ -327,8 +327,7 @@ class Worker:
 
     def __init__(self, *specs: Any, speculative: Any = None) -> None:
         groups = [
-            SimpleNamespace(kv_cache_spec=each, layer_names=LAYERS)
-            for each in specs
+            SimpleNamespace(kv_cache_spec=each, layer_names=LAYERS) for each in specs
         ]
         caches = SimpleNamespace(kv_cache_groups=groups)
         self.worker = SimpleNamespace(
