@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from pagetwin.contract.attention_options import DEFAULT_OPTIONS
+from pagetwin.contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
 from pagetwin.contract.metadata_classes import CommonAttentionMetadata
 from pagetwin.contract.operations import Implementation, load_implementation
 from pagetwin.contract.scheduler_classes import Request
@@ -27,8 +27,10 @@ from pagetwin.recorder import (
     steps,
 )
 from pagetwin.recorder.case import load_case
+from pagetwin.recorder.laws.attention import RecordedCall, check_attention
 from pagetwin.recorder.laws.bookkeeping import check_groups, check_step
 from pagetwin.recorder.reproduce import reproduce_case
+from pagetwin.recorder.samples import unvalidated
 from pagetwin.recorder.settings import settings_from_environment
 from pagetwin.recorder.step import HostStep, StepCopy, StepTensors, step_tensors
 from pagetwin.tools.cli import app
@@ -308,6 +310,38 @@ def test_a_block_of_two_rows_must_not_be_written() -> None:
         [1, 1], [5, 6], [[4, 1], [4, 2]], block_size=4
     )
     assert check_step(StepCopy(step_tensors(common, 4), 1, "layers").wait(6)) is None
+
+
+@pytest.mark.parametrize("dropped", [0, 1])
+def test_float32_rows_with_large_scores_have_a_larger_budget(dropped: int) -> None:
+    """Two of these rows had up to 1.25 times the budget without the term of the scores."""
+    wrong = []
+    for seed in (30, 36, 42):
+        generator = torch.Generator().manual_seed(seed)
+        cache, values = (torch.randn(7, 16, 2, 64, generator=generator) for _ in "kv")
+        query = torch.randn(1, 4, 64, generator=generator) * 8
+        key, value = (
+            each.flatten(0, 1)[dropped:109].repeat_interleave(2, 1)
+            for each in (cache, values)
+        )
+        # a correct sum in another order than that of torch
+        score = torch.zeros(4, 109 - dropped)
+        for element in reversed(range(64)):
+            score += query[0, :, element, None] / 8 * key[:, :, element].T
+        weights = (score - score.amax(1, keepdim=True)).exp()
+        out = torch.zeros(4, 64)
+        for index in range(109 - dropped):
+            out += weights[:, index, None] * value[index]
+        common = REFERENCE.build_common_attn_metadata([1], [108], [[*range(7)]], 16)
+        call = RecordedCall(
+            *("a", query, (out / weights.sum(1, keepdim=True))[None], cache, values),
+            *(None, AttentionOptions(), ""),
+        )
+        step = StepCopy(step_tensors(common, 16), 1, "layers").wait(None)
+        run = unvalidated("paged_attention")
+        wrong.append(check_attention(call, step, [0], run) is not None)
+    # a key that is dropped changes a row if it has weight
+    assert any(wrong) == bool(dropped)
 
 
 def test_two_tokens_with_one_slot_violate_a_law() -> None:

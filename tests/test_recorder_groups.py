@@ -8,8 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.contract.operations import load_implementation
 from pagetwin.recorder import Recorder, RecorderSettings
 from pagetwin.recorder.laws.schedule import Ledger, ScheduledGroup
@@ -414,3 +416,50 @@ def test_each_group_gets_its_own_rows_of_the_scheduler() -> None:
         2: ScheduledGroup([ScheduledRow("a", 3, 2, (2,))], BLOCK, WINDOW),
     }
     assert told[3] == (rows, [])
+
+
+def attend(
+    recorder: Recorder,
+    cache: torch.Tensor,
+    blocks: list[int],
+    computed: int,
+    window: int | None = None,
+) -> None:
+    """Run a step of one request with one new token. Key and value are the same cache."""
+    common = REFERENCE.build_common_attn_metadata([1], [computed], [blocks], BLOCK)
+    recorder.begin_step(step_tensors(common, BLOCK, window))
+    query, output = torch.zeros(2, 1, 1, 8)
+    arguments = (cache, cache, 1.0, AttentionOptions(sliding_window=window))
+    recorder.attended("a", query, output, *arguments)
+
+
+@pytest.mark.parametrize(("computed", "laws"), [(8, ["unchanged blocks"]), (9, [])])
+def test_a_block_that_was_given_up_may_change(
+    tmp_path: Path, computed: int, laws: list[str]
+) -> None:
+    """vLLM gives it to another group of layers, and the row still names it."""
+    recorder = Recorder(RecorderSettings(tmp_path, sample_every=1))
+    cache = torch.zeros(12, BLOCK, 1, 8)
+    attend(recorder, cache, [7, 8], 5, WINDOW)
+    cache[7, 0] = 1.0
+    attend(recorder, cache, [7, 8, 9], computed, WINDOW)
+    recorder.finish()
+    found = [each.law for each in recorder.findings if each.law != "attention"]
+    assert recorder.is_on and found == laws
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_block_that_the_engine_fills_between_two_steps_may_change(
+    tmp_path: Path, is_told: bool
+) -> None:
+    """The step before is checked when the next one begins, which forgot the blocks of both."""
+    recorder = Recorder(RecorderSettings(tmp_path, sample_every=1))
+    cache = torch.zeros(12, BLOCK, 1, 8)
+    attend(recorder, cache, [7, 8], 4)
+    if is_told:
+        recorder.blocks_changed([7])
+    cache[7] = 1.0
+    attend(recorder, cache, [7, 8], 5)
+    recorder.finish()
+    found = [each.law for each in recorder.findings if each.law != "attention"]
+    assert recorder.is_on and found == ([] if is_told else ["unchanged blocks"])

@@ -19,7 +19,7 @@ from pagetwin.recorder import Recorder, RecorderSettings, record_backend
 from pagetwin.recorder.reproduce import reproduce_case
 from pagetwin.recorder.wrappers import vllm as recorder_vllm
 from pagetwin.recorder.wrappers import vllm_schedule
-from pagetwin.recorder.wrappers.vllm import VLLM_READER, split_cache
+from pagetwin.recorder.wrappers.vllm import VLLM_READER, VllmReader, split_cache
 from pagetwin.recorder.wrappers.vllm_schedule import WorkerSteps
 from torch import Tensor
 
@@ -663,6 +663,44 @@ def test_the_rows_of_two_engines_in_one_process_are_not_mixed(watched: Any) -> N
     step((checks, builder, other), [[3]], [5], output)
     checks.finish()
     assert checks.findings == []
+
+
+def test_steps_of_two_engines_in_one_process_are_not_one_step(watched: Any) -> None:
+    """The layers of a second engine were taken for another group of the first one's layers."""
+    checks, builder, worker = watched
+    other = type(worker)(FullAttentionSpec())
+    second = type(builder)(FullAttentionSpec(), ["a"], None, "cpu")
+    for done in (5, 6):
+        output = scheduler_output({"a": (done, [7])}, None, {"a": 1})
+        step(watched, [[7]], [done], output)
+        output = scheduler_output({"a": (30, [3, 4])}, None, {"a": 1})
+        step((checks, second, other), [[3, 4]], [30], output)
+    checks.finish()
+    assert checks.is_on and checks.findings == [] and checks.step == 4
+
+
+def test_buffers_of_a_graph_live_as_long_as_its_builder(tmp_path: Path) -> None:
+    """A graph of another engine, or of the same size, freed buffers that a replay writes to."""
+    checks = recorder(tmp_path)
+    reader = VllmReader(reads_graphs=True)
+    recorded = record_backend(Backend, checks, reader)
+    common = REFERENCE.build_common_attn_metadata([1], [5], [[7, 2]], BLOCK)
+    builders = [
+        recorded.get_builder_cls()(FullAttentionSpec(), ["a"], None, "cpu")
+        for _ in range(2)
+    ]
+    buffers: list[Any] = []
+    for builder in builders:
+        builder.build_for_cudagraph_capture(common)
+        graph = checks._graphs._captured(1)  # as if it was captured
+        assert graph is not None
+        buffers += [weakref.ref(graph.rows), weakref.ref(graph.replays)]
+        del graph
+    checks.engine_ended()
+    assert all(each() is not None for each in buffers)
+    del builder, builders
+    gc.collect()
+    assert all(each() is None for each in buffers)
 
 
 def test_rows_of_an_engine_are_compared_again_after_the_one_before_it_was_closed(

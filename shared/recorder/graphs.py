@@ -86,20 +86,23 @@ class GraphSamples:
         """Graphs that may be captured. Engines prepare a graph for a warm-up too, or for a batch
         without requests while they serve."""
         self._graphs: dict[int, _Graph] = {}
-        self._replaced: list[_Graph] = []
-        """Graphs of which another one has the number of tokens. They may still be replayed, so
-        their buffers stay allocated."""
         self._num_layers = 1
 
-    def prepare(self, tensors: StepTensors, group: str = "layers") -> None:
-        """Allocate the buffers of a graph, before it is captured with these metadata.
+    def prepare(
+        self, tensors: StepTensors, group: str = "layers"
+    ) -> tuple[Tensor, Tensor]:
+        """Return the buffers of a graph, before it is captured with these metadata.
+
+        The graph reads and writes them in each replay, also after another graph of its size was
+        captured. So they must live as long as the graph.
 
         Args:
             tensors: the metadata.
             group: name of the layers that share them. Each group prepares the graph.
         """
         num_tokens, device = tensors.slot_mapping.shape[0], tensors.slot_mapping.device
-        if num_tokens not in self._prepared:
+        known = self._prepared.get(num_tokens)
+        if known is None or known.rows.device != device:
             others = [each for each in self._graphs if each != num_tokens]
             self._prepared[num_tokens] = _Graph(
                 num_tokens=num_tokens,
@@ -110,15 +113,15 @@ class GraphSamples:
                 # the first graph copies rows of the first layer, the second of the second
                 turn=len(others) % self._num_layers,
             )
-        self._prepared[num_tokens].addresses[group] = tensors.addresses()
+        graph = self._prepared[num_tokens]
+        graph.addresses[group] = tensors.addresses()
+        return graph.rows, graph.replays
 
     def _captured(self, num_tokens: int) -> _Graph | None:
         """Return the graph that is being captured; None if it was not prepared."""
         graph = self._prepared.pop(num_tokens, None)
         if graph is None:
             return self._graphs.get(num_tokens)
-        if num_tokens in self._graphs:
-            self._replaced.append(self._graphs[num_tokens])
         self._graphs[num_tokens] = graph
         return graph
 

@@ -152,18 +152,23 @@ class Recorder:
         self._samples.note_changes(map(int, block_ids), self.step)
 
     @guarded
-    def begin_capture(self, tensors: StepTensors, group: str = "layers") -> None:
+    def begin_capture(
+        self, tensors: StepTensors, group: str = "layers"
+    ) -> tuple[Tensor, Tensor]:
         """Tell that a CUDA graph is about to be captured.
 
         Args:
             tensors: the metadata that the graph will read. The slot mapping has the length of the
                 graph, padding included.
             group: name of the layers that share them.
+
+        Returns:
+            Buffers that each replay reads and writes. Keep them as long as the graph.
         """
         if self._engine_ended:
             self._forget_engine()
-        self._graphs.prepare(tensors, group)
         self.wants_layers = True
+        return self._graphs.prepare(tensors, group)
 
     @guarded
     def begin_step(
@@ -364,6 +369,6 @@ class Recorder:
                 step = self._steps.host_step(replay.group)
                 if step is not None and step.num_tokens:
                     self._samples.compare_replay(replay, step)
-            self._samples.compare_watched(self._steps.host_step)
+            self._samples.compare_watched(self._steps.host_step, self.step)
             self._reports.log_progress(self.checked)
         self._steps.end()

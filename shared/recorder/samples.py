@@ -141,11 +141,14 @@ class Samples:
             self._last_write[step.group] = writes
         writes[blocks] = step.number
 
-    def compare_watched(self, step_of: Callable[[str], HostStep | None]) -> None:
+    def compare_watched(
+        self, step_of: Callable[[str], HostStep | None], number: int
+    ) -> None:
         """Compare the blocks watched since the last sampled step, and take over the new ones.
 
         Args:
             step_of: returns the current step of a group, whose writes are done.
+            number: number of the current step.
         """
         watched, self._watched = self._watched, self._next_watched
         self._next_watched = []
@@ -157,7 +160,12 @@ class Samples:
             self._checked["blocks"] += 1
             finding = check_watched(each, step, writes)
             self._reports.report(finding, step, step.number)
-        self._changed.clear()
+        # what changed since this step began is the next step's
+        self._changed = {
+            block_id: changed
+            for block_id, changed in self._changed.items()
+            if changed >= number
+        }
 
     def _compare_rows_written(
         self, write: RecordedWrite, step: HostStep, rows: dict[int, int]

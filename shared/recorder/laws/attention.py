@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...contract.attention_options import AttentionOptions, unpack_options
-from ...contract.budgets import Verdict, judge_rows
+from ...contract.budgets import ROUNDS_ONCE, Verdict, judge_rows
 from ...contract.kinds import FP8_DTYPES
 from ..findings import Corruption
 from ..step import HostStep
@@ -126,10 +126,33 @@ class RowCase:
             absolute = values.abs()
         same = attend(dtype, dtype, values)
         magnitude = attend(torch.float32, torch.float32, absolute)
-        verdict = judge_rows(
-            self.output, exact, same, dtype, magnitude, weight_error=error
-        )
-        return verdict, exact
+        given_rows = (self.output, exact, same, dtype, magnitude)
+        verdict = judge_rows(*given_rows, weight_error=error)
+        if verdict.ok or dtype in ROUNDS_ONCE:
+            return verdict, exact
+        largest = magnitude.flatten(1).abs().amax(1)
+        moved = 2 * self.largest_scores() * largest
+        return judge_rows(*given_rows, moved_by_scores=moved, weight_error=error), exact
+
+    def largest_scores(self) -> Tensor:
+        """Return the largest sum of absolute products that a score of each row has, [rows].
+
+        An error of one rounding of that sum moves an output by at most so many roundings of twice
+        the magnitude of the averaged values.
+        """
+        k_scale: Any = 1.0 if self.options.k_scale is None else self.options.k_scale
+        k_scale = torch.as_tensor(k_scale, device=self.query.device).reshape(-1, 1)
+        scale = self.query.shape[2] ** -0.5 if self.scale is None else self.scale
+        largest = []
+        for query, table, length in zip(
+            self.query, self.block_table.long(), self.seq_lens.tolist(), strict=True
+        ):
+            keys = take_rows(self.key_blocks, table).flatten(0, 1)[:length]
+            keys = keys.double() * k_scale
+            heads = query.double().unflatten(0, (keys.shape[1], -1))
+            sizes = heads.abs() @ keys.abs().permute(1, 2, 0)
+            largest.append(sizes.amax() * abs(scale))
+        return torch.stack(largest)
 
     def one(self, row: int) -> "RowCase":
         """Return the case of one row, with its own blocks alone."""

@@ -154,8 +154,12 @@ def check_watched(
         return None
     # the block must still be full and at the same index of a row, or it may have a new owner
     holds = step.block_table[:, column] == block_id
-    full = (column + 1) * step.block_size <= step.seq_lens - step.query_lens
-    rows = (holds & full & (step.query_lens > 0)).nonzero()[0]
+    computed, end = step.seq_lens - step.query_lens, (column + 1) * step.block_size
+    kept = holds & (end <= computed) & (step.query_lens > 0)
+    if step.window is not None:
+        # blocks before the window may have been given up, and rows name them all the same
+        kept &= end > computed - step.window + 1
+    rows = kept.nonzero()[0]
     if not rows.size:
         return None
     names = ("key", "value")

@@ -120,6 +120,7 @@ def _recorded_builder(
         ) -> None:
             super().__init__(kv_cache_spec, layer_names, *args, **kwargs)
             self.recorded_layers = tuple(layer_names)
+            self._buffers: dict[int, Any] = {}
             self._captures = False
             self._recorded_group = ""
             if recorder.own(lambda: reader.takes(self, layer_names)):
@@ -156,7 +157,10 @@ def _recorded_builder(
             groups.built(self._recorded_group, metadata)
             step = recorder.own(lambda: reader.captured_step(self, common))
             if step is not None:
-                recorder.begin_capture(step, self._recorded_group)
+                # the graphs of an engine live as long as its builders
+                buffers = recorder.begin_capture(step, self._recorded_group)
+                if buffers is not None:
+                    self._buffers[id(buffers[0])] = buffers
             return metadata
 
     return RecordedBuilder

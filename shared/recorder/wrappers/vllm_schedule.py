@@ -157,6 +157,7 @@ class WorkerSteps:
         self._running = 0
         self._alive = 0
         self._current: Callable[[Sequence[str]], int] | None = None
+        self._last: weakref.ref[Any] | None = None
         self._of_worker: WeakKeyDictionary[Any, WorkerSchedule] = WeakKeyDictionary()
 
     @property
@@ -210,10 +211,16 @@ class WorkerSteps:
             # two engines of one process may give the same name to two requests
             for each in self._of_worker.values() if self._alive > 1 else ():
                 each.is_alone = False
+        # vLLM resolves other backends too when it chooses one
+        recorders = [each for each in self.recorders if each.is_attached]
+        if self._last is None or self._last() is not wrapper:
+            # a step has the groups of layers of one worker
+            for recorder in recorders:
+                recorder.finish()
+            self._last = weakref.ref(wrapper)
         if known.is_alone:
             self._current = known.group_of
-            # vLLM resolves other backends too when it chooses one
-            known.tell([each for each in self.recorders if each.is_attached], output)
+            known.tell(recorders, output)
 
     def _end(self) -> None:
         """Let the recorders forget the caches and requests of the last worker that was freed."""
