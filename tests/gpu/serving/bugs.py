@@ -309,6 +309,36 @@ def other_layout(plant: Plant) -> Any:
     return patch.object(owner, "do_kv_cache_update", update)
 
 
+def unmoved_row(plant: Plant) -> Any:
+    """A request moves to another row of the batch, and its blocks do not."""
+    from vllm.v1.worker.block_table import MultiGroupBlockTable
+
+    plain = MultiGroupBlockTable.move_row
+
+    def move_row(self: Any, src: int, tgt: int) -> None:
+        if plant.is_due():
+            plant.acted()
+            return
+        plain(self, src, tgt)
+
+    return patch.object(MultiGroupBlockTable, "move_row", move_row)
+
+
+def stale_slots(plant: Plant) -> Any:
+    """One step writes to the slots of the step before."""
+    from vllm.v1.worker.block_table import MultiGroupBlockTable
+
+    plain = MultiGroupBlockTable.compute_slot_mapping
+
+    def compute(self: Any, *args: Any) -> None:
+        if plant.is_due() and not plant.effects:
+            plant.acted()
+            return
+        plain(self, *args)
+
+    return patch.object(MultiGroupBlockTable, "compute_slot_mapping", compute)
+
+
 BUGS: dict[str, Callable[[Plant], Any]] = {
     "wrong slot for a padded row": padded_slot,
     "stale block-table row after a preemption": stale_row,
@@ -318,6 +348,8 @@ BUGS: dict[str, Callable[[Plant], Any]] = {
     "the cache is written in another layout": other_layout,
     "attention reads an FP8 cache without its scales": unscaled_read,
     "a block is given up while the window needs it": early_given_up,
+    "the slots are those of the step before": stale_slots,
+    "a request moves to another row without its blocks": unmoved_row,
     "a replay writes to other slots than those of the step": moved_replay,
 }
 
