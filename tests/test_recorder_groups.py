@@ -382,6 +382,10 @@ def test_lengths_that_only_the_device_knows_are_not_compared() -> None:
     )
     WorkerSchedule(given).tell([recorder], output)  # type: ignore[list-item]
     assert told == [[7, 8, 9]]
+    beside_another = WorkerSchedule(worker(FULL))
+    beside_another.is_alone = False
+    beside_another.tell([recorder], output)  # type: ignore[list-item]
+    assert told[1:] == [[7, 8, 9]]
 
 
 def test_each_group_gets_its_own_rows_of_the_scheduler() -> None:

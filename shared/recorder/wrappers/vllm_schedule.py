@@ -65,10 +65,13 @@ class WorkerSchedule:
         return self._group_of.get(layer_names[0], -1) if layer_names else -1
 
     def tell(self, recorders: Sequence[Recorder], output: Any) -> None:
-        """Tell the recorders what a `SchedulerOutput` decides about the next step."""
+        """Tell the recorders what a `SchedulerOutput` decides about the next step.
+
+        Beside another worker they are told of changed blocks alone.
+        """
         freed = [*output.finished_req_ids, *(output.preempted_req_ids or ())]
         changed = changed_blocks(output)
-        groups = self._take(output, freed) if self.groups else {}
+        groups = self._take(output, freed) if self.groups and self.is_alone else {}
         for recorder in recorders:
             recorder.blocks_changed(changed)
             if groups:
@@ -220,7 +223,7 @@ class WorkerSteps:
             self._last = weakref.ref(wrapper)
         if known.is_alone:
             self._current = known.group_of
-            known.tell(recorders, output)
+        known.tell(recorders, output)
 
     def _end(self) -> None:
         """Let the recorders forget the caches and requests of the last worker that was freed."""
