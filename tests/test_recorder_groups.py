@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from collections.abc import Hashable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -256,49 +257,47 @@ def test_a_correct_scheduler_of_two_groups_violates_no_law(seed: int) -> None:
     assert ledger._shared == {block for block, count in held.items() if count > 1}
 
 
-def run_step(
-    recorder: Recorder, scheduled: dict[str, Any], tables: dict[str, list[list[int]]]
-) -> None:
-    """Run a step of requests with one new token each, whose rows are those of two groups."""
-    groups: dict[Hashable, ScheduledGroup] = {
-        name: group(rows, WINDOW if name == "window" else None)
-        for name, rows in scheduled.items()
-    }
-    recorder.schedule_groups(groups)
-    for name, table in tables.items():
-        computed = [done for done, _ in scheduled[name].values()]
+def run_step(recorder: Recorder, scheduled: dict[str, Any], stale: str | None) -> None:
+    """Run a step of two groups, with one new token per request.
+
+    Args:
+        recorder: the recorder.
+        scheduled: by the group, computed tokens and blocks of each request. The engine has the
+            requests in the other order.
+        stale: Optional. The group in which a block of request "a" is another one. If None, none.
+    """
+    recorder.schedule_groups(
+        {
+            name: group(rows, WINDOW if name == "window" else None)
+            for name, rows in scheduled.items()
+        }
+    )
+    for name, rows in scheduled.items():
+        names = [*reversed(rows)]
+        table = [[*rows[each][1], 0] for each in names]
+        if name == stale:
+            table[names.index("a")][1] = 20
+        computed = [rows[each][0] for each in names]
         common = REFERENCE.build_common_attn_metadata(
             [1] * len(computed), computed, table, BLOCK
         )
         tensors = step_tensors(common, BLOCK, WINDOW if name == "window" else None)
-        object.__setattr__(tensors, "scheduler_group", name)
-        recorder.begin_step(tensors, f"layers {name}")
+        recorder.begin_step(replace(tensors, scheduler_group=name), f"layers {name}")
     recorder.finish()
 
 
-@pytest.mark.parametrize("wrong", ["full", "window", None])
+@pytest.mark.parametrize("stale", ["full", "window", None])
 def test_a_stale_row_of_either_group_is_found(
-    tmp_path: Path, wrong: str | None
+    tmp_path: Path, stale: str | None
 ) -> None:
     recorder = Recorder(RecorderSettings(tmp_path))
     scheduled = {
         "full": {"a": (9, [1, 2, 3]), "b": (5, [4, 5])},
         "window": {"a": (9, [6, 7, 8]), "b": (5, [9, 10])},
     }
-    # the engine has another order of requests than the scheduler
-    tables = {
-        name: [[*ids, 0] for _, ids in reversed(rows.values())]
-        for name, rows in scheduled.items()
-    }
-    for rows in scheduled.values():
-        for name, given_row in [*reversed(rows.items())]:
-            rows[name] = rows.pop(name)
-            assert rows[name] == given_row
-    if wrong is not None:
-        tables[wrong][1][1] = 20
-    run_step(recorder, scheduled, tables)
+    run_step(recorder, scheduled, stale)
     laws = [(each.law, each.request_id) for each in recorder.findings]
-    assert laws == ([] if wrong is None else [("block table", "a")])
+    assert laws == ([] if stale is None else [("block table", "a")])
     assert recorder.is_on
 
 
@@ -308,8 +307,7 @@ def test_groups_that_the_scheduler_is_not_known_of_are_checked_by_the_other_laws
     recorder = Recorder(RecorderSettings(tmp_path))
     recorder.schedule_groups({0: group({"a": (5, [1, 2])})})
     common = REFERENCE.build_common_attn_metadata([1], [5], [[3, 4]], BLOCK)
-    tensors = step_tensors(common, BLOCK)
-    object.__setattr__(tensors, "scheduler_group", -1)
+    tensors = replace(step_tensors(common, BLOCK), scheduler_group=-1)
     recorder.begin_step(tensors)
     assert recorder.is_on and recorder.findings == []
     common.slot_mapping[0] += 1

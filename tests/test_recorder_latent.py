@@ -16,6 +16,7 @@ from pagetwin.recorder.findings import CorruptionFound
 from pagetwin.recorder.reproduce import reproduce_case
 from pagetwin.recorder.wrappers import vllm as recorder_vllm
 from pagetwin.recorder.wrappers import vllm_schedule
+from pagetwin.recorder.wrappers.backend import StepGroups
 from pagetwin.recorder.wrappers.vllm_latent import (
     LatentReader,
     recorded_latent_impl,
@@ -498,7 +499,7 @@ def test_steps_of_which_layers_have_a_part_are_left_alone(
     checks.finish()
     assert checks.is_on and not checks.is_attached
     assert set(checks.checked.values()) == {0}
-    [line] = [each for each in caplog.messages if "is not checked" in each]
+    [line] = [each for each in caplog.messages if "are not checked" in each]
     assert reason in line and LAYERS[0] in line
 
 
@@ -590,6 +591,24 @@ def test_rows_of_latents_are_compared_with_the_schedulers(
     assert [each.block_size for each in groups] == expected
 
 
+def test_layers_that_are_left_alone_have_no_group(tmp_path: Path) -> None:
+    """Their writes were compared with the slots of the only group that was read."""
+    groups = StepGroups()
+    only = groups.add(["a"])
+    groups.leave_out(["b"])
+    assert groups.of_layer("latent layer 7") == only
+    assert groups.of_layer("b") is None and groups.find(object(), "b") is None
+    checks = recorder(tmp_path)
+    recorded = recorded_backend(Backend, checks)
+    engine = Engine(recorded)
+    config = SimpleNamespace()
+    recorded.get_builder_cls()(SlidingWindowMLASpec(), LAYERS[1:], config, "cpu")
+    engine.layers[1].impl.shift = 1
+    engine.serve()
+    checks.finish()
+    assert checks.is_on and checks.findings == [] and checks.checked["writes"] > 0
+
+
 def test_arguments_that_a_later_version_adds_reach_the_implementation(
     tmp_path: Path,
 ) -> None:
@@ -614,7 +633,7 @@ def test_arguments_that_a_later_version_adds_reach_the_implementation(
 def test_an_error_of_the_recorder_does_not_reach_the_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for name in ("tell_write", "tell_decodes", "takes", "step"):
+    for name in ("tell_write", "tell_decodes", "why_left_alone", "step"):
         checks = recorder(tmp_path)
         with monkeypatch.context() as patch:
             patch.setattr(LatentReader, name, lambda *given: given[99])

@@ -19,7 +19,7 @@ from pagetwin.recorder import Recorder, RecorderSettings, record_backend
 from pagetwin.recorder.reproduce import reproduce_case
 from pagetwin.recorder.wrappers import vllm as recorder_vllm
 from pagetwin.recorder.wrappers import vllm_schedule
-from pagetwin.recorder.wrappers.vllm import VLLM_READER, VllmReader, split_cache
+from pagetwin.recorder.wrappers.vllm import VllmReader, split_cache
 from pagetwin.recorder.wrappers.vllm_schedule import WorkerSteps
 from torch import Tensor
 
@@ -28,6 +28,7 @@ FP8 = torch.float8_e4m3fn
 HEADS, KV_HEADS, SIZE, BLOCK, BLOCKS = 4, 2, 8, 16, 12
 LAYERS = ["a", "b", "model.layers.0.attn"]
 """The layers of each group of a worker."""
+READER = VllmReader(WorkerSteps())
 
 
 @dataclass
@@ -244,7 +245,7 @@ def test_a_clean_backend_raises_nothing(
     tmp_path: Path, shape: str, given: dict[str, Any]
 ) -> None:
     checks = recorder(tmp_path)
-    run(record_backend(Backend, checks, VLLM_READER), shape, **given)
+    run(record_backend(Backend, checks, READER), shape, **given)
     checks.finish()
     assert checks.is_on and checks.findings == []
     assert checks.checked["steps"] == 12
@@ -256,7 +257,7 @@ def test_a_window_that_is_one_key_too_wide_is_found(
 ) -> None:
     monkeypatch.setattr(Impl, "extra_keys", 1)
     checks = recorder(tmp_path)
-    run(record_backend(Backend, checks, VLLM_READER), "halves", window=6)
+    run(record_backend(Backend, checks, READER), "halves", window=6)
     assert [each.law for each in checks.findings] == ["attention"]
 
 
@@ -271,7 +272,7 @@ def test_a_scale_that_the_write_drops_is_found(
 
     monkeypatch.setattr(Impl, "do_kv_cache_update", drop)
     checks = recorder(tmp_path)
-    run(record_backend(Backend, checks, VLLM_READER), "packed", kv_cache_dtype="fp8")
+    run(record_backend(Backend, checks, READER), "packed", kv_cache_dtype="fp8")
     assert [each.law for each in checks.findings] == ["cache write"]
 
 
@@ -279,7 +280,7 @@ def test_attention_of_fp8_queries_stays_within_a_budget_of_fp8_weights(
     tmp_path: Path,
 ) -> None:
     checks = recorder(tmp_path)
-    run(record_backend(Fp8Backend, checks, VLLM_READER), "halves", kv_cache_dtype="fp8")
+    run(record_backend(Fp8Backend, checks, READER), "halves", kv_cache_dtype="fp8")
     checks.finish()
     assert checks.is_on and checks.findings == []
     assert checks.checked["rows"] == checks.checked["writes"] == 4 + 11
@@ -290,7 +291,7 @@ def test_fp8_keys_that_are_read_without_their_scale_are_found(
 ) -> None:
     monkeypatch.setattr(Fp8Impl, "drops_key_scale", True)
     checks = recorder(tmp_path)
-    run(record_backend(Fp8Backend, checks, VLLM_READER), "halves", kv_cache_dtype="fp8")
+    run(record_backend(Fp8Backend, checks, READER), "halves", kv_cache_dtype="fp8")
     assert [each.law for each in checks.findings] == ["attention"]
     [path] = tmp_path.glob("*.pt")
     again = reproduce_case(path)
@@ -304,7 +305,7 @@ def test_other_kernels_of_fp8_queries_have_their_writes_compared_alone(
     monkeypatch.delattr(Fp8Impl, "vllm_flash_attn_version")
     monkeypatch.setattr(Fp8Impl, "drops_key_scale", True)
     checks = recorder(tmp_path)
-    run(record_backend(Fp8Backend, checks, VLLM_READER), "halves", kv_cache_dtype="fp8")
+    run(record_backend(Fp8Backend, checks, READER), "halves", kv_cache_dtype="fp8")
     checks.finish()
     assert checks.is_on and checks.findings == []
     assert (checks.checked["rows"], checks.checked["writes"]) == (0, 4 + 11)
@@ -313,7 +314,7 @@ def test_other_kernels_of_fp8_queries_have_their_writes_compared_alone(
 
 def test_the_metadata_of_a_capture_are_not_a_step(tmp_path: Path) -> None:
     checks = recorder(tmp_path)
-    recorded = record_backend(Backend, checks, VLLM_READER)
+    recorded = record_backend(Backend, checks, READER)
     builder = recorded.get_builder_cls()(FullAttentionSpec(), ["a"], None, "cpu")
     common = REFERENCE.build_common_attn_metadata([1], [5], [[7, 2]], BLOCK)
     builder.build_for_cudagraph_capture(common)
@@ -465,7 +466,7 @@ def test_caches_of_an_unknown_format_are_not_compared_and_their_steps_are(
 def test_quantised_caches_of_an_unknown_dtype_are_not_compared(tmp_path: Path) -> None:
     """Their bytes were read as keys."""
     checks = recorder(tmp_path)
-    recorded = record_backend(Backend, checks, VLLM_READER)
+    recorded = record_backend(Backend, checks, READER)
     run(recorded, "halves", kv_cache_dtype="int8_per_token_head")
     checks.finish()
     assert checks.is_on and checks.findings == []
@@ -497,7 +498,7 @@ def test_steps_that_ranks_or_microbatches_share_are_left_alone(
 ) -> None:
     """Each microbatch has a builder of its own, so two of a step were groups that differ."""
     checks = Recorder(RecorderSettings(tmp_path, sample_every=1))
-    recorded = record_backend(Backend, checks, VLLM_READER)
+    recorded = record_backend(Backend, checks, READER)
     builder_class = recorded.get_builder_cls()
     config = SimpleNamespace(parallel_config=SimpleNamespace(**settings))
     builder_class.vllm_config = config
@@ -682,7 +683,7 @@ def test_steps_of_two_engines_in_one_process_are_not_one_step(watched: Any) -> N
 def test_buffers_of_a_graph_live_as_long_as_its_builder(tmp_path: Path) -> None:
     """A graph of another engine, or of the same size, freed buffers that a replay writes to."""
     checks = recorder(tmp_path)
-    reader = VllmReader(reads_graphs=True)
+    reader = VllmReader(WorkerSteps(), reads_graphs=True)
     recorded = record_backend(Backend, checks, reader)
     common = REFERENCE.build_common_attn_metadata([1], [5], [[7, 2]], BLOCK)
     builders = [

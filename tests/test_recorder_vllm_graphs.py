@@ -26,11 +26,11 @@ class Engine:
     Args:
         recorder: the recorder.
         graph: what the steps are captured in.
-        reads_graphs: as in `VllmReader`.
+        reader: how vLLM's classes are read.
     """
 
     def __init__(
-        self, recorder: Recorder, graph: SimulatedGraph, reads_graphs: bool
+        self, recorder: Recorder, graph: SimulatedGraph, reader: VllmReader
     ) -> None:
         self.recorder, self.graph = recorder, graph
         self.shift = 0
@@ -54,9 +54,7 @@ class Engine:
         class GraphBackend(vllm_classes.Backend):
             get_impl_cls = staticmethod(lambda: GraphImpl)
 
-        recorded = record_backend(
-            GraphBackend, recorder, VllmReader(reads_graphs=reads_graphs)
-        )
+        recorded = record_backend(GraphBackend, recorder, reader)
         spec = vllm_classes.FullAttentionSpec()
         self.layer = SimpleNamespace(layer_name="a")
         self.builder = recorded.get_builder_cls()(spec, ["a"], None, "cpu")
@@ -94,11 +92,11 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Eng
     """Return a function that makes an engine whose dummy runs are not steps."""
     steps = WorkerSteps()
     steps.is_watched = True
-    monkeypatch.setattr(recorder_vllm, "STEPS", steps)
 
     def make(reads_graphs: bool = True) -> Engine:
         recorder, graph = captured_recorder(tmp_path, monkeypatch, rows=3)
-        made = Engine(recorder, graph, reads_graphs)
+        reader = VllmReader(steps, reads_graphs=reads_graphs)
+        made = Engine(recorder, graph, reader)
         made.capture()
         steps._running = 1
         return made
@@ -137,8 +135,8 @@ def test_a_batch_without_requests_while_serving_leaves_a_captured_graph_alone(
     """vLLM builds the metadata of a capture for it. The graph's buffers were given back then,
     although the graph goes on to write to them."""
     served = engine()
-    samples, kept = served.recorder._graphs, served.builder._buffers
-    rows = samples._graphs[2].rows
+    samples, kept = served.recorder._graphs, served.builder._graphs
+    graph = samples._graphs[2]
     for _ in range(3):
         served.builder.build_for_cudagraph_capture(served.common)
     served.replay()
@@ -147,14 +145,14 @@ def test_a_batch_without_requests_while_serving_leaves_a_captured_graph_alone(
     assert len(kept) == 2  # of the graph, and of the one that may be captured
     # a graph that takes its place may be one of two that are replayed
     served.capture()
-    assert samples._graphs[2].rows is not rows
-    assert any(each[0] is rows for each in kept.values()) and len(kept) == 2
+    assert samples._graphs[2] is not graph
+    assert any(each is graph for each in kept.values()) and len(kept) == 2
 
 
 def test_each_group_of_layers_has_its_own_buffers_in_a_graph() -> None:
     samples = GraphSamples(2)
     steps = [
-        vllm_classes.VLLM_READER.step(
+        vllm_classes.READER.step(
             SimpleNamespace(
                 kv_cache_spec=vllm_classes.FullAttentionSpec(), recorded_layers=[name]
             ),

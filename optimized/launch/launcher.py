@@ -279,7 +279,7 @@ class Launcher:
             and (self._encodes_maps or not union & 15)
             and current_device() == direct.device
             and (maps or not self._map_kinds)
-            # a plan that lets this launcher encode maps has asked for a profiler before
+            # a plan with such maps has checked for a profiler when it was chosen
             and (self._encodes_maps or not is_profiled())
         ):
             # the driver launch takes plain tuples; only Triton's specialization needs NamedTuples

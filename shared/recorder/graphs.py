@@ -88,13 +88,11 @@ class GraphSamples:
         self._graphs: dict[int, _Graph] = {}
         self._num_layers = 1
 
-    def prepare(
-        self, tensors: StepTensors, group: str = "layers"
-    ) -> tuple[Tensor, Tensor]:
-        """Return the buffers of a graph, before it is captured with these metadata.
+    def prepare(self, tensors: StepTensors, group: str = "layers") -> object:
+        """Return what holds the buffers of a graph, before it is captured with these metadata.
 
         The graph reads and writes them in each replay, also after another graph of its size was
-        captured. So they must live as long as the graph.
+        captured. So the object must live as long as the graph.
 
         Args:
             tensors: the metadata.
@@ -115,7 +113,7 @@ class GraphSamples:
             )
         graph = self._prepared[num_tokens]
         graph.addresses[group] = tensors.addresses()
-        return graph.rows, graph.replays
+        return graph
 
     def _captured(self, num_tokens: int) -> _Graph | None:
         """Return the graph that is being captured; None if it was not prepared."""

@@ -152,9 +152,7 @@ class Recorder:
         self._samples.note_changes(map(int, block_ids), self.step)
 
     @guarded
-    def begin_capture(
-        self, tensors: StepTensors, group: str = "layers"
-    ) -> tuple[Tensor, Tensor]:
+    def begin_capture(self, tensors: StepTensors, group: str = "layers") -> object:
         """Tell that a CUDA graph is about to be captured.
 
         Args:
@@ -163,7 +161,7 @@ class Recorder:
             group: name of the layers that share them.
 
         Returns:
-            Buffers that each replay reads and writes. Keep them as long as the graph.
+            What holds the buffers that each replay reads and writes. Keep it as long as the graph.
         """
         if self._engine_ended:
             self._forget_engine()

@@ -197,10 +197,7 @@ class Samples:
         draw = self._random(step)
         for row in draw.sample(rows, min(self.settings.watched_blocks, len(rows))):
             # blocks before the window may have been given up
-            first = 0
-            if step.window is not None:
-                outside = int(computed[row]) - step.window + 1
-                first = max(0, -(-outside // step.block_size))
+            first = -(-int(step.first_keys[row]) // step.block_size)
             if first >= int(full[row]):
                 continue
             column = draw.randrange(first, int(full[row]))

@@ -116,9 +116,16 @@ class HostStep:
         lens = np.where(self.query_lens > 0, self.seq_lens, 0)
         used: NDArray[np.bool_] = starts < lens[:, None]
         if self.window is not None:
-            first = self.seq_lens - self.query_lens - self.window + 1
-            used &= starts + self.block_size > np.maximum(first, 0)[:, None]
+            used &= starts + self.block_size > self.first_keys[:, None]
         return used
+
+    @cached_property
+    def first_keys(self) -> Integers:
+        """[reqs] the first key of each request that its new tokens attend to."""
+        if self.window is None:
+            return np.zeros_like(self.seq_lens)
+        first: Integers = self.seq_lens - self.query_lens - self.window + 1
+        return first.clip(min=0)
 
     @cached_property
     def entries(self) -> Integers:

@@ -135,10 +135,11 @@ class RowCase:
         return judge_rows(*given_rows, moved_by_scores=moved, weight_error=error), exact
 
     def largest_scores(self) -> Tensor:
-        """Return the largest sum of absolute products that a score of each row has, [rows].
+        """Return the largest sum of absolute products of a score of each row, [rows].
 
-        An error of one rounding of that sum moves an output by at most so many roundings of twice
-        the magnitude of the averaged values.
+        A score that is wrong by one rounding of such a sum s changes its weight by s roundings. If
+        all scores are, the output moves by at most 2 s roundings of the largest average of the
+        absolute values.
         """
         k_scale: Any = 1.0 if self.options.k_scale is None else self.options.k_scale
         k_scale = torch.as_tensor(k_scale, device=self.query.device).reshape(-1, 1)

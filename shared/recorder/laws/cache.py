@@ -91,9 +91,9 @@ def check_write(
             row,
             evidence={
                 "kind": "write",
-                "given": {each: one.cpu() for each, one in given.items()},
-                "found": {each: one.cpu() for each, one in found.items()},
-                "scales": {each: _plain(one) for each, one in write.scales.items()},
+                "given": {key: one.cpu() for key, one in given.items()},
+                "found": {key: one.cpu() for key, one in found.items()},
+                "scales": {key: _plain(one) for key, one in write.scales.items()},
                 "fp8_steps": write.fp8_steps,
                 "tokens": list(tokens),
             },
@@ -154,12 +154,11 @@ def check_watched(
         return None
     # the block must still be full and at the same index of a row, or it may have a new owner
     holds = step.block_table[:, column] == block_id
-    computed, end = step.seq_lens - step.query_lens, (column + 1) * step.block_size
-    kept = holds & (end <= computed) & (step.query_lens > 0)
-    if step.window is not None:
-        # blocks before the window may have been given up, and rows name them all the same
-        kept &= end > computed - step.window + 1
-    rows = kept.nonzero()[0]
+    end = (column + 1) * step.block_size
+    full = end <= step.seq_lens - step.query_lens
+    # blocks before a window may have been given up, and rows name them all the same
+    is_kept = holds & full & (end > step.first_keys) & (step.query_lens > 0)
+    rows = is_kept.nonzero()[0]
     if not rows.size:
         return None
     names = ("key", "value")

@@ -30,12 +30,6 @@ class ScheduledGroup(NamedTuple):
     block_size: int
     window: int | None = None
 
-    def given_up(self, num_computed_tokens: int) -> int:
-        """Return how many leading blocks of a row hold no key that a new token attends to."""
-        if self.window is None:
-            return 0
-        return max(0, num_computed_tokens - self.window + 1) // self.block_size
-
 
 class GroupRows:
     """The rows of all requests in one group of layers."""
@@ -103,9 +97,9 @@ class Ledger:
                 if block_ids is not known.get(request_id):
                     self._assign(group, request_id, tuple(block_ids), computed)
             if given.window is not None:
-                for each in given.rows:
-                    first = given.given_up(each.num_computed_tokens)
-                    self._give_up(group, each.request_id, first)
+                for request_id, computed, _, _ in given.rows:
+                    first_key = max(0, computed - given.window + 1)
+                    self._give_up(group, request_id, first_key // given.block_size)
         for name, given in groups.items() if self._shared else ():
             for each in given.rows:
                 finding = self._check_writer(name, given.block_size, each)

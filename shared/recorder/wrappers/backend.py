@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..environment import recorder_from_environment
 from ..recorder import Recorder
+from ..reports import LOGGER
 from ..settings import RECORD_VARIABLE
 from .readers import ENGINE_READER, LayerView, Reader, StepReader
 
@@ -21,7 +22,7 @@ class StepGroups:
     """The groups of layers of one backend: which metadata object belongs to which group."""
 
     def __init__(self) -> None:
-        self._of_layer: dict[str, str] = {}
+        self._of_layer: dict[str, str | None] = {}
         self._built: dict[str, Any] = {}
 
     def add(self, layer_names: Sequence[str]) -> str:
@@ -33,6 +34,10 @@ class StepGroups:
         self._built[group] = None
         self._of_layer.update(dict.fromkeys(layer_names, group))
         return group
+
+    def leave_out(self, layer_names: Sequence[str]) -> None:
+        """Note layers that belong to no group, since their steps are not read."""
+        self._of_layer.update(dict.fromkeys(layer_names))
 
     def built(self, group: str, metadata: Any) -> None:
         """Note the current metadata of a group."""
@@ -46,7 +51,10 @@ class StepGroups:
         return self.of_layer(layer_name)
 
     def of_layer(self, layer_name: str) -> str | None:
-        """Return the group of a layer; the only group if the name is not known."""
+        """Return the group of a layer; the only group if the name is not known.
+
+        None if the layer was left out, or if there are several groups and the name is not known.
+        """
         only = next(iter(self._built)) if len(self._built) == 1 else None
         return self._of_layer.get(layer_name, only)
 
@@ -120,12 +128,23 @@ def _recorded_builder(
         ) -> None:
             super().__init__(kv_cache_spec, layer_names, *args, **kwargs)
             self.recorded_layers = tuple(layer_names)
-            self._buffers: dict[int, Any] = {}
+            self._graphs: dict[int, object] = {}
+            """What holds the buffers of the engine's graphs, which live as long as its builders."""
             self._captures = False
             self._recorded_group = ""
-            if recorder.own(lambda: reader.takes(self, layer_names)):
+            reason = recorder.own(lambda: reader.why_left_alone(self, layer_names))
+            if reason == "":
                 self._recorded_group = groups.add(list(layer_names))
                 recorder.attach()
+                return
+            groups.leave_out(layer_names)
+            if reason is not None:
+                name = next(iter(layer_names), "a group")
+                LOGGER.warning(
+                    "flight recorder: the layers of %s are not checked: %s",
+                    name,
+                    reason,
+                )
 
         def build(
             self,
@@ -157,10 +176,8 @@ def _recorded_builder(
             groups.built(self._recorded_group, metadata)
             step = recorder.own(lambda: reader.captured_step(self, common))
             if step is not None:
-                # the graphs of an engine live as long as its builders
-                buffers = recorder.begin_capture(step, self._recorded_group)
-                if buffers is not None:
-                    self._buffers[id(buffers[0])] = buffers
+                graph = recorder.begin_capture(step, self._recorded_group)
+                self._graphs[id(graph)] = graph
             return metadata
 
     return RecordedBuilder

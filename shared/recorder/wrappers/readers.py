@@ -54,8 +54,8 @@ class StepReader(Protocol):
     @property
     def reads_layers(self) -> bool: ...
 
-    def takes(self, builder: Any, layer_names: Sequence[str]) -> bool:
-        """Return whether a builder's steps are read. A new builder is given once."""
+    def why_left_alone(self, builder: Any, layer_names: Sequence[str]) -> str:
+        """Return why a builder's steps are not read; empty if they are. A builder is given once."""
 
     def step(self, builder: Any, common: Any) -> StepTensors | None:
         """Return a step's metadata; None if it is not checked."""
@@ -78,9 +78,9 @@ class EngineReader:
 
     reads_layers = True
 
-    def takes(self, builder: Any, layer_names: Sequence[str]) -> bool:
-        """Return True: the steps of each builder are read."""
-        return True
+    def why_left_alone(self, builder: Any, layer_names: Sequence[str]) -> str:
+        """Return "": the steps of each builder are read."""
+        return ""
 
     def step(self, builder: Any, common: Any) -> StepTensors | None:
         """Return a step's metadata; None for layers without a cache, and cross-attention."""

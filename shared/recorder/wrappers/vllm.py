@@ -15,7 +15,6 @@ import importlib
 import inspect
 import logging
 import os
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,7 +24,6 @@ from ...contract.attention_options import AttentionOptions
 from ...contract.kinds import CACHE_DTYPE_NAMES, FP8_DTYPES, AttentionType
 from ..environment import recorder_from_environment
 from ..settings import RECORD_VARIABLE
-from ..step import StepTensors
 from .backend import record_backend
 from .readers import LayerView
 from .vllm_latent import (
@@ -34,14 +32,12 @@ from .vllm_latent import (
     recorded_latent_impl,
     why_left_alone,
 )
-from .vllm_schedule import STEPS
-from .vllm_step import OWN_NAMES, PLAIN_DTYPES, read_step, why_not_whole
+from .vllm_schedule import KEY_VALUE_SPECS, STEPS
+from .vllm_step import OWN_NAMES, PLAIN_DTYPES, VllmStepReader
 
 LOGGER = logging.getLogger("pagetwin.recorder")
 REGISTRY = "vllm.v1.attention.backends.registry"
 FORWARD = ["self", "layer", "query", "key", "value", "kv_cache", "attn_metadata"]
-SPECS = ("FullAttentionSpec", "SlidingWindowSpec")
-"""Names of vLLM's classes of the caches that hold keys and values."""
 PLAIN_CACHES = (
     *("FLASH_ATTN", "FLASHINFER", "FLEX_ATTENTION", "TRITON_ATTN"),
     *OWN_NAMES,
@@ -51,41 +47,10 @@ quantise them: CPU_ATTN, for instance, in the order of its matrix instructions."
 FLASH_ATTENTION_3 = 3
 
 
-class VllmReader:
-    """Reads vLLM's metadata, caches and implementations, from 0.25 on.
+class VllmReader(VllmStepReader):
+    """Reads vLLM's metadata, caches and implementations of keys and values."""
 
-    Args:
-        reads_layers: as in `Reader`.
-        reads_graphs: whether captures are read, so that their replays can be sampled.
-    """
-
-    def __init__(self, reads_layers: bool = True, reads_graphs: bool = False) -> None:
-        self.reads_layers = reads_layers
-        self.reads_graphs = reads_graphs
-
-    def takes(self, builder: Any, layer_names: Sequence[str]) -> bool:
-        """Return whether a builder's steps are read: not if ranks or microbatches share them."""
-        config = getattr(builder, "vllm_config", None)
-        reason = why_not_whole(getattr(config, "parallel_config", None))
-        if reason:
-            LOGGER.warning(
-                "flight recorder: the layers of %s are not checked: %s",
-                next(iter(layer_names), "a group"),
-                reason,
-            )
-        return not reason
-
-    def step(self, builder: Any, common: Any) -> StepTensors | None:
-        """Return a step's metadata, as in `read_step`; None for dummy runs too."""
-        if not STEPS.is_step:
-            return None
-        return read_step(builder, common, SPECS, STEPS)
-
-    def captured_step(self, builder: Any, common: Any) -> StepTensors | None:
-        """Return the metadata of a graph that may be captured, as in `read_step`."""
-        if not self.reads_graphs:
-            return None
-        return read_step(builder, common, SPECS, STEPS)
+    specs = KEY_VALUE_SPECS
 
     def layer(
         self, impl: Any, layer: Any, kv_cache: Tensor, metadata: Any, query: Tensor
@@ -124,9 +89,6 @@ class VllmReader:
             metadata.num_actual_tokens,
             layer._q_scale if is_known else None,
         )
-
-
-VLLM_READER = VllmReader()
 
 
 def split_cache(
@@ -220,14 +182,12 @@ def _recorded(name: str, backend: Any) -> Any:
             " and neither cache writes nor attention",
             name,
         )
-    reads = (is_plain, recorder.settings.vllm_graphs)
+    given = (STEPS, is_plain, recorder.settings.vllm_graphs)
     if backend.is_mla():
-        latent_reader = LatentReader(STEPS, *reads)
-        recorded = record_backend(
-            backend, recorder, latent_reader, recorded_latent_impl
-        )
+        reader = LatentReader(*given)
+        recorded = record_backend(backend, recorder, reader, recorded_latent_impl)
     else:
-        recorded = record_backend(backend, recorder, VllmReader(*reads))
+        recorded = record_backend(backend, recorder, VllmReader(*given))
     recorded.__module__ = __name__
     recorded.__qualname__ = f"{recorded.__name__}_{name}"
     return recorded

@@ -14,7 +14,6 @@ microbatches, and caches whose rows are not one per token.
 
 import inspect
 import itertools
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,14 +24,10 @@ from torch import Tensor
 from ...contract.attention_options import AttentionOptions
 from ...contract.kinds import CACHE_DTYPE_NAMES, FP8_DTYPES
 from ..recorder import Recorder
-from ..step import StepTensors
 from .backend import StepGroups
-from .vllm_schedule import WorkerSteps
-from .vllm_step import OWN_NAMES, PLAIN_DTYPES, read_step, why_not_whole
+from .vllm_schedule import LATENT_SPEC
+from .vllm_step import OWN_NAMES, PLAIN_DTYPES, VllmStepReader
 
-LOGGER = logging.getLogger("pagetwin.recorder")
-SPEC = "MLAAttentionSpec"
-"""Name of vLLM's class of caches of latents, one row per token."""
 PLAIN_LATENTS = (
     *("CPU_MLA", "CUTLASS_MLA", "FLASHINFER_MLA", "FLASHMLA", "FLASH_ATTN_MLA"),
     *("TOKENSPEED_MLA", "TRITON_MLA"),
@@ -63,51 +58,22 @@ def why_left_alone(backend: Any) -> str:
     return ""
 
 
-class LatentReader:
-    """Reads vLLM's metadata of latent attention, from 0.25 on.
+class LatentReader(VllmStepReader):
+    """Reads vLLM's metadata of latent attention."""
 
-    Args:
-        steps: the steps of the workers.
-        reads_layers: as in `StepReader`.
-        reads_graphs: as in `VllmReader`.
-    """
+    specs = (LATENT_SPEC,)
 
-    def __init__(
-        self, steps: WorkerSteps, reads_layers: bool = True, reads_graphs: bool = False
-    ) -> None:
-        self._steps = steps
-        self.reads_layers, self.reads_graphs = reads_layers, reads_graphs
-
-    def takes(self, builder: Any, layer_names: Sequence[str]) -> bool:
-        """Return whether a builder's steps are read, and give its layers their names."""
-        spec, config = builder.kv_cache_spec, getattr(builder, "vllm_config", None)
-        reason = _why_not_read(spec, getattr(config, "parallel_config", None))
-        if reason:
-            LOGGER.warning(
-                "flight recorder: the latent attention of %s is not checked: %s",
-                next(iter(layer_names), "a layer"),
-                reason,
-            )
-            return False
+    def why_left_alone(self, builder: Any, layer_names: Sequence[str]) -> str:
+        """Return why a builder's steps are not read, and give its layers their names."""
+        config = getattr(builder, "vllm_config", None)
         compiled = getattr(config, "compilation_config", None)
         layers = getattr(compiled, "static_forward_context", {})
         for name in layer_names:
             impl: Any = getattr(layers.get(name), "impl", None)
             if hasattr(impl, "recorded_name"):
                 impl.recorded_name = name
-        return True
-
-    def step(self, builder: Any, common: Any) -> StepTensors | None:
-        """Return a step's metadata, as in `read_step`; None for dummy runs too."""
-        if not self._steps.is_step:
-            return None
-        return read_step(builder, common, (SPEC,), self._steps)
-
-    def captured_step(self, builder: Any, common: Any) -> StepTensors | None:
-        """Return the metadata of a graph that may be captured, as in `read_step`."""
-        if not self.reads_graphs:
-            return None
-        return read_step(builder, common, (SPEC,), self._steps)
+        reason = _why_not_plain(builder.kv_cache_spec)
+        return reason or super().why_left_alone(builder, layer_names)
 
     def tells(self, recorder: Recorder) -> bool:
         """Return whether the recorder is told of a call now. It is not told of dummy runs."""
@@ -204,15 +170,15 @@ class LatentReader:
         )
 
 
-def _why_not_read(spec: Any, parallel: Any) -> str:
-    """Return why the layers of a cache are not checked; empty if they are."""
-    if type(spec).__name__ != SPEC:
-        return f"its cache is described by {type(spec).__name__}, not by {SPEC}"
+def _why_not_plain(spec: Any) -> str:
+    """Return why a cache does not have a latent and a rope key per token; empty if it does."""
+    if type(spec).__name__ != LATENT_SPEC:
+        return f"its cache is described by {type(spec).__name__}, not by {LATENT_SPEC}"
     # the names in 0.25.1 and in 0.32.0
     for name in ("compress_ratio", "tokens_per_state"):
         if getattr(spec, name, 1) != 1:
             return f"{name} = {getattr(spec, name)}, so a row is not one token"
-    return why_not_whole(parallel)
+    return ""
 
 
 def latent_parts(kv_cache: Tensor, rank: int, cache_dtype: str) -> tuple[Tensor, ...]:

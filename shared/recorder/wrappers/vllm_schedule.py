@@ -22,7 +22,11 @@ from ..recorder import Recorder
 WORKER = "vllm.v1.worker.worker_base"
 WINDOW_SPEC = "SlidingWindowSpec"
 """vLLM's name of caches that give up the blocks before a window."""
-PAGED_SPECS = ("FullAttentionSpec", "MLAAttentionSpec", WINDOW_SPEC)
+KEY_VALUE_SPECS = ("FullAttentionSpec", WINDOW_SPEC)
+"""vLLM's names of caches that hold keys and values."""
+LATENT_SPEC = "MLAAttentionSpec"
+"""vLLM's name of caches of latents, one row per token."""
+PAGED_SPECS = (*KEY_VALUE_SPECS, LATENT_SPEC)
 """vLLM's names of caches whose rows are compared with the scheduler's."""
 
 
@@ -159,8 +163,8 @@ class WorkerSteps:
         """Whether workers report their steps here."""
         self._running = 0
         self._alive = 0
-        self._current: Callable[[Sequence[str]], int] | None = None
-        self._last: weakref.ref[Any] | None = None
+        self._latest: WorkerSchedule | None = None
+        """That of the worker whose step began last."""
         self._of_worker: WeakKeyDictionary[Any, WorkerSchedule] = WeakKeyDictionary()
 
     @property
@@ -174,7 +178,10 @@ class WorkerSteps:
         Args:
             layer_names: vLLM's names of layers of one group.
         """
-        return -1 if self._current is None else self._current(layer_names)
+        latest = self._latest
+        if latest is None or not latest.is_alone:
+            return -1
+        return latest.group_of(layer_names)
 
     def watch(self) -> None:
         """Wrap `execute_model` of vLLM's worker wrapper. May be called several times."""
@@ -205,7 +212,6 @@ class WorkerSteps:
             recorder.own(functools.partial(self._tell, wrapper, output))
 
     def _tell(self, wrapper: Any, output: Any) -> None:
-        self._current = None
         known = self._of_worker.get(wrapper)
         if known is None:
             known = self._of_worker[wrapper] = WorkerSchedule(wrapper)
@@ -216,13 +222,11 @@ class WorkerSteps:
                 each.is_alone = False
         # vLLM resolves other backends too when it chooses one
         recorders = [each for each in self.recorders if each.is_attached]
-        if self._last is None or self._last() is not wrapper:
+        if self._latest is not known:
             # a step has the groups of layers of one worker
             for recorder in recorders:
                 recorder.finish()
-            self._last = weakref.ref(wrapper)
-        if known.is_alone:
-            self._current = known.group_of
+            self._latest = known
         known.tell(recorders, output)
 
     def _end(self) -> None:

@@ -1,7 +1,7 @@
-"""One step's metadata in vLLM, and the names of backends and caches that its wrappers read."""
+"""Steps of vLLM: how their metadata are read, and the names of backends and caches."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from ...contract.kinds import CACHE_DTYPE_NAMES
 from ..step import StepTensors
@@ -30,6 +30,42 @@ def why_not_whole(parallel: Any) -> str:
         if getattr(parallel, name, plain) != plain:
             return f"{name} = {getattr(parallel, name)}, so {reason}"
     return ""
+
+
+class VllmStepReader:
+    """Reads the metadata of vLLM's steps, from 0.25 on.
+
+    Args:
+        steps: the steps of the workers.
+        reads_layers: as in `StepReader`.
+        reads_graphs: whether captures are read, so that their replays can be sampled.
+    """
+
+    specs: ClassVar[Sequence[str]] = ()
+    """Names of vLLM's classes of the caches that are checked."""
+
+    def __init__(
+        self, steps: WorkerSteps, reads_layers: bool = True, reads_graphs: bool = False
+    ) -> None:
+        self._steps = steps
+        self.reads_layers, self._reads_graphs = reads_layers, reads_graphs
+
+    def why_left_alone(self, builder: Any, layer_names: Sequence[str]) -> str:
+        """Return why a builder's steps are not read: ranks or microbatches share them."""
+        config = getattr(builder, "vllm_config", None)
+        return why_not_whole(getattr(config, "parallel_config", None))
+
+    def step(self, builder: Any, common: Any) -> StepTensors | None:
+        """Return a step's metadata, as in `read_step`; None for dummy runs too."""
+        if not self._steps.is_step:
+            return None
+        return read_step(builder, common, self.specs, self._steps)
+
+    def captured_step(self, builder: Any, common: Any) -> StepTensors | None:
+        """Return the metadata of a graph that may be captured, as in `read_step`."""
+        if not self._reads_graphs:
+            return None
+        return read_step(builder, common, self.specs, self._steps)
 
 
 def read_step(

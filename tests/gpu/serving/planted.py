@@ -22,12 +22,14 @@ import random
 import re
 import tempfile
 import traceback
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import bugs
 import torch
-from bugs import BUGS, Plant, planted
+from bugs import Plant, planted
 from models import write_model
 from weights import seed_weights
 
@@ -35,27 +37,39 @@ CUDA = torch.cuda.is_available()
 DUE_FROM = 20
 """The first step of a run in which its bug may act."""
 
+_NAMES = {plant: name for name, plant in bugs.BUGS.items()}
+
+
+def _named(*plants: Callable[[Plant], Any]) -> list[str]:
+    """Return the names of bugs, in the same order."""
+    return [_NAMES[each] for each in plants]
+
+
 KINDS: dict[str, dict[str, Any]] = {
-    "padded": {"bugs": [*BUGS][:1], "graphs": True},
+    "padded": {"bugs": _named(bugs.padded_slot), "graphs": True},
     # replays of decodes are sampled, on a GPU
-    "replays": {"bugs": [[*BUGS][10]], "graphs": True, "samples_graphs": True},
+    "replays": {
+        "bugs": _named(bugs.moved_replay),
+        "graphs": True,
+        "samples_graphs": True,
+    },
     # the last one may end the engine
-    "plain": {"bugs": [[*BUGS][each] for each in (5, 2, 1)]},
+    "plain": {"bugs": _named(bugs.other_layout, bugs.early_reuse, bugs.stale_row)},
     "fp8": {
-        "bugs": [[*BUGS][each] for each in (6, 3)],
+        "bugs": _named(bugs.unscaled_read, bugs.dropped_scale),
         "engine": {"kv_cache_dtype": "fp8"},
     },
-    "window": {"bugs": [*BUGS][4:5], "model": "windowed"},
+    "window": {"bugs": _named(bugs.wide_window), "model": "windowed"},
     # layers with a window and layers without one: two groups, which take blocks from one pool
     "groups": {
-        "bugs": [[*BUGS][each] for each in (7, 2, 1)],
+        "bugs": _named(bugs.early_given_up, bugs.early_reuse, bugs.stale_row),
         "model": "small-groups",
         "engine": {"enable_prefix_caching": True},
     },
     # in the model runner of vLLM's builds for CPUs; that of GPUs in 0.25.1 has other methods
-    "rows": {"bugs": [*BUGS][8:10]},
+    "rows": {"bugs": _named(bugs.stale_slots, bugs.unmoved_row)},
     "prefixes": {
-        "bugs": [[*BUGS][each] for each in (2, 1)],
+        "bugs": _named(bugs.early_reuse, bugs.stale_row),
         "engine": {"enable_prefix_caching": True},
     },
 }
@@ -165,7 +179,7 @@ def run(
 
     Args:
         llm: the engine.
-        bug: Optional. One of BUGS.
+        bug: Optional. One of `bugs.BUGS`.
         recorder: of the engine.
         sentences: what it logs.
         steps: the requests are served again, with other prompts, until the engine has run so many.
@@ -235,8 +249,8 @@ def main() -> None:
             "sampled": asked.every,
             "clean": asked.clean,
         }
-        bugs = [] if asked.clean else KINDS[asked.kind]["bugs"]
-        for bug in (None, *bugs):
+        chosen = [] if asked.clean else KINDS[asked.kind]["bugs"]
+        for bug in (None, *chosen):
             result = run(llm, bug, recorder, sentences, asked.clean or 1)
             with asked.results.open("a") as file:
                 file.write(json.dumps({**first, **result}) + "\n")
