@@ -563,7 +563,7 @@ def test_the_environment_gives_the_settings() -> None:
             "PAGETWIN_RECORD_ROWS": "2",
             "PAGETWIN_RECORD_ACTION": "stop",
             "PAGETWIN_RECORD_MAX_MIB": "9",
-            "PAGETWIN_RECORD_GRAPHS": "1",
+            "PAGETWIN_RECORD_GRAPHS": "0",
         }
     )
     assert given == RecorderSettings(
@@ -572,7 +572,7 @@ def test_the_environment_gives_the_settings() -> None:
         rows=2,
         action="stop",
         max_mib=9,
-        vllm_graphs=True,
+        vllm_graphs=False,
     )
     with pytest.raises(ValueError, match="PAGETWIN_RECORD_GRAPHS = 'yes': expected 0"):
         settings_from_environment(

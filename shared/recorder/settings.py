@@ -47,7 +47,7 @@ class RecorderSettings:
     max_mib: int = 256
     max_cases: int = 8
     seed: int = 0
-    vllm_graphs: bool = False
+    vllm_graphs: bool = True
 
     def __post_init__(self) -> None:
         for name in ("sample_every", "rows", "ring", "max_mib", "max_cases"):

@@ -49,6 +49,7 @@ class Decoder:
         order = torch.randperm(self.reqs * width, generator=self._draw)
         self.rows = order.view(self.reqs, width).to(torch.int32)
         self.lens = torch.full((self.reqs,), self.seq_len, dtype=torch.int32)
+        self._given: list[tuple[int, ...]] = [()] * self.reqs
         self.block_table = self.rows.to(self.device)
         self.seq_lens = self.lens.to(self.device)
         starts = torch.arange(self.reqs + 1, dtype=torch.int32)
@@ -105,13 +106,15 @@ class Decoder:
             self._send(self.qkv, qkv.bfloat16())
 
     def scheduled(self) -> list[ScheduledRow]:
-        """Return what a scheduler would tell about the step."""
-        used = -(-int(self.lens.max()) // BLOCK)
-        rows = self.rows[:, :used].tolist()
+        """Return what a scheduler would tell about the step; rows that do not grow stay the same."""
         lens = self.lens.tolist()
+        for index, length in enumerate(lens):
+            used = -(-length // BLOCK)
+            if len(self._given[index]) != used:
+                self._given[index] = tuple(self.rows[index, :used].tolist())
         return [
-            ScheduledRow(index, length - 1, 1, row[: -(-length // BLOCK)])
-            for index, (length, row) in enumerate(zip(lens, rows, strict=True))
+            ScheduledRow(index, length - 1, 1, self._given[index])
+            for index, length in enumerate(lens)
         ]
 
     def layers_forward(self) -> None:

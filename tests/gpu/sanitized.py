@@ -184,6 +184,17 @@ GROUPS = {
         ),
         ("sm90.kernel.prefill_kernel",),
     ),
+    "tokens": Group(
+        (
+            # groups that do not divide 64: a tile has all query heads of whole tokens
+            Batch([40, 9, 100], [60, 140, 120], heads=10),
+            Batch([36, 5], [150, 5], heads=7, kv_heads=1, dtype=torch.float16),
+            Batch([40, 70], [90, 130], heads=14, head_size=64),
+            Batch([37], [150], heads=6, head_size=96),
+            Batch([30, 20], [30, 200], {"sliding_window": 50}, 256, heads=12),
+        ),
+        ("sm90.kernel.prefill_kernel",),
+    ),
     "wide": Group(
         tuple(
             Batch(*lens, options, head_size=192, value_size=128, heads=4, kv_heads=4)

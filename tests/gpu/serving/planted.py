@@ -1,11 +1,11 @@
 """The recorder inside of vLLM: a clean run raises nothing, and planted bugs are found.
 
-    python tests/gpu/serving/planted.py RESULTS --kind padded
     python tests/gpu/serving/planted.py RESULTS --kind plain
+    python tests/gpu/serving/planted.py RESULTS --kind fp8
     python tests/gpu/serving/planted.py RESULTS --kind window
     python tests/gpu/serving/planted.py RESULTS --kind groups
     python tests/gpu/serving/planted.py RESULTS --kind replays
-    python tests/gpu/serving/planted.py RESULTS --kind padded --clean 10000 --every 4
+    python tests/gpu/serving/planted.py RESULTS --kind fp8 --clean 10000 --every 4 --graphs
 
 One engine serves the same requests once per bug: 16 requests, and a cache that is too small for
 them, so that requests are preempted. RESULTS gets one JSON line per run: in which step a bug first
@@ -46,13 +46,8 @@ def _named(*plants: Callable[[Plant], Any]) -> list[str]:
 
 
 KINDS: dict[str, dict[str, Any]] = {
-    "padded": {"bugs": _named(bugs.padded_slot), "graphs": True},
-    # replays of decodes are sampled, on a GPU
-    "replays": {
-        "bugs": _named(bugs.moved_replay),
-        "graphs": True,
-        "samples_graphs": True,
-    },
+    # on a GPU
+    "replays": {"bugs": _named(bugs.padded_slot, bugs.moved_replay), "graphs": True},
     # the last one may end the engine
     "plain": {"bugs": _named(bugs.other_layout, bugs.early_reuse, bugs.stale_row)},
     "fp8": {
@@ -76,9 +71,9 @@ KINDS: dict[str, dict[str, Any]] = {
 """The engines: their bugs, and what differs from the first one."""
 
 
-def has_graphs(kind: str) -> bool:
+def has_graphs(asked: argparse.Namespace) -> bool:
     """Return whether decodes are captured; a replay does not run the methods that bugs replace."""
-    return CUDA and KINDS[kind].get("graphs", False)
+    return CUDA and (asked.graphs or KINDS[asked.kind].get("graphs", False))
 
 
 class Sentences(logging.Handler):
@@ -104,7 +99,7 @@ def build(asked: argparse.Namespace, folder: Path) -> Any:
         os.environ["PAGETWIN_VLLM_IMPLEMENTATION"] = "reference"
     DummyModelLoader.load_weights = lambda self, model, config: seed_weights(model)
     kind = KINDS[asked.kind]
-    graphs = has_graphs(asked.kind)
+    graphs = has_graphs(asked)
     compilation: dict[str, Any] = {"mode": 0}
     if graphs:
         compilation |= {
@@ -226,12 +221,15 @@ def main() -> None:
         "--every", type=int, default=1, help="one of so many steps is sampled"
     )
     parser.add_argument("--clean", type=int, metavar="N", help="N steps without a bug")
+    parser.add_argument(
+        "--graphs", action="store_true", help="capture decodes, with --clean alone"
+    )
     asked = parser.parse_args()
+    if asked.graphs and not asked.clean:
+        parser.error("--graphs: expected --clean too; some bugs do not act in a replay")
     with tempfile.TemporaryDirectory() as folder:
         os.environ["PAGETWIN_RECORD"] = f"{folder}/cases"
         os.environ["PAGETWIN_RECORD_EVERY"] = str(asked.every)
-        samples_graphs = KINDS[asked.kind].get("samples_graphs", False)
-        os.environ["PAGETWIN_RECORD_GRAPHS"] = str(int(samples_graphs))
         llm = build(asked, Path(folder))
         import vllm
         from pagetwin.recorder.wrappers.vllm_schedule import STEPS
@@ -245,7 +243,7 @@ def main() -> None:
             "torch": torch.__version__,
             "kind": asked.kind,
             "backend": asked.backend if CUDA else "CUSTOM, reference",
-            "graphs": has_graphs(asked.kind),
+            "graphs": has_graphs(asked),
             "sampled": asked.every,
             "clean": asked.clean,
         }
