@@ -106,7 +106,7 @@ class Decoder:
             self._send(self.qkv, qkv.bfloat16())
 
     def scheduled(self) -> list[ScheduledRow]:
-        """Return what a scheduler would tell about the step; rows that do not grow stay the same."""
+        """Return what a scheduler would tell; rows that do not grow are the same objects."""
         lens = self.lens.tolist()
         for index, length in enumerate(lens):
             used = -(-length // BLOCK)
