@@ -86,11 +86,9 @@ class RowTable:
         width = int(max(last.max(), given_last.max())) + 1
         if width > min(step.block_table.shape[1], self._blocks.shape[1]):
             return None
-        table, is_used = step.block_table[:, :width], step.used[:, :width]
+        table, is_used = step.block_table[:, :width], np.arange(width) <= last[:, None]
         if len(rows) < len(table):
-            table, is_used = table[rows], is_used[rows]
-        if step.window is not None:  # blocks before the window are compared too
-            is_used = np.arange(width) <= last[:, None]
+            table = table[rows]
         new_lens = step.query_lens[rows]
 
         def is_equal(index: Integers) -> bool:
