@@ -135,7 +135,7 @@ def test_every_job_names_programs_and_options_that_exist(one: Job) -> None:
 
 def test_every_group_of_kernels_runs_under_the_sanitizer() -> None:
     source = (ROOT / "tests" / "gpu" / "sanitized.py").read_text()
-    groups = re.findall(r'^    "(\w+)": Group\(', source, re.MULTILINE)
+    groups = re.findall(r'^    "([\w-]+)": Group\(', source, re.MULTILINE)
     assert sorted(groups) == sorted(release.SANITIZED.split())
 
 

@@ -229,8 +229,8 @@ def _planted() -> list[dict[str, Any]]:
     """Return the newest run of each engine with each bug, sorted by bug and engine."""
     newest = {}
     for each in _lines("planted"):
-        key = each["bug"] or "", _engine(each), each["kind"], each.get("clean") or 0
-        newest[key] = each
+        key = (each["bug"] or "", _engine(each), each["kind"], each["graphs"])
+        newest[*key, each.get("clean") or 0] = each
     return [newest[key] for key in sorted(newest)]
 
 

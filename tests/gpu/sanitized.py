@@ -184,7 +184,7 @@ GROUPS = {
         ),
         ("sm90.kernel.prefill_kernel",),
     ),
-    "tokens": Group(
+    "token-tiles": Group(
         (
             # groups that do not divide 64: a tile has all query heads of whole tokens
             Batch([40, 9, 100], [60, 140, 120], heads=10),
