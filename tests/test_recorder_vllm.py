@@ -326,14 +326,17 @@ def test_the_metadata_of_a_capture_are_not_a_step(tmp_path: Path) -> None:
 class Worker:
     """Has the attributes of vLLM's worker wrapper that are read; a step is a function."""
 
-    def __init__(self, *specs: Any, speculative: Any = None) -> None:
+    def __init__(self, *specs: Any, has_drafts: bool = False) -> None:
         groups = [
             SimpleNamespace(kv_cache_spec=each, layer_names=LAYERS) for each in specs
         ]
         caches = SimpleNamespace(kv_cache_groups=groups)
         self.worker = SimpleNamespace(
             model_runner=SimpleNamespace(kv_cache_config=caches),
-            vllm_config=SimpleNamespace(speculative_config=speculative),
+            vllm_config=SimpleNamespace(
+                speculative_config=object() if has_drafts else None,
+                scheduler_config=SimpleNamespace(async_scheduling=True),
+            ),
         )
         self.run = lambda output: None
 
@@ -427,7 +430,7 @@ def test_the_registry_resolves_recorded_backends_if_the_environment_says_so(
     assert issubclass(recorded, Backend) and recorded.get_name() == "FAKE"
     assert resolve(member.get_path()) is recorded
     wrapper = sys.modules[vllm_schedule.WORKER].WorkerWrapperBase
-    worker = wrapper(FullAttentionSpec(), speculative=object())
+    worker = wrapper(FullAttentionSpec(), has_drafts=True)
     worker.run = lambda output: run(recorded, "halves")
     worker.execute_model(scheduler_output())
     assert recorded.recorder.checked["steps"] == 12
@@ -453,7 +456,7 @@ def test_caches_of_an_unknown_format_are_not_compared_and_their_steps_are(
     recorded = resolve(registry.AttentionBackendEnum.FAKE.get_path())
     assert recorded.get_impl_cls() is Impl
     wrapper = sys.modules[vllm_schedule.WORKER].WorkerWrapperBase
-    worker = wrapper(FullAttentionSpec(), speculative=object())
+    worker = wrapper(FullAttentionSpec(), has_drafts=True)
     worker.run = lambda output: run(recorded, "halves")
     worker.execute_model(scheduler_output())
     recorded.recorder.finish()

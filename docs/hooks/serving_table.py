@@ -230,7 +230,7 @@ def _planted() -> list[dict[str, Any]]:
     newest = {}
     for each in _lines("planted"):
         key = (each["bug"] or "", _engine(each), each["kind"], each["graphs"])
-        newest[*key, each.get("clean") or 0] = each
+        newest[(*key, each.get("clean") or 0)] = each
     return [newest[key] for key in sorted(newest)]
 
 

@@ -135,11 +135,14 @@ def changed_blocks(output: Any) -> list[int]:
 def comparable_groups(wrapper: Any) -> tuple[CacheGroup, ...]:
     """Return the groups of layers whose rows in a step are those of the scheduler.
 
-    With speculative decoding there are none, since only the device knows the lengths then. Groups
-    of cross-attention, of chunked attention and of state-space layers are left out.
+    There are none if a step is scheduled before the drafts of the one before it are verified, since
+    only the device knows the lengths then. Groups of cross-attention, of chunked attention and of
+    state-space layers are left out.
     """
     worker = wrapper.worker
-    if worker.vllm_config.speculative_config is not None:
+    config = worker.vllm_config
+    has_drafts = config.speculative_config is not None
+    if has_drafts and config.scheduler_config.async_scheduling:
         return ()
     groups = []
     for index, group in enumerate(worker.model_runner.kv_cache_config.kv_cache_groups):

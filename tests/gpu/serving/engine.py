@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import draw_prompt, engine_options, has_audio
+from models import DRAFTS, draw_prompt, engine_options, has_audio
 from weights import seed_weights
 
 LOADS = {
@@ -60,6 +60,8 @@ def build(asked: argparse.Namespace) -> Any:
         options["enforce_eager"] = True
     else:
         options["compilation_config"] = {"cudagraph_capture_sizes": CAPTURE_SIZES}
+        if asked.mode == "speculative":
+            options["speculative_config"] = DRAFTS
         if asked.mode == "decode graphs":
             options["compilation_config"] |= {
                 "mode": 0,
@@ -127,12 +129,12 @@ class Served:
 
     def serve(
         self, shape: tuple[int, int, int], seed: int
-    ) -> tuple[float, list[list[float]]]:
+    ) -> tuple[float, list[list[float]], int]:
         """Serve requests that arrive at once.
 
         Returns:
-            Seconds until the last token, and for each request the seconds from the arrival to
-            each of its tokens.
+            Seconds until the last token, for each request the seconds from the arrival to each of
+            its tokens, and the number of steps.
         """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -159,17 +161,19 @@ class Served:
         if has_audio(self.asked.model.name):
             # the host has computed the spectrograms
             start = time.perf_counter()
+        steps = 0
         while engine.has_unfinished_requests():
+            steps += 1
             for each in engine.step():
                 now = time.perf_counter() - start
                 times[each.request_id] += [now] * len(each.outputs[0].token_ids)
         synchronize()
-        return time.perf_counter() - start, list(times.values())
+        return time.perf_counter() - start, list(times.values()), steps
 
     def load(self, name: str, run: str) -> None:
         """Serve a load and write its times. Run "warm" is the first one, beside other work."""
         reqs, length, new = shape = LOADS[name]
-        seconds, times = self.serve(shape, seed=1 if run == "warm" else 2)
+        seconds, times, steps = self.serve(shape, seed=1 if run == "warm" else 2)
         first = [each[0] for each in times]
         per_token = [(each[-1] - each[0]) / (len(each) - 1) for each in times]
         gaps = [b - a for each in times for a, b in pairwise(each)]
@@ -181,6 +185,7 @@ class Served:
             input=length,
             output=new,
             tokens=sum(map(len, times)),
+            steps=steps,
             seconds=round(seconds, 4),
             output_tokens_per_s=round(reqs * new / seconds, 1),
             first_token_ms=[percentile(first, 0.5), percentile(first, 0.99)],

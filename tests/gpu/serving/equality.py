@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import MODELS, draw_prompt, engine_options, write_model
+from models import DRAFTS, MODELS, draw_prompt, engine_options, write_model
 from weights import seed_weights
 
 CUDA = torch.cuda.is_available()
@@ -48,12 +48,7 @@ def build(asked: argparse.Namespace, backend: str, folder: Path) -> Any:
     DummyModelLoader.load_weights = lambda self, model, config: seed_weights(model)
     options: dict[str, Any] = {}
     if asked.ngram:
-        options["speculative_config"] = {
-            "method": "ngram",
-            "num_speculative_tokens": 3,
-            "prompt_lookup_max": 3,
-            "prompt_lookup_min": 2,
-        }
+        options["speculative_config"] = DRAFTS
     return LLM(
         model=str(write_model(folder, asked.model)),
         load_format="dummy",

@@ -187,6 +187,14 @@ DEEPSEEK_8 = {
 }
 """The shapes of DeepSeek V2 Lite, with 8 of its 27 layers, all of them dense."""
 
+DRAFTS: dict[str, Any] = {
+    "method": "ngram",
+    "num_speculative_tokens": 3,
+    "prompt_lookup_max": 3,
+    "prompt_lookup_min": 2,
+}
+"""Speculative decoding: drafts are the tokens that followed the last ones earlier in the prompt."""
+
 MODELS: dict[str, dict[str, Any]] = {
     "llama-8": LLAMA,
     "llama": {**LLAMA, "num_hidden_layers": 32},

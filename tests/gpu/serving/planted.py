@@ -30,7 +30,7 @@ from typing import Any
 import bugs
 import torch
 from bugs import Plant, planted
-from models import write_model
+from models import DRAFTS, write_model
 from weights import seed_weights
 
 CUDA = torch.cuda.is_available()
@@ -63,8 +63,14 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     # in the model runner of vLLM's builds for CPUs; that of GPUs in 0.25.1 has other methods
     "rows": {"bugs": _named(bugs.stale_slots, bugs.unmoved_row)},
-    "prefixes": {
+    # drafts are verified, and some of them rejected
+    "drafts": {
         "bugs": _named(bugs.early_reuse, bugs.stale_row),
+        "engine": {"speculative_config": DRAFTS},
+    },
+    # the last one may end the engine
+    "prefixes": {
+        "bugs": _named(bugs.stale_row, bugs.early_reuse),
         "engine": {"enable_prefix_caching": True},
     },
 }

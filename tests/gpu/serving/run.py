@@ -24,7 +24,8 @@ HERE = Path(__file__).resolve().parent
 WORK = Path("/tmp/pagetwin_serving")
 """Default folder of what engines keep from run to run."""
 
-MODES = ("eager", "decode graphs", "default")
+MODES = ("eager", "decode graphs", "default", "speculative")
+"""The last one is the default mode with draft tokens."""
 
 
 def environment(folder: Path) -> dict[str, str]:
