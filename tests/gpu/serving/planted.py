@@ -68,9 +68,9 @@ KINDS: dict[str, dict[str, Any]] = {
         "bugs": _named(bugs.early_reuse, bugs.stale_row),
         "engine": {"speculative_config": DRAFTS},
     },
-    # the last one may end the engine
+    # each of them may end the engine
     "prefixes": {
-        "bugs": _named(bugs.stale_row, bugs.early_reuse),
+        "bugs": _named(bugs.early_reuse, bugs.stale_row),
         "engine": {"enable_prefix_caching": True},
     },
 }
