@@ -1,6 +1,7 @@
 """What the recorder costs: waits for the device, and work per request on the host."""
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -225,3 +226,31 @@ def test_the_line_of_a_request_that_left_is_kept_until_its_step_was_checked(
     steps.check_all()
     assert recorder.is_on and recorder.findings == []
     assert sorted(steps._reports.names.values()) == ["a", "b"]
+
+
+def test_requests_keep_their_names_if_the_batch_has_another_order(
+    tmp_path: Path,
+) -> None:
+    """The order of the step before is tried first."""
+    recorder = Recorder(RecorderSettings(tmp_path))
+    tensors, _ = one_step(3, 40, 1)
+    rows = [
+        ScheduledRow(name, 39, 1, blocks)
+        for name, blocks in zip("abc", tensors.block_table.tolist(), strict=True)
+    ]
+
+    def names(shown: list[int], slots_of: list[int]) -> list[Any]:
+        recorder.schedule(rows, BLOCK)
+        table, slots = tensors.block_table[shown], tensors.slot_mapping[slots_of]
+        step = replace(tensors, block_table=table, slot_mapping=slots)
+        recorder.begin_step(step)
+        return [recorder._reports.names.get(row) for row in range(3)]
+
+    assert names([0, 1, 2], [0, 1, 2]) == ["a", "b", "c"]
+    assert names([2, 0, 1], [2, 0, 1]) == ["c", "a", "b"]
+    assert names([2, 0, 1], [2, 0, 1]) == ["c", "a", "b"]
+    assert recorder.is_on and recorder.findings == []
+    # two rows are those of "b", in an order that was right before
+    names([2, 1, 1], [2, 0, 1])
+    [finding] = recorder.findings
+    assert (finding.law, finding.row) == ("block table", 2)
