@@ -35,13 +35,17 @@ def test_a_layer_that_computes_its_own_attention_raises(
 
 
 def test_a_model_with_its_own_attention_raises() -> None:
-    gpt_j = transformers.GPTJForCausalLM(
-        transformers.GPTJConfig(
-            vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=2, rotary_dim=8
+    gpt_neo = transformers.GPTNeoForCausalLM(
+        transformers.GPTNeoConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            num_layers=2,
+            num_heads=2,
+            attention_types=[[["global", "local"], 1]],
         )
     )
     with pytest.raises(NotImplementedError, match="does not let its attention be repl"):
-        generate(gpt_j.eval(), [[5, 6]], "reference")
+        generate(gpt_neo.eval(), [[5, 6]], "reference")
     mamba = transformers.MambaForCausalLM(
         transformers.MambaConfig(
             vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2
