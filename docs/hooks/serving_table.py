@@ -229,8 +229,8 @@ def _planted() -> list[dict[str, Any]]:
     """Return the newest run of each engine with each bug, sorted by bug and engine."""
     newest = {}
     for each in _lines("planted"):
-        key = (each["bug"] or "", _engine(each), each["kind"], each["graphs"])
-        newest[(*key, each.get("clean") or 0)] = each
+        run = each["kind"], each["graphs"], each.get("clean") or 0
+        newest[each["bug"] or "", _engine(each), run] = each
     return [newest[key] for key in sorted(newest)]
 
 
