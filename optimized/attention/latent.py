@@ -42,9 +42,17 @@ from ...validation.latent import (
 )
 from ..kernels.fp8 import scale_arguments
 from ..kernels.kv_cache import as_bits
-from ..kernels.latent_cache import gather_latents_kernel, grid, write_latents_kernel
-from ..launch.launcher import check_launch
+from ..kernels.latent_cache import (
+    BLOCK_TOKENS,
+    LatentSlots,
+    NewLatents,
+    gather_latents_kernel,
+    grid,
+    write_latents_kernel,
+)
+from ..launch.launcher import check_launch, launch_kernel
 from ..launch.operators import operator
+from ..launch.repeat.writes import WRITES, record_write, sign_write
 from .encoder import encoder_attention
 from .merge_states import merge_attn_states
 from .paged import paged_attention
@@ -61,8 +69,14 @@ def concat_and_cache_mla(
     scale: Scale | float | None = None,
 ) -> None:
     """Write each new token's latent and rope key, one after the other, to its slot."""
+    write = (kv_c, k_pe), (kv_cache,), slot_mapping, (scale,)
+    signature = sign_write(*write)
+    repeated = None if signature is None else WRITES.get(signature)
+    contents = values_checked()
+    if repeated is not None and not contents and repeated.launch(*write):
+        return
     check_concat_and_cache_mla(
-        kv_c, k_pe, kv_cache, slot_mapping, scale, contents=values_checked()
+        kv_c, k_pe, kv_cache, slot_mapping, scale, contents=contents
     )
     check_launch(kv_cache)
     num_slots = slot_mapping.shape[0]
@@ -73,22 +87,22 @@ def concat_and_cache_mla(
     (kv_cache,) = as_bits(kv_cache)
     if scale is None:
         kv_c, k_pe = as_bits(kv_c, k_pe)
-    write_latents_kernel[grid(num_slots, width)](
-        kv_c,
-        k_pe,
-        kv_cache,
+    programs = grid(num_slots, width)
+    arguments = (
+        NewLatents(kv_c, *kv_c.stride()),
+        NewLatents(k_pe, *k_pe.stride()),
+        LatentSlots(kv_cache, *scale_arguments(scale), *kv_cache.stride()),
         slot_mapping,
-        *scale_arguments(scale),
         num_slots,
-        block_size,
         slot_mapping.stride(0),
-        *kv_c.stride(),
-        *k_pe.stride(),
-        *kv_cache.stride(),
-        RANK=kv_c.shape[1],
-        WIDTH=width,
-        E5M2=dtype == torch.float8_e5m2,
+        block_size,
+        # RANK, WIDTH, E5M2
+        kv_c.shape[1],
+        width,
+        dtype == torch.float8_e5m2,
     )
+    compiled = launch_kernel(write_latents_kernel, programs, *arguments)
+    record_write(signature, compiled, BLOCK_TOKENS.value, programs[1], arguments)
 
 
 @operator(out=["out", "lse"])

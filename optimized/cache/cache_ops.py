@@ -61,18 +61,11 @@ def reshape_and_cache(
     v_scale: Scale | float | None = None,
 ) -> None:
     """Write each new token's key and value to its slot."""
-    signature = sign_write(
-        key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale
-    )
+    write = (key, value), (key_cache, value_cache), slot_mapping, (k_scale, v_scale)
+    signature = sign_write(*write)
     repeated = None if signature is None else WRITES.get(signature)
     contents = values_checked()
-    if (
-        repeated is not None
-        and not contents
-        and repeated.launch(
-            key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale
-        )
-    ):
+    if repeated is not None and not contents and repeated.launch(*write):
         return
     check_reshape_and_cache(
         key,
@@ -87,12 +80,11 @@ def reshape_and_cache(
     check_launch(key_cache)
     if not slot_mapping.shape[0] or not key_cache.numel() or not value_cache.numel():
         return
-    grid, arguments = _lower_write(
+    tokens, grid, arguments = _lower_write(
         key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale
     )
     compiled = launch_kernel(write_kv_kernel, grid, *arguments)
-    if signature is not None:
-        record_write(signature, compiled, grid, arguments)
+    record_write(signature, compiled, tokens, grid[1], arguments)
 
 
 def _lower_write(
@@ -103,8 +95,8 @@ def _lower_write(
     slot_mapping: Tensor,
     k_scale: Tensor | float | None,
     v_scale: Tensor | float | None,
-) -> tuple[tuple[int, int], tuple[Any, ...]]:
-    """Return the grid of a write, and the arguments of its kernel in order."""
+) -> tuple[int, tuple[int, int], tuple[Any, ...]]:
+    """Return the tokens per program of a write, its grid and its kernel's arguments in order."""
     num_slots = slot_mapping.shape[0]
     _, block_size, kv_heads, head_size = key_cache.shape
     value_head_size = value_cache.shape[3]
@@ -116,7 +108,7 @@ def _lower_write(
     if k_scale is None:
         key, value = as_bits(key, value)
     key_cache, value_cache = as_bits(key_cache, value_cache)
-    return grid, (
+    return tokens, grid, (
         NewTokens(key, *key.stride()),
         NewTokens(value, *value.stride()),
         CacheHalf(key_cache, *scale_arguments(k_scale), *key_cache.stride()),

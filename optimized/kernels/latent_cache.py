@@ -4,6 +4,8 @@ A program moves a tile of tokens by elements. Latents and rope keys are stored n
 a slot, first the latent. Offsets are 64-bit.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -12,6 +14,34 @@ from .fp8 import encode_fp8, load_scale
 
 BLOCK_TOKENS = tl.constexpr(16)
 BLOCK_ELEMENTS = tl.constexpr(64)
+
+
+class NewLatents(NamedTuple):
+    """New latents or rope keys, as a kernel's argument, with strides in elements.
+
+    Args:
+        tensor: [tokens, elements].
+    """
+
+    tensor: Any
+    stride_token: Any
+    stride_element: Any
+
+
+class LatentSlots(NamedTuple):
+    """A latent cache, as a kernel's argument, with strides in elements.
+
+    Args:
+        tensor: [num_blocks, block_size, latent_width].
+        scale, scale_stride: Optional. The scale of an FP8 cache, see `scale_arguments`.
+    """
+
+    tensor: Any
+    scale: Any
+    scale_stride: Any
+    stride_block: Any
+    stride_slot: Any
+    stride_element: Any
 
 
 def grid(tokens: int, width: int) -> tuple[int, int]:
@@ -28,23 +58,19 @@ def write_latents_kernel(
     k_pe,
     kv_cache,
     slot_mapping,
-    scale,
-    scale_stride,
     num_slots,
-    block_size,
     mapping_stride,
-    latent_stride_token,
-    latent_stride_element,
-    rope_stride_token,
-    rope_stride_element,
-    cache_stride_block,
-    cache_stride_slot,
-    cache_stride_element,
+    block_size,
     RANK: tl.constexpr,
     WIDTH: tl.constexpr,
     E5M2: tl.constexpr,
 ):
-    """Write the latent and the rope key of each token to its slot."""
+    """Write the latent and the rope key of each token to its slot.
+
+    Args:
+        kv_c, k_pe: NewLatents.
+        kv_cache: LatentSlots.
+    """
     token = tl.program_id(0).to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     element = tl.program_id(1) * BLOCK_ELEMENTS + tl.arange(0, BLOCK_ELEMENTS)
     element = element.to(tl.int64)  # [BLOCK_ELEMENTS]
@@ -57,21 +83,26 @@ def write_latents_kernel(
     block_id, offset = slot // block_size, slot % block_size
     # step: store the latent and the rope key
     is_latent = (element < RANK)[None, :]
-    offsets = (token * latent_stride_token)[:, None]
-    offsets += (element * latent_stride_element)[None, :]
     # [BLOCK_TOKENS, BLOCK_ELEMENTS]
-    moved = tl.load(kv_c + offsets, mask=stored & is_latent, other=0)
-    offsets = (token * rope_stride_token)[:, None]
-    offsets += ((element - RANK) * rope_stride_element)[None, :]
-    rope = tl.load(k_pe + offsets, mask=stored & (element >= RANK)[None, :], other=0)
+    moved = _load_new(kv_c, token, element, stored & is_latent)
+    is_rope = (element >= RANK)[None, :]
+    rope = _load_new(k_pe, token, element - RANK, stored & is_rope)
     moved = tl.where(is_latent, moved, rope)
-    if scale is not None:
+    if kv_cache.scale is not None:
         # round to nearest, as the reference does: the default division is approximate
-        divisor = load_scale(scale, scale_stride, 0, True)
+        divisor = load_scale(kv_cache.scale, kv_cache.scale_stride, 0, True)
         moved = encode_fp8(tl.div_rn(moved.to(tl.float32), divisor), E5M2)
-    offsets = (block_id * cache_stride_block + offset * cache_stride_slot)[:, None]
-    offsets += (element * cache_stride_element)[None, :]
-    tl.store(kv_cache + offsets, moved, mask=stored)
+    offsets = block_id * kv_cache.stride_block + offset * kv_cache.stride_slot
+    offsets = offsets[:, None] + (element * kv_cache.stride_element)[None, :]
+    tl.store(kv_cache.tensor + offsets, moved, mask=stored)
+
+
+@triton.jit
+def _load_new(new, token, element, is_new):
+    """Return elements of new tokens: [BLOCK_TOKENS, BLOCK_ELEMENTS]."""
+    offsets = (token * new.stride_token)[:, None]
+    offsets += (element * new.stride_element)[None, :]
+    return tl.load(new.tensor + offsets, mask=is_new, other=0)
 
 
 @triton.jit(

@@ -10,6 +10,12 @@ from .launcher import INTERPRETED
 
 Signature: TypeAlias = tuple[Any, ...]
 
+KEY_BOUND_STEP = 64
+"""Launches follow from the most keys of a request, rounded up to a multiple of this many.
+
+A KV tile has at least as many keys. Each decode step has one key more than the step before, and so
+its launches are those of the step before, which are known."""
+
 
 class AttentionCall(NamedTuple):
     """One attention call, as every kernel family receives it.
@@ -137,6 +143,25 @@ def sizes_fit(call: AttentionCall) -> bool:
 def _extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
     """Return an upper bound of the offset of a tensor's last element."""
     return sum(map(mul, shape, strides))
+
+
+def round_key_bound(call: AttentionCall) -> int:
+    """Return an upper bound of the call's keys per request, from which its launches follow.
+
+    Returns:
+        `max_key_len`, rounded up as far as the block table allows. It is returned as it is for
+        ragged keys, if no request has keys before its new tokens, and if it is not valid.
+
+    Example:
+        4,001 to 4,032 and 4,033 to 4,096 keys: 4,032 and 4,096.
+    """
+    bound, table = call.max_key_len, call.block_table
+    if table is None or bound <= call.max_query_len:
+        return bound
+    max_keys = table.shape[1] * call.value.shape[1]
+    if bound > max_keys:
+        return bound
+    return min(-(-bound // KEY_BOUND_STEP) * KEY_BOUND_STEP, max_keys)
 
 
 def sign_options(options: AttentionOptions) -> Signature | None:

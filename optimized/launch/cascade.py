@@ -17,7 +17,7 @@ from ...validation import values_checked
 from ..kernels.cascade import cascade_prefix_kernel
 from ..kernels.options.score import lower_tensors
 from ..kernels.sm90.cascade import family as sm90_cascade
-from .attention_call import AttentionCall, sign, sizes_fit
+from .attention_call import AttentionCall, round_key_bound, sign, sizes_fit
 from .cascade_grids import Grid, choose_rest, round_up
 from .cost_layer import Layer
 from .cost_model import choose_row_tile
@@ -161,7 +161,7 @@ def attend_cascade_anew(call: AttentionCall, prefix_len: int, check: Check) -> T
     if out is None:
         out = query.new_empty(*query.shape[:2], value.shape[-1])
     scale = query.shape[2] ** -0.5 if call.scale is None else float(call.scale)
-    call = call._replace(out=out, scale=scale)
+    call = call._replace(out=out, scale=scale, max_key_len=round_key_bound(call))
     if not query.numel():
         out.zero_()
         if call.lse is not None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
 from ...validation import values_checked
 from . import portable
-from .attention_call import AttentionCall, sign, sizes_fit
+from .attention_call import AttentionCall, round_key_bound, sign, sizes_fit
 from .cost_layer import Layer
 from .cost_model import choose_path
 from .families import (
@@ -136,12 +136,13 @@ def attend_anew(call: AttentionCall, check: Check) -> Tensor:
         check(call, contents)
         check_launch(query)
         check_supported(query, call.value)
-    if out is None or type(scale) is not float:
+    bound = round_key_bound(call)
+    if out is None or type(scale) is not float or bound != call.max_key_len:
         if out is None:
             out = query.new_empty(*query.shape[:2], call.value.shape[-1])
         # an integer would be compiled into the kernel as a constant
         scale = query.shape[2] ** -0.5 if scale is None else float(scale)
-        call = call._replace(scale=scale, out=out)
+        call = call._replace(scale=scale, out=out, max_key_len=bound)
     if not query.numel() or query_start_loc.shape[0] < 2:
         out.zero_()
         if lse is not None:

@@ -4,6 +4,7 @@ import inspect
 import threading
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeAlias
 
 import torch
@@ -123,6 +124,17 @@ def launch_kernel(
     return kernel[grid](*arguments, **named)
 
 
+@cache
+def _find_encoder() -> tuple[Callable[..., list[Any]], tuple[None, ...]]:
+    """Return Triton's function that encodes a tensor map, and its further arguments."""
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+
+    # from triton 3.8 on it takes the launch's other arguments too, which it does not read
+    return make_tensordesc_arg, (None,) * (
+        len(inspect.signature(make_tensordesc_arg).parameters) - 2
+    )
+
+
 def is_profiled() -> bool:
     """Return whether a profiler has hooks, which only a launch through Triton calls."""
     return bool(RUNTIME.launch_enter_hook.calls or RUNTIME.launch_exit_hook.calls)
@@ -200,16 +212,13 @@ class Launcher:
             descriptor: the tensor descriptor. If it has an attribute `true_box`, these are the
                 first sizes of the box, in place of those of the kernel's type.
         """
-        from triton.backends.nvidia.driver import make_tensordesc_arg
-
-        # from triton 3.8 on it takes the launch's other arguments too, which it does not read
-        others = len(inspect.signature(make_tensordesc_arg).parameters) - 2
+        encode, others = _find_encoder()
         kind = self._map_kinds[number]
         true_box = getattr(descriptor, "true_box", None)
         if true_box is not None:
             columns = kind["block_size"][len(true_box) :]
             kind = {**kind, "block_size": [*true_box, *columns]}
-        made: list[Any] = make_tensordesc_arg(descriptor, kind, *(None,) * others)
+        made: list[Any] = encode(descriptor, kind, *others)
         return made
 
     def load(

@@ -12,7 +12,12 @@ from typing import Any
 
 from torch import Tensor
 
-from ..attention_call import AttentionCall, Signature, sign_options
+from ..attention_call import (
+    AttentionCall,
+    Signature,
+    round_key_bound,
+    sign_options,
+)
 from ..launcher import INTERPRETED
 
 try:
@@ -50,7 +55,7 @@ def sign_numbers(call: AttentionCall, more: Signature = ()) -> Signature | None:
         return None
     return (
         query.shape, block_table is None, out is None, lse is None, max_query_len,
-        max_key_len, scale, of_options, more,
+        round_key_bound(call), scale, of_options, more,
     )  # fmt: skip
 
 

@@ -73,6 +73,7 @@ def start(asked: argparse.Namespace, model: str, gpu: int, device: str) -> Run:
     command += ["--backends", *names, "--runs", str(asked.runs)]
     command += ["--kv-gib", str(KV_GIB.get(model, 8)), "--work", str(asked.work)]
     command += ["--start-limit", str(asked.start_limit), "--limit", str(asked.limit)]
+    command += ["--profile", *asked.profile]
     command += ["--go", str(folder / "go"), "--patience", "3600"]
     with (folder / "log.txt").open("w") as log:
         process = subprocess.Popen(
@@ -169,6 +170,7 @@ def main() -> None:
     add("--loads", nargs="+", help="default: a, b, c, or those with audio")
     add("--at-once", type=int, default=2, help="models per GPU that start at once")
     add("--runs", type=int, default=2, help="timed runs of each load")
+    add("--profile", nargs="*", default=[], help="loads whose kernels are listed")
     add("--work", type=Path, default=WORK, help="what engines keep from run to run")
     add("--start-limit", type=float, default=240, help="seconds until all are warm")
     add("--limit", type=float, default=80, help="seconds of the timed runs of a model")
